@@ -1,0 +1,303 @@
+"""Documents of text with images of handwritten digits in it.
+
+A document has a short title and one line for each thing to read.  In a
+document with images every line ends in the picture of a digit; in a text-only
+document every line ends in the name of a digit.  After the marker ``ANSWER``
+come the digits that were read, in order, and the marker ``END``::
+
+    the old note . page of <image> . her ink <image> . ANSWER 7 2 END
+    a short list . three and . two small . ANSWER 3 2 END
+
+Everything is drawn from numbered seeds: batch ``i`` is a function of
+``(seed, i)`` alone, so every process can make it again, and training can
+resume at any iteration.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from sklearn.datasets import load_digits
+
+FloatArray = npt.NDArray[np.float32]
+IntArray = npt.NDArray[np.int64]
+
+# --------------------------------------------------------------- vocabulary
+FILLERS = (
+    "the a an old new short long small note list page letter book ink pen hand line sheet box "
+    "of in on and with by for her his their plain red blue green dark first last here there then"
+).split()
+NAMES = "zero one two three four five six seven eight nine".split()
+SPECIALS = ("<image>", "ANSWER", "END", ".")
+VOCABULARY: tuple[str, ...] = (*"0123456789", *SPECIALS, *NAMES, *FILLERS)
+TOKEN_IDS = {word: index for index, word in enumerate(VOCABULARY)}
+# The ids of the digits are the digits themselves: VOCABULARY[7] == "7".
+IMAGE, ANSWER, END, STOP = (TOKEN_IDS[word] for word in SPECIALS)
+FIRST_NAME = TOKEN_IDS[NAMES[0]]
+FIRST_FILLER = TOKEN_IDS[FILLERS[0]]
+
+# ------------------------------------------------------------------- shapes
+IMAGE_SIDE = 8
+PATCHES_PER_IMAGE = 16
+"""Patches of 4x4 pixels, overlapping, one for every 2x2 pixels."""
+PIXELS_PER_PATCH = 16
+TOKENS_PER_IMAGE = 2
+MAX_LINES = 12
+
+# ------------------------------------------------------------------- images
+NUM_HELD_OUT = 360
+NUM_VARIANTS = 32
+"""Distorted copies of every training image."""
+
+# The mean number of images per document of a batch is itself drawn, from a
+# log-normal law, so that batches differ widely; these values make the mean
+# over all documents three, after cutting at MAX_LINES.
+INTENSITY_MEDIAN = 2.6
+INTENSITY_SIGMA = 0.9
+
+
+@dataclass(frozen=True)
+class Image:
+    """A reference to an image; its pixels are looked up where they are needed.
+
+    Attributes
+    ----------
+    index
+        Row of the image in scikit-learn's digits.
+    variant
+        Which distorted copy of the image; -1 is the image as it is.
+    """
+
+    index: int
+    variant: int
+
+
+@dataclass(frozen=True)
+class Document:
+    """One sample.
+
+    Attributes
+    ----------
+    identifier
+        Name of the document, unique in a run.
+    prompt
+        Token ids up to and with ``ANSWER``; each image is a run of
+        ``TOKENS_PER_IMAGE`` ids ``IMAGE``.
+    prompt_lines
+        For every token of the prompt, the line it is on: 0 for the title and
+        1, 2, ... for the things to read.  ``ANSWER`` has 1, as it asks for the
+        digit of line 1.
+    images
+        The images, in the order of the placeholders.
+    digits
+        The answer.
+    """
+
+    identifier: str
+    prompt: tuple[int, ...]
+    prompt_lines: tuple[int, ...]
+    images: tuple[Image, ...]
+    digits: tuple[int, ...]
+
+    @property
+    def inputs(self) -> tuple[int, ...]:
+        """The token ids that the language model reads: prompt and digits."""
+        return (*self.prompt, *self.digits)
+
+    @property
+    def lines(self) -> tuple[int, ...]:
+        """The line of every input; a digit has the line it asks for next."""
+        return (*self.prompt_lines, *range(2, len(self.digits) + 2))
+
+    @property
+    def targets(self) -> tuple[int, ...]:
+        """What the last inputs, from ``ANSWER`` on, should predict."""
+        return (*self.digits, END)
+
+    @property
+    def text(self) -> str:
+        """The document in words."""
+        words = [VOCABULARY[token] for token in (*self.inputs, END)]
+        return " ".join(words)
+
+
+@functools.cache
+def _digits() -> tuple[FloatArray, IntArray]:
+    """Return pixels, ``(1797, 8, 8)`` between 0 and 1, and labels."""
+    data = load_digits()
+    return (data.images / 16.0).astype(np.float32), data.target.astype(np.int64)
+
+
+@functools.cache
+def split() -> tuple[IntArray, IntArray]:
+    """Return the rows of the training images and of the held-out images."""
+    order = np.random.default_rng(20240517).permutation(len(_digits()[1]))
+    return order[NUM_HELD_OUT:], order[:NUM_HELD_OUT]
+
+
+@functools.cache
+def _distorted() -> torch.Tensor:
+    """Return distorted copies of all images, ``(variants, images, 8, 8)``.
+
+    The copies are turned, scaled, slanted and shifted a little.  Making them
+    once is far cheaper than making them in each iteration.
+    """
+    generator = torch.Generator().manual_seed(7)
+    images = torch.from_numpy(_digits()[0])[:, None]
+    count = len(images)
+
+    def uniform(bound: float) -> torch.Tensor:
+        return (torch.rand(count, generator=generator) * 2 - 1) * bound
+
+    variants = []
+    for _ in range(NUM_VARIANTS):
+        angle, slant = uniform(0.21), uniform(0.15)
+        width, height = 1 + uniform(0.12), 1 + uniform(0.12)
+        cos, sin = torch.cos(angle), torch.sin(angle)
+        rows = [
+            torch.stack([cos * width, -sin * height + slant, uniform(0.2)], dim=1),
+            torch.stack([sin * width, cos * height, uniform(0.2)], dim=1),
+        ]
+        grid = torch.nn.functional.affine_grid(
+            torch.stack(rows, dim=1), [count, 1, IMAGE_SIDE, IMAGE_SIDE], align_corners=False
+        )
+        moved = torch.nn.functional.grid_sample(images, grid, align_corners=False)
+        variants.append(moved[:, 0])
+    return torch.stack(variants)
+
+
+@functools.cache
+def _patch_pixels() -> torch.Tensor:
+    """Return, for each pixel of each patch, its place in the padded image."""
+    padded_side = IMAGE_SIDE + 2
+    places = torch.arange(padded_side**2).view(padded_side, padded_side)
+    patches = places.unfold(0, 4, 2).unfold(1, 4, 2)
+    return patches.reshape(PATCHES_PER_IMAGE, PIXELS_PER_PATCH)
+
+
+def patches(images: Sequence[Image], dtype: torch.dtype) -> torch.Tensor:
+    """Return the patches of images.
+
+    Parameters
+    ----------
+    images
+        The images.
+    dtype
+        Type of the result.
+
+    Returns
+    -------
+    torch.Tensor
+        ``(len(images), PATCHES_PER_IMAGE, PIXELS_PER_PATCH)``.
+    """
+    if not images:
+        return torch.zeros(0, PATCHES_PER_IMAGE, PIXELS_PER_PATCH, dtype=dtype)
+    pixels = torch.stack(
+        [
+            torch.from_numpy(_digits()[0][image.index])
+            if image.variant < 0
+            else _distorted()[image.variant, image.index]
+            for image in images
+        ]
+    )
+    padded = torch.nn.functional.pad(pixels, (1, 1, 1, 1)).flatten(1)
+    # Centred on zero, in about unit scale.
+    return ((padded[:, _patch_pixels()] - 0.3) / 0.38).to(dtype)
+
+
+def _document(
+    identifier: str, rng: np.random.Generator, images: Sequence[Image], names: Sequence[int]
+) -> Document:
+    """Write the text around images or, if there are none, around names."""
+    prompt: list[int] = []
+    lines: list[int] = []
+
+    def write(tokens: Sequence[int], line: int) -> None:
+        prompt.extend(tokens)
+        lines.extend([line] * len(tokens))
+
+    def fillers(low: int, high: int) -> list[int]:
+        count = int(rng.integers(low, high))
+        return [FIRST_FILLER + int(word) for word in rng.integers(len(FILLERS), size=count)]
+
+    write([*fillers(1, 13), STOP], 0)
+    things = [[IMAGE] * TOKENS_PER_IMAGE for _ in images] or [[FIRST_NAME + n] for n in names]
+    for line, thing in enumerate(things, start=1):
+        write([*fillers(0, 3), *thing, *fillers(0, 3), STOP], line)
+    write([ANSWER], 1)
+    labels = _digits()[1]
+    digits = tuple(int(labels[image.index]) for image in images) if images else tuple(names)
+    return Document(identifier, tuple(prompt), tuple(lines), tuple(images), digits)
+
+
+def _draw(
+    identifier: str, rng: np.random.Generator, rows: IntArray, intensity: float, plain: bool
+) -> Document:
+    """Draw a document with, on average, nearly ``intensity`` images."""
+    # Geometric from zero: many documents with few images, few with many.
+    count = min(int(rng.geometric(1 / (1 + intensity))) - 1, MAX_LINES)
+    if count == 0:
+        names = [int(name) for name in rng.integers(10, size=int(rng.integers(1, 9)))]
+        return _document(identifier, rng, (), names)
+    images = [
+        Image(int(row), -1 if plain else int(rng.integers(NUM_VARIANTS)))
+        for row in rng.choice(rows, size=count, replace=False)
+    ]
+    return _document(identifier, rng, images, ())
+
+
+def batch(seed: int, iteration: int, documents_per_batch: int) -> list[Document]:
+    """Return the documents of one iteration of training.
+
+    Parameters
+    ----------
+    seed
+        Seed of the run.
+    iteration
+        Number of the iteration.
+    documents_per_batch
+        How many documents.
+    """
+    rng = np.random.default_rng((seed, iteration))
+    intensity = float(INTENSITY_MEDIAN * np.exp(rng.normal(0.0, INTENSITY_SIGMA)))
+    rows = split()[0]
+    return [
+        _draw(f"{iteration}-{number}", rng, rows, intensity, plain=False)
+        for number in range(documents_per_batch)
+    ]
+
+
+def batches(
+    seed: int, num_iterations: int, documents_per_batch: int, start: int = 0
+) -> Iterator[list[Document]]:
+    """Yield the batches of the iterations from ``start`` to ``num_iterations``."""
+    for iteration in range(start, num_iterations):
+        yield batch(seed, iteration, documents_per_batch)
+
+
+def held_out_documents(
+    num_documents: int = 300, intensity: float = 3.0, seed: int = 99
+) -> list[Document]:
+    """Return documents whose images were never used in training, undistorted."""
+    rng = np.random.default_rng((seed,))
+    rows = split()[1]
+    return [
+        _draw(f"held-out-{number}", rng, rows, intensity, plain=True)
+        for number in range(num_documents)
+    ]
+
+
+def describe(document: Document) -> dict[str, object]:
+    """Return the sizes of a document, as the planner wants them."""
+    count = len(document.images)
+    return {
+        "id": document.identifier,
+        "text_tokens": len(document.inputs) - count * TOKENS_PER_IMAGE,
+        "image_tokens": [TOKENS_PER_IMAGE] * count,
+        "image_patches": [PATCHES_PER_IMAGE] * count,
+    }

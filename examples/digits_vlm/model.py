@@ -1,0 +1,207 @@
+"""A small vision transformer and a small causal language model, as layers.
+
+Each module is a list of layers, and each layer is built from its own seed, so
+that a process can build the layers of its chunks and no others and still have
+the same weights as every other process.
+
+Between the layers of ``vision`` passes ``(instances, 16, 64)``, and its last
+layer returns ``(instances, TOKENS_PER_IMAGE, 64)``; between the layers of
+``lm`` passes ``(tokens, 64)``: the documents of a microbatch one after the
+other, without padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from . import data
+from .data import Document, PATCHES_PER_IMAGE, PIXELS_PER_PATCH, TOKENS_PER_IMAGE
+
+VISION_DIM = 64
+VISION_HEADS = 4
+VISION_BLOCKS = 4
+LM_DIM = 64
+LM_HEADS = 4
+LM_BLOCKS = 6
+MLP_RATIO = 4
+
+
+class Part(Protocol):
+    """What one microbatch, or one slice of its images, consists of."""
+
+    @property
+    def samples(self) -> Sequence[Document]:
+        """The documents."""
+
+    @property
+    def instances(self) -> Sequence[tuple[int, int]]:
+        """The images: (index into samples, index of the image in it)."""
+
+
+class Block(nn.Module):
+    """A pre-norm transformer block over ``(batch, tokens, dim)``."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.attention_norm = nn.LayerNorm(dim)
+        self.qkv = nn.Linear(dim, 3 * dim)
+        self.mix = nn.Linear(dim, dim)
+        self.mlp_norm = nn.LayerNorm(dim)
+        self.widen = nn.Linear(dim, MLP_RATIO * dim)
+        self.narrow = nn.Linear(MLP_RATIO * dim, dim)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        batch, tokens, dim = x.shape
+        heads = self.qkv(self.attention_norm(x)).view(batch, tokens, 3, self.heads, -1)
+        query, key, value = heads.permute(2, 0, 3, 1, 4).unbind(0)
+        mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+        x = x + self.mix(mixed.transpose(1, 2).reshape(batch, tokens, dim))
+        return x + self.narrow(F.gelu(self.widen(self.mlp_norm(x))))
+
+
+class PatchEmbedding(nn.Module):
+    """Layer 0 of vision: patches to vectors, with learned positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(PIXELS_PER_PATCH, VISION_DIM)
+        self.position = nn.Parameter(torch.randn(PATCHES_PER_IMAGE, VISION_DIM) * 0.1)
+
+    def forward(self, patches: Tensor) -> Tensor:
+        return self.project(patches) + self.position
+
+
+class VisionBlock(Block):
+    """A middle layer of vision: every patch sees every patch of its image."""
+
+    def __init__(self) -> None:
+        super().__init__(VISION_DIM, VISION_HEADS)
+
+
+class PatchMerger(nn.Module):
+    """The last layer of vision: merges patches into the tokens of the image."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        merged = PATCHES_PER_IMAGE // TOKENS_PER_IMAGE * VISION_DIM
+        self.norm = nn.LayerNorm(VISION_DIM)
+        self.project = nn.Linear(merged, LM_DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.project(self.norm(x).view(len(x), TOKENS_PER_IMAGE, -1))
+
+
+class TokenEmbedding(nn.Module):
+    """Layer 0 of lm: embeds the tokens and puts the images in their places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.word = nn.Parameter(torch.randn(len(data.VOCABULARY), LM_DIM) * 0.3)
+        # Lines 1 to MAX_LINES, the title before them and END after them.
+        self.line = nn.Parameter(torch.randn(data.MAX_LINES + 2, LM_DIM) * 0.3)
+
+    def forward(
+        self, ids: Tensor, image_places: Tensor, vision_out: Tensor, *, lines: Tensor, mask: Tensor
+    ) -> Tensor:
+        del mask  # only the blocks attend
+        x = F.embedding(ids, self.word) + F.embedding(lines, self.line)
+        # With no images this adds nothing, and sends vision_out an empty gradient.
+        return x.index_add(0, image_places, vision_out.flatten(0, 1))
+
+
+class CausalBlock(Block):
+    """A middle layer of lm: a token sees what is before it in its document."""
+
+    def __init__(self) -> None:
+        super().__init__(LM_DIM, LM_HEADS)
+
+    def forward(  # type: ignore[override]
+        self, x: Tensor, *, lines: Tensor, mask: Tensor
+    ) -> Tensor:
+        del lines  # only the embedding reads them
+        return super().forward(x[None], mask)[0]
+
+
+class Head(nn.Module):
+    """The last layer of lm: logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(LM_DIM)
+        self.project = nn.Linear(LM_DIM, len(data.VOCABULARY))
+
+    def forward(self, x: Tensor, *, lines: Tensor, mask: Tensor) -> Tensor:
+        del lines, mask
+        return self.project(self.norm(x))
+
+
+def _build(seed: int, module: int, kinds: Sequence[Callable[[], nn.Module]]) -> list[nn.Module]:
+    """Build layers, each from a seed of its own."""
+    layers = []
+    with torch.random.fork_rng(devices=[]):
+        for index, kind in enumerate(kinds):
+            torch.manual_seed((seed * 2 + module) * 1000 + index)
+            layers.append(kind())
+    return layers
+
+
+def vision_layers(seed: int) -> list[nn.Module]:
+    """Build the vision encoder."""
+    return _build(seed, 0, [PatchEmbedding, *[VisionBlock] * VISION_BLOCKS, PatchMerger])
+
+
+def lm_layers(seed: int) -> list[nn.Module]:
+    """Build the language model."""
+    return _build(seed, 1, [TokenEmbedding, *[CausalBlock] * LM_BLOCKS, Head])
+
+
+def vision_inputs(part: Part, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return the patches of a part's images."""
+    images = [part.samples[sample].images[image] for sample, image in part.instances]
+    return data.patches(images, dtype)
+
+
+def lm_inputs(part: Part) -> tuple[Tensor, Tensor]:
+    """Return a part's token ids and the places of its images among them."""
+    ids = torch.tensor([token for document in part.samples for token in document.inputs])
+    return ids, (ids == data.IMAGE).nonzero()[:, 0]
+
+
+def lm_context(part: Part) -> dict[str, Tensor]:
+    """Return what the layers of lm need beside the hidden state.
+
+    Returns
+    -------
+    dict[str, torch.Tensor]
+        ``lines``, the line of each token, and ``mask``, ``(tokens, tokens)``,
+        true where the token of the row may attend to that of the column:
+        the same document, and not later in it.
+    """
+    lengths = torch.tensor([len(document.inputs) for document in part.samples])
+    owner = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+    lines = torch.tensor([line for document in part.samples for line in document.lines])
+    return {"lines": lines, "mask": (owner[:, None] == owner).tril_()}
+
+
+def loss(logits: Tensor, part: Part) -> Tensor:
+    """Return the sum over the answers of the cross entropy of each token."""
+    rows: list[int] = []
+    targets: list[int] = []
+    end = 0
+    for document in part.samples:
+        end += len(document.inputs)
+        rows.extend(range(end - len(document.targets), end))
+        targets.extend(document.targets)
+    chosen = logits[torch.tensor(rows)]
+    return F.cross_entropy(chosen, torch.tensor(targets), reduction="sum")
+
+
+def num_targets(document: Document) -> int:
+    """Return how many tokens of a document count in the loss."""
+    return len(document.targets)

@@ -1,0 +1,46 @@
+"""CostModel: seconds and bytes of any chunk on any (sub-)microbatch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from pipeloom.spec import Chunk, Workload
+
+
+@dataclass(frozen=True, slots=True)
+class StrategyCost:
+    """A chunk on one (sub-)microbatch under one memory strategy.
+
+    ``backward_s`` is the whole backward; ``backward_input_s`` and ``backward_weight_s`` are its two parts
+    where they are known, else None (such a chunk is never split).
+    """
+
+    strategy: str
+    forward_s: float
+    backward_s: float
+    activation_bytes: int
+    backward_input_s: float | None = None
+    backward_weight_s: float | None = None
+    weight_gradient_bytes: int | None = None
+    layers: tuple[str, ...] = ()
+
+
+class CostModel(Protocol):
+    """What planning asks about the machine; behind it is a measured profile or the emulator."""
+
+    def chunk_costs(self, chunk: Chunk, workload: Workload) -> tuple[StrategyCost, ...]:
+        """Costs of a chunk on a workload, one per memory strategy; the first is the base (keep)."""
+        ...
+
+    def boundary_bytes(self, chunk: Chunk, workload: Workload) -> int:
+        """Bytes of the chunk's output, which is what the next chunk receives."""
+        ...
+
+    def transfer_s(self, num_bytes: int) -> float:
+        """Seconds that a message takes between two ranks."""
+        ...
+
+    def static_bytes(self, chunk: Chunk) -> int:
+        """Bytes of the chunk's weights, gradients and optimiser state."""
+        ...

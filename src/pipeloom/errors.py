@@ -1,0 +1,55 @@
+"""The exception tree.
+
+::
+
+    PipeloomError
+    ├── InputError        what the user gave is wrong: entity, value, bound, remedy
+    ├── InfeasibleError   no schedule or packing can satisfy the stated limits
+    ├── PlanError         an execution plan is incomplete or would deadlock
+    ├── PlannerError      the planner service is late, dead or answered nonsense
+    └── ExecutionError    a rank could not run its plan
+
+A command-line program turns each of them into one line and exit code 2.
+"""
+
+from __future__ import annotations
+
+
+class PipeloomError(Exception):
+    """Root of every error that Pipeloom raises on purpose."""
+
+
+class InputError(PipeloomError, ValueError):
+    """A value given by the user is outside its bound.
+
+    Parameters
+    ----------
+    entity : str
+        Path of the value, e.g. ``tasks.duration_s[17]``.
+    problem : str
+        The value and the bound it breaks, e.g. ``-0.2 is negative``.
+    remedy : str
+        What to do about it; may be empty where the problem says it all.
+    """
+
+    def __init__(self, entity: str, problem: str, remedy: str = "") -> None:
+        self.entity = entity
+        self.problem = problem
+        self.remedy = remedy
+        super().__init__(f"{entity}: {problem}" + (f"; {remedy}" if remedy else ""))
+
+
+class InfeasibleError(PipeloomError):
+    """No answer exists within the stated limits; the message names what cannot fit, in bytes or seconds."""
+
+
+class PlanError(PipeloomError):
+    """An execution plan is incomplete, inconsistent, or would deadlock."""
+
+
+class PlannerError(PipeloomError):
+    """The planner service did not deliver a usable plan."""
+
+
+class ExecutionError(PipeloomError):
+    """A rank could not run its plan."""

@@ -1,0 +1,5 @@
+"""Packing: samples -> microbatches -> sub-microbatches."""
+
+from pipeloom.packing.types import Microbatch, Packing, SubMicrobatch
+
+__all__ = ["Microbatch", "Packing", "SubMicrobatch"]

@@ -1,0 +1,112 @@
+"""The metadata of the coming samples: what a planner may know before a batch is trained on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from pipeloom.errors import InputError
+
+
+class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Sizes of one training sample; field names and defaults are those of the sample-metadata format."""
+
+    id: str
+    text_tokens: int = 0
+    image_tokens: tuple[int, ...] = ()
+    """Tokens that the language model sees, one entry per image."""
+    image_patches: tuple[int, ...] | None = None
+    """Patches that the vision encoder sees, one entry per image; absent means ``image_tokens``."""
+    video_seconds: tuple[float, ...] = ()
+    video_height: tuple[int, ...] = ()
+    video_width: tuple[int, ...] = ()
+    audio_seconds: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Refuse sizes that no batch can have."""
+        if self.text_tokens < 0:
+            raise InputError(f"sample {self.id!r}.text_tokens", f"{self.text_tokens} is negative")
+        for name in ("image_tokens", "image_patches", "video_seconds", "video_height", "video_width",
+                     "audio_seconds"):  # fmt: skip
+            for i, value in enumerate(getattr(self, name) or ()):
+                if not 0 < value < float("inf"):
+                    raise InputError(f"sample {self.id!r}.{name}[{i}]", f"{value} is not positive and finite")
+        if self.image_patches is not None and len(self.image_patches) != len(self.image_tokens):
+            raise InputError(
+                f"sample {self.id!r}.image_patches",
+                f"{len(self.image_patches)} entries, image_tokens has {len(self.image_tokens)}",
+                "give one entry per image in both",
+            )
+
+    @property
+    def patches(self) -> tuple[int, ...]:
+        """Patches per image, falling back to the language model's tokens."""
+        return self.image_tokens if self.image_patches is None else self.image_patches
+
+    @property
+    def sequence_tokens(self) -> int:
+        """Length of the sample in the backbone: its text and the tokens of its images."""
+        return self.text_tokens + sum(self.image_tokens)
+
+
+class Batch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The samples of one iteration of one pipeline replica, in the order in which the loader gave them."""
+
+    samples: tuple[Sample, ...]
+    iteration: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse empty batches and doubled ids, which would lose or repeat a sample."""
+        if not self.samples:
+            raise InputError("batch.samples", "is empty", "give at least one sample")
+        seen: set[str] = set()
+        for i, sample in enumerate(self.samples):
+            if sample.id in seen:
+                raise InputError(f"batch.samples[{i}].id", f"{sample.id!r} occurs twice", "ids must be unique")
+            seen.add(sample.id)
+
+
+class Workload(msgspec.Struct, frozen=True):
+    """What one (sub-)microbatch asks of a module: lengths of the sequences that attend within themselves.
+
+    An image of ``n`` patches is a sequence of length ``n`` to its encoder; a packed document is one to
+    the language model. Everything a cost depends on follows from these lengths: instances (PipeTune A.4:
+    encoders by batch size), tokens (dense layers) and squared lengths (attention).
+    """
+
+    lengths: tuple[int, ...]
+
+    @property
+    def num_instances(self) -> int:
+        """Number of sequences."""
+        return len(self.lengths)
+
+    @property
+    def num_tokens(self) -> int:
+        """Sum of the lengths."""
+        return sum(self.lengths)
+
+    @property
+    def num_token_pairs(self) -> int:
+        """Sum of the squared lengths: query-key pairs of full attention."""
+        return sum(n * n for n in self.lengths)
+
+
+def batch_from_dicts(rows: list[dict[str, Any]], iteration: int = 0) -> Batch:
+    """Build a batch from plain dictionaries, as a loader's ``describe`` function gives them.
+
+    Raises
+    ------
+    InputError
+        When a row has an unknown field, a wrong type or an impossible size; the row is named.
+    """
+    samples = []
+    for i, row in enumerate(rows):
+        try:
+            samples.append(msgspec.convert(row, Sample))
+        except InputError:
+            raise
+        except msgspec.ValidationError as error:
+            raise InputError(f"batch.samples[{i}]", str(error)) from error
+    return Batch(samples=tuple(samples), iteration=iteration)

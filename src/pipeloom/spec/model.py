@@ -1,0 +1,122 @@
+"""What is trained: a DAG of modality modules, each a sequence of layers with stated shapes."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import msgspec
+
+from pipeloom.errors import InputError
+from pipeloom.spec.batch import Sample, Workload
+
+Dimension = int | Literal["instances", "tokens"]
+"""One extent of a tensor: a number, or what the (sub-)microbatch at hand gives."""
+
+Reads = Literal["images", "sequence", "text"]
+"""Which part of a sample goes through a module: each of its images, its whole sequence, or its text alone."""
+
+DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+
+
+class TensorShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Shape of an activation with extents that may depend on the (sub-)microbatch."""
+
+    dims: tuple[Dimension, ...]
+    dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        """Refuse dtypes and extents that no activation has."""
+        if self.dtype not in DTYPE_BYTES:
+            raise InputError("dtype", f"{self.dtype!r} is not one of {', '.join(sorted(DTYPE_BYTES))}")
+        for i, dim in enumerate(self.dims):
+            if isinstance(dim, int) and dim < 1:
+                raise InputError(f"dims[{i}]", f"{dim} is below 1")
+
+    def resolve(self, workload: Workload) -> tuple[int, ...]:
+        """Extents as numbers for one workload."""
+        known = {"instances": workload.num_instances, "tokens": workload.num_tokens}
+        return tuple(dim if isinstance(dim, int) else known[dim] for dim in self.dims)
+
+    def num_bytes(self, workload: Workload) -> int:
+        """Size of the tensor in bytes for one workload."""
+        return math.prod(self.resolve(workload)) * DTYPE_BYTES[self.dtype]
+
+
+class LayerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """``count`` equal layers in a row."""
+
+    kind: str
+    """Layers of one kind cost the same; a profile is measured once per kind."""
+    output: TensorShape
+    count: int = 1
+    num_parameters: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse impossible counts."""
+        if self.count < 1:
+            raise InputError(f"layer {self.kind!r}.count", f"{self.count} is below 1")
+        if self.num_parameters < 0:
+            raise InputError(f"layer {self.kind!r}.num_parameters", f"{self.num_parameters} is negative")
+
+
+class ModuleSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One modality module: its layers in order, what it reads, and which modules feed it."""
+
+    name: str
+    reads: Reads
+    layers: tuple[LayerSpec, ...]
+    after: tuple[str, ...] = ()
+    frozen: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse names that plan files could not carry and modules without layers."""
+        if not self.name or any(c in self.name for c in ". \t\n="):
+            raise InputError(f"module {self.name!r}.name", "is empty or contains '.', '=' or white space")
+        if not self.layers:
+            raise InputError(f"module {self.name!r}.layers", "is empty", "give at least one layer")
+
+    @property
+    def flat_layers(self) -> tuple[LayerSpec, ...]:
+        """One entry per layer, counts expanded."""
+        return tuple(layer for layer in self.layers for _ in range(layer.count))
+
+    def instance_lengths(self, sample: Sample) -> tuple[int, ...]:
+        """Lengths of the sequences that one sample sends through this module (maybe none)."""
+        if self.reads == "images":
+            return sample.patches
+        if self.reads == "text":
+            return (sample.text_tokens,)
+        return (sample.sequence_tokens,)
+
+
+class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A DAG of modules in topological order; the last one ends in the loss."""
+
+    name: str
+    modules: tuple[ModuleSpec, ...]
+
+    def __post_init__(self) -> None:
+        """Refuse doubled names and modules that read what comes later."""
+        seen: set[str] = set()
+        for module in self.modules:
+            if module.name in seen:
+                raise InputError(f"module {module.name!r}", "occurs twice", "module names must be unique")
+            for source in module.after:
+                if source not in seen:
+                    raise InputError(
+                        f"module {module.name!r}.after",
+                        f"{source!r} is not an earlier module",
+                        "list modules so that each comes after those that feed it",
+                    )
+            seen.add(module.name)
+        if not self.modules:
+            raise InputError("model.modules", "is empty", "give at least one module")
+
+    def module(self, name: str) -> ModuleSpec:
+        """Return the module of that name; an `InputError` lists the known ones."""
+        for module in self.modules:
+            if module.name == name:
+                return module
+        known = ", ".join(module.name for module in self.modules)
+        raise InputError(f"module {name!r}", "is unknown", f"the model has {known}")

@@ -1,0 +1,57 @@
+"""Schedule and Timeline: an answer as data, and what it gives when run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from pipeloom.taskgraph import IntArray
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Schedule:
+    """An order of tasks per rank, and the memory strategy of every pair.
+
+    Attributes
+    ----------
+    order : tuple of array
+        Task numbers per rank, in running order.
+    candidate : array, shape (num_pairs,), or None
+        Index of the chosen candidate of each pair; None where the graph has none.
+    method : str
+        Who made it, e.g. ``1f1b`` or ``local search``.
+    """
+
+    order: tuple[IntArray, ...]
+    candidate: IntArray | None = None
+    method: str = ""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Timeline:
+    """Start and end of every task, planned or measured.
+
+    Attributes
+    ----------
+    start_ns, end_ns : array, shape (num_tasks,)
+    peak_bytes : array, shape (num_ranks,)
+        Largest memory in use on each rank, static bytes included.
+    """
+
+    start_ns: IntArray
+    end_ns: IntArray
+    peak_bytes: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
+
+    @property
+    def makespan_ns(self) -> int:
+        """From time zero to the end of the last task."""
+        return int(self.end_ns.max())
+
+
+@dataclass(frozen=True, slots=True)
+class LowerBound:
+    """No schedule is faster than ``ns``; ``name`` says which argument shows it."""
+
+    ns: int
+    name: str
