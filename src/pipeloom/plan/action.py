@@ -19,9 +19,10 @@ RECEIVE_VERBS = frozenset({"RF", "RB"})
 class Action(msgspec.Struct, frozen=True, omit_defaults=True):
     """One step of one rank.
 
-    ``chunk`` is the chunk that computes or, for messages, the chunk that produced the tensor: an activation
-    comes from the earlier chunk's F, a gradient from the later chunk's B or I. A gradient that goes from one
-    microbatch back to several sub-microbatches is one message per sub-microbatch, numbered by the receiver.
+    A message is named by the chunk that produced the activation, with that chunk's microbatch and
+    sub-microbatch: ``SF vision.3 5.1`` sends the activation, ``SB vision.3 5.1`` sends its gradient back.
+    So both directions of one hand-over have one name, and a microbatch that gathered several
+    sub-microbatches answers each of them with a message of its own.
     """
 
     verb: Verb
@@ -31,7 +32,7 @@ class Action(msgspec.Struct, frozen=True, omit_defaults=True):
     peer: int | None = None
     """Rank at the other end of a message."""
     target: str = ""
-    """Chunk that a message goes to."""
+    """Consumer chunk of a message; given only where the producer has more than one consumer."""
     shape: tuple[int, ...] | None = None
     dtype: str = ""
     strategy: str = ""
