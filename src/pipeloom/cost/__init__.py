@@ -1,5 +1,22 @@
 """CostModel: seconds and bytes of a chunk, from a measured profile or the emulator."""
 
 from pipeloom.cost.model import CostModel, StrategyCost
+from pipeloom.cost.profile import (
+    LayerFit,
+    LayerMeasurement,
+    Profile,
+    ProfileCosts,
+    Strategy,
+    fit_profile,
+)
 
-__all__ = ["CostModel", "StrategyCost"]
+__all__ = [
+    "CostModel",
+    "LayerFit",
+    "LayerMeasurement",
+    "Profile",
+    "ProfileCosts",
+    "Strategy",
+    "StrategyCost",
+    "fit_profile",
+]

@@ -63,7 +63,9 @@ class Batch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         seen: set[str] = set()
         for i, sample in enumerate(self.samples):
             if sample.id in seen:
-                raise InputError(f"batch.samples[{i}].id", f"{sample.id!r} occurs twice", "ids must be unique")
+                raise InputError(
+                    f"batch.samples[{i}].id", f"{sample.id!r} occurs twice", "ids must be unique"
+                )
             seen.add(sample.id)
 
 

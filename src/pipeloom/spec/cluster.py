@@ -23,7 +23,9 @@ class ClusterSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if self.memory_capacity_bytes is not None and self.memory_capacity_bytes <= 0:
             raise InputError("cluster.memory_capacity_bytes", f"{self.memory_capacity_bytes} is not positive")
         if not 0 < self.link_bytes_per_s < float("inf"):
-            raise InputError("cluster.link_bytes_per_s", f"{self.link_bytes_per_s} is not positive and finite")
+            raise InputError(
+                "cluster.link_bytes_per_s", f"{self.link_bytes_per_s} is not positive and finite"
+            )
         if not 0 <= self.link_latency_s < float("inf"):
             raise InputError("cluster.link_latency_s", f"{self.link_latency_s} is not finite and at least 0")
 

@@ -1,5 +1,6 @@
 """TaskGraph: tasks with their rank, seconds, bytes, and what comes before."""
 
+from pipeloom.taskgraph.build import build_graph, to_ns
 from pipeloom.taskgraph.graph import (
     BACKWARD,
     FORWARD,
@@ -30,6 +31,8 @@ __all__ = [
     "PairLabel",
     "Task",
     "TaskGraph",
+    "build_graph",
     "make_graph",
+    "to_ns",
     "topological_order",
 ]

@@ -161,7 +161,9 @@ class TaskGraph:
         weight_gradient = self.weight_gradient_bytes.copy()
         for pair, index in enumerate(chosen):
             if not 0 <= index < len(self.candidates[pair]):
-                raise InputError(f"candidate[{pair}]", f"{index} is not in 0..{len(self.candidates[pair]) - 1}")
+                raise InputError(
+                    f"candidate[{pair}]", f"{index} is not in 0..{len(self.candidates[pair]) - 1}"
+                )
             candidate = self.candidates[pair][index]
             activation[pair] = candidate.activation_bytes
             weight_gradient[pair] = candidate.weight_gradient_bytes
@@ -236,7 +238,9 @@ def make_graph(
         if weight_gradient_bytes is None
         else _sizes("pairs.weight_gradient_bytes", weight_gradient_bytes, num_pairs)
     )
-    forward_of, backward_of, weight_of = _pair_tasks(kinds, columns["tasks.pair"], columns["tasks.rank"], num_pairs)
+    forward_of, backward_of, weight_of = _pair_tasks(
+        kinds, columns["tasks.pair"], columns["tasks.rank"], num_pairs
+    )
     _check_segments(kinds, columns["tasks.segment"], columns["tasks.rank"])
 
     source = np.asarray(edge_source, dtype=np.int64).reshape(-1)
@@ -245,7 +249,9 @@ def make_graph(
     if len(target) != num_edges:
         raise InputError("edges.target", f"has {len(target)} entries, edges.source has {num_edges}")
     delay = _sizes("edges.delay_s", edge_delay_ns, num_edges)
-    held = np.zeros(num_edges, np.int64) if edge_bytes is None else _sizes("edges.bytes", edge_bytes, num_edges)
+    held = (
+        np.zeros(num_edges, np.int64) if edge_bytes is None else _sizes("edges.bytes", edge_bytes, num_edges)
+    )
     _check_range("edges.source", source, num_tasks)
     _check_range("edges.target", target, num_tasks)
     task_rank = columns["tasks.rank"]
@@ -258,12 +264,16 @@ def make_graph(
             "only edges inside one rank hold bytes",
         )
     static = (
-        np.zeros(num_ranks, np.int64) if static_bytes is None else _sizes("memory_static_bytes", static_bytes, num_ranks)
+        np.zeros(num_ranks, np.int64)
+        if static_bytes is None
+        else _sizes("memory_static_bytes", static_bytes, num_ranks)
     )
     capacity = None if capacity_bytes is None else _sizes("memory_capacity_bytes", capacity_bytes, num_ranks)
 
     full_source, full_target, full_delay = _close(source, target, delay, forward_of, backward_of, weight_of)
-    predecessor_start, predecessor, predecessor_delay = _compress(full_target, full_source, full_delay, num_tasks)
+    predecessor_start, predecessor, predecessor_delay = _compress(
+        full_target, full_source, full_delay, num_tasks
+    )
     successor_start, successor, successor_delay = _compress(full_source, full_target, full_delay, num_tasks)
     graph = TaskGraph(
         name=name, num_ranks=num_ranks, module_names=module_names, kind=kinds, rank=task_rank,
@@ -339,7 +349,8 @@ def _pair_tasks(
         for task in (whole[p], inputs[p], weights[p]):
             if task != NO_TASK and rank[task] != rank[forward[p]]:
                 raise InputError(
-                    f"tasks.rank[{task}]", f"rank {rank[task]}, the F of pair {p} is on rank {rank[forward[p]]}"
+                    f"tasks.rank[{task}]",
+                    f"rank {rank[task]}, the F of pair {p} is on rank {rank[forward[p]]}",
                 )
     return forward, np.maximum(whole, inputs), weights
 
@@ -358,7 +369,12 @@ def _check_segments(kind: KindArray, segment: IntArray, rank: IntArray) -> None:
 
 
 def _close(
-    source: IntArray, target: IntArray, delay: IntArray, forward: IntArray, backward: IntArray, weight: IntArray
+    source: IntArray,
+    target: IntArray,
+    delay: IntArray,
+    forward: IntArray,
+    backward: IntArray,
+    weight: IntArray,
 ) -> tuple[IntArray, IntArray, IntArray]:
     """Add the implied edges: F before its backward, I before its W."""
     has_backward, has_weight = backward != NO_TASK, weight != NO_TASK
@@ -371,7 +387,9 @@ def _close(
     )
 
 
-def _compress(row: IntArray, value: IntArray, delay: IntArray, num_rows: int) -> tuple[IntArray, IntArray, IntArray]:
+def _compress(
+    row: IntArray, value: IntArray, delay: IntArray, num_rows: int
+) -> tuple[IntArray, IntArray, IntArray]:
     order = np.argsort(row, kind="stable")
     start = np.zeros(num_rows + 1, dtype=np.int64)
     np.cumsum(np.bincount(row, minlength=num_rows), out=start[1:])

@@ -1,0 +1,276 @@
+"""Build the TaskGraph of one iteration from layout, packing and costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from pipeloom.cost import CostModel, StrategyCost
+from pipeloom.errors import InputError
+from pipeloom.packing import Packing, SubMicrobatch
+from pipeloom.spec import Layout, Workload
+from pipeloom.taskgraph.graph import (
+    BACKWARD,
+    FORWARD,
+    INPUT_GRADIENT,
+    NS_PER_S,
+    WEIGHT_GRADIENT,
+    Candidate,
+    PairLabel,
+    TaskGraph,
+    make_graph,
+)
+
+
+def to_ns(seconds: float) -> int:
+    """Round seconds to integer nanoseconds: the one place where costs become integers."""
+    return round(seconds * NS_PER_S)
+
+
+def build_graph(
+    layout: Layout,
+    packing: Packing,
+    costs: CostModel,
+    *,
+    name: str = "iteration",
+    capacity_bytes: int | None = None,
+    split_backward: bool = False,
+) -> TaskGraph:
+    """Make the tasks, pairs and edges of one iteration.
+
+    Within a module each sub-microbatch passes its chunks in order, forward and back. At a module boundary the
+    sub-microbatches of the feeding module all come before the one part of the module that reads them; where
+    both are cut alike, part by part. A module that has nothing in a microbatch (text only) has no tasks there.
+
+    Parameters
+    ----------
+    layout : Layout
+    packing : Packing
+    costs : CostModel
+    name : str
+    capacity_bytes : int or None
+        Memory of each rank; None: no limit.
+    split_backward : bool
+        Split backwards into I and W where the costs know the parts.
+
+    Returns
+    -------
+    TaskGraph
+        With ``labels``, so that schedules of it can be lowered.
+
+    Raises
+    ------
+    InputError
+        For replicated modules, which need a rank per sub-microbatch first, and for module boundaries whose
+        parts do not match.
+    """
+    for module in layout.modules:
+        if module.on_ranks == "replicated":
+            raise InputError(
+                f"module {module.name!r}.on_ranks", "'replicated' is not planned yet", "use 'pipelined'"
+            )
+    builder = _Builder(layout, packing, _memoised(costs), costs, split_backward)
+    for microbatch in range(len(packing.microbatches)):
+        builder.add_microbatch(microbatch)
+    return builder.finish(name, capacity_bytes)
+
+
+def _memoised(costs: CostModel) -> Callable[[int, Workload, Layout], tuple[StrategyCost, ...]]:
+    """Ask the cost model once per chunk shape and workload: equal chunks recur on every microbatch."""
+    known: dict[tuple[str, tuple[int, int], Workload], tuple[StrategyCost, ...]] = {}
+
+    def chunk_costs(chunk: int, workload: Workload, layout: Layout) -> tuple[StrategyCost, ...]:
+        here = layout.chunks[chunk]
+        key = (here.module, here.layers, workload)
+        if key not in known:
+            known[key] = costs.chunk_costs(here, workload)
+        return known[key]
+
+    return chunk_costs
+
+
+@dataclass
+class _Passage:
+    """The pairs that one part of one module passes, chunk by chunk."""
+
+    chunks: tuple[int, ...]
+    pairs: list[int]
+    workload: Workload
+
+
+@dataclass
+class _Builder:
+    layout: Layout
+    packing: Packing
+    chunk_costs: Callable[[int, Workload, Layout], tuple[StrategyCost, ...]]
+    costs: CostModel
+    split_backward: bool
+    kind: list[int] = field(default_factory=list)
+    rank: list[int] = field(default_factory=list)
+    duration: list[int] = field(default_factory=list)
+    pair: list[int] = field(default_factory=list)
+    segment: list[int] = field(default_factory=list)
+    microbatch: list[int] = field(default_factory=list)
+    module: list[int] = field(default_factory=list)
+    activation: list[int] = field(default_factory=list)
+    weight_gradient: list[int] = field(default_factory=list)
+    candidates: list[tuple[Candidate, ...]] = field(default_factory=list)
+    labels: list[PairLabel] = field(default_factory=list)
+    forward: list[int] = field(default_factory=list)
+    backward: list[int] = field(default_factory=list)
+    source: list[int] = field(default_factory=list)
+    target: list[int] = field(default_factory=list)
+    delay: list[int] = field(default_factory=list)
+    num_segments: int = 0
+
+    def add_microbatch(self, microbatch: int) -> None:
+        """Add all modules of a microbatch, in topological order."""
+        passages: dict[str, list[_Passage]] = {}
+        for m, module in enumerate(self.layout.modules):
+            parts = self.packing.microbatches[microbatch].parts[m]
+            passages[module.name] = [self._pass(microbatch, m, sub, part) for sub, part in enumerate(parts)]
+            for source in module.after:
+                self._join(passages[source], passages[module.name], microbatch, source, module.name)
+
+    def _pass(self, microbatch: int, m: int, sub: int, part: SubMicrobatch) -> _Passage:
+        name = self.layout.modules[m].name
+        chunks = self.layout.chunks_of(name)
+        trained = self.layout.has_backward(name)
+        passage = _Passage(chunks, [], part.workload)
+        ranks = [self.layout.chunks[c].rank for c in chunks]
+        runs = _runs(ranks)
+        base = self.num_segments
+        # Forward segments of this part come first, then its backward ones, then its weight gradients.
+        per_kind = runs[-1] + 1
+        self.num_segments += per_kind * (1 + (2 if self.split_backward else 1) * trained)
+        for position, chunk in enumerate(chunks):
+            label = PairLabel(chunk, microbatch, sub)
+            segments = tuple(base + k * per_kind + runs[position] for k in range(3))
+            passage.pairs.append(self._add_pair(label, m, ranks[position], segments, part.workload, trained))
+        for before, after in zip(range(len(chunks)), range(1, len(chunks)), strict=False):
+            self._edge(passage, before, passage, after)
+        return passage
+
+    def _add_pair(
+        self,
+        label: PairLabel,
+        module: int,
+        rank: int,
+        segments: tuple[int, ...],
+        workload: Workload,
+        trained: bool,
+    ) -> int:
+        pair = len(self.activation)
+        options = self.chunk_costs(label.chunk, workload, self.layout)
+        base = options[0]
+        split = trained and self.split_backward and base.backward_weight_s is not None
+        candidates = tuple(_candidate(option, split) for option in options)
+        first = candidates[0]
+        self.forward.append(self._add_task(FORWARD, rank, first.forward_ns, pair, segments[0], label, module))
+        self.backward.append(-1)
+        if trained:
+            kind = INPUT_GRADIENT if split else BACKWARD
+            self.backward[pair] = self._add_task(
+                kind, rank, first.backward_ns, pair, segments[1], label, module
+            )
+            if split:
+                self._add_task(WEIGHT_GRADIENT, rank, first.weight_ns, pair, segments[2], label, module)
+        self.activation.append(first.activation_bytes)
+        self.weight_gradient.append(first.weight_gradient_bytes)
+        self.candidates.append(candidates)
+        self.labels.append(label)
+        return pair
+
+    def _add_task(
+        self, kind: int, rank: int, duration: int, pair: int, segment: int, label: PairLabel, module: int
+    ) -> int:
+        self.kind.append(kind)
+        self.rank.append(rank)
+        self.duration.append(duration)
+        self.pair.append(pair)
+        self.segment.append(segment)
+        self.microbatch.append(label.microbatch)
+        self.module.append(module)
+        return len(self.kind) - 1
+
+    def _join(
+        self, above: list[_Passage], below: list[_Passage], microbatch: int, source: str, name: str
+    ) -> None:
+        if not above:
+            return
+        if len(below) == 1:
+            links = [(up, below[0]) for up in above]
+        elif len(above) == len(below):
+            links = list(zip(above, below, strict=True))
+        else:
+            raise InputError(
+                f"module {name!r}.sub_microbatch",
+                f"cuts microbatch {microbatch} into {len(below)} parts, {source!r} before it into {len(above)}",
+                "let the reading module take whole microbatches, or cut both alike",
+            )
+        for up, down in links:
+            self._edge(up, len(up.chunks) - 1, down, 0)
+
+    def _edge(self, above: _Passage, i: int, below: _Passage, j: int) -> None:
+        """Connect two pairs: activation forward, gradient back, each after its transfer between ranks."""
+        source, target = above.pairs[i], below.pairs[j]
+        upper, lower = self.layout.chunks[above.chunks[i]], self.layout.chunks[below.chunks[j]]
+        delay = 0
+        if upper.rank != lower.rank:
+            delay = to_ns(self.costs.transfer_s(self.costs.boundary_bytes(upper, above.workload)))
+        self._add_edge(self.forward[source], self.forward[target], delay)
+        if self.backward[source] >= 0 and self.backward[target] >= 0:
+            self._add_edge(self.backward[target], self.backward[source], delay)
+
+    def _add_edge(self, source: int, target: int, delay: int) -> None:
+        self.source.append(source)
+        self.target.append(target)
+        self.delay.append(delay)
+
+    def finish(self, name: str, capacity_bytes: int | None) -> TaskGraph:
+        """Close the lists into a graph."""
+        ranks = self.layout.num_ranks
+        static = np.zeros(ranks, dtype=np.int64)
+        for chunk in self.layout.chunks:
+            static[chunk.rank] += self.costs.static_bytes(chunk)
+        several = any(len(options) > 1 for options in self.candidates)
+        # Segment numbers may have gaps (W segments of parts that are not split); close them.
+        segment = np.unique(np.array(self.segment, dtype=np.int64), return_inverse=True)[1]
+        return make_graph(
+            name=name, num_ranks=ranks, module_names=tuple(m.name for m in self.layout.modules), kind=self.kind,
+            rank=self.rank, duration_ns=self.duration, pair=self.pair, segment=segment, microbatch=self.microbatch,
+            module=self.module, activation_bytes=self.activation, weight_gradient_bytes=self.weight_gradient,
+            edge_source=self.source, edge_target=self.target, edge_delay_ns=self.delay, static_bytes=static,
+            capacity_bytes=None if capacity_bytes is None else np.full(ranks, capacity_bytes, dtype=np.int64),
+            candidates=tuple(self.candidates) if several else None, labels=tuple(self.labels),
+        )  # fmt: skip
+
+
+def _runs(ranks: list[int]) -> list[int]:
+    """Number the maximal runs of consecutive chunks in which no rank comes twice (the segments of a pass)."""
+    numbers, seen, run = [], set[int](), 0
+    for rank in ranks:
+        if rank in seen:
+            run += 1
+            seen = set()
+        seen.add(rank)
+        numbers.append(run)
+    return numbers
+
+
+def _candidate(cost: StrategyCost, split: bool) -> Candidate:
+    weight_gradient = (
+        cost.activation_bytes if cost.weight_gradient_bytes is None else cost.weight_gradient_bytes
+    )
+    if split:
+        # A strategy whose parts are unknown keeps its backward whole: I carries all of it.
+        inputs = cost.backward_s if cost.backward_input_s is None else cost.backward_input_s
+        weights = 0.0 if cost.backward_input_s is None else (cost.backward_weight_s or 0.0)
+    else:
+        inputs, weights = cost.backward_s, 0.0
+    return Candidate(
+        cost.strategy, to_ns(cost.forward_s), to_ns(inputs), to_ns(weights), cost.activation_bytes, weight_gradient,
+        cost.layers,
+    )  # fmt: skip
