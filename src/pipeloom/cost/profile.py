@@ -114,7 +114,7 @@ class ProfileCosts:
 
     model: ModelSpec
     profile: Profile
-    cluster: ClusterSpec = ClusterSpec()
+    cluster: ClusterSpec = field(default_factory=ClusterSpec)
     strategies: tuple[Strategy, ...] = ("keep",)
     factors: dict[str, tuple[float, float]] = field(default_factory=dict)
     _layers: dict[str, tuple[LayerSpec, ...]] = field(init=False, repr=False)
@@ -142,12 +142,11 @@ class ProfileCosts:
             activation += float(features @ fit.activation_bytes)
         f_factor, b_factor = self.factors.get(chunk.module, (1.0, 1.0))
         forward, backward = forward * f_factor, backward * b_factor
-        boundary = self.boundary_bytes(chunk, workload)
         costs = {
             "keep": StrategyCost("keep", forward, backward, round(activation)),
-            # Only the input is held; it is as large as what the chunk gives on, or smaller.
+            # Recomputing holds the chunk's input alone; a module's own input is data, and lives anyway.
             "recompute": StrategyCost(
-                "recompute", forward, forward + backward, min(boundary, round(activation))
+                "recompute", forward, forward + backward, self._input_bytes(chunk, workload)
             ),
         }
         return tuple(costs[strategy] for strategy in self.strategies)
@@ -167,6 +166,10 @@ class ProfileCosts:
             item = DTYPE_BYTES[layer.output.dtype]
             total += layer.num_parameters * item * _STATIC_COPIES
         return total
+
+    def _input_bytes(self, chunk: Chunk, workload: Workload) -> int:
+        first = chunk.layers[0]
+        return 0 if first == 0 else self._layers[chunk.module][first - 1].output.num_bytes(workload)
 
     def _chunk_layers(self, chunk: Chunk) -> tuple[LayerSpec, ...]:
         return self._layers[chunk.module][chunk.layers[0] : chunk.layers[1] + 1]

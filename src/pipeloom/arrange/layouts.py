@@ -1,0 +1,83 @@
+"""Layouts: modality-aware (each module in segments of its own), and the chain that others use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import msgspec
+
+from pipeloom.arrange.partition import partition_chain
+from pipeloom.errors import InputError
+from pipeloom.spec import Chunk, LayerSpec, Layout, ModelSpec, ModuleLayout
+
+LayerLoad = Callable[[str, LayerSpec], float]
+"""Load of one layer (module name, layer): seconds on typical data, or its number of parameters."""
+
+
+class ModulePlacement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How one module is cut."""
+
+    segments: int = 1
+    """Passes over all ranks (DIP's K): the module is cut into this many chunks per rank."""
+    sub_microbatch: int | None = None
+    """Instances per sub-microbatch at most (DIP's B); None: the whole microbatch."""
+
+    def __post_init__(self) -> None:
+        """Refuse modules without a pass."""
+        if self.segments < 1:
+            raise InputError("segments", f"{self.segments} is below 1")
+
+
+def separate(
+    model: ModelSpec, num_ranks: int, placements: Mapping[str, ModulePlacement], load: LayerLoad
+) -> Layout:
+    """Give each module pipeline segments of its own (DIP section 3.1, separated partitioning).
+
+    Every module is cut into ``num_ranks * segments`` chunks, chunk ``j`` on rank ``j % num_ranks``. Where its
+    layers do not divide evenly, chunks are balanced by load.
+
+    Raises
+    ------
+    InputError
+        When a module has fewer layers than chunks, or a placement names an unknown module.
+    """
+    for name in placements:
+        model.module(name)
+    modules, chunks = [], []
+    for module in model.modules:
+        placement = placements.get(module.name, ModulePlacement())
+        layers = module.flat_layers
+        num_chunks = num_ranks * placement.segments
+        if len(layers) < num_chunks:
+            raise InputError(
+                f"module {module.name!r}",
+                f"has {len(layers)} layers for {num_ranks} ranks x {placement.segments} segments",
+                "use fewer segments or ranks",
+            )
+        runs = partition_chain([load(module.name, layer) for layer in layers], num_chunks)
+        chunks += [Chunk(module.name, run, j % num_ranks) for j, run in enumerate(runs)]
+        modules.append(ModuleLayout(module.name, module.after, module.frozen, placement.sub_microbatch))
+    return Layout(num_ranks=num_ranks, modules=tuple(modules), chunks=tuple(chunks))
+
+
+def chain(model: ModelSpec, num_ranks: int, chunks_per_rank: int, load: LayerLoad) -> Layout:
+    """Lay all modules out as one chain cut into stages, as Megatron-LM does.
+
+    Stage ``j`` is on rank ``j % num_ranks``. A stage that crosses a module boundary is two chunks on one rank.
+    Microbatches are never divided.
+    """
+    layers = [
+        (module.name, i, layer) for module in model.modules for i, layer in enumerate(module.flat_layers)
+    ]
+    num_stages = num_ranks * chunks_per_rank
+    chunks: list[Chunk] = []
+    for stage, (first, last) in enumerate(partition_chain([load(m, x) for m, _, x in layers], num_stages)):
+        here = layers[first : last + 1]
+        for name in dict.fromkeys(module for module, _, _ in here):
+            indices = [i for module, i, _ in here if module == name]
+            chunks.append(Chunk(name, (indices[0], indices[-1]), stage % num_ranks))
+    return Layout(
+        num_ranks=num_ranks,
+        modules=tuple(ModuleLayout(m.name, m.after, m.frozen) for m in model.modules),
+        chunks=tuple(chunks),
+    )
