@@ -1,0 +1,241 @@
+"""Model, Module, Part: a user's own `torch.nn.Module` layers, said to be trained as a pipeline."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipeloom.errors import InputError
+from pipeloom.packing import Packing
+from pipeloom.spec import DTYPE_BYTES, LayerSpec, ModelSpec, ModuleSpec, TensorShape, Workload
+from pipeloom.spec.model import Dimension, Reads
+
+Shape = TensorShape | tuple[Dimension, ...]
+"""A stated shape; a bare tuple of extents takes the dtype of the module's parameters."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one microbatch, or one sub-microbatch of it, gives a module.
+
+    Attributes
+    ----------
+    samples : tuple
+        The user's own sample objects: all samples of the microbatch.
+    instances : tuple of (int, int)
+        The instances that this part covers: position of the sample in ``samples``, and index of the instance
+        within that sample (of its images for a module that reads images; 0 for one that reads sequences).
+    """
+
+    samples: tuple[Any, ...]
+    instances: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Module:
+    """One modality module: layers that are called one after the other.
+
+    Layer 0 is called as ``layers[0](*inputs(part), *upstream, **context(part))``, where ``upstream`` has one
+    tensor for each name in ``after``: its output for the whole microbatch, sub-microbatches concatenated on
+    dimension 0, and zero rows of the stated shape where the microbatch has nothing for it. Every later layer
+    is called as ``layer(x, **context(part))`` with the output of the layer before. A layer returns one tensor.
+
+    Attributes
+    ----------
+    name : str
+    layers : sequence of torch.nn.Module
+        Unchanged; a rank trains those of its chunks.
+    reads : "images", "sequence" or "text"
+        Which part of a sample goes through the module: each of its images, or it as a whole.
+    hidden : shape
+        Output of every layer but the last: extents are numbers, ``"instances"`` or ``"tokens"``.
+    output : shape
+        Output of the last layer.
+    inputs : callable or None
+        From a `Part` to a tensor or a tuple of tensors; None: layer 0 gets nothing but ``upstream``.
+    context : callable or None
+        From a `Part` to keyword arguments of every layer (masks, positions), made anew on every rank.
+    after : tuple of str
+        Names of the modules whose outputs layer 0 takes.
+    frozen : bool
+        Not trained: no gradients for its parameters, and no backward at all where nothing before it is trained.
+    kinds : tuple of str or None
+        Kind of every layer; layers of one kind cost the same and are measured once. Default: class name and
+        number of parameters.
+    """
+
+    name: str
+    layers: Sequence[nn.Module]
+    _: KW_ONLY
+    reads: Reads
+    hidden: Shape
+    output: Shape
+    inputs: Callable[[Part], Tensor | tuple[Tensor, ...]] | None = None
+    context: Callable[[Part], dict[str, Any]] | None = None
+    after: tuple[str, ...] = ()
+    frozen: bool = False
+    kinds: tuple[str, ...] | None = None
+    spec: ModuleSpec = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        """Derive the spec; refuse what could never be called."""
+        if not self.layers:
+            raise InputError(f"module {self.name!r}.layers", "is empty", "give at least one layer")
+        for i, layer in enumerate(self.layers):
+            if not isinstance(layer, nn.Module):
+                raise InputError(
+                    f"module {self.name!r}.layers[{i}]",
+                    f"is a {type(layer).__name__}",
+                    "give a torch.nn.Module",
+                )
+        if self.inputs is None and not self.after:
+            raise InputError(
+                f"module {self.name!r}.inputs",
+                "is None, and no module comes before",
+                "give a function of a Part",
+            )
+        if self.kinds is not None and len(self.kinds) != len(self.layers):
+            raise InputError(
+                f"module {self.name!r}.kinds", f"has {len(self.kinds)} entries, layers has {len(self.layers)}"
+            )
+        object.__setattr__(self, "spec", self._derive_spec())
+
+    def _derive_spec(self) -> ModuleSpec:
+        dtype = _dtype_of(self.layers)
+        hidden, output = (_as_shape(shape, dtype) for shape in (self.hidden, self.output))
+        sizes = [sum(p.numel() for p in layer.parameters()) for layer in self.layers]
+        kinds = self.kinds or tuple(
+            f"{type(layer).__name__}[{size}]" for layer, size in zip(self.layers, sizes, strict=True)
+        )
+        last = len(self.layers) - 1
+        single = [
+            (kind, output if i == last else hidden, size)
+            for i, (kind, size) in enumerate(zip(kinds, sizes, strict=True))
+        ]
+        layers = tuple(
+            LayerSpec(kind=kind, output=shape, count=len(list(run)), num_parameters=size)
+            for (kind, shape, size), run in itertools.groupby(single)
+        )
+        return ModuleSpec(
+            name=self.name, reads=self.reads, layers=layers, after=self.after, frozen=self.frozen
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Model:
+    """Modules in topological order; the last one's output goes into the loss.
+
+    The loss of an iteration is the sum of its microbatches' losses over the sum of ``num_targets`` of all its
+    samples, so that neither packing nor schedule changes it (PipeTune A.2).
+
+    Attributes
+    ----------
+    modules : sequence of Module
+    loss : callable
+        From the last module's output and its `Part` to a scalar: a *sum* over the part's targets.
+    num_targets : callable
+        From one sample to how many targets it counts in the loss; 1 for a mean over samples.
+    name : str
+    """
+
+    modules: Sequence[Module]
+    loss: Callable[[Tensor, Part], Tensor]
+    num_targets: Callable[[Any], float]
+    name: str = "model"
+    spec: ModelSpec = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        """Derive the spec; refuse modules that feed nothing or cannot be concatenated."""
+        object.__setattr__(self, "spec", ModelSpec(self.name, tuple(module.spec for module in self.modules)))
+        feeding = {source for module in self.modules for source in module.after}
+        for module in self.modules[:-1]:
+            if module.name not in feeding:
+                raise InputError(
+                    f"module {module.name!r}", "feeds no module and is not the last", "name it in an `after`"
+                )
+        for module in self.modules:
+            rows = module.spec.layers[-1].output.dims[:1]
+            if module.name in feeding and (not rows or isinstance(rows[0], int)):
+                raise InputError(
+                    f"module {module.name!r}.output",
+                    "dimension 0 does not grow with the microbatch",
+                    'make it "instances" or "tokens": sub-microbatches are concatenated there',
+                )
+
+    def module(self, name: str) -> Module:
+        """Return the module of that name."""
+        for module in self.modules:
+            if module.name == name:
+                return module
+        raise InputError(
+            f"module {name!r}", "is unknown", f"the model has {', '.join(m.name for m in self.modules)}"
+        )
+
+
+def make_part(
+    module: ModuleSpec, packing: Packing, samples: Sequence[Any], microbatch: int, sub: int
+) -> Part:
+    """Cut from the real samples what one sub-microbatch gives a module.
+
+    Parameters
+    ----------
+    module : ModuleSpec
+    packing : Packing
+        Whose ``batch`` has the metadata of ``samples``, in the same order.
+    samples : sequence
+        The user's samples of the whole batch.
+    microbatch, sub : int
+    """
+    chosen = packing.microbatches[microbatch].samples
+    cut = packing.parts_of(microbatch, module.name)[sub]
+    instances = [
+        (position, index)
+        for position, number in enumerate(chosen)
+        for index in range(len(module.instance_lengths(packing.batch.samples[number])))
+    ]
+    if cut.first + cut.count > len(instances):
+        raise InputError(
+            f"microbatch {microbatch}.{module.name}[{sub}]",
+            f"wants instances {cut.first}..{cut.first + cut.count - 1}, there are {len(instances)}",
+            "pack the same batch that is trained on",
+        )
+    return Part(
+        samples=tuple(samples[number] for number in chosen),
+        instances=tuple(instances[cut.first : cut.first + cut.count]),
+    )
+
+
+def empty_output(module: ModuleSpec, device: torch.device) -> Tensor:
+    """Return what a module hands on for a microbatch with nothing for it: zero rows of its output's shape."""
+    shape = module.layers[-1].output
+    return torch.zeros(shape.resolve(Workload(())), dtype=torch_dtype(shape.dtype), device=device)
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """Torch's dtype of that name, e.g. ``"bfloat16"``."""
+    dtype = getattr(torch, name, None)
+    if name not in DTYPE_BYTES or not isinstance(dtype, torch.dtype):
+        raise InputError("dtype", f"{name!r} is not one of {', '.join(sorted(DTYPE_BYTES))}")
+    return dtype
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Name of a torch dtype as specs and plans write it."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _dtype_of(layers: Sequence[nn.Module]) -> str:
+    for layer in layers:
+        for parameter in layer.parameters():
+            if dtype_name(parameter.dtype) in DTYPE_BYTES:
+                return dtype_name(parameter.dtype)
+    return dtype_name(torch.get_default_dtype())
+
+
+def _as_shape(shape: Shape, dtype: str) -> TensorShape:
+    return shape if isinstance(shape, TensorShape) else TensorShape(dims=tuple(shape), dtype=dtype)
