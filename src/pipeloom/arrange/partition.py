@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from pipeloom.errors import InputError
 
@@ -47,4 +47,4 @@ def partition_chain(loads: Sequence[float], num_parts: int) -> tuple[tuple[int, 
     answer = best[n]
     assert answer is not None
     cuts = (*answer[2], n)
-    return tuple((first, end - 1) for first, end in zip(cuts, cuts[1:], strict=False))
+    return tuple((first, end - 1) for first, end in pairwise(cuts))

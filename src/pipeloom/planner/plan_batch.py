@@ -1,0 +1,97 @@
+"""From a batch's metadata to a verified plan: the whole per-iteration flow as one function."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from pipeloom.cost import ProfileCosts
+from pipeloom.packing import Packing, PackingSpec, pack
+from pipeloom.plan import ExecutionPlan, lower, verify
+from pipeloom.search import Solution, StoppingRule, first_in_first_out, solve
+from pipeloom.spec import Batch, Layout, ModelSpec, Workload
+from pipeloom.taskgraph import TaskGraph, build_graph
+from pipeloom.timeline import LowerBound, Schedule, Timeline, lower_bound, simulate
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Everything about planning that does not change from batch to batch."""
+
+    model: ModelSpec
+    layout: Layout
+    costs: ProfileCosts
+    packing: PackingSpec
+    capacity_bytes: int | None = None
+
+    def calibrated(self, factors: dict[str, tuple[float, float]]) -> Problem:
+        """Return the same problem with costs corrected by what was measured."""
+        return replace(self, costs=replace(self.costs, factors=factors))
+
+    def output_shape(self, chunk: int, workload: Workload) -> tuple[tuple[int, ...], str]:
+        """Shape and dtype of a chunk's output, which is what messages carry."""
+        here = self.layout.chunks[chunk]
+        output = self.model.module(here.module).flat_layers[here.layers[1]].output
+        return output.resolve(workload), output.dtype
+
+
+@dataclass(frozen=True)
+class PlannedBatch:
+    """A plan with all that led to it."""
+
+    packing: Packing
+    graph: TaskGraph
+    schedule: Schedule
+    timeline: Timeline
+    lower_bound: LowerBound
+    plan: ExecutionPlan
+    evaluations: int
+
+    @property
+    def gap(self) -> float:
+        """Planned time above the lower bound, as a share of the bound."""
+        return self.timeline.makespan_ns / max(self.lower_bound.ns, 1) - 1.0
+
+
+def plan_batch(
+    problem: Problem, batch: Batch, *, budget: StoppingRule, seed: int, method: str = "default"
+) -> PlannedBatch:
+    """Pack a batch, search a schedule for it, lower and verify it.
+
+    Parameters
+    ----------
+    problem : Problem
+    batch : Batch
+    budget : StoppingRule
+        When the search ends.
+    seed : int
+    method : str
+        A search method's name, or ``static`` for the fallback: first in, first out, no search.
+
+    Raises
+    ------
+    InputError, InfeasibleError, PlanError
+        When the batch cannot be packed, scheduled, or (a defect) lowered to a plan that verifies.
+    """
+    packing = pack(batch, problem.model, problem.layout, problem.packing)
+    graph = build_graph(
+        problem.layout, packing, problem.costs, name=f"iteration {batch.iteration}",
+        capacity_bytes=problem.capacity_bytes,
+    )  # fmt: skip
+    if method == "static":
+        schedule = first_in_first_out(graph)
+        solution = Solution(schedule, simulate(graph, schedule), lower_bound(graph), 1, 0.0, method)
+    else:
+        solution = solve(graph, budget=budget, seed=seed, method=method)
+    plan = lower(
+        graph,
+        solution.schedule,
+        solution.timeline,
+        problem.layout,
+        packing,
+        problem.output_shape,
+        batch.iteration,
+    )
+    verify(plan, problem.layout, packing)
+    return PlannedBatch(
+        packing, graph, solution.schedule, solution.timeline, solution.lower_bound, plan, solution.evaluations
+    )

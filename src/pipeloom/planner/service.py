@@ -1,0 +1,102 @@
+"""The planner as a process of its own: takes metadata in, puts plans out, ahead of training.
+
+It speaks through a small key-value protocol, so that planning needs no torch; the TCPStore behind it
+lives in the runtime. Keys: ``setup`` (once), ``request/i`` and ``answer/i`` per iteration, ``ready`` when kernels
+are compiled, ``error/i`` instead of an answer, ``stop``.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol
+
+from pipeloom.errors import PipeloomError
+from pipeloom.planner.messages import Answer, Request, Setup, answer_of, decode, encode
+from pipeloom.planner.plan_batch import Problem, plan_batch
+from pipeloom.search import Deadline, warm_up
+
+READY, STOP, SETUP = "ready", "stop", "setup"
+_POLL_S = 0.002
+
+
+class Store(Protocol):
+    """A key-value store that two processes share."""
+
+    def put(self, key: str, value: bytes) -> None:
+        """Set a key."""
+        ...
+
+    def take(self, key: str) -> bytes | None:
+        """Return and remove the value of a key; None at once where there is none."""
+        ...
+
+    def peek(self, key: str) -> bytes | None:
+        """Return the value of a key and leave it; None at once where there is none."""
+        ...
+
+
+def request_key(iteration: int) -> str:
+    """Key of the metadata for an iteration."""
+    return f"request/{iteration}"
+
+
+def answer_key(iteration: int) -> str:
+    """Key of the plan for an iteration."""
+    return f"answer/{iteration}"
+
+
+def error_key(iteration: int) -> str:
+    """Key of the reason why there is no plan for an iteration."""
+    return f"error/{iteration}"
+
+
+def serve(store: Store, *, first_iteration: int = 0) -> int:
+    """Answer requests in order of iteration until ``stop`` is set.
+
+    Parameters
+    ----------
+    store : Store
+    first_iteration : int
+        Where to begin: a restarted planner begins at the next iteration that can still profit.
+
+    Returns
+    -------
+    int
+        Number of plans made.
+    """
+    data = None
+    while data is None:
+        if store.peek(STOP) is not None:
+            return 0
+        data = store.peek(SETUP)
+        if data is None:
+            time.sleep(_POLL_S)
+    setup = decode(Setup, data)
+    problem = setup.problem()
+    warm_up()
+    store.put(READY, b"1")
+    iteration, num_plans = first_iteration, 0
+    while store.peek(STOP) is None:
+        data = store.take(request_key(iteration))
+        if data is None:
+            time.sleep(_POLL_S)
+            continue
+        try:
+            answer = answer_request(problem, setup, decode(Request, data))
+        except PipeloomError as error:
+            store.put(error_key(iteration), str(error).encode())
+        else:
+            store.put(answer_key(iteration), encode(answer))
+            num_plans += 1
+        iteration += 1
+    return num_plans
+
+
+def answer_request(problem: Problem, setup: Setup, request: Request) -> Answer:
+    """Plan one batch; the same request gives the same plan up to where the clock ends the search."""
+    begin = time.monotonic()
+    planned = plan_batch(
+        problem.calibrated(request.factors), request.batch, budget=Deadline(setup.budget_s), seed=setup.seed,
+        method=setup.method,
+    )  # fmt: skip
+    return answer_of(planned, search_s=time.monotonic() - begin, ready_ns=time.monotonic_ns())
