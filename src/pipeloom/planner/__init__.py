@@ -1,21 +1,21 @@
 """The planner: a batch's metadata in, a verified plan out, ahead of training; never stalls it."""
 
-from pipeloom.planner.client import Delivery, PlannerClient
-from pipeloom.planner.messages import Answer, PackingCounts, Request, Setup, packing_counts
+from pipeloom.planner.client import HostedStore, Planner
+from pipeloom.planner.messages import Request, Setup, answer_of
 from pipeloom.planner.plan_batch import PlannedBatch, Problem, plan_batch
+from pipeloom.planner.process import PlannerProcess
 from pipeloom.planner.service import Store, serve
 
 __all__ = [
-    "Answer",
-    "Delivery",
-    "PackingCounts",
+    "HostedStore",
     "PlannedBatch",
-    "PlannerClient",
+    "Planner",
+    "PlannerProcess",
     "Problem",
     "Request",
     "Setup",
     "Store",
-    "packing_counts",
+    "answer_of",
     "plan_batch",
     "serve",
 ]

@@ -7,11 +7,12 @@ from typing import TypeVar
 import msgspec
 
 from pipeloom.cost import Profile, ProfileCosts, Strategy
-from pipeloom.errors import PlannerError
-from pipeloom.packing import Packing, PackingSpec
-from pipeloom.plan import ExecutionPlan
+from pipeloom.errors import InputError, PlannerError
+from pipeloom.packing import PackingSpec
+from pipeloom.plan import Answer, packing_counts
 from pipeloom.planner.plan_batch import PlannedBatch, Problem
 from pipeloom.spec import Batch, ClusterSpec, Layout, ModelSpec
+from pipeloom.taskgraph import FORWARD
 
 
 class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -20,12 +21,17 @@ class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     model: ModelSpec
     layout: Layout
     profile: Profile
-    cluster: ClusterSpec
     packing: PackingSpec
-    budget_s: float
-    seed: int
+    cluster: ClusterSpec = ClusterSpec()
+    budget_s: float = 1.0
+    seed: int = 0
     method: str = "default"
     strategies: tuple[Strategy, ...] = ("keep",)
+
+    def __post_init__(self) -> None:
+        """Refuse budgets that never end or never begin."""
+        if not 0 < self.budget_s < float("inf"):
+            raise InputError("planner.budget_s", f"{self.budget_s} is not positive and finite")
 
     def problem(self) -> Problem:
         """The problem in the form that planning takes."""
@@ -40,72 +46,30 @@ class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     factors: dict[str, tuple[float, float]] = {}
 
 
-class PackingCounts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A packing as numbers: sample positions per microbatch, and sub-microbatch sizes per module."""
-
-    samples: tuple[tuple[int, ...], ...]
-    counts: tuple[tuple[tuple[int, ...], ...], ...]
-
-
-class Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A plan with its packing and its prediction."""
-
-    plan: ExecutionPlan
-    packing: PackingCounts
-    planned_ns: int
-    lower_bound_ns: int
-    lower_bound: str
-    bubble_share: float
-    """Idle share of all ranks' time between start and planned end."""
-    planned_module_ns: dict[str, tuple[int, int]]
-    """Per module, planned nanoseconds of all forward and all backward tasks: what calibration compares."""
-    search_s: float
-    evaluations: int
-    method: str
-    ready_ns: int
-    """Clock reading (``time.monotonic_ns`` of the planner's host) when the plan was ready."""
-
-    @property
-    def gap(self) -> float:
-        """Planned time above the lower bound, as a share of the bound."""
-        return self.planned_ns / max(self.lower_bound_ns, 1) - 1.0
-
-
 def answer_of(planned: PlannedBatch, *, search_s: float, ready_ns: int) -> Answer:
     """Reduce a planned batch to what travels."""
-    graph, packing = planned.graph, planned.packing
-    makespan = planned.timeline.makespan_ns
-    busy = int((planned.timeline.end_ns - planned.timeline.start_ns).sum())
-    duration = planned.timeline.end_ns - planned.timeline.start_ns
+    graph, timeline = planned.graph, planned.timeline
+    duration = timeline.end_ns - timeline.start_ns
+    order = [int(task) for tasks in planned.schedule.order for task in tasks]
     return Answer(
         plan=planned.plan,
-        packing=packing_counts(packing),
-        planned_ns=makespan,
+        packing=packing_counts(planned.packing),
+        planned_ns=timeline.makespan_ns,
         lower_bound_ns=planned.lower_bound.ns,
         lower_bound=planned.lower_bound.name,
-        bubble_share=1.0 - busy / max(makespan * graph.num_ranks, 1),
+        bubble_share=1.0 - int(duration.sum()) / max(timeline.makespan_ns * graph.num_ranks, 1),
         planned_module_ns={
             name: (
-                int(duration[(graph.module == m) & (graph.kind == 0)].sum()),
-                int(duration[(graph.module == m) & (graph.kind != 0)].sum()),
+                int(duration[(graph.module == m) & (graph.kind == FORWARD)].sum()),
+                int(duration[(graph.module == m) & (graph.kind != FORWARD)].sum()),
             )
             for m, name in enumerate(graph.module_names)
         },
+        planned_start_ns=tuple((int(timeline.start_ns[task]), int(timeline.end_ns[task])) for task in order),
         search_s=search_s,
         evaluations=planned.evaluations,
         method=planned.schedule.method,
         ready_ns=ready_ns,
-    )
-
-
-def packing_counts(packing: Packing) -> PackingCounts:
-    """Reduce a packing to numbers."""
-    return PackingCounts(
-        samples=tuple(microbatch.samples for microbatch in packing.microbatches),
-        counts=tuple(
-            tuple(tuple(part.count for part in parts) for parts in microbatch.parts)
-            for microbatch in packing.microbatches
-        ),
     )
 
 

@@ -1,8 +1,8 @@
 """The planner as a process of its own: takes metadata in, puts plans out, ahead of training.
 
 It speaks through a small key-value protocol, so that planning needs no torch; the TCPStore behind it
-lives in the runtime. Keys: ``setup`` (once), ``request/i`` and ``answer/i`` per iteration, ``ready`` when kernels
-are compiled, ``error/i`` instead of an answer, ``stop``.
+lives in the runtime. Keys: ``setup`` (once), ``request/i`` and ``answer/i`` per iteration, ``latest`` the newest
+request, ``ready`` when kernels are compiled, ``error/i`` instead of an answer, ``stop``.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ import time
 from typing import Protocol
 
 from pipeloom.errors import PipeloomError
-from pipeloom.planner.messages import Answer, Request, Setup, answer_of, decode, encode
+from pipeloom.plan import Answer
+from pipeloom.planner.messages import Request, Setup, answer_of, decode, encode
 from pipeloom.planner.plan_batch import Problem, plan_batch
 from pipeloom.search import Deadline, warm_up
 
-READY, STOP, SETUP = "ready", "stop", "setup"
+READY, STOP, SETUP, LATEST = "ready", "stop", "setup", "latest"
 _POLL_S = 0.002
 
 
@@ -50,14 +51,10 @@ def error_key(iteration: int) -> str:
     return f"error/{iteration}"
 
 
-def serve(store: Store, *, first_iteration: int = 0) -> int:
-    """Answer requests in order of iteration until ``stop`` is set.
+def serve(store: Store) -> int:
+    """Answer the newest request, again and again, until ``stop`` is set.
 
-    Parameters
-    ----------
-    store : Store
-    first_iteration : int
-        Where to begin: a restarted planner begins at the next iteration that can still profit.
+    Only the newest is answered: when a newer one is there, the iteration of an older one has begun without us.
 
     Returns
     -------
@@ -75,12 +72,14 @@ def serve(store: Store, *, first_iteration: int = 0) -> int:
     problem = setup.problem()
     warm_up()
     store.put(READY, b"1")
-    iteration, num_plans = first_iteration, 0
+    answered, num_plans = b"", 0
     while store.peek(STOP) is None:
-        data = store.take(request_key(iteration))
-        if data is None:
+        latest = store.peek(LATEST)
+        data = None if latest is None or latest == answered else store.take(request_key(int(latest)))
+        if latest is None or data is None:
             time.sleep(_POLL_S)
             continue
+        answered, iteration = latest, int(latest)
         try:
             answer = answer_request(problem, setup, decode(Request, data))
         except PipeloomError as error:
@@ -88,7 +87,6 @@ def serve(store: Store, *, first_iteration: int = 0) -> int:
         else:
             store.put(answer_key(iteration), encode(answer))
             num_plans += 1
-        iteration += 1
     return num_plans
 
 

@@ -1,0 +1,69 @@
+"""What a rank needs to run an iteration: a plan, the packing it was made for, and what it promises."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+
+from pipeloom.packing import Packing
+from pipeloom.plan.action import ExecutionPlan
+
+
+class PackingCounts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A packing as numbers: sample positions per microbatch, and sub-microbatch sizes per module."""
+
+    samples: tuple[tuple[int, ...], ...]
+    counts: tuple[tuple[tuple[int, ...], ...], ...]
+
+
+class Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A plan with its packing and its prediction, as it travels."""
+
+    plan: ExecutionPlan
+    packing: PackingCounts
+    planned_ns: int
+    lower_bound_ns: int
+    lower_bound: str
+    """Name of the bound that binds."""
+    bubble_share: float
+    """Idle share of all ranks' time between start and planned end."""
+    planned_module_ns: dict[str, tuple[int, int]]
+    """Per module, planned nanoseconds of all forward and of all backward tasks: what calibration compares."""
+    planned_start_ns: tuple[tuple[int, int], ...]
+    """Planned start and end of every compute action: rank after rank, in each rank's order."""
+    search_s: float
+    evaluations: int
+    method: str
+    ready_ns: int
+    """Monotonic clock of the planner's host when the plan was ready."""
+
+    @property
+    def gap(self) -> float:
+        """Planned time above the lower bound, as a share of the bound."""
+        return self.planned_ns / max(self.lower_bound_ns, 1) - 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """A plan that may be run, and where it came from."""
+
+    answer: Answer
+    packing: Packing
+    fresh: bool
+    """Made by the planner for this batch; else the fallback."""
+    lead_s: float
+    """How long before its use the plan was ready; negative for time waited."""
+    reason: str = ""
+    """Why the fallback was taken; empty for a fresh plan."""
+
+
+def packing_counts(packing: Packing) -> PackingCounts:
+    """Reduce a packing to numbers."""
+    return PackingCounts(
+        samples=tuple(microbatch.samples for microbatch in packing.microbatches),
+        counts=tuple(
+            tuple(tuple(part.count for part in parts) for parts in microbatch.parts)
+            for microbatch in packing.microbatches
+        ),
+    )

@@ -1,0 +1,59 @@
+"""The planner's process: started beside the training ranks, watched, and started again when it dies."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, field
+
+
+@dataclass
+class PlannerProcess:
+    """Runs ``python -m pipeloom planner`` against the store at an address.
+
+    Parameters
+    ----------
+    address : str
+        ``host:port`` of the store.
+    max_restarts : int
+        A planner that dies more often is left alone; training goes on with fallback plans.
+    """
+
+    address: str
+    max_restarts: int = 3
+    num_restarts: int = field(init=False, default=0)
+    _process: subprocess.Popen[bytes] | None = field(init=False, default=None)
+
+    def start(self) -> None:
+        """Start the process. It has one thread for numerics, so that it takes one core from training at most."""
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "pipeloom", "planner", "--store", self.address]
+        self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment)
+
+    @property
+    def pid(self) -> int | None:
+        """Process id, for those who watch it."""
+        return None if self._process is None else self._process.pid
+
+    def is_alive(self) -> bool:
+        """Whether the process runs."""
+        return self._process is not None and self._process.poll() is None
+
+    def restart(self) -> bool:
+        """Start the process again where that is still allowed; returns whether it was."""
+        if self.num_restarts >= self.max_restarts:
+            return False
+        self.num_restarts += 1
+        self.start()
+        return True
+
+    def stop(self, grace_s: float = 2.0) -> None:
+        """Wait for the process to end, then make it."""
+        if self._process is None:
+            return
+        try:
+            self._process.wait(grace_s)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
