@@ -1,0 +1,71 @@
+import numpy as np
+import pytest
+
+from pipeloom.cost import LayerMeasurement, ProfileCosts, fit_profile
+from pipeloom.errors import InputError
+from pipeloom.spec import Chunk, ClusterSpec, Workload
+from tests.cases import vlm_spec
+
+
+def measure(module: str, kind: str, seed: int, noise: float = 0.0) -> list[LayerMeasurement]:
+    rng = np.random.default_rng(seed)
+    rows = []
+    for _ in range(30):
+        lengths = tuple(int(n) for n in rng.integers(2, 60, rng.integers(1, 12)))
+        load = Workload(lengths)
+        truth = 2e-4 + 1e-6 * load.num_tokens + 3e-8 * load.num_token_pairs
+        jitter = 1 + noise * rng.standard_normal()
+        rows.append(
+            LayerMeasurement(module, kind, lengths, truth * jitter, 2 * truth * jitter, 100 * load.num_tokens)
+        )
+    return rows
+
+
+KINDS = [("vision", "block"), ("vision", "merge"), ("lm", "block")]
+
+
+def test_a_law_of_the_assumed_form_is_recovered() -> None:
+    profile = fit_profile([row for module, kind in KINDS for row in measure(module, kind, 1)], "test")
+    assert profile.mean_error < 1e-6
+    costs = ProfileCosts(vlm_spec(), profile, strategies=("keep", "recompute"))
+    load = Workload((40, 7, 7))
+    truth = 2e-4 + 1e-6 * 54 + 3e-8 * (1600 + 98)
+    keep, recompute = costs.chunk_costs(Chunk("lm", (2, 4), 0), load)
+    assert keep.forward_s == pytest.approx(3 * truth, rel=1e-6)
+    assert keep.backward_s == pytest.approx(6 * truth, rel=1e-6)
+    assert keep.activation_bytes == 3 * 5400
+    assert recompute.backward_s == pytest.approx(9 * truth, rel=1e-6)
+    assert recompute.activation_bytes == 54 * 8 * 4  # the chunk's input alone
+
+
+def test_noise_does_not_give_negative_or_wild_costs() -> None:
+    profile = fit_profile(
+        [row for module, kind in KINDS for row in measure(module, kind, 2, noise=0.1)], "test"
+    )
+    assert 0 < profile.mean_error < 0.15
+    for fit in profile.layers.values():
+        assert min(fit.forward_s) >= 0
+        assert min(fit.backward_s) >= 0
+    big = ProfileCosts(vlm_spec(), profile).chunk_costs(Chunk("lm", (0, 0), 0), Workload((120,) * 10))[0]
+    truth = 2e-4 + 1e-6 * 1200 + 3e-8 * 144_000
+    assert big.forward_s == pytest.approx(truth, rel=0.3)
+
+
+def test_factors_and_links_enter() -> None:
+    profile = fit_profile([row for module, kind in KINDS for row in measure(module, kind, 1)], "test")
+    cluster = ClusterSpec(link_bytes_per_s=1e6, link_latency_s=1e-3)
+    plain = ProfileCosts(vlm_spec(), profile, cluster)
+    slow = ProfileCosts(vlm_spec(), profile, cluster, factors={"lm": (2.0, 3.0)})
+    chunk, load = Chunk("lm", (0, 0), 0), Workload((10,))
+    before, after = plain.chunk_costs(chunk, load)[0], slow.chunk_costs(chunk, load)[0]
+    assert after.forward_s == pytest.approx(2 * before.forward_s)
+    assert after.backward_s == pytest.approx(3 * before.backward_s)
+    assert plain.transfer_s(plain.boundary_bytes(chunk, load)) == pytest.approx(1e-3 + 320e-6)
+
+
+def test_an_unmeasured_kind_is_named() -> None:
+    profile = fit_profile(measure("lm", "block", 1), "test")
+    with pytest.raises(InputError, match=r"profile.layers\['vision/block'\]: is missing; measure"):
+        ProfileCosts(vlm_spec(), profile)
+    with pytest.raises(InputError, match="measurements: is empty"):
+        fit_profile([], "test")

@@ -1,0 +1,96 @@
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeloom.arrange import ModulePlacement, separate
+from pipeloom.errors import InputError
+from pipeloom.packing import PackingSpec, pack
+from pipeloom.spec import Batch, Sample
+from pipeloom.taskgraph import FORWARD, NO_TASK, build_graph, make_graph, topological_order
+from tests.cases import ToyCosts, random_case, vlm_spec
+
+
+def test_a_hand_worked_iteration() -> None:
+    model = vlm_spec(2, 4)
+    layout = separate(model, 2, {"vision": ModulePlacement(1, 1), "lm": ModulePlacement(2)}, lambda m, x: 1.0)
+    batch = Batch((Sample("a", 3, (2, 2), (4, 5)), Sample("b", 6)))
+    graph = build_graph(
+        layout, pack(batch, model, layout, PackingSpec(7)), ToyCosts(model, transfer_s=0.5e-3)
+    )
+    # Microbatch 0 is "a": two images, each a sub-microbatch over two vision chunks, then four lm chunks.
+    # Microbatch 1 is "b": text only, four lm chunks.
+    assert graph.num_pairs == 2 * 2 + 4 + 4
+    assert graph.num_tasks == 2 * graph.num_pairs
+    first = [tuple(label) for label in graph.labels or ()][:4]
+    assert first == [(0, 0, 0), (1, 0, 0), (0, 0, 1), (1, 0, 1)]
+    assert graph.duration_ns[graph.forward_of].tolist()[:4] == [4_000_000, 4_000_000, 5_000_000, 5_000_000]
+    assert graph.duration_ns[graph.backward_of].tolist()[4:8] == [14_000_000] * 4
+    lm = int(graph.forward_of[4])
+    rows = slice(graph.predecessor_start[lm], graph.predecessor_start[lm + 1])
+    assert sorted(graph.predecessor[rows]) == sorted([graph.forward_of[1], graph.forward_of[3]])
+    assert graph.predecessor_delay_ns[rows].tolist() == [500_000, 500_000]
+    assert graph.static_bytes.tolist() == [3000, 3000]
+
+
+@settings(deadline=None)
+@given(st.integers(0, 10_000), st.booleans())
+def test_random_graphs_are_closed_and_ordered(seed: int, split: bool) -> None:
+    model, layout, packing = random_case(seed)
+    graph = build_graph(layout, packing, ToyCosts(model, split=split), split_backward=split)
+    position = np.empty(graph.num_tasks, dtype=int)
+    position[topological_order(graph)] = np.arange(graph.num_tasks)
+    assert (position[graph.edge_source] < position[graph.edge_target]).all()
+    assert sorted(set(graph.segment.tolist())) == list(range(graph.num_segments))
+    for pair, label in enumerate(graph.labels or ()):
+        chunk = layout.chunks[label.chunk]
+        assert graph.rank[graph.forward_of[pair]] == chunk.rank
+        assert (graph.backward_of[pair] != NO_TASK) == layout.has_backward(chunk.module)
+        assert (graph.weight_of[pair] != NO_TASK) == (split and layout.has_backward(chunk.module))
+    # Forwards of a microbatch all precede the backward of its first trained chunk.
+    forward = graph.kind == FORWARD
+    for m in range(len(packing.microbatches)):
+        here = graph.microbatch == m
+        last = graph.forward_of[[p for p, x in enumerate(graph.labels or ()) if x.microbatch == m][-1]]
+        assert position[here & ~forward].min() > position[last]
+
+
+def test_a_boundary_whose_parts_do_not_match_is_refused() -> None:
+    model = vlm_spec(2, 2)
+    layout = separate(
+        model, 1, {"vision": ModulePlacement(1, 1), "lm": ModulePlacement(1, 1)}, lambda m, x: 1.0
+    )
+    batch = Batch((Sample("a", 3, (2, 2, 2)), Sample("b", 3)))
+    with pytest.raises(
+        InputError, match=r"'lm'.sub_microbatch: cuts microbatch 0 into 2 parts, 'vision'.*into 3"
+    ):
+        build_graph(layout, pack(batch, model, layout, PackingSpec(50)), ToyCosts(model))
+
+
+BASE = {
+    "name": "t", "num_ranks": 2, "module_names": ("lm",), "kind": [0, 0, 1, 1], "rank": [0, 1, 1, 0],
+    "duration_ns": [1, 1, 2, 2], "pair": [0, 1, 1, 0], "segment": [0, 0, 1, 1], "microbatch": [0] * 4,
+    "module": [0] * 4, "activation_bytes": [40, 40], "weight_gradient_bytes": None, "edge_source": [0, 1, 2],
+    "edge_target": [1, 2, 3], "edge_delay_ns": [0, 0, 0],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"duration_ns": [1, 1, -2, 2]}, r"tasks.duration_s\[2\]: -2 is negative"),
+        ({"rank": [0, 1, 1, 2]}, r"tasks.rank\[3\]: 2 is not below 2"),
+        ({"rank": [0, 1, 0, 0]}, r"tasks.rank\[2\]: rank 0, the F of pair 1 is on rank 1"),
+        ({"kind": [0, 0, 2, 1], "segment": [0, 0, 1, 2]}, "pair 1 has only one of I and W"),
+        ({"kind": [1, 0, 1, 1], "segment": [2, 0, 1, 1]}, r"pair 0 has a second B"),
+        ({"segment": [0, 0, 0, 1]}, "segment 0 has both F and B"),
+        ({"pair": [0, 1, 1]}, "tasks.pair: has 3 entries, tasks.kind has 4"),
+        ({"edge_source": [0, 3], "edge_target": [3, 0], "edge_delay_ns": [0, 0]}, "waits for itself"),
+        ({"edge_bytes": [1, 0, 0]}, r"edges.bytes\[0\]: 1 bytes on an edge from rank 0 to rank 1"),
+        ({"static_bytes": [1]}, "memory_static_bytes: has 1 entries, expected 2"),
+    ],
+)
+def test_broken_problems_are_refused_by_name(change: dict[str, object], message: str) -> None:
+    make_graph(**BASE)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match=message):
+        make_graph(**{**BASE, **change})  # type: ignore[arg-type]
