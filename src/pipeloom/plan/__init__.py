@@ -1,5 +1,31 @@
 """Execution plans: actions, lowering from a schedule, verification, text form."""
 
 from pipeloom.plan.action import COMPUTE_VERBS, RECEIVE_VERBS, SEND_VERBS, Action, ExecutionPlan, Verb
+from pipeloom.plan.delivery import Answer, Delivery, PackingCounts, packing_counts
+from pipeloom.plan.lower import lower, strategy_word
+from pipeloom.plan.routes import HandOver, Routes, Shapes, Unit, boundary_shapes, make_routes
+from pipeloom.plan.text import action_text, from_msgpack, from_text, to_msgpack, to_text
+from pipeloom.plan.verify import verify
 
-__all__ = ["COMPUTE_VERBS", "RECEIVE_VERBS", "SEND_VERBS", "Action", "ExecutionPlan", "Verb"]
+__all__ = [
+    "COMPUTE_VERBS",
+    "RECEIVE_VERBS",
+    "SEND_VERBS",
+    "Action",
+    "ExecutionPlan",
+    "HandOver",
+    "Routes",
+    "Shapes",
+    "Unit",
+    "Verb",
+    "action_text",
+    "boundary_shapes",
+    "from_msgpack",
+    "from_text",
+    "lower",
+    "make_routes",
+    "strategy_word",
+    "to_msgpack",
+    "to_text",
+    "verify",
+]
