@@ -1,0 +1,335 @@
+"""Lowering: from a schedule to what every rank does, with communication.
+
+All messages stand in one global order, that of planned time; each send and its receive enter both ranks' lists
+together. So between any two ranks both see the same order of messages, which is all that NCCL asks for (it
+ignores tags and serves the messages of a pair of ranks one after the other, both directions in one stream);
+gloo, which matches by tag, asks for less. Why no such plan can deadlock: in the global order a computation waits
+only for messages before it, and a message only for its producer and for messages of its pair of ranks before
+it; the first that never ends would have nothing left to wait for. Receives are posted before the computation
+that is planned to run when the message leaves (AdaPtis section 4.4, "overlap"), never before another message of
+the same pair of ranks: posting never blocks, so the argument holds unchanged.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from pipeloom.errors import InputError, PlanError
+from pipeloom.packing import Packing
+from pipeloom.plan.action import Action, ExecutionPlan, Verb
+from pipeloom.plan.routes import HandOver, Routes, Shapes, Unit, make_routes
+from pipeloom.spec import Layout
+from pipeloom.taskgraph import BACKWARD, FORWARD, INPUT_GRADIENT, KIND_NAMES, NO_TASK, TaskGraph
+from pipeloom.timeline import Schedule, Timeline
+
+_MESSAGE, _COMPUTE = 0, 1
+_VERBS: dict[str, Verb] = {"F": "F", "B": "B", "I": "I", "W": "W"}
+
+
+def lower(
+    graph: TaskGraph,
+    schedule: Schedule,
+    timeline: Timeline,
+    layout: Layout,
+    packing: Packing,
+    shapes: Shapes,
+    iteration: int = 0,
+    *,
+    default_strategy: str = "keep",
+) -> ExecutionPlan:
+    """Turn a schedule into an execution plan.
+
+    Parameters
+    ----------
+    graph : TaskGraph
+        With ``labels``, i.e. built from ``layout`` and ``packing``.
+    schedule : Schedule
+    timeline : Timeline
+        Planned times; they give the global order of messages. Any times give a legal plan.
+    layout : Layout
+    packing : Packing
+    shapes : callable
+        Shape and dtype of a chunk's output for a workload; see `boundary_shapes`.
+    iteration : int
+    default_strategy : str
+        Memory strategy of all pairs where the graph has no candidates.
+
+    Returns
+    -------
+    ExecutionPlan
+
+    Raises
+    ------
+    InputError
+        When graph, layout and packing do not belong together.
+    PlanError
+        When the schedule runs a task before what it waits for.
+    """
+    if graph.labels is None:
+        raise InputError(
+            "graph.labels", "is null", "lower a graph that was built from a layout and a packing"
+        )
+    if graph.num_ranks != layout.num_ranks:
+        raise InputError("graph.num_ranks", f"{graph.num_ranks}, the layout has {layout.num_ranks}")
+    unit_of_pair = [Unit(*label) for label in graph.labels]
+    routes = make_routes(layout, packing, unit_of_pair)
+    _check_pairs(graph, layout, unit_of_pair)
+    return _Lowering(
+        graph, schedule, timeline, layout, packing, shapes, routes, unit_of_pair, default_strategy
+    ).run(iteration)
+
+
+def strategy_word(strategy: str, layers: tuple[str, ...]) -> str:
+    """Strategy of a pair as plans write it: one word, or one per layer where they differ."""
+    if not layers:
+        return strategy
+    return layers[0] if len(set(layers)) == 1 else ",".join(layers)
+
+
+def _check_pairs(graph: TaskGraph, layout: Layout, unit_of_pair: list[Unit]) -> None:
+    for pair, unit in enumerate(unit_of_pair):
+        chunk = layout.chunks[unit.chunk]
+        rank = int(graph.rank[graph.forward_of[pair]])
+        if rank != chunk.rank:
+            raise InputError(f"pair {pair}", f"is on rank {rank}, its chunk on rank {chunk.rank}")
+        if (graph.backward_of[pair] != NO_TASK) != layout.has_backward(chunk.module):
+            raise InputError(
+                f"pair {pair}",
+                f"{'has no' if layout.has_backward(chunk.module) else 'has a'} backward, against the layout",
+                "a chunk has a backward where its module, or one before it, is trained",
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class _Message:
+    hand_over: HandOver
+    backward: bool
+    sender: int
+    receiver: int
+    producing_task: int
+    consuming_task: int
+
+
+@dataclass
+class _RankList:
+    """Actions of one rank as they grow, with what is needed to post a receive early."""
+
+    actions: list[Action] = field(default_factory=list)
+    last_post: dict[int, int] = field(default_factory=dict)
+    """Position of the last message posted with each peer."""
+    compute_at: int = 0
+    """Where the last computation, with its waits, begins."""
+    compute_end_ns: int = -1
+
+    def post(self, action: Action, peer: int, at: int | None = None) -> None:
+        """Insert a send or receive at a position (default: the end)."""
+        position = len(self.actions) if at is None else at
+        for other, place in self.last_post.items():
+            if place >= position:
+                self.last_post[other] = place + 1
+        if position <= self.compute_at:
+            self.compute_at += 1
+        self.actions.insert(position, action)
+        self.last_post[peer] = position
+
+    def early_place(self, peer: int, time_ns: int) -> int | None:
+        """Where to post a receive so that it stands before the computation running at ``time_ns``."""
+        if self.compute_end_ns <= time_ns:
+            return None
+        return max(self.compute_at, self.last_post.get(peer, -1) + 1)
+
+
+class _Lowering:
+    def __init__(
+        self,
+        graph: TaskGraph,
+        schedule: Schedule,
+        timeline: Timeline,
+        layout: Layout,
+        packing: Packing,
+        shapes: Shapes,
+        routes: Routes,
+        unit_of_pair: list[Unit],
+        default_strategy: str,
+    ) -> None:
+        self.graph, self.layout, self.packing, self.routes = graph, layout, packing, routes
+        self.schedule, self.shapes, self.default_strategy = schedule, shapes, default_strategy
+        self.unit_of_pair = unit_of_pair
+        self.names = layout.chunk_names
+        self.start_ns, self.end_ns = timeline.start_ns.tolist(), timeline.end_ns.tolist()
+        self.ranks = [_RankList() for _ in range(layout.num_ranks)]
+        self.messages: list[_Message] = []
+        self.waiting = [0] * graph.num_tasks
+        self.followers: defaultdict[int, list[int]] = defaultdict(list)
+        """Tasks that wait for a task on their own rank."""
+        self.sends: defaultdict[int, list[int]] = defaultdict(list)
+        self.receives: defaultdict[int, list[int]] = defaultdict(list)
+        self._connect()
+
+    def _connect(self) -> None:
+        """Write down what every task waits for: its rank's order, its own pair, and what is handed to it."""
+        graph = self.graph
+        pair_of_unit = {unit: pair for pair, unit in enumerate(self.unit_of_pair)}
+        seen = [False] * graph.num_tasks
+        for rank, order in enumerate(self.schedule.order):
+            tasks = order.tolist()
+            for task in tasks:
+                if not 0 <= task < graph.num_tasks or seen[task] or int(graph.rank[task]) != rank:
+                    raise PlanError(f"order[{rank}]: task {task} is unknown, doubled or of another rank")
+                seen[task] = True
+            for before, after in itertools.pairwise(tasks):
+                self._follow(before, after)
+        if not all(seen):
+            raise PlanError(f"order: {graph.describe(seen.index(False))} is missing")
+        for forward, backward, weight in zip(
+            graph.forward_of.tolist(), graph.backward_of.tolist(), graph.weight_of.tolist(), strict=True
+        ):
+            if backward != NO_TASK:
+                self._follow(forward, backward)
+            if weight != NO_TASK:
+                self._follow(backward, weight)
+        for hand_over in self.routes.hand_overs:
+            producer, consumer = pair_of_unit[hand_over.producer], pair_of_unit[hand_over.consumer]
+            self._hand_over(
+                hand_over, False, int(graph.forward_of[producer]), int(graph.forward_of[consumer])
+            )
+            if hand_over.gradient:
+                self._hand_over(
+                    hand_over, True, int(graph.backward_of[consumer]), int(graph.backward_of[producer])
+                )
+
+    def _follow(self, before: int, after: int) -> None:
+        self.followers[before].append(after)
+        self.waiting[after] += 1
+
+    def _hand_over(self, hand_over: HandOver, backward: bool, source: int, target: int) -> None:
+        sender, receiver = int(self.graph.rank[source]), int(self.graph.rank[target])
+        if sender == receiver:
+            self._follow(source, target)
+            return
+        number = len(self.messages)
+        self.messages.append(_Message(hand_over, backward, sender, receiver, source, target))
+        self.sends[source].append(number)
+        self.receives[target].append(number)
+        self.waiting[target] += 1
+
+    def run(self, iteration: int) -> ExecutionPlan:
+        """Walk tasks and messages in planned time, appending each to the lists of its ranks."""
+        heap = [(self.start_ns[t], _COMPUTE, t) for t, n in enumerate(self.waiting) if n == 0]
+        heapq.heapify(heap)
+        num_done = 0
+        while heap:
+            time_ns, what, number = heapq.heappop(heap)
+            if what == _COMPUTE:
+                num_done += 1
+                self._append_compute(number)
+                for message in self.sends[number]:
+                    heapq.heappush(heap, (self.end_ns[number], _MESSAGE, message))
+                ready = self.followers[number]
+            else:
+                self._append_message(self.messages[number], time_ns)
+                ready = [self.messages[number].consuming_task]
+            for task in ready:
+                self.waiting[task] -= 1
+                if self.waiting[task] == 0:
+                    heapq.heappush(heap, (self.start_ns[task], _COMPUTE, task))
+        if num_done < self.graph.num_tasks:
+            stuck = next(t for t, n in enumerate(self.waiting) if n > 0)
+            raise PlanError(f"the schedule deadlocks: {self.graph.describe(stuck)} waits for a later task")
+        self._append_ends()
+        return ExecutionPlan(
+            num_ranks=self.layout.num_ranks,
+            iteration=iteration,
+            layout=self.layout.digest,
+            ranks=tuple(tuple(rank.actions) for rank in self.ranks),
+        )
+
+    def _append_compute(self, task: int) -> None:
+        graph = self.graph
+        pair, kind = int(graph.pair[task]), int(graph.kind[task])
+        unit, here = self.unit_of_pair[pair], self.ranks[int(graph.rank[task])]
+        here.compute_at, here.compute_end_ns = len(here.actions), self.end_ns[task]
+        strategy = self._strategy(pair)
+        if kind in (BACKWARD, INPUT_GRADIENT) and "recompute" in strategy:
+            # Before the wait: nothing else runs on this rank until the gradient is here.
+            here.actions.append(self._unit_action("RC", unit))
+        for number in self.receives[task]:
+            message = self.messages[number]
+            here.actions.append(self._message_action("WB" if message.backward else "WF", message))
+            # By now the message was consumed, so waiting for its send costs nothing and frees its memory.
+            self.ranks[message.sender].actions.append(
+                self._message_action("DB" if message.backward else "DF", message)
+            )
+        action = self._unit_action(_VERBS[KIND_NAMES[kind]], unit, strategy if kind == FORWARD else "")
+        here.actions.append(action)
+
+    def _append_message(self, message: _Message, time_ns: int) -> None:
+        send: Verb = "SB" if message.backward else "SF"
+        receive: Verb = "RB" if message.backward else "RF"
+        sender, receiver = self.ranks[message.sender], self.ranks[message.receiver]
+        sender.post(self._posted(send, message, message.receiver), message.receiver)
+        place = receiver.early_place(message.sender, time_ns)
+        receiver.post(self._posted(receive, message, message.sender), message.sender, place)
+
+    def _append_ends(self) -> None:
+        """Reduce gradients, in an order that all data-parallel replicas share whatever their plans, and step."""
+        for chunk in reversed(range(len(self.layout.chunks))):
+            module = self.layout.module(self.layout.chunks[chunk].module)
+            shared = self.layout.parallelism.data > 1 or (
+                module.on_ranks == "replicated" and self.layout.num_ranks > 1
+            )
+            if shared and not module.frozen:
+                self.ranks[self.layout.chunks[chunk].rank].actions.append(
+                    Action(verb="RG", chunk=self.names[chunk])
+                )
+        for rank in self.ranks:
+            rank.actions.append(Action(verb="OS"))
+
+    def _strategy(self, pair: int) -> str:
+        if self.graph.candidates is None:
+            return self.default_strategy
+        chosen = 0 if self.schedule.candidate is None else int(self.schedule.candidate[pair])
+        candidate = self.graph.candidates[pair][chosen]
+        return strategy_word(candidate.strategy, candidate.layers)
+
+    def _unit_action(self, verb: Verb, unit: Unit, strategy: str = "") -> Action:
+        return Action(
+            verb=verb,
+            chunk=self.names[unit.chunk],
+            microbatch=unit.microbatch,
+            sub_microbatch=unit.sub_microbatch,
+            strategy=strategy,
+        )
+
+    def _message_action(self, verb: Verb, message: _Message) -> Action:
+        producer = message.hand_over.producer
+        target = ""
+        if self.routes.target_is_needed(producer):
+            target = self.names[message.hand_over.consumer.chunk]
+        return Action(
+            verb=verb,
+            chunk=self.names[producer.chunk],
+            microbatch=producer.microbatch,
+            sub_microbatch=producer.sub_microbatch,
+            target=target,
+        )
+
+    def _posted(self, verb: Verb, message: _Message, peer: int) -> Action:
+        bare = self._message_action(verb, message)
+        producer = message.hand_over.producer
+        module = self.layout.chunks[producer.chunk].module
+        part = self.packing.parts_of(producer.microbatch, module)[producer.sub_microbatch]
+        shape, dtype = self.shapes(producer.chunk, part.workload)
+        return Action(
+            verb=verb,
+            chunk=bare.chunk,
+            microbatch=bare.microbatch,
+            sub_microbatch=bare.sub_microbatch,
+            peer=peer,
+            target=bare.target,
+            shape=shape,
+            dtype=dtype,
+        )

@@ -1,0 +1,221 @@
+"""The text and wire forms of plans (`pipeloom.plan/1`): readable, diffable, round-tripping exactly."""
+
+from __future__ import annotations
+
+from typing import NoReturn, get_args
+
+import msgspec
+
+from pipeloom.errors import InputError
+from pipeloom.plan.action import Action, ExecutionPlan, Verb
+
+FORMAT = "pipeloom.plan/1"
+_VERBS = frozenset(get_args(Verb))
+_BARE = frozenset({"OS"})
+"""Verbs without a chunk."""
+_CHUNK_ONLY = frozenset({"UN", "RG"})
+_MESSAGES = frozenset({"SF", "SB", "RF", "RB"})
+_NAMED = _MESSAGES | {"WF", "WB", "DF", "DB"}
+"""Verbs that speak of a message, and so may name its consumer."""
+_PEER_WORD = {"SF": "to", "SB": "to", "RF": "from", "RB": "from"}
+
+
+def to_text(plan: ExecutionPlan) -> str:
+    """Write a plan as text: a header, then for every rank its number and one action a line."""
+    lines = [f"{FORMAT} ranks={plan.num_ranks} iteration={plan.iteration} layout={plan.layout}"]
+    for rank, actions in enumerate(plan.ranks):
+        lines.append(f"rank {rank}")
+        lines += map(action_text, actions)
+    return "\n".join(lines) + "\n"
+
+
+def action_text(action: Action) -> str:
+    """Write one action as its line, e.g. ``SF vision.0 3.0 to=1 shape=12,169,64 dtype=float32``."""
+    if action.verb in _BARE:
+        return action.verb
+    if action.verb in _CHUNK_ONLY:
+        return f"{action.verb:<2} {action.chunk}"
+    words = [f"{action.verb:<2}", action.chunk, f"{action.microbatch}.{action.sub_microbatch}"]
+    if action.strategy:
+        words.append(action.strategy)
+    if action.peer is not None:
+        words.append(f"{_PEER_WORD[action.verb]}={action.peer}")
+    if action.shape is not None:
+        words.append("shape=" + ",".join(map(str, action.shape)))
+    if action.dtype:
+        words.append(f"dtype={action.dtype}")
+    if action.target:
+        words.append(f"target={action.target}")
+    return " ".join(words)
+
+
+def from_text(text: str) -> ExecutionPlan:
+    """Read a plan from its text; the exact inverse of `to_text`.
+
+    Raises
+    ------
+    InputError
+        With the number of the line, what is wrong in it, and what is expected.
+    """
+    lines = text.splitlines()
+    num_ranks, iteration, layout = _header(lines[0] if lines else "")
+    ranks: list[list[Action]] = []
+    for number, line in enumerate(lines[1:], start=2):
+        words = line.split()
+        if not words:
+            continue
+        if words[0] == "rank":
+            if words[1:] != [str(len(ranks))]:
+                _refuse(number, f"{line!r}", f"rank {len(ranks)} comes next")
+            ranks.append([])
+        elif not ranks:
+            _refuse(number, f"{line!r} stands before any rank", "begin with 'rank 0'")
+        else:
+            ranks[-1].append(_action(words, number))
+    if len(ranks) != num_ranks:
+        raise InputError("plan", f"has {len(ranks)} ranks, its header says {num_ranks}")
+    return ExecutionPlan(num_ranks, iteration, layout, tuple(map(tuple, ranks)))
+
+
+def to_msgpack(plan: ExecutionPlan) -> bytes:
+    """Encode a plan for the wire."""
+    return msgspec.msgpack.encode(plan)
+
+
+def from_msgpack(data: bytes) -> ExecutionPlan:
+    """Decode and validate a plan from the wire.
+
+    Raises
+    ------
+    InputError
+        When the bytes are not a plan of this format, or an action lacks what its verb needs.
+    """
+    try:
+        plan = _DECODER.decode(data)
+    except msgspec.MsgspecError as error:
+        raise InputError("plan", str(error), f"send a {FORMAT}") from error
+    if len(plan.ranks) != plan.num_ranks:
+        raise InputError("plan", f"has {len(plan.ranks)} ranks, its header says {plan.num_ranks}")
+    for rank, actions in enumerate(plan.ranks):
+        for step, action in enumerate(actions):
+            problem = _problem(action)
+            if problem:
+                raise InputError(f"rank {rank}, step {step}", problem)
+    return plan
+
+
+_DECODER = msgspec.msgpack.Decoder(ExecutionPlan)
+
+
+def _header(line: str) -> tuple[int, int, str]:
+    words = line.split()
+    if not words or words[0] != FORMAT:
+        _refuse(1, f"begins with {words[0] if words else ''!r}", f"expected {FORMAT!r}")
+    fields = _fields(words[1:], ("ranks", "iteration", "layout"), 1)
+    for name in ("ranks", "iteration", "layout"):
+        if name not in fields:
+            _refuse(1, f"has no {name}=", f"write '{FORMAT} ranks=N iteration=N layout=DIGEST'")
+    return _number(fields["ranks"], 1), _number(fields["iteration"], 1), fields["layout"]
+
+
+def _action(words: list[str], line: int) -> Action:
+    verb = words[0]
+    if verb not in _VERBS:
+        _refuse(line, f"unknown verb {verb!r}", f"one of {' '.join(sorted(_VERBS))}")
+    if verb in _BARE:
+        if len(words) > 1:
+            _refuse(line, f"{verb} takes no words, got {' '.join(words[1:])!r}", "")
+        return Action(verb=verb)  # type: ignore[arg-type]  # a member of _VERBS
+    if len(words) < 2:
+        _refuse(line, f"{verb} has no chunk", f"write '{verb} module.index ...'")
+    if verb in _CHUNK_ONLY:
+        if len(words) > 2:
+            _refuse(line, f"{verb} takes a chunk only, got {' '.join(words[2:])!r}", "")
+        action = Action(verb=verb, chunk=words[1])  # type: ignore[arg-type]
+    else:
+        action = _unit_action(words, line)
+    problem = _problem(action)
+    if problem:
+        _refuse(line, problem, "")
+    return action
+
+
+def _unit_action(words: list[str], line: int) -> Action:
+    verb, chunk = words[:2]
+    if len(words) < 3:
+        _refuse(line, f"{verb} has no microbatch", f"write '{verb} {chunk} microbatch.sub-microbatch ...'")
+    microbatch, dot, sub = words[2].partition(".")
+    if not dot:
+        _refuse(line, f"{words[2]!r} is no microbatch.sub-microbatch", "for example 3.0")
+    rest = words[3:]
+    strategy = rest.pop(0) if rest and "=" not in rest[0] else ""
+    fields = _fields(rest, ("to", "from", "shape", "dtype", "target"), line)
+    peer_word = _PEER_WORD.get(verb, "")
+    for name in {"to", "from"} - {peer_word}:
+        if name in fields:
+            _refuse(line, f"{verb} takes no {name}=", "")
+    shape: tuple[int, ...] | None = None
+    if "shape" in fields:
+        shape = tuple(_number(word, line) for word in fields["shape"].split(",")) if fields["shape"] else ()
+    return Action(
+        verb=verb,  # type: ignore[arg-type]
+        chunk=chunk,
+        microbatch=_number(microbatch, line),
+        sub_microbatch=_number(sub, line),
+        peer=_number(fields[peer_word], line) if peer_word in fields else None,
+        target=fields.get("target", ""),
+        shape=shape,
+        dtype=fields.get("dtype", ""),
+        strategy=strategy,
+    )
+
+
+def _problem(action: Action) -> str:
+    """What an action lacks or has too much, in words; empty where it is whole."""
+    verb = action.verb
+    message = verb in _MESSAGES
+    if (verb in _BARE) != (not action.chunk):
+        return f"{verb} {'takes no' if action.chunk else 'has no'} chunk"
+    for name in (action.chunk, action.target):
+        if any(c in name for c in " \t\r\n="):
+            return f"the name {name!r} contains white space or '='"
+    if any(c in action.strategy for c in " \t\r\n=") or any(c in action.dtype for c in " \t\r\n="):
+        return "strategy or dtype contains white space or '='"
+    if action.strategy and verb != "F":
+        return f"{verb} takes no strategy"
+    if (
+        message != (action.peer is not None)
+        or message != (action.shape is not None)
+        or message != bool(action.dtype)
+    ):
+        return f"{verb} {'needs' if message else 'takes no'} peer, shape and dtype"
+    if action.target and verb not in _NAMED:
+        return f"{verb} takes no target"
+    numbers = (action.microbatch, action.sub_microbatch, action.peer or 0, *(action.shape or ()))
+    if min(numbers) < 0:
+        return f"{min(numbers)} is negative"
+    if (verb in _BARE or verb in _CHUNK_ONLY) and (action.microbatch or action.sub_microbatch):
+        return f"{verb} takes no microbatch"
+    return ""
+
+
+def _fields(words: list[str], allowed: tuple[str, ...], line: int) -> dict[str, str]:
+    fields: dict[str, str] = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not equals or name not in allowed:
+            _refuse(line, f"unexpected {word!r}", f"known fields: {', '.join(allowed)}")
+        if name in fields:
+            _refuse(line, f"{name}= occurs twice", "")
+        fields[name] = value
+    return fields
+
+
+def _number(word: str, line: int) -> int:
+    if not (word.isascii() and word.isdigit()):
+        _refuse(line, f"{word!r} is not a whole number of at least 0", "")
+    return int(word)
+
+
+def _refuse(line: int, problem: str, remedy: str) -> NoReturn:
+    raise InputError(f"plan, line {line}", problem, remedy)
