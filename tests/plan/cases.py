@@ -1,0 +1,230 @@
+"""Random iterations: model, layout, packing, costs, graph and a random valid schedule, all from one seed."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import numpy as np
+
+from pipeloom.cost import StrategyCost
+from pipeloom.packing import Packing
+from pipeloom.packing.pack import PackingSpec, pack
+from pipeloom.plan import ExecutionPlan, boundary_shapes, lower
+from pipeloom.spec import (
+    Batch,
+    Chunk,
+    LayerSpec,
+    Layout,
+    ModelSpec,
+    ModuleLayout,
+    ModuleSpec,
+    Sample,
+    TensorShape,
+    Workload,
+)
+from pipeloom.taskgraph import NO_TASK, TaskGraph
+from pipeloom.taskgraph.build import build_graph
+from pipeloom.timeline import Schedule, Timeline
+
+WIDTH = 3
+DTYPE = "float64"
+
+# Name, what it reads, after which; the last is the one with the loss.
+SHAPES_OF_MODELS: tuple[tuple[tuple[str, str, tuple[str, ...]], ...], ...] = (
+    (("lm", "sequence", ()),),
+    (("vision", "images", ()), ("lm", "sequence", ("vision",))),
+    (("vision", "images", ()), ("audio", "images", ()), ("lm", "sequence", ("vision", "audio"))),
+    (("vision", "images", ()), ("adapter", "images", ("vision",)), ("lm", "sequence", ("adapter",))),
+    (("vision", "images", ()), ("lm", "sequence", ("vision",)), ("decoder", "sequence", ("lm",))),
+    (("vision", "images", ()), ("lm", "sequence", ("vision",)), ("decoder", "sequence", ("vision", "lm"))),
+    (("text", "text", ()), ("lm", "sequence", ("text",))),
+)
+
+
+@dataclass(frozen=True)
+class RandomCosts:
+    """Costs that depend on chunk and workload in no systematic way, but always in the same way."""
+
+    seed: int
+    split: bool
+    strategies: tuple[str, ...] = ("keep", "recompute")
+
+    def chunk_costs(self, chunk: Chunk, workload: Workload) -> tuple[StrategyCost, ...]:
+        rng = random.Random(f"{self.seed} {chunk} {workload}")
+        forward, inputs, weights = (rng.randint(0, 5) * 1e-3 for _ in range(3))
+        return tuple(
+            StrategyCost(
+                strategy=strategy,
+                forward_s=forward,
+                backward_s=inputs + weights,
+                activation_bytes=rng.randint(1, 100),
+                backward_input_s=inputs if self.split else None,
+                backward_weight_s=weights if self.split else None,
+                layers=tuple(rng.choice(("keep", "recompute")) for _ in range(chunk.num_layers))
+                if strategy == "mixed"
+                else (),
+            )
+            for strategy in self.strategies
+        )
+
+    def boundary_bytes(self, chunk: Chunk, workload: Workload) -> int:
+        return 8
+
+    def transfer_s(self, num_bytes: int) -> float:
+        return 1e-3 * random.Random(f"{self.seed} {num_bytes}").randint(0, 2)
+
+    def static_bytes(self, chunk: Chunk) -> int:
+        return 0
+
+
+@dataclass(frozen=True)
+class Case:
+    """One random iteration."""
+
+    model: ModelSpec
+    layout: Layout
+    packing: Packing
+    graph: TaskGraph
+    schedule: Schedule
+    timeline: Timeline
+
+    @property
+    def plan(self) -> ExecutionPlan:
+        return lower(
+            self.graph,
+            self.schedule,
+            self.timeline,
+            self.layout,
+            self.packing,
+            boundary_shapes(self.model, self.layout),
+            iteration=3,
+        )
+
+
+def random_model(rng: random.Random) -> ModelSpec:
+    """A DAG of one to three modules of one to five layers."""
+    modules = rng.choice(SHAPES_OF_MODELS)
+    frozen = {name: rng.random() < 0.25 for name, _, _ in modules[:-1]}
+    return ModelSpec(
+        "random",
+        tuple(
+            ModuleSpec(
+                name=name,
+                reads=reads,  # type: ignore[arg-type]
+                layers=tuple(
+                    LayerSpec(f"{name}{i}", TensorShape(("tokens", WIDTH), DTYPE))
+                    for i in range(rng.randint(1, 5))
+                ),
+                after=after,
+                frozen=frozen.get(name, False),
+            )
+            for name, reads, after in modules
+        ),
+    )
+
+
+def random_layout(rng: random.Random, model: ModelSpec, num_ranks: int) -> Layout:
+    """Cut every module anywhere and put the chunks on any ranks."""
+    chunks = []
+    size = rng.choice((None, 1, 2, 3))
+    for module in model.modules:
+        num_layers = len(module.flat_layers)
+        cuts = sorted(rng.sample(range(1, num_layers), rng.randint(0, num_layers - 1)))
+        chunks += [
+            Chunk(module.name, (begin, end - 1), rng.randrange(num_ranks))
+            for begin, end in zip([0, *cuts], [*cuts, num_layers], strict=True)
+        ]
+
+    def sub_microbatch(module: ModuleSpec) -> int | None:
+        if module.reads == "sequence":
+            return None
+        # What feeds part by part must be cut alike; what feeds a whole microbatch may be cut freely.
+        return size if any(m.name == "adapter" for m in model.modules) else rng.choice((None, 1, 2, 3))
+
+    return Layout(
+        num_ranks=num_ranks,
+        modules=tuple(
+            ModuleLayout(
+                name=module.name,
+                after=module.after,
+                frozen=module.frozen,
+                sub_microbatch=sub_microbatch(module),
+            )
+            for module in model.modules
+        ),
+        chunks=tuple(chunks),
+    )
+
+
+def random_batch(rng: random.Random, num_samples: int | None = None) -> Batch:
+    """One to six samples; about half of them text only."""
+    return Batch(
+        tuple(
+            Sample(
+                id=str(i),
+                text_tokens=rng.randint(1, 3),
+                image_tokens=tuple(rng.randint(1, 3) for _ in range(rng.choice((0, 0, 1, 2, 4)))),
+            )
+            for i in range(num_samples or rng.randint(1, 6))
+        )
+    )
+
+
+def random_case(
+    seed: int,
+    num_ranks: int | None = None,
+    *,
+    split: bool | None = None,
+    model: ModelSpec | None = None,
+    strategies: tuple[str, ...] = ("keep", "recompute"),
+) -> Case:
+    """Everything of one iteration from a seed."""
+    rng = random.Random(seed)
+    model = model or random_model(rng)
+    layout = random_layout(rng, model, num_ranks or rng.randint(1, 4))
+    packing = pack(random_batch(rng), model, layout, PackingSpec(token_budget=rng.choice((15, 25, 60))))
+    is_split = rng.random() < 0.5 if split is None else split
+    costs = RandomCosts(seed, is_split, strategies)
+    graph = build_graph(layout, packing, costs, split_backward=is_split)
+    schedule = random_schedule(rng, graph)
+    chosen = graph.with_candidates(schedule.candidate)
+    return Case(model, layout, packing, graph, schedule, earliest(chosen, schedule))
+
+
+def random_schedule(rng: random.Random, graph: TaskGraph) -> Schedule:
+    """A random topological order, seen by each rank, and a random strategy for every pair."""
+    waiting = np.diff(graph.predecessor_start).tolist()
+    ready = [t for t, n in enumerate(waiting) if n == 0]
+    order: list[list[int]] = [[] for _ in range(graph.num_ranks)]
+    while ready:
+        task = ready.pop(rng.randrange(len(ready)))
+        order[int(graph.rank[task])].append(task)
+        for i in range(graph.successor_start[task], graph.successor_start[task + 1]):
+            after = int(graph.successor[i])
+            waiting[after] -= 1
+            if waiting[after] == 0:
+                ready.append(after)
+    candidate = None
+    if graph.candidates is not None:
+        candidate = np.array([rng.randrange(len(options)) for options in graph.candidates])
+    return Schedule(tuple(np.array(tasks, dtype=np.int64) for tasks in order), candidate)
+
+
+def earliest(graph: TaskGraph, schedule: Schedule) -> Timeline:
+    """Earliest-start times, by relaxation until nothing moves: slow and plain."""
+    start = np.zeros(graph.num_tasks, dtype=np.int64)
+    before = np.full(graph.num_tasks, NO_TASK)
+    for order in schedule.order:
+        before[order[1:]] = order[:-1]
+    moved = True
+    while moved:
+        moved = False
+        for task in range(graph.num_tasks):
+            at = 0 if before[task] == NO_TASK else start[before[task]] + graph.duration_ns[before[task]]
+            for i in range(graph.predecessor_start[task], graph.predecessor_start[task + 1]):
+                p = graph.predecessor[i]
+                at = max(at, start[p] + graph.duration_ns[p] + graph.predecessor_delay_ns[i])
+            if at > start[task]:
+                start[task], moved = at, True
+    return Timeline(start, start + graph.duration_ns)

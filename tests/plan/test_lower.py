@@ -1,0 +1,312 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeloom.errors import InputError, PlanError
+from pipeloom.plan import Action, ExecutionPlan, boundary_shapes, lower, to_text, verify
+from pipeloom.plan.dryrun import dry_run
+from pipeloom.spec import Chunk, Layout, ModuleLayout
+from pipeloom.timeline import Schedule
+
+from .cases import Case, random_case
+
+SEEDS = st.integers(0, 10**9)
+
+
+@settings(deadline=None, max_examples=150)
+@given(SEEDS)
+def test_every_lowered_plan_verifies(seed: int) -> None:
+    case = random_case(seed)
+    plan = case.plan
+    verify(plan, case.layout, case.packing)
+    assert dry_run(plan, "gloo") is None
+
+
+@settings(deadline=None, max_examples=50)
+@given(SEEDS)
+def test_every_task_is_one_action_in_the_order_of_the_schedule(seed: int) -> None:
+    case = random_case(seed)
+    names = case.layout.chunk_names
+    assert case.graph.labels is not None
+    for order, actions in zip(case.schedule.order, case.plan.ranks, strict=True):
+        expected = []
+        for task in map(case.graph.task, order.tolist()):
+            label = case.graph.labels[task.pair]
+            expected.append((task.kind, names[label.chunk], label.microbatch, label.sub_microbatch))
+        assert expected == [
+            (a.verb, a.chunk, a.microbatch, a.sub_microbatch) for a in actions if a.verb in "FBIW"
+        ]
+
+
+@settings(deadline=None, max_examples=50)
+@given(SEEDS, st.randoms(use_true_random=False))
+def test_any_times_give_a_legal_plan(seed: int, rng: object) -> None:
+    case = random_case(seed)
+    noise = np.random.default_rng(seed).integers(0, 10**7, case.graph.num_tasks)
+    timeline = replace(case.timeline, start_ns=noise, end_ns=noise + case.graph.duration_ns)
+    verify(replace(case, timeline=timeline).plan, case.layout, case.packing)
+
+
+def remove(plan: ExecutionPlan, rank: int, step: int) -> ExecutionPlan:
+    ranks = [list(actions) for actions in plan.ranks]
+    del ranks[rank][step]
+    return ExecutionPlan(plan.num_ranks, plan.iteration, plan.layout, tuple(map(tuple, ranks)))
+
+
+def put(plan: ExecutionPlan, rank: int, step: int, action: Action) -> ExecutionPlan:
+    ranks = [list(actions) for actions in plan.ranks]
+    ranks[rank][step] = action
+    return ExecutionPlan(plan.num_ranks, plan.iteration, plan.layout, tuple(map(tuple, ranks)))
+
+
+def with_fields(action: Action, **changes: object) -> Action:
+    fields = {name: getattr(action, name) for name in action.__struct_fields__}
+    return Action(**(fields | changes))  # type: ignore[arg-type]
+
+
+@settings(deadline=None, max_examples=150)
+@given(SEEDS, st.data())
+def test_a_dropped_action_is_caught(seed: int, data: st.DataObject) -> None:
+    case = random_case(seed)
+    plan = case.plan
+    places = [(r, s) for r, actions in enumerate(plan.ranks) for s, a in enumerate(actions) if a.verb != "RC"]
+    rank, step = data.draw(st.sampled_from(places))
+    with pytest.raises(PlanError):
+        verify(remove(plan, rank, step), case.layout, case.packing)
+
+
+def crossing_case(seed: int, num_ranks: int = 3) -> Case:
+    """A case with messages: the first one from the seed on."""
+    while True:
+        case = random_case(seed, num_ranks)
+        if any(a.verb == "SF" for actions in case.plan.ranks for a in actions):
+            return case
+        seed += 1
+
+
+@settings(deadline=None, max_examples=80)
+@given(SEEDS, st.data())
+def test_two_messages_of_a_pair_swapped_at_one_end_are_caught(seed: int, data: st.DataObject) -> None:
+    case = crossing_case(seed, 2)
+    plan = case.plan
+    rank = data.draw(st.sampled_from([0, 1]))
+    posts = [s for s, a in enumerate(plan.ranks[rank]) if a.peer is not None]
+    if len(posts) < 2:
+        return
+    i = data.draw(st.integers(0, len(posts) - 2))
+    first, second = posts[i], posts[i + 1]
+    a, b = plan.ranks[rank][first], plan.ranks[rank][second]
+    with pytest.raises(PlanError):
+        verify(put(put(plan, rank, first, b), rank, second, a), case.layout, case.packing)
+
+
+@settings(deadline=None, max_examples=60)
+@given(SEEDS, st.data(), st.sampled_from(["shape", "dtype", "peer", "chunk"]))
+def test_a_changed_message_is_caught(seed: int, data: st.DataObject, field: str) -> None:
+    case = crossing_case(seed)
+    plan = case.plan
+    posts = [(r, s) for r, actions in enumerate(plan.ranks) for s, a in enumerate(actions) if a.shape]
+    rank, step = data.draw(st.sampled_from(posts))
+    action = plan.ranks[rank][step]
+    assert action.shape is not None
+    assert action.peer is not None
+    changed = {
+        "shape": (action.shape[0] + 1, *action.shape[1:]),
+        "dtype": "float16",
+        "peer": 3 - rank - action.peer,
+        "chunk": "nobody.0",
+    }
+    with pytest.raises(PlanError):
+        verify(
+            put(plan, rank, step, with_fields(action, **{field: changed[field]})), case.layout, case.packing
+        )
+
+
+def test_the_message_shows_the_place() -> None:
+    case = crossing_case(1, 2)
+    plan = case.plan
+    rank, step = next((r, s) for r in (0, 1) for s, a in enumerate(plan.ranks[r]) if a.verb == "SF")
+    with pytest.raises(PlanError) as caught:
+        verify(remove(plan, rank, step))
+    message = str(caught.value)
+    assert "rank 0 step" in message
+    assert "rank 1 step" in message
+    assert ">" in message
+
+
+def test_crossed_messages_pass_gloo_but_not_nccl() -> None:
+    def message(verb: str, sub: int, peer: int | None = None) -> Action:
+        if peer is None:
+            return Action(verb=verb, chunk="a.0", sub_microbatch=sub)  # type: ignore[arg-type]
+        return Action(  # type: ignore[call-arg]
+            verb=verb,
+            chunk="a.0",
+            sub_microbatch=sub,
+            peer=peer,
+            shape=(1,),
+            dtype="float32",  # type: ignore[arg-type]
+        )
+
+    plan = ExecutionPlan(
+        2,
+        0,
+        "x",
+        (
+            (message("SF", 0, 1), message("SF", 1, 1), message("DF", 0), message("DF", 1)),
+            (message("RF", 1, 0), message("RF", 0, 0), message("WF", 0), message("WF", 1)),
+        ),
+    )
+    assert dry_run(plan, "gloo") is None
+    with pytest.raises(PlanError, match="gloo's tags would allow it"):
+        verify(plan)
+
+
+def test_opposite_waits_deadlock_under_both_rules() -> None:
+    fields = {"shape": (1,), "dtype": "float32"}
+    plan = ExecutionPlan(
+        2,
+        0,
+        "x",
+        tuple(
+            (
+                Action(verb="RF", chunk=f"a.{1 - r}", peer=1 - r, **fields),  # type: ignore[arg-type]
+                Action(verb="WF", chunk=f"a.{1 - r}"),
+                Action(verb="SF", chunk=f"a.{r}", peer=1 - r, **fields),  # type: ignore[arg-type]
+                Action(verb="DF", chunk=f"a.{r}"),
+            )
+            for r in (0, 1)
+        ),
+    )
+    stop = dry_run(plan, "gloo")
+    assert stop is not None
+    assert stop.reason == "rank 0 waits for ever at 'WF a.1 0.0'"
+    assert stop.steps == (1, 1)
+    with pytest.raises(PlanError, match="NCCL's and gloo's"):
+        verify(plan)
+
+
+def two_rank_chain() -> Case:
+    """The simplest pipeline with one message each way, found among the random ones."""
+    seed = 0
+    while True:
+        case = random_case(seed, 2, split=False, strategies=("keep",))
+        if (
+            len(case.layout.chunks) == 2
+            and len(case.packing.microbatches) == 1
+            and "SF" in to_text(case.plan)
+        ):
+            verbs = [[a.verb for a in actions] for actions in case.plan.ranks]
+            if sum(map(len, verbs)) == 14 and "SB" in to_text(case.plan):
+                return case
+        seed += 1
+
+
+def test_a_chain_of_two_by_hand() -> None:
+    case = two_rank_chain()
+    first = case.layout.chunks[0].rank
+    verbs = [" ".join(a.verb for a in case.plan.ranks[r]) for r in (first, 1 - first)]
+    assert verbs == ["F SF DF RB WB B OS", "RF WF F B SB DB OS"]
+
+
+def test_receives_are_posted_before_the_computation_that_runs_when_they_arrive() -> None:
+    early = 0
+    for seed in range(40):
+        plan = random_case(seed, 3).plan
+        for actions in plan.ranks:
+            posted = [s for s, a in enumerate(actions) if a.verb in ("RF", "RB")]
+            for step in posted:
+                action = actions[step]
+                wait = next(
+                    s
+                    for s, a in enumerate(actions)
+                    if a.verb == "W" + action.verb[1]
+                    and (a.chunk, a.microbatch, a.sub_microbatch, a.target)
+                    == (action.chunk, action.microbatch, action.sub_microbatch, action.target)
+                )
+                early += any(a.verb in "FBIW" for a in actions[step:wait])
+    assert early > 0
+
+
+def test_a_schedule_against_the_arrows_is_refused() -> None:
+    case = random_case(5, 1)
+    backwards = Schedule((case.schedule.order[0][::-1].copy(),), case.schedule.candidate)
+    with pytest.raises(PlanError, match="deadlock"):
+        _ = replace(case, schedule=backwards).plan
+
+
+def test_a_missing_task_is_refused() -> None:
+    case = random_case(5, 1)
+    short = Schedule((case.schedule.order[0][:-1],), case.schedule.candidate)
+    with pytest.raises(PlanError, match="missing"):
+        _ = replace(case, schedule=short).plan
+
+
+def test_another_packing_is_refused() -> None:
+    case = crossing_case(2)
+    seed = 3
+    while (
+        other := random_case(seed, model=case.model)
+    ).packing.microbatches == case.packing.microbatches or len(other.packing.microbatches) == len(
+        case.packing.microbatches
+    ):
+        seed += 1
+    with pytest.raises((InputError, PlanError)):
+        lower(
+            case.graph,
+            case.schedule,
+            case.timeline,
+            case.layout,
+            other.packing,
+            boundary_shapes(case.model, case.layout),
+        )
+
+
+def test_gradients_are_reduced_in_one_order_when_data_parallel() -> None:
+    case = random_case(11, 1)
+    from pipeloom.spec import Parallelism
+
+    layout = Layout(1, case.layout.modules, case.layout.chunks, Parallelism(data=2))
+    plan = replace(case, layout=layout).plan
+    reduced = [a.chunk for a in plan.ranks[0] if a.verb == "RG"]
+    trained = [
+        name
+        for name, chunk in zip(layout.chunk_names, layout.chunks, strict=True)
+        if not layout.module(chunk.module).frozen
+    ]
+    assert reduced == trained[::-1]
+    assert plan.ranks[0][-1].verb == "OS"
+
+
+def test_parts_that_match_in_no_way_are_refused() -> None:
+    seed = 0
+    while True:
+        case = random_case(seed, model=None)
+        if "adapter" in [m.name for m in case.model.modules] and any(
+            len(parts) == 1 and parts[0].count > 1 for m in case.packing.microbatches for parts in m.parts[:1]
+        ):
+            break
+        seed += 1
+    from pipeloom.packing.pack import PackingSpec, pack
+
+    modules = tuple(
+        ModuleLayout(m.name, m.after, m.frozen, {"vision": None, "adapter": 1}.get(m.name))
+        for m in case.layout.modules
+    )
+    chunks = tuple(Chunk(c.module, c.layers, 0) for c in case.layout.chunks)
+    layout = Layout(1, modules, chunks)
+    packing = pack(case.packing.batch, case.model, layout, PackingSpec(10**6))
+    from pipeloom.plan import Unit, make_routes
+
+    units = [
+        Unit(c, m, s)
+        for c, chunk in enumerate(chunks)
+        for m in range(len(packing.microbatches))
+        for s in range(len(packing.parts_of(m, chunk.module)))
+    ]
+    with pytest.raises(InputError, match="cut both alike"):
+        make_routes(layout, packing, units)
