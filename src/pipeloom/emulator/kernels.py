@@ -1,0 +1,216 @@
+"""Kernels over flat arrays: latencies, issue-order timing, max-plus transfer matrices.
+
+Timing rule, everywhere the same: a device runs its operators one at a time in the order in which they were
+issued, and an operator starts when its device is free and everything it waits for has ended. Under this rule
+every end time is a maximum of sums, so a run of operators is a matrix in max-plus algebra: from the times at
+which its devices and inputs are ready to the times at which they are free again. That is what makes reuse
+exact: a matrix computed once gives the same integers as running the operators again.
+
+Predecessors at or above zero are operators; ``-1 - i`` is external input i. Times are integer picoseconds.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+NEVER = -(1 << 60)
+"""Minus infinity of max-plus algebra; sums of two of them still fit 64 bits."""
+
+MAX_COLUMNS = 64
+"""Devices and inputs of one reusable subgraph at most."""
+
+Array = Any
+
+
+@njit(cache=True, nogil=True)
+def efficiency_at(size: float, points: Array, values: Array, count: int) -> float:
+    """Efficiency at a size: linear in log2(size) between the points, constant outside them."""
+    if count == 1 or size <= 0.0:
+        return float(values[0])
+    x = np.log2(size)
+    if x <= points[0]:
+        return float(values[0])
+    for k in range(1, count):
+        if x <= points[k]:
+            share = (x - points[k - 1]) / (points[k] - points[k - 1])
+            return float(values[k - 1] + share * (values[k] - values[k - 1]))
+    return float(values[count - 1])
+
+
+@njit(cache=True, nogil=True)
+def latencies(
+    amounts: Array,
+    rule: Array,
+    steps: Array,
+    rates: Array,
+    points: Array,
+    values: Array,
+    counts: Array,
+    fixed: Array,
+) -> Array:
+    """Picoseconds of every operator: the largest of its three metrics over what its device gives.
+
+    Parameters
+    ----------
+    amounts : float array, shape (num_operators, 3)
+        Operations, memory bytes, network bytes.
+    rule : int array, shape (num_operators,)
+        Row of the rule tables for the operator's kind on its device.
+    steps : float array, shape (num_operators,)
+        Messages in a row; each costs the rule's fixed latency.
+    rates : float array, shape (num_rules, 3)
+        Peak operations and bytes per second; 0 where the device has none of it.
+    points, values : float array, shape (num_rules, 3, num_points)
+        Efficiency curves over log2 of the size; ``counts`` says how many points are used.
+    fixed : float array, shape (num_rules,)
+        Seconds per step.
+    """
+    out = np.empty(len(rule), np.int64)
+    for i in range(len(rule)):
+        r = rule[i]
+        seconds = 0.0
+        for m in range(3):
+            amount = amounts[i, m]
+            if amount > 0.0:
+                e = efficiency_at(amount, points[r, m], values[r, m], counts[r, m])
+                seconds = max(seconds, amount / (rates[r, m] * e))
+        out[i] = np.int64(np.rint((seconds + fixed[r] * steps[i]) * 1e12))
+    return out
+
+
+@njit(cache=True, nogil=True)
+def issue(
+    device: Array, predecessor_start: Array, predecessor: Array, duration: Array, free: Array, ready: Array
+) -> Array:
+    """End time of every operator; ``free`` (per device) is advanced in place."""
+    end = np.empty(len(device), np.int64)
+    for i in range(len(device)):
+        d = device[i]
+        t = free[d]
+        for k in range(predecessor_start[i], predecessor_start[i + 1]):
+            p = predecessor[k]
+            t = max(t, ready[-1 - p] if p < 0 else end[p])
+        end[i] = t + duration[i]
+        free[d] = end[i]
+    return end
+
+
+@njit(cache=True, nogil=True)
+def transfer(
+    device: Array,
+    predecessor_start: Array,
+    predecessor: Array,
+    duration: Array,
+    outputs: Array,
+    num_devices: int,
+    num_inputs: int,
+) -> tuple[Array, Array]:
+    """Max-plus matrix of a run of operators, and the row of every operator's end.
+
+    Returns
+    -------
+    matrix : int array, shape (num_devices + num_outputs, num_devices + num_inputs)
+        First the devices' free times, then the outputs' ready times, as a function of the same at entry.
+    ends : int array, shape (num_operators, num_devices + num_inputs)
+    """
+    columns = num_devices + num_inputs
+    free = np.full((num_devices, columns), NEVER, np.int64)
+    for d in range(num_devices):
+        free[d, d] = 0
+    ends = np.empty((len(device), columns), np.int64)
+    for i in range(len(device)):
+        d = device[i]
+        for c in range(columns):
+            ends[i, c] = free[d, c]
+        for k in range(predecessor_start[i], predecessor_start[i + 1]):
+            p = predecessor[k]
+            if p < 0:
+                c = num_devices - 1 - p
+                ends[i, c] = max(ends[i, c], 0)
+            else:
+                for c in range(columns):
+                    ends[i, c] = max(ends[i, c], ends[p, c])
+        for c in range(columns):
+            if ends[i, c] > NEVER:
+                ends[i, c] += duration[i]
+            free[d, c] = ends[i, c]
+    matrix = np.full((num_devices + len(outputs), columns), NEVER, np.int64)
+    matrix[:num_devices] = free
+    for o in range(len(outputs)):
+        p = outputs[o]
+        if p < 0:
+            matrix[num_devices + o, num_devices - 1 - p] = 0
+        else:
+            matrix[num_devices + o] = ends[p]
+    return matrix, ends
+
+
+@njit(cache=True, nogil=True)
+def compose(after: Array, before: Array) -> Array:
+    """Max-plus product: first ``before``, then ``after``."""
+    out = np.full((after.shape[0], before.shape[1]), NEVER, np.int64)
+    for r in range(after.shape[0]):
+        for k in range(after.shape[1]):
+            a = after[r, k]
+            if a > NEVER:
+                for c in range(before.shape[1]):
+                    b = before[k, c]
+                    if b > NEVER and a + b > out[r, c]:
+                        out[r, c] = a + b
+    return out
+
+
+@njit(cache=True, nogil=True)
+def run_calls(
+    first: int,
+    matrices: Array,
+    matrix_start: Array,
+    num_devices_of: Array,
+    num_inputs_of: Array,
+    num_outputs_of: Array,
+    call_matrix: Array,
+    device_start: Array,
+    devices: Array,
+    input_start: Array,
+    wait_start: Array,
+    wait_on: Array,
+    output_start: Array,
+    free: Array,
+    ready: Array,
+) -> None:
+    """Run calls of reusable subgraphs from number ``first`` on; ``free`` and ``ready`` are filled in place.
+
+    ``matrices`` holds all transfer matrices row by row, matrix m from ``matrix_start[m]``. Call c runs matrix
+    ``call_matrix[c]`` on ``devices[device_start[c]:]``; its input port j waits on the outputs
+    ``wait_on[wait_start[input_start[c] + j]:...]``, and its outputs are ``ready[output_start[c]:]``.
+    ``free[c]`` is the state of all devices before call c.
+    """
+    num_devices = free.shape[1]
+    state = np.empty(MAX_COLUMNS, np.int64)
+    for c in range(first, len(call_matrix)):
+        m = call_matrix[c]
+        d, n, o = num_devices_of[m], num_inputs_of[m], num_outputs_of[m]
+        for k in range(d):
+            state[k] = free[c, devices[device_start[c] + k]]
+        for k in range(n):
+            t = np.int64(0)
+            port = input_start[c] + k
+            for w in range(wait_start[port], wait_start[port + 1]):
+                t = max(t, ready[wait_on[w]])
+            state[d + k] = t
+        for g in range(num_devices):
+            free[c + 1, g] = free[c, g]
+        base = matrix_start[m]
+        for r in range(d + o):
+            t = np.int64(0)
+            for k in range(d + n):
+                a = matrices[base + r * (d + n) + k]
+                if a > NEVER and a + state[k] > t:
+                    t = a + state[k]
+            if r < d:
+                free[c + 1, devices[device_start[c] + r]] = t
+            else:
+                ready[output_start[c] + r - d] = t

@@ -1,0 +1,170 @@
+"""Rules: what a device gives, and how an operator's three metrics become picoseconds.
+
+An operator takes the largest of operations over speed, memory bytes over bandwidth and network bytes over
+throughput, each divided by an efficiency (the paper's scaling factor is its inverse; `dip.txt` §6.1). An
+efficiency may depend on the size, since small matrices and short messages are slow, and a rule of one's own
+may replace all this for one kind of operator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from pipeloom.emulator.kernels import latencies
+from pipeloom.emulator.size import FloatArray
+from pipeloom.errors import InputError
+
+IntArray = npt.NDArray[np.int64]
+PS_PER_S = 1_000_000_000_000
+METRICS = ("flops", "memory", "network")
+
+Curve = tuple[tuple[float, float], ...]
+"""Points (size, efficiency) in rising order of size; one point: the same everywhere."""
+
+FULL: Curve = ((1.0, 1.0),)
+
+
+@dataclass(frozen=True, slots=True)
+class Efficiency:
+    """Share of each peak that operators of one kind reach."""
+
+    flops: Curve = FULL
+    memory: Curve = FULL
+    network: Curve = FULL
+
+    def __post_init__(self) -> None:
+        """Refuse curves that are not functions or promise nothing."""
+        for name in METRICS:
+            curve: Curve = getattr(self, name)
+            sizes = [size for size, _ in curve]
+            if not curve or sizes != sorted(set(sizes)) or sizes[0] <= 0:
+                raise InputError(f"efficiency.{name}", f"sizes {sizes} are not positive and rising")
+            for size, value in curve:
+                if not 0 < value < float("inf"):
+                    raise InputError(f"efficiency.{name} at {size:g}", f"{value} is not positive and finite")
+
+
+class Counts(NamedTuple):
+    """An operator as a rule sees it."""
+
+    kind: str
+    flops: float
+    memory_bytes: float
+    network_bytes: float
+
+
+@dataclass(frozen=True)
+class Device:
+    """One device: compute, memory, link or host. A rate of 0 means that the device cannot do it.
+
+    Attributes
+    ----------
+    flops_per_s, memory_bytes_per_s, network_bytes_per_s : float
+    latency_s : float
+        Added once per step (message) of an operator that states steps.
+    capacity_bytes : int or None
+    efficiency : mapping from operator kind to `Efficiency`
+        ``"*"`` stands for every other kind.
+    overrides : mapping from operator kind to a rule, `Counts` -> seconds
+    """
+
+    name: str
+    flops_per_s: float = 0.0
+    memory_bytes_per_s: float = 0.0
+    network_bytes_per_s: float = 0.0
+    latency_s: float = 0.0
+    capacity_bytes: int | None = None
+    efficiency: Mapping[str, Efficiency] = field(default_factory=dict)
+    overrides: Mapping[str, Callable[[Counts], float]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Refuse devices that compute and communicate at once: that is two devices."""
+        if self.network_bytes_per_s and (self.flops_per_s or self.memory_bytes_per_s):
+            raise InputError(
+                f"device {self.name!r}",
+                "has both network throughput and compute or memory rates",
+                "describe a link as a device of its own",
+            )
+
+    @property
+    def rates(self) -> tuple[float, float, float]:
+        """Peak operations, memory bytes and network bytes per second."""
+        return (self.flops_per_s, self.memory_bytes_per_s, self.network_bytes_per_s)
+
+
+class RuleTable:
+    """The rules of one set of operators as arrays: compiled once, evaluated for every workload.
+
+    Parameters
+    ----------
+    devices : sequence of Device
+    kind, device : per operator
+    steps : per operator
+        Messages in a row.
+    """
+
+    def __init__(
+        self, devices: tuple[Device, ...], kind: tuple[str, ...], device: IntArray, steps: FloatArray
+    ) -> None:
+        self.devices, self.kind, self.device, self.steps = devices, kind, device, steps
+        rows: dict[tuple[int, str], int] = {}
+        self.rule = np.array(
+            [rows.setdefault((d, k), len(rows)) for d, k in zip(device.tolist(), kind, strict=True)], np.int64
+        )
+        chosen = [devices[d].efficiency.get(k, devices[d].efficiency.get("*", Efficiency())) for d, k in rows]
+        width = max((len(getattr(e, m)) for e in chosen for m in METRICS), default=1)
+        self.points = np.zeros((len(rows), 3, width))
+        self.values = np.ones((len(rows), 3, width))
+        self.counts = np.ones((len(rows), 3), np.int64)
+        for r, e in enumerate(chosen):
+            for m, metric in enumerate(METRICS):
+                curve: Curve = getattr(e, metric)
+                self.counts[r, m] = len(curve)
+                self.points[r, m, : len(curve)] = np.log2([size for size, _ in curve])
+                self.values[r, m, : len(curve)] = [value for _, value in curve]
+        self.rates = np.array([devices[d].rates for d, _ in rows]).reshape(-1, 3)
+        self.fixed = np.array([devices[d].latency_s for d, _ in rows])
+        self.overridden = tuple(
+            (i, devices[d].overrides[k])
+            for i, (d, k) in enumerate(zip(device.tolist(), kind, strict=True))
+            if k in devices[d].overrides
+        )
+
+    def durations_ps(self, amounts: FloatArray) -> IntArray:
+        """Picoseconds of every operator.
+
+        Parameters
+        ----------
+        amounts : array, shape (num_operators, 3)
+            Operations, memory bytes and network bytes.
+
+        Raises
+        ------
+        InputError
+            When an operator asks its device for what the device does not have, such as network bytes of a
+            compute device.
+        """
+        bad = np.argwhere((amounts > 0) & (self.rates[self.rule] <= 0))
+        for i, m in bad.tolist():
+            if any(i == j for j, _ in self.overridden):
+                continue
+            raise InputError(
+                f"operator {i} ({self.kind[i]})",
+                f"has {amounts[i, m]:g} of {METRICS[m]}, device {self.devices[int(self.device[i])].name!r} gives none",
+                "put the operator on a device that does, e.g. a collective on a link",
+            )
+        rates = np.maximum(self.rates, 1e-300)
+        out: IntArray = latencies(
+            amounts, self.rule, self.steps, rates, self.points, self.values, self.counts, self.fixed
+        )
+        for i, rule in self.overridden:
+            seconds = rule(Counts(self.kind[i], *map(float, amounts[i])))
+            if not 0 <= seconds < float("inf"):
+                raise InputError(f"rule for {self.kind[i]!r}", f"{seconds} is not a duration in seconds")
+            out[i] = round(seconds * PS_PER_S)
+        return out
