@@ -1,0 +1,109 @@
+"""Measured or assumed costs of single layers (`pipeloom.layers/1`), from which a layout is chosen."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from pipeloom.errors import InputError
+
+BYTES_PER_PARAMETER = 2
+"""What ``parameter_bytes`` counts: weights in half precision."""
+ADAM_STATIC_BYTES = 18
+"""Bytes per parameter under mixed-precision Adam: weight, gradient, and three numbers in single precision."""
+
+
+class StrategyEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One memory strategy as files write it; which of the backward fields are given depends on the pair."""
+
+    strategy: str
+    forward_s: float
+    activation_bytes: int
+    backward_s: float | None = None
+    backward_input_s: float | None = None
+    backward_weight_s: float | None = None
+    weight_gradient_bytes: int | None = None
+    layers: tuple[str, ...] | None = None
+
+
+class LayerCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One layer on one microbatch: seconds of its forward and backward, bytes it keeps and holds."""
+
+    name: str
+    forward_s: float
+    activation_bytes: int
+    parameter_bytes: int
+    backward_s: float | None = None
+    """The whole backward, where its parts are not known: such a layer is never split."""
+    backward_input_s: float | None = None
+    backward_weight_s: float | None = None
+    static_bytes: int | None = None
+    """Weights, gradients and optimiser state; None: what Adam in mixed precision needs."""
+    candidates: tuple[StrategyEntry, ...] | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse impossible numbers, and a backward that is given twice or not at all."""
+        for name in ("forward_s", "backward_s", "backward_input_s", "backward_weight_s"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < float("inf"):
+                raise InputError(name, f"{value:g} is {'negative' if value < 0 else 'not finite'}")
+        for name in ("activation_bytes", "parameter_bytes", "static_bytes"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < 2**62:
+                raise InputError(name, "is negative" if value < 0 else "is not below 2**62")
+        whole, parts = self.backward_s is not None, (self.backward_input_s, self.backward_weight_s)
+        if whole == any(part is not None for part in parts) or (not whole and None in parts):
+            raise InputError(
+                "backward_s",
+                "or both backward_input_s and backward_weight_s must be given",
+                "give either, not both",
+            )
+
+    @property
+    def total_backward_s(self) -> float:
+        """Seconds of the whole backward."""
+        if self.backward_s is not None:
+            return self.backward_s
+        return (self.backward_input_s or 0.0) + (self.backward_weight_s or 0.0)
+
+    @property
+    def held_bytes(self) -> int:
+        """Weights, gradients and optimiser state, by the default rule where the file does not say."""
+        if self.static_bytes is not None:
+            return self.static_bytes
+        return self.parameter_bytes // BYTES_PER_PARAMETER * ADAM_STATIC_BYTES
+
+
+class LayerTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A chain of layers with their costs, and the pipeline that they shall run on."""
+
+    name: str
+    num_ranks: int
+    num_microbatches: int
+    boundary_s: float
+    """Seconds that the hand-over between two ranks takes."""
+    boundary_bytes: int
+    layers: tuple[LayerCost, ...]
+    memory_capacity_bytes: tuple[int, ...] | None = None
+    format: Literal["pipeloom.layers/1"] = "pipeloom.layers/1"
+
+    def __post_init__(self) -> None:
+        """Refuse tables that no pipeline can run."""
+        for name in ("num_ranks", "num_microbatches"):
+            if getattr(self, name) < 1:
+                raise InputError(name, f"{getattr(self, name)} is below 1")
+        if not 0 <= self.boundary_s < float("inf"):
+            raise InputError("boundary_s", f"{self.boundary_s:g} is not finite and at least 0")
+        if self.boundary_bytes < 0:
+            raise InputError("boundary_bytes", f"{self.boundary_bytes} is negative")
+        if not self.layers:
+            raise InputError("layers", "is empty", "give at least one layer")
+        capacity = self.memory_capacity_bytes
+        if capacity is not None and len(capacity) != self.num_ranks:
+            raise InputError(
+                "memory_capacity_bytes", f"has {len(capacity)} entries, num_ranks is {self.num_ranks}"
+            )
+        for rank, value in enumerate(capacity or ()):
+            if not 0 <= value < 2**62:
+                raise InputError(f"memory_capacity_bytes[{rank}]", f"{value} is not in 0..2**62-1")

@@ -1,0 +1,57 @@
+"""Readers and writers of the exchange formats (``docs/formats.md``)."""
+
+from pipeloom.io.batches import (
+    PackedBatch,
+    PackedBatches,
+    PackedMicrobatch,
+    packed_batches,
+    read_batches,
+    write_batches,
+)
+from pipeloom.io.files import check_writable, read_text, write_bytes, write_text
+from pipeloom.io.instance import instance_document, instance_from_document, read_instance, write_instance
+from pipeloom.io.layers import read_layers, write_layers
+from pipeloom.io.layout import layout_document, read_layout, write_layout
+from pipeloom.io.load import Loaded, load, read_plan
+from pipeloom.io.samples import read_samples, write_samples
+from pipeloom.io.schedule import (
+    SearchRecord,
+    StatedSchedule,
+    read_schedule,
+    schedule_document,
+    schedule_from_document,
+    write_schedule,
+)
+
+__all__ = [
+    "Loaded",
+    "PackedBatch",
+    "PackedBatches",
+    "PackedMicrobatch",
+    "SearchRecord",
+    "StatedSchedule",
+    "check_writable",
+    "instance_document",
+    "instance_from_document",
+    "layout_document",
+    "load",
+    "packed_batches",
+    "read_batches",
+    "read_instance",
+    "read_layers",
+    "read_layout",
+    "read_plan",
+    "read_samples",
+    "read_schedule",
+    "read_text",
+    "schedule_document",
+    "schedule_from_document",
+    "write_batches",
+    "write_bytes",
+    "write_instance",
+    "write_layers",
+    "write_layout",
+    "write_samples",
+    "write_schedule",
+    "write_text",
+]

@@ -1,0 +1,99 @@
+"""`pipeloom.batches/1`: which samples go through the model together, with their totals."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from pipeloom.errors import InputError
+from pipeloom.io.document import check_format, convert, dump, read_document
+from pipeloom.io.files import PathLike, printable, write_text
+from pipeloom.io.samples import batch_totals
+from pipeloom.packing import Packing
+
+FORMAT = "pipeloom.batches/1"
+
+
+class PackedMicrobatch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Ids of the samples of one microbatch, in order, and the sums of their sizes."""
+
+    samples: tuple[str, ...]
+    num_samples: int
+    text_tokens: int = 0
+    num_images: int = 0
+    image_tokens: int = 0
+    """Of the images, as the language model sees them."""
+    image_patches: int = 0
+    """Of the images, as the encoder sees them."""
+
+    def __post_init__(self) -> None:
+        """Refuse totals that cannot belong to the samples."""
+        if self.num_samples != len(self.samples):
+            raise InputError("num_samples", f"{self.num_samples}, but samples has {len(self.samples)} ids")
+        for name in ("text_tokens", "num_images", "image_tokens", "image_patches"):
+            if getattr(self, name) < 0:
+                raise InputError(name, f"{getattr(self, name)} is negative")
+
+
+class PackedBatch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The microbatches of one iteration."""
+
+    iteration: int
+    microbatches: tuple[PackedMicrobatch, ...]
+
+
+class PackedBatches(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Batches as they were packed, and by which policy."""
+
+    policy: str
+    batches: tuple[PackedBatch, ...]
+    format: Literal["pipeloom.batches/1"] = "pipeloom.batches/1"
+
+    def __post_init__(self) -> None:
+        """Refuse a sample that occurs twice in one batch: it would be trained on twice."""
+        for i, batch in enumerate(self.batches):
+            seen: set[str] = set()
+            for j, microbatch in enumerate(batch.microbatches):
+                for k, name in enumerate(microbatch.samples):
+                    if name in seen:
+                        entity = f"batches[{i}].microbatches[{j}].samples[{k}]"
+                        raise InputError(entity, f"{name!r} occurs twice in the batch")
+                    seen.add(name)
+
+
+def packed_batches(packings: Sequence[Packing], policy: str) -> PackedBatches:
+    """Write packings down as ids and totals."""
+    return PackedBatches(policy, tuple(_packed(packing) for packing in packings))
+
+
+def _packed(packing: Packing) -> PackedBatch:
+    microbatches = []
+    for microbatch in packing.microbatches:
+        samples = [packing.batch.samples[i] for i in microbatch.samples]
+        ids = tuple(sample.id for sample in samples)
+        microbatches.append(PackedMicrobatch(samples=ids, **batch_totals(samples)))
+    return PackedBatch(packing.batch.iteration, tuple(microbatches))
+
+
+def read_batches(path: PathLike) -> PackedBatches:
+    """Read packed batches; an `InputError` names file, path, value and bound."""
+    return batches_from_document(read_document(path), printable(str(path)))
+
+
+def batches_from_document(document: dict[str, Any], where: str = "batches") -> PackedBatches:
+    """Validate a parsed document as packed batches."""
+    check_format(document, FORMAT, where)
+    return convert(document, PackedBatches, where)
+
+
+def batches_document(batches: PackedBatches) -> dict[str, Any]:
+    """Packed batches as a JSON document."""
+    fields: dict[str, Any] = msgspec.to_builtins(batches)
+    return {name: fields[name] for name in ("format", "policy", "batches")}
+
+
+def write_batches(path: PathLike, batches: PackedBatches) -> None:
+    """Write packed batches, one microbatch a line."""
+    write_text(path, dump(batches_document(batches), depth=4))

@@ -1,0 +1,149 @@
+"""Bytes in and out of files: gzip by name, a size limit, and writes that happen wholly or not at all."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import secrets
+import stat
+import zlib
+from pathlib import Path
+
+from pipeloom.errors import InputError
+
+MAX_FILE_BYTES = 512 * 1024 * 1024
+"""Largest file that is read, after decompression; a scheduling problem of a million tasks is about 100 MB."""
+
+PathLike = str | os.PathLike[str]
+
+
+def read_bytes(path: PathLike) -> bytes:
+    """Read a whole file, decompressed when its name ends in ``.gz``.
+
+    Raises
+    ------
+    InputError
+        Naming the path: it is missing, a directory, unreadable, larger than `MAX_FILE_BYTES`, or no gzip.
+    """
+    name = os.fspath(path)
+    try:
+        with open(name, "rb") as file:
+            if name.endswith(".gz"):
+                with gzip.GzipFile(fileobj=file) as unpacked:
+                    data = unpacked.read(MAX_FILE_BYTES + 1)
+            else:
+                data = file.read(MAX_FILE_BYTES + 1)
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise InputError(
+            printable(name), "is not a whole gzip file", "write it again, or drop .gz from its name"
+        ) from error
+    except (OSError, ValueError) as error:
+        raise InputError(printable(name), f"cannot be read: {_reason(error)}") from error
+    if len(data) > MAX_FILE_BYTES:
+        raise InputError(printable(name), f"is larger than {MAX_FILE_BYTES} bytes, the most that is read")
+    return data
+
+
+def read_text(path: PathLike) -> str:
+    """Read a UTF-8 file; errors as in `read_bytes`, and where the bytes are no UTF-8."""
+    data = read_bytes(path)
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(printable(os.fspath(path)), f"is not UTF-8 text (byte {error.start})") from error
+
+
+def write_bytes(path: PathLike, data: bytes) -> None:
+    """Write a whole file or leave what was there: a temporary file beside it takes its place at the end.
+
+    A name ending in ``.gz`` is compressed. A target that is no regular file (a terminal, a pipe,
+    ``/dev/null``) is written to directly, for replacing it would destroy it.
+
+    Raises
+    ------
+    InputError
+        Naming the path: its folder is missing, it is a directory, or the disk refuses.
+    """
+    check_writable(path)
+    name = os.fspath(path)
+    if name.endswith(".gz"):
+        data = gzip.compress(data, mtime=0)
+    try:
+        target = os.path.realpath(name)
+        if _is_special(target):
+            with open(target, "wb") as file:
+                file.write(data)
+        else:
+            _replace(target, data)
+    except (OSError, ValueError) as error:
+        raise InputError(printable(name), f"cannot be written: {_reason(error)}") from error
+
+
+def write_text(path: PathLike, text: str) -> None:
+    """Write UTF-8 text as `write_bytes` does."""
+    write_bytes(path, text.encode("utf-8"))
+
+
+def check_writable(path: PathLike) -> None:
+    """Refuse a target that `write_bytes` could not write, before long work is done for it."""
+    name = os.fspath(path)
+    try:
+        target = os.path.realpath(name)
+        if _is_special(target):
+            return
+        folder, base = os.path.split(target)
+        is_folder, has_folder, may_write = (
+            os.path.isdir(target),
+            os.path.isdir(folder),
+            os.access(folder, os.W_OK),
+        )
+        too_long = has_folder and len(os.fsencode(base)) > os.pathconf(folder, "PC_NAME_MAX")
+    except (OSError, ValueError) as error:
+        raise InputError(printable(name), f"cannot be written: {_reason(error)}") from error
+    if is_folder:
+        raise InputError(printable(name), "is a directory", "give the name of a file in it")
+    if not has_folder:
+        raise InputError(
+            printable(name), "cannot be written: its folder does not exist", f"make {folder} first"
+        )
+    if not may_write:
+        raise InputError(printable(name), f"cannot be written: no permission to write in {folder}")
+    if too_long:
+        raise InputError(printable(name), "cannot be written: the file name is too long")
+
+
+def printable(name: str) -> str:
+    """A name that can be printed on one line, whatever characters it has."""
+    if not name:
+        return "(empty path)"
+    text = "".join(c if c.isprintable() else repr(c)[1:-1] for c in name)
+    return text if len(text) <= 200 else f"{text[:120]}...{text[-60:]}"
+
+
+def _replace(target: str, data: bytes) -> None:
+    """Write beside the target, then rename over it; nothing is left behind when any step fails."""
+    folder, base = os.path.split(target)
+    # os.open, not tempfile: the file shall have the permissions that the user's umask gives.
+    temporary = os.path.join(folder, f".{base[:40]}.{secrets.token_hex(6)}.tmp")
+    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, target)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def _is_special(target: str) -> bool:
+    try:
+        mode = os.stat(target).st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))
+
+
+def _reason(error: Exception) -> str:
+    return (error.strerror if isinstance(error, OSError) and error.strerror else str(error)).lower()

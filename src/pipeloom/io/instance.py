@@ -1,0 +1,261 @@
+"""`pipeloom.instance/1`: a scheduling problem as a file, to and from `TaskGraph`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Literal
+
+import msgspec
+
+from pipeloom.cost.layers import StrategyEntry
+from pipeloom.errors import InputError
+from pipeloom.io.document import (
+    MAX_TOTAL,
+    check_format,
+    convert,
+    count,
+    counts,
+    dump,
+    locate,
+    read_document,
+    seconds,
+    show,
+    time_ns,
+    times_ns,
+)
+from pipeloom.io.files import PathLike, printable, write_text
+from pipeloom.taskgraph import (
+    KIND_NAMES,
+    NO_TASK,
+    NS_PER_S,
+    Candidate,
+    IntArray,
+    TaskGraph,
+    make_graph,
+)
+
+FORMAT = "pipeloom.instance/1"
+
+
+class _Tasks(msgspec.Struct, forbid_unknown_fields=True):
+    kind: list[str]
+    rank: list[int]
+    duration_s: list[float]
+    pair: list[int]
+    segment: list[int]
+    microbatch: list[int]
+    module: list[str]
+
+
+class _Pairs(msgspec.Struct, forbid_unknown_fields=True):
+    activation_bytes: list[int]
+    weight_gradient_bytes: list[int] | None = None
+    candidates: list[list[StrategyEntry]] | None = None
+
+
+class _Edges(msgspec.Struct, forbid_unknown_fields=True):
+    source: list[int]
+    target: list[int]
+    delay_s: list[float]
+    bytes: list[int] | None = None
+
+
+class _Instance(msgspec.Struct, forbid_unknown_fields=True):
+    format: Literal["pipeloom.instance/1"]
+    name: str
+    num_ranks: int
+    memory_static_bytes: list[int]
+    tasks: _Tasks
+    pairs: _Pairs
+    edges: _Edges
+    memory_capacity_bytes: list[int] | None = None
+
+
+def read_instance(path: PathLike) -> TaskGraph:
+    """Read a scheduling problem.
+
+    Raises
+    ------
+    InputError
+        ``FILE: tasks.duration_s[17]: -0.2 is negative`` and the like: file, path, value, bound.
+    """
+    return instance_from_document(read_document(path), printable(str(path)))
+
+
+def write_instance(path: PathLike, graph: TaskGraph) -> None:
+    """Write a scheduling problem; labels of a layout are not part of the format."""
+    write_text(path, dump(instance_document(graph)))
+
+
+def instance_from_document(document: dict[str, Any], where: str = "instance") -> TaskGraph:
+    """Build the task graph of a parsed document; errors as in `read_instance`."""
+    check_format(document, FORMAT, where)
+    data = convert(document, _Instance, where)
+    try:
+        return _graph(data)
+    except InputError as error:
+        raise locate(error, where) from error
+
+
+def _graph(data: _Instance) -> TaskGraph:
+    tasks, pairs, edges = data.tasks, data.pairs, data.edges
+    kinds = []
+    for i, name in enumerate(tasks.kind):
+        if name not in KIND_NAMES:
+            raise InputError(f"tasks.kind[{i}]", f"{show(name)} is none of F, B, I, W")
+        kinds.append(KIND_NAMES.index(name))
+    modules: dict[str, int] = {}
+    module = [modules.setdefault(name, len(modules)) for name in tasks.module]
+    if data.num_ranks != len(data.memory_static_bytes):
+        problem = f"has {len(data.memory_static_bytes)} entries, num_ranks is {show(data.num_ranks)}"
+        raise InputError("memory_static_bytes", problem)
+    static = counts("memory_static_bytes", data.memory_static_bytes, summed=True)
+    capacity = data.memory_capacity_bytes
+    graph = make_graph(
+        name=data.name, num_ranks=data.num_ranks, module_names=tuple(modules), kind=kinds,
+        rank=counts("tasks.rank", tasks.rank), duration_ns=times_ns("tasks.duration_s", tasks.duration_s),
+        pair=counts("tasks.pair", tasks.pair), segment=counts("tasks.segment", tasks.segment),
+        microbatch=counts("tasks.microbatch", tasks.microbatch), module=module,
+        activation_bytes=counts("pairs.activation_bytes", pairs.activation_bytes, summed=True),
+        weight_gradient_bytes=_sizes("pairs.weight_gradient_bytes", pairs.weight_gradient_bytes),
+        edge_source=counts("edges.source", edges.source), edge_target=counts("edges.target", edges.target),
+        edge_delay_ns=times_ns("edges.delay_s", edges.delay_s), edge_bytes=_sizes("edges.bytes", edges.bytes),
+        static_bytes=static, capacity_bytes=None if capacity is None else counts("memory_capacity_bytes", capacity),
+    )  # fmt: skip
+    return (
+        graph if pairs.candidates is None else replace(graph, candidates=_candidates(graph, pairs.candidates))
+    )
+
+
+def _sizes(path: str, values: list[int] | None) -> IntArray | None:
+    return None if values is None else counts(path, values, summed=True)
+
+
+def _candidates(graph: TaskGraph, lists: list[list[StrategyEntry]]) -> tuple[tuple[Candidate, ...], ...]:
+    if len(lists) != graph.num_pairs:
+        raise InputError("pairs.candidates", f"has {len(lists)} lists, there are {graph.num_pairs} pairs")
+    choices = []
+    for pair, entries in enumerate(lists):
+        path = f"pairs.candidates[{pair}]"
+        if not entries:
+            raise InputError(path, "is empty", "give at least the base strategy")
+        form = pair_form(graph, pair)
+        choices.append(tuple(read_candidate(f"{path}[{i}]", entry, form) for i, entry in enumerate(entries)))
+    _check_totals(choices)
+    return tuple(choices)
+
+
+def _check_totals(choices: list[tuple[Candidate, ...]]) -> None:
+    """Whichever candidates are chosen, sums over all pairs must stay 64-bit integers."""
+    time = sum(max(c.forward_ns + c.backward_ns + c.weight_ns for c in entries) for entries in choices)
+    memory = sum(max(c.activation_bytes, c.weight_gradient_bytes) for entries in choices for c in entries)
+    if max(time, memory) >= MAX_TOTAL:
+        raise InputError("pairs.candidates", "sum to 2**62 ns or bytes, or more", "use smaller numbers")
+
+
+Form = Literal["forward", "whole", "split"]
+"""What a pair has beside its F: nothing, one B, or an I and a W."""
+
+
+def pair_form(graph: TaskGraph, pair: int) -> Form:
+    """Form of one pair."""
+    if graph.backward_of[pair] == NO_TASK:
+        return "forward"
+    return "whole" if graph.weight_of[pair] == NO_TASK else "split"
+
+
+def read_candidate(path: str, entry: StrategyEntry, form: Form) -> Candidate:
+    """Check one strategy against the form of its pair and round its times.
+
+    Raises
+    ------
+    InputError
+        A duration that the form needs is missing, one that it has not is given, or a value is negative.
+    """
+    if form == "split":
+        for name in ("backward_input_s", "backward_weight_s"):
+            if getattr(entry, name) is None:
+                raise InputError(f"{path}.{name}", "is missing", "a pair with I and W needs both parts")
+        if entry.backward_s is not None:
+            raise InputError(
+                f"{path}.backward_s", "is given for a pair with I and W", "give its two parts alone"
+            )
+    else:
+        for name in ("backward_input_s", "backward_weight_s"):
+            if getattr(entry, name) is not None:
+                raise InputError(
+                    f"{path}.{name}", "is given for a pair without I and W", "give backward_s alone"
+                )
+        if form == "whole" and entry.backward_s is None:
+            raise InputError(f"{path}.backward_s", "is missing", "a pair with a B needs it")
+        if form == "forward" and entry.backward_s:
+            raise InputError(
+                f"{path}.backward_s", f"{entry.backward_s:g} for a pair without backward", "use null"
+            )
+    backward = entry.backward_input_s if form == "split" else entry.backward_s
+    name = "backward_input_s" if form == "split" else "backward_s"
+    activation = count(f"{path}.activation_bytes", entry.activation_bytes)
+    kept = entry.weight_gradient_bytes
+    return Candidate(
+        strategy=entry.strategy,
+        forward_ns=time_ns(f"{path}.forward_s", entry.forward_s),
+        backward_ns=time_ns(f"{path}.{name}", backward or 0.0),
+        weight_ns=time_ns(f"{path}.backward_weight_s", entry.backward_weight_s or 0.0),
+        activation_bytes=activation,
+        weight_gradient_bytes=activation if kept is None else count(f"{path}.weight_gradient_bytes", kept),
+        layers=tuple(entry.layers or ()),
+    )
+
+
+def write_candidate(choice: Candidate, form: Form) -> dict[str, Any]:
+    """One strategy as it stands in a file; what is the default is left out."""
+    entry: dict[str, Any] = {"strategy": choice.strategy, "forward_s": choice.forward_ns / NS_PER_S}
+    if form == "split":
+        entry["backward_input_s"] = choice.backward_ns / NS_PER_S
+        entry["backward_weight_s"] = choice.weight_ns / NS_PER_S
+    elif form == "whole":
+        entry["backward_s"] = choice.backward_ns / NS_PER_S
+    entry["activation_bytes"] = choice.activation_bytes
+    if choice.weight_gradient_bytes != choice.activation_bytes:
+        entry["weight_gradient_bytes"] = choice.weight_gradient_bytes
+    if choice.layers:
+        entry["layers"] = list(choice.layers)
+    return entry
+
+
+def instance_document(graph: TaskGraph) -> dict[str, Any]:
+    """The problem as a JSON document; reading it gives an equal graph."""
+    same = bool((graph.weight_gradient_bytes == graph.activation_bytes).all())
+    choices = graph.candidates
+    return {
+        "format": FORMAT,
+        "name": graph.name,
+        "num_ranks": graph.num_ranks,
+        "memory_capacity_bytes": None if graph.capacity_bytes is None else graph.capacity_bytes.tolist(),
+        "memory_static_bytes": graph.static_bytes.tolist(),
+        "tasks": {
+            "kind": [KIND_NAMES[k] for k in graph.kind.tolist()],
+            "rank": graph.rank.tolist(),
+            "duration_s": seconds(graph.duration_ns),
+            "pair": graph.pair.tolist(),
+            "segment": graph.segment.tolist(),
+            "microbatch": graph.microbatch.tolist(),
+            "module": [graph.module_names[m] for m in graph.module.tolist()],
+        },
+        "pairs": {
+            "activation_bytes": graph.activation_bytes.tolist(),
+            "weight_gradient_bytes": None if same else graph.weight_gradient_bytes.tolist(),
+            "candidates": None
+            if choices is None
+            else [
+                [write_candidate(choice, pair_form(graph, pair)) for choice in entries]
+                for pair, entries in enumerate(choices)
+            ],
+        },
+        "edges": {
+            "source": graph.edge_source.tolist(),
+            "target": graph.edge_target.tolist(),
+            "delay_s": seconds(graph.edge_delay_ns),
+            "bytes": graph.edge_bytes.tolist() if graph.edge_bytes.any() else None,
+        },
+    }

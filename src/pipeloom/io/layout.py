@@ -1,0 +1,36 @@
+"""`pipeloom.layout/1`: the model over the ranks, to and from `Layout`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from pipeloom.io.document import check_format, convert, dump, read_document
+from pipeloom.io.files import PathLike, printable, write_text
+from pipeloom.spec import Layout
+
+FORMAT = "pipeloom.layout/1"
+
+
+def read_layout(path: PathLike) -> Layout:
+    """Read a layout; an `InputError` names file, path, value and bound."""
+    return layout_from_document(read_document(path), printable(str(path)))
+
+
+def layout_from_document(document: dict[str, Any], where: str = "layout") -> Layout:
+    """Validate a parsed document as a layout."""
+    check_format(document, FORMAT, where)
+    return convert(document, Layout, where)
+
+
+def layout_document(layout: Layout) -> dict[str, Any]:
+    """The layout as a JSON document, defaults written out."""
+    fields: dict[str, Any] = msgspec.to_builtins(layout)
+    head = {name: fields[name] for name in ("format", "num_ranks", "parallelism")}
+    return head | {name: fields[name] for name in ("modules", "chunks")}
+
+
+def write_layout(path: PathLike, layout: Layout) -> None:
+    """Write a layout, one module and one chunk a line."""
+    write_text(path, dump(layout_document(layout)))

@@ -1,0 +1,82 @@
+"""One reader for every format: the file says itself what it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from pipeloom.cost.layers import LayerTable
+from pipeloom.errors import InputError
+from pipeloom.io import batches, instance, layers, layout, samples, schedule
+from pipeloom.io.document import parse_document, show
+from pipeloom.io.files import PathLike, printable, read_text
+from pipeloom.plan import ExecutionPlan
+from pipeloom.spec import Layout, Sample
+from pipeloom.taskgraph import TaskGraph
+
+Loaded = (
+    TaskGraph
+    | schedule.StatedSchedule
+    | Layout
+    | LayerTable
+    | batches.PackedBatches
+    | ExecutionPlan
+    | tuple[Sample, ...]
+)
+
+_READERS: dict[str, Callable[[dict[str, Any], str], Loaded]] = {
+    instance.FORMAT: instance.instance_from_document,
+    schedule.FORMAT: schedule.schedule_from_document,
+    layout.FORMAT: layout.layout_from_document,
+    layers.FORMAT: layers.layers_from_document,
+    batches.FORMAT: batches.batches_from_document,
+}
+
+
+def load(path: PathLike) -> Loaded:
+    """Read any of Pipeloom's files.
+
+    Parameters
+    ----------
+    path : str or path
+        Sample metadata by its name (``.jsonl``, ``.parquet``); else the first words of the file say what
+        it is. A name ending in ``.gz`` is decompressed.
+
+    Returns
+    -------
+    TaskGraph, StatedSchedule, Layout, LayerTable, PackedBatches, ExecutionPlan or tuple of Sample
+
+    Raises
+    ------
+    InputError
+        One line with the file, the path inside, the value and the bound.
+    """
+    where = printable(str(path))
+    if str(path).endswith((samples.PARQUET_SUFFIX, *samples.LINES_SUFFIXES)):
+        return samples.read_samples(path)
+    text = read_text(path)
+    if text.startswith("pipeloom.plan/"):
+        return plan_from_text(text, where)
+    document = parse_document(text, where)
+    name = document.get("format")
+    reader = _READERS.get(name) if isinstance(name, str) else None
+    if reader is None:
+        known = ", ".join(sorted(_READERS))
+        problem = "is missing" if name is None else f"{show(name)} is unknown"
+        raise InputError(f"{where}: format", problem, f"known are {known}")
+    return reader(document, where)
+
+
+def read_plan(path: PathLike) -> ExecutionPlan:
+    """Read the text form of an execution plan."""
+    return plan_from_text(read_text(path), printable(str(path)))
+
+
+def plan_from_text(text: str, where: str) -> ExecutionPlan:
+    """Parse a plan; errors begin with the file's name."""
+    from pipeloom.plan import from_text
+
+    try:
+        return from_text(text)
+    except InputError as error:
+        raise InputError(f"{where}: {error.entity}", error.problem, error.remedy) from error

@@ -1,0 +1,93 @@
+"""Sample metadata: JSON Lines (one object a line) or Parquet (one row), to and from `Sample`."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+
+from pipeloom.errors import InputError
+from pipeloom.io.document import convert, parse_document
+from pipeloom.io.files import PathLike, printable, read_bytes, read_text, write_text
+from pipeloom.spec import Sample
+
+LINES_SUFFIXES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
+PARQUET_SUFFIX = ".parquet"
+_LISTS = ("image_tokens", "image_patches", "video_seconds", "video_height", "video_width", "audio_seconds")
+
+
+def read_samples(path: PathLike) -> tuple[Sample, ...]:
+    """Read sample metadata; the name says how: ``.parquet``, else JSON Lines.
+
+    Raises
+    ------
+    InputError
+        ``FILE: line 12: image_tokens[0]: ...`` (or ``row 12``): a wrong type, an impossible size, an id given
+        twice, no sample at all; or pyarrow is missing for Parquet.
+    """
+    where = printable(str(path))
+    if str(path).endswith(PARQUET_SUFFIX):
+        rows, word = _parquet_rows(path, where), "row"
+    else:
+        lines = read_text(path).split("\n")
+        rows = [
+            (i, parse_document(line, f"{where}: line {i}")) for i, line in enumerate(lines, 1) if line.strip()
+        ]
+        word = "line"
+    samples = tuple(convert(_clean(row), Sample, f"{where}: {word} {i}") for i, row in rows)
+    if not samples:
+        raise InputError(where, "has no sample", "give one JSON object a line")
+    first: dict[str, int] = {}
+    for (i, _), sample in zip(rows, samples, strict=True):
+        if sample.id in first:
+            problem = f"{sample.id!r} stands in {word} {first[sample.id]} too"
+            raise InputError(f"{where}: {word} {i}: id", problem, "ids must be unique")
+        first[sample.id] = i
+    return samples
+
+
+def _clean(row: dict[str, Any]) -> dict[str, Any]:
+    """What is null is absent: Parquet has no other way to leave a field out."""
+    return {name: value for name, value in row.items() if value is not None}
+
+
+def _parquet_rows(path: PathLike, where: str) -> list[tuple[int, dict[str, Any]]]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise InputError(where, "needs pyarrow to be read", "pip install 'pipeloom[data]'") from error
+    data = read_bytes(path)
+    try:
+        table = pyarrow.parquet.read_table(io.BytesIO(data))
+        rows: list[dict[str, Any]] = table.to_pylist()
+    except (pyarrow.ArrowException, OSError, ValueError, TypeError) as error:
+        raise InputError(where, "is not a readable Parquet file") from error
+    return list(enumerate(rows, 1))
+
+
+def write_samples(path: PathLike, samples: Iterable[Sample]) -> None:
+    """Write sample metadata as JSON Lines, fields that have their default left out."""
+    write_text(path, "".join(msgspec.json.encode(sample_row(sample)).decode() + "\n" for sample in samples))
+
+
+def sample_row(sample: Sample) -> dict[str, Any]:
+    """One sample as it stands on its line."""
+    row: dict[str, Any] = {"id": sample.id, "text_tokens": sample.text_tokens}
+    for name in _LISTS:
+        if values := getattr(sample, name):
+            row[name] = list(values)
+    return row
+
+
+def batch_totals(samples: Sequence[Sample]) -> dict[str, int]:
+    """Sums over some samples: what a packing balances."""
+    return {
+        "num_samples": len(samples),
+        "text_tokens": sum(s.text_tokens for s in samples),
+        "num_images": sum(len(s.image_tokens) for s in samples),
+        "image_tokens": sum(sum(s.image_tokens) for s in samples),
+        "image_patches": sum(sum(s.patches) for s in samples),
+    }
