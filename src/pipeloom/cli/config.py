@@ -1,0 +1,122 @@
+"""train.toml: what `pipeloom train` reads."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal
+
+import msgspec
+
+from pipeloom.arrange import ModulePlacement
+from pipeloom.errors import InputError
+from pipeloom.packing import PackingSpec
+from pipeloom.spec import ClusterSpec
+
+
+class LayoutConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How the model is laid over the ranks."""
+
+    ranks: int
+    modules: dict[str, ModulePlacement] = {}
+
+    def __post_init__(self) -> None:
+        """Refuse layouts without ranks."""
+        if self.ranks < 1:
+            raise InputError("layout.ranks", f"{self.ranks} is below 1")
+
+
+class OptimizerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """AdamW with linear warm-up and cosine decay to zero."""
+
+    learning_rate: float = 1e-3
+    weight_decay: float = 0.01
+    betas: tuple[float, float] = (0.9, 0.999)
+    warmup_iterations: int = 0
+    clip_norm: float | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse rates that cannot train."""
+        if not 0 < self.learning_rate < float("inf"):
+            raise InputError("optimizer.learning_rate", f"{self.learning_rate} is not positive and finite")
+        if self.clip_norm is not None and not self.clip_norm > 0:
+            raise InputError("optimizer.clip_norm", f"{self.clip_norm} is not positive", "leave it out for no clipping")
+
+
+class PlannerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How long plans are searched and waited for."""
+
+    budget_s: float = 0.1
+    deadline_s: float = 1.0
+    method: str = "default"
+
+
+class TrainConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Everything about a run. Paths are relative to the file."""
+
+    name: str
+    task: str
+    """Python file with ``build_model``, ``batches``, ``describe`` and, if wanted, ``evaluate``."""
+    iterations: int
+    layout: LayoutConfig
+    packing: PackingSpec
+    seed: int = 0
+    dtype: Literal["float32", "float64"] = "float32"
+    model: dict[str, Any] = {}
+    """Keyword arguments of ``build_model``."""
+    data: dict[str, Any] = {}
+    """Keyword arguments of ``batches``."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    cluster: ClusterSpec = ClusterSpec()
+    planner: PlannerConfig = PlannerConfig()
+
+    def __post_init__(self) -> None:
+        """Refuse runs of no length and names that are no folder."""
+        if self.iterations < 1:
+            raise InputError("iterations", f"{self.iterations} is below 1")
+        if not self.name or any(c in self.name for c in "/\\\0") or self.name in (".", ".."):
+            raise InputError("name", f"{self.name!r} is no folder name", "use letters, digits, '-' and '_'")
+
+
+def read_config(path: Path) -> TrainConfig:
+    """Read a train.toml.
+
+    Raises
+    ------
+    InputError
+        Naming the file and the field.
+    """
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise InputError(str(path), f"cannot be read ({error.strerror})", "give the path of a train.toml") from error
+    try:
+        return msgspec.toml.decode(data, type=TrainConfig)
+    except InputError as error:
+        raise InputError(f"{path}: {error.entity}", error.problem, error.remedy) from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InputError(str(path), str(error), "see docs/train.md for the fields") from error
+
+
+def load_task(config: TrainConfig, path: Path) -> ModuleType:
+    """Import the task file of a run; one inside a package is imported as part of it.
+
+    Raises
+    ------
+    InputError
+        When the file or one of the functions that training calls is missing.
+    """
+    file = (path.parent / config.task).resolve()
+    if not file.is_file():
+        raise InputError(f"{path}: task", f"{str(file)!r} is not a file", "give a Python file beside train.toml")
+    package = (file.parent / "__init__.py").exists()
+    root = file.parent.parent if package else file.parent
+    if str(root) not in sys.path:
+        sys.path.insert(0, str(root))
+    module = importlib.import_module(f"{file.parent.name}.{file.stem}" if package else file.stem)
+    for name in ("build_model", "batches", "describe"):
+        if not callable(getattr(module, name, None)):
+            raise InputError(f"{file}", f"has no function {name}", "see docs/train.md for what a task file offers")
+    return module

@@ -1,0 +1,61 @@
+"""Bring an answer that has travelled back to the graph it was made on, to draw planned beside measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from pipeloom.packing import packing_from_counts
+from pipeloom.plan import COMPUTE_VERBS, Answer
+from pipeloom.planner.plan_batch import Problem
+from pipeloom.spec import Batch
+from pipeloom.taskgraph import KIND_NAMES, TaskGraph, build_graph
+from pipeloom.timeline import Timeline, memory_curve
+
+
+def answered_graph(
+    problem: Problem, batch: Batch, answer: Answer, factors: dict[str, tuple[float, float]]
+) -> TaskGraph:
+    """Build again the graph on which an answer was planned."""
+    packing = packing_from_counts(
+        batch, problem.model, problem.layout, answer.packing.samples, answer.packing.counts
+    )
+    costs = problem.calibrated(factors).costs
+    name = f"iteration {batch.iteration}"
+    return build_graph(problem.layout, packing, costs, name=name, capacity_bytes=problem.capacity_bytes)
+
+
+def timeline_of(
+    graph: TaskGraph, problem: Problem, answer: Answer, times_ns: Sequence[tuple[int, int]]
+) -> Timeline:
+    """Put the times of an answer's compute actions on the graph's tasks.
+
+    Parameters
+    ----------
+    graph : TaskGraph
+        From `answered_graph`.
+    problem : Problem
+    answer : Answer
+    times_ns : sequence of (start, end)
+        Planned (``answer.planned_start_ns``) or measured, rank after rank in each rank's order.
+
+    Returns
+    -------
+    Timeline
+        Its peaks come from the planned bytes at these times.
+    """
+    names = problem.layout.chunk_names
+    number = {}
+    for task in range(graph.num_tasks):
+        label = (graph.labels or ())[int(graph.pair[task])]
+        key = (KIND_NAMES[graph.kind[task]], names[label.chunk], label.microbatch, label.sub_microbatch)
+        number[key] = task
+    actions = [a for rank in answer.plan.ranks for a in rank if a.verb in COMPUTE_VERBS]
+    start, end = np.zeros(graph.num_tasks, np.int64), np.zeros(graph.num_tasks, np.int64)
+    for action, (begin, finish) in zip(actions, times_ns, strict=True):
+        task = number[action.verb, action.chunk, action.microbatch, action.sub_microbatch]
+        start[task], end[task] = begin, finish
+    bare = Timeline(start, end)
+    peaks = [int(memory_curve(graph, bare, rank)[1].max()) for rank in range(graph.num_ranks)]
+    return Timeline(start, end, np.array(peaks, np.int64))
