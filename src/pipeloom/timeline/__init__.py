@@ -1,5 +1,23 @@
 """Timeline: simulate a schedule, check it, bound it from below, attribute its bubbles."""
 
+from pipeloom.timeline.bounds import heads_and_tails, lower_bound
+from pipeloom.timeline.bubbles import Bubbles, bubbles
+from pipeloom.timeline.check import Violation, check, require_feasible
 from pipeloom.timeline.schedule import LowerBound, Schedule, Timeline
+from pipeloom.timeline.simulate import memory_changes, memory_curve, simulate
 
-__all__ = ["LowerBound", "Schedule", "Timeline"]
+__all__ = [
+    "Bubbles",
+    "LowerBound",
+    "Schedule",
+    "Timeline",
+    "Violation",
+    "bubbles",
+    "check",
+    "heads_and_tails",
+    "lower_bound",
+    "memory_changes",
+    "memory_curve",
+    "require_feasible",
+    "simulate",
+]

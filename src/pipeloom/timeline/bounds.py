@@ -1,0 +1,264 @@
+"""Lower bounds: no schedule of a graph, under any choice of candidates, is faster.
+
+Each bound is an argument about one rank, and the best over all ranks and arguments is the answer. Where
+pairs have candidates, every duration below is the least over them, unless said otherwise.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from pipeloom.taskgraph import (
+    FORWARD,
+    INPUT_GRADIENT,
+    NO_TASK,
+    IntArray,
+    TaskGraph,
+    topological_order,
+)
+from pipeloom.timeline import kernels
+from pipeloom.timeline.residence import middles
+from pipeloom.timeline.schedule import LowerBound
+
+FloatArray = npt.NDArray[np.float64]
+BoolArray = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Costs of every pair by candidate, padded by repeating the first; shape (num_pairs, most candidates)."""
+
+    forward_ns: IntArray
+    backward_ns: IntArray
+    weight_ns: IntArray
+    activation_bytes: IntArray
+    weight_gradient_bytes: IntArray
+
+
+def lower_bound(graph: TaskGraph) -> LowerBound:
+    """Best of all bounds below; ``name`` is the one that binds.
+
+    - ``critical path``: the longest path of tasks and delays.
+    - ``head + work + tail``: on some rank, the least time before its first task, all its work, and the least
+      time after its last one.
+    - ``fill + work + drain``: the same with stronger ends, see `_fill`.
+    - ``memory``: bytes times the least time that they are held, against what the rank can hold in all; with
+      candidates, weighed against work, since a pair cannot be both lean and fast.
+    """
+    options = pair_options(graph)
+    duration, longest = _extreme_durations(graph, options)
+    head, tail = heads_and_tails(graph, duration)
+    found = [LowerBound(int((head + duration + tail).max()), "critical path")]
+    present = [rank for rank in range(graph.num_ranks) if (graph.rank == rank).any()]
+    fill = _fill(graph, duration, longest, head)
+    drain = _drain(graph, duration, longest, tail)
+    total = options.forward_ns + options.backward_ns + options.weight_ns
+    held = _held_byte_ns(graph, options, duration)
+    pair_rank = graph.rank[graph.forward_of]
+    for rank in present:
+        mine = graph.rank == rank
+        of_rank = pair_rank == rank
+        first, last = int(head[mine].min()), int(tail[mine].min())
+        work = int(total[of_rank].min(axis=1).sum())
+        found.append(LowerBound(first + work + last, "head + work + tail"))
+        strong = max(first, fill[rank]) + work + max(last, drain[rank])
+        found.append(LowerBound(strong, "fill + work + drain"))
+        if graph.capacity_bytes is not None:
+            room = int(graph.capacity_bytes[rank] - graph.static_bytes[rank])
+            if room > 0:
+                ns = _memory_bound(total[of_rank], held[of_rank], room, first, last, strong - work)
+                found.append(LowerBound(ns, "memory"))
+    return max(found, key=lambda bound: bound.ns)
+
+
+def pair_options(graph: TaskGraph) -> Options:
+    """Candidates of all pairs as arrays; one column with the graph's own costs where it has none."""
+    if graph.candidates is None:
+        backward = np.where(graph.backward_of == NO_TASK, 0, graph.duration_ns[graph.backward_of])
+        weight = np.where(graph.weight_of == NO_TASK, 0, graph.duration_ns[graph.weight_of])
+        columns = (
+            graph.duration_ns[graph.forward_of], backward, weight, graph.activation_bytes, graph.weight_gradient_bytes
+        )  # fmt: skip
+        return Options(*(column[:, None] for column in columns))
+    most = max(len(options) for options in graph.candidates)
+    rows = [
+        [option[1:6] for option in (*options, *[options[0]] * (most - len(options)))]
+        for options in graph.candidates
+    ]
+    cube = np.array(rows, dtype=np.int64)
+    forward, backward, weight, activation, gradient = (cube[:, :, i] for i in range(5))
+    backward = np.where((graph.backward_of == NO_TASK)[:, None], 0, backward)
+    weight = np.where((graph.weight_of == NO_TASK)[:, None], 0, weight)
+    return Options(forward, backward, weight, activation, gradient)
+
+
+def _extreme_durations(graph: TaskGraph, options: Options) -> tuple[IntArray, IntArray]:
+    least, most = graph.duration_ns.copy(), graph.duration_ns.copy()
+    tables = (
+        (graph.forward_of, options.forward_ns), (graph.backward_of, options.backward_ns),
+        (graph.weight_of, options.weight_ns),
+    )  # fmt: skip
+    for tasks, table in tables:
+        has = tasks != NO_TASK
+        least[tasks[has]] = table[has].min(axis=1)
+        most[tasks[has]] = table[has].max(axis=1)
+    return least, most
+
+
+def heads_and_tails(graph: TaskGraph, duration: IntArray) -> tuple[IntArray, IntArray]:
+    """Longest path of tasks and delays up to the start of every task, and from its end to the end of all."""
+    everything = np.arange(graph.num_tasks, dtype=np.int64)
+    no_order = np.zeros(1, np.int64)
+    both = []
+    for rows, other, delay, count in (
+        (graph.successor_start, graph.successor, graph.successor_delay_ns, np.diff(graph.predecessor_start)),
+        (
+            graph.predecessor_start,
+            graph.predecessor,
+            graph.predecessor_delay_ns,
+            np.diff(graph.successor_start),
+        ),
+    ):
+        start, end, after, queue = (np.empty(graph.num_tasks, np.int64) for _ in range(4))
+        kernels.retime(everything, no_order, duration, rows, other, delay, count, start, end, after, queue)
+        both.append(start)
+    return both[0], both[1]
+
+
+def _fill(graph: TaskGraph, least: IntArray, most: IntArray, head: IntArray) -> list[int]:
+    """Least idle time of every rank before the first pass that ends on the last rank reaches it.
+
+    Let J be, of the forward passes that a backward waits for, the one that starts first on the last rank.
+    Until J starts there no backward runs anywhere. Let A_r be the start of J on rank r and X_r the work done
+    there before. What was done on rank r + 1 before A_{r+1} had been done on rank r by A_{r+1} less the least
+    delay d, and is not J, so with equal durations X_{r+1} <= X_r + A_{r+1} - d - A_r - f(J, r), that is
+    idle_{r+1} >= idle_r + f(J, r) + d, even when passes overtake one another. Work on rank r + 1 that is
+    longer than on rank r, or has no counterpart there, is subtracted.
+
+    Needs: every backward descends from forwards on the last rank that are part of a pass over all ranks, in
+    rank order. Where that does not hold, the bounds are zero.
+    """
+    first = [int(head[graph.rank == r].min(initial=0)) for r in range(graph.num_ranks)]
+    return _chain(graph, graph.kind == FORWARD, graph.predecessor_start, graph.predecessor,
+                  graph.predecessor_delay_ns, least, most, first)  # fmt: skip
+
+
+def _drain(graph: TaskGraph, least: IntArray, most: IntArray, tail: IntArray) -> list[int]:
+    """Mirror image of `_fill` in time; backwards that are split fill the drain, so none is claimed for them.
+
+    The two windows of a rank do not overlap: every forward ends before the last backward pass begins on
+    the last rank, hence before it ends on this one, and the first window ends at a forward's start.
+    """
+    if (graph.kind >= INPUT_GRADIENT).any():
+        return [0] * graph.num_ranks
+    last = [int(tail[graph.rank == r].min(initial=0)) for r in range(graph.num_ranks)]
+    return _chain(graph, graph.kind != FORWARD, graph.successor_start, graph.successor,
+                  graph.successor_delay_ns, least, most, last)  # fmt: skip
+
+
+def _chain(
+    graph: TaskGraph,
+    inside: BoolArray,
+    rows: IntArray,
+    neighbour: IntArray,
+    delay: IntArray,
+    least: IntArray,
+    most: IntArray,
+    floor: list[int],
+) -> list[int]:
+    """Idle time by rank that passes of the ``inside`` tasks cause; ``neighbour`` are what comes before them.
+
+    ``floor``: idle time of every rank known otherwise.
+    """
+    none = [0] * graph.num_ranks
+    turning = _turning(graph, inside, rows, neighbour)
+    if not turning:
+        return none
+    # slot[s, r]: the inside task of segment s on rank r.
+    slot = np.full((graph.num_segments, graph.num_ranks), NO_TASK, np.int64)
+    tasks = np.flatnonzero(inside)
+    slot[graph.segment[tasks], graph.rank[tasks]] = tasks
+    linked = _delays_along_segments(graph, tasks, rows, neighbour, delay)
+    passes = slot[graph.segment[np.array(turning)]]
+    if (passes == NO_TASK).any() or (linked[passes[:, 1:]] < 0).any():
+        return none
+    idle = np.full(len(passes), floor[0], np.int64)
+    answer = [floor[0]]
+    for rank in range(1, graph.num_ranks):
+        here = tasks[graph.rank[tasks] == rank]
+        has = linked[here] >= 0
+        matched = here[has]
+        before = slot[graph.segment[matched], rank - 1]
+        excess = int(np.maximum(0, most[matched] - least[before]).sum() + most[here[~has]].sum())
+        wire = int(linked[matched].min())
+        idle = np.maximum(idle + least[passes[:, rank - 1]] + wire - excess, floor[rank])
+        answer.append(int(idle.min()))
+    return answer
+
+
+def _turning(graph: TaskGraph, inside: BoolArray, rows: IntArray, neighbour: IntArray) -> list[int]:
+    """Inside tasks on the last rank, such that every outside task has one of them before it; empty: none.
+
+    It is enough that each outside task without another outside task before it has one directly before it.
+    """
+    target = np.repeat(np.arange(graph.num_tasks), np.diff(rows))
+    outside_before = np.zeros(graph.num_tasks, bool)
+    outside_before[target[~inside[neighbour]]] = True
+    roots = set(np.flatnonzero(~inside & ~outside_before).tolist())
+    crossing = ~inside[target] & inside[neighbour] & (graph.rank[neighbour] == graph.num_ranks - 1)
+    found: dict[int, int] = {}
+    for root, task in zip(target[crossing].tolist(), neighbour[crossing].tolist(), strict=True):
+        # Its own pair, where it is among them, serves only this root; so the set stays small.
+        if root in roots and (root not in found or graph.pair[root] == graph.pair[task]):
+            found[root] = task
+    return sorted(set(found.values())) if roots and len(found) == len(roots) else []
+
+
+def _delays_along_segments(
+    graph: TaskGraph, tasks: IntArray, rows: IntArray, neighbour: IntArray, delay: IntArray
+) -> IntArray:
+    """Per task the delay of its edge with its own segment's task on the rank before; -1: no such edge."""
+    target = np.repeat(np.arange(graph.num_tasks), np.diff(rows))
+    same = (graph.segment[target] == graph.segment[neighbour]) & (
+        graph.rank[target] == graph.rank[neighbour] + 1
+    )
+    linked = np.full(graph.num_tasks, -1, np.int64)
+    np.maximum.at(linked, target[same], delay[same])
+    kept = np.full(graph.num_tasks, -1, np.int64)
+    kept[tasks] = linked[tasks]
+    return kept
+
+
+def _held_byte_ns(graph: TaskGraph, options: Options, least: IntArray) -> FloatArray:
+    """Bytes times the least nanoseconds they are held, by pair and candidate; 0 where memory is unlimited.
+
+    Products of large byte counts and times leave 64-bit integers behind, hence floats.
+    """
+    if graph.capacity_bytes is None:
+        return np.zeros(options.forward_ns.shape)
+    middle = middles(graph, least, topological_order(graph))
+    weight_gap = options.weight_ns.astype(np.float64)
+    held_ns = (options.forward_ns + options.backward_ns + middle[:, None]).astype(np.float64)
+    held: FloatArray = options.activation_bytes * held_ns + np.where(
+        (graph.weight_of != NO_TASK)[:, None], options.weight_gradient_bytes * weight_gap, 0.0
+    )
+    return held
+
+
+def _memory_bound(total: IntArray, held: FloatArray, room: int, first: int, last: int, ends: int) -> int:
+    """Weigh work against memory.
+
+    For any choice, makespan >= ends + work and makespan >= first + held / room + last (nothing is held before
+    the first task or after the last one). So for any weight, the mean of the two is a bound, and the least
+    over the choices of each pair is found pair by pair.
+    """
+    best = 0.0
+    weights = (0.0,) if total.shape[1] == 1 else np.linspace(0.0, 1.0, 21)
+    for weight in weights:
+        mixed = weight * total + (1 - weight) * (held / room)
+        best = max(best, weight * ends + (1 - weight) * (first + last) + float(mixed.min(axis=1).sum()))
+    # A relative 1e-12 covers the rounding of floats; times are whole, so the rest is rounded up.
+    return int(np.ceil(best * (1 - 1e-12)))

@@ -1,0 +1,99 @@
+"""Compiled loops of the timeline: earliest starts of a fixed order, and the memory that the order needs.
+
+Both visit every task and edge once and allocate nothing; the caller brings the arrays.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]
+
+
+@numba.njit(cache=True, nogil=True)
+def retime(
+    order: Array,
+    order_start: Array,
+    duration: Array,
+    successor_start: Array,
+    successor: Array,
+    successor_delay: Array,
+    waiting: Array,
+    start: Array,
+    end: Array,
+    after: Array,
+    queue: Array,
+) -> int:
+    """Write the earliest start and end of every task; return how many tasks could run.
+
+    ``order[order_start[r]:order_start[r+1]]`` are the tasks of rank r in running order. ``waiting`` holds the
+    number of predecessors of every task and is used up; ``after`` (task that follows on the rank) and
+    ``queue`` are scratch. Fewer tasks than there are means that the order deadlocks: ``waiting`` of a task
+    that could not run is above zero.
+    """
+    head = 0
+    tail = 0
+    for task in range(len(duration)):
+        start[task] = 0
+        after[task] = -1
+    for rank in range(len(order_start) - 1):
+        for i in range(order_start[rank] + 1, order_start[rank + 1]):
+            after[order[i - 1]] = order[i]
+            waiting[order[i]] += 1
+    for i in range(len(order)):
+        if waiting[order[i]] == 0:
+            queue[tail] = order[i]
+            tail += 1
+    while head < tail:
+        task = queue[head]
+        head += 1
+        finish = start[task] + duration[task]
+        end[task] = finish
+        for e in range(successor_start[task], successor_start[task + 1]):
+            other = successor[e]
+            start[other] = max(start[other], finish + successor_delay[e])
+            waiting[other] -= 1
+            if waiting[other] == 0:
+                queue[tail] = other
+                tail += 1
+        other = after[task]
+        if other >= 0:
+            start[other] = max(start[other], finish)
+            waiting[other] -= 1
+            if waiting[other] == 0:
+                queue[tail] = other
+                tail += 1
+    return tail
+
+
+@numba.njit(cache=True, nogil=True)
+def peaks(
+    order: Array, order_start: Array, at_start: Array, at_end: Array, static: Array, peak: Array
+) -> None:
+    """Write the largest memory of every rank under a fixed order; see `pipeloom.timeline.memory_changes`.
+
+    Memory only falls or rises where a task starts or ends, and a rank runs one task at a time, so the peak
+    depends on the order alone, not on the times.
+    """
+    for rank in range(len(order_start) - 1):
+        used = static[rank]
+        peak[rank] = used
+        for i in range(order_start[rank], order_start[rank + 1]):
+            used += at_start[order[i]]
+            peak[rank] = max(peak[rank], used)
+            used += at_end[order[i]]
+            peak[rank] = max(peak[rank], used)
+
+
+def warm_up() -> None:
+    """Compile both kernels for the array types that `pipeloom.timeline.simulate` uses."""
+    one = np.zeros(1, np.int64)
+    rows = np.array([0, 1], np.int64)
+    retime(
+        one, rows, one, np.zeros(2, np.int64), one[:0], one[:0], one.copy(), *(one.copy() for _ in range(4))
+    )
+    peaks(one, rows, one, one, one, one.copy())

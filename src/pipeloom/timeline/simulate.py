@@ -1,0 +1,141 @@
+"""Schedule -> Timeline: earliest starts of a fixed order, and the memory it needs."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pipeloom.errors import InputError, PlanError
+from pipeloom.taskgraph import FORWARD, NO_TASK, IntArray, TaskGraph
+from pipeloom.timeline import kernels
+from pipeloom.timeline.schedule import Schedule, Timeline
+
+
+def simulate(graph: TaskGraph, schedule: Schedule) -> Timeline:
+    """Run a schedule: every task starts as early as its rank and its predecessors allow.
+
+    Parameters
+    ----------
+    graph : TaskGraph
+    schedule : Schedule
+        Where ``candidate`` is None, the graph's own durations and bytes hold.
+
+    Returns
+    -------
+    Timeline
+        ``peak_bytes`` counts a zero-length task's memory too. Capacity is not judged here; `check` does.
+
+    Raises
+    ------
+    InputError
+        The order is not one permutation of each rank's tasks.
+    PlanError
+        The order waits for itself; the message gives the circle of tasks.
+    """
+    flat, rows = flatten_order(graph, schedule)
+    chosen = graph.with_candidates(schedule.candidate)
+    start, end, after, queue = (np.empty(graph.num_tasks, np.int64) for _ in range(4))
+    waiting = np.diff(graph.predecessor_start)
+    done = kernels.retime(
+        flat, rows, chosen.duration_ns, graph.successor_start, graph.successor, graph.successor_delay_ns,
+        waiting, start, end, after, queue,
+    )  # fmt: skip
+    if done < graph.num_tasks:
+        raise PlanError("order deadlocks: " + _circle(graph, flat, rows, waiting))
+    at_start, at_end = memory_changes(chosen)
+    peak = np.empty(graph.num_ranks, np.int64)
+    kernels.peaks(flat, rows, at_start, at_end, graph.static_bytes, peak)
+    return Timeline(start, end, peak)
+
+
+def flatten_order(graph: TaskGraph, schedule: Schedule) -> tuple[IntArray, IntArray]:
+    """Orders of all ranks end to end, and where each rank begins; refuse what is not a permutation."""
+    if len(schedule.order) != graph.num_ranks:
+        raise InputError("order", f"has {len(schedule.order)} ranks, the instance {graph.num_ranks}")
+    rows = np.zeros(graph.num_ranks + 1, np.int64)
+    np.cumsum([len(tasks) for tasks in schedule.order], out=rows[1:])
+    flat = np.concatenate([np.asarray(tasks, dtype=np.int64) for tasks in schedule.order])
+    outside = np.flatnonzero((flat < 0) | (flat >= graph.num_tasks))
+    if outside.size:
+        raise InputError("order", f"task {flat[outside[0]]} is not in 0..{graph.num_tasks - 1}")
+    times = np.bincount(flat, minlength=graph.num_tasks)
+    if (times != 1).any():
+        task = int(np.flatnonzero(times != 1)[0])
+        word = "is missing" if times[task] == 0 else f"occurs {times[task]} times"
+        raise InputError("order", f"{graph.describe(task)} {word}", "list every task exactly once")
+    placed = np.repeat(np.arange(graph.num_ranks), np.diff(rows))
+    wrong = np.flatnonzero(graph.rank[flat] != placed)
+    if wrong.size:
+        task = int(flat[wrong[0]])
+        raise InputError("order", f"{graph.describe(task)} is listed on rank {placed[wrong[0]]}")
+    return flat, rows
+
+
+def memory_changes(graph: TaskGraph) -> tuple[IntArray, IntArray]:
+    """Bytes that every task adds to its rank when it starts, and adds or frees when it ends.
+
+    A frozen F frees at its end what it took; bytes of an edge come with the end of its source and go with
+    the end of its target.
+
+    Returns
+    -------
+    at_start, at_end : array, shape (num_tasks,)
+    """
+    at_start = np.where(graph.kind == FORWARD, graph.activation_bytes[graph.pair], 0)
+    at_end = np.zeros(graph.num_tasks, np.int64)
+    last = np.where(graph.backward_of == NO_TASK, graph.forward_of, graph.backward_of)
+    at_end[last] -= graph.activation_bytes
+    split = np.flatnonzero(graph.weight_of != NO_TASK)
+    at_end[graph.backward_of[split]] += graph.weight_gradient_bytes[split]
+    at_end[graph.weight_of[split]] -= graph.weight_gradient_bytes[split]
+    np.add.at(at_end, graph.edge_source, graph.edge_bytes)
+    np.subtract.at(at_end, graph.edge_target, graph.edge_bytes)
+    return at_start, at_end
+
+
+def memory_curve(graph: TaskGraph, timeline: Timeline, rank: int) -> tuple[IntArray, IntArray]:
+    """Memory in use on one rank over time, as steps.
+
+    Parameters
+    ----------
+    graph : TaskGraph
+        With the chosen candidates written in (`TaskGraph.with_candidates`).
+    timeline : Timeline
+        Planned or measured.
+    rank : int
+
+    Returns
+    -------
+    times_ns, bytes : array
+        ``bytes[i]`` are in use from ``times_ns[i]`` until ``times_ns[i + 1]``; the first time is 0. What ends
+        at a time is freed before what starts then, and what lasts no time does not show.
+    """
+    mine = np.flatnonzero(graph.rank == rank)
+    at_start, at_end = memory_changes(graph)
+    moments = np.concatenate([[0], timeline.start_ns[mine], timeline.end_ns[mine]])
+    changes = np.concatenate([[graph.static_bytes[rank]], at_start[mine], at_end[mine]])
+    times, index = np.unique(moments, return_inverse=True)
+    steps = np.zeros(len(times), np.int64)
+    np.add.at(steps, index, changes)
+    return times, np.cumsum(steps)
+
+
+def _circle(graph: TaskGraph, flat: IntArray, rows: IntArray, waiting: IntArray) -> str:
+    """Walk back from a task that never ran along predecessors that never ran, until one comes twice."""
+    position = np.empty(graph.num_tasks, np.int64)
+    position[flat] = np.arange(len(flat))
+    first_of_rank = set(rows[:-1].tolist())
+    task = int(np.flatnonzero(waiting > 0)[0])
+    seen: dict[int, int] = {}
+    path: list[int] = []
+    while task not in seen:
+        seen[task] = len(path)
+        path.append(task)
+        here = slice(graph.predecessor_start[task], graph.predecessor_start[task + 1])
+        blockers = [int(p) for p in graph.predecessor[here] if waiting[p] > 0]
+        if position[task] not in first_of_rank:
+            blockers.append(int(flat[position[task] - 1]))
+        task = next(b for b in blockers if waiting[b] > 0)
+    circle = path[seen[task] :]
+    words = [graph.describe(t) for t in circle]
+    shown = words if len(words) <= 6 else [*words[:3], f"{len(words) - 5} more", *words[-2:]]
+    return " waits for ".join([*shown, "the first again"])

@@ -1,0 +1,122 @@
+"""Lower bounds against true optima and against thousands of feasible schedules."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeloom.timeline import check, lower_bound, memory_changes, simulate
+from tests.chains import uniform_chain
+from tests.strategies import Shape, graphs, random_graph, random_order
+
+
+def optimum(graph):
+    """Least makespan over every order and every candidate, by going through all of them."""
+    if graph.candidates is None:
+        return _optimum_of_order(graph)
+    return min(
+        _optimum_of_order(graph.with_candidates(choice))
+        for choice in product(*(range(len(options)) for options in graph.candidates))
+    )
+
+
+def _optimum_of_order(graph):
+    at_start, at_end = memory_changes(graph)
+    capacity = graph.capacity_bytes if graph.capacity_bytes is not None else np.full(graph.num_ranks, 1 << 60)
+    room = (capacity - graph.static_bytes).tolist()
+    length, rank = graph.duration_ns.tolist(), graph.rank.tolist()
+    before = [
+        list(zip(graph.predecessor[a:b].tolist(), graph.predecessor_delay_ns[a:b].tolist(), strict=True))
+        for a, b in zip(graph.predecessor_start, graph.predecessor_start[1:], strict=False)
+    ]
+    best = 1 << 60
+    end: dict[int, int] = {}
+
+    def extend(free_at, used, least_start):
+        """Append tasks in the order of their starts, so that each schedule is met once."""
+        nonlocal best
+        if len(end) == graph.num_tasks:
+            best = min(best, max(end.values()))
+            return
+        for task in range(graph.num_tasks):
+            if task in end or any(p not in end for p, _ in before[task]):
+                continue
+            r = rank[task]
+            start = max([free_at[r], *(end[p] + d for p, d in before[task])])
+            level = used[r] + int(at_start[task])
+            after = level + int(at_end[task])
+            if start < least_start or max(level, after) > room[r] or start + length[task] >= best:
+                continue
+            end[task] = start + length[task]
+            extend([*free_at[:r], end[task], *free_at[r + 1 :]], [*used[:r], after, *used[r + 1 :]], start)
+            del end[task]
+
+    extend([0] * graph.num_ranks, [0] * graph.num_ranks, 0)
+    return best
+
+
+@settings(deadline=None, max_examples=250)
+@given(graphs(), st.integers(0, 2**31))
+def test_not_above_feasible_schedules(graph, seed):
+    bound = lower_bound(graph)
+    rng = np.random.default_rng(seed)
+    for _ in range(8):
+        schedule = random_order(graph, rng)
+        if not check(graph, schedule):
+            assert bound.ns <= simulate(graph, schedule).makespan_ns, bound
+
+
+@settings(deadline=None, max_examples=120)
+@given(
+    st.integers(0, 2**31), st.sampled_from(["no", "no", "all"]), st.booleans(), st.booleans(),
+    st.sampled_from([None, 1.0, 1.4]), st.sampled_from([0, 0, 2]),
+)  # fmt: skip
+def test_not_above_the_optimum(seed, split, jitter, delays, memory, num_candidates):
+    rng = np.random.default_rng(seed)
+    ranks, microbatches = [(2, 2), (3, 1), (2, 1), (1, 3), (2, 2)][int(rng.integers(0, 5))]
+    shape = Shape(
+        num_ranks=ranks, num_microbatches=microbatches, num_modules=1 if microbatches * ranks > 3 else 2, split=split,
+        frozen=True, jitter=jitter, delays=delays, memory=memory, num_candidates=num_candidates, max_parts=1,
+    )  # fmt: skip
+    graph = random_graph(seed, shape)
+    if graph.num_tasks > (8 if num_candidates else 10):
+        return
+    assert lower_bound(graph).ns <= optimum(graph)
+
+
+@pytest.mark.parametrize(("ranks", "microbatches"), [(1, 3), (2, 4), (4, 8), (4, 5)])
+def test_exact_on_uniform_chains(ranks, microbatches):
+    bound = lower_bound(uniform_chain(ranks, microbatches, forward_ns=2, backward_ns=3))
+    assert bound.ns == (microbatches + ranks - 1) * 5
+
+
+def test_memory_binds_where_only_one_microbatch_fits():
+    graph = uniform_chain(4, 6, forward_ns=2, backward_ns=3, activation_bytes=10, capacity_bytes=10)
+    bound = lower_bound(graph)
+    assert bound.name == "memory"
+    assert bound.ns == 6 * 4 * 5
+
+
+def test_candidates_are_weighed_against_each_other():
+    """One rank, room for one lean pair: keeping costs memory, recomputing time."""
+    graph = uniform_chain(
+        2, 10, forward_ns=10, backward_ns=20, candidates=True, activation_bytes=8, capacity_bytes=8
+    )
+    all_keep = graph.with_candidates([0] * graph.num_pairs)
+    all_lean = graph.with_candidates([1] * graph.num_pairs)
+    assert lower_bound(graph).ns <= min(lower_bound(all_keep).ns, lower_bound(all_lean).ns)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(1, 5), st.integers(1, 6), st.booleans(), st.integers(0, 2**31))
+def test_fill_and_drain_see_overtaking(ranks, microbatches, delays, seed):
+    """Two modules one after the other, passes of different lengths: the bound holds for random orders."""
+    shape = Shape(num_ranks=ranks, num_microbatches=microbatches, num_modules=2, max_parts=3, delays=delays)
+    graph = random_graph(seed, shape)
+    bound, rng = lower_bound(graph), np.random.default_rng(seed)
+    for _ in range(5):
+        assert bound.ns <= simulate(graph, random_order(graph, rng)).makespan_ns
