@@ -62,7 +62,7 @@ def test_full_memory_and_wasted_order_are_told_apart():
         strict = Schedule((np.array([0, 3, 4, 7]), np.array([1, 2, 5, 6])))
         found = bubbles(graph, simulate(graph, strict))
         assert getattr(found, name).tolist() == [3, 0]
-        assert found.waiting_ns.tolist() == [[0, 3], [0, 0]]
+        assert found.waiting_ns.tolist() == [[0, 3], [3, 0]]
 
 
 def test_a_late_rank_in_a_measured_timeline():

@@ -1,0 +1,72 @@
+"""How Megatron sees a layout: one chain of stages, whatever the modules."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from pipeloom.errors import InputError
+from pipeloom.taskgraph import NO_TASK, IntArray, TaskGraph
+from pipeloom.timeline import Schedule
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """A graph as stages in model order; a stage is a run of consecutive chunks on one rank.
+
+    Attributes
+    ----------
+    rank_of_stage : tuple of int
+    num_microbatches : int
+    forward, backward : dict
+        Tasks by (stage, microbatch) in running order. A microbatch without a part in a stage (text only, or a
+        frozen stage's backward) has no entry.
+    """
+
+    rank_of_stage: tuple[int, ...]
+    num_microbatches: int
+    forward: dict[tuple[int, int], list[int]]
+    backward: dict[tuple[int, int], list[int]]
+
+    def stages_of(self, rank: int) -> list[int]:
+        """Stages that lie on a rank, in model order."""
+        return [stage for stage, home in enumerate(self.rank_of_stage) if home == rank]
+
+
+def chain_of(graph: TaskGraph) -> Chain:
+    """Read stages and microbatches from the labels of a graph that was made from a layout.
+
+    All sub-microbatches that a microbatch has in a stage run one after the other, chunk by chunk, their
+    backwards in the opposite order; a W directly follows its I.
+    """
+    if graph.labels is None:
+        raise InputError("graph", "has no labels", "baselines need a graph that was made from a layout")
+    home: dict[int, int] = {}
+    for pair, label in enumerate(graph.labels):
+        home[label.chunk] = int(graph.rank[graph.forward_of[pair]])
+    stage_of: dict[int, int] = {}
+    ranks: list[int] = []
+    for chunk in sorted(home):
+        if not ranks or ranks[-1] != home[chunk]:
+            ranks.append(home[chunk])
+        stage_of[chunk] = len(ranks) - 1
+    forward: dict[tuple[int, int], list[int]] = {}
+    backward: dict[tuple[int, int], list[int]] = {}
+    pairs = sorted(range(graph.num_pairs), key=lambda pair: graph.labels[pair] if graph.labels else ())
+    for pair in pairs:
+        label = graph.labels[pair]
+        forward.setdefault((stage_of[label.chunk], label.microbatch), []).append(int(graph.forward_of[pair]))
+    for pair in reversed(pairs):
+        label = graph.labels[pair]
+        for task in (int(graph.backward_of[pair]), int(graph.weight_of[pair])):
+            if task != NO_TASK:
+                backward.setdefault((stage_of[label.chunk], label.microbatch), []).append(task)
+    return Chain(tuple(ranks), 1 + max(label.microbatch for label in graph.labels), forward, backward)
+
+
+def as_schedule(graph: TaskGraph, order: list[list[int]], method: str) -> Schedule:
+    """Orders as a `Schedule`; every pair gets its base candidate."""
+    candidate = None if graph.candidates is None else np.zeros(graph.num_pairs, np.int64)
+    arrays: list[IntArray] = [np.array(tasks, dtype=np.int64) for tasks in order]
+    return Schedule(tuple(arrays), candidate, method)
