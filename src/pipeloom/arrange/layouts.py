@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
 from pipeloom.arrange.partition import partition_chain
+from pipeloom.cost import CostModel
 from pipeloom.errors import InputError
-from pipeloom.spec import Chunk, LayerSpec, Layout, ModelSpec, ModuleLayout
+from pipeloom.packing import PackingSpec, pack
+from pipeloom.spec import Batch, Chunk, LayerSpec, Layout, ModelSpec, ModuleLayout
 
 LayerLoad = Callable[[str, LayerSpec], float]
 """Load of one layer (module name, layer): seconds on typical data, or its number of parameters."""
@@ -81,3 +83,37 @@ def chain(model: ModelSpec, num_ranks: int, chunks_per_rank: int, load: LayerLoa
         modules=tuple(ModuleLayout(m.name, m.after, m.frozen) for m in model.modules),
         chunks=tuple(chunks),
     )
+
+
+def single_rank(model: ModelSpec, placements: Mapping[str, ModulePlacement]) -> Layout:
+    """Lay the whole model on one rank, a chunk per module: for packing before there is a layout."""
+    limits = {name: placement.sub_microbatch for name, placement in placements.items()}
+    return Layout(
+        num_ranks=1,
+        modules=tuple(ModuleLayout(m.name, m.after, m.frozen, limits.get(m.name)) for m in model.modules),
+        chunks=tuple(Chunk(m.name, (0, len(m.flat_layers) - 1), 0) for m in model.modules),
+    )
+
+
+def typical_load(
+    model: ModelSpec,
+    costs: CostModel,
+    batches: Sequence[Batch],
+    packing: PackingSpec,
+    placements: Mapping[str, ModulePlacement],
+) -> LayerLoad:
+    """Seconds of each layer, forward and backward, over all of the given batches: what a layout balances.
+
+    Batches are packed and split as they would be in training, so that a layer's constant cost counts as often as
+    it will be paid.
+    """
+    layout = single_rank(model, placements)
+    packed = [pack(batch, model, layout, packing) for batch in batches]
+    seconds: dict[tuple[str, str], float] = {}
+    for column, module in enumerate(model.modules):
+        parts = [part for p in packed for microbatch in p.microbatches for part in microbatch.parts[column]]
+        for i, layer in enumerate(module.flat_layers):
+            if (module.name, layer.kind) not in seconds:
+                each = (costs.chunk_costs(Chunk(module.name, (i, i), 0), part.workload)[0] for part in parts)
+                seconds[module.name, layer.kind] = sum(cost.forward_s + cost.backward_s for cost in each)
+    return lambda module, layer: seconds[module, layer.kind]

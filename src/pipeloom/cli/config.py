@@ -42,7 +42,9 @@ class OptimizerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if not 0 < self.learning_rate < float("inf"):
             raise InputError("optimizer.learning_rate", f"{self.learning_rate} is not positive and finite")
         if self.clip_norm is not None and not self.clip_norm > 0:
-            raise InputError("optimizer.clip_norm", f"{self.clip_norm} is not positive", "leave it out for no clipping")
+            raise InputError(
+                "optimizer.clip_norm", f"{self.clip_norm} is not positive", "leave it out for no clipping"
+            )
 
 
 class PlannerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -91,7 +93,9 @@ def read_config(path: Path) -> TrainConfig:
     try:
         data = path.read_bytes()
     except OSError as error:
-        raise InputError(str(path), f"cannot be read ({error.strerror})", "give the path of a train.toml") from error
+        raise InputError(
+            str(path), f"cannot be read ({error.strerror})", "give the path of a train.toml"
+        ) from error
     try:
         return msgspec.toml.decode(data, type=TrainConfig)
     except InputError as error:
@@ -110,7 +114,9 @@ def load_task(config: TrainConfig, path: Path) -> ModuleType:
     """
     file = (path.parent / config.task).resolve()
     if not file.is_file():
-        raise InputError(f"{path}: task", f"{str(file)!r} is not a file", "give a Python file beside train.toml")
+        raise InputError(
+            f"{path}: task", f"{str(file)!r} is not a file", "give a Python file beside train.toml"
+        )
     package = (file.parent / "__init__.py").exists()
     root = file.parent.parent if package else file.parent
     if str(root) not in sys.path:
@@ -118,5 +124,7 @@ def load_task(config: TrainConfig, path: Path) -> ModuleType:
     module = importlib.import_module(f"{file.parent.name}.{file.stem}" if package else file.stem)
     for name in ("build_model", "batches", "describe"):
         if not callable(getattr(module, name, None)):
-            raise InputError(f"{file}", f"has no function {name}", "see docs/train.md for what a task file offers")
+            raise InputError(
+                f"{file}", f"has no function {name}", "see docs/train.md for what a task file offers"
+            )
     return module

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, replace
 
 from pipeloom.arrange import LayerLoad, chain
@@ -37,10 +38,8 @@ def chain_layouts(problem: Problem, load: LayerLoad, chunks_per_rank: int = 2) -
     """
     ranks = problem.layout.num_ranks
     layouts = {"1f1b": chain(problem.model, ranks, 1, load)}
-    try:
+    with contextlib.suppress(InputError):
         layouts["interleaved"] = chain(problem.model, ranks, chunks_per_rank, load)
-    except InputError:
-        pass
     return layouts
 
 

@@ -15,6 +15,7 @@ from pipeloom.packing import Packing, packing_from_counts
 from pipeloom.plan import COMPUTE_VERBS, Answer, Delivery
 from pipeloom.runtime.executor import Executor
 from pipeloom.runtime.model import Model
+from pipeloom.runtime.transport import TorchTransport
 from pipeloom.spec import Batch, Layout, batch_from_dicts
 
 Factors = dict[str, tuple[float, float]]
@@ -108,14 +109,17 @@ class Trainer:
     ) -> None:
         self.rank, size = dist.get_rank(), dist.get_world_size()
         if size != layout.num_ranks:
-            raise InputError("layout.num_ranks", f"{layout.num_ranks}, but {size} processes run", "start as many")
+            raise InputError(
+                "layout.num_ranks", f"{layout.num_ranks}, but {size} processes run", "start as many"
+            )
         self.model, self.layout = model, layout
         self._planner, self._describe = planner, describe
         self._learning_rate, self._clip_norm = learning_rate, clip_norm
-        self._executor = Executor.on_process_group(model, layout, tag_zero=tag_zero)
+        self._executor = Executor(model, layout, self.rank, TorchTransport(use_tags=not tag_zero))
         self._parameters = self._executor.parameters()
         self._optimizer = optimizer(self._parameters) if self._parameters else None
         self._factors: Factors = {}
+        self._num_calibrations = 0
 
     def run(self, batches: Iterable[Sequence[Any]], first_iteration: int = 0) -> Iterator[StepReport]:
         """Train on every batch, yielding a report after each.
@@ -182,12 +186,12 @@ class Trainer:
         factors: Factors,
     ) -> StepReport:
         result = self._executor.run(answer.plan, packing, samples)
-        squares = sum((p.grad.detach().square().sum() for p in self._parameters if p.grad is not None), torch.zeros(()))
-        totals = torch.tensor([result.loss, float(squares)], dtype=torch.float64)
+        squares = sum(float(p.grad.square().sum()) for p in self._parameters if p.grad is not None)
+        totals = torch.tensor([result.loss_sum / result.normaliser, squares], dtype=torch.float64)
         dist.all_reduce(totals)
         norm = float(totals[1]) ** 0.5
         self._update(batch.iteration, norm)
-        measured = self._gather_times(answer, result.times_ns)
+        measured = self._gather_times(answer, [(t.start_ns, t.end_ns) for t in result.compute_times])
         makespan = max((end for _, end in measured), default=0)
         busy = sum(end - start for start, end in measured)
         if self.rank == 0:
@@ -240,6 +244,9 @@ class Trainer:
 
     def _calibrate(self, answer: Answer, measured: tuple[tuple[int, int], ...], used: Factors) -> None:
         """Move each module's factors towards what this iteration measured."""
+        self._num_calibrations += 1
+        # The first iterations weigh more, so that a wrong start is left quickly.
+        rate = max(_CALIBRATION_RATE, 1 / self._num_calibrations)
         sums: dict[str, list[int]] = {name: [0, 0] for name in answer.planned_module_ns}
         compute = [a for actions in answer.plan.ranks for a in actions if a.verb in COMPUTE_VERBS]
         for action, (start, end) in zip(compute, measured, strict=True):
@@ -249,7 +256,7 @@ class Trainer:
             before = used.get(name, (1.0, 1.0))
             old = self._factors.get(name, before)
             new = [
-                factor + _CALIBRATION_RATE * (base * total / promised - factor) if promised and total else factor
+                factor + rate * (base * total / promised - factor) if promised and total else factor
                 for factor, base, total, promised in zip(old, before, sums[name], planned, strict=True)
             ]
             updated[name] = (new[0], new[1])

@@ -1,0 +1,100 @@
+"""What a person sees while training runs: a live table on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from types import TracebackType
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from pipeloom.runtime import StepReport
+
+_NUM_ROWS = 12
+_PLAIN_EVERY = 20
+
+COLUMNS = ("iteration", "loss", "microbatches", "planned", "measured", "gap", "bubbles", "plan ready", "plan")
+
+
+def cells(report: StepReport) -> tuple[str, ...]:
+    """One iteration in words, a cell per column."""
+    answer = report.answer
+    assert answer is not None
+    return (
+        str(report.iteration),
+        f"{report.loss:.4f}",
+        str(report.num_microbatches),
+        f"{answer.planned_ns / 1e6:.0f} ms",
+        f"{report.measured_s * 1e3:.0f} ms",
+        f"{answer.gap:.2%}",
+        f"{answer.bubble_share:.0%} / {report.measured_bubble_share:.0%}",
+        f"{report.lead_s * 1e3:.0f} ms before"
+        if report.lead_s >= 0
+        else f"{-report.lead_s * 1e3:.0f} ms late",
+        "fresh" if report.fresh else f"fallback: {report.reason}",
+    )
+
+
+class Progress:
+    """Shows iterations as they end. ``total`` is how many there will be."""
+
+    def __init__(self, console: Console, total: int) -> None:
+        self._console, self._total = console, total
+        self._rows: deque[tuple[str, ...]] = deque(maxlen=_NUM_ROWS)
+        self._fallbacks: list[int] = []
+        self._begin = time.monotonic()
+        self._count = 0
+        self._live = (
+            Live(console=console, auto_refresh=False, transient=False) if console.is_terminal else None
+        )
+
+    def __enter__(self) -> Progress:
+        if self._live is not None:
+            self._live.start()
+        else:
+            self._console.print("  ".join(COLUMNS))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def show(self, report: StepReport) -> None:
+        """Add an iteration."""
+        self._count += 1
+        row = cells(report)
+        self._rows.append(row)
+        if not report.fresh:
+            self._fallbacks.append(report.iteration)
+        if self._live is not None:
+            self._live.update(self._render(), refresh=True)
+        elif (
+            self._count == 1
+            or self._count % _PLAIN_EVERY == 0
+            or self._count == self._total
+            or not report.fresh
+        ):
+            self._console.print("  ".join(row), soft_wrap=True)
+
+    def _render(self) -> Group:
+        table = Table(box=None, header_style="bold", padding=(0, 1))
+        for name in COLUMNS:
+            table.add_column(name, justify="left" if name == "plan" else "right", no_wrap=True)
+        for row in self._rows:
+            table.add_row(*row, style="" if row[-1] == "fresh" else "yellow")
+        elapsed = time.monotonic() - self._begin
+        left = elapsed / self._count * (self._total - self._count)
+        status = Text(f" {self._count}/{self._total} iterations, {elapsed:.0f} s, about {left:.0f} s left; ")
+        if self._fallbacks:
+            shown = ", ".join(map(str, self._fallbacks[-8:]))
+            status.append(f"{len(self._fallbacks)} on a fallback plan ({shown})", style="yellow")
+        else:
+            status.append("every plan fresh", style="green")
+        bar = ProgressBar(total=self._total, completed=self._count)
+        return Group(table, bar, status, Text(" bubbles: planned / measured share of idle time", style="dim"))

@@ -1,0 +1,169 @@
+"""One rank of `pipeloom train`: builds its model, trains, and on rank 0 shows and records."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+from rich.console import Console
+
+from pipeloom.arrange import typical_load
+from pipeloom.cli.config import OptimizerConfig, TrainConfig, load_task, read_config
+from pipeloom.cli.progress import Progress
+from pipeloom.cli.record import Recorder, Summary, closing_tables
+from pipeloom.io import write_text
+from pipeloom.planner import Planner, Setup
+from pipeloom.planner.compare import SystemTimeline, chain_layouts, compare_systems
+from pipeloom.planner.replay import answered_graph, timeline_of
+from pipeloom.report import make_track, timeline_html, trace
+from pipeloom.runtime import Model, StepReport, TcpPlanStore, Trainer
+from pipeloom.search import Deadline
+from pipeloom.timeline import LowerBound
+
+_NUM_COMPARED = 40
+
+
+def train_rank(config_path: str, setup_path: str, folder: str) -> None:
+    """Train as one rank of the default process group.
+
+    Parameters
+    ----------
+    config_path : str
+        The train.toml.
+    setup_path : str
+        The planner's `Setup` as JSON, made once by the launching process, so that all ranks have one layout.
+    folder : str
+        Where rank 0 writes what the run leaves behind.
+    """
+    path = Path(config_path)
+    config = read_config(path)
+    task = load_task(config, path)
+    setup = msgspec.json.decode(Path(setup_path).read_bytes(), type=Setup)
+    model = build_model(task, config)
+    planner = Planner(setup, TcpPlanStore.host, deadline_s=config.planner.deadline_s)
+    optimizer = config.optimizer
+    trainer = Trainer(
+        model,
+        setup.layout,
+        planner,
+        describe=task.describe,
+        optimizer=lambda parameters: torch.optim.AdamW(
+            parameters, lr=optimizer.learning_rate, weight_decay=optimizer.weight_decay, betas=optimizer.betas
+        ),
+        learning_rate=learning_rates(optimizer, config.iterations),
+        clip_norm=optimizer.clip_norm,
+    )
+    batches = task.batches(num_iterations=config.iterations, **config.data)
+    if dist.get_rank() != 0:
+        for _ in trainer.run(batches):
+            pass
+        trainer.gather_model()
+        return
+    console = Console()
+    recorder = Recorder(Path(folder))
+    begin = time.monotonic()
+    with Progress(console, config.iterations) as progress:
+        for report in trainer.run(batches):
+            progress.show(report)
+            recorder.add(report)
+    elapsed_s = time.monotonic() - begin
+    trainer.gather_model()
+    evaluate: Callable[[Model], Mapping[str, float]] | None = getattr(task, "evaluate", None)
+    evaluation = {} if evaluate is None else evaluate(model)
+    finish(console, recorder, config, setup, model, evaluation, elapsed_s)
+
+
+def build_model(task: ModuleType, config: TrainConfig) -> Model:
+    """Build the task's model in the dtype of the run."""
+    torch.set_default_dtype(getattr(torch, config.dtype))
+    model = task.build_model(seed=config.seed, **config.model)
+    if not isinstance(model, Model):
+        raise TypeError(f"build_model returned a {type(model).__name__}, not a pipeloom.Model")
+    return model
+
+
+def learning_rates(config: OptimizerConfig, iterations: int) -> Callable[[int], float]:
+    """Linear warm-up, then a cosine to zero."""
+
+    def rate(iteration: int) -> float:
+        if iteration < config.warmup_iterations:
+            return config.learning_rate * (iteration + 1) / config.warmup_iterations
+        done = (iteration - config.warmup_iterations) / max(1, iterations - config.warmup_iterations)
+        return config.learning_rate * 0.5 * (1 + math.cos(math.pi * done))
+
+    return rate
+
+
+def finish(
+    console: Console,
+    recorder: Recorder,
+    config: TrainConfig,
+    setup: Setup,
+    model: Model,
+    evaluation: Mapping[str, float],
+    elapsed_s: float,
+) -> Summary:
+    """Compare with the baselines, draw one iteration, write everything, and print the closing tables."""
+    reports = recorder.reports
+    factors = reports[-1].factors
+    problem = setup.problem().calibrated(factors)
+    batches = [report.batch for report in reports if report.batch is not None]
+    load = typical_load(problem.model, problem.costs, batches, problem.packing, {})
+    layouts = chain_layouts(problem, load)
+    chosen = batches[:: max(1, len(batches) // _NUM_COMPARED)]
+    systems: dict[str, list[SystemTimeline]] = {}
+    for batch in chosen:
+        budget = Deadline(config.planner.budget_s)
+        for system in compare_systems(problem, layouts, batch, budget=budget, seed=config.seed):
+            systems.setdefault(system.name, []).append(system)
+    comparison = {
+        name: sum(system.timeline.makespan_ns for system in runs) / len(runs) / 1e9
+        for name, runs in systems.items()
+    }
+    write_timelines(recorder, setup, reports)
+    summary = recorder.summarise(
+        name=config.name,
+        elapsed_s=elapsed_s,
+        num_ranks=setup.layout.num_ranks,
+        num_parameters=sum(
+            p.numel() for module in model.modules for x in module.layers for p in x.parameters()
+        ),
+        seed=config.seed,
+        layout=setup.layout.digest,
+        evaluation=evaluation,
+        comparison=comparison,
+        comparison_batches=len(chosen),
+    )
+    console.print(closing_tables(summary))
+    return summary
+
+
+def write_timelines(recorder: Recorder, setup: Setup, reports: list[StepReport]) -> None:
+    """Write ``trace.json`` and ``timeline.html`` of the iteration nearest to the mean measured time."""
+    settled = [report for report in reports[len(reports) // 2 :] if report.fresh] or reports
+    mean = sum(report.measured_s for report in settled) / len(settled)
+    report = min(settled, key=lambda each: abs(each.measured_s - mean))
+    answer, batch = report.answer, report.batch
+    assert answer is not None
+    assert batch is not None
+    problem = setup.problem()
+    graph = answered_graph(problem, batch, answer, report.factors)
+    bound = LowerBound(answer.lower_bound_ns, answer.lower_bound)
+    names = setup.layout.chunk_names
+    planned = timeline_of(graph, problem, answer, answer.planned_start_ns)
+    measured = timeline_of(graph, problem, answer, report.measured_ns)
+    tracks = [
+        make_track("planned", graph, None, planned, bound, names),
+        make_track("measured", graph, None, measured, bound, names),
+    ]
+    title = f"{recorder.folder.name}, iteration {report.iteration}"
+    note = "Memory is planned bytes in both; measured times are real computation on this machine's cores."
+    write_text(recorder.folder / "trace.json", trace(tracks))
+    write_text(recorder.folder / "timeline.html", timeline_html(tracks, title=title, note=note))
