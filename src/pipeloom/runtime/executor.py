@@ -1,0 +1,392 @@
+"""The executor: one rank's actions of any plan, one after the other, over any transport."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipeloom.errors import ExecutionError, InputError, PipeloomError
+from pipeloom.packing import Packing
+from pipeloom.plan import ExecutionPlan, action_text
+from pipeloom.runtime.blocks import Passage
+from pipeloom.runtime.model import Model, Part, make_part
+from pipeloom.runtime.program import MessageState, Program, UnitState, compile_program
+from pipeloom.runtime.transport import Transport
+from pipeloom.spec import Layout
+
+
+@dataclass(frozen=True, slots=True)
+class ActionTime:
+    """When one action ran, on the host's monotonic clock."""
+
+    verb: str
+    chunk: str
+    microbatch: int
+    sub_microbatch: int
+    start_ns: int
+    end_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one iteration gave on one rank.
+
+    Attributes
+    ----------
+    loss_sum : float
+        Sum of the losses of the microbatches whose last chunk is here, before division by ``normaliser``;
+        0.0 on ranks without the last chunk.
+    normaliser : float
+        Targets of the global batch: what the gradients are divided by.
+    times : tuple of ActionTime
+        Every action that was run, in order; waits too.
+    num_recomputed : int
+        Layers run a second time.
+    sent_bytes, received_bytes : int
+    """
+
+    loss_sum: float
+    normaliser: float
+    times: tuple[ActionTime, ...]
+    num_recomputed: int
+    sent_bytes: int
+    received_bytes: int
+
+    @property
+    def compute_times(self) -> tuple[ActionTime, ...]:
+        """The F, B, I and W alone, in the rank's order: what a schedule has tasks for."""
+        return tuple(t for t in self.times if t.verb in ("F", "B", "I", "W"))
+
+    @property
+    def waiting_ns(self) -> int:
+        """Time spent in waits for messages."""
+        return sum(t.end_ns - t.start_ns for t in self.times if t.verb in ("WF", "WB", "DF", "DB"))
+
+
+class Executor:
+    """Runs plans on one pipeline rank.
+
+    Parameters
+    ----------
+    model : Model
+        Only the layers of this rank's chunks are used, and moved to ``device``.
+    layout : Layout
+    rank : int
+    transport : Transport
+    device : torch.device or str
+    reduce_gradients : callable or None
+        Called by RG with a chunk's trained parameters: sums their gradients over the replicas.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        layout: Layout,
+        rank: int,
+        transport: Transport,
+        device: torch.device | str = "cpu",
+        *,
+        reduce_gradients: Callable[[Sequence[nn.Parameter]], None] | None = None,
+    ) -> None:
+        if not 0 <= rank < layout.num_ranks:
+            raise InputError("rank", f"{rank} is not in 0..{layout.num_ranks - 1}")
+        _check_layout(model, layout)
+        self.model, self.layout, self.rank, self.transport = model, layout, rank, transport
+        self.device = torch.device(device)
+        self.reduce_gradients = reduce_gradients
+        self.layers: dict[int, list[nn.Module]] = {}
+        """Per chunk of this rank, its layers."""
+        for number, chunk in enumerate(layout.chunks):
+            if chunk.rank == rank:
+                module = model.module(chunk.module)
+                layers = list(module.layers[chunk.layers[0] : chunk.layers[1] + 1])
+                for layer in layers:
+                    layer.to(self.device)
+                    if module.frozen:
+                        layer.requires_grad_(False)
+                self.layers[number] = layers
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Parameters of this rank's chunks, named ``module.layer.parameter`` independently of the layout."""
+        for number, layers in self.layers.items():
+            chunk = self.layout.chunks[number]
+            for i, layer in enumerate(layers, start=chunk.layers[0]):
+                for name, parameter in layer.named_parameters():
+                    yield f"{chunk.module}.{i}.{name}", parameter
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Trained parameters of this rank's chunks, each once."""
+        unique = {id(p): p for _, p in self.named_parameters() if p.requires_grad}
+        return list(unique.values())
+
+    def prepare(self, plan: ExecutionPlan, packing: Packing) -> Program:
+        """Link a plan's actions of this rank to what they work on; may be done ahead of `run_program`.
+
+        Raises
+        ------
+        ExecutionError
+            When the plan is for another layout, or its shapes are not those that the model states.
+        """
+        return compile_program(plan, packing, self.layout, self.model, self.rank)
+
+    def run(
+        self,
+        plan: ExecutionPlan,
+        packing: Packing,
+        samples: Sequence[Any],
+        *,
+        optimizer_step: Callable[[], None] | None = None,
+        normaliser: float | None = None,
+    ) -> StepResult:
+        """Run one iteration; gradients are added to ``.grad`` of the parameters.
+
+        Parameters
+        ----------
+        plan : ExecutionPlan
+        packing : Packing
+            The one that the plan was lowered with.
+        samples : sequence
+            The user's samples, as ordered in ``packing.batch``.
+        optimizer_step : callable or None
+            What OS does; None: nothing.
+        normaliser : float or None
+            Targets of the global batch; None: the sum over ``samples``. Give it where there are replicas.
+
+        Raises
+        ------
+        ExecutionError
+            Naming rank, step and action.
+        """
+        return self.run_program(
+            self.prepare(plan, packing), samples, optimizer_step=optimizer_step, normaliser=normaliser
+        )
+
+    def run_program(
+        self,
+        program: Program,
+        samples: Sequence[Any],
+        *,
+        optimizer_step: Callable[[], None] | None = None,
+        normaliser: float | None = None,
+    ) -> StepResult:
+        """Run what `prepare` made; as `run`."""
+        if len(samples) != len(program.packing.batch.samples):
+            raise ExecutionError(
+                f"rank {self.rank}: {len(samples)} samples were given, the plan is for "
+                f"{len(program.packing.batch.samples)}"
+            )
+        if program.was_run:
+            raise ExecutionError(f"rank {self.rank}: a prepared program runs once; prepare it anew")
+        program.was_run = True
+        if normaliser is None:
+            normaliser = float(sum(self.model.num_targets(sample) for sample in samples))
+        if not 0 < normaliser < float("inf"):
+            raise ExecutionError(
+                f"rank {self.rank}: the batch has {normaliser} targets; give it at least one"
+            )
+        iteration = _Iteration(self, program, samples, optimizer_step, normaliser)
+        clock = time.monotonic_ns
+        stamps = [clock()]
+        step = 0
+        try:
+            for call, argument in iteration.steps():
+                call(argument)
+                stamps.append(clock())
+                step += 1
+        except PipeloomError as error:
+            raise ExecutionError(f"{self._where(program, step)}: {error}") from error
+        except Exception as error:
+            raise ExecutionError(f"{self._where(program, step)}: {type(error).__name__}: {error}") from error
+        times = tuple(
+            ActionTime(a.verb, a.chunk, a.microbatch, a.sub_microbatch, start, end)
+            for a, start, end in zip(program.actions, stamps, stamps[1:], strict=False)
+        )
+        return StepResult(
+            float(iteration.loss_sum), normaliser, times, iteration.num_recomputed, iteration.sent_bytes,
+            iteration.received_bytes,
+        )  # fmt: skip
+
+    def _where(self, program: Program, step: int) -> str:
+        return f"rank {self.rank}, step {step}, '{action_text(program.actions[step])}'"
+
+
+class _Iteration:
+    """The state of one iteration on one rank: one method per verb."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        program: Program,
+        samples: Sequence[Any],
+        optimizer_step: Callable[[], None] | None,
+        normaliser: float,
+    ) -> None:
+        self.program, self.samples = program, samples
+        self.executor, self.transport, self.device = executor, executor.transport, executor.device
+        self.optimizer_step = optimizer_step
+        self.normaliser = normaliser
+        self.loss_sum: Tensor | float = 0.0
+        self.num_recomputed = self.sent_bytes = self.received_bytes = 0
+        self.parts: dict[tuple[str, int, int], tuple[Part, dict[str, Any]]] = {}
+        """Part and context of each (module, microbatch, sub-microbatch), until its last chunk here is done."""
+        self.parts_left = Counter(unit.part_key for unit in program.units)
+
+    def steps(self) -> Iterator[tuple[Callable[[Any], None], Any]]:
+        """The rank's actions as calls."""
+        methods: dict[str, Callable[[Any], None]] = {
+            "F": self.forward, "B": self.backward, "I": self.backward_input, "W": self.backward_weight,
+            "RC": self.recompute, "SF": self.send, "SB": self.send, "RF": self.receive, "RB": self.receive,
+            "WF": self.arrive, "WB": self.arrive, "DF": self.sent, "DB": self.sent, "RG": self.reduce,
+            "OS": self.step,
+        }  # fmt: skip
+        for verb, argument in self.program.steps:
+            if verb not in methods:
+                raise ExecutionError(f"this runtime has no action {verb!r}")
+            yield methods[verb], argument
+
+    # ---------------------------------------------------------------- computation
+
+    def forward(self, unit: UnitState) -> None:
+        part, context = self._part(unit)
+        inputs = self._inputs(unit, part)
+        layers: list[Callable[..., Tensor]] = [*self.executor.layers[unit.unit.chunk]]
+        bounds = unit.bounds
+        if unit.is_last:
+            loss = self.executor.model.loss
+            layers.append(lambda output, **_: loss(output, part))
+            bounds = (*bounds[:-1], (bounds[-1][0], bounds[-1][1] + 1, bounds[-1][2]))
+        passage = Passage(self.device, context)
+        output = passage.forward(layers, bounds, inputs, unit.trained)
+        if unit.trained:
+            unit.passage = passage
+        if unit.is_last:
+            if output.dim() != 0:
+                raise ExecutionError(f"the loss has shape {tuple(output.shape)}; return the sum, a scalar")
+            self.loss_sum = self.loss_sum + output
+            unit.gradients = [torch.full_like(output, 1.0 / self.normaliser)]
+        else:
+            unit.check_output(output)
+        for number, consumer in unit.local_consumers:
+            consumer.arrived[number] = output
+        if unit.num_sends:
+            unit.output = output.contiguous()
+
+    def recompute(self, unit: UnitState) -> None:
+        unit.passage_now.recompute()
+
+    def backward(self, unit: UnitState) -> None:
+        passage = unit.passage_now
+        passage.backward(unit.take_gradient())
+        self._hand_back(unit)
+        self._finish(unit)
+
+    def backward_input(self, unit: UnitState) -> None:
+        unit.passage_now.backward_input(unit.take_gradient())
+        self._hand_back(unit)
+
+    def backward_weight(self, unit: UnitState) -> None:
+        unit.passage_now.backward_weight()
+        self._finish(unit)
+
+    def _finish(self, unit: UnitState) -> None:
+        self.num_recomputed += unit.passage_now.num_recomputed
+        unit.passage = None
+
+    def _part(self, unit: UnitState) -> tuple[Part, dict[str, Any]]:
+        key = unit.part_key
+        if key not in self.parts:
+            module = self.executor.model.module(key[0])
+            part = make_part(module.spec, self.program.packing, self.samples, key[1], key[2])
+            context = {} if module.context is None else module.context(part)
+            self.parts[key] = (part, {name: self._to_device(value) for name, value in context.items()})
+        self.parts_left[key] -= 1
+        return self.parts.pop(key) if self.parts_left[key] == 0 else self.parts[key]
+
+    def _inputs(self, unit: UnitState, part: Part) -> tuple[Any, ...]:
+        """Arguments of the first layer: the user's own on a module's first chunk, then what was handed over."""
+        own: tuple[Any, ...] = ()
+        if unit.is_first and unit.module.inputs is not None:
+            given = unit.module.inputs(part)
+            own = tuple(map(self._to_device, given if isinstance(given, tuple) else (given,)))
+        return own + unit.take_upstream(self.device)
+
+    def _to_device(self, value: Any) -> Any:
+        return value.to(self.device) if isinstance(value, Tensor) else value
+
+    def _hand_back(self, unit: UnitState) -> None:
+        """Cut the gradients of what was handed over and give each piece to its producer."""
+        unit.split_input_gradients()
+        for number, producer, place in unit.local_producers:
+            producer.gradients[place] = unit.input_gradients[number]
+            unit.input_gradients[number] = None
+
+    # ---------------------------------------------------------------- communication
+
+    def send(self, message: MessageState) -> None:
+        tensor = message.take()
+        # Both ends know the shape, so that nothing need travel where there are no rows.
+        if tensor.numel():
+            message.handle = self.transport.send(tensor, message.peer, message.tag)
+            message.tensor = tensor
+            self.sent_bytes += tensor.nbytes
+
+    def receive(self, message: MessageState) -> None:
+        tensor = torch.empty(message.shape, dtype=message.dtype, device=self.device)
+        message.tensor = tensor
+        if tensor.numel():
+            message.handle = self.transport.receive(tensor, message.peer, message.tag)
+            self.received_bytes += tensor.nbytes
+
+    def arrive(self, message: MessageState) -> None:
+        message.wait()
+        message.deliver()
+
+    def sent(self, message: MessageState) -> None:
+        message.wait()
+        message.tensor = None
+
+    # ---------------------------------------------------------------- after the microbatches
+
+    def reduce(self, chunk: int) -> None:
+        reduce = self.executor.reduce_gradients
+        if reduce is None:
+            raise ExecutionError(
+                "the plan reduces gradients over replicas, but the executor was given no way to"
+            )
+        layers = self.executor.layers[chunk]
+        reduce([p for layer in layers for p in layer.parameters() if p.requires_grad])
+
+    def step(self, _: None) -> None:
+        if self.optimizer_step is not None:
+            self.optimizer_step()
+
+
+def _check_layout(model: Model, layout: Layout) -> None:
+    """Refuse a layout that is not of this model."""
+    names = [module.name for module in model.modules]
+    if [module.name for module in layout.modules] != names:
+        raise InputError("layout.modules", f"are {[m.name for m in layout.modules]}, the model has {names}")
+    for module in model.modules:
+        here = layout.module(module.name)
+        if (here.after, here.frozen) != (module.after, module.frozen):
+            raise InputError(
+                f"layout.module {module.name!r}", "has another `after` or `frozen` than the model"
+            )
+        num_layers = layout.chunks[layout.chunks_of(module.name)[-1]].layers[1] + 1
+        if num_layers != len(module.layers):
+            raise InputError(
+                f"layout.module {module.name!r}", f"has {num_layers} layers, the model {len(module.layers)}"
+            )
+        for source in module.after:
+            if here.sub_microbatch is not None and model.module(source).reads != module.reads:
+                raise InputError(
+                    f"layout.module {module.name!r}.sub_microbatch",
+                    f"{here.sub_microbatch}, but {source!r} before it reads other parts of a sample",
+                    "let it take whole microbatches (null)",
+                )

@@ -1,0 +1,155 @@
+"""Split backward: gradients of a graph's inputs now, those of its weights later, nothing computed twice.
+
+Only nodes on a path from the output to an input run in the first half. Where such a node also leads to
+weights, the gradient that arrives there is caught; in the second half the node runs again with that gradient,
+asked for its weights alone, so that the matrix products of the first half are not repeated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+
+@dataclass(slots=True)
+class _Junction:
+    """A node that leads both to an input and to weights, and what arrived at it."""
+
+    node: Node
+    weights: list[Tensor]
+    gradients: tuple[Tensor | None, ...] = ()
+
+    def catch(self, gradients: tuple[Tensor | None, ...]) -> None:
+        """Keep what flows into the node."""
+        self.gradients = gradients
+
+
+@dataclass(slots=True)
+class DeferredWeights:
+    """The weight gradients of one graph that are still to be computed."""
+
+    junctions: list[_Junction] = field(default_factory=list)
+    whole: tuple[GradientEdge, Tensor, list[Tensor]] | None = None
+    """Output, its gradient and all weights, where the graph cannot be split."""
+
+    def accumulate(self) -> None:
+        """Compute the weight gradients and add them to ``.grad``."""
+        if self.whole is not None:
+            output, gradient, weights = self.whole
+            if weights:
+                _accumulate(weights, torch.autograd.grad((output,), weights, (gradient,), allow_unused=True))
+        for junction in self.junctions:
+            edges = [(i, g) for i, g in enumerate(junction.gradients) if g is not None]
+            if edges:
+                gradients = torch.autograd.grad(
+                    tuple(GradientEdge(junction.node, i) for i, _ in edges),
+                    junction.weights,
+                    tuple(g for _, g in edges),
+                    # Nodes behind two junctions run twice; everything is freed with the graph, below.
+                    retain_graph=True,
+                    allow_unused=True,
+                )
+                _accumulate(junction.weights, gradients)
+        self.junctions, self.whole = [], None
+
+
+def backward_inputs(output: Tensor, gradient: Tensor, leaves: Sequence[Tensor]) -> DeferredWeights:
+    """Compute the gradients of the leaves into their ``.grad``, and defer those of the weights.
+
+    Parameters
+    ----------
+    output : torch.Tensor
+        With its graph.
+    gradient : torch.Tensor
+        Of ``output``.
+    leaves : sequence of torch.Tensor
+        The inputs that need a gradient; without any, all work is deferred.
+    """
+    edge = get_gradient_edge(output)
+    order, leads_to_leaf, weights_behind = _survey(edge.node, leaves)
+    weights = [w for node in order if (w := _variable(node)) is not None and node not in leads_to_leaf]
+    if not leads_to_leaf:
+        return DeferredWeights(whole=(edge, gradient, weights))
+    junctions = [
+        _Junction(node, behind)
+        for node in order
+        if node in leads_to_leaf and (behind := _unique(weights_behind, node, leads_to_leaf))
+    ]
+    shared = len({id(w) for j in junctions for w in j.weights}) < sum(len(j.weights) for j in junctions)
+    if shared:
+        # A weight used at two junctions, one behind the other, would be counted twice: walk the graph whole.
+        junctions = []
+    hooks: list[Callable[[], None]] = [j.node.register_prehook(j.catch).remove for j in junctions]
+    try:
+        found = torch.autograd.grad((edge,), leaves, (gradient,), retain_graph=True, allow_unused=True)
+    finally:
+        for remove in hooks:
+            remove()
+    _accumulate(leaves, found)
+    return DeferredWeights(junctions, (edge, gradient, weights) if shared else None)
+
+
+def _survey(root: Node, leaves: Sequence[Tensor]) -> tuple[list[Node], set[Node], dict[Node, list[Tensor]]]:
+    """All nodes, children first; those that lead to a leaf; and the weights behind each node that does not."""
+    accumulators = {id(leaf) for leaf in leaves}
+    order: list[Node] = []
+    leads_to_leaf: set[Node] = set()
+    weights_behind: dict[Node, list[Tensor]] = {}
+    seen: set[Node] = set()
+    stack: list[tuple[Node, bool]] = [(root, False)]
+    while stack:
+        node, expanded = stack.pop()
+        if not expanded:
+            if node not in seen:
+                seen.add(node)
+                stack.append((node, True))
+                stack += [(child, False) for child, _ in node.next_functions if child is not None]
+            continue
+        order.append(node)
+        variable = _variable(node)
+        if variable is not None and id(variable) not in accumulators:
+            weights_behind[node] = [variable]
+        elif variable is not None or any(child in leads_to_leaf for child, _ in node.next_functions):
+            leads_to_leaf.add(node)
+    return order, leads_to_leaf, weights_behind
+
+
+def _unique(
+    weights_behind: dict[Node, list[Tensor]], junction: Node, leads_to_leaf: set[Node]
+) -> list[Tensor]:
+    """Weights that a junction leads to through nodes that lead to no leaf, each once."""
+    found: dict[int, Tensor] = {}
+    seen: set[Node] = set()
+    stack = [
+        child for child, _ in junction.next_functions if child is not None and child not in leads_to_leaf
+    ]
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        for weight in weights_behind.get(node, ()):
+            found[id(weight)] = weight
+        stack += [child for child, _ in node.next_functions if child is not None]
+    return list(found.values())
+
+
+def _variable(node: Node) -> Tensor | None:
+    """The leaf tensor that a gradient-accumulating node belongs to; None for any other node."""
+    variable = getattr(node, "variable", None)
+    return variable if isinstance(variable, Tensor) else None
+
+
+def _accumulate(tensors: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+    with torch.no_grad():
+        for tensor, gradient in zip(tensors, gradients, strict=True):
+            if gradient is None:
+                continue
+            if tensor.grad is None:
+                tensor.grad = gradient.detach()
+            else:
+                tensor.grad += gradient

@@ -1,0 +1,262 @@
+"""Random models with real layers for the random iterations of `tests.plan.cases`, and ranks as threads."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipeloom.plan import ExecutionPlan
+from pipeloom.runtime.executor import Executor, StepResult
+from pipeloom.runtime.model import Model, Module, Part
+from pipeloom.runtime.reference import run_undivided
+from pipeloom.runtime.transport import MatchOrder, ThreadHub
+from pipeloom.spec import Batch, ModelSpec, ModuleSpec, TensorShape
+from tests.plan.cases import WIDTH, Case, random_case, random_model
+
+
+@dataclass(frozen=True)
+class Document:
+    """A sample: features of every text token and of every token of every image, and a target per token."""
+
+    text: Tensor
+    images: tuple[Tensor, ...]
+
+    @property
+    def sequence(self) -> Tensor:
+        """Text first, then the places of the images, empty."""
+        return torch.cat([self.text, *(torch.zeros_like(image) for image in self.images)])
+
+
+class Merge(nn.Module):
+    """Layer 0: adds each upstream output, through a weight of its own, at its places."""
+
+    def __init__(self, num_upstream: int, has_inputs: bool) -> None:
+        super().__init__()
+        self.embed = nn.Linear(WIDTH, WIDTH) if has_inputs else None
+        self.take = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(num_upstream))
+
+    def forward(self, *args: Tensor, scale: Tensor, owner: Tensor) -> Tensor:
+        if self.embed is None:
+            (upstream,) = args
+            return self.take[0](upstream) * scale
+        x, places, upstream = args[0], args[1 : 1 + len(self.take)], args[1 + len(self.take) :]
+        x = torch.tanh(self.embed(x)) * scale
+        for place, given, take in zip(places, upstream, self.take, strict=True):
+            x = x.index_add(0, place, take(given))
+        return x
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.inner = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, *, scale: Tensor, owner: Tensor) -> Tensor:
+        return x + torch.tanh(self.inner(self.norm(x))) * scale
+
+
+class Mean(nn.Module):
+    """Mixes the tokens of one instance, never those of two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, *, scale: Tensor, owner: Tensor) -> Tensor:
+        total = torch.zeros_like(x).index_add(0, owner, self.inner(x))
+        return x + torch.sigmoid(total)[owner]
+
+
+class Tied(nn.Module):
+    """Uses one weight twice in a row, has one that is never used, and ends in a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH)
+        self.idle = nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, x: Tensor, *, scale: Tensor, owner: Tensor) -> Tensor:
+        return (torch.tanh(x @ self.weight) @ self.weight).t().t().view(-1, WIDTH)
+
+
+class Plain(nn.Module):
+    """No parameters."""
+
+    def forward(self, x: Tensor, *, scale: Tensor, owner: Tensor) -> Tensor:
+        return torch.sin(x)
+
+
+MIDDLE: tuple[Callable[[], nn.Module], ...] = (Residual, Residual, Mean, Tied, Plain)
+
+
+def real_model(rng: random.Random, spec: ModelSpec) -> Model:
+    """Layers for a spec, with random weights in double precision."""
+    torch.manual_seed(rng.randrange(10**9))
+    modules = tuple(_module(rng, spec, module) for module in spec.modules)
+    return Model(modules, loss, lambda document: float(len(document.sequence)), name=spec.name)
+
+
+def _module(rng: random.Random, spec: ModelSpec, module: ModuleSpec) -> Module:
+    # A module that reads the same parts as the one before it may live on its output alone.
+    alone = (
+        len(module.after) == 1 and module.reads == spec.module(module.after[0]).reads and rng.random() < 0.5
+    )
+    layers = [Merge(len(module.after), not alone).double()]
+    layers += [rng.choice(MIDDLE)().double() for _ in range(len(module.flat_layers) - 1)]
+    sources = [spec.module(name).reads for name in module.after]
+
+    def inputs(part: Part) -> tuple[Tensor, ...]:
+        return features(part, module.reads), *(places(part, module.reads, source) for source in sources)
+
+    shape = TensorShape(("tokens", WIDTH), "float64")
+    return Module(
+        module.name,
+        layers,
+        reads=module.reads,
+        hidden=shape,
+        output=shape,
+        inputs=None if alone else inputs,
+        context=lambda part: context(part, module.reads),
+        after=module.after,
+        frozen=module.frozen,
+    )
+
+
+def features(part: Part, reads: str) -> Tensor:
+    """What the instances of a part look like to a module."""
+    if reads == "images":
+        pieces = [part.samples[sample].images[index] for sample, index in part.instances]
+    elif reads == "text":
+        pieces = [part.samples[sample].text for sample, _ in part.instances]
+    else:
+        pieces = [part.samples[sample].sequence for sample, _ in part.instances]
+    return torch.cat(pieces)
+
+
+def places(part: Part, reads: str, source: str) -> Tensor:
+    """Rows of a part where the output of a module that reads ``source`` belongs."""
+    if reads == source:
+        return torch.arange(len(features(part, reads)))
+    found, begin = [], 0
+    for document in part.samples:
+        end = begin + len(document.sequence)
+        middle = begin + len(document.text)
+        found += range(middle, end) if source == "images" else range(begin, middle)
+        begin = end
+    return torch.tensor(found, dtype=torch.int64)
+
+
+def context(part: Part, reads: str) -> dict[str, Any]:
+    """A factor for every token, and which instance it belongs to."""
+    x = features(part, reads)
+    if reads == "images":
+        lengths = [len(part.samples[sample].images[index]) for sample, index in part.instances]
+    elif reads == "text":
+        lengths = [len(part.samples[sample].text) for sample, _ in part.instances]
+    else:
+        lengths = [len(part.samples[sample].sequence) for sample, _ in part.instances]
+    owner = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    return {"scale": 1.0 + 0.1 * x.sum(1, keepdim=True).cos(), "owner": owner}
+
+
+def loss(output: Tensor, part: Part) -> Tensor:
+    """A sum over tokens that weighs each of them differently."""
+    weight = torch.cat([document.sequence for document in part.samples]).cos()
+    return (output * weight).sin().square().sum()
+
+
+def random_documents(rng: random.Random, batch: Batch) -> list[Document]:
+    """Samples that fit the metadata."""
+    generator = torch.Generator().manual_seed(rng.randrange(10**9))
+
+    def features(count: int) -> Tensor:
+        return torch.randn(count, WIDTH, generator=generator, dtype=torch.float64)
+
+    return [Document(features(s.text_tokens), tuple(map(features, s.image_tokens))) for s in batch.samples]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A random iteration with everything to run it."""
+
+    case: Case
+    model: Model
+    documents: list[Document]
+
+
+def random_run(seed: int, num_ranks: int | None = None, **options: Any) -> Run:
+    """Everything from a seed."""
+    rng = random.Random(f"run {seed}")
+    spec = random_model(rng)
+    case = random_case(seed, num_ranks, model=spec, **options)
+    model = real_model(rng, spec)
+    return Run(case, model, random_documents(rng, case.packing.batch))
+
+
+Gradients = dict[str, Tensor | None]
+
+
+def expected(run: Run) -> tuple[float, Gradients]:
+    """Loss and gradients of the undivided model; the model's own are left empty."""
+    value = run_undivided(run.model, run.case.packing.batch, run.documents)
+    return value, take_gradients(run.model)
+
+
+def take_gradients(model: Model) -> Gradients:
+    """Gradients by name; the model is left without."""
+    found = {}
+    for module in model.modules:
+        for i, layer in enumerate(module.layers):
+            for name, parameter in layer.named_parameters():
+                found[f"{module.name}.{i}.{name}"], parameter.grad = parameter.grad, None
+    return found
+
+
+def run_threads(run: Run, plan: ExecutionPlan | None = None, order: MatchOrder = "tags") -> list[StepResult]:
+    """Run an iteration with a thread per rank; they share the model, each training its own chunks."""
+    case = run.case
+    hub = ThreadHub(order, timeout_s=20.0)
+    results: dict[int, StepResult] = {}
+    errors: dict[int, BaseException] = {}
+
+    def work(rank: int) -> None:
+        try:
+            executor = Executor(run.model, case.layout, rank, hub.transport(rank))
+            results[rank] = executor.run(plan or case.plan, case.packing, run.documents)
+        except BaseException as error:
+            errors[rank] = error
+            hub.fail()
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(case.layout.num_ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise next(
+            (e for e in errors.values() if "another rank failed" not in str(e)), next(iter(errors.values()))
+        )
+    return [results[rank] for rank in range(case.layout.num_ranks)]
+
+
+def assert_equal_gradients(found: Gradients, wanted: Gradients, tolerance: float = 1e-10) -> None:
+    """Compare by name; an absent gradient equals an absent or zero one."""
+    assert found.keys() == wanted.keys()
+    for name, want in wanted.items():
+        have = found[name]
+        if want is None or have is None:
+            other = have if want is None else want
+            assert other is None or not other.any(), f"{name}: {have} against {want}"
+        else:
+            error = (have - want).abs().max() / (1.0 + want.abs().max())
+            assert error < tolerance, f"{name}: differs by {error:.3g}"
+
+
+def total_loss(results: Sequence[StepResult]) -> float:
+    return sum(result.loss_sum for result in results) / results[0].normaliser
