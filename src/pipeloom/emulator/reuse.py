@@ -165,11 +165,9 @@ class Composite:
         outputs: list[IntArray] = []
 
         def row(port: Port) -> IntArray:
-            return (
-                identity[self.num_devices + port.port]
-                if port.call == INPUT
-                else outputs[port.call][port.port]
-            )
+            source = identity[self.num_devices :] if port.call == INPUT else outputs[port.call]
+            found: IntArray = source[port.port]
+            return found
 
         for call in self.calls:
             entry = [free[list(call.devices)]]

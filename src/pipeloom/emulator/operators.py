@@ -1,0 +1,315 @@
+"""Operators: what one GPU kernel or collective computes, reads, writes and sends, forward and backward.
+
+Memory bytes count every operand once in and every result once out. Gradients to inputs and to weights are
+operators of their own. Collectives move what a ring moves: (n-1)/n of the gathered bytes per device for an
+all-gather or reduce-scatter, twice that for an all-reduce, in n-1 (2 (n-1)) messages; a tree all-reduce moves
+all bytes up and down in 2 log2(n) messages.
+
+To add an operator, write a function that calls `Tape.record` once.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+from pipeloom.emulator.size import ZERO, Size
+from pipeloom.emulator.tape import Cost, Tensor
+
+NormKind = Literal["layer", "rms"]
+Algorithm = Literal["ring", "tree"]
+STATISTIC_BYTES = 4
+INDEX_BYTES = 8
+
+
+def linear(
+    x: Tensor, in_width: int, out_width: int, *, bias: bool = False, split: int = 1, name: str = "matmul"
+) -> Tensor:
+    """Matrix product with a weight of ``in_width`` x ``out_width`` numbers (this device's part of ``split``)."""
+    tape, dtype = x.tape, x.dtype_bytes
+    weight = in_width * out_width
+    tape.parameter((weight + (out_width if bias else 0)) * split, split)
+    flops = x.rows * (2 * weight)
+    moved = x.rows * ((in_width + out_width) * dtype)
+    return tape.record(
+        Cost(name, flops, moved + (weight + (out_width if bias else 0)) * dtype), [x], (x.rows, out_width),
+        saved_for_weight=[x],
+        input_gradient=Cost(name, flops, moved + weight * dtype),
+        weight_gradient=Cost(name, flops, moved + 2 * weight * x.context.gradient_bytes),
+    )  # fmt: skip
+
+
+def grouped_linear(
+    x: Tensor, in_width: int, out_width: int, *, groups: int, local_groups: int, split: int = 1
+) -> Tensor:
+    """Matrix products of rows with the weights of their expert; this device holds ``local_groups`` of them."""
+    tape, dtype = x.tape, x.dtype_bytes
+    weight = in_width * out_width
+    tape.parameter(weight * split * groups, split * groups // local_groups, expert=True)
+    flops = x.rows * (2 * weight)
+    moved = x.rows * ((in_width + out_width) * dtype)
+    return tape.record(
+        Cost("grouped_matmul", flops, moved + weight * local_groups * dtype), [x], (x.rows, out_width),
+        saved_for_weight=[x],
+        input_gradient=Cost("grouped_matmul", flops, moved + weight * local_groups * dtype),
+        weight_gradient=Cost("grouped_matmul", flops, moved + 2 * weight * local_groups * x.context.gradient_bytes),
+    )  # fmt: skip
+
+
+def norm(x: Tensor, kind: NormKind = "rms", *, split: int = 1) -> Tensor:
+    """LayerNorm (saves its input, mean and deviation) or RMSNorm (its input and deviation) over the width.
+
+    ``split``: over how many devices the width is divided.
+    """
+    tape, elements = x.tape, x.rows * x.width
+    num_weights = x.width * (2 if kind == "layer" else 1)
+    tape.parameter(num_weights * split, split)
+    statistics = 2 if kind == "layer" else 1
+    return tape.record(
+        Cost("norm", elements * 6, x.num_bytes * 2), [x], (x.rows, x.width),
+        extra=[(x.rows, statistics, STATISTIC_BYTES)], saved=[x], saved_for_weight=[x], cheap=True,
+        input_gradient=Cost("norm", elements * 10, x.num_bytes * 3),
+        weight_gradient=Cost("norm", elements * 4, x.num_bytes * 2),
+    )  # fmt: skip
+
+
+def activation(x: Tensor) -> Tensor:
+    """Elementwise function that saves its input (GELU, SiLU, squared ReLU)."""
+    elements = x.rows * x.width
+    return x.tape.record(
+        Cost("activation", elements * 8, x.num_bytes * 2), [x], (x.rows, x.width), saved=[x], cheap=True,
+        input_gradient=Cost("activation", elements * 10, x.num_bytes * 3),
+    )  # fmt: skip
+
+
+def multiply(x: Tensor, y: Tensor) -> Tensor:
+    """Elementwise product; saves both factors."""
+    elements = x.rows * x.width
+    return x.tape.record(
+        Cost("multiply", elements, x.num_bytes * 3), [x, y], (x.rows, x.width), saved=[x, y], cheap=True,
+        input_gradient=Cost("multiply", elements * 2, x.num_bytes * 5),
+    )  # fmt: skip
+
+
+def gated_activation(x: Tensor) -> Tensor:
+    """SwiGLU as one kernel: the two halves of ``x`` give one of half the width; saves ``x`` alone."""
+    width = x.width / 2
+    elements = x.rows * width
+    return x.tape.record(
+        Cost("activation", elements * 9, x.num_bytes * 1.5), [x], (x.rows, width), saved=[x], cheap=True,
+        input_gradient=Cost("activation", elements * 14, x.num_bytes * 2.5),
+    )  # fmt: skip
+
+
+def rotary(x: Tensor, width: float) -> Tensor:
+    """Rotary position embedding of ``width`` of the columns, in one kernel; saves nothing of its input."""
+    moved = x.rows * (width * x.dtype_bytes * 2)
+    flops = x.rows * (width * 3)
+    cost = Cost("rotary", flops, moved)
+    return x.tape.record(cost, [x], (x.rows, x.width), input_gradient=cost)
+
+
+def modulate(x: Tensor, shift_scale: Tensor) -> Tensor:
+    """``x * (1 + scale) + shift``, one shift and scale per instance."""
+    elements = x.rows * x.width
+    return x.tape.record(
+        Cost("modulate", elements * 2, x.num_bytes * 2 + shift_scale.num_bytes), [x, shift_scale], (x.rows, x.width),
+        saved=[x, shift_scale], cheap=True,
+        input_gradient=Cost("modulate", elements * 4, x.num_bytes * 3 + shift_scale.num_bytes * 2),
+    )  # fmt: skip
+
+
+def attention(
+    inputs: list[Tensor], pairs: Size, *, heads: int, query_key_width: int, value_width: int, rows: Size
+) -> Tensor:
+    """Attention in tiles (FlashAttention): saves its inputs, its output and one log-sum per row and head.
+
+    Parameters
+    ----------
+    inputs : tensors that hold queries, keys and values, in any grouping
+    pairs : query-key pairs that are computed, so half of them where causal
+    rows : query rows
+    """
+    first = inputs[0]
+    width = heads * value_width
+    flops = pairs * (2 * heads * (query_key_width + value_width))
+    moved = rows * (width * first.dtype_bytes)
+    for tensor in inputs:
+        moved = moved + tensor.num_bytes
+    return first.tape.record(
+        Cost("attention", flops, moved), inputs, (rows, width), extra=[(rows, heads, STATISTIC_BYTES)],
+        saved=inputs, saves_output=True,
+        # Five products instead of two: scores again, then the gradients of values, scores, queries and keys.
+        input_gradient=Cost("attention_backward", flops * 2.5, moved * 2),
+    )  # fmt: skip
+
+
+def scan(x: Tensor, *, heads: int, head_width: int, groups: int, state: int, chunk: int) -> Tensor:
+    """Mamba-2's chunked state-space scan: products inside chunks, and states passed between them."""
+    inner = heads * head_width
+    within = chunk * (2 * groups * state + 2 * inner) / 2  # scores and their product with x, causal half
+    between = 2 * 2 * state * inner  # states from x, and outputs from states
+    flops = x.rows * (within + between)
+    states = x.rows * (inner * state / chunk * STATISTIC_BYTES)
+    moved = x.num_bytes + x.rows * (inner * x.dtype_bytes) + states * 2
+    x.tape.parameter(3 * heads * x.context.tensor, x.context.tensor)  # A, D and the bias of dt
+    return x.tape.record(
+        Cost("scan", flops, moved), [x], (x.rows, inner), saved=[x], saves_output=True,
+        extra=[(x.rows, inner * state / chunk, STATISTIC_BYTES)],
+        input_gradient=Cost("scan", flops * 2.5, moved * 2.5),
+    )  # fmt: skip
+
+
+def depthwise(x: Tensor, width: float, kernel: int) -> Tensor:
+    """Causal depthwise convolution over ``width`` of the columns; saves its input."""
+    split = x.context.tensor
+    x.tape.parameter(width * (kernel + 1) * split, split)
+    moved = x.rows * (width * x.dtype_bytes)
+    flops = x.rows * (2 * width * kernel)
+    return x.tape.record(
+        Cost("depthwise", flops, moved * 2), [x], (x.rows, x.width), saved=[x], saved_for_weight=[x],
+        input_gradient=Cost("depthwise", flops, moved * 3), weight_gradient=Cost("depthwise", flops, moved * 2),
+    )  # fmt: skip
+
+
+def embedding(indices: Tensor, vocabulary: int, width: int) -> Tensor:
+    """Look up rows of a table divided over tensor-parallel devices; saves the indices."""
+    context = indices.context
+    local = context.share("vocabulary", vocabulary)
+    indices.tape.parameter(vocabulary * width, context.tensor)
+    moved = indices.rows * (width * context.dtype_bytes)
+    del local
+    return indices.tape.record(
+        Cost("embedding", ZERO, moved * 2), [indices], (indices.rows, width), dtype_bytes=context.dtype_bytes,
+        saved_for_weight=[indices],
+        weight_gradient=Cost("embedding", ZERO, moved + indices.rows * (width * 2 * context.gradient_bytes)),
+    )  # fmt: skip
+
+
+def cross_entropy(logits: Tensor, targets: Tensor, loss_bytes: int) -> Tensor:
+    """Softmax and loss; saves the log-probabilities (``loss_bytes`` each) and the targets."""
+    elements = logits.rows * logits.width
+    full = elements * loss_bytes
+    return logits.tape.record(
+        Cost("cross_entropy", elements * 6, logits.num_bytes + full * 2), [logits, targets], (logits.rows, 1),
+        dtype_bytes=loss_bytes, extra=[(logits.rows, logits.width, loss_bytes)], saved=[targets],
+        input_gradient=Cost("cross_entropy", elements * 3, logits.num_bytes + full),
+    )  # fmt: skip
+
+
+def squared_error(x: Tensor) -> Tensor:
+    """Mean squared error against a target of the same size; saves the difference."""
+    elements = x.rows * x.width
+    cost = Cost("squared_error", elements * 3, x.num_bytes * 3)
+    return x.tape.record(
+        cost, [x], (x.rows, 1), extra=[(x.rows, x.width, x.dtype_bytes)], input_gradient=cost
+    )
+
+
+def regroup(x: Tensor, factor: int, *, moves: bool = False) -> Tensor:
+    """Join ``factor`` rows into one of so many times the width; ``moves`` where memory must be rearranged."""
+    cost = Cost("copy", ZERO, x.num_bytes * (2 if moves else 0))
+    return x.tape.record(cost, [x], (x.rows / factor, x.width * factor), input_gradient=cost, cheap=moves)
+
+
+def gather_rows(x: Tensor, rows: Size) -> Tensor:
+    """Reorder or repeat rows (to experts and back)."""
+    moved = x.num_bytes + rows * (x.width * x.dtype_bytes)
+    cost = Cost("permute", ZERO, moved)
+    return x.tape.record(cost, [x], (rows, x.width), input_gradient=cost)
+
+
+def route(x: Tensor, experts: int, chosen: int) -> Tensor:
+    """Softmax over experts and choice of the best; saves probabilities and indices."""
+    elements = x.rows * experts
+    return x.tape.record(
+        Cost("route", elements * 8, elements * (2 * STATISTIC_BYTES)), [x], (x.rows, chosen),
+        extra=[(x.rows, experts, STATISTIC_BYTES), (x.rows, chosen, INDEX_BYTES)],
+        input_gradient=Cost("route", elements * 8, elements * (3 * STATISTIC_BYTES)),
+    )  # fmt: skip
+
+
+def weighted_sum(x: Tensor, weights: Tensor, rows: Size) -> Tensor:
+    """Sum each token's expert results with its router weights; saves both."""
+    moved = x.num_bytes + rows * (x.width * x.dtype_bytes)
+    flops = x.rows * (2 * x.width)
+    return x.tape.record(
+        Cost("permute", flops, moved), [x, weights], (rows, x.width), saved=[x, weights],
+        input_gradient=Cost("permute", flops * 2, moved * 2),
+    )  # fmt: skip
+
+
+def ring(kind: str, num_bytes: Size, peers: int, device: int, *, passes: int = 1) -> Cost:
+    """A collective over a ring; ``num_bytes`` is what is gathered or reduced in all."""
+    return Cost(
+        kind, network=num_bytes * (passes * (peers - 1) / peers), device=device, steps=passes * (peers - 1)
+    )
+
+
+def all_reduce_cost(num_bytes: Size, peers: int, device: int, algorithm: Algorithm = "ring") -> Cost:
+    """All-reduce by ring (bandwidth-optimal) or double tree (few messages)."""
+    if algorithm == "tree":
+        steps = 2 * math.ceil(math.log2(peers)) if peers > 1 else 0
+        return Cost("all_reduce", network=num_bytes * (2 if peers > 1 else 0), device=device, steps=steps)
+    return ring("all_reduce", num_bytes, peers, device, passes=2)
+
+
+def enter_tensor_parallel(x: Tensor) -> Tensor:
+    """All rows on every tensor-parallel peer: gather the shards, or (without sequence parallel) nothing.
+
+    The gathered tensor is not kept: the backward gathers again, as Megatron does.
+    """
+    context = x.context
+    if context.tensor == 1:
+        return x
+    rows = x.rows * context.row_split
+    whole = rows * (x.width * x.dtype_bytes)
+    link = context.tensor_link
+    if context.sequence_parallel:
+        return x.tape.record(
+            ring("all_gather", whole, context.tensor, link), [x], (rows, x.width), transient=True,
+            input_gradient=ring("reduce_scatter", whole, context.tensor, link),
+        )  # fmt: skip
+    return x.tape.record(
+        Cost("view"), [x], (rows, x.width), transient=True,
+        input_gradient=all_reduce_cost(whole, context.tensor, link),
+    )  # fmt: skip
+
+
+def leave_tensor_parallel(x: Tensor) -> Tensor:
+    """Sum partial results over tensor-parallel peers and leave each its rows."""
+    context = x.context
+    if context.tensor == 1:
+        return x
+    link = context.tensor_link
+    if context.sequence_parallel:
+        return x.tape.record(
+            ring("reduce_scatter", x.num_bytes, context.tensor, link), [x], (x.rows / context.tensor, x.width),
+            input_gradient=ring("all_gather", x.num_bytes, context.tensor, link),
+        )  # fmt: skip
+    return x.tape.record(
+        all_reduce_cost(x.num_bytes, context.tensor, link),
+        [x],
+        (x.rows, x.width),
+        input_gradient=Cost("view"),
+    )
+
+
+def exchange(x: Tensor) -> Tensor:
+    """All-to-all over the expert-parallel group."""
+    context = x.context
+    if context.expert == 1:
+        return x
+    cost = ring("all_to_all", x.num_bytes, context.expert, context.expert_link)
+    return x.tape.record(cost, [x], (x.rows, x.width), input_gradient=cost)
+
+
+def share_keys(x: Tensor, width: float) -> Tensor:
+    """Send ``width`` of the columns (keys and values) round the context-parallel ring."""
+    context = x.context
+    if context.context == 1:
+        return x
+    whole = x.rows * (context.context * width * x.dtype_bytes)
+    cost = ring("ring_exchange", whole, context.context, context.context_link)
+    back = ring("ring_exchange", whole, context.context, context.context_link, passes=2)
+    return x.tape.record(cost, [x], (x.rows, x.width), input_gradient=back)

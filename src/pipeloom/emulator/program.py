@@ -1,0 +1,301 @@
+"""Programs: forward and backward passes of a traced layer under a memory strategy.
+
+What a strategy keeps decides everything else: what is not kept is made again, by running its operator again,
+when the backward first asks for it (explicit recomputation, once; `facts` of the design, decision 7).
+
+- ``keep``: all that the backward reads;
+- ``selective``: without the results of cheap operators (norms, activation functions), whose inputs are kept;
+- ``full``: only the layer's input;
+- ``offload``: all of it, but on the host between forward and backward, over PCIe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from pipeloom.emulator.size import ZERO, Size
+from pipeloom.emulator.tape import PCIE, Cost, Record, Tape, Tensor
+
+Strategy = Literal["keep", "selective", "full", "offload"]
+Part = Literal["F", "B", "I", "W"]
+STRATEGIES: tuple[Strategy, ...] = ("keep", "selective", "full", "offload")
+PARTS: tuple[Part, ...] = ("F", "B", "I", "W")
+
+ENTRY, PREVIOUS = -1, -2
+"""Input ports of a program: its activation or gradient is there; the layer before it was entered."""
+
+ALIVE = -1
+
+
+@dataclass(eq=False)
+class Buffer:
+    """Memory of one tensor: made by operator ``made`` (`ALIVE`: there at entry), read by ``used``."""
+
+    num_bytes: Size
+    made: int
+    used: list[int] = field(default_factory=list)
+    kept: bool = False
+
+
+@dataclass(eq=False)
+class Program:
+    """Operators of one pass in issue order.
+
+    ``before[i]`` are the operators (or ports) that operator i waits for; ``result`` is the operator whose
+    end makes the pass's output ready.
+    """
+
+    costs: list[Cost] = field(default_factory=list)
+    before: list[tuple[int, ...]] = field(default_factory=list)
+    buffers: list[Buffer] = field(default_factory=list)
+    result: int = ENTRY
+
+
+@dataclass(frozen=True)
+class Passes:
+    """All passes of one layer under one strategy, and the bytes held between them.
+
+    ``activation_bytes`` from F to the backward, ``weight_gradient_bytes`` from I to W, ``host_bytes`` on the
+    host.
+    """
+
+    programs: dict[Part, Program]
+    activation_bytes: Size
+    weight_gradient_bytes: Size
+    host_bytes: Size
+
+
+def kept_tensors(tape: Tape, strategy: Strategy) -> list[Tensor]:
+    """Tensors that the forward keeps, each once, in the order in which they are first needed."""
+    wanted: dict[Tensor, None] = {}
+    recomputes = strategy in ("selective", "full")
+
+    seen: set[Tensor] = set()
+
+    def want(tensor: Tensor) -> None:
+        if tensor in seen:
+            return
+        seen.add(tensor)
+        record = tensor.producer
+        if record is None or (
+            not record.transient and not (recomputes and (strategy == "full" or record.cheap))
+        ):
+            wanted[tensor] = None
+            return
+        for source in record.inputs:
+            want(source)
+
+    for record in tape.records:
+        for tensor in _needed(record):
+            want(tensor)
+    return list(wanted)
+
+
+def _needed(record: Record) -> tuple[Tensor, ...]:
+    """What a record's backward reads of the forward."""
+    flows = any(t.needs_gradient for t in record.inputs)
+    inputs = record.saved if record.input_gradient is not None and flows else ()
+    return (*inputs, *(record.saved_for_weight if record.weight_gradient is not None else ()))
+
+
+def make_passes(tape: Tape, output: Tensor, strategy: Strategy) -> Passes:
+    """Write out the passes of a traced layer.
+
+    Parameters
+    ----------
+    tape : Tape
+        What calling the layer recorded.
+    output : Tensor
+        The call's result.
+    """
+    kept = kept_tensors(tape, strategy)
+    held: dict[tuple[str, Tensor], None] = {}
+    programs: dict[Part, Program] = {"F": _Writer(tape, kept, strategy).forward(output)}
+    if any(record.weight_gradient or _backs(record) for record in tape.records):
+        programs["B"] = _Writer(tape, kept, strategy).backward(output, "B", held)
+        held.clear()
+        programs["I"] = _Writer(tape, kept, strategy).backward(output, "I", held)
+        programs["W"] = _Writer(tape, kept, strategy).weights(list(held))
+    total = _total(t.num_bytes for t in kept)
+    offloaded = strategy == "offload"
+    return Passes(
+        programs,
+        ZERO if offloaded else total,
+        _total(t.num_bytes for _, t in held),
+        total if offloaded else ZERO,
+    )
+
+
+def _total(sizes: Iterable[Size]) -> Size:
+    out = ZERO
+    for size in sizes:
+        out = out + size
+    return out
+
+
+def _backs(record: Record) -> bool:
+    """Whether a gradient flows back through a record."""
+    return any(t.needs_gradient for t in record.inputs)
+
+
+def _source(tensor: Tensor) -> Tensor:
+    """The tensor that is held in place of a transient one."""
+    while tensor.producer is not None and tensor.producer.transient:
+        tensor = tensor.producer.inputs[0]
+    return tensor
+
+
+class _Writer:
+    """Appends operators to one program, and follows what memory they use."""
+
+    def __init__(self, tape: Tape, kept: list[Tensor], strategy: Strategy) -> None:
+        self.tape, self.kept, self.strategy = tape, kept, strategy
+        self.program = Program()
+        self.at: dict[tuple[str, Tensor], tuple[int, Buffer]] = {}
+        """Where a value ("x": activation, "g": its gradient) became ready, and its memory."""
+
+    def _have(self, role: str, tensor: Tensor, ready: int, *, kept: bool = False) -> Buffer:
+        buffer = Buffer(tensor.num_bytes, max(ready, ALIVE), kept=kept)
+        self.program.buffers.append(buffer)
+        self.at[role, tensor] = (ready, buffer)
+        return buffer
+
+    def _run(self, cost: Cost, reads: Iterable[tuple[str, Tensor]], after: Iterable[int] = ()) -> int:
+        number = len(self.program.costs)
+        before = set(after)
+        for value in reads:
+            ready, buffer = self.at[value]
+            buffer.used.append(number)
+            before.add(ready)
+        self.program.costs.append(cost)
+        self.program.before.append(tuple(sorted(before)))
+        return number
+
+    def forward(self, output: Tensor) -> Program:
+        """Forward pass; what is kept outlives it, and so does its output."""
+        kept = set(self.kept)
+        for record in self.tape.records:
+            for tensor in record.inputs:
+                if ("x", tensor) not in self.at:
+                    self._have("x", tensor, ENTRY, kept=tensor in kept and self.strategy != "offload")
+            number = self._run(record.forward, [("x", t) for t in record.inputs])
+            for tensor in record.outputs:
+                self._have("x", tensor, number, kept=tensor in kept and self.strategy != "offload")
+        if self.strategy == "offload":
+            for tensor in self.kept:
+                self._run(Cost("offload", network=tensor.num_bytes, device=PCIE, steps=1), [("x", tensor)])
+        ready, buffer = self.at["x", output]
+        buffer.kept = True
+        self.program.result = ready
+        return self.program
+
+    def _enter(self) -> None:
+        """Have what the forward kept: in memory, or to be loaded from the host one layer ahead."""
+        for tensor in reversed(self.kept) if self.strategy == "offload" else self.kept:
+            if self.strategy == "offload":
+                load = Cost("load", network=tensor.num_bytes, device=PCIE, steps=1)
+                self._have("x", tensor, self._run(load, (), [PREVIOUS]))
+            else:
+                self._have("x", tensor, ENTRY)
+
+    def _make(self, tensor: Tensor, after: int) -> None:
+        """Have a tensor of the forward, running its operator again if it was not kept."""
+        if ("x", tensor) in self.at:
+            return
+        record = tensor.producer
+        assert record is not None
+        for source in record.inputs:
+            self._make(source, after)
+        number = self._run(record.forward, [("x", t) for t in record.inputs], [after])
+        for made in record.outputs:
+            if ("x", made) not in self.at:
+                self._have("x", made, number)
+
+    def _gradient(self, tensor: Tensor, ready: int, buffer: Buffer | None = None) -> None:
+        """Note a gradient; a second one for the same tensor is added to the first."""
+        if ("g", tensor) not in self.at:
+            if buffer is None:
+                self._have("g", tensor, ready)
+            else:
+                self.at["g", tensor] = (ready, buffer)
+            return
+        cost = Cost("add", flops=tensor.rows * tensor.width, memory=tensor.num_bytes * 3)
+        old = self.at["g", tensor][1]
+        number = self._run(cost, [("g", tensor)], [ready])
+        if buffer is not None:
+            buffer.used.append(number)
+        self.at["g", tensor] = (number, old)
+
+    def backward(self, output: Tensor, part: Part, held: dict[tuple[str, Tensor], None]) -> Program:
+        """Backward pass: whole (``B``), or gradients to inputs only (``I``), noting what W will read."""
+        self._enter()
+        self._have("g", output, ENTRY)
+        program = self.program
+        for record in reversed(self.tape.records):
+            result = record.outputs[0]
+            if ("g", result) not in self.at:
+                continue
+            ready, buffer = self.at["g", result]
+            if record.passes_gradient:
+                for tensor in record.inputs:
+                    if tensor.needs_gradient:
+                        self._gradient(tensor, ready, buffer)
+                continue
+            if record.weight_gradient is not None and part == "B":
+                # Launched before the input gradient, so that a gather runs while that computes.
+                for tensor in record.saved_for_weight:
+                    self._make(tensor, ready)
+            made = self._input_gradient(record, ready) if _backs(record) else None
+            if record.weight_gradient is not None:
+                if part == "B":
+                    reads = [("x", t) for t in record.saved_for_weight]
+                    program.result = self._run(record.weight_gradient, [*reads, ("g", result)])
+                else:
+                    self._hold(record, held, ready)
+            if made is not None:
+                for tensor in record.inputs:
+                    if tensor.needs_gradient:
+                        self._gradient(tensor, made)
+                program.result = made
+        entries = [t for t in self._entries() if ("g", t) in self.at]
+        for tensor in entries:
+            self.at["g", tensor][1].kept = True
+        if entries:  # the first is the layer's input; a condition's gradient may come later
+            program.result = self.at["g", entries[0]][0]
+        return program
+
+    def _entries(self) -> list[Tensor]:
+        return list(
+            {t: None for r in self.tape.records for t in r.inputs if t.producer is None and t.needs_gradient}
+        )
+
+    def _input_gradient(self, record: Record, ready: int) -> int | None:
+        if record.input_gradient is None:
+            return ready
+        for tensor in record.saved:
+            self._make(tensor, ready)
+        return self._run(record.input_gradient, [*(("x", t) for t in record.saved), ("g", record.outputs[0])])
+
+    def _hold(self, record: Record, held: dict[tuple[str, Tensor], None], ready: int) -> None:
+        """Hold what the gradient to the weights reads: gradients as they are, gathered shards ungathered."""
+        values = [("x", _source(t)) for t in record.saved_for_weight] + [("g", record.outputs[0])]
+        for value in values:
+            if value[0] == "x":
+                self._make(value[1], ready)
+            self.at[value][1].kept = True
+            held[value] = None
+
+    def weights(self, held: list[tuple[str, Tensor]]) -> Program:
+        """Gradients to the weights from what I held."""
+        for role, tensor in held:
+            self._have(role, tensor, ENTRY)
+        for record in reversed(self.tape.records):
+            if record.weight_gradient is None or ("g", record.outputs[0]) not in self.at:
+                continue
+            for tensor in record.saved_for_weight:
+                self._make(tensor, ENTRY)
+            reads = [("x", t) for t in record.saved_for_weight]
+            self.program.result = self._run(record.weight_gradient, [*reads, ("g", record.outputs[0])])
+        return self.program

@@ -1,0 +1,213 @@
+"""Tape: what calling a module records, forward operators with the gradients that belong to them.
+
+A module is called on a symbolic `Tensor`; each function of `operators` appends a `Record` that states the
+forward counts, what must be kept for the backward, and the counts of the two backward operators: gradient
+to the inputs and gradient to the weights. `program` turns a tape into forward and backward passes under a
+memory strategy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from pipeloom.emulator.size import TOKEN_PAIRS, TOKENS, ZERO, Size
+from pipeloom.errors import InputError
+
+COMPUTE, NVLINK, NIC, PCIE = 0, 1, 2, 3
+DEVICE_NAMES = ("compute", "nvlink", "nic", "pcie")
+NUM_DEVICES = len(DEVICE_NAMES)
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """How one layer is spread over devices, seen from one of them.
+
+    Attributes
+    ----------
+    tensor, context, expert : int
+        Degrees of parallelism.
+    sequence_parallel : bool
+        Whether what lies between tensor-parallel regions is divided by tokens; needs ``tensor`` > 1.
+    dtype_bytes, gradient_bytes : int
+        Bytes of an activation or weight, and of an accumulated weight gradient.
+    tensor_link, context_link, expert_link : int
+        Device that carries each group's collectives: `NVLINK` or `NIC`.
+    """
+
+    tensor: int = 1
+    context: int = 1
+    expert: int = 1
+    sequence_parallel: bool = True
+    dtype_bytes: int = 2
+    gradient_bytes: int = 4
+    tensor_link: int = NVLINK
+    context_link: int = NIC
+    expert_link: int = NVLINK
+
+    def __post_init__(self) -> None:
+        """Refuse degrees below one."""
+        for name in ("tensor", "context", "expert", "dtype_bytes", "gradient_bytes"):
+            if getattr(self, name) < 1:
+                raise InputError(f"context.{name}", f"{getattr(self, name)} is below 1")
+
+    @property
+    def row_split(self) -> int:
+        """By how much tokens are divided outside tensor-parallel regions."""
+        return self.tensor if self.sequence_parallel else 1
+
+    def share(self, what: str, number: int) -> int:
+        """``number`` over the tensor-parallel degree; an `InputError` where it does not divide."""
+        if number % self.tensor:
+            raise InputError(what, f"{number} is not a multiple of tensor parallelism {self.tensor}")
+        return number // self.tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Counts of one operator on one device; ``steps`` messages in a row each cost the link's latency."""
+
+    kind: str
+    flops: Size = ZERO
+    memory: Size = ZERO
+    network: Size = ZERO
+    device: int = COMPUTE
+    steps: float = 0.0
+
+
+@dataclass(eq=False, repr=False)
+class Tensor:
+    """A symbolic tensor: rows (tokens, instances, ...) times a width."""
+
+    tape: Tape
+    rows: Size
+    width: float
+    dtype_bytes: int
+    producer: Record | None = None
+    needs_gradient: bool = True
+
+    @property
+    def num_bytes(self) -> Size:
+        """Size in bytes."""
+        return self.rows * (self.width * self.dtype_bytes)
+
+    @property
+    def context(self) -> Context:
+        """Parallelism that the tape is traced under."""
+        return self.tape.context
+
+    def __add__(self, other: Tensor) -> Tensor:
+        """Elementwise sum, as in a residual connection; its gradient is passed on without work."""
+        return self.tape.record(
+            Cost("add", flops=self.rows * self.width, memory=self.num_bytes * 3), [self, other],
+            (self.rows, self.width), passes_gradient=True,
+        )  # fmt: skip
+
+
+@dataclass(eq=False, repr=False)
+class Record:
+    """One forward operator and the backward operators that belong to it.
+
+    Attributes
+    ----------
+    forward : Cost
+    inputs, outputs : tuple of Tensor
+        ``outputs[0]`` is the result, the others are by-products kept for the backward (statistics).
+    saved, saved_for_weight : tuple of Tensor
+        What the gradient to the inputs and the gradient to the weights read of the forward.
+    input_gradient, weight_gradient : Cost or None
+        None: there is none.
+    passes_gradient : bool
+        The gradient of the output is the gradient of each input: no operator.
+    cheap : bool
+        Made from tensors that are kept anyway, by an operator that only moves memory: selective
+        recomputation drops its result.
+    transient : bool
+        Its result is never kept but made again in the backward (gathered shards).
+    """
+
+    forward: Cost
+    inputs: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...] = ()
+    saved: tuple[Tensor, ...] = ()
+    saved_for_weight: tuple[Tensor, ...] = ()
+    input_gradient: Cost | None = None
+    weight_gradient: Cost | None = None
+    passes_gradient: bool = False
+    cheap: bool = False
+    transient: bool = False
+
+
+class Parameters(NamedTuple):
+    """Parameters of one weight: all of it, and the part that one device holds."""
+
+    total: float
+    local: float
+    expert: bool
+
+
+@dataclass(eq=False, repr=False)
+class Tape:
+    """Records of one call of a module."""
+
+    context: Context
+    records: list[Record] = field(default_factory=list)
+    parameters: list[Parameters] = field(default_factory=list)
+
+    def input(self, width: float, rows: Size | None = None, *, needs_gradient: bool = True) -> Tensor:
+        """An activation that comes from outside; its rows default to this device's share of the tokens."""
+        rows = self.tokens if rows is None else rows
+        return Tensor(self, rows, width, self.context.dtype_bytes, needs_gradient=needs_gradient)
+
+    @property
+    def tokens(self) -> Size:
+        """Tokens on this device outside tensor-parallel regions."""
+        return TOKENS / (self.context.context * self.context.row_split)
+
+    @property
+    def token_pairs(self) -> Size:
+        """Query-key pairs on this device (context parallelism balances them)."""
+        return TOKEN_PAIRS / self.context.context
+
+    def parameter(self, total: float, split: int = 1, *, expert: bool = False) -> None:
+        """Count a weight of ``total`` numbers, divided over ``split`` devices."""
+        self.parameters.append(Parameters(total, total / split, expert))
+
+    def record(
+        self,
+        forward: Cost,
+        inputs: Sequence[Tensor],
+        shape: tuple[Size, float],
+        *,
+        dtype_bytes: int | None = None,
+        extra: Sequence[tuple[Size, float, int]] = (),
+        saved: Sequence[Tensor] = (),
+        saves_output: bool = False,
+        saved_for_weight: Sequence[Tensor] = (),
+        input_gradient: Cost | None = None,
+        weight_gradient: Cost | None = None,
+        passes_gradient: bool = False,
+        cheap: bool = False,
+        transient: bool = False,
+    ) -> Tensor:
+        """Append one operator and return its result.
+
+        Parameters
+        ----------
+        shape : rows and width of the result
+        extra : rows, width and bytes per number of by-products, all saved for the gradient to the inputs
+        saves_output : whether that gradient reads the result too
+        """
+        record = Record(
+            forward, tuple(inputs), saved_for_weight=tuple(saved_for_weight), input_gradient=input_gradient,
+            weight_gradient=weight_gradient, passes_gradient=passes_gradient, cheap=cheap, transient=transient,
+        )  # fmt: skip
+        flows = weight_gradient is not None or any(t.needs_gradient for t in inputs)
+        size = self.context.dtype_bytes if dtype_bytes is None else dtype_bytes
+        result = Tensor(self, shape[0], shape[1], size, record, flows)
+        more = tuple(Tensor(self, rows, width, b, record, False) for rows, width, b in extra)
+        record.outputs = (result, *more)
+        record.saved = (*saved, *((result,) if saves_output else ()), *more)
+        self.records.append(record)
+        return result

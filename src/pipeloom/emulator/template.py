@@ -1,0 +1,277 @@
+"""LayerTemplate: a traced layer as arrays; a workload turns it into reusable subgraphs.
+
+Tracing happens once per structure, parallelism and devices. For a new workload all operators of all passes
+and strategies take one matrix product and one kernel call; equal workloads (equal in their features) are
+looked up.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from pipeloom.emulator.graph import FOREVER, GraphBuilder, MemoryCurve, OperatorGraph, memory_curve
+from pipeloom.emulator.kernels import issue
+from pipeloom.emulator.modules import Module
+from pipeloom.emulator.program import ALIVE, PARTS, STRATEGIES, Part, Passes, Program, Strategy, make_passes
+from pipeloom.emulator.reuse import Leaf
+from pipeloom.emulator.rules import Device, IntArray, RuleTable
+from pipeloom.emulator.size import NUM_FEATURES, FloatArray, Size, feature_row
+from pipeloom.emulator.tape import DEVICE_NAMES, NUM_DEVICES, Context, Parameters, Tape
+from pipeloom.errors import InputError
+from pipeloom.spec import Workload
+
+CACHE_SIZE = 4096
+"""Workloads remembered per layer; the oldest go first."""
+
+
+class PassMemory(NamedTuple):
+    """Bytes in use during one pass when it runs alone: at entry, at most, and at exit."""
+
+    entry: int
+    peak: int
+    exit: int
+
+
+@dataclass(frozen=True, eq=False)
+class EvaluatedLayer:
+    """A layer on one workload: a reusable subgraph per strategy and part, and the bytes held between parts."""
+
+    leaves: dict[tuple[Strategy, Part], Leaf]
+    activation_bytes: dict[Strategy, int]
+    weight_gradient_bytes: dict[Strategy, int]
+    host_bytes: dict[Strategy, int]
+    output_bytes: int
+    flops: dict[Part, float]
+    """Operations of each part without any recomputation, on one device."""
+
+
+class LayerTemplate:
+    """One layer, traced.
+
+    Parameters
+    ----------
+    module : Module
+        Called on a tensor of ``in_width``.
+    in_width : int
+    context : Context
+    devices : tuple of Device
+        Compute, NVLink, NIC and PCIe, in the order of `DEVICE_NAMES`.
+    trainable : bool
+        Whether gradients to its weights are wanted.
+    input_gradient : bool
+        Whether something before it wants the gradient of its input.
+    rows : Size, optional
+        Rows of the input on one device; default: its share of the tokens.
+    """
+
+    def __init__(
+        self,
+        module: Module,
+        in_width: int,
+        context: Context,
+        devices: tuple[Device, ...],
+        *,
+        trainable: bool = True,
+        input_gradient: bool = True,
+        rows: Size | None = None,
+    ) -> None:
+        if len(devices) != NUM_DEVICES:
+            raise InputError("devices", f"has {len(devices)} entries", f"give {', '.join(DEVICE_NAMES)}")
+        tape = Tape(context)
+        output = module(tape.input(in_width, rows, needs_gradient=input_gradient))
+        if not trainable:
+            _freeze(tape, input_gradient)
+        self.context, self.devices, self.tape = context, devices, tape
+        self.output_width, self.output_rows = output.width, output.rows
+        self._output = output.num_bytes
+        self.parameters: tuple[Parameters, ...] = tuple(tape.parameters)
+        self.trainable = trainable
+        self.passes: dict[Strategy, Passes] = {s: make_passes(tape, output, s) for s in STRATEGIES}
+        self._compile()
+        self._known: OrderedDict[tuple[float, ...], EvaluatedLayer] = OrderedDict()
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters of the whole layer."""
+        return round(sum(p.total for p in self.parameters))
+
+    @property
+    def local_parameters(self) -> tuple[int, int]:
+        """Parameters on one device: dense ones and those of experts."""
+        dense = sum(p.local for p in self.parameters if not p.expert)
+        return round(dense), round(sum(p.local for p in self.parameters if p.expert))
+
+    def _compile(self) -> None:
+        self._slices: dict[tuple[Strategy, Part], tuple[int, int]] = {}
+        self._shapes: dict[
+            tuple[Strategy, Part], tuple[IntArray, IntArray, IntArray, IntArray, IntArray]
+        ] = {}
+        rows: list[tuple[tuple[float, ...], ...]] = []
+        kinds: list[str] = []
+        devices: list[int] = []
+        steps: list[float] = []
+        for strategy, passes in self.passes.items():
+            for part, program in passes.programs.items():
+                begin = len(kinds)
+                for cost in program.costs:
+                    rows.append((cost.flops.row, cost.memory.row, cost.network.row))
+                    kinds.append(cost.kind)
+                    devices.append(cost.device)
+                    steps.append(cost.steps)
+                self._slices[strategy, part] = (begin, len(kinds))
+                self._shapes[strategy, part] = _shape(program)
+        self._amounts = np.array(rows, np.float64).reshape(-1, 3, NUM_FEATURES)
+        self._table = RuleTable(
+            self.devices, tuple(kinds), np.array(devices, np.int64), np.array(steps, np.float64)
+        )
+        sizes = [self._output.row]
+        for passes in self.passes.values():
+            sizes += [passes.activation_bytes.row, passes.weight_gradient_bytes.row, passes.host_bytes.row]
+        self._sizes = np.array(sizes)
+        keep = self.passes["keep"].programs
+        self._flops = {
+            part: np.sum([c.flops.row for c in keep[part].costs], axis=0)
+            if part in keep and keep[part].costs
+            else None
+            for part in PARTS
+        }
+
+    def on(self, workload: Workload) -> EvaluatedLayer:
+        """The layer on one workload, looked up or evaluated."""
+        row = feature_row(workload)
+        known = self._known.get(row)
+        if known is not None:
+            self._known.move_to_end(row)
+            return known
+        known = self._known[row] = self._evaluate(np.array(row))
+        if len(self._known) > CACHE_SIZE:
+            self._known.popitem(last=False)
+        return known
+
+    def amounts(self, workload: Workload) -> FloatArray:
+        """Operations, memory bytes and network bytes of every operator, shape (num_operators, 3)."""
+        out: FloatArray = self._amounts @ np.array(feature_row(workload))
+        return out
+
+    def _evaluate(self, feature: FloatArray) -> EvaluatedLayer:
+        durations = self._table.durations_ps(self._amounts @ feature)
+        leaves = {}
+        for key, (begin, end) in self._slices.items():
+            device, start, before, outputs, collective = self._shapes[key]
+            leaves[key] = Leaf(
+                NUM_DEVICES, 2, device, durations[begin:end], start, before, outputs, collective
+            )
+        sizes = np.rint(self._sizes @ feature).astype(np.int64).tolist()
+        triple = {s: sizes[1 + 3 * i : 4 + 3 * i] for i, s in enumerate(self.passes)}
+        return EvaluatedLayer(
+            leaves,
+            {s: t[0] for s, t in triple.items()},
+            {s: t[1] for s, t in triple.items()},
+            {s: t[2] for s, t in triple.items()},
+            sizes[0],
+            {part: float(row @ feature) if row is not None else 0.0 for part, row in self._flops.items()},
+        )
+
+    def memory(self, workload: Workload, strategy: Strategy, part: Part) -> PassMemory:
+        """Bytes that one pass uses when it runs alone, from the lifetimes of its tensors."""
+        curve = self.memory_curve(workload, strategy, part)
+        buffers = self.passes[strategy].programs[part].buffers
+        entry = sum(round(b.num_bytes.of(workload)) for b in buffers if b.made == ALIVE)
+        leaves = sum(round(b.num_bytes.of(workload)) for b in buffers if b.kept)
+        return PassMemory(entry, max(entry, leaves, curve.peak_bytes), leaves)
+
+    def memory_curve(self, workload: Workload, strategy: Strategy, part: Part) -> MemoryCurve:
+        """Memory curve of one pass that runs alone."""
+        leaf = self.on(workload).leaves[strategy, part]
+        program = self.passes[strategy].programs[part]
+        zero = np.zeros(NUM_DEVICES, np.int64)
+        end: IntArray = issue(
+            leaf.device,
+            leaf.predecessor_start,
+            leaf.predecessor,
+            leaf.duration_ps,
+            zero,
+            np.zeros(2, np.int64),
+        )
+        begin = end - leaf.duration_ps
+        feature = np.array(feature_row(workload))
+        size = np.array([np.rint(np.dot(b.num_bytes.row, feature)) for b in program.buffers], np.int64)
+        made = np.array([0 if b.made == ALIVE else begin[b.made] for b in program.buffers], np.int64)
+        gone = np.array(
+            [
+                FOREVER if b.kept else max((int(end[u]) for u in (b.made, *b.used) if u != ALIVE), default=0)
+                for b in program.buffers
+            ],
+            np.int64,
+        )
+        return memory_curve(size, made, gone)
+
+    def graph(
+        self, workload: Workload, strategy: Strategy = "keep", parts: Sequence[Part] = ("F", "B")
+    ) -> OperatorGraph:
+        """Operators and tensors of some passes, one pass after another, as a graph to look at."""
+        hbm = Device("hbm", memory_bytes_per_s=self.devices[0].memory_bytes_per_s)
+        builder = GraphBuilder([*self.devices, hbm])
+        last: list[int] = []
+        for part in parts:
+            program = self.passes[strategy].programs[part]
+            tensors: dict[int, int] = {}
+            numbers: list[int] = []
+            for i in range(ALIVE, len(program.costs)):
+                if i != ALIVE:
+                    cost, before = program.costs[i], program.before[i]
+                    entry = last if min(before, default=-1) < 0 else []
+                    numbers.append(
+                        builder.operator(
+                            f"{part}.{i}.{cost.kind}",
+                            cost.kind,
+                            self.devices[cost.device].name,
+                            flops=cost.flops.of(workload),
+                            memory_bytes=cost.memory.of(workload),
+                            network_bytes=cost.network.of(workload),
+                            steps=cost.steps,
+                            reads=[tensors[k] for k, b in enumerate(program.buffers) if i in b.used],
+                            after=[*(numbers[b] for b in before if b >= 0), *entry],
+                        )
+                    )
+                producer = numbers[i] if i != ALIVE else (last[0] if last else ALIVE)
+                for k, buffer in enumerate(program.buffers):
+                    if buffer.made == i:
+                        size = round(buffer.num_bytes.of(workload))
+                        tensors[k] = builder.tensor(
+                            f"{part}.t{k}", "hbm", size, producer=producer, kept=buffer.kept
+                        )
+            last = [numbers[program.result]] if program.result >= 0 else last
+        return builder.build()
+
+
+def _freeze(tape: Tape, input_gradient: bool) -> None:
+    """Drop gradients to the weights; without an input gradient nothing flows back at all."""
+    for record in tape.records:
+        record.weight_gradient = None
+        if not input_gradient:
+            for tensor in record.outputs:
+                tensor.needs_gradient = False
+    for record in tape.records:
+        if not any(t.needs_gradient for t in record.inputs):
+            for tensor in record.outputs:
+                tensor.needs_gradient = False
+
+
+def _shape(program: Program) -> tuple[IntArray, IntArray, IntArray, IntArray, IntArray]:
+    """Arrays of a program that no workload changes."""
+    start = np.zeros(len(program.costs) + 1, np.int64)
+    np.cumsum([len(b) for b in program.before], out=start[1:])
+    return (
+        np.array([c.device for c in program.costs], np.int64),
+        start,
+        np.array([b for before in program.before for b in before], np.int64),
+        # Result of the pass, and when it was entered: what the next layer calls "the layer before".
+        np.array([program.result, -1], np.int64),
+        np.array([c.steps > 0 and c.kind not in ("offload", "load") for c in program.costs], np.bool_),
+    )
