@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from io_documents import TINY, instances
 
 import pipeloom
 from pipeloom.errors import InputError
 from pipeloom.io import instance_document, instance_from_document, read_instance, write_instance
 from pipeloom.taskgraph import TaskGraph
+from tests.io.documents import TINY, instances
 
 
 @settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from io_documents import TINY, TINY_SCHEDULE, instances
 
 import pipeloom
 from pipeloom.errors import InputError
@@ -32,6 +31,7 @@ from pipeloom.io import (
 )
 from pipeloom.packing import Microbatch, Packing
 from pipeloom.spec import Batch, Layout, Sample
+from tests.io.documents import TINY, TINY_SCHEDULE, instances
 
 LAYOUT = {
     "format": "pipeloom.layout/1", "num_ranks": 2, "parallelism": {"tensor": 4, "data": 1},

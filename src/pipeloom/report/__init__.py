@@ -1,0 +1,46 @@
+"""Reports: Chrome trace, HTML timeline, SVG picture, tables. All take `Track`s and give text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pipeloom.errors import InputError
+from pipeloom.report.chrome_trace import trace
+from pipeloom.report.svg_picture import timeline_svg
+from pipeloom.report.tables import comparison_table, summary_table
+from pipeloom.report.track import Box, Figures, Track, boxes, figures, make_track
+from pipeloom.report.units import share_text, size_text, time_text
+
+__all__ = [
+    "Box",
+    "Figures",
+    "Track",
+    "boxes",
+    "comparison_table",
+    "figures",
+    "make_track",
+    "share_text",
+    "size_text",
+    "summary_table",
+    "time_text",
+    "timeline_html",
+    "timeline_svg",
+    "trace",
+]
+
+
+def timeline_html(tracks: Sequence[Track], *, title: str = "Pipeloom timeline", note: str = "") -> str:
+    """Draw tracks on one offline HTML page; see `pipeloom.report.html_page.html_page`.
+
+    Raises
+    ------
+    InputError
+        Bokeh is not installed: it is an extra, and imported only here.
+    """
+    try:
+        from pipeloom.report.html_page import html_page
+    except ImportError as error:
+        if error.name is None or not error.name.startswith("bokeh"):
+            raise
+        raise InputError("timeline_html", "needs Bokeh", "pip install 'pipeloom[report]'") from error
+    return html_page(tracks, title=title, note=note)

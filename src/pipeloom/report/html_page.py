@@ -1,0 +1,327 @@
+"""One offline HTML page: the Gantt of every rank, with memory beneath, for any number of tracks."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from bokeh.core.properties import value
+from bokeh.embed import file_html
+from bokeh.layouts import column
+from bokeh.models import (
+    BasicTicker,
+    ColumnDataSource,
+    CrosshairTool,
+    CustomJS,
+    FixedTicker,
+    HoverTool,
+    Range1d,
+)
+
+# From their own modules: the stubs of bokeh.models leave these names out.
+from bokeh.models.annotations.geometry import Span
+from bokeh.models.annotations.legends import Legend, LegendItem
+from bokeh.models.widgets.markups import Div
+from bokeh.plotting import figure
+from bokeh.resources import INLINE
+
+from pipeloom.errors import InputError
+from pipeloom.report import colours
+from pipeloom.report.track import Track, boxes, figures
+from pipeloom.report.units import share_text, size_text, size_unit, time_text, time_unit
+from pipeloom.taskgraph import KIND_NAMES
+from pipeloom.timeline import memory_curve
+
+LANE_HEIGHT, MEMORY_HEIGHT, TOOLBAR_HEIGHT, MARGIN_LEFT, MARGIN_RIGHT = 36, 158, 32, 78, 24
+_KIND_WORDS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
+_FONT = "Inter, 'Helvetica Neue', 'Segoe UI', Arial, sans-serif"
+
+# Labels are shown where they fit at the present zoom: "3.1", else "3", else nothing.
+_FIT_LABELS = """
+const width = frame.inner_width
+if (width > 0) {
+  const scale = width / (range.end - range.start)
+  for (const source of sources) {
+    const d = source.data
+    const n = d.left.length
+    const text = new Array(n)
+    for (let i = 0; i < n; i++) {
+      const room = (d.right[i] - d.left[i]) * scale - 3
+      text[i] = d.unit[i].length * 6.4 <= room ? d.unit[i]
+              : d.short[i].length * 6.4 <= room ? d.short[i] : ""
+    }
+    d.label = text
+    source.change.emit()
+  }
+}
+"""
+
+_PAGE_STYLE = f"""
+<style>
+ body {{ margin: 22px 28px !important; background: {colours.PAPER}; font-family: {_FONT}; color: {colours.INK}; }}
+</style>
+"""
+
+
+def html_page(tracks: Sequence[Track], *, title: str, note: str = "") -> str:
+    """Draw tracks under one another on one time axis.
+
+    Every track is a Gantt of its ranks (light: forward, dark: backward, one hue a module, hatched: idle)
+    with its memory curve beneath, a dashed line at its lower bound, and its numbers above. Hovering a task
+    shows what it is; all tracks zoom and pan together.
+
+    Parameters
+    ----------
+    tracks : sequence of Track
+        E.g. planned, then measured; or one per system.
+    title, note : str
+        Heading of the page and the line below it.
+
+    Returns
+    -------
+    str
+        A whole HTML page that needs no network.
+    """
+    if not tracks:
+        raise InputError("tracks", "is empty", "give at least one track")
+    longest = max(track.timeline.makespan_ns for track in tracks) or 1
+    unit_ns, unit = time_unit(longest)
+    span = Range1d(
+        start=0, end=longest / unit_ns * 1.01, bounds=(-0.02 * longest / unit_ns, 1.06 * longest / unit_ns)
+    )
+    hues = colours.module_hues(name for track in tracks for name in track.graph.module_names)
+    # One track's box is compared with the first track's: measured with planned, where they show one graph.
+    reference = tracks[0]
+    crosshair = Span(dimension="height", line_color=colours.FAINT, line_width=1, line_dash="dotted")
+    children: list[Any] = [Div(text=_heading(title, note, tracks, hues), sizing_mode="stretch_width")]
+    sources: list[ColumnDataSource] = []
+    frames: list[Any] = []
+    for i, track in enumerate(tracks):
+        ruled = {"border-top": "1px solid #d9dce2", "padding-top": "8px", "margin-top": "14px"}
+        children.append(Div(text=_numbers(track), sizing_mode="stretch_width", styles=ruled))
+        gantt, source = _gantt(track, span, unit_ns, hues, reference if i else None)
+        memory = _memory(track, span, unit_ns, unit)
+        for plot in (gantt, memory):
+            plot.add_tools(CrosshairTool(overlay=crosshair))
+        children += [gantt, memory]
+        sources.append(source)
+        frames.append(gantt)
+    fit = CustomJS(args={"sources": sources, "range": span, "frame": frames[0]}, code=_FIT_LABELS)
+    span.js_on_change("start", fit)
+    span.js_on_change("end", fit)
+    frames[0].js_on_change("inner_width", fit)
+    page = file_html(column(children, sizing_mode="stretch_width", spacing=0), INLINE, title)
+    return page.replace("<head>", f"<head>{_PAGE_STYLE}", 1)
+
+
+def _gantt(
+    track: Track, span: Range1d, unit_ns: int, hues: dict[str, str], reference: Track | None
+) -> tuple[Any, ColumnDataSource]:
+    ranks = track.graph.num_ranks
+    source = ColumnDataSource(_columns(track, unit_ns, hues, reference))
+    plot = figure(
+        height=LANE_HEIGHT * ranks + 8 + (0 if reference else TOOLBAR_HEIGHT), sizing_mode="stretch_width",
+        x_range=span, y_range=Range1d(start=ranks - 0.42, end=-0.58), active_scroll="xwheel_zoom", active_drag="xpan",
+        tools="xpan,xwheel_zoom,xbox_zoom,xzoom_in,xzoom_out,reset,save", min_border_left=MARGIN_LEFT,
+        toolbar_location=None if reference else "above", min_border_right=MARGIN_RIGHT,
+    )  # fmt: skip
+    _plain(plot)
+    plot.yaxis.ticker = FixedTicker(ticks=list(range(ranks)))
+    plot.yaxis.major_label_overrides = {rank: f"rank {rank}" for rank in range(ranks)}
+    plot.xaxis.visible = False  # the axis stands below the memory curve
+    end = track.timeline.makespan_ns / unit_ns
+    lanes = ColumnDataSource({"rank": list(range(ranks)), "end": [end] * ranks, "zero": [0.0] * ranks})
+    plot.hbar(
+        y="rank", left="zero", right="end", height=0.84, source=lanes, fill_color=colours.LANE, line_color=None,
+        hatch_pattern="right_diagonal_line", hatch_color="#c3c8d2", hatch_scale=7, hatch_weight=0.8,
+    )  # fmt: skip
+    bars = plot.quad(
+        left="left", right="right", top="top", bottom="bottom", source=source, fill_color="fill",
+        line_color="edge", line_width=0.6, hover_line_color=colours.INK, hover_fill_color="fill",
+    )  # fmt: skip
+    plot.text(
+        x="middle", y="rank", text="label", source=source, text_color="ink", text_font_size="10.5px",
+        text_font=value(_FONT), text_align="center", text_baseline="middle",
+    )  # fmt: skip
+    if track.lower_bound is not None and track.lower_bound.ns:
+        plot.add_layout(
+            Span(location=track.lower_bound.ns / unit_ns, dimension="height", line_color=colours.BOUND,
+                 line_dash="dashed", line_width=1.6)
+        )  # fmt: skip
+    plot.add_layout(Span(location=end, dimension="height", line_color=colours.INK, line_width=1.4))
+    compared = f"<br>{html.escape(reference.title)}: @reference" if reference is not None else ""
+    plot.add_tools(
+        HoverTool(
+            renderers=[bars], point_policy="follow_mouse",
+            tooltips=(
+                f'<div style="font: 12px {_FONT}; line-height: 1.45"><b>@name</b> &middot; @words'
+                "<br>start @start, end @end, <b>@duration</b>"
+                f"{compared}<br>rank @rank, strategy @strategy, @activation held<br>"
+                f'<span style="color:{colours.FAINT}">task @task of @module</span></div>'
+            ),
+        )
+    )  # fmt: skip
+    return plot, source
+
+
+def _columns(
+    track: Track, unit_ns: int, hues: dict[str, str], reference: Track | None
+) -> dict[str, list[Any]]:
+    """Everything that a box shows, as columns."""
+    drawn = boxes(track)
+    fills = {(name, kind): colours.fill(hue, kind) for name, hue in hues.items() for kind in KIND_NAMES}
+    fill = [fills[box.module, box.kind] for box in drawn]
+    inks = {colour: colours.text_on(colour) for colour in set(fill)}
+    edges = {colour: colours.mix(colour, "#000000", 0.22) for colour in inks}
+    planned = [""] * len(drawn)
+    if reference is not None and _same_tasks(reference, track):
+        start, end = reference.timeline.start_ns, reference.timeline.end_ns
+        planned = [
+            f"start {time_text(int(start[box.task]))}, {time_text(int(end[box.task] - start[box.task]))}"
+            for box in drawn
+        ]
+    return {
+        "left": [box.start_ns / unit_ns for box in drawn],
+        "right": [box.end_ns / unit_ns for box in drawn],
+        "middle": [(box.start_ns + box.end_ns) / 2 / unit_ns for box in drawn],
+        "top": [box.rank - 0.42 for box in drawn],
+        "bottom": [box.rank + 0.42 for box in drawn],
+        "rank": [box.rank for box in drawn],
+        "fill": fill,
+        "edge": [edges[colour] for colour in fill],
+        "ink": [inks[colour] for colour in fill],
+        "unit": [box.unit for box in drawn],
+        "short": [str(box.microbatch) for box in drawn],
+        "label": [""] * len(drawn),
+        "name": [box.name for box in drawn],
+        "words": [_KIND_WORDS[box.kind] for box in drawn],
+        "start": [time_text(box.start_ns) for box in drawn],
+        "end": [time_text(box.end_ns) for box in drawn],
+        "duration": [time_text(box.end_ns - box.start_ns) for box in drawn],
+        "strategy": [box.strategy or "keep" for box in drawn],
+        "activation": [size_text(box.activation_bytes) for box in drawn],
+        "module": [box.module for box in drawn],
+        "task": [box.task for box in drawn],
+        "reference": planned,
+    }
+
+
+def _same_tasks(one: Track, other: Track) -> bool:
+    """Whether task numbers mean the same in both tracks."""
+    columns = ("kind", "rank", "pair", "segment", "microbatch")
+    return all(np.array_equal(getattr(one.graph, name), getattr(other.graph, name)) for name in columns)
+
+
+def _memory(track: Track, span: Range1d, unit_ns: int, unit: str) -> Any:
+    graph = track.graph
+    curves = [memory_curve(graph, track.timeline, rank) for rank in range(graph.num_ranks)]
+    capacity = None if graph.capacity_bytes is None else int(graph.capacity_bytes.max())
+    top = max(*(int(sizes.max()) for _, sizes in curves), 1)
+    # A far-away capacity would press the curves flat; then its line is left out.
+    shown = capacity is not None and capacity <= 3 * top
+    scale, name = size_unit(max(top, capacity or 0) if shown else top)
+    height = 1.08 * max(top, capacity or 0) if shown else 1.08 * top
+    plot = figure(
+        height=MEMORY_HEIGHT, sizing_mode="stretch_width", x_range=span, y_range=Range1d(start=0, end=height / scale),
+        tools="xpan,xwheel_zoom,reset", active_scroll="xwheel_zoom", active_drag="xpan", toolbar_location=None,
+        min_border_left=MARGIN_LEFT, min_border_right=MARGIN_RIGHT,
+    )  # fmt: skip
+    _plain(plot)
+    plot.ygrid.grid_line_color = "#e6e8ed"
+    plot.yaxis.axis_label = f"memory, {name}"
+    plot.yaxis.ticker = BasicTicker(desired_num_ticks=3)
+    plot.xaxis.axis_label = f"time, {unit}"
+    items, end = [], track.timeline.makespan_ns
+    for rank, (moments, sizes) in enumerate(curves):
+        moments, sizes = np.append(moments, max(end, int(moments[-1]))), np.append(sizes, sizes[-1])
+        source = ColumnDataSource({"x": moments / unit_ns, "y": sizes / scale, "rank": [rank] * len(moments)})
+        line = plot.step(
+            x="x", y="y", source=source, mode="after", line_width=1.7, line_alpha=0.9,
+            line_color=colours.RANK_LINES[rank % len(colours.RANK_LINES)],
+        )  # fmt: skip
+        items.append(LegendItem(label=f"rank {rank}", renderers=[line]))
+        plot.add_tools(
+            HoverTool(
+                renderers=[line],
+                mode="mouse",
+                tooltips=f"rank @rank: @y{{0.00}} {name} at @x{{0.000}} {unit}",
+            )
+        )
+    if shown and capacity is not None:
+        plot.add_layout(
+            Span(location=capacity / scale, dimension="width", line_color=colours.BOUND, line_dash="dotted",
+                 line_width=1.4)
+        )  # fmt: skip
+    legend = Legend(
+        items=items, orientation="horizontal", location="top_right", label_text_font_size="10px", spacing=10,
+        label_text_font=_FONT, glyph_width=14, padding=2, margin=2, border_line_color=None, background_fill_alpha=0.75,
+        click_policy="mute",
+    )  # fmt: skip
+    plot.add_layout(legend)
+    return plot
+
+
+def _plain(plot: Any) -> None:
+    plot.outline_line_color = None
+    plot.grid.grid_line_color = None
+    plot.toolbar.logo = None
+    plot.axis.axis_line_color = None
+    plot.axis.major_tick_line_color = "#c3c8d2"
+    plot.axis.minor_tick_line_color = None
+    plot.axis.major_label_text_color = colours.INK
+    plot.axis.major_label_text_font = _FONT
+    plot.axis.axis_label_text_font = _FONT
+    plot.axis.axis_label_text_font_style = "normal"
+    plot.axis.axis_label_text_font_size = "11px"
+    plot.axis.axis_label_text_color = colours.FAINT
+
+
+def _heading(title: str, note: str, tracks: Sequence[Track], hues: dict[str, str]) -> str:
+    kinds = sorted({int(kind) for track in tracks for kind in np.unique(track.graph.kind)})
+    swatch = '<span style="display:inline-block;width:13px;height:13px;border-radius:2px;vertical-align:-2px;'
+    entries = []
+    for module, hue in hues.items():
+        tones = "".join(
+            f'{swatch}background:{colours.fill(hue, KIND_NAMES[kind])};margin-right:3px" '
+            f'title="{_KIND_WORDS[KIND_NAMES[kind]]}"></span>'
+            for kind in kinds
+        )
+        entries.append(
+            f'<span style="margin-right:22px;white-space:nowrap">{tones} {html.escape(module)}</span>'
+        )
+    order = ", ".join(_KIND_WORDS[KIND_NAMES[kind]] for kind in kinds)
+    idle = (
+        f"{swatch}background:repeating-linear-gradient(45deg,{colours.LANE},{colours.LANE} 3px,#c3c8d2 3px,"
+        '#c3c8d2 4px)"></span> idle'
+    )
+    bound = f'<span style="color:{colours.BOUND};letter-spacing:-1px">- - -</span> lower bound'
+    note = f'<div style="color:{colours.FAINT};margin-top:3px">{html.escape(note)}</div>' if note else ""
+    return (
+        f'<div style="font-family:{_FONT};color:{colours.INK}">'
+        f'<div style="font-size:22px;font-weight:600">{html.escape(title)}</div>{note}'
+        f'<div style="font-size:12.5px;margin:12px 0 4px">{"".join(entries)}'
+        f'<span style="color:{colours.FAINT};margin-right:22px">({order})</span>'
+        f'<span style="margin-right:22px">{idle}</span><span>{bound}</span></div></div>'
+    )
+
+
+def _numbers(track: Track) -> str:
+    """The line above a track: its title and its numbers."""
+    n = figures(track)
+    fields = [("iteration", time_text(n.makespan_ns))]
+    if n.lower_bound_ns is not None:
+        fields.append(("lower bound", f"{time_text(n.lower_bound_ns)} ({html.escape(n.lower_bound_name)})"))
+    if n.gap is not None:
+        fields.append(("gap", share_text(n.gap)))
+    fields += [("bubbles", share_text(n.bubble_share)), ("peak memory", size_text(n.peak_bytes))]
+    shown = "".join(
+        f'<span style="margin-left:22px"><span style="color:{colours.FAINT}">{name}</span> <b>{value}</b></span>'
+        for name, value in fields
+    )
+    return (
+        f'<div style="font-family:{_FONT};color:{colours.INK};font-size:13px">'
+        f'<span style="font-size:15px;font-weight:600">{html.escape(track.title)}</span>'
+        f"{shown}</div>"
+    )

@@ -1,0 +1,53 @@
+"""Tables for the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from rich.table import Table
+from rich.text import Text
+
+from pipeloom.report.track import Track, figures
+from pipeloom.report.units import share_text, size_text, time_text
+
+
+def comparison_table(tracks: Sequence[Track], *, title: str = "", baseline: int = 0) -> Table:
+    """Several systems side by side: time, speed-up over one of them, bubbles, distance from the bound, memory.
+
+    Parameters
+    ----------
+    tracks : sequence of Track
+    title : str
+    baseline : int
+        Number of the track whose time is 1.00 x.
+    """
+    numbers = [figures(track) for track in tracks]
+    table = Table(title=Text(title) if title else None, title_justify="left")
+    table.add_column("system")
+    for column in ("iteration", "speed-up", "bubbles", "lower bound", "gap", "peak memory"):
+        table.add_column(column, justify="right")
+    reference = numbers[baseline].makespan_ns if numbers else 0
+    best = min((n.makespan_ns for n in numbers), default=0)
+    for track, n in zip(tracks, numbers, strict=True):
+        table.add_row(
+            Text(track.title),
+            time_text(n.makespan_ns),
+            f"{reference / n.makespan_ns:.2f} x" if n.makespan_ns else "-",
+            share_text(n.bubble_share),
+            "-" if n.lower_bound_ns is None else time_text(n.lower_bound_ns),
+            "-" if n.gap is None else share_text(n.gap),
+            size_text(n.peak_bytes),
+            style="bold" if n.makespan_ns == best else "",
+        )
+    return table
+
+
+def summary_table(fields: Mapping[str, object], *, title: str = "") -> Table:
+    """Names and values, one a row."""
+    table = Table(title=Text(title) if title else None, title_justify="left", show_header=False)
+    table.add_column("field")
+    table.add_column("value", justify="right")
+    for name, value in fields.items():
+        shown = f"{value:.4g}" if isinstance(value, float) else str(value)
+        table.add_row(Text(name), Text(shown))
+    return table
