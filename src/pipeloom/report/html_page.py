@@ -99,7 +99,11 @@ def html_page(tracks: Sequence[Track], *, title: str, note: str = "") -> str:
     sources: list[ColumnDataSource] = []
     frames: list[Any] = []
     for i, track in enumerate(tracks):
-        ruled = {"border-top": "1px solid #d9dce2", "padding-top": "8px", "margin-top": "14px"}
+        ruled: dict[str, Any] = {
+            "border-top": "1px solid #d9dce2",
+            "padding-top": "8px",
+            "margin-top": "14px",
+        }
         children.append(Div(text=_numbers(track), sizing_mode="stretch_width", styles=ruled))
         gantt, source = _gantt(track, span, unit_ns, hues, reference if i else None)
         memory = _memory(track, span, unit_ns, unit)
@@ -237,7 +241,7 @@ def _memory(track: Track, span: Range1d, unit_ns: int, unit: str) -> Any:
     for rank, (moments, sizes) in enumerate(curves):
         moments, sizes = np.append(moments, max(end, int(moments[-1]))), np.append(sizes, sizes[-1])
         source = ColumnDataSource({"x": moments / unit_ns, "y": sizes / scale, "rank": [rank] * len(moments)})
-        line = plot.step(
+        line: Any = plot.step(
             x="x", y="y", source=source, mode="after", line_width=1.7, line_alpha=0.9,
             line_color=colours.RANK_LINES[rank % len(colours.RANK_LINES)],
         )  # fmt: skip
@@ -254,12 +258,12 @@ def _memory(track: Track, span: Range1d, unit_ns: int, unit: str) -> Any:
             Span(location=capacity / scale, dimension="width", line_color=colours.BOUND, line_dash="dotted",
                  line_width=1.4)
         )  # fmt: skip
-    legend = Legend(
-        items=items, orientation="horizontal", location="top_right", label_text_font_size="10px", spacing=10,
-        label_text_font=_FONT, glyph_width=14, padding=2, margin=2, border_line_color=None, background_fill_alpha=0.75,
-        click_policy="mute",
-    )  # fmt: skip
-    plot.add_layout(legend)
+    look: Any = {
+        "orientation": "horizontal", "location": "top_right", "label_text_font_size": "10px", "spacing": 10,
+        "label_text_font": _FONT, "glyph_width": 14, "padding": 2, "margin": 2, "border_line_color": None, "background_fill_alpha": 0.75,
+        "click_policy": "mute",
+    }  # fmt: skip
+    plot.add_layout(Legend(items=items, **look))
     return plot
 
 
