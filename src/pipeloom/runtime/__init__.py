@@ -1,5 +1,27 @@
 """The runtime: plans executed on `torch.distributed`. The only home of torch."""
 
+from pipeloom.runtime.executor import ActionTime, Executor, StepResult
+from pipeloom.runtime.launch import launch, report
 from pipeloom.runtime.model import Model, Module, Part
+from pipeloom.runtime.reference import run_undivided
+from pipeloom.runtime.store import TcpPlanStore
+from pipeloom.runtime.trainer import StepReport, Trainer
+from pipeloom.runtime.transport import ThreadHub, TorchTransport, Transport
 
-__all__ = ["Model", "Module", "Part"]
+__all__ = [
+    "ActionTime",
+    "Executor",
+    "Model",
+    "Module",
+    "Part",
+    "StepReport",
+    "StepResult",
+    "TcpPlanStore",
+    "ThreadHub",
+    "TorchTransport",
+    "Trainer",
+    "Transport",
+    "launch",
+    "report",
+    "run_undivided",
+]

@@ -1,0 +1,269 @@
+"""Start ranks as processes of this machine, and end them all when one fails."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pipeloom.errors import ExecutionError, PipeloomError
+
+# One core each: ranks on one machine would otherwise all start a thread per core.
+_THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+_POLL_S = 0.2
+_GRACE_S = 5.0
+
+
+_launcher: Connection | None = None
+"""In a launched process: the way to the launching one."""
+
+
+def report(value: Any) -> None:
+    """From a launched function: send a picklable value to the launching process, e.g. for a progress display."""
+    if _launcher is None:
+        raise ExecutionError("this process was not started by `launch`")
+    _launcher.send(("report", value))
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    rank: int
+    message: str
+    trace: str
+    at_s: float
+
+
+def launch(
+    function: Callable[..., Any],
+    num_ranks: int,
+    *args: Any,
+    timeout_s: float = 120.0,
+    threads: int = 1,
+    on_report: Callable[[int, Any], None] | None = None,
+) -> list[Any]:
+    """Run ``function(*args)`` in a new process for each rank, joined by gloo over the loopback device.
+
+    The default process group is ready when the function is called.
+
+    Parameters
+    ----------
+    function : callable
+        Importable by name; its arguments and what it returns can be pickled.
+    num_ranks : int
+    timeout_s : float
+        After which a rank that waits for another gives up: the process group's timeout.
+    threads : int
+        Threads that torch uses in each rank.
+    on_report : callable or None
+        Called here with (rank, value) for whatever a rank gives to `report`.
+
+    Returns
+    -------
+    list
+        What the function returned on each rank.
+
+    Raises
+    ------
+    ExecutionError
+        When a rank fails or dies: the first one's message. All others are ended first.
+    """
+    spawn = multiprocessing.get_context("spawn")
+    results: list[Any] = [None] * num_ranks
+    with tempfile.TemporaryDirectory(prefix="pipeloom-") as folder:
+        pipes, processes = [], []
+        with _environment(threads):
+            for rank in range(num_ranks):
+                here, there = spawn.Pipe(duplex=False)
+                process = spawn.Process(
+                    target=_run_rank,
+                    args=(
+                        function,
+                        rank,
+                        num_ranks,
+                        str(Path(folder) / "store"),
+                        timeout_s,
+                        threads,
+                        there,
+                        args,
+                    ),
+                    name=f"pipeloom rank {rank}",
+                    daemon=False,
+                )
+                process.start()
+                there.close()
+                pipes.append(here)
+                processes.append(process)
+        done = False
+        try:
+            _watch(pipes, processes, results, on_report)
+            done = True
+        finally:
+            _end(processes, _GRACE_S if done else 0.0)
+            for pipe in pipes:
+                pipe.close()
+    return results
+
+
+def _watch(
+    pipes: list[Connection],
+    processes: Sequence[BaseProcess],
+    results: list[Any],
+    on_report: Callable[[int, Any], None] | None,
+) -> None:
+    """Collect reports and results until every rank is done; raise for the first that fails."""
+    open_pipes = {pipe: rank for rank, pipe in enumerate(pipes)}
+    finished: set[int] = set()
+    while open_pipes:
+        failures: list[_Failure] = []
+        for pipe in wait(list(open_pipes), timeout=_POLL_S):
+            assert isinstance(pipe, Connection)
+            rank = open_pipes[pipe]
+            try:
+                kind, value = pipe.recv()
+            except (EOFError, ConnectionResetError):
+                del open_pipes[pipe]
+                if rank not in finished:
+                    processes[rank].join(_GRACE_S)
+                    failures.append(_died(rank, processes[rank]))
+                continue
+            if kind == "report":
+                if on_report is not None:
+                    on_report(rank, value)
+            elif kind == "result":
+                results[rank] = value
+                finished.add(rank)
+            else:
+                failures.append(value)
+                finished.add(rank)
+        if failures:
+            failures += _more_failures(open_pipes, processes)
+            _raise(failures)
+
+
+def _died(rank: int, process: BaseProcess) -> _Failure:
+    code = process.exitcode
+    how = f"was killed by signal {-code}" if code is not None and code < 0 else f"exited with code {code}"
+    # A rank that vanished is the cause of what the others then complain about.
+    return _Failure(rank, f"rank {rank}: the process {how}", "", 0.0)
+
+
+def _more_failures(open_pipes: dict[Connection, int], processes: Sequence[BaseProcess]) -> list[_Failure]:
+    """Failures that are there at the same moment: the earliest is the cause, the others its echo."""
+    found = []
+    deadline = time.monotonic() + _POLL_S
+    while open_pipes and (left := deadline - time.monotonic()) > 0:
+        for pipe in wait(list(open_pipes), timeout=left):
+            assert isinstance(pipe, Connection)
+            try:
+                kind, value = pipe.recv()
+            except (EOFError, ConnectionResetError):
+                rank = open_pipes.pop(pipe)
+                processes[rank].join(_GRACE_S)
+                if (processes[rank].exitcode or 0) < 0:
+                    found.append(_died(rank, processes[rank]))
+                continue
+            if kind == "failure":
+                found.append(value)
+    return found
+
+
+def _raise(failures: list[_Failure]) -> None:
+    first = min(failures, key=lambda failure: failure.at_s)
+    error = ExecutionError(first.message)
+    if first.trace:
+        error.add_note(first.trace)
+    raise error
+
+
+def _end(processes: Sequence[BaseProcess], patience_s: float) -> None:
+    """End what is still running: politely, then for certain."""
+    # Ranks that returned need a moment to leave their process group.
+    for process in processes:
+        process.join(patience_s)
+    for process in processes:
+        if process.is_alive():
+            process.terminate()
+    for process in processes:
+        process.join(_GRACE_S)
+        if process.is_alive():
+            process.kill()
+            process.join()
+
+
+def _run_rank(
+    function: Callable[..., Any],
+    rank: int,
+    num_ranks: int,
+    store_path: str,
+    timeout_s: float,
+    threads: int,
+    pipe: Connection,
+    args: tuple[Any, ...],
+) -> None:
+    """Body of a rank's process."""
+    global _launcher
+    _launcher = pipe
+    torch.set_num_threads(threads)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    try:
+        store = dist.FileStore(store_path, num_ranks)  # type: ignore[attr-defined]
+        dist.init_process_group(
+            "gloo", store=store, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=timeout_s)
+        )
+        result = function(*args)
+        # Nobody leaves while others still talk to it.
+        dist.barrier()
+        pipe.send(("result", result))
+    except BaseException as error:
+        message = str(error) if isinstance(error, PipeloomError) else f"{type(error).__name__}: {error}"
+        if not message.startswith("rank "):
+            message = f"rank {rank}: {message}"
+        pipe.send(("failure", _Failure(rank, message, traceback.format_exc(), time.monotonic())))
+        pipe.close()
+        # The group's threads may hang on a dead peer; nothing here is worth waiting for.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+    pipe.close()
+    dist.destroy_process_group()
+
+
+def _end_with_parent() -> None:
+    """Never outlive the launching process, however it ends."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        wait([parent.sentinel])
+        os._exit(1)
+
+
+@contextmanager
+def _environment(threads: int) -> Iterator[None]:
+    """Environment of the ranks while they are started: threads, and gloo on the loopback device."""
+    wanted = dict.fromkeys(_THREAD_VARIABLES, str(threads))
+    if "GLOO_SOCKET_IFNAME" not in os.environ:
+        wanted["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
