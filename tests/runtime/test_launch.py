@@ -1,0 +1,39 @@
+from __future__ import annotations
+
+import pytest
+
+from pipeloom.errors import ExecutionError
+from pipeloom.runtime import launch
+
+from .cases import random_run
+from .on_ranks import run_many, run_with_a_broken_rank
+
+
+def test_any_plan_is_exact_on_gloo_with_tags_and_without() -> None:
+    options = {"strategies": ("keep", "recompute", "mixed")}
+    counts = launch(run_many, 4, list(range(120)), options)
+    assert [c["iterations"] for c in counts] == [120, 90, 60, 30]
+    assert all(c["sent_bytes"] > 0 for c in counts)
+    assert sum(c["recomputed"] for c in counts) > 0
+
+
+def seed_with_messages() -> int:
+    """An iteration in which rank 1 waits for rank 0."""
+    seed = 0
+    while True:
+        if any(a.verb == "WF" for a in random_run(seed, 2).case.plan.ranks[1]):
+            return seed
+        seed += 1
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("raise", "rank 0, step .* cosmic ray"),
+        ("die", "rank 0: the process exited with code 7"),
+        ("sleep", "rank 1, step .*'W[FB] .*Timed out"),
+    ],
+)
+def test_a_broken_rank_ends_all_with_its_message(how: str, message: str) -> None:
+    with pytest.raises(ExecutionError, match=message):
+        launch(run_with_a_broken_rank, 2, seed_with_messages(), how, timeout_s=3.0)
