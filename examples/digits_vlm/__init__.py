@@ -1,0 +1,1 @@
+"""Reading handwritten digits in documents: an example of Pipeloom."""

@@ -23,16 +23,19 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from sklearn.datasets import load_digits
+from torch.nn import functional
 
 FloatArray = npt.NDArray[np.float32]
 IntArray = npt.NDArray[np.int64]
 
 # --------------------------------------------------------------- vocabulary
-FILLERS = (
+_FILLER_WORDS = (
     "the a an old new short long small note list page letter book ink pen hand line sheet box "
     "of in on and with by for her his their plain red blue green dark first last here there then"
-).split()
-NAMES = "zero one two three four five six seven eight nine".split()
+)
+_NAME_WORDS = "zero one two three four five six seven eight nine"
+FILLERS = _FILLER_WORDS.split()
+NAMES = _NAME_WORDS.split()
 SPECIALS = ("<image>", "ANSWER", "END", ".")
 VOCABULARY: tuple[str, ...] = (*"0123456789", *SPECIALS, *NAMES, *FILLERS)
 TOKEN_IDS = {word: index for index, word in enumerate(VOCABULARY)}
@@ -46,7 +49,7 @@ IMAGE_SIDE = 8
 PATCHES_PER_IMAGE = 16
 """Patches of 4x4 pixels, overlapping, one for every 2x2 pixels."""
 PIXELS_PER_PATCH = 16
-TOKENS_PER_IMAGE = 2
+TOKENS_PER_IMAGE = 1
 MAX_LINES = 12
 
 # ------------------------------------------------------------------- images
@@ -89,7 +92,7 @@ class Document:
         Token ids up to and with ``ANSWER``; each image is a run of
         ``TOKENS_PER_IMAGE`` ids ``IMAGE``.
     prompt_lines
-        For every token of the prompt, the line it is on: 0 for the title and
+        For every token of the prompt, the line it is on: 0 for the title,
         1, 2, ... for the things to read.  ``ANSWER`` has 1, as it asks for the
         digit of line 1.
     images
@@ -141,11 +144,12 @@ def split() -> tuple[IntArray, IntArray]:
 
 
 @functools.cache
-def _distorted() -> torch.Tensor:
-    """Return distorted copies of all images, ``(variants, images, 8, 8)``.
+def _pool() -> torch.Tensor:
+    """Return copies of all images, ``(NUM_VARIANTS + 1, images, 8, 8)``.
 
-    The copies are turned, scaled, slanted and shifted a little.  Making them
-    once is far cheaper than making them in each iteration.
+    The last copy, variant -1, is the images as they are; the others are
+    turned, scaled, slanted and shifted a little.  Making them once is far
+    cheaper than making them in each iteration.
     """
     generator = torch.Generator().manual_seed(7)
     images = torch.from_numpy(_digits()[0])[:, None]
@@ -163,12 +167,11 @@ def _distorted() -> torch.Tensor:
             torch.stack([cos * width, -sin * height + slant, uniform(0.2)], dim=1),
             torch.stack([sin * width, cos * height, uniform(0.2)], dim=1),
         ]
-        grid = torch.nn.functional.affine_grid(
+        grid = functional.affine_grid(
             torch.stack(rows, dim=1), [count, 1, IMAGE_SIDE, IMAGE_SIDE], align_corners=False
         )
-        moved = torch.nn.functional.grid_sample(images, grid, align_corners=False)
-        variants.append(moved[:, 0])
-    return torch.stack(variants)
+        variants.append(functional.grid_sample(images, grid, align_corners=False))
+    return torch.cat([*variants, images], dim=1).transpose(0, 1)
 
 
 @functools.cache
@@ -195,17 +198,9 @@ def patches(images: Sequence[Image], dtype: torch.dtype) -> torch.Tensor:
     torch.Tensor
         ``(len(images), PATCHES_PER_IMAGE, PIXELS_PER_PATCH)``.
     """
-    if not images:
-        return torch.zeros(0, PATCHES_PER_IMAGE, PIXELS_PER_PATCH, dtype=dtype)
-    pixels = torch.stack(
-        [
-            torch.from_numpy(_digits()[0][image.index])
-            if image.variant < 0
-            else _distorted()[image.variant, image.index]
-            for image in images
-        ]
-    )
-    padded = torch.nn.functional.pad(pixels, (1, 1, 1, 1)).flatten(1)
+    variants = torch.tensor([image.variant for image in images], dtype=torch.long)
+    indices = torch.tensor([image.index for image in images], dtype=torch.long)
+    padded = functional.pad(_pool()[variants, indices], (1, 1, 1, 1)).flatten(1)
     # Centred on zero, in about unit scale.
     return ((padded[:, _patch_pixels()] - 0.3) / 0.38).to(dtype)
 
@@ -280,16 +275,11 @@ def batches(
         yield batch(seed, iteration, documents_per_batch)
 
 
-def held_out_documents(
-    num_documents: int = 300, intensity: float = 3.0, seed: int = 99
-) -> list[Document]:
+def held_out_documents(num_documents: int = 400, intensity: float = 3.1, seed: int = 99) -> list[Document]:
     """Return documents whose images were never used in training, undistorted."""
     rng = np.random.default_rng((seed,))
     rows = split()[1]
-    return [
-        _draw(f"held-out-{number}", rng, rows, intensity, plain=True)
-        for number in range(num_documents)
-    ]
+    return [_draw(f"held-out-{number}", rng, rows, intensity, plain=True) for number in range(num_documents)]
 
 
 def describe(document: Document) -> dict[str, object]:

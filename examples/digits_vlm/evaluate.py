@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from . import model
-from .data import ANSWER, END, MAX_LINES, Document
+from .data import END, MAX_LINES, Document
 
 DOCUMENTS_PER_GROUP = 12
 
@@ -74,9 +74,7 @@ def decode(
         images = {i: _encode(vision, Documents((documents[i],))) for i in active}
         answers.update(dict.fromkeys(active, ()))
         for _ in range(MAX_LINES + 1):
-            part = Documents(
-                tuple(dataclasses.replace(documents[i], digits=answers[i]) for i in active)
-            )
+            part = Documents(tuple(dataclasses.replace(documents[i], digits=answers[i]) for i in active))
             logits = _logits(lm, part, torch.cat([images[i] for i in active]))
             lengths = torch.tensor([len(document.inputs) for document in part.samples])
             likeliest = logits[lengths.cumsum(0) - 1].argmax(dim=1).tolist()

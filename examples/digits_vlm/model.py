@@ -5,7 +5,7 @@ that a process can build the layers of its chunks and no others and still have
 the same weights as every other process.
 
 Between the layers of ``vision`` passes ``(instances, 16, 64)``, and its last
-layer returns ``(instances, TOKENS_PER_IMAGE, 64)``; between the layers of
+layer returns ``(instances, 1, 64)``; between the layers of
 ``lm`` passes ``(tokens, 64)``: the documents of a microbatch one after the
 other, without padding.
 """
@@ -16,11 +16,11 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn import functional
 
 from . import data
-from .data import Document, PATCHES_PER_IMAGE, PIXELS_PER_PATCH, TOKENS_PER_IMAGE
+from .data import PATCHES_PER_IMAGE, PIXELS_PER_PATCH, TOKENS_PER_IMAGE, Document
 
 VISION_DIM = 64
 VISION_HEADS = 4
@@ -29,6 +29,8 @@ LM_DIM = 64
 LM_HEADS = 4
 LM_BLOCKS = 6
 MLP_RATIO = 4
+WORD_STD = 0.5
+LINE_STD = 1.0
 
 
 class Part(Protocol):
@@ -56,13 +58,29 @@ class Block(nn.Module):
         self.widen = nn.Linear(dim, MLP_RATIO * dim)
         self.narrow = nn.Linear(MLP_RATIO * dim, dim)
 
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+    def transform(self, x: Tensor, mask: Tensor | None = None, extra: Tensor | None = None) -> Tensor:
+        """Apply attention and perceptron.
+
+        Parameters
+        ----------
+        x
+            ``(batch, tokens, dim)``.
+        mask
+            True where the token of the row may attend to that of the column;
+            by default everywhere.
+        extra
+            What to add to the queries, keys and values, ``(tokens, 3 * dim)``.
+        """
         batch, tokens, dim = x.shape
-        heads = self.qkv(self.attention_norm(x)).view(batch, tokens, 3, self.heads, -1)
+        heads = self.qkv(self.attention_norm(x))
+        if extra is not None:
+            heads = heads + extra
+        heads = heads.view(batch, tokens, 3, self.heads, dim // self.heads)
         query, key, value = heads.permute(2, 0, 3, 1, 4).unbind(0)
-        mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+        mixed = functional.scaled_dot_product_attention(query, key, value, attn_mask=mask)
         x = x + self.mix(mixed.transpose(1, 2).reshape(batch, tokens, dim))
-        return x + self.narrow(F.gelu(self.widen(self.mlp_norm(x))))
+        out: Tensor = x + self.narrow(functional.gelu(self.widen(self.mlp_norm(x))))
+        return out
 
 
 class PatchEmbedding(nn.Module):
@@ -74,7 +92,9 @@ class PatchEmbedding(nn.Module):
         self.position = nn.Parameter(torch.randn(PATCHES_PER_IMAGE, VISION_DIM) * 0.1)
 
     def forward(self, patches: Tensor) -> Tensor:
-        return self.project(patches) + self.position
+        """Take ``(instances, PATCHES_PER_IMAGE, PIXELS_PER_PATCH)``."""
+        out: Tensor = self.project(patches) + self.position
+        return out
 
 
 class VisionBlock(Block):
@@ -82,6 +102,10 @@ class VisionBlock(Block):
 
     def __init__(self) -> None:
         super().__init__(VISION_DIM, VISION_HEADS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Take and return ``(instances, PATCHES_PER_IMAGE, VISION_DIM)``."""
+        return self.transform(x)
 
 
 class PatchMerger(nn.Module):
@@ -94,7 +118,10 @@ class PatchMerger(nn.Module):
         self.project = nn.Linear(merged, LM_DIM)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.project(self.norm(x).view(len(x), TOKENS_PER_IMAGE, -1))
+        """Return ``(instances, TOKENS_PER_IMAGE, LM_DIM)``."""
+        merged = self.norm(x).view(len(x), TOKENS_PER_IMAGE, self.project.in_features)
+        out: Tensor = self.project(merged)
+        return out
 
 
 class TokenEmbedding(nn.Module):
@@ -102,15 +129,17 @@ class TokenEmbedding(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.word = nn.Parameter(torch.randn(len(data.VOCABULARY), LM_DIM) * 0.3)
-        # Lines 1 to MAX_LINES, the title before them and END after them.
-        self.line = nn.Parameter(torch.randn(data.MAX_LINES + 2, LM_DIM) * 0.3)
+        self.word = nn.Parameter(torch.randn(len(data.VOCABULARY), LM_DIM) * WORD_STD)
 
     def forward(
         self, ids: Tensor, image_places: Tensor, vision_out: Tensor, *, lines: Tensor, mask: Tensor
     ) -> Tensor:
-        del mask  # only the blocks attend
-        x = F.embedding(ids, self.word) + F.embedding(lines, self.line)
+        """Return ``(tokens, LM_DIM)``.
+
+        ``vision_out`` has the images in the order of their placeholders.
+        """
+        del lines, mask  # only the blocks attend
+        x = functional.embedding(ids, self.word)
         # With no images this adds nothing, and sends vision_out an empty gradient.
         return x.index_add(0, image_places, vision_out.flatten(0, 1))
 
@@ -120,12 +149,17 @@ class CausalBlock(Block):
 
     def __init__(self) -> None:
         super().__init__(LM_DIM, LM_HEADS)
+        # What the line of a token adds to its query, key and value: 0 is the
+        # title, and END stands one after the last line.  At first it adds the
+        # same to query and key, so that tokens attend to their own line.
+        # Without that, finding out which image an answer is about takes far
+        # longer than reading the image.
+        line = torch.randn(data.MAX_LINES + 2, LM_DIM) * LINE_STD
+        self.line = nn.Parameter(torch.cat([line, line, torch.zeros_like(line)], dim=1))
 
-    def forward(  # type: ignore[override]
-        self, x: Tensor, *, lines: Tensor, mask: Tensor
-    ) -> Tensor:
-        del lines  # only the embedding reads them
-        return super().forward(x[None], mask)[0]
+    def forward(self, x: Tensor, *, lines: Tensor, mask: Tensor) -> Tensor:
+        """Take and return ``(tokens, LM_DIM)``."""
+        return self.transform(x[None], mask, functional.embedding(lines, self.line))[0]
 
 
 class Head(nn.Module):
@@ -137,8 +171,10 @@ class Head(nn.Module):
         self.project = nn.Linear(LM_DIM, len(data.VOCABULARY))
 
     def forward(self, x: Tensor, *, lines: Tensor, mask: Tensor) -> Tensor:
+        """Return ``(tokens, len(VOCABULARY))``."""
         del lines, mask
-        return self.project(self.norm(x))
+        out: Tensor = self.project(self.norm(x))
+        return out
 
 
 def _build(seed: int, module: int, kinds: Sequence[Callable[[], nn.Module]]) -> list[nn.Module]:
@@ -199,7 +235,7 @@ def loss(logits: Tensor, part: Part) -> Tensor:
         rows.extend(range(end - len(document.targets), end))
         targets.extend(document.targets)
     chosen = logits[torch.tensor(rows)]
-    return F.cross_entropy(chosen, torch.tensor(targets), reduction="sum")
+    return functional.cross_entropy(chosen, torch.tensor(targets), reduction="sum")
 
 
 def num_targets(document: Document) -> int:

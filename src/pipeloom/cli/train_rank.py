@@ -7,11 +7,9 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import msgspec
 import torch
-import torch.distributed as dist
 from rich.console import Console
 
 from pipeloom.arrange import typical_load
@@ -23,27 +21,34 @@ from pipeloom.planner import Planner, Setup
 from pipeloom.planner.compare import SystemTimeline, chain_layouts, compare_systems
 from pipeloom.planner.replay import answered_graph, timeline_of
 from pipeloom.report import make_track, timeline_html, trace
-from pipeloom.runtime import Model, StepReport, TcpPlanStore, Trainer
+from pipeloom.runtime import Model, RankContext, StepReport, TcpPlanStore, Trainer
 from pipeloom.search import Deadline
 from pipeloom.timeline import LowerBound
 
 _NUM_COMPARED = 40
 
 
-def train_rank(config_path: str, setup_path: str, folder: str) -> None:
+def train_rank(
+    context: RankContext, config_path: str, iterations: int, setup_path: str, folder: str, to_stderr: bool
+) -> None:
     """Train as one rank of the default process group.
 
     Parameters
     ----------
+    context : RankContext
     config_path : str
         The train.toml.
+    iterations : int
+        How many to train for.
     setup_path : str
         The planner's `Setup` as JSON, made once by the launching process, so that all ranks have one layout.
     folder : str
         Where rank 0 writes what the run leaves behind.
+    to_stderr : bool
+        Show progress on standard error, keeping standard output free.
     """
     path = Path(config_path)
-    config = read_config(path)
+    config = msgspec.structs.replace(read_config(path), iterations=iterations)
     task = load_task(config, path)
     setup = msgspec.json.decode(Path(setup_path).read_bytes(), type=Setup)
     model = build_model(task, config)
@@ -61,12 +66,12 @@ def train_rank(config_path: str, setup_path: str, folder: str) -> None:
         clip_norm=optimizer.clip_norm,
     )
     batches = task.batches(num_iterations=config.iterations, **config.data)
-    if dist.get_rank() != 0:
+    if context.rank != 0:
         for _ in trainer.run(batches):
             pass
         trainer.gather_model()
         return
-    console = Console()
+    console = Console(stderr=to_stderr)
     recorder = Recorder(Path(folder))
     begin = time.monotonic()
     with Progress(console, config.iterations) as progress:

@@ -1,0 +1,51 @@
+"""The digits task as `pipeloom train` takes it: the model, its batches, their metadata, and how it is judged."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+
+import torch
+
+import pipeloom as pl
+
+from . import data, model
+from .data import describe
+from .evaluate import evaluate as evaluate_layers
+
+__all__ = ["batches", "build_model", "describe", "evaluate"]
+
+
+def build_model(seed: int) -> pl.Model:
+    """Describe the two modules; the layers and the merge of images into text are the user's own code."""
+    dtype = torch.get_default_dtype()
+    vision = pl.Module(
+        "vision",
+        model.vision_layers(seed),
+        reads="images",
+        inputs=partial(model.vision_inputs, dtype=dtype),
+        hidden=("instances", data.PATCHES_PER_IMAGE, model.VISION_DIM),
+        output=("instances", data.TOKENS_PER_IMAGE, model.LM_DIM),
+    )
+    language = pl.Module(
+        "lm",
+        model.lm_layers(seed),
+        reads="sequence",
+        after=("vision",),
+        inputs=model.lm_inputs,
+        context=model.lm_context,
+        hidden=("tokens", model.LM_DIM),
+        output=("tokens", len(data.VOCABULARY)),
+    )
+    return pl.Model((vision, language), model.loss, model.num_targets, name="digits_vlm")
+
+
+def batches(num_iterations: int, documents_per_batch: int, seed: int = 0) -> Iterator[list[data.Document]]:
+    """Yield the documents of every iteration; the same on every rank."""
+    return data.batches(seed, num_iterations, documents_per_batch)
+
+
+def evaluate(trained: pl.Model) -> Mapping[str, float]:
+    """Read held-out documents and count what was right."""
+    vision, language = (list(module.layers) for module in trained.modules)
+    return evaluate_layers(vision, language, data.held_out_documents())

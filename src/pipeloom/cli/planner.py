@@ -1,0 +1,22 @@
+"""`pipeloom planner`: the planner service as a process; the trainer starts it."""
+
+from __future__ import annotations
+
+import typer
+
+
+def planner(
+    store: str = typer.Option(..., help="Address of the trainer's store, HOST:PORT."),
+) -> None:
+    """Serve plans to a trainer until it says stop. The trainer starts this itself; you rarely need to.
+
+    Reads the problem and each coming batch's metadata from the store, and puts a verified plan back.
+    """
+    from pipeloom.planner import serve
+    from pipeloom.runtime import TcpPlanStore
+
+    try:
+        serve(TcpPlanStore.connect(store))
+    except RuntimeError as error:
+        # The store lives with the trainer: when it is gone, so is whoever wanted plans.
+        raise typer.Exit(0) from error

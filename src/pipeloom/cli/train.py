@@ -1,0 +1,112 @@
+"""`pipeloom train`: measure, lay out, then train over several processes with a plan made for every batch."""
+
+from __future__ import annotations
+
+import itertools
+import platform
+from pathlib import Path
+
+import msgspec
+import typer
+from rich.console import Console
+
+from pipeloom.cli.config import TrainConfig, load_task, read_config
+from pipeloom.io import write_text
+
+_PROFILED_BATCHES = 4
+
+
+def train(
+    config: Path = typer.Argument(..., metavar="CONFIG", help="A train.toml, see docs/train.md."),
+    runs: Path = typer.Option(Path("runs"), help="Folder under which the run's own folder is made."),
+    iterations: int = typer.Option(
+        0, min=0, help="Train for fewer or more iterations than CONFIG says; 0: as it says."
+    ),
+    json: bool = typer.Option(
+        False, "--json", help="Print summary.json on standard output, and nothing else there."
+    ),
+) -> None:
+    """Train a model over pipeline ranks, each iteration with a schedule made for its own batch.
+
+    Measures the model's layers on this machine, lays them over the ranks, and starts one process per rank and one
+    for the planner. Leaves summary.json, trace.json, timeline.html and every plan in RUNS/<name>.
+
+    Example: pipeloom train examples/digits_vlm/train.toml
+    """
+    console = Console(stderr=json)
+    settings = read_config(config)
+    if iterations:
+        settings = msgspec.structs.replace(settings, iterations=iterations)
+    folder = runs / settings.name
+    folder.mkdir(parents=True, exist_ok=True)
+    setup_path = folder / "setup.json"
+    prepare(console, settings, config, setup_path)
+    console.print(
+        f"Starting {settings.layout.ranks} ranks and the planner (kernels are compiled on first use)."
+    )
+
+    from pipeloom.cli.train_rank import train_rank
+    from pipeloom.runtime import launch
+
+    launch(
+        train_rank,
+        settings.layout.ranks,
+        str(config),
+        settings.iterations,
+        str(setup_path),
+        str(folder),
+        json,
+    )
+    if json:
+        typer.echo((folder / "summary.json").read_text())
+    else:
+        console.print(f"Left in {folder}: summary.json, trace.json (Perfetto), timeline.html, plans/")
+
+
+def prepare(console: Console, settings: TrainConfig, path: Path, setup_path: Path) -> None:
+    """Measure the layers, choose the layout, and write the planner's setup."""
+    from pipeloom.arrange import separate, typical_load
+    from pipeloom.cli.train_rank import build_model
+    from pipeloom.cost import ProfileCosts
+    from pipeloom.planner import Setup
+    from pipeloom.runtime import profile_model
+    from pipeloom.spec import batch_from_dicts
+
+    task = load_task(settings, path)
+    model = build_model(task, settings)
+    placements = settings.layout.modules
+    batches = [
+        list(samples)
+        for samples in itertools.islice(
+            task.batches(num_iterations=_PROFILED_BATCHES, **settings.data), _PROFILED_BATCHES
+        )
+    ]
+    console.print(f"Measuring the layers of {model.name} on this machine ...")
+    profile = profile_model(
+        model,
+        batches,
+        describe=task.describe,
+        packing=settings.packing,
+        placements=placements,
+        machine=machine_name(),
+    )
+    console.print(
+        f"{len(profile.layers)} kinds of layers; the fit is {profile.mean_error:.1%} off on average."
+    )
+    metadata = [
+        batch_from_dicts([task.describe(sample) for sample in samples], i)
+        for i, samples in enumerate(batches)
+    ]
+    costs = ProfileCosts(model.spec, profile, settings.cluster)
+    load = typical_load(model.spec, costs, metadata, settings.packing, placements)
+    layout = separate(model.spec, settings.layout.ranks, placements, load)
+    setup = Setup(
+        model=model.spec, layout=layout, profile=profile, packing=settings.packing, cluster=settings.cluster,
+        budget_s=settings.planner.budget_s, seed=settings.seed, method=settings.planner.method,
+    )  # fmt: skip
+    write_text(setup_path, msgspec.json.format(msgspec.json.encode(setup), indent=1).decode() + "\n")
+
+
+def machine_name() -> str:
+    """Processor of this machine, for the profile."""
+    return f"{platform.machine()} {platform.processor()}".strip()
