@@ -363,6 +363,7 @@ class PatchMerger:
     hidden: int
     factor: int
     out_width: int
+    inner: int | None = None
     norm: ops.NormKind = "layer"
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -370,7 +371,7 @@ class PatchMerger:
         wide = self.hidden * self.factor
         context = x.context
         y = ops.regroup(ops.norm(x, self.norm), self.factor)
-        inner = context.share("merger width", wide)
+        inner = context.share("merger width", self.inner or wide)
         y = ops.enter_tensor_parallel(y)
         y = ops.activation(ops.linear(y, wide, inner, bias=True, split=context.tensor))
         return ops.leave_tensor_parallel(

@@ -1,0 +1,231 @@
+"""Build: from an architecture's layers and a cluster's hardware to traced templates."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import msgspec
+
+from pipeloom.emulator import modules
+from pipeloom.emulator.rules import Curve, Device, Efficiency
+from pipeloom.emulator.tape import DEVICE_NAMES, NIC, NVLINK, Context
+from pipeloom.emulator.template import LayerTemplate
+from pipeloom.errors import InputError
+from pipeloom.spec.architecture import (
+    Architecture,
+    AttentionMixer,
+    CrossAttentionMixer,
+    DenoisingHeadLayer,
+    ExpertsMixer,
+    LanguageHeadLayer,
+    LatentAttentionMixer,
+    Layer,
+    Mamba2Mixer,
+    Mixer,
+    MLPMixer,
+    ModuleArchitecture,
+    PatchEmbeddingLayer,
+    PatchMergerLayer,
+    ProjectorLayer,
+    ResidualLayer,
+    TokenEmbeddingLayer,
+)
+from pipeloom.spec.hardware import Degrees, DeviceSpec, EfficiencySpec, MachineSpec, Points
+
+
+def mixer_module(mixer: Mixer, hidden: int) -> modules.Module:
+    """The module that a mixer's sizes describe."""
+    if isinstance(mixer, AttentionMixer):
+        return modules.Attention(
+            hidden, mixer.heads, mixer.kv_heads, mixer.head_width, causal=mixer.causal, bias=mixer.qkv_bias,
+            output_bias=mixer.output_bias, rotary=mixer.rotary, norm_heads=mixer.norm_heads,
+        )  # fmt: skip
+    if isinstance(mixer, CrossAttentionMixer):
+        return modules.CrossAttention(
+            hidden, mixer.heads, mixer.head_width, mixer.condition_tokens, mixer.condition_width, mixer.bias
+        )
+    if isinstance(mixer, LatentAttentionMixer):
+        return modules.LatentAttention(
+            hidden, mixer.heads, mixer.kv_rank, mixer.query_rank, mixer.nope_width, mixer.rope_width,
+            mixer.value_width,
+        )  # fmt: skip
+    if isinstance(mixer, MLPMixer):
+        return modules.MLP(hidden, mixer.inner, gated=mixer.gated, bias=mixer.bias)
+    if isinstance(mixer, ExpertsMixer):
+        return modules.MixtureOfExperts(
+            hidden, mixer.inner, mixer.experts, mixer.chosen, mixer.shared_inner, mixer.imbalance
+        )
+    assert isinstance(mixer, Mamba2Mixer)
+    return modules.Mamba2(
+        hidden, mixer.heads, mixer.head_width, mixer.state, mixer.groups, mixer.kernel, mixer.chunk
+    )
+
+
+def layer_module(layer: Layer) -> tuple[modules.Module, int]:
+    """The module that one layer's sizes describe, and the width of its input."""
+    if isinstance(layer, ResidualLayer):
+        parts: list[modules.Module] = []
+        for mixer in layer.mixers:
+            inner = mixer_module(mixer, layer.hidden)
+            if layer.post_norm:
+                inner = modules.Sequential((inner, modules.Norm(layer.norm)))
+            if layer.modulated:
+                parts.append(modules.Modulated(inner, layer.norm, layer.modulation_projection))
+            else:
+                parts.append(modules.Residual(inner, layer.norm))
+        return modules.Sequential(tuple(parts)), layer.hidden
+    if isinstance(layer, TokenEmbeddingLayer):
+        return modules.TokenEmbedding(layer.vocabulary, layer.hidden, layer.positions), layer.hidden
+    if isinstance(layer, PatchEmbeddingLayer):
+        return modules.PatchEmbedding(
+            layer.patch_numbers, layer.hidden, layer.positions, layer.bias
+        ), layer.hidden
+    if isinstance(layer, PatchMergerLayer):
+        return modules.PatchMerger(
+            layer.hidden, layer.factor, layer.out_width, layer.inner, layer.norm
+        ), layer.hidden
+    if isinstance(layer, ProjectorLayer):
+        return modules.Projector(layer.in_width, layer.out_width), layer.in_width
+    if isinstance(layer, LanguageHeadLayer):
+        return modules.LanguageHead(layer.hidden, layer.vocabulary, layer.tied, layer.norm), layer.hidden
+    assert isinstance(layer, DenoisingHeadLayer)
+    return modules.DenoisingHead(layer.hidden, layer.out_width), layer.hidden
+
+
+def efficiency(spec: EfficiencySpec) -> Efficiency:
+    """The emulator's form of a spec's efficiencies."""
+    return Efficiency(_curve(spec.flops), _curve(spec.memory), _curve(spec.network))
+
+
+def _curve(points: Points) -> Curve:
+    return ((1.0, points),) if isinstance(points, float) else points
+
+
+def local_devices(device: DeviceSpec, nic_bytes_per_s: float, nic_latency_s: float) -> tuple[Device, ...]:
+    """Compute, NVLink, NIC and PCIe of one accelerator, in the order of `DEVICE_NAMES`."""
+    tables = {
+        part: {kind: efficiency(spec) for kind, spec in device.efficiency.get(part, {}).items()}
+        for part in ("compute", "nvlink", "nic", "pcie")
+    }
+    links = (
+        ("nvlink", device.nvlink_bytes_per_s, device.nvlink_latency_s),
+        ("nic", nic_bytes_per_s, nic_latency_s),
+        ("pcie", device.pcie_bytes_per_s, device.pcie_latency_s),
+    )
+    compute = Device(
+        DEVICE_NAMES[0], flops_per_s=device.flops_per_s, memory_bytes_per_s=device.memory_bytes_per_s,
+        capacity_bytes=device.usable_bytes, efficiency=tables["compute"],
+    )  # fmt: skip
+    return (
+        compute,
+        *(
+            Device(name, network_bytes_per_s=rate, latency_s=latency, efficiency=tables[name])
+            for name, rate, latency in links
+        ),
+    )
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where the groups of a set of degrees lie: tensor peers next to each other, then context, data, pipeline."""
+
+    machine: MachineSpec
+    degrees: Degrees
+
+    def __post_init__(self) -> None:
+        """Refuse degrees that the cluster cannot hold."""
+        need, have = self.degrees.num_devices, self.machine.num_devices
+        if need > have:
+            raise InputError(
+                "degrees", f"tensor x context x data x pipeline is {need}, {self.machine.name!r} has {have} devices",
+                "lower a degree",
+            )  # fmt: skip
+
+    def crosses_nodes(self, span: int) -> bool:
+        """Whether ``span`` consecutive devices are on more than one node."""
+        return span > self.machine.devices_per_node
+
+    def link(self, span: int) -> int:
+        """Slowest link inside ``span`` consecutive devices."""
+        return NIC if self.crosses_nodes(span) or not self.machine.device.nvlink_bytes_per_s else NVLINK
+
+    @property
+    def context(self) -> Context:
+        """What a layer is traced under."""
+        d = self.degrees
+        return Context(
+            tensor=d.tensor, context=d.context, expert=d.expert, sequence_parallel=d.sequence_parallel,
+            tensor_link=self.link(d.tensor), context_link=self.link(d.tensor * d.context),
+            expert_link=self.link(d.expert if d.expert > d.tensor else d.tensor),
+        )  # fmt: skip
+
+    @property
+    def data_link(self) -> int:
+        """Link of the data-parallel group."""
+        return self.link(self.degrees.tensor * self.degrees.context * self.degrees.data)
+
+    @property
+    def pipeline_link(self) -> int:
+        """Link between neighbouring pipeline ranks."""
+        d = self.degrees
+        return self.link(d.tensor * d.context * d.data * (2 if d.pipeline > 1 else 1))
+
+    @functools.cached_property
+    def devices(self) -> tuple[Device, ...]:
+        """One accelerator's local devices."""
+        m = self.machine
+        return local_devices(m.device, m.nic_bytes_per_s, m.nic_latency_s)
+
+
+@functools.lru_cache(maxsize=512)
+def _template(
+    layer: Layer, context: Context, machine: bytes, trainable: bool, input_gradient: bool
+) -> LayerTemplate:
+    spec = msgspec.json.decode(machine, type=MachineSpec)
+    module, width = layer_module(layer)
+    return LayerTemplate(
+        module, width, context, local_devices(spec.device, spec.nic_bytes_per_s, spec.nic_latency_s),
+        trainable=trainable, input_gradient=input_gradient,
+    )  # fmt: skip
+
+
+def layer_template(
+    layer: Layer, placement: Placement, *, trainable: bool = True, input_gradient: bool = True
+) -> LayerTemplate:
+    """The traced template of one layer, traced once for each structure, parallelism and device."""
+    return _template(
+        layer, placement.context, msgspec.json.encode(placement.machine), trainable, input_gradient
+    )  # fmt: skip
+
+
+def module_templates(
+    architecture: Architecture, module: ModuleArchitecture, placement: Placement
+) -> tuple[LayerTemplate, ...]:
+    """Templates of a module's layers, equal ones shared; gradients flow as far back as something is trained."""
+    upstream = any(_trains(architecture, name) for name in module.after)
+    out = []
+    for i, layer in enumerate(module.flat_layers):
+        flows = upstream or (not module.frozen and i > 0)
+        out.append(layer_template(layer, placement, trainable=not module.frozen, input_gradient=flows))
+    return tuple(out)
+
+
+def _trains(architecture: Architecture, name: str) -> bool:
+    module = architecture.module(name)
+    return not module.frozen or any(_trains(architecture, source) for source in module.after)
+
+
+def count_parameters(architecture: Architecture) -> int:
+    """Parameters of a whole model."""
+    total = 0
+    device = Device("compute", flops_per_s=1.0, memory_bytes_per_s=1.0)
+    links = tuple(Device(name, network_bytes_per_s=1.0) for name in DEVICE_NAMES[1:])
+    known: dict[Layer, int] = {}
+    for module in architecture.modules:
+        for layer in module.flat_layers:
+            if layer not in known:
+                built, width = layer_module(layer)
+                known[layer] = LayerTemplate(built, width, Context(), (device, *links)).num_parameters
+            total += known[layer]
+    return total

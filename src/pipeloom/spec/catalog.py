@@ -1,0 +1,121 @@
+"""Catalog: the zoo's devices, clusters, models and data sets, and users' own files of the same kinds."""
+
+from __future__ import annotations
+
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import msgspec
+
+from pipeloom.errors import InputError
+from pipeloom.spec.architecture import Architecture, Layer, ModuleArchitecture, ReadsPart
+from pipeloom.spec.hardware import DeviceSpec, MachineSpec
+
+Kind = Literal["devices", "clusters", "models", "datasets"]
+T = TypeVar("T")
+
+
+def names(kind: Kind) -> tuple[str, ...]:
+    """Names of all entries of one kind."""
+    folder = resources.files("pipeloom.spec").joinpath("zoo", kind)
+    return tuple(sorted(f.name.removesuffix(".toml") for f in folder.iterdir() if f.name.endswith(".toml")))
+
+
+def read(kind: Kind, name: str) -> dict[str, Any]:
+    """Content of a zoo entry, or of a TOML file where ``name`` is a path that ends in ``.toml``."""
+    if name.endswith(".toml"):
+        path = Path(name)
+        if not path.is_file():
+            raise InputError(name, "is not a file")
+        text = path.read_text(encoding="utf-8")
+    else:
+        entry = resources.files("pipeloom.spec").joinpath("zoo", kind, f"{name}.toml")
+        if not entry.is_file():
+            raise InputError(
+                f"{kind} {name!r}",
+                "is unknown",
+                f"the zoo has {', '.join(names(kind))}; or give a .toml file",
+            )
+        text = entry.read_text(encoding="utf-8")
+    try:
+        content: dict[str, Any] = msgspec.toml.decode(text)
+    except msgspec.DecodeError as error:
+        raise InputError(name, f"is not TOML: {error}") from error
+    return content
+
+
+def convert(content: Any, target: type[T], name: str) -> T:
+    """Check content against a spec; an `InputError` has the file's name and the field's path."""
+    try:
+        return msgspec.convert(content, target)
+    except InputError as error:
+        raise InputError(f"{name}: {error.entity}", error.problem, error.remedy) from error
+    except msgspec.ValidationError as error:
+        cause = error.__cause__
+        if isinstance(cause, InputError):
+            raise InputError(f"{name}: {cause.entity}", cause.problem, cause.remedy) from error
+        raise InputError(name, str(error)) from error
+
+
+def load_device(name: str) -> DeviceSpec:
+    """A device by its zoo name or file."""
+    return convert(read("devices", name), DeviceSpec, name)
+
+
+def load_machine(name: str) -> MachineSpec:
+    """A cluster by its zoo name or file; its ``device`` is a table, or the name or file of a device."""
+    content = read("clusters", name)
+    if isinstance(content.get("device"), str):
+        content["device"] = msgspec.to_builtins(load_device(content["device"]))
+    return convert(content, MachineSpec, name)
+
+
+class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A module of a combined model: one taken from another model, renamed, with layers put on its ends."""
+
+    model: str
+    name: str
+    reads: ReadsPart
+    after: tuple[str, ...] = ()
+    frozen: bool = False
+    drop_last: int = 0
+    """Layers to leave out at the end (a head that the combination does not use)."""
+    append: tuple[Layer, ...] = ()
+    """Layers to put at the end (an adapter)."""
+
+
+class Combination(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A model made of others."""
+
+    name: str
+    source: str
+    part: tuple[Part, ...]
+
+
+def load_architecture(name: str) -> Architecture:
+    """A model by its zoo name or file, combined ones included.
+
+    Raises
+    ------
+    InputError
+        Naming the file, the field and what is wrong with it.
+    """
+    content = read("models", name)
+    if "part" not in content:
+        content["modules"] = content.pop("module", content.get("modules", []))
+        return convert(content, Architecture, name)
+    combination = convert(content, Combination, name)
+    modules = []
+    for part in combination.part:
+        source = load_architecture(part.model)
+        if len(source.modules) != 1:
+            raise InputError(
+                f"{name}: part {part.name!r}", f"{part.model!r} has {len(source.modules)} modules, not one"
+            )
+        layers = source.modules[0].layers
+        kept = layers[: len(layers) - part.drop_last]
+        modules.append(
+            ModuleArchitecture(part.name, part.reads, (*kept, *part.append), part.after, part.frozen)
+        )
+    return Architecture(combination.name, combination.source, tuple(modules))
