@@ -2,6 +2,7 @@
 
 from pipeloom.runtime.executor import ActionTime, Executor, StepResult
 from pipeloom.runtime.launch import launch, report
+from pipeloom.runtime.measure import measure_layers
 from pipeloom.runtime.model import Model, Module, Part
 from pipeloom.runtime.reference import run_undivided
 from pipeloom.runtime.store import TcpPlanStore
@@ -22,6 +23,7 @@ __all__ = [
     "Trainer",
     "Transport",
     "launch",
+    "measure_layers",
     "report",
     "run_undivided",
 ]

@@ -1,0 +1,234 @@
+"""Measure layers on real inputs: seconds forward and backward, and bytes saved in between."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from pipeloom.cost import LayerMeasurement
+from pipeloom.errors import InputError
+from pipeloom.packing import Packing
+from pipeloom.runtime.model import Model, Module, Part, empty_output, make_part, torch_dtype
+
+_WARM_UP = 2
+
+
+def measure_layers(
+    model: Model,
+    packing: Packing,
+    samples: Sequence[Any],
+    *,
+    repeats: int = 5,
+    threads: int = 1,
+    known: Sequence[LayerMeasurement] = (),
+) -> list[LayerMeasurement]:
+    """Time one layer of every kind on every part of a packed batch.
+
+    Layers run on what they would get in training: the user's inputs, and the outputs of the layers before.
+    The last layer of the last module includes the loss, if it is the first of its kind. Layers through which no gradient flows have a
+    ``backward_s`` of 0 and save nothing.
+
+    Parameters
+    ----------
+    model : Model
+        On the CPU; gradients it holds are left as they are.
+    packing : Packing
+        Cut with the sub-microbatches of the layout to be planned.
+    samples : sequence
+        The user's samples, as ordered in ``packing.batch``.
+    repeats : int
+        Timed runs of each layer, after a warm-up; the median counts.
+    threads : int
+        Threads of torch while measuring: as many as a rank will have.
+    known : sequence of LayerMeasurement
+        Kinds and workloads that were measured before and need not be again.
+
+    Returns
+    -------
+    list of LayerMeasurement
+        One per kind and distinct workload; ``activation_bytes`` are the storages that autograd saved, without
+        weights and without what the module's context gives to all layers.
+
+    Raises
+    ------
+    InputError
+        When a layer gives another shape than stated; module, layer and both shapes are named.
+    """
+    threads_before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        return _Measuring(model, packing, samples, repeats, known).run()
+    finally:
+        torch.set_num_threads(threads_before)
+
+
+class _Measuring:
+    def __init__(
+        self,
+        model: Model,
+        packing: Packing,
+        samples: Sequence[Any],
+        repeats: int,
+        known: Sequence[LayerMeasurement],
+    ) -> None:
+        if repeats < 1:
+            raise InputError("repeats", f"{repeats} is below 1")
+        self.model, self.packing, self.samples, self.repeats = model, packing, samples, repeats
+        self.seen = {(row.module, row.kind, row.lengths) for row in known}
+        self.found: list[LayerMeasurement] = []
+        self.flows: dict[str, bool] = {}
+        for module in model.modules:
+            self.flows[module.name] = not module.frozen or any(self.flows[name] for name in module.after)
+
+    def run(self) -> list[LayerMeasurement]:
+        for microbatch in range(len(self.packing.microbatches)):
+            outputs: dict[str, Tensor] = {}
+            for module in self.model.modules:
+                parts = range(len(self.packing.parts_of(microbatch, module.name)))
+                upstream = tuple(outputs[name] for name in module.after)
+                pieces = [self._part(module, microbatch, sub, upstream, len(parts)) for sub in parts]
+                outputs[module.name] = (
+                    torch.cat(pieces) if pieces else empty_output(module.spec, torch.device("cpu"))
+                )
+        return self.found
+
+    def _part(
+        self, module: Module, microbatch: int, sub: int, upstream: tuple[Tensor, ...], num_parts: int
+    ) -> Tensor:
+        """Run one part through its module, measuring what is new; return the module's output."""
+        part = make_part(module.spec, self.packing, self.samples, microbatch, sub)
+        workload = self.packing.parts_of(microbatch, module.name)[sub].workload
+        context = {} if module.context is None else module.context(part)
+        given: Any = () if module.inputs is None else module.inputs(part)
+        inputs: tuple[Any, ...] = given if isinstance(given, tuple) else (given,)
+        if num_parts > 1:
+            # Where a cut module reads another one, both are cut alike, part by part.
+            upstream = tuple(self._rows(tensor, module, microbatch, sub) for tensor in upstream)
+        arguments: tuple[Any, ...] = (*inputs, *upstream)
+        needs_gradient = [False] * len(inputs) + [self.flows[name] for name in module.after]
+        last = len(module.layers) - 1
+        output: Tensor | None = None
+        for number, spec in enumerate(module.spec.flat_layers):
+            layer: Callable[..., Tensor] = module.layers[number]
+            with torch.no_grad():
+                output = layer(*arguments, **context)
+            self._check(module, number, output, spec.output.resolve(workload), torch_dtype(spec.output.dtype))
+            key = (module.name, spec.kind, workload.lengths)
+            if key not in self.seen:
+                self.seen.add(key)
+                if number == last and module is self.model.modules[-1]:
+                    layer = _with_loss(layer, self.model, part)
+                self._measure(key, layer, arguments, needs_gradient, context)
+            arguments, needs_gradient = (output,), [self.flows[module.name]]
+        assert output is not None
+        return output
+
+    def _rows(self, tensor: Tensor, module: Module, microbatch: int, sub: int) -> Tensor:
+        """The rows of an upstream output that belong to one part, by share of tokens."""
+        parts = self.packing.parts_of(microbatch, module.name)
+        by_tokens = tensor.shape[0] == sum(part.workload.num_tokens for part in parts)
+        sizes = [part.workload.num_tokens if by_tokens else part.count for part in parts]
+        return tensor.narrow(0, sum(sizes[:sub]), sizes[sub])
+
+    def _check(
+        self, module: Module, number: int, output: Tensor, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> None:
+        last_of_all = module is self.model.modules[-1] and number == len(module.layers) - 1
+        if not last_of_all and (output.shape != shape or output.dtype != dtype):
+            which = "output" if number == len(module.layers) - 1 else "hidden"
+            raise InputError(
+                f"module {module.name!r}.{which}",
+                f"states {shape} {dtype}, layer {number} gave {tuple(output.shape)} {output.dtype}",
+                "correct the stated shape, or the sizes in the samples' metadata",
+            )
+
+    def _measure(
+        self,
+        key: tuple[str, str, tuple[int, ...]],
+        layer: Callable[..., Tensor],
+        arguments: tuple[Any, ...],
+        needs_gradient: list[bool],
+        context: dict[str, Any],
+    ) -> None:
+        trained = self.flows[key[0]]
+        leaves: list[Any] = [
+            x.detach().requires_grad_(needs) if isinstance(x, Tensor) and x.is_floating_point() else x
+            for x, needs in zip(arguments, needs_gradient, strict=True)
+        ]
+        parameters = list(_parameters(layer))
+        before = [p.grad for p in parameters]
+        for parameter in parameters:
+            parameter.grad = None
+        forward_s, backward_s, saved = [], [], 0
+        for run in range(_WARM_UP + self.repeats):
+            for leaf in leaves:
+                if isinstance(leaf, Tensor):
+                    leaf.grad = None
+            storages: dict[int, int] = {}
+            hooks = saved_tensors_hooks(_counting(storages), lambda tensor: tensor)
+            # Counting costs time: only the warm-up counts.
+            counts = run == 0 and trained
+            if counts:
+                hooks.__enter__()
+            begin = time.perf_counter()
+            with torch.set_grad_enabled(trained):
+                output = layer(*leaves, **context)
+            middle = time.perf_counter()
+            if counts:
+                hooks.__exit__(None, None, None)
+                saved = _num_bytes(storages, [*parameters, *context.values()])
+            gradient = torch.ones_like(output)
+            start = time.perf_counter()
+            if output.requires_grad:
+                torch.autograd.backward(output, gradient)
+            end = time.perf_counter()
+            if run >= _WARM_UP:
+                forward_s.append(middle - begin)
+                backward_s.append(end - start)
+        for parameter, gradient_before in zip(parameters, before, strict=True):
+            parameter.grad = gradient_before
+        self.found.append(
+            LayerMeasurement(
+                module=key[0], kind=key[1], lengths=key[2], forward_s=statistics.median(forward_s),
+                backward_s=statistics.median(backward_s) if trained else 0.0, activation_bytes=saved,
+            )
+        )  # fmt: skip
+
+
+class _WithLoss(torch.nn.Module):
+    def __init__(self, layer: Callable[..., Tensor], model: Model, part: Part) -> None:
+        super().__init__()
+        self.layer, self.loss, self.part = layer, model.loss, part
+
+    def forward(self, *args: Any, **context: Any) -> Tensor:
+        return self.loss(self.layer(*args, **context), self.part)
+
+
+def _with_loss(layer: Callable[..., Tensor], model: Model, part: Part) -> Callable[..., Tensor]:
+    return _WithLoss(layer, model, part)
+
+
+def _parameters(layer: Callable[..., Tensor]) -> list[Tensor]:
+    return list(layer.parameters()) if isinstance(layer, torch.nn.Module) else []
+
+
+def _counting(storages: dict[int, int]) -> Callable[[Tensor], Tensor]:
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        storages[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    return pack
+
+
+def _num_bytes(storages: dict[int, int], held_anyway: list[Any]) -> int:
+    for value in held_anyway:
+        if isinstance(value, Tensor):
+            storages.pop(value.untyped_storage().data_ptr(), None)
+    return sum(storages.values())

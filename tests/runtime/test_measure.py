@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipeloom.errors import InputError
+from pipeloom.packing import Microbatch, Packing, SubMicrobatch
+from pipeloom.runtime import Model, Module, measure_layers
+from pipeloom.spec import Batch, Sample, TensorShape, Workload
+
+from .cases import random_run
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_every_kind_is_measured_on_every_workload(seed: int) -> None:
+    run = random_run(seed)
+    rows = measure_layers(run.model, run.case.packing, run.documents, repeats=1)
+    wanted = {
+        (module.name, layer.kind, part.workload.lengths)
+        for module in run.model.spec.modules
+        for layer in module.layers
+        for microbatch in range(len(run.case.packing.microbatches))
+        for part in run.case.packing.parts_of(microbatch, module.name)
+    }
+    assert {(row.module, row.kind, row.lengths) for row in rows} == wanted
+    assert len(rows) == len(wanted)
+    for row in rows:
+        trained = run.case.layout.has_backward(row.module)
+        assert row.forward_s > 0
+        assert (row.backward_s > 0) == trained
+        assert (row.activation_bytes > 0) == trained
+    for module in run.model.modules:
+        assert all(p.grad is None for layer in module.layers for p in layer.parameters())
+    assert measure_layers(run.model, run.case.packing, run.documents, repeats=1, known=rows) == []
+
+
+class Exp(nn.Module):
+    """Saves its output and nothing else."""
+
+    def forward(self, x: Tensor, *, mask: Tensor) -> Tensor:
+        return x.exp()
+
+
+class Masked(nn.Module):
+    """Saves its input, for the weight, and the mask, which is not its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor, *, mask: Tensor) -> Tensor:
+        return (x * self.weight) * mask
+
+
+def one_sample() -> tuple[Packing, list[Tensor]]:
+    part = SubMicrobatch(0, 1, Workload((5,)))
+    packing = Packing(Batch((Sample("a", 5),)), ("lm",), (Microbatch((0,), ((part,),)),))
+    return packing, [torch.randn(5, 4)]
+
+
+def small_model(hidden: tuple[int | str, ...]) -> Model:
+    module = Module(
+        "lm",
+        [Exp(), Masked(), Masked()],
+        reads="sequence",
+        hidden=TensorShape(hidden),  # type: ignore[arg-type]
+        output=("tokens", 4),
+        inputs=lambda part: part.samples[0],
+        context=lambda part: {"mask": torch.ones(5, 1)},
+    )
+    return Model([module], lambda output, part: output.square().sum(), lambda sample: 1.0)
+
+
+def test_saved_bytes_are_those_of_activations_alone() -> None:
+    packing, samples = one_sample()
+    rows = {row.kind: row for row in measure_layers(small_model(("tokens", 4)), packing, samples, repeats=1)}
+    # The inputs of layer 0 are data, without a gradient, so that Exp saves nothing.
+    assert rows["Exp[0]"].activation_bytes == 0
+    # Its input, 5 by 4 numbers of 4 bytes; not the weight, and not the mask.
+    assert rows["Masked[4]"].activation_bytes == 5 * 4 * 4
+
+
+def test_a_wrong_shape_is_named() -> None:
+    packing, samples = one_sample()
+    with pytest.raises(InputError, match=r"module 'lm'.hidden: states \(5, 8\).*layer 0 gave \(5, 4\)"):
+        measure_layers(small_model(("tokens", 8)), packing, samples)
