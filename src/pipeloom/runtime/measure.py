@@ -31,8 +31,8 @@ def measure_layers(
     """Time one layer of every kind on every part of a packed batch.
 
     Layers run on what they would get in training: the user's inputs, and the outputs of the layers before.
-    The last layer of the last module includes the loss, if it is the first of its kind. Layers through which no gradient flows have a
-    ``backward_s`` of 0 and save nothing.
+    The last layer of the last module includes the loss, if it is the first of its kind. Layers through which no
+    gradient flows have a ``backward_s`` of 0 and save nothing.
 
     Parameters
     ----------

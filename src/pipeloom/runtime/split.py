@@ -7,6 +7,7 @@ asked for its weights alone, so that the matrix products of the first half are n
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -21,11 +22,43 @@ class _Junction:
 
     node: Node
     weights: list[Tensor]
+    towards_leaf: tuple[bool, ...]
+    """Which of the node's children lead to an input."""
+    shared: bool = False
+    """A weight of it is one of another junction too."""
     gradients: tuple[Tensor | None, ...] = ()
 
     def catch(self, gradients: tuple[Tensor | None, ...]) -> None:
         """Keep what flows into the node."""
         self.gradients = gradients
+
+    def cut(
+        self, towards_children: tuple[Tensor | None, ...], _: tuple[Tensor | None, ...]
+    ) -> tuple[Tensor | None, ...]:
+        """Let nothing flow on towards an input, where it would reach a shared weight a second time."""
+        return tuple(
+            None if leaf else gradient
+            for gradient, leaf in zip(towards_children, self.towards_leaf, strict=True)
+        )
+
+    def weight_gradients(self) -> tuple[Tensor | None, ...]:
+        """Run the node, and what lies between it and its weights, for the weights alone."""
+        edges = [(i, g) for i, g in enumerate(self.gradients) if g is not None]
+        if not edges:
+            return (None,) * len(self.weights)
+        hook = self.node.register_hook(self.cut) if self.shared else None
+        try:
+            return torch.autograd.grad(
+                tuple(GradientEdge(self.node, i) for i, _ in edges),
+                self.weights,
+                tuple(g for _, g in edges),
+                # Nodes may lie behind two junctions; all are freed with the graph when this is done.
+                retain_graph=True,
+                allow_unused=True,
+            )
+        finally:
+            if hook is not None:
+                hook.remove()
 
 
 @dataclass(slots=True)
@@ -34,7 +67,7 @@ class DeferredWeights:
 
     junctions: list[_Junction] = field(default_factory=list)
     whole: tuple[GradientEdge, Tensor, list[Tensor]] | None = None
-    """Output, its gradient and all weights, where the graph cannot be split."""
+    """Output, its gradient and all weights, of a graph without inputs."""
 
     def accumulate(self) -> None:
         """Compute the weight gradients and add them to ``.grad``."""
@@ -43,17 +76,7 @@ class DeferredWeights:
             if weights:
                 _accumulate(weights, torch.autograd.grad((output,), weights, (gradient,), allow_unused=True))
         for junction in self.junctions:
-            edges = [(i, g) for i, g in enumerate(junction.gradients) if g is not None]
-            if edges:
-                gradients = torch.autograd.grad(
-                    tuple(GradientEdge(junction.node, i) for i, _ in edges),
-                    junction.weights,
-                    tuple(g for _, g in edges),
-                    # Nodes behind two junctions run twice; everything is freed with the graph, below.
-                    retain_graph=True,
-                    allow_unused=True,
-                )
-                _accumulate(junction.weights, gradients)
+            _accumulate(junction.weights, junction.weight_gradients())
         self.junctions, self.whole = [], None
 
 
@@ -71,18 +94,17 @@ def backward_inputs(output: Tensor, gradient: Tensor, leaves: Sequence[Tensor]) 
     """
     edge = get_gradient_edge(output)
     order, leads_to_leaf, weights_behind = _survey(edge.node, leaves)
-    weights = [w for node in order if (w := _variable(node)) is not None and node not in leads_to_leaf]
     if not leads_to_leaf:
+        weights = [w for node in order if (w := _variable(node)) is not None]
         return DeferredWeights(whole=(edge, gradient, weights))
     junctions = [
-        _Junction(node, behind)
+        _Junction(node, behind, tuple(child in leads_to_leaf for child, _ in node.next_functions))
         for node in order
         if node in leads_to_leaf and (behind := _unique(weights_behind, node, leads_to_leaf))
     ]
-    shared = len({id(w) for j in junctions for w in j.weights}) < sum(len(j.weights) for j in junctions)
-    if shared:
-        # A weight used at two junctions, one behind the other, would be counted twice: walk the graph whole.
-        junctions = []
+    uses = Counter(id(weight) for junction in junctions for weight in junction.weights)
+    for junction in junctions:
+        junction.shared = any(uses[id(weight)] > 1 for weight in junction.weights)
     hooks: list[Callable[[], None]] = [j.node.register_prehook(j.catch).remove for j in junctions]
     try:
         found = torch.autograd.grad((edge,), leaves, (gradient,), retain_graph=True, allow_unused=True)
@@ -90,7 +112,7 @@ def backward_inputs(output: Tensor, gradient: Tensor, leaves: Sequence[Tensor]) 
         for remove in hooks:
             remove()
     _accumulate(leaves, found)
-    return DeferredWeights(junctions, (edge, gradient, weights) if shared else None)
+    return DeferredWeights(junctions)
 
 
 def _survey(root: Node, leaves: Sequence[Tensor]) -> tuple[list[Node], set[Node], dict[Node, list[Tensor]]]:

@@ -1,0 +1,222 @@
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipeloom.errors import ExecutionError, InputError
+from pipeloom.packing import Microbatch, Packing, PackingSpec, SubMicrobatch, pack
+from pipeloom.plan import Action, ExecutionPlan, boundary_shapes, lower
+from pipeloom.runtime import Executor, Model, Module, ThreadHub
+from pipeloom.runtime.blocks import block_bounds
+from pipeloom.spec import Batch, Chunk, Layout, ModuleLayout, Sample, Workload
+from pipeloom.taskgraph import build_graph
+from tests.plan.cases import RandomCosts, earliest, random_schedule
+
+from .cases import Run, expected, random_run, run_threads, take_gradients, total_loss
+
+
+def one_rank(run: Run) -> Executor:
+    return Executor(run.model, run.case.layout, 0, ThreadHub().transport(0))
+
+
+def test_layers_are_recomputed_as_often_as_the_plan_says() -> None:
+    for seed in range(10):
+        run = random_run(seed, strategies=("keep", "recompute", "mixed"))
+        layout = run.case.layout
+        wanted = 0
+        for actions in run.case.plan.ranks:
+            for action in actions:
+                if action.verb != "F":
+                    continue
+                chunk = layout.chunks[layout.chunk_names.index(action.chunk)]
+                if not layout.has_backward(chunk.module):
+                    continue
+                words = action.strategy.split(",")
+                words = words * chunk.num_layers if len(words) == 1 else words
+                wanted += words.count("recompute")
+                # The loss belongs to the last layer, and is recomputed with it.
+                is_last = chunk == layout.chunks[-1]
+                wanted += is_last and words[-1] == "recompute"
+        assert sum(result.num_recomputed for result in run_threads(run)) == wanted
+
+
+def test_a_batch_without_images_leaves_the_encoder_without_gradients() -> None:
+    seed = 0
+    while True:
+        run = random_run(seed, 2)
+        names = [module.name for module in run.model.modules]
+        if names == ["vision", "lm"] and not run.model.modules[0].frozen:
+            break
+        seed += 1
+    batch = Batch(tuple(Sample(s.id, s.text_tokens) for s in run.case.packing.batch.samples))
+    documents = [replace(d, images=()) for d in run.documents]
+
+    layout, spec = run.case.layout, run.case.model
+    packing = pack(batch, spec, layout, PackingSpec(10))
+    graph = build_graph(layout, packing, RandomCosts(1, True))
+    schedule = random_schedule(random.Random(1), graph)
+    plan = lower(graph, schedule, earliest(graph, schedule), layout, packing, boundary_shapes(spec, layout))
+    case = replace(run.case, packing=packing, graph=graph, schedule=schedule)
+    text_only = Run(case, run.model, documents)
+    loss, wanted = expected(text_only)
+    results = run_threads(text_only, plan)
+    found = take_gradients(run.model)
+    assert abs(total_loss(results) - loss) < 1e-12
+    assert {name for name, gradient in found.items() if gradient is None} == {
+        name for name, gradient in wanted.items() if gradient is None
+    }
+    assert all(gradient is None for name, gradient in found.items() if name.startswith("vision"))
+
+
+def test_times_are_those_of_the_actions_in_order() -> None:
+    run = random_run(4, 2)
+    for rank, result in enumerate(run_threads(run)):
+        actions = run.case.plan.ranks[rank]
+        assert [(t.verb, t.chunk, t.microbatch, t.sub_microbatch) for t in result.times] == [
+            (a.verb, a.chunk, a.microbatch, a.sub_microbatch) for a in actions
+        ]
+        assert [t.verb for t in result.compute_times] == [a.verb for a in actions if a.verb in "FBIW"]
+        ends = [t.end_ns for t in result.times]
+        assert ends == sorted(ends)
+        assert all(t.start_ns <= t.end_ns for t in result.times)
+
+
+def test_a_plan_for_another_layout_or_batch_is_refused() -> None:
+    run = random_run(6, 1)
+    executor = one_rank(run)
+    plan, packing = run.case.plan, run.case.packing
+    with pytest.raises(ExecutionError, match="for layout 00000000"):
+        executor.run(ExecutionPlan(1, 0, "00000000", plan.ranks), packing, run.documents)
+    with pytest.raises(ExecutionError, match="samples were given"):
+        executor.run(plan, packing, run.documents[1:])
+    program = executor.prepare(plan, packing)
+    executor.run_program(program, run.documents)
+    with pytest.raises(ExecutionError, match="runs once"):
+        executor.run_program(program, run.documents)
+    with pytest.raises(ExecutionError, match="the batch has"):
+        executor.run(plan, packing, run.documents, normaliser=0.0)
+
+
+def test_a_message_of_another_shape_than_the_model_states_is_refused() -> None:
+    run = next(
+        run
+        for seed in range(100)
+        if any(a.verb == "SF" for run in [random_run(seed, 2)] for a in run.case.plan.ranks[0])
+        for run in [random_run(seed, 2)]
+    )
+    plan = run.case.plan
+
+    def grown(action: Action) -> Action:
+        if action.shape is None:
+            return action
+        fields = {name: getattr(action, name) for name in action.__struct_fields__}
+        return Action(**(fields | {"shape": (action.shape[0] + 1, *action.shape[1:])}))
+
+    changed = tuple(tuple(map(grown, actions)) for actions in plan.ranks)
+    with pytest.raises(ExecutionError, match="the model states"):
+        Executor(run.model, run.case.layout, 0, ThreadHub().transport(0)).run(
+            ExecutionPlan(2, plan.iteration, plan.layout, changed), run.case.packing, run.documents
+        )
+
+
+class Widen(nn.Module):
+    def forward(self, x: Tensor, **_: Tensor) -> Tensor:
+        return torch.cat([x, x], dim=1)
+
+
+def test_an_output_of_another_shape_than_stated_names_the_module_and_the_remedy() -> None:
+    seed = 0
+    while (
+        len((run := random_run(seed, 1)).case.layout.chunks) < 2 or run.case.layout.chunks[0].num_layers < 2
+    ):
+        seed += 1
+    first = run.model.modules[0]
+    layers = [*first.layers]
+    layers[run.case.layout.chunks[0].layers[1]] = Widen()
+    changed = Model(
+        (replace(first, layers=layers), *run.model.modules[1:]), run.model.loss, run.model.num_targets
+    )
+    with pytest.raises(
+        ExecutionError, match=rf"module '{first.name}', layers 0..\d+, gave .*, 6\).*stated is .*, 3\)"
+    ):
+        run_threads(replace(run, model=changed))
+
+
+def test_an_unknown_strategy_is_refused() -> None:
+    assert block_bounds("keep", 3) == ((0, 3, False),)
+    assert block_bounds("recompute,recompute,keep", 3) == ((0, 2, True), (2, 3, False))
+    with pytest.raises(ExecutionError, match="'teleport' is unknown"):
+        block_bounds("teleport", 3)
+    with pytest.raises(ExecutionError, match="is for 2 layers, there are 3"):
+        block_bounds("keep,keep", 3)
+
+
+def test_a_layout_of_another_model_is_refused() -> None:
+    run = random_run(6, 1)
+    layout = run.case.layout
+    with pytest.raises(InputError, match="rank"):
+        Executor(run.model, layout, 1, ThreadHub().transport(0))
+    stranger = Layout(
+        1,
+        tuple(ModuleLayout(m.name, m.after, not m.frozen) for m in layout.modules),
+        layout.chunks,
+    )
+    with pytest.raises(InputError, match="frozen"):
+        Executor(run.model, stranger, 0, ThreadHub().transport(0))
+
+
+class Noisy(nn.Module):
+    """Dropout, and a count of how often it ran."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return torch.nn.functional.dropout(self.inner(x), 0.5)
+
+
+@pytest.mark.parametrize("backward", ["B", "I W"])
+@pytest.mark.parametrize("strategy", ["recompute", "keep,recompute,recompute", "recompute,keep,keep"])
+def test_dropout_falls_alike_when_recomputed(strategy: str, backward: str) -> None:
+    layout = Layout(1, (ModuleLayout("lm"),), (Chunk("lm", (0, 2), 0),))
+    samples = [torch.randn(5, 4), torch.randn(2, 4)]
+    packing = Packing(
+        Batch((Sample("a", 5), Sample("b", 2))),
+        ("lm",),
+        tuple(Microbatch((i,), ((SubMicrobatch(0, 1, Workload((n,))),),)) for i, n in enumerate((5, 2))),
+    )
+    gradients, calls = [], []
+    for chosen in ("keep", strategy):
+        torch.manual_seed(0)
+        module = Module(
+            "lm",
+            [Noisy(), Noisy(), Noisy()],
+            reads="sequence",
+            hidden=("tokens", 4),
+            output=("tokens", 4),
+            inputs=lambda part: part.samples[0],
+        )
+        model = Model([module], lambda output, part: output.square().sum(), lambda sample: 1.0)
+        verbs = ["F", "F", *(verb for _ in (0, 1) for verb in backward.split())]
+        numbers = [0, 1, *sorted([0, 1] * len(backward.split()))]
+        actions = tuple(
+            Action(verb=v, chunk="lm.0", microbatch=m, strategy=chosen if v == "F" else "")  # type: ignore[arg-type]
+            for v, m in zip(verbs, numbers, strict=True)
+        )
+        plan = ExecutionPlan(1, 0, layout.digest, (actions,))
+        torch.manual_seed(1)
+        Executor(model, layout, 0, ThreadHub().transport(0)).run(plan, packing, samples)
+        gradients.append(take_gradients(model))
+        calls.append([layer.calls for layer in module.layers])  # type: ignore[union-attr]
+    words = strategy.split(",") * (3 if strategy == "recompute" else 1)
+    assert calls == [[2, 2, 2], [2 + 2 * (word == "recompute") for word in words]]
+    for name, gradient in gradients[0].items():
+        assert gradient is not None
+        torch.testing.assert_close(gradients[1][name], gradient, rtol=1e-6, atol=1e-7)

@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pipeloom.runtime.split import backward_inputs
+
+
+class CountProducts(TorchDispatchMode):
+    """Counts matrix products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._opname in ("mm", "addmm", "bmm"):
+            self.counts[func._opname] += 1
+        return func(*args, **(kwargs or {}))
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(8), nn.Linear(8, 24), nn.Linear(8, 8)
+        self.bias = nn.Parameter(torch.randn(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm(x)).chunk(3, dim=-1)
+        return x + self.out(torch.softmax(q @ k.T, dim=-1) @ v) + self.bias
+
+
+class TwiceInARow(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(torch.tanh(self.inner(x)))
+
+
+class Gated(nn.Module):
+    """A weight that passes through other operations before it meets the input, and one that never does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.randn(8)), nn.Parameter(torch.randn(8))
+        self.idle = nn.Parameter(torch.randn(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.sigmoid(self.a * self.b) + self.a.exp()
+
+
+def gradients(
+    model: nn.Module, x: Tensor, split: bool
+) -> tuple[list[Tensor | None], Tensor | None, Counter[str]]:
+    leaf = x.detach().requires_grad_()
+    model.zero_grad(set_to_none=True)
+    output = model(leaf)
+    gradient = torch.cos(torch.arange(output.numel(), dtype=output.dtype)).view_as(output)
+    with CountProducts() as products:
+        if split:
+            deferred = backward_inputs(output, gradient, [leaf])
+            assert all(p.grad is None for p in model.parameters())
+            assert leaf.grad is not None
+            del output
+            deferred.accumulate()
+        else:
+            torch.autograd.backward(output, gradient)
+    return [p.grad for p in model.parameters()], leaf.grad, products.counts
+
+
+@pytest.mark.parametrize(
+    ("layers", "repeats_nothing"),
+    [
+        ([Attention], True),
+        ([Attention, Gated, Attention], True),
+        ([nn.Identity, Gated], True),
+        # A weight used twice costs one more product at each use.
+        ([Attention, TwiceInARow], False),
+        ([TwiceInARow, Gated, TwiceInARow], False),
+    ],
+)
+def test_both_halves_together_are_the_whole(layers: list[type[nn.Module]], repeats_nothing: bool) -> None:
+    torch.manual_seed(len(layers))
+    model = nn.Sequential(*(layer() for layer in layers)).double()
+    x = torch.randn(6, 8, dtype=torch.float64)
+    whole, whole_input, products = gradients(model, x, split=False)
+    halves, halves_input, split_products = gradients(model, x, split=True)
+    torch.testing.assert_close(halves_input, whole_input, rtol=1e-12, atol=1e-12)
+    for mine, wanted in zip(halves, whole, strict=True):
+        assert (mine is None) == (wanted is None)
+        if mine is not None:
+            torch.testing.assert_close(mine, wanted, rtol=1e-12, atol=1e-12)
+    if repeats_nothing:
+        assert split_products == products
+
+
+def test_without_inputs_all_work_is_deferred() -> None:
+    model = Attention()
+    output = model(torch.randn(4, 8))
+    deferred = backward_inputs(output, torch.ones_like(output), [])
+    assert all(p.grad is None for p in model.parameters())
+    deferred.accumulate()
+    assert all(p.grad is not None for p in model.parameters())
