@@ -22,6 +22,7 @@ from pipeloom.io.schedule import (
     schedule_from_document,
     write_schedule,
 )
+from pipeloom.io.specs import read_spec
 
 __all__ = [
     "Loaded",
@@ -43,6 +44,7 @@ __all__ = [
     "read_plan",
     "read_samples",
     "read_schedule",
+    "read_spec",
     "read_text",
     "schedule_document",
     "schedule_from_document",

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from pipeloom.cost import Profile
 from pipeloom.cost.layers import LayerTable
 from pipeloom.errors import InputError
 from pipeloom.io import batches, instance, layers, layout, samples, schedule
-from pipeloom.io.document import parse_document, show
+from pipeloom.io.document import convert, locate, parse_document, show
 from pipeloom.io.files import PathLike, printable, read_text
-from pipeloom.plan import ExecutionPlan
+from pipeloom.plan import ExecutionPlan, from_text
 from pipeloom.spec import Layout, Sample
 from pipeloom.taskgraph import TaskGraph
 
@@ -19,10 +20,13 @@ Loaded = (
     | schedule.StatedSchedule
     | Layout
     | LayerTable
+    | Profile
     | batches.PackedBatches
     | ExecutionPlan
     | tuple[Sample, ...]
 )
+
+_PROFILE = "pipeloom.profile/1"
 
 _READERS: dict[str, Callable[[dict[str, Any], str], Loaded]] = {
     instance.FORMAT: instance.instance_from_document,
@@ -30,6 +34,7 @@ _READERS: dict[str, Callable[[dict[str, Any], str], Loaded]] = {
     layout.FORMAT: layout.layout_from_document,
     layers.FORMAT: layers.layers_from_document,
     batches.FORMAT: batches.batches_from_document,
+    _PROFILE: lambda document, where: convert(document, Profile, where),
 }
 
 
@@ -44,7 +49,7 @@ def load(path: PathLike) -> Loaded:
 
     Returns
     -------
-    TaskGraph, StatedSchedule, Layout, LayerTable, PackedBatches, ExecutionPlan or tuple of Sample
+    TaskGraph, StatedSchedule, Layout, LayerTable, Profile, PackedBatches, ExecutionPlan or tuple of Sample
 
     Raises
     ------
@@ -74,9 +79,9 @@ def read_plan(path: PathLike) -> ExecutionPlan:
 
 def plan_from_text(text: str, where: str) -> ExecutionPlan:
     """Parse a plan; errors begin with the file's name."""
-    from pipeloom.plan import from_text
-
     try:
         return from_text(text)
     except InputError as error:
-        raise InputError(f"{where}: {error.entity}", error.problem, error.remedy) from error
+        raise locate(error, where) from error
+    except ValueError as error:  # an integer of thousands of digits
+        raise InputError(where, "has a number with too many digits") from error

@@ -260,8 +260,8 @@ def _memory(track: Track, span: Range1d, unit_ns: int, unit: str) -> Any:
         )  # fmt: skip
     look: Any = {
         "orientation": "horizontal", "location": "top_right", "label_text_font_size": "10px", "spacing": 10,
-        "label_text_font": _FONT, "glyph_width": 14, "padding": 2, "margin": 2, "border_line_color": None, "background_fill_alpha": 0.75,
-        "click_policy": "mute",
+        "label_text_font": _FONT, "glyph_width": 14, "padding": 2, "margin": 2, "border_line_color": None,
+        "background_fill_alpha": 0.75, "click_policy": "mute",
     }  # fmt: skip
     plot.add_layout(Legend(items=items, **look))
     return plot

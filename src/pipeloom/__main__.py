@@ -1,0 +1,5 @@
+"""``python -m pipeloom``."""
+
+from pipeloom.cli import main
+
+main()

@@ -1,0 +1,157 @@
+"""The command line's frame: commands imported when called, errors as one line and an exit code.
+
+Exit codes: 0 done; 1 a check or a verification failed; 2 wrong input, or nothing can satisfy it;
+70 a defect of Pipeloom itself; 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import typer
+
+from pipeloom import __version__
+from pipeloom.errors import PipeloomError
+
+# Newer versions of Typer carry their own click; its public names lead to whichever it uses.
+UsageError: Any = typer.BadParameter.__bases__[0]
+ClickException: Any = UsageError.__bases__[0]
+
+FAILED, WRONG_INPUT, DEFECT, INTERRUPTED = 1, 2, 70, 130
+
+
+class Command(NamedTuple):
+    """Where a command lives, and its one line in the overview, so that the overview imports none of them."""
+
+    module: str
+    line: str
+
+
+COMMANDS = {
+    "train": Command(
+        "train", "Train a model over pipeline ranks, each iteration with a schedule made for its batch."
+    ),
+    "plan": Command("plan", "Make the plan of one batch from files: packing, instance, schedule, plan text."),
+    "solve": Command("solve", "Search a schedule for an instance."),
+    "check": Command("check", "Say whether a schedule is feasible for an instance, and where not."),
+    "simulate": Command("simulate", "Run a schedule in the simulator: times, bubbles, memory; draw it."),
+    "verify": Command(
+        "verify", "Prove an execution plan complete and free of deadlock, or show where it stops."
+    ),
+    "report": Command(
+        "report", "Show a training run, or compare schedules: table, timeline page, trace, picture."
+    ),
+    "planner": Command("planner", "The planner service; the trainer starts it itself."),
+}
+_HIDDEN = frozenset({"planner"})
+_EPILOG = (
+    "A first schedule: pipeloom solve INSTANCE --budget 1 --out SCHEDULE, then pipeloom check INSTANCE SCHEDULE. "
+    "File formats: docs/formats.md."
+)
+
+
+def make_app(names: Sequence[str]) -> typer.Typer:
+    """Build the application; only the commands in ``names`` are imported, the others are one line of help."""
+    app = typer.Typer(
+        name="pipeloom", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]}, epilog=_EPILOG,
+    )  # fmt: skip
+    app.callback(
+        help="Plan, emulate and run pipeline-parallel training, with a schedule made for every batch."
+    )(_root)
+    for name, command in COMMANDS.items():
+        hidden = name in _HIDDEN
+        if name in names:
+            module = import_module(f"pipeloom.cli.{command.module}")
+            function = getattr(module, name)
+            app.command(
+                name,
+                help=_paragraphs(function.__doc__),
+                epilog=getattr(module, "EPILOG", None),
+                hidden=hidden,
+            )(function)
+        else:
+            app.command(name, help=command.line, hidden=hidden)(_not_loaded)
+    return app
+
+
+def _paragraphs(docstring: str) -> str:
+    """A docstring whose paragraphs the terminal may wrap as it likes."""
+    return "\n\n".join(" ".join(part.split()) for part in docstring.split("\n\n"))
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"pipeloom {__version__}")
+        raise typer.Exit
+
+
+def _root(
+    version: bool = typer.Option(
+        False, "--version", help="Print the version and leave.", is_eager=True, callback=_show_version
+    ),
+) -> None:
+    """Take the options that stand before a command."""
+
+
+def _not_loaded() -> None:
+    """Stand in for a command in the overview; `run` imports a command before it is called."""
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run one command line and return its exit code; nothing but a defect leaves a traceback."""
+    named = next((word for word in arguments if not word.startswith("-")), "")
+    try:
+        app = make_app([named] if named in COMMANDS else [])
+        command = typer.main.get_command(app)
+        result = command.main(list(arguments), prog_name="pipeloom", standalone_mode=False)
+        sys.stdout.flush()
+        return result if isinstance(result, int) else 0
+    except typer.Exit as leave:
+        return leave.exit_code
+    except UsageError as error:
+        place = error.ctx.command_path if error.ctx is not None else "pipeloom"
+        problem = error.format_message().rstrip(".")
+        if problem:  # there is none where no argument at all was given, and the help has been shown
+            _say(f"{problem}; see {place} --help", place)
+        return WRONG_INPUT
+    except ClickException as error:
+        return _refuse(error.format_message())
+    except PipeloomError as error:
+        return _refuse(str(error))
+    except (KeyboardInterrupt, typer.Abort):
+        _say("interrupted")
+        return INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read our output has gone (a pager, head): that is no error of ours.
+        _forget_stdout()
+        return 0
+    except MemoryError:
+        return _refuse("the input needs more memory than there is")
+    except Exception as error:
+        if os.environ.get("PIPELOOM_TRACEBACK"):
+            raise
+        _say(
+            f"internal error, a defect of Pipeloom: {type(error).__name__}: {error} (PIPELOOM_TRACEBACK=1 shows where)"
+        )
+        return DEFECT
+
+
+def _refuse(message: str) -> int:
+    _say(message)
+    return WRONG_INPUT
+
+
+def _say(message: str, place: str = "pipeloom") -> None:
+    """One line on standard error, whatever the message holds."""
+    line = " ".join(message.split())
+    print(f"{place}: {''.join(c if c.isprintable() else repr(c)[1:-1] for c in line)}", file=sys.stderr)
+
+
+def _forget_stdout() -> None:
+    devnull = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(devnull, sys.stdout.fileno())

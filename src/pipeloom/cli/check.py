@@ -1,0 +1,100 @@
+"""`pipeloom check`: the independent checker over files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import typer
+
+from pipeloom.cli.output import JSON_HELP, figures_document, figures_text, print_json, print_note
+from pipeloom.errors import InputError
+from pipeloom.io import StatedSchedule, read_instance, read_schedule
+from pipeloom.report import figures, make_track
+from pipeloom.taskgraph import NS_PER_S, TaskGraph
+from pipeloom.timeline import check as check_schedule
+from pipeloom.timeline import lower_bound, memory_curve, simulate
+
+EPILOG = (
+    "Example: pipeloom check tiny.json tiny.schedule.json. Exit code 0: feasible; 1: violated, each violation on a "
+    "line of its own; 2: a file is wrong."
+)
+
+
+def check(
+    instance: Path = typer.Argument(..., metavar="INSTANCE", help="A pipeloom.instance/1 file."),
+    schedule: Path = typer.Argument(..., metavar="SCHEDULE", help="A pipeloom.schedule/1 file."),
+    json: bool = typer.Option(False, "--json", help=JSON_HELP),
+) -> None:
+    """Say whether a schedule is feasible for an instance, and where not.
+
+    Judges the order of tasks, the stated start times (overlap, edges, earliest start), the memory of every rank, and
+    the stated figures (makespan, bound, peaks). It shares no code with the simulator and the searches.
+    """
+    graph = read_instance(instance)
+    stated = read_schedule(schedule)
+    if stated.instance != graph.name:
+        print_note(
+            f"note: {schedule} is for instance {stated.instance!r}, {instance} is named {graph.name!r}"
+        )
+    violations = judge(graph, stated, str(schedule))
+    document: dict[str, object] = {
+        "feasible": not violations,
+        "instance": graph.name,
+        "violations": [{"kind": kind, "message": message} for kind, message in violations],
+    }
+    if violations:
+        if json:
+            print_json(document)
+        else:
+            typer.echo(
+                f"violated: {schedule} breaks {len(violations)} rule{'s' * (len(violations) > 1)} of {instance}"
+            )
+            for kind, message in violations:
+                typer.echo(f"  {kind}: {message}")
+        raise typer.Exit(1)
+    timeline = simulate(graph, stated.schedule)
+    track = make_track(graph.name, graph, stated.schedule, timeline, lower_bound(graph))
+    if json:
+        print_json(document | figures_document(track))
+    else:
+        typer.echo(f"feasible: {figures_text(figures(track))}")
+
+
+def judge(graph: TaskGraph, stated: StatedSchedule, where: str) -> list[tuple[str, str]]:
+    """All violations, as kind and message: those of the checker, then false figures."""
+    try:
+        timeline = stated.timeline(graph)
+    except InputError as error:
+        if error.entity.startswith("candidate"):  # the checker names it
+            timeline = None
+        else:
+            raise InputError(f"{where}: {error.entity}", error.problem, error.remedy) from error
+    violations = check_schedule(graph, stated.schedule, timeline)
+    found: list[tuple[str, str]] = [(violation.kind, violation.message) for violation in violations]
+    return found or [("stated", message) for message in false_figures(graph, stated)]
+
+
+def false_figures(graph: TaskGraph, stated: StatedSchedule) -> list[str]:
+    """Stated figures that a feasible schedule does not have, up to a nanosecond a task."""
+    timeline = simulate(graph, stated.schedule)
+    chosen = graph.with_candidates(stated.schedule.candidate)
+    found = []
+    makespan, slack = timeline.makespan_ns, graph.num_tasks
+    if stated.makespan_ns is not None and abs(stated.makespan_ns - makespan) > slack:
+        found.append(
+            f"makespan_s is {stated.makespan_ns / NS_PER_S:.9f}, the order gives {makespan / NS_PER_S:.9f}"
+        )
+    if stated.lower_bound is not None and stated.lower_bound.ns > makespan + slack:
+        found.append(
+            f"lower_bound_s is {stated.lower_bound.ns / NS_PER_S:.9f}, above the makespan {makespan / NS_PER_S:.9f}"
+        )
+    peaks = stated.peak_bytes
+    if peaks is not None and len(peaks) != graph.num_ranks:
+        found.append(f"peak_memory_bytes has {len(peaks)} entries, the instance {graph.num_ranks} ranks")
+    elif peaks is not None:
+        for rank in range(graph.num_ranks):
+            # A task that lasts no time may be counted or not.
+            least, most = int(memory_curve(chosen, timeline, rank)[1].max()), int(timeline.peak_bytes[rank])
+            if not min(least, most) <= peaks[rank] <= max(least, most):
+                found.append(f"peak_memory_bytes[{rank}] is {peaks[rank]}, the order gives {most}")
+    return found

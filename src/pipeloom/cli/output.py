@@ -1,0 +1,105 @@
+"""What commands print: one JSON document, or text and tables for people; progress on standard error."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipeloom.io import check_writable, write_text
+from pipeloom.report import (
+    Figures,
+    Track,
+    figures,
+    share_text,
+    size_text,
+    time_text,
+    timeline_html,
+    timeline_svg,
+    trace,
+)
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+JSON_HELP = "Print one JSON document on standard output and nothing else there."
+
+
+def print_json(document: Any) -> None:
+    """Write the one document of a ``--json`` run."""
+    sys.stdout.write(json.dumps(document, indent=1, ensure_ascii=True, allow_nan=False) + "\n")
+
+
+def stdout() -> Console:
+    """A console for people."""
+    from rich.console import Console
+
+    return Console()
+
+
+def stderr() -> Console:
+    """A console for progress and notes."""
+    from rich.console import Console
+
+    return Console(stderr=True)
+
+
+def print_note(text: str) -> None:
+    """One line beside the result, on standard error."""
+    print(text, file=sys.stderr)
+
+
+def figures_text(numbers: Figures) -> str:
+    """One line: makespan, bound, gap, bubbles, memory."""
+    parts = [f"makespan {time_text(numbers.makespan_ns)}"]
+    if numbers.lower_bound_ns is not None:
+        parts.append(f"lower bound {time_text(numbers.lower_bound_ns)} ({numbers.lower_bound_name})")
+    if numbers.gap is not None:
+        parts.append(f"gap {share_text(numbers.gap)}")
+    parts += [f"bubbles {share_text(numbers.bubble_share)}", f"peak memory {size_text(numbers.peak_bytes)}"]
+    return ", ".join(parts)
+
+
+def figures_document(track: Track) -> dict[str, Any]:
+    """The numbers of a track for ``--json``."""
+    numbers = figures(track)
+    return {
+        "title": track.title,
+        "makespan_s": numbers.makespan_ns / 1e9,
+        "lower_bound_s": None if numbers.lower_bound_ns is None else numbers.lower_bound_ns / 1e9,
+        "lower_bound": numbers.lower_bound_name or None,
+        "gap": numbers.gap,
+        "bubble_share": numbers.bubble_share,
+        "peak_memory_bytes": track.timeline.peak_bytes.tolist(),
+    }
+
+
+def check_targets(*targets: Path | None) -> None:
+    """Refuse targets that cannot be written before any work is done for them."""
+    for target in targets:
+        if target is not None:
+            check_writable(target)
+
+
+def draw(
+    tracks: Sequence[Track],
+    *,
+    title: str,
+    note: str = "",
+    trace_file: Path | None = None,
+    html_file: Path | None = None,
+    svg_file: Path | None = None,
+) -> list[str]:
+    """Write the pictures that were asked for, and return their names."""
+    pictures = []
+    if trace_file is not None:
+        pictures.append((trace_file, trace(tracks, arrows=True)))
+    if html_file is not None:
+        pictures.append((html_file, timeline_html(tracks, title=title, note=note)))
+    if svg_file is not None:
+        pictures.append((svg_file, timeline_svg(tracks)))
+    for target, text in pictures:
+        write_text(target, text)
+    return [str(target) for target, _ in pictures]

@@ -1,0 +1,129 @@
+"""`pipeloom report`: a training run, or schedules side by side."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import typer
+
+from pipeloom.cli.output import (
+    JSON_HELP,
+    check_targets,
+    draw,
+    figures_document,
+    print_json,
+    print_note,
+    stdout,
+)
+from pipeloom.errors import InputError, PlanError
+from pipeloom.io import read_instance, read_schedule, read_text, write_text
+from pipeloom.io.document import convert, read_document
+from pipeloom.report import Track, comparison_table, make_track, summary_table
+from pipeloom.taskgraph import TaskGraph
+from pipeloom.timeline import check, lower_bound, simulate
+
+EPILOG = (
+    "Examples: pipeloom report runs/digits_vlm. pipeloom report batch.json 1f1b.json plan.json --html compare.html "
+    "draws both schedules under one another on one time axis."
+)
+
+
+class RunSummary(msgspec.Struct, frozen=True):
+    """What is shown of a run's summary.json; it holds more."""
+
+    name: str
+    iterations: int
+    mean_planned_s: float
+    mean_measured_s: float
+
+
+def report(
+    source: Path = typer.Argument(
+        ..., metavar="RUN_OR_INSTANCE", help="A run's folder, or a pipeloom.instance/1."
+    ),
+    schedules: list[Path] | None = typer.Argument(
+        None, metavar="SCHEDULE...", help="pipeloom.schedule/1 files."
+    ),
+    html: Path | None = typer.Option(None, metavar="FILE", help="Write an offline timeline page."),
+    trace: Path | None = typer.Option(None, metavar="FILE", help="Write a Chrome trace, for Perfetto."),
+    svg: Path | None = typer.Option(None, metavar="FILE", help="Write a static picture."),
+    title: str = typer.Option("", help="Heading of the page and the table; default: the name in the file."),
+    json: bool = typer.Option(False, "--json", help=JSON_HELP),
+) -> None:
+    """Show a training run, or compare schedules of one instance.
+
+    With a folder that pipeloom train left: its numbers; --html and --trace copy its timeline and trace.
+
+    With an instance and one or more schedules: a table of times, bubbles, gaps and memory, the first schedule being
+    1.00 x; the pictures have all of them on one time axis.
+    """
+    check_targets(html, trace, svg)
+    if source.is_dir():
+        _report_run(source, schedules or [], html, trace, svg, json)
+        return
+    if not schedules:
+        raise InputError(str(source), "is no folder of a run, and no schedule is given", "add SCHEDULE files")
+    graph = read_instance(source)
+    tracks = [_track(graph, path) for path in schedules]
+    heading = title or graph.name or source.stem
+    written = draw(tracks, title=heading, trace_file=trace, html_file=html, svg_file=svg)
+    if json:
+        systems = [figures_document(track) for track in tracks]
+        print_json({"instance": graph.name, "systems": systems, "written": written})
+        return
+    console = stdout()
+    console.print(comparison_table(tracks, title=heading))
+    for target in written:
+        console.print(f"wrote {target}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _track(graph: TaskGraph, path: Path) -> Track:
+    stated = read_schedule(path)
+    try:
+        timeline = simulate(graph, stated.schedule)
+    except InputError as error:
+        raise InputError(f"{path}: {error.entity}", error.problem, error.remedy) from error
+    except PlanError as error:
+        raise InputError(f"{path}: order", str(error), "pipeloom check names every violation") from error
+    for violation in check(graph, stated.schedule):
+        print_note(f"note: {path} is infeasible, {violation.kind}: {violation.message}")
+    name = stated.schedule.method or path.name.removesuffix(".gz").removesuffix(".json")
+    return make_track(name, graph, stated.schedule, timeline, lower_bound(graph))
+
+
+def _report_run(
+    folder: Path, schedules: list[Path], html: Path | None, trace: Path | None, svg: Path | None, json: bool
+) -> None:
+    if schedules:
+        raise InputError(
+            str(schedules[0]), "given beside a run's folder", "give either a folder, or INSTANCE SCHEDULE..."
+        )
+    if svg is not None:
+        raise InputError(
+            "--svg", "cannot be made from a run's folder", "use --html, or an instance and schedules"
+        )
+    path = folder / "summary.json"
+    if not path.is_file():
+        raise InputError(
+            str(folder), "has no summary.json", "give the folder that pipeloom train left, runs/NAME"
+        )
+    fields = read_document(path)
+    convert(fields, RunSummary, str(path))
+    written = []
+    for name, target in (("timeline.html", html), ("trace.json", trace)):
+        if target is not None:
+            write_text(target, read_text(folder / name))
+            written.append(str(target))
+    if json:
+        print_json(fields | {"written": written})
+        return
+    console = stdout()
+    plain = {name: value for name, value in fields.items() if not isinstance(value, dict | list)}
+    console.print(summary_table(plain, title=str(folder)))
+    compared = fields.get("comparison")
+    if isinstance(compared, dict) and compared:
+        console.print(summary_table(compared, title="Mean planned seconds on the same batches"))
+    for name in ("timeline.html", "trace.json", "plans"):
+        if (folder / name).exists():
+            console.print(f"{folder / name}", markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,106 @@
+"""`pipeloom simulate`: the simulator over files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from pipeloom.cli.output import (
+    JSON_HELP,
+    check_targets,
+    draw,
+    figures_document,
+    print_json,
+    print_note,
+    stdout,
+)
+from pipeloom.errors import InputError, PlanError
+from pipeloom.io import read_instance, read_schedule
+from pipeloom.report import comparison_table, make_track, time_text
+from pipeloom.taskgraph import TaskGraph
+from pipeloom.timeline import Bubbles, bubbles, lower_bound
+from pipeloom.timeline import check as check_schedule
+from pipeloom.timeline import simulate as run_schedule
+
+EPILOG = (
+    "Example: pipeloom simulate tiny.json tiny.schedule.json --html tiny.html --trace tiny.trace.json. Open the page "
+    "in any browser, the trace in https://ui.perfetto.dev."
+)
+
+
+def simulate(
+    instance: Path = typer.Argument(..., metavar="INSTANCE", help="A pipeloom.instance/1 file."),
+    schedule: Path = typer.Argument(
+        ..., metavar="SCHEDULE", help="A pipeloom.schedule/1 file; its order is run."
+    ),
+    trace: Path | None = typer.Option(None, metavar="FILE", help="Write a Chrome trace (JSON)."),
+    html: Path | None = typer.Option(None, metavar="FILE", help="Write an offline timeline page."),
+    svg: Path | None = typer.Option(None, metavar="FILE", help="Write a static picture."),
+    json: bool = typer.Option(False, "--json", help=JSON_HELP),
+) -> None:
+    """Run a schedule's order in the simulator and show times, bubbles by cause, and memory.
+
+    Every task starts as early as its rank and what it waits for allow; start times stated in the file are not used.
+    """
+    check_targets(trace, html, svg)
+    graph = read_instance(instance)
+    stated = read_schedule(schedule)
+    try:
+        timeline = run_schedule(graph, stated.schedule)
+    except InputError as error:
+        raise InputError(f"{schedule}: {error.entity}", error.problem, error.remedy) from error
+    except PlanError as error:
+        raise InputError(f"{schedule}: order", str(error), "pipeloom check names every violation") from error
+    for violation in check_schedule(graph, stated.schedule):
+        print_note(f"note: infeasible, {violation.kind}: {violation.message}")
+    name = stated.schedule.method or schedule.stem
+    track = make_track(name, graph, stated.schedule, timeline, lower_bound(graph))
+    idle = bubbles(track.graph, timeline)
+    written = draw([track], title=graph.name or instance.stem, trace_file=trace, html_file=html, svg_file=svg)
+    if json:
+        print_json(
+            figures_document(track)
+            | {"instance": graph.name, "start_s": [t / 1e9 for t in timeline.start_ns.tolist()],
+               "bubbles": bubbles_document(idle), "written": written}
+        )  # fmt: skip
+        return
+    console = stdout()
+    console.print(comparison_table([track], title=graph.name))
+    console.print(bubbles_table(graph, idle))
+    for target in written:
+        console.print(f"wrote {target}", markup=False, highlight=False, soft_wrap=True)
+
+
+def bubbles_document(idle: Bubbles) -> list[dict[str, Any]]:
+    """Idle seconds of every rank by cause."""
+    return [
+        {
+            "rank": rank,
+            "warm_up_s": int(idle.warm_up_ns[rank]) / 1e9,
+            "waiting_s": [int(ns) / 1e9 for ns in idle.waiting_ns[rank]],
+            "transfer_s": int(idle.transfer_ns[rank]) / 1e9,
+            "memory_s": int(idle.memory_ns[rank]) / 1e9,
+            "order_s": int(idle.order_ns[rank]) / 1e9,
+            "cool_down_s": int(idle.cool_down_ns[rank]) / 1e9,
+        }
+        for rank in range(len(idle.warm_up_ns))
+    ]
+
+
+def bubbles_table(graph: TaskGraph, idle: Bubbles) -> Any:
+    """Idle time of every rank by cause, for people."""
+    from rich.table import Table
+
+    table = Table(title="Idle time by cause", title_justify="left")
+    columns = ("rank", "warm-up", "waiting for ranks", "transfer", "memory", "order", "cool-down", "all")
+    for column in columns:
+        table.add_column(column, justify="left" if column == "rank" else "right")
+    for rank in range(graph.num_ranks):
+        values = (
+            idle.warm_up_ns[rank], idle.waiting_ns[rank].sum(), idle.transfer_ns[rank], idle.memory_ns[rank],
+            idle.order_ns[rank], idle.cool_down_ns[rank], idle.idle_ns[rank],
+        )  # fmt: skip
+        table.add_row(str(rank), *(time_text(int(value)) if value else "-" for value in values))
+    return table

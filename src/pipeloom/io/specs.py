@@ -1,0 +1,39 @@
+"""Specs in TOML or JSON: models, clusters, profiles, a planner's setup."""
+
+from __future__ import annotations
+
+import tomllib
+from typing import Any, TypeVar
+
+from pipeloom.errors import InputError
+from pipeloom.io.document import convert, read_document
+from pipeloom.io.files import PathLike, printable, read_text
+
+T = TypeVar("T")
+
+
+def read_spec(path: PathLike, kind: type[T]) -> T:
+    """Read one spec; the name says how: ``.toml`` (or ``.toml.gz``), else JSON.
+
+    Parameters
+    ----------
+    path : str or path
+    kind : type
+        A msgspec struct, e.g. `pipeloom.spec.ModelSpec`.
+
+    Raises
+    ------
+    InputError
+        One line with file, path inside, value and bound.
+    """
+    where = printable(str(path))
+    if not str(path).removesuffix(".gz").endswith(".toml"):
+        return convert(read_document(path), kind, where)
+    try:
+        document: dict[str, Any] = tomllib.loads(read_text(path))
+    except tomllib.TOMLDecodeError as error:
+        message = printable(str(error))
+        raise InputError(where, f"is not valid TOML: {message[:1].lower()}{message[1:]}") from error
+    except RecursionError as error:
+        raise InputError(where, "is nested too deeply to be a spec") from error
+    return convert(document, kind, where)
