@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from pipeloom.arrange import ModulePlacement, separate
     from pipeloom.errors import InfeasibleError, InputError, PipeloomError
     from pipeloom.io import (
         load,
@@ -21,25 +22,44 @@ if TYPE_CHECKING:
         write_layout,
         write_schedule,
     )
+    from pipeloom.packing import PackingSpec
+    from pipeloom.planner import Planner, Setup
+    from pipeloom.runtime import Model, Module, Part, TcpPlanStore, Trainer, launch, profile_model
+    from pipeloom.spec import Chunk, ClusterSpec, Layout
     from pipeloom.taskgraph import TaskGraph, make_graph
     from pipeloom.timeline import LowerBound, Schedule, Timeline
 
 __version__ = "0.1.0"
 
 _HOME = {
+    "Chunk": "pipeloom.spec",
+    "ClusterSpec": "pipeloom.spec",
     "InfeasibleError": "pipeloom.errors",
     "InputError": "pipeloom.errors",
+    "Layout": "pipeloom.spec",
     "LowerBound": "pipeloom.timeline",
+    "Model": "pipeloom.runtime",
+    "Module": "pipeloom.runtime",
+    "ModulePlacement": "pipeloom.arrange",
+    "PackingSpec": "pipeloom.packing",
+    "Part": "pipeloom.runtime",
     "PipeloomError": "pipeloom.errors",
+    "Planner": "pipeloom.planner",
     "Schedule": "pipeloom.timeline",
+    "Setup": "pipeloom.planner",
     "TaskGraph": "pipeloom.taskgraph",
+    "TcpPlanStore": "pipeloom.runtime",
     "Timeline": "pipeloom.timeline",
+    "Trainer": "pipeloom.runtime",
+    "launch": "pipeloom.runtime",
     "load": "pipeloom.io",
     "make_graph": "pipeloom.taskgraph",
+    "profile_model": "pipeloom.runtime",
     "read_instance": "pipeloom.io",
     "read_layout": "pipeloom.io",
     "read_samples": "pipeloom.io",
     "read_schedule": "pipeloom.io",
+    "separate": "pipeloom.arrange",
     "write_instance": "pipeloom.io",
     "write_layout": "pipeloom.io",
     "write_schedule": "pipeloom.io",
@@ -47,20 +67,35 @@ _HOME = {
 """Where each public name lives."""
 
 __all__ = [
+    "Chunk",
+    "ClusterSpec",
     "InfeasibleError",
     "InputError",
+    "Layout",
     "LowerBound",
+    "Model",
+    "Module",
+    "ModulePlacement",
+    "PackingSpec",
+    "Part",
     "PipeloomError",
+    "Planner",
     "Schedule",
+    "Setup",
     "TaskGraph",
+    "TcpPlanStore",
     "Timeline",
+    "Trainer",
     "__version__",
+    "launch",
     "load",
     "make_graph",
+    "profile_model",
     "read_instance",
     "read_layout",
     "read_samples",
     "read_schedule",
+    "separate",
     "write_instance",
     "write_layout",
     "write_schedule",

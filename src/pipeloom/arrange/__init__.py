@@ -1,6 +1,6 @@
 """How a Layout is chosen: modality-aware partitioning, and the chains of stages that others use."""
 
-from pipeloom.arrange.layouts import LayerLoad, ModulePlacement, chain, separate, single_rank, typical_load
+from pipeloom.arrange.layouts import LayerLoad, ModulePlacement, chain, separate, single_rank, typical_seconds
 from pipeloom.arrange.partition import partition_chain
 
 __all__ = [
@@ -10,5 +10,5 @@ __all__ = [
     "partition_chain",
     "separate",
     "single_rank",
-    "typical_load",
+    "typical_seconds",
 ]

@@ -95,25 +95,26 @@ def single_rank(model: ModelSpec, placements: Mapping[str, ModulePlacement]) -> 
     )
 
 
-def typical_load(
+def typical_seconds(
     model: ModelSpec,
     costs: CostModel,
     batches: Sequence[Batch],
     packing: PackingSpec,
     placements: Mapping[str, ModulePlacement],
-) -> LayerLoad:
-    """Seconds of each layer, forward and backward, over all of the given batches: what a layout balances.
+) -> dict[str, float]:
+    """Seconds of one layer of each kind, forward and backward, on the mean of some batches.
 
     Batches are packed and split as they would be in training, so that a layer's constant cost counts as often as
-    it will be paid.
+    it will be paid. Keys are ``module/kind``, as in a profile.
     """
     layout = single_rank(model, placements)
     packed = [pack(batch, model, layout, packing) for batch in batches]
-    seconds: dict[tuple[str, str], float] = {}
+    seconds: dict[str, float] = {}
     for column, module in enumerate(model.modules):
         parts = [part for p in packed for microbatch in p.microbatches for part in microbatch.parts[column]]
         for i, layer in enumerate(module.flat_layers):
-            if (module.name, layer.kind) not in seconds:
+            key = f"{module.name}/{layer.kind}"
+            if key not in seconds:
                 each = (costs.chunk_costs(Chunk(module.name, (i, i), 0), part.workload)[0] for part in parts)
-                seconds[module.name, layer.kind] = sum(cost.forward_s + cost.backward_s for cost in each)
-    return lambda module, layer: seconds[module, layer.kind]
+                seconds[key] = sum(cost.forward_s + cost.backward_s for cost in each) / len(batches)
+    return seconds

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import platform
 from pathlib import Path
 
 import msgspec
@@ -65,12 +64,10 @@ def train(
 
 def prepare(console: Console, settings: TrainConfig, path: Path, setup_path: Path) -> None:
     """Measure the layers, choose the layout, and write the planner's setup."""
-    from pipeloom.arrange import separate, typical_load
+    from pipeloom.arrange import separate
     from pipeloom.cli.train_rank import build_model
-    from pipeloom.cost import ProfileCosts
     from pipeloom.planner import Setup
     from pipeloom.runtime import profile_model
-    from pipeloom.spec import batch_from_dicts
 
     task = load_task(settings, path)
     model = build_model(task, settings)
@@ -83,30 +80,14 @@ def prepare(console: Console, settings: TrainConfig, path: Path, setup_path: Pat
     ]
     console.print(f"Measuring the layers of {model.name} on this machine ...")
     profile = profile_model(
-        model,
-        batches,
-        describe=task.describe,
-        packing=settings.packing,
-        placements=placements,
-        machine=machine_name(),
+        model, batches, describe=task.describe, packing=settings.packing, placements=placements
     )
     console.print(
         f"{len(profile.layers)} kinds of layers; the fit is {profile.mean_error:.1%} off on average."
     )
-    metadata = [
-        batch_from_dicts([task.describe(sample) for sample in samples], i)
-        for i, samples in enumerate(batches)
-    ]
-    costs = ProfileCosts(model.spec, profile, settings.cluster)
-    load = typical_load(model.spec, costs, metadata, settings.packing, placements)
-    layout = separate(model.spec, settings.layout.ranks, placements, load)
+    layout = separate(model.spec, settings.layout.ranks, placements, profile.load)
     setup = Setup(
         model=model.spec, layout=layout, profile=profile, packing=settings.packing, cluster=settings.cluster,
         budget_s=settings.planner.budget_s, seed=settings.seed, method=settings.planner.method,
     )  # fmt: skip
     write_text(setup_path, msgspec.json.format(msgspec.json.encode(setup), indent=1).decode() + "\n")
-
-
-def machine_name() -> str:
-    """Processor of this machine, for the profile."""
-    return f"{platform.machine()} {platform.processor()}".strip()

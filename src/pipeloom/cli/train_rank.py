@@ -12,7 +12,6 @@ import msgspec
 import torch
 from rich.console import Console
 
-from pipeloom.arrange import typical_load
 from pipeloom.cli.config import OptimizerConfig, TrainConfig, load_task, read_config
 from pipeloom.cli.progress import Progress
 from pipeloom.cli.record import Recorder, Summary, closing_tables
@@ -21,21 +20,18 @@ from pipeloom.planner import Planner, Setup
 from pipeloom.planner.compare import SystemTimeline, chain_layouts, compare_systems
 from pipeloom.planner.replay import answered_graph, timeline_of
 from pipeloom.report import make_track, timeline_html, trace
-from pipeloom.runtime import Model, RankContext, StepReport, TcpPlanStore, Trainer
+from pipeloom.runtime import Model, StepReport, TcpPlanStore, Trainer
 from pipeloom.search import Deadline
 from pipeloom.timeline import LowerBound
 
 _NUM_COMPARED = 40
 
 
-def train_rank(
-    context: RankContext, config_path: str, iterations: int, setup_path: str, folder: str, to_stderr: bool
-) -> None:
+def train_rank(config_path: str, iterations: int, setup_path: str, folder: str, to_stderr: bool) -> None:
     """Train as one rank of the default process group.
 
     Parameters
     ----------
-    context : RankContext
     config_path : str
         The train.toml.
     iterations : int
@@ -66,7 +62,7 @@ def train_rank(
         clip_norm=optimizer.clip_norm,
     )
     batches = task.batches(num_iterations=config.iterations, **config.data)
-    if context.rank != 0:
+    if trainer.rank != 0:
         for _ in trainer.run(batches):
             pass
         trainer.gather_model()
@@ -120,8 +116,7 @@ def finish(
     factors = reports[-1].factors
     problem = setup.problem().calibrated(factors)
     batches = [report.batch for report in reports if report.batch is not None]
-    load = typical_load(problem.model, problem.costs, batches, problem.packing, {})
-    layouts = chain_layouts(problem, load)
+    layouts = chain_layouts(problem, setup.profile.load)
     chosen = batches[:: max(1, len(batches) // _NUM_COMPARED)]
     systems: dict[str, list[SystemTimeline]] = {}
     for batch in chosen:

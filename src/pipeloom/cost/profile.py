@@ -58,9 +58,18 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     machine: str
     layers: dict[str, LayerFit]
     """Key: ``module/kind``."""
+    typical_s: dict[str, float] = {}
+    """Key as above: seconds of one such layer, forward and backward, on a typical batch; balances layouts."""
     mean_error: float = 0.0
     """Mean relative error of forward plus backward on the measurements themselves."""
     format: Literal["pipeloom.profile/1"] = "pipeloom.profile/1"
+
+    def load(self, module: str, layer: LayerSpec) -> float:
+        """Seconds of one layer on a typical batch, as layouts are balanced by."""
+        key = f"{module}/{layer.kind}"
+        if key not in self.typical_s:
+            raise InputError(f"profile.typical_s[{key!r}]", "is missing", "profile the model on some batches")
+        return self.typical_s[key]
 
 
 def fit_profile(measurements: list[LayerMeasurement], machine: str) -> Profile:

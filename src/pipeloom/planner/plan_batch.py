@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 
 from pipeloom.cost import ProfileCosts
 from pipeloom.packing import Packing, PackingSpec, pack
-from pipeloom.plan import ExecutionPlan, lower, verify
+from pipeloom.plan import ExecutionPlan, boundary_shapes, lower, verify
 from pipeloom.search import Solution, StoppingRule, first_in_first_out, solve
-from pipeloom.spec import Batch, Layout, ModelSpec, Workload
+from pipeloom.spec import Batch, Layout, ModelSpec
 from pipeloom.taskgraph import TaskGraph, build_graph
 from pipeloom.timeline import LowerBound, Schedule, Timeline, lower_bound, simulate
 
@@ -26,12 +26,6 @@ class Problem:
     def calibrated(self, factors: dict[str, tuple[float, float]]) -> Problem:
         """Return the same problem with costs corrected by what was measured."""
         return replace(self, costs=replace(self.costs, factors=factors))
-
-    def output_shape(self, chunk: int, workload: Workload) -> tuple[tuple[int, ...], str]:
-        """Shape and dtype of a chunk's output, which is what messages carry."""
-        here = self.layout.chunks[chunk]
-        output = self.model.module(here.module).flat_layers[here.layers[1]].output
-        return output.resolve(workload), output.dtype
 
 
 @dataclass(frozen=True)
@@ -88,7 +82,7 @@ def plan_batch(
         solution.timeline,
         problem.layout,
         packing,
-        problem.output_shape,
+        boundary_shapes(problem.model, problem.layout),
         batch.iteration,
     )
     verify(plan, problem.layout, packing)

@@ -4,6 +4,7 @@ from pipeloom.runtime.executor import ActionTime, Executor, StepResult
 from pipeloom.runtime.launch import launch, report
 from pipeloom.runtime.measure import measure_layers
 from pipeloom.runtime.model import Model, Module, Part
+from pipeloom.runtime.profile import profile_model
 from pipeloom.runtime.reference import run_undivided
 from pipeloom.runtime.store import TcpPlanStore
 from pipeloom.runtime.trainer import StepReport, Trainer
@@ -24,6 +25,7 @@ __all__ = [
     "Transport",
     "launch",
     "measure_layers",
+    "profile_model",
     "report",
     "run_undivided",
 ]

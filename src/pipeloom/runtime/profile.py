@@ -1,0 +1,62 @@
+"""Measure a model's layers on real batches, and fit the profile that planning asks."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from pipeloom.arrange import ModulePlacement, single_rank, typical_seconds
+from pipeloom.cost import LayerMeasurement, Profile, ProfileCosts, fit_profile
+from pipeloom.packing import PackingSpec, pack
+from pipeloom.runtime.measure import measure_layers
+from pipeloom.runtime.model import Model
+from pipeloom.spec import batch_from_dicts
+
+
+def profile_model(
+    model: Model,
+    batches: Sequence[Sequence[Any]],
+    *,
+    describe: Callable[[Any], dict[str, Any]],
+    packing: PackingSpec,
+    placements: Mapping[str, ModulePlacement],
+    machine: str = "",
+    repeats: int = 5,
+) -> Profile:
+    """Time every kind of layer on the microbatches that some batches give, and fit its cost.
+
+    Parameters
+    ----------
+    model : Model
+    batches : sequence of sequence of samples
+        A few batches as training will see them; the more they differ, the better the fit.
+    describe : callable
+        From a sample to its metadata.
+    packing : PackingSpec
+    placements : dict
+        Sub-microbatch sizes, so that layers are timed on the parts that they will get.
+    machine : str
+        Name of the machine, kept in the profile; empty: what the system says.
+    repeats : int
+        Timed runs of each layer on each part; the median counts.
+
+    Raises
+    ------
+    InputError
+        When a layer gives another shape than the model states, or a batch cannot be packed.
+    """
+    layout = single_rank(model.spec, placements)
+    metadata = [
+        batch_from_dicts([describe(sample) for sample in samples], i) for i, samples in enumerate(batches)
+    ]
+    measured: list[LayerMeasurement] = []
+    for batch, samples in zip(metadata, batches, strict=True):
+        packed = pack(batch, model.spec, layout, packing)
+        measured += measure_layers(model, packed, samples, repeats=repeats, known=measured)
+    profile = fit_profile(measured, machine or f"{platform.machine()} {platform.processor()}".strip())
+    costs = ProfileCosts(model.spec, profile)
+    typical = typical_seconds(model.spec, costs, metadata, packing, placements)
+    return msgspec.structs.replace(profile, typical_s=typical)
