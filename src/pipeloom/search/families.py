@@ -1,0 +1,247 @@
+"""Families of realistic problems, made from a seed: the models of `dip.txt`, uniform pipelines.
+
+Costs are rough counts of operations and bytes, so that proportions are right: two operations per parameter
+and token forward, twice that backward, a quadratic part for attention; activations in proportion to tokens,
+width and layers. Times are those of an accelerator that does 330 Tflop/s, split over the tensor ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import numpy as np
+
+from pipeloom.errors import InputError
+from pipeloom.taskgraph import (
+    BACKWARD,
+    FORWARD,
+    INPUT_GRADIENT,
+    WEIGHT_GRADIENT,
+    PairLabel,
+    TaskGraph,
+    make_graph,
+)
+
+FLOP_PER_S = 330e12
+ACTIVATION_BYTES = 18
+"""Per token, width and layer, with flash attention and sequence parallelism."""
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """One module's size: layers, width, parameters."""
+
+    name: str
+    layers: int
+    width: int
+    parameters: float
+
+    def forward_flops(self, tokens: float, context: float) -> float:
+        """Operations of all layers on ``tokens`` that each see ``context`` others."""
+        return 2 * self.parameters * tokens + 4 * self.layers * self.width * tokens * context
+
+    def activation_bytes(self, tokens: float) -> float:
+        """Bytes that all layers hold for their backward."""
+        return ACTIVATION_BYTES * self.width * self.layers * tokens
+
+
+VIT_5B = Network("vision", 63, 1792, 5.2e9)
+VIT_22B = Network("vision", 48, 6144, 21.7e9)
+LLAMA_8B = Network("lm", 32, 4096, 8.0e9)
+QWEN_32B = Network("lm", 64, 5120, 32e9)
+QWEN_72B = Network("lm", 80, 8192, 72e9)
+DIT_5B = Network("dit", 28, 3584, 5e9)
+DIT_30B = Network("dit", 48, 6144, 30e9)
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """How one family's problems are made.
+
+    Attributes
+    ----------
+    kind : str
+        ``vlm``, ``t2v`` or ``uniform``.
+    first, second : Network
+        Encoder and what follows it; a uniform pipeline has only the second.
+    num_ranks, num_microbatches, tensor : int
+    segments : int
+        Passes that the second module takes over all ranks (K).
+    memory : float, optional
+        Capacity of every rank: the larger of its fullest microbatch and ``memory * num_ranks`` times its mean
+        one. None: no limit.
+    split : bool
+        Backwards are input and weight gradients of equal length.
+    jitter : float
+        Durations differ between ranks by up to this part.
+    delay_ns : int
+        Of every edge between two ranks.
+    """
+
+    kind: str
+    first: Network | None
+    second: Network
+    num_ranks: int
+    num_microbatches: int
+    tensor: int
+    segments: int = 1
+    memory: float | None = None
+    split: bool = False
+    jitter: float = 0.0
+    delay_ns: int = 0
+
+
+FAMILIES: dict[str, Family] = {
+    "vlm-s": Family("vlm", VIT_5B, LLAMA_8B, 4, 64, 4),
+    "vlm-m": Family("vlm", VIT_5B, QWEN_32B, 4, 64, 8),
+    "vlm-l": Family("vlm", VIT_22B, QWEN_72B, 8, 128, 8, segments=2),
+    "vlm-xl": Family("vlm", VIT_22B, QWEN_72B, 16, 256, 8, segments=3),
+    "t2v-s": Family("t2v", LLAMA_8B, DIT_5B, 4, 64, 4),
+    "t2v-l": Family("t2v", QWEN_32B, DIT_30B, 8, 128, 8),
+    "uniform": Family("uniform", None, LLAMA_8B, 4, 16, 4),
+}
+
+
+def family(name: str, **changes: object) -> Family:
+    """A family by name, with some fields changed."""
+    if name not in FAMILIES:
+        raise InputError("family", f"{name!r} is none of {', '.join(FAMILIES)}")
+    return replace(FAMILIES[name], **changes)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """One sub-microbatch of a module: its forward operations and activation bytes over all layers."""
+
+    flops: float
+    activation: float
+
+
+def generate(of: Family, seed: int, name: str = "") -> TaskGraph:
+    """One problem of a family. The same seed gives the same problem."""
+    rng = np.random.default_rng(seed)
+    microbatches = [_microbatch(of, rng) for _ in range(of.num_microbatches)]
+    return _build(of, rng, microbatches, name or f"{of.kind}-{seed}")
+
+
+def _microbatch(of: Family, rng: np.random.Generator) -> tuple[list[_Part], list[_Part]]:
+    second = of.second
+    if of.kind == "uniform" or of.first is None:
+        return [], [_Part(second.forward_flops(4096, 2048), second.activation_bytes(4096))]
+    first = of.first
+    if of.kind == "vlm":
+        # Images of 728 pixels are 2704 patches, and 8192 tokens hold at most 48 of them (`dip.txt` §7.1).
+        images = min(48, int(rng.exponential(11.0)))
+        parts = []
+        if images:
+            count = -(-images // 12)
+            sizes = np.diff(np.linspace(0, images, count + 1).astype(int)).tolist()
+            parts = [
+                _Part(n * first.forward_flops(2704, 2704), n * first.activation_bytes(2704)) for n in sizes
+            ]
+        return parts, [_Part(second.forward_flops(8192, 4096), second.activation_bytes(8192))]
+    # Up to 8 clips, 16 seconds together; 1536 latent tokens a second, attention inside a clip.
+    seconds: list[float] = []
+    while len(seconds) < 8:
+        length = float(np.clip(rng.lognormal(1.1, 0.7), 0.5, 16.0))
+        if sum(seconds) + length > 16:
+            break
+        seconds.append(length)
+    seconds = seconds or [16.0]
+    text = 256.0 * len(seconds)
+    clips = [
+        _Part(second.forward_flops(1536 * t, 1536 * t), second.activation_bytes(1536 * t)) for t in seconds
+    ]
+    return [_Part(first.forward_flops(text, 128), first.activation_bytes(text))], clips
+
+
+def _build(
+    of: Family, rng: np.random.Generator, microbatches: list[tuple[list[_Part], list[_Part]]], name: str
+) -> TaskGraph:
+    ranks = of.num_ranks
+    kind: list[int] = []
+    rank: list[int] = []
+    duration: list[int] = []
+    pair: list[int] = []
+    segment: list[int] = []
+    microbatch: list[int] = []
+    module: list[int] = []
+    activation: list[int] = []
+    labels: list[PairLabel] = []
+    edges: list[tuple[int, int]] = []
+    num_modules = 1 if of.first is None else 2
+    next_segment = 0
+
+    def pass_over(
+        which: int, m: int, seconds: float, places: list[int], pairs: list[int], what: int
+    ) -> list[int]:
+        nonlocal next_segment
+        tasks = []
+        for i, place in enumerate(places):
+            if i % ranks == 0:
+                next_segment += 1
+            noise = 1 + of.jitter * float(rng.uniform(-1, 1)) if of.jitter else 1.0
+            kind.append(what)
+            rank.append(place)
+            duration.append(round(seconds * noise * 1e9))
+            pair.append(pairs[i])
+            segment.append(next_segment - 1)
+            microbatch.append(m)
+            module.append(which)
+            tasks.append(len(kind) - 1)
+        return tasks
+
+    for m, (first, second) in enumerate(microbatches):
+        chains: list[list[tuple[list[int], float]]] = []
+        for which, parts in enumerate([second] if num_modules == 1 else [first, second]):
+            passes = of.segments if which == num_modules - 1 else 1
+            places = list(range(ranks)) * passes
+            chains.append([])
+            for part_number, part in enumerate(parts):
+                seconds = part.flops / (len(places) * of.tensor * FLOP_PER_S)
+                pairs = list(range(len(activation), len(activation) + len(places)))
+                activation += [round(part.activation / (len(places) * of.tensor))] * len(places)
+                base = 0 if which == 0 else ranks
+                labels += [PairLabel(base + i, m, part_number) for i in range(len(places))]
+                tasks = pass_over(which, m, seconds, places, pairs, FORWARD)
+                edges += list(pairwise(tasks))
+                if which == 1:
+                    edges += [(before[-1], tasks[0]) for before, _ in chains[0]]
+                chains[-1].append((tasks, seconds))
+        ends: list[int] = []
+        for which in reversed(range(num_modules)):
+            done = []
+            for tasks, seconds in chains[which]:
+                places, pairs = [rank[t] for t in reversed(tasks)], [pair[t] for t in reversed(tasks)]
+                what = INPUT_GRADIENT if of.split else BACKWARD
+                back = pass_over(which, m, seconds if of.split else 2 * seconds, places, pairs, what)
+                edges += [(tasks[-1], back[0]), *pairwise(back)]
+                if which < num_modules - 1:
+                    edges += [(end, back[0]) for end in ends]
+                done.append(back[-1])
+                if of.split:
+                    pass_over(which, m, seconds, places, pairs, WEIGHT_GRADIENT)
+            ends = done
+    places_of = np.array(rank)
+    sources, targets = (np.array(column) for column in zip(*edges, strict=True))
+    delays = np.where(places_of[sources] != places_of[targets], of.delay_ns, 0)
+    capacity = None
+    if of.memory is not None:
+        held = np.zeros((of.num_microbatches, ranks))
+        forward = np.array(kind) == FORWARD
+        np.add.at(
+            held,
+            (np.array(microbatch)[forward], places_of[forward]),
+            np.array(activation)[np.array(pair)[forward]],
+        )
+        capacity = np.ceil(np.maximum(held.max(axis=0), of.memory * ranks * held.mean(axis=0))).astype(
+            np.int64
+        )
+    names = (of.second.name,) if of.first is None else (of.first.name, of.second.name)
+    return make_graph(
+        name=name, num_ranks=ranks, module_names=names, kind=kind, rank=rank, duration_ns=duration, pair=pair,
+        segment=segment, microbatch=microbatch, module=module, activation_bytes=activation,
+        weight_gradient_bytes=None, edge_source=sources, edge_target=targets, edge_delay_ns=delays,
+        capacity_bytes=capacity, labels=tuple(labels),
+    )  # fmt: skip

@@ -1,0 +1,209 @@
+"""Jobs: parts of a graph that can finish alone, and what they need for it (for banker's admission).
+
+Memory is granted only if every job that has begun can still finish, one after the other, in some order
+(Dijkstra's banker). A job finishes along its *reference order*; whatever of it has run already, the rest of
+that order can run, and `need` is the most it takes on each rank above what the job holds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from pipeloom.errors import InfeasibleError
+from pipeloom.taskgraph import FORWARD, WEIGHT_GRADIENT, IntArray, TaskGraph
+from pipeloom.timeline import memory_changes
+
+NO_LIMIT = 1 << 60
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Jobs:
+    """Jobs of a graph, in the order of their first microbatch.
+
+    Attributes
+    ----------
+    job_of_task : array, shape (num_tasks,)
+    order : array, shape (num_tasks,)
+        All tasks, job after job in order of their first microbatch, each job in its reference order: a
+        schedule that fits whenever one was found.
+    need : array, shape (num_jobs, num_ranks)
+    room : array, shape (num_ranks,)
+    scan_start, scan_task : array
+        Per job and rank (row ``job * num_ranks + rank``) the tasks in reference order, where what is still
+        to come does not simply add up.
+    """
+
+    job_of_task: IntArray
+    order: IntArray
+    need: IntArray
+    room: IntArray
+    scan_start: IntArray
+    scan_task: IntArray
+
+
+def find_jobs(graph: TaskGraph) -> Jobs:
+    """Split a graph without candidates into jobs and find an order for each that fits.
+
+    Raises
+    ------
+    InfeasibleError
+        Naming the pair, its rank and the bytes, where a pair alone is too large, or where no order of its
+        job was found that fits.
+    """
+    room = np.full(graph.num_ranks, NO_LIMIT, np.int64)
+    if graph.capacity_bytes is not None:
+        room = graph.capacity_bytes - graph.static_bytes
+    _refuse_large_pairs(graph, room)
+    job_of_task = _components(graph)
+    num_jobs = int(job_of_task.max()) + 1
+    at_start, at_end = memory_changes(graph)
+    peak, net = np.maximum(at_start, at_start + at_end).tolist(), (at_start + at_end).tolist()
+    members: list[list[int]] = [[] for _ in range(num_jobs)]
+    for task, job in enumerate(job_of_task.tolist()):
+        members[job].append(task)
+    need = np.zeros((num_jobs, graph.num_ranks), np.int64)
+    order: list[int] = []
+    scans: list[list[int]] = []
+    reader = _Reader(graph)
+    for job, tasks in enumerate(members):
+        sequence, need[job] = _reference_order(graph, reader, tasks, peak, net, room)
+        order += sequence
+        by_rank: list[list[int]] = [[] for _ in range(graph.num_ranks)]
+        for task in sequence:
+            by_rank[reader.rank[task]].append(task)
+        scans += [[] if _adds_up(row, peak, net) else row for row in by_rank]
+    start = np.zeros(len(scans) + 1, np.int64)
+    np.cumsum([len(row) for row in scans], out=start[1:])
+    return Jobs(
+        job_of_task,
+        np.array(order, np.int64),
+        need,
+        room,
+        start,
+        np.array([t for row in scans for t in row], np.int64),
+    )
+
+
+class _Reader:
+    """The graph's rows as lists, which Python reads faster."""
+
+    def __init__(self, graph: TaskGraph) -> None:
+        self.rank: list[int] = graph.rank.tolist()
+        self.kind: list[int] = graph.kind.tolist()
+        self.start: list[int] = graph.successor_start.tolist()
+        self.successor: list[int] = graph.successor.tolist()
+        self.waiting: list[int] = np.diff(graph.predecessor_start).tolist()
+
+
+def _components(graph: TaskGraph) -> IntArray:
+    """Connected parts, numbered by their smallest (microbatch, task)."""
+    parent = list(range(graph.num_tasks))
+
+    def root(task: int) -> int:
+        while parent[task] != task:
+            parent[task] = parent[parent[task]]
+            task = parent[task]
+        return task
+
+    source = np.repeat(np.arange(graph.num_tasks), np.diff(graph.successor_start)).tolist()
+    for a, b in zip(source, graph.successor.tolist(), strict=True):
+        ra, rb = root(a), root(b)
+        if ra != rb:
+            parent[max(ra, rb)] = min(ra, rb)
+    number: dict[int, int] = {}
+    job = np.zeros(graph.num_tasks, np.int64)
+    for task in np.lexsort((np.arange(graph.num_tasks), graph.microbatch)).tolist():
+        job[task] = number.setdefault(root(task), len(number))
+    return job
+
+
+def _reference_order(
+    graph: TaskGraph, reader: _Reader, tasks: list[int], peak: list[int], net: list[int], room: IntArray
+) -> tuple[list[int], list[int]]:
+    """Depth first with backwards as soon as they can; if that does not fit, whatever rises least."""
+    best: tuple[list[int], list[int]] | None = None
+    for greedy in (False, True):
+        sequence = _walk(reader, tasks, peak, net, greedy)
+        used, most = [0] * graph.num_ranks, [0] * graph.num_ranks
+        for task in sequence:
+            rank = reader.rank[task]
+            most[rank] = max(most[rank], used[rank] + peak[task])
+            used[rank] += net[task]
+        if all(most[r] <= room[r] for r in range(graph.num_ranks)):
+            return sequence, most
+        best = best or (sequence, most)
+    assert best is not None
+    used = [0] * graph.num_ranks
+    for task in best[0]:
+        rank = reader.rank[task]
+        if used[rank] + peak[task] > room[rank]:
+            raise InfeasibleError(
+                f"pair {graph.pair[task]} ({graph.describe(task)}) does not fit: its microbatch needs "
+                f"{best[1][rank]} bytes at once on rank {rank} in every order tried, and beside "
+                f"{graph.static_bytes[rank]} static bytes the capacity leaves {room[rank]}"
+            )
+        used[rank] += net[task]
+    raise AssertionError("an order that does not fit has a first task that does not")
+
+
+def _walk(reader: _Reader, tasks: list[int], peak: list[int], net: list[int], greedy: bool) -> list[int]:
+    waiting = {task: reader.waiting[task] for task in tasks}
+    forwards = [task for task in reversed(tasks) if waiting[task] == 0 and reader.kind[task] == FORWARD]
+    backwards = [task for task in reversed(tasks) if waiting[task] == 0 and reader.kind[task] != FORWARD]
+    sequence: list[int] = []
+    while forwards or backwards:
+        if greedy:
+            pool = min(
+                (pool for pool in (backwards, forwards) if pool),
+                key=lambda pool: min((max(net[t], 0), peak[t]) for t in pool),
+            )
+            task = pool.pop(min(range(len(pool)), key=lambda i: (max(net[pool[i]], 0), peak[pool[i]])))
+        else:
+            task = (backwards or forwards).pop()
+        sequence.append(task)
+        opened = []
+        for e in range(reader.start[task], reader.start[task + 1]):
+            other = reader.successor[e]
+            waiting[other] -= 1
+            if waiting[other] == 0:
+                opened.append(other)
+        for other in sorted(opened, key=lambda t: (reader.kind[t] == WEIGHT_GRADIENT, -t)):
+            (forwards if reader.kind[other] == FORWARD else backwards).append(other)
+    return sequence
+
+
+def _adds_up(row: list[int], peak: list[int], net: list[int]) -> bool:
+    """Whether a rank's part of a job first only takes and then only gives, so that need is a sum."""
+    giving = False
+    for task in row:
+        if net[task] > 0 or peak[task] > 0:
+            if giving or peak[task] != net[task]:
+                return False
+        elif net[task] < 0:
+            giving = True
+    return True
+
+
+def _refuse_large_pairs(graph: TaskGraph, room: IntArray) -> None:
+    if (room < 0).any():
+        rank = int(np.flatnonzero(room < 0)[0])
+        raise InfeasibleError(
+            f"rank {rank} cannot hold its {graph.static_bytes[rank]} static bytes: its capacity is "
+            f"{graph.static_bytes[rank] + room[rank]}"
+        )
+    pair_rank = graph.rank[graph.forward_of]
+    size = np.where(
+        graph.weight_of >= 0,
+        np.maximum(graph.activation_bytes, graph.weight_gradient_bytes),
+        graph.activation_bytes,
+    )
+    large = np.flatnonzero(size > room[pair_rank])
+    if large.size:
+        pair = int(large[0])
+        rank = int(pair_rank[pair])
+        raise InfeasibleError(
+            f"pair {pair} ({graph.describe(int(graph.forward_of[pair]))}) cannot fit: it holds {size[pair]} bytes, and "
+            f"beside {graph.static_bytes[rank]} static bytes the capacity of rank {rank} leaves {room[rank]}"
+        )

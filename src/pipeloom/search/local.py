@@ -1,0 +1,91 @@
+"""Local search and annealing on the order of groups (the portfolio's best is the start)."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+from pipeloom.search import kernels
+from pipeloom.search.portfolio import starts
+from pipeloom.search.state import Search
+from pipeloom.taskgraph import IntArray
+
+FLIP_EVERY = 64
+"""One change in so many is of the policy."""
+
+
+def portfolio(search: Search) -> None:
+    """Try the static heuristics, all of them if the budget allows."""
+    for start in starts(search.problem, search.groups, search.rule):
+        if search.best_ns < kernels.NEVER and search.round_size() == 0:
+            return
+        search.try_order(start.order, start.choice)
+
+
+class _Climber:
+    """One thread's local search."""
+
+    def __init__(self, search: Search, seed: int) -> None:
+        self.scratch = kernels.make_scratch(search.problem)
+        self.backup = np.empty(len(search.order), np.int64)
+        self.random = np.array([seed | 1], np.uint64)
+        self.restart(search)
+
+    def restart(self, search: Search) -> None:
+        """Go on from the incumbent."""
+        self.order, self.choice = search.order.copy(), search.choice.copy()
+        self.best_order: IntArray = search.order.copy()
+        self.best_choice: IntArray = search.choice.copy()
+        self.state = np.array([search.best_ns, search.best_ns], np.int64)
+
+    def climb(self, search: Search, temperature: float, count: int) -> int:
+        """Make up to ``count`` evaluations; return how many were made."""
+        used = kernels.climb(
+            search.problem, self.scratch, self.order, self.choice, self.backup, self.best_order, self.best_choice,
+            self.state, self.random, temperature, search.target_ns, count, FLIP_EVERY,
+        )  # fmt: skip
+        return int(used)
+
+
+def local_search(search: Search, temperature: float = 0.0, threads: int = 1, until: float = 1.0) -> None:
+    """Climb from the incumbent until the budget (or its part ``until``) is spent or the target is reached.
+
+    Parameters
+    ----------
+    temperature : float
+        Start of the annealing, relative to the makespan, falling to zero with the budget; 0 accepts only
+        what is not worse.
+    threads : int
+        Climbers side by side; after every round those that are behind go on from the incumbent. With more
+        than one, the number of evaluations that fits into a deadline, and so the result, may differ.
+    """
+    if len(search.order) < 2:
+        return
+    seeds = search.random.integers(1, 1 << 62, size=threads)
+    climbers = [_Climber(search, int(seed)) for seed in seeds]
+    pool = ThreadPoolExecutor(threads) if threads > 1 else None
+    try:
+        while search.watch.share(search.evaluations) < until:
+            count = search.round_size()
+            if count == 0:
+                break
+            spent = search.watch.share(search.evaluations)
+            heat = temperature * search.best_ns * max(0.0, 1 - spent / until)
+            if pool is None:
+                used = [climbers[0].climb(search, heat, count)]
+            else:
+                share = max(1, count // threads) if search.watch.evaluations is not None else count
+                used = list(pool.map(lambda climber: climber.climb(search, heat, share), climbers))  # noqa: B023
+            search.evaluations += sum(used)
+            best = min(climbers, key=lambda climber: int(climber.state[1]))
+            if best.state[1] < search.best_ns:
+                search.adopt(int(best.state[1]), best.best_order, best.best_choice)
+                for climber in climbers:
+                    if climber is not best and threads > 1:
+                        climber.restart(search)
+            else:
+                search.report()
+    finally:
+        if pool is not None:
+            pool.shutdown()

@@ -1,0 +1,263 @@
+"""A task graph as the kernels see it: one row of numbers per task, priority groups, and jobs.
+
+A *group* is what gets one priority: the passes of a module, one microbatch and one direction that lie at the
+same depth (`dip.txt` §5.1: their relative order does not matter). A *job* is what must be able to finish
+without the rest: a connected part of the graph, usually a microbatch.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numba
+import numpy as np
+import numpy.typing as npt
+
+from pipeloom.search.jobs import Jobs, find_jobs
+from pipeloom.taskgraph import FORWARD, NO_TASK, WEIGHT_GRADIENT, IntArray, TaskGraph, topological_order
+from pipeloom.timeline import heads_and_tails, memory_changes
+
+Array = npt.NDArray[Any]
+
+DURATION, TAIL, PLACE, FIRST_SUCCESSOR, PEAK, NET, JOB, SEGMENT = range(8)
+"""Columns of ``Problem.task``; PLACE is three times the rank plus the class (0 F, 1 B or I, 2 W)."""
+
+
+class Problem(NamedTuple):
+    """What a rollout reads. All arrays are int64.
+
+    Attributes
+    ----------
+    task : array, shape (num_tasks + 1, 8)
+        Columns as above; PEAK and NET are the bytes a task needs above what its rank holds, and what it
+        leaves.
+    successor : array, shape (num_edges, 2)
+        Task and delay; an edge from F to its backward that a longer path implies is left out.
+    waiting : array, shape (num_tasks,)
+        Number of predecessors.
+    sources : array
+        Tasks without predecessors.
+    slot : array, shape (num_segments, num_ranks)
+        Task of a segment on a rank, or -1.
+    class_start : array, shape (4,)
+        Segments of class c have positions ``class_start[c]`` to ``class_start[c + 1]`` in an order.
+    group_start, group_segment : array
+        Compressed rows: the segments of every group; forward groups first, then backward.
+    weight_start, weight_segment : array
+        The W segments that belong to every group.
+    num_groups : array, shape (2,)
+        Of forward and backward groups.
+    room : array, shape (num_ranks,)
+        Capacity less static bytes; very large where there is no limit.
+    work, least_tail : array, shape (num_ranks,)
+    need : array, shape (num_jobs, num_ranks)
+        Bytes a job needs to finish alone, see `Jobs`.
+    scan_start, scan_task : array
+        Per job and rank, its tasks in the job's reference order, where ``need`` must be found by scanning
+        them; empty where it is the sum of what is still to come.
+    job_size : array, shape (num_jobs,)
+    """
+
+    task: IntArray
+    successor: IntArray
+    waiting: IntArray
+    sources: IntArray
+    slot: IntArray
+    class_start: IntArray
+    group_start: IntArray
+    group_segment: IntArray
+    weight_start: IntArray
+    weight_segment: IntArray
+    num_groups: IntArray
+    room: IntArray
+    work: IntArray
+    least_tail: IntArray
+    need: IntArray
+    scan_start: IntArray
+    scan_task: IntArray
+    job_size: IntArray
+
+
+class Groups(NamedTuple):
+    """What a group is, for the heuristics: arrays over forward groups, then backward groups."""
+
+    microbatch: IntArray
+    module: IntArray
+    depth: IntArray
+    first: IntArray
+    """Position of its first task in a topological order that finishes one microbatch before the next."""
+    work: IntArray
+    head: IntArray
+    tail: IntArray
+
+
+def make_problem(graph: TaskGraph) -> tuple[Problem, Groups, Jobs]:
+    """Lay a graph without candidates out for the kernels.
+
+    Raises
+    ------
+    InfeasibleError
+        A microbatch cannot fit.
+    """
+    jobs = find_jobs(graph)
+    topological = topological_order(graph)
+    position = np.empty(graph.num_tasks, np.int64)
+    position[topological] = np.arange(graph.num_tasks)
+    kind_class = np.where(graph.kind == FORWARD, 0, np.where(graph.kind == WEIGHT_GRADIENT, 2, 1)).astype(
+        np.int64
+    )
+    head, tail = heads_and_tails(graph, graph.duration_ns)
+    at_start, at_end = memory_changes(graph)
+
+    keep = ~_implied(graph, topological, position)
+    source = np.repeat(np.arange(graph.num_tasks), np.diff(graph.successor_start))[keep]
+    successor = np.stack([graph.successor[keep], graph.successor_delay_ns[keep]], axis=1)
+    first_successor = np.zeros(graph.num_tasks + 1, np.int64)
+    np.cumsum(np.bincount(source, minlength=graph.num_tasks), out=first_successor[1:])
+    waiting = np.bincount(successor[:, 0], minlength=graph.num_tasks).astype(np.int64)
+
+    task = np.zeros((graph.num_tasks + 1, 8), np.int64)
+    columns = {
+        DURATION: graph.duration_ns, TAIL: tail, PLACE: 3 * graph.rank + kind_class,
+        PEAK: np.maximum(at_start, at_start + at_end), NET: at_start + at_end, JOB: jobs.job_of_task,
+        SEGMENT: graph.segment,
+    }  # fmt: skip
+    for column, values in columns.items():
+        task[:-1, column] = values
+    task[:, FIRST_SUCCESSOR] = first_successor
+
+    slot = np.full((graph.num_segments, graph.num_ranks), NO_TASK, np.int64)
+    slot[graph.segment, graph.rank] = np.arange(graph.num_tasks)
+    grouped = _groups(graph, kind_class, topological, position, head, tail)
+    groups, group_rows, weight_rows, num_groups, class_start = grouped
+    least_tail = np.array([tail[graph.rank == r].min(initial=1 << 60) for r in range(graph.num_ranks)])
+    problem = Problem(
+        task=task, successor=np.ascontiguousarray(successor), waiting=waiting,
+        sources=np.flatnonzero(waiting == 0), slot=slot, class_start=class_start,
+        group_start=group_rows[0], group_segment=group_rows[1], weight_start=weight_rows[0],
+        weight_segment=weight_rows[1], num_groups=num_groups, room=jobs.room,
+        work=np.bincount(graph.rank, weights=graph.duration_ns, minlength=graph.num_ranks).astype(np.int64),
+        least_tail=np.where(least_tail == 1 << 60, 0, least_tail), need=jobs.need, scan_start=jobs.scan_start,
+        scan_task=jobs.scan_task, job_size=np.bincount(jobs.job_of_task).astype(np.int64),
+    )  # fmt: skip
+    return problem, groups, jobs
+
+
+def _groups(
+    graph: TaskGraph,
+    kind_class: IntArray,
+    topological: IntArray,
+    position: IntArray,
+    head: IntArray,
+    tail: IntArray,
+) -> tuple[Groups, tuple[IntArray, IntArray], tuple[IntArray, IntArray], IntArray, IntArray]:
+    """Sort segments into groups, and give the groups the order in which a microbatch goes through them."""
+    num_segments = graph.num_segments
+    segment_class = np.full(num_segments, -1, np.int64)
+    segment_class[graph.segment] = kind_class
+    microbatch, module = np.zeros(num_segments, np.int64), np.zeros(num_segments, np.int64)
+    microbatch[graph.segment], module[graph.segment] = graph.microbatch, graph.module
+    first = np.full(num_segments, graph.num_tasks, np.int64)
+    np.minimum.at(first, graph.segment, position)
+    depth = _depths(graph.segment, microbatch, module, segment_class, topological, graph.predecessor_start,
+                    graph.predecessor, np.zeros(num_segments, np.int64))  # fmt: skip
+    members: dict[tuple[int, int, int, int], list[int]] = {}
+    for segment in np.argsort(first, kind="stable").tolist():
+        which = int(segment_class[segment])
+        if which in (0, 1):
+            key = (which, int(microbatch[segment]), int(module[segment]), int(depth[segment]))
+            members.setdefault(key, []).append(segment)
+    keys = sorted(members, key=lambda key: (key[0], key[1], first[members[key][0]]))
+    group_of_segment = np.full(num_segments, -1, np.int64)
+    for number, key in enumerate(keys):
+        group_of_segment[members[key]] = number
+    weights: list[list[int]] = [[] for _ in keys]
+    input_of_pair = graph.backward_of
+    a_task = np.zeros(num_segments, np.int64)
+    a_task[graph.segment] = np.arange(graph.num_tasks)
+    for segment in np.argsort(first, kind="stable").tolist():
+        if segment_class[segment] == 2:
+            owner = int(graph.pair[a_task[segment]])
+            weights[group_of_segment[graph.segment[input_of_pair[owner]]]].append(segment)
+    tasks_work = np.bincount(graph.segment, weights=graph.duration_ns, minlength=num_segments)
+    segment_head = np.full(num_segments, 1 << 60, np.int64)
+    np.minimum.at(segment_head, graph.segment, head)
+    segment_tail = np.zeros(num_segments, np.int64)
+    np.maximum.at(segment_tail, graph.segment, tail + graph.duration_ns)
+    rows = [members[key] for key in keys]
+    groups = Groups(
+        microbatch=np.array([key[1] for key in keys]), module=np.array([key[2] for key in keys]),
+        depth=np.array([key[3] for key in keys]), first=np.array([first[row].min() for row in rows]),
+        work=np.array([tasks_work[row].sum() for row in rows]).astype(np.int64),
+        head=np.array([segment_head[row].min() for row in rows]),
+        tail=np.array([segment_tail[row].max() for row in rows]),
+    )  # fmt: skip
+    num_groups = np.array([sum(key[0] == 0 for key in keys), sum(key[0] == 1 for key in keys)])
+    counts = [int((segment_class == c).sum()) for c in range(3)]
+    class_start = np.cumsum([0, *counts]).astype(np.int64)
+    return groups, _rows(rows), _rows(weights), num_groups, class_start
+
+
+def _rows(lists: list[list[int]]) -> tuple[IntArray, IntArray]:
+    start = np.zeros(len(lists) + 1, np.int64)
+    np.cumsum([len(row) for row in lists], out=start[1:])
+    return start, np.array([x for row in lists for x in row], np.int64)
+
+
+@numba.njit(cache=True, nogil=True)
+def _depths(
+    segment: Array, microbatch: Array, module: Array, segment_class: Array, topological: Array, start: Array,
+    predecessor: Array, depth: Array,
+) -> Array:  # fmt: skip
+    """Longest chain of segments of the same microbatch, module and class before each segment."""
+    for task in topological:
+        here = segment[task]
+        for e in range(start[task], start[task + 1]):
+            other = segment[predecessor[e]]
+            if (
+                other != here
+                and microbatch[other] == microbatch[here]
+                and module[other] == module[here]
+                and segment_class[other] == segment_class[here]
+            ):
+                depth[here] = max(depth[here], depth[other] + 1)
+    return depth
+
+
+def _implied(graph: TaskGraph, topological: IntArray, position: IntArray) -> npt.NDArray[np.bool_]:
+    """Which rows of ``graph.successor`` are edges from F to its own backward that a longer path implies."""
+    source = np.repeat(np.arange(graph.num_tasks), np.diff(graph.successor_start))
+    own = (graph.backward_of[graph.pair[source]] == graph.successor) & (graph.kind[source] == FORWARD)
+    own &= graph.successor_delay_ns == 0
+    implied = np.zeros(len(source), np.bool_)
+    _mark_implied(
+        np.flatnonzero(own), source, graph.successor, graph.successor_start, topological, position,
+        np.zeros(graph.num_tasks, np.bool_), implied, 200_000_000,
+    )  # fmt: skip
+    return implied
+
+
+@numba.njit(cache=True, nogil=True)
+def _mark_implied(
+    edges: Array, source: Array, successor: Array, successor_start: Array, topological: Array, position: Array,
+    reached: Array, implied: Array, limit: int,
+) -> None:  # fmt: skip
+    steps = 0
+    for edge in edges:
+        first = position[source[edge]]
+        last = position[successor[edge]]
+        steps += last - first
+        if steps > limit:
+            return
+        reached[source[edge]] = True
+        for i in range(first, last):
+            task = topological[i]
+            if reached[task]:
+                for e in range(successor_start[task], successor_start[task + 1]):
+                    other = successor[e]
+                    # Doubled edges between the two do not imply each other.
+                    if position[other] <= last and not (task == source[edge] and other == successor[edge]):
+                        reached[other] = True
+        implied[edge] = reached[successor[edge]]
+        for i in range(first, last + 1):
+            reached[topological[i]] = False

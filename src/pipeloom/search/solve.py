@@ -1,0 +1,147 @@
+"""TaskGraph -> Solution: the best schedule found within a budget, and its distance from the optimum."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import suppress
+
+import numpy as np
+
+from pipeloom.errors import InputError
+from pipeloom.search import kernels
+from pipeloom.search.families import family, generate
+from pipeloom.search.local import local_search, portfolio
+from pipeloom.search.plain import leanest
+from pipeloom.search.result import Progress, Solution
+from pipeloom.search.state import Search
+from pipeloom.search.stopping import Evaluations, StoppingRule, Watch
+from pipeloom.search.strategies import choose_strategies
+from pipeloom.taskgraph import IntArray, TaskGraph
+from pipeloom.timeline import LowerBound, Schedule, lower_bound, simulate
+
+Method = Callable[[Search, int, float], None]
+"""Searches with so many threads until so much of the budget is spent."""
+
+ROUNDS = 6
+"""Turns of order search and strategy choice for graphs with candidates."""
+
+
+def _default(search: Search, threads: int, until: float) -> None:
+    portfolio(search)
+    local_search(search, threads=threads, until=until)
+
+
+def _portfolio(search: Search, _threads: int, _until: float) -> None:
+    portfolio(search)
+
+
+def _annealing(search: Search, threads: int, until: float) -> None:
+    portfolio(search)
+    local_search(search, temperature=0.002, threads=threads, until=until)
+
+
+METHODS: dict[str, Method] = {
+    "default": _default,
+    "portfolio": _portfolio,
+    "annealing": _annealing,
+}
+"""Names that `solve` knows."""
+
+
+def solve(
+    graph: TaskGraph,
+    *,
+    budget: StoppingRule,
+    seed: int,
+    method: str = "default",
+    threads: int = 1,
+    on_progress: Callable[[Progress], None] | None = None,
+) -> Solution:
+    """Search for a schedule with a short makespan.
+
+    Parameters
+    ----------
+    graph : TaskGraph
+    budget : StoppingRule
+        `Deadline`, `Evaluations` or `Both`. At least one schedule is always made.
+    seed : int
+        The same seed and number of evaluations give the same answer on one thread.
+    method : str
+        A name in `METHODS`.
+    threads : int
+        1 to the number of cores; 0: half of the cores.
+    on_progress : callable, optional
+        Called with a `Progress` after every round of some milliseconds, and at every better schedule.
+
+    Returns
+    -------
+    Solution
+        The best schedule found; also after Ctrl-C.
+
+    Raises
+    ------
+    InputError
+        No such method, or a bad number of threads.
+    InfeasibleError
+        A pair cannot fit; the message names it, its rank and the bytes.
+    """
+    if method not in METHODS:
+        raise InputError("method", f"{method!r} is none of {', '.join(METHODS)}")
+    if threads < 0:
+        raise InputError("threads", f"{threads} is negative", "use 0 for half of the cores")
+    threads = threads or max(1, (os.cpu_count() or 2) // 2)
+    watch = budget.start()
+    bound = lower_bound(graph)
+    run = METHODS[method]
+    if graph.candidates is None:
+        search = Search(graph, bound.ns, watch, seed, on_progress)
+        with suppress(KeyboardInterrupt):
+            run(search, threads, 1.0)
+        best, used = Schedule(search.orders(), None, method), search.evaluations
+    else:
+        best, used = _alternate(graph, bound, run, watch, seed, method, threads, on_progress)
+    return Solution(best, simulate(graph, best), bound, used, watch.elapsed_s(), method)
+
+
+def _alternate(
+    graph: TaskGraph, bound: LowerBound, run: Method, watch: Watch, seed: int, method: str, threads: int,
+    on_progress: Callable[[Progress], None] | None,
+) -> tuple[Schedule, int]:  # fmt: skip
+    """Search orders and choose strategies by turns.
+
+    First orders under the leanest candidates (`dip.txt` §5.2), then the strategies that the order leaves room
+    for, then orders under those, and so on.
+    """
+    choice: IntArray = np.array(leanest(graph), np.int64)
+    best, best_ns, used = Schedule((), choice), kernels.NEVER, 0
+    previous: Search | None = None
+    for turn in range(ROUNDS):
+        search = Search(graph.with_candidates(choice), bound.ns, watch, seed + turn, on_progress, used)
+        turn_is_last = True
+        with suppress(KeyboardInterrupt):
+            if previous is not None:
+                search.try_order(previous.order, previous.choice)
+            run(search, threads, (turn + 1) / ROUNDS)
+            turn_is_last = search.round_size() == 0
+        used, previous = search.evaluations, search
+        found = Schedule(search.orders(), choice, method)
+        tuned = choose_strategies(graph, found)
+        for schedule in (found, tuned):
+            makespan = simulate(graph, schedule).makespan_ns
+            if makespan < best_ns:
+                best, best_ns = schedule, makespan
+        if turn_is_last or best_ns <= bound.ns:
+            break
+        choice = tuned.candidate if tuned.candidate is not None else choice
+    return best, used
+
+
+def warm_up() -> None:
+    """Compile every kernel (once after installing; later calls load them from numba's cache)."""
+    for memory in (None, 1.0):
+        for split in (False, True):
+            graph = generate(
+                family("uniform", num_ranks=2, num_microbatches=3, memory=memory, split=split), 0
+            )
+            solve(graph, budget=Evaluations(40), seed=0)

@@ -1,0 +1,107 @@
+"""When a search ends. The only place below the planner that reads a clock."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from pipeloom.errors import InputError
+
+
+class StoppingRule(Protocol):
+    """What `pipeloom.search.solve` asks for; `Deadline`, `Evaluations` and `Both` are the ones there are."""
+
+    def start(self) -> Watch:
+        """Begin to count."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """A rule that has begun to count.
+
+    Attributes
+    ----------
+    now : callable
+        Seconds of the rule's clock.
+    began_s : float
+    seconds : float, optional
+    evaluations : int, optional
+    """
+
+    now: Callable[[], float]
+    began_s: float
+    seconds: float | None
+    evaluations: int | None
+
+    def elapsed_s(self) -> float:
+        """Seconds since the start."""
+        return self.now() - self.began_s
+
+    def left(self, used: int, wanted: int) -> int:
+        """How many of the ``wanted`` evaluations may still be made after ``used``; 0: stop."""
+        if self.seconds is not None and self.elapsed_s() >= self.seconds:
+            return 0
+        return wanted if self.evaluations is None else max(0, min(wanted, self.evaluations - used))
+
+    def share(self, used: int) -> float:
+        """Part of the budget that is spent, between 0 and 1."""
+        parts = [0.0]
+        if self.seconds is not None:
+            parts.append(self.elapsed_s() / self.seconds if self.seconds > 0 else 1.0)
+        if self.evaluations is not None:
+            parts.append(used / self.evaluations if self.evaluations > 0 else 1.0)
+        return min(1.0, max(parts))
+
+
+def _clock(name: str) -> Callable[[], float]:
+    return time.process_time if name == "cpu" else time.monotonic
+
+
+@dataclass(frozen=True, slots=True)
+class Deadline:
+    """Stop after some seconds of wall time, or of this process's CPU time."""
+
+    seconds: float
+    clock: Literal["wall", "cpu"] = "wall"
+
+    def __post_init__(self) -> None:
+        """Refuse negative times."""
+        if not self.seconds >= 0:
+            raise InputError("budget", f"{self.seconds} s is negative")
+
+    def start(self) -> Watch:
+        """Begin to count."""
+        now = _clock(self.clock)
+        return Watch(now, now(), self.seconds, None)
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluations:
+    """Stop after a number of schedules tried: the same answer on every machine, on one thread."""
+
+    count: int
+
+    def __post_init__(self) -> None:
+        """Refuse negative counts."""
+        if self.count < 0:
+            raise InputError("budget", f"{self.count} evaluations is negative")
+
+    def start(self) -> Watch:
+        """Begin to count."""
+        return Watch(time.monotonic, time.monotonic(), None, self.count)
+
+
+@dataclass(frozen=True, slots=True)
+class Both:
+    """Stop at whichever comes first."""
+
+    deadline: Deadline
+    evaluations: Evaluations
+
+    def start(self) -> Watch:
+        """Begin to count."""
+        now = _clock(self.deadline.clock)
+        return Watch(now, now(), self.deadline.seconds, self.evaluations.count)

@@ -1,0 +1,119 @@
+"""The compiled rollout against the plain one, and against the checker."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeloom.errors import InfeasibleError, PlanError
+from pipeloom.search import kernels
+from pipeloom.search.plain import first_in_first_out, plain_rollout
+from pipeloom.search.problem import make_problem
+from pipeloom.timeline import Schedule, check, simulate
+from tests.chains import uniform_chain
+from tests.strategies import graphs
+
+
+def run(graph, seed, policy, weights, rule, lookahead, bound=kernels.NEVER):
+    problem, _, jobs = make_problem(graph)
+    scratch = kernels.make_scratch(problem)
+    forward, backward = problem.num_groups
+    rng = np.random.default_rng(seed)
+    order = np.concatenate([rng.permutation(forward), forward + rng.permutation(backward)])
+    makespan = kernels.evaluate(problem, scratch, order, np.array([policy, weights, rule, lookahead]), bound)
+    return problem, scratch, jobs, makespan
+
+
+def priority_of(problem, scratch, graph):
+    """What the kernel calls a position, as the plain rollout wants it."""
+    offset = np.zeros(graph.num_segments, np.int64)
+    offset[graph.segment] = problem.class_start[problem.task[:-1, 2] % 3]
+    return (scratch.position - offset).tolist()
+
+
+choices = st.tuples(st.integers(0, 2), st.integers(0, 1), st.integers(0, 2), st.sampled_from([1, 1, 3]))
+
+
+@settings(deadline=None, max_examples=300)
+@given(graphs(num_candidates=0), st.integers(0, 2**31), choices)
+def test_equals_the_plain_rollout(graph, seed, choice):
+    try:
+        problem, scratch, jobs, makespan = run(graph, seed, *choice)
+    except InfeasibleError:
+        return
+    policy, weights, rule, lookahead = choice
+    names = {"policy": policy, "weights": weights, "rule": rule, "lookahead": lookahead}
+    if makespan == kernels.DEADLOCK:
+        assert rule == kernels.FITS
+        with pytest.raises(PlanError, match="memory deadlock"):
+            plain_rollout(graph, jobs, priority_of(problem, scratch, graph), **names)
+        return
+    order = plain_rollout(graph, jobs, priority_of(problem, scratch, graph), **names)
+    rank = graph.rank[scratch.sequence]
+    assert [scratch.sequence[rank == r].tolist() for r in range(graph.num_ranks)] == order
+    schedule = Schedule(tuple(np.array(tasks, np.int64) for tasks in order))
+    timeline = simulate(graph, schedule)
+    assert timeline.makespan_ns == makespan
+    assert timeline.start_ns.tolist() == scratch.start.tolist()
+    found = check(graph, schedule, timeline)
+    assert found == () or (rule == kernels.UNLIMITED and {v.kind for v in found} == {"memory"})
+
+
+@settings(deadline=None, max_examples=150)
+@given(graphs(num_candidates=0), st.integers(0, 2**31), choices, st.floats(0.5, 1.5))
+def test_aborts_exactly_at_the_bound(graph, seed, choice, part):
+    try:
+        makespan = run(graph, seed, *choice)[-1]
+    except InfeasibleError:
+        return
+    if makespan < 0:
+        return
+    bound = int(part * makespan)
+    expected = makespan if makespan < bound else kernels.ABORTED
+    assert run(graph, seed, *choice, bound=bound)[-1] == expected
+
+
+@settings(deadline=None, max_examples=200)
+@given(graphs(memory=1.0))
+def test_the_banker_never_deadlocks_where_one_microbatch_fits(graph):
+    schedule = first_in_first_out(graph)
+    assert check(graph, schedule) == ()
+
+
+def test_the_papers_rule_deadlocks():
+    """Two ranks, three microbatches, two passes each; room for three of the four activations of two microbatches.
+
+    Both ranks fill up with first passes, and no second pass can begin.
+    """
+    graph = uniform_chain(2, 3, chunks_per_rank=2, capacity_bytes=2)
+    assert run(graph, 3, 0, 0, kernels.FITS, 1)[-1] in (kernels.DEADLOCK, 18)
+    problem, _, _ = make_problem(graph)
+    scratch = kernels.make_scratch(problem)
+    by_pass = np.array([0, 2, 4, 1, 3, 5, 6, 7, 8, 9, 10, 11])
+    assert kernels.evaluate(problem, scratch, by_pass, np.array([0, 0, kernels.FITS, 1]), kernels.NEVER) == -1
+    assert kernels.evaluate(problem, scratch, by_pass, np.array([0, 0, kernels.BANKER, 1]), kernels.NEVER) > 0
+
+
+def test_pairs_that_cannot_fit_are_named():
+    with pytest.raises(
+        InfeasibleError, match=r"pair 0 \(task 0 \(F of lm, .*it holds 9 bytes.*rank 0 leaves 8"
+    ):
+        first_in_first_out(uniform_chain(2, 2, activation_bytes=9, capacity_bytes=8))
+    with pytest.raises(InfeasibleError, match=r"pair 2 .* needs 18 bytes at once on rank 0"):
+        first_in_first_out(uniform_chain(2, 2, chunks_per_rank=2, activation_bytes=9, capacity_bytes=12))
+
+
+def test_fallback_takes_the_leanest_candidates_where_the_base_does_not_fit():
+    graph = uniform_chain(2, 3, activation_bytes=8, capacity_bytes=7, candidates=True)
+    schedule = first_in_first_out(graph)
+    assert set(schedule.candidate.tolist()) == {1}
+    assert check(graph, schedule) == ()
+    assert set(first_in_first_out(uniform_chain(2, 3, candidates=True)).candidate.tolist()) == {0}
+
+
+def test_alternating_gives_one_forward_one_backward_when_memory_says_so():
+    graph = uniform_chain(4, 8, capacity_bytes=4)
+    timeline = simulate(graph, first_in_first_out(graph))
+    assert timeline.makespan_ns == (8 + 3) * 3
