@@ -25,15 +25,17 @@ if TYPE_CHECKING:
     from pipeloom.packing import PackingSpec
     from pipeloom.planner import Planner, Setup
     from pipeloom.runtime import Model, Module, Part, TcpPlanStore, Trainer, launch, profile_model
+    from pipeloom.search import Deadline, Solution, solve
     from pipeloom.spec import Chunk, ClusterSpec, Layout
     from pipeloom.taskgraph import TaskGraph, make_graph
-    from pipeloom.timeline import LowerBound, Schedule, Timeline
+    from pipeloom.timeline import LowerBound, Schedule, Timeline, check, lower_bound, simulate
 
 __version__ = "0.1.0"
 
 _HOME = {
     "Chunk": "pipeloom.spec",
     "ClusterSpec": "pipeloom.spec",
+    "Deadline": "pipeloom.search",
     "InfeasibleError": "pipeloom.errors",
     "InputError": "pipeloom.errors",
     "Layout": "pipeloom.spec",
@@ -47,12 +49,15 @@ _HOME = {
     "Planner": "pipeloom.planner",
     "Schedule": "pipeloom.timeline",
     "Setup": "pipeloom.planner",
+    "Solution": "pipeloom.search",
     "TaskGraph": "pipeloom.taskgraph",
     "TcpPlanStore": "pipeloom.runtime",
     "Timeline": "pipeloom.timeline",
     "Trainer": "pipeloom.runtime",
+    "check": "pipeloom.timeline",
     "launch": "pipeloom.runtime",
     "load": "pipeloom.io",
+    "lower_bound": "pipeloom.timeline",
     "make_graph": "pipeloom.taskgraph",
     "profile_model": "pipeloom.runtime",
     "read_instance": "pipeloom.io",
@@ -60,6 +65,8 @@ _HOME = {
     "read_samples": "pipeloom.io",
     "read_schedule": "pipeloom.io",
     "separate": "pipeloom.arrange",
+    "simulate": "pipeloom.timeline",
+    "solve": "pipeloom.search",
     "write_instance": "pipeloom.io",
     "write_layout": "pipeloom.io",
     "write_schedule": "pipeloom.io",
@@ -69,6 +76,7 @@ _HOME = {
 __all__ = [
     "Chunk",
     "ClusterSpec",
+    "Deadline",
     "InfeasibleError",
     "InputError",
     "Layout",
@@ -82,13 +90,16 @@ __all__ = [
     "Planner",
     "Schedule",
     "Setup",
+    "Solution",
     "TaskGraph",
     "TcpPlanStore",
     "Timeline",
     "Trainer",
     "__version__",
+    "check",
     "launch",
     "load",
+    "lower_bound",
     "make_graph",
     "profile_model",
     "read_instance",
@@ -96,6 +107,8 @@ __all__ = [
     "read_samples",
     "read_schedule",
     "separate",
+    "simulate",
+    "solve",
     "write_instance",
     "write_layout",
     "write_schedule",

@@ -227,6 +227,15 @@ BROKEN = [
     ('{"a": [1e999]}', "a[0]: inf is not a finite number"),
     ('{"a": ' + "9" * 5000 + "}", "has a number with too many digits"),
     ('{"a": ' + "9" * 400 + ".0}", "a: inf is not a finite number"),
+    (
+        '{"a": [0.1234567890123456789, 9223372036854775808]}',
+        "a[1]: 9223372036854775808 does not fit in 64 bits",
+    ),
+    (
+        '{"format": "pipeloom.layout/1", "num_ranks": 4000000000000000000, "chunks": [],'
+        '"modules": [{"name": "v", "on_ranks": "replicated"}]}',
+        "module 'v': is replicated but has not one chunk",
+    ),
     ('{"a": "\\ud800"}', "a: has a lone surrogate"),
     ('{"a": ' * 100000, "is nested too deeply"),
     ('{"a": ' + "[" * 990 + "NaN" + "]" * 990 + "}", ("is nested too deeply", "a[0][0]")),

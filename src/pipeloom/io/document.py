@@ -27,7 +27,7 @@ _JSON_NAMES = {
     "int": "an integer", "float": "a number", "str": "a string", "bool": "true or false", "array": "a list",
     "object": "an object", "null": "null",
 }  # fmt: skip
-_MAY_OVERFLOW = re.compile(r"[eE]\+?0*[1-9]\d{2}|\d{309}")
+_MAY_OVERFLOW = re.compile(r"[eE]\+?0*[1-9]\d{2}|\d{19}")
 
 
 def read_document(path: PathLike) -> dict[str, Any]:
@@ -99,6 +99,8 @@ def _defects(node: Any, path: str) -> Iterator[tuple[str, str]]:
     elif isinstance(node, list):
         for i, value in enumerate(node):
             yield from _defects(value, f"{path}[{i}]")
+    elif isinstance(node, int) and abs(node) >= 2**63:
+        yield path, f"{show(node)} does not fit in 64 bits"
     elif isinstance(node, float) and not math.isfinite(node):
         yield path, f"{node} is not a finite number"
     elif isinstance(node, str):

@@ -94,7 +94,9 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             next_layer[chunk.module] = chunk.layers[1] + 1
         for name, module in known.items():
             if module.on_ranks == "replicated":
-                if sorted(replicas[name]) != list(range(self.num_ranks)):
+                # The length first: the number of ranks may be any number that a file can hold.
+                here = replicas[name]
+                if len(here) != self.num_ranks or sorted(here) != list(range(self.num_ranks)):
                     raise InputError(f"module {name!r}", "is replicated but has not one chunk on every rank")
             elif next_layer[name] == 0:
                 raise InputError(f"module {name!r}", "has no chunk", "give every module at least one chunk")
