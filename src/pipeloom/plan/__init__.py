@@ -3,7 +3,7 @@
 from pipeloom.plan.action import COMPUTE_VERBS, RECEIVE_VERBS, SEND_VERBS, Action, ExecutionPlan, Verb
 from pipeloom.plan.delivery import Answer, Delivery, PackingCounts, packing_counts
 from pipeloom.plan.lower import lower, strategy_word
-from pipeloom.plan.routes import HandOver, Routes, Shapes, Unit, boundary_shapes, make_routes
+from pipeloom.plan.routes import HandOver, Router, Routes, Shapes, Unit, boundary_shapes, make_routes
 from pipeloom.plan.text import action_text, from_msgpack, from_text, to_msgpack, to_text
 from pipeloom.plan.verify import verify
 
@@ -17,6 +17,7 @@ __all__ = [
     "ExecutionPlan",
     "HandOver",
     "PackingCounts",
+    "Router",
     "Routes",
     "Shapes",
     "Unit",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -33,6 +32,132 @@ class HandOver(NamedTuple):
     gradient: bool
 
 
+class _Place(NamedTuple):
+    """Where a chunk stands: its module, its neighbours inside it (-1: none), and the modules around it."""
+
+    module: int
+    before: int
+    after: int
+    sources: tuple[int, ...]
+    consumers: tuple[int, ...]
+    gradient: bool
+
+
+class Router:
+    """What is fixed about hand-overs once a layout is: made once, asked for every unit.
+
+    Inside a module a part goes from chunk to chunk. At a module boundary all parts go into the one part of the
+    reading module, in order; where both modules are cut alike, part by part.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        number = {module.name: i for i, module in enumerate(layout.modules)}
+        self.chunks_of = [layout.chunks_of(module.name) for module in layout.modules]
+        self.replicated = [module.on_ranks == "replicated" for module in layout.modules]
+        gradient = [layout.has_backward(module.name) for module in layout.modules]
+        sources = [tuple(number[name] for name in module.after) for module in layout.modules]
+        consumers = [tuple(i for i, above in enumerate(sources) if m in above) for m in range(len(sources))]
+        self.places: list[_Place] = []
+        for i, chunk in enumerate(layout.chunks):
+            m = number[chunk.module]
+            row = self.chunks_of[m]
+            at = row.index(i)
+            first = at == 0 or self.replicated[m]
+            last = at == len(row) - 1 or self.replicated[m]
+            self.places.append(
+                _Place(
+                    module=m,
+                    before=-1 if first else row[at - 1],
+                    after=-1 if last else row[at + 1],
+                    sources=sources[m] if first else (),
+                    consumers=consumers[m] if last else (),
+                    gradient=gradient[m],
+                )
+            )
+
+    def of(self, packing: Packing, units: Iterable[Unit]) -> RoutesOf:
+        """Bind to one iteration; the units say on which rank each part of a replicated module is worked on."""
+        where: dict[tuple[int, int, int], int] = {}
+        if any(self.replicated):
+            for unit in units:
+                m = self.places[unit.chunk].module
+                if self.replicated[m]:
+                    where[m, unit.microbatch, unit.sub_microbatch] = unit.chunk
+        counts = [tuple(map(len, microbatch.parts)) for microbatch in packing.microbatches]
+        return RoutesOf(self, counts, where)
+
+
+class RoutesOf:
+    """Hand-overs of one iteration, answered unit by unit.
+
+    Attributes
+    ----------
+    counts : list of tuple of int
+        Per microbatch and module, its number of parts.
+    """
+
+    def __init__(
+        self, router: Router, counts: list[tuple[int, ...]], where: dict[tuple[int, int, int], int]
+    ) -> None:
+        self.router, self.counts, self.where = router, counts, where
+
+    def into(self, unit: Unit) -> tuple[HandOver, ...]:
+        """What a unit takes, in the order in which it concatenates it."""
+        place, (_, microbatch, sub) = self.router.places[unit.chunk], unit
+        if place.before >= 0:
+            return (HandOver(Unit(place.before, microbatch, sub), unit, place.gradient),)
+        found: list[HandOver] = []
+        for source in place.sources:
+            subs = self._joined(source, place.module, microbatch, sub, down=False)
+            found += [self._hand_over(source, x, unit) for x in subs]
+        return tuple(found)
+
+    def out_of(self, unit: Unit) -> tuple[HandOver, ...]:
+        """Where a unit's output goes."""
+        place, (_, microbatch, sub) = self.router.places[unit.chunk], unit
+        if place.after >= 0:
+            return (HandOver(unit, Unit(place.after, microbatch, sub), place.gradient),)
+        return tuple(
+            HandOver(unit, Unit(self._chunk(m, microbatch, x, first=True), microbatch, x), place.gradient)
+            for m in place.consumers
+            for x in self._joined(place.module, m, microbatch, sub, down=True)
+        )
+
+    def _hand_over(self, source: int, sub: int, consumer: Unit) -> HandOver:
+        chunk = self._chunk(source, consumer.microbatch, sub, first=False)
+        return HandOver(Unit(chunk, consumer.microbatch, sub), consumer, self.router.places[chunk].gradient)
+
+    def _chunk(self, module: int, microbatch: int, sub: int, *, first: bool) -> int:
+        if not self.router.replicated[module]:
+            return self.router.chunks_of[module][0 if first else -1]
+        try:
+            return self.where[module, microbatch, sub]
+        except KeyError:
+            name = self.router.layout.modules[module].name
+            raise InputError(
+                f"unit {name} {microbatch}.{sub}", "is on no rank", "plan every part once"
+            ) from None
+
+    def _joined(
+        self, above: int, below: int, microbatch: int, sub: int, *, down: bool
+    ) -> range | tuple[int, ...]:
+        """Parts at the other side of a module boundary that part ``sub`` on this side goes with."""
+        num_above, num_below = self.counts[microbatch][above], self.counts[microbatch][below]
+        if num_above == 0:
+            return ()
+        if num_below == 1:
+            return (0,) if down else range(num_above)
+        if num_above == num_below:
+            return (sub,)
+        modules = self.router.layout.modules
+        raise InputError(
+            f"module {modules[below].name!r}.sub_microbatch",
+            f"cuts microbatch {microbatch} into {num_below} parts, {modules[above].name!r} before it into {num_above}",
+            "let the reading module take whole microbatches, or cut both alike",
+        )
+
+
 @dataclass(frozen=True)
 class Routes:
     """All hand-overs of one iteration.
@@ -40,6 +165,7 @@ class Routes:
     Attributes
     ----------
     units : tuple of Unit
+        Microbatch by microbatch, in model order.
     hand_overs : tuple of HandOver
         Those of one consumer stand in the order in which it concatenates them.
     """
@@ -63,10 +189,7 @@ class Routes:
 
 
 def make_routes(layout: Layout, packing: Packing, units: Iterable[Unit]) -> Routes:
-    """Connect the units of one iteration.
-
-    Inside a module, chunk to next chunk for each sub-microbatch. At a module boundary all sub-microbatches go
-    into the one part of the reading module, in order; where both are cut alike, part by part.
+    """Connect the units of one iteration, and check that they are exactly those that the packing needs.
 
     Parameters
     ----------
@@ -84,28 +207,26 @@ def make_routes(layout: Layout, packing: Packing, units: Iterable[Unit]) -> Rout
     known = set(listed)
     if len(known) != len(listed):
         raise InputError(f"unit {_name(layout, _first_double(listed))}", "has two forwards")
-    hand_overs: list[HandOver] = []
-    expected: set[Unit] = set()
-    for microbatch in range(len(packing.microbatches)):
-        passes: dict[str, list[tuple[Unit, ...]]] = {}
-        for module in layout.modules:
-            gradient = layout.has_backward(module.name)
-            parts = range(len(packing.parts_of(microbatch, module.name)))
-            passes[module.name] = [_units_of(layout, module.name, microbatch, sub, known) for sub in parts]
-            for units_of_part in passes[module.name]:
-                expected.update(units_of_part)
-                hand_overs += [HandOver(a, b, gradient) for a, b in itertools.pairwise(units_of_part)]
-            for source in module.after:
-                hand_overs += _join(
-                    passes[source], passes[module.name], layout.has_backward(source),
-                    f"module {module.name!r}.sub_microbatch", f"microbatch {microbatch}", source,
-                )  # fmt: skip
-    stray = known - expected
+    router = Router(layout)
+    for unit in listed:
+        if not 0 <= unit.chunk < len(layout.chunks):
+            raise InputError(f"unit {tuple(unit)}", "is of no chunk of the layout")
+    routes = router.of(packing, listed)
+    ordered: list[Unit] = []
+    for microbatch, counts in enumerate(routes.counts):
+        for m, num_parts in enumerate(counts):
+            for sub in range(num_parts):
+                ordered += _units_of(layout, router, m, microbatch, sub, known)
+    stray = known - set(ordered)
     if stray:
         raise InputError(
             f"unit {_name(layout, min(stray))}", "is not in the packing", "plan for this packing"
         )
-    return Routes(tuple(listed), tuple(hand_overs))
+    # Both sides are asked: a part that feeds nothing shows on its own side only.
+    hand_overs = [hand_over for unit in ordered for hand_over in routes.into(unit)]
+    if len(hand_overs) != sum(len(routes.out_of(unit)) for unit in ordered):
+        raise AssertionError("hand-overs differ between their two sides")
+    return Routes(tuple(ordered), tuple(hand_overs))
 
 
 def boundary_shapes(model: ModelSpec, layout: Layout) -> Shapes:
@@ -118,40 +239,21 @@ def boundary_shapes(model: ModelSpec, layout: Layout) -> Shapes:
     return shapes
 
 
-def _units_of(layout: Layout, module: str, microbatch: int, sub: int, known: set[Unit]) -> tuple[Unit, ...]:
+def _units_of(
+    layout: Layout, router: Router, module: int, microbatch: int, sub: int, known: set[Unit]
+) -> tuple[Unit, ...]:
     """Units that one part of one module passes, in model order."""
-    candidates = [Unit(chunk, microbatch, sub) for chunk in layout.chunks_of(module)]
+    candidates = [Unit(chunk, microbatch, sub) for chunk in router.chunks_of[module]]
     present = tuple(unit for unit in candidates if unit in known)
-    wanted = 1 if layout.module(module).on_ranks == "replicated" else len(candidates)
+    wanted = 1 if router.replicated[module] else len(candidates)
     if len(present) != wanted:
-        missing = next(unit for unit in candidates if unit not in known or wanted == 1)
+        missing = next((unit for unit in candidates if unit not in known), candidates[0])
         raise InputError(
             f"unit {_name(layout, missing)}",
             f"{len(present)} of the units of this part are planned, {wanted} expected",
             "plan every part exactly once",
         )
     return present
-
-
-def _join(
-    above: list[tuple[Unit, ...]],
-    below: list[tuple[Unit, ...]],
-    gradient: bool,
-    entity: str,
-    where: str,
-    source: str,
-) -> list[HandOver]:
-    if not above:
-        return []
-    if len(below) == 1:
-        return [HandOver(up[-1], below[0][0], gradient) for up in above]
-    if len(above) == len(below):
-        return [HandOver(up[-1], down[0], gradient) for up, down in zip(above, below, strict=True)]
-    raise InputError(
-        entity,
-        f"cuts {where} into {len(below)} parts, {source!r} before it into {len(above)}",
-        "let the reading module take whole microbatches, or cut both alike",
-    )
 
 
 def _grouped(entries: Iterable[tuple[Unit, HandOver]]) -> dict[Unit, tuple[HandOver, ...]]:
@@ -171,6 +273,4 @@ def _first_double(units: list[Unit]) -> Unit:
 
 
 def _name(layout: Layout, unit: Unit) -> str:
-    if not 0 <= unit.chunk < len(layout.chunks):
-        return f"{tuple(unit)}"
     return f"{layout.chunk_name(unit.chunk)} {unit.microbatch}.{unit.sub_microbatch}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ Layer = Callable[..., Tensor]
 STRATEGIES = ("keep", "recompute")
 
 
+@functools.cache
 def block_bounds(strategy: str, num_layers: int) -> tuple[tuple[int, int, bool], ...]:
     """Cut layers into blocks: maximal runs of one strategy.
 

@@ -16,7 +16,7 @@ from pipeloom.packing import Packing
 from pipeloom.plan import ExecutionPlan, action_text
 from pipeloom.runtime.blocks import Passage
 from pipeloom.runtime.model import Model, Part, make_part
-from pipeloom.runtime.program import MessageState, Program, UnitState, compile_program
+from pipeloom.runtime.program import Linker, MessageState, Program, UnitState
 from pipeloom.runtime.transport import Transport
 from pipeloom.spec import Layout
 
@@ -100,6 +100,7 @@ class Executor:
         self.model, self.layout, self.rank, self.transport = model, layout, rank, transport
         self.device = torch.device(device)
         self.reduce_gradients = reduce_gradients
+        self._linker = Linker(layout, model, rank)
         self.layers: dict[int, list[nn.Module]] = {}
         """Per chunk of this rank, its layers."""
         for number, chunk in enumerate(layout.chunks):
@@ -133,7 +134,7 @@ class Executor:
         ExecutionError
             When the plan is for another layout, or its shapes are not those that the model states.
         """
-        return compile_program(plan, packing, self.layout, self.model, self.rank)
+        return self._linker.link(plan, packing)
 
     def run(
         self,

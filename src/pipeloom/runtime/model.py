@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
@@ -216,6 +217,7 @@ def empty_output(module: ModuleSpec, device: torch.device) -> Tensor:
     return torch.zeros(shape.resolve(Workload(())), dtype=torch_dtype(shape.dtype), device=device)
 
 
+@functools.cache
 def torch_dtype(name: str) -> torch.dtype:
     """Torch's dtype of that name, e.g. ``"bfloat16"``."""
     dtype = getattr(torch, name, None)

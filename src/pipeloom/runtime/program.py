@@ -15,11 +15,10 @@ from pipeloom.plan import (
     Action,
     ExecutionPlan,
     HandOver,
-    Routes,
+    Router,
     Unit,
     action_text,
     boundary_shapes,
-    make_routes,
 )
 from pipeloom.runtime.blocks import Passage, block_bounds
 from pipeloom.runtime.model import Model, Module, empty_output, torch_dtype
@@ -35,8 +34,10 @@ class UnitState:
     ----------
     stated : shape and dtype, or None
         Of the output, as the model states them; None for the loss.
+    into : tuple of HandOver
+        What it takes, by place.
     rows : list of int
-        Rows of what is handed over, by place.
+        Rows of what is handed over at a module boundary, by place.
     groups : list of (places, producing Module, whether a gradient goes back)
         Hand-overs that make up each upstream argument, in order; none where the microbatch has nothing for it.
     arrived : list
@@ -55,6 +56,7 @@ class UnitState:
     bounds: tuple[tuple[int, int, bool], ...]
     layer_numbers: tuple[int, int]
     stated: tuple[tuple[int, ...], torch.dtype] | None
+    into: tuple[HandOver, ...] = ()
     rows: list[int] = field(default_factory=list)
     groups: list[tuple[list[int], Module, bool]] = field(default_factory=list)
     arrived: list[Tensor | None] = field(default_factory=list)
@@ -130,13 +132,13 @@ class UnitState:
             if not flows or not places:
                 continue
             gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad.contiguous()
+            if len(places) == 1:
+                self.input_gradients[places[0]] = gradient
+                continue
             begin = 0
             for place in places:
-                # The whole gradient where there is one piece: no view, which could not be sent as it is.
-                count = self.rows[place]
-                piece = gradient if len(places) == 1 else gradient.narrow(0, begin, count)
-                self.input_gradients[place] = piece
-                begin += count
+                self.input_gradients[place] = gradient.narrow(0, begin, self.rows[place])
+                begin += self.rows[place]
         self.leaves = []
 
 
@@ -192,118 +194,169 @@ class Program:
     was_run: bool = False
 
 
-def compile_program(
-    plan: ExecutionPlan, packing: Packing, layout: Layout, model: Model, rank: int
-) -> Program:
-    """Link one rank's actions.
+class Linker:
+    """Links plans of one layout for one rank; what does not change between iterations is worked out here.
 
-    Raises
-    ------
-    ExecutionError
-        When plan, packing, layout and model do not belong together.
+    Parameters
+    ----------
+    layout : Layout
+    model : Model
+    rank : int
     """
-    if plan.layout != layout.digest or plan.num_ranks != layout.num_ranks:
-        raise ExecutionError(
-            f"the plan is for layout {plan.layout} on {plan.num_ranks} ranks, this one is {layout.digest} on "
-            f"{layout.num_ranks}; plan for the layout that is run"
-        )
-    return _Linker(plan, packing, layout, model, rank).link()
 
-
-class _Linker:
-    def __init__(
-        self, plan: ExecutionPlan, packing: Packing, layout: Layout, model: Model, rank: int
-    ) -> None:
-        self.plan, self.packing, self.layout, self.model, self.rank = plan, packing, layout, model, rank
-        self.number_of = {name: i for i, name in enumerate(layout.chunk_names)}
+    def __init__(self, layout: Layout, model: Model, rank: int) -> None:
+        self.layout, self.rank = layout, rank
+        self.digest = layout.digest
+        self.names = layout.chunk_names
+        self.number_of = {name: i for i, name in enumerate(self.names)}
+        self.router = Router(layout)
         self.shapes = boundary_shapes(model.spec, layout)
-        self.states: dict[Unit, UnitState] = {}
-        self.messages: dict[tuple[bool, bool, Unit, str], MessageState] = {}
-        """By whether it is a gradient, whether it is sent, producer, and consumer chunk where named."""
+        self.modules = [model.module(chunk.module) for chunk in layout.chunks]
+        self.columns = [model.module(module.name) for module in layout.modules]
+        self.is_last = [
+            module is model.modules[-1] and chunk.layers[1] == len(module.layers) - 1
+            for chunk, module in zip(layout.chunks, self.modules, strict=True)
+        ]
+        self.fan_out = max(1, *(len(place.consumers) for place in self.router.places))
 
-    def link(self) -> Program:
-        try:
-            routes = make_routes(
-                self.layout,
-                self.packing,
-                [self._unit(a) for actions in self.plan.ranks for a in actions if a.verb == "F"],
+    def link(self, plan: ExecutionPlan, packing: Packing) -> Program:
+        """Link one rank's actions.
+
+        Raises
+        ------
+        ExecutionError
+            When plan, packing, layout and model do not belong together.
+        """
+        if plan.layout != self.digest or plan.num_ranks != self.layout.num_ranks:
+            raise ExecutionError(
+                f"the plan is for layout {plan.layout} on {plan.num_ranks} ranks, this one is {self.digest} on "
+                f"{self.layout.num_ranks}; plan for the layout that is run"
             )
+        try:
+            return _Link(self, plan, packing).program()
         except InputError as error:
             raise ExecutionError(f"the plan does not fit the packing: {error}") from error
-        actions = self.plan.ranks[self.rank]
+
+
+class _Link:
+    """One plan being linked."""
+
+    def __init__(self, linker: Linker, plan: ExecutionPlan, packing: Packing) -> None:
+        self.linker, self.plan, self.packing = linker, plan, packing
+        units: list[Unit] = []
+        if any(linker.router.replicated):
+            # Only the plan says on which rank each part of a replicated module is worked on.
+            units = [self._unit(a) for actions in plan.ranks for a in actions if a.verb == "F"]
+        self.routes = linker.router.of(packing, units)
+        self.max_parts = max((max(counts) for counts in self.routes.counts), default=1)
+        self.states: dict[Unit, UnitState] = {}
+        self.messages: dict[tuple[str, Unit, str], MessageState] = {}
+        """By verb of its post, producer, and consumer chunk where named."""
+
+    def program(self) -> Program:
+        actions = self.plan.ranks[self.linker.rank]
         for action in actions:
             if action.verb == "F":
                 unit = self._unit(action)
-                self.states[unit] = self._state(unit, action.strategy, routes)
-        for number, hand_over in enumerate(routes.hand_overs):
-            self._connect(routes, hand_over, number)
+                if unit.microbatch >= len(self.routes.counts):
+                    raise ExecutionError(f"'{action_text(action)}': the batch has no such microbatch")
+                self.states[unit] = self._state(unit, action.strategy)
+        for unit, state in self.states.items():
+            self._connect(unit, state)
         steps = [(action.verb, self._argument(action)) for action in actions]
         return Program(self.plan, self.packing, actions, steps, list(self.states.values()))
 
     def _unit(self, action: Action) -> Unit:
-        if action.chunk not in self.number_of:
+        number = self.linker.number_of.get(action.chunk)
+        if number is None:
             raise ExecutionError(f"'{action_text(action)}': the layout has no chunk {action.chunk!r}")
-        return Unit(self.number_of[action.chunk], action.microbatch, action.sub_microbatch)
+        return Unit(number, action.microbatch, action.sub_microbatch)
 
-    def _state(self, unit: Unit, strategy: str, routes: Routes) -> UnitState:
-        chunk = self.layout.chunks[unit.chunk]
-        module = self.model.module(chunk.module)
-        is_last = module is self.model.modules[-1] and chunk.layers[1] == len(module.layers) - 1
-        into = routes.into.get(unit, ())
+    def _state(self, unit: Unit, strategy: str) -> UnitState:
+        linker = self.linker
+        chunk, module, place = (
+            linker.layout.chunks[unit.chunk],
+            linker.modules[unit.chunk],
+            linker.router.places[unit.chunk],
+        )
+        into = self.routes.into(unit)
+        is_last = linker.is_last[unit.chunk]
         state = UnitState(
             unit=unit,
             module=module,
-            is_first=chunk.layers[0] == 0,
+            is_first=place.before < 0,
             is_last=is_last,
-            trained=self.layout.has_backward(chunk.module),
+            trained=place.gradient,
             bounds=block_bounds(strategy, chunk.num_layers),
             layer_numbers=chunk.layers,
             stated=None if is_last else self._stated(unit),
+            into=into,
             arrived=[None] * len(into),
             input_gradients=[None] * len(into),
-            gradients=[None] * len(routes.out_of.get(unit, ())),
-            rows=[self._stated(hand_over.producer)[0][0] for hand_over in into],
         )
-        sources = module.after if state.is_first else (module.name,)
-        for source in sources:
-            places = [i for i, h in enumerate(into) if self.layout.chunks[h.producer.chunk].module == source]
-            state.groups.append((places, self.model.module(source), self.layout.has_backward(source)))
+        if place.before >= 0:
+            state.groups.append(([0], module, place.gradient))
+        else:
+            state.rows = [self._stated(hand_over.producer)[0][0] for hand_over in into]
+            places = linker.router.places
+            for source in place.sources:
+                taken = [i for i, h in enumerate(into) if places[h.producer.chunk].module == source]
+                flows = places[linker.router.chunks_of[source][-1]].gradient
+                state.groups.append((taken, linker.columns[source], flows))
         return state
 
     def _stated(self, unit: Unit) -> tuple[tuple[int, ...], torch.dtype]:
-        module = self.layout.chunks[unit.chunk].module
-        part = self.packing.parts_of(unit.microbatch, module)[unit.sub_microbatch]
-        shape, dtype = self.shapes(unit.chunk, part.workload)
+        parts = self.packing.microbatches[unit.microbatch].parts[self.linker.router.places[unit.chunk].module]
+        if unit.sub_microbatch >= len(parts):
+            raise ExecutionError(
+                f"microbatch {unit.microbatch} has no part {unit.sub_microbatch} for its chunk"
+            )
+        shape, dtype = self.linker.shapes(unit.chunk, parts[unit.sub_microbatch].workload)
         return shape, torch_dtype(dtype)
 
-    def _connect(self, routes: Routes, hand_over: HandOver, number: int) -> None:
-        """Connect two units: directly on this rank, by messages to and from another."""
-        producer, consumer = self.states.get(hand_over.producer), self.states.get(hand_over.consumer)
-        if producer is None and consumer is None:
-            return
-        place_in = routes.into[hand_over.consumer].index(hand_over)
-        place_out = routes.out_of[hand_over.producer].index(hand_over)
-        if producer is not None and consumer is not None:
-            producer.local_consumers.append((place_in, consumer))
+    def _connect(self, unit: Unit, state: UnitState) -> None:
+        """Connect a unit to what it takes from and gives to: directly on this rank, else by messages."""
+        for place, hand_over in enumerate(state.into):
+            producer = self.states.get(hand_over.producer)
+            siblings = self.routes.out_of(hand_over.producer)
+            place_out = siblings.index(hand_over) if len(siblings) > 1 else 0
+            if producer is None:
+                self._add_messages(state, place, hand_over, place_out, len(siblings) > 1, receives=True)
+                continue
+            producer.local_consumers.append((place, state))
             if hand_over.gradient:
-                consumer.local_producers.append((place_in, producer, place_out))
-            return
-        target = ""
-        if routes.target_is_needed(hand_over.producer):
-            target = self.layout.chunk_name(hand_over.consumer.chunk)
-        here = producer or consumer
-        assert here is not None
-        place = place_out if producer is not None else place_in
-        peer = self.layout.chunks[
-            (hand_over.consumer if producer is not None else hand_over.producer).chunk
-        ].rank
-        shape, dtype = self._stated(hand_over.producer)
-        for backward in (False, True):
-            self.messages[backward, (producer is not None) != backward, hand_over.producer, target] = (
-                MessageState(here, place, backward, peer, 2 * number + backward, shape, dtype)
+                state.local_producers.append((place, producer, place_out))
+        given = self.routes.out_of(unit)
+        state.gradients = [None] * len(given)
+        for place, hand_over in enumerate(given):
+            if hand_over.consumer not in self.states:
+                self._add_messages(state, place, hand_over, place, len(given) > 1, receives=False)
+                state.num_sends += 1
+
+    def _add_messages(
+        self,
+        state: UnitState,
+        place: int,
+        hand_over: HandOver,
+        place_out: int,
+        named: bool,
+        *,
+        receives: bool,
+    ) -> None:
+        linker, producer = self.linker, hand_over.producer
+        target = linker.names[hand_over.consumer.chunk] if named else ""
+        peer = linker.layout.chunks[(producer if receives else hand_over.consumer).chunk].rank
+        shape, dtype = self._stated(producer)
+        number = producer.chunk * len(self.routes.counts) + producer.microbatch
+        number = (number * self.max_parts + producer.sub_microbatch) * linker.fan_out + place_out
+        forward, backward = ("RF", "SB") if receives else ("SF", "RB")
+        self.messages[forward, producer, target] = MessageState(
+            state, place, False, peer, 2 * number, shape, dtype
+        )
+        if hand_over.gradient:
+            self.messages[backward, producer, target] = MessageState(
+                state, place, True, peer, 2 * number + 1, shape, dtype
             )
-        if producer is not None:
-            producer.num_sends += 1
 
     def _argument(self, action: Action) -> UnitState | MessageState | int | None:
         verb = action.verb
@@ -312,16 +365,15 @@ class _Linker:
         unit = self._unit(action)
         if verb in ("RG", "UN"):
             return unit.chunk
-        if len(verb) == 1 or verb in ("RC", "OF", "LD"):
+        if verb not in _POST_OF:
             if unit not in self.states:
-                raise ExecutionError(f"'{action_text(action)}' has no F on rank {self.rank}")
+                raise ExecutionError(f"'{action_text(action)}' has no F on rank {self.linker.rank}")
             return self.states[unit]
-        key = (verb[1] == "B", verb[0] in "SD", unit, action.target)
-        if key not in self.messages:
+        message = self.messages.get((_POST_OF[verb], unit, action.target))
+        if message is None:
             raise ExecutionError(
-                f"'{action_text(action)}' is no message that rank {self.rank} has to do with"
+                f"'{action_text(action)}' is no message that rank {self.linker.rank} has to do with"
             )
-        message = self.messages[key]
         if action.shape is not None and (
             action.shape != message.shape
             or torch_dtype(action.dtype) != message.dtype
@@ -332,3 +384,7 @@ class _Linker:
                 f"{message.peer}; plan with the model and the batch that are run"
             )
         return message
+
+
+_POST_OF = {"SF": "SF", "DF": "SF", "SB": "SB", "DB": "SB", "RF": "RF", "WF": "RF", "RB": "RB", "WB": "RB"}
+"""Verb that posts the message which an action is about."""
