@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeloom.emulator.expand import expand
 from pipeloom.emulator.kernels import issue
-from pipeloom.emulator.reuse import INPUT, Call, Composite, Leaf, Port, Session, expand
+from pipeloom.emulator.reuse import INPUT, Call, Composite, Leaf, Port, Session
 from pipeloom.errors import InputError
 
 

@@ -157,7 +157,8 @@ class Placement:
         return Context(
             tensor=d.tensor, context=d.context, expert=d.expert, sequence_parallel=d.sequence_parallel,
             tensor_link=self.link(d.tensor), context_link=self.link(d.tensor * d.context),
-            expert_link=self.link(d.expert if d.expert > d.tensor else d.tensor),
+            expert_link=self.link(max(d.expert, d.tensor)), shard=d.data if d.zero == 3 else 1,
+            shard_link=self.data_link,
         )  # fmt: skip
 
     @property

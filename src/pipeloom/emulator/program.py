@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from pipeloom.emulator.size import ZERO, Size
+from pipeloom.emulator.size import ONE, ZERO, Size
 from pipeloom.emulator.tape import PCIE, Cost, Record, Tape, Tensor
 
 Strategy = Literal["keep", "selective", "full", "offload"]
@@ -128,6 +128,11 @@ def make_passes(tape: Tape, output: Tensor, strategy: Strategy) -> Passes:
     )
 
 
+def _ring(peers: int) -> float:
+    """Share of the bytes that each device of a ring sends."""
+    return (peers - 1) / peers
+
+
 def _total(sizes: Iterable[Size]) -> Size:
     out = ZERO
     for size in sizes:
@@ -153,8 +158,37 @@ class _Writer:
     def __init__(self, tape: Tape, kept: list[Tensor], strategy: Strategy) -> None:
         self.tape, self.kept, self.strategy = tape, kept, strategy
         self.program = Program()
+        self.unsharded: int | None = None
         self.at: dict[tuple[str, Tensor], tuple[int, Buffer]] = {}
         """Where a value ("x": activation, "g": its gradient) became ready, and its memory."""
+
+    def _unshard(self) -> None:
+        """Gather weights that are sharded over data parallelism, one layer ahead (ZeRO-3)."""
+        context = self.tape.context
+        if context.shard > 1 and self.tape.parameters:
+            self.unsharded = self._run(
+                Cost(
+                    "all_gather", network=ONE * (self._local_parameters() * context.dtype_bytes) * _ring(context.shard),
+                    device=context.shard_link, steps=context.shard - 1,
+                ),
+                (), [PREVIOUS],
+            )  # fmt: skip
+
+    def _reduce(self, after: int) -> None:
+        """Reduce the gradients of the weights and keep a shard of them (ZeRO-3)."""
+        context = self.tape.context
+        if context.shard > 1 and self.tape.parameters and after >= 0:
+            self._run(
+                Cost(
+                    "reduce_scatter",
+                    network=ONE * (self._local_parameters() * context.dtype_bytes) * _ring(context.shard),
+                    device=context.shard_link, steps=context.shard - 1,
+                ),
+                (), [after],
+            )  # fmt: skip
+
+    def _local_parameters(self) -> float:
+        return sum(p.local for p in self.tape.parameters)
 
     def _have(self, role: str, tensor: Tensor, ready: int, *, kept: bool = False) -> Buffer:
         buffer = Buffer(tensor.num_bytes, max(ready, ALIVE), kept=kept)
@@ -165,6 +199,8 @@ class _Writer:
     def _run(self, cost: Cost, reads: Iterable[tuple[str, Tensor]], after: Iterable[int] = ()) -> int:
         number = len(self.program.costs)
         before = set(after)
+        if self.unsharded is not None:
+            before.add(self.unsharded)
         for value in reads:
             ready, buffer = self.at[value]
             buffer.used.append(number)
@@ -176,6 +212,7 @@ class _Writer:
     def forward(self, output: Tensor) -> Program:
         """Forward pass; what is kept outlives it, and so does its output."""
         kept = set(self.kept)
+        self._unshard()
         for record in self.tape.records:
             for tensor in record.inputs:
                 if ("x", tensor) not in self.at:
@@ -230,9 +267,11 @@ class _Writer:
 
     def backward(self, output: Tensor, part: Part, held: dict[tuple[str, Tensor], None]) -> Program:
         """Backward pass: whole (``B``), or gradients to inputs only (``I``), noting what W will read."""
+        self._unshard()
         self._enter()
         self._have("g", output, ENTRY)
         program = self.program
+        last_weight = ALIVE
         for record in reversed(self.tape.records):
             result = record.outputs[0]
             if ("g", result) not in self.at:
@@ -251,7 +290,7 @@ class _Writer:
             if record.weight_gradient is not None:
                 if part == "B":
                     reads = [("x", t) for t in record.saved_for_weight]
-                    program.result = self._run(record.weight_gradient, [*reads, ("g", result)])
+                    program.result = last_weight = self._run(record.weight_gradient, [*reads, ("g", result)])
                 else:
                     self._hold(record, held, ready)
             if made is not None:
@@ -264,6 +303,7 @@ class _Writer:
             self.at["g", tensor][1].kept = True
         if entries:  # the first is the layer's input; a condition's gradient may come later
             program.result = self.at["g", entries[0]][0]
+        self._reduce(last_weight)
         return program
 
     def _entries(self) -> list[Tensor]:
@@ -288,7 +328,8 @@ class _Writer:
             held[value] = None
 
     def weights(self, held: list[tuple[str, Tensor]]) -> Program:
-        """Gradients to the weights from what I held."""
+        """Gradients to the weights from what I held; no later layer waits for them."""
+        last = ALIVE
         for role, tensor in held:
             self._have(role, tensor, ENTRY)
         for record in reversed(self.tape.records):
@@ -297,5 +338,6 @@ class _Writer:
             for tensor in record.saved_for_weight:
                 self._make(tensor, ENTRY)
             reads = [("x", t) for t in record.saved_for_weight]
-            self.program.result = self._run(record.weight_gradient, [*reads, ("g", record.outputs[0])])
+            last = self._run(record.weight_gradient, [*reads, ("g", record.outputs[0])])
+        self._reduce(last)
         return self.program

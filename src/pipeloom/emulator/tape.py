@@ -34,6 +34,8 @@ class Context:
         Bytes of an activation or weight, and of an accumulated weight gradient.
     tensor_link, context_link, expert_link : int
         Device that carries each group's collectives: `NVLINK` or `NIC`.
+    shard, shard_link : int
+        Data-parallel devices over which weights are sharded between uses (ZeRO-3), and their link.
     """
 
     tensor: int = 1
@@ -45,10 +47,12 @@ class Context:
     tensor_link: int = NVLINK
     context_link: int = NIC
     expert_link: int = NVLINK
+    shard: int = 1
+    shard_link: int = NIC
 
     def __post_init__(self) -> None:
         """Refuse degrees below one."""
-        for name in ("tensor", "context", "expert", "dtype_bytes", "gradient_bytes"):
+        for name in ("tensor", "context", "expert", "dtype_bytes", "gradient_bytes", "shard"):
             if getattr(self, name) < 1:
                 raise InputError(f"context.{name}", f"{getattr(self, name)} is below 1")
 

@@ -17,7 +17,7 @@ import numpy as np
 from pipeloom.emulator.graph import FOREVER, GraphBuilder, MemoryCurve, OperatorGraph, memory_curve
 from pipeloom.emulator.kernels import issue
 from pipeloom.emulator.modules import Module
-from pipeloom.emulator.program import ALIVE, PARTS, STRATEGIES, Part, Passes, Program, Strategy, make_passes
+from pipeloom.emulator.program import ALIVE, STRATEGIES, Part, Passes, Program, Strategy, make_passes
 from pipeloom.emulator.reuse import Leaf
 from pipeloom.emulator.rules import Device, IntArray, RuleTable
 from pipeloom.emulator.size import NUM_FEATURES, FloatArray, Size, feature_row
@@ -25,6 +25,8 @@ from pipeloom.emulator.tape import DEVICE_NAMES, NUM_DEVICES, Context, Parameter
 from pipeloom.errors import InputError
 from pipeloom.spec import Workload
 
+PRODUCTS = frozenset({"matmul", "grouped_matmul", "attention", "scan"})
+"""Operators that count as the model's work in utilisation."""
 CACHE_SIZE = 4096
 """Workloads remembered per layer; the oldest go first."""
 
@@ -46,8 +48,8 @@ class EvaluatedLayer:
     weight_gradient_bytes: dict[Strategy, int]
     host_bytes: dict[Strategy, int]
     output_bytes: int
-    flops: dict[Part, float]
-    """Operations of each part without any recomputation, on one device."""
+    model_flops: float
+    """Operations of the forward's products (matrices, attention, scans), on one device."""
 
 
 class LayerTemplate:
@@ -133,13 +135,8 @@ class LayerTemplate:
         for passes in self.passes.values():
             sizes += [passes.activation_bytes.row, passes.weight_gradient_bytes.row, passes.host_bytes.row]
         self._sizes = np.array(sizes)
-        keep = self.passes["keep"].programs
-        self._flops = {
-            part: np.sum([c.flops.row for c in keep[part].costs], axis=0)
-            if part in keep and keep[part].costs
-            else None
-            for part in PARTS
-        }
+        products = [r.forward.flops.row for r in self.tape.records if r.forward.kind in PRODUCTS]
+        self._flops = np.sum(products, axis=0) if products else np.zeros(NUM_FEATURES)
 
     def on(self, workload: Workload) -> EvaluatedLayer:
         """The layer on one workload, looked up or evaluated."""
@@ -174,7 +171,7 @@ class LayerTemplate:
             {s: t[1] for s, t in triple.items()},
             {s: t[2] for s, t in triple.items()},
             sizes[0],
-            {part: float(row @ feature) if row is not None else 0.0 for part, row in self._flops.items()},
+            float(self._flops @ feature),
         )
 
     def memory(self, workload: Workload, strategy: Strategy, part: Part) -> PassMemory:

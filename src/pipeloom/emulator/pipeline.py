@@ -1,0 +1,156 @@
+"""PipelineModel: which layers of a model lie on which pipeline rank, and the work that samples bring them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from pipeloom.emulator.build import Placement, module_templates
+from pipeloom.emulator.program import STRATEGIES, Strategy
+from pipeloom.emulator.stage import Run, Stage, runs_of
+from pipeloom.emulator.static import static_bytes
+from pipeloom.emulator.template import LayerTemplate
+from pipeloom.errors import InputError
+from pipeloom.spec import Sample, Workload
+from pipeloom.spec.architecture import Architecture
+
+Work = Mapping[str, Sequence[Workload]]
+"""One microbatch: per module its sub-microbatches (none: the module has nothing to do)."""
+
+
+def work_of(
+    architecture: Architecture, samples: Sequence[Sample], sub_microbatch: Mapping[str, int] | None = None
+) -> dict[str, tuple[Workload, ...]]:
+    """A microbatch's work per module, split evenly into sub-microbatches of at most the given instances."""
+    out = {}
+    for module in architecture.modules:
+        lengths = [n for sample in samples for n in module.lengths(sample) if n > 0]
+        size = (sub_microbatch or {}).get(module.name)
+        parts = 1 if size is None else -(-len(lengths) // size)
+        bounds = [round(len(lengths) * k / parts) for k in range(parts + 1)] if parts else []
+        out[module.name] = tuple(
+            Workload(tuple(lengths[a:b])) for a, b in itertools.pairwise(bounds) if b > a
+        )
+    return out
+
+
+class PipelineModel:
+    """A model's layers on the ranks of a pipeline: each module divided over all of them (`dip.txt` §4).
+
+    Parameters
+    ----------
+    architecture, placement
+    typical : Work
+        The workload by which each module's layers are divided evenly.
+    segments : mapping from module name to int
+        Chunks per rank; 1 where left out.
+    """
+
+    def __init__(
+        self,
+        architecture: Architecture,
+        placement: Placement,
+        typical: Work,
+        segments: Mapping[str, int] | None = None,
+    ) -> None:
+        self.architecture, self.placement = architecture, placement
+        self.num_ranks = placement.degrees.pipeline
+        self.layers: dict[str, tuple[LayerTemplate, ...]] = {}
+        self.cuts: dict[str, tuple[int, ...]] = {}
+        for module in architecture.modules:
+            layers = module_templates(architecture, module, placement)
+            parts = self.num_ranks * (segments or {}).get(module.name, 1)
+            if len(layers) < parts:
+                raise InputError(
+                    f"module {module.name!r}", f"has {len(layers)} layers for {parts} chunks",
+                    "lower pipeline parallelism or segments",
+                )  # fmt: skip
+            work = list(typical.get(module.name, ()))
+            self.layers[module.name] = layers
+            self.cuts[module.name] = split_evenly(_weights(layers, work), parts)
+        self.static_bytes = tuple(
+            static_bytes([t for name in self.layers for t in self.layers_of(name, rank)], placement.degrees)
+            for rank in range(self.num_ranks)
+        )
+
+    def chunks(self, module: str) -> range:
+        """Chunk numbers of a module; chunk i lies on rank i modulo the number of ranks."""
+        return range(len(self.cuts[module]) - 1)
+
+    def chunk_layers(self, module: str, chunk: int) -> tuple[LayerTemplate, ...]:
+        """Layers of one chunk."""
+        cuts = self.cuts[module]
+        return self.layers[module][cuts[chunk] : cuts[chunk + 1]]
+
+    def layers_of(self, module: str, rank: int) -> tuple[LayerTemplate, ...]:
+        """Layers of a module on one rank."""
+        mine = [c for c in self.chunks(module) if c % self.num_ranks == rank]
+        return tuple(t for c in mine for t in self.chunk_layers(module, c))
+
+    def stages(self, strategy: str) -> dict[str, list[Stage]]:
+        """Stages of every module under a strategy; ``full:0.25`` recomputes a quarter of each chunk's layers."""
+        known: dict[tuple[tuple[int, Strategy, int], ...], Stage] = {}
+
+        def stage(runs: tuple[Run, ...]) -> Stage:
+            return known.setdefault(tuple((id(r.layer), r.strategy, r.count) for r in runs), Stage(runs))
+
+        return {
+            name: [stage(runs_of(layers, spread(strategy, len(layers)))) for layers in self._chunked(name)]
+            for name in self.layers
+        }
+
+    def _chunked(self, name: str) -> list[tuple[LayerTemplate, ...]]:
+        return [self.chunk_layers(name, chunk) for chunk in self.chunks(name)]
+
+
+def spread(strategy: str, count: int) -> tuple[Strategy, ...]:
+    """Strategy of each of ``count`` layers; ``name:share`` gives the first share of them the named one."""
+    name, _, share = strategy.partition(":")
+    picked: list[Strategy] = [known for known in STRATEGIES if known == name]
+    if not picked:
+        raise InputError("strategy", f"{name!r} is not one of {', '.join(STRATEGIES)}")
+    try:
+        chosen = round(float(share or 1.0) * count)
+    except ValueError as error:
+        raise InputError("strategy", f"{share!r} is not a share of the layers") from error
+    keep: Strategy = "keep"
+    return (*picked * chosen, *[keep] * (count - chosen))
+
+
+def _weights(layers: Sequence[LayerTemplate], work: Sequence[Workload]) -> list[int]:
+    if not work:
+        return [1] * len(layers)
+    known: dict[int, int] = {}
+    for layer in layers:
+        if id(layer) not in known:
+            stage = Stage(runs_of([layer]))
+            known[id(layer)] = sum(sum(stage.cost(w, ("F", "B")).duration_ps.values()) for w in work)
+    return [known[id(layer)] for layer in layers]
+
+
+def split_evenly(weights: Sequence[int], parts: int) -> tuple[int, ...]:
+    """Cut a chain into consecutive non-empty parts so that the heaviest part is as light as can be.
+
+    Returns
+    -------
+    tuple of int
+        ``parts + 1`` cuts, first 0, last the number of weights.
+    """
+    total = np.concatenate([[0], np.cumsum(weights)])
+    n = len(weights)
+    best = np.full((parts + 1, n + 1), np.iinfo(np.int64).max)
+    cut = np.zeros((parts + 1, n + 1), np.int64)
+    best[0, 0] = 0
+    for p in range(1, parts + 1):
+        for end in range(p, n + 1):
+            begins = np.arange(p - 1, end)
+            heaviest = np.maximum(best[p - 1, begins], total[end] - total[begins])
+            # Of equal choices the latest begin, so that parts at the front are not starved.
+            k = len(begins) - 1 - int(np.argmin(heaviest[::-1]))
+            best[p, end], cut[p, end] = heaviest[k], begins[k]
+    cuts = [n]
+    for p in range(parts, 0, -1):
+        cuts.append(int(cut[p, cuts[-1]]))
+    return tuple(reversed(cuts))

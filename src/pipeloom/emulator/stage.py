@@ -1,0 +1,141 @@
+"""Stages: runs of layers on one rank as reusable subgraphs, and their durations and bytes.
+
+A stage is a chain of layers, so its matrix is the product of theirs, and a run of equal layers is a power.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from pipeloom.emulator.kernels import NEVER, compose
+from pipeloom.emulator.program import Part, Strategy
+from pipeloom.emulator.reuse import INPUT, Call, Composite, Port, repeated
+from pipeloom.emulator.rules import IntArray
+from pipeloom.emulator.tape import NUM_DEVICES
+from pipeloom.emulator.template import LayerTemplate
+from pipeloom.spec import Workload
+
+LOCAL = tuple(range(NUM_DEVICES))
+
+
+@dataclass(frozen=True)
+class Run:
+    """``count`` equal layers in a row under one strategy."""
+
+    layer: LayerTemplate
+    strategy: Strategy
+    count: int
+
+
+def runs_of(
+    layers: Sequence[LayerTemplate], strategies: Sequence[Strategy] | Strategy = "keep"
+) -> tuple[Run, ...]:
+    """Group equal neighbours of a chain of layers; one strategy for all, or one each."""
+    each = [strategies] * len(layers) if isinstance(strategies, str) else list(strategies)
+    pairs = itertools.groupby(zip(layers, each, strict=True), key=lambda pair: (id(pair[0]), pair[1]))
+    return tuple(Run(items[0][0], items[0][1], len(items)) for items in (list(group) for _, group in pairs))
+
+
+@dataclass(frozen=True)
+class StageCost:
+    """A stage on one workload: picoseconds of each part when it runs alone, and bytes held between them."""
+
+    duration_ps: dict[Part, int]
+    activation_bytes: int
+    weight_gradient_bytes: int
+    host_bytes: int
+
+
+class Stage:
+    """A chain of layers under given strategies. Results are remembered per workload."""
+
+    def __init__(self, runs: Sequence[Run]) -> None:
+        self.runs = tuple(runs)
+        self._graphs: OrderedDict[tuple[Workload, Part], Composite] = OrderedDict()
+
+    @functools.cached_property
+    def parts(self) -> tuple[Part, ...]:
+        """Passes that the stage has; only F where nothing flows back."""
+        backs = any("B" in run.layer.passes[run.strategy].programs for run in self.runs)
+        return ("F", "B", "I", "W") if backs else ("F",)
+
+    def _ordered(self, part: Part) -> tuple[Run, ...]:
+        runs = self.runs if part == "F" else tuple(reversed(self.runs))
+        return tuple(r for r in runs if part in r.layer.passes[r.strategy].programs)
+
+    def matrix(self, workload: Workload, part: Part) -> IntArray:
+        """Max-plus matrix of one pass, shape (devices + 2, devices + 2)."""
+        out: IntArray | None = None
+        for run in self._ordered(part):
+            leaf = run.layer.on(workload).leaves[run.strategy, part]
+            power = repeated(leaf, run.count)
+            out = power if out is None else compose(power, out)
+        if out is None:
+            out = np.full((NUM_DEVICES + 2, NUM_DEVICES + 2), NEVER, np.int64)
+            np.fill_diagonal(out, 0)
+        return out
+
+    def duration_ps(self, workload: Workload, part: Part) -> int:
+        """Picoseconds of one pass on idle devices, until all of them are idle again."""
+        return max(0, int(self.matrix(workload, part).max()))
+
+    def cost(self, workload: Workload, parts: Sequence[Part] | None = None) -> StageCost:
+        """Durations of the parts asked for, and bytes, on one workload."""
+        layers = [(run, run.layer.on(workload)) for run in self.runs]
+        chosen = self.parts if parts is None else [p for p in parts if p in self.parts]
+        return StageCost(
+            {part: self.duration_ps(workload, part) for part in chosen},
+            sum(layer.activation_bytes[run.strategy] * run.count for run, layer in layers),
+            sum(layer.weight_gradient_bytes[run.strategy] * run.count for run, layer in layers),
+            sum(layer.host_bytes[run.strategy] * run.count for run, layer in layers),
+        )
+
+    def output_bytes(self, workload: Workload) -> int:
+        """Bytes of the stage's output on one device."""
+        return self.runs[-1].layer.on(workload).output_bytes
+
+    def model_flops(self, workload: Workload) -> float:
+        """Operations of the forward's products on one device."""
+        return sum(run.layer.on(workload).model_flops * run.count for run in self.runs)
+
+    def workspace_bytes(self, workload: Workload) -> int:
+        """Most that any pass of any layer uses beyond what it takes in, keeps and hands on."""
+        most = 0
+        for run in self.runs:
+            for part in ("F", "B"):
+                if part in run.layer.passes[run.strategy].programs:
+                    memory = run.layer.memory(workload, run.strategy, part)
+                    most = max(most, memory.peak - (memory.exit if part == "F" else memory.entry))
+        return most
+
+    def graph(self, workload: Workload, part: Part) -> Composite:
+        """One pass as a reusable subgraph with input ports "ready" and "entered" (give both the same)."""
+        key = (workload, part)
+        known = self._graphs.get(key)
+        if known is not None:
+            return known
+        calls: list[Call] = []
+        for run in self._ordered(part):
+            before = (
+                (Port(len(calls) - 1, 0), Port(len(calls) - 1, 1))
+                if calls
+                else (Port(INPUT, 0), Port(INPUT, 1))
+            )
+            leaf = run.layer.on(workload).leaves[run.strategy, part]
+            calls.append(Call(leaf, LOCAL, ((before[0],), (before[1],)), run.count, run.layer.context.tensor))
+        last = len(calls) - 1 if calls else INPUT
+        graph = Composite(NUM_DEVICES, 2, tuple(calls), (Port(last, 0), Port(last, 1)))
+        graph.__dict__["matrix"] = self.matrix(workload, part)  # the same product, without the detour
+        self._graphs[key] = graph
+        if len(self._graphs) > CACHE_SIZE:
+            self._graphs.popitem(last=False)
+        return graph
+
+
+CACHE_SIZE = 4096

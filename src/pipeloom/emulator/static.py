@@ -1,0 +1,68 @@
+"""Static memory: weights, gradients and optimiser state on one device, and what updating them costs.
+
+Mixed-precision Adam as in Megatron: 2 bytes of weight, 4 of accumulated gradient and 12 of optimiser state
+(master weight, two moments) per parameter, 18 in all. ZeRO-1 divides the optimiser state over data
+parallelism, ZeRO-3 everything (Rajbhandari et al. 2020).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pipeloom.emulator.operators import ring
+from pipeloom.emulator.size import ONE
+from pipeloom.emulator.tape import COMPUTE, Cost
+from pipeloom.emulator.template import LayerTemplate
+from pipeloom.spec.hardware import Degrees
+
+WEIGHT_BYTES = 2
+GRADIENT_BYTES = 4
+OPTIMISER_BYTES = 12
+
+
+def shards(degrees: Degrees) -> tuple[int, int]:
+    """Over how many devices the state of dense weights and of experts is divided."""
+    dense = degrees.data * degrees.context
+    return dense, max(1, dense * degrees.tensor // degrees.expert) if degrees.expert > 1 else dense
+
+
+def static_bytes(layers: Sequence[LayerTemplate], degrees: Degrees) -> int:
+    """Bytes of weights, gradients and optimiser state of some layers on one device.
+
+    With ZeRO-3 two layers at a time are whole: the one at work and the one gathered ahead.
+    """
+    total, largest = 0.0, 0
+    for layer in layers:
+        largest = max(largest, sum(layer.local_parameters) * WEIGHT_BYTES)
+        for count, peers in zip(layer.local_parameters, shards(degrees), strict=True):
+            state = (GRADIENT_BYTES, OPTIMISER_BYTES) if layer.trainable else (0, 0)
+            whole = WEIGHT_BYTES + state[0]
+            if degrees.zero == 3:
+                total += count * (whole + state[1]) / peers
+            else:
+                total += count * (whole + state[1] / (peers if degrees.zero == 1 else 1))
+    return round(total) + (2 * largest if degrees.zero == 3 else 0)
+
+
+def update_costs(layers: Sequence[LayerTemplate], degrees: Degrees, data_link: int) -> list[Cost]:
+    """Operators of the end of an iteration: reduce gradients, optimiser step, gather the new weights."""
+    costs: list[Cost] = []
+    for count, peers in zip(
+        map(sum, zip(*(t.local_parameters for t in layers if t.trainable), strict=True)),
+        shards(degrees),
+        strict=False,
+    ):
+        if not count:
+            continue
+        divided = peers if degrees.zero else 1
+        gradients, weights = ONE * (count * GRADIENT_BYTES), ONE * (count * WEIGHT_BYTES)
+        if peers > 1 and degrees.zero != 3:
+            passes = 2 if degrees.zero == 0 else 1
+            kind = "all_reduce" if passes == 2 else "reduce_scatter"
+            costs.append(ring(kind, gradients, peers, data_link, passes=passes))
+        # Reads gradient and state, writes state and weight.
+        moved = count / divided * (GRADIENT_BYTES + 2 * OPTIMISER_BYTES + WEIGHT_BYTES)
+        costs.append(Cost("optimiser", ONE * (count / divided * 12), ONE * moved, device=COMPUTE))
+        if peers > 1 and degrees.zero == 1:
+            costs.append(ring("all_gather", weights, peers, data_link))
+    return costs

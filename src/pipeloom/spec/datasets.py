@@ -1,0 +1,256 @@
+"""Data sets as samplers: sizes of samples drawn from distributions fitted to published statistics.
+
+No data is read: a sampler draws lengths, image counts and durations. Every entry of the zoo says which of its
+numbers were published and which are assumed. The preparation is the papers': images of 2704 patches merged to
+169 tokens, packing to 8192 tokens with at most 48 images, videos of at most 16 s grouped by length and aspect
+(`dip.txt` §7.1); 576 tokens an image (`pipetune.txt` §5).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import msgspec
+import numpy as np
+
+from pipeloom.errors import InputError
+from pipeloom.spec.batch import Sample
+from pipeloom.spec.catalog import convert, read
+
+
+class Spread(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A log-normal of given median and mean, rounded and clipped to [minimum, maximum].
+
+    The clipped distribution keeps the median; its spread is chosen so that it keeps the mean too, as far as
+    the bounds allow. ``mean`` equal to ``median`` is a constant.
+    """
+
+    median: float
+    mean: float
+    minimum: float = 0.0
+    maximum: float = 1e9
+    whole: bool = True
+
+    def __post_init__(self) -> None:
+        """Refuse means and medians outside the bounds."""
+        for name in ("median", "mean"):
+            if not self.minimum <= getattr(self, name) <= self.maximum or getattr(self, name) <= 0:
+                raise InputError(
+                    f"spread.{name}", f"{getattr(self, name)} is not within its bounds and positive"
+                )
+
+    def _at(self, sigma: float, z: np.ndarray) -> np.ndarray:
+        value = self.median * np.exp(sigma * z)
+        value = np.rint(value) if self.whole else value
+        out: np.ndarray = np.clip(value, self.minimum, self.maximum)
+        return out
+
+    @property
+    def sigma(self) -> float:
+        """Spread of the logarithm for which the clipped mean is right (the nearest that there is)."""
+        if self.mean <= self.median:
+            return 0.0
+        # Midpoints of 4000 equally likely slices of a normal distribution, by inverting the error function.
+        z = _normal_quantiles(4000)
+        low, high = 0.0, 4.0
+        for _ in range(40):
+            middle = (low + high) / 2
+            if float(self._at(middle, z).mean()) < self.mean:
+                low = middle
+            else:
+                high = middle
+        return (low + high) / 2
+
+    def draw(self, generator: np.random.Generator, count: int) -> np.ndarray:
+        """``count`` values."""
+        return self._at(self.sigma, generator.standard_normal(count))
+
+
+def _normal_quantiles(count: int) -> np.ndarray:
+    """Standard normal quantiles at the midpoints of ``count`` equal slices, by Newton's method."""
+    p = (np.arange(count) + 0.5) / count
+    z = np.zeros(count)
+    erf = np.vectorize(math.erf)
+    for _ in range(60):
+        below = 0.5 * (1 + erf(z / math.sqrt(2)))
+        density = np.exp(-z * z / 2) / math.sqrt(2 * math.pi)
+        z = z - np.clip((below - p) / np.maximum(density, 1e-12), -0.5, 0.5)
+    return z
+
+
+class DatasetSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One data set. ``images_share``: part of the samples that has images at all.
+
+    ``frames`` are (height, width, share) of its videos; ``text_tokens`` are per sample.
+    """
+
+    name: str
+    source: str
+    fitted: Literal[True]
+    """Always true: numbers drawn are fitted to statistics, not read from the data."""
+    text_tokens: Spread
+    images: Spread | None = None
+    images_share: float = 1.0
+    image_tokens: int = 169
+    image_patches: int = 2704
+    video_seconds: Spread | None = None
+    frames: tuple[tuple[int, int, float], ...] = ()
+
+    def __post_init__(self) -> None:
+        """Refuse shares that are none, and videos without a size."""
+        if not 0 <= self.images_share <= 1:
+            raise InputError(
+                f"dataset {self.name!r}.images_share", f"{self.images_share} is not between 0 and 1"
+            )
+        if self.video_seconds is not None and not self.frames:
+            raise InputError(
+                f"dataset {self.name!r}.frames", "is empty", "give (height, width, share) of the videos"
+            )
+
+    def draw(self, generator: np.random.Generator, count: int, prefix: str = "") -> list[Sample]:
+        """``count`` samples, named by ``prefix``, data set and number."""
+        text = self.text_tokens.draw(generator, count)
+        images = np.zeros(count)
+        if self.images is not None:
+            has = generator.random(count) < self.images_share
+            images = np.where(has, self.images.draw(generator, count), 0)
+        seconds = None if self.video_seconds is None else self.video_seconds.draw(generator, count)
+        shares = np.array([share for *_, share in self.frames])
+        size = generator.choice(len(shares), count, p=shares / shares.sum()) if len(shares) else None
+        out = []
+        for i in range(count):
+            n = int(images[i])
+            video: dict[str, tuple[float, ...] | tuple[int, ...]] = {}
+            if seconds is not None and size is not None:
+                height, width, _ = self.frames[int(size[i])]
+                video = {
+                    "video_seconds": (float(seconds[i]),),
+                    "video_height": (height,),
+                    "video_width": (width,),
+                }
+            out.append(
+                msgspec.convert(
+                    {
+                        "id": f"{prefix}{self.name}.{i}",
+                        "text_tokens": int(text[i]),
+                        "image_tokens": (self.image_tokens,) * n,
+                        "image_patches": (self.image_patches,) * n,
+                        **video,
+                    },
+                    Sample,
+                )
+            )
+        return out
+
+
+class MixtureSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Data sets drawn from with given weights, and how their samples are prepared."""
+
+    name: str
+    source: str
+    fitted: Literal[True]
+    weights: dict[str, float]
+    context_tokens: int = 8192
+    max_images: int = 48
+    image_tokens: int | None = None
+    """Tokens and patches of each image where the mixture's preparation differs from its data sets'."""
+    image_patches: int | None = None
+
+
+def load_mixture(name: str) -> tuple[MixtureSpec, tuple[tuple[DatasetSpec, float], ...]]:
+    """A mixture by zoo name or file, with its data sets; a single data set is a mixture of one."""
+    content = read("datasets", name)
+    if "weights" not in content:
+        dataset = convert(content, DatasetSpec, name)
+        return MixtureSpec(dataset.name, dataset.source, True, {name: 1.0}), ((dataset, 1.0),)
+    mixture = convert(content, MixtureSpec, name)
+    total = sum(mixture.weights.values())
+    parts = []
+    for key, weight in mixture.weights.items():
+        dataset = convert(read("datasets", key), DatasetSpec, key)
+        changes = {k: getattr(mixture, k) for k in ("image_tokens", "image_patches") if getattr(mixture, k)}
+        parts.append((msgspec.structs.replace(dataset, **changes), weight / total))
+    return mixture, tuple(parts)
+
+
+def draw_samples(name: str, count: int, seed: int) -> list[Sample]:
+    """``count`` samples of a data set or mixture, in random order."""
+    _, parts = load_mixture(name)
+    generator = np.random.default_rng(seed)
+    which = generator.choice(len(parts), count, p=[weight for _, weight in parts])
+    drawn = [iter(spec.draw(generator, int((which == k).sum()))) for k, (spec, _) in enumerate(parts)]
+    return [next(drawn[k]) for k in which.tolist()]
+
+
+def pack_documents(
+    samples: list[Sample], context_tokens: int = 8192, max_images: int = 48
+) -> list[list[Sample]]:
+    """Pack samples greedily, in order, into sequences of at most ``context_tokens``; too long ones are cut."""
+    packs: list[list[Sample]] = [[]]
+    used = images = 0
+    for original in samples:
+        sample = cut(original, context_tokens, max_images)
+        if packs[-1] and (
+            used + sample.sequence_tokens > context_tokens or images + len(sample.image_tokens) > max_images
+        ):
+            packs.append([])
+            used = images = 0
+        packs[-1].append(sample)
+        used += sample.sequence_tokens
+        images += len(sample.image_tokens)
+    return [pack for pack in packs if pack]
+
+
+def cut(sample: Sample, context_tokens: int, max_images: int) -> Sample:
+    """A sample cut to the context: images beyond it and the text after it are left out."""
+    images, room = [], context_tokens
+    for tokens in sample.image_tokens[:max_images]:
+        if tokens > room:
+            break
+        images.append(tokens)
+        room -= tokens
+    if len(images) == len(sample.image_tokens) and sample.text_tokens <= room:
+        return sample
+    patches = None if sample.image_patches is None else sample.image_patches[: len(images)]
+    return msgspec.structs.replace(
+        sample, image_tokens=tuple(images), image_patches=patches, text_tokens=min(sample.text_tokens, room)
+    )
+
+
+def group_clips(
+    samples: list[Sample], max_seconds: float = 16.0, max_clips: int = 8, window: int = 96
+) -> list[list[Sample]]:
+    """Group clips of one size and like length: at most ``max_clips`` and ``max_seconds`` a microbatch.
+
+    Clips longer than ``max_seconds`` are cut. A loader groups what it has at hand: ``window`` samples at a
+    time, fitted so that 100 microbatches spread over 4.15 times in work, as in `dip.txt` Fig. 4d. Groups come
+    in the order of their first sample.
+    """
+    out: list[list[Sample]] = []
+    for begin in range(0, len(samples), window):
+        out += _group(samples[begin : begin + window], max_seconds, max_clips)
+    return out
+
+
+def _group(samples: list[Sample], max_seconds: float, max_clips: int) -> list[list[Sample]]:
+    numbered = []
+    for i, sample in enumerate(samples):
+        if len(sample.video_seconds) != 1:
+            raise InputError(f"sample {sample.id!r}", f"has {len(sample.video_seconds)} videos, not one")
+        seconds = min(sample.video_seconds[0], max_seconds)
+        numbered.append((i, msgspec.structs.replace(sample, video_seconds=(seconds,))))
+    numbered.sort(key=lambda item: (item[1].video_height, item[1].video_width, item[1].video_seconds))
+    groups: list[list[tuple[int, Sample]]] = []
+    for item in numbered:
+        group = groups[-1] if groups else []
+        same = group and (group[0][1].video_height, group[0][1].video_width) == (
+            item[1].video_height, item[1].video_width,
+        )  # fmt: skip
+        total = sum(s.video_seconds[0] for _, s in group) + item[1].video_seconds[0]
+        if same and len(group) < max_clips and total <= max_seconds:
+            group.append(item)
+        else:
+            groups.append([item])
+    groups.sort(key=lambda group: min(i for i, _ in group))
+    return [[sample for _, sample in group] for group in groups]
