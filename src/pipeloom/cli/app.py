@@ -110,7 +110,10 @@ def run(arguments: Sequence[str]) -> int:
         command = typer.main.get_command(app)
         result = command.main(list(arguments), prog_name="pipeloom", standalone_mode=False)
         sys.stdout.flush()
-        return result if isinstance(result, int) else 0
+        code = result if isinstance(result, int) else 0
+        if code == INTERRUPTED:  # some versions of Typer turn Ctrl-C into this code, without a word
+            _say("interrupted")
+        return code
     except typer.Exit as leave:
         return leave.exit_code
     except UsageError as error:

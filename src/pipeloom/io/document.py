@@ -21,6 +21,8 @@ T = TypeVar("T")
 MAX_TOTAL = 2**62
 """Times in nanoseconds and sizes in bytes stay below it, summed too, so that 64-bit sums never overflow."""
 
+_LINE = 110  # what is shorter stands on one line of a file
+
 _MAX_S = 4.6e9  # just below MAX_TOTAL nanoseconds
 
 _JSON_NAMES = {
@@ -269,12 +271,13 @@ def dump(document: Any, depth: int = 2) -> str:
 
 
 def _dump(node: Any, depth: int, indent: str) -> str:
-    if depth == 0 or not isinstance(node, dict | list) or not node:
-        return json.dumps(node, ensure_ascii=False, allow_nan=False)
+    compact = json.dumps(node, ensure_ascii=False, allow_nan=False)
+    if depth == 0 or len(compact) <= _LINE or not isinstance(node, dict | list):
+        return compact
     inner = indent + " "
     if isinstance(node, dict):
         parts = [f"{json.dumps(key)}: {_dump(value, depth - 1, inner)}" for key, value in node.items()]
         return "{" + f",\n{inner}".join(parts) + "}"
     if not any(isinstance(value, dict | list) for value in node):
-        return json.dumps(node, ensure_ascii=False, allow_nan=False)
+        return compact
     return "[" + f",\n{inner}".join(_dump(value, depth - 1, inner) for value in node) + "]"

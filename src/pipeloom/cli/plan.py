@@ -1,0 +1,158 @@
+"""`pipeloom plan`: one batch from metadata to a verified plan, over files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from pipeloom.cli.output import JSON_HELP, check_targets, draw, figures_document, figures_text, print_json
+from pipeloom.errors import InfeasibleError, InputError
+from pipeloom.io import (
+    SearchRecord,
+    packed_batches,
+    read_layout,
+    read_samples,
+    read_spec,
+    write_batches,
+    write_instance,
+    write_schedule,
+    write_text,
+)
+from pipeloom.report import figures, make_track
+from pipeloom.spec import Batch, ClusterSpec, ModelSpec
+
+if TYPE_CHECKING:
+    from pipeloom.planner import PlannedBatch, Setup
+
+EPILOG = (
+    "Examples: pipeloom plan samples.jsonl --setup runs/digits_vlm/setup.json --out planned. pipeloom plan "
+    "samples.jsonl --model vlm.toml --layout vlm.layout.json --profile profile.json --tokens 512 --out planned."
+)
+
+
+def plan(
+    samples: Path = typer.Argument(
+        ..., metavar="SAMPLES", help="Metadata of one batch: JSON Lines or Parquet."
+    ),
+    out: Path = typer.Option(..., metavar="FOLDER", help="Folder for what is made; it is created."),
+    setup: Path | None = typer.Option(
+        None, metavar="FILE", help="setup.json of a run, instead of the four below."
+    ),
+    model: Path | None = typer.Option(
+        None, metavar="FILE", help="The model: modules and layers, TOML or JSON."
+    ),
+    layout: Path | None = typer.Option(None, metavar="FILE", help="A pipeloom.layout/1."),
+    profile: Path | None = typer.Option(
+        None, metavar="FILE", help="Measured layer costs, a pipeloom.profile/1."
+    ),
+    tokens: int = typer.Option(0, metavar="N", help="Tokens of a microbatch at most; 0: as the setup says."),
+    cluster: Path | None = typer.Option(
+        None, metavar="FILE", help="Links and memory of the ranks, TOML or JSON."
+    ),
+    budget: float = typer.Option(1.0, metavar="SECONDS", help="Seconds of search."),
+    method: str = typer.Option("default", metavar="NAME", help="How to search, as in pipeloom solve."),
+    seed: int = typer.Option(0, metavar="N", help="Seed of all random choices."),
+    iteration: int = typer.Option(
+        0, min=0, metavar="N", help="Number of the iteration, written into the plan."
+    ),
+    html: Path | None = typer.Option(None, metavar="FILE", help="Write an offline timeline page too."),
+    json: bool = typer.Option(False, "--json", help=JSON_HELP),
+) -> None:
+    """Make the plan of one batch: packing, instance, schedule and execution plan.
+
+    Leaves in FOLDER: batches.json (which samples go together), instance.json and schedule.json (the scheduling problem
+    and its answer, as pipeloom solve and check read them), and batch.plan (what every rank does, step by step; proved
+    complete and free of deadlock before it is written).
+    """
+    from pipeloom.cli.solve import interruptible
+    from pipeloom.planner import plan_batch
+    from pipeloom.search import METHODS, warm_up
+
+    if not 0 <= budget <= 1e7:
+        raise InputError("--budget", f"{budget:g} is not between 0 and 1e+07 seconds")
+    if method not in METHODS:
+        raise InputError("--method", f"{method!r} is none of {', '.join(METHODS)}")
+    check_targets(html)
+    if out.exists() and not out.is_dir():
+        raise InputError(str(out), "is a file", "give the name of a folder")
+    problem = _setup(setup, model, layout, profile, cluster, tokens).problem()
+    batch = Batch(read_samples(samples), iteration)
+    with interruptible(budget) as rule:
+        warm_up()
+        try:
+            planned = plan_batch(problem, batch, budget=rule, seed=seed, method=method)
+        except InputError as error:
+            raise InputError(f"{samples}: {error.entity}", error.problem, error.remedy) from error
+        except InfeasibleError as error:
+            raise InfeasibleError(f"{samples}: infeasible: {error}") from error
+    record = SearchRecord(method, seed, budget, None, planned.evaluations)
+    written = _write(out, planned, record)
+    names = problem.layout.chunk_names
+    track = make_track(
+        "planned", planned.graph, planned.schedule, planned.timeline, planned.lower_bound, names
+    )
+    written += draw([track], title=f"{samples.name}, iteration {iteration}", html_file=html)
+    if json:
+        counts = {"num_samples": len(batch.samples), "num_microbatches": len(planned.packing.microbatches)}
+        print_json(figures_document(track) | counts | {"written": written})
+        return
+    packed = f"{len(batch.samples)} samples in {len(planned.packing.microbatches)} microbatches"
+    typer.echo(f"{packed}; {figures_text(figures(track))}")
+    for name in written:
+        typer.echo(f"wrote {name}")
+
+
+def _write(out: Path, planned: PlannedBatch, record: SearchRecord) -> list[str]:
+    """Everything that was made, into one folder."""
+    from pipeloom.plan import to_text
+
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(str(out), f"cannot be made: {(error.strerror or str(error)).lower()}") from error
+    targets = [out / name for name in ("batches.json", "instance.json", "schedule.json", "batch.plan")]
+    check_targets(*targets)
+    write_batches(targets[0], packed_batches([planned.packing], "token budget"))
+    write_instance(targets[1], planned.graph)
+    write_schedule(targets[2], planned.graph, planned.schedule, planned.timeline, planned.lower_bound, record)
+    write_text(targets[3], to_text(planned.plan))
+    return [str(target) for target in targets]
+
+
+def _setup(
+    setup: Path | None,
+    model: Path | None,
+    layout: Path | None,
+    profile: Path | None,
+    cluster: Path | None,
+    tokens: int,
+) -> Setup:
+    """The problem from one file, or from several."""
+    from pipeloom.cost import Profile
+    from pipeloom.packing import PackingSpec
+    from pipeloom.planner import Setup
+
+    parts: dict[str, Any] = {"--model": model, "--layout": layout, "--profile": profile}
+    if setup is not None:
+        given = next((name for name, path in parts.items() if path is not None), None)
+        if given is not None:
+            raise InputError(given, "given beside --setup, which holds it already", "give one or the other")
+        made = read_spec(setup, Setup)
+        packing = PackingSpec(tokens, made.packing.policy) if tokens else made.packing
+        links = made.cluster if cluster is None else read_spec(cluster, ClusterSpec)
+        return Setup(made.model, made.layout, made.profile, packing, links, strategies=made.strategies)
+    missing = next((name for name, path in parts.items() if path is None), None)
+    if missing is not None or model is None or layout is None or profile is None:
+        raise InputError(str(missing), "is missing", "give --setup, or --model, --layout and --profile")
+    if tokens < 1:
+        raise InputError("--tokens", f"{tokens} is below 1", "say how many tokens a microbatch may have")
+    links = ClusterSpec() if cluster is None else read_spec(cluster, ClusterSpec)
+    return Setup(
+        read_spec(model, ModelSpec),
+        read_layout(layout),
+        read_spec(profile, Profile),
+        PackingSpec(tokens),
+        links,
+    )

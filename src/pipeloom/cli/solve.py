@@ -1,0 +1,140 @@
+"""`pipeloom solve`: the search over files."""
+
+from __future__ import annotations
+
+import math
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+import typer
+
+from pipeloom.cli.output import JSON_HELP, check_targets, figures_text, print_json, print_note, stderr
+from pipeloom.errors import InfeasibleError, InputError
+from pipeloom.io import SearchRecord, read_instance, schedule_document, write_schedule
+from pipeloom.report import figures, make_track, share_text, time_text
+
+if TYPE_CHECKING:
+    from pipeloom.search import Progress
+    from pipeloom.search.stopping import Watch
+
+EPILOG = (
+    "Example: pipeloom solve tiny.json --budget 1 --out tiny.schedule.json. Ctrl-C ends the search early and writes "
+    "the best schedule so far. Exit code 2: a file or value is wrong, or nothing can satisfy the memory limits."
+)
+_NEVER_S = 1e7
+
+
+def solve(
+    instance: Path = typer.Argument(..., metavar="INSTANCE", help="A pipeloom.instance/1 file."),
+    budget: float = typer.Option(..., metavar="SECONDS", help="Seconds of search; loading is not counted."),
+    out: Path = typer.Option(..., metavar="SCHEDULE", help="File for the pipeloom.schedule/1."),
+    method: str = typer.Option(
+        "default", metavar="NAME", help="How to search; a wrong name lists the known ones."
+    ),
+    seed: int = typer.Option(0, metavar="N", help="Seed of all random choices."),
+    threads: int = typer.Option(0, metavar="N", help="Threads that search; 0: half of the cores."),
+    json: bool = typer.Option(False, "--json", help=JSON_HELP + " It is the schedule that --out gets."),
+) -> None:
+    """Search a schedule for an instance: short makespan, within every rank's memory.
+
+    Writes the best schedule found, with its start times, its peak memory, and a lower bound that says how far from
+    the best possible it can be at most.
+    """
+    if not 0 <= budget <= _NEVER_S:
+        raise InputError("--budget", f"{budget:g} is not between 0 and {_NEVER_S:g} seconds")
+    if not 0 <= seed < 2**63:
+        raise InputError("--seed", f"{seed} is not between 0 and 2**63-1")
+    check_targets(out)
+    graph = read_instance(instance)
+    from pipeloom.search import solve as search
+    from pipeloom.search import warm_up
+
+    with interruptible(budget) as rule, progress_display() as show:
+        warm_up()  # once after installing, kernels are compiled, which is no part of the budget
+        began_s = time.monotonic()
+        try:
+            solution = search(graph, budget=rule, seed=seed, method=method, threads=threads, on_progress=show)
+        except InputError as error:
+            # The search names its own arguments; here they are options.
+            named = error.entity in ("method", "threads")
+            entity = f"--{error.entity}" if named else f"{instance}: {error.entity}"
+            raise InputError(entity, error.problem, error.remedy) from error
+        except InfeasibleError as error:
+            raise InfeasibleError(f"{instance}: infeasible: {error}") from error
+    record = SearchRecord(
+        solution.method, seed, budget, round(time.monotonic() - began_s, 6), solution.evaluations
+    )
+    answer = (graph, solution.schedule, solution.timeline, solution.lower_bound, record)
+    write_schedule(out, *answer)
+    if rule.stopped:
+        print_note(f"interrupted: {out} holds the best schedule so far")
+    if json:
+        print_json(schedule_document(*answer))
+    else:
+        track = make_track(graph.name, graph, solution.schedule, solution.timeline, solution.lower_bound)
+        typer.echo(f"{figures_text(figures(track))}, {solution.evaluations} schedules tried")
+        typer.echo(f"wrote {out}")
+
+
+@dataclass
+class Interruptible:
+    """A stopping rule: some seconds, or Ctrl-C. An interrupt runs the rule's clock out, so that the search ends
+    by itself and gives its best; a second one ends the program.
+    """
+
+    seconds: float
+    stopped: bool = field(default=False, init=False)
+
+    def start(self) -> Watch:
+        """Begin to count."""
+        from pipeloom.search import Deadline
+
+        return replace(Deadline(self.seconds).start(), now=self._now)
+
+    def _now(self) -> float:
+        return math.inf if self.stopped else time.monotonic()
+
+
+@contextmanager
+def interruptible(seconds: float) -> Iterator[Interruptible]:
+    """Listen to Ctrl-C while a search runs."""
+    rule = Interruptible(seconds)
+
+    def stop(_number: int, _frame: FrameType | None) -> None:
+        rule.stopped = True
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    try:
+        before = signal.signal(signal.SIGINT, stop)
+    except ValueError:  # not in the main thread, as in some tests and notebooks
+        yield rule
+        return
+    try:
+        yield rule
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def progress_display() -> Iterator[Callable[[Progress], None] | None]:
+    """A live line on standard error, where that is a terminal."""
+    console = stderr()
+    if not console.is_terminal:
+        yield None
+        return
+    with console.status("searching ...") as status:
+
+        def show(state: Progress) -> None:
+            gap = share_text(max(state.gap, 0.0))
+            status.update(
+                f"{state.elapsed_s:.1f} s, {state.evaluations} schedules tried, best {time_text(state.best_ns)}, "
+                f"at most {gap} above the optimum"
+            )
+
+        yield show

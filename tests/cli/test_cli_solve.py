@@ -1,0 +1,244 @@
+"""solve and plan from files: answers that pass the independent check, limits named, Ctrl-C kept."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import pipeloom
+import pipeloom.search
+from pipeloom.cli.app import run
+from pipeloom.cli.solve import Interruptible
+from pipeloom.cost import LayerFit, Profile
+from pipeloom.io import PackedBatches, write_instance, write_layout, write_samples
+from pipeloom.packing import PackingSpec
+from pipeloom.planner import Setup
+from pipeloom.search import family, generate
+from pipeloom.spec import ModelSpec
+from pipeloom.taskgraph import TaskGraph
+from tests.cases import random_batch, random_case
+from tests.cli.test_cli_files import Invoke, invoke
+from tests.io.documents import TINY
+from tests.strategies import graphs
+
+__all__ = ["invoke"]
+
+
+@settings(deadline=None, max_examples=15, suppress_health_check=list(HealthCheck))
+@given(graph=graphs(), seed=st.integers(0, 100))
+def test_solve_writes_what_check_accepts(graph: TaskGraph, seed: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        instance, answer = str(Path(folder, "i.json")), str(Path(folder, "s.json.gz"))
+        write_instance(instance, graph)
+        code = run(
+            ["solve", instance, "--budget", "0.02", "--seed", str(seed), "--threads", "1", "--out", answer]
+        )
+        if code == 2:  # memory that nothing fits in
+            assert graph.capacity_bytes is not None
+            assert os.listdir(folder) == ["i.json"]
+        else:
+            assert code == 0
+            assert run(["check", instance, answer]) == 0
+
+
+def test_solve_states_its_answer(invoke: Invoke, tmp_path: Path) -> None:
+    (tmp_path / "i.json").write_text(json.dumps(TINY))
+    out = tmp_path / "s.json"
+    done = invoke("solve", tmp_path / "i.json", "--budget", 0.05, "--seed", 7, "--out", out, "--json")
+    assert done.code == 0
+    document = json.loads(done.out)
+    assert document == json.loads(out.read_text())
+    assert document["order"] == [[0, 3], [1, 2]]
+    assert (document["makespan_s"], document["lower_bound_s"]) == (6.02, 6.02)
+    search = document["search"]
+    assert (search["method"], search["seed"], search["budget_s"]) == ("default", 7, 0.05)
+    assert search["evaluations"] >= 1
+    assert invoke("solve", tmp_path / "i.json", "--budget", 0.05, "--out", out).out.endswith(f"wrote {out}\n")
+
+
+def test_solve_refuses_in_one_line_and_writes_nothing(invoke: Invoke, tmp_path: Path) -> None:
+    good, tight = tmp_path / "i.json", tmp_path / "tight.json"
+    good.write_text(json.dumps(TINY))
+    tight.write_text(json.dumps(TINY | {"memory_capacity_bytes": [49, 100]}))
+    out = tmp_path / "s.json"
+    for arguments, message in [
+        ((good, "--budget", "nan", "--out", out), "--budget: nan is not between 0 and 1e+07 seconds"),
+        ((good, "--budget", "-1", "--out", out), "--budget: -1 is not between"),
+        ((good, "--budget", "x", "--out", out), "Invalid value for '--budget'"),
+        ((good, "--budget", 1, "--out", out, "--method", "none"), "--method: 'none' is none of default"),
+        ((good, "--budget", 1, "--out", out, "--threads", -1), "--threads: -1 is negative"),
+        ((good, "--budget", 1, "--out", out, "--seed", -1), "--seed: -1 is not between"),
+        ((good, "--budget", 1, "--out", tmp_path / "no" / "s.json"), "its folder does not exist"),
+        ((good, "--budget", 1, "--out", tmp_path), "is a directory"),
+        ((good, "--budget", 1), "Missing option '--out'"),
+        ((tmp_path / "none", "--budget", 1, "--out", out), "cannot be read: no such file"),
+        ((tight, "--budget", 1, "--out", out), "infeasible: pair 0"),
+    ]:  # fmt: skip
+        done = invoke("solve", *arguments)
+        assert (done.code, done.out, done.err.count("\n")) == (2, "", 1), done.err
+        assert message in done.err
+    assert "40 bytes" in done.err
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["i.json", "tight.json"]
+
+
+def _interrupted(monkeypatch: pytest.MonkeyPatch, times: int) -> None:
+    """Make Ctrl-C come as soon as the search begins."""
+    search = pipeloom.search.solve
+
+    def interrupted(*arguments: Any, **options: Any) -> Any:
+        for _ in range(times):
+            signal.raise_signal(signal.SIGINT)
+        return search(*arguments, **options)
+
+    monkeypatch.setattr(pipeloom.search, "solve", interrupted)
+
+
+def test_interrupted_solve_writes_its_best(
+    invoke: Invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    instance, out = tmp_path / "i.json", tmp_path / "s.json"
+    write_instance(instance, generate(family("uniform", num_ranks=4, num_microbatches=12, memory=1.2), 0))
+    _interrupted(monkeypatch, 1)
+    done = invoke("solve", instance, "--budget", 100_000, "--threads", 1, "--out", out, "--json")
+    assert done.code == 0, done.err
+    assert done.err == f"interrupted: {out} holds the best schedule so far\n"
+    document = json.loads(done.out)
+    assert document == json.loads(out.read_text())
+    assert 0 <= document["search"]["elapsed_s"] < 10_000
+    assert invoke("check", instance, out).code == 0
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_second_interrupt_ends_the_program(
+    invoke: Invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "i.json").write_text(json.dumps(TINY))
+    _interrupted(monkeypatch, 2)
+    done = invoke("solve", tmp_path / "i.json", "--budget", 100_000, "--out", tmp_path / "s.json")
+    assert (done.code, done.out, done.err) == (130, "", "pipeloom: interrupted\n")
+    assert [p.name for p in tmp_path.iterdir()] == ["i.json"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_interrupt_runs_the_clock_out() -> None:
+    rule = Interruptible(100_000)
+    watch = rule.start()
+    assert watch.left(0, 5) == 5
+    rule.stopped = True
+    assert watch.left(0, 5) == 0
+    assert watch.share(0) == 1.0
+
+
+def _toml(model: ModelSpec) -> str:
+    """A model as people write it."""
+    lines = [f"name = {json.dumps(model.name)}"]
+    for module in model.modules:
+        lines += ["[[modules]]", f"name = {json.dumps(module.name)}", f"reads = {json.dumps(module.reads)}",
+                  f"after = {json.dumps(module.after)}", f"frozen = {json.dumps(module.frozen)}"]  # fmt: skip
+        for layer in module.layers:
+            shape = f"{{dims = {json.dumps(layer.output.dims)}, dtype = {json.dumps(layer.output.dtype)}}}"
+            lines += ["[[modules.layers]]", f"kind = {json.dumps(layer.kind)}", f"count = {layer.count}",
+                      f"num_parameters = {layer.num_parameters}", f"output = {shape}"]  # fmt: skip
+    return "\n".join(lines) + "\n"
+
+
+@pytest.fixture
+def problem(tmp_path: Path) -> Path:
+    """Files of a small vision-language problem, in a folder."""
+    model, layout, _ = random_case(3)
+    layers = {f"{m.name}/{layer.kind}": LayerFit((1e-4, 0, 1e-6, 0), (2e-4, 0, 2e-6, 0), (0, 0, 64, 0))
+              for m in model.modules for layer in m.flat_layers}  # fmt: skip
+    profile = Profile("test", layers)
+    (tmp_path / "model.json").write_bytes(msgspec.json.encode(model))
+    (tmp_path / "model.toml").write_text(_toml(model))
+    (tmp_path / "profile.json").write_bytes(msgspec.json.encode(profile))
+    write_layout(tmp_path / "layout.json", layout)
+    write_samples(tmp_path / "samples.jsonl", random_batch(5).samples)
+    setup = Setup(model, layout, profile, PackingSpec(4096))
+    (tmp_path / "setup.json").write_bytes(msgspec.json.encode(setup))
+    return tmp_path
+
+
+@pytest.mark.parametrize("source", ["setup", "json", "toml"])
+def test_plan_leaves_everything_and_each_step_accepts_it(source: str, invoke: Invoke, problem: Path) -> None:
+    given_files: dict[str, list[Any]] = {
+        "setup": ["--setup", problem / "setup.json"],
+        "json": ["--model", problem / "model.json", "--tokens", 4096],
+        "toml": ["--model", problem / "model.toml", "--tokens", 4096],
+    }
+    options = given_files[source]
+    if source != "setup":
+        options += ["--layout", problem / "layout.json", "--profile", problem / "profile.json"]
+    out = problem / "a" / "planned"
+    done = invoke(
+        "plan",
+        problem / "samples.jsonl",
+        *options,
+        "--budget",
+        0.05,
+        "--out",
+        out,
+        "--json",
+        "--iteration",
+        17,
+    )
+    assert done.code == 0, done.err
+    document = json.loads(done.out)
+    assert document["written"] == [
+        str(out / n) for n in ("batches.json", "instance.json", "schedule.json", "batch.plan")
+    ]
+    assert document["num_samples"] == len(pipeloom.read_samples(problem / "samples.jsonl"))
+    assert invoke("check", out / "instance.json", out / "schedule.json").code == 0
+    assert invoke("verify", out / "batch.plan", "--layout", problem / "layout.json").code == 0
+    assert (out / "batch.plan").read_text().startswith("pipeloom.plan/1 ranks=")
+    assert " iteration=17 " in (out / "batch.plan").read_text()
+    batches = pipeloom.load(out / "batches.json")
+    assert isinstance(batches, PackedBatches)
+    assert sum(m.num_samples for m in batches.batches[0].microbatches) == document["num_samples"]
+    assert batches.batches[0].iteration == 17
+
+
+def test_plan_refuses_in_one_line(invoke: Invoke, problem: Path) -> None:
+    out, samples, setup = problem / "out", problem / "samples.jsonl", problem / "setup.json"
+    for arguments, message in [
+        ((samples,), "--model: is missing; give --setup, or --model, --layout and --profile"),
+        ((samples, "--setup", setup, "--model", setup), "--model: given beside --setup"),
+        ((samples, "--setup", samples), f"{samples}"),
+        ((samples, "--setup", setup, "--tokens", 1), f"{samples}: batch.samples["),
+        ((samples, "--setup", setup, "--method", "x"), "--method: 'x' is none of"),
+        ((samples, "--setup", setup, "--budget", "inf"), "--budget: inf is not between"),
+        ((problem / "none", "--setup", setup), "cannot be read"),
+        ((samples, "--model", problem / "layout.json", "--layout", setup, "--profile", setup, "--tokens", 9),
+         "layout.json: "),
+        ((samples, "--setup", setup, "--html", problem / "no" / "x"), "its folder does not exist"),
+    ]:  # fmt: skip
+        done = invoke("plan", *arguments, "--out", out)
+        assert (done.code, done.out, done.err.count("\n")) == (2, "", 1), done.err
+        assert message in done.err
+    assert not out.exists()
+    done = invoke("plan", samples, "--setup", setup, "--out", samples)
+    assert (done.code, done.err) == (2, f"pipeloom: {samples}: is a file; give the name of a folder\n")
+
+
+def test_toml_errors_name_the_line(invoke: Invoke, problem: Path) -> None:
+    (problem / "bad.toml").write_text('name = "a"\nname = "b"\n')
+    options = ["--layout", problem / "layout.json", "--profile", problem / "profile.json", "--tokens", 9]
+    done = invoke(
+        "plan", problem / "samples.jsonl", "--model", problem / "bad.toml", *options, "--out", problem / "o"
+    )
+    assert done.code == 2
+    assert "bad.toml: is not valid TOML: cannot overwrite a value (at line 2" in done.err
+    (problem / "bad.toml").write_text('name = "a"\nmodules = []\ncolour = 3\n')
+    done = invoke(
+        "plan", problem / "samples.jsonl", "--model", problem / "bad.toml", *options, "--out", problem / "o"
+    )
+    assert "bad.toml: colour: is not a known field" in done.err
