@@ -133,7 +133,7 @@ class Passage:
         for begin, end, recompute in bounds:
             if output is not None:
                 inputs = (output.detach().requires_grad_(flows),)
-            part = layers[begin:end]
+            part = layers if len(bounds) == 1 else layers[begin:end]
             if recompute:
                 state = RandomState.now(self.device)
                 with torch.no_grad():
@@ -142,8 +142,12 @@ class Passage:
                 # Whether a gradient would flow is not known without a graph; asking for one costs nothing.
                 flows = output.is_floating_point()
             else:
-                with torch.enable_grad():
+                # Gradients are on unless the caller turned them off; asking is cheaper than setting.
+                if torch.is_grad_enabled():
                     output = self._run(part, inputs)
+                else:
+                    with torch.enable_grad():
+                        output = self._run(part, inputs)
                 self.blocks.append(_Block(part, inputs, False, output, None))
                 flows = output.requires_grad
         if output is None:

@@ -204,12 +204,14 @@ class Executor:
             raise ExecutionError(f"{self._where(program, step)}: {error}") from error
         except Exception as error:
             raise ExecutionError(f"{self._where(program, step)}: {type(error).__name__}: {error}") from error
+        finally:
+            program.unlink()
         times = tuple(
             ActionTime(a.verb, a.chunk, a.microbatch, a.sub_microbatch, start, end)
             for a, start, end in zip(program.actions, stamps, stamps[1:], strict=False)
         )
         return StepResult(
-            float(iteration.loss_sum), normaliser, times, iteration.num_recomputed, iteration.sent_bytes,
+            iteration.loss_sum, normaliser, times, iteration.num_recomputed, iteration.sent_bytes,
             iteration.received_bytes,
         )  # fmt: skip
 
@@ -232,11 +234,13 @@ class _Iteration:
         self.executor, self.transport, self.device = executor, executor.transport, executor.device
         self.optimizer_step = optimizer_step
         self.normaliser = normaliser
-        self.loss_sum: Tensor | float = 0.0
+        self.losses: list[Tensor] = []
+        self.seed: Tensor | None = None
+        """Gradient of each loss: one over the normaliser."""
         self.num_recomputed = self.sent_bytes = self.received_bytes = 0
         self.parts: dict[tuple[str, int, int], tuple[Part, dict[str, Any]]] = {}
         """Part and context of each (module, microbatch, sub-microbatch), until its last chunk here is done."""
-        self.parts_left = Counter(unit.part_key for unit in program.units)
+        self.parts_left = Counter(unit.part_key for unit in program.units if unit.needs_part)
 
     def steps(self) -> Iterator[tuple[Callable[[Any], None], Any]]:
         """The rank's actions as calls."""
@@ -254,29 +258,39 @@ class _Iteration:
     # ---------------------------------------------------------------- computation
 
     def forward(self, unit: UnitState) -> None:
-        part, context = self._part(unit)
+        part, context = self._part(unit) if unit.needs_part else (None, {})
         inputs = self._inputs(unit, part)
-        layers: list[Callable[..., Tensor]] = [*self.executor.layers[unit.unit.chunk]]
+        layers: list[Callable[..., Tensor]] = self.executor.layers[unit.unit.chunk]  # type: ignore[assignment]
         bounds = unit.bounds
-        if unit.is_last:
+        if unit.is_last and part is not None:
             loss = self.executor.model.loss
-            layers.append(lambda output, **_: loss(output, part))
+            layers = [*layers, _loss_layer(loss, part)]
             bounds = (*bounds[:-1], (bounds[-1][0], bounds[-1][1] + 1, bounds[-1][2]))
         passage = Passage(self.device, context)
         output = passage.forward(layers, bounds, inputs, unit.trained)
         if unit.trained:
             unit.passage = passage
         if unit.is_last:
-            if output.dim() != 0:
-                raise ExecutionError(f"the loss has shape {tuple(output.shape)}; return the sum, a scalar")
-            self.loss_sum = self.loss_sum + output
-            unit.gradients = [torch.full_like(output, 1.0 / self.normaliser)]
-        else:
-            unit.check_output(output)
+            self._take_loss(unit, output)
+            return
+        unit.check_output(output)
         for number, consumer in unit.local_consumers:
             consumer.arrived[number] = output
         if unit.num_sends:
             unit.output = output.contiguous()
+
+    def _take_loss(self, unit: UnitState, loss: Tensor) -> None:
+        if loss.dim() != 0:
+            raise ExecutionError(f"the loss has shape {tuple(loss.shape)}; return the sum, a scalar")
+        self.losses.append(loss)
+        if self.seed is None or self.seed.dtype != loss.dtype:
+            self.seed = torch.full_like(loss, 1.0 / self.normaliser)
+        unit.gradients = [self.seed]
+
+    @property
+    def loss_sum(self) -> float:
+        """Sum of the losses so far."""
+        return float(torch.stack(self.losses).sum()) if self.losses else 0.0
 
     def recompute(self, unit: UnitState) -> None:
         unit.passage_now.recompute()
@@ -300,25 +314,34 @@ class _Iteration:
         unit.passage = None
 
     def _part(self, unit: UnitState) -> tuple[Part, dict[str, Any]]:
-        key = unit.part_key
-        if key not in self.parts:
-            module = self.executor.model.module(key[0])
+        key, module = unit.part_key, unit.module
+        found = self.parts.get(key)
+        if found is None:
             part = make_part(module.spec, self.program.packing, self.samples, key[1], key[2])
             context = {} if module.context is None else module.context(part)
-            self.parts[key] = (part, {name: self._to_device(value) for name, value in context.items()})
+            found = self.parts[key] = (
+                part,
+                {name: self._to_device(value) for name, value in context.items()},
+            )
         self.parts_left[key] -= 1
-        return self.parts.pop(key) if self.parts_left[key] == 0 else self.parts[key]
+        if self.parts_left[key] == 0:
+            del self.parts[key]
+        return found
 
-    def _inputs(self, unit: UnitState, part: Part) -> tuple[Any, ...]:
+    def _inputs(self, unit: UnitState, part: Part | None) -> tuple[Any, ...]:
         """Arguments of the first layer: the user's own on a module's first chunk, then what was handed over."""
-        own: tuple[Any, ...] = ()
-        if unit.is_first and unit.module.inputs is not None:
-            given = unit.module.inputs(part)
-            own = tuple(map(self._to_device, given if isinstance(given, tuple) else (given,)))
-        return own + unit.take_upstream(self.device)
+        upstream = unit.take_upstream(self.device)
+        if not unit.is_first or unit.module.inputs is None or part is None:
+            return upstream
+        given = unit.module.inputs(part)
+        if not isinstance(given, tuple):
+            given = (given,)
+        return (*map(self._to_device, given), *upstream)
 
     def _to_device(self, value: Any) -> Any:
-        return value.to(self.device) if isinstance(value, Tensor) else value
+        if isinstance(value, Tensor) and value.device != self.device:
+            return value.to(self.device)
+        return value
 
     def _hand_back(self, unit: UnitState) -> None:
         """Cut the gradients of what was handed over and give each piece to its producer."""
@@ -366,6 +389,10 @@ class _Iteration:
     def step(self, _: None) -> None:
         if self.optimizer_step is not None:
             self.optimizer_step()
+
+
+def _loss_layer(loss: Callable[[Tensor, Part], Tensor], part: Part) -> Callable[..., Tensor]:
+    return lambda output, **_: loss(output, part)
 
 
 def _check_layout(model: Model, layout: Layout) -> None:

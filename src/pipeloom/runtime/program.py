@@ -32,6 +32,10 @@ class UnitState:
 
     Attributes
     ----------
+    part_key : tuple
+        Module, microbatch and sub-microbatch.
+    needs_part : bool
+        Whether any user function is asked: inputs, context or loss.
     stated : shape and dtype, or None
         Of the output, as the model states them; None for the loss.
     into : tuple of HandOver
@@ -50,6 +54,8 @@ class UnitState:
 
     unit: Unit
     module: Module
+    part_key: tuple[str, int, int]
+    needs_part: bool
     is_first: bool
     is_last: bool
     trained: bool
@@ -68,11 +74,6 @@ class UnitState:
     output: Tensor | None = None
     passage: Passage | None = None
     leaves: list[Tensor] = field(default_factory=list)
-
-    @property
-    def part_key(self) -> tuple[str, int, int]:
-        """Which part of which module this unit works on."""
-        return (self.module.name, self.unit.microbatch, self.unit.sub_microbatch)
 
     @property
     def passage_now(self) -> Passage:
@@ -193,6 +194,11 @@ class Program:
     units: list[UnitState]
     was_run: bool = False
 
+    def unlink(self) -> None:
+        """Take the units apart: they refer to one another, and what they hold is to be freed at once."""
+        for unit in self.units:
+            unit.local_consumers, unit.local_producers = [], []
+
 
 class Linker:
     """Links plans of one layout for one rank; what does not change between iterations is worked out here.
@@ -284,6 +290,10 @@ class _Link:
         state = UnitState(
             unit=unit,
             module=module,
+            part_key=(module.name, unit.microbatch, unit.sub_microbatch),
+            needs_part=is_last
+            or module.context is not None
+            or (place.before < 0 and module.inputs is not None),
             is_first=place.before < 0,
             is_last=is_last,
             trained=place.gradient,
