@@ -130,7 +130,7 @@ class Step:
         # Bytes are taken by a forward, and given back by its backward or, without one, by itself.
         self._takes, self._gives = ~back, back | lone
         self._choose(in_flight)
-        self._issue()
+        self._issued = False
 
     def _stage(self, task: StageTask) -> Stage:
         return self._stages[task.module][task.stage]
@@ -225,22 +225,23 @@ class Step:
 
     def _choose(self, in_flight: int | None) -> None:
         ranks, count = self.model.num_ranks, len(self.microbatches)
-        if in_flight is not None:
-            if in_flight < 1:
-                raise InputError("in_flight", f"{in_flight} is below 1")
-            options = [in_flight]
-        else:
-            options = sorted({min(count, max(1, round(ranks * k))) for k in (0.5, 1, 1.5, 2, 3)})
-        found: list[tuple[bool, int, int, list[int]]] = []
-        for option in options:
+        if in_flight is not None and in_flight < 1:
+            raise InputError("in_flight", f"{in_flight} is below 1")
+        options = sorted({min(count, max(1, round(ranks * k))) for k in (0.5, 1, 1.5, 2, 3)})
+        found: list[tuple[int, int, list[int]]] = []
+        duration = np.array([t.duration_ps for t in self._plans])
+        for option in options if in_flight is None else [in_flight]:
             order, start = list_schedule(self._plans, ranks, option)
-            makespan = max(s + t.duration_ps for s, t in zip(start, self._plans, strict=True))
-            ends = np.array(start) + np.array([t.duration_ps for t in self._plans])
-            fits = all(p <= self.capacity for p in self._peaks(np.array(start), ends))
-            found.append((not fits, makespan, option, order))
-        if all(over for over, *_ in found):
-            found.sort(key=lambda f: f[2])  # nothing fits: show the leanest
-        _, _, self.in_flight, self.order = min(found) if not all(f[0] for f in found) else found[0]
+            end = np.array(start) + duration
+            self.planned_fits = all(p <= self.capacity for p in self._peaks(np.array(start), end))
+            if found and not self.planned_fits:
+                self.planned_fits = True
+                break
+            found.append((int(end.max()), option, order))
+            if not self.planned_fits:
+                break  # more in flight would take more still
+        self.roomy = self.planned_fits and len(found) == len(options)
+        self.planned_ps, self.in_flight, self.order = min(found)
 
     @property
     def capacity(self) -> int:
@@ -316,6 +317,7 @@ class Step:
                     self._send(size), (wire,), [[Port(self._call[i], 0)]]
                 )
 
+        self._issued = True
         self._call_of = np.array([self._call[i] for i in range(len(self.tasks))])
 
     def replace_microbatch(self, number: int, work: Work) -> None:
@@ -326,6 +328,8 @@ class Step:
             raise InputError(
                 f"microbatches[{number}]", "changes its number of parts", "emulate the step anew"
             )
+        if not self._issued:
+            self._issue()
         self.microbatches[number] = work
         for i in self._tasks_of[number]:
             task = self.tasks[i]
@@ -353,6 +357,8 @@ class Step:
 
     def run(self) -> StepResult:
         """Emulate."""
+        if not self._issued:
+            self._issue()
         free = self.session.run()
         ranks = self.model.num_ranks
         start, end = self._times()
@@ -406,19 +412,26 @@ def fastest_step(
     microbatches: Sequence[Work],
     strategies: Sequence[str] = ("keep", "selective", "full:0.5", "full"),
 ) -> StepResult:
-    """The fastest of some strategies that fits in memory.
+    """The fastest of some strategies that fits in memory, given from the fastest to the leanest.
 
     Raises
     ------
     InfeasibleError
         When none fits; the message has the leanest peak and the limit.
     """
-    results = [Step(model, microbatches, strategy).run() for strategy in strategies]
-    fitting = [r for r in results if r.fits]
-    if not fitting:
-        leanest = min(max(r.peak_bytes) for r in results)
-        limit = model.placement.machine.device.usable_bytes
-        raise InfeasibleError(
-            f"needs {leanest / 1e9:.1f} GB on a device at best, {limit / 1e9:.1f} GB are usable"
-        )
-    return min(fitting, key=lambda r: r.iteration_s)
+    best: Step | None = None
+    leanest = None
+    for strategy in strategies:
+        step = Step(model, microbatches, strategy)
+        if step.planned_fits:
+            if best is None or step.planned_ps < best.planned_ps:
+                best = step
+            if step.roomy:
+                break  # memory is no constraint: recomputing more could only cost time
+        elif best is None:
+            leanest = step
+    if best is None:
+        assert leanest is not None
+        peak, limit = max(leanest.run().peak_bytes), leanest.capacity
+        raise InfeasibleError(f"needs {peak / 1e9:.1f} GB on a device at best, {limit / 1e9:.1f} GB are usable")
+    return best.run()

@@ -1,0 +1,181 @@
+"""Emulate a model on a cluster by name, and sweep the grid of parallelism degrees (`dip.txt` Fig. 13)."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from pipeloom.emulator.build import Placement
+from pipeloom.emulator.pipeline import PipelineModel, Work, work_of
+from pipeloom.emulator.step import Step, StepResult, fastest_step
+from pipeloom.errors import InfeasibleError, InputError
+from pipeloom.spec import Sample
+from pipeloom.spec.architecture import Architecture
+from pipeloom.spec.catalog import load_architecture, load_machine
+from pipeloom.spec.datasets import draw_samples, group_clips, load_mixture, pack_documents
+from pipeloom.spec.hardware import Degrees, MachineSpec
+
+DEFAULT_STRATEGIES = ("keep", "selective", "full:0.25", "full:0.5", "full:0.75", "full")
+IMAGES_PER_PART = 12
+"""Images of a sub-microbatch where nothing else is said: the optimum of `dip.txt` Fig. 9."""
+
+
+def default_data(architecture: Architecture) -> str:
+    """Data set of the zoo that suits a model: the papers' mixture for what it reads."""
+    reads = {module.reads for module in architecture.modules}
+    return "dip-t2v" if "videos" in reads else "dip-vlm"
+
+
+def draw_microbatches(architecture: Architecture, data: str, count: int, seed: int) -> list[list[Sample]]:
+    """``count`` microbatches of samples, prepared as the papers do for what the model reads.
+
+    Models without images read the texts alone, packed the same way.
+    """
+    reads = {module.reads for module in architecture.modules}
+    mixture, _ = load_mixture(data)
+    videos = "videos" in reads
+    factor = 2 if videos else 24
+    while True:
+        samples = draw_samples(data, count * factor, seed)
+        if videos:
+            groups = group_clips(samples)
+        else:
+            if "images" not in reads:
+                samples = [Sample(s.id, s.text_tokens) for s in samples if s.text_tokens]
+            groups = pack_documents(samples, mixture.context_tokens, mixture.max_images)[:-1]
+        if len(groups) >= count:
+            return groups[:count]
+        factor *= 2
+
+
+def emulate(
+    model: str | Architecture,
+    cluster: str | MachineSpec,
+    degrees: Degrees,
+    *,
+    microbatches: Sequence[Sequence[Sample]] | None = None,
+    data: str | None = None,
+    num_microbatches: int = 16,
+    seed: int = 0,
+    strategy: str | None = None,
+    sub_microbatch: Mapping[str, int] | None = None,
+    segments: Mapping[str, int] | None = None,
+    in_flight: int | None = None,
+) -> StepResult:
+    """Emulate one iteration of one pipeline replica.
+
+    Parameters
+    ----------
+    model, cluster : zoo name, path of a TOML file, or the spec itself
+    degrees : Degrees
+    microbatches : samples per microbatch; default: ``num_microbatches`` drawn from ``data`` with ``seed``
+    strategy : str or None
+        Memory strategy (`pipeline.spread`); None: the fastest that fits.
+    sub_microbatch : instances per sub-microbatch by module; default: 12 images
+    segments : chunks per rank by module
+    in_flight : microbatches at once; default: as many as help and fit
+
+    Raises
+    ------
+    InputError
+        When the degrees do not fit the model or the cluster.
+    InfeasibleError
+        When no strategy fits in memory and none was named.
+    """
+    architecture = load_architecture(model) if isinstance(model, str) else model
+    machine = load_machine(cluster) if isinstance(cluster, str) else cluster
+    if microbatches is None:
+        if num_microbatches < 1:
+            raise InputError("num_microbatches", f"{num_microbatches} is below 1")
+        microbatches = draw_microbatches(architecture, data or default_data(architecture), num_microbatches, seed)
+    works = _works(architecture, microbatches, sub_microbatch)
+    pipeline = PipelineModel(architecture, Placement(machine, degrees), _typical(works), segments)
+    if strategy is None:
+        return fastest_step(pipeline, works, DEFAULT_STRATEGIES)
+    return Step(pipeline, works, strategy, in_flight).run()
+
+
+def _works(
+    architecture: Architecture, microbatches: Sequence[Sequence[Sample]], sub_microbatch: Mapping[str, int] | None
+) -> list[Work]:
+    if sub_microbatch is None:
+        sub_microbatch = {m.name: IMAGES_PER_PART for m in architecture.modules if m.reads == "images"}
+    return [work_of(architecture, samples, sub_microbatch) for samples in microbatches]
+
+
+def _typical(works: Sequence[Work]) -> Work:
+    """The microbatch of middling size, by which layers are divided over the ranks."""
+    return sorted(works, key=lambda work: sum(w.num_tokens for parts in work.values() for w in parts))[len(works) // 2]
+
+
+@dataclass(frozen=True)
+class SweepEntry:
+    """One point of a sweep: the degrees, and what they give or why they cannot."""
+
+    degrees: Degrees
+    result: StepResult | None
+    problem: str = ""
+
+    @property
+    def iteration_s(self) -> float:
+        """Time of an iteration of the whole global batch; infinite where it cannot run."""
+        return self.result.iteration_s if self.result is not None else float("inf")
+
+
+def grid(num_devices: int, max_tensor: int, **fixed: int) -> list[Degrees]:
+    """All degrees (tensor, pipeline, data) that are powers of two and use all devices."""
+    powers = [1 << k for k in range(num_devices.bit_length()) if 1 << k <= num_devices]
+    return [
+        Degrees(tensor=t, pipeline=p, data=num_devices // (t * p), **fixed)  # type: ignore[arg-type]
+        for t, p in itertools.product(powers, powers)
+        if t <= max_tensor and num_devices % (t * p) == 0
+    ]
+
+
+def sweep(
+    model: str | Architecture,
+    cluster: str | MachineSpec,
+    *,
+    num_devices: int | None = None,
+    global_microbatches: int = 128,
+    data: str | None = None,
+    seed: int = 0,
+    max_tensor: int = 8,
+    strategies: Sequence[str] = DEFAULT_STRATEGIES,
+    sub_microbatch: Mapping[str, int] | None = None,
+    progress: Callable[[SweepEntry], None] | None = None,
+) -> list[SweepEntry]:
+    """Emulate every combination of degrees on the same global batch, fastest first.
+
+    The global batch is dealt out to the data-parallel replicas; the one with the most work is emulated, since
+    all wait for it when gradients are reduced.
+    """
+    architecture = load_architecture(model) if isinstance(model, str) else model
+    machine = load_machine(cluster) if isinstance(cluster, str) else cluster
+    devices = machine.num_devices if num_devices is None else num_devices
+    if not 1 <= devices <= machine.num_devices:
+        raise InputError("num_devices", f"{devices} is not within 1..{machine.num_devices}")
+    drawn = draw_microbatches(architecture, data or default_data(architecture), global_microbatches, seed)
+    works = _works(architecture, drawn, sub_microbatch)
+    entries = []
+    for degrees in grid(devices, min(max_tensor, machine.devices_per_node)):
+        entry = _entry(architecture, machine, degrees, works, strategies)
+        entries.append(entry)
+        if progress is not None:
+            progress(entry)
+    return sorted(entries, key=lambda e: e.iteration_s)
+
+
+def _entry(
+    architecture: Architecture, machine: MachineSpec, degrees: Degrees, works: Sequence[Work], strategies: Sequence[str]
+) -> SweepEntry:
+    if degrees.data > len(works):
+        return SweepEntry(degrees, None, f"{len(works)} microbatches for {degrees.data} replicas")
+    replicas = [works[r :: degrees.data] for r in range(degrees.data)]
+    largest = max(replicas, key=lambda r: sum(w.num_tokens for work in r for parts in work.values() for w in parts))
+    try:
+        pipeline = PipelineModel(architecture, Placement(machine, degrees), _typical(works))
+        return SweepEntry(degrees, fastest_step(pipeline, largest, strategies))
+    except (InputError, InfeasibleError) as error:
+        return SweepEntry(degrees, None, str(error))
