@@ -88,7 +88,7 @@ def plan(
         except InfeasibleError as error:
             raise InfeasibleError(f"{samples}: infeasible: {error}") from error
     record = SearchRecord(method, seed, budget, None, planned.evaluations)
-    written = _write(out, planned, record)
+    written = _write(out, planned, problem.packing.policy, record)
     names = problem.layout.chunk_names
     track = make_track(
         "planned", planned.graph, planned.schedule, planned.timeline, planned.lower_bound, names
@@ -104,7 +104,7 @@ def plan(
         typer.echo(f"wrote {name}")
 
 
-def _write(out: Path, planned: PlannedBatch, record: SearchRecord) -> list[str]:
+def _write(out: Path, planned: PlannedBatch, policy: str, record: SearchRecord) -> list[str]:
     """Everything that was made, into one folder."""
     from pipeloom.plan import to_text
 
@@ -114,7 +114,7 @@ def _write(out: Path, planned: PlannedBatch, record: SearchRecord) -> list[str]:
         raise InputError(str(out), f"cannot be made: {(error.strerror or str(error)).lower()}") from error
     targets = [out / name for name in ("batches.json", "instance.json", "schedule.json", "batch.plan")]
     check_targets(*targets)
-    write_batches(targets[0], packed_batches([planned.packing], "token budget"))
+    write_batches(targets[0], packed_batches([planned.packing], policy))
     write_instance(targets[1], planned.graph)
     write_schedule(targets[2], planned.graph, planned.schedule, planned.timeline, planned.lower_bound, record)
     write_text(targets[3], to_text(planned.plan))

@@ -18,6 +18,7 @@ from pipeloom.cli.output import JSON_HELP, check_targets, figures_text, print_js
 from pipeloom.errors import InfeasibleError, InputError
 from pipeloom.io import SearchRecord, read_instance, schedule_document, write_schedule
 from pipeloom.report import figures, make_track, share_text, time_text
+from pipeloom.timeline import check
 
 if TYPE_CHECKING:
     from pipeloom.search import Progress
@@ -67,6 +68,9 @@ def solve(
             raise InputError(entity, error.problem, error.remedy) from error
         except InfeasibleError as error:
             raise InfeasibleError(f"{instance}: infeasible: {error}") from error
+    # Nothing leaves that the independent checker has not passed; a violation here is a defect of the search.
+    if found := check(graph, solution.schedule, solution.timeline):
+        raise RuntimeError(f"the search gave an infeasible schedule ({found[0]}); nothing is written")
     record = SearchRecord(
         solution.method, seed, budget, round(time.monotonic() - began_s, 6), solution.evaluations
     )
