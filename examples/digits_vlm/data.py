@@ -156,7 +156,7 @@ def _pool() -> torch.Tensor:
     count = len(images)
 
     def uniform(bound: float) -> torch.Tensor:
-        return (torch.rand(count, generator=generator) * 2 - 1) * bound
+        return (torch.rand(count, generator=generator, dtype=torch.float32) * 2 - 1) * bound
 
     variants = []
     for _ in range(NUM_VARIANTS):

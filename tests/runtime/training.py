@@ -28,7 +28,10 @@ DOCUMENTS, CLIP, RATE = 6, 0.5, 3e-3
 
 def model() -> pl.Model:
     torch.set_default_dtype(torch.float64)
-    return task.build_model(seed=1)
+    try:
+        return task.build_model(seed=1)
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def optimizer(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
@@ -84,7 +87,7 @@ def losses_undivided(iterations: int) -> list[float]:
             p.grad.mul_(min(1.0, CLIP / float(norm)))
         adam.step()
         adam.zero_grad()
-        found.append(float(loss))
+        found.append(float(loss.detach()))
     return found
 
 
