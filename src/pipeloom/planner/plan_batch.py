@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from pipeloom.cost import ProfileCosts
 from pipeloom.packing import Packing, PackingSpec, pack
 from pipeloom.plan import ExecutionPlan, boundary_shapes, lower, verify
-from pipeloom.search import Solution, StoppingRule, first_in_first_out, solve
+from pipeloom.search import StoppingRule, solve
 from pipeloom.spec import Batch, Layout, ModelSpec
 from pipeloom.taskgraph import TaskGraph, build_graph
-from pipeloom.timeline import LowerBound, Schedule, Timeline, lower_bound, simulate
+from pipeloom.timeline import LowerBound, Schedule, Timeline
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def plan_batch(
         When the search ends.
     seed : int
     method : str
-        A search method's name, or ``static`` for the fallback: first in, first out, no search.
+        A search method's name.
 
     Raises
     ------
@@ -71,11 +71,7 @@ def plan_batch(
         problem.layout, packing, problem.costs, name=f"iteration {batch.iteration}",
         capacity_bytes=problem.capacity_bytes,
     )  # fmt: skip
-    if method == "static":
-        schedule = first_in_first_out(graph)
-        solution = Solution(schedule, simulate(graph, schedule), lower_bound(graph), 1, 0.0, method)
-    else:
-        solution = solve(graph, budget=budget, seed=seed, method=method)
+    solution = solve(graph, budget=budget, seed=seed, method=method)
     plan = lower(
         graph,
         solution.schedule,

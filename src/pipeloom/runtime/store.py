@@ -1,10 +1,11 @@
-"""TcpPlanStore: the planner's key-value protocol over `torch.distributed.TCPStore`."""
+"""TcpPlanStore: the planner's key-value protocol over `torch.distributed.TCPStore` (which its stubs leave out)."""
 
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import Any
 
-from torch.distributed import TCPStore
+import torch.distributed as dist
 
 from pipeloom.errors import InputError
 
@@ -23,14 +24,14 @@ class TcpPlanStore:
         ``host:port`` by which another process reaches it.
     """
 
-    def __init__(self, store: TCPStore, address: str) -> None:
+    def __init__(self, store: Any, address: str) -> None:
         self._store = store
         self.address = address
 
     @classmethod
     def host(cls, host: str = "127.0.0.1") -> TcpPlanStore:
         """Host a store at a free port of this machine."""
-        store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=_TIMEOUT)
+        store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=_TIMEOUT)  # type: ignore[attr-defined]
         return cls(store, f"{host}:{store.port}")
 
     @classmethod
@@ -47,7 +48,7 @@ class TcpPlanStore:
             raise InputError(
                 "store", f"{address!r} is not host:port", "give the address that the trainer printed"
             )
-        return cls(TCPStore(host, int(port), is_master=False, timeout=_TIMEOUT), address)
+        return cls(dist.TCPStore(host, int(port), is_master=False, timeout=_TIMEOUT), address)  # type: ignore[attr-defined]
 
     def put(self, key: str, value: bytes) -> None:
         """Set a key."""
