@@ -10,7 +10,7 @@ import numpy as np
 from pipeloom.cost import StrategyCost
 from pipeloom.packing import Packing
 from pipeloom.packing.pack import PackingSpec, pack
-from pipeloom.plan import ExecutionPlan, boundary_shapes, lower
+from pipeloom.plan import ExecutionPlan, Unit, boundary_shapes, lower, make_routes
 from pipeloom.spec import (
     Batch,
     Chunk,
@@ -23,8 +23,17 @@ from pipeloom.spec import (
     TensorShape,
     Workload,
 )
-from pipeloom.taskgraph import NO_TASK, TaskGraph
-from pipeloom.taskgraph.build import build_graph
+from pipeloom.taskgraph import (
+    BACKWARD,
+    FORWARD,
+    INPUT_GRADIENT,
+    NO_TASK,
+    WEIGHT_GRADIENT,
+    PairLabel,
+    TaskGraph,
+    build_graph,
+    make_graph,
+)
 from pipeloom.timeline import Schedule, Timeline
 
 WIDTH = 3
@@ -124,12 +133,17 @@ def random_model(rng: random.Random) -> ModelSpec:
     )
 
 
-def random_layout(rng: random.Random, model: ModelSpec, num_ranks: int) -> Layout:
-    """Cut every module anywhere and put the chunks on any ranks."""
-    chunks = []
+def random_layout(
+    rng: random.Random, model: ModelSpec, num_ranks: int, replicated: tuple[str, ...] = ()
+) -> Layout:
+    """Cut every module anywhere and put the chunks on any ranks, or the whole module on all of them."""
+    chunks: list[Chunk] = []
     size = rng.choice((None, 1, 2, 3))
     for module in model.modules:
         num_layers = len(module.flat_layers)
+        if module.name in replicated:
+            chunks += [Chunk(module.name, (0, num_layers - 1), rank) for rank in range(num_ranks)]
+            continue
         cuts = sorted(rng.sample(range(1, num_layers), rng.randint(0, num_layers - 1)))
         chunks += [
             Chunk(module.name, (begin, end - 1), rng.randrange(num_ranks))
@@ -150,6 +164,7 @@ def random_layout(rng: random.Random, model: ModelSpec, num_ranks: int) -> Layou
                 after=module.after,
                 frozen=module.frozen,
                 sub_microbatch=sub_microbatch(module),
+                on_ranks="replicated" if module.name in replicated else "pipelined",
             )
             for module in model.modules
         ),
@@ -178,18 +193,77 @@ def random_case(
     split: bool | None = None,
     model: ModelSpec | None = None,
     strategies: tuple[str, ...] = ("keep", "recompute"),
+    replicated: tuple[str, ...] = (),
 ) -> Case:
     """Everything of one iteration from a seed."""
     rng = random.Random(seed)
     model = model or random_model(rng)
-    layout = random_layout(rng, model, num_ranks or rng.randint(1, 4))
+    layout = random_layout(rng, model, num_ranks or rng.randint(1, 4), replicated)
     packing = pack(random_batch(rng), model, layout, PackingSpec(token_budget=rng.choice((15, 25, 60))))
     is_split = rng.random() < 0.5 if split is None else split
     costs = RandomCosts(seed, is_split, strategies)
-    graph = build_graph(layout, packing, costs, split_backward=is_split)
+    if replicated:
+        graph = graph_of_units(layout, packing, dealt_units(rng, layout, packing), costs)
+    else:
+        graph = build_graph(layout, packing, costs, split_backward=is_split)
     schedule = random_schedule(rng, graph)
     chosen = graph.with_candidates(schedule.candidate)
     return Case(model, layout, packing, graph, schedule, earliest(chosen, schedule))
+
+
+def dealt_units(rng: random.Random, layout: Layout, packing: Packing) -> list[Unit]:
+    """All units of an iteration; the parts of replicated modules are dealt out to the ranks at random."""
+    units = []
+    for microbatch in range(len(packing.microbatches)):
+        for module in layout.modules:
+            for sub in range(len(packing.parts_of(microbatch, module.name))):
+                chunks = layout.chunks_of(module.name)
+                if module.on_ranks == "replicated":
+                    chunks = (rng.choice(chunks),)
+                units += [Unit(chunk, microbatch, sub) for chunk in chunks]
+    return units
+
+
+def graph_of_units(layout: Layout, packing: Packing, units: list[Unit], costs: RandomCosts) -> TaskGraph:
+    """A graph for any units, replicated modules too, whose tasks are segments of their own."""
+    kind: list[int] = []
+    pair: list[int] = []
+    of_unit: dict[tuple[int, Unit], int] = {}
+    for number, unit in enumerate(units):
+        kinds = [FORWARD]
+        if layout.has_backward(layout.chunks[unit.chunk].module):
+            kinds += [INPUT_GRADIENT, WEIGHT_GRADIENT] if costs.split else [BACKWARD]
+        for k in kinds:
+            if k != WEIGHT_GRADIENT:
+                of_unit[FORWARD if k == FORWARD else BACKWARD, unit] = len(kind)
+            kind.append(k)
+            pair.append(number)
+    edges = []
+    for hand_over in make_routes(layout, packing, units).hand_overs:
+        edges.append((of_unit[FORWARD, hand_over.producer], of_unit[FORWARD, hand_over.consumer]))
+        if hand_over.gradient:
+            edges.append((of_unit[BACKWARD, hand_over.consumer], of_unit[BACKWARD, hand_over.producer]))
+    chunk = [layout.chunks[units[p].chunk] for p in pair]
+    names = tuple(module.name for module in layout.modules)
+    rng = random.Random(costs.seed)
+    return make_graph(
+        name="replicated",
+        num_ranks=layout.num_ranks,
+        module_names=names,
+        kind=kind,
+        rank=[c.rank for c in chunk],
+        duration_ns=[rng.randint(0, 5) for _ in kind],
+        pair=pair,
+        segment=range(len(kind)),
+        microbatch=[units[p].microbatch for p in pair],
+        module=[names.index(c.module) for c in chunk],
+        activation_bytes=[1] * len(units),
+        weight_gradient_bytes=None,
+        edge_source=[a for a, _ in edges],
+        edge_target=[b for _, b in edges],
+        edge_delay_ns=[0] * len(edges),
+        labels=tuple(PairLabel(*unit) for unit in units),
+    )
 
 
 def random_schedule(rng: random.Random, graph: TaskGraph) -> Schedule:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -190,10 +191,12 @@ class Run:
     documents: list[Document]
 
 
-def random_run(seed: int, num_ranks: int | None = None, **options: Any) -> Run:
-    """Everything from a seed."""
+def random_run(seed: int, num_ranks: int | None = None, *, replicate: bool = False, **options: Any) -> Run:
+    """Everything from a seed; where asked, about half of the encoders lie whole on every rank."""
     rng = random.Random(f"run {seed}")
     spec = random_model(rng)
+    if replicate:
+        options["replicated"] = tuple(m.name for m in spec.modules[:-1] if rng.random() < 0.5)
     case = random_case(seed, num_ranks, model=spec, **options)
     model = real_model(rng, spec)
     return Run(case, model, random_documents(rng, case.packing.batch))
@@ -219,15 +222,19 @@ def take_gradients(model: Model) -> Gradients:
 
 
 def run_threads(run: Run, plan: ExecutionPlan | None = None, order: MatchOrder = "tags") -> list[StepResult]:
-    """Run an iteration with a thread per rank; they share the model, each training its own chunks."""
+    """Run an iteration with a thread per rank, each with a copy of the model; gradients are summed up in it."""
     case = run.case
     hub = ThreadHub(order, timeout_s=20.0)
     results: dict[int, StepResult] = {}
     errors: dict[int, BaseException] = {}
 
+    models = [replace(run.model, modules=copied(run.model)) for _ in range(case.layout.num_ranks)]
+
     def work(rank: int) -> None:
         try:
-            executor = Executor(run.model, case.layout, rank, hub.transport(rank))
+            executor = Executor(
+                models[rank], case.layout, rank, hub.transport(rank), reduce_gradients=lambda *_: None
+            )
             results[rank] = executor.run(plan or case.plan, case.packing, run.documents)
         except BaseException as error:
             errors[rank] = error
@@ -242,7 +249,23 @@ def run_threads(run: Run, plan: ExecutionPlan | None = None, order: MatchOrder =
         raise next(
             (e for e in errors.values() if "another rank failed" not in str(e)), next(iter(errors.values()))
         )
+    for model in models:
+        for name, gradient in take_gradients(model).items():
+            add_gradient(run.model, name, gradient)
     return [results[rank] for rank in range(case.layout.num_ranks)]
+
+
+def copied(model: Model) -> tuple[Module, ...]:
+    """The modules with layers of their own."""
+    return tuple(replace(m, layers=[copy.deepcopy(layer) for layer in m.layers]) for m in model.modules)
+
+
+def add_gradient(model: Model, name: str, gradient: Tensor | None) -> None:
+    """Add to the gradient of a parameter named as by `take_gradients`."""
+    module, layer, parameter = name.split(".", 2)
+    here = model.module(module).layers[int(layer)].get_parameter(parameter)
+    if gradient is not None:
+        here.grad = gradient if here.grad is None else here.grad + gradient
 
 
 def assert_equal_gradients(found: Gradients, wanted: Gradients, tolerance: float = 1e-10) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from pipeloom.runtime import Executor, TorchTransport
+from pipeloom.runtime import Executor, TorchTransport, all_reduce_gradients
 from pipeloom.runtime.transport import Handle, Transport
 
 from .cases import assert_equal_gradients, expected, random_run, take_gradients
@@ -22,10 +22,16 @@ def run_many(seeds: list[int], options: dict[str, Any]) -> dict[str, int]:
         num_ranks = seed % len(groups) + 1
         if dist.get_rank() >= num_ranks:
             continue
-        run = random_run(seed, num_ranks, **options)
+        run = random_run(seed, num_ranks, replicate=seed % 3 == 0, **options)
         _, wanted = expected(run)
         transport = TorchTransport(groups[num_ranks - 1], use_tags=seed // len(groups) % 2 == 0)
-        executor = Executor(run.model, run.case.layout, dist.get_rank(), transport)
+        executor = Executor(
+            run.model,
+            run.case.layout,
+            dist.get_rank(),
+            transport,
+            reduce_gradients=all_reduce_gradients(run.case.layout, pipeline=groups[num_ranks - 1]),
+        )
         result = executor.run(run.case.plan, run.case.packing, run.documents)
         mine = {name for name, _ in executor.named_parameters()}
         found = take_gradients(run.model)

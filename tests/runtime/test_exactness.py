@@ -11,9 +11,9 @@ STRATEGIES = ("keep", "recompute", "mixed")
 
 
 @settings(deadline=None, max_examples=80)
-@given(st.integers(0, 10**9), st.sampled_from(["tags", "in order"]))
-def test_any_plan_gives_the_gradients_of_the_undivided_model(seed: int, order: str) -> None:
-    run = random_run(seed, strategies=STRATEGIES)
+@given(st.integers(0, 10**9), st.sampled_from(["tags", "in order"]), st.booleans())
+def test_any_plan_gives_the_gradients_of_the_undivided_model(seed: int, order: str, replicate: bool) -> None:
+    run = random_run(seed, strategies=STRATEGIES, replicate=replicate)
     verify(run.case.plan, run.case.layout, run.case.packing)
     loss, wanted = expected(run)
     results = run_threads(run, order=order)  # type: ignore[arg-type]

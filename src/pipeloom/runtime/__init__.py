@@ -5,6 +5,7 @@ from pipeloom.runtime.launch import launch, report
 from pipeloom.runtime.measure import measure_layers
 from pipeloom.runtime.model import Model, Module, Part
 from pipeloom.runtime.profile import profile_model
+from pipeloom.runtime.reduce import all_reduce_gradients
 from pipeloom.runtime.reference import run_undivided
 from pipeloom.runtime.store import TcpPlanStore
 from pipeloom.runtime.trainer import StepReport, Trainer
@@ -23,6 +24,7 @@ __all__ = [
     "TorchTransport",
     "Trainer",
     "Transport",
+    "all_reduce_gradients",
     "launch",
     "measure_layers",
     "profile_model",

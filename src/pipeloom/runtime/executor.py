@@ -17,6 +17,7 @@ from pipeloom.plan import ExecutionPlan, action_text
 from pipeloom.runtime.blocks import Passage
 from pipeloom.runtime.model import Model, Part, make_part
 from pipeloom.runtime.program import Linker, MessageState, Program, UnitState
+from pipeloom.runtime.reduce import ReduceGradients
 from pipeloom.runtime.transport import Transport
 from pipeloom.spec import Layout
 
@@ -81,7 +82,8 @@ class Executor:
     transport : Transport
     device : torch.device or str
     reduce_gradients : callable or None
-        Called by RG with a chunk's trained parameters: sums their gradients over the replicas.
+        Called by RG with a chunk's number and its trained parameters: sums their gradients over all that hold
+        the chunk, see `all_reduce_gradients`.
     """
 
     def __init__(
@@ -92,7 +94,7 @@ class Executor:
         transport: Transport,
         device: torch.device | str = "cpu",
         *,
-        reduce_gradients: Callable[[Sequence[nn.Parameter]], None] | None = None,
+        reduce_gradients: ReduceGradients | None = None,
     ) -> None:
         if not 0 <= rank < layout.num_ranks:
             raise InputError("rank", f"{rank} is not in 0..{layout.num_ranks - 1}")
@@ -384,7 +386,7 @@ class _Iteration:
                 "the plan reduces gradients over replicas, but the executor was given no way to"
             )
         layers = self.executor.layers[chunk]
-        reduce([p for layer in layers for p in layer.parameters() if p.requires_grad])
+        reduce(chunk, [p for layer in layers for p in layer.parameters() if p.requires_grad])
 
     def step(self, _: None) -> None:
         if self.optimizer_step is not None:
