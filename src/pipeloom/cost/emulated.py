@@ -1,0 +1,197 @@
+"""Costs from the emulator: any chunk of a described model, on hardware that need not be at hand."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import numpy as np
+
+from pipeloom.cost.model import StrategyCost
+from pipeloom.emulator.build import Placement, layer_template, module_templates
+from pipeloom.emulator.pipeline import spread
+from pipeloom.emulator.rules import PS_PER_S, RuleTable
+from pipeloom.emulator.stage import Stage, StageCost, runs_of
+from pipeloom.emulator.static import static_bytes
+from pipeloom.emulator.template import LayerTemplate
+from pipeloom.errors import InputError
+from pipeloom.spec import Chunk, ClusterSpec, LayerSpec, ModelSpec, ModuleSpec, TensorShape, Workload
+from pipeloom.spec.architecture import Architecture, Layer, ResidualLayer
+from pipeloom.spec.catalog import load_architecture, load_machine
+from pipeloom.spec.hardware import Degrees, MachineSpec
+
+STRATEGIES = ("keep", "selective", "full", "offload")
+CACHE_SIZE = 16384
+
+
+class EmulatedCosts:
+    """A `CostModel` whose answers are emulated operator by operator.
+
+    Parameters
+    ----------
+    architecture : Architecture or zoo name
+    machine : MachineSpec or zoo name
+    degrees : Degrees
+        Tensor, context, expert and data parallelism of one pipeline; ``pipeline`` says how far ranks lie apart.
+    strategies : sequence of str
+        Candidates of every chunk, the base first. ``full:0.5`` recomputes half of the chunk's layers.
+
+    Notes
+    -----
+    Tensor-parallel peers are one rank here, so bytes are those of one device. A chunk's durations are those on
+    idle devices, until every device is idle again.
+    """
+
+    def __init__(
+        self,
+        architecture: Architecture | str,
+        machine: MachineSpec | str,
+        degrees: Degrees,
+        strategies: Sequence[str] = STRATEGIES,
+    ) -> None:
+        self.architecture = load_architecture(architecture) if isinstance(architecture, str) else architecture
+        self.machine = load_machine(machine) if isinstance(machine, str) else machine
+        self.placement = Placement(self.machine, degrees)
+        if not strategies:
+            raise InputError("strategies", "is empty", "give at least the base")
+        self.strategies = tuple(strategies)
+        self._layers = {
+            m.name: module_templates(self.architecture, m, self.placement) for m in self.architecture.modules
+        }
+        self._stages: dict[tuple[str, tuple[int, int], str], Stage] = {}
+        self._shared: dict[tuple[tuple[int, str, int], ...], Stage] = {}
+        self._known: OrderedDict[tuple[str, tuple[int, int], Workload], tuple[StrategyCost, ...]] = (
+            OrderedDict()
+        )
+        self._wire = RuleTable(
+            self.placement.devices, ("send",), np.array([self.placement.pipeline_link]), np.array([1.0])
+        )
+
+    def _chunk(self, chunk: Chunk) -> tuple[LayerTemplate, ...]:
+        layers = self._layers.get(chunk.module)
+        if layers is None:
+            raise InputError(
+                f"module {chunk.module!r}", "is unknown", f"the model has {', '.join(self._layers)}"
+            )
+        if chunk.layers[1] >= len(layers):
+            raise InputError(
+                f"chunk of {chunk.module!r}.layers",
+                f"{list(chunk.layers)} goes beyond layer {len(layers) - 1}",
+            )
+        return layers[chunk.layers[0] : chunk.layers[1] + 1]
+
+    def _stage(self, chunk: Chunk, strategy: str) -> Stage:
+        key = (chunk.module, chunk.layers, strategy)
+        if key not in self._stages:
+            layers = self._chunk(chunk)
+            runs = runs_of(layers, spread(strategy, len(layers)))
+            shape = tuple((id(r.layer), r.strategy, r.count) for r in runs)
+            self._stages[key] = self._shared.setdefault(shape, Stage(runs))
+        return self._stages[key]
+
+    def chunk_costs(self, chunk: Chunk, workload: Workload) -> tuple[StrategyCost, ...]:
+        """Costs of a chunk on a workload, one per strategy, the base first; remembered per workload."""
+        key = (chunk.module, chunk.layers, workload)
+        known = self._known.get(key)
+        if known is None:
+            known = tuple(self._cost(chunk, workload, strategy) for strategy in self.strategies)
+            self._known[key] = known
+            if len(self._known) > CACHE_SIZE:
+                self._known.popitem(last=False)
+        return known
+
+    def _cost(self, chunk: Chunk, workload: Workload, strategy: str) -> StrategyCost:
+        stage = self._stage(chunk, strategy)
+        cost: StageCost = stage.cost(workload)
+        seconds = {part: ps / PS_PER_S for part, ps in cost.duration_ps.items()}
+        split = "I" in seconds
+        return StrategyCost(
+            strategy=strategy,
+            forward_s=seconds["F"],
+            backward_s=seconds.get("B", 0.0),
+            activation_bytes=cost.activation_bytes,
+            backward_input_s=seconds["I"] if split else None,
+            backward_weight_s=seconds["W"] if split else None,
+            weight_gradient_bytes=cost.weight_gradient_bytes if split else None,
+            layers=tuple(run.strategy for run in stage.runs for _ in range(run.count)),
+        )
+
+    def boundary_bytes(self, chunk: Chunk, workload: Workload) -> int:
+        """Bytes of the chunk's output on one device."""
+        return self._stage(chunk, "keep").output_bytes(workload)
+
+    def transfer_s(self, num_bytes: int) -> float:
+        """Seconds that a message takes between neighbouring pipeline ranks."""
+        return float(self._wire.durations_ps(np.array([[0.0, 0.0, float(num_bytes)]]))[0]) / PS_PER_S
+
+    def static_bytes(self, chunk: Chunk) -> int:
+        """Bytes of the chunk's weights, gradients and optimiser state on one device."""
+        return static_bytes(self._chunk(chunk), self.placement.degrees)
+
+    def workspace_bytes(self, chunk: Chunk, workload: Workload) -> int:
+        """Most that a pass of the chunk uses beyond what it takes in, holds and hands on."""
+        return self._stage(chunk, "keep").workspace_bytes(workload)
+
+    def chunk_flops(self, chunk: Chunk, workload: Workload) -> float:
+        """Operations of the forward's products on all tensor- and context-parallel devices together."""
+        peers = self.placement.degrees.tensor * self.placement.degrees.context
+        return self._stage(chunk, "keep").model_flops(workload) * peers
+
+    @property
+    def cluster(self) -> ClusterSpec:
+        """The planner's view of the machine."""
+        link = self.placement.devices[self.placement.pipeline_link]
+        return ClusterSpec(
+            name=self.machine.name,
+            memory_capacity_bytes=self.machine.device.usable_bytes,
+            link_bytes_per_s=link.network_bytes_per_s,
+            link_latency_s=link.latency_s,
+        )
+
+    @property
+    def model_spec(self) -> ModelSpec:
+        """The planner's view of the model; shapes are those of the whole activation."""
+        modules = []
+        for module in self.architecture.modules:
+            if module.reads == "videos":
+                raise InputError(
+                    f"module {module.name!r}.reads",
+                    "'videos' is not read by a ModelSpec",
+                    "use `emulate` instead",
+                )
+            layers: list[LayerSpec] = []
+            for layer in module.layers:
+                single, count = _one_of(layer)
+                whole = layer_template(single, Placement(self.machine, Degrees()))
+                layers.append(
+                    LayerSpec(
+                        kind=_kind(layer, len(layers)),
+                        output=_shape(whole),
+                        count=count,
+                        num_parameters=whole.num_parameters,
+                    )
+                )
+            modules.append(ModuleSpec(module.name, module.reads, tuple(layers), module.after, module.frozen))
+        return ModelSpec(self.architecture.name, tuple(modules))
+
+
+def _one_of(layer: Layer) -> tuple[Layer, int]:
+    if isinstance(layer, ResidualLayer):
+        return ResidualLayer(
+            **{f: getattr(layer, f) for f in layer.__struct_fields__} | {"count": 1}
+        ), layer.count
+    return layer, 1
+
+
+def _kind(layer: Layer, number: int) -> str:
+    """Name of a layer's kind: blocks are numbered, since a module may have several sorts of them."""
+    if isinstance(layer, ResidualLayer):
+        return f"block{number}"
+    return type(layer).__name__.removesuffix("Layer").lower()
+
+
+def _shape(layer: LayerTemplate) -> TensorShape:
+    """Output as tokens x width; where rows are a part of the tokens (merged patches) the width is too."""
+    share = layer.output_rows.tokens
+    width = round(layer.output_width * share) if share else int(layer.output_width)
+    return TensorShape(("tokens" if share else "instances", max(1, width)), "bfloat16")

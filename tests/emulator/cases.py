@@ -1,0 +1,78 @@
+"""Small devices, clusters and models for the emulator's tests."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+
+from pipeloom.emulator.rules import Device
+from pipeloom.spec import architecture as a
+from pipeloom.spec.hardware import DeviceSpec, MachineSpec
+
+# Round rates: one operation and one memory byte take a nanosecond each, a byte on a link two.
+PLAIN = (
+    Device("compute", flops_per_s=1e9, memory_bytes_per_s=1e9),
+    Device("nvlink", network_bytes_per_s=5e8),
+    Device("nic", network_bytes_per_s=1e8),
+    Device("pcie", network_bytes_per_s=1e8),
+)
+
+
+def machine(num_nodes=2, per_node=4, **changes):
+    values = {
+        "name": "test", "basis": "datasheet", "source": "made up", "flops_per_s": 1e12, "memory_bytes": 10**12,
+        "memory_bytes_per_s": 1e11, "nvlink_bytes_per_s": 1e10, "nvlink_latency_s": 1e-6, "pcie_bytes_per_s": 1e10,
+    }  # fmt: skip
+    device = DeviceSpec(**(values | changes))
+    return MachineSpec(
+        "test", "made up", device, per_node, num_nodes, nic_bytes_per_s=1e9, nic_latency_s=1e-6
+    )
+
+
+ATTENTION = a.AttentionMixer(heads=4, kv_heads=2, head_width=8)
+MIXERS = (
+    ATTENTION,
+    a.AttentionMixer(heads=4, kv_heads=4, head_width=8, causal=False, qkv_bias=True, rotary=False),
+    a.CrossAttentionMixer(heads=4, head_width=8, condition_tokens=5, condition_width=32),
+    a.LatentAttentionMixer(heads=4, kv_rank=16, nope_width=8, rope_width=4, value_width=8, query_rank=24),
+    a.LatentAttentionMixer(heads=4, kv_rank=16, nope_width=8, rope_width=4, value_width=8),
+    a.MLPMixer(inner=64),
+    a.MLPMixer(inner=64, gated=False, bias=True),
+    a.ExpertsMixer(inner=16, experts=8, chosen=2, shared_inner=32),
+    a.Mamba2Mixer(heads=8, head_width=8, state=16, groups=4),
+)
+
+
+@st.composite
+def residual_layers(draw):
+    mixers = tuple(draw(st.lists(st.sampled_from(MIXERS), min_size=1, max_size=2)))
+    modulated = draw(st.booleans())
+    return a.ResidualLayer(
+        hidden=32, mixers=mixers, count=draw(st.integers(1, 3)), norm=draw(st.sampled_from(["layer", "rms"])),
+        post_norm=draw(st.booleans()), modulated=modulated, modulation_projection=modulated and draw(st.booleans()),
+    )  # fmt: skip
+
+
+@st.composite
+def architectures(draw):
+    """A language model of random layers, with or without a random vision encoder before it."""
+    body = draw(st.lists(residual_layers(), min_size=1, max_size=3))
+    lm = a.ModuleArchitecture(
+        "lm", "sequence",
+        (
+            a.TokenEmbeddingLayer(vocabulary=64, hidden=32), *body,
+            a.LanguageHeadLayer(hidden=32, vocabulary=64, tied=draw(st.booleans())),
+        ),
+        after=("vision",) if (vision := draw(st.booleans())) else (), frozen=vision and draw(st.booleans()),
+    )  # fmt: skip
+    if not vision:
+        return a.Architecture("random", "drawn", (lm,))
+    layers = draw(st.lists(residual_layers(), min_size=1, max_size=2))
+    encoder = a.ModuleArchitecture(
+        "vision", "images",
+        (
+            a.PatchEmbeddingLayer(patch_numbers=12, hidden=32), *layers,
+            a.PatchMergerLayer(hidden=32, factor=4, out_width=32, inner=64),
+        ),
+        frozen=draw(st.booleans()),
+    )  # fmt: skip
+    return a.Architecture("random", "drawn", (encoder, lm))

@@ -1,0 +1,272 @@
+"""Layers: hand-checked times, operators that must not go missing, bytes that must balance."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeloom.emulator import modules as m
+from pipeloom.emulator.build import layer_module
+from pipeloom.emulator.graph import emulate_graph
+from pipeloom.emulator.program import STRATEGIES
+from pipeloom.emulator.rules import Device
+from pipeloom.emulator.tape import Context
+from pipeloom.emulator.template import LayerTemplate
+from pipeloom.errors import InputError
+from pipeloom.spec import Workload
+from tests.emulator.cases import PLAIN, residual_layers
+
+NS = 1000
+
+
+def kinds(layer, strategy, part):
+    return [cost.kind for cost in layer.passes[strategy].programs[part].costs]
+
+
+def durations(layer, workload, part, strategy="keep"):
+    return layer.on(workload).leaves[strategy, part].duration_ps.tolist()
+
+
+def test_norm_and_linear_by_hand():
+    """The example of `pipeweaver.txt` Fig. 7: a norm and a linear layer, gradients to input and weight apart."""
+    layer = LayerTemplate(m.Sequential((m.Norm("rms"), m.Linear(8, 16, bias=False))), 8, Context(), PLAIN)
+    work = Workload((10,))
+    assert kinds(layer, "keep", "F") == ["norm", "matmul"]
+    assert kinds(layer, "keep", "B") == ["matmul", "matmul", "norm", "norm"]
+    # Norm: 480 operations, 320 bytes; product: 2 x 10 x 8 x 16 operations, 480 + 256 bytes.
+    assert durations(layer, work, "F") == [480 * NS, 2560 * NS]
+    # Gradient to the input, to the weight (736 - 256 + 2 x 4 x 128 bytes), and the norm's two.
+    assert durations(layer, work, "B") == [2560 * NS, 2560 * NS, 800 * NS, 320 * NS]
+    run = emulate_graph(layer.graph(work))
+    assert run.start_ps.tolist() == [t * NS for t in (0, 480, 3040, 5600, 8160, 8960)]
+    assert run.makespan_ps == 9280 * NS
+    # Kept: the input (160), its statistic (40) and the norm's result (160); handed on: the output (320).
+    assert layer.on(work).activation_bytes["keep"] == 360
+    memory = layer.memory(work, "keep", "F")
+    assert (memory.entry, memory.peak, memory.exit) == (160, 680, 680)
+    # Held between I and W: the norm's result and the output's gradient; the input and its own gradient.
+    assert layer.on(work).weight_gradient_bytes["keep"] == 160 + 320 + 160 + 160
+    assert durations(layer, work, "I") == [2560 * NS, 800 * NS]
+    assert durations(layer, work, "W") == [2560 * NS, 320 * NS]
+
+
+def test_collectives_overlap_with_weight_gradients():
+    """Sequence-parallel MLP on 2 devices: the exchange of the input gradient runs beside the weight gradient."""
+    layer = LayerTemplate(m.MLP(8, 16, gated=False), 8, Context(tensor=2), PLAIN)
+    assert kinds(layer, "keep", "F") == ["all_gather", "matmul", "activation", "matmul", "reduce_scatter"]
+    assert kinds(layer, "keep", "B") == [
+        "all_gather", "matmul", "matmul", "activation", "all_gather", "matmul", "matmul", "reduce_scatter",
+    ]  # fmt: skip
+    work = Workload((10,))
+    leaf = layer.on(work).leaves["keep", "B"]
+    # A ring of two sends half of 10 x 8 x 2 bytes: 80 bytes, 160 ns.
+    assert leaf.duration_ps[[0, 4, 7]].tolist() == [160 * NS] * 3
+    run = emulate_graph(layer.graph(work, parts=("B",)))
+    names = list(run.graph.names)
+    start, end = dict(zip(names, run.start_ps, strict=True)), dict(zip(names, run.end_ps, strict=True))
+    assert start["B.7.reduce_scatter"] == end["B.5.matmul"] == start["B.6.matmul"]
+    assert run.makespan_ps == max(end.values()) < sum(leaf.duration_ps.tolist())
+
+
+@pytest.mark.parametrize(
+    ("module", "forward", "backward"),
+    [
+        (
+            m.Residual(m.Attention(16, 4, 2, 4)),
+            "norm matmul rotary attention matmul add",
+            "matmul matmul attention_backward rotary matmul matmul norm norm add",
+        ),
+        (
+            m.Residual(m.MLP(16, 32)),
+            "norm matmul activation matmul add",
+            "matmul matmul activation matmul matmul norm norm add",
+        ),
+        (
+            m.MixtureOfExperts(16, 8, 4, 2, 8),
+            "matmul route permute grouped_matmul activation grouped_matmul permute matmul activation matmul add",
+            "matmul matmul activation matmul matmul permute grouped_matmul grouped_matmul activation grouped_matmul "
+            "grouped_matmul permute add route matmul add matmul",
+        ),
+        (
+            m.Mamba2(16, 4, 8, 16),
+            "matmul depthwise activation scan norm matmul",
+            "matmul matmul norm norm scan activation depthwise depthwise matmul matmul",
+        ),
+        (
+            m.LatentAttention(16, 4, 8, 12, 4, 2, 4),
+            "matmul norm matmul matmul matmul rotary attention matmul",
+            "matmul matmul attention_backward rotary matmul matmul matmul matmul matmul matmul norm norm "
+            "matmul add matmul",
+        ),
+        (
+            m.Modulated(m.CrossAttention(16, 4, 4, 3, 8), projection=True),
+            "activation matmul norm modulate matmul matmul attention matmul modulate add",
+            "modulate matmul matmul attention_backward matmul matmul matmul matmul modulate norm norm "
+            "add add matmul",
+        ),
+        (
+            m.LanguageHead(16, 64),
+            "norm matmul cross_entropy",
+            "cross_entropy matmul matmul norm norm",
+        ),
+        (m.PatchMerger(16, 4, 8), "norm copy matmul activation matmul", None),
+        (m.DenoisingHead(16, 4), "norm matmul squared_error", "squared_error matmul matmul norm norm"),
+        (m.TokenEmbedding(64, 16), "embedding", "embedding"),
+        (m.PatchEmbedding(12, 16), "matmul", "matmul"),
+    ],
+)
+def test_no_operator_goes_missing(module, forward, backward):
+    layer = LayerTemplate(module, 16, Context(), PLAIN)
+    assert " ".join(kinds(layer, "keep", "F")) == forward
+    if backward is not None:
+        assert sorted(kinds(layer, "keep", "B")) == sorted(backward.split())
+    # Every operator takes time: without any one of them the pass would be shorter.
+    for part in layer.passes["keep"].programs:
+        times = durations(layer, Workload((7, 9)), part)
+        names = kinds(layer, "keep", part)
+        assert all(t > 0 for t, kind in zip(times, names, strict=True) if kind != "copy")
+        assert layer.on(Workload((7, 9))).leaves["keep", part].matrix.max() == sum(times)
+
+
+def test_operations_of_a_llama_layer():
+    hidden, inner, tokens = 64, 96, 50
+    layer = LayerTemplate(
+        m.Sequential((m.Residual(m.Attention(hidden, 8, 8, 8)), m.Residual(m.MLP(hidden, inner)))),
+        hidden,
+        Context(),
+        PLAIN,
+    )
+    weights = 4 * hidden * hidden + 3 * hidden * inner
+    assert layer.num_parameters == weights + 2 * hidden
+    pairs = tokens * (tokens + 1) / 2
+    assert layer.on(Workload((tokens,))).model_flops == 2 * weights * tokens + 4 * pairs * hidden
+    # Packed sequences attend within themselves.
+    half = layer.on(Workload((tokens // 2, tokens // 2)))
+    assert half.model_flops == 2 * weights * tokens + 4 * (25 * 26 / 2 * 2) * hidden
+
+
+@settings(deadline=None, max_examples=60)
+@given(residual_layers(), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2]), st.data())
+def test_bytes_balance_between_passes(spec, tensor, expert, data):
+    module, width = layer_module(spec)
+    layer = LayerTemplate(module, width, Context(tensor=tensor, expert=expert), PLAIN)
+    work = Workload(tuple(data.draw(st.lists(st.integers(1, 40), min_size=1, max_size=3))) * 4)
+    known = layer.on(work)
+    slack = 64  # each tensor's bytes are rounded on their own
+    for strategy in STRATEGIES:
+        memory = {part: layer.memory(work, strategy, part) for part in ("F", "B", "I", "W")}
+        kept, output = known.activation_bytes[strategy], known.output_bytes
+        assert memory["F"].exit == pytest.approx(kept + output, abs=slack)
+        assert memory["B"].entry == pytest.approx(kept + output, abs=slack)
+        assert memory["W"].entry == pytest.approx(known.weight_gradient_bytes[strategy], abs=slack)
+        assert memory["W"].exit == 0
+        for part in memory.values():
+            assert part.peak >= max(part.entry, part.exit)
+    assert (
+        known.activation_bytes["full"]
+        <= known.activation_bytes["selective"]
+        <= known.activation_bytes["keep"]
+    )
+    assert known.host_bytes["offload"] == known.activation_bytes["keep"]
+
+
+@settings(deadline=None, max_examples=40)
+@given(residual_layers(), st.sampled_from([1, 2]))
+def test_recomputing_runs_operators_again_and_only_those(spec, tensor):
+    module, width = layer_module(spec)
+    layer = LayerTemplate(module, width, Context(tensor=tensor), PLAIN)
+    plain, again = kinds(layer, "keep", "B"), kinds(layer, "full", "B")
+    extra = list(again)
+    for kind in plain:
+        extra.remove(kind)
+    forward = kinds(layer, "keep", "F")
+    for kind in set(extra):
+        assert extra.count(kind) <= forward.count(kind)
+    work = Workload((9,))
+    total = {s: sum(durations(layer, work, "B", s)) for s in STRATEGIES}
+    assert (
+        total["keep"]
+        <= total["selective"]
+        <= total["full"]
+        <= total["keep"] + sum(durations(layer, work, "F"))
+    )
+    # Split: I recomputes, W does not compute anything of the forward but gathers.
+    assert set(kinds(layer, "full", "W")) <= {
+        "matmul",
+        "grouped_matmul",
+        "norm",
+        "depthwise",
+        "all_gather",
+        "view",
+    }
+
+
+def test_frozen_layers_have_no_weight_gradients():
+    module = m.Residual(m.MLP(8, 16))
+    passing = LayerTemplate(module, 8, Context(), PLAIN, trainable=False)
+    assert kinds(passing, "keep", "B") == ["matmul", "activation", "matmul", "norm", "add"]
+    assert kinds(passing, "keep", "W") == []
+    still = LayerTemplate(module, 8, Context(), PLAIN, trainable=False, input_gradient=False)
+    assert set(still.passes["keep"].programs) == {"F"}
+    assert still.on(Workload((5,))).activation_bytes["keep"] == 0
+    first = LayerTemplate(module, 8, Context(), PLAIN, input_gradient=False)
+    assert "norm" in kinds(first, "keep", "B")
+    assert len(kinds(first, "keep", "B")) < len(
+        kinds(LayerTemplate(module, 8, Context(), PLAIN), "keep", "B")
+    )
+
+
+def test_sharded_weights_are_gathered_and_gradients_reduced():
+    layer = LayerTemplate(m.MLP(8, 16), 8, Context(shard=4), PLAIN)
+    assert kinds(layer, "keep", "F")[0] == "all_gather"
+    assert kinds(layer, "keep", "B")[0] == "all_gather"
+    assert kinds(layer, "keep", "B")[-1] == "reduce_scatter"
+    plain = LayerTemplate(m.MLP(8, 16), 8, Context(), PLAIN)
+    assert (
+        plain.on(Workload((4,))).leaves["keep", "F"].matrix.max()
+        < layer.on(Workload((4,))).leaves["keep", "F"].matrix.max()
+    )
+
+
+def test_context_parallel_attention_sends_keys_round():
+    layer = LayerTemplate(m.Attention(16, 4, 4, 4), 16, Context(context=2), PLAIN)
+    assert "ring_exchange" in kinds(layer, "keep", "F")
+    whole = LayerTemplate(m.Attention(16, 4, 4, 4), 16, Context(), PLAIN)
+    work = Workload((64,))
+    assert layer.on(work).model_flops == whole.on(work).model_flops / 2
+
+
+def test_experts_travel_only_with_expert_parallelism():
+    module = m.MixtureOfExperts(16, 8, 4, 2)
+    assert "all_to_all" not in kinds(LayerTemplate(module, 16, Context(tensor=2), PLAIN), "keep", "F")
+    spread = LayerTemplate(module, 16, Context(expert=2), PLAIN)
+    assert kinds(spread, "keep", "F").count("all_to_all") == 2
+    assert spread.local_parameters == (16 * 4, 4 * 3 * 16 * 8 // 2)
+    assert spread.num_parameters == 16 * 4 + 4 * 3 * 16 * 8
+
+
+def test_heads_must_divide():
+    with pytest.raises(InputError, match="attention heads: 6 is not a multiple of tensor parallelism 4"):
+        LayerTemplate(m.Attention(24, 6, 6, 4), 24, Context(tensor=4), PLAIN)
+
+
+def test_a_new_operator_and_a_rule_of_ones_own():
+    """What `docs/emulator.md` shows: a module of one's own, and a rule for its operator."""
+    from pipeloom.emulator.tape import Cost
+
+    class Sort:
+        def __call__(self, x):
+            return x.tape.record(Cost("sort", memory=x.num_bytes * 20), [x], (x.rows, x.width), saved=[x],
+                                 input_gradient=Cost("sort", memory=x.num_bytes * 2))  # fmt: skip
+
+    compute = Device(
+        "compute",
+        flops_per_s=1e9,
+        memory_bytes_per_s=1e9,
+        overrides={"sort": lambda c: c.memory_bytes * 3e-9},
+    )
+    layer = LayerTemplate(Sort(), 4, Context(), (compute, *PLAIN[1:]))
+    assert durations(layer, Workload((5,)), "F") == [5 * 4 * 2 * 20 * 3 * NS]
+    assert np.array_equal(layer.on(Workload((5,))).leaves["keep", "F"].outputs, [0, -1])
