@@ -110,34 +110,6 @@ def expand(p: Problem, s: Scratch, order: Array) -> None:
 
 
 @kernel
-def insert(row: Array, position: Array, class_start: Array, bits: Array, queue: Array) -> None:
-    """Put a task that can start now into its rank's queue; ``row`` is the task's row of ``Problem.task``."""
-    place = row[2]
-    bit = position[row[7]] - class_start[place % 3]
-    word = bit >> 6
-    bits[place, word] |= np.uint64(1) << np.uint64(bit & 63)
-    queue[place, 0] += 1
-    if word < queue[place, 1]:
-        queue[place, 1] = word
-
-
-@kernel
-def zeros(word: Any) -> Any:
-    """Number of zero bits below the lowest one."""
-    return np.int64(trailing_zeros(word))
-
-
-@kernel
-def first_of(place: int, bits: Array, queue: Array) -> Any:
-    """Position, within its class, of the highest entry of a queue that is not empty."""
-    word = queue[place, 1]
-    while bits[place, word] == 0:
-        word += 1
-    queue[place, 1] = word
-    return (word << 6) + zeros(bits[place, word])
-
-
-@kernel
 def safe_after(
     task: Array, number: int, rank: int, free: Array, need: Array, held: Array, active: Array, num_active: int,
     available: Array, waiting: Array, scan_start: Array, scan_task: Array,
@@ -246,8 +218,12 @@ def rollout(p: Problem, s: Scratch, policy: int, weights: int, rule: int, lookah
         held[:] = 0
         job_left[:] = job_size
     for number in p.sources:
-        insert(task[number], position, class_start, bits, queue)
-        key[task[number, 2] // 3] = 0
+        r = task[number, 2] // 3
+        late_time[r, late_count[r]] = 0
+        late_task[r, late_count[r]] = number
+        late_count[r] += 1
+        late_first[r] = 0
+        key[r] = 0
     makespan = 0
     done = 0
     while done < num_tasks:
@@ -272,7 +248,12 @@ def rollout(p: Problem, s: Scratch, policy: int, weights: int, rule: int, lookah
             kept = 0
             for i in range(late_count[rank]):
                 if late_time[rank, i] <= now:
-                    insert(task[late_task[rank, i]], position, class_start, bits, queue)
+                    number = late_task[rank, i]
+                    place = task[number, 2]
+                    bit = position[task[number, 7]] - class_start[place % 3]
+                    bits[place, bit >> 6] |= np.uint64(1) << np.uint64(bit & 63)
+                    queue[place, 0] += 1
+                    queue[place, 1] = min(queue[place, 1], bit >> 6)
                 else:
                     late_time[rank, kept] = late_time[rank, i]
                     late_task[rank, kept] = late_task[rank, i]
@@ -292,31 +273,36 @@ def rollout(p: Problem, s: Scratch, policy: int, weights: int, rule: int, lookah
                 place = 3 * rank + which
                 if queue[place, 0] == 0:
                     continue
-                bit = first_of(place, bits, queue)
-                if rule == UNLIMITED:
-                    chosen = slot[at[class_start[which] + bit], rank]
-                    break
-                seen = 0
-                word = bit >> 6
+                word = queue[place, 1]
+                while bits[place, word] == 0:
+                    word += 1
+                queue[place, 1] = word
                 left = bits[place, word]
+                seen = 0
                 while seen < reach:
-                    while left == 0:
+                    while left == 0 and word + 1 < num_words:
                         word += 1
-                        if word >= num_words:
-                            break
                         left = bits[place, word]
-                    if word >= num_words:
+                    if left == 0:
                         break
-                    bit = (word << 6) + zeros(left)
+                    bit = (word << 6) + np.int64(trailing_zeros(left))
                     number = slot[at[class_start[which] + bit], rank]
+                    if rule == UNLIMITED:
+                        chosen = number
+                        break
                     if task[number, 4] <= free[rank]:
-                        if (
-                            rule == FITS
-                            or task[number, 5] <= 0
-                            or safe_after(
-                                task, number, rank, free, need, held, active, num_active, available, waiting,
-                                scan_start, scan_task,
-                            )
+                        net = task[number, 5]
+                        if rule == FITS or net <= 0:
+                            chosen = number
+                            break
+                        job = task[number, 6]
+                        row = job * num_ranks + rank
+                        safe = scan_start[row + 1] == scan_start[row]
+                        for r in range(num_ranks):
+                            safe &= need[job, r] <= free[r]
+                        if safe or safe_after(
+                            task, number, rank, free, need, held, active, num_active, available, waiting, scan_start,
+                            scan_task,
                         ):  # fmt: skip
                             chosen = number
                             break
@@ -382,20 +368,16 @@ def rollout(p: Problem, s: Scratch, policy: int, weights: int, rule: int, lookah
             waiting[other] -= 1
             if waiting[other] == 0:
                 r = task[other, 2] // 3
-                if when <= free_at[r]:
-                    insert(task[other], position, class_start, bits, queue)
-                    key[r] = min(key[r], free_at[r])
-                else:
-                    i = late_count[r]
-                    late_time[r, i] = when
-                    late_task[r, i] = other
-                    late_count[r] = i + 1
-                    late_first[r] = min(late_first[r], when)
-                    key[r] = min(key[r], when)
+                i = late_count[r]
+                late_time[r, i] = when
+                late_task[r, i] = other
+                late_count[r] = i + 1
+                late_first[r] = min(late_first[r], when)
+                key[r] = min(key[r], max(free_at[r], when))
         if queue[3 * rank, 0] + queue[3 * rank + 1, 0] + queue[3 * rank + 2, 0] > 0:
             key[rank] = end
         else:
-            key[rank] = late_first[rank]
+            key[rank] = max(end, late_first[rank])
     return makespan
 
 
@@ -507,6 +489,8 @@ def climb(
         low = 0
         high = 0
         if flip:
+            # The change before may have been taken back; then the positions are still those of the rejected order.
+            expand(p, s, order)
             if p.class_start[3] > p.class_start[2] and draw(random) % 2 == 0:
                 choice[1] = 1 - choice[1]
             else:

@@ -240,6 +240,6 @@ def plain_rollout(
                 else:
                     there.late.append((ready[after], after))
                     there.key = min(there.key, ready[after])
-        idle = not any(home.queues)
-        home.key = min((when for when, _ in home.late), default=NEVER) if idle else home.free_at
+        waits = min((when for when, _ in home.late), default=NEVER)
+        home.key = home.free_at if any(home.queues) else max(home.free_at, waits)
     return order

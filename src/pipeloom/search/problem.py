@@ -19,6 +19,9 @@ from pipeloom.timeline import heads_and_tails, memory_changes
 
 Array = npt.NDArray[Any]
 
+UNEQUAL = 1.3
+"""Passes of one group whose work differs by more than this get priorities of their own."""
+
 DURATION, TAIL, PLACE, FIRST_SUCCESSOR, PEAK, NET, JOB, SEGMENT = range(8)
 """Columns of ``Problem.task``; PLACE is three times the rank plus the class (0 F, 1 B or I, 2 W)."""
 
@@ -161,12 +164,17 @@ def _groups(
     np.minimum.at(first, graph.segment, position)
     depth = _depths(graph.segment, microbatch, module, segment_class, topological, graph.predecessor_start,
                     graph.predecessor, np.zeros(num_segments, np.int64))  # fmt: skip
-    members: dict[tuple[int, int, int, int], list[int]] = {}
+    work = np.bincount(graph.segment, weights=graph.duration_ns, minlength=num_segments).astype(np.int64)
+    members: dict[tuple[int, int, int, int, int], list[int]] = {}
     for segment in np.argsort(first, kind="stable").tolist():
         which = int(segment_class[segment])
         if which in (0, 1):
-            key = (which, int(microbatch[segment]), int(module[segment]), int(depth[segment]))
+            key = (which, int(microbatch[segment]), int(module[segment]), int(depth[segment]), 0)
             members.setdefault(key, []).append(segment)
+    for key, row in list(members.items()):
+        if max(work[row]) > UNEQUAL * min(work[row]):
+            del members[key]
+            members.update({(*key[:4], number): [segment] for number, segment in enumerate(row)})
     keys = sorted(members, key=lambda key: (key[0], key[1], first[members[key][0]]))
     group_of_segment = np.full(num_segments, -1, np.int64)
     for number, key in enumerate(keys):
@@ -179,7 +187,6 @@ def _groups(
         if segment_class[segment] == 2:
             owner = int(graph.pair[a_task[segment]])
             weights[group_of_segment[graph.segment[input_of_pair[owner]]]].append(segment)
-    tasks_work = np.bincount(graph.segment, weights=graph.duration_ns, minlength=num_segments)
     segment_head = np.full(num_segments, 1 << 60, np.int64)
     np.minimum.at(segment_head, graph.segment, head)
     segment_tail = np.zeros(num_segments, np.int64)
@@ -188,7 +195,7 @@ def _groups(
     groups = Groups(
         microbatch=np.array([key[1] for key in keys]), module=np.array([key[2] for key in keys]),
         depth=np.array([key[3] for key in keys]), first=np.array([first[row].min() for row in rows]),
-        work=np.array([tasks_work[row].sum() for row in rows]).astype(np.int64),
+        work=np.array([work[row].sum() for row in rows]),
         head=np.array([segment_head[row].min() for row in rows]),
         tail=np.array([segment_tail[row].max() for row in rows]),
     )  # fmt: skip
