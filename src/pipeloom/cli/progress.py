@@ -96,5 +96,7 @@ class Progress:
             status.append(f"{len(self._fallbacks)} on a fallback plan ({shown})", style="yellow")
         else:
             status.append("every plan fresh", style="green")
-        bar = ProgressBar(total=self._total, completed=self._count)
+        # A bar alone ends without a line break.
+        bar = Table.grid(padding=(0, 1))
+        bar.add_row(ProgressBar(total=self._total, completed=self._count, width=60))
         return Group(table, bar, status, Text(" bubbles: planned / measured share of idle time", style="dim"))

@@ -13,6 +13,13 @@ from pipeloom.cli.config import TrainConfig, load_task, read_config
 from pipeloom.io import write_text
 
 _PROFILED_BATCHES = 4
+LEFT_BEHIND = {
+    "timeline.html": "one iteration, planned above measured: open it in a browser",
+    "comparison.html": "one batch under 1F1B, interleaved 1F1B and its own plan (also comparison.svg)",
+    "trace.json": "the first for Perfetto, https://ui.perfetto.dev",
+    "plans/": "every iteration's plan as text; pipeloom verify reads them",
+    "summary.json": "the run in numbers",
+}
 
 
 def train(
@@ -58,8 +65,10 @@ def train(
     )
     if json:
         typer.echo((folder / "summary.json").read_text())
-    else:
-        console.print(f"Left in {folder}: summary.json, trace.json (Perfetto), timeline.html, plans/")
+        return
+    console.print(f"Left in {folder}:")
+    for name, what in LEFT_BEHIND.items():
+        console.print(f"  {name:16} {what}", highlight=False)
 
 
 def prepare(console: Console, settings: TrainConfig, path: Path, setup_path: Path) -> None:

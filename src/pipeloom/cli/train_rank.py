@@ -19,7 +19,7 @@ from pipeloom.io import write_text
 from pipeloom.planner import Planner, Setup
 from pipeloom.planner.compare import SystemTimeline, chain_layouts, compare_systems
 from pipeloom.planner.replay import answered_graph, timeline_of
-from pipeloom.report import make_track, timeline_html, trace
+from pipeloom.report import make_track, timeline_html, timeline_svg, trace
 from pipeloom.runtime import Model, StepReport, TcpPlanStore, Trainer
 from pipeloom.search import Deadline
 from pipeloom.timeline import LowerBound
@@ -128,6 +128,7 @@ def finish(
         for name, runs in systems.items()
     }
     write_timelines(recorder, setup, reports)
+    write_comparison(recorder.folder, list(systems.values()))
     summary = recorder.summarise(
         name=config.name,
         elapsed_s=elapsed_s,
@@ -161,9 +162,30 @@ def write_timelines(recorder: Recorder, setup: Setup, reports: list[StepReport])
     measured = timeline_of(graph, problem, answer, report.measured_ns)
     tracks = [
         make_track("planned", graph, None, planned, bound, names),
-        make_track("measured", graph, None, measured, bound, names),
+        make_track("measured", graph, None, measured, None, names),
     ]
     title = f"{recorder.folder.name}, iteration {report.iteration}"
     note = "Memory is planned bytes in both; measured times are real computation on this machine's cores."
     write_text(recorder.folder / "trace.json", trace(tracks))
     write_text(recorder.folder / "timeline.html", timeline_html(tracks, title=title, note=note))
+
+
+def write_comparison(folder: Path, systems: list[list[SystemTimeline]]) -> None:
+    """Write ``comparison.html`` and ``comparison.svg``: all systems on one batch, one time axis.
+
+    The batch is the one whose gain over the first system is the median of all compared ones.
+    """
+    gains = [
+        first.timeline.makespan_ns / last.timeline.makespan_ns
+        for first, last in zip(systems[0], systems[-1], strict=True)
+    ]
+    median = sorted(range(len(gains)), key=gains.__getitem__)[len(gains) // 2]
+    chosen = [runs[median] for runs in systems]
+    tracks = [
+        make_track(x.name, x.graph, x.schedule, x.timeline, x.lower_bound, x.layout.chunk_names)
+        for x in chosen
+    ]
+    title = f"{folder.name}: one batch under each system, planned"
+    note = "Simulated from measured layer costs; the same samples, microbatches and costs for all."
+    write_text(folder / "comparison.html", timeline_html(tracks, title=title, note=note))
+    write_text(folder / "comparison.svg", timeline_svg(tracks))

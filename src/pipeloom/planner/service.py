@@ -84,6 +84,9 @@ def serve(store: Store) -> int:
             answer = answer_request(problem, setup, decode(Request, data))
         except PipeloomError as error:
             store.put(error_key(iteration), str(error).encode())
+        except Exception as error:
+            # A defect on one batch costs one fallback; ending here would cost every batch until the restart.
+            store.put(error_key(iteration), f"a defect, {type(error).__name__}: {error}".encode())
         else:
             store.put(answer_key(iteration), encode(answer))
             num_plans += 1
