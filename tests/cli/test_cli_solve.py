@@ -229,6 +229,45 @@ def test_plan_refuses_in_one_line(invoke: Invoke, problem: Path) -> None:
     assert (done.code, done.err) == (2, f"pipeloom: {samples}: is a file; give the name of a folder\n")
 
 
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        ("layout.modules.1.after", [], "modules[1].after: [], the model says ['vision']"),
+        ("model.modules.1.name", "text", "modules: 'text' of the model is not in the layout"),
+        ("model.modules.1.layers.0.count", 3, "chunks: chunks of 'lm' have 4 layers, the model 3"),
+        ("model.modules.1.layers.0.count", 2**60, "model: module 'lm': has 1152921504606846976 layers"),
+        ("layout.chunks.0.layers", [-1, 1], "chunks[0].layers: "),
+        ("strategies", [], "strategies: is empty"),
+        (
+            "profile.layers.lm/block.forward_s",
+            [-1, 0, 0, 0],
+            "layers.lm/block.forward_s[0]: -1 is not between",
+        ),
+        ("profile.layers.lm/block.forward_s", [1e14, 0, 1e14, 0], "sizes times costs do not fit"),
+        ("profile.layers", {}, "'vision/block'"),
+        ("packing.token_budget", 0, "packing.token_budget: 0 is below 1"),
+        ("cluster.link_bytes_per_s", 0, "cluster.link_bytes_per_s: 0.0 is not positive"),
+    ],
+)
+def test_plan_refuses_parts_that_do_not_belong_together(
+    path: str, value: Any, message: str, invoke: Invoke, problem: Path
+) -> None:
+    setup = json.loads((problem / "setup.json").read_text())
+    node: Any = setup
+    *parents, last = [int(p) if p.isdigit() else p for p in path.split(".")]
+    for parent in parents:
+        node = node[parent]
+    node[last] = value
+    (problem / "setup.json").write_text(json.dumps(setup))
+    out = problem / "out"
+    done = invoke(
+        "plan", problem / "samples.jsonl", "--setup", problem / "setup.json", "--budget", 0.01, "--out", out
+    )
+    assert (done.code, done.out, done.err.count("\n")) == (2, "", 1), done.err
+    assert message in done.err
+    assert not out.exists()
+
+
 def test_toml_errors_name_the_line(invoke: Invoke, problem: Path) -> None:
     (problem / "bad.toml").write_text('name = "a"\nname = "b"\n')
     options = ["--layout", problem / "layout.json", "--profile", problem / "profile.json", "--tokens", 9]

@@ -6,6 +6,7 @@ Exit codes: 0 done; 1 a check or a verification failed; 2 wrong input, or nothin
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -104,6 +105,10 @@ def _not_loaded() -> None:
 
 def run(arguments: Sequence[str]) -> int:
     """Run one command line and return its exit code; nothing but a defect leaves a traceback."""
+    for stream in (sys.stdout, sys.stderr):
+        # A terminal without Unicode gets escapes, not an error.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     named = next((word for word in arguments if not word.startswith("-")), "")
     try:
         app = make_app([named] if named in COMMANDS else [])

@@ -30,6 +30,7 @@ EPILOG = (
     "Examples: pipeloom plan samples.jsonl --setup runs/digits_vlm/setup.json --out planned. pipeloom plan "
     "samples.jsonl --model vlm.toml --layout vlm.layout.json --profile profile.json --tokens 512 --out planned."
 )
+_MAX_LAYERS = 100_000
 
 
 def plan(
@@ -77,7 +78,9 @@ def plan(
     check_targets(html)
     if out.exists() and not out.is_dir():
         raise InputError(str(out), "is a file", "give the name of a folder")
-    problem = _setup(setup, model, layout, profile, cluster, tokens).problem()
+    made = _setup(setup, model, layout, profile, cluster, tokens)
+    check_setup(made, str(setup or layout), str(setup or profile))
+    problem = made.problem()
     batch = Batch(read_samples(samples), iteration)
     with interruptible(budget) as rule:
         warm_up()
@@ -87,6 +90,10 @@ def plan(
             raise InputError(f"{samples}: {error.entity}", error.problem, error.remedy) from error
         except InfeasibleError as error:
             raise InfeasibleError(f"{samples}: infeasible: {error}") from error
+        except OverflowError as error:
+            raise InputError(
+                str(samples), "sizes times costs do not fit in 64 bits of ns or bytes"
+            ) from error
     record = SearchRecord(method, seed, budget, None, planned.evaluations)
     written = _write(out, planned, problem.packing.policy, record)
     names = problem.layout.chunk_names
@@ -156,3 +163,45 @@ def _setup(
         PackingSpec(tokens),
         links,
     )
+
+
+def check_setup(setup: Setup, layout_file: str, profile_file: str) -> None:
+    """Refuse parts that do not belong together, each of which may be sound by itself.
+
+    Raises
+    ------
+    InputError
+        Naming the file and the field: a layout of another model, or costs that no machine has.
+    """
+    modules = {module.name: module for module in setup.model.modules}
+    laid = {module.name for module in setup.layout.modules}
+    for name in modules.keys() - laid:
+        raise InputError(f"{layout_file}: modules", f"{name!r} of the model is not in the layout")
+    num_laid = dict.fromkeys(laid, 0)
+    for i, chunk in enumerate(setup.layout.chunks):
+        num_laid[chunk.module] = max(num_laid[chunk.module], chunk.layers[1] + 1)
+        if chunk.layers[0] < 0:
+            raise InputError(f"{layout_file}: chunks[{i}].layers", f"{list(chunk.layers)} begins below 0")
+    for i, module in enumerate(setup.layout.modules):
+        where = f"{layout_file}: modules[{i}]"
+        if module.name not in modules:
+            raise InputError(f"{where}.name", f"{module.name!r} is not a module of the model")
+        spec = modules[module.name]
+        if set(module.after) != set(spec.after):
+            raise InputError(f"{where}.after", f"{list(module.after)}, the model says {list(spec.after)}")
+        num_layers = sum(layer.count for layer in spec.layers)
+        if num_layers > _MAX_LAYERS:
+            raise InputError(
+                f"model: module {module.name!r}", f"has {num_layers} layers, more than {_MAX_LAYERS}"
+            )
+        if num_laid[module.name] != num_layers:
+            problem = f"chunks of {module.name!r} have {num_laid[module.name]} layers, the model {num_layers}"
+            raise InputError(f"{layout_file}: chunks", problem)
+    if not setup.strategies:
+        raise InputError(f"{profile_file}: strategies", "is empty", "give at least keep")
+    for name, fit in setup.profile.layers.items():
+        for field in ("forward_s", "backward_s", "activation_bytes"):
+            for i, value in enumerate(getattr(fit, field)):
+                if not 0 <= value < 1e15:
+                    entity = f"{profile_file}: layers.{name}.{field}[{i}]"
+                    raise InputError(entity, f"{value:g} is not between 0 and 1e+15")
