@@ -39,6 +39,9 @@ from pipeloom.timeline import Schedule, Timeline
 WIDTH = 3
 DTYPE = "float64"
 
+EVERY_STRATEGY = ("keep", "recompute", "selective", "offload", "mixed")
+"""``mixed`` is one of the others for every layer."""
+
 # Name, what it reads, after which; the last is the one with the loss.
 SHAPES_OF_MODELS: tuple[tuple[tuple[str, str, tuple[str, ...]], ...], ...] = (
     (("lm", "sequence", ()),),
@@ -70,7 +73,7 @@ class RandomCosts:
                 activation_bytes=rng.randint(1, 100),
                 backward_input_s=inputs if self.split else None,
                 backward_weight_s=weights if self.split else None,
-                layers=tuple(rng.choice(("keep", "recompute")) for _ in range(chunk.num_layers))
+                layers=tuple(rng.choice(EVERY_STRATEGY[:-1]) for _ in range(chunk.num_layers))
                 if strategy == "mixed"
                 else (),
             )

@@ -13,7 +13,7 @@ from pipeloom.plan.dryrun import dry_run
 from pipeloom.spec import Chunk, Layout, ModuleLayout
 from pipeloom.timeline import Schedule
 
-from .cases import Case, random_case
+from .cases import EVERY_STRATEGY, Case, random_case
 
 SEEDS = st.integers(0, 10**9)
 
@@ -21,7 +21,7 @@ SEEDS = st.integers(0, 10**9)
 @settings(deadline=None, max_examples=150)
 @given(SEEDS)
 def test_every_lowered_plan_verifies(seed: int) -> None:
-    case = random_case(seed)
+    case = random_case(seed, strategies=EVERY_STRATEGY)
     plan = case.plan
     verify(plan, case.layout, case.packing)
     assert dry_run(plan, "gloo") is None
@@ -72,7 +72,7 @@ def with_fields(action: Action, **changes: object) -> Action:
 @settings(deadline=None, max_examples=150)
 @given(SEEDS, st.data())
 def test_a_dropped_action_is_caught(seed: int, data: st.DataObject) -> None:
-    case = random_case(seed)
+    case = random_case(seed, strategies=EVERY_STRATEGY)
     plan = case.plan
     places = [(r, s) for r, actions in enumerate(plan.ranks) for s, a in enumerate(actions) if a.verb != "RC"]
     rank, step = data.draw(st.sampled_from(places))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from pipeloom.errors import InputError
 from pipeloom.plan import Action, ExecutionPlan, Verb, from_msgpack, from_text, to_msgpack, to_text
 
-from .cases import random_case
+from .cases import EVERY_STRATEGY, random_case
 
 NAMES = st.from_regex(r"[a-z][a-z0-9_-]{0,5}\.[0-9]{1,2}", fullmatch=True)
 SMALL = st.integers(0, 10**4)
@@ -56,7 +56,7 @@ def test_text_and_wire_round_trip(plan: ExecutionPlan) -> None:
 @settings(deadline=None, max_examples=30)
 @given(st.integers(0, 10**9))
 def test_lowered_plans_round_trip(seed: int) -> None:
-    plan = random_case(seed, strategies=("keep", "recompute", "mixed")).plan
+    plan = random_case(seed, strategies=EVERY_STRATEGY).plan
     assert from_text(to_text(plan)) == plan
     assert from_msgpack(to_msgpack(plan)) == plan
 

@@ -14,7 +14,7 @@ from pipeloom.runtime import Executor, Model, Module, ThreadHub
 from pipeloom.runtime.blocks import block_bounds
 from pipeloom.spec import Batch, Chunk, Layout, ModuleLayout, Sample, Workload
 from pipeloom.taskgraph import build_graph
-from tests.plan.cases import RandomCosts, earliest, random_schedule
+from tests.plan.cases import EVERY_STRATEGY, RandomCosts, earliest, random_schedule
 
 from .cases import Run, expected, random_run, run_threads, take_gradients, total_loss
 
@@ -24,8 +24,8 @@ def one_rank(run: Run) -> Executor:
 
 
 def test_layers_are_recomputed_as_often_as_the_plan_says() -> None:
-    for seed in range(10):
-        run = random_run(seed, strategies=("keep", "recompute", "mixed"))
+    for seed in range(20):
+        run = random_run(seed, strategies=EVERY_STRATEGY)
         layout = run.case.layout
         wanted = 0
         for actions in run.case.plan.ranks:
@@ -37,10 +37,10 @@ def test_layers_are_recomputed_as_often_as_the_plan_says() -> None:
                     continue
                 words = action.strategy.split(",")
                 words = words * chunk.num_layers if len(words) == 1 else words
-                wanted += words.count("recompute")
+                wanted += words.count("recompute") + words.count("selective")
                 # The loss belongs to the last layer, and is recomputed with it.
                 is_last = chunk == layout.chunks[-1]
-                wanted += is_last and words[-1] == "recompute"
+                wanted += is_last and words[-1] in ("recompute", "selective")
         assert sum(result.num_recomputed for result in run_threads(run)) == wanted
 
 
@@ -147,8 +147,8 @@ def test_an_output_of_another_shape_than_stated_names_the_module_and_the_remedy(
 
 
 def test_an_unknown_strategy_is_refused() -> None:
-    assert block_bounds("keep", 3) == ((0, 3, False),)
-    assert block_bounds("recompute,recompute,keep", 3) == ((0, 2, True), (2, 3, False))
+    assert block_bounds("keep", 3) == ((0, 3, "keep"),)
+    assert block_bounds("recompute,recompute,keep", 3) == ((0, 2, "recompute"), (2, 3, "keep"))
     with pytest.raises(ExecutionError, match="'teleport' is unknown"):
         block_bounds("teleport", 3)
     with pytest.raises(ExecutionError, match="is for 2 layers, there are 3"):

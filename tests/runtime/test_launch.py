@@ -4,13 +4,14 @@ import pytest
 
 from pipeloom.errors import ExecutionError
 from pipeloom.runtime import launch
+from tests.plan.cases import EVERY_STRATEGY
 
 from .cases import random_run
 from .on_ranks import run_many, run_with_a_broken_rank
 
 
 def test_any_plan_is_exact_on_gloo_with_tags_and_without() -> None:
-    options = {"strategies": ("keep", "recompute", "mixed")}
+    options = {"strategies": EVERY_STRATEGY}
     counts = launch(run_many, 4, list(range(120)), options)
     assert [c["iterations"] for c in counts] == [120, 90, 60, 30]
     assert all(c["sent_bytes"] > 0 for c in counts)

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeloom.runtime.split import backward_inputs
@@ -65,7 +66,7 @@ def gradients(
     gradient = torch.cos(torch.arange(output.numel(), dtype=output.dtype)).view_as(output)
     with CountProducts() as products:
         if split:
-            deferred = backward_inputs(output, gradient, [leaf])
+            deferred = backward_inputs(get_gradient_edge(output), gradient, [leaf])
             assert all(p.grad is None for p in model.parameters())
             assert leaf.grad is not None
             del output
@@ -104,7 +105,7 @@ def test_both_halves_together_are_the_whole(layers: list[type[nn.Module]], repea
 def test_without_inputs_all_work_is_deferred() -> None:
     model = Attention()
     output = model(torch.randn(4, 8))
-    deferred = backward_inputs(output, torch.ones_like(output), [])
+    deferred = backward_inputs(get_gradient_edge(output), torch.ones_like(output), [])
     assert all(p.grad is None for p in model.parameters())
     deferred.accumulate()
     assert all(p.grad is not None for p in model.parameters())

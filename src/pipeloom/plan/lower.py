@@ -123,16 +123,23 @@ class _RankList:
     compute_at: int = 0
     """Where the last computation, with its waits, begins."""
     compute_end_ns: int = -1
+    last_unit: Unit | None = None
+    to_offload: Unit | None = None
+    """Offloads after its sends, so that nobody waits for that."""
 
-    def post(self, action: Action, peer: int, at: int | None = None) -> None:
-        """Insert a send or receive at a position (default: the end)."""
-        position = len(self.actions) if at is None else at
+    def insert(self, action: Action, position: int) -> None:
+        """Insert an action, keeping the noted places."""
         for other, place in self.last_post.items():
             if place >= position:
                 self.last_post[other] = place + 1
         if position <= self.compute_at:
             self.compute_at += 1
         self.actions.insert(position, action)
+
+    def post(self, action: Action, peer: int, at: int | None = None) -> None:
+        """Insert a send or receive at a position (default: the end)."""
+        position = len(self.actions) if at is None else at
+        self.insert(action, position)
         self.last_post[peer] = position
 
     def early_place(self, peer: int, time_ns: int) -> int | None:
@@ -251,9 +258,14 @@ class _Lowering:
         graph = self.graph
         pair, kind = int(graph.pair[task]), int(graph.kind[task])
         unit, here = self.unit_of_pair[pair], self.ranks[int(graph.rank[task])]
-        here.compute_at, here.compute_end_ns = len(here.actions), self.end_ns[task]
         strategy = self._strategy(pair)
-        if kind in (BACKWARD, INPUT_GRADIENT) and "recompute" in strategy:
+        self._append_offload(here)
+        if kind in (BACKWARD, INPUT_GRADIENT) and "offload" in strategy:
+            # One computation ahead, so that it is back in time; never before its own forward.
+            place = len(here.actions) if here.last_unit == unit else here.compute_at
+            here.insert(self._unit_action("LD", unit), place)
+        here.compute_at, here.compute_end_ns, here.last_unit = len(here.actions), self.end_ns[task], unit
+        if kind in (BACKWARD, INPUT_GRADIENT) and ("recompute" in strategy or "selective" in strategy):
             # Before the wait: nothing else runs on this rank until the gradient is here.
             here.actions.append(self._unit_action("RC", unit))
         for number in self.receives[task]:
@@ -265,6 +277,13 @@ class _Lowering:
             )
         action = self._unit_action(_VERBS[KIND_NAMES[kind]], unit, strategy if kind == FORWARD else "")
         here.actions.append(action)
+        if kind == FORWARD and "offload" in strategy and graph.backward_of[pair] != NO_TASK:
+            here.to_offload = unit
+
+    def _append_offload(self, here: _RankList) -> None:
+        if here.to_offload is not None:
+            here.actions.append(self._unit_action("OF", here.to_offload))
+            here.to_offload = None
 
     def _append_message(self, message: _Message, time_ns: int) -> None:
         send: Verb = "SB" if message.backward else "SF"

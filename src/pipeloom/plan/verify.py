@@ -120,6 +120,7 @@ def _check_layout(plan: ExecutionPlan, layout: Layout) -> None:
     chunk_of = {name: layout.chunks[i] for i, name in enumerate(layout.chunk_names)}
     verbs: defaultdict[_Key, set[str]] = defaultdict(set)
     place: dict[_Key, tuple[int, int]] = {}
+    offloaded: set[_Key] = set()
     for rank, actions in enumerate(plan.ranks):
         if not any(action.verb == "OS" for action in actions):
             _fail(plan, rank, len(actions), "the list ends without an optimiser step 'OS'")
@@ -132,13 +133,17 @@ def _check_layout(plan: ExecutionPlan, layout: Layout) -> None:
                 if chunk_of[action.chunk].rank != rank:
                     _fail(plan, rank, step, f"the chunk is on rank {chunk_of[action.chunk].rank}")
                 verbs[_key(action)].add(action.verb)
+                if "offload" in action.strategy:
+                    offloaded.add(_key(action))
                 place.setdefault(_key(action), (rank, step))
     for key, present in verbs.items():
         rank, step = place[key]
         trained = layout.has_backward(chunk_of[key[0]].module)
         if "F" in present and trained and not ("B" in present or {"I", "W"} <= present):
             _fail(plan, rank, step, "has no complete backward: neither B, nor I and W")
-        if not trained and present & {"B", "I", "W", "RC"}:
+        if trained and key in offloaded and not {"OF", "LD"} <= present:
+            _fail(plan, rank, step, "offloads by its strategy, but has no OF or no LD")
+        if not trained and present & {"B", "I", "W", "RC", "OF", "LD"}:
             _fail(plan, rank, step, "has a backward, but nothing in or before its module is trained")
 
 

@@ -5,21 +5,26 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from pipeloom.errors import ExecutionError
+from pipeloom.runtime.memory import Offloaded, RandomState, SelectiveRecompute
 from pipeloom.runtime.split import DeferredWeights, backward_inputs
 
 Layer = Callable[..., Tensor]
-STRATEGIES = ("keep", "recompute")
+Bounds = tuple[tuple[int, int, str], ...]
+"""Blocks of a chunk: first layer, one past the last, memory strategy."""
+STRATEGIES = ("keep", "recompute", "selective", "offload")
 
 
 @functools.cache
-def block_bounds(strategy: str, num_layers: int) -> tuple[tuple[int, int, bool], ...]:
+def block_bounds(strategy: str, num_layers: int) -> Bounds:
     """Cut layers into blocks: maximal runs of one strategy.
 
     Parameters
@@ -30,7 +35,7 @@ def block_bounds(strategy: str, num_layers: int) -> tuple[tuple[int, int, bool],
 
     Returns
     -------
-    tuple of (begin, end, recompute)
+    tuple of (begin, end, strategy)
 
     Raises
     ------
@@ -52,7 +57,7 @@ def block_bounds(strategy: str, num_layers: int) -> tuple[tuple[int, int, bool],
     bounds, begin = [], 0
     for word, run in itertools.groupby(words):
         end = begin + len(list(run))
-        bounds.append((begin, end, word == "recompute"))
+        bounds.append((begin, end, word))
         begin = end
     return tuple(bounds)
 
@@ -62,31 +67,15 @@ class _Block:
     layers: Sequence[Layer]
     inputs: tuple[Any, ...]
     """Arguments of its first layer; the tensors that need a gradient are leaves."""
-    recompute: bool
-    output: Tensor | None
-    """With its graph; None until it is recomputed."""
-    random_state: RandomState | None
+    strategy: str
+    edge: GradientEdge | None = None
+    """End of its graph. The output itself is not held: the graph has what it needs of it."""
+    missing: bool = False
+    """Whether it has to be recomputed before its backward."""
+    random_state: RandomState | None = None
+    selective: SelectiveRecompute | None = None
+    offloaded: Offloaded | None = None
     deferred: DeferredWeights | None = None
-
-
-@dataclass(slots=True)
-class RandomState:
-    """State of the random generators, so that dropout falls alike when recomputed."""
-
-    cpu: Tensor
-    device: Tensor | None = None
-
-    @classmethod
-    def now(cls, device: torch.device) -> RandomState:
-        """The state at this moment."""
-        on_gpu = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-        return cls(torch.get_rng_state(), on_gpu)
-
-    def set(self, device: torch.device) -> None:
-        """Put the generators into this state."""
-        torch.set_rng_state(self.cpu)
-        if self.device is not None:
-            torch.cuda.set_rng_state(self.device, device)
 
 
 @dataclass(slots=True)
@@ -95,30 +84,27 @@ class Passage:
 
     Attributes
     ----------
-    output : torch.Tensor
-        The chunk's result, detached; set by `forward`.
     num_recomputed : int
         Layers run a second time so far.
+    offloaded_bytes : int
+        Moved to the host so far.
     """
 
     device: torch.device
     context: dict[str, Any]
     blocks: list[_Block] = field(default_factory=list)
     num_recomputed: int = 0
+    offloaded_bytes: int = 0
 
     def forward(
-        self,
-        layers: Sequence[Layer],
-        bounds: Sequence[tuple[int, int, bool]],
-        inputs: tuple[Any, ...],
-        trained: bool,
+        self, layers: Sequence[Layer], bounds: Bounds, inputs: tuple[Any, ...], trained: bool
     ) -> Tensor:
-        """Run all layers.
+        """Run all layers, and return the last one's output without its graph.
 
         Parameters
         ----------
         layers : sequence of callables
-        bounds : sequence of (begin, end, recompute)
+        bounds : sequence of (begin, end, strategy)
             See `block_bounds`.
         inputs : tuple
             Arguments of the first layer.
@@ -130,29 +116,39 @@ class Passage:
                 return self._run(layers, inputs)
         output: Tensor | None = None
         flows = False
-        for begin, end, recompute in bounds:
+        for begin, end, strategy in bounds:
             if output is not None:
                 inputs = (output.detach().requires_grad_(flows),)
-            part = layers if len(bounds) == 1 else layers[begin:end]
-            if recompute:
-                state = RandomState.now(self.device)
-                with torch.no_grad():
-                    output = self._run(part, inputs)
-                self.blocks.append(_Block(part, inputs, True, None, state))
-                # Whether a gradient would flow is not known without a graph; asking for one costs nothing.
-                flows = output.is_floating_point()
-            else:
-                # Gradients are on unless the caller turned them off; asking is cheaper than setting.
-                if torch.is_grad_enabled():
-                    output = self._run(part, inputs)
-                else:
-                    with torch.enable_grad():
-                        output = self._run(part, inputs)
-                self.blocks.append(_Block(part, inputs, False, output, None))
-                flows = output.requires_grad
+            block = _Block(layers if len(bounds) == 1 else layers[begin:end], inputs, strategy)
+            output = self._forward(block)
+            # Whether a gradient would flow is not known without a graph; asking for one costs nothing.
+            flows = output.is_floating_point() if block.missing else block.edge is not None
+            self.blocks.append(block)
         if output is None:
             raise AssertionError("a chunk has at least one block")
         return output.detach()
+
+    def _forward(self, block: _Block) -> Tensor:
+        if block.strategy == "keep" and torch.is_grad_enabled():
+            output = self._run(block.layers, block.inputs)
+        elif block.strategy == "keep":
+            with torch.enable_grad():
+                output = self._run(block.layers, block.inputs)
+        elif block.strategy == "offload":
+            weights = [p for m in block.layers if isinstance(m, nn.Module) for p in m.parameters()]
+            block.offloaded = Offloaded([*weights, *block.inputs, *self.context.values()])
+            with torch.enable_grad(), block.offloaded.saving():
+                output = self._run(block.layers, block.inputs)
+        else:
+            block.missing = True
+            block.random_state = RandomState.now(self.device)
+            if block.strategy == "selective":
+                block.selective = SelectiveRecompute()
+            with torch.no_grad() if block.selective is None else block.selective.forward():
+                return self._run(block.layers, block.inputs)
+        if output.requires_grad:
+            block.edge = get_gradient_edge(output)
+        return output
 
     def _run(self, layers: Sequence[Layer], inputs: tuple[Any, ...]) -> Tensor:
         context = self.context
@@ -166,25 +162,42 @@ class Passage:
         for block in self.blocks:
             self._recompute(block)
 
-    def _recompute(self, block: _Block) -> Tensor:
-        if block.output is None:
-            state = RandomState.now(self.device)
-            if block.random_state is not None:
-                block.random_state.set(self.device)
-            with torch.enable_grad():
-                block.output = self._run(block.layers, block.inputs)
-            state.set(self.device)
-            self.num_recomputed += len(block.layers)
-        return block.output
+    def _recompute(self, block: _Block) -> None:
+        if not block.missing:
+            return
+        block.missing = False
+        state = RandomState.now(self.device)
+        if block.random_state is not None:
+            block.random_state.set(self.device)
+        with torch.enable_grad(), nullcontext() if block.selective is None else block.selective.again():
+            output = self._run(block.layers, block.inputs)
+        state.set(self.device)
+        block.selective = block.random_state = None
+        if output.requires_grad:
+            block.edge = get_gradient_edge(output)
+        self.num_recomputed += len(block.layers)
+
+    def offload(self) -> None:
+        """Move what offloading blocks saved to the host."""
+        for block in self.blocks:
+            if block.offloaded is not None:
+                block.offloaded.offload()
+                self.offloaded_bytes += block.offloaded.num_bytes
+
+    def load(self) -> None:
+        """Begin to bring back what was offloaded."""
+        for block in self.blocks:
+            if block.offloaded is not None:
+                block.offloaded.load()
 
     def backward(self, gradient: Tensor) -> None:
         """Whole backward: gradients of the weights are accumulated, those of the inputs lie in their ``.grad``."""
         flowing: Tensor | None = gradient
         while self.blocks:
             block = self.blocks.pop()
-            output = self._recompute(block)
-            if flowing is not None and output.requires_grad:
-                torch.autograd.backward(output, flowing)
+            self._recompute(block)
+            if flowing is not None and block.edge is not None:
+                torch.autograd.backward(block.edge, flowing)
             flowing = block.inputs[0].grad if self.blocks else None
 
     def backward_input(self, gradient: Tensor) -> None:
@@ -192,11 +205,11 @@ class Passage:
         flowing: Tensor | None = gradient
         for number in range(len(self.blocks) - 1, -1, -1):
             block = self.blocks[number]
-            output = self._recompute(block)
-            if flowing is not None and output.requires_grad:
+            self._recompute(block)
+            if flowing is not None and block.edge is not None:
                 leaves = [x for x in block.inputs if isinstance(x, Tensor) and x.requires_grad]
-                block.deferred = backward_inputs(output, flowing, leaves)
-            block.output = None
+                block.deferred = backward_inputs(block.edge, flowing, leaves)
+            block.edge = None
             flowing = block.inputs[0].grad if number else None
 
     def backward_weight(self) -> None:

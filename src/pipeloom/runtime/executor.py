@@ -49,6 +49,8 @@ class StepResult:
         Every action that was run, in order; waits too.
     num_recomputed : int
         Layers run a second time.
+    offloaded_bytes : int
+        Moved to the host.
     sent_bytes, received_bytes : int
     """
 
@@ -56,6 +58,7 @@ class StepResult:
     normaliser: float
     times: tuple[ActionTime, ...]
     num_recomputed: int
+    offloaded_bytes: int
     sent_bytes: int
     received_bytes: int
 
@@ -213,8 +216,8 @@ class Executor:
             for a, start, end in zip(program.actions, stamps, stamps[1:], strict=False)
         )
         return StepResult(
-            iteration.loss_sum, normaliser, times, iteration.num_recomputed, iteration.sent_bytes,
-            iteration.received_bytes,
+            iteration.loss_sum, normaliser, times, iteration.num_recomputed,
+            iteration.offloaded_bytes, iteration.sent_bytes, iteration.received_bytes,
         )  # fmt: skip
 
     def _where(self, program: Program, step: int) -> str:
@@ -239,7 +242,7 @@ class _Iteration:
         self.losses: list[Tensor] = []
         self.seed: Tensor | None = None
         """Gradient of each loss: one over the normaliser."""
-        self.num_recomputed = self.sent_bytes = self.received_bytes = 0
+        self.num_recomputed = self.offloaded_bytes = self.sent_bytes = self.received_bytes = 0
         self.parts: dict[tuple[str, int, int], tuple[Part, dict[str, Any]]] = {}
         """Part and context of each (module, microbatch, sub-microbatch), until its last chunk here is done."""
         self.parts_left = Counter(unit.part_key for unit in program.units if unit.needs_part)
@@ -248,9 +251,10 @@ class _Iteration:
         """The rank's actions as calls."""
         methods: dict[str, Callable[[Any], None]] = {
             "F": self.forward, "B": self.backward, "I": self.backward_input, "W": self.backward_weight,
-            "RC": self.recompute, "SF": self.send, "SB": self.send, "RF": self.receive, "RB": self.receive,
-            "WF": self.arrive, "WB": self.arrive, "DF": self.sent, "DB": self.sent, "RG": self.reduce,
-            "OS": self.step,
+            "RC": self.recompute, "OF": self.offload, "LD": self.load,
+            "SF": self.send, "SB": self.send, "RF": self.receive, "RB": self.receive,
+            "WF": self.arrive, "WB": self.arrive, "DF": self.sent, "DB": self.sent,
+            "RG": self.reduce, "OS": self.step,
         }  # fmt: skip
         for verb, argument in self.program.steps:
             if verb not in methods:
@@ -297,6 +301,12 @@ class _Iteration:
     def recompute(self, unit: UnitState) -> None:
         unit.passage_now.recompute()
 
+    def offload(self, unit: UnitState) -> None:
+        unit.passage_now.offload()
+
+    def load(self, unit: UnitState) -> None:
+        unit.passage_now.load()
+
     def backward(self, unit: UnitState) -> None:
         passage = unit.passage_now
         passage.backward(unit.take_gradient())
@@ -312,7 +322,9 @@ class _Iteration:
         self._finish(unit)
 
     def _finish(self, unit: UnitState) -> None:
-        self.num_recomputed += unit.passage_now.num_recomputed
+        passage = unit.passage_now
+        self.num_recomputed += passage.num_recomputed
+        self.offloaded_bytes += passage.offloaded_bytes
         unit.passage = None
 
     def _part(self, unit: UnitState) -> tuple[Part, dict[str, Any]]:

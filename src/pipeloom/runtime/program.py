@@ -20,7 +20,7 @@ from pipeloom.plan import (
     action_text,
     boundary_shapes,
 )
-from pipeloom.runtime.blocks import Passage, block_bounds
+from pipeloom.runtime.blocks import Bounds, Passage, block_bounds
 from pipeloom.runtime.model import Model, Module, empty_output, torch_dtype
 from pipeloom.runtime.transport import Handle
 from pipeloom.spec import Layout
@@ -59,7 +59,7 @@ class UnitState:
     is_first: bool
     is_last: bool
     trained: bool
-    bounds: tuple[tuple[int, int, bool], ...]
+    bounds: Bounds
     layer_numbers: tuple[int, int]
     stated: tuple[tuple[int, ...], torch.dtype] | None
     into: tuple[HandOver, ...] = ()

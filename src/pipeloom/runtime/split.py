@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.autograd.graph import GradientEdge, Node
 
 
 @dataclass(slots=True)
@@ -80,19 +80,18 @@ class DeferredWeights:
         self.junctions, self.whole = [], None
 
 
-def backward_inputs(output: Tensor, gradient: Tensor, leaves: Sequence[Tensor]) -> DeferredWeights:
+def backward_inputs(edge: GradientEdge, gradient: Tensor, leaves: Sequence[Tensor]) -> DeferredWeights:
     """Compute the gradients of the leaves into their ``.grad``, and defer those of the weights.
 
     Parameters
     ----------
-    output : torch.Tensor
-        With its graph.
+    edge : GradientEdge
+        End of the graph.
     gradient : torch.Tensor
-        Of ``output``.
+        Of the graph's output.
     leaves : sequence of torch.Tensor
         The inputs that need a gradient; without any, all work is deferred.
     """
-    edge = get_gradient_edge(output)
     order, leads_to_leaf, weights_behind = _survey(edge.node, leaves)
     if not leads_to_leaf:
         weights = [w for node in order if (w := _variable(node)) is not None]

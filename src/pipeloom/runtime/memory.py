@@ -1,0 +1,180 @@
+"""How a block of layers holds what its backward needs: kept, offloaded to the host, or recomputed in part."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+from pipeloom.errors import ExecutionError
+
+
+@dataclass(slots=True)
+class RandomState:
+    """State of the random generators, so that dropout falls alike when recomputed."""
+
+    cpu: Tensor
+    device: Tensor | None = None
+
+    @classmethod
+    def now(cls, device: torch.device) -> RandomState:
+        """The state at this moment."""
+        on_gpu = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        return cls(torch.get_rng_state(), on_gpu)
+
+    def set(self, device: torch.device) -> None:
+        """Put the generators into this state."""
+        torch.set_rng_state(self.cpu)
+        if self.device is not None:
+            torch.cuda.set_rng_state(self.device, device)
+
+
+# Dear to compute and small to keep; norms, activations and the like are recomputed.
+_KEPT_OPERATIONS = frozenset(
+    getattr(torch.ops.aten, name).default
+    for name in (
+        "mm",
+        "addmm",
+        "bmm",
+        "baddbmm",
+        "convolution",
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
+    )
+    if hasattr(torch.ops.aten, name)
+)
+
+
+def _policy(_: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    del args, kwargs
+    if operation in _KEPT_OPERATIONS:
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class SelectiveRecompute:
+    """Keeps the results of matrix products, convolutions and attention; everything else is computed again."""
+
+    def __init__(self) -> None:
+        contexts = create_selective_checkpoint_contexts(_policy)  # type: ignore[no-untyped-call]
+        self._forward: AbstractContextManager[Any] = contexts[0]
+        self._again: AbstractContextManager[Any] = contexts[1]
+
+    def forward(self) -> AbstractContextManager[Any]:
+        """Around the forward: what is dear is kept, and autograd saves nothing."""
+        stack = ExitStack()
+        # With gradients on, so that the same operations run as later on.
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(saved_tensors_hooks(lambda _: None, _never))
+        stack.enter_context(self._forward)
+        return stack
+
+    def again(self) -> AbstractContextManager[Any]:
+        """Around the recomputation."""
+        return self._again
+
+
+def _never(_: Any) -> Tensor:
+    raise AssertionError("this graph is thrown away")
+
+
+class _Saved(NamedTuple):
+    """A view of a storage that autograd saved."""
+
+    storage: _Storage
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+class _Storage:
+    """One storage, on the device, on the host, or back again."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.here: Tensor | None = tensor.detach()
+        self.version = tensor._version
+        self.num_bytes = tensor.untyped_storage().nbytes()
+        self.device = tensor.device
+        self.host: Tensor | None = None
+        self.back: torch.UntypedStorage | None = None
+
+    def offload(self) -> None:
+        """Copy to the host and let go of the device's memory."""
+        if self.here is None:
+            return
+        if self.here._version != self.version:
+            raise ExecutionError(
+                "a layer changed a tensor in place that its backward needs; do not offload it"
+            )
+        raw = torch.empty(0, dtype=torch.uint8, device=self.device).set_(self.here.untyped_storage())
+        self.host = torch.empty(self.num_bytes, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+        self.host.copy_(raw, non_blocking=True)
+        self.here = None
+
+    def load(self) -> torch.UntypedStorage:
+        """Bring it back to the device; again and again is allowed."""
+        if self.here is not None:
+            return self.here.untyped_storage()
+        if self.back is None:
+            assert self.host is not None
+            self.back = self.host.to(self.device, non_blocking=True, copy=True).untyped_storage()
+            self.host = None
+        return self.back
+
+
+class Offloaded:
+    """What autograd saves inside a block, movable to the host and back.
+
+    Parameters
+    ----------
+    held_anyway : iterable
+        Tensors that stay on the device whatever happens, so that moving them would free nothing: weights, the
+        block's inputs, the module's context.
+    """
+
+    def __init__(self, held_anyway: Iterable[Any]) -> None:
+        self._held = {t.untyped_storage().data_ptr() for t in held_anyway if isinstance(t, Tensor)}
+        self._storages: dict[int, _Storage] = {}
+        self._away: list[_Storage] = []
+        self.num_bytes = 0
+
+    def saving(self) -> AbstractContextManager[Any]:
+        """Around the forward."""
+        return saved_tensors_hooks(self._pack, self._unpack)
+
+    def offload(self) -> None:
+        """Move everything saved to the host."""
+        for storage in self._storages.values():
+            storage.offload()
+            self.num_bytes += storage.num_bytes
+        # The addresses are free for others now.
+        self._away, self._storages = list(self._storages.values()), {}
+
+    def load(self) -> None:
+        """Begin to bring everything back."""
+        for storage in self._away:
+            storage.load()
+
+    def _pack(self, tensor: Tensor) -> Tensor | _Saved:
+        address = tensor.untyped_storage().data_ptr()
+        if address in self._held or tensor.untyped_storage().nbytes() == 0:
+            return tensor
+        storage = self._storages.get(address)
+        if storage is None:
+            storage = self._storages[address] = _Storage(tensor)
+        return _Saved(storage, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+
+    def _unpack(self, saved: Tensor | _Saved) -> Tensor:
+        if isinstance(saved, Tensor):
+            return saved
+        whole = torch.empty(0, dtype=saved.dtype, device=saved.storage.device)
+        return whole.set_(saved.storage.load(), saved.offset, saved.size, saved.stride)
