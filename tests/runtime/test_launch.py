@@ -7,15 +7,23 @@ from pipeloom.runtime import launch
 from tests.plan.cases import EVERY_STRATEGY
 
 from .cases import random_run
-from .on_ranks import run_many, run_with_a_broken_rank
+from .on_ranks import run_all, run_many, run_with_a_broken_rank
 
 
 def test_any_plan_is_exact_on_gloo_with_tags_and_without() -> None:
-    options = {"strategies": EVERY_STRATEGY}
-    counts = launch(run_many, 4, list(range(120)), options)
-    assert [c["iterations"] for c in counts] == [120, 90, 60, 30]
+    results = launch(run_all, 4, list(range(80)), {"strategies": EVERY_STRATEGY}, list(range(6)))
+    counts = [count for count, _ in results]
+    assert [c["iterations"] for c in counts] == [80, 60, 40, 20]
     assert all(c["sent_bytes"] > 0 for c in counts)
     assert sum(c["recomputed"] for c in counts) > 0
+    assert [replicas for _, replicas in results] == [6] * 4
+
+
+@pytest.mark.soak
+def test_a_thousand_plans_in_tag_zero_mode_never_hang() -> None:
+    options = {"strategies": EVERY_STRATEGY}
+    counts = launch(run_many, 8, list(range(1000, 2000)), options, True, timeout_s=60.0)
+    assert sum(c["iterations"] for c in counts) == sum(range(1, 9)) * 125
 
 
 def seed_with_messages() -> int:
