@@ -109,7 +109,7 @@ def test_an_iteration_equals_its_operators_written_out(architecture, tensor, pip
         return state[: len(free)].tolist()
 
     assert free.tolist() == flat_times()
-    assert result.pipeline_s * 1e12 >= max(free.tolist()[0::6])
+    assert round(result.pipeline_s * 1e12) >= max(free.tolist()[0::6])
     # Another microbatch of the same parts in the place of one.
     number = data.draw(st.integers(0, len(works) - 1))
     longer = {name: tuple(Workload((*w.lengths, 8)) for w in parts) for name, parts in works[number].items()}
@@ -141,7 +141,7 @@ def test_equal_stages_make_a_textbook_pipeline(ranks, count):
     first = model.stages("keep")["lm"][0].duration_ps(Workload((64,)), "B")
     assert first <= backward
     full = (count + ranks - 1) * (forward + backward)
-    assert full - (backward - first) * count <= result.pipeline_s * 1e12 <= full + 1
+    assert full - (backward - first) * count <= round(result.pipeline_s * 1e12) <= full
     assert 0 <= result.bubble < 1
     # No more than as many microbatches as ranks are held, and what is held is what the stage keeps.
     held = stage.cost(Workload((64,)), ("F",)).activation_bytes

@@ -71,6 +71,29 @@ def load_machine(name: str) -> MachineSpec:
     return convert(content, MachineSpec, name)
 
 
+def device_toml(device: DeviceSpec) -> str:
+    """A device as TOML, readable back with `load_device`."""
+    content = msgspec.to_builtins(device)
+    tables = content.pop("efficiency")
+    lines = [f"{key} = {_toml(value)}" for key, value in content.items()]
+    for part, kinds in tables.items():
+        lines += ["", f"[efficiency.{part}]"]
+        for kind, shares in kinds.items():
+            inner = ", ".join(
+                f"{metric} = {_toml(value)}" for metric, value in shares.items() if value != 1.0
+            )
+            lines.append(f"{_toml(kind)} = {{ {inner} }}")
+    return "\n".join(lines) + "\n"
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, str):
+        return msgspec.json.encode(value).decode()  # a JSON string is a TOML basic string
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(_toml(v) for v in value) + "]"
+    return repr(value)
+
+
 class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A module of a combined model: one taken from another model, renamed, with layers put on its ends."""
 

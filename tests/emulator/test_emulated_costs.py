@@ -1,0 +1,104 @@
+"""The emulator behind the planner's cost protocol."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipeloom.cost import CostModel
+from pipeloom.cost.emulated import EmulatedCosts
+from pipeloom.errors import InputError
+from pipeloom.packing import Microbatch, Packing, SubMicrobatch
+from pipeloom.spec import Batch, Chunk, Layout, ModuleLayout, Sample, Workload
+from pipeloom.spec.hardware import Degrees
+from pipeloom.taskgraph.build import build_graph
+
+
+@pytest.fixture(scope="module")
+def costs():
+    return EmulatedCosts(
+        "vlm-s",
+        "dip-h800-64",
+        Degrees(tensor=4, pipeline=2, data=2),
+        ("keep", "selective", "full:0.5", "full"),
+    )
+
+
+def test_strategies_trade_time_for_memory(costs):
+    model: CostModel = costs
+    keep, selective, half, full = model.chunk_costs(Chunk("lm", (1, 8), 0), Workload((5000, 3192)))
+    assert [c.strategy for c in (keep, selective, half, full)] == ["keep", "selective", "full:0.5", "full"]
+    assert keep.forward_s == selective.forward_s == full.forward_s > 0
+    assert keep.backward_s < selective.backward_s < half.backward_s < full.backward_s
+    assert (
+        keep.activation_bytes > selective.activation_bytes > half.activation_bytes > full.activation_bytes > 0
+    )
+    assert half.layers == ("full",) * 4 + ("keep",) * 4
+    for cost in (keep, selective, half, full):
+        # Split, the collectives of the input gradient no longer hide behind the weight gradient.
+        assert cost.backward_s <= cost.backward_input_s + cost.backward_weight_s <= 1.5 * cost.backward_s
+
+
+def test_costs_add_up_over_chunks(costs):
+    work = Workload((2704,) * 6)
+    whole = costs.chunk_costs(Chunk("vision", (1, 20), 0), work)[0]
+    parts = [costs.chunk_costs(Chunk("vision", (a, b), 0), work)[0] for a, b in ((1, 7), (8, 20))]
+    assert sum(p.activation_bytes for p in parts) == whole.activation_bytes
+    assert sum(p.forward_s for p in parts) == pytest.approx(whole.forward_s, rel=1e-9)
+    assert costs.static_bytes(Chunk("vision", (1, 20), 0)) == pytest.approx(
+        20 * costs.static_bytes(Chunk("vision", (3, 3), 0)), abs=20
+    )
+
+
+def test_boundaries_and_transfers(costs):
+    work = Workload((8192,))
+    assert costs.boundary_bytes(Chunk("lm", (0, 3), 0), work) == 8192 * 4096 * 2 // 4  # sequence parallel
+    last = len(costs.architecture.module("vision").flat_layers) - 1
+    assert (
+        costs.boundary_bytes(Chunk("vision", (last, last), 0), Workload((2704,) * 2))
+        == 2 * 169 * 4096 * 2 // 4
+    )
+    assert 0 < costs.transfer_s(0) < costs.transfer_s(10**6) < costs.transfer_s(10**8)
+    assert costs.workspace_bytes(Chunk("lm", (1, 1), 0), work) > 0
+    assert costs.chunk_flops(Chunk("lm", (1, 1), 0), work) > 6e12 / 3 * 0.2
+
+
+def test_wrong_chunks_are_told(costs):
+    with pytest.raises(InputError, match=r"module 'audio': is unknown; the model has vision, lm"):
+        costs.chunk_costs(Chunk("audio", (0, 0), 0), Workload((1,)))
+    with pytest.raises(InputError, match=r"\[0, 99\] goes beyond layer 33"):
+        costs.chunk_costs(Chunk("lm", (0, 99), 0), Workload((1,)))
+
+
+def test_the_planners_view_of_model_and_cluster(costs):
+    spec = costs.model_spec
+    assert [m.name for m in spec.modules] == ["vision", "lm"]
+    assert len(spec.module("lm").flat_layers) == len(costs.architecture.module("lm").flat_layers)
+    block = spec.module("lm").layers[1]
+    assert block.num_parameters * 4 > costs.static_bytes(Chunk("lm", (1, 1), 0)) / 18
+    assert block.output.num_bytes(Workload((8192,))) == 8192 * 4096 * 2
+    assert costs.cluster.memory_capacity_bytes == 80 * 2**30 - 5 * 10**9
+
+
+def test_a_task_graph_is_built_from_emulated_costs(costs):
+    vision, lm = (len(costs.architecture.module(n).flat_layers) for n in ("vision", "lm"))
+    layout = Layout(
+        2, (ModuleLayout("vision", sub_microbatch=4), ModuleLayout("lm", ("vision",))),
+        (
+            Chunk("vision", (0, 31), 0), Chunk("vision", (32, vision - 1), 1),
+            Chunk("lm", (0, 16), 0), Chunk("lm", (17, lm - 1), 1),
+        ),
+    )  # fmt: skip
+    batch = Batch((Sample("a", 4000, (169,) * 6, (2704,) * 6), Sample("b", 3000)))
+    packing = Packing(
+        batch, ("vision", "lm"),
+        (
+            Microbatch((0,), ((SubMicrobatch(0, 3, Workload((2704,) * 3)), SubMicrobatch(3, 3, Workload((2704,) * 3))),
+                              (SubMicrobatch(0, 1, Workload((5014,))),))),
+            Microbatch((1,), ((), (SubMicrobatch(0, 1, Workload((3000,))),))),
+        ),
+    )  # fmt: skip
+    graph = build_graph(layout, packing, costs, split_backward=True)
+    assert graph.num_pairs == 2 * 2 + 2 * 2
+    assert (graph.duration_ns > 0).all()
+    assert (graph.activation_bytes > 0).all()
+    assert len(graph.candidates[0]) == 4

@@ -1,0 +1,235 @@
+"""The zoo: everything loads, counts match published models, the papers' figures come out."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+
+from pipeloom.emulator.build import Placement, count_parameters, layer_template, module_templates
+from pipeloom.emulator.pipeline import work_of
+from pipeloom.emulator.stage import Stage, runs_of
+from pipeloom.emulator.sweep import draw_microbatches, emulate, grid, sweep
+from pipeloom.errors import InputError
+from pipeloom.spec import Sample, Workload, catalog
+from pipeloom.spec.architecture import video_tokens
+from pipeloom.spec.datasets import Spread, cut, draw_samples, group_clips, load_mixture, pack_documents
+from pipeloom.spec.hardware import Degrees, DeviceSpec
+
+MODELS = catalog.names("models")
+# Published counts that are rounded, or that count a part which the papers do not use, get a looser bound.
+LOOSER = {"siglip-so400m": 0.04, "nemotron-h-8b": 2e-3, "vit-22b": 1e-3, "vit-2b": 1e-3, "gpt-175b": 1e-4}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_parameter_counts_are_the_published_ones(name):
+    architecture = catalog.load_architecture(name)
+    count = count_parameters(architecture)
+    assert architecture.source
+    if architecture.published_parameters is not None:
+        assert count == pytest.approx(architecture.published_parameters, rel=LOOSER.get(name, 1e-9))
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [("vlm-s", 12), ("vlm-m", 37), ("vlm-l", 94), ("t2v-s", 12.5), ("vlm-xl", 197), ("dit-5b", 5), ("dit-30b", 30),
+     ("lm-5b", 5), ("vlm-7b", 7)],
+)  # fmt: skip
+def test_combinations_have_the_size_that_the_paper_says(name, billions):
+    assert count_parameters(catalog.load_architecture(name)) / 1e9 == pytest.approx(billions, rel=0.04)
+
+
+def test_layer_times_of_dip_on_one_device_table():
+    """`dip.txt` §2.2 on H800: 10.5 ms and 6.75 ms forward and backward; both imply tensor parallelism 8."""
+    placement = Placement(catalog.load_machine("dip-h800-64"), Degrees(tensor=8))
+
+    def seconds(model, work):
+        layer = catalog.load_architecture(model).modules[0].flat_layers[1]
+        cost = Stage(runs_of([layer_template(layer, placement)])).cost(work)
+        return (cost.duration_ps["F"] + cost.duration_ps["B"]) / 1e12
+
+    assert seconds("qwen2-32b", Workload((8192,))) == pytest.approx(10.5e-3, rel=0.15)
+    assert seconds("vit-5b", Workload((2704,) * 8)) == pytest.approx(6.75e-3, rel=0.15)
+
+
+def test_devices_say_what_they_are_based_on():
+    for name in catalog.names("devices"):
+        device = catalog.load_device(name)
+        assert device.basis in ("datasheet", "measured")
+        assert device.source
+        assert ("data sheet" in device.source) == (device.basis == "datasheet")
+    assert {"h800", "h100", "h20", "h200", "gh200", "a100"} <= set(catalog.names("devices"))
+    for name in catalog.names("clusters"):
+        assert catalog.load_machine(name).host_cores > 0
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_model_can_be_emulated(name):
+    architecture = catalog.load_architecture(name)
+    tensor = 4 if name in ("t2v-s", "dit-5b") else 2
+    layers = min(len(m.flat_layers) for m in architecture.modules)
+    degrees = Degrees(tensor=tensor, pipeline=2 if layers > 1 else 1, data=2)
+    result = emulate(architecture, "dip-h800-64", degrees, num_microbatches=2, strategy="full")
+    assert 0 < result.mfu < 1
+    assert 0 <= result.bubble < 1
+    assert all(peak > static > 0 for peak, static in zip(result.peak_bytes, result.static_bytes, strict=True))
+    assert result.iteration_s >= result.pipeline_s > 0
+    assert (np.array(result.end_ps) >= np.array(result.start_ps)).all()
+
+
+def test_a_small_sweep_ranks_what_fits_first():
+    seen = []
+    entries = sweep(
+        "vlm-s",
+        "dip-h20-16",
+        global_microbatches=8,
+        strategies=("keep", "full"),
+        progress=seen.append,
+        max_tensor=4,
+    )
+    assert len(entries) == len(seen) == len(grid(16, 4)) == 12
+    times = [entry.iteration_s for entry in entries]
+    assert times == sorted(times)
+    assert times[0] < float("inf")
+    assert all(entry.result.fits for entry in entries if entry.result)
+    assert any("replicas" in entry.problem for entry in entries)  # 16 replicas have no microbatch each
+    assert all(entry.problem for entry in entries if entry.result is None)
+
+
+@pytest.mark.soak
+def test_the_papers_best_degrees_come_first_or_close():
+    """`dip.txt` Fig. 13: DP8 TP2 PP4 is the best for VLM-M on 64 GPUs, with an MFU of 29.7 %."""
+    entries = sweep("vlm-m", "dip-h800-64", global_microbatches=128)
+    best = entries[0].iteration_s
+    papers = next(e for e in entries if e.degrees == Degrees(tensor=2, pipeline=4, data=8))
+    assert papers.iteration_s <= 1.05 * best
+    assert papers.result.mfu == pytest.approx(0.297, rel=0.15)
+
+
+def test_bad_names_and_files_are_told(tmp_path):
+    with pytest.raises(InputError, match=r"models 'gpt-9': is unknown.*qwen2-32b"):
+        catalog.load_architecture("gpt-9")
+    path = tmp_path / "device.toml"
+    with pytest.raises(InputError, match=r"device\.toml: is not a file"):
+        catalog.load_device(str(path))
+    path.write_text("name = ")
+    with pytest.raises(InputError, match="is not TOML"):
+        catalog.load_device(str(path))
+    content = msgspec.to_builtins(catalog.load_device("h800"))
+    path.write_text(catalog.device_toml(catalog.load_device("h800")))
+    assert catalog.load_device(str(path)) == catalog.load_device("h800")
+    text = path.read_text()
+    path.write_text(text.replace("flops_per_s = ", "flops_per_s = -", 1))
+    with pytest.raises(InputError, match=r"flops_per_s: -9\.\d+e\+14 is not positive|flops_per_s: -98"):
+        catalog.load_device(str(path))
+    path.write_text("colour = 1\n" + text)
+    with pytest.raises(InputError, match="colour"):
+        catalog.load_device(str(path))
+    with pytest.raises(InputError, match=r"sizes .* are not positive and rising"):
+        catalog.convert(
+            content | {"efficiency": {"nic": {"*": {"network": [[2.0, 0.5], [1.0, 0.4]]}}}}, DeviceSpec, "x"
+        )
+
+
+# Data sets.
+
+PUBLISHED = {
+    # mean text, mean images, mean seconds (None: none published)
+    "obelics": (816, 2.5, None), "laion-2b": (16.4, 1, None), "coyo-700m": (17.24, 1, None),
+    "mmc4-core": (408.94, 4.08, None), "flan": (154.68, 0, None), "scienceqa": (None, 0.487, None),
+    "internvid": (23, 0, 11.7), "sharegpt4video": (None, 0, 26.2), "mmtrail-2m": (None, 0, 4.6),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_samplers_have_the_published_means(name):
+    samples = draw_samples(name, 6000, seed=1)
+    text, images, seconds = PUBLISHED[name]
+    if text is not None:
+        assert np.mean([s.text_tokens for s in samples]) == pytest.approx(text, rel=0.06)
+    assert np.mean([len(s.image_tokens) for s in samples]) == pytest.approx(images, rel=0.06)
+    if seconds is not None:
+        assert np.mean([s.video_seconds[0] for s in samples]) == pytest.approx(seconds, rel=0.06)
+    assert [s.id for s in draw_samples(name, 5, seed=1)] == [s.id for s in draw_samples(name, 5, seed=1)]
+    assert load_mixture(name)[0].fitted is True
+
+
+def test_medians_of_pipetune_table_1():
+    for name, text, images in (("coyo-700m", 13, 1), ("mmc4-core", 362, 3), ("flan", 52, 0)):
+        samples = draw_samples(name, 4000, seed=3)
+        assert np.median([s.text_tokens for s in samples]) == pytest.approx(text, rel=0.06)
+        assert np.median([len(s.image_tokens) for s in samples]) == images
+
+
+def test_mixtures_draw_their_shares():
+    samples = draw_samples("datamix1", 4000, seed=0)
+    share = np.mean([s.id.startswith("flan") for s in samples])
+    assert share == pytest.approx(0.9, abs=0.02)
+    assert {n for s in samples for n in s.image_tokens} == {576}
+    assert {n for s in samples for n in s.patches} == {576}
+    assert len({s.id for s in samples}) == 4000
+
+
+def test_packing_fills_sequences_without_loss():
+    samples = draw_samples("dip-vlm", 500, seed=2)
+    packs = pack_documents(samples)
+    assert [s.id for pack in packs for s in pack] == [s.id for s in samples]
+    for pack in packs:
+        assert sum(s.sequence_tokens for s in pack) <= 8192
+        assert sum(len(s.image_tokens) for s in pack) <= 48
+    long = cut(Sample("x", 9000, (169,) * 60, (2704,) * 60), 8192, 48)
+    assert (len(long.image_tokens), len(long.patches), long.text_tokens) == (48, 48, 8192 - 48 * 169)
+
+
+def test_clips_are_grouped_by_size_and_length():
+    samples = draw_samples("dip-t2v", 300, seed=2)
+    groups = group_clips(samples)
+    assert sorted(s.id for g in groups for s in g) == sorted(s.id for s in samples)
+    for group in groups:
+        assert len(group) <= 8
+        assert sum(s.video_seconds[0] for s in group) <= 16 + 1e-9
+        assert len({(s.video_height, s.video_width) for s in group}) == 1
+    # 16 s at 16 frames a second and 768 x 768 pixels: 32 x 48 x 48 tokens.
+    assert video_tokens(Sample("v", video_seconds=(16.0,), video_height=(768,), video_width=(768,))) == (
+        73728,
+    )
+
+
+def test_spreads_keep_median_and_mean_within_bounds():
+    spread = Spread(median=10, mean=30, minimum=1, maximum=200)
+    values = spread.draw(np.random.default_rng(0), 20_000)
+    assert np.median(values) == 10
+    assert values.mean() == pytest.approx(30, rel=0.03)
+    assert values.min() >= 1
+    assert values.max() <= 200
+    with pytest.raises(InputError, match=r"spread.mean: 300"):
+        Spread(median=10, mean=300, maximum=200)
+
+
+def test_text_to_video_batches_spread_as_in_dip_fig_4():
+    """`dip.txt` §2.2: the heaviest of 100 packed T2V-S batches takes 4.15 times the work of the lightest."""
+    architecture = catalog.load_architecture("t2v-s")
+    placement = Placement(catalog.load_machine("dip-h800-64"), Degrees(tensor=4))
+    layers = {m.name: module_templates(architecture, m, placement) for m in architecture.modules}
+    spreads = []
+    for seed in range(9):
+        works = [work_of(architecture, g) for g in draw_microbatches(architecture, "dip-t2v", 100, seed)]
+        flops = [
+            sum(
+                layer.on(w).model_flops
+                for name, parts in work.items()
+                for w in parts
+                for layer in layers[name]
+            )
+            for work in works
+        ]
+        spreads.append(max(flops) / min(flops))
+    assert np.median(spreads) == pytest.approx(4.15, rel=0.15)
+
+
+def test_image_batches_spread_widely():
+    architecture = catalog.load_architecture("vlm-s")
+    works = [work_of(architecture, g) for g in draw_microbatches(architecture, "dip-vlm", 100, 0)]
+    images = [sum(w.num_instances for w in work["vision"]) for work in works]
+    assert max(images) > 1.5 * np.mean(images)
+    assert min(images) < np.mean(images) / 2
