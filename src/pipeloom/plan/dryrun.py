@@ -14,6 +14,10 @@ Rules = Literal["nccl", "gloo"]
 ignored. Gloo: by tag, in any order. Both: a message is done once both ends have posted it (rendezvous)."""
 
 
+_WAITS = frozenset({"WF", "WB", "DF", "DB"})
+_ABOUT_MESSAGES = SEND_VERBS | RECEIVE_VERBS | _WAITS
+
+
 class Message(NamedTuple):
     """Name of a message: direction, producer chunk, microbatch, sub-microbatch, consumer chunk if needed."""
 
@@ -37,9 +41,21 @@ def message_of(action: Action) -> Message:
     return Message(action.verb[1], action.chunk, action.microbatch, action.sub_microbatch, action.target)
 
 
-def dry_run(plan: ExecutionPlan, rules: Rules) -> Stop | None:
+Messages = tuple[tuple[Message | None, ...], ...]
+"""Per rank and step the message that the action is about, worked out once; None for other actions."""
+
+
+def messages_of(plan: ExecutionPlan) -> Messages:
+    """Name the messages of all actions."""
+    return tuple(
+        tuple(message_of(action) if action.verb in _ABOUT_MESSAGES else None for action in actions)
+        for actions in plan.ranks
+    )
+
+
+def dry_run(plan: ExecutionPlan, rules: Rules, messages: Messages | None = None) -> Stop | None:
     """Execute a plan without computing; None when every rank reaches its end and every message its receiver."""
-    return _DryRun(plan, rules).run()
+    return _DryRun(plan, rules, messages_of(plan) if messages is None else messages).run()
 
 
 def grid(plan: ExecutionPlan, steps: tuple[int, ...], before: int = 2, after: int = 3) -> str:
@@ -62,10 +78,10 @@ def grid(plan: ExecutionPlan, steps: tuple[int, ...], before: int = 2, after: in
 
 
 class _DryRun:
-    def __init__(self, plan: ExecutionPlan, rules: Rules) -> None:
-        self.plan, self.rules = plan, rules
+    def __init__(self, plan: ExecutionPlan, rules: Rules, messages: Messages) -> None:
+        self.plan, self.rules, self.messages = plan, rules, messages
         self.steps = [0] * plan.num_ranks
-        self.posted: defaultdict[tuple[int, int], list[Action]] = defaultdict(list)
+        self.posted: defaultdict[tuple[int, int], list[tuple[Action, Message]]] = defaultdict(list)
         """What a rank has posted with a peer, in order: key (rank, peer)."""
         self.served: defaultdict[tuple[int, int], int] = defaultdict(int)
         self.by_name: dict[tuple[int, int, str, Message], int] = {}
@@ -86,8 +102,8 @@ class _DryRun:
                 action = actions[self.steps[rank]]
                 return self._stop(f"rank {rank} waits for ever at '{action_text(action).strip()}'")
         for (rank, peer), posted in sorted(self.posted.items()):
-            for action in posted:
-                if (rank, message_of(action)) not in self.done:
+            for action, message in posted:
+                if (rank, message) not in self.done:
                     return self._stop(
                         f"'{action_text(action)}' of rank {rank} is never matched by rank {peer}"
                     )
@@ -97,25 +113,27 @@ class _DryRun:
         return Stop(tuple(self.steps), reason)
 
     def _advance(self, rank: int) -> bool:
-        actions, begin = self.plan.ranks[rank], self.steps[rank]
+        actions, messages, begin = self.plan.ranks[rank], self.messages[rank], self.steps[rank]
         while self.steps[rank] < len(actions):
-            action = actions[self.steps[rank]]
-            if action.verb in SEND_VERBS or action.verb in RECEIVE_VERBS:
-                self._post(rank, action)
-                if self.mismatch:
-                    return True
-            elif action.verb in ("WF", "WB", "DF", "DB") and (rank, message_of(action)) not in self.done:
-                break
+            message = messages[self.steps[rank]]
+            if message is not None:
+                action = actions[self.steps[rank]]
+                if action.verb not in _WAITS:
+                    self._post(rank, action, message)
+                    if self.mismatch:
+                        return True
+                elif (rank, message) not in self.done:
+                    break
             self.steps[rank] += 1
         return self.steps[rank] > begin
 
-    def _post(self, rank: int, action: Action) -> None:
+    def _post(self, rank: int, action: Action, message: Message) -> None:
         peer = -1 if action.peer is None else action.peer
-        self.posted[rank, peer].append(action)
+        self.posted[rank, peer].append((action, message))
         if self.rules == "nccl":
             self._serve_in_order(rank, peer)
         else:
-            self._serve_by_name(rank, peer, action)
+            self._serve_by_name(rank, peer, action, message)
 
     def _serve_in_order(self, rank: int, peer: int) -> None:
         """Match what both ends have at the head of their common stream, as long as there is something."""
@@ -124,32 +142,31 @@ class _DryRun:
             mine, theirs = self.posted[rank, peer], self.posted[peer, rank]
             if index >= len(mine) or index >= len(theirs):
                 return
-            here, there = mine[index], theirs[index]
+            (here, my_message), (there, their_message) = mine[index], theirs[index]
             sends = (here.verb in SEND_VERBS) + (there.verb in SEND_VERBS)
-            if sends != 1 or message_of(here) != message_of(there):
+            if sends != 1 or my_message != their_message:
                 self.mismatch = (
                     f"between ranks {rank} and {peer}, message {index} is '{action_text(here)}' on rank {rank} "
                     f"but '{action_text(there)}' on rank {peer}"
                 )
                 return
-            self._complete(rank, peer, here, there)
+            self._complete(rank, peer, here, there, my_message)
             self.served[min(rank, peer), max(rank, peer)] = index + 1
 
-    def _serve_by_name(self, rank: int, peer: int, action: Action) -> None:
+    def _serve_by_name(self, rank: int, peer: int, action: Action, message: Message) -> None:
         role = "send" if action.verb in SEND_VERBS else "receive"
         other = "receive" if role == "send" else "send"
-        message = message_of(action)
         index = self.by_name.pop((peer, rank, other, message), None)
         if index is None:
             self.by_name[rank, peer, role, message] = len(self.posted[rank, peer]) - 1
         else:
-            self._complete(rank, peer, action, self.posted[peer, rank][index])
+            self._complete(rank, peer, action, self.posted[peer, rank][index][0], message)
 
-    def _complete(self, rank: int, peer: int, here: Action, there: Action) -> None:
+    def _complete(self, rank: int, peer: int, here: Action, there: Action, message: Message) -> None:
         if (here.shape, here.dtype) != (there.shape, there.dtype):
             self.mismatch = (
                 f"'{action_text(here)}' of rank {rank} meets '{action_text(there)}' of rank {peer}"
             )
             return
-        self.done.add((rank, message_of(here)))
-        self.done.add((peer, message_of(there)))
+        self.done.add((rank, message))
+        self.done.add((peer, message))

@@ -7,8 +7,8 @@ from typing import NoReturn
 
 from pipeloom.errors import InputError, PlanError
 from pipeloom.packing import Packing
-from pipeloom.plan.action import RECEIVE_VERBS, SEND_VERBS, Action, ExecutionPlan
-from pipeloom.plan.dryrun import Message, dry_run, grid, message_of
+from pipeloom.plan.action import Action, ExecutionPlan
+from pipeloom.plan.dryrun import Message, Messages, dry_run, grid, messages_of
 from pipeloom.plan.routes import HandOver, Routes, Unit, make_routes
 from pipeloom.plan.text import action_text
 from pipeloom.spec import Layout
@@ -34,22 +34,23 @@ def verify(plan: ExecutionPlan, layout: Layout | None = None, packing: Packing |
     """
     if len(plan.ranks) != plan.num_ranks:
         raise PlanError(f"the plan has {len(plan.ranks)} ranks, its header says {plan.num_ranks}")
+    messages = messages_of(plan)
     for rank in range(plan.num_ranks):
-        _check_steps(plan, rank)
-    _check_dry_run(plan)
+        _check_steps(plan, messages, rank)
+    _check_dry_run(plan, messages)
     if layout is not None:
         _check_layout(plan, layout)
         if packing is not None:
-            _check_hand_overs(plan, layout, packing)
+            _check_hand_overs(plan, messages, layout, packing)
 
 
-def _check_steps(plan: ExecutionPlan, rank: int) -> None:
+def _check_steps(plan: ExecutionPlan, messages: Messages, rank: int) -> None:
     """Check what one rank's list can show by itself."""
     done: set[tuple[str, _Key]] = set()
     posted: dict[tuple[str, Message], bool] = {}
     stepped = False
-    for step, action in enumerate(plan.ranks[rank]):
-        verb, key = action.verb, _key(action)
+    for step, (action, message) in enumerate(zip(plan.ranks[rank], messages[rank], strict=True)):
+        verb = action.verb
         if stepped and verb in ("F", "B", "I", "W"):
             _fail(plan, rank, step, "computes after the optimiser step")
         if verb == "OS":
@@ -58,23 +59,25 @@ def _check_steps(plan: ExecutionPlan, rank: int) -> None:
             stepped = True
         elif verb in ("F", "B", "I", "W", "RC", "OF", "LD"):
             _check_compute(plan, rank, step, done)
-            done.add((verb, key))
+            done.add((verb, _key(action)))
+        elif message is None:
+            continue
         elif verb in _WAIT_OF:
             _check_peer(plan, rank, step)
-            wait = (_WAIT_OF[verb], message_of(action))
+            wait = (_WAIT_OF[verb], message)
             if wait in posted:
                 _fail(plan, rank, step, "is posted twice")
             posted[wait] = False
-        elif verb in _WAIT_OF.values():
-            wait = (verb, message_of(action))
+        else:
+            wait = (verb, message)
             if posted.get(wait) is not False:
                 _fail(
                     plan, rank, step, "waits twice" if wait in posted else "waits for what was never posted"
                 )
             posted[wait] = True
-    for (expected, message), waited in posted.items():
+    for (expected, missing), waited in posted.items():
         if not waited:
-            name = f"{message.chunk} {message.microbatch}.{message.sub_microbatch}"
+            name = f"{missing.chunk} {missing.microbatch}.{missing.sub_microbatch}"
             _fail(plan, rank, len(plan.ranks[rank]), f"the list ends without '{expected} {name}'")
 
 
@@ -103,11 +106,11 @@ def _check_peer(plan: ExecutionPlan, rank: int, step: int) -> None:
         _fail(plan, rank, step, f"peer {action.peer} is not another rank of 0..{plan.num_ranks - 1}")
 
 
-def _check_dry_run(plan: ExecutionPlan) -> None:
-    stop = dry_run(plan, "nccl")
+def _check_dry_run(plan: ExecutionPlan, messages: Messages) -> None:
+    stop = dry_run(plan, "nccl", messages)
     if stop is None:
         return
-    lenient = dry_run(plan, "gloo") is None
+    lenient = dry_run(plan, "gloo", messages) is None
     rules = "under NCCL's rules (gloo's tags would allow it)" if lenient else "under NCCL's and gloo's rules"
     raise PlanError(f"the plan stops {rules}: {stop.reason}\n{grid(plan, stop.steps)}")
 
@@ -147,26 +150,28 @@ def _check_layout(plan: ExecutionPlan, layout: Layout) -> None:
             _fail(plan, rank, step, "has a backward, but nothing in or before its module is trained")
 
 
-def _check_hand_overs(plan: ExecutionPlan, layout: Layout, packing: Packing) -> None:
-    number_of = {name: i for i, name in enumerate(layout.chunk_names)}
+def _check_hand_overs(plan: ExecutionPlan, messages: Messages, layout: Layout, packing: Packing) -> None:
+    names = layout.chunk_names
+    number_of = {name: i for i, name in enumerate(names)}
     where: dict[tuple[str, Unit], tuple[int, int]] = {}
     message_at: dict[tuple[str, Message], tuple[int, int]] = {}
     for rank, actions in enumerate(plan.ranks):
-        for step, action in enumerate(actions):
-            if action.verb in ("F", "B", "I", "W"):
+        for step, (action, message) in enumerate(zip(actions, messages[rank], strict=True)):
+            if message is not None:
+                if action.verb[0] != "D":
+                    message_at[action.verb, message] = (rank, step)
+            elif action.verb in ("F", "B", "I", "W"):
                 unit = Unit(number_of[action.chunk], action.microbatch, action.sub_microbatch)
                 where[action.verb, unit] = (rank, step)
-            elif action.verb in SEND_VERBS | RECEIVE_VERBS | {"WF", "WB"}:
-                message_at[action.verb, message_of(action)] = (rank, step)
     try:
         routes = make_routes(layout, packing, [unit for verb, unit in where if verb == "F"])
     except InputError as error:
         raise PlanError(f"the plan is incomplete: {error}") from error
     used: set[tuple[str, Message]] = set()
     for hand_over in routes.hand_overs:
-        _check_hand_over(plan, layout, routes, hand_over, False, where, message_at, used)
+        _check_hand_over(plan, names, routes, hand_over, False, where, message_at, used)
         if hand_over.gradient:
-            _check_hand_over(plan, layout, routes, hand_over, True, where, message_at, used)
+            _check_hand_over(plan, names, routes, hand_over, True, where, message_at, used)
     for key, (rank, step) in message_at.items():
         if key not in used:
             _fail(plan, rank, step, "is a message that nobody needs")
@@ -174,7 +179,7 @@ def _check_hand_overs(plan: ExecutionPlan, layout: Layout, packing: Packing) -> 
 
 def _check_hand_over(
     plan: ExecutionPlan,
-    layout: Layout,
+    names: tuple[str, ...],
     routes: Routes,
     hand_over: HandOver,
     gradient: bool,
@@ -192,10 +197,8 @@ def _check_hand_over(
             _fail(plan, to_rank, to_step, f"starts before step {from_step}, whose result it takes")
         return
     direction = "B" if gradient else "F"
-    target = layout.chunk_name(consumer.chunk) if routes.target_is_needed(producer) else ""
-    message = Message(
-        direction, layout.chunk_name(producer.chunk), producer.microbatch, producer.sub_microbatch, target
-    )
+    target = names[consumer.chunk] if routes.target_is_needed(producer) else ""
+    message = Message(direction, names[producer.chunk], producer.microbatch, producer.sub_microbatch, target)
     for verb, rank in (("S", from_rank), ("R", to_rank), ("W", to_rank)):
         place = message_at.get((verb + direction, message))
         if place is None or place[0] != rank:
