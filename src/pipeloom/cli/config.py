@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -11,7 +12,8 @@ from typing import Any, Literal
 import msgspec
 
 from pipeloom.arrange import ModulePlacement
-from pipeloom.errors import InputError
+from pipeloom.errors import InputError, PipeloomError
+from pipeloom.io import read_spec
 from pipeloom.packing import PackingSpec
 from pipeloom.spec import ClusterSpec
 
@@ -41,6 +43,12 @@ class OptimizerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Refuse rates that cannot train."""
         if not 0 < self.learning_rate < float("inf"):
             raise InputError("optimizer.learning_rate", f"{self.learning_rate} is not positive and finite")
+        if self.warmup_iterations < 0:
+            raise InputError("optimizer.warmup_iterations", f"{self.warmup_iterations} is negative")
+        if not 0 <= self.weight_decay < float("inf"):
+            raise InputError("optimizer.weight_decay", f"{self.weight_decay} is not finite and at least 0")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise InputError("optimizer.betas", f"{list(self.betas)} are not in [0, 1)")
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise InputError(
                 "optimizer.clip_norm", f"{self.clip_norm} is not positive", "leave it out for no clipping"
@@ -53,6 +61,13 @@ class PlannerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     budget_s: float = 0.1
     deadline_s: float = 1.0
     method: str = "default"
+
+    def __post_init__(self) -> None:
+        """Refuse budgets that never begin and deadlines that never come."""
+        if not 0 < self.budget_s < float("inf"):
+            raise InputError("planner.budget_s", f"{self.budget_s} is not positive and finite")
+        if not 0 <= self.deadline_s < float("inf"):
+            raise InputError("planner.deadline_s", f"{self.deadline_s} is not finite and at least 0")
 
 
 class TrainConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -90,18 +105,7 @@ def read_config(path: Path) -> TrainConfig:
     InputError
         Naming the file and the field.
     """
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise InputError(
-            str(path), f"cannot be read ({error.strerror})", "give the path of a train.toml"
-        ) from error
-    try:
-        return msgspec.toml.decode(data, type=TrainConfig)
-    except InputError as error:
-        raise InputError(f"{path}: {error.entity}", error.problem, error.remedy) from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise InputError(str(path), str(error), "see docs/train.md for the fields") from error
+    return read_spec(path, TrainConfig)
 
 
 def load_task(config: TrainConfig, path: Path) -> ModuleType:
@@ -121,10 +125,40 @@ def load_task(config: TrainConfig, path: Path) -> ModuleType:
     root = file.parent.parent if package else file.parent
     if str(root) not in sys.path:
         sys.path.insert(0, str(root))
-    module = importlib.import_module(f"{file.parent.name}.{file.stem}" if package else file.stem)
+    try:
+        module = importlib.import_module(f"{file.parent.name}.{file.stem}" if package else file.stem)
+    except Exception as error:
+        if os.environ.get("PIPELOOM_TRACEBACK"):
+            raise
+        raise InputError(
+            str(file),
+            f"cannot be imported: {type(error).__name__}: {error}",
+            "PIPELOOM_TRACEBACK=1 shows where",
+        ) from error
     for name in ("build_model", "batches", "describe"):
         if not callable(getattr(module, name, None)):
             raise InputError(
                 f"{file}", f"has no function {name}", "see docs/train.md for what a task file offers"
             )
     return module
+
+
+def call_task(task: ModuleType, name: str, **arguments: Any) -> Any:
+    """Call one of the task file's functions; what goes wrong in it is the task's, and said so.
+
+    Raises
+    ------
+    InputError
+        Naming file and function.
+    """
+    try:
+        return getattr(task, name)(**arguments)
+    except PipeloomError:
+        raise
+    except Exception as error:
+        if os.environ.get("PIPELOOM_TRACEBACK"):
+            raise
+        raise InputError(
+            f"{task.__file__}: {name}({', '.join(arguments)})", f"raised {type(error).__name__}: {error}",
+            "PIPELOOM_TRACEBACK=1 shows where",
+        ) from error  # fmt: skip

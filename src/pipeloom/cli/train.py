@@ -9,7 +9,8 @@ import msgspec
 import typer
 from rich.console import Console
 
-from pipeloom.cli.config import TrainConfig, load_task, read_config
+from pipeloom.cli.config import TrainConfig, call_task, load_task, read_config
+from pipeloom.errors import InputError
 from pipeloom.io import write_text
 
 _PROFILED_BATCHES = 4
@@ -77,16 +78,19 @@ def prepare(console: Console, settings: TrainConfig, path: Path, setup_path: Pat
     from pipeloom.cli.train_rank import build_model
     from pipeloom.planner import Setup
     from pipeloom.runtime import profile_model
+    from pipeloom.search import METHODS
+
+    if settings.planner.method not in METHODS:
+        known = ", ".join(METHODS)
+        raise InputError(f"{path}: planner.method", f"{settings.planner.method!r} is none of {known}")
 
     task = load_task(settings, path)
     model = build_model(task, settings)
+    for name in settings.layout.modules:
+        model.spec.module(name)
     placements = settings.layout.modules
-    batches = [
-        list(samples)
-        for samples in itertools.islice(
-            task.batches(num_iterations=_PROFILED_BATCHES, **settings.data), _PROFILED_BATCHES
-        )
-    ]
+    given = call_task(task, "batches", num_iterations=_PROFILED_BATCHES, **settings.data)
+    batches = [list(samples) for samples in itertools.islice(given, _PROFILED_BATCHES)]
     console.print(f"Measuring the layers of {model.name} on this machine ...")
     profile = profile_model(
         model, batches, describe=task.describe, packing=settings.packing, placements=placements

@@ -12,9 +12,10 @@ import msgspec
 import torch
 from rich.console import Console
 
-from pipeloom.cli.config import OptimizerConfig, TrainConfig, load_task, read_config
+from pipeloom.cli.config import OptimizerConfig, TrainConfig, call_task, load_task, read_config
 from pipeloom.cli.progress import Progress
 from pipeloom.cli.record import Recorder, Summary, closing_tables
+from pipeloom.errors import InputError
 from pipeloom.io import write_text
 from pipeloom.planner import Planner, Setup
 from pipeloom.planner.compare import SystemTimeline, chain_layouts, compare_systems
@@ -61,7 +62,7 @@ def train_rank(config_path: str, iterations: int, setup_path: str, folder: str, 
         learning_rate=learning_rates(optimizer, config.iterations),
         clip_norm=optimizer.clip_norm,
     )
-    batches = task.batches(num_iterations=config.iterations, **config.data)
+    batches = call_task(task, "batches", num_iterations=config.iterations, **config.data)
     if trainer.rank != 0:
         for _ in trainer.run(batches):
             pass
@@ -84,9 +85,11 @@ def train_rank(config_path: str, iterations: int, setup_path: str, folder: str, 
 def build_model(task: ModuleType, config: TrainConfig) -> Model:
     """Build the task's model in the dtype of the run."""
     torch.set_default_dtype(getattr(torch, config.dtype))
-    model = task.build_model(seed=config.seed, **config.model)
+    model = call_task(task, "build_model", seed=config.seed, **config.model)
     if not isinstance(model, Model):
-        raise TypeError(f"build_model returned a {type(model).__name__}, not a pipeloom.Model")
+        raise InputError(
+            f"{task.__file__}: build_model", f"returned a {type(model).__name__}", "return a pipeloom.Model"
+        )
     return model
 
 

@@ -1,0 +1,97 @@
+"""`pipeloom train` from its file to what it leaves behind, and what it says of files that are wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import pipeloom
+from pipeloom.cli.app import run
+from pipeloom.plan import from_text, verify
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "digits_vlm"
+
+
+def config(folder: Path, *edits: tuple[str, str]) -> Path:
+    """The example's train.toml, made small, with some of its lines replaced."""
+    text = (EXAMPLE / "train.toml").read_text()
+    small = (
+        ('"task.py"', f'"{EXAMPLE / "task.py"}"'),
+        ("ranks = 4", "ranks = 2"),
+        ("_batch = 48", "_batch = 6"),
+    )
+    for old, new in (*small, *edits):
+        assert old in text
+        text = text.replace(old, new)
+    path = folder / "train.toml"
+    path.write_text(text)
+    return path
+
+
+def test_a_short_run_leaves_everything_behind(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path = config(tmp_path)
+    assert run(["train", str(path), "--runs", str(tmp_path / "runs"), "--iterations", "3", "--json"]) == 0
+    summary = json.loads(capfd.readouterr().out)
+    folder = tmp_path / "runs" / "digits_vlm"
+    assert summary == json.loads((folder / "summary.json").read_text())
+    assert summary["iterations"] == summary["plans_fresh"] + summary["plans_fallback"] == 3
+    for field in (
+        "loss_first",
+        "loss_last",
+        "digit_accuracy",
+        "exact_match",
+        "mean_gap",
+        "mean_planned_s",
+        "mean_measured_s",
+    ):
+        assert summary[field] >= 0
+    assert set(summary["comparison"]) == {"1f1b", "interleaved", "per-batch plan"}
+    plans = sorted((folder / "plans").iterdir())
+    assert [plan.name for plan in plans] == ["00000.plan", "00001.plan", "00002.plan"]
+    for plan in plans:
+        verify(from_text(plan.read_text()))
+    events = json.loads((folder / "trace.json").read_text())["traceEvents"]
+    assert {"planned", "measured"} <= {str(e.get("args", {}).get("name")) for e in events if e["ph"] == "M"}
+    page = (folder / "timeline.html").read_text()
+    assert "planned" in page
+    assert "measured" in page
+    assert "<script src=" not in page, "the page works offline"
+    assert "<svg" in (folder / "comparison.svg").read_text()
+    assert pipeloom.__version__
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("ranks = 2", "ranks = 0", "layout.ranks: 0 is below 1"),
+        ("ranks = 2", "ranks = 50", "has 6 layers for 50 ranks"),
+        ("iterations = 250", 'iterations = "x"', "iterations: 'x' is not an integer"),
+        ("seed = 0", "seed = 0\nsede = 1", "sede: is not a known field; did you mean seed?"),
+        ("modules.vision]", "modules.visoin]", "module 'visoin': is unknown; the model has vision, lm"),
+        (
+            "token_budget = 200",
+            "token_budget = 20",
+            "tokens exceed the token budget of 20; raise packing.token_budget",
+        ),
+        (
+            "documents_per",
+            "documentz_per",
+            "task.py: batches(num_iterations, documentz_per_batch): raised TypeError",
+        ),
+        ("budget_s = 0.05", "budget_s = -1", "planner.budget_s: -1.0 is not positive"),
+        ("deadline_s", 'method = "magic"\ndeadline_s', "planner.method: 'magic' is none of default"),
+        ('name = "digits_vlm"', 'name = "../x"', "name: '../x' is no folder name"),
+        ("learning_rate = 3e-3", "learning_rate = nan", "optimizer.learning_rate: nan is not"),
+        ("task.py", "tusk.py", "tusk.py' is not a file"),
+    ],
+)
+def test_wrong_files_end_with_one_clear_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], old: str, new: str, message: str
+) -> None:
+    path = config(tmp_path, (old, new))
+    assert run(["train", str(path), "--runs", str(tmp_path / "runs"), "--iterations", "1"]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
