@@ -24,7 +24,7 @@ STRATEGIES = ("keep", "recompute", "selective", "offload")
 
 
 @functools.cache
-def block_bounds(strategy: str, num_layers: int) -> Bounds:
+def block_bounds(strategy: str, num_layers: int, with_loss: bool = False) -> Bounds:
     """Cut layers into blocks: maximal runs of one strategy.
 
     Parameters
@@ -32,6 +32,8 @@ def block_bounds(strategy: str, num_layers: int) -> Bounds:
     strategy : str
         One word for all layers, or one per layer separated by commas.
     num_layers : int
+    with_loss : bool
+        One more layer, the loss, goes with the last.
 
     Returns
     -------
@@ -59,6 +61,9 @@ def block_bounds(strategy: str, num_layers: int) -> Bounds:
         end = begin + len(list(run))
         bounds.append((begin, end, word))
         begin = end
+    if with_loss:
+        last = bounds[-1]
+        bounds[-1] = (last[0], last[1] + 1, last[2])
     return tuple(bounds)
 
 

@@ -267,13 +267,10 @@ class _Iteration:
         part, context = self._part(unit) if unit.needs_part else (None, {})
         inputs = self._inputs(unit, part)
         layers: list[Callable[..., Tensor]] = self.executor.layers[unit.unit.chunk]  # type: ignore[assignment]
-        bounds = unit.bounds
         if unit.is_last and part is not None:
-            loss = self.executor.model.loss
-            layers = [*layers, _loss_layer(loss, part)]
-            bounds = (*bounds[:-1], (bounds[-1][0], bounds[-1][1] + 1, bounds[-1][2]))
+            layers = [*layers, _loss_layer(self.executor.model.loss, part)]
         passage = Passage(self.device, context)
-        output = passage.forward(layers, bounds, inputs, unit.trained)
+        output = passage.forward(layers, unit.bounds, inputs, unit.trained)
         if unit.trained:
             unit.passage = passage
         if unit.is_last:

@@ -194,11 +194,14 @@ def make_part(
     """
     chosen = packing.microbatches[microbatch].samples
     cut = packing.parts_of(microbatch, module.name)[sub]
-    instances = [
-        (position, index)
-        for position, number in enumerate(chosen)
-        for index in range(len(module.instance_lengths(packing.batch.samples[number])))
-    ]
+    if module.reads == "images":
+        instances = [
+            (position, index)
+            for position, number in enumerate(chosen)
+            for index in range(len(module.instance_lengths(packing.batch.samples[number])))
+        ]
+    else:
+        instances = [(position, 0) for position in range(len(chosen))]
     if cut.first + cut.count > len(instances):
         raise InputError(
             f"microbatch {microbatch}.{module.name}[{sub}]",

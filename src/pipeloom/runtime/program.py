@@ -297,7 +297,7 @@ class _Link:
             is_first=place.before < 0,
             is_last=is_last,
             trained=place.gradient,
-            bounds=block_bounds(strategy, chunk.num_layers),
+            bounds=block_bounds(strategy, chunk.num_layers, is_last),
             layer_numbers=chunk.layers,
             stated=None if is_last else self._stated(unit),
             into=into,
