@@ -15,7 +15,7 @@ from pathlib import Path
 
 from pipeloom.io import write_text
 
-SECTIONS = ("planning",)
+SECTIONS = ("planning", "executor")
 TARGET = Path(__file__).parents[1] / "docs" / "benchmarks.md"
 _HEAD = """# Benchmarks
 
