@@ -75,8 +75,8 @@ def test_collectives_overlap_with_weight_gradients():
     [
         (
             m.Residual(m.Attention(16, 4, 2, 4)),
-            "norm matmul rotary attention matmul add",
-            "matmul matmul attention_backward rotary matmul matmul norm norm add",
+            "norm matmul rotary causal_attention matmul add",
+            "matmul matmul causal_attention_backward rotary matmul matmul norm norm add",
         ),
         (
             m.Residual(m.MLP(16, 32)),
@@ -96,8 +96,8 @@ def test_collectives_overlap_with_weight_gradients():
         ),
         (
             m.LatentAttention(16, 4, 8, 12, 4, 2, 4),
-            "matmul norm matmul matmul matmul rotary attention matmul",
-            "matmul matmul attention_backward rotary matmul matmul matmul matmul matmul matmul norm norm "
+            "matmul norm matmul matmul matmul rotary causal_attention matmul",
+            "matmul matmul causal_attention_backward rotary matmul matmul matmul matmul matmul matmul norm norm "
             "matmul add matmul",
         ),
         (

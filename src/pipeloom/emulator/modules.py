@@ -144,6 +144,7 @@ class Attention:
             query_key_width=self.head_width,
             value_width=self.head_width,
             rows=x.rows,
+            causal=self.causal,
         )
         y = ops.linear(y, heads * self.head_width, self.hidden, bias=self.output_bias, split=context.tensor)
         return ops.leave_tensor_parallel(y)
@@ -219,7 +220,7 @@ class LatentAttention:
         pairs = (CAUSAL_PAIRS if self.causal else TOKEN_PAIRS) / context.context
         y = ops.attention(
             [query, keys], pairs, heads=heads, query_key_width=query_key, value_width=self.value_width,
-            rows=query.rows,
+            rows=query.rows, causal=self.causal,
         )  # fmt: skip
         return ops.leave_tensor_parallel(ops.linear(y, heads * self.value_width, self.hidden, split=split))
 

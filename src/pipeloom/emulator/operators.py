@@ -120,7 +120,14 @@ def modulate(x: Tensor, shift_scale: Tensor) -> Tensor:
 
 
 def attention(
-    inputs: list[Tensor], pairs: Size, *, heads: int, query_key_width: int, value_width: int, rows: Size
+    inputs: list[Tensor],
+    pairs: Size,
+    *,
+    heads: int,
+    query_key_width: int,
+    value_width: int,
+    rows: Size,
+    causal: bool = False,
 ) -> Tensor:
     """Attention in tiles (FlashAttention): saves its inputs, its output and one log-sum per row and head.
 
@@ -131,16 +138,17 @@ def attention(
     rows : query rows
     """
     first = inputs[0]
+    kind = "causal_attention" if causal else "attention"
     width = heads * value_width
     flops = pairs * (2 * heads * (query_key_width + value_width))
     moved = rows * (width * first.dtype_bytes)
     for tensor in inputs:
         moved = moved + tensor.num_bytes
     return first.tape.record(
-        Cost("attention", flops, moved), inputs, (rows, width), extra=[(rows, heads, STATISTIC_BYTES)],
+        Cost(kind, flops, moved), inputs, (rows, width), extra=[(rows, heads, STATISTIC_BYTES)],
         saved=inputs, saves_output=True,
         # Five products instead of two: scores again, then the gradients of values, scores, queries and keys.
-        input_gradient=Cost("attention_backward", flops * 2.5, moved * 2),
+        input_gradient=Cost(f"{kind}_backward", flops * 2.5, moved * 2),
     )  # fmt: skip
 
 

@@ -91,6 +91,13 @@ class Device:
                 "describe a link as a device of its own",
             )
 
+    def efficiency_of(self, kind: str) -> Efficiency:
+        """Efficiency of a kind of operator; causal attention falls back on attention, all on ``"*"``."""
+        for name in (kind, kind.removeprefix("causal_"), "*"):
+            if name in self.efficiency:
+                return self.efficiency[name]
+        return Efficiency()
+
     @property
     def rates(self) -> tuple[float, float, float]:
         """Peak operations, memory bytes and network bytes per second."""
@@ -116,7 +123,7 @@ class RuleTable:
         self.rule = np.array(
             [rows.setdefault((d, k), len(rows)) for d, k in zip(device.tolist(), kind, strict=True)], np.int64
         )
-        chosen = [devices[d].efficiency.get(k, devices[d].efficiency.get("*", Efficiency())) for d, k in rows]
+        chosen = [devices[d].efficiency_of(k) for d, k in rows]
         width = max((len(getattr(e, m)) for e in chosen for m in METRICS), default=1)
         self.points = np.zeros((len(rows), 3, width))
         self.values = np.ones((len(rows), 3, width))

@@ -19,6 +19,7 @@ from pipeloom.emulator.reuse import INPUT, Call, Composite, Port, repeated
 from pipeloom.emulator.rules import IntArray
 from pipeloom.emulator.tape import NUM_DEVICES
 from pipeloom.emulator.template import LayerTemplate
+from pipeloom.errors import InputError
 from pipeloom.spec import Workload
 
 LOCAL = tuple(range(NUM_DEVICES))
@@ -57,6 +58,12 @@ class Stage:
 
     def __init__(self, runs: Sequence[Run]) -> None:
         self.runs = tuple(runs)
+        for run in self.runs:
+            if run.strategy not in run.layer.passes:
+                raise InputError(
+                    f"strategy {run.strategy!r}", "needs a link to the host, the device has none",
+                    "give pcie_bytes_per_s or choose another strategy",
+                )  # fmt: skip
         self._graphs: OrderedDict[tuple[Workload, Part], Composite] = OrderedDict()
 
     @functools.cached_property

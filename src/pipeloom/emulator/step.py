@@ -433,5 +433,7 @@ def fastest_step(
     if best is None:
         assert leanest is not None
         peak, limit = max(leanest.run().peak_bytes), leanest.capacity
-        raise InfeasibleError(f"needs {peak / 1e9:.1f} GB on a device at best, {limit / 1e9:.1f} GB are usable")
+        raise InfeasibleError(
+            f"needs {peak / 1e9:.1f} GB on a device at best, {limit / 1e9:.1f} GB are usable"
+        )
     return best.run()

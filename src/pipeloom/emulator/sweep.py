@@ -88,7 +88,9 @@ def emulate(
     if microbatches is None:
         if num_microbatches < 1:
             raise InputError("num_microbatches", f"{num_microbatches} is below 1")
-        microbatches = draw_microbatches(architecture, data or default_data(architecture), num_microbatches, seed)
+        microbatches = draw_microbatches(
+            architecture, data or default_data(architecture), num_microbatches, seed
+        )
     works = _works(architecture, microbatches, sub_microbatch)
     pipeline = PipelineModel(architecture, Placement(machine, degrees), _typical(works), segments)
     if strategy is None:
@@ -97,7 +99,9 @@ def emulate(
 
 
 def _works(
-    architecture: Architecture, microbatches: Sequence[Sequence[Sample]], sub_microbatch: Mapping[str, int] | None
+    architecture: Architecture,
+    microbatches: Sequence[Sequence[Sample]],
+    sub_microbatch: Mapping[str, int] | None,
 ) -> list[Work]:
     if sub_microbatch is None:
         sub_microbatch = {m.name: IMAGES_PER_PART for m in architecture.modules if m.reads == "images"}
@@ -106,7 +110,9 @@ def _works(
 
 def _typical(works: Sequence[Work]) -> Work:
     """The microbatch of middling size, by which layers are divided over the ranks."""
-    return sorted(works, key=lambda work: sum(w.num_tokens for parts in work.values() for w in parts))[len(works) // 2]
+    return sorted(works, key=lambda work: sum(w.num_tokens for parts in work.values() for w in parts))[
+        len(works) // 2
+    ]
 
 
 @dataclass(frozen=True)
@@ -168,12 +174,18 @@ def sweep(
 
 
 def _entry(
-    architecture: Architecture, machine: MachineSpec, degrees: Degrees, works: Sequence[Work], strategies: Sequence[str]
+    architecture: Architecture,
+    machine: MachineSpec,
+    degrees: Degrees,
+    works: Sequence[Work],
+    strategies: Sequence[str],
 ) -> SweepEntry:
     if degrees.data > len(works):
         return SweepEntry(degrees, None, f"{len(works)} microbatches for {degrees.data} replicas")
     replicas = [works[r :: degrees.data] for r in range(degrees.data)]
-    largest = max(replicas, key=lambda r: sum(w.num_tokens for work in r for parts in work.values() for w in parts))
+    largest = max(
+        replicas, key=lambda r: sum(w.num_tokens for work in r for parts in work.values() for w in parts)
+    )
     try:
         pipeline = PipelineModel(architecture, Placement(machine, degrees), _typical(works))
         return SweepEntry(degrees, fastest_step(pipeline, largest, strategies))

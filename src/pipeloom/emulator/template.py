@@ -21,11 +21,11 @@ from pipeloom.emulator.program import ALIVE, STRATEGIES, Part, Passes, Program, 
 from pipeloom.emulator.reuse import Leaf
 from pipeloom.emulator.rules import Device, IntArray, RuleTable
 from pipeloom.emulator.size import NUM_FEATURES, FloatArray, Size, feature_row
-from pipeloom.emulator.tape import DEVICE_NAMES, NUM_DEVICES, Context, Parameters, Tape
+from pipeloom.emulator.tape import DEVICE_NAMES, NUM_DEVICES, PCIE, Context, Parameters, Tape
 from pipeloom.errors import InputError
 from pipeloom.spec import Workload
 
-PRODUCTS = frozenset({"matmul", "grouped_matmul", "attention", "scan"})
+PRODUCTS = frozenset({"matmul", "grouped_matmul", "attention", "causal_attention", "scan"})
 """Operators that count as the model's work in utilisation."""
 CACHE_SIZE = 4096
 """Workloads remembered per layer; the oldest go first."""
@@ -93,7 +93,9 @@ class LayerTemplate:
         self._output = output.num_bytes
         self.parameters: tuple[Parameters, ...] = tuple(tape.parameters)
         self.trainable = trainable
-        self.passes: dict[Strategy, Passes] = {s: make_passes(tape, output, s) for s in STRATEGIES}
+        # Without a link to the host there is nothing to offload over.
+        usable = [s for s in STRATEGIES if s != "offload" or devices[PCIE].network_bytes_per_s]
+        self.passes: dict[Strategy, Passes] = {s: make_passes(tape, output, s) for s in usable}
         self._compile()
         self._known: OrderedDict[tuple[float, ...], EvaluatedLayer] = OrderedDict()
 
