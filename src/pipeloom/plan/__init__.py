@@ -3,6 +3,7 @@
 from pipeloom.plan.action import COMPUTE_VERBS, RECEIVE_VERBS, SEND_VERBS, Action, ExecutionPlan, Verb
 from pipeloom.plan.delivery import Answer, Delivery, PackingCounts, packing_counts
 from pipeloom.plan.lower import lower, strategy_word
+from pipeloom.plan.pytorch import schedule_from_pytorch_csv, to_pytorch_csv
 from pipeloom.plan.routes import HandOver, Router, Routes, Shapes, Unit, boundary_shapes, make_routes
 from pipeloom.plan.text import action_text, from_msgpack, from_text, to_msgpack, to_text
 from pipeloom.plan.verify import verify
@@ -29,8 +30,10 @@ __all__ = [
     "lower",
     "make_routes",
     "packing_counts",
+    "schedule_from_pytorch_csv",
     "strategy_word",
     "to_msgpack",
+    "to_pytorch_csv",
     "to_text",
     "verify",
 ]

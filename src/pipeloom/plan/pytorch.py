@@ -1,0 +1,163 @@
+"""PyTorch's schedule files: cells like ``2F0``, ``0I1``, ``3SEND_F1``, a row for each rank.
+
+What they can say is less than a plan: one chain of stages, whole microbatches, one shape, activations kept.
+Stage numbers are chunk numbers. PyTorch names a receive by the stage that receives, plans by the one that sent.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections.abc import Iterator
+
+import numpy as np
+
+from pipeloom.errors import InputError
+from pipeloom.plan.action import Action, ExecutionPlan
+from pipeloom.spec import Layout
+from pipeloom.taskgraph import KIND_NAMES, NO_TASK, TaskGraph
+from pipeloom.timeline import Schedule
+
+_CELL = re.compile(r"(\d+)(F|I|B|W|UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)(\d*)", re.ASCII)
+_OVERLAPPED = re.compile(r"\(([^()]*)\)OVERLAP_F_B", re.ASCII)
+_COMPUTE = frozenset({"F", "B", "I", "W"})
+_MESSAGE = {"SF": ("SEND_F", 0), "RF": ("RECV_F", 1), "SB": ("SEND_B", 1), "RB": ("RECV_B", 0)}
+"""PyTorch's verb, and how far its stage is from the producing chunk."""
+
+
+def to_pytorch_csv(plan: ExecutionPlan, layout: Layout, *, communication: bool = False) -> str:
+    """Write a plan as PyTorch's ``compute_only`` or, with ``communication``, ``compute_comms`` schedule.
+
+    Raises
+    ------
+    InputError
+        When PyTorch's runtime could not run the plan: modules that form no chain, are frozen or replicated,
+        sub-microbatches, or activations that are not kept.
+    """
+    _check_chain(layout)
+    number_of = {name: i for i, name in enumerate(layout.chunk_names)}
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    for rank, actions in enumerate(plan.ranks):
+        cells = []
+        for step, action in enumerate(actions):
+            if action.sub_microbatch:
+                raise InputError(
+                    f"plan, rank {rank}, step {step}", "works on a sub-microbatch", "PyTorch has none"
+                )
+            if action.strategy not in ("", "keep") or action.verb in ("RC", "OF", "LD"):
+                raise InputError(
+                    f"plan, rank {rank}, step {step}", "does not keep its activations", "PyTorch keeps them"
+                )
+            cell = _cell(action, number_of, communication)
+            if cell:
+                cells.append(cell)
+        writer.writerow(cells)
+    return text.getvalue()
+
+
+def schedule_from_pytorch_csv(text: str, graph: TaskGraph) -> Schedule:
+    """Read PyTorch's schedule as one for a graph whose chunks are PyTorch's stages.
+
+    Communication in the file is passed over, since lowering adds what is needed; empty cells are bubbles.
+
+    Raises
+    ------
+    InputError
+        With row and column: a cell that is no action, a task that the graph does not have, or has on another
+        rank, comes twice, or is missing.
+    """
+    if graph.labels is None:
+        raise InputError("graph.labels", "is null", "give a graph that was built from a layout")
+    task_of = _tasks_by_name(graph)
+    seen: set[int] = set()
+    orders: list[list[int]] = []
+    for row, cells in enumerate(csv.reader(io.StringIO(text))):
+        order = []
+        for column, cell in enumerate(cells):
+            where = f"row {row + 1}, column {column + 1}"
+            for name in _compute_of(cell.strip(), where):
+                task = task_of.get(name)
+                if task is None:
+                    raise InputError(
+                        where, f"{cell.strip()!r} is no task of the graph", _remedy(name, task_of)
+                    )
+                if int(graph.rank[task]) != row:
+                    raise InputError(where, f"{cell.strip()!r} is on rank {graph.rank[task]} in the graph")
+                if task in seen:
+                    raise InputError(where, f"{cell.strip()!r} comes twice")
+                seen.add(task)
+                order.append(task)
+        orders.append(order)
+    if len(orders) != graph.num_ranks:
+        raise InputError("schedule", f"has {len(orders)} rows, the graph {graph.num_ranks} ranks")
+    missing = next((name for name, task in task_of.items() if task not in seen), None)
+    if missing is not None:
+        raise InputError("schedule", f"'{missing[0]}{missing[1]}{missing[2]}' is missing")
+    return Schedule(tuple(np.array(order, dtype=np.int64) for order in orders), method="pytorch csv")
+
+
+_Name = tuple[int, str, int]
+"""Stage, verb, microbatch."""
+
+
+def _check_chain(layout: Layout) -> None:
+    for before, module in zip((None, *layout.modules), layout.modules, strict=False):
+        if module.after != (() if before is None else (before.name,)):
+            raise InputError(
+                f"module {module.name!r}.after", "makes no chain", "PyTorch connects a chain only"
+            )
+        if module.on_ranks == "replicated":
+            raise InputError(f"module {module.name!r}", "is replicated", "PyTorch has each stage once")
+        if not layout.has_backward(module.name):
+            raise InputError(f"module {module.name!r}", "has no backward", "PyTorch runs one for every stage")
+
+
+def _cell(action: Action, number_of: dict[str, int], communication: bool) -> str:
+    if action.verb in _COMPUTE:
+        return f"{number_of[action.chunk]}{action.verb}{action.microbatch}"
+    if not communication:
+        return ""
+    if action.verb in _MESSAGE:
+        verb, distance = _MESSAGE[action.verb]
+        return f"{number_of[action.chunk] + distance}{verb}{action.microbatch}"
+    if action.verb == "RG":
+        return f"{number_of[action.chunk]}REDUCE_GRAD"
+    return f"{number_of[action.chunk]}UNSHARD" if action.verb == "UN" else ""
+
+
+def _compute_of(cell: str, where: str) -> Iterator[_Name]:
+    """The computations of one cell: none, one, or the two of an overlapped one."""
+    if not cell:
+        return
+    overlapped = _OVERLAPPED.fullmatch(cell)
+    for part in overlapped.group(1).split(";") if overlapped else (cell,):
+        found = _CELL.fullmatch(part.strip())
+        if found is None or (found.group(2) in _COMPUTE and not found.group(3)):
+            raise InputError(where, f"{cell!r} is no action of PyTorch's", "for example 2F0 or 3SEND_F1")
+        stage, verb, microbatch = found.groups()
+        if verb in _COMPUTE:
+            yield int(stage), verb, int(microbatch)
+
+
+def _tasks_by_name(graph: TaskGraph) -> dict[_Name, int]:
+    names: dict[_Name, int] = {}
+    for pair, label in enumerate(graph.labels or ()):
+        if label.sub_microbatch:
+            raise InputError(
+                f"pair {pair}", "is a sub-microbatch", "PyTorch's schedules have whole microbatches"
+            )
+        for task in (graph.forward_of[pair], graph.backward_of[pair], graph.weight_of[pair]):
+            if task != NO_TASK:
+                names[label.chunk, KIND_NAMES[graph.kind[task]], label.microbatch] = int(task)
+    return names
+
+
+def _remedy(name: _Name, known: dict[_Name, int]) -> str:
+    stage, verb, microbatch = name
+    if verb == "B" and (stage, "I", microbatch) in known:
+        return "build the graph with whole backwards"
+    if verb in ("I", "W") and (stage, "B", microbatch) in known:
+        return "build the graph with split backwards"
+    return "stages are chunk numbers, microbatches count from 0"
