@@ -46,6 +46,9 @@ COMMANDS = {
     "report": Command(
         "report", "Show a training run, or compare schedules: table, timeline page, trace, picture."
     ),
+    "emulate": Command("emulate", "Predict time and memory of an iteration on a cluster, from operators."),
+    "sweep": Command("sweep", "Rank the degrees of parallelism for a model on a cluster."),
+    "calibrate": Command("calibrate", "Measure this machine and write its device table."),
     "planner": Command("planner", "The planner service; the trainer starts it itself."),
 }
 _HIDDEN = frozenset({"planner"})

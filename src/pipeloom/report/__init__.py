@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from pipeloom.errors import InputError
 from pipeloom.report.chrome_trace import trace
+from pipeloom.report.emulated import emulated_track
 from pipeloom.report.svg_picture import timeline_svg
 from pipeloom.report.tables import comparison_table, summary_table
 from pipeloom.report.track import Box, Figures, Track, boxes, figures, make_track
@@ -17,6 +18,7 @@ __all__ = [
     "Track",
     "boxes",
     "comparison_table",
+    "emulated_track",
     "figures",
     "make_track",
     "share_text",

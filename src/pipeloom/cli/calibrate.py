@@ -1,0 +1,94 @@
+"""`pipeloom calibrate`: measure this machine and write its device table."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import typer
+
+from pipeloom.cli.output import JSON_HELP, check_targets, print_json, stderr, stdout
+from pipeloom.emulator.fit import CalibrationRow, mean_error
+from pipeloom.errors import InputError
+from pipeloom.io import write_text
+
+EPILOG = (
+    "Example: pipeloom calibrate --device cpu --out cpu.toml. Runs unattended; a CPU takes a few minutes."
+)
+
+
+def calibrate(
+    device: str = typer.Option(..., help="cpu or cuda."),
+    out: Path = typer.Option(..., metavar="DEVICE.toml", help="The device table to write."),
+    name: str = typer.Option("", help="Name of the device; default: what the system says."),
+    repeats: int = typer.Option(9, min=1, help="Timed runs of each shape; the median counts."),
+    plot: Path | None = typer.Option(
+        None, metavar="FILE.html", help="Write predicted against measured as a page."
+    ),
+    quick: bool = typer.Option(False, help="A few small shapes only: for trying it out."),
+    json: bool = typer.Option(False, "--json", help=JSON_HELP),
+) -> None:
+    """Time matrix products, attention, norms and copies over sizes, fit a device table, and check it.
+
+    The errors are on operator shapes and whole layers that were not fitted.
+    """
+    check_targets(out, plot)
+    if device not in ("cpu", "cuda"):
+        raise InputError("--device", f"{device!r} is neither 'cpu' nor 'cuda'")
+    if not str(out).endswith(".toml"):
+        raise InputError("--out", f"{str(out)!r} does not end in .toml", "device tables are TOML")
+    import torch
+
+    from pipeloom.runtime.microbench import calibrate as measure
+
+    if device == "cuda" and not torch.cuda.is_available():
+        raise InputError("--device", "'cuda', but torch sees no CUDA device", "use --device cpu")
+    notes = stderr()
+    kind: Literal["cpu", "cuda"] = "cuda" if device == "cuda" else "cpu"
+    found = measure(
+        kind,
+        name=name,
+        repeats=repeats,
+        small=quick,
+        progress=lambda line: notes.print(line, highlight=False),
+    )
+    write_text(out, msgspec.toml.encode(msgspec.to_builtins(found.device)).decode())
+    if plot is not None:
+        from pipeloom.report.calibration_page import calibration_page
+
+        write_text(plot, calibration_page(found))
+    if json:
+        print_json({
+            "device": found.device.name, "out": str(out), "mean_operator_error": mean_error(found.operators),
+            "mean_layer_error": found.mean_layer_error, "operators": [_document(row) for row in found.operators],
+            "layers": [_document(row) for row in found.layers],
+        })  # fmt: skip
+        return
+    _print(found.layers, "Layers that were not fitted")
+    stdout().print(
+        f"mean error: operators {mean_error(found.operators):.1%}, layers {found.mean_layer_error:.1%}; wrote {out}",
+        highlight=False, soft_wrap=True,
+    )  # fmt: skip
+
+
+def _document(row: CalibrationRow) -> dict[str, Any]:
+    return {
+        "name": row.name,
+        "predicted_s": row.predicted_s,
+        "measured_s": row.measured_s,
+        "error": row.error,
+    }
+
+
+def _print(rows: tuple[CalibrationRow, ...], title: str) -> None:
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left")
+    for name in ("layer", "predicted", "measured", "error"):
+        table.add_column(name, justify="left" if name == "layer" else "right")
+    for row in rows:
+        table.add_row(
+            row.name, f"{row.predicted_s * 1e3:.3g} ms", f"{row.measured_s * 1e3:.3g} ms", f"{row.error:+.1%}"
+        )
+    stdout().print(table)

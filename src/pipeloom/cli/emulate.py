@@ -1,0 +1,157 @@
+"""`pipeloom emulate`: seconds and bytes of one iteration, before anything is launched."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from pipeloom.cli.output import JSON_HELP, check_targets, draw, print_json, stdout
+from pipeloom.emulator.step import StepResult
+from pipeloom.emulator.sweep import emulate as run_emulation
+from pipeloom.errors import InputError
+from pipeloom.io import read_samples
+from pipeloom.report import emulated_track, share_text, size_text
+from pipeloom.spec import Sample
+from pipeloom.spec.architecture import Architecture
+from pipeloom.spec.catalog import load_architecture, load_machine, names
+from pipeloom.spec.datasets import group_clips, pack_documents
+from pipeloom.spec.hardware import Degrees
+
+EPILOG = (
+    "Example: pipeloom emulate vlm-m --cluster dip-h800-64 --tp 2 --pp 4 --dp 8. Models, clusters and data sets: "
+    "names of the zoo (pipeloom emulate list), or your own .toml files; docs/emulator.md says what is in them."
+)
+
+
+def emulate(
+    model: str = typer.Argument(
+        ..., metavar="MODEL", help="A model of the zoo, a .toml file, or 'list' for all names."
+    ),
+    cluster: str = typer.Option("dip-h800-64", help="A cluster of the zoo, or a .toml file."),
+    tp: int = typer.Option(1, min=1, help="Tensor parallelism."),
+    pp: int = typer.Option(1, min=1, help="Pipeline ranks."),
+    dp: int = typer.Option(1, min=1, help="Data-parallel replicas."),
+    cp: int = typer.Option(1, min=1, help="Context parallelism."),
+    ep: int = typer.Option(1, min=1, help="Expert parallelism."),
+    zero: int = typer.Option(1, min=0, max=3, help="0, 1 or 3: what ZeRO shards over the replicas."),
+    data: str | None = typer.Option(
+        None,
+        help="A data set of the zoo, or your own samples (JSON Lines or Parquet); default: the papers' mixture.",
+    ),
+    microbatches: int = typer.Option(16, min=1, metavar="N", help="Microbatches of one replica."),
+    strategy: str | None = typer.Option(
+        None,
+        help="keep, selective, full, offload, or with a share of the layers, full:0.5; default: the fastest that fits.",
+    ),
+    seed: int = typer.Option(0, help="Seed of the samples drawn."),
+    trace: Path | None = typer.Option(None, metavar="FILE", help="Write a Chrome trace (JSON)."),
+    html: Path | None = typer.Option(None, metavar="FILE", help="Write an offline timeline page."),
+    json: bool = typer.Option(False, "--json", help=JSON_HELP),
+) -> None:
+    """Emulate one training iteration: time, MFU, bubbles, and peak memory of every rank.
+
+    All times are emulated from operators and a device table; the table says whether it was measured or taken from a
+    datasheet.
+    """
+    if model == "list":
+        _list(json)
+        return
+    check_targets(trace, html)
+    if zero == 2:
+        raise InputError("--zero", "2 is not supported", "use 0, 1 or 3")
+    architecture, machine = load_architecture(model), load_machine(cluster)
+    degrees = Degrees(tensor=tp, pipeline=pp, data=dp, context=cp, expert=ep, zero=zero)  # type: ignore[arg-type]
+    own = own_microbatches(architecture, data, microbatches) if is_file(data) else None
+    result = run_emulation(
+        architecture, machine, degrees, microbatches=own, data=None if own else data, num_microbatches=microbatches,
+        seed=seed, strategy=strategy,
+    )  # fmt: skip
+    title = f"{architecture.name} on {machine.name}, tp {tp} pp {pp} dp {dp}"
+    written = []
+    if trace is not None or html is not None:
+        note = f"Emulated from the {machine.device.basis} table of {machine.device.name}."
+        written = draw(
+            [emulated_track("emulated", result)], title=title, note=note, trace_file=trace, html_file=html
+        )
+    if json:
+        print_json(document(result) | {"model": architecture.name, "cluster": machine.name,
+                                       "device_basis": machine.device.basis, "written": written})  # fmt: skip
+        return
+    _print(result, title, machine.device.basis)
+    for target in written:
+        stdout().print(f"wrote {target}", markup=False, highlight=False, soft_wrap=True)
+
+
+def is_file(data: str | None) -> bool:
+    """Whether ``--data`` names sample metadata rather than a data set of the zoo."""
+    return data is not None and data.removesuffix(".gz").endswith((".jsonl", ".json", ".parquet", ".tar"))
+
+
+def own_microbatches(architecture: Architecture, data: str | None, count: int) -> list[list[Sample]]:
+    """Pack a user's own samples as the papers do, and take the first ``count`` microbatches.
+
+    Raises
+    ------
+    InputError
+        When there are not enough samples.
+    """
+    assert data is not None
+    samples = list(read_samples(data))
+    videos = any(module.reads == "videos" for module in architecture.modules)
+    groups = group_clips(samples) if videos else pack_documents(samples)
+    if len(groups) < count:
+        raise InputError(
+            data,
+            f"gives {len(groups)} microbatches, {count} are wanted",
+            "use --microbatches, or more samples",
+        )
+    return groups[:count]
+
+
+def document(result: StepResult) -> dict[str, Any]:
+    """An emulated iteration for ``--json``."""
+    return {
+        "iteration_s": result.iteration_s,
+        "pipeline_s": result.pipeline_s,
+        "bubble_share": result.bubble,
+        "mfu": result.mfu,
+        "peak_memory_bytes": list(result.peak_bytes),
+        "static_memory_bytes": list(result.static_bytes),
+        "fits": result.fits,
+        "strategy": result.strategy,
+        "microbatches_in_flight": result.in_flight,
+        "kind_of_time": "emulated",
+    }
+
+
+def _print(result: StepResult, title: str, basis: str) -> None:
+    from rich.table import Table
+
+    console = stdout()
+    table = Table(title=title, title_justify="left")
+    for name in ("iteration", "MFU", "bubbles", "strategy", "fits"):
+        table.add_column(name, justify="right")
+    table.add_row(f"{result.iteration_s:.4g} s", f"{result.mfu:.3f}", share_text(result.bubble), result.strategy,
+                  "yes" if result.fits else "no")  # fmt: skip
+    console.print(table)
+    memory = Table(title="Peak memory", title_justify="left")
+    for name in ("rank", "peak", "of it static"):
+        memory.add_column(name, justify="right")
+    for rank, (peak, static) in enumerate(zip(result.peak_bytes, result.static_bytes, strict=True)):
+        memory.add_row(str(rank), size_text(peak), size_text(static))
+    console.print(memory)
+    console.print(f"Emulated, not measured; device table: {basis}.", style="dim")
+
+
+def _list(json: bool) -> None:
+    found = {
+        "models": names("models"), "clusters": names("clusters"), "devices": names("devices"),
+        "datasets": names("datasets"),
+    }  # fmt: skip
+    if json:
+        print_json({kind: list(entries) for kind, entries in found.items()})
+        return
+    for kind, entries in found.items():
+        stdout().print(f"{kind}: {', '.join(entries)}", highlight=False)

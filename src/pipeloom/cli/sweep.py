@@ -1,0 +1,71 @@
+"""`pipeloom sweep`: which degrees of parallelism are best for a model on a cluster."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import typer
+
+from pipeloom.cli.emulate import document
+from pipeloom.cli.output import JSON_HELP, print_json, stderr, stdout
+from pipeloom.emulator.sweep import SweepEntry
+from pipeloom.emulator.sweep import sweep as run_sweep
+from pipeloom.report import share_text, size_text
+
+EPILOG = "Example: pipeloom sweep vlm-m --cluster dip-h800-64 --gpus 64."
+
+
+def sweep(
+    model: str = typer.Argument(..., metavar="MODEL", help="A model of the zoo, or a .toml file."),
+    cluster: str = typer.Option("dip-h800-64", help="A cluster of the zoo, or a .toml file."),
+    gpus: int = typer.Option(0, min=0, help="Devices to use; 0: all of the cluster."),
+    microbatches: int = typer.Option(128, min=1, metavar="N", help="Microbatches of the global batch."),
+    data: str | None = typer.Option(None, help="A data set of the zoo; default: the papers' mixture."),
+    max_tp: int = typer.Option(8, min=1, help="Largest degree of tensor parallelism."),
+    top: int = typer.Option(10, min=1, metavar="N", help="Rows to show."),
+    seed: int = typer.Option(0, help="Seed of the samples drawn."),
+    json: bool = typer.Option(False, "--json", help=JSON_HELP),
+) -> None:
+    """Emulate every combination of tensor, pipeline and data parallelism on one global batch, fastest first."""
+    with stderr().status("emulating ...") as status:
+
+        def show(entry: SweepEntry) -> None:
+            status.update(f"emulating {_name(entry)} ...")
+
+        entries = run_sweep(
+            model, cluster, num_devices=gpus or None, global_microbatches=microbatches, data=data, seed=seed,
+            max_tensor=max_tp, progress=show,
+        )  # fmt: skip
+    if json:
+        print_json({"model": model, "cluster": cluster, "entries": [_document(entry) for entry in entries]})
+        return
+    _print(entries[:top], f"{model} on {cluster}")
+
+
+def _name(entry: SweepEntry) -> str:
+    degrees = entry.degrees
+    return f"dp {degrees.data} tp {degrees.tensor} pp {degrees.pipeline}"
+
+
+def _document(entry: SweepEntry) -> dict[str, Any]:
+    degrees = entry.degrees
+    row: dict[str, Any] = {"data": degrees.data, "tensor": degrees.tensor, "pipeline": degrees.pipeline}
+    return row | ({"problem": entry.problem} if entry.result is None else document(entry.result))
+
+
+def _print(entries: list[SweepEntry], title: str) -> None:
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left")
+    for name in ("degrees", "iteration", "MFU", "bubbles", "peak memory", "strategy"):
+        table.add_column(name, justify="left" if name in ("degrees", "strategy") else "right")
+    for entry in entries:
+        if entry.result is None:
+            table.add_row(_name(entry), "-", "-", "-", "-", entry.problem)
+        else:
+            r = entry.result
+            table.add_row(_name(entry), f"{r.iteration_s:.4g} s", f"{r.mfu:.3f}", share_text(r.bubble),
+                          size_text(max(r.peak_bytes)), r.strategy)  # fmt: skip
+    console = stdout()
+    console.print(table)
+    console.print("Emulated, not measured.", style="dim")

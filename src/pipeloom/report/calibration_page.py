@@ -1,0 +1,40 @@
+"""Predicted against measured times of what a calibration did not fit, as one offline page."""
+
+from __future__ import annotations
+
+from pipeloom.emulator.fit import Calibration, mean_error
+
+
+def calibration_page(calibration: Calibration) -> str:
+    """A page with a point per operator and per layer; on the diagonal the prediction is exact.
+
+    Times are in milliseconds on logarithmic axes.
+    """
+    from bokeh.embed import file_html
+    from bokeh.plotting import figure
+    from bokeh.resources import INLINE
+
+    plot = figure(
+        title=(
+            f"{calibration.device.name}: mean error {mean_error(calibration.operators):.1%} over operators, "
+            f"{calibration.mean_layer_error:.1%} over layers, none of them fitted"
+        ),
+        x_axis_type="log", y_axis_type="log", x_axis_label="measured, ms", y_axis_label="predicted, ms",
+        width=900, height=700,
+        tooltips=[("", "@name"), ("measured", "@x ms"), ("predicted", "@y ms"), ("error", "@error")],
+    )  # fmt: skip
+    rows = [*calibration.operators, *calibration.layers]
+    ends = [min(r.measured_s for r in rows) * 1e3 / 2, max(r.measured_s for r in rows) * 1e3 * 2]
+    plot.line(ends, ends, color="#9aa1ad", line_dash="dashed")
+    for title, some, colour in (
+        ("operators", calibration.operators, "#365f9c"),
+        ("layers", calibration.layers, "#c0722b"),
+    ):
+        source = {
+            "x": [row.measured_s * 1e3 for row in some], "y": [row.predicted_s * 1e3 for row in some],
+            "name": [row.name for row in some], "error": [f"{row.error:+.1%}" for row in some],
+        }  # fmt: skip
+        plot.scatter("x", "y", source=source, color=colour, size=8, legend_label=title)
+    plot.legend.location = "top_left"
+    page: str = file_html(plot, INLINE, "Calibration")
+    return page

@@ -1,0 +1,97 @@
+"""`pipeloom emulate`, `sweep` and `calibrate`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pipeloom.cli.app import run
+from pipeloom.spec.catalog import load_machine, names
+
+
+@pytest.mark.parametrize("model", names("models"))
+def test_every_model_of_the_zoo_is_emulated(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    line = ["emulate", model, "--pp", "2", "--microbatches", "2", "--strategy", "full", "--json"]
+    assert run(line) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["kind_of_time"] == "emulated"
+    assert document["iteration_s"] >= document["pipeline_s"] > 0
+    assert 0 < document["mfu"] < 1
+    assert 0 <= document["bubble_share"] < 1
+    peaks, static = document["peak_memory_bytes"], document["static_memory_bytes"]
+    assert len(peaks) == 2
+    assert all(peak > held > 0 for peak, held in zip(peaks, static, strict=True))
+
+
+def test_pictures_and_own_samples(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    samples = tmp_path / "samples.jsonl"
+    rows = [
+        {"id": f"s{i}", "text_tokens": 4000, "image_tokens": [169] * 5, "image_patches": [2704] * 5}
+        for i in range(12)
+    ]
+    samples.write_text("\n".join(map(json.dumps, rows)))
+    html, trace = tmp_path / "page.html", tmp_path / "trace.json"
+    line = ["emulate", "vlm-s", "--tp", "2", "--pp", "4", "--data", str(samples), "--microbatches", "4"]
+    assert run([*line, "--html", str(html), "--trace", str(trace), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["written"] == [str(trace), str(html)]
+    assert "emulated" in html.read_text()
+    assert json.loads(trace.read_text())["traceEvents"]
+    assert run([*line[:-1], "400"]) == 2
+    assert "microbatches, 400 are wanted" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("emulate nope", "models 'nope': is unknown"),
+        ("emulate vlm-m --tp 3 --pp 4", "heads: 16 is not a multiple of tensor parallelism 3"),
+        ("emulate vlm-m --cluster x", "clusters 'x': is unknown"),
+        ("emulate vlm-m --strategy wild", "strategy: 'wild' is not one of keep"),
+        ("emulate vlm-m --zero 2", "use 0, 1 or 3"),
+        ("sweep vlm-m --gpus 1000000", "num_devices: 1000000 is not within 1..64"),
+        ("calibrate --device tpu --out x.toml", "--device: 'tpu' is neither 'cpu' nor 'cuda'"),
+        ("calibrate --device cpu --out x.json", "does not end in .toml"),
+    ],
+)
+def test_wrong_values_are_named(line: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(line.split()) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_sweep_ranks_what_runs_and_says_what_cannot(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["sweep", "vlm-s", "--gpus", "8", "--microbatches", "4", "--max-tp", "2", "--json"]) == 0
+    entries = json.loads(capsys.readouterr().out)["entries"]
+    times = [entry["iteration_s"] for entry in entries if "iteration_s" in entry]
+    assert times == sorted(times)
+    assert len(times) >= 2
+    assert any("microbatches for 8 replicas" in entry.get("problem", "") for entry in entries)
+
+
+def test_calibrate_writes_a_table_that_can_be_emulated_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table, plot = tmp_path / "cpu.toml", tmp_path / "plot.html"
+    line = [
+        "calibrate",
+        "--device",
+        "cpu",
+        "--quick",
+        "--repeats",
+        "2",
+        "--out",
+        str(table),
+        "--plot",
+        str(plot),
+        "--json",
+    ]
+    assert run(line) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["layers"]
+    assert all(row["predicted_s"] > 0 for row in document["operators"])
+    assert "Calibration" in plot.read_text()
+    cluster = tmp_path / "one.toml"
+    cluster.write_text(f'name = "one"\nsource = "a test"\ndevice = "{table}"\ndevices_per_node = 1\nnum_nodes = 1\n'
+                       "nic_bytes_per_s = 1e9\nnic_latency_s = 1e-5\n")  # fmt: skip
+    assert load_machine(str(cluster)).device.basis == "measured"
