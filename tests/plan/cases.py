@@ -288,6 +288,30 @@ def random_schedule(rng: random.Random, graph: TaskGraph) -> Schedule:
     return Schedule(tuple(np.array(tasks, dtype=np.int64) for tasks in order), candidate)
 
 
+def in_order(graph: TaskGraph, schedule: Schedule) -> Schedule:
+    """The schedule of a chain with its microbatches renumbered, so that they reach the last chunk in order."""
+    assert graph.labels is not None
+    last = max(label.chunk for label in graph.labels)
+    name_of = {}
+    for task in map(graph.task, range(graph.num_tasks)):
+        label = graph.labels[task.pair]
+        name_of[task.number] = (label.chunk, label.microbatch, task.kind)
+    reached = [
+        name_of[t][1] for order in schedule.order for t in order.tolist() if name_of[t][::2] == (last, "F")
+    ]
+    new = {microbatch: number for number, microbatch in enumerate(reached)}
+    task_of = {name: task for task, name in name_of.items()}
+
+    def renumbered(task: int) -> int:
+        chunk, microbatch, kind = name_of[task]
+        return task_of[chunk, new[microbatch], kind]
+
+    orders = tuple(
+        np.array([renumbered(t) for t in order.tolist()], dtype=np.int64) for order in schedule.order
+    )
+    return Schedule(orders, schedule.candidate)
+
+
 def earliest(graph: TaskGraph, schedule: Schedule) -> Timeline:
     """Earliest-start times, by relaxation until nothing moves: slow and plain."""
     start = np.zeros(graph.num_tasks, dtype=np.int64)

@@ -33,7 +33,7 @@ def to_pytorch_csv(plan: ExecutionPlan, layout: Layout, *, communication: bool =
     ------
     InputError
         When PyTorch's runtime could not run the plan: modules that form no chain, are frozen or replicated,
-        sub-microbatches, or activations that are not kept.
+        sub-microbatches, activations that are not kept, or microbatches that overtake one another.
     """
     _check_chain(layout)
     number_of = {name: i for i, name in enumerate(layout.chunk_names)}
@@ -41,6 +41,7 @@ def to_pytorch_csv(plan: ExecutionPlan, layout: Layout, *, communication: bool =
     writer = csv.writer(text, lineterminator="\n")
     for rank, actions in enumerate(plan.ranks):
         cells = []
+        last_forward = -1
         for step, action in enumerate(actions):
             if action.sub_microbatch:
                 raise InputError(
@@ -50,6 +51,14 @@ def to_pytorch_csv(plan: ExecutionPlan, layout: Layout, *, communication: bool =
                 raise InputError(
                     f"plan, rank {rank}, step {step}", "does not keep its activations", "PyTorch keeps them"
                 )
+            if action.verb == "F" and number_of[action.chunk] == len(layout.chunks) - 1:
+                if action.microbatch < last_forward:
+                    raise InputError(
+                        f"plan, rank {rank}, step {step}",
+                        f"microbatch {action.microbatch} reaches the last chunk after {last_forward}",
+                        "PyTorch takes losses in order",
+                    )
+                last_forward = action.microbatch
             cell = _cell(action, number_of, communication)
             if cell:
                 cells.append(cell)

@@ -1,0 +1,11 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+from pipeloom.runtime import launch
+
+from .interchange import exchange
+
+
+def test_each_runtime_runs_the_others_schedules_exactly(tmp_path: Path) -> None:
+    assert launch(exchange, 2, str(tmp_path), timeout_s=30.0) == [9, 9]
