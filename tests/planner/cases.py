@@ -1,0 +1,50 @@
+"""Problems to plan, and a store in memory."""
+
+from __future__ import annotations
+
+import random
+
+from pipeloom.arrange import ModulePlacement, separate
+from pipeloom.cost import LayerFit, Profile
+from pipeloom.packing import PackingSpec
+from pipeloom.planner import Setup
+from tests.cases import vlm_spec
+
+
+class MemoryStore:
+    """Keys and values of one process."""
+
+    address = "nowhere:0"
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+
+    def put(self, key: str, value: bytes) -> None:
+        self.values[key] = value
+
+    def peek(self, key: str) -> bytes | None:
+        return self.values.get(key)
+
+    def take(self, key: str) -> bytes | None:
+        return self.values.pop(key, None)
+
+
+def random_setup(seed: int) -> Setup:
+    """A vision-language model on one to four ranks, with random costs."""
+    rng = random.Random(seed)
+    ranks = rng.randint(1, 4)
+    model = vlm_spec(
+        ranks + rng.randint(0, 3), 2 * ranks + rng.randint(0, 3), vision_frozen=rng.random() < 0.2
+    )
+
+    def fit() -> LayerFit:
+        return LayerFit(
+            (rng.uniform(1e-5, 1e-3), 0, rng.uniform(0, 1e-4), 0), (rng.uniform(1e-5, 2e-3), 0, 1e-5, 0),
+            (0, 0, rng.randint(1, 100), 0),
+        )  # fmt: skip
+
+    kinds = {f"{m.name}/{layer.kind}": fit() for m in model.modules for layer in m.flat_layers}
+    profile = Profile("invented", kinds, typical_s={key: cost.forward_s[0] for key, cost in kinds.items()})
+    placements = {"vision": ModulePlacement(1, rng.choice([1, 3, None])), "lm": ModulePlacement(2)}
+    layout = separate(model, ranks, placements, profile.load)
+    return Setup(model, layout, profile, PackingSpec(rng.randint(32, 64)), budget_s=0.05, seed=seed)

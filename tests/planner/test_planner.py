@@ -1,0 +1,115 @@
+import threading
+import time
+from contextlib import suppress
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeloom.errors import InputError, PlannerError
+from pipeloom.planner import Planner, Request, answer_of, plan_batch, serve
+from pipeloom.planner.compare import chain_layouts, compare_systems
+from pipeloom.planner.messages import Setup, decode, encode
+from pipeloom.planner.replay import answered_graph, timeline_of
+from pipeloom.planner.service import LATEST, READY, SETUP, STOP, answer_key, error_key, request_key
+from pipeloom.search import Evaluations
+from pipeloom.timeline import check, simulate
+from tests.cases import random_batch
+from tests.planner.cases import MemoryStore, random_setup
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.integers(0, 10_000))
+def test_a_plan_is_feasible_bounded_and_survives_its_travel(seed: int) -> None:
+    setup, batch = random_setup(seed), random_batch(seed)
+    problem = setup.problem()
+    planned = plan_batch(problem, batch, budget=Evaluations(50), seed=seed)
+    assert check(planned.graph, planned.schedule, planned.timeline) == ()
+    assert planned.lower_bound.ns <= planned.timeline.makespan_ns
+    assert planned.gap >= 0
+    answer = answer_of(planned, search_s=0.0, ready_ns=0)
+    back = decode(type(answer), encode(answer))
+    assert back == answer
+    graph = answered_graph(problem, batch, back, {})
+    again = timeline_of(graph, problem, back, back.planned_start_ns)
+    assert again.makespan_ns == planned.timeline.makespan_ns == back.planned_ns
+    assert again.peak_bytes.tolist() == planned.timeline.peak_bytes.tolist()
+    planned_busy = sum(sum(both) for both in back.planned_module_ns.values())
+    assert planned_busy == int(graph.duration_ns.sum())
+
+
+def test_the_same_request_gives_the_same_plan() -> None:
+    problem, batch = random_setup(5).problem(), random_batch(5)
+    first, second = (plan_batch(problem, batch, budget=Evaluations(80), seed=3) for _ in range(2))
+    assert first.plan == second.plan
+
+
+def test_calibration_scales_what_is_planned() -> None:
+    setup, batch = random_setup(7), random_batch(7)
+    plain = plan_batch(setup.problem(), batch, budget=Evaluations(1), seed=0)
+    slow = {module.name: (2.0, 2.0) for module in setup.model.modules}
+    twice = plan_batch(setup.problem().calibrated(slow), batch, budget=Evaluations(1), seed=0)
+    assert twice.graph.duration_ns.sum() == pytest.approx(2 * plain.graph.duration_ns.sum(), rel=1e-6)
+
+
+@settings(deadline=None, max_examples=10)
+@given(st.integers(0, 10_000))
+def test_baselines_run_on_the_same_costs(seed: int) -> None:
+    setup = random_setup(seed)
+    problem, batch = setup.problem(), random_batch(seed)
+    layouts = chain_layouts(problem, setup.profile.load)
+    systems = compare_systems(problem, layouts, batch, budget=Evaluations(30), seed=0)
+    assert [system.name for system in systems] == [*layouts, "per-batch plan"]
+    for system in systems:
+        assert check(system.graph, system.schedule) == ()
+        assert simulate(system.graph, system.schedule).makespan_ns == system.timeline.makespan_ns
+        assert system.lower_bound.ns <= system.timeline.makespan_ns
+
+
+def test_the_service_answers_the_newest_request_and_says_why_not() -> None:
+    store, setup = MemoryStore(), random_setup(11)
+    store.put(SETUP, encode(setup))
+    batches = [msgspec.structs.replace(random_batch(i), iteration=i) for i in range(3)]
+    too_long = msgspec.structs.replace(batches[2].samples[0], text_tokens=10_000)
+    batches[2] = msgspec.structs.replace(batches[2], samples=(too_long,))
+    store.put(request_key(0), encode(Request(batches[0])))
+    store.put(request_key(1), encode(Request(batches[1])))
+    store.put(LATEST, b"1")
+    made: list[int] = []
+    thread = threading.Thread(target=lambda: made.append(serve(store)))
+    thread.start()
+    wait_for(store, answer_key(1))
+    assert store.peek(READY) is not None
+    assert store.peek(answer_key(0)) is None, "an iteration that has begun is not planned any more"
+    store.put(request_key(2), encode(Request(batches[2])))
+    store.put(LATEST, b"2")
+    wait_for(store, error_key(2))
+    assert b"exceed the token budget" in store.values[error_key(2)]
+    store.put(STOP, b"1")
+    thread.join(30)
+    assert made == [1]
+
+
+def wait_for(store: MemoryStore, key: str) -> None:
+    give_up = time.monotonic() + 60
+    while store.peek(key) is None:
+        assert time.monotonic() < give_up, f"no {key}"
+        time.sleep(0.005)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(0, 5000), st.binary(max_size=6))
+def test_bytes_that_are_no_message_are_refused(place: int, noise: bytes) -> None:
+    data = encode(random_setup(1))
+    place %= len(data)
+    broken = data[:place] + noise + data[place + len(noise) + 1 :]
+    with suppress(PlannerError):  # and no other error
+        assert isinstance(decode(Setup, broken), Setup)
+
+
+def test_impossible_times_are_refused() -> None:
+    with pytest.raises(InputError, match="deadline_s: -1.0 is not finite and at least 0"):
+        Planner(random_setup(1), MemoryStore, deadline_s=-1.0)
+    with pytest.raises(PlannerError, match="budget_s: 0.0 is not positive"):
+        decode(Setup, msgspec.msgpack.encode(msgspec.to_builtins(random_setup(1)) | {"budget_s": 0.0}))
