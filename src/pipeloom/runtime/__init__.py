@@ -1,5 +1,6 @@
 """The runtime: plans executed on `torch.distributed`. The only home of torch."""
 
+from pipeloom.runtime.emulate import emulate, step_durations
 from pipeloom.runtime.executor import ActionTime, Executor, StepResult
 from pipeloom.runtime.launch import launch, report
 from pipeloom.runtime.measure import measure_layers
@@ -25,9 +26,11 @@ __all__ = [
     "Trainer",
     "Transport",
     "all_reduce_gradients",
+    "emulate",
     "launch",
     "measure_layers",
     "profile_model",
     "report",
     "run_undivided",
+    "step_durations",
 ]

@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeloom.errors import ExecutionError
+from pipeloom.runtime import ThreadHub, emulate, step_durations
+from pipeloom.runtime.executor import ActionTime
+from pipeloom.taskgraph.build import to_ns
+from tests.plan.cases import Case, RandomCosts, random_case
+
+
+def emulated(case: Case, **options: Any) -> list[tuple[ActionTime, ...]]:
+    hub = ThreadHub("in order", timeout_s=20.0)
+    chosen = case.graph.with_candidates(case.schedule.candidate)
+    durations = step_durations(chosen, case.layout.chunk_names)
+    found: dict[int, tuple[ActionTime, ...]] = {}
+
+    def work(rank: int) -> None:
+        found[rank] = emulate(case.plan, rank, durations, hub.transport(rank), **options)
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(case.layout.num_ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [found[rank] for rank in range(case.layout.num_ranks)]
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.integers(0, 10**6), st.integers(1, 8))
+def test_the_virtual_clock_gives_the_planned_times_exactly(seed: int, num_ranks: int) -> None:
+    case = random_case(seed, num_ranks)
+    delay_ns = to_ns(RandomCosts(seed, False).transfer_s(8))
+    for order, times in zip(case.schedule.order, emulated(case, transfer_ns=lambda _: delay_ns), strict=True):
+        assert [t.start_ns for t in times] == case.timeline.start_ns[order].tolist()
+        assert [t.end_ns for t in times] == case.timeline.end_ns[order].tolist()
+
+
+def test_sleeping_chunks_sleep() -> None:
+    case = random_case(3, 2)
+    for order, times in zip(case.schedule.order, emulated(case, clock="sleep"), strict=True):
+        planned = case.graph.with_candidates(case.schedule.candidate).duration_ns[order].tolist()
+        assert all(t.end_ns - t.start_ns >= duration for t, duration in zip(times, planned, strict=True))
+        assert [t.verb for t in times] == [case.graph.task(t).kind for t in order.tolist()]
+
+
+def test_an_unknown_task_is_named() -> None:
+    case = random_case(3, 1)
+    with pytest.raises(ExecutionError, match="no task for F"):
+        emulate(case.plan, 0, {}, ThreadHub().transport(0))
