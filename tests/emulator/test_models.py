@@ -143,6 +143,17 @@ def test_equal_stages_make_a_textbook_pipeline(ranks, count):
     full = (count + ranks - 1) * (forward + backward)
     assert full - (backward - first) * count <= round(result.pipeline_s * 1e12) <= full
     assert 0 <= result.bubble < 1
+    for rank, split in enumerate(result.ranks):
+        busy = sum(
+            int(result.end_ps[i] - result.start_ps[i]) for i, t in enumerate(result.tasks) if t.rank == rank
+        )
+        assert split.compute_s * 1e12 == pytest.approx(busy, rel=1e-9)
+        assert split.total_s == pytest.approx(
+            split.compute_s + split.transfer_s + split.bubble_s - split.overlap_s, abs=1e-12
+        )
+        curve = step.memory(rank, result.start_ps, result.end_ps)
+        assert curve.num_bytes[-1] == model.static_bytes[rank]
+        assert model.static_bytes[rank] < curve.peak_bytes <= result.peak_bytes[rank]
     # No more than as many microbatches as ranks are held, and what is held is what the stage keeps.
     held = stage.cost(Workload((64,)), ("F",)).activation_bytes
     assert result.peak_bytes[-1] - model.static_bytes[-1] <= ranks * held + stage.workspace_bytes(

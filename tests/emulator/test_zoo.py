@@ -52,6 +52,15 @@ def test_layer_times_of_dip_on_one_device_table():
     assert seconds("vit-5b", Workload((2704,) * 8)) == pytest.approx(6.75e-3, rel=0.15)
 
 
+def test_iteration_of_dip_table_1():
+    """LM 7B on 8 H800 (TP 2, PP 4): 12.8 PFLOPs, 4.068 s, MFU 0.400; 34 sequences of 8192 make those operations."""
+    packs = [[Sample(str(i), 8192)] for i in range(34)]
+    result = emulate("llama2-7b", "dip-h800-64", Degrees(tensor=2, pipeline=4), microbatches=packs)
+    assert result.mfu * 8 * 989.4e12 * result.iteration_s == pytest.approx(12.8e15, rel=0.01)
+    assert result.iteration_s == pytest.approx(4.068, rel=0.1)
+    assert result.mfu == pytest.approx(0.400, rel=0.1)
+
+
 def test_devices_say_what_they_are_based_on():
     for name in catalog.names("devices"):
         device = catalog.load_device(name)

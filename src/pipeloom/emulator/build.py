@@ -191,6 +191,11 @@ def _template(
     )  # fmt: skip
 
 
+def forget_templates() -> None:
+    """Trace and evaluate everything anew from now on (to measure what that takes)."""
+    _template.cache_clear()
+
+
 def layer_template(
     layer: Layer, placement: Placement, *, trainable: bool = True, input_gradient: bool = True
 ) -> LayerTemplate:

@@ -250,13 +250,15 @@ class Session:
         return len(self.calls) - 1
 
     def _check(self, number: int, call: Call) -> None:
-        if any(not 0 <= d < self.num_devices for d in call.devices):
+        if min(call.devices) < 0 or max(call.devices) >= self.num_devices:
             raise InputError(
                 f"calls[{number}].devices", f"{call.devices} are not all below {self.num_devices}"
             )
-        for port in (p for ports in call.inputs for p in ports):
-            if not 0 <= port.call < number or not 0 <= port.port < self.calls[port.call].graph.num_outputs:
-                raise InputError(f"calls[{number}].inputs", f"{port} is not an output of an earlier call")
+        for ports in call.inputs:
+            for port in ports:
+                source = port.call
+                if not (0 <= source < number and 0 <= port.port < self.calls[source].graph.num_outputs):
+                    raise InputError(f"calls[{number}].inputs", f"{port} is not an output of an earlier call")
 
     def connect(self, source: Port, call: int, port: int = 0) -> None:
         """Add an edge: input ``port`` of ``call`` waits for ``source`` too."""

@@ -12,8 +12,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from pipeloom.emulator.graph import FOREVER, MemoryCurve, memory_curve
 from pipeloom.emulator.pipeline import PipelineModel, Work
 from pipeloom.emulator.program import Part
+from pipeloom.emulator.result import RankTime, StageTask, StepResult, length, union
 from pipeloom.emulator.reuse import Call, Leaf, Port, Session
 from pipeloom.emulator.rules import PS_PER_S, IntArray, RuleTable
 from pipeloom.emulator.schedule import PipelineTask, list_schedule
@@ -25,56 +27,6 @@ from pipeloom.spec import Workload
 
 DEVICES_PER_RANK = NUM_DEVICES + 2
 FORWARD_WIRE, BACKWARD_WIRE = NUM_DEVICES, NUM_DEVICES + 1
-
-
-@dataclass(frozen=True)
-class StageTask:
-    """What a task of an iteration is."""
-
-    module: str
-    stage: int
-    rank: int
-    microbatch: int
-    part: int
-    backward: bool
-
-
-@dataclass(frozen=True, eq=False)
-class StepResult:
-    """An emulated iteration.
-
-    Attributes
-    ----------
-    iteration_s : float
-        Pipeline, gradient reduction and optimiser step.
-    pipeline_s : float
-        The pipeline alone.
-    bubble : float
-        Idle share of the ranks' computing time inside the pipeline.
-    mfu : float
-        Products of forward and backward (twice the forward) over what all devices could have computed.
-    peak_bytes, static_bytes : per rank
-    fits : bool
-        Whether every peak is within the device's usable memory.
-    tasks, start_ps, end_ps : per task
-    strategy : str
-    in_flight : int
-        Microbatches between their first and last task at once.
-    """
-
-    iteration_s: float
-    pipeline_s: float
-    bubble: float
-    mfu: float
-    peak_bytes: tuple[int, ...]
-    static_bytes: tuple[int, ...]
-    fits: bool
-    tasks: tuple[StageTask, ...]
-    start_ps: IntArray
-    end_ps: IntArray
-    strategy: str
-    in_flight: int
-    num_calls: int = 0
 
 
 @dataclass
@@ -377,6 +329,7 @@ class Step:
         return StepResult(
             iteration_s=total / PS_PER_S, pipeline_s=pipeline / PS_PER_S, bubble=bubble,
             mfu=flops * spread_over / available, peak_bytes=peaks, static_bytes=self.model.static_bytes,
+            ranks=self._rank_times(start, end, pipeline),
             fits=all(p <= self.capacity for p in peaks), tasks=tuple(self.tasks), start_ps=start, end_ps=end,
             strategy=self.strategy, in_flight=self.in_flight, num_calls=len(self.session.calls),
         )  # fmt: skip
@@ -384,6 +337,42 @@ class Step:
     def _times(self) -> tuple[IntArray, IntArray]:
         """Start and end of every task on its rank's compute device."""
         return self.session.entries_and_exits_ps(self._call_of, self._rank * DEVICES_PER_RANK + COMPUTE)
+
+    def _rank_times(self, start: IntArray, end: IntArray, total: int) -> tuple[RankTime, ...]:
+        """Split every rank's time; a send is laid right after the task that it follows."""
+        out = []
+        sends: list[list[tuple[int, int]]] = [[] for _ in range(self.model.num_ranks)]
+        for (source, _), call in self._send_call.items():
+            duration = int(self.session.calls[call].graph.matrix.max())
+            sends[self.tasks[source].rank].append((int(end[source]), int(end[source]) + duration))
+        for rank, mine in enumerate(sends):
+            tasks = np.flatnonzero(self._rank == rank)
+            busy = union([(int(start[i]), int(end[i])) for i in tasks])
+            wires = union(mine)
+            overlap = length(busy) + length(wires) - length(union([*busy, *wires]))
+            out.append(
+                RankTime(
+                    total / PS_PER_S, length(busy) / PS_PER_S, length(wires) / PS_PER_S, overlap / PS_PER_S
+                )
+            )
+        return tuple(out)
+
+    def memory(self, rank: int, start: IntArray, end: IntArray) -> MemoryCurve:
+        """Static and held bytes of a rank over time (without the workspace of the pass at work)."""
+        held = np.array([p.held_bytes for p in self._plans])
+        give_at = np.full(len(self.tasks), -1, np.int64)
+        backward = {
+            (t.module, t.stage, t.microbatch, t.part): i for i, t in enumerate(self.tasks) if t.backward
+        }
+        for i, t in enumerate(self.tasks):
+            if not t.backward:
+                give_at[i] = end[backward.get((t.module, t.stage, t.microbatch, t.part), i)]
+        mine = np.flatnonzero((self._rank == rank) & self._takes)
+        static = np.array([self.model.static_bytes[rank]])
+        return memory_curve(
+            np.concatenate([static, held[mine]]), np.concatenate([[0], start[mine]]),
+            np.concatenate([[FOREVER], give_at[mine]]),
+        )  # fmt: skip
 
     @property
     def num_operators(self) -> int:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from pipeloom.emulator.build import Placement
 from pipeloom.emulator.pipeline import PipelineModel, Work, work_of
-from pipeloom.emulator.step import Step, StepResult, fastest_step
+from pipeloom.emulator.result import StepResult
+from pipeloom.emulator.step import Step, fastest_step
 from pipeloom.errors import InfeasibleError, InputError
 from pipeloom.spec import Sample
 from pipeloom.spec.architecture import Architecture

@@ -1,0 +1,191 @@
+"""Emulator: the numbers that it has to reach, measured."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from benchmarks.table import markdown_table
+from pipeloom.cost.emulated import EmulatedCosts
+from pipeloom.emulator.build import Placement, forget_templates, layer_template
+from pipeloom.emulator.expand import expand
+from pipeloom.emulator.kernels import issue
+from pipeloom.emulator.pipeline import PipelineModel, Work, work_of
+from pipeloom.emulator.stage import Stage, runs_of
+from pipeloom.emulator.step import Step
+from pipeloom.emulator.sweep import draw_microbatches, emulate, sweep
+from pipeloom.runtime.microbench import calibrate
+from pipeloom.spec import Chunk, Sample, Workload
+from pipeloom.spec.catalog import load_architecture, load_machine
+from pipeloom.spec.hardware import Degrees
+
+TITLE = "Emulator"
+MICROBATCHES = 128
+
+
+def _cpu_s(run: Callable[[], object]) -> float:
+    begin = time.process_time()
+    run()
+    return time.process_time() - begin
+
+
+def run() -> str:
+    """All tables."""
+    return "\n\n".join([_layers(), _speed(), _large(), _sweep(), _calibration()])
+
+
+def _layers() -> str:
+    placement = Placement(load_machine("dip-h800-64"), Degrees(tensor=8))
+    rows = []
+    cases = (
+        ("qwen2-32b", "8192 tokens", Workload((8192,)), 10.5),
+        ("vit-5b", "8 images", Workload((2704,) * 8), 6.75),
+    )
+    for model, what, work, published in cases:
+        layer = load_architecture(model).modules[0].flat_layers[1]
+        cost = Stage(runs_of([layer_template(layer, placement)])).cost(work, ("F", "B"))
+        emulated = sum(cost.duration_ps.values()) / 1e9
+        rows.append(
+            [f"{model} layer, {what}", f"{published}", f"{emulated:.2f}", f"{emulated / published - 1:+.1%}"]
+        )
+    return (
+        "Forward and backward on H800 (data-sheet table), tensor parallelism 8; `dip.txt` §2.2:\n\n"
+        + markdown_table(["layer", "published ms", "emulated ms", "difference"], rows)
+    )
+
+
+def _samples() -> list[list[Sample]]:
+    return draw_microbatches(load_architecture("vlm-l"), "dip-vlm", MICROBATCHES, seed=0)
+
+
+def _iteration(samples: list[list[Sample]]) -> tuple[PipelineModel, list[Work]]:
+    architecture = load_architecture("vlm-l")
+    works: list[Work] = [work_of(architecture, group, {"vision": 12}) for group in samples]
+    placement = Placement(load_machine("dip-h800-64"), Degrees(tensor=8, pipeline=8))
+    return PipelineModel(architecture, placement, works[0]), works
+
+
+def _without_reuse(step: Step) -> float:
+    """Emulate an iteration operator by operator, and check that nothing changes; seconds."""
+    begin = time.process_time()
+    flat = expand(step.session.as_subgraph())
+    state = np.zeros(flat.num_devices, np.int64)
+    issue(
+        flat.device, flat.predecessor_start, flat.predecessor, flat.duration_ps, state, np.zeros(1, np.int64)
+    )
+    seconds = time.process_time() - begin
+    assert (state[: step.session.num_devices] == step.session.run()).all()
+    return seconds
+
+
+def _speed() -> str:
+    samples = _samples()
+    steps: list[Step] = []
+    Step(*_iteration(samples), "full", in_flight=24).run()  # compile the kernels
+
+    def emulate_all() -> None:
+        steps.append(Step(*_iteration(samples), "full", in_flight=24))
+        steps[-1].run()
+
+    times = []
+    for _ in range(5):
+        forget_templates()
+        times.append(_cpu_s(emulate_all))
+    whole = min(times)
+    step = steps[-1]
+
+    def again() -> None:
+        step.session._clean = 0  # the same calls once more, from the first
+        step.session.run()
+
+    reused = min(_cpu_s(again) for _ in range(3))
+    slow = _without_reuse(step)
+    number = MICROBATCHES // 2
+    change = {
+        name: tuple(Workload((*w.lengths[1:], w.lengths[0] + 16)) for w in parts)
+        for name, parts in step.microbatches[number].items()
+    }
+
+    def replace() -> None:
+        step.replace_microbatch(number, change)
+        step.session.run()
+
+    replaced = _cpu_s(replace)
+    costs = EmulatedCosts("vlm-l", "dip-h800-64", Degrees(tensor=8, pipeline=8))
+    chunk = Chunk("lm", (0, 10), 0)
+    costs.chunk_costs(chunk, Workload((8192,)))
+    shapes = [Workload((n, 8192 - n)) for n in range(1000, 1400, 8)]
+    shape = np.median([_cpu_s(lambda w=w: costs.chunk_costs(chunk, w)) for w in shapes])
+    rows = [
+        ["iteration from nothing: tracing, shapes, schedule, timing", f"{whole * 1e3:.0f}", "1000"],
+        ["the same again, all subgraphs known", f"{reused * 1e3:.2f}", ""],
+        [
+            f"the same without reuse, {step.num_operators:,} operators and their peers",
+            f"{slow * 1e3:.0f}",
+            "",
+        ],
+        ["after one microbatch changed", f"{replaced * 1e3:.2f}", "10"],
+        ["a new shape for the planner (4 strategies, 4 passes)", f"{shape * 1e3:.2f}", "1"],
+    ]
+    text = f"VLM-L, 8 ranks, {MICROBATCHES} different microbatches, {len(step.session.calls):,} subgraph calls:\n\n"
+    text += markdown_table(["what", "ms", "to reach"], rows)
+    return (
+        f"{text}\n\nReuse makes it {slow / whole:.0f} times faster from nothing, {slow / reused:.0f} times when all is "
+        "known. Without reuse the operators' durations are taken as known, so these are lower bounds."
+    )
+
+
+def _large() -> str:
+    rows = []
+    cases = (
+        ("vlm-xl", "dip-h100-16k", Degrees(tensor=8, pipeline=16, data=128), 256, "0.36"),
+        ("t2v-xl", "dip-h100-6k", Degrees(tensor=8, pipeline=8, data=96), 128, "0.39"),
+    )
+    for model, cluster, degrees, count, published in cases:
+        found = []
+
+        def once(model=model, cluster=cluster, degrees=degrees, count=count, found=found) -> None:  # type: ignore[no-untyped-def]
+            found.append(emulate(model, cluster, degrees, num_microbatches=count, strategy="full"))
+
+        seconds = _cpu_s(once)
+        rows.append([
+            f"{model} on {cluster}", f"{degrees.num_devices}", f"{seconds:.2f}", f"{found[0].iteration_s:.1f}",
+            f"{found[0].mfu:.3f}", published,
+        ])  # fmt: skip
+    return (
+        "Large clusters (`dip.txt` §7.5; here a plain order and full recomputation, there planned):\n\n"
+        + markdown_table(["what", "GPUs", "emulation s", "iteration s", "MFU", "DIP's MFU"], rows)
+    )
+
+
+def _sweep() -> str:
+    entries = []
+    seconds = _cpu_s(lambda: entries.extend(sweep("vlm-m", "dip-h800-64", global_microbatches=128)))
+    best = entries[0].iteration_s
+    rows = []
+    for entry in entries[:6]:
+        d, r = entry.degrees, entry.result
+        assert r is not None
+        rows.append([
+            f"DP{d.data} TP{d.tensor} PP{d.pipeline}", f"{r.iteration_s:.2f}", f"{r.iteration_s / best - 1:+.1%}",
+            f"{r.mfu:.3f}", r.strategy, f"{max(r.peak_bytes) / 1e9:.0f}",
+        ])  # fmt: skip
+    return (
+        f"Sweep of VLM-M on 64 H800, 128 microbatches in all, {len(entries)} points in {seconds:.0f} s (paper's best: "
+        "DP8 TP2 PP4, MFU 0.297):\n\n"
+        + markdown_table(["degrees", "iteration s", "behind", "MFU", "memory strategy", "peak GB"], rows)
+    )
+
+
+def _calibration() -> str:
+    found = calibrate("cpu")
+    rows = [
+        [row.name, f"{row.measured_s * 1e3:.2f}", f"{row.predicted_s * 1e3:.2f}", f"{row.error:+.1%}"]
+        for row in found.layers
+    ]
+    return (
+        f"Calibration of one CPU thread; layers that were not fitted, mean error {found.mean_layer_error:.1%}:\n\n"
+        + markdown_table(["layer", "measured ms", "predicted ms", "error"], rows)
+    )

@@ -1,0 +1,95 @@
+"""StepResult: what emulating an iteration gives."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pipeloom.emulator.rules import IntArray
+
+
+@dataclass(frozen=True)
+class StageTask:
+    """What a task of an iteration is."""
+
+    module: str
+    stage: int
+    rank: int
+    microbatch: int
+    part: int
+    backward: bool
+
+
+@dataclass(frozen=True)
+class RankTime:
+    """Time of one rank inside the pipeline: total = compute + transfer + bubble - overlap.
+
+    ``compute_s`` is its stages', ``transfer_s`` its sends', ``overlap_s`` the part of those sends during which
+    it computes, ``bubble_s`` what remains: waiting.
+    """
+
+    total_s: float
+    compute_s: float
+    transfer_s: float
+    overlap_s: float
+
+    @property
+    def bubble_s(self) -> float:
+        """Time in which the rank neither computes nor sends."""
+        return max(0.0, self.total_s - self.compute_s - self.transfer_s + self.overlap_s)
+
+
+@dataclass(frozen=True, eq=False)
+class StepResult:
+    """An emulated iteration.
+
+    Attributes
+    ----------
+    iteration_s : float
+        Pipeline, gradient reduction and optimiser step.
+    pipeline_s : float
+        The pipeline alone.
+    bubble : float
+        Idle share of the ranks' computing time inside the pipeline.
+    mfu : float
+        Products of forward and backward (twice the forward) over what all devices could have computed.
+    peak_bytes, static_bytes : per rank
+    ranks : per rank
+        Where its time goes, as in `adaptis.txt` Algorithm 1.
+    fits : bool
+        Whether every peak is within the device's usable memory.
+    tasks, start_ps, end_ps : per task
+    strategy : str
+    in_flight : int
+        Microbatches between their first and last task at once.
+    """
+
+    iteration_s: float
+    pipeline_s: float
+    bubble: float
+    mfu: float
+    peak_bytes: tuple[int, ...]
+    static_bytes: tuple[int, ...]
+    ranks: tuple[RankTime, ...]
+    fits: bool
+    tasks: tuple[StageTask, ...]
+    start_ps: IntArray
+    end_ps: IntArray
+    strategy: str
+    in_flight: int
+    num_calls: int = 0
+
+
+def union(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Spans without overlaps, in order."""
+    out: list[tuple[int, int]] = []
+    for begin, end in sorted(spans):
+        if out and begin <= out[-1][1]:
+            out[-1] = (out[-1][0], max(out[-1][1], end))
+        else:
+            out.append((begin, end))
+    return out
+
+
+def length(spans: Sequence[tuple[int, int]]) -> int:
+    return sum(end - begin for begin, end in spans)
