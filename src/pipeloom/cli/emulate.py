@@ -11,7 +11,7 @@ from pipeloom.cli.output import JSON_HELP, check_targets, draw, print_json, stdo
 from pipeloom.emulator.step import StepResult
 from pipeloom.emulator.sweep import emulate as run_emulation
 from pipeloom.errors import InputError
-from pipeloom.io import read_samples
+from pipeloom.io import SAMPLE_SUFFIXES, read_samples
 from pipeloom.report import emulated_track, share_text, size_text
 from pipeloom.spec import Sample
 from pipeloom.spec.architecture import Architecture
@@ -38,7 +38,7 @@ def emulate(
     zero: int = typer.Option(1, min=0, max=3, help="0, 1 or 3: what ZeRO shards over the replicas."),
     data: str | None = typer.Option(
         None,
-        help="A data set of the zoo, or your own samples (JSON Lines or Parquet); default: the papers' mixture.",
+        help="A data set of the zoo, or your own samples (.jsonl, .parquet, .tar); default: the papers' mixture.",
     ),
     microbatches: int = typer.Option(16, min=1, metavar="N", help="Microbatches of one replica."),
     strategy: str | None = typer.Option(
@@ -86,7 +86,7 @@ def emulate(
 
 def is_file(data: str | None) -> bool:
     """Whether ``--data`` names sample metadata rather than a data set of the zoo."""
-    return data is not None and data.removesuffix(".gz").endswith((".jsonl", ".json", ".parquet", ".tar"))
+    return data is not None and data.endswith(SAMPLE_SUFFIXES)
 
 
 def own_microbatches(architecture: Architecture, data: str | None, count: int) -> list[list[Sample]]:

@@ -13,7 +13,7 @@ from pipeloom.io.instance import instance_document, instance_from_document, read
 from pipeloom.io.layers import read_layers, write_layers
 from pipeloom.io.layout import layout_document, read_layout, write_layout
 from pipeloom.io.load import Loaded, load, read_plan
-from pipeloom.io.samples import read_samples, write_samples
+from pipeloom.io.samples import SAMPLE_SUFFIXES, read_samples, write_samples
 from pipeloom.io.schedule import (
     SearchRecord,
     StatedSchedule,
@@ -25,6 +25,7 @@ from pipeloom.io.schedule import (
 from pipeloom.io.specs import read_spec
 
 __all__ = [
+    "SAMPLE_SUFFIXES",
     "Loaded",
     "PackedBatch",
     "PackedBatches",

@@ -44,7 +44,7 @@ def load(path: PathLike) -> Loaded:
     Parameters
     ----------
     path : str or path
-        Sample metadata by its name (``.jsonl``, ``.parquet``); else the first words of the file say what
+        Sample metadata by its name (``.jsonl``, ``.parquet``, ``.tar``); else the first words of the file say what
         it is. A name ending in ``.gz`` is decompressed.
 
     Returns
@@ -57,7 +57,7 @@ def load(path: PathLike) -> Loaded:
         One line with the file, the path inside, the value and the bound.
     """
     where = printable(str(path))
-    if str(path).endswith((samples.PARQUET_SUFFIX, *samples.LINES_SUFFIXES)):
+    if str(path).endswith(samples.SAMPLE_SUFFIXES):
         return samples.read_samples(path)
     text = read_text(path)
     if text.startswith("pipeloom.plan/"):

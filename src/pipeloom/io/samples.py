@@ -1,4 +1,4 @@
-"""Sample metadata: JSON Lines (one object a line) or Parquet (one row), to and from `Sample`."""
+"""Sample metadata: JSON Lines (an object a line), Parquet (a row), WebDataset (a member), to and from `Sample`."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ import msgspec
 from pipeloom.errors import InputError
 from pipeloom.io.document import convert, parse_document
 from pipeloom.io.files import PathLike, printable, read_bytes, read_text, write_text
+from pipeloom.io.webdataset import SUFFIXES, read_shard
 from pipeloom.spec import Sample
 
 LINES_SUFFIXES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
 PARQUET_SUFFIX = ".parquet"
+SAMPLE_SUFFIXES = (*LINES_SUFFIXES, PARQUET_SUFFIX, *SUFFIXES)
 _LISTS = ("image_tokens", "image_patches", "video_seconds", "video_height", "video_width", "audio_seconds")
 
 
 def read_samples(path: PathLike) -> tuple[Sample, ...]:
-    """Read sample metadata; the name says how: ``.parquet``, else JSON Lines.
+    """Read sample metadata; the name says how: ``.parquet``, ``.tar`` (a WebDataset shard), else JSON Lines.
 
     Raises
     ------
@@ -28,8 +30,11 @@ def read_samples(path: PathLike) -> tuple[Sample, ...]:
         twice, no sample at all; or pyarrow is missing for Parquet.
     """
     where = printable(str(path))
+    rows: Sequence[tuple[int | str, dict[str, Any]]]
     if str(path).endswith(PARQUET_SUFFIX):
         rows, word = _parquet_rows(path, where), "row"
+    elif str(path).endswith(SUFFIXES):
+        rows, word = read_shard(path), "sample"
     else:
         lines = read_text(path).split("\n")
         rows = [
@@ -39,7 +44,7 @@ def read_samples(path: PathLike) -> tuple[Sample, ...]:
     samples = tuple(convert(_clean(row), Sample, f"{where}: {word} {i}") for i, row in rows)
     if not samples:
         raise InputError(where, "has no sample", "give one JSON object a line")
-    first: dict[str, int] = {}
+    first: dict[str, int | str] = {}
     for (i, _), sample in zip(rows, samples, strict=True):
         if sample.id in first:
             problem = f"{sample.id!r} stands in {word} {first[sample.id]} too"

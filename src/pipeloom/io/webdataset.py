@@ -1,0 +1,69 @@
+"""Sample metadata from a WebDataset shard: a tar file in which the files of one sample share a name.
+
+Of every sample only its ``.json`` member is read; images, videos and texts beside it are passed over, so that a
+shard of many gigabytes is read at the speed of the disk and without memory.
+"""
+
+from __future__ import annotations
+
+import tarfile
+from typing import Any
+
+from pipeloom.errors import InputError
+from pipeloom.io.document import parse_document
+from pipeloom.io.files import PathLike, printable
+
+SUFFIXES = (".tar", ".tar.gz", ".tgz")
+_MAX_JSON_BYTES = 16 * 1024 * 1024
+
+
+def read_shard(path: PathLike) -> list[tuple[str, dict[str, Any]]]:
+    """Metadata objects of all samples of a shard, in its order, with their names.
+
+    ``0001.json`` belongs to sample ``0001``, as do ``0001.jpg`` and ``0001.caption.txt``; its object has the fields of
+    the sample-metadata format. ``id`` may be left out: then the name is the id.
+
+    Raises
+    ------
+    InputError
+        Naming the shard and the sample: no tar file, a sample without a ``.json`` member, or one that is no object.
+    """
+    where = printable(str(path))
+    found: dict[str, dict[str, Any] | None] = {}
+    try:
+        with tarfile.open(path) as shard:
+            for member in shard:
+                if not member.isfile():
+                    continue
+                folder, _, base = member.name.rpartition("/")
+                stem, _, extension = base.partition(".")
+                name = f"{folder}/{stem}" if folder else stem
+                found.setdefault(name, None)
+                if extension == "json":
+                    found[name] = _object(shard, member, name, f"{where}: {printable(member.name)}")
+    except (tarfile.TarError, EOFError, OSError, ValueError) as error:
+        if isinstance(error, InputError):
+            raise
+        raise InputError(
+            where, f"cannot be read as a tar file: {error}", "give a WebDataset shard"
+        ) from error
+    for name, row in found.items():
+        if row is None:
+            raise InputError(
+                f"{where}: sample {printable(name)}",
+                "has no .json member",
+                "write its sizes into one, see docs/formats.md",
+            )
+    return [(name, row) for name, row in found.items() if row is not None]
+
+
+def _object(shard: tarfile.TarFile, member: tarfile.TarInfo, name: str, where: str) -> dict[str, Any]:
+    if member.size > _MAX_JSON_BYTES:
+        raise InputError(where, f"has {member.size} bytes, more than {_MAX_JSON_BYTES}")
+    file = shard.extractfile(member)
+    assert file is not None
+    try:
+        text = file.read().decode()
+    except UnicodeDecodeError as error:
+        raise InputError(where, f"is not UTF-8 text (byte {error.start})") from error
+    return {"id": name} | parse_document(text, where)
