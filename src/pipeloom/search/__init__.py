@@ -1,24 +1,31 @@
 """Search: the best schedule within a budget, and its distance from the optimum."""
 
+from pipeloom.search.candidates import LayerOption, pair_candidates
 from pipeloom.search.families import FAMILIES, Family, family, generate
 from pipeloom.search.plain import first_in_first_out
 from pipeloom.search.result import Progress, Solution
-from pipeloom.search.solve import METHODS, solve, warm_up
+from pipeloom.search.solve import EXACT, METHODS, solve, warm_up
 from pipeloom.search.stopping import Both, Deadline, Evaluations, StoppingRule
+from pipeloom.search.strategies import Strategies, choose_strategies
 
 __all__ = [
+    "EXACT",
     "FAMILIES",
     "METHODS",
     "Both",
     "Deadline",
     "Evaluations",
     "Family",
+    "LayerOption",
     "Progress",
     "Solution",
     "StoppingRule",
+    "Strategies",
+    "choose_strategies",
     "family",
     "first_in_first_out",
     "generate",
+    "pair_candidates",
     "solve",
     "warm_up",
 ]

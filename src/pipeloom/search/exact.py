@@ -6,14 +6,16 @@ graphs and for judging the others. They answer with an order per rank, the candi
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
 
 from pipeloom.errors import InputError
-from pipeloom.taskgraph import NO_TASK, IntArray, TaskGraph
+from pipeloom.search import exact_worker
+from pipeloom.taskgraph import NO_TASK, IntArray, TaskGraph, topological_order
 from pipeloom.timeline import Schedule, simulate
 from pipeloom.timeline.bounds import pair_options
 
@@ -24,15 +26,15 @@ class Exact:
 
     Attributes
     ----------
-    schedule : Schedule, optional
-        None where it found none in time.
+    schedule : Schedule
+        The hint, where it found nothing better.
     bound_ns : int
         No schedule is faster.
     proved : bool
         The schedule is optimal.
     """
 
-    schedule: Schedule | None
+    schedule: Schedule
     bound_ns: int
     proved: bool
 
@@ -68,7 +70,23 @@ def cp_sat(
     workers : int
         Threads.
     """
-    cp_model = _import_cp_model()
+    if find_spec("ortools") is None:
+        raise InputError(
+            "method", "cp-sat needs OR-Tools, which is not installed", "pip install 'pipeloom[exact]'"
+        )
+    arguments = (graph, seconds, hint, bound_ns, workers, seed)
+    if "highspy" not in sys.modules:
+        return solve_here(*arguments)
+    answer: Exact = exact_worker.call(*arguments)
+    return answer
+
+
+def solve_here(
+    graph: TaskGraph, seconds: float, hint: Schedule, bound_ns: int, workers: int, seed: int
+) -> Exact:
+    """`cp_sat` in this process."""
+    from ortools.sat.python import cp_model
+
     unit = unit_of(graph)
     model = cp_model.CpModel()
     options = pair_options(graph)
@@ -83,7 +101,9 @@ def cp_sat(
     for pair, literals in enumerate(picked):
         for tasks, table in tables:
             if tasks[pair] != NO_TASK and graph.candidates is not None:
-                length[tasks[pair]] = sum(x * int(table[pair, j] // unit) for j, x in enumerate(literals))
+                chosen = sum(x * int(table[pair, j] // unit) for j, x in enumerate(literals))
+                length[tasks[pair]] = model.new_int_var(0, int(table[pair].max()) // unit, "")
+                model.add(length[tasks[pair]] == chosen)
     intervals: list[list[Any]] = [[] for _ in range(graph.num_ranks)]
     for t in range(graph.num_tasks):
         model.add(end[t] == start[t] + length[t])
@@ -110,19 +130,12 @@ def cp_sat(
     choice = None
     if graph.candidates is not None:
         choice = np.array([next(j for j, x in enumerate(row) if solver.value(x)) for row in picked], np.int64)
-    schedule = Schedule(_orders(graph, starts, ends), choice, "cp-sat")
+    schedule = Schedule(orders_of(graph, starts, ends), choice, "cp-sat")
+    # Order-based memory counts tasks that last no time, which the model does not see.
+    if simulate(graph, schedule).makespan_ns > known.makespan_ns:
+        schedule = hint
     proved = round(solver.best_objective_bound) * unit
     return Exact(schedule, max(bound_ns, proved), bool(status == cp_model.OPTIMAL))
-
-
-def _import_cp_model() -> Any:
-    try:
-        from ortools.sat.python import cp_model
-    except ImportError:
-        raise InputError(
-            "method", "cp-sat needs OR-Tools, which is not installed", "pip install 'pipeloom[exact]'"
-        ) from None
-    return cp_model
 
 
 def _pick_candidates(model: Any, graph: TaskGraph) -> list[list[Any]]:
@@ -148,7 +161,12 @@ def _add_memory(
     def hold(rank: int, first: Any, last: Any, amounts: list[int], literals: list[Any]) -> None:
         size = model.new_int_var(0, horizon, "")
         spans[rank].append(model.new_interval_var(first, size, last, ""))
-        demands[rank].append(sum(x * amount for x, amount in zip(literals, amounts, strict=True)))
+        if len(amounts) == 1:
+            demands[rank].append(amounts[0])
+            return
+        demand = model.new_int_var(0, max(amounts), "")
+        model.add(demand == sum(x * amount for x, amount in zip(literals, amounts, strict=True)))
+        demands[rank].append(demand)
 
     for pair in range(graph.num_pairs):
         forward, backward, weight = (
@@ -169,14 +187,9 @@ def _add_memory(
         model.add_cumulative(spans[rank], demands[rank], room)
 
 
-def _orders(graph: TaskGraph, start: IntArray, end: IntArray) -> tuple[IntArray, ...]:
+def orders_of(graph: TaskGraph, start: IntArray, end: IntArray) -> tuple[IntArray, ...]:
     """Orders from times; tasks that last no time go by precedence where they share a moment."""
     depth = np.zeros(graph.num_tasks, np.int64)
-    from pipeloom.taskgraph import topological_order
-
     depth[topological_order(graph)] = np.arange(graph.num_tasks)
     order = np.lexsort((depth, end, start))
     return tuple(order[graph.rank[order] == r] for r in range(graph.num_ranks))
-
-
-ExactSolver = Callable[..., Exact]

@@ -486,13 +486,17 @@ def climb(
         flip = switch > 0 and draw(random) % switch == 0
         old_policy = choice[0]
         old_weights = choice[1]
+        old_lookahead = choice[3]
         low = 0
         high = 0
         if flip:
             # The change before may have been taken back; then the positions are still those of the rejected order.
             expand(p, s, order)
-            if p.class_start[3] > p.class_start[2] and draw(random) % 2 == 0:
+            what = draw(random) % 4
+            if what == 0 and p.class_start[3] > p.class_start[2]:
                 choice[1] = 1 - choice[1]
+            elif what == 1 and choice[2] != UNLIMITED:
+                choice[3] = 1 + draw(random) % 4
             else:
                 choice[0] = (choice[0] + 1 + draw(random) % 2) % 3
         else:
@@ -513,6 +517,7 @@ def climb(
         elif flip:
             choice[0] = old_policy
             choice[1] = old_weights
+            choice[3] = old_lookahead
         else:
             order[low : high + 1] = backup[low : high + 1]
     return num_evaluations

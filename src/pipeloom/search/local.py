@@ -48,14 +48,16 @@ class _Climber:
         return int(used)
 
 
-def local_search(search: Search, temperature: float = 0.0, threads: int = 1, until: float = 1.0) -> None:
+def local_search(
+    search: Search, temperature: float = 0.0, threads: int = 1, until: float = 1.0, since: float = 0.0
+) -> None:
     """Climb from the incumbent until the budget (or its part ``until``) is spent or the target is reached.
 
     Parameters
     ----------
     temperature : float
-        Start of the annealing, relative to the makespan, falling to zero with the budget; 0 accepts only
-        what is not worse.
+        Start of the annealing, in mean durations of a task, falling to zero between the parts ``since`` and
+        ``until`` of the budget; 0 accepts only what is not worse.
     threads : int
         Climbers side by side; after every round those that are behind go on from the incumbent. With more
         than one, the number of evaluations that fits into a deadline, and so the result, may differ.
@@ -71,7 +73,7 @@ def local_search(search: Search, temperature: float = 0.0, threads: int = 1, unt
             if count == 0:
                 break
             spent = search.watch.share(search.evaluations)
-            heat = temperature * search.best_ns * max(0.0, 1 - spent / until)
+            heat = temperature * search.mean_task_ns * max(0.0, 1 - (spent - since) / (until - since))
             if pool is None:
                 used = [climbers[0].climb(search, heat, count)]
             else:

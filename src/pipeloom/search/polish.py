@@ -40,7 +40,7 @@ class Polisher:
         return order
 
 
-def polish(search: Search, temperature: float = 0.0, until: float = 1.0) -> None:
+def polish(search: Search, temperature: float = 0.0, until: float = 1.0, since: float = 0.0) -> None:
     """Polish the incumbent until the budget (or its part ``until``) is spent or the target is reached."""
     polisher = Polisher(search, int(search.random.integers(1, 1 << 62)))
     while search.watch.share(search.evaluations) < until:
@@ -48,7 +48,7 @@ def polish(search: Search, temperature: float = 0.0, until: float = 1.0) -> None
         if count == 0:
             return
         spent = search.watch.share(search.evaluations)
-        heat = temperature * search.best_ns * max(0.0, 1 - spent / until)
+        heat = temperature * search.mean_task_ns * max(0.0, 1 - (spent - since) / (until - since))
         search.evaluations += max(1, polisher.run(search, heat, count))
         if polisher.state[1] < search.best_ns:
             search.keep(int(polisher.state[1]), polisher.sequence(search))

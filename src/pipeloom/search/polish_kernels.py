@@ -57,10 +57,10 @@ def make_desk(problem: Problem, sequence: Array) -> Desk:
     by_target = np.argsort(problem.successor[:, 0], kind="stable")
     before_start = np.zeros(num_tasks + 1, np.int64)
     np.cumsum(problem.waiting, out=before_start[1:])
-    empty = [np.zeros(num_tasks, np.int64) for _ in range(5)]
+    start, trial, waiting, stack, critical = (np.zeros(num_tasks, np.int64) for _ in range(5))
     return Desk(
-        order, row, place, *empty[:4], before_start, source[by_target], problem.successor[by_target, 1].copy(),
-        empty[4], order.copy(),
+        order, row, place, start, trial, waiting, stack, before_start, source[by_target],
+        problem.successor[by_target, 1].copy(), critical, order.copy(),
     )  # fmt: skip
 
 

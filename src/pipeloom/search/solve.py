@@ -10,13 +10,17 @@ import numpy as np
 
 from pipeloom.errors import InputError
 from pipeloom.search import kernels
+from pipeloom.search.exact import Exact, cp_sat
 from pipeloom.search.families import family, generate
 from pipeloom.search.local import local_search, portfolio
+from pipeloom.search.milp import milp
 from pipeloom.search.plain import leanest
+from pipeloom.search.polish import polish
 from pipeloom.search.result import Progress, Solution
 from pipeloom.search.state import Search
 from pipeloom.search.stopping import Evaluations, StoppingRule, Watch
 from pipeloom.search.strategies import choose_strategies
+from pipeloom.search.tree import depth_first, mcts_priority, mcts_sequence, random_search, worst
 from pipeloom.taskgraph import IntArray, TaskGraph
 from pipeloom.timeline import LowerBound, Schedule, lower_bound, simulate
 
@@ -27,26 +31,61 @@ ROUNDS = 6
 """Turns of order search and strategy choice for graphs with candidates."""
 
 
+HEAT, POLISH_HEAT = 0.3, 0.06
+"""Start of the annealing, and of the polish, in mean durations of a task."""
+
+
 def _default(search: Search, threads: int, until: float) -> None:
+    """Portfolio; then, where memory is tight, annealing and polish by turns, else local search to the end.
+
+    Small graphs get several turns, each from the incumbent: there a second is enough for many.
+    """
     portfolio(search)
-    local_search(search, threads=threads, until=until)
+    first = search.watch.share(search.evaluations)
+    tight = search.rule != kernels.UNLIMITED
+    turns = max(1, min(8, 2000 // search.graph.num_tasks))
+    for turn in range(turns):
+        begin = first + (until - first) * turn / turns
+        end = first + (until - first) * (turn + 1) / turns
+        middle = begin + (0.7 if tight or turns > 1 else 1.0) * (end - begin)
+        heat = HEAT if tight or turn else 0.0
+        local_search(search, heat, threads, until=middle, since=begin)
+        if middle < end:
+            polish(search, POLISH_HEAT, until=end, since=middle)
 
 
 def _portfolio(search: Search, _threads: int, _until: float) -> None:
     portfolio(search)
 
 
+def _local(search: Search, threads: int, until: float) -> None:
+    portfolio(search)
+    local_search(search, threads=threads, until=until)
+
+
 def _annealing(search: Search, threads: int, until: float) -> None:
     portfolio(search)
-    local_search(search, temperature=0.002, threads=threads, until=until)
+    local_search(search, HEAT, threads, until=until)
 
 
 METHODS: dict[str, Method] = {
     "default": _default,
     "portfolio": _portfolio,
+    "local search": _local,
     "annealing": _annealing,
+    "mcts": mcts_sequence,
+    "mcts priority": mcts_priority,
+    "depth first": depth_first,
+    "random": random_search,
+    "worst": worst,
 }
-"""Names that `solve` knows."""
+"""Names that `solve` knows, besides the exact solvers in `EXACT`."""
+
+EXACT: dict[str, Callable[..., Exact]] = {"cp-sat": cp_sat, "milp": milp}
+EXACT_START = 0.1
+"""Part of the budget that goes to the default method, whose answer the exact solvers start from."""
+EXACT_SECONDS = 10.0
+"""Time for an exact solver where the budget has no deadline."""
 
 
 def solve(
@@ -68,7 +107,7 @@ def solve(
     seed : int
         The same seed and number of evaluations give the same answer on one thread.
     method : str
-        A name in `METHODS`.
+        A name in `METHODS` or `EXACT`.
     threads : int
         1 to the number of cores; 0: half of the cores.
     on_progress : callable, optional
@@ -86,26 +125,34 @@ def solve(
     InfeasibleError
         A pair cannot fit; the message names it, its rank and the bytes.
     """
-    if method not in METHODS:
-        raise InputError("method", f"{method!r} is none of {', '.join(METHODS)}")
+    if method not in METHODS and method not in EXACT:
+        raise InputError("method", f"{method!r} is none of {', '.join([*METHODS, *EXACT])}")
     if threads < 0:
         raise InputError("threads", f"{threads} is negative", "use 0 for half of the cores")
     threads = threads or max(1, (os.cpu_count() or 2) // 2)
     watch = budget.start()
     bound = lower_bound(graph)
-    run = METHODS[method]
+    exact = EXACT.get(method)
+    run = METHODS["default" if exact else method]
+    part = EXACT_START if exact else 1.0
     if graph.candidates is None:
         search = Search(graph, bound.ns, watch, seed, on_progress)
         with suppress(KeyboardInterrupt):
-            run(search, threads, 1.0)
+            run(search, threads, part)
         best, used = Schedule(search.orders(), None, method), search.evaluations
     else:
-        best, used = _alternate(graph, bound, run, watch, seed, method, threads, on_progress)
+        best, used = _alternate(graph, bound, run, watch, seed, method, threads, part, on_progress)
+    if exact and simulate(graph, best).makespan_ns > bound.ns:
+        left = (1 - watch.share(used)) * watch.seconds if watch.seconds is not None else EXACT_SECONDS
+        found = exact(graph, seconds=left, hint=best, bound_ns=bound.ns, workers=threads, seed=seed)
+        best = found.schedule
+        if found.bound_ns > bound.ns:
+            bound = LowerBound(found.bound_ns, method)
     return Solution(best, simulate(graph, best), bound, used, watch.elapsed_s(), method)
 
 
 def _alternate(
-    graph: TaskGraph, bound: LowerBound, run: Method, watch: Watch, seed: int, method: str, threads: int,
+    graph: TaskGraph, bound: LowerBound, run: Method, watch: Watch, seed: int, method: str, threads: int, part: float,
     on_progress: Callable[[Progress], None] | None,
 ) -> tuple[Schedule, int]:  # fmt: skip
     """Search orders and choose strategies by turns.
@@ -121,9 +168,9 @@ def _alternate(
         turn_is_last = True
         with suppress(KeyboardInterrupt):
             if previous is not None:
-                search.try_order(previous.order, previous.choice)
-            run(search, threads, (turn + 1) / ROUNDS)
-            turn_is_last = search.round_size() == 0
+                search.try_like(previous)
+            run(search, threads, part * (turn + 1) / ROUNDS)
+            turn_is_last = watch.left(search.evaluations, 1) == 0
         used, previous = search.evaluations, search
         found = Schedule(search.orders(), choice, method)
         tuned = choose_strategies(graph, found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import numpy as np
 
@@ -48,14 +49,22 @@ class Search:
         self.order: IntArray = np.arange(len(self.groups.first))
         self.choice: IntArray = np.zeros(4, np.int64)
         self.rule = self._rule()
+        self.mean_task_ns = float(graph.duration_ns.mean())
 
     def _rule(self) -> int:
-        """Memory matters only where everything at once does not fit."""
-        return (
-            kernels.UNLIMITED
-            if (self.problem.need.sum(axis=0) <= self.problem.room).all()
-            else kernels.BANKER
-        )
+        """Memory matters only where everything at once does not fit.
+
+        Everything: every pair at its fullest and every byte on an edge. What a job needs along its own order
+        would not do, for another order may hold more of it at once.
+        """
+        graph = self.graph
+        if graph.capacity_bytes is None:
+            return kernels.UNLIMITED
+        most = graph.static_bytes.copy()
+        home = graph.rank[graph.forward_of]
+        np.add.at(most, home, np.maximum(graph.activation_bytes, graph.weight_gradient_bytes))
+        np.add.at(most, graph.rank[graph.edge_source], graph.edge_bytes)
+        return kernels.UNLIMITED if (most <= graph.capacity_bytes).all() else kernels.BANKER
 
     @property
     def done(self) -> bool:
@@ -76,6 +85,24 @@ class Search:
             self.order, self.choice = order.copy(), choice.copy()
             self.keep(makespan, self.scratch.sequence)
         return makespan
+
+    def try_like(self, other: Search) -> int:
+        """Evaluate the order of another search of the same graph under other candidates.
+
+        Groups may differ, since they depend on durations, so the order goes over by segments.
+        """
+        kernels.expand(other.problem, other.scratch, other.order)
+        problem = self.problem
+        place = [
+            int(other.scratch.position[problem.group_segment[a:b]].min())
+            for a, b in pairwise(problem.group_start.tolist())
+        ]
+        forward, backward = np.split(np.arange(len(place)), [int(problem.num_groups[0])])
+        keys = np.array(place)
+        order = np.concatenate([forward[np.argsort(keys[forward])], backward[np.argsort(keys[backward])]])
+        choice = other.choice.copy()
+        choice[2:] = self.rule, 1
+        return self.try_order(order, choice)
 
     def adopt(self, makespan: int, order: IntArray, choice: IntArray) -> None:
         """Keep an order that a kernel found to give ``makespan``, if it is the best so far."""

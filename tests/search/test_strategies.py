@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeloom.errors import InfeasibleError, InputError
+from pipeloom.search import LayerOption, pair_candidates
+from pipeloom.search.jobs import find_jobs
+from pipeloom.search.plain import leanest, plain_rollout, segment_priority
+from pipeloom.search.strategies import choose_on_rank, choose_strategies
+from pipeloom.timeline import Schedule, check, memory_changes
+from pipeloom.timeline.bounds import pair_options
+from tests.strategies import graphs
+
+
+def lean_schedule(graph):
+    lean = graph.with_candidates(leanest(graph))
+    order = plain_rollout(lean, find_jobs(lean), segment_priority(lean))
+    return Schedule(tuple(np.array(tasks, np.int64) for tasks in order), np.array(leanest(graph)))
+
+
+def best_on_rank(graph, schedule, rank):
+    """Least total time over all choices of one rank's pairs that fit, by trying all."""
+    pairs = [p for p in range(graph.num_pairs) if graph.rank[graph.forward_of[p]] == rank]
+    options = pair_options(graph)
+    total = options.forward_ns + options.backward_ns + options.weight_ns
+    best = None
+    for picks in product(*(range(len(graph.candidates[p])) for p in pairs)):
+        choice = np.zeros(graph.num_pairs, np.int64)
+        choice[pairs] = picks
+        at_start, at_end = memory_changes(graph.with_candidates(choice))
+        level, fits = 0, True
+        for task in schedule.order[rank]:
+            fits &= graph.capacity_bytes is None or bool(
+                level + at_start[task] <= graph.capacity_bytes[rank] - graph.static_bytes[rank]
+            )
+            level += at_start[task] + at_end[task]
+        if fits:
+            spent = int(sum(total[p, j] for p, j in zip(pairs, picks, strict=True)))
+            best = spent if best is None else min(best, spent)
+    return best
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    graphs(num_candidates=3, num_microbatches=2, num_modules=1, max_parts=1, max_segments=2, num_ranks=2),
+    st.sampled_from(["lagrangian", "highs"]),
+)
+def test_feasible_and_between_the_bound_and_the_leanest(graph, solver):
+    try:
+        schedule = lean_schedule(graph)
+    except InfeasibleError:
+        return
+    tuned = choose_strategies(graph, schedule, solver)
+    assert check(graph, tuned) == ()
+    for rank in range(graph.num_ranks):
+        found = choose_on_rank(graph, schedule, rank, solver)
+        best = best_on_rank(graph, schedule, rank)
+        assert found.bound_ns <= best + 1e-3
+        assert best <= found.total_ns <= (1.35 if solver == "lagrangian" else 1.06) * best
+        assert found.total_ns == best or found.gap > 0
+
+
+def test_without_a_limit_everyone_gets_the_fastest():
+    layer = [LayerOption("keep", 10, 20, 100), LayerOption("full", 10, 30, 10)]
+    options = pair_candidates([layer] * 3, 4)
+    assert options[0] == ("keep", 30, 60, 0, 300, 300, ("keep",) * 3)
+    assert options[-1].activation_bytes == 30
+    assert [c.strategy for c in options] == ["keep", "mixed", "full"]
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(
+        st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9), st.integers(0, 50)), min_size=1, max_size=3),
+        min_size=1, max_size=5,
+    ),
+    st.integers(2, 10),
+)  # fmt: skip
+def test_candidates_are_the_best_of_their_range(layers, most):
+    options = [[LayerOption(f"s{i}", *row) for i, row in enumerate(rows)] for rows in layers]
+    found = pair_candidates(options, most)
+    everything = [(sum(o[3] for o in c), sum(o[1] + o[2] for o in c)) for c in product(*options)]
+    assert 1 <= len(found) <= most
+    times = [c.forward_ns + c.backward_ns for c in found]
+    assert times == sorted(times)
+    assert times[0] == min(time for _, time in everything)
+    assert found[-1].activation_bytes == min(held for held, _ in everything)
+    for c, time in zip(found, times, strict=True):
+        assert time == min(t for held, t in everything if held <= c.activation_bytes)
+
+
+def test_candidates_of_nothing_are_refused():
+    with pytest.raises(InputError, match="layer without options"):
+        pair_candidates([[]])
+    with pytest.raises(InputError, match="1 is below 2"):
+        pair_candidates([[LayerOption("keep", 1, 1, 1)]], 1)
