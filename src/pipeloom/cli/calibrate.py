@@ -9,7 +9,7 @@ import msgspec
 import typer
 
 from pipeloom.cli.output import JSON_HELP, check_targets, print_json, stderr, stdout
-from pipeloom.emulator.fit import CalibrationRow, mean_error
+from pipeloom.emulator import CalibrationRow, mean_error
 from pipeloom.errors import InputError
 from pipeloom.io import write_text
 

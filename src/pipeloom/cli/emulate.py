@@ -8,8 +8,8 @@ from typing import Any
 import typer
 
 from pipeloom.cli.output import JSON_HELP, check_targets, draw, print_json, stdout
-from pipeloom.emulator.step import StepResult
-from pipeloom.emulator.sweep import emulate as run_emulation
+from pipeloom.emulator import StepResult
+from pipeloom.emulator import emulate as run_emulation
 from pipeloom.errors import InputError
 from pipeloom.io import SAMPLE_SUFFIXES, read_samples
 from pipeloom.report import emulated_track, share_text, size_text

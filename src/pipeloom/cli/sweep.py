@@ -8,8 +8,8 @@ import typer
 
 from pipeloom.cli.emulate import document
 from pipeloom.cli.output import JSON_HELP, print_json, stderr, stdout
-from pipeloom.emulator.sweep import SweepEntry
-from pipeloom.emulator.sweep import sweep as run_sweep
+from pipeloom.emulator import SweepEntry
+from pipeloom.emulator import sweep as run_sweep
 from pipeloom.report import share_text, size_text
 
 EPILOG = "Example: pipeloom sweep vlm-m --cluster dip-h800-64 --gpus 64."

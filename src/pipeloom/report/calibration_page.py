@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipeloom.emulator.fit import Calibration, mean_error
+from pipeloom.emulator import Calibration, mean_error
 
 
 def calibration_page(calibration: Calibration) -> str:

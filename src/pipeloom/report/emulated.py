@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pipeloom.emulator.step import StepResult
+from pipeloom.emulator import StepResult
 from pipeloom.report.track import Track, make_track
 from pipeloom.taskgraph import BACKWARD, FORWARD, PairLabel, make_graph
 from pipeloom.timeline import Timeline
