@@ -25,6 +25,8 @@ from pipeloom.emulator.tape import COMPUTE, NUM_DEVICES, Cost
 from pipeloom.errors import InfeasibleError, InputError
 from pipeloom.spec import Workload
 
+__all__ = ["RankTime", "StageTask", "Step", "StepResult", "fastest_step"]
+
 DEVICES_PER_RANK = NUM_DEVICES + 2
 FORWARD_WIRE, BACKWARD_WIRE = NUM_DEVICES, NUM_DEVICES + 1
 
