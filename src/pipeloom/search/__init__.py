@@ -2,6 +2,7 @@
 
 from pipeloom.search.candidates import LayerOption, pair_candidates
 from pipeloom.search.families import FAMILIES, Family, family, generate
+from pipeloom.search.library import LIBRARY, Run, gap_table, instance, run_library
 from pipeloom.search.plain import first_in_first_out
 from pipeloom.search.result import Progress, Solution
 from pipeloom.search.solve import EXACT, METHODS, solve, warm_up
@@ -11,6 +12,7 @@ from pipeloom.search.strategies import Strategies, choose_strategies
 __all__ = [
     "EXACT",
     "FAMILIES",
+    "LIBRARY",
     "METHODS",
     "Both",
     "Deadline",
@@ -18,14 +20,18 @@ __all__ = [
     "Family",
     "LayerOption",
     "Progress",
+    "Run",
     "Solution",
     "StoppingRule",
     "Strategies",
     "choose_strategies",
     "family",
     "first_in_first_out",
+    "gap_table",
     "generate",
+    "instance",
     "pair_candidates",
+    "run_library",
     "solve",
     "warm_up",
 ]

@@ -1,0 +1,55 @@
+"""Write the instance library to ``benchmarks/instances`` and its table of best known results.
+
+``python -m benchmarks.make_instances`` writes the files; ``--solve SECONDS`` also solves each and keeps, in
+``best.json``, the shortest makespan and the highest bound ever seen.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from pipeloom.io import write_instance
+from pipeloom.search import LIBRARY, Deadline, instance, solve
+from pipeloom.timeline import require_feasible
+
+HERE = Path(__file__).parent / "instances"
+LARGE = ("vlm-l-k2", "vlm-l-k2-m1.5", "vlm-xl", "t2v-l")
+"""Too large to keep as files; their names are enough to make them."""
+
+
+def main() -> None:
+    """Write files, and update the table if asked."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--solve", type=float, metavar="SECONDS", help="CPU seconds for each instance")
+    parser.add_argument("--seeds", type=int, default=2, help="instances of each family (default 2)")
+    options = parser.parse_args()
+    HERE.mkdir(exist_ok=True)
+    table_file = HERE / "best.json"
+    table: dict[str, Any] = json.loads(table_file.read_text()) if table_file.exists() else {}
+    for kind in LIBRARY:
+        for seed in range(options.seeds):
+            name = f"{kind}/{seed}"
+            graph = instance(name)
+            if kind not in LARGE:
+                write_instance(HERE / f"{kind}-{seed}.json.gz", graph)
+            if options.solve is None:
+                continue
+            found = solve(graph, budget=Deadline(options.solve, "cpu"), seed=seed)
+            require_feasible(graph, found.schedule, found.timeline)
+            entry = table.setdefault(
+                name, {"makespan_ns": found.timeline.makespan_ns, "bound_ns": 0, "bound": ""}
+            )
+            entry["tasks"] = graph.num_tasks
+            entry["makespan_ns"] = min(entry["makespan_ns"], found.timeline.makespan_ns)
+            if found.lower_bound.ns > entry["bound_ns"]:
+                entry["bound_ns"], entry["bound"] = found.lower_bound.ns, found.lower_bound.name
+            entry["gap_percent"] = round(100 * (entry["makespan_ns"] / entry["bound_ns"] - 1), 3)
+            print(name, entry, flush=True)
+            table_file.write_text(json.dumps(table, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from pipeloom.errors import InputError
+from pipeloom.search import LIBRARY, Evaluations, gap_table, instance, run_library, solve
+from pipeloom.timeline import check, lower_bound
+
+SMALL = [name for name in LIBRARY if name.startswith(("small", "tiny", "uniform"))]
+
+
+def test_the_same_name_gives_the_same_problem():
+    first, again, other = instance("small-vlm/1"), instance("small-vlm/1"), instance("small-vlm/2")
+    assert np.array_equal(first.duration_ns, again.duration_ns)
+    assert first.name == "small-vlm/1"
+    assert first.num_tasks != other.num_tasks or not np.array_equal(first.duration_ns, other.duration_ns)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_small_ones_are_solved_feasibly(name):
+    graph = instance(f"{name}/0")
+    found = solve(graph, budget=Evaluations(500), seed=0)
+    assert check(graph, found.schedule, found.timeline) == ()
+    assert lower_bound(graph).ns <= found.timeline.makespan_ns
+    if name.startswith("uniform"):
+        assert found.gap == 0
+
+
+def test_table_of_gaps():
+    runs = list(run_library(["tiny-vlm-m1"], ["portfolio", "random"], budgets_s=[0.02], seeds=range(3)))
+    assert [run.instance for run in runs[:2]] == ["tiny-vlm-m1/0"] * 2
+    head, rule, row = gap_table(runs).splitlines()
+    assert head == "| family | s | portfolio | random |"
+    assert rule.count("---") == 4
+    assert row.startswith("| tiny-vlm-m1 | 0.02 | ")
+
+
+@pytest.mark.parametrize("name", ["vlm-s", "vlm-z/1", "vlm-s/x"])
+def test_bad_names(name):
+    with pytest.raises(InputError, match="is not FAMILY/SEED"):
+        instance(name)
