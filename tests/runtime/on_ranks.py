@@ -6,12 +6,20 @@ import os
 import random
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from pipeloom.packing import PackingSpec, pack
-from pipeloom.runtime import Executor, TorchTransport, all_reduce_gradients
+from pipeloom.runtime import (
+    Executor,
+    TorchTransport,
+    all_reduce_gradients,
+    load_checkpoint,
+    save_checkpoint,
+)
 from pipeloom.runtime.transport import Handle, Transport
 from pipeloom.spec import Layout, Parallelism
 from tests.plan.cases import (
@@ -21,6 +29,7 @@ from tests.plan.cases import (
     earliest,
     graph_of_units,
     random_batch,
+    random_layout,
     random_schedule,
 )
 
@@ -138,3 +147,42 @@ def run_with_a_broken_rank(seed: int, how: str) -> None:
     Executor(run.model, run.case.layout, dist.get_rank(), transport).run(
         run.case.plan, run.case.packing, run.documents
     )
+
+
+def relaid(seed: int, num_ranks: int) -> Run:
+    """A model and a batch that depend on the seed alone, laid out and planned for so many ranks."""
+    first = random_run(seed, 2)
+    rng = random.Random(f"{seed} {num_ranks}")
+    layout = random_layout(rng, first.case.model, num_ranks)
+    packing = pack(first.case.packing.batch, first.case.model, layout, PackingSpec(15 * num_ranks))
+    graph = graph_of_units(layout, packing, dealt_units(rng, layout, packing), RandomCosts(seed, False))
+    schedule = random_schedule(rng, graph)
+    case = Case(first.case.model, layout, packing, graph, schedule, earliest(graph, schedule))
+    return Run(case, first.model, first.documents)
+
+
+def train_save_resume(seed: int, folder: str) -> list[list[float]]:
+    """Train on two ranks, save in the middle, resume on one; the losses of both."""
+    two, one = dist.new_group([0, 1]), dist.new_group([0])
+    losses: list[list[float]] = []
+    for group, num_ranks in ((two, 2), (one, 1)):
+        dist.barrier()
+        if dist.get_rank() >= num_ranks:
+            losses.append([])
+            continue
+        run = relaid(seed, num_ranks)
+        executor = Executor(run.model, run.case.layout, dist.get_rank(), TorchTransport(group))
+        parameters = executor.parameters()
+        optimizer = torch.optim.AdamW(parameters, lr=0.01) if parameters else None
+        path = Path(folder) / "step-3"
+        first = 0 if num_ranks == 2 else load_checkpoint(path, executor, optimizer, group=group)
+        losses.append([])
+        for iteration in range(first, 6):
+            if num_ranks == 2 and iteration == 3:
+                save_checkpoint(path, executor, optimizer, iteration, group=group)
+            result = executor.run(run.case.plan, run.case.packing, run.documents)
+            losses[-1].append(result.loss_sum / result.normaliser)
+            if optimizer is not None:
+                optimizer.step()
+                optimizer.zero_grad()
+    return losses

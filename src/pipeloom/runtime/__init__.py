@@ -1,5 +1,6 @@
 """The runtime: plans executed on `torch.distributed`. The only home of torch."""
 
+from pipeloom.runtime.checkpoint import load_checkpoint, save_checkpoint
 from pipeloom.runtime.emulate import emulate, step_durations
 from pipeloom.runtime.executor import ActionTime, Executor, StepResult
 from pipeloom.runtime.launch import launch, report
@@ -28,9 +29,11 @@ __all__ = [
     "all_reduce_gradients",
     "emulate",
     "launch",
+    "load_checkpoint",
     "measure_layers",
     "profile_model",
     "report",
     "run_undivided",
+    "save_checkpoint",
     "step_durations",
 ]
