@@ -12,7 +12,7 @@ from pipeloom.packing import Microbatch, Packing, PackingSpec, SubMicrobatch, pa
 from pipeloom.plan import Action, ExecutionPlan, boundary_shapes, lower
 from pipeloom.runtime import Executor, Model, Module, ThreadHub
 from pipeloom.runtime.blocks import block_bounds
-from pipeloom.spec import Batch, Chunk, Layout, ModuleLayout, Sample, Workload
+from pipeloom.spec import Batch, Chunk, Layout, ModuleLayout, Sample, TensorShape, Workload
 from pipeloom.taskgraph import build_graph
 from tests.plan.cases import EVERY_STRATEGY, RandomCosts, earliest, random_schedule
 
@@ -220,3 +220,39 @@ def test_dropout_falls_alike_when_recomputed(strategy: str, backward: str) -> No
     for name, gradient in gradients[0].items():
         assert gradient is not None
         torch.testing.assert_close(gradients[1][name], gradient, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("strategy", ["keep", "recompute", "selective", "offload"])
+def test_autocast_holds_in_the_forward_and_when_recomputed(strategy: str) -> None:
+    seen: list[torch.dtype] = []
+
+    class Watch(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            output: Tensor = self.inner(x)
+            seen.append(output.dtype)
+            return output
+
+    module = Module(
+        "lm", [Watch(), Watch()], reads="sequence", hidden=TensorShape(("tokens", 4), "bfloat16"),
+        output=TensorShape(("tokens", 4), "bfloat16"), inputs=lambda part: part.samples[0],
+    )  # fmt: skip
+    model = Model([module], lambda output, part: output.float().square().sum(), lambda sample: 1.0)
+    layout = Layout(1, (ModuleLayout("lm"),), (Chunk("lm", (0, 0), 0), Chunk("lm", (1, 1), 0)))
+    packing = Packing(
+        Batch((Sample("a", 5),)),
+        ("lm",),
+        (Microbatch((0,), ((SubMicrobatch(0, 1, Workload((5,))),),)),),
+    )
+    forward = tuple(Action(verb="F", chunk=f"lm.{c}", strategy=strategy) for c in (0, 1))
+    plan = ExecutionPlan(
+        1, 0, layout.digest, ((*forward, Action(verb="B", chunk="lm.1"), Action(verb="B", chunk="lm.0")),)
+    )
+    executor = Executor(model, layout, 0, ThreadHub().transport(0), autocast=torch.bfloat16)
+    executor.run(plan, packing, [torch.randn(5, 4)])
+    assert set(seen) == {torch.bfloat16}
+    assert len(seen) == (2 if strategy in ("keep", "offload") else 4)
+    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in executor.parameters())

@@ -97,6 +97,8 @@ class Passage:
 
     device: torch.device
     context: dict[str, Any]
+    autocast: torch.dtype | None = None
+    """Precision of autocast regions, forward and recomputed alike; None: none."""
     blocks: list[_Block] = field(default_factory=list)
     num_recomputed: int = 0
     offloaded_bytes: int = 0
@@ -156,6 +158,12 @@ class Passage:
         return output
 
     def _run(self, layers: Sequence[Layer], inputs: tuple[Any, ...]) -> Tensor:
+        if self.autocast is None:
+            return self._call(layers, inputs)
+        with torch.autocast(self.device.type, self.autocast):
+            return self._call(layers, inputs)
+
+    def _call(self, layers: Sequence[Layer], inputs: tuple[Any, ...]) -> Tensor:
         context = self.context
         output = layers[0](*inputs, **context)
         for layer in layers[1:]:

@@ -87,6 +87,9 @@ class Executor:
     reduce_gradients : callable or None
         Called by RG with a chunk's number and its trained parameters: sums their gradients over all that hold
         the chunk, see `all_reduce_gradients`.
+    autocast : torch.dtype or None
+        Run layers and loss under `torch.autocast` with this dtype. The shapes that modules state must then have
+        the dtypes that come out of it.
     """
 
     def __init__(
@@ -98,13 +101,14 @@ class Executor:
         device: torch.device | str = "cpu",
         *,
         reduce_gradients: ReduceGradients | None = None,
+        autocast: torch.dtype | None = None,
     ) -> None:
         if not 0 <= rank < layout.num_ranks:
             raise InputError("rank", f"{rank} is not in 0..{layout.num_ranks - 1}")
         _check_layout(model, layout)
         self.model, self.layout, self.rank, self.transport = model, layout, rank, transport
         self.device = torch.device(device)
-        self.reduce_gradients = reduce_gradients
+        self.reduce_gradients, self.autocast = reduce_gradients, autocast
         self._linker = Linker(layout, model, rank)
         self.layers: dict[int, list[nn.Module]] = {}
         """Per chunk of this rank, its layers."""
@@ -269,7 +273,7 @@ class _Iteration:
         layers: list[Callable[..., Tensor]] = self.executor.layers[unit.unit.chunk]  # type: ignore[assignment]
         if unit.is_last and part is not None:
             layers = [*layers, _loss_layer(self.executor.model.loss, part)]
-        passage = Passage(self.device, context)
+        passage = Passage(self.device, context, self.executor.autocast)
         output = passage.forward(layers, unit.bounds, inputs, unit.trained)
         if unit.trained:
             unit.passage = passage
