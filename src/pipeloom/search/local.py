@@ -69,7 +69,7 @@ def local_search(
     pool = ThreadPoolExecutor(threads) if threads > 1 else None
     try:
         while search.watch.share(search.evaluations) < until:
-            count = search.round_size()
+            count = search.round_size(until)
             if count == 0:
                 break
             spent = search.watch.share(search.evaluations)

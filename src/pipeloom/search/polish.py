@@ -44,7 +44,7 @@ def polish(search: Search, temperature: float = 0.0, until: float = 1.0, since: 
     """Polish the incumbent until the budget (or its part ``until``) is spent or the target is reached."""
     polisher = Polisher(search, int(search.random.integers(1, 1 << 62)))
     while search.watch.share(search.evaluations) < until:
-        count = search.round_size()
+        count = search.round_size(until)
         if count == 0:
             return
         spent = search.watch.share(search.evaluations)

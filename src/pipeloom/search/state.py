@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import pairwise
+from math import ceil
 
 import numpy as np
 
@@ -71,11 +72,14 @@ class Search:
         """Whether the incumbent cannot be improved."""
         return self.best_ns <= self.target_ns
 
-    def round_size(self) -> int:
-        """Evaluations for the next kernel call; 0 when the search is over."""
+    def round_size(self, until: float = 1.0) -> int:
+        """Evaluations for the next kernel call; 0 when the search, or its part ``until``, is over."""
         if self.done:
             return 0
-        return self.watch.left(self.evaluations, max(1, STEPS_PER_ROUND // self.graph.num_tasks))
+        wanted = max(1, STEPS_PER_ROUND // self.graph.num_tasks)
+        if self.watch.evaluations is not None:
+            wanted = min(wanted, ceil(until * self.watch.evaluations) - self.evaluations)
+        return self.watch.left(self.evaluations, max(0, wanted))
 
     def try_order(self, order: IntArray, choice: IntArray) -> int:
         """Evaluate one order; keep it if it is the best so far. Return its makespan or a negative code."""
