@@ -211,6 +211,17 @@ def test_chains_are_split_as_evenly_as_can_be(weights, data):
     assert max(sum(weights[x:y]) for x, y in itertools.pairwise(cuts)) == best(0, parts)
 
 
+def test_tasks_taken_over_give_the_same_step():
+    architecture, work = plain_model(4), {"lm": (Workload((64,)), Workload((40, 12)))}
+    model = PipelineModel(architecture, Placement(machine(), Degrees(pipeline=2, tensor=2)), work)
+    first = Step(model, [work] * 3, "keep")
+    alone, like = Step(model, [work] * 3, "full"), Step(model, [work] * 3, "full", like=first)
+    assert alone.order == like.order
+    a, b = alone.run(), like.run()
+    assert (a.iteration_s, a.peak_bytes, a.mfu, a.ranks) == (b.iteration_s, b.peak_bytes, b.mfu, b.ranks)
+    assert a.iteration_s > first.run().iteration_s
+
+
 def test_strategies_spread_over_layers():
     assert spread("full:0.5", 4) == ("full", "full", "keep", "keep")
     assert spread("offload", 2) == ("offload", "offload")

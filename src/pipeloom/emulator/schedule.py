@@ -25,14 +25,27 @@ class PipelineTask:
     """Tasks to wait for, and picoseconds that their results travel."""
 
 
+def successors(tasks: Sequence[PipelineTask]) -> list[list[tuple[int, int]]]:
+    """Per task the tasks that wait for it, and picoseconds that its result travels to each."""
+    after: list[list[tuple[int, int]]] = [[] for _ in tasks]
+    for i, task in enumerate(tasks):
+        for source, delay in task.before:
+            after[source].append((i, delay))
+    return after
+
+
 def list_schedule(
-    tasks: Sequence[PipelineTask], num_ranks: int, in_flight: int
+    tasks: Sequence[PipelineTask],
+    num_ranks: int,
+    in_flight: int,
+    after: Sequence[Sequence[tuple[int, int]]] | None = None,
 ) -> tuple[list[int], list[int]]:
     """Order tasks greedily.
 
     A rank that is free runs, of the tasks that are ready, a backward of the earliest microbatch if there is
     one, else a forward of the earliest. A microbatch enters when fewer than ``in_flight`` are between the
-    start of their first and the end of their last task, which bounds memory and cannot deadlock.
+    start of their first and the end of their last task, which bounds memory and cannot deadlock. ``after`` is
+    what `successors` gives, where it is known already.
 
     Returns
     -------
@@ -40,12 +53,10 @@ def list_schedule(
         Tasks by start time (topological), and the start of each task.
     """
     waiting = [len(t.before) for t in tasks]
-    after: list[list[tuple[int, int]]] = [[] for _ in tasks]
+    after = successors(tasks) if after is None else after
     left: dict[int, int] = {}
     first: dict[int, list[int]] = {}
     for i, task in enumerate(tasks):
-        for source, delay in task.before:
-            after[source].append((i, delay))
         left[task.microbatch] = left.get(task.microbatch, 0) + 1
         if not task.before:
             first.setdefault(task.microbatch, []).append(i)

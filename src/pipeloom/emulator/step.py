@@ -7,6 +7,7 @@ ranks goes over wires of its own, so that it overlaps with computation.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -18,7 +19,7 @@ from pipeloom.emulator.program import Part
 from pipeloom.emulator.result import RankTime, StageTask, StepResult, length, union
 from pipeloom.emulator.reuse import Call, Leaf, Port, Session
 from pipeloom.emulator.rules import PS_PER_S, IntArray, RuleTable
-from pipeloom.emulator.schedule import PipelineTask, list_schedule
+from pipeloom.emulator.schedule import PipelineTask, list_schedule, successors
 from pipeloom.emulator.stage import Stage
 from pipeloom.emulator.static import update_costs
 from pipeloom.emulator.tape import COMPUTE, NUM_DEVICES, Cost
@@ -48,6 +49,8 @@ class Step:
     microbatches : sequence of Work
     strategy : str
         ``keep``, ``selective``, ``full``, ``offload``, or one with a share of the layers (``full:0.5``).
+    like : Step or None
+        A step of the same model and microbatches under another strategy, whose tasks and edges are taken over.
     in_flight : int or None
         None: as many as fit in memory, up to three per rank.
     """
@@ -58,6 +61,7 @@ class Step:
         microbatches: Sequence[Work],
         strategy: str = "keep",
         in_flight: int | None = None,
+        like: Step | None = None,
     ) -> None:
         if not microbatches:
             raise InputError("microbatches", "is empty", "give at least one")
@@ -73,7 +77,11 @@ class Step:
         self._plans: list[PipelineTask] = []
         self._edges: list[list[tuple[int, int]]] = []
         self._flops: list[float] = []
-        self._build()
+        if like is None:
+            self._build()
+            self._after = successors(self._plans)
+        else:
+            self._build_like(like)
         self._rank = np.array([t.rank for t in self.tasks])
         back = np.array([t.backward for t in self.tasks])
         pairs = {(t.module, t.stage, t.microbatch, t.part) for t in self.tasks if t.backward}
@@ -135,6 +143,17 @@ class Step:
         self._edges[target].append((source, size))
         self._plans[target].before.append((source, self._transfer_ps(size) if size else 0))
 
+    def _build_like(self, like: Step) -> None:
+        """Take over tasks and edges; durations and bytes are this strategy's."""
+        self.tasks, self._edges, self._after = like.tasks, like._edges, like._after
+        for task, plan in zip(self.tasks, like._plans, strict=True):
+            forward, backward, held, _, flops = self._cost(self._stage(task), self._workload(task))
+            duration = backward if task.backward else forward
+            self._plans.append(
+                PipelineTask(task.rank, task.microbatch, task.backward, duration, held, plan.before)
+            )
+            self._flops.append(0.0 if task.backward else flops)
+
     def _build(self) -> None:
         modules = self.model.architecture.modules
         for number, work in enumerate(self.microbatches):
@@ -182,19 +201,27 @@ class Step:
         if in_flight is not None and in_flight < 1:
             raise InputError("in_flight", f"{in_flight} is below 1")
         options = sorted({min(count, max(1, round(ranks * k))) for k in (0.5, 1, 1.5, 2, 3)})
-        found: list[tuple[int, int, list[int]]] = []
         duration = np.array([t.duration_ps for t in self._plans])
-        for option in options if in_flight is None else [in_flight]:
-            order, start = list_schedule(self._plans, ranks, option)
+
+        def plan(option: int) -> tuple[bool, tuple[int, int, list[int]]]:
+            order, start = list_schedule(self._plans, ranks, option, self._after)
             end = np.array(start) + duration
-            self.planned_fits = all(p <= self.capacity for p in self._peaks(np.array(start), end))
-            if found and not self.planned_fits:
-                self.planned_fits = True
-                break
-            found.append((int(end.max()), option, order))
-            if not self.planned_fits:
-                break  # more in flight would take more still
-        self.roomy = self.planned_fits and len(found) == len(options)
+            fits = all(p <= self.capacity for p in self._peaks(np.array(start), end))
+            return fits, (int(end.max()), option, order)
+
+        queue = options if in_flight is None else [in_flight]
+        self.planned_fits, first = plan(queue[0])
+        found, self.roomy = [first], self.planned_fits
+        for before, option in itertools.pairwise(queue) if self.planned_fits else ():
+            fits, candidate = plan(option)
+            if fits:
+                found.append(candidate)
+                continue
+            # More in flight would take more still; what lies between may just fit.
+            self.roomy = False
+            fits, candidate = plan((before + option + 1) // 2)
+            found += [candidate] * fits
+            break
         self.planned_ps, self.in_flight, self.order = min(found)
 
     @property
@@ -411,9 +438,10 @@ def fastest_step(
         When none fits; the message has the leanest peak and the limit.
     """
     best: Step | None = None
-    leanest = None
+    leanest: Step | None = None
+    step: Step | None = None
     for strategy in strategies:
-        step = Step(model, microbatches, strategy)
+        step = Step(model, microbatches, strategy, like=step)
         if step.planned_fits:
             if best is None or step.planned_ps < best.planned_ps:
                 best = step
