@@ -11,6 +11,7 @@ from pipeloom.errors import InfeasibleError, PlanError
 from pipeloom.search import kernels
 from pipeloom.search.plain import first_in_first_out, plain_rollout
 from pipeloom.search.problem import make_problem
+from pipeloom.search.scratch import make_scratch
 from pipeloom.timeline import Schedule, check, simulate
 from tests.chains import uniform_chain
 from tests.strategies import graphs
@@ -18,7 +19,7 @@ from tests.strategies import graphs
 
 def run(graph, seed, policy, weights, rule, lookahead, bound=kernels.NEVER):
     problem, _, jobs = make_problem(graph)
-    scratch = kernels.make_scratch(problem)
+    scratch = make_scratch(problem)
     forward, backward = problem.num_groups
     rng = np.random.default_rng(seed)
     order = np.concatenate([rng.permutation(forward), forward + rng.permutation(backward)])
@@ -90,7 +91,7 @@ def test_the_papers_rule_deadlocks():
     graph = uniform_chain(2, 3, chunks_per_rank=2, capacity_bytes=2)
     assert run(graph, 3, 0, 0, kernels.FITS, 1)[-1] in (kernels.DEADLOCK, 18)
     problem, _, _ = make_problem(graph)
-    scratch = kernels.make_scratch(problem)
+    scratch = make_scratch(problem)
     by_pass = np.array([0, 2, 4, 1, 3, 5, 6, 7, 8, 9, 10, 11])
     assert kernels.evaluate(problem, scratch, by_pass, np.array([0, 0, kernels.FITS, 1]), kernels.NEVER) == -1
     assert kernels.evaluate(problem, scratch, by_pass, np.array([0, 0, kernels.BANKER, 1]), kernels.NEVER) > 0

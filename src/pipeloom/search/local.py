@@ -8,6 +8,7 @@ import numpy as np
 
 from pipeloom.search import kernels
 from pipeloom.search.portfolio import starts
+from pipeloom.search.scratch import make_scratch
 from pipeloom.search.state import Search
 from pipeloom.taskgraph import IntArray
 
@@ -27,7 +28,7 @@ class _Climber:
     """One thread's local search."""
 
     def __init__(self, search: Search, seed: int) -> None:
-        self.scratch = kernels.make_scratch(search.problem)
+        self.scratch = make_scratch(search.problem)
         self.backup = np.empty(len(search.order), np.int64)
         self.random = np.array([seed | 1], np.uint64)
         self.restart(search)

@@ -11,6 +11,7 @@ import numpy as np
 from pipeloom.search import kernels
 from pipeloom.search.problem import Groups, Problem, make_problem
 from pipeloom.search.result import Progress
+from pipeloom.search.scratch import make_scratch
 from pipeloom.search.stopping import Watch
 from pipeloom.taskgraph import IntArray, TaskGraph
 
@@ -39,7 +40,7 @@ class Search:
         self.problem: Problem
         self.groups: Groups
         self.problem, self.groups, self.jobs = make_problem(graph)
-        self.scratch = kernels.make_scratch(self.problem)
+        self.scratch = make_scratch(self.problem)
         self.target_ns = target_ns
         self.watch = watch
         self.random = np.random.default_rng(seed)

@@ -16,6 +16,7 @@ import numpy as np
 
 from pipeloom.search import kernels
 from pipeloom.search.portfolio import starts
+from pipeloom.search.scratch import make_scratch
 from pipeloom.search.state import Search
 from pipeloom.taskgraph import IntArray
 
@@ -141,7 +142,7 @@ class _Walker:
     ) -> None:
         self.search, self.tokens, self.root, self.lock, self.by_place = search, tokens, root, lock, by_place
         self.random = np.random.default_rng(seed)
-        self.scratch = kernels.make_scratch(search.problem)
+        self.scratch = make_scratch(search.problem)
         self.choice = _choice(search)
         self.work_share = float(search.problem.work.sum()) / len(search.problem.room)
 
