@@ -1,0 +1,43 @@
+from __future__ import annotations
+
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pipeloom.arrange import ModulePlacement, separate
+from pipeloom.packing import PackingSpec, pack
+from pipeloom.runtime import Model
+from pipeloom.spec import batch_from_dicts
+from pipeloom.taskgraph import build_graph
+from tests.plan.cases import Case, RandomCosts, earliest, random_schedule
+
+from .cases import Run, assert_equal_gradients, expected, run_threads, take_gradients, total_loss
+
+PAGE = Path(__file__).parents[2] / "docs" / "bring-your-own-model.md"
+
+
+def test_the_model_of_the_page_runs_and_is_exact() -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    torch.manual_seed(0)
+    names: dict[str, Any] = {}
+    exec(code, names)
+    model: Model = names["model"]
+    samples = [
+        (torch.tensor([5, 0, 7, 0]), [torch.randn(8), torch.randn(8)]),
+        (torch.tensor([9, 3, 8]), []),
+        (torch.tensor([0, 2]), [torch.randn(8)]),
+    ]
+    batch = batch_from_dicts([names["describe"](sample) for sample in samples])
+    placements = {"vision": ModulePlacement(1, 1), "lm": ModulePlacement(2)}
+    layout = separate(model.spec, 2, placements, lambda *_: 1.0)
+    packing = pack(batch, model.spec, layout, PackingSpec(token_budget=5))
+    graph = build_graph(layout, packing, RandomCosts(0, True), split_backward=True)
+    schedule = random_schedule(random.Random(0), graph)
+    chosen = graph.with_candidates(schedule.candidate)
+    run = Run(Case(model.spec, layout, packing, graph, schedule, earliest(chosen, schedule)), model, samples)
+    loss, wanted = expected(run)
+    assert abs(total_loss(run_threads(run)) - loss) < 1e-5
+    assert_equal_gradients(take_gradients(model), wanted, 1e-5)
