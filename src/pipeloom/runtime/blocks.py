@@ -73,8 +73,8 @@ class _Block:
     inputs: tuple[Any, ...]
     """Arguments of its first layer; the tensors that need a gradient are leaves."""
     strategy: str
-    edge: GradientEdge | None = None
-    """End of its graph. The output itself is not held: the graph has what it needs of it."""
+    edge: GradientEdge | Tensor | None = None
+    """End of its graph. The output itself is not held, but for a loss: the graph has what it needs of it."""
     missing: bool = False
     """Whether it has to be recomputed before its backward."""
     random_state: RandomState | None = None
@@ -154,7 +154,7 @@ class Passage:
             with torch.no_grad() if block.selective is None else block.selective.forward():
                 return self._run(block.layers, block.inputs)
         if output.requires_grad:
-            block.edge = get_gradient_edge(output)
+            block.edge = output if output.dim() == 0 else get_gradient_edge(output)
         return output
 
     def _run(self, layers: Sequence[Layer], inputs: tuple[Any, ...]) -> Tensor:
@@ -187,7 +187,7 @@ class Passage:
         state.set(self.device)
         block.selective = block.random_state = None
         if output.requires_grad:
-            block.edge = get_gradient_edge(output)
+            block.edge = output if output.dim() == 0 else get_gradient_edge(output)
         self.num_recomputed += len(block.layers)
 
     def offload(self) -> None:
@@ -221,7 +221,8 @@ class Passage:
             self._recompute(block)
             if flowing is not None and block.edge is not None:
                 leaves = [x for x in block.inputs if isinstance(x, Tensor) and x.requires_grad]
-                block.deferred = backward_inputs(block.edge, flowing, leaves)
+                edge = block.edge if isinstance(block.edge, GradientEdge) else get_gradient_edge(block.edge)
+                block.deferred = backward_inputs(edge, flowing, leaves)
             block.edge = None
             flowing = block.inputs[0].grad if number else None
 

@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +22,7 @@ from pipeloom.runtime.transport import Transport
 from pipeloom.spec import Layout
 
 
-@dataclass(frozen=True, slots=True)
-class ActionTime:
+class ActionTime(NamedTuple):
     """When one action ran, on the host's monotonic clock."""
 
     verb: str
