@@ -157,7 +157,7 @@ class Planner:
             request.batch,
             budget=Evaluations(1),
             seed=0,
-            method="static",
+            method="portfolio",
         )
         elapsed = time.monotonic() - begin
         answer = answer_of(planned, search_s=elapsed, ready_ns=time.monotonic_ns())
