@@ -32,8 +32,17 @@ Progress = Callable[[str], None]
 Run = Callable[[], object]
 
 
+REFERENCE_WIDTH = 192
+SHORTEST_S = 3e-4
+MOST_LOOPS = 64
+
+
 class Bench:
     """Times functions on one device.
+
+    A CPU that others use too runs now faster, now slower, even in processor time (its hyper-threads and caches
+    are shared). So a reference product is timed before and after every run there, and times are stated at the
+    speed that the reference had at first.
 
     Parameters
     ----------
@@ -48,21 +57,43 @@ class Bench:
         self.device, self.repeats = device, repeats
         self.dtype = torch.bfloat16 if device == "cuda" else torch.float32
         self.dtype_bytes = 2 if device == "cuda" else 4
+        x = self.tensor(REFERENCE_WIDTH, REFERENCE_WIDTH)
+        self._reference = partial(torch.matmul, x, x)
+        # Not the least: clocks now and then report far too little.
+        times = sorted(self._once(self._reference) for _ in range(8 * repeats)) if device == "cpu" else [1.0]
+        self._usual = times[len(times) // 4]
 
     def tensor(self, *shape: int, grad: bool = False) -> torch.Tensor:
         """Random numbers on the device."""
         return torch.randn(*shape, device=self.device, dtype=self.dtype, requires_grad=grad)
 
     def seconds(self, run: Run, setup: Callable[[], None] | None = None) -> float:
-        """Lower quartile of the time of one run, after two to warm up."""
-        times = []
-        for i in range(self.repeats + 2):
+        """Lower quartile of the time of one run, after two to warm up; short ones are run many times at once."""
+        for _ in range(2):
             if setup is not None:
                 setup()
-            elapsed = self._once(run)
-            if i >= 2:
-                times.append(elapsed)
+            first = self._once(run)
+        loops = 1 if setup is not None else max(1, min(MOST_LOOPS, int(SHORTEST_S / max(first, 1e-9))))
+
+        def many() -> None:
+            for _ in range(loops):
+                run()
+
+        times = []
+        for _ in range(self.repeats):
+            if setup is not None:
+                setup()
+            before = self._slowness()
+            elapsed = self._once(many) / loops
+            times.append(elapsed * 2 / (before + self._slowness()))
         return max(1e-9, sorted(times)[len(times) // 4])
+
+    def _slowness(self) -> float:
+        """How many times longer than at first the reference takes just now."""
+        if self.device != "cpu":
+            return 1.0
+        self._reference()  # the caches are someone else's before this
+        return self._once(self._reference) / self._usual
 
     def _once(self, run: Run) -> float:
         if self.device == "cpu":
@@ -327,12 +358,12 @@ def calibrate(
     progress : called with a line per group of measurements
     """
     say: Progress = progress if progress is not None else lambda _: None
-    bench = Bench(device, repeats)
     threads = torch.get_num_threads()
     if device == "cpu":
         torch.set_num_threads(1)
     try:
         torch.manual_seed(0)
+        bench = Bench(device, repeats)
         shapes = _shapes(device, small)
         between = shapes.between
         say(
