@@ -48,13 +48,14 @@ def train(
     folder.mkdir(parents=True, exist_ok=True)
     setup_path = folder / "setup.json"
     prepare(console, settings, config, setup_path)
-    console.print(
-        f"Starting {settings.layout.ranks} ranks and the planner (kernels are compiled on first use)."
-    )
-
     from pipeloom.cli.train_rank import train_rank
     from pipeloom.runtime import launch
+    from pipeloom.search import warm_up
 
+    # Here, once, so that neither the planner nor rank 0 compiles while the others wait.
+    console.print("Compiling the planner's kernels; they are kept for later runs ...")
+    warm_up()
+    console.print(f"Starting {settings.layout.ranks} ranks and the planner ...")
     launch(
         train_rank,
         settings.layout.ranks,

@@ -80,6 +80,8 @@ def plan_batch(
         packing,
         boundary_shapes(problem.model, problem.layout),
         batch.iteration,
+        # Where every pair has but one strategy, the graph has no candidates, and the plan must still name it.
+        default_strategy=problem.costs.strategies[0],
     )
     verify(plan, problem.layout, packing)
     return PlannedBatch(

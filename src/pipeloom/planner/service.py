@@ -7,6 +7,7 @@ request, ``ready`` when kernels are compiled, ``error/i`` instead of an answer, 
 
 from __future__ import annotations
 
+import gc
 import time
 from typing import Protocol
 
@@ -71,6 +72,9 @@ def serve(store: Store) -> int:
     setup = decode(Setup, data)
     problem = setup.problem()
     warm_up()
+    # What lives now lives for good: the collector need not look at it again and again while plans are made.
+    gc.collect()
+    gc.freeze()
     store.put(READY, b"1")
     answered, num_plans = b"", 0
     while store.peek(STOP) is None:
