@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from pipeloom.emulator.build import Placement, layer_template, module_templates
 from pipeloom.emulator.expand import expand
+from pipeloom.emulator.fastest import fastest_step
 from pipeloom.emulator.kernels import issue
 from pipeloom.emulator.pipeline import PipelineModel, split_evenly, spread, work_of
 from pipeloom.emulator.program import STRATEGIES
@@ -18,7 +19,7 @@ from pipeloom.emulator.reuse import Composite
 from pipeloom.emulator.schedule import PipelineTask, list_schedule
 from pipeloom.emulator.stage import Stage, runs_of
 from pipeloom.emulator.static import static_bytes
-from pipeloom.emulator.step import Step, fastest_step
+from pipeloom.emulator.step import Step
 from pipeloom.errors import InfeasibleError, InputError
 from pipeloom.spec import Sample, Workload
 from pipeloom.spec import architecture as a

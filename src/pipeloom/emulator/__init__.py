@@ -2,13 +2,14 @@
 
 from pipeloom.emulator.build import Placement, count_parameters, layer_template, local_devices
 from pipeloom.emulator.expand import expand
+from pipeloom.emulator.fastest import fastest_step
 from pipeloom.emulator.fit import Calibration, CalibrationRow, Measurement, fit_device, mean_error
 from pipeloom.emulator.graph import Emulation, GraphBuilder, MemoryCurve, OperatorGraph, emulate_graph
 from pipeloom.emulator.pipeline import PipelineModel, Work, work_of
 from pipeloom.emulator.result import RankTime, StageTask, StepResult
 from pipeloom.emulator.reuse import Call, Checkpoint, Composite, Leaf, Port, Session
 from pipeloom.emulator.rules import Counts, Device, Efficiency
-from pipeloom.emulator.step import Step, fastest_step
+from pipeloom.emulator.step import Step
 from pipeloom.emulator.sweep import SweepEntry, emulate, grid, sweep
 from pipeloom.emulator.tape import Context, Cost, Tape, Tensor
 from pipeloom.emulator.template import EvaluatedLayer, LayerTemplate

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from pipeloom.emulator.rules import IntArray
 
 
-@dataclass(frozen=True)
-class StageTask:
+class StageTask(NamedTuple):
     """What a task of an iteration is."""
 
     module: str

@@ -13,20 +13,21 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from pipeloom.emulator.collection import collection_paused
 from pipeloom.emulator.graph import FOREVER, MemoryCurve, memory_curve
 from pipeloom.emulator.pipeline import PipelineModel, Work
 from pipeloom.emulator.program import Part
 from pipeloom.emulator.result import RankTime, StageTask, StepResult, length, union
 from pipeloom.emulator.reuse import Call, Leaf, Port, Session
 from pipeloom.emulator.rules import PS_PER_S, IntArray, RuleTable
-from pipeloom.emulator.schedule import PipelineTask, list_schedule, successors
+from pipeloom.emulator.schedule import PipelineTask, list_schedule, task_arrays
 from pipeloom.emulator.stage import Stage
 from pipeloom.emulator.static import update_costs
 from pipeloom.emulator.tape import COMPUTE, NUM_DEVICES, Cost
-from pipeloom.errors import InfeasibleError, InputError
+from pipeloom.errors import InputError
 from pipeloom.spec import Workload
 
-__all__ = ["RankTime", "StageTask", "Step", "StepResult", "fastest_step"]
+__all__ = ["RankTime", "StageTask", "Step", "StepResult"]
 
 DEVICES_PER_RANK = NUM_DEVICES + 2
 FORWARD_WIRE, BACKWARD_WIRE = NUM_DEVICES, NUM_DEVICES + 1
@@ -55,6 +56,7 @@ class Step:
         None: as many as fit in memory, up to three per rank.
     """
 
+    @collection_paused()
     def __init__(
         self,
         model: PipelineModel,
@@ -76,23 +78,29 @@ class Step:
         self.tasks: list[StageTask] = []
         self._plans: list[PipelineTask] = []
         self._edges: list[list[tuple[int, int]]] = []
+        self._forward_of: list[int] = []
+        """Per task its forward; a forward is its own."""
         self._flops: list[float] = []
         if like is None:
             self._build()
-            self._after = successors(self._plans)
+            self._look()
         else:
             self._build_like(like)
-        self._rank = np.array([t.rank for t in self.tasks])
+        self._choose(in_flight)
+        self._issued = False
+
+    def _look(self) -> None:
+        """What follows from the tasks, whatever the strategy."""
+        self._arrays = task_arrays(self._plans)
+        self._rank = self._arrays.rank
         back = np.array([t.backward for t in self.tasks])
-        pairs = {(t.module, t.stage, t.microbatch, t.part) for t in self.tasks if t.backward}
-        lone = np.array([(t.module, t.stage, t.microbatch, t.part) not in pairs for t in self.tasks])
+        lone = np.ones(len(self.tasks), np.bool_)
+        lone[[f for i, f in enumerate(self._forward_of) if f != i]] = False
         self._tasks_of: dict[int, list[int]] = {}
         for i, task in enumerate(self.tasks):
             self._tasks_of.setdefault(task.microbatch, []).append(i)
         # Bytes are taken by a forward, and given back by its backward or, without one, by itself.
         self._takes, self._gives = ~back, back | lone
-        self._choose(in_flight)
-        self._issued = False
 
     def _stage(self, task: StageTask) -> Stage:
         return self._stages[task.module][task.stage]
@@ -122,17 +130,19 @@ class Step:
             )  # fmt: skip
         return self._sends[num_bytes]
 
-    def _add(self, task: StageTask) -> int:
-        forward, backward, held, _, flops = self._cost(self._stage(task), self._workload(task))
+    def _add(self, task: StageTask, forward_of: int | None = None) -> int:
+        self._forward_of.append(len(self.tasks) if forward_of is None else forward_of)
         self.tasks.append(task)
-        self._flops.append(0.0 if task.backward else flops)
-        self._plans.append(
-            PipelineTask(
-                task.rank, task.microbatch, task.backward, backward if task.backward else forward, held
-            )
-        )
         self._edges.append([])
+        self._plan(task, self._cost(self._stage(task), self._workload(task)), [])
         return len(self.tasks) - 1
+
+    def _plan(
+        self, task: StageTask, cost: tuple[int, int, int, int, float], before: list[tuple[int, int]]
+    ) -> None:
+        duration = cost[1] if task.backward else cost[0]
+        self._flops.append(0.0 if task.backward else cost[4])
+        self._plans.append(PipelineTask(task.rank, task.microbatch, task.backward, duration, cost[2], before))
 
     def _link(self, source: int, target: int, carrier: int) -> None:
         """``target`` waits for ``source``; what travels has the size of ``carrier``'s output."""
@@ -145,14 +155,23 @@ class Step:
 
     def _build_like(self, like: Step) -> None:
         """Take over tasks and edges; durations and bytes are this strategy's."""
-        self.tasks, self._edges, self._after = like.tasks, like._edges, like._after
-        for task, plan in zip(self.tasks, like._plans, strict=True):
-            forward, backward, held, _, flops = self._cost(self._stage(task), self._workload(task))
-            duration = backward if task.backward else forward
-            self._plans.append(
-                PipelineTask(task.rank, task.microbatch, task.backward, duration, held, plan.before)
-            )
-            self._flops.append(0.0 if task.backward else flops)
+        self.tasks, self._edges, self._forward_of = like.tasks, like._edges, like._forward_of
+        self._arrays, self._rank, self._tasks_of = like._arrays, like._rank, like._tasks_of
+        self._takes, self._gives = like._takes, like._gives
+        costs: list[tuple[int, int, int, int, float]] = []
+        # Workloads are long; those at hand are told apart by identity before they are compared.
+        known: dict[tuple[int, int], tuple[int, int, int, int, float]] = {}
+        for i, (task, plan) in enumerate(zip(self.tasks, like._plans, strict=True)):
+            if task.backward:
+                cost = costs[self._forward_of[i]]
+            else:
+                stage, workload = self._stage(task), self._workload(task)
+                key = (id(stage), id(workload))
+                if key not in known:
+                    known[key] = self._cost(stage, workload)
+                cost = known[key]
+            costs.append(cost)
+            self._plan(task, cost, plan.before)
 
     def _build(self) -> None:
         modules = self.model.architecture.modules
@@ -190,7 +209,7 @@ class Step:
             if "B" not in self._stage(forward).parts:
                 break
             task = StageTask(name, chunk, forward.rank, microbatch, forward.part, True)
-            chain.backward.append(self._add(task))
+            chain.backward.append(self._add(task, chain.forward[chunk]))
             self._link(chain.forward[chunk], chain.backward[-1], chain.forward[chunk])
             if len(chain.backward) > 1:
                 # The gradient has the size of what came the other way.
@@ -204,7 +223,7 @@ class Step:
         duration = np.array([t.duration_ps for t in self._plans])
 
         def plan(option: int) -> tuple[bool, tuple[int, int, list[int]]]:
-            order, start = list_schedule(self._plans, ranks, option, self._after)
+            order, start = list_schedule(self._plans, ranks, option, self._arrays)
             end = np.array(start) + duration
             fits = all(p <= self.capacity for p in self._peaks(np.array(start), end))
             return fits, (int(end.max()), option, order)
@@ -275,6 +294,7 @@ class Step:
         """Issue all calls in the order of the schedule; sends right after what they send."""
         self.session = Session(self.model.num_ranks * DEVICES_PER_RANK)
         self._call: dict[int, int] = {}
+        local = [self._local(rank) for rank in range(self.model.num_ranks)]
         self._send_call: dict[tuple[int, int], int] = {}
         self._sends_of: dict[int, list[tuple[int, int]]] = {}
         targets: dict[int, list[tuple[int, int]]] = {}
@@ -290,7 +310,7 @@ class Step:
             ]
             part: Part = "B" if task.backward else "F"
             graph = self._stage(task).graph(self._workload(task), part)
-            self._call[i] = self.session.call(graph, self._local(task.rank), [ports, ports])
+            self._call[i] = self.session.call(graph, local[task.rank], [ports, ports])
             for target, size in targets.get(i, ()):
                 wire = task.rank * DEVICES_PER_RANK + (BACKWARD_WIRE if task.backward else FORWARD_WIRE)
                 self._sends_of.setdefault(task.microbatch, []).append((i, target))
@@ -331,11 +351,9 @@ class Step:
 
     def _carrier(self, source: int, target: int) -> int:
         """The forward task whose output (or its gradient) travels from ``source`` to ``target``."""
-        if not self.tasks[target].backward:
-            return source
-        wanted = self.tasks[target]
-        return next(i for i, _ in self._edges[target] if self.tasks[i] == StageTask(*_forward_key(wanted)))
+        return self._forward_of[target] if self.tasks[target].backward else source
 
+    @collection_paused()
     def run(self) -> StepResult:
         """Emulate."""
         if not self._issued:
@@ -419,40 +437,3 @@ class Step:
         )  # fmt: skip
         amounts = np.array([[c.flops.one, c.memory.one, c.network.one] for c in costs])
         return int(table.durations_ps(amounts).sum())
-
-
-def _forward_key(task: StageTask) -> tuple[str, int, int, int, int, bool]:
-    return (task.module, task.stage, task.rank, task.microbatch, task.part, False)
-
-
-def fastest_step(
-    model: PipelineModel,
-    microbatches: Sequence[Work],
-    strategies: Sequence[str] = ("keep", "selective", "full:0.5", "full"),
-) -> StepResult:
-    """The fastest of some strategies that fits in memory, given from the fastest to the leanest.
-
-    Raises
-    ------
-    InfeasibleError
-        When none fits; the message has the leanest peak and the limit.
-    """
-    best: Step | None = None
-    leanest: Step | None = None
-    step: Step | None = None
-    for strategy in strategies:
-        step = Step(model, microbatches, strategy, like=step)
-        if step.planned_fits:
-            if best is None or step.planned_ps < best.planned_ps:
-                best = step
-            if step.roomy:
-                break  # memory is no constraint: recomputing more could only cost time
-        elif best is None:
-            leanest = step
-    if best is None:
-        assert leanest is not None
-        peak, limit = max(leanest.run().peak_bytes), leanest.capacity
-        raise InfeasibleError(
-            f"needs {peak / 1e9:.1f} GB on a device at best, {limit / 1e9:.1f} GB are usable"
-        )
-    return best.run()

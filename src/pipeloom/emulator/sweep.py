@@ -7,9 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from pipeloom.emulator.build import Placement
+from pipeloom.emulator.fastest import fastest_step
 from pipeloom.emulator.pipeline import PipelineModel, Work, work_of
 from pipeloom.emulator.result import StepResult
-from pipeloom.emulator.step import Step, fastest_step
+from pipeloom.emulator.step import Step
 from pipeloom.errors import InfeasibleError, InputError
 from pipeloom.spec import Sample
 from pipeloom.spec.architecture import Architecture

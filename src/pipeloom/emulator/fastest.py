@@ -1,0 +1,43 @@
+"""The fastest memory strategy of an emulated iteration that fits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pipeloom.emulator.pipeline import PipelineModel, Work
+from pipeloom.emulator.result import StepResult
+from pipeloom.emulator.step import Step
+from pipeloom.errors import InfeasibleError
+
+
+def fastest_step(
+    model: PipelineModel,
+    microbatches: Sequence[Work],
+    strategies: Sequence[str] = ("keep", "selective", "full:0.5", "full"),
+) -> StepResult:
+    """The fastest of some strategies that fits in memory, given from the fastest to the leanest.
+
+    Raises
+    ------
+    InfeasibleError
+        When none fits; the message has the leanest peak and the limit.
+    """
+    best: Step | None = None
+    leanest: Step | None = None
+    step: Step | None = None
+    for strategy in strategies:
+        step = Step(model, microbatches, strategy, like=step)
+        if step.planned_fits:
+            if best is None or step.planned_ps < best.planned_ps:
+                best = step
+            if step.roomy:
+                break  # memory is no constraint: recomputing more could only cost time
+        elif best is None:
+            leanest = step
+    if best is None:
+        assert leanest is not None
+        peak, limit = max(leanest.run().peak_bytes), leanest.capacity
+        raise InfeasibleError(
+            f"needs {peak / 1e9:.1f} GB on a device at best, {limit / 1e9:.1f} GB are usable"
+        )
+    return best.run()
