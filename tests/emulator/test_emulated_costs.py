@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import pytest
 
+from pipeloom.arrange import separate, typical_seconds
 from pipeloom.cost import CostModel
 from pipeloom.cost.emulated import EmulatedCosts
 from pipeloom.errors import InputError
-from pipeloom.packing import Microbatch, Packing, SubMicrobatch
+from pipeloom.packing import Microbatch, Packing, PackingSpec, SubMicrobatch
+from pipeloom.planner import Problem, plan_batch
+from pipeloom.search import Evaluations
 from pipeloom.spec import Batch, Chunk, Layout, ModuleLayout, Sample, Workload
+from pipeloom.spec.batch import video_tokens
+from pipeloom.spec.datasets import draw_samples, group_clips
 from pipeloom.spec.hardware import Degrees
 from pipeloom.taskgraph.build import build_graph
+from pipeloom.timeline import check
 
 
 @pytest.fixture(scope="module")
@@ -102,3 +108,37 @@ def test_a_task_graph_is_built_from_emulated_costs(costs):
     assert (graph.duration_ns > 0).all()
     assert (graph.activation_bytes > 0).all()
     assert len(graph.candidates[0]) == 4
+
+
+def test_a_text_to_video_batch_is_packed_planned_and_checked():
+    costs = EmulatedCosts(
+        "t2v-s", "dip-h800-64", Degrees(tensor=4, pipeline=2, data=2), ("keep", "selective", "full")
+    )
+    model = costs.model_spec
+    assert [m.reads for m in model.modules] == ["text", "videos"]
+    clips = [clip for group in group_clips(draw_samples("dip-t2v", 24, seed=5)) for clip in group]
+    batch = Batch(tuple(clips))
+    budget = 2 * max(video_tokens(clip)[0] for clip in clips)
+    seconds = typical_seconds(model, costs, [batch], PackingSpec(budget), {})
+    layout = separate(model, 2, {}, lambda module, layer: seconds[f"{module}/{layer.kind}"])
+    problem = Problem(model, layout, costs, PackingSpec(budget), costs.cluster.memory_capacity_bytes)  # type: ignore[arg-type]
+    planned = plan_batch(problem, batch, budget=Evaluations(20), seed=0)
+    microbatches = planned.packing.microbatches
+    assert sorted(i for m in microbatches for i in m.samples) == list(range(24))
+    assert 1 < len(microbatches) < 24
+    for number, microbatch in enumerate(microbatches):
+        (captions,) = planned.packing.parts_of(number, "lm")
+        (videos,) = planned.packing.parts_of(number, "dit")
+        assert captions.workload.lengths == tuple(clips[i].text_tokens for i in microbatch.samples)
+        assert videos.workload.lengths == tuple(video_tokens(clips[i])[0] for i in microbatch.samples)
+        assert videos.workload.num_tokens <= budget
+    assert not check(planned.graph, planned.schedule, planned.timeline)
+    assert planned.graph.num_pairs == 2 * 2 * len(microbatches)
+
+
+def test_tokens_of_videos():
+    # 2 s are 32 frames, 4 times 8; 2.1 s begin a fifth; 250 x 100 pixels begin 16 x 7 squares of 16.
+    videos = Sample("v", 10, video_seconds=(2.0, 2.1, 0.01), video_height=(250,) * 3, video_width=(100,) * 3)
+    assert video_tokens(videos) == (4 * 16 * 7, 5 * 16 * 7, 16 * 7)
+    with pytest.raises(InputError, match=r"'v': has 2 video_seconds, 1 video_height and 0 video_width"):
+        video_tokens(Sample("v", video_seconds=(1.0, 2.0), video_height=(64,)))

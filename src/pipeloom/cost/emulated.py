@@ -153,12 +153,6 @@ class EmulatedCosts:
         """The planner's view of the model; shapes are those of the whole activation."""
         modules = []
         for module in self.architecture.modules:
-            if module.reads == "videos":
-                raise InputError(
-                    f"module {module.name!r}.reads",
-                    "'videos' is not read by a ModelSpec",
-                    "use `emulate` instead",
-                )
             layers: list[LayerSpec] = []
             for layer in module.layers:
                 single, count = _one_of(layer)

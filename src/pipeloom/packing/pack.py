@@ -17,7 +17,7 @@ class PackingSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How samples become microbatches."""
 
     token_budget: int
-    """Backbone tokens (text and images) of one microbatch at most."""
+    """Backbone tokens of one microbatch at most: text and images, or, where the last module reads videos, theirs."""
     policy: Policy = "first_fit_decreasing"
     """``first_fit`` keeps the loader's order; ``first_fit_decreasing`` packs long samples first."""
 
@@ -49,7 +49,7 @@ def pack(batch: Batch, model: ModelSpec, layout: Layout, spec: PackingSpec) -> P
     InputError
         When a sample alone exceeds the token budget; it is named, and nothing is dropped.
     """
-    bins = _first_fit(batch, spec)
+    bins = _first_fit(batch, model, spec)
     modules = tuple(module.name for module in layout.modules)
     specs = tuple(model.module(name) for name in modules)
     limits = tuple(module.sub_microbatch for module in layout.modules)
@@ -104,8 +104,12 @@ def packing_from_counts(
     return Packing(batch, tuple(module.name for module in layout.modules), tuple(microbatches))
 
 
-def _first_fit(batch: Batch, spec: PackingSpec) -> list[tuple[int, ...]]:
-    tokens = [sample.sequence_tokens for sample in batch.samples]
+def _first_fit(batch: Batch, model: ModelSpec, spec: PackingSpec) -> list[tuple[int, ...]]:
+    backbone = model.modules[-1]
+    if backbone.reads == "videos":
+        tokens = [sum(backbone.instance_lengths(sample)) for sample in batch.samples]
+    else:
+        tokens = [sample.sequence_tokens for sample in batch.samples]
     for i, count in enumerate(tokens):
         if count > spec.token_budget:
             raise InputError(

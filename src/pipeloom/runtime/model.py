@@ -30,7 +30,7 @@ class Part:
         The user's own sample objects: all samples of the microbatch.
     instances : tuple of (int, int)
         The instances that this part covers: position of the sample in ``samples``, and index of the instance
-        within that sample (of its images for a module that reads images; 0 for one that reads sequences).
+        within that sample (of its images or videos for a module that reads those, else 0).
     """
 
     samples: tuple[Any, ...]
@@ -51,7 +51,7 @@ class Module:
     name : str
     layers : sequence of torch.nn.Module
         Unchanged; a rank trains those of its chunks.
-    reads : "images", "sequence" or "text"
+    reads : "images", "sequence", "text" or "videos"
         Which part of a sample goes through the module: each of its images, or it as a whole.
     hidden : shape
         Output of every layer but the last: extents are numbers, ``"instances"`` or ``"tokens"``.
@@ -194,14 +194,11 @@ def make_part(
     """
     chosen = packing.microbatches[microbatch].samples
     cut = packing.parts_of(microbatch, module.name)[sub]
-    if module.reads == "images":
-        instances = [
-            (position, index)
-            for position, number in enumerate(chosen)
-            for index in range(len(module.instance_lengths(packing.batch.samples[number])))
-        ]
-    else:
-        instances = [(position, 0) for position in range(len(chosen))]
+    instances = [
+        (position, index)
+        for position, number in enumerate(chosen)
+        for index in range(len(module.instance_lengths(packing.batch.samples[number])))
+    ]
     if cut.first + cut.count > len(instances):
         raise InputError(
             f"microbatch {microbatch}.{module.name}[{sub}]",

@@ -11,7 +11,7 @@ from typing import Literal
 import msgspec
 
 from pipeloom.errors import InputError
-from pipeloom.spec.batch import Sample
+from pipeloom.spec.batch import Sample, video_tokens
 
 Norm = Literal["layer", "rms"]
 ReadsPart = Literal["images", "sequence", "text", "videos"]
@@ -247,23 +247,3 @@ class Architecture(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 return module
         known = ", ".join(module.name for module in self.modules)
         raise InputError(f"module {name!r}", "is unknown", f"the model has {known}")
-
-
-FRAMES_PER_SECOND = 16
-FRAME_COMPRESSION = 8
-PIXEL_COMPRESSION = 16
-
-
-def video_tokens(sample: Sample) -> tuple[int, ...]:
-    """Tokens of each video: 16 frames a second, 8 frames and 16 x 16 pixels to a token.
-
-    The auto-encoder of MovieGen compresses 8 times in time and in each direction of space, and its
-    transformer joins 2 x 2 latent pixels (`dip.txt` §7.1 takes MovieGen's configuration).
-    """
-    out = []
-    for seconds, height, width in zip(
-        sample.video_seconds, sample.video_height, sample.video_width, strict=True
-    ):
-        frames = -(-int(seconds * FRAMES_PER_SECOND + 0.5) // FRAME_COMPRESSION)
-        out.append(max(1, frames) * -(-height // PIXEL_COMPRESSION) * -(-width // PIXEL_COMPRESSION))
-    return tuple(out)

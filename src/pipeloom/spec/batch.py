@@ -95,6 +95,38 @@ class Workload(msgspec.Struct, frozen=True):
         return sum(n * n for n in self.lengths)
 
 
+FRAMES_PER_SECOND = 16
+FRAME_COMPRESSION = 8
+PIXEL_COMPRESSION = 16
+
+
+def video_tokens(sample: Sample) -> tuple[int, ...]:
+    """Tokens of each video: 16 frames a second, 8 frames and 16 x 16 pixels to a token.
+
+    The auto-encoder of MovieGen compresses 8 times in time and in each direction of space, and its
+    transformer joins 2 x 2 latent pixels (`dip.txt` §7.1 takes MovieGen's configuration). A partial token counts
+    as one, and a video has at least one token per 16 x 16 pixels.
+
+    Raises
+    ------
+    InputError
+        When a video's length, height or width is missing.
+    """
+    counts = len(sample.video_seconds), len(sample.video_height), len(sample.video_width)
+    if len(set(counts)) > 1:
+        raise InputError(
+            f"sample {sample.id!r}", "has {} video_seconds, {} video_height and {} video_width".format(*counts),
+            "give one entry per video in each",
+        )  # fmt: skip
+    out = []
+    for seconds, height, width in zip(
+        sample.video_seconds, sample.video_height, sample.video_width, strict=True
+    ):
+        frames = -(-int(seconds * FRAMES_PER_SECOND + 0.5) // FRAME_COMPRESSION)
+        out.append(max(1, frames) * -(-height // PIXEL_COMPRESSION) * -(-width // PIXEL_COMPRESSION))
+    return tuple(out)
+
+
 def batch_from_dicts(rows: list[dict[str, Any]], iteration: int = 0) -> Batch:
     """Build a batch from plain dictionaries, as a loader's ``describe`` function gives them.
 

@@ -8,13 +8,14 @@ from typing import Literal
 import msgspec
 
 from pipeloom.errors import InputError
-from pipeloom.spec.batch import Sample, Workload
+from pipeloom.spec.batch import Sample, Workload, video_tokens
 
 Dimension = int | Literal["instances", "tokens"]
 """One extent of a tensor: a number, or what the (sub-)microbatch at hand gives."""
 
-Reads = Literal["images", "sequence", "text"]
-"""Which part of a sample goes through a module: each of its images, its whole sequence, or its text alone."""
+Reads = Literal["images", "sequence", "text", "videos"]
+"""Which part of a sample goes through a module: each of its images, its whole sequence, its text alone, or each of
+its videos (as `video_tokens` reckons their lengths)."""
 
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -87,6 +88,8 @@ class ModuleSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             return sample.patches
         if self.reads == "text":
             return (sample.text_tokens,)
+        if self.reads == "videos":
+            return video_tokens(sample)
         return (sample.sequence_tokens,)
 
 
