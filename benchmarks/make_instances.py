@@ -16,7 +16,7 @@ from pipeloom.search import LIBRARY, Deadline, instance, solve
 from pipeloom.timeline import require_feasible
 
 HERE = Path(__file__).parent / "instances"
-LARGE = ("vlm-l-k2", "vlm-l-k2-m1.5", "vlm-xl", "t2v-l")
+LARGE = ("vlm-l-k2", "vlm-l-k2-m1.5", "vlm-l-ckpt-k2-m1.5", "vlm-xl", "t2v-l")
 """Too large to keep as files; their names are enough to make them."""
 
 

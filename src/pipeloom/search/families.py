@@ -26,6 +26,8 @@ from pipeloom.taskgraph import (
 FLOP_PER_S = 330e12
 ACTIVATION_BYTES = 18
 """Per token, width and layer, with flash attention and sequence parallelism."""
+CHECKPOINT_BYTES = 4
+"""The same where only a layer's input and its attention's output are kept, and the rest is recomputed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +43,9 @@ class Network:
         """Operations of all layers on ``tokens`` that each see ``context`` others."""
         return 2 * self.parameters * tokens + 4 * self.layers * self.width * tokens * context
 
-    def activation_bytes(self, tokens: float) -> float:
+    def activation_bytes(self, tokens: float, each: int = ACTIVATION_BYTES) -> float:
         """Bytes that all layers hold for their backward."""
-        return ACTIVATION_BYTES * self.width * self.layers * tokens
+        return each * self.width * self.layers * tokens
 
 
 VIT_5B = Network("vision", 63, 1792, 5.2e9)
@@ -77,6 +79,8 @@ class Family:
         Durations differ between ranks by up to this part.
     delay_ns : int
         Of every edge between two ranks.
+    checkpoint : bool
+        The first module keeps little and computes its forward once more in its backward.
     """
 
     kind: str
@@ -90,6 +94,7 @@ class Family:
     split: bool = False
     jitter: float = 0.0
     delay_ns: int = 0
+    checkpoint: bool = False
 
 
 FAMILIES: dict[str, Family] = {
@@ -134,11 +139,13 @@ def _microbatch(of: Family, rng: np.random.Generator) -> tuple[list[_Part], list
         # Images of 728 pixels are 2704 patches, and 8192 tokens hold at most 48 of them (`dip.txt` §7.1).
         images = min(48, int(rng.exponential(11.0)))
         parts = []
+        each = CHECKPOINT_BYTES if of.checkpoint else ACTIVATION_BYTES
         if images:
             count = -(-images // 12)
             sizes = np.diff(np.linspace(0, images, count + 1).astype(int)).tolist()
             parts = [
-                _Part(n * first.forward_flops(2704, 2704), n * first.activation_bytes(2704)) for n in sizes
+                _Part(n * first.forward_flops(2704, 2704), n * first.activation_bytes(2704, each))
+                for n in sizes
             ]
         return parts, [_Part(second.forward_flops(8192, 4096), second.activation_bytes(8192))]
     # Up to 8 clips, 16 seconds together; 1536 latent tokens a second, attention inside a clip.
@@ -215,7 +222,9 @@ def _build(
             for tasks, seconds in chains[which]:
                 places, pairs = [rank[t] for t in reversed(tasks)], [pair[t] for t in reversed(tasks)]
                 what = INPUT_GRADIENT if of.split else BACKWARD
-                back = pass_over(which, m, seconds if of.split else 2 * seconds, places, pairs, what)
+                again = seconds if of.checkpoint and which == 0 and num_modules == 2 else 0.0
+                length = again + (seconds if of.split else 2 * seconds)
+                back = pass_over(which, m, length, places, pairs, what)
                 edges += [(tasks[-1], back[0]), *pairwise(back)]
                 if which < num_modules - 1:
                     edges += [(end, back[0]) for end in ends]

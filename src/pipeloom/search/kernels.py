@@ -352,8 +352,8 @@ def draw(random: Array) -> Any:
 
 
 @kernel
-def mutate(p: Problem, order: Array, random: Array) -> tuple[int, int]:
-    """Swap two groups, or move a run of them; mostly not far. Return the first and last place touched."""
+def mutate(p: Problem, order: Array, backup: Array, random: Array) -> None:
+    """Swap two groups, or move a run of them; mostly not far. ``backup`` is a copy of the order."""
     num_forward = p.num_groups[0]
     low = 0
     size = num_forward
@@ -361,7 +361,7 @@ def mutate(p: Problem, order: Array, random: Array) -> tuple[int, int]:
         low = num_forward
         size = p.num_groups[1]
     if size < 2:
-        return 0, 0
+        return
     reach = size
     kind = draw(random) % 8
     if kind < 3:
@@ -376,36 +376,72 @@ def mutate(p: Problem, order: Array, random: Array) -> tuple[int, int]:
         b = a + 1 if a + 1 < size else a - 1
     if draw(random) % 3 == 0:
         order[low + a], order[low + b] = order[low + b], order[low + a]
-        return low + min(a, b), low + max(a, b)
+        return
     run = 1
     if draw(random) % 4 == 0:
         run = 1 + draw(random) % 4
     if a < b:
-        # Move order[a:a+run] behind b, by turning the stretch left.
         run = min(run, b - a)
-        rotate(order, low + a, run, low + b + 1)
-        return low + a, low + b
-    run = min(run, size - a)
-    rotate(order, low + b, a - b, low + a + run)
-    return low + b, low + a + run - 1
+        order[low + a : low + b + 1 - run] = backup[low + a + run : low + b + 1]
+        order[low + b + 1 - run : low + b + 1] = backup[low + a : low + a + run]
+    else:
+        run = min(run, size - a)
+        order[low + b + run : low + a + run] = backup[low + b : low + a]
+        order[low + b : low + b + run] = backup[low + a : low + a + run]
 
 
 @kernel
-def rotate(order: Array, start: int, shift: int, stop: int) -> None:
-    """Turn ``order[start:stop]`` left by ``shift``, by three reversals."""
-    reverse(order, start, start + shift)
-    reverse(order, start + shift, stop)
-    reverse(order, start, stop)
-
-
-@kernel
-def reverse(order: Array, start: int, stop: int) -> None:
-    """Reverse ``order[start:stop]``."""
-    stop -= 1
-    while start < stop:
-        order[start], order[stop] = order[stop], order[start]
-        start += 1
-        stop -= 1
+def mutate_microbatch(p: Problem, order: Array, backup: Array, random: Array) -> None:
+    """Exchange all groups of two microbatches, or move those of one beside those of another."""
+    num_forward = p.num_groups[0]
+    owner = p.group_microbatch
+    a = draw(random) % num_forward
+    reach = 24 if draw(random) % 2 == 0 else num_forward
+    b = a + draw(random) % (2 * reach + 1) - reach
+    one = owner[order[a]]
+    other = owner[order[min(max(b, 0), num_forward - 1)]]
+    if one == other:
+        return
+    exchange = draw(random) % 2 == 0
+    before = draw(random) % 2 == 0
+    for half in range(2):
+        low = 0 if half == 0 else num_forward
+        high = num_forward + half * p.num_groups[1]
+        j = low
+        if exchange:
+            for i in range(low, high):
+                if owner[backup[i]] == one:
+                    while j < high and owner[backup[j]] != other:
+                        j += 1
+                    if j == high:
+                        break
+                    order[i], order[j] = backup[j], backup[i]
+                    j += 1
+            continue
+        left = 0
+        for i in range(low, high):
+            left += owner[backup[i]] == other
+        at = low
+        for i in range(low, high):
+            if owner[backup[i]] == one:
+                continue
+            meets = owner[backup[i]] == other
+            if not (meets and before):
+                order[at] = backup[i]
+                at += 1
+            if meets:
+                left -= 1
+                while j < high:
+                    if owner[backup[j]] == one:
+                        order[at] = backup[j]
+                        at += 1
+                        if left > 0:
+                            j += 1
+                            break
+                    j += 1
+                if before:
+                    order[at] = backup[i]
+                    at += 1
 
 
 @kernel
@@ -423,6 +459,7 @@ def climb(
     target: int,
     num_evaluations: int,
     switch: int,
+    whole: int,
 ) -> int:
     """Local search from ``order``: change it a little, keep what is not worse. Return the evaluations used.
 
@@ -439,8 +476,6 @@ def climb(
         old_policy = choice[0]
         old_weights = choice[1]
         old_lookahead = choice[3]
-        low = 0
-        high = 0
         if flip:
             # The change before may have been taken back; then the positions are still those of the rejected order.
             expand(p, s, order)
@@ -453,7 +488,10 @@ def climb(
                 choice[0] = (choice[0] + 1 + draw(random) % 2) % 3
         else:
             backup[:num_groups] = order[:num_groups]
-            low, high = mutate(p, order, random)
+            if whole > 0 and draw(random) % 16 < whole:
+                mutate_microbatch(p, order, backup, random)
+            else:
+                mutate(p, order, backup, random)
             expand(p, s, order)
         limit = state[0] + 1
         if temperature > 0.0:
@@ -471,5 +509,5 @@ def climb(
             choice[1] = old_weights
             choice[3] = old_lookahead
         else:
-            order[low : high + 1] = backup[low : high + 1]
+            order[:num_groups] = backup[:num_groups]
     return num_evaluations

@@ -15,6 +15,9 @@ from pipeloom.taskgraph import IntArray
 FLIP_EVERY = 64
 """One change in so many is of the policy."""
 
+WHOLE_MICROBATCHES = 5
+"""Of sixteen changes to the order, so many move whole microbatches."""
+
 
 def portfolio(search: Search) -> None:
     """Try the static heuristics, all of them if the budget allows."""
@@ -45,6 +48,7 @@ class _Climber:
         used = kernels.climb(
             search.problem, self.scratch, self.order, self.choice, self.backup, self.best_order, self.best_choice,
             self.state, self.random, temperature, search.target_ns, count, FLIP_EVERY,
+            WHOLE_MICROBATCHES,
         )  # fmt: skip
         return int(used)
 

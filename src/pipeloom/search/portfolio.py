@@ -24,10 +24,12 @@ def starts(problem: Problem, groups: Groups, rule: int) -> Iterator[Start]:
     """First in, first out; then all others, each under several choices.
 
     Forward groups go microbatch by microbatch, or, where a module passes the ranks more than once, pass by
-    pass in rounds of as many microbatches as there are ranks (as interleaved 1F1B does).
+    pass in rounds of as many microbatches as there are ranks (as interleaved 1F1B does), or later modules and
+    passes before earlier ones.
     """
     num_forward = int(problem.num_groups[0])
     num_ranks = len(problem.room)
+    stage = groups.module * (1 + int(groups.depth.max(initial=0))) + groups.depth
     forward, backward = np.arange(num_forward), np.arange(num_forward, len(groups.first))
     several_passes = bool((groups.depth > 0).any())
     policies = (kernels.ALTERNATE, kernels.BACKWARD_FIRST)
@@ -41,6 +43,8 @@ def starts(problem: Problem, groups: Groups, rule: int) -> Iterator[Start]:
         by_microbatch = (groups.first, place)
         rounds = (groups.first, place, groups.depth, place // num_ranks)
         arrangements = [("", by_microbatch)] + ([(", in rounds", rounds)] if several_passes else [])
+        # A microbatch that must wait for memory then holds up none that has begun.
+        arrangements.append((", begun first", (place, -stage)))
         for suffix, keys in arrangements:
             ahead = _sorted(forward, keys)
             for back_name, back_keys in (
@@ -62,12 +66,15 @@ def _turns(groups: Groups) -> dict[str, IntArray]:
     # Small ones at both ends, where only few microbatches are under way, large ones between; and the opposite.
     hill = np.concatenate([rising[::2], rising[1::2][::-1]])
     valley = np.concatenate([rising[::-1][::2], rising[::-1][1::2][::-1]])
+    # Multiples of the golden ratio spread evenly: any few neighbours have small and large ones among them.
+    spread = np.argsort(np.argsort(np.arange(count) * ((5**0.5 - 1) / 2) % 1.0))
     sortings = {
         "first in, first out": np.arange(count),
         "large first": rising[::-1],
         "small first": rising,
         "large between": hill,
         "small between": valley,
+        "evenly mixed": rising[spread],
     }
     turns = {}
     for name, sequence in sortings.items():

@@ -50,6 +50,7 @@ class Problem(NamedTuple):
         The W segments that belong to every group.
     num_groups : array, shape (2,)
         Of forward and backward groups.
+    group_microbatch : array, shape (num_groups,)
     room : array, shape (num_ranks,)
         Capacity less static bytes; very large where there is no limit.
     work, least_tail : array, shape (num_ranks,)
@@ -72,6 +73,7 @@ class Problem(NamedTuple):
     weight_start: IntArray
     weight_segment: IntArray
     num_groups: IntArray
+    group_microbatch: IntArray
     room: IntArray
     work: IntArray
     least_tail: IntArray
@@ -138,7 +140,8 @@ def make_problem(graph: TaskGraph) -> tuple[Problem, Groups, Jobs]:
         task=task, successor=np.ascontiguousarray(successor), waiting=waiting,
         sources=np.flatnonzero(waiting == 0), slot=slot, class_start=class_start,
         group_start=group_rows[0], group_segment=group_rows[1], weight_start=weight_rows[0],
-        weight_segment=weight_rows[1], num_groups=num_groups, room=jobs.room,
+        weight_segment=weight_rows[1], num_groups=num_groups,
+        group_microbatch=groups.microbatch.astype(np.int64), room=jobs.room,
         work=np.bincount(graph.rank, weights=graph.duration_ns, minlength=graph.num_ranks).astype(np.int64),
         least_tail=np.where(least_tail == 1 << 60, 0, least_tail), need=jobs.need, scan_start=jobs.scan_start,
         scan_task=jobs.scan_task, job_size=np.bincount(jobs.job_of_task).astype(np.int64),

@@ -32,7 +32,7 @@ ROUNDS = 6
 """Turns of order search and strategy choice for graphs with candidates."""
 
 
-HEAT, POLISH_HEAT = 0.3, 0.06
+HEAT, POLISH_HEAT = 0.4, 0.06
 """Start of the annealing, and of the polish, in mean durations of a task."""
 
 
@@ -48,7 +48,7 @@ def _default(search: Search, threads: int, until: float) -> None:
     for turn in range(turns):
         begin = first + (until - first) * turn / turns
         end = first + (until - first) * (turn + 1) / turns
-        middle = begin + (0.7 if tight or turns > 1 else 1.0) * (end - begin)
+        middle = begin + (0.6 if tight or turns > 1 else 1.0) * (end - begin)
         heat = HEAT if tight or turn else 0.0
         local_search(search, heat, threads, until=middle, since=begin)
         if middle < end:
