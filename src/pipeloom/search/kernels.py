@@ -143,16 +143,19 @@ def rollout(p: Problem, s: Scratch, policy: int, weights: int, rule: int, lookah
     """
     task, successor, slot, class_start = p.task, p.successor, p.slot, p.class_start
     least_tail, scan_start, scan_task, job_size = p.least_tail, p.scan_start, p.scan_task, p.job_size
-    position, at, waiting, ready, bits, queue = s.position, s.at, s.waiting, s.ready, s.bits, s.queue
+    position, at, waiting, start, bits, queue = s.position, s.at, s.waiting, s.start, s.bits, s.queue
     late_time, late_task, late_count, late_first = s.late_time, s.late_task, s.late_count, s.late_first
     key, free_at, last_kind, blocked, work_left = s.key, s.free_at, s.last_kind, s.blocked, s.work_left
     free, need, held, job_left, active = s.free, s.need, s.held, s.job_left, s.active
-    available, sequence, start = s.available, s.sequence, s.start
+    available, sequence = s.available, s.sequence
     num_ranks = len(key)
     num_tasks = len(waiting)
     num_words = bits.shape[1]
+    shift = 0
+    while (1 << shift) < num_ranks:
+        shift += 1
     waiting[:] = p.waiting
-    ready[:] = 0
+    start[:] = 0
     bits[:] = 0
     queue[:, 0] = 0
     queue[:, 1] = num_words
@@ -175,20 +178,19 @@ def rollout(p: Problem, s: Scratch, policy: int, weights: int, rule: int, lookah
         late_task[r, late_count[r]] = number
         late_count[r] += 1
         late_first[r] = 0
-        key[r] = 0
+        key[r] = r
     makespan = 0
     done = 0
     while done < num_tasks:
-        now = key[0]
-        rank = 0
-        for r in range(1, num_ranks):
-            if key[r] < now:
-                now = key[r]
-                rank = r
+        first = NEVER
+        for r in range(num_ranks):
+            first = min(first, key[r])
+        now = first >> shift
+        rank = first & ((1 << shift) - 1)
         first_rank = rank
         last_rank = rank
         reach = lookahead
-        if now == NEVER:
+        if first == NEVER:
             # Memory holds every rank up. The banker always has a task somewhere, behind the first ones.
             if rule != BANKER:
                 return DEADLOCK
@@ -266,13 +268,13 @@ def rollout(p: Problem, s: Scratch, policy: int, weights: int, rule: int, lookah
             if chosen >= 0:
                 break
         if chosen < 0:
-            if now == NEVER:
+            if first == NEVER:
                 return DEADLOCK
             # This rank waits until something arrives or, where other ranks are in the way, is freed.
-            key[rank] = late_first[rank]
+            key[rank] = NEVER if late_count[rank] == 0 else late_first[rank] << shift | rank
             blocked[rank] = unsafe
             continue
-        begin = max(free_at[rank], ready[chosen])
+        begin = max(free_at[rank], start[chosen])
         end = begin + task[chosen, 0]
         if end + task[chosen, 1] >= bound or begin + work_left[rank] + least_tail[rank] >= bound:
             return ABORTED
@@ -312,24 +314,34 @@ def rollout(p: Problem, s: Scratch, policy: int, weights: int, rule: int, lookah
                     for r in range(num_ranks):
                         if blocked[r] == 1:
                             blocked[r] = 0
-                            key[r] = min(key[r], max(free_at[r], begin))
+                            key[r] = min(key[r], max(free_at[r], begin) << shift | r)
         for e in range(task[chosen, 3], task[chosen + 1, 3]):
             other = successor[e, 0]
-            when = max(ready[other], end + successor[e, 1])
-            ready[other] = when
+            when = max(start[other], end + successor[e, 1])
+            start[other] = when
             waiting[other] -= 1
             if waiting[other] == 0:
-                r = task[other, 2] // 3
-                i = late_count[r]
-                late_time[r, i] = when
-                late_task[r, i] = other
-                late_count[r] = i + 1
-                late_first[r] = min(late_first[r], when)
-                key[r] = min(key[r], max(free_at[r], when))
+                place = task[other, 2]
+                r = place // 3
+                if when <= free_at[r]:
+                    bit = position[task[other, 7]] - class_start[place - 3 * r]
+                    bits[place, bit >> 6] |= np.uint64(1) << np.uint64(bit & 63)
+                    queue[place, 0] += 1
+                    queue[place, 1] = min(queue[place, 1], bit >> 6)
+                    when = free_at[r]
+                else:
+                    i = late_count[r]
+                    late_time[r, i] = when
+                    late_task[r, i] = other
+                    late_count[r] = i + 1
+                    late_first[r] = min(late_first[r], when)
+                key[r] = min(key[r], when << shift | r)
         if queue[3 * rank, 0] + queue[3 * rank + 1, 0] + queue[3 * rank + 2, 0] > 0:
-            key[rank] = end
+            key[rank] = end << shift | rank
+        elif late_count[rank] > 0:
+            key[rank] = max(end, late_first[rank]) << shift | rank
         else:
-            key[rank] = max(end, late_first[rank])
+            key[rank] = NEVER
     return makespan
 
 

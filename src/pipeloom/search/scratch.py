@@ -18,7 +18,6 @@ class Scratch(NamedTuple):
     position: Array
     at: Array
     waiting: Array
-    ready: Array
     bits: Array
     queue: Array
     late_time: Array
@@ -51,7 +50,7 @@ def make_scratch(problem: Problem) -> Scratch:
         return np.zeros(shape, np.int64)
 
     return Scratch(
-        position=ints(num_segments), at=ints(num_segments), waiting=ints(num_tasks), ready=ints(num_tasks),
+        position=ints(num_segments), at=ints(num_segments), waiting=ints(num_tasks),
         bits=np.zeros((3 * num_ranks, num_words), np.uint64), queue=ints(3 * num_ranks, 2),
         late_time=ints(num_ranks, per_rank), late_task=ints(num_ranks, per_rank), late_count=ints(num_ranks),
         late_first=ints(num_ranks), key=ints(num_ranks), free_at=ints(num_ranks), last_kind=ints(num_ranks),
