@@ -94,4 +94,23 @@ def test_calibrate_writes_a_table_that_can_be_emulated_on(
     cluster = tmp_path / "one.toml"
     cluster.write_text(f'name = "one"\nsource = "a test"\ndevice = "{table}"\ndevices_per_node = 1\nnum_nodes = 1\n'
                        "nic_bytes_per_s = 1e9\nnic_latency_s = 1e-5\n")  # fmt: skip
-    assert load_machine(str(cluster)).device.basis == "measured"
+    device = load_machine(str(cluster)).device
+    assert device.basis == "measured"
+    # Two processes over loopback: the link inside a node, said so in the table.
+    assert "gloo over loopback" in device.source
+    assert device.source.endswith(document["links_note"])
+    assert 1e6 < device.nvlink_bytes_per_s < 1e12
+    assert 0 < device.nvlink_latency_s < 0.1
+    assert set(device.efficiency["nvlink"]) == {"send", "all_reduce", "all_gather", "*"}
+    assert {row["name"].split()[0] for row in document["links"]} == {"send", "all_reduce", "all_gather"}
+    assert document["mean_link_error"] > 0
+
+
+def test_links_are_left_out_when_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table = tmp_path / "cpu.toml"
+    line = ["calibrate", "--device", "cpu", "--quick", "--repeats", "1", "--no-links", "--out", str(table)]
+    assert run(line) == 0
+    shown = capsys.readouterr()
+    assert "Links were not measured, as asked." in shown.out
+    assert "between 2 processes" not in shown.err
+    assert "nvlink_bytes_per_s = 0.0" in table.read_text()

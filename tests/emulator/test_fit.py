@@ -66,6 +66,31 @@ def test_links_are_fitted_too_and_tables_round_trip(tmp_path):
     assert predict(catalog.load_device(str(path)), copies) == predict(device, copies)
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_latency_and_bandwidth_of_a_known_link_are_recovered_through_noise(seed):
+    rng = np.random.default_rng(seed)
+    latency, per_s = 10 ** rng.uniform(-6, -4), 10 ** rng.uniform(9, 11)
+    extra = {"send": 1.0, "all_reduce": 1.6, "all_gather": 1.2}
+
+    def message(kind, size, noise=1.0):
+        steps = 2 if kind == "all_reduce" else 1
+        seconds = (latency * steps + size / per_s) * extra[kind]
+        return Measurement(kind, f"{kind} {size}", seconds * noise, network_bytes=float(size),
+                           part="nvlink", steps=float(steps))  # fmt: skip
+
+    sizes = [1 << k for k in range(10, 25, 2)]
+    messages = [message(kind, size, rng.uniform(0.97, 1.03)) for kind in extra for size in sizes]
+    messages[4] = message("send", sizes[4], 5.0)  # one disturbed measurement
+    device = fit_device(
+        [*products(np.ones(25)), *moves(), *messages], name="x", source="made up", memory_bytes=10**9
+    )
+    assert 0.8 * latency < device.nvlink_latency_s < latency + 1024 / per_s
+    assert 0.9 * per_s < device.nvlink_bytes_per_s < 1.2 * per_s
+    between = [message(kind, 3 << k) for kind in extra for k in range(10, 23)]
+    assert mean_error(compare(device, between)) < 0.05
+    assert all(abs(row.error) < 0.15 for row in compare(device, between))
+
+
 def test_too_little_is_told():
     with pytest.raises(InputError, match="have no matrix product"):
         fit_device(moves(), name="x", source="", memory_bytes=1)

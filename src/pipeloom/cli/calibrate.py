@@ -26,12 +26,17 @@ def calibrate(
     plot: Path | None = typer.Option(
         None, metavar="FILE.html", help="Write predicted against measured as a page."
     ),
+    links: bool = typer.Option(
+        True, help="Time messages and collectives between two processes too (cuda: where there are two GPUs)."
+    ),
     quick: bool = typer.Option(False, help="A few small shapes only: for trying it out."),
     json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
-    """Time matrix products, attention, norms and copies over sizes, fit a device table, and check it.
+    """Time products, attention, norms, copies, messages and collectives; fit a device table, and check it.
 
-    The errors are on operator shapes and whole layers that were not fitted.
+    The errors are on operator shapes, whole layers and message sizes that were not fitted. The link between two
+    processes of this machine goes into the table as the one inside a node (nvlink_*); what joins machines is the
+    cluster file's.
     """
     check_targets(out, plot)
     if device not in ("cpu", "cuda"):
@@ -51,6 +56,7 @@ def calibrate(
         name=name,
         repeats=repeats,
         small=quick,
+        links=links,
         progress=lambda line: notes.print(line, highlight=False),
     )
     write_text(out, msgspec.toml.encode(msgspec.to_builtins(found.device)).decode())
@@ -62,12 +68,19 @@ def calibrate(
         print_json({
             "device": found.device.name, "out": str(out), "mean_operator_error": mean_error(found.operators),
             "mean_layer_error": found.mean_layer_error, "operators": [_document(row) for row in found.operators],
-            "layers": [_document(row) for row in found.layers],
+            "layers": [_document(row) for row in found.layers], "links": [_document(row) for row in found.links],
+            "mean_link_error": mean_error(found.links) if found.links else None, "links_note": found.links_note,
         })  # fmt: skip
         return
     _print(found.layers, "Layers that were not fitted")
+    if found.links:
+        _print(found.links, "Messages and collectives of sizes that were not fitted")
+    stdout().print(found.links_note[:1].upper() + found.links_note[1:] + ".", highlight=False, soft_wrap=True)
+    errors = f"operators {mean_error(found.operators):.1%}, layers {found.mean_layer_error:.1%}"
+    if found.links:
+        errors += f", links {mean_error(found.links):.1%}"
     stdout().print(
-        f"mean error: operators {mean_error(found.operators):.1%}, layers {found.mean_layer_error:.1%}; wrote {out}",
+        f"mean error: {errors}; wrote {out}",
         highlight=False, soft_wrap=True,
     )  # fmt: skip
 
@@ -85,8 +98,8 @@ def _print(rows: tuple[CalibrationRow, ...], title: str) -> None:
     from rich.table import Table
 
     table = Table(title=title, title_justify="left")
-    for name in ("layer", "predicted", "measured", "error"):
-        table.add_column(name, justify="left" if name == "layer" else "right")
+    for name in ("what", "predicted", "measured", "error"):
+        table.add_column(name, justify="left" if name == "what" else "right")
     for row in rows:
         table.add_row(
             row.name, f"{row.predicted_s * 1e3:.3g} ms", f"{row.measured_s * 1e3:.3g} ms", f"{row.error:+.1%}"

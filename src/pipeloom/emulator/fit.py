@@ -15,6 +15,7 @@ import numpy as np
 
 from pipeloom.emulator.build import local_devices
 from pipeloom.emulator.rules import PS_PER_S, RuleTable
+from pipeloom.emulator.size import FloatArray
 from pipeloom.emulator.tape import DEVICE_NAMES
 from pipeloom.errors import InputError
 from pipeloom.spec.hardware import DeviceSpec, EfficiencySpec, Part
@@ -23,6 +24,7 @@ FLOPS_KINDS = frozenset({"matmul", "grouped_matmul", "scan"}) | {
     f"{causal}attention{backward}" for causal in ("", "causal_") for backward in ("", "_backward")
 }
 MOST_POINTS = 6
+MOST_LINK_POINTS = 32
 NEVER_BINDS = 1e6
 
 
@@ -36,6 +38,8 @@ class Measurement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     memory_bytes: float = 0.0
     network_bytes: float = 0.0
     part: Part = "compute"
+    steps: float = 0.0
+    """Messages in a row, each of which takes the link's latency."""
 
     def __post_init__(self) -> None:
         """Refuse times that no clock gives."""
@@ -76,6 +80,10 @@ class Calibration(NamedTuple):
     device: DeviceSpec
     operators: tuple[CalibrationRow, ...]
     layers: tuple[CalibrationRow, ...]
+    links: tuple[CalibrationRow, ...] = ()
+    """Messages and collectives; empty where links were not measured."""
+    links_note: str = ""
+    """What the measured link is, or why none was measured."""
 
     @property
     def mean_layer_error(self) -> float:
@@ -101,6 +109,8 @@ def fit_device(
     InputError
         When there is no matrix product or nothing that moves memory among the measurements.
     """
+    messages, latency = _smooth([m for m in measurements if m.steps])
+    measurements = [*(m for m in measurements if not m.steps), *messages]
     peaks: dict[tuple[str, str], float] = {}
     for m in measurements:
         if m.amount > 0:
@@ -116,7 +126,7 @@ def fit_device(
     for part, kind in sorted({(m.part, m.kind) for m in measurements}):
         mine = [m for m in measurements if (m.part, m.kind) == (part, kind) and m.amount > 0]
         metric = mine[0].metric
-        curve = _curve(mine, peaks[part, metric])
+        curve = _curve(mine, peaks[part, metric], MOST_LINK_POINTS if latency.get(part) else MOST_POINTS)
         # The metric that is not fitted must not set the pace: the measurements contain it.
         if metric == "network":
             spec = EfficiencySpec(network=curve)
@@ -137,19 +147,62 @@ def fit_device(
     return DeviceSpec(
         name=name, basis="measured", source=source, flops_per_s=peaks["compute", "flops"],
         memory_bytes=memory_bytes, memory_bytes_per_s=peaks["compute", "memory"], reserved_bytes=reserved_bytes,
-        nvlink_bytes_per_s=peaks.get(("nvlink", "network"), 0.0), pcie_bytes_per_s=peaks.get(("pcie", "network"), 0.0),
+        nvlink_bytes_per_s=peaks.get(("nvlink", "network"), 0.0), nvlink_latency_s=latency.get("nvlink", 0.0),
+        pcie_latency_s=latency.get("pcie", 0.0), pcie_bytes_per_s=peaks.get(("pcie", "network"), 0.0),
         efficiency=tables,
     )  # fmt: skip
 
 
-def _curve(measurements: Sequence[Measurement], peak: float) -> tuple[tuple[float, float], ...]:
+def _smooth(messages: Sequence[Measurement]) -> tuple[list[Measurement], dict[Part, float]]:
+    """Messages as a line in their size says, one line for each kind, at every doubling of the size.
+
+    Each is a constant plus bytes over a bandwidth, fitted to the least sum of absolute relative errors, so that
+    neither large messages nor disturbed ones rule. The least constant per message is the link's latency, and taken
+    off; what a kind has beyond it goes into the kind's efficiency.
+    """
+    lines = {}
+    latency: dict[Part, float] = {}
+    for part, kind in sorted({(m.part, m.kind) for m in messages}):
+        mine = [m for m in messages if (m.part, m.kind) == (part, kind)]
+        size, seconds = np.array([m.amount for m in mine]), np.array([m.seconds for m in mine])
+        fixed, slope = _line(size, seconds)
+        lines[part, kind] = (mine[0], fixed, slope, np.log2(size.min()), np.log2(size.max()))
+        latency[part] = min(latency.get(part, float("inf")), fixed / mine[0].steps)
+    out = []
+    for (part, _), (model, fixed, slope, low, high) in lines.items():
+        left = fixed - latency[part] * model.steps
+        sizes = np.round(2 ** np.unique(np.append(np.arange(low, high), high)))
+        out += [
+            msgspec.structs.replace(model, seconds=left + slope * x, network_bytes=x) for x in sizes.tolist()
+        ]
+    return out, latency
+
+
+def _line(size: FloatArray, seconds: FloatArray) -> tuple[float, float]:
+    """Constant and slope, neither negative, by iteratively reweighted least squares on relative errors."""
+    least = float((seconds / size).min())
+    if len(np.unique(size)) < 2:
+        return float(np.median(seconds)) / 2, float(np.median(seconds / size)) / 2
+    weight = np.ones(len(size))
+    fixed, slope = 0.0, least
+    for _ in range(30):
+        columns = np.stack([1 / seconds, size / seconds], axis=1) * weight[:, None]
+        fixed, slope = np.linalg.lstsq(columns, weight, rcond=None)[0].tolist()
+        fixed, slope = max(fixed, float(seconds.min()) / 100), max(slope, least / 100)
+        weight = 1 / np.sqrt(np.maximum(np.abs((fixed + slope * size) / seconds - 1), 1e-3))
+    return fixed, slope
+
+
+def _curve(
+    measurements: Sequence[Measurement], peak: float, most_points: int = MOST_POINTS
+) -> tuple[tuple[float, float], ...]:
     """Points of an efficiency curve: medians of groups of like size."""
     ordered = sorted(measurements, key=lambda m: m.amount)
     size = np.log2([m.amount for m in ordered])
     share = np.log([m.amount / m.seconds / peak for m in ordered])
     # Groups end where the size jumps most, so that repeated sizes stay together.
     distinct = np.unique(np.round(size, 2))
-    count = min(MOST_POINTS, len(distinct))
+    count = min(most_points, len(distinct))
     edges = np.quantile(distinct, np.linspace(0, 1, count + 1))
     points: list[tuple[float, float]] = []
     for k in range(count):
@@ -168,7 +221,8 @@ def predict(
     devices = local_devices(device, nic_bytes_per_s, 0.0)
     table = RuleTable(
         devices, tuple(m.kind for m in measurements),
-        np.array([DEVICE_NAMES.index(m.part) for m in measurements], np.int64), np.zeros(len(measurements)),
+        np.array([DEVICE_NAMES.index(m.part) for m in measurements], np.int64),
+        np.array([m.steps for m in measurements], np.float64),
     )  # fmt: skip
     amounts = np.array([[m.flops, m.memory_bytes, m.network_bytes] for m in measurements]).reshape(-1, 3)
     return [ps / PS_PER_S for ps in table.durations_ps(amounts).tolist()]

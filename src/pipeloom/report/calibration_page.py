@@ -23,13 +23,16 @@ def calibration_page(calibration: Calibration) -> str:
         width=900, height=700,
         tooltips=[("", "@name"), ("measured", "@x ms"), ("predicted", "@y ms"), ("error", "@error")],
     )  # fmt: skip
-    rows = [*calibration.operators, *calibration.layers]
+    rows = [*calibration.operators, *calibration.layers, *calibration.links]
     ends = [min(r.measured_s for r in rows) * 1e3 / 2, max(r.measured_s for r in rows) * 1e3 * 2]
     plot.line(ends, ends, color="#9aa1ad", line_dash="dashed")
     for title, some, colour in (
         ("operators", calibration.operators, "#365f9c"),
         ("layers", calibration.layers, "#c0722b"),
+        ("messages and collectives", calibration.links, "#4f8a4c"),
     ):
+        if not some:
+            continue
         source = {
             "x": [row.measured_s * 1e3 for row in some], "y": [row.predicted_s * 1e3 for row in some],
             "name": [row.name for row in some], "error": [f"{row.error:+.1%}" for row in some],

@@ -24,6 +24,7 @@ from pipeloom.emulator.stage import Stage, runs_of
 from pipeloom.emulator.tape import DEVICE_NAMES, Context
 from pipeloom.emulator.template import LayerTemplate
 from pipeloom.errors import InputError
+from pipeloom.runtime import linkbench
 from pipeloom.spec import Workload
 from pipeloom.spec.hardware import DeviceSpec
 
@@ -345,6 +346,7 @@ def calibrate(
     name: str = "",
     repeats: int = 9,
     small: bool = False,
+    links: bool = True,
     progress: Progress | None = None,
 ) -> Calibration:
     """Measure, fit, and check against operators and layers that were not fitted.
@@ -355,6 +357,9 @@ def calibrate(
         The CPU is measured on one thread.
     small : bool
         A few small shapes only (for tests).
+    links : bool
+        Measure messages and collectives between two processes too, which are spawned for it (a script that calls
+        this needs ``if __name__ == "__main__"``); with fewer than two GPUs ``"cuda"`` goes without.
     progress : called with a line per group of measurements
     """
     say: Progress = progress if progress is not None else lambda _: None
@@ -374,14 +379,39 @@ def calibrate(
             f"measuring {len(between.products) + len(between.attentions) + len(between.rows)} shapes to check"
         )
         checked = list(_all(bench, between))
+        note = _links_note(device, links)
+        repeats_here, last = (2, 3) if small else (repeats, len(linkbench.SIZES))
+        over_links: list[Measurement] = []
+        if not note:
+            say(f"measuring {', '.join(linkbench.KINDS)} between {linkbench.NUM_RANKS} processes")
+            sizes = linkbench.SIZES[:last] + linkbench.BETWEEN[:last]
+            over_links = linkbench.measure_links(device, sizes, repeats_here)
+            via = "gloo over loopback" if device == "cpu" else "NCCL"
+            note = (
+                f"nvlink (the link inside a node) is {via}, {linkbench.NUM_RANKS} processes of this machine"
+            )
+        fitted_links = over_links[: len(linkbench.KINDS) * last]
         table = fit_device(
-            fitted, name=name or _device_name(device), source=f"pipeloom calibrate, torch {torch.__version__}",
+            fitted + fitted_links, name=name or _device_name(device),
+            source=f"pipeloom calibrate, torch {torch.__version__}; {note}",
             memory_bytes=_memory_bytes(device),
         )  # fmt: skip
         say(f"checking {len(shapes.layers)} layers")
-        return Calibration(table, compare(table, checked), tuple(measure_layers(bench, table, shapes.layers)))
+        return Calibration(
+            table, compare(table, checked), tuple(measure_layers(bench, table, shapes.layers)),
+            compare(table, over_links[len(fitted_links) :]), note,
+        )  # fmt: skip
     finally:
         torch.set_num_threads(threads)
+
+
+def _links_note(device: DeviceKind, wanted: bool) -> str:
+    """Why links are not measured; empty when they are."""
+    if not wanted:
+        return "links were not measured, as asked"
+    if device == "cuda" and torch.cuda.device_count() < linkbench.NUM_RANKS:
+        return "links between devices were not measured: there is one GPU"
+    return ""
 
 
 def _device_name(device: DeviceKind) -> str:
