@@ -1,0 +1,77 @@
+"""`pipeloom bench`: methods of search over the public instance library."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import typer
+
+from pipeloom.cli.output import JSON_HELP, print_json, print_note
+from pipeloom.errors import InputError
+
+if TYPE_CHECKING:
+    from pipeloom.search import Run
+
+EPILOG = (
+    "Example: pipeloom bench instances --family vlm-s --family t2v-s --method default --method mcts --budget 1. "
+    "The table is Markdown, and goes to standard output; every run is one line on standard error."
+)
+
+
+def bench(
+    what: str = typer.Argument(..., metavar="instances", help="What to run: the instance library."),
+    family: list[str] = typer.Option(
+        ["vlm-s"], metavar="NAME", help="A family of the library; may be given several times, or 'all'."
+    ),
+    method: list[str] = typer.Option(
+        ["default"], metavar="NAME", help="A method of search; may be given several times."
+    ),
+    budget: list[float] = typer.Option(
+        [1.0], metavar="SECONDS", help="CPU seconds on one thread; may be given several times."
+    ),
+    seeds: int = typer.Option(5, metavar="N", help="Instances of each family: seeds 0 to N-1."),
+    json: bool = typer.Option(False, "--json", help=JSON_HELP),
+) -> None:
+    """Run search methods over the instance library and print their gaps above the lower bounds.
+
+    The library's problems are made from their names, so nothing has to be downloaded. The table has a row for every
+    family and budget, a column for every method, and the median gap over the seeds in per cent.
+    """
+    if what != "instances":
+        raise InputError("bench", f"{what!r} cannot be run", "use instances")
+    if seeds < 1:
+        raise InputError("--seeds", f"{seeds} is not at least 1")
+    from pipeloom.search import EXACT, LIBRARY, METHODS, gap_table, run_library, warm_up
+
+    families = list(LIBRARY) if "all" in family else family
+    for option, names, known in (("--family", families, LIBRARY), ("--method", method, {**METHODS, **EXACT})):
+        if unknown := [name for name in names if name not in known]:
+            raise InputError(option, f"{unknown[0]!r} is none of {', '.join(known)}")
+    if wrong := [seconds for seconds in budget if not 0 <= seconds < 1e7]:
+        raise InputError("--budget", f"{wrong[0]:g} is not between 0 and 10000000 seconds")
+    warm_up()
+    runs = list(run_library(families, method, budgets_s=budget, seeds=range(seeds), on_run=_tell))
+    if json:
+        print_json([_document(run) for run in runs])
+    else:
+        typer.echo(gap_table(runs))
+
+
+def _tell(run: Run) -> None:
+    print_note(
+        f"{run.instance}, {run.method}, {run.budget_s:g} s: {100 * run.gap:.2f} % above {run.bound_name}, "
+        f"{run.evaluations} schedules tried"
+    )
+
+
+def _document(run: Run) -> dict[str, object]:
+    return {
+        "instance": run.instance,
+        "method": run.method,
+        "budget_s": run.budget_s,
+        "makespan_s": run.makespan_ns / 1e9,
+        "lower_bound_s": run.bound_ns / 1e9,
+        "lower_bound": run.bound_name,
+        "gap": run.gap,
+        "evaluations": run.evaluations,
+    }
