@@ -49,6 +49,14 @@ def test_pictures_and_own_samples(tmp_path: Path, capsys: pytest.CaptureFixture[
         ("emulate vlm-m --tp 3 --pp 4", "heads: 16 is not a multiple of tensor parallelism 3"),
         ("emulate vlm-m --cluster x", "clusters 'x': is unknown"),
         ("emulate vlm-m --strategy wild", "strategy: 'wild' is not one of keep"),
+        (
+            "emulate vlm-m --strategy full:2",
+            "strategy: '2' is not a share of the layers; give one from 0 to 1",
+        ),
+        ("emulate vlm-m --strategy full:-1", "strategy: '-1' is not a share"),
+        ("emulate vlm-m --strategy full:nan", "strategy: 'nan' is not a share"),
+        ("emulate vlm-m", "GiB are usable; raise tensor or pipeline parallelism"),
+        ("emulate t2v-s --data dip-vlm", "has samples without videos, which T2V-S reads; use dip-t2v"),
         ("emulate vlm-m --zero 2", "use 0, 1 or 3"),
         ("sweep vlm-m --gpus 1000000", "num_devices: 1000000 is not within 1..64"),
         ("calibrate --device tpu --out x.toml", "--device: 'tpu' is neither 'cpu' nor 'cuda'"),
@@ -67,6 +75,14 @@ def test_sweep_ranks_what_runs_and_says_what_cannot(capsys: pytest.CaptureFixtur
     assert times == sorted(times)
     assert len(times) >= 2
     assert any("microbatches for 8 replicas" in entry.get("problem", "") for entry in entries)
+
+
+def test_sweep_prints_what_runs_and_lists_what_cannot(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["sweep", "vlm-s", "--gpus", "4", "--microbatches", "2", "--top", "2"]) == 0
+    shown = capsys.readouterr().out
+    assert "2 of " in shown
+    assert "combinations cannot run:" in shown
+    assert "dp 4 tp 1 pp 1: 2 microbatches for 4 replicas" in shown
 
 
 def test_calibrate_writes_a_table_that_can_be_emulated_on(

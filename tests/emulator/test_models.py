@@ -262,7 +262,9 @@ def test_what_does_not_fit_is_said_so():
     architecture, work = plain_model(2), {"lm": (Workload((4000,)),)}
     tight = machine(memory_bytes=2_000_000)
     model = PipelineModel(architecture, Placement(tight, Degrees()), work)
-    with pytest.raises(InfeasibleError, match=r"needs .* GB on a device at best, 0.0 GB are usable"):
+    with pytest.raises(
+        InfeasibleError, match=r"needs .* GiB on a device at best, 0.0 GiB are usable; raise tensor"
+    ):
         fastest_step(model, [work])
     roomy = PipelineModel(architecture, Placement(machine(), Degrees()), work)
     assert fastest_step(roomy, [work]).strategy == "keep"

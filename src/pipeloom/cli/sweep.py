@@ -22,7 +22,9 @@ def sweep(
     microbatches: int = typer.Option(128, min=1, metavar="N", help="Microbatches of the global batch."),
     data: str | None = typer.Option(None, help="A data set of the zoo; default: the papers' mixture."),
     max_tp: int = typer.Option(8, min=1, help="Largest degree of tensor parallelism."),
-    top: int = typer.Option(10, min=1, metavar="N", help="Rows to show."),
+    top: int = typer.Option(
+        10, min=1, metavar="N", help="Rows to show of those that run, and of those that cannot."
+    ),
     seed: int = typer.Option(0, help="Seed of the samples drawn."),
     json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
@@ -39,7 +41,7 @@ def sweep(
     if json:
         print_json({"model": model, "cluster": cluster, "entries": [_document(entry) for entry in entries]})
         return
-    _print(entries[:top], f"{model} on {cluster}")
+    _print(entries, f"{model} on {cluster}", top)
 
 
 def _name(entry: SweepEntry) -> str:
@@ -53,19 +55,26 @@ def _document(entry: SweepEntry) -> dict[str, Any]:
     return row | ({"problem": entry.problem} if entry.result is None else document(entry.result))
 
 
-def _print(entries: list[SweepEntry], title: str) -> None:
+def _print(entries: list[SweepEntry], title: str, top: int) -> None:
     from rich.table import Table
 
     table = Table(title=title, title_justify="left")
     for name in ("degrees", "iteration", "MFU", "bubbles", "peak memory", "strategy"):
         table.add_column(name, justify="left" if name in ("degrees", "strategy") else "right")
-    for entry in entries:
-        if entry.result is None:
-            table.add_row(_name(entry), "-", "-", "-", "-", entry.problem)
-        else:
-            r = entry.result
-            table.add_row(_name(entry), f"{r.iteration_s:.4g} s", f"{r.mfu:.3f}", share_text(r.bubble),
-                          size_text(max(r.peak_bytes)), r.strategy)  # fmt: skip
+    problems = [entry for entry in entries if entry.result is None]
+    runnable = len(entries) - len(problems)
+    for entry in entries[: min(top, runnable)]:
+        r = entry.result
+        assert r is not None
+        table.add_row(_name(entry), f"{r.iteration_s:.4g} s", f"{r.mfu:.3f}", share_text(r.bubble),
+                      size_text(max(r.peak_bytes)), r.strategy)  # fmt: skip
     console = stdout()
-    console.print(table)
-    console.print("Emulated, not measured.", style="dim")
+    if runnable:
+        console.print(table)
+        console.print(
+            f"Emulated, not measured; {min(top, runnable)} of {runnable} combinations that run.", style="dim"
+        )
+    if problems:
+        console.print(f"{len(problems)} combinations cannot run:", style="dim")
+    for entry in problems[:top]:
+        console.print(f"  {_name(entry)}: {entry.problem}", markup=False, highlight=False, soft_wrap=True)

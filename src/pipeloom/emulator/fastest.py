@@ -9,6 +9,8 @@ from pipeloom.emulator.result import StepResult
 from pipeloom.emulator.step import Step
 from pipeloom.errors import InfeasibleError
 
+GIB = 2**30
+
 
 def fastest_step(
     model: PipelineModel,
@@ -38,6 +40,7 @@ def fastest_step(
         assert leanest is not None
         peak, limit = max(leanest.run().peak_bytes), leanest.capacity
         raise InfeasibleError(
-            f"needs {peak / 1e9:.1f} GB on a device at best, {limit / 1e9:.1f} GB are usable"
+            f"needs {peak / GIB:.1f} GiB on a device at best, {limit / GIB:.1f} GiB are usable; "
+            "raise tensor or pipeline parallelism"
         )
     return best.run()

@@ -112,9 +112,12 @@ def spread(strategy: str, count: int) -> tuple[Strategy, ...]:
     if not picked:
         raise InputError("strategy", f"{name!r} is not one of {', '.join(STRATEGIES)}")
     try:
-        chosen = round(float(share or 1.0) * count)
-    except ValueError as error:
-        raise InputError("strategy", f"{share!r} is not a share of the layers") from error
+        part = float(share or 1.0)
+    except ValueError:
+        part = -1.0
+    if not 0 <= part <= 1:
+        raise InputError("strategy", f"{share!r} is not a share of the layers", "give one from 0 to 1")
+    chosen = round(part * count)
     keep: Strategy = "keep"
     return (*picked * chosen, *[keep] * (count - chosen))
 

@@ -35,8 +35,12 @@ def draw_microbatches(architecture: Architecture, data: str, count: int, seed: i
     Models without images read the texts alone, packed the same way.
     """
     reads = {module.reads for module in architecture.modules}
-    mixture, _ = load_mixture(data)
+    mixture, parts = load_mixture(data)
     videos = "videos" in reads
+    if videos and not all(dataset.frames for dataset, _ in parts):
+        raise InputError(
+            f"data {data!r}", f"has samples without videos, which {architecture.name} reads", "use dip-t2v"
+        )
     factor = 2 if videos else 24
     while True:
         samples = draw_samples(data, count * factor, seed)

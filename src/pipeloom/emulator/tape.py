@@ -64,7 +64,11 @@ class Context:
     def share(self, what: str, number: int) -> int:
         """``number`` over the tensor-parallel degree; an `InputError` where it does not divide."""
         if number % self.tensor:
-            raise InputError(what, f"{number} is not a multiple of tensor parallelism {self.tensor}")
+            raise InputError(
+                what,
+                f"{number} is not a multiple of tensor parallelism {self.tensor}",
+                f"use a divisor of {number}",
+            )
         return number // self.tensor
 
 
