@@ -165,7 +165,8 @@ def _large() -> str:
             f"{found[0].mfu:.3f}", published,
         ])  # fmt: skip
     return (
-        "Large clusters (`dip.txt` §7.5; here a plain order, there planned; searched: the fastest of six memory strategies):\n\n"
+        "Large clusters (`dip.txt` §7.5; here a plain order, there planned; searched: the fastest of six memory "
+        "strategies):\n\n"
         + markdown_table(
             ["what", "GPUs", "memory strategy", "emulation s", "iteration s", "MFU", "DIP's MFU"], rows
         )
