@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-import os
+import importlib.util
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -12,7 +12,7 @@ from typing import Any, Literal
 import msgspec
 
 from pipeloom.arrange import ModulePlacement
-from pipeloom.errors import InputError, PipeloomError
+from pipeloom.errors import InputError
 from pipeloom.io import read_spec
 from pipeloom.packing import PackingSpec
 from pipeloom.spec import ClusterSpec
@@ -125,16 +125,10 @@ def load_task(config: TrainConfig, path: Path) -> ModuleType:
     root = file.parent.parent if package else file.parent
     if str(root) not in sys.path:
         sys.path.insert(0, str(root))
-    try:
-        module = importlib.import_module(f"{file.parent.name}.{file.stem}" if package else file.stem)
-    except Exception as error:
-        if os.environ.get("PIPELOOM_TRACEBACK"):
-            raise
-        raise InputError(
-            str(file),
-            f"cannot be imported: {type(error).__name__}: {error}",
-            "PIPELOOM_TRACEBACK=1 shows where",
-        ) from error
+    from pipeloom.runtime import user_code
+
+    with user_code(f"{file}: import"):
+        module = _import_file(file, package)
     for name in ("build_model", "batches", "describe"):
         if not callable(getattr(module, name, None)):
             raise InputError(
@@ -143,7 +137,20 @@ def load_task(config: TrainConfig, path: Path) -> ModuleType:
     return module
 
 
-def call_task(task: ModuleType, name: str, **arguments: Any) -> Any:
+def _import_file(file: Path, package: bool) -> ModuleType:
+    """Import by path: a file called json.py must not give the library of that name."""
+    if package:
+        return importlib.import_module(f"{file.parent.name}.{file.stem}")
+    name = f"pipeloom_task_{file.stem}"
+    found = importlib.util.spec_from_file_location(name, file)
+    if found is None or found.loader is None:
+        raise ImportError("is no Python file")
+    module = sys.modules[name] = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    return module
+
+
+def call_task(task: ModuleType, name: str, *positional: Any, **arguments: Any) -> Any:
     """Call one of the task file's functions; what goes wrong in it is the task's, and said so.
 
     Raises
@@ -151,14 +158,7 @@ def call_task(task: ModuleType, name: str, **arguments: Any) -> Any:
     InputError
         Naming file and function.
     """
-    try:
-        return getattr(task, name)(**arguments)
-    except PipeloomError:
-        raise
-    except Exception as error:
-        if os.environ.get("PIPELOOM_TRACEBACK"):
-            raise
-        raise InputError(
-            f"{task.__file__}: {name}({', '.join(arguments)})", f"raised {type(error).__name__}: {error}",
-            "PIPELOOM_TRACEBACK=1 shows where",
-        ) from error  # fmt: skip
+    from pipeloom.runtime import user_code
+
+    with user_code(f"{task.__file__}: {name}({', '.join(arguments)})"):
+        return getattr(task, name)(*positional, **arguments)

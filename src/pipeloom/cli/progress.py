@@ -34,7 +34,7 @@ def cells(report: StepReport) -> tuple[str, ...]:
         f"{answer.bubble_share:.0%} / {report.measured_bubble_share:.0%}",
         f"{report.lead_s * 1e3:.0f} ms before"
         if report.lead_s >= 0
-        else f"{-report.lead_s * 1e3:.0f} ms late",
+        else f"waited {-report.lead_s * 1e3:.0f} ms",
         "fresh" if report.fresh else f"fallback: {report.reason}",
     )
 

@@ -13,6 +13,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from pipeloom.errors import InputError
 from pipeloom.io import write_text
 from pipeloom.plan import to_text
 from pipeloom.runtime import StepReport
@@ -66,6 +67,27 @@ class Summary(msgspec.Struct, frozen=True):
     format: str = "pipeloom.summary/1"
 
 
+WRITTEN = ("summary.json", "trace.json", "timeline.html", "comparison.html", "comparison.svg")
+
+
+def fresh_folder(folder: Path) -> None:
+    """Make a run's folder, and take away what an earlier run of this name left, so that nothing is taken for new.
+
+    Raises
+    ------
+    InputError
+        When the folder cannot be made or emptied.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for old in (*(folder / name for name in WRITTEN), *(folder / "plans").glob("*.plan")):
+            old.unlink(missing_ok=True)
+    except OSError as error:
+        raise InputError(
+            str(folder), f"cannot be made or emptied ({error.strerror})", "give another --runs"
+        ) from error
+
+
 @dataclass
 class Recorder:
     """Collects the reports of rank 0 and writes plans as they come."""
@@ -74,16 +96,19 @@ class Recorder:
     reports: list[StepReport] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        """Make the folder, and take away what an earlier run of this name left."""
-        plans = self.folder / "plans"
-        plans.mkdir(parents=True, exist_ok=True)
-        for old in plans.glob("*.plan"):
-            old.unlink()
+        """Make the folder for the plans."""
+        (self.folder / "plans").mkdir(exist_ok=True)
 
     def add(self, report: StepReport) -> None:
         """Keep a report, and write its plan."""
         assert report.answer is not None
-        (self.folder / "plans" / f"{report.iteration:05d}.plan").write_text(to_text(report.answer.plan))
+        path = self.folder / "plans" / f"{report.iteration:05d}.plan"
+        try:
+            path.write_text(to_text(report.answer.plan))
+        except OSError as error:
+            raise InputError(
+                str(path), f"cannot be written ({error.strerror})", "make room, or use --runs"
+            ) from error
         self.reports.append(report)
 
     def summarise(
@@ -95,7 +120,6 @@ class Recorder:
         num_parameters: int,
         seed: int,
         layout: str,
-        evaluation: Mapping[str, float],
         comparison: Mapping[str, float],
         comparison_batches: int,
     ) -> Summary:
@@ -103,7 +127,7 @@ class Recorder:
         reports = self.reports
         answers = [report.answer for report in reports if report.answer is not None]
         fresh = [report for report in reports if report.fresh]
-        summary = Summary(
+        return self.write(Summary(
             name=name,
             iterations=len(reports),
             loss_first=reports[0].loss,
@@ -126,12 +150,12 @@ class Recorder:
             num_parameters=num_parameters,
             seed=seed,
             layout=layout,
-            digit_accuracy=evaluation.get("digit_accuracy"),
-            exact_match=evaluation.get("exact_match"),
-            evaluation=dict(evaluation),
             comparison=dict(comparison),
             comparison_batches=comparison_batches,
-        )
+        ))  # fmt: skip
+
+    def write(self, summary: Summary) -> Summary:
+        """Write ``summary.json`` and return what was written."""
         text = msgspec.json.format(msgspec.json.encode(summary), indent=2).decode()
         write_text(self.folder / "summary.json", text + "\n")
         return summary

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import typer
 from rich.console import Console
 
 from pipeloom.cli.config import TrainConfig, call_task, load_task, read_config
+from pipeloom.cli.record import fresh_folder
 from pipeloom.errors import InputError
-from pipeloom.io import write_text
+from pipeloom.io import write_layout, write_text
 
-_PROFILED_BATCHES = 4
+if TYPE_CHECKING:
+    from pipeloom.runtime import Model
+
+_PROFILED_BATCHES, _MOST_PROFILED_BATCHES = 4, 64
 LEFT_BEHIND = {
     "timeline.html": "one iteration, planned above measured: open it in a browser",
     "comparison.html": "one batch under 1F1B, interleaved 1F1B and its own plan (also comparison.svg)",
@@ -45,7 +51,7 @@ def train(
     if iterations:
         settings = msgspec.structs.replace(settings, iterations=iterations)
     folder = runs / settings.name
-    folder.mkdir(parents=True, exist_ok=True)
+    fresh_folder(folder)
     setup_path = folder / "setup.json"
     prepare(console, settings, config, setup_path)
     from pipeloom.cli.train_rank import train_rank
@@ -90,8 +96,8 @@ def prepare(console: Console, settings: TrainConfig, path: Path, setup_path: Pat
     for name in settings.layout.modules:
         model.spec.module(name)
     placements = settings.layout.modules
-    given = call_task(task, "batches", num_iterations=_PROFILED_BATCHES, **settings.data)
-    batches = [list(samples) for samples in itertools.islice(given, _PROFILED_BATCHES)]
+    given = call_task(task, "batches", num_iterations=settings.iterations, **settings.data)
+    batches = typical_batches(model, task.describe, given)
     console.print(f"Measuring the layers of {model.name} on this machine ...")
     profile = profile_model(
         model, batches, describe=task.describe, packing=settings.packing, placements=placements
@@ -100,8 +106,30 @@ def prepare(console: Console, settings: TrainConfig, path: Path, setup_path: Pat
         f"{len(profile.layers)} kinds of layers; the fit is {profile.mean_error:.1%} off on average."
     )
     layout = separate(model.spec, settings.layout.ranks, placements, profile.load)
+    write_layout(setup_path.with_name("layout.json"), layout)
     setup = Setup(
         model=model.spec, layout=layout, profile=profile, packing=settings.packing, cluster=settings.cluster,
         budget_s=settings.planner.budget_s, seed=settings.seed, method=settings.planner.method,
     )  # fmt: skip
     write_text(setup_path, msgspec.json.format(msgspec.json.encode(setup), indent=1).decode() + "\n")
+
+
+def typical_batches(
+    model: Model, describe: Callable[[Any], dict[str, Any]], given: Iterable[Any]
+) -> list[list[Any]]:
+    """The first few batches, and more of them while some module has had nothing to do in any."""
+    from pipeloom.runtime import user_code
+    from pipeloom.spec import batch_from_dicts
+
+    batches: list[list[Any]] = []
+    idle = {module.name for module in model.spec.modules}
+    with user_code("batches"):
+        for samples in itertools.islice(given, _MOST_PROFILED_BATCHES):
+            batches.append(list(samples))
+            metadata = batch_from_dicts([describe(sample) for sample in batches[-1]])
+            for module in model.spec.modules:
+                if any(module.instance_lengths(sample) for sample in metadata.samples):
+                    idle.discard(module.name)
+            if len(batches) >= _PROFILED_BATCHES and not idle:
+                break
+    return batches

@@ -77,9 +77,32 @@ def train_rank(config_path: str, iterations: int, setup_path: str, folder: str, 
             recorder.add(report)
     elapsed_s = time.monotonic() - begin
     trainer.gather_model()
-    evaluate: Callable[[Model], Mapping[str, float]] | None = getattr(task, "evaluate", None)
-    evaluation = {} if evaluate is None else evaluate(model)
-    finish(console, recorder, config, setup, model, evaluation, elapsed_s)
+    # Everything is on disk before the user's evaluation, in which anything may happen.
+    summary = finish(recorder, config, setup, model, elapsed_s)
+    if hasattr(task, "evaluate"):
+        summary = recorder.write(with_evaluation(summary, task, model))
+    console.print(closing_tables(summary))
+
+
+def with_evaluation(summary: Summary, task: ModuleType, model: Model) -> Summary:
+    """Call the task's ``evaluate`` and add what it says.
+
+    Raises
+    ------
+    InputError
+        When it raises, or returns anything but numbers by name.
+    """
+    scores = call_task(task, "evaluate", model)
+    where = f"{task.__file__}: evaluate"
+    if not isinstance(scores, Mapping):
+        raise InputError(where, f"returned a {type(scores).__name__}", "return a dictionary of numbers")
+    for name, score in scores.items():
+        if not isinstance(score, int | float):
+            raise InputError(where, f"returned {type(score).__name__} for {name!r}", "return numbers")
+    return msgspec.structs.replace(
+        summary, digit_accuracy=scores.get("digit_accuracy"), exact_match=scores.get("exact_match"),
+        evaluation=dict(scores),
+    )  # fmt: skip
 
 
 def build_model(task: ModuleType, config: TrainConfig) -> Model:
@@ -105,16 +128,8 @@ def learning_rates(config: OptimizerConfig, iterations: int) -> Callable[[int], 
     return rate
 
 
-def finish(
-    console: Console,
-    recorder: Recorder,
-    config: TrainConfig,
-    setup: Setup,
-    model: Model,
-    evaluation: Mapping[str, float],
-    elapsed_s: float,
-) -> Summary:
-    """Compare with the baselines, draw one iteration, write everything, and print the closing tables."""
+def finish(recorder: Recorder, config: TrainConfig, setup: Setup, model: Model, elapsed_s: float) -> Summary:
+    """Compare with the baselines, draw one iteration, and write everything but the evaluation."""
     reports = recorder.reports
     factors = reports[-1].factors
     problem = setup.problem().calibrated(factors)
@@ -132,7 +147,7 @@ def finish(
     }
     write_timelines(recorder, setup, reports)
     write_comparison(recorder.folder, list(systems.values()))
-    summary = recorder.summarise(
+    return recorder.summarise(
         name=config.name,
         elapsed_s=elapsed_s,
         num_ranks=setup.layout.num_ranks,
@@ -141,12 +156,9 @@ def finish(
         ),
         seed=config.seed,
         layout=setup.layout.digest,
-        evaluation=evaluation,
         comparison=comparison,
         comparison_batches=len(chosen),
     )
-    console.print(closing_tables(summary))
-    return summary
 
 
 def write_timelines(recorder: Recorder, setup: Setup, reports: list[StepReport]) -> None:

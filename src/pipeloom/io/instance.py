@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 import msgspec
+import numpy as np
 
 from pipeloom.cost.layers import StrategyEntry
 from pipeloom.errors import InputError
@@ -114,7 +115,7 @@ def _graph(data: _Instance) -> TaskGraph:
     graph = make_graph(
         name=data.name, num_ranks=data.num_ranks, module_names=tuple(modules), kind=kinds,
         rank=counts("tasks.rank", tasks.rank), duration_ns=times_ns("tasks.duration_s", tasks.duration_s),
-        pair=counts("tasks.pair", tasks.pair), segment=counts("tasks.segment", tasks.segment),
+        pair=counts("tasks.pair", tasks.pair), segment=_close_numbers(counts("tasks.segment", tasks.segment)),
         microbatch=counts("tasks.microbatch", tasks.microbatch), module=module,
         activation_bytes=counts("pairs.activation_bytes", pairs.activation_bytes, summed=True),
         weight_gradient_bytes=_sizes("pairs.weight_gradient_bytes", pairs.weight_gradient_bytes),
@@ -259,3 +260,11 @@ def instance_document(graph: TaskGraph) -> dict[str, Any]:
             "bytes": graph.edge_bytes.tolist() if graph.edge_bytes.any() else None,
         },
     }
+
+
+def _close_numbers(segment: IntArray) -> IntArray:
+    """Segments numbered from 0 without large gaps, as kernels want them; numbers that are so already stay."""
+    if len(segment) == 0 or segment.max() < len(segment):
+        return segment
+    closed: IntArray = np.unique(segment, return_inverse=True)[1].astype(np.int64)
+    return closed

@@ -27,7 +27,9 @@ class PlannerProcess:
 
     def start(self) -> None:
         """Start the process. It has one thread for numerics, so that it takes one core from training at most."""
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
+        # A store that is gone is no news to a planner: it leaves, without a stack of the store's own.
+        quiet = {"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "FATAL"}
+        environment = {**os.environ, **quiet}
         command = [sys.executable, "-m", "pipeloom", "planner", "--store", self.address]
         self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment)
 

@@ -5,7 +5,7 @@ from pipeloom.runtime.emulate import emulate, step_durations
 from pipeloom.runtime.executor import ActionTime, Executor, StepResult
 from pipeloom.runtime.launch import launch, report
 from pipeloom.runtime.measure import measure_layers
-from pipeloom.runtime.model import Model, Module, Part
+from pipeloom.runtime.model import Model, Module, Part, user_code
 from pipeloom.runtime.profile import profile_model
 from pipeloom.runtime.reduce import all_reduce_gradients
 from pipeloom.runtime.reference import run_undivided
@@ -36,4 +36,5 @@ __all__ = [
     "run_undivided",
     "save_checkpoint",
     "step_durations",
+    "user_code",
 ]

@@ -14,7 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from pipeloom.cost import LayerMeasurement
 from pipeloom.errors import InputError
 from pipeloom.packing import Packing
-from pipeloom.runtime.model import Model, Module, Part, empty_output, make_part, torch_dtype
+from pipeloom.runtime.model import Model, Module, Part, empty_output, make_part, torch_dtype, user_code
 
 _WARM_UP = 2
 
@@ -104,8 +104,10 @@ class _Measuring:
         """Run one part through its module, measuring what is new; return the module's output."""
         part = make_part(module.spec, self.packing, self.samples, microbatch, sub)
         workload = self.packing.parts_of(microbatch, module.name)[sub].workload
-        context = {} if module.context is None else module.context(part)
-        given: Any = () if module.inputs is None else module.inputs(part)
+        with user_code(f"module {module.name!r}.context"):
+            context = {} if module.context is None else module.context(part)
+        with user_code(f"module {module.name!r}.inputs"):
+            given: Any = () if module.inputs is None else module.inputs(part)
         inputs: tuple[Any, ...] = given if isinstance(given, tuple) else (given,)
         if num_parts > 1:
             # Where a cut module reads another one, both are cut alike, part by part.
@@ -116,8 +118,14 @@ class _Measuring:
         output: Tensor | None = None
         for number, spec in enumerate(module.spec.flat_layers):
             layer: Callable[..., Tensor] = module.layers[number]
-            with torch.no_grad():
+            with torch.no_grad(), user_code(f"module {module.name!r}.layers[{number}]"):
                 output = layer(*arguments, **context)
+            if not isinstance(output, Tensor):
+                raise InputError(
+                    f"module {module.name!r}.layers[{number}]",
+                    f"returned a {type(output).__name__}",
+                    "return one tensor",
+                )
             self._check(module, number, output, spec.output.resolve(workload), torch_dtype(spec.output.dtype))
             key = (module.name, spec.kind, workload.lengths)
             if key not in self.seen:
@@ -207,7 +215,21 @@ class _WithLoss(torch.nn.Module):
         self.layer, self.loss, self.part = layer, model.loss, part
 
     def forward(self, *args: Any, **context: Any) -> Tensor:
-        return self.loss(self.layer(*args, **context), self.part)
+        with user_code("model.loss"):
+            loss = self.loss(self.layer(*args, **context), self.part)
+        if not isinstance(loss, Tensor):
+            raise InputError(
+                "model.loss", f"returned a {type(loss).__name__}", "return a tensor, the sum over all targets"
+            )
+        if loss.dim() != 0:
+            raise InputError(
+                "model.loss", f"has shape {tuple(loss.shape)}", "return the sum over all targets, a scalar"
+            )
+        if torch.is_grad_enabled() and not loss.requires_grad:
+            raise InputError(
+                "model.loss", "depends on no trained parameter", "compute it from the output, not detached"
+            )
+        return loss
 
 
 def _with_loss(layer: Callable[..., Tensor], model: Model, part: Part) -> Callable[..., Tensor]:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from pipeloom.errors import InputError
+from pipeloom.errors import InputError, PipeloomError
 from pipeloom.packing import Packing
 from pipeloom.spec import DTYPE_BYTES, LayerSpec, ModelSpec, ModuleSpec, TensorShape, Workload
 from pipeloom.spec.model import Dimension, Reads
@@ -215,6 +217,27 @@ def empty_output(module: ModuleSpec, device: torch.device) -> Tensor:
     """Return what a module hands on for a microbatch with nothing for it: zero rows of its output's shape."""
     shape = module.layers[-1].output
     return torch.zeros(shape.resolve(Workload(())), dtype=torch_dtype(shape.dtype), device=device)
+
+
+@contextmanager
+def user_code(where: str) -> Iterator[None]:
+    """Run a user's function: what goes wrong in it is said to be the user's, in one line.
+
+    Raises
+    ------
+    InputError
+        Naming ``where`` and the error; with ``PIPELOOM_TRACEBACK`` set, the error itself.
+    """
+    try:
+        yield
+    except PipeloomError:
+        raise
+    except Exception as error:
+        if os.environ.get("PIPELOOM_TRACEBACK"):
+            raise
+        raise InputError(
+            where, f"raised {type(error).__name__}: {error}", "PIPELOOM_TRACEBACK=1 shows where"
+        ) from error
 
 
 @functools.cache

@@ -10,9 +10,10 @@ import msgspec
 
 from pipeloom.arrange import ModulePlacement, single_rank, typical_seconds
 from pipeloom.cost import LayerMeasurement, Profile, ProfileCosts, fit_profile
+from pipeloom.errors import InputError
 from pipeloom.packing import PackingSpec, pack
 from pipeloom.runtime.measure import measure_layers
-from pipeloom.runtime.model import Model
+from pipeloom.runtime.model import Model, user_code
 from pipeloom.spec import batch_from_dicts
 
 
@@ -49,13 +50,20 @@ def profile_model(
         When a layer gives another shape than the model states, or a batch cannot be packed.
     """
     layout = single_rank(model.spec, placements)
-    metadata = [
-        batch_from_dicts([describe(sample) for sample in samples], i) for i, samples in enumerate(batches)
-    ]
+    with user_code("describe"):
+        rows = [[describe(sample) for sample in samples] for samples in batches]
+    metadata = [batch_from_dicts(batch, i) for i, batch in enumerate(rows)]
     measured: list[LayerMeasurement] = []
     for batch, samples in zip(metadata, batches, strict=True):
         packed = pack(batch, model.spec, layout, packing)
         measured += measure_layers(model, packed, samples, repeats=repeats, known=measured)
+    seen = {row.module for row in measured}
+    for module in model.spec.modules:
+        if module.name not in seen:
+            raise InputError(
+                f"module {module.name!r}", f"had nothing to do in the {len(batches)} batches that were measured",
+                "measure batches in which it has: shuffle the data, or begin with such a batch",
+            )  # fmt: skip
     profile = fit_profile(measured, machine or f"{platform.machine()} {platform.processor()}".strip())
     costs = ProfileCosts(model.spec, profile)
     typical = typical_seconds(model.spec, costs, metadata, packing, placements)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -10,11 +11,11 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from pipeloom.errors import InputError
+from pipeloom.errors import ExecutionError, InputError
 from pipeloom.packing import Packing, packing_from_counts
 from pipeloom.plan import COMPUTE_VERBS, Answer, Delivery
 from pipeloom.runtime.executor import Executor
-from pipeloom.runtime.model import Model
+from pipeloom.runtime.model import Model, user_code
 from pipeloom.runtime.transport import TorchTransport
 from pipeloom.spec import Batch, Layout, batch_from_dicts
 
@@ -119,7 +120,7 @@ class Trainer:
         self._parameters = self._executor.parameters()
         self._optimizer = optimizer(self._parameters) if self._parameters else None
         self._factors: Factors = {}
-        self._num_calibrations = 0
+        self._num_steps = self._num_calibrations = 0
 
     def run(self, batches: Iterable[Sequence[Any]], first_iteration: int = 0) -> Iterator[StepReport]:
         """Train on every batch, yielding a report after each.
@@ -160,7 +161,12 @@ class Trainer:
                     dist.broadcast(tensor.data, src=chunk.rank)
 
     def _submit(self, samples: Sequence[Any], iteration: int) -> Batch:
-        batch = batch_from_dicts([self._describe(sample) for sample in samples], iteration)
+        try:
+            with user_code("describe"):
+                rows = [self._describe(sample) for sample in samples]
+            batch = batch_from_dicts(rows, iteration)
+        except InputError as error:
+            raise InputError(f"iteration {iteration}: {error.entity}", error.problem, error.remedy) from error
         if self.rank == 0:
             self._planner.submit(batch, self._factors)
         return batch
@@ -190,12 +196,21 @@ class Trainer:
         totals = torch.tensor([result.loss_sum / result.normaliser, squares], dtype=torch.float64)
         dist.all_reduce(totals)
         norm = float(totals[1]) ** 0.5
+        # Every rank has the same sums, so all of them stop here together.
+        for what, value in (("loss", float(totals[0])), ("norm of the gradient", norm)):
+            if not math.isfinite(value):
+                raise ExecutionError(
+                    f"iteration {batch.iteration}: the {what} is {value}; lower the learning rate, clip the gradient, "
+                    "or look for the sample that does it"
+                )
         self._update(batch.iteration, norm)
         measured = self._gather_times(answer, [(t.start_ns, t.end_ns) for t in result.compute_times])
         makespan = max((end for _, end in measured), default=0)
         busy = sum(end - start for start, end in measured)
-        if self.rank == 0:
+        # The first iteration runs cold and says nothing about the others.
+        if self.rank == 0 and self._num_steps > 0:
             self._calibrate(answer, measured, factors)
+        self._num_steps += 1
         return StepReport(
             iteration=batch.iteration,
             loss=float(totals[0]),

@@ -81,6 +81,9 @@ def check(graph: TaskGraph, schedule: Schedule, timeline: Timeline | None = None
     before = _everything_before(graph)
     earliest, depth = _earliest(graph, order, before, costs.duration)
     if timeline is not None:
+        # Seconds in double precision hold some fifteen digits: on very long timelines less than a nanosecond.
+        slack = timeline.makespan_ns >> 50
+        depth = [each + slack for each in depth]
         found += _check_times(graph, order, before, costs.duration, timeline, depth)
     if earliest is None:
         found.append(_deadlock(graph, order, before))
