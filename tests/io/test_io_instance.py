@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -152,3 +153,17 @@ def test_candidates_replace_durations_and_bytes() -> None:
     chosen = graph.with_candidates([1, 0])
     assert chosen.duration_ns.tolist() == [10**9, 10**9, 2 * 10**9, 3 * 10**9]
     assert np.array_equal(chosen.activation_bytes, [4, 40])
+
+
+def test_segments_may_have_any_numbers(tmp_path: Path) -> None:
+    document = {
+        "format": "pipeloom.instance/1", "name": "far", "num_ranks": 1, "memory_capacity_bytes": None,
+        "memory_static_bytes": [0],
+        "tasks": {"kind": ["F", "B"], "rank": [0, 0], "duration_s": [1.0, 2.0], "pair": [0, 0], "segment": [5, 900],
+                  "microbatch": [0, 0], "module": ["lm", "lm"]},
+        "pairs": {"activation_bytes": [1], "weight_gradient_bytes": None, "candidates": None},
+        "edges": {"source": [], "target": [], "delay_s": [], "bytes": None},
+    }  # fmt: skip
+    path = tmp_path / "far.json"
+    path.write_text(json.dumps(document))
+    assert read_instance(path).segment.tolist() == [0, 1]

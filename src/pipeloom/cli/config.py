@@ -124,7 +124,8 @@ def load_task(config: TrainConfig, path: Path) -> ModuleType:
     package = (file.parent / "__init__.py").exists()
     root = file.parent.parent if package else file.parent
     if str(root) not in sys.path:
-        sys.path.insert(0, str(root))
+        # Last, so that files beside the task never hide a library.
+        sys.path.append(str(root))
     from pipeloom.runtime import user_code
 
     with user_code(f"{file}: import"):

@@ -1,0 +1,112 @@
+"""What `pipeloom train` says when the user's own code is at fault: one line, exit code 2, nothing lost."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pipeloom.cli.app import run
+
+TASK = """
+import torch
+from torch import nn
+import pipeloom as pl
+
+class Token(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.word = nn.Embedding(9, 4)
+    def forward(self, ids, images):
+        return torch.cat([self.word(ids), images])[: len(ids)]
+
+class Head(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.out = nn.Linear(4, 9)
+    def forward(self, x):
+        return HEAD
+
+def build_model(seed):
+    torch.manual_seed(seed)
+    vision = pl.Module("vision", [nn.Linear(3, 4)], reads="images", hidden=("instances", 4), output=("instances", 4),
+                       inputs=lambda part: torch.ones(len(part.instances), 3))
+    lm = pl.Module("lm", [Token(), nn.Tanh(), Head()], reads="sequence", after=("vision",), hidden=("tokens", 4),
+                   output=("tokens", 9), inputs=lambda part: torch.cat([sample[0] for sample in part.samples]))
+    return pl.Model([vision, lm], lambda out, part: LOSS, lambda sample: len(sample[0]))
+
+def batches(num_iterations):
+    for i in range(num_iterations):
+        yield [(torch.tensor([1, 2, 3]), IMAGES, f"{i}.{j}") for j in range(3)]
+
+def describe(sample):
+    return {"id": sample[2], "text_tokens": len(sample[0]) - sample[1], "image_tokens": [1] * sample[1]}
+
+def evaluate(model):
+    return EVALUATE
+"""
+CONFIG = """
+name = "t"
+task = "json.py"
+iterations = 3
+[layout]
+ranks = 1
+[packing]
+token_budget = 6
+"""
+GOOD = {"HEAD": "self.out(x)", "LOSS": "out.logsumexp(1).sum()", "IMAGES": "1", "EVALUATE": "{'score': 1.0}"}
+
+
+def config(folder: Path, **changes: str) -> Path:
+    """A task file, named like a library, with some of its expressions replaced."""
+    text = TASK
+    for name, code in (GOOD | changes).items():
+        text = text.replace(name, code)
+    (folder / "json.py").write_text(text)
+    path = folder / "train.toml"
+    path.write_text(CONFIG)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"HEAD": "None"}, "module 'lm'.layers[2]: returned a NoneType; return one tensor"),
+        ({"HEAD": "self.out(x)[0] + nonsense"}, "module 'lm'.layers[2]: raised NameError"),
+        ({"LOSS": "3.0"}, "model.loss: returned a float"),
+        ({"LOSS": "out"}, "model.loss: has shape (6, 9); return the sum over all targets, a scalar"),
+        ({"LOSS": "out.detach().sum()"}, "model.loss: depends on no trained parameter"),
+        ({"IMAGES": "0"}, "module 'vision': had nothing to do in the 3 batches that were measured"),
+    ],
+)
+def test_faults_found_while_measuring(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, str], message: str
+) -> None:
+    assert run(["train", str(config(tmp_path, **changes)), "--runs", str(tmp_path)]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_loss_that_is_no_number_stops_training_and_leaves_nothing_old(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "t").mkdir()
+    (tmp_path / "t" / "summary.json").write_text("of an earlier run")
+    path = config(tmp_path, LOSS="out.sum() * float('nan')")
+    assert run(["train", str(path), "--runs", str(tmp_path)]) == 2
+    assert "iteration 0: the loss is nan; lower the learning rate" in capfd.readouterr().err
+    assert not (tmp_path / "t" / "summary.json").exists()
+
+
+def test_a_failing_evaluation_loses_no_result(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path = config(tmp_path, EVALUATE="1 / 0")
+    assert run(["train", str(path), "--runs", str(tmp_path)]) == 2
+    assert "evaluate(): raised ZeroDivisionError" in capfd.readouterr().err
+    assert json.loads((tmp_path / "t" / "summary.json").read_text())["iterations"] == 3
+    assert (tmp_path / "t" / "timeline.html").exists()
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    assert run(["train", str(config(tmp_path)), "--runs", str(tmp_path / "file")]) == 2
+    assert "cannot be made or emptied" in capsys.readouterr().err
