@@ -54,6 +54,8 @@ class Leaf:
     predecessor: IntArray
     outputs: IntArray
     collective: IntArray = field(default_factory=lambda: np.zeros(0, np.bool_))
+    powers: dict[int, IntArray] = field(default_factory=dict, repr=False)
+    """Matrices of so many runs in a row, as far as they were asked for."""
 
     @property
     def num_outputs(self) -> int:
@@ -186,15 +188,24 @@ Subgraph = Leaf | Composite
 
 
 def repeated(graph: Subgraph, times: int) -> IntArray:
-    """Matrix of a subgraph run ``times`` in a row, by squaring."""
+    """Matrix of a subgraph run ``times`` in a row, by squaring; a leaf remembers it."""
     if times == 1:
         return graph.matrix
+    if isinstance(graph, Leaf):
+        if times not in graph.powers:
+            graph.powers[times] = _power(graph, times)
+        return graph.powers[times]
+    return _power(graph, times)
+
+
+def _power(graph: Subgraph, times: int) -> IntArray:
     power, out = graph.matrix, None
     while times:
         if times & 1:
             out = power if out is None else compose(power, out)
-        power = compose(power, power)
         times >>= 1
+        if times:
+            power = compose(power, power)
     assert out is not None
     result: IntArray = out
     return result

@@ -8,6 +8,7 @@ costs one small matrix product.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import mul
 
 import numpy as np
 import numpy.typing as npt
@@ -73,7 +74,9 @@ CAUSAL_PAIRS = (TOKEN_PAIRS + TOKENS) / 2
 
 def feature_row(workload: Workload) -> tuple[float, float, float, float]:
     """Features of a workload, in the order of `Size.row`."""
-    return (1.0, float(workload.num_instances), float(workload.num_tokens), float(workload.num_token_pairs))
+    lengths = workload.lengths  # not its properties: this is asked for at every look-up
+    pairs = sum(map(mul, lengths, lengths))
+    return (1.0, float(len(lengths)), float(sum(lengths)), float(pairs))
 
 
 def features(workload: Workload) -> FloatArray:

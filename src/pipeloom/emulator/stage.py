@@ -65,6 +65,7 @@ class Stage:
                     "give pcie_bytes_per_s or choose another strategy",
                 )  # fmt: skip
         self._graphs: OrderedDict[tuple[Workload, Part], Composite] = OrderedDict()
+        self._matrices: OrderedDict[tuple[Workload, Part], IntArray] = OrderedDict()
 
     @functools.cached_property
     def parts(self) -> tuple[Part, ...]:
@@ -77,7 +78,16 @@ class Stage:
         return tuple(r for r in runs if part in r.layer.passes[r.strategy].programs)
 
     def matrix(self, workload: Workload, part: Part) -> IntArray:
-        """Max-plus matrix of one pass, shape (devices + 2, devices + 2)."""
+        """Max-plus matrix of one pass, shape (devices + 2, devices + 2); remembered per workload."""
+        key = (workload, part)
+        known = self._matrices.get(key)
+        if known is None:
+            known = self._matrices[key] = self._matrix(workload, part)
+            if len(self._matrices) > CACHE_SIZE:
+                self._matrices.popitem(last=False)
+        return known
+
+    def _matrix(self, workload: Workload, part: Part) -> IntArray:
         out: IntArray | None = None
         for run in self._ordered(part):
             leaf = run.layer.on(workload).leaves[run.strategy, part]

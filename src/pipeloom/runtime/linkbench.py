@@ -33,8 +33,8 @@ def measure_links(
 ) -> list[Measurement]:
     """Time sends, all-reduces and all-gathers between two processes of this machine.
 
-    Wall-clock time, since waiting for the other side is what is measured; the lower quartile of ``repeats``
-    counts, taken in rounds over all kinds and sizes, so that a disturbance does not fall on one of them alone.
+    Wall-clock time, since waiting for the other side is what is measured; the lower eighth of three times
+    ``repeats`` counts, taken in rounds over all kinds and sizes, so that a disturbance does not fall on one alone.
 
     Parameters
     ----------
@@ -54,14 +54,16 @@ def measure_links(
     ExecutionError
         When a process fails.
     """
-    timed: dict[tuple[str, int], list[float]] = launch(_times, NUM_RANKS, device, tuple(sizes), repeats)[0]
+    timed: dict[tuple[str, int], list[float]] = launch(_times, NUM_RANKS, device, tuple(sizes), 3 * repeats)[
+        0
+    ]
     out = []
     for (kind, size), times in timed.items():
         passes = 2 if kind == "all_reduce" else 1
         share = 1.0 if kind == "send" else passes * (NUM_RANKS - 1) / NUM_RANKS
         out.append(
             Measurement(
-                kind, f"{kind} {size} bytes, {NUM_RANKS} ranks", sorted(times)[len(times) // 4],
+                kind, f"{kind} {size} bytes, {NUM_RANKS} ranks", sorted(times)[len(times) // 8],
                 network_bytes=size * share, part="nvlink", steps=float(passes * (NUM_RANKS - 1)),
             )
         )  # fmt: skip
