@@ -15,7 +15,7 @@ from pathlib import Path
 
 from pipeloom.io import write_text
 
-SECTIONS = ("planning", "executor", "emulated", "emulator")
+SECTIONS = ("planning", "search", "executor", "emulated", "emulator")
 TARGET = Path(__file__).parents[1] / "docs" / "benchmarks.md"
 _HEAD = """# Benchmarks
 

@@ -54,3 +54,38 @@ def polish(search: Search, temperature: float = 0.0, until: float = 1.0, since: 
             search.keep(int(polisher.state[1]), polisher.sequence(search))
         else:
             search.report()
+
+
+def rearrange(search: Search, temperature: float, until: float = 1.0, since: float = 0.0) -> None:
+    """Anneal on one list of all the tasks, from the incumbent: the search for small graphs.
+
+    Lists also stand for schedules in which a rank waits although something is ready, as a rollout never does.
+
+    Parameters
+    ----------
+    temperature : float
+        Start of the annealing, in mean durations of a task, falling to nothing between the parts ``since`` and
+        ``until`` of the budget.
+    """
+    if search.done:
+        return
+    num_tasks, num_ranks = search.graph.num_tasks, search.graph.num_ranks
+    listed, best = search.sequence.copy(), search.sequence.copy()
+    made, waiting, ready = (np.empty(num_tasks, np.int64) for _ in range(3))
+    ends = np.empty(2 * num_ranks, np.int64)
+    random = np.array([search.random.integers(1, 1 << 62) | 1], np.uint64)
+    state = np.array([search.best_ns, search.best_ns], np.int64)
+    heat = temperature * search.mean_task_ns
+    while (spent := search.watch.share(search.evaluations)) < until:
+        count = search.round_size(until)
+        if count == 0:
+            break
+        now = heat * max(0.0, 1 - (spent - since) / (until - since))
+        used = int(
+            polish_kernels.rearrange(
+                search.problem, listed, made, best, waiting, ready, ends, state, random, now, search.target_ns, count
+            )
+        )  # fmt: skip
+        search.evaluations += max(used, 1)
+        if state[1] < search.best_ns:
+            search.keep(int(state[1]), best)

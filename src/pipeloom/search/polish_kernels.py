@@ -244,3 +244,88 @@ def polish(
             state[1] = makespan
             d.best[:] = d.order
     return num_evaluations
+
+
+@kernel
+def serial(
+    p: Problem, listed: Array, made: Array, waiting: Array, ready: Array, ends: Array, bound: int
+) -> int:
+    """Makespan when tasks begin in the order of a list, each as soon as it can; `DEADLOCK` or `ABORTED`.
+
+    Of the tasks not begun, the first in ``listed`` whose predecessors have begun and that fits is next;
+    ``made`` gets the order that results. Unlike a rollout, it may let a rank wait for a task that comes
+    later, which the best schedules sometimes need. ``ends`` is when each rank is free, then its memory.
+    """
+    task, successor, num_tasks, num_ranks = p.task, p.successor, len(listed), len(p.room)
+    waiting[:] = p.waiting
+    ready[:] = 0
+    ends[:] = 0
+    first = 0
+    makespan = 0
+    for done in range(num_tasks):
+        while waiting[listed[first]] < 0:
+            first += 1
+        number = -1
+        for i in range(first, num_tasks):
+            other = listed[i]
+            if waiting[other] == 0:
+                rank = task[other, 2] // 3
+                if ends[num_ranks + rank] + task[other, 4] <= p.room[rank]:
+                    number = other
+                    break
+        if number < 0:
+            return DEADLOCK
+        rank = task[number, 2] // 3
+        end = max(ends[rank], ready[number]) + task[number, 0]
+        if end + task[number, 1] >= bound:
+            return ABORTED
+        ends[rank] = end
+        ends[num_ranks + rank] += task[number, 5]
+        waiting[number] = -1
+        made[done] = number
+        makespan = max(makespan, end)
+        for e in range(task[number, 3], task[number + 1, 3]):
+            other = successor[e, 0]
+            waiting[other] -= 1
+            ready[other] = max(ready[other], end + successor[e, 1])
+    return makespan
+
+
+@kernel
+def rearrange(
+    p: Problem, listed: Array, made: Array, best: Array, waiting: Array, ready: Array, ends: Array, state: Array,
+    random: Array, temperature: float, target: int, num_evaluations: int,
+) -> int:  # fmt: skip
+    """Anneal on one list of all tasks, for small graphs; return the number of lists tried.
+
+    A change moves one task to another place, mostly near; `serial` repairs what cannot be followed.
+    """
+    num_tasks = len(listed)
+    for n in range(num_evaluations):
+        if state[1] <= target:
+            return n
+        source = draw(random) % num_tasks
+        length = 1 + draw(random) % 4
+        while draw(random) % 2 == 0 and length < num_tasks:
+            length *= 2
+        goal = source - length if draw(random) % 2 == 0 else source + length
+        goal = min(max(goal, 0), num_tasks - 1)
+        number = listed[source]
+        step = 1 if source < goal else -1
+        for i in range(source, goal, step):
+            listed[i] = listed[i + step]
+        listed[goal] = number
+        uniform = (draw(random) % (1 << 52) + 1) / (1 << 52)
+        limit = state[0] + 1 + np.int64(-np.log(uniform) * temperature)
+        makespan = serial(p, listed, made, waiting, ready, ends, limit)
+        if makespan < 0:
+            for i in range(goal, source, -step):
+                listed[i] = listed[i - step]
+            listed[source] = number
+            continue
+        listed[:] = made
+        state[0] = makespan
+        if makespan < state[1]:
+            state[1] = makespan
+            best[:] = made
+    return num_evaluations

@@ -16,7 +16,7 @@ from pipeloom.search.families import family, generate
 from pipeloom.search.local import local_search, portfolio
 from pipeloom.search.milp import milp
 from pipeloom.search.plain import leanest
-from pipeloom.search.polish import polish
+from pipeloom.search.polish import polish, rearrange
 from pipeloom.search.result import Progress, Solution
 from pipeloom.search.state import Search
 from pipeloom.search.stopping import Evaluations, StoppingRule, Watch
@@ -34,25 +34,30 @@ ROUNDS = 6
 
 HEAT, POLISH_HEAT = 0.4, 0.06
 """Start of the annealing, and of the polish, in mean durations of a task."""
+SMALL, SMALL_SHARE, SMALL_TURNS, SMALL_HEAT = 200, 0.1, 4, 1.0
+"""Tasks up to which a graph is small, the part of the time for its local search, then annealings and their start."""
 
 
 def _default(search: Search, threads: int, until: float) -> None:
     """Portfolio; then, where memory is tight, annealing and polish by turns, else local search to the end.
 
-    Small graphs get several turns, each from the incumbent: there a second is enough for many.
+    Small graphs get several annealings on the list of tasks instead, each from the incumbent.
     """
     portfolio(search)
     first = search.watch.share(search.evaluations)
     tight = search.rule != kernels.UNLIMITED
-    turns = max(1, min(8, 2000 // search.graph.num_tasks))
-    for turn in range(turns):
-        begin = first + (until - first) * turn / turns
-        end = first + (until - first) * (turn + 1) / turns
-        middle = begin + (0.6 if tight or turns > 1 else 1.0) * (end - begin)
-        heat = HEAT if tight or turn else 0.0
-        local_search(search, heat, threads, until=middle, since=begin)
-        if middle < end:
-            polish(search, POLISH_HEAT, until=end, since=middle)
+    if search.graph.num_tasks <= SMALL:
+        begin = first + SMALL_SHARE * (until - first)
+        local_search(search, HEAT, threads, until=begin, since=first)
+        for turn in range(SMALL_TURNS):
+            end = begin + (until - begin) / (SMALL_TURNS - turn)
+            rearrange(search, SMALL_HEAT, until=end, since=begin)
+            begin = end
+        return
+    middle = first + (0.6 if tight else 1.0) * (until - first)
+    local_search(search, HEAT if tight else 0.0, threads, until=middle, since=first)
+    if tight:
+        polish(search, POLISH_HEAT, until=until, since=middle)
 
 
 def _portfolio(search: Search, _threads: int, _until: float) -> None:
@@ -198,5 +203,6 @@ def warm_up() -> None:
     # A target of zero is never reached, so that no kernel is left out.
     search = Search(graph, 0, Evaluations(400).start(), 0)
     portfolio(search)
-    local_search(search, until=0.8)
-    polish(search)
+    local_search(search, until=0.6)
+    polish(search, until=0.8)
+    rearrange(search, 0.0)

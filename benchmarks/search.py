@@ -1,0 +1,121 @@
+"""How near to the lower bound each method of search comes, and how fast a rollout is."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from dataclasses import replace
+
+import numpy as np
+
+from benchmarks.table import markdown_table
+from pipeloom.search import (
+    Deadline,
+    Evaluations,
+    family,
+    gap_table,
+    generate,
+    instance,
+    run_library,
+    solve,
+    warm_up,
+)
+from pipeloom.search.kernels import NEVER, evaluate
+from pipeloom.search.portfolio import starts
+from pipeloom.search.state import Search
+from pipeloom.taskgraph import TaskGraph
+
+TITLE = "Search"
+_SEEDS = 5
+_GOALS = {
+    "vlm-s": "0.1",
+    "vlm-s-m1.5": "0.8",
+    "vlm-s-ckpt-m1.5": "0.8",
+    "vlm-s-k3-m2.5": "2.0",
+    "vlm-s-ckpt-k3-m2.5": "2.0",
+    "t2v-s": "0.5",
+    "vlm-l-k2": "0.05",
+    "vlm-l-k2-m1.5": "1.0",
+    "vlm-l-ckpt-k2-m1.5": "1.0",
+    "vlm-xl": "0.15",
+}
+"""Families and the gap in per cent to reach after one second."""
+_METHODS = ("portfolio", "default", "mcts", "mcts priority", "depth first", "random")
+_FAMILIES = ("vlm-s", "vlm-s-ckpt-m1.5", "vlm-s-k3-m2.5", "t2v-s", "vlm-l-k2", "vlm-s-split")
+_ROLLOUTS = {"4 x 64": "vlm-s/0", "4 x 64, memory 1.5": "vlm-s-m1.5/0", "8 x 128": "vlm-l-k2/0",
+             "16 x 256": "vlm-xl/0"}  # fmt: skip
+_EXACT_S = 10.0
+
+
+def run() -> str:
+    """Measure, and return the section as Markdown."""
+    warm_up()
+    return "\n\n".join((_goals(), _methods(), _kernel(), _small()))
+
+
+def _goals() -> str:
+    rows = []
+    for kind, goal in _GOALS.items():
+        runs = list(run_library([kind], ["default"], seeds=range(_SEEDS)))
+        gaps = [100 * run.gap for run in runs]
+        evaluations = statistics.median(run.evaluations for run in runs)
+        rows.append([kind, goal, f"{statistics.median(gaps):.2f}", f"{max(gaps):.2f}", f"{evaluations:.0f}"])
+    header = ["family", "goal", "median", "largest", "schedules tried"]
+    text = (
+        f"Gap above the lower bound in per cent, default method, one second of CPU time on one thread, {_SEEDS} seeds "
+        "(`pipeloom bench instances` makes the same runs):"
+    )
+    return f"{text}\n\n{markdown_table(header, rows)}"
+
+
+def _methods() -> str:
+    table = gap_table(run_library(_FAMILIES, _METHODS, budgets_s=(0.1, 1.0), seeds=range(3)))
+    return f"Median gap in per cent by method and CPU seconds, three seeds:\n\n{table}"
+
+
+def _kernel() -> str:
+    rows = []
+    for name, which in _ROLLOUTS.items():
+        graph = instance(which)
+        search = Search(graph, 0, Evaluations(1).start(), 0)
+        start = next(starts(search.problem, search.groups, search.rule))
+        repeats = max(2, 300_000 // graph.num_tasks)
+        times = []
+        for _ in range(7):
+            begin = time.process_time()
+            for _ in range(repeats):
+                evaluate(search.problem, search.scratch, start.order, start.choice, NEVER)
+            times.append((time.process_time() - begin) / (repeats * graph.num_tasks))
+        rows.append(
+            [name, str(graph.num_tasks), f"{statistics.median(times) * 1e9:.0f}", f"{min(times) * 1e9:.0f}"]
+        )
+    header = ["ranks x microbatches", "tasks", "median", "least"]
+    return f"One rollout, CPU nanoseconds per task, of seven measurements:\n\n{markdown_table(header, rows)}"
+
+
+def _small() -> str:
+    """Default against CP-SAT on small problems, with times in milliseconds so that CP-SAT can prove them."""
+    rows = []
+    for seed, graph in _small_problems():
+        ours = solve(graph, budget=Deadline(1.0, "cpu"), seed=seed)
+        exact = solve(graph, budget=Deadline(_EXACT_S), seed=seed, method="cp-sat")
+        proved = exact.timeline.makespan_ns <= exact.lower_bound.ns
+        above = ours.timeline.makespan_ns / exact.timeline.makespan_ns - 1
+        rows.append([str(seed), str(graph.num_tasks), "yes" if proved else "no", f"{100 * above:.2f}"])
+    header = ["seed", "tasks", "proved by CP-SAT", "default above CP-SAT, %"]
+    text = f"Small problems under tight memory: one CPU second of the default, {_EXACT_S:g} s of CP-SAT:"
+    return f"{text}\n\n{markdown_table(header, rows)}"
+
+
+def _small_problems() -> list[tuple[int, TaskGraph]]:
+    """The first ten of at most forty tasks."""
+    all_sizes = ((seed, _small_problem(seed)) for seed in itertools.count())
+    return list(itertools.islice((entry for entry in all_sizes if entry[1].num_tasks <= 40), 10))
+
+
+def _small_problem(seed: int) -> TaskGraph:
+    of = family("vlm-s", num_ranks=2, num_microbatches=4, memory=1.0)
+    graph = generate(of, seed, f"small-{seed}")
+    whole = np.maximum(1, np.round(graph.duration_ns / 1e7).astype(np.int64)) * 10_000_000
+    return replace(graph, duration_ns=whole)
