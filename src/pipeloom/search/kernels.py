@@ -22,7 +22,9 @@ from pipeloom.search.problem import Problem
 from pipeloom.search.scratch import Scratch
 
 Array = npt.NDArray[Any]
-kernel = numba.njit(cache=True, nogil=True)
+kernel = numba.njit(cache=True, nogil=True, error_model="numpy")
+# A call counts references to every array it is given, which takes longer than the work of these.
+inlined = numba.njit(nogil=True, error_model="numpy", inline="always")
 trailing_zeros: Any = numbers.trailing_zeros
 
 NEVER = 1 << 62
@@ -38,7 +40,7 @@ UNLIMITED, FITS, BANKER = 0, 1, 2
 
 @kernel
 def expand(p: Problem, s: Scratch, order: Array) -> None:
-    """Turn an order of groups (forward groups, then backward groups) into positions of segments.
+    """Turn an order of groups (forward groups, then backward groups) into positions of segments in their class.
 
     A group's segments follow one another; its weight gradients take the order of their backward groups.
     """
@@ -53,15 +55,15 @@ def expand(p: Problem, s: Scratch, order: Array) -> None:
     for i in range(p.num_groups[0], p.num_groups[0] + p.num_groups[1]):
         for k in range(p.group_start[order[i]], p.group_start[order[i] + 1]):
             s.at[backward] = p.group_segment[k]
-            s.position[p.group_segment[k]] = backward
+            s.position[p.group_segment[k]] = backward - p.class_start[1]
             backward += 1
         for k in range(p.weight_start[order[i]], p.weight_start[order[i] + 1]):
             s.at[weight] = p.weight_segment[k]
-            s.position[p.weight_segment[k]] = weight
+            s.position[p.weight_segment[k]] = weight - p.class_start[2]
             weight += 1
 
 
-@kernel
+@inlined
 def safe_after(
     task: Array, number: int, rank: int, free: Array, need: Array, held: Array, active: Array, num_active: int,
     available: Array, waiting: Array, scan_start: Array, scan_task: Array,
@@ -117,7 +119,7 @@ def safe_after(
     return not short
 
 
-@kernel
+@inlined
 def scan_need(task: Array, number: int, row: int, waiting: Array, scan_start: Array, scan_task: Array) -> int:
     """Most that a job needs on a rank above what it holds, once a task has run, along its reference order.
 
@@ -173,7 +175,7 @@ def rollout(p: Problem, s: Scratch, policy: int, weights: int, rule: int, lookah
         held[:] = 0
         job_left[:] = job_size
     for number in p.sources:
-        r = task[number, 2] // 3
+        r = task[number, 2] >> 2
         late_time[r, late_count[r]] = 0
         late_task[r, late_count[r]] = number
         late_count[r] += 1
@@ -204,7 +206,7 @@ def rollout(p: Problem, s: Scratch, policy: int, weights: int, rule: int, lookah
                 if late_time[rank, i] <= now:
                     number = late_task[rank, i]
                     place = task[number, 2]
-                    bit = position[task[number, 7]] - class_start[place % 3]
+                    bit = position[task[number, 7]]
                     bits[place, bit >> 6] |= np.uint64(1) << np.uint64(bit & 63)
                     queue[place, 0] += 1
                     queue[place, 1] = min(queue[place, 1], bit >> 6)
@@ -224,7 +226,7 @@ def rollout(p: Problem, s: Scratch, policy: int, weights: int, rule: int, lookah
                     which = 2 if turn == 0 else (turn - 1) ^ backward_first
                 else:
                     which = 2 if turn == 2 else turn ^ backward_first
-                place = 3 * rank + which
+                place = 4 * rank + which
                 if queue[place, 0] == 0:
                     continue
                 word = queue[place, 1]
@@ -322,9 +324,9 @@ def rollout(p: Problem, s: Scratch, policy: int, weights: int, rule: int, lookah
             waiting[other] -= 1
             if waiting[other] == 0:
                 place = task[other, 2]
-                r = place // 3
+                r = place >> 2
                 if when <= free_at[r]:
-                    bit = position[task[other, 7]] - class_start[place - 3 * r]
+                    bit = position[task[other, 7]]
                     bits[place, bit >> 6] |= np.uint64(1) << np.uint64(bit & 63)
                     queue[place, 0] += 1
                     queue[place, 1] = min(queue[place, 1], bit >> 6)
@@ -336,7 +338,7 @@ def rollout(p: Problem, s: Scratch, policy: int, weights: int, rule: int, lookah
                     late_count[r] = i + 1
                     late_first[r] = min(late_first[r], when)
                 key[r] = min(key[r], when << shift | r)
-        if queue[3 * rank, 0] + queue[3 * rank + 1, 0] + queue[3 * rank + 2, 0] > 0:
+        if queue[4 * rank, 0] + queue[4 * rank + 1, 0] + queue[4 * rank + 2, 0] > 0:
             key[rank] = end << shift | rank
         elif late_count[rank] > 0:
             key[rank] = max(end, late_first[rank]) << shift | rank

@@ -15,7 +15,7 @@ from pipeloom.taskgraph import IntArray
 FLIP_EVERY = 64
 """One change in so many is of the policy."""
 
-WHOLE_MICROBATCHES = 5
+WHOLE_MICROBATCHES = 13
 """Of sixteen changes to the order, so many move whole microbatches."""
 
 

@@ -47,7 +47,7 @@ class Desk(NamedTuple):
 def make_desk(problem: Problem, sequence: Array) -> Desk:
     """Arrays for polishing, with the order that a sequence of all tasks gives."""
     num_tasks, num_ranks = len(problem.waiting), len(problem.room)
-    rank = problem.task[sequence, 2] // 3
+    rank = problem.task[sequence, 2] >> 2
     order = np.concatenate([sequence[rank == r] for r in range(num_ranks)])
     row = np.zeros(num_ranks + 1, np.int64)
     np.cumsum(np.bincount(rank, minlength=num_ranks), out=row[1:])
@@ -98,7 +98,7 @@ def retime(p: Problem, d: Desk, bound: int) -> int:
                 stack[top] = other
                 top += 1
         at = place[number] + 1
-        if at < row[task[number, 2] // 3 + 1]:
+        if at < row[task[number, 2] >> 2 + 1]:
             other = order[at]
             trial[other] = max(trial[other], end)
             waiting[other] -= 1
@@ -155,7 +155,7 @@ def critical_places(p: Problem, d: Desk, makespan: int, random: Array) -> int:
         begin = d.start[number]
         after = -1
         seen = 0
-        if at > d.row[p.task[number, 2] // 3]:
+        if at > d.row[p.task[number, 2] >> 2]:
             neighbour = d.order[at - 1]
             if d.start[neighbour] + p.task[neighbour, 0] == begin:
                 d.critical[count] = at
@@ -206,11 +206,11 @@ def polish(
         stale += 1
         if count == 0 or draw(random) % 16 == 0:
             second = draw(random) % len(d.order)
-            if second == d.row[p.task[d.order[second], 2] // 3]:
+            if second == d.row[p.task[d.order[second], 2] >> 2]:
                 continue
         else:
             second = d.critical[draw(random) % count]
-        rank = p.task[d.order[second], 2] // 3
+        rank = p.task[d.order[second], 2] >> 2
         far = draw(random) % 8
         length = 1
         while far >= 4 and length < 64:
@@ -269,13 +269,13 @@ def serial(
         for i in range(first, num_tasks):
             other = listed[i]
             if waiting[other] == 0:
-                rank = task[other, 2] // 3
+                rank = task[other, 2] >> 2
                 if ends[num_ranks + rank] + task[other, 4] <= p.room[rank]:
                     number = other
                     break
         if number < 0:
             return DEADLOCK
-        rank = task[number, 2] // 3
+        rank = task[number, 2] >> 2
         end = max(ends[rank], ready[number]) + task[number, 0]
         if end + task[number, 1] >= bound:
             return ABORTED

@@ -23,7 +23,7 @@ UNEQUAL = 1.3
 """Passes of one group whose work differs by more than this get priorities of their own."""
 
 DURATION, TAIL, PLACE, FIRST_SUCCESSOR, PEAK, NET, JOB, SEGMENT = range(8)
-"""Columns of ``Problem.task``; PLACE is three times the rank plus the class (0 F, 1 B or I, 2 W)."""
+"""Columns of ``Problem.task``; PLACE is four times the rank plus the class (0 F, 1 B or I, 2 W)."""
 
 
 class Problem(NamedTuple):
@@ -123,7 +123,7 @@ def make_problem(graph: TaskGraph) -> tuple[Problem, Groups, Jobs]:
 
     task = np.zeros((graph.num_tasks + 1, 8), np.int64)
     columns = {
-        DURATION: graph.duration_ns, TAIL: tail, PLACE: 3 * graph.rank + kind_class,
+        DURATION: graph.duration_ns, TAIL: tail, PLACE: 4 * graph.rank + kind_class,
         PEAK: np.maximum(at_start, at_start + at_end), NET: at_start + at_end, JOB: jobs.job_of_task,
         SEGMENT: graph.segment,
     }  # fmt: skip

@@ -44,14 +44,14 @@ def make_scratch(problem: Problem) -> Scratch:
     num_tasks, num_segments = len(problem.waiting), len(problem.slot)
     num_ranks, num_jobs = len(problem.room), len(problem.need)
     num_words = (num_segments + 63) // 64 + 1
-    per_rank = int(np.bincount(problem.task[:-1, 2] // 3, minlength=num_ranks).max())
+    per_rank = int(np.bincount(problem.task[:-1, 2] >> 2, minlength=num_ranks).max())
 
     def ints(*shape: int) -> Array:
         return np.zeros(shape, np.int64)
 
     return Scratch(
         position=ints(num_segments), at=ints(num_segments), waiting=ints(num_tasks),
-        bits=np.zeros((3 * num_ranks, num_words), np.uint64), queue=ints(3 * num_ranks, 2),
+        bits=np.zeros((4 * num_ranks, num_words), np.uint64), queue=ints(4 * num_ranks, 2),
         late_time=ints(num_ranks, per_rank), late_task=ints(num_ranks, per_rank), late_count=ints(num_ranks),
         late_first=ints(num_ranks), key=ints(num_ranks), free_at=ints(num_ranks), last_kind=ints(num_ranks),
         blocked=ints(num_ranks), work_left=ints(num_ranks), free=ints(num_ranks), need=ints(num_jobs, num_ranks),
