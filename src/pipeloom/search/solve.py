@@ -32,7 +32,7 @@ ROUNDS = 6
 """Turns of order search and strategy choice for graphs with candidates."""
 
 
-HEAT, POLISH_HEAT = 0.4, 0.06
+HEAT, POLISH_HEAT = 0.1, 0.06
 """Start of the annealing, and of the polish, in mean durations of a task."""
 SMALL, SMALL_SHARE, SMALL_TURNS, SMALL_HEAT = 200, 0.1, 4, 1.0
 """Tasks up to which a graph is small, the part of the time for its local search, then annealings and their start."""
@@ -54,7 +54,7 @@ def _default(search: Search, threads: int, until: float) -> None:
             rearrange(search, SMALL_HEAT, until=end, since=begin)
             begin = end
         return
-    middle = first + (0.6 if tight else 1.0) * (until - first)
+    middle = first + (0.8 if tight else 1.0) * (until - first)
     local_search(search, HEAT if tight else 0.0, threads, until=middle, since=first)
     if tight:
         polish(search, POLISH_HEAT, until=until, since=middle)
