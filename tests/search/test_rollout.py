@@ -39,7 +39,7 @@ choices = st.tuples(st.integers(0, 2), st.integers(0, 1), st.integers(0, 2), st.
 @given(graphs(num_candidates=0), st.integers(0, 2**31), choices)
 def test_equals_the_plain_rollout(graph, seed, choice):
     try:
-        problem, scratch, jobs, makespan = run(graph, seed, *choice)
+        _, scratch, jobs, makespan = run(graph, seed, *choice)
     except InfeasibleError:
         return
     policy, weights, rule, lookahead = choice
