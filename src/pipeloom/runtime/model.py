@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from pipeloom.errors import InputError, PipeloomError
 from pipeloom.packing import Packing
 from pipeloom.spec import DTYPE_BYTES, LayerSpec, ModelSpec, ModuleSpec, TensorShape, Workload
-from pipeloom.spec.model import Dimension, Reads
+from pipeloom.spec.model import Dimension, Reads, find_module
 
 Shape = TensorShape | tuple[Dimension, ...]
 """A stated shape; a bare tuple of extents takes the dtype of the module's parameters."""
@@ -172,12 +172,7 @@ class Model:
 
     def module(self, name: str) -> Module:
         """Return the module of that name."""
-        for module in self.modules:
-            if module.name == name:
-                return module
-        raise InputError(
-            f"module {name!r}", "is unknown", f"the model has {', '.join(m.name for m in self.modules)}"
-        )
+        return find_module(self.modules, name)
 
 
 def make_part(

@@ -120,7 +120,7 @@ class Trainer:
         self._parameters = self._executor.parameters()
         self._optimizer = optimizer(self._parameters) if self._parameters else None
         self._factors: Factors = {}
-        self._num_steps = self._num_calibrations = 0
+        self._num_steps = 0
 
     def run(self, batches: Iterable[Sequence[Any]], first_iteration: int = 0) -> Iterator[StepReport]:
         """Train on every batch, yielding a report after each.
@@ -259,9 +259,8 @@ class Trainer:
 
     def _calibrate(self, answer: Answer, measured: tuple[tuple[int, int], ...], used: Factors) -> None:
         """Move each module's factors towards what this iteration measured."""
-        self._num_calibrations += 1
         # The first iterations weigh more, so that a wrong start is left quickly.
-        rate = max(_CALIBRATION_RATE, 1 / self._num_calibrations)
+        rate = max(_CALIBRATION_RATE, 1 / self._num_steps)
         sums: dict[str, list[int]] = {name: [0, 0] for name in answer.planned_module_ns}
         compute = [a for actions in answer.plan.ranks for a in actions if a.verb in COMPUTE_VERBS]
         for action, (start, end) in zip(compute, measured, strict=True):

@@ -12,6 +12,7 @@ import msgspec
 
 from pipeloom.errors import InputError
 from pipeloom.spec.batch import Sample, video_tokens
+from pipeloom.spec.model import check_modules, find_module
 
 Norm = Literal["layer", "rms"]
 ReadsPart = Literal["images", "sequence", "text", "videos"]
@@ -229,21 +230,8 @@ class Architecture(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         """Refuse doubled names and modules that read what comes later."""
-        seen: set[str] = set()
-        for module in self.modules:
-            if module.name in seen:
-                raise InputError(f"module {module.name!r}", "occurs twice", "module names must be unique")
-            for source in module.after:
-                if source not in seen:
-                    raise InputError(f"module {module.name!r}.after", f"{source!r} is not an earlier module")
-            seen.add(module.name)
-        if not self.modules:
-            raise InputError("architecture.modules", "is empty", "give at least one module")
+        check_modules(self.modules, "architecture.modules")
 
     def module(self, name: str) -> ModuleArchitecture:
         """Return the module of that name; an `InputError` lists the known ones."""
-        for module in self.modules:
-            if module.name == name:
-                return module
-        known = ", ".join(module.name for module in self.modules)
-        raise InputError(f"module {name!r}", "is unknown", f"the model has {known}")
+        return find_module(self.modules, name)

@@ -114,8 +114,7 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def chunk_name(self, chunk: int) -> str:
         """Name of a chunk in plans: module and index within it, e.g. ``vision.0``."""
-        module = self.chunks[chunk].module
-        return f"{module}.{self.chunks_of(module).index(chunk)}"
+        return self.chunk_names[chunk]
 
     @property
     def chunk_names(self) -> tuple[str, ...]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from collections.abc import Sequence
+from typing import Literal, Protocol, TypeVar
 
 import msgspec
 
@@ -93,6 +94,56 @@ class ModuleSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return (sample.sequence_tokens,)
 
 
+class NamedModule(Protocol):
+    """What every description of a module has, whatever else it says."""
+
+    @property
+    def name(self) -> str:
+        """Unique within the model."""
+        ...
+
+    @property
+    def after(self) -> tuple[str, ...]:
+        """Names of the modules that feed it."""
+        ...
+
+
+M = TypeVar("M", bound=NamedModule)
+
+
+def check_modules(modules: Sequence[NamedModule], entity: str) -> None:
+    """Refuse models without modules, doubled names and modules that read what comes later.
+
+    Raises
+    ------
+    InputError
+        Naming the module, or ``entity`` where there is none.
+    """
+    seen: set[str] = set()
+    for module in modules:
+        if module.name in seen:
+            raise InputError(f"module {module.name!r}", "occurs twice", "module names must be unique")
+        for source in module.after:
+            if source not in seen:
+                raise InputError(
+                    f"module {module.name!r}.after",
+                    f"{source!r} is not an earlier module",
+                    "list modules so that each comes after those that feed it",
+                )
+        seen.add(module.name)
+    if not modules:
+        raise InputError(entity, "is empty", "give at least one module")
+
+
+def find_module(modules: Sequence[M], name: str) -> M:
+    """Return the module of that name; an `InputError` lists the known ones."""
+    for module in modules:
+        if module.name == name:
+            return module
+    known = ", ".join(module.name for module in modules)
+    raise InputError(f"module {name!r}", "is unknown", f"the model has {known}")
+
+
 class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A DAG of modules in topological order; the last one ends in the loss."""
 
@@ -101,25 +152,8 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         """Refuse doubled names and modules that read what comes later."""
-        seen: set[str] = set()
-        for module in self.modules:
-            if module.name in seen:
-                raise InputError(f"module {module.name!r}", "occurs twice", "module names must be unique")
-            for source in module.after:
-                if source not in seen:
-                    raise InputError(
-                        f"module {module.name!r}.after",
-                        f"{source!r} is not an earlier module",
-                        "list modules so that each comes after those that feed it",
-                    )
-            seen.add(module.name)
-        if not self.modules:
-            raise InputError("model.modules", "is empty", "give at least one module")
+        check_modules(self.modules, "model.modules")
 
     def module(self, name: str) -> ModuleSpec:
         """Return the module of that name; an `InputError` lists the known ones."""
-        for module in self.modules:
-            if module.name == name:
-                return module
-        known = ", ".join(module.name for module in self.modules)
-        raise InputError(f"module {name!r}", "is unknown", f"the model has {known}")
+        return find_module(self.modules, name)

@@ -71,17 +71,17 @@ def build_graph(
             raise InputError(
                 f"module {module.name!r}.on_ranks", "'replicated' is not planned yet", "use 'pipelined'"
             )
-    builder = _Builder(layout, packing, _memoised(costs), costs, split_backward)
+    builder = _Builder(layout, packing, _memoised(costs, layout), costs, split_backward)
     for microbatch in range(len(packing.microbatches)):
         builder.add_microbatch(microbatch)
     return builder.finish(name, capacity_bytes)
 
 
-def _memoised(costs: CostModel) -> Callable[[int, Workload, Layout], tuple[StrategyCost, ...]]:
+def _memoised(costs: CostModel, layout: Layout) -> Callable[[int, Workload], tuple[StrategyCost, ...]]:
     """Ask the cost model once per chunk shape and workload: equal chunks recur on every microbatch."""
     known: dict[tuple[str, tuple[int, int], Workload], tuple[StrategyCost, ...]] = {}
 
-    def chunk_costs(chunk: int, workload: Workload, layout: Layout) -> tuple[StrategyCost, ...]:
+    def chunk_costs(chunk: int, workload: Workload) -> tuple[StrategyCost, ...]:
         here = layout.chunks[chunk]
         key = (here.module, here.layers, workload)
         if key not in known:
@@ -104,7 +104,7 @@ class _Passage:
 class _Builder:
     layout: Layout
     packing: Packing
-    chunk_costs: Callable[[int, Workload, Layout], tuple[StrategyCost, ...]]
+    chunk_costs: Callable[[int, Workload], tuple[StrategyCost, ...]]
     costs: CostModel
     split_backward: bool
     kind: list[int] = field(default_factory=list)
@@ -163,7 +163,7 @@ class _Builder:
         trained: bool,
     ) -> int:
         pair = len(self.activation)
-        options = self.chunk_costs(label.chunk, workload, self.layout)
+        options = self.chunk_costs(label.chunk, workload)
         base = options[0]
         split = trained and self.split_backward and base.backward_weight_s is not None
         candidates = tuple(_candidate(option, split) for option in options)
