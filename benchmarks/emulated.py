@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.planning import _batch, _problem
-from benchmarks.table import markdown_table
 from pipeloom.arrange import ModulePlacement, separate
 from pipeloom.packing import pack
 from pipeloom.plan import ExecutionPlan, boundary_shapes, lower
+from pipeloom.report import markdown_table
 from pipeloom.runtime import TorchTransport, emulate, launch, step_durations
 from pipeloom.search import Evaluations, solve
 from pipeloom.spec import ClusterSpec

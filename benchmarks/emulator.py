@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 import numpy as np
 
-from benchmarks.table import markdown_table
 from pipeloom.cost.emulated import EmulatedCosts
 from pipeloom.emulator.build import Placement, forget_templates, layer_template
 from pipeloom.emulator.expand import expand
@@ -17,6 +16,7 @@ from pipeloom.emulator.pipeline import PipelineModel, Work, work_of
 from pipeloom.emulator.stage import Stage, runs_of
 from pipeloom.emulator.step import Step
 from pipeloom.emulator.sweep import draw_microbatches, emulate, sweep
+from pipeloom.report import markdown_table
 from pipeloom.runtime.microbench import calibrate
 from pipeloom.spec import Chunk, Sample, Workload
 from pipeloom.spec.catalog import load_architecture, load_machine

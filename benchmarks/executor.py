@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from benchmarks.table import markdown_table
 from pipeloom.packing import Microbatch, Packing, SubMicrobatch
 from pipeloom.plan import Action, ExecutionPlan
+from pipeloom.report import markdown_table
 from pipeloom.runtime import Executor, Model, Module, ThreadHub
 from pipeloom.spec import Batch, Chunk, Layout, ModuleLayout, Sample, Workload
 

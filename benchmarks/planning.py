@@ -8,11 +8,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks.table import markdown_table
 from pipeloom.arrange import ModulePlacement, separate
 from pipeloom.cost import LayerFit, Profile, ProfileCosts
 from pipeloom.packing import PackingSpec, pack
 from pipeloom.plan import boundary_shapes, lower, to_msgpack, verify
+from pipeloom.report import markdown_table
 from pipeloom.search import Evaluations, first_in_first_out, solve, warm_up
 from pipeloom.spec import Batch, LayerSpec, ModelSpec, ModuleSpec, Sample, TensorShape
 from pipeloom.taskgraph import build_graph

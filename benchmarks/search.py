@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from benchmarks.table import markdown_table
+from pipeloom.report import markdown_table
 from pipeloom.search import (
     Deadline,
     Evaluations,

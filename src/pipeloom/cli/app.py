@@ -49,6 +49,7 @@ COMMANDS = {
     "emulate": Command("emulate", "Predict time and memory of an iteration on a cluster, from operators."),
     "sweep": Command("sweep", "Rank the degrees of parallelism for a model on a cluster."),
     "bench": Command("bench", "Run search methods over the public instance library: gaps in a table."),
+    "reproduce": Command("reproduce", "Run a paper's evaluation again: every table and figure, from seeds."),
     "calibrate": Command("calibrate", "Measure this machine and write its device table."),
     "planner": Command("planner", "The planner service; the trainer starts it itself."),
 }

@@ -11,6 +11,7 @@ from pipeloom.cli.output import JSON_HELP, check_targets, draw, figures_document
 from pipeloom.errors import InfeasibleError, InputError
 from pipeloom.io import (
     SearchRecord,
+    make_folder,
     packed_batches,
     read_layout,
     read_samples,
@@ -115,10 +116,7 @@ def _write(out: Path, planned: PlannedBatch, policy: str, record: SearchRecord) 
     """Everything that was made, into one folder."""
     from pipeloom.plan import to_text
 
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(str(out), f"cannot be made: {(error.strerror or str(error)).lower()}") from error
+    make_folder(out)
     targets = [out / name for name in ("batches.json", "instance.json", "schedule.json", "batch.plan")]
     check_targets(*targets)
     write_batches(targets[0], packed_batches([planned.packing], policy))

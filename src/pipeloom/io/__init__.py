@@ -8,7 +8,7 @@ from pipeloom.io.batches import (
     read_batches,
     write_batches,
 )
-from pipeloom.io.files import check_writable, read_text, write_bytes, write_text
+from pipeloom.io.files import check_writable, make_folder, read_text, write_bytes, write_text
 from pipeloom.io.instance import instance_document, instance_from_document, read_instance, write_instance
 from pipeloom.io.layers import read_layers, write_layers
 from pipeloom.io.layout import layout_document, read_layout, write_layout
@@ -37,6 +37,7 @@ __all__ = [
     "instance_from_document",
     "layout_document",
     "load",
+    "make_folder",
     "packed_batches",
     "read_batches",
     "read_instance",

@@ -112,6 +112,20 @@ def check_writable(path: PathLike) -> None:
         raise InputError(printable(name), "cannot be written: the file name is too long")
 
 
+def make_folder(path: PathLike) -> None:
+    """Make a folder and those above it; one that is there already is as good.
+
+    Raises
+    ------
+    InputError
+        Naming the path: a file is in the way, or the disk refuses.
+    """
+    try:
+        Path(path).mkdir(parents=True, exist_ok=True)
+    except (OSError, ValueError) as error:
+        raise InputError(printable(os.fspath(path)), f"cannot be made: {_reason(error)}") from error
+
+
 def printable(name: str) -> str:
     """A name that can be printed on one line, whatever characters it has."""
     if not name:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pipeloom.errors import InputError
 from pipeloom.report.chrome_trace import trace
 from pipeloom.report.emulated import emulated_track
+from pipeloom.report.markdown import join_sections, markdown_table, sections
 from pipeloom.report.svg_picture import timeline_svg
 from pipeloom.report.tables import comparison_table, summary_table
 from pipeloom.report.track import Box, Figures, Track, boxes, figures, make_track
@@ -20,7 +21,10 @@ __all__ = [
     "comparison_table",
     "emulated_track",
     "figures",
+    "join_sections",
     "make_track",
+    "markdown_table",
+    "sections",
     "share_text",
     "size_text",
     "summary_table",

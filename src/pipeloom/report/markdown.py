@@ -1,0 +1,36 @@
+"""Pages in Markdown that programs write section by section: tables, and one section replaced at a time."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+_SECTION = re.compile(r"^<!-- ([\w-]+) -->\n(.*?)(?=^<!-- [\w-]+ -->\n|\Z)", re.MULTILINE | re.DOTALL)
+
+
+def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table; the first column is aligned left, the others right.
+
+    Parameters
+    ----------
+    columns : sequence of str
+    rows : sequence of sequence of str
+        Each as long as ``columns``.
+    """
+    lines = [_row(columns), "|" + "---|" + "---:|" * (len(columns) - 1)]
+    return "\n".join([*lines, *(_row(row) for row in rows)])
+
+
+def _row(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
+
+
+def sections(page: str) -> dict[str, str]:
+    """Sections of a page by name; each begins with a line ``<!-- name -->``, which is not part of it."""
+    return {name: body.strip() for name, body in _SECTION.findall(page)}
+
+
+def join_sections(head: str, order: Sequence[str], bodies: Mapping[str, str]) -> str:
+    """One page: ``head``, then those of the sections in ``order`` that there are."""
+    parts = [f"<!-- {name} -->\n{bodies[name].strip()}\n" for name in order if name in bodies]
+    return "\n".join([f"{head.strip()}\n", *parts])

@@ -1,0 +1,116 @@
+"""Run parts of an evaluation and write what they found: one page per paper, pictures beside it."""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+
+from pipeloom import __version__
+from pipeloom.errors import InputError
+from pipeloom.io import make_folder, write_text
+from pipeloom.report import join_sections, markdown_table, sections
+from pipeloom.reproduce.part import PAPERS, Options, Outcome, Part, parts_of
+
+_HEAD = """# {title}: the evaluation again
+
+Written by `pipeloom reproduce {paper}`, a section for every part; `pipeloom reproduce {paper} PART` makes one again.
+Every section names its seeds and the kind of its times. Columns headed "paper" are quotations and enter no
+computation.
+"""
+_KINDS = {
+    "emulated": "emulated (no accelerator was used)",
+    "planned": "planned: schedules simulated on measured layer costs",
+    "measured": "measured on this machine",
+    "processor": "processor seconds of this machine",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """A part that begins, or has ended."""
+
+    part: Part
+    elapsed_s: float | None
+    """None: it begins."""
+
+
+def reproduce(
+    paper: str,
+    names: Sequence[str],
+    options: Options,
+    out: Path,
+    on_progress: Callable[[Progress], None] = lambda _: None,
+) -> tuple[Path, dict[str, Outcome]]:
+    """Run the named parts, or all, and write ``out/PAPER.md`` and ``out/PAPER/*.svg``.
+
+    Each part is written as soon as it has ended, so a run that is stopped leaves what it has; sections of parts
+    that are not run stay as they are.
+
+    Returns
+    -------
+    tuple of Path and dict
+        The page, and the outcome of every part that was run.
+
+    Raises
+    ------
+    InputError
+        No such paper or part.
+    """
+    parts = parts_of(paper)
+    known = {part.name: part for part in parts}
+    if unknown := [name for name in names if name not in known]:
+        raise InputError(f"part of {paper}", f"{unknown[0]!r} is none of {', '.join(known)}")
+    make_folder(out / paper)
+    page = out / f"{paper}.md"
+    outcomes = {}
+    for part in (part for part in parts if not names or part.name in names):
+        on_progress(Progress(part, None))
+        begin = time.monotonic()
+        outcome = part.run(options)
+        elapsed = time.monotonic() - begin
+        for figure in outcome.figures:
+            write_text(out / paper / f"{figure.name}.svg", figure.svg)
+        old = sections(page.read_text(encoding="utf-8")) if page.exists() else {}
+        old[part.name] = section(paper, part, outcome, options, elapsed)
+        head = _HEAD.format(title=PAPERS[paper], paper=paper)
+        write_text(page, join_sections(head, [p.name for p in parts], old))
+        outcomes[part.name] = outcome
+        on_progress(Progress(part, elapsed))
+    return page, outcomes
+
+
+def section(paper: str, part: Part, outcome: Outcome, options: Options, elapsed_s: float) -> str:
+    """One part as Markdown."""
+    seeds = ", ".join(map(str, options.seeds))
+    facts = [
+        f"Repeats {part.source}. Times are {_KINDS[part.time]}.",
+        f"Seeds {seeds}; {options.iterations} iterations; {options.search_s:g} s of search a batch"
+        f"{'; as large as in the paper' if options.full else ''}.",
+    ]
+    if outcome.devices:
+        facts.append(f"Devices: {'; '.join(outcome.devices)}.")
+    facts.append(f"Made in {elapsed_s:.0f} s on {machine()}, {date.today()}, Pipeloom {__version__}.")
+    blocks = [f"## {part.title}", " ".join(facts)]
+    for table in outcome.tables:
+        blocks.append(f"**{table.title}**\n\n{markdown_table(table.columns, table.rows)}")
+        if table.note:
+            blocks.append(table.note)
+    blocks += [
+        f"![{figure.title}]({paper}/{figure.name}.svg)\n\n*{figure.title}*" for figure in outcome.figures
+    ]
+    blocks += [f"- {note}" for note in outcome.notes]
+    return "\n\n".join(blocks)
+
+
+def machine() -> str:
+    """Processor, cores and Python of this machine."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(errors="replace").splitlines() if info.exists() else []
+    named = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+    name = named or platform.processor() or platform.machine()
+    return f"{name}, {len(os.sched_getaffinity(0))} hardware threads, Python {platform.python_version()}"

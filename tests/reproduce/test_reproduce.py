@@ -1,0 +1,62 @@
+"""The frame of the reproductions: parts by name, pages section by section, wrong input."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pipeloom.cli.app import run
+from pipeloom.errors import InputError
+from pipeloom.report import join_sections, sections
+from pipeloom.reproduce import PAPERS, Figure, Options, Outcome, Part, Table, dip, parts_of, reproduce
+
+
+def _part(name: str, value: str) -> Part:
+    outcome = Outcome(
+        (Table("numbers", ("model", "ours", "paper"), (("a|b", value, "1"),), "They differ."),),
+        (Figure(f"{name}-figure", "A line", "<svg/>"),),
+        ("A note.",),
+        ("h800 (data sheet)",),
+    )
+    return Part(name, f"Part {name}", "dip.txt Table 1", "emulated", lambda _: outcome)
+
+
+def test_every_part_is_a_section_and_the_others_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dip, "PARTS", (_part("one", "17"), _part("two", "23")))
+    page, outcomes = reproduce("dip", (), Options(), tmp_path)
+    assert list(outcomes) == ["one", "two"]
+    before = sections(page.read_text())
+    assert list(before) == ["one", "two"]
+    assert "a\\|b | 17 | 1" in before["one"]
+    assert (tmp_path / "dip" / "two-figure.svg").read_text() == "<svg/>"
+    monkeypatch.setattr(dip, "PARTS", (_part("one", "18"), _part("two", "24")))
+    reproduce("dip", ("two",), Options(seeds=(5,)), tmp_path)
+    after = sections(page.read_text())
+    assert after["one"] == before["one"]
+    assert "24" in after["two"]
+    assert "Seeds 5;" in after["two"]
+
+
+def test_names_and_amounts_are_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(InputError, match="'nothing' is none of"):
+        reproduce("dip", ("nothing",), Options(), tmp_path)
+    for arguments in (["nobody"], ["dip", "nothing"], ["dip", "--seeds", "0"], ["dip", "--solver", "-1"]):
+        assert run(["reproduce", *arguments, "--out", str(tmp_path)]) == 2
+        assert len(capsys.readouterr().err.strip().splitlines()) == 1
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("paper", PAPERS)
+def test_parts_have_names_of_their_own(paper: str, capsys: pytest.CaptureFixture[str]) -> None:
+    names = [part.name for part in parts_of(paper)]
+    assert len(set(names)) == len(names)
+    assert run(["reproduce", paper, "--list"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == len(names)
+
+
+def test_sections_come_back_as_they_were_written() -> None:
+    bodies = {"a": "## A\n\ntext", "b-2": "| x | y |"}
+    page = join_sections("# Head\n\nwords", ("b-2", "missing", "a"), bodies)
+    assert sections(page) == bodies
+    assert page.startswith("# Head\n\nwords\n\n<!-- b-2 -->")
