@@ -19,7 +19,7 @@ from pipeloom.report import (
     Track,
     boxes,
     comparison_table,
-    figures,
+    key_figures,
     make_track,
     size_text,
     summary_table,
@@ -72,12 +72,12 @@ def test_boxes_are_the_tasks(graph: TaskGraph, seed: int) -> None:
 @given(graphs(), st.integers(0, 100))
 def test_figures(graph: TaskGraph, seed: int) -> None:
     track = random_track(graph, seed)
-    n = figures(track)
+    n = key_figures(track)
     assert n.makespan_ns == int(track.timeline.end_ns.max())
     assert n.bubble_share == pytest.approx(bubbles(track.graph, track.timeline).share)
     if n.lower_bound_ns:
         assert n.gap == pytest.approx(n.makespan_ns / n.lower_bound_ns - 1)
-    assert figures(replace(track, lower_bound=None)).gap is None
+    assert key_figures(replace(track, lower_bound=None)).gap is None
 
 
 def test_units_split_into_parts_are_named_with_their_part() -> None:

@@ -9,7 +9,7 @@ import typer
 from pipeloom.cli.output import JSON_HELP, figures_document, figures_text, print_json, print_note
 from pipeloom.errors import InputError
 from pipeloom.io import StatedSchedule, read_instance, read_schedule
-from pipeloom.report import figures, make_track
+from pipeloom.report import key_figures, make_track
 from pipeloom.taskgraph import NS_PER_S, TaskGraph
 from pipeloom.timeline import check as check_schedule
 from pipeloom.timeline import lower_bound, memory_curve, simulate
@@ -60,7 +60,7 @@ def check(
     if json:
         print_json(document | figures_document(track))
     else:
-        typer.echo(f"feasible: {figures_text(figures(track))}")
+        typer.echo(f"feasible: {figures_text(key_figures(track))}")
 
 
 def judge(graph: TaskGraph, stated: StatedSchedule, where: str) -> list[tuple[str, str]]:

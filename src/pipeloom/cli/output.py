@@ -12,7 +12,7 @@ from pipeloom.io import check_writable, write_text
 from pipeloom.report import (
     Figures,
     Track,
-    figures,
+    key_figures,
     share_text,
     size_text,
     time_text,
@@ -64,7 +64,7 @@ def figures_text(numbers: Figures) -> str:
 
 def figures_document(track: Track) -> dict[str, Any]:
     """The numbers of a track for ``--json``."""
-    numbers = figures(track)
+    numbers = key_figures(track)
     return {
         "title": track.title,
         "makespan_s": numbers.makespan_ns / 1e9,

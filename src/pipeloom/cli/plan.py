@@ -21,7 +21,7 @@ from pipeloom.io import (
     write_schedule,
     write_text,
 )
-from pipeloom.report import figures, make_track
+from pipeloom.report import key_figures, make_track
 from pipeloom.spec import Batch, ClusterSpec, ModelSpec
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ def plan(
         print_json(figures_document(track) | counts | {"written": written})
         return
     packed = f"{len(batch.samples)} samples in {len(planned.packing.microbatches)} microbatches"
-    typer.echo(f"{packed}; {figures_text(figures(track))}")
+    typer.echo(f"{packed}; {figures_text(key_figures(track))}")
     for name in written:
         typer.echo(f"wrote {name}")
 

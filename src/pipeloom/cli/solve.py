@@ -17,7 +17,7 @@ import typer
 from pipeloom.cli.output import JSON_HELP, check_targets, figures_text, print_json, print_note, stderr
 from pipeloom.errors import InfeasibleError, InputError
 from pipeloom.io import SearchRecord, read_instance, schedule_document, write_schedule
-from pipeloom.report import figures, make_track, share_text, time_text
+from pipeloom.report import key_figures, make_track, share_text, time_text
 from pipeloom.timeline import check
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def solve(
         print_json(schedule_document(*answer))
     else:
         track = make_track(graph.name, graph, solution.schedule, solution.timeline, solution.lower_bound)
-        typer.echo(f"{figures_text(figures(track))}, {solution.evaluations} schedules tried")
+        typer.echo(f"{figures_text(key_figures(track))}, {solution.evaluations} schedules tried")
         typer.echo(f"wrote {out}")
 
 

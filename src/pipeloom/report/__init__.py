@@ -10,7 +10,7 @@ from pipeloom.report.emulated import emulated_track
 from pipeloom.report.markdown import join_sections, markdown_table, sections
 from pipeloom.report.svg_picture import timeline_svg
 from pipeloom.report.tables import comparison_table, summary_table
-from pipeloom.report.track import Box, Figures, Track, boxes, figures, make_track
+from pipeloom.report.track import Box, Figures, Track, boxes, key_figures, make_track
 from pipeloom.report.units import share_text, size_text, time_text
 
 __all__ = [
@@ -20,8 +20,8 @@ __all__ = [
     "boxes",
     "comparison_table",
     "emulated_track",
-    "figures",
     "join_sections",
+    "key_figures",
     "make_track",
     "markdown_table",
     "sections",

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from pipeloom.report.track import Box, Track, boxes, figures
+from pipeloom.report.track import Box, Track, boxes, key_figures
 from pipeloom.taskgraph import TaskGraph
 from pipeloom.timeline import memory_curve
 
@@ -32,7 +32,7 @@ def trace(tracks: Sequence[Track], *, arrows: bool = False) -> str:
     other: dict[str, Any] = {}
     for number, track in enumerate(tracks, start=1):
         events += _track_events(track, number, arrows)
-        numbers = figures(track)
+        numbers = key_figures(track)
         other[f"{number}. {track.title}"] = (
             f"makespan {numbers.makespan_ns / 1e6:.6f} ms, bubbles {100 * numbers.bubble_share:.2f} %"
         )

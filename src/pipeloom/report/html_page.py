@@ -29,7 +29,7 @@ from bokeh.resources import INLINE
 
 from pipeloom.errors import InputError
 from pipeloom.report import colours
-from pipeloom.report.track import Track, boxes, figures
+from pipeloom.report.track import Track, boxes, key_figures
 from pipeloom.report.units import share_text, size_text, size_unit, time_text, time_unit
 from pipeloom.taskgraph import KIND_NAMES
 from pipeloom.timeline import memory_curve
@@ -313,7 +313,7 @@ def _heading(title: str, note: str, tracks: Sequence[Track], hues: dict[str, str
 
 def _numbers(track: Track) -> str:
     """The line above a track: its title and its numbers."""
-    n = figures(track)
+    n = key_figures(track)
     fields = [("iteration", time_text(n.makespan_ns))]
     if n.lower_bound_ns is not None:
         fields.append(("lower bound", f"{time_text(n.lower_bound_ns)} ({html.escape(n.lower_bound_name)})"))

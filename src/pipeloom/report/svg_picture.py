@@ -10,7 +10,7 @@ import numpy as np
 
 from pipeloom.errors import InputError
 from pipeloom.report import colours
-from pipeloom.report.track import Track, boxes, figures
+from pipeloom.report.track import Track, boxes, key_figures
 from pipeloom.report.units import share_text, time_text, time_unit
 from pipeloom.taskgraph import KIND_NAMES
 
@@ -67,7 +67,7 @@ def timeline_svg(tracks: Sequence[Track], *, width: int = 1100) -> str:
 
 
 def _track(track: Track, y: float, scale: float, hues: dict[str, str]) -> list[str]:
-    numbers = figures(track)
+    numbers = key_figures(track)
     words = [f"bubbles {share_text(numbers.bubble_share)}"]
     if numbers.gap is not None:
         words.append(f"{share_text(numbers.gap)} above the lower bound")

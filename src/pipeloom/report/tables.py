@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from rich.table import Table
 from rich.text import Text
 
-from pipeloom.report.track import Track, figures
+from pipeloom.report.track import Track, key_figures
 from pipeloom.report.units import share_text, size_text, time_text
 
 
@@ -21,7 +21,7 @@ def comparison_table(tracks: Sequence[Track], *, title: str = "", baseline: int 
     baseline : int
         Number of the track whose time is 1.00 x.
     """
-    numbers = [figures(track) for track in tracks]
+    numbers = [key_figures(track) for track in tracks]
     table = Table(title=Text(title) if title else None, title_justify="left")
     table.add_column("system")
     for column in ("iteration", "speed-up", "bubbles", "lower bound", "gap", "peak memory"):

@@ -107,7 +107,7 @@ def make_track(
     return Track(title, graph, timeline, lower_bound, chunk_names, strategies)
 
 
-def figures(track: Track) -> Figures:
+def key_figures(track: Track) -> Figures:
     """Makespan, bubbles, peak memory and distance from the bound of one track."""
     peaks, bound = track.timeline.peak_bytes, track.lower_bound
     return Figures(
