@@ -37,6 +37,7 @@ COMMANDS = {
         "train", "Train a model over pipeline ranks, each iteration with a schedule made for its batch."
     ),
     "plan": Command("plan", "Make the plan of one batch from files: packing, instance, schedule, plan text."),
+    "pack": Command("pack", "Pack samples into microbatches of even load, and show the loads."),
     "solve": Command("solve", "Search a schedule for an instance."),
     "check": Command("check", "Say whether a schedule is feasible for an instance, and where not."),
     "simulate": Command("simulate", "Run a schedule in the simulator: times, bubbles, memory; draw it."),

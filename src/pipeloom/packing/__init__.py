@@ -1,6 +1,38 @@
 """Packing: samples -> microbatches -> sub-microbatches."""
 
-from pipeloom.packing.pack import PackingSpec, Policy, pack, packing_from_counts
+from pipeloom.packing.loads import Loads, budget_tokens, cost_loads, split_oversized, token_loads
+from pipeloom.packing.pack import check_budget, pack, packing_from_counts, packing_of
+from pipeloom.packing.policies import (
+    POLICIES,
+    PackingSpec,
+    Policy,
+    assign_bins,
+    group,
+    height_bound,
+    least_microbatches,
+)
+from pipeloom.packing.replicas import deal
 from pipeloom.packing.types import Microbatch, Packing, SubMicrobatch
 
-__all__ = ["Microbatch", "Packing", "PackingSpec", "Policy", "SubMicrobatch", "pack", "packing_from_counts"]
+__all__ = [
+    "POLICIES",
+    "Loads",
+    "Microbatch",
+    "Packing",
+    "PackingSpec",
+    "Policy",
+    "SubMicrobatch",
+    "assign_bins",
+    "budget_tokens",
+    "check_budget",
+    "cost_loads",
+    "deal",
+    "group",
+    "height_bound",
+    "least_microbatches",
+    "pack",
+    "packing_from_counts",
+    "packing_of",
+    "split_oversized",
+    "token_loads",
+]

@@ -1,0 +1,214 @@
+"""`pipeloom pack`: samples into microbatches, over files."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from pipeloom.cli.output import JSON_HELP, check_targets, print_json, stdout
+from pipeloom.errors import InputError
+from pipeloom.io import packed_batches, read_samples, read_spec, write_batches
+from pipeloom.spec import Batch, Chunk, LayerSpec, Layout, ModelSpec, ModuleLayout, ModuleSpec, TensorShape
+
+if TYPE_CHECKING:
+    from pipeloom.packing import Loads, Packing, PackingSpec
+    from pipeloom.planner import Setup
+
+EPILOG = (
+    "Examples: pipeloom pack samples.jsonl --tokens 8192 --policy balanced --out batches.json; pipeloom pack "
+    "samples.jsonl --tokens 8192 --policy balanced_encoder --attention-tokens 49152 --batch 128 --replicas 4 --out "
+    "batches.json. docs/packing.md tells the policies apart."
+)
+
+
+@dataclass(frozen=True)
+class Packed:
+    """One batch of one replica, packed."""
+
+    replica: int
+    loads: Loads
+    packing: Packing
+
+
+def pack(
+    samples: Path = typer.Argument(..., metavar="SAMPLES", help="Metadata: JSON Lines, Parquet, WebDataset."),
+    tokens: int = typer.Option(..., metavar="N", help="Tokens of a microbatch at most."),
+    policy: str = typer.Option("balanced", metavar="NAME", help="How to pack: see docs/packing.md."),
+    out: Path = typer.Option(..., metavar="FILE", help="Where the pipeloom.batches/1 goes."),
+    batch: int = typer.Option(0, min=0, metavar="N", help="Samples of one iteration; 0: all are one batch."),
+    microbatches: int = typer.Option(
+        0, min=0, metavar="N", help="At least so many; 0: as few as tokens allow."
+    ),
+    replicas: int = typer.Option(
+        1, min=1, metavar="N", help="Deal every batch to data-parallel replicas first."
+    ),
+    attention_tokens: int = typer.Option(
+        0,
+        min=0,
+        metavar="N",
+        help="Length at which attention costs as much as the rest; 0: it costs nothing.",
+    ),
+    setup: Path | None = typer.Option(
+        None, metavar="FILE", help="setup.json of a run: loads are its measured seconds."
+    ),
+    oversized: str = typer.Option(
+        "refuse", metavar="WORD", help="A sample above the budget: 'refuse', or 'split' it into pieces."
+    ),
+    seed: int = typer.Option(0, min=0, metavar="N", help="Seed of all random choices."),
+    json: bool = typer.Option(False, "--json", help=JSON_HELP),
+) -> None:
+    """Pack samples into microbatches and show what each weighs.
+
+    Loads are seconds where a --setup says what they cost, else tokens (and attention by --attention-tokens). With more
+    than one replica FILE gets the replica's number before its suffix, one file each.
+    """
+    from pipeloom.packing import POLICIES, PackingSpec
+
+    if policy not in POLICIES:
+        raise InputError("--policy", f"{policy!r} is none of {', '.join(POLICIES)}")
+    if oversized not in ("refuse", "split"):
+        raise InputError("--oversized", f"{oversized!r} is none of refuse, split")
+    targets = _targets(out, replicas)
+    check_targets(*targets)
+    spec = PackingSpec(tokens, policy, microbatches or None, attention_tokens or None, seed)  # type: ignore[arg-type]
+    made = None if setup is None else _read_setup(setup)
+    packed = _pack_all(read_samples(samples), str(samples), spec, batch, replicas, made, oversized == "split")
+    for replica, target in enumerate(targets):
+        mine = [one.packing for one in packed if one.replica == replica]
+        write_batches(target, packed_batches(mine, policy))
+    unit = "tokens" if made is None else "s"
+    if json:
+        rows = [row for one in packed for row in _rows(one)]
+        summaries = [_summary(one) for one in packed]
+        written = [str(target) for target in targets]
+        print_json({"load_unit": unit, "microbatches": rows, "batches": summaries, "written": written})
+        return
+    _print(packed, unit, replicas)
+    for target in targets:
+        typer.echo(f"wrote {target}")
+
+
+def _targets(out: Path, replicas: int) -> list[Path]:
+    if replicas == 1:
+        return [out]
+    return [out.with_name(f"{out.stem}.{replica}{out.suffix}") for replica in range(replicas)]
+
+
+def _read_setup(path: Path) -> Setup:
+    from pipeloom.planner import Setup
+
+    return read_spec(path, Setup)
+
+
+def _pack_all(
+    samples: tuple[Any, ...],
+    where: str,
+    spec: PackingSpec,
+    batch_size: int,
+    replicas: int,
+    setup: Setup | None,
+    split: bool,
+) -> list[Packed]:
+    from pipeloom.packing import check_budget, cost_loads, deal, pack, split_oversized, token_loads
+
+    model, layout = (_plain_model(), _plain_layout()) if setup is None else (setup.model, setup.layout)
+    size = batch_size or len(samples)
+    packed = []
+    for iteration, begin in enumerate(range(0, len(samples), size)):
+        whole = Batch(samples[begin : begin + size], iteration)
+        try:
+            if split:
+                whole = split_oversized(whole, model, spec.token_budget)
+            check_budget(whole, model, spec.token_budget)
+
+            def weigh(batch: Batch) -> Loads:
+                if setup is None:
+                    return token_loads(batch, model, spec.attention_tokens)
+                return cost_loads(batch, model, layout, setup.problem().costs)
+
+            dealt = deal(weigh(whole), replicas, spec.seed)
+            for replica, members in enumerate(dealt):
+                mine = Batch(tuple(whole.samples[i] for i in members), iteration)
+                loads = weigh(mine)
+                packed.append(Packed(replica, loads, pack(mine, model, layout, spec, loads)))
+        except InputError as error:
+            raise InputError(f"{where}: {error.entity}", error.problem, error.remedy) from error
+    return packed
+
+
+def _plain_model() -> ModelSpec:
+    """Images through an encoder, whole sequences through a language model: all that sizes of samples need."""
+    layer = (LayerSpec("layer", TensorShape(("tokens", 1))),)
+    return ModelSpec(
+        "plain", (ModuleSpec("encoder", "images", layer), ModuleSpec("lm", "sequence", layer, ("encoder",)))
+    )
+
+
+def _plain_layout() -> Layout:
+    modules = (ModuleLayout("encoder"), ModuleLayout("lm", ("encoder",)))
+    return Layout(1, modules, (Chunk("encoder", (0, 0), 0), Chunk("lm", (0, 0), 0)))
+
+
+def _rows(one: Packed) -> list[dict[str, Any]]:
+    """Every microbatch with its totals and loads."""
+    mean = one.loads.backbone.sum() / len(one.packing.microbatches)
+    rows = []
+    for number, microbatch in enumerate(one.packing.microbatches):
+        members = list(microbatch.samples)
+        load = float(one.loads.backbone[members].sum())
+        rows.append({
+            "iteration": one.packing.batch.iteration, "replica": one.replica, "microbatch": number,
+            "num_samples": len(members), "num_tokens": int(one.loads.tokens[members].sum()),
+            "num_images": sum(len(one.packing.batch.samples[i].image_tokens) for i in members),
+            "load": load, "load_over_mean": load / mean if mean else 1.0,
+            "encoder_load": float(one.loads.encoder[members].sum()),
+        })  # fmt: skip
+    return rows
+
+
+def _summary(one: Packed) -> dict[str, Any]:
+    from pipeloom.packing import height_bound
+
+    rows = _rows(one)
+    heaviest = max(row["load"] for row in rows)
+    bound = height_bound(one.loads.backbone, len(rows))
+    return {
+        "iteration": one.packing.batch.iteration, "replica": one.replica, "num_microbatches": len(rows),
+        "load": float(one.loads.backbone.sum()), "heaviest": heaviest, "lower_bound": bound,
+        "gap": heaviest / bound - 1 if bound else 0.0,
+    }  # fmt: skip
+
+
+def _print(packed: list[Packed], unit: str, replicas: int) -> None:
+    from rich.table import Table
+
+    from pipeloom.report import share_text
+
+    console = stdout()
+    for one in packed:
+        summary = _summary(one)
+        title = f"Iteration {summary['iteration']}" + (f", replica {one.replica}" if replicas > 1 else "")
+        table = Table(title=title, title_justify="left")
+        for name in (
+            "microbatch",
+            "samples",
+            "tokens",
+            "images",
+            f"load, {unit}",
+            "over mean",
+            "encoders' load",
+        ):
+            table.add_column(name, justify="right")
+        for row in _rows(one):
+            table.add_row(
+                str(row["microbatch"]), str(row["num_samples"]), str(row["num_tokens"]), str(row["num_images"]),
+                f"{row['load']:.5g}", share_text(row["load_over_mean"] - 1), f"{row['encoder_load']:.5g}",
+            )  # fmt: skip
+        console.print(table)
+        console.print(
+            f"{summary['num_microbatches']} microbatches; the heaviest is {share_text(summary['gap'])} above the lower "
+            f"bound of {summary['lower_bound']:.5g} {unit}.", highlight=False, soft_wrap=True,
+        )  # fmt: skip

@@ -1,0 +1,358 @@
+"""Compiled loops of packing: greedy placement, local search between bins, and branch and bound.
+
+A sample has a number of tokens, which the budget limits, and one or more loads, which are balanced. A bin's height is
+the largest of its loads, each in units in which the mean bin has 1.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]
+
+NEAREST = 24
+"""Lightest bins that the heaviest exchanges with: all of them in small batches, near-linear time in large ones."""
+
+
+@numba.njit(cache=True, nogil=True)
+def next_fit(order: Array, tokens: Array, budget: int, bin_of: Array) -> int:
+    """Fill one bin after the other in the given order; return their number."""
+    current = 0
+    used = 0
+    for i in order:
+        if used + tokens[i] > budget and used > 0:
+            current += 1
+            used = 0
+        bin_of[i] = current
+        used += tokens[i]
+    return current + 1
+
+
+@numba.njit(cache=True, nogil=True)
+def first_fit(order: Array, tokens: Array, budget: int, bin_of: Array) -> int:
+    """Put each sample into the first bin with room; return the number of bins."""
+    room = np.empty(len(order), np.int64)
+    count = 0
+    for i in order:
+        place = -1
+        for b in range(count):
+            if tokens[i] <= room[b]:
+                place = b
+                break
+        if place < 0:
+            place = count
+            room[place] = budget
+            count += 1
+        bin_of[i] = place
+        room[place] -= tokens[i]
+    return count
+
+
+@numba.njit(cache=True, nogil=True)
+def lightest_fit(
+    order: Array, tokens: Array, loads: Array, budget: int, opened: int, limit: int, bin_of: Array
+) -> int:
+    """Put each sample into the bin with room that is lowest with it: ``opened`` ones, and more for want of room.
+
+    ``loads`` has shape (dimensions, samples). Returns the number of bins, or -1 where more than ``limit`` are needed.
+    """
+    num_dims = loads.shape[0]
+    height = np.zeros((num_dims, limit), np.float64)
+    room = np.full(limit, budget, np.int64)
+    count = opened
+    for i in order:
+        place = -1
+        least = np.inf
+        for b in range(count):
+            if tokens[i] > room[b]:
+                continue
+            top = 0.0
+            for d in range(num_dims):
+                top = max(top, height[d, b] + loads[d, i])
+            if top < least:
+                least = top
+                place = b
+        if place < 0:
+            if count == limit:
+                return -1
+            place = count
+            count += 1
+        bin_of[i] = place
+        room[place] -= tokens[i]
+        for d in range(num_dims):
+            height[d, place] += loads[d, i]
+    return count
+
+
+@numba.njit(cache=True, nogil=True)
+def _height(height: Array, b: int) -> float:
+    top = 0.0
+    for d in range(height.shape[0]):
+        top = max(top, height[d, b])
+    return top
+
+
+@numba.njit(cache=True, nogil=True)
+def _after(height: Array, loads: Array, b: int, gone: int, come: int) -> float:
+    """Height of a bin after one sample left (-1: none) and one came."""
+    top = 0.0
+    for d in range(height.shape[0]):
+        value = height[d, b]
+        if gone >= 0:
+            value -= loads[d, gone]
+        if come >= 0:
+            value += loads[d, come]
+        top = max(top, value)
+    return top
+
+
+@numba.njit(cache=True, nogil=True)
+def _unlink(i: int, b: int, first: Array, after: Array, before: Array) -> None:
+    if before[i] >= 0:
+        after[before[i]] = after[i]
+    else:
+        first[b] = after[i]
+    if after[i] >= 0:
+        before[after[i]] = before[i]
+
+
+@numba.njit(cache=True, nogil=True)
+def _link(i: int, b: int, first: Array, after: Array, before: Array) -> None:
+    before[i] = -1
+    after[i] = first[b]
+    if first[b] >= 0:
+        before[first[b]] = i
+    first[b] = i
+
+
+@numba.njit(cache=True, nogil=True)
+def _best_exchange(
+    h: int, b: int, ceiling: float, tokens: Array, loads: Array, budget: int, height: Array, used: Array,
+    first: Array, after: Array,
+) -> tuple[float, int, int]:  # fmt: skip
+    """Move or swap between two bins that leaves the higher of both lowest, below ``ceiling``: (height, out, in)."""
+    best = ceiling
+    best_out = -1
+    best_in = -1
+    i = first[h]
+    while i >= 0:
+        if used[b] + tokens[i] <= budget:
+            top = max(_after(height, loads, h, i, -1), _after(height, loads, b, -1, i))
+            if top < best:
+                best, best_out, best_in = top, i, -1
+        j = first[b]
+        while j >= 0:
+            if used[b] - tokens[j] + tokens[i] <= budget and used[h] - tokens[i] + tokens[j] <= budget:
+                top = _after(height, loads, h, i, j)
+                if top < best:
+                    top = max(top, _after(height, loads, b, j, i))
+                    if top < best:
+                        best, best_out, best_in = top, i, j
+            j = after[j]
+        i = after[i]
+    return best, best_out, best_in
+
+
+@numba.njit(cache=True, nogil=True)
+def _exchange(
+    h: int, b: int, out: int, come: int, tokens: Array, loads: Array, height: Array, used: Array, first: Array,
+    after: Array, before: Array, bin_of: Array,
+) -> None:  # fmt: skip
+    _unlink(out, h, first, after, before)
+    _link(out, b, first, after, before)
+    bin_of[out] = b
+    used[h] -= tokens[out]
+    used[b] += tokens[out]
+    for d in range(height.shape[0]):
+        height[d, h] -= loads[d, out]
+        height[d, b] += loads[d, out]
+    if come >= 0:
+        _unlink(come, b, first, after, before)
+        _link(come, h, first, after, before)
+        bin_of[come] = h
+        used[b] -= tokens[come]
+        used[h] += tokens[come]
+        for d in range(height.shape[0]):
+            height[d, b] -= loads[d, come]
+            height[d, h] += loads[d, come]
+
+
+@numba.njit(cache=True, nogil=True)
+def _random(state: Array, below: int) -> int:
+    """A number of 0..below-1 from a 64-bit xorshift generator."""
+    x = state[0]
+    x ^= x << np.uint64(13)
+    x ^= x >> np.uint64(7)
+    x ^= x << np.uint64(17)
+    state[0] = x
+    return int((x >> np.uint64(33)) % np.uint64(below))
+
+
+@numba.njit(cache=True, nogil=True)
+def level(
+    tokens: Array,
+    loads: Array,
+    budget: int,
+    num_bins: int,
+    goal: float,
+    effort: int,
+    seed: int,
+    bin_of: Array,
+) -> float:
+    """Lower the highest bin by moves and swaps; return its height. Works in place on ``bin_of``.
+
+    The heaviest bin exchanges with light ones as long as that helps. Where it does not, two other bins exchange
+    at random below the present height, and the heaviest tries again with these: at most ``effort`` times, or until
+    it is as low as ``goal``.
+    """
+    state = np.full(1, np.uint64(seed) * np.uint64(2) + np.uint64(0x9E3779B97F4A7C15), np.uint64)
+    n = len(tokens)
+    num_dims = loads.shape[0]
+    height = np.zeros((num_dims, num_bins), np.float64)
+    used = np.zeros(num_bins, np.int64)
+    first = np.full(num_bins, -1, np.int64)
+    after = np.full(n, -1, np.int64)
+    before = np.full(n, -1, np.int64)
+    for i in range(n):
+        b = bin_of[i]
+        _link(i, b, first, after, before)
+        used[b] += tokens[i]
+        for d in range(num_dims):
+            height[d, b] += loads[d, i]
+    tops = np.empty(num_bins, np.float64)
+    for b in range(num_bins):
+        tops[b] = _height(height, b)
+    if num_bins < 2:
+        return float(tops[0])
+    ranked = np.argsort(tops)
+    stale = 0
+    tries = 0
+    while True:
+        h = 0
+        for b in range(1, num_bins):
+            if tops[b] > tops[h]:
+                h = b
+        if tops[h] <= goal or tries >= effort:
+            return float(tops[h])
+        if stale >= 16:
+            ranked = np.argsort(tops)
+            stale = 0
+        stale += 1
+        ceiling = tops[h] * (1 - 1e-9)
+        best = ceiling
+        best_bin = -1
+        best_out = -1
+        best_in = -1
+        for k in range(min(NEAREST, num_bins)):
+            b = ranked[k]
+            if b == h:
+                continue
+            top, out, come = _best_exchange(h, b, best, tokens, loads, budget, height, used, first, after)
+            if out >= 0:
+                best, best_bin, best_out, best_in = top, b, out, come
+        if best_bin >= 0:
+            _exchange(
+                h, best_bin, best_out, best_in, tokens, loads, height, used, first, after, before, bin_of
+            )
+            tops[h] = _height(height, h)
+            tops[best_bin] = _height(height, best_bin)
+            continue
+        # Shake: a random exchange between two other bins, both staying below; then the heaviest tries with these.
+        while best_bin < 0 and tries < effort:
+            tries += 1
+            i = _random(state, n)
+            j = _random(state, n)
+            b, c = bin_of[i], bin_of[j]
+            if b == c or h in (b, c):
+                continue
+            if used[b] - tokens[i] + tokens[j] > budget or used[c] - tokens[j] + tokens[i] > budget:
+                continue
+            if max(_after(height, loads, b, i, j), _after(height, loads, c, j, i)) >= ceiling:
+                continue
+            _exchange(b, c, i, j, tokens, loads, height, used, first, after, before, bin_of)
+            tops[b] = _height(height, b)
+            tops[c] = _height(height, c)
+            for other in (b, c):
+                top, out, come = _best_exchange(
+                    h, other, best, tokens, loads, budget, height, used, first, after
+                )
+                if out >= 0:
+                    best, best_bin, best_out, best_in = top, other, out, come
+        if best_bin >= 0:
+            _exchange(
+                h, best_bin, best_out, best_in, tokens, loads, height, used, first, after, before, bin_of
+            )
+            tops[h] = _height(height, h)
+            tops[best_bin] = _height(height, best_bin)
+
+
+@numba.njit(cache=True, nogil=True)
+def branch_and_bound(
+    order: Array,
+    tokens: Array,
+    load: Array,
+    budget: int,
+    num_bins: int,
+    bound: float,
+    max_nodes: int,
+    bin_of: Array,
+) -> tuple[float, bool]:
+    """Lower the heaviest of ``num_bins`` bins to its optimum, depth first; return it and whether it is proved.
+
+    ``bin_of`` is an answer to start from, and is replaced by better ones. Bins with equal load and tokens are the same.
+    ``bound``: a lower bound at which search ends.
+    """
+    n = len(order)
+    height = np.zeros(num_bins, np.float64)
+    used = np.zeros(num_bins, np.int64)
+    for i in range(n):
+        height[bin_of[i]] += load[i]
+    best = height.max()
+    height[:] = 0.0
+    choice = np.full(n, -1, np.int64)
+    depth = 0
+    nodes = 0
+    while depth >= 0:
+        if best <= bound * (1 + 1e-12):
+            return best, True
+        i = order[depth]
+        previous = choice[depth]
+        if previous >= 0:
+            height[previous] -= load[i]
+            used[previous] -= tokens[i]
+        placed = False
+        for b in range(previous + 1, num_bins):
+            if used[b] + tokens[i] > budget or height[b] + load[i] >= best * (1 - 1e-12):
+                continue
+            same = False
+            for c in range(b):
+                if height[c] == height[b] and used[c] == used[b]:
+                    same = True
+                    break
+            if same:
+                continue
+            choice[depth] = b
+            height[b] += load[i]
+            used[b] += tokens[i]
+            placed = True
+            break
+        if not placed:
+            choice[depth] = -1
+            depth -= 1
+            continue
+        nodes += 1
+        if nodes > max_nodes:
+            return best, False
+        if depth == n - 1:
+            best = height.max()
+            for k in range(n):
+                bin_of[order[k]] = choice[k]
+            # The last sample is taken back at the next visit of this depth.
+            continue
+        depth += 1
+        choice[depth] = -1
+    return best, True

@@ -1,0 +1,235 @@
+"""Packing policies behind one interface: from the loads of a batch's samples to groups of samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal, get_args
+
+import msgspec
+import numpy as np
+
+from pipeloom.errors import InputError
+from pipeloom.packing import kernels
+from pipeloom.packing.loads import IntArray, Loads
+
+Policy = Literal[
+    "first_fit", "first_fit_decreasing", "random", "algorithm1", "algorithm1_opened", "balanced",
+    "balanced_encoder", "exact",
+]  # fmt: skip
+POLICIES: tuple[str, ...] = get_args(Policy)
+
+_EXACT_NODES = 5_000_000
+_GOAL = 1.0005
+"""Height of the highest bin over the lower bound at which levelling ends: far below what costs are known to."""
+_EVEN = 1.01
+"""The same at which a packing counts as even."""
+_EFFORT = 1000
+
+
+class PackingSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How samples become microbatches."""
+
+    token_budget: int
+    """Backbone tokens of one microbatch at most: text and images, or, where the last module reads videos, theirs."""
+    policy: Policy = "first_fit_decreasing"
+    """``first_fit`` keeps the loader's order, ``first_fit_decreasing`` packs long samples first, ``random`` fills
+    microbatch after microbatch in random order; ``algorithm1`` is PipeTune's as printed and ``algorithm1_opened`` with
+    microbatches opened beforehand; ``balanced`` evens the backbone's load out, ``balanced_encoder`` the encoders' as
+    well; ``exact`` proves the best balance of small batches."""
+    num_microbatches: int | None = None
+    """At least so many microbatches, where the policy can choose; None: as few as the budget allows."""
+    attention_tokens: int | None = None
+    """Length at which a sequence's attention costs as much as the rest, for loads without a cost model."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse empty budgets."""
+        for name in ("token_budget", "num_microbatches", "attention_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise InputError(f"packing.{name}", f"{value} is below 1")
+
+
+def group(loads: Loads, spec: PackingSpec, iteration: int = 0) -> tuple[tuple[int, ...], ...]:
+    """Divide samples into microbatches.
+
+    Parameters
+    ----------
+    loads : Loads
+        Of samples that fit into the budget, each by itself.
+    spec : PackingSpec
+    iteration : int
+        With the seed, the beginning of all that is random.
+
+    Returns
+    -------
+    tuple of tuple of int
+        Positions of the samples of every microbatch, none empty, every sample in exactly one.
+    """
+    bin_of = _POLICIES[spec.policy](loads, spec, iteration)
+    order = np.argsort(bin_of, kind="stable")
+    cuts = np.flatnonzero(np.diff(bin_of[order])) + 1
+    return tuple(tuple(part.tolist()) for part in np.split(order, cuts))
+
+
+def least_microbatches(loads: Loads, spec: PackingSpec) -> int:
+    """Microbatches below which no packing can go: by tokens, as wished, and never more than samples."""
+    by_tokens = -(-int(loads.tokens.sum()) // spec.token_budget)
+    return min(len(loads), max(1, by_tokens, spec.num_microbatches or 1))
+
+
+def height_bound(load: np.ndarray, num_microbatches: int) -> float:
+    """No packing into so many microbatches has a lighter heaviest one: mean, largest sample, largest pair.
+
+    Of the ``num_microbatches + 1`` largest samples two are in one microbatch, at best its two smallest.
+    """
+    ordered = np.sort(load)[::-1]
+    pair = ordered[num_microbatches - 1] + ordered[num_microbatches] if len(load) > num_microbatches else 0.0
+    return float(max(load.sum() / num_microbatches, ordered[0], pair))
+
+
+def assign_bins(
+    tokens: IntArray, loads: np.ndarray, budget: int, num_bins: int, seed: int, effort: int = 64
+) -> IntArray:
+    """Even several loads out over bins, as many as asked for and more only where the budget asks for it.
+
+    Longest processing time first, then local search.
+
+    Parameters
+    ----------
+    tokens : array, shape (num_samples,)
+    loads : array, shape (num_dimensions, num_samples)
+    budget : int
+    num_bins : int
+        At least.
+    seed : int
+    effort : int
+        Random exchanges per bin at most where the search is stuck.
+
+    Returns
+    -------
+    array, shape (num_samples,)
+        Bin of every sample.
+    """
+    bin_of = np.empty(len(tokens), np.int64)
+    while True:
+        scaled = _scaled(loads, num_bins)
+        order = np.argsort(-scaled.max(axis=0), kind="stable")
+        count = kernels.lightest_fit(order, tokens, scaled, budget, num_bins, num_bins, bin_of)
+        if count < 0:
+            # Room is short: what packs best by tokens may still do, and is levelled afterwards.
+            largest_first = np.argsort(-tokens, kind="stable")
+            count = kernels.lightest_fit(
+                largest_first, tokens, tokens[None, :].astype(float), budget, num_bins, num_bins, bin_of
+            )
+        if count < 0 and kernels.first_fit(largest_first, tokens, budget, bin_of) <= num_bins:
+            count = num_bins
+        if count > 0:
+            break
+        num_bins += 1
+    goal = _GOAL * max(height_bound(row, num_bins) for row in scaled)
+    kernels.level(tokens, scaled, budget, num_bins, goal, effort * num_bins, seed, bin_of)
+    return bin_of
+
+
+def _scaled(loads: np.ndarray, num_bins: int) -> np.ndarray:
+    """Loads in units of the mean bin's; a load that nobody has stays 0."""
+    mean = loads.sum(axis=1, keepdims=True) / num_bins
+    return np.ascontiguousarray(loads / np.where(mean > 0, mean, 1.0))
+
+
+def _first_fit(loads: Loads, spec: PackingSpec, iteration: int) -> IntArray:
+    del iteration
+    bin_of = np.empty(len(loads), np.int64)
+    decreasing = spec.policy == "first_fit_decreasing"
+    order = np.argsort(-loads.tokens, kind="stable") if decreasing else np.arange(len(loads))
+    kernels.first_fit(order, loads.tokens, spec.token_budget, bin_of)
+    return bin_of
+
+
+def _random(loads: Loads, spec: PackingSpec, iteration: int) -> IntArray:
+    """PipeTune's Original: samples in random order, one microbatch filled after the other."""
+    bin_of = np.empty(len(loads), np.int64)
+    order = np.random.default_rng((spec.seed, iteration)).permutation(len(loads))
+    kernels.next_fit(order, loads.tokens, spec.token_budget, bin_of)
+    return bin_of
+
+
+def _algorithm1(loads: Loads, spec: PackingSpec, iteration: int) -> IntArray:
+    """PipeTune's Algorithm 1 (section 3.1): longest first, each into the microbatch that is cheapest with it.
+
+    As printed it begins without microbatches. Its line 9 looks for the shortest microbatch with room, in the
+    case that none has room: it looks in an empty set, and line 11 opens a new microbatch. So one is opened
+    only where no other has room, and microbatches are filled nearly full one after the other. Opened beforehand: as
+    many as the tokens need begin empty.
+    """
+    del iteration
+    bin_of = np.empty(len(loads), np.int64)
+    opened = 0 if spec.policy == "algorithm1" else least_microbatches(loads, spec)
+    order = np.argsort(-loads.tokens, kind="stable")
+    limit = len(loads) + opened
+    kernels.lightest_fit(
+        order, loads.tokens, loads.backbone[None, :], spec.token_budget, opened, limit, bin_of
+    )
+    return bin_of
+
+
+def _balanced(loads: Loads, spec: PackingSpec, iteration: int) -> IntArray:
+    """Longest processing time first with local search; never a heavier microbatch than Algorithm 1's heaviest.
+
+    Where microbatches are so full that the budget, and not the loads, decides what goes where, one more is opened: all
+    become lighter, and even.
+    """
+    seed = spec.seed + iteration
+    rows = loads.backbone[None, :]
+    others = [
+        _algorithm1(loads, msgspec.structs.replace(spec, policy=policy), iteration)
+        for policy in ("algorithm1_opened", "algorithm1")
+    ]
+    least = _heaviest(others[0], loads.backbone), _heaviest(others[1], loads.backbone)
+    num_bins = least_microbatches(loads, spec)
+    best = others[int(least[1] < least[0])]
+    height = min(least)
+    while True:
+        mine = assign_bins(loads.tokens, rows, spec.token_budget, num_bins, seed, _EFFORT)
+        num_bins = int(mine.max()) + 1
+        now = _heaviest(mine, loads.backbone)
+        if now < height:
+            best, height = mine, now
+        even = now <= _EVEN * height_bound(loads.backbone, num_bins)
+        if (even and now <= height) or num_bins >= least_microbatches(loads, spec) + 2:
+            return best
+        num_bins += 1
+
+
+def _balanced_encoder(loads: Loads, spec: PackingSpec, iteration: int) -> IntArray:
+    """Even both loads out: the backbone's and the encoders'."""
+    rows = np.stack([loads.backbone, loads.encoder])
+    num_bins = least_microbatches(loads, spec)
+    return assign_bins(loads.tokens, rows, spec.token_budget, num_bins, spec.seed + iteration)
+
+
+def _exact(loads: Loads, spec: PackingSpec, iteration: int) -> IntArray:
+    bin_of = _balanced(loads, spec, iteration)
+    num_bins = int(bin_of.max()) + 1
+    order = np.argsort(-loads.backbone, kind="stable")
+    bound = height_bound(loads.backbone, num_bins)
+    height, proved = kernels.branch_and_bound(
+        order, loads.tokens, loads.backbone, spec.token_budget, num_bins, bound, _EXACT_NODES, bin_of
+    )
+    if not proved:
+        raise InputError(
+            "packing.policy", f"'exact' did not prove {len(loads)} samples in {num_bins} microbatches "
+            f"({height / bound - 1:.2%} above the bound)", "use 'balanced'",
+        )  # fmt: skip
+    return bin_of
+
+
+def _heaviest(bin_of: IntArray, load: np.ndarray) -> float:
+    return float(np.bincount(bin_of, weights=load).max())
+
+
+_POLICIES: dict[str, Callable[[Loads, PackingSpec, int], IntArray]] = {
+    "first_fit": _first_fit, "first_fit_decreasing": _first_fit, "random": _random, "algorithm1": _algorithm1,
+    "algorithm1_opened": _algorithm1, "balanced": _balanced, "balanced_encoder": _balanced_encoder, "exact": _exact,
+}  # fmt: skip

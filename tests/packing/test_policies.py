@@ -1,0 +1,180 @@
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeloom.arrange import ModulePlacement, separate
+from pipeloom.errors import InputError
+from pipeloom.packing import (
+    POLICIES,
+    Loads,
+    PackingSpec,
+    cost_loads,
+    deal,
+    group,
+    height_bound,
+    pack,
+    split_oversized,
+    token_loads,
+)
+from pipeloom.packing.pack import check_budget
+from pipeloom.spec import Batch, Sample, Workload
+from pipeloom.spec.datasets import cut, draw_samples
+from tests.cases import ToyCosts, random_batch, vlm_spec
+
+MODEL = vlm_spec()
+LAYOUT = separate(MODEL, 2, {"vision": ModulePlacement(1, 3)}, lambda module, layer: 1.0)
+
+
+def loads_of(tokens: list[int], seed: int = 0) -> Loads:
+    """Loads near the tokens, as attention makes them, and an encoder's that has nothing to do with them."""
+    counts = np.array(tokens, np.int64)
+    rng = np.random.default_rng(seed)
+    backbone = counts + counts**2 / rng.integers(50, 500)
+    return Loads(counts, backbone, rng.random(len(tokens)) * counts)
+
+
+samples_st = st.lists(st.integers(1, 100), min_size=1, max_size=40)
+
+
+def heaviest(groups: tuple[tuple[int, ...], ...], load: np.ndarray) -> float:
+    return max(float(load[list(members)].sum()) for members in groups)
+
+
+@settings(deadline=None, max_examples=60)
+@given(samples_st, st.integers(100, 300), st.sampled_from([p for p in POLICIES if p != "exact"]))
+def test_no_sample_is_lost_or_doubled_and_no_budget_broken(
+    tokens: list[int], budget: int, policy: str
+) -> None:
+    loads = loads_of(tokens)
+    groups = group(loads, PackingSpec(budget, policy, seed=3))
+    assert sorted(i for members in groups for i in members) == list(range(len(tokens)))
+    for members in groups:
+        assert members
+        assert loads.tokens[list(members)].sum() <= budget
+
+
+@settings(deadline=None, max_examples=60)
+@given(samples_st, st.integers(100, 300), st.integers(0, 100))
+def test_balanced_is_never_heavier_than_algorithm_1(tokens: list[int], budget: int, seed: int) -> None:
+    loads = loads_of(tokens, seed)
+    ours = heaviest(group(loads, PackingSpec(budget, "balanced", seed=seed)), loads.backbone)
+    for policy in ("algorithm1", "algorithm1_opened"):
+        assert ours <= heaviest(group(loads, PackingSpec(budget, policy)), loads.backbone) * (1 + 1e-9)
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=6), st.integers(60, 120), st.integers(0, 99))
+def test_exact_equals_trying_everything(tokens: list[int], budget: int, seed: int) -> None:
+    loads = loads_of(tokens, seed)
+    groups = group(loads, PackingSpec(budget, "exact"))
+    best = min(
+        np.bincount(bins, weights=loads.backbone).max()
+        for bins in map(np.array, itertools.product(range(len(groups)), repeat=len(tokens)))
+        if np.bincount(bins, weights=loads.tokens).max() <= budget
+    )
+    assert heaviest(groups, loads.backbone) == pytest.approx(best)
+    assert height_bound(loads.backbone, len(groups)) <= best * (1 + 1e-12)
+
+
+def test_exact_says_so_when_it_cannot_prove() -> None:
+    rng = np.random.default_rng(1)
+    loads = loads_of(rng.integers(40, 100, 60).tolist())
+    with pytest.raises(InputError, match=r"'exact' did not prove 60 samples in \d+ microbatches.*'balanced'"):
+        group(loads, PackingSpec(200, "exact"))
+
+
+def test_algorithm_1_by_hand() -> None:
+    # As printed each microbatch is filled before the next is opened; opened beforehand they share.
+    tokens = np.array([6, 5, 4, 3, 2])
+    loads = Loads(tokens, tokens.astype(float), np.zeros(5))
+    assert group(loads, PackingSpec(11, "algorithm1")) == ((0, 1), (2, 3, 4))
+    assert group(loads, PackingSpec(11, "algorithm1_opened")) == ((0, 3, 4), (1, 2))
+    # Three opened beforehand on wish.
+    assert group(loads, PackingSpec(11, "algorithm1_opened", 3)) == ((0,), (1, 4), (2, 3))
+
+
+@pytest.mark.parametrize("mixture", ["datamix2", "datamix3"])
+def test_balanced_is_within_one_per_cent_on_the_mixtures(mixture: str) -> None:
+    for seed, budget in itertools.product(range(3), (8192, 16384, 32768)):
+        batch = Batch(tuple(cut(sample, 8192, 48) for sample in draw_samples(mixture, 128, seed)))
+        loads = token_loads(batch, MODEL, 12 * 5120)
+        groups = group(loads, PackingSpec(budget, "balanced", seed=seed))
+        assert heaviest(groups, loads.backbone) <= 1.01 * height_bound(loads.backbone, len(groups))
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.integers(0, 1000))
+def test_with_the_encoders_load_both_are_even(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    tokens = rng.integers(5, 30, 200)
+    # Half of the samples have images only, half text only: the backbone cannot tell them apart.
+    loads = Loads(tokens, tokens.astype(float), np.where(np.arange(200) % 2, tokens, 0).astype(float))
+    groups = group(loads, PackingSpec(500, "balanced_encoder", seed=seed))
+    for load in (loads.backbone, loads.encoder):
+        assert heaviest(groups, load) <= 1.03 * load.sum() / len(groups)
+
+
+def test_a_document_attends_to_itself_alone() -> None:
+    batch = Batch((Sample("a", 40), Sample("b", 10), Sample("c", 30)))
+    costs = ToyCosts(MODEL)
+    loads = cost_loads(batch, MODEL, LAYOUT, costs)
+    together = token_loads(batch, MODEL, 100)
+    assert together.backbone.tolist() == [40 + 16, 10 + 1, 30 + 9]
+    # What the loads add up to is what the cost model says of the pack, whose lengths stay apart.
+    chunks = [LAYOUT.chunks[i] for i in LAYOUT.chunks_of("lm")]
+
+    def seconds(lengths: tuple[int, ...]) -> float:
+        return sum(
+            c.forward_s + c.backward_s for c in (costs.chunk_costs(k, Workload(lengths))[0] for k in chunks)
+        )
+
+    assert loads.backbone.sum() == pytest.approx(seconds((40, 10, 30)) - seconds(()), rel=1e-6)
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.integers(0, 10_000), st.integers(3, 30))
+def test_oversized_samples_are_split_and_nothing_is_lost(seed: int, budget: int) -> None:
+    batch = random_batch(seed, num_samples=1 + seed % 9)
+    largest = max((n for s in batch.samples for n in s.image_tokens), default=1)
+    budget = max(budget, largest)
+    split = split_oversized(batch, MODEL, budget)
+    check_budget(split, MODEL, budget)
+    for sample in batch.samples:
+        pieces = [s for s in split.samples if s.id == sample.id or s.id.startswith(f"{sample.id}#")]
+        assert sum(s.text_tokens for s in pieces) == sample.text_tokens
+        assert tuple(n for s in pieces for n in s.image_tokens) == sample.image_tokens
+        assert tuple(n for s in pieces for n in s.patches) == sample.patches
+        assert len(pieces) == 1 or all(s.sequence_tokens for s in pieces)
+    assert pack(split, MODEL, LAYOUT, PackingSpec(budget, "balanced")).batch is split
+
+
+def test_an_image_above_the_budget_is_named() -> None:
+    with pytest.raises(InputError, match=r"'a'.image_tokens\[1\].*9 exceed the token budget of 8"):
+        split_oversized(Batch((Sample("a", 3, (2, 9)),)), MODEL, 8)
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.integers(1, 8), st.integers(0, 1000))
+def test_replicas_get_even_work(num_replicas: int, seed: int) -> None:
+    loads = loads_of(np.random.default_rng(seed).integers(1, 100, 128).tolist(), seed)
+    dealt = deal(loads, num_replicas, seed)
+    assert sorted(i for members in dealt for i in members) == list(range(128))
+    for load in (loads.backbone, loads.backbone + loads.encoder):
+        assert heaviest(dealt, load) <= 1.01 * load.sum() / num_replicas
+
+
+def test_more_replicas_than_samples_are_refused() -> None:
+    with pytest.raises(InputError, match=r"num_replicas.*4 is not in 1\.\.3"):
+        deal(loads_of([1, 2, 3]), 4)
+
+
+def test_random_depends_on_seed_and_iteration() -> None:
+    loads = loads_of(list(range(1, 40)))
+    spec = PackingSpec(100, "random", seed=1)
+    assert group(loads, spec, 5) == group(loads, spec, 5)
+    assert group(loads, spec, 5) != group(loads, spec, 6)
+    assert group(replace(loads), PackingSpec(100, "random", seed=2), 5) != group(loads, spec, 5)
