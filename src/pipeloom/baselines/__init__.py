@@ -1,6 +1,19 @@
 """Baselines: the schedules that others run, on the same graph, costs and checker."""
 
+from pipeloom.baselines.fsdp import fsdp_seconds
 from pipeloom.baselines.megatron import gpipe, interleaved_one_f_one_b, one_f_one_b
+from pipeloom.baselines.nnscaler import StaticStages, best_stages
+from pipeloom.baselines.optimus import optimus_coarse
 from pipeloom.baselines.stages import Chain, chain_of
 
-__all__ = ["Chain", "chain_of", "gpipe", "interleaved_one_f_one_b", "one_f_one_b"]
+__all__ = [
+    "Chain",
+    "StaticStages",
+    "best_stages",
+    "chain_of",
+    "fsdp_seconds",
+    "gpipe",
+    "interleaved_one_f_one_b",
+    "one_f_one_b",
+    "optimus_coarse",
+]

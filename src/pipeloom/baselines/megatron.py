@@ -70,8 +70,11 @@ def interleaved_one_f_one_b(graph: TaskGraph) -> Schedule:
     InputError
         The graph has no labels.
     """
-    chain = chain_of(graph)
-    num_ranks = graph.num_ranks
+    return as_schedule(graph, interleaved_orders(chain_of(graph), graph.num_ranks), "interleaved 1f1b")
+
+
+def interleaved_orders(chain: Chain, num_ranks: int) -> list[list[int]]:
+    """Tasks per rank of the stages of a chain, interleaved."""
     column: list[int | None] = []
     for stage, rank in enumerate(chain.rank_of_stage):
         column += [None] * ((rank - len(column)) % num_ranks)
@@ -93,7 +96,7 @@ def interleaved_one_f_one_b(graph: TaskGraph) -> Schedule:
         )
         ahead = (num_ranks - rank - 1) * 2 + (depth - 1) * num_ranks
         order.append(_tasks(chain, forwards, backwards, ahead))
-    return as_schedule(graph, order, "interleaved 1f1b")
+    return order
 
 
 def _tasks(chain: Chain, forwards: list[Unit], backwards: list[Unit], ahead: int) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,16 +35,21 @@ class Chain:
         return [stage for stage, home in enumerate(self.rank_of_stage) if home == rank]
 
 
-def chain_of(graph: TaskGraph) -> Chain:
+def chain_of(graph: TaskGraph, modules: Sequence[str] | None = None) -> Chain:
     """Read stages and microbatches from the labels of a graph that was made from a layout.
 
-    All sub-microbatches that a microbatch has in a stage run one after the other, chunk by chunk, their
-    backwards in the opposite order; a W directly follows its I.
+    ``modules``: only these; default: all. All sub-microbatches that a microbatch has in a stage run one after the
+    other, chunk by chunk, their backwards in the opposite order; a W directly follows its I.
     """
     if graph.labels is None:
         raise InputError("graph", "has no labels", "baselines need a graph that was made from a layout")
     home: dict[int, int] = {}
+    names = graph.module_names if modules is None else modules
+    wanted = [i for i, name in enumerate(graph.module_names) if name in names]
+    kept = np.isin(graph.module[graph.forward_of], wanted)
     for pair, label in enumerate(graph.labels):
+        if not kept[pair]:
+            continue
         home[label.chunk] = int(graph.rank[graph.forward_of[pair]])
     stage_of: dict[int, int] = {}
     ranks: list[int] = []
@@ -53,12 +59,13 @@ def chain_of(graph: TaskGraph) -> Chain:
         stage_of[chunk] = len(ranks) - 1
     forward: dict[tuple[int, int], list[int]] = {}
     backward: dict[tuple[int, int], list[int]] = {}
-    pairs = sorted(range(graph.num_pairs), key=lambda pair: graph.labels[pair] if graph.labels else ())
+    labels = graph.labels
+    pairs = sorted(np.flatnonzero(kept).tolist(), key=lambda pair: labels[pair])
     for pair in pairs:
-        label = graph.labels[pair]
+        label = labels[pair]
         forward.setdefault((stage_of[label.chunk], label.microbatch), []).append(int(graph.forward_of[pair]))
     for pair in reversed(pairs):
-        label = graph.labels[pair]
+        label = labels[pair]
         for task in (int(graph.backward_of[pair]), int(graph.weight_of[pair])):
             if task != NO_TASK:
                 backward.setdefault((stage_of[label.chunk], label.microbatch), []).append(task)

@@ -129,8 +129,8 @@ class EmulatedCosts:
         return static_bytes(self._chunk(chunk), self.placement.degrees)
 
     def workspace_bytes(self, chunk: Chunk, workload: Workload) -> int:
-        """Most that a pass of the chunk uses beyond what it takes in, holds and hands on."""
-        return self._stage(chunk, "keep").workspace_bytes(workload)
+        """Most that a pass of the chunk uses beyond what it takes in, holds and hands on, under any strategy."""
+        return max(self._stage(chunk, name).workspace_bytes(workload) for name in self.strategies)
 
     def chunk_flops(self, chunk: Chunk, workload: Workload) -> float:
         """Operations of the forward's products on all tensor- and context-parallel devices together."""

@@ -106,11 +106,17 @@ class PipelineModel:
 
 
 def spread(strategy: str, count: int) -> tuple[Strategy, ...]:
-    """Strategy of each of ``count`` layers; ``name:share`` gives the first share of them the named one."""
-    name, _, share = strategy.partition(":")
+    """Strategy of each of ``count`` layers; ``name:share`` gives the first share of them the named one.
+
+    The others keep everything, or do what stands behind a plus: ``full:0.5+selective``.
+    """
+    first, _, others = strategy.partition("+")
+    name, _, share = first.partition(":")
     picked: list[Strategy] = [known for known in STRATEGIES if known == name]
-    if not picked:
-        raise InputError("strategy", f"{name!r} is not one of {', '.join(STRATEGIES)}")
+    rest: list[Strategy] = [known for known in STRATEGIES if known == (others or "keep")]
+    for given, found in ((name, picked), (others, rest)):
+        if not found:
+            raise InputError("strategy", f"{given!r} is not one of {', '.join(STRATEGIES)}")
     try:
         part = float(share or 1.0)
     except ValueError:
@@ -118,8 +124,7 @@ def spread(strategy: str, count: int) -> tuple[Strategy, ...]:
     if not 0 <= part <= 1:
         raise InputError("strategy", f"{share!r} is not a share of the layers", "give one from 0 to 1")
     chosen = round(part * count)
-    keep: Strategy = "keep"
-    return (*picked * chosen, *[keep] * (count - chosen))
+    return (*picked * chosen, *rest * (count - chosen))
 
 
 def _weights(layers: Sequence[LayerTemplate], work: Sequence[Workload]) -> list[int]:

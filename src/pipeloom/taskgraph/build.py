@@ -41,8 +41,9 @@ def build_graph(
     """Make the tasks, pairs and edges of one iteration.
 
     Within a module each sub-microbatch passes its chunks in order, forward and back. At a module boundary the
-    sub-microbatches of the feeding module all come before the one part of the module that reads them; where
-    both are cut alike, part by part. A module that has nothing in a microbatch (text only) has no tasks there.
+    sub-microbatches of the feeding module all come before the one part of the module that reads them, and an
+    undivided part before all that read it; where both are cut alike, part by part. A module that has nothing in a
+    microbatch (text only) has no tasks there.
 
     Parameters
     ----------
@@ -202,6 +203,8 @@ class _Builder:
             return
         if len(below) == 1:
             links = [(up, below[0]) for up in above]
+        elif len(above) == 1:
+            links = [(above[0], down) for down in below]
         elif len(above) == len(below):
             links = list(zip(above, below, strict=True))
         else:

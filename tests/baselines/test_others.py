@@ -1,0 +1,97 @@
+"""Optimus, nnScaler* and FSDP: hand-solved cases and properties."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeloom.arrange import separate
+from pipeloom.baselines import best_stages, fsdp_seconds, optimus_coarse
+from pipeloom.errors import InfeasibleError, InputError
+from pipeloom.packing import PackingSpec, pack
+from pipeloom.spec import Batch, Sample
+from pipeloom.taskgraph import FORWARD, build_graph
+from pipeloom.timeline import check, simulate
+from tests.cases import ToyCosts, vlm_spec
+from tests.strategies import graphs
+
+
+def _vlm_graph(images: list[int], ranks: int = 2):
+    """Two layers a rank and module; an image is 1 patch and 1 token, a sample 2 tokens in all."""
+    model = vlm_spec(vision_layers=ranks, lm_layers=ranks)
+    samples = tuple(Sample(f"s{i}", 2 - n, (1,) * n, (1,) * n) for i, n in enumerate(images))
+    layout = separate(model, ranks, {}, lambda _m, _l: 1.0)
+    packing = pack(Batch(samples), model, layout, PackingSpec(2, "first_fit"))
+    return build_graph(layout, packing, ToyCosts(model))
+
+
+def test_optimus_by_hand():
+    """Vision F 1 B 2, language F 2 B 4 ms on each of two ranks; two microbatches with an image each.
+
+    Rank 0: encoders 0-2, then 1F1B: F 2-4, F 4-6 (one ahead), B of the first when rank 1 has done F 4-6 and
+    B 6-10: 10-14; the second's B after rank 1's B 12-16: 16-20. Encoders' backwards come last: those of rank 1
+    (16-18 after the first's gradient at 14; 20-22 after the second's), then rank 0 20-22 and 22-24.
+    """
+    graph = _vlm_graph([1, 1])
+    schedule = optimus_coarse(graph)
+    timeline = simulate(graph, schedule)
+    assert check(graph, schedule, timeline) == ()
+    words = [
+        [f"{'F' if graph.kind[t] == FORWARD else 'B'}{graph.module_names[graph.module[t]][0]}{graph.microbatch[t]}"
+         for t in order] for order in schedule.order
+    ]  # fmt: skip
+    assert words[0] == ["Fv0", "Fv1", "Fl0", "Fl1", "Bl0", "Bl1", "Bv0", "Bv1"]
+    assert words[1] == ["Fv0", "Fv1", "Fl0", "Bl0", "Fl1", "Bl1", "Bv0", "Bv1"]
+    assert timeline.makespan_ns == 24_000_000
+
+
+@settings(deadline=None, max_examples=60)
+@given(graphs(memory=None, edge_bytes=False))
+def test_optimus_never_deadlocks(graph):
+    if len(graph.module_names) < 2:
+        with pytest.raises(InputError, match="one module"):
+            optimus_coarse(graph)
+        return
+    assert check(graph, optimus_coarse(graph)) == ()
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(1, 4), st.integers(0, 2**32 - 1))
+def test_best_stages_is_the_best_of_all_cuts(num_stages, seed):
+    random = np.random.default_rng(seed)
+    layers, levels = int(random.integers(num_stages, 7)), 3
+    seconds = np.sort(random.integers(1, 20, (levels, layers)).astype(float), axis=0)
+    held = -np.sort(-random.integers(0, 20, (levels, layers)).astype(float), axis=0)
+    static = random.integers(0, 5, layers).astype(float)
+    capacity = float(random.integers(10, 150))
+    best = np.inf
+    for inner in itertools.combinations(range(1, layers), num_stages - 1):
+        cuts = (0, *inner, layers)
+        worst = 0.0
+        for stage, (a, b) in enumerate(itertools.pairwise(cuts)):
+            options = [
+                seconds[k, a:b].sum() for k in range(levels)
+                if held[k, a:b].sum() * (num_stages - stage) + static[a:b].sum() <= capacity
+            ]  # fmt: skip
+            worst = max(worst, min(options, default=np.inf))
+        best = min(best, worst)
+    if np.isinf(best):
+        with pytest.raises(InfeasibleError):
+            best_stages(seconds, held, static, num_stages, capacity)
+        return
+    found = best_stages(seconds, held, static, num_stages, capacity)
+    assert found.slowest_s == best
+    assert found.cuts[0] == 0
+    assert found.cuts[-1] == layers
+    assert len(found.levels) == num_stages
+
+
+def test_fsdp_waits_for_the_slowest_replica_in_every_module():
+    steps = [[[(1.0, 2.0), (5.0, 9.0)]], [[(3.0, 4.0), (2.0, 4.0)]]]
+    assert fsdp_seconds(steps) == 3 + 4 + 5 + 9
+    with pytest.raises(InputError, match="unequal"):
+        fsdp_seconds([[], steps[0]])

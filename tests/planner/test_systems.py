@@ -1,0 +1,102 @@
+"""Every system on a small case: sound by the independent checker, within memory, and ours ahead."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipeloom.errors import InfeasibleError, InputError
+from pipeloom.planner.case import draw_groups, make_case, model_flops, pack_groups
+from pipeloom.planner.systems import (
+    dip_layout,
+    fsdp_time,
+    megatron_1f1b,
+    megatron_interleaved,
+    mfu,
+    nnscaler,
+    optimus,
+    our_layout,
+    partitioned,
+    searched_system,
+    unadaptive_system,
+)
+from pipeloom.search import Evaluations
+from pipeloom.spec.hardware import Degrees
+from pipeloom.timeline import check
+
+
+@pytest.fixture(scope="module")
+def case():
+    return make_case("vlm-7b", "dip-h800-64", Degrees(tensor=2, pipeline=4))
+
+
+@pytest.fixture(scope="module")
+def typical(case):
+    return [draw_groups(case, 8, 100)]
+
+
+MAKERS = {
+    "1F1B by parameters": lambda c, t: megatron_1f1b(c, t),
+    "1F1B by time": lambda c, t: megatron_1f1b(c, t, "time"),
+    "interleaved by parameters": lambda c, t: megatron_interleaved(c, t),
+    "interleaved by time": lambda c, t: megatron_interleaved(c, t, "time"),
+    "nnScaler*": nnscaler,
+    "Optimus coarse": optimus,
+    "modality-aware, static order": partitioned,
+    "interleaving": lambda c, t: unadaptive_system(
+        "interleaving", c, dip_layout(c, t), "first in, first out"
+    ),
+    "ours": lambda c, t: searched_system("ours", c, our_layout(c, t)),
+}
+
+
+@pytest.fixture(scope="module")
+def timed(case, typical):
+    groups = draw_groups(case, 8, 0)
+    return {name: make(case, typical).run(groups, Evaluations(300), 0) for name, make in MAKERS.items()}
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_systems_are_sound(timed, name):
+    system = timed[name]
+    assert system.name == name
+    assert check(system.graph, system.schedule, system.timeline) == ()
+    assert (system.timeline.peak_bytes <= system.graph.capacity_bytes).all()
+    assert system.timeline.makespan_ns >= system.lower_bound.ns
+
+
+def test_ours_is_ahead_of_all(timed):
+    assert min(timed, key=lambda name: timed[name].timeline.makespan_ns) == "ours"
+
+
+def test_every_part_of_the_data_is_in_every_packing(case, typical):
+    groups = draw_groups(case, 8, 3)
+    packing = pack_groups(case, our_layout(case, typical), groups)
+    images = [sum(len(s.image_tokens) for s in group) for group in groups]
+    assert [sum(p.count for p in m.parts[0]) for m in packing.microbatches] == images
+    sizes = [[p.count for p in m.parts[0]] for m in packing.microbatches if m.parts[0]]
+    assert all(max(row) - min(row) <= 1 for row in sizes)
+
+
+def test_flops_and_utilisation(case):
+    groups = draw_groups(case, 8, 0)
+    flops = model_flops(case, groups)
+    tokens = sum(s.sequence_tokens for g in groups for s in g)
+    patches = sum(sum(s.patches) for g in groups for s in g)
+    # 6 operations a parameter and token, attention on top.
+    assert 1.0 < flops / (6 * (5e9 * tokens + 1.8e9 * patches)) < 1.6
+    assert mfu(case, groups, 2.0) == pytest.approx(mfu(case, groups, 1.0) / 2, rel=0.2)
+
+
+def test_fsdp_takes_what_its_slowest_replicas_take(case):
+    groups = draw_groups(case, 8, 0)
+    seconds, strategy = fsdp_time(case, groups, 8)
+    assert seconds > 0
+    assert strategy
+
+
+def test_what_does_not_fit_is_told():
+    small = make_case("vlm-s", "dip-h800-64", Degrees(tensor=1, pipeline=2), update=False)
+    with pytest.raises(InfeasibleError, match="optimiser state"):
+        megatron_1f1b(small, []).run(draw_groups(small, 2, 0), Evaluations(1), 0)
+    with pytest.raises(InputError, match="need 128 devices"):
+        make_case("vlm-s", "dip-h800-64", Degrees(tensor=8, pipeline=16))
