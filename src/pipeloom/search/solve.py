@@ -12,6 +12,7 @@ import numpy as np
 from pipeloom.errors import InputError
 from pipeloom.search import kernels
 from pipeloom.search.exact import Exact, cp_sat
+from pipeloom.search.explore import depth_first, random_search, worst
 from pipeloom.search.families import family, generate
 from pipeloom.search.local import local_search, portfolio
 from pipeloom.search.milp import milp
@@ -21,7 +22,7 @@ from pipeloom.search.result import Progress, Solution
 from pipeloom.search.state import Search
 from pipeloom.search.stopping import Evaluations, StoppingRule, Watch
 from pipeloom.search.strategies import choose_strategies
-from pipeloom.search.tree import depth_first, mcts_priority, mcts_sequence, random_search, worst
+from pipeloom.search.tree import mcts_priority, mcts_sequence
 from pipeloom.taskgraph import Candidate, IntArray, TaskGraph
 from pipeloom.timeline import LowerBound, Schedule, lower_bound, simulate
 
@@ -87,6 +88,9 @@ METHODS: dict[str, Method] = {
 }
 """Names that `solve` knows, besides the exact solvers in `EXACT`."""
 
+EVERY_ROLLOUT = ("mcts", "mcts priority", "depth first", "random", "worst")
+"""Methods that choose strategies in every rollout (`dip.txt` §5.1), not by turns with the search of orders."""
+
 EXACT: dict[str, Callable[..., Exact]] = {"cp-sat": cp_sat, "milp": milp}
 EXACT_START = 0.1
 """Part of the budget that goes to the default method, whose answer the exact solvers start from."""
@@ -141,11 +145,11 @@ def solve(
     exact = EXACT.get(method)
     run = METHODS["default" if exact else method]
     part = EXACT_START if exact else 1.0
-    if graph.candidates is None:
-        search = Search(graph, bound.ns, watch, seed, on_progress)
+    if graph.candidates is None or method in EVERY_ROLLOUT:
+        search = _make_search(graph, bound.ns, watch, seed, on_progress)
         with suppress(KeyboardInterrupt):
             run(search, threads, part)
-        best, used = Schedule(search.orders(), None, method), search.evaluations
+        best, used = Schedule(search.orders(), search.candidate, method), search.evaluations
     else:
         best, used = _alternate(graph, bound, run, watch, seed, method, threads, part, on_progress)
     if exact and simulate(graph, best).makespan_ns > bound.ns:
@@ -155,6 +159,16 @@ def solve(
         if found.bound_ns > bound.ns:
             bound = LowerBound(found.bound_ns, method)
     return Solution(best, simulate(graph, best), bound, used, watch.elapsed_s(), method)
+
+
+def _make_search(
+    graph: TaskGraph, target_ns: int, watch: Watch, seed: int, on_progress: Callable[[Progress], None] | None
+) -> Search:
+    """Orders are searched under the leanest candidates, and get their strategies at every rollout."""
+    if graph.candidates is None:
+        return Search(graph, target_ns, watch, seed, on_progress)
+    lean = graph.with_candidates(leanest(graph))
+    return Search(lean, target_ns, watch, seed, on_progress, tuned=graph)
 
 
 def _alternate(

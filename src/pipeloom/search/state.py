@@ -13,6 +13,7 @@ from pipeloom.search.problem import Groups, Problem, make_problem
 from pipeloom.search.result import Progress
 from pipeloom.search.scratch import make_scratch
 from pipeloom.search.stopping import Watch
+from pipeloom.search.strategies import ROLLOUT_ROUNDS, Tuner
 from pipeloom.taskgraph import IntArray, TaskGraph
 
 STEPS_PER_ROUND = 400_000
@@ -30,11 +31,16 @@ class Search:
         The incumbent's tasks in an order that all ranks can follow.
     order, choice : array
         Group order and choices that gave the incumbent, or the last incumbent that came from a rollout.
+    tuner : Tuner, optional
+        Where strategies are chosen in every rollout: for the graph with the candidates, of which ``graph`` has
+        the leanest. Makespans are then those under the chosen ones.
+    candidate : array, shape (num_pairs,), optional
+        The incumbent's strategies, where there is a tuner.
     """
 
     def __init__(
         self, graph: TaskGraph, target_ns: int, watch: Watch, seed: int,
-        on_progress: Callable[[Progress], None] | None = None, used: int = 0,
+        on_progress: Callable[[Progress], None] | None = None, used: int = 0, tuned: TaskGraph | None = None,
     ) -> None:  # fmt: skip
         self.graph = graph
         self.problem: Problem
@@ -52,6 +58,8 @@ class Search:
         self.choice: IntArray = np.zeros(4, np.int64)
         self.rule = self._rule()
         self.mean_task_ns = float(graph.duration_ns.mean())
+        self.tuner = None if tuned is None else Tuner(tuned)
+        self.candidate: IntArray | None = None
 
     def _rule(self) -> int:
         """Memory matters only where everything at once does not fit.
@@ -82,10 +90,18 @@ class Search:
             wanted = min(wanted, ceil(until * self.watch.evaluations) - self.evaluations)
         return self.watch.left(self.evaluations, max(0, wanted))
 
+    def play(self, order: IntArray, choice: IntArray, bound: int = kernels.NEVER) -> int:
+        """Makespan of an order, or a negative code; one at ``bound`` or above need not be found."""
+        bound = kernels.NEVER if self.tuner is not None else bound
+        makespan = int(kernels.evaluate(self.problem, self.scratch, order, choice, bound))
+        if self.tuner is None or makespan < 0:
+            return makespan
+        return self.tuner.tune(self.scratch.sequence, ROLLOUT_ROUNDS)
+
     def try_order(self, order: IntArray, choice: IntArray) -> int:
         """Evaluate one order; keep it if it is the best so far. Return its makespan or a negative code."""
         self.evaluations += 1
-        makespan = int(kernels.evaluate(self.problem, self.scratch, order, choice, self.best_ns))
+        makespan = self.play(order, choice, self.best_ns)
         if 0 <= makespan < self.best_ns:
             self.order, self.choice = order.copy(), choice.copy()
             self.keep(makespan, self.scratch.sequence)
@@ -112,15 +128,17 @@ class Search:
     def adopt(self, makespan: int, order: IntArray, choice: IntArray) -> None:
         """Keep an order that a kernel found to give ``makespan``, if it is the best so far."""
         if makespan < self.best_ns:
-            again = int(kernels.evaluate(self.problem, self.scratch, order, choice, kernels.NEVER))
+            again = self.play(order, choice)
             assert again == makespan, (again, makespan)
             self.order, self.choice = order.copy(), choice.copy()
             self.keep(makespan, self.scratch.sequence)
 
     def keep(self, makespan: int, sequence: IntArray) -> None:
-        """Make a sequence the incumbent and report it."""
+        """Make a sequence the incumbent, with the strategies last chosen, and report it."""
         self.best_ns = makespan
         self.sequence = sequence.copy()
+        if self.tuner is not None:
+            self.candidate = self.tuner.choice()
         self.report()
 
     def report(self) -> None:

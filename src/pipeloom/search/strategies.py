@@ -16,11 +16,14 @@ import numpy.typing as npt
 
 from pipeloom.search import strategy_kernels
 from pipeloom.search.plain import leanest
+from pipeloom.search.strategy_kernels import Desk, Tables
 from pipeloom.taskgraph import NO_TASK, IntArray, TaskGraph
 from pipeloom.timeline import Schedule
-from pipeloom.timeline.bounds import Options, pair_options
+from pipeloom.timeline.bounds import pair_options
 
-LAGRANGIAN_ROUNDS = 80
+Solver = Literal["lagrangian", "highs"]
+LAGRANGIAN_ROUNDS, ROLLOUT_ROUNDS = 80, 16
+"""Rounds where one order is tuned, and where thousands are."""
 HIGHS_GAP = 0.05
 """As in both papers (`dip.txt` §5.3)."""
 
@@ -50,114 +53,140 @@ class Strategies:
         return max(0.0, self.total_ns / self.bound_ns - 1) if self.bound_ns > 0 else 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class _RankProblem:
-    pairs: IntArray
-    time: IntArray
-    activation: IntArray
-    gradient: IntArray
-    first: IntArray
-    last: IntArray
-    end: IntArray
-    room: IntArray
-    lean: IntArray
+class Tuner:
+    """Chooses strategies for orders of one graph again and again, on one thread.
+
+    Parameters
+    ----------
+    graph : TaskGraph
+        With candidates.
+    tables : Tables, optional
+        Of another tuner of the same graph.
+    """
+
+    def __init__(self, graph: TaskGraph, tables: Tables | None = None) -> None:
+        self.graph = graph
+        self.tables = make_tables(graph) if tables is None else tables
+        self._desk = _make_desk(graph)
+        self._orders = np.zeros((graph.num_ranks, graph.num_tasks), np.int64)
+        self._counts = np.zeros(graph.num_ranks, np.int64)
+
+    def tune(self, sequence: IntArray, rounds: int = LAGRANGIAN_ROUNDS) -> int:
+        """Choose for a sequence of all tasks that all ranks can follow; return the makespan that results.
+
+        The sequence must fit with the leanest candidates. `choice` then gives what was chosen.
+        """
+        return int(
+            strategy_kernels.tune(self.tables, self._desk, sequence, self._orders, self._counts, rounds)
+        )
+
+    def choice(self) -> IntArray:
+        """The chosen candidate of every pair."""
+        found = np.empty(self.graph.num_pairs, np.int64)
+        found[self.tables.pair] = self._desk.choice
+        return found
+
+    def on_rank(self, order: IntArray, rank: int, solver: Solver = "lagrangian") -> Strategies:
+        """Choose for the pairs of one rank under its order."""
+        t, d = self.tables, self._desk
+        rows = slice(int(t.rank_start[rank]), int(t.rank_start[rank + 1]))
+        if solver == "highs":
+            strategy_kernels.lay_out(t, d, order, rows.start, rows.stop, rank)
+            return _by_highs(t, rows, d.span[rows], d.room[: len(order)])
+        bound = strategy_kernels.choose_rank(t, d, order, rank, LAGRANGIAN_ROUNDS)
+        choice = d.choice[rows].copy()
+        return Strategies(t.pair[rows], choice, _total(t.time[rows], choice), float(bound))
 
 
-def choose_strategies(
-    graph: TaskGraph, schedule: Schedule, solver: Literal["lagrangian", "highs"] = "lagrangian"
-) -> Schedule:
+def choose_strategies(graph: TaskGraph, schedule: Schedule, solver: Solver = "lagrangian") -> Schedule:
     """The schedule's order with the candidates chosen anew; its order must fit with the leanest ones."""
+    tuner = Tuner(graph)
     choice = np.array(leanest(graph), np.int64)
-    options, lean = pair_options(graph), choice.copy()
     for rank in range(graph.num_ranks):
         if len(schedule.order[rank]):
-            found = _solve(_rank_problem(graph, options, lean, schedule.order[rank], rank), solver)
+            found = tuner.on_rank(schedule.order[rank], rank, solver)
             choice[found.pairs] = found.choice
     return Schedule(schedule.order, choice, schedule.method)
 
 
 def choose_on_rank(
-    graph: TaskGraph, schedule: Schedule, rank: int, solver: Literal["lagrangian", "highs"] = "lagrangian"
+    graph: TaskGraph, schedule: Schedule, rank: int, solver: Solver = "lagrangian"
 ) -> Strategies:
     """Candidates of one rank's pairs under the order that the schedule gives it."""
-    lean = np.array(leanest(graph), np.int64)
-    return _solve(_rank_problem(graph, pair_options(graph), lean, schedule.order[rank], rank), solver)
+    return Tuner(graph).on_rank(schedule.order[rank], rank, solver)
 
 
-def _solve(problem: _RankProblem, solver: str) -> Strategies:
-    if solver == "highs":
-        return _by_highs(problem)
-    num_pairs, num_places = len(problem.pairs), len(problem.room)
-    best, trial = np.zeros(num_pairs, np.int64), np.zeros(num_pairs, np.int64)
-    bound = strategy_kernels.lagrangian(
-        problem.time, problem.activation, problem.gradient, problem.first, problem.last, problem.end, problem.room,
-        problem.lean, LAGRANGIAN_ROUNDS, best, trial, np.zeros(num_places + 1, np.int64), np.zeros(num_places + 1),
-        np.zeros(num_places + 1), np.zeros(num_pairs),
-    )  # fmt: skip
-    return Strategies(problem.pairs, best, _total(problem, best), float(bound))
-
-
-def _total(problem: _RankProblem, choice: IntArray) -> int:
-    return int(problem.time[np.arange(len(choice)), choice].sum())
-
-
-def _rank_problem(
-    graph: TaskGraph, options: Options, lean: IntArray, order: IntArray, rank: int
-) -> _RankProblem:
-    place = np.full(graph.num_tasks, -1, np.int64)
-    place[order] = np.arange(len(order))
-    pairs = np.flatnonzero(graph.rank[graph.forward_of] == rank)
-    room = np.full(len(order), 1 << 60, np.int64)
+def make_tables(graph: TaskGraph) -> Tables:
+    """Lay a graph's candidates out for the kernels."""
+    options = pair_options(graph)
+    home = graph.rank[graph.forward_of]
+    pair: IntArray = np.argsort(home, kind="stable")
+    parts = np.stack([options.forward_ns, options.backward_ns, options.weight_ns], axis=2)[pair]
+    tasks = np.stack([graph.forward_of, graph.backward_of, graph.weight_of], axis=1)[pair]
+    gradient = np.where((graph.weight_of != NO_TASK)[:, None], options.weight_gradient_bytes, 0)[pair]
+    room = np.full(graph.num_ranks, 1 << 60, np.int64)
     if graph.capacity_bytes is not None:
-        room[:] = graph.capacity_bytes[rank] - graph.static_bytes[rank]
-    for edge in np.flatnonzero((graph.rank[graph.edge_source] == rank) & (graph.edge_bytes > 0)).tolist():
-        held = slice(int(place[graph.edge_source[edge]]) + 1, int(place[graph.edge_target[edge]]) + 1)
-        room[held] -= graph.edge_bytes[edge]
-    forward, backward, weight = graph.forward_of[pairs], graph.backward_of[pairs], graph.weight_of[pairs]
-    first = place[forward]
-    last = np.where(backward == NO_TASK, first, place[backward])
-    end = np.where(weight == NO_TASK, last, place[weight])
-    total = (options.forward_ns + options.backward_ns + options.weight_ns)[pairs]
-    gradient = np.where((weight != NO_TASK)[:, None], options.weight_gradient_bytes[pairs], 0)
-    return _RankProblem(
-        pairs, total, options.activation_bytes[pairs], gradient, first, last, end, room, lean[pairs]
-    )
+        room = graph.capacity_bytes - graph.static_bytes
+    holding = np.flatnonzero(graph.edge_bytes > 0)
+    return Tables(
+        pair=pair, rank_start=np.searchsorted(home[pair], np.arange(graph.num_ranks + 1)).astype(np.int64),
+        time=parts.sum(axis=2), activation=np.ascontiguousarray(options.activation_bytes[pair]), gradient=gradient,
+        parts=parts, lean=np.array(leanest(graph), np.int64)[pair], tasks=tasks, room=room,
+        edge_rank=graph.rank[graph.edge_source[holding]], edge_source=graph.edge_source[holding],
+        edge_target=graph.edge_target[holding], edge_bytes=graph.edge_bytes[holding], rank=graph.rank,
+        duration=graph.duration_ns, predecessor_start=graph.predecessor_start, predecessor=graph.predecessor,
+        predecessor_delay=graph.predecessor_delay_ns,
+    )  # fmt: skip
 
 
-def _by_highs(problem: _RankProblem) -> Strategies:
+def _make_desk(graph: TaskGraph) -> Desk:
+    tasks, pairs = graph.num_tasks, graph.num_pairs
+    return Desk(
+        place=np.zeros(tasks, np.int64), room=np.zeros(tasks, np.int64), level=np.zeros(tasks + 1, np.int64),
+        multiplier=np.zeros(tasks + 1), running=np.zeros(tasks + 1), span=np.zeros((pairs, 3), np.int64),
+        choice=np.zeros(pairs, np.int64), trial=np.zeros(pairs, np.int64), price=np.zeros(pairs), gain=np.zeros(pairs),
+        move=np.zeros(pairs, np.int64), duration=np.zeros(tasks, np.int64), end=np.zeros(tasks, np.int64),
+        free_at=np.zeros(graph.num_ranks, np.int64),
+    )  # fmt: skip
+
+
+def _total(time: IntArray, choice: IntArray) -> int:
+    return int(time[np.arange(len(choice)), choice].sum())
+
+
+def _by_highs(tables: Tables, mine: slice, span: IntArray, rank_room: IntArray) -> Strategies:
     """The papers' integer program, started from the greedy answer."""
     import highspy
 
-    num_pairs, num_options = problem.time.shape
-    greedy, level = problem.lean.copy(), np.zeros(len(problem.room) + 1, np.int64)
+    time, activation, gradient = tables.time[mine], tables.activation[mine], tables.gradient[mine]
+    num_pairs, num_options = time.shape
+    greedy, level = tables.lean[mine].copy(), np.zeros(len(rank_room) + 1, np.int64)
     strategy_kernels.repair(
-        greedy, problem.lean, np.zeros(num_pairs), problem.time, problem.activation, problem.gradient, problem.first,
-        problem.last, problem.end, problem.room, level, 4 * num_pairs,
+        greedy, tables.lean[mine], np.zeros(num_pairs), time, activation, gradient, span, rank_room, level,
+        np.zeros(num_pairs), np.zeros(num_pairs, np.int64),
     )  # fmt: skip
     # Memory only gets tighter where a pair begins to hold or an edge does, so the other places need no row.
-    shrinks = np.flatnonzero(np.diff(problem.room) < 0) + 1
-    rises = np.minimum(problem.last + 1, len(problem.room) - 1)
-    places = np.unique(np.concatenate([problem.first, rises, shrinks]))
+    shrinks = np.flatnonzero(np.diff(rank_room) < 0) + 1
+    rises = np.minimum(span[:, 1] + 1, len(rank_room) - 1)
+    places = np.unique(np.concatenate([span[:, 0], rises, shrinks]))
     columns: list[npt.NDArray[np.int64]] = []
     values: list[npt.NDArray[np.float64]] = []
     for i in range(num_pairs):
-        held = np.searchsorted(places, problem.first[i]), np.searchsorted(places, problem.last[i], "right")
-        after = np.searchsorted(places, problem.end[i], "right")
+        held = np.searchsorted(places, span[i, 0]), np.searchsorted(places, span[i, 1], "right")
+        after = np.searchsorted(places, span[i, 2], "right")
         rows = np.concatenate([[i], num_pairs + np.arange(held[0], after)])
         for j in range(num_options):
             columns.append(rows)
-            amounts = np.where(
-                np.arange(held[0], after) < held[1], problem.activation[i, j], problem.gradient[i, j]
-            )
+            amounts = np.where(np.arange(held[0], after) < held[1], activation[i, j], gradient[i, j])
             values.append(np.concatenate([[1.0], amounts.astype(np.float64)]))
     lp = highspy.HighsLp()
     lp.num_col_, lp.num_row_ = num_pairs * num_options, num_pairs + len(places)
     # Milliseconds and shares of the room, so that the solver's tolerances mean something.
-    lp.col_cost_ = problem.time.ravel() / 1e6
+    lp.col_cost_ = time.ravel() / 1e6
     lp.col_lower_, lp.col_upper_ = np.zeros(lp.num_col_), np.ones(lp.num_col_)
-    room = np.maximum(problem.room[places], 1).astype(np.float64)
+    room = np.maximum(rank_room[places], 1).astype(np.float64)
     lp.row_lower_ = np.concatenate([np.ones(num_pairs), np.full(len(places), -highspy.kHighsInf)])
-    lp.row_upper_ = np.concatenate([np.ones(num_pairs), np.where(problem.room[places] > 0, 1.0, 0.0)])
+    lp.row_upper_ = np.concatenate([np.ones(num_pairs), np.where(rank_room[places] > 0, 1.0, 0.0)])
     starts = np.zeros(lp.num_col_ + 1, np.int32)
     np.cumsum([len(rows) for rows in columns], out=starts[1:])
     index = np.concatenate(columns).astype(np.int32)
@@ -181,15 +210,13 @@ def _by_highs(problem: _RankProblem) -> Strategies:
     choice = greedy
     if len(answer) == lp.num_col_:
         found: IntArray = answer.reshape(num_pairs, num_options).argmax(axis=1)
-        strategy_kernels.fill_levels(
-            found, problem.first, problem.last, problem.end, problem.activation, problem.gradient, level
-        )
+        strategy_kernels.fill_levels(found, span, activation, gradient, level)
         # The solver's tolerance could let a few bytes too many through.
-        if (level[:-1] <= problem.room).all() and _total(problem, found) < _total(problem, greedy):
+        if (level[:-1] <= rank_room).all() and _total(time, found) < _total(time, greedy):
             choice = found
     # Rows of candidates are padded with copies of the base.
-    copies = (problem.time == problem.time[:, :1]) & (problem.activation == problem.activation[:, :1])
-    copies &= problem.gradient == problem.gradient[:, :1]
+    copies = (time == time[:, :1]) & (activation == activation[:, :1])
+    copies &= gradient == gradient[:, :1]
     choice = np.where(copies[np.arange(num_pairs), choice], 0, choice)
     bound = float(solver.getInfo().mip_dual_bound) * 1e6
-    return Strategies(problem.pairs, choice, _total(problem, choice), bound)
+    return Strategies(tables.pair[mine], choice, _total(time, choice), bound)

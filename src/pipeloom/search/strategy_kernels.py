@@ -1,72 +1,141 @@
-"""Compiled Lagrangian method for one rank's memory strategies; apart from the other kernels, with which it
-shares nothing.
+"""Compiled Lagrangian method for memory strategies, and timing of an order under them.
+
+Apart from the other kernels, with which it shares nothing.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numba
 import numpy as np
 import numpy.typing as npt
 
 Array = npt.NDArray[Any]
-kernel = numba.njit(cache=True, nogil=True)
+kernel = numba.njit(cache=True, nogil=True, error_model="numpy")
+
+REPAIR_EVERY = 8
+"""Rounds between two repairs of the Lagrangian's choice."""
+
+
+class Tables(NamedTuple):
+    """Candidates of all pairs, sorted by rank, and what the choice is for.
+
+    Attributes
+    ----------
+    pair : array, shape (num_pairs,)
+        The graph's number of every row.
+    rank_start : array, shape (num_ranks + 1,)
+        Rows of rank r: ``rank_start[r]`` to ``rank_start[r + 1]``.
+    time, activation, gradient : array, shape (num_pairs, num_options)
+        Total nanoseconds; bytes until the end of B or I; bytes from there to the end of W.
+    parts : array, shape (num_pairs, num_options, 3)
+        Nanoseconds of F, of B or I, and of W.
+    lean : array, shape (num_pairs,)
+    tasks : array, shape (num_pairs, 3)
+        F, B or I, W; -1 where there is none.
+    room : array, shape (num_ranks,)
+    edge_rank, edge_source, edge_target, edge_bytes : array
+        Edges that hold bytes.
+    rank, duration : array, shape (num_tasks,)
+        Durations under no choice in particular.
+    predecessor_start, predecessor, predecessor_delay : array
+    """
+
+    pair: Array
+    rank_start: Array
+    time: Array
+    activation: Array
+    gradient: Array
+    parts: Array
+    lean: Array
+    tasks: Array
+    room: Array
+    edge_rank: Array
+    edge_source: Array
+    edge_target: Array
+    edge_bytes: Array
+    rank: Array
+    duration: Array
+    predecessor_start: Array
+    predecessor: Array
+    predecessor_delay: Array
+
+
+class Desk(NamedTuple):
+    """What `choose_rank` and `finish` write; one set per thread."""
+
+    place: Array
+    room: Array
+    level: Array
+    multiplier: Array
+    running: Array
+    span: Array
+    choice: Array
+    trial: Array
+    price: Array
+    gain: Array
+    move: Array
+    duration: Array
+    end: Array
+    free_at: Array
 
 
 @kernel
-def fill_levels(
-    choice: Array, first: Array, last: Array, end: Array, activation: Array, gradient: Array, level: Array
-) -> None:
+def fill_levels(choice: Array, span: Array, activation: Array, gradient: Array, level: Array) -> None:
     """Bytes held while the task at each place runs, under a choice."""
     level[:] = 0
     for i in range(len(choice)):
-        level[first[i]] += activation[i, choice[i]]
-        level[last[i] + 1] -= activation[i, choice[i]]
-        level[last[i] + 1] += gradient[i, choice[i]]
-        level[end[i] + 1] -= gradient[i, choice[i]]
+        level[span[i, 0]] += activation[i, choice[i]]
+        level[span[i, 1] + 1] += gradient[i, choice[i]] - activation[i, choice[i]]
+        level[span[i, 2] + 1] -= gradient[i, choice[i]]
     for k in range(1, len(level)):
         level[k] += level[k - 1]
 
 
 @kernel
-def fits_with(
-    i: int, j: int, now: int, first: Array, last: Array, end: Array, activation: Array, gradient: Array, level: Array,
-    room: Array,
-) -> bool:  # fmt: skip
-    """Whether pair i may go from candidate ``now`` to j."""
-    more = activation[i, j] - activation[i, now]
-    if more > 0:
-        for k in range(first[i], last[i] + 1):
-            if level[k] + more > room[k]:
-                return False
-    more = gradient[i, j] - gradient[i, now]
-    if more > 0:
-        for k in range(last[i] + 1, end[i] + 1):
-            if level[k] + more > room[k]:
-                return False
-    return True
-
-
-@kernel
 def change(
-    i: int, j: int, choice: Array, first: Array, last: Array, end: Array, activation: Array, gradient: Array,
-    level: Array,
-) -> None:  # fmt: skip
+    i: int, j: int, choice: Array, span: Array, activation: Array, gradient: Array, level: Array
+) -> None:
     """Give pair i candidate j."""
     more = activation[i, j] - activation[i, choice[i]]
-    for k in range(first[i], last[i] + 1):
+    for k in range(span[i, 0], span[i, 1] + 1):
         level[k] += more
     more = gradient[i, j] - gradient[i, choice[i]]
-    for k in range(last[i] + 1, end[i] + 1):
+    for k in range(span[i, 1] + 1, span[i, 2] + 1):
         level[k] += more
     choice[i] = j
 
 
 @kernel
+def best_move(
+    i: int, now: int, price: float, time: Array, activation: Array, gradient: Array, span: Array, level: Array,
+    room: Array,
+) -> tuple[float, int]:  # fmt: skip
+    """The faster candidate of pair i that fits and is worth most as the price has it; (0, -1): none."""
+    spare = np.int64(1) << 62
+    for k in range(span[i, 0], span[i, 1] + 1):
+        spare = min(spare, room[k] - level[k])
+    spare_after = np.int64(1) << 62
+    for k in range(span[i, 1] + 1, span[i, 2] + 1):
+        spare_after = min(spare_after, room[k] - level[k])
+    gain, found = 0.0, -1
+    for j in range(time.shape[1]):
+        saved = time[i, now] - time[i, j]
+        more = activation[i, j] - activation[i, now]
+        after = gradient[i, j] - gradient[i, now]
+        if saved <= 0 or (more > 0 and more > spare) or (after > 0 and after > spare_after):
+            continue
+        worth = saved / (1.0 + price * max(0, more))
+        if worth > gain:
+            gain, found = worth, j
+    return gain, found
+
+
+@kernel
 def repair(
-    choice: Array, lean: Array, price: Array, time: Array, activation: Array, gradient: Array, first: Array,
-    last: Array, end: Array, room: Array, level: Array, most: int,
+    choice: Array, lean: Array, price: Array, time: Array, activation: Array, gradient: Array, span: Array,
+    room: Array, level: Array, gain: Array, move: Array,
 ) -> None:  # fmt: skip
     """Make a choice fit, then use what room is left.
 
@@ -74,46 +143,57 @@ def repair(
     worst to their leanest candidate; then, the best first as the prices have it, whatever fits steps up.
     """
     num_pairs, num_options = time.shape
-    fill_levels(choice, first, last, end, activation, gradient, level)
+    fill_levels(choice, span, activation, gradient, level)
     for k in range(len(room)):
         while level[k] > room[k]:
             best, best_i, best_j = np.inf, -1, -1
             for i in range(num_pairs):
-                if first[i] <= k <= last[i]:
+                if span[i, 0] <= k <= span[i, 1]:
+                    now = choice[i]
                     for j in range(num_options):
-                        less = activation[i, choice[i]] - activation[i, j]
-                        if less > 0 and gradient[i, j] <= gradient[i, choice[i]]:
-                            cost = (time[i, j] - time[i, choice[i]]) / less
+                        less = activation[i, now] - activation[i, j]
+                        if less > 0 and gradient[i, j] <= gradient[i, now]:
+                            cost = (time[i, j] - time[i, now]) / less
                             if cost < best:
                                 best, best_i, best_j = cost, i, j
-                elif last[i] < k <= end[i] and gradient[i, lean[i]] < gradient[i, choice[i]]:
+                elif span[i, 1] < k <= span[i, 2] and gradient[i, lean[i]] < gradient[i, choice[i]]:
                     best, best_i, best_j = -1.0, i, lean[i]
             if best_i < 0:
                 choice[:] = lean
-                fill_levels(choice, first, last, end, activation, gradient, level)
+                fill_levels(choice, span, activation, gradient, level)
                 break
-            change(best_i, best_j, choice, first, last, end, activation, gradient, level)
-    for _ in range(most):
-        gain, gain_i, gain_j = 0.0, -1, -1
-        for i in range(num_pairs):
-            now = choice[i]
-            for j in range(num_options):
-                saved = time[i, now] - time[i, j]
-                if saved > 0:
-                    worth = saved / (1.0 + price[i] * max(0, activation[i, j] - activation[i, now]))
-                    if worth > gain and fits_with(
-                        i, j, now, first, last, end, activation, gradient, level, room
-                    ):  # fmt: skip
-                        gain, gain_i, gain_j = worth, i, j
-        if gain_i < 0:
+            change(best_i, best_j, choice, span, activation, gradient, level)
+    for i in range(num_pairs):
+        gain[i], move[i] = best_move(i, choice[i], price[i], time, activation, gradient, span, level, room)
+    while True:
+        # A step up saves time, so this ends.
+        top = 0
+        for i in range(1, num_pairs):
+            if gain[i] > gain[top]:
+                top = i
+        if gain[top] <= 0.0:
             return
-        change(gain_i, gain_j, choice, first, last, end, activation, gradient, level)
+        change(top, move[top], choice, span, activation, gradient, level)
+        for i in range(num_pairs):
+            if span[i, 0] <= span[top, 2] and span[top, 0] <= span[i, 2] and (gain[i] > 0.0 or i == top):
+                gain[i], move[i] = best_move(
+                    i, choice[i], price[i], time, activation, gradient, span, level, room
+                )
+
+
+@kernel
+def total_of(choice: Array, time: Array) -> int:
+    """Nanoseconds of all pairs."""
+    total = 0
+    for i in range(len(choice)):
+        total += time[i, choice[i]]
+    return total
 
 
 @kernel
 def lagrangian(
-    time: Array, activation: Array, gradient: Array, first: Array, last: Array, end: Array, room: Array, lean: Array,
-    rounds: int, best: Array, trial: Array, level: Array, multiplier: Array, running: Array, price: Array,
+    time: Array, activation: Array, gradient: Array, span: Array, room: Array, lean: Array, rounds: int, best: Array,
+    trial: Array, level: Array, multiplier: Array, running: Array, price: Array, gain: Array, move: Array,
 ) -> float:  # fmt: skip
     """Write the best choice into ``best``, return a lower bound of the total time of any choice that fits.
 
@@ -122,18 +202,28 @@ def lagrangian(
     num_pairs, num_options = time.shape
     num_places = len(room)
     scale = 0.0
+    fastest = 0
     for i in range(num_pairs):
         low, high = time[i, 0], time[i, 0]
+        trial[i] = 0
         for j in range(num_options):
-            low = min(low, time[i, j])
+            if time[i, j] < low:
+                low = time[i, j]
+                trial[i] = j
             high = max(high, time[i, j])
         scale += high - low
+        fastest += low
+    fill_levels(trial, span, activation, gradient, level)
+    fits = True
+    for k in range(num_places):
+        fits &= level[k] <= room[k]
+    if fits:
+        best[:] = trial
+        return float(fastest)
     best[:] = lean
     price[:] = 0.0
-    repair(best, lean, price, time, activation, gradient, first, last, end, room, level, 4 * num_pairs)
-    upper = 0
-    for i in range(num_pairs):
-        upper += time[i, best[i]]
+    repair(best, lean, price, time, activation, gradient, span, room, level, gain, move)
+    upper = total_of(best, time)
     lower = -1e300
     multiplier[:] = 0.0
     step = 1.0
@@ -144,8 +234,8 @@ def lagrangian(
             running[k + 1] = running[k] + multiplier[k]
         value = 0.0
         for i in range(num_pairs):
-            held = running[last[i] + 1] - running[first[i]]
-            after = running[end[i] + 1] - running[last[i] + 1]
+            held = running[span[i, 1] + 1] - running[span[i, 0]]
+            after = running[span[i, 2] + 1] - running[span[i, 1] + 1]
             price[i] = held
             least = np.inf
             for j in range(num_options):
@@ -164,33 +254,94 @@ def lagrangian(
             if stale >= 5:
                 step *= 0.6
                 stale = 0
-        fill_levels(trial, first, last, end, activation, gradient, level)
+        fill_levels(trial, span, activation, gradient, level)
         norm = 0.0
+        over = False
         for k in range(num_places):
             excess = float(level[k] - room[k])
+            over |= excess > 0
             if excess > 0 or multiplier[k] > 0:
                 norm += excess * excess
         if norm == 0.0:
-            total = 0
-            for i in range(num_pairs):
-                total += time[i, trial[i]]
+            total = total_of(trial, time)
             if total < upper:
-                upper = total
                 best[:] = trial
             return lower
         size = step * max(upper - value, 1e-4 * scale) / norm
         for k in range(num_places):
             multiplier[k] = max(0.0, multiplier[k] + size * float(level[k] - room[k]))
-        if turn % 10 == 9 or turn == rounds - 1:
-            repair(
-                trial, lean, price, time, activation, gradient, first, last, end, room, level, 4 * num_pairs
-            )
-            total = 0
-            for i in range(num_pairs):
-                total += time[i, trial[i]]
+        if turn % REPAIR_EVERY == REPAIR_EVERY - 1 or turn == rounds - 1 or not over:
+            repair(trial, lean, price, time, activation, gradient, span, room, level, gain, move)
+            total = total_of(trial, time)
             if total < upper:
                 upper = total
                 best[:] = trial
         if upper <= np.ceil(lower - 1e-6):
             return lower
     return lower
+
+
+@kernel
+def lay_out(t: Tables, d: Desk, order: Array, first: int, last: int, rank: int) -> None:
+    """Places of a rank's tasks in its order, spans of its pairs, and the room at every place."""
+    num_places = len(order)
+    for k in range(num_places):
+        d.place[order[k]] = k
+        d.room[k] = t.room[rank]
+    for e in range(len(t.edge_rank)):
+        if t.edge_rank[e] == rank:
+            for k in range(d.place[t.edge_source[e]] + 1, d.place[t.edge_target[e]] + 1):
+                d.room[k] -= t.edge_bytes[e]
+    for i in range(first, last):
+        for which in range(3):
+            task = t.tasks[i, which]
+            d.span[i, which] = d.span[i, which - 1] if task < 0 else d.place[task]
+
+
+@kernel
+def choose_rank(t: Tables, d: Desk, order: Array, rank: int, rounds: int) -> float:
+    """Write the choice of a rank's pairs (rows of the tables) into ``d.choice``; return the bound."""
+    a, b, n = t.rank_start[rank], t.rank_start[rank + 1], len(order)
+    lay_out(t, d, order, a, b, rank)
+    return lagrangian(
+        t.time[a:b], t.activation[a:b], t.gradient[a:b], d.span[a:b], d.room[:n], t.lean[a:b], rounds, d.choice[a:b],
+        d.trial[a:b], d.level[: n + 1], d.multiplier[: n + 1], d.running[: n + 1], d.price[a:b], d.gain[a:b],
+        d.move[a:b],
+    )  # fmt: skip
+
+
+@kernel
+def finish(t: Tables, d: Desk, sequence: Array) -> int:
+    """Makespan of a sequence that all ranks can follow, under the choice in ``d.choice``."""
+    d.duration[:] = t.duration
+    for i in range(len(t.pair)):
+        for which in range(3):
+            if t.tasks[i, which] >= 0:
+                d.duration[t.tasks[i, which]] = t.parts[i, d.choice[i], which]
+    d.free_at[:] = 0
+    makespan = 0
+    for task in sequence:
+        begin = d.free_at[t.rank[task]]
+        for e in range(t.predecessor_start[task], t.predecessor_start[task + 1]):
+            begin = max(begin, d.end[t.predecessor[e]] + t.predecessor_delay[e])
+        d.end[task] = begin + d.duration[task]
+        d.free_at[t.rank[task]] = d.end[task]
+        makespan = max(makespan, d.end[task])
+    return makespan
+
+
+@kernel
+def tune(t: Tables, d: Desk, sequence: Array, orders: Array, counts: Array, rounds: int) -> int:
+    """Choose the strategies of all ranks for a sequence of all tasks; return the makespan under them.
+
+    ``orders``, of shape (num_ranks, num_tasks), and ``counts`` are scratch.
+    """
+    counts[:] = 0
+    for task in sequence:
+        r = t.rank[task]
+        orders[r, counts[r]] = task
+        counts[r] += 1
+    for r in range(len(counts)):
+        if counts[r] > 0:
+            choose_rank(t, d, orders[r, : counts[r]], r, rounds)
+    return finish(t, d, sequence)
