@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from pipeloom.plan import ExecutionPlan
-from pipeloom.runtime.executor import Executor, StepResult
+from pipeloom.runtime.executor import Executor
 from pipeloom.runtime.model import Model, Module, Part
 from pipeloom.runtime.reference import run_undivided
+from pipeloom.runtime.result import StepResult
 from pipeloom.runtime.transport import MatchOrder, ThreadHub
 from pipeloom.spec import Batch, ModelSpec, ModuleSpec, TensorShape
 from tests.plan.cases import WIDTH, Case, random_case, random_model

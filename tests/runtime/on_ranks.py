@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,26 +20,17 @@ from pipeloom.runtime import (
     save_checkpoint,
 )
 from pipeloom.runtime.transport import Handle, Transport
-from pipeloom.spec import Layout, Parallelism
 from tests.plan.cases import (
     Case,
     RandomCosts,
     dealt_units,
     earliest,
     graph_of_units,
-    random_batch,
     random_layout,
     random_schedule,
 )
 
-from .cases import Run, assert_equal_gradients, expected, random_documents, random_run, take_gradients
-
-
-def run_all(
-    seeds: list[int], options: dict[str, Any], replica_seeds: list[int]
-) -> tuple[dict[str, int], int]:
-    """Both of the below: starting processes takes longer than running them."""
-    return run_many(seeds, options), run_replicas(replica_seeds)
+from .cases import Run, assert_equal_gradients, expected, random_run, take_gradients
 
 
 def run_many(seeds: list[int], options: dict[str, Any], tag_zero: bool = False) -> dict[str, int]:
@@ -74,52 +64,6 @@ def run_many(seeds: list[int], options: dict[str, Any], tag_zero: bool = False) 
         counts["sent_bytes"] += result.sent_bytes
         counts["recomputed"] += result.num_recomputed
     return counts
-
-
-def run_replicas(seeds: list[int]) -> int:
-    """Two data-parallel replicas of two pipeline ranks, each with a batch, a packing and a plan of its own."""
-    rank = dist.get_rank()
-    pipelines = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    data = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-    replica, stage = divmod(rank, 2)
-    for seed in seeds:
-        runs = [replica_of(seed, number) for number in (0, 1)]
-        total = sum(sum(map(run.model.num_targets, run.documents)) for run in runs)
-        wanted: dict[str, Any] = {}
-        for run in runs:
-            _, gradients = expected(replace(run, model=runs[0].model))
-            share = sum(map(run.model.num_targets, run.documents)) / total
-            for name, gradient in gradients.items():
-                if gradient is not None:
-                    wanted[name] = wanted.get(name, 0.0) + gradient * share
-        run = replace(runs[replica], model=runs[0].model)
-        executor = Executor(
-            run.model,
-            run.case.layout,
-            stage,
-            TorchTransport(pipelines[replica]),
-            reduce_gradients=all_reduce_gradients(
-                run.case.layout, pipeline=pipelines[replica], data=data[stage]
-            ),
-        )
-        executor.run(run.case.plan, run.case.packing, run.documents, normaliser=total)
-        mine = {name for name, parameter in executor.named_parameters() if parameter.requires_grad}
-        found = take_gradients(run.model)
-        assert_equal_gradients({n: found[n] for n in mine}, {n: wanted.get(n) for n in mine})
-    return len(seeds)
-
-
-def replica_of(seed: int, number: int) -> Run:
-    """One of two replicas: the same model and chunks, another batch."""
-    first = random_run(seed, 2, replicate=seed % 2 == 0)
-    layout = Layout(2, first.case.layout.modules, first.case.layout.chunks, Parallelism(data=2))
-    rng = random.Random(f"replica {seed} {number}")
-    batch = random_batch(rng)
-    packing = pack(batch, first.case.model, layout, PackingSpec(rng.choice((15, 25, 60))))
-    graph = graph_of_units(layout, packing, dealt_units(rng, layout, packing), RandomCosts(seed, number == 0))
-    schedule = random_schedule(rng, graph)
-    case = Case(first.case.model, layout, packing, graph, schedule, earliest(graph, schedule))
-    return Run(case, first.model, random_documents(rng, batch))
 
 
 class Hanging:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from pipeloom.errors import ExecutionError
 from pipeloom.runtime import ThreadHub, emulate, step_durations
-from pipeloom.runtime.executor import ActionTime
+from pipeloom.runtime.result import ActionTime
 from pipeloom.taskgraph.build import to_ns
 from tests.plan.cases import Case, RandomCosts, random_case
 

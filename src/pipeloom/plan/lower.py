@@ -19,7 +19,8 @@ from dataclasses import dataclass, field
 
 from pipeloom.errors import InputError, PlanError
 from pipeloom.packing import Packing
-from pipeloom.plan.action import Action, ExecutionPlan, Verb
+from pipeloom.plan.action import SEND_VERBS, Action, ExecutionPlan, Verb
+from pipeloom.plan.collectives import collective_order
 from pipeloom.plan.routes import HandOver, Routes, Shapes, Unit, make_routes
 from pipeloom.spec import Layout
 from pipeloom.taskgraph import BACKWARD, FORWARD, INPUT_GRADIENT, KIND_NAMES, NO_TASK, TaskGraph
@@ -294,18 +295,25 @@ class _Lowering:
         receiver.post(self._posted(receive, message, message.sender), message.sender, place)
 
     def _append_ends(self) -> None:
-        """Reduce gradients, in an order that all data-parallel replicas share whatever their plans, and step."""
-        for chunk in reversed(range(len(self.layout.chunks))):
-            module = self.layout.module(self.layout.chunks[chunk].module)
-            shared = self.layout.parallelism.data > 1 or (
-                module.on_ranks == "replicated" and self.layout.num_ranks > 1
-            )
-            if shared and not module.frozen:
-                self.ranks[self.layout.chunks[chunk].rank].actions.append(
-                    Action(verb="RG", chunk=self.names[chunk])
-                )
-        for rank in self.ranks:
-            rank.actions.append(Action(verb="OS"))
+        """Gather parameters first, reduce gradients as soon as they are whole, and step."""
+        for rank, here in enumerate(self.ranks):
+            order = collective_order(self.layout, rank)
+            here.actions[:0] = [Action(verb="UN", chunk=self.names[chunk]) for chunk in order.unshard]
+            ends = {}
+            for step, action in enumerate(here.actions):
+                if action.verb in ("B", "I", "W"):
+                    ends[action.chunk] = step
+            place = len(order.unshard)
+            for chunk in order.reduce:
+                # Never before the reductions that all replicas do first, whatever their plans.
+                place = max(place, ends.get(self.names[chunk], -1) + 1)
+                while place < len(here.actions) and here.actions[place].verb in SEND_VERBS:
+                    # Another rank waits for these.
+                    place += 1
+                here.actions.insert(place, Action(verb="RG", chunk=self.names[chunk]))
+                ends = {name: step + (step >= place) for name, step in ends.items()}
+                place += 1
+            here.actions.append(Action(verb="OS"))
 
     def _strategy(self, pair: int) -> str:
         if self.graph.candidates is None:

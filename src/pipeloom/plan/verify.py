@@ -8,6 +8,7 @@ from typing import NoReturn
 from pipeloom.errors import InputError, PlanError
 from pipeloom.packing import Packing
 from pipeloom.plan.action import Action, ExecutionPlan
+from pipeloom.plan.collectives import collective_order
 from pipeloom.plan.dryrun import Message, Messages, dry_run, grid, messages_of
 from pipeloom.plan.routes import HandOver, Routes, Unit, make_routes
 from pipeloom.plan.text import action_text
@@ -135,10 +136,14 @@ def _check_layout(plan: ExecutionPlan, layout: Layout) -> None:
             if action.verb in ("F", "B", "I", "W", "RC", "OF", "LD", "UN", "RG"):
                 if chunk_of[action.chunk].rank != rank:
                     _fail(plan, rank, step, f"the chunk is on rank {chunk_of[action.chunk].rank}")
+                if action.verb in ("UN", "RG"):
+                    continue
                 verbs[_key(action)].add(action.verb)
                 if "offload" in action.strategy:
                     offloaded.add(_key(action))
                 place.setdefault(_key(action), (rank, step))
+    for rank in range(plan.num_ranks):
+        _check_collectives(plan, layout, rank)
     for key, present in verbs.items():
         rank, step = place[key]
         trained = layout.has_backward(chunk_of[key[0]].module)
@@ -148,6 +153,37 @@ def _check_layout(plan: ExecutionPlan, layout: Layout) -> None:
             _fail(plan, rank, step, "offloads by its strategy, but has no OF or no LD")
         if not trained and present & {"B", "I", "W", "RC", "OF", "LD"}:
             _fail(plan, rank, step, "has a backward, but nothing in or before its module is trained")
+
+
+def _check_collectives(plan: ExecutionPlan, layout: Layout, rank: int) -> None:
+    """Check that parameters are whole before they are used, and gradients when they are reduced, in the one order."""
+    names, order = layout.chunk_names, collective_order(layout, rank)
+    expected = {
+        "UN": [names[chunk] for chunk in order.unshard],
+        "RG": [names[chunk] for chunk in order.reduce],
+    }
+    reduced: set[str] = set()
+    stepped = False
+    for step, action in enumerate(plan.ranks[rank]):
+        if action.verb in expected:
+            following = expected[action.verb]
+            if not following or following[0] != action.chunk:
+                _fail(plan, rank, step, f"is out of turn, next is {following[0] if following else 'none'}")
+            if stepped:
+                _fail(plan, rank, step, "comes after the optimiser step")
+            del following[0]
+            if action.verb == "RG":
+                reduced.add(action.chunk)
+        elif action.verb == "OS":
+            stepped = True
+        elif action.verb in ("F", "B", "I", "W"):
+            if action.chunk in expected["UN"]:
+                _fail(plan, rank, step, "is computed before its parameters are gathered by UN")
+            if action.chunk in reduced:
+                _fail(plan, rank, step, "is computed after its gradients were reduced by RG")
+    for verb, missing in expected.items():
+        if missing:
+            _fail(plan, rank, len(plan.ranks[rank]), f"the list ends without '{verb} {missing[0]}'")
 
 
 def _check_hand_overs(plan: ExecutionPlan, messages: Messages, layout: Layout, packing: Packing) -> None:

@@ -2,13 +2,16 @@
 
 from pipeloom.runtime.checkpoint import load_checkpoint, save_checkpoint
 from pipeloom.runtime.emulate import emulate, step_durations
-from pipeloom.runtime.executor import ActionTime, Executor, StepResult
+from pipeloom.runtime.executor import Executor
 from pipeloom.runtime.launch import launch, report
 from pipeloom.runtime.measure import measure_layers
+from pipeloom.runtime.mesh import Mesh, make_mesh
 from pipeloom.runtime.model import Model, Module, Part, user_code
 from pipeloom.runtime.profile import profile_model
-from pipeloom.runtime.reduce import all_reduce_gradients
+from pipeloom.runtime.reduce import all_reduce_gradients, clip_gradients, global_targets, mesh_gradients
 from pipeloom.runtime.reference import run_undivided
+from pipeloom.runtime.result import ActionTime, StepResult
+from pipeloom.runtime.sharding import shard_layers
 from pipeloom.runtime.store import TcpPlanStore
 from pipeloom.runtime.trainer import StepReport, Trainer
 from pipeloom.runtime.transport import ThreadHub, TorchTransport, Transport
@@ -16,6 +19,7 @@ from pipeloom.runtime.transport import ThreadHub, TorchTransport, Transport
 __all__ = [
     "ActionTime",
     "Executor",
+    "Mesh",
     "Model",
     "Module",
     "Part",
@@ -27,14 +31,19 @@ __all__ = [
     "Trainer",
     "Transport",
     "all_reduce_gradients",
+    "clip_gradients",
     "emulate",
+    "global_targets",
     "launch",
     "load_checkpoint",
+    "make_mesh",
     "measure_layers",
+    "mesh_gradients",
     "profile_model",
     "report",
     "run_undivided",
     "save_checkpoint",
+    "shard_layers",
     "step_durations",
     "user_code",
 ]

@@ -19,7 +19,7 @@ from torch import Tensor
 from pipeloom.errors import ExecutionError, InputError
 from pipeloom.plan import COMPUTE_VERBS, Action, ExecutionPlan
 from pipeloom.plan.dryrun import Message, messages_of
-from pipeloom.runtime.executor import ActionTime
+from pipeloom.runtime.result import ActionTime
 from pipeloom.runtime.transport import Handle, Transport
 from pipeloom.spec import DTYPE_BYTES
 from pipeloom.taskgraph import KIND_NAMES, TaskGraph

@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from pipeloom.errors import ExecutionError, InputError, PipeloomError
 from pipeloom.packing import Packing
@@ -17,59 +17,11 @@ from pipeloom.plan import ExecutionPlan, action_text
 from pipeloom.runtime.blocks import Passage
 from pipeloom.runtime.model import Model, Part, make_part
 from pipeloom.runtime.program import Linker, MessageState, Program, UnitState
-from pipeloom.runtime.reduce import ReduceGradients
+from pipeloom.runtime.reduce import Finish, ReduceGradients
+from pipeloom.runtime.result import ActionTime, StepResult
+from pipeloom.runtime.sharding import reshard, settle_gradients, sharded_modules, unshard
 from pipeloom.runtime.transport import Transport
 from pipeloom.spec import Layout
-
-
-class ActionTime(NamedTuple):
-    """When one action ran, on the host's monotonic clock."""
-
-    verb: str
-    chunk: str
-    microbatch: int
-    sub_microbatch: int
-    start_ns: int
-    end_ns: int
-
-
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """What one iteration gave on one rank.
-
-    Attributes
-    ----------
-    loss_sum : float
-        Sum of the losses of the microbatches whose last chunk is here, before division by ``normaliser``;
-        0.0 on ranks without the last chunk.
-    normaliser : float
-        Targets of the global batch: what the gradients are divided by.
-    times : tuple of ActionTime
-        Every action that was run, in order; waits too.
-    num_recomputed : int
-        Layers run a second time.
-    offloaded_bytes : int
-        Moved to the host.
-    sent_bytes, received_bytes : int
-    """
-
-    loss_sum: float
-    normaliser: float
-    times: tuple[ActionTime, ...]
-    num_recomputed: int
-    offloaded_bytes: int
-    sent_bytes: int
-    received_bytes: int
-
-    @property
-    def compute_times(self) -> tuple[ActionTime, ...]:
-        """The F, B, I and W alone, in the rank's order: what a schedule has tasks for."""
-        return tuple(t for t in self.times if t.verb in ("F", "B", "I", "W"))
-
-    @property
-    def waiting_ns(self) -> int:
-        """Time spent in waits for messages."""
-        return sum(t.end_ns - t.start_ns for t in self.times if t.verb in ("WF", "WB", "DF", "DB"))
 
 
 class Executor:
@@ -84,8 +36,8 @@ class Executor:
     transport : Transport
     device : torch.device or str
     reduce_gradients : callable or None
-        Called by RG with a chunk's number and its trained parameters: sums their gradients over all that hold
-        the chunk, see `all_reduce_gradients`.
+        Called by RG with a chunk's number and its layers: begins to sum their gradients over all that hold the
+        chunk, see `all_reduce_gradients`. What it returns is waited for before OS.
     autocast : torch.dtype or None
         Run layers and loss under `torch.autocast` with this dtype. The shapes that modules state must then have
         the dtypes that come out of it.
@@ -120,6 +72,15 @@ class Executor:
                     if module.frozen:
                         layer.requires_grad_(False)
                 self.layers[number] = layers
+        every = [layer for layers in self.layers.values() for layer in layers]
+        self.has_shards = any(isinstance(p, DTensor) for layer in every for p in layer.parameters())
+        """Whether any parameter of this rank is divided over other processes."""
+        if layout.parallelism.data == 1 and any(True for _ in sharded_modules(every)):
+            raise InputError(
+                "layout.parallelism.data",
+                "is 1, but layers are under fully_shard",
+                "state the number of replicas, so that plans gather parameters and reduce gradients",
+            )
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters of this rank's chunks, named ``module.layer.parameter`` independently of the layout."""
@@ -208,6 +169,8 @@ class Executor:
                 call(argument)
                 stamps.append(clock())
                 step += 1
+            # A plan need not have an optimiser step.
+            iteration.settle()
         except PipeloomError as error:
             raise ExecutionError(f"{self._where(program, step)}: {error}") from error
         except Exception as error:
@@ -224,7 +187,8 @@ class Executor:
         )  # fmt: skip
 
     def _where(self, program: Program, step: int) -> str:
-        return f"rank {self.rank}, step {step}, '{action_text(program.actions[step])}'"
+        action = action_text(program.actions[step]) if step < len(program.actions) else "the end"
+        return f"rank {self.rank}, step {step}, '{action}'"
 
 
 class _Iteration:
@@ -245,6 +209,9 @@ class _Iteration:
         self.losses: list[Tensor] = []
         self.seed: Tensor | None = None
         """Gradient of each loss: one over the normaliser."""
+        self.reductions: list[Finish] = []
+        self.whole: set[int] = set()
+        """Chunks whose parameters are gathered."""
         self.num_recomputed = self.offloaded_bytes = self.sent_bytes = self.received_bytes = 0
         self.parts: dict[tuple[str, int, int], tuple[Part, dict[str, Any]]] = {}
         """Part and context of each (module, microbatch, sub-microbatch), until its last chunk here is done."""
@@ -257,7 +224,7 @@ class _Iteration:
             "RC": self.recompute, "OF": self.offload, "LD": self.load,
             "SF": self.send, "SB": self.send, "RF": self.receive, "RB": self.receive,
             "WF": self.arrive, "WB": self.arrive, "DF": self.sent, "DB": self.sent,
-            "RG": self.reduce, "OS": self.step,
+            "UN": self.unshard, "RG": self.reduce, "OS": self.step,
         }  # fmt: skip
         for verb, argument in self.program.steps:
             if verb not in methods:
@@ -397,10 +364,30 @@ class _Iteration:
             raise ExecutionError(
                 "the plan reduces gradients over replicas, but the executor was given no way to"
             )
-        layers = self.executor.layers[chunk]
-        reduce(chunk, [p for layer in layers for p in layer.parameters() if p.requires_grad])
+        finish = reduce(chunk, self.executor.layers[chunk])
+        self.whole.discard(chunk)
+        if finish is not None:
+            self.reductions.append(finish)
+
+    def unshard(self, chunk: int) -> None:
+        unshard(self.executor.layers[chunk])
+        self.whole.add(chunk)
+
+    def settle(self) -> None:
+        """Wait for reductions, and let go of whole parameters: afterwards an optimiser may step."""
+        for finish in self.reductions:
+            finish()
+        self.reductions = []
+        # What is not trained was never reduced.
+        for chunk in self.whole:
+            reshard(self.executor.layers[chunk])
+        self.whole = set()
+        if self.executor.has_shards:
+            for layers in self.executor.layers.values():
+                settle_gradients(layers)
 
     def step(self, _: None) -> None:
+        self.settle()
         if self.optimizer_step is not None:
             self.optimizer_step()
 

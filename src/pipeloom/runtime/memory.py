@@ -10,9 +10,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from pipeloom.errors import ExecutionError
+from pipeloom.runtime.sharding import awaited, local_part
 
 
 @dataclass(slots=True)
@@ -96,6 +99,16 @@ class _Saved(NamedTuple):
     offset: int
 
 
+class _SavedShard(NamedTuple):
+    """A DTensor that autograd saved, its local part apart."""
+
+    local: Any
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    size: torch.Size
+    stride: tuple[int, ...]
+
+
 class _Storage:
     """One storage, on the device, on the host, or back again."""
 
@@ -142,7 +155,11 @@ class Offloaded:
     """
 
     def __init__(self, held_anyway: Iterable[Any]) -> None:
-        self._held = {t.untyped_storage().data_ptr() for t in held_anyway if isinstance(t, Tensor)}
+        self._held = {
+            local_part(awaited(tensor)).untyped_storage().data_ptr()
+            for tensor in held_anyway
+            if isinstance(tensor, Tensor)
+        }
         self._storages: dict[int, _Storage] = {}
         self._away: list[_Storage] = []
         self.num_bytes = 0
@@ -164,7 +181,11 @@ class Offloaded:
         for storage in self._away:
             storage.load()
 
-    def _pack(self, tensor: Tensor) -> Tensor | _Saved:
+    def _pack(self, tensor: Tensor) -> Tensor | _Saved | _SavedShard:
+        if isinstance(tensor, DTensor):
+            local = self._pack(local_part(tensor))
+            return _SavedShard(local, tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride())
+        tensor = awaited(tensor)
         address = tensor.untyped_storage().data_ptr()
         if address in self._held or tensor.untyped_storage().nbytes() == 0:
             return tensor
@@ -173,8 +194,13 @@ class Offloaded:
             storage = self._storages[address] = _Storage(tensor)
         return _Saved(storage, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
-    def _unpack(self, saved: Tensor | _Saved) -> Tensor:
+    def _unpack(self, saved: Tensor | _Saved | _SavedShard) -> Tensor:
         if isinstance(saved, Tensor):
             return saved
+        if isinstance(saved, _SavedShard):
+            return DTensor.from_local(
+                self._unpack(saved.local), saved.mesh, saved.placements,
+                run_check=False, shape=saved.size, stride=saved.stride,
+            )  # fmt: skip
         whole = torch.empty(0, dtype=saved.dtype, device=saved.storage.device)
         return whole.set_(saved.storage.load(), saved.offset, saved.size, saved.stride)

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeloom.errors import InputError
+from pipeloom.runtime.mesh import Mesh
+from pipeloom.runtime.sharding import Share, check_row_shards, give_gradient, local_part, take_shares
 from pipeloom.spec import Layout
 
-ReduceGradients = Callable[[int, Sequence[nn.Parameter]], None]
-"""Sums the gradients of a chunk's parameters, in place, over all processes that hold the chunk."""
+Finish = Callable[[], None]
+ReduceGradients = Callable[[int, Sequence[nn.Module]], Finish | None]
+"""Begins to sum the gradients of a chunk's layers over all processes that hold the chunk; what it returns waits
+for that, and leaves the sums in ``.grad``."""
 
 
 def all_reduce_gradients(
@@ -21,16 +26,19 @@ def all_reduce_gradients(
     pipeline: dist.ProcessGroup | None = None,
     data: dist.ProcessGroup | None = None,
 ) -> ReduceGradients:
-    """Reduce by all-reduce: over ``data`` for every chunk, and over ``pipeline`` for replicated modules.
+    """Sum gradients over ``data`` for every chunk, and over ``pipeline`` for replicated modules.
 
+    A collective is begun as soon as a chunk's last backward is done and waited for before the optimiser step, so
+    that it runs in the cool-down bubbles. Layers under `fully_shard` get their rows of the sum, others all of it.
     Plans reduce in one order on all replicas, and gradients are already divided by the targets of the global
-    batch, so that they are summed here and not averaged.
+    batch, so that they are summed here and not averaged. Gradients must be empty when an iteration begins.
 
     Parameters
     ----------
     layout : Layout
     pipeline : torch.distributed.ProcessGroup or None
-        The pipeline ranks of this replica; None: the default group.
+        The pipeline ranks of this replica; None: the default group. With NCCL another group than that of the
+        messages.
     data : torch.distributed.ProcessGroup or None
         The replicas of this pipeline rank; None where there are none.
     """
@@ -38,31 +46,184 @@ def all_reduce_gradients(
         raise InputError(
             "data", f"no group, the layout has {layout.parallelism.data} replicas", "give their group"
         )
-    replicated = [layout.module(chunk.module).on_ranks == "replicated" for chunk in layout.chunks]
+    replicated = [
+        layout.num_ranks > 1 and layout.module(chunk.module).on_ranks == "replicated"
+        for chunk in layout.chunks
+    ]
+    num_replicas = layout.parallelism.data if data is not None else 1
 
-    def reduce(chunk: int, parameters: Sequence[nn.Parameter]) -> None:
-        gradients = []
-        for parameter in parameters:
-            if parameter.grad is None:
-                # Nothing was worked on here, but the other replicas wait for this one's share.
-                parameter.grad = torch.zeros_like(parameter)
-            gradients.append(parameter.grad)
-        for group_of_one_type in _by_type(gradients):
-            flat = torch.cat([gradient.reshape(-1) for gradient in group_of_one_type])
-            if replicated[chunk] and layout.num_ranks > 1:
-                dist.all_reduce(flat, group=pipeline)
-            if data is not None:
-                dist.all_reduce(flat, group=data)
-            begin = 0
-            for gradient in group_of_one_type:
-                gradient.copy_(flat[begin : begin + gradient.numel()].view_as(gradient))
-                begin += gradient.numel()
+    def reduce(chunk: int, layers: Sequence[nn.Module]) -> Finish:
+        shares = take_shares(layers)
+        whole = [share for share in shares if not share.sharded]
+        rows = [share for share in shares if share.sharded]
+        finishes = [
+            *(
+                _all_reduce(bucket, pipeline, data, replicated[chunk], num_replicas > 1)
+                for bucket in _by_type(whole)
+            ),
+            *(
+                _reduce_scatter(bucket, data, num_replicas, pipeline, replicated[chunk])
+                for bucket in _by_type(rows)
+            ),
+        ]
+
+        def finish() -> None:
+            for each in finishes:
+                each()
+
+        return finish
 
     return reduce
 
 
-def _by_type(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    groups: dict[torch.dtype, list[Tensor]] = {}
-    for tensor in tensors:
-        groups.setdefault(tensor.dtype, []).append(tensor)
+def mesh_gradients(layout: Layout, mesh: Mesh) -> ReduceGradients:
+    """`all_reduce_gradients` over the groups of a mesh."""
+    data = mesh.data if layout.parallelism.data > 1 else None
+    return all_reduce_gradients(layout, pipeline=mesh.reduction, data=data)
+
+
+def _all_reduce(
+    bucket: list[Share],
+    pipeline: dist.ProcessGroup | None,
+    data: dist.ProcessGroup | None,
+    over_pipeline: bool,
+    over_data: bool,
+) -> Finish:
+    flat = torch.cat([share.gradient.reshape(-1) for share in bucket])
+    groups = [pipeline] * over_pipeline + [data] * over_data
+    parameters = [(share.parameter, share.gradient.shape) for share in bucket]
+    work = dist.all_reduce(flat, group=groups[0], async_op=True) if groups else None
+
+    def finish() -> None:
+        if work is not None:
+            work.wait()
+        for group in groups[1:]:
+            dist.all_reduce(flat, group=group)
+        begin = 0
+        for parameter, shape in parameters:
+            give_gradient(parameter, flat[begin : begin + shape.numel()].view(shape))
+            begin += shape.numel()
+
+    return finish
+
+
+def _reduce_scatter(
+    bucket: list[Share],
+    data: dist.ProcessGroup | None,
+    num_replicas: int,
+    pipeline: dist.ProcessGroup | None,
+    over_pipeline: bool,
+) -> Finish:
+    """Each replica gets its rows of every gradient, as `fully_shard` cuts them."""
+    shapes = []
+    for share in bucket:
+        rows = -(-share.gradient.shape[0] // num_replicas)
+        check_row_shards(share.parameter, rows)
+        shapes.append((rows, *share.gradient.shape[1:]))
+    sizes = [torch.Size(shape).numel() for shape in shapes]
+    width = sum(sizes)
+    first = bucket[0].gradient
+    sent = torch.zeros(num_replicas, width, dtype=first.dtype, device=first.device)
+    begin = 0
+    for share, shape, size in zip(bucket, shapes, sizes, strict=True):
+        for replica, piece in enumerate(torch.split(share.gradient, shape[0])):
+            sent[replica, begin : begin + piece.numel()] = piece.reshape(-1)
+        begin += size
+    got = torch.empty(width, dtype=first.dtype, device=first.device)
+    parameters = [share.parameter for share in bucket]
+    work = _reduce_scatter_call()(got, sent.view(-1), group=data, async_op=True)
+
+    def finish() -> None:
+        work.wait()
+        if over_pipeline:
+            dist.all_reduce(got, group=pipeline)
+        begin = 0
+        for parameter, shape, size in zip(parameters, shapes, sizes, strict=True):
+            rows = local_part(parameter).shape[0]
+            give_gradient(parameter, got[begin : begin + size].view(shape)[:rows])
+            begin += size
+
+    return finish
+
+
+def _reduce_scatter_call() -> Any:
+    """Torch renamed it in 2.13 and warns of the old name."""
+    return getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+
+def _by_type(shares: Iterable[Share]) -> list[list[Share]]:
+    groups: dict[torch.dtype, list[Share]] = {}
+    for share in shares:
+        groups.setdefault(share.gradient.dtype, []).append(share)
     return list(groups.values())
+
+
+def global_targets(num_targets: float, mesh: Mesh) -> float:
+    """Targets of the global batch, from those of this replica's batch: the normaliser of `Executor.run`."""
+    total = torch.tensor(num_targets, dtype=torch.float64, device=mesh.device_mesh.device_type)
+    dist.all_reduce(total, group=mesh.data)
+    return float(total)
+
+
+def clip_gradients(
+    named_parameters: Iterable[tuple[str, nn.Parameter]], layout: Layout, mesh: Mesh, max_norm: float | None
+) -> Tensor:
+    """Scale all gradients so that their global norm is at most ``max_norm``; all processes call it together.
+
+    Every element counts once, whatever holds it: shards everywhere, what tensor-parallel ranks or replicas have
+    alike on the first of them only, and modules replicated over the pipeline on its first rank. The host does
+    not wait for the device.
+
+    Parameters
+    ----------
+    named_parameters : iterable of (str, parameter)
+        As from `Executor.named_parameters`: the module's name first.
+    layout : Layout
+    mesh : Mesh
+    max_norm : float or None
+        None: only the norm is wanted.
+
+    Returns
+    -------
+    torch.Tensor
+        The norm before scaling, a scalar in double precision, alike on all processes.
+    """
+    replicated = {module.name for module in layout.modules if module.on_ranks == "replicated"}
+    gradients: list[Tensor] = []
+    counted: list[Tensor] = []
+    seen: set[int] = set()
+    for name, parameter in named_parameters:
+        if parameter.grad is None or id(parameter) in seen:
+            continue
+        seen.add(id(parameter))
+        local = local_part(parameter.grad)
+        gradients.append(local)
+        if _counts_here(parameter, name.partition(".")[0] in replicated, mesh):
+            counted.append(local)
+    squares = torch.zeros((), dtype=torch.float64, device=mesh.device_mesh.device_type)
+    for each in counted:
+        squares += torch.linalg.vector_norm(each, dtype=torch.float64).square()
+    dist.all_reduce(squares)
+    norm = squares.sqrt()
+    if max_norm is not None and gradients:
+        scale = (max_norm / norm).clamp(max=1.0)
+        for each in gradients:
+            each.mul_(scale.to(each.dtype))
+    return norm
+
+
+def _counts_here(parameter: nn.Parameter, replicated: bool, mesh: Mesh) -> bool:
+    sharded_over = {
+        dimension
+        for dimension, placement in zip(
+            getattr(getattr(parameter, "device_mesh", None), "mesh_dim_names", None) or (),
+            getattr(parameter, "placements", ()),
+            strict=True,
+        )
+        if not placement.is_replicate()
+    }
+    return (
+        ("dp" in sharded_over or mesh.data_rank == 0)
+        and ("tp" in sharded_over or mesh.tensor_rank == 0)
+        and not (replicated and mesh.pipeline_rank != 0)
+    )

@@ -1,0 +1,56 @@
+"""What one iteration gave on one rank: losses, times, bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class ActionTime(NamedTuple):
+    """When one action ran, on the host's monotonic clock."""
+
+    verb: str
+    chunk: str
+    microbatch: int
+    sub_microbatch: int
+    start_ns: int
+    end_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one iteration gave on one rank.
+
+    Attributes
+    ----------
+    loss_sum : float
+        Sum of the losses of the microbatches whose last chunk is here, before division by ``normaliser``;
+        0.0 on ranks without the last chunk.
+    normaliser : float
+        Targets of the global batch: what the gradients are divided by.
+    times : tuple of ActionTime
+        Every action that was run, in order; waits too.
+    num_recomputed : int
+        Layers run a second time.
+    offloaded_bytes : int
+        Moved to the host.
+    sent_bytes, received_bytes : int
+    """
+
+    loss_sum: float
+    normaliser: float
+    times: tuple[ActionTime, ...]
+    num_recomputed: int
+    offloaded_bytes: int
+    sent_bytes: int
+    received_bytes: int
+
+    @property
+    def compute_times(self) -> tuple[ActionTime, ...]:
+        """The F, B, I and W alone, in the rank's order: what a schedule has tasks for."""
+        return tuple(t for t in self.times if t.verb in ("F", "B", "I", "W"))
+
+    @property
+    def waiting_ns(self) -> int:
+        """Time spent in waits for messages."""
+        return sum(t.end_ns - t.start_ns for t in self.times if t.verb in ("WF", "WB", "DF", "DB"))

@@ -1,0 +1,174 @@
+"""Pipeline x data x tensor parallel iterations, run inside launched processes."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from pipeloom.packing import PackingSpec, pack
+from pipeloom.plan import ExecutionPlan, boundary_shapes, lower, verify
+from pipeloom.runtime import (
+    Executor,
+    Mesh,
+    Model,
+    TorchTransport,
+    clip_gradients,
+    global_targets,
+    make_mesh,
+    mesh_gradients,
+    shard_layers,
+)
+from pipeloom.spec import Layout, Parallelism
+from tests.plan.cases import (
+    Case,
+    RandomCosts,
+    dealt_units,
+    earliest,
+    graph_of_units,
+    random_batch,
+    random_schedule,
+)
+
+from .cases import (
+    Gradients,
+    Mean,
+    Merge,
+    Residual,
+    Run,
+    assert_equal_gradients,
+    copied,
+    expected,
+    random_documents,
+    random_run,
+)
+
+CLIP = 0.01
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Degrees of parallelism, and whether replicas hold shards (FSDP2) or everything."""
+
+    pipeline: int
+    data: int
+    tensor: int
+    sharded: bool = False
+
+
+def replica_of(seed: int, number: int, num_ranks: int = 2, data: int = 2, tensor: int = 1) -> Run:
+    """One of several replicas: the same model and chunks, another batch."""
+    first = random_run(seed, num_ranks, replicate=seed % 2 == 0)
+    layout = Layout(num_ranks, first.case.layout.modules, first.case.layout.chunks, Parallelism(tensor, data))
+    rng = random.Random(f"replica {seed} {number}")
+    batch = random_batch(rng)
+    packing = pack(batch, first.case.model, layout, PackingSpec(rng.choice((15, 25, 60))))
+    costs = RandomCosts(seed, rng.random() < 0.5)
+    graph = graph_of_units(layout, packing, dealt_units(rng, layout, packing), costs)
+    schedule = random_schedule(rng, graph)
+    case = Case(first.case.model, layout, packing, graph, schedule, earliest(graph, schedule))
+    return Run(case, first.model, random_documents(rng, batch))
+
+
+def expected_of_all(runs: list[Run]) -> tuple[float, Gradients]:
+    """Loss and gradients of the undivided model on the batches of all replicas together."""
+    total = sum(sum(map(run.model.num_targets, run.documents)) for run in runs)
+    value, wanted = 0.0, dict[str, Any]()
+    for run in runs:
+        loss, gradients = expected(replace(run, model=runs[0].model))
+        share = sum(map(run.model.num_targets, run.documents)) / total
+        value += share * loss
+        for name, gradient in gradients.items():
+            if gradient is not None:
+                wanted[name] = wanted.get(name, 0.0) + gradient * share
+    return value, wanted
+
+
+def plan_of(run: Run, seed: int) -> ExecutionPlan:
+    """Its plan, verified, with one memory strategy for all pairs."""
+    case = run.case
+    strategy = random.Random(f"strategy {seed}").choice(("keep", "recompute", "selective", "offload"))
+    shapes = boundary_shapes(case.model, case.layout)
+    plan = lower(
+        case.graph, case.schedule, case.timeline, case.layout, case.packing, shapes, default_strategy=strategy
+    )
+    verify(plan, case.layout, case.packing)
+    return plan
+
+
+def tensor_parallel(model: Model, mesh: Mesh) -> None:
+    """Divide what can be divided: as a user would, layer by layer."""
+    for module in model.modules:
+        for layer in module.layers:
+            plan: dict[str, Any] = {}
+            if isinstance(layer, Residual):
+                plan = {"inner": ColwiseParallel(output_layouts=Replicate())}
+            elif isinstance(layer, Mean):
+                plan = {"inner": RowwiseParallel(input_layouts=Replicate())}
+            elif isinstance(layer, Merge) and layer.embed is not None:
+                plan = {"embed": ColwiseParallel(output_layouts=Replicate())}
+            if plan:
+                parallelize_module(layer, mesh.device_mesh["tp"], plan)
+
+
+def executor_on(run: Run, mesh: Mesh, shape: Shape) -> Executor:
+    """An executor on this process's part of a copy of the model."""
+    layout = run.case.layout
+    model = replace(run.model, modules=copied(run.model))
+    if shape.tensor > 1:
+        tensor_parallel(model, mesh)
+    if shape.sharded:
+        shard_layers(model, layout, mesh)
+    return Executor(
+        model,
+        layout,
+        mesh.pipeline_rank,
+        TorchTransport(mesh.pipeline),
+        reduce_gradients=mesh_gradients(layout, mesh),
+    )
+
+
+def run_on_mesh(shapes: list[Shape], seeds: list[int]) -> int:
+    """Run random iterations under every shape; raise for the first that is not exact. Returns their number."""
+    count = 0
+    for shape in shapes:
+        mesh = make_mesh(replica_of(0, 0, shape.pipeline, shape.data, shape.tensor).case.layout)
+        for seed in seeds:
+            try:
+                run_once(shape, mesh, seed)
+            except AssertionError as error:
+                raise AssertionError(f"{shape}, seed {seed}: {error}") from error
+            count += 1
+    return count
+
+
+def run_once(shape: Shape, mesh: Mesh, seed: int) -> None:
+    runs = [replica_of(seed, n, shape.pipeline, shape.data, shape.tensor) for n in range(shape.data)]
+    loss, wanted = expected_of_all(runs)
+    run = replace(runs[mesh.data_rank], model=runs[0].model)
+    executor = executor_on(run, mesh, shape)
+    targets = global_targets(sum(map(run.model.num_targets, run.documents)), mesh)
+    result = executor.run(plan_of(run, seed), run.case.packing, run.documents, normaliser=targets)
+    total = torch.tensor(result.loss_sum / result.normaliser, dtype=torch.float64)
+    dist.all_reduce(total)
+    assert abs(float(total) / shape.tensor - loss) < 1e-10 * (1 + abs(loss))
+    mine = dict(executor.named_parameters())
+    check_gradients(mine, wanted)
+    norm = torch.sqrt(sum((g.square().sum() for g in wanted.values()), torch.tensor(0.0)))
+    found = clip_gradients(executor.named_parameters(), run.case.layout, mesh, CLIP)
+    assert abs(found - norm) < 1e-10 * (1 + norm), f"norm {found} against {norm}"
+    check_gradients(mine, {name: g * min(1.0, CLIP / float(norm)) for name, g in wanted.items()})
+
+
+def check_gradients(mine: dict[str, torch.nn.Parameter], wanted: Gradients) -> None:
+    found: Gradients = {}
+    for name, parameter in mine.items():
+        gradient: Tensor | None = parameter.grad
+        found[name] = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+    assert_equal_gradients(found, {name: wanted.get(name) for name in mine})

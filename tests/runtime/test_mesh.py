@@ -1,0 +1,36 @@
+from __future__ import annotations
+
+import pytest
+
+from pipeloom.errors import ExecutionError
+from pipeloom.runtime import launch
+
+from .on_mesh import Shape, run_on_mesh
+
+TWO_BY_TWO = [
+    Shape(2, 2, 1),
+    Shape(2, 2, 1, sharded=True),
+    Shape(2, 1, 2),
+    Shape(1, 2, 2),
+    Shape(1, 2, 2, sharded=True),
+]
+
+
+def test_two_kinds_of_parallelism_at_a_time_are_exact() -> None:
+    assert launch(run_on_mesh, 4, TWO_BY_TWO, list(range(4)), timeout_s=120.0)[0] == 20
+
+
+@pytest.mark.soak
+def test_all_three_together_are_exact() -> None:
+    shapes = [Shape(2, 2, 2), Shape(2, 2, 2, sharded=True)]
+    launch(run_on_mesh, 8, shapes, list(range(12)), timeout_s=300.0)
+
+
+@pytest.mark.soak
+def test_two_kinds_of_parallelism_are_exact_on_many_models() -> None:
+    launch(run_on_mesh, 4, TWO_BY_TWO, list(range(100, 130)), timeout_s=300.0)
+
+
+def test_a_wrong_number_of_processes_is_named() -> None:
+    with pytest.raises(ExecutionError, match=r"2 pipeline x 2 data x 1 tensor = 4 processes, 1 run"):
+        launch(run_on_mesh, 1, [Shape(2, 2, 1)], [0], timeout_s=30.0)
