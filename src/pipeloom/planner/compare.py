@@ -12,7 +12,7 @@ from pipeloom.packing import pack
 from pipeloom.planner.plan_batch import PlannedBatch, Problem, plan_batch
 from pipeloom.search import StoppingRule
 from pipeloom.spec import Batch, Layout
-from pipeloom.taskgraph import TaskGraph, build_graph
+from pipeloom.taskgraph import NS_PER_S, TaskGraph, build_graph
 from pipeloom.timeline import LowerBound, Schedule, Timeline, lower_bound, simulate
 
 _SCHEDULES = {"gpipe": gpipe, "1f1b": one_f_one_b, "interleaved": interleaved_one_f_one_b}
@@ -29,6 +29,13 @@ class SystemTimeline:
     timeline: Timeline
     lower_bound: LowerBound
     """Of this system's own graph: its layout fixes what any schedule of it can reach."""
+    after_s: float = 0.0
+    """What this system alone needs after the pipeline: the gradients of replicated modules."""
+
+    @property
+    def iteration_s(self) -> float:
+        """The pipeline, and what this system alone needs after it."""
+        return self.timeline.makespan_ns / NS_PER_S + self.after_s
 
 
 def chain_layouts(problem: Problem, load: LayerLoad, chunks_per_rank: int = 2) -> dict[str, Layout]:

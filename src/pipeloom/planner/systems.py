@@ -15,6 +15,7 @@ import numpy as np
 from pipeloom.arrange import LayerLoad, ModulePlacement, chain, even_layout, modality_placements, separate
 from pipeloom.baselines import best_stages, fsdp_seconds, interleaved_one_f_one_b, one_f_one_b, optimus_coarse
 from pipeloom.cost.emulated import EmulatedCosts
+from pipeloom.emulator.static import GRADIENT_BYTES
 from pipeloom.errors import InfeasibleError, InputError
 from pipeloom.planner.case import (
     LEVELS,
@@ -154,9 +155,23 @@ def searched_system(
     def run(groups: Groups, budget: StoppingRule, seed: int) -> SystemTimeline:
         graph = graph_of(case, layout, groups, name, costs)
         found = solve(graph, budget=budget, seed=seed, method=method)
-        return SystemTimeline(name, layout, graph, found.schedule, found.timeline, found.lower_bound)
+        return SystemTimeline(
+            name, layout, graph, found.schedule, found.timeline, found.lower_bound, replica_seconds(case, layout)
+        )
 
     return System(name, layout, run)
+
+
+def replica_seconds(case: Case, layout: Layout) -> float:
+    """Seconds to add up the gradients of replicated modules over the pipeline, ring-wise, after the last backward."""
+    replicated = {m.name for m in layout.modules if m.on_ranks == "replicated" and not m.frozen}
+    parameters = sum(
+        layer.num_parameters for m in case.model.modules if m.name in replicated for layer in m.flat_layers
+    )
+    if not parameters or layout.num_ranks == 1:
+        return 0.0
+    share = parameters * GRADIENT_BYTES // case.degrees.tensor // layout.num_ranks
+    return 2 * (layout.num_ranks - 1) * case.costs.transfer_s(share)
 
 
 def unadaptive_system(name: str, case: Case, layout: Layout, method: str) -> System:

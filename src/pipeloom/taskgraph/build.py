@@ -61,18 +61,16 @@ def build_graph(
     TaskGraph
         With ``labels``, so that schedules of it can be lowered.
 
+    Replicated modules run each sub-microbatch on one rank: on the one that has least to do so far, what the
+    pipelined modules give it included.
+
     Raises
     ------
     InputError
-        For replicated modules, which need a rank per sub-microbatch first, and for module boundaries whose
-        parts do not match.
+        For module boundaries whose parts do not match.
     """
-    for module in layout.modules:
-        if module.on_ranks == "replicated":
-            raise InputError(
-                f"module {module.name!r}.on_ranks", "'replicated' is not planned yet", "use 'pipelined'"
-            )
     builder = _Builder(layout, packing, _memoised(costs, layout), costs, split_backward)
+    builder.weigh_ranks()
     for microbatch in range(len(packing.microbatches)):
         builder.add_microbatch(microbatch)
     return builder.finish(name, capacity_bytes)
@@ -125,6 +123,35 @@ class _Builder:
     target: list[int] = field(default_factory=list)
     delay: list[int] = field(default_factory=list)
     num_segments: int = 0
+    load_s: list[float] = field(default_factory=list)
+    """Per rank: seconds of the pipelined modules in all, and of what replicated ones have been dealt to it."""
+
+    def weigh_ranks(self) -> None:
+        """Count what the pipelined modules give every rank; only replicated modules ask."""
+        self.load_s = [0.0] * self.layout.num_ranks
+        if all(module.on_ranks == "pipelined" for module in self.layout.modules):
+            return
+        for m, module in enumerate(self.layout.modules):
+            if module.on_ranks == "replicated":
+                continue
+            for microbatch in self.packing.microbatches:
+                for part in microbatch.parts[m]:
+                    for chunk in self.layout.chunks_of(module.name):
+                        self.load_s[self.layout.chunks[chunk].rank] += self._seconds(chunk, part.workload)
+
+    def _seconds(self, chunk: int, workload: Workload) -> float:
+        base = self.chunk_costs(chunk, workload)[0]
+        return base.forward_s + base.backward_s
+
+    def _chunks(self, m: int, workload: Workload) -> tuple[int, ...]:
+        """Chunks that a part passes: all of a pipelined module, one of a replicated one."""
+        module = self.layout.modules[m]
+        chunks = self.layout.chunks_of(module.name)
+        if module.on_ranks == "pipelined":
+            return chunks
+        chunk = min(chunks, key=lambda c: self.load_s[self.layout.chunks[c].rank])
+        self.load_s[self.layout.chunks[chunk].rank] += self._seconds(chunk, workload)
+        return (chunk,)
 
     def add_microbatch(self, microbatch: int) -> None:
         """Add all modules of a microbatch, in topological order."""
@@ -137,7 +164,7 @@ class _Builder:
 
     def _pass(self, microbatch: int, m: int, sub: int, part: SubMicrobatch) -> _Passage:
         name = self.layout.modules[m].name
-        chunks = self.layout.chunks_of(name)
+        chunks = self._chunks(m, part.workload)
         trained = self.layout.has_backward(name)
         passage = _Passage(chunks, [], part.workload)
         ranks = [self.layout.chunks[c].rank for c in chunks]

@@ -1,0 +1,183 @@
+"""Choose a layout by planning sampled iterations under many (`dip.txt` §4, and beyond its rules).
+
+The paper's rules give a start. From there sub-microbatch sizes and segments change one at a time as long as
+that helps; whole other shapes are tried too: one chain of stages cut by time, and encoders that lie whole on
+every rank. Everything is planned with memory and with strategies, as it will be in training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from pipeloom.arrange import ModulePlacement, chain, even_layout, modality_placements
+from pipeloom.errors import InfeasibleError, InputError
+from pipeloom.planner.case import Case, Groups, graph_of, typical_lengths
+from pipeloom.planner.systems import MOST_CHUNKS, by_time, replica_seconds
+from pipeloom.search import Deadline, StoppingRule, solve
+from pipeloom.spec import Chunk, Layout
+from pipeloom.taskgraph import NS_PER_S
+from pipeloom.timeline import lower_bound
+
+TRIAL = Deadline(0.25, "cpu")
+"""Search for each layout and iteration while layouts are compared."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutTrial:
+    """What a layout costs on the sampled iterations.
+
+    Attributes
+    ----------
+    name : str
+    layout : Layout
+    seconds : float
+        Mean planned iteration; infinite where it does not fit. For a layout that its lower bound rules out
+        already, the bound, and ``ruled_out`` is true.
+    bound_s : float
+        Mean lower bound of its iterations.
+    problem : str
+        Why it does not fit, or nothing.
+    """
+
+    name: str
+    layout: Layout
+    seconds: float
+    bound_s: float
+    ruled_out: bool = False
+    problem: str = ""
+
+
+def choose_layout(
+    case: Case, batches: Sequence[Groups], *, trial: StoppingRule = TRIAL, seed: int = 0, rounds: int = 2
+) -> tuple[LayoutTrial, ...]:
+    """Plan the sampled iterations under many layouts.
+
+    Parameters
+    ----------
+    case : Case
+    batches : sequence of Groups
+        A few iterations like those of the training to come.
+    trial : StoppingRule
+        Search for each layout and iteration.
+    seed : int
+    rounds : int
+        Times that every size and count of segments may change.
+
+    Returns
+    -------
+    tuple of LayoutTrial
+        Fastest first; the first is the one to take.
+
+    Raises
+    ------
+    InfeasibleError
+        Nothing that was tried fits.
+    """
+    if not batches:
+        raise InputError("batches", "is empty", "give at least one sampled iteration")
+    load = by_time(case, batches)
+    start = modality_placements(case.model, case.costs, case.num_ranks, typical_lengths(case, batches))
+    known: dict[str, LayoutTrial] = {}
+
+    def look(name: str, layout: Layout) -> LayoutTrial:
+        if name not in known:
+            best = min((t.seconds for t in known.values() if not t.ruled_out), default=float("inf"))
+            known[name] = try_layout(case, name, layout, batches, trial, seed, best)
+        return known[name]
+
+    def separated(places: Mapping[str, ModulePlacement]) -> LayoutTrial:
+        return look(placement_name(places), even_layout(case.model, case.num_ranks, places, load))
+
+    places = dict(start)
+    best = separated(places)
+    for _ in range(rounds):
+        before = best.seconds
+        for module in case.model.modules:
+            # The best of all that change this module alone.
+            for option in list(_changes(case, module.name, places, start)):
+                trial_of = separated(option)
+                if trial_of.seconds < best.seconds and not trial_of.ruled_out:
+                    best, places = trial_of, option
+        if best.seconds >= before:
+            break
+    for v in range(1, MOST_CHUNKS + 1):
+        if case.num_ranks * v <= sum(len(m.flat_layers) for m in case.model.modules):
+            look(f"one chain, {v} chunks a rank", chain(case.model, case.num_ranks, v, load))
+    if case.num_ranks > 1:
+        for module in case.model.modules[:-1]:
+            layout = replicated(even_layout(case.model, case.num_ranks, places, load), [module.name])
+            for size in {places[module.name].sub_microbatch, 4, 2, 1}:
+                if size is not None:
+                    name = f"{placement_name(places)}; {module.name} replicated, {size} each"
+                    look(name, _resized(layout, module.name, size))
+    order = sorted(known.values(), key=lambda t: (t.ruled_out, t.seconds))
+    if order[0].seconds == float("inf"):
+        raise InfeasibleError(f"no layout fits: {order[0].problem}")
+    return tuple(order)
+
+
+def try_layout(
+    case: Case, name: str, layout: Layout, batches: Sequence[Groups], trial: StoppingRule, seed: int,
+    incumbent_s: float = float("inf"),
+) -> LayoutTrial:  # fmt: skip
+    """Plan the sampled iterations under one layout; stop where its lower bound is beyond ``incumbent_s``."""
+    after = replica_seconds(case, layout)
+    try:
+        graphs = [graph_of(case, layout, groups, name) for groups in batches]
+        bounds = [lower_bound(graph).ns / NS_PER_S + after for graph in graphs]
+        bound_s = sum(bounds) / len(bounds)
+        if bound_s >= incumbent_s:
+            return LayoutTrial(name, layout, bound_s, bound_s, ruled_out=True)
+        total = 0.0
+        for i, graph in enumerate(graphs):
+            total += solve(graph, budget=trial, seed=seed + i).timeline.makespan_ns / NS_PER_S + after
+    except InfeasibleError as error:
+        return LayoutTrial(name, layout, float("inf"), float("inf"), problem=str(error))
+    return LayoutTrial(name, layout, total / len(graphs), bound_s)
+
+
+def replicated(layout: Layout, names: Sequence[str]) -> Layout:
+    """The same layout with some modules whole on every rank."""
+    chunks: list[Chunk] = []
+    for module in layout.modules:
+        mine = [layout.chunks[c] for c in layout.chunks_of(module.name)]
+        if module.name in names:
+            last = mine[-1].layers[1]
+            mine = [Chunk(module.name, (0, last), rank) for rank in range(layout.num_ranks)]
+        chunks += mine
+    modules = tuple(
+        msgspec.structs.replace(m, on_ranks="replicated") if m.name in names else m for m in layout.modules
+    )
+    return msgspec.structs.replace(layout, modules=modules, chunks=tuple(chunks))
+
+
+def placement_name(places: Mapping[str, ModulePlacement]) -> str:
+    """Sizes and segments in words: ``vision 12 x2, lm all x1``."""
+    words = (f"{name} {p.sub_microbatch or 'all'} x{p.segments}" for name, p in places.items())
+    return ", ".join(words)
+
+
+def _resized(layout: Layout, name: str, size: int) -> Layout:
+    modules = tuple(
+        msgspec.structs.replace(m, sub_microbatch=size) if m.name == name else m for m in layout.modules
+    )
+    return msgspec.structs.replace(layout, modules=modules)
+
+
+def _changes(
+    case: Case, name: str, places: Mapping[str, ModulePlacement], start: Mapping[str, ModulePlacement]
+) -> Iterator[dict[str, ModulePlacement]]:
+    """Other segments and sizes of one module."""
+    here, most = places[name], len(case.model.module(name).flat_layers) // case.num_ranks
+    rule = start[name].sub_microbatch
+    segments = {here.segments + d for d in (-2, -1, 1, 2)} | {1}
+    for k in sorted(segments):
+        if 1 <= k <= most and k != here.segments:
+            yield {**places, name: msgspec.structs.replace(here, segments=k)}
+    if rule is not None:
+        for size in (max(1, rule // 2), rule, round(rule * 1.5), rule * 2, None):
+            if size != here.sub_microbatch:
+                yield {**places, name: msgspec.structs.replace(here, sub_microbatch=size)}
