@@ -156,7 +156,13 @@ def searched_system(
         graph = graph_of(case, layout, groups, name, costs)
         found = solve(graph, budget=budget, seed=seed, method=method)
         return SystemTimeline(
-            name, layout, graph, found.schedule, found.timeline, found.lower_bound, replica_seconds(case, layout)
+            name,
+            layout,
+            graph,
+            found.schedule,
+            found.timeline,
+            found.lower_bound,
+            replica_seconds(case, layout),
         )
 
     return System(name, layout, run)

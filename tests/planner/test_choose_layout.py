@@ -1,0 +1,72 @@
+"""Choosing a layout: it is never behind the rules' own, it tells what does not fit, replicas are dealt evenly."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipeloom.arrange import ModulePlacement, even_layout
+from pipeloom.errors import InfeasibleError, InputError
+from pipeloom.packing import PackingSpec, pack
+from pipeloom.planner.case import draw_groups, make_case, pack_groups
+from pipeloom.planner.choose_layout import choose_layout, placement_name, replicated, try_layout
+from pipeloom.planner.systems import our_layout, replica_seconds
+from pipeloom.search import Evaluations, solve
+from pipeloom.spec import Batch, Sample
+from pipeloom.spec.hardware import Degrees
+from pipeloom.taskgraph import build_graph
+from pipeloom.timeline import check
+from tests.cases import ToyCosts, vlm_spec
+
+
+@pytest.fixture(scope="module")
+def case():
+    return make_case("vlm-7b", "dip-h800-64", Degrees(tensor=2, pipeline=2))
+
+
+def test_the_choice_is_the_fastest_of_what_was_tried(case):
+    batches = [draw_groups(case, 4, 100)]
+    trials = choose_layout(case, batches, trial=Evaluations(60), rounds=1)
+    assert trials[0].seconds == min(t.seconds for t in trials if not t.ruled_out)
+    assert all(t.bound_s <= t.seconds for t in trials)
+    assert any("chain" in t.name for t in trials)
+    assert any("replicated" in t.name for t in trials)
+    rules = try_layout(case, "rules", our_layout(case, batches), batches, Evaluations(60), 0)
+    assert trials[0].seconds <= rules.seconds
+    with pytest.raises(InputError, match="sampled iteration"):
+        choose_layout(case, [])
+
+
+def test_a_layout_that_does_not_fit_says_why():
+    case = make_case("vlm-s", "dip-h800-64", Degrees(tensor=1, pipeline=2), update=False)
+    with pytest.raises(InfeasibleError, match="optimiser state"):
+        choose_layout(case, [draw_groups(case, 2, 0)], trial=Evaluations(1), rounds=1)
+
+
+def test_replicas_get_even_work():
+    """Eight equal images on two ranks: four each; every schedule of it can run."""
+    model = vlm_spec(4, 4)
+    samples = tuple(Sample(f"s{i}", 6, (1, 1), (3, 3)) for i in range(4))
+    places = {"vision": ModulePlacement(1, 1)}
+    layout = replicated(even_layout(model, 2, places, lambda _m, _l: 1.0), ["vision"])
+    assert [(c.module, c.layers, c.rank) for c in layout.chunks[:2]] == [
+        ("vision", (0, 3), 0),
+        ("vision", (0, 3), 1),
+    ]
+    graph = build_graph(layout, pack(Batch(samples), model, layout, PackingSpec(8)), ToyCosts(model))
+    vision = graph.module == 0
+    work = [int(graph.duration_ns[vision & (graph.rank == r)].sum()) for r in range(2)]
+    assert work[0] == work[1] > 0
+    found = solve(graph, budget=Evaluations(50), seed=0)
+    assert check(graph, found.schedule, found.timeline) == ()
+
+
+def test_replicated_gradients_cost_time(case):
+    places = {m.name: ModulePlacement(1, 2 if m.name == "vision" else None) for m in case.model.modules}
+    layout = even_layout(case.model, 2, places, lambda _m, _l: 1.0)
+    assert replica_seconds(case, layout) == 0
+    both = replicated(layout, ["vision"])
+    share = sum(layer.num_parameters for layer in case.model.modules[0].flat_layers) * 4 / 2 / 2
+    assert replica_seconds(case, both) == pytest.approx(2 * case.costs.transfer_s(int(share)), rel=1e-6)
+    assert placement_name(places) == "vision 2 x1, lm all x1"
+    groups = draw_groups(case, 2, 0)
+    assert len(pack_groups(case, both, groups).microbatches) == 2
