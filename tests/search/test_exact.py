@@ -9,20 +9,25 @@ from importlib.util import find_spec
 import highspy  # noqa: F401
 import numpy as np
 import pytest
+from hypothesis import given, settings
 
-from pipeloom.errors import InputError
-from pipeloom.search import Deadline, Evaluations, family, generate, solve
+from pipeloom.errors import InfeasibleError, InputError
+from pipeloom.search import EXACT, Deadline, Evaluations, family, generate, solve
 from pipeloom.search.exact import cp_sat
-from pipeloom.search.milp import milp
 from pipeloom.search.plain import first_in_first_out
 from pipeloom.timeline import check, lower_bound, simulate
 from tests.chains import uniform_chain
-from tests.strategies import Shape, random_graph
+from tests.strategies import Shape, graphs, random_graph
 
 
 def needs_ortools():
     if find_spec("ortools") is None:
         pytest.skip("OR-Tools is not installed")
+
+
+def present(*methods):
+    packages = {"gurobi": "gurobipy", "z3": "z3", "milp": "highspy", "cp-sat": "ortools"}
+    return [method for method in methods if find_spec(packages[method]) is not None]
 
 
 SHAPES = [
@@ -51,17 +56,19 @@ def test_bounds_and_searches_against_optima(shape, seed):
     assert lower_bound(graph).ns <= best <= found.timeline.makespan_ns
     assert found.timeline.makespan_ns <= 1.25 * best
     if graph.candidates is None and graph.num_tasks <= 20:
-        other = milp(graph, seconds=20, hint=hint, bound_ns=0)
-        assert check(graph, other.schedule) == ()
-        assert simulate(graph, other.schedule).makespan_ns >= best
-        if other.proved:
-            assert simulate(graph, other.schedule).makespan_ns == best
+        for method in present("milp", "gurobi", "z3"):
+            other = EXACT[method](graph, seconds=20, hint=hint, bound_ns=0)
+            assert check(graph, other.schedule) == ()
+            assert other.bound_ns <= best, method
+            assert simulate(graph, other.schedule).makespan_ns >= best
+            if other.proved:
+                assert simulate(graph, other.schedule).makespan_ns == best, method
 
 
-@pytest.mark.parametrize("method", ["cp-sat", "milp"])
+@pytest.mark.parametrize("method", list(EXACT))
 def test_behind_the_same_interface(method):
-    if method == "cp-sat":
-        needs_ortools()
+    if not present(method):
+        pytest.skip("not installed")
     graph = random_graph(1, SHAPES[1])
     solution = solve(graph, budget=Deadline(5), seed=0, method=method)
     assert check(graph, solution.schedule, solution.timeline) == ()
@@ -69,10 +76,44 @@ def test_behind_the_same_interface(method):
     assert solution.method == method
 
 
-def test_milp_refuses_candidates():
+@pytest.mark.parametrize("method", ["milp", "gurobi", "z3"])
+def test_candidates_are_refused(method):
     graph = uniform_chain(2, 2, candidates=True)
-    with pytest.raises(InputError, match="milp takes no candidates"):
-        milp(graph, seconds=1, hint=first_in_first_out(graph), bound_ns=0)
+    with pytest.raises(InputError, match=f"{method} takes no candidates"):
+        EXACT[method](graph, seconds=1, hint=first_in_first_out(graph), bound_ns=0)
+
+
+@pytest.mark.parametrize(("method", "package"), [("cp-sat", "ortools"), ("gurobi", "gurobipy"), ("z3", "z3")])
+def test_a_missing_package_is_named_with_the_remedy(method, package, monkeypatch):
+    monkeypatch.setattr(
+        f"{EXACT[method].__module__}.find_spec", lambda name: None if name == package else name
+    )
+    graph = uniform_chain(2, 2)
+    with pytest.raises(InputError, match=r"not installed; pip install 'pipeloom\[exact\]'"):
+        EXACT[method](graph, seconds=1, hint=first_in_first_out(graph), bound_ns=0)
+
+
+def test_the_free_licence_of_gurobi_is_named_where_it_ends():
+    if not present("gurobi"):
+        pytest.skip("not installed")
+    graph = generate(family("t2v-s", num_microbatches=10), 0)
+    with pytest.raises(InputError, match="more than the 2000 of each"):
+        solve(graph, budget=Deadline(1.0), seed=0, method="gurobi")
+
+
+@settings(deadline=None, max_examples=12)
+@given(graphs(num_ranks=2, num_microbatches=3, max_parts=1, num_modules=1, num_candidates=0))
+def test_tasks_that_last_no_time_are_ordered_rightly(graph):
+    """Half of all durations zero: every solver's answer is feasible, and none is below another's bound."""
+    graph = replace(graph, duration_ns=graph.duration_ns * (np.arange(graph.num_tasks) % 2))
+    try:
+        hint = first_in_first_out(graph)
+    except InfeasibleError:
+        return
+    answers = [EXACT[m](graph, seconds=1, hint=hint, bound_ns=0) for m in present(*EXACT)]
+    makespans = [simulate(graph, answer.schedule).makespan_ns for answer in answers]
+    assert all(check(graph, answer.schedule) == () for answer in answers)
+    assert max(answer.bound_ns for answer in answers) <= min(makespans)
 
 
 def small_vlm(seed):

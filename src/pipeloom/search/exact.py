@@ -1,6 +1,6 @@
-"""Exact solvers behind the same interface: CP-SAT, and a mixed integer program for HiGHS.
+"""Exact solvers behind the same interface: CP-SAT here, mixed integer programs and formulas in their own files.
 
-Both state the whole problem at once (`dip.txt` §5.4 calls it the full ILP baseline), so they are for small
+All state the whole problem at once (`dip.txt` §5.4 calls it the full ILP baseline), so they are for small
 graphs and for judging the others. They answer with an order per rank, the candidates, and a bound they proved.
 """
 
@@ -16,7 +16,7 @@ import numpy as np
 from pipeloom.errors import InputError
 from pipeloom.search import exact_worker
 from pipeloom.taskgraph import NO_TASK, IntArray, TaskGraph, topological_order
-from pipeloom.timeline import Schedule, simulate
+from pipeloom.timeline import Schedule, check, simulate
 from pipeloom.timeline.bounds import pair_options
 
 
@@ -37,6 +37,22 @@ class Exact:
     schedule: Schedule
     bound_ns: int
     proved: bool
+
+
+def finish(graph: TaskGraph, hint: Schedule, found: Schedule | None, bound_ns: int, optimal: bool) -> Exact:
+    """What a solver found if it is feasible and shorter than the hint, else the hint; its bound if that can be.
+
+    The models know a task that lasts no time only by its moment, so orders among such tasks may not be what the
+    solver had in mind, and are checked.
+    """
+    best, best_ns = hint, simulate(graph, hint).makespan_ns
+    if found is not None:
+        if check(graph, found):
+            optimal = False
+        elif (found_ns := simulate(graph, found).makespan_ns) < best_ns:
+            best, best_ns = found, found_ns
+    bound_ns = min(bound_ns, best_ns)
+    return Exact(best, bound_ns, optimal or bound_ns >= best_ns)
 
 
 def unit_of(graph: TaskGraph) -> int:
@@ -124,18 +140,15 @@ def solve_here(
     solver.parameters.random_seed = seed
     status = solver.solve(model)
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-        return Exact(hint, bound_ns, known.makespan_ns <= bound_ns)
+        return finish(graph, hint, None, bound_ns, optimal=False)
     starts = np.array([solver.value(x) for x in start], np.int64)
     ends = np.array([solver.value(x) for x in end], np.int64)
     choice = None
     if graph.candidates is not None:
         choice = np.array([next(j for j, x in enumerate(row) if solver.value(x)) for row in picked], np.int64)
     schedule = Schedule(orders_of(graph, starts, ends), choice, "cp-sat")
-    # Order-based memory counts tasks that last no time, which the model does not see.
-    if simulate(graph, schedule).makespan_ns > known.makespan_ns:
-        schedule = hint
-    proved = round(solver.best_objective_bound) * unit
-    return Exact(schedule, max(bound_ns, proved), bool(status == cp_model.OPTIMAL))
+    proved_ns = round(solver.best_objective_bound) * unit
+    return finish(graph, hint, schedule, max(bound_ns, proved_ns), bool(status == cp_model.OPTIMAL))
 
 
 def _pick_candidates(model: Any, graph: TaskGraph) -> list[list[Any]]:

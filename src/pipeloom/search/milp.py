@@ -1,21 +1,17 @@
-"""The whole problem as one mixed integer program for HiGHS: a start time per task, an order bit per two tasks.
-
-What is held when a task runs follows from the order bits: a pair is held if its F is before the task and its
-backward is not. For small graphs without candidates.
-"""
+"""The mixed integer program of `pipeloom.search.linear` for HiGHS."""
 
 from __future__ import annotations
 
 import sys
-from itertools import combinations
 from typing import Any
 
 import numpy as np
 
 from pipeloom.errors import InputError
-from pipeloom.search.exact import Exact, orders_of
-from pipeloom.taskgraph import TaskGraph, topological_order
-from pipeloom.timeline import Schedule, heads_and_tails, memory_changes, simulate
+from pipeloom.search import linear
+from pipeloom.search.exact import Exact, finish
+from pipeloom.taskgraph import TaskGraph
+from pipeloom.timeline import Schedule
 
 
 def milp(
@@ -28,86 +24,43 @@ def milp(
     InputError
         The graph has candidates.
     """
-    if graph.candidates is not None:
-        raise InputError("method", "milp takes no candidates", "use cp-sat, or choose the candidates first")
+    linear.refuse_candidates(graph, "milp")
     if "ortools" in sys.modules:
         raise InputError(
             "method", "milp cannot run in a process that has loaded OR-Tools", "start a new process"
         )
     import highspy
 
-    known = simulate(graph, hint)
-    horizon = known.makespan_ns
-    # Times in units of the mean task, so that they are near one.
-    unit = max(1.0, float(graph.duration_ns.mean()))
-    head, tail = heads_and_tails(graph, graph.duration_ns)
-    before = _ancestors(graph)
+    model = linear.state(graph, hint, bound_ns)
+    num_columns = len(model.low)
+    lp = highspy.HighsLp()
+    lp.num_col_, lp.num_row_ = num_columns, len(model.rows)
+    lp.col_cost_ = np.eye(1, num_columns, num_columns - 1)[0]
+    lp.col_lower_, lp.col_upper_ = np.array(model.low), np.array(model.high)
+    lp.row_lower_ = np.array([limit for _, _, limit in model.rows])
+    lp.row_upper_ = np.full(len(model.rows), highspy.kHighsInf)
+    starts = np.zeros(len(model.rows) + 1, np.int32)
+    np.cumsum([len(columns) for columns, _, _ in model.rows], out=starts[1:])
+    lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
+    lp.a_matrix_.start_ = starts
+    lp.a_matrix_.index_ = np.array([c for columns, _, _ in model.rows for c in columns], np.int32)
+    lp.a_matrix_.value_ = np.array([f for _, factors, _ in model.rows for f in factors])
+    kinds = highspy.HighsVarType
+    lp.integrality_ = [
+        kinds.kInteger if model.is_integer(c) else kinds.kContinuous for c in range(num_columns)
+    ]
     solver: Any = highspy.Highs()  # type: ignore[no-untyped-call]
     for name, setting in (("output_flag", False), ("threads", workers), ("random_seed", seed % (1 << 31)),
-                          ("time_limit", max(0.01, seconds)), ("mip_feasibility_tolerance", 1e-9)):  # fmt: skip
+                          ("time_limit", max(0.01, seconds)), ("mip_feasibility_tolerance", 1e-9),
+                          ("mip_rel_gap", 0.0)):  # fmt: skip
         solver.setOptionValue(name, setting)
-    length = graph.duration_ns / unit
-    start = [
-        solver.addVariable(lb=head[t] / unit, ub=(horizon - tail[t] - graph.duration_ns[t]) / unit)
-        for t in range(graph.num_tasks)
-    ]
-    makespan = solver.addVariable(lb=bound_ns / unit, ub=horizon / unit, obj=1.0)
-    for t in range(graph.num_tasks):
-        solver.addConstr(makespan >= start[t] + float(length[t] + tail[t] / unit))
-        for e in range(graph.successor_start[t], graph.successor_start[t + 1]):
-            other = int(graph.successor[e])
-            solver.addConstr(start[other] >= start[t] + float(length[t] + graph.successor_delay_ns[e] / unit))
-    bits: dict[tuple[int, int], Any] = {}
-    big = horizon / unit
-    for rank in range(graph.num_ranks):
-        mine = np.flatnonzero(graph.rank == rank).tolist()
-        for a, b in combinations(mine, 2):
-            if before[a, b] or before[b, a]:
-                bits[a, b], bits[b, a] = float(before[a, b]), float(before[b, a])
-                continue
-            x = solver.addBinary()
-            bits[a, b], bits[b, a] = x, 1.0 - x
-            solver.addConstr(start[b] >= start[a] + float(length[a]) - big * (1.0 - x))
-            solver.addConstr(start[a] >= start[b] + float(length[b]) - big * x)
-        if graph.capacity_bytes is not None:
-            _add_memory(solver, graph, rank, mine, bits)
+    solver.passModel(lp)
     solver.run()
     info = solver.getInfo()
-    proved = max(bound_ns, int(np.ceil(info.mip_dual_bound * unit * (1 - 1e-9))))
     values = np.array(solver.getSolution().col_value)
+    found = None
+    if len(values) == num_columns and info.primal_solution_status == 2:
+        found = model.schedule(graph, values, "milp")
+    proved_ns = model.bound_ns(graph, info.mip_dual_bound)
     optimal = solver.getModelStatus() == highspy.HighsModelStatus.kOptimal
-    if len(values) < graph.num_tasks or info.primal_solution_status != 2:
-        return Exact(hint, proved, proved >= known.makespan_ns)
-    starts = np.rint(values[: graph.num_tasks] * unit).astype(np.int64)
-    schedule = Schedule(orders_of(graph, starts, starts + graph.duration_ns), None, "milp")
-    if simulate(graph, schedule).makespan_ns > known.makespan_ns:
-        schedule = hint
-    return Exact(schedule, min(proved, simulate(graph, schedule).makespan_ns), bool(optimal))
-
-
-def _ancestors(graph: TaskGraph) -> np.ndarray[tuple[int, int], np.dtype[np.bool_]]:
-    """``[a, b]``: a path leads from a to b."""
-    reach = np.zeros((graph.num_tasks, graph.num_tasks), np.bool_)
-    for t in topological_order(graph).tolist():
-        for p in graph.predecessor[graph.predecessor_start[t] : graph.predecessor_start[t + 1]].tolist():
-            reach[:, t] |= reach[:, p]
-            reach[p, t] = True
-    return reach
-
-
-def _add_memory(
-    solver: Any, graph: TaskGraph, rank: int, mine: list[int], bits: dict[tuple[int, int], Any]
-) -> None:
-    """While each task runs, what tasks before it have left, and what it takes, must fit."""
-    assert graph.capacity_bytes is not None
-    at_start, at_end = memory_changes(graph)
-    net = at_start + at_end
-    room = int(graph.capacity_bytes[rank] - graph.static_bytes[rank])
-    scale = float(max(room, 1))
-    for t in mine:
-        held: Any = float(at_start[t]) / scale
-        for other in mine:
-            if other != t and net[other]:
-                held = held + bits[other, t] * (float(net[other]) / scale)
-        if not isinstance(held, float):
-            solver.addConstr(held <= room / scale)
+    return finish(graph, hint, found, max(bound_ns, proved_ns), bool(optimal))

@@ -14,11 +14,13 @@ from pipeloom.search import kernels
 from pipeloom.search.exact import Exact, cp_sat
 from pipeloom.search.explore import depth_first, random_search, worst
 from pipeloom.search.families import family, generate
+from pipeloom.search.gurobi import gurobi
 from pipeloom.search.local import local_search, portfolio
 from pipeloom.search.milp import milp
 from pipeloom.search.plain import leanest
 from pipeloom.search.polish import polish, rearrange
 from pipeloom.search.result import Progress, Solution
+from pipeloom.search.smt import z3
 from pipeloom.search.state import Search
 from pipeloom.search.stopping import Evaluations, StoppingRule, Watch
 from pipeloom.search.strategies import choose_strategies
@@ -91,7 +93,7 @@ METHODS: dict[str, Method] = {
 EVERY_ROLLOUT = ("mcts", "mcts priority", "depth first", "random", "worst")
 """Methods that choose strategies in every rollout (`dip.txt` §5.1), not by turns with the search of orders."""
 
-EXACT: dict[str, Callable[..., Exact]] = {"cp-sat": cp_sat, "milp": milp}
+EXACT: dict[str, Callable[..., Exact]] = {"cp-sat": cp_sat, "milp": milp, "gurobi": gurobi, "z3": z3}
 EXACT_START = 0.1
 """Part of the budget that goes to the default method, whose answer the exact solvers start from."""
 EXACT_SECONDS = 10.0
