@@ -1,6 +1,14 @@
 """How a Layout is chosen: modality-aware partitioning, and the chains of stages that others use."""
 
-from pipeloom.arrange.layouts import LayerLoad, ModulePlacement, chain, separate, single_rank, typical_seconds
+from pipeloom.arrange.layouts import (
+    LayerLoad,
+    ModulePlacement,
+    chain,
+    encoder_first,
+    separate,
+    single_rank,
+    typical_seconds,
+)
 from pipeloom.arrange.modality import (
     SizeChoice,
     even_layout,
@@ -15,6 +23,7 @@ __all__ = [
     "ModulePlacement",
     "SizeChoice",
     "chain",
+    "encoder_first",
     "even_layout",
     "modality_placements",
     "partition_chain",

@@ -85,6 +85,41 @@ def chain(model: ModelSpec, num_ranks: int, chunks_per_rank: int, load: LayerLoa
     )
 
 
+def encoder_first(model: ModelSpec, num_ranks: int, load: LayerLoad, *, even_layers: bool = False) -> Layout:
+    """Put all modules but the last whole on rank 0, and divide the last one over all ranks.
+
+    So users of small encoders lay their models out (PipeTune section 2.2).
+
+    Parameters
+    ----------
+    model : ModelSpec
+    num_ranks : int
+    load : callable
+        Balances the last module's layers, what rank 0 has of the encoders counted in.
+    even_layers : bool
+        Equal numbers of layers instead, whatever lies beside them.
+
+    Raises
+    ------
+    InputError
+        When the last module has fewer layers than there are ranks.
+    """
+    *encoders, backbone = model.modules
+    layers = backbone.flat_layers
+    loads = [1.0 if even_layers else load(backbone.name, layer) for layer in layers]
+    if not even_layers:
+        loads[0] += sum(load(module.name, layer) for module in encoders for layer in module.flat_layers)
+    runs = partition_chain(loads, num_ranks)
+    return Layout(
+        num_ranks=num_ranks,
+        modules=tuple(ModuleLayout(m.name, m.after, m.frozen) for m in model.modules),
+        chunks=(
+            *(Chunk(module.name, (0, len(module.flat_layers) - 1), 0) for module in encoders),
+            *(Chunk(backbone.name, run, rank) for rank, run in enumerate(runs)),
+        ),
+    )
+
+
 def single_rank(model: ModelSpec, placements: Mapping[str, ModulePlacement]) -> Layout:
     """Lay the whole model on one rank, a chunk per module: for packing before there is a layout."""
     limits = {name: placement.sub_microbatch for name, placement in placements.items()}

@@ -189,7 +189,7 @@ def _random(state: Array, below: int) -> int:
     x ^= x >> np.uint64(7)
     x ^= x << np.uint64(17)
     state[0] = x
-    return int((x >> np.uint64(33)) % np.uint64(below))
+    return np.int64((x >> np.uint64(33)) % np.uint64(below))  # type: ignore[return-value]
 
 
 @numba.njit(cache=True, nogil=True)

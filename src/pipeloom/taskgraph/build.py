@@ -37,6 +37,7 @@ def build_graph(
     name: str = "iteration",
     capacity_bytes: int | None = None,
     split_backward: bool = False,
+    hold_outputs: bool = False,
 ) -> TaskGraph:
     """Make the tasks, pairs and edges of one iteration.
 
@@ -55,6 +56,9 @@ def build_graph(
         Memory of each rank; None: no limit.
     split_backward : bool
         Split backwards into I and W where the costs know the parts.
+    hold_outputs : bool
+        Count a module's output where the module that reads it is on the same rank: held from the end of the one to
+        the end of the other, as with embeddings computed ahead.
 
     Returns
     -------
@@ -69,7 +73,7 @@ def build_graph(
     InputError
         For module boundaries whose parts do not match.
     """
-    builder = _Builder(layout, packing, _memoised(costs, layout), costs, split_backward)
+    builder = _Builder(layout, packing, _memoised(costs, layout), costs, split_backward, hold_outputs)
     builder.weigh_ranks()
     for microbatch in range(len(packing.microbatches)):
         builder.add_microbatch(microbatch)
@@ -106,6 +110,7 @@ class _Builder:
     chunk_costs: Callable[[int, Workload], tuple[StrategyCost, ...]]
     costs: CostModel
     split_backward: bool
+    hold_outputs: bool
     kind: list[int] = field(default_factory=list)
     rank: list[int] = field(default_factory=list)
     duration: list[int] = field(default_factory=list)
@@ -122,6 +127,7 @@ class _Builder:
     source: list[int] = field(default_factory=list)
     target: list[int] = field(default_factory=list)
     delay: list[int] = field(default_factory=list)
+    held: list[int] = field(default_factory=list)
     num_segments: int = 0
     load_s: list[float] = field(default_factory=list)
     """Per rank: seconds of the pipelined modules in all, and of what replicated ones have been dealt to it."""
@@ -241,23 +247,26 @@ class _Builder:
                 "let the reading module take whole microbatches, or cut both alike",
             )
         for up, down in links:
-            self._edge(up, len(up.chunks) - 1, down, 0)
+            self._edge(up, len(up.chunks) - 1, down, 0, hold=self.hold_outputs)
 
-    def _edge(self, above: _Passage, i: int, below: _Passage, j: int) -> None:
+    def _edge(self, above: _Passage, i: int, below: _Passage, j: int, hold: bool = False) -> None:
         """Connect two pairs: activation forward, gradient back, each after its transfer between ranks."""
         source, target = above.pairs[i], below.pairs[j]
         upper, lower = self.layout.chunks[above.chunks[i]], self.layout.chunks[below.chunks[j]]
-        delay = 0
+        delay = held = 0
         if upper.rank != lower.rank:
             delay = to_ns(self.costs.transfer_s(self.costs.boundary_bytes(upper, above.workload)))
-        self._add_edge(self.forward[source], self.forward[target], delay)
+        elif hold:
+            held = self.costs.boundary_bytes(upper, above.workload)
+        self._add_edge(self.forward[source], self.forward[target], delay, held)
         if self.backward[source] >= 0 and self.backward[target] >= 0:
             self._add_edge(self.backward[target], self.backward[source], delay)
 
-    def _add_edge(self, source: int, target: int, delay: int) -> None:
+    def _add_edge(self, source: int, target: int, delay: int, held: int = 0) -> None:
         self.source.append(source)
         self.target.append(target)
         self.delay.append(delay)
+        self.held.append(held)
 
     def finish(self, name: str, capacity_bytes: int | None) -> TaskGraph:
         """Close the lists into a graph."""
@@ -272,7 +281,8 @@ class _Builder:
             name=name, num_ranks=ranks, module_names=tuple(m.name for m in self.layout.modules), kind=self.kind,
             rank=self.rank, duration_ns=self.duration, pair=self.pair, segment=segment, microbatch=self.microbatch,
             module=self.module, activation_bytes=self.activation, weight_gradient_bytes=self.weight_gradient,
-            edge_source=self.source, edge_target=self.target, edge_delay_ns=self.delay, static_bytes=static,
+            edge_source=self.source, edge_target=self.target, edge_delay_ns=self.delay,
+            edge_bytes=self.held if any(self.held) else None, static_bytes=static,
             capacity_bytes=None if capacity_bytes is None else np.full(ranks, capacity_bytes, dtype=np.int64),
             candidates=tuple(self.candidates) if several else None, labels=tuple(self.labels),
         )  # fmt: skip

@@ -1,0 +1,33 @@
+"""Per-iteration tuning of 1F1B with encoders on the first rank: microbatch size, order, pre-computation (PipeTune)."""
+
+from pipeloom.tuning.pipeline import (
+    BatchSizes,
+    TunedPipeline,
+    batch_sizes,
+    chain_of,
+    check_layout,
+    tuned_pipeline,
+)
+from pipeloom.tuning.schedule import TunedPlan, tuned_plan, tuned_schedule
+from pipeloom.tuning.spec import TuningSpec
+from pipeloom.tuning.table import CostTable, Features, tabulate
+from pipeloom.tuning.tune import Tuned, bound_ns, tune
+
+__all__ = [
+    "BatchSizes",
+    "CostTable",
+    "Features",
+    "Tuned",
+    "TunedPipeline",
+    "TunedPlan",
+    "TuningSpec",
+    "batch_sizes",
+    "bound_ns",
+    "chain_of",
+    "check_layout",
+    "tabulate",
+    "tune",
+    "tuned_pipeline",
+    "tuned_plan",
+    "tuned_schedule",
+]

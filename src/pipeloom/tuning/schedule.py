@@ -1,0 +1,92 @@
+"""From what was tuned to the types that everything else takes: Packing, TaskGraph, Schedule."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from pipeloom.cost import CostModel
+from pipeloom.errors import InputError
+from pipeloom.packing import Packing, packing_of
+from pipeloom.spec import Batch
+from pipeloom.taskgraph import NO_TASK, TaskGraph, build_graph
+from pipeloom.timeline import Schedule
+from pipeloom.tuning.kernels import BACKWARD, ENCODE, FORWARD
+from pipeloom.tuning.pipeline import TunedPipeline
+from pipeloom.tuning.tune import Tuned
+
+
+@dataclass(frozen=True, slots=True)
+class TunedPlan:
+    """A tuned batch as a scheduling problem with its answer; `simulate`, `check` and `lower` take them."""
+
+    packing: Packing
+    graph: TaskGraph
+    schedule: Schedule
+
+
+def tuned_plan(
+    pipeline: TunedPipeline, batch: Batch, tuned: Tuned, costs: CostModel, capacity_bytes: int | None = None
+) -> TunedPlan:
+    """Build the graph of a tuned batch, embeddings held from encoder to backbone, and its schedule.
+
+    Parameters
+    ----------
+    pipeline : TunedPipeline
+    batch : Batch
+        The one that was tuned.
+    tuned : Tuned
+    costs : CostModel
+        Its own costs are written into the graph; those that `tune` saw were a table of them.
+    capacity_bytes : int or None
+        Memory of each rank, as the graph states it.
+    """
+    packing = packing_of(batch, pipeline.model, pipeline.layout, tuned.groups)
+    graph = build_graph(
+        pipeline.layout, packing, costs, name=f"iteration {batch.iteration}", capacity_bytes=capacity_bytes,
+        hold_outputs=True,
+    )  # fmt: skip
+    return TunedPlan(packing, graph, tuned_schedule(pipeline, graph, tuned))
+
+
+def tuned_schedule(pipeline: TunedPipeline, graph: TaskGraph, tuned: Tuned) -> Schedule:
+    """1F1B in the packing's order on every rank, with the encoder parts on the first one where tuning put them."""
+    if graph.labels is None:
+        raise InputError("graph.labels", "is null", "give a graph that was built from a layout")
+    layout = pipeline.layout
+    num_microbatches, num_ranks = len(tuned.groups), layout.num_ranks
+    stage_of = {chunk: p for p, chunk in enumerate(layout.chunks_of(layout.modules[-1].name))}
+    stage: dict[tuple[int, int], int] = {}
+    part_of: dict[tuple[int, int, int], list[int]] = {}
+    for pair, label in enumerate(graph.labels):
+        if label.chunk in stage_of:
+            stage[stage_of[label.chunk], label.microbatch] = pair
+        else:
+            module = layout.chunks[label.chunk].module
+            order = [m.name for m in layout.modules].index(module)
+            part_of.setdefault((label.microbatch, order, label.sub_microbatch), []).append(pair)
+    parts = [part_of[key] for key in sorted(part_of)]
+    forward, backward = graph.forward_of.tolist(), graph.backward_of.tolist()
+    first: list[int] = []
+    for kind, number in tuned.events.tolist():
+        if kind == ENCODE:
+            first += [forward[pair] for pair in parts[number]]
+        elif kind == FORWARD:
+            first.append(forward[stage[0, number]])
+        elif kind == BACKWARD:
+            first.append(backward[stage[0, number]])
+        else:
+            first += [backward[pair] for pair in reversed(parts[number])]
+    orders = [first]
+    for p in range(1, num_ranks):
+        ahead = num_ranks - 1 - p + tuned.extra
+        tasks: list[int] = []
+        for i in range(num_microbatches + ahead + 1):
+            if 0 <= i - ahead - 1 < num_microbatches:
+                tasks.append(backward[stage[p, i - ahead - 1]])
+            if i < num_microbatches:
+                tasks.append(forward[stage[p, i]])
+        orders.append([task for task in tasks if task != NO_TASK])
+    candidate = None if graph.candidates is None else np.zeros(graph.num_pairs, np.int64)
+    return Schedule(tuple(np.array(tasks, np.int64) for tasks in orders), candidate, "tuned 1f1b")

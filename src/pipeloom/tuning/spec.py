@@ -1,0 +1,44 @@
+"""TuningSpec: which of PipeTune's techniques are used, each switched by one line."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from pipeloom.errors import InputError
+from pipeloom.packing import Policy
+
+MicroBatch = Literal["fixed", "multiples", "any"]
+Order = Literal["given", "clusters", "search"]
+Precompute = Literal["off", "frozen", "all"]
+
+
+class TuningSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What is tuned for every batch. The defaults are the best that there is.
+
+    Every technique alone changes only when work is done, never what is computed.
+    """
+
+    pack: Policy = "balanced"
+    """How samples become microbatches of a given size."""
+    micro_batch: MicroBatch = "any"
+    """``fixed``: as large as the token budget allows. ``multiples``: of ``unit_tokens``, as PipeTune. ``any``: so many
+    microbatches as are best."""
+    order: Order = "search"
+    """``given``: as packed. ``clusters``: PipeTune's, permutations of at most six clusters of like microbatches.
+    ``search``: local search on the order itself."""
+    precompute: Precompute = "all"
+    """Encoder work of later microbatches in idle time of the first rank: none, of frozen encoders, or of trained ones
+    too, whose backwards then wait for idle time as well."""
+    unit_tokens: int | None = None
+    """Tokens of the smallest microbatch of ``multiples`` (the context length); None: the longest sample."""
+    effort: float = 1.0
+    """Share of the usual number of simulations; more takes longer."""
+
+    def __post_init__(self) -> None:
+        """Refuse impossible sizes."""
+        if self.unit_tokens is not None and self.unit_tokens < 1:
+            raise InputError("tuning.unit_tokens", f"{self.unit_tokens} is below 1")
+        if not 0 < self.effort < 1e6:
+            raise InputError("tuning.effort", f"{self.effort} is not above 0 and below 1000000")

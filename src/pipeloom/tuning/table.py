@@ -1,0 +1,121 @@
+"""CostTable: what a chunk costs, tabulated once offline (PipeTune A.4), to estimate thousands of microbatches at once.
+
+PipeTune profiles an encoder by its number of images, and a backbone stage as attention by sequence length plus
+everything else by total length. Here a chunk is probed on a grid of total tokens and mean (token-weighted) sequence
+length, which contains both: attention is linear in the latter at equal tokens. What one more sequence costs by itself
+is found by a difference and kept apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from pipeloom.cost import CostModel
+from pipeloom.spec import Chunk, Workload
+from pipeloom.tuning.kernels import interpolate
+
+FloatArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
+
+FORWARD, BACKWARD, ACTIVATION, OUTPUT = 0, 1, 2, 3
+"""Rows of an estimate: seconds forward, seconds backward, activation bytes, bytes of the output."""
+NUM_ROWS = 4
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Features:
+    """Sizes of some workloads.
+
+    Attributes
+    ----------
+    instances, tokens, pairs : array, shape (num_workloads,)
+        Sequences, sum of their lengths, sum of the squares of their lengths.
+    """
+
+    instances: FloatArray
+    tokens: FloatArray
+    pairs: FloatArray
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CostTable:
+    """Costs of one chunk on a grid.
+
+    Attributes
+    ----------
+    tokens : array, shape (num_nodes,)
+        Rising.
+    mean_length : array, shape (num_nodes, num_lengths)
+        Token-weighted mean length at each probe, rising along the row.
+    values : array, shape (NUM_ROWS, num_nodes, num_lengths)
+        Without what single sequences cost.
+    per_instance : array, shape (NUM_ROWS,)
+    """
+
+    tokens: FloatArray
+    mean_length: FloatArray
+    values: FloatArray
+    per_instance: FloatArray
+
+    def estimate(self, features: Features) -> FloatArray:
+        """Costs of many workloads, shape (NUM_ROWS, num_workloads); empty workloads cost nothing."""
+        out = np.zeros((NUM_ROWS, len(features.tokens)))
+        interpolate(
+            self.tokens, self.mean_length, self.values, self.per_instance, features.instances, features.tokens,
+            features.pairs, out,
+        )  # fmt: skip
+        return out
+
+
+def tabulate(
+    costs: CostModel, chunk: Chunk, max_tokens: int, lengths: Sequence[int], num_nodes: int = 32
+) -> CostTable:
+    """Probe a chunk.
+
+    Parameters
+    ----------
+    costs : CostModel
+    chunk : Chunk
+    max_tokens : int
+        Largest workload expected.
+    lengths : sequence of int
+        Two or more rising lengths of sequences, from short to the longest expected.
+    num_nodes : int
+        Probes along the tokens, denser where workloads are small.
+    """
+    unit = max(1, round(float(np.mean(lengths))) // 6)
+    # Three sequences of 4 units, or one of 6 and three of 2: equal tokens and squares, another number.
+    even, uneven = (4 * unit,) * 48, ((6 * unit,) + (2 * unit,) * 3) * 16
+    per_instance = np.maximum((_probe(costs, chunk, uneven) - _probe(costs, chunk, even)) / 16, 0.0)
+    smallest = max(2, min(32, max_tokens // 2))
+    nodes = np.unique(np.geomspace(smallest, max(max_tokens, smallest * 2), num_nodes).astype(np.int64))
+    values = np.empty((NUM_ROWS, len(nodes), len(lengths)))
+    mean_length = np.empty((len(nodes), len(lengths)))
+    for i, tokens in enumerate(nodes.tolist()):
+        for j, length in enumerate(lengths):
+            workload = _sequences(tokens, length)
+            mean_length[i, j] = sum(n * n for n in workload) / tokens
+            values[:, i, j] = _probe(costs, chunk, workload) - per_instance * len(workload)
+        # Short totals allow no long sequences; equal probes would leave no slope to interpolate by.
+        for j in range(1, len(lengths)):
+            if mean_length[i, j] <= mean_length[i, j - 1]:
+                mean_length[i, j] = mean_length[i, j - 1] + 1e-3
+                values[:, i, j] = values[:, i, j - 1]
+    return CostTable(nodes.astype(float), mean_length, values, per_instance)
+
+
+def _sequences(tokens: int, length: int) -> tuple[int, ...]:
+    whole, rest = divmod(tokens, length)
+    return (length,) * whole + ((rest,) if rest else ())
+
+
+def _probe(costs: CostModel, chunk: Chunk, lengths: tuple[int, ...]) -> FloatArray:
+    workload = Workload(lengths)
+    base = costs.chunk_costs(chunk, workload)[0]
+    return np.array(
+        [base.forward_s, base.backward_s, base.activation_bytes, costs.boundary_bytes(chunk, workload)], float
+    )

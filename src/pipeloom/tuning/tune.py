@@ -1,0 +1,289 @@
+"""Tune one batch: microbatch size, packing, order and encoder pre-computation, decided together by simulation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from pipeloom.errors import InfeasibleError, InputError
+from pipeloom.packing import PackingSpec, assign_bins, group, least_microbatches
+from pipeloom.spec import Batch
+from pipeloom.tuning import kernels
+from pipeloom.tuning.kernels import EARLY, EXTRA, INFEASIBLE, LATE, NUM_SETTINGS, OVERRUN, Chain, Scratch
+from pipeloom.tuning.orders import cluster_orders, simple_orders
+from pipeloom.tuning.pipeline import BatchSizes, TunedPipeline, batch_sizes, chain_of, marginal_of
+from pipeloom.tuning.spec import TuningSpec
+from pipeloom.tuning.table import IntArray
+
+_NEVER = int(np.iinfo(np.int64).max // 4)
+_RUNS_PER_SAMPLE = 320
+"""Microbatches simulated for each sample: what bounds tuning time, and keeps it linear."""
+_FINALISTS = 3
+_GROWTH = 1.16
+"""From one number of microbatches to the next that is tried."""
+_ROUNDS = 3
+"""Of local search that moves samples, between two estimates of all costs."""
+_LEVEL_EFFORT = 16
+_BALANCED = ("balanced", "balanced_encoder")
+_SLOWER = 1.015
+"""A number of microbatches that much slower than the best ends the row of larger ones."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tuned:
+    """What was decided for one batch.
+
+    Attributes
+    ----------
+    groups : tuple of tuple of int
+        Samples of every microbatch, in running order.
+    events : array, shape (num_events, 2)
+        Rank 0's order: (kind, microbatch or encoder part), in the numbering of ``groups``.
+    extra : int
+        Forwards ahead beyond 1F1B's.
+    num_early : int
+        Encoder parts that run before their microbatch's turn.
+    planned_ns : int
+        Makespan by the cost tables.
+    evaluations : int
+        Orders simulated.
+    """
+
+    groups: tuple[tuple[int, ...], ...]
+    events: IntArray
+    extra: int
+    num_early: int
+    planned_ns: int
+    evaluations: int
+
+
+@dataclass(frozen=True, eq=False)
+class _Candidate:
+    """A packing with its best order so far."""
+
+    bin_of: IntArray
+    chain: Chain
+    scratch: Scratch
+    order: IntArray
+    settings: IntArray
+    makespan: int
+
+
+def tune(
+    pipeline: TunedPipeline, batch: Batch, token_budget: int, spec: TuningSpec | None = None, seed: int = 0
+) -> Tuned:
+    """Decide how a batch runs.
+
+    Parameters
+    ----------
+    pipeline : TunedPipeline
+    batch : Batch
+    token_budget : int
+        Tokens of a microbatch at most.
+    spec : TuningSpec or None
+        None: all techniques, at their best.
+    seed : int
+
+    Raises
+    ------
+    InputError
+        When a sample exceeds the budget; it is named.
+    InfeasibleError
+        When not even the smallest microbatches fit into memory.
+    """
+    return _Tuning(pipeline, batch, token_budget, spec or TuningSpec(), seed).run()
+
+
+class _Tuning:
+    def __init__(
+        self, pipeline: TunedPipeline, batch: Batch, token_budget: int, spec: TuningSpec, seed: int
+    ) -> None:
+        self.pipeline, self.batch, self.budget, self.spec, self.seed = (
+            pipeline,
+            batch,
+            token_budget,
+            spec,
+            seed,
+        )
+        self.sizes: BatchSizes = batch_sizes(pipeline, batch)
+        tokens = self.sizes.loads.tokens
+        self.longest = int(tokens.max())
+        if self.longest > token_budget:
+            i = int(tokens.argmax())
+            raise InputError(
+                f"batch.samples[{i}] ({batch.samples[i].id!r})",
+                f"{self.longest} tokens exceed the token budget of {token_budget}",
+                "raise packing.token_budget, or shorten or split the sample",
+            )
+        self.evaluations = 0
+        self.early = spec.precompute == "all" or (spec.precompute == "frozen" and not pipeline.trained)
+        self.late = spec.precompute == "all" and pipeline.trained
+
+    def run(self) -> Tuned:
+        if self.spec.micro_batch == "any":
+            found = self._any_number()
+        elif self.spec.micro_batch == "multiples":
+            found = self._multiples()
+        else:
+            found = [c for c in [self._candidate(self._pack(self.budget))] if c is not None]
+        if not found:
+            raise InfeasibleError(
+                f"iteration {self.batch.iteration}: no microbatches of at most {self.budget} tokens fit into the "
+                f"memory of {int(self.pipeline.capacity_bytes[0])} bytes; lower packing.token_budget, or recompute"
+            )
+        return self._finish(self._search(found))
+
+    # ---------------------------------------------------------------- microbatch sizes
+
+    def _pack(self, budget: int) -> IntArray:
+        spec = PackingSpec(budget, self.spec.pack, seed=self.seed)
+        return _bins(group(self.sizes.loads, spec, self.batch.iteration), len(self.batch.samples))
+
+    def _multiples(self) -> list[_Candidate]:
+        unit = self.spec.unit_tokens or self.longest
+        sizes = [k * unit for k in range(1, self.budget // unit + 1) if k * unit >= self.longest]
+        candidates = (self._candidate(self._pack(budget)) for budget in sizes or [self.budget])
+        return [c for c in candidates if c is not None]
+
+    def _any_number(self) -> list[_Candidate]:
+        """Simulate packings of more and more microbatches, until more are clearly slower."""
+        loads = self.sizes.loads
+        best = _NEVER
+        found: list[_Candidate] = []
+        number = least_microbatches(loads, PackingSpec(self.budget))
+        misses = 0
+        while misses < 2:
+            made = self._candidate(self._even(number))
+            if made is not None:
+                found.append(made)
+                misses = misses + 1 if made.makespan > _SLOWER * best else 0
+                best = min(best, made.makespan)
+            if number >= len(loads):
+                break
+            number = min(len(loads), max(number + 1, round(number * _GROWTH)))
+        return found
+
+    def _even(self, number: int) -> IntArray:
+        """A packing of so many microbatches: even in what every rank does, or by the policy that is wished."""
+        loads = self.sizes.loads
+        if self.spec.pack not in _BALANCED:
+            spec = PackingSpec(self.budget, self.spec.pack, number, seed=self.seed)
+            return _bins(group(loads, spec, self.batch.iteration), len(loads))
+        rows = np.stack([loads.backbone, loads.backbone + loads.encoder])
+        return assign_bins(loads.tokens, rows, self.budget, number, self.seed, _LEVEL_EFFORT)
+
+    def _candidate(self, bin_of: IntArray) -> _Candidate | None:
+        """Simulate a packing in a few orders; None where it does not fit into memory."""
+        chain = chain_of(self.pipeline, self.sizes, bin_of)
+        scratch = kernels.make_scratch(chain)
+        orders = simple_orders(chain)[: 1 if self.spec.order == "given" else None]
+        return self._best_of(bin_of, chain, scratch, orders, _NEVER)
+
+    def _best_of(
+        self, bin_of: IntArray, chain: Chain, scratch: Scratch, orders: IntArray, ceiling: int
+    ) -> _Candidate | None:
+        settings = self._settings()
+        makespan, i, j = kernels.best_of(chain, orders, settings, scratch, ceiling)
+        self.evaluations += len(orders) * len(settings)
+        return None if i < 0 else _Candidate(bin_of, chain, scratch, orders[i], settings[j], makespan)
+
+    def _settings(self) -> IntArray:
+        """Ways to run encoders: as they come, and where wished early and late; one a row."""
+        rows = np.zeros((3 if self.early else 1, NUM_SETTINGS), np.int64)
+        rows[1:, EARLY], rows[1:, LATE] = 1, self.late
+        rows[2:, OVERRUN] = 50
+        return rows
+
+    # ---------------------------------------------------------------- order
+
+    def _search(self, found: list[_Candidate]) -> _Candidate:
+        found.sort(key=lambda candidate: candidate.makespan)
+        if self.spec.order == "given":
+            return found[0]
+        if self.spec.order == "clusters":
+            return min((self._permute(candidate) for candidate in found), key=lambda c: c.makespan)
+        finalists = found[:_FINALISTS]
+        runs = _RUNS_PER_SAMPLE * len(self.batch.samples) * self.spec.effort
+        short = [self._climb(candidate, 0.5 * runs / len(finalists)) for candidate in finalists]
+        return self._climb(min(short, key=lambda candidate: candidate.makespan), 0.5 * runs)
+
+    def _permute(self, candidate: _Candidate) -> _Candidate:
+        """PipeTune's search: permutations of clusters, each with and without pre-computation."""
+        orders = cluster_orders(candidate.chain)
+        better = self._best_of(
+            candidate.bin_of, candidate.chain, candidate.scratch, orders, candidate.makespan
+        )
+        return better or candidate
+
+    def _climb(self, candidate: _Candidate, runs: float) -> _Candidate:
+        """Local search on order and samples; costs are estimated anew after each of a few rounds."""
+        best = candidate
+        goal = bound_ns(best.chain)
+        samples = self.spec.pack in _BALANCED and self.spec.micro_batch == "any"
+        marginal = marginal_of(self.pipeline, self.sizes, len(best.order))
+        rounds = _ROUNDS if samples else 1
+        evaluations = max(1, int(runs / len(best.order) / rounds))
+        for number in range(rounds):
+            order, settings, bin_of = best.order.copy(), best.settings.copy(), best.bin_of.copy()
+            chain = chain_of(self.pipeline, self.sizes, bin_of)
+            _, done = kernels.climb(
+                chain, order, settings, bin_of, marginal, self.budget, best.scratch, evaluations, self.seed + number,
+                samples, self.early, self.late, best.makespan, 0 if samples else goal,
+            )  # fmt: skip
+            self.evaluations += done
+            chain = chain_of(self.pipeline, self.sizes, bin_of)
+            scratch = kernels.make_scratch(chain)
+            makespan, _ = kernels.run(chain, order, settings, scratch, _NEVER)
+            if makespan != INFEASIBLE and makespan <= best.makespan:
+                best = _Candidate(bin_of, chain, scratch, order, settings, makespan)
+        return best
+
+    def _finish(self, best: _Candidate) -> Tuned:
+        """Number microbatches and parts in running order."""
+        makespan, count = kernels.run(best.chain, best.order, best.settings, best.scratch, _NEVER)
+        turn = np.empty(len(best.order), np.int64)
+        turn[best.order] = np.arange(len(best.order))
+        sizes = np.diff(best.chain.part_start)[best.order]
+        first = np.concatenate([[0], np.cumsum(sizes)])
+        events = best.scratch.events[:count].copy()
+        of_microbatch = np.isin(events[:, 0], (kernels.FORWARD, kernels.BACKWARD))
+        events[of_microbatch, 1] = turn[events[of_microbatch, 1]]
+        parts = events[~of_microbatch, 1]
+        home = np.searchsorted(best.chain.part_start, parts, side="right") - 1
+        events[~of_microbatch, 1] = first[turn[home]] + parts - best.chain.part_start[home]
+        members = [tuple(np.flatnonzero(best.bin_of == m).tolist()) for m in best.order.tolist()]
+        early = _num_early(events, first)
+        return Tuned(
+            tuple(members), events, int(best.settings[EXTRA]), early, int(makespan), self.evaluations
+        )
+
+
+def bound_ns(chain: Chain) -> int:
+    """No order of these microbatches is faster: the fullest rank's work, with the least before and after it."""
+    work = (chain.forward + chain.backward).sum(axis=0)
+    work[0] += chain.part_forward.sum() + chain.part_backward.sum()
+    ahead = np.cumsum(chain.forward + chain.delay, axis=1)
+    behind = np.cumsum(chain.backward + chain.delay, axis=1)
+    least = work.copy()
+    least[1:] += ahead[:, :-1].min(axis=0) + behind[:, :-1].min(axis=0)
+    return int(least.max())
+
+
+def _num_early(events: IntArray, first: IntArray) -> int:
+    """Encoder parts that run before the backbone's forward of an earlier microbatch."""
+    turn = -1
+    early = 0
+    for kind, number in events.tolist():
+        if kind == kernels.FORWARD:
+            turn = number
+        elif kind == kernels.ENCODE and number >= first[turn + 2]:
+            early += 1
+    return early
+
+
+def _bins(groups: tuple[tuple[int, ...], ...], num_samples: int) -> IntArray:
+    bin_of = np.empty(num_samples, np.int64)
+    for number, members in enumerate(groups):
+        bin_of[list(members)] = number
+    return bin_of
