@@ -14,7 +14,7 @@ from pipeloom.search import (
     Deadline,
     Evaluations,
     family,
-    gap_table,
+    first_in_first_out,
     generate,
     instance,
     run_library,
@@ -22,8 +22,10 @@ from pipeloom.search import (
     warm_up,
 )
 from pipeloom.search.kernels import NEVER, evaluate
+from pipeloom.search.plain import leanest
 from pipeloom.search.portfolio import starts
 from pipeloom.search.state import Search
+from pipeloom.search.strategies import choose_on_rank
 from pipeloom.taskgraph import TaskGraph
 
 TITLE = "Search"
@@ -41,8 +43,6 @@ _GOALS = {
     "vlm-xl": "0.15",
 }
 """Families and the gap in per cent to reach after one second."""
-_METHODS = ("portfolio", "default", "mcts", "mcts priority", "depth first", "random")
-_FAMILIES = ("vlm-s", "vlm-s-ckpt-m1.5", "vlm-s-k3-m2.5", "t2v-s", "vlm-l-k2")
 _ROLLOUTS = {"4 x 64": "vlm-s/0", "4 x 64, memory 1.5": "vlm-s-m1.5/0", "8 x 128": "vlm-l-k2/0",
              "16 x 256": "vlm-xl/0"}  # fmt: skip
 _EXACT_S = 5.0
@@ -51,7 +51,7 @@ _EXACT_S = 5.0
 def run() -> str:
     """Measure, and return the section as Markdown."""
     warm_up()
-    return "\n\n".join((_goals(), _methods(), _kernel(), _small()))
+    return "\n\n".join((_goals(), _kernel(), _strategies(), _small()))
 
 
 def _goals() -> str:
@@ -67,11 +67,6 @@ def _goals() -> str:
         "(`pipeloom bench instances` makes the same runs):"
     )
     return f"{text}\n\n{markdown_table(header, rows)}"
-
-
-def _methods() -> str:
-    table = gap_table(run_library(_FAMILIES, _METHODS, budgets_s=(0.1, 1.0), seeds=range(3)))
-    return f"Median gap in per cent by method and CPU seconds, three seeds:\n\n{table}"
 
 
 def _kernel() -> str:
@@ -92,6 +87,29 @@ def _kernel() -> str:
         )
     header = ["ranks x microbatches", "tasks", "median", "least"]
     return f"One rollout, CPU nanoseconds per task, of seven measurements:\n\n{markdown_table(header, rows)}"
+
+
+def _strategies() -> str:
+    """One rank's strategies: our Lagrangian method and HiGHS, each with all that it has to prepare."""
+    rows = []
+    for name in ("vlm-s-strategies-m1.5/0", "vlm-s-strategies-m4/0"):
+        graph = instance(name)
+        schedule = first_in_first_out(graph.with_candidates(leanest(graph)))
+        choose_on_rank(graph, schedule, 0)
+        for solver in ("lagrangian", "highs"):
+            times, gaps = [], []
+            for rank in range(graph.num_ranks):
+                begin = time.process_time()
+                found = choose_on_rank(graph, schedule, rank, solver)
+                times.append(1e3 * (time.process_time() - begin))
+                gaps.append(100 * found.gap)
+            pairs = len(found.pairs)
+            rows.append(
+                [f"{name}, {solver}", str(pairs), f"{statistics.median(times):.1f}", f"{max(gaps):.2f}"]
+            )
+    header = ["instance, solver", "pairs a rank", "ms", "largest gap, %"]
+    text = "Memory strategies of one rank, nine candidates a pair, CPU time of the whole call (medians of the ranks):"
+    return f"{text}\n\n{markdown_table(header, rows)}"
 
 
 def _small() -> str:

@@ -40,3 +40,30 @@ def test_table_of_gaps():
 def test_bad_names(name):
     with pytest.raises(InputError, match="is not FAMILY/SEED"):
         instance(name)
+
+
+def test_strategies_of_a_family_trade_time_for_bytes():
+    graph = instance("vlm-s-strategies-m1.5/0")
+    assert graph.candidates is not None
+    for row in graph.candidates:
+        assert 2 <= len(row) <= 10
+        assert row[0].strategy == "keep"
+        assert row[-1].strategy == "full"
+        times = [c.forward_ns + c.backward_ns for c in row]
+        assert times == sorted(times)
+        held = [c.activation_bytes for c in row]
+        assert held == sorted(held, reverse=True)
+        assert times[0] < times[-1]
+        assert held[-1] * 9 <= held[0] <= held[-1] * 10
+    base = instance("vlm-s/0")
+    assert np.array_equal(graph.duration_ns, base.duration_ns)
+
+
+def test_traces_tell_the_gap_at_any_time():
+    (run,) = run_library(["small-vlm-m1.5"], ["default"], budgets_s=[0.3], seeds=[0])
+    moments, makespans = zip(*run.trace, strict=True)
+    assert list(moments) == sorted(moments)
+    assert list(makespans) == sorted(makespans, reverse=True)
+    assert makespans[-1] == run.makespan_ns
+    assert run.gap_at(10.0) == run.gap
+    assert run.gap_at(0.0) == run.gap_at(moments[0]) >= run.gap_at(moments[-1])

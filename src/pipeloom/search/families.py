@@ -13,11 +13,13 @@ from itertools import pairwise
 import numpy as np
 
 from pipeloom.errors import InputError
+from pipeloom.search.candidates import LayerOption, pair_candidates
 from pipeloom.taskgraph import (
     BACKWARD,
     FORWARD,
     INPUT_GRADIENT,
     WEIGHT_GRADIENT,
+    Candidate,
     PairLabel,
     TaskGraph,
     make_graph,
@@ -28,6 +30,11 @@ ACTIVATION_BYTES = 18
 """Per token, width and layer, with flash attention and sequence parallelism."""
 CHECKPOINT_BYTES = 4
 """The same where only a layer's input and its attention's output are kept, and the rest is recomputed."""
+LAYER_STRATEGIES = (
+    LayerOption("keep", 0, 0, 1800), LayerOption("selective", 0, 10, 1200), LayerOption("checkpoint", 0, 70, 400),
+    LayerOption("full", 0, 100, 200),
+)  # fmt: skip
+"""What one layer may do: hundredths of its forward that its backward repeats, of a byte per token and width held."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +88,9 @@ class Family:
         Of every edge between two ranks.
     checkpoint : bool
         The first module keeps little and computes its forward once more in its backward.
+    strategies : bool
+        Every pair has up to ten candidates, made of what its layers may do (`LAYER_STRATEGIES`). The capacity is
+        then ``memory`` times what it would be by the leanest of them.
     """
 
     kind: str
@@ -95,6 +105,7 @@ class Family:
     jitter: float = 0.0
     delay_ns: int = 0
     checkpoint: bool = False
+    strategies: bool = False
 
 
 FAMILIES: dict[str, Family] = {
@@ -236,14 +247,14 @@ def _build(
     sources, targets = (np.array(column) for column in zip(*edges, strict=True))
     delays = np.where(places_of[sources] != places_of[targets], of.delay_ns, 0)
     capacity = None
+    candidates = _candidates(of, kind, pair, module, duration, activation) if of.strategies else None
     if of.memory is not None:
         held = np.zeros((of.num_microbatches, ranks))
         forward = np.array(kind) == FORWARD
-        np.add.at(
-            held,
-            (np.array(microbatch)[forward], places_of[forward]),
-            np.array(activation)[np.array(pair)[forward]],
-        )
+        sizes = np.array(activation)
+        if candidates is not None:
+            sizes = np.array([row[-1].activation_bytes for row in candidates])
+        np.add.at(held, (np.array(microbatch)[forward], places_of[forward]), sizes[np.array(pair)[forward]])
         capacity = np.ceil(np.maximum(held.max(axis=0), of.memory * ranks * held.mean(axis=0))).astype(
             np.int64
         )
@@ -252,5 +263,42 @@ def _build(
         name=name, num_ranks=ranks, module_names=names, kind=kind, rank=rank, duration_ns=duration, pair=pair,
         segment=segment, microbatch=microbatch, module=module, activation_bytes=activation,
         weight_gradient_bytes=None, edge_source=sources, edge_target=targets, edge_delay_ns=delays,
-        capacity_bytes=capacity, labels=tuple(labels),
+        capacity_bytes=capacity, labels=tuple(labels), candidates=candidates,
     )  # fmt: skip
+
+
+def _candidates(
+    of: Family,
+    kind: list[int],
+    pair: list[int],
+    module: list[int],
+    duration: list[int],
+    activation: list[int],
+) -> tuple[tuple[Candidate, ...], ...]:
+    """Candidates of every pair: mixtures over its layers, scaled to its own time and bytes."""
+    if of.split or of.checkpoint:
+        raise InputError("family", "strategies with split or checkpoint", "strategies are of whole backwards")
+    networks = (of.second,) if of.first is None else (of.first, of.second)
+    shares = []
+    for number, network in enumerate(networks):
+        passes = of.segments if number == len(networks) - 1 else 1
+        layers = max(1, round(network.layers / (of.num_ranks * passes)))
+        shares.append((pair_candidates([list(LAYER_STRATEGIES)] * layers), layers))
+    ahead, back, which = ([0] * len(activation) for _ in range(3))
+    for task, owner in enumerate(pair):
+        (ahead if kind[task] == FORWARD else back)[owner] = duration[task]
+        which[owner] = module[task]
+    most = LAYER_STRATEGIES[0].activation_bytes
+    rows = []
+    for owner, number in enumerate(which):
+        options, layers = shares[number]
+        rows.append(
+            tuple(
+                Candidate(
+                    option.strategy, ahead[owner], back[owner] + ahead[owner] * option.backward_ns // (100 * layers), 0,
+                    held := activation[owner] * option.activation_bytes // (most * layers), held, option.layers,
+                )
+                for option in options
+            )
+        )  # fmt: skip
+    return tuple(rows)
