@@ -24,7 +24,7 @@ def test_small_ones_are_solved_feasibly(name):
     assert check(graph, found.schedule, found.timeline) == ()
     assert lower_bound(graph).ns <= found.timeline.makespan_ns
     if name.startswith("uniform"):
-        assert found.gap == 0
+        assert found.timeline.makespan_ns <= found.lower_bound.ns + 1  # durations are rounded
 
 
 def test_table_of_gaps():
