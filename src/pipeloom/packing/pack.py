@@ -55,7 +55,7 @@ def packing_of(
         )
         for samples in groups
     )
-    return Packing(batch=batch, modules=modules, microbatches=microbatches)
+    return Packing(batch, modules, microbatches, tuple(module.reads for module in specs))
 
 
 def check_budget(batch: Batch, model: ModelSpec, token_budget: int) -> None:
@@ -107,7 +107,8 @@ def packing_from_counts(
                 ),
             )
         )
-    return Packing(batch, tuple(module.name for module in layout.modules), tuple(microbatches))
+    modules = tuple(module.name for module in layout.modules)
+    return Packing(batch, modules, tuple(microbatches), tuple(model.module(name).reads for name in modules))
 
 
 def _split(

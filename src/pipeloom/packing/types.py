@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pipeloom.spec import Batch, Workload
+from pipeloom.spec.model import Reads
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +31,16 @@ class Microbatch:
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """A batch as microbatches; ``modules`` names the columns of `Microbatch.parts`."""
+    """A batch as microbatches; ``modules`` names the columns of `Microbatch.parts`.
+
+    ``reads`` says which part of a sample each module reads. Without it, parts at a module boundary are matched by
+    their numbers alone: all into one, or one into one.
+    """
 
     batch: Batch
     modules: tuple[str, ...]
     microbatches: tuple[Microbatch, ...]
+    reads: tuple[Reads, ...] = ()
 
     def parts_of(self, microbatch: int, module: str) -> tuple[SubMicrobatch, ...]:
         """Sub-microbatches of one module in one microbatch."""

@@ -85,13 +85,18 @@ class ModuleSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def instance_lengths(self, sample: Sample) -> tuple[int, ...]:
         """Lengths of the sequences that one sample sends through this module (maybe none)."""
-        if self.reads == "images":
-            return sample.patches
-        if self.reads == "text":
-            return (sample.text_tokens,)
-        if self.reads == "videos":
-            return video_tokens(sample)
-        return (sample.sequence_tokens,)
+        return instance_lengths(self.reads, sample)
+
+
+def instance_lengths(reads: Reads, sample: Sample) -> tuple[int, ...]:
+    """Lengths of the sequences that a sample has of what a module reads (maybe none)."""
+    if reads == "images":
+        return sample.patches
+    if reads == "text":
+        return (sample.text_tokens,)
+    if reads == "videos":
+        return video_tokens(sample)
+    return (sample.sequence_tokens,)
 
 
 class NamedModule(Protocol):

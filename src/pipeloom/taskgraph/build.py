@@ -166,7 +166,7 @@ class _Builder:
             parts = self.packing.microbatches[microbatch].parts[m]
             passages[module.name] = [self._pass(microbatch, m, sub, part) for sub, part in enumerate(parts)]
             for source in module.after:
-                self._join(passages[source], passages[module.name], microbatch, source, module.name)
+                self._join(passages[source], passages[module.name], microbatch, source, m)
 
     def _pass(self, microbatch: int, m: int, sub: int, part: SubMicrobatch) -> _Passage:
         name = self.layout.modules[m].name
@@ -184,7 +184,7 @@ class _Builder:
             segments = tuple(base + k * per_kind + runs[position] for k in range(3))
             passage.pairs.append(self._add_pair(label, m, ranks[position], segments, part.workload, trained))
         for before, after in zip(range(len(chunks)), range(1, len(chunks)), strict=False):
-            self._edge(passage, before, passage, after)
+            self._edge(passage, before, passage, after, part.workload)
         return passage
 
     def _add_pair(
@@ -230,34 +230,26 @@ class _Builder:
         return len(self.kind) - 1
 
     def _join(
-        self, above: list[_Passage], below: list[_Passage], microbatch: int, source: str, name: str
+        self, above: list[_Passage], below: list[_Passage], microbatch: int, source: str, module: int
     ) -> None:
-        if not above:
-            return
-        if len(below) == 1:
-            links = [(up, below[0]) for up in above]
-        elif len(above) == 1:
-            links = [(above[0], down) for down in below]
-        elif len(above) == len(below):
-            links = list(zip(above, below, strict=True))
-        else:
-            raise InputError(
-                f"module {name!r}.sub_microbatch",
-                f"cuts microbatch {microbatch} into {len(below)} parts, {source!r} before it into {len(above)}",
-                "let the reading module take whole microbatches, or cut both alike",
-            )
-        for up, down in links:
-            self._edge(up, len(up.chunks) - 1, down, 0, hold=self.hold_outputs)
+        """Connect the parts on both sides of a module boundary."""
+        for piece in pieces(self.packing, microbatch, self.packing.modules.index(source), module):
+            up = above[piece.above]
+            lengths = up.workload.lengths[piece.first : piece.first + piece.count]
+            workload = up.workload if piece.whole else Workload(lengths)
+            self._edge(up, len(up.chunks) - 1, below[piece.below], 0, workload, hold=self.hold_outputs)
 
-    def _edge(self, above: _Passage, i: int, below: _Passage, j: int, hold: bool = False) -> None:
+    def _edge(
+        self, above: _Passage, i: int, below: _Passage, j: int, workload: Workload, hold: bool = False
+    ) -> None:
         """Connect two pairs: activation forward, gradient back, each after its transfer between ranks."""
         source, target = above.pairs[i], below.pairs[j]
         upper, lower = self.layout.chunks[above.chunks[i]], self.layout.chunks[below.chunks[j]]
         delay = held = 0
         if upper.rank != lower.rank:
-            delay = to_ns(self.costs.transfer_s(self.costs.boundary_bytes(upper, above.workload)))
+            delay = to_ns(self.costs.transfer_s(self.costs.boundary_bytes(upper, workload)))
         elif hold:
-            held = self.costs.boundary_bytes(upper, above.workload)
+            held = self.costs.boundary_bytes(upper, workload)
         self._add_edge(self.forward[source], self.forward[target], delay, held)
         if self.backward[source] >= 0 and self.backward[target] >= 0:
             self._add_edge(self.backward[target], self.backward[source], delay)
