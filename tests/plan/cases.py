@@ -51,6 +51,8 @@ SHAPES_OF_MODELS: tuple[tuple[tuple[str, str, tuple[str, ...]], ...], ...] = (
     (("vision", "images", ()), ("lm", "sequence", ("vision",)), ("decoder", "sequence", ("lm",))),
     (("vision", "images", ()), ("lm", "sequence", ("vision",)), ("decoder", "sequence", ("vision", "lm"))),
     (("text", "text", ()), ("lm", "sequence", ("text",))),
+    (("vision", "images", ()), ("lm", "sequence", ("vision",)), ("painter", "images", ("lm",))),
+    (("text", "text", ()), ("painter", "images", ("text",))),
 )
 
 
@@ -141,7 +143,6 @@ def random_layout(
 ) -> Layout:
     """Cut every module anywhere and put the chunks on any ranks, or the whole module on all of them."""
     chunks: list[Chunk] = []
-    size = rng.choice((None, 1, 2, 3))
     for module in model.modules:
         num_layers = len(module.flat_layers)
         if module.name in replicated:
@@ -153,12 +154,6 @@ def random_layout(
             for begin, end in zip([0, *cuts], [*cuts, num_layers], strict=True)
         ]
 
-    def sub_microbatch(module: ModuleSpec) -> int | None:
-        if module.reads == "sequence":
-            return None
-        # What feeds part by part must be cut alike; what feeds a whole microbatch may be cut freely.
-        return size if any(m.name == "adapter" for m in model.modules) else rng.choice((None, 1, 2, 3))
-
     return Layout(
         num_ranks=num_ranks,
         modules=tuple(
@@ -166,7 +161,7 @@ def random_layout(
                 name=module.name,
                 after=module.after,
                 frozen=module.frozen,
-                sub_microbatch=sub_microbatch(module),
+                sub_microbatch=rng.choice((None, None, 1, 2, 3)) if len(model.modules) > 1 else None,
                 on_ranks="replicated" if module.name in replicated else "pipelined",
             )
             for module in model.modules

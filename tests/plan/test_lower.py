@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import numpy as np
@@ -8,9 +9,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeloom.errors import InputError, PlanError
-from pipeloom.plan import Action, ExecutionPlan, boundary_shapes, lower, to_text, verify
+from pipeloom.packing import PackingSpec, pack
+from pipeloom.plan import Action, ExecutionPlan, Unit, boundary_shapes, lower, make_routes, to_text, verify
 from pipeloom.plan.dryrun import dry_run
-from pipeloom.spec import Chunk, Layout, ModuleLayout
+from pipeloom.spec import (
+    Batch,
+    Chunk,
+    LayerSpec,
+    Layout,
+    ModelSpec,
+    ModuleLayout,
+    ModuleSpec,
+    Sample,
+    TensorShape,
+)
 from pipeloom.timeline import Schedule
 
 from .cases import EVERY_STRATEGY, Case, random_case
@@ -283,30 +295,26 @@ def test_gradients_are_reduced_in_one_order_when_data_parallel() -> None:
 
 
 def test_parts_that_match_in_no_way_are_refused() -> None:
-    seed = 0
-    while True:
-        case = random_case(seed, model=None)
-        if "adapter" in [m.name for m in case.model.modules] and any(
-            len(parts) == 1 and parts[0].count > 1 for m in case.packing.microbatches for parts in m.parts[:1]
-        ):
-            break
-        seed += 1
-    from pipeloom.packing.pack import PackingSpec, pack
-
-    modules = tuple(
-        ModuleLayout(m.name, m.after, m.frozen, {"vision": None, "adapter": 1}.get(m.name))
-        for m in case.layout.modules
+    rng = random.Random(0)
+    model = ModelSpec(
+        "two",
+        tuple(
+            ModuleSpec(name, "images", (LayerSpec(name, TensorShape(("tokens", 3))),), after)
+            for name, after in (("vision", ()), ("adapter", ("vision",)))
+        ),
     )
-    chunks = tuple(Chunk(c.module, c.layers, 0) for c in case.layout.chunks)
-    layout = Layout(1, modules, chunks)
-    packing = pack(case.packing.batch, case.model, layout, PackingSpec(10**6))
-    from pipeloom.plan import Unit, make_routes
-
-    units = [
-        Unit(c, m, s)
-        for c, chunk in enumerate(chunks)
-        for m in range(len(packing.microbatches))
-        for s in range(len(packing.parts_of(m, chunk.module)))
-    ]
-    with pytest.raises(InputError, match="cut both alike"):
-        make_routes(layout, packing, units)
+    batch = Batch(tuple(Sample(str(i), 1, (1, 2, 3)) for i in range(2)))
+    layout = Layout(
+        1,
+        (ModuleLayout("vision", sub_microbatch=2), ModuleLayout("adapter", ("vision",), sub_microbatch=3)),
+        (Chunk("vision", (0, 0), 0), Chunk("adapter", (0, 0), 0)),
+    )
+    packing = pack(batch, model, layout, PackingSpec(100))
+    units = [Unit(0, 0, sub) for sub in range(3)] + [Unit(1, 0, sub) for sub in range(2)]
+    rng.shuffle(units)
+    routes = make_routes(layout, packing, units)
+    assert [(h.producer[2], h.consumer[2], h.piece) for h in routes.hand_overs] == [
+        (0, 0, None), (1, 0, (0, 1)), (1, 1, (1, 1)), (2, 1, None),
+    ]  # fmt: skip
+    with pytest.raises(InputError, match="pack with the model"):
+        make_routes(layout, replace(packing, reads=()), units)

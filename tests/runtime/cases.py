@@ -49,8 +49,8 @@ class Merge(nn.Module):
             return self.take[0](upstream) * scale
         x, places, upstream = args[0], args[1 : 1 + len(self.take)], args[1 + len(self.take) :]
         x = torch.tanh(self.embed(x)) * scale
-        for place, given, take in zip(places, upstream, self.take, strict=True):
-            x = x.index_add(0, place, take(given))
+        for (targets, rows), given, take in zip(places, upstream, self.take, strict=True):
+            x = x.index_add(0, targets, take(given)[rows])
         return x
 
 
@@ -101,6 +101,12 @@ def real_model(rng: random.Random, spec: ModelSpec) -> Model:
     """Layers for a spec, with random weights in double precision."""
     torch.manual_seed(rng.randrange(10**9))
     modules = tuple(_module(rng, spec, module) for module in spec.modules)
+    reads = spec.modules[-1].reads
+
+    def loss(output: Tensor, part: Part) -> Tensor:
+        """A sum over tokens that weighs each of them differently."""
+        return (output * features(part, reads).cos()).sin().square().sum()
+
     return Model(modules, loss, lambda document: float(len(document.sequence)), name=spec.name)
 
 
@@ -142,16 +148,35 @@ def features(part: Part, reads: str) -> Tensor:
 
 
 def places(part: Part, reads: str, source: str) -> Tensor:
-    """Rows of a part where the output of a module that reads ``source`` belongs."""
+    """Where rows of an upstream output belong: target row and upstream row of every pair, as two rows."""
     if reads == source:
-        return torch.arange(len(features(part, reads)))
-    found, begin = [], 0
-    for document in part.samples:
-        end = begin + len(document.sequence)
-        middle = begin + len(document.text)
-        found += range(middle, end) if source == "images" else range(begin, middle)
-        begin = end
-    return torch.tensor(found, dtype=torch.int64)
+        return torch.arange(len(features(part, reads))).repeat(2, 1)
+    begins, num_rows = {}, 0
+    for sample in part.span:
+        begins[sample] = num_rows
+        num_rows += _length(part.samples[sample], source)
+    targets, rows, begin = [], [], 0
+    for sample, index in part.instances:
+        document = part.samples[sample]
+        num_given = _length(document, source)
+        if reads == "sequence":
+            first = begin + (len(document.text) if source == "images" else 0)
+            targets += range(first, first + num_given)
+            rows += range(begins[sample], begins[sample] + num_given)
+            begin += len(document.sequence)
+        else:
+            length = len(document.images[index])
+            targets += range(begin, begin + length)
+            # Every image looks at its own document, and at no other.
+            rows += [begins[sample] + (index + row) % num_given for row in range(length)]
+            begin += length
+    return torch.tensor([targets, rows], dtype=torch.int64)
+
+
+def _length(document: Document, reads: str) -> int:
+    if reads == "images":
+        return sum(map(len, document.images))
+    return len(document.text if reads == "text" else document.sequence)
 
 
 def context(part: Part, reads: str) -> dict[str, Any]:
@@ -165,12 +190,6 @@ def context(part: Part, reads: str) -> dict[str, Any]:
         lengths = [len(part.samples[sample].sequence) for sample, _ in part.instances]
     owner = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     return {"scale": 1.0 + 0.1 * x.sum(1, keepdim=True).cos(), "owner": owner}
-
-
-def loss(output: Tensor, part: Part) -> Tensor:
-    """A sum over tokens that weighs each of them differently."""
-    weight = torch.cat([document.sequence for document in part.samples]).cos()
-    return (output * weight).sin().square().sum()
 
 
 def random_documents(rng: random.Random, batch: Batch) -> list[Document]:

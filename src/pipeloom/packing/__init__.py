@@ -1,5 +1,6 @@
 """Packing: samples -> microbatches -> sub-microbatches."""
 
+from pipeloom.packing.boundary import Piece, pieces, reach
 from pipeloom.packing.loads import Loads, budget_tokens, cost_loads, split_oversized, token_loads
 from pipeloom.packing.pack import check_budget, pack, packing_from_counts, packing_of
 from pipeloom.packing.policies import (
@@ -20,6 +21,7 @@ __all__ = [
     "Microbatch",
     "Packing",
     "PackingSpec",
+    "Piece",
     "Policy",
     "SubMicrobatch",
     "assign_bins",
@@ -33,6 +35,8 @@ __all__ = [
     "pack",
     "packing_from_counts",
     "packing_of",
+    "pieces",
+    "reach",
     "split_oversized",
     "token_loads",
 ]

@@ -110,6 +110,8 @@ def _by_number(packing: Packing, microbatch: int, above: int, below: int) -> tup
     over, under = parts[above], parts[below]
     if len(under) == 1:
         return tuple(Piece(i, 0, 0, part.count, True) for i, part in enumerate(over))
+    if len(over) == 1:
+        return tuple(Piece(0, i, 0, over[0].count, True) for i in range(len(under)))
     if len(over) == len(under):
         return tuple(Piece(i, i, 0, part.count, True) for i, part in enumerate(over))
     raise InputError(

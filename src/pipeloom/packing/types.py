@@ -34,7 +34,7 @@ class Packing:
     """A batch as microbatches; ``modules`` names the columns of `Microbatch.parts`.
 
     ``reads`` says which part of a sample each module reads. Without it, parts at a module boundary are matched by
-    their numbers alone: all into one, or one into one.
+    their numbers alone: all into one, one into all, or one into one.
     """
 
     batch: Batch

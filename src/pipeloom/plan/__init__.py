@@ -4,7 +4,17 @@ from pipeloom.plan.action import COMPUTE_VERBS, RECEIVE_VERBS, SEND_VERBS, Actio
 from pipeloom.plan.delivery import Answer, Delivery, PackingCounts, packing_counts
 from pipeloom.plan.lower import lower, strategy_word
 from pipeloom.plan.pytorch import schedule_from_pytorch_csv, to_pytorch_csv
-from pipeloom.plan.routes import HandOver, Router, Routes, Shapes, Unit, boundary_shapes, make_routes
+from pipeloom.plan.routes import (
+    HandOver,
+    Router,
+    Routes,
+    Shapes,
+    Unit,
+    boundary_shapes,
+    handed_workload,
+    make_routes,
+    target_word,
+)
 from pipeloom.plan.text import action_text, from_msgpack, from_text, to_msgpack, to_text
 from pipeloom.plan.verify import verify
 
@@ -27,11 +37,13 @@ __all__ = [
     "boundary_shapes",
     "from_msgpack",
     "from_text",
+    "handed_workload",
     "lower",
     "make_routes",
     "packing_counts",
     "schedule_from_pytorch_csv",
     "strategy_word",
+    "target_word",
     "to_msgpack",
     "to_pytorch_csv",
     "to_text",

@@ -32,7 +32,8 @@ class Action(msgspec.Struct, frozen=True, omit_defaults=True):
     peer: int | None = None
     """Rank at the other end of a message."""
     target: str = ""
-    """Consumer chunk of a message; given only where the producer has more than one consumer."""
+    """Consumer chunk of a message, given only where the producer has more than one consumer, and with ``:`` and the
+    sub-microbatch where several of them are of one chunk."""
     shape: tuple[int, ...] | None = None
     dtype: str = ""
     strategy: str = ""

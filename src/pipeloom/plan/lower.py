@@ -21,7 +21,7 @@ from pipeloom.errors import InputError, PlanError
 from pipeloom.packing import Packing
 from pipeloom.plan.action import SEND_VERBS, Action, ExecutionPlan, Verb
 from pipeloom.plan.collectives import collective_order
-from pipeloom.plan.routes import HandOver, Routes, Shapes, Unit, make_routes
+from pipeloom.plan.routes import HandOver, Routes, Shapes, Unit, handed_workload, make_routes
 from pipeloom.spec import Layout
 from pipeloom.taskgraph import BACKWARD, FORWARD, INPUT_GRADIENT, KIND_NAMES, NO_TASK, TaskGraph
 from pipeloom.timeline import Schedule, Timeline
@@ -333,23 +333,19 @@ class _Lowering:
 
     def _message_action(self, verb: Verb, message: _Message) -> Action:
         producer = message.hand_over.producer
-        target = ""
-        if self.routes.target_is_needed(producer):
-            target = self.names[message.hand_over.consumer.chunk]
         return Action(
             verb=verb,
             chunk=self.names[producer.chunk],
             microbatch=producer.microbatch,
             sub_microbatch=producer.sub_microbatch,
-            target=target,
+            target=self.routes.target(message.hand_over, self.names),
         )
 
     def _posted(self, verb: Verb, message: _Message, peer: int) -> Action:
         bare = self._message_action(verb, message)
         producer = message.hand_over.producer
-        module = self.layout.chunks[producer.chunk].module
-        part = self.packing.parts_of(producer.microbatch, module)[producer.sub_microbatch]
-        shape, dtype = self.shapes(producer.chunk, part.workload)
+        workload = handed_workload(message.hand_over, self.layout, self.packing)
+        shape, dtype = self.shapes(producer.chunk, workload)
         return Action(
             verb=verb,
             chunk=bare.chunk,

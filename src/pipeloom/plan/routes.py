@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
 from pipeloom.errors import InputError
-from pipeloom.packing import Packing
+from pipeloom.packing import Packing, Piece, pieces
 from pipeloom.spec import Layout, ModelSpec, Workload
 
 Shapes = Callable[[int, Workload], tuple[tuple[int, ...], str]]
@@ -25,11 +25,16 @@ class Unit(NamedTuple):
 
 
 class HandOver(NamedTuple):
-    """The output of one unit goes into another, and where ``gradient`` is set its gradient comes back."""
+    """The output of one unit goes into another, and where ``gradient`` is set its gradient comes back.
+
+    ``piece`` is None where it is all of the output, else which instances of the producer's part: the first, and how
+    many.
+    """
 
     producer: Unit
     consumer: Unit
     gradient: bool
+    piece: tuple[int, int] | None = None
 
 
 class _Place(NamedTuple):
@@ -46,8 +51,8 @@ class _Place(NamedTuple):
 class Router:
     """What is fixed about hand-overs once a layout is: made once, asked for every unit.
 
-    Inside a module a part goes from chunk to chunk. At a module boundary all parts go into the one part of the
-    reading module, in order; where both modules are cut alike, part by part.
+    Inside a module a part goes from chunk to chunk; at a module boundary parts are cut and joined as
+    `pipeloom.packing.pieces` says.
     """
 
     def __init__(self, layout: Layout) -> None:
@@ -85,7 +90,7 @@ class Router:
                 if self.replicated[m]:
                     where[m, unit.microbatch, unit.sub_microbatch] = unit.chunk
         counts = [tuple(map(len, microbatch.parts)) for microbatch in packing.microbatches]
-        return RoutesOf(self, counts, where)
+        return RoutesOf(self, packing, counts, where)
 
 
 class RoutesOf:
@@ -98,9 +103,14 @@ class RoutesOf:
     """
 
     def __init__(
-        self, router: Router, counts: list[tuple[int, ...]], where: dict[tuple[int, int, int], int]
+        self,
+        router: Router,
+        packing: Packing,
+        counts: list[tuple[int, ...]],
+        where: dict[tuple[int, int, int], int],
     ) -> None:
-        self.router, self.counts, self.where = router, counts, where
+        self.router, self.packing, self.counts, self.where = router, packing, counts, where
+        self._pieces: dict[tuple[int, int, int], tuple[Piece, ...]] = {}
 
     def into(self, unit: Unit) -> tuple[HandOver, ...]:
         """What a unit takes, in the order in which it concatenates it."""
@@ -109,8 +119,12 @@ class RoutesOf:
             return (HandOver(Unit(place.before, microbatch, sub), unit, place.gradient),)
         found: list[HandOver] = []
         for source in place.sources:
-            subs = self._joined(source, place.module, microbatch, sub, down=False)
-            found += [self._hand_over(source, x, unit) for x in subs]
+            for piece in self._boundary(microbatch, source, place.module):
+                if piece.below == sub:
+                    chunk = self._chunk(source, microbatch, piece.above, first=False)
+                    producer = Unit(chunk, microbatch, piece.above)
+                    flows = self.router.places[chunk].gradient
+                    found.append(HandOver(producer, unit, flows, _cut(piece)))
         return tuple(found)
 
     def out_of(self, unit: Unit) -> tuple[HandOver, ...]:
@@ -118,15 +132,21 @@ class RoutesOf:
         place, (_, microbatch, sub) = self.router.places[unit.chunk], unit
         if place.after >= 0:
             return (HandOver(unit, Unit(place.after, microbatch, sub), place.gradient),)
-        return tuple(
-            HandOver(unit, Unit(self._chunk(m, microbatch, x, first=True), microbatch, x), place.gradient)
-            for m in place.consumers
-            for x in self._joined(place.module, m, microbatch, sub, down=True)
-        )
+        found: list[HandOver] = []
+        for module in place.consumers:
+            for piece in self._boundary(microbatch, place.module, module):
+                if piece.above == sub:
+                    chunk = self._chunk(module, microbatch, piece.below, first=True)
+                    consumer = Unit(chunk, microbatch, piece.below)
+                    found.append(HandOver(unit, consumer, place.gradient, _cut(piece)))
+        return tuple(found)
 
-    def _hand_over(self, source: int, sub: int, consumer: Unit) -> HandOver:
-        chunk = self._chunk(source, consumer.microbatch, sub, first=False)
-        return HandOver(Unit(chunk, consumer.microbatch, sub), consumer, self.router.places[chunk].gradient)
+    def _boundary(self, microbatch: int, above: int, below: int) -> tuple[Piece, ...]:
+        key = (microbatch, above, below)
+        known = self._pieces.get(key)
+        if known is None:
+            known = self._pieces[key] = pieces(self.packing, microbatch, above, below)
+        return known
 
     def _chunk(self, module: int, microbatch: int, sub: int, *, first: bool) -> int:
         if not self.router.replicated[module]:
@@ -138,24 +158,6 @@ class RoutesOf:
             raise InputError(
                 f"unit {name} {microbatch}.{sub}", "is on no rank", "plan every part once"
             ) from None
-
-    def _joined(
-        self, above: int, below: int, microbatch: int, sub: int, *, down: bool
-    ) -> range | tuple[int, ...]:
-        """Parts at the other side of a module boundary that part ``sub`` on this side goes with."""
-        num_above, num_below = self.counts[microbatch][above], self.counts[microbatch][below]
-        if num_above == 0:
-            return ()
-        if num_below == 1:
-            return (0,) if down else range(num_above)
-        if num_above == num_below:
-            return (sub,)
-        modules = self.router.layout.modules
-        raise InputError(
-            f"module {modules[below].name!r}.sub_microbatch",
-            f"cuts microbatch {microbatch} into {num_below} parts, {modules[above].name!r} before it into {num_above}",
-            "let the reading module take whole microbatches, or cut both alike",
-        )
 
 
 @dataclass(frozen=True)
@@ -183,9 +185,28 @@ class Routes:
         """Hand-overs by producer; units without any are absent."""
         return _grouped((hand_over.producer, hand_over) for hand_over in self.hand_overs)
 
-    def target_is_needed(self, producer: Unit) -> bool:
-        """Whether messages of this producer must name their consumer, because there are several."""
-        return len(self.out_of.get(producer, ())) > 1
+    def target(self, hand_over: HandOver, names: Sequence[str]) -> str:
+        """How its message names the consumer; see `target_word`."""
+        return target_word(hand_over, self.out_of[hand_over.producer], names)
+
+
+def target_word(hand_over: HandOver, siblings: Sequence[HandOver], names: Sequence[str]) -> str:
+    """How a message names its consumer: not at all where there is one, else its chunk, and its part if need be.
+
+    Parameters
+    ----------
+    hand_over : HandOver
+    siblings : sequence of HandOver
+        All of the same producer.
+    names : sequence of str
+        Of the layout's chunks.
+    """
+    if len(siblings) == 1:
+        return ""
+    consumer = hand_over.consumer
+    if sum(other.consumer.chunk == consumer.chunk for other in siblings) == 1:
+        return names[consumer.chunk]
+    return f"{names[consumer.chunk]}:{consumer.sub_microbatch}"
 
 
 def make_routes(layout: Layout, packing: Packing, units: Iterable[Unit]) -> Routes:
@@ -229,6 +250,18 @@ def make_routes(layout: Layout, packing: Packing, units: Iterable[Unit]) -> Rout
     return Routes(tuple(ordered), tuple(hand_overs))
 
 
+def handed_workload(hand_over: HandOver, layout: Layout, packing: Packing) -> Workload:
+    """Workload of what is handed over: with `Shapes`, shape and dtype of its message."""
+    producer = hand_over.producer
+    part = packing.parts_of(producer.microbatch, layout.chunks[producer.chunk].module)[
+        producer.sub_microbatch
+    ]
+    if hand_over.piece is None:
+        return part.workload
+    first, count = hand_over.piece
+    return Workload(part.workload.lengths[first : first + count])
+
+
 def boundary_shapes(model: ModelSpec, layout: Layout) -> Shapes:
     """Shape and dtype of every chunk's output, as the model states it for the chunk's last layer."""
     outputs = [model.module(chunk.module).flat_layers[chunk.layers[1]].output for chunk in layout.chunks]
@@ -254,6 +287,10 @@ def _units_of(
             "plan every part exactly once",
         )
     return present
+
+
+def _cut(piece: Piece) -> tuple[int, int] | None:
+    return None if piece.whole else (piece.first, piece.count)
 
 
 def _grouped(entries: Iterable[tuple[Unit, HandOver]]) -> dict[Unit, tuple[HandOver, ...]]:

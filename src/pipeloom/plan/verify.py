@@ -233,7 +233,7 @@ def _check_hand_over(
             _fail(plan, to_rank, to_step, f"starts before step {from_step}, whose result it takes")
         return
     direction = "B" if gradient else "F"
-    target = names[consumer.chunk] if routes.target_is_needed(producer) else ""
+    target = routes.target(hand_over, names)
     message = Message(direction, names[producer.chunk], producer.microbatch, producer.sub_microbatch, target)
     for verb, rank in (("S", from_rank), ("R", to_rank), ("W", to_rank)):
         place = message_at.get((verb + direction, message))

@@ -247,8 +247,8 @@ class _Iteration:
             self._take_loss(unit, output)
             return
         unit.check_output(output)
-        for number, consumer in unit.local_consumers:
-            consumer.arrived[number] = output
+        for number, consumer, place in unit.local_consumers:
+            consumer.arrived[number] = unit.given(output, place)
         if unit.num_sends:
             unit.output = output.contiguous()
 
@@ -276,12 +276,12 @@ class _Iteration:
 
     def backward(self, unit: UnitState) -> None:
         passage = unit.passage_now
-        passage.backward(unit.take_gradient())
+        passage.backward(unit.take_gradient(self.device))
         self._hand_back(unit)
         self._finish(unit)
 
     def backward_input(self, unit: UnitState) -> None:
-        unit.passage_now.backward_input(unit.take_gradient())
+        unit.passage_now.backward_input(unit.take_gradient(self.device))
         self._hand_back(unit)
 
     def backward_weight(self, unit: UnitState) -> None:
@@ -412,10 +412,3 @@ def _check_layout(model: Model, layout: Layout) -> None:
             raise InputError(
                 f"layout.module {module.name!r}", f"has {num_layers} layers, the model {len(module.layers)}"
             )
-        for source in module.after:
-            if here.sub_microbatch is not None and model.module(source).reads != module.reads:
-                raise InputError(
-                    f"layout.module {module.name!r}.sub_microbatch",
-                    f"{here.sub_microbatch}, but {source!r} before it reads other parts of a sample",
-                    "let it take whole microbatches (null)",
-                )

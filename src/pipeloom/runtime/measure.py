@@ -14,7 +14,16 @@ from torch.autograd.graph import saved_tensors_hooks
 from pipeloom.cost import LayerMeasurement
 from pipeloom.errors import InputError
 from pipeloom.packing import Packing
-from pipeloom.runtime.model import Model, Module, Part, empty_output, make_part, torch_dtype, user_code
+from pipeloom.runtime.model import (
+    Model,
+    Module,
+    Part,
+    empty_output,
+    make_part,
+    torch_dtype,
+    upstream_rows,
+    user_code,
+)
 
 _WARM_UP = 2
 
@@ -92,15 +101,13 @@ class _Measuring:
             for module in self.model.modules:
                 parts = range(len(self.packing.parts_of(microbatch, module.name)))
                 upstream = tuple(outputs[name] for name in module.after)
-                pieces = [self._part(module, microbatch, sub, upstream, len(parts)) for sub in parts]
+                pieces = [self._part(module, microbatch, sub, upstream) for sub in parts]
                 outputs[module.name] = (
                     torch.cat(pieces) if pieces else empty_output(module.spec, torch.device("cpu"))
                 )
         return self.found
 
-    def _part(
-        self, module: Module, microbatch: int, sub: int, upstream: tuple[Tensor, ...], num_parts: int
-    ) -> Tensor:
+    def _part(self, module: Module, microbatch: int, sub: int, upstream: tuple[Tensor, ...]) -> Tensor:
         """Run one part through its module, measuring what is new; return the module's output."""
         part = make_part(module.spec, self.packing, self.samples, microbatch, sub)
         workload = self.packing.parts_of(microbatch, module.name)[sub].workload
@@ -109,9 +116,10 @@ class _Measuring:
         with user_code(f"module {module.name!r}.inputs"):
             given: Any = () if module.inputs is None else module.inputs(part)
         inputs: tuple[Any, ...] = given if isinstance(given, tuple) else (given,)
-        if num_parts > 1:
-            # Where a cut module reads another one, both are cut alike, part by part.
-            upstream = tuple(self._rows(tensor, module, microbatch, sub) for tensor in upstream)
+        upstream = tuple(
+            self._rows(tensor, module, name, microbatch, sub)
+            for tensor, name in zip(upstream, module.after, strict=True)
+        )
         arguments: tuple[Any, ...] = (*inputs, *upstream)
         needs_gradient = [False] * len(inputs) + [self.flows[name] for name in module.after]
         last = len(module.layers) - 1
@@ -137,12 +145,12 @@ class _Measuring:
         assert output is not None
         return output
 
-    def _rows(self, tensor: Tensor, module: Module, microbatch: int, sub: int) -> Tensor:
-        """The rows of an upstream output that belong to one part, by share of tokens."""
-        parts = self.packing.parts_of(microbatch, module.name)
-        by_tokens = tensor.shape[0] == sum(part.workload.num_tokens for part in parts)
-        sizes = [part.workload.num_tokens if by_tokens else part.count for part in parts]
-        return tensor.narrow(0, sum(sizes[:sub]), sizes[sub])
+    def _rows(self, tensor: Tensor, module: Module, source: str, microbatch: int, sub: int) -> Tensor:
+        """The rows of an upstream output that belong to one part."""
+        part = self.packing.parts_of(microbatch, module.name)[sub]
+        samples = [self.packing.batch.samples[n] for n in self.packing.microbatches[microbatch].samples]
+        given = self.model.module(source).spec
+        return tensor.narrow(0, *upstream_rows(given, module.spec, samples, part.first, part.count))
 
     def _check(
         self, module: Module, number: int, output: Tensor, shape: tuple[int, ...], dtype: torch.dtype

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from pipeloom.errors import InputError, PipeloomError
-from pipeloom.packing import Packing
-from pipeloom.spec import DTYPE_BYTES, LayerSpec, ModelSpec, ModuleSpec, TensorShape, Workload
+from pipeloom.packing import Packing, reach
+from pipeloom.spec import DTYPE_BYTES, LayerSpec, ModelSpec, ModuleSpec, Sample, TensorShape, Workload
 from pipeloom.spec.model import Dimension, Reads, find_module
 
 Shape = TensorShape | tuple[Dimension, ...]
@@ -38,14 +38,23 @@ class Part:
     samples: tuple[Any, ...]
     instances: tuple[tuple[int, int], ...]
 
+    @property
+    def span(self) -> range:
+        """Positions of the samples from the first instance's to the last one's.
+
+        Of a module that reads another part of the samples, the part takes the rows of exactly these.
+        """
+        return range(self.instances[0][0], self.instances[-1][0] + 1) if self.instances else range(0)
+
 
 @dataclass(frozen=True, eq=False)
 class Module:
     """One modality module: layers that are called one after the other.
 
     Layer 0 is called as ``layers[0](*inputs(part), *upstream, **context(part))``, where ``upstream`` has one
-    tensor for each name in ``after``: its output for the whole microbatch, sub-microbatches concatenated on
-    dimension 0, and zero rows of the stated shape where the microbatch has nothing for it. Every later layer
+    tensor for each name in ``after``: the rows of its output (dimension 0) that belong to the part, whichever
+    sub-microbatches they come from. If that module reads what this one reads, these are the rows of the part's own
+    instances, else those of all samples in ``part.span``; zero rows where there are none. Every later layer
     is called as ``layer(x, **context(part))`` with the output of the layer before. A layer returns one tensor.
 
     Attributes
@@ -206,6 +215,27 @@ def make_part(
         samples=tuple(samples[number] for number in chosen),
         instances=tuple(instances[cut.first : cut.first + cut.count]),
     )
+
+
+def upstream_rows(
+    source: ModuleSpec, module: ModuleSpec, samples: Sequence[Sample], first: int, count: int
+) -> tuple[int, int]:
+    """Rows of a module's output that a part of the next one takes: the first, and how many.
+
+    Parameters
+    ----------
+    source, module : ModuleSpec
+        The module that gives and the one that takes.
+    samples : sequence of Sample
+        Metadata of the microbatch whose output it is.
+    first, count : int
+        The part's instances, counted within the microbatch.
+    """
+    begin, number = reach(samples, source.reads, module.reads, first, count)
+    lengths = tuple(n for sample in samples for n in source.instance_lengths(sample))
+    shape = source.layers[-1].output
+    before, inside = (Workload(lengths[:begin]), Workload(lengths[begin : begin + number]))
+    return shape.resolve(before)[0], shape.resolve(inside)[0]
 
 
 def empty_output(module: ModuleSpec, device: torch.device) -> Tensor:

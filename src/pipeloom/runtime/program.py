@@ -19,6 +19,8 @@ from pipeloom.plan import (
     Unit,
     action_text,
     boundary_shapes,
+    handed_workload,
+    target_word,
 )
 from pipeloom.runtime.blocks import Bounds, Passage, block_bounds
 from pipeloom.runtime.model import Model, Module, empty_output, torch_dtype
@@ -42,6 +44,9 @@ class UnitState:
         What it takes, by place.
     rows : list of int
         Rows of what is handed over at a module boundary, by place.
+    cuts : list of (int, int) or None
+        Rows of the output that each consumer takes, by place among them: the first, and how many; None: all. Empty
+        where all take all.
     groups : list of (places, producing Module, whether a gradient goes back)
         Hand-overs that make up each upstream argument, in order; none where the microbatch has nothing for it.
     arrived : list
@@ -64,11 +69,12 @@ class UnitState:
     stated: tuple[tuple[int, ...], torch.dtype] | None
     into: tuple[HandOver, ...] = ()
     rows: list[int] = field(default_factory=list)
+    cuts: list[tuple[int, int] | None] = field(default_factory=list)
     groups: list[tuple[list[int], Module, bool]] = field(default_factory=list)
     arrived: list[Tensor | None] = field(default_factory=list)
     gradients: list[Tensor | None] = field(default_factory=list)
     input_gradients: list[Tensor | None] = field(default_factory=list)
-    local_consumers: list[tuple[int, UnitState]] = field(default_factory=list)
+    local_consumers: list[tuple[int, UnitState, int]] = field(default_factory=list)
     local_producers: list[tuple[int, UnitState, int]] = field(default_factory=list)
     num_sends: int = 0
     output: Tensor | None = None
@@ -115,17 +121,36 @@ class UnitState:
                 f"stated is {shape} {dtype}; correct `{where}` of the module, or the sizes in its samples' metadata"
             )
 
-    def take_gradient(self) -> Tensor:
+    def take_gradient(self, device: torch.device) -> Tensor:
         """Gradient of the output: the sum of what all consumers sent back."""
+        if self.cuts:
+            return self._joined_gradient(device)
         total: Tensor | None = None
         for place, gradient in enumerate(self.gradients):
             if gradient is None:
                 raise ExecutionError("the gradient it takes has not arrived; verify the plan")
             total = gradient if total is None else total + gradient
             self.gradients[place] = None
-        if total is None:
-            raise ExecutionError("nothing takes its output, so it has no gradient")
+        # Where nobody takes the output, it has no effect on the loss.
+        return self._joined_gradient(device) if total is None else total
+
+    def _joined_gradient(self, device: torch.device) -> Tensor:
+        """The same where consumers took parts of the output."""
+        if self.stated is None:
+            raise ExecutionError("its loss was not computed; verify the plan")
+        shape, dtype = self.stated
+        total = torch.zeros(shape, dtype=dtype, device=device)
+        for place, (gradient, cut) in enumerate(zip(self.gradients, self.cuts, strict=True)):
+            if gradient is None:
+                raise ExecutionError("the gradient it takes has not arrived; verify the plan")
+            (total if cut is None else total.narrow(0, *cut)).add_(gradient)
+            self.gradients[place] = None
         return total
+
+    def given(self, output: Tensor, place: int) -> Tensor:
+        """What one consumer takes of the output."""
+        cut = self.cuts[place] if self.cuts else None
+        return output if cut is None else output.narrow(0, *cut)
 
     def split_input_gradients(self) -> None:
         """Cut the gradients of the upstream arguments into the pieces that were handed over."""
@@ -164,6 +189,8 @@ class MessageState:
             self.unit.input_gradients[self.place] = None
         else:
             tensor = self.unit.output
+            if tensor is not None:
+                tensor = self.unit.given(tensor, self.place)
             self.unit.num_sends -= 1
             if self.unit.num_sends == 0:
                 self.unit.output = None
@@ -255,6 +282,7 @@ class _Link:
             units = [self._unit(a) for actions in plan.ranks for a in actions if a.verb == "F"]
         self.routes = linker.router.of(packing, units)
         self.max_parts = max((max(counts) for counts in self.routes.counts), default=1)
+        self.fan_out = linker.fan_out * self.max_parts
         self.states: dict[Unit, UnitState] = {}
         self.messages: dict[tuple[str, Unit, str], MessageState] = {}
         """By verb of its post, producer, and consumer chunk where named."""
@@ -307,7 +335,7 @@ class _Link:
         if place.before >= 0:
             state.groups.append(([0], module, place.gradient))
         else:
-            state.rows = [self._stated(hand_over.producer)[0][0] for hand_over in into]
+            state.rows = [self._handed(hand_over)[0][0] for hand_over in into]
             places = linker.router.places
             for source in place.sources:
                 taken = [i for i, h in enumerate(into) if places[h.producer.chunk].module == source]
@@ -324,6 +352,27 @@ class _Link:
         shape, dtype = self.linker.shapes(unit.chunk, parts[unit.sub_microbatch].workload)
         return shape, torch_dtype(dtype)
 
+    def _handed(self, hand_over: HandOver) -> tuple[tuple[int, ...], torch.dtype]:
+        """Shape and dtype of what is handed over."""
+        if hand_over.piece is None:
+            return self._stated(hand_over.producer)
+        workload = handed_workload(hand_over, self.linker.layout, self.packing)
+        shape, dtype = self.linker.shapes(hand_over.producer.chunk, workload)
+        return shape, torch_dtype(dtype)
+
+    def _cuts(self, given: Sequence[HandOver]) -> list[tuple[int, int] | None]:
+        """Rows of a producer's output that each consumer takes; empty where all take all."""
+        if all(hand_over.piece is None for hand_over in given):
+            return []
+        cuts: list[tuple[int, int] | None] = []
+        for hand_over in given:
+            if hand_over.piece is None:
+                cuts.append(None)
+                continue
+            before = hand_over._replace(piece=(0, hand_over.piece[0]))
+            cuts.append((self._handed(before)[0][0], self._handed(hand_over)[0][0]))
+        return cuts
+
     def _connect(self, unit: Unit, state: UnitState) -> None:
         """Connect a unit to what it takes from and gives to: directly on this rank, else by messages."""
         for place, hand_over in enumerate(state.into):
@@ -331,16 +380,17 @@ class _Link:
             siblings = self.routes.out_of(hand_over.producer)
             place_out = siblings.index(hand_over) if len(siblings) > 1 else 0
             if producer is None:
-                self._add_messages(state, place, hand_over, place_out, len(siblings) > 1, receives=True)
+                self._add_messages(state, place, hand_over, place_out, siblings, receives=True)
                 continue
-            producer.local_consumers.append((place, state))
+            producer.local_consumers.append((place, state, place_out))
             if hand_over.gradient:
                 state.local_producers.append((place, producer, place_out))
         given = self.routes.out_of(unit)
         state.gradients = [None] * len(given)
+        state.cuts = self._cuts(given)
         for place, hand_over in enumerate(given):
             if hand_over.consumer not in self.states:
-                self._add_messages(state, place, hand_over, place, len(given) > 1, receives=False)
+                self._add_messages(state, place, hand_over, place, given, receives=False)
                 state.num_sends += 1
 
     def _add_messages(
@@ -349,16 +399,16 @@ class _Link:
         place: int,
         hand_over: HandOver,
         place_out: int,
-        named: bool,
+        siblings: Sequence[HandOver],
         *,
         receives: bool,
     ) -> None:
         linker, producer = self.linker, hand_over.producer
-        target = linker.names[hand_over.consumer.chunk] if named else ""
+        target = target_word(hand_over, siblings, linker.names)
         peer = linker.layout.chunks[(producer if receives else hand_over.consumer).chunk].rank
-        shape, dtype = self._stated(producer)
+        shape, dtype = self._handed(hand_over)
         number = producer.chunk * len(self.routes.counts) + producer.microbatch
-        number = (number * self.max_parts + producer.sub_microbatch) * linker.fan_out + place_out
+        number = (number * self.max_parts + producer.sub_microbatch) * self.fan_out + place_out
         forward, backward = ("RF", "SB") if receives else ("SF", "RB")
         self.messages[forward, producer, target] = MessageState(
             state, place, False, peer, 2 * number, shape, dtype

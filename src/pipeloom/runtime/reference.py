@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pipeloom.errors import InputError
-from pipeloom.runtime.model import Model, Module, Part, empty_output
+from pipeloom.runtime.model import Model, Module, Part, empty_output, upstream_rows
 from pipeloom.spec import Batch
 
 
@@ -43,8 +43,12 @@ def run_undivided(model: Model, batch: Batch, samples: Sequence[Any], *, backwar
     with torch.set_grad_enabled(backward):
         for module in model.modules:
             part = _whole(module, batch, samples)
-            outputs[module.name] = _forward(module, part, outputs)
+            given = [_rows(outputs[name], model.module(name), module, batch, part) for name in module.after]
+            outputs[module.name] = _forward(module, part, given)
         assert part is not None
+        if not part.instances:
+            # Without work for the last module there is no loss.
+            return 0.0
         loss = model.loss(outputs[model.modules[-1].name], part) / normaliser
     if backward:
         loss.backward()  # type: ignore[no-untyped-call]
@@ -62,13 +66,19 @@ def _whole(module: Module, batch: Batch, samples: Sequence[Any]) -> Part:
     )
 
 
-def _forward(module: Module, part: Part, outputs: dict[str, Tensor]) -> Tensor:
+def _rows(output: Tensor, source: Module, module: Module, batch: Batch, part: Part) -> Tensor:
+    """What the module takes of another one's output."""
+    first, count = upstream_rows(source.spec, module.spec, batch.samples, 0, len(part.instances))
+    return output.narrow(0, first, count)
+
+
+def _forward(module: Module, part: Part, upstream: Sequence[Tensor]) -> Tensor:
     if not part.instances:
         return empty_output(module.spec, torch.device("cpu"))
     context = {} if module.context is None else module.context(part)
     given: Any = () if module.inputs is None else module.inputs(part)
     inputs = given if isinstance(given, tuple) else (given,)
-    x: Tensor = module.layers[0](*inputs, *(outputs[source] for source in module.after), **context)
+    x: Tensor = module.layers[0](*inputs, *upstream, **context)
     for layer in module.layers[1:]:
         x = layer(x, **context)
     return x

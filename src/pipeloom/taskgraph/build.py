@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from pipeloom.cost import CostModel, StrategyCost
-from pipeloom.errors import InputError
-from pipeloom.packing import Packing, SubMicrobatch
+from pipeloom.packing import Packing, SubMicrobatch, pieces
 from pipeloom.spec import Layout, Workload
 from pipeloom.taskgraph.graph import (
     BACKWARD,
@@ -41,10 +40,9 @@ def build_graph(
 ) -> TaskGraph:
     """Make the tasks, pairs and edges of one iteration.
 
-    Within a module each sub-microbatch passes its chunks in order, forward and back. At a module boundary the
-    sub-microbatches of the feeding module all come before the one part of the module that reads them, and an
-    undivided part before all that read it; where both are cut alike, part by part. A module that has nothing in a
-    microbatch (text only) has no tasks there.
+    Within a module each sub-microbatch passes its chunks in order, forward and back. At a module boundary
+    a part comes after all parts of the feeding module that hold rows of it (`pipeloom.packing.pieces`). A module
+    that has nothing in a microbatch (text only) has no tasks there.
 
     Parameters
     ----------
