@@ -1,5 +1,26 @@
 """DIP's evaluation: its parts, in the order of the paper."""
 
+from pipeloom.reproduce.dip.ablation import figure_9, figure_10, section_3_1, table_5
+from pipeloom.reproduce.dip.end_to_end import (
+    figure_8a,
+    figure_8b,
+    published_search,
+    table_4,
+    tried_layouts,
+)
+from pipeloom.reproduce.dip.large import large
 from pipeloom.reproduce.part import Part
 
-PARTS: tuple[Part, ...] = ()
+PARTS: tuple[Part, ...] = (
+    Part("section-3-1", "Separated partitioning", "`dip.txt` section 3.1", "emulated", section_3_1),
+    Part("layouts", "Layouts, and what each would have cost", "`dip.txt` section 4", "emulated", tried_layouts),
+    Part("table-4", "FSDP, Megatron-LM and DIP on 16 H20", "`dip.txt` Table 4", "emulated", table_4),
+    Part("figure-8a", "Five models on mixed data", "`dip.txt` Fig. 8a", "emulated", figure_8a),
+    Part("figure-8b", "Changing data", "`dip.txt` Fig. 8b", "emulated", figure_8b),
+    Part("table-5", "What each technique brings", "`dip.txt` Table 5", "emulated", table_5),
+    Part("figure-9", "Sub-microbatch sizes", "`dip.txt` Fig. 9", "emulated", figure_9),
+    Part("figure-10", "Memory of the first rank", "`dip.txt` Fig. 10", "emulated", figure_10),
+    Part("published", "The published searches with ten times the time", "`dip.txt` section 5.1", "emulated",
+         published_search),
+    Part("figure-14", "Thousands of GPUs", "`dip.txt` Fig. 14, Table 6", "emulated", large),
+)  # fmt: skip
