@@ -55,9 +55,38 @@ def test_equals_the_plain_rollout(graph, seed, choice):
     schedule = Schedule(tuple(np.array(tasks, np.int64) for tasks in order))
     timeline = simulate(graph, schedule)
     assert timeline.makespan_ns == makespan
-    assert timeline.start_ns.tolist() == scratch.start.tolist()
     found = check(graph, schedule, timeline)
     assert found == () or (rule == kernels.UNLIMITED and {v.kind for v in found} == {"memory"})
+
+
+@pytest.mark.parametrize("choice", [(0, 0, 0, 1), (1, 1, 0, 1), (2, 0, 2, 2)])
+def test_one_bit_of_a_summary_may_stand_for_several_words(choice):
+    """As it must where a class has more than 64 words of 64 segments."""
+    graph = uniform_chain(2, 150, chunks_per_rank=2, capacity_bytes=40, split=True)
+    _, scratch, _, makespan = run(graph, 1, *choice)
+    expected = scratch.sequence.tolist()
+    problem, _, _ = make_problem(graph)
+    rank_bits, word_shift, group_shift = scratch.sizes
+    assert (word_shift, group_shift) == (3, 0)
+    coarse = scratch._replace(sizes=np.array([rank_bits, word_shift, 2]))
+    coarse.sequence[:] = -1
+    order = np.random.default_rng(1)
+    order = np.concatenate(
+        [
+            order.permutation(problem.num_groups[0]),
+            problem.num_groups[0] + order.permutation(problem.num_groups[1]),
+        ]
+    )
+    assert kernels.evaluate(problem, coarse, order, np.array(choice), kernels.NEVER) == makespan
+    assert coarse.sequence.tolist() == expected
+
+
+def test_equals_the_plain_rollout_where_a_queue_has_many_words():
+    graph = uniform_chain(1, 4200)
+    _, scratch, jobs, _ = run(graph, 1, 0, 0, kernels.UNLIMITED, 1)
+    assert scratch.sizes[2] == 1
+    order = plain_rollout(graph, jobs, priority_of(scratch), rule=kernels.UNLIMITED)
+    assert scratch.sequence.tolist() == order[0]
 
 
 @settings(deadline=None, max_examples=150)

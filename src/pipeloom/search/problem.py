@@ -14,7 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeloom.search.jobs import Jobs, find_jobs
-from pipeloom.taskgraph import FORWARD, NO_TASK, WEIGHT_GRADIENT, IntArray, TaskGraph, topological_order
+from pipeloom.search.records import pack
+from pipeloom.taskgraph import FORWARD, WEIGHT_GRADIENT, IntArray, TaskGraph, topological_order
 from pipeloom.timeline import heads_and_tails, memory_changes
 
 Array = npt.NDArray[Any]
@@ -27,7 +28,7 @@ DURATION, TAIL, PLACE, FIRST_SUCCESSOR, PEAK, NET, JOB, SEGMENT = range(8)
 
 
 class Problem(NamedTuple):
-    """What a rollout reads. All arrays are int64.
+    """What a rollout reads. All arrays are int64 unless said otherwise.
 
     Attributes
     ----------
@@ -38,10 +39,11 @@ class Problem(NamedTuple):
         Task and delay; an edge from F to its backward that a longer path implies is left out.
     waiting : array, shape (num_tasks,)
         Number of predecessors.
-    sources : array
-        Tasks without predecessors.
-    slot : array, shape (num_segments, num_ranks)
-        Task of a segment on a rank, or -1.
+    base, number, record, extra, join_waiting, source_link : array
+        The tasks packed by cells, see `pipeloom.search.records`.
+    bytes : array, shape (2 * num_cells,)
+        PEAK and NET by cell.
+    job : array of int32, shape (num_cells,)
     class_start : array, shape (4,)
         Segments of class c have positions ``class_start[c]`` to ``class_start[c + 1]`` in an order.
     group_start, group_segment : array
@@ -56,8 +58,8 @@ class Problem(NamedTuple):
     work, least_tail : array, shape (num_ranks,)
     need : array, shape (num_jobs, num_ranks)
         Bytes a job needs to finish alone, see `Jobs`.
-    scan_start, scan_task : array
-        Per job and rank, its tasks in the job's reference order, where ``need`` must be found by scanning
+    scan_start, scan_cell : array
+        Per job and rank, the cells of its tasks in the job's reference order, where ``need`` must be found by scanning
         them; empty where it is the sum of what is still to come.
     job_size : array, shape (num_jobs,)
     """
@@ -65,8 +67,14 @@ class Problem(NamedTuple):
     task: IntArray
     successor: IntArray
     waiting: IntArray
-    sources: IntArray
-    slot: IntArray
+    base: IntArray
+    number: IntArray
+    record: IntArray
+    extra: IntArray
+    join_waiting: IntArray
+    source_link: IntArray
+    bytes: IntArray
+    job: Array
     class_start: IntArray
     group_start: IntArray
     group_segment: IntArray
@@ -79,7 +87,7 @@ class Problem(NamedTuple):
     least_tail: IntArray
     need: IntArray
     scan_start: IntArray
-    scan_task: IntArray
+    scan_cell: IntArray
     job_size: IntArray
 
 
@@ -131,20 +139,30 @@ def make_problem(graph: TaskGraph) -> tuple[Problem, Groups, Jobs]:
         task[:-1, column] = values
     task[:, FIRST_SUCCESSOR] = first_successor
 
-    slot = np.full((graph.num_segments, graph.num_ranks), NO_TASK, np.int64)
-    slot[graph.segment, graph.rank] = np.arange(graph.num_tasks)
+    successor = np.ascontiguousarray(successor)
+    records, cell = pack(
+        graph.segment,
+        task[:-1, PLACE],
+        graph.duration_ns,
+        first_successor,
+        successor,
+        waiting,
+        graph.num_segments,
+    )
+    memory, job = np.zeros((len(records.number), 2), np.int64), np.zeros(len(records.number), np.int32)
+    memory[cell], job[cell] = task[:-1, PEAK : NET + 1], jobs.job_of_task
     grouped = _groups(graph, kind_class, topological, position, head, tail)
     groups, group_rows, weight_rows, num_groups, class_start = grouped
     least_tail = np.array([tail[graph.rank == r].min(initial=1 << 60) for r in range(graph.num_ranks)])
     problem = Problem(
-        task=task, successor=np.ascontiguousarray(successor), waiting=waiting,
-        sources=np.flatnonzero(waiting == 0), slot=slot, class_start=class_start,
+        task=task, successor=successor, waiting=waiting, **records._asdict(), bytes=memory.ravel(), job=job,
+        class_start=class_start,
         group_start=group_rows[0], group_segment=group_rows[1], weight_start=weight_rows[0],
         weight_segment=weight_rows[1], num_groups=num_groups,
         group_microbatch=groups.microbatch.astype(np.int64), room=jobs.room,
         work=np.bincount(graph.rank, weights=graph.duration_ns, minlength=graph.num_ranks).astype(np.int64),
         least_tail=np.where(least_tail == 1 << 60, 0, least_tail), need=jobs.need, scan_start=jobs.scan_start,
-        scan_task=jobs.scan_task, job_size=np.bincount(jobs.job_of_task).astype(np.int64),
+        scan_cell=cell[jobs.scan_task], job_size=np.bincount(jobs.job_of_task).astype(np.int64),
     )  # fmt: skip
     return problem, groups, jobs
 

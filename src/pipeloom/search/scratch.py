@@ -11,50 +11,78 @@ from pipeloom.search.problem import Problem
 
 Array = npt.NDArray[Any]
 
+NODE_SHIFT = 5
+"""Logarithm of the numbers that ``Scratch.node`` has for a rank."""
+
 
 class Scratch(NamedTuple):
-    """Arrays that a rollout writes; see `make_scratch`."""
+    """Arrays that a rollout writes; see `make_scratch`. All int64 unless said otherwise.
 
-    position: Array
+    Attributes
+    ----------
+    at : array of int32, shape (num_segments,)
+        ``Problem.base`` of the segment at every position, class after class.
+    position : array of int32, shape (num_segments,)
+        Position of every segment in its class.
+    sizes : array, shape (3,)
+        Bits of a rank in ``key``, logarithms of the words of a queue and of the words behind one bit of its summary.
+    bits : array
+        Ready queues: per place (four times the rank plus the class) one bit a position.
+    node : array
+        Per rank its clock, queues' summaries, expected tasks; see `pipeloom.search.kernels.queues`.
+    late : array, shape (num_ranks, most tasks of a rank, 2)
+        Tasks expected beyond the first of each class: time, and position and place.
+    key : array
+        Per rank when it could start something next, and the rank in the lowest bits; padded to a multiple of 4.
+    joins : array
+        Per join the predecessors left and the time it is ready, from 1 on.
+    run : array of int32, shape (num_tasks,)
+        Cells in the order in which they were scheduled.
+    sequence : array, shape (num_tasks,)
+        The same as tasks, once a rollout has come to its end.
+    ready : array, shape (num_cells,)
+        When a task was ready; -1 once it is scheduled. Only where memory is limited, as is the rest.
+    free, available : array, shape (num_ranks,)
+    need, held : array, shape (num_jobs, num_ranks)
+    job_left, active : array, shape (num_jobs,)
+    """
+
     at: Array
-    waiting: Array
+    position: Array
+    sizes: Array
     bits: Array
-    queue: Array
-    late_time: Array
-    late_task: Array
-    late_count: Array
-    late_first: Array
+    node: Array
+    late: Array
     key: Array
-    free_at: Array
-    last_kind: Array
-    blocked: Array
-    work_left: Array
+    joins: Array
+    run: Array
+    sequence: Array
+    ready: Array
     free: Array
+    available: Array
     need: Array
     held: Array
     job_left: Array
     active: Array
-    available: Array
-    sequence: Array
-    start: Array
 
 
 def make_scratch(problem: Problem) -> Scratch:
     """Arrays for rollouts of one problem; one set per thread."""
-    num_tasks, num_segments = len(problem.waiting), len(problem.slot)
+    num_tasks, num_segments = len(problem.waiting), len(problem.base)
     num_ranks, num_jobs = len(problem.room), len(problem.need)
-    num_words = (num_segments + 63) // 64 + 1
     per_rank = int(np.bincount(problem.task[:-1, 2] >> 2, minlength=num_ranks).max())
+    widest = int(np.diff(problem.class_start).max())
+    word_shift = ((widest + 63) // 64 - 1).bit_length()
 
     def ints(*shape: int) -> Array:
         return np.zeros(shape, np.int64)
 
     return Scratch(
-        position=ints(num_segments), at=ints(num_segments), waiting=ints(num_tasks),
-        bits=np.zeros((4 * num_ranks, num_words), np.uint64), queue=ints(4 * num_ranks, 2),
-        late_time=ints(num_ranks, per_rank), late_task=ints(num_ranks, per_rank), late_count=ints(num_ranks),
-        late_first=ints(num_ranks), key=ints(num_ranks), free_at=ints(num_ranks), last_kind=ints(num_ranks),
-        blocked=ints(num_ranks), work_left=ints(num_ranks), free=ints(num_ranks), need=ints(num_jobs, num_ranks),
+        at=np.zeros(num_segments, np.int32), position=np.zeros(num_segments, np.int32),
+        sizes=np.array([(num_ranks - 1).bit_length(), word_shift, max(0, word_shift - 6)], np.int64),
+        bits=ints(4 * num_ranks << word_shift), node=ints(num_ranks << NODE_SHIFT), late=ints(num_ranks, per_rank, 2),
+        key=ints((num_ranks + 3) // 4 * 4), joins=ints(2 * len(problem.join_waiting) + 2),
+        run=np.zeros(num_tasks, np.int32), sequence=ints(num_tasks), ready=ints(len(problem.number)),
+        free=ints(num_ranks), available=ints(num_ranks), need=ints(num_jobs, num_ranks),
         held=ints(num_jobs, num_ranks), job_left=ints(num_jobs), active=ints(num_jobs),
-        available=ints(num_ranks), sequence=ints(num_tasks), start=ints(num_tasks),
     )  # fmt: skip

@@ -1,0 +1,85 @@
+"""Decorators of the search's compiled functions, and a cache for them that notices every change.
+
+numba's own cache looks at the file of the function alone. A kernel that calls another one contains it, so a
+change in the other's file must throw the cached code of both away; so must a change of the arrays' layout. Here
+the stamp of cached code is a digest of all files that kernels are made from, contents and not dates.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import numba
+import numpy as np
+from numba.core import cgutils, types
+from numba.core.caching import FunctionCache, IndexDataCacheFile
+from numba.extending import intrinsic
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+_HERE = Path(__file__).parent
+_LAYOUT = ("compiled.py", "problem.py", "records.py", "scratch.py")
+"""Files that say how the kernels' arrays are laid out."""
+
+
+def digest(*files: Path) -> str:
+    """Digest of the contents of files, by name and in order."""
+    hasher = hashlib.sha256()
+    for file in files:
+        content = file.read_bytes()
+        hasher.update(f"{file.name} {len(content)}\n".encode())
+        hasher.update(content)
+    return hasher.hexdigest()
+
+
+@cache
+def _stamp(file: Path) -> str:
+    """Stamp of the functions in ``file``: of the file, the layout and all kernels of the package."""
+    return digest(file, *(_HERE / name for name in _LAYOUT), *sorted((_HERE / "kernels").glob("*.py")))
+
+
+class _StampedCache(FunctionCache):
+    """numba's cache with another stamp."""
+
+    def __init__(self, function: Callable[..., Any], stamp: str) -> None:
+        super().__init__(function)  # type: ignore[no-untyped-call]
+        place = {"cache_path": self.cache_path, "filename_base": self._impl.filename_base}
+        self._cache_file = IndexDataCacheFile(**place, source_stamp=stamp)  # type: ignore[no-untyped-call]
+
+
+def kernel(function: Function) -> Function:
+    """Compile a function at its first call, without the interpreter's lock, and keep the code on disk."""
+    compiled: Any = numba.njit(nogil=True, error_model="numpy")(function)
+    compiled._cache = _StampedCache(function, _stamp(Path(function.__code__.co_filename)))
+    return cast(Function, compiled)
+
+
+def inlined(function: Function) -> Function:
+    """Compile a function into its callers: a call counts references to all its arrays, which takes longer."""
+    return cast(Function, numba.njit(nogil=True, error_model="numpy", inline="always")(function))
+
+
+def _pointer(_typing: Any, array: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        struct: Any = cgutils.create_struct_proxy(signature.args[0])  # type: ignore[no-untyped-call]
+        return struct(context, builder, arguments[0]).data
+
+    if not isinstance(array, types.Array) or array.layout != "C":
+        return None
+    made: Any = types.CPointer(array.dtype)  # type: ignore[no-untyped-call]
+    return made(array), generate
+
+
+pointer: Any = intrinsic(_pointer)
+"""``pointer(array)``: first element of a contiguous array, to be indexed in C's order by a kernel that holds the array.
+
+A pointer is neither counted, which in an inlined function can take longer than its work, nor are indices
+tested for those that count from the end.
+"""
+
+int64: Any = np.int64
+"""Widens a narrower number."""

@@ -1,0 +1,45 @@
+"""Compiled loops of the search: the dual-queue rollout, and local search around it.
+
+A rollout (`dip.txt` §5.2) goes through time. Of all ranks that could start something, it takes the one that
+could start first, and there chooses between the best forward and the best backward that are ready. Where
+memory is limited, a task that would not fit, or after which some begun job could no longer finish, is passed
+over (`banker`). Nothing here allocates; `Scratch` holds what a rollout writes.
+"""
+
+from pipeloom.search.kernels.climb import climb, evaluate, rollout
+from pipeloom.search.kernels.codes import (
+    ABORTED,
+    ALTERNATE,
+    BACKWARD_FIRST,
+    BANKER,
+    DEADLOCK,
+    FITS,
+    FORWARD_FIRST,
+    NEVER,
+    UNLIMITED,
+    WEIGHT_AT_ONCE,
+    WEIGHT_LAST,
+)
+from pipeloom.search.kernels.expand import expand
+from pipeloom.search.kernels.moves import draw, mutate, mutate_microbatch
+
+__all__ = [
+    "ABORTED",
+    "ALTERNATE",
+    "BACKWARD_FIRST",
+    "BANKER",
+    "DEADLOCK",
+    "FITS",
+    "FORWARD_FIRST",
+    "NEVER",
+    "UNLIMITED",
+    "WEIGHT_AT_ONCE",
+    "WEIGHT_LAST",
+    "climb",
+    "draw",
+    "evaluate",
+    "expand",
+    "mutate",
+    "mutate_microbatch",
+    "rollout",
+]

@@ -1,0 +1,107 @@
+"""One order's makespan, and local search over orders."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pipeloom.search.compiled import kernel
+from pipeloom.search.kernels.codes import UNLIMITED
+from pipeloom.search.kernels.expand import expand
+from pipeloom.search.kernels.limited import rollout_limited
+from pipeloom.search.kernels.moves import draw, mutate, mutate_microbatch
+from pipeloom.search.kernels.unlimited import rollout_unlimited
+from pipeloom.search.problem import Problem
+from pipeloom.search.scratch import Scratch
+
+Array = npt.NDArray[Any]
+
+
+@kernel
+def rollout(p: Problem, s: Scratch, policy: int, weights: int, rule: int, lookahead: int, bound: int) -> int:
+    """Makespan of the schedule that the positions in ``s`` give; `DEADLOCK`; or `ABORTED` at ``bound``.
+
+    ``s.sequence`` gets the tasks in the order in which they were scheduled (on each rank its running order),
+    unless the rollout ended early.
+    """
+    if rule == UNLIMITED:
+        return rollout_unlimited(p, s, policy, weights, bound)
+    return rollout_limited(p, s, policy, weights, rule, lookahead, bound)
+
+
+@kernel
+def evaluate(p: Problem, s: Scratch, order: Array, choice: Array, bound: int) -> int:
+    """`expand`, then `rollout`; ``choice`` is policy, weights, rule, lookahead."""
+    expand(p, s, order)
+    return rollout(p, s, choice[0], choice[1], choice[2], choice[3], bound)
+
+
+@kernel
+def climb(
+    p: Problem,
+    s: Scratch,
+    order: Array,
+    choice: Array,
+    backup: Array,
+    best_order: Array,
+    best_choice: Array,
+    state: Array,
+    random: Array,
+    temperature: float,
+    target: int,
+    num_evaluations: int,
+    switch: int,
+    whole: int,
+) -> int:
+    """Local search from ``order``: change it a little, keep what is not worse. Return the evaluations used.
+
+    ``state`` is the current and the best makespan. A change is kept if it is no worse than the current one
+    by more than ``temperature`` times an exponential variate, which is drawn first so that the rollout can
+    stop early. ``switch``: one change in so many is of the policy instead (0: never).
+    """
+    num_groups = p.num_groups[0] + p.num_groups[1]
+    expand(p, s, order)
+    for n in range(num_evaluations):
+        if state[1] <= target:
+            return n
+        flip = switch > 0 and draw(random) % switch == 0
+        old_policy = choice[0]
+        old_weights = choice[1]
+        old_lookahead = choice[3]
+        if flip:
+            # The change before may have been taken back; then the positions are still those of the rejected order.
+            expand(p, s, order)
+            what = draw(random) % 4
+            if what == 0 and p.class_start[3] > p.class_start[2]:
+                choice[1] = 1 - choice[1]
+            elif what == 1 and choice[2] != UNLIMITED:
+                choice[3] = 1 + draw(random) % 4
+            else:
+                choice[0] = (choice[0] + 1 + draw(random) % 2) % 3
+        else:
+            backup[:num_groups] = order[:num_groups]
+            if whole > 0 and draw(random) % 16 < whole:
+                mutate_microbatch(p, order, backup, random)
+            else:
+                mutate(p, order, backup, random)
+            expand(p, s, order)
+        limit = state[0] + 1
+        if temperature > 0.0:
+            uniform = (draw(random) % (1 << 52) + 1) / (1 << 52)
+            limit += np.int64(-np.log(uniform) * temperature)
+        makespan = rollout(p, s, choice[0], choice[1], choice[2], choice[3], limit)
+        if makespan >= 0:
+            state[0] = makespan
+            if makespan < state[1]:
+                state[1] = makespan
+                best_order[:num_groups] = order[:num_groups]
+                best_choice[:] = choice
+        elif flip:
+            choice[0] = old_policy
+            choice[1] = old_weights
+            choice[3] = old_lookahead
+        else:
+            order[:num_groups] = backup[:num_groups]
+    return num_evaluations

@@ -1,0 +1,107 @@
+"""The task graph packed for the rollout: what one step reads lies together, and links say where to go next.
+
+A *cell* is the place of a task in the packed arrays: the cells of a segment follow one another by rank, so the
+cell is ``base[segment] + rank``, and neighbours in a chain share a cache line. A *link* is an edge as one
+number: the place that the successor queues at, its segment, and its number among the joins.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from pipeloom.errors import InputError
+from pipeloom.taskgraph import IntArray
+
+PLACE_BITS, JOIN_BITS, SEGMENT_BITS = 16, 24, 23
+"""Widths of a link's fields, lowest first. A place is four times the rank plus the class; join 0: none."""
+
+
+class Records(NamedTuple):
+    """Packed tasks; see `pack`.
+
+    Attributes
+    ----------
+    base : array of int32, shape (num_segments,)
+    number : array, shape (num_cells,)
+        Task of a cell, -1 where there is none.
+    record : array, shape (2 * num_cells,)
+        Per cell its duration, and its link: -1 no successor, below that ``-2 - row``, where ``row`` is the first
+        of its rows in ``extra``.
+    extra : array
+        Pairs of a link and a delay, of tasks with several successors or with a delay, from row 1 on; -1 ends a list.
+    join_waiting : array, shape (num_joins,)
+        Number of predecessors of tasks that have more than one.
+    source_link : array
+        Links to tasks that have none.
+    """
+
+    base: IntArray
+    number: IntArray
+    record: IntArray
+    extra: IntArray
+    join_waiting: IntArray
+    source_link: IntArray
+
+
+def pack(
+    segment: IntArray, place: IntArray, duration: IntArray, first_successor: IntArray, successor: IntArray,
+    waiting: IntArray, num_segments: int,
+) -> tuple[Records, IntArray]:  # fmt: skip
+    """Pack tasks; return the records and every task's cell.
+
+    Parameters
+    ----------
+    first_successor, successor
+        Rows ``(task, delay)`` of every task, as in `pipeloom.search.problem.Problem`.
+    """
+    num_tasks = len(segment)
+    rank = place >> 2
+    if (
+        int(place.max()) >= 1 << PLACE_BITS
+        or num_segments >= 1 << SEGMENT_BITS
+        or num_tasks >= 1 << JOIN_BITS
+    ):
+        raise InputError(
+            "instance",
+            f"{num_tasks} tasks on {int(rank.max()) + 1} ranks are more than the search can number",
+        )
+    lowest = np.full(num_segments, 1 << PLACE_BITS, np.int64)
+    np.minimum.at(lowest, segment, rank)
+    highest = np.full(num_segments, -1, np.int64)
+    np.maximum.at(highest, segment, rank)
+    width = np.maximum(highest - lowest + 1, 0)
+    base = np.cumsum(width) - width - np.where(width > 0, lowest, 0)
+    cell = base[segment] + rank
+    number = np.full(int(width.sum()), -1, np.int64)
+    number[cell] = np.arange(num_tasks)
+
+    joins = np.flatnonzero(waiting > 1)
+    join_of = np.zeros(num_tasks, np.int64)
+    join_of[joins] = 1 + np.arange(len(joins))
+    link_to = segment << (PLACE_BITS + JOIN_BITS) | join_of << PLACE_BITS | place
+
+    count = np.diff(first_successor)
+    source = np.repeat(np.arange(num_tasks), count)
+    long = count > 1
+    long[source[successor[:, 1] > 0]] = True
+    link = np.full(num_tasks, -1, np.int64)
+    short = ~long & (count == 1)
+    link[short] = link_to[successor[first_successor[:-1][short], 0]]
+    # Every list is as long as the task's row, and one for its end.
+    length = np.where(long, count + 1, 0)
+    row = 1 + np.cumsum(length) - length
+    link[long] = -2 - row[long]
+    extra = np.full((int(length.sum()) + 1, 2), -1, np.int64)
+    inside = long[source]
+    where = (row[source] + np.arange(len(source)) - first_successor[source])[inside]
+    extra[where, 0] = link_to[successor[inside, 0]]
+    extra[where, 1] = successor[inside, 1]
+
+    record = np.zeros((len(number), 2), np.int64)
+    record[cell, 0], record[cell, 1] = duration, link
+    records = Records(
+        base.astype(np.int32), number, record.ravel(), extra.ravel(), waiting[joins], link_to[waiting == 0]
+    )
+    return records, cell
