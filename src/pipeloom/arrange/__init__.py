@@ -1,5 +1,9 @@
-"""How a Layout is chosen: modality-aware partitioning, and the chains of stages that others use."""
+"""How a Layout is chosen: modality-aware partitioning, the chains that others use, and the joint search."""
 
+from pipeloom.arrange.bound import placement_bound
+from pipeloom.arrange.evaluate import evaluate, schedule_of
+from pipeloom.arrange.joint import Arranged, Settings, arrange
+from pipeloom.arrange.layer_chain import Arrangement, LayerChain, chain_of_layers, graph_of, layout_of
 from pipeloom.arrange.layouts import (
     LayerLoad,
     ModulePlacement,
@@ -17,16 +21,31 @@ from pipeloom.arrange.modality import (
     sub_microbatch_size,
 )
 from pipeloom.arrange.partition import partition_chain
+from pipeloom.arrange.standard import one_f_one_b_peaks
+from pipeloom.arrange.starts import Rule
 
 __all__ = [
+    "Arranged",
+    "Arrangement",
+    "LayerChain",
     "LayerLoad",
     "ModulePlacement",
+    "Rule",
+    "Settings",
     "SizeChoice",
+    "arrange",
     "chain",
+    "chain_of_layers",
     "encoder_first",
+    "evaluate",
     "even_layout",
+    "graph_of",
+    "layout_of",
     "modality_placements",
+    "one_f_one_b_peaks",
     "partition_chain",
+    "placement_bound",
+    "schedule_of",
     "segment_counts",
     "separate",
     "single_rank",

@@ -39,6 +39,7 @@ COMMANDS = {
     "plan": Command("plan", "Make the plan of one batch from files: packing, instance, schedule, plan text."),
     "pack": Command("pack", "Pack samples into microbatches of even load, and show the loads."),
     "solve": Command("solve", "Search a schedule for an instance."),
+    "arrange": Command("arrange", "Choose partition, placement and schedule of a chain of layers together."),
     "check": Command("check", "Say whether a schedule is feasible for an instance, and where not."),
     "simulate": Command("simulate", "Run a schedule in the simulator: times, bubbles, memory; draw it."),
     "verify": Command(

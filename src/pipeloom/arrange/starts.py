@@ -1,0 +1,110 @@
+"""Where the joint search starts: interleaved and zigzag placements under a few simple rules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from pipeloom.arrange.kernels import FIRST, KEY, NUM_CHUNKS, NUM_ROWS, PERIOD, RANK, SCALARS, WAIT
+from pipeloom.arrange.layer_chain import Arrangement, LayerChain, chunk_costs
+from pipeloom.taskgraph import IntArray
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rule:
+    """Which task a rank takes next; see ``docs/arrange.md``.
+
+    Attributes
+    ----------
+    keys : array, shape (3, num_chunks)
+        Rows F, B or I, W: the least key goes first.
+    waits : array, shape (3, num_chunks)
+        How long a rank may wait for a task of the chunk, in ns.
+    period : int
+        How many microbatches take turns before the next ones come.
+    """
+
+    keys: IntArray
+    waits: IntArray
+    period: int = 1
+
+
+def even_cuts(loads: IntArray, num_chunks: int) -> tuple[int, ...]:
+    """Cut a chain where its cumulated load comes nearest to equal shares, every chunk having a layer."""
+    total = np.concatenate([[0], np.cumsum(loads)])
+    cuts = [0]
+    for c in range(1, num_chunks):
+        share = total[-1] * c / num_chunks
+        at = int(np.searchsorted(total, share))
+        if at > 0 and share - total[at - 1] < total[at] - share:
+            at -= 1
+        cuts.append(min(max(at, cuts[-1] + 1), len(loads) - (num_chunks - c)))
+    return (*cuts, len(loads))
+
+
+def interleaved(num_chunks: int, num_ranks: int) -> tuple[int, ...]:
+    """Chunk j on rank j mod p."""
+    return tuple(j % num_ranks for j in range(num_chunks))
+
+
+def zigzag(num_chunks: int, num_ranks: int) -> tuple[int, ...]:
+    """Down the ranks and up again, so that turns are two chunks on one rank (V with two chunks a rank, wave)."""
+    there = range(num_ranks)
+    lap = [*there, *reversed(there)]
+    return tuple(lap[j % len(lap)] for j in range(num_chunks))
+
+
+def natural_keys(chain: LayerChain, arrangement: Arrangement, stride: int, early: float) -> IntArray:
+    """Keys in the order in which a lone microbatch would meet its tasks, backwards ``early`` strides sooner."""
+    costs = chunk_costs(chain, arrangement)
+    forward = np.concatenate([[0], np.cumsum(costs.forward_ns)])
+    after = costs.backward_ns[::-1].cumsum()[::-1] - costs.backward_ns
+    backward = forward[-1] + after - int(early * stride)
+    weight = np.full(len(after), stride * chain.num_microbatches * 4, dtype=np.int64)
+    return np.stack([forward[:-1], backward, weight]).astype(np.int64)
+
+
+def starts(chain: LayerChain, most_chunks: int, stride: int) -> Iterator[tuple[Arrangement, Rule]]:
+    """Every placement with every simple rule, few chunks first."""
+    p, m = chain.num_ranks, chain.num_microbatches
+    loads = chain.total_ns[:, 0]
+    for depth in range(1, max(1, most_chunks // p) + 1):
+        num = min(depth * p, chain.num_layers, most_chunks)
+        cuts = even_cuts(loads, num)
+        found = {Arrangement(cuts, interleaved(num, p)), Arrangement(cuts, zigzag(num, p))}
+        if num > p:
+            # One layer on each rank first, so that all ranks begin and end early.
+            thin = (*range(p), *(p + cut for cut in even_cuts(loads[p:], num - p)))
+            found |= {Arrangement(thin, interleaved(num, p)), Arrangement(thin, zigzag(num, p))}
+        for arrangement in sorted(found, key=lambda a: (a.cuts, a.ranks)):
+            waits = np.zeros((3, num), np.int64)
+            for early in (0.0, float(p), 4.0 * m):
+                keys = natural_keys(chain, arrangement, stride, early)
+                for period in sorted({1, min(p, m), min(2 * p, m)}):
+                    yield arrangement, Rule(keys, waits, period)
+
+
+def to_plan(arrangement: Arrangement, rule: Rule, most_chunks: int) -> IntArray:
+    """Write an arrangement and its rule as the array that the kernels change."""
+    num = arrangement.num_chunks
+    plan = np.zeros((NUM_ROWS, most_chunks + 2), np.int64)
+    plan[FIRST, : num + 1] = arrangement.cuts
+    plan[RANK, :num] = arrangement.ranks
+    plan[KEY : KEY + 3, :num] = rule.keys
+    plan[WAIT : WAIT + 3, :num] = rule.waits
+    plan[SCALARS, NUM_CHUNKS] = num
+    plan[SCALARS, PERIOD] = rule.period
+    return plan
+
+
+def from_plan(plan: IntArray, strategy: IntArray) -> tuple[Arrangement, Rule]:
+    """Read a plan back."""
+    num = int(plan[SCALARS, NUM_CHUNKS])
+    chosen = tuple(int(s) for s in strategy) if strategy.any() else ()
+    arrangement = Arrangement(
+        tuple(int(x) for x in plan[FIRST, : num + 1]), tuple(int(x) for x in plan[RANK, :num]), chosen
+    )
+    keys, waits = plan[KEY : KEY + 3, :num].copy(), plan[WAIT : WAIT + 3, :num].copy()
+    return arrangement, Rule(keys, waits, int(plan[SCALARS, PERIOD]))

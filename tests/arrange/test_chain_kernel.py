@@ -1,0 +1,105 @@
+"""The chain kernel against the plain simulator and the independent checker."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from pipeloom.arrange import (
+    Arrangement,
+    LayerChain,
+    Rule,
+    chain_of_layers,
+    evaluate,
+    placement_bound,
+    schedule_of,
+)
+from pipeloom.arrange.evaluate import NEVER
+from pipeloom.cost.layers import LayerCost, LayerTable
+from pipeloom.timeline import check, lower_bound, simulate
+from tests.arrange.chains import arranged_chains
+
+
+@settings(deadline=None, max_examples=150)
+@given(arranged_chains())
+def test_kernel_equals_simulator_and_fits_memory(case: tuple[LayerChain, Arrangement, Rule]) -> None:
+    chain, arrangement, rule = case
+    makespan = evaluate(chain, arrangement, rule)
+    assert makespan < NEVER, "a rule never deadlocks where one microbatch of each chunk fits"
+    graph, schedule = schedule_of(chain, arrangement, rule)
+    timeline = simulate(graph, schedule)
+    assert timeline.makespan_ns == makespan
+    assert not check(graph, schedule, timeline)
+    assert evaluate(chain, arrangement, rule, makespan + 1) == makespan
+    assert evaluate(chain, arrangement, rule, makespan) == NEVER
+
+
+@settings(deadline=None, max_examples=60)
+@given(arranged_chains())
+def test_bounds_hold_for_every_arrangement(case: tuple[LayerChain, Arrangement, Rule]) -> None:
+    chain, arrangement, rule = case
+    makespan = evaluate(chain, arrangement, rule)
+    assert placement_bound(chain).ns <= makespan
+    graph, _ = schedule_of(chain, arrangement, rule)
+    assert lower_bound(graph).ns <= makespan
+
+
+def uniform(num_layers: int, num_ranks: int, m: int, capacity: int | None = None) -> LayerChain:
+    layer = LayerCost("layer", 1e-9, 1, 0, backward_s=2e-9)
+    table = LayerTable("uniform", num_ranks, m, 0.0, 0, (layer,) * num_layers)
+    return chain_of_layers(table).with_capacity(capacity)
+
+
+def backward_first(num_chunks: int) -> Rule:
+    keys = np.zeros((3, num_chunks), np.int64)
+    keys[1] = -1000
+    return Rule(keys, np.zeros((3, num_chunks), np.int64))
+
+
+def test_backward_first_under_its_memory_is_1f1b() -> None:
+    # (m + p - 1) * (f + b) with p = 4, m = 8; rank r holds p - r microbatches.
+    chain = uniform(4, 4, 8, 4)
+    assert evaluate(chain, Arrangement((0, 1, 2, 3, 4), (0, 1, 2, 3)), backward_first(4)) == 11 * 3
+
+
+def test_two_chunks_on_one_rank_need_no_hand_over() -> None:
+    layer = LayerCost("layer", 1e-9, 1, 0, backward_s=2e-9)
+    chain = chain_of_layers(LayerTable("two", 1, 1, 5e-9, 0, (layer, layer)))
+    assert evaluate(chain, Arrangement((0, 1, 2), (0, 0)), backward_first(2)) == 6
+    chain = chain_of_layers(LayerTable("two", 2, 1, 5e-9, 0, (layer, layer)))
+    assert evaluate(chain, Arrangement((0, 1, 2), (0, 1)), backward_first(2)) == 6 + 10
+
+
+def test_weight_gradients_fill_bubbles() -> None:
+    # Hand-solved: two ranks, three microbatches, F = I = W = 1, room for three: rank 1 starts at 1 and never idles,
+    # ending at 10; rank 0 has nine tasks, two idle units before its first I, and W to fill all but them.
+    layer = LayerCost("layer", 1e-9, 1, 0, backward_input_s=1e-9, backward_weight_s=1e-9)
+    chain = chain_of_layers(LayerTable("zb", 2, 3, 0.0, 0, (layer, layer)), split=True)
+    keys = np.array([[0, 0], [-100, -100], [100, 100]])
+    rule = Rule(keys, np.zeros((3, 2), np.int64))
+    assert evaluate(chain, Arrangement((0, 1, 2), (0, 1)), rule) == 10
+
+
+def test_waiting_for_a_task_that_is_due() -> None:
+    # Rank 1 runs the first microbatch from 3 to 7. At 6, rank 0 could start its third forward, or wait 1 for B.
+    first = LayerCost("a", 3e-9, 1, 0, backward_s=1e-9)
+    second = LayerCost("b", 1e-9, 1, 0, backward_s=3e-9)
+    chain = chain_of_layers(LayerTable("wait", 2, 3, 0.0, 0, (first, second)))
+    arrangement = Arrangement((0, 1, 2), (0, 1))
+    keys = np.array([[0, 0], [-100, -100], [0, 0]])
+    waits = np.zeros((3, 2), np.int64)
+    orders = []
+    for tolerance in (0, 1):
+        waits[1, 0] = tolerance
+        graph, schedule = schedule_of(chain, arrangement, Rule(keys, waits))
+        orders.append([(graph.task(t).kind, graph.task(t).microbatch) for t in schedule.order[0].tolist()])
+    assert orders[0][:4] == [("F", 0), ("F", 1), ("F", 2), ("B", 0)]
+    assert orders[1][:4] == [("F", 0), ("F", 1), ("B", 0), ("F", 2)]
+
+
+@pytest.mark.parametrize("capacity", [3, 4])
+def test_what_cannot_hold_one_microbatch_is_refused(capacity: int) -> None:
+    chain = uniform(4, 1, 2, capacity)
+    found = evaluate(chain, Arrangement((0, 1, 2, 3, 4), (0, 0, 0, 0)), backward_first(4))
+    assert (found == NEVER) == (capacity < 4)

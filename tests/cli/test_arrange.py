@@ -1,0 +1,91 @@
+"""`pipeloom arrange`: files in, files out, broken ones refused in one line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeloom import load
+from pipeloom.cli.app import run
+from pipeloom.io import write_layers
+from pipeloom.spec import Layout
+from tests.arrange.chains import table
+
+
+@pytest.fixture
+def layers(tmp_path: Path) -> Path:
+    path = tmp_path / "m.layers.json"
+    write_layers(path, table(7, 10, 2, 4))
+    return path
+
+
+def arguments(layers: Path, folder: Path, *more: str) -> list[str]:
+    return [
+        "arrange", str(layers), "--budget", "0.1", "--out", str(folder / "layout.json"), "--instance",
+        str(folder / "instance.json"), "--schedule", str(folder / "schedule.json"), "--threads", "1", *more,
+    ]  # fmt: skip
+
+
+def test_writes_files_that_check_accepts(
+    layers: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = run(
+        arguments(layers, tmp_path, "--memory", "1.5x", "--page", str(tmp_path / "page.html"), "--json")
+    )
+    assert code == 0
+    answer: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert answer["lower_bound_s"] <= answer["makespan_s"]
+    assert run(["check", str(tmp_path / "instance.json"), str(tmp_path / "schedule.json")]) == 0
+    layout = load(tmp_path / "layout.json")
+    assert isinstance(layout, Layout)
+    assert [chunk.rank for chunk in layout.chunks] == answer["ranks"]
+    assert load(tmp_path / "schedule.json").makespan_ns == round(answer["makespan_s"] * 1e9)
+    assert "Annealed from" in (tmp_path / "page.html").read_text()
+
+
+def test_tells_what_it_chose(layers: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(arguments(layers, tmp_path, "--no-split", "--memory", "none")) == 0
+    said = capsys.readouterr().out
+    assert "lower bound over all arrangements" in said
+    assert "rank 1: layers" in said
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda d: d["layers"][3].update(forward_s=-1.0), "layers[3].forward_s: -1 is negative"),
+        (lambda d: d["layers"][2].pop("activation_bytes"), "layers[2].activation_bytes: is missing"),
+        (lambda d: d.update(layers=[]), "layers: is empty"),
+        (lambda d: d.update(num_ranks=0), "num_ranks: 0 is below 1"),
+        (lambda d: d.update(colour="red"), "colour: is not a known field"),
+        (lambda d: d["layers"][0].update(forward_s=1e12), "layers[0]: takes too long"),
+        (lambda d: d.update(num_ranks=10**9), "num_ranks: 1000000000 is above 4096"),
+        (lambda d: d.update(num_microbatches=10**12), "num_microbatches: 1000000000000 times"),
+        (lambda d: d.update(memory_capacity_bytes=[1, 1]), "infeasible"),
+    ],
+)
+def test_broken_files_give_one_clear_line(
+    layers: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], change: Any, words: str
+) -> None:
+    document = json.loads(layers.read_text())
+    change(document)
+    layers.write_text(json.dumps(document))
+    assert run(arguments(layers, tmp_path)) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert words in said
+    assert str(layers) in said
+    assert not (tmp_path / "layout.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("--memory", "lots"), ("--memory", "0x"), ("--budget", "-1"), ("--threads", "99")]
+)
+def test_wrong_options_are_named(
+    layers: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str, value: str
+) -> None:
+    assert run(arguments(layers, tmp_path, option, value)) == 2
+    assert option in capsys.readouterr().err
