@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeloom.cost import Correction
 from pipeloom.errors import InputError, PlannerError
 from pipeloom.planner import Planner, Request, answer_of, plan_batch, serve
 from pipeloom.planner.compare import chain_layouts, compare_systems
@@ -31,7 +32,7 @@ def test_a_plan_is_feasible_bounded_and_survives_its_travel(seed: int) -> None:
     answer = answer_of(planned, search_s=0.0, ready_ns=0)
     back = decode(type(answer), encode(answer))
     assert back == answer
-    graph = answered_graph(problem, batch, back, {})
+    graph = answered_graph(problem, batch, back, Correction())
     again = timeline_of(graph, problem, back, back.planned_start_ns)
     assert again.makespan_ns == planned.timeline.makespan_ns == back.planned_ns
     assert again.peak_bytes.tolist() == planned.timeline.peak_bytes.tolist()
@@ -49,7 +50,7 @@ def test_calibration_scales_what_is_planned() -> None:
     setup, batch = random_setup(7), random_batch(7)
     plain = plan_batch(setup.problem(), batch, budget=Evaluations(1), seed=0)
     slow = {module.name: (2.0, 2.0) for module in setup.model.modules}
-    twice = plan_batch(setup.problem().calibrated(slow), batch, budget=Evaluations(1), seed=0)
+    twice = plan_batch(setup.problem().corrected(Correction(slow)), batch, budget=Evaluations(1), seed=0)
     assert twice.graph.duration_ns.sum() == pytest.approx(2 * plain.graph.duration_ns.sum(), rel=1e-6)
 
 
@@ -86,6 +87,8 @@ def test_the_service_answers_the_newest_request_and_says_why_not() -> None:
     store.put(LATEST, b"2")
     wait_for(store, error_key(2))
     assert b"exceed the token budget" in store.values[error_key(2)]
+    wait_for(store, answer_key(2))
+    assert store.values[answer_key(2)] == b"", "an empty answer says that there is none"
     store.put(STOP, b"1")
     thread.join(30)
     assert made == [1]

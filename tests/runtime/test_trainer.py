@@ -1,7 +1,7 @@
 import pytest
 
 from pipeloom.runtime import launch
-from tests.runtime.training import losses_on_rank, losses_undivided
+from tests.runtime.training import Step, losses_undivided, steps_on_rank
 
 ITERATIONS = 8
 
@@ -11,49 +11,78 @@ def undivided() -> list[float]:
     return losses_undivided(ITERATIONS)
 
 
-def train(num_ranks: int, disturb: str) -> tuple[list[float], list[bool], list[str]]:
-    ranks = launch(losses_on_rank, num_ranks, num_ranks, ITERATIONS, disturb)
-    losses, fresh, reasons = zip(*ranks[0], strict=True)
-    for other in ranks[1:]:
-        assert [loss for loss, _, _ in other] == list(losses)
-    return list(losses), list(fresh), list(reasons)
+def train(num_ranks: int, disturbances: list[str], undivided: list[float]) -> dict[str, list[Step]]:
+    """Train over ranks while something goes wrong: the losses are those of undivided training, on every rank."""
+    ranks = launch(steps_on_rank, num_ranks, num_ranks, ITERATIONS, disturbances)
+    for disturb in disturbances:
+        for rank in ranks:
+            assert [step.loss for step in rank[disturb]] == pytest.approx(undivided, abs=1e-8, rel=0), disturb
+        assert all(step.fresh == (not step.reason) for step in ranks[0][disturb])
+    return dict(ranks[0])
 
 
-@pytest.mark.parametrize("disturb", ["nothing", "tag zero"])
-def test_training_over_ranks_equals_undivided_training(undivided: list[float], disturb: str) -> None:
-    losses, fresh, _ = train(3, disturb)
-    assert losses == pytest.approx(undivided, abs=1e-8, rel=0)
-    assert losses[-1] < losses[0]
-    assert all(fresh)
+@pytest.fixture(scope="module")
+def disturbed(undivided: list[float]) -> dict[str, list[Step]]:
+    """All that goes wrong on two ranks, one after the other: starting ranks takes longer than running them."""
+    names = ["kill for good", "garbage", "other shapes", "hang", "slow", "store fails", "store hangs"]
+    return train(2, names, undivided)
+
+
+def test_training_over_ranks_equals_undivided_training(undivided: list[float]) -> None:
+    for steps in train(3, ["nothing", "tag zero"], undivided).values():
+        assert steps[-1].loss < steps[0].loss
+        assert all(step.fresh for step in steps)
 
 
 def test_a_killed_planner_costs_no_batch(undivided: list[float]) -> None:
-    losses, fresh, reasons = train(4, "kill")
-    assert losses == pytest.approx(undivided, abs=1e-8, rel=0)
-    assert fresh[:3] == [True] * 3
-    assert not fresh[3]
-    assert reasons[3] == "the planner is not running"
-    assert set(reasons) <= {"", "the planner is still starting", "the planner is not running"}
-    assert fresh[7], "the planner was started again, and its plans are used again"
+    steps = train(4, ["kill"], undivided)["kill"]
+    assert [step.reason for step in steps[:4]] == ["", "", "", "the planner is not running"]
+    assert {step.reason for step in steps} <= {
+        "",
+        "the planner is still starting",
+        "the planner is not running",
+    }
+    assert steps[7].fresh, "the planner was started again, and its plans are used again"
 
 
-def test_a_planner_that_always_dies_is_done_without(undivided: list[float]) -> None:
-    losses, fresh, _ = train(2, "kill for good")
-    assert losses == pytest.approx(undivided, abs=1e-8, rel=0)
-    assert fresh[1:] == [False] * (ITERATIONS - 1)
+def test_a_planner_that_always_dies_is_done_without(disturbed: dict[str, list[Step]]) -> None:
+    steps = disturbed["kill for good"]
+    # The plan of the next batch may have come before the end did.
+    assert not any(step.fresh for step in steps[2:])
+    assert steps[-1].reason == "the planner is not running"
 
 
-def test_answers_that_are_nonsense_are_not_run(undivided: list[float]) -> None:
-    losses, fresh, reasons = train(2, "garbage")
-    assert losses == pytest.approx(undivided, abs=1e-8, rel=0)
-    assert [i for i, ok in enumerate(fresh) if not ok] == [3, 5]
-    assert "is not valid" in reasons[3]
-    assert "for iteration 3, not 5" in reasons[5]
+def test_answers_that_are_nonsense_are_not_run(disturbed: dict[str, list[Step]]) -> None:
+    steps = disturbed["garbage"]
+    assert [i for i, step in enumerate(steps) if not step.fresh] == [3, 5]
+    assert "is not valid" in steps[3].reason
+    assert "for iteration 3, not 5" in steps[5].reason
 
 
-def test_a_hung_planner_is_waited_for_no_longer_than_the_deadline(undivided: list[float]) -> None:
-    losses, fresh, reasons = train(2, "hang")
-    assert losses == pytest.approx(undivided, abs=1e-8, rel=0)
-    assert not fresh[3]
-    assert "no plan within the deadline" in reasons[3]
-    assert fresh[-1]
+def test_plans_for_other_shapes_are_not_run(disturbed: dict[str, list[Step]]) -> None:
+    steps = disturbed["other shapes"]
+    assert [i for i, step in enumerate(steps) if not step.fresh] == [3, 5]
+    assert "the plan does not fit the batch" in steps[3].reason
+    assert "the plan does not fit the batch" in steps[5].reason
+
+
+def test_a_hung_planner_is_waited_for_no_longer_than_the_deadline(disturbed: dict[str, list[Step]]) -> None:
+    steps = disturbed["hang"]
+    assert "no plan within the deadline" in steps[3].reason
+    assert steps[-1].fresh
+
+
+def test_a_slow_planner_is_waited_for_no_longer_than_the_deadline(disturbed: dict[str, list[Step]]) -> None:
+    steps = disturbed["slow"]
+    assert {step.reason for step in steps} == {"no plan within the deadline of 0.1 s"}
+
+
+@pytest.mark.parametrize(
+    ("disturb", "reason"),
+    [("store fails", "the plan store is gone"), ("store hangs", "the plan store has not answered for 0.5 s")],
+)
+def test_a_lost_store_is_replaced(disturbed: dict[str, list[Step]], disturb: str, reason: str) -> None:
+    steps = disturbed[disturb]
+    assert all(step.fresh for step in steps[:3])
+    assert steps[3].reason == reason
+    assert steps[7].fresh, "another store and another planner took over"

@@ -8,22 +8,36 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
+import msgspec
 import torch
 
 import pipeloom as pl
 from pipeloom.arrange import ModulePlacement, separate
 from pipeloom.cost import LayerFit, Profile
+from pipeloom.errors import PlannerError
 from pipeloom.packing import PackingSpec
-from pipeloom.planner import Planner, Setup
-from pipeloom.planner.service import answer_key
-from pipeloom.runtime import TcpPlanStore, Trainer
+from pipeloom.plan import Action, Answer
+from pipeloom.planner import HostedStore, Planner, Setup
+from pipeloom.planner.replay import answered_graph, timeline_of
+from pipeloom.runtime import StepReport, TcpPlanStore, Trainer
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
 from digits_vlm import data, task
 
 DOCUMENTS, CLIP, RATE = 6, 0.5, 3e-3
+
+
+class Step(NamedTuple):
+    """What one iteration came to, and how long it took in all."""
+
+    loss: float
+    fresh: bool
+    reason: str
+    took_s: float
+    lead_s: float
 
 
 def model() -> pl.Model:
@@ -48,18 +62,45 @@ def setup(num_ranks: int, budget_s: float = 0.02) -> Setup:
     return Setup(spec, layout, profile, PackingSpec(120), budget_s=budget_s)
 
 
-def losses_on_rank(num_ranks: int, iterations: int, disturb: str) -> list[tuple[float, bool, str]]:
-    """Train as one rank; returns loss, whether the plan was fresh, and why not, of every iteration."""
+def steps_on_rank(num_ranks: int, iterations: int, disturbances: list[str]) -> dict[str, list[Step]]:
+    """The steps of one training after the other, each with its own disturbance."""
+    return {disturb: train_disturbed(num_ranks, iterations, disturb) for disturb in disturbances}
+
+
+def train_disturbed(num_ranks: int, iterations: int, disturb: str) -> list[Step]:
+    """Train as one rank; returns what each iteration came to."""
     trained = model()
-    planner = Planner(setup(num_ranks), TcpPlanStore.host, deadline_s=5.0)
-    trainer = Trainer(trained, planner.setup.layout, planner, describe=task.describe, optimizer=optimizer,
+    disturbance = DISTURBANCES[disturb]()
+    made = setup(num_ranks, disturbance.budget_s)
+    planner = Planner(made, lambda: disturbance.store(TcpPlanStore.host()), deadline_s=disturbance.deadline_s)
+    trainer = Trainer(trained, made.layout, planner, describe=task.describe, optimizer=optimizer,
                       clip_norm=CLIP, tag_zero=disturb == "tag zero")  # fmt: skip
-    found = []
+    found, begin = [], time.monotonic()
     for report in trainer.run(data.batches(3, iterations, DOCUMENTS)):
-        found.append((report.loss, report.fresh, report.reason))
+        took, begin = time.monotonic() - begin, time.monotonic()
+        found.append(Step(report.loss, report.fresh, report.reason, took, report.lead_s))
         if trainer.rank == 0:
-            DISTURBANCES[disturb](planner, report.iteration)
+            check_report(made, report)
+            disturbance.after(planner, report.iteration)
     return found
+
+
+def check_report(made: Setup, report: StepReport) -> None:
+    """What a report says of its plan is what the plan was made with, and everything was measured."""
+    assert report.answer is not None
+    assert report.batch is not None
+    assert report.measured is not None
+    problem = made.problem()
+    graph = answered_graph(problem, report.batch, report.answer, report.correction)
+    planned = timeline_of(graph, problem, report.answer, report.answer.planned_start_ns)
+    assert (planned.end_ns - planned.start_ns).tolist() == graph.duration_ns.tolist()
+    for actions, times in zip(report.answer.plan.ranks, report.measured.times_ns, strict=True):
+        assert len(actions) == len(times)
+        assert (times[:, 1] >= times[:, 0]).all()
+        assert (times[1:, 0] >= times[:-1, 1]).all()
+    for message in report.measured.messages(report.answer.plan):
+        assert message.arrived_ns >= message.wait_ns
+        assert message.num_bytes > 0
 
 
 def losses_undivided(iterations: int) -> list[float]:
@@ -91,66 +132,165 @@ def losses_undivided(iterations: int) -> list[float]:
     return found
 
 
-def _nothing(planner: Planner, iteration: int) -> None:
-    pass
+class Disturbance:
+    """What goes wrong, and when: one for each kind of fault."""
+
+    deadline_s = 5.0
+    budget_s = 0.02
+
+    def after(self, planner: Planner, iteration: int) -> None:
+        """Called on rank 0 after every iteration."""
+
+    def store(self, store: TcpPlanStore) -> HostedStore:
+        """The store through which the planner's client speaks."""
+        return store
 
 
-def _kill(planner: Planner, iteration: int) -> None:
-    """Kill the planner after iteration 2; after iteration 5 wait until it is back."""
-    if iteration == 2:
-        _end(planner, iteration)
-    if iteration == 5:
-        _wait(lambda: planner.ready)
+class Kill(Disturbance):
+    """The planner is killed after iteration 2; after iteration 5 we wait until it is back."""
+
+    def after(self, planner: Planner, iteration: int) -> None:
+        if iteration == 2:
+            end(planner)
+        if iteration == 5:
+            wait_for(lambda: planner.ready)
+
+    def store(self, store: TcpPlanStore) -> HostedStore:
+        # What it had answered before it died would still be used.
+        return Meddling(store, lambda iteration, data: None if iteration == 3 else data)
 
 
-def _kill_for_good(planner: Planner, iteration: int) -> None:
-    """Kill it whenever it runs."""
-    if planner.process.is_alive():
-        _end(planner, iteration)
+class KillForGood(Disturbance):
+    """The planner is killed whenever it runs."""
+
+    def after(self, planner: Planner, iteration: int) -> None:
+        if planner.process.is_alive():
+            end(planner)
 
 
-def _garbage(planner: Planner, iteration: int) -> None:
-    """Answer in the planner's place: half an answer, and a good one for another iteration."""
-    if iteration in (2, 4):
-        answer = _take_answer(planner, iteration + 1)
-        planner._store.put(
-            answer_key(iteration + 1), answer[: len(answer) // 2] if iteration == 2 else SAVED[0]
-        )
-        SAVED.append(answer)
+class Garbage(Disturbance):
+    """Half an answer for iteration 3, and for iteration 5 a good one for another iteration."""
+
+    def store(self, store: TcpPlanStore) -> HostedStore:
+        kept: list[bytes] = []
+
+        def meddle(iteration: int, data: bytes) -> bytes:
+            kept.append(data)
+            return data[: len(data) // 2] if iteration == 3 else kept[3] if iteration == 5 else data
+
+        return Meddling(store, meddle)
 
 
-def _hang(planner: Planner, iteration: int) -> None:
-    """Stop the process without ending it, then let it go on."""
-    if iteration == 2:
-        _take_answer(planner, iteration + 1)
-        planner.deadline_s = 0.3
-        os.kill(planner.process.pid, signal.SIGSTOP)
-    if iteration == 4:
-        os.kill(planner.process.pid, signal.SIGCONT)
-        planner.deadline_s = 30.0
+class OtherShapes(Disturbance):
+    """A plan that is good, but for a batch with other samples; and one with another packing than it says."""
+
+    def store(self, store: TcpPlanStore) -> HostedStore:
+        def meddle(iteration: int, data: bytes) -> bytes:
+            answer = msgspec.msgpack.decode(data, type=Answer)
+            replace = msgspec.structs.replace
+            if iteration == 3:
+                (first, *others), *rest = answer.packing.samples
+                packing = replace(answer.packing, samples=((*others, first + DOCUMENTS), *rest))
+                answer = replace(answer, packing=packing)
+            if iteration == 5:
+                ranks = [[grown(action) for action in actions] for actions in answer.plan.ranks]
+                answer = replace(answer, plan=replace(answer.plan, ranks=tuple(map(tuple, ranks))))
+            return msgspec.msgpack.encode(answer)
+
+        def grown(action: Action) -> Action:
+            if action.shape is None:
+                return action
+            return msgspec.structs.replace(action, shape=(action.shape[0] + 1, *action.shape[1:]))
+
+        return Meddling(store, meddle)
 
 
-def _end(planner: Planner, iteration: int) -> None:
+class Hang(Disturbance):
+    """The planner is stopped, but not ended, after iteration 2, and goes on after iteration 4."""
+
+    def after(self, planner: Planner, iteration: int) -> None:
+        if iteration == 2:
+            planner.deadline_s = 0.3
+            os.kill(planner.process.pid, signal.SIGSTOP)
+        if iteration == 4:
+            os.kill(planner.process.pid, signal.SIGCONT)
+            planner.deadline_s = 30.0
+
+    def store(self, store: TcpPlanStore) -> HostedStore:
+        return Meddling(store, lambda iteration, data: None if iteration == 3 else data)
+
+
+class Slow(Disturbance):
+    """The planner searches for longer than anybody waits."""
+
+    deadline_s = 0.1
+    budget_s = 60.0
+
+
+class StoreFails(Disturbance):
+    """The store breaks once, from inside the client; the next one that is opened works."""
+
+    def __init__(self) -> None:
+        self.opened = 0
+
+    def store(self, store: TcpPlanStore) -> HostedStore:
+        self.opened += 1
+        breaks = self.opened == 1
+
+        def meddle(iteration: int, data: bytes) -> bytes:
+            if breaks and iteration == 3:
+                raise PlannerError("the plan store is gone")
+            return data
+
+        return Meddling(store, meddle)
+
+    def after(self, planner: Planner, iteration: int) -> None:
+        if iteration == 5:
+            wait_for(lambda: planner.ready)
+
+
+class StoreHangs(StoreFails):
+    """The store never answers again."""
+
+    deadline_s = 0.5
+
+    def store(self, store: TcpPlanStore) -> HostedStore:
+        self.opened += 1
+        breaks = self.opened == 1
+
+        def meddle(iteration: int, data: bytes) -> bytes:
+            if breaks and iteration == 3:
+                time.sleep(1000)
+            return data
+
+        return Meddling(store, meddle)
+
+
+class Meddling:
+    """A store that changes, drops or never gives what the planner answers."""
+
+    def __init__(self, store: TcpPlanStore, meddle: Callable[[int, bytes], bytes | None]) -> None:
+        self.inner, self.meddle, self.address = store, meddle, store.address
+        self.put, self.peek = store.put, store.peek
+
+    def take(self, key: str) -> bytes | None:
+        data = self.inner.take(key)
+        kind, _, iteration = key.partition("/")
+        return self.meddle(int(iteration), data) if data and kind == "answer" else data
+
+
+def end(planner: Planner) -> None:
     os.kill(planner.process.pid, signal.SIGKILL)
     planner.process.stop()
-    # What it had answered before it died would still be used.
-    planner._store.take(answer_key(iteration + 1))
 
 
-def _take_answer(planner: Planner, iteration: int) -> bytes:
-    key = answer_key(iteration)
-    _wait(lambda: planner._store.peek(key) is not None)
-    return planner._store.take(key)
-
-
-SAVED: list[bytes] = []
-DISTURBANCES: dict[str, Callable[[Planner, int], None]] = {
-    "nothing": _nothing, "tag zero": _nothing, "kill": _kill, "kill for good": _kill_for_good,
-    "garbage": _garbage, "hang": _hang,
+DISTURBANCES: dict[str, type[Disturbance]] = {
+    "nothing": Disturbance, "tag zero": Disturbance, "kill": Kill, "kill for good": KillForGood, "garbage": Garbage,
+    "other shapes": OtherShapes, "hang": Hang, "slow": Slow, "store fails": StoreFails, "store hangs": StoreHangs,
 }  # fmt: skip
 
 
-def _wait(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+def wait_for(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     give_up = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > give_up:

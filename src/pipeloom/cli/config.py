@@ -7,7 +7,7 @@ import importlib.util
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
@@ -16,6 +16,9 @@ from pipeloom.errors import InputError
 from pipeloom.io import read_spec
 from pipeloom.packing import PackingSpec
 from pipeloom.spec import ClusterSpec
+
+if TYPE_CHECKING:
+    from pipeloom.runtime import Checkpoints
 
 
 class LayoutConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -70,6 +73,23 @@ class PlannerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise InputError("planner.deadline_s", f"{self.deadline_s} is not finite and at least 0")
 
 
+class CheckpointConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How often training is saved, and where."""
+
+    every: int = 100
+    """Iterations from one checkpoint to the next; the end of the run is always saved."""
+    path: str = ""
+    """Folder, relative to the file; empty: ``checkpoints`` in the run's folder."""
+    keep: int = 2
+    """How many of the newest are kept."""
+
+    def __post_init__(self) -> None:
+        """Refuse what never saves."""
+        for name in ("every", "keep"):
+            if getattr(self, name) < 1:
+                raise InputError(f"checkpoint.{name}", f"{getattr(self, name)} is below 1")
+
+
 class TrainConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Everything about a run. Paths are relative to the file."""
 
@@ -88,11 +108,17 @@ class TrainConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     optimizer: OptimizerConfig = OptimizerConfig()
     cluster: ClusterSpec = ClusterSpec()
     planner: PlannerConfig = PlannerConfig()
+    checkpoint: CheckpointConfig | None = None
+    """Leave out: nothing is saved."""
+    timeout_s: float = 120.0
+    """After which a rank that waits for another gives up, and training stops."""
 
     def __post_init__(self) -> None:
         """Refuse runs of no length and names that are no folder."""
         if self.iterations < 1:
             raise InputError("iterations", f"{self.iterations} is below 1")
+        if not 0 < self.timeout_s < float("inf"):
+            raise InputError("timeout_s", f"{self.timeout_s} is not positive and finite")
         if not self.name or any(c in self.name for c in "/\\\0") or self.name in (".", ".."):
             raise InputError("name", f"{self.name!r} is no folder name", "use letters, digits, '-' and '_'")
 
@@ -106,6 +132,17 @@ def read_config(path: Path) -> TrainConfig:
         Naming the file and the field.
     """
     return read_spec(path, TrainConfig)
+
+
+def checkpoints_of(config: TrainConfig, path: Path, folder: Path) -> Checkpoints | None:
+    """Where a run is saved: what its train.toml at ``path`` says, or in the run's own folder."""
+    from pipeloom.runtime import Checkpoints
+
+    if config.checkpoint is None:
+        return None
+    named = config.checkpoint.path
+    where = path.parent / named if named else folder / "checkpoints"
+    return Checkpoints(where, config.checkpoint.every, config.checkpoint.keep)
 
 
 def load_task(config: TrainConfig, path: Path) -> ModuleType:

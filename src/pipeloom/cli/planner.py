@@ -12,11 +12,12 @@ def planner(
 
     Reads the problem and each coming batch's metadata from the store, and puts a verified plan back.
     """
+    from pipeloom.errors import PlannerError
     from pipeloom.planner import serve
     from pipeloom.runtime import TcpPlanStore
 
     try:
         serve(TcpPlanStore.connect(store))
-    except RuntimeError as error:
+    except PlannerError as error:
         # The store lives with the trainer: when it is gone, so is whoever wanted plans.
         raise typer.Exit(0) from error

@@ -40,14 +40,14 @@ def cells(report: StepReport) -> tuple[str, ...]:
 
 
 class Progress:
-    """Shows iterations as they end. ``total`` is how many there will be."""
+    """Shows iterations as they end. ``total`` is how many there will be, ``first`` how many are done already."""
 
-    def __init__(self, console: Console, total: int) -> None:
-        self._console, self._total = console, total
+    def __init__(self, console: Console, total: int, first: int = 0) -> None:
+        self._console, self._total, self._first = console, total, first
         self._rows: deque[tuple[str, ...]] = deque(maxlen=_NUM_ROWS)
         self._fallbacks: list[int] = []
         self._begin = time.monotonic()
-        self._count = 0
+        self._count = first
         self._live = (
             Live(console=console, auto_refresh=False, transient=False) if console.is_terminal else None
         )
@@ -75,7 +75,7 @@ class Progress:
         if self._live is not None:
             self._live.update(self._render(), refresh=True)
         elif (
-            self._count == 1
+            self._count == self._first + 1
             or self._count % _PLAIN_EVERY == 0
             or self._count == self._total
             or not report.fresh
@@ -89,7 +89,7 @@ class Progress:
         for row in self._rows:
             table.add_row(*row, style="" if row[-1] == "fresh" else "yellow")
         elapsed = time.monotonic() - self._begin
-        left = elapsed / self._count * (self._total - self._count)
+        left = elapsed / (self._count - self._first) * (self._total - self._count)
         status = Text(f" {self._count}/{self._total} iterations, {elapsed:.0f} s, about {left:.0f} s left; ")
         if self._fallbacks:
             shown = ", ".join(map(str, self._fallbacks[-8:]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import statistics
 from collections.abc import Mapping
@@ -13,9 +14,11 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from pipeloom.cli.differences import difference_table
 from pipeloom.errors import InputError
 from pipeloom.io import write_text
 from pipeloom.plan import to_text
+from pipeloom.planner.difference import Difference
 from pipeloom.runtime import StepReport
 
 
@@ -28,6 +31,8 @@ class Summary(msgspec.Struct, frozen=True):
 
     name: str
     iterations: int
+    resumed_at: tuple[int, ...]
+    """Iterations with which the run went on from a checkpoint."""
     loss_first: float
     """Loss of the first iteration."""
     loss_last: float
@@ -64,23 +69,62 @@ class Summary(msgspec.Struct, frozen=True):
     comparison: dict[str, float] = {}
     """Mean planned seconds of each system on the same batches, costs and simulator."""
     comparison_batches: int = 0
+    difference: Difference | None = None
+    """Where measured and planned time differ, over the iterations that were looked at; null where none was."""
     format: str = "pipeloom.summary/1"
 
 
-WRITTEN = ("summary.json", "trace.json", "timeline.html", "comparison.html", "comparison.svg")
+class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One line of ``history.jsonl``: an iteration in numbers."""
+
+    iteration: int
+    loss: float
+    gradient_norm: float
+    num_microbatches: int
+    planned_s: float
+    """Simulated from costs."""
+    measured_s: float
+    """Real computation on this machine."""
+    gap: float
+    planned_bubble_share: float
+    measured_bubble_share: float
+    search_s: float
+    lead_s: float
+    """How long before its use the plan was ready; negative: how long it was waited for, or made."""
+    fresh: bool
+    reason: str
+    start: int
+    """How often the run had been started again when this iteration ran."""
 
 
-def fresh_folder(folder: Path) -> None:
+HISTORY = "history.jsonl"
+WRITTEN = (
+    "summary.json", "trace.json", "timeline.html", "comparison.html", "comparison.svg", "difference.html", "setup.json",
+    "layout.json", HISTORY,
+)  # fmt: skip
+# Whole reports are kept of so many iterations, evenly spread; the numbers are kept of all.
+_MOST_REPORTS = 64
+
+
+def fresh_folder(folder: Path, *, go_on: bool = False) -> None:
     """Make a run's folder, and take away what an earlier run of this name left, so that nothing is taken for new.
+
+    Parameters
+    ----------
+    folder : Path
+    go_on : bool
+        A run is being resumed: its plans, its history and what was measured for it stay.
 
     Raises
     ------
     InputError
         When the folder cannot be made or emptied.
     """
+    kept = {HISTORY, "setup.json"} if go_on else set()
+    stale = [folder / name for name in WRITTEN if name not in kept]
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for old in (*(folder / name for name in WRITTEN), *(folder / "plans").glob("*.plan")):
+        for old in (*stale, *(() if go_on else (folder / "plans").glob("*.plan"))):
             old.unlink(missing_ok=True)
     except OSError as error:
         raise InputError(
@@ -90,26 +134,59 @@ def fresh_folder(folder: Path) -> None:
 
 @dataclass
 class Recorder:
-    """Collects the reports of rank 0 and writes plans as they come."""
+    """Collects the reports of rank 0, and writes plans and history as they come.
+
+    Parameters
+    ----------
+    folder : Path
+    first_iteration : int
+        With which this start begins: what the history has of it and later ones was lost, and is run again.
+    """
 
     folder: Path
-    reports: list[StepReport] = field(default_factory=list)
+    first_iteration: int = 0
+    rows: list[Row] = field(init=False, default_factory=list)
+    reports: list[StepReport] = field(init=False, default_factory=list)
+    _stride: int = field(init=False, default=1)
+    _start: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
-        """Make the folder for the plans."""
+        """Make the folder for the plans, and take over the history of earlier starts."""
         (self.folder / "plans").mkdir(exist_ok=True)
+        path = self.folder / HISTORY
+        if self.first_iteration and path.exists():
+            found = read_history(path)
+            self._start = 1 + max((row.start for row in found), default=0)
+            self.rows = [row for row in found if row.iteration < self.first_iteration]
+        write_text(path, "".join(_line(row) for row in self.rows))
 
     def add(self, report: StepReport) -> None:
-        """Keep a report, and write its plan."""
-        assert report.answer is not None
+        """Keep a report, and write its plan and its line of the history."""
+        answer = report.answer
+        assert answer is not None
+        row = Row(
+            iteration=report.iteration, loss=report.loss, gradient_norm=report.gradient_norm,
+            num_microbatches=report.num_microbatches, planned_s=answer.planned_ns / 1e9, measured_s=report.measured_s,
+            gap=answer.gap, planned_bubble_share=answer.bubble_share,
+            measured_bubble_share=report.measured_bubble_share, search_s=answer.search_s, lead_s=report.lead_s,
+            fresh=report.fresh, reason=report.reason, start=self._start,
+        )  # fmt: skip
         path = self.folder / "plans" / f"{report.iteration:05d}.plan"
         try:
-            path.write_text(to_text(report.answer.plan))
+            path.write_text(to_text(answer.plan))
+            with (self.folder / HISTORY).open("a") as history:
+                history.write(_line(row))
         except OSError as error:
             raise InputError(
                 str(path), f"cannot be written ({error.strerror})", "make room, or use --runs"
             ) from error
-        self.reports.append(report)
+        self.rows.append(row)
+        if report.iteration % self._stride == 0:
+            self.reports.append(report)
+        if len(self.reports) > _MOST_REPORTS:
+            self._stride *= 2
+            kept = [each for each in self.reports if each.iteration % self._stride == 0]
+            self.reports = kept or self.reports[-1:]
 
     def summarise(
         self,
@@ -122,36 +199,38 @@ class Recorder:
         layout: str,
         comparison: Mapping[str, float],
         comparison_batches: int,
+        difference: Difference | None,
     ) -> Summary:
         """Write ``summary.json`` and return it."""
-        reports = self.reports
-        answers = [report.answer for report in reports if report.answer is not None]
-        fresh = [report for report in reports if report.fresh]
+        rows = self.rows
+        fresh = [row for row in rows if row.fresh]
         return self.write(Summary(
             name=name,
-            iterations=len(reports),
-            loss_first=reports[0].loss,
-            loss_last=reports[-1].loss,
+            iterations=len(rows),
+            resumed_at=tuple(
+                row.iteration for before, row in itertools.pairwise(rows) if before.start != row.start
+            ),
+            loss_first=rows[0].loss,
+            loss_last=rows[-1].loss,
             plans_fresh=len(fresh),
-            plans_fallback=len(reports) - len(fresh),
-            fallback_iterations={report.iteration: report.reason for report in reports if not report.fresh},
-            mean_gap=statistics.fmean(answer.gap for answer in answers),
-            mean_planned_s=statistics.fmean(answer.planned_ns / 1e9 for answer in answers),
-            mean_measured_s=statistics.fmean(report.measured_s for report in reports),
-            mean_planned_bubble_share=statistics.fmean(answer.bubble_share for answer in answers),
-            mean_measured_bubble_share=statistics.fmean(report.measured_bubble_share for report in reports),
-            mean_lead_s=statistics.fmean(report.lead_s for report in fresh) if fresh else 0.0,
-            mean_search_s=statistics.fmean(answer.search_s for answer in answers),
+            plans_fallback=len(rows) - len(fresh),
+            fallback_iterations={row.iteration: row.reason for row in rows if not row.fresh},
+            mean_gap=statistics.fmean(row.gap for row in rows),
+            mean_planned_s=statistics.fmean(row.planned_s for row in rows),
+            mean_measured_s=statistics.fmean(row.measured_s for row in rows),
+            mean_planned_bubble_share=statistics.fmean(row.planned_bubble_share for row in rows),
+            mean_measured_bubble_share=statistics.fmean(row.measured_bubble_share for row in rows),
+            mean_lead_s=statistics.fmean(row.lead_s for row in fresh) if fresh else 0.0,
+            mean_search_s=statistics.fmean(row.search_s for row in rows),
             elapsed_s=elapsed_s,
             num_ranks=num_ranks,
-            num_cores=len(os.sched_getaffinity(0))
-            if hasattr(os, "sched_getaffinity")
-            else os.cpu_count() or 1,
+            num_cores=num_cores(),
             num_parameters=num_parameters,
             seed=seed,
             layout=layout,
             comparison=dict(comparison),
             comparison_batches=comparison_batches,
+            difference=difference,
         ))  # fmt: skip
 
     def write(self, summary: Summary) -> Summary:
@@ -159,6 +238,27 @@ class Recorder:
         text = msgspec.json.format(msgspec.json.encode(summary), indent=2).decode()
         write_text(self.folder / "summary.json", text + "\n")
         return summary
+
+
+def read_history(path: Path) -> list[Row]:
+    """Read a ``history.jsonl``; a last line that was cut off when the process died is left out."""
+    rows = []
+    for line in path.read_bytes().splitlines(keepends=True):
+        if line.endswith(b"\n"):
+            try:
+                rows.append(msgspec.json.decode(line, type=Row))
+            except msgspec.MsgspecError as error:
+                raise InputError(f"{path}: line {len(rows) + 1}", str(error), "remove the file") from error
+    return rows
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _line(row: Row) -> str:
+    return msgspec.json.encode(row).decode() + "\n"
 
 
 def closing_tables(summary: Summary) -> Group:
@@ -190,4 +290,6 @@ def closing_tables(summary: Summary) -> Group:
     }
     for name, text in rows.items():
         numbers.add_row(Text(name), Text(text))
-    return Group(compared, numbers)
+    if summary.difference is None:
+        return Group(compared, numbers)
+    return Group(compared, difference_table(summary.difference), numbers)

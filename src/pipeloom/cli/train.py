@@ -3,27 +3,35 @@
 from __future__ import annotations
 
 import itertools
+import os
+import sys
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import typer
 from rich.console import Console
 
-from pipeloom.cli.config import TrainConfig, call_task, load_task, read_config
+from pipeloom.cli.config import TrainConfig, call_task, checkpoints_of, load_task, read_config
 from pipeloom.cli.record import fresh_folder
-from pipeloom.errors import InputError
+from pipeloom.errors import ExecutionError, InputError, PipeloomError
 from pipeloom.io import write_layout, write_text
+from pipeloom.spec import Batch
 
 if TYPE_CHECKING:
-    from pipeloom.runtime import Model
+    from pipeloom.cost import Profile
+    from pipeloom.runtime import Model, Worker
 
 _PROFILED_BATCHES, _MOST_PROFILED_BATCHES = 4, 64
 LEFT_BEHIND = {
     "timeline.html": "one iteration, planned above measured: open it in a browser",
     "comparison.html": "one batch under 1F1B, interleaved 1F1B and its own plan (also comparison.svg)",
     "trace.json": "the first for Perfetto, https://ui.perfetto.dev",
+    "difference.html": "where measured and planned time differ, and why",
+    "history.jsonl": "every iteration in numbers",
     "plans/": "every iteration's plan as text; pipeloom verify reads them",
     "summary.json": "the run in numbers",
 }
@@ -35,6 +43,14 @@ def train(
     iterations: int = typer.Option(
         0, min=0, help="Train for fewer or more iterations than CONFIG says; 0: as it says."
     ),
+    resume: bool | None = typer.Option(
+        None,
+        "--resume/--from-scratch",
+        help="Go on from the newest checkpoint, or remove what an earlier run saved. Needed where there is one.",
+    ),
+    max_restarts: int = typer.Option(
+        0, min=0, help="Start all ranks again from the newest checkpoint, so often, when one of them dies."
+    ),
     json: bool = typer.Option(
         False, "--json", help="Print summary.json on standard output, and nothing else there."
     ),
@@ -44,49 +60,149 @@ def train(
     Measures the model's layers on this machine, lays them over the ranks, and starts one process per rank and one
     for the planner. Leaves summary.json, trace.json, timeline.html and every plan in RUNS/<name>.
 
+    Under torchrun the ranks are torchrun's: torchrun --nproc-per-node RANKS -m pipeloom train CONFIG; when it starts
+    them again, they go on from the newest checkpoint.
+
     Example: pipeloom train examples/digits_vlm/train.toml
     """
-    console = Console(stderr=json)
+    from pipeloom.runtime import this_worker
+
     settings = read_config(config)
     if iterations:
         settings = msgspec.structs.replace(settings, iterations=iterations)
-    folder = runs / settings.name
-    fresh_folder(folder)
-    setup_path = folder / "setup.json"
-    prepare(console, settings, config, setup_path)
+    run = Run(config, settings, runs / settings.name, Console(stderr=json), to_stderr=json)
+    worker = this_worker()
+    if worker is not None:
+        _train_as_worker(run, worker, resume)
+    else:
+        _train_here(run, resume, max_restarts)
+    if worker is not None and worker.rank != 0:
+        return
+    if json:
+        typer.echo((run.folder / "summary.json").read_text())
+        return
+    run.console.print(f"Left in {run.folder}:")
+    for name, what in LEFT_BEHIND.items():
+        run.console.print(f"  {name:16} {what}", highlight=False)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One call of the command: its file, its settings, its folder, and where it speaks."""
+
+    config: Path
+    settings: TrainConfig
+    folder: Path
+    console: Console
+    to_stderr: bool
+
+    @property
+    def setup_path(self) -> Path:
+        """Where the planner's setup is written."""
+        return self.folder / "setup.json"
+
+    def begin(self, resume: bool) -> None:
+        """Make the folder, and prepare all that the ranks read."""
+        checkpoints = checkpoints_of(self.settings, self.config, self.folder)
+        if checkpoints is not None and not resume:
+            checkpoints.clear()
+        fresh_folder(self.folder, go_on=resume)
+        prepare(self, self.setup_path)
+        from pipeloom.search import warm_up
+
+        # Here, once, so that neither the planner nor rank 0 compiles while the others wait.
+        self.console.print("Compiling the planner's kernels; they are kept for later runs ...")
+        warm_up()
+
+    def arguments(self, resume: bool) -> tuple[str, int, str, str, bool, bool]:
+        """What every rank is called with."""
+        return (
+            str(self.config), self.settings.iterations, str(self.setup_path), str(self.folder), self.to_stderr, resume,
+        )  # fmt: skip
+
+
+def wants_resume(run: Run, resume: bool | None) -> bool:
+    """Whether to go on from a checkpoint.
+
+    Raises
+    ------
+    InputError
+        Where there is one and nobody said what is to become of it, or nothing is ever saved.
+    """
+    checkpoints = checkpoints_of(run.settings, run.config, run.folder)
+    if checkpoints is None:
+        if resume:
+            raise InputError(f"{run.config}: checkpoint", "is missing", "add [checkpoint] to save and resume")
+        return False
+    steps = checkpoints.steps()
+    if steps and resume is None:
+        raise InputError(
+            str(checkpoints.folder), f"has a checkpoint after {steps[-1]} iterations",
+            "--resume goes on from it, --from-scratch removes it",
+        )  # fmt: skip
+    return bool(resume and steps)
+
+
+def _train_here(run: Run, resume: bool | None, max_restarts: int) -> None:
+    """Start the ranks as processes of this machine; again from a checkpoint while restarts are left."""
     from pipeloom.cli.train_rank import train_rank
     from pipeloom.runtime import launch
-    from pipeloom.search import warm_up
 
-    # Here, once, so that neither the planner nor rank 0 compiles while the others wait.
-    console.print("Compiling the planner's kernels; they are kept for later runs ...")
-    warm_up()
-    console.print(f"Starting {settings.layout.ranks} ranks and the planner ...")
-    launch(
-        train_rank,
-        settings.layout.ranks,
-        str(config),
-        settings.iterations,
-        str(setup_path),
-        str(folder),
-        json,
-    )
-    if json:
-        typer.echo((folder / "summary.json").read_text())
-        return
-    console.print(f"Left in {folder}:")
-    for name, what in LEFT_BEHIND.items():
-        console.print(f"  {name:16} {what}", highlight=False)
+    go_on = wants_resume(run, resume)
+    run.begin(go_on)
+    for restart in itertools.count(1):
+        run.console.print(f"Starting {run.settings.layout.ranks} ranks and the planner ...")
+        try:
+            launch(
+                train_rank, run.settings.layout.ranks, *run.arguments(go_on), timeout_s=run.settings.timeout_s
+            )
+        except ExecutionError as error:
+            checkpoints = checkpoints_of(run.settings, run.config, run.folder)
+            if restart > max_restarts or checkpoints is None:
+                raise
+            go_on = bool(checkpoints.steps())
+            where = "the newest checkpoint" if go_on else "the beginning"
+            run.console.print(
+                f"{error}; starting again from {where}, {restart} of {max_restarts}", style="yellow"
+            )
+        else:
+            return
 
 
-def prepare(console: Console, settings: TrainConfig, path: Path, setup_path: Path) -> None:
-    """Measure the layers, choose the layout, and write the planner's setup."""
+def _train_as_worker(run: Run, worker: Worker, resume: bool | None) -> None:
+    """Train as one of the processes that torchrun started."""
+    from pipeloom.cli.train_rank import train_rank
+    from pipeloom.runtime import join_workers
+
+    ranks = run.settings.layout.ranks
+    if worker.num_ranks != ranks:
+        raise InputError(
+            f"{run.config}: layout.ranks", f"{ranks}, but torchrun started {worker.num_ranks} processes",
+            f"use torchrun --nproc-per-node {ranks}",
+        )  # fmt: skip
+    # Restarted, it goes on; what is there was saved by this very run.
+    go_on = wants_resume(run, True if worker.num_restarts and run.settings.checkpoint is not None else resume)
+    try:
+        join_workers(worker, lambda: run.begin(go_on), run.settings.timeout_s)
+        train_rank(*run.arguments(go_on))
+    except PipeloomError as error:
+        message = str(error) if str(error).startswith("rank ") else f"rank {worker.rank}: {error}"
+        print(f"pipeloom: {message}", file=sys.stderr, flush=True)
+        # The group's threads may hang on a dead peer; nothing here is worth waiting for.
+        os._exit(2)
+
+
+def prepare(run: Run, setup_path: Path) -> None:
+    """Measure the layers, choose the layout, and write the planner's setup.
+
+    What was measured before the run was interrupted is taken again, so that a resumed run has the same layout.
+    """
     from pipeloom.arrange import separate
     from pipeloom.cli.train_rank import build_model
     from pipeloom.planner import Setup
-    from pipeloom.runtime import profile_model
     from pipeloom.search import METHODS
 
+    settings, path = run.settings, run.config
     if settings.planner.method not in METHODS:
         known = ", ".join(METHODS)
         raise InputError(f"{path}: planner.method", f"{settings.planner.method!r} is none of {known}")
@@ -96,15 +212,7 @@ def prepare(console: Console, settings: TrainConfig, path: Path, setup_path: Pat
     for name in settings.layout.modules:
         model.spec.module(name)
     placements = settings.layout.modules
-    given = call_task(task, "batches", num_iterations=settings.iterations, **settings.data)
-    batches = typical_batches(model, task.describe, given)
-    console.print(f"Measuring the layers of {model.name} on this machine ...")
-    profile = profile_model(
-        model, batches, describe=task.describe, packing=settings.packing, placements=placements
-    )
-    console.print(
-        f"{len(profile.layers)} kinds of layers; the fit is {profile.mean_error:.1%} off on average."
-    )
+    profile = _known_profile(setup_path, model) or _measured_profile(run, task, model)
     layout = separate(model.spec, settings.layout.ranks, placements, profile.load)
     write_layout(setup_path.with_name("layout.json"), layout)
     setup = Setup(
@@ -114,22 +222,55 @@ def prepare(console: Console, settings: TrainConfig, path: Path, setup_path: Pat
     write_text(setup_path, msgspec.json.format(msgspec.json.encode(setup), indent=1).decode() + "\n")
 
 
+def _known_profile(setup_path: Path, model: Model) -> Profile | None:
+    """The profile of the run that is resumed: it is there only then."""
+    from pipeloom.planner import Setup
+
+    try:
+        setup = msgspec.json.decode(setup_path.read_bytes(), type=Setup)
+    except (OSError, msgspec.MsgspecError, PipeloomError):
+        return None
+    return setup.profile if setup.model == model.spec else None
+
+
+def _measured_profile(run: Run, task: ModuleType, model: Model) -> Profile:
+    from pipeloom.runtime import profile_model
+
+    settings, placements = run.settings, run.settings.layout.modules
+    given = call_task(task, "batches", num_iterations=settings.iterations, **settings.data)
+    batches, metadata = typical_batches(model, task.describe, given)
+    run.console.print(f"Measuring the layers of {model.name} on this machine ...")
+    profile = profile_model(
+        model,
+        batches,
+        describe=task.describe,
+        packing=settings.packing,
+        placements=placements,
+        metadata=metadata,
+    )
+    run.console.print(
+        f"{len(profile.layers)} kinds of layers; the fit is {profile.mean_error:.1%} off on average."
+    )
+    return profile
+
+
 def typical_batches(
     model: Model, describe: Callable[[Any], dict[str, Any]], given: Iterable[Any]
-) -> list[list[Any]]:
-    """The first few batches, and more of them while some module has had nothing to do in any."""
+) -> tuple[list[list[Any]], list[Batch]]:
+    """The first few batches with their metadata; more of them while some module has had nothing to do in any."""
     from pipeloom.runtime import user_code
     from pipeloom.spec import batch_from_dicts
 
     batches: list[list[Any]] = []
+    described: list[Batch] = []
     idle = {module.name for module in model.spec.modules}
     with user_code("batches"):
         for samples in itertools.islice(given, _MOST_PROFILED_BATCHES):
             batches.append(list(samples))
-            metadata = batch_from_dicts([describe(sample) for sample in batches[-1]])
+            described.append(batch_from_dicts([describe(sample) for sample in batches[-1]], len(described)))
             for module in model.spec.modules:
-                if any(module.instance_lengths(sample) for sample in metadata.samples):
+                if any(module.instance_lengths(sample) for sample in described[-1].samples):
                     idle.discard(module.name)
             if len(batches) >= _PROFILED_BATCHES and not idle:
                 break
-    return batches
+    return batches, described

@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import msgspec
 import torch
 from rich.console import Console
 
-from pipeloom.cli.config import OptimizerConfig, TrainConfig, call_task, load_task, read_config
+from pipeloom.cli.config import (
+    OptimizerConfig,
+    TrainConfig,
+    call_task,
+    checkpoints_of,
+    load_task,
+    read_config,
+)
+from pipeloom.cli.differences import difference_page
 from pipeloom.cli.progress import Progress
 from pipeloom.cli.record import Recorder, Summary, closing_tables
 from pipeloom.errors import InputError
 from pipeloom.io import write_text
-from pipeloom.planner import Planner, Setup
+from pipeloom.planner import Planner, Problem, Setup
 from pipeloom.planner.compare import SystemTimeline, chain_layouts, compare_systems
+from pipeloom.planner.difference import Difference, difference, mean_difference
 from pipeloom.planner.replay import answered_graph, timeline_of
 from pipeloom.report import make_track, timeline_html, timeline_svg, trace
 from pipeloom.runtime import Model, StepReport, TcpPlanStore, Trainer
@@ -28,7 +39,9 @@ from pipeloom.timeline import LowerBound
 _NUM_COMPARED = 40
 
 
-def train_rank(config_path: str, iterations: int, setup_path: str, folder: str, to_stderr: bool) -> None:
+def train_rank(
+    config_path: str, iterations: int, setup_path: str, folder: str, to_stderr: bool, resume: bool
+) -> None:
     """Train as one rank of the default process group.
 
     Parameters
@@ -43,6 +56,8 @@ def train_rank(config_path: str, iterations: int, setup_path: str, folder: str, 
         Where rank 0 writes what the run leaves behind.
     to_stderr : bool
         Show progress on standard error, keeping standard output free.
+    resume : bool
+        Go on from the newest checkpoint.
     """
     path = Path(config_path)
     config = msgspec.structs.replace(read_config(path), iterations=iterations)
@@ -61,18 +76,22 @@ def train_rank(config_path: str, iterations: int, setup_path: str, folder: str, 
         ),
         learning_rate=learning_rates(optimizer, config.iterations),
         clip_norm=optimizer.clip_norm,
+        checkpoints=checkpoints_of(config, path, Path(folder)),
     )
-    batches = call_task(task, "batches", num_iterations=config.iterations, **config.data)
+    first = trainer.resume() if resume else 0
+    batches = untrained_batches(trainer, task, config, first)
     if trainer.rank != 0:
-        for _ in trainer.run(batches):
+        for _ in trainer.run(batches, first):
             pass
         trainer.gather_model()
         return
     console = Console(stderr=to_stderr)
-    recorder = Recorder(Path(folder))
+    recorder = Recorder(Path(folder), first)
+    if first:
+        console.print(f"Going on from the checkpoint after {first} iterations.")
     begin = time.monotonic()
-    with Progress(console, config.iterations) as progress:
-        for report in trainer.run(batches):
+    with Progress(console, config.iterations, first) as progress:
+        for report in trainer.run(batches, first):
             progress.show(report)
             recorder.add(report)
     elapsed_s = time.monotonic() - begin
@@ -82,6 +101,18 @@ def train_rank(config_path: str, iterations: int, setup_path: str, folder: str, 
     if hasattr(task, "evaluate"):
         summary = recorder.write(with_evaluation(summary, task, model))
     console.print(closing_tables(summary))
+
+
+def untrained_batches(
+    trainer: Trainer, task: ModuleType, config: TrainConfig, first: int
+) -> Iterator[Sequence[Any]]:
+    """The batches from an iteration on; a task whose ``batches`` take a ``start`` need not make the others again."""
+    arguments, skipped = dict(config.data), first
+    if first and "start" in inspect.signature(task.batches).parameters:
+        # One is looked at again, to see that it is the one that was trained.
+        arguments["start"], skipped = first - 1, 1
+    batches = call_task(task, "batches", num_iterations=config.iterations, **arguments)
+    return trainer.skip_trained(batches, skipped)
 
 
 def with_evaluation(summary: Summary, task: ModuleType, model: Model) -> Summary:
@@ -131,22 +162,15 @@ def learning_rates(config: OptimizerConfig, iterations: int) -> Callable[[int], 
 def finish(recorder: Recorder, config: TrainConfig, setup: Setup, model: Model, elapsed_s: float) -> Summary:
     """Compare with the baselines, draw one iteration, and write everything but the evaluation."""
     reports = recorder.reports
-    factors = reports[-1].factors
-    problem = setup.problem().calibrated(factors)
-    batches = [report.batch for report in reports if report.batch is not None]
-    layouts = chain_layouts(problem, setup.profile.load)
-    chosen = batches[:: max(1, len(batches) // _NUM_COMPARED)]
     systems: dict[str, list[SystemTimeline]] = {}
-    for batch in chosen:
-        budget = Deadline(config.planner.budget_s)
-        for system in compare_systems(problem, layouts, batch, budget=budget, seed=config.seed):
-            systems.setdefault(system.name, []).append(system)
-    comparison = {
-        name: sum(system.timeline.makespan_ns for system in runs) / len(runs) / 1e9
-        for name, runs in systems.items()
-    }
-    write_timelines(recorder, setup, reports)
-    write_comparison(recorder.folder, list(systems.values()))
+    explained = None
+    # There are none where all was trained before the checkpoint: then only the numbers are written again.
+    if reports:
+        systems = compared_systems(config, setup, reports)
+        write_timelines(recorder, setup, reports)
+        write_comparison(recorder.folder, list(systems.values()))
+        explained = explain(setup.problem(), reports)
+        write_text(recorder.folder / "difference.html", difference_page(config.name, explained))
     return recorder.summarise(
         name=config.name,
         elapsed_s=elapsed_s,
@@ -156,9 +180,38 @@ def finish(recorder: Recorder, config: TrainConfig, setup: Setup, model: Model, 
         ),
         seed=config.seed,
         layout=setup.layout.digest,
-        comparison=comparison,
-        comparison_batches=len(chosen),
+        comparison={
+            name: sum(system.timeline.makespan_ns for system in runs) / len(runs) / 1e9
+            for name, runs in systems.items()
+        },
+        comparison_batches=len(next(iter(systems.values()), [])),
+        difference=explained,
     )
+
+
+def compared_systems(
+    config: TrainConfig, setup: Setup, reports: list[StepReport]
+) -> dict[str, list[SystemTimeline]]:
+    """Some of the batches under each system, with the costs as they were last corrected."""
+    problem = setup.problem().corrected(reports[-1].correction)
+    batches = [report.batch for report in reports if report.batch is not None]
+    layouts = chain_layouts(problem, setup.profile.load)
+    systems: dict[str, list[SystemTimeline]] = {}
+    for batch in batches[:: max(1, len(batches) // _NUM_COMPARED)]:
+        budget = Deadline(config.planner.budget_s)
+        for system in compare_systems(problem, layouts, batch, budget=budget, seed=config.seed):
+            systems.setdefault(system.name, []).append(system)
+    return systems
+
+
+def explain(problem: Problem, reports: list[StepReport]) -> Difference:
+    """Where measured and planned time differ, over the iterations whose reports were kept, the first left out."""
+    found = [
+        difference(problem, report.batch, report.answer, report.correction, report.measured)
+        for report in reports[1:] or reports
+        if report.batch is not None and report.answer is not None and report.measured is not None
+    ]
+    return mean_difference(found)
 
 
 def write_timelines(recorder: Recorder, setup: Setup, reports: list[StepReport]) -> None:
@@ -170,7 +223,7 @@ def write_timelines(recorder: Recorder, setup: Setup, reports: list[StepReport])
     assert answer is not None
     assert batch is not None
     problem = setup.problem()
-    graph = answered_graph(problem, batch, answer, report.factors)
+    graph = answered_graph(problem, batch, answer, report.correction)
     bound = LowerBound(answer.lower_bound_ns, answer.lower_bound)
     names = setup.layout.chunk_names
     planned = timeline_of(graph, problem, answer, answer.planned_start_ns)

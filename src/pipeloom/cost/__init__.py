@@ -1,5 +1,6 @@
 """CostModel: seconds and bytes of a chunk, from a measured profile or the emulator."""
 
+from pipeloom.cost.correction import Correction, fit_link
 from pipeloom.cost.model import CostModel, StrategyCost
 from pipeloom.cost.profile import (
     LayerFit,
@@ -11,6 +12,7 @@ from pipeloom.cost.profile import (
 )
 
 __all__ = [
+    "Correction",
     "CostModel",
     "LayerFit",
     "LayerMeasurement",
@@ -18,5 +20,6 @@ __all__ = [
     "ProfileCosts",
     "Strategy",
     "StrategyCost",
+    "fit_link",
     "fit_profile",
 ]

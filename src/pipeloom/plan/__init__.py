@@ -3,6 +3,7 @@
 from pipeloom.plan.action import COMPUTE_VERBS, RECEIVE_VERBS, SEND_VERBS, Action, ExecutionPlan, Verb
 from pipeloom.plan.delivery import Answer, Delivery, PackingCounts, packing_counts
 from pipeloom.plan.lower import lower, strategy_word
+from pipeloom.plan.measured import Measured, MessageTime
 from pipeloom.plan.pytorch import schedule_from_pytorch_csv, to_pytorch_csv
 from pipeloom.plan.routes import (
     HandOver,
@@ -27,6 +28,8 @@ __all__ = [
     "Delivery",
     "ExecutionPlan",
     "HandOver",
+    "Measured",
+    "MessageTime",
     "PackingCounts",
     "Router",
     "Routes",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 
@@ -50,12 +50,18 @@ class Delivery:
 
     answer: Answer
     packing: Packing
+    data: bytes
+    """The answer as it travels to all ranks."""
     fresh: bool
     """Made by the planner for this batch; else the fallback."""
     lead_s: float
     """How long before its use the plan was ready; negative for time waited."""
     reason: str = ""
     """Why the fallback was taken; empty for a fresh plan."""
+
+    def needed_at(self, moment_ns: int) -> Delivery:
+        """The same, with its lead counted to the moment at which the plan was needed (monotonic clock)."""
+        return replace(self, lead_s=(moment_ns - self.answer.ready_ns) / 1e9)
 
 
 def packing_counts(packing: Packing) -> PackingCounts:

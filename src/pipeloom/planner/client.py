@@ -7,17 +7,20 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from pipeloom.cost import Correction
 from pipeloom.errors import InputError, PipeloomError, PlannerError
 from pipeloom.packing import Packing, packing_from_counts
-from pipeloom.plan import Answer, Delivery, verify
+from pipeloom.plan import Answer, Delivery, ExecutionPlan, action_text, boundary_shapes, verify
+from pipeloom.planner.courier import Courier
 from pipeloom.planner.messages import Request, Setup, answer_of, decode, encode
 from pipeloom.planner.plan_batch import Problem, plan_batch
 from pipeloom.planner.process import PlannerProcess
-from pipeloom.planner.service import LATEST, READY, SETUP, STOP, Store, answer_key, error_key, request_key
+from pipeloom.planner.service import SETUP, Store
 from pipeloom.search import Evaluations, warm_up
-from pipeloom.spec import Batch
+from pipeloom.spec import Batch, Layout, ModelSpec
 
-_POLL_S = 0.0005
+# How often a wait looks whether the planner is still alive.
+_SLICE_S = 0.02
 
 
 class HostedStore(Store, Protocol):
@@ -39,7 +42,8 @@ class Planner:
     ----------
     setup : Setup
     open_store : callable
-        Returns the store through which to speak, e.g. ``pipeloom.TcpPlanStore.host``.
+        Returns the store through which to speak, e.g. ``pipeloom.TcpPlanStore.host``; called again where a store was
+        lost.
     deadline_s : float
         Longest wait for a late plan, counted from when it is needed; then the fallback runs.
     start_timeout_s : float
@@ -51,7 +55,7 @@ class Planner:
     deadline_s: float = 1.0
     start_timeout_s: float = 120.0
     process: PlannerProcess | None = field(init=False, default=None)
-    _store: HostedStore = field(init=False, repr=False)
+    _courier: Courier[Delivery] | None = field(init=False, default=None, repr=False)
     _problem: Problem = field(init=False, repr=False)
     _submitted: dict[int, Request] = field(init=False, default_factory=dict, repr=False)
 
@@ -63,9 +67,9 @@ class Planner:
 
     def start(self) -> None:
         """Open the store, start the process, and wait until both sides have compiled their kernels."""
-        self._store = self.open_store()
-        self._store.put(SETUP, encode(self.setup))
-        self.process = PlannerProcess(self._store.address)
+        store = self.open_store()
+        self._courier = self._speak_through(store)
+        self.process = PlannerProcess(store.address)
         self.process.start()
         # The fallback needs compiled kernels too; meanwhile the planner starts.
         warm_up()
@@ -76,22 +80,20 @@ class Planner:
     @property
     def ready(self) -> bool:
         """Whether the planner runs, has compiled its kernels and takes requests."""
-        return self._is_alive() and self._store.peek(READY) is not None
+        return self._is_alive() and self._courier is not None and self._courier.ready
 
-    def submit(self, batch: Batch, factors: dict[str, tuple[float, float]]) -> None:
+    def submit(self, batch: Batch, correction: Correction) -> None:
         """Hand over the metadata of a coming batch; a dead planner is started again. Returns at once."""
-        request = Request(batch, factors)
+        request = Request(batch, correction)
         self._submitted[batch.iteration] = request
-        if not self._is_alive() and self.process is not None:
-            self._store.take(READY)
-            self.process.restart()
-        self._store.put(request_key(batch.iteration), encode(request))
-        self._store.put(LATEST, str(batch.iteration).encode())
+        self._mend()
+        if self._courier is not None:
+            self._courier.ask(batch.iteration, encode(request))
 
     def collect(self, iteration: int) -> Delivery:
         """Return the plan of a submitted batch: the planner's, or after the deadline the fallback.
 
-        Every plan is checked against the batch and the layout and verified again before it is returned, so a
+        Every plan was checked against the batch and the layout and verified again before it is returned, so a
         planner that answers nonsense costs one fallback iteration and nothing more.
 
         Raises
@@ -99,61 +101,96 @@ class Planner:
         PipeloomError
             Only when the fallback itself cannot be made: the batch cannot be run at all.
         """
-        request = self._submitted.pop(iteration)
         needed_ns = time.monotonic_ns()
-        # An answer that came after its deadline is of no use to anybody.
-        self._store.take(answer_key(iteration - 1))
         try:
-            answer = self._wait(iteration, needed_ns)
-            packing = self._accept(answer, request.batch)
+            delivery = self._wait(iteration, needed_ns)
         except PlannerError as error:
-            return self._fallback(request, str(error))
-        return Delivery(answer, packing, True, (needed_ns - answer.ready_ns) / 1e9)
+            return self._fallback(self._submitted.pop(iteration), str(error))
+        self._submitted.pop(iteration)
+        return delivery.needed_at(needed_ns)
 
     def close(self) -> None:
         """Tell the planner to stop, and see that it does."""
+        if self._courier is not None:
+            self._courier.close()
         if self.process is not None:
-            self._store.put(STOP, b"1")
             self.process.stop()
+
+    def _speak_through(self, store: Store) -> Courier[Delivery]:
+        courier = Courier(store, self._accept)
+        courier.put(SETUP, encode(self.setup))
+        return courier
+
+    def _mend(self) -> None:
+        """Start the planner again where it has died, and with a new store where the old one is lost."""
+        if self.process is None or self._courier is None:
+            return
+        lost = bool(self._courier.failure) or self._courier.is_stuck(self.deadline_s)
+        if self.process.is_alive() and not lost:
+            return
+        if not self.process.may_restart():
+            if lost:
+                self._courier = None
+            return
+        if lost:
+            try:
+                store = self.open_store()
+            except PipeloomError:
+                self._courier = None
+                return
+            self._courier = self._speak_through(store)
+            self.process.address = store.address
+        else:
+            self._courier.forget_planner()
+        self.process.restart()
 
     def _is_alive(self) -> bool:
         return self.process is not None and self.process.is_alive()
 
-    def _wait(self, iteration: int, needed_ns: int) -> Answer:
+    def _wait(self, iteration: int, needed_ns: int) -> Delivery:
         while True:
-            data = self._store.take(answer_key(iteration))
-            if data is not None:
-                return decode(Answer, data)
-            reason = self._store.take(error_key(iteration))
-            if reason is not None:
-                raise PlannerError(f"the planner refused the batch: {reason.decode(errors='replace')}")
-            if not self._is_alive():
+            courier = self._courier
+            if courier is None:
+                raise PlannerError("the plan store is lost")
+            # One look without waiting comes first: what is there may be used, whatever has become of its maker.
+            alive, ready = self._is_alive(), courier.ready
+            left = self.deadline_s - (time.monotonic_ns() - needed_ns) / 1e9
+            delivery = courier.wait(iteration, min(_SLICE_S, max(0.0, left)) if alive and ready else 0.0)
+            if delivery is not None:
+                return delivery
+            if courier.is_stuck(self.deadline_s):
+                raise PlannerError(f"the plan store has not answered for {self.deadline_s:g} s")
+            if not alive:
                 raise PlannerError("the planner is not running")
-            if self._store.peek(READY) is None:
+            if not ready:
                 raise PlannerError("the planner is still starting")
-            if time.monotonic_ns() - needed_ns > self.deadline_s * 1e9:
+            if left <= 0:
                 raise PlannerError(f"no plan within the deadline of {self.deadline_s:g} s")
-            time.sleep(_POLL_S)
 
-    def _accept(self, answer: Answer, batch: Batch) -> Packing:
-        layout = self.setup.layout
-        if answer.plan.iteration != batch.iteration:
-            raise PlannerError(f"the plan is for iteration {answer.plan.iteration}, not {batch.iteration}")
+    def _accept(self, iteration: int, data: bytes) -> Delivery:
+        """Check an answer against its batch and the layout, and verify it again; in the courier's thread."""
+        request = self._submitted.get(iteration)
+        if request is None:
+            raise PlannerError(f"nobody waits for iteration {iteration} any more")
+        answer, layout = decode(Answer, data), self.setup.layout
+        if answer.plan.iteration != iteration:
+            raise PlannerError(f"the plan is for iteration {answer.plan.iteration}, not {iteration}")
         if answer.plan.layout != layout.digest:
             raise PlannerError(f"the plan is for layout {answer.plan.layout}, not {layout.digest}")
         try:
             packing = packing_from_counts(
-                batch, self.setup.model, layout, answer.packing.samples, answer.packing.counts
+                request.batch, self.setup.model, layout, answer.packing.samples, answer.packing.counts
             )
             verify(answer.plan, layout, packing)
+            check_shapes(answer.plan, self.setup.model, layout, packing)
         except PipeloomError as error:
             raise PlannerError(f"the plan does not fit the batch: {error}") from error
-        return packing
+        return Delivery(answer, packing, data, True, 0.0)
 
     def _fallback(self, request: Request, reason: str) -> Delivery:
         begin = time.monotonic()
         planned = plan_batch(
-            self._problem.calibrated(request.factors),
+            self._problem.corrected(request.correction),
             request.batch,
             budget=Evaluations(1),
             seed=0,
@@ -161,4 +198,31 @@ class Planner:
         )
         elapsed = time.monotonic() - begin
         answer = answer_of(planned, search_s=elapsed, ready_ns=time.monotonic_ns())
-        return Delivery(answer, planned.packing, False, -elapsed, reason)
+        return Delivery(answer, planned.packing, encode(answer), False, -elapsed, reason)
+
+
+def check_shapes(plan: ExecutionPlan, model: ModelSpec, layout: Layout, packing: Packing) -> None:
+    """Refuse a plan whose messages have other shapes than the model states for the batch at hand.
+
+    A plan that is complete and free of deadlock in itself may still be one for another model or batch.
+
+    Raises
+    ------
+    PlannerError
+        Naming the first message that differs, and the shape that it should have.
+    """
+    shapes = boundary_shapes(model, layout)
+    chunks = {name: number for number, name in enumerate(layout.chunk_names)}
+    known: dict[tuple[str, int, int], tuple[tuple[int, ...], str]] = {}
+    for actions in plan.ranks:
+        for action in actions:
+            if action.shape is None:
+                continue
+            key = (action.chunk, action.microbatch, action.sub_microbatch)
+            if key not in known:
+                chunk = chunks[action.chunk]
+                parts = packing.parts_of(action.microbatch, layout.chunks[chunk].module)
+                known[key] = shapes(chunk, parts[action.sub_microbatch].workload)
+            if (action.shape, action.dtype) != known[key]:
+                shape, dtype = known[key]
+                raise PlannerError(f"'{action_text(action)}' has another shape than {shape} {dtype}")

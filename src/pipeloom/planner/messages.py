@@ -6,7 +6,7 @@ from typing import TypeVar
 
 import msgspec
 
-from pipeloom.cost import Profile, ProfileCosts, Strategy
+from pipeloom.cost import Correction, Profile, ProfileCosts, Strategy
 from pipeloom.errors import InputError, PlannerError
 from pipeloom.packing import PackingSpec
 from pipeloom.plan import Answer, packing_counts
@@ -43,7 +43,7 @@ class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Metadata of a coming batch, and how measured times compare with predicted ones so far."""
 
     batch: Batch
-    factors: dict[str, tuple[float, float]] = {}
+    correction: Correction = Correction()
 
 
 def answer_of(planned: PlannedBatch, *, search_s: float, ready_ns: int) -> Answer:

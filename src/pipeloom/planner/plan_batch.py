@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from pipeloom.cost import ProfileCosts
+import msgspec
+
+from pipeloom.cost import Correction, ProfileCosts
 from pipeloom.packing import Packing, PackingSpec, pack
 from pipeloom.plan import ExecutionPlan, boundary_shapes, lower, verify
 from pipeloom.search import StoppingRule, solve
 from pipeloom.spec import Batch, Layout, ModelSpec
 from pipeloom.taskgraph import TaskGraph, build_graph
 from pipeloom.timeline import LowerBound, Schedule, Timeline
+
+# A measured rate of nothing stands for a link that no message of this size could fill.
+_LEAST_S_PER_BYTE = 1e-15
 
 
 @dataclass(frozen=True)
@@ -23,9 +28,15 @@ class Problem:
     packing: PackingSpec
     capacity_bytes: int | None = None
 
-    def calibrated(self, factors: dict[str, tuple[float, float]]) -> Problem:
+    def corrected(self, correction: Correction) -> Problem:
         """Return the same problem with costs corrected by what was measured."""
-        return replace(self, costs=replace(self.costs, factors=factors))
+        cluster = self.costs.cluster
+        if correction.link is not None:
+            latency_s, s_per_byte = correction.link
+            cluster = msgspec.structs.replace(
+                cluster, link_latency_s=latency_s, link_bytes_per_s=1.0 / max(s_per_byte, _LEAST_S_PER_BYTE)
+            )
+        return replace(self, costs=replace(self.costs, factors=correction.modules, cluster=cluster))
 
 
 @dataclass(frozen=True)

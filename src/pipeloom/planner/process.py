@@ -15,7 +15,7 @@ class PlannerProcess:
     Parameters
     ----------
     address : str
-        ``host:port`` of the store.
+        ``host:port`` of the store; may be changed before a restart.
     max_restarts : int
         A planner that dies more often is left alone; training goes on with fallback plans.
     """
@@ -42,11 +42,18 @@ class PlannerProcess:
         """Whether the process runs."""
         return self._process is not None and self._process.poll() is None
 
+    def may_restart(self) -> bool:
+        """Whether it may be started once more."""
+        return self.num_restarts < self.max_restarts
+
     def restart(self) -> bool:
-        """Start the process again where that is still allowed; returns whether it was."""
-        if self.num_restarts >= self.max_restarts:
+        """Start the process again where that is still allowed, ending the old one; returns whether it was."""
+        if not self.may_restart():
             return False
         self.num_restarts += 1
+        if self._process is not None and self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
         self.start()
         return True
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from pipeloom.cost import Correction
 from pipeloom.packing import packing_from_counts
 from pipeloom.plan import COMPUTE_VERBS, Answer
 from pipeloom.planner.plan_batch import Problem
@@ -14,16 +15,25 @@ from pipeloom.taskgraph import KIND_NAMES, TaskGraph, build_graph
 from pipeloom.timeline import Timeline, memory_curve
 
 
-def answered_graph(
-    problem: Problem, batch: Batch, answer: Answer, factors: dict[str, tuple[float, float]]
-) -> TaskGraph:
+def answered_graph(problem: Problem, batch: Batch, answer: Answer, correction: Correction) -> TaskGraph:
     """Build again the graph on which an answer was planned."""
     packing = packing_from_counts(
         batch, problem.model, problem.layout, answer.packing.samples, answer.packing.counts
     )
-    costs = problem.calibrated(factors).costs
+    costs = problem.corrected(correction).costs
     name = f"iteration {batch.iteration}"
     return build_graph(problem.layout, packing, costs, name=name, capacity_bytes=problem.capacity_bytes)
+
+
+def task_numbers(graph: TaskGraph, problem: Problem) -> dict[tuple[str, str, int, int], int]:
+    """Task of every compute action: verb, chunk, microbatch and sub-microbatch."""
+    names = problem.layout.chunk_names
+    number = {}
+    for task in range(graph.num_tasks):
+        label = (graph.labels or ())[int(graph.pair[task])]
+        key = (KIND_NAMES[graph.kind[task]], names[label.chunk], label.microbatch, label.sub_microbatch)
+        number[key] = task
+    return number
 
 
 def timeline_of(
@@ -45,12 +55,7 @@ def timeline_of(
     Timeline
         Its peaks come from the planned bytes at these times.
     """
-    names = problem.layout.chunk_names
-    number = {}
-    for task in range(graph.num_tasks):
-        label = (graph.labels or ())[int(graph.pair[task])]
-        key = (KIND_NAMES[graph.kind[task]], names[label.chunk], label.microbatch, label.sub_microbatch)
-        number[key] = task
+    number = task_numbers(graph, problem)
     actions = [a for rank in answer.plan.ranks for a in rank if a.verb in COMPUTE_VERBS]
     start, end = np.zeros(graph.num_tasks, np.int64), np.zeros(graph.num_tasks, np.int64)
     for action, (begin, finish) in zip(actions, times_ns, strict=True):

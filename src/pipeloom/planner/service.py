@@ -2,7 +2,8 @@
 
 It speaks through a small key-value protocol, so that planning needs no torch; the TCPStore behind it
 lives in the runtime. Keys: ``setup`` (once), ``request/i`` and ``answer/i`` per iteration, ``latest`` the newest
-request, ``ready`` when kernels are compiled, ``error/i`` instead of an answer, ``stop``.
+request, ``ready`` when kernels are compiled, ``stop``. Where there is no plan the answer is empty, and ``error/i``
+says why.
 """
 
 from __future__ import annotations
@@ -87,21 +88,26 @@ def serve(store: Store) -> int:
         try:
             answer = answer_request(problem, setup, decode(Request, data))
         except PipeloomError as error:
-            store.put(error_key(iteration), str(error).encode())
+            _refuse(store, iteration, str(error))
         except Exception as error:
             # A defect on one batch costs one fallback; ending here would cost every batch until the restart.
-            store.put(error_key(iteration), f"a defect, {type(error).__name__}: {error}".encode())
+            _refuse(store, iteration, f"a defect, {type(error).__name__}: {error}")
         else:
             store.put(answer_key(iteration), encode(answer))
             num_plans += 1
     return num_plans
 
 
+def _refuse(store: Store, iteration: int, reason: str) -> None:
+    store.put(error_key(iteration), reason.encode())
+    store.put(answer_key(iteration), b"")
+
+
 def answer_request(problem: Problem, setup: Setup, request: Request) -> Answer:
     """Plan one batch; the same request gives the same plan up to where the clock ends the search."""
     begin = time.monotonic()
     planned = plan_batch(
-        problem.calibrated(request.factors), request.batch, budget=Deadline(setup.budget_s), seed=setup.seed,
+        problem.corrected(request.correction), request.batch, budget=Deadline(setup.budget_s), seed=setup.seed,
         method=setup.method,
     )  # fmt: skip
     return answer_of(planned, search_s=time.monotonic() - begin, ready_ns=time.monotonic_ns())

@@ -12,12 +12,15 @@ from pipeloom.runtime.reduce import all_reduce_gradients, clip_gradients, global
 from pipeloom.runtime.reference import run_undivided
 from pipeloom.runtime.result import ActionTime, StepResult
 from pipeloom.runtime.sharding import shard_layers
+from pipeloom.runtime.resume import Checkpoints
 from pipeloom.runtime.store import TcpPlanStore
+from pipeloom.runtime.torchrun import Worker, join_workers, this_worker
 from pipeloom.runtime.trainer import StepReport, Trainer
 from pipeloom.runtime.transport import ThreadHub, TorchTransport, Transport
 
 __all__ = [
     "ActionTime",
+    "Checkpoints",
     "Executor",
     "Mesh",
     "Model",
@@ -30,10 +33,12 @@ __all__ = [
     "TorchTransport",
     "Trainer",
     "Transport",
+    "Worker",
     "all_reduce_gradients",
     "clip_gradients",
     "emulate",
     "global_targets",
+    "join_workers",
     "launch",
     "load_checkpoint",
     "make_mesh",
@@ -45,5 +50,6 @@ __all__ = [
     "save_checkpoint",
     "shard_layers",
     "step_durations",
+    "this_worker",
     "user_code",
 ]

@@ -27,6 +27,7 @@ from pipeloom.errors import ExecutionError, PipeloomError
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 _POLL_S = 0.2
 _GRACE_S = 5.0
+_FOREVER = timedelta(days=365)
 
 
 _launcher: Connection | None = None
@@ -226,8 +227,10 @@ def _run_rank(
             "gloo", store=store, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=timeout_s)
         )
         result = function(*args)
-        # Nobody leaves while others still talk to it.
-        dist.barrier()
+        # Nobody leaves while others still talk to it; one may go on for long by itself, to evaluate for example.
+        done = [f"done/{each}" for each in range(num_ranks)]
+        store.set(done[rank], "1")
+        store.wait(done, _FOREVER)
         pipe.send(("result", result))
     except BaseException as error:
         message = str(error) if isinstance(error, PipeloomError) else f"{type(error).__name__}: {error}"

@@ -14,7 +14,7 @@ from pipeloom.errors import InputError
 from pipeloom.packing import PackingSpec, pack
 from pipeloom.runtime.measure import measure_layers
 from pipeloom.runtime.model import Model, user_code
-from pipeloom.spec import batch_from_dicts
+from pipeloom.spec import Batch, batch_from_dicts
 
 
 def profile_model(
@@ -26,6 +26,7 @@ def profile_model(
     placements: Mapping[str, ModulePlacement],
     machine: str = "",
     repeats: int = 5,
+    metadata: Sequence[Batch] | None = None,
 ) -> Profile:
     """Time every kind of layer on the microbatches that some batches give, and fit its cost.
 
@@ -43,6 +44,8 @@ def profile_model(
         Name of the machine, kept in the profile; empty: what the system says.
     repeats : int
         Timed runs of each layer on each part; the median counts.
+    metadata : sequence of Batch or None
+        What ``describe`` says of the batches, where that is known already.
 
     Raises
     ------
@@ -50,9 +53,10 @@ def profile_model(
         When a layer gives another shape than the model states, or a batch cannot be packed.
     """
     layout = single_rank(model.spec, placements)
-    with user_code("describe"):
-        rows = [[describe(sample) for sample in samples] for samples in batches]
-    metadata = [batch_from_dicts(batch, i) for i, batch in enumerate(rows)]
+    if metadata is None:
+        with user_code("describe"):
+            rows = [[describe(sample) for sample in samples] for samples in batches]
+        metadata = [batch_from_dicts(batch, i) for i, batch in enumerate(rows)]
     measured: list[LayerMeasurement] = []
     for batch, samples in zip(metadata, batches, strict=True):
         packed = pack(batch, model.spec, layout, packing)

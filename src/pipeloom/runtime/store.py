@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
-from pipeloom.errors import InputError
+from pipeloom.errors import InputError, PlannerError
 
 # Every call is answered at once or the store is gone; this bounds how long a gone store can hold us up.
 _TIMEOUT = timedelta(seconds=30)
@@ -42,25 +44,42 @@ class TcpPlanStore:
         ------
         InputError
             When the address is not ``host:port``.
+        PlannerError
+            When nothing answers there.
         """
         host, _, port = address.rpartition(":")
         if not host or not port.isdigit() or not 0 < int(port) < 65536:
             raise InputError(
                 "store", f"{address!r} is not host:port", "give the address that the trainer printed"
             )
-        return cls(dist.TCPStore(host, int(port), is_master=False, timeout=_TIMEOUT), address)  # type: ignore[attr-defined]
+        try:
+            store = dist.TCPStore(host, int(port), is_master=False, timeout=_TIMEOUT)  # type: ignore[attr-defined]
+        except RuntimeError as error:
+            raise PlannerError(f"no plan store answers at {address}: {error}") from error
+        return cls(store, address)
 
     def put(self, key: str, value: bytes) -> None:
         """Set a key."""
-        self._store.set(key, value)
+        with self._reached():
+            self._store.set(key, value)
 
     def peek(self, key: str) -> bytes | None:
         """Return the value of a key and leave it; None at once where there is none."""
-        return bytes(self._store.get(key)) if self._store.check([key]) else None
+        with self._reached():
+            return bytes(self._store.get(key)) if self._store.check([key]) else None
 
     def take(self, key: str) -> bytes | None:
         """Return and remove the value of a key; None at once where there is none. One taker a key."""
         value = self.peek(key)
         if value is not None:
-            self._store.delete_key(key)
+            with self._reached():
+                self._store.delete_key(key)
         return value
+
+    @contextmanager
+    def _reached(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:  # all that torch raises for a store that is gone or silent
+            reason = str(error).partition("\n")[0]
+            raise PlannerError(f"the plan store at {self.address} is gone or silent: {reason}") from error

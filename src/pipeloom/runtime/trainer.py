@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 import torch
 import torch.distributed as dist
 
+from pipeloom.cost import Correction
 from pipeloom.errors import ExecutionError, InputError
 from pipeloom.packing import Packing, packing_from_counts
-from pipeloom.plan import COMPUTE_VERBS, Answer, Delivery
+from pipeloom.plan import Answer, Delivery, Measured
 from pipeloom.runtime.executor import Executor
+from pipeloom.runtime.feedback import Calibrator, gather_times
 from pipeloom.runtime.model import Model, user_code
+from pipeloom.runtime.resume import Checkpoints, TrainerState, fingerprint
 from pipeloom.runtime.transport import TorchTransport
 from pipeloom.spec import Batch, Layout, batch_from_dicts
-
-Factors = dict[str, tuple[float, float]]
-# Weight of the newest iteration in the moving average of measured over planned time.
-_CALIBRATION_RATE = 0.1
 
 
 class PlanSource(Protocol):
@@ -31,7 +32,7 @@ class PlanSource(Protocol):
         """Called once, on the rank that talks to the planner, before the first batch."""
         ...
 
-    def submit(self, batch: Batch, factors: Factors) -> None:
+    def submit(self, batch: Batch, correction: Correction) -> None:
         """Hand over the metadata of a coming batch; returns at once."""
         ...
 
@@ -46,14 +47,14 @@ class PlanSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """What one iteration did. ``answer``, ``batch``, ``factors`` and ``measured_ns`` are there on rank 0 only.
+    """What one iteration did. ``answer``, ``batch`` and ``measured`` are there on rank 0 only.
 
     Attributes
     ----------
-    measured_ns : tuple of (int, int)
-        Measured start and end of every compute action, in the order of ``answer.planned_start_ns``.
-    factors : dict
-        Per module, the calibration of (forward, backward) seconds with which the plan was made.
+    measured : Measured or None
+        When every action of every rank ran.
+    correction : Correction
+        With which the plan was made.
     """
 
     iteration: int
@@ -67,8 +68,22 @@ class StepReport:
     reason: str
     answer: Answer | None
     batch: Batch | None
-    factors: Factors
-    measured_ns: tuple[tuple[int, int], ...]
+    correction: Correction
+    measured: Measured | None
+
+    @property
+    def measured_ns(self) -> tuple[tuple[int, int], ...]:
+        """Measured start and end of every compute action, in the order of ``answer.planned_start_ns``."""
+        if self.measured is None or self.answer is None:
+            return ()
+        return self.measured.compute_ns(self.answer.plan)
+
+
+class _Asked(NamedTuple):
+    """A batch for which a plan was asked, and what the plan will have been made with."""
+
+    batch: Batch
+    correction: Correction
 
 
 class Trainer:
@@ -94,6 +109,8 @@ class Trainer:
         Largest norm of the gradient over all ranks.
     tag_zero : bool
         Send every message with tag 0, which is how NCCL matches them.
+    checkpoints : Checkpoints or None
+        Where training is saved, and goes on from after `resume`; None: nowhere.
     """
 
     def __init__(
@@ -107,6 +124,7 @@ class Trainer:
         learning_rate: Callable[[int], float] | None = None,
         clip_norm: float | None = None,
         tag_zero: bool = False,
+        checkpoints: Checkpoints | None = None,
     ) -> None:
         self.rank, size = dist.get_rank(), dist.get_world_size()
         if size != layout.num_ranks:
@@ -119,11 +137,64 @@ class Trainer:
         self._executor = Executor(model, layout, self.rank, TorchTransport(use_tags=not tag_zero))
         self._parameters = self._executor.parameters()
         self._optimizer = optimizer(self._parameters) if self._parameters else None
-        self._factors: Factors = {}
-        self._num_steps = 0
+        self._calibrator = Calibrator()
+        self._checkpoints = checkpoints
+        self._resumed: TrainerState | None = None
+
+    def resume(self) -> int:
+        """Read the newest checkpoint; all ranks call it together, before `run`.
+
+        Returns
+        -------
+        int
+            The iteration to go on with; 0 where there is no checkpoint.
+
+        Raises
+        ------
+        InputError
+            When the checkpoint is of another model.
+        """
+        state = None if self._checkpoints is None else self._checkpoints.load(self._executor, self._optimizer)
+        self._resumed = state
+        if state is None:
+            return 0
+        self._calibrator = Calibrator(state.correction, state.num_measured)
+        return state.iteration
+
+    def skip_trained(self, batches: Iterable[Sequence[Any]], count: int) -> Iterator[Sequence[Any]]:
+        """Leave out batches that were trained before the checkpoint, the last of them being the newest trained.
+
+        Raises
+        ------
+        InputError
+            When that one is not the batch that was trained then: the data has changed, and going on would train some
+            samples twice and others never.
+        """
+        source = iter(batches)
+        last: Sequence[Any] | None = None
+        for _ in range(count):
+            last = next(source, None)
+        if count and self._resumed is not None:
+            wanted, iteration = self._resumed.batch, self._resumed.iteration - 1
+            found = "" if last is None else fingerprint(self._describe_batch(last, iteration))
+            if found != wanted:
+                raise InputError(
+                    f"iteration {iteration}", "has other samples than when it was trained, before the checkpoint",
+                    "give the data of the run that wrote it, or begin anew",
+                )  # fmt: skip
+        return source
 
     def run(self, batches: Iterable[Sequence[Any]], first_iteration: int = 0) -> Iterator[StepReport]:
         """Train on every batch, yielding a report after each.
+
+        A checkpoint is written after the report of its last iteration was taken.
+
+        Parameters
+        ----------
+        batches : iterable of sequence of samples
+            Those of ``first_iteration`` and all later ones, the same on every rank.
+        first_iteration : int
+            After `resume`: what it returned.
 
         Raises
         ------
@@ -138,46 +209,63 @@ class Trainer:
         if self.rank == 0:
             self._planner.start()
         try:
-            if samples is not None:
-                batch = self._submit(samples, iteration)
-            while samples is not None:
-                factors = self._factors
+            asked = None if samples is None else self._submit(samples, iteration)
+            while samples is not None and asked is not None:
                 following = next(source, None)
-                delivery, answer, packing = self._deliver(batch)
-                current = batch
-                if following is not None:
-                    batch = self._submit(following, iteration + 1)
-                yield self._step(samples, current, delivery, answer, packing, factors)
-                samples, iteration = following, iteration + 1
+                delivery, answer, packing = self._deliver(asked.batch)
+                iteration += 1
+                current, asked = asked, None if following is None else self._submit(following, iteration)
+                yield self._step(samples, current, delivery, answer, packing)
+                samples = following
+                self._save(current.batch, is_last=samples is None)
         finally:
             if self.rank == 0:
                 self._planner.close()
 
     def gather_model(self) -> None:
         """Give every rank the trained weights of all layers, e.g. to evaluate or save the whole model."""
-        for chunk in self.layout.chunks:
-            for layer in self.model.module(chunk.module).layers[chunk.layers[0] : chunk.layers[1] + 1]:
-                for tensor in (*layer.parameters(), *layer.buffers()):
-                    dist.broadcast(tensor.data, src=chunk.rank)
+        with _together("gathering the model"):
+            for chunk in self.layout.chunks:
+                for layer in self.model.module(chunk.module).layers[chunk.layers[0] : chunk.layers[1] + 1]:
+                    for tensor in (*layer.parameters(), *layer.buffers()):
+                        dist.broadcast(tensor.data, src=chunk.rank)
 
-    def _submit(self, samples: Sequence[Any], iteration: int) -> Batch:
+    def _save(self, batch: Batch, is_last: bool) -> None:
+        """Write a checkpoint after an iteration, where one is due."""
+        if self._checkpoints is None:
+            return
+        iteration = batch.iteration + 1
+        if iteration % self._checkpoints.every and not is_last:
+            return
+        state = TrainerState(
+            iteration, fingerprint(batch), self.layout.digest, self._calibrator.num_measured,
+            self._calibrator.correction,
+        )  # fmt: skip
+        with _together(f"iteration {batch.iteration}: saving the checkpoint"):
+            self._checkpoints.save(self._executor, self._optimizer, state)
+
+    def _submit(self, samples: Sequence[Any], iteration: int) -> _Asked:
+        asked = _Asked(self._describe_batch(samples, iteration), self._calibrator.correction)
+        if self.rank == 0:
+            self._planner.submit(asked.batch, asked.correction)
+        return asked
+
+    def _describe_batch(self, samples: Sequence[Any], iteration: int) -> Batch:
         try:
             with user_code("describe"):
                 rows = [self._describe(sample) for sample in samples]
-            batch = batch_from_dicts(rows, iteration)
+            return batch_from_dicts(rows, iteration)
         except InputError as error:
             raise InputError(f"iteration {iteration}: {error.entity}", error.problem, error.remedy) from error
-        if self.rank == 0:
-            self._planner.submit(batch, self._factors)
-        return batch
 
     def _deliver(self, batch: Batch) -> tuple[Delivery | None, Answer, Packing]:
         """Rank 0 collects a plan and hands it to all ranks, so that all run the same one."""
-        if self.rank == 0:
-            delivery = self._planner.collect(batch.iteration)
-            _broadcast_bytes(msgspec.msgpack.encode(delivery.answer))
+        delivery = self._planner.collect(batch.iteration) if self.rank == 0 else None
+        with _together(f"iteration {batch.iteration}: the plan's delivery"):
+            data = _broadcast_bytes(None if delivery is None else delivery.data)
+        if delivery is not None:
             return delivery, delivery.answer, delivery.packing
-        answer = msgspec.msgpack.decode(_broadcast_bytes(None), type=Answer)
+        answer = msgspec.msgpack.decode(data, type=Answer)
         counts = answer.packing
         packing = packing_from_counts(batch, self.model.spec, self.layout, counts.samples, counts.counts)
         return None, answer, packing
@@ -185,16 +273,22 @@ class Trainer:
     def _step(
         self,
         samples: Sequence[Any],
-        batch: Batch,
+        asked: _Asked,
         delivery: Delivery | None,
         answer: Answer,
         packing: Packing,
-        factors: Factors,
     ) -> StepReport:
-        result = self._executor.run(answer.plan, packing, samples)
+        batch, correction = asked.batch, asked.correction
+        cpu_ns = time.thread_time_ns()
+        try:
+            result = self._executor.run(answer.plan, packing, samples)
+        except ExecutionError as error:
+            raise ExecutionError(f"iteration {batch.iteration}, {error}") from error
+        cpu_ns = time.thread_time_ns() - cpu_ns
         squares = sum(float(p.grad.square().sum()) for p in self._parameters if p.grad is not None)
         totals = torch.tensor([result.loss_sum / result.normaliser, squares], dtype=torch.float64)
-        dist.all_reduce(totals)
+        with _together(f"iteration {batch.iteration}: the sum of losses"):
+            dist.all_reduce(totals)
         norm = float(totals[1]) ** 0.5
         # Every rank has the same sums, so all of them stop here together.
         for what, value in (("loss", float(totals[0])), ("norm of the gradient", norm)):
@@ -204,27 +298,26 @@ class Trainer:
                     "or look for the sample that does it"
                 )
         self._update(batch.iteration, norm)
-        measured = self._gather_times(answer, [(t.start_ns, t.end_ns) for t in result.compute_times])
-        makespan = max((end for _, end in measured), default=0)
-        busy = sum(end - start for start, end in measured)
-        # The first iteration runs cold and says nothing about the others.
-        if self.rank == 0 and self._num_steps > 0:
-            self._calibrate(answer, measured, factors)
-        self._num_steps += 1
+        with _together(f"iteration {batch.iteration}: measured times"):
+            measured = gather_times(answer.plan, result.times, cpu_ns)
+        makespan, share = 0, 0.0
+        if measured is not None:
+            makespan, share = measured.makespan_ns(answer.plan), measured.bubble_share(answer.plan)
+            self._calibrator.learn(answer, correction, measured)
         return StepReport(
             iteration=batch.iteration,
             loss=float(totals[0]),
             gradient_norm=norm,
             num_microbatches=len(packing.microbatches),
             measured_s=makespan / 1e9,
-            measured_bubble_share=1.0 - busy / max(makespan * self.layout.num_ranks, 1),
+            measured_bubble_share=share,
             fresh=delivery is not None and delivery.fresh,
             lead_s=0.0 if delivery is None else delivery.lead_s,
             reason="" if delivery is None else delivery.reason,
             answer=answer if self.rank == 0 else None,
             batch=batch if self.rank == 0 else None,
-            factors=factors,
-            measured_ns=measured,
+            correction=correction,
+            measured=measured,
         )
 
     def _update(self, iteration: int, norm: float) -> None:
@@ -240,41 +333,14 @@ class Trainer:
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
 
-    def _gather_times(self, answer: Answer, own: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-        """Bring the measured times of all ranks to rank 0, counted from the first start.
 
-        Clock readings are comparable because all ranks of one machine share the monotonic clock.
-        """
-        counts = [sum(action.verb in COMPUTE_VERBS for action in actions) for actions in answer.plan.ranks]
-        block = torch.zeros((max(counts), 2), dtype=torch.int64)
-        if own:
-            block[: len(own)] = torch.tensor(own, dtype=torch.int64)
-        blocks = [torch.zeros_like(block) for _ in counts] if self.rank == 0 else None
-        dist.gather(block, blocks, dst=0)
-        if blocks is None:
-            return ()
-        times = torch.cat([each[:count] for each, count in zip(blocks, counts, strict=True)])
-        times -= times[:, 0].min()
-        return tuple((start, end) for start, end in times.tolist())
-
-    def _calibrate(self, answer: Answer, measured: tuple[tuple[int, int], ...], used: Factors) -> None:
-        """Move each module's factors towards what this iteration measured."""
-        # The first iterations weigh more, so that a wrong start is left quickly.
-        rate = max(_CALIBRATION_RATE, 1 / self._num_steps)
-        sums: dict[str, list[int]] = {name: [0, 0] for name in answer.planned_module_ns}
-        compute = [a for actions in answer.plan.ranks for a in actions if a.verb in COMPUTE_VERBS]
-        for action, (start, end) in zip(compute, measured, strict=True):
-            sums[action.chunk.rpartition(".")[0]][action.verb != "F"] += end - start
-        updated = dict(self._factors)
-        for name, planned in answer.planned_module_ns.items():
-            before = used.get(name, (1.0, 1.0))
-            old = self._factors.get(name, before)
-            new = [
-                factor + rate * (base * total / promised - factor) if promised and total else factor
-                for factor, base, total, promised in zip(old, before, sums[name], planned, strict=True)
-            ]
-            updated[name] = (new[0], new[1])
-        self._factors = updated
+@contextmanager
+def _together(what: str) -> Iterator[None]:
+    """Something that all ranks do: where it fails, another rank is gone or late."""
+    try:
+        yield
+    except RuntimeError as error:  # what gloo and NCCL raise
+        raise ExecutionError(f"{what} failed, another rank is gone or hangs: {error}") from error
 
 
 def _broadcast_bytes(data: bytes | None) -> bytes:

@@ -1,0 +1,98 @@
+"""Measured: when every action of a plan really ran, and what that says of its messages."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from pipeloom.plan.action import COMPUTE_VERBS, ExecutionPlan
+from pipeloom.plan.dryrun import Message, messages_of
+from pipeloom.spec import DTYPE_BYTES
+
+IntArray = npt.NDArray[np.int64]
+
+# A wait that is over sooner found its message there: nothing is known of how long that was under way.
+_WAITED_NS = 20_000
+
+
+class MessageTime(NamedTuple):
+    """One message between two ranks as it was measured."""
+
+    receiver: int
+    num_bytes: int
+    sent_ns: int
+    """When the send was posted."""
+    wait_ns: int
+    """When the receiver began to wait."""
+    arrived_ns: int
+    """When the wait was over."""
+
+    @property
+    def was_waited_for(self) -> bool:
+        """Whether the receiver was there before the message, so that its time under way is known."""
+        return self.arrived_ns - self.wait_ns > _WAITED_NS and self.arrived_ns > self.sent_ns
+
+    @property
+    def under_way_ns(self) -> int:
+        """From the send to the end of the wait; at least 0."""
+        return max(0, self.arrived_ns - self.sent_ns)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Measured:
+    """When every action of every rank ran, counted from the first computation.
+
+    Attributes
+    ----------
+    times_ns : tuple of arrays (actions, 2)
+        Per rank, start and end of each of its actions. Clocks of the ranks are comparable on one machine.
+    cpu_ns : tuple of int
+        Per rank, processor time of the thread that ran the actions.
+    """
+
+    times_ns: tuple[IntArray, ...]
+    cpu_ns: tuple[int, ...]
+
+    def compute_ns(self, plan: ExecutionPlan) -> tuple[tuple[int, int], ...]:
+        """Start and end of the compute actions: rank after rank, in each rank's order."""
+        chosen = [times[_is_compute(plan, rank)] for rank, times in enumerate(self.times_ns)]
+        return tuple((start, end) for start, end in np.concatenate(chosen).tolist())
+
+    def makespan_ns(self, plan: ExecutionPlan) -> int:
+        """From the first start to the last end of computation."""
+        return max((end for _, end in self.compute_ns(plan)), default=0)
+
+    def bubble_share(self, plan: ExecutionPlan) -> float:
+        """Idle share of all ranks' time between first start and last end of computation."""
+        times = self.compute_ns(plan)
+        busy, makespan = sum(end - start for start, end in times), max((end for _, end in times), default=0)
+        return 1.0 - busy / max(makespan * plan.num_ranks, 1)
+
+    def messages(self, plan: ExecutionPlan) -> list[MessageTime]:
+        """Every message that the plan sends from rank to rank, except those without rows, which never travel."""
+        sent: dict[tuple[Message, int], tuple[int, int]] = {}
+        waited: dict[Message, tuple[int, int, int]] = {}
+        for rank, (actions, messages) in enumerate(zip(plan.ranks, messages_of(plan), strict=True)):
+            times = self.times_ns[rank].tolist()
+            for action, message, (start, end) in zip(actions, messages, times, strict=True):
+                if message is None:
+                    continue
+                if action.verb in ("SF", "SB") and action.shape is not None and action.peer is not None:
+                    size = math.prod(action.shape) * DTYPE_BYTES[action.dtype]
+                    sent[message, action.peer] = (size, end)
+                elif action.verb in ("WF", "WB"):
+                    waited[message] = (rank, start, end)
+        found = []
+        for (message, _), (size, moment) in sent.items():
+            if size and message in waited:
+                rank, start, end = waited[message]
+                found.append(MessageTime(rank, size, moment, start, end))
+        return found
+
+
+def _is_compute(plan: ExecutionPlan, rank: int) -> npt.NDArray[np.bool_]:
+    return np.array([action.verb in COMPUTE_VERBS for action in plan.ranks[rank]], dtype=bool)

@@ -1,0 +1,57 @@
+"""A page of tables that opens offline: for what is numbers, and no picture."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from pipeloom.report import colours
+
+_STYLE = f"""
+ body {{ margin: 22px 28px; background: {colours.PAPER}; color: {colours.INK};
+        font: 13.5px Inter, 'Helvetica Neue', 'Segoe UI', Arial, sans-serif; max-width: 62em; }}
+ h1 {{ font-size: 22px; font-weight: 600; margin: 0 0 4px; }}
+ h2 {{ font-size: 15px; font-weight: 600; margin: 26px 0 6px; }}
+ p {{ color: {colours.FAINT}; margin: 3px 0 8px; }}
+ table {{ border-collapse: collapse; }}
+ th, td {{ padding: 3px 16px 3px 0; text-align: right; border-bottom: 1px solid #e6e8ed; font-weight: normal; }}
+ th {{ color: {colours.FAINT}; }}
+ th:first-child, td:first-child {{ text-align: left; }}
+ tr.total td {{ font-weight: 600; border-bottom: 2px solid {colours.INK}; }}
+"""
+
+
+class TableSection(NamedTuple):
+    """A heading, a line of text, and a table; rows whose number is in ``totals`` stand out."""
+
+    heading: str
+    note: str
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    totals: frozenset[int] = frozenset()
+
+
+def table_page(sections: Sequence[TableSection], *, title: str, note: str = "") -> str:
+    """Draw tables under one another on one offline HTML page; the first column is text, the others numbers."""
+    body = "".join(map(_section, sections))
+    return (
+        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>'
+        f"<style>{_STYLE}</style></head>\n<body><h1>{html.escape(title)}</h1><p>{html.escape(note)}</p>{body}</body></html>\n"
+    )
+
+
+def _section(section: TableSection) -> str:
+    head = "".join(f"<th>{html.escape(cell)}</th>" for cell in section.header)
+    rows = "".join(
+        f'<tr class="total">{_cells(row)}</tr>' if number in section.totals else f"<tr>{_cells(row)}</tr>"
+        for number, row in enumerate(section.rows)
+    )
+    return (
+        f"\n<h2>{html.escape(section.heading)}</h2><p>{html.escape(section.note)}</p>"
+        f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
+    )
+
+
+def _cells(row: Sequence[str]) -> str:
+    return "".join(f"<td>{html.escape(cell)}</td>" for cell in row)

@@ -1,0 +1,101 @@
+"""Feedback: what an iteration measured, brought together on rank 0, and what the next plans learn from it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from pipeloom.cost import Correction, fit_link
+from pipeloom.plan import COMPUTE_VERBS, Answer, ExecutionPlan, Measured
+from pipeloom.runtime.result import ActionTime
+
+# Weight of the newest iteration in the moving average of measured over planned time.
+_RATE = 0.1
+
+
+def gather_times(plan: ExecutionPlan, own: Sequence[ActionTime], cpu_ns: int) -> Measured | None:
+    """Bring the measured times of all ranks to rank 0; None on the others. All ranks call it together.
+
+    Clock readings are comparable because all ranks of one machine share the monotonic clock.
+    """
+    counts = [len(actions) for actions in plan.ranks]
+    block = torch.zeros((max(counts) + 1, 2), dtype=torch.int64)
+    block[0, 0] = cpu_ns
+    if own:
+        flat = np.fromiter((moment for each in own for moment in each[4:6]), np.int64, 2 * len(own))
+        block[1 : len(own) + 1] = torch.from_numpy(flat.reshape(-1, 2))
+    on_root = dist.get_rank() == 0
+    blocks = [torch.zeros_like(block) for _ in counts] if on_root else None
+    dist.gather(block, blocks, dst=0)
+    if blocks is None:
+        return None
+    times = [each[1 : count + 1].numpy() for each, count in zip(blocks, counts, strict=True)]
+    computing = [np.array([a.verb in COMPUTE_VERBS for a in actions], bool) for actions in plan.ranks]
+    begin = min(int(t[c, 0].min()) for t, c in zip(times, computing, strict=True) if c.any())
+    return Measured(tuple(t - begin for t in times), tuple(int(each[0, 0]) for each in blocks))
+
+
+class Calibrator:
+    """Learns how measured times compare with predicted ones, as a moving average over iterations.
+
+    Attributes
+    ----------
+    correction : Correction
+        What is known so far.
+    num_measured : int
+        Iterations that it has seen.
+    """
+
+    def __init__(self, correction: Correction | None = None, num_measured: int = 0) -> None:
+        self.correction = correction or Correction()
+        self.num_measured = num_measured
+
+    def learn(self, answer: Answer, used: Correction, measured: Measured) -> None:
+        """Move every module's factors, and the link, towards what an iteration measured.
+
+        Parameters
+        ----------
+        answer : Answer
+            The plan that was run.
+        used : Correction
+            With which it was made.
+        measured : Measured
+        """
+        self.num_measured += 1
+        # The first iteration runs cold and says nothing about the others.
+        if self.num_measured == 1:
+            return
+        # The next ones weigh more, so that a wrong start is left quickly.
+        rate = max(_RATE, 1 / (self.num_measured - 1))
+        self.correction = Correction(
+            self._modules(answer, used, measured, rate), self._link(answer, measured, rate)
+        )
+
+    def _modules(
+        self, answer: Answer, used: Correction, measured: Measured, rate: float
+    ) -> dict[str, tuple[float, float]]:
+        sums: dict[str, list[int]] = {name: [0, 0] for name in answer.planned_module_ns}
+        compute = [a for actions in answer.plan.ranks for a in actions if a.verb in COMPUTE_VERBS]
+        for action, (start, end) in zip(compute, measured.compute_ns(answer.plan), strict=True):
+            sums[action.chunk.rpartition(".")[0]][action.verb != "F"] += end - start
+        updated = dict(self.correction.modules)
+        for name, planned in answer.planned_module_ns.items():
+            before = used.modules.get(name, (1.0, 1.0))
+            old = self.correction.modules.get(name, before)
+            new = [
+                factor + rate * (base * total / promised - factor) if promised and total else factor
+                for factor, base, total, promised in zip(old, before, sums[name], planned, strict=True)
+            ]
+            updated[name] = (new[0], new[1])
+        return updated
+
+    def _link(self, answer: Answer, measured: Measured, rate: float) -> tuple[float, float] | None:
+        old = self.correction.link
+        messages = measured.messages(answer.plan)
+        found = fit_link([(m.num_bytes, m.under_way_ns / 1e9) for m in messages if m.was_waited_for])
+        if found is None or old is None:
+            return found or old
+        return old[0] + rate * (found[0] - old[0]), old[1] + rate * (found[1] - old[1])

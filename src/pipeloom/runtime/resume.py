@@ -1,0 +1,170 @@
+"""Checkpoints of a training run: written every so often, and the newest whole one found again."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from pipeloom.cost import Correction
+from pipeloom.errors import ExecutionError, InputError
+from pipeloom.runtime.checkpoint import load_checkpoint, save_checkpoint
+from pipeloom.runtime.executor import Executor
+from pipeloom.spec import Batch
+
+_STATE = "trainer.json"
+_WHOLE = re.compile(r"step-(\d+)")
+
+
+class TrainerState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a trainer knows beside weights, optimiser state and random numbers."""
+
+    iteration: int
+    """The next one to run."""
+    batch: str
+    """Fingerprint of the batch before it, to see that the data is the same when training goes on."""
+    layout: str
+    num_measured: int = 0
+    """Iterations that the calibration has learned from."""
+    correction: Correction = Correction()
+    format: str = "pipeloom.trainer/1"
+
+
+def fingerprint(batch: Batch) -> str:
+    """A batch as its samples' ids and sizes, in few letters; the iteration is no part of it."""
+    content = msgspec.json.encode(msgspec.structs.replace(batch, iteration=0))
+    return hashlib.blake2b(content, digest_size=12).hexdigest()
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """Where and how often training is saved. All ranks read and write one folder.
+
+    A checkpoint is written under another name and gets its own once everything is there, so that whatever happens
+    meanwhile, a folder ``step-N`` is whole.
+
+    Parameters
+    ----------
+    folder : Path
+        Holds one folder ``step-N`` for each kept checkpoint; N is the iteration to go on with.
+    every : int
+        Iterations from one to the next; the end of a run is always saved.
+    keep : int
+        How many of the newest are kept.
+    """
+
+    folder: Path
+    every: int = 100
+    keep: int = 2
+
+    def __post_init__(self) -> None:
+        """Refuse what never saves."""
+        for name in ("every", "keep"):
+            if getattr(self, name) < 1:
+                raise InputError(f"checkpoint.{name}", f"{getattr(self, name)} is below 1")
+
+    def steps(self) -> list[int]:
+        """Iterations with which the whole checkpoints go on, oldest first."""
+        if not self.folder.is_dir():
+            return []
+        found = (_WHOLE.fullmatch(entry.name) for entry in self.folder.iterdir())
+        return sorted(int(match[1]) for match in found if match is not None)
+
+    def save(self, executor: Executor, optimizer: torch.optim.Optimizer | None, state: TrainerState) -> None:
+        """Write a checkpoint, then drop those that are too old; all ranks call it together.
+
+        Raises
+        ------
+        InputError
+            When the folder cannot be written.
+        """
+        target, rank = self._path(state.iteration), dist.get_rank()
+        partial = target.with_name(f"{target.name}.partial")
+        if rank == 0:
+            self._attempt(lambda: _make_empty(partial))
+        dist.barrier()
+        self._write(partial, executor, optimizer, state.iteration)
+        self._attempt(
+            lambda: (partial / f"random-{rank}").write_bytes(torch.get_rng_state().numpy().tobytes())
+        )
+        if rank == 0:
+            self._attempt(lambda: (partial / _STATE).write_bytes(msgspec.json.encode(state)))
+        dist.barrier()
+        if rank == 0:
+            # A checkpoint of the same iteration can only be of this run's earlier life: the same content.
+            _remove(target)
+            self._attempt(lambda: partial.rename(target))
+            for step in self.steps()[: -self.keep]:
+                _remove(self._path(step))
+        dist.barrier()
+
+    def load(self, executor: Executor, optimizer: torch.optim.Optimizer | None) -> TrainerState | None:
+        """Read the newest whole checkpoint, None where there is none; all ranks call it together.
+
+        Raises
+        ------
+        InputError
+            When it is of another model.
+        """
+        newest = torch.tensor(self.steps()[-1:] or [-1])
+        # One rank decides: another may see a folder a moment later.
+        dist.broadcast(newest, src=0)
+        if int(newest) < 0:
+            return None
+        path = self._path(int(newest))
+        load_checkpoint(path, executor, optimizer)
+        try:
+            state = msgspec.json.decode((path / _STATE).read_bytes(), type=TrainerState)
+        except (OSError, msgspec.MsgspecError) as error:
+            raise InputError(
+                str(path / _STATE), f"cannot be read ({error})", "remove this checkpoint"
+            ) from error
+        random = path / f"random-{dist.get_rank()}"
+        # In another layout other layers draw the numbers; then there is nothing to go on with.
+        if state.layout == executor.layout.digest and random.exists():
+            torch.set_rng_state(torch.frombuffer(bytearray(random.read_bytes()), dtype=torch.uint8))
+        return state
+
+    def clear(self) -> None:
+        """Remove all checkpoints."""
+        for step in self.steps():
+            _remove(self._path(step))
+
+    def _path(self, iteration: int) -> Path:
+        return self.folder / f"step-{iteration:08d}"
+
+    def _write(
+        self, path: Path, executor: Executor, optimizer: torch.optim.Optimizer | None, iteration: int
+    ) -> None:
+        from torch.distributed.checkpoint.api import CheckpointException  # slow to import, and seldom needed
+
+        try:
+            save_checkpoint(path, executor, optimizer, iteration)
+        except CheckpointException as error:  # a BaseException, which no caller would expect
+            raise ExecutionError(f"checkpoint {path} cannot be written: {error}") from error
+
+    def _attempt(self, write: Callable[[], object]) -> None:
+        try:
+            write()
+        except OSError as error:
+            raise InputError(
+                f"checkpoint folder {self.folder}", f"cannot be written ({error.strerror})",
+                "make room, or give another checkpoint.path",
+            ) from error  # fmt: skip
+
+
+def _make_empty(path: Path) -> None:
+    _remove(path)
+    path.mkdir(parents=True)
+
+
+def _remove(path: Path) -> None:
+    if path.exists():
+        shutil.rmtree(path)

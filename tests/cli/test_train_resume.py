@@ -1,0 +1,131 @@
+"""A rank is killed in the middle of an iteration, and training goes on from the checkpoint with the same losses."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pipeloom.cli.app import run
+from tests.cli.test_train_user_code import GOOD, TASK
+
+ITERATIONS = 7
+CONFIG = """
+name = "t"
+task = "task.py"
+iterations = 7
+dtype = "float64"
+timeout_s = 30
+[layout]
+ranks = 2
+[packing]
+token_budget = 6
+[checkpoint]
+every = 2
+[planner]
+budget_s = 0.02
+"""
+# In the loss of iteration 5, which is in the middle of an iteration, and on the last rank; once.
+CRASH = """
+import os, signal
+from pathlib import Path
+
+def crash(part):
+    marker = Path(__file__).with_name("crashed")
+    if part.samples[0][2].startswith("5.") and not marker.exists():
+        marker.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return 0.0
+"""
+
+
+def config(folder: Path, *, crash: bool) -> Path:
+    text = TASK + CRASH
+    for name, code in (GOOD | {"LOSS": "out.logsumexp(1).sum() + crash(part)"}).items():
+        text = text.replace(name, code)
+    folder.mkdir(exist_ok=True)
+    (folder / "task.py").write_text(text)
+    if not crash:
+        (folder / "crashed").touch()
+    (folder / "train.toml").write_text(CONFIG)
+    return folder / "train.toml"
+
+
+def losses(folder: Path) -> list[float]:
+    """Loss of every iteration, each of which is there once and in its place."""
+    rows = [json.loads(line) for line in (folder / "t" / "history.jsonl").read_text().splitlines()]
+    assert [row["iteration"] for row in rows] == list(range(ITERATIONS))
+    return [row["loss"] for row in rows]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    assert run(["train", str(config(folder, crash=False)), "--runs", str(folder)]) == 0
+    assert sorted(path.name for path in (folder / "t" / "checkpoints").iterdir()) == [
+        "step-00000006",
+        "step-00000007",
+    ]
+    return folder, losses(folder)
+
+
+def test_a_killed_rank_ends_all_and_training_goes_on(
+    undisturbed: tuple[Path, list[float]], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = config(tmp_path, crash=True)
+    arguments = ["train", str(path), "--runs", str(tmp_path)]
+    assert run(arguments) == 2
+    assert "rank 1: the process was killed by signal 9" in capfd.readouterr().err
+    assert run(arguments) == 2
+    assert (
+        "has a checkpoint after 4 iterations; --resume goes on from it, --from-scratch"
+        in capfd.readouterr().err
+    )
+    assert run([*arguments, "--resume"]) == 0
+    assert losses(tmp_path) == pytest.approx(undisturbed[1], rel=1e-10)
+    summary = json.loads((tmp_path / "t" / "summary.json").read_text())
+    assert (summary["iterations"], summary["resumed_at"]) == (ITERATIONS, [4])
+    assert len(list((tmp_path / "t" / "plans").iterdir())) == ITERATIONS
+
+
+def test_all_ranks_are_started_again_where_that_is_asked_for(
+    undisturbed: tuple[Path, list[float]], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = config(tmp_path, crash=True)
+    assert run(["train", str(path), "--runs", str(tmp_path), "--max-restarts", "1"]) == 0
+    shown = " ".join(capfd.readouterr().out.split())
+    assert "killed by signal 9; starting again from the newest checkpoint, 1 of 1" in shown
+    assert losses(tmp_path) == pytest.approx(undisturbed[1], rel=1e-10)
+
+
+def test_torchrun_starts_the_ranks_again_and_training_goes_on(
+    undisturbed: tuple[Path, list[float]], tmp_path: Path
+) -> None:
+    path = config(tmp_path, crash=True)
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1",
+        "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1",
+        "-m", "pipeloom", "train", str(path), "--runs", str(tmp_path),
+    ]  # fmt: skip
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "Going on from the checkpoint after 4 iterations" in done.stdout
+    assert losses(tmp_path) == pytest.approx(undisturbed[1], rel=1e-10)
+    summary = json.loads((tmp_path / "t" / "summary.json").read_text())
+    assert summary["resumed_at"] == [4]
+
+
+def test_other_data_than_before_the_checkpoint_is_refused(
+    undisturbed: tuple[Path, list[float]], capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = undisturbed[0] / "train.toml"
+    task = path.with_name("task.py")
+    task.write_text(task.read_text().replace('f"{i}.{j}"', 'f"{i}.{j}x"'))
+    assert run(["train", str(path), "--runs", str(undisturbed[0]), "--resume", "--iterations", "9"]) == 2
+    assert "iteration 6: has other samples than when it was trained" in capfd.readouterr().err
