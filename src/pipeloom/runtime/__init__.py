@@ -11,8 +11,8 @@ from pipeloom.runtime.profile import profile_model
 from pipeloom.runtime.reduce import all_reduce_gradients, clip_gradients, global_targets, mesh_gradients
 from pipeloom.runtime.reference import run_undivided
 from pipeloom.runtime.result import ActionTime, StepResult
-from pipeloom.runtime.sharding import shard_layers
 from pipeloom.runtime.resume import Checkpoints
+from pipeloom.runtime.sharding import shard_layers
 from pipeloom.runtime.store import TcpPlanStore
 from pipeloom.runtime.torchrun import Worker, join_workers, this_worker
 from pipeloom.runtime.trainer import StepReport, Trainer
