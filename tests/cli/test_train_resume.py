@@ -44,7 +44,7 @@ def crash(part):
 
 
 def config(folder: Path, *, crash: bool) -> Path:
-    text = TASK + CRASH
+    text = TASK.replace("[nn.Linear(3, 4)]", "[nn.Linear(3, 4), nn.Linear(4, 4)]") + CRASH
     for name, code in (GOOD | {"LOSS": "out.logsumexp(1).sum() + crash(part)"}).items():
         text = text.replace(name, code)
     folder.mkdir(exist_ok=True)

@@ -20,7 +20,7 @@ from pipeloom.errors import ExecutionError, InputError
 
 # Rank 0 measures layers and compiles kernels first; the others are not to give up meanwhile.
 _PREPARE_TIMEOUT = timedelta(hours=1)
-_PREPARED = "pipeloom/prepared"
+_PREPARED = "prepared"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,15 +71,15 @@ def join_workers(worker: Worker, prepare: Callable[[], Any], timeout_s: float) -
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     if worker.on_one_host:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-    store, rank, size = next(iter(dist.rendezvous("env://", timeout=_PREPARE_TIMEOUT)))  # type: ignore[attr-defined]
-    # The store outlives a restart of the workers.
-    key = f"{_PREPARED}/{worker.num_restarts}"
+    shared, rank, size = next(iter(dist.rendezvous("env://", timeout=_PREPARE_TIMEOUT)))  # type: ignore[attr-defined]
+    # torchrun keeps its store over a restart: what the ranks before left there, their addresses too, is not ours.
+    store = dist.PrefixStore(f"pipeloom/{worker.num_restarts}", shared)  # type: ignore[attr-defined]
     if rank == 0:
         prepare()
-        store.set(key, "1")
+        store.set(_PREPARED, "1")
     else:
         try:
-            store.wait([key], _PREPARE_TIMEOUT)
+            store.wait([_PREPARED], _PREPARE_TIMEOUT)
         except RuntimeError as error:
             raise ExecutionError(f"rank {rank}: rank 0 did not get ready: {error}") from error
     dist.init_process_group(
