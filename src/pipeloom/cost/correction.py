@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from statistics import median
 
 import msgspec
+import numpy as np
 
 from pipeloom.errors import InputError
+
+_MOST_SIZES = 8
 
 
 class Correction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -37,20 +40,21 @@ class Correction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def fit_link(messages: Sequence[tuple[int, float]]) -> tuple[float, float] | None:
     """Fit a link to messages: (bytes, seconds under way) to seconds of an empty one, and seconds per byte.
 
-    The line goes through the medians of the smaller and of the larger half, so that a message that was held up
-    by something else does not bend it; where all are of about one size, the rate is 0 and the latency is what
-    they take. None where there is no message.
+    Of the lines through the medians of any two sizes, level ones and those without latency included, the one that
+    is least off (sum of absolute relative errors): messages that were held up by something else do not bend it. None
+    where there is no message.
     """
     if not messages:
         return None
-    ordered = sorted(messages)
-    middle = len(ordered) // 2
-    halves = (ordered[:middle], ordered[middle:]) if middle else (ordered, ordered)
-    (small, quick), (large, slow) = (
-        (median(size for size, _ in half), median(seconds for _, seconds in half)) for half in halves
-    )
-    rate = max(0.0, (slow - quick) / (large - small)) if large >= 2 * small and large > small else 0.0
-    if rate * small > quick:
-        # No latency could be less than nothing: then the line goes through the origin.
-        return 0.0, slow / large
-    return (quick - rate * small if rate else median(seconds for _, seconds in ordered)), rate
+    size, seconds = (np.array(column, dtype=float) for column in zip(*sorted(messages), strict=True))
+    # Sizes in the order of magnitude of one another count as one.
+    groups = np.array_split(np.arange(len(size)), min(_MOST_SIZES, len(np.unique(size))))
+    points = [(float(np.median(size[group])), float(np.median(seconds[group]))) for group in groups]
+    lines = [(slow, 0.0) for _, slow in points] + [(0.0, slow / large) for large, slow in points if large]
+    for (small, quick), (large, slow) in itertools.combinations(points, 2):
+        if large > small and slow >= quick:
+            rate = (slow - quick) / (large - small)
+            if quick >= rate * small:
+                lines.append((quick - rate * small, rate))
+    scale = np.maximum(seconds, 1e-9)
+    return min(lines, key=lambda line: float((np.abs(line[0] + line[1] * size - seconds) / scale).sum()))

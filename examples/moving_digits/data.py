@@ -1,0 +1,154 @@
+"""Captions, and videos of a handwritten digit that moves as the caption says.
+
+A video has 2 to 6 frames of 12 x 12 pixels, in which a digit of scikit-learn's 8 x 8 digits starts at one side and
+moves to the other, by one or two pixels a frame until it gets there::
+
+    the old film shows a seven that slowly moves left
+    quickly up goes one small three
+
+Batch ``i`` is a function of ``(seed, i)`` alone.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from sklearn.datasets import load_digits
+from torch import Tensor
+
+_NAME_WORDS = "zero one two three four five six seven eight nine"
+_FILLER_WORDS = "the a an old new small film clip shows where that moves goes one can see plain grey and then"
+NAMES = _NAME_WORDS.split()
+DIRECTIONS = ("left", "right", "up", "down")
+SPEEDS = ("slowly", "quickly")
+FILLERS = _FILLER_WORDS.split()
+VOCABULARY = (*NAMES, *DIRECTIONS, *SPEEDS, *FILLERS)
+FIRST_DIRECTION, FIRST_SPEED, FIRST_FILLER = (
+    VOCABULARY.index(word) for word in ("left", "slowly", FILLERS[0])
+)
+
+SIDE, DIGIT, PATCH = 12, 8, 3
+PATCHES_PER_FRAME = (SIDE // PATCH) ** 2
+PIXELS = PATCH * PATCH
+MIN_FRAMES, MAX_FRAMES = 2, 6
+NUM_HELD_OUT = 300
+# What makes pixels about centred, and of about unit scale.
+MEAN, SCALE = 0.14, 0.3
+
+
+@dataclass(frozen=True)
+class Clip:
+    """One sample: a caption, what it means, and the seed of the noise that the video is trained with.
+
+    Attributes
+    ----------
+    caption : tuple of int
+        Tokens.
+    image : int
+        Row of scikit-learn's digits that is shown.
+    label, direction, speed : int
+        What the caption says.
+    seed : int
+        Of the noise and of the time on the way from video to noise.
+    """
+
+    identifier: str
+    caption: tuple[int, ...]
+    image: int
+    label: int
+    direction: int
+    speed: int
+    num_frames: int
+    seed: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Patches of all frames."""
+        return self.num_frames * PATCHES_PER_FRAME
+
+
+@functools.cache
+def digits() -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
+    """Pixels, ``(1797, 8, 8)`` between 0 and 1, and labels."""
+    data = load_digits()
+    return (data.images / 16.0).astype(np.float32), data.target.astype(np.int64)
+
+
+@functools.cache
+def split() -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Rows of the images of training, and of those that are held out."""
+    order = np.random.default_rng(31).permutation(len(digits()[1]))
+    return order[NUM_HELD_OUT:], order[:NUM_HELD_OUT]
+
+
+def offsets(direction: int, speed: int, frame: int) -> tuple[int, int]:
+    """Row and column of the digit's upper left corner in a frame."""
+    most = SIDE - DIGIT
+    way = min(most, frame * (speed + 1))
+    middle = most // 2
+    return [(middle, most - way), (middle, way), (most - way, middle), (way, middle)][direction]
+
+
+def video(clip: Clip) -> Tensor:
+    """Patches of all frames, ``(num_tokens, PIXELS)``, about centred and of about unit scale."""
+    frames = torch.zeros(clip.num_frames, SIDE, SIDE)
+    image = torch.from_numpy(digits()[0][clip.image])
+    for number in range(clip.num_frames):
+        row, column = offsets(clip.direction, clip.speed, number)
+        frames[number, row : row + DIGIT, column : column + DIGIT] = image
+    cut = frames.unfold(1, PATCH, PATCH).unfold(2, PATCH, PATCH)
+    return (cut.reshape(-1, PIXELS) - MEAN) / SCALE
+
+
+def frames_of(patches: Tensor) -> Tensor:
+    """Undo `video`: ``(num_frames, SIDE, SIDE)``, pixels between 0 and 1 where they are as in the data."""
+    across = SIDE // PATCH
+    grid = patches.view(-1, across, across, PATCH, PATCH).transpose(2, 3)
+    return grid.reshape(-1, SIDE, SIDE) * SCALE + MEAN
+
+
+def draw(identifier: str, rng: np.random.Generator, rows: npt.NDArray[np.int64], mean_frames: float) -> Clip:
+    """Draw one sample."""
+    image = int(rng.choice(rows))
+    label = int(digits()[1][image])
+    direction, speed = int(rng.integers(len(DIRECTIONS))), int(rng.integers(len(SPEEDS)))
+    said = [label, FIRST_DIRECTION + direction, FIRST_SPEED + speed]
+    words = [said[place] for place in rng.permutation(3)]
+    for _ in range(int(rng.integers(2, 9))):
+        words.insert(int(rng.integers(len(words) + 1)), FIRST_FILLER + int(rng.integers(len(FILLERS))))
+    frames = int(np.clip(rng.poisson(mean_frames), MIN_FRAMES, MAX_FRAMES))
+    seed = int(rng.integers(2**31))
+    return Clip(identifier, tuple(words), image, label, direction, speed, frames, seed)
+
+
+def batch(seed: int, iteration: int, clips_per_batch: int) -> list[Clip]:
+    """The clips of one iteration; how long they are on average is drawn for every batch."""
+    rng = np.random.default_rng((seed, iteration))
+    mean = float(rng.uniform(2.0, 5.0))
+    return [draw(f"{iteration}-{number}", rng, split()[0], mean) for number in range(clips_per_batch)]
+
+
+def batches(seed: int, num_iterations: int, clips_per_batch: int, start: int = 0) -> Iterator[list[Clip]]:
+    """Yield the batches of the iterations from ``start`` to ``num_iterations``."""
+    for iteration in range(start, num_iterations):
+        yield batch(seed, iteration, clips_per_batch)
+
+
+def held_out(num_clips: int, seed: int = 99) -> Sequence[Clip]:
+    """Clips of images that are in no batch of training."""
+    rng = np.random.default_rng((seed, 10**6, 7))
+    return [draw(f"held-out-{number}", rng, split()[1], 4.0) for number in range(num_clips)]
+
+
+def describe(clip: Clip) -> dict[str, object]:
+    """Sizes of a clip, as the planner wants them: half a second and 16 x 16 pixels are one token there."""
+    side = 16 * (SIDE // PATCH)
+    return {
+        "id": clip.identifier, "text_tokens": len(clip.caption), "video_seconds": [clip.num_frames / 2],
+        "video_height": [side], "video_width": [side],
+    }  # fmt: skip

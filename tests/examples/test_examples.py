@@ -1,0 +1,47 @@
+"""The examples train over ranks, with a plan for every batch, exactly as they would in one process."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pipeloom.cli.app import run
+from pipeloom.runtime import launch
+from tests.examples.on_ranks import EXAMPLES, SIZES, losses_over_ranks, losses_undivided
+
+ITERATIONS = 3
+
+
+@pytest.fixture(scope="module")
+def over_ranks() -> list[dict[str, list[tuple[float, float, bool]]]]:
+    return launch(losses_over_ranks, 2, list(SIZES), 2, ITERATIONS)
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_an_example_is_exact_under_plans_of_its_own(
+    over_ranks: list[dict[str, list[tuple[float, float, bool]]]], name: str
+) -> None:
+    wanted = losses_undivided(name, ITERATIONS)
+    for rank in over_ranks:
+        assert [loss for loss, _, _ in rank[name]] == pytest.approx([loss for loss, _ in wanted], rel=1e-9)
+        assert [norm for _, norm, _ in rank[name]] == pytest.approx([norm for _, norm in wanted], rel=1e-7)
+    assert all(fresh for _, _, fresh in over_ranks[0][name])
+    assert wanted[0][0] != pytest.approx(wanted[-1][0], rel=1e-6)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("name", "least"),
+    [
+        ("moving_digits", {"digit_match": 0.5, "direction_match": 0.8}),
+        ("moe_mamba_lm", {"answer_accuracy": 0.7}),
+    ],
+)
+def test_a_whole_example_learns(name: str, least: dict[str, float], tmp_path: Path) -> None:
+    assert run(["train", str(EXAMPLES / name / "train.toml"), "--runs", str(tmp_path)]) == 0
+    summary = json.loads((tmp_path / name / "summary.json").read_text())
+    assert summary["plans_fresh"] > 0.9 * summary["iterations"]
+    for score, bound in least.items():
+        assert summary["evaluation"][score] > bound, summary["evaluation"]

@@ -1,0 +1,112 @@
+"""The courier: whatever the store does, who asks is answered in time."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from pipeloom.errors import PlannerError
+from pipeloom.planner.courier import Courier
+from pipeloom.planner.service import LATEST, READY, STOP, answer_key, error_key, request_key
+from tests.planner.cases import MemoryStore
+
+
+def text(iteration: int, data: bytes) -> str:
+    if data == b"nonsense":
+        raise PlannerError("is nonsense")
+    return f"{iteration} {data.decode()}"
+
+
+def until(condition: object, seconds: float = 20.0) -> None:
+    give_up = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < give_up
+        time.sleep(0.002)
+
+
+def test_requests_go_out_and_answers_come_back() -> None:
+    store = MemoryStore()
+    store.put(READY, b"1")
+    courier = Courier(store, text)
+    courier.ask(4, b"four")
+    assert courier.wait(4, 0.0) is None
+    until(lambda: store.peek(LATEST) == b"4")
+    assert store.peek(request_key(4)) == b"four"
+    store.put(answer_key(4), b"plan")
+    assert courier.wait(4, 20.0) == "4 plan"
+    for iteration, answer, reason in (
+        (5, b"nonsense", "is nonsense"),
+        (6, b"", "refused the batch: too long"),
+    ):
+        courier.ask(iteration, b"?")
+        store.put(error_key(iteration), b"too long")
+        store.put(answer_key(iteration), answer)
+        with pytest.raises(PlannerError, match=reason):
+            courier.wait(iteration, 20.0)
+    courier.close()
+    assert store.peek(STOP) == b"1"
+
+
+def test_late_answers_are_thrown_away() -> None:
+    store = MemoryStore()
+    store.put(READY, b"1")
+    courier = Courier(store, text)
+    courier.ask(1, b"one")
+    assert courier.wait(1, 0.01) is None
+    courier.ask(2, b"two")
+    until(lambda: store.peek(LATEST) == b"2")
+    store.put(answer_key(1), b"late")
+    courier.ask(3, b"three")
+    until(lambda: store.peek(answer_key(1)) is None)
+    store.put(answer_key(3), b"plan")
+    assert courier.wait(3, 20.0) == "3 plan"
+
+
+def test_another_planner_is_not_ready_because_the_one_before_was() -> None:
+    store = MemoryStore()
+    store.put(READY, b"1")
+    courier = Courier(store, text)
+    until(lambda: courier.ready)
+    courier.forget_planner()
+    assert not courier.ready
+    until(lambda: store.peek(READY) is None)
+    assert not courier.ready
+    store.put(READY, b"1")
+    until(lambda: courier.ready)
+
+
+class Broken(MemoryStore):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.end = threading.Event()
+
+    def take(self, key: str) -> bytes | None:
+        if self.how == "silent":
+            self.end.wait(30)
+        raise OSError("the cable is cut")
+
+
+def test_a_store_that_fails_is_told_of() -> None:
+    store = Broken("fails")
+    store.put(READY, b"1")
+    courier = Courier(store, text)
+    courier.ask(1, b"one")
+    with pytest.raises(PlannerError, match="the plan store failed, OSError: the cable is cut"):
+        courier.wait(1, 20.0)
+    assert courier.failure
+    courier.close()
+
+
+def test_a_silent_store_holds_nobody_up() -> None:
+    store = Broken("silent")
+    store.put(READY, b"1")
+    courier = Courier(store, text)
+    courier.ask(1, b"one")
+    assert courier.wait(1, 0.05) is None
+    until(lambda: courier.is_stuck(0.05))
+    courier.ask(2, b"two")
+    assert courier.wait(2, 0.0) is None
+    store.end.set()
