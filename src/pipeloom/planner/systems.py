@@ -307,13 +307,13 @@ def _load(case: Case, batches: Sequence[Groups], balance: str) -> LayerLoad:
 
 
 def _fastest(options: Sequence[System], batches: Sequence[Groups]) -> System:
-    """The one that is fastest on the sampled iterations; the last where none fits."""
+    """The one that is fastest on the first sampled iteration; the last where none fits."""
     from pipeloom.search import Evaluations
 
     best: tuple[float, System] = (float("inf"), options[-1])
     for option in options:
         try:
-            total = sum(option.run(groups, Evaluations(1), 0).timeline.makespan_ns for groups in batches)
+            total = option.run(batches[0], Evaluations(1), 0).timeline.makespan_ns
         except InfeasibleError:
             continue
         if total < best[0]:
@@ -373,14 +373,17 @@ def _mixed_levels_system(name: str, case: Case, layout: Layout, order: Order) ->
         schedule, ladder = order(graph), _levels_by_time(graph)
         backbone = graph.module[graph.forward_of] == len(graph.module_names) - 1
         best: tuple[Timeline, IntArray] | None = None
+        # The leaner the encoders, the more the backbone may keep, so one walk down both ladders sees all pairs.
+        at = len(ladder) - 1
         for encoders in ladder:
-            for level in ladder:
-                choice = np.where(backbone, level, encoders)
+            while at >= 0:
+                choice = np.where(backbone, ladder[at], encoders)
                 timeline = simulate(graph, Schedule(schedule.order, choice, name))
-                if _fits(graph, timeline):
-                    if best is None or timeline.makespan_ns < best[0].makespan_ns:
-                        best = timeline, choice
+                if not _fits(graph, timeline):
                     break
+                if best is None or timeline.makespan_ns < best[0].makespan_ns:
+                    best = timeline, choice
+                at -= 1
         if best is None:
             raise InfeasibleError(f"{name}: does not fit even with full recomputation")
         chosen = Schedule(schedule.order, best[1], name)

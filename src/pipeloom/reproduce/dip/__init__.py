@@ -1,6 +1,7 @@
 """DIP's evaluation: its parts, in the order of the paper."""
 
 from pipeloom.reproduce.dip.ablation import figure_9, figure_10, section_3_1, table_5
+from pipeloom.reproduce.dip.characterise import figure_4, section_2_2, table_1
 from pipeloom.reproduce.dip.end_to_end import (
     figure_8a,
     figure_8b,
@@ -9,9 +10,19 @@ from pipeloom.reproduce.dip.end_to_end import (
     tried_layouts,
 )
 from pipeloom.reproduce.dip.large import large
+from pipeloom.reproduce.dip.planner_parts import (
+    figure_11,
+    figure_12,
+    figure_13,
+    ordering_consistency,
+    planning_time,
+)
 from pipeloom.reproduce.part import Part
 
 PARTS: tuple[Part, ...] = (
+    Part("table-1", "Static and dynamic imbalance", "`dip.txt` Table 1", "emulated", table_1),
+    Part("section-2-2", "The best cut is uneven", "`dip.txt` section 2.2", "emulated", section_2_2),
+    Part("figure-4", "How data differ", "`dip.txt` Fig. 4", "emulated", figure_4),
     Part("section-3-1", "Separated partitioning", "`dip.txt` section 3.1", "emulated", section_3_1),
     Part("layouts", "Layouts, and what each would have cost", "`dip.txt` section 4", "emulated", tried_layouts),
     Part("table-4", "FSDP, Megatron-LM and DIP on 16 H20", "`dip.txt` Table 4", "emulated", table_4),
@@ -22,5 +33,10 @@ PARTS: tuple[Part, ...] = (
     Part("figure-10", "Memory of the first rank", "`dip.txt` Fig. 10", "emulated", figure_10),
     Part("published", "The published searches with ten times the time", "`dip.txt` section 5.1", "emulated",
          published_search),
+    Part("planning", "Planning time", "`dip.txt` section 7.4", "processor", planning_time),
+    Part("figure-11", "Search progress", "`dip.txt` Fig. 11", "emulated", figure_11),
+    Part("figure-12", "Search time against exact solvers", "`dip.txt` Fig. 12", "processor", figure_12),
+    Part("figure-13", "Degrees of parallelism", "`dip.txt` Fig. 13", "emulated", figure_13),
+    Part("consistency", "Orders of optimal schedules", "`pipeweaver.txt` section 5", "emulated", ordering_consistency),
     Part("figure-14", "Thousands of GPUs", "`dip.txt` Fig. 14, Table 6", "emulated", large),
 )  # fmt: skip
