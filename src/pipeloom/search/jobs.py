@@ -16,6 +16,8 @@ from pipeloom.taskgraph import FORWARD, WEIGHT_GRADIENT, IntArray, TaskGraph
 from pipeloom.timeline import memory_changes
 
 NO_LIMIT = 1 << 60
+SEARCH_STATES = 20_000
+"""Sets of finished tasks that are looked at for a job whose plain orders do not fit."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -122,10 +124,16 @@ def _components(graph: TaskGraph) -> IntArray:
 def _reference_order(
     graph: TaskGraph, reader: _Reader, tasks: list[int], peak: list[int], net: list[int], room: IntArray
 ) -> tuple[list[int], list[int]]:
-    """Depth first with backwards as soon as they can; if that does not fit, whatever rises least."""
+    """Depth first with backwards as soon as they can; if that does not fit, whatever rises least; or a search."""
     best: tuple[list[int], list[int]] | None = None
-    for greedy in (False, True):
-        sequence = _walk(reader, tasks, peak, net, greedy)
+    for attempt in range(3):
+        if attempt == 2:
+            searched = _search(reader, tasks, peak, net, room.tolist())
+            if searched is None:
+                break
+            sequence = searched
+        else:
+            sequence = _walk(reader, tasks, peak, net, greedy=attempt == 1)
         used, most = [0] * graph.num_ranks, [0] * graph.num_ranks
         for task in sequence:
             rank = reader.rank[task]
@@ -172,6 +180,41 @@ def _walk(reader: _Reader, tasks: list[int], peak: list[int], net: list[int], gr
         for other in sorted(opened, key=lambda t: (reader.kind[t] == WEIGHT_GRADIENT, -t)):
             (forwards if reader.kind[other] == FORWARD else backwards).append(other)
     return sequence
+
+
+def _search(
+    reader: _Reader, tasks: list[int], peak: list[int], net: list[int], room: list[int]
+) -> list[int] | None:
+    """An order that fits, by depth first over all of them, or None if none was found in `SEARCH_STATES` states.
+
+    A task that fits and leaves no more held than before runs at once, since that can never be in the way; so
+    only the others are a choice.
+    """
+    number = {task: i for i, task in enumerate(tasks)}
+    needs = dict.fromkeys(tasks, 0)
+    for task in tasks:
+        for e in range(reader.start[task], reader.start[task + 1]):
+            needs[reader.successor[e]] |= 1 << number[task]
+    seen: set[int] = set()
+    stack: list[tuple[int, list[int], list[int]]] = [(0, [], list(room))]
+    while stack and len(seen) < SEARCH_STATES:
+        done, sequence, free = stack.pop()
+        ready = [t for t in tasks if not done >> number[t] & 1 and needs[t] & ~done == 0]
+        fits = [t for t in ready if peak[t] <= free[reader.rank[t]]]
+        harmless = [t for t in fits if net[t] <= 0]
+        # The last one pushed is tried first: that with the least rise.
+        for task in harmless[:1] or sorted(fits, key=lambda t: (-net[t], t)):
+            after = done | 1 << number[task]
+            if after in seen:
+                continue
+            seen.add(after)
+            longer = [*sequence, task]
+            if len(longer) == len(tasks):
+                return longer
+            left = list(free)
+            left[reader.rank[task]] -= net[task]
+            stack.append((after, longer, left))
+    return None
 
 
 def _adds_up(row: list[int], peak: list[int], net: list[int]) -> bool:
