@@ -34,7 +34,8 @@ Gaps = dict[str, list[float]]
 
 def run() -> str:
     """Measure, draw, and return the section as Markdown."""
-    warm_up()
+    for method in _TRACED:
+        warm_up(method)
     return report({family: measure(family, num_seeds) for family, num_seeds in _SEEDS.items()})
 
 

@@ -49,7 +49,8 @@ def bench(
             raise InputError(option, f"{unknown[0]!r} is none of {', '.join(known)}")
     if wrong := [seconds for seconds in budget if not 0 <= seconds < 1e7]:
         raise InputError("--budget", f"{wrong[0]:g} is not between 0 and 10000000 seconds")
-    warm_up()
+    for name in method:
+        warm_up(name)
     runs = list(run_library(families, method, budgets_s=budget, seeds=range(seeds), on_run=_tell))
     if json:
         print_json([_document(run) for run in runs])

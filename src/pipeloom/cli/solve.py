@@ -57,7 +57,7 @@ def solve(
     from pipeloom.search import warm_up
 
     with interruptible(budget) as rule, progress_display() as show:
-        warm_up()  # once after installing, kernels are compiled, which is no part of the budget
+        warm_up(method)  # once after installing, kernels are compiled, which is no part of the budget
         began_s = time.monotonic()
         try:
             solution = search(graph, budget=rule, seed=seed, method=method, threads=threads, on_progress=show)

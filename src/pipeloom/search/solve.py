@@ -206,8 +206,8 @@ def _alternate(
     return best, used
 
 
-def warm_up() -> None:
-    """Compile every kernel (once after installing; later calls load them from numba's cache)."""
+def warm_up(method: str = "default") -> None:
+    """Compile the kernels of a method (once after installing; later calls load them from numba's cache)."""
     graph = generate(family("uniform", num_ranks=2, num_microbatches=3, memory=1.0), 0)
     base = Candidate("keep", 2, 4, 0, 2, 2)
     lean = base._replace(strategy="recompute", backward_ns=6, activation_bytes=1)
@@ -216,6 +216,9 @@ def warm_up() -> None:
         graph, candidates=((base, lean),) * graph.num_pairs, capacity_bytes=graph.static_bytes + 4
     )
     solve(chosen, budget=Evaluations(40), seed=0)
+    if method in EVERY_ROLLOUT:
+        for problem in (graph, chosen):
+            solve(problem, budget=Evaluations(20), seed=0, method=method)
     # A target of zero is never reached, so that no kernel is left out.
     search = Search(graph, 0, Evaluations(400).start(), 0)
     portfolio(search)

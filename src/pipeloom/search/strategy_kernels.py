@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import numba
 import numpy as np
 import numpy.typing as npt
 
+from pipeloom.search.compiled import kernel
+
 Array = npt.NDArray[Any]
-kernel = numba.njit(cache=True, nogil=True, error_model="numpy")
 
 REPAIR_EVERY = 8
 """Rounds between two repairs of the Lagrangian's choice."""

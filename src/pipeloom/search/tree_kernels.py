@@ -1,21 +1,21 @@
 """Compiled walks of the search tree: selection, expansion, random completion, propagation.
 
-Nodes lie in flat arrays; children of a node are a linked list. The tree knows nothing of rollouts, so that its
-kernels do not depend on those of another file.
+Nodes lie in flat arrays; children of a node are a linked list.
 """
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import numba
 import numpy as np
 import numpy.typing as npt
 
-from pipeloom.search.kernels import draw
+from pipeloom.search.compiled import kernel
+from pipeloom.search.kernels import NEVER, draw, evaluate
+from pipeloom.search.problem import Problem
+from pipeloom.search.scratch import Scratch
 
 Array = npt.NDArray[Any]
-kernel = numba.njit(cache=True, nogil=True, error_model="numpy")
 
 NOBODY = -1
 EXHAUSTED = -1
@@ -270,6 +270,13 @@ def write_order(
         else:
             order[behind] = group
             behind += 1
+
+
+@kernel
+def play(p: Problem, s: Scratch, orders: Array, choice: Array, makespans: Array) -> None:
+    """Makespan of every row of ``orders``, or a negative code."""
+    for row in range(len(orders)):
+        makespans[row] = evaluate(p, s, orders[row], choice, NEVER)
 
 
 @kernel
