@@ -12,11 +12,11 @@ from pipeloom.arrange import kernels
 from pipeloom.arrange.bound import placement_bound
 from pipeloom.arrange.evaluate import NEVER, Arrays, Scratch, arrays_of, schedule_of
 from pipeloom.arrange.layer_chain import Arrangement, LayerChain
-from pipeloom.arrange.starts import Rule, from_plan, starts, to_plan
+from pipeloom.arrange.starts import Rule, allowed_starts, from_plan, to_plan
 from pipeloom.errors import InfeasibleError, InputError
 from pipeloom.search import Evaluations, Progress
 from pipeloom.search.stopping import StoppingRule, Watch
-from pipeloom.taskgraph import IntArray, TaskGraph
+from pipeloom.taskgraph import TaskGraph
 from pipeloom.timeline import LowerBound, Schedule, Timeline, require_feasible, simulate
 
 MOVES = (
@@ -24,6 +24,13 @@ MOVES = (
     "wait", "move a boundary", "relabel a suffix", "join chunks", "another rank", "move two boundaries",
     "cut and join", "copy a key", "strategy of layers",
 )  # fmt: skip
+PHASES = {
+    "partition": (7, 11),
+    "placement": (1, 2, 3, 8, 9, 10, 12),
+    "schedule": (0, 4, 5, 6, 13),
+    "strategies": (14,),
+}
+"""Moves by what they change; cutting and joining chunks makes a placement finer or coarser."""
 _WEIGHTS = (1.5, 1.5, 1.0, 1.0, 1.0, 1.0, 0.8, 1.0, 0.7, 0.7, 0.5, 1.0, 0.5, 0.3, 1.0)
 
 
@@ -41,6 +48,9 @@ class Settings:
         First and last temperature, relative to the makespan of the start.
     starts_share : float
         Part of the budget that may go into trying starts.
+    phases : tuple of str
+        What may be tuned, of `PHASES`; for ablations. Without ``partition`` chunks have equally many layers at the
+        start; without ``placement`` there is one stage on each rank; without ``schedule`` backwards go first.
     """
 
     chunks_per_rank: int = 3
@@ -48,12 +58,16 @@ class Settings:
     hot: float = 0.01
     cold: float = 0.0003
     starts_share: float = 0.3
+    phases: tuple[str, ...] = tuple(PHASES)
 
     def __post_init__(self) -> None:
         """Refuse settings that anneal nothing."""
         for name in ("chunks_per_rank", "chains"):
             if getattr(self, name) < 1:
                 raise InputError(name, f"{getattr(self, name)} is below 1")
+        for phase in self.phases:
+            if phase not in PHASES:
+                raise InputError("phases", f"{phase!r} is unknown", f"use some of {', '.join(PHASES)}")
         if not 0 < self.cold <= self.hot:
             raise InputError("cold", f"{self.cold:g} is not between 0 and hot, {self.hot:g}")
 
@@ -190,7 +204,7 @@ def _try_starts(
     found: dict[Arrangement, _Start] = {}
     scratch, none = Scratch(arrays, most), np.empty(0, np.int64)
     tried, uniform = 0, _uniform_strategies(chain)
-    for arrangement, rule in starts(chain, most, arrays.stride):
+    for arrangement, rule in allowed_starts(chain, most, arrays.stride, settings.phases):
         for strategy in uniform:
             one = Arrangement(arrangement.cuts, arrangement.ranks, strategy)
             plan = to_plan(one, rule, most)
@@ -248,10 +262,12 @@ class _Annealing:
         for _ in range(4):
             kernels.rand(self._rng)
         self.counts = np.zeros((3, kernels.NUM_MOVES), np.int64)
-        weights = list(_WEIGHTS)
-        if int(arrays.num_strategies.max()) == 1:
-            weights[-1] = 0.0
-        self._weights: IntArray = np.cumsum(weights)
+        several = int(arrays.num_strategies.max()) > 1
+        weights = np.zeros(kernels.NUM_MOVES)
+        for phase in settings.phases:
+            if phase != "strategies" or several:
+                weights[list(PHASES[phase])] = np.array(_WEIGHTS)[list(PHASES[phase])]
+        self._weights = np.cumsum(weights)
 
     @property
     def best_ns(self) -> int:
@@ -284,7 +300,7 @@ class _Annealing:
             left = max(0, watch.evaluations - tried)
             quota = left * (place[0] + 1) // place[1] - left * place[0] // place[1]
         shown = 0.0
-        while best.ns > best.target:
+        while best.ns > best.target and self._weights[-1] > 0:
             # How far this chain is, by time or by its quota, whichever is further.
             part = 0.0
             if watch.seconds is not None:

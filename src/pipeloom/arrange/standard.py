@@ -2,42 +2,30 @@
 
 from __future__ import annotations
 
-import numpy as np
-
+from pipeloom.arrange.cuts import equal_cuts
 from pipeloom.arrange.layer_chain import Arrangement, LayerChain, graph_of
 from pipeloom.arrange.starts import interleaved, zigzag
 from pipeloom.baselines import one_f_one_b
-from pipeloom.errors import InputError
 from pipeloom.taskgraph import IntArray
 from pipeloom.timeline import simulate
-
-
-def equal_layers(num_layers: int, num_chunks: int) -> tuple[int, ...]:
-    """Cut into chunks of equally many layers; where they do not divide, the first chunks have one more."""
-    if not 1 <= num_chunks <= num_layers:
-        raise InputError(
-            "layers", f"{num_layers} cannot fill {num_chunks} chunks", "use fewer ranks or chunks per rank"
-        )
-    sizes = [num_layers // num_chunks + (c < num_layers % num_chunks) for c in range(num_chunks)]
-    return tuple(int(x) for x in np.concatenate([[0], np.cumsum(sizes)]))
 
 
 def stages(chain: LayerChain) -> Arrangement:
     """One stage of equally many layers on each rank (S-1F1B, GPipe, zero-bubble H)."""
     p = chain.num_ranks
-    return Arrangement(equal_layers(chain.num_layers, p), tuple(range(p)))
+    return Arrangement(equal_cuts(chain, p), tuple(range(p)))
 
 
 def dealt(chain: LayerChain, chunks_per_rank: int) -> Arrangement:
     """Chunks of equally many layers dealt to the ranks in turn (I-1F1B)."""
     num = chunks_per_rank * chain.num_ranks
-    return Arrangement(equal_layers(chain.num_layers, num), interleaved(num, chain.num_ranks))
+    return Arrangement(equal_cuts(chain, num), interleaved(num, chain.num_ranks))
 
 
 def wave(chain: LayerChain, chunks_per_rank: int = 2) -> Arrangement:
     """Chunks of equally many layers down the ranks and up again (V with two a rank; Hanayo's waves with more)."""
     num = chunks_per_rank * chain.num_ranks
-    return Arrangement(equal_layers(chain.num_layers, num), zigzag(num, chain.num_ranks))
+    return Arrangement(equal_cuts(chain, num), zigzag(num, chain.num_ranks))
 
 
 def one_f_one_b_peaks(chain: LayerChain) -> IntArray:

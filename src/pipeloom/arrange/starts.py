@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from pipeloom.arrange.cuts import equal_cuts, even_cuts
 from pipeloom.arrange.kernels import FIRST, KEY, NUM_CHUNKS, NUM_ROWS, PERIOD, RANK, SCALARS, WAIT
 from pipeloom.arrange.layer_chain import Arrangement, LayerChain, chunk_costs
 from pipeloom.taskgraph import IntArray
@@ -29,19 +30,6 @@ class Rule:
     keys: IntArray
     waits: IntArray
     period: int = 1
-
-
-def even_cuts(loads: IntArray, num_chunks: int) -> tuple[int, ...]:
-    """Cut a chain where its cumulated load comes nearest to equal shares, every chunk having a layer."""
-    total = np.concatenate([[0], np.cumsum(loads)])
-    cuts = [0]
-    for c in range(1, num_chunks):
-        share = total[-1] * c / num_chunks
-        at = int(np.searchsorted(total, share))
-        if at > 0 and share - total[at - 1] < total[at] - share:
-            at -= 1
-        cuts.append(min(max(at, cuts[-1] + 1), len(loads) - (num_chunks - c)))
-    return (*cuts, len(loads))
 
 
 def interleaved(num_chunks: int, num_ranks: int) -> tuple[int, ...]:
@@ -84,6 +72,28 @@ def starts(chain: LayerChain, most_chunks: int, stride: int) -> Iterator[tuple[A
                 keys = natural_keys(chain, arrangement, stride, early)
                 for period in sorted({1, min(p, m), min(2 * p, m)}):
                     yield arrangement, Rule(keys, waits, period)
+
+
+def allowed_starts(
+    chain: LayerChain, most_chunks: int, stride: int, phases: tuple[str, ...]
+) -> Iterator[tuple[Arrangement, Rule]]:
+    """Give the starts that tuning these phases alone may use; see `pipeloom.arrange.Settings`."""
+    p = chain.num_ranks
+    for arrangement, rule in starts(chain, most_chunks, stride):
+        num = arrangement.num_chunks
+        if "placement" not in phases and arrangement.ranks != tuple(range(num)):
+            continue
+        even = equal_cuts(chain, num)
+        if "partition" not in phases:
+            if arrangement.cuts != even_cuts(chain.total_ns[:, 0], num):
+                continue  # of every depth and rule, one with equal layers
+            arrangement = Arrangement(even, arrangement.ranks)
+        if "schedule" not in phases:
+            if rule.period != min(p, chain.num_microbatches):
+                continue
+            keys = natural_keys(chain, arrangement, stride, 4.0 * chain.num_microbatches)
+            rule = Rule(keys, np.zeros_like(keys), rule.period)
+        yield arrangement, rule
 
 
 def to_plan(arrangement: Arrangement, rule: Rule, most_chunks: int) -> IntArray:

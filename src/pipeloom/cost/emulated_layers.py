@@ -1,0 +1,92 @@
+"""Costs of single layers from the emulator: a described model as a chain to arrange."""
+
+from __future__ import annotations
+
+from pipeloom.cost.emulated import EmulatedCosts
+from pipeloom.cost.layers import LayerCost, LayerTable, StrategyEntry
+from pipeloom.cost.model import StrategyCost
+from pipeloom.errors import InputError
+from pipeloom.spec import Chunk, Workload
+from pipeloom.spec.architecture import Architecture
+from pipeloom.spec.hardware import Degrees, MachineSpec
+
+
+def emulated_layers(
+    architecture: Architecture | str,
+    machine: MachineSpec | str,
+    degrees: Degrees,
+    *,
+    tokens: int,
+    sequences: int = 1,
+    num_microbatches: int = 16,
+    strategies: tuple[str, ...] = ("keep",),
+) -> LayerTable:
+    """Emulate every layer of a language model alone on one microbatch.
+
+    Parameters
+    ----------
+    architecture, machine : specification or zoo name
+    degrees : Degrees
+        ``pipeline`` is the number of ranks.
+    tokens, sequences : int
+        Length of a sequence, and sequences of a microbatch.
+    num_microbatches : int
+    strategies : tuple of str
+        Candidates of every layer, the base first.
+
+    Raises
+    ------
+    InputError
+        The model is not one language module.
+    """
+    costs = EmulatedCosts(architecture, machine, degrees, strategies)
+    if tokens < 1 or sequences < 1:
+        raise InputError("tokens", f"{sequences} sequences of {tokens} tokens are none", "use at least one")
+    modules = costs.architecture.modules
+    if len(modules) != 1:
+        names = ", ".join(module.name for module in modules)
+        raise InputError("model", f"has modules {names}", "arrange takes a chain: one language module")
+    name = modules[0].name
+    work = Workload((tokens,) * sequences)
+    num = sum(getattr(layer, "count", 1) for layer in modules[0].layers)
+    kinds = [
+        type(layer).__name__.removesuffix("Layer").lower()
+        for layer in modules[0].layers
+        for _ in range(getattr(layer, "count", 1))
+    ]
+    layers = []
+    for i in range(num):
+        chunk = Chunk(name, (i, i), 0)
+        options = costs.chunk_costs(chunk, work)
+        base = options[0]
+        layers.append(
+            LayerCost(
+                _name(kinds[i], i), base.forward_s, base.activation_bytes, 0, **_backward(base),
+                static_bytes=costs.static_bytes(chunk),
+                candidates=tuple(_entry(option) for option in options) if len(options) > 1 else None,
+            )
+        )  # fmt: skip
+    middle = Chunk(name, (num // 2, num // 2), 0)
+    size = costs.boundary_bytes(middle, work)
+    title = f"{costs.architecture.name}, {tokens} tokens, tp {degrees.tensor}"
+    return LayerTable(title, degrees.pipeline, num_microbatches, costs.transfer_s(size), size, tuple(layers))
+
+
+def _name(kind: str, number: int) -> str:
+    if "embedding" in kind:
+        return "embedding"
+    return "head" if "head" in kind else f"layer.{number}"
+
+
+def _backward(cost: StrategyCost) -> dict[str, float | None]:
+    if cost.backward_input_s is None or cost.backward_weight_s is None:
+        return {"backward_s": cost.backward_s}
+    return {"backward_input_s": cost.backward_input_s, "backward_weight_s": cost.backward_weight_s}
+
+
+def _entry(cost: StrategyCost) -> StrategyEntry:
+    backward = _backward(cost)
+    return StrategyEntry(
+        cost.strategy, cost.forward_s, cost.activation_bytes, backward.get("backward_s"),
+        backward.get("backward_input_s"), backward.get("backward_weight_s"), cost.weight_gradient_bytes,
+    )  # fmt: skip
