@@ -16,8 +16,11 @@ from .evaluate import evaluate as evaluate_layers
 __all__ = ["batches", "build_model", "describe", "evaluate"]
 
 
-def build_model(seed: int) -> pl.Model:
-    """Describe the two modules; the layers and the merge of images into text are the user's own code."""
+def build_model(seed: int, frozen: bool = False) -> pl.Model:
+    """Describe the two modules; the layers and the merge of images into text are the user's own code.
+
+    ``frozen``: the encoder stays as it was built, and nothing flows back through it.
+    """
     dtype = torch.get_default_dtype()
     vision = pl.Module(
         "vision",
@@ -26,6 +29,7 @@ def build_model(seed: int) -> pl.Model:
         inputs=partial(model.vision_inputs, dtype=dtype),
         hidden=("instances", data.PATCHES_PER_IMAGE, model.VISION_DIM),
         output=("instances", data.TOKENS_PER_IMAGE, model.LM_DIM),
+        frozen=frozen,
     )
     language = pl.Module(
         "lm",

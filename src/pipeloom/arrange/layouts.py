@@ -85,7 +85,14 @@ def chain(model: ModelSpec, num_ranks: int, chunks_per_rank: int, load: LayerLoa
     )
 
 
-def encoder_first(model: ModelSpec, num_ranks: int, load: LayerLoad, *, even_layers: bool = False) -> Layout:
+def encoder_first(
+    model: ModelSpec,
+    num_ranks: int,
+    load: LayerLoad,
+    *,
+    even_layers: bool = False,
+    placements: Mapping[str, ModulePlacement] | None = None,
+) -> Layout:
     """Put all modules but the last whole on rank 0, and divide the last one over all ranks.
 
     So users of small encoders lay their models out (PipeTune section 2.2).
@@ -98,12 +105,23 @@ def encoder_first(model: ModelSpec, num_ranks: int, load: LayerLoad, *, even_lay
         Balances the last module's layers, what rank 0 has of the encoders counted in.
     even_layers : bool
         Equal numbers of layers instead, whatever lies beside them.
+    placements : mapping or None
+        Sub-microbatches of the encoders; every module makes one pass.
 
     Raises
     ------
     InputError
-        When the last module has fewer layers than there are ranks.
+        When the last module has fewer layers than there are ranks, or a placement asks for several segments.
     """
+    placements = placements or {}
+    for name, placement in placements.items():
+        model.module(name)
+        if placement.segments != 1:
+            raise InputError(
+                f"module {name!r}.segments", f"{placement.segments}, encoders on the first rank leave 1",
+                "leave it out, or lay out 'separate'",
+            )  # fmt: skip
+    limits = {name: placement.sub_microbatch for name, placement in placements.items()}
     *encoders, backbone = model.modules
     layers = backbone.flat_layers
     loads = [1.0 if even_layers else load(backbone.name, layer) for layer in layers]
@@ -112,7 +130,7 @@ def encoder_first(model: ModelSpec, num_ranks: int, load: LayerLoad, *, even_lay
     runs = partition_chain(loads, num_ranks)
     return Layout(
         num_ranks=num_ranks,
-        modules=tuple(ModuleLayout(m.name, m.after, m.frozen) for m in model.modules),
+        modules=tuple(ModuleLayout(m.name, m.after, m.frozen, limits.get(m.name)) for m in model.modules),
         chunks=(
             *(Chunk(module.name, (0, len(module.flat_layers) - 1), 0) for module in encoders),
             *(Chunk(backbone.name, run, rank) for rank, run in enumerate(runs)),

@@ -16,6 +16,7 @@ from pipeloom.errors import InputError
 from pipeloom.io import read_spec
 from pipeloom.packing import PackingSpec
 from pipeloom.spec import ClusterSpec
+from pipeloom.tuning import TuningSpec
 
 if TYPE_CHECKING:
     from pipeloom.runtime import Checkpoints
@@ -25,6 +26,8 @@ class LayoutConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How the model is laid over the ranks."""
 
     ranks: int
+    kind: Literal["separate", "encoder_first"] = "separate"
+    """``separate``: every module over all ranks. ``encoder_first``: encoders whole on rank 0, as [tuning] asks for."""
     modules: dict[str, ModulePlacement] = {}
 
     def __post_init__(self) -> None:
@@ -112,6 +115,8 @@ class TrainConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Leave out: nothing is saved."""
     timeout_s: float = 120.0
     """After which a rank that waits for another gives up, and training stops."""
+    tuning: TuningSpec | None = None
+    """Tune every batch on 1F1B (PipeTune) instead of searching a schedule; wants ``layout.kind = "encoder_first"``."""
 
     def __post_init__(self) -> None:
         """Refuse runs of no length and names that are no folder."""
@@ -121,6 +126,11 @@ class TrainConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise InputError("timeout_s", f"{self.timeout_s} is not positive and finite")
         if not self.name or any(c in self.name for c in "/\\\0") or self.name in (".", ".."):
             raise InputError("name", f"{self.name!r} is no folder name", "use letters, digits, '-' and '_'")
+        if self.tuning is not None and self.layout.kind != "encoder_first":
+            raise InputError(
+                "layout.kind", f"{self.layout.kind!r}, [tuning] is for encoders on the first rank",
+                "use 'encoder_first', or leave [tuning] out",
+            )  # fmt: skip
 
 
 def read_config(path: Path) -> TrainConfig:

@@ -70,7 +70,7 @@ def plan(
     """
     from pipeloom.cli.solve import interruptible
     from pipeloom.planner import plan_batch
-    from pipeloom.search import METHODS, warm_up
+    from pipeloom.search import METHODS
 
     if not 0 <= budget <= 1e7:
         raise InputError("--budget", f"{budget:g} is not between 0 and 1e+07 seconds")
@@ -84,7 +84,7 @@ def plan(
     problem = made.problem()
     batch = Batch(read_samples(samples), iteration)
     with interruptible(budget) as rule:
-        warm_up()
+        problem.warm_up()
         try:
             planned = plan_batch(problem, batch, budget=rule, seed=seed, method=method)
         except InputError as error:

@@ -23,6 +23,7 @@ from pipeloom.spec import Batch
 
 if TYPE_CHECKING:
     from pipeloom.cost import Profile
+    from pipeloom.planner import Setup
     from pipeloom.runtime import Model, Worker
 
 _PROFILED_BATCHES, _MOST_PROFILED_BATCHES = 4, 64
@@ -107,12 +108,11 @@ class Run:
         if checkpoints is not None and not resume:
             checkpoints.clear()
         fresh_folder(self.folder, go_on=resume)
-        prepare(self, self.setup_path)
-        from pipeloom.search import warm_up
+        setup = prepare(self, self.setup_path)
 
         # Here, once, so that neither the planner nor rank 0 compiles while the others wait.
         self.console.print("Compiling the planner's kernels; they are kept for later runs ...")
-        warm_up()
+        setup.problem().warm_up()
 
     def arguments(self, resume: bool) -> tuple[str, int, str, str, bool, bool]:
         """What every rank is called with."""
@@ -192,12 +192,12 @@ def _train_as_worker(run: Run, worker: Worker, resume: bool | None) -> None:
         os._exit(2)
 
 
-def prepare(run: Run, setup_path: Path) -> None:
+def prepare(run: Run, setup_path: Path) -> Setup:
     """Measure the layers, choose the layout, and write the planner's setup.
 
     What was measured before the run was interrupted is taken again, so that a resumed run has the same layout.
     """
-    from pipeloom.arrange import separate
+    from pipeloom.arrange import encoder_first, separate
     from pipeloom.cli.train_rank import build_model
     from pipeloom.planner import Setup
     from pipeloom.search import METHODS
@@ -213,13 +213,18 @@ def prepare(run: Run, setup_path: Path) -> None:
         model.spec.module(name)
     placements = settings.layout.modules
     profile = _known_profile(setup_path, model) or _measured_profile(run, task, model)
-    layout = separate(model.spec, settings.layout.ranks, placements, profile.load)
+    if settings.layout.kind == "encoder_first":
+        layout = encoder_first(model.spec, settings.layout.ranks, profile.load, placements=placements)
+    else:
+        layout = separate(model.spec, settings.layout.ranks, placements, profile.load)
     write_layout(setup_path.with_name("layout.json"), layout)
     setup = Setup(
         model=model.spec, layout=layout, profile=profile, packing=settings.packing, cluster=settings.cluster,
         budget_s=settings.planner.budget_s, seed=settings.seed, method=settings.planner.method,
+        tuning=settings.tuning,
     )  # fmt: skip
     write_text(setup_path, msgspec.json.format(msgspec.json.encode(setup), indent=1).decode() + "\n")
+    return setup
 
 
 def _known_profile(setup_path: Path, model: Model) -> Profile | None:

@@ -1,6 +1,7 @@
 """Packing: samples -> microbatches -> sub-microbatches."""
 
 from pipeloom.packing.boundary import Piece, pieces, reach
+from pipeloom.packing.kernels import warm_up
 from pipeloom.packing.loads import Loads, budget_tokens, cost_loads, split_oversized, token_loads
 from pipeloom.packing.pack import check_budget, pack, packing_from_counts, packing_of
 from pipeloom.packing.policies import (
@@ -39,4 +40,5 @@ __all__ = [
     "reach",
     "split_oversized",
     "token_loads",
+    "warm_up",
 ]

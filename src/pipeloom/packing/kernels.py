@@ -356,3 +356,13 @@ def branch_and_bound(
         depth += 1
         choice[depth] = -1
     return best, True
+
+
+def warm_up() -> None:
+    """Compile the loops that policies use, for the array types that they use."""
+    two = np.arange(2, dtype=np.int64)
+    tokens, loads, bin_of = np.ones(2, np.int64), np.ones((1, 2)), np.zeros(2, np.int64)
+    next_fit(two, tokens, 2, bin_of)
+    first_fit(two, tokens, 2, bin_of)
+    lightest_fit(two, tokens, loads, 2, 2, 2, bin_of)
+    level(tokens, loads, 2, 2, 0.0, 1, 0, bin_of)

@@ -16,7 +16,7 @@ from pipeloom.planner.messages import Request, Setup, answer_of, decode, encode
 from pipeloom.planner.plan_batch import Problem, plan_batch
 from pipeloom.planner.process import PlannerProcess
 from pipeloom.planner.service import SETUP, Store
-from pipeloom.search import Evaluations, warm_up
+from pipeloom.search import Evaluations
 from pipeloom.spec import Batch, Layout, ModelSpec
 
 # How often a wait looks whether the planner is still alive.
@@ -72,7 +72,7 @@ class Planner:
         self.process = PlannerProcess(store.address)
         self.process.start()
         # The fallback needs compiled kernels too; meanwhile the planner starts.
-        warm_up()
+        self._problem.warm_up()
         give_up = time.monotonic() + self.start_timeout_s
         while not self.ready and self.process.is_alive() and time.monotonic() < give_up:
             time.sleep(0.01)

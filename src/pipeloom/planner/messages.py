@@ -13,6 +13,7 @@ from pipeloom.plan import Answer, packing_counts
 from pipeloom.planner.plan_batch import PlannedBatch, Problem
 from pipeloom.spec import Batch, ClusterSpec, Layout, ModelSpec
 from pipeloom.taskgraph import FORWARD
+from pipeloom.tuning import TuningSpec
 
 
 class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -27,6 +28,8 @@ class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     seed: int = 0
     method: str = "default"
     strategies: tuple[Strategy, ...] = ("keep",)
+    tuning: TuningSpec | None = None
+    """Given: batches are tuned on 1F1B, not searched; see `pipeloom.tuning`."""
 
     def __post_init__(self) -> None:
         """Refuse budgets that never end or never begin."""
@@ -36,7 +39,8 @@ class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def problem(self) -> Problem:
         """The problem in the form that planning takes."""
         costs = ProfileCosts(self.model, self.profile, self.cluster, self.strategies)
-        return Problem(self.model, self.layout, costs, self.packing, self.cluster.memory_capacity_bytes)
+        capacity = self.cluster.memory_capacity_bytes
+        return Problem(self.model, self.layout, costs, self.packing, capacity, self.tuning)
 
 
 class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -6,13 +6,15 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
+from pipeloom import packing, search, tuning
 from pipeloom.cost import Correction, ProfileCosts
-from pipeloom.packing import Packing, PackingSpec, pack
+from pipeloom.packing import Packing, PackingSpec, cost_loads, pack
 from pipeloom.plan import ExecutionPlan, boundary_shapes, lower, verify
 from pipeloom.search import StoppingRule, solve
 from pipeloom.spec import Batch, Layout, ModelSpec
 from pipeloom.taskgraph import TaskGraph, build_graph
-from pipeloom.timeline import LowerBound, Schedule, Timeline
+from pipeloom.timeline import LowerBound, Schedule, Timeline, lower_bound, simulate
+from pipeloom.tuning import TunedPipeline, TuningSpec, tune, tuned_pipeline, tuned_plan
 
 # A measured rate of nothing stands for a link that no message of this size could fill.
 _LEAST_S_PER_BYTE = 1e-15
@@ -27,6 +29,20 @@ class Problem:
     costs: ProfileCosts
     packing: PackingSpec
     capacity_bytes: int | None = None
+    tuning: TuningSpec | None = None
+    """Given: batches are tuned, not searched (PipeTune); the layout must be one of `arrange.encoder_first`."""
+    pipeline: TunedPipeline | None = None
+    """Tables of the uncorrected costs, for tuning; made where left out."""
+
+    def __post_init__(self) -> None:
+        """Tabulate the costs for tuning, once; calibration scales the tables."""
+        if self.tuning is not None and self.pipeline is None:
+            tokens = self.packing.token_budget
+            pipeline = tuned_pipeline(
+                self.model, self.layout, replace(self.costs, factors={}), max_tokens=tokens, max_length=tokens,
+                capacity_bytes=self.capacity_bytes,
+            )  # fmt: skip
+            object.__setattr__(self, "pipeline", pipeline)
 
     def corrected(self, correction: Correction) -> Problem:
         """Return the same problem with costs corrected by what was measured."""
@@ -37,6 +53,14 @@ class Problem:
                 cluster, link_latency_s=latency_s, link_bytes_per_s=1.0 / max(s_per_byte, _LEAST_S_PER_BYTE)
             )
         return replace(self, costs=replace(self.costs, factors=correction.modules, cluster=cluster))
+
+    def warm_up(self) -> None:
+        """Compile the kernels that planning takes; later runs find them compiled."""
+        packing.warm_up()
+        if self.pipeline is None:
+            search.warm_up()
+        else:
+            tuning.warm_up()
 
 
 @dataclass(frozen=True)
@@ -60,7 +84,7 @@ class PlannedBatch:
 def plan_batch(
     problem: Problem, batch: Batch, *, budget: StoppingRule, seed: int, method: str = "default"
 ) -> PlannedBatch:
-    """Pack a batch, search a schedule for it, lower and verify it.
+    """Pack a batch, search a schedule for it (or tune both together), lower and verify it.
 
     Parameters
     ----------
@@ -77,24 +101,58 @@ def plan_batch(
     InputError, InfeasibleError, PlanError
         When the batch cannot be packed, scheduled, or (a defect) lowered to a plan that verifies.
     """
-    packing = pack(batch, problem.model, problem.layout, problem.packing)
-    graph = build_graph(
-        problem.layout, packing, problem.costs, name=f"iteration {batch.iteration}",
-        capacity_bytes=problem.capacity_bytes,
-    )  # fmt: skip
-    solution = solve(graph, budget=budget, seed=seed, method=method)
+    made = (
+        _searched(problem, batch, budget, seed, method)
+        if problem.pipeline is None
+        else _tuned(problem, batch, seed)
+    )
     plan = lower(
-        graph,
-        solution.schedule,
-        solution.timeline,
+        made.graph,
+        made.schedule,
+        made.timeline,
         problem.layout,
-        packing,
+        made.packing,
         boundary_shapes(problem.model, problem.layout),
         batch.iteration,
         # Where every pair has but one strategy, the graph has no candidates, and the plan must still name it.
         default_strategy=problem.costs.strategies[0],
     )
-    verify(plan, problem.layout, packing)
+    verify(plan, problem.layout, made.packing)
     return PlannedBatch(
-        packing, graph, solution.schedule, solution.timeline, solution.lower_bound, plan, solution.evaluations
+        made.packing, made.graph, made.schedule, made.timeline, made.lower_bound, plan, made.evaluations
+    )
+
+
+@dataclass(frozen=True)
+class _Made:
+    packing: Packing
+    graph: TaskGraph
+    schedule: Schedule
+    timeline: Timeline
+    lower_bound: LowerBound
+    evaluations: int
+
+
+def _searched(problem: Problem, batch: Batch, budget: StoppingRule, seed: int, method: str) -> _Made:
+    """Pack by policy, then search an order for that packing."""
+    by_load = not problem.packing.policy.startswith("first_fit")
+    loads = cost_loads(batch, problem.model, problem.layout, problem.costs) if by_load else None
+    packed = pack(batch, problem.model, problem.layout, problem.packing, loads)
+    graph = build_graph(
+        problem.layout, packed, problem.costs, name=f"iteration {batch.iteration}",
+        capacity_bytes=problem.capacity_bytes,
+    )  # fmt: skip
+    found = solve(graph, budget=budget, seed=seed, method=method)
+    return _Made(packed, graph, found.schedule, found.timeline, found.lower_bound, found.evaluations)
+
+
+def _tuned(problem: Problem, batch: Batch, seed: int) -> _Made:
+    """Decide packing, order and encoder pre-computation together; it takes milliseconds, so no budget ends it."""
+    assert problem.pipeline is not None
+    pipeline = problem.pipeline.scaled(problem.costs.factors)
+    tuned = tune(pipeline, batch, problem.packing.token_budget, problem.tuning, seed)
+    plan = tuned_plan(pipeline, batch, tuned, problem.costs, problem.capacity_bytes)
+    timeline = simulate(plan.graph, plan.schedule)
+    return _Made(
+        plan.packing, plan.graph, plan.schedule, timeline, lower_bound(plan.graph), tuned.evaluations
     )

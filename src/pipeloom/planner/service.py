@@ -16,7 +16,7 @@ from pipeloom.errors import PipeloomError
 from pipeloom.plan import Answer
 from pipeloom.planner.messages import Request, Setup, answer_of, decode, encode
 from pipeloom.planner.plan_batch import Problem, plan_batch
-from pipeloom.search import Deadline, warm_up
+from pipeloom.search import Deadline
 
 READY, STOP, SETUP, LATEST = "ready", "stop", "setup", "latest"
 _POLL_S = 0.002
@@ -72,7 +72,7 @@ def serve(store: Store) -> int:
             time.sleep(_POLL_S)
     setup = decode(Setup, data)
     problem = setup.problem()
-    warm_up()
+    problem.warm_up()
     # What lives now lives for good: the collector need not look at it again and again while plans are made.
     gc.collect()
     gc.freeze()

@@ -1,5 +1,6 @@
 """Per-iteration tuning of 1F1B with encoders on the first rank: microbatch size, order, pre-computation (PipeTune)."""
 
+from pipeloom.tuning.kernels import warm_up
 from pipeloom.tuning.pipeline import (
     BatchSizes,
     TunedPipeline,
@@ -30,4 +31,5 @@ __all__ = [
     "tuned_pipeline",
     "tuned_plan",
     "tuned_schedule",
+    "warm_up",
 ]

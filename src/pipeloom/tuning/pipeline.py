@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 _NO_LIMIT = np.iinfo(np.int64).max // 4
 _LENGTHS = (64, 512, 2048)
-TransferS = Callable[[int], float]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,6 +62,26 @@ class TunedPipeline:
     def num_ranks(self) -> int:
         """Pipeline ranks."""
         return self.layout.num_ranks
+
+    def scaled(self, factors: Mapping[str, tuple[float, float]]) -> TunedPipeline:
+        """The same with each module's seconds of (forward, backward) multiplied, as calibration learns them."""
+
+        def scale(table: CostTable, name: str) -> CostTable:
+            rows = np.ones(NUM_ROWS)
+            rows[[FORWARD, BACKWARD]] = factors.get(name, (1.0, 1.0))
+            return replace(
+                table, values=table.values * rows[:, None, None], per_instance=table.per_instance * rows
+            )
+
+        names = [module.name for module in self.layout.modules]
+        return replace(
+            self,
+            backbone=tuple(scale(table, names[-1]) for table in self.backbone),
+            encoders=tuple(
+                tuple(scale(table, name) for table in tables)
+                for name, tables in zip(names, self.encoders, strict=False)
+            ),
+        )
 
 
 def tuned_pipeline(

@@ -1,0 +1,35 @@
+"""Tuning changes when work is done, never what is learned (PipeTune A.2, Fig. 9)."""
+
+import pytest
+
+from pipeloom.runtime import launch
+from tests.runtime.tuned_training import losses
+
+
+def train(
+    ranks: int, iterations: int, frozen: bool, names: tuple[str, ...], dtype: str = "float64"
+) -> dict[str, list[float]]:
+    results = launch(losses, ranks, ranks, iterations, frozen, names, dtype)
+    for name, (found, early) in results[0].items():
+        assert early or name != "precompute"
+        assert not early or name in ("precompute", "all")
+        for other in results[1:]:
+            assert other[name][0] == found
+    return {name: found for name, (found, _) in results[0].items()}
+
+
+@pytest.mark.parametrize(("frozen", "name"), [(True, "precompute"), (False, "all")])
+def test_tuned_training_learns_the_same(frozen: bool, name: str) -> None:
+    found = train(3, 5, frozen, ("untuned", name))
+    assert found[name] == pytest.approx(found["untuned"], abs=1e-8, rel=0)
+    assert found["untuned"][-1] < found["untuned"][0]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("frozen", [True, False])
+@pytest.mark.parametrize(("dtype", "bound"), [("float64", 1e-8), ("float32", 0.01)])
+def test_two_hundred_steps(frozen: bool, dtype: str, bound: float) -> None:
+    names = ("untuned", "pack", "micro_batch", "order", "precompute", "all")
+    found = train(4, 200, frozen, names, dtype)
+    for name in names:
+        assert found[name] == pytest.approx(found["untuned"], abs=bound, rel=0), name
