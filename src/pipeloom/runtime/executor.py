@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -16,11 +15,12 @@ from pipeloom.packing import Packing
 from pipeloom.plan import ExecutionPlan, action_text
 from pipeloom.runtime.blocks import Passage
 from pipeloom.runtime.model import Model, Part, make_part
-from pipeloom.runtime.program import Linker, MessageState, Program, UnitState
+from pipeloom.runtime.program import Linker, Program
 from pipeloom.runtime.reduce import Finish, ReduceGradients
 from pipeloom.runtime.result import ActionTime, StepResult
 from pipeloom.runtime.sharding import reshard, settle_gradients, sharded_modules, unshard
 from pipeloom.runtime.transport import Transport
+from pipeloom.runtime.unit import MessageState, PartState, UnitState
 from pipeloom.spec import Layout
 
 
@@ -213,9 +213,6 @@ class _Iteration:
         self.whole: set[int] = set()
         """Chunks whose parameters are gathered."""
         self.num_recomputed = self.offloaded_bytes = self.sent_bytes = self.received_bytes = 0
-        self.parts: dict[tuple[str, int, int], tuple[Part, dict[str, Any]]] = {}
-        """Part and context of each (module, microbatch, sub-microbatch), until its last chunk here is done."""
-        self.parts_left = Counter(unit.part_key for unit in program.units if unit.needs_part)
 
     def steps(self) -> Iterator[tuple[Callable[[Any], None], Any]]:
         """The rank's actions as calls."""
@@ -234,16 +231,17 @@ class _Iteration:
     # ---------------------------------------------------------------- computation
 
     def forward(self, unit: UnitState) -> None:
-        part, context = self._part(unit) if unit.needs_part else (None, {})
+        role = unit.role
+        part, context = _NOTHING if unit.part is None else self._part(unit.part)
         inputs = self._inputs(unit, part)
-        layers: list[Callable[..., Tensor]] = self.executor.layers[unit.unit.chunk]  # type: ignore[assignment]
-        if unit.is_last and part is not None:
+        layers: list[Callable[..., Tensor]] = self.executor.layers[unit.chunk]  # type: ignore[assignment]
+        if role.is_last and part is not None:
             layers = [*layers, _loss_layer(self.executor.model.loss, part)]
         passage = Passage(self.device, context, self.executor.autocast)
-        output = passage.forward(layers, unit.bounds, inputs, unit.trained)
-        if unit.trained:
+        output = passage.forward(layers, unit.bounds, inputs, role.trained)
+        if role.trained:
             unit.passage = passage
-        if unit.is_last:
+        if role.is_last:
             self._take_loss(unit, output)
             return
         unit.check_output(output)
@@ -294,27 +292,28 @@ class _Iteration:
         self.offloaded_bytes += passage.offloaded_bytes
         unit.passage = None
 
-    def _part(self, unit: UnitState) -> tuple[Part, dict[str, Any]]:
-        key, module = unit.part_key, unit.module
-        found = self.parts.get(key)
-        if found is None:
-            part = make_part(module.spec, self.program.packing, self.samples, key[1], key[2])
-            context = {} if module.context is None else module.context(part)
-            found = self.parts[key] = (
-                part,
-                {name: self._to_device(value) for name, value in context.items()},
+    def _part(self, state: PartState) -> tuple[Part, dict[str, Any]]:
+        part, context = state.part, state.context
+        if part is None:
+            module = state.module
+            part = make_part(
+                module.spec, self.program.packing, self.samples, state.microbatch, state.sub_microbatch
             )
-        self.parts_left[key] -= 1
-        if self.parts_left[key] == 0:
-            del self.parts[key]
-        return found
+            if module.context is not None:
+                context = {name: self._to_device(value) for name, value in module.context(part).items()}
+            state.part, state.context = part, context
+        state.num_users -= 1
+        if state.num_users == 0:
+            state.part, state.context = None, {}
+        return part, context
 
     def _inputs(self, unit: UnitState, part: Part | None) -> tuple[Any, ...]:
         """Arguments of the first layer: the user's own on a module's first chunk, then what was handed over."""
-        upstream = unit.take_upstream(self.device)
-        if not unit.is_first or unit.module.inputs is None or part is None:
+        role = unit.role
+        upstream = unit.take_upstream(self.device) if unit.arrived or unit.groups else ()
+        if role.before >= 0 or role.module.inputs is None or part is None:
             return upstream
-        given = unit.module.inputs(part)
+        given = role.module.inputs(part)
         if not isinstance(given, tuple):
             given = (given,)
         return (*map(self._to_device, given), *upstream)
@@ -390,6 +389,10 @@ class _Iteration:
         self.settle()
         if self.optimizer_step is not None:
             self.optimizer_step()
+
+
+_NOTHING: tuple[None, dict[str, Any]] = (None, {})
+"""Part and context of a unit that asks no user function."""
 
 
 def _loss_layer(loss: Callable[[Tensor, Part], Tensor], part: Part) -> Callable[..., Tensor]:

@@ -1,0 +1,246 @@
+"""Units and messages of one iteration on one rank, and the tensors that wait in them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeloom.errors import ExecutionError
+from pipeloom.runtime.blocks import Bounds, Passage
+from pipeloom.runtime.model import Module, Part, empty_output
+from pipeloom.runtime.transport import Handle
+
+Stated = tuple[tuple[int, ...], torch.dtype]
+"""Shape and dtype, as the model states them."""
+Key = tuple[int, int, int]
+"""Chunk, microbatch, sub-microbatch."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ChunkRole:
+    """What is fixed about a chunk's units.
+
+    Attributes
+    ----------
+    column : int
+        Number of the module.
+    before, after : int
+        Neighbours inside the module; -1: none.
+    sources : tuple of (int, Module, bool)
+        Modules whose output it takes: number, module, whether a gradient goes back.
+    feeds : bool
+        Whether any other module takes its output.
+    needs_part : bool
+        Whether any user function is asked: inputs, context or loss.
+    """
+
+    module: Module
+    column: int
+    before: int
+    after: int
+    sources: tuple[tuple[int, Module, bool], ...]
+    feeds: bool
+    trained: bool
+    is_last: bool
+    needs_part: bool
+    layer_numbers: tuple[int, int]
+
+
+@dataclass(slots=True, eq=False)
+class PartState:
+    """What one part of a microbatch gives a module: made when first asked for, let go after the last chunk here."""
+
+    module: Module
+    microbatch: int
+    sub_microbatch: int
+    num_users: int = 0
+    part: Part | None = None
+    context: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(slots=True, eq=False)
+class UnitState:
+    """One chunk's work on one (sub-)microbatch, and the tensors that wait for it or for others.
+
+    Attributes
+    ----------
+    stated : shape and dtype, or None
+        Of the output, as the model states them; None for the loss.
+    groups : list of (places, producing Module, whether a gradient goes back), or None
+        At a module boundary: hand-overs that make up each upstream argument, in order; none where the microbatch
+        has nothing for it. None inside a module, where the one upstream argument is what was handed over.
+    rows : list of int
+        Rows of what is handed over at a module boundary, by place.
+    cuts : list of (int, int) or None
+        Rows of the output that each consumer takes, by place among them: the first, and how many; None: all. Empty
+        where all take all.
+    arrived : list
+        What was handed over, by place.
+    gradients : list
+        Gradients of the output that came back, by place among the unit's consumers.
+    input_gradients : list
+        Gradients of what was handed over, by place, until they are sent or taken.
+    """
+
+    chunk: int
+    role: ChunkRole
+    part: PartState | None
+    bounds: Bounds
+    stated: Stated | None
+    arrived: list[Tensor | None]
+    input_gradients: list[Tensor | None]
+    groups: list[tuple[list[int], Module, bool]] | None
+    gradients: list[Tensor | None] = field(default_factory=list)
+    rows: list[int] | None = None
+    cuts: list[tuple[int, int] | None] | None = None
+    local_consumers: list[tuple[int, UnitState, int]] = field(default_factory=list)
+    local_producers: list[tuple[int, UnitState, int]] = field(default_factory=list)
+    num_sends: int = 0
+    output: Tensor | None = None
+    passage: Passage | None = None
+    leaves: list[Tensor] = field(default_factory=list)
+
+    @property
+    def passage_now(self) -> Passage:
+        """The passage between F and the end of the backward."""
+        if self.passage is None:
+            raise ExecutionError("its forward was not run, or its backward was run before")
+        return self.passage
+
+    def take_upstream(self, device: torch.device) -> tuple[Tensor, ...]:
+        """Upstream arguments of the first layer: each a leaf, of all its parts concatenated."""
+        trained = self.role.trained
+        if self.groups is None:
+            leaf = self._take(0).detach().requires_grad_(trained)
+            if trained:
+                self.leaves.append(leaf)
+            return (leaf,)
+        taken = []
+        for places, module, flows in self.groups:
+            pieces = [self._take(place) for place in places]
+            if not pieces:
+                leaf = empty_output(module.spec, device)
+            else:
+                leaf = pieces[0].detach() if len(pieces) == 1 else torch.cat(pieces)
+            taken.append(leaf.requires_grad_(flows and bool(pieces)))
+        if trained:
+            self.leaves = taken
+        return tuple(taken)
+
+    def _take(self, place: int) -> Tensor:
+        piece = self.arrived[place]
+        if piece is None:
+            raise ExecutionError("what it takes has not arrived; verify the plan")
+        self.arrived[place] = None
+        return piece
+
+    def check_output(self, output: Tensor) -> None:
+        """Refuse an output that is not what the model states, before it reaches another rank."""
+        if self.stated is None:
+            return
+        shape, dtype = self.stated
+        if output.shape != shape or output.dtype != dtype:
+            first, last = self.role.layer_numbers
+            module = self.role.module
+            where = "output" if last == len(module.layers) - 1 else "hidden"
+            raise ExecutionError(
+                f"module {module.name!r}, layers {first}..{last}, gave {tuple(output.shape)} {output.dtype}, "
+                f"stated is {shape} {dtype}; correct `{where}` of the module, or the sizes in its samples' metadata"
+            )
+
+    def given(self, output: Tensor, place: int) -> Tensor:
+        """What one consumer takes of the output."""
+        cut = self.cuts[place] if self.cuts else None
+        return output if cut is None else output.narrow(0, *cut)
+
+    def take_gradient(self, device: torch.device) -> Tensor:
+        """Gradient of the output: the sum of what all consumers sent back."""
+        total: Tensor | None = None
+        if self.cuts or not self.gradients:
+            # Rows that nobody took, or all of them, have no effect on the loss.
+            if self.stated is None:
+                raise ExecutionError("its loss was not computed; verify the plan")
+            shape, dtype = self.stated
+            total = torch.zeros(shape, dtype=dtype, device=device)
+        for place, gradient in enumerate(self.gradients):
+            if gradient is None:
+                raise ExecutionError("the gradient it takes has not arrived; verify the plan")
+            self.gradients[place] = None
+            cut = self.cuts[place] if self.cuts else None
+            if total is None:
+                total = gradient
+            elif cut is not None:
+                total.narrow(0, *cut).add_(gradient)
+            else:
+                total = total + gradient
+        assert total is not None
+        return total
+
+    def split_input_gradients(self) -> None:
+        """Cut the gradients of the upstream arguments into the pieces that were handed over."""
+        if self.groups is None:
+            if self.leaves:
+                self.input_gradients[0] = _gradient_of(self.leaves.pop())
+            return
+        for (places, _, flows), leaf in zip(self.groups, self.leaves, strict=True):
+            if not flows or not places:
+                continue
+            gradient = _gradient_of(leaf)
+            if len(places) == 1:
+                self.input_gradients[places[0]] = gradient
+                continue
+            assert self.rows is not None
+            begin = 0
+            for place in places:
+                self.input_gradients[place] = gradient.narrow(0, begin, self.rows[place])
+                begin += self.rows[place]
+        self.leaves = []
+
+
+def _gradient_of(leaf: Tensor) -> Tensor:
+    return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad.contiguous()
+
+
+@dataclass(slots=True, eq=False)
+class MessageState:
+    """One end of one message, seen from a unit: its ``place`` among what the unit takes or gives."""
+
+    unit: UnitState
+    place: int
+    backward: bool
+    peer: int
+    tag: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    tensor: Tensor | None = None
+    handle: Handle | None = None
+
+    def take(self) -> Tensor:
+        """The tensor to send."""
+        if self.backward:
+            tensor = self.unit.input_gradients[self.place]
+            self.unit.input_gradients[self.place] = None
+        else:
+            tensor = self.unit.output
+            if tensor is not None:
+                tensor = self.unit.given(tensor, self.place)
+            self.unit.num_sends -= 1
+            if self.unit.num_sends == 0:
+                self.unit.output = None
+        if tensor is None:
+            raise ExecutionError("what it sends was not computed yet; verify the plan")
+        return tensor
+
+    def deliver(self) -> None:
+        """Give the received tensor to the unit."""
+        (self.unit.gradients if self.backward else self.unit.arrived)[self.place] = self.tensor
+        self.tensor = None
+
+    def wait(self) -> None:
+        """Block until the message is through."""
+        if self.handle is not None:
+            self.handle.wait()
+            self.handle = None
