@@ -17,7 +17,7 @@ from pipeloom.tuning.spec import TuningSpec
 from pipeloom.tuning.table import IntArray
 
 _NEVER = int(np.iinfo(np.int64).max // 4)
-_RUNS_PER_SAMPLE = 320
+_RUNS_PER_SAMPLE = 240
 """Microbatches simulated for each sample: what bounds tuning time, and keeps it linear."""
 _FINALISTS = 3
 _GROWTH = 1.16
@@ -162,7 +162,19 @@ class _Tuning:
             if number >= len(loads):
                 break
             number = min(len(loads), max(number + 1, round(number * _GROWTH)))
-        return found
+        return [*found, *self._filled()]
+
+    def _filled(self) -> list[_Candidate]:
+        """Packings of full microbatches and a light rest, which fills and drains the pipeline well."""
+        if self.spec.pack not in _BALANCED:
+            return []
+        budgets = [k * self.longest for k in (1, 2) if k * self.longest <= self.budget]
+        groups = (
+            group(self.sizes.loads, PackingSpec(budget, "algorithm1_opened"), self.batch.iteration)
+            for budget in budgets
+        )
+        made = (self._candidate(_bins(each, len(self.batch.samples))) for each in groups)
+        return [candidate for candidate in made if candidate is not None]
 
     def _even(self, number: int) -> IntArray:
         """A packing of so many microbatches: even in what every rank does, or by the policy that is wished."""

@@ -1,0 +1,203 @@
+"""Models, clusters, batches and systems of PipeTune's evaluation (section 5), on emulated hardware."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+
+from pipeloom.arrange import encoder_first
+from pipeloom.cost.emulated import EmulatedCosts
+from pipeloom.packing import Policy
+from pipeloom.reproduce.part import Options
+from pipeloom.spec import Batch, Chunk, Layout, Workload
+from pipeloom.spec.datasets import cut, draw_samples
+from pipeloom.spec.hardware import Degrees
+from pipeloom.timeline import Timeline, simulate
+from pipeloom.tuning import Tuned, TunedPipeline, TunedPlan, TuningSpec, tune, tuned_pipeline, tuned_plan
+
+MIXTURES = ("datamix1", "datamix2", "datamix3")
+NAMES = dict(zip(MIXTURES, ("DataMix1", "DataMix2", "DataMix3"), strict=True))
+GLOBAL_BATCH = 128
+RANKS = 4
+MOST_CONTEXTS = 8
+"""Largest microbatch that section 5.2 sets, in contexts; memory would hold more of the small models."""
+_MOST_IMAGES = 10_000
+
+
+@dataclass(frozen=True)
+class Setup:
+    """One model on one cluster."""
+
+    size: str
+    cluster: str
+    tensor: int
+    context: int
+
+    @property
+    def name(self) -> str:
+        """As in the paper's figures."""
+        return f"{self.size.upper()} " + (f"TP{self.tensor}·PP4" if self.tensor > 1 else "PP4")
+
+
+SIZES = ("3b", "7b", "13b")
+ON_A = {size: Setup(size, "pipetune-a", 4, 8192) for size in SIZES}
+"""Cluster A: A100, tensor parallelism in each node."""
+ON_B = {size: Setup(size, "pipetune-b", 1, 4096) for size in SIZES}
+"""Cluster B: GH200, one a node."""
+
+
+@dataclass(frozen=True, eq=False)
+class Emulated:
+    """A setup with its costs, laid out: encoder and projector before equally many layers on every rank."""
+
+    setup: Setup
+    costs: EmulatedCosts
+    layout: Layout
+    pipeline: TunedPipeline
+    capacity_bytes: int
+    max_contexts: int
+    """Largest microbatch that fits into memory, in contexts."""
+
+    @property
+    def token_budget(self) -> int:
+        """The same in tokens."""
+        return self.max_contexts * self.setup.context
+
+    @property
+    def device(self) -> str:
+        """The device table that times rest on."""
+        device = self.costs.machine.device
+        return f"{device.name} ({device.basis})"
+
+
+@cache
+def emulated(setup: Setup, even: bool = True) -> Emulated:
+    """Emulate a setup; ``even`` False: the backbone's layers are balanced with the encoder counted in (ours)."""
+    costs = EmulatedCosts(
+        f"pipetune-vlm-{setup.size}", setup.cluster, Degrees(tensor=setup.tensor, pipeline=RANKS), ("keep",)
+    )
+    model = costs.model_spec
+    load = mean_load(setup, costs)
+    layout = encoder_first(
+        model, RANKS, lambda module, layer: load[f"{module}/{layer.kind}"], even_layers=even
+    )
+    capacity = costs.machine.device.usable_bytes
+    contexts = max_contexts(setup, costs, layout, capacity)
+    pipeline = tuned_pipeline(
+        model, layout, costs, max_tokens=MOST_CONTEXTS * setup.context, max_length=setup.context,
+        capacity_bytes=capacity,
+    )  # fmt: skip
+    return Emulated(setup, costs, layout, pipeline, capacity, contexts)
+
+
+def mean_load(setup: Setup, costs: EmulatedCosts) -> dict[str, float]:
+    """Seconds of one layer of each kind on a context of the second mixture's mean composition."""
+    samples = [cut(s, setup.context, _MOST_IMAGES) for s in draw_samples("datamix2", 512, 0)]
+    load = {}
+    share = setup.context / sum(s.sequence_tokens for s in samples)
+    for module in costs.model_spec.modules:
+        lengths = [n for s in samples for n in module.instance_lengths(s)]
+        some = Workload(tuple(lengths[: max(1, round(share * len(lengths)))]))
+        for i, layer in enumerate(module.flat_layers):
+            key = f"{module.name}/{layer.kind}"
+            if key not in load:
+                cost = costs.chunk_costs(Chunk(module.name, (i, i), 0), some)[0]
+                load[key] = cost.forward_s + cost.backward_s
+    return load
+
+
+def max_contexts(setup: Setup, costs: EmulatedCosts, layout: Layout, capacity: int) -> int:
+    """Largest microbatch, in contexts, of which 1F1B can hold as many as it has in flight on every rank."""
+    fits = 1
+    backbone = layout.modules[-1].name
+    for contexts in range(1, MOST_CONTEXTS + 1):
+        whole = Workload((setup.context,) * contexts)
+        for i in layout.chunks_of(backbone):
+            chunk = layout.chunks[i]
+            static = sum(costs.static_bytes(c) for c in layout.chunks if c.rank == chunk.rank)
+            held = costs.chunk_costs(chunk, whole)[0].activation_bytes * (RANKS - chunk.rank)
+            if chunk.rank == 0:
+                held += costs.boundary_bytes(layout.chunks[0], whole)
+            if static + held > capacity:
+                return fits
+        fits = contexts
+    return fits
+
+
+def batches(
+    setup: Setup, mixture: str, options: Options, size: int = GLOBAL_BATCH
+) -> Iterator[tuple[int, Batch]]:
+    """The batches of every seed: (seed, batch), samples cut to the context."""
+    for seed in options.seeds:
+        for iteration in range(options.iterations):
+            yield seed, batch_of(setup, mixture, seed * 10_000 + iteration, size)
+
+
+def batch_of(setup: Setup, mixture: str, number: int, size: int = GLOBAL_BATCH) -> Batch:
+    """One batch of a mixture."""
+    samples = draw_samples(mixture, size, number)
+    return Batch(tuple(cut(sample, setup.context, _MOST_IMAGES) for sample in samples), number)
+
+
+def steps_of(setup: Setup) -> dict[str, TuningSpec]:
+    """The settings of Table 2 and Fig. 6, and ours; the paper's ways, one after the other."""
+    balance: Policy = "algorithm1_opened"
+    return {
+        "Original": TuningSpec("random", "fixed", "given", "off"),
+        "+ balance algorithm (Balanced)": TuningSpec(balance, "fixed", "given", "off"),
+        "+ order and encoder pre-computation": TuningSpec(balance, "fixed", "clusters", "frozen"),
+        "+ adaptive microbatch size (PipeTune)": TuningSpec(
+            balance, "multiples", "clusters", "frozen", setup.context
+        ),
+    }
+
+
+OURS = "ours"
+OURS_BALANCED = "ours, layers balanced with the encoder"
+ORIGINAL, BALANCED, REORDERED, PIPETUNE = tuple(steps_of(ON_A["13b"]))
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """One batch under one setting; ``seconds`` are those of the emulator, whatever the tables said."""
+
+    tuned: Tuned
+    plan: TunedPlan
+    timeline: Timeline
+
+    @property
+    def seconds(self) -> float:
+        """Of the iteration."""
+        return self.timeline.makespan_ns / 1e9
+
+
+def run_batch(
+    case: Emulated, batch: Batch, spec: TuningSpec, seed: int, token_budget: int | None = None
+) -> Run:
+    """Tune a batch by the tables, then time it with the emulator's own costs."""
+    tuned = tune(case.pipeline, batch, token_budget or case.token_budget, spec, seed)
+    plan = tuned_plan(case.pipeline, batch, tuned, case.costs, case.capacity_bytes)
+    return Run(tuned, plan, simulate(plan.graph, plan.schedule))
+
+
+def mean_seconds(
+    setup: Setup, mixture: str, options: Options, settings: dict[str, TuningSpec] | None = None
+) -> dict[str, float]:
+    """Mean iteration time under every setting and ours, on the same batches."""
+    case = emulated(setup)
+    found: dict[str, list[float]] = {}
+    for seed, batch in batches(setup, mixture, options):
+        for name, spec in (settings or steps_of(setup)).items():
+            found.setdefault(name, []).append(run_batch(case, batch, spec, seed).seconds)
+        found.setdefault(OURS, []).append(run_batch(case, batch, TuningSpec(), seed).seconds)
+        balanced = emulated(setup, even=False)
+        found.setdefault(OURS_BALANCED, []).append(run_batch(balanced, batch, TuningSpec(), seed).seconds)
+    return {name: float(np.mean(values)) for name, values in found.items()}
+
+
+def change(before: float, after: float) -> str:
+    """By how much less time."""
+    return f"{100 * (after / before - 1):+.1f} %"
