@@ -91,6 +91,8 @@ class Family:
     strategies : bool
         Every pair has up to ten candidates, made of what its layers may do (`LAYER_STRATEGIES`). The capacity is
         then ``memory`` times what it would be by the leanest of them.
+    split_price : float, optional
+        Every pair may run its backward whole or, longer by this part, split (with ``split``).
     """
 
     kind: str
@@ -106,6 +108,7 @@ class Family:
     delay_ns: int = 0
     checkpoint: bool = False
     strategies: bool = False
+    split_price: float | None = None
 
 
 FAMILIES: dict[str, Family] = {
@@ -247,7 +250,11 @@ def _build(
     sources, targets = (np.array(column) for column in zip(*edges, strict=True))
     delays = np.where(places_of[sources] != places_of[targets], of.delay_ns, 0)
     capacity = None
-    candidates = _candidates(of, kind, pair, module, duration, activation) if of.strategies else None
+    candidates = None
+    if of.strategies:
+        candidates = _candidates(of, kind, pair, module, duration, activation)
+    elif of.split_price is not None:
+        candidates = _split_or_whole(of.split_price, kind, pair, duration, activation)
     if of.memory is not None:
         held = np.zeros((of.num_microbatches, ranks))
         forward = np.array(kind) == FORWARD
@@ -302,3 +309,20 @@ def _candidates(
             )
         )  # fmt: skip
     return tuple(rows)
+
+
+def _split_or_whole(
+    price: float, kind: list[int], pair: list[int], duration: list[int], activation: list[int]
+) -> tuple[tuple[Candidate, ...], ...]:
+    """Two candidates of every pair, split first."""
+    parts = [[0, 0, 0] for _ in activation]
+    for task, owner in enumerate(pair):
+        parts[owner][(FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT).index(kind[task])] = duration[task]
+    longer = 1 + price
+    return tuple(
+        (
+            Candidate("split", ahead, round(longer * back), round(longer * weight), held, held),
+            Candidate("whole", ahead, back + weight, 0, held, 0),
+        )
+        for (ahead, back, weight), held in zip(parts, activation, strict=True)
+    )

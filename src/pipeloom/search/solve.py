@@ -7,10 +7,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 
-import numpy as np
-
 from pipeloom.errors import InputError
 from pipeloom.search import kernels
+from pipeloom.search.alternate import Method, alternate
 from pipeloom.search.exact import Exact, cp_sat
 from pipeloom.search.explore import depth_first, random_search, worst
 from pipeloom.search.families import family, generate
@@ -23,17 +22,9 @@ from pipeloom.search.result import Progress, Solution
 from pipeloom.search.smt import z3
 from pipeloom.search.state import Search
 from pipeloom.search.stopping import Evaluations, StoppingRule, Watch
-from pipeloom.search.strategies import choose_strategies
 from pipeloom.search.tree import mcts_priority, mcts_sequence
-from pipeloom.taskgraph import Candidate, IntArray, TaskGraph
+from pipeloom.taskgraph import Candidate, TaskGraph
 from pipeloom.timeline import LowerBound, Schedule, lower_bound, simulate
-
-Method = Callable[[Search, int, float], None]
-"""Searches with so many threads until so much of the budget is spent."""
-
-ROUNDS = 6
-"""Turns of order search and strategy choice for graphs with candidates."""
-
 
 HEAT, POLISH_HEAT = 0.1, 0.06
 """Start of the annealing, and of the polish, in mean durations of a task."""
@@ -153,7 +144,7 @@ def solve(
             run(search, threads, part)
         best, used = Schedule(search.orders(), search.candidate, method), search.evaluations
     else:
-        best, used = _alternate(graph, bound, run, watch, seed, method, threads, part, on_progress)
+        best, used = alternate(graph, bound, run, watch, seed, method, threads, part, on_progress)
     if exact and simulate(graph, best).makespan_ns > bound.ns:
         left = (1 - watch.share(used)) * watch.seconds if watch.seconds is not None else EXACT_SECONDS
         found = exact(graph, seconds=left, hint=best, bound_ns=bound.ns, workers=threads, seed=seed)
@@ -171,39 +162,6 @@ def _make_search(
         return Search(graph, target_ns, watch, seed, on_progress)
     lean = graph.with_candidates(leanest(graph))
     return Search(lean, target_ns, watch, seed, on_progress, tuned=graph)
-
-
-def _alternate(
-    graph: TaskGraph, bound: LowerBound, run: Method, watch: Watch, seed: int, method: str, threads: int, part: float,
-    on_progress: Callable[[Progress], None] | None,
-) -> tuple[Schedule, int]:  # fmt: skip
-    """Search orders and choose strategies by turns.
-
-    First orders under the leanest candidates (`dip.txt` §5.2), then the strategies that the order leaves room
-    for, then orders under those, and so on.
-    """
-    choice: IntArray = np.array(leanest(graph), np.int64)
-    best, best_ns, used = Schedule((), choice), kernels.NEVER, 0
-    previous: Search | None = None
-    for turn in range(ROUNDS):
-        search = Search(graph.with_candidates(choice), bound.ns, watch, seed + turn, on_progress, used)
-        turn_is_last = True
-        with suppress(KeyboardInterrupt):
-            if previous is not None:
-                search.try_like(previous)
-            run(search, threads, part * (turn + 1) / ROUNDS)
-            turn_is_last = watch.left(search.evaluations, 1) == 0
-        used, previous = search.evaluations, search
-        found = Schedule(search.orders(), choice, method)
-        tuned = choose_strategies(graph, found)
-        for schedule in (found, tuned):
-            makespan = simulate(graph, schedule).makespan_ns
-            if makespan < best_ns:
-                best, best_ns = schedule, makespan
-        if turn_is_last or best_ns <= bound.ns:
-            break
-        choice = tuned.candidate if tuned.candidate is not None else choice
-    return best, used
 
 
 def warm_up(method: str = "default") -> None:

@@ -1,0 +1,118 @@
+"""Graphs with candidates: orders and memory strategies by turns, after a choice of which backwards to split."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+
+import numpy as np
+
+from pipeloom.search import kernels
+from pipeloom.search.local import portfolio
+from pipeloom.search.plain import leanest
+from pipeloom.search.result import Progress
+from pipeloom.search.splitting import Restricted, by_lateness, restrict, split_counts, splittable
+from pipeloom.search.state import Search
+from pipeloom.search.stopping import Watch
+from pipeloom.search.strategies import choose_strategies
+from pipeloom.taskgraph import IntArray, TaskGraph
+from pipeloom.timeline import LowerBound, Schedule, simulate
+
+Method = Callable[[Search, int, float], None]
+"""Searches with so many threads until so much of the budget is spent."""
+
+ROUNDS = 6
+"""Turns of order search and strategy choice for graphs with candidates."""
+SPLIT_SHARE = 0.25
+"""Part of the budget in which another number of split microbatches is begun."""
+
+
+def alternate(
+    graph: TaskGraph, bound: LowerBound, run: Method, watch: Watch, seed: int, method: str, threads: int, part: float,
+    on_progress: Callable[[Progress], None] | None,
+) -> tuple[Schedule, int]:  # fmt: skip
+    """Search orders and choose strategies by turns.
+
+    Where pairs can run their backwards whole or split, how many microbatches are split is settled first, by the
+    static orders alone.
+
+    Returns
+    -------
+    Schedule
+        The best found.
+    int
+        Evaluations used.
+    """
+    best, best_ns, used = Schedule((), None), kernels.NEVER, 0
+    chosen = restrict(graph, np.zeros(graph.num_pairs, np.bool_)) if splittable(graph).any() else None
+    if chosen is not None:
+        best, best_ns, chosen, used = _split(graph, chosen, bound, watch, seed, method, part, on_progress)
+    inner = graph if chosen is None else chosen.graph
+    found, used = _turns(inner, bound, run, watch, seed, method, threads, part, on_progress, used)
+    if chosen is not None:
+        found = chosen.schedule(found)
+    return (found if simulate(graph, found).makespan_ns <= best_ns else best), used
+
+
+def _split(
+    graph: TaskGraph, whole: Restricted, bound: LowerBound, watch: Watch, seed: int, method: str, part: float,
+    on_progress: Callable[[Progress], None] | None,
+) -> tuple[Schedule, int, Restricted, int]:  # fmt: skip
+    """Try to split none, then the last few, then more of the microbatches, and keep what static orders do best with."""
+    can = splittable(graph)
+    best, best_ns, chosen, used = Schedule((), None), kernels.NEVER, whole, 0
+    lateness: IntArray | None = None
+    for count in split_counts(graph):
+        if best_ns < kernels.NEVER and watch.share(used) >= SPLIT_SHARE * part:
+            break
+        restricted = whole if lateness is None else restrict(graph, can & (lateness < count))
+        lean = np.array(leanest(restricted.graph), np.int64)
+        search = Search(restricted.graph.with_candidates(lean), bound.ns, watch, seed, on_progress, used)
+        interrupted = True
+        with suppress(KeyboardInterrupt):
+            portfolio(search)
+            interrupted = False
+        used = search.evaluations
+        inner = Schedule(search.orders(), lean, method)
+        tuned = restricted.schedule(choose_strategies(restricted.graph, inner))
+        for schedule in (tuned, restricted.schedule(inner)):
+            makespan = simulate(graph, schedule).makespan_ns
+            if makespan < best_ns:
+                best, best_ns, chosen = schedule, makespan, restricted
+        if lateness is None:
+            lateness = by_lateness(graph, simulate(graph, best))
+        if interrupted or best_ns <= bound.ns:
+            break
+    return best, best_ns, chosen, used
+
+
+def _turns(
+    graph: TaskGraph, bound: LowerBound, run: Method, watch: Watch, seed: int, method: str, threads: int, part: float,
+    on_progress: Callable[[Progress], None] | None, used: int,
+) -> tuple[Schedule, int]:  # fmt: skip
+    """First orders under the leanest candidates (`dip.txt` §5.2), then the strategies that the order leaves room
+    for, then orders under those, and so on.
+    """
+    choice: IntArray = np.array(leanest(graph), np.int64)
+    best, best_ns = Schedule((), choice), kernels.NEVER
+    previous: Search | None = None
+    begin = watch.share(used)
+    for turn in range(ROUNDS):
+        search = Search(graph.with_candidates(choice), bound.ns, watch, seed + turn, on_progress, used)
+        turn_is_last = True
+        with suppress(KeyboardInterrupt):
+            if previous is not None:
+                search.try_like(previous)
+            run(search, threads, begin + (part - begin) * (turn + 1) / ROUNDS)
+            turn_is_last = watch.left(search.evaluations, 1) == 0
+        used, previous = search.evaluations, search
+        found = Schedule(search.orders(), choice, method)
+        tuned = choose_strategies(graph, found)
+        for schedule in (found, tuned):
+            makespan = simulate(graph, schedule).makespan_ns
+            if makespan < best_ns:
+                best, best_ns = schedule, makespan
+        if turn_is_last or best_ns <= bound.ns:
+            break
+        choice = tuned.candidate if tuned.candidate is not None else choice
+    return best, used

@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from pipeloom.search import Evaluations, instance, solve
+from pipeloom.search.splitting import restrict, split_counts, splittable
+from pipeloom.taskgraph import NO_TASK
+from pipeloom.timeline import Schedule, check, simulate
+from tests.strategies import Shape, random_graph
+
+
+@pytest.mark.parametrize(
+    "name", ["uniform-4x16-may-split/0", "vlm-s-may-split/0", "vlm-s-ckpt-may-split-m2/0"]
+)
+def test_a_few_splits_are_better_than_none_and_all(name):
+    graph = instance(name)
+    budget = Evaluations(3000)
+    found = solve(graph, budget=budget, seed=0)
+    assert check(graph, found.schedule, found.timeline) == ()
+    chosen = np.array(
+        [row[c].weight_ns > 0 for row, c in zip(graph.candidates, found.schedule.candidate, strict=True)]
+    )
+    assert 0 < chosen.mean() < 0.6
+    for share in (np.zeros(graph.num_pairs, np.bool_), np.ones(graph.num_pairs, np.bool_)):
+        inner = restrict(graph, share).graph.with_candidates(np.zeros(graph.num_pairs, np.int64))
+        assert found.timeline.makespan_ns < solve(inner, budget=budget, seed=0).timeline.makespan_ns
+
+
+def test_restricted_schedules_mean_the_same_in_the_full_graph():
+    rng = np.random.default_rng(0)
+    graph = instance("uniform-4x16-may-split/0")
+    for _ in range(5):
+        share = rng.random(graph.num_pairs) < 0.5
+        restricted = restrict(graph, share)
+        assert all(len(row) == 1 for row in restricted.graph.candidates)
+        found = solve(restricted.graph.with_candidates([0] * graph.num_pairs), budget=Evaluations(5), seed=0)
+        inner = Schedule(found.schedule.order, np.zeros(graph.num_pairs, np.int64))
+        outer = restricted.schedule(inner)
+        assert simulate(graph, outer).makespan_ns == found.timeline.makespan_ns
+        assert (outer.candidate == np.where(share, 0, 1)).all()
+
+
+def test_only_pairs_with_both_forms_are_splittable():
+    graph = random_graph(3, Shape(num_candidates=3, split="some", num_microbatches=3))
+    assert not splittable(graph).any()
+    assert not splittable(random_graph(3, Shape(num_microbatches=3))).any()
+    both = instance("uniform-4x16-may-split/0")
+    assert splittable(both).all()
+    assert (both.weight_of != NO_TASK).all()
+
+
+def test_counts_begin_with_none_and_never_repeat():
+    for name in ("uniform-4x16-may-split/0", "vlm-s-may-split/0", "tiny-vlm-m1/0"):
+        graph = instance(name)
+        counts = split_counts(graph)
+        assert counts[0] == 0
+        assert len(set(counts)) == len(counts)
+        assert max(counts) == len(np.unique(graph.microbatch))
