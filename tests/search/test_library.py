@@ -23,7 +23,7 @@ def test_small_ones_are_solved_feasibly(name):
     found = solve(graph, budget=Evaluations(500), seed=0)
     assert check(graph, found.schedule, found.timeline) == ()
     assert lower_bound(graph).ns <= found.timeline.makespan_ns
-    if name.startswith("uniform"):
+    if name.startswith("uniform") and "may-split" not in name:
         assert found.timeline.makespan_ns <= found.lower_bound.ns + 1  # durations are rounded
 
 
