@@ -7,6 +7,7 @@ from typing import Any
 
 import typer
 
+from pipeloom.cli.compare import load_model
 from pipeloom.cli.output import JSON_HELP, check_targets, draw, print_json, stdout
 from pipeloom.emulator import StepResult
 from pipeloom.emulator import emulate as run_emulation
@@ -15,7 +16,7 @@ from pipeloom.io import SAMPLE_SUFFIXES, read_samples
 from pipeloom.report import emulated_track, share_text, size_text
 from pipeloom.spec import Sample
 from pipeloom.spec.architecture import Architecture
-from pipeloom.spec.catalog import load_architecture, load_machine, names
+from pipeloom.spec.catalog import load_machine, names
 from pipeloom.spec.datasets import group_clips, pack_documents
 from pipeloom.spec.hardware import Degrees
 
@@ -27,7 +28,9 @@ EPILOG = (
 
 def emulate(
     model: str = typer.Argument(
-        ..., metavar="MODEL", help="A model of the zoo, a .toml file, or 'list' for all names."
+        ...,
+        metavar="MODEL",
+        help="A model of the zoo, a .toml file, a Hugging Face config.json, or 'list' for all names.",
     ),
     cluster: str = typer.Option("dip-h800-64", help="A cluster of the zoo, or a .toml file."),
     tp: int = typer.Option(1, min=1, help="Tensor parallelism."),
@@ -61,7 +64,7 @@ def emulate(
     check_targets(trace, html)
     if zero == 2:
         raise InputError("--zero", "2 is not supported", "use 0, 1 or 3")
-    architecture, machine = load_architecture(model), load_machine(cluster)
+    architecture, machine = load_model(model), load_machine(cluster)
     degrees = Degrees(tensor=tp, pipeline=pp, data=dp, context=cp, expert=ep, zero=zero)  # type: ignore[arg-type]
     own = own_microbatches(architecture, data, microbatches) if is_file(data) else None
     result = run_emulation(

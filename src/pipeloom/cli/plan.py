@@ -1,4 +1,4 @@
-"""`pipeloom plan`: one batch from metadata to a verified plan, over files."""
+"""`pipeloom plan`: one batch from metadata to a verified plan, or a described model under several systems."""
 
 from __future__ import annotations
 
@@ -23,22 +23,39 @@ from pipeloom.io import (
 )
 from pipeloom.report import key_figures, make_track
 from pipeloom.spec import Batch, ClusterSpec, ModelSpec
+from pipeloom.spec.hardware import Degrees
 
 if TYPE_CHECKING:
     from pipeloom.planner import PlannedBatch, Setup
 
 EPILOG = (
     "Examples: pipeloom plan samples.jsonl --setup runs/digits_vlm/setup.json --out planned. pipeloom plan "
-    "samples.jsonl --model vlm.toml --layout vlm.layout.json --profile profile.json --tokens 512 --out planned."
+    "samples.jsonl --model vlm.toml --layout vlm.layout.json --profile profile.json --tokens 512 --out planned. "
+    "pipeloom plan vlm-s --cluster dip-h800-64 --tp 4 --pp 4 --data dip-vlm --compare all --html systems.html."
 )
 _MAX_LAYERS = 100_000
 
 
 def plan(
     samples: Path = typer.Argument(
-        ..., metavar="SAMPLES", help="Metadata of one batch: JSON Lines or Parquet."
+        ...,
+        metavar="SAMPLES|MODEL",
+        help="Metadata of one batch: JSON Lines or Parquet. With --compare a model: of the zoo, .toml, or a Hugging "
+        "Face config.json.",
     ),
-    out: Path = typer.Option(..., metavar="FOLDER", help="Folder for what is made; it is created."),
+    out: Path | None = typer.Option(
+        None, metavar="FOLDER", help="Folder for what is made; it is created. Needed without --compare."
+    ),
+    compare: str | None = typer.Option(
+        None, metavar="SYSTEMS", help="Time MODEL under these systems (names with commas between, or all)."
+    ),
+    data: str | None = typer.Option(
+        None, help="With --compare: a data set of the zoo, or samples (.jsonl, .parquet, .tar)."
+    ),
+    tp: int = typer.Option(1, min=1, help="With --compare: tensor parallelism."),
+    pp: int = typer.Option(4, min=1, help="With --compare: pipeline ranks."),
+    dp: int = typer.Option(1, min=1, help="With --compare: data-parallel replicas."),
+    microbatches: int = typer.Option(16, min=1, metavar="N", help="With --compare: of one replica."),
     setup: Path | None = typer.Option(
         None, metavar="FILE", help="setup.json of a run, instead of the four below."
     ),
@@ -51,7 +68,9 @@ def plan(
     ),
     tokens: int = typer.Option(0, metavar="N", help="Tokens of a microbatch at most; 0: as the setup says."),
     cluster: Path | None = typer.Option(
-        None, metavar="FILE", help="Links and memory of the ranks, TOML or JSON."
+        None,
+        metavar="FILE",
+        help="Links and memory of the ranks, TOML or JSON. With --compare: a cluster of the zoo, or a .toml file.",
     ),
     budget: float = typer.Option(1.0, metavar="SECONDS", help="Seconds of search."),
     method: str = typer.Option("default", metavar="NAME", help="How to search, as in pipeloom solve."),
@@ -62,7 +81,10 @@ def plan(
     html: Path | None = typer.Option(None, metavar="FILE", help="Write an offline timeline page too."),
     json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
-    """Make the plan of one batch: packing, instance, schedule and execution plan.
+    """Make the plan of one batch: packing, instance, schedule and execution plan; or compare systems.
+
+    With --compare a described model is timed on a described cluster under every system, each with its own layout, on
+    the same data and memory: one table, and with --html one page with all timelines on one time axis.
 
     Leaves in FOLDER: batches.json (which samples go together), instance.json and schedule.json (the scheduling problem
     and its answer, as pipeloom solve and check read them), and batch.plan (what every rank does, step by step; proved
@@ -74,6 +96,21 @@ def plan(
 
     if not 0 <= budget <= 1e7:
         raise InputError("--budget", f"{budget:g} is not between 0 and 1e+07 seconds")
+    if compare is not None:
+        from pipeloom.cli.compare import compare as run_comparison
+
+        given = {"--setup": setup, "--model": model, "--layout": layout, "--profile": profile}
+        if wrong := next((name for name, value in given.items() if value is not None), None):
+            raise InputError(wrong, "given beside --compare, which takes MODEL and --cluster", "leave it out")
+        run_comparison(
+            str(samples), str(cluster or "dip-h800-64"), Degrees(tensor=tp, pipeline=pp, data=dp), data, microbatches,
+            compare, tokens or 8192, budget, seed, html, out, json,
+        )  # fmt: skip
+        return
+    if data is not None:
+        raise InputError("--data", "given without --compare", "give --compare all, or name the samples alone")
+    if out is None:
+        raise InputError("--out", "is missing", "name a folder for the plan")
     if method not in METHODS:
         raise InputError("--method", f"{method!r} is none of {', '.join(METHODS)}")
     check_targets(html)

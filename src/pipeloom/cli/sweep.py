@@ -6,7 +6,8 @@ from typing import Any
 
 import typer
 
-from pipeloom.cli.emulate import document
+from pipeloom.cli.compare import load_model
+from pipeloom.cli.emulate import document, is_file, own_microbatches
 from pipeloom.cli.output import JSON_HELP, print_json, stderr, stdout
 from pipeloom.emulator import SweepEntry
 from pipeloom.emulator import sweep as run_sweep
@@ -16,11 +17,16 @@ EPILOG = "Example: pipeloom sweep vlm-m --cluster dip-h800-64 --gpus 64."
 
 
 def sweep(
-    model: str = typer.Argument(..., metavar="MODEL", help="A model of the zoo, or a .toml file."),
+    model: str = typer.Argument(
+        ..., metavar="MODEL", help="A model of the zoo, a .toml file, or a config.json."
+    ),
     cluster: str = typer.Option("dip-h800-64", help="A cluster of the zoo, or a .toml file."),
     gpus: int = typer.Option(0, min=0, help="Devices to use; 0: all of the cluster."),
     microbatches: int = typer.Option(128, min=1, metavar="N", help="Microbatches of the global batch."),
-    data: str | None = typer.Option(None, help="A data set of the zoo; default: the papers' mixture."),
+    data: str | None = typer.Option(
+        None,
+        help="A data set of the zoo, or your own samples (.jsonl, .parquet, .tar); default: the papers' mixture.",
+    ),
     max_tp: int = typer.Option(8, min=1, help="Largest degree of tensor parallelism."),
     top: int = typer.Option(
         10, min=1, metavar="N", help="Rows to show of those that run, and of those that cannot."
@@ -29,14 +35,16 @@ def sweep(
     json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
     """Emulate every combination of tensor, pipeline and data parallelism on one global batch, fastest first."""
+    architecture = load_model(model)
+    own = own_microbatches(architecture, data, microbatches) if is_file(data) else None
     with stderr().status("emulating ...") as status:
 
         def show(entry: SweepEntry) -> None:
             status.update(f"emulating {_name(entry)} ...")
 
         entries = run_sweep(
-            model, cluster, num_devices=gpus or None, global_microbatches=microbatches, data=data, seed=seed,
-            max_tensor=max_tp, progress=show,
+            architecture, cluster, num_devices=gpus or None, global_microbatches=microbatches, microbatches=own,
+            data=None if own else data, seed=seed, max_tensor=max_tp, progress=show,
         )  # fmt: skip
     if json:
         print_json({"model": model, "cluster": cluster, "entries": [_document(entry) for entry in entries]})

@@ -151,6 +151,7 @@ def sweep(
     *,
     num_devices: int | None = None,
     global_microbatches: int = 128,
+    microbatches: Sequence[Sequence[Sample]] | None = None,
     data: str | None = None,
     seed: int = 0,
     max_tensor: int = 8,
@@ -160,6 +161,8 @@ def sweep(
 ) -> list[SweepEntry]:
     """Emulate every combination of degrees on the same global batch, fastest first.
 
+    The batch is ``microbatches`` where given, else ``global_microbatches`` drawn from ``data``.
+
     The global batch is dealt out to the data-parallel replicas; the one with the most work is emulated, since
     all wait for it when gradients are reduced.
     """
@@ -168,7 +171,9 @@ def sweep(
     devices = machine.num_devices if num_devices is None else num_devices
     if not 1 <= devices <= machine.num_devices:
         raise InputError("num_devices", f"{devices} is not within 1..{machine.num_devices}")
-    drawn = draw_microbatches(architecture, data or default_data(architecture), global_microbatches, seed)
+    drawn = microbatches
+    if drawn is None:
+        drawn = draw_microbatches(architecture, data or default_data(architecture), global_microbatches, seed)
     works = _works(architecture, drawn, sub_microbatch)
     entries = []
     for degrees in grid(devices, min(max_tensor, machine.devices_per_node)):

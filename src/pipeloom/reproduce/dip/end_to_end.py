@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from pipeloom.planner.case import Case, Groups
+from pipeloom.planner.case import Groups
+from pipeloom.planner.comparison import SYSTEMS, TITLES
 from pipeloom.planner.systems import (
     System,
     dip_layout,
     fsdp_time,
-    megatron_1f1b,
-    megatron_interleaved,
-    nnscaler,
-    optimus,
     searched_system,
     unadaptive_system,
 )
@@ -34,21 +31,12 @@ from pipeloom.reproduce.dip.setups import (
 )
 from pipeloom.reproduce.part import Figure, Options, Outcome, Table
 
-MEGATRON = "Megatron-LM interleaved, by parameters"
-OURS, OURS_SAME = "ours", "ours, DIP's layout"
-PUBLISHED, PRIORITY = "DIP as published", "DIP as published (PipeWeaver's tree)"
-_MAKERS: dict[str, Callable[[Case, Sequence[Groups]], System]] = {
-    "Megatron-LM 1F1B, by parameters": lambda c, t: megatron_1f1b(c, t),
-    "Megatron-LM 1F1B, by time": lambda c, t: megatron_1f1b(c, t, "time"),
-    MEGATRON: lambda c, t: megatron_interleaved(c, t),
-    "Megatron-LM interleaved, by time": lambda c, t: megatron_interleaved(c, t, "time"),
-    "nnScaler*": nnscaler,
-    "Optimus, coarse": optimus,
-    PUBLISHED: lambda c, t: searched_system(PUBLISHED, c, dip_layout(c, t), "mcts"),
-    PRIORITY: lambda c, t: searched_system(PRIORITY, c, dip_layout(c, t), "mcts priority"),
-    OURS_SAME: lambda c, t: searched_system(OURS_SAME, c, dip_layout(c, t)),
-}
-BASELINES = tuple(list(_MAKERS)[:6])
+MEGATRON = TITLES["interleaved"]
+OURS, OURS_SAME = TITLES["pipeloom"], TITLES["pipeloom-dip-layout"]
+PUBLISHED, PRIORITY = TITLES["dip"], TITLES["dip-priority"]
+OPTIMUS = TITLES["optimus"]
+BASELINES = tuple(TITLES.values())[:6]
+_KEYS = {title: name for name, title in TITLES.items()}
 
 
 def system(setup: Setup, name: str) -> System:
@@ -56,7 +44,7 @@ def system(setup: Setup, name: str) -> System:
     case = case_of(setup)
     if name == OURS:
         return searched_system(OURS, case, layouts(setup)[0].layout)
-    return _MAKERS[name](case, typical(setup))
+    return SYSTEMS[_KEYS[name]](case, typical(setup))
 
 
 def times_of(setup: Setup, names: Sequence[str], options: Options) -> dict[str, list[float] | None]:
@@ -82,9 +70,7 @@ def figure_8a(options: Options) -> Outcome:
     paper = {"VLM": "15.6 to 76.2 % over three", "T2V": "36.6 to 97.3 % over two"}
     summary = []
     for label, setup in SETUPS.items():
-        found = times_of(
-            setup, [n for n in names if not (label.startswith("T2V") and n == "Optimus, coarse")], options
-        )
+        found = times_of(setup, [n for n in names if not (label.startswith("T2V") and n == OPTIMUS)], options)
         averages = {name: None if values is None else mean(values) for name, values in found.items()}
         ours = averages[OURS]
         assert ours is not None
@@ -204,7 +190,7 @@ def table_4(options: Options) -> Outcome:
     batches = [groups for _, groups in iterations(setup, options)]
     fsdp = [fsdp_time(case, groups, case.machine.num_devices) for groups in batches]
     values: dict[str, float | None] = {"FSDP2, ZeRO-3": mean(seconds for seconds, _ in fsdp)}
-    found = times_of(setup, (MEGATRON, "Megatron-LM interleaved, by time", PUBLISHED, OURS), options)
+    found = times_of(setup, (MEGATRON, TITLES["interleaved-time"], PUBLISHED, OURS), options)
     values |= {name: None if v is None else mean(v) for name, v in found.items()}
     paper = {"FSDP2, ZeRO-3": ("40.270", "1.03"), MEGATRON: ("39.053", "1.00"), PUBLISHED: ("28.606", "0.73")}
     base = values[MEGATRON]
@@ -228,7 +214,7 @@ def figure_8b(options: Options) -> Outcome:
     """Forty iterations in which the number of images rises and falls twice."""
     setup = SETUPS["VLM-S"]
     case = case_of(setup)
-    names = (MEGATRON, "nnScaler*", "Optimus, coarse", "DIP, no search", PUBLISHED, OURS)
+    names = (MEGATRON, "nnScaler*", OPTIMUS, "DIP, no search", PUBLISHED, OURS)
     plain = unadaptive_system("DIP, no search", case, dip_layout(case, typical(setup)), "first in, first out")
     systems = {n: plain if n == "DIP, no search" else system(setup, n) for n in names}
     length = 20
@@ -253,7 +239,7 @@ def figure_8b(options: Options) -> Outcome:
     paper = {
         MEGATRON: "52.9 % (iteration 6)",
         "nnScaler*": "10.4 %, later 50.5 %",
-        "Optimus, coarse": "10.4 %",
+        OPTIMUS: "10.4 %",
     }
     rows = tuple(
         (

@@ -6,7 +6,7 @@ import time
 
 from pipeloom.planner.systems import mfu
 from pipeloom.report.figures import Axis, bar_figure
-from pipeloom.reproduce.dip.end_to_end import BASELINES, MEGATRON, OURS, PUBLISHED, system
+from pipeloom.reproduce.dip.end_to_end import BASELINES, MEGATRON, OPTIMUS, OURS, PUBLISHED, system
 from pipeloom.reproduce.dip.setups import (
     LARGE,
     case_of,
@@ -31,7 +31,7 @@ def large(options: Options) -> Outcome:
         values: dict[str, float | None] = {}
         share: dict[str, float] = {}
         planning: list[float] = []
-        names = [n for n in BASELINES if not (label.startswith("T2V") and n == "Optimus, coarse")]
+        names = [n for n in BASELINES if not (label.startswith("T2V") and n == OPTIMUS)]
         systems = lazily([*names, PUBLISHED, OURS], lambda name, setup=setup: system(setup, name))  # type: ignore[misc]
         for name, one in systems.items():
             found: list[tuple[float, float]] = []

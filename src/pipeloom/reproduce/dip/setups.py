@@ -65,7 +65,9 @@ def typical(setup: Setup) -> tuple[Groups, ...]:
 
 @functools.lru_cache(maxsize=16)
 def layouts(setup: Setup) -> tuple[LayoutTrial, ...]:
-    """Layouts that were tried on the typical iterations, fastest first."""
+    """Layouts that were tried on the typical iterations, fastest first; on fewer where pipelines are large."""
+    if setup in LARGE.values():
+        return choose_layout(case_of(setup), typical(setup)[:1], trial=Deadline(1.0, "cpu"), rounds=1)
     return choose_layout(case_of(setup), typical(setup))
 
 

@@ -1,0 +1,115 @@
+"""All systems by name, and one iteration under each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from pipeloom.errors import InfeasibleError, InputError
+from pipeloom.planner.case import Case, Groups
+from pipeloom.planner.choose_layout import choose_layout
+from pipeloom.planner.compare import SystemTimeline
+from pipeloom.planner.systems import (
+    System,
+    dip_layout,
+    megatron_1f1b,
+    megatron_interleaved,
+    nnscaler,
+    optimus,
+    searched_system,
+)
+from pipeloom.search import StoppingRule
+from pipeloom.spec import Layout
+
+OURS = "pipeloom"
+SYSTEMS: dict[str, Callable[[Case, Sequence[Groups]], System]] = {
+    "1f1b": lambda c, t: megatron_1f1b(c, t),
+    "1f1b-time": lambda c, t: megatron_1f1b(c, t, "time"),
+    "interleaved": lambda c, t: megatron_interleaved(c, t),
+    "interleaved-time": lambda c, t: megatron_interleaved(c, t, "time"),
+    "nnscaler": nnscaler,
+    "optimus": optimus,
+    "dip": lambda c, t: searched_system("DIP as published", c, dip_layout(c, t), "mcts"),
+    "dip-priority": lambda c, t: searched_system(
+        "PipeWeaver as published", c, dip_layout(c, t), "mcts priority"
+    ),
+    "pipeloom-dip-layout": lambda c, t: searched_system("Pipeloom, DIP's layout", c, dip_layout(c, t)),
+    OURS: lambda c, t: searched_system("Pipeloom", c, choose_layout(c, t)[0].layout),
+}
+"""How a system gets its layout from sampled iterations. Without ``-time`` stages are balanced by parameters."""
+TITLES = {
+    "1f1b": "Megatron-LM 1F1B, by parameters", "1f1b-time": "Megatron-LM 1F1B, by time",
+    "interleaved": "Megatron-LM interleaved, by parameters", "interleaved-time": "Megatron-LM interleaved, by time",
+    "nnscaler": "nnScaler*", "optimus": "Optimus, coarse", "dip": "DIP as published",
+    "dip-priority": "PipeWeaver as published", "pipeloom-dip-layout": "Pipeloom, DIP's layout", OURS: "Pipeloom",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One system on one iteration: what it does, or why it cannot."""
+
+    name: str
+    title: str
+    layout: Layout | None
+    result: SystemTimeline | None
+    problem: str = ""
+
+
+def suitable(case: Case, names: Sequence[str] | None = None) -> tuple[str, ...]:
+    """Systems that can train a model: Optimus wants encoders before a language model.
+
+    Raises
+    ------
+    InputError
+        An unknown name.
+    """
+    chosen = tuple(SYSTEMS if names is None else names)
+    for name in chosen:
+        if name not in SYSTEMS:
+            raise InputError("system", f"{name!r} is none of {', '.join(SYSTEMS)}")
+    modules = case.model.modules
+    encodes = len(modules) > 1 and modules[-1].reads != "videos"
+    return tuple(name for name in chosen if name != "optimus" or encodes)
+
+
+def compare_case(
+    case: Case, typical: Sequence[Groups], groups: Groups, names: Sequence[str], *, budget: StoppingRule, seed: int = 0,
+    on_system: Callable[[str], None] = lambda _: None,
+) -> tuple[Comparison, ...]:  # fmt: skip
+    """Time one iteration under every system.
+
+    Parameters
+    ----------
+    case : Case
+    typical : sequence of Groups
+        Iterations on which systems choose their layouts, before training.
+    groups : Groups
+        The iteration.
+    names : sequence of str
+        Keys of `SYSTEMS`.
+    budget : StoppingRule
+        For the systems that search.
+    seed : int
+    on_system : callable
+        Told the title of each system before its turn.
+
+    Returns
+    -------
+    tuple of Comparison
+        In the order of ``names``.
+    """
+    out = []
+    for name in suitable(case, names):
+        title = TITLES[name]
+        on_system(title)
+        layout: Layout | None = None
+        try:
+            one = SYSTEMS[name](case, typical)
+            layout = one.layout
+            found = one.run(groups, budget, seed)
+        except InfeasibleError as error:
+            out.append(Comparison(name, title, layout, None, str(error)))
+            continue
+        out.append(Comparison(name, title, layout, replace(found, name=title)))
+    return tuple(out)
