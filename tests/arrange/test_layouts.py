@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeloom.arrange import ModulePlacement, chain, partition_chain, separate
+from pipeloom.arrange import ModulePlacement, chain, encoder_first, partition_chain, separate
 from pipeloom.errors import InputError
 from tests.cases import vlm_spec
 
@@ -43,3 +43,16 @@ def test_chain_cuts_across_modules() -> None:
     assert [(c.module, c.layers, c.rank) for c in mixed.chunks] == [
         ("vision", (0, 3), 0), ("lm", (0, 1), 0), ("lm", (2, 7), 1),
     ]  # fmt: skip
+
+
+def test_encoder_first_keeps_encoders_whole_on_the_first_rank() -> None:
+    model = vlm_spec(4, 8)
+    even = encoder_first(model, 4, lambda *_: 1.0, even_layers=True)
+    assert [(c.module, c.layers, c.rank) for c in even.chunks] == [
+        ("vision", (0, 3), 0), ("lm", (0, 1), 0), ("lm", (2, 3), 1), ("lm", (4, 5), 2), ("lm", (6, 7), 3),
+    ]  # fmt: skip
+    # The encoder weighs as much as two layers of the other, so its rank gets fewer of them.
+    balanced = encoder_first(model, 4, lambda module, _: 0.5 if module == "vision" else 1.0)
+    assert [c.num_layers for c in balanced.chunks if c.module == "lm"] == [1, 2, 2, 3]
+    with pytest.raises(InputError, match=r"module 'lm'\.segments: 2, encoders on the first rank leave 1"):
+        encoder_first(model, 2, lambda *_: 1.0, placements={"lm": ModulePlacement(2)})

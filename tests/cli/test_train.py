@@ -9,7 +9,10 @@ import pytest
 
 import pipeloom
 from pipeloom.cli.app import run
+from pipeloom.cli.config import read_config
+from pipeloom.errors import InputError
 from pipeloom.plan import from_text, verify
+from pipeloom.tuning import TuningSpec
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "digits_vlm"
 
@@ -95,3 +98,24 @@ def test_wrong_files_end_with_one_clear_line(
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
+
+
+def test_each_technique_of_tuning_is_one_line(tmp_path: Path) -> None:
+    text = (EXAMPLE / "tuned.toml").read_text()
+    path = tmp_path / "tuned.toml"
+    path.write_text(text)
+    assert read_config(path).tuning == TuningSpec()
+    for line, field, value in (
+        ('pack = "balanced"', "pack", "first_fit"),
+        ('micro_batch = "any"', "micro_batch", "fixed"),
+        ('order = "search"', "order", "given"),
+        ('precompute = "all"', "precompute", "off"),
+    ):
+        assert line in text
+        path.write_text(text.replace(line, f'{field} = "{value}"'))
+        assert getattr(read_config(path).tuning, field) == value
+    path.write_text(text.replace('kind = "encoder_first"', ""))
+    with pytest.raises(
+        InputError, match=r"layout\.kind: 'separate', \[tuning\] is for encoders on the first"
+    ):
+        read_config(path)

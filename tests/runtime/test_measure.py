@@ -4,10 +4,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from pipeloom.arrange import ModulePlacement
 from pipeloom.errors import InputError
-from pipeloom.packing import Microbatch, Packing, SubMicrobatch
+from pipeloom.packing import Microbatch, Packing, PackingSpec, SubMicrobatch
 from pipeloom.runtime import Model, Module, measure_layers
-from pipeloom.spec import Batch, Sample, TensorShape, Workload
+from pipeloom.runtime import profile as profile_module
+from pipeloom.spec import Batch, Layout, ModelSpec, Sample, TensorShape, Workload
 
 from .cases import random_run
 
@@ -85,3 +87,25 @@ def test_a_wrong_shape_is_named() -> None:
     packing, samples = one_sample()
     with pytest.raises(InputError, match=r"module 'lm'.hidden: states \(5, 8\).*layer 0 gave \(5, 4\)"):
         measure_layers(small_model(("tokens", 8)), packing, samples)
+
+
+def test_small_microbatches_are_measured_for_tuning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With all sizes, each further batch is packed half as large, and never smaller than its longest sample."""
+    from tests.runtime.training import data, model, task
+
+    seen: list[int] = []
+    real = profile_module.pack
+
+    def noted(batch: Batch, spec: ModelSpec, layout: Layout, packing: PackingSpec) -> Packing:
+        seen.append(packing.token_budget)
+        return real(batch, spec, layout, packing)
+
+    monkeypatch.setattr(profile_module, "pack", noted)
+    batches = list(data.batches(3, 4, 6))
+    placements = {"vision": ModulePlacement(1, 6)}
+    profile_module.profile_model(
+        model(), batches, describe=task.describe, packing=PackingSpec(400), placements=placements, repeats=1,
+        all_sizes=True,
+    )  # fmt: skip
+    longest = [max(len(document.inputs) for document in batch) for batch in batches]
+    assert seen == [max(400 >> k, longest[k]) for k in range(4)]

@@ -252,6 +252,7 @@ def _measured_profile(run: Run, task: ModuleType, model: Model) -> Profile:
         packing=settings.packing,
         placements=placements,
         metadata=metadata,
+        all_sizes=settings.tuning is not None,
     )
     run.console.print(
         f"{len(profile.layers)} kinds of layers; the fit is {profile.mean_error:.1%} off on average."

@@ -11,10 +11,12 @@ import msgspec
 from pipeloom.arrange import ModulePlacement, single_rank, typical_seconds
 from pipeloom.cost import LayerMeasurement, Profile, ProfileCosts, fit_profile
 from pipeloom.errors import InputError
-from pipeloom.packing import PackingSpec, pack
+from pipeloom.packing import PackingSpec, budget_tokens, check_budget, pack
 from pipeloom.runtime.measure import measure_layers
 from pipeloom.runtime.model import Model, user_code
 from pipeloom.spec import Batch, batch_from_dicts
+
+_NUM_SIZES = 4
 
 
 def profile_model(
@@ -27,6 +29,7 @@ def profile_model(
     machine: str = "",
     repeats: int = 5,
     metadata: Sequence[Batch] | None = None,
+    all_sizes: bool = False,
 ) -> Profile:
     """Time every kind of layer on the microbatches that some batches give, and fit its cost.
 
@@ -46,6 +49,9 @@ def profile_model(
         Timed runs of each layer on each part; the median counts.
     metadata : sequence of Batch or None
         What ``describe`` says of the batches, where that is known already.
+    all_sizes : bool
+        Pack each further batch into microbatches half as large as the one before, down to an eighth, then begin
+        again: for tuning, which chooses sizes and so must know what small ones cost (PipeTune A.4 sweeps sizes).
 
     Raises
     ------
@@ -58,8 +64,14 @@ def profile_model(
             rows = [[describe(sample) for sample in samples] for samples in batches]
         metadata = [batch_from_dicts(batch, i) for i, batch in enumerate(rows)]
     measured: list[LayerMeasurement] = []
-    for batch, samples in zip(metadata, batches, strict=True):
-        packed = pack(batch, model.spec, layout, packing)
+    for number, (batch, samples) in enumerate(zip(metadata, batches, strict=True)):
+        size = packing
+        if all_sizes:
+            longest = int(budget_tokens(batch, model.spec).max())
+            smaller = packing.token_budget >> number % _NUM_SIZES
+            size = msgspec.structs.replace(packing, token_budget=max(smaller, longest))
+            check_budget(batch, model.spec, packing.token_budget)
+        packed = pack(batch, model.spec, layout, size)
         measured += measure_layers(model, packed, samples, repeats=repeats, known=measured)
     seen = {row.module for row in measured}
     for module in model.spec.modules:

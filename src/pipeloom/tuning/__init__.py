@@ -9,6 +9,7 @@ from pipeloom.tuning.pipeline import (
     check_layout,
     tuned_pipeline,
 )
+from pipeloom.tuning.replicas import Replica, tune_replicas
 from pipeloom.tuning.schedule import TunedPlan, tuned_plan, tuned_schedule
 from pipeloom.tuning.spec import TuningSpec
 from pipeloom.tuning.table import CostTable, Features, tabulate
@@ -18,6 +19,7 @@ __all__ = [
     "BatchSizes",
     "CostTable",
     "Features",
+    "Replica",
     "Tuned",
     "TunedPipeline",
     "TunedPlan",
@@ -28,6 +30,7 @@ __all__ = [
     "check_layout",
     "tabulate",
     "tune",
+    "tune_replicas",
     "tuned_pipeline",
     "tuned_plan",
     "tuned_schedule",
