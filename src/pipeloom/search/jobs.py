@@ -8,12 +8,17 @@ that order can run, and `need` is the most it takes on each rank above what the 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+import numba
 import numpy as np
+import numpy.typing as npt
 
 from pipeloom.errors import InfeasibleError
 from pipeloom.taskgraph import FORWARD, WEIGHT_GRADIENT, IntArray, TaskGraph
 from pipeloom.timeline import memory_changes
+
+Array = npt.NDArray[Any]
 
 NO_LIMIT = 1 << 60
 SEARCH_STATES = 20_000
@@ -57,6 +62,8 @@ def find_jobs(graph: TaskGraph) -> Jobs:
     room = np.full(graph.num_ranks, NO_LIMIT, np.int64)
     if graph.capacity_bytes is not None:
         room = graph.capacity_bytes - graph.static_bytes
+    if not memory_matters(graph):
+        return _one_job(graph, room)
     _refuse_large_pairs(graph, room)
     job_of_task = _components(graph)
     num_jobs = int(job_of_task.max()) + 1
@@ -86,6 +93,58 @@ def find_jobs(graph: TaskGraph) -> Jobs:
         start,
         np.array([t for row in scans for t in row], np.int64),
     )
+
+
+def memory_matters(graph: TaskGraph) -> bool:
+    """Whether not everything fits at once: every pair at its fullest and every byte on an edge.
+
+    What a job needs along its own order would not do, for another order may hold more of it at once.
+    """
+    if graph.capacity_bytes is None:
+        return False
+    most = graph.static_bytes.copy()
+    home = graph.rank[graph.forward_of]
+    np.add.at(most, home, np.maximum(graph.activation_bytes, graph.weight_gradient_bytes))
+    np.add.at(most, graph.rank[graph.edge_source], graph.edge_bytes)
+    return bool((most > graph.capacity_bytes).any())
+
+
+def _one_job(graph: TaskGraph, room: IntArray) -> Jobs:
+    """Everything is one job that needs nothing, which is cheap to make for large graphs."""
+    none = np.zeros(0, np.int64)
+    return Jobs(
+        np.zeros(graph.num_tasks, np.int64), quick_topological_order(graph), np.zeros((1, graph.num_ranks), np.int64),
+        room, np.zeros(graph.num_ranks + 1, np.int64), none,
+    )  # fmt: skip
+
+
+def quick_topological_order(graph: TaskGraph) -> IntArray:
+    """The same as `topological_order`, compiled."""
+    order = np.empty(graph.num_tasks, np.int64)
+    stack = np.empty(graph.num_tasks, np.int64)
+    _topological(graph.successor_start, graph.successor, np.diff(graph.predecessor_start), stack, order)
+    return order
+
+
+@numba.njit(cache=True, nogil=True)
+def _topological(start: Array, successor: Array, waiting: Array, stack: Array, order: Array) -> None:
+    top = 0
+    for task in range(len(waiting)):
+        if waiting[task] == 0:
+            stack[top] = task
+            top += 1
+    done = 0
+    while top > 0:
+        top -= 1
+        task = stack[top]
+        order[done] = task
+        done += 1
+        for e in range(start[task], start[task + 1]):
+            other = successor[e]
+            waiting[other] -= 1
+            if waiting[other] == 0:
+                stack[top] = other
+                top += 1
 
 
 class _Reader:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from pipeloom.errors import InfeasibleError, PlanError
-from pipeloom.search.jobs import Jobs, find_jobs
+from pipeloom.search.jobs import Jobs, find_jobs, memory_matters
 from pipeloom.taskgraph import FORWARD, WEIGHT_GRADIENT, TaskGraph
 from pipeloom.timeline import Schedule, memory_changes
 
@@ -41,7 +41,8 @@ def first_in_first_out(graph: TaskGraph) -> Schedule:
             if number + 1 < len(choices):
                 continue
             raise
-        order = plain_rollout(chosen, jobs, segment_priority(chosen))
+        rule = 2 if memory_matters(chosen) else 0
+        order = plain_rollout(chosen, jobs, segment_priority(chosen), rule=rule)
         candidate = None if choice is None else np.array(choice, np.int64)
         return Schedule(tuple(np.array(tasks, np.int64) for tasks in order), candidate, "first in, first out")
     raise AssertionError("one of the choices is returned or raises")

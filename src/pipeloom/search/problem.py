@@ -13,9 +13,9 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
-from pipeloom.search.jobs import Jobs, find_jobs
+from pipeloom.search.jobs import Jobs, find_jobs, quick_topological_order
 from pipeloom.search.records import pack
-from pipeloom.taskgraph import FORWARD, WEIGHT_GRADIENT, IntArray, TaskGraph, topological_order
+from pipeloom.taskgraph import FORWARD, WEIGHT_GRADIENT, IntArray, TaskGraph
 from pipeloom.timeline import heads_and_tails, memory_changes
 
 Array = npt.NDArray[Any]
@@ -113,7 +113,7 @@ def make_problem(graph: TaskGraph) -> tuple[Problem, Groups, Jobs]:
         A microbatch cannot fit.
     """
     jobs = find_jobs(graph)
-    topological = topological_order(graph)
+    topological = quick_topological_order(graph)
     position = np.empty(graph.num_tasks, np.int64)
     position[topological] = np.arange(graph.num_tasks)
     kind_class = np.where(graph.kind == FORWARD, 0, np.where(graph.kind == WEIGHT_GRADIENT, 2, 1)).astype(
@@ -186,50 +186,65 @@ def _groups(
     depth = _depths(graph.segment, microbatch, module, segment_class, topological, graph.predecessor_start,
                     graph.predecessor, np.zeros(num_segments, np.int64))  # fmt: skip
     work = np.bincount(graph.segment, weights=graph.duration_ns, minlength=num_segments).astype(np.int64)
-    members: dict[tuple[int, int, int, int, int], list[int]] = {}
-    for segment in np.argsort(first, kind="stable").tolist():
-        which = int(segment_class[segment])
-        if which in (0, 1):
-            key = (which, int(microbatch[segment]), int(module[segment]), int(depth[segment]), 0)
-            members.setdefault(key, []).append(segment)
-    for key, row in list(members.items()):
-        if max(work[row]) > UNEQUAL * min(work[row]):
-            del members[key]
-            members.update({(*key[:4], number): [segment] for number, segment in enumerate(row)})
-    keys = sorted(members, key=lambda key: (key[0], key[1], first[members[key][0]]))
+    grouped = np.flatnonzero((segment_class == 0) | (segment_class == 1))
+    columns = (first, depth, module, microbatch, segment_class)
+    grouped = grouped[np.lexsort(tuple(column[grouped] for column in columns))]
+    new = np.ones(len(grouped), np.bool_)
+    for column in columns[1:]:
+        new[1:] &= column[grouped[1:]] == column[grouped[:-1]]
+    new[1:] = ~new[1:]
+    begin = np.flatnonzero(new)
+    if len(begin):
+        unequal = np.maximum.reduceat(work[grouped], begin) > UNEQUAL * np.minimum.reduceat(
+            work[grouped], begin
+        )
+        new |= unequal[np.cumsum(new) - 1]
+        begin = np.flatnonzero(new)
+    # Groups by class, microbatch and first task; their segments stay in order.
+    leader = grouped[begin]
+    by_leader = np.lexsort((first[leader], microbatch[leader], segment_class[leader]))
+    place = np.empty(len(begin), np.int64)
+    place[by_leader] = np.arange(len(begin))
+    group = place[np.cumsum(new) - 1] if len(begin) else np.zeros(0, np.int64)
+    grouped = grouped[np.argsort(group, kind="stable")]
+    group = np.sort(group)
+    leader = leader[by_leader]
+    start = _starts(group, len(leader))
     group_of_segment = np.full(num_segments, -1, np.int64)
-    for number, key in enumerate(keys):
-        group_of_segment[members[key]] = number
-    weights: list[list[int]] = [[] for _ in keys]
-    input_of_pair = graph.backward_of
+    group_of_segment[grouped] = group
+    # A weight gradient belongs to the group of its backward.
     a_task = np.zeros(num_segments, np.int64)
     a_task[graph.segment] = np.arange(graph.num_tasks)
-    for segment in np.argsort(first, kind="stable").tolist():
-        if segment_class[segment] == 2:
-            owner = int(graph.pair[a_task[segment]])
-            weights[group_of_segment[graph.segment[input_of_pair[owner]]]].append(segment)
+    weights = np.flatnonzero(segment_class == 2)
+    owner = group_of_segment[graph.segment[graph.backward_of[graph.pair[a_task[weights]]]]]
+    order = np.lexsort((first[weights], owner))
+    weights, owner = weights[order], owner[order]
     segment_head = np.full(num_segments, 1 << 60, np.int64)
     np.minimum.at(segment_head, graph.segment, head)
     segment_tail = np.zeros(num_segments, np.int64)
     np.maximum.at(segment_tail, graph.segment, tail + graph.duration_ns)
-    rows = [members[key] for key in keys]
+
+    def of_groups(function: np.ufunc, values: IntArray) -> IntArray:
+        answer: IntArray = function.reduceat(values[grouped], start[:-1]) if len(leader) else values[:0]
+        return answer
+
     groups = Groups(
-        microbatch=np.array([key[1] for key in keys]), module=np.array([key[2] for key in keys]),
-        depth=np.array([key[3] for key in keys]), first=np.array([first[row].min() for row in rows]),
-        work=np.array([work[row].sum() for row in rows]),
-        head=np.array([segment_head[row].min() for row in rows]),
-        tail=np.array([segment_tail[row].max() for row in rows]),
+        microbatch=microbatch[leader], module=module[leader], depth=depth[leader], first=of_groups(np.minimum, first),
+        work=of_groups(np.add, work), head=of_groups(np.minimum, segment_head),
+        tail=of_groups(np.maximum, segment_tail),
     )  # fmt: skip
-    num_groups = np.array([sum(key[0] == 0 for key in keys), sum(key[0] == 1 for key in keys)])
+    num_groups = np.bincount(segment_class[leader], minlength=2).astype(np.int64)
     counts = [int((segment_class == c).sum()) for c in range(3)]
     class_start = np.cumsum([0, *counts]).astype(np.int64)
-    return groups, _rows(rows), _rows(weights), num_groups, class_start
+    rows = (start, grouped), (_starts(owner, len(leader)), weights)
+    return groups, *rows, num_groups, class_start
 
 
-def _rows(lists: list[list[int]]) -> tuple[IntArray, IntArray]:
-    start = np.zeros(len(lists) + 1, np.int64)
-    np.cumsum([len(row) for row in lists], out=start[1:])
-    return start, np.array([x for row in lists for x in row], np.int64)
+def _starts(row: IntArray, num_rows: int) -> IntArray:
+    """Where each row begins, of sorted row numbers."""
+    start = np.zeros(num_rows + 1, np.int64)
+    np.cumsum(np.bincount(row, minlength=num_rows), out=start[1:])
+    return start
 
 
 @numba.njit(cache=True, nogil=True)

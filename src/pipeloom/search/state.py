@@ -9,6 +9,7 @@ from math import ceil
 import numpy as np
 
 from pipeloom.search import kernels
+from pipeloom.search.jobs import memory_matters
 from pipeloom.search.problem import Groups, Problem, make_problem
 from pipeloom.search.result import Progress
 from pipeloom.search.scratch import make_scratch
@@ -56,25 +57,10 @@ class Search:
         self.sequence: IntArray = self.jobs.order
         self.order: IntArray = np.arange(len(self.groups.first))
         self.choice: IntArray = np.zeros(4, np.int64)
-        self.rule = self._rule()
+        self.rule = kernels.BANKER if memory_matters(graph) else kernels.UNLIMITED
         self.mean_task_ns = float(graph.duration_ns.mean())
         self.tuner = None if tuned is None else Tuner(tuned)
         self.candidate: IntArray | None = None
-
-    def _rule(self) -> int:
-        """Memory matters only where everything at once does not fit.
-
-        Everything: every pair at its fullest and every byte on an edge. What a job needs along its own order
-        would not do, for another order may hold more of it at once.
-        """
-        graph = self.graph
-        if graph.capacity_bytes is None:
-            return kernels.UNLIMITED
-        most = graph.static_bytes.copy()
-        home = graph.rank[graph.forward_of]
-        np.add.at(most, home, np.maximum(graph.activation_bytes, graph.weight_gradient_bytes))
-        np.add.at(most, graph.rank[graph.edge_source], graph.edge_bytes)
-        return kernels.UNLIMITED if (most <= graph.capacity_bytes).all() else kernels.BANKER
 
     @property
     def done(self) -> bool:
