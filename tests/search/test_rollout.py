@@ -11,19 +11,20 @@ from pipeloom.errors import InfeasibleError, PlanError
 from pipeloom.search import kernels
 from pipeloom.search.plain import first_in_first_out, plain_rollout
 from pipeloom.search.problem import make_problem
-from pipeloom.search.scratch import make_scratch
+from pipeloom.search.scratch import NUM_URGENT, make_scratch
 from pipeloom.timeline import Schedule, check, simulate
 from tests.chains import uniform_chain
 from tests.strategies import graphs
 
 
-def run(graph, seed, policy, weights, rule, lookahead, bound=kernels.NEVER):
+def run(graph, seed, policy, weights, rule, lookahead, urgent=kernels.ALL_URGENT, bound=kernels.NEVER):
     problem, _, jobs = make_problem(graph)
     scratch = make_scratch(problem)
     forward, backward = problem.num_groups
     rng = np.random.default_rng(seed)
     order = np.concatenate([rng.permutation(forward), forward + rng.permutation(backward)])
-    makespan = kernels.evaluate(problem, scratch, order, np.array([policy, weights, rule, lookahead]), bound)
+    choice = np.array([policy, weights, rule, lookahead, urgent])
+    makespan = kernels.evaluate(problem, scratch, order, choice, bound)
     return problem, scratch, jobs, makespan
 
 
@@ -32,7 +33,9 @@ def priority_of(scratch):
     return scratch.position.tolist()
 
 
-choices = st.tuples(st.integers(0, 2), st.integers(0, 1), st.integers(0, 2), st.sampled_from([1, 1, 3]))
+choices = st.tuples(
+    st.integers(0, 2), st.integers(0, 1), st.integers(0, 2), st.sampled_from([1, 1, 3]), st.integers(0, 20)
+)
 
 
 @settings(deadline=None, max_examples=300)
@@ -42,8 +45,9 @@ def test_equals_the_plain_rollout(graph, seed, choice):
         _, scratch, jobs, makespan = run(graph, seed, *choice)
     except InfeasibleError:
         return
-    policy, weights, rule, lookahead = choice
+    policy, weights, rule, lookahead, _ = choice
     names = {"policy": policy, "weights": weights, "rule": rule, "lookahead": lookahead}
+    names["urgent"] = int(scratch.sizes[NUM_URGENT]) * 64
     if makespan == kernels.DEADLOCK:
         assert rule == kernels.FITS
         with pytest.raises(PlanError, match="memory deadlock"):
@@ -66,9 +70,9 @@ def test_one_bit_of_a_summary_may_stand_for_several_words(choice):
     _, scratch, _, makespan = run(graph, 1, *choice)
     expected = scratch.sequence.tolist()
     problem, _, _ = make_problem(graph)
-    rank_bits, word_shift, group_shift = scratch.sizes
-    assert (word_shift, group_shift) == (3, 0)
-    coarse = scratch._replace(sizes=np.array([rank_bits, word_shift, 2]))
+    assert scratch.sizes[1:3].tolist() == [3, 0]
+    coarse = scratch._replace(sizes=scratch.sizes.copy())
+    coarse.sizes[2] = 2
     coarse.sequence[:] = -1
     order = np.random.default_rng(1)
     order = np.concatenate(

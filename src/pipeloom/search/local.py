@@ -19,10 +19,12 @@ WHOLE_MICROBATCHES = 13
 """Of sixteen changes to the order, so many move whole microbatches."""
 
 
-def portfolio(search: Search) -> None:
-    """Try the static heuristics, all of them if the budget allows."""
+def portfolio(search: Search, until: float = 1.0) -> None:
+    """Try the static heuristics, all of them if the budget, or its part ``until``, allows."""
     for start in starts(search.problem, search.groups, search.rule):
-        if search.best_ns < kernels.NEVER and search.round_size() == 0:
+        if search.best_ns < kernels.NEVER and (
+            search.round_size() == 0 or search.watch.share(search.evaluations) >= until
+        ):
             return
         search.try_order(start.order, start.choice)
 

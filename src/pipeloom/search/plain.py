@@ -152,6 +152,7 @@ def plain_rollout(
     weights: int = 0,
     rule: int = 2,
     lookahead: int = 1,
+    urgent: int | None = None,
 ) -> list[list[int]]:
     """Order of tasks per rank under a priority of segments (lower first).
 
@@ -165,6 +166,8 @@ def plain_rollout(
         0 memory is unlimited, 1 the papers' rule (may deadlock), 2 banker's admission.
     lookahead : int
         How many tasks of a queue are tried when its first is not admitted.
+    urgent : int, optional
+        Where no backward of a priority below this is ready, forwards go first.
 
     Raises
     ------
@@ -184,6 +187,8 @@ def plain_rollout(
 
     def choose(home: _Rank, reach: int) -> tuple[int, bool]:
         first = policy == 1 or (policy == 0 and home.last_kind == 0)
+        if urgent is not None:
+            first = first and bool(home.queues[1]) and home.queues[1][0][0] < urgent
         turns = [int(first), int(not first)]
         unsafe = False
         for which in [2, *turns] if weights else [*turns, 2]:

@@ -20,23 +20,32 @@ class Start(NamedTuple):
     choice: IntArray
 
 
-def starts(problem: Problem, groups: Groups, rule: int) -> Iterator[Start]:
-    """First in, first out; then all others, each under several choices.
+LATE_PARTS = (0.02, 0.03, 0.015, 0.025, 0.01, 0.05, 1.0)
+"""Parts of all work that backwards which nothing waits for may leave for the end."""
 
-    Forward groups go microbatch by microbatch, or, where a module passes the ranks more than once, pass by
+
+def starts(problem: Problem, groups: Groups, rule: int) -> Iterator[Start]:
+    """First in, first out; then all others, each under several choices; the most promising early."""
+    usual = _usual(problem, groups, rule)
+    yield next(usual)
+    if rule == kernels.UNLIMITED and groups.ends.any():
+        yield from _late_ends(problem, groups)
+    yield from usual
+
+
+def _usual(problem: Problem, groups: Groups, rule: int) -> Iterator[Start]:
+    """Forward groups go microbatch by microbatch, or, where a module passes the ranks more than once, pass by
     pass in rounds of as many microbatches as there are ranks (as interleaved 1F1B does), or later modules and
     passes before earlier ones.
     """
-    num_forward = int(problem.num_groups[0])
+    forward, backward = _halves(problem)
     num_ranks = len(problem.room)
-    stage = groups.module * (1 + int(groups.depth.max(initial=0))) + groups.depth
-    forward, backward = np.arange(num_forward), np.arange(num_forward, len(groups.first))
     several_passes = bool((groups.depth > 0).any())
     policies = (kernels.ALTERNATE, kernels.BACKWARD_FIRST)
     weights = (
         (kernels.WEIGHT_LAST, kernels.WEIGHT_AT_ONCE)
         if problem.class_start[3] > problem.class_start[2]
-        else (0,)
+        else (kernels.WEIGHT_LAST,)
     )
     for name, turn in _turns(groups).items():
         place = turn[groups.microbatch]
@@ -44,7 +53,7 @@ def starts(problem: Problem, groups: Groups, rule: int) -> Iterator[Start]:
         rounds = (groups.first, place, groups.depth, place // num_ranks)
         arrangements = [("", by_microbatch)] + ([(", in rounds", rounds)] if several_passes else [])
         # A microbatch that must wait for memory then holds up none that has begun.
-        arrangements.append((", begun first", (place, -stage)))
+        arrangements.append((", begun first", (place, -_stage(groups))))
         for suffix, keys in arrangements:
             ahead = _sorted(forward, keys)
             for back_name, back_keys in (
@@ -55,7 +64,50 @@ def starts(problem: Problem, groups: Groups, rule: int) -> Iterator[Start]:
                 for policy in policies:
                     for weight in weights:
                         label = f"{name}{suffix}, backwards {back_name}, policy {policy}{weight}"
-                        yield Start(label, order, np.array([policy, weight, rule, 1], np.int64))
+                        choice = np.array([policy, weight, rule, 1, kernels.ALL_URGENT], np.int64)
+                        yield Start(label, order, choice)
+
+
+def _late_ends(problem: Problem, groups: Groups) -> Iterator[Start]:
+    """Backwards that nothing waits for run only where a rank would idle, until nothing else is left; then they
+    fill all ranks without a gap, the longest first, so that little is under way at the end. Those of all
+    microbatches would come too late on the first rank, so only the shortest wait, up to a part of all work.
+    """
+    forward, backward = _halves(problem)
+    ends = np.flatnonzero(groups.ends)
+    ends = ends[np.argsort(groups.tail[ends], kind="stable")]
+    part = np.cumsum(groups.work[ends]) / groups.work.sum()
+    turns = _turns(groups)
+    counts = dict.fromkeys(min(len(ends), 1 + int(np.searchsorted(part, limit))) for limit in LATE_PARTS)
+    for name in ("few small, then large", "large first", "large between", "first in, first out"):
+        place = turns[name][groups.microbatch]
+        for suffix, keys in ((", begun first", (place, -_stage(groups))), ("", (groups.first, place))):
+            ahead = _sorted(forward, keys)
+            for count in counts:
+                late = np.zeros(len(groups.first), np.int64)
+                late[ends[:count]] = 1
+                after = np.where(late == 1, -groups.tail, place)
+                for back, back_keys in (
+                    ("longest tail", (place, -groups.tail, late)),
+                    ("same", (groups.first, after, late)),
+                ):
+                    order = np.concatenate([ahead, _sorted(backward, back_keys)])
+                    urgent = len(backward) - count
+                    choice = (kernels.ALTERNATE, kernels.WEIGHT_LAST, kernels.UNLIMITED, 1, urgent)
+                    label = f"{name}{suffix}, backwards {back}, {count} at the end"
+                    yield Start(label, order, np.array(choice, np.int64))
+
+
+def _halves(problem: Problem) -> tuple[IntArray, IntArray]:
+    """Numbers of forward and of backward groups."""
+    num_forward, num_backward = problem.num_groups.tolist()
+    return np.arange(num_forward), np.arange(num_forward, num_forward + num_backward)
+
+
+def _stage(groups: Groups) -> IntArray:
+    """Later modules and passes have larger numbers."""
+    stage: IntArray = groups.module * (1 + int(groups.depth.max(initial=0))) + groups.depth
+    return stage
 
 
 def _turns(groups: Groups) -> dict[str, IntArray]:
@@ -68,12 +120,16 @@ def _turns(groups: Groups) -> dict[str, IntArray]:
     valley = np.concatenate([rising[::-1][::2], rising[::-1][1::2][::-1]])
     # Multiples of the golden ratio spread evenly: any few neighbours have small and large ones among them.
     spread = np.argsort(np.argsort(np.arange(count) * ((5**0.5 - 1) / 2) % 1.0))
+    # A few that are not large fill the pipeline soon, others are left to drain it.
+    half = rising[: count // 2]
+    few = half[::4]
     sortings = {
         "first in, first out": np.arange(count),
         "large first": rising[::-1],
         "small first": rising,
         "large between": hill,
         "small between": valley,
+        "few small, then large": np.concatenate([few, np.setdiff1d(rising[::-1], few, assume_unique=True)]),
         "evenly mixed": rising[spread],
     }
     turns = {}

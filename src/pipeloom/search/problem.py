@@ -102,6 +102,8 @@ class Groups(NamedTuple):
     work: IntArray
     head: IntArray
     tail: IntArray
+    ends: IntArray
+    """Whether it is backward and no backward of another segment waits for it."""
 
 
 def make_problem(graph: TaskGraph) -> tuple[Problem, Groups, Jobs]:
@@ -224,6 +226,12 @@ def _groups(
     segment_tail = np.zeros(num_segments, np.int64)
     np.maximum.at(segment_tail, graph.segment, tail + graph.duration_ns)
 
+    source = np.repeat(np.arange(graph.num_tasks), np.diff(graph.successor_start))
+    both = (kind_class[source] == 1) & (kind_class[graph.successor] == 1)
+    both &= graph.segment[source] != graph.segment[graph.successor]
+    ends = (segment_class == 1).astype(np.int64)
+    ends[graph.segment[source[both]]] = 0
+
     def of_groups(function: np.ufunc, values: IntArray) -> IntArray:
         answer: IntArray = function.reduceat(values[grouped], start[:-1]) if len(leader) else values[:0]
         return answer
@@ -231,7 +239,7 @@ def _groups(
     groups = Groups(
         microbatch=microbatch[leader], module=module[leader], depth=depth[leader], first=of_groups(np.minimum, first),
         work=of_groups(np.add, work), head=of_groups(np.minimum, segment_head),
-        tail=of_groups(np.maximum, segment_tail),
+        tail=of_groups(np.maximum, segment_tail), ends=of_groups(np.minimum, ends),
     )  # fmt: skip
     num_groups = np.bincount(segment_class[leader], minlength=2).astype(np.int64)
     counts = [int((segment_class == c).sum()) for c in range(3)]

@@ -15,17 +15,22 @@ NODE_SHIFT = 5
 """Logarithm of the numbers that ``Scratch.node`` has for a rank."""
 
 
+NUM_URGENT, SECOND, THIRD = 3, 4, 5
+"""Entries of ``Scratch.sizes``."""
+
+
 class Scratch(NamedTuple):
     """Arrays that a rollout writes; see `make_scratch`. All int64 unless said otherwise.
 
     Attributes
     ----------
-    at : array of int32, shape (num_segments,)
+    at : array of int32
         ``Problem.base`` of the segment at every position, class after class.
     position : array of int32, shape (num_segments,)
         Position of every segment in its class.
-    sizes : array, shape (3,)
-        Bits of a rank in ``key``, logarithms of the words of a queue and of the words behind one bit of its summary.
+    sizes : array, shape (6,)
+        Bits of a rank in ``key``; logarithms of the words of a queue and of the words behind one bit of its summary;
+        bits of a backward queue's summary that are urgent; where the second and the third class begin in ``at``.
     bits : array
         Ready queues: per place (four times the rank plus the class) one bit a position.
     node : array
@@ -72,14 +77,19 @@ def make_scratch(problem: Problem) -> Scratch:
     num_ranks, num_jobs = len(problem.room), len(problem.need)
     per_rank = int(np.bincount(problem.task[:-1, 2] >> 2, minlength=num_ranks).max())
     widest = int(np.diff(problem.class_start).max())
-    word_shift = ((widest + 63) // 64 - 1).bit_length()
+    word_shift = 0
+    while 1 << word_shift < (widest + 63) // 64 + (1 << max(0, word_shift - 6)):
+        word_shift += 1
+    group_shift = max(0, word_shift - 6)
+    second = int(problem.class_start[1])
+    third = int(problem.class_start[2]) + (64 << group_shift)
 
     def ints(*shape: int) -> Array:
         return np.zeros(shape, np.int64)
 
     return Scratch(
-        at=np.zeros(num_segments, np.int32), position=np.zeros(num_segments, np.int32),
-        sizes=np.array([(num_ranks - 1).bit_length(), word_shift, max(0, word_shift - 6)], np.int64),
+        at=np.zeros(num_segments + (64 << group_shift), np.int32), position=np.zeros(num_segments, np.int32),
+        sizes=np.array([(num_ranks - 1).bit_length(), word_shift, group_shift, 64, second, third], np.int64),
         bits=ints(4 * num_ranks << word_shift), node=ints(num_ranks << NODE_SHIFT), late=ints(num_ranks, per_rank, 2),
         key=ints((num_ranks + 3) // 4 * 4), joins=ints(2 * len(problem.join_waiting) + 2),
         run=np.zeros(num_tasks, np.int32), sequence=ints(num_tasks), ready=ints(len(problem.number)),

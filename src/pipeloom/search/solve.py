@@ -32,12 +32,16 @@ SMALL, SMALL_SHARE, SMALL_TURNS, SMALL_HEAT = 200, 0.1, 4, 1.0
 """Tasks up to which a graph is small, the part of the time for its local search, then annealings and their start."""
 
 
+PORTFOLIO_PART = 0.25
+"""Part of the budget that large graphs may spend on static heuristics, of which the promising ones come early."""
+
+
 def _default(search: Search, threads: int, until: float) -> None:
     """Portfolio; then, where memory is tight, annealing and polish by turns, else local search to the end.
 
     Small graphs get several annealings on the list of tasks instead, each from the incumbent.
     """
-    portfolio(search)
+    portfolio(search, PORTFOLIO_PART)
     first = search.watch.share(search.evaluations)
     tight = search.rule != kernels.UNLIMITED
     if search.graph.num_tasks <= SMALL:

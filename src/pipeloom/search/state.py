@@ -56,7 +56,7 @@ class Search:
         self.best_ns = kernels.NEVER
         self.sequence: IntArray = self.jobs.order
         self.order: IntArray = np.arange(len(self.groups.first))
-        self.choice: IntArray = np.zeros(4, np.int64)
+        self.choice: IntArray = np.array([0, 0, 0, 1, kernels.ALL_URGENT], np.int64)
         self.rule = kernels.BANKER if memory_matters(graph) else kernels.UNLIMITED
         self.mean_task_ns = float(graph.duration_ns.mean())
         self.tuner = None if tuned is None else Tuner(tuned)
@@ -108,7 +108,7 @@ class Search:
         keys = np.array(place)
         order = np.concatenate([forward[np.argsort(keys[forward])], backward[np.argsort(keys[backward])]])
         choice = other.choice.copy()
-        choice[2:] = self.rule, 1
+        choice[2:4] = self.rule, 1
         return self.try_order(order, choice)
 
     def adopt(self, makespan: int, order: IntArray, choice: IntArray) -> None:

@@ -9,6 +9,7 @@ over (`banker`). Nothing here allocates; `Scratch` holds what a rollout writes.
 from pipeloom.search.kernels.climb import climb, evaluate, rollout
 from pipeloom.search.kernels.codes import (
     ABORTED,
+    ALL_URGENT,
     ALTERNATE,
     BACKWARD_FIRST,
     BANKER,
@@ -25,6 +26,7 @@ from pipeloom.search.kernels.moves import draw, mutate, mutate_microbatch
 
 __all__ = [
     "ABORTED",
+    "ALL_URGENT",
     "ALTERNATE",
     "BACKWARD_FIRST",
     "BANKER",

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pipeloom.search.compiled import kernel
-from pipeloom.search.kernels.codes import UNLIMITED
-from pipeloom.search.kernels.expand import expand
+from pipeloom.search.compiled import inlined, kernel
+from pipeloom.search.kernels.codes import ALL_URGENT, UNLIMITED, URGENT
+from pipeloom.search.kernels.expand import arrange
 from pipeloom.search.kernels.limited import rollout_limited
 from pipeloom.search.kernels.moves import draw, mutate, mutate_microbatch
 from pipeloom.search.kernels.unlimited import rollout_unlimited
@@ -31,10 +31,16 @@ def rollout(p: Problem, s: Scratch, policy: int, weights: int, rule: int, lookah
     return rollout_limited(p, s, policy, weights, rule, lookahead, bound)
 
 
+@inlined
+def urgent_of(choice: Array) -> Any:
+    """Number of backward groups that compete with forwards."""
+    return choice[URGENT] if len(choice) > URGENT else ALL_URGENT
+
+
 @kernel
 def evaluate(p: Problem, s: Scratch, order: Array, choice: Array, bound: int) -> int:
-    """`expand`, then `rollout`; ``choice`` is policy, weights, rule, lookahead."""
-    expand(p, s, order)
+    """`arrange`, then `rollout`; ``choice`` is policy, weights, rule, lookahead and perhaps the urgent backwards."""
+    arrange(p, s, order, urgent_of(choice))
     return rollout(p, s, choice[0], choice[1], choice[2], choice[3], bound)
 
 
@@ -62,7 +68,6 @@ def climb(
     stop early. ``switch``: one change in so many is of the policy instead (0: never).
     """
     num_groups = p.num_groups[0] + p.num_groups[1]
-    expand(p, s, order)
     for n in range(num_evaluations):
         if state[1] <= target:
             return n
@@ -70,14 +75,19 @@ def climb(
         old_policy = choice[0]
         old_weights = choice[1]
         old_lookahead = choice[3]
+        old_urgent = urgent_of(choice)
         if flip:
-            # The change before may have been taken back; then the positions are still those of the rejected order.
-            expand(p, s, order)
             what = draw(random) % 4
             if what == 0 and p.class_start[3] > p.class_start[2]:
                 choice[1] = 1 - choice[1]
             elif what == 1 and choice[2] != UNLIMITED:
                 choice[3] = 1 + draw(random) % 4
+            elif what == 1 and len(choice) > URGENT:
+                # Mostly a few more or fewer than now.
+                urgent = min(old_urgent, p.num_groups[1]) + draw(random) % 17 - 8
+                if draw(random) % 8 == 0:
+                    urgent = draw(random) % (p.num_groups[1] + 1)
+                choice[URGENT] = min(max(urgent, 0), p.num_groups[1])
             else:
                 choice[0] = (choice[0] + 1 + draw(random) % 2) % 3
         else:
@@ -86,7 +96,8 @@ def climb(
                 mutate_microbatch(p, order, backup, random)
             else:
                 mutate(p, order, backup, random)
-            expand(p, s, order)
+        # The change before may have been taken back; then the positions are still those of the rejected order.
+        arrange(p, s, order, urgent_of(choice))
         limit = state[0] + 1
         if temperature > 0.0:
             uniform = (draw(random) % (1 << 52) + 1) / (1 << 52)
@@ -102,6 +113,8 @@ def climb(
             choice[0] = old_policy
             choice[1] = old_weights
             choice[3] = old_lookahead
+            if len(choice) > URGENT:
+                choice[URGENT] = old_urgent
         else:
             order[:num_groups] = backup[:num_groups]
     return num_evaluations

@@ -11,3 +11,8 @@ ALTERNATE, BACKWARD_FIRST, FORWARD_FIRST = 0, 1, 2
 WEIGHT_LAST, WEIGHT_AT_ONCE = 0, 1
 # Who may take memory: everyone, who fits (the papers' rule), or who leaves everyone able to finish.
 UNLIMITED, FITS, BANKER = 0, 1, 2
+# Of the backward groups, this many compete with forwards; those behind run when no forward is ready.
+ALL_URGENT = 1 << 40
+
+URGENT = 4
+"""Entry of a choice that may be left out; those before are policy, weights, rule and lookahead."""

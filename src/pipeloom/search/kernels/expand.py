@@ -7,18 +7,29 @@ from typing import Any
 import numpy.typing as npt
 
 from pipeloom.search.compiled import kernel, pointer
+from pipeloom.search.kernels.codes import ALL_URGENT
 from pipeloom.search.problem import Problem
-from pipeloom.search.scratch import Scratch
+from pipeloom.search.scratch import NUM_URGENT, SECOND, THIRD, Scratch
+
+Array = npt.NDArray[Any]
 
 
 @kernel
-def expand(p: Problem, s: Scratch, order: npt.NDArray[Any]) -> None:
+def expand(p: Problem, s: Scratch, order: Array) -> None:
+    """`arrange` with all backwards urgent."""
+    arrange(p, s, order, ALL_URGENT)
+
+
+@kernel
+def arrange(p: Problem, s: Scratch, order: Array, urgent: int) -> None:
     """Turn an order of groups (forward groups, then backward groups) into positions of segments in their class.
 
-    A group's segments follow one another; its weight gradients take the order of their backward groups.
+    A group's segments follow one another; its weight gradients take the order of their backward groups. Only
+    the first ``urgent`` backward groups compete with forwards; those behind begin at a new bit of the summary.
     """
     at, position, base = pointer(s.at), pointer(s.position), pointer(p.base)
     group_start, group_segment = pointer(p.group_start), pointer(p.group_segment)
+    unit = 64 << s.sizes[2]
     place = 0
     for i in range(p.num_groups[0]):
         group = order[i]
@@ -27,11 +38,16 @@ def expand(p: Problem, s: Scratch, order: npt.NDArray[Any]) -> None:
             at[place] = base[segment]
             position[segment] = place
             place += 1
-    second = p.class_start[1]
+    second = s.sizes[SECOND]
+    third = s.sizes[THIRD]
     place = 0
     weight = 0
-    for i in range(p.num_groups[0], p.num_groups[0] + p.num_groups[1]):
-        group = order[i]
+    s.sizes[NUM_URGENT] = 64
+    for i in range(p.num_groups[1]):
+        if i == urgent:
+            place = (place + unit - 1) // unit * unit
+            s.sizes[NUM_URGENT] = place // unit
+        group = order[p.num_groups[0] + i]
         for k in range(group_start[group], group_start[group + 1]):
             segment = group_segment[k]
             at[second + place] = base[segment]
@@ -39,6 +55,6 @@ def expand(p: Problem, s: Scratch, order: npt.NDArray[Any]) -> None:
             place += 1
         for k in range(p.weight_start[group], p.weight_start[group + 1]):
             segment = p.weight_segment[k]
-            at[p.class_start[2] + weight] = base[segment]
+            at[third + weight] = base[segment]
             position[segment] = weight
             weight += 1

@@ -32,7 +32,7 @@ from pipeloom.search.kernels.queues import (
     trailing_zeros,
 )
 from pipeloom.search.problem import Problem
-from pipeloom.search.scratch import NODE_SHIFT, Scratch
+from pipeloom.search.scratch import NODE_SHIFT, NUM_URGENT, SECOND, Scratch
 
 
 @kernel
@@ -62,6 +62,7 @@ def rollout_limited(
     num_keys, num_tasks, num_ranks = len(s.key), len(s.run), len(s.free)
     rank_bits, word_shift, group_shift = s.sizes[0], s.sizes[1], s.sizes[2]
     never = NEVER >> rank_bits
+    urgent = -1 if s.sizes[NUM_URGENT] >= 64 else (1 << s.sizes[NUM_URGENT]) - 1
     has_weights = p.class_start[3] > p.class_start[2]
     num_active = 0
     for cell in range(len(s.ready)):
@@ -111,6 +112,7 @@ def rollout_limited(
             backward_first = int64(
                 policy == BACKWARD_FIRST or (policy == ALTERNATE and node[row + LAST_KIND] == 0)
             )
+            backward_first &= int64(node[row + SUMMARY + 1] & urgent != 0)
             for turn in range(3 if has_weights else 2):
                 which = turn ^ backward_first
                 if has_weights:
@@ -122,7 +124,7 @@ def rollout_limited(
                 if summary == 0:
                     continue
                 queue = (4 * rank + which) << word_shift
-                start = p.class_start[which]
+                start = 0 if which == 0 else s.sizes[SECOND - 1 + which]
                 word = first_word(bits, queue, summary, group_shift)
                 left = bits[queue + word]
                 seen = 0

@@ -20,7 +20,7 @@ from pipeloom.search.kernels.queues import (
     take_late,
 )
 from pipeloom.search.problem import Problem
-from pipeloom.search.scratch import NODE_SHIFT, Scratch
+from pipeloom.search.scratch import NODE_SHIFT, NUM_URGENT, SECOND, THIRD, Scratch
 
 
 @kernel
@@ -43,8 +43,9 @@ def rollout_unlimited(p: Problem, s: Scratch, policy: int, weights: int, bound: 
     num_keys, num_tasks = len(s.key), len(s.run)
     rank_bits, word_shift, group_shift = s.sizes[0], s.sizes[1], s.sizes[2]
     never = NEVER >> rank_bits
-    second, third = p.class_start[1], p.class_start[2]
-    has_weights = p.class_start[3] > third
+    second, third = s.sizes[SECOND], s.sizes[THIRD]
+    urgent = -1 if s.sizes[NUM_URGENT] >= 64 else (1 << s.sizes[NUM_URGENT]) - 1
+    has_weights = p.class_start[3] > p.class_start[2]
     alternate = int64(policy == ALTERNATE)
     backward_first = int64(policy == BACKWARD_FIRST)
     makespan = 0
@@ -75,6 +76,7 @@ def rollout_unlimited(p: Problem, s: Scratch, policy: int, weights: int, bound: 
         # Which class, without branches: all ones for a backward.
         last_kind = node[row + LAST_KIND]
         turn = (alternate & ~last_kind) | backward_first
+        turn &= int64(backward & urgent != 0)
         chosen = int64(backward != 0) & (turn | int64(forward == 0))
         behind = -chosen
         summary = forward ^ ((forward ^ backward) & behind)
