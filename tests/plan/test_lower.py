@@ -318,3 +318,32 @@ def test_parts_that_match_in_no_way_are_refused() -> None:
     ]  # fmt: skip
     with pytest.raises(InputError, match="pack with the model"):
         make_routes(layout, replace(packing, reads=()), units)
+
+
+@settings(deadline=None, max_examples=80)
+@given(SEEDS)
+def test_a_plan_for_joined_messages_verifies_under_every_rule(seed: int) -> None:
+    case = random_case(seed, strategies=EVERY_STRATEGY)
+    shapes = boundary_shapes(case.model, case.layout)
+    plan = lower(case.graph, case.schedule, case.timeline, case.layout, case.packing, shapes, batched=True)
+    verify(plan, case.layout, case.packing, batched=True)
+    assert dry_run(plan, "gloo") is None
+
+
+def test_two_joined_operations_that_wait_for_each_other() -> None:
+    def post(verb: str, chunk: str, peer: int) -> Action:
+        return Action(verb=verb, chunk=chunk, peer=peer, shape=(1,), dtype="float32")  # type: ignore[arg-type]
+
+    def wait(verb: str, chunk: str) -> Action:
+        return Action(verb=verb, chunk=chunk)  # type: ignore[arg-type]
+
+    # A ring: each rank first sends on, and in another operation receives.
+    apart = tuple(
+        (post("SF", f"a.{r}", (r + 1) % 3), Action(verb="UN", chunk="x"), post("RF", f"a.{(r - 1) % 3}", (r - 1) % 3),
+         wait("WF", f"a.{(r - 1) % 3}"), wait("DF", f"a.{r}"))
+        for r in range(3)
+    )  # fmt: skip
+    together = tuple((a, c, d, e) for a, _, c, d, e in apart)
+    assert dry_run(ExecutionPlan(3, 0, "x", apart), "nccl") is None
+    assert dry_run(ExecutionPlan(3, 0, "x", apart), "nccl batched") is not None
+    assert dry_run(ExecutionPlan(3, 0, "x", together), "nccl batched") is None

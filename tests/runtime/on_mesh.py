@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,11 +22,13 @@ from pipeloom.runtime import (
     TorchTransport,
     clip_gradients,
     global_targets,
+    load_checkpoint,
     make_mesh,
     mesh_gradients,
+    save_checkpoint,
     shard_layers,
 )
-from pipeloom.spec import Layout, Parallelism
+from pipeloom.spec import Batch, Layout, Parallelism
 from tests.plan.cases import (
     Case,
     RandomCosts,
@@ -33,6 +36,7 @@ from tests.plan.cases import (
     earliest,
     graph_of_units,
     random_batch,
+    random_layout,
     random_schedule,
 )
 
@@ -172,3 +176,49 @@ def check_gradients(mine: dict[str, torch.nn.Parameter], wanted: Gradients) -> N
         gradient: Tensor | None = parameter.grad
         found[name] = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
     assert_equal_gradients(found, {name: wanted.get(name) for name in mine})
+
+
+def share_of(seed: int, shape: Shape, replica: int) -> Run:
+    """A replica's share of a global batch that, like the model, depends on the seed alone."""
+    first = random_run(seed, 2)
+    rng = random.Random(f"{seed} {shape}")
+    drawn = random_layout(rng, first.case.model, shape.pipeline)
+    layout = Layout(shape.pipeline, drawn.modules, drawn.chunks, Parallelism(shape.tensor, shape.data))
+    samples = first.case.packing.batch.samples
+    mine = list(range(len(samples)))[replica :: shape.data]
+    packing = pack(Batch(tuple(samples[i] for i in mine)), first.case.model, layout, PackingSpec(60))
+    graph = graph_of_units(layout, packing, dealt_units(rng, layout, packing), RandomCosts(seed, True))
+    schedule = random_schedule(rng, graph)
+    case = Case(first.case.model, layout, packing, graph, schedule, earliest(graph, schedule))
+    return Run(case, first.model, [first.documents[i] for i in mine])
+
+
+def train_through(shapes: list[Shape], seed: int, folder: str) -> list[list[float]]:
+    """Three iterations in each shape, each going on from the checkpoint of the one before; their losses.
+
+    The first of all runs six, so that the others have something to be compared with.
+    """
+    losses: list[list[float]] = []
+    for number, shape in enumerate(shapes):
+        mesh = make_mesh(share_of(seed, shape, 0).case.layout)
+        run = share_of(seed, shape, mesh.data_rank)
+        executor = executor_on(run, mesh, shape)
+        parameters = executor.parameters()
+        # Divided and undivided parameters may not go through one fused call.
+        optimizer = torch.optim.AdamW(parameters, lr=0.01, foreach=False) if parameters else None
+        first = 0 if number == 0 else load_checkpoint(Path(folder) / str(number - 1), executor, optimizer)
+        plan = plan_of(run, seed)
+        targets = global_targets(sum(map(run.model.num_targets, run.documents)), mesh)
+        losses.append([])
+        for iteration in range(first, 6 if number == 0 else min(6, first + 2)):
+            if iteration == 3 + number:
+                save_checkpoint(Path(folder) / str(number), executor, optimizer, iteration)
+            result = executor.run(plan, run.case.packing, run.documents, normaliser=targets)
+            total = torch.tensor(result.loss_sum / result.normaliser, dtype=torch.float64)
+            dist.all_reduce(total)
+            losses[-1].append(float(total) / shape.tensor)
+            clip_gradients(executor.named_parameters(), run.case.layout, mesh, 1.0)
+            if optimizer is not None:
+                optimizer.step()
+                optimizer.zero_grad()
+    return losses

@@ -12,7 +12,9 @@ import torch
 import torch.distributed as dist
 
 from pipeloom.packing import PackingSpec, pack
+from pipeloom.plan import ExecutionPlan, boundary_shapes, lower
 from pipeloom.runtime import (
+    BatchedTransport,
     Executor,
     TorchTransport,
     all_reduce_gradients,
@@ -43,9 +45,11 @@ def run_many(seeds: list[int], options: dict[str, Any], tag_zero: bool = False) 
             continue
         run = random_run(seed, num_ranks, replicate=seed % 3 == 0, **options)
         _, wanted = expected(run)
-        transport = TorchTransport(
-            groups[num_ranks - 1], use_tags=not tag_zero and seed // len(groups) % 2 == 0
-        )
+        use_tags = not tag_zero and seed // len(groups) % 2 == 0
+        # With and without joining messages; the plans for it are legal for the others too.
+        kind = BatchedTransport if seed // len(groups) % 3 == 0 else TorchTransport
+        transport = kind(groups[num_ranks - 1], use_tags=use_tags)
+        plan = plan_for_joined(run) if kind is BatchedTransport else run.case.plan
         executor = Executor(
             run.model,
             run.case.layout,
@@ -53,7 +57,7 @@ def run_many(seeds: list[int], options: dict[str, Any], tag_zero: bool = False) 
             transport,
             reduce_gradients=all_reduce_gradients(run.case.layout, pipeline=groups[num_ranks - 1]),
         )
-        result = executor.run(run.case.plan, run.case.packing, run.documents)
+        result = executor.run(plan, run.case.packing, run.documents)
         mine = {name for name, _ in executor.named_parameters()}
         found = take_gradients(run.model)
         try:
@@ -64,6 +68,12 @@ def run_many(seeds: list[int], options: dict[str, Any], tag_zero: bool = False) 
         counts["sent_bytes"] += result.sent_bytes
         counts["recomputed"] += result.num_recomputed
     return counts
+
+
+def plan_for_joined(run: Run) -> ExecutionPlan:
+    case = run.case
+    shapes = boundary_shapes(case.model, case.layout)
+    return lower(case.graph, case.schedule, case.timeline, case.layout, case.packing, shapes, batched=True)
 
 
 class Hanging:

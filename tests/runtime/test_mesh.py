@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from pipeloom.errors import ExecutionError
 from pipeloom.runtime import launch
 
-from .on_mesh import Shape, run_on_mesh
+from .on_mesh import Shape, run_on_mesh, train_through
 
 TWO_BY_TWO = [
     Shape(2, 2, 1),
@@ -34,3 +36,13 @@ def test_two_kinds_of_parallelism_are_exact_on_many_models() -> None:
 def test_a_wrong_number_of_processes_is_named() -> None:
     with pytest.raises(ExecutionError, match=r"2 pipeline x 2 data x 1 tensor = 4 processes, 1 run"):
         launch(run_on_mesh, 1, [Shape(2, 2, 1)], [0], timeout_s=30.0)
+
+
+def test_training_resumes_under_other_degrees_of_parallelism(tmp_path: Path) -> None:
+    shapes = [Shape(2, 2, 1, sharded=True), Shape(2, 1, 2), Shape(1, 2, 2, sharded=True)]
+    found = launch(train_through, 4, shapes, 12, str(tmp_path), timeout_s=120.0)[0]
+    whole = found[0]
+    assert len(whole) == 6
+    assert whole[0] != pytest.approx(whole[3], rel=1e-3)
+    for number, losses in enumerate(found[1:], start=3):
+        assert losses == pytest.approx(whole[number : number + 2], rel=1e-9)

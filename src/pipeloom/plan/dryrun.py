@@ -9,9 +9,11 @@ from typing import Literal, NamedTuple
 from pipeloom.plan.action import RECEIVE_VERBS, SEND_VERBS, Action, ExecutionPlan
 from pipeloom.plan.text import action_text
 
-Rules = Literal["nccl", "gloo"]
+Rules = Literal["nccl", "nccl batched", "gloo"]
 """NCCL: messages of a pair of ranks are served one after the other, both directions in one stream, and tags are
-ignored. Gloo: by tag, in any order. Both: a message is done once both ends have posted it (rendezvous)."""
+ignored. NCCL batched: sends and receives that stand together are one operation, and a rank's operations are served one
+after the other, whoever the peers are. Gloo: by tag, in any order. All: a message is done once both ends have posted
+it (rendezvous)."""
 
 
 _WAITS = frozenset({"WF", "WB", "DF", "DB"})
@@ -88,6 +90,9 @@ class _DryRun:
         self.done: set[tuple[int, Message]] = set()
         """Messages complete at a rank."""
         self.mismatch = ""
+        self.batches: list[list[dict[Message, Action]]] = [[] for _ in range(plan.num_ranks)]
+        """Per rank, its operations that are not done yet, with what is missing in each; the last may still grow."""
+        self.growing = [False] * plan.num_ranks
 
     def run(self) -> Stop | None:
         moved = True
@@ -116,6 +121,12 @@ class _DryRun:
         actions, messages, begin = self.plan.ranks[rank], self.messages[rank], self.steps[rank]
         while self.steps[rank] < len(actions):
             message = messages[self.steps[rank]]
+            if message is None or actions[self.steps[rank]].verb in _WAITS:
+                self.growing[rank] = False
+                if self.rules == "nccl batched":
+                    self._serve_batches()
+                    if self.mismatch:
+                        return True
             if message is not None:
                 action = actions[self.steps[rank]]
                 if action.verb not in _WAITS:
@@ -125,12 +136,20 @@ class _DryRun:
                 elif (rank, message) not in self.done:
                     break
             self.steps[rank] += 1
+        if self.steps[rank] == len(actions) and self.growing[rank]:
+            self.growing[rank] = False
+            self._serve_batches()
         return self.steps[rank] > begin
 
     def _post(self, rank: int, action: Action, message: Message) -> None:
         peer = -1 if action.peer is None else action.peer
         self.posted[rank, peer].append((action, message))
-        if self.rules == "nccl":
+        if self.rules == "nccl batched":
+            if not self.growing[rank]:
+                self.batches[rank].append({})
+                self.growing[rank] = True
+            self.batches[rank][-1][message] = action
+        elif self.rules == "nccl":
             self._serve_in_order(rank, peer)
         else:
             self._serve_by_name(rank, peer, action, message)
@@ -152,6 +171,32 @@ class _DryRun:
                 return
             self._complete(rank, peer, here, there, my_message)
             self.served[min(rank, peer), max(rank, peer)] = index + 1
+
+    def _serve_batches(self) -> None:
+        """Match what stands in the operations that all ranks are at, as long as there is something."""
+        moved = True
+        while moved and not self.mismatch:
+            moved = False
+            for rank, batches in enumerate(self.batches):
+                if not batches or (len(batches) == 1 and self.growing[rank]):
+                    continue
+                for message, action in list(batches[0].items()):
+                    peer = -1 if action.peer is None else action.peer
+                    theirs = self._head(peer)
+                    other = theirs.get(message)
+                    if other is not None and (action.verb in SEND_VERBS) != (other.verb in SEND_VERBS):
+                        self._complete(rank, peer, action, other, message)
+                        del batches[0][message], theirs[message]
+                        moved = True
+                if not batches[0]:
+                    batches.pop(0)
+                    moved = True
+
+    def _head(self, rank: int) -> dict[Message, Action]:
+        """The operation that a rank is at."""
+        if not 0 <= rank < len(self.batches) or not self.batches[rank]:
+            return {}
+        return {} if len(self.batches[rank]) == 1 and self.growing[rank] else self.batches[rank][0]
 
     def _serve_by_name(self, rank: int, peer: int, action: Action, message: Message) -> None:
         role = "send" if action.verb in SEND_VERBS else "receive"

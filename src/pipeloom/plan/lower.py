@@ -40,6 +40,7 @@ def lower(
     iteration: int = 0,
     *,
     default_strategy: str = "keep",
+    batched: bool = False,
 ) -> ExecutionPlan:
     """Turn a schedule into an execution plan.
 
@@ -57,6 +58,9 @@ def lower(
     iteration : int
     default_strategy : str
         Memory strategy of all pairs where the graph has no candidates.
+    batched : bool
+        For a transport that joins neighbouring messages, which are then served rank by rank and no longer pair by
+        pair: a receive is posted no earlier than any other message of its rank.
 
     Returns
     -------
@@ -79,7 +83,7 @@ def lower(
     routes = make_routes(layout, packing, unit_of_pair)
     _check_pairs(graph, layout, unit_of_pair)
     return _Lowering(
-        graph, schedule, timeline, layout, packing, shapes, routes, unit_of_pair, default_strategy
+        graph, schedule, timeline, layout, packing, shapes, routes, unit_of_pair, default_strategy, batched
     ).run(iteration)
 
 
@@ -143,11 +147,15 @@ class _RankList:
         self.insert(action, position)
         self.last_post[peer] = position
 
-    def early_place(self, peer: int, time_ns: int) -> int | None:
-        """Where to post a receive so that it stands before the computation running at ``time_ns``."""
+    def early_place(self, peer: int | None, time_ns: int) -> int | None:
+        """Where to post a receive so that it stands before the computation running at ``time_ns``.
+
+        Never before another message of the pair, or of the rank where ``peer`` is None.
+        """
         if self.compute_end_ns <= time_ns:
             return None
-        return max(self.compute_at, self.last_post.get(peer, -1) + 1)
+        last = max(self.last_post.values(), default=-1) if peer is None else self.last_post.get(peer, -1)
+        return max(self.compute_at, last + 1)
 
 
 class _Lowering:
@@ -162,10 +170,11 @@ class _Lowering:
         routes: Routes,
         unit_of_pair: list[Unit],
         default_strategy: str,
+        batched: bool,
     ) -> None:
         self.graph, self.layout, self.packing, self.routes = graph, layout, packing, routes
         self.schedule, self.shapes, self.default_strategy = schedule, shapes, default_strategy
-        self.unit_of_pair = unit_of_pair
+        self.unit_of_pair, self.batched = unit_of_pair, batched
         self.names = layout.chunk_names
         self.start_ns, self.end_ns = timeline.start_ns.tolist(), timeline.end_ns.tolist()
         self.ranks = [_RankList() for _ in range(layout.num_ranks)]
@@ -291,7 +300,7 @@ class _Lowering:
         receive: Verb = "RB" if message.backward else "RF"
         sender, receiver = self.ranks[message.sender], self.ranks[message.receiver]
         sender.post(self._posted(send, message, message.receiver), message.receiver)
-        place = receiver.early_place(message.sender, time_ns)
+        place = receiver.early_place(None if self.batched else message.sender, time_ns)
         receiver.post(self._posted(receive, message, message.sender), message.sender, place)
 
     def _append_ends(self) -> None:

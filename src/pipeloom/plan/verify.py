@@ -19,14 +19,21 @@ _Key = tuple[str, int, int]
 """Chunk name, microbatch, sub-microbatch: a unit as plans name it."""
 
 
-def verify(plan: ExecutionPlan, layout: Layout | None = None, packing: Packing | None = None) -> None:
+def verify(
+    plan: ExecutionPlan,
+    layout: Layout | None = None,
+    packing: Packing | None = None,
+    *,
+    batched: bool = False,
+) -> None:
     """Check a plan; return when it is complete and cannot deadlock, neither under NCCL's rules nor gloo's.
 
     Always: each rank's steps are in a possible order (a backward after its forward, every receive and send
     posted once and waited for once), and a dry run ends with every message matched, with equal shapes, in an
     order that NCCL accepts (what NCCL accepts, gloo does too). With a layout: every chunk is on its rank, and
     every unit of a trained module has its backward. With a packing too: every unit of the iteration is there,
-    and every computation has what it needs before it starts, from exactly the ranks that have it.
+    and every computation has what it needs before it starts, from exactly the ranks that have it. With ``batched``
+    also for a transport that joins neighbouring messages.
 
     Raises
     ------
@@ -38,7 +45,7 @@ def verify(plan: ExecutionPlan, layout: Layout | None = None, packing: Packing |
     messages = messages_of(plan)
     for rank in range(plan.num_ranks):
         _check_steps(plan, messages, rank)
-    _check_dry_run(plan, messages)
+    _check_dry_run(plan, messages, batched)
     if layout is not None:
         _check_layout(plan, layout)
         if packing is not None:
@@ -107,8 +114,15 @@ def _check_peer(plan: ExecutionPlan, rank: int, step: int) -> None:
         _fail(plan, rank, step, f"peer {action.peer} is not another rank of 0..{plan.num_ranks - 1}")
 
 
-def _check_dry_run(plan: ExecutionPlan, messages: Messages) -> None:
+def _check_dry_run(plan: ExecutionPlan, messages: Messages, batched: bool) -> None:
     stop = dry_run(plan, "nccl", messages)
+    if stop is None and batched:
+        stop = dry_run(plan, "nccl batched", messages)
+        if stop is not None:
+            raise PlanError(
+                f"the plan stops where neighbouring messages are joined: {stop.reason}; lower it with "
+                f"batched=True\n{grid(plan, stop.steps)}"
+            )
     if stop is None:
         return
     lenient = dry_run(plan, "gloo", messages) is None

@@ -16,10 +16,11 @@ from pipeloom.runtime.sharding import shard_layers
 from pipeloom.runtime.store import TcpPlanStore
 from pipeloom.runtime.torchrun import Worker, join_workers, this_worker
 from pipeloom.runtime.trainer import StepReport, Trainer
-from pipeloom.runtime.transport import ThreadHub, TorchTransport, Transport
+from pipeloom.runtime.transport import BatchedTransport, ThreadHub, TorchTransport, Transport
 
 __all__ = [
     "ActionTime",
+    "BatchedTransport",
     "Checkpoints",
     "Executor",
     "Mesh",

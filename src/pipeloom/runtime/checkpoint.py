@@ -1,7 +1,8 @@
 """Checkpoints that know layers and not ranks: saved from one layout, resumed in any other.
 
 Built on `torch.distributed.checkpoint`. Every tensor is filed under the name of its parameter, module and layer
-first, so that a rank finds those of its own chunks whoever wrote them.
+first, so that a rank finds those of its own chunks whoever wrote them. Tensors in shards (FSDP2, DTensor) are filed
+as wholes: other degrees of data and tensor parallelism cut them anew.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from pipeloom.errors import InputError
 from pipeloom.runtime.executor import Executor
@@ -30,7 +32,7 @@ def save_checkpoint(
     *,
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Write parameters, buffers and optimiser state; all pipeline ranks call it together.
+    """Write parameters, buffers and optimiser state; all processes call it together.
 
     Parameters
     ----------
@@ -42,7 +44,7 @@ def save_checkpoint(
     iteration : int
         The next one to run.
     group : torch.distributed.ProcessGroup or None
-        The pipeline ranks; None: the default group, or a single process.
+        All processes that train; None: the default group, or a single process.
     """
     import torch.distributed.checkpoint as dcp  # slow to import, and seldom needed
 
@@ -60,7 +62,7 @@ def load_checkpoint(
     *,
     group: dist.ProcessGroup | None = None,
 ) -> int:
-    """Read what this rank's chunks and optimiser need; all pipeline ranks call it together.
+    """Read what this rank's chunks and optimiser need; all processes call it together.
 
     Returns
     -------
@@ -142,7 +144,11 @@ def _empty_slots(
     for key, entry in stored.items():
         name, slash, _ = key.removeprefix(f"{_OPTIMIZER}.").rpartition("/")
         if key.startswith(f"{_OPTIMIZER}.") and slash and name in mine:
+            parameter, dtype = mine[name], entry.properties.dtype
+            if isinstance(parameter, DTensor) and entry.size == parameter.shape:
+                slots[key] = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+                continue
             # A counter of steps lives on the host, whatever holds the parameter.
-            device = mine[name].device if len(entry.size) else torch.device("cpu")
-            slots[key] = torch.empty(entry.size, dtype=entry.properties.dtype, device=device)
+            device = parameter.device if len(entry.size) else torch.device("cpu")
+            slots[key] = torch.empty(entry.size, dtype=dtype, device=device)
     return slots

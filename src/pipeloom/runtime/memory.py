@@ -119,6 +119,7 @@ class _Storage:
         self.device = tensor.device
         self.host: Tensor | None = None
         self.back: torch.UntypedStorage | None = None
+        self.loaded: torch.cuda.Event | None = None
 
     def offload(self) -> None:
         """Copy to the host and let go of the device's memory."""
@@ -131,16 +132,34 @@ class _Storage:
         raw = torch.empty(0, dtype=torch.uint8, device=self.device).set_(self.here.untyped_storage())
         self.host = torch.empty(self.num_bytes, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
         self.host.copy_(raw, non_blocking=True)
+        if self.device.type == "cuda":
+            # Copied in another stream than the one that owns the memory.
+            raw.record_stream(torch.cuda.current_stream(self.device))
         self.here = None
 
-    def load(self) -> torch.UntypedStorage:
-        """Bring it back to the device; again and again is allowed."""
+    def load(self) -> None:
+        """Begin to bring it back to the device; again and again is allowed."""
+        if self.here is not None or self.back is not None:
+            return
+        assert self.host is not None
+        raw = self.host.to(self.device, non_blocking=True, copy=True)
+        self.back, self.host = raw.untyped_storage(), None
+        if self.device.type == "cuda":
+            self.loaded = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self.loaded.record(torch.cuda.current_stream(self.device))
+
+    def take(self) -> torch.UntypedStorage:
+        """It, on the device: whatever is computed from now on in this stream finds it there."""
         if self.here is not None:
             return self.here.untyped_storage()
-        if self.back is None:
-            assert self.host is not None
-            self.back = self.host.to(self.device, non_blocking=True, copy=True).untyped_storage()
-            self.host = None
+        self.load()
+        assert self.back is not None
+        if self.loaded is not None:
+            computing = torch.cuda.current_stream(self.device)
+            computing.wait_event(self.loaded)
+            raw = torch.empty(0, dtype=torch.uint8, device=self.device).set_(self.back)
+            raw.record_stream(computing)
+            self.loaded = None
         return self.back
 
 
@@ -203,4 +222,4 @@ class Offloaded:
                 run_check=False, shape=saved.size, stride=saved.stride,
             )  # fmt: skip
         whole = torch.empty(0, dtype=saved.dtype, device=saved.storage.device)
-        return whole.set_(saved.storage.load(), saved.offset, saved.size, saved.stride)
+        return whole.set_(saved.storage.take(), saved.offset, saved.size, saved.stride)

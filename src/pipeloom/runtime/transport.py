@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -71,6 +72,39 @@ def _posted(work: dist.Work | None, what: str, peer: int) -> Handle:
     if work is None:
         raise ExecutionError(f"{what} pipeline rank {peer}: this process is not in the group")
     return work
+
+
+class Post(NamedTuple):
+    """A send or receive that is to be posted together with others."""
+
+    sends: bool
+    tensor: Tensor
+    peer: int
+    tag: int
+
+
+class BatchedTransport(TorchTransport):
+    """Joins messages that a plan posts one after the other into one operation, as NCCL gains by.
+
+    NCCL then serves a rank's operations one by one, whoever the peers are, so that plans must be lowered with
+    ``batched=True``; all ranks use this transport or none.
+    """
+
+    def post(self, posts: Sequence[Post]) -> list[Handle]:
+        """Post them together; a handle for each."""
+        operations = [
+            dist.P2POp(
+                dist.isend if post.sends else dist.irecv,
+                post.tensor,
+                group=self.group,
+                group_peer=post.peer,
+                tag=post.tag if self.use_tags else 0,
+            )
+            for post in posts
+        ]
+        works: list[Handle] = list(dist.batch_isend_irecv(operations))
+        # NCCL gives one handle for all.
+        return works if len(works) == len(posts) else works[:1] * len(posts)
 
 
 MatchOrder = Literal["tags", "in order"]

@@ -238,9 +238,3 @@ class MessageState:
         """Give the received tensor to the unit."""
         (self.unit.gradients if self.backward else self.unit.arrived)[self.place] = self.tensor
         self.tensor = None
-
-    def wait(self) -> None:
-        """Block until the message is through."""
-        if self.handle is not None:
-            self.handle.wait()
-            self.handle = None
