@@ -9,7 +9,7 @@ decoder behind it; two of them that share a sample both take its rows.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from pipeloom.errors import InputError
 from pipeloom.packing.types import Packing
@@ -17,7 +17,8 @@ from pipeloom.spec import Sample
 from pipeloom.spec.model import Reads, instance_lengths
 
 
-class Piece(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Piece:
     """Instances of one part of a module that go into one part of the next.
 
     Attributes
