@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
 from pipeloom.arrange.layer_chain import LayerChain
 from pipeloom.errors import InputError
@@ -11,14 +12,42 @@ from pipeloom.taskgraph import IntArray
 
 def even_cuts(loads: IntArray, num_chunks: int) -> tuple[int, ...]:
     """Cut a chain where its cumulated load comes nearest to equal shares, every chunk having a layer."""
+    return _shared_cuts(loads, np.ones(num_chunks))
+
+
+def balanced_cuts(loads: IntArray, ranks: tuple[int, ...], thin: int = 0) -> tuple[int, ...]:
+    """Cut a chain for a given placement so that ranks, not chunks, have equal loads as nearly as this finds.
+
+    Chunks of overloaded ranks (one has a heavy head) shrink, the others grow, a few times over; the best is kept.
+    The first ``thin`` chunks have one layer.
+    """
+    home = np.array(ranks)
+    rest = loads[thin:]
+    share = np.ones(len(ranks) - thin)
+    best: tuple[int, tuple[int, ...]] | None = None
+    for _ in range(12):
+        cuts = (*range(thin), *(thin + cut for cut in _shared_cuts(rest, share)))
+        chunk = np.add.reduceat(loads, np.array(cuts[:-1]))
+        rank = np.zeros(int(home.max()) + 1, np.int64)
+        np.add.at(rank, home, chunk)
+        if best is None or int(rank.max()) < best[0]:
+            best = (int(rank.max()), cuts)
+        share = np.maximum(share * (rank.mean() / np.maximum(rank[home[thin:]], 1)), 1e-6)
+    assert best is not None
+    return best[1]
+
+
+def _shared_cuts(loads: IntArray, shares: npt.NDArray[np.float64]) -> tuple[int, ...]:
+    """Cut where the cumulated load comes nearest to the cumulated shares, every chunk having a layer."""
     total = np.concatenate([[0], np.cumsum(loads)])
+    wanted = np.cumsum(shares) / shares.sum() * total[-1]
+    num = len(shares)
     cuts = [0]
-    for c in range(1, num_chunks):
-        share = total[-1] * c / num_chunks
-        at = int(np.searchsorted(total, share))
-        if at > 0 and share - total[at - 1] < total[at] - share:
+    for c in range(1, num):
+        at = int(np.searchsorted(total, wanted[c - 1]))
+        if at > 0 and wanted[c - 1] - total[at - 1] < total[min(at, len(loads))] - wanted[c - 1]:
             at -= 1
-        cuts.append(min(max(at, cuts[-1] + 1), len(loads) - (num_chunks - c)))
+        cuts.append(min(max(at, cuts[-1] + 1), len(loads) - (num - c)))
     return (*cuts, len(loads))
 
 

@@ -234,13 +234,13 @@ def rank_static_bytes(chain: LayerChain, arrangement: Arrangement) -> IntArray:
     return static
 
 
-def layout_of(chain: LayerChain, arrangement: Arrangement) -> Layout:
+def layout_of(num_ranks: int, arrangement: Arrangement) -> Layout:
     """Write an arrangement as `pipeloom.layout/1`: one module of all layers."""
     chunks = tuple(
         Chunk(MODULE, (first, last - 1), rank)
         for (first, last), rank in zip(pairwise(arrangement.cuts), arrangement.ranks, strict=True)
     )
-    return Layout(num_ranks=chain.num_ranks, modules=(ModuleLayout(MODULE),), chunks=chunks)
+    return Layout(num_ranks=num_ranks, modules=(ModuleLayout(MODULE),), chunks=chunks)
 
 
 def task_number(kind: int, chunk: int, microbatch: int, num_chunks: int, num_microbatches: int) -> int:

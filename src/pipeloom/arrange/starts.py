@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipeloom.arrange.cuts import equal_cuts, even_cuts
+from pipeloom.arrange.cuts import balanced_cuts, equal_cuts
 from pipeloom.arrange.kernels import FIRST, KEY, NUM_CHUNKS, NUM_ROWS, PERIOD, RANK, SCALARS, WAIT
 from pipeloom.arrange.layer_chain import Arrangement, LayerChain, chunk_costs
 from pipeloom.taskgraph import IntArray
@@ -60,12 +60,12 @@ def starts(chain: LayerChain, most_chunks: int, stride: int) -> Iterator[tuple[A
     loads = chain.total_ns[:, 0]
     for depth in range(1, max(1, most_chunks // p) + 1):
         num = min(depth * p, chain.num_layers, most_chunks)
-        cuts = even_cuts(loads, num)
-        found = {Arrangement(cuts, interleaved(num, p)), Arrangement(cuts, zigzag(num, p))}
-        if num > p:
-            # One layer on each rank first, so that all ranks begin and end early.
-            thin = (*range(p), *(p + cut for cut in even_cuts(loads[p:], num - p)))
-            found |= {Arrangement(thin, interleaved(num, p)), Arrangement(thin, zigzag(num, p))}
+        found = set()
+        for ranks in (interleaved(num, p), zigzag(num, p)):
+            found.add(Arrangement(balanced_cuts(loads, ranks), ranks))
+            if num > p:
+                # One layer on each rank first, so that all ranks begin and end early.
+                found.add(Arrangement(balanced_cuts(loads, ranks, p), ranks))
         for arrangement in sorted(found, key=lambda a: (a.cuts, a.ranks)):
             waits = np.zeros((3, num), np.int64)
             for early in (0.0, float(p), 4.0 * m):
@@ -85,8 +85,8 @@ def allowed_starts(
             continue
         even = equal_cuts(chain, num)
         if "partition" not in phases:
-            if arrangement.cuts != even_cuts(chain.total_ns[:, 0], num):
-                continue  # of every depth and rule, one with equal layers
+            if arrangement.cuts != balanced_cuts(chain.total_ns[:, 0], arrangement.ranks):
+                continue  # of every placement and rule, one with equal layers
             arrangement = Arrangement(even, arrangement.ranks)
         if "schedule" not in phases:
             if rule.period != min(p, chain.num_microbatches):

@@ -84,7 +84,7 @@ def arrange(
     # Nothing leaves that the independent checker has not passed; a violation here is a defect of the search.
     if violations := check(found.graph, found.schedule, found.timeline):
         raise RuntimeError(f"the search gave an infeasible schedule ({violations[0]}); nothing is written")
-    layout = layout_of(chain, found.arrangement)
+    layout = layout_of(chain.num_ranks, found.arrangement)
     record = SearchRecord(found.method, seed, budget, round(found.elapsed_s, 6), found.evaluations)
     write_layout(out, layout)
     written = [str(out)]

@@ -1,0 +1,141 @@
+"""The evaluation's models as chains of emulated layers, and every system on them."""
+
+from __future__ import annotations
+
+import functools
+import statistics
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from pipeloom.arrange import Settings, arrange, chain_of_layers
+from pipeloom.arrange.joint import warm_up
+from pipeloom.arrange.layer_chain import LayerChain
+from pipeloom.arrange.systems import Standing, run_system
+from pipeloom.cost.emulated_layers import emulated_layers
+from pipeloom.reproduce.part import Options
+from pipeloom.search import Deadline
+from pipeloom.spec.catalog import load_machine
+from pipeloom.spec.hardware import Degrees
+from pipeloom.timeline import check
+
+CLUSTER = "adaptis-h800-128"
+BASELINES = {"S-1F1B": "S-1F1B", "I-1F1B": "I-1F1B", "ZB": "ZB-H1", "Mist": "Mist"}
+"""The paper's names, and ours."""
+_SPLIT = ("ZB-H1", "ZB-V", "DualPipeV")
+MOST_SEARCH = 4.0
+"""Times the search time of one batch that an arrangement gets, since it is made once, before training."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """A model, its parallelism, and its microbatches of one sequence."""
+
+    model: str
+    pipeline: int
+    tensor: int
+    num_microbatches: int
+    tokens: int
+    data: int = 1
+
+
+FAMILIES = {"Gemma": "gemma", "DeepSeek": "deepseek", "Nemotron-H": "nemotron-h"}
+SIZES = ("Small", "Medium", "Large")
+DEPTHS = (16, 8, 4)
+"""The paper's pipeline degrees, largest first."""
+ROUNDS = (2, 4)
+"""Microbatches per rank. Fig. 1 has four (16 on P = 4); Fig. 8's number is not stated."""
+
+
+@functools.lru_cache(maxsize=128)
+def depth_of(model: str, tokens: int) -> int:
+    """Largest of the paper's degrees at which no layer is longer than a rank's share of all work.
+
+    The paper searched a grid; beyond this degree more ranks only wait for the head.
+    """
+    table = emulated_layers(model, load_machine(CLUSTER), Degrees(tensor=2), tokens=tokens)
+    work = chain_of_layers(table).total_ns[:, 0]
+    fitting = [depth for depth in DEPTHS if int(work.max()) * depth <= int(work.sum())]
+    return fitting[0] if fitting else DEPTHS[-1]
+
+
+def setup_of(family: str, size: str, tokens: int, rounds: int) -> Setup:
+    """One cell of Fig. 8; T = 2 throughout, since Gemma's six heads allow no more of the usual degrees."""
+    model = f"{FAMILIES[family]}-{size.lower()}"
+    depth = depth_of(model, tokens)
+    return Setup(model, depth, 2, rounds * depth, tokens)
+
+
+@functools.lru_cache(maxsize=128)
+def chains(setup: Setup) -> tuple[LayerChain, LayerChain]:
+    """The chain with whole backwards and with split ones, under the device's memory."""
+    warm_up()
+    machine = load_machine(CLUSTER)
+    degrees = Degrees(tensor=setup.tensor, pipeline=setup.pipeline, data=setup.data)
+    table = emulated_layers(
+        setup.model, machine, degrees, tokens=setup.tokens, num_microbatches=setup.num_microbatches
+    )
+    whole, split = chain_of_layers(table), chain_of_layers(table, split=True)
+    room = machine.device.usable_bytes
+    return whole.with_capacity(room), split.with_capacity(room)
+
+
+@functools.lru_cache(maxsize=512)
+def baseline(name: str, setup: Setup) -> Standing:
+    """One published system on a setup, judged by the independent checker but for its memory."""
+    whole, split = chains(setup)
+    found = run_system(name, split if name in _SPLIT else whole)
+    faults = [v for v in check(found.graph, found.schedule, found.timeline) if v.kind != "memory"]
+    if faults:
+        raise AssertionError(f"{name}: {faults[0]}")
+    return found
+
+
+@functools.lru_cache(maxsize=512)
+def ours(
+    setup: Setup, seed: int, seconds: float, phases: tuple[str, ...] = (), split: bool = True
+) -> Standing:
+    """Our joint search on a setup; ``phases`` limits what it may tune."""
+    settings = Settings() if not phases else Settings(phases=phases)
+    chain = chains(setup)[1 if split else 0]
+    found = arrange(chain, budget=Deadline(seconds, "cpu"), seed=seed, settings=settings)
+    return Standing("ours", found.arrangement, found.graph, found.schedule, found.timeline, True)
+
+
+def ours_s(setup: Setup, options: Options, phases: tuple[str, ...] = (), split: bool = True) -> float:
+    """Median over the seeds of our iteration, in seconds."""
+    found = [ours(setup, seed, MOST_SEARCH * options.search_s, phases, split) for seed in options.seeds]
+    return statistics.median(standing.timeline.makespan_ns for standing in found) / 1e9
+
+
+def seconds_of(standing: Standing) -> float:
+    """Iteration time."""
+    return standing.timeline.makespan_ns / 1e9
+
+
+def bubble_share(standing: Standing) -> float:
+    """Idle share of all ranks' time."""
+    graph = standing.graph.with_candidates(standing.schedule.candidate)
+    return 1 - float(graph.duration_ns.sum()) / (graph.num_ranks * standing.timeline.makespan_ns)
+
+
+def geometric(values: Iterable[float]) -> float:
+    """Geometric mean."""
+    return float(np.exp(np.mean(np.log(list(values)))))
+
+
+def mean(values: Iterable[float]) -> float:
+    """Arithmetic mean."""
+    return statistics.fmean(values)
+
+
+def device() -> tuple[str, ...]:
+    """Device table that the times rest on."""
+    machine = load_machine(CLUSTER)
+    return (f"{machine.device.name} ({machine.device.basis})",)
+
+
+def with_tokens(setup: Setup, tokens: int) -> Setup:
+    """The same model on other sequences."""
+    return replace(setup, tokens=tokens)
