@@ -114,6 +114,12 @@ def test_each_technique_of_tuning_is_one_line(tmp_path: Path) -> None:
         assert line in text
         path.write_text(text.replace(line, f'{field} = "{value}"'))
         assert getattr(read_config(path).tuning, field) == value
+    path.write_text(text.replace('pack = "balanced"', 'pack = "exact"'))
+    with pytest.raises(InputError, match=r"tuning\.pack: 'exact' may not prove a batch"):
+        read_config(path)
+    path.write_text(text.replace("token_budget = 200", 'token_budget = 200\npolicy = "exact"'))
+    with pytest.raises(InputError, match=r"packing\.policy: 'exact' may not prove a batch"):
+        read_config(path)
     path.write_text(text.replace('kind = "encoder_first"', ""))
     with pytest.raises(
         InputError, match=r"layout\.kind: 'separate', \[tuning\] is for encoders on the first"

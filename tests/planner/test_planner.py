@@ -7,8 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeloom.arrange import encoder_first
 from pipeloom.cost import Correction
 from pipeloom.errors import InputError, PlannerError
+from pipeloom.packing import PackingSpec
 from pipeloom.planner import Planner, Request, answer_of, plan_batch, serve
 from pipeloom.planner.compare import chain_layouts, compare_systems
 from pipeloom.planner.messages import Setup, decode, encode
@@ -16,6 +18,7 @@ from pipeloom.planner.replay import answered_graph, timeline_of
 from pipeloom.planner.service import LATEST, READY, SETUP, STOP, answer_key, error_key, request_key
 from pipeloom.search import Evaluations
 from pipeloom.timeline import check, simulate
+from pipeloom.tuning import TuningSpec, tune, tuned_plan
 from tests.cases import random_batch
 from tests.planner.cases import MemoryStore, random_setup
 
@@ -116,3 +119,25 @@ def test_impossible_times_are_refused() -> None:
         Planner(random_setup(1), MemoryStore, deadline_s=-1.0)
     with pytest.raises(PlannerError, match=r"budget_s: 0.0 is not positive"):
         decode(Setup, msgspec.msgpack.encode(msgspec.to_builtins(random_setup(1)) | {"budget_s": 0.0}))
+
+
+def test_tuned_batches_are_planned_and_search_never_makes_them_slower() -> None:
+    for seed in range(3):
+        base = random_setup(seed)
+        layout = encoder_first(base.model, max(2, base.layout.num_ranks), lambda *_: 1.0)
+        batch = random_batch(seed, num_samples=20)
+        times = {}
+        for order in ("clusters", "search"):
+            tuning = TuningSpec(order=order)
+            setup = msgspec.structs.replace(base, layout=layout, tuning=tuning, packing=PackingSpec(64))
+            assert decode(Setup, encode(setup)) == setup
+            planned = plan_batch(setup.problem(), batch, budget=Evaluations(20), seed=seed)
+            assert not check(planned.graph, planned.schedule, planned.timeline)
+            times[order] = planned.timeline.makespan_ns
+        assert times["search"] <= 1.02 * times["clusters"]
+        # Calibration scales what tuning sees as it scales the graph.
+        factors = {"vision": (3.0, 2.0), "lm": (0.5, 0.5)}
+        problem = setup.problem().corrected(Correction(factors))
+        tuned = tune(problem.pipeline.scaled(factors), batch, 64, TuningSpec(), seed)
+        plan = tuned_plan(problem.pipeline, batch, tuned, problem.costs)
+        assert simulate(plan.graph, plan.schedule).makespan_ns == pytest.approx(tuned.planned_ns, rel=1e-3)

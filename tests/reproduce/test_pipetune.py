@@ -22,7 +22,7 @@ from pipeloom.reproduce.pipetune.setups import (
 from pipeloom.timeline import check
 from pipeloom.tuning import TuningSpec
 
-SMALL = Options(seeds=(0,), iterations=1)
+SMALL = Options(seeds=(0,), iterations=1, search_s=0.1)
 SLOW = ("figure-6", "figure-8")
 
 
@@ -41,7 +41,7 @@ def test_slow_parts_run(part: object) -> None:
 
 @pytest.mark.parametrize("mixture", MIXTURES)
 def test_every_technique_helps_and_ours_more(mixture: str) -> None:
-    seconds = mean_seconds(ON_A["13b"], mixture, Options(seeds=(0, 1), iterations=2))
+    seconds = mean_seconds(ON_A["13b"], mixture, Options(seeds=(0, 1), iterations=2, search_s=0.1))
     assert seconds[ORIGINAL] > seconds[BALANCED] > seconds[PIPETUNE] > seconds[OURS]
 
 

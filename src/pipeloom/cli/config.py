@@ -126,6 +126,10 @@ class TrainConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise InputError("timeout_s", f"{self.timeout_s} is not positive and finite")
         if not self.name or any(c in self.name for c in "/\\\0") or self.name in (".", ".."):
             raise InputError("name", f"{self.name!r} is no folder name", "use letters, digits, '-' and '_'")
+        if self.packing.policy == "exact":
+            raise InputError(
+                "packing.policy", "'exact' may not prove a batch, and then has no packing", "use 'balanced'"
+            )
         if self.tuning is not None and self.layout.kind != "encoder_first":
             raise InputError(
                 "layout.kind", f"{self.layout.kind!r}, [tuning] is for encoders on the first rank",

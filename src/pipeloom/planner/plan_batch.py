@@ -57,9 +57,8 @@ class Problem:
     def warm_up(self) -> None:
         """Compile the kernels that planning takes; later runs find them compiled."""
         packing.warm_up()
-        if self.pipeline is None:
-            search.warm_up()
-        else:
+        search.warm_up()
+        if self.pipeline is not None:
             tuning.warm_up()
 
 
@@ -104,7 +103,7 @@ def plan_batch(
     made = (
         _searched(problem, batch, budget, seed, method)
         if problem.pipeline is None
-        else _tuned(problem, batch, seed)
+        else _tuned(problem, batch, budget, seed, method)
     )
     plan = lower(
         made.graph,
@@ -146,13 +145,31 @@ def _searched(problem: Problem, batch: Batch, budget: StoppingRule, seed: int, m
     return _Made(packed, graph, found.schedule, found.timeline, found.lower_bound, found.evaluations)
 
 
-def _tuned(problem: Problem, batch: Batch, seed: int) -> _Made:
-    """Decide packing, order and encoder pre-computation together; it takes milliseconds, so no budget ends it."""
+def _tuned(problem: Problem, batch: Batch, budget: StoppingRule, seed: int, method: str) -> _Made:
+    """Decide packing, order and encoder pre-computation together, which takes milliseconds.
+
+    Where orders are searched, the budget then goes to orders of all tasks of that packing, beyond 1F1B; the
+    faster schedule is taken.
+    """
     assert problem.pipeline is not None
+    assert problem.tuning is not None
     pipeline = problem.pipeline.scaled(problem.costs.factors)
     tuned = tune(pipeline, batch, problem.packing.token_budget, problem.tuning, seed)
     plan = tuned_plan(pipeline, batch, tuned, problem.costs, problem.capacity_bytes)
     timeline = simulate(plan.graph, plan.schedule)
-    return _Made(
+    made = _Made(
         plan.packing, plan.graph, plan.schedule, timeline, lower_bound(plan.graph), tuned.evaluations
+    )
+    if problem.tuning.order != "search":
+        return made
+    found = solve(plan.graph, budget=budget, seed=seed, method=method)
+    evaluations = made.evaluations + found.evaluations
+    if found.timeline.makespan_ns >= timeline.makespan_ns:
+        return replace(made, evaluations=evaluations)
+    return replace(
+        made,
+        schedule=found.schedule,
+        timeline=found.timeline,
+        lower_bound=found.lower_bound,
+        evaluations=evaluations,
     )

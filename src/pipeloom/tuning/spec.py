@@ -27,7 +27,7 @@ class TuningSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     microbatches as are best."""
     order: Order = "search"
     """``given``: as packed. ``clusters``: PipeTune's, permutations of at most six clusters of like microbatches.
-    ``search``: local search on the order itself."""
+    ``search``: local search on the order itself; a planner then spends its budget on orders beyond 1F1B."""
     precompute: Precompute = "all"
     """Encoder work of later microbatches in idle time of the first rank: none, of frozen encoders, or of trained ones
     too, whose backwards then wait for idle time as well."""
@@ -37,7 +37,11 @@ class TuningSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Share of the usual number of simulations; more takes longer."""
 
     def __post_init__(self) -> None:
-        """Refuse impossible sizes."""
+        """Refuse impossible sizes, and a packing that may fail to be found in time."""
+        if self.pack == "exact":
+            raise InputError(
+                "tuning.pack", "'exact' may not prove a batch, and then has no packing", "use 'balanced'"
+            )
         if self.unit_tokens is not None and self.unit_tokens < 1:
             raise InputError("tuning.unit_tokens", f"{self.unit_tokens} is below 1")
         if not 0 < self.effort < 1e6:

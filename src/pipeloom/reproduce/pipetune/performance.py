@@ -39,8 +39,8 @@ _NOTE = (
     "(section 5.2), in random order; the paper does not say how its own were limited, and absolute times are those of "
     "other kernels. Balanced is Algorithm 1 with microbatches opened beforehand, without which it does not balance. "
     "Ours chooses any number of microbatches, moves samples and microbatches by simulation, and may run a forward or "
-    "two further ahead; on the paper's layout first, then with the backbone's layers cut so that the encoder's rank "
-    "has fewer."
+    "two further ahead; where the row says so, the planner's search then leaves 1F1B's order. It runs on the paper's "
+    "layout; the last row cuts the backbone's layers so that the encoder's rank has fewer."
 )
 
 
