@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pipeloom.errors import InfeasibleError, InputError
-from pipeloom.planner.case import draw_groups, make_case, model_flops, pack_groups
+from pipeloom.planner.case import deal_groups, draw_groups, make_case, model_flops, pack_groups
 from pipeloom.planner.systems import (
     dip_layout,
     fsdp_time,
@@ -100,3 +100,13 @@ def test_what_does_not_fit_is_told():
         megatron_1f1b(small, []).run(draw_groups(small, 2, 0), Evaluations(1), 0)
     with pytest.raises(InputError, match="need 128 devices"):
         make_case("vlm-s", "dip-h800-64", Degrees(tensor=8, pipeline=16))
+
+
+def test_dealing_evens_out_the_replicas(case):
+    groups = draw_groups(case, 16, 5)
+    dealt = deal_groups(case, groups, 4)
+    assert sorted(s.id for replica in dealt for g in replica for s in g) == sorted(
+        s.id for g in groups for s in g
+    )
+    in_turn = [groups[r::4] for r in range(4)]
+    assert max(model_flops(case, r) for r in dealt) <= 1.02 * max(model_flops(case, r) for r in in_turn)

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain as joined
 
 import msgspec
+import numpy as np
 
 from pipeloom.arrange import ModulePlacement, single_rank
 from pipeloom.cost.emulated import EmulatedCosts
 from pipeloom.emulator.sweep import default_data, draw_microbatches, emulate
 from pipeloom.errors import InfeasibleError, InputError
-from pipeloom.packing import Packing, packing_from_counts
+from pipeloom.packing import Loads, Packing, deal, packing_from_counts
 from pipeloom.spec import Batch, Chunk, Layout, ModelSpec, Sample
 from pipeloom.spec.architecture import Architecture
 from pipeloom.spec.catalog import load_architecture, load_machine
@@ -222,6 +223,22 @@ def model_flops(case: Case, groups: Groups) -> float:
     return total
 
 
-def with_chunk_costs(case: Case, strategies: tuple[str, ...]) -> Case:
-    """The same case with other strategies to choose from."""
-    return replace(case, costs=EmulatedCosts(case.architecture, case.machine, case.degrees, strategies))
+def deal_groups(case: Case, groups: Groups, num_replicas: int, seed: int = 0) -> list[Groups]:
+    """Deal microbatches to data-parallel replicas so that all have equal work, since all wait for the slowest.
+
+    Raises
+    ------
+    InputError
+        Fewer microbatches than replicas.
+    """
+    layout = single_rank(case.model, {})
+    packing = pack_groups(case, layout, groups)
+    seconds = np.zeros((len(groups), len(case.model.modules)))
+    for m, microbatch in enumerate(packing.microbatches):
+        for column, module in enumerate(case.model.modules):
+            whole = Chunk(module.name, (0, len(module.flat_layers) - 1), 0)
+            for part in microbatch.parts[column]:
+                base = case.costs.chunk_costs(whole, part.workload)[0]
+                seconds[m, column] += base.forward_s + base.backward_s
+    loads = Loads(np.ones(len(groups), np.int64), seconds[:, -1], seconds[:, :-1].sum(axis=1))
+    return [[groups[i] for i in members] for members in deal(loads, num_replicas, seed)]

@@ -11,6 +11,7 @@ from pipeloom.reproduce.dip.end_to_end import (
 )
 from pipeloom.reproduce.dip.large import large
 from pipeloom.reproduce.dip.planner_parts import (
+    dealing,
     figure_11,
     figure_12,
     figure_13,
@@ -37,6 +38,7 @@ PARTS: tuple[Part, ...] = (
     Part("figure-11", "Search progress", "`dip.txt` Fig. 11", "emulated", figure_11),
     Part("figure-12", "Search time against exact solvers", "`dip.txt` Fig. 12", "processor", figure_12),
     Part("figure-13", "Degrees of parallelism", "`dip.txt` Fig. 13", "emulated", figure_13),
+    Part("dealing", "Dealing microbatches to replicas", "nothing in the papers", "emulated", dealing),
     Part("consistency", "Orders of optimal schedules", "`pipeweaver.txt` section 5", "emulated", ordering_consistency),
     Part("figure-14", "Thousands of GPUs", "`dip.txt` Fig. 14, Table 6", "emulated", large),
 )  # fmt: skip
