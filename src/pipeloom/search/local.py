@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
 
 import numpy as np
 
@@ -27,6 +29,24 @@ def portfolio(search: Search, until: float = 1.0) -> None:
         ):
             return
         search.try_order(start.order, start.choice)
+
+
+class Climber(Protocol):
+    """One thread's search: ``state`` is its current and its best makespan."""
+
+    state: IntArray
+
+    def restart(self, search: Search) -> None:
+        """Go on from the incumbent."""
+        ...
+
+    def climb(self, search: Search, temperature: float, count: int) -> int:
+        """Make about ``count`` evaluations; return how many were made."""
+        ...
+
+    def offer(self, search: Search) -> None:
+        """Make the best found the incumbent."""
+        ...
 
 
 class _Climber:
@@ -54,6 +74,10 @@ class _Climber:
         )  # fmt: skip
         return int(used)
 
+    def offer(self, search: Search) -> None:
+        """Make the best order the incumbent."""
+        search.adopt(int(self.state[1]), self.best_order, self.best_choice)
+
 
 def local_search(
     search: Search, temperature: float = 0.0, threads: int = 1, until: float = 1.0, since: float = 0.0
@@ -72,7 +96,14 @@ def local_search(
     if len(search.order) < 2:
         return
     seeds = search.random.integers(1, 1 << 62, size=threads)
-    climbers = [_Climber(search, int(seed)) for seed in seeds]
+    climb_together(search, [_Climber(search, int(seed)) for seed in seeds], temperature, until, since)
+
+
+def climb_together(
+    search: Search, climbers: Sequence[Climber], temperature: float, until: float, since: float
+) -> None:
+    """Let climbers search side by side, a thread each, as `local_search` says."""
+    threads = len(climbers)
     pool = ThreadPoolExecutor(threads) if threads > 1 else None
     try:
         while search.watch.share(search.evaluations) < until:
@@ -89,7 +120,7 @@ def local_search(
             search.evaluations += sum(used)
             best = min(climbers, key=lambda climber: int(climber.state[1]))
             if best.state[1] < search.best_ns:
-                search.adopt(int(best.state[1]), best.best_order, best.best_choice)
+                best.offer(search)
                 for climber in climbers:
                     if climber is not best and threads > 1:
                         climber.restart(search)

@@ -98,7 +98,7 @@ def retime(p: Problem, d: Desk, bound: int) -> int:
                 stack[top] = other
                 top += 1
         at = place[number] + 1
-        if at < row[task[number, 2] >> 2 + 1]:
+        if at < row[(task[number, 2] >> 2) + 1]:
             other = order[at]
             trial[other] = max(trial[other], end)
             waiting[other] -= 1

@@ -14,6 +14,7 @@ from pipeloom.search.exact import Exact, cp_sat
 from pipeloom.search.explore import depth_first, random_search, worst
 from pipeloom.search.families import family, generate
 from pipeloom.search.gurobi import gurobi
+from pipeloom.search.justify import justify
 from pipeloom.search.local import local_search, portfolio
 from pipeloom.search.milp import milp
 from pipeloom.search.plain import leanest
@@ -28,6 +29,8 @@ from pipeloom.timeline import LowerBound, Schedule, lower_bound, simulate
 
 HEAT, POLISH_HEAT = 0.1, 0.06
 """Start of the annealing, and of the polish, in mean durations of a task."""
+FAR, FAR_SHARE = 1.05, 0.4
+"""Above so many times the bound, so much of the time goes to group orders before the justification."""
 SMALL, SMALL_SHARE, SMALL_TURNS, SMALL_HEAT = 200, 0.1, 4, 1.0
 """Tasks up to which a graph is small, the part of the time for its local search, then annealings and their start."""
 
@@ -37,7 +40,7 @@ PORTFOLIO_PART = 0.25
 
 
 def _default(search: Search, threads: int, until: float) -> None:
-    """Portfolio; then, where memory is tight, annealing and polish by turns, else local search to the end.
+    """Portfolio; then, where memory is tight, annealing of orders and justification, else local search to the end.
 
     Small graphs get several annealings on the list of tasks instead, each from the incumbent.
     """
@@ -52,10 +55,18 @@ def _default(search: Search, threads: int, until: float) -> None:
             rearrange(search, SMALL_HEAT, until=end, since=begin)
             begin = end
         return
-    middle = first + (0.8 if tight else 1.0) * (until - first)
-    local_search(search, HEAT if tight else 0.0, threads, until=middle, since=first)
-    if tight:
-        polish(search, POLISH_HEAT, until=until, since=middle)
+    if not tight:
+        local_search(search, threads=threads, until=until, since=first)
+        return
+    # Far from the bound, microbatches must change places, at which the search of group orders is better.
+    far = search.best_ns > FAR * search.target_ns
+    middle = first + (FAR_SHARE if far else 0.0) * (until - first)
+    if far:
+        local_search(search, HEAT, threads, until=middle, since=first)
+    if not justify(search, HEAT, threads, until=until, since=middle):
+        last = middle + 0.7 * (until - middle)
+        local_search(search, HEAT, threads, until=last, since=middle)
+        polish(search, POLISH_HEAT, until=until, since=last)
 
 
 def _portfolio(search: Search, _threads: int, _until: float) -> None:
@@ -185,5 +196,6 @@ def warm_up(method: str = "default") -> None:
     search = Search(graph, 0, Evaluations(400).start(), 0)
     portfolio(search)
     local_search(search, until=0.6)
+    justify(search, HEAT, until=0.7)
     polish(search, until=0.8)
     rearrange(search, 0.0)

@@ -1,0 +1,120 @@
+"""Rollouts of orders by rank, graphs in reversed time, and the search that goes back and forth."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from pipeloom.errors import InfeasibleError
+from pipeloom.search import Evaluations, family, generate, kernels, solve
+from pipeloom.search.justify import justify, reversed_graph
+from pipeloom.search.kernels.by_rank import make_ranks, rollout_by_rank
+from pipeloom.search.local import portfolio
+from pipeloom.search.polish_kernels import make_desk, retime
+from pipeloom.search.problem import make_problem
+from pipeloom.search.scratch import make_scratch
+from pipeloom.search.state import Search
+from pipeloom.timeline import Schedule, check, simulate
+from tests.strategies import graphs, random_order
+
+
+def problem_of(graph):
+    try:
+        return make_problem(graph)
+    except InfeasibleError:
+        assume(False)
+
+
+def by_rank(graph, problem, order, lookahead=1, bound=kernels.NEVER):
+    """Makespan, starts and the schedule of an order, rank after rank."""
+    place = np.argsort(order)
+    made = np.zeros(graph.num_tasks, np.int64)
+    ranks = make_ranks(problem)
+    makespan = rollout_by_rank(problem, ranks, order, place, made, lookahead, bound)
+    return makespan, ranks.start, Schedule(tuple(np.split(made, ranks.row[1:-1])))
+
+
+@settings(deadline=None, max_examples=200)
+@given(graphs(num_candidates=0), st.integers(0, 2**31), st.integers(1, 4), st.floats(0.5, 1.5))
+def test_any_order_is_mended(graph, seed, lookahead, part):
+    problem = problem_of(graph)[0]
+    rng = np.random.default_rng(seed)
+    order = np.lexsort((rng.permutation(graph.num_tasks), graph.rank))
+    makespan, start, schedule = by_rank(graph, problem, order, lookahead)
+    timeline = simulate(graph, schedule)
+    assert check(graph, schedule, timeline) == ()
+    assert makespan == timeline.makespan_ns
+    assert start.tolist() == timeline.start_ns.tolist()
+    bound = int(part * makespan)
+    expected = makespan if makespan < bound else kernels.ABORTED
+    assert by_rank(graph, problem, order, lookahead, bound)[0] == expected
+
+
+@settings(deadline=None, max_examples=100)
+@given(graphs(num_candidates=0, memory=None), st.integers(0, 2**31))
+def test_the_order_of_a_rollout_comes_back(graph, seed):
+    problem, _, _ = problem_of(graph)
+    scratch = make_scratch(problem)
+    forward, backward = problem.num_groups
+    rng = np.random.default_rng(seed)
+    groups = np.concatenate([rng.permutation(forward), forward + rng.permutation(backward)])
+    makespan = kernels.evaluate(
+        problem, scratch, groups, np.array([0, 0, kernels.UNLIMITED, 1]), kernels.NEVER
+    )
+    sequence = scratch.sequence
+    order = sequence[np.argsort(graph.rank[sequence], kind="stable")]
+    again, _, schedule = by_rank(graph, problem, order)
+    assert np.concatenate(schedule.order).tolist() == order.tolist()
+    assert again == makespan
+
+
+@settings(deadline=None, max_examples=150)
+@given(graphs(num_candidates=0), st.integers(0, 2**31))
+def test_schedules_of_the_reverse_are_mirrored_ones(graph, seed):
+    reverse = reversed_graph(graph)
+    assume(reverse is not None)
+    schedule = random_order(reverse, np.random.default_rng(seed))
+    mirrored = Schedule(tuple(order[::-1].copy() for order in schedule.order))
+    allowed = {v.kind for v in check(reverse, schedule)}
+    assert {v.kind for v in check(graph, mirrored)} == allowed
+    if not allowed:
+        assert simulate(graph, mirrored).makespan_ns == simulate(reverse, schedule).makespan_ns
+
+
+@settings(deadline=None, max_examples=100)
+@given(graphs(num_candidates=0))
+def test_retiming_agrees_with_the_simulator(graph):
+    """Of any number of ranks: the next task of a rank was once looked up in another rank's row."""
+    problem, _, jobs = problem_of(graph)
+    order = tuple(jobs.order[graph.rank[jobs.order] == r] for r in range(graph.num_ranks))
+    timeline = simulate(graph, Schedule(order))
+    desk = make_desk(problem, jobs.order)
+    assert retime(problem, desk, kernels.NEVER) == timeline.makespan_ns
+    assert desk.trial.tolist() == timeline.start_ns.tolist()
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_justification_improves_the_portfolio(threads):
+    graph = generate(family("vlm-s", num_microbatches=16, memory=1.5, checkpoint=True), 0)
+    search = Search(graph, 0, Evaluations(1500).start(), 0)
+    portfolio(search)
+    before = search.best_ns
+    assert justify(search, 0.1, threads)
+    schedule = Schedule(search.orders())
+    timeline = simulate(graph, schedule)
+    assert check(graph, schedule, timeline) == ()
+    assert timeline.makespan_ns == search.best_ns < 0.99 * before
+
+
+def test_split_backwards_are_not_reversed():
+    assert reversed_graph(generate(family("uniform", split=True), 0)) is None
+
+
+def test_the_default_search_is_repeatable_where_memory_is_tight():
+    graph = generate(family("vlm-s", num_microbatches=12, memory=1.5, checkpoint=True), 1)
+    first, second = (solve(graph, budget=Evaluations(600), seed=3) for _ in range(2))
+    assert [order.tolist() for order in first.schedule.order] == [
+        order.tolist() for order in second.schedule.order
+    ]
