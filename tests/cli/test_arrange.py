@@ -89,3 +89,28 @@ def test_wrong_options_are_named(
 ) -> None:
     assert run(arguments(layers, tmp_path, option, value)) == 2
     assert option in capsys.readouterr().err
+
+
+def test_a_model_of_the_zoo_within_its_devices_memory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = str(tmp_path / "layout.json")
+    words = [
+        "arrange",
+        "gemma-small",
+        "--cluster",
+        "adaptis-h800-128",
+        "--tp",
+        "2",
+        "--budget",
+        "0.2",
+        "--out",
+        out,
+    ]
+    assert run([*words, "--megatron", "--torchtitan", "--threads", "1", "--microbatches", "8"]) == 0
+    said = capsys.readouterr()
+    for other in ("Megatron", "torchtitan"):
+        assert f"{other}: " in said.out or f"not expressible for {other}" in said.err
+    assert sum(chunk.num_layers for chunk in load(out).chunks) == 34
+    assert run(["arrange", "gemma-tiny", "--budget", "0.1", "--out", out]) == 2
+    assert "is unknown" in capsys.readouterr().err

@@ -9,17 +9,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import typer
 
+from pipeloom.cli.compare import load_model
 from pipeloom.cli.output import JSON_HELP, check_targets, draw, print_json, print_note
 from pipeloom.cli.solve import interruptible, progress_display
 from pipeloom.errors import InfeasibleError, InputError
 from pipeloom.io import SearchRecord, read_layers, write_instance, write_layout, write_schedule
+from pipeloom.io.stage_names import megatron_layout, torchtitan_modules
 from pipeloom.report import make_track, share_text, size_text, time_text
 from pipeloom.timeline import check
 
 if TYPE_CHECKING:
     from pipeloom.arrange import Arranged, LayerChain
+    from pipeloom.cost.layers import LayerTable
     from pipeloom.report import Track
 
 EPILOG = (
@@ -32,7 +36,11 @@ _MOST_THREADS = 16
 
 
 def arrange(
-    layers: Path = typer.Argument(..., metavar="LAYERS", help="A pipeloom.layers/1 file."),
+    layers: str = typer.Argument(
+        ...,
+        metavar="LAYERS",
+        help="A pipeloom.layers/1 file; or a model: zoo name, .toml, Hugging Face config.json.",
+    ),
     budget: float = typer.Option(..., metavar="SECONDS", help="Seconds of search; loading is not counted."),
     out: Path = typer.Option(..., metavar="LAYOUT", help="File for the pipeloom.layout/1."),
     instance: Path | None = typer.Option(None, metavar="INSTANCE", help="File for the pipeloom.instance/1."),
@@ -50,6 +58,13 @@ def arrange(
     page: Path | None = typer.Option(
         None, metavar="FILE", help="Write an offline page: what was chosen, and why."
     ),
+    cluster: str = typer.Option("dip-h800-64", help="For a model: a cluster of the zoo, or a .toml file."),
+    tp: int = typer.Option(1, min=1, help="For a model: tensor parallelism."),
+    pp: int = typer.Option(4, min=1, help="For a model: pipeline ranks."),
+    tokens: int = typer.Option(4096, min=1, help="For a model: tokens of a microbatch, one sequence."),
+    microbatches: int = typer.Option(16, min=1, metavar="N", help="For a model: microbatches."),
+    megatron: bool = typer.Option(False, "--megatron", help="Print Megatron's pipeline layout string."),
+    torchtitan: bool = typer.Option(False, "--torchtitan", help="Print torchtitan's module names per stage."),
     json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
     """Choose partition, placement and schedule of a chain of layers together.
@@ -64,7 +79,7 @@ def arrange(
     if not 0 <= threads <= _MOST_THREADS:
         raise InputError("--threads", f"{threads} is not between 0 and {_MOST_THREADS}")
     check_targets(out, instance, schedule, page)
-    table = read_layers(layers)
+    table = _table(layers, cluster, tp, pp, tokens, microbatches)
     from pipeloom.arrange import arrange as search
     from pipeloom.arrange import chain_of_layers, layout_of
     from pipeloom.arrange.joint import warm_up
@@ -104,8 +119,33 @@ def arrange(
         return
     for line in lines(found, standard):
         typer.echo(line)
+    for wanted, other, write in (
+        (megatron, "Megatron", megatron_layout), (torchtitan, "torchtitan", torchtitan_modules)
+    ):  # fmt: skip
+        if wanted:
+            try:
+                typer.echo(f"{other}: {write(layout, chain.layer_names)}")
+            except InputError as error:
+                print_note(f"not expressible for {other}: {error}")
     for target in written:
         typer.echo(f"wrote {target}")
+
+
+def _table(layers: str, cluster: str, tp: int, pp: int, tokens: int, microbatches: int) -> LayerTable:
+    """Read a layer file, or emulate the layers of a model."""
+    listed = layers.endswith((".json", ".json.gz")) and not layers.endswith("config.json")
+    if names_file or ("/" not in layers and Path(layers).is_file() and not layers.endswith(".toml")):
+        return read_layers(layers)
+    from pipeloom.cost.emulated_layers import emulated_layers
+    from pipeloom.spec.catalog import load_machine
+    from pipeloom.spec.hardware import Degrees
+
+    machine = load_machine(cluster)
+    table = emulated_layers(
+        load_model(layers), machine, Degrees(tensor=tp, pipeline=pp), tokens=tokens,
+        num_microbatches=microbatches, strategies=("keep", "full"),
+    )  # fmt: skip
+    return msgspec.structs.replace(table, memory_capacity_bytes=(machine.device.usable_bytes,) * pp)
 
 
 def num_threads() -> int:

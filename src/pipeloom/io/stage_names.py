@@ -1,0 +1,153 @@
+"""Layouts as others write them: Megatron's pipeline layout string, and torchtitan's module names per stage.
+
+Megatron (``--pipeline-model-parallel-layout``): ``E`` embedding, ``t`` one layer, ``L`` loss; ``|`` parts the stages,
+``x*3`` and ``(x)*3`` repeat. Stage i lies on rank ``i % p``. torchtitan (``module_fqns_per_model_part``): a list of
+module names for every stage, dealt to the ranks in turn or in a V.
+"""
+
+from __future__ import annotations
+
+import re
+
+from pipeloom.errors import InputError
+from pipeloom.spec import Chunk, Layout, ModuleLayout
+
+_MOST_STAGES = 65536
+
+
+def _chunks(layout: Layout, num_layers: int) -> list[tuple[int, int, int]]:
+    """First layer, last layer and rank of every stage; neighbours on one rank are one stage."""
+    if len(layout.modules) != 1:
+        raise InputError("layout", f"has {len(layout.modules)} modules", "only one chain can be written so")
+    stages: list[tuple[int, int, int]] = []
+    for chunk in layout.chunks:
+        if stages and stages[-1][2] == chunk.rank:
+            stages[-1] = (stages[-1][0], chunk.layers[1], chunk.rank)
+        else:
+            stages.append((*chunk.layers, chunk.rank))
+    if stages[-1][1] != num_layers - 1:
+        raise InputError("layers", f"are {num_layers}, the layout has {stages[-1][1] + 1}")
+    return stages
+
+
+def _letters(names: tuple[str, ...]) -> list[str]:
+    """What each layer is to Megatron; embedding and head join the first and last layer where they are not alone."""
+    alone_first, alone_last = names[0] == "embedding", names[-1] == "head"
+    letters = ["t"] * len(names)
+    letters[0] = "E" if alone_first else "Et"
+    letters[-1] = "L" if alone_last else letters[-1] + "L"
+    return letters
+
+
+def megatron_layout(layout: Layout, layer_names: tuple[str, ...]) -> str:
+    """Write a layout as Megatron's string.
+
+    Parameters
+    ----------
+    layout : Layout
+        Of one module.
+    layer_names : tuple of str
+        First ``embedding`` and last ``head`` stand for layers of their own; else both are part of a layer.
+
+    Raises
+    ------
+    InputError
+        Stages do not lie on the ranks in turn, each rank as often, which is all that Megatron can do.
+    """
+    stages = _chunks(layout, len(layer_names))
+    p = layout.num_ranks
+    for i, (first, last, rank) in enumerate(stages):
+        if rank != i % p:
+            raise InputError(
+                f"layers {first} to {last}",
+                f"lie on rank {rank}, Megatron would put stage {i} on rank {i % p}",
+            )
+    if len(stages) % p:
+        raise InputError("layout", f"has {len(stages)} stages, which is no multiple of {p} ranks")
+    letters = _letters(layer_names)
+    parts = []
+    for first, last, _ in stages:
+        text = "".join(letters[first : last + 1])
+        parts.append(re.sub("t{3,}", lambda run: f"t*{len(run[0])}", text))
+    return "|".join(parts)
+
+
+def read_megatron_layout(text: str, num_ranks: int) -> Layout:
+    """Read Megatron's string as a layout of the chain of its ``t``; embedding and loss go with their neighbours.
+
+    Raises
+    ------
+    InputError
+        A letter is unknown, a bracket is open, or there are no layers or too many stages.
+    """
+    plain = _expand(text.replace(" ", "").replace(",", ""))
+    stages = plain.split("|")
+    if len(stages) % num_ranks:
+        raise InputError("layout", f"{len(stages)} stages are no multiple of {num_ranks} ranks")
+    chunks, first = [], 0
+    for i, stage in enumerate(stages):
+        if unknown := set(stage) - set("EtLm"):
+            raise InputError("layout", f"{min(unknown)!r} is not known", "use E, t, m, L, |, * and brackets")
+        size = stage.count("t")
+        if size:
+            chunks.append(Chunk("lm", (first, first + size - 1), i % num_ranks))
+        first += size
+    if not chunks:
+        raise InputError("layout", f"{text!r} has no layer", "write a t for each")
+    return Layout(num_ranks=num_ranks, modules=(ModuleLayout("lm"),), chunks=tuple(chunks))
+
+
+def _expand(text: str) -> str:
+    """Write repetitions out, innermost first."""
+    while "*" in text:
+        found = re.search(r"(\(([^()*]*)\)|[A-Za-z])\*(\d{1,5})", text)
+        if found is None:
+            raise InputError("layout", f"cannot be read near {text[text.index('*') - 1 :][:10]!r}")
+        body = found[2] if found[2] is not None else found[1]
+        if len(body) * int(found[3]) > _MOST_STAGES:
+            raise InputError("layout", f"{found[0]!r} is too long")
+        text = text[: found.start()] + body * int(found[3]) + text[found.end() :]
+        if len(text) > 16 * _MOST_STAGES:
+            raise InputError("layout", "is too long")
+    return re.sub(r"[()]", "", text)
+
+
+def torchtitan_modules(layout: Layout, layer_names: tuple[str, ...]) -> list[list[str]]:
+    """Write a layout as torchtitan's module names per stage (``module_fqns_per_model_part``).
+
+    Raises
+    ------
+    InputError
+        Stages lie on the ranks neither in turn nor, two a rank, in a V.
+    """
+    stages, p = _chunks(layout, len(layer_names)), layout.num_ranks
+    if [rank for _, _, rank in stages] == [*range(p), *reversed(range(p - 1))]:
+        # A V has two stages on the last rank: the last cut inside it, or else the middle of its layers.
+        first, last, rank = stages[p - 1]
+        inner = [c.layers[0] for c in layout.chunks if first < c.layers[0] <= last]
+        at = inner[0] if inner else (first + last + 1) // 2
+        if at > first:
+            stages[p - 1 : p] = [(first, at - 1, rank), (at, last, rank)]
+    ranks = [rank for _, _, rank in stages]
+    in_turn = len(ranks) % p == 0 and ranks == [i % p for i in range(len(ranks))]
+    if not in_turn and ranks != [*range(p), *reversed(range(p))]:
+        raise InputError(
+            "layout",
+            f"has its stages on ranks {ranks}",
+            "torchtitan knows stages in turn, or two a rank in a V",
+        )
+    shift = 1 if layer_names[0] == "embedding" else 0
+    names: list[list[str]] = []
+    for first, last, _ in stages:
+        stage = []
+        for layer in range(first, last + 1):
+            if layer == 0:
+                stage.append("tok_embeddings")
+            if not (layer == 0 and shift) and not (
+                layer == len(layer_names) - 1 and layer_names[-1] == "head"
+            ):
+                stage.append(f"layers.{layer - shift}")
+            if layer == len(layer_names) - 1:
+                stage += ["norm", "output"]
+        names.append(stage)
+    return names

@@ -1,0 +1,75 @@
+"""Layouts in the forms of Megatron and torchtitan."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeloom.errors import InputError
+from pipeloom.io.stage_names import megatron_layout, read_megatron_layout, torchtitan_modules
+from pipeloom.spec import Chunk, Layout, ModuleLayout
+
+
+def layout(cuts: list[int], ranks: list[int], num_ranks: int) -> Layout:
+    chunks = tuple(Chunk("lm", (a, b - 1), r) for a, b, r in zip(cuts, cuts[1:], ranks, strict=False))
+    return Layout(num_ranks=num_ranks, modules=(ModuleLayout("lm"),), chunks=chunks)
+
+
+NAMES = ("embedding", *(f"layer.{i}" for i in range(1, 7)), "head")
+
+
+def test_megatron_with_embedding_and_head_of_their_own() -> None:
+    assert megatron_layout(layout([0, 1, 5, 7, 8], [0, 1, 0, 1], 2), NAMES) == "E|t*4|tt|L"
+
+
+def test_megatron_with_embedding_and_head_in_layers() -> None:
+    names = tuple(f"layer.{i}" for i in range(5))
+    assert megatron_layout(layout([0, 2, 5], [0, 1], 2), names) == "Ett|t*3L"
+
+
+def test_megatron_joins_neighbours_on_one_rank_and_refuses_other_placements() -> None:
+    assert megatron_layout(layout([0, 1, 3, 8], [0, 0, 1], 2), NAMES) == "Ett|t*4L"
+    with pytest.raises(InputError, match="lie on rank 1, Megatron would put stage 3 on rank 0"):
+        megatron_layout(layout([0, 2, 4, 5, 8], [0, 1, 2, 1], 3), NAMES)
+    with pytest.raises(InputError, match="no multiple of 2 ranks"):
+        megatron_layout(layout([0, 2, 4, 8], [0, 1, 0], 2), NAMES)
+
+
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=6), st.integers(1, 3))
+def test_megatron_is_read_back(sizes: list[int], rounds: int) -> None:
+    p = len(sizes)
+    counts = sizes * rounds
+    cuts = [0]
+    for size in counts:
+        cuts.append(cuts[-1] + size)
+    ranks = [i % p for i in range(len(counts))] if p > 1 else [0] * len(counts)
+    one = layout(cuts, ranks, p)
+    names = tuple(f"layer.{i}" for i in range(cuts[-1]))
+    again = read_megatron_layout(megatron_layout(one, names), p)
+    if p > 1:
+        assert again == one
+    assert again.chunks[-1].layers[1] == cuts[-1] - 1
+
+
+def test_megatron_repetitions() -> None:
+    found = read_megatron_layout("Et*3|(tt|)*2tL", 4)
+    assert [chunk.layers for chunk in found.chunks] == [(0, 2), (3, 4), (5, 6), (7, 7)]
+    nested = read_megatron_layout("E((t|)*2t|)*2ttL|", 2)
+    assert [chunk.rank for chunk in nested.chunks] == [0, 1, 0, 1, 0, 1, 0]
+    for wrong in ("E|x|L", "|||", "t*", "E**2|t"):
+        with pytest.raises(InputError):
+            read_megatron_layout(wrong, 1)
+
+
+def test_torchtitan_in_turn_and_in_a_v() -> None:
+    assert torchtitan_modules(layout([0, 1, 7, 8], [0, 1, 2], 3), NAMES) == [
+        ["tok_embeddings"], [f"layers.{i}" for i in range(6)], ["norm", "output"],
+    ]  # fmt: skip
+    # In a V the two stages of the last rank are neighbours, and so one: such a layout has 2p - 1 stages.
+    five = tuple(f"layer.{i}" for i in range(5))
+    assert torchtitan_modules(layout([0, 1, 2, 3, 4, 5], [0, 1, 1, 0, 0], 2), five) == [
+        ["tok_embeddings", "layers.0"], ["layers.1"], ["layers.2"], ["layers.3", "layers.4", "norm", "output"],
+    ]  # fmt: skip
+    with pytest.raises(InputError, match="in turn, or two a rank in a V"):
+        torchtitan_modules(layout([0, 2, 4, 8], [0, 2, 1], 3), NAMES)
