@@ -89,7 +89,13 @@ def height_bound(load: np.ndarray, num_microbatches: int) -> float:
 
 
 def assign_bins(
-    tokens: IntArray, loads: np.ndarray, budget: int, num_bins: int, seed: int, effort: int = 64
+    tokens: IntArray,
+    loads: np.ndarray,
+    budget: int,
+    num_bins: int,
+    seed: int,
+    effort: int = 64,
+    goal: float = _GOAL,
 ) -> IntArray:
     """Even several loads out over bins, as many as asked for and more only where the budget asks for it.
 
@@ -105,6 +111,8 @@ def assign_bins(
     seed : int
     effort : int
         Random exchanges per bin at most where the search is stuck.
+    goal : float
+        Height of the highest bin over the lower bound at which to end.
 
     Returns
     -------
@@ -127,8 +135,8 @@ def assign_bins(
         if count > 0:
             break
         num_bins += 1
-    goal = _GOAL * max(height_bound(row, num_bins) for row in scaled)
-    kernels.level(tokens, scaled, budget, num_bins, goal, effort * num_bins, seed, bin_of)
+    height = goal * max(height_bound(row, num_bins) for row in scaled)
+    kernels.level(tokens, scaled, budget, num_bins, height, effort * num_bins, seed, bin_of)
     return bin_of
 
 
@@ -206,7 +214,7 @@ def _balanced_encoder(loads: Loads, spec: PackingSpec, iteration: int) -> IntArr
     """Even both loads out: the backbone's and the encoders'."""
     rows = np.stack([loads.backbone, loads.encoder])
     num_bins = least_microbatches(loads, spec)
-    return assign_bins(loads.tokens, rows, spec.token_budget, num_bins, spec.seed + iteration)
+    return assign_bins(loads.tokens, rows, spec.token_budget, num_bins, spec.seed + iteration, _EFFORT)
 
 
 def _exact(loads: Loads, spec: PackingSpec, iteration: int) -> IntArray:

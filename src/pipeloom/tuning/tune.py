@@ -25,6 +25,8 @@ _GROWTH = 1.16
 _ROUNDS = 3
 """Of local search that moves samples, between two estimates of all costs."""
 _LEVEL_EFFORT = 16
+_LEVEL_GOAL = 1.01
+"""Even enough to begin with: samples are moved by simulation afterwards."""
 _BALANCED = ("balanced", "balanced_encoder")
 _SLOWER = 1.015
 """A number of microbatches that much slower than the best ends the row of larger ones."""
@@ -183,7 +185,7 @@ class _Tuning:
             spec = PackingSpec(self.budget, self.spec.pack, number, seed=self.seed)
             return _bins(group(loads, spec, self.batch.iteration), len(loads))
         rows = np.stack([loads.backbone, loads.backbone + loads.encoder])
-        return assign_bins(loads.tokens, rows, self.budget, number, self.seed, _LEVEL_EFFORT)
+        return assign_bins(loads.tokens, rows, self.budget, number, self.seed, _LEVEL_EFFORT, _LEVEL_GOAL)
 
     def _candidate(self, bin_of: IntArray) -> _Candidate | None:
         """Simulate a packing in a few orders; None where it does not fit into memory."""
