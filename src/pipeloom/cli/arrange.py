@@ -133,8 +133,8 @@ def arrange(
 
 def _table(layers: str, cluster: str, tp: int, pp: int, tokens: int, microbatches: int) -> LayerTable:
     """Read a layer file, or emulate the layers of a model."""
-    listed = layers.endswith((".json", ".json.gz")) and not layers.endswith("config.json")
-    if names_file or ("/" not in layers and Path(layers).is_file() and not layers.endswith(".toml")):
+    a_model = layers.endswith((".toml", "config.json"))
+    if not a_model and (Path(layers).is_file() or layers.endswith((".json", ".json.gz"))):
         return read_layers(layers)
     from pipeloom.cost.emulated_layers import emulated_layers
     from pipeloom.spec.catalog import load_machine
