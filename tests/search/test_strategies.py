@@ -13,7 +13,7 @@ from pipeloom.search.jobs import find_jobs
 from pipeloom.search.plain import leanest, plain_rollout, segment_priority
 from pipeloom.search.strategies import choose_on_rank, choose_strategies
 from pipeloom.timeline import Schedule, check, memory_changes
-from pipeloom.timeline.bounds import pair_options
+from pipeloom.timeline.options import pair_options
 from tests.strategies import graphs
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -9,7 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeloom.taskgraph import make_graph, topological_order
 from pipeloom.timeline import check, lower_bound, memory_changes, simulate
+from pipeloom.timeline.bounds_memory import held_byte_ns
+from pipeloom.timeline.options import pair_options
+from pipeloom.timeline.residence import middles
 from tests.chains import uniform_chain
 from tests.strategies import Shape, graphs, random_graph, random_order
 
@@ -120,3 +125,66 @@ def test_fill_and_drain_see_overtaking(ranks, microbatches, delays, seed):
     bound, rng = lower_bound(graph), np.random.default_rng(seed)
     for _ in range(5):
         assert bound.ns <= simulate(graph, random_order(graph, rng)).makespan_ns
+
+
+@settings(deadline=None, max_examples=300)
+@given(graphs(num_candidates=0, memory=1.0, max_parts=3), st.integers(0, 2**31))
+def test_what_is_held_is_never_less_than_claimed(graph, seed):
+    """By rank, module and microbatch, for orders that may be too full: how long bytes stay needs no limit."""
+    held = held_byte_ns(graph, pair_options(graph), graph.duration_ns)[:, 0]
+    rng = np.random.default_rng(seed)
+    forward = graph.forward_of
+    group = (graph.rank[forward] * 8 + graph.module[forward]) * 64 + graph.microbatch[forward]
+    for _ in range(4):
+        timeline = simulate(graph, random_order(graph, rng))
+        last = np.where(graph.backward_of < 0, forward, graph.backward_of)
+        true = graph.activation_bytes * (timeline.end_ns[last] - timeline.start_ns[forward]).astype(float)
+        has = graph.weight_of >= 0
+        waiting = timeline.end_ns[graph.weight_of] - timeline.end_ns[last]
+        true[has] += (graph.weight_gradient_bytes * waiting)[has]
+        for one in np.unique(group):
+            assert held[group == one].sum() <= true[group == one].sum() * (1 + 1e-9)
+
+
+def test_parts_of_a_microbatch_wait_for_each_other():
+    """One rank, two parts of 3 and 5 before a join of 1 and 2: the parts hold 10 and 30 bytes.
+
+    Shortest time per byte last before the join, first after it: the second part, F 3 4 5, is held for 5 + 3 + 10,
+    the first for 8 + 3 + 16.
+    """
+    graph = make_graph(
+        name="", num_ranks=1, module_names=("parts", "join"), kind=[0, 0, 0, 1, 1, 1], rank=[0] * 6,
+        duration_ns=[3, 5, 1, 2, 10, 6], pair=[0, 1, 2, 2, 1, 0], segment=range(6), microbatch=[0] * 6,
+        module=[0, 0, 1, 1, 0, 0], activation_bytes=[10, 30, 1], weight_gradient_bytes=None,
+        edge_source=[0, 1, 3, 3], edge_target=[2, 2, 4, 5], edge_delay_ns=[0] * 4, capacity_bytes=[100],
+    )  # fmt: skip
+    held = held_byte_ns(graph, pair_options(graph), graph.duration_ns)[:, 0]
+    assert held.sum() == 10 * (8 + 3 + 16) + 30 * (5 + 3 + 10) + 1 * 3
+
+
+def test_work_of_the_own_rank_lies_between_forward_and_backward():
+    """A text whose clips lead nowhere but back: the path sees one clip, the rank must do all of them."""
+    clips = 3
+    graph = make_graph(
+        name="", num_ranks=1, module_names=("text", "clip"), kind=[0, *[0] * clips, *[1] * clips, 1],
+        rank=[0] * (2 * clips + 2), duration_ns=[1, *[4] * clips, *[8] * clips, 2],
+        pair=[0, *range(1, clips + 1), *range(1, clips + 1), 0], segment=range(2 * clips + 2),
+        microbatch=[0] * (2 * clips + 2), module=[0, *[1] * (2 * clips), 0], activation_bytes=[1] * (clips + 1),
+        weight_gradient_bytes=None, edge_source=[*[0] * clips, *range(clips + 1, 2 * clips + 1)],
+        edge_target=[*range(1, clips + 1), *[2 * clips + 1] * clips], edge_delay_ns=[0] * (2 * clips),
+        capacity_bytes=[9],
+    )  # fmt: skip
+    middle = middles(graph, graph.duration_ns, topological_order(graph))
+    assert middle[0] == clips * (4 + 8)
+
+
+def test_candidates_that_cannot_fit_are_no_choice():
+    """Keeping is faster but larger than the rank: the bound is that of the graph without it."""
+    graph = uniform_chain(
+        2, 6, forward_ns=10, backward_ns=20, candidates=True, activation_bytes=8, capacity_bytes=7
+    )
+    lean = graph.with_candidates([1] * graph.num_pairs)
+    assert lean.activation_bytes.max() <= 7
+    assert lower_bound(graph).ns == lower_bound(lean).ns
+    free = replace(graph, capacity_bytes=np.full(2, 8))
+    assert lower_bound(free).ns < lower_bound(graph).ns

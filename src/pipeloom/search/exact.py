@@ -17,7 +17,7 @@ from pipeloom.errors import InputError
 from pipeloom.search import exact_worker
 from pipeloom.taskgraph import NO_TASK, IntArray, TaskGraph, topological_order
 from pipeloom.timeline import Schedule, check, simulate
-from pipeloom.timeline.bounds import pair_options
+from pipeloom.timeline.options import pair_options
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from pipeloom.search.plain import leanest
 from pipeloom.search.strategy_kernels import Desk, Tables
 from pipeloom.taskgraph import NO_TASK, IntArray, TaskGraph
 from pipeloom.timeline import Schedule
-from pipeloom.timeline.bounds import pair_options
+from pipeloom.timeline.options import pair_options
 
 Solver = Literal["lagrangian", "highs"]
 LAGRANGIAN_ROUNDS, ROLLOUT_ROUNDS = 80, 16

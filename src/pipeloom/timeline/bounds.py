@@ -6,8 +6,6 @@ pairs have candidates, every duration below is the least over them, unless said 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import numpy.typing as npt
 
@@ -17,25 +15,13 @@ from pipeloom.taskgraph import (
     NO_TASK,
     IntArray,
     TaskGraph,
-    topological_order,
 )
 from pipeloom.timeline import kernels
-from pipeloom.timeline.residence import middles
+from pipeloom.timeline.bounds_memory import held_byte_ns, memory_bound
+from pipeloom.timeline.options import Options, pair_options, without_too_large
 from pipeloom.timeline.schedule import LowerBound
 
-FloatArray = npt.NDArray[np.float64]
 BoolArray = npt.NDArray[np.bool_]
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """Costs of every pair by candidate, padded by repeating the first; shape (num_pairs, most candidates)."""
-
-    forward_ns: IntArray
-    backward_ns: IntArray
-    weight_ns: IntArray
-    activation_bytes: IntArray
-    weight_gradient_bytes: IntArray
 
 
 def lower_bound(graph: TaskGraph) -> LowerBound:
@@ -48,7 +34,7 @@ def lower_bound(graph: TaskGraph) -> LowerBound:
     - ``memory``: bytes times the least time that they are held, against what the rank can hold in all; with
       candidates, weighed against work, since a pair cannot be both lean and fast.
     """
-    options = pair_options(graph)
+    options = without_too_large(graph, pair_options(graph))
     duration, longest = _extreme_durations(graph, options)
     head, tail = heads_and_tails(graph, duration)
     found = [LowerBound(int((head + duration + tail).max()), "critical path")]
@@ -56,7 +42,7 @@ def lower_bound(graph: TaskGraph) -> LowerBound:
     fill = _fill(graph, duration, longest, head)
     drain = _drain(graph, duration, longest, tail)
     total = options.forward_ns + options.backward_ns + options.weight_ns
-    held = _held_byte_ns(graph, options, duration)
+    held = held_byte_ns(graph, options, duration)
     pair_rank = graph.rank[graph.forward_of]
     for rank in present:
         mine = graph.rank == rank
@@ -69,30 +55,9 @@ def lower_bound(graph: TaskGraph) -> LowerBound:
         if graph.capacity_bytes is not None:
             room = int(graph.capacity_bytes[rank] - graph.static_bytes[rank])
             if room > 0:
-                ns = _memory_bound(total[of_rank], held[of_rank], room, first, last, strong - work)
+                ns = memory_bound(total[of_rank], held[of_rank], room, first, last, strong - work)
                 found.append(LowerBound(ns, "memory"))
     return max(found, key=lambda bound: bound.ns)
-
-
-def pair_options(graph: TaskGraph) -> Options:
-    """Candidates of all pairs as arrays; one column with the graph's own costs where it has none."""
-    if graph.candidates is None:
-        backward = np.where(graph.backward_of == NO_TASK, 0, graph.duration_ns[graph.backward_of])
-        weight = np.where(graph.weight_of == NO_TASK, 0, graph.duration_ns[graph.weight_of])
-        columns = (
-            graph.duration_ns[graph.forward_of], backward, weight, graph.activation_bytes, graph.weight_gradient_bytes
-        )  # fmt: skip
-        return Options(*(column[:, None] for column in columns))
-    most = max(len(options) for options in graph.candidates)
-    rows = [
-        [option[1:6] for option in (*options, *[options[0]] * (most - len(options)))]
-        for options in graph.candidates
-    ]
-    cube = np.array(rows, dtype=np.int64)
-    forward, backward, weight, activation, gradient = (cube[:, :, i] for i in range(5))
-    backward = np.where((graph.backward_of == NO_TASK)[:, None], 0, backward)
-    weight = np.where((graph.weight_of == NO_TASK)[:, None], 0, weight)
-    return Options(forward, backward, weight, activation, gradient)
 
 
 def _extreme_durations(graph: TaskGraph, options: Options) -> tuple[IntArray, IntArray]:
@@ -230,35 +195,3 @@ def _delays_along_segments(
     kept = np.full(graph.num_tasks, -1, np.int64)
     kept[tasks] = linked[tasks]
     return kept
-
-
-def _held_byte_ns(graph: TaskGraph, options: Options, least: IntArray) -> FloatArray:
-    """Bytes times the least nanoseconds they are held, by pair and candidate; 0 where memory is unlimited.
-
-    Products of large byte counts and times leave 64-bit integers behind, hence floats.
-    """
-    if graph.capacity_bytes is None:
-        return np.zeros(options.forward_ns.shape)
-    middle = middles(graph, least, topological_order(graph))
-    weight_gap = options.weight_ns.astype(np.float64)
-    held_ns = (options.forward_ns + options.backward_ns + middle[:, None]).astype(np.float64)
-    held: FloatArray = options.activation_bytes * held_ns + np.where(
-        (graph.weight_of != NO_TASK)[:, None], options.weight_gradient_bytes * weight_gap, 0.0
-    )
-    return held
-
-
-def _memory_bound(total: IntArray, held: FloatArray, room: int, first: int, last: int, ends: int) -> int:
-    """Weigh work against memory.
-
-    For any choice, makespan >= ends + work and makespan >= first + held / room + last (nothing is held before
-    the first task or after the last one). So for any weight, the mean of the two is a bound, and the least
-    over the choices of each pair is found pair by pair.
-    """
-    best = 0.0
-    weights = (0.0,) if total.shape[1] == 1 else np.linspace(0.0, 1.0, 21)
-    for weight in weights:
-        mixed = weight * total + (1 - weight) * (held / room)
-        best = max(best, weight * ends + (1 - weight) * (first + last) + float(mixed.min(axis=1).sum()))
-    # A relative 1e-12 covers the rounding of floats; times are whole, so the rest is rounded up.
-    return int(np.ceil(best * (1 - 1e-12)))

@@ -1,4 +1,4 @@
-"""How long a pair's activations stay at least: the longest path between its two tasks."""
+"""How long activations stay at least: between a pair's two tasks, and over the pairs of one module's parts."""
 
 from __future__ import annotations
 
@@ -12,59 +12,203 @@ from pipeloom.taskgraph import NO_TASK, IntArray, TaskGraph
 
 Array = npt.NDArray[Any]
 STEP_LIMIT = 200_000_000
-"""Steps after which the remaining pairs get zero: a weaker bound, but never a wrong one."""
+"""Steps after which what is left gets zero: a weaker bound, but never a wrong one."""
 
 
 def middles(graph: TaskGraph, duration: IntArray, topological: IntArray) -> IntArray:
     """Least time from the end of a pair's F to the start of its B or I, shape (num_pairs,); frozen: 0.
 
+    It is the longest path between the two; or the work between them that their own rank must do one by one, with the
+    least path before its first and after its last task.
+
     The work grows with the distance of the two in ``topological``, which is short when that order finishes
     one microbatch before the next.
     """
-    position = np.empty(graph.num_tasks, np.int64)
-    position[topological] = np.arange(graph.num_tasks)
     middle = np.zeros(graph.num_pairs, np.int64)
     has = np.flatnonzero(graph.backward_of != NO_TASK)
     _middles(
-        graph.forward_of[has], graph.backward_of[has], has, topological, position, duration, graph.successor_start,
-        graph.successor, graph.successor_delay_ns, np.full(graph.num_tasks, -1, np.int64), middle, STEP_LIMIT,
+        graph.forward_of[has], graph.backward_of[has], has, topological, _inverse(topological), duration,
+        graph.successor_start, graph.successor, graph.successor_delay_ns, _unreached(graph), _unreached(graph),
+        graph.rank, middle, STEP_LIMIT,
     )  # fmt: skip
     return middle
 
 
+def meetings(graph: TaskGraph, duration: IntArray, topological: IntArray, groups: list[IntArray]) -> IntArray:
+    """Where groups of pairs meet: shape (num_groups, 3), or -1 where they do not.
+
+    Let J be the first and K the last task, in ``topological``, that lie between the two tasks of every pair of the
+    group. The columns are the least path from the end of one of its F to J, the time from the start of J to the
+    end of K, and the least path from the end of K to one of its B or I.
+    """
+    start = np.zeros(len(groups) + 1, np.int64)
+    np.cumsum([len(group) for group in groups], out=start[1:])
+    pairs = np.concatenate([np.zeros(0, np.int64), *groups])
+    found = np.full((len(groups), 3), -1, np.int64)
+    _meetings(
+        graph.forward_of[pairs], graph.backward_of[pairs], start, topological, _inverse(topological), duration,
+        graph.successor_start, graph.successor, graph.successor_delay_ns, _unreached(graph), _unreached(graph),
+        np.zeros(graph.num_tasks, np.int64), found, STEP_LIMIT,
+    )  # fmt: skip
+    return found
+
+
+def _inverse(topological: IntArray) -> IntArray:
+    position = np.empty_like(topological)
+    position[topological] = np.arange(len(topological))
+    return position
+
+
+def _unreached(graph: TaskGraph) -> IntArray:
+    return np.full(graph.num_tasks, -1, np.int64)
+
+
+@numba.njit(cache=True, nogil=True)
+def _reach(
+    source: int, last: int, topological: Array, position: Array, duration: Array, successor_start: Array,
+    successor: Array, delay: Array, reach: Array,
+) -> None:  # fmt: skip
+    """Longest path from the end of ``source`` to the start of its descendants up to place ``last``; else -1."""
+    first = position[source]
+    reach[source] = -duration[source]
+    for i in range(first, last):
+        task = topological[i]
+        if i > first and reach[task] < 0:
+            continue
+        end = reach[task] + duration[task]
+        for e in range(successor_start[task], successor_start[task + 1]):
+            other = successor[e]
+            if position[other] <= last:
+                reach[other] = max(reach[other], end + delay[e])
+
+
+@numba.njit(cache=True, nogil=True)
+def _reach_back(
+    target: int, first: int, topological: Array, position: Array, duration: Array, successor_start: Array,
+    successor: Array, delay: Array, left: Array,
+) -> None:  # fmt: skip
+    """Longest path from the end of a task from place ``first`` on to the start of ``target``; else -1."""
+    last = position[target]
+    left[target] = -duration[target]
+    for i in range(last - 1, first - 1, -1):
+        task = topological[i]
+        for e in range(successor_start[task], successor_start[task + 1]):
+            other = successor[e]
+            if position[other] <= last and (other == target or left[other] >= 0):
+                left[task] = max(left[task], delay[e] + duration[other] + left[other])
+
+
 @numba.njit(cache=True, nogil=True)
 def _middles(
-    forward: Array,
-    backward: Array,
-    pair: Array,
-    topological: Array,
-    position: Array,
-    duration: Array,
-    successor_start: Array,
-    successor: Array,
-    successor_delay: Array,
-    reach: Array,
-    middle: Array,
+    forward: Array, backward: Array, pair: Array, topological: Array, position: Array, duration: Array,
+    successor_start: Array, successor: Array, delay: Array, reach: Array, left: Array, rank: Array, middle: Array,
     limit: int,
-) -> None:
+) -> None:  # fmt: skip
     steps = 0
     for k in range(len(pair)):
         first = position[forward[k]]
         last = position[backward[k]]
-        steps += last - first
+        steps += 2 * (last - first)
         if steps > limit:
             return
-        # reach: longest path from the end of F to a task's start; -1: not a descendant.
-        reach[forward[k]] = -duration[forward[k]]
-        for i in range(first, last):
+        _reach(forward[k], last, topological, position, duration, successor_start, successor, delay, reach)
+        _reach_back(
+            backward[k], first, topological, position, duration, successor_start, successor, delay, left
+        )
+        work = 0
+        head = reach[backward[k]]
+        tail = head
+        for i in range(first + 1, last):
             task = topological[i]
-            if i > first and reach[task] < 0:
-                continue
-            end = reach[task] + duration[task]
-            for e in range(successor_start[task], successor_start[task + 1]):
-                other = successor[e]
-                if position[other] <= last:
-                    reach[other] = max(reach[other], end + successor_delay[e])
+            if rank[task] == rank[forward[k]] and reach[task] >= 0 and left[task] >= 0:
+                work += duration[task]
+                head = min(head, reach[task])
+                tail = min(tail, left[task])
         middle[pair[k]] = reach[backward[k]]
+        if work > 0:
+            middle[pair[k]] = max(middle[pair[k]], head + work + tail)
         for i in range(first, last + 1):
             reach[topological[i]] = -1
+            left[topological[i]] = -1
+
+
+@numba.njit(cache=True, nogil=True)
+def _meetings(
+    forward: Array, backward: Array, start: Array, topological: Array, position: Array, duration: Array,
+    successor_start: Array, successor: Array, delay: Array, reach: Array, left: Array, count: Array, found: Array,
+    limit: int,
+) -> None:  # fmt: skip
+    steps = 0
+    for g in range(len(start) - 1):
+        lowest = len(topological)
+        highest = 0
+        meet = -1
+        part = -1
+        # First pass: what lies between the tasks of all pairs. Second: how far it is from them.
+        for turn in range(2):
+            before = 1 << 62
+            after = 1 << 62
+            for k in range(start[g], start[g + 1]):
+                first = position[forward[k]]
+                last = position[backward[k]]
+                lowest = min(lowest, first)
+                highest = max(highest, last)
+                steps += 2 * (last - first)
+                if steps > limit:
+                    return
+                _reach(
+                    forward[k],
+                    last,
+                    topological,
+                    position,
+                    duration,
+                    successor_start,
+                    successor,
+                    delay,
+                    reach,
+                )
+                _reach_back(
+                    backward[k],
+                    first,
+                    topological,
+                    position,
+                    duration,
+                    successor_start,
+                    successor,
+                    delay,
+                    left,
+                )
+                if turn == 0:
+                    for i in range(first + 1, last):
+                        task = topological[i]
+                        count[task] += reach[task] >= 0 and left[task] >= 0
+                else:
+                    before = min(before, reach[meet])
+                    after = min(after, left[part])
+                for i in range(first, last + 1):
+                    reach[topological[i]] = -1
+                    left[topological[i]] = -1
+            if turn == 0:
+                for i in range(lowest, highest + 1):
+                    task = topological[i]
+                    if count[task] == start[g + 1] - start[g]:
+                        meet = task if meet < 0 else meet
+                        part = task
+                    count[task] = 0
+                if meet < 0:
+                    break
+        if meet < 0:
+            continue
+        found[g, 0] = before
+        found[g, 2] = after
+        found[g, 1] = duration[meet]
+        if part != meet:
+            last = position[part]
+            _reach(meet, last, topological, position, duration, successor_start, successor, delay, reach)
+            if reach[part] >= 0:
+                found[g, 1] = duration[meet] + reach[part] + duration[part]
+            else:
+                # No path between the two: they may run at once, in any order.
+                found[g, 1] = -1
+            for i in range(position[meet], last + 1):
+                reach[topological[i]] = -1

@@ -1,0 +1,90 @@
+"""Lower bounds from memory: bytes times the time that they are held, against what a rank can hold in all."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from pipeloom.taskgraph import NO_TASK, IntArray, TaskGraph, topological_order
+from pipeloom.timeline.options import Options
+from pipeloom.timeline.residence import meetings, middles
+
+FloatArray = npt.NDArray[np.float64]
+
+
+def held_byte_ns(graph: TaskGraph, options: Options, least: IntArray) -> FloatArray:
+    """Bytes times the least nanoseconds they are held, by pair and candidate; 0 where memory is unlimited.
+
+    Products of large byte counts and times leave 64-bit integers behind, hence floats.
+
+    Parameters
+    ----------
+    least : array, shape (num_tasks,)
+        Least duration of every task.
+    """
+    if graph.capacity_bytes is None:
+        return np.zeros(options.forward_ns.shape)
+    topological = topological_order(graph)
+    middle = middles(graph, least, topological)
+    held_ns = (options.forward_ns + options.backward_ns + middle[:, None]).astype(np.float64)
+    held: FloatArray = options.activation_bytes * held_ns
+    if options.forward_ns.shape[1] == 1:
+        _add_waiting(graph, options, least, topological, held)
+    gradient = options.weight_gradient_bytes * options.weight_ns.astype(np.float64)
+    return held + np.where((graph.weight_of != NO_TASK)[:, None], gradient, 0.0)
+
+
+def _add_waiting(
+    graph: TaskGraph, options: Options, least: IntArray, topological: IntArray, held: FloatArray
+) -> None:
+    """Raise what the parts of a microbatch hold by the time that they wait for each other, where that is more.
+
+    Let the pairs i of one module, microbatch and rank have bytes a_i, and all pass through tasks J and K
+    (`meetings`). Their forwards run one by one and end at least h before J begins, so going back from there, the
+    weighted sum of their starts is at least that of a single machine, which Smith's rule (shortest f_i / a_i
+    first) makes least: sum a_i (start J - start F_i) >= h sum a_i + Smith(f, a). So it is with the backwards
+    after K, and between J and K all bytes are held.
+    """
+    pairs = np.flatnonzero(graph.backward_of != NO_TASK)
+    forward = graph.forward_of[pairs]
+    keys = (graph.rank[forward], graph.module[forward], graph.microbatch[forward])
+    order = np.lexsort(keys)
+    changes = np.zeros(len(order), bool)
+    for key in keys:
+        changes[1:] |= np.diff(key[order]) != 0
+    groups = [group for group in np.split(pairs[order], np.flatnonzero(changes)) if len(group) > 1]
+    if not groups:
+        return
+    for group, (before, between, after) in zip(
+        groups, meetings(graph, least, topological, groups).tolist(), strict=True
+    ):
+        if between < 0:
+            continue
+        size = options.activation_bytes[group, 0].astype(np.float64)
+        both = (before + between + after) * size.sum()
+        both += _smith(options.forward_ns[group, 0], size) + _smith(options.backward_ns[group, 0], size)
+        alone = held[group, 0].sum()
+        if both > alone:
+            held[group, 0] += (both - alone) / len(group)
+
+
+def _smith(length: IntArray, weight: FloatArray) -> float:
+    """Least weighted sum of completion times of one machine's jobs."""
+    order = np.argsort(length / np.maximum(weight, 1e-9), kind="stable")
+    return float((np.cumsum(length[order]) * weight[order]).sum())
+
+
+def memory_bound(total: IntArray, held: FloatArray, room: int, first: int, last: int, ends: int) -> int:
+    """Weigh work against memory.
+
+    For any choice, makespan >= ends + work and makespan >= first + held / room + last (nothing is held before
+    the first task or after the last one). So for any weight, the mean of the two is a bound, and the least
+    over the choices of each pair is found pair by pair.
+    """
+    best = 0.0
+    weights = (0.0,) if total.shape[1] == 1 else np.linspace(0.0, 1.0, 21)
+    for weight in weights:
+        mixed = weight * total + (1 - weight) * (held / room)
+        best = max(best, weight * ends + (1 - weight) * (first + last) + float(mixed.min(axis=1).sum()))
+    # A relative 1e-12 covers the rounding of floats; times are whole, so the rest is rounded up.
+    return int(np.ceil(best * (1 - 1e-12)))

@@ -1,0 +1,62 @@
+"""Candidates of all pairs as arrays."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from pipeloom.taskgraph import NO_TASK, IntArray, TaskGraph
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Costs of every pair by candidate, padded by repeating the first; shape (num_pairs, most candidates)."""
+
+    forward_ns: IntArray
+    backward_ns: IntArray
+    weight_ns: IntArray
+    activation_bytes: IntArray
+    weight_gradient_bytes: IntArray
+
+
+def pair_options(graph: TaskGraph) -> Options:
+    """Candidates of all pairs as arrays; one column with the graph's own costs where it has none."""
+    if graph.candidates is None:
+        backward = np.where(graph.backward_of == NO_TASK, 0, graph.duration_ns[graph.backward_of])
+        weight = np.where(graph.weight_of == NO_TASK, 0, graph.duration_ns[graph.weight_of])
+        columns = (
+            graph.duration_ns[graph.forward_of], backward, weight, graph.activation_bytes, graph.weight_gradient_bytes
+        )  # fmt: skip
+        return Options(*(column[:, None] for column in columns))
+    most = max(len(options) for options in graph.candidates)
+    rows = [
+        [option[1:6] for option in (*options, *[options[0]] * (most - len(options)))]
+        for options in graph.candidates
+    ]
+    cube = np.array(rows, dtype=np.int64)
+    forward, backward, weight, activation, gradient = (cube[:, :, i] for i in range(5))
+    backward = np.where((graph.backward_of == NO_TASK)[:, None], 0, backward)
+    weight = np.where((graph.weight_of == NO_TASK)[:, None], 0, weight)
+    return Options(forward, backward, weight, activation, gradient)
+
+
+def without_too_large(graph: TaskGraph, options: Options) -> Options:
+    """The same, with candidates that alone exceed their rank's room replaced by a copy of one that does not.
+
+    A pair of which none fits keeps all; it has no schedule anyway.
+    """
+    if graph.capacity_bytes is None or options.forward_ns.shape[1] == 1:
+        return options
+    room = (graph.capacity_bytes - graph.static_bytes)[graph.rank[graph.forward_of]]
+    gradient = np.where((graph.weight_of != NO_TASK)[:, None], options.weight_gradient_bytes, 0)
+    fits = np.maximum(options.activation_bytes, gradient) <= room[:, None]
+    column = np.where(fits, np.arange(fits.shape[1]), fits.argmax(axis=1)[:, None])
+    column[~fits.any(axis=1)] = np.arange(fits.shape[1])
+    return Options(
+        forward_ns=np.take_along_axis(options.forward_ns, column, axis=1),
+        backward_ns=np.take_along_axis(options.backward_ns, column, axis=1),
+        weight_ns=np.take_along_axis(options.weight_ns, column, axis=1),
+        activation_bytes=np.take_along_axis(options.activation_bytes, column, axis=1),
+        weight_gradient_bytes=np.take_along_axis(options.weight_gradient_bytes, column, axis=1),
+    )
