@@ -14,7 +14,7 @@ from pipeloom.io import write_text
 from pipeloom.report import join_sections, sections
 from pipeloom.reproduce.write import machine
 
-SECTIONS = ("planning", "search", "methods", "scaling", "executor", "emulated", "emulator")
+SECTIONS = ("planning", "search", "methods", "scaling", "executor", "emulated", "beside", "real", "emulator")
 TARGET = Path(__file__).parents[1] / "docs" / "benchmarks.md"
 _HEAD = """# Benchmarks
 

@@ -24,7 +24,16 @@ if TYPE_CHECKING:
     )
     from pipeloom.packing import PackingSpec
     from pipeloom.planner import Planner, Setup
-    from pipeloom.runtime import Model, Module, Part, TcpPlanStore, Trainer, launch, profile_model
+    from pipeloom.runtime import (
+        Checkpoints,
+        Model,
+        Module,
+        Part,
+        TcpPlanStore,
+        Trainer,
+        launch,
+        profile_model,
+    )
     from pipeloom.search import Deadline, Solution, solve
     from pipeloom.spec import Chunk, ClusterSpec, Layout
     from pipeloom.taskgraph import TaskGraph, make_graph
@@ -33,6 +42,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
+    "Checkpoints": "pipeloom.runtime",
     "Chunk": "pipeloom.spec",
     "ClusterSpec": "pipeloom.spec",
     "Deadline": "pipeloom.search",
@@ -74,6 +84,7 @@ _HOME = {
 """Where each public name lives."""
 
 __all__ = [
+    "Checkpoints",
     "Chunk",
     "ClusterSpec",
     "Deadline",

@@ -10,7 +10,7 @@ import pytest
 import pipeloom
 
 PUBLIC = {
-    "Chunk", "ClusterSpec", "Deadline", "InfeasibleError", "InputError", "Layout", "LowerBound", "Model",
+    "Checkpoints", "Chunk", "ClusterSpec", "Deadline", "InfeasibleError", "InputError", "Layout", "LowerBound", "Model",
     "Module", "ModulePlacement", "PackingSpec", "Part", "PipeloomError", "Planner", "Schedule", "Setup",
     "Solution", "TaskGraph", "TcpPlanStore", "Timeline", "Trainer", "__version__", "check", "launch",
     "load", "lower_bound", "make_graph", "profile_model", "read_instance", "read_layout", "read_samples",

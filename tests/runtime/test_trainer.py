@@ -29,7 +29,7 @@ def disturbed(undivided: list[float]) -> dict[str, list[Step]]:
 
 
 def test_training_over_ranks_equals_undivided_training(undivided: list[float]) -> None:
-    for steps in train(3, ["nothing", "tag zero"], undivided).values():
+    for steps in train(3, ["nothing", "tag zero", "replicated"], undivided).values():
         assert steps[-1].loss < steps[0].loss
         assert all(step.fresh for step in steps)
 

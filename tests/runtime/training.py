@@ -20,6 +20,7 @@ from pipeloom.errors import PlannerError
 from pipeloom.packing import PackingSpec
 from pipeloom.plan import Action, Answer
 from pipeloom.planner import HostedStore, Planner, Setup
+from pipeloom.planner.choose_layout import replicated
 from pipeloom.planner.replay import answered_graph, timeline_of
 from pipeloom.runtime import StepReport, TcpPlanStore, Trainer
 
@@ -52,13 +53,13 @@ def optimizer(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=RATE)
 
 
-def setup(num_ranks: int, budget_s: float = 0.02) -> Setup:
+def setup(num_ranks: int, budget_s: float = 0.02, on_all_ranks: tuple[str, ...] = ()) -> Setup:
     """Costs are invented: a profile of the right form is all that planning needs."""
     spec = model().spec
     fit = LayerFit((1e-4, 0, 1e-6, 0), (2e-4, 0, 2e-6, 0), (0, 0, 64, 0))
     profile = Profile("invented", {f"{m.name}/{x.kind}": fit for m in spec.modules for x in m.flat_layers})
     placements = {"vision": ModulePlacement(1, 4), "lm": ModulePlacement(2)}
-    layout = separate(spec, num_ranks, placements, lambda module, layer: 1.0)
+    layout = replicated(separate(spec, num_ranks, placements, lambda module, layer: 1.0), on_all_ranks)
     return Setup(spec, layout, profile, PackingSpec(120), budget_s=budget_s)
 
 
@@ -71,7 +72,7 @@ def train_disturbed(num_ranks: int, iterations: int, disturb: str) -> list[Step]
     """Train as one rank; returns what each iteration came to."""
     trained = model()
     disturbance = DISTURBANCES[disturb]()
-    made = setup(num_ranks, disturbance.budget_s)
+    made = setup(num_ranks, disturbance.budget_s, disturbance.on_all_ranks)
     planner = Planner(made, lambda: disturbance.store(TcpPlanStore.host()), deadline_s=disturbance.deadline_s)
     trainer = Trainer(trained, made.layout, planner, describe=task.describe, optimizer=optimizer,
                       clip_norm=CLIP, tag_zero=disturb == "tag zero")  # fmt: skip
@@ -137,6 +138,7 @@ class Disturbance:
 
     deadline_s = 5.0
     budget_s = 0.02
+    on_all_ranks: tuple[str, ...] = ()
 
     def after(self, planner: Planner, iteration: int) -> None:
         """Called on rank 0 after every iteration."""
@@ -144,6 +146,12 @@ class Disturbance:
     def store(self, store: TcpPlanStore) -> HostedStore:
         """The store through which the planner's client speaks."""
         return store
+
+
+class Replicated(Disturbance):
+    """Nothing goes wrong, but the encoder lies whole on every rank."""
+
+    on_all_ranks = ("vision",)
 
 
 class Kill(Disturbance):
@@ -285,7 +293,8 @@ def end(planner: Planner) -> None:
 
 
 DISTURBANCES: dict[str, type[Disturbance]] = {
-    "nothing": Disturbance, "tag zero": Disturbance, "kill": Kill, "kill for good": KillForGood, "garbage": Garbage,
+    "nothing": Disturbance, "tag zero": Disturbance, "replicated": Replicated,
+    "kill": Kill, "kill for good": KillForGood, "garbage": Garbage,
     "other shapes": OtherShapes, "hang": Hang, "slow": Slow, "store fails": StoreFails, "store hangs": StoreHangs,
 }  # fmt: skip
 

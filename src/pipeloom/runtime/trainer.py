@@ -20,9 +20,10 @@ from pipeloom.plan import Answer, Delivery, Measured
 from pipeloom.runtime.executor import Executor
 from pipeloom.runtime.feedback import Calibrator, gather_times
 from pipeloom.runtime.model import Model, user_code
+from pipeloom.runtime.reduce import all_reduce_gradients
 from pipeloom.runtime.resume import Checkpoints, TrainerState, fingerprint
 from pipeloom.runtime.transport import TorchTransport
-from pipeloom.spec import Batch, Layout, batch_from_dicts
+from pipeloom.spec import Batch, Layout, ModelSpec, batch_from_dicts
 
 
 class PlanSource(Protocol):
@@ -134,8 +135,19 @@ class Trainer:
         self.model, self.layout = model, layout
         self._planner, self._describe = planner, describe
         self._learning_rate, self._clip_norm = learning_rate, clip_norm
-        self._executor = Executor(model, layout, self.rank, TorchTransport(use_tags=not tag_zero))
+        replicated = {module.name for module in layout.modules if module.on_ranks == "replicated"}
+        self._executor = Executor(
+            model, layout, self.rank, TorchTransport(use_tags=not tag_zero),
+            reduce_gradients=all_reduce_gradients(layout) if replicated else None,
+        )  # fmt: skip
         self._parameters = self._executor.parameters()
+        elsewhere = {
+            id(parameter)
+            for name, parameter in self._executor.named_parameters()
+            if self.rank != 0 and name.partition(".")[0] in replicated
+        }
+        # What all ranks hold alike counts once in the norm of the gradient.
+        self._counted = [p for p in self._parameters if id(p) not in elsewhere]
         self._optimizer = optimizer(self._parameters) if self._parameters else None
         self._calibrator = Calibrator()
         self._checkpoints = checkpoints
@@ -262,13 +274,10 @@ class Trainer:
         """Rank 0 collects a plan and hands it to all ranks, so that all run the same one."""
         delivery = self._planner.collect(batch.iteration) if self.rank == 0 else None
         with _together(f"iteration {batch.iteration}: the plan's delivery"):
-            data = _broadcast_bytes(None if delivery is None else delivery.data)
+            data = broadcast_bytes(None if delivery is None else delivery.data)
         if delivery is not None:
             return delivery, delivery.answer, delivery.packing
-        answer = msgspec.msgpack.decode(data, type=Answer)
-        counts = answer.packing
-        packing = packing_from_counts(batch, self.model.spec, self.layout, counts.samples, counts.counts)
-        return None, answer, packing
+        return None, *unpack_answer(data, batch, self.model.spec, self.layout)
 
     def _step(
         self,
@@ -285,7 +294,7 @@ class Trainer:
         except ExecutionError as error:
             raise ExecutionError(f"iteration {batch.iteration}, {error}") from error
         cpu_ns = time.thread_time_ns() - cpu_ns
-        squares = sum(float(p.grad.square().sum()) for p in self._parameters if p.grad is not None)
+        squares = sum(float(p.grad.square().sum()) for p in self._counted if p.grad is not None)
         totals = torch.tensor([result.loss_sum / result.normaliser, squares], dtype=torch.float64)
         with _together(f"iteration {batch.iteration}: the sum of losses"):
             dist.all_reduce(totals)
@@ -343,7 +352,14 @@ def _together(what: str) -> Iterator[None]:
         raise ExecutionError(f"{what} failed, another rank is gone or hangs: {error}") from error
 
 
-def _broadcast_bytes(data: bytes | None) -> bytes:
+def unpack_answer(data: bytes, batch: Batch, model: ModelSpec, layout: Layout) -> tuple[Answer, Packing]:
+    """What a rank makes of the bytes that rank 0 hands out; rank 0 has checked them."""
+    answer = msgspec.msgpack.decode(data, type=Answer)
+    counts = answer.packing
+    return answer, packing_from_counts(batch, model, layout, counts.samples, counts.counts)
+
+
+def broadcast_bytes(data: bytes | None) -> bytes:
     """Send bytes from rank 0 to all ranks."""
     size = torch.tensor([0 if data is None else len(data)], dtype=torch.int64)
     dist.broadcast(size, src=0)

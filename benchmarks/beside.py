@@ -1,0 +1,221 @@
+"""What planning beside training costs the training, and what delivering a plan takes."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from benchmarks.planning import _batch, _problem
+from pipeloom.arrange import ModulePlacement, separate
+from pipeloom.cost import Correction, LayerFit, Profile
+from pipeloom.packing import PackingSpec
+from pipeloom.plan import Delivery
+from pipeloom.planner import Planner, Request, Setup, answer_of, plan_batch
+from pipeloom.planner.messages import encode
+from pipeloom.report import markdown_table
+from pipeloom.runtime import Model, Module, TcpPlanStore, Trainer, launch
+from pipeloom.runtime.trainer import broadcast_bytes, unpack_answer
+from pipeloom.search import Evaluations
+from pipeloom.spec import Batch
+
+TITLE = "Planning beside training, and delivering plans"
+_RANKS, _FORWARD_S, _BACKWARD_S = 4, 0.01, 0.02
+_WIDTH = 4
+
+
+def run(iterations: int = 14, repeats: int = 15) -> str:
+    """Measure, and return the section as Markdown.
+
+    Parameters
+    ----------
+    iterations : int
+        Of each kind of training.
+    repeats : int
+        Deliveries of the large plan.
+    """
+    return f"{_beside(iterations)}\n\n{_delivery(repeats)}"
+
+
+# ------------------------------------------------------------------ planning beside training
+
+
+def _beside(iterations: int) -> str:
+    by_rank = launch(_train_twice, _RANKS, iterations)
+    kinds = by_rank[0]
+    alone, beside = (statistics.median(kinds[name][1:]) for name in ("alone", "beside"))
+    rows = [
+        ["plans known beforehand, no planner", f"{alone * 1e3:.1f}", ""],
+        ["planner searching all the while", f"{beside * 1e3:.1f}", f"{beside / alone - 1:+.2%}"],
+    ]
+    text = (
+        f"{_RANKS} ranks whose layers sleep ({_FORWARD_S * 1e3:.0f} ms forward, {_BACKWARD_S * 1e3:.0f} ms backward), "
+        f"the trainer itself, {iterations} iterations by turns with the same plans: made by a planner that searches "
+        "for nearly the whole iteration before, or known beforehand. Whole iterations, waiting for the plan and its "
+        "delivery included, medians of the host's clock. To reach: less than 3 % longer."
+    )
+    return f"{text}\n\n{markdown_table(['plans', 'iteration, ms', 'longer by'], rows)}"
+
+
+class _Sleep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # noqa: ARG004
+        time.sleep(_FORWARD_S)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # noqa: ARG004
+        time.sleep(_BACKWARD_S)
+        return gradient.clone()
+
+
+class Sleeper(nn.Module):
+    """A layer that takes time and no core."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(_WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Take and return ``(tokens, _WIDTH)``."""
+        slept: Tensor = _Sleep.apply(x * self.scale)  # type: ignore[no-untyped-call]
+        return slept
+
+
+def _sleeping_model() -> Model:
+    module = Module(
+        "lm", [Sleeper() for _ in range(2 * _RANKS)], reads="sequence", hidden=("tokens", _WIDTH),
+        output=("tokens", _WIDTH), inputs=lambda part: torch.ones(sum(length for _, length in part.samples), _WIDTH),
+    )  # fmt: skip
+    return Model([module], lambda out, _: out.sum(), lambda sample: float(sample[1]))
+
+
+class _Kept:
+    """A plan source that has every plan beforehand."""
+
+    def __init__(self, deliveries: dict[int, Delivery]) -> None:
+        self.deliveries = deliveries
+
+    def start(self) -> None:
+        """Nothing to start."""
+
+    def submit(self, batch: Batch, correction: Correction) -> None:
+        """Everything is planned."""
+
+    def collect(self, iteration: int) -> Delivery:
+        """Return the plan."""
+        return self.deliveries[iteration]
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+class _Keeping(Planner):
+    """A planner that keeps what it delivers."""
+
+    def collect(self, iteration: int) -> Delivery:
+        """Return the plan, and keep it."""
+        delivery = super().collect(iteration)
+        KEPT[iteration] = delivery
+        return delivery
+
+
+KEPT: dict[int, Delivery] = {}
+
+
+def _train_twice(iterations: int) -> dict[str, list[float]]:
+    """On one rank: seconds of every iteration, with a planner beside it and without, by turns."""
+    torch.set_num_threads(1)
+    model = _sleeping_model()
+    fit = LayerFit((_FORWARD_S, 0, 0, 0), (_BACKWARD_S, 0, 0, 0), (0, 0, 16, 0))
+    profile = Profile("sleeping", {f"lm/{layer.kind}": fit for layer in model.spec.modules[0].layers})
+    layout = separate(model.spec, _RANKS, {"lm": ModulePlacement(2)}, lambda *_: 1.0)
+    microbatches = 8
+    # Long enough to be searching until shortly before the plan is needed.
+    budget_s = 0.8 * microbatches * 2 * (_FORWARD_S + _BACKWARD_S)
+    setup = Setup(model.spec, layout, profile, PackingSpec(10), budget_s=budget_s)
+    found: dict[str, list[float]] = {"beside": [], "alone": []}
+    chunk = 7
+    for first in range(0, iterations, chunk):
+        numbers = range(first, min(iterations, first + chunk))
+        for name in ("beside", "alone"):
+            source = _Keeping(setup, TcpPlanStore.host, deadline_s=30.0) if name == "beside" else _Kept(KEPT)
+            trainer = Trainer(
+                model, layout, source, describe=_describe, optimizer=lambda p: torch.optim.SGD(p, 1e-6)
+            )
+            batches = [[(j, 6 + (i + j) % 5) for j in range(microbatches)] for i in numbers]
+            dist.barrier()
+            begin = time.monotonic()
+            for number, _ in enumerate(trainer.run(batches, first)):
+                now = time.monotonic()
+                # The first waits for its plan, which nobody could have made before.
+                if number:
+                    found[name].append(now - begin)
+                begin = now
+    return found
+
+
+def _describe(sample: tuple[int, int]) -> dict[str, Any]:
+    return {"id": str(sample[0]), "text_tokens": sample[1]}
+
+
+# ------------------------------------------------------------------ delivery
+
+
+def _delivery(repeats: int) -> str:
+    model, costs, packing = _problem()
+    layout = separate(
+        model, _RANKS, {"vision": ModulePlacement(1, 12), "lm": ModulePlacement(2)}, lambda *_: 1.0
+    )
+    setup = Setup(model, layout, costs.profile, packing)
+    batch = _batch(17)
+    planned = plan_batch(setup.problem(), batch, budget=Evaluations(1), seed=0, method="portfolio")
+    data = encode(answer_of(planned, search_s=0.0, ready_ns=0))
+    actions = sum(map(len, planned.plan.ranks))
+    by_rank = launch(_deliver, _RANKS, setup, batch, data, repeats)
+    checked, travelled = (
+        statistics.median(max(rank[i][part] for rank in by_rank) for i in range(1, repeats))
+        for part in (0, 1)
+    )
+    rows = [
+        [
+            "out of the store, decoded, checked and verified, while the iteration before runs",
+            f"{checked * 1e3:.2f}",
+        ],
+        ["from rank 0 to all ranks, decoded there", f"{travelled * 1e3:.2f}"],
+    ]
+    text = (
+        f"One plan of {actions} actions for {_RANKS} ranks, {len(data) / 1e3:.0f} kB, medians of {repeats - 1}, the "
+        "last rank counts. Only the second step is between two iterations. To reach: 5 ms for 2000 actions."
+    )
+    return f"{text}\n\n{markdown_table(['step', 'ms'], rows)}"
+
+
+def _deliver(setup: Setup, batch: Batch, data: bytes, repeats: int) -> list[tuple[float, float]]:
+    """On one rank: seconds until rank 0 may use a plan, and until every rank has it."""
+    torch.set_num_threads(1)
+    planner = Planner(setup, TcpPlanStore.host)
+    planner._submitted[batch.iteration] = Request(batch)
+    store = TcpPlanStore.host()
+    found = []
+    for _ in range(repeats):
+        gc.collect()
+        dist.barrier()
+        checked = 0.0
+        if dist.get_rank() == 0:
+            store.put("answer", data)
+            begin = time.perf_counter()
+            planner._accept(batch.iteration, store.take("answer") or b"")
+            checked = time.perf_counter() - begin
+        dist.barrier()
+        begin = time.perf_counter()
+        received = broadcast_bytes(data if dist.get_rank() == 0 else None)
+        if dist.get_rank() != 0:
+            unpack_answer(received, batch, setup.model, setup.layout)
+        found.append((checked, time.perf_counter() - begin))
+    return found
