@@ -85,7 +85,7 @@ def _large_model(microbatches: int) -> str:
             f"{measured / emulation.planned_ns - 1:+.2%}",
         ])  # fmt: skip
     text = (
-        f"One pipeline of VLM-M on H800s (costs emulated, tensor parallelism 2, {microbatches} microbatches of real "
+        f"One pipeline of VLM-M on 64 H800s (costs emulated, tensor parallelism 2, {microbatches} microbatches of real "
         "shapes), every rank a process of this machine. On the virtual clock messages carry time and nothing waits: "
         "the time must be the planned one exactly; the seconds beside it are those of starting the ranks and running "
         "it. Sleeping ranks wait as long as each task is planned to take."
@@ -123,9 +123,8 @@ def _random_emulation(num_ranks: int, seed: int) -> Emulation:
 
 def _vlm_m(num_ranks: int, microbatches: int) -> tuple[Emulation, int]:
     """VLM-M on so many pipeline ranks, with real shapes and emulated costs."""
-    case = with_chunk_costs(
-        make_case("vlm-m", "dip-h800-64", Degrees(tensor=2, pipeline=num_ranks)), ("full",)
-    )
+    degrees = Degrees(data=32 // num_ranks, tensor=2, pipeline=num_ranks)
+    case = with_chunk_costs(make_case("vlm-m", "dip-h800-64", degrees), ("full",))
     placements = {m.name: ModulePlacement(1, 12 if m.reads == "images" else None) for m in case.model.modules}
     layout = separate(case.model, num_ranks, placements, lambda *_: 1.0)
     groups = draw_groups(case, microbatches, seed=0)

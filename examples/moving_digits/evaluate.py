@@ -58,7 +58,8 @@ def generate(text: Sequence[nn.Module], video: Sequence[nn.Module], clips: Seque
         x = torch.cat([model.noise_of(clip)[1] for clip in group]).to(dtype)
         for step in range(STEPS, 0, -1):
             context["time"] = model.waves(torch.full((len(group),), step / STEPS)).to(dtype)
-            x = x - run(video, x, places, captions, **context) / STEPS
+            # The way from what is seen to what it came from, as far as one step of those that are left.
+            x = x + (run(video, x, places, captions, **context) - x) / step
         made += [data.frames_of(piece) for piece in x.float().split(sizes)]
     return made
 
@@ -71,13 +72,13 @@ def classifier() -> LogisticRegression:
     return LogisticRegression(max_iter=300, C=0.3).fit(pixels[rows].reshape(len(rows), -1), labels[rows])
 
 
-def read(frames: Tensor) -> int:
-    """The digit that a video shows: in every frame where most of its ink is, over all frames together."""
+def read(frames: Tensor, clip: Clip) -> int:
+    """The digit that a video shows where its caption says that it is, over all frames together."""
     scores = np.zeros(10)
-    for frame in frames.clamp(0, 1):
-        windows = frame.unfold(0, DIGIT, 1).unfold(1, DIGIT, 1).reshape(-1, DIGIT, DIGIT)
-        best = windows[windows.sum((1, 2)).argmax()]
-        scores += classifier().predict_log_proba(best.reshape(1, -1).numpy())[0]
+    for number, frame in enumerate(frames.clamp(0, 1)):
+        row, column = data.offsets(clip.direction, clip.speed, number)
+        window = frame[row : row + DIGIT, column : column + DIGIT]
+        scores += classifier().predict_log_proba(window.reshape(1, -1).numpy())[0]
     return int(scores.argmax())
 
 

@@ -1,8 +1,8 @@
 """A text encoder, and a diffusion transformer that turns noise into the video that the text speaks of.
 
 Trained as a rectified flow: between the video at time 0 and noise at time 1 every clip is shown at one time on the
-straight way, and the model says in which direction the noise lies. Captions, and videos, of a microbatch lie one
-after the other, without padding.
+straight way, and the model says what the video was; that, and what it is shown, give the direction of the way.
+Captions, and videos, of a microbatch lie one after the other, without padding.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from .data import Clip
 
 DIM, HEADS, TEXT_BLOCKS, VIDEO_BLOCKS = 64, 4, 2, 6
 MOST_WORDS = 16
+# Nearer to the video the direction of the way is that at this time: a small error there would count without bound.
+LEAST_TIME = 0.1
 
 
 class Part(Protocol):
@@ -85,18 +87,19 @@ class TextBlock(Block):
 
 
 class Pool(nn.Module):
-    """The last layer of text: one vector for each caption."""
+    """The last layer of text: one vector for each caption, the sum of those words that matter."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.gate = nn.Linear(DIM, DIM)
         self.project = nn.Linear(DIM, DIM)
 
     def forward(self, x: Tensor, *, mask: Tensor, owner: Tensor) -> Tensor:
         """Return ``(captions, DIM)``."""
         del mask
-        counts = torch.bincount(owner)
-        total = x.new_zeros(len(counts), DIM).index_add(0, owner, x)
-        out: Tensor = self.project(total / counts[:, None])
+        chosen = torch.sigmoid(self.gate(x)) * x
+        total = x.new_zeros(int(owner.max()) + 1, DIM).index_add(0, owner, chosen)
+        out: Tensor = self.project(total)
         return out
 
 
@@ -133,8 +136,8 @@ class VideoBlock(Block):
         return self.transform(x, mask, self.change(time)[owner].chunk(4, dim=1))
 
 
-class Direction(nn.Module):
-    """The last layer of video: for every pixel, the way from video to noise."""
+class Pixels(nn.Module):
+    """The last layer of video: what the video was before there was noise."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -155,7 +158,7 @@ def text_layers(seed: int) -> list[nn.Module]:
 
 def video_layers(seed: int) -> list[nn.Module]:
     """All layers of the diffusion transformer."""
-    return _build(seed, 1, [Patches, *[VideoBlock] * VIDEO_BLOCKS, Direction])
+    return _build(seed, 1, [Patches, *[VideoBlock] * VIDEO_BLOCKS, Pixels])
 
 
 def _build(seed: int, module: int, kinds: Sequence[Callable[[], nn.Module]]) -> list[nn.Module]:
@@ -215,16 +218,17 @@ def waves(times: Tensor) -> Tensor:
 def noise_of(clip: Clip) -> tuple[float, Tensor]:
     """Time and noise of a clip: the same whoever asks, on whatever rank."""
     generator = torch.Generator().manual_seed(clip.seed)
-    # Times in the middle are the hardest, and are drawn most often.
-    time = float(torch.sigmoid(torch.randn((), generator=generator, dtype=torch.float32)))
+    # Near the video there is little to learn.
+    time = float(torch.sigmoid(0.5 + torch.randn((), generator=generator, dtype=torch.float32)))
     return time, torch.randn(clip.num_tokens, data.PIXELS, generator=generator, dtype=torch.float32)
 
 
 def loss(output: Tensor, part: Part) -> Tensor:
-    """Sum over all patches of the mean squared error of a patch's direction."""
+    """Sum over all patches of the mean squared error of a patch's direction, which is the video's over the time."""
     clips = clips_of(part)
-    wanted = torch.cat([noise_of(clip)[1] - data.video(clip) for clip in clips]).to(output.dtype)
-    return (output - wanted).square().mean(dim=1).sum()
+    wanted = torch.cat([data.video(clip) for clip in clips]).to(output.dtype)
+    scale = torch.cat([torch.full((clip.num_tokens,), max(LEAST_TIME, noise_of(clip)[0])) for clip in clips])
+    return ((output - wanted) / scale.to(output.dtype)[:, None]).square().mean(dim=1).sum()
 
 
 def num_targets(clip: Clip) -> int:

@@ -8,4 +8,4 @@ from .interchange import exchange
 
 
 def test_each_runtime_runs_the_others_schedules_exactly(tmp_path: Path) -> None:
-    assert launch(exchange, 2, str(tmp_path), timeout_s=30.0) == [9, 9]
+    assert launch(exchange, 2, str(tmp_path), timeout_s=30.0) == [12, 12]

@@ -69,7 +69,8 @@ def to_pytorch_csv(plan: ExecutionPlan, layout: Layout, *, communication: bool =
 def schedule_from_pytorch_csv(text: str, graph: TaskGraph) -> Schedule:
     """Read PyTorch's schedule as one for a graph whose chunks are PyTorch's stages.
 
-    Communication in the file is passed over, since lowering adds what is needed; empty cells are bubbles.
+    Communication in the file is passed over, since lowering adds what is needed; empty cells are bubbles. Where the
+    graph's backwards are split, a whole one in the file becomes its two parts.
 
     Raises
     ------
@@ -86,7 +87,7 @@ def schedule_from_pytorch_csv(text: str, graph: TaskGraph) -> Schedule:
         order = []
         for column, cell in enumerate(cells):
             where = f"row {row + 1}, column {column + 1}"
-            for name in _compute_of(cell.strip(), where):
+            for name in _in_parts(_compute_of(cell.strip(), where), task_of):
                 task = task_of.get(name)
                 if task is None:
                     raise InputError(
@@ -150,6 +151,16 @@ def _compute_of(cell: str, where: str) -> Iterator[_Name]:
             yield int(stage), verb, int(microbatch)
 
 
+def _in_parts(names: Iterator[_Name], known: dict[_Name, int]) -> Iterator[_Name]:
+    """Where the graph's backwards are split, a whole one (DualPipeV has both kinds) is I and W at once."""
+    for stage, verb, microbatch in names:
+        if verb == "B" and (stage, "I", microbatch) in known:
+            yield stage, "I", microbatch
+            yield stage, "W", microbatch
+        else:
+            yield stage, verb, microbatch
+
+
 def _tasks_by_name(graph: TaskGraph) -> dict[_Name, int]:
     names: dict[_Name, int] = {}
     for pair, label in enumerate(graph.labels or ()):
@@ -165,8 +176,6 @@ def _tasks_by_name(graph: TaskGraph) -> dict[_Name, int]:
 
 def _remedy(name: _Name, known: dict[_Name, int]) -> str:
     stage, verb, microbatch = name
-    if verb == "B" and (stage, "I", microbatch) in known:
-        return "build the graph with whole backwards"
     if verb in ("I", "W") and (stage, "B", microbatch) in known:
         return "build the graph with split backwards"
     return "stages are chunk numbers, microbatches count from 0"

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
@@ -24,6 +25,8 @@ from pipeloom.runtime.reduce import all_reduce_gradients
 from pipeloom.runtime.resume import Checkpoints, TrainerState, fingerprint
 from pipeloom.runtime.transport import TorchTransport
 from pipeloom.spec import Batch, Layout, ModelSpec, batch_from_dicts
+
+_START_TIMEOUT = timedelta(hours=1)
 
 
 class PlanSource(Protocol):
@@ -218,8 +221,9 @@ class Trainer:
         source = iter(batches)
         samples = next(source, None)
         iteration = first_iteration
-        if self.rank == 0:
-            self._planner.start()
+        with _patient_ranks():
+            if self.rank == 0:
+                self._planner.start()
         try:
             asked = None if samples is None else self._submit(samples, iteration)
             while samples is not None and asked is not None:
@@ -341,6 +345,16 @@ class Trainer:
                     parameter.grad.mul_(self._clip_norm / norm)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
+
+
+@contextmanager
+def _patient_ranks() -> Iterator[None]:
+    """Let rank 0 compile kernels for longer than a rank is waited for in training."""
+    with _together("the start of training"):
+        patient = dist.new_group(backend="gloo", timeout=_START_TIMEOUT)
+        yield
+        dist.barrier(group=patient)
+        dist.destroy_process_group(patient)
 
 
 @contextmanager
