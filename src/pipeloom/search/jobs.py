@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeloom.errors import InfeasibleError
-from pipeloom.taskgraph import FORWARD, WEIGHT_GRADIENT, IntArray, TaskGraph
+from pipeloom.taskgraph import FORWARD, WEIGHT_GRADIENT, IntArray, TaskGraph, topological_order
 from pipeloom.timeline import memory_changes
 
 Array = npt.NDArray[Any]
@@ -65,10 +65,9 @@ def find_jobs(graph: TaskGraph) -> Jobs:
     if not memory_matters(graph):
         return _one_job(graph, room)
     _refuse_large_pairs(graph, room)
-    job_of_task = _components(graph)
+    job_of_task = components(graph)
     num_jobs = int(job_of_task.max()) + 1
-    at_start, at_end = memory_changes(graph)
-    peak, net = np.maximum(at_start, at_start + at_end).tolist(), (at_start + at_end).tolist()
+    peak, net = (column.tolist() for column in memory_needs(graph))
     members: list[list[int]] = [[] for _ in range(num_jobs)]
     for task, job in enumerate(job_of_task.tolist()):
         members[job].append(task)
@@ -95,6 +94,16 @@ def find_jobs(graph: TaskGraph) -> Jobs:
     )
 
 
+def memory_needs(graph: TaskGraph) -> tuple[IntArray, IntArray]:
+    """Bytes that every task needs at most above what its rank holds, and what it leaves.
+
+    What is held for no time does not count: a task without duration needs only what it leaves.
+    """
+    at_start, at_end = memory_changes(graph)
+    net = at_start + at_end
+    return np.where(graph.duration_ns == 0, net, np.maximum(at_start, net)), net
+
+
 def memory_matters(graph: TaskGraph) -> bool:
     """Whether not everything fits at once: every pair at its fullest and every byte on an edge.
 
@@ -112,8 +121,10 @@ def memory_matters(graph: TaskGraph) -> bool:
 def _one_job(graph: TaskGraph, room: IntArray) -> Jobs:
     """Everything is one job that needs nothing, which is cheap to make for large graphs."""
     none = np.zeros(0, np.int64)
+    # The plain rollout, which must not compile anything, is not made for more.
+    order = topological_order(graph) if graph.num_tasks <= 4000 else quick_topological_order(graph)
     return Jobs(
-        np.zeros(graph.num_tasks, np.int64), quick_topological_order(graph), np.zeros((1, graph.num_ranks), np.int64),
+        np.zeros(graph.num_tasks, np.int64), order, np.zeros((1, graph.num_ranks), np.int64),
         room, np.zeros(graph.num_ranks + 1, np.int64), none,
     )  # fmt: skip
 
@@ -158,7 +169,7 @@ class _Reader:
         self.waiting: list[int] = np.diff(graph.predecessor_start).tolist()
 
 
-def _components(graph: TaskGraph) -> IntArray:
+def components(graph: TaskGraph) -> IntArray:
     """Connected parts, numbered by their smallest (microbatch, task)."""
     parent = list(range(graph.num_tasks))
 
@@ -185,9 +196,10 @@ def _reference_order(
 ) -> tuple[list[int], list[int]]:
     """Depth first with backwards as soon as they can; if that does not fit, whatever rises least; or a search."""
     best: tuple[list[int], list[int]] | None = None
+    exhausted = False
     for attempt in range(3):
         if attempt == 2:
-            searched = _search(reader, tasks, peak, net, room.tolist())
+            searched, exhausted = _search(reader, tasks, peak, net, room.tolist())
             if searched is None:
                 break
             sequence = searched
@@ -209,7 +221,8 @@ def _reference_order(
             raise InfeasibleError(
                 f"pair {graph.pair[task]} ({graph.describe(task)}) does not fit: its microbatch needs "
                 f"{best[1][rank]} bytes at once on rank {rank} in every order tried, and beside "
-                f"{graph.static_bytes[rank]} static bytes the capacity leaves {room[rank]}"
+                f"{graph.static_bytes[rank]} static bytes the capacity leaves {room[rank]}; "
+                + ("no order fits" if exhausted else f"{SEARCH_STATES} states of it were searched, not all")
             )
         used[rank] += net[task]
     raise AssertionError("an order that does not fit has a first task that does not")
@@ -243,8 +256,9 @@ def _walk(reader: _Reader, tasks: list[int], peak: list[int], net: list[int], gr
 
 def _search(
     reader: _Reader, tasks: list[int], peak: list[int], net: list[int], room: list[int]
-) -> list[int] | None:
-    """An order that fits, by depth first over all of them, or None if none was found in `SEARCH_STATES` states.
+) -> tuple[list[int] | None, bool]:
+    """An order that fits, by depth first over all of them, or None; and whether all were tried, of which
+    `SEARCH_STATES` states are the limit.
 
     A task that fits and leaves no more held than before runs at once, since that can never be in the way; so
     only the others are a choice.
@@ -269,11 +283,11 @@ def _search(
             seen.add(after)
             longer = [*sequence, task]
             if len(longer) == len(tasks):
-                return longer
+                return longer, True
             left = list(free)
             left[reader.rank[task]] -= net[task]
             stack.append((after, longer, left))
-    return None
+    return None, not stack
 
 
 def _adds_up(row: list[int], peak: list[int], net: list[int]) -> bool:
@@ -301,6 +315,8 @@ def _refuse_large_pairs(graph: TaskGraph, room: IntArray) -> None:
         np.maximum(graph.activation_bytes, graph.weight_gradient_bytes),
         graph.activation_bytes,
     )
+    # A frozen forward without duration holds nothing for any time.
+    size = np.where((graph.backward_of < 0) & (graph.duration_ns[graph.forward_of] == 0), 0, size)
     large = np.flatnonzero(size > room[pair_rank])
     if large.size:
         pair = int(large[0])

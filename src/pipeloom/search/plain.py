@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from pipeloom.errors import InfeasibleError, PlanError
-from pipeloom.search.jobs import Jobs, find_jobs, memory_matters
-from pipeloom.taskgraph import FORWARD, WEIGHT_GRADIENT, TaskGraph
-from pipeloom.timeline import Schedule, memory_changes
+from pipeloom.search.fitting import fitting_candidates
+from pipeloom.search.jobs import Jobs, find_jobs, memory_matters, memory_needs
+from pipeloom.taskgraph import FORWARD, NO_TASK, WEIGHT_GRADIENT, Candidate, TaskGraph
+from pipeloom.timeline import Schedule
 
 NEVER = 1 << 62
 
@@ -23,7 +24,7 @@ def first_in_first_out(graph: TaskGraph) -> Schedule:
     """Run microbatches in their order, alternating forwards and backwards, within memory and without deadlock.
 
     Compiles nothing, so it answers at once; made for graphs of some hundred tasks. Of the candidates it takes
-    the base of every pair, or where that does not fit, the leanest.
+    the base of every pair, or where that does not fit, the leanest, or those that fit together.
 
     Raises
     ------
@@ -38,6 +39,8 @@ def first_in_first_out(graph: TaskGraph) -> Schedule:
         try:
             jobs = find_jobs(chosen)
         except InfeasibleError:
+            if number == 1 and (rows := fitting_candidates(graph)) is not None:
+                choices.append([row[0] for row in rows])
             if number + 1 < len(choices):
                 continue
             raise
@@ -51,16 +54,19 @@ def first_in_first_out(graph: TaskGraph) -> Schedule:
 def leanest(graph: TaskGraph) -> list[int]:
     """Candidate of every pair that holds the least, the faster one where two hold the same."""
     assert graph.candidates is not None
-    return [
-        min(
-            range(len(options)),
-            key=lambda i: (
-                max(options[i].activation_bytes, options[i].weight_gradient_bytes),
-                options[i].activation_bytes,
-                options[i].forward_ns + options[i].backward_ns + options[i].weight_ns,
-            ),
+
+    def size(option: Candidate, split: bool) -> tuple[int, int, int]:
+        held = option.activation_bytes
+        return (
+            max(held, option.weight_gradient_bytes) if split else held,
+            held,
+            option.forward_ns + option.backward_ns + option.weight_ns,
         )
-        for options in graph.candidates
+
+    split = (graph.weight_of != NO_TASK).tolist()
+    return [
+        min(range(len(options)), key=lambda i: size(options[i], split[pair]))
+        for pair, options in enumerate(graph.candidates)
     ]
 
 
@@ -89,9 +95,7 @@ class _Memory:
     """Banker's bookkeeping, counted from the set of finished tasks."""
 
     def __init__(self, graph: TaskGraph, jobs: Jobs) -> None:
-        at_start, at_end = memory_changes(graph)
-        self.peak = np.maximum(at_start, at_start + at_end).tolist()
-        self.net = (at_start + at_end).tolist()
+        self.peak, self.net = (column.tolist() for column in memory_needs(graph))
         self.rank = graph.rank.tolist()
         self.job = jobs.job_of_task.tolist()
         self.free = jobs.room.tolist()

@@ -13,10 +13,10 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
-from pipeloom.search.jobs import Jobs, find_jobs, quick_topological_order
+from pipeloom.search.jobs import Jobs, find_jobs, memory_needs, quick_topological_order
 from pipeloom.search.records import pack
 from pipeloom.taskgraph import FORWARD, WEIGHT_GRADIENT, IntArray, TaskGraph
-from pipeloom.timeline import heads_and_tails, memory_changes
+from pipeloom.timeline import heads_and_tails
 
 Array = npt.NDArray[Any]
 
@@ -122,7 +122,7 @@ def make_problem(graph: TaskGraph) -> tuple[Problem, Groups, Jobs]:
         np.int64
     )
     head, tail = heads_and_tails(graph, graph.duration_ns)
-    at_start, at_end = memory_changes(graph)
+    peak, net = memory_needs(graph)
 
     keep = ~_implied(graph, topological, position)
     source = np.repeat(np.arange(graph.num_tasks), np.diff(graph.successor_start))[keep]
@@ -134,7 +134,7 @@ def make_problem(graph: TaskGraph) -> tuple[Problem, Groups, Jobs]:
     task = np.zeros((graph.num_tasks + 1, 8), np.int64)
     columns = {
         DURATION: graph.duration_ns, TAIL: tail, PLACE: 4 * graph.rank + kind_class,
-        PEAK: np.maximum(at_start, at_start + at_end), NET: at_start + at_end, JOB: jobs.job_of_task,
+        PEAK: peak, NET: net, JOB: jobs.job_of_task,
         SEGMENT: graph.segment,
     }  # fmt: skip
     for column, values in columns.items():

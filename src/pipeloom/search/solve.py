@@ -7,12 +7,15 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 
-from pipeloom.errors import InputError
+import numpy as np
+
+from pipeloom.errors import InfeasibleError, InputError
 from pipeloom.search import kernels
 from pipeloom.search.alternate import Method, alternate
 from pipeloom.search.exact import Exact, cp_sat
 from pipeloom.search.explore import depth_first, random_search, worst
 from pipeloom.search.families import family, generate
+from pipeloom.search.fitting import fitting_candidates
 from pipeloom.search.gurobi import gurobi
 from pipeloom.search.justify import justify
 from pipeloom.search.local import local_search, portfolio
@@ -148,6 +151,27 @@ def solve(
     if threads < 0:
         raise InputError("threads", f"{threads} is negative", "use 0 for half of the cores")
     threads = threads or max(1, (os.cpu_count() or 2) // 2)
+    try:
+        return _solve(graph, budget, seed, method, threads, on_progress)
+    except InfeasibleError:
+        rows = None if graph.candidates is None else fitting_candidates(graph)
+        if graph.candidates is None or rows is None:
+            raise
+    # The leanest candidates of all pairs do not fit together, but others do. Without those that are lean in
+    # another way, they are the leanest.
+    left = tuple(tuple(graph.candidates[pair][i] for i in row) for pair, row in enumerate(rows))
+    found = _solve(replace(graph, candidates=left), budget, seed, method, threads, on_progress)
+    assert found.schedule.candidate is not None
+    picked = np.array(
+        [row[i] for row, i in zip(rows, found.schedule.candidate.tolist(), strict=True)], np.int64
+    )
+    return replace(found, schedule=replace(found.schedule, candidate=picked), lower_bound=lower_bound(graph))
+
+
+def _solve(
+    graph: TaskGraph, budget: StoppingRule, seed: int, method: str, threads: int,
+    on_progress: Callable[[Progress], None] | None,
+) -> Solution:  # fmt: skip
     watch = budget.start()
     bound = lower_bound(graph)
     exact = EXACT.get(method)
