@@ -14,7 +14,9 @@ from pipeloom.io import write_text
 from pipeloom.report import join_sections, sections
 from pipeloom.reproduce.write import machine
 
-SECTIONS = ("planning", "search", "methods", "scaling", "executor", "emulated", "beside", "real", "emulator")
+SECTIONS = (
+    "planning", "search", "methods", "scaling", "executor", "emulated", "beside", "real", "emulator", "gpu",
+)  # fmt: skip
 TARGET = Path(__file__).parents[1] / "docs" / "benchmarks.md"
 _HEAD = """# Benchmarks
 
@@ -32,6 +34,8 @@ def main(names: list[str]) -> None:
     bodies = sections(old)
     for name in names or SECTIONS:
         module = import_module(f"benchmarks.{name}")
+        if not names and not getattr(module, "available", lambda: True)():
+            continue
         print(f"{module.TITLE} ...", flush=True)
         body = module.run()
         print(body, flush=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -80,16 +81,17 @@ class Counted:
     def run(self, actions: list[Action]) -> tuple[list[int], list[int], StepResult]:
         """Bytes held at every OS, how often each layer ran, and the result."""
         held: list[int] = []
+        with Live() as live:
+            result = self.run_plainly(actions, lambda: held.append(live.num_bytes))
+        return held, [layer.calls for layer in self.layers], result
+
+    def run_plainly(self, actions: list[Action], at_step: Callable[[], None] | None = None) -> StepResult:
         plan = ExecutionPlan(1, 0, self.layout.digest, (tuple(actions),))
         executor = Executor(self.model, self.layout, 0, ThreadHub().transport(0))
         for layer in self.layers:
             layer.calls = 0
             layer.zero_grad()
-        with Live() as live:
-            result = executor.run(
-                plan, self.packing, self.samples, optimizer_step=lambda: held.append(live.num_bytes)
-            )
-        return held, [layer.calls for layer in self.layers], result
+        return executor.run(plan, self.packing, self.samples, optimizer_step=at_step)
 
 
 def action(verb: str, chunk: int, microbatch: int, strategy: str = "") -> Action:

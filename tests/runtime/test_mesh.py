@@ -8,6 +8,7 @@ from pipeloom.errors import ExecutionError
 from pipeloom.runtime import launch
 
 from .on_mesh import Shape, run_on_mesh, train_through
+from .parallel_page import train_page
 
 TWO_BY_TWO = [
     Shape(2, 2, 1),
@@ -46,3 +47,10 @@ def test_training_resumes_under_other_degrees_of_parallelism(tmp_path: Path) -> 
     assert whole[0] != pytest.approx(whole[3], rel=1e-3)
     for number, losses in enumerate(found[1:], start=3):
         assert losses == pytest.approx(whole[number : number + 2], rel=1e-9)
+
+
+def test_the_code_of_the_page_trains_alike_under_all_degrees(tmp_path: Path) -> None:
+    found = launch(train_page, 4, [(2, 2, 1), (1, 2, 2)], str(tmp_path), timeout_s=120.0)[0]
+    assert found[0][0] > found[0][3]
+    for other in found[1:]:
+        assert other == pytest.approx(found[0], rel=1e-9)

@@ -52,7 +52,7 @@ def save_checkpoint(
     state |= _optimizer_tensors(executor, optimizer)
     state[_ITERATION] = torch.tensor(iteration)
     with _quiet_alone():
-        dcp.save(state, checkpoint_id=str(path), process_group=group)  # type: ignore[attr-defined]
+        dcp.save(state, storage_writer=dcp.FileSystemWriter(str(path), overwrite=True), process_group=group)  # type: ignore[attr-defined]
 
 
 def load_checkpoint(

@@ -1,0 +1,34 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from .cases import assert_equal_gradients, take_gradients
+from .test_counts import Counted, action
+
+
+# Torch's compiler warns of itself.
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("strategy", "backward"), [("keep", ("B",)), ("recompute", ("I", "W")), ("offload", ("B",))]
+)
+def test_compiled_layers_give_the_same_gradients(strategy: str, backward: tuple[str, ...]) -> None:
+    found = []
+    for compiled in (False, True):
+        torch._dynamo.reset()
+        counted = Counted()
+        if compiled:
+            for layer in counted.layers:
+                layer.compile(backend="aot_eager", dynamic=True)
+        actions = []
+        for microbatch in range(2):
+            for chunk in (0, 1):
+                actions.append(action("F", chunk, microbatch, strategy))
+                actions += [action("OF", chunk, microbatch)] * (strategy == "offload")
+            for chunk in (1, 0):
+                actions += [action("LD", chunk, microbatch)] * (strategy == "offload")
+                actions += [action(verb, chunk, microbatch) for verb in backward]
+        with torch._functorch.config.patch(donated_buffer=False):
+            counted.run_plainly(actions)
+        found.append(take_gradients(counted.model))
+    assert_equal_gradients(*found)
