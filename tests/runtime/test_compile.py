@@ -10,7 +10,12 @@ from .test_counts import Counted, action
 # Torch's compiler warns of itself.
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    ("strategy", "backward"), [("keep", ("B",)), ("recompute", ("I", "W")), ("offload", ("B",))]
+    ("strategy", "backward"),
+    [
+        ("keep", ("I", "W")),
+        pytest.param("recompute", ("I", "W"), marks=pytest.mark.soak),
+        pytest.param("offload", ("B",), marks=pytest.mark.soak),
+    ],
 )
 def test_compiled_layers_give_the_same_gradients(strategy: str, backward: tuple[str, ...]) -> None:
     found = []

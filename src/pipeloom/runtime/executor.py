@@ -158,7 +158,7 @@ class Executor:
             normaliser = float(sum(self.model.num_targets(sample) for sample in samples))
         if not 0 < normaliser < float("inf"):
             raise ExecutionError(
-                f"rank {self.rank}: the batch has {normaliser} targets; give it at least one"
+                f"rank {self.rank}: the batch has {normaliser} {self.model.targets}; give it at least one"
             )
         iteration = Iteration(self, program, samples, optimizer_step, normaliser)
         clock = self.lane.stamp

@@ -153,12 +153,15 @@ class Model:
     num_targets : callable
         From one sample to how many targets it counts in the loss; 1 for a mean over samples.
     name : str
+    targets : str
+        What the targets are, for messages and reports: ``"target tokens"``, ``"samples"``.
     """
 
     modules: Sequence[Module]
     loss: Callable[[Tensor, Part], Tensor]
     num_targets: Callable[[Any], float]
     name: str = "model"
+    targets: str = "targets"
     spec: ModelSpec = field(init=False, repr=False)
 
     def __post_init__(self) -> None:

@@ -33,7 +33,7 @@ def run_undivided(model: Model, batch: Batch, samples: Sequence[Any], *, backwar
     """
     normaliser = float(sum(model.num_targets(sample) for sample in samples))
     if not normaliser > 0:
-        raise InputError("samples", f"have {normaliser} targets", "give at least one")
+        raise InputError("samples", f"have {normaliser} {model.targets}", "give at least one")
     for module in model.modules:
         if module.frozen:
             for layer in module.layers:
