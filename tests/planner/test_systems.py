@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
+
+import numpy as np
 import pytest
 
+from pipeloom.baselines import optimus_coarse
 from pipeloom.errors import InfeasibleError, InputError
-from pipeloom.planner.case import deal_groups, draw_groups, make_case, model_flops, pack_groups
+from pipeloom.planner.case import deal_groups, draw_groups, graph_of, make_case, model_flops, pack_groups
+from pipeloom.planner.recomputation import fits, per_module_recomputation, uniform_recomputation
 from pipeloom.planner.systems import (
     dip_layout,
     fsdp_time,
@@ -21,7 +27,7 @@ from pipeloom.planner.systems import (
 )
 from pipeloom.search import Evaluations
 from pipeloom.spec.hardware import Degrees
-from pipeloom.timeline import check
+from pipeloom.timeline import Schedule, check, simulate
 
 
 @pytest.fixture(scope="module")
@@ -100,6 +106,26 @@ def test_what_does_not_fit_is_told():
         megatron_1f1b(small, []).run(draw_groups(small, 2, 0), Evaluations(1), 0)
     with pytest.raises(InputError, match="need 128 devices"):
         make_case("vlm-s", "dip-h800-64", Degrees(tensor=8, pipeline=16))
+
+
+def test_two_settings_are_the_best_of_all_pairs(case, typical):
+    """One walk down both ladders finds what trying every pair finds, on a device that is nearly full."""
+    layout = our_layout(case, typical)
+    graph = graph_of(case, layout, draw_groups(case, 6, 1), "pairs", case.levels)
+    tight = replace(graph, capacity_bytes=graph.static_bytes + 12_000_000_000)
+    schedule = optimus_coarse(tight)
+    found = per_module_recomputation("pairs", layout, tight, schedule)
+    backbone = tight.module[tight.forward_of] == 1
+    best = None
+    for encoders, level in itertools.product(range(len(tight.candidates[0])), repeat=2):
+        choice = np.where(backbone, level, encoders)
+        timeline = simulate(tight, Schedule(schedule.order, choice))
+        if fits(tight, timeline):
+            best = min(best or timeline.makespan_ns, timeline.makespan_ns)
+    assert found.timeline.makespan_ns == best
+    none = replace(graph, capacity_bytes=graph.static_bytes + 1)
+    with pytest.raises(InfeasibleError, match="even with full recomputation"):
+        uniform_recomputation("none", layout, none, schedule)
 
 
 def test_dealing_evens_out_the_replicas(case):

@@ -29,12 +29,22 @@ from pipeloom.planner.case import (
     workspace_bytes,
 )  # fmt: skip
 from pipeloom.planner.compare import SystemTimeline
-from pipeloom.search import StoppingRule, first_in_first_out, solve
+from pipeloom.planner.leveled import solve_from_levels
+from pipeloom.planner.recomputation import (
+    level_tables,
+    levels_by_time,
+    per_module_recomputation,
+    per_rank_recomputation,
+    uniform_recomputation,
+)  # fmt: skip
+from pipeloom.search import Evaluations, StoppingRule, first_in_first_out, solve
 from pipeloom.spec import Chunk, LayerSpec, Layout, ModuleLayout
+from pipeloom.spec.hardware import Degrees
 from pipeloom.taskgraph import IntArray, TaskGraph
-from pipeloom.timeline import Schedule, Timeline, lower_bound, simulate
+from pipeloom.timeline import Schedule, lower_bound, simulate
 
 Order = Callable[[TaskGraph], Schedule]
+Recompute = Callable[[str, Layout, TaskGraph, Schedule], SystemTimeline]
 MOST_CHUNKS = 4
 """Chunks per rank that are tried for interleaved schedules."""
 
@@ -90,7 +100,7 @@ def megatron_interleaved(case: Case, batches: Sequence[Groups], balance: str = "
 def nnscaler(case: Case, batches: Sequence[Groups]) -> System:
     """nnScaler*: the best static stages and recomputation for the mean microbatch, run by 1F1B."""
     layers = [(m.name, i, layer) for m in case.model.modules for i, layer in enumerate(m.flat_layers)]
-    seconds, held = _level_tables(case, batches)
+    seconds, held = level_tables(case, batches)
     kept = [case.levels.static_bytes(Chunk(module, (i, i), 0)) for module, i, _ in layers]
     shared = workspace_bytes(
         case.levels, chain(case.model, case.num_ranks, 1, by_parameters(case, batches)),
@@ -108,7 +118,7 @@ def nnscaler(case: Case, batches: Sequence[Groups]) -> System:
 
     def run(groups: Groups, _budget: StoppingRule, _seed: int) -> SystemTimeline:
         graph = graph_of(case, layout, groups, "nnScaler*", case.levels)
-        return _with_levels("nnScaler*", layout, graph, one_f_one_b(graph), np.array(stages.levels))
+        return per_rank_recomputation("nnScaler*", layout, graph, one_f_one_b(graph), np.array(stages.levels))
 
     return System("nnScaler*", layout, run)
 
@@ -124,7 +134,7 @@ def optimus(case: Case, batches: Sequence[Groups]) -> System:
     options = []
     for v in counts:
         layout = separate(case.model, case.num_ranks, {case.model.modules[-1].name: ModulePlacement(v)}, load)
-        options.append(_mixed_levels_system("Optimus coarse", case, layout, optimus_coarse))
+        options.append(fixed_system("Optimus coarse", case, layout, optimus_coarse, per_module_recomputation))
     return _fastest(options, batches)
 
 
@@ -154,7 +164,10 @@ def searched_system(
 
     def run(groups: Groups, budget: StoppingRule, seed: int) -> SystemTimeline:
         graph = graph_of(case, layout, groups, name, costs)
-        found = solve(graph, budget=budget, seed=seed, method=method)
+        if method == "default":
+            found = solve_from_levels(graph, budget=budget, seed=seed)
+        else:
+            found = solve(graph, budget=budget, seed=seed, method=method)
         return SystemTimeline(
             name,
             layout,
@@ -189,7 +202,7 @@ def unadaptive_system(name: str, case: Case, layout: Layout, method: str) -> Sys
     def run(groups: Groups, budget: StoppingRule, seed: int) -> SystemTimeline:
         graph = graph_of(case, layout, groups, name, case.levels)
         best: tuple[int, IntArray, Schedule] | None = None
-        for level in _levels_by_time(graph):
+        for level in levels_by_time(graph):
             choice = np.full(graph.num_pairs, level)
             single = graph.with_candidates(choice)
             try:
@@ -211,36 +224,16 @@ def unadaptive_system(name: str, case: Case, layout: Layout, method: str) -> Sys
     return System(name, layout, run)
 
 
-def fixed_system(name: str, case: Case, layout: Layout, order: Order) -> System:
-    """A system with one order whatever the data, and one setting of recomputation for all."""
+def fixed_system(
+    name: str, case: Case, layout: Layout, order: Order, recompute: Recompute = uniform_recomputation
+) -> System:
+    """A system with one order whatever the data, and recomputation of its own kind."""
 
     def run(groups: Groups, _budget: StoppingRule, _seed: int) -> SystemTimeline:
         graph = graph_of(case, layout, groups, name, case.levels)
-        return uniform_recomputation(name, layout, graph, order(graph))
+        return recompute(name, layout, graph, order(graph))
 
     return System(name, layout, run)
-
-
-def uniform_recomputation(name: str, layout: Layout, graph: TaskGraph, schedule: Schedule) -> SystemTimeline:
-    """Run an order under the fastest setting of recomputation that fits.
-
-    Raises
-    ------
-    InfeasibleError
-        None fits.
-    """
-    best: tuple[Timeline, IntArray] | None = None
-    for level in _levels_by_time(graph):
-        choice = np.full(graph.num_pairs, level)
-        timeline = simulate(graph, Schedule(schedule.order, choice, name))
-        if _fits(graph, timeline) and (best is None or timeline.makespan_ns < best[0].makespan_ns):
-            best = timeline, choice
-            break
-    if best is None:
-        raise InfeasibleError(f"{name}: does not fit even with full recomputation")
-    return SystemTimeline(
-        name, layout, graph, Schedule(schedule.order, best[1], name), best[0], lower_bound(graph)
-    )
 
 
 def fsdp_time(case: Case, groups: Groups, num_devices: int) -> tuple[float, str]:
@@ -248,8 +241,6 @@ def fsdp_time(case: Case, groups: Groups, num_devices: int) -> tuple[float, str]
 
     Microbatches are dealt out in turn; the lightest strategy whose largest microbatch fits is taken.
     """
-    from pipeloom.spec.hardware import Degrees
-
     degrees = Degrees(data=num_devices, zero=3)
     costs = EmulatedCosts(case.architecture, case.machine, degrees, LEVELS)
     wholes = [Chunk(m.name, (0, len(m.flat_layers) - 1), 0) for m in case.model.modules]
@@ -308,8 +299,6 @@ def _load(case: Case, batches: Sequence[Groups], balance: str) -> LayerLoad:
 
 def _fastest(options: Sequence[System], batches: Sequence[Groups]) -> System:
     """The one that is fastest on the first sampled iteration; the last where none fits."""
-    from pipeloom.search import Evaluations
-
     best: tuple[float, System] = (float("inf"), options[-1])
     for option in options:
         try:
@@ -319,111 +308,3 @@ def _fastest(options: Sequence[System], batches: Sequence[Groups]) -> System:
         if total < best[0]:
             best = total, option
     return best[1]
-
-
-def _fits(graph: TaskGraph, timeline: Timeline) -> bool:
-    return graph.capacity_bytes is None or bool((timeline.peak_bytes <= graph.capacity_bytes).all())
-
-
-def _levels_by_time(graph: TaskGraph) -> list[int]:
-    """Uniform settings, fastest first, without those that another beats in time and bytes."""
-    if graph.candidates is None:
-        return [0]
-    totals = []
-    for level in range(len(graph.candidates[0])):
-        options = [pair[level] for pair in graph.candidates]
-        time = sum(o.forward_ns + o.backward_ns + o.weight_ns for o in options)
-        totals.append((time, sum(o.activation_bytes for o in options), level))
-    out: list[int] = []
-    least = float("inf")
-    for _, held, level in sorted(totals):
-        if held < least:
-            out.append(level)
-            least = held
-    return out
-
-
-def _with_levels(
-    name: str, layout: Layout, graph: TaskGraph, schedule: Schedule, levels: IntArray
-) -> SystemTimeline:
-    """Run an order with one setting per rank; where the data at hand do not fit, a rank recomputes more."""
-    ladder = _levels_by_time(graph)
-    step = np.array(
-        [ladder.index(level) if level in ladder else len(ladder) - 1 for level in levels.tolist()]
-    )
-    home = graph.rank[graph.forward_of]
-    while True:
-        choice = np.array(ladder)[step][home]
-        chosen = Schedule(schedule.order, choice, name)
-        timeline = simulate(graph, chosen)
-        assert graph.capacity_bytes is not None
-        full = np.flatnonzero(timeline.peak_bytes > graph.capacity_bytes)
-        if not full.size:
-            return SystemTimeline(name, layout, graph, chosen, timeline, lower_bound(graph))
-        if (step[full] == len(ladder) - 1).any():
-            raise InfeasibleError(f"{name}: rank {full[0]} does not fit even with full recomputation")
-        step[full] += 1
-
-
-def _mixed_levels_system(name: str, case: Case, layout: Layout, order: Order) -> System:
-    """A system with one order and one setting of recomputation per module, the fastest pair that fits."""
-
-    def run(groups: Groups, _budget: StoppingRule, _seed: int) -> SystemTimeline:
-        graph = graph_of(case, layout, groups, name, case.levels)
-        schedule, ladder = order(graph), _levels_by_time(graph)
-        backbone = graph.module[graph.forward_of] == len(graph.module_names) - 1
-        best: tuple[Timeline, IntArray] | None = None
-        # The leaner the encoders, the more the backbone may keep, so one walk down both ladders sees all pairs.
-        at = len(ladder) - 1
-        for encoders in ladder:
-            while at >= 0:
-                choice = np.where(backbone, ladder[at], encoders)
-                timeline = simulate(graph, Schedule(schedule.order, choice, name))
-                if not _fits(graph, timeline):
-                    break
-                if best is None or timeline.makespan_ns < best[0].makespan_ns:
-                    best = timeline, choice
-                at -= 1
-        if best is None:
-            raise InfeasibleError(f"{name}: does not fit even with full recomputation")
-        chosen = Schedule(schedule.order, best[1], name)
-        return SystemTimeline(name, layout, graph, chosen, best[0], lower_bound(graph))
-
-    return System(name, layout, run)
-
-
-def _level_tables(case: Case, batches: Sequence[Groups]) -> tuple[np.ndarray, np.ndarray]:
-    """Seconds and bytes of every layer on the mean microbatch, shape (levels, layers).
-
-    Parts of a level (``full:0.5``) are in proportion between keeping everything and recomputing everything.
-    """
-    layout = chain(case.model, 1, 1, by_count)
-    packed = [pack_groups(case, layout, groups) for groups in batches]
-    count = sum(len(p.microbatches) for p in packed)
-    seconds: list[list[float]] = []
-    held: list[list[float]] = []
-    for column, module in enumerate(case.model.modules):
-        parts = [part for p in packed for m in p.microbatches for part in m.parts[column]]
-        known: dict[str, tuple[list[float], list[float]]] = {}
-        for i, layer in enumerate(module.flat_layers):
-            if layer.kind not in known:
-                each = [
-                    case.levels.chunk_costs(Chunk(module.name, (i, i), 0), part.workload) for part in parts
-                ]
-                names = [option.strategy for option in each[0]]
-                at = {s: names.index(s) for s in ("keep", "selective", "full")}
-                time = {s: sum(o[k].forward_s + o[k].backward_s for o in each) / count for s, k in at.items()}
-                size = {s: sum(o[k].activation_bytes for o in each) / count for s, k in at.items()}
-                known[layer.kind] = _spread_levels(time, names), _spread_levels(size, names)
-            seconds.append(known[layer.kind][0])
-            held.append(known[layer.kind][1])
-    return np.array(seconds).T, np.array(held).T
-
-
-def _spread_levels(values: dict[str, float], names: Sequence[str]) -> list[float]:
-    out = []
-    for name in names:
-        kind, _, share = name.partition(":")
-        part = float(share or 1.0)
-        out.append(values["keep"] * (1 - part) + values[kind] * part)
-    return out

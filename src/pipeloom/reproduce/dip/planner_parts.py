@@ -9,6 +9,7 @@ import numpy as np
 
 from pipeloom.errors import InfeasibleError, InputError
 from pipeloom.planner.case import deal_groups, draw_groups, graph_of, make_case, model_flops
+from pipeloom.planner.leveled import solve_from_levels
 from pipeloom.planner.systems import dip_layout, mfu, our_layout
 from pipeloom.report.figures import Axis, bar_figure, best_so_far, line_figure
 from pipeloom.reproduce.dip.setups import SETUPS, case_of, device, iterations, layouts, mean, typical
@@ -151,7 +152,7 @@ def figure_13(options: Options) -> Outcome:
                 replicas = deal_groups(case, drawn, data) if data > 1 else [drawn]
                 mine = max(replicas, key=lambda groups: model_flops(case, groups))
                 graph = graph_of(case, our_layout(case, [mine]), mine, name)
-                found = solve(graph, budget=Deadline(options.search_s / 2, "cpu"), seed=0)
+                found = solve_from_levels(graph, budget=Deadline(options.search_s / 2, "cpu"), seed=0)
             except (InfeasibleError, InputError) as error:
                 rows.append((name, "", "", str(error)[:70]))
                 continue
@@ -197,8 +198,9 @@ def dealing(options: Options) -> Outcome:
             "by work": deal_groups(case, drawn, replicas),
         }
         for name, dealt in ways.items():
+            budget = Deadline(options.search_s / 4, "cpu")
             times = [
-                solve(graph_of(case, layout, groups, name), budget=Deadline(options.search_s / 4, "cpu"), seed=seed)
+                solve_from_levels(graph_of(case, layout, groups, name), budget=budget, seed=seed)
                 .timeline.makespan_ns / 1e9
                 for groups in dealt
             ]  # fmt: skip
@@ -243,7 +245,7 @@ def ordering_consistency(options: Options) -> Outcome:
         over: list[float] = []
         for seed in range(3 * len(options.seeds)):
             graph = generate(family(of, num_ranks=3, num_microbatches=2 if of != "uniform" else 4), seed)
-            exact = solve(graph, budget=Deadline(min(20.0, options.solver_s)), seed=seed, method="cp-sat")
+            exact = solve(graph, budget=Deadline(min(10.0, options.solver_s)), seed=seed, method="cp-sat")
             if exact.timeline.makespan_ns > exact.lower_bound.ns:
                 continue
             proved += 1
