@@ -14,9 +14,10 @@ import torch.distributed as dist
 
 from benchmarks.planning import _batch, _problem
 from pipeloom.arrange import ModulePlacement, separate
+from pipeloom.cost.emulated import EmulatedCosts
 from pipeloom.packing import pack
 from pipeloom.plan import ExecutionPlan, boundary_shapes, lower, verify
-from pipeloom.planner.case import draw_groups, graph_of, make_case, pack_groups, with_chunk_costs
+from pipeloom.planner.case import draw_groups, graph_of, make_case, pack_groups
 from pipeloom.report import markdown_table
 from pipeloom.runtime import TorchTransport, emulate, launch, step_durations
 from pipeloom.search import Evaluations, solve
@@ -124,11 +125,12 @@ def _random_emulation(num_ranks: int, seed: int) -> Emulation:
 def _vlm_m(num_ranks: int, microbatches: int) -> tuple[Emulation, int]:
     """VLM-M on so many pipeline ranks, with real shapes and emulated costs."""
     degrees = Degrees(data=32 // num_ranks, tensor=2, pipeline=num_ranks)
-    case = with_chunk_costs(make_case("vlm-m", "dip-h800-64", degrees), ("full",))
+    case = make_case("vlm-m", "dip-h800-64", degrees, update=False)
+    costs = EmulatedCosts(case.architecture, case.machine, degrees, ("full",))
     placements = {m.name: ModulePlacement(1, 12 if m.reads == "images" else None) for m in case.model.modules}
     layout = separate(case.model, num_ranks, placements, lambda *_: 1.0)
     groups = draw_groups(case, microbatches, seed=0)
-    graph = _without_delays(graph_of(case, layout, groups, "vlm-m"))
+    graph = _without_delays(graph_of(case, layout, groups, "vlm-m", costs))
     solution = solve(graph, budget=Evaluations(50), seed=0)
     packing, shapes = pack_groups(case, layout, groups), boundary_shapes(case.model, layout)
     plan = lower(
