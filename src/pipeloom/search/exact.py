@@ -93,7 +93,7 @@ def cp_sat(
     arguments = (graph, seconds, hint, bound_ns, workers, seed)
     if "highspy" not in sys.modules:
         return solve_here(*arguments)
-    answer: Exact = exact_worker.call(*arguments)
+    answer: Exact = exact_worker.call("exact.solve_here", *arguments)
     return answer
 
 

@@ -10,6 +10,8 @@ import pickle
 import subprocess
 import sys
 from functools import cache
+from importlib import import_module
+from time import process_time
 from typing import Any
 
 
@@ -25,24 +27,38 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
     process.communicate()
 
 
-def call(*arguments: Any) -> Any:
-    """Run ``pipeloom.search.exact.solve_here`` in the worker; only this process writes to it and reads it."""
+_spent_s = [0.0]
+
+
+def spent_s() -> float:
+    """Processor time of all calls so far."""
+    return _spent_s[0]
+
+
+def call(name: str, *arguments: Any) -> Any:
+    """Run a function of ``pipeloom.search``, ``"exact.solve_here"``, in the worker.
+
+    Only this process writes to it and reads it.
+    """
     process = _worker()
     assert process.stdin is not None
     assert process.stdout is not None
-    pickle.dump(arguments, process.stdin)
+    pickle.dump((name, arguments), process.stdin)
     process.stdin.flush()
-    return pickle.load(process.stdout)
+    answer, seconds = pickle.load(process.stdout)
+    _spent_s[0] += seconds
+    return answer
 
 
 def serve() -> None:
     """Answer calls until the pipe closes."""
-    from pipeloom.search.exact import solve_here
-
     while True:
         try:
-            arguments = pickle.load(sys.stdin.buffer)
+            name, arguments = pickle.load(sys.stdin.buffer)
         except EOFError:
             return
-        pickle.dump(solve_here(*arguments), sys.stdout.buffer)
+        module, _, function = name.partition(".")
+        begin = process_time()
+        answer = getattr(import_module(f"pipeloom.search.{module}"), function)(*arguments)
+        pickle.dump((answer, process_time() - begin), sys.stdout.buffer)
         sys.stdout.buffer.flush()

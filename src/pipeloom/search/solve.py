@@ -27,6 +27,7 @@ from pipeloom.search.smt import z3
 from pipeloom.search.state import Search
 from pipeloom.search.stopping import Evaluations, StoppingRule, Watch
 from pipeloom.search.tree import mcts_priority, mcts_sequence
+from pipeloom.search.windows import search_windows
 from pipeloom.taskgraph import Candidate, TaskGraph
 from pipeloom.timeline import LowerBound, Schedule, lower_bound, simulate
 
@@ -36,6 +37,9 @@ FAR, FAR_SHARE = 1.05, 0.4
 """Above so many times the bound, so much of the time goes to group orders before the justification."""
 SMALL, SMALL_SHARE, SMALL_TURNS, SMALL_HEAT = 200, 0.1, 4, 1.0
 """Tasks up to which a graph is small, the part of the time for its local search, then annealings and their start."""
+
+WINDOWS_BEGIN = 0.5
+"""Part of the time after which the method ``windows`` turns to windows."""
 
 
 PORTFOLIO_PART = 0.25
@@ -86,11 +90,20 @@ def _annealing(search: Search, threads: int, until: float) -> None:
     local_search(search, HEAT, threads, until=until)
 
 
+def _windows(search: Search, threads: int, until: float) -> None:
+    """The default for a part of the time, then windows; only where memory is tight, for elsewhere they win nothing."""
+    first = search.watch.share(search.evaluations)
+    tight = search.rule != kernels.UNLIMITED
+    _default(search, threads, first + (WINDOWS_BEGIN if tight else 1.0) * (until - first))
+    search_windows(search, until)
+
+
 METHODS: dict[str, Method] = {
     "default": _default,
     "portfolio": _portfolio,
     "local search": _local,
     "annealing": _annealing,
+    "windows": _windows,
     "mcts": mcts_sequence,
     "mcts priority": mcts_priority,
     "depth first": depth_first,
