@@ -143,7 +143,8 @@ def cut(
             holds += _holds(graph, rank, number, held)
     return Window(
         tasks, graph.rank[tasks], -(-graph.duration_ns[tasks] // step), -(-(head - begin) // step),
-        -(-tails[tasks] // step), (start[tasks] - begin) // step, edges, holds, room, (timeline.makespan_ns - begin) // step,
+        -(-tails[tasks] // step), (start[tasks] - begin) // step, edges, holds, room,
+        (timeline.makespan_ns - begin) // step,
     )  # fmt: skip
 
 
