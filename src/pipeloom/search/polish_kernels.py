@@ -1,7 +1,5 @@
 """Compiled local search on the tasks' order itself, rank by rank.
 
-Apart from the rollout's kernels, because numba's cache sees a change only in a kernel's own file.
-
 A move takes one task out of its rank's order and puts it in elsewhere. Only moves at critical places can
 shorten the makespan at once: those that change two neighbours on a rank of which the second starts when the
 first ends, on a longest path. Whether a changed order fits into memory is known from the order alone.
@@ -11,14 +9,14 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import numba
 import numpy as np
 import numpy.typing as npt
 
+from pipeloom.search.compiled import kernel
+from pipeloom.search.kernels.moves import draw
 from pipeloom.search.problem import Problem
 
 Array = npt.NDArray[Any]
-kernel = numba.njit(cache=True, nogil=True)
 NEVER = 1 << 62
 DEADLOCK, ABORTED, TOO_FULL = -1, -2, -3
 
@@ -170,17 +168,6 @@ def critical_places(p: Problem, d: Desk, makespan: int, random: Array) -> int:
                     after = other
         number = after
     return count
-
-
-@kernel
-def draw(random: Array) -> Any:
-    """Next 62 random bits (xorshift64*, kept in ``random[0]``)."""
-    x = random[0]
-    x ^= x >> np.uint64(12)
-    x ^= x << np.uint64(25)
-    x ^= x >> np.uint64(27)
-    random[0] = x
-    return np.int64((x * np.uint64(2685821657736338717)) >> np.uint64(2))
 
 
 @kernel
