@@ -22,7 +22,8 @@ from pipeloom.arrange.layer_chain import NO_LIMIT, LayerChain
 from pipeloom.timeline import LowerBound
 
 _MOST_RANKS = 16
-_SECONDS = 1.0
+_SECONDS = 10.0
+_NODES = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +117,8 @@ def _program(chain: LayerChain, ends: _Ends, *, memory: bool, seconds: float) ->
     solver: Any = highspy.Highs()  # type: ignore[no-untyped-call]
     solver.setOptionValue("output_flag", False)
     solver.setOptionValue("time_limit", seconds)
+    # Nodes, not seconds, end long searches, so that the answer does not depend on the machine.
+    solver.setOptionValue("mip_max_nodes", _NODES)
     solver.setOptionValue("threads", 1)
     solver.setOptionValue("mip_rel_gap", 1e-5)
     unit = 1e6  # milliseconds keep the coefficients small

@@ -22,16 +22,16 @@ from pipeloom.timeline import LowerBound, Schedule, Timeline, require_feasible, 
 MOVES = (
     "turns of microbatches", "cut a chunk", "exchange two ranks", "permute ranks", "shift a key", "shift many keys",
     "wait", "move a boundary", "relabel a suffix", "join chunks", "another rank", "move two boundaries",
-    "cut and join", "copy a key", "strategy of layers",
+    "cut and join", "copy a key", "strategy of layers", "relieve a rank by boundaries", "relieve a rank",
 )  # fmt: skip
 PHASES = {
-    "partition": (7, 11),
-    "placement": (1, 2, 3, 8, 9, 10, 12),
+    "partition": (7, 11, 15),
+    "placement": (1, 2, 3, 8, 9, 10, 12, 16),
     "schedule": (0, 4, 5, 6, 13),
     "strategies": (14,),
 }
 """Moves by what they change; cutting and joining chunks makes a placement finer or coarser."""
-_WEIGHTS = (1.5, 1.5, 1.0, 1.0, 1.0, 1.0, 0.8, 1.0, 0.7, 0.7, 0.5, 1.0, 0.5, 0.3, 1.0)
+_WEIGHTS = (1.5, 1.5, 1.0, 1.0, 1.0, 1.0, 0.8, 1.0, 0.7, 0.7, 0.5, 1.0, 0.5, 0.3, 1.0, 1.0, 1.0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,8 @@ FIRST, RANK, KEY, WAIT, SCALARS, NUM_ROWS = 0, 1, 2, 5, 8, 9
 tolerances, and scalars: number of chunks, and how many microbatches take turns."""
 NUM_CHUNKS, PERIOD = 0, 1
 NEVER = 2**62
-NUM_MOVES = 15
+NUM_MOVES = 17
+_TRIES = 40
 
 
 @numba.njit(cache=True, nogil=True)
@@ -357,9 +358,74 @@ def merge_chunk(plan: Array, c: int) -> None:
 
 
 @numba.njit(cache=True, nogil=True)
+def ends_bound(plan: Array, sums: Array, load: Array, ends: Array, num_microbatches: int, delay: int) -> Any:
+    """Largest load + head + tail of all ranks; ``sums`` (3, layers + 1) are F, B that make tails, and all work."""
+    for r in range(len(load)):
+        load[r] = 0
+        ends[r] = -1
+    hops = np.int64(0)
+    for c in range(plan[SCALARS, NUM_CHUNKS]):
+        r = plan[RANK, c]
+        first = plan[FIRST, c]
+        if c > 0 and plan[RANK, c - 1] != r:
+            hops += delay
+        load[r] += sums[2, plan[FIRST, c + 1]] - sums[2, first]
+        if ends[r] < 0:
+            ends[r] = sums[0, first] + sums[1, first] + hops
+    worst = np.int64(0)
+    for r in range(len(load)):
+        worst = max(worst, load[r] * num_microbatches + ends[r])
+    return worst
+
+
+@numba.njit(cache=True, nogil=True)
+def rebalance(
+    plan: Array, strategy: Array, layers: Array, num_ranks: int, num_microbatches: int, delay: int, ranks_too: bool,
+    rng: Array,
+) -> bool:  # fmt: skip
+    """Move a few boundaries (and ranks) so that the rank with the most to do has less; say whether that was found."""
+    num = plan[SCALARS, NUM_CHUNKS]
+    if num < 2:
+        return False
+    num_layers = len(strategy)
+    sums = np.zeros((3, num_layers + 1), np.int64)
+    fillable = False
+    for layer in range(num_layers):
+        s = strategy[layer]
+        sums[0, layer + 1] = sums[0, layer] + layers[0, layer, s]
+        sums[1, layer + 1] = sums[1, layer] + layers[1, layer, s]
+        sums[2, layer + 1] = sums[2, layer] + layers[0, layer, s] + layers[1, layer, s] + layers[2, layer, s]
+        fillable = fillable or layers[2, layer, s] > 0
+    if fillable:
+        sums[1, :] = 0
+    load = np.zeros(num_ranks, np.int64)
+    ends = np.zeros(num_ranks, np.int64)
+    now = ends_bound(plan, sums, load, ends, num_microbatches, delay)
+    saved = plan[:KEY].copy()
+    for _ in range(_TRIES):
+        for _change in range(1 + rand(rng) % 4):
+            if ranks_too and rand(rng) % 3 == 0:
+                c = rand(rng) % num
+                o = rand(rng) % num
+                if rand(rng) % 2:
+                    plan[RANK, c], plan[RANK, o] = plan[RANK, o], plan[RANK, c]
+                else:
+                    plan[RANK, c] = rand(rng) % num_ranks
+            else:
+                c = 1 + rand(rng) % (num - 1)
+                at = plan[FIRST, c] + (1 if rand(rng) % 2 else -1)
+                if plan[FIRST, c - 1] < at < plan[FIRST, c + 1]:
+                    plan[FIRST, c] = at
+        if ends_bound(plan, sums, load, ends, num_microbatches, delay) < now:
+            return True
+        plan[:KEY] = saved
+    return False
+
+
+@numba.njit(cache=True, nogil=True)
 def change(
-    plan: Array, strategy: Array, num_strategies: Array, num_ranks: int, most_chunks: int, num_microbatches: int,
-    stride: int, weights: Array, rng: Array,
+    plan: Array, strategy: Array, num_strategies: Array, layers: Array, num_ranks: int, most_chunks: int,
+    num_microbatches: int, delay: int, stride: int, weights: Array, rng: Array,
 ) -> int:  # fmt: skip
     """Make one random change of a plan in place; return its number, or -1 where it changed nothing."""
     num = plan[SCALARS, NUM_CHUNKS]
@@ -458,6 +524,9 @@ def change(
         o = rand(rng) % num
         kind = rand(rng) % 2
         plan[KEY + kind, c] = plan[KEY + kind, o] + (rand(rng) % 3 - 1)
+    elif move >= 15:  # relieve the rank with the most to do
+        if not rebalance(plan, strategy, layers, num_ranks, num_microbatches, delay, move == 16, rng):
+            return -1
     else:  # hold the activations of some layers in another way
         layer = rand(rng) % len(num_strategies)
         if num_strategies[layer] < 2:
@@ -504,9 +573,11 @@ def anneal(
             trial,
             trial_strategy,
             num_strategies,
+            layers,
             len(room),
             most_chunks,
             num_microbatches,
+            delay,
             stride,
             weights,
             rng,
@@ -518,9 +589,11 @@ def anneal(
                 trial,
                 trial_strategy,
                 num_strategies,
+                layers,
                 len(room),
                 most_chunks,
                 num_microbatches,
+                delay,
                 stride,
                 weights,
                 rng,
