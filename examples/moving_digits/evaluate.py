@@ -111,9 +111,9 @@ def evaluate(text: Sequence[nn.Module], video: Sequence[nn.Module], num_clips: i
     return {
         "held_out_loss": held_out_loss(text, video, clips),
         "digit_match": share
-        * sum(read(frames) == clip.label for frames, clip in zip(made, clips, strict=True)),
+        * sum(read(frames, clip) == clip.label for frames, clip in zip(made, clips, strict=True)),
         "direction_match": share
         * sum(motion(f) == clip.direction for f, clip in zip(made, clips, strict=True)),
         "digit_match_real": share
-        * sum(read(frames) == clip.label for frames, clip in zip(real, clips, strict=True)),
+        * sum(read(frames, clip) == clip.label for frames, clip in zip(real, clips, strict=True)),
     }

@@ -9,7 +9,7 @@ import pytest
 
 from pipeloom.cli.app import run
 from pipeloom.runtime import launch
-from tests.examples.on_ranks import EXAMPLES, SIZES, losses_over_ranks, losses_undivided
+from tests.examples.on_ranks import EXAMPLES, SIZES, losses_over_ranks, losses_undivided, task_of
 
 ITERATIONS = 3
 
@@ -45,3 +45,18 @@ def test_a_whole_example_learns(name: str, least: dict[str, float], tmp_path: Pa
     assert summary["plans_fresh"] > 0.9 * summary["iterations"]
     for score, bound in least.items():
         assert summary["evaluation"][score] > bound, summary["evaluation"]
+
+
+def test_videos_are_judged() -> None:
+    task_of("moving_digits")
+    from moving_digits import data, evaluate, model
+
+    clips = data.held_out(6)
+    real = [data.frames_of(data.video(clip)) for clip in clips]
+    assert [evaluate.motion(frames) for frames in real] == [clip.direction for clip in clips]
+    assert (
+        sum(evaluate.read(frames, clip) == clip.label for frames, clip in zip(real, clips, strict=True)) >= 5
+    )
+    scores = evaluate.evaluate(model.text_layers(0), model.video_layers(0), num_clips=6)
+    assert set(scores) == {"held_out_loss", "digit_match", "direction_match", "digit_match_real"}
+    assert all(0 <= score <= 1 for name, score in scores.items() if name != "held_out_loss")
