@@ -131,6 +131,11 @@ class Trainer:
         checkpoints: Checkpoints | None = None,
     ) -> None:
         self.rank, size = dist.get_rank(), dist.get_world_size()
+        if layout.parallelism.data * layout.parallelism.tensor > 1:
+            raise InputError(
+                "layout.parallelism", "has data or tensor above 1, the trainer runs one pipeline",
+                "write the loop of docs/parallelism.md",
+            )  # fmt: skip
         if size != layout.num_ranks:
             raise InputError(
                 "layout.num_ranks", f"{layout.num_ranks}, but {size} processes run", "start as many"
