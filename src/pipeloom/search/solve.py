@@ -33,7 +33,7 @@ from pipeloom.timeline import LowerBound, Schedule, lower_bound, simulate
 
 HEAT, POLISH_HEAT = 0.1, 0.06
 """Start of the annealing, and of the polish, in mean durations of a task."""
-FAR, FAR_SHARE = 1.05, 0.4
+FAR, FAR_SHARE = 1.05, 0.7
 """Above so many times the bound, so much of the time goes to group orders before the justification."""
 SMALL, SMALL_SHARE, SMALL_TURNS, SMALL_HEAT = 200, 0.1, 4, 1.0
 """Tasks up to which a graph is small, the part of the time for its local search, then annealings and their start."""
