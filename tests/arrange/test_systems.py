@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
+import numpy as np
 import pytest
 
 from pipeloom.arrange import LayerChain, chain_of_layers
-from pipeloom.arrange.cuts import equal_layers
+from pipeloom.arrange.cuts import balanced_cuts, equal_layers, settled_cuts
 from pipeloom.arrange.standard import equal_cuts
 from pipeloom.arrange.systems import SYSTEMS, mist_stages, run_system
 from pipeloom.cost.layers import LayerCost, LayerTable
@@ -99,3 +102,17 @@ def test_embedding_and_head_are_no_layers_of_standard_cuts() -> None:
     assert equal_layers(10, 4) == (0, 3, 6, 8, 10)
     for name in SYSTEMS:
         makespan(name, chain)
+
+
+def test_settled_cuts_balance_many_ranks() -> None:
+    loads = np.random.default_rng(0).integers(60, 140, 512)
+    ranks = tuple(j % 64 for j in range(128))
+    before = balanced_cuts(loads, ranks)
+    after = settled_cuts(loads, ranks, before)
+    worst = []
+    for cuts in (before, after):
+        assert all(a < b for a, b in pairwise(cuts))
+        rank = np.zeros(64, np.int64)
+        np.add.at(rank, np.array(ranks), np.add.reduceat(loads, np.array(cuts[:-1])))
+        worst.append(rank.max() / rank.mean())
+    assert worst[1] < worst[0] - 0.02

@@ -9,6 +9,8 @@ from pipeloom.arrange.layer_chain import LayerChain
 from pipeloom.errors import InputError
 from pipeloom.taskgraph import IntArray
 
+_SWEEPS = 200
+
 
 def even_cuts(loads: IntArray, num_chunks: int) -> tuple[int, ...]:
     """Cut a chain where its cumulated load comes nearest to equal shares, every chunk having a layer."""
@@ -35,6 +37,33 @@ def balanced_cuts(loads: IntArray, ranks: tuple[int, ...], thin: int = 0) -> tup
         share = np.maximum(share * (rank.mean() / np.maximum(rank[home[thin:]], 1)), 1e-6)
     assert best is not None
     return best[1]
+
+
+def settled_cuts(loads: IntArray, ranks: tuple[int, ...], cuts: tuple[int, ...]) -> tuple[int, ...]:
+    """Move boundaries by single layers while that lowers the sum of the squares of the ranks' loads.
+
+    What many ranks with few layers each need: shares alone leave them more than a tenth apart.
+    """
+    at, sizes = list(cuts), loads.tolist()
+    rank = [0] * (max(ranks) + 1)
+    for c, home in enumerate(ranks):
+        rank[home] += sum(sizes[at[c] : at[c + 1]])
+    for _ in range(_SWEEPS):
+        moved = False
+        for c in range(1, len(ranks)):
+            up, down = ranks[c - 1], ranks[c]
+            for giver, taker, layer, step, room in (
+                (up, down, at[c] - 1, -1, at[c] - at[c - 1]), (down, up, at[c], 1, at[c + 1] - at[c])
+            ):  # fmt: skip
+                if giver != taker and room > 1 and rank[giver] - rank[taker] > sizes[layer]:
+                    rank[giver] -= sizes[layer]
+                    rank[taker] += sizes[layer]
+                    at[c] += step
+                    moved = True
+                    break
+        if not moved:
+            break
+    return tuple(at)
 
 
 def _shared_cuts(loads: IntArray, shares: npt.NDArray[np.float64]) -> tuple[int, ...]:

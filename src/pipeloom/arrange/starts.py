@@ -7,10 +7,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipeloom.arrange.cuts import balanced_cuts, equal_cuts
+from pipeloom.arrange.cuts import balanced_cuts, equal_cuts, settled_cuts
 from pipeloom.arrange.kernels import FIRST, KEY, NUM_CHUNKS, NUM_ROWS, PERIOD, RANK, SCALARS, WAIT
 from pipeloom.arrange.layer_chain import Arrangement, LayerChain, chunk_costs
 from pipeloom.taskgraph import IntArray
+
+_MANY_RANKS = 16
+"""Beyond, annealing moves too few boundaries to balance the loads itself."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,7 +65,10 @@ def starts(chain: LayerChain, most_chunks: int, stride: int) -> Iterator[tuple[A
         num = min(depth * p, chain.num_layers, most_chunks)
         found = set()
         for ranks in (interleaved(num, p), zigzag(num, p)):
-            found.add(Arrangement(balanced_cuts(loads, ranks), ranks))
+            cuts = balanced_cuts(loads, ranks)
+            found.add(Arrangement(cuts, ranks))
+            if p > _MANY_RANKS:
+                found.add(Arrangement(settled_cuts(loads, ranks, cuts), ranks))
             if num > p:
                 # One layer on each rank first, so that all ranks begin and end early.
                 found.add(Arrangement(balanced_cuts(loads, ranks, p), ranks))
