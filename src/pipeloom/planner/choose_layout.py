@@ -15,9 +15,8 @@ import msgspec
 from pipeloom.arrange import ModulePlacement, chain, even_layout, modality_placements
 from pipeloom.errors import InfeasibleError, InputError
 from pipeloom.planner.case import Case, Groups, graph_of, typical_lengths
-from pipeloom.planner.leveled import solve_from_levels
 from pipeloom.planner.systems import MOST_CHUNKS, by_time, replica_seconds
-from pipeloom.search import Deadline, StoppingRule
+from pipeloom.search import Deadline, StoppingRule, solve
 from pipeloom.spec import Chunk, Layout
 from pipeloom.taskgraph import NS_PER_S
 from pipeloom.timeline import lower_bound
@@ -134,9 +133,7 @@ def try_layout(
             return LayoutTrial(name, layout, bound_s, bound_s, ruled_out=True)
         total = 0.0
         for i, graph in enumerate(graphs):
-            total += (
-                solve_from_levels(graph, budget=trial, seed=seed + i).timeline.makespan_ns / NS_PER_S + after
-            )
+            total += solve(graph, budget=trial, seed=seed + i).timeline.makespan_ns / NS_PER_S + after
     except InfeasibleError as error:
         return LayoutTrial(name, layout, float("inf"), float("inf"), problem=str(error))
     return LayoutTrial(name, layout, total / len(graphs), bound_s)

@@ -10,6 +10,7 @@ from pipeloom.arrange import chain
 from pipeloom.errors import InfeasibleError
 from pipeloom.planner.case import Case, Groups, pack_groups
 from pipeloom.planner.compare import SystemTimeline
+from pipeloom.search import levels_by_time
 from pipeloom.spec import Chunk, Layout
 from pipeloom.taskgraph import IntArray, TaskGraph
 from pipeloom.timeline import Schedule, Timeline, lower_bound, simulate
@@ -69,24 +70,6 @@ def per_module_recomputation(
 
 def fits(graph: TaskGraph, timeline: Timeline) -> bool:
     return graph.capacity_bytes is None or bool((timeline.peak_bytes <= graph.capacity_bytes).all())
-
-
-def levels_by_time(graph: TaskGraph) -> list[int]:
-    """Uniform settings, fastest first, without those that another beats in time and bytes."""
-    if graph.candidates is None:
-        return [0]
-    totals = []
-    for level in range(len(graph.candidates[0])):
-        options = [pair[level] for pair in graph.candidates]
-        time = sum(o.forward_ns + o.backward_ns + o.weight_ns for o in options)
-        totals.append((time, sum(o.activation_bytes for o in options), level))
-    out: list[int] = []
-    least = float("inf")
-    for _, held, level in sorted(totals):
-        if held < least:
-            out.append(level)
-            least = held
-    return out
 
 
 def per_rank_recomputation(

@@ -29,15 +29,13 @@ from pipeloom.planner.case import (
     workspace_bytes,
 )  # fmt: skip
 from pipeloom.planner.compare import SystemTimeline
-from pipeloom.planner.leveled import solve_from_levels
 from pipeloom.planner.recomputation import (
     level_tables,
-    levels_by_time,
     per_module_recomputation,
     per_rank_recomputation,
     uniform_recomputation,
 )  # fmt: skip
-from pipeloom.search import Evaluations, StoppingRule, first_in_first_out, solve
+from pipeloom.search import Evaluations, StoppingRule, first_in_first_out, levels_by_time, solve
 from pipeloom.spec import Chunk, LayerSpec, Layout, ModuleLayout
 from pipeloom.spec.hardware import Degrees
 from pipeloom.taskgraph import IntArray, TaskGraph
@@ -164,10 +162,7 @@ def searched_system(
 
     def run(groups: Groups, budget: StoppingRule, seed: int) -> SystemTimeline:
         graph = graph_of(case, layout, groups, name, costs)
-        if method == "default":
-            found = solve_from_levels(graph, budget=budget, seed=seed)
-        else:
-            found = solve(graph, budget=budget, seed=seed, method=method)
+        found = solve(graph, budget=budget, seed=seed, method=method)
         return SystemTimeline(
             name,
             layout,

@@ -2,6 +2,7 @@
 
 from pipeloom.search.candidates import LayerOption, pair_candidates
 from pipeloom.search.families import FAMILIES, Family, family, generate
+from pipeloom.search.levels import levels_by_time
 from pipeloom.search.library import LIBRARY, Run, gap_table, instance, run_library
 from pipeloom.search.plain import first_in_first_out
 from pipeloom.search.result import Progress, Solution
@@ -30,6 +31,7 @@ __all__ = [
     "gap_table",
     "generate",
     "instance",
+    "levels_by_time",
     "pair_candidates",
     "run_library",
     "solve",

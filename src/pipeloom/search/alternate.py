@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 
 import numpy as np
 
+from pipeloom.errors import InfeasibleError
 from pipeloom.search import kernels
+from pipeloom.search.levels import downhill, levels_by_time
 from pipeloom.search.local import portfolio
 from pipeloom.search.plain import leanest
 from pipeloom.search.result import Progress
@@ -16,13 +19,17 @@ from pipeloom.search.state import Search
 from pipeloom.search.stopping import Watch
 from pipeloom.search.strategies import choose_strategies
 from pipeloom.taskgraph import IntArray, TaskGraph
-from pipeloom.timeline import LowerBound, Schedule, simulate
+from pipeloom.timeline import LowerBound, Schedule, lower_bound, simulate
 
 Method = Callable[[Search, int, float], None]
 """Searches with so many threads until so much of the budget is spent."""
 
-ROUNDS = 6
-"""Turns of order search and strategy choice for graphs with candidates."""
+ROUNDS, LEVEL_ROUNDS = 6, 3
+"""Turns of order search and strategy choice: from the leanest candidates, and from the best uniform setting."""
+PROBE = 0.05
+"""Part of the budget for the static orders of one uniform setting."""
+FAR = 1.05
+"""Makespan over bound beyond which the leanest candidates get the last turn."""
 SPLIT_SHARE = 0.25
 """Part of the budget in which another number of split microbatches is begun."""
 
@@ -90,20 +97,36 @@ def _turns(
     graph: TaskGraph, bound: LowerBound, run: Method, watch: Watch, seed: int, method: str, threads: int, part: float,
     on_progress: Callable[[Progress], None] | None, used: int,
 ) -> tuple[Schedule, int]:  # fmt: skip
-    """First orders under the leanest candidates (`dip.txt` §5.2), then the strategies that the order leaves room
-    for, then orders under those, and so on.
+    """First orders under one setting for all pairs, then the strategies that the order leaves room for, then orders
+    under those, and so on.
+
+    The papers start from the leanest candidates (`dip.txt` §5.2). Where memory is limited the start is the setting
+    that static orders do best with, and the leanest ones get their turn if the answer is far from the bound.
     """
-    choice: IntArray = np.array(leanest(graph), np.int64)
+
+    def told(progress: Progress) -> None:
+        if on_progress is not None:
+            on_progress(replace(progress, bound_ns=bound.ns))
+
+    start, used = _start(graph, bound, watch, seed, on_progress, used)
+    rounds = ROUNDS if start is None else LEVEL_ROUNDS
+    lean: IntArray = np.array(leanest(graph), np.int64)
+    choice = lean if start is None else start
     best, best_ns = Schedule((), choice), kernels.NEVER
     previous: Search | None = None
     begin = watch.share(used)
-    for turn in range(ROUNDS):
-        search = Search(graph.with_candidates(choice), bound.ns, watch, seed + turn, on_progress, used)
+    for turn in range(rounds):
+        if start is not None and turn == rounds - 1 and best_ns > FAR * bound.ns:
+            choice, previous = lean, None
+        chosen = graph.with_candidates(choice)
+        # How far an order is from the optimum, and whether to go on, is a matter of these strategies.
+        target = max(bound.ns, lower_bound(chosen).ns)
+        search = Search(chosen, target, watch, seed + turn, told, used)
         turn_is_last = True
         with suppress(KeyboardInterrupt):
             if previous is not None:
                 search.try_like(previous)
-            run(search, threads, begin + (part - begin) * (turn + 1) / ROUNDS)
+            run(search, threads, begin + (part - begin) * (turn + 1) / rounds)
             turn_is_last = watch.left(search.evaluations, 1) == 0
         used, previous = search.evaluations, search
         found = Schedule(search.orders(), choice, method)
@@ -116,3 +139,26 @@ def _turns(
             break
         choice = tuned.candidate if tuned.candidate is not None else choice
     return best, used
+
+
+def _start(
+    graph: TaskGraph, bound: LowerBound, watch: Watch, seed: int, on_progress: Callable[[Progress], None] | None,
+    used: int,
+) -> tuple[IntArray | None, int]:  # fmt: skip
+    """The uniform setting with the best static orders, and the evaluations used; None: no limit, or none fits."""
+    if graph.capacity_bytes is None:
+        return None, used
+
+    def makespan(level: int) -> float:
+        nonlocal used
+        try:
+            chosen = graph.with_candidates(np.full(graph.num_pairs, level))
+            search = Search(chosen, bound.ns, watch, seed, on_progress, used)
+        except InfeasibleError:
+            return float("inf")
+        portfolio(search, until=watch.share(used) + PROBE)
+        used = search.evaluations
+        return float(search.best_ns)
+
+    level = downhill(levels_by_time(graph), makespan)
+    return (None if level is None else np.full(graph.num_pairs, level, np.int64)), used

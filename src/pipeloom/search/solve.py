@@ -51,7 +51,8 @@ def _default(search: Search, threads: int, until: float) -> None:
 
     Small graphs get several annealings on the list of tasks instead, each from the incumbent.
     """
-    portfolio(search, PORTFOLIO_PART)
+    first = search.watch.share(search.evaluations)
+    portfolio(search, first + PORTFOLIO_PART * (until - first))
     first = search.watch.share(search.evaluations)
     tight = search.rule != kernels.UNLIMITED
     if search.graph.num_tasks <= SMALL:

@@ -9,7 +9,6 @@ import numpy as np
 from pipeloom.arrange import ModulePlacement, chain, separate
 from pipeloom.baselines import interleaved_one_f_one_b
 from pipeloom.planner.case import graph_of
-from pipeloom.planner.leveled import solve_from_levels
 from pipeloom.planner.systems import (
     System,
     by_count,
@@ -143,7 +142,7 @@ def figure_9(options: Options) -> Outcome:
         for seed, groups in iterations(setup, options, max(1, options.iterations // 3)):
             graph = graph_of(case, layout, groups, f"{size} images")
             budget = Deadline(options.search_s, "cpu")
-            found = solve_from_levels(graph, budget=budget, seed=seed)
+            found = solve(graph, budget=budget, seed=seed)
             low.append(found.timeline.makespan_ns / 1e9)
             bound.append(found.lower_bound.ns / 1e9)
             high.append(solve(graph, budget=budget, seed=seed, method="worst").timeline.makespan_ns / 1e9)
@@ -214,10 +213,7 @@ def figure_10(options: Options) -> Outcome:
     # Optimus and ours at Optimus' peak.
     graph = graph_of(case, layouts(setup)[0].layout, groups, "ours at Optimus' peak")
     capped = replace(graph, capacity_bytes=np.full(graph.num_ranks, int(peak["Optimus, coarse"] * 1e9)))
-    equal = (
-        solve_from_levels(capped, budget=Deadline(options.search_s, "cpu"), seed=seed).timeline.makespan_ns
-        / 1e9
-    )
+    equal = solve(capped, budget=Deadline(options.search_s, "cpu"), seed=seed).timeline.makespan_ns / 1e9
     above = peak["Optimus, coarse"] / peak[base] - 1
     calm = {name: 1 - spread[name] / spread[base] for name in ("DIP as published", "ours")}
     summary = (

@@ -9,7 +9,6 @@ import numpy as np
 
 from pipeloom.errors import InfeasibleError, InputError
 from pipeloom.planner.case import deal_groups, draw_groups, graph_of, make_case, model_flops
-from pipeloom.planner.leveled import solve_from_levels
 from pipeloom.planner.systems import dip_layout, mfu, our_layout
 from pipeloom.report.figures import Axis, bar_figure, best_so_far, line_figure
 from pipeloom.reproduce.dip.setups import SETUPS, case_of, device, iterations, layouts, mean, typical
@@ -152,7 +151,7 @@ def figure_13(options: Options) -> Outcome:
                 replicas = deal_groups(case, drawn, data) if data > 1 else [drawn]
                 mine = max(replicas, key=lambda groups: model_flops(case, groups))
                 graph = graph_of(case, our_layout(case, [mine]), mine, name)
-                found = solve_from_levels(graph, budget=Deadline(options.search_s / 2, "cpu"), seed=0)
+                found = solve(graph, budget=Deadline(options.search_s / 2, "cpu"), seed=0)
             except (InfeasibleError, InputError) as error:
                 rows.append((name, "", "", str(error)[:70]))
                 continue
@@ -200,7 +199,7 @@ def dealing(options: Options) -> Outcome:
         for name, dealt in ways.items():
             budget = Deadline(options.search_s / 4, "cpu")
             times = [
-                solve_from_levels(graph_of(case, layout, groups, name), budget=budget, seed=seed)
+                solve(graph_of(case, layout, groups, name), budget=budget, seed=seed)
                 .timeline.makespan_ns / 1e9
                 for groups in dealt
             ]  # fmt: skip

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pipeloom.errors import InfeasibleError
-from pipeloom.planner.leveled import part_of, solve_from_levels
-from pipeloom.search import Both, Deadline, Evaluations, family, generate, solve
+from pipeloom.search import Evaluations, family, generate, solve
+from pipeloom.search.levels import downhill
 from pipeloom.timeline import check
 
 
@@ -16,7 +18,7 @@ from pipeloom.timeline import check
 def test_sound_and_never_behind_plain_settings(memory: float | None, seed: int) -> None:
     of = family("vlm-s", num_ranks=3, num_microbatches=8, memory=memory, strategies=True)
     graph = generate(of, seed)
-    found = solve_from_levels(graph, budget=Evaluations(600), seed=seed)
+    found = solve(graph, budget=Evaluations(600), seed=seed)
     assert check(graph, found.schedule, found.timeline) == ()
     assert found.timeline.makespan_ns >= found.lower_bound.ns
     assert found.schedule.candidate is not None
@@ -33,13 +35,18 @@ def test_sound_and_never_behind_plain_settings(memory: float | None, seed: int) 
         assert found.timeline.makespan_ns <= 1.02 * plain.timeline.makespan_ns
 
 
-def test_without_candidates_it_is_the_plain_search() -> None:
-    graph = generate(family("uniform", num_ranks=2, num_microbatches=3), 0)
-    found = solve_from_levels(graph, budget=Evaluations(30), seed=0)
-    assert found.timeline.makespan_ns == solve(graph, budget=Evaluations(30), seed=0).timeline.makespan_ns
+@given(st.lists(st.one_of(st.integers(0, 9), st.just(float("inf"))), min_size=1, max_size=8))
+def test_walk_ends_where_both_neighbours_are_no_better(times: list[float]) -> None:
+    asked: list[int] = []
 
+    def makespan(level: int) -> float:
+        asked.append(level)
+        return times[level]
 
-def test_parts_of_budgets() -> None:
-    assert part_of(Deadline(2.0, "cpu"), 0.25) == Deadline(0.5, "cpu")
-    assert part_of(Evaluations(10), 0.01) == Evaluations(1)
-    assert part_of(Both(Deadline(1.0), Evaluations(10)), 0.5) == Both(Deadline(0.5), Evaluations(5))
+    found = downhill(list(range(len(times))), makespan)
+    assert len(asked) == len(set(asked))
+    if found is None:
+        assert all(t == float("inf") for t in times[len(times) // 2 :])
+        return
+    around = times[max(0, found - 1) : found + 2]
+    assert times[found] == min(around) < float("inf")

@@ -1,0 +1,63 @@
+"""Uniform settings of graphs with candidates: the same candidate for all pairs, as a start of the search.
+
+The papers begin with the leanest strategies and let the finished order decide where there is room for faster ones
+(`dip.txt` §5.2). An order made for lean pairs holds as many microbatches as fit, and leaves no room.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from pipeloom.taskgraph import TaskGraph
+
+
+def levels_by_time(graph: TaskGraph) -> list[int]:
+    """Uniform settings, fastest first, without those that another beats in time and bytes.
+
+    Only settings that every pair has count.
+    """
+    if graph.candidates is None:
+        return [0]
+    totals = []
+    for level in range(min(len(pair) for pair in graph.candidates)):
+        options = [pair[level] for pair in graph.candidates]
+        time = sum(o.forward_ns + o.backward_ns + o.weight_ns for o in options)
+        totals.append((time, sum(o.activation_bytes for o in options), level))
+    out: list[int] = []
+    least = float("inf")
+    for _, held, level in sorted(totals):
+        if held < least:
+            out.append(level)
+            least = held
+    return out
+
+
+def downhill(ladder: list[int], makespan: Callable[[int], float]) -> int | None:
+    """Walk from the middle of the ladder to the setting whose neighbours are worse; None: none fits.
+
+    Parameters
+    ----------
+    ladder : list of int
+        Settings, fastest first.
+    makespan : callable
+        Of a setting, in nanoseconds; infinite where it does not fit. Called at most once for each.
+    """
+    known: dict[int, float] = {}
+
+    def at(place: int) -> float:
+        if not 0 <= place < len(ladder):
+            return float("inf")
+        if place not in known:
+            known[place] = makespan(ladder[place])
+        return known[place]
+
+    here = len(ladder) // 2
+    while at(here) == float("inf"):
+        here += 1
+        if here >= len(ladder):
+            return None
+    while True:
+        step = min((here - 1, here + 1), key=at)
+        if at(step) >= at(here):
+            return ladder[here]
+        here = step
