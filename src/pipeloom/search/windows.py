@@ -228,8 +228,8 @@ def _ask(window: Window, seed: int) -> tuple[IntArray | None, float]:
     return answer, exact_worker.spent_s() - begin_s
 
 
-def solve_window(window: Window, seed: int) -> IntArray | None:
-    """Order one window with CP-SAT; None if there is nothing better, or it was not found in `SECONDS`."""
+def solve_window(window: Window, seed: int, seconds: float = SECONDS) -> IntArray | None:
+    """Order one window with CP-SAT; None if there is nothing better, or it was not found in time."""
     from ortools.sat.python import cp_model
 
     model = cp_model.CpModel()
@@ -261,7 +261,7 @@ def solve_window(window: Window, seed: int) -> IntArray | None:
         model.add_cumulative(intervals, amounts, window.room[rank])
     model.minimize(last)
     solver = cp_model.CpSolver()
-    solver.parameters.max_time_in_seconds = SECONDS
+    solver.parameters.max_time_in_seconds = seconds
     solver.parameters.num_workers = 1
     solver.parameters.random_seed = seed
     if solver.solve(model) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):

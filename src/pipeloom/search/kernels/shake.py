@@ -76,6 +76,8 @@ def shake(
         backwards = draw(random) % 2 == 0
         makespan = ABORTED
         for turn in range(PASSES):
+            if used == num_passes:
+                break
             bound = limit if turn == PASSES - 1 else loose
             if backwards:
                 turn_round(s.row, t.made, t.order, t.place)
@@ -92,7 +94,7 @@ def shake(
                 break
             backwards = not backwards
         if makespan < 0 or makespan >= limit:
-            continue
+            continue  # or no pass is left to shorten it
         state[0] = makespan
         t.current[:] = t.made
         if backwards:
