@@ -93,6 +93,8 @@ def test_solve_refuses_in_one_line_and_writes_nothing(invoke: Invoke, tmp_path: 
 def _interrupted(monkeypatch: pytest.MonkeyPatch, times: int) -> None:
     """Make Ctrl-C come as soon as the search begins."""
     search = pipeloom.search.solve
+    # Tests that run in the background of a shell have inherited that it is ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def interrupted(*arguments: Any, **options: Any) -> Any:
         for _ in range(times):
