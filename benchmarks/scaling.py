@@ -15,7 +15,7 @@ import highspy  # noqa: F401  (before OR-Tools, which then gets a process of its
 import numpy as np
 
 from pipeloom.errors import InputError
-from pipeloom.io import write_text
+from pipeloom.io import make_folder, write_text
 from pipeloom.report import markdown_table
 from pipeloom.report.figures import Axis, Points, panel_figure
 from pipeloom.search import (
@@ -118,6 +118,7 @@ def report(measured: dict[str, dict[str, dict[int, Answer]]], limit_s: float = _
             [f"{name}, {size}", str(problem(name, size).num_tasks), *_cells(answers, size)]
             for size in answers[_OURS]
         ]
+    make_folder(FIGURE.parent)
     write_text(
         FIGURE,
         panel_figure(

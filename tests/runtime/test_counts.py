@@ -82,8 +82,14 @@ class Counted:
     def run(self, actions: list[Action]) -> tuple[list[int], list[int], StepResult]:
         """Bytes held at every OS, how often each layer ran, and the result."""
         held: list[int] = []
+
+        def count() -> None:
+            # In a process that has run much else, nodes of torch's graph may be in cycles, which Python collects.
+            gc.collect()
+            held.append(live.num_bytes)
+
         with Live() as live:
-            result = self.run_plainly(actions, lambda: held.append(live.num_bytes))
+            result = self.run_plainly(actions, count)
         return held, [layer.calls for layer in self.layers], result
 
     def run_plainly(self, actions: list[Action], at_step: Callable[[], None] | None = None) -> StepResult:
@@ -197,9 +203,6 @@ def test_after_an_offload_only_the_inputs_of_blocks_are_held() -> None:
 def test_a_split_backward_holds_no_more_than_before_and_lets_go_at_its_end() -> None:
     forward, inputs, weights = ([action(verb, c, 0, word) for c in order] for verb, order, word in SPLIT)
     actions = [*forward, COUNT, *inputs, COUNT, *weights, COUNT]
-    # What torch imports at its first backward keeps frames, and so tensors, until Python's next collection.
-    Counted().run(actions)
-    gc.collect()
     counted = Counted()
     held, _, _ = counted.run(actions)
     gradients = sum(p.nbytes for layer in counted.layers for p in layer.parameters())
