@@ -30,8 +30,6 @@ def main(names: list[str]) -> None:
     unknown = set(names) - set(SECTIONS)
     if unknown:
         sys.exit(f"benchmarks: {', '.join(sorted(unknown))} unknown; there are {', '.join(SECTIONS)}")
-    old = TARGET.read_text() if TARGET.exists() else ""
-    bodies = sections(old)
     for name in names or SECTIONS:
         module = import_module(f"benchmarks.{name}")
         if not names and not getattr(module, "available", lambda: True)():
@@ -39,8 +37,10 @@ def main(names: list[str]) -> None:
         print(f"{module.TITLE} ...", flush=True)
         body = module.run()
         print(body, flush=True)
+        # Read only now, and written at once: another run may have written other sections meanwhile.
+        bodies = sections(TARGET.read_text()) if TARGET.exists() else {}
         bodies[name] = f"## {module.TITLE}\n\nOn {machine()}, {date.today()}.\n\n{body}"
-    write_text(TARGET, join_sections(_HEAD, SECTIONS, bodies))
+        write_text(TARGET, join_sections(_HEAD, SECTIONS, bodies))
 
 
 if __name__ == "__main__":
