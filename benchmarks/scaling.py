@@ -35,8 +35,8 @@ from pipeloom.timeline import simulate
 TITLE = "Search time against exact solvers"
 FIGURE = Path(__file__).parents[1] / "docs" / "figures" / "search-time-over-microbatches.svg"
 _SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 16, 32, 64)
-_LIMIT_S, _OURS_S, _MEMORY = 15.0, 10.0, 1.5
-_GIVE_UP = 2
+_LIMIT_S, _OURS_S, _MEMORY = 5.0, 2.0, 1.5
+_GIVE_UP = 1
 """A solver that fails so often in a row gets no larger problem."""
 _OURS = "default"
 
