@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -84,10 +83,11 @@ class Counted:
         held: list[int] = []
 
         def count() -> None:
-            # In a process that has run much else, nodes of torch's graph may be in cycles, which Python collects.
-            gc.collect()
             held.append(live.num_bytes)
 
+        # The first run makes torch import modules, which may keep the frames, and so the tensors, that called for them.
+        with Live():
+            self.run_plainly(actions, lambda: None)
         with Live() as live:
             result = self.run_plainly(actions, count)
         return held, [layer.calls for layer in self.layers], result
