@@ -1,16 +1,17 @@
 """Compiled loops of the joint search: run an arrangement under a rule, change it, anneal it.
 
-All kernels are in this file, because a cached kernel does not notice a change in another file. A *candidate* is one
-array ``plan`` of shape (NUM_ROWS, most chunks + 1); rows are named below. What the rule means: ``docs/arrange.md``.
+A *candidate* is one array ``plan`` of shape (NUM_ROWS, most chunks + 1); rows are named below. What the rule means:
+``docs/arrange.md``.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import numba
 import numpy as np
 import numpy.typing as npt
+
+from pipeloom.compiled import kernel
 
 Array = npt.NDArray[Any]
 
@@ -23,7 +24,7 @@ NUM_MOVES = 17
 _TRIES = 40
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def run(
     num_chunks: int,
     num_microbatches: int,
@@ -248,7 +249,7 @@ def run(
     return int(makespan)
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def rand(state: Array) -> Any:
     """Next of a xorshift64* sequence, as 31 bits."""
     x = state[0]
@@ -260,13 +261,13 @@ def rand(state: Array) -> Any:
     return drawn
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def uniform(state: Array) -> Any:
     """Next of the sequence in (0, 1)."""
     return (rand(state) + 0.5) / 2147483648.0
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def evaluate(
     plan: Array, layers: Array, strategy: Array, statics: Array, room: Array, num_microbatches: int, delay: int,
     stride: int, cutoff: int, ints: Array, end: Array, record: Array,
@@ -334,7 +335,7 @@ def evaluate(
     )  # fmt: skip
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def split_chunk(plan: Array, c: int, at: int, rank: int) -> None:
     """Cut chunk ``c`` before layer ``at``; the second part goes to ``rank``, and stands beside in all orders."""
     num = plan[SCALARS, NUM_CHUNKS]
@@ -347,7 +348,7 @@ def split_chunk(plan: Array, c: int, at: int, rank: int) -> None:
     plan[SCALARS, NUM_CHUNKS] = num + 1
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def merge_chunk(plan: Array, c: int) -> None:
     """Join chunk ``c + 1`` to chunk ``c``."""
     num = plan[SCALARS, NUM_CHUNKS]
@@ -357,7 +358,7 @@ def merge_chunk(plan: Array, c: int) -> None:
     plan[SCALARS, NUM_CHUNKS] = num - 1
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def ends_bound(plan: Array, sums: Array, load: Array, ends: Array, num_microbatches: int, delay: int) -> Any:
     """Largest load + head + tail of all ranks; ``sums`` (3, layers + 1) are F, B that make tails, and all work."""
     for r in range(len(load)):
@@ -378,7 +379,7 @@ def ends_bound(plan: Array, sums: Array, load: Array, ends: Array, num_microbatc
     return worst
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def rebalance(
     plan: Array, strategy: Array, layers: Array, num_ranks: int, num_microbatches: int, delay: int, ranks_too: bool,
     rng: Array,
@@ -422,7 +423,7 @@ def rebalance(
     return False
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def change(
     plan: Array, strategy: Array, num_strategies: Array, layers: Array, num_ranks: int, most_chunks: int,
     num_microbatches: int, delay: int, stride: int, weights: Array, rng: Array,
@@ -538,7 +539,7 @@ def change(
     return move
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def anneal(
     plan: Array, strategy: Array, best_plan: Array, best_strategy: Array, values: Array, layers: Array,
     num_strategies: Array, statics: Array, room: Array, num_microbatches: int, delay: int, stride: int,

@@ -14,7 +14,8 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
+
+from pipeloom.compiled import kernel
 
 NEVER = -(1 << 60)
 """Minus infinity of max-plus algebra; sums of two of them still fit 64 bits."""
@@ -25,7 +26,7 @@ MAX_COLUMNS = 64
 Array = Any
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def efficiency_at(size: float, points: Array, values: Array, count: int) -> float:
     """Efficiency at a size: linear in log2(size) between the points, constant outside them."""
     if count == 1 or size <= 0.0:
@@ -40,7 +41,7 @@ def efficiency_at(size: float, points: Array, values: Array, count: int) -> floa
     return float(values[count - 1])
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def latencies(
     amounts: Array,
     rule: Array,
@@ -81,7 +82,7 @@ def latencies(
     return out
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def issue(
     device: Array, predecessor_start: Array, predecessor: Array, duration: Array, free: Array, ready: Array
 ) -> Array:
@@ -98,7 +99,7 @@ def issue(
     return end
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def transfer(
     device: Array,
     predecessor_start: Array,
@@ -148,7 +149,7 @@ def transfer(
     return matrix, ends
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def compose(after: Array, before: Array) -> Array:
     """Max-plus product: first ``before``, then ``after``."""
     out = np.full((after.shape[0], before.shape[1]), NEVER, np.int64)
@@ -163,7 +164,7 @@ def compose(after: Array, before: Array) -> Array:
     return out
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def run_calls(
     first: int,
     matrices: Array,

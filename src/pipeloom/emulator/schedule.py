@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from numba import njit
 
+from pipeloom.compiled import kernel
 from pipeloom.emulator.rules import IntArray
 
 Array = Any
@@ -112,7 +112,7 @@ def list_schedule(
     return order.tolist(), start.tolist()
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _push(heap: Array, base: int, size: int, key: int, value: int) -> None:
     """Add (key, value) to a heap of ``size`` pairs that begins at ``base``."""
     at = size
@@ -126,7 +126,7 @@ def _push(heap: Array, base: int, size: int, key: int, value: int) -> None:
     heap[base + at, 0], heap[base + at, 1] = key, value
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _pop(heap: Array, base: int, size: int) -> None:
     """Take away the least pair; the caller has read it at ``base``."""
     last = size - 1
@@ -148,7 +148,7 @@ def _pop(heap: Array, base: int, size: int) -> None:
     heap[base + at, 0], heap[base + at, 1] = key, value
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _run(
     rank: Array, microbatch: Array, place: Array, waiting: Array, first_start: Array, first: Array,
     after_start: Array, after: Array, delay: Array, duration: Array, num_ranks: int, in_flight: int,

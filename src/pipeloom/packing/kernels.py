@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import numba
 import numpy as np
 import numpy.typing as npt
+
+from pipeloom.compiled import kernel
 
 Array = npt.NDArray[Any]
 
@@ -18,7 +19,7 @@ NEAREST = 24
 """Lightest bins that the heaviest exchanges with: all of them in small batches, near-linear time in large ones."""
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def next_fit(order: Array, tokens: Array, budget: int, bin_of: Array) -> int:
     """Fill one bin after the other in the given order; return their number."""
     current = 0
@@ -32,7 +33,7 @@ def next_fit(order: Array, tokens: Array, budget: int, bin_of: Array) -> int:
     return current + 1
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def first_fit(order: Array, tokens: Array, budget: int, bin_of: Array) -> int:
     """Put each sample into the first bin with room; return the number of bins."""
     room = np.empty(len(order), np.int64)
@@ -52,7 +53,7 @@ def first_fit(order: Array, tokens: Array, budget: int, bin_of: Array) -> int:
     return count
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def lightest_fit(
     order: Array, tokens: Array, loads: Array, budget: int, opened: int, limit: int, bin_of: Array
 ) -> int:
@@ -88,7 +89,7 @@ def lightest_fit(
     return count
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _height(height: Array, b: int) -> float:
     top = 0.0
     for d in range(height.shape[0]):
@@ -96,7 +97,7 @@ def _height(height: Array, b: int) -> float:
     return top
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _after(height: Array, loads: Array, b: int, gone: int, come: int) -> float:
     """Height of a bin after one sample left (-1: none) and one came."""
     top = 0.0
@@ -110,7 +111,7 @@ def _after(height: Array, loads: Array, b: int, gone: int, come: int) -> float:
     return top
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _unlink(i: int, b: int, first: Array, after: Array, before: Array) -> None:
     if before[i] >= 0:
         after[before[i]] = after[i]
@@ -120,7 +121,7 @@ def _unlink(i: int, b: int, first: Array, after: Array, before: Array) -> None:
         before[after[i]] = before[i]
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _link(i: int, b: int, first: Array, after: Array, before: Array) -> None:
     before[i] = -1
     after[i] = first[b]
@@ -129,7 +130,7 @@ def _link(i: int, b: int, first: Array, after: Array, before: Array) -> None:
     first[b] = i
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _best_exchange(
     h: int, b: int, ceiling: float, tokens: Array, loads: Array, budget: int, height: Array, used: Array,
     first: Array, after: Array,
@@ -157,7 +158,7 @@ def _best_exchange(
     return best, best_out, best_in
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _exchange(
     h: int, b: int, out: int, come: int, tokens: Array, loads: Array, height: Array, used: Array, first: Array,
     after: Array, before: Array, bin_of: Array,
@@ -181,7 +182,7 @@ def _exchange(
             height[d, h] += loads[d, come]
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _random(state: Array, below: int) -> int:
     """A number of 0..below-1 from a 64-bit xorshift generator."""
     x = state[0]
@@ -192,7 +193,7 @@ def _random(state: Array, below: int) -> int:
     return np.int64((x >> np.uint64(33)) % np.uint64(below))  # type: ignore[return-value]
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def level(
     tokens: Array,
     loads: Array,
@@ -290,7 +291,7 @@ def level(
             tops[best_bin] = _height(height, best_bin)
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def branch_and_bound(
     order: Array,
     tokens: Array,

@@ -10,11 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import numba
 import numpy as np
 import numpy.typing as npt
 
 from pipeloom.errors import InfeasibleError
+from pipeloom.search.graph_kernels import sort_topologically
 from pipeloom.taskgraph import FORWARD, WEIGHT_GRADIENT, IntArray, TaskGraph, topological_order
 from pipeloom.timeline import memory_changes
 
@@ -133,29 +133,8 @@ def quick_topological_order(graph: TaskGraph) -> IntArray:
     """The same as `topological_order`, compiled."""
     order = np.empty(graph.num_tasks, np.int64)
     stack = np.empty(graph.num_tasks, np.int64)
-    _topological(graph.successor_start, graph.successor, np.diff(graph.predecessor_start), stack, order)
+    sort_topologically(graph.successor_start, graph.successor, np.diff(graph.predecessor_start), stack, order)
     return order
-
-
-@numba.njit(cache=True, nogil=True)
-def _topological(start: Array, successor: Array, waiting: Array, stack: Array, order: Array) -> None:
-    top = 0
-    for task in range(len(waiting)):
-        if waiting[task] == 0:
-            stack[top] = task
-            top += 1
-    done = 0
-    while top > 0:
-        top -= 1
-        task = stack[top]
-        order[done] = task
-        done += 1
-        for e in range(start[task], start[task + 1]):
-            other = successor[e]
-            waiting[other] -= 1
-            if waiting[other] == 0:
-                stack[top] = other
-                top += 1
 
 
 class _Reader:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from pipeloom.search.compiled import kernel
+from pipeloom.compiled import kernel
 from pipeloom.search.kernels.moves import draw
 from pipeloom.search.problem import Problem
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import numba
 import numpy as np
 import numpy.typing as npt
 
+from pipeloom.search.graph_kernels import depths, mark_implied
 from pipeloom.search.jobs import Jobs, find_jobs, memory_needs, quick_topological_order
 from pipeloom.search.records import pack
 from pipeloom.taskgraph import FORWARD, WEIGHT_GRADIENT, IntArray, TaskGraph
@@ -185,7 +185,7 @@ def _groups(
     microbatch[graph.segment], module[graph.segment] = graph.microbatch, graph.module
     first = np.full(num_segments, graph.num_tasks, np.int64)
     np.minimum.at(first, graph.segment, position)
-    depth = _depths(graph.segment, microbatch, module, segment_class, topological, graph.predecessor_start,
+    depth = depths(graph.segment, microbatch, module, segment_class, topological, graph.predecessor_start,
                     graph.predecessor, np.zeros(num_segments, np.int64))  # fmt: skip
     work = np.bincount(graph.segment, weights=graph.duration_ns, minlength=num_segments).astype(np.int64)
     grouped = np.flatnonzero((segment_class == 0) | (segment_class == 1))
@@ -255,60 +255,14 @@ def _starts(row: IntArray, num_rows: int) -> IntArray:
     return start
 
 
-@numba.njit(cache=True, nogil=True)
-def _depths(
-    segment: Array, microbatch: Array, module: Array, segment_class: Array, topological: Array, start: Array,
-    predecessor: Array, depth: Array,
-) -> Array:  # fmt: skip
-    """Longest chain of segments of the same microbatch, module and class before each segment."""
-    for task in topological:
-        here = segment[task]
-        for e in range(start[task], start[task + 1]):
-            other = segment[predecessor[e]]
-            if (
-                other != here
-                and microbatch[other] == microbatch[here]
-                and module[other] == module[here]
-                and segment_class[other] == segment_class[here]
-            ):
-                depth[here] = max(depth[here], depth[other] + 1)
-    return depth
-
-
 def _implied(graph: TaskGraph, topological: IntArray, position: IntArray) -> npt.NDArray[np.bool_]:
     """Which rows of ``graph.successor`` are edges from F to its own backward that a longer path implies."""
     source = np.repeat(np.arange(graph.num_tasks), np.diff(graph.successor_start))
     own = (graph.backward_of[graph.pair[source]] == graph.successor) & (graph.kind[source] == FORWARD)
     own &= graph.successor_delay_ns == 0
     implied = np.zeros(len(source), np.bool_)
-    _mark_implied(
+    mark_implied(
         np.flatnonzero(own), source, graph.successor, graph.successor_start, topological, position,
         np.zeros(graph.num_tasks, np.bool_), implied, 200_000_000,
     )  # fmt: skip
     return implied
-
-
-@numba.njit(cache=True, nogil=True)
-def _mark_implied(
-    edges: Array, source: Array, successor: Array, successor_start: Array, topological: Array, position: Array,
-    reached: Array, implied: Array, limit: int,
-) -> None:  # fmt: skip
-    steps = 0
-    for edge in edges:
-        first = position[source[edge]]
-        last = position[successor[edge]]
-        steps += last - first
-        if steps > limit:
-            return
-        reached[source[edge]] = True
-        for i in range(first, last):
-            task = topological[i]
-            if reached[task]:
-                for e in range(successor_start[task], successor_start[task + 1]):
-                    other = successor[e]
-                    # Doubled edges between the two do not imply each other.
-                    if position[other] <= last and not (task == source[edge] and other == successor[edge]):
-                        reached[other] = True
-        implied[edge] = reached[successor[edge]]
-        for i in range(first, last + 1):
-            reached[topological[i]] = False

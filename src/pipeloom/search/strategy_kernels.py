@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from pipeloom.search.compiled import kernel
+from pipeloom.compiled import kernel
 
 Array = npt.NDArray[Any]
 

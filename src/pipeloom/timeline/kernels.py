@@ -7,14 +7,15 @@ from __future__ import annotations
 
 from typing import Any
 
-import numba
 import numpy as np
 import numpy.typing as npt
+
+from pipeloom.compiled import kernel
 
 Array = npt.NDArray[Any]
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def retime(
     order: Array,
     order_start: Array,
@@ -70,7 +71,7 @@ def retime(
     return tail
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def peaks(
     order: Array, order_start: Array, at_start: Array, at_end: Array, static: Array, peak: Array
 ) -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import numba
 import numpy as np
 import numpy.typing as npt
 
+from pipeloom.compiled import kernel
 from pipeloom.taskgraph import NO_TASK, IntArray, TaskGraph
 
 Array = npt.NDArray[Any]
@@ -63,7 +63,7 @@ def _unreached(graph: TaskGraph) -> IntArray:
     return np.full(graph.num_tasks, -1, np.int64)
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _reach(
     source: int, last: int, topological: Array, position: Array, duration: Array, successor_start: Array,
     successor: Array, delay: Array, reach: Array,
@@ -82,7 +82,7 @@ def _reach(
                 reach[other] = max(reach[other], end + delay[e])
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _reach_back(
     target: int, first: int, topological: Array, position: Array, duration: Array, successor_start: Array,
     successor: Array, delay: Array, left: Array,
@@ -98,7 +98,7 @@ def _reach_back(
                 left[task] = max(left[task], delay[e] + duration[other] + left[other])
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _middles(
     forward: Array, backward: Array, pair: Array, topological: Array, position: Array, duration: Array,
     successor_start: Array, successor: Array, delay: Array, reach: Array, left: Array, rank: Array, middle: Array,
@@ -132,7 +132,7 @@ def _middles(
             left[topological[i]] = -1
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _meetings(
     forward: Array, backward: Array, start: Array, topological: Array, position: Array, duration: Array,
     successor_start: Array, successor: Array, delay: Array, reach: Array, left: Array, count: Array, found: Array,

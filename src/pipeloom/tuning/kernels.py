@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import numba
 import numpy as np
 import numpy.typing as npt
+
+from pipeloom.compiled import kernel
 
 Array = npt.NDArray[Any]
 
@@ -28,7 +29,7 @@ NUM_SETTINGS = 4
 MOST_EXTRA = 2
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def interpolate(
     nodes: Array, mean_length: Array, values: Array, per_instance: Array, instances: Array, tokens: Array, pairs: Array,
     out: Array,
@@ -119,7 +120,7 @@ def make_scratch(chain: Chain) -> Scratch:
     )  # fmt: skip
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _needs(chain: Chain, order: Array, ahead: int, needs: Array) -> bool:
     """Write rank 0's memory at the turn of every microbatch, were nothing run early or late; whether it fits."""
     held = chain.static[0]
@@ -149,13 +150,13 @@ def _needs(chain: Chain, order: Array, ahead: int, needs: Array) -> bool:
     return True
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _held(chain: Chain, part: int) -> int:
     """Bytes that an encoder part leaves behind until its microbatch's turn."""
     return int(chain.part_output[part] + (chain.part_bytes[part] if chain.trained else 0))
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _fits_early(chain: Chain, order: Array, needs: Array, turn: int, at: int, part: int, used: int) -> bool:
     """Whether a part of the microbatch at position ``at`` may run when rank 0 is at position ``turn``.
 
@@ -174,7 +175,7 @@ def _fits_early(chain: Chain, order: Array, needs: Array, turn: int, at: int, pa
     return True
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def run(chain: Chain, order: Array, settings: Array, scratch: Scratch, ceiling: int) -> tuple[int, int]:
     """Makespan of an order of microbatches, or `INFEASIBLE`; and how many events rank 0 has.
 
@@ -323,7 +324,7 @@ def run(chain: Chain, order: Array, settings: Array, scratch: Scratch, ceiling: 
     return makespan, count
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def best_of(
     chain: Chain, orders: Array, settings: Array, scratch: Scratch, ceiling: int
 ) -> tuple[int, int, int]:
@@ -353,7 +354,7 @@ class Marginal(NamedTuple):
     part_output: Array
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _draw(state: Array, below: int) -> int:
     x = state[0]
     x ^= x << np.uint64(13)
@@ -363,7 +364,7 @@ def _draw(state: Array, below: int) -> int:
     return np.int64((x >> np.uint64(33)) % np.uint64(below))  # type: ignore[return-value]
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _place(state: Array, num_microbatches: int, ends: int) -> int:
     """A place in the order; beginning and end decide most, so half of the draws are from there."""
     if _draw(state, 2) == 0:
@@ -372,7 +373,7 @@ def _place(state: Array, num_microbatches: int, ends: int) -> int:
     return near if _draw(state, 2) == 0 else num_microbatches - 1 - near
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _add(chain: Chain, m: int, marginal: Marginal, sample: int, sign: int) -> None:
     """Put a sample into a microbatch, or (-1) take it out."""
     for p in range(chain.forward.shape[1]):
@@ -388,13 +389,13 @@ def _add(chain: Chain, m: int, marginal: Marginal, sample: int, sign: int) -> No
         chain.part_output[q] += sign * (marginal.part_output[sample] // num_parts)
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _movable(chain: Chain, m: int, marginal: Marginal, sample: int) -> bool:
     """Images go only where there are images already: elsewhere there is no encoder part to put them into."""
     return bool(marginal.part_forward[sample] == 0 or chain.part_start[m + 1] > chain.part_start[m])
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def climb(
     chain: Chain, order: Array, settings: Array, bin_of: Array, marginal: Marginal, budget: int, scratch: Scratch,
     evaluations: int, seed: int, tune_samples: bool, tune_early: bool, tune_late: bool, best: int, goal: int,

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy.typing as npt
 
-from pipeloom.search.compiled import inlined, int64
+from pipeloom.compiled import inlined, int64
 
 Array = npt.NDArray[Any]
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from pipeloom.search.compiled import int64, kernel, pointer
+from pipeloom.compiled import int64, kernel, pointer
 from pipeloom.search.kernels.banker import can_finish, grant
 from pipeloom.search.kernels.codes import ABORTED, DEADLOCK, NEVER
 from pipeloom.search.kernels.queues import trailing_zeros

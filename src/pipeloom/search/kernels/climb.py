@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pipeloom.search.compiled import inlined, kernel
+from pipeloom.compiled import inlined, kernel
 from pipeloom.search.kernels.codes import ALL_URGENT, UNLIMITED, URGENT
 from pipeloom.search.kernels.expand import arrange
 from pipeloom.search.kernels.limited import rollout_limited

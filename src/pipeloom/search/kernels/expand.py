@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy.typing as npt
 
-from pipeloom.search.compiled import kernel, pointer
+from pipeloom.compiled import kernel, pointer
 from pipeloom.search.kernels.codes import ALL_URGENT
 from pipeloom.search.problem import Problem
 from pipeloom.search.scratch import NUM_URGENT, SECOND, THIRD, Scratch

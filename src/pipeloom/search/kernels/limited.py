@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipeloom.search.compiled import int64, kernel, pointer
+from pipeloom.compiled import int64, kernel, pointer
 from pipeloom.search.kernels.banker import can_finish, grant
 from pipeloom.search.kernels.codes import (
     ABORTED,

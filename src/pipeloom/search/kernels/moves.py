@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pipeloom.search.compiled import kernel
+from pipeloom.compiled import kernel
 from pipeloom.search.problem import Problem
 
 Array = npt.NDArray[Any]

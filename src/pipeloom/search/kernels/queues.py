@@ -5,7 +5,7 @@ per word, so that the first is found by counting trailing zeros twice. A task th
 time, when its last predecessor ends, is *expected*. Usually there is one at most per queue, which has its own
 place in ``node``; what comes beside it goes into the rank's row of ``late``.
 
-The functions that are inlined get pointers for arrays (`pipeloom.search.compiled.pointer`).
+The functions that are inlined get pointers for arrays (`pipeloom.compiled.pointer`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import numpy.typing as npt
 from numba.cpython.unsafe import numbers
 
-from pipeloom.search.compiled import inlined, int64, kernel, pointer
+from pipeloom.compiled import inlined, int64, kernel, pointer
 from pipeloom.search.kernels.codes import NEVER
 from pipeloom.search.problem import Problem
 from pipeloom.search.records import JOIN_BITS, PLACE_BITS

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from pipeloom.search.compiled import kernel
+from pipeloom.compiled import kernel
 from pipeloom.search.kernels.by_rank import Ranks, rollout_by_rank
 from pipeloom.search.kernels.codes import ABORTED
 from pipeloom.search.kernels.moves import draw

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipeloom.search.compiled import int64, kernel, pointer
+from pipeloom.compiled import int64, kernel, pointer
 from pipeloom.search.kernels.codes import ABORTED, ALTERNATE, BACKWARD_FIRST, NEVER, WEIGHT_AT_ONCE
 from pipeloom.search.kernels.queues import (
     FREE,

@@ -1,15 +1,14 @@
-"""Decorators of the search's compiled functions, and a cache for them that notices every change.
+"""Decorators of compiled functions, with a cache on disk that notices every change.
 
 numba's own cache looks at the file of the function alone. A kernel that calls another one contains it, so a
 change in the other's file must throw the cached code of both away; so must a change of the arrays' layout. Here
-the stamp of cached code is a digest of all files that kernels are made from, contents and not dates.
+the stamp of cached code is a digest of all files that it is made from (`pipeloom.compiled.stamp`), contents and not
+dates.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -19,27 +18,9 @@ from numba.core import cgutils, types
 from numba.core.caching import FunctionCache, IndexDataCacheFile
 from numba.extending import intrinsic
 
+from pipeloom.compiled.stamp import stamp
+
 Function = TypeVar("Function", bound=Callable[..., Any])
-
-_HERE = Path(__file__).parent
-_LAYOUT = ("compiled.py", "problem.py", "records.py", "scratch.py")
-"""Files that say how the kernels' arrays are laid out."""
-
-
-def digest(*files: Path) -> str:
-    """Digest of the contents of files, by name and in order."""
-    hasher = hashlib.sha256()
-    for file in files:
-        content = file.read_bytes()
-        hasher.update(f"{file.name} {len(content)}\n".encode())
-        hasher.update(content)
-    return hasher.hexdigest()
-
-
-@cache
-def _stamp(file: Path) -> str:
-    """Stamp of the functions in ``file``: of the file, the layout and all kernels of the package."""
-    return digest(file, *(_HERE / name for name in _LAYOUT), *sorted((_HERE / "kernels").glob("*.py")))
 
 
 class _StampedCache(FunctionCache):
@@ -54,7 +35,7 @@ class _StampedCache(FunctionCache):
 def kernel(function: Function) -> Function:
     """Compile a function at its first call, without the interpreter's lock, and keep the code on disk."""
     compiled: Any = numba.njit(nogil=True, error_model="numpy")(function)
-    compiled._cache = _StampedCache(function, _stamp(Path(function.__code__.co_filename)))
+    compiled._cache = _StampedCache(function, stamp(Path(function.__code__.co_filename)))
     return cast(Function, compiled)
 
 

@@ -1,0 +1,89 @@
+"""Compiled code on disk is thrown away when any file that it was made from changes, and only then."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from pipeloom import compiled
+from pipeloom.compiled.stamp import ROOT, files_of
+
+INNER = """
+from package.compiled import inlined, kernel
+from package.constants import (  # names may stand in several lines
+    LENGTH,  # and have comments (like this one)
+)
+@{decorator}
+def inner(x: int) -> int:
+    return x + LENGTH
+"""
+OUTER = """
+from package.compiled import kernel
+from package.kernels import inner
+@kernel
+def outer(x: int) -> int:
+    return 100 * inner(x)
+print(outer(1), sum(outer.stats.cache_hits.values()))
+"""
+
+
+def test_a_change_in_a_file_reaches_those_that_call_its_functions_or_read_its_constants(tmp_path):
+    package = tmp_path / "package"
+    shutil.copytree(ROOT / "compiled", package / "compiled", ignore=shutil.ignore_patterns("__pycache__"))
+    for file in (package / "compiled").glob("*.py"):
+        file.write_text(file.read_text().replace("pipeloom.compiled", "package.compiled"))
+    (package / "kernels").mkdir()
+    (package / "__init__.py").touch()
+    (package / "kernels" / "__init__.py").write_text("from package.kernels.inner import inner\n")
+    (package / "outer.py").write_text(OUTER)
+
+    def answer(length: int, decorator: str, other: str = "") -> str:
+        contents = {
+            "kernels/inner.py": INNER.format(decorator=decorator),
+            "constants.py": f"from package.other import *\nLENGTH = {length}\n",
+            "other.py": other,
+        }
+        for name, content in contents.items():
+            (package / name).write_text(content)
+            # As numba sees it, the file is the same: as old, and as long.
+            os.utime(package / name, (1_000_000_000, 1_000_000_000))
+        for cache in package.rglob("__pycache__"):
+            shutil.rmtree(cache)
+        environment = {**os.environ, "PYTHONPATH": str(tmp_path), "NUMBA_CACHE_DIR": str(tmp_path / "cache")}
+        command = [sys.executable, "-m", "package.outer"]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+        return done.stdout.strip()
+
+    assert answer(1, "kernel") == "200 0"
+    assert answer(1, "kernel", "# not read by compiled code") == "200 1"
+    assert answer(2, "kernel") == "300 0"
+    assert answer(3, "inlined") == "400 0"
+
+
+def test_files_of_a_kernel_are_those_of_its_callees_and_constants_not_all():
+    def names(file: str) -> set[str]:
+        return {str(used.relative_to(ROOT)) for used in files_of(ROOT / file)}
+
+    climb = names("search/kernels/climb.py")
+    # Called by what it calls; constants; the arrays' layout; and the decorators themselves.
+    called = {"search/kernels/climb.py", "search/kernels/queues.py", "search/kernels/banker.py"}
+    assert called | {"search/kernels/codes.py", "search/problem.py", "compiled/decorators.py"} <= climb
+    assert not climb & {
+        "search/kernels/shake.py",
+        "search/tree_kernels.py",
+        "search/solve.py",
+        "search/jobs.py",
+    }
+    # Imported from a package that has it from elsewhere.
+    assert "taskgraph/graph.py" in names("timeline/residence.py")
+    assert "search/kernels/queues.py" in names("search/tree_kernels.py")
+
+
+def test_all_compiled_code_has_the_stamp():
+    for file in ROOT.rglob("*.py"):
+        if file.parent != Path(compiled.__file__).parent:
+            assert not re.search(r"\bnjit\b|^(from|import) numba(?!\.cpython)", file.read_text(), re.M), file
