@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import contextlib
 import random
 from dataclasses import replace
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -10,7 +12,17 @@ from hypothesis import strategies as st
 
 from pipeloom.errors import InputError, PlanError
 from pipeloom.packing import PackingSpec, pack
-from pipeloom.plan import Action, ExecutionPlan, Unit, boundary_shapes, lower, make_routes, to_text, verify
+from pipeloom.plan import (
+    Action,
+    ExecutionPlan,
+    Unit,
+    Verb,
+    boundary_shapes,
+    lower,
+    make_routes,
+    to_text,
+    verify,
+)
 from pipeloom.plan.dryrun import dry_run
 from pipeloom.spec import (
     Batch,
@@ -137,6 +149,26 @@ def test_a_changed_message_is_caught(seed: int, data: st.DataObject, field: str)
         verify(
             put(plan, rank, step, with_fields(action, **{field: changed[field]})), case.layout, case.packing
         )
+
+
+@settings(deadline=None, max_examples=200)
+@given(SEEDS, st.data())
+def test_any_damage_is_told_as_a_plan_error(seed: int, data: st.DataObject) -> None:
+    case = random_case(seed, strategies=EVERY_STRATEGY)
+    plan = case.plan
+    rank, step = data.draw(st.sampled_from([(r, s) for r, a in enumerate(plan.ranks) for s in range(len(a))]))
+    values: dict[str, st.SearchStrategy[object]] = {
+        "verb": st.sampled_from(get_args(Verb)),
+        "chunk": st.sampled_from(["", "nobody.0", *case.layout.chunk_names]),
+        "microbatch": st.integers(-1, 3),
+        "sub_microbatch": st.integers(-1, 3),
+        "peer": st.sampled_from([None, -1, 0, 1, 9]),
+        "shape": st.sampled_from([None, (), (1, 2)]),
+    }
+    field = data.draw(st.sampled_from(sorted(values)))
+    changed = with_fields(plan.ranks[rank][step], **{field: data.draw(values[field])})
+    with contextlib.suppress(PlanError):  # nothing else may come out; some changes are harmless
+        verify(put(plan, rank, step, changed), case.layout, case.packing)
 
 
 def test_the_message_shows_the_place() -> None:

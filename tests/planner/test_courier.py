@@ -16,6 +16,8 @@ from tests.planner.cases import MemoryStore
 def text(iteration: int, data: bytes) -> str:
     if data == b"nonsense":
         raise PlannerError("is nonsense")
+    if data == b"worse":
+        raise KeyError("DF")
     return f"{iteration} {data.decode()}"
 
 
@@ -39,12 +41,16 @@ def test_requests_go_out_and_answers_come_back() -> None:
     for iteration, answer, reason in (
         (5, b"nonsense", "is nonsense"),
         (6, b"", "refused the batch: too long"),
+        (7, b"worse", "the answer cannot be checked, KeyError: 'DF'"),
     ):
         courier.ask(iteration, b"?")
         store.put(error_key(iteration), b"too long")
         store.put(answer_key(iteration), answer)
         with pytest.raises(PlannerError, match=reason):
             courier.wait(iteration, 20.0)
+    courier.ask(8, b"eight")
+    store.put(answer_key(8), b"again")
+    assert courier.wait(8, 20.0) == "8 again"
     courier.close()
     assert store.peek(STOP) == b"1"
 

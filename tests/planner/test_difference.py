@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pipeloom.cost import Correction
 from pipeloom.plan import COMPUTE_VERBS, Answer, ExecutionPlan, Measured
-from pipeloom.plan.dryrun import messages_of
+from pipeloom.plan.messages import messages_of
 from pipeloom.planner import Problem, answer_of, plan_batch
 from pipeloom.planner.difference import Difference, difference, mean_difference
 from pipeloom.search import Evaluations
@@ -27,7 +27,7 @@ def measured_from(
     plan: ExecutionPlan, compute: list[tuple[int, int]], problem: Problem, cpu_share: float
 ) -> Measured:
     """Actions timed as a rank would that computes at these times, and whose messages take as long as planned."""
-    sent, messages, left = {}, messages_of(plan), iter(compute)
+    sent, messages, left = {}, messages_of(plan).rows, iter(compute)
     begins = []
     for rank, actions in enumerate(plan.ranks):
         end, rows = 0, []

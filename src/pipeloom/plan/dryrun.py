@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
-from pipeloom.plan.action import RECEIVE_VERBS, SEND_VERBS, Action, ExecutionPlan
+from pipeloom.plan.action import SEND_VERBS, Action, ExecutionPlan
+from pipeloom.plan.messages import WAIT_VERBS, Messages, messages_of
 from pipeloom.plan.text import action_text
 
 Rules = Literal["nccl", "nccl batched", "gloo"]
@@ -16,43 +17,12 @@ after the other, whoever the peers are. Gloo: by tag, in any order. All: a messa
 it (rendezvous)."""
 
 
-_WAITS = frozenset({"WF", "WB", "DF", "DB"})
-_ABOUT_MESSAGES = SEND_VERBS | RECEIVE_VERBS | _WAITS
-
-
-class Message(NamedTuple):
-    """Name of a message: direction, producer chunk, microbatch, sub-microbatch, consumer chunk if needed."""
-
-    direction: str
-    chunk: str
-    microbatch: int
-    sub_microbatch: int
-    target: str
-
-
 @dataclass(frozen=True)
 class Stop:
     """Where a dry run stopped: the step of every rank, and why."""
 
     steps: tuple[int, ...]
     reason: str
-
-
-def message_of(action: Action) -> Message:
-    """Name of the message that a send, receive or wait is about."""
-    return Message(action.verb[1], action.chunk, action.microbatch, action.sub_microbatch, action.target)
-
-
-Messages = tuple[tuple[Message | None, ...], ...]
-"""Per rank and step the message that the action is about, worked out once; None for other actions."""
-
-
-def messages_of(plan: ExecutionPlan) -> Messages:
-    """Name the messages of all actions."""
-    return tuple(
-        tuple(message_of(action) if action.verb in _ABOUT_MESSAGES else None for action in actions)
-        for actions in plan.ranks
-    )
 
 
 def dry_run(plan: ExecutionPlan, rules: Rules, messages: Messages | None = None) -> Stop | None:
@@ -81,16 +51,15 @@ def grid(plan: ExecutionPlan, steps: tuple[int, ...], before: int = 2, after: in
 
 class _DryRun:
     def __init__(self, plan: ExecutionPlan, rules: Rules, messages: Messages) -> None:
-        self.plan, self.rules, self.messages = plan, rules, messages
+        self.plan, self.rules, self.messages = plan, rules, messages.rows
         self.steps = [0] * plan.num_ranks
-        self.posted: defaultdict[tuple[int, int], list[tuple[Action, Message]]] = defaultdict(list)
+        self.posted: defaultdict[tuple[int, int], list[tuple[Action, int]]] = defaultdict(list)
         """What a rank has posted with a peer, in order: key (rank, peer)."""
-        self.served: defaultdict[tuple[int, int], int] = defaultdict(int)
-        self.by_name: dict[tuple[int, int, str, Message], int] = {}
-        self.done: set[tuple[int, Message]] = set()
-        """Messages complete at a rank."""
+        self.by_name: dict[tuple[int, int, str, int], int] = {}
+        self.done: list[set[int]] = [set() for _ in range(plan.num_ranks)]
+        """Per rank, messages complete at it."""
         self.mismatch = ""
-        self.batches: list[list[dict[Message, Action]]] = [[] for _ in range(plan.num_ranks)]
+        self.batches: list[list[dict[int, Action]]] = [[] for _ in range(plan.num_ranks)]
         """Per rank, its operations that are not done yet, with what is missing in each; the last may still grow."""
         self.growing = [False] * plan.num_ranks
 
@@ -108,7 +77,7 @@ class _DryRun:
                 return self._stop(f"rank {rank} waits for ever at '{action_text(action).strip()}'")
         for (rank, peer), posted in sorted(self.posted.items()):
             for action, message in posted:
-                if (rank, message) not in self.done:
+                if message not in self.done[rank]:
                     return self._stop(
                         f"'{action_text(action)}' of rank {rank} is never matched by rank {peer}"
                     )
@@ -118,59 +87,60 @@ class _DryRun:
         return Stop(tuple(self.steps), reason)
 
     def _advance(self, rank: int) -> bool:
-        actions, messages, begin = self.plan.ranks[rank], self.messages[rank], self.steps[rank]
-        while self.steps[rank] < len(actions):
-            message = messages[self.steps[rank]]
-            if message is None or actions[self.steps[rank]].verb in _WAITS:
+        actions, messages, done = self.plan.ranks[rank], self.messages[rank], self.done[rank]
+        batched = self.rules == "nccl batched"
+        begin = step = self.steps[rank]
+        while step < len(actions):
+            message, action = messages[step], actions[step]
+            waits = message is not None and action.verb in WAIT_VERBS
+            if batched and (message is None or waits):
                 self.growing[rank] = False
-                if self.rules == "nccl batched":
-                    self._serve_batches()
-                    if self.mismatch:
-                        return True
-            if message is not None:
-                action = actions[self.steps[rank]]
-                if action.verb not in _WAITS:
-                    self._post(rank, action, message)
-                    if self.mismatch:
-                        return True
-                elif (rank, message) not in self.done:
+                self._serve_batches()
+            if waits:
+                if message not in done:
                     break
-            self.steps[rank] += 1
-        if self.steps[rank] == len(actions) and self.growing[rank]:
+            elif message is not None:
+                self._post(rank, action, message)
+            if self.mismatch:
+                self.steps[rank] = step
+                return True
+            step += 1
+        self.steps[rank] = step
+        if step == len(actions) and self.growing[rank]:
             self.growing[rank] = False
             self._serve_batches()
-        return self.steps[rank] > begin
+        return step > begin
 
-    def _post(self, rank: int, action: Action, message: Message) -> None:
+    def _post(self, rank: int, action: Action, message: int) -> None:
         peer = -1 if action.peer is None else action.peer
-        self.posted[rank, peer].append((action, message))
+        posted = self.posted[rank, peer]
+        posted.append((action, message))
         if self.rules == "nccl batched":
             if not self.growing[rank]:
                 self.batches[rank].append({})
                 self.growing[rank] = True
             self.batches[rank][-1][message] = action
         elif self.rules == "nccl":
-            self._serve_in_order(rank, peer)
+            self._serve_in_order(rank, peer, len(posted) - 1)
         else:
             self._serve_by_name(rank, peer, action, message)
 
-    def _serve_in_order(self, rank: int, peer: int) -> None:
-        """Match what both ends have at the head of their common stream, as long as there is something."""
-        while True:
-            index = self.served[min(rank, peer), max(rank, peer)]
-            mine, theirs = self.posted[rank, peer], self.posted[peer, rank]
-            if index >= len(mine) or index >= len(theirs):
-                return
-            (here, my_message), (there, their_message) = mine[index], theirs[index]
-            sends = (here.verb in SEND_VERBS) + (there.verb in SEND_VERBS)
-            if sends != 1 or my_message != their_message:
-                self.mismatch = (
-                    f"between ranks {rank} and {peer}, message {index} is '{action_text(here)}' on rank {rank} "
-                    f"but '{action_text(there)}' on rank {peer}"
-                )
-                return
-            self._complete(rank, peer, here, there, my_message)
-            self.served[min(rank, peer), max(rank, peer)] = index + 1
+    def _serve_in_order(self, rank: int, peer: int, index: int) -> None:
+        """Match what a rank has just posted with what its peer has posted in the same place of their common stream.
+
+        The end that comes second to a place finds the other one there, so places are matched in order.
+        """
+        theirs = self.posted[peer, rank]
+        if index >= len(theirs):
+            return
+        (here, mine), (there, other) = self.posted[rank, peer][index], theirs[index]
+        if (here.verb in SEND_VERBS) == (there.verb in SEND_VERBS) or mine != other:
+            self.mismatch = (
+                f"between ranks {rank} and {peer}, message {index} is '{action_text(here)}' on rank {rank} "
+                f"but '{action_text(there)}' on rank {peer}"
+            )
+            return
+        self._complete(rank, peer, here, there, mine)
 
     def _serve_batches(self) -> None:
         """Match what stands in the operations that all ranks are at, as long as there is something."""
@@ -192,13 +162,13 @@ class _DryRun:
                     batches.pop(0)
                     moved = True
 
-    def _head(self, rank: int) -> dict[Message, Action]:
+    def _head(self, rank: int) -> dict[int, Action]:
         """The operation that a rank is at."""
         if not 0 <= rank < len(self.batches) or not self.batches[rank]:
             return {}
         return {} if len(self.batches[rank]) == 1 and self.growing[rank] else self.batches[rank][0]
 
-    def _serve_by_name(self, rank: int, peer: int, action: Action, message: Message) -> None:
+    def _serve_by_name(self, rank: int, peer: int, action: Action, message: int) -> None:
         role = "send" if action.verb in SEND_VERBS else "receive"
         other = "receive" if role == "send" else "send"
         index = self.by_name.pop((peer, rank, other, message), None)
@@ -207,11 +177,11 @@ class _DryRun:
         else:
             self._complete(rank, peer, action, self.posted[peer, rank][index][0], message)
 
-    def _complete(self, rank: int, peer: int, here: Action, there: Action, message: Message) -> None:
-        if (here.shape, here.dtype) != (there.shape, there.dtype):
+    def _complete(self, rank: int, peer: int, here: Action, there: Action, message: int) -> None:
+        if here.shape != there.shape or here.dtype != there.dtype:
             self.mismatch = (
                 f"'{action_text(here)}' of rank {rank} meets '{action_text(there)}' of rank {peer}"
             )
             return
-        self.done.add((rank, message))
-        self.done.add((peer, message))
+        self.done[rank].add(message)
+        self.done[peer].add(message)

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeloom.plan.action import COMPUTE_VERBS, ExecutionPlan
-from pipeloom.plan.dryrun import Message, messages_of
+from pipeloom.plan.messages import messages_of
 from pipeloom.spec import DTYPE_BYTES
 
 IntArray = npt.NDArray[np.int64]
@@ -74,9 +74,9 @@ class Measured:
 
     def messages(self, plan: ExecutionPlan) -> list[MessageTime]:
         """Every message that the plan sends from rank to rank, except those without rows, which never travel."""
-        sent: dict[tuple[Message, int], tuple[int, int]] = {}
-        waited: dict[Message, tuple[int, int, int]] = {}
-        for rank, (actions, messages) in enumerate(zip(plan.ranks, messages_of(plan), strict=True)):
+        sent: dict[tuple[int, int], tuple[int, int]] = {}
+        waited: dict[int, tuple[int, int, int]] = {}
+        for rank, (actions, messages) in enumerate(zip(plan.ranks, messages_of(plan).rows, strict=True)):
             times = self.times_ns[rank].tolist()
             for action, message, (start, end) in zip(actions, messages, times, strict=True):
                 if message is None:

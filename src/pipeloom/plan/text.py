@@ -39,7 +39,8 @@ def action_text(action: Action) -> str:
     if action.strategy:
         words.append(action.strategy)
     if action.peer is not None:
-        words.append(f"{_PEER_WORD[action.verb]}={action.peer}")
+        # Messages about wrong plans show actions that have what their verb does not take.
+        words.append(f"{_PEER_WORD.get(action.verb, 'peer')}={action.peer}")
     if action.shape is not None:
         words.append("shape=" + ",".join(map(str, action.shape)))
     if action.dtype:

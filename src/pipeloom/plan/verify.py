@@ -7,14 +7,16 @@ from typing import NoReturn
 
 from pipeloom.errors import InputError, PlanError
 from pipeloom.packing import Packing
-from pipeloom.plan.action import Action, ExecutionPlan
+from pipeloom.plan.action import COMPUTE_VERBS, Action, ExecutionPlan
 from pipeloom.plan.collectives import collective_order
-from pipeloom.plan.dryrun import Message, Messages, dry_run, grid, messages_of
-from pipeloom.plan.routes import HandOver, Routes, Unit, make_routes
+from pipeloom.plan.dryrun import dry_run, grid
+from pipeloom.plan.messages import WAIT_VERBS, Messages, messages_of
+from pipeloom.plan.routes import Unit, make_routes
 from pipeloom.plan.text import action_text
 from pipeloom.spec import Layout
 
-_WAIT_OF = {"RF": "WF", "RB": "WB", "SF": "DF", "SB": "DB"}
+_LETTER = {"F": "F", "B": "B", "I": "I", "W": "W", "RC": "R", "OF": "O", "LD": "L"}
+"""What is done with a unit, a letter each."""
 _Key = tuple[str, int, int]
 """Chunk name, microbatch, sub-microbatch: a unit as plans name it."""
 
@@ -54,55 +56,62 @@ def verify(
 
 def _check_steps(plan: ExecutionPlan, messages: Messages, rank: int) -> None:
     """Check what one rank's list can show by itself."""
-    done: set[tuple[str, _Key]] = set()
-    posted: dict[tuple[str, Message], bool] = {}
+    done: defaultdict[_Key, str] = defaultdict(str)
+    waited: dict[tuple[int, bool], bool] = {}
+    """By message and whether it is sent here: whether its end was waited for."""
     stepped = False
-    for step, (action, message) in enumerate(zip(plan.ranks[rank], messages[rank], strict=True)):
+    for step, (action, message) in enumerate(zip(plan.ranks[rank], messages.rows[rank], strict=True)):
         verb = action.verb
-        if stepped and verb in ("F", "B", "I", "W"):
-            _fail(plan, rank, step, "computes after the optimiser step")
-        if verb == "OS":
+        if message is not None:
+            if action.verb in WAIT_VERBS:
+                key = (message, verb[0] == "D")
+                if waited.get(key) is not False:
+                    _fail(
+                        plan,
+                        rank,
+                        step,
+                        "waits twice" if key in waited else "waits for what was never posted",
+                    )
+                waited[key] = True
+            else:
+                _check_peer(plan, rank, step)
+                key = (message, verb[0] == "S")
+                if key in waited:
+                    _fail(plan, rank, step, "is posted twice")
+                waited[key] = False
+        elif verb in _LETTER:
+            if stepped and verb in COMPUTE_VERBS:
+                _fail(plan, rank, step, "computes after the optimiser step")
+            unit = _key(action)
+            before = done[unit]
+            if not (verb == "F" and not before):
+                _check_compute(plan, rank, step, before)
+            done[unit] = before + _LETTER[verb]
+        elif verb == "OS":
             if stepped:
                 _fail(plan, rank, step, "is a second optimiser step")
             stepped = True
-        elif verb in ("F", "B", "I", "W", "RC", "OF", "LD"):
-            _check_compute(plan, rank, step, done)
-            done.add((verb, _key(action)))
-        elif message is None:
-            continue
-        elif verb in _WAIT_OF:
-            _check_peer(plan, rank, step)
-            wait = (_WAIT_OF[verb], message)
-            if wait in posted:
-                _fail(plan, rank, step, "is posted twice")
-            posted[wait] = False
-        else:
-            wait = (verb, message)
-            if posted.get(wait) is not False:
-                _fail(
-                    plan, rank, step, "waits twice" if wait in posted else "waits for what was never posted"
-                )
-            posted[wait] = True
-    for (expected, missing), waited in posted.items():
-        if not waited:
-            name = f"{missing.chunk} {missing.microbatch}.{missing.sub_microbatch}"
-            _fail(plan, rank, len(plan.ranks[rank]), f"the list ends without '{expected} {name}'")
+    if not all(waited.values()):
+        missing, sent = next(key for key, over in waited.items() if not over)
+        name = messages.names()[missing]
+        wait = f"{'D' if sent else 'W'}{name.direction} {name.chunk} {name.microbatch}.{name.sub_microbatch}"
+        _fail(plan, rank, len(plan.ranks[rank]), f"the list ends without '{wait}'")
 
 
-def _check_compute(plan: ExecutionPlan, rank: int, step: int, done: set[tuple[str, _Key]]) -> None:
-    action = plan.ranks[rank][step]
-    key = _key(action)
-    if (action.verb, key) in done:
+def _check_compute(plan: ExecutionPlan, rank: int, step: int, done: str) -> None:
+    """Check one computation against those of its unit before it."""
+    verb = plan.ranks[rank][step].verb
+    if _LETTER[verb] in done:
         _fail(plan, rank, step, "is done twice")
-    if action.verb != "F" and ("F", key) not in done:
+    if verb != "F" and "F" not in done:
         _fail(plan, rank, step, "comes before its F")
-    if action.verb == "W" and ("I", key) not in done:
+    if verb == "W" and "I" not in done:
         _fail(plan, rank, step, "comes before its I")
-    if action.verb == "LD" and ("OF", key) not in done:
+    if verb == "LD" and "O" not in done:
         _fail(plan, rank, step, "loads what was not offloaded")
-    if (action.verb == "I" and ("B", key) in done) or (action.verb == "B" and ("I", key) in done):
+    if (verb == "I" and "B" in done) or (verb == "B" and "I" in done):
         _fail(plan, rank, step, "is a backward beside another one")
-    if action.verb in ("RC", "OF") and (("B", key) in done or ("I", key) in done):
+    if verb in ("RC", "OF") and ("B" in done or "I" in done):
         _fail(plan, rank, step, "comes after its backward")
 
 
@@ -135,37 +144,42 @@ def _check_layout(plan: ExecutionPlan, layout: Layout) -> None:
         raise PlanError(f"the plan has {plan.num_ranks} ranks, the layout {layout.num_ranks}")
     if plan.layout != layout.digest:
         raise PlanError(f"the plan is for layout {plan.layout}, this one is {layout.digest}")
-    chunk_of = {name: layout.chunks[i] for i, name in enumerate(layout.chunk_names)}
-    verbs: defaultdict[_Key, set[str]] = defaultdict(set)
+    rank_of = {name: chunk.rank for name, chunk in zip(layout.chunk_names, layout.chunks, strict=True)}
+    done: defaultdict[_Key, str] = defaultdict(str)
     place: dict[_Key, tuple[int, int]] = {}
     offloaded: set[_Key] = set()
     for rank, actions in enumerate(plan.ranks):
         if not any(action.verb == "OS" for action in actions):
             _fail(plan, rank, len(actions), "the list ends without an optimiser step 'OS'")
         for step, action in enumerate(actions):
-            if action.verb == "OS":
+            verb, chunk = action.verb, action.chunk
+            if verb == "OS":
                 continue
-            if action.chunk not in chunk_of:
-                _fail(plan, rank, step, f"chunk {action.chunk!r} is not in the layout")
-            if action.verb in ("F", "B", "I", "W", "RC", "OF", "LD", "UN", "RG"):
-                if chunk_of[action.chunk].rank != rank:
-                    _fail(plan, rank, step, f"the chunk is on rank {chunk_of[action.chunk].rank}")
-                if action.verb in ("UN", "RG"):
-                    continue
-                verbs[_key(action)].add(action.verb)
+            if chunk not in rank_of:
+                _fail(plan, rank, step, f"chunk {chunk!r} is not in the layout")
+            letter = _LETTER.get(verb)
+            if (letter or verb in ("UN", "RG")) and rank_of[chunk] != rank:
+                _fail(plan, rank, step, f"the chunk is on rank {rank_of[chunk]}")
+            if letter:
+                key = _key(action)
+                done[key] += letter
                 if "offload" in action.strategy:
-                    offloaded.add(_key(action))
-                place.setdefault(_key(action), (rank, step))
+                    offloaded.add(key)
+                place.setdefault(key, (rank, step))
     for rank in range(plan.num_ranks):
         _check_collectives(plan, layout, rank)
-    for key, present in verbs.items():
+    trained_of = {
+        name: layout.has_backward(chunk.module)
+        for name, chunk in zip(layout.chunk_names, layout.chunks, strict=True)
+    }
+    for key, letters in done.items():
         rank, step = place[key]
-        trained = layout.has_backward(chunk_of[key[0]].module)
-        if "F" in present and trained and not ("B" in present or {"I", "W"} <= present):
+        trained = trained_of[key[0]]
+        if "F" in letters and trained and not ("B" in letters or ("I" in letters and "W" in letters)):
             _fail(plan, rank, step, "has no complete backward: neither B, nor I and W")
-        if trained and key in offloaded and not {"OF", "LD"} <= present:
+        if trained and key in offloaded and not ("O" in letters and "L" in letters):
             _fail(plan, rank, step, "offloads by its strategy, but has no OF or no LD")
-        if not trained and present & {"B", "I", "W", "RC", "OF", "LD"}:
+        if not trained and letters.strip("F"):
             _fail(plan, rank, step, "has a backward, but nothing in or before its module is trained")
 
 
@@ -203,71 +217,75 @@ def _check_collectives(plan: ExecutionPlan, layout: Layout, rank: int) -> None:
 def _check_hand_overs(plan: ExecutionPlan, messages: Messages, layout: Layout, packing: Packing) -> None:
     names = layout.chunk_names
     number_of = {name: i for i, name in enumerate(names)}
-    where: dict[tuple[str, Unit], tuple[int, int]] = {}
-    message_at: dict[tuple[str, Message], tuple[int, int]] = {}
-    for rank, actions in enumerate(plan.ranks):
-        for step, (action, message) in enumerate(zip(actions, messages[rank], strict=True)):
+    forward: dict[Unit, tuple[int, int]] = {}
+    backward: dict[Unit, tuple[int, int]] = {}
+    """Where a unit takes and gives: rank and step of its F, and of its B or I."""
+    at: dict[str, dict[int, tuple[int, int]]] = {verb: {} for verb in ("S", "R", "W")}
+    for rank, (actions, row) in enumerate(zip(plan.ranks, messages.rows, strict=True)):
+        for step, (action, message) in enumerate(zip(actions, row, strict=True)):
+            verb = action.verb
             if message is not None:
-                if action.verb[0] != "D":
-                    message_at[action.verb, message] = (rank, step)
-            elif action.verb in ("F", "B", "I", "W"):
+                if verb[0] != "D":
+                    at[verb[0]][message] = (rank, step)
+            elif verb in ("F", "B", "I"):
                 unit = Unit(number_of[action.chunk], action.microbatch, action.sub_microbatch)
-                where[action.verb, unit] = (rank, step)
+                (forward if verb == "F" else backward)[unit] = (rank, step)
     try:
-        routes = make_routes(layout, packing, [unit for verb, unit in where if verb == "F"])
+        routes = make_routes(layout, packing, forward)
     except InputError as error:
         raise PlanError(f"the plan is incomplete: {error}") from error
-    used: set[tuple[str, Message]] = set()
+    checked = _HandOvers(plan, messages, names, at)
     for hand_over in routes.hand_overs:
-        _check_hand_over(plan, names, routes, hand_over, False, where, message_at, used)
+        producer, consumer = hand_over.producer, hand_over.consumer
+        target = routes.target(hand_over, names)
+        checked.check("F", forward[producer], forward[consumer], producer, target)
         if hand_over.gradient:
-            _check_hand_over(plan, names, routes, hand_over, True, where, message_at, used)
-    for key, (rank, step) in message_at.items():
-        if key not in used:
-            _fail(plan, rank, step, "is a message that nobody needs")
+            checked.check("B", backward[consumer], backward[producer], producer, target)
+    if len(checked.used) < len(messages.number_of):
+        for places in at.values():
+            for message, (rank, step) in places.items():
+                if message not in checked.used:
+                    _fail(plan, rank, step, "is a message that nobody needs")
 
 
-def _check_hand_over(
-    plan: ExecutionPlan,
-    names: tuple[str, ...],
-    routes: Routes,
-    hand_over: HandOver,
-    gradient: bool,
-    where: dict[tuple[str, Unit], tuple[int, int]],
-    message_at: dict[tuple[str, Message], tuple[int, int]],
-    used: set[tuple[str, Message]],
-) -> None:
-    """Check that what one unit makes is with the other before it starts."""
-    producer, consumer = hand_over.producer, hand_over.consumer
-    giver, taker = (consumer, producer) if gradient else (producer, consumer)
-    from_rank, from_step = _place(where, giver, gradient)
-    to_rank, to_step = _place(where, taker, gradient)
-    if from_rank == to_rank:
-        if from_step > to_step:
-            _fail(plan, to_rank, to_step, f"starts before step {from_step}, whose result it takes")
-        return
-    direction = "B" if gradient else "F"
-    target = routes.target(hand_over, names)
-    message = Message(direction, names[producer.chunk], producer.microbatch, producer.sub_microbatch, target)
-    for verb, rank in (("S", from_rank), ("R", to_rank), ("W", to_rank)):
-        place = message_at.get((verb + direction, message))
-        if place is None or place[0] != rank:
-            here, step = (from_rank, from_step) if verb == "S" else (to_rank, to_step)
-            name = f"{message.chunk} {message.microbatch}.{message.sub_microbatch}"
-            _fail(plan, here, step, f"'{verb}{direction} {name}' is missing on rank {rank}")
-        used.add((verb + direction, message))
-    send = message_at["S" + direction, message]
-    if send[1] < from_step:
-        _fail(plan, *send, "sends before it is computed")
-    wait = message_at["W" + direction, message]
-    if wait[1] > to_step:
-        _fail(plan, to_rank, to_step, "starts before what it takes has arrived")
+class _HandOvers:
+    """Checks that what one unit makes is with the other before it starts."""
 
+    def __init__(
+        self,
+        plan: ExecutionPlan,
+        messages: Messages,
+        names: tuple[str, ...],
+        at: dict[str, dict[int, tuple[int, int]]],
+    ) -> None:
+        self.plan, self.number_of, self.names = plan, messages.number_of, names
+        self.sends, self.receives, self.waits = at["S"], at["R"], at["W"]
+        self.used: set[int] = set()
 
-def _place(where: dict[tuple[str, Unit], tuple[int, int]], unit: Unit, backward: bool) -> tuple[int, int]:
-    if not backward:
-        return where["F", unit]
-    return where["B", unit] if ("B", unit) in where else where["I", unit]
+    def check(
+        self, direction: str, giver: tuple[int, int], taker: tuple[int, int], producer: Unit, target: str
+    ) -> None:
+        """Check one hand-over from one rank and step to another."""
+        (from_rank, from_step), (to_rank, to_step) = giver, taker
+        if from_rank == to_rank:
+            if from_step > to_step:
+                _fail(self.plan, to_rank, to_step, f"starts before step {from_step}, whose result it takes")
+            return
+        name = (direction, self.names[producer.chunk], producer.microbatch, producer.sub_microbatch, target)
+        message = self.number_of.get(name, -1)
+        for verb, places, here, step in (
+            ("S", self.sends, from_rank, from_step),
+            ("R", self.receives, to_rank, to_step),
+            ("W", self.waits, to_rank, to_step),
+        ):
+            if message not in places or places[message][0] != here:
+                what = f"{verb}{direction} {name[1]} {name[2]}.{name[3]}"
+                _fail(self.plan, here, step, f"'{what}' is missing on rank {here}")
+        self.used.add(message)
+        if self.sends[message][1] < from_step:
+            _fail(self.plan, *self.sends[message], "sends before it is computed")
+        if self.waits[message][1] > to_step:
+            _fail(self.plan, to_rank, to_step, "starts before what it takes has arrived")
 
 
 def _key(action: Action) -> _Key:

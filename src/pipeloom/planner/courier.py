@@ -186,6 +186,9 @@ class Courier(Generic[Checked]):
             found = self._check(wanted, data)
         except PlannerError as error:
             found = error
+        except Exception as error:
+            # Whatever an answer does to those who check it: it costs its own iteration, never this thread.
+            found = PlannerError(f"the answer cannot be checked, {type(error).__name__}: {error}")
         with self._changed:
             # One at a time: an older answer has not been asked for, and never will be.
             self._found = {wanted: found}

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pipeloom.errors import ExecutionError, InputError
 from pipeloom.plan import COMPUTE_VERBS, Action, ExecutionPlan
-from pipeloom.plan.dryrun import Message, messages_of
+from pipeloom.plan.messages import messages_of
 from pipeloom.runtime.result import ActionTime
 from pipeloom.runtime.transport import Handle, Transport
 from pipeloom.spec import DTYPE_BYTES
@@ -87,11 +87,8 @@ class _EmulatedRank:
     ) -> None:
         self.actions, self.rank, self.transport, self.clock = plan.ranks[rank], rank, transport, clock
         self.durations_ns, self.transfer_ns = durations_ns, transfer_ns
-        messages = messages_of(plan)
-        self.messages = messages[rank]
-        names = dict.fromkeys(message for row in messages for message in row if message is not None)
-        self.tags = {message: tag for tag, message in enumerate(names)}
-        self.posted: dict[tuple[str, Message], tuple[Handle, Tensor, int]] = {}
+        self.messages = messages_of(plan).rows[rank]
+        self.posted: dict[tuple[str, int], tuple[Handle, Tensor, int]] = {}
         """By the verb that waits for it: handle, payload, nanoseconds under way."""
         self.now_ns = 0
         self.times: list[ActionTime] = []
@@ -120,7 +117,7 @@ class _EmulatedRank:
             self.now_ns = end
         self.times.append(ActionTime(*step, begin, end))
 
-    def _post(self, action: Action, message: Message) -> None:
+    def _post(self, action: Action, message: int) -> None:
         assert action.peer is not None
         assert action.shape is not None
         payload = torch.tensor([self.now_ns], dtype=torch.int64)
@@ -128,9 +125,9 @@ class _EmulatedRank:
         post = self.transport.send if sends else self.transport.receive
         under_way = self.transfer_ns(math.prod(action.shape) * DTYPE_BYTES[action.dtype])
         waits = ("D" if sends else "W") + action.verb[1]
-        self.posted[waits, message] = (post(payload, action.peer, self.tags[message]), payload, under_way)
+        self.posted[waits, message] = (post(payload, action.peer, message), payload, under_way)
 
-    def _wait(self, action: Action, message: Message) -> None:
+    def _wait(self, action: Action, message: int) -> None:
         handle, payload, under_way = self.posted.pop((action.verb, message))
         handle.wait()
         if action.verb[0] == "W":
