@@ -43,7 +43,16 @@ def test_writes_files_that_check_accepts(
     assert isinstance(layout, Layout)
     assert [chunk.rank for chunk in layout.chunks] == answer["ranks"]
     assert load(tmp_path / "schedule.json").makespan_ns == round(answer["makespan_s"] * 1e9)
-    assert "Annealed from" in (tmp_path / "page.html").read_text()
+    assert "Joint annealing, from" in (tmp_path / "page.html").read_text()
+
+
+def test_the_papers_generator_by_name(
+    layers: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(arguments(layers, tmp_path, "--method", "adaptis", "--page", str(tmp_path / "page.html"))) == 0
+    assert run(["check", str(tmp_path / "instance.json"), str(tmp_path / "schedule.json")]) == 0
+    assert "AdaPtis, phase by phase, from" in (tmp_path / "page.html").read_text()
+    assert "AdaPtis" in json.loads((tmp_path / "schedule.json").read_text())["search"]["method"]
 
 
 def test_tells_what_it_chose(layers: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -82,7 +91,8 @@ def test_broken_files_give_one_clear_line(
 
 
 @pytest.mark.parametrize(
-    ("option", "value"), [("--memory", "lots"), ("--memory", "0x"), ("--budget", "-1"), ("--threads", "99")]
+    ("option", "value"),
+    [("--memory", "lots"), ("--memory", "0x"), ("--budget", "-1"), ("--threads", "99"), ("--method", "best")],
 )
 def test_wrong_options_are_named(
     layers: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str, value: str

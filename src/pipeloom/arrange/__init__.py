@@ -21,6 +21,7 @@ from pipeloom.arrange.modality import (
     sub_microbatch_size,
 )
 from pipeloom.arrange.partition import partition_chain
+from pipeloom.arrange.phase_by_phase import tune_phases
 from pipeloom.arrange.standard import one_f_one_b_peaks
 from pipeloom.arrange.starts import Rule
 
@@ -50,5 +51,6 @@ __all__ = [
     "separate",
     "single_rank",
     "sub_microbatch_size",
+    "tune_phases",
     "typical_seconds",
 ]

@@ -54,9 +54,33 @@ class Scratch:
         self.end = np.zeros((2, max(1, most_chunks) * arrays.num_microbatches), np.int64)
 
 
+class Judge:
+    """Run many arrangements of one chain; counts them."""
+
+    def __init__(self, chain: LayerChain, most_chunks: int) -> None:
+        self.arrays = arrays_of(chain)
+        self.evaluations = 0
+        self._most = most_chunks
+        self._scratch = Scratch(self.arrays, most_chunks)
+        self._none = np.empty(0, np.int64)
+
+    def ns(
+        self, arrangement: Arrangement, rule: Rule, cutoff: int = NEVER, record: IntArray | None = None
+    ) -> int:
+        """Makespan in ns; `NEVER` where memory or ``cutoff`` rules it out. See `kernels.run` for ``record``."""
+        self.evaluations += 1
+        arrays = self.arrays
+        strategy = np.array(arrangement.strategies or (0,) * arrays.layers.shape[1], dtype=np.int64)
+        plan = to_plan(arrangement, rule, self._most)
+        return int(kernels.evaluate(
+            plan, arrays.layers, strategy, *arrays.problem, cutoff, self._scratch.ints, self._scratch.end,
+            self._none if record is None else record,
+        ))  # fmt: skip
+
+
 def evaluate(chain: LayerChain, arrangement: Arrangement, rule: Rule, cutoff: int = NEVER) -> int:
     """Makespan of an arrangement under a rule, in ns; `NEVER` where memory or ``cutoff`` rules it out."""
-    return _evaluate(chain, arrangement, rule, cutoff, np.empty(0, np.int64))
+    return Judge(chain, arrangement.num_chunks).ns(arrangement, rule, cutoff)
 
 
 def schedule_of(
@@ -71,7 +95,7 @@ def schedule_of(
     """
     num, m = arrangement.num_chunks, chain.num_microbatches
     record = np.full(3 * num * m, -1, np.int64)
-    if _evaluate(chain, arrangement, rule, NEVER, record) >= NEVER:
+    if Judge(chain, num).ns(arrangement, rule, NEVER, record) >= NEVER:
         raise ValueError("one microbatch of each chunk does not fit on some rank")
     graph = graph_of(chain, arrangement, name)
     codes = record[record >= 0]
@@ -86,15 +110,3 @@ def schedule_of(
     order = tuple(tasks[home == rank] for rank in range(chain.num_ranks))
     candidate = None if graph.candidates is None else np.ones(graph.num_pairs, np.int64)
     return graph, Schedule(order, candidate, method)
-
-
-def _evaluate(chain: LayerChain, arrangement: Arrangement, rule: Rule, cutoff: int, record: IntArray) -> int:
-    arrays = arrays_of(chain)
-    scratch = Scratch(arrays, arrangement.num_chunks)
-    strategy = np.array(arrangement.strategies or (0,) * chain.num_layers, dtype=np.int64)
-    plan = to_plan(arrangement, rule, arrangement.num_chunks)
-    return int(
-        kernels.evaluate(
-            plan, arrays.layers, strategy, *arrays.problem, cutoff, scratch.ints, scratch.end, record
-        )
-    )

@@ -10,7 +10,7 @@ import numpy as np
 
 from pipeloom.arrange import kernels
 from pipeloom.arrange.bound import placement_bound
-from pipeloom.arrange.evaluate import NEVER, Arrays, Scratch, arrays_of, schedule_of
+from pipeloom.arrange.evaluate import NEVER, Arrays, Judge, Scratch, arrays_of, schedule_of
 from pipeloom.arrange.layer_chain import Arrangement, LayerChain
 from pipeloom.arrange.starts import Rule, allowed_starts, from_plan, to_plan
 from pipeloom.errors import InfeasibleError, InputError
@@ -155,9 +155,9 @@ def arrange(
     watch = budget.start()
     arrays = arrays_of(chain)
     most = max(1, min(chain.num_layers, chosen.chunks_per_rank * chain.num_ranks))
-    found, tried = _try_starts(chain, arrays, most, watch, chosen)
+    found, tried = _try_starts(chain, most, watch, chosen)
     if not found:
-        raise _nothing_fits(chain)
+        raise nothing_fits(chain)
     bound = placement_bound(chain)
     num_chains = max(chosen.chains, threads)
     best = _Best(found[0][0], bound.ns)
@@ -197,23 +197,14 @@ def arrange(
 _Start = tuple[int, Arrangement, Rule]
 
 
-def _try_starts(
-    chain: LayerChain, arrays: Arrays, most: int, watch: Watch, settings: Settings
-) -> tuple[list[_Start], int]:
+def _try_starts(chain: LayerChain, most: int, watch: Watch, settings: Settings) -> tuple[list[_Start], int]:
     """Judge the starts until their time is over; give the best rule of each placement, best placement first."""
     found: dict[Arrangement, _Start] = {}
-    scratch, none = Scratch(arrays, most), np.empty(0, np.int64)
-    tried, uniform = 0, _uniform_strategies(chain)
-    for arrangement, rule in allowed_starts(chain, most, arrays.stride, settings.phases):
+    judge, tried, uniform = Judge(chain, most), 0, uniform_strategies(chain)
+    for arrangement, rule in allowed_starts(chain, most, judge.arrays.stride, settings.phases):
         for strategy in uniform:
             one = Arrangement(arrangement.cuts, arrangement.ranks, strategy)
-            plan = to_plan(one, rule, most)
-            held = np.array(strategy or (0,) * chain.num_layers, dtype=np.int64)
-            ns = int(
-                kernels.evaluate(
-                    plan, arrays.layers, held, *arrays.problem, NEVER, scratch.ints, scratch.end, none
-                )
-            )
+            ns = judge.ns(one, rule)
             tried += 1
             if ns < NEVER and (one not in found or ns < found[one][0]):
                 found[one] = (ns, one, rule)
@@ -222,7 +213,7 @@ def _try_starts(
     return sorted(found.values(), key=lambda start: start[0]), tried
 
 
-def _uniform_strategies(chain: LayerChain) -> list[tuple[int, ...]]:
+def uniform_strategies(chain: LayerChain) -> list[tuple[int, ...]]:
     """All layers by their first candidate, and all by their leanest."""
     counts = [len(row) for row in chain.strategies]
     if max(counts) == 1:
@@ -231,7 +222,8 @@ def _uniform_strategies(chain: LayerChain) -> list[tuple[int, ...]]:
     return [(), leanest] if any(leanest) else [()]
 
 
-def _nothing_fits(chain: LayerChain) -> InfeasibleError:
+def nothing_fits(chain: LayerChain) -> InfeasibleError:
+    """Say what the layers need and what there is."""
     assert chain.capacity_bytes is not None
     static = int(chain.static_bytes.sum())
     lean = int(chain.activation_bytes.min(axis=1).sum())

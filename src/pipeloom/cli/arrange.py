@@ -31,6 +31,7 @@ EPILOG = (
     "schedule.json --memory 1.5x. Ctrl-C ends the search early and writes the best so far. Exit code 2: a file or "
     "value is wrong, or nothing fits into memory."
 )
+METHODS = ("joint", "adaptis")
 _NEVER_S = 1e7
 _MOST_THREADS = 16
 
@@ -52,6 +53,9 @@ def arrange(
     ),
     split: bool = typer.Option(
         True, "--split/--no-split", help="Split backwards where the file gives both parts."
+    ),
+    method: str = typer.Option(
+        "joint", metavar="NAME", help="joint: ours; adaptis: that paper's generator, one phase at a time."
     ),
     seed: int = typer.Option(0, metavar="N", help="Seed of all random choices."),
     threads: int = typer.Option(0, metavar="N", help="Threads that search; 0: all cores."),
@@ -78,10 +82,12 @@ def arrange(
         raise InputError("--seed", f"{seed} is not between 0 and 2**63-1")
     if not 0 <= threads <= _MOST_THREADS:
         raise InputError("--threads", f"{threads} is not between 0 and {_MOST_THREADS}")
+    if method not in METHODS:
+        raise InputError("--method", f"{method!r} is unknown", f"use {' or '.join(METHODS)}")
     check_targets(out, instance, schedule, page)
     table = _table(layers, cluster, tp, pp, tokens, microbatches)
     from pipeloom.arrange import arrange as search
-    from pipeloom.arrange import chain_of_layers, layout_of
+    from pipeloom.arrange import chain_of_layers, layout_of, tune_phases
     from pipeloom.arrange.joint import warm_up
 
     try:
@@ -93,7 +99,12 @@ def arrange(
     with interruptible(budget) as rule, progress_display() as show:
         warm_up()  # once after installing, kernels are compiled, which is no part of the budget
         try:
-            found = search(chain, budget=rule, seed=seed, threads=threads or num_threads(), on_progress=show)
+            if method == "joint":
+                found = search(
+                    chain, budget=rule, seed=seed, threads=threads or num_threads(), on_progress=show
+                )
+            else:
+                found = tune_phases(chain, budget=rule, on_progress=show)
         except InfeasibleError as error:
             raise InfeasibleError(f"{layers}: infeasible: {error}") from error
     # Nothing leaves that the independent checker has not passed; a violation here is a defect of the search.
@@ -279,7 +290,7 @@ def account(found: Arranged) -> str:
     return " ".join([
         *(f"{line}." for line in lines(found, None)),
         f"Work per microbatch by rank: {', '.join(time_text(load) for load in loads)}.",
-        f"Annealed from {len(found.reports)} starts ({starts}).",
-        "Moves that brought most new bests: " + ", ".join(f"{name} {c[2]}" for name, c in by_bests) + ".",
+        f"{found.method[0].upper()}{found.method[1:]}, from {len(found.reports)} starts ({starts}).",
+        "Changes that brought most new bests: " + ", ".join(f"{name} {c[2]}" for name, c in by_bests) + ".",
         "Times are planned from the given layer costs.",
     ])  # fmt: skip

@@ -6,14 +6,14 @@ import time
 
 import numpy as np
 
-from pipeloom.arrange import arrange, graph_of, schedule_of
+from pipeloom.arrange import arrange, graph_of, schedule_of, tune_phases
 from pipeloom.arrange.evaluate import arrays_of
 from pipeloom.arrange.standard import stages
 from pipeloom.arrange.starts import Rule, natural_keys
 from pipeloom.report.figures import Axis, line_figure
-from pipeloom.reproduce.adaptis.setups import Setup, chains, device
+from pipeloom.reproduce.adaptis.setups import GENERATOR, Setup, chains, device
 from pipeloom.reproduce.part import Figure, Options, Outcome, Table
-from pipeloom.search import Evaluations
+from pipeloom.search import Deadline, Evaluations
 from pipeloom.search.milp import milp
 from pipeloom.timeline import lower_bound
 
@@ -21,6 +21,8 @@ _COUNTS = (4, 8, 16, 32, 64, 128, 256)
 _SMALL = (1, 2, 3, 4)
 _MODELS = {"S": ("nemotron-h-small", 4), "M": ("nemotron-h-medium", 8), "L": ("nemotron-h-large", 8)}
 _TRIED = 4000
+_MOST_S = 100.0
+"""The paper's generator is cut then, which is what it says it needs."""
 
 
 def figure_13(options: Options) -> Outcome:
@@ -29,6 +31,7 @@ def figure_13(options: Options) -> Outcome:
     rows = []
     for label, (model, depth) in _MODELS.items():
         lines[f"{label}, ours"] = ([], [])
+        lines[f"{label}, {GENERATOR}"] = ([], [])
         for count in _COUNTS:
             chain = chains(Setup(model, depth, 2, count, 4096))[1]
             begin = time.process_time()
@@ -36,7 +39,15 @@ def figure_13(options: Options) -> Outcome:
             spent = time.process_time() - begin
             lines[f"{label}, ours"][0].append(count)
             lines[f"{label}, ours"][1].append(spent)
-            rows.append((f"{label}, {count} microbatches", f"{spent:.1f} s", f"{100 * found.gap:.1f} %"))
+            begin = time.process_time()
+            theirs = tune_phases(chain, budget=Deadline(_MOST_S, "cpu"))
+            took = time.process_time() - begin
+            lines[f"{label}, {GENERATOR}"][0].append(count)
+            lines[f"{label}, {GENERATOR}"][1].append(took)
+            rows.append((
+                f"{label}, {count} microbatches", f"{spent:.1f} s", f"{100 * found.gap:.1f} %", f"{took:.1f} s",
+                f"{100 * theirs.gap:.1f} %",
+            ))  # fmt: skip
     solved, solver_rows = _solver(options)
     if solved[0]:
         lines["S, integer program, order alone"] = solved
@@ -45,7 +56,8 @@ def figure_13(options: Options) -> Outcome:
         beyond = [float(x) for x in (8, 16, 32)]
         lines["the same, extrapolated"] = (beyond, [float(np.exp(slope * x + offset)) for x in beyond])
     note = (
-        f"Each of ours tries {_TRIED} arrangements; the paper needs up to 100 s at 256 microbatches. Gaps are to the "
+        f"Each of ours tries {_TRIED} arrangements; AdaPtis, its generator written again, runs until no phase can be "
+        f"improved, {_MOST_S:g} s at most; the paper needs up to 100 s at 256 microbatches. Gaps are to the "
         "lower bound over all arrangements."
     )
     solver_note = (
@@ -55,7 +67,7 @@ def figure_13(options: Options) -> Outcome:
     )
     svg = line_figure(lines, x=Axis("microbatches", log=True), y=Axis("processor seconds", log=True))
     return Outcome(
-        (Table("Generation time", ("case", "processor time", "gap"), tuple(rows), note),
+        (Table("Generation time", ("case", "ours", "gap", GENERATOR, "gap"), tuple(rows), note),
          Table("Integer program", ("case", "processor time", "result"), solver_rows, solver_note)),
         (Figure("figure-13", "Generation time", svg),), devices=device(),
     )  # fmt: skip

@@ -9,9 +9,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from pipeloom.arrange import Settings, arrange, chain_of_layers
+from pipeloom.arrange import Settings, arrange, chain_of_layers, tune_phases
 from pipeloom.arrange.joint import warm_up
 from pipeloom.arrange.layer_chain import LayerChain
+from pipeloom.arrange.phase_by_phase import TUNED
 from pipeloom.arrange.systems import Standing, run_system
 from pipeloom.cost.emulated_layers import emulated_layers
 from pipeloom.reproduce.part import Options
@@ -23,6 +24,8 @@ from pipeloom.timeline import check
 CLUSTER = "adaptis-h800-128"
 BASELINES = {"S-1F1B": "S-1F1B", "I-1F1B": "I-1F1B", "ZB": "ZB-H1", "Mist": "Mist"}
 """The paper's names, and ours."""
+GENERATOR = "AdaPtis"
+"""AdaPtis' own generator, written again from the paper."""
 _SPLIT = ("ZB-H1", "ZB-V", "DualPipeV")
 MOST_SEARCH = 4.0
 """Times the search time of one batch that an arrangement gets, since it is made once, before training."""
@@ -101,6 +104,18 @@ def ours(
     chain = chains(setup)[1 if split else 0]
     found = arrange(chain, budget=Deadline(seconds, "cpu"), seed=seed, settings=settings)
     return Standing("ours", found.arrangement, found.graph, found.schedule, found.timeline, True)
+
+
+@functools.lru_cache(maxsize=512)
+def generated(setup: Setup, seconds: float, phases: tuple[str, ...] = TUNED, split: bool = True) -> Standing:
+    """The paper's generator on a setup, which draws no random numbers; it mostly ends before its time is over."""
+    found = tune_phases(chains(setup)[1 if split else 0], budget=Deadline(seconds, "cpu"), phases=phases)
+    return Standing(GENERATOR, found.arrangement, found.graph, found.schedule, found.timeline, True)
+
+
+def generated_s(setup: Setup, options: Options, phases: tuple[str, ...] = TUNED, split: bool = True) -> float:
+    """Iteration of the paper's generator in seconds."""
+    return seconds_of(generated(setup, MOST_SEARCH * options.search_s, phases, split))
 
 
 def ours_s(setup: Setup, options: Options, phases: tuple[str, ...] = (), split: bool = True) -> float:
