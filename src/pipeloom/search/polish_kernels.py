@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeloom.compiled import kernel
-from pipeloom.search.kernels.moves import draw
+from pipeloom.compiled.random import draw, fraction
 from pipeloom.search.problem import Problem
 
 Array = npt.NDArray[Any]
@@ -217,7 +217,7 @@ def polish(
             continue
         limit = state[0] + 1
         if temperature > 0.0:
-            uniform = (draw(random) % (1 << 52) + 1) / (1 << 52)
+            uniform = fraction(random)
             limit += np.int64(-np.log(uniform) * temperature)
         makespan = retime(p, d, limit)
         if makespan < 0:
@@ -302,7 +302,7 @@ def rearrange(
         for i in range(source, goal, step):
             listed[i] = listed[i + step]
         listed[goal] = number
-        uniform = (draw(random) % (1 << 52) + 1) / (1 << 52)
+        uniform = fraction(random)
         limit = state[0] + 1 + np.int64(-np.log(uniform) * temperature)
         makespan = serial(p, listed, made, waiting, ready, ends, limit)
         if makespan < 0:

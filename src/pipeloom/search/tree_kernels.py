@@ -11,7 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeloom.compiled import kernel
-from pipeloom.search.kernels import NEVER, draw, evaluate
+from pipeloom.compiled.random import draw
+from pipeloom.search.kernels import NEVER, evaluate
 from pipeloom.search.problem import Problem
 from pipeloom.search.scratch import Scratch
 

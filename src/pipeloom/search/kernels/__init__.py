@@ -22,7 +22,7 @@ from pipeloom.search.kernels.codes import (
     WEIGHT_LAST,
 )
 from pipeloom.search.kernels.expand import expand
-from pipeloom.search.kernels.moves import draw, mutate, mutate_microbatch
+from pipeloom.search.kernels.moves import mutate, mutate_microbatch
 
 __all__ = [
     "ABORTED",
@@ -38,7 +38,6 @@ __all__ = [
     "WEIGHT_AT_ONCE",
     "WEIGHT_LAST",
     "climb",
-    "draw",
     "evaluate",
     "expand",
     "mutate",

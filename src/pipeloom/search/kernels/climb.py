@@ -8,10 +8,11 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeloom.compiled import inlined, kernel
+from pipeloom.compiled.random import draw, fraction
 from pipeloom.search.kernels.codes import ALL_URGENT, UNLIMITED, URGENT
 from pipeloom.search.kernels.expand import arrange
 from pipeloom.search.kernels.limited import rollout_limited
-from pipeloom.search.kernels.moves import draw, mutate, mutate_microbatch
+from pipeloom.search.kernels.moves import mutate, mutate_microbatch
 from pipeloom.search.kernels.unlimited import rollout_unlimited
 from pipeloom.search.problem import Problem
 from pipeloom.search.scratch import Scratch
@@ -100,7 +101,7 @@ def climb(
         arrange(p, s, order, urgent_of(choice))
         limit = state[0] + 1
         if temperature > 0.0:
-            uniform = (draw(random) % (1 << 52) + 1) / (1 << 52)
+            uniform = fraction(random)
             limit += np.int64(-np.log(uniform) * temperature)
         makespan = rollout(p, s, choice[0], choice[1], choice[2], choice[3], limit)
         if makespan >= 0:

@@ -4,24 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 
 from pipeloom.compiled import kernel
+from pipeloom.compiled.random import draw
 from pipeloom.search.problem import Problem
 
 Array = npt.NDArray[Any]
-
-
-@kernel
-def draw(random: Array) -> Any:
-    """Next 62 random bits (xorshift64*, kept in ``random[0]``)."""
-    x = random[0]
-    x ^= x >> np.uint64(12)
-    x ^= x << np.uint64(25)
-    x ^= x >> np.uint64(27)
-    random[0] = x
-    return np.int64((x * np.uint64(2685821657736338717)) >> np.uint64(2))
 
 
 @kernel

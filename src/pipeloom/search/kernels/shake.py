@@ -8,9 +8,9 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeloom.compiled import kernel
+from pipeloom.compiled.random import draw, fraction
 from pipeloom.search.kernels.by_rank import Ranks, rollout_by_rank
 from pipeloom.search.kernels.codes import ABORTED
-from pipeloom.search.kernels.moves import draw
 from pipeloom.search.problem import Problem
 
 Array = npt.NDArray[Any]
@@ -69,7 +69,7 @@ def shake(
         wish_for(p, t, random, span)
         limit = state[0] + 1
         if temperature > 0.0:
-            uniform = (draw(random) % (1 << 52) + 1) / (1 << 52)
+            uniform = fraction(random)
             limit += np.int64(-np.log(uniform) * temperature)
         loose = max(limit, state[0] + np.int64(state[0] * LOOSE))
         lookahead = 1 + draw(random) % LOOKAHEAD

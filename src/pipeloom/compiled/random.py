@@ -1,0 +1,53 @@
+"""Random numbers inside compiled code: one generator, xorshift64*, whose state is the only entry of an array."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pipeloom.compiled.decorators import kernel
+
+Array = npt.NDArray[Any]
+
+
+@kernel
+def _step(state: Array) -> Any:
+    """Advance ``state[0]``, which is not 0, and scramble it to 64 bits, of which the highest are the best."""
+    x = state[0]
+    x ^= x >> np.uint64(12)
+    x ^= x << np.uint64(25)
+    x ^= x >> np.uint64(27)
+    state[0] = x
+    return x * np.uint64(2685821657736338717)
+
+
+@kernel
+def draw(state: Array) -> Any:
+    """Next of the sequence, as 62 bits."""
+    return np.int64(_step(state) >> np.uint64(2))
+
+
+@kernel
+def draw31(state: Array) -> Any:
+    """Next of the sequence, as 31 bits."""
+    return np.int64(_step(state) >> np.uint64(33))
+
+
+@kernel
+def below(state: Array, limit: int) -> Any:
+    """A number from 0 to ``limit - 1``."""
+    return draw31(state) % limit
+
+
+@kernel
+def uniform(state: Array) -> Any:
+    """A number in (0, 1), of 31 bits."""
+    return (draw31(state) + 0.5) / 2147483648.0
+
+
+@kernel
+def fraction(state: Array) -> Any:
+    """A number in (0, 1], of 52 bits."""
+    return (draw(state) % (1 << 52) + 1) / (1 << 52)
