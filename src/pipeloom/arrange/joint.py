@@ -13,6 +13,7 @@ from pipeloom.arrange.bound import placement_bound
 from pipeloom.arrange.evaluate import NEVER, Arrays, Judge, Scratch, arrays_of, schedule_of
 from pipeloom.arrange.layer_chain import Arrangement, LayerChain
 from pipeloom.arrange.starts import Rule, allowed_starts, from_plan, to_plan
+from pipeloom.compiled.random import draw31
 from pipeloom.errors import InfeasibleError, InputError
 from pipeloom.search import Evaluations, Progress
 from pipeloom.search.stopping import StoppingRule, Watch
@@ -252,7 +253,7 @@ class _Annealing:
         self._scratch = Scratch(arrays, most)
         self._rng = np.array([seed * 0x9E3779B97F4A7C15 % 2**64 or 1], np.uint64)
         for _ in range(4):
-            kernels.rand(self._rng)
+            draw31(self._rng)
         self.counts = np.zeros((3, kernels.NUM_MOVES), np.int64)
         several = int(arrays.num_strategies.max()) > 1
         weights = np.zeros(kernels.NUM_MOVES)

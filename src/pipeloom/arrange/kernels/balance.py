@@ -1,0 +1,81 @@
+"""Shifting layers and chunks so that the rank with the most to do has less."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pipeloom.arrange.kernels.plan import FIRST, KEY, NUM_CHUNKS, RANK, SCALARS
+from pipeloom.compiled import kernel
+from pipeloom.compiled.random import below
+
+Array = npt.NDArray[Any]
+
+_TRIES = 40
+
+
+@kernel
+def ends_bound(plan: Array, sums: Array, load: Array, ends: Array, num_microbatches: int, delay: int) -> Any:
+    """Largest load + head + tail of all ranks; ``sums`` (3, layers + 1) are F, B that make tails, and all work."""
+    for r in range(len(load)):
+        load[r] = 0
+        ends[r] = -1
+    hops = np.int64(0)
+    for c in range(plan[SCALARS, NUM_CHUNKS]):
+        r = plan[RANK, c]
+        first = plan[FIRST, c]
+        if c > 0 and plan[RANK, c - 1] != r:
+            hops += delay
+        load[r] += sums[2, plan[FIRST, c + 1]] - sums[2, first]
+        if ends[r] < 0:
+            ends[r] = sums[0, first] + sums[1, first] + hops
+    worst = np.int64(0)
+    for r in range(len(load)):
+        worst = max(worst, load[r] * num_microbatches + ends[r])
+    return worst
+
+
+@kernel
+def rebalance(
+    plan: Array, strategy: Array, layers: Array, num_ranks: int, num_microbatches: int, delay: int, ranks_too: bool,
+    rng: Array,
+) -> bool:  # fmt: skip
+    """Move a few boundaries (and ranks) so that the rank with the most to do has less; say whether that was found."""
+    num = plan[SCALARS, NUM_CHUNKS]
+    if num < 2:
+        return False
+    num_layers = len(strategy)
+    sums = np.zeros((3, num_layers + 1), np.int64)
+    fillable = False
+    for layer in range(num_layers):
+        s = strategy[layer]
+        sums[0, layer + 1] = sums[0, layer] + layers[0, layer, s]
+        sums[1, layer + 1] = sums[1, layer] + layers[1, layer, s]
+        sums[2, layer + 1] = sums[2, layer] + layers[0, layer, s] + layers[1, layer, s] + layers[2, layer, s]
+        fillable = fillable or layers[2, layer, s] > 0
+    if fillable:
+        sums[1, :] = 0
+    load = np.zeros(num_ranks, np.int64)
+    ends = np.zeros(num_ranks, np.int64)
+    now = ends_bound(plan, sums, load, ends, num_microbatches, delay)
+    saved = plan[:KEY].copy()
+    for _ in range(_TRIES):
+        for _change in range(1 + below(rng, 4)):
+            if ranks_too and below(rng, 3) == 0:
+                c = below(rng, num)
+                o = below(rng, num)
+                if below(rng, 2):
+                    plan[RANK, c], plan[RANK, o] = plan[RANK, o], plan[RANK, c]
+                else:
+                    plan[RANK, c] = below(rng, num_ranks)
+            else:
+                c = 1 + below(rng, num - 1)
+                at = plan[FIRST, c] + (1 if below(rng, 2) else -1)
+                if plan[FIRST, c - 1] < at < plan[FIRST, c + 1]:
+                    plan[FIRST, c] = at
+        if ends_bound(plan, sums, load, ends, num_microbatches, delay) < now:
+            return True
+        plan[:KEY] = saved
+    return False
