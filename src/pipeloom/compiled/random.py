@@ -36,9 +36,9 @@ def draw31(state: Array) -> Any:
 
 
 @kernel
-def below(state: Array, limit: int) -> Any:
+def below(state: Array, limit: int) -> int:
     """A number from 0 to ``limit - 1``."""
-    return draw31(state) % limit
+    return int(draw31(state) % limit)
 
 
 @kernel

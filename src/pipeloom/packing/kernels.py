@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeloom.compiled import kernel
+from pipeloom.compiled.random import below
 
 Array = npt.NDArray[Any]
 
@@ -183,17 +184,6 @@ def _exchange(
 
 
 @kernel
-def _random(state: Array, below: int) -> int:
-    """A number of 0..below-1 from a 64-bit xorshift generator."""
-    x = state[0]
-    x ^= x << np.uint64(13)
-    x ^= x >> np.uint64(7)
-    x ^= x << np.uint64(17)
-    state[0] = x
-    return np.int64((x >> np.uint64(33)) % np.uint64(below))  # type: ignore[return-value]
-
-
-@kernel
 def level(
     tokens: Array,
     loads: Array,
@@ -265,8 +255,8 @@ def level(
         # Shake: a random exchange between two other bins, both staying below; then the heaviest tries with these.
         while best_bin < 0 and tries < effort:
             tries += 1
-            i = _random(state, n)
-            j = _random(state, n)
+            i = below(state, n)
+            j = below(state, n)
             b, c = bin_of[i], bin_of[j]
             if b == c or h in (b, c):
                 continue

@@ -1,0 +1,66 @@
+"""Costs of one packed batch as arrays, for the loops of tuning, and the arrays that these write."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]
+
+
+class Chain(NamedTuple):
+    """Costs of one packed batch: times in ns, sizes in bytes.
+
+    Attributes
+    ----------
+    forward, backward, activation : array, shape (num_microbatches, num_ranks)
+    delay : array, shape (num_microbatches, num_ranks)
+        Seconds of the message between rank p and p + 1, the same forward and back; the last column is 0.
+    part_start : array, shape (num_microbatches + 1,)
+        Encoder parts of microbatch m are ``part_start[m]`` to ``part_start[m + 1]``.
+    part_forward, part_backward, part_bytes, part_output : array, shape (num_parts,)
+        ``part_bytes`` are activations: until the end of the part's backward, or of its forward where it is frozen.
+        ``part_output`` are the embeddings, held until the backbone's forward has read them.
+    static, capacity : array, shape (num_ranks,)
+    trained : bool
+        Whether encoder parts have backwards.
+    """
+
+    forward: Array
+    backward: Array
+    activation: Array
+    delay: Array
+    part_start: Array
+    part_forward: Array
+    part_backward: Array
+    part_bytes: Array
+    part_output: Array
+    static: Array
+    capacity: Array
+    trained: bool
+
+
+class Scratch(NamedTuple):
+    """Arrays that a run writes: ends of forwards and backwards, rank 0's events, and the memory that it needs."""
+
+    forward_end: Array
+    backward_end: Array
+    free: Array
+    left: Array
+    used: Array
+    events: Array
+    pending: Array
+    needs: Array
+
+
+def make_scratch(chain: Chain) -> Scratch:
+    """Room for runs of chains of this size."""
+    m, p = chain.forward.shape
+    parts = len(chain.part_forward)
+    return Scratch(
+        np.zeros((m, p), np.int64), np.zeros((m, p), np.int64), np.zeros(p, np.int64), np.zeros(p, np.int64),
+        np.zeros(p, np.int64),
+        np.zeros((2 * m + 2 * parts + 1, 2), np.int64), np.zeros(parts + 1, np.int64), np.zeros(m + 1, np.int64),
+    )  # fmt: skip

@@ -1,0 +1,157 @@
+"""Local search on order, settings and samples of one batch."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from pipeloom.compiled import kernel
+from pipeloom.compiled.random import below
+from pipeloom.tuning.kernels.chain import Chain, Scratch
+from pipeloom.tuning.kernels.one_f_one_b import EXTRA, INFEASIBLE, LATE, OVERRUN, run
+
+Array = npt.NDArray[Any]
+
+MOST_EXTRA = 2
+
+
+class Marginal(NamedTuple):
+    """What one sample adds to a microbatch of the usual size: the fields of `Chain`, shape (num_samples, ...)."""
+
+    tokens: Array
+    forward: Array
+    backward: Array
+    activation: Array
+    delay: Array
+    part_forward: Array
+    part_backward: Array
+    part_bytes: Array
+    part_output: Array
+
+
+@kernel
+def _place(state: Array, num_microbatches: int, ends: int) -> int:
+    """A place in the order; beginning and end decide most, so half of the draws are from there."""
+    if below(state, 2) == 0:
+        return below(state, num_microbatches)
+    near = below(state, ends)
+    return near if below(state, 2) == 0 else num_microbatches - 1 - near
+
+
+@kernel
+def _add(chain: Chain, m: int, marginal: Marginal, sample: int, sign: int) -> None:
+    """Put a sample into a microbatch, or (-1) take it out."""
+    for p in range(chain.forward.shape[1]):
+        chain.forward[m, p] += sign * marginal.forward[sample, p]
+        chain.backward[m, p] += sign * marginal.backward[sample, p]
+        chain.activation[m, p] += sign * marginal.activation[sample, p]
+        chain.delay[m, p] += sign * marginal.delay[sample, p]
+    num_parts = chain.part_start[m + 1] - chain.part_start[m]
+    for q in range(chain.part_start[m], chain.part_start[m + 1]):
+        chain.part_forward[q] += sign * (marginal.part_forward[sample] // num_parts)
+        chain.part_backward[q] += sign * (marginal.part_backward[sample] // num_parts)
+        chain.part_bytes[q] += sign * (marginal.part_bytes[sample] // num_parts)
+        chain.part_output[q] += sign * (marginal.part_output[sample] // num_parts)
+
+
+@kernel
+def _movable(chain: Chain, m: int, marginal: Marginal, sample: int) -> bool:
+    """Images go only where there are images already: elsewhere there is no encoder part to put them into."""
+    return bool(marginal.part_forward[sample] == 0 or chain.part_start[m + 1] > chain.part_start[m])
+
+
+@kernel
+def climb(
+    chain: Chain, order: Array, settings: Array, bin_of: Array, marginal: Marginal, budget: int, scratch: Scratch,
+    evaluations: int, seed: int, tune_samples: bool, tune_early: bool, tune_late: bool, best: int, goal: int,
+) -> tuple[int, int]:  # fmt: skip
+    """Local search on order, settings and samples at once, in place: changes that make nothing slower.
+
+    Costs in ``chain`` follow the samples by ``marginal``, so they are estimates once samples have moved. Returns the
+    makespan and the number of runs.
+    """
+    num_microbatches = len(order)
+    num_samples = len(bin_of)
+    ends = min(num_microbatches, chain.forward.shape[1])
+    state = np.full(1, np.uint64(seed) * np.uint64(2) + np.uint64(0x9E3779B97F4A7C15), np.uint64)
+    used = np.zeros(num_microbatches, np.int64)
+    count = np.zeros(num_microbatches, np.int64)
+    for i in range(num_samples):
+        used[bin_of[i]] += marginal.tokens[i]
+        count[bin_of[i]] += 1
+    spare = order.copy()
+    changed = settings.copy()
+    done = 0
+    while done < evaluations and best > goal:
+        spare[:] = order
+        changed[:] = settings
+        out, come, source, target = -1, -1, 0, 0
+        kind = below(state, 12)
+        if kind < 7 and tune_samples and num_microbatches > 1:
+            # A sample moves to another microbatch, or two change places.
+            out = below(state, num_samples)
+            source = bin_of[out]
+            target = order[_place(state, num_microbatches, ends)]
+            if kind >= 3:
+                come = below(state, num_samples)
+                target = bin_of[come]
+            if source == target or (come < 0 and count[source] == 1):
+                continue
+            gain = marginal.tokens[out] - (marginal.tokens[come] if come >= 0 else 0)
+            if used[target] + gain > budget or used[source] - gain > budget:
+                continue
+            if not _movable(chain, target, marginal, out):
+                continue
+            if come >= 0 and not _movable(chain, source, marginal, come):
+                continue
+            _add(chain, source, marginal, out, -1)
+            _add(chain, target, marginal, out, 1)
+            if come >= 0:
+                _add(chain, target, marginal, come, -1)
+                _add(chain, source, marginal, come, 1)
+        elif kind < 10 and num_microbatches > 1:
+            a = _place(state, num_microbatches, ends)
+            b = below(state, num_microbatches)
+            if a == b:
+                continue
+            if kind == 9:
+                spare[a], spare[b] = order[b], order[a]
+            else:
+                moved = order[a]
+                step = 1 if b > a else -1
+                k = a
+                while k != b:
+                    spare[k] = order[k + step]
+                    k += step
+                spare[b] = moved
+        elif kind == 10:
+            changed[EXTRA] = below(state, MOST_EXTRA + 1)
+        elif tune_early:
+            changed[OVERRUN] = 25 * below(state, 5)
+            if tune_late and chain.trained:
+                changed[LATE] = below(state, 2)
+        # Equal answers are taken too, so that search walks along plateaus.
+        makespan, _ = run(chain, spare, changed, scratch, best + 1)
+        done += 1
+        if makespan != INFEASIBLE and makespan <= best:
+            best = makespan
+            order[:] = spare
+            settings[:] = changed
+            if out >= 0:
+                bin_of[out] = target
+                used[target] += gain
+                used[source] -= gain
+                if come >= 0:
+                    bin_of[come] = source
+                else:
+                    count[source] -= 1
+                    count[target] += 1
+        elif out >= 0:
+            _add(chain, source, marginal, out, 1)
+            _add(chain, target, marginal, out, -1)
+            if come >= 0:
+                _add(chain, target, marginal, come, 1)
+                _add(chain, source, marginal, come, -1)
+    return best, done

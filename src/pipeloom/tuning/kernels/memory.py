@@ -1,0 +1,67 @@
+"""The memory of rank 0, where encoder parts run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy.typing as npt
+
+from pipeloom.compiled import kernel
+from pipeloom.tuning.kernels.chain import Chain
+
+Array = npt.NDArray[Any]
+
+
+@kernel
+def needs_at_turns(chain: Chain, order: Array, ahead: int, needs: Array) -> bool:
+    """Write rank 0's memory at the turn of every microbatch, were nothing run early or late; whether it fits."""
+    held = chain.static[0]
+    for n in range(len(order)):
+        if n - ahead - 1 >= 0:
+            gone = order[n - ahead - 1]
+            held -= chain.activation[gone, 0]
+            if chain.trained:
+                for q in range(chain.part_start[gone], chain.part_start[gone + 1]):
+                    held -= chain.part_bytes[q]
+        m = order[n]
+        own = 0
+        most = 0
+        for q in range(chain.part_start[m], chain.part_start[m + 1]):
+            most = max(most, own + chain.part_bytes[q])
+            own += chain.part_output[q]
+            if chain.trained:
+                own += chain.part_bytes[q]
+                most = max(most, own)
+        needs[n] = held + max(most, own + chain.activation[m, 0])
+        if needs[n] > chain.capacity[0]:
+            return False
+        held += chain.activation[m, 0]
+        if chain.trained:
+            for q in range(chain.part_start[m], chain.part_start[m + 1]):
+                held += chain.part_bytes[q]
+    return True
+
+
+@kernel
+def held_bytes(chain: Chain, part: int) -> int:
+    """Bytes that an encoder part leaves behind until its microbatch's turn."""
+    return int(chain.part_output[part] + (chain.part_bytes[part] if chain.trained else 0))
+
+
+@kernel
+def fits_early(chain: Chain, order: Array, needs: Array, turn: int, at: int, part: int, used: int) -> bool:
+    """Whether a part of the microbatch at position ``at`` may run when rank 0 is at position ``turn``.
+
+    ``part`` is the next one to run: all before it, in order, have run.
+    """
+    if used + chain.part_bytes[part] + chain.part_output[part] > chain.capacity[0]:
+        return False
+    early = held_bytes(chain, part)
+    for q in range(chain.part_start[order[at]], part):
+        early += held_bytes(chain, q)
+    for n in range(at - 1, turn - 1, -1):
+        if needs[n] + early > chain.capacity[0]:
+            return False
+        for q in range(chain.part_start[order[n]], chain.part_start[order[n] + 1]):
+            early += held_bytes(chain, q)
+    return True

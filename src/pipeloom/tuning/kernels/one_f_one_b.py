@@ -1,0 +1,185 @@
+"""One 1F1B iteration with encoders on the first rank, by recurrence.
+
+A microbatch passes the backbone's ranks forward and back; before its forward on rank 0 its encoder parts run there, and
+where the encoders are trained, their backwards after its backward there. 1F1B fixes every rank's order but for the
+encoder parts, so one pass over the microbatches gives all times: when rank 0 comes to a backward, the time at which its
+gradient arrives is known already, and with it the idle time before.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy.typing as npt
+
+from pipeloom.compiled import inlined, kernel
+from pipeloom.tuning.kernels.chain import Chain, Scratch
+from pipeloom.tuning.kernels.memory import fits_early, held_bytes, needs_at_turns
+
+Array = npt.NDArray[Any]
+
+INFEASIBLE = -1
+WINDOW = 32
+"""Microbatches ahead at most whose encoder parts run early."""
+ENCODE, FORWARD, BACKWARD, ENCODE_BACK = 0, 1, 2, 3
+"""What an event of rank 0 is."""
+EXTRA, OVERRUN, EARLY, LATE = 0, 1, 2, 3
+"""Entries of ``settings``: forwards ahead beyond 1F1B's; share of an encoder part, in per cent, by which it may run
+over an idle time; whether encoder forwards run early; whether encoder backwards wait for idle time."""
+NUM_SETTINGS = 4
+
+
+@inlined
+def _encode(chain: Chain, scratch: Scratch, part: int, count: int) -> int:
+    """Run an encoder part on rank 0 now, as its event number ``count``; return the next one's."""
+    scratch.free[0] += chain.part_forward[part]
+    scratch.used[0] += held_bytes(chain, part)
+    scratch.events[count, 0], scratch.events[count, 1] = ENCODE, part
+    return count + 1
+
+
+@inlined
+def _encode_back(chain: Chain, scratch: Scratch, part: int, count: int) -> int:
+    """Run an encoder part's backward on rank 0 now, as its event number ``count``; return the next one's."""
+    scratch.free[0] += chain.part_backward[part]
+    scratch.used[0] -= chain.part_bytes[part]
+    scratch.events[count, 0], scratch.events[count, 1] = ENCODE_BACK, part
+    return count + 1
+
+
+@kernel
+def run(chain: Chain, order: Array, settings: Array, scratch: Scratch, ceiling: int) -> tuple[int, int]:
+    """Makespan of an order of microbatches, or `INFEASIBLE`; and how many events rank 0 has.
+
+    Gives up, with ``ceiling``, as soon as the makespan cannot be below it. Events are (kind, microbatch or part).
+    """
+    num_microbatches, num_ranks = chain.forward.shape
+    forward_end, backward_end = scratch.forward_end, scratch.backward_end
+    free, used, events, pending = scratch.free, scratch.used, scratch.events, scratch.pending
+    extra = settings[EXTRA]
+    if not needs_at_turns(chain, order, num_ranks - 1 + extra, scratch.needs):
+        return INFEASIBLE, 0
+    last = num_ranks - 1
+    # Work that a rank has left, and the last microbatch's way home from there.
+    left = scratch.left
+    home = 0
+    for p in range(num_ranks):
+        free[p] = 0
+        used[p] = chain.static[p]
+        left[p] = home
+        home += chain.backward[order[num_microbatches - 1], p] + chain.delay[order[num_microbatches - 1], p]
+    for m in range(num_microbatches):
+        for p in range(num_ranks):
+            left[p] += chain.forward[m, p] + chain.backward[m, p]
+    count = 0
+    at = 0
+    part = chain.part_start[order[0]]
+    pending_head = 0
+    pending_tail = 0
+    for i in range(num_microbatches + num_ranks + extra):
+        for p in range(num_ranks):
+            back = i - (last - p + extra) - 1
+            if 0 <= back < num_microbatches:
+                m = order[back]
+                arrival = free[p] if p == last else backward_end[back, p + 1] + chain.delay[m, p]
+                if p == 0:
+                    # Idle time before a backward of rank 0, whose end nobody else waits for.
+                    while free[0] < arrival:
+                        while at < num_microbatches and part == chain.part_start[order[at] + 1]:
+                            at += 1
+                            if at < num_microbatches:
+                                part = chain.part_start[order[at]]
+                        if settings[EARLY] and at < num_microbatches and at <= i + WINDOW:
+                            over = free[0] + chain.part_forward[part] - arrival
+                            within = over * 100 <= settings[OVERRUN] * chain.part_forward[part]
+                            if (at == i or within) and fits_early(
+                                chain, order, scratch.needs, i, at, part, used[0]
+                            ):
+                                count = _encode(chain, scratch, part, count)
+                                part += 1
+                                continue
+                        if pending_head < pending_tail:
+                            q = pending[pending_head]
+                            over = free[0] + chain.part_backward[q] - arrival
+                            if (
+                                i >= num_microbatches
+                                or over * 100 <= settings[OVERRUN] * chain.part_backward[q]
+                            ):
+                                count = _encode_back(chain, scratch, q, count)
+                                pending_head += 1
+                                continue
+                        break
+                    events[count, 0], events[count, 1] = BACKWARD, m
+                    count += 1
+                free[p] = max(free[p], arrival) + chain.backward[m, p]
+                backward_end[back, p] = free[p]
+                used[p] -= chain.activation[m, p]
+                if p == 0 and chain.trained:
+                    for q in range(chain.part_start[m + 1] - 1, chain.part_start[m] - 1, -1):
+                        if settings[LATE]:
+                            pending[pending_tail] = q
+                            pending_tail += 1
+                        else:
+                            count = _encode_back(chain, scratch, q, count)
+                left[p] -= chain.backward[m, p]
+            if i < num_microbatches:
+                m = order[i]
+                if p == 0:
+                    # What has not run early runs now; backwards that wait make room where it is needed.
+                    if at < i:
+                        at = i
+                        part = chain.part_start[m]
+                    while at == i and part < chain.part_start[m + 1]:
+                        while (
+                            used[0] + chain.part_bytes[part] + chain.part_output[part] > chain.capacity[0]
+                            and pending_head < pending_tail
+                        ):
+                            count = _encode_back(chain, scratch, pending[pending_head], count)
+                            pending_head += 1
+                        count = _encode(chain, scratch, part, count)
+                        part += 1
+                    while (
+                        used[0] + chain.activation[m, 0] > chain.capacity[0] and pending_head < pending_tail
+                    ):
+                        count = _encode_back(chain, scratch, pending[pending_head], count)
+                        pending_head += 1
+                    events[count, 0], events[count, 1] = FORWARD, m
+                    count += 1
+                    free[0] += chain.forward[m, 0]
+                    used[0] += chain.activation[m, 0]
+                    for q in range(chain.part_start[m], chain.part_start[m + 1]):
+                        used[0] -= chain.part_output[q]
+                else:
+                    free[p] = (
+                        max(free[p], forward_end[i, p - 1] + chain.delay[m, p - 1]) + chain.forward[m, p]
+                    )
+                    used[p] += chain.activation[m, p]
+                    if used[p] > chain.capacity[p]:
+                        return INFEASIBLE, 0
+                forward_end[i, p] = free[p]
+                left[p] -= chain.forward[m, p]
+                if free[p] + left[p] >= ceiling:
+                    return ceiling, 0
+    while pending_head < pending_tail:
+        count = _encode_back(chain, scratch, pending[pending_head], count)
+        pending_head += 1
+    makespan = 0
+    for p in range(num_ranks):
+        makespan = max(makespan, free[p])
+    return makespan, count
+
+
+@kernel
+def best_of(
+    chain: Chain, orders: Array, settings: Array, scratch: Scratch, ceiling: int
+) -> tuple[int, int, int]:
+    """Run every order with every row of settings: (makespan, order, settings) of the best, -1s where none is below."""
+    best = ceiling
+    best_order = -1
+    best_settings = -1
+    for i in range(len(orders)):
+        for j in range(len(settings)):
+            makespan, _ = run(chain, orders[i], settings[j], scratch, best)
+            if makespan != INFEASIBLE and makespan < best:
+                best, best_order, best_settings = makespan, i, j
+    return best, best_order, best_settings
