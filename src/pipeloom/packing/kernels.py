@@ -160,40 +160,34 @@ def _best_exchange(
 
 
 @kernel
+def _move(
+    i: int, source: int, target: int, tokens: Array, loads: Array, height: Array, used: Array, first: Array,
+    after: Array, before: Array, bin_of: Array,
+) -> None:  # fmt: skip
+    _unlink(i, source, first, after, before)
+    _link(i, target, first, after, before)
+    bin_of[i] = target
+    used[source] -= tokens[i]
+    used[target] += tokens[i]
+    for d in range(height.shape[0]):
+        height[d, source] -= loads[d, i]
+        height[d, target] += loads[d, i]
+
+
+@kernel
 def _exchange(
     h: int, b: int, out: int, come: int, tokens: Array, loads: Array, height: Array, used: Array, first: Array,
     after: Array, before: Array, bin_of: Array,
 ) -> None:  # fmt: skip
-    _unlink(out, h, first, after, before)
-    _link(out, b, first, after, before)
-    bin_of[out] = b
-    used[h] -= tokens[out]
-    used[b] += tokens[out]
-    for d in range(height.shape[0]):
-        height[d, h] -= loads[d, out]
-        height[d, b] += loads[d, out]
+    _move(out, h, b, tokens, loads, height, used, first, after, before, bin_of)
     if come >= 0:
-        _unlink(come, b, first, after, before)
-        _link(come, h, first, after, before)
-        bin_of[come] = h
-        used[b] -= tokens[come]
-        used[h] += tokens[come]
-        for d in range(height.shape[0]):
-            height[d, b] -= loads[d, come]
-            height[d, h] += loads[d, come]
+        _move(come, b, h, tokens, loads, height, used, first, after, before, bin_of)
 
 
 @kernel
 def level(
-    tokens: Array,
-    loads: Array,
-    budget: int,
-    num_bins: int,
-    goal: float,
-    effort: int,
-    seed: int,
-    bin_of: Array,
-) -> float:
+    tokens: Array, loads: Array, budget: int, num_bins: int, goal: float, effort: int, seed: int, bin_of: Array
+) -> float:  # fmt: skip
     """Lower the highest bin by moves and swaps; return its height. Works in place on ``bin_of``.
 
     The heaviest bin exchanges with light ones as long as that helps. Where it does not, two other bins exchange
@@ -245,13 +239,6 @@ def level(
             top, out, come = _best_exchange(h, b, best, tokens, loads, budget, height, used, first, after)
             if out >= 0:
                 best, best_bin, best_out, best_in = top, b, out, come
-        if best_bin >= 0:
-            _exchange(
-                h, best_bin, best_out, best_in, tokens, loads, height, used, first, after, before, bin_of
-            )
-            tops[h] = _height(height, h)
-            tops[best_bin] = _height(height, best_bin)
-            continue
         # Shake: a random exchange between two other bins, both staying below; then the heaviest tries with these.
         while best_bin < 0 and tries < effort:
             tries += 1
@@ -283,15 +270,8 @@ def level(
 
 @kernel
 def branch_and_bound(
-    order: Array,
-    tokens: Array,
-    load: Array,
-    budget: int,
-    num_bins: int,
-    bound: float,
-    max_nodes: int,
-    bin_of: Array,
-) -> tuple[float, bool]:
+    order: Array, tokens: Array, load: Array, budget: int, num_bins: int, bound: float, max_nodes: int, bin_of: Array
+) -> tuple[float, bool]:  # fmt: skip
     """Lower the heaviest of ``num_bins`` bins to its optimum, depth first; return it and whether it is proved.
 
     ``bin_of`` is an answer to start from, and is replaced by better ones. Bins with equal load and tokens are the same.
