@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from pipeloom.compiled import kernel
+from pipeloom.compiled import inlined, kernel
 from pipeloom.taskgraph import NO_TASK, IntArray, TaskGraph
 
 Array = npt.NDArray[Any]
@@ -26,11 +26,8 @@ def middles(graph: TaskGraph, duration: IntArray, topological: IntArray) -> IntA
     """
     middle = np.zeros(graph.num_pairs, np.int64)
     has = np.flatnonzero(graph.backward_of != NO_TASK)
-    _middles(
-        graph.forward_of[has], graph.backward_of[has], has, topological, _inverse(topological), duration,
-        graph.successor_start, graph.successor, graph.successor_delay_ns, _unreached(graph), _unreached(graph),
-        graph.rank, middle, STEP_LIMIT,
-    )  # fmt: skip
+    paths = _paths(graph, duration, topological)
+    _middles(paths, graph.forward_of[has], graph.backward_of[has], has, graph.rank, middle, STEP_LIMIT)
     return middle
 
 
@@ -45,76 +42,87 @@ def meetings(graph: TaskGraph, duration: IntArray, topological: IntArray, groups
     np.cumsum([len(group) for group in groups], out=start[1:])
     pairs = np.concatenate([np.zeros(0, np.int64), *groups])
     found = np.full((len(groups), 3), -1, np.int64)
-    _meetings(
-        graph.forward_of[pairs], graph.backward_of[pairs], start, topological, _inverse(topological), duration,
-        graph.successor_start, graph.successor, graph.successor_delay_ns, _unreached(graph), _unreached(graph),
-        np.zeros(graph.num_tasks, np.int64), found, STEP_LIMIT,
-    )  # fmt: skip
+    paths, count = _paths(graph, duration, topological), np.zeros(graph.num_tasks, np.int64)
+    _meetings(paths, graph.forward_of[pairs], graph.backward_of[pairs], start, count, found, STEP_LIMIT)
     return found
 
 
-def _inverse(topological: IntArray) -> IntArray:
+class _Paths(NamedTuple):
+    """A graph in an order of its tasks, and the paths that were found last."""
+
+    topological: Array
+    position: Array
+    duration: Array
+    successor_start: Array
+    successor: Array
+    delay: Array
+    reach: Array
+    left: Array
+
+
+def _paths(graph: TaskGraph, duration: IntArray, topological: IntArray) -> _Paths:
     position = np.empty_like(topological)
     position[topological] = np.arange(len(topological))
-    return position
+    return _Paths(
+        topological, position, duration, graph.successor_start, graph.successor, graph.successor_delay_ns,
+        np.full(graph.num_tasks, -1, np.int64), np.full(graph.num_tasks, -1, np.int64),
+    )  # fmt: skip
 
 
-def _unreached(graph: TaskGraph) -> IntArray:
-    return np.full(graph.num_tasks, -1, np.int64)
-
-
-@kernel
-def _reach(
-    source: int, last: int, topological: Array, position: Array, duration: Array, successor_start: Array,
-    successor: Array, delay: Array, reach: Array,
-) -> None:  # fmt: skip
+@inlined
+def _reach(paths: _Paths, source: int, last: int) -> None:
     """Longest path from the end of ``source`` to the start of its descendants up to place ``last``; else -1."""
+    position, reach = paths.position, paths.reach
     first = position[source]
-    reach[source] = -duration[source]
+    reach[source] = -paths.duration[source]
     for i in range(first, last):
-        task = topological[i]
+        task = paths.topological[i]
         if i > first and reach[task] < 0:
             continue
-        end = reach[task] + duration[task]
-        for e in range(successor_start[task], successor_start[task + 1]):
-            other = successor[e]
+        end = reach[task] + paths.duration[task]
+        for e in range(paths.successor_start[task], paths.successor_start[task + 1]):
+            other = paths.successor[e]
             if position[other] <= last:
-                reach[other] = max(reach[other], end + delay[e])
+                reach[other] = max(reach[other], end + paths.delay[e])
 
 
-@kernel
-def _reach_back(
-    target: int, first: int, topological: Array, position: Array, duration: Array, successor_start: Array,
-    successor: Array, delay: Array, left: Array,
-) -> None:  # fmt: skip
+@inlined
+def _reach_back(paths: _Paths, target: int, first: int) -> None:
     """Longest path from the end of a task from place ``first`` on to the start of ``target``; else -1."""
+    position, left = paths.position, paths.left
     last = position[target]
-    left[target] = -duration[target]
+    left[target] = -paths.duration[target]
     for i in range(last - 1, first - 1, -1):
-        task = topological[i]
-        for e in range(successor_start[task], successor_start[task + 1]):
-            other = successor[e]
+        task = paths.topological[i]
+        for e in range(paths.successor_start[task], paths.successor_start[task + 1]):
+            other = paths.successor[e]
             if position[other] <= last and (other == target or left[other] >= 0):
-                left[task] = max(left[task], delay[e] + duration[other] + left[other])
+                left[task] = max(left[task], paths.delay[e] + paths.duration[other] + left[other])
+
+
+@inlined
+def _forget(paths: _Paths, first: int, last: int) -> None:
+    """Make the tasks from place ``first`` to ``last`` unreached again."""
+    for i in range(first, last + 1):
+        paths.reach[paths.topological[i]] = -1
+        paths.left[paths.topological[i]] = -1
 
 
 @kernel
 def _middles(
-    forward: Array, backward: Array, pair: Array, topological: Array, position: Array, duration: Array,
-    successor_start: Array, successor: Array, delay: Array, reach: Array, left: Array, rank: Array, middle: Array,
-    limit: int,
-) -> None:  # fmt: skip
+    paths: _Paths, forward: Array, backward: Array, pair: Array, rank: Array, middle: Array, limit: int
+) -> None:
+    topological, position, duration, reach, left = (
+        paths.topological, paths.position, paths.duration, paths.reach, paths.left
+    )  # fmt: skip
     steps = 0
     for k in range(len(pair)):
-        first = position[forward[k]]
-        last = position[backward[k]]
+        first, last = position[forward[k]], position[backward[k]]
         steps += 2 * (last - first)
         if steps > limit:
             return
-        _reach(forward[k], last, topological, position, duration, successor_start, successor, delay, reach)
-        _reach_back(
-            backward[k], first, topological, position, duration, successor_start, successor, delay, left
-        )
+        _reach(paths, forward[k], last)
+        _reach_back(paths, backward[k], first)
         work = 0
         head = reach[backward[k]]
         tail = head
@@ -127,17 +135,16 @@ def _middles(
         middle[pair[k]] = reach[backward[k]]
         if work > 0:
             middle[pair[k]] = max(middle[pair[k]], head + work + tail)
-        for i in range(first, last + 1):
-            reach[topological[i]] = -1
-            left[topological[i]] = -1
+        _forget(paths, first, last)
 
 
 @kernel
 def _meetings(
-    forward: Array, backward: Array, start: Array, topological: Array, position: Array, duration: Array,
-    successor_start: Array, successor: Array, delay: Array, reach: Array, left: Array, count: Array, found: Array,
-    limit: int,
-) -> None:  # fmt: skip
+    paths: _Paths, forward: Array, backward: Array, start: Array, count: Array, found: Array, limit: int
+) -> None:
+    topological, position, duration, reach, left = (
+        paths.topological, paths.position, paths.duration, paths.reach, paths.left
+    )  # fmt: skip
     steps = 0
     for g in range(len(start) - 1):
         lowest = len(topological)
@@ -149,35 +156,14 @@ def _meetings(
             before = 1 << 62
             after = 1 << 62
             for k in range(start[g], start[g + 1]):
-                first = position[forward[k]]
-                last = position[backward[k]]
+                first, last = position[forward[k]], position[backward[k]]
                 lowest = min(lowest, first)
                 highest = max(highest, last)
                 steps += 2 * (last - first)
                 if steps > limit:
                     return
-                _reach(
-                    forward[k],
-                    last,
-                    topological,
-                    position,
-                    duration,
-                    successor_start,
-                    successor,
-                    delay,
-                    reach,
-                )
-                _reach_back(
-                    backward[k],
-                    first,
-                    topological,
-                    position,
-                    duration,
-                    successor_start,
-                    successor,
-                    delay,
-                    left,
-                )
+                _reach(paths, forward[k], last)
+                _reach_back(paths, backward[k], first)
                 if turn == 0:
                     for i in range(first + 1, last):
                         task = topological[i]
@@ -185,9 +171,7 @@ def _meetings(
                 else:
                     before = min(before, reach[meet])
                     after = min(after, left[part])
-                for i in range(first, last + 1):
-                    reach[topological[i]] = -1
-                    left[topological[i]] = -1
+                _forget(paths, first, last)
             if turn == 0:
                 for i in range(lowest, highest + 1):
                     task = topological[i]
@@ -204,11 +188,10 @@ def _meetings(
         found[g, 1] = duration[meet]
         if part != meet:
             last = position[part]
-            _reach(meet, last, topological, position, duration, successor_start, successor, delay, reach)
+            _reach(paths, meet, last)
             if reach[part] >= 0:
                 found[g, 1] = duration[meet] + reach[part] + duration[part]
             else:
                 # No path between the two: they may run at once, in any order.
                 found[g, 1] = -1
-            for i in range(position[meet], last + 1):
-                reach[topological[i]] = -1
+            _forget(paths, position[meet], last)
