@@ -24,6 +24,7 @@ from pipeloom.planner.systems import (
     partitioned,
     searched_system,
     unadaptive_system,
+    zero_bubble,
 )
 from pipeloom.search import Evaluations
 from pipeloom.spec.hardware import Degrees
@@ -45,6 +46,7 @@ MAKERS = {
     "1F1B by time": lambda c, t: megatron_1f1b(c, t, "time"),
     "interleaved by parameters": lambda c, t: megatron_interleaved(c, t),
     "interleaved by time": lambda c, t: megatron_interleaved(c, t, "time"),
+    "zero-bubble H1": zero_bubble,
     "nnScaler*": nnscaler,
     "Optimus coarse": optimus,
     "modality-aware, static order": partitioned,

@@ -8,11 +8,17 @@ from pipeloom.taskgraph import TaskGraph
 from pipeloom.timeline import Schedule
 
 
-def zero_bubble_h1(graph: TaskGraph) -> Schedule:
+def zero_bubble_h1(graph: TaskGraph, most_behind: int | None = None) -> Schedule:
     """Run p - r forwards ahead on rank r of p, then I, W and F by turns, W being r microbatches behind I.
 
     Every rank then holds p microbatches at most, from their F to their W: as much as 1F1B's first rank. A backward
     that is not split is an I without W.
+
+    Parameters
+    ----------
+    graph : TaskGraph
+    most_behind : int, optional
+        Microbatches that W may be behind I at most, since with recomputation much memory waits for W.
 
     Raises
     ------
@@ -32,13 +38,14 @@ def zero_bubble_h1(graph: TaskGraph) -> Schedule:
         weight = [[t for t in tasks if graph.weight_of[graph.pair[t]] == t] for tasks in backward]
         inputs = [[t for t in tasks if t not in late] for tasks, late in zip(backward, weight, strict=True)]
         ahead = min(stages - stage, m)
+        behind = stage if most_behind is None else min(stage, most_behind)
         tasks = [t for unit in forward[:ahead] for t in unit]
         for i in range(m):
             tasks += inputs[i]
-            if i >= stage:
-                tasks += weight[i - stage]
+            if i >= behind:
+                tasks += weight[i - behind]
             if i + ahead < m:
                 tasks += forward[i + ahead]
-        tasks += [t for unit in weight[max(0, m - stage) :] for t in unit]
+        tasks += [t for unit in weight[max(0, m - behind) :] for t in unit]
         order[rank] = tasks
     return as_schedule(graph, order, "zero-bubble h1")

@@ -10,6 +10,7 @@ import numpy as np
 from pipeloom.cost.model import StrategyCost
 from pipeloom.emulator.build import Placement, layer_template, module_templates
 from pipeloom.emulator.pipeline import spread
+from pipeloom.emulator.program import Part
 from pipeloom.emulator.rules import PS_PER_S, RuleTable
 from pipeloom.emulator.stage import Stage, StageCost, runs_of
 from pipeloom.emulator.static import static_bytes
@@ -35,6 +36,8 @@ class EmulatedCosts:
         Tensor, context, expert and data parallelism of one pipeline; ``pipeline`` says how far ranks lie apart.
     strategies : sequence of str
         Candidates of every chunk, the base first. ``full:0.5`` recomputes half of the chunk's layers.
+    split : bool
+        Whether costs of split backwards (I and W) are wanted; without them answers take half the time.
 
     Notes
     -----
@@ -48,6 +51,8 @@ class EmulatedCosts:
         machine: MachineSpec | str,
         degrees: Degrees,
         strategies: Sequence[str] = STRATEGIES,
+        *,
+        split: bool = True,
     ) -> None:
         self.architecture = load_architecture(architecture) if isinstance(architecture, str) else architecture
         self.machine = load_machine(machine) if isinstance(machine, str) else machine
@@ -55,6 +60,7 @@ class EmulatedCosts:
         if not strategies:
             raise InputError("strategies", "is empty", "give at least the base")
         self.strategies = tuple(strategies)
+        self._parts: tuple[Part, ...] = ("F", "B", "I", "W") if split else ("F", "B")
         self._layers = {
             m.name: module_templates(self.architecture, m, self.placement) for m in self.architecture.modules
         }
@@ -102,7 +108,7 @@ class EmulatedCosts:
 
     def _cost(self, chunk: Chunk, workload: Workload, strategy: str) -> StrategyCost:
         stage = self._stage(chunk, strategy)
-        cost: StageCost = stage.cost(workload)
+        cost: StageCost = stage.cost(workload, self._parts)
         seconds = {part: ps / PS_PER_S for part, ps in cost.duration_ps.items()}
         split = "I" in seconds
         return StrategyCost(

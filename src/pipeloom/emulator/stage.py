@@ -18,7 +18,7 @@ from pipeloom.emulator.program import Part, Strategy
 from pipeloom.emulator.reuse import INPUT, Call, Composite, Port, repeated
 from pipeloom.emulator.rules import IntArray
 from pipeloom.emulator.tape import NUM_DEVICES
-from pipeloom.emulator.template import LayerTemplate
+from pipeloom.emulator.template import EvaluatedLayer, LayerTemplate
 from pipeloom.errors import InputError
 from pipeloom.spec import Workload
 
@@ -73,25 +73,34 @@ class Stage:
         backs = any("B" in run.layer.passes[run.strategy].programs for run in self.runs)
         return ("F", "B", "I", "W") if backs else ("F",)
 
-    def _ordered(self, part: Part) -> tuple[Run, ...]:
-        runs = self.runs if part == "F" else tuple(reversed(self.runs))
-        return tuple(r for r in runs if part in r.layer.passes[r.strategy].programs)
+    @functools.cached_property
+    def _ordered(self) -> dict[Part, tuple[int, ...]]:
+        """Numbers of the runs that have a part, in the order in which they do it."""
+        out: dict[Part, tuple[int, ...]] = {}
+        for part in self.parts:
+            numbers = [i for i, r in enumerate(self.runs) if part in r.layer.passes[r.strategy].programs]
+            out[part] = tuple(numbers if part == "F" else reversed(numbers))
+        return out
+
+    def _evaluated(self, workload: Workload) -> list[EvaluatedLayer]:
+        """The layer of every run on a workload."""
+        return [run.layer.on(workload) for run in self.runs]
 
     def matrix(self, workload: Workload, part: Part) -> IntArray:
         """Max-plus matrix of one pass, shape (devices + 2, devices + 2); remembered per workload."""
         key = (workload, part)
         known = self._matrices.get(key)
         if known is None:
-            known = self._matrices[key] = self._matrix(workload, part)
+            known = self._matrices[key] = self._matrix(self._evaluated(workload), part)
             if len(self._matrices) > CACHE_SIZE:
                 self._matrices.popitem(last=False)
         return known
 
-    def _matrix(self, workload: Workload, part: Part) -> IntArray:
+    def _matrix(self, layers: Sequence[EvaluatedLayer], part: Part) -> IntArray:
         out: IntArray | None = None
-        for run in self._ordered(part):
-            leaf = run.layer.on(workload).leaves[run.strategy, part]
-            power = repeated(leaf, run.count)
+        for i in self._ordered.get(part, ()):
+            run = self.runs[i]
+            power = repeated(layers[i].leaves[run.strategy, part], run.count)
             out = power if out is None else compose(power, out)
         if out is None:
             out = np.full((NUM_DEVICES + 2, NUM_DEVICES + 2), NEVER, np.int64)
@@ -104,10 +113,11 @@ class Stage:
 
     def cost(self, workload: Workload, parts: Sequence[Part] | None = None) -> StageCost:
         """Durations of the parts asked for, and bytes, on one workload."""
-        layers = [(run, run.layer.on(workload)) for run in self.runs]
+        evaluated = self._evaluated(workload)
+        layers = list(zip(self.runs, evaluated, strict=True))
         chosen = self.parts if parts is None else [p for p in parts if p in self.parts]
         return StageCost(
-            {part: self.duration_ps(workload, part) for part in chosen},
+            {part: max(0, int(self._matrix(evaluated, part).max())) for part in chosen},
             sum(layer.activation_bytes[run.strategy] * run.count for run, layer in layers),
             sum(layer.weight_gradient_bytes[run.strategy] * run.count for run, layer in layers),
             sum(layer.host_bytes[run.strategy] * run.count for run, layer in layers),
@@ -138,13 +148,15 @@ class Stage:
         if known is not None:
             return known
         calls: list[Call] = []
-        for run in self._ordered(part):
+        evaluated = self._evaluated(workload)
+        for i in self._ordered.get(part, ()):
+            run = self.runs[i]
             before = (
                 (Port(len(calls) - 1, 0), Port(len(calls) - 1, 1))
                 if calls
                 else (Port(INPUT, 0), Port(INPUT, 1))
             )
-            leaf = run.layer.on(workload).leaves[run.strategy, part]
+            leaf = evaluated[i].leaves[run.strategy, part]
             calls.append(Call(leaf, LOCAL, ((before[0],), (before[1],)), run.count, run.layer.context.tensor))
         last = len(calls) - 1 if calls else INPUT
         graph = Composite(NUM_DEVICES, 2, tuple(calls), (Port(last, 0), Port(last, 1)))

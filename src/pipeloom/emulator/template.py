@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -50,6 +50,8 @@ class EvaluatedLayer:
     output_bytes: int
     model_flops: float
     """Operations of the forward's products (matrices, attention, scans), on one device."""
+    memory: dict[tuple[Strategy, Part], PassMemory] = field(default_factory=dict, repr=False)
+    """Of the passes that were asked for."""
 
 
 class LayerTemplate:
@@ -178,6 +180,12 @@ class LayerTemplate:
 
     def memory(self, workload: Workload, strategy: Strategy, part: Part) -> PassMemory:
         """Bytes that one pass uses when it runs alone, from the lifetimes of its tensors."""
+        known = self.on(workload).memory
+        if (strategy, part) not in known:
+            known[strategy, part] = self._memory(workload, strategy, part)
+        return known[strategy, part]
+
+    def _memory(self, workload: Workload, strategy: Strategy, part: Part) -> PassMemory:
         curve = self.memory_curve(workload, strategy, part)
         buffers = self.passes[strategy].programs[part].buffers
         entry = sum(round(b.num_bytes.of(workload)) for b in buffers if b.made == ALIVE)

@@ -83,8 +83,8 @@ def make_case(
             "degrees", f"need {degrees.num_devices} devices, {machine.name} has {machine.num_devices}",
             "lower them or take a larger cluster",
         )  # fmt: skip
-    costs = EmulatedCosts(architecture, machine, degrees, CANDIDATES)
-    levels = EmulatedCosts(architecture, machine, degrees, LEVELS)
+    costs = EmulatedCosts(architecture, machine, degrees, CANDIDATES, split=False)
+    levels = EmulatedCosts(architecture, machine, degrees, LEVELS, split=False)
     update_s = 0.0
     if update:
         end = emulate(architecture, machine, degrees, num_microbatches=1, strategy="full")
@@ -130,9 +130,17 @@ def pack_groups(case: Case, layout: Layout, groups: Groups) -> Packing:
 
 
 def graph_of(
-    case: Case, layout: Layout, groups: Groups, name: str, costs: EmulatedCosts | None = None
+    case: Case,
+    layout: Layout,
+    groups: Groups,
+    name: str,
+    costs: EmulatedCosts | None = None,
+    *,
+    split_backward: bool = False,
 ) -> TaskGraph:
     """Task graph of an iteration under the device's memory, less what a pass of this layout needs to run.
+
+    Split backwards want ``costs`` that know their parts.
 
     Raises
     ------
@@ -142,7 +150,9 @@ def graph_of(
     costs = costs or case.costs
     packing = pack_groups(case, layout, groups)
     need = workspace_bytes(costs, layout, packing)
-    graph = build_graph(layout, packing, costs, name=name, capacity_bytes=case.capacity_bytes - need)
+    graph = build_graph(
+        layout, packing, costs, name=name, capacity_bytes=case.capacity_bytes - need, split_backward=split_backward
+    )  # fmt: skip
     assert graph.capacity_bytes is not None
     if (graph.static_bytes > graph.capacity_bytes).any():
         rank = int((graph.static_bytes - graph.capacity_bytes).argmax())

@@ -34,8 +34,8 @@ class LayoutTrial:
     name : str
     layout : Layout
     seconds : float
-        Mean planned iteration; infinite where it does not fit. For a layout that its lower bound rules out
-        already, the bound, and ``ruled_out`` is true.
+        Mean planned iteration; infinite where it does not fit. A layout that its lower bound rules out, or its bound
+        and the first plans, is not planned further: it is given what was known, and ``ruled_out`` is true.
     bound_s : float
         Mean lower bound of its iterations.
     problem : str
@@ -123,20 +123,23 @@ def try_layout(
     case: Case, name: str, layout: Layout, batches: Sequence[Groups], trial: StoppingRule, seed: int,
     incumbent_s: float = float("inf"),
 ) -> LayoutTrial:  # fmt: skip
-    """Plan the sampled iterations under one layout; stop where its lower bound is beyond ``incumbent_s``."""
+    """Plan the sampled iterations under one layout.
+
+    Stop where the plans so far, and lower bounds for the other iterations, are already beyond ``incumbent_s``.
+    """
     after = replica_seconds(case, layout)
     try:
         graphs = [graph_of(case, layout, groups, name) for groups in batches]
         bounds = [lower_bound(graph).ns / NS_PER_S + after for graph in graphs]
         bound_s = sum(bounds) / len(bounds)
-        if bound_s >= incumbent_s:
-            return LayoutTrial(name, layout, bound_s, bound_s, ruled_out=True)
-        total = 0.0
+        known = list(bounds)
         for i, graph in enumerate(graphs):
-            total += solve(graph, budget=trial, seed=seed + i).timeline.makespan_ns / NS_PER_S + after
+            if sum(known) / len(known) >= incumbent_s:
+                return LayoutTrial(name, layout, sum(known) / len(known), bound_s, ruled_out=True)
+            known[i] = solve(graph, budget=trial, seed=seed + i).timeline.makespan_ns / NS_PER_S + after
     except InfeasibleError as error:
         return LayoutTrial(name, layout, float("inf"), float("inf"), problem=str(error))
-    return LayoutTrial(name, layout, total / len(graphs), bound_s)
+    return LayoutTrial(name, layout, sum(known) / len(known), bound_s)
 
 
 def replicated(layout: Layout, names: Sequence[str]) -> Layout:

@@ -17,6 +17,7 @@ from pipeloom.planner.systems import (
     nnscaler,
     optimus,
     searched_system,
+    zero_bubble,
 )
 from pipeloom.search import StoppingRule
 from pipeloom.spec import Layout
@@ -27,6 +28,7 @@ SYSTEMS: dict[str, Callable[[Case, Sequence[Groups]], System]] = {
     "1f1b-time": lambda c, t: megatron_1f1b(c, t, "time"),
     "interleaved": lambda c, t: megatron_interleaved(c, t),
     "interleaved-time": lambda c, t: megatron_interleaved(c, t, "time"),
+    "zero-bubble": zero_bubble,
     "nnscaler": nnscaler,
     "optimus": optimus,
     "dip": lambda c, t: searched_system("DIP as published", c, dip_layout(c, t), "mcts"),
@@ -40,7 +42,8 @@ SYSTEMS: dict[str, Callable[[Case, Sequence[Groups]], System]] = {
 TITLES = {
     "1f1b": "Megatron-LM 1F1B, by parameters", "1f1b-time": "Megatron-LM 1F1B, by time",
     "interleaved": "Megatron-LM interleaved, by parameters", "interleaved-time": "Megatron-LM interleaved, by time",
-    "nnscaler": "nnScaler*", "optimus": "Optimus, coarse", "dip": "DIP as published",
+    "zero-bubble": "Zero-bubble H1, by time", "nnscaler": "nnScaler*", "optimus": "Optimus, coarse",
+    "dip": "DIP as published",
     "dip-priority": "PipeWeaver as published", "pipeloom-dip-layout": "Pipeloom, DIP's layout", OURS: "Pipeloom",
 }  # fmt: skip
 

@@ -8,12 +8,20 @@ them, since a real run must keep one setting that fits every iteration.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
 
 from pipeloom.arrange import LayerLoad, ModulePlacement, chain, even_layout, modality_placements, separate
-from pipeloom.baselines import best_stages, fsdp_seconds, interleaved_one_f_one_b, one_f_one_b, optimus_coarse
+from pipeloom.baselines import (
+    best_stages,
+    fsdp_seconds,
+    interleaved_one_f_one_b,
+    one_f_one_b,
+    optimus_coarse,
+    zero_bubble_h1,
+)
 from pipeloom.cost.emulated import EmulatedCosts
 from pipeloom.emulator.static import GRADIENT_BYTES
 from pipeloom.errors import InfeasibleError, InputError
@@ -93,6 +101,30 @@ def megatron_interleaved(case: Case, batches: Sequence[Groups], balance: str = "
     if not options:
         return fixed_system(name, case, chain(case.model, case.num_ranks, 1, load), interleaved_one_f_one_b)
     return _fastest(options, batches)
+
+
+def zero_bubble(case: Case, batches: Sequence[Groups], balance: str = "time") -> System:
+    """Zero-bubble H1: 1F1B's chain of stages with split backwards, weight gradients filling the idle time.
+
+    Recomputed activations wait for the weight gradients, so these come as late as memory allows, whichever number
+    of microbatches behind is best for the iteration.
+    """
+    layout = chain(case.model, case.num_ranks, 1, _load(case, batches, balance))
+    costs = EmulatedCosts(case.architecture, case.machine, case.degrees, LEVELS)
+
+    def run(groups: Groups, _budget: StoppingRule, _seed: int) -> SystemTimeline:
+        graph = graph_of(case, layout, groups, "zero-bubble H1", costs, split_backward=True)
+        best: SystemTimeline | None = None
+        for behind in range(case.num_ranks):
+            with suppress(InfeasibleError):
+                found = uniform_recomputation("zero-bubble H1", layout, graph, zero_bubble_h1(graph, behind))
+                if best is None or found.timeline.makespan_ns < best.timeline.makespan_ns:
+                    best = found
+        if best is None:
+            raise InfeasibleError("zero-bubble H1: does not fit even with full recomputation")
+        return best
+
+    return System("zero-bubble H1", layout, run)
 
 
 def nnscaler(case: Case, batches: Sequence[Groups]) -> System:
@@ -237,7 +269,7 @@ def fsdp_time(case: Case, groups: Groups, num_devices: int) -> tuple[float, str]
     Microbatches are dealt out in turn; the lightest strategy whose largest microbatch fits is taken.
     """
     degrees = Degrees(data=num_devices, zero=3)
-    costs = EmulatedCosts(case.architecture, case.machine, degrees, LEVELS)
+    costs = EmulatedCosts(case.architecture, case.machine, degrees, LEVELS, split=False)
     wholes = [Chunk(m.name, (0, len(m.flat_layers) - 1), 0) for m in case.model.modules]
     layout = Layout(
         1, tuple(ModuleLayout(m.name, m.after, m.frozen) for m in case.model.modules), tuple(wholes)

@@ -70,13 +70,13 @@ def reproduce(
     outcomes = {}
     for part in (part for part in parts if not names or part.name in names):
         on_progress(Progress(part, None))
-        begin = time.monotonic()
+        begin, begin_cpu = time.monotonic(), sum(os.times()[:4])
         outcome = part.run(options)
-        elapsed = time.monotonic() - begin
+        elapsed, spent = time.monotonic() - begin, sum(os.times()[:4]) - begin_cpu
         for figure in outcome.figures:
             write_text(out / paper / f"{figure.name}.svg", figure.svg)
         old = sections(page.read_text(encoding="utf-8")) if page.exists() else {}
-        old[part.name] = section(paper, part, outcome, options, elapsed)
+        old[part.name] = section(paper, part, outcome, options, elapsed, spent)
         head = _HEAD.format(title=PAPERS[paper], paper=paper)
         write_text(page, join_sections(head, [p.name for p in parts], old))
         outcomes[part.name] = outcome
@@ -84,7 +84,9 @@ def reproduce(
     return page, outcomes
 
 
-def section(paper: str, part: Part, outcome: Outcome, options: Options, elapsed_s: float) -> str:
+def section(
+    paper: str, part: Part, outcome: Outcome, options: Options, elapsed_s: float, processor_s: float
+) -> str:
     """One part as Markdown."""
     seeds = ", ".join(map(str, options.seeds))
     facts = [
@@ -94,7 +96,10 @@ def section(paper: str, part: Part, outcome: Outcome, options: Options, elapsed_
     ]
     if outcome.devices:
         facts.append(f"Devices: {'; '.join(outcome.devices)}.")
-    facts.append(f"Made in {elapsed_s:.0f} s on {machine()}, {date.today()}, Pipeloom {__version__}.")
+    facts.append(
+        f"Made in {elapsed_s:.0f} s, {processor_s:.0f} s of processor time, on {machine()}, {date.today()}, "
+        f"Pipeloom {__version__}."
+    )
     blocks = [f"## {part.title}", " ".join(facts)]
     for table in outcome.tables:
         blocks.append(f"**{table.title}**\n\n{markdown_table(table.columns, table.rows)}")

@@ -10,6 +10,7 @@ import numpy as np
 
 from pipeloom.errors import InfeasibleError
 from pipeloom.search import kernels
+from pipeloom.search.jobs import Walks, make_walks
 from pipeloom.search.levels import downhill, levels_by_time
 from pipeloom.search.local import portfolio
 from pipeloom.search.plain import leanest
@@ -17,7 +18,7 @@ from pipeloom.search.result import Progress
 from pipeloom.search.splitting import Restricted, by_lateness, restrict, split_counts, splittable
 from pipeloom.search.state import Search
 from pipeloom.search.stopping import Watch
-from pipeloom.search.strategies import choose_strategies
+from pipeloom.search.strategies import Tuner, choose_strategies
 from pipeloom.taskgraph import IntArray, TaskGraph
 from pipeloom.timeline import LowerBound, Schedule, lower_bound, simulate
 
@@ -108,7 +109,8 @@ def _turns(
         if on_progress is not None:
             on_progress(replace(progress, bound_ns=bound.ns))
 
-    start, used = _start(graph, bound, watch, seed, on_progress, used)
+    walks, tuner = None if graph.capacity_bytes is None else make_walks(graph), Tuner(graph)
+    start, used = _start(graph, bound, watch, seed, on_progress, used, walks)
     rounds = ROUNDS if start is None else LEVEL_ROUNDS
     lean: IntArray = np.array(leanest(graph), np.int64)
     choice = lean if start is None else start
@@ -121,7 +123,7 @@ def _turns(
         chosen = graph.with_candidates(choice)
         # How far an order is from the optimum, and whether to go on, is a matter of these strategies.
         target = max(bound.ns, lower_bound(chosen).ns)
-        search = Search(chosen, target, watch, seed + turn, told, used)
+        search = Search(chosen, target, watch, seed + turn, told, used, walks=walks)
         turn_is_last = True
         with suppress(KeyboardInterrupt):
             if previous is not None:
@@ -130,7 +132,7 @@ def _turns(
             turn_is_last = watch.left(search.evaluations, 1) == 0
         used, previous = search.evaluations, search
         found = Schedule(search.orders(), choice, method)
-        tuned = choose_strategies(graph, found)
+        tuned = choose_strategies(graph, found, tuner=tuner)
         for schedule in (found, tuned):
             makespan = simulate(graph, schedule).makespan_ns
             if makespan < best_ns:
@@ -143,7 +145,7 @@ def _turns(
 
 def _start(
     graph: TaskGraph, bound: LowerBound, watch: Watch, seed: int, on_progress: Callable[[Progress], None] | None,
-    used: int,
+    used: int, walks: Walks | None,
 ) -> tuple[IntArray | None, int]:  # fmt: skip
     """The uniform setting with the best static orders, and the evaluations used; None: no limit, or none fits."""
     if graph.capacity_bytes is None:
@@ -153,7 +155,7 @@ def _start(
         nonlocal used
         try:
             chosen = graph.with_candidates(np.full(graph.num_pairs, level))
-            search = Search(chosen, bound.ns, watch, seed, on_progress, used)
+            search = Search(chosen, bound.ns, watch, seed, on_progress, used, walks=walks)
         except InfeasibleError:
             return float("inf")
         portfolio(search, until=watch.share(used) + PROBE)

@@ -50,8 +50,44 @@ class Jobs:
     scan_task: IntArray
 
 
-def find_jobs(graph: TaskGraph) -> Jobs:
+@dataclass(frozen=True, slots=True, eq=False)
+class Walks:
+    """What finding jobs takes from a graph that its candidates do not change: made once, used for all of them.
+
+    Attributes
+    ----------
+    job_of_task : array, shape (num_tasks,)
+    order : array, shape (num_tasks,)
+        Job after job, each depth first with backwards as soon as they can.
+    """
+
+    job_of_task: IntArray
+    order: IntArray
+
+
+def make_walks(graph: TaskGraph) -> Walks:
+    """Split a graph into jobs, and walk through each of them."""
+    job_of_task = components(graph)
+    reader = _Reader(graph)
+    none = [0] * graph.num_tasks
+    walks = [_walk(reader, tasks, none, none, greedy=False) for tasks in _members(job_of_task)]
+    return Walks(job_of_task, np.array([task for walk in walks for task in walk], np.int64))
+
+
+def _members(job_of_task: IntArray) -> list[list[int]]:
+    members: list[list[int]] = [[] for _ in range(int(job_of_task.max(initial=-1)) + 1)]
+    for task, job in enumerate(job_of_task.tolist()):
+        members[job].append(task)
+    return members
+
+
+def find_jobs(graph: TaskGraph, walks: Walks | None = None) -> Jobs:
     """Split a graph without candidates into jobs and find an order for each that fits.
+
+    Parameters
+    ----------
+    walks : Walks, optional
+        Of this graph under any candidates.
 
     Raises
     ------
@@ -65,33 +101,55 @@ def find_jobs(graph: TaskGraph) -> Jobs:
     if not memory_matters(graph):
         return _one_job(graph, room)
     _refuse_large_pairs(graph, room)
-    job_of_task = components(graph)
-    num_jobs = int(job_of_task.max()) + 1
-    peak, net = (column.tolist() for column in memory_needs(graph))
-    members: list[list[int]] = [[] for _ in range(num_jobs)]
-    for task, job in enumerate(job_of_task.tolist()):
-        members[job].append(task)
-    need = np.zeros((num_jobs, graph.num_ranks), np.int64)
-    order: list[int] = []
-    scans: list[list[int]] = []
-    reader = _Reader(graph)
-    for job, tasks in enumerate(members):
-        sequence, need[job] = _reference_order(graph, reader, tasks, peak, net, room)
-        order += sequence
-        by_rank: list[list[int]] = [[] for _ in range(graph.num_ranks)]
-        for task in sequence:
-            by_rank[reader.rank[task]].append(task)
-        scans += [[] if _adds_up(row, peak, net) else row for row in by_rank]
-    start = np.zeros(len(scans) + 1, np.int64)
-    np.cumsum([len(row) for row in scans], out=start[1:])
+    walks = walks or make_walks(graph)
+    job_of_task, order = walks.job_of_task, walks.order
+    need, adds_up = _needs(graph, job_of_task, order)
+    failing = np.flatnonzero((need > room).any(axis=1))
+    if failing.size:
+        order = order.copy()
+        peak, net = (column.tolist() for column in memory_needs(graph))
+        reader, members = _Reader(graph), _members(job_of_task)
+        for job in failing.tolist():
+            order[job_of_task[order] == job] = _reference_order(graph, reader, members[job], peak, net, room)
+        need, adds_up = _needs(graph, job_of_task, order)
+    # A row for every job and rank: their tasks in the order of the job.
+    row = (job_of_task * graph.num_ranks + graph.rank)[order]
+    scanned = ~adds_up[row]
+    size = np.bincount(row[scanned], minlength=len(adds_up))
+    start = np.zeros(len(size) + 1, np.int64)
+    np.cumsum(size, out=start[1:])
     return Jobs(
-        job_of_task,
-        np.array(order, np.int64),
-        need,
-        room,
-        start,
-        np.array([t for row in scans for t in row], np.int64),
+        job_of_task, order, need, room, start, order[scanned][np.argsort(row[scanned], kind="stable")]
     )
+
+
+def _needs(graph: TaskGraph, job_of_task: IntArray, order: IntArray) -> tuple[IntArray, Array]:
+    """Most bytes that each job takes on every rank along the order, shape (num_jobs, num_ranks); and, by
+    ``job * num_ranks + rank``, whether the rank's part of it first only takes and then only gives, so that what is
+    needed is a sum.
+    """
+    num_jobs = int(job_of_task.max(initial=-1)) + 1
+    row = (job_of_task * graph.num_ranks + graph.rank)[order]
+    by_row = np.argsort(row, kind="stable")
+    peak, net = (column[order][by_row] for column in memory_needs(graph))
+    row = row[by_row]
+    first = np.flatnonzero(np.diff(row, prepend=-1))
+    length = np.diff(first, append=len(row))
+
+    def before(values: IntArray) -> IntArray:
+        """Sum of the values that come earlier in the same row."""
+        total = np.cumsum(values) - values
+        earlier: IntArray = total - np.repeat(total[first], length)
+        return earlier
+
+    need = np.zeros(num_jobs * graph.num_ranks, np.int64)
+    taking = (net > 0) | (peak > 0)
+    uneven = taking & ((before((~taking & (net < 0)).astype(np.int64)) > 0) | (peak != net))
+    adds_up = np.ones(len(need), np.bool_)
+    if len(row):
+        need[row[first]] = np.maximum(0, np.maximum.reduceat(before(net) + peak, first))
+        adds_up[row[first]] = ~np.logical_or.reduceat(uneven, first)
+    return need.reshape(num_jobs, graph.num_ranks), adds_up
 
 
 def memory_needs(graph: TaskGraph) -> tuple[IntArray, IntArray]:
@@ -172,39 +230,38 @@ def components(graph: TaskGraph) -> IntArray:
 
 def _reference_order(
     graph: TaskGraph, reader: _Reader, tasks: list[int], peak: list[int], net: list[int], room: IntArray
-) -> tuple[list[int], list[int]]:
-    """Depth first with backwards as soon as they can; if that does not fit, whatever rises least; or a search."""
-    best: tuple[list[int], list[int]] | None = None
-    exhausted = False
-    for attempt in range(3):
-        if attempt == 2:
-            searched, exhausted = _search(reader, tasks, peak, net, room.tolist())
-            if searched is None:
-                break
-            sequence = searched
-        else:
-            sequence = _walk(reader, tasks, peak, net, greedy=attempt == 1)
-        used, most = [0] * graph.num_ranks, [0] * graph.num_ranks
-        for task in sequence:
-            rank = reader.rank[task]
-            most[rank] = max(most[rank], used[rank] + peak[task])
-            used[rank] += net[task]
-        if all(most[r] <= room[r] for r in range(graph.num_ranks)):
-            return sequence, most
-        best = best or (sequence, most)
-    assert best is not None
+) -> list[int]:
+    """An order of a job whose plain walk does not fit: whatever rises least comes next; or else a search."""
+    first = _walk(reader, tasks, peak, net, greedy=False)
+    greedy = _walk(reader, tasks, peak, net, greedy=True)
+    if (np.array(_most(reader, greedy, peak, net, graph.num_ranks)) <= room).all():
+        return greedy
+    searched, exhausted = _search(reader, tasks, peak, net, room.tolist())
+    if searched is not None:
+        return searched
+    most = _most(reader, first, peak, net, graph.num_ranks)
     used = [0] * graph.num_ranks
-    for task in best[0]:
+    for task in first:
         rank = reader.rank[task]
         if used[rank] + peak[task] > room[rank]:
             raise InfeasibleError(
                 f"pair {graph.pair[task]} ({graph.describe(task)}) does not fit: its microbatch needs "
-                f"{best[1][rank]} bytes at once on rank {rank} in every order tried, and beside "
+                f"{most[rank]} bytes at once on rank {rank} in every order tried, and beside "
                 f"{graph.static_bytes[rank]} static bytes the capacity leaves {room[rank]}; "
                 + ("no order fits" if exhausted else f"{SEARCH_STATES} states of it were searched, not all")
             )
         used[rank] += net[task]
     raise AssertionError("an order that does not fit has a first task that does not")
+
+
+def _most(reader: _Reader, sequence: list[int], peak: list[int], net: list[int], num_ranks: int) -> list[int]:
+    """Most bytes that a sequence of tasks takes on every rank."""
+    used, most = [0] * num_ranks, [0] * num_ranks
+    for task in sequence:
+        rank = reader.rank[task]
+        most[rank] = max(most[rank], used[rank] + peak[task])
+        used[rank] += net[task]
+    return most
 
 
 def _walk(reader: _Reader, tasks: list[int], peak: list[int], net: list[int], greedy: bool) -> list[int]:
@@ -267,18 +324,6 @@ def _search(
             left[reader.rank[task]] -= net[task]
             stack.append((after, longer, left))
     return None, not stack
-
-
-def _adds_up(row: list[int], peak: list[int], net: list[int]) -> bool:
-    """Whether a rank's part of a job first only takes and then only gives, so that need is a sum."""
-    giving = False
-    for task in row:
-        if net[task] > 0 or peak[task] > 0:
-            if giving or peak[task] != net[task]:
-                return False
-        elif net[task] < 0:
-            giving = True
-    return True
 
 
 def _refuse_large_pairs(graph: TaskGraph, room: IntArray) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeloom.search.graph_kernels import depths, mark_implied
-from pipeloom.search.jobs import Jobs, find_jobs, memory_needs, quick_topological_order
+from pipeloom.search.jobs import Jobs, Walks, find_jobs, memory_needs, quick_topological_order
 from pipeloom.search.records import pack
 from pipeloom.taskgraph import FORWARD, WEIGHT_GRADIENT, IntArray, TaskGraph
 from pipeloom.timeline import heads_and_tails
@@ -106,15 +106,15 @@ class Groups(NamedTuple):
     """Whether it is backward and no backward of another segment waits for it."""
 
 
-def make_problem(graph: TaskGraph) -> tuple[Problem, Groups, Jobs]:
-    """Lay a graph without candidates out for the kernels.
+def make_problem(graph: TaskGraph, walks: Walks | None = None) -> tuple[Problem, Groups, Jobs]:
+    """Lay a graph without candidates out for the kernels; ``walks`` as in `find_jobs`.
 
     Raises
     ------
     InfeasibleError
         A microbatch cannot fit.
     """
-    jobs = find_jobs(graph)
+    jobs = find_jobs(graph, walks)
     topological = quick_topological_order(graph)
     position = np.empty(graph.num_tasks, np.int64)
     position[topological] = np.arange(graph.num_tasks)

@@ -9,7 +9,7 @@ from math import ceil
 import numpy as np
 
 from pipeloom.search import kernels
-from pipeloom.search.jobs import memory_matters
+from pipeloom.search.jobs import Walks, memory_matters
 from pipeloom.search.problem import Groups, Problem, make_problem
 from pipeloom.search.result import Progress
 from pipeloom.search.scratch import make_scratch
@@ -42,11 +42,12 @@ class Search:
     def __init__(
         self, graph: TaskGraph, target_ns: int, watch: Watch, seed: int,
         on_progress: Callable[[Progress], None] | None = None, used: int = 0, tuned: TaskGraph | None = None,
+        walks: Walks | None = None,
     ) -> None:  # fmt: skip
         self.graph = graph
         self.problem: Problem
         self.groups: Groups
-        self.problem, self.groups, self.jobs = make_problem(graph)
+        self.problem, self.groups, self.jobs = make_problem(graph, walks)
         self.scratch = make_scratch(self.problem)
         self.target_ns = target_ns
         self.watch = watch

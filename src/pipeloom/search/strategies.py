@@ -98,10 +98,16 @@ class Tuner:
         return Strategies(t.pair[rows], choice, _total(t.time[rows], choice), float(bound))
 
 
-def choose_strategies(graph: TaskGraph, schedule: Schedule, solver: Solver = "lagrangian") -> Schedule:
-    """The schedule's order with the candidates chosen anew; its order must fit with the leanest ones."""
-    tuner = Tuner(graph)
-    choice = np.array(leanest(graph), np.int64)
+def choose_strategies(
+    graph: TaskGraph, schedule: Schedule, solver: Solver = "lagrangian", tuner: Tuner | None = None
+) -> Schedule:
+    """The schedule's order with the candidates chosen anew; its order must fit with the leanest ones.
+
+    ``tuner`` is one of this graph, for those who choose more than once.
+    """
+    tuner = Tuner(graph) if tuner is None else tuner
+    choice = np.zeros(graph.num_pairs, np.int64)
+    choice[tuner.tables.pair] = tuner.tables.lean
     for rank in range(graph.num_ranks):
         if len(schedule.order[rank]):
             found = tuner.on_rank(schedule.order[rank], rank, solver)

@@ -9,72 +9,47 @@ import numpy as np
 from pipeloom.arrange import ModulePlacement, chain, separate
 from pipeloom.baselines import interleaved_one_f_one_b
 from pipeloom.planner.case import graph_of
-from pipeloom.planner.systems import (
-    System,
-    by_count,
-    by_time,
-    dip_layout,
-    fixed_system,
-    megatron_1f1b,
-    megatron_interleaved,
-    optimus,
-    partitioned,
-    searched_system,
-    unadaptive_system,
-)
+from pipeloom.planner.systems import by_count, by_time, dip_layout, fixed_system, unadaptive_system
 from pipeloom.report.figures import Axis, line_figure
-from pipeloom.reproduce.dip.setups import (
-    SETUPS,
-    Setup,
-    case_of,
-    device,
-    gain,
-    iterations,
-    layouts,
-    mean,
-    timed,
-    typical,
-)
+from pipeloom.reproduce.dip import runs
+from pipeloom.reproduce.dip.setups import SETUPS, Setup, device, gain, mean
 from pipeloom.reproduce.part import Figure, Options, Outcome, Table
 from pipeloom.search import Deadline, solve
 from pipeloom.timeline.simulate import memory_curve
 
-FIFO = "first in, first out"
-MOST_SEARCH = 10
-"""Times our search time that the published searches get, as the paper gives its planner ten seconds."""
+
+def few(options: Options) -> int:
+    """Iterations for each seed, where systems are few and differ much."""
+    return max(1, options.iterations // 5)
 
 
 def table_5(options: Options) -> Outcome:
     """DIP's parts one after the other on VLM-S, then ours."""
-    setup = SETUPS["VLM-S"]
-    case, batches = case_of(setup), typical(setup)
-    layout = dip_layout(case, batches)
-    steps: list[tuple[str, System, str, str]] = [
-        ("Megatron-LM interleaved", megatron_interleaved(case, batches), "26.13", "0.0 %"),
-        ("+ modality-aware partitioner", partitioned(case, batches), "22.27", "17.3 %"),
-        ("+ stage interleaving", unadaptive_system("FIFO", case, layout, FIFO), "18.81", "38.9 %"),
-        ("+ segment reordering", unadaptive_system("MCTS", case, layout, "mcts"), "17.61", "48.3 %"),
-        ("+ per-layer memory strategies", searched_system("DIP", case, layout, "mcts"), "16.05", "62.8 %"),
-        ("ours on DIP's layout", searched_system("ours", case, layout), "", ""),
-        ("ours", searched_system("ours", case, layouts(setup)[0].layout), "", ""),
-        ("Megatron-LM interleaved, by time", megatron_interleaved(case, batches, "time"), "", ""),
-    ]  # fmt: skip
+    setup, numbers = SETUPS["VLM-S"], runs.iterations(options, few(options))
+    steps: list[tuple[str, str, str, str]] = [
+        ("Megatron-LM interleaved", runs.MEGATRON, "26.13", "0.0 %"),
+        ("+ modality-aware partitioner", runs.STATIC, "22.27", "17.3 %"),
+        ("+ stage interleaving", runs.NO_SEARCH, "18.81", "38.9 %"),
+        ("+ segment reordering", runs.NO_STRATEGIES, "17.61", "48.3 %"),
+        ("+ per-layer memory strategies", runs.PUBLISHED, "16.05", "62.8 %"),
+        ("ours on DIP's layout", runs.OURS_SAME, "", ""),
+        ("ours", runs.OURS, "", ""),
+        ("Megatron-LM interleaved, by time", runs.MEGATRON_EVEN, "", ""),
+    ]
     rows, first = [], 0.0
-    for name, one, paper_s, paper_gain in steps:
-        values = []
-        published = one.name in ("MCTS", "DIP")
-        for seed, groups in iterations(setup, options, max(1, options.iterations // 3)):
-            found = timed(one, groups, options.search_s * (MOST_SEARCH if published else 1), seed)
-            assert found is not None, name
-            values.append(found.iteration_s)
+    for label, name, paper_s, paper_gain in steps:
+        published = name in (runs.NO_STRATEGIES, runs.PUBLISHED)
+        factor = runs.MOST_SEARCH if published else 1
+        values = runs.seconds_of(setup, name, numbers, options.search_s * factor)
+        assert values is not None, name
         value = mean(values)
         first = first or value
-        rows.append((name, f"{value:.2f}", gain(first, value), paper_s, paper_gain))
+        rows.append((label, f"{value:.2f}", gain(first, value), paper_s, paper_gain))
     note = (
         "Without memory strategies all pairs recompute alike, with the setting that is fastest for the iteration. "
         "Megatron-LM is balanced by parameters; here that is further from balance than in the paper, so the first step "
         "is larger. The tree searches have ten times the processor time of ours. "
-        f"Means over {max(1, options.iterations // 3)} iterations for each seed."
+        f"Means over {len(numbers)} iterations."
     )
     columns = ("techniques", "seconds", "faster by", "paper: seconds", "paper: faster by")
     return Outcome((Table("VLM-S", columns, tuple(rows), note),), devices=device(setup))
@@ -83,23 +58,23 @@ def table_5(options: Options) -> Outcome:
 def section_3_1(options: Options) -> Outcome:
     """Separated against the best mixed partitioning, both in static order (13.1 %)."""
     setup = Setup("vlm-7b", "dip-h800-64", 2, 4)
-    case, batches = case_of(setup), typical(setup)
+    case, batches = setup.case, setup.typical
     load = by_time(case, batches)
     chained = chain(case.model, case.num_ranks, 1, load)
     apart = separate(case.model, case.num_ranks, {}, load)
     systems = {
-        "mixed, 1F1B": megatron_1f1b(case, batches, "time"),
-        "mixed, interleaved 1F1B": megatron_interleaved(case, batches, "time"),
+        "mixed, 1F1B": runs.system(setup, runs.EVEN),
+        "mixed, interleaved 1F1B": runs.system(setup, runs.MEGATRON_EVEN),
         "separated, interleaved 1F1B": fixed_system("separated", case, apart, interleaved_one_f_one_b),
-        "mixed, dual queue": unadaptive_system("mixed", case, chained, FIFO),
-        "separated, dual queue": unadaptive_system("separated", case, apart, FIFO),
-        "separated with sub-microbatches, dual queue": unadaptive_system(
-            "sub-microbatches", case, dip_layout(case, batches), FIFO
-        ),
+        "mixed, dual queue": unadaptive_system("mixed", case, chained, runs.FIFO),
+        "separated, dual queue": unadaptive_system("separated", case, apart, runs.FIFO),
+        "separated with sub-microbatches, dual queue": runs.system(setup, runs.NO_SEARCH),
     }
     values = {}
     for label, one in systems.items():
-        found = [timed(one, groups, options.search_s, seed) for seed, groups in iterations(setup, options)]
+        found = [
+            runs.run(one, setup.groups(*each), options.search_s, each[0]) for each in runs.iterations(options)
+        ]
         values[label] = mean(f.iteration_s for f in found if f is not None)
     paper = {"separated, dual queue": "+13.1 % (its order is not stated)"}
     best_mixed = min(v for name, v in values.items() if name.startswith("mixed"))
@@ -127,21 +102,17 @@ def section_3_1(options: Options) -> Outcome:
 def figure_9(options: Options) -> Outcome:
     """Sub-microbatch sizes from 4 to 32 images: best and worst schedules."""
     setup = SETUPS["VLM-S"]
-    case, batches = case_of(setup), typical(setup)
-    placed = {m.name: m for m in dip_layout(case, batches).modules}
-    segments = {
-        name: sum(c.module == name for c in dip_layout(case, batches).chunks) // case.num_ranks
-        for name in placed
-    }
-    sizes = (4, 6, 8, 10, 12, 16, 20, 24, 32)
+    case, published = setup.case, dip_layout(setup.case, setup.typical)
+    segments = {m.name: len(published.chunks_of(m.name)) // case.num_ranks for m in published.modules}
+    sizes = (4, 8, 12, 16, 24, 32)
     rows, best, worst, gaps = [], [], [], {}
     for size in sizes:
         places = {n: ModulePlacement(k, size if n == "vision" else None) for n, k in segments.items()}
         layout = separate(case.model, case.num_ranks, places, by_count)
         low, high, bound = [], [], []
-        for seed, groups in iterations(setup, options, max(1, options.iterations // 3)):
-            graph = graph_of(case, layout, groups, f"{size} images")
-            budget = Deadline(options.search_s, "cpu")
+        for seed, number in runs.iterations(options, few(options)):
+            graph = graph_of(case, layout, setup.groups(seed, number), f"{size} images")
+            budget = Deadline(options.search_s / 2, "cpu")
             found = solve(graph, budget=budget, seed=seed)
             low.append(found.timeline.makespan_ns / 1e9)
             bound.append(found.lower_bound.ns / 1e9)
@@ -183,18 +154,15 @@ def figure_9(options: Options) -> Outcome:
 def figure_10(options: Options) -> Outcome:
     """Memory of the first rank over an iteration of VLM-M."""
     setup = SETUPS["VLM-M"]
-    case, batches = case_of(setup), typical(setup)
-    systems = {
-        "Megatron-LM interleaved": megatron_interleaved(case, batches, "time"),
-        "Optimus, coarse": optimus(case, batches),
-        "DIP, non-adaptive": unadaptive_system("DIP, non-adaptive", case, dip_layout(case, batches), "mcts"),
-        "DIP as published": searched_system("DIP", case, dip_layout(case, batches), "mcts"),
-        "ours": searched_system("ours", case, layouts(setup)[0].layout),
-    }
-    seed, groups = iterations(setup, options, 1)[0]
+    names = {
+        "Megatron-LM interleaved": runs.MEGATRON_EVEN, "Optimus, coarse": runs.OPTIMUS,
+        "DIP, non-adaptive": runs.NO_STRATEGIES, "DIP as published": runs.PUBLISHED, "ours": runs.OURS,
+    }  # fmt: skip
+    seed, number = runs.iterations(options, 1)[0]
+    groups = setup.groups(seed, number)
     curves, rows, spread, peak, took = {}, [], {}, {}, {}
-    for name, one in systems.items():
-        found = timed(one, groups, options.search_s, seed)
+    for name, title in names.items():
+        found = runs.run(runs.system(setup, title), groups, options.search_s, seed)
         assert found is not None, name
         graph = found.graph.with_candidates(found.schedule.candidate)
         times, used = memory_curve(graph, found.timeline, 0)
@@ -211,7 +179,7 @@ def figure_10(options: Options) -> Outcome:
     )  # fmt: skip
     base = "Megatron-LM interleaved"
     # Optimus and ours at Optimus' peak.
-    graph = graph_of(case, layouts(setup)[0].layout, groups, "ours at Optimus' peak")
+    graph = graph_of(setup.case, setup.layouts[0].layout, groups, "ours at Optimus' peak")
     capped = replace(graph, capacity_bytes=np.full(graph.num_ranks, int(peak["Optimus, coarse"] * 1e9)))
     equal = solve(capped, budget=Deadline(options.search_s, "cpu"), seed=seed).timeline.makespan_ns / 1e9
     above = peak["Optimus, coarse"] / peak[base] - 1

@@ -8,8 +8,9 @@ from pipeloom.cost import StrategyCost
 from pipeloom.planner.case import Case, Groups, draw_groups, make_case, model_flops
 from pipeloom.planner.systems import megatron_1f1b, mfu
 from pipeloom.report.figures import Axis, line_figure, panel_figure
+from pipeloom.reproduce.dip import runs
 from pipeloom.reproduce.dip.end_to_end import bounded_microbatches
-from pipeloom.reproduce.dip.setups import SETUPS, case_of, device, mean, timed
+from pipeloom.reproduce.dip.setups import SETUPS, device, device_text, mean
 from pipeloom.reproduce.part import Figure, Options, Outcome, Table
 from pipeloom.spec import Chunk
 from pipeloom.spec.batch import Sample, Workload
@@ -37,8 +38,8 @@ def table_1(options: Options) -> Outcome:
             (f"ViT 2B + LM 5B, static data ({images} images each)", both, static),
             ("ViT 2B + LM 5B, dynamic data", both, drawn),
         ):
-            found = timed(megatron_1f1b(case, [groups]), groups, options.search_s, seed)
-            even = timed(megatron_1f1b(case, [groups], "time"), groups, options.search_s, seed)
+            found = runs.run(megatron_1f1b(case, [groups]), groups, options.search_s, seed)
+            even = runs.run(megatron_1f1b(case, [groups], "time"), groups, options.search_s, seed)
             assert found is not None, name
             assert even is not None, name
             label = name if name.startswith("LM") else name.split(" (")[0]
@@ -74,9 +75,7 @@ def table_1(options: Options) -> Outcome:
         "paper: MFU",
         "paper: overhead",
     )
-    return Outcome(
-        (Table("8 H800, TP 2, PP 4", columns, tuple(table), note),), devices=("H800 SXM5 80GB (datasheet)",)
-    )
+    return Outcome((Table("8 H800, TP 2, PP 4", columns, tuple(table), note),), devices=(device_text(both),))
 
 
 def _up_to(case: Case, groups: Groups, flops: float) -> Groups:
@@ -91,7 +90,7 @@ def section_2_2(options: Options) -> Outcome:
     case = make_case("vlm-m", "adaptis-h800-128", Degrees(tensor=8, pipeline=16), update=False)
     groups = bounded_microbatches(64, 8, 8, 0)
     one = megatron_1f1b(case, [groups], "time")
-    found = timed(one, groups, options.search_s, 0)
+    found = runs.run(one, groups, options.search_s, 0)
     assert found is not None
     stage = [0.0] * case.num_ranks
     for task in range(found.graph.num_tasks):
@@ -118,7 +117,7 @@ def section_2_2(options: Options) -> Outcome:
         "programming. The paper does not define its additional bubbles; its own figures give an idle share of 24 %."
     )
     table = Table("ViT 5B + LM 32B, 16 stages, 64 microbatches", ("", "ours", "paper"), rows, note)
-    return Outcome((table,), devices=("H800 SXM5 80GB (datasheet)",))
+    return Outcome((table,), devices=(device_text(case),))
 
 
 def _ms(cost: StrategyCost) -> float:
@@ -147,7 +146,7 @@ def figure_4(options: Options) -> Outcome:
     )
     rows, lines = [], {}
     for label, paper in (("VLM-S", ""), ("T2V-S", "4.15")):
-        case = case_of(SETUPS[label])
+        case = SETUPS[label].case
         spreads = []
         for each in options.seeds:
             flops = sorted(model_flops(case, [group]) / 1e12 for group in draw_groups(case, 100, each))

@@ -1,97 +1,50 @@
-"""End-to-end comparisons: Table 4, Fig. 8a, Fig. 8b."""
+"""End-to-end comparisons: Table 4, Fig. 8a, Fig. 8b, and the published searches."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
+import numpy as np
 
 from pipeloom.planner.case import Groups
-from pipeloom.planner.comparison import SYSTEMS, TITLES
-from pipeloom.planner.systems import (
-    System,
-    dip_layout,
-    fsdp_time,
-    searched_system,
-    unadaptive_system,
-)
+from pipeloom.planner.systems import fsdp_time
 from pipeloom.report.figures import Axis, bar_figure, line_figure
-from pipeloom.reproduce.dip.setups import (
-    SETUPS,
-    Setup,
-    case_of,
-    device,
-    gain,
-    iterations,
-    layouts,
-    lazily,
-    mean,
-    seconds_text,
-    timed,
-    typical,
-)
+from pipeloom.reproduce.dip import runs
+from pipeloom.reproduce.dip.setups import SETUPS, Setup, device, gain, mean, seconds_text
 from pipeloom.reproduce.part import Figure, Options, Outcome, Table
-
-MEGATRON = TITLES["interleaved"]
-OURS, OURS_SAME = TITLES["pipeloom"], TITLES["pipeloom-dip-layout"]
-PUBLISHED, PRIORITY = TITLES["dip"], TITLES["dip-priority"]
-OPTIMUS = TITLES["optimus"]
-BASELINES = tuple(TITLES.values())[:6]
-_KEYS = {title: name for name, title in TITLES.items()}
-
-
-def system(setup: Setup, name: str) -> System:
-    """A system by name, with its layout chosen on the typical iterations."""
-    case = case_of(setup)
-    if name == OURS:
-        return searched_system(OURS, case, layouts(setup)[0].layout)
-    return SYSTEMS[_KEYS[name]](case, typical(setup))
-
-
-def times_of(setup: Setup, names: Sequence[str], options: Options) -> dict[str, list[float] | None]:
-    """Seconds of every iteration under every system; None: one of them does not fit."""
-    systems = lazily(names, lambda name: system(setup, name))
-    out: dict[str, list[float] | None] = {}
-    for name, one in systems.items():
-        values: list[float] = []
-        for seed, groups in iterations(setup, options):
-            found = None if one is None else timed(one, groups, options.search_s, seed)
-            if found is None:
-                values.clear()
-                break
-            values.append(found.iteration_s)
-        out[name] = values or None
-    return out
+from pipeloom.spec import Sample
 
 
 def figure_8a(options: Options) -> Outcome:
     """Five models on mixed data under every system."""
-    names = [*BASELINES, PUBLISHED, OURS_SAME, OURS]
+    names = [*runs.BASELINES, runs.PUBLISHED, runs.OURS_SAME, runs.OURS]
+    batches = runs.iterations(options)
     rows, relative, notes = [], {name: list[float | None]() for name in names}, []
     paper = {"VLM": "15.6 to 76.2 % over three", "T2V": "36.6 to 97.3 % over two"}
     summary = []
     for label, setup in SETUPS.items():
-        found = times_of(setup, [n for n in names if not (label.startswith("T2V") and n == OPTIMUS)], options)
-        averages = {name: None if values is None else mean(values) for name, values in found.items()}
-        ours = averages[OURS]
+        averages: dict[str, float | None] = {}
+        for name in (name for name in names if runs.suits(name, setup)):
+            found = runs.seconds_of(setup, name, batches, options.search_s)
+            averages[name] = None if found is None else mean(found)
+        ours = averages[runs.OURS]
         assert ours is not None
         for name in names:
             value = averages.get(name)
             relative[name].append(None if value is None else 1 / value * ours)
             if name in averages:
-                against = "" if value is None or name == OURS else gain(value, ours)
+                against = "" if value is None or name == runs.OURS else gain(value, ours)
                 rows.append((label, name, seconds_text(value), against))
-        fitting = {n: v for n, v in averages.items() if n in BASELINES and v is not None}
+        fitting = {n: v for n, v in averages.items() if n in runs.BASELINES and v is not None}
         best = min(fitting, key=lambda n: fitting[n])
-        plain = averages[MEGATRON]
+        plain = averages[runs.MEGATRON]
         over = "out of memory" if plain is None else gain(plain, ours)
-        published = averages[PUBLISHED]
+        published = averages[runs.PUBLISHED]
         summary.append(
-            (label, layouts(setup)[0].name, over, best, gain(fitting[best], ours),
+            (label, setup.layouts[0].name, over, best, gain(fitting[best], ours),
              "" if published is None else gain(published, ours), paper[label[:3]])
         )  # fmt: skip
         notes.append(
-            f"{label}: layout `{layouts(setup)[0].name}`, of {len(layouts(setup))} tried on "
-            f"{len(typical(setup))} other iterations; what each would have cost is in the part `layouts`."
+            f"{label}: layout `{setup.layouts[0].name}`, of {len(setup.layouts)} tried on "
+            f"{len(setup.typical)} other iterations; what each would have cost is in the part `layouts`."
         )
     bars = bar_figure(
         list(SETUPS),
@@ -122,25 +75,32 @@ def figure_8a(options: Options) -> Outcome:
 def published_search(options: Options) -> Outcome:
     """DIP's two tree searches with ten times the time of ours, on DIP's own layout and with ours."""
     rows = []
+    batches = runs.iterations(options, 1)
+    searches = {
+        runs.PUBLISHED: runs.MOST_SEARCH,
+        runs.PRIORITY: runs.MOST_SEARCH,
+        runs.OURS_SAME: 1,
+        runs.OURS: 1,
+    }
     for label, setup in SETUPS.items():
-        batches = iterations(setup, options, 1)
-        values: dict[str, list[float]] = {}
-        spent: dict[str, list[float]] = {}
-        for name, factor in ((PUBLISHED, 10), (PRIORITY, 10), (OURS_SAME, 1), (OURS, 1)):
-            one = system(setup, name)
-            for seed, groups in batches:
-                begin = time.process_time()
-                found = timed(one, groups, options.search_s * factor, seed)
-                spent.setdefault(name, []).append(time.process_time() - begin)
-                if found is not None:
-                    values.setdefault(name, []).append(found.iteration_s)
-        ours, same = mean(values[OURS]), mean(values[OURS_SAME])
-        for name in (PUBLISHED, PRIORITY, OURS_SAME, OURS):
-            here = mean(values[name]) if name in values else None
-            rows.append(
-                (label, name, seconds_text(here), f"{mean(spent[name]):.1f}",
-                 "" if here is None else gain(here, same), "" if here is None else gain(here, ours))
-            )  # fmt: skip
+        found = {
+            name: runs.all_timed(setup, name, batches, options.search_s * factor)
+            for name, factor in searches.items()
+        }
+        means = {
+            name: None if each is None else mean(one.seconds for one in each) for name, each in found.items()
+        }
+        for name, each in found.items():
+            here = means[name]
+            if each is None or here is None:
+                rows.append((label, name, seconds_text(None), "", "", ""))
+                continue
+            same, ours = (
+                "" if other is None else gain(here, other)
+                for other in (means[runs.OURS_SAME], means[runs.OURS])
+            )
+            spent = mean(one.processor_s for one in each)
+            rows.append((label, name, seconds_text(here), f"{spent:.1f}", same, ours))
     title = "Published searches with ten times the time"
     columns = (
         "model",
@@ -170,30 +130,37 @@ def tried_layouts(_options: Options) -> Outcome:
                         t.name,
                         "out of memory"
                         if t.problem
-                        else f"over {t.bound_s:.2f}"
+                        else f"over {t.seconds:.2f}"
                         if t.ruled_out
                         else f"{t.seconds:.2f}",
                         "" if t.problem else f"{t.bound_s:.2f}",
                     )
-                    for t in layouts(setup)
+                    for t in setup.layouts
                 ),
             )
         )
-    note = "The paper's rules give the first; `over` means that the lower bound rules the layout out already."
+    note = (
+        "The start is what the paper's rules give, with even ranks. `over`: lower bounds, or they and the plan of "
+        "the first iteration, rule the layout out already. Means over two iterations that no other part times."
+    )
     return Outcome(tuple(tables), notes=(note,), devices=device(*SETUPS.values()))
 
 
 def table_4(options: Options) -> Outcome:
     """VLM-S on 16 H20: FSDP, Megatron-LM, DIP, ours."""
     setup = Setup("vlm-s", "dip-h20-16", 4, 4)
-    case = case_of(setup)
-    batches = [groups for _, groups in iterations(setup, options)]
-    fsdp = [fsdp_time(case, groups, case.machine.num_devices) for groups in batches]
+    case, batches = setup.case, runs.iterations(options)
+    fsdp = [fsdp_time(case, setup.groups(*each), case.machine.num_devices) for each in batches]
     values: dict[str, float | None] = {"FSDP2, ZeRO-3": mean(seconds for seconds, _ in fsdp)}
-    found = times_of(setup, (MEGATRON, TITLES["interleaved-time"], PUBLISHED, OURS), options)
-    values |= {name: None if v is None else mean(v) for name, v in found.items()}
-    paper = {"FSDP2, ZeRO-3": ("40.270", "1.03"), MEGATRON: ("39.053", "1.00"), PUBLISHED: ("28.606", "0.73")}
-    base = values[MEGATRON]
+    for name in (runs.MEGATRON, runs.MEGATRON_EVEN, runs.PUBLISHED, runs.OURS):
+        found = runs.seconds_of(setup, name, batches, options.search_s)
+        values[name] = None if found is None else mean(found)
+    paper = {
+        "FSDP2, ZeRO-3": ("40.270", "1.03"),
+        runs.MEGATRON: ("39.053", "1.00"),
+        runs.PUBLISHED: ("28.606", "0.73"),
+    }
+    base = values[runs.MEGATRON]
     assert base is not None
     rows = tuple(
         (name, seconds_text(v), "" if v is None else f"{v / base:.2f}", *paper.get(name, ("", "")))
@@ -213,10 +180,9 @@ def table_4(options: Options) -> Outcome:
 def figure_8b(options: Options) -> Outcome:
     """Forty iterations in which the number of images rises and falls twice."""
     setup = SETUPS["VLM-S"]
-    case = case_of(setup)
-    names = (MEGATRON, "nnScaler*", OPTIMUS, "DIP, no search", PUBLISHED, OURS)
-    plain = unadaptive_system("DIP, no search", case, dip_layout(case, typical(setup)), "first in, first out")
-    systems = {n: plain if n == "DIP, no search" else system(setup, n) for n in names}
+    names = (runs.MEGATRON, runs.NNSCALER, runs.OPTIMUS, runs.NO_SEARCH, runs.PUBLISHED, runs.OURS)
+    systems = {name: runs.system(setup, name) for name in names}
+    search_s = options.search_s / 2
     length = 20
     images, series = [], {name: list[float]() for name in names}
     worst = dict.fromkeys(names, 0.0)
@@ -225,10 +191,10 @@ def figure_8b(options: Options) -> Outcome:
         groups = bounded_microbatches(setup.num_microbatches, low, high, 777 + i)
         images.append(sum(len(s.image_tokens) for g in groups for s in g) / len(groups))
         for name, one in systems.items():
-            found = timed(one, groups, options.search_s, i)
+            found = runs.run(one, groups, search_s, i)
             series[name].append(float("nan") if found is None else found.iteration_s)
         for name in names:
-            worst[name] = max(worst[name], series[name][-1] / series[OURS][-1] - 1)
+            worst[name] = max(worst[name], series[name][-1] / series[runs.OURS][-1] - 1)
     x = [float(i + 1) for i in range(2 * length)]
     figure = line_figure(
         {name: (x, values) for name, values in series.items()},
@@ -237,9 +203,9 @@ def figure_8b(options: Options) -> Outcome:
     rising = slice(0, 10)
     falling = slice(14, 20)
     paper = {
-        MEGATRON: "52.9 % (iteration 6)",
-        "nnScaler*": "10.4 %, later 50.5 %",
-        OPTIMUS: "10.4 %",
+        runs.MEGATRON: "52.9 % (iteration 6)",
+        runs.NNSCALER: "10.4 %, later 50.5 %",
+        runs.OPTIMUS: "10.4 %",
     }
     rows = tuple(
         (
@@ -264,7 +230,8 @@ def figure_8b(options: Options) -> Outcome:
                 ),
                 rows,
                 "Layouts are those chosen on mixed data and stay. Bounds on images a microbatch: the lower one rises "
-                "from 0 to 16 under an upper one of 32 (iterations 1 to 5), then both fall to 0 (6 to 20).",
+                "from 0 to 16 under an upper one of 32 (iterations 1 to 5), then both fall to 0 (6 to 20). "
+                f"{search_s:g} s of search an iteration.",
             ),
         ),
         (Figure("figure-8b", "Iteration time under changing data", figure),),
@@ -285,10 +252,6 @@ def image_bounds(i: int) -> tuple[int, int]:
 
 def bounded_microbatches(count: int, low: int, high: int, seed: int) -> Groups:
     """Microbatches of 8192 tokens with an even draw of ``low`` to ``high`` images each, the rest text."""
-    import numpy as np
-
-    from pipeloom.spec import Sample
-
     generator = np.random.default_rng(seed)
     groups = []
     for m in range(count):

@@ -2,63 +2,47 @@
 
 from __future__ import annotations
 
-import time
-
 from pipeloom.planner.systems import mfu
 from pipeloom.report.figures import Axis, bar_figure
-from pipeloom.reproduce.dip.end_to_end import BASELINES, MEGATRON, OPTIMUS, OURS, PUBLISHED, system
-from pipeloom.reproduce.dip.setups import (
-    LARGE,
-    case_of,
-    device,
-    gain,
-    iterations,
-    layouts,
-    lazily,
-    mean,
-    seconds_text,
-    timed,
-)
+from pipeloom.reproduce.dip import runs
+from pipeloom.reproduce.dip.setups import LARGE, device, gain, mean, seconds_text
 from pipeloom.reproduce.part import Figure, Options, Outcome, Table
+
+MOST_SEARCH = 3
+"""Times the search time of the smaller models."""
 
 
 def large(options: Options) -> Outcome:
     """VLM-XL and T2V-XL on thousands of GPUs (Fig. 14, Table 6)."""
     rows, gains, notes = [], list[tuple[str, float, float]](), []
     for label, setup in LARGE.items():
-        case = case_of(setup)
-        batches = iterations(setup, options, 1)[: None if options.full else 1]
+        case = setup.case
+        numbers = runs.iterations(options, 1)[: None if options.full else 1]
         values: dict[str, float | None] = {}
         share: dict[str, float] = {}
-        planning: list[float] = []
-        names = [n for n in BASELINES if not (label.startswith("T2V") and n == OPTIMUS)]
-        systems = lazily([*names, PUBLISHED, OURS], lambda name, setup=setup: system(setup, name))  # type: ignore[misc]
-        for name, one in systems.items():
-            found: list[tuple[float, float]] = []
-            for seed, groups in batches:
-                begin = time.process_time()
-                result = None if one is None else timed(one, groups, options.search_s * 4, seed)
-                if result is None:
-                    found.clear()
-                    break
-                found.append((result.iteration_s + case.update_s, mfu(case, groups, result.iteration_s)))
-                if name == OURS:
-                    planning.append(time.process_time() - begin)
-            values[name] = mean(s for s, _ in found) if found else None
-            share[name] = mean(m for _, m in found) if found else 0.0
-        ours = values[OURS]
+        planning = 0.0
+        for name in (n for n in (*runs.BASELINES, runs.PUBLISHED, runs.OURS) if runs.suits(n, setup)):
+            found = runs.all_timed(setup, name, numbers, options.search_s * MOST_SEARCH)
+            values[name] = None if found is None else mean(one.seconds + case.update_s for one in found)
+            if found is not None:
+                used = [
+                    mfu(case, setup.groups(*at), one.seconds) for at, one in zip(numbers, found, strict=True)
+                ]
+                share[name] = mean(used)
+                planning = mean(one.processor_s for one in found)
+        ours = values[runs.OURS]
         assert ours is not None
         for name, value in values.items():
-            against = "" if value is None or name == OURS else gain(value, ours)
-            paper = {"VLM": "0.36", "T2V": "0.39"}[label[:3]] if name == PUBLISHED else ""
+            against = "" if value is None or name == runs.OURS else gain(value, ours)
+            paper = {"VLM": "0.36", "T2V": "0.39"}[label[:3]] if name == runs.PUBLISHED else ""
             rows.append(
                 (label, name, seconds_text(value), f"{share[name]:.3f}" if value else "", against, paper)
             )
-        base = values[MEGATRON]
+        base = values[runs.MEGATRON]
         if base is not None:
-            gains.append((label, base / ours - 1, share[OURS]))
+            gains.append((label, base / ours - 1, share[runs.OURS]))
         notes.append(
-            f"{label}: layout `{layouts(setup)[0].name}`; planning an iteration took {mean(planning):.1f} CPU s "
+            f"{label}: layout `{setup.layouts[0].name}`; planning an iteration took {planning:.1f} CPU s "
             f"(graph and costs included) of an iteration of {ours:.1f} s."
         )
     bars = bar_figure(

@@ -9,9 +9,10 @@ import numpy as np
 
 from pipeloom.errors import InfeasibleError, InputError
 from pipeloom.planner.case import deal_groups, draw_groups, graph_of, make_case, model_flops
-from pipeloom.planner.systems import dip_layout, mfu, our_layout
+from pipeloom.planner.systems import mfu, our_layout
 from pipeloom.report.figures import Axis, bar_figure, best_so_far, line_figure
-from pipeloom.reproduce.dip.setups import SETUPS, case_of, device, iterations, layouts, mean, typical
+from pipeloom.reproduce.dip import runs
+from pipeloom.reproduce.dip.setups import SETUPS, device, mean
 from pipeloom.reproduce.part import Figure, Options, Outcome, Table
 from pipeloom.search import Deadline, Progress, family, generate, solve
 from pipeloom.spec.hardware import Degrees
@@ -27,9 +28,9 @@ METHODS = {
 def figure_11(options: Options) -> Outcome:
     """Best schedule so far against search time on VLM-L."""
     setup = SETUPS["VLM-L"]
-    case = case_of(setup)
-    seed, groups = iterations(setup, options, 1)[0]
-    graph = graph_of(case, dip_layout(case, typical(setup)), groups, "VLM-L")
+    seed, number = runs.iterations(options, 1)[0]
+    layout = runs.system(setup, runs.PUBLISHED).layout
+    graph = graph_of(setup.case, layout, setup.groups(seed, number), "VLM-L")
     limit = 10 * options.search_s
     series, rows = {}, []
     for name, method in METHODS.items():
@@ -75,8 +76,8 @@ def figure_12(options: Options) -> Outcome:
     solvers = {"ours": "default", "HiGHS": "milp", "Gurobi": "gurobi", "Z3": "z3", "CP-SAT": "cp-sat"}
     graphs: dict[tuple[str, int], TaskGraph] = {}
     for label in ("VLM-S", "T2V-S"):
-        case = case_of(SETUPS[label])
-        layout = dip_layout(case, typical(SETUPS[label]))
+        case = SETUPS[label].case
+        layout = runs.system(SETUPS[label], runs.PUBLISHED).layout
         for count in counts:
             graph = graph_of(case, layout, draw_groups(case, count, 500 + options.seeds[0]), label)
             assert graph.candidates is not None
@@ -138,7 +139,7 @@ def _solved(graph: TaskGraph, method: str, options: Options) -> tuple[str, float
 def figure_13(options: Options) -> Outcome:
     """VLM-M on 64 GPUs under every combination of degrees."""
     total, rows, best = 128, [], ("", 0.0)
-    drawn = draw_groups(case_of(SETUPS["VLM-M"]), total, 10_000 * (1 + options.seeds[0]))
+    drawn = draw_groups(SETUPS["VLM-M"].case, total, 10_000 * (1 + options.seeds[0]))
     bars: dict[str, float] = {}
     for tensor in (1, 2, 4, 8):
         for pipeline in (1, 2, 4, 8, 16, 32):
@@ -186,8 +187,8 @@ def figure_13(options: Options) -> Outcome:
 def dealing(options: Options) -> Outcome:
     """Microbatches dealt to data-parallel replicas in turn, and by work (the papers leave this out)."""
     setup, replicas, each = SETUPS["VLM-S"], 4, 16
-    case = case_of(setup)
-    layout = our_layout(case, typical(setup))
+    case = setup.case
+    layout = our_layout(case, setup.typical)
     slowest: dict[str, list[float]] = {"in turn": [], "by work": []}
     average: dict[str, list[float]] = {"in turn": [], "by work": []}
     for seed in options.seeds:
@@ -242,9 +243,9 @@ def ordering_consistency(options: Options) -> Outcome:
     for name, of in (("VLM-S", "vlm-s"), ("T2V-S", "t2v-s"), ("uniform", "uniform")):
         together = same = proved = wholly = 0
         over: list[float] = []
-        for seed in range(3 * len(options.seeds)):
+        for seed in range(2 * len(options.seeds)):
             graph = generate(family(of, num_ranks=3, num_microbatches=2 if of != "uniform" else 4), seed)
-            exact = solve(graph, budget=Deadline(min(10.0, options.solver_s)), seed=seed, method="cp-sat")
+            exact = solve(graph, budget=Deadline(min(5.0, options.solver_s)), seed=seed, method="cp-sat")
             if exact.timeline.makespan_ns > exact.lower_bound.ns:
                 continue
             proved += 1
@@ -274,28 +275,14 @@ def ordering_consistency(options: Options) -> Outcome:
 
 def planning_time(options: Options) -> Outcome:
     """Processor time of planning one iteration, everything included, against the iteration that it hides behind."""
-    from pipeloom.planner.systems import searched_system
-
     rows = []
     for label, setup in SETUPS.items():
-        case = case_of(setup)
-        one = searched_system("ours", case, layouts(setup)[0].layout)
-        spent, took, gaps = [], [], []
-        for seed, groups in iterations(setup, options, 1):
-            begin = time.process_time()
-            found = one.run(groups, Deadline(options.search_s / 2, "cpu"), seed)
-            spent.append(time.process_time() - begin)
-            took.append(found.iteration_s)
-            gaps.append(found.timeline.makespan_ns / found.lower_bound.ns - 1)
+        found = runs.all_timed(setup, runs.OURS, runs.iterations(options, 1), options.search_s / 2)
+        assert found is not None, label
         rows.append(
-            (
-                label,
-                str(found.graph.num_tasks),
-                f"{mean(spent):.2f}",
-                f"{mean(took):.1f}",
-                f"{mean(gaps) * 100:.1f} %",
-            )
-        )
+            (label, str(found[0].num_tasks), f"{mean(one.processor_s for one in found):.2f}",
+             f"{mean(one.seconds for one in found):.1f}", f"{mean(one.gap for one in found) * 100:.1f} %")
+        )  # fmt: skip
     columns = ("model", "tasks", "planning, CPU s", "iteration, s", "above the lower bound")
     text = f"Costs of new shapes, graph, {options.search_s / 2:g} s of search, strategies and simulation, on one core."
     return Outcome((Table("Planning", columns, tuple(rows), text),), devices=device(*SETUPS.values()))

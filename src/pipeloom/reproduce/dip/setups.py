@@ -1,21 +1,16 @@
-"""The evaluation's models, clusters and sampled data, and small helpers of all parts."""
+"""The evaluation's models, clusters and sampled data, and how numbers are written."""
 
 from __future__ import annotations
 
 import functools
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from pipeloom.errors import InfeasibleError
 from pipeloom.planner.case import Case, Groups, draw_groups, make_case
 from pipeloom.planner.choose_layout import LayoutTrial, choose_layout
-from pipeloom.planner.compare import SystemTimeline
-from pipeloom.planner.systems import System
-from pipeloom.reproduce.part import Options
 from pipeloom.search import Deadline, warm_up
 from pipeloom.spec.hardware import Degrees
-from pipeloom.timeline import check
 
 TYPICAL_SEEDS = (1000, 1001)
 """Of the iterations that layouts are chosen on; none of them is timed."""
@@ -33,6 +28,25 @@ class Setup:
     num_microbatches: int = 64
     """`dip.txt` §2.3 counts with 64; the larger tables do not say, and 64 is assumed."""
 
+    @property
+    def case(self) -> Case:
+        """The model on its cluster; made once, so that all parts share what was emulated."""
+        return _case(self)
+
+    @property
+    def typical(self) -> tuple[Groups, ...]:
+        """Iterations that layouts are chosen on."""
+        return _typical(self)
+
+    @property
+    def layouts(self) -> tuple[LayoutTrial, ...]:
+        """Layouts that were tried on the typical iterations, fastest first; on fewer where pipelines are large."""
+        return _layouts(self)
+
+    def groups(self, seed: int, number: int) -> Groups:
+        """Microbatches of one timed iteration."""
+        return draw_groups(self.case, self.num_microbatches, 10_000 * (1 + seed) + number)
+
 
 SETUPS = {
     "VLM-S": Setup("vlm-s", "dip-h800-64", 4, 4),
@@ -49,48 +63,23 @@ LARGE = {
 }
 
 
-@functools.lru_cache(maxsize=16)
-def case_of(setup: Setup) -> Case:
-    """The model on its cluster."""
+@functools.lru_cache(maxsize=32)
+def _case(setup: Setup) -> Case:
     warm_up()
     degrees = Degrees(tensor=setup.tensor, pipeline=setup.pipeline, data=setup.data)
     return make_case(setup.model, setup.cluster, degrees)
 
 
-@functools.lru_cache(maxsize=16)
-def typical(setup: Setup) -> tuple[Groups, ...]:
-    """Iterations that layouts are chosen on."""
-    return tuple(draw_groups(case_of(setup), setup.num_microbatches, seed) for seed in TYPICAL_SEEDS)
+@functools.lru_cache(maxsize=32)
+def _typical(setup: Setup) -> tuple[Groups, ...]:
+    return tuple(draw_groups(setup.case, setup.num_microbatches, seed) for seed in TYPICAL_SEEDS)
 
 
-@functools.lru_cache(maxsize=16)
-def layouts(setup: Setup) -> tuple[LayoutTrial, ...]:
-    """Layouts that were tried on the typical iterations, fastest first; on fewer where pipelines are large."""
+@functools.lru_cache(maxsize=32)
+def _layouts(setup: Setup) -> tuple[LayoutTrial, ...]:
     if setup in LARGE.values():
-        return choose_layout(case_of(setup), typical(setup)[:1], trial=Deadline(1.0, "cpu"), rounds=1)
-    return choose_layout(case_of(setup), typical(setup))
-
-
-def iterations(setup: Setup, options: Options, count: int | None = None) -> list[tuple[int, Groups]]:
-    """Seed and microbatches of every timed iteration: ``options.iterations`` (or ``count``) for each seed."""
-    number = count or options.iterations
-    return [
-        (seed, draw_groups(case_of(setup), setup.num_microbatches, 10_000 * (1 + seed) + i))
-        for seed in options.seeds
-        for i in range(number)
-    ]
-
-
-def timed(system: System, groups: Groups, seconds: float, seed: int) -> SystemTimeline | None:
-    """Time one iteration and judge it by the independent checker; None: it does not fit."""
-    try:
-        found = system.run(groups, Deadline(seconds, "cpu"), seed)
-    except InfeasibleError:
-        return None
-    faults = check(found.graph, found.schedule, found.timeline)
-    if faults:
-        raise AssertionError(f"{system.name}: {faults[0]}")
-    return found
+        return choose_layout(setup.case, setup.typical[:1], trial=Deadline(0.5, "cpu"), rounds=1)
+    return choose_layout(setup.case, setup.typical)
 
 
 def mean(values: Iterable[float]) -> float:
@@ -110,16 +99,9 @@ def seconds_text(value: float | None) -> str:
 
 def device(*setups: Setup) -> tuple[str, ...]:
     """Device tables that the times rest on."""
-    found = dict.fromkeys((case_of(s).machine.device.name, case_of(s).machine.device.basis) for s in setups)
-    return tuple(f"{name} ({basis})" for name, basis in found)
+    return tuple(dict.fromkeys(device_text(s.case) for s in setups))
 
 
-def lazily(names: Sequence[str], make: Callable[[str], System]) -> dict[str, System | None]:
-    """Systems by name; None where a layout cannot be made in memory."""
-    out: dict[str, System | None] = {}
-    for name in names:
-        try:
-            out[name] = make(name)
-        except InfeasibleError:
-            out[name] = None
-    return out
+def device_text(case: Case) -> str:
+    """The device of a case, and whether its table is of a data sheet or calibrated."""
+    return f"{case.machine.device.name} ({case.machine.device.basis})"
