@@ -110,7 +110,7 @@ def _turns(
             on_progress(replace(progress, bound_ns=bound.ns))
 
     walks, tuner = None if graph.capacity_bytes is None else make_walks(graph), Tuner(graph)
-    start, used = _start(graph, bound, watch, seed, on_progress, used, walks)
+    start, probe, used = _start(graph, bound, watch, seed, on_progress, used, walks)
     rounds = ROUNDS if start is None else LEVEL_ROUNDS
     lean: IntArray = np.array(leanest(graph), np.int64)
     choice = lean if start is None else start
@@ -123,7 +123,11 @@ def _turns(
         chosen = graph.with_candidates(choice)
         # How far an order is from the optimum, and whether to go on, is a matter of these strategies.
         target = max(bound.ns, lower_bound(chosen).ns)
-        search = Search(chosen, target, watch, seed + turn, told, used, walks=walks)
+        if turn == 0 and probe is not None:
+            # The static orders that chose the setting are a part of its search.
+            search = probe.resumed(target, told)
+        else:
+            search = Search(chosen, target, watch, seed + turn, told, used, walks=walks)
         turn_is_last = True
         with suppress(KeyboardInterrupt):
             if previous is not None:
@@ -146,10 +150,14 @@ def _turns(
 def _start(
     graph: TaskGraph, bound: LowerBound, watch: Watch, seed: int, on_progress: Callable[[Progress], None] | None,
     used: int, walks: Walks | None,
-) -> tuple[IntArray | None, int]:  # fmt: skip
-    """The uniform setting with the best static orders, and the evaluations used; None: no limit, or none fits."""
+) -> tuple[IntArray | None, Search | None, int]:  # fmt: skip
+    """The uniform setting with the best static orders, their search, and the evaluations used.
+
+    None: no limit, or no setting fits.
+    """
     if graph.capacity_bytes is None:
-        return None, used
+        return None, None, used
+    searches: dict[int, Search] = {}
 
     def makespan(level: int) -> float:
         nonlocal used
@@ -159,8 +167,11 @@ def _start(
         except InfeasibleError:
             return float("inf")
         portfolio(search, until=watch.share(used) + PROBE)
-        used = search.evaluations
+        used, searches[level] = search.evaluations, search
         return float(search.best_ns)
 
     level = downhill(levels_by_time(graph), makespan)
-    return (None if level is None else np.full(graph.num_pairs, level, np.int64)), used
+    if level is None:
+        return None, None, used
+    searches[level].evaluations = used
+    return np.full(graph.num_pairs, level, np.int64), searches[level], used

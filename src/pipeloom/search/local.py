@@ -22,11 +22,17 @@ WHOLE_MICROBATCHES = 13
 
 
 def portfolio(search: Search, until: float = 1.0) -> None:
-    """Try the static heuristics, all of them if the budget, or its part ``until``, allows."""
-    for start in starts(search.problem, search.groups, search.rule):
-        if search.best_ns < kernels.NEVER and (
-            search.round_size() == 0 or search.watch.share(search.evaluations) >= until
-        ):
+    """Try the static heuristics, all of them if the budget, or its part ``until``, allows.
+
+    Asked again, it goes on with those that are left.
+    """
+    if search.starts is None:
+        search.starts = starts(search.problem, search.groups, search.rule)
+    while search.best_ns >= kernels.NEVER or (
+        search.round_size() > 0 and search.watch.share(search.evaluations) < until
+    ):
+        start = next(search.starts, None)
+        if start is None:
             return
         search.try_order(start.order, start.choice)
 

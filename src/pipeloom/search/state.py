@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from math import ceil
 
@@ -10,6 +10,7 @@ import numpy as np
 
 from pipeloom.search import kernels
 from pipeloom.search.jobs import Walks, memory_matters
+from pipeloom.search.portfolio import Start
 from pipeloom.search.problem import Groups, Problem, make_problem
 from pipeloom.search.result import Progress
 from pipeloom.search.scratch import make_scratch
@@ -37,6 +38,8 @@ class Search:
         the leanest. Makespans are then those under the chosen ones.
     candidate : array, shape (num_pairs,), optional
         The incumbent's strategies, where there is a tuner.
+    starts : iterator, optional
+        Static heuristics that are still to be tried, once the first was.
     """
 
     def __init__(
@@ -62,6 +65,12 @@ class Search:
         self.mean_task_ns = float(graph.duration_ns.mean())
         self.tuner = None if tuned is None else Tuner(tuned)
         self.candidate: IntArray | None = None
+        self.starts: Iterator[Start] | None = None
+
+    def resumed(self, target_ns: int, on_progress: Callable[[Progress], None] | None) -> Search:
+        """The same search, which now ends at another target and reports to another."""
+        self.target_ns, self.on_progress = target_ns, on_progress
+        return self
 
     @property
     def done(self) -> bool:

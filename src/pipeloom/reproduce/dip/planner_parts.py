@@ -154,7 +154,7 @@ def figure_13(options: Options) -> Outcome:
                 graph = graph_of(case, our_layout(case, [mine]), mine, name)
                 found = solve(graph, budget=Deadline(options.search_s / 2, "cpu"), seed=0)
             except (InfeasibleError, InputError) as error:
-                rows.append((name, "", "", str(error)[:70]))
+                rows.append((name, "", "", str(error).partition(";")[0]))
                 continue
             seconds = found.timeline.makespan_ns / 1e9
             # All replicas wait for the fullest, so what counts is the work of all of them over its time.
