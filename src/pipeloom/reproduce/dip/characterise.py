@@ -62,8 +62,9 @@ def table_1(options: Options) -> Outcome:
     note = (
         "1F1B by parameters. Overhead is the share of the time beyond what the language model takes for the same "
         "operations (the paper's 12.5 % and 40.3 % are of MFU 0.351 and 0.239 against 0.400); then the same with "
-        "stages of equal mean time. The ViT is ViT-G/14 and the language model LLaMA-2 7B with 24 layers; the paper does not give its sizes. Balanced by parameters, one "
-        "stage has most of a ViT that sees 2704 patches an image, hence the larger overhead here."
+        "stages of equal mean time. The ViT is ViT-G/14 and the language model LLaMA-2 7B with 24 layers; the paper "
+        "does not give its sizes. By parameters, one stage has most of a ViT that sees 2704 patches an image, hence "
+        "the larger overhead here."
     )
     columns = (
         "model",
