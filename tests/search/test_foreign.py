@@ -55,6 +55,10 @@ def test_an_order_that_fits_is_found_where_the_plain_ones_do_not_fit(seed, room)
     attack(seed, "default", 20, room)
 
 
+def test_tasks_that_take_no_time_at_all_are_solved():
+    attack(1497, "default", 20)
+
+
 def test_what_cannot_fit_is_refused_with_the_pair_and_the_bytes():
     refused = 0
     for seed in range(60):

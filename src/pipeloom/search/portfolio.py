@@ -76,7 +76,8 @@ def _late_ends(problem: Problem, groups: Groups) -> Iterator[Start]:
     forward, backward = _halves(problem)
     ends = np.flatnonzero(groups.ends)
     ends = ends[np.argsort(groups.tail[ends], kind="stable")]
-    part = np.cumsum(groups.work[ends]) / groups.work.sum()
+    # All of it may take no time at all.
+    part = np.cumsum(groups.work[ends]) / max(int(groups.work.sum()), 1)
     turns = _turns(groups)
     counts = dict.fromkeys(min(len(ends), 1 + int(np.searchsorted(part, limit))) for limit in LATE_PARTS)
     for name in ("few small, then large", "large first", "large between", "first in, first out"):
