@@ -22,6 +22,7 @@ from pipeloom.runtime import (
     save_checkpoint,
 )
 from pipeloom.runtime.transport import Handle, Transport
+from pipeloom.runtime.waiting import FirstPlan
 from tests.plan.cases import (
     Case,
     RandomCosts,
@@ -101,6 +102,15 @@ def run_with_a_broken_rank(seed: int, how: str) -> None:
     Executor(run.model, run.case.layout, dist.get_rank(), transport).run(
         run.case.plan, run.case.packing, run.documents
     )
+
+
+def wait_for_a_first_plan(seconds: float) -> bool:
+    """Rank 0 takes so long before it has a plan."""
+    first = FirstPlan()
+    if dist.get_rank() == 0:
+        time.sleep(seconds)
+    first.wait()
+    return True
 
 
 def relaid(seed: int, num_ranks: int) -> Run:

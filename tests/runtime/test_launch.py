@@ -7,7 +7,7 @@ from pipeloom.runtime import launch
 from tests.plan.cases import EVERY_STRATEGY
 
 from .cases import random_run
-from .on_ranks import run_many, run_with_a_broken_rank
+from .on_ranks import run_many, run_with_a_broken_rank, wait_for_a_first_plan
 
 
 def test_any_plan_is_exact_on_gloo_with_tags_and_without() -> None:
@@ -44,3 +44,7 @@ def seed_with_messages() -> int:
 def test_a_broken_rank_ends_all_with_its_message(how: str, message: str) -> None:
     with pytest.raises(ExecutionError, match=message):
         launch(run_with_a_broken_rank, 2, seed_with_messages(), how, timeout_s=3.0)
+
+
+def test_the_first_plan_is_waited_for_beyond_the_timeout() -> None:
+    assert launch(wait_for_a_first_plan, 2, 5.0, timeout_s=3.0) == [True, True]

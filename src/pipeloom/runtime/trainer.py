@@ -5,9 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
@@ -24,9 +22,8 @@ from pipeloom.runtime.model import Model, user_code
 from pipeloom.runtime.reduce import all_reduce_gradients
 from pipeloom.runtime.resume import Checkpoints, TrainerState, fingerprint
 from pipeloom.runtime.transport import TorchTransport
+from pipeloom.runtime.waiting import FirstPlan, together
 from pipeloom.spec import Batch, Layout, ModelSpec, batch_from_dicts
-
-_START_TIMEOUT = timedelta(hours=1)
 
 
 class PlanSource(Protocol):
@@ -226,26 +223,28 @@ class Trainer:
         source = iter(batches)
         samples = next(source, None)
         iteration = first_iteration
-        with _patient_ranks():
+        first: FirstPlan | None = FirstPlan()
+        try:
             if self.rank == 0:
                 self._planner.start()
-        try:
             asked = None if samples is None else self._submit(samples, iteration)
             while samples is not None and asked is not None:
                 following = next(source, None)
-                delivery, answer, packing = self._deliver(asked.batch)
-                iteration += 1
+                delivery, answer, packing = self._deliver(asked.batch, first)
+                iteration, first = iteration + 1, None
                 current, asked = asked, None if following is None else self._submit(following, iteration)
                 yield self._step(samples, current, delivery, answer, packing)
                 samples = following
                 self._save(current.batch, is_last=samples is None)
         finally:
+            if first is not None:
+                first.cancel()
             if self.rank == 0:
                 self._planner.close()
 
     def gather_model(self) -> None:
         """Give every rank the trained weights of all layers, e.g. to evaluate or save the whole model."""
-        with _together("gathering the model"):
+        with together("gathering the model"):
             for chunk in self.layout.chunks:
                 for layer in self.model.module(chunk.module).layers[chunk.layers[0] : chunk.layers[1] + 1]:
                     for tensor in (*layer.parameters(), *layer.buffers()):
@@ -262,7 +261,7 @@ class Trainer:
             iteration, fingerprint(batch), self.layout.digest, self._calibrator.num_measured,
             self._calibrator.correction,
         )  # fmt: skip
-        with _together(f"iteration {batch.iteration}: saving the checkpoint"):
+        with together(f"iteration {batch.iteration}: saving the checkpoint"):
             self._checkpoints.save(self._executor, self._optimizer, state)
 
     def _submit(self, samples: Sequence[Any], iteration: int) -> _Asked:
@@ -279,10 +278,12 @@ class Trainer:
         except InputError as error:
             raise InputError(f"iteration {iteration}: {error.entity}", error.problem, error.remedy) from error
 
-    def _deliver(self, batch: Batch) -> tuple[Delivery | None, Answer, Packing]:
+    def _deliver(self, batch: Batch, first: FirstPlan | None) -> tuple[Delivery | None, Answer, Packing]:
         """Rank 0 collects a plan and hands it to all ranks, so that all run the same one."""
         delivery = self._planner.collect(batch.iteration) if self.rank == 0 else None
-        with _together(f"iteration {batch.iteration}: the plan's delivery"):
+        if first is not None:
+            first.wait()
+        with together(f"iteration {batch.iteration}: the plan's delivery"):
             data = broadcast_bytes(None if delivery is None else delivery.data)
         if delivery is not None:
             return delivery, delivery.answer, delivery.packing
@@ -305,7 +306,7 @@ class Trainer:
         cpu_ns = time.thread_time_ns() - cpu_ns
         squares = sum(float(p.grad.square().sum()) for p in self._counted if p.grad is not None)
         totals = torch.tensor([result.loss_sum / result.normaliser, squares], dtype=torch.float64)
-        with _together(f"iteration {batch.iteration}: the sum of losses"):
+        with together(f"iteration {batch.iteration}: the sum of losses"):
             dist.all_reduce(totals)
         norm = float(totals[1]) ** 0.5
         # Every rank has the same sums, so all of them stop here together.
@@ -316,7 +317,7 @@ class Trainer:
                     "or look for the sample that does it"
                 )
         self._update(batch.iteration, norm)
-        with _together(f"iteration {batch.iteration}: measured times"):
+        with together(f"iteration {batch.iteration}: measured times"):
             measured = gather_times(answer.plan, result.times, cpu_ns)
         makespan, share = 0, 0.0
         if measured is not None:
@@ -350,25 +351,6 @@ class Trainer:
                     parameter.grad.mul_(self._clip_norm / norm)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
-
-
-@contextmanager
-def _patient_ranks() -> Iterator[None]:
-    """Let rank 0 compile kernels for longer than a rank is waited for in training."""
-    with _together("the start of training"):
-        patient = dist.new_group(backend="gloo", timeout=_START_TIMEOUT)
-        yield
-        dist.barrier(group=patient)
-        dist.destroy_process_group(patient)
-
-
-@contextmanager
-def _together(what: str) -> Iterator[None]:
-    """Something that all ranks do: where it fails, another rank is gone or late."""
-    try:
-        yield
-    except RuntimeError as error:  # what gloo and NCCL raise
-        raise ExecutionError(f"{what} failed, another rank is gone or hangs: {error}") from error
 
 
 def unpack_answer(data: bytes, batch: Batch, model: ModelSpec, layout: Layout) -> tuple[Answer, Packing]:
