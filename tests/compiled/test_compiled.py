@@ -38,7 +38,9 @@ def test_a_change_in_a_file_reaches_those_that_call_its_functions_or_read_its_co
         file.write_text(file.read_text().replace("pipeloom.compiled", "package.compiled"))
     (package / "kernels").mkdir()
     (package / "__init__.py").touch()
-    (package / "kernels" / "__init__.py").write_text("from package.kernels.inner import inner\n")
+    (package / "kernels" / "__init__.py").write_text(
+        "if True:\n    from package.kernels.inner import inner\n"
+    )
     (package / "outer.py").write_text(OUTER)
 
     def answer(length: int, decorator: str, other: str = "") -> str:

@@ -2,9 +2,9 @@
 
 A compiled function contains the compiled functions that it calls, and the constants that it reads, from whatever file
 they are. So its files are its own, those that its file imports from this project, and further those that these import,
-as far as they hold compiled code themselves. Imports are read by a pattern, which takes a tenth of the time of parsing:
-only those at the top level count, and every name must be imported from the place that has it, or from an
-``__init__.py`` that does so.
+as far as they hold compiled code themselves. Imports are read by a pattern, which takes a tenth of the time of parsing;
+every name must be imported from the place that has it, or from an ``__init__.py`` that does so, be it only for type
+checkers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 _ALWAYS = sorted(Path(__file__).parent.glob("*.py"))
 _HERE = f"{ROOT.name}.{Path(__file__).parent.name}"
 _IMPORT = re.compile(
-    rf"^(?:from ({ROOT.name}(?:\.\w+)*) import (?:\(([^)]*)\)|(.*))|import ({ROOT.name}(?:\.\w+)*))",
+    rf"^[ \t]*(?:from ({ROOT.name}(?:\.\w+)*) import (?:\(([^)]*)\)|(.*))|import ({ROOT.name}(?:\.\w+)*))",
     re.MULTILINE,
 )
 _COMMENT = re.compile(r"#.*")
