@@ -141,7 +141,7 @@ def test_simulate_runs_what_does_not_fit_and_says_so(invoke: Invoke, tmp_path: P
     path.write_text(json.dumps(TINY | {"memory_capacity_bytes": [49, 100]}))
     done = invoke("simulate", path, _schedule(tmp_path))
     assert done.code == 0
-    assert "note: infeasible, memory: rank 0" in done.err
+    assert "is infeasible, memory: rank 0" in done.err
 
 
 def test_report_compares_schedules(invoke: Invoke, tiny: Path, tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from pipeloom.taskgraph import (
     make_graph,
     to_ns,
 )
+from pipeloom.taskgraph.build import number_runs
 
 MODULE = "lm"
 """The one module of a layer table in layouts, instances and plans."""
@@ -269,7 +270,7 @@ def graph_of(chain: LayerChain, arrangement: Arrangement, name: str | None = Non
     ])  # fmt: skip
     duration = np.concatenate([plain.forward_ns, plain.backward_ns, plain.weight_ns[split]])
     microbatch = np.tile(np.arange(m), len(chunk))
-    runs = _runs(arrangement.ranks)
+    runs = np.array(number_runs(arrangement.ranks), np.int64)
     # Segments: a pass of one kind of a microbatch through a run of chunks in which no rank comes twice.
     segment = ((kind * (runs.max() + 1) + runs[chunk]).repeat(m) * m + microbatch).astype(np.int64)
     segment = np.unique(segment, return_inverse=True)[1]
@@ -310,15 +311,3 @@ def _candidate(costs: ChunkCosts, c: int, strategy: str, layers: tuple[str, ...]
         strategy, int(costs.forward_ns[c]), int(costs.backward_ns[c]), int(costs.weight_ns[c]),
         int(costs.activation_bytes[c]), int(costs.gradient_bytes[c]), layers,
     )  # fmt: skip
-
-
-def _runs(ranks: tuple[int, ...]) -> IntArray:
-    """Number the maximal runs of consecutive chunks in which no rank comes twice."""
-    numbers, seen, run = [], set[int](), 0
-    for rank in ranks:
-        if rank in seen:
-            run += 1
-            seen = set()
-        seen.add(rank)
-        numbers.append(run)
-    return np.array(numbers, dtype=np.int64)

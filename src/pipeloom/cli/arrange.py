@@ -13,6 +13,7 @@ import msgspec
 import typer
 
 from pipeloom.cli.compare import load_model
+from pipeloom.cli.options import check_budget, check_seed
 from pipeloom.cli.output import JSON_HELP, check_targets, draw, print_json, print_note
 from pipeloom.cli.solve import interruptible, progress_display
 from pipeloom.errors import InfeasibleError, InputError
@@ -32,7 +33,6 @@ EPILOG = (
     "value is wrong, or nothing fits into memory."
 )
 METHODS = ("joint", "adaptis")
-_NEVER_S = 1e7
 _MOST_THREADS = 16
 
 
@@ -76,10 +76,8 @@ def arrange(
     Any number of chunks per rank, uneven, in any order, within every rank's memory. The answer says how far from
     the best possible it can be at most.
     """
-    if not 0 <= budget <= _NEVER_S:
-        raise InputError("--budget", f"{budget:g} is not between 0 and {_NEVER_S:g} seconds")
-    if not 0 <= seed < 2**63:
-        raise InputError("--seed", f"{seed} is not between 0 and 2**63-1")
+    check_budget(budget)
+    check_seed(seed)
     if not 0 <= threads <= _MOST_THREADS:
         raise InputError("--threads", f"{threads} is not between 0 and {_MOST_THREADS}")
     if method not in METHODS:

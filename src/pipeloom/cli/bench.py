@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from pipeloom.cli.options import check_budget
 from pipeloom.cli.output import JSON_HELP, print_json, print_note
 from pipeloom.errors import InputError
 
@@ -47,8 +48,8 @@ def bench(
     for option, names, known in (("--family", families, LIBRARY), ("--method", method, {**METHODS, **EXACT})):
         if unknown := [name for name in names if name not in known]:
             raise InputError(option, f"{unknown[0]!r} is none of {', '.join(known)}")
-    if wrong := [seconds for seconds in budget if not 0 <= seconds < 1e7]:
-        raise InputError("--budget", f"{wrong[0]:g} is not between 0 and 10000000 seconds")
+    for seconds in budget:
+        check_budget(seconds)
     for name in method:
         warm_up(name)
     runs = list(run_library(families, method, budgets_s=budget, seeds=range(seeds), on_run=_tell))

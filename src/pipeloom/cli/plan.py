@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from pipeloom.cli.options import check_budget
 from pipeloom.cli.output import JSON_HELP, check_targets, draw, figures_document, figures_text, print_json
 from pipeloom.errors import InfeasibleError, InputError
 from pipeloom.io import (
@@ -94,8 +95,7 @@ def plan(
     from pipeloom.planner import plan_batch
     from pipeloom.search import METHODS
 
-    if not 0 <= budget <= 1e7:
-        raise InputError("--budget", f"{budget:g} is not between 0 and 1e+07 seconds")
+    check_budget(budget)
     if compare is not None:
         from pipeloom.cli.compare import compare as run_comparison
 

@@ -13,15 +13,13 @@ from pipeloom.cli.output import (
     draw,
     figures_document,
     print_json,
-    print_note,
     stdout,
 )
-from pipeloom.errors import InputError, PlanError
-from pipeloom.io import read_instance, read_schedule, read_text, write_text
+from pipeloom.cli.stated import stated_track
+from pipeloom.errors import InputError
+from pipeloom.io import read_instance, read_text, write_text
 from pipeloom.io.document import convert, read_document
-from pipeloom.report import Track, comparison_table, make_track, summary_table
-from pipeloom.taskgraph import TaskGraph
-from pipeloom.timeline import check, lower_bound, simulate
+from pipeloom.report import comparison_table, summary_table
 
 EPILOG = (
     "Examples: pipeloom report runs/digits_vlm. pipeloom report batch.json 1f1b.json plan.json --html compare.html "
@@ -65,7 +63,7 @@ def report(
     if not schedules:
         raise InputError(str(source), "is no folder of a run, and no schedule is given", "add SCHEDULE files")
     graph = read_instance(source)
-    tracks = [_track(graph, path) for path in schedules]
+    tracks = [stated_track(graph, path) for path in schedules]
     heading = title or graph.name or source.stem
     written = draw(tracks, title=heading, trace_file=trace, html_file=html, svg_file=svg)
     if json:
@@ -76,20 +74,6 @@ def report(
     console.print(comparison_table(tracks, title=heading))
     for target in written:
         console.print(f"wrote {target}", markup=False, highlight=False, soft_wrap=True)
-
-
-def _track(graph: TaskGraph, path: Path) -> Track:
-    stated = read_schedule(path)
-    try:
-        timeline = simulate(graph, stated.schedule)
-    except InputError as error:
-        raise InputError(f"{path}: {error.entity}", error.problem, error.remedy) from error
-    except PlanError as error:
-        raise InputError(f"{path}: order", str(error), "pipeloom check names every violation") from error
-    for violation in check(graph, stated.schedule):
-        print_note(f"note: {path} is infeasible, {violation.kind}: {violation.message}")
-    name = stated.schedule.method or path.name.removesuffix(".gz").removesuffix(".json")
-    return make_track(name, graph, stated.schedule, timeline, lower_bound(graph))
 
 
 def _report_run(

@@ -13,16 +13,13 @@ from pipeloom.cli.output import (
     draw,
     figures_document,
     print_json,
-    print_note,
     stdout,
 )
-from pipeloom.errors import InputError, PlanError
-from pipeloom.io import read_instance, read_schedule
-from pipeloom.report import comparison_table, make_track, time_text
+from pipeloom.cli.stated import stated_track
+from pipeloom.io import read_instance
+from pipeloom.report import comparison_table, time_text
 from pipeloom.taskgraph import TaskGraph
-from pipeloom.timeline import Bubbles, bubbles, lower_bound
-from pipeloom.timeline import check as check_schedule
-from pipeloom.timeline import simulate as run_schedule
+from pipeloom.timeline import Bubbles, bubbles
 
 EPILOG = (
     "Example: pipeloom simulate tiny.json tiny.schedule.json --html tiny.html --trace tiny.trace.json. Open the page "
@@ -46,23 +43,13 @@ def simulate(
     """
     check_targets(trace, html, svg)
     graph = read_instance(instance)
-    stated = read_schedule(schedule)
-    try:
-        timeline = run_schedule(graph, stated.schedule)
-    except InputError as error:
-        raise InputError(f"{schedule}: {error.entity}", error.problem, error.remedy) from error
-    except PlanError as error:
-        raise InputError(f"{schedule}: order", str(error), "pipeloom check names every violation") from error
-    for violation in check_schedule(graph, stated.schedule):
-        print_note(f"note: infeasible, {violation.kind}: {violation.message}")
-    name = stated.schedule.method or schedule.stem
-    track = make_track(name, graph, stated.schedule, timeline, lower_bound(graph))
-    idle = bubbles(track.graph, timeline)
+    track = stated_track(graph, schedule)
+    idle = bubbles(track.graph, track.timeline)
     written = draw([track], title=graph.name or instance.stem, trace_file=trace, html_file=html, svg_file=svg)
     if json:
         print_json(
             figures_document(track)
-            | {"instance": graph.name, "start_s": [t / 1e9 for t in timeline.start_ns.tolist()],
+            | {"instance": graph.name, "start_s": [t / 1e9 for t in track.timeline.start_ns.tolist()],
                "bubbles": bubbles_document(idle), "written": written}
         )  # fmt: skip
         return

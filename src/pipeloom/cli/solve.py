@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from pipeloom.cli.options import check_budget, check_seed
 from pipeloom.cli.output import JSON_HELP, check_targets, figures_text, print_json, print_note, stderr
 from pipeloom.errors import InfeasibleError, InputError
 from pipeloom.io import SearchRecord, read_instance, schedule_document, write_schedule
@@ -28,7 +29,6 @@ EPILOG = (
     "Example: pipeloom solve tiny.json --budget 1 --out tiny.schedule.json. Ctrl-C ends the search early and writes "
     "the best schedule so far. Exit code 2: a file or value is wrong, or nothing can satisfy the memory limits."
 )
-_NEVER_S = 1e7
 
 
 def solve(
@@ -47,10 +47,8 @@ def solve(
     Writes the best schedule found, with its start times, its peak memory, and a lower bound that says how far from
     the best possible it can be at most.
     """
-    if not 0 <= budget <= _NEVER_S:
-        raise InputError("--budget", f"{budget:g} is not between 0 and {_NEVER_S:g} seconds")
-    if not 0 <= seed < 2**63:
-        raise InputError("--seed", f"{seed} is not between 0 and 2**63-1")
+    check_budget(budget)
+    check_seed(seed)
     check_targets(out)
     graph = read_instance(instance)
     from pipeloom.search import solve as search

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from pipeloom.emulator.kernels import latencies
 from pipeloom.emulator.size import FloatArray
 from pipeloom.errors import InputError
+from pipeloom.spec.hardware import check_points
 
 IntArray = npt.NDArray[np.int64]
 PS_PER_S = 1_000_000_000_000
@@ -40,13 +41,7 @@ class Efficiency:
     def __post_init__(self) -> None:
         """Refuse curves that are not functions or promise nothing."""
         for name in METRICS:
-            curve: Curve = getattr(self, name)
-            sizes = [size for size, _ in curve]
-            if not curve or sizes != sorted(set(sizes)) or sizes[0] <= 0:
-                raise InputError(f"efficiency.{name}", f"sizes {sizes} are not positive and rising")
-            for size, value in curve:
-                if not 0 < value < float("inf"):
-                    raise InputError(f"efficiency.{name} at {size:g}", f"{value} is not positive and finite")
+            check_points(f"efficiency.{name}", getattr(self, name))
 
 
 class Counts(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -12,6 +13,22 @@ Link = Literal["nvlink", "nic", "pcie"]
 Part = Literal["compute", "nvlink", "nic", "pcie"]
 Points = float | tuple[tuple[float, float], ...]
 """An efficiency, or one that depends on the size: points (size, efficiency)."""
+
+
+def check_points(name: str, points: Sequence[tuple[float, float]]) -> None:
+    """Refuse an efficiency over sizes that is no function, or promises nothing; ``name`` says whose it is.
+
+    Raises
+    ------
+    InputError
+        When there is none, when sizes are not positive and rising, or an efficiency is not positive and finite.
+    """
+    sizes = [size for size, _ in points]
+    if not points or sizes != sorted(set(sizes)) or sizes[0] <= 0:
+        raise InputError(name, f"sizes {sizes} are not positive and rising")
+    for size, efficiency in points:
+        if not 0 < efficiency < float("inf"):
+            raise InputError(f"{name} at {size:g}", f"{efficiency} is not positive and finite")
 
 
 class EfficiencySpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -25,15 +42,7 @@ class EfficiencySpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Refuse efficiencies that are not positive, and points out of order."""
         for name in ("flops", "memory", "network"):
             value: Points = getattr(self, name)
-            points = ((1.0, value),) if isinstance(value, float) else value
-            sizes = [size for size, _ in points]
-            if not points or sizes != sorted(set(sizes)) or sizes[0] <= 0:
-                raise InputError(f"efficiency.{name}", f"sizes {sizes} are not positive and rising")
-            for size, efficiency in points:
-                if not 0 < efficiency < float("inf"):
-                    raise InputError(
-                        f"efficiency.{name} at {size:g}", f"{efficiency} is not positive and finite"
-                    )
+            check_points(f"efficiency.{name}", ((1.0, value),) if isinstance(value, float) else value)
 
 
 class DeviceSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -172,7 +172,7 @@ class _Builder:
         trained = self.layout.has_backward(name)
         passage = _Passage(chunks, [], part.workload)
         ranks = [self.layout.chunks[c].rank for c in chunks]
-        runs = _runs(ranks)
+        runs = number_runs(ranks)
         base = self.num_segments
         # Forward segments of this part come first, then its backward ones, then its weight gradients.
         per_kind = runs[-1] + 1
@@ -278,8 +278,8 @@ class _Builder:
         )  # fmt: skip
 
 
-def _runs(ranks: list[int]) -> list[int]:
-    """Number the maximal runs of consecutive chunks in which no rank comes twice (the segments of a pass)."""
+def number_runs(ranks: Sequence[int]) -> list[int]:
+    """Number the maximal runs of consecutive chunks in which no rank comes twice: the segments of a pass."""
     numbers, seen, run = [], set[int](), 0
     for rank in ranks:
         if rank in seen:
