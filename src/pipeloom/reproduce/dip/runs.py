@@ -17,7 +17,6 @@ from pipeloom.reproduce.part import Options
 from pipeloom.search import Deadline
 from pipeloom.timeline import check
 
-EVEN = TITLES["1f1b-time"]
 MEGATRON, MEGATRON_EVEN = TITLES["interleaved"], TITLES["interleaved-time"]
 NNSCALER, OPTIMUS = TITLES["nnscaler"], TITLES["optimus"]
 PUBLISHED, PRIORITY = TITLES["dip"], TITLES["dip-priority"]
