@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
 from collections.abc import Sequence
 
@@ -23,6 +24,9 @@ from pipeloom.spec.hardware import Degrees, MachineSpec
 
 STRATEGIES = ("keep", "selective", "full", "offload")
 CACHE_SIZE = 16384
+
+_Shape = tuple[tuple[int, int], ...]
+"""A chunk as runs of equal layers: which (by the identity of its template) and how many."""
 
 
 class EmulatedCosts:
@@ -66,9 +70,9 @@ class EmulatedCosts:
         }
         self._stages: dict[tuple[str, tuple[int, int], str], Stage] = {}
         self._shared: dict[tuple[tuple[int, str, int], ...], Stage] = {}
-        self._known: OrderedDict[tuple[str, tuple[int, int], Workload], tuple[StrategyCost, ...]] = (
-            OrderedDict()
-        )
+        self._known: OrderedDict[tuple[_Shape, Workload], tuple[StrategyCost, ...]] = OrderedDict()
+        self._shapes: dict[tuple[str, tuple[int, int]], _Shape] = {}
+        self._transfers: dict[int, float] = {}
         self._wire = RuleTable(
             self.placement.devices, ("send",), np.array([self.placement.pipeline_link]), np.array([1.0])
         )
@@ -95,9 +99,20 @@ class EmulatedCosts:
             self._stages[key] = self._shared.setdefault(shape, Stage(runs))
         return self._stages[key]
 
+    def _shape(self, chunk: Chunk) -> _Shape:
+        """What chunks of the same layers have in common, wherever in the module they lie."""
+        where = (chunk.module, chunk.layers)
+        if where not in self._shapes:
+            runs = itertools.groupby(self._chunk(chunk), key=id)
+            self._shapes[where] = tuple((layer, len(list(run))) for layer, run in runs)
+        return self._shapes[where]
+
     def chunk_costs(self, chunk: Chunk, workload: Workload) -> tuple[StrategyCost, ...]:
-        """Costs of a chunk on a workload, one per strategy, the base first; remembered per workload."""
-        key = (chunk.module, chunk.layers, workload)
+        """Costs of a chunk on a workload, one per strategy, the base first.
+
+        Remembered, for all chunks of the same layers.
+        """
+        key = (self._shape(chunk), workload)
         known = self._known.get(key)
         if known is None:
             known = tuple(self._cost(chunk, workload, strategy) for strategy in self.strategies)
@@ -128,7 +143,12 @@ class EmulatedCosts:
 
     def transfer_s(self, num_bytes: int) -> float:
         """Seconds that a message takes between neighbouring pipeline ranks."""
-        return float(self._wire.durations_ps(np.array([[0.0, 0.0, float(num_bytes)]]))[0]) / PS_PER_S
+        if num_bytes not in self._transfers:
+            if len(self._transfers) >= CACHE_SIZE:
+                self._transfers.clear()
+            amounts = np.array([[0.0, 0.0, float(num_bytes)]])
+            self._transfers[num_bytes] = float(self._wire.durations_ps(amounts)[0]) / PS_PER_S
+        return self._transfers[num_bytes]
 
     def static_bytes(self, chunk: Chunk) -> int:
         """Bytes of the chunk's weights, gradients and optimiser state on one device."""

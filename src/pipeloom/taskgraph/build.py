@@ -126,6 +126,7 @@ class _Builder:
     target: list[int] = field(default_factory=list)
     delay: list[int] = field(default_factory=list)
     held: list[int] = field(default_factory=list)
+    converted: dict[tuple[int, bool], tuple[Candidate, ...]] = field(default_factory=dict)
     num_segments: int = 0
     load_s: list[float] = field(default_factory=list)
     """Per rank: seconds of the pipelined modules in all, and of what replicated ones have been dealt to it."""
@@ -198,7 +199,11 @@ class _Builder:
         options = self.chunk_costs(label.chunk, workload)
         base = options[0]
         split = trained and self.split_backward and base.backward_weight_s is not None
-        candidates = tuple(_candidate(option, split) for option in options)
+        # The same answer of the cost model is one object, and kept by `_memoised`.
+        candidates = self.converted.get((id(options), split))
+        if candidates is None:
+            candidates = tuple(_candidate(option, split) for option in options)
+            self.converted[id(options), split] = candidates
         first = candidates[0]
         self.forward.append(self._add_task(FORWARD, rank, first.forward_ns, pair, segments[0], label, module))
         self.backward.append(-1)

@@ -82,9 +82,9 @@ def section_3_1(options: Options) -> Outcome:
         "are cut by their mean time; one setting of recomputation for all, the fastest that fits the iteration. A "
         "separated microbatch goes through all ranks twice, so more of them are under way and hold memory: within the "
         "devices' memory they recompute nearly everything, which takes the gain away. Without a limit separation is "
-        "ahead of mixed 1F1B, which the paper's characterisation uses; two chunks a rank (interleaved) or mixed stages "
-        "in the dual queue gain as much. In a fixed order the separated stages of a rank wait for each other whenever a "
-        "microbatch has few or many images; the gain needs an order that reacts."
+        "ahead of mixed 1F1B, which the paper's characterisation uses; two chunks a rank (interleaved) or mixed "
+        "stages in the dual queue gain as much. In a fixed order the separated stages of a rank wait for each other "
+        "whenever a microbatch has few or many images; the gain needs an order that reacts."
     )
     columns = (
         "partitioning and order",
