@@ -15,11 +15,11 @@ from pipeloom.emulator.fastest import fastest_step
 from pipeloom.emulator.kernels import issue
 from pipeloom.emulator.pipeline import PipelineModel, split_evenly, spread, work_of
 from pipeloom.emulator.program import STRATEGIES
-from pipeloom.emulator.reuse import Composite
 from pipeloom.emulator.schedule import PipelineTask, list_schedule
 from pipeloom.emulator.stage import Stage, runs_of
 from pipeloom.emulator.static import static_bytes
 from pipeloom.emulator.step import Step
+from pipeloom.emulator.subgraph import Composite
 from pipeloom.errors import InfeasibleError, InputError
 from pipeloom.spec import Sample, Workload
 from pipeloom.spec import architecture as a

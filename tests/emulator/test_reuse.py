@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from pipeloom.emulator.expand import expand
 from pipeloom.emulator.kernels import issue
-from pipeloom.emulator.reuse import INPUT, Call, Composite, Leaf, Port, Session
+from pipeloom.emulator.session import Session
+from pipeloom.emulator.subgraph import INPUT, Call, Composite, Leaf, Port
 from pipeloom.errors import InputError
 
 

@@ -7,9 +7,10 @@ from pipeloom.emulator.fit import Calibration, CalibrationRow, Measurement, fit_
 from pipeloom.emulator.graph import Emulation, GraphBuilder, MemoryCurve, OperatorGraph, emulate_graph
 from pipeloom.emulator.pipeline import PipelineModel, Work, work_of
 from pipeloom.emulator.result import RankTime, StageTask, StepResult
-from pipeloom.emulator.reuse import Call, Checkpoint, Composite, Leaf, Port, Session
 from pipeloom.emulator.rules import Counts, Device, Efficiency
+from pipeloom.emulator.session import Checkpoint, Session
 from pipeloom.emulator.step import Step
+from pipeloom.emulator.subgraph import Call, Composite, Leaf, Port
 from pipeloom.emulator.sweep import SweepEntry, emulate, grid, sweep
 from pipeloom.emulator.tape import Context, Cost, Tape, Tensor
 from pipeloom.emulator.template import EvaluatedLayer, LayerTemplate

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pipeloom.emulator.reuse import INPUT, Leaf, Port, Subgraph
+from pipeloom.emulator.subgraph import INPUT, Leaf, Port, Subgraph
 
 
 def expand(graph: Subgraph) -> Leaf:

@@ -15,8 +15,8 @@ import numpy as np
 
 from pipeloom.emulator.kernels import NEVER, compose
 from pipeloom.emulator.program import Part, Strategy
-from pipeloom.emulator.reuse import INPUT, Call, Composite, Port, repeated
 from pipeloom.emulator.rules import IntArray
+from pipeloom.emulator.subgraph import INPUT, Call, Composite, Port, repeated
 from pipeloom.emulator.tape import NUM_DEVICES
 from pipeloom.emulator.template import EvaluatedLayer, LayerTemplate
 from pipeloom.errors import InputError

@@ -18,11 +18,12 @@ from pipeloom.emulator.graph import FOREVER, MemoryCurve, memory_curve
 from pipeloom.emulator.pipeline import PipelineModel, Work
 from pipeloom.emulator.program import Part
 from pipeloom.emulator.result import RankTime, StageTask, StepResult, length, union
-from pipeloom.emulator.reuse import Call, Leaf, Port, Session
 from pipeloom.emulator.rules import PS_PER_S, IntArray, RuleTable
 from pipeloom.emulator.schedule import PipelineTask, list_schedule, task_arrays
+from pipeloom.emulator.session import Session
 from pipeloom.emulator.stage import Stage
 from pipeloom.emulator.static import update_costs
+from pipeloom.emulator.subgraph import Call, Leaf, Port
 from pipeloom.emulator.tape import COMPUTE, NUM_DEVICES, Cost
 from pipeloom.errors import InputError
 from pipeloom.spec import Workload

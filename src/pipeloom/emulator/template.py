@@ -18,9 +18,9 @@ from pipeloom.emulator.graph import FOREVER, GraphBuilder, MemoryCurve, Operator
 from pipeloom.emulator.kernels import issue
 from pipeloom.emulator.modules import Module
 from pipeloom.emulator.program import ALIVE, STRATEGIES, Part, Passes, Program, Strategy, make_passes
-from pipeloom.emulator.reuse import Leaf
 from pipeloom.emulator.rules import Device, IntArray, RuleTable
 from pipeloom.emulator.size import NUM_FEATURES, FloatArray, Size, feature_row
+from pipeloom.emulator.subgraph import Leaf
 from pipeloom.emulator.tape import DEVICE_NAMES, NUM_DEVICES, PCIE, Context, Parameters, Tape
 from pipeloom.errors import InputError
 from pipeloom.spec import Workload

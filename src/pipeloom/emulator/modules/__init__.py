@@ -1,0 +1,38 @@
+"""Modules: models described as in PyTorch, composed of operators.
+
+A module is called on symbolic tensors and records operators on their tape; it holds sizes, never numbers.
+Write one's own by subclassing `Module` and composing others in ``forward``.
+"""
+
+from pipeloom.emulator.modules.ends import (
+    DenoisingHead,
+    LanguageHead,
+    PatchEmbedding,
+    PatchMerger,
+    Projector,
+    TokenEmbedding,
+)
+from pipeloom.emulator.modules.feed_forward import MLP, MixtureOfExperts
+from pipeloom.emulator.modules.mixing import Attention, CrossAttention, LatentAttention, Mamba2
+from pipeloom.emulator.modules.plain import Linear, Modulated, Module, Norm, Residual, Sequential
+
+__all__ = [
+    "MLP",
+    "Attention",
+    "CrossAttention",
+    "DenoisingHead",
+    "LanguageHead",
+    "LatentAttention",
+    "Linear",
+    "Mamba2",
+    "MixtureOfExperts",
+    "Modulated",
+    "Module",
+    "Norm",
+    "PatchEmbedding",
+    "PatchMerger",
+    "Projector",
+    "Residual",
+    "Sequential",
+    "TokenEmbedding",
+]

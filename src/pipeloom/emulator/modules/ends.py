@@ -1,0 +1,114 @@
+"""Modules at the ends of a model: embeddings, heads, and what lies between two models."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pipeloom.emulator import operators as ops
+from pipeloom.emulator.tape import Tensor
+
+
+@dataclass(frozen=True)
+class TokenEmbedding:
+    """Table look-up divided over tensor parallelism by vocabulary, optionally with learned positions."""
+
+    vocabulary: int
+    hidden: int
+    positions: int = 0
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """From token numbers (8 bytes each) to activations; ``x`` gives tape and rows."""
+        context = x.context
+        rows = x.rows * context.row_split
+        indices = Tensor(x.tape, rows, 1, ops.INDEX_BYTES, needs_gradient=False)
+        if self.positions:
+            x.tape.parameter(self.positions * self.hidden)
+        return ops.leave_tensor_parallel(ops.embedding(indices, self.vocabulary, self.hidden))
+
+
+@dataclass(frozen=True)
+class PatchEmbedding:
+    """Pixels of a patch to an activation, with ``positions`` learned position vectors."""
+
+    patch_numbers: int
+    hidden: int
+    positions: int = 0
+    bias: bool = True
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """``x`` gives tape and rows; no gradient flows to pixels."""
+        pixels = x.tape.input(self.patch_numbers, x.rows, needs_gradient=False)
+        if self.positions:
+            x.tape.parameter(self.positions * self.hidden)
+        return ops.linear(pixels, self.patch_numbers, self.hidden, bias=self.bias)
+
+
+@dataclass(frozen=True)
+class PatchMerger:
+    """Join ``factor`` neighbouring patches into one token by a two-layer MLP (Qwen2-VL)."""
+
+    hidden: int
+    factor: int
+    out_width: int
+    inner: int | None = None
+    norm: ops.NormKind = "layer"
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Rows over ``factor``, width ``out_width``."""
+        wide = self.hidden * self.factor
+        context = x.context
+        y = ops.regroup(ops.norm(x, self.norm), self.factor)
+        inner = context.share("merger width", self.inner or wide)
+        y = ops.enter_tensor_parallel(y)
+        y = ops.activation(ops.linear(y, wide, inner, bias=True, split=context.tensor))
+        return ops.leave_tensor_parallel(
+            ops.linear(y, inner, self.out_width, bias=True, split=context.tensor)
+        )
+
+
+@dataclass(frozen=True)
+class Projector:
+    """Adapter between two modules: linear, activation, linear."""
+
+    in_width: int
+    out_width: int
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Same rows, width ``out_width``."""
+        y = ops.activation(ops.linear(x, self.in_width, self.out_width, bias=True))
+        return ops.linear(y, self.out_width, self.out_width, bias=True)
+
+
+@dataclass(frozen=True)
+class LanguageHead:
+    """Final norm, product with the vocabulary, and the loss. ``tied``: the weights are the embedding's."""
+
+    hidden: int
+    vocabulary: int
+    tied: bool = False
+    norm: ops.NormKind = "rms"
+    loss_bytes: int = 4
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The loss of every token."""
+        context = x.context
+        x = ops.enter_tensor_parallel(ops.norm(x, self.norm))
+        local = context.share("vocabulary", self.vocabulary)
+        logits = ops.linear(x, self.hidden, local, split=context.tensor)
+        if self.tied:
+            # The table is counted where it is first used; where that is another rank it holds a copy.
+            x.tape.parameters.pop()
+        targets = Tensor(x.tape, x.rows, 1, ops.INDEX_BYTES, needs_gradient=False)
+        return ops.cross_entropy(logits, targets, self.loss_bytes)
+
+
+@dataclass(frozen=True)
+class DenoisingHead:
+    """Final norm, linear layer to ``out_width`` numbers a token, and squared error."""
+
+    hidden: int
+    out_width: int
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The loss of every token."""
+        return ops.squared_error(ops.linear(ops.norm(x, "layer"), self.hidden, self.out_width, bias=True))

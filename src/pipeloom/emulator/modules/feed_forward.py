@@ -1,0 +1,75 @@
+"""Modules that work on every token alone: the perceptron, and a mixture of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pipeloom.emulator import operators as ops
+from pipeloom.emulator.tape import Tensor
+
+
+@dataclass(frozen=True)
+class MLP:
+    """Two linear layers with an activation between them, or three where gated."""
+
+    hidden: int
+    inner: int
+    gated: bool = True
+    bias: bool = False
+    fused: bool = True
+    """Whether a gated activation is one kernel (saves its input alone) or two (saves their results too)."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Same shape."""
+        context = x.context
+        inner = context.share("mlp width", self.inner)
+        x = ops.enter_tensor_parallel(x)
+        split = context.tensor
+        if not self.gated:
+            y = ops.activation(ops.linear(x, self.hidden, inner, bias=self.bias, split=split))
+        elif self.fused:
+            y = ops.gated_activation(ops.linear(x, self.hidden, 2 * inner, bias=self.bias, split=split))
+        else:
+            gate = ops.linear(x, self.hidden, inner, bias=self.bias, split=split)
+            up = ops.linear(x, self.hidden, inner, bias=self.bias, split=split)
+            y = ops.multiply(ops.activation(gate), up)
+        return ops.leave_tensor_parallel(ops.linear(y, inner, self.hidden, bias=self.bias, split=split))
+
+
+@dataclass(frozen=True)
+class MixtureOfExperts:
+    """Gated experts, ``chosen`` of ``experts`` for each token, and shared ones for all.
+
+    With expert parallelism tokens travel to their experts; without it the experts are divided over tensor
+    parallelism like a dense MLP. ``imbalance`` is how many times the mean load the fullest device gets.
+    """
+
+    hidden: int
+    inner: int
+    experts: int
+    chosen: int
+    shared_inner: int = 0
+    imbalance: float = 1.0
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Same shape."""
+        context = x.context
+        spread = context.expert > 1
+        scores = ops.route(ops.linear(x, self.hidden, self.experts), self.experts, self.chosen)
+        split = 1 if spread else context.tensor
+        inner = self.inner // split
+        local = max(1, self.experts // context.expert)
+        tokens = x if spread else ops.enter_tensor_parallel(x)
+        rows = tokens.rows * (self.chosen * self.imbalance)
+        y = ops.exchange(ops.gather_rows(tokens, rows))
+        up = ops.grouped_linear(
+            y, self.hidden, 2 * inner, groups=self.experts, local_groups=local, split=split
+        )
+        y = ops.gated_activation(up)
+        y = ops.grouped_linear(y, inner, self.hidden, groups=self.experts, local_groups=local, split=split)
+        y = ops.weighted_sum(ops.exchange(y), scores, tokens.rows)
+        if not spread:
+            y = ops.leave_tensor_parallel(y)
+        if self.shared_inner:
+            y = y + MLP(self.hidden, self.shared_inner)(x)
+        return y

@@ -1,0 +1,167 @@
+"""Modules that mix tokens: attention in its forms, and state spaces."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pipeloom.emulator import operators as ops
+from pipeloom.emulator.size import CAUSAL_PAIRS, INSTANCES, TOKEN_PAIRS, Size
+from pipeloom.emulator.tape import Tensor
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Self-attention with ``kv_heads`` groups (equal to ``heads``: multi-head), causal or not.
+
+    Lengths come from the workload: each of its sequences attends within itself, so packed sequences of
+    unequal length need nothing more.
+    """
+
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_width: int
+    causal: bool = True
+    bias: bool = False
+    output_bias: bool = False
+    rotary: bool = True
+    norm_heads: bool = False
+    fused: bool = True
+    """Whether queries, keys and values come from one product."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Same shape."""
+        context = x.context
+        heads = context.share("attention heads", self.heads)
+        # With fewer key-value heads than devices each device holds a copy of one.
+        kv_heads = max(1, self.kv_heads // context.tensor)
+        x = ops.enter_tensor_parallel(x)
+        widths = [heads * self.head_width, kv_heads * self.head_width, kv_heads * self.head_width]
+        if self.fused:
+            widths = [sum(widths)]
+        inputs = [ops.linear(x, self.hidden, w, bias=self.bias, split=context.tensor) for w in widths]
+        if self.norm_heads:
+            x.tape.parameter(2 * self.head_width)
+        if self.rotary:
+            turned = (heads + kv_heads) * self.head_width
+            parts = [turned] if self.fused else [widths[0], widths[1]]
+            inputs = [ops.rotary(t, w) for t, w in zip(inputs, parts, strict=False)] + inputs[len(parts) :]
+        last = inputs[-1]
+        inputs = [*inputs[:-1], ops.share_keys(last, 2 * kv_heads * self.head_width)]
+        pairs = (CAUSAL_PAIRS if self.causal else TOKEN_PAIRS) / context.context
+        y = ops.attention(
+            inputs,
+            pairs,
+            heads=heads,
+            query_key_width=self.head_width,
+            value_width=self.head_width,
+            rows=x.rows,
+            causal=self.causal,
+        )
+        y = ops.linear(y, heads * self.head_width, self.hidden, bias=self.output_bias, split=context.tensor)
+        return ops.leave_tensor_parallel(y)
+
+
+@dataclass(frozen=True)
+class CrossAttention:
+    """Attention of each token to a condition of ``length`` tokens per instance."""
+
+    hidden: int
+    heads: int
+    head_width: int
+    length: int
+    condition_width: int
+    bias: bool = False
+    trains_condition: bool = True
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Same shape."""
+        context = x.context
+        heads = context.share("attention heads", self.heads)
+        width = heads * self.head_width
+        condition = x.tape.input(
+            self.condition_width, INSTANCES * self.length, needs_gradient=self.trains_condition
+        )
+        x = ops.enter_tensor_parallel(x)
+        query = ops.linear(x, self.hidden, width, bias=self.bias, split=context.tensor)
+        keys = ops.linear(condition, self.condition_width, 2 * width, bias=self.bias, split=context.tensor)
+        pairs: Size = x.rows * self.length
+        y = ops.attention(
+            [query, keys], pairs, heads=heads, query_key_width=self.head_width, value_width=self.head_width,
+            rows=x.rows,
+        )  # fmt: skip
+        return ops.leave_tensor_parallel(
+            ops.linear(y, width, self.hidden, bias=self.bias, split=context.tensor)
+        )
+
+
+@dataclass(frozen=True)
+class LatentAttention:
+    """Multi-head latent attention (DeepSeek-V2): keys and values through a narrow latent vector."""
+
+    hidden: int
+    heads: int
+    kv_rank: int
+    query_rank: int | None
+    nope_width: int
+    rope_width: int
+    value_width: int
+    causal: bool = True
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Same shape."""
+        context = x.context
+        heads = context.share("attention heads", self.heads)
+        query_key = self.nope_width + self.rope_width
+        split = context.tensor
+        if self.query_rank is None:
+            x = ops.enter_tensor_parallel(x)
+            query = ops.linear(x, self.hidden, heads * query_key, split=split)
+        else:
+            # The narrow projections are whole on every device, on its own tokens.
+            narrow = ops.norm(ops.linear(x, self.hidden, self.query_rank), "rms")
+            query = ops.linear(
+                ops.enter_tensor_parallel(narrow), self.query_rank, heads * query_key, split=split
+            )
+        latent = ops.linear(x, self.hidden, self.kv_rank + self.rope_width)
+        wide = latent if self.query_rank is None else ops.enter_tensor_parallel(latent)
+        x.tape.parameter(self.kv_rank)  # the norm of the latent, fused with its projection
+        keys = ops.linear(wide, self.kv_rank, heads * (self.nope_width + self.value_width), split=split)
+        query = ops.rotary(query, heads * self.rope_width)
+        keys = ops.share_keys(keys, keys.width)
+        pairs = (CAUSAL_PAIRS if self.causal else TOKEN_PAIRS) / context.context
+        y = ops.attention(
+            [query, keys], pairs, heads=heads, query_key_width=query_key, value_width=self.value_width,
+            rows=query.rows, causal=self.causal,
+        )  # fmt: skip
+        return ops.leave_tensor_parallel(ops.linear(y, heads * self.value_width, self.hidden, split=split))
+
+
+@dataclass(frozen=True)
+class Mamba2:
+    """Mamba-2 mixer: projection, short convolution, chunked scan, gated norm, projection."""
+
+    hidden: int
+    heads: int
+    head_width: int
+    state: int
+    groups: int = 1
+    kernel: int = 4
+    chunk: int = 256
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Same shape."""
+        context = x.context
+        split = context.tensor
+        heads = context.share("state-space heads", self.heads)
+        groups = max(1, self.groups // split)
+        inner = heads * self.head_width
+        x = ops.enter_tensor_parallel(x)
+        mixed = inner + 2 * groups * self.state
+        y = ops.linear(x, self.hidden, inner + mixed + heads, split=split)
+        y = ops.activation(ops.depthwise(y, mixed, self.kernel))
+        y = ops.scan(
+            y, heads=heads, head_width=self.head_width, groups=groups, state=self.state, chunk=self.chunk
+        )
+        y = ops.norm(y, "rms", split=split)
+        return ops.leave_tensor_parallel(ops.linear(y, inner, self.hidden, split=split))

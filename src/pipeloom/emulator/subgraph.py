@@ -1,0 +1,208 @@
+"""Reusable subgraphs: nested, repeated, replicated, exact (`pipeweaver.txt` §4.2).
+
+A `Leaf` is a run of operators with known durations on its own (local) devices; a `Composite` is a run of
+calls of other subgraphs. Either is, by the timing rule of the kernels, one max-plus matrix from the times at
+which devices and inputs are ready to the times at which devices are free and outputs ready.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from pipeloom.emulator.kernels import MAX_COLUMNS, NEVER, compose, transfer
+from pipeloom.emulator.rules import IntArray
+from pipeloom.errors import InputError
+
+INPUT = -1
+
+
+class Port(NamedTuple):
+    """Output ``port`` of call ``call``; call `INPUT` means input port ``port`` of the enclosing subgraph."""
+
+    call: int
+    port: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Leaf:
+    """Operators in issue order on local devices.
+
+    Attributes
+    ----------
+    num_devices, num_inputs : int
+    device, duration_ps : array, shape (num_operators,)
+    predecessor_start, predecessor : compressed rows
+        ``-1 - i`` is input port i.
+    outputs : array
+        Operator (or ``-1 - i``) behind each output port.
+    collective : bool array, shape (num_operators,)
+        Operators that, in a replicated call, wait for what their peers wait for.
+    """
+
+    num_devices: int
+    num_inputs: int
+    device: IntArray
+    duration_ps: IntArray
+    predecessor_start: IntArray
+    predecessor: IntArray
+    outputs: IntArray
+    collective: IntArray = field(default_factory=lambda: np.zeros(0, np.bool_))
+    powers: dict[int, IntArray] = field(default_factory=dict, repr=False)
+    """Matrices of so many runs in a row, as far as they were asked for."""
+
+    @property
+    def num_outputs(self) -> int:
+        """Number of output ports."""
+        return len(self.outputs)
+
+    @property
+    def num_operators(self) -> int:
+        """Number of operators."""
+        return len(self.device)
+
+    @functools.cached_property
+    def matrix(self) -> IntArray:
+        """Max-plus matrix, shape (devices + outputs, devices + inputs)."""
+        out: IntArray = transfer(
+            self.device, self.predecessor_start, self.predecessor, self.duration_ps, self.outputs,
+            self.num_devices, self.num_inputs,
+        )[0]  # fmt: skip
+        return out
+
+
+@dataclass(frozen=True)
+class Call:
+    """One use of a subgraph.
+
+    ``devices[i]`` is the caller's device behind the subgraph's device i; ``inputs[j]`` are the ports that
+    input j waits for (none: ready from the start). ``repeat`` runs the subgraph so often in a row, its
+    outputs feeding its inputs. ``replicas`` says that so many symmetric peers do the same: they are
+    simulated once.
+    """
+
+    graph: Subgraph
+    devices: tuple[int, ...]
+    inputs: tuple[tuple[Port, ...], ...]
+    repeat: int = 1
+    replicas: int = 1
+
+    def __post_init__(self) -> None:
+        """Check that ports and devices fit."""
+        if len(self.devices) != self.graph.num_devices or len(set(self.devices)) != len(self.devices):
+            raise InputError(
+                "call.devices", f"{self.devices} are not {self.graph.num_devices} different devices"
+            )
+        if len(self.inputs) != self.graph.num_inputs:
+            raise InputError(
+                "call.inputs", f"has {len(self.inputs)} ports, the subgraph {self.graph.num_inputs}"
+            )
+        if len(self.devices) + len(self.inputs) > MAX_COLUMNS:
+            raise InputError("call", f"has more than {MAX_COLUMNS} devices and inputs", "split the subgraph")
+        if self.repeat < 1 or self.replicas < 1:
+            raise InputError("call", f"repeat {self.repeat} or replicas {self.replicas} is below 1")
+        if self.repeat > 1 and self.graph.num_inputs != self.graph.num_outputs:
+            raise InputError("call.repeat", "needs as many outputs as inputs")
+
+    @property
+    def matrix(self) -> IntArray:
+        """Max-plus matrix of the call, repeats included."""
+        return repeated(self.graph, self.repeat)
+
+
+@dataclass(frozen=True, eq=False)
+class Composite:
+    """Calls in issue order, inputs and outputs named by ports."""
+
+    num_devices: int
+    num_inputs: int
+    calls: tuple[Call, ...]
+    outputs: tuple[Port, ...]
+
+    def __post_init__(self) -> None:
+        """Check that every port exists when it is used."""
+        for i, call in enumerate(self.calls):
+            if any(not 0 <= d < self.num_devices for d in call.devices):
+                raise InputError(
+                    f"calls[{i}].devices", f"{call.devices} are not all below {self.num_devices}"
+                )
+            for port in (p for ports in call.inputs for p in ports):
+                self._check(port, i, f"calls[{i}].inputs")
+        for port in self.outputs:
+            self._check(port, len(self.calls), "outputs")
+
+    def _check(self, port: Port, before: int, where: str) -> None:
+        if port.call == INPUT:
+            bound = self.num_inputs
+        elif 0 <= port.call < before:
+            bound = self.calls[port.call].graph.num_outputs
+        else:
+            raise InputError(where, f"call {port.call} is not an earlier one", "edges follow the issue order")
+        if not 0 <= port.port < bound:
+            raise InputError(where, f"port {port.port} of call {port.call} is not below {bound}")
+
+    @property
+    def num_outputs(self) -> int:
+        """Number of output ports."""
+        return len(self.outputs)
+
+    @property
+    def num_operators(self) -> int:
+        """Number of operators, those of nested calls and repeats included."""
+        return sum(call.graph.num_operators * call.repeat for call in self.calls)
+
+    @functools.cached_property
+    def matrix(self) -> IntArray:
+        """Max-plus matrix, made from those of the calls."""
+        columns = self.num_devices + self.num_inputs
+        identity = np.full((columns, columns), NEVER, np.int64)
+        np.fill_diagonal(identity, 0)
+        free = identity[: self.num_devices].copy()
+        outputs: list[IntArray] = []
+
+        def row(port: Port) -> IntArray:
+            source = identity[self.num_devices :] if port.call == INPUT else outputs[port.call]
+            found: IntArray = source[port.port]
+            return found
+
+        for call in self.calls:
+            entry = [free[list(call.devices)]]
+            for ports in call.inputs:
+                rows = [row(port) for port in ports]
+                entry.append(np.max(rows, axis=0)[None] if rows else np.full((1, columns), NEVER, np.int64))
+            exit_: IntArray = compose(call.matrix, np.concatenate(entry))
+            free[list(call.devices)] = exit_[: len(call.devices)]
+            outputs.append(exit_[len(call.devices) :])
+        out = [row(port)[None] for port in self.outputs]
+        result: IntArray = np.concatenate([free, *out])
+        return result
+
+
+Subgraph = Leaf | Composite
+
+
+def repeated(graph: Subgraph, times: int) -> IntArray:
+    """Matrix of a subgraph run ``times`` in a row, by squaring; a leaf remembers it."""
+    if times == 1:
+        return graph.matrix
+    if isinstance(graph, Leaf):
+        if times not in graph.powers:
+            graph.powers[times] = _power(graph, times)
+        return graph.powers[times]
+    return _power(graph, times)
+
+
+def _power(graph: Subgraph, times: int) -> IntArray:
+    power, out = graph.matrix, None
+    while times:
+        if times & 1:
+            out = power if out is None else compose(power, out)
+        times >>= 1
+        if times:
+            power = compose(power, power)
+    assert out is not None
+    result: IntArray = out
+    return result
