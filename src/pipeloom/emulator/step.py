@@ -9,37 +9,26 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 
 from pipeloom.emulator.collection import collection_paused
 from pipeloom.emulator.graph import FOREVER, MemoryCurve, memory_curve
 from pipeloom.emulator.pipeline import PipelineModel, Work
-from pipeloom.emulator.program import Part
 from pipeloom.emulator.result import RankTime, StageTask, StepResult, length, union
 from pipeloom.emulator.rules import PS_PER_S, IntArray, RuleTable
-from pipeloom.emulator.schedule import PipelineTask, list_schedule, task_arrays
+from pipeloom.emulator.schedule import list_schedule
 from pipeloom.emulator.session import Session
-from pipeloom.emulator.stage import Stage
 from pipeloom.emulator.static import update_costs
-from pipeloom.emulator.subgraph import Call, Leaf, Port
+from pipeloom.emulator.step_tasks import StepTasks
+from pipeloom.emulator.subgraph import Call, Port
 from pipeloom.emulator.tape import COMPUTE, NUM_DEVICES, Cost
 from pipeloom.errors import InputError
-from pipeloom.spec import Workload
 
 __all__ = ["RankTime", "StageTask", "Step", "StepResult"]
 
 DEVICES_PER_RANK = NUM_DEVICES + 2
 FORWARD_WIRE, BACKWARD_WIRE = NUM_DEVICES, NUM_DEVICES + 1
-
-
-@dataclass
-class _Chain:
-    """Tasks of one part of a module in a microbatch: forward by chunk, and backward by chunk."""
-
-    forward: list[int] = field(default_factory=list)
-    backward: list[int] = field(default_factory=list)
 
 
 class Step:
@@ -70,161 +59,21 @@ class Step:
             raise InputError("microbatches", "is empty", "give at least one")
         self.model, self.strategy = model, strategy
         self.microbatches = list(microbatches)
-        self._stages = model.stages(strategy)
-        self._wire = RuleTable(
-            model.placement.devices, ("send",), np.array([model.placement.pipeline_link]), np.array([1.0])
-        )
-        self._sends: dict[int, Leaf] = {}
-        self._costs: dict[tuple[int, Workload], tuple[int, int, int, int, float]] = {}
-        self.tasks: list[StageTask] = []
-        self._plans: list[PipelineTask] = []
-        self._edges: list[list[tuple[int, int]]] = []
-        self._forward_of: list[int] = []
-        """Per task its forward; a forward is its own."""
-        self._flops: list[float] = []
-        if like is None:
-            self._build()
-            self._look()
-        else:
-            self._build_like(like)
+        base = None if like is None else like._all
+        self._all: StepTasks = StepTasks(model, self.microbatches, strategy, base)
+        self.tasks = self._all.tasks
         self._choose(in_flight)
         self._issued = False
-
-    def _look(self) -> None:
-        """What follows from the tasks, whatever the strategy."""
-        self._arrays = task_arrays(self._plans)
-        self._rank = self._arrays.rank
-        back = np.array([t.backward for t in self.tasks])
-        lone = np.ones(len(self.tasks), np.bool_)
-        lone[[f for i, f in enumerate(self._forward_of) if f != i]] = False
-        self._tasks_of: dict[int, list[int]] = {}
-        for i, task in enumerate(self.tasks):
-            self._tasks_of.setdefault(task.microbatch, []).append(i)
-        # Bytes are taken by a forward, and given back by its backward or, without one, by itself.
-        self._takes, self._gives = ~back, back | lone
-
-    def _stage(self, task: StageTask) -> Stage:
-        return self._stages[task.module][task.stage]
-
-    def _workload(self, task: StageTask) -> Workload:
-        return self.microbatches[task.microbatch][task.module][task.part]
-
-    def _cost(self, stage: Stage, workload: Workload) -> tuple[int, int, int, int, float]:
-        """Forward and backward picoseconds, bytes held, bytes handed on, operations."""
-        key = (id(stage), workload)
-        if key not in self._costs:
-            cost = stage.cost(workload, ("F", "B"))
-            self._costs[key] = (
-                cost.duration_ps["F"], cost.duration_ps.get("B", 0), cost.activation_bytes,
-                stage.output_bytes(workload), stage.model_flops(workload) * (3 if "B" in stage.parts else 1),
-            )  # fmt: skip
-        return self._costs[key]
-
-    def _transfer_ps(self, num_bytes: int) -> int:
-        return int(self._send(num_bytes).duration_ps[0])
-
-    def _send(self, num_bytes: int) -> Leaf:
-        if num_bytes not in self._sends:
-            duration = self._wire.durations_ps(np.array([[0.0, 0.0, float(num_bytes)]]))
-            self._sends[num_bytes] = Leaf(
-                1, 1, np.array([0]), duration, np.array([0, 1]), np.array([-1]), np.array([0])
-            )  # fmt: skip
-        return self._sends[num_bytes]
-
-    def _add(self, task: StageTask, forward_of: int | None = None) -> int:
-        self._forward_of.append(len(self.tasks) if forward_of is None else forward_of)
-        self.tasks.append(task)
-        self._edges.append([])
-        self._plan(task, self._cost(self._stage(task), self._workload(task)), [])
-        return len(self.tasks) - 1
-
-    def _plan(
-        self, task: StageTask, cost: tuple[int, int, int, int, float], before: list[tuple[int, int]]
-    ) -> None:
-        duration = cost[1] if task.backward else cost[0]
-        self._flops.append(0.0 if task.backward else cost[4])
-        self._plans.append(PipelineTask(task.rank, task.microbatch, task.backward, duration, cost[2], before))
-
-    def _link(self, source: int, target: int, carrier: int) -> None:
-        """``target`` waits for ``source``; what travels has the size of ``carrier``'s output."""
-        a, b = self.tasks[source], self.tasks[target]
-        size = 0
-        if a.rank != b.rank:
-            size = self._cost(self._stage(self.tasks[carrier]), self._workload(self.tasks[carrier]))[3]
-        self._edges[target].append((source, size))
-        self._plans[target].before.append((source, self._transfer_ps(size) if size else 0))
-
-    def _build_like(self, like: Step) -> None:
-        """Take over tasks and edges; durations and bytes are this strategy's."""
-        self.tasks, self._edges, self._forward_of = like.tasks, like._edges, like._forward_of
-        self._arrays, self._rank, self._tasks_of = like._arrays, like._rank, like._tasks_of
-        self._takes, self._gives = like._takes, like._gives
-        costs: list[tuple[int, int, int, int, float]] = []
-        # Workloads are long; those at hand are told apart by identity before they are compared.
-        known: dict[tuple[int, int], tuple[int, int, int, int, float]] = {}
-        for i, (task, plan) in enumerate(zip(self.tasks, like._plans, strict=True)):
-            if task.backward:
-                cost = costs[self._forward_of[i]]
-            else:
-                stage, workload = self._stage(task), self._workload(task)
-                key = (id(stage), id(workload))
-                if key not in known:
-                    known[key] = self._cost(stage, workload)
-                cost = known[key]
-            costs.append(cost)
-            self._plan(task, cost, plan.before)
-
-    def _build(self) -> None:
-        modules = self.model.architecture.modules
-        for number, work in enumerate(self.microbatches):
-            chains: dict[str, list[_Chain]] = {}
-            for module in modules:
-                parts = work.get(module.name, ())
-                chains[module.name] = [self._chain(module.name, number, part) for part in range(len(parts))]
-                for source in module.after:
-                    for below in chains[module.name]:
-                        for above in chains[source]:
-                            self._link(above.forward[-1], below.forward[0], above.forward[-1])
-            for module in reversed(modules):
-                for chain in chains[module.name]:
-                    self._chain_back(module.name, number, chain)
-            for module in modules:
-                for source in module.after:
-                    for below in chains[module.name]:
-                        for above in chains[source]:
-                            if above.backward and below.backward:
-                                self._link(below.backward[-1], above.backward[0], above.forward[-1])
-
-    def _chain(self, name: str, microbatch: int, part: int) -> _Chain:
-        chain = _Chain()
-        for chunk in self.model.chunks(name):
-            task = StageTask(name, chunk, chunk % self.model.num_ranks, microbatch, part, False)
-            chain.forward.append(self._add(task))
-            if chunk:
-                self._link(chain.forward[-2], chain.forward[-1], chain.forward[-2])
-        return chain
-
-    def _chain_back(self, name: str, microbatch: int, chain: _Chain) -> None:
-        for chunk in reversed(self.model.chunks(name)):
-            forward = self.tasks[chain.forward[chunk]]
-            if "B" not in self._stage(forward).parts:
-                break
-            task = StageTask(name, chunk, forward.rank, microbatch, forward.part, True)
-            chain.backward.append(self._add(task, chain.forward[chunk]))
-            self._link(chain.forward[chunk], chain.backward[-1], chain.forward[chunk])
-            if len(chain.backward) > 1:
-                # The gradient has the size of what came the other way.
-                self._link(chain.backward[-2], chain.backward[-1], chain.forward[chunk])
 
     def _choose(self, in_flight: int | None) -> None:
         ranks, count = self.model.num_ranks, len(self.microbatches)
         if in_flight is not None and in_flight < 1:
             raise InputError("in_flight", f"{in_flight} is below 1")
         options = sorted({min(count, max(1, round(ranks * k))) for k in (0.5, 1, 1.5, 2, 3)})
-        duration = np.array([t.duration_ps for t in self._plans])
+        duration = np.array([t.duration_ps for t in self._all.plans])
 
         def plan(option: int) -> tuple[bool, tuple[int, int, list[int]]]:
-            order, start = list_schedule(self._plans, ranks, option, self._arrays)
+            order, start = list_schedule(self._all.plans, ranks, option, self._all.arrays)
             end = np.array(start) + duration
             fits = all(p <= self.capacity for p in self._peaks(np.array(start), end))
             return fits, (int(end.max()), option, order)
@@ -252,8 +101,8 @@ class Step:
     def _peaks(self, start: IntArray, end: IntArray) -> tuple[int, ...]:
         """Largest memory of each rank: static, held activations, and the workspace of the largest pass."""
         out = []
-        held = np.array([p.held_bytes for p in self._plans])
-        rank, take_all, give_all = self._rank, self._takes, self._gives
+        held = np.array([p.held_bytes for p in self._all.plans])
+        rank, take_all, give_all = self._all.rank, self._all.takes, self._all.gives
         for r in range(self.model.num_ranks):
             mine = rank == r
             take, give = mine & take_all, mine & give_all
@@ -278,7 +127,7 @@ class Step:
         if rank not in self._spaces:
             self._spaces[rank] = max(
                 (
-                    self._stages[name][c].workspace_bytes(workload)
+                    self._all.stages[name][c].workspace_bytes(workload)
                     for name, workload in self._largest.items()
                     if workload is not None
                     for c in self.model.chunks(name)
@@ -299,7 +148,7 @@ class Step:
         self._send_call: dict[tuple[int, int], int] = {}
         self._sends_of: dict[int, list[tuple[int, int]]] = {}
         targets: dict[int, list[tuple[int, int]]] = {}
-        for target, edges in enumerate(self._edges):
+        for target, edges in enumerate(self._all.edges):
             for source, size in edges:
                 if size:
                     targets.setdefault(source, []).append((target, size))
@@ -307,16 +156,15 @@ class Step:
             task = self.tasks[i]
             ports = [
                 Port(self._send_call[source, i] if size else self._call[source], 0)
-                for source, size in self._edges[i]
+                for source, size in self._all.edges[i]
             ]
-            part: Part = "B" if task.backward else "F"
-            graph = self._stage(task).graph(self._workload(task), part)
+            graph = self._all.graph(task)
             self._call[i] = self.session.call(graph, local[task.rank], [ports, ports])
             for target, size in targets.get(i, ()):
                 wire = task.rank * DEVICES_PER_RANK + (BACKWARD_WIRE if task.backward else FORWARD_WIRE)
                 self._sends_of.setdefault(task.microbatch, []).append((i, target))
                 self._send_call[i, target] = self.session.call(
-                    self._send(size), (wire,), [[Port(self._call[i], 0)]]
+                    self._all.send(size), (wire,), [[Port(self._call[i], 0)]]
                 )
 
         self._issued = True
@@ -333,26 +181,18 @@ class Step:
         if not self._issued:
             self._issue()
         self.microbatches[number] = work
-        for i in self._tasks_of[number]:
+        for i in self._all.of_microbatch[number]:
             task = self.tasks[i]
-            part: Part = "B" if task.backward else "F"
             call = self.session.calls[self._call[i]]
-            graph = self._stage(task).graph(self._workload(task), part)
+            graph = self._all.graph(task)
             self.session.replace(self._call[i], Call(graph, call.devices, call.inputs))
-            forward, backward, held, _, flops = self._cost(self._stage(task), self._workload(task))
-            self._flops[i] = 0.0 if task.backward else flops
-            plan = self._plans[i]
-            plan.duration_ps, plan.held_bytes = (backward if task.backward else forward), held
+            self._all.renew(i)
         for source, target in self._sends_of.get(number, ()):
-            carrier = self.tasks[self._carrier(source, target)]
-            size = self._cost(self._stage(carrier), self._workload(carrier))[3]
+            carrier = self.tasks[self._all.carrier(source, target)]
+            size = self._all.cost(carrier).output_bytes
             send = self._send_call[source, target]
             call = self.session.calls[send]
-            self.session.replace(send, Call(self._send(size), call.devices, call.inputs))
-
-    def _carrier(self, source: int, target: int) -> int:
-        """The forward task whose output (or its gradient) travels from ``source`` to ``target``."""
-        return self._forward_of[target] if self.tasks[target].backward else source
+            self.session.replace(send, Call(self._all.send(size), call.devices, call.inputs))
 
     @collection_paused()
     def run(self) -> StepResult:
@@ -365,12 +205,12 @@ class Step:
         compute_end = np.array([free[r * DEVICES_PER_RANK + COMPUTE] for r in range(ranks)])
         pipeline = int(max(compute_end.max(), end.max()))
         last = np.zeros(ranks, np.int64)
-        np.maximum.at(last, self._rank, end)
+        np.maximum.at(last, self._all.rank, end)
         total = max(int(last[r]) + self._update_ps(r) for r in range(ranks))
-        busy = sum(p.duration_ps for p in self._plans)
+        busy = sum(p.duration_ps for p in self._all.plans)
         peaks = self._peaks(start, end)
         degrees, device = self.model.placement.degrees, self.model.placement.machine.device
-        flops = float(sum(self._flops))
+        flops = float(sum(self._all.flops))
         spread_over = degrees.tensor * degrees.context  # each device's share is what was counted
         available = ranks * spread_over * device.flops_per_s * total / PS_PER_S
         bubble = max(0.0, 1 - busy / (ranks * pipeline))
@@ -384,7 +224,7 @@ class Step:
 
     def _times(self) -> tuple[IntArray, IntArray]:
         """Start and end of every task on its rank's compute device."""
-        return self.session.entries_and_exits_ps(self._call_of, self._rank * DEVICES_PER_RANK + COMPUTE)
+        return self.session.entries_and_exits_ps(self._call_of, self._all.rank * DEVICES_PER_RANK + COMPUTE)
 
     def _rank_times(self, start: IntArray, end: IntArray, total: int) -> tuple[RankTime, ...]:
         """Split every rank's time; a send is laid right after the task that it follows."""
@@ -394,7 +234,7 @@ class Step:
             duration = int(self.session.calls[call].graph.matrix.max())
             sends[self.tasks[source].rank].append((int(end[source]), int(end[source]) + duration))
         for rank, mine in enumerate(sends):
-            tasks = np.flatnonzero(self._rank == rank)
+            tasks = np.flatnonzero(self._all.rank == rank)
             busy = union([(int(start[i]), int(end[i])) for i in tasks])
             wires = union(mine)
             overlap = length(busy) + length(wires) - length(union([*busy, *wires]))
@@ -407,7 +247,7 @@ class Step:
 
     def memory(self, rank: int, start: IntArray, end: IntArray) -> MemoryCurve:
         """Static and held bytes of a rank over time (without the workspace of the pass at work)."""
-        held = np.array([p.held_bytes for p in self._plans])
+        held = np.array([p.held_bytes for p in self._all.plans])
         give_at = np.full(len(self.tasks), -1, np.int64)
         backward = {
             (t.module, t.stage, t.microbatch, t.part): i for i, t in enumerate(self.tasks) if t.backward
@@ -415,7 +255,7 @@ class Step:
         for i, t in enumerate(self.tasks):
             if not t.backward:
                 give_at[i] = end[backward.get((t.module, t.stage, t.microbatch, t.part), i)]
-        mine = np.flatnonzero((self._rank == rank) & self._takes)
+        mine = np.flatnonzero((self._all.rank == rank) & self._all.takes)
         static = np.array([self.model.static_bytes[rank]])
         return memory_curve(
             np.concatenate([static, held[mine]]), np.concatenate([[0], start[mine]]),

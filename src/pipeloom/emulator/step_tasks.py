@@ -1,0 +1,226 @@
+"""The tasks of an iteration, what each waits for, and what each costs under one memory strategy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from pipeloom.emulator.pipeline import PipelineModel, Work
+from pipeloom.emulator.result import StageTask
+from pipeloom.emulator.rules import RuleTable
+from pipeloom.emulator.schedule import PipelineTask, task_arrays
+from pipeloom.emulator.stage import Stage
+from pipeloom.emulator.subgraph import Leaf, Subgraph
+from pipeloom.spec import Workload
+
+
+class TaskCost(NamedTuple):
+    """What a stage's two passes over a workload cost: bytes held between them, bytes handed on, operations of both."""
+
+    forward_ps: int
+    backward_ps: int
+    held_bytes: int
+    output_bytes: int
+    flops: float
+
+
+@dataclass
+class _Chain:
+    """Tasks of one part of a module in a microbatch: forward by chunk, and backward by chunk."""
+
+    forward: list[int] = field(default_factory=list)
+    backward: list[int] = field(default_factory=list)
+
+
+class StepTasks:
+    """Forward and backward tasks of all microbatches, in the order of microbatches and modules.
+
+    Parameters
+    ----------
+    model : PipelineModel
+    microbatches : list of Work
+        Read again whenever a cost is asked for.
+    strategy : str
+    like : StepTasks or None
+        Those of the same model and microbatches under another strategy; its tasks and edges are taken over.
+
+    Attributes
+    ----------
+    tasks : list of StageTask
+    plans : list of PipelineTask
+        The same as the schedule sees them.
+    edges : list of list
+        Per task those that it waits for, and the bytes that travel; 0 on one rank.
+    forward_of : list of int
+        Per task its forward; a forward is its own.
+    flops : list of float
+    rank, takes, gives : array, shape (num_tasks,)
+        Bytes are taken by a forward, and given back by its backward or, without one, by itself.
+    of_microbatch : dict
+        Tasks of each microbatch.
+    """
+
+    def __init__(
+        self, model: PipelineModel, microbatches: list[Work], strategy: str, like: StepTasks | None = None
+    ) -> None:
+        self._model, self._microbatches = model, microbatches
+        self.stages = model.stages(strategy)
+        self._wire = RuleTable(
+            model.placement.devices, ("send",), np.array([model.placement.pipeline_link]), np.array([1.0])
+        )
+        self._sends: dict[int, Leaf] = {}
+        self._costs: dict[tuple[int, Workload], TaskCost] = {}
+        self.tasks: list[StageTask] = []
+        self.plans: list[PipelineTask] = []
+        self.edges: list[list[tuple[int, int]]] = []
+        self.forward_of: list[int] = []
+        self.flops: list[float] = []
+        if like is None:
+            self._build()
+            self._look()
+        else:
+            self._build_like(like)
+
+    def stage(self, task: StageTask) -> Stage:
+        """The stage that a task runs."""
+        return self.stages[task.module][task.stage]
+
+    def workload(self, task: StageTask) -> Workload:
+        """What it runs on."""
+        return self._microbatches[task.microbatch][task.module][task.part]
+
+    def graph(self, task: StageTask) -> Subgraph:
+        """Its operators."""
+        return self.stage(task).graph(self.workload(task), "B" if task.backward else "F")
+
+    def cost(self, task: StageTask) -> TaskCost:
+        """What a task's stage costs on its workload."""
+        stage, workload = self.stage(task), self.workload(task)
+        key = (id(stage), workload)
+        if key not in self._costs:
+            cost = stage.cost(workload, ("F", "B"))
+            self._costs[key] = TaskCost(
+                cost.duration_ps["F"], cost.duration_ps.get("B", 0), cost.activation_bytes,
+                stage.output_bytes(workload), stage.model_flops(workload) * (3 if "B" in stage.parts else 1),
+            )  # fmt: skip
+        return self._costs[key]
+
+    def send(self, num_bytes: int) -> Leaf:
+        """One message to the next rank, as a subgraph on its wire."""
+        if num_bytes not in self._sends:
+            duration = self._wire.durations_ps(np.array([[0.0, 0.0, float(num_bytes)]]))
+            self._sends[num_bytes] = Leaf(
+                1, 1, np.array([0]), duration, np.array([0, 1]), np.array([-1]), np.array([0])
+            )  # fmt: skip
+        return self._sends[num_bytes]
+
+    def carrier(self, source: int, target: int) -> int:
+        """The forward task whose output (or its gradient) travels from ``source`` to ``target``."""
+        return self.forward_of[target] if self.tasks[target].backward else source
+
+    def renew(self, i: int) -> None:
+        """Read a task's cost anew, after its microbatch has changed."""
+        task, plan = self.tasks[i], self.plans[i]
+        cost = self.cost(task)
+        self.flops[i] = 0.0 if task.backward else cost.flops
+        plan.duration_ps = cost.backward_ps if task.backward else cost.forward_ps
+        plan.held_bytes = cost.held_bytes
+
+    def _look(self) -> None:
+        """What follows from the tasks, whatever the strategy."""
+        self.arrays = task_arrays(self.plans)
+        self.rank = self.arrays.rank
+        back = np.array([t.backward for t in self.tasks])
+        lone = np.ones(len(self.tasks), np.bool_)
+        lone[[f for i, f in enumerate(self.forward_of) if f != i]] = False
+        self.of_microbatch: dict[int, list[int]] = {}
+        for i, task in enumerate(self.tasks):
+            self.of_microbatch.setdefault(task.microbatch, []).append(i)
+        # Bytes are taken by a forward, and given back by its backward or, without one, by itself.
+        self.takes, self.gives = ~back, back | lone
+
+    def _build_like(self, like: StepTasks) -> None:
+        """Take over tasks and edges; durations and bytes are this strategy's."""
+        self.tasks, self.edges, self.forward_of = like.tasks, like.edges, like.forward_of
+        self.arrays, self.rank, self.of_microbatch = like.arrays, like.rank, like.of_microbatch
+        self.takes, self.gives = like.takes, like.gives
+        costs: list[TaskCost] = []
+        # Workloads are long; those at hand are told apart by identity before they are compared.
+        known: dict[tuple[int, int], TaskCost] = {}
+        for i, (task, plan) in enumerate(zip(self.tasks, like.plans, strict=True)):
+            if task.backward:
+                cost = costs[self.forward_of[i]]
+            else:
+                key = (id(self.stage(task)), id(self.workload(task)))
+                if key not in known:
+                    known[key] = self.cost(task)
+                cost = known[key]
+            costs.append(cost)
+            self._plan(task, cost, plan.before)
+
+    def _build(self) -> None:
+        modules = self._model.architecture.modules
+        for number, work in enumerate(self._microbatches):
+            chains: dict[str, list[_Chain]] = {}
+            for module in modules:
+                parts = work.get(module.name, ())
+                chains[module.name] = [self._chain(module.name, number, part) for part in range(len(parts))]
+                for source in module.after:
+                    for below in chains[module.name]:
+                        for above in chains[source]:
+                            self._link(above.forward[-1], below.forward[0], above.forward[-1])
+            for module in reversed(modules):
+                for chain in chains[module.name]:
+                    self._chain_back(module.name, number, chain)
+            for module in modules:
+                for source in module.after:
+                    for below in chains[module.name]:
+                        for above in chains[source]:
+                            if above.backward and below.backward:
+                                self._link(below.backward[-1], above.backward[0], above.forward[-1])
+
+    def _chain(self, name: str, microbatch: int, part: int) -> _Chain:
+        chain = _Chain()
+        for chunk in self._model.chunks(name):
+            task = StageTask(name, chunk, chunk % self._model.num_ranks, microbatch, part, False)
+            chain.forward.append(self._add(task))
+            if chunk:
+                self._link(chain.forward[-2], chain.forward[-1], chain.forward[-2])
+        return chain
+
+    def _chain_back(self, name: str, microbatch: int, chain: _Chain) -> None:
+        for chunk in reversed(self._model.chunks(name)):
+            forward = self.tasks[chain.forward[chunk]]
+            if "B" not in self.stage(forward).parts:
+                break
+            task = StageTask(name, chunk, forward.rank, microbatch, forward.part, True)
+            chain.backward.append(self._add(task, chain.forward[chunk]))
+            self._link(chain.forward[chunk], chain.backward[-1], chain.forward[chunk])
+            if len(chain.backward) > 1:
+                # The gradient has the size of what came the other way.
+                self._link(chain.backward[-2], chain.backward[-1], chain.forward[chunk])
+
+    def _add(self, task: StageTask, forward_of: int | None = None) -> int:
+        self.forward_of.append(len(self.tasks) if forward_of is None else forward_of)
+        self.tasks.append(task)
+        self.edges.append([])
+        self._plan(task, self.cost(task), [])
+        return len(self.tasks) - 1
+
+    def _plan(self, task: StageTask, cost: TaskCost, before: list[tuple[int, int]]) -> None:
+        duration = cost.backward_ps if task.backward else cost.forward_ps
+        self.flops.append(0.0 if task.backward else cost.flops)
+        self.plans.append(
+            PipelineTask(task.rank, task.microbatch, task.backward, duration, cost.held_bytes, before)
+        )
+
+    def _link(self, source: int, target: int, carrier: int) -> None:
+        """``target`` waits for ``source``; what travels has the size of ``carrier``'s output."""
+        a, b = self.tasks[source], self.tasks[target]
+        size = 0
+        if a.rank != b.rank:
+            size = self.cost(self.tasks[carrier]).output_bytes
+        self.edges[target].append((source, size))
+        self.plans[target].before.append((source, int(self.send(size).duration_ps[0]) if size else 0))
