@@ -55,8 +55,15 @@ def test_an_order_that_fits_is_found_where_the_plain_ones_do_not_fit(seed, room)
     attack(seed, "default", 20, room)
 
 
-def test_tasks_that_take_no_time_at_all_are_solved():
-    attack(1497, "default", 20)
+@pytest.mark.parametrize(
+    ("seed", "evaluations", "room"),
+    [
+        pytest.param(1497, 20, None, id="no task takes time"),
+        pytest.param(1505, 60, 1.5, id="some microbatches have no backward"),
+    ],
+)
+def test_what_once_failed(seed, evaluations, room):
+    attack(seed, "default", evaluations, room)
 
 
 def test_what_cannot_fit_is_refused_with_the_pair_and_the_bytes():

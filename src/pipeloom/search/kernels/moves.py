@@ -83,6 +83,9 @@ def mutate_microbatch(p: Problem, order: Array, backup: Array, random: Array) ->
         left = 0
         for i in range(low, high):
             left += owner[backup[i]] == other
+        if left == 0:
+            # The other has no backward: there is nothing to move beside.
+            continue
         at = low
         for i in range(low, high):
             if owner[backup[i]] == one:
