@@ -31,6 +31,8 @@ PROBE = 0.05
 """Part of the budget for the static orders of one uniform setting."""
 FAR = 1.05
 """Makespan over bound beyond which the leanest candidates get the last turn."""
+HOPELESS = 1.5
+"""Makespan over bound beyond which uniform settings are given up at once."""
 SPLIT_SHARE = 0.25
 """Part of the budget in which another number of split microbatches is begun."""
 
@@ -111,10 +113,14 @@ def _turns(
 
     walks, tuner = None if graph.capacity_bytes is None else make_walks(graph), Tuner(graph)
     start, probe, used = _start(graph, bound, watch, seed, on_progress, used, walks)
-    rounds = ROUNDS if start is None else LEVEL_ROUNDS
     lean: IntArray = np.array(leanest(graph), np.int64)
+    best, best_ns = Schedule((), lean), kernels.NEVER
+    if probe is not None and probe.best_ns > HOPELESS * bound.ns:
+        # Memory is so tight that settings must differ from pair to pair.
+        best, best_ns = Schedule(probe.orders(), start, method), probe.best_ns
+        start = probe = None
+    rounds = ROUNDS if start is None else LEVEL_ROUNDS
     choice = lean if start is None else start
-    best, best_ns = Schedule((), choice), kernels.NEVER
     previous: Search | None = None
     begin = watch.share(used)
     for turn in range(rounds):
@@ -163,7 +169,8 @@ def _start(
         nonlocal used
         try:
             chosen = graph.with_candidates(np.full(graph.num_pairs, level))
-            search = Search(chosen, bound.ns, watch, seed, on_progress, used, walks=walks)
+            # A setting that fits in some odd order only is not worth the seconds that finding it takes.
+            search = Search(chosen, bound.ns, watch, seed, on_progress, used, walks=walks, thorough=False)
         except InfeasibleError:
             return float("inf")
         portfolio(search, until=watch.share(used) + PROBE)

@@ -81,13 +81,15 @@ def _members(job_of_task: IntArray) -> list[list[int]]:
     return members
 
 
-def find_jobs(graph: TaskGraph, walks: Walks | None = None) -> Jobs:
+def find_jobs(graph: TaskGraph, walks: Walks | None = None, thorough: bool = True) -> Jobs:
     """Split a graph without candidates into jobs and find an order for each that fits.
 
     Parameters
     ----------
     walks : Walks, optional
         Of this graph under any candidates.
+    thorough : bool
+        Whether all orders of a job are searched when the plain ones do not fit, which may take seconds.
 
     Raises
     ------
@@ -110,7 +112,9 @@ def find_jobs(graph: TaskGraph, walks: Walks | None = None) -> Jobs:
         peak, net = (column.tolist() for column in memory_needs(graph))
         reader, members = _Reader(graph), _members(job_of_task)
         for job in failing.tolist():
-            order[job_of_task[order] == job] = _reference_order(graph, reader, members[job], peak, net, room)
+            order[job_of_task[order] == job] = _reference_order(
+                graph, reader, members[job], peak, net, room, thorough
+            )
         need, adds_up = _needs(graph, job_of_task, order)
     # A row for every job and rank: their tasks in the order of the job.
     row = (job_of_task * graph.num_ranks + graph.rank)[order]
@@ -229,14 +233,17 @@ def components(graph: TaskGraph) -> IntArray:
 
 
 def _reference_order(
-    graph: TaskGraph, reader: _Reader, tasks: list[int], peak: list[int], net: list[int], room: IntArray
-) -> list[int]:
+    graph: TaskGraph, reader: _Reader, tasks: list[int], peak: list[int], net: list[int], room: IntArray,
+    thorough: bool,
+) -> list[int]:  # fmt: skip
     """An order of a job whose plain walk does not fit: whatever rises least comes next; or else a search."""
     first = _walk(reader, tasks, peak, net, greedy=False)
     greedy = _walk(reader, tasks, peak, net, greedy=True)
     if (np.array(_most(reader, greedy, peak, net, graph.num_ranks)) <= room).all():
         return greedy
-    searched, exhausted = _search(reader, tasks, peak, net, room.tolist())
+    searched, exhausted = None, False
+    if thorough:
+        searched, exhausted = _search(reader, tasks, peak, net, room.tolist())
     if searched is not None:
         return searched
     most = _most(reader, first, peak, net, graph.num_ranks)
@@ -248,7 +255,11 @@ def _reference_order(
                 f"pair {graph.pair[task]} ({graph.describe(task)}) does not fit: its microbatch needs "
                 f"{most[rank]} bytes at once on rank {rank} in every order tried, and beside "
                 f"{graph.static_bytes[rank]} static bytes the capacity leaves {room[rank]}; "
-                + ("no order fits" if exhausted else f"{SEARCH_STATES} states of it were searched, not all")
+                + (
+                    "no order fits"
+                    if exhausted
+                    else f"at most {SEARCH_STATES} states of it were searched, not all"
+                )
             )
         used[rank] += net[task]
     raise AssertionError("an order that does not fit has a first task that does not")

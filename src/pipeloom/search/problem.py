@@ -106,15 +106,17 @@ class Groups(NamedTuple):
     """Whether it is backward and no backward of another segment waits for it."""
 
 
-def make_problem(graph: TaskGraph, walks: Walks | None = None) -> tuple[Problem, Groups, Jobs]:
-    """Lay a graph without candidates out for the kernels; ``walks`` as in `find_jobs`.
+def make_problem(
+    graph: TaskGraph, walks: Walks | None = None, thorough: bool = True
+) -> tuple[Problem, Groups, Jobs]:
+    """Lay a graph without candidates out for the kernels; ``walks`` and ``thorough`` as in `find_jobs`.
 
     Raises
     ------
     InfeasibleError
         A microbatch cannot fit.
     """
-    jobs = find_jobs(graph, walks)
+    jobs = find_jobs(graph, walks, thorough)
     topological = quick_topological_order(graph)
     position = np.empty(graph.num_tasks, np.int64)
     position[topological] = np.arange(graph.num_tasks)

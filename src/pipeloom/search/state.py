@@ -45,12 +45,12 @@ class Search:
     def __init__(
         self, graph: TaskGraph, target_ns: int, watch: Watch, seed: int,
         on_progress: Callable[[Progress], None] | None = None, used: int = 0, tuned: TaskGraph | None = None,
-        walks: Walks | None = None,
+        walks: Walks | None = None, thorough: bool = True,
     ) -> None:  # fmt: skip
         self.graph = graph
         self.problem: Problem
         self.groups: Groups
-        self.problem, self.groups, self.jobs = make_problem(graph, walks)
+        self.problem, self.groups, self.jobs = make_problem(graph, walks, thorough)
         self.scratch = make_scratch(self.problem)
         self.target_ns = target_ns
         self.watch = watch
