@@ -35,6 +35,9 @@ HEAT, POLISH_HEAT = 0.1, 0.06
 """Start of the annealing, and of the polish, in mean durations of a task."""
 FAR, FAR_SHARE = 1.05, 0.7
 """Above so many times the bound, so much of the time goes to group orders before the justification."""
+FEW_CHANGES, MOST_HEAT = 150, 1.0
+"""Of group orders: the heat is `HEAT` for so many changes per job or fewer, rises with the root of their number, and
+ends at the second."""
 SMALL, SMALL_SHARE, SMALL_TURNS, SMALL_HEAT = 200, 0.1, 4, 1.0
 """Tasks up to which a graph is small, the part of the time for its local search, then annealings and their start."""
 
@@ -52,8 +55,10 @@ def _default(search: Search, threads: int, until: float) -> None:
     Small graphs get several annealings on the list of tasks instead, each from the incumbent.
     """
     first = search.watch.share(search.evaluations)
+    began_s, used = search.watch.elapsed_s(), search.evaluations
     portfolio(search, first + PORTFOLIO_PART * (until - first))
     first = search.watch.share(search.evaluations)
+    took_s, used = search.watch.elapsed_s() - began_s, search.evaluations - used
     tight = search.rule != kernels.UNLIMITED
     if search.graph.num_tasks <= SMALL:
         begin = first + SMALL_SHARE * (until - first)
@@ -70,11 +75,18 @@ def _default(search: Search, threads: int, until: float) -> None:
     far = search.best_ns > FAR * search.target_ns
     middle = first + (FAR_SHARE if far else 0.0) * (until - first)
     if far:
-        local_search(search, HEAT, threads, until=middle, since=first)
+        changes = search.watch.expected(used, took_s, middle - first)
+        heat = order_heat(changes / len(search.problem.job_size))
+        local_search(search, heat, threads, until=middle, since=first)
     if not justify(search, HEAT, threads, until=until, since=middle):
         last = middle + 0.7 * (until - middle)
         local_search(search, HEAT, threads, until=last, since=middle)
         polish(search, POLISH_HEAT, until=until, since=last)
+
+
+def order_heat(changes_per_job: float) -> float:
+    """Start of the annealing of group orders, in mean durations of a task: the longer it may last, the hotter."""
+    return float(min(MOST_HEAT, HEAT * max(1.0, (changes_per_job / FEW_CHANGES) ** 0.5)))
 
 
 def _portfolio(search: Search, _threads: int, _until: float) -> None:

@@ -55,6 +55,15 @@ class Watch:
             parts.append(used / self.evaluations if self.evaluations > 0 else 1.0)
         return min(1.0, max(parts))
 
+    def expected(self, made: int, took_s: float, part: float) -> float:
+        """How many evaluations a part of the budget has room for at the speed of ``made`` in ``took_s`` seconds."""
+        counts = []
+        if self.seconds is not None:
+            counts.append(part * self.seconds * made / took_s if took_s > 0 else 0.0)
+        if self.evaluations is not None:
+            counts.append(part * self.evaluations)
+        return min(counts, default=0.0)
+
 
 def _clock(name: str) -> Callable[[], float]:
     return time.process_time if name == "cpu" else time.monotonic

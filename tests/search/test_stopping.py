@@ -1,0 +1,35 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeloom.search.solve import HEAT, MOST_HEAT, order_heat
+from pipeloom.search.stopping import Both, Deadline, Evaluations, Watch
+
+
+@pytest.mark.parametrize(
+    ("seconds", "evaluations", "room"), [(8.0, None, 300.0), (None, 1000, 750.0), (8.0, 200, 150.0), (8.0, 600, 300.0)]
+)  # fmt: skip
+def test_room_of_a_part_of_the_budget(seconds, evaluations, room):
+    """Three quarters of eight seconds at a hundred evaluations in two, and of so many evaluations."""
+    watch = Watch(lambda: 0.0, 0.0, seconds, evaluations)
+    assert watch.expected(100, 2.0, 0.75) == room
+
+
+@given(st.floats(0, 1e-9), st.integers(0, 10))
+def test_nothing_is_expected_of_a_speed_that_is_not_known(took_s, made):
+    assert Deadline(1.0).start().expected(made, 0.0, 0.5) == 0.0
+    assert Deadline(1.0).start().expected(0, took_s, 0.5) == 0.0
+    assert Both(Deadline(1.0), Evaluations(3)).start().expected(made, 0.0, 0.5) == 0.0
+
+
+@given(st.floats(0, 1e9), st.floats(0, 1e9))
+def test_a_longer_annealing_begins_no_colder(one, other):
+    heats = [order_heat(changes) for changes in sorted((one, other))]
+    assert HEAT <= heats[0] <= heats[1] <= MOST_HEAT
+
+
+def test_a_short_annealing_begins_as_cold_as_ever_and_a_long_one_ten_times_hotter():
+    assert order_heat(100) == HEAT
+    assert order_heat(15_000) == pytest.approx(MOST_HEAT)
