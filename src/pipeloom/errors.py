@@ -39,6 +39,24 @@ class InputError(PipeloomError, ValueError):
         super().__init__(f"{entity}: {problem}" + (f"; {remedy}" if remedy else ""))
 
 
+def check_positive(entity: str, value: float) -> None:
+    """Raise `InputError` unless the value is positive and finite."""
+    if not 0 < value < float("inf"):
+        raise InputError(entity, f"{value} is not positive and finite")
+
+
+def check_not_negative(entity: str, value: float) -> None:
+    """Raise `InputError` unless the value is finite and at least 0."""
+    if not 0 <= value < float("inf"):
+        raise InputError(entity, f"{value} is not finite and at least 0")
+
+
+def check_count(entity: str, value: int) -> None:
+    """Raise `InputError` where a count is below 1."""
+    if value < 1:
+        raise InputError(entity, f"{value} is below 1")
+
+
 class InfeasibleError(PipeloomError):
     """No answer exists within the stated limits; the message names what cannot fit, in bytes or seconds."""
 

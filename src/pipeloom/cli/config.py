@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from pipeloom.arrange import ModulePlacement
-from pipeloom.errors import InputError
+from pipeloom.errors import InputError, check_count, check_not_negative, check_positive
 from pipeloom.io import read_spec
 from pipeloom.packing import PackingSpec
 from pipeloom.spec import ClusterSpec
@@ -32,8 +32,7 @@ class LayoutConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         """Refuse layouts without ranks."""
-        if self.ranks < 1:
-            raise InputError("layout.ranks", f"{self.ranks} is below 1")
+        check_count("layout.ranks", self.ranks)
 
 
 class OptimizerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -47,12 +46,10 @@ class OptimizerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         """Refuse rates that cannot train."""
-        if not 0 < self.learning_rate < float("inf"):
-            raise InputError("optimizer.learning_rate", f"{self.learning_rate} is not positive and finite")
+        check_positive("optimizer.learning_rate", self.learning_rate)
         if self.warmup_iterations < 0:
             raise InputError("optimizer.warmup_iterations", f"{self.warmup_iterations} is negative")
-        if not 0 <= self.weight_decay < float("inf"):
-            raise InputError("optimizer.weight_decay", f"{self.weight_decay} is not finite and at least 0")
+        check_not_negative("optimizer.weight_decay", self.weight_decay)
         if not all(0 <= beta < 1 for beta in self.betas):
             raise InputError("optimizer.betas", f"{list(self.betas)} are not in [0, 1)")
         if self.clip_norm is not None and not self.clip_norm > 0:
@@ -70,10 +67,8 @@ class PlannerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         """Refuse budgets that never begin and deadlines that never come."""
-        if not 0 < self.budget_s < float("inf"):
-            raise InputError("planner.budget_s", f"{self.budget_s} is not positive and finite")
-        if not 0 <= self.deadline_s < float("inf"):
-            raise InputError("planner.deadline_s", f"{self.deadline_s} is not finite and at least 0")
+        check_positive("planner.budget_s", self.budget_s)
+        check_not_negative("planner.deadline_s", self.deadline_s)
 
 
 class CheckpointConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -89,8 +84,7 @@ class CheckpointConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         """Refuse what never saves."""
         for name in ("every", "keep"):
-            if getattr(self, name) < 1:
-                raise InputError(f"checkpoint.{name}", f"{getattr(self, name)} is below 1")
+            check_count(f"checkpoint.{name}", getattr(self, name))
 
 
 class TrainConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -120,10 +114,8 @@ class TrainConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         """Refuse runs of no length and names that are no folder."""
-        if self.iterations < 1:
-            raise InputError("iterations", f"{self.iterations} is below 1")
-        if not 0 < self.timeout_s < float("inf"):
-            raise InputError("timeout_s", f"{self.timeout_s} is not positive and finite")
+        check_count("iterations", self.iterations)
+        check_positive("timeout_s", self.timeout_s)
         if not self.name or any(c in self.name for c in "/\\\0") or self.name in (".", ".."):
             raise InputError("name", f"{self.name!r} is no folder name", "use letters, digits, '-' and '_'")
         if self.packing.policy == "exact":

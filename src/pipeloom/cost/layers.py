@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from pipeloom.errors import InputError
+from pipeloom.errors import InputError, check_count
 
 BYTES_PER_PARAMETER = 2
 """What ``parameter_bytes`` counts: weights in half precision."""
@@ -91,8 +91,7 @@ class LayerTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         """Refuse tables that no pipeline can run."""
         for name in ("num_ranks", "num_microbatches"):
-            if getattr(self, name) < 1:
-                raise InputError(name, f"{getattr(self, name)} is below 1")
+            check_count(name, getattr(self, name))
         if not 0 <= self.boundary_s < float("inf"):
             raise InputError("boundary_s", f"{self.boundary_s:g} is not finite and at least 0")
         if self.boundary_bytes < 0:

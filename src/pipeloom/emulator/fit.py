@@ -17,7 +17,7 @@ from pipeloom.emulator.build import local_devices
 from pipeloom.emulator.rules import PS_PER_S, RuleTable
 from pipeloom.emulator.size import FloatArray
 from pipeloom.emulator.tape import DEVICE_NAMES
-from pipeloom.errors import InputError
+from pipeloom.errors import InputError, check_positive
 from pipeloom.spec.hardware import DeviceSpec, EfficiencySpec, Part
 
 FLOPS_KINDS = frozenset({"matmul", "grouped_matmul", "scan"}) | {
@@ -43,10 +43,7 @@ class Measurement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         """Refuse times that no clock gives."""
-        if not 0 < self.seconds < float("inf"):
-            raise InputError(
-                f"measurement {self.name!r}.seconds", f"{self.seconds} is not positive and finite"
-            )
+        check_positive(f"measurement {self.name!r}.seconds", self.seconds)
 
     @property
     def metric(self) -> str:

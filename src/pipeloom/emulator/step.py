@@ -23,7 +23,7 @@ from pipeloom.emulator.static import update_costs
 from pipeloom.emulator.step_tasks import StepTasks
 from pipeloom.emulator.subgraph import Call, Port
 from pipeloom.emulator.tape import COMPUTE, NUM_DEVICES, Cost
-from pipeloom.errors import InputError
+from pipeloom.errors import InputError, check_count
 
 __all__ = ["RankTime", "StageTask", "Step", "StepResult"]
 
@@ -67,8 +67,8 @@ class Step:
 
     def _choose(self, in_flight: int | None) -> None:
         ranks, count = self.model.num_ranks, len(self.microbatches)
-        if in_flight is not None and in_flight < 1:
-            raise InputError("in_flight", f"{in_flight} is below 1")
+        if in_flight is not None:
+            check_count("in_flight", in_flight)
         options = sorted({min(count, max(1, round(ranks * k))) for k in (0.5, 1, 1.5, 2, 3)})
         duration = np.array([t.duration_ps for t in self._all.plans])
 

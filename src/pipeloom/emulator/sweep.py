@@ -11,7 +11,7 @@ from pipeloom.emulator.fastest import fastest_step
 from pipeloom.emulator.pipeline import PipelineModel, Work, work_of
 from pipeloom.emulator.result import StepResult
 from pipeloom.emulator.step import Step
-from pipeloom.errors import InfeasibleError, InputError
+from pipeloom.errors import InfeasibleError, InputError, check_count
 from pipeloom.spec import Sample
 from pipeloom.spec.architecture import Architecture
 from pipeloom.spec.catalog import load_architecture, load_machine
@@ -92,8 +92,7 @@ def emulate(
     architecture = load_architecture(model) if isinstance(model, str) else model
     machine = load_machine(cluster) if isinstance(cluster, str) else cluster
     if microbatches is None:
-        if num_microbatches < 1:
-            raise InputError("num_microbatches", f"{num_microbatches} is below 1")
+        check_count("num_microbatches", num_microbatches)
         microbatches = draw_microbatches(
             architecture, data or default_data(architecture), num_microbatches, seed
         )

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from pipeloom.emulator.size import TOKEN_PAIRS, TOKENS, ZERO, Size
-from pipeloom.errors import InputError
+from pipeloom.errors import InputError, check_count
 
 COMPUTE, NVLINK, NIC, PCIE = 0, 1, 2, 3
 DEVICE_NAMES = ("compute", "nvlink", "nic", "pcie")
@@ -53,8 +53,7 @@ class Context:
     def __post_init__(self) -> None:
         """Refuse degrees below one."""
         for name in ("tensor", "context", "expert", "dtype_bytes", "gradient_bytes", "shard"):
-            if getattr(self, name) < 1:
-                raise InputError(f"context.{name}", f"{getattr(self, name)} is below 1")
+            check_count(f"context.{name}", getattr(self, name))
 
     @property
     def row_split(self) -> int:

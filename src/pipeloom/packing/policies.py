@@ -8,7 +8,7 @@ from typing import Literal, get_args
 import msgspec
 import numpy as np
 
-from pipeloom.errors import InputError
+from pipeloom.errors import InputError, check_count
 from pipeloom.packing import kernels
 from pipeloom.packing.loads import IntArray, Loads
 
@@ -46,8 +46,8 @@ class PackingSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Refuse empty budgets."""
         for name in ("token_budget", "num_microbatches", "attention_tokens"):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise InputError(f"packing.{name}", f"{value} is below 1")
+            if value is not None:
+                check_count(f"packing.{name}", value)
 
 
 def group(loads: Loads, spec: PackingSpec, iteration: int = 0) -> tuple[tuple[int, ...], ...]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from pipeloom.cost import Correction
-from pipeloom.errors import InputError, PipeloomError, PlannerError
+from pipeloom.errors import PipeloomError, PlannerError, check_not_negative
 from pipeloom.packing import Packing, packing_from_counts
 from pipeloom.plan import Answer, Delivery, ExecutionPlan, action_text, boundary_shapes, verify
 from pipeloom.planner.courier import Courier
@@ -61,8 +61,7 @@ class Planner:
 
     def __post_init__(self) -> None:
         """Refuse deadlines that never come."""
-        if not 0 <= self.deadline_s < float("inf"):
-            raise InputError("planner.deadline_s", f"{self.deadline_s} is not finite and at least 0")
+        check_not_negative("planner.deadline_s", self.deadline_s)
         self._problem = self.setup.problem()
 
     def start(self) -> None:

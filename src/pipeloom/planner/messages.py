@@ -7,7 +7,7 @@ from typing import TypeVar
 import msgspec
 
 from pipeloom.cost import Correction, Profile, ProfileCosts, Strategy
-from pipeloom.errors import InputError, PlannerError
+from pipeloom.errors import PlannerError, check_positive
 from pipeloom.packing import PackingSpec
 from pipeloom.plan import Answer, packing_counts
 from pipeloom.planner.plan_batch import PlannedBatch, Problem
@@ -33,8 +33,7 @@ class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         """Refuse budgets that never end or never begin."""
-        if not 0 < self.budget_s < float("inf"):
-            raise InputError("planner.budget_s", f"{self.budget_s} is not positive and finite")
+        check_positive("planner.budget_s", self.budget_s)
 
     def problem(self) -> Problem:
         """The problem in the form that planning takes."""

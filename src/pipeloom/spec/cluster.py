@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from pipeloom.errors import InputError
+from pipeloom.errors import InputError, check_not_negative, check_positive
 
 
 class ClusterSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -22,12 +22,8 @@ class ClusterSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Refuse links and memories that cannot exist."""
         if self.memory_capacity_bytes is not None and self.memory_capacity_bytes <= 0:
             raise InputError("cluster.memory_capacity_bytes", f"{self.memory_capacity_bytes} is not positive")
-        if not 0 < self.link_bytes_per_s < float("inf"):
-            raise InputError(
-                "cluster.link_bytes_per_s", f"{self.link_bytes_per_s} is not positive and finite"
-            )
-        if not 0 <= self.link_latency_s < float("inf"):
-            raise InputError("cluster.link_latency_s", f"{self.link_latency_s} is not finite and at least 0")
+        check_positive("cluster.link_bytes_per_s", self.link_bytes_per_s)
+        check_not_negative("cluster.link_latency_s", self.link_latency_s)
 
     def transfer_s(self, num_bytes: int) -> float:
         """Seconds that a message of ``num_bytes`` takes between two ranks."""

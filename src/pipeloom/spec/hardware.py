@@ -7,7 +7,7 @@ from typing import Literal
 
 import msgspec
 
-from pipeloom.errors import InputError
+from pipeloom.errors import InputError, check_count, check_not_negative, check_positive
 
 Link = Literal["nvlink", "nic", "pcie"]
 Part = Literal["compute", "nvlink", "nic", "pcie"]
@@ -27,8 +27,7 @@ def check_points(name: str, points: Sequence[tuple[float, float]]) -> None:
     if not points or sizes != sorted(set(sizes)) or sizes[0] <= 0:
         raise InputError(name, f"sizes {sizes} are not positive and rising")
     for size, efficiency in points:
-        if not 0 < efficiency < float("inf"):
-            raise InputError(f"{name} at {size:g}", f"{efficiency} is not positive and finite")
+        check_positive(f"{name} at {size:g}", efficiency)
 
 
 class EfficiencySpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -71,16 +70,10 @@ class DeviceSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         """Refuse devices that cannot exist."""
         for name in ("flops_per_s", "memory_bytes", "memory_bytes_per_s"):
-            if not 0 < getattr(self, name) < float("inf"):
-                raise InputError(
-                    f"device {self.name!r}.{name}", f"{getattr(self, name)} is not positive and finite"
-                )
+            check_positive(f"device {self.name!r}.{name}", getattr(self, name))
         for name in ("nvlink_bytes_per_s", "nvlink_latency_s", "pcie_bytes_per_s", "pcie_latency_s",
                      "reserved_bytes"):  # fmt: skip
-            if not 0 <= getattr(self, name) < float("inf"):
-                raise InputError(
-                    f"device {self.name!r}.{name}", f"{getattr(self, name)} is not finite and at least 0"
-                )
+            check_not_negative(f"device {self.name!r}.{name}", getattr(self, name))
 
     @property
     def usable_bytes(self) -> int:
@@ -104,10 +97,7 @@ class MachineSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         """Refuse empty clusters."""
         for name in ("devices_per_node", "num_nodes", "nic_bytes_per_s"):
-            if not 0 < getattr(self, name) < float("inf"):
-                raise InputError(
-                    f"cluster {self.name!r}.{name}", f"{getattr(self, name)} is not positive and finite"
-                )
+            check_positive(f"cluster {self.name!r}.{name}", getattr(self, name))
 
     @property
     def num_devices(self) -> int:
@@ -133,8 +123,7 @@ class Degrees(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         """Refuse degrees below one."""
         for name in ("tensor", "pipeline", "data", "context", "expert"):
-            if getattr(self, name) < 1:
-                raise InputError(f"degrees.{name}", f"{getattr(self, name)} is below 1")
+            check_count(f"degrees.{name}", getattr(self, name))
         if (self.data * self.context * self.tensor) % self.expert:
             raise InputError("degrees.expert", f"{self.expert} does not divide data x context x tensor")
 

@@ -7,7 +7,7 @@ from typing import Literal
 
 import msgspec
 
-from pipeloom.errors import InputError
+from pipeloom.errors import InputError, check_count
 
 
 class Parallelism(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -19,8 +19,7 @@ class Parallelism(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         """Refuse degrees below one."""
         for name in ("tensor", "data"):
-            if getattr(self, name) < 1:
-                raise InputError(f"parallelism.{name}", f"{getattr(self, name)} is below 1")
+            check_count(f"parallelism.{name}", getattr(self, name))
 
 
 class ModuleLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -35,8 +34,8 @@ class ModuleLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         """Refuse empty sub-microbatches."""
-        if self.sub_microbatch is not None and self.sub_microbatch < 1:
-            raise InputError(f"module {self.name!r}.sub_microbatch", f"{self.sub_microbatch} is below 1")
+        if self.sub_microbatch is not None:
+            check_count(f"module {self.name!r}.sub_microbatch", self.sub_microbatch)
 
 
 class Chunk(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -63,8 +62,7 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         """Check that every layer of a pipelined module is in exactly one chunk, and modules form a DAG."""
-        if self.num_ranks < 1:
-            raise InputError("num_ranks", f"{self.num_ranks} is below 1")
+        check_count("num_ranks", self.num_ranks)
         known: dict[str, ModuleLayout] = {}
         for i, module in enumerate(self.modules):
             if module.name in known:

@@ -8,7 +8,7 @@ from typing import Literal, Protocol, TypeVar
 
 import msgspec
 
-from pipeloom.errors import InputError
+from pipeloom.errors import InputError, check_count
 from pipeloom.spec.batch import Sample, Workload, video_tokens
 
 Dimension = int | Literal["instances", "tokens"]
@@ -56,8 +56,7 @@ class LayerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         """Refuse impossible counts."""
-        if self.count < 1:
-            raise InputError(f"layer {self.kind!r}.count", f"{self.count} is below 1")
+        check_count(f"layer {self.kind!r}.count", self.count)
         if self.num_parameters < 0:
             raise InputError(f"layer {self.kind!r}.num_parameters", f"{self.num_parameters} is negative")
 

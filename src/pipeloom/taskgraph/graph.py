@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from pipeloom.errors import InputError
+from pipeloom.errors import InputError, check_count
 
 IntArray = npt.NDArray[np.int64]
 KindArray = npt.NDArray[np.int8]
@@ -218,8 +218,7 @@ def make_graph(
     num_tasks = len(kinds)
     if num_tasks == 0:
         raise InputError("tasks.kind", "is empty", "give at least one task")
-    if num_ranks < 1:
-        raise InputError("num_ranks", f"{num_ranks} is below 1")
+    check_count("num_ranks", num_ranks)
     for key, column in columns.items():
         if column.shape != (num_tasks,):
             raise InputError(key, f"has {column.size} entries, tasks.kind has {num_tasks}")
