@@ -4,6 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeloom.errors import InputError
+from pipeloom.search import Share
 from pipeloom.search.solve import HEAT, MOST_HEAT, order_heat
 from pipeloom.search.stopping import Both, Deadline, Evaluations, Watch
 
@@ -33,3 +35,14 @@ def test_a_longer_annealing_begins_no_colder(one, other):
 def test_a_short_annealing_begins_as_cold_as_ever_and_a_long_one_ten_times_hotter():
     assert order_heat(100) == HEAT
     assert order_heat(15_000) == pytest.approx(MOST_HEAT)
+
+
+def test_a_share_is_a_part_of_every_limit() -> None:
+    watch = Share(Both(Deadline(8.0), Evaluations(11)), 0.25).start()
+    assert (watch.seconds, watch.evaluations) == (2.0, 2)
+    assert Share(Deadline(8.0), 0.5).start().evaluations is None
+    assert Share(Evaluations(10), 1.0).start().seconds is None
+    assert Share(Evaluations(10), 0.5).start().left(4, 9) == 1
+    for part in (0.0, 1.5):
+        with pytest.raises(InputError, match="is not above 0 and at most 1"):
+            Share(Deadline(1.0), part)

@@ -10,6 +10,7 @@ from pipeloom.arrange import encoder_first, separate
 from pipeloom.baselines import one_f_one_b
 from pipeloom.errors import InfeasibleError, InputError
 from pipeloom.packing import PackingSpec, pack
+from pipeloom.search import Evaluations
 from pipeloom.spec import Batch, Chunk, Layout, ModelSpec, ModuleLayout, Sample, Workload
 from pipeloom.taskgraph import build_graph
 from pipeloom.timeline import check, lower_bound, simulate
@@ -136,6 +137,22 @@ def test_search_finds_the_best_order_of_few_microbatches() -> None:
     assert sum(gap <= 1e-9 for gap in worse) >= 9
 
 
+def test_a_budget_is_spent_on_shorter_iterations_and_hardly_overrun() -> None:
+    pipeline, _ = make(4, True)
+    gains = []
+    spec = TuningSpec(effort=0.02)
+    for seed in range(4):
+        batch = random_batch(seed, num_samples=60)
+        usual = tune(pipeline, batch, BUDGET, spec, seed)
+        more = tune(pipeline, batch, BUDGET, spec, seed, Evaluations(50 * usual.evaluations))
+        assert 2 * usual.evaluations < more.evaluations <= 55 * usual.evaluations
+        assert more.planned_ns <= usual.planned_ns
+        gains.append(usual.planned_ns / more.planned_ns - 1)
+        none = tune(pipeline, batch, BUDGET, spec, seed, Evaluations(0))
+        assert none.planned_ns == usual.planned_ns
+    assert max(gains) > 0.001
+
+
 def test_encoder_work_moves_into_idle_time_by_hand() -> None:
     # Two ranks, one layer each; the encoder has 3 layers of 2 ms an image of two patches (ms: tokens x layers).
     model = vlm_spec(3, 2, vision_frozen=True)
@@ -202,14 +219,14 @@ def test_a_table_of_linear_costs_is_exact(workloads: list[list[int]]) -> None:
     model = vlm_spec()
     costs = ToyCosts(model)
     chunk = Chunk("lm", (2, 5), 0)
-    table = tabulate(costs, chunk, 100, (8, 40))
+    table = tabulate(costs, [chunk], 100, (8, 40))
     features = Features(
         *(
             np.array([f(Workload(tuple(w))) for w in workloads], float)
             for f in (lambda w: w.num_instances, lambda w: w.num_tokens, lambda w: w.num_token_pairs)
         )
     )
-    estimate = table.estimate(features)
+    (estimate,) = table.estimate(features)
     for k, lengths in enumerate(workloads):
         real = costs.chunk_costs(chunk, Workload(tuple(lengths)))[0]
         assert estimate[:3, k] == pytest.approx([real.forward_s, real.backward_s, real.activation_bytes])

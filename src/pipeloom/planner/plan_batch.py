@@ -10,7 +10,7 @@ from pipeloom import packing, search, tuning
 from pipeloom.cost import Correction, ProfileCosts
 from pipeloom.packing import Packing, PackingSpec, cost_loads, pack
 from pipeloom.plan import ExecutionPlan, boundary_shapes, lower, verify
-from pipeloom.search import StoppingRule, solve
+from pipeloom.search import Share, StoppingRule, solve
 from pipeloom.spec import Batch, Layout, ModelSpec
 from pipeloom.taskgraph import TaskGraph, build_graph
 from pipeloom.timeline import LowerBound, Schedule, Timeline, lower_bound, simulate
@@ -148,21 +148,24 @@ def _searched(problem: Problem, batch: Batch, budget: StoppingRule, seed: int, m
 def _tuned(problem: Problem, batch: Batch, budget: StoppingRule, seed: int, method: str) -> _Made:
     """Decide packing, order and encoder pre-computation together, which takes milliseconds.
 
-    Where orders are searched, the budget then goes to orders of all tasks of that packing, beyond 1F1B; the
-    faster schedule is taken.
+    Where orders are searched, half of the budget goes to more of that, and half to orders of all tasks of that packing,
+    beyond 1F1B; the faster schedule is taken.
     """
     assert problem.pipeline is not None
     assert problem.tuning is not None
     pipeline = problem.pipeline.scaled(problem.costs.factors)
-    tuned = tune(pipeline, batch, problem.packing.token_budget, problem.tuning, seed)
+    searches = problem.tuning.order == "search"
+    half = Share(budget, 0.5)
+    tokens = problem.packing.token_budget
+    tuned = tune(pipeline, batch, tokens, problem.tuning, seed, half if searches else None)
     plan = tuned_plan(pipeline, batch, tuned, problem.costs, problem.capacity_bytes)
     timeline = simulate(plan.graph, plan.schedule)
     made = _Made(
         plan.packing, plan.graph, plan.schedule, timeline, lower_bound(plan.graph), tuned.evaluations
     )
-    if problem.tuning.order != "search":
+    if not searches:
         return made
-    found = solve(plan.graph, budget=budget, seed=seed, method=method)
+    found = solve(plan.graph, budget=half, seed=seed, method=method)
     evaluations = made.evaluations + found.evaluations
     if found.timeline.makespan_ns >= timeline.makespan_ns:
         return replace(made, evaluations=evaluations)

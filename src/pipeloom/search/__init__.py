@@ -7,7 +7,7 @@ from pipeloom.search.library import LIBRARY, Run, gap_table, instance, run_libra
 from pipeloom.search.plain import first_in_first_out
 from pipeloom.search.result import Progress, Solution
 from pipeloom.search.solve import EXACT, METHODS, solve, warm_up
-from pipeloom.search.stopping import Both, Deadline, Evaluations, StoppingRule
+from pipeloom.search.stopping import Both, Deadline, Evaluations, Share, StoppingRule
 from pipeloom.search.strategies import Strategies, choose_strategies
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "LayerOption",
     "Progress",
     "Run",
+    "Share",
     "Solution",
     "StoppingRule",
     "Strategies",

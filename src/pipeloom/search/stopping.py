@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 from pipeloom.errors import InputError
@@ -114,3 +114,25 @@ class Both:
         """Begin to count."""
         now = _clock(self.deadline.clock)
         return Watch(now, now(), self.deadline.seconds, self.evaluations.count)
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Stop after a part of what another rule allows: for two searches that share one budget."""
+
+    rule: StoppingRule
+    part: float
+
+    def __post_init__(self) -> None:
+        """Refuse parts that are none."""
+        if not 0 < self.part <= 1:
+            raise InputError("budget", f"a part of {self.part:g} is not above 0 and at most 1")
+
+    def start(self) -> Watch:
+        """Begin to count."""
+        watch = self.rule.start()
+        return replace(
+            watch,
+            seconds=None if watch.seconds is None else watch.seconds * self.part,
+            evaluations=None if watch.evaluations is None else int(watch.evaluations * self.part),
+        )

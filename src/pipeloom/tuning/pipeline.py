@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -13,6 +12,7 @@ from pipeloom.errors import InputError
 from pipeloom.packing import Loads, budget_tokens
 from pipeloom.spec import Batch, Layout, ModelSpec
 from pipeloom.taskgraph import NS_PER_S
+from pipeloom.tuning import kernels
 from pipeloom.tuning.kernels import Chain, Marginal
 from pipeloom.tuning.table import (
     ACTIVATION,
@@ -27,9 +27,6 @@ from pipeloom.tuning.table import (
     tabulate,
 )
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
 _NO_LIMIT = np.iinfo(np.int64).max // 4
 _LENGTHS = (64, 512, 2048)
 
@@ -40,9 +37,9 @@ class TunedPipeline:
 
     Attributes
     ----------
-    backbone : tuple of CostTable
-        One per rank.
-    encoders : tuple of tuple of CostTable
+    backbone : CostTable
+        Its chunks are those of the ranks, in order.
+    encoders : tuple of CostTable
         Per module before the backbone, its chunks in order.
     latency_s, seconds_per_byte : float
         Of a message between two ranks.
@@ -50,8 +47,8 @@ class TunedPipeline:
 
     model: ModelSpec
     layout: Layout
-    backbone: tuple[CostTable, ...]
-    encoders: tuple[tuple[CostTable, ...], ...]
+    backbone: CostTable
+    encoders: tuple[CostTable, ...]
     latency_s: float
     seconds_per_byte: float
     static_bytes: IntArray
@@ -76,11 +73,8 @@ class TunedPipeline:
         names = [module.name for module in self.layout.modules]
         return replace(
             self,
-            backbone=tuple(scale(table, names[-1]) for table in self.backbone),
-            encoders=tuple(
-                tuple(scale(table, name) for table in tables)
-                for name, tables in zip(names, self.encoders, strict=False)
-            ),
+            backbone=scale(self.backbone, names[-1]),
+            encoders=tuple(scale(table, name) for name, table in zip(names, self.encoders, strict=False)),
         )
 
 
@@ -120,18 +114,18 @@ def tuned_pipeline(
         static[chunk.rank] += costs.static_bytes(chunk)
     lengths = tuple(n for n in _LENGTHS if n < max_length)
     lengths = (*lengths, max_length) if lengths else (max(1, max_length // 2), max(2, max_length))
-    encoders = []
-    for module in layout.modules[:-1]:
-        # An image may have many more patches than tokens; tables go on linearly beyond their end.
-        chunks = [layout.chunks[i] for i in layout.chunks_of(module.name)]
-        encoders.append(tuple(tabulate(costs, chunk, 2 * max_tokens, lengths) for chunk in chunks))
-    last = layout.modules[-1].name
-    backbone = tuple(tabulate(costs, layout.chunks[i], max_tokens, lengths) for i in layout.chunks_of(last))
+
+    def table(module: str, most: int) -> CostTable:
+        return tabulate(costs, [layout.chunks[i] for i in layout.chunks_of(module)], most, lengths)
+
+    # An image may have many more patches than tokens; tables go on linearly beyond their end.
+    encoders = tuple(table(module.name, 2 * max_tokens) for module in layout.modules[:-1])
+    backbone = table(layout.modules[-1].name, max_tokens)
     small, large = 1 << 20, 1 << 26
     per_byte = (costs.transfer_s(large) - costs.transfer_s(small)) / (large - small)
     latency = costs.transfer_s(small) - per_byte * small
     return TunedPipeline(
-        model, layout, backbone, tuple(encoders), latency, per_byte, static,
+        model, layout, backbone, encoders, latency, per_byte, static,
         np.full(layout.num_ranks, _NO_LIMIT if capacity_bytes is None else capacity_bytes, np.int64),
         any(layout.has_backward(module.name) for module in layout.modules[:-1]),
     )  # fmt: skip
@@ -190,48 +184,39 @@ def batch_sizes(pipeline: TunedPipeline, batch: Batch) -> BatchSizes:
     num = len(batch.samples)
     backbone = _marginal(pipeline.backbone, lengths[-1], owners[-1], num) / pipeline.num_ranks
     encoder = np.zeros(num)
-    for tables, length, owner in zip(pipeline.encoders, lengths, owners, strict=False):
-        encoder += _marginal(tables, length, owner, num)
+    for table, length, owner in zip(pipeline.encoders, lengths, owners, strict=False):
+        encoder += _marginal(table, length, owner, num)
     loads = Loads(budget_tokens(batch, pipeline.model), backbone, encoder)
     return BatchSizes(loads, tuple(lengths), tuple(owners))
 
 
-def _marginal(tables: Sequence[CostTable], length: IntArray, owner: IntArray, num: int) -> FloatArray:
+def _marginal(table: CostTable, length: IntArray, owner: IntArray, num: int) -> FloatArray:
     """Seconds that each sample adds to a large workload, forward and backward."""
-    rows = _differences(tables, length, owner, num, tables[0].tokens[-1] / 2)
+    rows = _differences(table, _sums(length, owner, np.arange(num)), table.tokens[-1] / 2)
     return np.asarray((rows[:, FORWARD] + rows[:, BACKWARD]).sum(axis=0))
 
 
-def _differences(
-    tables: Sequence[CostTable], length: IntArray, owner: IntArray, num: int, size: float
-) -> FloatArray:
-    """What each sample adds to a workload of ``size`` tokens and the batch's composition: (table, row, sample)."""
-    if not len(length):
-        return np.zeros((len(tables), NUM_ROWS, num))
-    here = _sums(length, owner, num)
-    share = size / max(float(here.tokens.sum()), 1.0)
-    rest = Features(
-        *(np.full(num, float(x.sum()) * share) for x in (here.instances, here.tokens, here.pairs))
-    )
-    more = Features(rest.instances + here.instances, rest.tokens + here.tokens, rest.pairs + here.pairs)
-    return np.stack([np.maximum(table.estimate(more) - table.estimate(rest), 0.0) for table in tables])
+def _differences(table: CostTable, each: Features, size: float) -> FloatArray:
+    """What each sample adds to a workload of ``size`` tokens and the batch's composition: (chunk, row, sample)."""
+    share = size / max(float(each.tokens.sum()), 1.0)
+    rest = Features(*(np.full(1, float(x.sum()) * share) for x in (each.instances, each.tokens, each.pairs)))
+    more = Features(rest.instances + each.instances, rest.tokens + each.tokens, rest.pairs + each.pairs)
+    return np.maximum(table.estimate(more) - table.estimate(rest), 0.0)
 
 
 def marginal_of(pipeline: TunedPipeline, sizes: BatchSizes, num_microbatches: int) -> Marginal:
     """What every sample adds to a microbatch, where there are so many."""
-    num = len(sizes.loads)
+    every = np.arange(len(sizes.loads))
 
-    def added(tables: Sequence[CostTable], length: IntArray, owner: IntArray) -> FloatArray:
-        return _differences(tables, length, owner, num, float(length.sum()) / num_microbatches)
+    def added(table: CostTable, length: IntArray, owner: IntArray) -> FloatArray:
+        return _differences(table, _sums(length, owner, every), float(length.sum()) / num_microbatches)
 
     rows = added(pipeline.backbone, sizes.length[-1], sizes.owner[-1]).transpose(1, 2, 0)
     delay = _ns(rows[OUTPUT] * pipeline.seconds_per_byte)
     delay[:, -1] = 0
-    parts = np.zeros((NUM_ROWS, num))
-    for tables, length, owner in zip(pipeline.encoders, sizes.length, sizes.owner, strict=False):
-        here = added(tables, length, owner)
-        parts[:OUTPUT] += here[:, :OUTPUT].sum(axis=0)
-        parts[OUTPUT] += here[-1, OUTPUT]
+    parts = np.zeros((NUM_ROWS, len(every)))
+    for table, length, owner in zip(pipeline.encoders, sizes.length, sizes.owner, strict=False):
+        parts += _in_turn(added(table, length, owner))
     return Marginal(
         sizes.loads.tokens, _ns(rows[FORWARD]), _ns(rows[BACKWARD]), _whole(rows[ACTIVATION]), delay,
         _ns(parts[FORWARD]), _ns(parts[BACKWARD]) * pipeline.trained, _whole(parts[ACTIVATION]), _whole(parts[OUTPUT]),
@@ -241,62 +226,58 @@ def marginal_of(pipeline: TunedPipeline, sizes: BatchSizes, num_microbatches: in
 def chain_of(pipeline: TunedPipeline, sizes: BatchSizes, bin_of: IntArray) -> Chain:
     """Costs of a packing, without making it: microbatch m holds the samples whose ``bin_of`` is m."""
     num = int(bin_of.max()) + 1
-    features = _sums(sizes.length[-1], bin_of[sizes.owner[-1]], num)
-    rows = np.stack([table.estimate(features) for table in pipeline.backbone], axis=-1)
+    rows = pipeline.backbone.estimate(_sums(sizes.length[-1], sizes.owner[-1], bin_of, num)).transpose(
+        1, 2, 0
+    )
     delay = _ns(pipeline.latency_s + rows[OUTPUT] * pipeline.seconds_per_byte)
     delay[:, -1] = 0
-    parts = [
-        _encoder_parts(tables, length, bin_of[owner], num, module.sub_microbatch)
-        for tables, length, owner, module in zip(
-            pipeline.encoders, sizes.length, sizes.owner, pipeline.layout.modules, strict=False
-        )
-    ]
-    home = np.concatenate([home for home, _ in parts]) if parts else np.zeros(0, np.int64)
-    costs = np.concatenate([rows for _, rows in parts], axis=1) if parts else np.zeros((NUM_ROWS, 0))
-    order = np.argsort(home, kind="stable")
-    start = np.zeros(num + 1, np.int64)
-    np.cumsum(np.bincount(home, minlength=num), out=start[1:])
-    costs = costs[:, order]
+    starts, costs = [np.zeros(num + 1, np.int64)], [np.zeros((NUM_ROWS, 0))]
+    for table, length, owner, module in zip(
+        pipeline.encoders, sizes.length, sizes.owner, pipeline.layout.modules, strict=False
+    ):
+        start, features = _encoder_parts(length, owner, bin_of, num, module.sub_microbatch)
+        starts.append(start)
+        costs.append(_in_turn(table.estimate(features)))
+    parts = np.concatenate(costs, axis=1)
+    if len(pipeline.encoders) > 1:
+        homes = [np.repeat(np.arange(num), np.diff(start)) for start in starts]
+        parts = parts[:, np.argsort(np.concatenate(homes), kind="stable")]
     return Chain(
-        _ns(rows[FORWARD]), _ns(rows[BACKWARD]), _whole(rows[ACTIVATION]), delay, start,
-        _ns(costs[FORWARD]), _ns(costs[BACKWARD]) * pipeline.trained, _whole(costs[ACTIVATION]),
-        _whole(costs[OUTPUT]), pipeline.static_bytes, pipeline.capacity_bytes, pipeline.trained,
+        _ns(rows[FORWARD]), _ns(rows[BACKWARD]), _whole(rows[ACTIVATION]), delay, np.sum(starts, axis=0),
+        _ns(parts[FORWARD]), _ns(parts[BACKWARD]) * pipeline.trained, _whole(parts[ACTIVATION]),
+        _whole(parts[OUTPUT]), pipeline.static_bytes, pipeline.capacity_bytes, pipeline.trained,
     )  # fmt: skip
 
 
+def _in_turn(rows: FloatArray) -> FloatArray:
+    """Chunks of one module that run one after the other: their costs together, and the output of the last."""
+    total = rows.sum(axis=0)
+    total[OUTPUT] = rows[-1, OUTPUT]
+    return np.asarray(total)
+
+
 def _encoder_parts(
-    tables: Sequence[CostTable], length: IntArray, home: IntArray, num: int, limit: int | None
-) -> tuple[IntArray, FloatArray]:
-    """Microbatch and costs of every part of one encoder, cut as `pipeloom.packing.pack` cuts them."""
-    order = np.argsort(home, kind="stable")
-    length, home = length[order], home[order]
-    count = np.bincount(home, minlength=num)
-    parts = (count > 0).astype(np.int64) if limit is None else -(-count // limit)
-    small, large = np.divmod(count, np.maximum(parts, 1))
-    place = np.arange(len(home)) - (np.cumsum(count) - count)[home]
-    # The first ``large`` parts of a microbatch have one instance more than the others.
-    edge = (large * (small + 1))[home]
-    inside = np.where(
-        place < edge, place // (small + 1)[home], large[home] + (place - edge) // np.maximum(small, 1)[home]
+    length: IntArray, owner: IntArray, bin_of: IntArray, num: int, limit: int | None
+) -> tuple[IntArray, Features]:
+    """Where every microbatch's parts of one encoder begin, and the sizes of all parts."""
+    counts = np.zeros(num, np.int64)
+    start = kernels.count_parts(owner, bin_of, limit or 0, counts)
+    features = _no_sizes(int(start[-1]))
+    kernels.sum_parts(
+        length, owner, bin_of, counts, start, features.instances, features.tokens, features.pairs
     )
-    part = (np.cumsum(parts) - parts)[home] + inside
-    total = int(parts.sum())
-    features = _sums(length, part, total)
-    rows = np.zeros((NUM_ROWS, total))
-    for table in tables:
-        here = table.estimate(features)
-        rows[:OUTPUT] += here[:OUTPUT]
-        rows[OUTPUT] = here[OUTPUT]
-    return np.repeat(np.arange(num), parts), rows
+    return start, features
 
 
-def _sums(length: IntArray, home: IntArray, num: int) -> Features:
-    lengths = length.astype(float)
-    return Features(
-        np.bincount(home, minlength=num).astype(float),
-        np.bincount(home, weights=lengths, minlength=num).astype(float),
-        np.bincount(home, weights=lengths**2, minlength=num).astype(float),
-    )
+def _sums(length: IntArray, owner: IntArray, home: IntArray, num: int | None = None) -> Features:
+    """Sizes of groups of samples: sample i is in group ``home[i]``."""
+    features = _no_sizes(len(home) if num is None else num)
+    kernels.sum_sizes(length, owner, home, features.instances, features.tokens, features.pairs)
+    return features
+
+
+def _no_sizes(num: int) -> Features:
+    return Features(np.zeros(num), np.zeros(num), np.zeros(num))
 
 
 def _whole(values: FloatArray) -> IntArray:

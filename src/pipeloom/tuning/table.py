@@ -1,4 +1,4 @@
-"""CostTable: what a chunk costs, tabulated once offline (PipeTune A.4), to estimate thousands of microbatches at once.
+"""CostTable: what chunks cost, tabulated once offline (PipeTune A.4), to estimate thousands of microbatches at once.
 
 PipeTune profiles an encoder by its number of images, and a backbone stage as attention by sequence length plus
 everything else by total length. Here a chunk is probed on a grid of total tokens and mean (token-weighted) sequence
@@ -43,7 +43,7 @@ class Features:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CostTable:
-    """Costs of one chunk on a grid.
+    """Costs of one or more chunks on a grid.
 
     Attributes
     ----------
@@ -51,9 +51,9 @@ class CostTable:
         Rising.
     mean_length : array, shape (num_nodes, num_lengths)
         Token-weighted mean length at each probe, rising along the row.
-    values : array, shape (NUM_ROWS, num_nodes, num_lengths)
+    values : array, shape (num_chunks, NUM_ROWS, num_nodes, num_lengths)
         Without what single sequences cost.
-    per_instance : array, shape (NUM_ROWS,)
+    per_instance : array, shape (num_chunks, NUM_ROWS)
     """
 
     tokens: FloatArray
@@ -62,8 +62,8 @@ class CostTable:
     per_instance: FloatArray
 
     def estimate(self, features: Features) -> FloatArray:
-        """Costs of many workloads, shape (NUM_ROWS, num_workloads); empty workloads cost nothing."""
-        out = np.zeros((NUM_ROWS, len(features.tokens)))
+        """Costs of many workloads, shape (num_chunks, NUM_ROWS, num_workloads); empty workloads cost nothing."""
+        out = np.empty((*self.per_instance.shape, len(features.tokens)))
         interpolate(
             self.tokens, self.mean_length, self.values, self.per_instance, features.instances, features.tokens,
             features.pairs, out,
@@ -72,14 +72,14 @@ class CostTable:
 
 
 def tabulate(
-    costs: CostModel, chunk: Chunk, max_tokens: int, lengths: Sequence[int], num_nodes: int = 32
+    costs: CostModel, chunks: Sequence[Chunk], max_tokens: int, lengths: Sequence[int], num_nodes: int = 32
 ) -> CostTable:
-    """Probe a chunk.
+    """Probe chunks of one module.
 
     Parameters
     ----------
     costs : CostModel
-    chunk : Chunk
+    chunks : sequence of Chunk
     max_tokens : int
         Largest workload expected.
     lengths : sequence of int
@@ -90,21 +90,21 @@ def tabulate(
     unit = max(1, round(float(np.mean(lengths))) // 6)
     # Three sequences of 4 units, or one of 6 and three of 2: equal tokens and squares, another number.
     even, uneven = (4 * unit,) * 48, ((6 * unit,) + (2 * unit,) * 3) * 16
-    per_instance = np.maximum((_probe(costs, chunk, uneven) - _probe(costs, chunk, even)) / 16, 0.0)
+    per_instance = np.maximum((_probe(costs, chunks, uneven) - _probe(costs, chunks, even)) / 16, 0.0)
     smallest = max(2, min(32, max_tokens // 2))
     nodes = np.unique(np.geomspace(smallest, max(max_tokens, smallest * 2), num_nodes).astype(np.int64))
-    values = np.empty((NUM_ROWS, len(nodes), len(lengths)))
+    values = np.empty((len(chunks), NUM_ROWS, len(nodes), len(lengths)))
     mean_length = np.empty((len(nodes), len(lengths)))
     for i, tokens in enumerate(nodes.tolist()):
         for j, length in enumerate(lengths):
             workload = _sequences(tokens, length)
             mean_length[i, j] = sum(n * n for n in workload) / tokens
-            values[:, i, j] = _probe(costs, chunk, workload) - per_instance * len(workload)
+            values[:, :, i, j] = _probe(costs, chunks, workload) - per_instance * len(workload)
         # Short totals allow no long sequences; equal probes would leave no slope to interpolate by.
         for j in range(1, len(lengths)):
             if mean_length[i, j] <= mean_length[i, j - 1]:
                 mean_length[i, j] = mean_length[i, j - 1] + 1e-3
-                values[:, i, j] = values[:, i, j - 1]
+                values[:, :, i, j] = values[:, :, i, j - 1]
     return CostTable(nodes.astype(float), mean_length, values, per_instance)
 
 
@@ -113,9 +113,10 @@ def _sequences(tokens: int, length: int) -> tuple[int, ...]:
     return (length,) * whole + ((rest,) if rest else ())
 
 
-def _probe(costs: CostModel, chunk: Chunk, lengths: tuple[int, ...]) -> FloatArray:
+def _probe(costs: CostModel, chunks: Sequence[Chunk], lengths: tuple[int, ...]) -> FloatArray:
     workload = Workload(lengths)
-    base = costs.chunk_costs(chunk, workload)[0]
-    return np.array(
-        [base.forward_s, base.backward_s, base.activation_bytes, costs.boundary_bytes(chunk, workload)], float
-    )
+    rows = np.empty((len(chunks), NUM_ROWS))
+    for row, chunk in zip(rows, chunks, strict=True):
+        base = costs.chunk_costs(chunk, workload)[0]
+        row[:] = base.forward_s, base.backward_s, base.activation_bytes, costs.boundary_bytes(chunk, workload)
+    return rows

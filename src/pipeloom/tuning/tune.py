@@ -8,6 +8,7 @@ import numpy as np
 
 from pipeloom.errors import InfeasibleError, InputError
 from pipeloom.packing import PackingSpec, assign_bins, group, least_microbatches
+from pipeloom.search import StoppingRule
 from pipeloom.spec import Batch
 from pipeloom.tuning import kernels
 from pipeloom.tuning.kernels import EARLY, EXTRA, INFEASIBLE, LATE, NUM_SETTINGS, OVERRUN, Chain, Scratch
@@ -24,6 +25,8 @@ _GROWTH = 1.16
 """From one number of microbatches to the next that is tried."""
 _ROUNDS = 3
 """Of local search that moves samples, between two estimates of all costs."""
+_HEAT = 0.1
+"""How much slower a change may make an iteration at first, in mean times from one microbatch to the next."""
 _LEVEL_EFFORT = 16
 _LEVEL_GOAL = 1.01
 """Even enough to begin with: samples are moved by simulation afterwards."""
@@ -73,8 +76,9 @@ class _Candidate:
 
 
 def tune(
-    pipeline: TunedPipeline, batch: Batch, token_budget: int, spec: TuningSpec | None = None, seed: int = 0
-) -> Tuned:
+    pipeline: TunedPipeline, batch: Batch, token_budget: int, spec: TuningSpec | None = None, seed: int = 0,
+    budget: StoppingRule | None = None,
+) -> Tuned:  # fmt: skip
     """Decide how a batch runs.
 
     Parameters
@@ -86,6 +90,9 @@ def tune(
     spec : TuningSpec or None
         None: all techniques, at their best.
     seed : int
+    budget : StoppingRule or None
+        Given, and orders are searched: go on with that until the rule says stop. None: the usual number of
+        simulations, some milliseconds for a hundred samples.
 
     Raises
     ------
@@ -94,13 +101,15 @@ def tune(
     InfeasibleError
         When not even the smallest microbatches fit into memory.
     """
-    return _Tuning(pipeline, batch, token_budget, spec or TuningSpec(), seed).run()
+    return _Tuning(pipeline, batch, token_budget, spec or TuningSpec(), seed, budget).run()
 
 
 class _Tuning:
     def __init__(
-        self, pipeline: TunedPipeline, batch: Batch, token_budget: int, spec: TuningSpec, seed: int
-    ) -> None:
+        self, pipeline: TunedPipeline, batch: Batch, token_budget: int, spec: TuningSpec, seed: int,
+        rule: StoppingRule | None = None,
+    ) -> None:  # fmt: skip
+        self.watch = None if rule is None else rule.start()
         self.pipeline, self.batch, self.budget, self.spec, self.seed = (
             pipeline,
             batch,
@@ -219,8 +228,32 @@ class _Tuning:
             return min((self._permute(candidate) for candidate in found), key=lambda c: c.makespan)
         finalists = found[:_FINALISTS]
         runs = _RUNS_PER_SAMPLE * len(self.batch.samples) * self.spec.effort
-        short = [self._climb(candidate, 0.5 * runs / len(finalists)) for candidate in finalists]
-        return self._climb(min(short, key=lambda candidate: candidate.makespan), 0.5 * runs)
+        short = [self._anneal(candidate, 0.5 * runs / len(finalists)) for candidate in finalists]
+        best = self._anneal(min(short, key=lambda candidate: candidate.makespan), 0.5 * runs)
+        return best if self.watch is None else self._go_on(best, short, 0.5 * runs)
+
+    def _go_on(self, best: _Candidate, others: list[_Candidate], runs: float) -> _Candidate:
+        """Anneal by turns from the best and from other packings, longer every time, while the budget lasts."""
+        assert self.watch is not None
+        before = self.watch.share(self.evaluations)
+        turn = 0
+        while before < 1:
+            runs *= 2
+            self.seed += 1
+            start = best if turn % 2 == 0 else others[turn // 2 % len(others)]
+            found = self._anneal(start, runs)
+            if found.makespan < best.makespan:
+                best = found
+            now = self.watch.share(self.evaluations)
+            spent = now - before
+            # No turn is begun that would not come to its end.
+            if spent <= 0 or now + spent >= 1:
+                return best
+            if now + 2 * spent > 1:
+                runs *= 0.9 * (1 - now) / (2 * spent)
+            before = now
+            turn += 1
+        return best
 
     def _permute(self, candidate: _Candidate) -> _Candidate:
         """PipeTune's search: permutations of clusters, each with and without pre-computation."""
@@ -230,8 +263,8 @@ class _Tuning:
         )
         return better or candidate
 
-    def _climb(self, candidate: _Candidate, runs: float) -> _Candidate:
-        """Local search on order and samples; costs are estimated anew after each of a few rounds."""
+    def _anneal(self, candidate: _Candidate, runs: float) -> _Candidate:
+        """Search order and samples; costs are estimated anew after each of a few rounds."""
         best = candidate
         goal = bound_ns(best.chain)
         samples = self.spec.pack in _BALANCED and self.spec.micro_batch == "any"
@@ -241,9 +274,10 @@ class _Tuning:
         for number in range(rounds):
             order, settings, bin_of = best.order.copy(), best.settings.copy(), best.bin_of.copy()
             chain = chain_of(self.pipeline, self.sizes, bin_of)
-            _, done = kernels.climb(
+            _, done = kernels.anneal(
                 chain, order, settings, bin_of, marginal, self.budget, best.scratch, evaluations, self.seed + number,
                 samples, self.early, self.late, best.makespan, 0 if samples else goal,
+                _HEAT * best.makespan / len(best.order),
             )  # fmt: skip
             self.evaluations += done
             chain = chain_of(self.pipeline, self.sizes, bin_of)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from pipeloom.tuning.kernels.anneal import Marginal, anneal
 from pipeloom.tuning.kernels.chain import Chain, Scratch, make_scratch
-from pipeloom.tuning.kernels.climb import Marginal, climb
 from pipeloom.tuning.kernels.interpolate import interpolate
 from pipeloom.tuning.kernels.one_f_one_b import (
     BACKWARD,
@@ -21,10 +21,12 @@ from pipeloom.tuning.kernels.one_f_one_b import (
     best_of,
     run,
 )
+from pipeloom.tuning.kernels.sizes import count_parts, sum_parts, sum_sizes
 
 __all__ = [
     "BACKWARD", "EARLY", "ENCODE", "ENCODE_BACK", "EXTRA", "FORWARD", "INFEASIBLE", "LATE", "NUM_SETTINGS", "OVERRUN",
-    "Chain", "Marginal", "Scratch", "best_of", "climb", "interpolate", "make_scratch", "run", "warm_up",
+    "Chain", "Marginal", "Scratch", "anneal", "best_of", "count_parts", "interpolate", "make_scratch", "run",
+    "sum_parts", "sum_sizes", "warm_up",
 ]  # fmt: skip
 
 
@@ -38,8 +40,13 @@ def warm_up() -> None:
     order, settings = np.arange(2), np.zeros(NUM_SETTINGS, np.int64)
     run(chain, order, settings, scratch, 99)
     best_of(chain, order[None].copy(), settings[None].copy(), scratch, 99)
-    climb(chain, order, settings, np.arange(2), marginal, 9, scratch, 1, 0, True, True, True, 99, 0)
-    grid, numbers = np.array([[1.0, 2.0], [1.0, 2.0]]), np.ones(1)
+    anneal(chain, order, settings, np.arange(2), marginal, 9, scratch, 1, 0, True, True, True, 99, 0, 1.0)
+    grid, numbers, whole = np.array([[1.0, 2.0], [1.0, 2.0]]), np.ones(1), np.zeros(1, np.int64)
     interpolate(
-        np.array([1.0, 2.0]), grid, np.ones((4, 2, 2)), np.ones(4), numbers, numbers, numbers, np.ones((4, 1))
-    )
+        np.array([1.0, 2.0]), grid, np.ones((1, 4, 2, 2)), np.ones((1, 4)), numbers, numbers, numbers,
+        np.ones((1, 4, 1)),
+    )  # fmt: skip
+    sum_sizes(whole, whole, whole, numbers, numbers, numbers)
+    counts = whole.copy()
+    start = count_parts(whole, whole, 0, counts)
+    sum_parts(whole, whole, whole, counts, start, numbers, numbers, numbers)

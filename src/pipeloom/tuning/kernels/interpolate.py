@@ -16,10 +16,25 @@ def interpolate(
     nodes: Array, mean_length: Array, values: Array, per_instance: Array, instances: Array, tokens: Array, pairs: Array,
     out: Array,
 ) -> None:  # fmt: skip
-    """Read a `pipeloom.tuning.CostTable` at many workloads; linear within its grid and beyond its ends."""
-    num_nodes, num_lengths = mean_length.shape
+    """Read several `pipeloom.tuning.CostTable` of one grid at many workloads; linear within it and beyond its ends.
+
+    Parameters
+    ----------
+    nodes : array, shape (num_nodes,)
+    mean_length : array, shape (num_nodes, num_lengths)
+    values : array, shape (num_tables, num_rows, num_nodes, num_lengths)
+    per_instance : array, shape (num_tables, num_rows)
+    instances, tokens, pairs : array, shape (num_workloads,)
+    out : array, shape (num_tables, num_rows, num_workloads)
+        Written; empty workloads cost nothing.
+    """
+    num_tables, num_rows = per_instance.shape
+    num_nodes = len(nodes)
     for w in range(len(tokens)):
         if tokens[w] <= 0:
+            for table in range(num_tables):
+                for row in range(num_rows):
+                    out[table, row, w] = 0.0
             continue
         low = 0
         high = num_nodes - 1
@@ -31,16 +46,24 @@ def interpolate(
                 high = middle
         length = pairs[w] / tokens[w]
         share = (tokens[w] - nodes[low]) / (nodes[low + 1] - nodes[low])
-        for side in range(2):
-            node = low + side
-            column = 0
-            while column < num_lengths - 2 and mean_length[node, column + 1] < length:
-                column += 1
-            left = mean_length[node, column]
-            along = (length - left) / (mean_length[node, column + 1] - left)
-            weight = share if side == 1 else 1 - share
-            for row in range(values.shape[0]):
-                first = values[row, node, column]
-                out[row, w] += weight * (first + along * (values[row, node, column + 1] - first))
-        for row in range(values.shape[0]):
-            out[row, w] = max(0.0, out[row, w] + per_instance[row] * instances[w])
+        left = _column(mean_length, low, length)
+        right = _column(mean_length, low + 1, length)
+        along = (length - mean_length[low, left]) / (mean_length[low, left + 1] - mean_length[low, left])
+        across = (length - mean_length[low + 1, right]) / (
+            mean_length[low + 1, right + 1] - mean_length[low + 1, right]
+        )
+        for table in range(num_tables):
+            for row in range(num_rows):
+                near, far = values[table, row, low, left], values[table, row, low + 1, right]
+                near += along * (values[table, row, low, left + 1] - near)
+                far += across * (values[table, row, low + 1, right + 1] - far)
+                value = near + share * (far - near) + per_instance[table, row] * instances[w]
+                out[table, row, w] = max(0.0, value)
+
+
+@kernel
+def _column(mean_length: Array, node: int, length: float) -> int:
+    column = 0
+    while column < mean_length.shape[1] - 2 and mean_length[node, column + 1] < length:
+        column += 1
+    return column

@@ -1,4 +1,4 @@
-"""Local search on order, settings and samples of one batch."""
+"""Simulated annealing of order, settings and samples of one batch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeloom.compiled import kernel
-from pipeloom.compiled.random import below
+from pipeloom.compiled.random import below, uniform
 from pipeloom.tuning.kernels.chain import Chain, Scratch
 from pipeloom.tuning.kernels.one_f_one_b import EXTRA, INFEASIBLE, LATE, OVERRUN, run
 
@@ -63,14 +63,28 @@ def _movable(chain: Chain, m: int, marginal: Marginal, sample: int) -> bool:
 
 
 @kernel
-def climb(
+def _exchange(
+    chain: Chain, marginal: Marginal, source: int, target: int, out: int, come: int, sign: int
+) -> None:
+    """Move a sample from one microbatch to another, and (not -1) one back; sign -1 undoes it."""
+    _add(chain, source, marginal, out, -sign)
+    _add(chain, target, marginal, out, sign)
+    if come >= 0:
+        _add(chain, target, marginal, come, -sign)
+        _add(chain, source, marginal, come, sign)
+
+
+@kernel
+def anneal(
     chain: Chain, order: Array, settings: Array, bin_of: Array, marginal: Marginal, budget: int, scratch: Scratch,
     evaluations: int, seed: int, tune_samples: bool, tune_early: bool, tune_late: bool, best: int, goal: int,
+    heat: float,
 ) -> tuple[int, int]:  # fmt: skip
-    """Local search on order, settings and samples at once, in place: changes that make nothing slower.
+    """Search order, settings and samples at once, and leave the best that was seen.
 
-    Costs in ``chain`` follow the samples by ``marginal``, so they are estimates once samples have moved. Returns the
-    makespan and the number of runs.
+    Changes that make the iteration slower are taken too, at first by up to ``heat`` (ns), by less and less until the
+    last of ``evaluations``. Costs in ``chain`` follow the samples by ``marginal``, so they are estimates once samples
+    have moved, and are left as they are in the end. Returns the makespan and the number of runs.
     """
     num_microbatches = len(order)
     num_samples = len(bin_of)
@@ -81,8 +95,9 @@ def climb(
     for i in range(num_samples):
         used[bin_of[i]] += marginal.tokens[i]
         count[bin_of[i]] += 1
-    spare = order.copy()
-    changed = settings.copy()
+    spare, changed = order.copy(), settings.copy()
+    best_order, best_settings, best_bins = order.copy(), settings.copy(), bin_of.copy()
+    present = best
     done = 0
     while done < evaluations and best > goal:
         spare[:] = order
@@ -106,11 +121,7 @@ def climb(
                 continue
             if come >= 0 and not _movable(chain, source, marginal, come):
                 continue
-            _add(chain, source, marginal, out, -1)
-            _add(chain, target, marginal, out, 1)
-            if come >= 0:
-                _add(chain, target, marginal, come, -1)
-                _add(chain, source, marginal, come, 1)
+            _exchange(chain, marginal, source, target, out, come, 1)
         elif kind < 10 and num_microbatches > 1:
             a = _place(state, num_microbatches, ends)
             b = below(state, num_microbatches)
@@ -132,26 +143,32 @@ def climb(
             changed[OVERRUN] = 25 * below(state, 5)
             if tune_late and chain.trained:
                 changed[LATE] = below(state, 2)
-        # Equal answers are taken too, so that search walks along plateaus.
-        makespan, _ = run(chain, spare, changed, scratch, best + 1)
+        left = 1.0 - done / evaluations
+        ceiling = present + int(heat * left * left * uniform(state))
+        makespan, _ = run(chain, spare, changed, scratch, ceiling + 1)
         done += 1
-        if makespan != INFEASIBLE and makespan <= best:
-            best = makespan
-            order[:] = spare
-            settings[:] = changed
+        if makespan == INFEASIBLE or makespan > ceiling:
             if out >= 0:
-                bin_of[out] = target
-                used[target] += gain
-                used[source] -= gain
-                if come >= 0:
-                    bin_of[come] = source
-                else:
-                    count[source] -= 1
-                    count[target] += 1
-        elif out >= 0:
-            _add(chain, source, marginal, out, 1)
-            _add(chain, target, marginal, out, -1)
+                _exchange(chain, marginal, source, target, out, come, -1)
+            continue
+        present = makespan
+        order[:] = spare
+        settings[:] = changed
+        if out >= 0:
+            bin_of[out] = target
+            used[target] += gain
+            used[source] -= gain
             if come >= 0:
-                _add(chain, target, marginal, come, 1)
-                _add(chain, source, marginal, come, -1)
+                bin_of[come] = source
+            else:
+                count[source] -= 1
+                count[target] += 1
+        if present < best:
+            best = present
+            best_order[:] = order
+            best_settings[:] = settings
+            best_bins[:] = bin_of
+    order[:] = best_order
+    settings[:] = best_settings
+    bin_of[:] = best_bins
     return best, done
