@@ -5,12 +5,18 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from pipeloom.arrange import encoder_first
 from pipeloom.cli.app import run
+from pipeloom.cost import LayerFit, Profile
 from pipeloom.io import read_batches, write_samples
-from pipeloom.packing import POLICIES
+from pipeloom.packing import POLICIES, PackingSpec
+from pipeloom.planner import Setup
 from pipeloom.spec import Sample
+from pipeloom.tuning import TuningSpec
+from tests.cases import vlm_spec
 
 
 @pytest.fixture
@@ -45,6 +51,73 @@ def test_replicas_get_a_file_each(samples: Path, capsys: pytest.CaptureFixture[s
         packed = read_batches(out.with_name(f"batches.{replica}.json"))
         names += [name for m in packed.batches[0].microbatches for name in m.samples]
     assert sorted(names) == sorted(f"s{i}" for i in range(20))
+
+
+@pytest.fixture
+def tuned_setup(tmp_path: Path) -> Path:
+    """Of a model with its encoder on the first rank, as `pipeloom train` leaves it."""
+    model = vlm_spec(2, 4)
+    layout = encoder_first(model, 2, lambda *_: 1.0)
+    fit = LayerFit((1e-4, 0, 1e-5, 1e-8), (2e-4, 0, 2e-5, 2e-8), (0, 0, 8, 0))
+    profile = Profile(
+        "made", {f"{m.name}/{layer.kind}": fit for m in model.modules for layer in m.flat_layers}
+    )
+    path = tmp_path / "setup.json"
+    path.write_bytes(msgspec.json.encode(Setup(model, layout, profile, PackingSpec(40), tuning=TuningSpec())))
+    return path
+
+
+def test_replicas_are_tuned_by_simulated_time(
+    samples: Path, tuned_setup: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = samples.with_name("batches.json")
+    command = ["pack", str(samples), "--policy", "tuned", "--setup", str(tuned_setup), "--out", str(out)]
+    assert run([*command, "--replicas", "2", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert all(row["num_tokens"] <= 40 for row in document["microbatches"])
+    first, second = (batch["planned_s"] for batch in document["batches"])
+    assert max(first, second) < 1.1 * min(first, second)
+    names = []
+    for replica in range(2):
+        packed = read_batches(out.with_name(f"batches.{replica}.json"))
+        assert packed.policy == "tuned"
+        names += [name for m in packed.batches[0].microbatches for name in m.samples]
+    assert sorted(names) == sorted(f"s{i}" for i in range(20))
+    assert run(command) == 0
+    assert "Planned: " in capsys.readouterr().out
+    # What is planned from the same file is tuned as well.
+    assert (
+        run(
+            [
+                "plan",
+                str(samples),
+                "--setup",
+                str(tuned_setup),
+                "--budget",
+                "0.1",
+                "--out",
+                str(out.parent / "p"),
+            ]
+        )
+        == 0
+    )
+    capsys.readouterr()
+    planned = read_batches(out.parent / "p" / "batches.json").batches[0]
+    assert [set(m.samples) for m in planned.microbatches] == [
+        set(m.samples) for m in read_batches(out).batches[0].microbatches
+    ]
+
+
+def test_tuned_wants_costs_and_no_number(
+    samples: Path, tuned_setup: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["pack", str(samples), "--tokens", "30", "--policy", "tuned", "--out", "b.json"]
+    assert run(command) == 2
+    assert "'tuned' without --setup; give the setup.json" in capsys.readouterr().err
+    assert run([*command, "--setup", str(tuned_setup), "--microbatches", "4"]) == 2
+    assert "given beside 'tuned', which chooses their number" in capsys.readouterr().err
+    assert run(["pack", str(samples), "--out", "b.json"]) == 2
+    assert "--tokens: 0 is below 1" in capsys.readouterr().err
 
 
 def test_oversized_samples_are_refused_or_split(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,8 +21,11 @@ if TYPE_CHECKING:
 EPILOG = (
     "Examples: pipeloom pack samples.jsonl --tokens 8192 --policy balanced --out batches.json; pipeloom pack "
     "samples.jsonl --tokens 8192 --policy balanced_encoder --attention-tokens 49152 --batch 128 --replicas 4 --out "
+    "batches.json; pipeloom pack samples.jsonl --setup runs/NAME/setup.json --policy tuned --replicas 4 --out "
     "batches.json. docs/packing.md tells the policies apart."
 )
+TUNED = "tuned"
+"""Beside the policies of `pipeloom.packing`: dealing, packing and order decided together by simulated time."""
 
 
 @dataclass(frozen=True)
@@ -31,11 +35,15 @@ class Packed:
     replica: int
     loads: Loads
     packing: Packing
+    planned_s: float | None = None
+    """Of the iteration, where it was tuned."""
 
 
 def pack(
     samples: Path = typer.Argument(..., metavar="SAMPLES", help="Metadata: JSON Lines, Parquet, WebDataset."),
-    tokens: int = typer.Option(..., metavar="N", help="Tokens of a microbatch at most."),
+    tokens: int = typer.Option(
+        0, metavar="N", help="Tokens of a microbatch at most; needed without a --setup that says so."
+    ),
     policy: str = typer.Option("balanced", metavar="NAME", help="How to pack: see docs/packing.md."),
     out: Path = typer.Option(..., metavar="FILE", help="Where the pipeloom.batches/1 goes."),
     batch: int = typer.Option(0, min=0, metavar="N", help="Samples of one iteration; 0: all are one batch."),
@@ -63,19 +71,32 @@ def pack(
     """Pack samples into microbatches and show what each weighs.
 
     Loads are seconds where a --setup says what they cost, else tokens (and attention by --attention-tokens). With more
-    than one replica FILE gets the replica's number before its suffix, one file each.
+    than one replica FILE gets the replica's number before its suffix, one file each. The policy 'tuned' takes a --setup
+    with encoders on the first rank: number, contents and order of the microbatches are those of the shortest simulated
+    iteration, and samples are dealt so that the slowest replica's is shortest.
     """
     from pipeloom.packing import POLICIES, PackingSpec
 
-    if policy not in POLICIES:
-        raise InputError("--policy", f"{policy!r} is none of {', '.join(POLICIES)}")
+    if policy not in (*POLICIES, TUNED):
+        raise InputError("--policy", f"{policy!r} is none of {', '.join((*POLICIES, TUNED))}")
+    if policy == TUNED and setup is None:
+        raise InputError("--policy", "'tuned' without --setup", "give the setup.json of a run, for its costs")
+    if policy == TUNED and microbatches:
+        raise InputError("--microbatches", "given beside 'tuned', which chooses their number", "leave it out")
     if oversized not in ("refuse", "split"):
         raise InputError("--oversized", f"{oversized!r} is none of refuse, split")
     targets = _targets(out, replicas)
     check_targets(*targets)
-    spec = PackingSpec(tokens, policy, microbatches or None, attention_tokens or None, seed)  # type: ignore[arg-type]
     made = None if setup is None else _read_setup(setup)
-    packed = _pack_all(read_samples(samples), str(samples), spec, batch, replicas, made, oversized == "split")
+    if tokens < 1 and (tokens < 0 or made is None):
+        raise InputError("--tokens", f"{tokens} is below 1", "say how many tokens a microbatch may have")
+    budget = tokens or (made.packing.token_budget if made is not None else 0)
+    named = "balanced" if policy == TUNED else policy
+    spec = PackingSpec(budget, named, microbatches or None, attention_tokens or None, seed)  # type: ignore[arg-type]
+    how = _tuned if policy == TUNED else _packed
+    packed = _pack_all(
+        read_samples(samples), str(samples), spec, batch, replicas, made, oversized == "split", how
+    )
     for replica, target in enumerate(targets):
         mine = [one.packing for one in packed if one.replica == replica]
         write_batches(target, packed_batches(mine, policy))
@@ -111,10 +132,11 @@ def _pack_all(
     replicas: int,
     setup: Setup | None,
     split: bool,
+    how: Callable[[Batch, PackingSpec, int, Setup | None], list[Packed]],
 ) -> list[Packed]:
-    from pipeloom.packing import check_budget, cost_loads, deal, pack, split_oversized, token_loads
+    from pipeloom.packing import check_budget, split_oversized
 
-    model, layout = (_plain_model(), _plain_layout()) if setup is None else (setup.model, setup.layout)
+    model = _plain_model() if setup is None else setup.model
     size = batch_size or len(samples)
     packed = []
     for iteration, begin in enumerate(range(0, len(samples), size)):
@@ -123,19 +145,49 @@ def _pack_all(
             if split:
                 whole = split_oversized(whole, model, spec.token_budget)
             check_budget(whole, model, spec.token_budget)
-
-            def weigh(batch: Batch) -> Loads:
-                if setup is None:
-                    return token_loads(batch, model, spec.attention_tokens)
-                return cost_loads(batch, model, layout, setup.problem().costs)
-
-            dealt = deal(weigh(whole), replicas, spec.seed)
-            for replica, members in enumerate(dealt):
-                mine = Batch(tuple(whole.samples[i] for i in members), iteration)
-                loads = weigh(mine)
-                packed.append(Packed(replica, loads, pack(mine, model, layout, spec, loads)))
+            packed += how(whole, spec, replicas, setup)
         except InputError as error:
             raise InputError(f"{where}: {error.entity}", error.problem, error.remedy) from error
+    return packed
+
+
+def _packed(whole: Batch, spec: PackingSpec, replicas: int, setup: Setup | None) -> list[Packed]:
+    """Deal by loads, and pack every replica's samples by the policy."""
+    from pipeloom.packing import cost_loads, deal, pack, token_loads
+
+    model, layout = (_plain_model(), _plain_layout()) if setup is None else (setup.model, setup.layout)
+
+    def weigh(batch: Batch) -> Loads:
+        if setup is None:
+            return token_loads(batch, model, spec.attention_tokens)
+        return cost_loads(batch, model, layout, setup.problem().costs)
+
+    packed = []
+    for replica, members in enumerate(deal(weigh(whole), replicas, spec.seed)):
+        mine = Batch(tuple(whole.samples[i] for i in members), whole.iteration)
+        loads = weigh(mine)
+        packed.append(Packed(replica, loads, pack(mine, model, layout, spec, loads)))
+    return packed
+
+
+def _tuned(whole: Batch, spec: PackingSpec, replicas: int, setup: Setup | None) -> list[Packed]:
+    """Deal and pack by simulated time; microbatches are in running order."""
+    import msgspec
+
+    from pipeloom.packing import packing_of
+    from pipeloom.tuning import TuningSpec, batch_sizes, tune_replicas
+
+    assert setup is not None
+    tuning = setup.tuning or TuningSpec()
+    problem = msgspec.structs.replace(setup, packing=spec, tuning=tuning).problem()
+    assert problem.pipeline is not None
+    packed = []
+    for replica, one in enumerate(
+        tune_replicas(problem.pipeline, whole, replicas, spec.token_budget, tuning, spec.seed)
+    ):
+        packing = packing_of(one.batch, setup.model, setup.layout, one.tuned.groups)
+        loads = batch_sizes(problem.pipeline, one.batch).loads
+        packed.append(Packed(replica, loads, packing, one.tuned.planned_ns / 1e9))
     return packed
 
 
@@ -175,11 +227,12 @@ def _summary(one: Packed) -> dict[str, Any]:
     rows = _rows(one)
     heaviest = max(row["load"] for row in rows)
     bound = height_bound(one.loads.backbone, len(rows))
+    planned = {} if one.planned_s is None else {"planned_s": one.planned_s}
     return {
         "iteration": one.packing.batch.iteration, "replica": one.replica, "num_microbatches": len(rows),
         "load": float(one.loads.backbone.sum()), "heaviest": heaviest, "lower_bound": bound,
         "gap": heaviest / bound - 1 if bound else 0.0,
-    }  # fmt: skip
+    } | planned  # fmt: skip
 
 
 def _print(packed: list[Packed], unit: str, replicas: int) -> None:
@@ -208,7 +261,8 @@ def _print(packed: list[Packed], unit: str, replicas: int) -> None:
                 f"{row['load']:.5g}", share_text(row["load_over_mean"] - 1), f"{row['encoder_load']:.5g}",
             )  # fmt: skip
         console.print(table)
+        planned = "" if one.planned_s is None else f" Planned: {one.planned_s:.4g} s."
         console.print(
             f"{summary['num_microbatches']} microbatches; the heaviest is {share_text(summary['gap'])} above the lower "
-            f"bound of {summary['lower_bound']:.5g} {unit}.", highlight=False, soft_wrap=True,
+            f"bound of {summary['lower_bound']:.5g} {unit}.{planned}", highlight=False, soft_wrap=True,
         )  # fmt: skip

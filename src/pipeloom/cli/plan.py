@@ -184,7 +184,9 @@ def _setup(
         made = read_spec(setup, Setup)
         packing = PackingSpec(tokens, made.packing.policy) if tokens else made.packing
         links = made.cluster if cluster is None else read_spec(cluster, ClusterSpec)
-        return Setup(made.model, made.layout, made.profile, packing, links, strategies=made.strategies)
+        return Setup(
+            made.model, made.layout, made.profile, packing, links, strategies=made.strategies, tuning=made.tuning
+        )  # fmt: skip
     missing = next((name for name, path in parts.items() if path is None), None)
     if missing is not None or model is None or layout is None or profile is None:
         raise InputError(str(missing), "is missing", "give --setup, or --model, --layout and --profile")
