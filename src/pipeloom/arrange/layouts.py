@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 
 import msgspec
 
@@ -104,7 +105,8 @@ def encoder_first(
     load : callable
         Balances the last module's layers, what rank 0 has of the encoders counted in.
     even_layers : bool
-        Equal numbers of layers instead, whatever lies beside them.
+        Equal numbers of layers instead, whatever lies beside them, one more on the first ranks where they do not divide
+        evenly: as torchtitan divides, embedding and head counted as a layer each.
     placements : mapping or None
         Sub-microbatches of the encoders; every module makes one pass.
 
@@ -124,10 +126,12 @@ def encoder_first(
     limits = {name: placement.sub_microbatch for name, placement in placements.items()}
     *encoders, backbone = model.modules
     layers = backbone.flat_layers
-    loads = [1.0 if even_layers else load(backbone.name, layer) for layer in layers]
-    if not even_layers:
+    if even_layers:
+        runs = _even_runs(len(layers), num_ranks)
+    else:
+        loads = [load(backbone.name, layer) for layer in layers]
         loads[0] += sum(load(module.name, layer) for module in encoders for layer in module.flat_layers)
-    runs = partition_chain(loads, num_ranks)
+        runs = partition_chain(loads, num_ranks)
     return Layout(
         num_ranks=num_ranks,
         modules=tuple(ModuleLayout(m.name, m.after, m.frozen, limits.get(m.name)) for m in model.modules),
@@ -136,6 +140,15 @@ def encoder_first(
             *(Chunk(backbone.name, run, rank) for rank, run in enumerate(runs)),
         ),
     )
+
+
+def _even_runs(num_layers: int, num_ranks: int) -> tuple[tuple[int, int], ...]:
+    """First and last layer of every rank, one more on the first ones."""
+    if num_layers < num_ranks:
+        raise InputError("num_ranks", f"{num_ranks} is more than {num_layers} layers", "use fewer ranks")
+    each, more = divmod(num_layers, num_ranks)
+    ends = list(accumulate(each + (rank < more) for rank in range(num_ranks)))
+    return tuple((end - each - (rank < more), end - 1) for rank, end in enumerate(ends))
 
 
 def single_rank(model: ModelSpec, placements: Mapping[str, ModulePlacement]) -> Layout:

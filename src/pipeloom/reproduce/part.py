@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
+from types import ModuleType
 from typing import Literal
 
 from pipeloom.errors import InputError
@@ -108,7 +109,16 @@ def parts_of(paper: str) -> tuple[Part, ...]:
     InputError
         No such paper.
     """
+    parts: tuple[Part, ...] = _package(paper).PARTS
+    return parts
+
+
+def preface_of(paper: str) -> str:
+    """What a reader must know before the first part; may be empty."""
+    return str(getattr(_package(paper), "PREFACE", ""))
+
+
+def _package(paper: str) -> ModuleType:
     if paper not in PAPERS:
         raise InputError("paper", f"{paper!r} is none of {', '.join(PAPERS)}")
-    parts: tuple[Part, ...] = import_module(f"pipeloom.reproduce.{paper}").PARTS
-    return parts
+    return import_module(f"pipeloom.reproduce.{paper}")

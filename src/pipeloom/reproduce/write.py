@@ -14,7 +14,7 @@ from pipeloom import __version__
 from pipeloom.errors import InputError
 from pipeloom.io import make_folder, write_text
 from pipeloom.report import join_sections, markdown_table, sections
-from pipeloom.reproduce.part import PAPERS, Options, Outcome, Part, parts_of
+from pipeloom.reproduce.part import PAPERS, Options, Outcome, Part, parts_of, preface_of
 
 _HEAD = """# {title}: the evaluation again
 
@@ -78,6 +78,8 @@ def reproduce(
         old = sections(page.read_text(encoding="utf-8")) if page.exists() else {}
         old[part.name] = section(paper, part, outcome, options, elapsed, spent)
         head = _HEAD.format(title=PAPERS[paper], paper=paper)
+        if preface := preface_of(paper):
+            head += f"\n{preface}"
         write_text(page, join_sections(head, [p.name for p in parts], old))
         outcomes[part.name] = outcome
         on_progress(Progress(part, elapsed))

@@ -1,14 +1,12 @@
-"""Data, tuning time, and how far estimates can be trusted: Figs. 5, 8, 10 and 11; and what only ours does."""
+"""Data, tuning time, and how far estimates can be trusted: Figs. 5, 8, 10 and 11."""
 
 from __future__ import annotations
 
 import itertools
 import time
 
-import msgspec
 import numpy as np
 
-from pipeloom.cost.emulated import EmulatedCosts
 from pipeloom.packing import PackingSpec, Policy, group, height_bound
 from pipeloom.report.figures import Axis, line_figure, scatter_figure
 from pipeloom.reproduce.part import Figure, Options, Outcome, Table
@@ -19,15 +17,13 @@ from pipeloom.reproduce.pipetune.setups import (
     PIPETUNE,
     batch_of,
     batches,
-    change,
     emulated,
     run_batch,
     steps_of,
 )
 from pipeloom.spec import Chunk, Workload
 from pipeloom.spec.datasets import draw_samples
-from pipeloom.timeline import simulate
-from pipeloom.tuning import TunedPipeline, TuningSpec, batch_sizes, tune, tuned_pipeline, tuned_plan, warm_up
+from pipeloom.tuning import TuningSpec, batch_sizes, tune, warm_up
 
 _DRAWN = 20_000
 _THEIRS = "PipeTune's way"
@@ -193,48 +189,3 @@ def packing(options: Options) -> Outcome:
     columns = ("mixture", "contexts", "random", "Algorithm 1 as printed", "Algorithm 1, opened", "ours")
     note = "Heaviest microbatch above the bound for as many microbatches, mean / largest over the batches."
     return Outcome((Table("Balance", columns, tuple(rows), note),), devices=(case.device,))
-
-
-def trained(options: Options) -> Outcome:
-    """Beyond the paper: a trained encoder, whose backwards move as well."""
-    setup = ON_A["13b"]
-    frozen = emulated(setup)
-    modules = tuple(msgspec.structs.replace(m, frozen=False) for m in frozen.costs.architecture.modules)
-    costs = EmulatedCosts(
-        msgspec.structs.replace(frozen.costs.architecture, modules=modules), frozen.costs.machine,
-        frozen.costs.placement.degrees, ("keep",),
-    )  # fmt: skip
-    layout = msgspec.structs.replace(
-        frozen.layout,
-        modules=tuple(msgspec.structs.replace(m, frozen=False) for m in frozen.layout.modules),
-    )
-    pipeline: TunedPipeline = tuned_pipeline(
-        costs.model_spec, layout, costs, max_tokens=frozen.token_budget, max_length=setup.context,
-        capacity_bytes=frozen.capacity_bytes,
-    )  # fmt: skip
-    settings = {
-        "PipeTune's sizes and orders, encoder as it comes": TuningSpec(
-            "algorithm1_opened", "multiples", "clusters", "frozen", setup.context
-        ),
-        "the same, encoder moved forward and back": TuningSpec(
-            "algorithm1_opened", "multiples", "clusters", "all", setup.context
-        ),
-        "ours, encoder as it comes": TuningSpec(precompute="frozen"),
-        "ours": TuningSpec(),
-    }
-    rows = []
-    for mixture in MIXTURES:
-        found: dict[str, list[float]] = {}
-        for seed, batch in batches(setup, mixture, options):
-            for name, spec in settings.items():
-                tuned = tune(pipeline, batch, frozen.token_budget, spec, seed)
-                plan = tuned_plan(pipeline, batch, tuned, costs, frozen.capacity_bytes)
-                found.setdefault(name, []).append(simulate(plan.graph, plan.schedule).makespan_ns / 1e9)
-        mean = {name: float(np.mean(values)) for name, values in found.items()}
-        first = next(iter(mean.values()))
-        rows += [(NAMES[mixture], name, f"{value:.3f}", change(first, value)) for name, value in mean.items()]
-    columns = ("mixture", "setting", "seconds", "against the first")
-    note = "PipeTune pre-computes frozen encoders only. Encoder activations stay until their backward; memory is kept."
-    return Outcome(
-        (Table("13B TP4·PP4, encoder trained", columns, tuple(rows), note),), devices=(frozen.device,)
-    )
