@@ -16,7 +16,7 @@ from typing import Any
 from pipeloom.errors import InputError
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6d1f", "#4d4d4d")
-"""Of series in their order; repeated past eight."""
+"""Of series in their order; repeated past eight, with bars hatched from there on."""
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1, 1.5)), (0, (6, 2, 1, 2)))
 _REFERENCE = "#555555"
@@ -149,7 +149,10 @@ def bar_figure(
         for i, (name, heights) in enumerate(series.items()):
             middle = [place + (i - (len(series) - 1) / 2) * width for place in range(len(categories))]
             shown = [(a, h) for a, h in zip(middle, heights, strict=True) if h is not None]
-            bars = axes.bar([a for a, _ in shown], [h for _, h in shown], width * 0.94, color=_colour(i))
+            bars = axes.bar(
+                [a for a, _ in shown], [h for _, h in shown], width * 0.94, color=_colour(i),
+                hatch="////" if i >= len(COLOURS) else None, edgecolor="white", linewidth=0,
+            )  # fmt: skip
             handles.append(bars)
             if values is not None:
                 axes.bar_label(bars, [format(h, values) for _, h in shown], padding=2, fontsize=7)
@@ -287,7 +290,9 @@ def _scale(axes: Any, x: Axis | None, y: Axis) -> None:
 
 
 def _legend(figure: Any, handles: Sequence[Any], names: Sequence[str]) -> None:
-    across = min(len(names), max(1, int(figure.get_figwidth() / 1.25)))
+    # Inches of a column: its longest name, about 0.075 a letter, the line before it and the gap behind.
+    column = 0.075 * max(map(len, names)) + 0.7
+    across = min(len(names), max(1, int(figure.get_figwidth() / column)))
     figure.legend(handles, names, loc="outside lower center", ncols=across, handlelength=2.6)
 
 
