@@ -10,13 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeloom.arrange import separate
-from pipeloom.baselines import best_stages, fsdp_seconds, optimus_coarse
+from pipeloom.baselines import best_stages, fsdp_seconds, one_f_one_b, optimus_coarse, zero_bubble_h1
 from pipeloom.errors import InfeasibleError, InputError
 from pipeloom.packing import PackingSpec, pack
 from pipeloom.spec import Batch, Sample
 from pipeloom.taskgraph import FORWARD, build_graph
 from pipeloom.timeline import check, simulate
 from tests.cases import ToyCosts, vlm_spec
+from tests.chains import uniform_chain
 from tests.strategies import graphs
 
 
@@ -95,3 +96,30 @@ def test_fsdp_waits_for_the_slowest_replica_in_every_module():
     assert fsdp_seconds(steps) == 3 + 4 + 5 + 9
     with pytest.raises(InputError, match="unequal"):
         fsdp_seconds([[], steps[0]])
+
+
+@pytest.mark.parametrize(("p", "m"), [(2, 4), (3, 5), (4, 8), (4, 12)])
+def test_zero_bubble_idles_as_published(p: int, m: int) -> None:
+    """With F, I and W alike a rank idles (p - 1)(F + I - W), and holds p microbatches, as 1F1B's first rank does."""
+    graph = uniform_chain(p, m, forward_ns=5, backward_ns=10, split=True)
+    schedule = zero_bubble_h1(graph)
+    timeline = simulate(graph, schedule)
+    assert check(graph, schedule, timeline) == ()
+    assert timeline.makespan_ns == 15 * m + 5 * (p - 1)
+    assert timeline.peak_bytes.max() == p
+
+
+def test_weight_gradients_at_once_are_one_f_one_b() -> None:
+    split, whole = (uniform_chain(4, 8, forward_ns=5, backward_ns=10, split=s) for s in (True, False))
+    peaks = []
+    for behind in range(4):
+        schedule = zero_bubble_h1(split, behind)
+        timeline = simulate(split, schedule)
+        assert check(split, schedule, timeline) == ()
+        peaks.append(timeline.peak_bytes.tolist())
+        if behind == 0:
+            # A W directly after its I still lets the rank before begin its own I.
+            plain = simulate(whole, one_f_one_b(whole))
+            assert timeline.makespan_ns <= plain.makespan_ns
+            assert peaks[0] == plain.peak_bytes.tolist()
+    assert peaks == sorted(peaks)

@@ -44,6 +44,29 @@ def test_strategies_trade_time_for_memory(costs):
         assert cost.backward_s <= cost.backward_input_s + cost.backward_weight_s <= 1.5 * cost.backward_s
 
 
+def test_chunks_of_the_same_layers_share_an_answer(costs):
+    work = Workload((5000, 3192))
+    first, second, longer = (
+        costs.chunk_costs(Chunk("lm", layers, 0), work) for layers in ((1, 8), (9, 16), (9, 17))
+    )
+    assert first is second
+    assert longer[0].forward_s > first[0].forward_s
+    # The chunk that begins with the embeddings has other layers.
+    assert costs.chunk_costs(Chunk("lm", (0, 7), 0), work)[0] != first[0]
+
+
+def test_parts_of_backwards_only_where_wanted(costs):
+    whole = EmulatedCosts(
+        "vlm-s", "dip-h800-64", Degrees(tensor=4, pipeline=2, data=2), ("keep",), split=False
+    )
+    here = Chunk("lm", (1, 8), 0), Workload((5000, 3192))
+    cost, known = whole.chunk_costs(*here)[0], costs.chunk_costs(*here)[0]
+    assert cost.backward_input_s is None
+    assert (cost.forward_s, cost.backward_s, cost.activation_bytes) == (
+        known.forward_s, known.backward_s, known.activation_bytes
+    )  # fmt: skip
+
+
 def test_costs_add_up_over_chunks(costs):
     work = Workload((2704,) * 6)
     whole = costs.chunk_costs(Chunk("vision", (1, 20), 0), work)[0]

@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from pipeloom.errors import InfeasibleError
 from pipeloom.search import Evaluations, family, generate, solve
 from pipeloom.search.levels import downhill
+from pipeloom.search.local import portfolio
+from pipeloom.search.state import Search
 from pipeloom.timeline import check
 
 
@@ -50,3 +52,14 @@ def test_walk_ends_where_both_neighbours_are_no_better(times: list[float]) -> No
         return
     around = times[max(0, found - 1) : found + 2]
     assert times[found] == min(around) < float("inf")
+
+
+def test_static_orders_go_on_where_they_stopped() -> None:
+    """Asked in pieces, the portfolio tries what it tries at once, and nothing twice."""
+    graph = generate(family("vlm-s", num_ranks=3, num_microbatches=8, memory=2.0), 0)
+    whole, pieces = (Search(graph, 0, Evaluations(1000).start(), 0) for _ in range(2))
+    portfolio(whole)
+    for _ in range(40):
+        portfolio(pieces, until=(pieces.evaluations + 7) / 1000)
+    assert pieces.evaluations == whole.evaluations < 250
+    assert pieces.best_ns == whole.best_ns
