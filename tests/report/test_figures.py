@@ -56,6 +56,13 @@ def test_figures_are_svg_and_deterministic(name: str) -> None:
     assert svg == FIGURES[name]()
 
 
+def test_numbers_within_a_power_of_ten_are_written_plainly() -> None:
+    near = {"a": ([1, 2, 4, 8], [2.1, 2.5, 3.0, 6.2])}
+    texts = _texts(line_figure(near, x=Axis("contexts", log=True), y=Axis("us", log=True)))
+    assert " 2 " in texts
+    assert "×" not in texts
+
+
 def test_words_are_in_the_figure() -> None:
     texts = _texts(FIGURES["line"]())
     for word in ("ours & theirs", "random", "CPU seconds", "gap, %", "VLM-S", "published"):

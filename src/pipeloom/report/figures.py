@@ -276,6 +276,8 @@ def _add_marks(axes: Any, marks: Sequence[Mark]) -> None:
 
 
 def _scale(axes: Any, x: Axis | None, y: Axis) -> None:
+    from matplotlib.ticker import LogFormatter
+
     for axis, log, limit, ticks in (
         (x, axes.set_xscale, axes.set_xlim, axes.xaxis),
         (y, axes.set_yscale, axes.set_ylim, axes.yaxis),
@@ -285,6 +287,8 @@ def _scale(axes: Any, x: Axis | None, y: Axis) -> None:
         if axis.log:
             log("log")
             ticks.set_major_formatter("{x:g}")
+            # Where there is hardly a power of ten between the ends, others have labels too: 2 and not 2 x 10^0.
+            ticks.set_minor_formatter(LogFormatter())
         if axis.low is not None or axis.high is not None:
             limit(axis.low, axis.high)
 
