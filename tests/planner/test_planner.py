@@ -98,7 +98,8 @@ def test_the_service_answers_the_newest_request_and_says_why_not() -> None:
 
 
 def wait_for(store: MemoryStore, key: str) -> None:
-    give_up = time.monotonic() + 60
+    # The service may have to compile its kernels first.
+    give_up = time.monotonic() + 600
     while store.peek(key) is None:
         assert time.monotonic() < give_up, f"no {key}"
         time.sleep(0.005)
