@@ -91,9 +91,10 @@ def section(
 ) -> str:
     """One part as Markdown."""
     seeds = ", ".join(map(str, options.seeds))
+    plural = "s" if options.iterations > 1 else ""
     facts = [
         f"Repeats {part.source}. Times are {_KINDS[part.time]}.",
-        f"Seeds {seeds}; {options.iterations} iterations; {options.search_s:g} s of search a batch"
+        f"Seeds {seeds}; {options.iterations} iteration{plural}; {options.search_s:g} s of search a batch"
         f"{'; as large as in the paper' if options.full else ''}.",
     ]
     if outcome.devices:
