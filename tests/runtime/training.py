@@ -22,7 +22,8 @@ from pipeloom.plan import Action, Answer
 from pipeloom.planner import HostedStore, Planner, Setup
 from pipeloom.planner.choose_layout import replicated
 from pipeloom.planner.replay import answered_graph, timeline_of
-from pipeloom.runtime import StepReport, TcpPlanStore, Trainer
+from pipeloom.runtime import Checkpoints, StepReport, TcpPlanStore, Trainer
+from pipeloom.spec import Parallelism
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
@@ -83,6 +84,41 @@ def train_disturbed(num_ranks: int, iterations: int, disturb: str) -> list[Step]
         if trainer.rank == 0:
             check_report(made, report)
             disturbance.after(planner, report.iteration)
+    return found
+
+
+def train_replicas(
+    num_ranks: int, num_replicas: int, iterations: int, folder: str
+) -> list[tuple[Step, float, int]]:
+    """Train replicas of a pipeline as one rank, and find again what was saved.
+
+    Returns steps, norms and numbers of microbatches.
+    """
+    made = setup(num_ranks)
+    layout = msgspec.structs.replace(made.layout, parallelism=Parallelism(data=num_replicas))
+    # A budget with which replicas have different numbers of microbatches.
+    made = msgspec.structs.replace(made, layout=layout, packing=PackingSpec(80))
+
+    def trainer() -> Trainer:
+        planner = Planner(made, TcpPlanStore.host, deadline_s=20.0)
+        return Trainer(model(), layout, planner, describe=task.describe, optimizer=optimizer, clip_norm=CLIP,
+                       checkpoints=Checkpoints(Path(folder)), timeout_s=120.0)  # fmt: skip
+
+    first, again = trainer(), trainer()
+    found = []
+    for report in first.run(data.batches(3, iterations, DOCUMENTS)):
+        if first.place.stage == 0:
+            check_report(made, report)
+        step = Step(report.loss, report.fresh, report.reason, 0.0, report.lead_s)
+        found.append((step, report.gradient_norm, report.num_microbatches))
+    assert again.resume() == iterations
+    again.skip_trained(data.batches(3, iterations, DOCUMENTS), iterations)
+    first.gather_model()
+    again.gather_model()
+    for one, other in zip(first.model.modules, again.model.modules, strict=True):
+        for before, after in zip(one.layers, other.layers, strict=True):
+            for name, tensor in before.state_dict().items():
+                assert torch.equal(tensor, after.state_dict()[name]), name
     return found
 
 

@@ -35,6 +35,18 @@ class LayoutConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         check_count("layout.ranks", self.ranks)
 
 
+class ParallelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Parallelism beside the pipeline."""
+
+    dp: int = 1
+    """Replicas of the pipeline; they divide the samples of each batch among them."""
+
+    def __post_init__(self) -> None:
+        """Refuse none at all."""
+        if self.dp < 1:
+            raise InputError("parallel.dp", f"{self.dp} is below 1")
+
+
 class OptimizerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """AdamW with linear warm-up and cosine decay to zero."""
 
@@ -96,6 +108,7 @@ class TrainConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     iterations: int
     layout: LayoutConfig
     packing: PackingSpec
+    parallel: ParallelConfig = ParallelConfig()
     seed: int = 0
     dtype: Literal["float32", "float64"] = "float32"
     model: dict[str, Any] = {}

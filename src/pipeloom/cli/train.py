@@ -19,7 +19,7 @@ from pipeloom.cli.config import TrainConfig, call_task, checkpoints_of, load_tas
 from pipeloom.cli.record import fresh_folder
 from pipeloom.errors import ExecutionError, InputError, PipeloomError
 from pipeloom.io import write_layout, write_text
-from pipeloom.spec import Batch
+from pipeloom.spec import Batch, Parallelism
 
 if TYPE_CHECKING:
     from pipeloom.cost import Profile
@@ -98,6 +98,11 @@ class Run:
     to_stderr: bool
 
     @property
+    def num_processes(self) -> int:
+        """Pipeline ranks of all replicas."""
+        return self.settings.layout.ranks * self.settings.parallel.dp
+
+    @property
     def setup_path(self) -> Path:
         """Where the planner's setup is written."""
         return self.folder / "setup.json"
@@ -151,11 +156,10 @@ def _train_here(run: Run, resume: bool | None, max_restarts: int) -> None:
     go_on = wants_resume(run, resume)
     run.begin(go_on)
     for restart in itertools.count(1):
-        run.console.print(f"Starting {run.settings.layout.ranks} ranks and the planner ...")
+        planners = "the planner" if run.settings.parallel.dp == 1 else f"{run.settings.parallel.dp} planners"
+        run.console.print(f"Starting {run.num_processes} ranks and {planners} ...")
         try:
-            launch(
-                train_rank, run.settings.layout.ranks, *run.arguments(go_on), timeout_s=run.settings.timeout_s
-            )
+            launch(train_rank, run.num_processes, *run.arguments(go_on), timeout_s=run.settings.timeout_s)
         except ExecutionError as error:
             checkpoints = checkpoints_of(run.settings, run.config, run.folder)
             if restart > max_restarts or checkpoints is None:
@@ -174,10 +178,11 @@ def _train_as_worker(run: Run, worker: Worker, resume: bool | None) -> None:
     from pipeloom.cli.train_rank import train_rank
     from pipeloom.runtime import join_workers
 
-    ranks = run.settings.layout.ranks
+    ranks = run.num_processes
     if worker.num_ranks != ranks:
+        what = "layout.ranks" if run.settings.parallel.dp == 1 else "layout.ranks x parallel.dp"
         raise InputError(
-            f"{run.config}: layout.ranks", f"{ranks}, but torchrun started {worker.num_ranks} processes",
+            f"{run.config}: {what}", f"{ranks}, but torchrun started {worker.num_ranks} processes",
             f"use torchrun --nproc-per-node {ranks}",
         )  # fmt: skip
     # Restarted, it goes on; what is there was saved by this very run.
@@ -217,6 +222,7 @@ def prepare(run: Run, setup_path: Path) -> Setup:
         layout = encoder_first(model.spec, settings.layout.ranks, profile.load, placements=placements)
     else:
         layout = separate(model.spec, settings.layout.ranks, placements, profile.load)
+    layout = msgspec.structs.replace(layout, parallelism=Parallelism(data=settings.parallel.dp))
     write_layout(setup_path.with_name("layout.json"), layout)
     setup = Setup(
         model=model.spec, layout=layout, profile=profile, packing=settings.packing, cluster=settings.cluster,

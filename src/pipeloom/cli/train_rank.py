@@ -77,6 +77,7 @@ def train_rank(
         learning_rate=learning_rates(optimizer, config.iterations),
         clip_norm=optimizer.clip_norm,
         checkpoints=checkpoints_of(config, path, Path(folder)),
+        timeout_s=config.timeout_s,
     )
     first = trainer.resume() if resume else 0
     batches = untrained_batches(trainer, task, config, first)

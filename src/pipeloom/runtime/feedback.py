@@ -16,8 +16,10 @@ from pipeloom.runtime.result import ActionTime
 _RATE = 0.1
 
 
-def gather_times(plan: ExecutionPlan, own: Sequence[ActionTime], cpu_ns: int) -> Measured | None:
-    """Bring the measured times of all ranks to rank 0; None on the others. All ranks call it together.
+def gather_times(
+    plan: ExecutionPlan, own: Sequence[ActionTime], cpu_ns: int, group: dist.ProcessGroup | None = None
+) -> Measured | None:
+    """Bring the measured times of a pipeline's ranks to its first; None on the others. All ranks call it together.
 
     Clock readings are comparable because all ranks of one machine share the monotonic clock.
     """
@@ -27,9 +29,9 @@ def gather_times(plan: ExecutionPlan, own: Sequence[ActionTime], cpu_ns: int) ->
     if own:
         flat = np.fromiter((moment for each in own for moment in each[4:6]), np.int64, 2 * len(own))
         block[1 : len(own) + 1] = torch.from_numpy(flat.reshape(-1, 2))
-    on_root = dist.get_rank() == 0
+    on_root = dist.get_rank(group) == 0
     blocks = [torch.zeros_like(block) for _ in counts] if on_root else None
-    dist.gather(block, blocks, dst=0)
+    dist.gather(block, blocks, group=group, group_dst=0)
     if blocks is None:
         return None
     times = [each[1 : count + 1].numpy() for each, count in zip(blocks, counts, strict=True)]

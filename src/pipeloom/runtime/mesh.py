@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -51,7 +53,7 @@ class Mesh:
         return self.device_mesh.get_local_rank("tp")
 
 
-def make_mesh(layout: Layout, device_type: str = "cpu") -> Mesh:
+def make_mesh(layout: Layout, device_type: str = "cpu", timeout: timedelta | None = None) -> Mesh:
     """Arrange all processes of the default group; each of them calls it once.
 
     Neighbouring ranks share tensors, then come replicas, then the pipeline: tensor parallelism talks most.
@@ -62,6 +64,8 @@ def make_mesh(layout: Layout, device_type: str = "cpu") -> Mesh:
         Its ``num_ranks`` and ``parallelism``.
     device_type : str
         ``"cpu"`` or ``"cuda"``.
+    timeout : timedelta or None
+        Of the pipeline's and the replicas' groups; None: torch's own.
 
     Raises
     ------
@@ -77,13 +81,20 @@ def make_mesh(layout: Layout, device_type: str = "cpu") -> Mesh:
             f"start {wanted}, or change num_ranks or parallelism",
         )
     device_mesh = init_device_mesh(device_type, shape, mesh_dim_names=DIMENSIONS)
-    reduction = device_mesh.get_group("pp")
     ranks = device_mesh.mesh.tolist()
-    for replica in range(shape[1]):
-        for shard in range(shape[2]):
-            members = [stage[replica][shard] for stage in ranks]
-            # Every process takes part in making every group.
-            group = dist.new_group(members)
-            if dist.get_rank() in members:
-                reduction = group
-    return Mesh(device_mesh, device_mesh.get_group("pp"), reduction, device_mesh.get_group("dp"))
+    columns = [
+        [stage[replica][shard] for stage in ranks] for replica in range(shape[1]) for shard in range(shape[2])
+    ]
+    reduction = _group_of_this(columns, timeout)
+    if timeout is None:
+        return Mesh(device_mesh, device_mesh.get_group("pp"), reduction, device_mesh.get_group("dp"))
+    rows = [[replica[shard] for replica in stage] for stage in ranks for shard in range(shape[2])]
+    return Mesh(device_mesh, _group_of_this(columns, timeout), reduction, _group_of_this(rows, timeout))
+
+
+def _group_of_this(members: Iterable[list[int]], timeout: timedelta | None) -> dist.ProcessGroup:
+    """Make all these groups; the one that this process is in."""
+    # Every process takes part in making every group.
+    groups = [(ranks, dist.new_group(ranks, timeout=timeout)) for ranks in members]
+    mine: list[dist.ProcessGroup] = [group for ranks, group in groups if dist.get_rank() in ranks]
+    return mine[0]

@@ -19,7 +19,7 @@ from pipeloom.plan import Answer, Delivery, Measured
 from pipeloom.runtime.executor import Executor
 from pipeloom.runtime.feedback import Calibrator, gather_times
 from pipeloom.runtime.model import Model, user_code
-from pipeloom.runtime.reduce import all_reduce_gradients
+from pipeloom.runtime.place import take_place
 from pipeloom.runtime.resume import Checkpoints, TrainerState, fingerprint
 from pipeloom.runtime.transport import TorchTransport
 from pipeloom.runtime.waiting import FirstPlan, together
@@ -48,10 +48,12 @@ class PlanSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """What one iteration did. ``answer``, ``batch`` and ``measured`` are there on rank 0 only.
+    """What one iteration did; loss and norm over all replicas, everything else of this one.
 
     Attributes
     ----------
+    answer, batch, measured
+        Only on the first rank of a pipeline.
     measured : Measured or None
         When every action of every rank ran.
     correction : Correction
@@ -81,17 +83,23 @@ class StepReport:
 
 
 class _Asked(NamedTuple):
-    """A batch for which a plan was asked, and what the plan will have been made with."""
+    """A batch for which a plan was asked, and what the plan will have been made with.
 
+    ``everything`` are the samples of all replicas, ``samples`` and ``batch`` those of this one.
+    """
+
+    everything: Sequence[Any]
+    samples: Sequence[Any]
     batch: Batch
     correction: Correction
 
 
 class Trainer:
-    """Trains a model over the pipeline ranks of the default process group.
+    """Trains a model over the processes of the default group: a pipeline, or several replicas of it.
 
-    Every rank iterates the same batches. One batch ahead is read, so that the planner plans iteration ``i + 1``
-    while ``i`` runs.
+    Every rank iterates the same batches; replicas (``layout.parallelism.data``) divide the samples of each, plan for
+    themselves, and sum their gradients. One batch ahead is read, so that the planner plans iteration ``i + 1`` while
+    ``i`` runs.
 
     Parameters
     ----------
@@ -99,7 +107,7 @@ class Trainer:
         Built alike on every rank; each trains the layers of its chunks.
     layout : Layout
     planner : PlanSource
-        Used on rank 0; the others receive its plans.
+        Used on the first rank of each pipeline; the others receive its plans.
     describe : callable
         From one sample to its metadata, as a dictionary with the fields of the sample-metadata format.
     optimizer : callable
@@ -112,6 +120,8 @@ class Trainer:
         Send every message with tag 0, which is how NCCL matches them.
     checkpoints : Checkpoints or None
         Where training is saved, and goes on from after `resume`; None: nowhere.
+    timeout_s : float or None
+        With replicas: after which a rank that waits for another of its pipeline gives up; None: torch's own.
     """
 
     def __init__(
@@ -126,32 +136,25 @@ class Trainer:
         clip_norm: float | None = None,
         tag_zero: bool = False,
         checkpoints: Checkpoints | None = None,
+        timeout_s: float | None = None,
     ) -> None:
-        self.rank, size = dist.get_rank(), dist.get_world_size()
-        if layout.parallelism.data * layout.parallelism.tensor > 1:
-            raise InputError(
-                "layout.parallelism", "has data or tensor above 1, the trainer runs one pipeline",
-                "write the loop of docs/parallelism.md",
-            )  # fmt: skip
-        if size != layout.num_ranks:
-            raise InputError(
-                "layout.num_ranks", f"{layout.num_ranks}, but {size} processes run", "start as many"
-            )
+        self.rank, self.place = dist.get_rank(), take_place(layout, timeout_s)
+        self._leads = self.place.stage == 0
         self.model, self.layout = model, layout
         self._planner, self._describe = planner, describe
         self._learning_rate, self._clip_norm = learning_rate, clip_norm
         replicated = {module.name for module in layout.modules if module.on_ranks == "replicated"}
         self._executor = Executor(
-            model, layout, self.rank, TorchTransport(use_tags=not tag_zero),
-            reduce_gradients=all_reduce_gradients(layout) if replicated else None,
+            model, layout, self.place.stage, TorchTransport(self.place.messages, use_tags=not tag_zero),
+            reduce_gradients=self.place.reduce_gradients,
         )  # fmt: skip
         self._parameters = self._executor.parameters()
         elsewhere = {
             id(parameter)
             for name, parameter in self._executor.named_parameters()
-            if self.rank != 0 and name.partition(".")[0] in replicated
+            if self.place.replica != 0 or (not self._leads and name.partition(".")[0] in replicated)
         }
-        # What all ranks hold alike counts once in the norm of the gradient.
+        # What several ranks hold alike counts once in the norm of the gradient.
         self._counted = [p for p in self._parameters if id(p) not in elsewhere]
         self._optimizer = optimizer(self._parameters) if self._parameters else None
         self._calibrator = Calibrator()
@@ -225,21 +228,20 @@ class Trainer:
         iteration = first_iteration
         first: FirstPlan | None = FirstPlan()
         try:
-            if self.rank == 0:
+            if self._leads:
                 self._planner.start()
             asked = None if samples is None else self._submit(samples, iteration)
-            while samples is not None and asked is not None:
+            while asked is not None:
                 following = next(source, None)
                 delivery, answer, packing = self._deliver(asked.batch, first)
                 iteration, first = iteration + 1, None
                 current, asked = asked, None if following is None else self._submit(following, iteration)
-                yield self._step(samples, current, delivery, answer, packing)
-                samples = following
-                self._save(current.batch, is_last=samples is None)
+                yield self._step(current, delivery, answer, packing)
+                self._save(current, is_last=asked is None)
         finally:
             if first is not None:
                 first.cancel()
-            if self.rank == 0:
+            if self._leads:
                 self._planner.close()
 
     def gather_model(self) -> None:
@@ -248,15 +250,17 @@ class Trainer:
             for chunk in self.layout.chunks:
                 for layer in self.model.module(chunk.module).layers[chunk.layers[0] : chunk.layers[1] + 1]:
                     for tensor in (*layer.parameters(), *layer.buffers()):
-                        dist.broadcast(tensor.data, src=chunk.rank)
+                        dist.broadcast(tensor.data, group=self.place.collectives, group_src=chunk.rank)
 
-    def _save(self, batch: Batch, is_last: bool) -> None:
+    def _save(self, asked: _Asked, is_last: bool) -> None:
         """Write a checkpoint after an iteration, where one is due."""
         if self._checkpoints is None:
             return
-        iteration = batch.iteration + 1
+        iteration = asked.batch.iteration + 1
         if iteration % self._checkpoints.every and not is_last:
             return
+        # Of all replicas together: their number may be another when training goes on.
+        batch = self._describe_batch(asked.everything, asked.batch.iteration)
         state = TrainerState(
             iteration, fingerprint(batch), self.layout.digest, self._calibrator.num_measured,
             self._calibrator.correction,
@@ -265,8 +269,12 @@ class Trainer:
             self._checkpoints.save(self._executor, self._optimizer, state)
 
     def _submit(self, samples: Sequence[Any], iteration: int) -> _Asked:
-        asked = _Asked(self._describe_batch(samples, iteration), self._calibrator.correction)
-        if self.rank == 0:
+        batch = self._describe_batch(samples, iteration)
+        mine = self.place.share(batch, self.model.spec)
+        own = samples if len(mine) == len(samples) else [samples[i] for i in mine]
+        batch = msgspec.structs.replace(batch, samples=tuple(batch.samples[i] for i in mine))
+        asked = _Asked(samples, own, batch, self._calibrator.correction)
+        if self._leads:
             self._planner.submit(asked.batch, asked.correction)
         return asked
 
@@ -279,28 +287,23 @@ class Trainer:
             raise InputError(f"iteration {iteration}: {error.entity}", error.problem, error.remedy) from error
 
     def _deliver(self, batch: Batch, first: FirstPlan | None) -> tuple[Delivery | None, Answer, Packing]:
-        """Rank 0 collects a plan and hands it to all ranks, so that all run the same one."""
-        delivery = self._planner.collect(batch.iteration) if self.rank == 0 else None
+        """The first rank collects a plan and hands it to all of its pipeline, so that all run the same one."""
+        delivery = self._planner.collect(batch.iteration) if self._leads else None
         if first is not None:
             first.wait()
         with together(f"iteration {batch.iteration}: the plan's delivery"):
-            data = broadcast_bytes(None if delivery is None else delivery.data)
+            data = broadcast_bytes(None if delivery is None else delivery.data, self.place.collectives)
         if delivery is not None:
             return delivery, delivery.answer, delivery.packing
         return None, *unpack_answer(data, batch, self.model.spec, self.layout)
 
-    def _step(
-        self,
-        samples: Sequence[Any],
-        asked: _Asked,
-        delivery: Delivery | None,
-        answer: Answer,
-        packing: Packing,
-    ) -> StepReport:
+    def _step(self, asked: _Asked, delivery: Delivery | None, answer: Answer, packing: Packing) -> StepReport:
         batch, correction = asked.batch, asked.correction
+        with user_code("num_targets"):
+            normaliser = float(sum(map(self.model.num_targets, asked.everything)))
         cpu_ns = time.thread_time_ns()
         try:
-            result = self._executor.run(answer.plan, packing, samples)
+            result = self._executor.run(answer.plan, packing, asked.samples, normaliser=normaliser)
         except ExecutionError as error:
             raise ExecutionError(f"iteration {batch.iteration}, {error}") from error
         cpu_ns = time.thread_time_ns() - cpu_ns
@@ -318,7 +321,7 @@ class Trainer:
                 )
         self._update(batch.iteration, norm)
         with together(f"iteration {batch.iteration}: measured times"):
-            measured = gather_times(answer.plan, result.times, cpu_ns)
+            measured = gather_times(answer.plan, result.times, cpu_ns, self.place.collectives)
         makespan, share = 0, 0.0
         if measured is not None:
             makespan, share = measured.makespan_ns(answer.plan), measured.bubble_share(answer.plan)
@@ -333,8 +336,8 @@ class Trainer:
             fresh=delivery is not None and delivery.fresh,
             lead_s=0.0 if delivery is None else delivery.lead_s,
             reason="" if delivery is None else delivery.reason,
-            answer=answer if self.rank == 0 else None,
-            batch=batch if self.rank == 0 else None,
+            answer=answer if self._leads else None,
+            batch=batch if self._leads else None,
             correction=correction,
             measured=measured,
         )
@@ -360,13 +363,13 @@ def unpack_answer(data: bytes, batch: Batch, model: ModelSpec, layout: Layout) -
     return answer, packing_from_counts(batch, model, layout, counts.samples, counts.counts)
 
 
-def broadcast_bytes(data: bytes | None) -> bytes:
-    """Send bytes from rank 0 to all ranks."""
+def broadcast_bytes(data: bytes | None, group: dist.ProcessGroup | None = None) -> bytes:
+    """Send bytes from the first rank of a group to all of it."""
     size = torch.tensor([0 if data is None else len(data)], dtype=torch.int64)
-    dist.broadcast(size, src=0)
+    dist.broadcast(size, group=group, group_src=0)
     if data is None:
         payload = torch.empty(int(size), dtype=torch.uint8)
     else:
         payload = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    dist.broadcast(payload, src=0)
+    dist.broadcast(payload, group=group, group_src=0)
     return payload.numpy().tobytes()

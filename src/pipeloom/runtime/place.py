@@ -1,0 +1,98 @@
+"""Where a process stands in training: its pipeline rank, its replica, and the groups that it talks over."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from pipeloom.errors import InputError
+from pipeloom.packing import deal, token_loads
+from pipeloom.runtime.mesh import make_mesh
+from pipeloom.runtime.reduce import ReduceGradients, all_reduce_gradients, mesh_gradients
+from pipeloom.spec import Batch, Layout, ModelSpec
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """Of one process.
+
+    Attributes
+    ----------
+    stage : int
+        Pipeline rank.
+    replica : int
+        Which of the data-parallel replicas of the pipeline it belongs to.
+    num_replicas : int
+    messages : ProcessGroup or None
+        The pipeline ranks of this replica, for the messages of plans; None: the default group.
+    collectives : ProcessGroup or None
+        The same, for everything that they do together.
+    reduce_gradients : callable or None
+        For the executor; None where every chunk is on one process only.
+    """
+
+    stage: int
+    replica: int
+    num_replicas: int
+    messages: dist.ProcessGroup | None
+    collectives: dist.ProcessGroup | None
+    reduce_gradients: ReduceGradients | None
+
+    def share(self, batch: Batch, model: ModelSpec) -> tuple[int, ...]:
+        """Which samples of a global batch this replica trains on; all replicas work it out alike.
+
+        Dealt by tokens, so that replicas have about the same work; their numbers of samples and microbatches differ.
+
+        Raises
+        ------
+        InputError
+            When there are fewer samples than replicas.
+        """
+        if self.num_replicas == 1:
+            return tuple(range(len(batch.samples)))
+        return deal(token_loads(batch, model), self.num_replicas)[self.replica]
+
+
+def take_place(layout: Layout, timeout_s: float | None = None) -> Place:
+    """Arrange all processes of the default group; each of them calls it once.
+
+    Neighbouring processes are replicas of one pipeline rank.
+
+    Parameters
+    ----------
+    layout : Layout
+        Its ``num_ranks`` and ``parallelism.data``.
+    timeout_s : float or None
+        After which a rank that waits for another of its replica gives up, where there are several; None: torch's own.
+
+    Raises
+    ------
+    InputError
+        When another number of processes runs, or the layout has tensor parallelism.
+    """
+    if layout.parallelism.tensor > 1:
+        raise InputError(
+            "layout.parallelism.tensor", f"{layout.parallelism.tensor}, the trainer runs whole layers",
+            "write the loop of docs/parallelism.md",
+        )  # fmt: skip
+    num_replicas, size = layout.parallelism.data, dist.get_world_size()
+    if size != layout.num_ranks * num_replicas:
+        times = f" x {num_replicas} replicas" if num_replicas > 1 else ""
+        raise InputError(
+            "layout.num_ranks", f"{layout.num_ranks}{times}, but {size} processes run", "start as many"
+        )
+    if num_replicas == 1:
+        replicated = any(module.on_ranks == "replicated" for module in layout.modules)
+        reduce_gradients = all_reduce_gradients(layout) if replicated else None
+        return Place(dist.get_rank(), 0, 1, None, None, reduce_gradients)
+    mesh = make_mesh(layout, timeout=None if timeout_s is None else timedelta(seconds=timeout_s))
+    return Place(
+        mesh.pipeline_rank,
+        mesh.data_rank,
+        num_replicas,
+        mesh.pipeline,
+        mesh.reduction,
+        mesh_gradients(layout, mesh),
+    )
