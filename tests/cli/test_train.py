@@ -69,6 +69,7 @@ def test_a_short_run_leaves_everything_behind(tmp_path: Path, capfd: pytest.Capt
     ("old", "new", "message"),
     [
         ("ranks = 2", "ranks = 0", "layout.ranks: 0 is below 1"),
+        ("[layout]\n", "[parallel]\ndp = 0\n[layout]\n", "parallel.dp: 0 is below 1"),
         ("ranks = 2", "ranks = 50", "has 6 layers for 50 ranks"),
         ("iterations = 250", 'iterations = "x"', "iterations: 'x' is not an integer"),
         ("seed = 0", "seed = 0\nsede = 1", "sede: is not a known field; did you mean seed?"),
