@@ -99,6 +99,8 @@ def run(num_batches: int = 3, repeats: int = 5, microbatches: int = 12) -> str:
         "plan": separate(model.spec, num_ranks, placements, profile.load),
     }
     settings = Settings(num_ranks, num_batches, repeats, microbatches, threads, layouts, profile)
+    # Here, once, so that no rank waits while another compiles.
+    _problem(model, settings, layouts["plan"]).warm_up()
     found = launch(_measure, num_ranks, settings, threads=threads, timeout_s=300.0)[0]
     rows = [
         [kind, system, *_columns(found[kind, system], found[kind, "per-batch plan"])]
