@@ -74,7 +74,7 @@ class Timed:
         return statistics.median(self.measured_s)
 
 
-def run(num_batches: int = 3, repeats: int = 5, microbatches: int = 12) -> str:
+def run(num_batches: int = 2, repeats: int = 5, microbatches: int = 8) -> str:
     """Measure, and return the section as Markdown.
 
     Parameters
