@@ -33,8 +33,8 @@ def test_a_longer_annealing_begins_no_colder(one, other):
 
 
 def test_a_short_annealing_begins_as_cold_as_ever_and_a_long_one_ten_times_hotter():
-    assert order_heat(100) == HEAT
-    assert order_heat(15_000) == pytest.approx(MOST_HEAT)
+    assert order_heat(20) == HEAT
+    assert order_heat(2_500) == pytest.approx(MOST_HEAT)
 
 
 def test_a_share_is_a_part_of_every_limit() -> None:

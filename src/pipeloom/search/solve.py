@@ -35,9 +35,9 @@ HEAT, POLISH_HEAT = 0.1, 0.06
 """Start of the annealing, and of the polish, in mean durations of a task."""
 FAR, FAR_SHARE = 1.05, 0.7
 """Above so many times the bound, so much of the time goes to group orders before the justification."""
-FEW_CHANGES, MOST_HEAT = 150, 1.0
+FEW_CHANGES, MOST_HEAT = 25, 1.0
 """Of group orders: the heat is `HEAT` for so many changes per job or fewer, rises with the root of their number, and
-ends at the second."""
+ends at the second. Changes are counted at the speed of the portfolio, which is two to five times slower."""
 SMALL, SMALL_SHARE, SMALL_TURNS, SMALL_HEAT = 200, 0.1, 4, 1.0
 """Tasks up to which a graph is small, the part of the time for its local search, then annealings and their start."""
 
