@@ -6,8 +6,9 @@ nothing and planning needs neither torch nor the kernels before they are asked f
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from pipeloom.lazy import lazy_names
 
 if TYPE_CHECKING:
     from pipeloom.arrange import ModulePlacement, separate
@@ -83,6 +84,8 @@ _HOME = {
 }
 """Where each public name lives."""
 
+__getattr__, __dir__ = lazy_names(__name__, _HOME)
+
 __all__ = [
     "Checkpoints",
     "Chunk",
@@ -124,17 +127,3 @@ __all__ = [
     "write_layout",
     "write_schedule",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    """Import a public name when it is first used."""
-    if name not in _HOME:
-        raise AttributeError(f"module 'pipeloom' has no attribute {name!r}")
-    value = getattr(import_module(_HOME[name]), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    """The public names, whether imported yet or not."""
-    return sorted(__all__)

@@ -16,9 +16,6 @@ from pipeloom.report import (
     share_text,
     size_text,
     time_text,
-    timeline_html,
-    timeline_svg,
-    trace,
 )
 
 if TYPE_CHECKING:
@@ -93,6 +90,8 @@ def draw(
     svg_file: Path | None = None,
 ) -> list[str]:
     """Write the pictures that were asked for, and return their names."""
+    from pipeloom.report import timeline_html, timeline_svg, trace
+
     pictures = []
     if trace_file is not None:
         pictures.append((trace_file, trace(tracks, arrows=True)))

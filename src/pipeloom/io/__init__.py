@@ -1,19 +1,11 @@
 """Readers and writers of the exchange formats (``docs/formats.md``)."""
 
-from pipeloom.io.batches import (
-    PackedBatch,
-    PackedBatches,
-    PackedMicrobatch,
-    packed_batches,
-    read_batches,
-    write_batches,
-)
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 from pipeloom.io.files import check_writable, make_folder, read_text, write_bytes, write_text
 from pipeloom.io.instance import instance_document, instance_from_document, read_instance, write_instance
-from pipeloom.io.layers import read_layers, write_layers
-from pipeloom.io.layout import layout_document, read_layout, write_layout
-from pipeloom.io.load import Loaded, load, read_plan
-from pipeloom.io.samples import SAMPLE_SUFFIXES, read_samples, write_samples
 from pipeloom.io.schedule import (
     SearchRecord,
     StatedSchedule,
@@ -22,7 +14,46 @@ from pipeloom.io.schedule import (
     schedule_from_document,
     write_schedule,
 )
-from pipeloom.io.specs import read_spec
+from pipeloom.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from pipeloom.io.any_format import Loaded, load, read_plan
+    from pipeloom.io.batches import (
+        PackedBatch,
+        PackedBatches,
+        PackedMicrobatch,
+        packed_batches,
+        read_batches,
+        write_batches,
+    )
+    from pipeloom.io.layers import read_layers, write_layers
+    from pipeloom.io.layout import layout_document, read_layout, write_layout
+    from pipeloom.io.samples import SAMPLE_SUFFIXES, read_samples, write_samples
+    from pipeloom.io.specs import read_spec
+
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "Loaded": ".any_format",
+        "PackedBatch": ".batches",
+        "PackedBatches": ".batches",
+        "PackedMicrobatch": ".batches",
+        "SAMPLE_SUFFIXES": ".samples",
+        "layout_document": ".layout",
+        "load": ".any_format",
+        "packed_batches": ".batches",
+        "read_batches": ".batches",
+        "read_layers": ".layers",
+        "read_layout": ".layout",
+        "read_plan": ".any_format",
+        "read_samples": ".samples",
+        "read_spec": ".specs",
+        "write_batches": ".batches",
+        "write_layers": ".layers",
+        "write_layout": ".layout",
+        "write_samples": ".samples",
+    },
+)
 
 __all__ = [
     "SAMPLE_SUFFIXES",

@@ -3,15 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from pipeloom.errors import InputError
-from pipeloom.report.chrome_trace import trace
-from pipeloom.report.emulated import emulated_track
-from pipeloom.report.markdown import join_sections, markdown_table, sections
-from pipeloom.report.svg_picture import timeline_svg
-from pipeloom.report.tables import comparison_table, summary_table
+from pipeloom.lazy import lazy_names
 from pipeloom.report.track import Box, Figures, Track, boxes, key_figures, make_track
 from pipeloom.report.units import share_text, size_text, time_text
+
+if TYPE_CHECKING:
+    from pipeloom.report.chrome_trace import trace
+    from pipeloom.report.emulated import emulated_track
+    from pipeloom.report.markdown import join_sections, markdown_table, sections
+    from pipeloom.report.svg_picture import timeline_svg
+    from pipeloom.report.tables import comparison_table, summary_table
+
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "comparison_table": ".tables",
+        "emulated_track": ".emulated",
+        "join_sections": ".markdown",
+        "markdown_table": ".markdown",
+        "sections": ".markdown",
+        "summary_table": ".tables",
+        "timeline_svg": ".svg_picture",
+        "trace": ".chrome_trace",
+    },
+)
 
 __all__ = [
     "Box",

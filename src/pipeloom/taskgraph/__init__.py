@@ -1,6 +1,10 @@
 """TaskGraph: tasks with their rank, seconds, bytes, and what comes before."""
 
-from pipeloom.taskgraph.build import build_graph, to_ns
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pipeloom.lazy import lazy_names
 from pipeloom.taskgraph.graph import (
     BACKWARD,
     FORWARD,
@@ -16,6 +20,17 @@ from pipeloom.taskgraph.graph import (
     TaskGraph,
     make_graph,
     topological_order,
+)
+
+if TYPE_CHECKING:
+    from pipeloom.taskgraph.build import build_graph, to_ns
+
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "build_graph": ".build",
+        "to_ns": ".build",
+    },
 )
 
 __all__ = [
