@@ -16,6 +16,7 @@ import numba
 import numpy as np
 from numba.core import cgutils, types
 from numba.core.caching import FunctionCache, IndexDataCacheFile
+from numba.core.runtime.nrt import rtsys
 from numba.extending import intrinsic
 
 from pipeloom.compiled.stamp import stamp
@@ -30,6 +31,19 @@ class _StampedCache(FunctionCache):
         super().__init__(function)  # type: ignore[no-untyped-call]
         place = {"cache_path": self.cache_path, "filename_base": self._impl.filename_base}
         self._cache_file = IndexDataCacheFile(**place, source_stamp=stamp)  # type: ignore[no-untyped-call]
+
+    def load_overload(self, signature: Any, target_context: Any) -> Any:
+        """Load cached code; unlike numba's own way, without all that only compiling needs.
+
+        numba first registers whatever code could call, half a second with its search for SciPy's BLAS. Code that is
+        compiled already only needs the runtime for arrays. What is not in the cache takes numba's way.
+        """
+        rtsys.initialize(target_context)  # type: ignore[no-untyped-call]
+        with self._guard_against_spurious_io_errors():  # type: ignore[no-untyped-call]
+            found = self._load_overload(signature, target_context)  # type: ignore[no-untyped-call]
+            if found is not None:
+                return found
+        return super().load_overload(signature, target_context)  # type: ignore[no-untyped-call]
 
 
 def kernel(function: Function) -> Function:
