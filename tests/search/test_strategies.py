@@ -9,9 +9,12 @@ from hypothesis import strategies as st
 
 from pipeloom.errors import InfeasibleError, InputError
 from pipeloom.search import LayerOption, pair_candidates
+from pipeloom.search.exchange_kernels import exchange
 from pipeloom.search.jobs import find_jobs
 from pipeloom.search.plain import leanest, plain_rollout, segment_priority
-from pipeloom.search.strategies import choose_on_rank, choose_strategies
+from pipeloom.search.room_kernels import tighten
+from pipeloom.search.strategies import Tuner, choose_on_rank, choose_strategies
+from pipeloom.search.strategy_kernels import fill_levels, lay_out
 from pipeloom.timeline import Schedule, check, memory_changes
 from pipeloom.timeline.options import pair_options
 from tests.strategies import graphs
@@ -63,6 +66,69 @@ def test_feasible_and_between_the_bound_and_the_leanest(graph, solver):
         assert found.bound_ns <= best + 1e-3
         assert best <= found.total_ns <= (1.35 if solver == "lagrangian" else 1.06) * best
         assert found.total_ns == best or found.gap > 0
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data())
+def test_a_tightened_room_is_the_most_that_candidates_can_fill(data):
+    """With one pair of each, or all at once, every choice that fits still fits, and the place can be filled."""
+    num_pairs, num_options = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 3))
+    amounts = st.lists(st.integers(0, 9), min_size=num_pairs * num_options, max_size=num_pairs * num_options)
+    activation, gradient = (
+        np.array(data.draw(amounts), np.int64).reshape(num_pairs, num_options) for _ in range(2)
+    )
+    places = 2 * num_pairs + 1
+    span = np.sort(
+        np.array([data.draw(st.tuples(*[st.integers(0, places - 1)] * 3)) for _ in range(num_pairs)]), axis=1
+    )
+
+    def held(choice):
+        level = np.zeros(places + 1, np.int64)
+        fill_levels(np.array(choice), span, activation, gradient, level)
+        return level[:-1]
+
+    choices = [held(choice) for choice in product(range(num_options), repeat=num_pairs)]
+    level = data.draw(st.sampled_from(choices))
+    room = level + np.array(data.draw(st.lists(st.integers(0, 5), min_size=places, max_size=places)))
+    price = np.array(data.draw(st.lists(st.sampled_from([0.0, 1.0, 2.0]), min_size=places, max_size=places)))
+    lowered = room.copy()
+    tighten(activation, gradient, span, lowered, level, price, np.zeros(places), np.zeros((3, 200), np.int64))
+    for k in range(places):
+        most = max(int(c[k]) for c in choices if c[k] <= room[k])
+        assert lowered[k] == (most if price[k] > 0 else room[k])
+
+
+@settings(deadline=None, max_examples=60)
+@given(graphs(num_candidates=3, num_microbatches=2, num_modules=1, max_parts=1, max_segments=2, num_ranks=2))
+def test_no_two_pairs_can_be_exchanged_for_better(graph):
+    """The kernel leaves a choice that fits and that no change of two candidates improves, by trying all."""
+    try:
+        schedule = lean_schedule(graph)
+    except InfeasibleError:
+        return
+    tuner = Tuner(graph)
+    t, d = tuner.tables, tuner._desk
+    for rank in range(graph.num_ranks):
+        order = schedule.order[rank]
+        rows, n = slice(int(t.rank_start[rank]), int(t.rank_start[rank + 1])), len(order)
+        lay_out(t, d, order, rows.start, rows.stop, rank)
+        time, activation, gradient, span = t.time[rows], t.activation[rows], t.gradient[rows], d.span[rows]
+        choice, level, room = t.lean[rows].copy(), np.zeros(n + 1, np.int64), d.room[:n]
+        fill_levels(choice, span, activation, gradient, level)
+        exchange(choice, time, activation, gradient, span, room, level, d.spare, d.move[rows])
+        exact = np.zeros(n + 1, np.int64)
+        fill_levels(choice, span, activation, gradient, exact)
+        assert (level[:n] == exact[:n]).all()
+        assert (exact[:n] <= room).all()
+        total = time[np.arange(len(choice)), choice].sum()
+        for i, j in product(range(len(choice)), repeat=2):
+            meet = span[i, 0] <= span[j, 2] and span[j, 0] <= span[i, 2]
+            for a, b in product(range(time.shape[1]), repeat=2):
+                other = choice.copy()
+                other[i], other[j] = a, b
+                fill_levels(other, span, activation, gradient, exact)
+                better = time[np.arange(len(choice)), other].sum() < total
+                assert not (meet and i != j and better and (exact[:n] <= room).all())
 
 
 def test_without_a_limit_everyone_gets_the_fastest():

@@ -14,8 +14,9 @@ import numpy as np
 from pipeloom.errors import InfeasibleError, PlanError
 from pipeloom.search.fitting import fitting_candidates
 from pipeloom.search.jobs import Jobs, find_jobs, memory_matters, memory_needs
-from pipeloom.taskgraph import FORWARD, NO_TASK, WEIGHT_GRADIENT, Candidate, TaskGraph
+from pipeloom.taskgraph import FORWARD, NO_TASK, WEIGHT_GRADIENT, TaskGraph
 from pipeloom.timeline import Schedule
+from pipeloom.timeline.options import pair_options
 
 NEVER = 1 << 62
 
@@ -54,20 +55,17 @@ def first_in_first_out(graph: TaskGraph) -> Schedule:
 def leanest(graph: TaskGraph) -> list[int]:
     """Candidate of every pair that holds the least, the faster one where two hold the same."""
     assert graph.candidates is not None
-
-    def size(option: Candidate, split: bool) -> tuple[int, int, int]:
-        held = option.activation_bytes
-        return (
-            max(held, option.weight_gradient_bytes) if split else held,
-            held,
-            option.forward_ns + option.backward_ns + option.weight_ns,
-        )
-
-    split = (graph.weight_of != NO_TASK).tolist()
-    return [
-        min(range(len(options)), key=lambda i: size(options[i], split[pair]))
-        for pair, options in enumerate(graph.candidates)
-    ]
+    options = pair_options(graph)
+    held = options.activation_bytes
+    most = np.where(
+        (graph.weight_of != NO_TASK)[:, None], np.maximum(held, options.weight_gradient_bytes), held
+    )
+    left = np.ones(held.shape, np.bool_)
+    for size in (most, held, options.forward_ns + options.backward_ns + options.weight_ns):
+        size = np.where(left, size, np.iinfo(np.int64).max)
+        left &= size == size.min(axis=1, keepdims=True)
+    least: list[int] = left.argmax(axis=1).tolist()
+    return least
 
 
 def segment_priority(graph: TaskGraph) -> list[int]:

@@ -22,8 +22,10 @@ from pipeloom.timeline import Schedule
 from pipeloom.timeline.options import pair_options
 
 Solver = Literal["lagrangian", "highs"]
-LAGRANGIAN_ROUNDS, ROLLOUT_ROUNDS = 80, 16
-"""Rounds where one order is tuned, and where thousands are."""
+LAGRANGIAN_ROUNDS, ROLLOUT_ROUNDS = 120, 16
+"""Rounds where one order is tuned, twice so many once rooms are tightened, and where thousands are."""
+MOST_SUMS = 4000
+"""Different sums of candidates at one place; where there are more, its room is not tightened."""
 HIGHS_GAP = 0.05
 """As in both papers (`dip.txt` §5.3)."""
 
@@ -147,12 +149,15 @@ def make_tables(graph: TaskGraph) -> Tables:
 
 def _make_desk(graph: TaskGraph) -> Desk:
     tasks, pairs = graph.num_tasks, graph.num_pairs
+
+    def ints(*shape: int) -> IntArray:
+        return np.zeros(shape, np.int64)
+
     return Desk(
-        place=np.zeros(tasks, np.int64), room=np.zeros(tasks, np.int64), level=np.zeros(tasks + 1, np.int64),
-        multiplier=np.zeros(tasks + 1), running=np.zeros(tasks + 1), span=np.zeros((pairs, 3), np.int64),
-        choice=np.zeros(pairs, np.int64), trial=np.zeros(pairs, np.int64), price=np.zeros(pairs), gain=np.zeros(pairs),
-        move=np.zeros(pairs, np.int64), duration=np.zeros(tasks, np.int64), end=np.zeros(tasks, np.int64),
-        free_at=np.zeros(graph.num_ranks, np.int64),
+        place=ints(tasks), room=ints(tasks), level=ints(tasks + 1), multiplier=np.zeros(tasks + 1),
+        running=np.zeros(tasks + 1), span=ints(pairs, 3), choice=ints(pairs), trial=ints(pairs), price=np.zeros(pairs),
+        gain=np.zeros(pairs), move=ints(pairs), spare=ints(9), sums=ints(3, MOST_SUMS), duration=ints(tasks),
+        end=ints(tasks), free_at=ints(graph.num_ranks),
     )  # fmt: skip
 
 

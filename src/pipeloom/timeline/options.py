@@ -29,12 +29,12 @@ def pair_options(graph: TaskGraph) -> Options:
             graph.duration_ns[graph.forward_of], backward, weight, graph.activation_bytes, graph.weight_gradient_bytes
         )  # fmt: skip
         return Options(*(column[:, None] for column in columns))
-    most = max(len(options) for options in graph.candidates)
-    rows = [
-        [option[1:6] for option in (*options, *[options[0]] * (most - len(options)))]
-        for options in graph.candidates
-    ]
-    cube = np.array(rows, dtype=np.int64)
+    flat = (number for pair in graph.candidates for option in pair for number in option[1:6])
+    rows = np.fromiter(flat, np.int64).reshape(-1, 5)
+    lengths = np.array([len(pair) for pair in graph.candidates])
+    column = np.arange(lengths.max())
+    column = np.where(column < lengths[:, None], column, 0) + (np.cumsum(lengths) - lengths)[:, None]
+    cube = rows[column]
     forward, backward, weight, activation, gradient = (cube[:, :, i] for i in range(5))
     backward = np.where((graph.backward_of == NO_TASK)[:, None], 0, backward)
     weight = np.where((graph.weight_of == NO_TASK)[:, None], 0, weight)

@@ -1,0 +1,98 @@
+"""Exchanges between two pairs' memory strategies: one steps down so that the other can step up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy.typing as npt
+
+from pipeloom.compiled import kernel
+
+Array = npt.NDArray[Any]
+NO_LIMIT = 1 << 62
+
+
+@kernel
+def exchange(
+    choice: Array, time: Array, activation: Array, gradient: Array, span: Array, room: Array, level: Array,
+    spare: Array, turn: Array,
+) -> None:  # fmt: skip
+    """Give any two pairs the candidates that take the least time together, until no two can be improved.
+
+    Parameters
+    ----------
+    choice
+        A choice that fits; changed.
+    time, activation, gradient, span, room
+        As in `pipeloom.search.strategy_kernels.lagrangian`.
+    level : array
+        What the choice holds at every place; changed with it.
+    spare : array, shape (9,)
+        Scratch.
+    turn : array, shape (num_pairs,)
+        Scratch: rounds in which a pair is still to be looked at.
+    """
+    num_pairs = len(choice)
+    for i in range(num_pairs):
+        turn[i] = 1
+    moved = True
+    while moved:
+        moved = False
+        for i in range(num_pairs):
+            for j in range(i + 1, num_pairs):
+                if turn[i] + turn[j] == 0 or span[i, 0] > span[j, 2] or span[j, 0] > span[i, 2]:
+                    continue
+                for x in range(9):
+                    spare[x] = NO_LIMIT
+                first, last = min(span[i, 0], span[j, 0]), max(span[i, 2], span[j, 2])
+                for k in range(first, last + 1):
+                    x, held = phase(k, span[i], activation[i, choice[i]], gradient[i, choice[i]])
+                    y, other = phase(k, span[j], activation[j, choice[j]], gradient[j, choice[j]])
+                    spare[3 * x + y] = min(spare[3 * x + y], room[k] - level[k] + held + other)
+                a, b = best_two(time[i], time[j], activation, gradient, i, j, spare, choice)
+                if a == choice[i] and b == choice[j]:
+                    continue
+                moved = True
+                for k in range(first, last + 1):
+                    level[k] -= phase(k, span[i], activation[i, choice[i]], gradient[i, choice[i]])[1]
+                    level[k] -= phase(k, span[j], activation[j, choice[j]], gradient[j, choice[j]])[1]
+                    level[k] += phase(k, span[i], activation[i, a], gradient[i, a])[1]
+                    level[k] += phase(k, span[j], activation[j, b], gradient[j, b])[1]
+                choice[i], choice[j] = a, b
+                for q in range(num_pairs):
+                    if span[q, 0] <= last and first <= span[q, 2]:
+                        turn[q] = 2
+        for i in range(num_pairs):
+            turn[i] = max(0, turn[i] - 1)
+
+
+@kernel
+def phase(place: int, span: Array, activation: int, gradient: int) -> tuple[int, int]:
+    """What a pair is in at a place (0 neither, 1 before its gradient, 2 after), and the bytes it holds there."""
+    if place < span[0] or place > span[2]:
+        return 0, 0
+    if place <= span[1]:
+        return 1, activation
+    return 2, gradient
+
+
+@kernel
+def best_two(
+    one: Array, two: Array, activation: Array, gradient: Array, i: int, j: int, spare: Array, choice: Array
+) -> tuple[int, int]:
+    """The candidates of pairs i and j that take the least time, ``one`` and ``two``, within what is spare.
+
+    ``spare``: least bytes free for the two, by three times the phase of i plus the phase of j.
+    """
+    best_a, best_b = choice[i], choice[j]
+    best = one[best_a] + two[best_b]
+    for a in range(len(one)):
+        held, kept = activation[i, a], gradient[i, a]
+        if one[a] >= best or held > spare[3] or kept > spare[6]:
+            continue
+        most = min(spare[1], min(spare[4] - held, spare[7] - kept))
+        most_after = min(spare[2], min(spare[5] - held, spare[8] - kept))
+        for b in range(len(two)):
+            if one[a] + two[b] < best and activation[j, b] <= most and gradient[j, b] <= most_after:
+                best, best_a, best_b = one[a] + two[b], a, b
+    return best_a, best_b
