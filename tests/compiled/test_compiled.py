@@ -89,3 +89,36 @@ def test_all_compiled_code_has_the_stamp():
     for file in ROOT.rglob("*.py"):
         if file.parent != Path(compiled.__file__).parent:
             assert not re.search(r"\bnjit\b|^(from|import) numba(?!\.cpython)", file.read_text(), re.M), file
+
+
+CACHED = """
+import sys
+from pipeloom.compiled import kernel
+@kernel
+def total(numbers):
+    result = 0
+    for number in numbers:
+        result += number
+    return result
+import numpy as np
+print(total(np.arange(4)), sum(total.stats.cache_hits.values()), "numba.np.arraymath" in sys.modules)
+@kernel
+def other(numbers):
+    return 2 * numbers.max()
+print(other(np.arange(4)) if len(sys.argv) > 1 else "")
+"""
+
+
+def test_cached_code_runs_without_what_only_compiling_needs_and_others_can_still_be_compiled(tmp_path):
+    file = tmp_path / "cached.py"
+    file.write_text(CACHED)
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path / "cache")}
+
+    def lines(*arguments: str) -> list[str]:
+        command = [sys.executable, str(file), *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+        return done.stdout.splitlines()
+
+    assert lines()[0] == "6 0 True"
+    assert lines()[0] == "6 1 False"
+    assert lines("other") == ["6 1 False", "6"]

@@ -7,8 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeloom.compiled import kernel
 from pipeloom.errors import InfeasibleError, PlanError
 from pipeloom.search import kernels
+from pipeloom.search.kernels.unlimited import rollout_two
 from pipeloom.search.plain import first_in_first_out, plain_rollout
 from pipeloom.search.problem import make_problem
 from pipeloom.search.scratch import NUM_URGENT, make_scratch
@@ -149,3 +151,60 @@ def test_alternating_gives_one_forward_one_backward_when_memory_says_so():
     graph = uniform_chain(4, 8, capacity_bytes=4)
     timeline = simulate(graph, first_in_first_out(graph))
     assert timeline.makespan_ns == (8 + 3) * 3
+
+
+@kernel
+def both(p, one, two, choices, bound, other_bound):
+    return rollout_two(p, one, two, choices, bound, other_bound)
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    graphs(num_candidates=0),
+    st.tuples(choices, choices),
+    st.tuples(st.integers(0, 9), st.integers(0, 9)),
+    st.data(),
+)
+def test_two_side_by_side_are_as_each_alone(graph, picked, seeds, data):
+    """Also where one of them ends early, or both; and each schedules its tasks in the same order as alone."""
+    lanes = []
+    for (policy, weights, _, _, urgent), seed in zip(picked, seeds, strict=True):
+        try:
+            problem, scratch, _, makespan = run(graph, seed, policy, weights, kernels.UNLIMITED, 1, urgent)
+        except InfeasibleError:
+            return
+        lanes.append((scratch, makespan, scratch.run.copy()))
+    bounds = [
+        data.draw(st.sampled_from([kernels.NEVER, makespan + 1, makespan, makespan // 2]))
+        for _, makespan, _ in lanes
+    ]
+    rows = np.array([[policy, weights] for policy, weights, *_ in picked])
+    found = both(problem, lanes[0][0], lanes[1][0], rows, *bounds)
+    for got, (scratch, makespan, order), bound in zip(found, lanes, bounds, strict=True):
+        assert got == (makespan if makespan < bound else kernels.ABORTED)
+        assert got < 0 or (scratch.run == order).all()
+
+
+@settings(deadline=None, max_examples=60)
+@given(graphs(num_candidates=0), st.integers(1, 2**40), st.sampled_from([0.0, 3.0]), st.integers(1, 41))
+def test_local_search_in_pairs_tells_the_makespans_of_its_orders(graph, seed, temperature, count):
+    try:
+        problem, scratch, *_ = run(graph, seed % 100, 0, 0, kernels.UNLIMITED, 1)
+    except InfeasibleError:
+        return
+    order = np.arange(int(problem.num_groups.sum()))
+    if len(order) < 2:
+        return
+    choice = np.array([0, 0, kernels.UNLIMITED, 1, kernels.ALL_URGENT])
+    first = kernels.evaluate(problem, scratch, order, choice, kernels.NEVER)
+    best_order, best_choice, state = order.copy(), choice.copy(), np.array([first, first])
+    used = kernels.climb_two(
+        problem, scratch, make_scratch(problem), order, choice, np.empty((2, len(order)), np.int64),
+        np.empty((2, 5), np.int64), np.zeros((2, 2), np.int64), best_order, best_choice, state,
+        np.array([seed | 1], np.uint64), temperature, -1, count, 4, 8,
+    )  # fmt: skip
+    assert used == count
+    assert state[1] <= min(first, state[0])
+    assert temperature > 0 or state[0] == state[1]
+    assert kernels.evaluate(problem, scratch, order, choice, kernels.NEVER) == state[0]
+    assert kernels.evaluate(problem, scratch, best_order, best_choice, kernels.NEVER) == state[1]

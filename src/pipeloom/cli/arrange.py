@@ -14,7 +14,7 @@ import typer
 
 from pipeloom.cli.compare import load_model
 from pipeloom.cli.options import check_budget, check_seed
-from pipeloom.cli.output import JSON_HELP, check_targets, draw, print_json, print_note
+from pipeloom.cli.output import JSON_HELP, check_targets, draw, note_compiling, print_json, print_note
 from pipeloom.cli.solve import interruptible, progress_display
 from pipeloom.errors import InfeasibleError, InputError
 from pipeloom.io import SearchRecord, read_layers, write_instance, write_layout, write_schedule
@@ -95,7 +95,8 @@ def arrange(
             raise
         raise InputError(f"{layers}: {error.entity}", error.problem, error.remedy) from error
     with interruptible(budget) as rule, progress_display() as show:
-        warm_up()  # once after installing, kernels are compiled, which is no part of the budget
+        with note_compiling():
+            warm_up()  # no part of the budget
         try:
             if method == "joint":
                 found = search(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from pipeloom.cli.options import check_budget
-from pipeloom.cli.output import JSON_HELP, print_json, print_note
+from pipeloom.cli.output import JSON_HELP, note_compiling, print_json, print_note
 from pipeloom.errors import InputError
 
 if TYPE_CHECKING:
@@ -50,8 +50,9 @@ def bench(
             raise InputError(option, f"{unknown[0]!r} is none of {', '.join(known)}")
     for seconds in budget:
         check_budget(seconds)
-    for name in method:
-        warm_up(name)
+    with note_compiling():
+        for name in method:
+            warm_up(name)
     runs = list(run_library(families, method, budgets_s=budget, seeds=range(seeds), on_run=_tell))
     if json:
         print_json([_document(run) for run in runs])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +47,14 @@ def stderr() -> Console:
 def print_note(text: str) -> None:
     """One line beside the result, on standard error."""
     print(text, file=sys.stderr)
+
+
+def note_compiling() -> AbstractContextManager[None]:
+    """A context that says so when something is compiled in it, as after an installation."""
+    from pipeloom.compiled.telling import before_compiling
+
+    text = "compiling, once after an installation: about half a minute ..."
+    return before_compiling(lambda: print_note(text))
 
 
 def figures_text(numbers: Figures) -> str:

@@ -15,7 +15,15 @@ from typing import TYPE_CHECKING
 import typer
 
 from pipeloom.cli.options import check_budget, check_seed
-from pipeloom.cli.output import JSON_HELP, check_targets, figures_text, print_json, print_note, stderr
+from pipeloom.cli.output import (
+    JSON_HELP,
+    check_targets,
+    figures_text,
+    note_compiling,
+    print_json,
+    print_note,
+    stderr,
+)
 from pipeloom.errors import InfeasibleError, InputError
 from pipeloom.io import SearchRecord, read_instance, schedule_document, write_schedule
 from pipeloom.report import key_figures, make_track, share_text, time_text
@@ -55,7 +63,8 @@ def solve(
     from pipeloom.search import warm_up
 
     with interruptible(budget) as rule, progress_display() as show:
-        warm_up(method)  # once after installing, kernels are compiled, which is no part of the budget
+        with note_compiling():
+            warm_up(method, graph)  # no part of the budget
         began_s = time.monotonic()
         try:
             solution = search(graph, budget=rule, seed=seed, method=method, threads=threads, on_progress=show)

@@ -23,6 +23,10 @@ from pipeloom.compiled.stamp import stamp
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
+_OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True}
+"""Nothing here is called by C, so no code is made for that."""
+_CALLEE_OPTIONS: dict[str, Any] = {**_OPTIONS, "no_cpython_wrapper": True}
+
 
 class _StampedCache(FunctionCache):
     """numba's cache with another stamp."""
@@ -38,8 +42,8 @@ class _StampedCache(FunctionCache):
         numba first registers whatever code could call, half a second with its search for SciPy's BLAS. Code that is
         compiled already only needs the runtime for arrays. What is not in the cache takes numba's way.
         """
-        rtsys.initialize(target_context)  # type: ignore[no-untyped-call]
-        with self._guard_against_spurious_io_errors():  # type: ignore[no-untyped-call]
+        rtsys.initialize(target_context)
+        with self._guard_against_spurious_io_errors():
             found = self._load_overload(signature, target_context)  # type: ignore[no-untyped-call]
             if found is not None:
                 return found
@@ -48,9 +52,18 @@ class _StampedCache(FunctionCache):
 
 def kernel(function: Function) -> Function:
     """Compile a function at its first call, without the interpreter's lock, and keep the code on disk."""
-    compiled: Any = numba.njit(nogil=True, error_model="numpy")(function)
+    compiled: Any = numba.njit(**_OPTIONS)(function)
     compiled._cache = _StampedCache(function, stamp(Path(function.__code__.co_filename)))
     return cast(Function, compiled)
+
+
+def callee(function: Function) -> Function:
+    """Compile a function that only compiled functions call, without what it takes to call it from Python.
+
+    Where it gets dozens of arrays, that is longer than the function. It is no file of its own on disk: whoever calls
+    it contains it.
+    """
+    return cast(Function, numba.njit(**_CALLEE_OPTIONS)(function))
 
 
 def inlined(function: Function) -> Function:

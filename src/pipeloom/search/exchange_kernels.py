@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy.typing as npt
 
-from pipeloom.compiled import kernel
+from pipeloom.compiled import callee, kernel
 
 Array = npt.NDArray[Any]
 NO_LIMIT = 1 << 62
@@ -66,7 +66,7 @@ def exchange(
             turn[i] = max(0, turn[i] - 1)
 
 
-@kernel
+@callee
 def phase(place: int, span: Array, activation: int, gradient: int) -> tuple[int, int]:
     """What a pair is in at a place (0 neither, 1 before its gradient, 2 after), and the bytes it holds there."""
     if place < span[0] or place > span[2]:
@@ -76,7 +76,7 @@ def phase(place: int, span: Array, activation: int, gradient: int) -> tuple[int,
     return 2, gradient
 
 
-@kernel
+@callee
 def best_two(
     one: Array, two: Array, activation: Array, gradient: Array, i: int, j: int, spare: Array, choice: Array
 ) -> tuple[int, int]:

@@ -15,6 +15,11 @@ from pipeloom.search.state import Search
 from pipeloom.taskgraph import BACKWARD, FORWARD, INPUT_GRADIENT, NO_TASK, TaskGraph, make_graph
 
 
+def can_be_reversed(graph: TaskGraph) -> bool:
+    """Whether `reversed_graph` has an answer."""
+    return not ((graph.kind >= INPUT_GRADIENT).any() or graph.edge_bytes.any())
+
+
 def reversed_graph(graph: TaskGraph) -> TaskGraph | None:
     """The graph with time running backwards: a schedule of it, mirrored, is one of the graph.
 
@@ -22,7 +27,7 @@ def reversed_graph(graph: TaskGraph) -> TaskGraph | None:
     backwards that are split hold other bytes at their end, and bytes on edges are held from the end of one task
     to the end of the other.
     """
-    if (graph.kind >= INPUT_GRADIENT).any() or graph.edge_bytes.any():
+    if not can_be_reversed(graph):
         return None
     alone = graph.backward_of[graph.pair] == NO_TASK
     return make_graph(

@@ -60,7 +60,10 @@ class _Climber:
 
     def __init__(self, search: Search, seed: int) -> None:
         self.scratch = make_scratch(search.problem)
-        self.backup = np.empty(len(search.order), np.int64)
+        self.beside = make_scratch(search.problem)
+        self.orders = np.empty((2, len(search.order)), np.int64)
+        self.choices = np.empty((2, len(search.choice)), np.int64)
+        self.made = np.zeros((2, 2), np.int64)
         self.random = np.array([seed | 1], np.uint64)
         self.restart(search)
 
@@ -73,12 +76,18 @@ class _Climber:
 
     def climb(self, search: Search, temperature: float, count: int) -> int:
         """Make up to ``count`` evaluations; return how many were made."""
-        used = kernels.climb(
-            search.problem, self.scratch, self.order, self.choice, self.backup, self.best_order, self.best_choice,
-            self.state, self.random, temperature, search.target_ns, count, FLIP_EVERY,
-            WHOLE_MICROBATCHES,
+        problem, order, choice = search.problem, self.order, self.choice
+        rest = (
+            self.best_order, self.best_choice, self.state, self.random, temperature, search.target_ns, count,
+            FLIP_EVERY, WHOLE_MICROBATCHES,
         )  # fmt: skip
-        return int(used)
+        if search.rule != kernels.UNLIMITED:
+            return int(kernels.climb(problem, self.scratch, order, choice, self.orders[0], *rest))
+        return int(
+            kernels.climb_two(
+                problem, self.scratch, self.beside, order, choice, self.orders, self.choices, self.made, *rest
+            )
+        )
 
     def offer(self, search: Search) -> None:
         """Make the best order the incumbent."""

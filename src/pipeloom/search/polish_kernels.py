@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from pipeloom.compiled import kernel
+from pipeloom.compiled import callee, kernel
+from pipeloom.compiled.arrays import assign
 from pipeloom.compiled.random import draw, fraction
 from pipeloom.search.problem import Problem
 
@@ -67,8 +68,9 @@ def retime(p: Problem, d: Desk, bound: int) -> int:
     """Makespan of ``d.order``, its starts into ``d.trial``; `DEADLOCK`; or `ABORTED` at ``bound``."""
     task, successor, order, row = p.task, p.successor, d.order, d.row
     trial, waiting, stack, place = d.trial, d.waiting, d.stack, d.place
-    waiting[:] = p.waiting
-    trial[:] = 0
+    for number in range(len(trial)):
+        waiting[number] = p.waiting[number]
+        trial[number] = 0
     top = 0
     for r in range(len(row) - 1):
         if row[r] < row[r + 1]:
@@ -108,7 +110,7 @@ def retime(p: Problem, d: Desk, bound: int) -> int:
     return makespan
 
 
-@kernel
+@callee
 def fits(p: Problem, d: Desk, rank: int) -> bool:
     """Whether the order of a rank stays within its memory."""
     level = 0
@@ -120,7 +122,7 @@ def fits(p: Problem, d: Desk, rank: int) -> bool:
     return True
 
 
-@kernel
+@callee
 def shift(d: Desk, source: int, target: int) -> None:
     """Move the task at place ``source`` to place ``target``, those between by one."""
     number = d.order[source]
@@ -134,7 +136,7 @@ def shift(d: Desk, source: int, target: int) -> None:
     d.place[number] = target
 
 
-@kernel
+@callee
 def critical_places(p: Problem, d: Desk, makespan: int, random: Array) -> int:
     """Places whose task starts when its neighbour on the rank ends, on one longest path; return how many.
 
@@ -180,7 +182,7 @@ def polish(
     """
     if retime(p, d, NEVER) < 0:
         return 0
-    d.start[:] = d.trial
+    assign(d.start, d.trial)
     count = critical_places(p, d, state[0], random)
     stale = 0
     for n in range(num_evaluations):
@@ -224,16 +226,16 @@ def polish(
             shift(d, goal, source)
             continue
         state[0] = makespan
-        d.start[:] = d.trial
+        assign(d.start, d.trial)
         count = critical_places(p, d, makespan, random)
         stale = 0
         if makespan < state[1]:
             state[1] = makespan
-            d.best[:] = d.order
+            assign(d.best, d.order)
     return num_evaluations
 
 
-@kernel
+@callee
 def serial(
     p: Problem, listed: Array, made: Array, waiting: Array, ready: Array, ends: Array, bound: int
 ) -> int:
@@ -244,9 +246,11 @@ def serial(
     later, which the best schedules sometimes need. ``ends`` is when each rank is free, then its memory.
     """
     task, successor, num_tasks, num_ranks = p.task, p.successor, len(listed), len(p.room)
-    waiting[:] = p.waiting
-    ready[:] = 0
-    ends[:] = 0
+    for number in range(num_tasks):
+        waiting[number] = p.waiting[number]
+        ready[number] = 0
+    for r in range(2 * num_ranks):
+        ends[r] = 0
     first = 0
     makespan = 0
     for done in range(num_tasks):
@@ -310,9 +314,9 @@ def rearrange(
                 listed[i] = listed[i - step]
             listed[source] = number
             continue
-        listed[:] = made
+        assign(listed, made)
         state[0] = makespan
         if makespan < state[1]:
             state[1] = makespan
-            best[:] = made
+            assign(best, made)
     return num_evaluations

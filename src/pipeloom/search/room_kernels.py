@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy.typing as npt
 
-from pipeloom.compiled import kernel
+from pipeloom.compiled import callee, kernel
 
 Array = npt.NDArray[Any]
 
@@ -71,7 +71,7 @@ def tighten(
             room[place] = sums[0, size - 1]
 
 
-@kernel
+@callee
 def largest(amounts: Array) -> Any:
     """The largest of some amounts."""
     most = amounts[0]
@@ -80,7 +80,7 @@ def largest(amounts: Array) -> Any:
     return most
 
 
-@kernel
+@callee
 def spread(sums: Array, size: int, amounts: Array, least: int, most: int) -> tuple[int, int]:
     """Add each of the amounts to each of the sums; keep in ``sums[0]``, rising, those from ``least`` to ``most``.
 

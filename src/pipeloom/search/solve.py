@@ -17,10 +17,10 @@ from pipeloom.search.explore import depth_first, random_search, worst
 from pipeloom.search.families import family, generate
 from pipeloom.search.fitting import fitting_candidates
 from pipeloom.search.gurobi import gurobi
-from pipeloom.search.justify import justify
+from pipeloom.search.justify import can_be_reversed, justify
 from pipeloom.search.local import local_search, portfolio
 from pipeloom.search.milp import milp
-from pipeloom.search.plain import leanest
+from pipeloom.search.plain import first_in_first_out, leanest
 from pipeloom.search.polish import polish, rearrange
 from pipeloom.search.result import Progress, Solution
 from pipeloom.search.smt import z3
@@ -229,23 +229,36 @@ def _make_search(
     return Search(lean, target_ns, watch, seed, on_progress, tuned=graph)
 
 
-def warm_up(method: str = "default") -> None:
-    """Compile the kernels of a method (once after installing; later calls load them from numba's cache)."""
-    graph = generate(family("uniform", num_ranks=2, num_microbatches=3, memory=1.0), 0)
-    base = Candidate("keep", 2, 4, 0, 2, 2)
-    lean = base._replace(strategy="recompute", backward_ns=6, activation_bytes=1)
-    assert graph.capacity_bytes is not None
-    chosen = replace(
-        graph, candidates=((base, lean),) * graph.num_pairs, capacity_bytes=graph.static_bytes + 4
-    )
-    solve(chosen, budget=Evaluations(40), seed=0)
+def warm_up(method: str = "default", graph: TaskGraph | None = None) -> None:
+    """Compile the kernels of a method (once after installing; later calls load them from the cache).
+
+    Parameters
+    ----------
+    method : str
+    graph : TaskGraph, optional
+        Only what the search of such a graph calls; else whatever a search may call.
+    """
+    example = generate(family("uniform", num_ranks=2, num_microbatches=3, memory=1.0), 0)
+    simulate(example, first_in_first_out(example))
+    lower_bound(example)
+    if graph is None or graph.candidates is not None:
+        base = Candidate("keep", 2, 4, 0, 2, 2)
+        lean = base._replace(strategy="recompute", backward_ns=6, activation_bytes=1)
+        chosen = replace(
+            example, candidates=((base, lean),) * example.num_pairs, capacity_bytes=example.static_bytes + 4
+        )
+        for name in ("default", method) if method in EVERY_ROLLOUT else ("default",):
+            solve(chosen, budget=Evaluations(40), seed=0, method=name)
     if method in EVERY_ROLLOUT:
-        for problem in (graph, chosen):
-            solve(problem, budget=Evaluations(20), seed=0, method=method)
+        solve(example, budget=Evaluations(20), seed=0, method=method)
+        return
     # A target of zero is never reached, so that no kernel is left out.
-    search = Search(graph, 0, Evaluations(400).start(), 0)
+    search = Search(example, 0, Evaluations(400).start(), 0)
     portfolio(search)
     local_search(search, until=0.6)
-    justify(search, HEAT, until=0.7)
-    polish(search, until=0.8)
-    rearrange(search, 0.0)
+    if graph is None or graph.capacity_bytes is not None:
+        justify(search, HEAT, until=0.7)
+    if graph is None or not can_be_reversed(graph):
+        polish(search, until=0.8)
+    if graph is None or graph.num_tasks <= SMALL:
+        rearrange(search, 0.0)

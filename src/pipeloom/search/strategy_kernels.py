@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from pipeloom.compiled import kernel
+from pipeloom.compiled import callee, kernel
+from pipeloom.compiled.arrays import assign
 from pipeloom.search.exchange_kernels import exchange
 from pipeloom.search.room_kernels import tighten
 
@@ -87,13 +88,6 @@ class Desk(NamedTuple):
 
 
 @kernel
-def assign(target: Array, source: Array) -> None:
-    """Copy numbers; compiled in a tenth of the time of an assignment to all of an array, which tests shapes."""
-    for i in range(len(target)):
-        target[i] = source[i]
-
-
-@kernel
 def fill_levels(choice: Array, span: Array, activation: Array, gradient: Array, level: Array) -> None:
     """Bytes held while the task at each place runs, under a choice."""
     for k in range(len(level)):
@@ -106,7 +100,7 @@ def fill_levels(choice: Array, span: Array, activation: Array, gradient: Array, 
         level[k] += level[k - 1]
 
 
-@kernel
+@callee
 def change(
     i: int, j: int, choice: Array, span: Array, activation: Array, gradient: Array, level: Array
 ) -> None:
@@ -120,7 +114,7 @@ def change(
     choice[i] = j
 
 
-@kernel
+@callee
 def best_move(
     i: int, now: int, price: float, time: Array, activation: Array, gradient: Array, span: Array, level: Array,
     room: Array,
@@ -194,7 +188,7 @@ def repair(
                 )
 
 
-@kernel
+@callee
 def total_of(choice: Array, time: Array) -> int:
     """Nanoseconds of all pairs."""
     total = 0
@@ -203,7 +197,7 @@ def total_of(choice: Array, time: Array) -> int:
     return total
 
 
-@kernel
+@callee
 def lagrangian(
     time: Array, activation: Array, gradient: Array, span: Array, room: Array, lean: Array, rounds: int, best: Array,
     trial: Array, level: Array, multiplier: Array, running: Array, price: Array, gain: Array, move: Array, spare: Array,
@@ -256,7 +250,7 @@ def lagrangian(
     return lower
 
 
-@kernel
+@callee
 def ascend(
     time: Array, activation: Array, gradient: Array, span: Array, room: Array, lean: Array, rounds: int, best: Array,
     trial: Array, level: Array, multiplier: Array, running: Array, price: Array, gain: Array, move: Array, scale: float,
@@ -351,7 +345,7 @@ def choose_rank(t: Tables, d: Desk, order: Array, rank: int, rounds: int) -> flo
     )  # fmt: skip
 
 
-@kernel
+@callee
 def finish(t: Tables, d: Desk, sequence: Array) -> int:
     """Makespan of a sequence that all ranks can follow, under the choice in ``d.choice``."""
     assign(d.duration, t.duration)

@@ -6,7 +6,8 @@ memory is limited, a task that would not fit, or after which some begun job coul
 over (`banker`). Nothing here allocates; `Scratch` holds what a rollout writes.
 """
 
-from pipeloom.search.kernels.climb import climb, evaluate, rollout
+from pipeloom.search.kernels.climb import climb, evaluate
+from pipeloom.search.kernels.climb_two import climb_two
 from pipeloom.search.kernels.codes import (
     ABORTED,
     ALL_URGENT,
@@ -38,9 +39,9 @@ __all__ = [
     "WEIGHT_AT_ONCE",
     "WEIGHT_LAST",
     "climb",
+    "climb_two",
     "evaluate",
     "expand",
     "mutate",
     "mutate_microbatch",
-    "rollout",
 ]

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from pipeloom.compiled import int64, kernel, pointer
+from pipeloom.compiled import callee, int64, kernel, pointer
 from pipeloom.search.kernels.banker import can_finish, grant
 from pipeloom.search.kernels.codes import ABORTED, DEADLOCK, NEVER
 from pipeloom.search.kernels.queues import trailing_zeros
@@ -101,24 +101,31 @@ def rollout_by_rank(
     shift = 0
     while (1 << shift) < num_ranks:
         shift += 1
-    waiting[:] = p.waiting
-    start[:] = 0
-    bits[:] = 0
-    num_ready[:] = 0
-    num_late[:] = 0
-    soonest[:] = NEVER
-    key[:] = NEVER
-    free_at[:] = 0
-    blocked[:] = 0
-    work_left[:] = p.work
-    filled[:] = 0
-    s.ready[:] = 0
-    free[:] = p.room
-    s.need[:] = p.need
-    s.held[:] = 0
-    s.job_left[:] = p.job_size
+    # One by one: an assignment to all of an array takes long to compile, for it tests shapes.
+    for r in range(num_ranks):
+        for word in range(num_words):
+            bits[r, word] = 0
+        num_ready[r] = 0
+        num_late[r] = 0
+        soonest[r] = NEVER
+        key[r] = NEVER
+        free_at[r] = 0
+        blocked[r] = 0
+        work_left[r] = p.work[r]
+        filled[r] = 0
+        free[r] = p.room[r]
+    for cell in range(len(s.ready)):
+        ready[cell] = 0
+    full = pointer(p.need)
+    for i in range(len(p.job_size) * num_ranks):
+        need[i] = full[i]
+        held[i] = 0
+    for job in range(len(p.job_size)):
+        job_left[job] = job_size[job]
     num_active = 0
     for number in range(num_tasks):
+        waiting[number] = p.waiting[number]
+        start[number] = 0
         if waiting[number] == 0:
             r = task[number, 2] >> 2
             late[r, num_late[r], 0] = 0
@@ -223,7 +230,7 @@ def rollout_by_rank(
     return makespan
 
 
-@kernel
+@callee
 def take_ready(s: Ranks, place: Array, rank: int, now: int) -> None:
     """Mark what is ready at ``now`` on a rank."""
     soonest = NEVER

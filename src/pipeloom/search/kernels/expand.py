@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy.typing as npt
 
-from pipeloom.compiled import kernel, pointer
+from pipeloom.compiled import callee, kernel, pointer
 from pipeloom.search.kernels.codes import ALL_URGENT
 from pipeloom.search.problem import Problem
 from pipeloom.search.scratch import NUM_URGENT, SECOND, THIRD, Scratch
@@ -20,7 +20,7 @@ def expand(p: Problem, s: Scratch, order: Array) -> None:
     arrange(p, s, order, ALL_URGENT)
 
 
-@kernel
+@callee
 def arrange(p: Problem, s: Scratch, order: Array, urgent: int) -> None:
     """Turn an order of groups (forward groups, then backward groups) into positions of segments in their class.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipeloom.compiled import int64, kernel, pointer
+from pipeloom.compiled import callee, int64, pointer
 from pipeloom.search.kernels.banker import can_finish, grant
 from pipeloom.search.kernels.codes import (
     ABORTED,
@@ -25,7 +25,6 @@ from pipeloom.search.kernels.queues import (
     expected,
     first_key,
     first_word,
-    list_tasks,
     pass_on,
     take_expected,
     take_late,
@@ -35,7 +34,7 @@ from pipeloom.search.problem import Problem
 from pipeloom.search.scratch import NODE_SHIFT, NUM_URGENT, SECOND, Scratch
 
 
-@kernel
+@callee
 def rollout_limited(
     p: Problem, s: Scratch, policy: int, weights: int, rule: int, lookahead: int, bound: int
 ) -> int:
@@ -222,7 +221,4 @@ def rollout_limited(
             key[rank] = end << rank_bits | rank
         else:
             key[rank] = max(end, expected(node, row, has_weights)) << rank_bits | rank
-    if makespan >= bound:
-        return ABORTED
-    list_tasks(p, s)
-    return makespan
+    return ABORTED if makespan >= bound else makespan

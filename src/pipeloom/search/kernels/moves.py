@@ -6,14 +6,15 @@ from typing import Any
 
 import numpy.typing as npt
 
-from pipeloom.compiled import kernel
+from pipeloom.compiled import callee
+from pipeloom.compiled.arrays import assign_run
 from pipeloom.compiled.random import draw
 from pipeloom.search.problem import Problem
 
 Array = npt.NDArray[Any]
 
 
-@kernel
+@callee
 def mutate(p: Problem, order: Array, backup: Array, random: Array) -> None:
     """Swap two groups, or move a run of them; mostly not far. ``backup`` is a copy of the order."""
     num_forward = p.num_groups[0]
@@ -44,15 +45,15 @@ def mutate(p: Problem, order: Array, backup: Array, random: Array) -> None:
         run = 1 + draw(random) % 4
     if a < b:
         run = min(run, b - a)
-        order[low + a : low + b + 1 - run] = backup[low + a + run : low + b + 1]
-        order[low + b + 1 - run : low + b + 1] = backup[low + a : low + a + run]
+        assign_run(order, low + a, backup, low + a + run, b + 1 - run - a)
+        assign_run(order, low + b + 1 - run, backup, low + a, run)
     else:
         run = min(run, size - a)
-        order[low + b + run : low + a + run] = backup[low + b : low + a]
-        order[low + b : low + b + run] = backup[low + a : low + a + run]
+        assign_run(order, low + b + run, backup, low + b, a - b)
+        assign_run(order, low + b, backup, low + a, run)
 
 
-@kernel
+@callee
 def mutate_microbatch(p: Problem, order: Array, backup: Array, random: Array) -> None:
     """Exchange all groups of two microbatches, or move those of one beside those of another."""
     num_forward = p.num_groups[0]

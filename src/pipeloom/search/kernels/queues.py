@@ -15,7 +15,7 @@ from typing import Any
 import numpy.typing as npt
 from numba.cpython.unsafe import numbers
 
-from pipeloom.compiled import inlined, int64, kernel, pointer
+from pipeloom.compiled import callee, inlined, int64, pointer
 from pipeloom.search.kernels.codes import NEVER
 from pipeloom.search.problem import Problem
 from pipeloom.search.records import JOIN_BITS, PLACE_BITS
@@ -177,15 +177,18 @@ def pass_on(
             node[column + MASK] = 1 << (position & 63)
 
 
-@kernel
+@callee
 def clear(p: Problem, s: Scratch, bound: int) -> bool:
     """Begin a rollout; whether the bound can be kept at all."""
     node, key, joins, bits, join_waiting = s.node, s.key, s.joins, s.bits, p.join_waiting
     # No time on a clock is as late; what is packed with a rank still fits.
     never = NEVER >> s.sizes[0]
-    bits[:] = 0
-    node[:] = 0
-    key[:] = NEVER
+    for i in range(len(bits)):
+        bits[i] = 0
+    for i in range(len(node)):
+        node[i] = 0
+    for i in range(len(key)):
+        key[i] = NEVER
     for i in range(len(join_waiting)):
         joins[2 * i + 2] = join_waiting[i]
         joins[2 * i + 3] = 0
@@ -209,7 +212,7 @@ def clear(p: Problem, s: Scratch, bound: int) -> bool:
     return not hopeless
 
 
-@kernel
+@callee
 def list_tasks(p: Problem, s: Scratch) -> None:
     """Write the tasks of a finished rollout into ``s.sequence``."""
     run, sequence, number = s.run, s.sequence, p.number

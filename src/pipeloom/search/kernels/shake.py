@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from pipeloom.compiled import kernel
+from pipeloom.compiled import callee, kernel
+from pipeloom.compiled.arrays import assign
 from pipeloom.compiled.random import draw, fraction
 from pipeloom.search.kernels.by_rank import Ranks, rollout_by_rank
 from pipeloom.search.kernels.codes import ABORTED
@@ -83,9 +84,9 @@ def shake(
                 turn_round(s.row, t.made, t.order, t.place)
                 makespan = rollout_by_rank(reverse, mirror, t.order, t.place, t.made, lookahead, bound)
                 turn_round(s.row, t.made, t.order, t.place)
-                t.made[:] = t.order
+                assign(t.made, t.order)
             else:
-                t.order[:] = t.made
+                assign(t.order, t.made)
                 for i in range(len(t.order)):
                     t.place[t.order[i]] = i
                 makespan = rollout_by_rank(p, s, t.order, t.place, t.made, lookahead, bound)
@@ -96,26 +97,26 @@ def shake(
         if makespan < 0 or makespan >= limit:
             continue  # or no pass is left to shorten it
         state[0] = makespan
-        t.current[:] = t.made
+        assign(t.current, t.made)
         if backwards:
             for number in range(len(t.when)):
                 t.when[number] = makespan - mirror.start[number] - p.task[number, 0]
         else:
-            t.when[:] = s.start
+            assign(t.when, s.start)
         if makespan < state[1]:
             state[1] = makespan
-            t.best[:] = t.current
+            assign(t.best, t.current)
     return used
 
 
-@kernel
+@callee
 def wish_for(p: Problem, t: Table, random: Array, span: float) -> None:
     """Change the starts of the current schedule a little; ``t.made`` gets the order of the changed ones.
 
     A whole job moves or two change places, or one direction of a job moves, or one task; or all starts in a
     stretch of time are jolted.
     """
-    t.wish[:] = t.when
+    assign(t.wish, t.when)
     num_jobs = len(t.job_row) - 1
     kind = draw(random) % 16
     if kind < 5:
@@ -142,7 +143,7 @@ def wish_for(p: Problem, t: Table, random: Array, span: float) -> None:
         for number in range(len(t.wish)):
             if begin <= t.when[number] and t.when[number] < end:
                 t.wish[number] += np.int64(jolt * ((draw(random) % 1024) / 1024 - 0.5))
-    t.made[:] = t.current
+    assign(t.made, t.current)
     num_tasks = len(t.made)
     for i in range(1, num_tasks):
         number = t.made[i]
@@ -155,7 +156,7 @@ def wish_for(p: Problem, t: Table, random: Array, span: float) -> None:
         t.made[at] = number
 
 
-@kernel
+@callee
 def spread(random: Array, most: float) -> Any:
     """A shift of up to ``most`` either way, mostly a small one."""
     part = (draw(random) % (1 << 20)) / (1 << 20)
@@ -163,7 +164,7 @@ def spread(random: Array, most: float) -> Any:
     return shift if draw(random) % 2 == 0 else -shift
 
 
-@kernel
+@callee
 def turn_round(row: Array, made: Array, order: Array, place: Array) -> None:
     """Reverse an order of every rank into ``order``, and its inverse into ``place``."""
     for r in range(len(row) - 1):
