@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from math import isnan
+
 import numpy as np
 
 from pipeloom.planner.case import Groups
@@ -210,7 +213,7 @@ def figure_8b(options: Options) -> Outcome:
     rows = tuple(
         (
             name,
-            *(f"{mean(series[name][part]):.2f}" for part in (slice(None), rising, falling)),
+            *(f"{_mean_of_fitting(series[name][part]):.2f}" for part in (slice(None), rising, falling)),
             f"{worst[name] * 100:.1f} %",
             paper.get(name, ""),
         ) for name in names
@@ -237,9 +240,19 @@ def figure_8b(options: Options) -> Outcome:
         (Figure("figure-8b", "Iteration time under changing data", figure),),
         (
             f"Most images: {images[peak]:.0f} a microbatch on average in iteration {peak + 1} (paper: 22 in its peak).",
+            *(
+                f"{name} does not fit into memory in iteration {', '.join(lacking)}, and its means are of the others."
+                for name, values in series.items()
+                if (lacking := [str(i + 1) for i, value in enumerate(values) if isnan(value)])
+            ),
         ),
         device(setup),
     )
+
+
+def _mean_of_fitting(values: Sequence[float]) -> float:
+    fitting = [value for value in values if not isnan(value)]
+    return mean(fitting) if fitting else float("nan")
 
 
 def image_bounds(i: int) -> tuple[int, int]:
