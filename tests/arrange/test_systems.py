@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import combinations, pairwise
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from pipeloom.arrange import LayerChain, chain_of_layers
-from pipeloom.arrange.cuts import balanced_cuts, equal_layers, settled_cuts
+from pipeloom.arrange.cuts import balanced_cuts, equal_layers, settled_cuts, stage_cuts
 from pipeloom.arrange.standard import equal_cuts
 from pipeloom.arrange.systems import SYSTEMS, mist_stages, run_system
 from pipeloom.cost.layers import LayerCost, LayerTable
 from pipeloom.errors import InputError
 from pipeloom.timeline import check
+from tests.arrange.chains import table
 
 
 def uniform(
@@ -116,3 +119,26 @@ def test_settled_cuts_balance_many_ranks() -> None:
         np.add.at(rank, np.array(ranks), np.add.reduceat(loads, np.array(cuts[:-1])))
         worst.append(rank.max() / rank.mean())
     assert worst[1] < worst[0] - 0.02
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.integers(0, 10**6), st.integers(1, 8), st.integers(1, 4), st.integers(1, 6), st.booleans())
+def test_stage_cuts_are_the_best_of_all(seed: int, n: int, p: int, m: int, split: bool) -> None:
+    chain = chain_of_layers(table(seed, n, p, m, split=split, boundary_s=0.003), split=split)
+    if n < p:
+        with pytest.raises(InputError, match="cannot fill"):
+            stage_cuts(chain)
+        return
+    total, forward = chain.total_ns[:, 0], chain.forward_ns[:, 0]
+    fillable = bool(chain.weight_ns.any())
+    ends = forward if fillable else forward + chain.backward_ns[:, 0]
+
+    def worst(cuts: tuple[int, ...]) -> int:
+        hop = chain.delay_ns * (1 if fillable else 2)
+        return max(
+            int(total[a:b].sum()) * m + int(ends[:a].sum()) + k * hop
+            for k, (a, b) in enumerate(pairwise(cuts))
+        )
+
+    every = [(0, *inner, n) for inner in combinations(range(1, n), p - 1)]
+    assert worst(stage_cuts(chain)) == min(map(worst, every))

@@ -124,3 +124,46 @@ def test_a_model_of_the_zoo_within_its_devices_memory(
     assert sum(chunk.num_layers for chunk in load(out).chunks) == 34
     assert run(["arrange", "gemma-tiny", "--budget", "0.1", "--out", out]) == 2
     assert "is unknown" in capsys.readouterr().err
+
+
+HUGGING_FACE: dict[str, Any] = {
+    "model_type": "deepseek_v2", "hidden_size": 512, "num_attention_heads": 8, "num_hidden_layers": 9,
+    "vocab_size": 32000, "intermediate_size": 2048, "moe_intermediate_size": 256, "n_routed_experts": 16,
+    "num_experts_per_tok": 2, "n_shared_experts": 1, "first_k_dense_replace": 2,
+}  # fmt: skip
+
+
+def test_a_hugging_face_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(HUGGING_FACE))
+    for source in (config, tmp_path):
+        words = arguments(source, tmp_path, "--pp", "2", "--microbatches", "4", "--tokens", "512", "--json")
+        assert run(words) == 0
+        answer = json.loads(capsys.readouterr().out)
+        assert answer["lower_bound_s"] <= answer["makespan_s"] < answer["one_f_one_b_s"]
+        # Embedding, nine layers, head.
+        assert sum(chunk.num_layers for chunk in load(tmp_path / "layout.json").chunks) == 11
+        assert run(["check", str(tmp_path / "instance.json"), str(tmp_path / "schedule.json")]) == 0
+        capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"num_hidden_layers": None}, "num_hidden_layers: is missing"),
+        ({"hidden_size": -4}, "hidden_size: -4 is not"),
+        (
+            {"vision_config": {"hidden_size": 64, "num_heads": 4, "depth": 2, "patch_size": 14}},
+            "one language module",
+        ),
+    ],
+)
+def test_what_is_no_chain_of_layers_is_refused_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], change: dict[str, Any], words: str
+) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(HUGGING_FACE | change))
+    assert run(arguments(config, tmp_path)) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert words in said

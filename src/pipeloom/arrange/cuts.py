@@ -66,6 +66,42 @@ def settled_cuts(loads: IntArray, ranks: tuple[int, ...], cuts: tuple[int, ...])
     return tuple(at)
 
 
+def stage_cuts(chain: LayerChain) -> tuple[int, ...]:
+    """Cut into one stage a rank with the least possible largest sum of load, head and tail: what 1F1B needs at least.
+
+    Filling each stage as far as a limit allows is optimal for that limit, since a stage that begins a layer later
+    has at most as much less room as it has less to do; the least limit is found by halving.
+    """
+    p, n, m = chain.num_ranks, chain.num_layers, chain.num_microbatches
+    work = np.concatenate([[0], np.cumsum(chain.total_ns[:, 0])]) * m
+    fillable = bool(chain.weight_ns.any())
+    ends = chain.forward_ns[:, 0] if fillable else chain.forward_ns[:, 0] + chain.backward_ns[:, 0]
+    before = np.concatenate([[0], np.cumsum(ends)])
+    hop = chain.delay_ns * (1 if fillable else 2)
+
+    def fill(limit: int) -> tuple[int, ...] | None:
+        cuts = [0]
+        for k in range(p):
+            room = limit - before[cuts[-1]] - k * hop + work[cuts[-1]]
+            end = min(int(np.searchsorted(work, room, side="right")) - 1, n - (p - k - 1))
+            if end <= cuts[-1]:
+                return None
+            cuts.append(end)
+        return tuple(cuts) if cuts[-1] == n else None
+
+    low, high = 0, int(work[-1] + before[-1]) + p * hop
+    while low < high:
+        middle = (low + high) // 2
+        if fill(middle) is None:
+            low = middle + 1
+        else:
+            high = middle
+    found = fill(high)
+    if found is None:
+        raise InputError("layers", f"{n} cannot fill {p} stages", "use fewer ranks")
+    return found
+
+
 def _shared_cuts(loads: IntArray, shares: npt.NDArray[np.float64]) -> tuple[int, ...]:
     """Cut where the cumulated load comes nearest to the cumulated shares, every chunk having a layer."""
     total = np.concatenate([[0], np.cumsum(loads)])

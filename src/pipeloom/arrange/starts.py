@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipeloom.arrange.cuts import balanced_cuts, equal_cuts, settled_cuts
+from pipeloom.arrange.cuts import balanced_cuts, equal_cuts, settled_cuts, stage_cuts
 from pipeloom.arrange.kernels import FIRST, KEY, NUM_CHUNKS, NUM_ROWS, PERIOD, RANK, SCALARS, WAIT
 from pipeloom.arrange.layer_chain import Arrangement, LayerChain, chunk_costs
 from pipeloom.taskgraph import IntArray
 
 _MANY_RANKS = 16
-"""Beyond, annealing moves too few boundaries to balance the loads itself."""
+"""Beyond, annealing moves too few boundaries to balance the loads itself; starts need the best there is."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,9 +72,12 @@ def starts(chain: LayerChain, most_chunks: int, stride: int) -> Iterator[tuple[A
             if num > p:
                 # One layer on each rank first, so that all ranks begin and end early.
                 found.add(Arrangement(balanced_cuts(loads, ranks, p), ranks))
+        if num == p > _MANY_RANKS:
+            found.add(Arrangement(stage_cuts(chain), interleaved(p, p)))
         for arrangement in sorted(found, key=lambda a: (a.cuts, a.ranks)):
             waits = np.zeros((3, num), np.int64)
-            for early in (0.0, float(p), 4.0 * m):
+            # With many ranks, more forwards first keep unlike stages from waiting for each other.
+            for early in (0.0, float(p), 4.0 * m, *((-float(p),) if p > _MANY_RANKS else ())):
                 keys = natural_keys(chain, arrangement, stride, early)
                 for period in sorted({1, min(p, m), min(2 * p, m)}):
                     yield arrangement, Rule(keys, waits, period)

@@ -48,11 +48,11 @@ def figure_13(options: Options) -> Outcome:
             ))  # fmt: skip
     solved, solver_rows = _solver(options)
     if solved[0]:
-        lines["S, integer program, order alone"] = solved
+        lines["S, solver"] = solved
     if len(solved[0]) >= 3:
         slope, offset = np.polyfit(solved[0], np.log(solved[1]), 1)
         beyond = [float(x) for x in (8, 16, 32)]
-        lines["the same, extrapolated"] = (beyond, [float(np.exp(slope * x + offset)) for x in beyond])
+        lines["S, solver, extrapolated"] = (beyond, [float(np.exp(slope * x + offset)) for x in beyond])
     note = (
         f"Each of ours tries {_TRIED} arrangements; AdaPtis, its generator written again, runs until no phase can be "
         f"improved, {_MOST_S:g} s at most; the paper needs up to 100 s at 256 microbatches. Gaps are to the "

@@ -95,20 +95,28 @@ def baseline(name: str, setup: Setup) -> Standing:
     return found
 
 
-@functools.lru_cache(maxsize=512)
 def ours(
     setup: Setup, seed: int, seconds: float, phases: tuple[str, ...] = (), split: bool = True
 ) -> Standing:
-    """Our joint search on a setup; ``phases`` limits what it may tune."""
+    """Our joint search on a setup, once for all parts; ``phases`` limits what it may tune."""
+    return _ours(setup, seed, seconds, phases, split)
+
+
+@functools.lru_cache(maxsize=512)
+def _ours(setup: Setup, seed: int, seconds: float, phases: tuple[str, ...], split: bool) -> Standing:
     settings = Settings() if not phases else Settings(phases=phases)
     chain = chains(setup)[1 if split else 0]
     found = arrange(chain, budget=Deadline(seconds, "cpu"), seed=seed, settings=settings)
     return Standing("ours", found.arrangement, found.graph, found.schedule, found.timeline, True)
 
 
-@functools.lru_cache(maxsize=512)
 def generated(setup: Setup, seconds: float, phases: tuple[str, ...] = TUNED, split: bool = True) -> Standing:
     """The paper's generator on a setup, which draws no random numbers; it mostly ends before its time is over."""
+    return _generated(setup, seconds, phases, split)
+
+
+@functools.lru_cache(maxsize=512)
+def _generated(setup: Setup, seconds: float, phases: tuple[str, ...], split: bool) -> Standing:
     found = tune_phases(chains(setup)[1 if split else 0], budget=Deadline(seconds, "cpu"), phases=phases)
     return Standing(GENERATOR, found.arrangement, found.graph, found.schedule, found.timeline, True)
 
