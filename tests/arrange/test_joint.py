@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from pipeloom.arrange import arrange, chain_of_layers, one_f_one_b_peaks, placement_bound
-from pipeloom.arrange.joint import MOVES, Settings
+from pipeloom.arrange.annealing import MOVES, Settings
 from pipeloom.arrange.kernels import NUM_MOVES
 from pipeloom.cost.layers import LayerCost, LayerTable, StrategyEntry
 from pipeloom.errors import InfeasibleError, InputError

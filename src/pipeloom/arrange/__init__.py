@@ -1,8 +1,9 @@
 """How a Layout is chosen: modality-aware partitioning, the chains that others use, and the joint search."""
 
+from pipeloom.arrange.annealing import Settings
 from pipeloom.arrange.bound import placement_bound
 from pipeloom.arrange.evaluate import evaluate, schedule_of
-from pipeloom.arrange.joint import Arranged, Settings, arrange
+from pipeloom.arrange.joint import Arranged, arrange
 from pipeloom.arrange.layer_chain import Arrangement, LayerChain, chain_of_layers, graph_of, layout_of
 from pipeloom.arrange.layouts import (
     LayerLoad,

@@ -13,9 +13,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from pipeloom.arrange.annealing import ChainReport
 from pipeloom.arrange.bound import placement_bound
 from pipeloom.arrange.evaluate import NEVER, Judge, schedule_of
-from pipeloom.arrange.joint import Arranged, ChainReport, nothing_fits, uniform_strategies
+from pipeloom.arrange.joint import Arranged, nothing_fits, uniform_strategies
 from pipeloom.arrange.layer_chain import Arrangement, LayerChain, chunk_costs
 from pipeloom.arrange.phase_moves import bubble_shares, permutations, shifts, transfers
 from pipeloom.arrange.standard import dealt, stages, wave

@@ -1,6 +1,7 @@
 """Compiled loops of the joint search: run an arrangement under a rule, change it, anneal it."""
 
 from pipeloom.arrange.kernels.anneal import anneal
+from pipeloom.arrange.kernels.balance import repartition
 from pipeloom.arrange.kernels.evaluate import evaluate
 from pipeloom.arrange.kernels.moves import NUM_MOVES
 from pipeloom.arrange.kernels.plan import FIRST, KEY, NUM_CHUNKS, NUM_ROWS, PERIOD, RANK, SCALARS, WAIT
@@ -8,5 +9,5 @@ from pipeloom.arrange.kernels.run import NEVER, run
 
 __all__ = [
     "FIRST", "KEY", "NEVER", "NUM_CHUNKS", "NUM_MOVES", "NUM_ROWS", "PERIOD", "RANK", "SCALARS", "WAIT", "anneal",
-    "evaluate", "run",
+    "evaluate", "repartition", "run",
 ]  # fmt: skip

@@ -8,12 +8,15 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeloom.arrange.kernels.plan import FIRST, KEY, NUM_CHUNKS, RANK, SCALARS
+from pipeloom.arrange.kernels.run import NEVER
 from pipeloom.compiled import kernel
-from pipeloom.compiled.random import below
+from pipeloom.compiled.random import below, uniform
 
 Array = npt.NDArray[Any]
 
 _TRIES = 40
+_HOT, _COLD = 0.005, 0.0005
+"""Temperatures of `repartition`, of the largest load."""
 
 
 @kernel
@@ -79,3 +82,82 @@ def rebalance(
             return True
         plan[:KEY] = saved
     return False
+
+
+@kernel
+def repartition(
+    plan: Array, strategy: Array, layers: Array, num_ranks: int, num_microbatches: int, delay: int, ranks_too: bool,
+    goal: int, steps: int, rng: Array,
+) -> int:  # fmt: skip
+    """Anneal boundaries (and ranks) on loads alone, until the largest load + head + tail is at most ``goal``.
+
+    Keys of chunks move with their places in a microbatch's pass. Returns the largest load + head + tail of the best
+    that was found, which the plan then is.
+    """
+    num = plan[SCALARS, NUM_CHUNKS]
+    if num < 2:
+        return NEVER
+    num_layers = len(strategy)
+    sums = np.zeros((3, num_layers + 1), np.int64)
+    after = np.zeros(num_layers + 1, np.int64)
+    fillable = False
+    for layer in range(num_layers):
+        s = strategy[layer]
+        sums[0, layer + 1] = sums[0, layer] + layers[0, layer, s]
+        sums[1, layer + 1] = sums[1, layer] + layers[1, layer, s]
+        sums[2, layer + 1] = sums[2, layer] + layers[0, layer, s] + layers[1, layer, s] + layers[2, layer, s]
+        fillable = fillable or layers[2, layer, s] > 0
+    after[:] = sums[1]
+    if fillable:
+        sums[1, :] = 0
+    load = np.zeros(num_ranks, np.int64)
+    ends = np.zeros(num_ranks, np.int64)
+    old = plan[: RANK + 1].copy()
+    best = old.copy()
+    now = ends_bound(plan, sums, load, ends, num_microbatches, delay)
+    least = now
+    heat = _HOT * now
+    cooling = (_COLD / _HOT) ** (1.0 / steps)
+    for _ in range(steps):
+        if least <= goal:
+            break
+        heat *= cooling
+        kind = below(rng, 8) if ranks_too else 0
+        c = 0
+        o = 0
+        kept = np.int64(0)
+        if kind <= 4:
+            c = 1 + below(rng, num - 1)
+            by = 1 + below(rng, 2)
+            kept = plan[FIRST, c]
+            at = kept + (by if below(rng, 2) else -by)
+            if at <= plan[FIRST, c - 1] or at >= plan[FIRST, c + 1]:
+                continue
+            plan[FIRST, c] = at
+        elif kind <= 6:
+            c = below(rng, num)
+            o = below(rng, num)
+            if plan[RANK, c] == plan[RANK, o]:
+                continue
+            plan[RANK, c], plan[RANK, o] = plan[RANK, o], plan[RANK, c]
+        else:
+            c = below(rng, num)
+            kept = plan[RANK, c]
+            plan[RANK, c] = below(rng, num_ranks)
+        value = ends_bound(plan, sums, load, ends, num_microbatches, delay)
+        if value <= now or uniform(rng) < np.exp((now - value) / heat):
+            now = value
+            if value < least:
+                least = value
+                best[:] = plan[: RANK + 1]
+        elif kind <= 4:
+            plan[FIRST, c] = kept
+        elif kind <= 6:
+            plan[RANK, c], plan[RANK, o] = plan[RANK, o], plan[RANK, c]
+        else:
+            plan[RANK, c] = kept
+    plan[: RANK + 1] = best
+    for c in range(num):
+        plan[KEY, c] += sums[0, plan[FIRST, c]] - sums[0, old[FIRST, c]]
+        plan[KEY + 1, c] += after[old[FIRST, c + 1]] - after[plan[FIRST, c + 1]]
+    return int(least)
