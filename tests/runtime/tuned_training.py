@@ -37,9 +37,9 @@ def model(frozen: bool, dtype: torch.dtype) -> pl.Model:
     return task.build_model(seed=1, frozen=frozen)
 
 
-def setup(num_ranks: int, frozen: bool, tuned: str) -> Setup:
+def setup(num_ranks: int, frozen: bool, tuned: str, dtype: str = "float64") -> Setup:
     """Costs are invented, with encoder parts that fit into idle times."""
-    spec = model(frozen, torch.float64).spec
+    spec = model(frozen, getattr(torch, dtype)).spec
     profile = Profile("invented", {
         f"{m.name}/{layer.kind}": LayerFit(
             (1e-5, 1e-5 if m.name == "vision" else 0, 1e-6, 0), (1e-5, 2e-5 * (m.name == "vision"), 2e-6, 0),
@@ -61,7 +61,7 @@ def losses(
 def _losses(
     num_ranks: int, iterations: int, frozen: bool, tuned: str, dtype: str
 ) -> tuple[list[float], bool]:
-    given = setup(num_ranks, frozen, tuned)
+    given = setup(num_ranks, frozen, tuned, dtype)
     planner = Planner(given, TcpPlanStore.host, deadline_s=20.0)
     trainer = Trainer(
         model(frozen, getattr(torch, dtype)), given.layout, planner, describe=task.describe,
