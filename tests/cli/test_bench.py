@@ -19,7 +19,9 @@ def test_every_run_is_reported_with_its_bound(invoke: Invoke) -> None:
     done = invoke(*words)
     assert done.code == 0
     runs = json.loads(done.out)
-    assert len(runs) == 2 * 2 * 2 * 2 == len(done.err.strip().splitlines())
+    # One line a run; the first call after installing also says that it compiles.
+    lines = [line for line in done.err.strip().splitlines() if "compiling" not in line]
+    assert len(runs) == 2 * 2 * 2 * 2 == len(lines)
     for run in runs:
         bound = lower_bound(instance(run["instance"]))
         assert run["lower_bound_s"] == bound.ns / 1e9

@@ -9,7 +9,7 @@ import pytest
 
 import pipeloom
 from pipeloom.cli.app import run
-from pipeloom.cli.config import read_config
+from pipeloom.cli.config import read_config, with_chosen_layout
 from pipeloom.errors import InputError
 from pipeloom.plan import from_text, verify
 from pipeloom.tuning import TuningSpec
@@ -126,3 +126,18 @@ def test_each_technique_of_tuning_is_one_line(tmp_path: Path) -> None:
         InputError, match=r"layout\.kind: 'separate', \[tuning\] is for encoders on the first"
     ):
         read_config(path)
+
+
+def test_a_layout_to_be_chosen_leaves_nothing_stated(tmp_path: Path) -> None:
+    text = (EXAMPLE / "train.toml").read_text()
+    path = tmp_path / "train.toml"
+    path.write_text(text)
+    chosen = with_chosen_layout(read_config(path)).layout
+    assert (chosen.kind, chosen.ranks, chosen.modules) == ("chosen", 4, {})
+    path.write_text(text.replace("ranks = 4", 'ranks = 4\nkind = "chosen"'))
+    with pytest.raises(
+        InputError, match=r"layout\.modules: states vision, lm, but the layout is to be chosen"
+    ):
+        read_config(path)
+    with pytest.raises(InputError, match="--choose-layout: given for a run with"):
+        with_chosen_layout(read_config(EXAMPLE / "tuned.toml"))

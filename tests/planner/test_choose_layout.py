@@ -8,7 +8,7 @@ from pipeloom.arrange import ModulePlacement, even_layout
 from pipeloom.errors import InfeasibleError, InputError
 from pipeloom.packing import PackingSpec, pack
 from pipeloom.planner.case import draw_groups, make_case, pack_groups
-from pipeloom.planner.choose_layout import choose_layout, placement_name, replicated, try_layout
+from pipeloom.planner.choose_layout import choose_layout, placement_name, replicated, sampled_case, try_layout
 from pipeloom.planner.systems import our_layout, replica_seconds
 from pipeloom.search import Evaluations, solve
 from pipeloom.spec import Batch, Sample
@@ -30,7 +30,7 @@ def test_the_choice_is_the_fastest_of_what_was_tried(case):
     assert all(t.bound_s <= t.seconds for t in trials)
     assert any("chain" in t.name for t in trials)
     assert any("replicated" in t.name for t in trials)
-    rules = try_layout(case, "rules", our_layout(case, batches), batches, Evaluations(60), 0)
+    rules = try_layout(sampled_case(case, batches), "rules", our_layout(case, batches), Evaluations(60), 0)
     assert trials[0].seconds <= rules.seconds
     with pytest.raises(InputError, match="sampled iteration"):
         choose_layout(case, [])

@@ -26,13 +26,19 @@ class LayoutConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How the model is laid over the ranks."""
 
     ranks: int
-    kind: Literal["separate", "encoder_first"] = "separate"
-    """``separate``: every module over all ranks. ``encoder_first``: encoders whole on rank 0, as [tuning] asks for."""
+    kind: Literal["separate", "encoder_first", "chosen"] = "separate"
+    """``separate``: every module over all ranks. ``encoder_first``: encoders whole on rank 0, as [tuning] asks for.
+    ``chosen``: the fastest of those that are tried on the first batches, sizes and segments included."""
     modules: dict[str, ModulePlacement] = {}
 
     def __post_init__(self) -> None:
-        """Refuse layouts without ranks."""
+        """Refuse layouts without ranks, and choices that are made already."""
         check_count("layout.ranks", self.ranks)
+        if self.kind == "chosen" and self.modules:
+            raise InputError(
+                "layout.modules", f"states {', '.join(self.modules)}, but the layout is to be chosen",
+                "leave [layout.modules] out, or kind = \"chosen\"",
+            )  # fmt: skip
 
 
 class ParallelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -151,6 +157,22 @@ def read_config(path: Path) -> TrainConfig:
         Naming the file and the field.
     """
     return read_spec(path, TrainConfig)
+
+
+def with_chosen_layout(config: TrainConfig) -> TrainConfig:
+    """The same run under the layout that is fastest in planning, whatever its [layout] says.
+
+    Raises
+    ------
+    InputError
+        The run is tuned, which fixes its layout.
+    """
+    if config.tuning is not None:
+        raise InputError(
+            "--choose-layout", "given for a run with [tuning], whose encoders lie on the first rank"
+        )
+    layout = msgspec.structs.replace(config.layout, kind="chosen", modules={})
+    return msgspec.structs.replace(config, layout=layout)
 
 
 def checkpoints_of(config: TrainConfig, path: Path, folder: Path) -> Checkpoints | None:

@@ -15,11 +15,18 @@ import msgspec
 import typer
 from rich.console import Console
 
-from pipeloom.cli.config import TrainConfig, call_task, checkpoints_of, load_task, read_config
+from pipeloom.cli.config import (
+    TrainConfig,
+    call_task,
+    checkpoints_of,
+    load_task,
+    read_config,
+    with_chosen_layout,
+)
 from pipeloom.cli.record import fresh_folder
 from pipeloom.errors import ExecutionError, InputError, PipeloomError
 from pipeloom.io import write_layout, write_text
-from pipeloom.spec import Batch, Parallelism
+from pipeloom.spec import Batch, Layout, Parallelism
 
 if TYPE_CHECKING:
     from pipeloom.cost import Profile
@@ -27,6 +34,9 @@ if TYPE_CHECKING:
     from pipeloom.runtime import Model, Worker
 
 _PROFILED_BATCHES, _MOST_PROFILED_BATCHES = 4, 64
+_PLANNED_BATCHES = 2
+"""Batches under which layouts are compared."""
+_SHOWN_LAYOUTS = 5
 LEFT_BEHIND = {
     "timeline.html": "one iteration, planned above measured: open it in a browser",
     "comparison.html": "one batch under 1F1B, interleaved 1F1B and its own plan (also comparison.svg)",
@@ -43,6 +53,11 @@ def train(
     runs: Path = typer.Option(Path("runs"), help="Folder under which the run's own folder is made."),
     iterations: int = typer.Option(
         0, min=0, help="Train for fewer or more iterations than CONFIG says; 0: as it says."
+    ),
+    choose_layout: bool = typer.Option(
+        False,
+        "--choose-layout",
+        help="Plan the first batches under many layouts and take the fastest, for CONFIG's.",
     ),
     resume: bool | None = typer.Option(
         None,
@@ -71,6 +86,8 @@ def train(
     settings = read_config(config)
     if iterations:
         settings = msgspec.structs.replace(settings, iterations=iterations)
+    if choose_layout:
+        settings = with_chosen_layout(settings)
     run = Run(config, settings, runs / settings.name, Console(stderr=json), to_stderr=json)
     worker = this_worker()
     if worker is not None:
@@ -218,7 +235,9 @@ def prepare(run: Run, setup_path: Path) -> Setup:
         model.spec.module(name)
     placements = settings.layout.modules
     profile = _known_profile(setup_path, model) or _measured_profile(run, task, model)
-    if settings.layout.kind == "encoder_first":
+    if settings.layout.kind == "chosen":
+        layout = _chosen_layout(run, task, model, profile)
+    elif settings.layout.kind == "encoder_first":
         layout = encoder_first(model.spec, settings.layout.ranks, profile.load, placements=placements)
     else:
         layout = separate(model.spec, settings.layout.ranks, placements, profile.load)
@@ -244,12 +263,36 @@ def _known_profile(setup_path: Path, model: Model) -> Profile | None:
     return setup.profile if setup.model == model.spec else None
 
 
+def _chosen_layout(run: Run, task: ModuleType, model: Model, profile: Profile) -> Layout:
+    """Plan the first batches under many layouts, and take the fastest."""
+    from pipeloom.cost import ProfileCosts
+    from pipeloom.planner.training_layout import choose_training_layout
+
+    settings = run.settings
+    _, metadata = _first_batches(run, task, model)
+    run.console.print("Choosing a layout ...")
+    trials = choose_training_layout(
+        ProfileCosts(model.spec, profile, settings.cluster), settings.packing, metadata[:_PLANNED_BATCHES],
+        settings.layout.ranks, capacity_bytes=settings.cluster.memory_capacity_bytes, seed=settings.seed,
+    )  # fmt: skip
+    for trial in [t for t in trials if not t.problem][:_SHOWN_LAYOUTS]:
+        at_least = "at least " if trial.ruled_out else ""
+        run.console.print(f"  {at_least}{trial.seconds * 1e3:.1f} ms planned: {trial.name}", highlight=False)
+    run.console.print(f"The first of {len(trials)} layouts is taken.")
+    return trials[0].layout
+
+
+def _first_batches(run: Run, task: ModuleType, model: Model) -> tuple[list[list[Any]], list[Batch]]:
+    settings = run.settings
+    given = call_task(task, "batches", num_iterations=settings.iterations, **settings.data)
+    return typical_batches(model, task.describe, given)
+
+
 def _measured_profile(run: Run, task: ModuleType, model: Model) -> Profile:
     from pipeloom.runtime import profile_model
 
     settings, placements = run.settings, run.settings.layout.modules
-    given = call_task(task, "batches", num_iterations=settings.iterations, **settings.data)
-    batches, metadata = typical_batches(model, task.describe, given)
+    batches, metadata = _first_batches(run, task, model)
     run.console.print(f"Measuring the layers of {model.name} on this machine ...")
     profile = profile_model(
         model,
@@ -258,7 +301,7 @@ def _measured_profile(run: Run, task: ModuleType, model: Model) -> Profile:
         packing=settings.packing,
         placements=placements,
         metadata=metadata,
-        all_sizes=settings.tuning is not None,
+        all_sizes=settings.tuning is not None or settings.layout.kind == "chosen",
     )
     run.console.print(
         f"{len(profile.layers)} kinds of layers; the fit is {profile.mean_error:.1%} off on average."

@@ -176,14 +176,13 @@ def workspace_bytes(costs: EmulatedCosts, layout: Layout, packing: Packing) -> i
     return most
 
 
-def typical_lengths(case: Case, batches: Sequence[Groups]) -> dict[str, tuple[int, ...]]:
+def typical_lengths(model: ModelSpec, groups: Groups) -> dict[str, tuple[int, ...]]:
     """Per module the instance lengths of its fullest microbatch, for measuring sizes.
 
     For the backbone of documents: of the microbatch with middling work.
     """
-    groups = [group for batch in batches for group in batch]
     out = {}
-    for module in case.model.modules:
+    for module in model.modules:
         each = [tuple(joined(*(module.instance_lengths(s) for s in group))) for group in groups]
         each = [lengths for lengths in each if lengths]
         if not each:

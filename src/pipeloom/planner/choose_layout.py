@@ -7,18 +7,19 @@ every rank. Everything is planned with memory and with strategies, as it will be
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
-from pipeloom.arrange import ModulePlacement, chain, even_layout, modality_placements
+from pipeloom.arrange import LayerLoad, ModulePlacement, chain, even_layout, modality_placements
+from pipeloom.cost import CostModel
 from pipeloom.errors import InfeasibleError, InputError
 from pipeloom.planner.case import Case, Groups, graph_of, typical_lengths
 from pipeloom.planner.systems import MOST_CHUNKS, by_time, replica_seconds
 from pipeloom.search import Deadline, StoppingRule, solve
-from pipeloom.spec import Chunk, Layout
-from pipeloom.taskgraph import NS_PER_S
+from pipeloom.spec import Chunk, Layout, ModelSpec
+from pipeloom.taskgraph import NS_PER_S, TaskGraph
 from pipeloom.timeline import lower_bound
 
 TRIAL = Deadline(0.25, "cpu")
@@ -50,16 +51,64 @@ class LayoutTrial:
     problem: str = ""
 
 
+@dataclass(frozen=True)
+class Sampled:
+    """What layouts are tried on: a model, and a few iterations like those of the training to come.
+
+    Attributes
+    ----------
+    load : callable
+        Seconds of a layer on typical data; ranks are made even by it.
+    typical : mapping
+        Per module the instance lengths of a full microbatch.
+    graphs : callable
+        Task graphs of the iterations under a layout. Raises InfeasibleError where the weights do not fit.
+    after_s : callable
+        Seconds that a layout takes after the last backward.
+    """
+
+    model: ModelSpec
+    num_ranks: int
+    costs: CostModel
+    load: LayerLoad
+    typical: Mapping[str, Sequence[int]]
+    graphs: Callable[[Layout], Sequence[TaskGraph]]
+    after_s: Callable[[Layout], float]
+
+
 def choose_layout(
     case: Case, batches: Sequence[Groups], *, trial: StoppingRule = TRIAL, seed: int = 0, rounds: int = 2
+) -> tuple[LayoutTrial, ...]:
+    """Plan iterations of a case under many layouts; see `search_layouts`.
+
+    Parameters
+    ----------
+    batches : sequence of Groups
+        A few iterations like those of the training to come.
+    """
+    if not batches:
+        raise InputError("batches", "is empty", "give at least one sampled iteration")
+    return search_layouts(sampled_case(case, batches), trial=trial, seed=seed, rounds=rounds)
+
+
+def sampled_case(case: Case, batches: Sequence[Groups]) -> Sampled:
+    """Iterations of a case, to try layouts on."""
+    groups = [group for batch in batches for group in batch]
+    return Sampled(
+        case.model, case.num_ranks, case.costs, by_time(case, batches), typical_lengths(case.model, groups),
+        lambda layout: [graph_of(case, layout, groups, case.model.name) for groups in batches],
+        lambda layout: replica_seconds(case, layout),
+    )  # fmt: skip
+
+
+def search_layouts(
+    sampled: Sampled, *, trial: StoppingRule = TRIAL, seed: int = 0, rounds: int = 2
 ) -> tuple[LayoutTrial, ...]:
     """Plan the sampled iterations under many layouts.
 
     Parameters
     ----------
-    case : Case
-    batches : sequence of Groups
-        A few iterations like those of the training to come.
+    sampled : Sampled
     trial : StoppingRule
         Search for each layout and iteration.
     seed : int
@@ -76,39 +125,37 @@ def choose_layout(
     InfeasibleError
         Nothing that was tried fits.
     """
-    if not batches:
-        raise InputError("batches", "is empty", "give at least one sampled iteration")
-    load = by_time(case, batches)
-    start = modality_placements(case.model, case.costs, case.num_ranks, typical_lengths(case, batches))
+    model, num_ranks, load = sampled.model, sampled.num_ranks, sampled.load
+    start = modality_placements(model, sampled.costs, num_ranks, sampled.typical)
     known: dict[str, LayoutTrial] = {}
 
     def look(name: str, layout: Layout) -> LayoutTrial:
         if name not in known:
             best = min((t.seconds for t in known.values() if not t.ruled_out), default=float("inf"))
-            known[name] = try_layout(case, name, layout, batches, trial, seed, best)
+            known[name] = try_layout(sampled, name, layout, trial, seed, best)
         return known[name]
 
     def separated(places: Mapping[str, ModulePlacement]) -> LayoutTrial:
-        return look(placement_name(places), even_layout(case.model, case.num_ranks, places, load))
+        return look(placement_name(places), even_layout(model, num_ranks, places, load))
 
     places = dict(start)
     best = separated(places)
     for _ in range(rounds):
         before = best.seconds
-        for module in case.model.modules:
+        for module in model.modules:
             # The best of all that change this module alone.
-            for option in list(_changes(case, module.name, places, start)):
+            for option in list(_changes(sampled, module.name, places, start)):
                 trial_of = separated(option)
                 if trial_of.seconds < best.seconds and not trial_of.ruled_out:
                     best, places = trial_of, option
         if best.seconds >= before:
             break
     for v in range(1, MOST_CHUNKS + 1):
-        if case.num_ranks * v <= sum(len(m.flat_layers) for m in case.model.modules):
-            look(f"one chain, {v} chunks a rank", chain(case.model, case.num_ranks, v, load))
-    if case.num_ranks > 1:
-        for module in case.model.modules[:-1]:
-            layout = replicated(even_layout(case.model, case.num_ranks, places, load), [module.name])
+        if num_ranks * v <= sum(len(m.flat_layers) for m in model.modules):
+            look(f"one chain, {v} chunks a rank", chain(model, num_ranks, v, load))
+    if num_ranks > 1:
+        for module in model.modules[:-1]:
+            layout = replicated(even_layout(model, num_ranks, places, load), [module.name])
             for size in {places[module.name].sub_microbatch, 4, 2, 1}:
                 if size is not None:
                     name = f"{placement_name(places)}; {module.name} replicated, {size} each"
@@ -120,16 +167,20 @@ def choose_layout(
 
 
 def try_layout(
-    case: Case, name: str, layout: Layout, batches: Sequence[Groups], trial: StoppingRule, seed: int,
+    sampled: Sampled,
+    name: str,
+    layout: Layout,
+    trial: StoppingRule,
+    seed: int,
     incumbent_s: float = float("inf"),
-) -> LayoutTrial:  # fmt: skip
+) -> LayoutTrial:
     """Plan the sampled iterations under one layout.
 
     Stop where the plans so far, and lower bounds for the other iterations, are already beyond ``incumbent_s``.
     """
-    after = replica_seconds(case, layout)
+    after = sampled.after_s(layout)
     try:
-        graphs = [graph_of(case, layout, groups, name) for groups in batches]
+        graphs = sampled.graphs(layout)
         bounds = [lower_bound(graph).ns / NS_PER_S + after for graph in graphs]
         bound_s = sum(bounds) / len(bounds)
         known = list(bounds)
@@ -171,10 +222,10 @@ def _resized(layout: Layout, name: str, size: int) -> Layout:
 
 
 def _changes(
-    case: Case, name: str, places: Mapping[str, ModulePlacement], start: Mapping[str, ModulePlacement]
+    sampled: Sampled, name: str, places: Mapping[str, ModulePlacement], start: Mapping[str, ModulePlacement]
 ) -> Iterator[dict[str, ModulePlacement]]:
     """Other segments and sizes of one module."""
-    here, most = places[name], len(case.model.module(name).flat_layers) // case.num_ranks
+    here, most = places[name], len(sampled.model.module(name).flat_layers) // sampled.num_ranks
     rule = start[name].sub_microbatch
     segments = {here.segments + d for d in (-2, -1, 1, 2)} | {1}
     for k in sorted(segments):

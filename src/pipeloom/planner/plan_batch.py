@@ -122,6 +122,13 @@ def plan_batch(
     )
 
 
+def packed_batch(batch: Batch, layout: Layout, costs: ProfileCosts, packing: PackingSpec) -> Packing:
+    """Pack a batch by its policy, as it is packed for training under this layout."""
+    by_load = not packing.policy.startswith("first_fit")
+    loads = cost_loads(batch, costs.model, layout, costs) if by_load else None
+    return pack(batch, costs.model, layout, packing, loads)
+
+
 @dataclass(frozen=True)
 class _Made:
     packing: Packing
@@ -134,9 +141,7 @@ class _Made:
 
 def _searched(problem: Problem, batch: Batch, budget: StoppingRule, seed: int, method: str) -> _Made:
     """Pack by policy, then search an order for that packing."""
-    by_load = not problem.packing.policy.startswith("first_fit")
-    loads = cost_loads(batch, problem.model, problem.layout, problem.costs) if by_load else None
-    packed = pack(batch, problem.model, problem.layout, problem.packing, loads)
+    packed = packed_batch(batch, problem.layout, problem.costs, problem.packing)
     graph = build_graph(
         problem.layout, packed, problem.costs, name=f"iteration {batch.iteration}",
         capacity_bytes=problem.capacity_bytes,

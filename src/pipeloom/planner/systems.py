@@ -7,7 +7,7 @@ them, since a real run must keep one setting that fits every iteration.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -22,6 +22,7 @@ from pipeloom.baselines import (
     optimus_coarse,
     zero_bubble_h1,
 )
+from pipeloom.cost import CostModel
 from pipeloom.cost.emulated import EmulatedCosts
 from pipeloom.emulator.static import GRADIENT_BYTES
 from pipeloom.errors import InfeasibleError, InputError
@@ -177,14 +178,19 @@ def partitioned(case: Case, batches: Sequence[Groups]) -> System:
 
 def dip_layout(case: Case, batches: Sequence[Groups]) -> Layout:
     """DIP's layout as published: sizes and segments by its rules, equal numbers of layers."""
-    places = modality_placements(case.model, case.costs, case.num_ranks, typical_lengths(case, batches))
+    places = _placements_by_rule(case, batches)
     return separate(case.model, case.num_ranks, places, by_count)
 
 
 def our_layout(case: Case, batches: Sequence[Groups]) -> Layout:
     """The paper's sizes and segments, with layers dealt so that all ranks have equal time."""
-    places = modality_placements(case.model, case.costs, case.num_ranks, typical_lengths(case, batches))
+    places = _placements_by_rule(case, batches)
     return even_layout(case.model, case.num_ranks, places, by_time(case, batches))
+
+
+def _placements_by_rule(case: Case, batches: Sequence[Groups]) -> dict[str, ModulePlacement]:
+    typical = typical_lengths(case.model, [group for groups in batches for group in groups])
+    return modality_placements(case.model, case.costs, case.num_ranks, typical)
 
 
 def searched_system(
@@ -209,15 +215,26 @@ def searched_system(
 
 
 def replica_seconds(case: Case, layout: Layout) -> float:
-    """Seconds to add up the gradients of replicated modules over the pipeline, ring-wise, after the last backward."""
-    replicated = {m.name for m in layout.modules if m.on_ranks == "replicated" and not m.frozen}
-    parameters = sum(
-        layer.num_parameters for m in case.model.modules if m.name in replicated for layer in m.flat_layers
-    )
-    if not parameters or layout.num_ranks == 1:
+    """Seconds to add up the gradients of replicated modules over the pipeline, after the last backward."""
+    num_bytes = {
+        m.name: sum(layer.num_parameters for layer in m.flat_layers) * GRADIENT_BYTES // case.degrees.tensor
+        for m in case.model.modules
+    }
+    return ring_seconds(layout, num_bytes, case.costs)
+
+
+def ring_seconds(layout: Layout, gradient_bytes: Mapping[str, int], costs: CostModel) -> float:
+    """Seconds in which a ring of all pipeline ranks adds up the gradients of replicated modules.
+
+    Parameters
+    ----------
+    gradient_bytes : mapping
+        Of every module, on one rank.
+    """
+    total = sum(gradient_bytes[m.name] for m in layout.modules if m.on_ranks == "replicated" and not m.frozen)
+    if not total or layout.num_ranks == 1:
         return 0.0
-    share = parameters * GRADIENT_BYTES // case.degrees.tensor // layout.num_ranks
-    return 2 * (layout.num_ranks - 1) * case.costs.transfer_s(share)
+    return 2 * (layout.num_ranks - 1) * costs.transfer_s(total // layout.num_ranks)
 
 
 def unadaptive_system(name: str, case: Case, layout: Layout, method: str) -> System:

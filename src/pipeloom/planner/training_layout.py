@@ -1,0 +1,88 @@
+"""The layout of a training run, chosen by planning the batches that were profiled (`dip.txt` section 4, and beyond)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pipeloom.arrange import single_rank
+from pipeloom.cost import ProfileCosts
+from pipeloom.errors import InputError
+from pipeloom.packing import PackingSpec
+from pipeloom.planner.case import typical_lengths
+from pipeloom.planner.choose_layout import LayoutTrial, Sampled, search_layouts
+from pipeloom.planner.plan_batch import packed_batch
+from pipeloom.planner.systems import ring_seconds
+from pipeloom.search import Evaluations, StoppingRule
+from pipeloom.spec import DTYPE_BYTES, Batch, Layout, ModelSpec
+from pipeloom.taskgraph import TaskGraph, build_graph
+
+TRIAL = Evaluations(300)
+"""Schedules tried for each layout and batch: a count, so that a resumed run comes to the layout that it had."""
+
+
+def choose_training_layout(
+    costs: ProfileCosts, packing: PackingSpec, batches: Sequence[Batch], num_ranks: int, *,
+    capacity_bytes: int | None = None, trial: StoppingRule = TRIAL, seed: int = 0,
+) -> tuple[LayoutTrial, ...]:  # fmt: skip
+    """Plan some batches of a training run under many layouts.
+
+    Parameters
+    ----------
+    costs : ProfileCosts
+        Of the layers measured on the machine that trains.
+    packing : PackingSpec
+    batches : sequence of Batch
+        A few as training will see them.
+    num_ranks : int
+    capacity_bytes : int or None
+        Memory of every rank.
+    trial : StoppingRule
+        Search for each layout and batch.
+    seed : int
+
+    Returns
+    -------
+    tuple of LayoutTrial
+        Fastest first; the first is the one to take.
+
+    Raises
+    ------
+    InputError
+        No batches; a module that has nothing to do in any, or fewer layers than ranks.
+    InfeasibleError
+        Nothing that was tried fits.
+    """
+    if not batches:
+        raise InputError("batches", "is empty", "give at least one batch as training will see them")
+    model = costs.model
+    whole = single_rank(model, {})
+    groups = [
+        [batch.samples[i] for i in microbatch.samples]
+        for batch in batches
+        for microbatch in packed_batch(batch, whole, costs, packing).microbatches
+    ]
+    gradient_bytes = _gradient_bytes(model)
+
+    def graphs(layout: Layout) -> list[TaskGraph]:
+        return [
+            build_graph(
+                layout, packed_batch(batch, layout, costs, packing), costs, name=model.name,
+                capacity_bytes=capacity_bytes,
+            )
+            for batch in batches
+        ]  # fmt: skip
+
+    sampled = Sampled(
+        model, num_ranks, costs, costs.profile.load, typical_lengths(model, groups), graphs,
+        lambda layout: ring_seconds(layout, gradient_bytes, costs),
+    )  # fmt: skip
+    return search_layouts(sampled, trial=trial, seed=seed)
+
+
+def _gradient_bytes(model: ModelSpec) -> dict[str, int]:
+    return {
+        module.name: sum(
+            layer.num_parameters * DTYPE_BYTES[layer.output.dtype] for layer in module.flat_layers
+        )
+        for module in model.modules
+    }
