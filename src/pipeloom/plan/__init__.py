@@ -16,6 +16,7 @@ from pipeloom.plan.routes import (
     make_routes,
     target_word,
 )
+from pipeloom.plan.shapes import check_shapes
 from pipeloom.plan.text import action_text, from_msgpack, from_text, to_msgpack, to_text
 from pipeloom.plan.verify import verify
 
@@ -38,6 +39,7 @@ __all__ = [
     "Verb",
     "action_text",
     "boundary_shapes",
+    "check_shapes",
     "from_msgpack",
     "from_text",
     "handed_workload",

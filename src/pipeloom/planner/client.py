@@ -9,15 +9,15 @@ from typing import Protocol
 
 from pipeloom.cost import Correction
 from pipeloom.errors import PipeloomError, PlannerError, check_not_negative
-from pipeloom.packing import Packing, packing_from_counts
-from pipeloom.plan import Answer, Delivery, ExecutionPlan, action_text, boundary_shapes, verify
+from pipeloom.packing import packing_from_counts
+from pipeloom.plan import Answer, Delivery, check_shapes, verify
 from pipeloom.planner.courier import Courier
 from pipeloom.planner.messages import Request, Setup, answer_of, decode, encode
 from pipeloom.planner.plan_batch import Problem, plan_batch
 from pipeloom.planner.process import PlannerProcess
 from pipeloom.planner.service import SETUP, Store
 from pipeloom.search import Evaluations
-from pipeloom.spec import Batch, Layout, ModelSpec
+from pipeloom.spec import Batch
 
 # How often a wait looks whether the planner is still alive.
 _SLICE_S = 0.02
@@ -198,30 +198,3 @@ class Planner:
         elapsed = time.monotonic() - begin
         answer = answer_of(planned, search_s=elapsed, ready_ns=time.monotonic_ns())
         return Delivery(answer, planned.packing, encode(answer), False, -elapsed, reason)
-
-
-def check_shapes(plan: ExecutionPlan, model: ModelSpec, layout: Layout, packing: Packing) -> None:
-    """Refuse a plan whose messages have other shapes than the model states for the batch at hand.
-
-    A plan that is complete and free of deadlock in itself may still be one for another model or batch.
-
-    Raises
-    ------
-    PlannerError
-        Naming the first message that differs, and the shape that it should have.
-    """
-    shapes = boundary_shapes(model, layout)
-    chunks = {name: number for number, name in enumerate(layout.chunk_names)}
-    known: dict[tuple[str, int, int], tuple[tuple[int, ...], str]] = {}
-    for actions in plan.ranks:
-        for action in actions:
-            if action.shape is None:
-                continue
-            key = (action.chunk, action.microbatch, action.sub_microbatch)
-            if key not in known:
-                chunk = chunks[action.chunk]
-                parts = packing.parts_of(action.microbatch, layout.chunks[chunk].module)
-                known[key] = shapes(chunk, parts[action.sub_microbatch].workload)
-            if (action.shape, action.dtype) != known[key]:
-                shape, dtype = known[key]
-                raise PlannerError(f"'{action_text(action)}' has another shape than {shape} {dtype}")
