@@ -89,6 +89,25 @@ def test_a_wrong_shape_is_named() -> None:
         measure_layers(small_model(("tokens", 8)), packing, samples)
 
 
+class Broken(nn.Module):
+    """Fails where it is to be measured with gradients."""
+
+    def forward(self, x: Tensor, *, mask: Tensor) -> Tensor:
+        if torch.is_grad_enabled():
+            raise ValueError("broken")
+        return x
+
+
+def test_a_layer_that_fails_leaves_no_counting_behind() -> None:
+    packing, samples = one_sample()
+    model = small_model(("tokens", 4))
+    model.modules[0].layers[1] = Broken()  # type: ignore[index]
+    model = Model(model.modules, model.loss, lambda sample: 1.0)
+    with pytest.raises(ValueError, match="broken"):
+        measure_layers(model, packing, samples)
+    assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+
+
 def test_small_microbatches_are_measured_for_tuning(monkeypatch: pytest.MonkeyPatch) -> None:
     """With all sizes, each further batch is packed half as large, and never smaller than its longest sample."""
     from tests.runtime.training import data, model, task

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -187,17 +188,15 @@ class _Measuring:
                 if isinstance(leaf, Tensor):
                     leaf.grad = None
             storages: dict[int, int] = {}
-            hooks = saved_tensors_hooks(_counting(storages), lambda tensor: tensor)
             # Counting costs time: only the warm-up counts.
             counts = run == 0 and trained
+            counting = saved_tensors_hooks(_counting(storages), lambda tensor: tensor)
+            with counting if counts else nullcontext():
+                begin = time.perf_counter()
+                with torch.set_grad_enabled(trained):
+                    output = layer(*leaves, **context)
+                middle = time.perf_counter()
             if counts:
-                hooks.__enter__()
-            begin = time.perf_counter()
-            with torch.set_grad_enabled(trained):
-                output = layer(*leaves, **context)
-            middle = time.perf_counter()
-            if counts:
-                hooks.__exit__(None, None, None)
                 saved = _num_bytes(storages, [*parameters, *context.values()])
             gradient = torch.ones_like(output)
             start = time.perf_counter()
