@@ -102,5 +102,7 @@ def test_a_slow_planner_is_waited_for_no_longer_than_the_deadline(disturbed: dic
 def test_a_lost_store_is_replaced(disturbed: dict[str, list[Step]], disturb: str, reason: str) -> None:
     steps = disturbed[disturb]
     assert all(step.fresh for step in steps[:3])
-    assert steps[3].reason == reason
+    # A store that hangs is told from a planner that is late only once a call has waited for the whole deadline.
+    assert steps[3].reason in (reason, "no plan within the deadline of 0.5 s")
+    assert reason in (steps[3].reason, steps[4].reason)
     assert steps[7].fresh, "another store and another planner took over"

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from pipeloom import packing, search, tuning
-from pipeloom.cost import Correction, ProfileCosts
+from pipeloom.cost import Correction, CostModel, ProfileCosts
 from pipeloom.packing import Packing, PackingSpec, cost_loads, pack
 from pipeloom.plan import ExecutionPlan, boundary_shapes, lower, verify
 from pipeloom.search import Share, StoppingRule, solve
@@ -122,11 +122,13 @@ def plan_batch(
     )
 
 
-def packed_batch(batch: Batch, layout: Layout, costs: ProfileCosts, packing: PackingSpec) -> Packing:
+def packed_batch(
+    batch: Batch, model: ModelSpec, layout: Layout, costs: CostModel, packing: PackingSpec
+) -> Packing:
     """Pack a batch by its policy, as it is packed for training under this layout."""
     by_load = not packing.policy.startswith("first_fit")
-    loads = cost_loads(batch, costs.model, layout, costs) if by_load else None
-    return pack(batch, costs.model, layout, packing, loads)
+    loads = cost_loads(batch, model, layout, costs) if by_load else None
+    return pack(batch, model, layout, packing, loads)
 
 
 @dataclass(frozen=True)
@@ -141,7 +143,7 @@ class _Made:
 
 def _searched(problem: Problem, batch: Batch, budget: StoppingRule, seed: int, method: str) -> _Made:
     """Pack by policy, then search an order for that packing."""
-    packed = packed_batch(batch, problem.layout, problem.costs, problem.packing)
+    packed = packed_batch(batch, problem.model, problem.layout, problem.costs, problem.packing)
     graph = build_graph(
         problem.layout, packed, problem.costs, name=f"iteration {batch.iteration}",
         capacity_bytes=problem.capacity_bytes,

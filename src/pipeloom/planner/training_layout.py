@@ -59,14 +59,14 @@ def choose_training_layout(
     groups = [
         [batch.samples[i] for i in microbatch.samples]
         for batch in batches
-        for microbatch in packed_batch(batch, whole, costs, packing).microbatches
+        for microbatch in packed_batch(batch, model, whole, costs, packing).microbatches
     ]
     gradient_bytes = _gradient_bytes(model)
 
     def graphs(layout: Layout) -> list[TaskGraph]:
         return [
             build_graph(
-                layout, packed_batch(batch, layout, costs, packing), costs, name=model.name,
+                layout, packed_batch(batch, model, layout, costs, packing), costs, name=model.name,
                 capacity_bytes=capacity_bytes,
             )
             for batch in batches
