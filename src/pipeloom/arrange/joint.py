@@ -114,14 +114,25 @@ def arrange(
             chains = [one for part in pool.map(work, rows) for one in part]
     winner = min(chains, key=lambda one: (one.best_ns, one.seed))
     arrangement, rule = from_plan(winner.best_plan, winner.best_strategy)
-    graph, schedule = schedule_of(chain, arrangement, rule, method="joint annealing")
-    timeline = simulate(graph, schedule)
-    require_feasible(graph, schedule, timeline)
     counts = sum((one.counts for one in chains), np.zeros((3, kernels.NUM_MOVES), np.int64))
     moves = {name: (int(a), int(b), int(c)) for name, a, b, c in zip(MOVES, *counts, strict=True)}
+    return answer(
+        chain, arrangement, rule, bound, tried + sum(one.evaluations for one in chains), watch, "joint annealing",
+        tuple(one.report for one in chains), moves,
+    )  # fmt: skip
+
+
+def answer(
+    chain: LayerChain, arrangement: Arrangement, rule: Rule, bound: LowerBound, evaluations: int, watch: Watch,
+    method: str, reports: tuple[ChainReport, ...], moves: dict[str, tuple[int, int, int]],
+) -> Arranged:  # fmt: skip
+    """Write an arrangement out as a schedule, and have the checker confirm that it can run."""
+    graph, schedule = schedule_of(chain, arrangement, rule, method=method)
+    timeline = simulate(graph, schedule)
+    require_feasible(graph, schedule, timeline)
     return Arranged(
-        chain, arrangement, rule, graph, schedule, timeline, bound, tried + sum(one.evaluations for one in chains),
-        watch.elapsed_s(), "joint annealing", tuple(one.report for one in chains), moves,
+        chain, arrangement, rule, graph, schedule, timeline, bound, evaluations, watch.elapsed_s(), method, reports,
+        moves,
     )  # fmt: skip
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from pipeloom.arrange.annealing import ChainReport
 from pipeloom.arrange.bound import placement_bound
 from pipeloom.arrange.evaluate import NEVER, Judge, schedule_of
-from pipeloom.arrange.joint import Arranged, nothing_fits, uniform_strategies
+from pipeloom.arrange.joint import Arranged, answer, nothing_fits, uniform_strategies
 from pipeloom.arrange.layer_chain import Arrangement, LayerChain, chunk_costs
 from pipeloom.arrange.phase_moves import bubble_shares, permutations, shifts, transfers
 from pipeloom.arrange.standard import dealt, stages, wave
@@ -26,7 +26,7 @@ from pipeloom.errors import InputError
 from pipeloom.search import Progress
 from pipeloom.search.stopping import StoppingRule, Watch
 from pipeloom.taskgraph import IntArray
-from pipeloom.timeline import require_feasible, simulate
+from pipeloom.timeline import simulate
 
 TUNED = ("placement", "schedule", "partition")
 """The phases, by the paper's numbers 1, 2 and 3."""
@@ -99,13 +99,17 @@ def tune_phases(
         if best.ns <= bound.ns or tuning.over():
             break
     rule = tuning.rule(best.arrangement, best.order)
-    graph, schedule = schedule_of(chain, best.arrangement, rule, method=METHOD)
-    timeline = simulate(graph, schedule)
-    require_feasible(graph, schedule, timeline)
-    return Arranged(
-        chain, best.arrangement, rule, graph, schedule, timeline, bound, tuning.evaluations, watch.elapsed_s(), METHOD,
-        tuple(reports), dict(tuning.counts),
-    )  # fmt: skip
+    return answer(
+        chain,
+        best.arrangement,
+        rule,
+        bound,
+        tuning.evaluations,
+        watch,
+        METHOD,
+        tuple(reports),
+        dict(tuning.counts),
+    )
 
 
 class _Tuning:

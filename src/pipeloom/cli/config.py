@@ -49,8 +49,7 @@ class ParallelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         """Refuse none at all."""
-        if self.dp < 1:
-            raise InputError("parallel.dp", f"{self.dp} is below 1")
+        check_count("parallel.dp", self.dp)
 
 
 class OptimizerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -156,11 +156,12 @@ def _packed(whole: Batch, spec: PackingSpec, replicas: int, setup: Setup | None)
     from pipeloom.packing import cost_loads, deal, pack, token_loads
 
     model, layout = (_plain_model(), _plain_layout()) if setup is None else (setup.model, setup.layout)
+    costs = None if setup is None else setup.costs
 
     def weigh(batch: Batch) -> Loads:
-        if setup is None:
+        if costs is None:
             return token_loads(batch, model, spec.attention_tokens)
-        return cost_loads(batch, model, layout, setup.problem().costs)
+        return cost_loads(batch, model, layout, costs)
 
     packed = []
     for replica, members in enumerate(deal(weigh(whole), replicas, spec.seed)):

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -37,6 +38,8 @@ _PROFILED_BATCHES, _MOST_PROFILED_BATCHES = 4, 64
 _PLANNED_BATCHES = 2
 """Batches under which layouts are compared."""
 _SHOWN_LAYOUTS = 5
+FirstBatches = Callable[[], tuple[list[list[Any]], list[Batch]]]
+"""Gives the first few batches, and their metadata."""
 LEFT_BEHIND = {
     "timeline.html": "one iteration, planned above measured: open it in a browser",
     "comparison.html": "one batch under 1F1B, interleaved 1F1B and its own plan (also comparison.svg)",
@@ -234,9 +237,11 @@ def prepare(run: Run, setup_path: Path) -> Setup:
     for name in settings.layout.modules:
         model.spec.module(name)
     placements = settings.layout.modules
-    profile = _known_profile(setup_path, model) or _measured_profile(run, task, model)
+    # The user's data are read once, and not at all where nothing is measured or chosen.
+    first = cache(lambda: _first_batches(run, task, model))
+    profile = _known_profile(setup_path, model) or _measured_profile(run, task, model, first)
     if settings.layout.kind == "chosen":
-        layout = _chosen_layout(run, task, model, profile)
+        layout = _chosen_layout(run, model, profile, first)
     elif settings.layout.kind == "encoder_first":
         layout = encoder_first(model.spec, settings.layout.ranks, profile.load, placements=placements)
     else:
@@ -263,13 +268,13 @@ def _known_profile(setup_path: Path, model: Model) -> Profile | None:
     return setup.profile if setup.model == model.spec else None
 
 
-def _chosen_layout(run: Run, task: ModuleType, model: Model, profile: Profile) -> Layout:
+def _chosen_layout(run: Run, model: Model, profile: Profile, first: FirstBatches) -> Layout:
     """Plan the first batches under many layouts, and take the fastest."""
     from pipeloom.cost import ProfileCosts
     from pipeloom.planner.training_layout import choose_training_layout
 
     settings = run.settings
-    _, metadata = _first_batches(run, task, model)
+    _, metadata = first()
     run.console.print("Choosing a layout ...")
     trials = choose_training_layout(
         ProfileCosts(model.spec, profile, settings.cluster), settings.packing, metadata[:_PLANNED_BATCHES],
@@ -288,11 +293,11 @@ def _first_batches(run: Run, task: ModuleType, model: Model) -> tuple[list[list[
     return typical_batches(model, task.describe, given)
 
 
-def _measured_profile(run: Run, task: ModuleType, model: Model) -> Profile:
+def _measured_profile(run: Run, task: ModuleType, model: Model, first: FirstBatches) -> Profile:
     from pipeloom.runtime import profile_model
 
     settings, placements = run.settings, run.settings.layout.modules
-    batches, metadata = _first_batches(run, task, model)
+    batches, metadata = first()
     run.console.print(f"Measuring the layers of {model.name} on this machine ...")
     profile = profile_model(
         model,

@@ -35,11 +35,15 @@ class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Refuse budgets that never end or never begin."""
         check_positive("planner.budget_s", self.budget_s)
 
+    @property
+    def costs(self) -> ProfileCosts:
+        """Costs of the layers as measured."""
+        return ProfileCosts(self.model, self.profile, self.cluster, self.strategies)
+
     def problem(self) -> Problem:
         """The problem in the form that planning takes."""
-        costs = ProfileCosts(self.model, self.profile, self.cluster, self.strategies)
         capacity = self.cluster.memory_capacity_bytes
-        return Problem(self.model, self.layout, costs, self.packing, capacity, self.tuning)
+        return Problem(self.model, self.layout, self.costs, self.packing, capacity, self.tuning)
 
 
 class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

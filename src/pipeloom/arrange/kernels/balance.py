@@ -41,6 +41,19 @@ def ends_bound(plan: Array, sums: Array, load: Array, ends: Array, num_microbatc
 
 
 @kernel
+def layer_sums(strategy: Array, layers: Array, sums: Array) -> bool:
+    """Write running sums of F, of B, and of all work of the layers; say whether any weight gradient can fill time."""
+    fillable = False
+    for layer in range(len(strategy)):
+        s = strategy[layer]
+        sums[0, layer + 1] = sums[0, layer] + layers[0, layer, s]
+        sums[1, layer + 1] = sums[1, layer] + layers[1, layer, s]
+        sums[2, layer + 1] = sums[2, layer] + layers[0, layer, s] + layers[1, layer, s] + layers[2, layer, s]
+        fillable = fillable or layers[2, layer, s] > 0
+    return fillable
+
+
+@kernel
 def rebalance(
     plan: Array, strategy: Array, layers: Array, num_ranks: int, num_microbatches: int, delay: int, ranks_too: bool,
     rng: Array,
@@ -49,16 +62,8 @@ def rebalance(
     num = plan[SCALARS, NUM_CHUNKS]
     if num < 2:
         return False
-    num_layers = len(strategy)
-    sums = np.zeros((3, num_layers + 1), np.int64)
-    fillable = False
-    for layer in range(num_layers):
-        s = strategy[layer]
-        sums[0, layer + 1] = sums[0, layer] + layers[0, layer, s]
-        sums[1, layer + 1] = sums[1, layer] + layers[1, layer, s]
-        sums[2, layer + 1] = sums[2, layer] + layers[0, layer, s] + layers[1, layer, s] + layers[2, layer, s]
-        fillable = fillable or layers[2, layer, s] > 0
-    if fillable:
+    sums = np.zeros((3, len(strategy) + 1), np.int64)
+    if layer_sums(strategy, layers, sums):
         sums[1, :] = 0
     load = np.zeros(num_ranks, np.int64)
     ends = np.zeros(num_ranks, np.int64)
@@ -97,17 +102,9 @@ def repartition(
     num = plan[SCALARS, NUM_CHUNKS]
     if num < 2:
         return NEVER
-    num_layers = len(strategy)
-    sums = np.zeros((3, num_layers + 1), np.int64)
-    after = np.zeros(num_layers + 1, np.int64)
-    fillable = False
-    for layer in range(num_layers):
-        s = strategy[layer]
-        sums[0, layer + 1] = sums[0, layer] + layers[0, layer, s]
-        sums[1, layer + 1] = sums[1, layer] + layers[1, layer, s]
-        sums[2, layer + 1] = sums[2, layer] + layers[0, layer, s] + layers[1, layer, s] + layers[2, layer, s]
-        fillable = fillable or layers[2, layer, s] > 0
-    after[:] = sums[1]
+    sums = np.zeros((3, len(strategy) + 1), np.int64)
+    fillable = layer_sums(strategy, layers, sums)
+    after = sums[1].copy()
     if fillable:
         sums[1, :] = 0
     load = np.zeros(num_ranks, np.int64)

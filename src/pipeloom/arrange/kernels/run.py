@@ -10,11 +10,21 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pipeloom.compiled import kernel
+from pipeloom.compiled import inlined, kernel
 
 Array = npt.NDArray[Any]
 
 NEVER = 2**62
+
+
+@inlined
+def first_due(wake: Array, num_ranks: int) -> int:
+    """Rank that could start first."""
+    first = 0
+    for r in range(1, num_ranks):
+        if wake[r] < wake[first]:
+            first = r
+    return first
 
 
 @kernel
@@ -118,12 +128,8 @@ def run(
     writes = len(record) >= count
     makespan: Any = np.int64(0)
     for step in range(count):
-        r = 0
-        t = wake[0]
-        for q in range(1, num_ranks):
-            if wake[q] < t:
-                t = wake[q]
-                r = q
+        r = first_due(wake, num_ranks)
+        t = wake[r]
         if t >= NEVER:
             return NEVER
         waiting = True
@@ -159,12 +165,8 @@ def run(
                 if waiting:
                     # Others may be due before: the rank that is first then decides.
                     wake[r] = soonest
-                    r = 0
-                    t = wake[0]
-                    for q in range(1, num_ranks):
-                        if wake[q] < t:
-                            t = wake[q]
-                            r = q
+                    r = first_due(wake, num_ranks)
+                    t = wake[r]
         if t + left[r] + tail[r] >= cutoff:
             return NEVER
         m = done[kind, chunk]
