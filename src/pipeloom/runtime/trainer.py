@@ -16,6 +16,7 @@ from pipeloom.cost import Correction
 from pipeloom.errors import ExecutionError, InputError
 from pipeloom.packing import Packing, packing_from_counts
 from pipeloom.plan import Answer, Delivery, Measured
+from pipeloom.runtime.broadcast import broadcast_bytes
 from pipeloom.runtime.executor import Executor
 from pipeloom.runtime.feedback import Calibrator, gather_times
 from pipeloom.runtime.model import Model, user_code
@@ -361,15 +362,3 @@ def unpack_answer(data: bytes, batch: Batch, model: ModelSpec, layout: Layout) -
     answer = msgspec.msgpack.decode(data, type=Answer)
     counts = answer.packing
     return answer, packing_from_counts(batch, model, layout, counts.samples, counts.counts)
-
-
-def broadcast_bytes(data: bytes | None, group: dist.ProcessGroup | None = None) -> bytes:
-    """Send bytes from the first rank of a group to all of it."""
-    size = torch.tensor([0 if data is None else len(data)], dtype=torch.int64)
-    dist.broadcast(size, group=group, group_src=0)
-    if data is None:
-        payload = torch.empty(int(size), dtype=torch.uint8)
-    else:
-        payload = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    dist.broadcast(payload, group=group, group_src=0)
-    return payload.numpy().tobytes()

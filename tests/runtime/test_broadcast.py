@@ -1,0 +1,24 @@
+"""Bytes of any size arrive whole on every rank."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from pipeloom.runtime import launch
+from pipeloom.runtime.broadcast import AT_ONCE, broadcast_bytes
+
+SIZES = (0, 1, 1000, AT_ONCE - 1, AT_ONCE, AT_ONCE + 1, 3 * AT_ONCE + 7)
+
+
+def _content(size: int) -> bytes:
+    return bytes((i * 7 + size) % 251 for i in range(size))
+
+
+def _receive() -> list[bool]:
+    return [
+        broadcast_bytes(_content(size) if dist.get_rank() == 0 else None) == _content(size) for size in SIZES
+    ]
+
+
+def test_bytes_of_any_size_arrive_on_every_rank() -> None:
+    assert launch(_receive, 3) == [[True] * len(SIZES)] * 3
