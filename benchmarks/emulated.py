@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -15,10 +16,12 @@ import torch.distributed as dist
 from benchmarks.planning import _batch, _problem
 from pipeloom.arrange import ModulePlacement, separate
 from pipeloom.cost.emulated import EmulatedCosts
+from pipeloom.io import make_folder, write_text
 from pipeloom.packing import pack
 from pipeloom.plan import ExecutionPlan, boundary_shapes, lower, verify
 from pipeloom.planner.case import draw_groups, graph_of, make_case, pack_groups
 from pipeloom.report import markdown_table
+from pipeloom.report.figures import Axis, Mark, Points, scatter_figure
 from pipeloom.runtime import TorchTransport, emulate, launch, step_durations
 from pipeloom.runtime.emulate import Step
 from pipeloom.search import Evaluations, solve
@@ -32,6 +35,7 @@ Slept = Sequence[tuple[tuple[int, int], dict[Step, int]]]
 
 TITLE = "Emulated ranks: planned against measured"
 _MEAN_MS = 40
+FIGURE = Path(__file__).parents[1] / "docs" / "figures" / "measured-over-planned.svg"
 
 
 @dataclass(frozen=True)
@@ -79,10 +83,21 @@ def run(num_plans: int = 20, microbatches: int = 24) -> str:
     microbatches : int
         Of the VLM-M iteration.
     """
-    return f"{_random_plans(num_plans)}\n\n{_large_model(microbatches)}"
+    points: dict[str, Points] = {}
+    text = f"{_random_plans(num_plans, points)}\n\n{_large_model(microbatches, points)}"
+    make_folder(FIGURE.parent)
+    write_text(
+        FIGURE,
+        scatter_figure(
+            points, x=Axis("planned, s", log=True), y=Axis("measured over planned, %"),
+            title="Sleeping ranks: how much longer than planned", marks=(Mark(2.0, "2 %"), Mark(-2.0, "-2 %")),
+        ),
+    )  # fmt: skip
+    return f"{text}\n\n![Measured over planned](figures/{FIGURE.name})"
 
 
-def _random_plans(num_plans: int) -> str:
+def _random_plans(num_plans: int, points: dict[str, Points]) -> str:
+    """Table of random plans; adds their points to the figure's."""
     rows = []
     for num_ranks in (4, 8):
         plans = [_random_emulation(num_ranks, seed) for seed in range(num_plans)]
@@ -95,6 +110,9 @@ def _random_plans(num_plans: int) -> str:
             each.replayed_ns(found) / each.planned_ns - 1.0 for each, found in zip(plans, slept, strict=True)
         ]
         sizes = sorted(map(abs, errors))
+        points[f"{num_ranks} ranks"] = (
+            [each.planned_ns / 1e9 for each in plans], [100 * error for error in errors]
+        )  # fmt: skip
         rows.append([
             str(num_ranks), str(num_plans), f"{statistics.mean(each.planned_ns for each in plans) / 1e9:.2f}",
             f"{statistics.median(errors):+.2%}", f"{sizes[round(0.95 * (len(sizes) - 1))]:.2%}", "2 %, 5 %",
@@ -110,8 +128,11 @@ def _random_plans(num_plans: int) -> str:
     return f"{text}\n\n{markdown_table(header, rows)}"
 
 
-def _large_model(microbatches: int) -> str:
+def _large_model(microbatches: int, points: dict[str, Points]) -> str:
+    """Table of one VLM-M pipeline; adds its points to the figure's."""
     rows = []
+    seconds: list[float] = []
+    errors: list[float] = []
     for num_ranks in (4, 8, 16):
         planned = _vlm_m(num_ranks, microbatches)
         emulation = planned.emulation
@@ -121,12 +142,15 @@ def _large_model(microbatches: int) -> str:
         virtual = max(end for [((_, end), _)] in ends)
         slept = [found for [found] in launch(_spans, num_ranks, [emulation], "sleep")]
         measured = _measured_ns(slept)
+        seconds.append(emulation.planned_ns / 1e9)
+        errors.append(100 * (measured / emulation.planned_ns - 1))
         rows.append([
             str(num_ranks), str(planned.graph.num_tasks), str(sum(map(len, emulation.plan.ranks))),
             f"{emulation.planned_ns / 1e9:.6f}", f"{virtual / 1e9:.6f}", f"{took:.1f}", f"{measured / 1e9:.3f}",
             f"{measured / emulation.planned_ns - 1:+.2%}",
             f"{planned.replayed_ns(slept) / emulation.planned_ns - 1:+.2%}",
         ])  # fmt: skip
+    points["VLM-M"] = (seconds, errors)
     text = (
         f"One pipeline of VLM-M on 64 H800s (costs emulated, tensor parallelism 2, {microbatches} microbatches of real "
         "shapes), every rank a process of this machine. On the virtual clock messages carry time and nothing waits: "
