@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -105,6 +105,14 @@ class Case:
 
     @property
     def plan(self) -> ExecutionPlan:
+        return self.lowered()
+
+    @property
+    def serial_plan(self) -> ExecutionPlan:
+        """For ranks with one communicator each."""
+        return self.lowered(serial=True)
+
+    def lowered(self, *, serial: bool = False) -> ExecutionPlan:
         return lower(
             self.graph,
             self.schedule,
@@ -113,7 +121,15 @@ class Case:
             self.packing,
             boundary_shapes(self.model, self.layout),
             iteration=3,
+            serial=serial,
         )
+
+    def at_any_times(self, seed: int) -> Case:
+        """The same with planned times that nothing could keep to: plans must be legal whatever those say."""
+        rng = np.random.default_rng(seed)
+        start = rng.integers(0, 1000, len(self.timeline.start_ns))
+        end = start + rng.integers(0, 300, len(start))
+        return replace(self, timeline=replace(self.timeline, start_ns=start, end_ns=end))
 
 
 def random_model(rng: random.Random) -> ModelSpec:

@@ -18,12 +18,14 @@ from pipeloom.plan import (
     Unit,
     Verb,
     boundary_shapes,
+    joined_posts,
     lower,
     make_routes,
     to_text,
     verify,
 )
 from pipeloom.plan.dryrun import dry_run
+from pipeloom.plan.messages import messages_of
 from pipeloom.spec import (
     Batch,
     Chunk,
@@ -353,29 +355,80 @@ def test_parts_that_match_in_no_way_are_refused() -> None:
 
 
 @settings(deadline=None, max_examples=80)
-@given(SEEDS)
-def test_a_plan_for_joined_messages_verifies_under_every_rule(seed: int) -> None:
+@given(SEEDS, st.booleans())
+def test_a_plan_for_one_communicator_verifies_under_every_rule(seed: int, anyhow: bool) -> None:
     case = random_case(seed, strategies=EVERY_STRATEGY)
-    shapes = boundary_shapes(case.model, case.layout)
-    plan = lower(case.graph, case.schedule, case.timeline, case.layout, case.packing, shapes, batched=True)
-    verify(plan, case.layout, case.packing, batched=True)
+    plan = (case.at_any_times(seed) if anyhow else case).serial_plan
+    verify(plan, case.layout, case.packing, serial=True)
     assert dry_run(plan, "gloo") is None
 
 
-def test_two_joined_operations_that_wait_for_each_other() -> None:
+def test_a_plan_for_communicators_of_pairs_may_stop_where_there_is_one() -> None:
+    # At simulated times messages are lowered in the order of each rank's list anyway.
+    plans = [random_case(seed, 4).at_any_times(seed).plan for seed in range(40)]
+    stopped = [plan for plan in plans if dry_run(plan, "nccl serial") is not None]
+    assert stopped
+    assert all(dry_run(plan, "nccl") is None for plan in plans)
+    with pytest.raises(PlanError, match="lower it with serial=True"):
+        verify(stopped[0], serial=True)
+
+
+@settings(deadline=None, max_examples=80)
+@given(SEEDS)
+def test_operations_are_the_same_messages_at_both_ends(seed: int) -> None:
+    case = random_case(seed)
+    for plan in (case.plan, case.at_any_times(seed).plan):
+        operations = [joined_messages(plan, rank) for rank in range(plan.num_ranks)]
+        for rank, mine in enumerate(operations):
+            for peer, messages in mine:
+                assert (rank, messages) in operations[peer]
+
+
+def test_messages_are_joined() -> None:
+    plans = [random_case(seed, 2 + seed % 3).serial_plan for seed in range(20)]
+    sizes = [
+        len(m) for plan in plans for rank in range(plan.num_ranks) for _, m in joined_messages(plan, rank)
+    ]
+    assert max(sizes) > 1
+
+
+def joined_messages(plan: ExecutionPlan, rank: int) -> list[tuple[int, tuple[int, ...]]]:
+    """Operations of a rank: peer and messages of each."""
+    joined, row = joined_posts(plan, rank), messages_of(plan).rows[rank]
+    found: list[tuple[int, tuple[int, ...]]] = []
+    grows = False
+    for step, action in enumerate(plan.ranks[rank]):
+        message = row[step]
+        if action.verb[0] not in "SR" or message is None:
+            assert not grows
+            continue
+        assert action.peer is not None
+        if grows:
+            peer, before = found.pop()
+            assert peer == action.peer
+            found.append((peer, (*before, message)))
+        else:
+            found.append((action.peer, (message,)))
+        grows = step in joined
+    assert not grows
+    return found
+
+
+def test_ranks_that_all_send_first_wait_for_each_other() -> None:
     def post(verb: str, chunk: str, peer: int) -> Action:
         return Action(verb=verb, chunk=chunk, peer=peer, shape=(1,), dtype="float32")  # type: ignore[arg-type]
 
     def wait(verb: str, chunk: str) -> Action:
         return Action(verb=verb, chunk=chunk)  # type: ignore[arg-type]
 
-    # A ring: each rank first sends on, and in another operation receives.
-    apart = tuple(
-        (post("SF", f"a.{r}", (r + 1) % 3), Action(verb="UN", chunk="x"), post("RF", f"a.{(r - 1) % 3}", (r - 1) % 3),
+    # A ring of which each rank sends on, and receives.
+    ring = [
+        (post("SF", f"a.{r}", (r + 1) % 3), post("RF", f"a.{(r - 1) % 3}", (r - 1) % 3),
          wait("WF", f"a.{(r - 1) % 3}"), wait("DF", f"a.{r}"))
         for r in range(3)
-    )  # fmt: skip
-    together = tuple((a, c, d, e) for a, _, c, d, e in apart)
-    assert dry_run(ExecutionPlan(3, 0, "x", apart), "nccl") is None
-    assert dry_run(ExecutionPlan(3, 0, "x", apart), "nccl batched") is not None
-    assert dry_run(ExecutionPlan(3, 0, "x", together), "nccl batched") is None
+    ]  # fmt: skip
+    send, receive, *waits = ring[0]
+    assert dry_run(ExecutionPlan(3, 0, "x", tuple(ring)), "nccl") is None
+    assert dry_run(ExecutionPlan(3, 0, "x", tuple(ring)), "nccl serial") is not None
+    ring[0] = (receive, send, *waits)
+    assert dry_run(ExecutionPlan(3, 0, "x", tuple(ring)), "nccl serial") is None

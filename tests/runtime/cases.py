@@ -241,10 +241,16 @@ def take_gradients(model: Model) -> Gradients:
     return found
 
 
-def run_threads(run: Run, plan: ExecutionPlan | None = None, order: MatchOrder = "tags") -> list[StepResult]:
+def run_threads(
+    run: Run,
+    plan: ExecutionPlan | None = None,
+    order: MatchOrder = "tags",
+    joins: bool = False,
+    timeout_s: float = 20.0,
+) -> list[StepResult]:
     """Run an iteration with a thread per rank, each with a copy of the model; gradients are summed up in it."""
     case = run.case
-    hub = ThreadHub(order, timeout_s=20.0)
+    hub = ThreadHub(order, timeout_s, joins)
     results: dict[int, StepResult] = {}
     errors: dict[int, BaseException] = {}
 

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 
 from pipeloom.packing import PackingSpec, pack
-from pipeloom.plan import ExecutionPlan, boundary_shapes, lower
 from pipeloom.runtime import (
     BatchedTransport,
     Executor,
@@ -50,7 +49,9 @@ def run_many(seeds: list[int], options: dict[str, Any], tag_zero: bool = False) 
         # With and without joining messages; the plans for it are legal for the others too.
         kind = BatchedTransport if seed // len(groups) % 3 == 0 else TorchTransport
         transport = kind(groups[num_ranks - 1], use_tags=use_tags)
-        plan = plan_for_joined(run) if kind is BatchedTransport else run.case.plan
+        if seed < 2 * len(groups):
+            transport.connect("cpu")
+        plan = run.case.serial_plan if kind is BatchedTransport else run.case.plan
         executor = Executor(
             run.model,
             run.case.layout,
@@ -69,12 +70,6 @@ def run_many(seeds: list[int], options: dict[str, Any], tag_zero: bool = False) 
         counts["sent_bytes"] += result.sent_bytes
         counts["recomputed"] += result.num_recomputed
     return counts
-
-
-def plan_for_joined(run: Run) -> ExecutionPlan:
-    case = run.case
-    shapes = boundary_shapes(case.model, case.layout)
-    return lower(case.graph, case.schedule, case.timeline, case.layout, case.packing, shapes, batched=True)
 
 
 class Hanging:

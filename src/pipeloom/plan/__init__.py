@@ -1,7 +1,9 @@
 """Execution plans: actions, lowering from a schedule, verification, text form."""
 
 from pipeloom.plan.action import COMPUTE_VERBS, RECEIVE_VERBS, SEND_VERBS, Action, ExecutionPlan, Verb
+from pipeloom.plan.backend import BACKENDS, Backend, BackendName, backend_of
 from pipeloom.plan.delivery import Answer, Delivery, PackingCounts, packing_counts
+from pipeloom.plan.joined import joined_posts
 from pipeloom.plan.lower import lower, strategy_word
 from pipeloom.plan.measured import Measured, MessageTime
 from pipeloom.plan.pytorch import schedule_from_pytorch_csv, to_pytorch_csv
@@ -21,11 +23,14 @@ from pipeloom.plan.text import action_text, from_msgpack, from_text, to_msgpack,
 from pipeloom.plan.verify import verify
 
 __all__ = [
+    "BACKENDS",
     "COMPUTE_VERBS",
     "RECEIVE_VERBS",
     "SEND_VERBS",
     "Action",
     "Answer",
+    "Backend",
+    "BackendName",
     "Delivery",
     "ExecutionPlan",
     "HandOver",
@@ -38,11 +43,13 @@ __all__ = [
     "Unit",
     "Verb",
     "action_text",
+    "backend_of",
     "boundary_shapes",
     "check_shapes",
     "from_msgpack",
     "from_text",
     "handed_workload",
+    "joined_posts",
     "lower",
     "make_routes",
     "packing_counts",

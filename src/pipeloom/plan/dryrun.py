@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from dataclasses import dataclass
 from typing import Literal
 
@@ -10,11 +10,12 @@ from pipeloom.plan.action import SEND_VERBS, Action, ExecutionPlan
 from pipeloom.plan.messages import WAIT_VERBS, Messages, messages_of
 from pipeloom.plan.text import action_text
 
-Rules = Literal["nccl", "nccl batched", "gloo"]
+Rules = Literal["nccl", "nccl serial", "gloo"]
 """NCCL: messages of a pair of ranks are served one after the other, both directions in one stream, and tags are
-ignored. NCCL batched: sends and receives that stand together are one operation, and a rank's operations are served one
-after the other, whoever the peers are. Gloo: by tag, in any order. All: a message is done once both ends have posted
-it (rendezvous)."""
+ignored; so it is where each pair has a communicator of its own. NCCL serial: all messages of a rank are served one
+after the other, whoever the peers are; so it is where the ranks have one communicator. Gloo: by tag, in any order.
+All: a message is done once both ends have posted it (rendezvous), and posting blocks nobody, which holds for NCCL
+once its communicators are made (`TorchTransport.connect`)."""
 
 
 @dataclass(frozen=True)
@@ -59,9 +60,8 @@ class _DryRun:
         self.done: list[set[int]] = [set() for _ in range(plan.num_ranks)]
         """Per rank, messages complete at it."""
         self.mismatch = ""
-        self.batches: list[list[dict[int, Action]]] = [[] for _ in range(plan.num_ranks)]
-        """Per rank, its operations that are not done yet, with what is missing in each; the last may still grow."""
-        self.growing = [False] * plan.num_ranks
+        self.queues: list[deque[tuple[int, Action, int]]] = [deque() for _ in range(plan.num_ranks)]
+        """Per rank, where its messages are served one after the other: those that are not done, with their peers."""
 
     def run(self) -> Stop | None:
         moved = True
@@ -88,15 +88,10 @@ class _DryRun:
 
     def _advance(self, rank: int) -> bool:
         actions, messages, done = self.plan.ranks[rank], self.messages[rank], self.done[rank]
-        batched = self.rules == "nccl batched"
         begin = step = self.steps[rank]
         while step < len(actions):
             message, action = messages[step], actions[step]
-            waits = message is not None and action.verb in WAIT_VERBS
-            if batched and (message is None or waits):
-                self.growing[rank] = False
-                self._serve_batches()
-            if waits:
+            if message is not None and action.verb in WAIT_VERBS:
                 if message not in done:
                     break
             elif message is not None:
@@ -106,20 +101,15 @@ class _DryRun:
                 return True
             step += 1
         self.steps[rank] = step
-        if step == len(actions) and self.growing[rank]:
-            self.growing[rank] = False
-            self._serve_batches()
         return step > begin
 
     def _post(self, rank: int, action: Action, message: int) -> None:
         peer = -1 if action.peer is None else action.peer
         posted = self.posted[rank, peer]
         posted.append((action, message))
-        if self.rules == "nccl batched":
-            if not self.growing[rank]:
-                self.batches[rank].append({})
-                self.growing[rank] = True
-            self.batches[rank][-1][message] = action
+        if self.rules == "nccl serial":
+            self.queues[rank].append((peer, action, message))
+            self._serve_heads(rank)
         elif self.rules == "nccl":
             self._serve_in_order(rank, peer, len(posted) - 1)
         else:
@@ -131,42 +121,35 @@ class _DryRun:
         The end that comes second to a place finds the other one there, so places are matched in order.
         """
         theirs = self.posted[peer, rank]
-        if index >= len(theirs):
-            return
-        (here, mine), (there, other) = self.posted[rank, peer][index], theirs[index]
+        if index < len(theirs):
+            self._match(rank, peer, *self.posted[rank, peer][index], *theirs[index], f"message {index}")
+
+    def _serve_heads(self, rank: int) -> None:
+        """Match the messages that ranks are at, as long as two ranks are at each other's."""
+        at_hand = [rank]
+        while at_hand and not self.mismatch:
+            here = at_hand.pop()
+            if not self.queues[here]:
+                continue
+            peer, action, message = self.queues[here][0]
+            theirs = self.queues[peer] if 0 <= peer < len(self.queues) else None
+            if theirs and theirs[0][0] == here:
+                _, other_action, other = theirs[0]
+                self._match(here, peer, action, message, other_action, other, "the next message")
+                self.queues[here].popleft()
+                theirs.popleft()
+                at_hand += [here, peer]
+
+    def _match(
+        self, rank: int, peer: int, here: Action, mine: int, there: Action, other: int, what: str
+    ) -> None:
         if (here.verb in SEND_VERBS) == (there.verb in SEND_VERBS) or mine != other:
             self.mismatch = (
-                f"between ranks {rank} and {peer}, message {index} is '{action_text(here)}' on rank {rank} "
+                f"between ranks {rank} and {peer}, {what} is '{action_text(here)}' on rank {rank} "
                 f"but '{action_text(there)}' on rank {peer}"
             )
             return
         self._complete(rank, peer, here, there, mine)
-
-    def _serve_batches(self) -> None:
-        """Match what stands in the operations that all ranks are at, as long as there is something."""
-        moved = True
-        while moved and not self.mismatch:
-            moved = False
-            for rank, batches in enumerate(self.batches):
-                if not batches or (len(batches) == 1 and self.growing[rank]):
-                    continue
-                for message, action in list(batches[0].items()):
-                    peer = -1 if action.peer is None else action.peer
-                    theirs = self._head(peer)
-                    other = theirs.get(message)
-                    if other is not None and (action.verb in SEND_VERBS) != (other.verb in SEND_VERBS):
-                        self._complete(rank, peer, action, other, message)
-                        del batches[0][message], theirs[message]
-                        moved = True
-                if not batches[0]:
-                    batches.pop(0)
-                    moved = True
-
-    def _head(self, rank: int) -> dict[int, Action]:
-        """The operation that a rank is at."""
-        if not 0 <= rank < len(self.batches) or not self.batches[rank]:
-            return {}
-        return {} if len(self.batches[rank]) == 1 and self.growing[rank] else self.batches[rank][0]
 
     def _serve_by_name(self, rank: int, peer: int, action: Action, message: int) -> None:
         role = "send" if action.verb in SEND_VERBS else "receive"

@@ -7,7 +7,12 @@ gloo, which matches by tag, asks for less. Why no such plan can deadlock: in the
 only for messages before it, and a message only for its producer and for messages of its pair of ranks before
 it; the first that never ends would have nothing left to wait for. Receives are posted before the computation
 that is planned to run when the message leaves (AdaPtis section 4.4, "overlap"), never before another message of
-the same pair of ranks: posting never blocks, so the argument holds unchanged.
+the same pair of ranks, so the argument holds unchanged. It rests on posting that blocks nobody: with NCCL only once
+its communicators are made, which the runtime sees to before the first plan.
+
+Where one communicator serves all peers of a rank, one message after the other, a message also waits for those that
+its two ranks posted before it. Those are before it in the global order too, as long as a receive is posted early only
+as far as no other message of its rank is passed: that is what ``serial`` asks for.
 """
 
 from __future__ import annotations
@@ -40,7 +45,7 @@ def lower(
     iteration: int = 0,
     *,
     default_strategy: str = "keep",
-    batched: bool = False,
+    serial: bool = False,
 ) -> ExecutionPlan:
     """Turn a schedule into an execution plan.
 
@@ -58,9 +63,9 @@ def lower(
     iteration : int
     default_strategy : str
         Memory strategy of all pairs where the graph has no candidates.
-    batched : bool
-        For a transport that joins neighbouring messages, which are then served rank by rank and no longer pair by
-        pair: a receive is posted no earlier than any other message of its rank.
+    serial : bool
+        For a backend that serves a rank's messages one after the other, whoever the peers are (see `BACKENDS`): a
+        receive is posted no earlier than any other message of its rank.
 
     Returns
     -------
@@ -83,7 +88,7 @@ def lower(
     routes = make_routes(layout, packing, unit_of_pair)
     _check_pairs(graph, layout, unit_of_pair)
     return _Lowering(
-        graph, schedule, timeline, layout, packing, shapes, routes, unit_of_pair, default_strategy, batched
+        graph, schedule, timeline, layout, packing, shapes, routes, unit_of_pair, default_strategy, serial
     ).run(iteration)
 
 
@@ -170,11 +175,11 @@ class _Lowering:
         routes: Routes,
         unit_of_pair: list[Unit],
         default_strategy: str,
-        batched: bool,
+        serial: bool,
     ) -> None:
         self.graph, self.layout, self.packing, self.routes = graph, layout, packing, routes
         self.schedule, self.shapes, self.default_strategy = schedule, shapes, default_strategy
-        self.unit_of_pair, self.batched = unit_of_pair, batched
+        self.unit_of_pair, self.serial = unit_of_pair, serial
         self.names = layout.chunk_names
         self.start_ns, self.end_ns = timeline.start_ns.tolist(), timeline.end_ns.tolist()
         self.ranks = [_RankList() for _ in range(layout.num_ranks)]
@@ -300,7 +305,7 @@ class _Lowering:
         receive: Verb = "RB" if message.backward else "RF"
         sender, receiver = self.ranks[message.sender], self.ranks[message.receiver]
         sender.post(self._posted(send, message, message.receiver), message.receiver)
-        place = receiver.early_place(None if self.batched else message.sender, time_ns)
+        place = receiver.early_place(None if self.serial else message.sender, time_ns)
         receiver.post(self._posted(receive, message, message.sender), message.sender, place)
 
     def _append_ends(self) -> None:

@@ -51,7 +51,8 @@ class Measured:
     times_ns : tuple of arrays (actions, 2)
         Per rank, start and end of each of its actions. Clocks of the ranks are comparable on one machine.
     cpu_ns : tuple of int
-        Per rank, processor time of the thread that ran the actions.
+        Per rank, processor time of the thread that ran the actions; -1 where another device than the processor
+        computed.
     """
 
     times_ns: tuple[IntArray, ...]

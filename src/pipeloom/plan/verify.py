@@ -26,7 +26,7 @@ def verify(
     layout: Layout | None = None,
     packing: Packing | None = None,
     *,
-    batched: bool = False,
+    serial: bool = False,
 ) -> None:
     """Check a plan; return when it is complete and cannot deadlock, neither under NCCL's rules nor gloo's.
 
@@ -34,8 +34,8 @@ def verify(
     posted once and waited for once), and a dry run ends with every message matched, with equal shapes, in an
     order that NCCL accepts (what NCCL accepts, gloo does too). With a layout: every chunk is on its rank, and
     every unit of a trained module has its backward. With a packing too: every unit of the iteration is there,
-    and every computation has what it needs before it starts, from exactly the ranks that have it. With ``batched``
-    also for a transport that joins neighbouring messages.
+    and every computation has what it needs before it starts, from exactly the ranks that have it. With ``serial``
+    also where a rank's messages are served one after the other, whoever the peers are, joined or not.
 
     Raises
     ------
@@ -47,7 +47,7 @@ def verify(
     messages = messages_of(plan)
     for rank in range(plan.num_ranks):
         _check_steps(plan, messages, rank)
-    _check_dry_run(plan, messages, batched)
+    _check_dry_run(plan, messages, serial)
     if layout is not None:
         _check_layout(plan, layout)
         if packing is not None:
@@ -123,14 +123,14 @@ def _check_peer(plan: ExecutionPlan, rank: int, step: int) -> None:
         _fail(plan, rank, step, f"peer {action.peer} is not another rank of 0..{plan.num_ranks - 1}")
 
 
-def _check_dry_run(plan: ExecutionPlan, messages: Messages, batched: bool) -> None:
+def _check_dry_run(plan: ExecutionPlan, messages: Messages, serial: bool) -> None:
     stop = dry_run(plan, "nccl", messages)
-    if stop is None and batched:
-        stop = dry_run(plan, "nccl batched", messages)
+    if stop is None and serial:
+        stop = dry_run(plan, "nccl serial", messages)
         if stop is not None:
             raise PlanError(
-                f"the plan stops where neighbouring messages are joined: {stop.reason}; lower it with "
-                f"batched=True\n{grid(plan, stop.steps)}"
+                f"the plan stops where a rank's messages are served one after the other: {stop.reason}; lower it "
+                f"with serial=True\n{grid(plan, stop.steps)}"
             )
     if stop is None:
         return

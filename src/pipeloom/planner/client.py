@@ -10,7 +10,7 @@ from typing import Protocol
 from pipeloom.cost import Correction
 from pipeloom.errors import PipeloomError, PlannerError, check_not_negative
 from pipeloom.packing import packing_from_counts
-from pipeloom.plan import Answer, Delivery, check_shapes, verify
+from pipeloom.plan import BACKENDS, Answer, Delivery, check_shapes, verify
 from pipeloom.planner.courier import Courier
 from pipeloom.planner.messages import Request, Setup, answer_of, decode, encode
 from pipeloom.planner.plan_batch import Problem, plan_batch
@@ -180,7 +180,7 @@ class Planner:
             packing = packing_from_counts(
                 request.batch, self.setup.model, layout, answer.packing.samples, answer.packing.counts
             )
-            verify(answer.plan, layout, packing)
+            verify(answer.plan, layout, packing, serial=BACKENDS[self.setup.backend].serial)
             check_shapes(answer.plan, self.setup.model, layout, packing)
         except PipeloomError as error:
             raise PlannerError(f"the plan does not fit the batch: {error}") from error

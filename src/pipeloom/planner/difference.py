@@ -145,7 +145,8 @@ def _beside_computation(answer: Answer, measured: Measured) -> tuple[list[float]
         busy = sum(spent) - waited
         waits.append(waited / 1e9)
         posts.append((busy - computed) / 1e9)
-        shares.append(min(1.0, cpu_ns / max(busy, 1)))
+        # A GPU is nobody else's; what its host's thread took is dispatch and says nothing of the computation.
+        shares.append(1.0 if cpu_ns < 0 else min(1.0, cpu_ns / max(busy, 1)))
     return waits, posts, shares
 
 

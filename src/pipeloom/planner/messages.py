@@ -9,7 +9,7 @@ import msgspec
 from pipeloom.cost import Correction, Profile, ProfileCosts, Strategy
 from pipeloom.errors import PlannerError, check_positive
 from pipeloom.packing import PackingSpec
-from pipeloom.plan import Answer, packing_counts
+from pipeloom.plan import Answer, BackendName, packing_counts
 from pipeloom.planner.plan_batch import PlannedBatch, Problem
 from pipeloom.spec import Batch, ClusterSpec, Layout, ModelSpec
 from pipeloom.taskgraph import FORWARD
@@ -30,6 +30,8 @@ class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     strategies: tuple[Strategy, ...] = ("keep",)
     tuning: TuningSpec | None = None
     """Given: batches are tuned on 1F1B, not searched; see `pipeloom.tuning`."""
+    backend: BackendName = "gloo"
+    """Over which messages go: plans are made and verified for it."""
 
     def __post_init__(self) -> None:
         """Refuse budgets that never end or never begin."""
@@ -43,7 +45,9 @@ class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def problem(self) -> Problem:
         """The problem in the form that planning takes."""
         capacity = self.cluster.memory_capacity_bytes
-        return Problem(self.model, self.layout, self.costs, self.packing, capacity, self.tuning)
+        return Problem(
+            self.model, self.layout, self.costs, self.packing, capacity, self.tuning, backend=self.backend
+        )
 
 
 class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -9,7 +9,7 @@ import msgspec
 from pipeloom import packing, search, tuning
 from pipeloom.cost import Correction, CostModel, ProfileCosts
 from pipeloom.packing import Packing, PackingSpec, cost_loads, pack
-from pipeloom.plan import ExecutionPlan, boundary_shapes, lower, verify
+from pipeloom.plan import BACKENDS, BackendName, ExecutionPlan, boundary_shapes, lower, verify
 from pipeloom.search import Share, StoppingRule, solve
 from pipeloom.spec import Batch, Layout, ModelSpec
 from pipeloom.taskgraph import TaskGraph, build_graph
@@ -33,6 +33,8 @@ class Problem:
     """Given: batches are tuned, not searched (PipeTune); the layout must be one of `arrange.encoder_first`."""
     pipeline: TunedPipeline | None = None
     """Tables of the uncorrected costs, for tuning; made where left out."""
+    backend: BackendName = "gloo"
+    """Over which the plans' messages go."""
 
     def __post_init__(self) -> None:
         """Tabulate the costs for tuning, once; calibration scales the tables."""
@@ -115,8 +117,9 @@ def plan_batch(
         batch.iteration,
         # Where every pair has but one strategy, the graph has no candidates, and the plan must still name it.
         default_strategy=problem.costs.strategies[0],
+        serial=BACKENDS[problem.backend].serial,
     )
-    verify(plan, problem.layout, made.packing)
+    verify(plan, problem.layout, made.packing, serial=BACKENDS[problem.backend].serial)
     return PlannedBatch(
         made.packing, made.graph, made.schedule, made.timeline, made.lower_bound, plan, made.evaluations
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -67,6 +67,22 @@ def block_bounds(strategy: str, num_layers: int, with_loss: bool = False) -> Bou
     return tuple(bounds)
 
 
+def kept_casts(device: torch.device, autocast: torch.dtype | None) -> AbstractContextManager[object]:
+    """Around an iteration under autocast: weights are cast once for all its passes, not once for each.
+
+    Torch drops the casts of weights where the outermost autocast region ends; without this one that is the end of every
+    pass, and each microbatch in flight would hold a copy of the weights for its backward.
+    """
+    if autocast is None:
+        return nullcontext()
+    kind = device.type
+    # It changes nothing else for what runs inside.
+    return torch.autocast(
+        kind, torch.get_autocast_dtype(kind), enabled=torch.is_autocast_enabled(kind),
+        cache_enabled=torch.is_autocast_cache_enabled(),
+    )  # fmt: skip
+
+
 @dataclass(slots=True)
 class _Block:
     layers: Sequence[Layer]
@@ -120,7 +136,7 @@ class Passage:
         """
         if not trained:
             with torch.no_grad():
-                return self._run(layers, inputs)
+                return self._run(layers, inputs, keeps_casts=False)
         output: Tensor | None = None
         flows = False
         for begin, end, strategy in bounds:
@@ -152,15 +168,20 @@ class Passage:
             if block.strategy == "selective":
                 block.selective = SelectiveRecompute()
             with torch.no_grad() if block.selective is None else block.selective.forward():
-                return self._run(block.layers, block.inputs)
+                return self._run(block.layers, block.inputs, keeps_casts=False)
         if output.requires_grad:
             block.edge = output if output.dim() == 0 else get_gradient_edge(output)
         return output
 
-    def _run(self, layers: Sequence[Layer], inputs: tuple[Any, ...]) -> Tensor:
+    def _run(self, layers: Sequence[Layer], inputs: tuple[Any, ...], keeps_casts: bool = True) -> Tensor:
+        """Run layers; ``keeps_casts``: casts of weights may be kept for later passes.
+
+        Not where they are made without a graph, in which a later pass would lose its gradient; nor where every
+        operation is counted, of which the recomputation must not have more.
+        """
         if self.autocast is None:
             return self._call(layers, inputs)
-        with torch.autocast(self.device.type, self.autocast):
+        with torch.autocast(self.device.type, self.autocast, cache_enabled=keeps_casts):
             return self._call(layers, inputs)
 
     def _call(self, layers: Sequence[Layer], inputs: tuple[Any, ...]) -> Tensor:

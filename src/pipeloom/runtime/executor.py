@@ -12,14 +12,15 @@ from torch.distributed.tensor import DTensor
 from pipeloom.errors import ExecutionError, InputError, PipeloomError
 from pipeloom.packing import Packing
 from pipeloom.plan import ExecutionPlan, action_text
+from pipeloom.runtime.blocks import kept_casts
 from pipeloom.runtime.iteration import Iteration
-from pipeloom.runtime.lanes import lane_for
+from pipeloom.runtime.lanes import StalledError, lane_for
 from pipeloom.runtime.model import Model
 from pipeloom.runtime.program import Linker, Program
 from pipeloom.runtime.reduce import ReduceGradients
 from pipeloom.runtime.result import ActionTime, StepResult
 from pipeloom.runtime.sharding import sharded_modules
-from pipeloom.runtime.transport import Transport
+from pipeloom.runtime.transport import Transport, joins
 from pipeloom.spec import Layout
 
 
@@ -39,7 +40,10 @@ class Executor:
         chunk, see `all_reduce_gradients`. What it returns is waited for before OS.
     autocast : torch.dtype or None
         Run layers and loss under `torch.autocast` with this dtype. The shapes that modules state must then have
-        the dtypes that come out of it.
+        the dtypes that come out of it. Weights are cast once an iteration for all passes that save them.
+    timeout_s : float or None
+        On a GPU: an iteration that comes to no further action for so long has failed; None: wait on. On the CPU the
+        waits of the transport are bounded by its own timeout.
     """
 
     def __init__(
@@ -52,6 +56,7 @@ class Executor:
         *,
         reduce_gradients: ReduceGradients | None = None,
         autocast: torch.dtype | None = None,
+        timeout_s: float | None = None,
     ) -> None:
         if not 0 <= rank < layout.num_ranks:
             raise InputError("rank", f"{rank} is not in 0..{layout.num_ranks - 1}")
@@ -59,7 +64,7 @@ class Executor:
         self.model, self.layout, self.rank, self.transport = model, layout, rank, transport
         self.device = torch.device(device)
         self.lane = lane_for(transport, self.device)
-        self.reduce_gradients, self.autocast = reduce_gradients, autocast
+        self.reduce_gradients, self.autocast, self.timeout_s = reduce_gradients, autocast, timeout_s
         self._linker = Linker(layout, model, rank)
         self.layers: dict[int, list[nn.Module]] = {}
         """Per chunk of this rank, its layers."""
@@ -103,7 +108,7 @@ class Executor:
         ExecutionError
             When the plan is for another layout, or its shapes are not those that the model states.
         """
-        return self._linker.link(plan, packing)
+        return self._linker.link(plan, packing, joins=joins(self.transport))
 
     def run(
         self,
@@ -165,19 +170,22 @@ class Executor:
         stamps = [clock()]
         step = 0
         try:
-            for call, argument in iteration.steps():
-                call(argument)
-                stamps.append(clock())
-                step += 1
-            # A plan need not have an optimiser step.
-            iteration.settle()
+            with kept_casts(self.device, self.autocast):
+                for call, argument in iteration.steps():
+                    call(argument)
+                    stamps.append(clock())
+                    step += 1
+                # A plan need not have an optimiser step.
+                iteration.settle()
+            moments = self.lane.times(stamps, self.timeout_s)
+        except StalledError as error:
+            raise ExecutionError(f"{self._where(program, max(0, error.num_reached - 1))}: {error}") from error
         except PipeloomError as error:
             raise ExecutionError(f"{self._where(program, step)}: {error}") from error
         except Exception as error:
             raise ExecutionError(f"{self._where(program, step)}: {type(error).__name__}: {error}") from error
         finally:
             program.unlink()
-        moments = self.lane.times(stamps)
         times = tuple(
             ActionTime(a.verb, a.chunk, a.microbatch, a.sub_microbatch, start, end)
             for a, start, end in zip(program.actions, moments, moments[1:], strict=False)

@@ -21,7 +21,8 @@ def gather_times(
 ) -> Measured | None:
     """Bring the measured times of a pipeline's ranks to its first; None on the others. All ranks call it together.
 
-    Clock readings are comparable because all ranks of one machine share the monotonic clock.
+    Clock readings are comparable because all ranks of one machine share the monotonic clock. ``cpu_ns`` is processor
+    time of the thread that ran the actions; -1 where another device computed.
     """
     counts = [len(actions) for actions in plan.ranks]
     block = torch.zeros((max(counts) + 1, 2), dtype=torch.int64)

@@ -16,7 +16,7 @@ from pipeloom.runtime.model import Part, make_part
 from pipeloom.runtime.program import Program
 from pipeloom.runtime.reduce import Finish
 from pipeloom.runtime.sharding import reshard, settle_gradients, unshard
-from pipeloom.runtime.transport import BatchedTransport, Post
+from pipeloom.runtime.transport import Post, joins
 from pipeloom.runtime.unit import MessageState, PartState, UnitState
 
 if TYPE_CHECKING:
@@ -59,13 +59,11 @@ class Iteration:
             "WF": self.arrive, "WB": self.arrive, "DF": self.sent, "DB": self.sent,
             "UN": self.unshard, "RG": self.reduce, "OS": self.step,
         }  # fmt: skip
-        if isinstance(self.executor.transport, BatchedTransport):
+        if joins(self.executor.transport):
             methods |= {verb: partial(self.hold, sends=verb[0] == "S") for verb in _POSTS}
         for verb, argument in self.program.steps:
             if verb not in methods:
                 raise ExecutionError(f"this runtime has no action {verb!r}")
-            if self.held and verb not in _POSTS:
-                self.post()
             yield methods[verb], argument
 
     # ---------------------------------------------------------------- computation
@@ -184,7 +182,7 @@ class Iteration:
 
     def receive(self, message: MessageState) -> None:
         if 0 in message.shape:
-            message.tensor = self.lane.empty(message.shape, message.dtype)
+            message.tensor = self.lane.empty(message.shape, message.dtype, message.peer)
             return
         message.tensor, message.handle = self.lane.receive(
             message.shape, message.dtype, message.peer, message.tag
@@ -192,13 +190,17 @@ class Iteration:
         self.received_bytes += message.tensor.nbytes
 
     def hold(self, message: MessageState, sends: bool) -> None:
-        """Keep a send or receive for `post`."""
-        message.tensor = message.take() if sends else self.lane.empty(message.shape, message.dtype)
+        """Keep a send or receive, and post it with those that belong to it once the last of them is here."""
+        message.tensor = (
+            message.take() if sends else self.lane.empty(message.shape, message.dtype, message.peer)
+        )
         if message.tensor.numel():
             self.held.append((message, Post(sends, message.tensor, message.peer, message.tag)))
+        if self.held and not message.joins_next:
+            self.post()
 
     def post(self) -> None:
-        """Post together what stands together."""
+        """Post what is held as one operation."""
         handles = self.lane.post([post for _, post in self.held])
         for (message, post), handle in zip(self.held, handles, strict=True):
             message.handle = handle
@@ -216,7 +218,7 @@ class Iteration:
 
     def sent(self, message: MessageState) -> None:
         if message.handle is not None:
-            self.lane.sent(message.handle, message.tensor)
+            self.lane.sent(message.handle, message.tensor, message.peer)
             message.handle = None
         message.tensor = None
 
@@ -252,6 +254,9 @@ class Iteration:
 
     def step(self, _: None) -> None:
         self.settle()
+        if self.executor.autocast is not None:
+            # Casts of weights that are about to change.
+            torch.clear_autocast_cache()
         if self.optimizer_step is not None:
             self.optimizer_step()
 

@@ -1,9 +1,10 @@
 """Where messages and copies of one iteration run: at once on the CPU, in streams of their own on a GPU.
 
-The executor says when; a lane says how. On a GPU the host never waits: it puts work into streams and events between
-them, and a wait for a message is a wait of the computing stream. Sends start when what they send is computed,
-whatever is queued behind it; receives start at once, into memory of their own stream, whatever is still being
-computed; DF holds the memory of a send until it has left, in the sending stream.
+The executor says when; a lane says how. On a GPU the host never waits before the end of the iteration: it puts work
+into streams and events between them, and a wait for a message is a wait of the computing stream. Sends start when what
+they send is computed, whatever is queued behind it; receives start at once, into memory of their own stream, whatever
+is still being computed; DF holds the memory of a send until it has left, in a stream for each peer, so that a late
+receiver holds up no other peer's messages here (NCCL itself may, where the ranks have one communicator).
 
 With several NCCL ranks nobody has run this yet.
 """
@@ -18,7 +19,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeloom.runtime.transport import BatchedTransport, Handle, Post, Transport
+from pipeloom.errors import ExecutionError
+from pipeloom.runtime.transport import Handle, Post, Transport, joins
+
+# A GPU's iteration takes milliseconds; looking so often costs the host next to nothing.
+_POLL_S = 1e-4
+
+
+class StalledError(ExecutionError):
+    """The device stands still.
+
+    Attributes
+    ----------
+    num_reached : int
+        Marks that it has come to.
+    """
+
+    def __init__(self, num_reached: int, timeout_s: float) -> None:
+        self.num_reached = num_reached
+        super().__init__(
+            f"the device has been at it for {timeout_s:g} s and comes no further; where this is a wait for a message, "
+            "look at the rank that sends it"
+        )
 
 
 class Lane:
@@ -41,16 +63,17 @@ class Lane:
         self, shape: tuple[int, ...], dtype: torch.dtype, peer: int, tag: int
     ) -> tuple[Tensor, Handle]:
         """Post a receive into a new tensor."""
-        tensor = self.empty(shape, dtype)
+        tensor = self.empty(shape, dtype, peer)
         return tensor, self.transport.receive(tensor, peer, tag)
 
     def post(self, posts: list[Post]) -> list[Handle]:
         """Post several together."""
-        assert isinstance(self.transport, BatchedTransport)
+        assert joins(self.transport)
         return self.transport.post(posts)
 
-    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Room for what is to be received."""
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype, peer: int) -> Tensor:
+        """Room for what is to be received, in a joined operation or where nothing will come."""
+        del peer
         return torch.empty(shape, dtype=dtype, device=self.device)
 
     def arrived(self, handle: Handle, tensor: Tensor | None) -> None:
@@ -58,9 +81,9 @@ class Lane:
         del tensor
         handle.wait()
 
-    def sent(self, handle: Handle, tensor: Tensor | None) -> None:
+    def sent(self, handle: Handle, tensor: Tensor | None, peer: int) -> None:
         """Let go of a tensor once it has left."""
-        del tensor
+        del tensor, peer
         handle.wait()
 
     def copying(self) -> AbstractContextManager[object]:
@@ -71,24 +94,63 @@ class Lane:
         """Mark of this moment."""
         return time.monotonic_ns()
 
-    def times(self, stamps: Sequence[Any]) -> Sequence[int]:
+    def times(self, stamps: Sequence[Any], timeout_s: float | None = None) -> Sequence[int]:
         """Nanoseconds of marks, on the host's monotonic clock."""
+        del timeout_s
         return stamps
 
 
+def await_marks(marks: Sequence[Any], timeout_s: float | None) -> None:
+    """Wait until the device has come to all marks.
+
+    Parameters
+    ----------
+    marks : sequence of torch.cuda.Event
+        In the order in which they were recorded.
+    timeout_s : float or None
+        Longest time from one mark to the next; None: no bound.
+
+    Raises
+    ------
+    StalledError
+        When the device came to no further mark for so long.
+    """
+    reached, since = 0, time.monotonic()
+    while not marks[-1].query():
+        now = time.monotonic()
+        while marks[reached].query():
+            reached, since = reached + 1, now
+            if reached == len(marks):
+                return
+        if timeout_s is not None and now - since > timeout_s:
+            raise StalledError(reached, timeout_s)
+        time.sleep(_POLL_S)
+
+
 class CudaLane(Lane):
-    """Sends, receives and copies in a stream each, beside the computing one: the one current when it is made."""
+    """Sends to each peer, receives, and copies in a stream each, beside the computing one: the current one."""
 
     def __init__(self, transport: Transport, device: torch.device) -> None:
         super().__init__(transport, device)
         self.compute = torch.cuda.current_stream(device)
-        streams = [torch.cuda.Stream(device) for _ in range(3)]  # type: ignore[no-untyped-call]
-        self.sending, self.receiving, self.copies = streams
+        self.receiving, self.copies = self._stream(), self._stream()
+        self.sending: dict[int, torch.cuda.Stream] = {}
+
+    def _stream(self) -> torch.cuda.Stream:
+        stream: torch.cuda.Stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        return stream
+
+    def towards(self, peer: int) -> torch.cuda.Stream:
+        """The stream of what is sent to a peer."""
+        if peer not in self.sending:
+            self.sending[peer] = self._stream()
+        return self.sending[peer]
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> Handle:
         """Post a send of what was computed last or before."""
-        self.sending.wait_stream(self.compute)
-        with torch.cuda.stream(self.sending):
+        stream = self.towards(peer)
+        stream.wait_stream(self.compute)
+        with torch.cuda.stream(stream):
             return self.transport.send(tensor, peer, tag)
 
     def receive(
@@ -99,15 +161,16 @@ class CudaLane(Lane):
             tensor = torch.empty(shape, dtype=dtype, device=self.device)
             return tensor, self.transport.receive(tensor, peer, tag)
 
-    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Room in the sending stream's memory, for a joined operation."""
-        with torch.cuda.stream(self.sending):
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype, peer: int) -> Tensor:
+        """Room in the memory of the peer's stream, where joined operations are posted."""
+        with torch.cuda.stream(self.towards(peer)):
             return torch.empty(shape, dtype=dtype, device=self.device)
 
     def post(self, posts: list[Post]) -> list[Handle]:
-        """Post several together, in the sending stream."""
-        self.sending.wait_stream(self.compute)
-        with torch.cuda.stream(self.sending):
+        """Post several with one peer together, in its stream."""
+        stream = self.towards(posts[0].peer)
+        stream.wait_stream(self.compute)
+        with torch.cuda.stream(stream):
             return super().post(posts)
 
     def arrived(self, handle: Handle, tensor: Tensor | None) -> None:
@@ -117,12 +180,13 @@ class CudaLane(Lane):
             # Its memory is another stream's: not to be given away there while it is read here.
             tensor.record_stream(self.compute)
 
-    def sent(self, handle: Handle, tensor: Tensor | None) -> None:
-        """Make the sending stream wait, and with it whoever is given the memory next."""
-        with torch.cuda.stream(self.sending):
+    def sent(self, handle: Handle, tensor: Tensor | None, peer: int) -> None:
+        """Make the peer's stream wait, and with it whoever is given the memory next."""
+        stream = self.towards(peer)
+        with torch.cuda.stream(stream):
             handle.wait()
         if tensor is not None:
-            tensor.record_stream(self.sending)
+            tensor.record_stream(stream)
 
     def copying(self) -> AbstractContextManager[object]:
         """Around copies to the host and back."""
@@ -135,11 +199,11 @@ class CudaLane(Lane):
         event.record(self.compute)
         return event
 
-    def times(self, stamps: Sequence[Any]) -> Sequence[int]:
+    def times(self, stamps: Sequence[Any], timeout_s: float | None = None) -> Sequence[int]:
         """Nanoseconds of marks; the host waits for the last of them, and takes it for now."""
         if not stamps:
             return []
-        stamps[-1].synchronize()
+        await_marks(stamps, timeout_s)
         now_ns = time.monotonic_ns()
         return [now_ns - round(stamp.elapsed_time(stamps[-1]) * 1e6) for stamp in stamps]
 

@@ -46,6 +46,9 @@ _KEPT_OPERATIONS = frozenset(
         "addmm",
         "bmm",
         "baddbmm",
+        "_grouped_mm",
+        "_scaled_mm",
+        "_scaled_grouped_mm",
         "convolution",
         "_scaled_dot_product_flash_attention",
         "_scaled_dot_product_flash_attention_for_cpu",
@@ -53,7 +56,7 @@ _KEPT_OPERATIONS = frozenset(
         "_scaled_dot_product_cudnn_attention",
     )
     if hasattr(torch.ops.aten, name)
-)
+) | {torch._higher_order_ops.flex_attention}
 
 
 def _policy(_: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -163,6 +166,16 @@ class _Storage:
         return self.back
 
 
+def _cast_leaf(tensor: Tensor) -> int:
+    """Id of the leaf that a tensor is a cast of, itself or as a view of one; 0: of none."""
+    source = tensor._base if tensor._is_view() and tensor._base is not None else tensor
+    node = source.grad_fn
+    if node is None or node.name() != "ToCopyBackward0":
+        return 0
+    leaf = getattr(node.next_functions[0][0], "variable", None)
+    return 0 if leaf is None else id(leaf)
+
+
 class Offloaded:
     """What autograd saves inside a block, movable to the host and back.
 
@@ -170,15 +183,13 @@ class Offloaded:
     ----------
     held_anyway : iterable
         Tensors that stay on the device whatever happens, so that moving them would free nothing: weights, the
-        block's inputs, the module's context.
+        block's inputs, the module's context. Casts of them that autocast keeps for the iteration stay as well.
     """
 
     def __init__(self, held_anyway: Iterable[Any]) -> None:
-        self._held = {
-            local_part(awaited(tensor)).untyped_storage().data_ptr()
-            for tensor in held_anyway
-            if isinstance(tensor, Tensor)
-        }
+        held = [tensor for tensor in held_anyway if isinstance(tensor, Tensor)]
+        self._held = {local_part(awaited(tensor)).untyped_storage().data_ptr() for tensor in held}
+        self._leaves = {id(tensor) for tensor in held if tensor.is_leaf and tensor.requires_grad}
         self._storages: dict[int, _Storage] = {}
         self._away: list[_Storage] = []
         self.num_bytes = 0
@@ -201,6 +212,8 @@ class Offloaded:
             storage.load()
 
     def _pack(self, tensor: Tensor) -> Tensor | _Saved | _SavedShard:
+        if torch.is_autocast_cache_enabled() and _cast_leaf(tensor) in self._leaves:
+            return tensor
         if isinstance(tensor, DTensor):
             local = self._pack(local_part(tensor))
             return _SavedShard(local, tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride())

@@ -17,6 +17,7 @@ from pipeloom.plan import (
     action_text,
     boundary_shapes,
     handed_workload,
+    joined_posts,
     target_word,
 )
 from pipeloom.runtime.blocks import block_bounds
@@ -95,8 +96,8 @@ class Linker:
             layer_numbers=chunk.layers,
         )
 
-    def link(self, plan: ExecutionPlan, packing: Packing) -> Program:
-        """Link one rank's actions.
+    def link(self, plan: ExecutionPlan, packing: Packing, *, joins: bool = False) -> Program:
+        """Link one rank's actions; where wanted, find out which messages are posted together.
 
         Raises
         ------
@@ -111,9 +112,12 @@ class Linker:
         if len(self.known_shapes) > _MAX_KNOWN_SHAPES:
             self.known_shapes.clear()
         try:
-            return _Link(self, plan, packing).program()
+            program = _Link(self, plan, packing).program()
         except InputError as error:
             raise ExecutionError(f"the plan does not fit the packing: {error}") from error
+        for step in joined_posts(plan, self.rank) if joins else ():
+            program.steps[step][1].joins_next = True
+        return program
 
 
 class _Link:

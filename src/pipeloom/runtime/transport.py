@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -40,11 +41,35 @@ class Transport(Protocol):
         ...
 
 
+class Post(NamedTuple):
+    """A send or receive that is to be posted together with others."""
+
+    sends: bool
+    tensor: Tensor
+    peer: int
+    tag: int
+
+
+class JoiningTransport(Transport, Protocol):
+    """Posts neighbouring messages with one peer as one operation."""
+
+    joins: bool
+
+    def post(self, posts: Sequence[Post]) -> list[Handle]:
+        """Post them together; a handle for each."""
+        ...
+
+
+def joins(transport: Transport) -> TypeGuard[JoiningTransport]:
+    """Whether a transport joins messages."""
+    return bool(getattr(transport, "joins", False))
+
+
 class TorchTransport:
     """Point-to-point messages of `torch.distributed`.
 
     Waiting is bounded by the group's own timeout: when the peer is gone or late beyond it, the wait raises
-    and the group is of no more use.
+    and the group is of no more use. With NCCL, `connect` first.
 
     Parameters
     ----------
@@ -67,6 +92,28 @@ class TorchTransport:
         work = dist.irecv(tensor, group=self.group, group_src=peer, tag=tag if self.use_tags else 0)
         return _posted(work, "receive from", peer)
 
+    def connect(self, device: torch.device | str) -> None:
+        """Exchange something with every peer; all ranks of the group call it together, before the first plan.
+
+        NCCL makes the way between two ranks when their first message is posted, and the host waits there until the
+        other end is posted too. Plans are proven for posting that blocks nobody; a rank that waits in a receive from
+        one peer, while another peer waits in its first send to it, could wait for ever. So all ways are made here,
+        pair after pair in one order that all ranks follow. Gloo has its ways from the beginning.
+        """
+        dist.all_reduce(torch.zeros(1, device=device), group=self.group)
+        rank = dist.get_rank(self.group)
+        for low, high in itertools.combinations(range(dist.get_world_size(self.group)), 2):
+            if rank in (low, high):
+                out, into = torch.zeros(2, 1, device=device).unbind()
+                self._greet(out, into, high if rank == low else low, rank == low)
+        if torch.device(device).type == "cuda":
+            torch.cuda.synchronize(device)
+
+    def _greet(self, out: Tensor, into: Tensor, peer: int, sends_first: bool) -> None:
+        """A message each way: connections have a direction."""
+        for sends in (sends_first, not sends_first):
+            (self.send(out, peer, 0) if sends else self.receive(into, peer, 0)).wait()
+
 
 def _posted(work: dist.Work | None, what: str, peer: int) -> Handle:
     if work is None:
@@ -74,21 +121,14 @@ def _posted(work: dist.Work | None, what: str, peer: int) -> Handle:
     return work
 
 
-class Post(NamedTuple):
-    """A send or receive that is to be posted together with others."""
-
-    sends: bool
-    tensor: Tensor
-    peer: int
-    tag: int
-
-
 class BatchedTransport(TorchTransport):
-    """Joins messages that a plan posts one after the other into one operation, as NCCL gains by.
+    """Posts messages with one peer that stand together at both ends as one operation, as NCCL gains by.
 
-    NCCL then serves a rank's operations one by one, whoever the peers are, so that plans must be lowered with
-    ``batched=True``; all ranks use this transport or none.
+    All of them go over the group's one communicator, where NCCL serves a rank's operations one by one, whoever the
+    peers are: plans must be lowered with ``serial=True``. All ranks use this transport or none.
     """
+
+    joins = True
 
     def post(self, posts: Sequence[Post]) -> list[Handle]:
         """Post them together; a handle for each."""
@@ -106,8 +146,13 @@ class BatchedTransport(TorchTransport):
         # NCCL gives one handle for all.
         return works if len(works) == len(posts) else works[:1] * len(posts)
 
+    def _greet(self, out: Tensor, into: Tensor, peer: int, sends_first: bool) -> None:
+        del sends_first
+        for handle in self.post([Post(True, out, peer, 0), Post(False, into, peer, 0)]):
+            handle.wait()
 
-MatchOrder = Literal["tags", "in order"]
+
+MatchOrder = Literal["tags", "in order", "serial"]
 
 
 @dataclass
@@ -124,23 +169,29 @@ class ThreadHub:
 
     Parameters
     ----------
-    order : {"tags", "in order"}
+    order : {"tags", "in order", "serial"}
         ``"in order"`` keeps NCCL's rules: one stream for each pair of ranks, shared by both directions, whose
-        next message is served once both ends have posted it; tags are ignored.
+        next message is served once both ends have posted it; tags are ignored. ``"serial"``: one stream for each
+        rank, as where ranks have one communicator; an operation of several messages must be the same at both ends.
     timeout_s : float
         A wait that takes longer raises `ExecutionError`.
+    joins : bool
+        Its transports take several messages as one operation.
     """
 
     order: MatchOrder = "tags"
     timeout_s: float = 60.0
+    joins: bool = False
     condition: threading.Condition = field(default_factory=threading.Condition)
     mail: defaultdict[tuple[int, int], list[_Mail]] = field(default_factory=lambda: defaultdict(list))
     """What a rank has posted with a peer and is not served yet: key (rank, peer)."""
+    queues: defaultdict[int, list[tuple[int, list[_Mail]]]] = field(default_factory=lambda: defaultdict(list))
+    """Where ranks have one stream each: their operations that are not served yet, with their peers."""
     failed: bool = False
 
     def transport(self, rank: int) -> Transport:
         """The transport of one rank."""
-        return _ThreadTransport(self, rank)
+        return _ThreadTransport(self, rank, self.joins)
 
     def fail(self) -> None:
         """End all waits: a rank has died."""
@@ -148,21 +199,53 @@ class ThreadHub:
             self.failed = True
             self.condition.notify_all()
 
-    def post(self, rank: int, peer: int, mail: _Mail) -> None:
-        """Take a message in, and serve what can be."""
+    def post(self, rank: int, peer: int, mails: list[_Mail]) -> None:
+        """Take an operation of one or more messages in, and serve what can be."""
         with self.condition:
-            self.mail[rank, peer].append(mail)
-            mine, theirs = self.mail[rank, peer], self.mail[peer, rank]
-            if self.order == "in order":
-                while mine and theirs:
-                    self._serve(mine.pop(0), theirs.pop(0))
-            else:
-                for other in theirs:
-                    if other.tag == mail.tag and other.sends != mail.sends:
-                        mine.remove(mail)
-                        theirs.remove(other)
-                        self._serve(mail, other)
-                        break
+            if self.order == "serial":
+                self.queues[rank].append((peer, mails))
+                self._serve_heads(rank)
+                return
+            for mail in mails:
+                self._take(rank, peer, mail)
+
+    def _serve_heads(self, rank: int) -> None:
+        """Serve ranks that are at operations with each other."""
+        at_hand = [rank]
+        while at_hand and not self.failed:
+            here = at_hand.pop()
+            if not self.queues[here]:
+                continue
+            peer, mails = self.queues[here][0]
+            if not self.queues[peer] or self.queues[peer][0][0] != here:
+                continue
+            others = self.queues[peer].pop(0)[1]
+            self.queues[here].pop(0)
+            for sends in (True, False):
+                mine = [mail for mail in mails if mail.sends == sends]
+                theirs = [mail for mail in others if mail.sends != sends]
+                if len(mine) != len(theirs):
+                    self.failed = True
+                    self.condition.notify_all()
+                    return
+                for one, other in zip(mine, theirs, strict=True):
+                    self._serve(one, other)
+            at_hand += [here, peer]
+
+    def _take(self, rank: int, peer: int, mail: _Mail) -> None:
+        """Take one message in where each pair of ranks has a stream, or tags."""
+        self.mail[rank, peer].append(mail)
+        mine, theirs = self.mail[rank, peer], self.mail[peer, rank]
+        if self.order == "in order":
+            while mine and theirs:
+                self._serve(mine.pop(0), theirs.pop(0))
+        else:
+            for other in theirs:
+                if other.tag == mail.tag and other.sends != mail.sends:
+                    mine.remove(mail)
+                    theirs.remove(other)
+                    self._serve(mail, other)
+                    break
 
     def _serve(self, here: _Mail, there: _Mail) -> None:
         source, target = (here, there) if here.sends else (there, here)
@@ -200,17 +283,20 @@ class _ThreadHandle:
 class _ThreadTransport:
     hub: ThreadHub
     rank: int
+    joins: bool = False
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> Handle:
         """Post a send; its tensor is read when both ends have posted."""
-        return self._post(tensor, peer, tag, True)
+        return self.post([Post(True, tensor, peer, tag)])[0]
 
     def receive(self, tensor: Tensor, peer: int, tag: int) -> Handle:
         """Post a receive."""
-        return self._post(tensor, peer, tag, False)
+        return self.post([Post(False, tensor, peer, tag)])[0]
 
-    def _post(self, tensor: Tensor, peer: int, tag: int, sends: bool) -> Handle:
-        mail = _Mail(tensor.detach(), sends, tag)
+    def post(self, posts: Sequence[Post]) -> list[Handle]:
+        """Post messages with one peer together."""
+        (peer,) = {post.peer for post in posts}
+        mails = [_Mail(post.tensor.detach(), post.sends, post.tag) for post in posts]
         with torch.no_grad():
-            self.hub.post(self.rank, peer, mail)
-        return _ThreadHandle(self.hub, self.rank, peer, mail)
+            self.hub.post(self.rank, peer, mails)
+        return [_ThreadHandle(self.hub, self.rank, peer, mail) for mail in mails]

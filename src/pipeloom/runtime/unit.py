@@ -217,6 +217,8 @@ class MessageState:
     dtype: torch.dtype
     tensor: Tensor | None = None
     handle: Handle | None = None
+    joins_next: bool = False
+    """Whether it is posted together with the message that is posted next."""
 
     def take(self) -> Tensor:
         """The tensor to send."""

@@ -1,0 +1,139 @@
+"""Under autocast weights are cast once an iteration, whatever the plan, and nothing is lost or changed by that."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pipeloom.packing import PackingSpec, pack
+from pipeloom.plan import Action, ExecutionPlan
+from pipeloom.runtime import Executor, Model, Module, StepResult, ThreadHub
+from pipeloom.spec import Batch, Chunk, Layout, ModuleLayout, Sample, TensorShape
+
+from .cases import Gradients, assert_equal_gradients, take_gradients
+
+WIDTH, LENGTH, NUM_MICROBATCHES = 64, 3, 3
+HALF = TensorShape(("tokens", WIDTH), "bfloat16")
+
+
+class Feed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.down(torch.tanh(self.up(x)))
+        return output
+
+
+class WeightCasts(TorchDispatchMode):
+    """Counts how often each weight is cast."""
+
+    def __init__(self, layers: list[nn.Module]) -> None:
+        super().__init__()
+        self.names = {p.data_ptr(): f"{i}.{n}" for i, x in enumerate(layers) for n, p in x.named_parameters()}
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._to_copy.default and args[0].data_ptr() in self.names:
+            self.counts[self.names[args[0].data_ptr()]] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def build() -> tuple[list[nn.Module], list[Tensor]]:
+    torch.manual_seed(0)
+    return [Feed() for _ in range(4)], [torch.randn(LENGTH, WIDTH) for _ in range(NUM_MICROBATCHES)]
+
+
+def run(
+    strategy: str, backward: tuple[str, ...], times: int = 1
+) -> tuple[Gradients, StepResult, Counter[str]]:
+    """Two chunks of two layers, all forwards before all backwards; weights are doubled between iterations."""
+    layers, samples = build()
+    module = Module(
+        "lm", layers, reads="sequence", hidden=HALF, output=HALF, inputs=lambda part: part.samples[0]
+    )
+    model = Model([module], lambda output, part: output.float().sin().sum(), lambda sample: 1.0)
+    layout = Layout(1, (ModuleLayout("lm"),), tuple(Chunk("lm", (2 * c, 2 * c + 1), 0) for c in (0, 1)))
+    batch = Batch(tuple(Sample(str(i), LENGTH) for i in range(NUM_MICROBATCHES)))
+    packing = pack(batch, model.spec, layout, PackingSpec(LENGTH))
+
+    def act(verb: str, chunk: int, microbatch: int, word: str = "") -> Action:
+        return Action(verb=verb, chunk=f"lm.{chunk}", microbatch=microbatch, strategy=word)  # type: ignore[arg-type]
+
+    actions: list[Action] = []
+    for m in range(NUM_MICROBATCHES):
+        for c in (0, 1):
+            actions.append(act("F", c, m, strategy))
+            actions += [act("OF", c, m)] * (strategy == "offload")
+    for m in range(NUM_MICROBATCHES):
+        actions += [act(verb, c, m) for c in (1, 0) for verb in backward]
+    plan = ExecutionPlan(1, 0, layout.digest, ((*actions, Action(verb="OS")),))
+    executor = Executor(model, layout, 0, ThreadHub().transport(0), autocast=torch.bfloat16)
+    for time in range(times):
+        if time:
+            take_gradients(model)
+            with torch.no_grad():
+                for layer in layers:
+                    for parameter in layer.parameters():
+                        parameter.mul_(2)
+        with WeightCasts(layers) as casts:
+            result = executor.run(plan, packing, samples, normaliser=1.0)
+    return take_gradients(model), result, casts.counts
+
+
+def plain(factor: float = 1.0) -> Gradients:
+    """The same without any runtime."""
+    layers, samples = build()
+    with torch.no_grad():
+        for layer in layers:
+            for parameter in layer.parameters():
+                parameter.mul_(factor)
+    for sample in samples:
+        with torch.autocast("cpu", torch.bfloat16):
+            x = sample
+            for layer in layers:
+                x = layer(x)
+            loss = x.float().sin().sum()
+        loss.backward()  # type: ignore[no-untyped-call]
+    return {f"lm.{i}.{n}": p.grad for i, x in enumerate(layers) for n, p in x.named_parameters()}
+
+
+@pytest.mark.parametrize("backward", [("B",), ("I", "W")])
+@pytest.mark.parametrize("strategy", ["keep", "recompute", "selective", "offload", "keep,recompute"])
+def test_weights_are_cast_once_for_all_that_save_them(strategy: str, backward: tuple[str, ...]) -> None:
+    found, _, counts = run(strategy, backward)
+    wanted = plain()
+    assert all(gradient is not None and gradient.any() for gradient in wanted.values())
+    assert_equal_gradients(found, wanted, 1e-6)
+    words = strategy.split(",") if "," in strategy else [strategy] * 2
+    # The first pass of what is recomputed saves nothing and casts for itself.
+    passes = [1 + NUM_MICROBATCHES * (word in ("recompute", "selective")) for word in words]
+    assert counts == {name: passes[int(name[0]) % 2] for name in counts}
+    assert len(counts) == len(wanted)
+
+
+def test_casts_do_not_outlive_the_iteration() -> None:
+    found, _, counts = run("keep", ("B",), times=2)
+    assert set(counts.values()) == {1}
+    assert_equal_gradients(found, plain(2.0), 1e-6)
+
+
+def test_casts_of_weights_are_not_offloaded() -> None:
+    _, result, _ = run("offload", ("B",))
+    # A layer's activations are some thousand bytes, its weights' casts four times as much.
+    assert 0 < result.offloaded_bytes < NUM_MICROBATCHES * 4 * 6 * LENGTH * WIDTH * 4
+    assert result.offloaded_bytes < 2 * WIDTH * WIDTH * 2 * 4
+
+
+def test_autocast_around_the_caller_is_left_as_it_was() -> None:
+    with torch.autocast("cpu", torch.float16, cache_enabled=False):
+        run("keep", ("B",))
+        assert torch.is_autocast_enabled("cpu")
+        assert torch.get_autocast_dtype("cpu") == torch.float16
+        assert not torch.is_autocast_cache_enabled()
