@@ -1,6 +1,7 @@
 """The runtime: plans executed on `torch.distributed`. The only home of torch."""
 
 from pipeloom.runtime.checkpoint import load_checkpoint, save_checkpoint
+from pipeloom.runtime.device import choose_device, group_device
 from pipeloom.runtime.emulate import emulate, step_durations
 from pipeloom.runtime.executor import Executor
 from pipeloom.runtime.launch import launch, report
@@ -36,9 +37,11 @@ __all__ = [
     "Transport",
     "Worker",
     "all_reduce_gradients",
+    "choose_device",
     "clip_gradients",
     "emulate",
     "global_targets",
+    "group_device",
     "join_workers",
     "launch",
     "load_checkpoint",

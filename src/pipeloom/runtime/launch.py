@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from pipeloom.errors import ExecutionError, PipeloomError
+from pipeloom.runtime.device import DeviceType, join_group
 
 # One core each: ranks on one machine would otherwise all start a thread per core.
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
@@ -55,6 +56,7 @@ def launch(
     *args: Any,
     timeout_s: float = 120.0,
     threads: int = 1,
+    device: DeviceType = "cpu",
     on_report: Callable[[int, Any], None] | None = None,
 ) -> list[Any]:
     """Run ``function(*args)`` in a new process for each rank, joined by gloo over the loopback device.
@@ -70,6 +72,8 @@ def launch(
         After which a rank that waits for another gives up: the process group's timeout.
     threads : int
         Threads that torch uses in each rank.
+    device : {"cpu", "cuda"}
+        ``"cuda"``: each rank has a GPU of its own, and tensors there go by NCCL.
     on_report : callable or None
         Called here with (rank, value) for whatever a rank gives to `report`.
 
@@ -99,6 +103,7 @@ def launch(
                         str(Path(folder) / "store"),
                         timeout_s,
                         threads,
+                        device,
                         there,
                         args,
                     ),
@@ -213,6 +218,7 @@ def _run_rank(
     store_path: str,
     timeout_s: float,
     threads: int,
+    device: DeviceType,
     pipe: Connection,
     args: tuple[Any, ...],
 ) -> None:
@@ -223,9 +229,7 @@ def _run_rank(
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         store = dist.FileStore(store_path, num_ranks)  # type: ignore[attr-defined]
-        dist.init_process_group(
-            "gloo", store=store, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=timeout_s)
-        )
+        join_group(device, store, rank, num_ranks, timeout_s, local_rank=rank)
         result = function(*args)
         # Nobody leaves while others still talk to it; one may go on for long by itself, to evaluate for example.
         done = [f"done/{each}" for each in range(num_ranks)]

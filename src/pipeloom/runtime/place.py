@@ -55,7 +55,7 @@ class Place:
         return deal(token_loads(batch, model), self.num_replicas)[self.replica]
 
 
-def take_place(layout: Layout, timeout_s: float | None = None) -> Place:
+def take_place(layout: Layout, timeout_s: float | None = None, device_type: str = "cpu") -> Place:
     """Arrange all processes of the default group; each of them calls it once.
 
     Neighbouring processes are replicas of one pipeline rank.
@@ -66,6 +66,9 @@ def take_place(layout: Layout, timeout_s: float | None = None) -> Place:
         Its ``num_ranks`` and ``parallelism.data``.
     timeout_s : float or None
         After which a rank that waits for another of its replica gives up, where there are several; None: torch's own.
+    device_type : str
+        ``"cpu"`` or ``"cuda"``. NCCL serves messages and collectives of one group in one order, so that each has a
+        group of its own there.
 
     Raises
     ------
@@ -83,11 +86,11 @@ def take_place(layout: Layout, timeout_s: float | None = None) -> Place:
         raise InputError(
             "layout.num_ranks", f"{layout.num_ranks}{times}, but {size} processes run", "start as many"
         )
-    if num_replicas == 1:
+    if num_replicas == 1 and device_type == "cpu":
         replicated = any(module.on_ranks == "replicated" for module in layout.modules)
         reduce_gradients = all_reduce_gradients(layout) if replicated else None
         return Place(dist.get_rank(), 0, 1, None, None, reduce_gradients)
-    mesh = make_mesh(layout, timeout=None if timeout_s is None else timedelta(seconds=timeout_s))
+    mesh = make_mesh(layout, device_type, None if timeout_s is None else timedelta(seconds=timeout_s))
     return Place(
         mesh.pipeline_rank,
         mesh.data_rank,

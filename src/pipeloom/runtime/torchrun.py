@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from pipeloom.errors import ExecutionError, InputError
+from pipeloom.runtime.device import DeviceType, join_group
 
 # Rank 0 measures layers and compiles kernels first; the others are not to give up meanwhile.
 _PREPARE_TIMEOUT = timedelta(hours=1)
@@ -32,12 +33,16 @@ class Worker:
     num_restarts : int
         How often all of them were started again, because one had failed.
     on_one_host : bool
+    local_rank, num_local : int
+        Its number among the processes of this host, and theirs.
     """
 
     rank: int
     num_ranks: int
     num_restarts: int
     on_one_host: bool
+    local_rank: int = 0
+    num_local: int = 1
 
 
 def this_worker(environment: Mapping[str, str] | None = None) -> Worker | None:
@@ -47,9 +52,10 @@ def this_worker(environment: Mapping[str, str] | None = None) -> Worker | None:
         return None
     try:
         size = int(found["WORLD_SIZE"])
+        num_local = int(found.get("LOCAL_WORLD_SIZE", "0"))
         return Worker(
-            int(found["RANK"]), size, int(found.get("TORCHELASTIC_RESTART_COUNT", "0")),
-            int(found.get("LOCAL_WORLD_SIZE", "0")) == size,
+            int(found["RANK"]), size, int(found.get("TORCHELASTIC_RESTART_COUNT", "0")), num_local == size,
+            int(found.get("LOCAL_RANK", "0")), max(1, num_local),
         )  # fmt: skip
     except (KeyError, ValueError) as error:
         raise InputError(
@@ -57,7 +63,9 @@ def this_worker(environment: Mapping[str, str] | None = None) -> Worker | None:
         ) from error
 
 
-def join_workers(worker: Worker, prepare: Callable[[], Any], timeout_s: float) -> None:
+def join_workers(
+    worker: Worker, prepare: Callable[[], Any], timeout_s: float, device: DeviceType = "cpu"
+) -> None:
     """Join the process group of all workers, once rank 0 has prepared what all of them read.
 
     Parameters
@@ -67,6 +75,8 @@ def join_workers(worker: Worker, prepare: Callable[[], Any], timeout_s: float) -
         Called on rank 0 alone, while the others wait.
     timeout_s : float
         After which a rank that waits for another gives up, from then on.
+    device : {"cpu", "cuda"}
+        ``"cuda"``: each process has a GPU of its own, and tensors there go by NCCL.
     """
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     if worker.on_one_host:
@@ -82,6 +92,4 @@ def join_workers(worker: Worker, prepare: Callable[[], Any], timeout_s: float) -
             store.wait([_PREPARED], _PREPARE_TIMEOUT)
         except RuntimeError as error:
             raise ExecutionError(f"rank {rank}: rank 0 did not get ready: {error}") from error
-    dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s)
-    )
+    join_group(device, store, rank, size, timeout_s, worker.local_rank)

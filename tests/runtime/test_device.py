@@ -1,0 +1,20 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pipeloom.errors import InputError
+from pipeloom.runtime import choose_device
+
+
+@pytest.mark.parametrize("num_gpus", [0, 1, 4])
+def test_a_gpu_for_each_process_or_none(monkeypatch: pytest.MonkeyPatch, num_gpus: int) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: num_gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    assert choose_device("cpu", 2) == "cpu"
+    assert choose_device("auto", 2) == ("cuda" if num_gpus >= 2 else "cpu")
+    if num_gpus >= 2:
+        assert choose_device("cuda", 2) == "cuda"
+    else:
+        with pytest.raises(InputError, match=f"'cuda' for 2 ranks, and this host has {num_gpus} GPUs"):
+            choose_device("cuda", 2)
