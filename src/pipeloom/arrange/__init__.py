@@ -3,6 +3,7 @@
 from pipeloom.arrange.annealing import Settings
 from pipeloom.arrange.bound import placement_bound
 from pipeloom.arrange.evaluate import evaluate, schedule_of
+from pipeloom.arrange.given import layout_for
 from pipeloom.arrange.joint import Arranged, arrange
 from pipeloom.arrange.layer_chain import Arrangement, LayerChain, chain_of_layers, graph_of, layout_of
 from pipeloom.arrange.layouts import (
@@ -23,6 +24,7 @@ from pipeloom.arrange.modality import (
 )
 from pipeloom.arrange.partition import partition_chain
 from pipeloom.arrange.phase_by_phase import tune_phases
+from pipeloom.arrange.profiled_layers import profiled_layers
 from pipeloom.arrange.standard import one_f_one_b_peaks
 from pipeloom.arrange.starts import Rule
 
@@ -42,11 +44,13 @@ __all__ = [
     "evaluate",
     "even_layout",
     "graph_of",
+    "layout_for",
     "layout_of",
     "modality_placements",
     "one_f_one_b_peaks",
     "partition_chain",
     "placement_bound",
+    "profiled_layers",
     "schedule_of",
     "segment_counts",
     "separate",

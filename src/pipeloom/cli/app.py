@@ -40,6 +40,7 @@ COMMANDS = {
     "pack": Command("pack", "Pack samples into microbatches of even load, and show the loads."),
     "solve": Command("solve", "Search a schedule for an instance."),
     "arrange": Command("arrange", "Choose partition, placement and schedule of a chain of layers together."),
+    "profile": Command("profile", "Measure a model's layers on this machine, as arrange reads them."),
     "check": Command("check", "Say whether a schedule is feasible for an instance, and where not."),
     "simulate": Command("simulate", "Run a schedule in the simulator: times, bubbles, memory; draw it."),
     "verify": Command(

@@ -26,19 +26,27 @@ class LayoutConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How the model is laid over the ranks."""
 
     ranks: int
-    kind: Literal["separate", "encoder_first", "chosen"] = "separate"
+    kind: Literal["separate", "encoder_first", "chosen", "arranged", "file"] = "separate"
     """``separate``: every module over all ranks. ``encoder_first``: encoders whole on rank 0, as [tuning] asks for.
-    ``chosen``: the fastest of those that are tried on the first batches, sizes and segments included."""
+    ``chosen``: the fastest of those that are tried on the first batches, sizes and segments included. ``arranged``:
+    partition and placement of a single module chosen together. ``file``: the one at ``path``."""
     modules: dict[str, ModulePlacement] = {}
+    path: str = ""
+    """A `pipeloom.layout/1`, relative to the file."""
 
     def __post_init__(self) -> None:
         """Refuse layouts without ranks, and choices that are made already."""
         check_count("layout.ranks", self.ranks)
-        if self.kind == "chosen" and self.modules:
+        decided = {"chosen": "is to be chosen", "arranged": "is to be arranged", "file": "is in a file"}
+        if self.kind in decided and self.modules:
             raise InputError(
-                "layout.modules", f"states {', '.join(self.modules)}, but the layout is to be chosen",
-                "leave [layout.modules] out, or kind = \"chosen\"",
+                "layout.modules", f"states {', '.join(self.modules)}, but the layout {decided[self.kind]}",
+                f"leave [layout.modules] out, or kind = \"{self.kind}\"",
             )  # fmt: skip
+        if self.kind == "file" and not self.path:
+            raise InputError("layout.path", "is missing", "name a layout that `pipeloom arrange` wrote")
+        if self.path and self.kind != "file":
+            raise InputError("layout.path", f"is given, kind is {self.kind!r}", 'use kind = "file"')
 
 
 class ParallelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -170,7 +178,7 @@ def with_chosen_layout(config: TrainConfig) -> TrainConfig:
         raise InputError(
             "--choose-layout", "given for a run with [tuning], whose encoders lie on the first rank"
         )
-    layout = msgspec.structs.replace(config.layout, kind="chosen", modules={})
+    layout = msgspec.structs.replace(config.layout, kind="chosen", modules={}, path="")
     return msgspec.structs.replace(config, layout=layout)
 
 

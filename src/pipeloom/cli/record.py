@@ -100,7 +100,7 @@ class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 HISTORY = "history.jsonl"
 WRITTEN = (
     "summary.json", "trace.json", "timeline.html", "comparison.html", "comparison.svg", "difference.html", "setup.json",
-    "layout.json", HISTORY,
+    "layout.json", "layers.json", HISTORY,
 )  # fmt: skip
 # Whole reports are kept of so many iterations, evenly spread; the numbers are kept of all.
 _MOST_REPORTS = 64

@@ -27,7 +27,7 @@ from pipeloom.cli.config import (
 from pipeloom.cli.record import fresh_folder
 from pipeloom.errors import ExecutionError, InputError, PipeloomError
 from pipeloom.io import write_layout, write_text
-from pipeloom.spec import Batch, Layout, Parallelism
+from pipeloom.spec import Batch, Parallelism
 
 if TYPE_CHECKING:
     from pipeloom.cost import Profile
@@ -35,9 +35,6 @@ if TYPE_CHECKING:
     from pipeloom.runtime import Model, Worker
 
 _PROFILED_BATCHES, _MOST_PROFILED_BATCHES = 4, 64
-_PLANNED_BATCHES = 2
-"""Batches under which layouts are compared."""
-_SHOWN_LAYOUTS = 5
 FirstBatches = Callable[[], tuple[list[list[Any]], list[Batch]]]
 """Gives the first few batches, and their metadata."""
 LEFT_BEHIND = {
@@ -222,7 +219,7 @@ def prepare(run: Run, setup_path: Path) -> Setup:
 
     What was measured before the run was interrupted is taken again, so that a resumed run has the same layout.
     """
-    from pipeloom.arrange import encoder_first, separate
+    from pipeloom.cli.train_layout import given_layout, lay_out
     from pipeloom.cli.train_rank import build_model
     from pipeloom.planner import Setup
     from pipeloom.search import METHODS
@@ -236,16 +233,11 @@ def prepare(run: Run, setup_path: Path) -> Setup:
     model = build_model(task, settings)
     for name in settings.layout.modules:
         model.spec.module(name)
-    placements = settings.layout.modules
+    given = given_layout(run, model)
     # The user's data are read once, and not at all where nothing is measured or chosen.
-    first = cache(lambda: _first_batches(run, task, model))
-    profile = _known_profile(setup_path, model) or _measured_profile(run, task, model, first)
-    if settings.layout.kind == "chosen":
-        layout = _chosen_layout(run, model, profile, first)
-    elif settings.layout.kind == "encoder_first":
-        layout = encoder_first(model.spec, settings.layout.ranks, profile.load, placements=placements)
-    else:
-        layout = separate(model.spec, settings.layout.ranks, placements, profile.load)
+    first = cache(lambda: first_batches(run, task, model))
+    profile = _known_profile(setup_path, model) or measured_profile(run, task, model, first)
+    layout = given or lay_out(run, model, profile, first)
     layout = msgspec.structs.replace(layout, parallelism=Parallelism(data=settings.parallel.dp))
     write_layout(setup_path.with_name("layout.json"), layout)
     setup = Setup(
@@ -268,32 +260,15 @@ def _known_profile(setup_path: Path, model: Model) -> Profile | None:
     return setup.profile if setup.model == model.spec else None
 
 
-def _chosen_layout(run: Run, model: Model, profile: Profile, first: FirstBatches) -> Layout:
-    """Plan the first batches under many layouts, and take the fastest."""
-    from pipeloom.cost import ProfileCosts
-    from pipeloom.planner.training_layout import choose_training_layout
-
-    settings = run.settings
-    _, metadata = first()
-    run.console.print("Choosing a layout ...")
-    trials = choose_training_layout(
-        ProfileCosts(model.spec, profile, settings.cluster), settings.packing, metadata[:_PLANNED_BATCHES],
-        settings.layout.ranks, capacity_bytes=settings.cluster.memory_capacity_bytes, seed=settings.seed,
-    )  # fmt: skip
-    for trial in [t for t in trials if not t.problem][:_SHOWN_LAYOUTS]:
-        at_least = "at least " if trial.ruled_out else ""
-        run.console.print(f"  {at_least}{trial.seconds * 1e3:.1f} ms planned: {trial.name}", highlight=False)
-    run.console.print(f"The first of {len(trials)} layouts is taken.")
-    return trials[0].layout
-
-
-def _first_batches(run: Run, task: ModuleType, model: Model) -> tuple[list[list[Any]], list[Batch]]:
+def first_batches(run: Run, task: ModuleType, model: Model) -> tuple[list[list[Any]], list[Batch]]:
+    """The first few of the user's batches, and their metadata."""
     settings = run.settings
     given = call_task(task, "batches", num_iterations=settings.iterations, **settings.data)
     return typical_batches(model, task.describe, given)
 
 
-def _measured_profile(run: Run, task: ModuleType, model: Model, first: FirstBatches) -> Profile:
+def measured_profile(run: Run, task: ModuleType, model: Model, first: FirstBatches) -> Profile:
+    """Time every kind of layer on the first batches."""
     from pipeloom.runtime import profile_model
 
     settings, placements = run.settings, run.settings.layout.modules

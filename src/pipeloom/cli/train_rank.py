@@ -27,6 +27,7 @@ from pipeloom.cli.progress import Progress
 from pipeloom.cli.record import Recorder, Summary, closing_tables
 from pipeloom.errors import InputError
 from pipeloom.io import write_text
+from pipeloom.packing import cost_loads
 from pipeloom.planner import Planner, Problem, Setup
 from pipeloom.planner.compare import SystemTimeline, chain_layouts, compare_systems
 from pipeloom.planner.difference import Difference, difference, mean_difference
@@ -65,7 +66,7 @@ def train_rank(
     setup = msgspec.json.decode(Path(setup_path).read_bytes(), type=Setup)
     model = build_model(task, config)
     planner = Planner(setup, TcpPlanStore.host, deadline_s=config.planner.deadline_s)
-    optimizer = config.optimizer
+    optimizer, costs = config.optimizer, setup.costs
     trainer = Trainer(
         model,
         setup.layout,
@@ -78,6 +79,7 @@ def train_rank(
         clip_norm=optimizer.clip_norm,
         checkpoints=checkpoints_of(config, path, Path(folder)),
         timeout_s=config.timeout_s,
+        loads=lambda batch: cost_loads(batch, setup.model, setup.layout, costs),
     )
     first = trainer.resume() if resume else 0
     batches = untrained_batches(trainer, task, config, first)

@@ -4,8 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pipeloom.arrange import single_rank
+from pipeloom.arrange import (
+    Arranged,
+    arrange,
+    chain_of_layers,
+    layout_for,
+    layout_of,
+    profiled_layers,
+    single_rank,
+)
 from pipeloom.cost import ProfileCosts
+from pipeloom.cost.layers import LayerTable
 from pipeloom.errors import InputError
 from pipeloom.packing import PackingSpec
 from pipeloom.planner.case import typical_lengths
@@ -18,6 +27,8 @@ from pipeloom.taskgraph import TaskGraph, build_graph
 
 TRIAL = Evaluations(300)
 """Schedules tried for each layout and batch: a count, so that a resumed run comes to the layout that it had."""
+ARRANGED = Evaluations(4000)
+"""Arrangements tried for a chain, a count for the same reason."""
 
 
 def choose_training_layout(
@@ -77,6 +88,59 @@ def choose_training_layout(
         lambda layout: ring_seconds(layout, gradient_bytes, costs),
     )  # fmt: skip
     return search_layouts(sampled, trial=trial, seed=seed)
+
+
+def training_layers(
+    costs: ProfileCosts, packing: PackingSpec, batches: Sequence[Batch], num_ranks: int, *, num_replicas: int = 1,
+    capacity_bytes: int | None = None,
+) -> LayerTable:  # fmt: skip
+    """Write a measured profile as a layer table, on microbatches as training will have them.
+
+    Parameters
+    ----------
+    costs : ProfileCosts
+        Of a model of one module.
+    packing : PackingSpec
+    batches : sequence of Batch
+        A few as training will see them.
+    num_ranks, num_replicas : int
+    capacity_bytes : int or None
+        Memory of every rank.
+
+    Raises
+    ------
+    InputError
+        No batches, or a model of several modules.
+    """
+    if not batches:
+        raise InputError("batches", "is empty", "give at least one batch as training will see them")
+    model, whole = costs.model, single_rank(costs.model, {})
+    packed = [packed_batch(batch, model, whole, costs, packing) for batch in batches]
+    return profiled_layers(
+        model, costs, packed, num_ranks, num_replicas=num_replicas, capacity_bytes=capacity_bytes
+    )
+
+
+def arrange_training_layout(
+    table: LayerTable, model: ModelSpec, *, budget: StoppingRule = ARRANGED, seed: int = 0
+) -> tuple[Layout, Arranged]:
+    """Choose partition and placement of a model's one module together, with an order that a table's microbatches suit.
+
+    Orders of single batches are searched while training runs; what is kept is the layout.
+
+    Returns
+    -------
+    tuple of Layout and Arranged
+
+    Raises
+    ------
+    InputError
+        The table's layers are not the model's.
+    InfeasibleError
+        Nothing that was tried fits into memory.
+    """
+    found = arrange(chain_of_layers(table), budget=budget, seed=seed)
+    return layout_for(layout_of(table.num_ranks, found.arrangement), model), found
 
 
 def _gradient_bytes(model: ModelSpec) -> dict[str, int]:
