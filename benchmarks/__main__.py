@@ -1,10 +1,13 @@
 """`make bench`: run every benchmark and write docs/benchmarks.md, a section each.
 
-``python -m benchmarks planning`` runs one by name; the other sections stay as they are.
+``python -m benchmarks planning`` runs one by name; the other sections stay as they are. ``--layers FOLDER`` gives
+``arrange`` the layer files of measured models.
 """
 
 from __future__ import annotations
 
+import argparse
+import inspect
 import sys
 from datetime import date
 from importlib import import_module
@@ -15,7 +18,7 @@ from pipeloom.report import join_sections, sections
 from pipeloom.reproduce.write import machine
 
 SECTIONS = (
-    "planning", "search", "methods", "scaling", "executor", "emulated", "beside", "real", "emulator", "gpu",
+    "planning", "search", "methods", "scaling", "arrange", "executor", "emulated", "beside", "real", "emulator", "gpu",
 )  # fmt: skip
 TARGET = Path(__file__).parents[1] / "docs" / "benchmarks.md"
 _HEAD = """# Benchmarks
@@ -25,8 +28,8 @@ machine and the day it was taken. Emulated and planned times are never called me
 """
 
 
-def main(names: list[str]) -> None:
-    """Run the named benchmarks, or all."""
+def main(names: list[str], layers: Path | None = None) -> None:
+    """Run the named benchmarks, or all; ``layers`` goes to those that take it."""
     unknown = set(names) - set(SECTIONS)
     if unknown:
         sys.exit(f"benchmarks: {', '.join(sorted(unknown))} unknown; there are {', '.join(SECTIONS)}")
@@ -35,7 +38,8 @@ def main(names: list[str]) -> None:
         if not names and not getattr(module, "available", lambda: True)():
             continue
         print(f"{module.TITLE} ...", flush=True)
-        body = module.run()
+        takes_layers = "layers" in inspect.signature(module.run).parameters
+        body = module.run(layers=layers) if takes_layers else module.run()
         print(body, flush=True)
         # Read only now, and written at once: another run may have written other sections meanwhile.
         bodies = sections(TARGET.read_text()) if TARGET.exists() else {}
@@ -44,4 +48,8 @@ def main(names: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(SECTIONS))
+    parser.add_argument("--layers", type=Path, metavar="FOLDER", help="measured layers, for arrange")
+    given = parser.parse_args()
+    main(given.names, given.layers)
