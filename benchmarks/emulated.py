@@ -5,46 +5,31 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-import torch
-import torch.distributed as dist
 
 from benchmarks.planning import _batch, _problem
 from pipeloom.arrange import ModulePlacement, separate
 from pipeloom.cost.emulated import EmulatedCosts
 from pipeloom.io import make_folder, write_text
 from pipeloom.packing import pack
-from pipeloom.plan import ExecutionPlan, boundary_shapes, lower, verify
+from pipeloom.plan import boundary_shapes, lower, verify
 from pipeloom.planner.case import draw_groups, graph_of, make_case, pack_groups
 from pipeloom.report import markdown_table
 from pipeloom.report.figures import Axis, Mark, Points, scatter_figure
-from pipeloom.runtime import TorchTransport, emulate, launch, step_durations
-from pipeloom.runtime.emulate import Step
+from pipeloom.runtime import step_durations
+from pipeloom.runtime.emulated_ranks import Emulation, Execution, replayed_ns, run_on_ranks, without_delays
 from pipeloom.search import Evaluations, solve
 from pipeloom.spec import ClusterSpec
 from pipeloom.spec.hardware import Degrees
 from pipeloom.taskgraph import TaskGraph, build_graph
 from pipeloom.timeline import Schedule, simulate
 
-Slept = Sequence[tuple[tuple[int, int], dict[Step, int]]]
-"""Per rank: start and end of a plan, and how long each of its steps took."""
-
 TITLE = "Emulated ranks: planned against measured"
 _MEAN_MS = 40
 FIGURE = Path(__file__).parents[1] / "docs" / "figures" / "measured-over-planned.svg"
-
-
-@dataclass(frozen=True)
-class Emulation:
-    """A plan, how long each of its steps is to take, and how long all of it, planned; messages take no time."""
-
-    plan: ExecutionPlan
-    durations_ns: dict[Step, int]
-    planned_ns: int
 
 
 @dataclass(frozen=True)
@@ -55,22 +40,11 @@ class Planned:
     graph: TaskGraph
     schedule: Schedule
     chunk_names: tuple[str, ...]
+    planned_ns: int
 
-    @property
-    def planned_ns(self) -> int:
-        """Planned nanoseconds of the iteration."""
-        return self.emulation.planned_ns
-
-    def replayed_ns(self, slept: Slept) -> int:
+    def replayed_ns(self, found: Execution) -> int:
         """What the plan comes to where every step takes as long as it was really slept for."""
-        durations = {step: ns for _, steps in slept for step, ns in steps.items()}
-        of_task = step_durations(
-            replace(self.graph, duration_ns=np.arange(self.graph.num_tasks)), self.chunk_names
-        )
-        measured = self.graph.duration_ns.copy()
-        for step, task in of_task.items():
-            measured[task] = durations[step]
-        return simulate(replace(self.graph, duration_ns=measured), self.schedule).makespan_ns
+        return replayed_ns(self.graph, self.schedule, self.chunk_names, found.steps_ns)
 
 
 def run(num_plans: int = 20, microbatches: int = 24) -> str:
@@ -101,11 +75,8 @@ def _random_plans(num_plans: int, points: dict[str, Points]) -> str:
     rows = []
     for num_ranks in (4, 8):
         plans = [_random_emulation(num_ranks, seed) for seed in range(num_plans)]
-        by_rank = launch(_spans, num_ranks, [each.emulation for each in plans], "sleep")
-        slept = [[rank[i] for rank in by_rank] for i in range(num_plans)]
-        errors = [
-            _measured_ns(found) / each.planned_ns - 1.0 for each, found in zip(plans, slept, strict=True)
-        ]
+        slept = run_on_ranks([each.emulation for each in plans], num_ranks, "sleep")
+        errors = [found.total_ns / each.planned_ns - 1.0 for each, found in zip(plans, slept, strict=True)]
         late = [
             each.replayed_ns(found) / each.planned_ns - 1.0 for each, found in zip(plans, slept, strict=True)
         ]
@@ -137,18 +108,16 @@ def _large_model(microbatches: int, points: dict[str, Points]) -> str:
         planned = _vlm_m(num_ranks, microbatches)
         emulation = planned.emulation
         begin = time.perf_counter()
-        ends = launch(_spans, num_ranks, [emulation], "virtual")
+        [virtual] = run_on_ranks([emulation], num_ranks, "virtual")
         took = time.perf_counter() - begin
-        virtual = max(end for [((_, end), _)] in ends)
-        slept = [found for [found] in launch(_spans, num_ranks, [emulation], "sleep")]
-        measured = _measured_ns(slept)
-        seconds.append(emulation.planned_ns / 1e9)
-        errors.append(100 * (measured / emulation.planned_ns - 1))
+        [slept] = run_on_ranks([emulation], num_ranks, "sleep")
+        seconds.append(planned.planned_ns / 1e9)
+        errors.append(100 * (slept.total_ns / planned.planned_ns - 1))
         rows.append([
             str(num_ranks), str(planned.graph.num_tasks), str(sum(map(len, emulation.plan.ranks))),
-            f"{emulation.planned_ns / 1e9:.6f}", f"{virtual / 1e9:.6f}", f"{took:.1f}", f"{measured / 1e9:.3f}",
-            f"{measured / emulation.planned_ns - 1:+.2%}",
-            f"{planned.replayed_ns(slept) / emulation.planned_ns - 1:+.2%}",
+            f"{planned.planned_ns / 1e9:.6f}", f"{virtual.end_ns / 1e9:.6f}", f"{took:.1f}",
+            f"{slept.total_ns / 1e9:.3f}", f"{slept.total_ns / planned.planned_ns - 1:+.2%}",
+            f"{planned.replayed_ns(slept) / planned.planned_ns - 1:+.2%}",
         ])  # fmt: skip
     points["VLM-M"] = (seconds, errors)
     text = (
@@ -186,8 +155,8 @@ def _random_emulation(num_ranks: int, seed: int) -> Planned:
     solution = solve(graph, budget=Evaluations(50), seed=seed)
     shapes = boundary_shapes(model, layout)
     plan = lower(graph, solution.schedule, solution.timeline, layout, packed, shapes, seed)
-    emulation = Emulation(plan, step_durations(graph, layout.chunk_names), solution.timeline.makespan_ns)
-    return Planned(emulation, graph, solution.schedule, layout.chunk_names)
+    emulation = Emulation(plan, step_durations(graph, layout.chunk_names))
+    return Planned(emulation, graph, solution.schedule, layout.chunk_names, solution.timeline.makespan_ns)
 
 
 def _vlm_m(num_ranks: int, microbatches: int) -> Planned:
@@ -198,7 +167,7 @@ def _vlm_m(num_ranks: int, microbatches: int) -> Planned:
     placements = {m.name: ModulePlacement(1, 12 if m.reads == "images" else None) for m in case.model.modules}
     layout = separate(case.model, num_ranks, placements, lambda *_: 1.0)
     groups = draw_groups(case, microbatches, seed=0)
-    graph = _without_delays(graph_of(case, layout, groups, "vlm-m", costs))
+    graph = without_delays(graph_of(case, layout, groups, "vlm-m", costs))
     solution = solve(graph, budget=Evaluations(50), seed=0)
     packing, shapes = pack_groups(case, layout, groups), boundary_shapes(case.model, layout)
     plan = lower(
@@ -207,32 +176,6 @@ def _vlm_m(num_ranks: int, microbatches: int) -> Planned:
     verify(plan, layout, packing)
     chosen = graph.with_candidates(solution.schedule.candidate)
     planned_ns = simulate(graph, solution.schedule).makespan_ns
-    emulation = Emulation(plan, step_durations(chosen, layout.chunk_names), planned_ns)
-    return Planned(emulation, chosen, replace(solution.schedule, candidate=None), layout.chunk_names)
-
-
-def _without_delays(graph: TaskGraph) -> TaskGraph:
-    return replace(
-        graph, edge_delay_ns=np.zeros_like(graph.edge_delay_ns), capacity_bytes=None,
-        predecessor_delay_ns=np.zeros_like(graph.predecessor_delay_ns),
-        successor_delay_ns=np.zeros_like(graph.successor_delay_ns),
-    )  # fmt: skip
-
-
-def _measured_ns(slept: Slept) -> int:
-    """From the first start to the last end over all ranks."""
-    return max(end for (_, end), _ in slept) - min(start for (start, _), _ in slept)
-
-
-def _spans(emulations: list[Emulation], clock: str) -> list[tuple[tuple[int, int], dict[Step, int]]]:
-    """On one rank: start and end of every plan, and how long its steps took."""
-    torch.set_num_threads(1)
-    spans = []
-    for emulation in emulations:
-        dist.barrier()
-        times = emulate(
-            emulation.plan, dist.get_rank(), emulation.durations_ns, TorchTransport(),
-            clock="sleep" if clock == "sleep" else "virtual",
-        )  # fmt: skip
-        spans.append(((times[0].start_ns, times[-1].end_ns), {each[:4]: each[5] - each[4] for each in times}))
-    return spans
+    emulation = Emulation(plan, step_durations(chosen, layout.chunk_names))
+    schedule = replace(solution.schedule, candidate=None)
+    return Planned(emulation, chosen, schedule, layout.chunk_names, planned_ns)

@@ -1,16 +1,21 @@
 from __future__ import annotations
 
+import random
 import threading
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeloom.errors import ExecutionError
 from pipeloom.runtime import ThreadHub, emulate, step_durations
+from pipeloom.runtime.emulated_ranks import Emulation, replayed_ns, run_on_ranks, without_delays
 from pipeloom.runtime.result import ActionTime
 from pipeloom.taskgraph.build import to_ns
+from pipeloom.timeline import simulate
 from tests.plan.cases import Case, RandomCosts, random_case
 
 
@@ -53,3 +58,29 @@ def test_an_unknown_task_is_named() -> None:
     case = random_case(3, 1)
     with pytest.raises(ExecutionError, match="no task for F"):
         emulate(case.plan, 0, {}, ThreadHub().transport(0))
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.integers(0, 10**6), st.integers(1, 6))
+def test_a_replay_with_what_steps_took_is_a_simulation_with_it(seed: int, num_ranks: int) -> None:
+    case = random_case(seed, num_ranks)
+    names = case.layout.chunk_names
+    graph = without_delays(case.graph.with_candidates(case.schedule.candidate))
+    schedule = replace(case.schedule, candidate=None)
+    planned = simulate(graph, schedule).makespan_ns
+    assert replayed_ns(graph, schedule, names, step_durations(graph, names)) == planned
+    rng = random.Random(seed)
+    late = replace(graph, duration_ns=graph.duration_ns + np.array([rng.randint(0, 9) for _ in graph.kind]))
+    found = replayed_ns(graph, schedule, names, step_durations(late, names))
+    assert found == simulate(late, schedule).makespan_ns >= planned
+
+
+def test_plans_run_on_processes() -> None:
+    case = random_case(3, 2)
+    graph = case.graph.with_candidates(case.schedule.candidate)
+    names = case.layout.chunk_names
+    durations = step_durations(graph, names)
+    plain = simulate(without_delays(graph), replace(case.schedule, candidate=None)).makespan_ns
+    for found in run_on_ranks([Emulation(case.plan, durations)] * 2, 2, "virtual"):
+        assert found.end_ns == plain
+        assert found.steps_ns == durations
