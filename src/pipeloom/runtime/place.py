@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
 
 from pipeloom.errors import InputError
-from pipeloom.packing import deal, token_loads
+from pipeloom.packing import Loads, deal, token_loads
 from pipeloom.runtime.mesh import make_mesh
 from pipeloom.runtime.reduce import ReduceGradients, all_reduce_gradients, mesh_gradients
 from pipeloom.spec import Batch, Layout, ModelSpec
+
+BatchLoads = Callable[[Batch], Loads]
+"""What every sample of a batch weighs."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,10 +44,17 @@ class Place:
     collectives: dist.ProcessGroup | None
     reduce_gradients: ReduceGradients | None
 
-    def share(self, batch: Batch, model: ModelSpec) -> tuple[int, ...]:
+    def share(self, batch: Batch, model: ModelSpec, loads: BatchLoads | None = None) -> tuple[int, ...]:
         """Which samples of a global batch this replica trains on; all replicas work it out alike.
 
-        Dealt by tokens, so that replicas have about the same work; their numbers of samples and microbatches differ.
+        Dealt so that replicas have about the same work; their numbers of samples and microbatches differ.
+
+        Parameters
+        ----------
+        batch : Batch
+        model : ModelSpec
+        loads : callable or None
+            What samples weigh; None: their tokens.
 
         Raises
         ------
@@ -52,7 +63,8 @@ class Place:
         """
         if self.num_replicas == 1:
             return tuple(range(len(batch.samples)))
-        return deal(token_loads(batch, model), self.num_replicas)[self.replica]
+        weighed = loads(batch) if loads is not None else token_loads(batch, model)
+        return deal(weighed, self.num_replicas)[self.replica]
 
 
 def take_place(layout: Layout, timeout_s: float | None = None, device_type: str = "cpu") -> Place:

@@ -20,7 +20,7 @@ from pipeloom.runtime.broadcast import broadcast_bytes
 from pipeloom.runtime.executor import Executor
 from pipeloom.runtime.feedback import Calibrator, gather_times
 from pipeloom.runtime.model import Model, user_code
-from pipeloom.runtime.place import take_place
+from pipeloom.runtime.place import BatchLoads, take_place
 from pipeloom.runtime.resume import Checkpoints, TrainerState, fingerprint
 from pipeloom.runtime.transport import TorchTransport
 from pipeloom.runtime.waiting import FirstPlan, together
@@ -123,6 +123,9 @@ class Trainer:
         Where training is saved, and goes on from after `resume`; None: nowhere.
     timeout_s : float or None
         With replicas: after which a rank that waits for another of its pipeline gives up; None: torch's own.
+    loads : callable or None
+        With replicas: what the samples of a batch weigh when they are dealt, the same on every rank
+        (`pipeloom.packing.cost_loads`); None: their tokens.
     """
 
     def __init__(
@@ -138,11 +141,12 @@ class Trainer:
         tag_zero: bool = False,
         checkpoints: Checkpoints | None = None,
         timeout_s: float | None = None,
+        loads: BatchLoads | None = None,
     ) -> None:
         self.rank, self.place = dist.get_rank(), take_place(layout, timeout_s)
         self._leads = self.place.stage == 0
         self.model, self.layout = model, layout
-        self._planner, self._describe = planner, describe
+        self._planner, self._describe, self._loads = planner, describe, loads
         self._learning_rate, self._clip_norm = learning_rate, clip_norm
         replicated = {module.name for module in layout.modules if module.on_ranks == "replicated"}
         self._executor = Executor(
@@ -271,7 +275,7 @@ class Trainer:
 
     def _submit(self, samples: Sequence[Any], iteration: int) -> _Asked:
         batch = self._describe_batch(samples, iteration)
-        mine = self.place.share(batch, self.model.spec)
+        mine = self.place.share(batch, self.model.spec, self._loads)
         own = samples if len(mine) == len(samples) else [samples[i] for i in mine]
         batch = msgspec.structs.replace(batch, samples=tuple(batch.samples[i] for i in mine))
         asked = _Asked(samples, own, batch, self._calibrator.correction)
