@@ -11,7 +11,20 @@ from pipeloom.reproduce import Options
 from pipeloom.reproduce.adaptis import PARTS
 from pipeloom.reproduce.adaptis.characterise import figure_3, figure_4, partitions, placements, schedules
 from pipeloom.reproduce.adaptis.execution import execute
-from pipeloom.reproduce.adaptis.setups import BASELINES, bubble_share, chains, setup_of
+from pipeloom.reproduce.adaptis.generation import continued
+from pipeloom.reproduce.adaptis.scaling import grid
+from pipeloom.reproduce.adaptis.setups import (
+    BASELINES,
+    Setup,
+    baseline,
+    best_baseline,
+    bubble_share,
+    chains,
+    iteration_s,
+    seconds_of,
+    setup_of,
+)
+from pipeloom.reproduce.part import Part
 from tests.arrange.test_systems import uniform
 
 
@@ -56,3 +69,42 @@ def test_three_steps_get_faster() -> None:
     speedups = [float(row[2]) for row in outcome.tables[0].rows]
     assert speedups == sorted(speedups)
     assert speedups[-1] > 1.5
+
+
+def test_an_exponential_is_continued_beyond_what_was_solved() -> None:
+    counts = [1.0, 2.0, 4.0, 8.0]
+    beyond, times = continued(counts, [0.01 * 3**x for x in counts])
+    assert beyond == [16.0, 32.0]
+    assert times == pytest.approx([0.01 * 3**16, 0.01 * 3**32])
+
+
+@pytest.mark.parametrize(("family", "devices"), [("Nemotron-H", 8), ("DeepSeek", 32), ("DeepSeek", 128)])
+def test_a_grid_uses_all_devices_and_leaves_every_rank_a_microbatch(family: str, devices: int) -> None:
+    points = grid(family, devices, 256)
+    assert len(set(points)) == len(points)
+    assert {point.pipeline for point in points} <= {4, 8, 16}
+    for point in points:
+        assert point.degrees.num_devices == devices
+        assert point.num_microbatches * point.data == 256
+        assert point.num_microbatches >= point.pipeline
+    experts = {point.expert for point in points}
+    assert experts == ({1, 8} if family == "DeepSeek" else {1})
+
+
+def test_more_replicas_pay_for_reducing_their_gradients() -> None:
+    one, many = (Setup("nemotron-h-small", 4, 1, 8, 2048, data) for data in (1, 16))
+    alone, together = (baseline("S-1F1B", setup) for setup in (one, many))
+    ends = [iteration_s(setup, s) - seconds_of(s) for setup, s in ((one, alone), (many, together))]
+    assert 0 < ends[0] < ends[1], "an update alone costs something, and a reduction more"
+    best = best_baseline(one)
+    assert best is not None
+    assert seconds_of(best) <= min(seconds_of(baseline(name, one)) for name in BASELINES.values())
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("part", PARTS, ids=lambda part: part.name)
+def test_every_part_runs(part: Part) -> None:
+    outcome = part.run(Options(seeds=(0,), iterations=1, search_s=0.02, solver_s=1.0))
+    assert outcome.tables
+    assert all(table.rows for table in outcome.tables)
+    assert all(figure.svg.startswith(("<svg", "<?xml")) for figure in outcome.figures)

@@ -6,6 +6,7 @@ import pytest
 
 from pipeloom.reproduce import Options
 from pipeloom.reproduce.pipetune import PARTS
+from pipeloom.reproduce.pipetune.execution import ranked_alike
 from pipeloom.reproduce.pipetune.setups import (
     BALANCED,
     MIXTURES,
@@ -14,16 +15,18 @@ from pipeloom.reproduce.pipetune.setups import (
     OURS,
     PIPETUNE,
     batch_of,
+    best_static,
     emulated,
     mean_seconds,
     run_batch,
+    static_sizes,
     steps_of,
 )
 from pipeloom.timeline import check
 from pipeloom.tuning import TuningSpec
 
 SMALL = Options(seeds=(0,), iterations=1, search_s=0.1)
-SLOW = ("figure-6", "figure-8", "sensitivity", "replicas")
+SLOW = ("figure-6", "figure-8", "figure-11", "sensitivity", "replicas", "table-2")
 
 
 @pytest.mark.parametrize("part", [p for p in PARTS if p.name not in SLOW], ids=lambda part: part.name)
@@ -44,6 +47,20 @@ def test_every_technique_helps_and_ours_more(mixture: str) -> None:
     seconds = mean_seconds(ON_A["13b"], mixture, Options(seeds=(0, 1), iterations=2, search_s=0.1))
     # A batch of little text fits into one microbatch, which leaves nothing to balance.
     assert seconds[ORIGINAL] >= seconds[BALANCED] > seconds[PIPETUNE] > seconds[OURS]
+
+
+def test_the_best_static_size_is_no_worse_than_the_largest() -> None:
+    options = Options(seeds=(0, 1), iterations=2, search_s=0.1)
+    for name in (ORIGINAL, BALANCED):
+        size, seconds = best_static(ON_A["13b"], "datamix2", options, name)
+        assert size in static_sizes(emulated(ON_A["13b"]))
+        assert seconds <= mean_seconds(ON_A["13b"], "datamix2", options)[name] * (1 + 1e-12)
+        assert size < emulated(ON_A["13b"]).max_contexts  # one or two microbatches leave ranks idle
+
+
+def test_pairs_that_are_ranked_alike_are_counted() -> None:
+    assert ranked_alike([1.0, 2.0, 3.0], [10.0, 30.0, 20.0]) == (2, 3)
+    assert ranked_alike([1.0, 2.0], [5.0, 5.001]) == (0, 0)
 
 
 def test_what_is_timed_is_feasible() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from pipeloom.cli.app import run
 from pipeloom.errors import InputError
 from pipeloom.report import join_sections, sections
 from pipeloom.reproduce import PAPERS, Figure, Options, Outcome, Part, Table, dip, parts_of, reproduce
+from pipeloom.reproduce.write import section
 
 
 def _part(name: str, value: str) -> Part:
@@ -36,6 +38,19 @@ def test_every_part_is_a_section_and_the_others_stay(tmp_path: Path, monkeypatch
     assert after["one"] == before["one"]
     assert "24" in after["two"]
     assert "Seeds 5;" in after["two"]
+
+
+def test_a_section_states_the_options_that_count() -> None:
+    part, options = _part("one", "17"), Options(seeds=(3,), iterations=1, search_s=0.25, solver_s=7.0)
+    said = section("dip", part, part.run(options), options, 1.0, 1.0)
+    assert "Seeds 3; 1 iteration; 0.25 s of search a batch." in said
+    assert "solvers" not in said
+    solver = replace(part, uses=("solver",))
+    assert "Solvers cut after 7 s." in section("dip", solver, part.run(options), options, 1.0, 1.0)
+    searched = replace(part, uses=("search",), searched="an arrangement", search_factor=4.0)
+    assert "1 s of search an arrangement." in section("dip", searched, part.run(options), options, 1.0, 1.0)
+    nothing = section("dip", replace(part, uses=()), part.run(options), options, 1.0, 1.0)
+    assert not any(word in nothing for word in ("Seeds", "iteration", "search"))
 
 
 def test_names_and_amounts_are_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,6 +7,7 @@ papers too; here they are rules of the chain kernel.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +20,8 @@ from pipeloom.baselines import dual_pipe_v, gpipe, interleaved_one_f_one_b, one_
 from pipeloom.errors import InputError
 from pipeloom.taskgraph import IntArray, TaskGraph
 from pipeloom.timeline import Schedule, Timeline, check, simulate
+
+_MOST_INTERLEAVED = 4
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -90,8 +93,12 @@ def _gpipe(chain: LayerChain) -> Standing:
 
 
 def _i_1f1b(chain: LayerChain) -> Standing:
-    """Two chunks a rank, as Megatron-LM's users begin; the published evaluation does not say more."""
-    return _fixed("I-1F1B", chain, dealt(chain, 2), interleaved_one_f_one_b)
+    """Two to four chunks a rank, whichever is fastest within memory, as Megatron-LM's users try them."""
+    found = [_fixed("I-1F1B", chain, dealt(chain, 2), interleaved_one_f_one_b)]
+    for chunks in range(3, _MOST_INTERLEAVED + 1):
+        with suppress(InputError):  # there are too few layers
+            found.append(_fixed("I-1F1B", chain, dealt(chain, chunks), interleaved_one_f_one_b))
+    return min(found, key=lambda standing: (not standing.fits, standing.timeline.makespan_ns))
 
 
 def _mist(chain: LayerChain) -> Standing:

@@ -14,7 +14,7 @@ from pipeloom.emulator.pipeline import spread
 from pipeloom.emulator.program import Part
 from pipeloom.emulator.rules import PS_PER_S, RuleTable
 from pipeloom.emulator.stage import Stage, StageCost, runs_of
-from pipeloom.emulator.static import static_bytes
+from pipeloom.emulator.static import static_bytes, update_ps
 from pipeloom.emulator.template import LayerTemplate
 from pipeloom.errors import InputError
 from pipeloom.spec import Chunk, ClusterSpec, LayerSpec, ModelSpec, ModuleSpec, TensorShape, Workload
@@ -153,6 +153,11 @@ class EmulatedCosts:
     def static_bytes(self, chunk: Chunk) -> int:
         """Bytes of the chunk's weights, gradients and optimiser state on one device."""
         return static_bytes(self._chunk(chunk), self.placement.degrees)
+
+    def update_s(self, chunks: Sequence[Chunk]) -> float:
+        """Seconds of an iteration's end on a rank: gradients reduced over replicas, weights updated and gathered."""
+        layers = [layer for chunk in chunks for layer in self._chunk(chunk)]
+        return update_ps(layers, self.placement) / PS_PER_S
 
     def workspace_bytes(self, chunk: Chunk, workload: Workload) -> int:
         """Most that a pass of the chunk uses beyond what it takes in, holds and hands on, under any strategy."""

@@ -9,7 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
+from pipeloom.emulator.build import Placement
 from pipeloom.emulator.operators import ring
+from pipeloom.emulator.rules import RuleTable
 from pipeloom.emulator.size import ONE
 from pipeloom.emulator.tape import COMPUTE, Cost
 from pipeloom.emulator.template import LayerTemplate
@@ -66,3 +70,16 @@ def update_costs(layers: Sequence[LayerTemplate], degrees: Degrees, data_link: i
         if peers > 1 and degrees.zero == 1:
             costs.append(ring("all_gather", weights, peers, data_link))
     return costs
+
+
+def update_ps(layers: Sequence[LayerTemplate], placement: Placement) -> int:
+    """Picoseconds of the end of an iteration on a rank that holds some layers."""
+    costs = update_costs(layers, placement.degrees, placement.data_link)
+    if not costs:
+        return 0
+    table = RuleTable(
+        placement.devices, tuple(c.kind for c in costs), np.array([c.device for c in costs]),
+        np.array([c.steps for c in costs]),
+    )  # fmt: skip
+    amounts = np.array([[c.flops.one, c.memory.one, c.network.one] for c in costs])
+    return int(table.durations_ps(amounts).sum())

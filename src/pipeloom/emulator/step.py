@@ -16,13 +16,13 @@ from pipeloom.emulator.collection import collection_paused
 from pipeloom.emulator.graph import FOREVER, MemoryCurve, memory_curve
 from pipeloom.emulator.pipeline import PipelineModel, Work
 from pipeloom.emulator.result import RankTime, StageTask, StepResult, length, union
-from pipeloom.emulator.rules import PS_PER_S, IntArray, RuleTable
+from pipeloom.emulator.rules import PS_PER_S, IntArray
 from pipeloom.emulator.schedule import list_schedule
 from pipeloom.emulator.session import Session
-from pipeloom.emulator.static import update_costs
+from pipeloom.emulator.static import update_ps
 from pipeloom.emulator.step_tasks import StepTasks
 from pipeloom.emulator.subgraph import Call, Port
-from pipeloom.emulator.tape import COMPUTE, NUM_DEVICES, Cost
+from pipeloom.emulator.tape import COMPUTE, NUM_DEVICES
 from pipeloom.errors import InputError, check_count
 
 __all__ = ["RankTime", "StageTask", "Step", "StepResult"]
@@ -269,12 +269,4 @@ class Step:
 
     def _update_ps(self, rank: int) -> int:
         layers = [t for name in self.model.layers for t in self.model.layers_of(name, rank)]
-        costs: list[Cost] = update_costs(layers, self.model.placement.degrees, self.model.placement.data_link)
-        if not costs:
-            return 0
-        table = RuleTable(
-            self.model.placement.devices, tuple(c.kind for c in costs), np.array([c.device for c in costs]),
-            np.array([c.steps for c in costs]),
-        )  # fmt: skip
-        amounts = np.array([[c.flops.one, c.memory.one, c.network.one] for c in costs])
-        return int(table.durations_ps(amounts).sum())
+        return update_ps(layers, self.model.placement)

@@ -17,6 +17,7 @@ PAPERS = {
 }
 """Names of the packages beside this file, and whose evaluation they repeat."""
 
+Setting = Literal["seeds", "iterations", "search", "solver"]
 TimeKind = Literal["emulated", "planned", "measured", "processor"]
 """Emulated: all times are the emulator's. Planned: schedules of profiled costs. Measured: real runs, of computation
 or of sleeping ranks. Processor: CPU time of our own programs (search, tuning)."""
@@ -99,6 +100,12 @@ class Part:
     """Paper and place, for example ``dip.txt`` Table 5, section 7.3."""
     time: TimeKind
     run: Callable[[Options], Outcome]
+    uses: tuple[Setting, ...] = ("seeds", "iterations", "search")
+    """Which of the options make a difference to it; its section states these."""
+    searched: str = "a batch"
+    """What our search is given its time for."""
+    search_factor: float = 1.0
+    """Times ``search_s`` that this gets."""
 
 
 def parts_of(paper: str) -> tuple[Part, ...]:

@@ -90,13 +90,7 @@ def section(
     paper: str, part: Part, outcome: Outcome, options: Options, elapsed_s: float, processor_s: float
 ) -> str:
     """One part as Markdown."""
-    seeds = ", ".join(map(str, options.seeds))
-    plural = "s" if options.iterations > 1 else ""
-    facts = [
-        f"Repeats {part.source}. Times are {_KINDS[part.time]}.",
-        f"Seeds {seeds}; {options.iterations} iteration{plural}; {options.search_s:g} s of search a batch"
-        f"{'; as large as in the paper' if options.full else ''}.",
-    ]
+    facts = [f"Repeats {part.source}. Times are {_KINDS[part.time]}.", *_amounts(part, options)]
     if outcome.devices:
         facts.append(f"Devices: {'; '.join(outcome.devices)}.")
     facts.append(
@@ -113,6 +107,22 @@ def section(
     ]
     blocks += [f"- {note}" for note in outcome.notes]
     return "\n\n".join(blocks)
+
+
+def _amounts(part: Part, options: Options) -> list[str]:
+    """The options that make a difference to a part, as one sentence, or none."""
+    plural = "s" if options.iterations > 1 else ""
+    said = {
+        "seeds": f"seeds {', '.join(map(str, options.seeds))}",
+        "iterations": f"{options.iterations} iteration{plural}",
+        "search": f"{part.search_factor * options.search_s:g} s of search {part.searched}",
+        "solver": f"solvers cut after {options.solver_s:g} s",
+    }
+    words = [text for name, text in said.items() if name in part.uses]
+    if options.full and words:
+        words.append("as large as in the paper")
+    sentence = "; ".join(words)
+    return [f"{sentence[0].upper()}{sentence[1:]}."] if sentence else []
 
 
 def machine() -> str:

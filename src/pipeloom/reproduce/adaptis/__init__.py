@@ -1,22 +1,36 @@
 """AdaPtis's evaluation: its parts, in the order of the paper."""
 
+from collections.abc import Callable
+
 from pipeloom.reproduce.adaptis.characterise import figure_1, figure_3, figure_4
 from pipeloom.reproduce.adaptis.execution import figure_11, figure_12
 from pipeloom.reproduce.adaptis.generation import figure_13
 from pipeloom.reproduce.adaptis.scaling import figure_14, figure_15
+from pipeloom.reproduce.adaptis.setups import MOST_SEARCH
 from pipeloom.reproduce.adaptis.throughput import figure_8, figure_9, figure_10
-from pipeloom.reproduce.part import Part
+from pipeloom.reproduce.part import Options, Outcome, Part
+
+
+def _searched(number: int, title: str, run: Callable[[Options], Outcome]) -> Part:
+    """A part whose arrangements are made once, for no batch in particular."""
+    return Part(
+        f"figure-{number}", title, f"`adaptis.txt` Fig. {number}", "emulated", run, ("seeds", "search"),
+        "an arrangement", MOST_SEARCH,
+    )  # fmt: skip
+
 
 PARTS: tuple[Part, ...] = (
-    Part("figure-1", "Bubbles of what is there", "`adaptis.txt` Fig. 1", "emulated", figure_1),
-    Part("figure-3", "Three steps of tuning", "`adaptis.txt` Fig. 3", "emulated", figure_3),
-    Part("figure-4", "Size of the search space", "`adaptis.txt` Fig. 4", "emulated", figure_4),
-    Part("figure-8", "Throughput of nine models", "`adaptis.txt` Fig. 8", "emulated", figure_8),
-    Part("figure-9", "Sequence lengths", "`adaptis.txt` Fig. 9", "emulated", figure_9),
-    Part("figure-10", "Ablation of the three phases", "`adaptis.txt` Fig. 10", "emulated", figure_10),
-    Part("figure-11", "Traces", "`adaptis.txt` Fig. 11", "emulated", figure_11),
-    Part("figure-12", "Prediction against execution", "`adaptis.txt` Fig. 12", "emulated", figure_12),
-    Part("figure-13", "Generation time", "`adaptis.txt` Fig. 13", "processor", figure_13),
-    Part("figure-14", "Strong scaling", "`adaptis.txt` Fig. 14", "emulated", figure_14),
-    Part("figure-15", "Weak scaling", "`adaptis.txt` Fig. 15", "emulated", figure_15),
+    _searched(1, "Bubbles of what is there", figure_1),
+    _searched(3, "Three steps of tuning", figure_3),
+    Part("figure-4", "Size of the search space", "`adaptis.txt` Fig. 4", "emulated", figure_4, ()),
+    _searched(8, "Throughput of nine models", figure_8),
+    _searched(9, "Sequence lengths", figure_9),
+    _searched(10, "Ablation of the three phases", figure_10),
+    _searched(11, "Traces", figure_11),
+    _searched(12, "Prediction against execution", figure_12),
+    Part(
+        "figure-13", "Generation time", "`adaptis.txt` Fig. 13", "processor", figure_13, ("seeds", "solver")
+    ),
+    _searched(14, "Strong scaling", figure_14),
+    _searched(15, "Weak scaling", figure_15),
 )

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import statistics
 import threading
+from dataclasses import replace
+
+import numpy as np
 
 from pipeloom.arrange.layer_chain import layout_of
 from pipeloom.arrange.systems import Standing
@@ -16,15 +20,23 @@ from pipeloom.reproduce.adaptis.setups import (
     SIZES,
     Setup,
     baseline,
+    bubble_share,
     chains,
     device,
     generated,
     ours,
+    seconds_of,
     setup_of,
 )
 from pipeloom.reproduce.part import Figure, Options, Outcome, Table
 from pipeloom.runtime import ThreadHub, emulate, step_durations
-from pipeloom.spec import Batch, Sample, Workload
+from pipeloom.runtime.emulated_ranks import Emulation, replayed_ns, run_on_ranks, without_delays
+from pipeloom.spec import Batch, Layout, Sample, Workload
+from pipeloom.taskgraph import TaskGraph
+from pipeloom.timeline import Schedule, simulate
+
+_MEAN_MS = 40
+"""Of a task on sleeping ranks."""
 
 _PAPER_12 = {
     "S-1F1B": "",
@@ -39,54 +51,101 @@ _PAPER_12 = {
 def figure_11(options: Options) -> Outcome:
     """Timelines of S-1F1B, Mist, the paper's generator and ours on Nemotron-H large."""
     setup = Setup("nemotron-h-large", 8, 4, 64, 4096)
-    tracks = []
-    for name in ("S-1F1B", "Mist"):
-        one = baseline(BASELINES[name], setup)
+    found = {name: baseline(BASELINES[name], setup) for name in ("S-1F1B", "Mist")}
+    found[GENERATOR] = generated(setup, MOST_SEARCH * options.search_s)
+    found["ours"] = ours(setup, options.seeds[0], MOST_SEARCH * options.search_s)
+    tracks, rows = [], []
+    for name, one in found.items():
         tracks.append(make_track(name, one.graph, one.schedule, one.timeline))
-    for name, one in (
-        (GENERATOR, generated(setup, MOST_SEARCH * options.search_s)),
-        ("ours", ours(setup, options.seeds[0], MOST_SEARCH * options.search_s)),
-    ):
-        tracks.append(make_track(name, one.graph, one.schedule, one.timeline))
+        rows.append((
+            name, f"{1e3 * seconds_of(one):.1f} ms", f"{100 * bubble_share(one):.1f} %",
+            str(one.arrangement.num_chunks), f"{int(one.timeline.peak_bytes.max()) / 2**30:.1f} GiB",
+        ))  # fmt: skip
     svg = timeline_svg(tracks)
     note = "P = 8, T = 4, 64 microbatches of one sequence of 4096 tokens. Planned; the paper has real traces too."
-    return Outcome((), (Figure("figure-11", "S-1F1B, Mist, AdaPtis and ours", svg),), (note,), device())
+    columns = ("system", "iteration", "bubbles", "chunks", "fullest rank")
+    return Outcome(
+        (Table("The four timelines", columns, tuple(rows), note),),
+        (Figure("figure-11", "S-1F1B, Mist, AdaPtis and ours", svg),), devices=device(),
+    )  # fmt: skip
 
 
 def figure_12(options: Options) -> Outcome:
     """Lower every system's schedule to messages and run it on emulated ranks."""
-    rows = []
+    found: list[tuple[str, str, Standing, int]] = []
     for size in SIZES:
         setup = setup_of("Nemotron-H", size, 4096, 4)
-        found = {name: baseline(system, setup) for name, system in BASELINES.items()}
-        found[GENERATOR] = generated(setup, MOST_SEARCH * options.search_s)
-        found["ours"] = ours(setup, options.seeds[0], MOST_SEARCH * options.search_s)
-        for name, standing in found.items():
-            run = execute(standing, chains(setup)[0].delay_ns)
-            planned = standing.timeline.makespan_ns
-            error = abs(run / planned - 1)
-            rows.append((
-                size, name, f"{planned / 1e6:.3f} ms", f"{run / 1e6:.3f} ms", f"{100 * error:.2f} %", _PAPER_12[name]
-            ))  # fmt: skip
+        standings = {name: baseline(system, setup) for name, system in BASELINES.items()}
+        standings[GENERATOR] = generated(setup, MOST_SEARCH * options.search_s)
+        standings["ours"] = ours(setup, options.seeds[0], MOST_SEARCH * options.search_s)
+        found += [(size, name, one, chains(setup)[0].delay_ns) for name, one in standings.items()]
+    slept = sleep([one for _, _, one, _ in found])
+    rows = []
+    for (size, name, one, delay_ns), (planned_ns, took_ns, late) in zip(found, slept, strict=True):
+        on_virtual = abs(execute(one, delay_ns) / one.timeline.makespan_ns - 1)
+        rows.append((
+            size, name, f"{one.timeline.makespan_ns / 1e6:.3f} ms", f"{100 * on_virtual:.2f} %",
+            f"{planned_ns / 1e9:.3f} s", f"{took_ns / 1e9:.3f} s", f"{100 * (took_ns / planned_ns - 1):+.2f} %",
+            f"{100 * late:+.2f} %", _PAPER_12[name],
+        ))  # fmt: skip
+    sizes = [abs(took / planned - 1) for planned, took, _ in slept]
     note = (
-        "Ranks run the lowered plan, actions and messages in the order of the runtime's executor, on a virtual clock: "
-        "this shows that what was planned is what runs, not what kernels cost. The paper compares with real devices "
-        "(its largest errors are shown; 2.12 % on average)."
+        f"On sleeping ranks the error is {100 * statistics.fmean(sizes):.2f} % on average and {100 * max(sizes):.2f} % "
+        "at most; the goal is 2 %, the paper has 2.12 % on average on real devices (its largest errors are shown). On "
+        "the virtual clock messages carry time and nothing waits, so that the difference is nothing where what was "
+        "planned is what runs, deadlock-free and in order; that is all it shows."
     )
-    columns = ("size", "system", "planned", "emulated ranks", "difference", "paper: largest error")
+    slept_note = (
+        "Each of the four sleeping ranks is a process of this machine that sleeps where it would compute; every time "
+        f"is made longer alike, until a task takes {_MEAN_MS} ms on average. Messages are real, on gloo, "
+        "so none are in what is planned for them. Woken late is what the sleeps alone that ended late add: the "
+        "machine's share of the error, which other work on it makes larger. Neither shows what kernels cost."
+    )
+    columns = (
+        "size", "system", "planned", "difference on the virtual clock", "planned for sleeping ranks", "they took",
+        "error", "of it: woken late", "paper: largest error",
+    )  # fmt: skip
     table = Table("Prediction against execution, Nemotron-H, 4096 tokens", columns, tuple(rows), note)
-    return Outcome((table,), devices=device())
+    return Outcome((table,), notes=(slept_note,), devices=device())
+
+
+def lowered(standing: Standing) -> tuple[Layout, Packing, TaskGraph]:
+    """Layout, packing and task graph of a standing, for microbatches of one token each."""
+    graph = standing.graph.with_candidates(standing.schedule.candidate)
+    num = int(graph.microbatch.max()) + 1
+    parts = tuple(Microbatch((i,), ((SubMicrobatch(0, 1, Workload((1,))),),)) for i in range(num))
+    batch = Batch(tuple(Sample(id=str(i), text_tokens=1) for i in range(num)))
+    return layout_of(graph.num_ranks, standing.arrangement), Packing(batch, ("lm",), parts), graph
+
+
+def sleep(standings: list[Standing]) -> list[tuple[int, int, float]]:
+    """Run schedules on sleeping ranks: nanoseconds planned and taken, and the share that late waking adds."""
+    cases: list[tuple[Emulation, TaskGraph, Schedule, tuple[str, ...]]] = []
+    for one in standings:
+        layout, packing, graph = lowered(one)
+        factor = _MEAN_MS * 1e6 / float(graph.duration_ns.mean())
+        longer = np.rint(graph.duration_ns * factor).astype(np.int64)
+        graph = without_delays(replace(graph, duration_ns=longer))
+        schedule = replace(one.schedule, candidate=None)
+        plan = lower(
+            graph, schedule, simulate(graph, schedule), layout, packing, lambda *_: ((1,), "float32")
+        )
+        names = layout.chunk_names
+        cases.append((Emulation(plan, step_durations(graph, names)), graph, schedule, names))
+    num_ranks = standings[0].graph.num_ranks
+    found = []
+    for (_, graph, schedule, names), took in zip(
+        cases, run_on_ranks([case[0] for case in cases], num_ranks, "sleep"), strict=True
+    ):
+        planned_ns = simulate(graph, schedule).makespan_ns
+        late = replayed_ns(graph, schedule, names, took.steps_ns) / planned_ns - 1
+        found.append((planned_ns, took.total_ns, late))
+    return found
 
 
 def execute(standing: Standing, delay_ns: int) -> int:
     """Run a schedule as a plan on emulated ranks, one thread each; give the end of the last action in ns."""
-    graph = standing.graph.with_candidates(standing.schedule.candidate)
-    num = int(graph.microbatch.max()) + 1
-    layout = layout_of(graph.num_ranks, standing.arrangement)
-    work = Workload((1,))
-    parts = tuple(Microbatch((i,), ((SubMicrobatch(0, 1, work),),)) for i in range(num))
-    batch = Batch(tuple(Sample(id=str(i), text_tokens=1) for i in range(num)))
-    packing = Packing(batch, ("lm",), parts)
+    layout, packing, graph = lowered(standing)
     plan = lower(
         standing.graph, standing.schedule, standing.timeline, layout, packing, lambda *_: ((1,), "float32")
     )

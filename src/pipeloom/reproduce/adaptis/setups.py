@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import statistics
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 
@@ -13,10 +15,13 @@ from pipeloom.arrange import Settings, arrange, chain_of_layers, tune_phases
 from pipeloom.arrange.joint import warm_up
 from pipeloom.arrange.layer_chain import LayerChain
 from pipeloom.arrange.phase_by_phase import TUNED
-from pipeloom.arrange.systems import Standing, run_system
+from pipeloom.arrange.systems import SYSTEMS, Standing, run_system
+from pipeloom.cost.emulated import EmulatedCosts
 from pipeloom.cost.emulated_layers import emulated_layers
+from pipeloom.errors import InputError
 from pipeloom.reproduce.part import Options
 from pipeloom.search import Deadline
+from pipeloom.spec import Chunk
 from pipeloom.spec.catalog import load_machine
 from pipeloom.spec.hardware import Degrees
 from pipeloom.timeline import check
@@ -41,6 +46,12 @@ class Setup:
     num_microbatches: int
     tokens: int
     data: int = 1
+    expert: int = 1
+
+    @property
+    def degrees(self) -> Degrees:
+        """All degrees of parallelism."""
+        return Degrees(tensor=self.tensor, pipeline=self.pipeline, data=self.data, expert=self.expert)
 
 
 FAMILIES = {"Gemma": "gemma", "DeepSeek": "deepseek", "Nemotron-H": "nemotron-h"}
@@ -75,9 +86,8 @@ def chains(setup: Setup) -> tuple[LayerChain, LayerChain]:
     """The chain with whole backwards and with split ones, under the device's memory."""
     warm_up()
     machine = load_machine(CLUSTER)
-    degrees = Degrees(tensor=setup.tensor, pipeline=setup.pipeline, data=setup.data)
     table = emulated_layers(
-        setup.model, machine, degrees, tokens=setup.tokens, num_microbatches=setup.num_microbatches
+        setup.model, machine, setup.degrees, tokens=setup.tokens, num_microbatches=setup.num_microbatches
     )
     whole, split = chain_of_layers(table), chain_of_layers(table, split=True)
     room = machine.device.usable_bytes
@@ -93,6 +103,21 @@ def baseline(name: str, setup: Setup) -> Standing:
     if faults:
         raise AssertionError(f"{name}: {faults[0]}")
     return found
+
+
+def best_baseline(setup: Setup) -> Standing | None:
+    """The fastest of all published systems that fit into memory; None: none does."""
+    found = []
+    for name in SYSTEMS:
+        with suppress(InputError):  # too few layers or microbatches for it
+            found.append(baseline(name, setup))
+    return min((one for one in found if one.fits), key=lambda one: one.timeline.makespan_ns, default=None)
+
+
+def over_best(setup: Setup, seconds: float) -> str:
+    """Our speedup over the fastest published system that fits, and which that is."""
+    best = best_baseline(setup)
+    return "" if best is None else f"{seconds_of(best) / seconds:.2f} ({best.name})"
 
 
 def ours(
@@ -135,6 +160,27 @@ def ours_s(setup: Setup, options: Options, phases: tuple[str, ...] = (), split: 
 def seconds_of(standing: Standing) -> float:
     """Iteration time."""
     return standing.timeline.makespan_ns / 1e9
+
+
+@functools.lru_cache(maxsize=256)
+def _emulated(model: str, degrees: Degrees) -> EmulatedCosts:
+    return EmulatedCosts(model, load_machine(CLUSTER), degrees, ("keep",))
+
+
+def iteration_s(setup: Setup, standing: Standing) -> float:
+    """Iteration with its end: the ranks reduce their gradients over replicas, and update and gather their weights.
+
+    A rank begins that when its own last task has ended.
+    """
+    costs = _emulated(setup.model, setup.degrees)
+    name = costs.architecture.modules[0].name
+    held: list[list[Chunk]] = [[] for _ in range(standing.graph.num_ranks)]
+    arrangement = standing.arrangement
+    for (first, last), rank in zip(pairwise(arrangement.cuts), arrangement.ranks, strict=True):
+        held[rank].append(Chunk(name, (first, last - 1), rank))
+    ends = np.zeros(standing.graph.num_ranks, np.int64)
+    np.maximum.at(ends, standing.graph.rank, standing.timeline.end_ns)
+    return max(end / 1e9 + costs.update_s(chunks) for end, chunks in zip(ends.tolist(), held, strict=True))
 
 
 def bubble_share(standing: Standing) -> float:

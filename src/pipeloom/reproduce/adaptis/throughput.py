@@ -11,10 +11,12 @@ from pipeloom.reproduce.adaptis.setups import (
     SIZES,
     Setup,
     baseline,
+    best_baseline,
     device,
     generated_s,
     mean,
     ours_s,
+    over_best,
     seconds_of,
     setup_of,
 )
@@ -29,13 +31,14 @@ _PAPER_8 = {
     ("Nemotron-H", 4096): ((0.91, 0.98, 1.12, 1.26), (0.83, 1.01, 1.08, 1.36), (0.78, 1.03, 1.16, 1.36)),
 }
 """Normalised throughput of I-1F1B, ZB, Mist and AdaPtis, for small, medium and large. For display only."""
-_PAPER_AVERAGE = {"S-1F1B": 1.34, "I-1F1B": 1.42, "ZB": 1.34, "Mist": 1.20}
+_PAPER_AVERAGE = {"S-1F1B": "1.34", "I-1F1B": "1.42", "ZB": "1.34", "Mist": "1.20"}
+_BEST = "the best of eight"
 
 
 def figure_8(options: Options) -> Outcome:
     """Every model, size and sequence length, with two and four microbatches per rank."""
     tables, figures = [], []
-    gains: dict[str, list[tuple[float, float]]] = {name: [] for name in BASELINES}
+    gains: dict[str, list[tuple[float, float]]] = {name: [] for name in (*BASELINES, _BEST)}
     for rounds in ROUNDS:
         rows = []
         bars: dict[str, list[float | None]] = {name: [] for name in (*BASELINES, GENERATOR, "ours")}
@@ -47,15 +50,18 @@ def figure_8(options: Options) -> Outcome:
                 for name, system in BASELINES.items():
                     standing = baseline(system, setup)
                     seconds[name] = seconds_of(standing)
-                    gains[name].append((seconds[name] / value, seconds[name] / theirs_s))
+                    if standing.fits:  # one that does not is no system to gain on
+                        gains[name].append((seconds[name] / value, seconds[name] / theirs_s))
                     if name != "S-1F1B":
                         mark = "" if standing.fits else " (out of memory)"
                         cells.append(f"{seconds['S-1F1B'] / seconds[name]:.2f}{mark}")
                     bars[name].append(seconds["S-1F1B"] / seconds[name])
                 bars[GENERATOR].append(seconds["S-1F1B"] / theirs_s)
                 bars["ours"].append(seconds["S-1F1B"] / value)
-                cells += [f"{seconds['S-1F1B'] / theirs_s:.2f}"]
-                cells += [f"{seconds['S-1F1B'] / value:.2f}", " / ".join(f"{x:.2f}" for x in theirs)]
+                if (best := best_baseline(setup)) is not None:
+                    gains[_BEST].append((seconds_of(best) / value, seconds_of(best) / theirs_s))
+                cells += [f"{seconds['S-1F1B'] / theirs_s:.2f}", f"{seconds['S-1F1B'] / value:.2f}"]
+                cells += [over_best(setup, value), " / ".join(f"{x:.2f}" for x in theirs)]
                 rows.append(tuple(cells))
         columns = (
             "model",
@@ -66,6 +72,7 @@ def figure_8(options: Options) -> Outcome:
             "Mist",
             GENERATOR,
             "ours",
+            "ours over the best of eight",
             "paper: I-1F1B / ZB / Mist / AdaPtis",
         )
         tables.append(
@@ -81,15 +88,18 @@ def figure_8(options: Options) -> Outcome:
                 for which in (0, 1)
                 for cell in (f"{mean(v[which] for v in values):.2f}", f"{max(v[which] for v in values):.2f}")
             ),
-            f"{_PAPER_AVERAGE[name]:.2f}",
+            _PAPER_AVERAGE.get(name, ""),
         )
         for name, values in gains.items()
+        if values
     )
     tables.append(
         Table(
             "Speedup over each system",
             ("system", "ours, average", "largest", f"{GENERATOR}, average", "largest", "paper: average"),
             average,
+            "A system that does not fit into a case's memory is left out of its averages there. The best of eight is, "
+            "case by case, the fastest that fits of GPipe, S-1F1B, I-1F1B, ZB-H1, ZB-V, Hanayo, DualPipeV and Mist.",
         )
     )
     return Outcome(tuple(tables), tuple(figures), devices=device())
@@ -98,8 +108,9 @@ def figure_8(options: Options) -> Outcome:
 _NOTE = (
     "T = 2; microbatches of one sequence. The paper does not say which P and how many microbatches it takes: P here is "
     "the largest of 4, 8 and 16 at which no layer is longer than a rank's share. ZB is H1 in 1F1B's memory, or greedy "
-    "order where that is faster; I-1F1B has two chunks a rank; Mist's is its partition only. AdaPtis is its "
-    "generator written again from the paper. It and ours split backwards and stay within the device's memory."
+    "order where that is faster; I-1F1B has two to four chunks a rank, the fastest that fits; Mist's is its partition "
+    "only. AdaPtis is its generator written again from the paper. It and ours split backwards and stay within the "
+    "device's memory. The last column but one also counts GPipe, ZB-V, Hanayo and DualPipeV."
 )
 
 
@@ -125,13 +136,13 @@ def figure_9(options: Options) -> Outcome:
         rows.append((
             str(tokens), *(f"{seconds[name] / seconds['ours']:.2f}{'' if standings[name].fits else ' (out of memory)'}"
                            for name in BASELINES),
-            f"{seconds[GENERATOR] / seconds['ours']:.2f}",
+            f"{seconds[GENERATOR] / seconds['ours']:.2f}", over_best(setup, seconds["ours"]),
         ))  # fmt: skip
     note = (
         "The paper's largest are 1.54, 2.14, 1.51 and 1.27; over Mist it has 1.15 on average. A system marked out of "
         "memory is shown as if it had it."
     )
-    columns = ("tokens", *(f"over {name}" for name in (*BASELINES, GENERATOR)))
+    columns = ("tokens", *(f"over {name}" for name in (*BASELINES, GENERATOR)), "over the best of eight")
     svg = line_figure(
         lines, x=Axis("tokens of a sequence", log=True), y=Axis("tokens per second over S-1F1B at 1K")
     )

@@ -1,14 +1,13 @@
-"""Data, tuning time, and how far estimates can be trusted: Figs. 5, 8, 10 and 11."""
+"""Data, balance, tuning time, and what one layer takes: Figs. 5, 8 and 10."""
 
 from __future__ import annotations
 
-import itertools
 import time
 
 import numpy as np
 
 from pipeloom.packing import PackingSpec, Policy, group, height_bound
-from pipeloom.report.figures import Axis, line_figure, scatter_figure
+from pipeloom.report.figures import Axis, line_figure
 from pipeloom.reproduce.part import Figure, Options, Outcome, Table
 from pipeloom.reproduce.pipetune.setups import (
     MIXTURES,
@@ -18,7 +17,6 @@ from pipeloom.reproduce.pipetune.setups import (
     batch_of,
     batches,
     emulated,
-    run_batch,
     steps_of,
 )
 from pipeloom.spec import Chunk, Workload
@@ -101,7 +99,7 @@ def figure_8(options: Options) -> Outcome:
     )
     svg = line_figure(lines, x=Axis("samples of a global batch", log=True), y=Axis("milliseconds", log=True))
     figure = Figure("figure-8", "Tuning time", svg)
-    return Outcome((Table("Tuning time", columns, tuple(rows), note),), (figure,))
+    return Outcome((Table("Tuning time", columns, tuple(rows), note),), (figure,), devices=(case.device,))
 
 
 def figure_10(options: Options) -> Outcome:
@@ -128,42 +126,6 @@ def figure_10(options: Options) -> Outcome:
         (Table("One layer", columns, table, note),), (Figure("figure-10", "Time per token", svg),),
         devices=(case.device,),
     )  # fmt: skip
-
-
-def figure_11(options: Options) -> Outcome:
-    """Estimated against emulated iteration times: do tables and recurrence rank microbatch sizes rightly?"""
-    setup = ON_A["3b"]
-    case = emulated(setup)
-    rows, points = [], {}
-    for mixture in MIXTURES:
-        planned, real, right, pairs = [], [], 0, 0
-        for seed, batch in batches(setup, mixture, options):
-            ours, theirs = [], []
-            for contexts in (1, 2, 4, 8):
-                spec = TuningSpec("algorithm1_opened", "fixed", "clusters", "frozen")
-                one = run_batch(case, batch, spec, seed, contexts * setup.context)
-                ours.append(one.tuned.planned_ns / 1e9)
-                theirs.append(one.seconds)
-            for a, b in itertools.combinations(range(len(ours)), 2):
-                if abs(theirs[a] - theirs[b]) > 1e-3 * theirs[a]:
-                    pairs += 1
-                    right += (ours[a] < ours[b]) == (theirs[a] < theirs[b])
-            planned += ours
-            real += theirs
-        points[NAMES[mixture]] = (real, planned)
-        errors = [abs(p / r - 1) for p, r in zip(planned, real, strict=True)]
-        rows.append((
-            NAMES[mixture], f"{100 * float(np.mean(errors)):.2f} %", f"{100 * max(errors):.2f} %",
-            f"{right} of {pairs}",
-        ))  # fmt: skip
-    columns = ("mixture", "mean error", "largest error", "pairs of sizes ranked alike")
-    note = (
-        "Estimated: cost tables made beforehand and a recurrence over microbatches. Emulated: every operator of every "
-        "microbatch, and the general simulator. Neither is a real machine; the paper compares with one."
-    )
-    svg = scatter_figure(points, x=Axis("emulated, seconds"), y=Axis("estimated, seconds"), diagonal=True)
-    figure = Figure("figure-11", "Iteration times of microbatches of 1, 2, 4 and 8 contexts", svg)
-    return Outcome((Table("3B TP4·PP4", columns, tuple(rows), note),), (figure,), devices=(case.device,))
 
 
 def packing(options: Options) -> Outcome:

@@ -204,6 +204,32 @@ def run_batch(
     return Run(tuned, plan, simulate(plan.graph, plan.schedule))
 
 
+def static_sizes(case: Emulated) -> tuple[int, ...]:
+    """Sizes of a microbatch, in contexts, that a user would try: powers of two, and the largest that fits."""
+    return tuple(sorted({k for k in (1, 2, 4, 8) if k < case.max_contexts} | {case.max_contexts}))
+
+
+def best_static(setup: Setup, mixture: str, options: Options, name: str) -> tuple[int, float]:
+    """The size that is best for a mixture when it is kept for all batches, and its mean seconds.
+
+    Parameters
+    ----------
+    setup : Setup
+    mixture : str
+    options : Options
+    name : str
+        One of `steps_of` with a fixed size; all else is as it says.
+    """
+    case, spec = emulated(setup), steps_of(setup)[name]
+    found: dict[int, list[float]] = {}
+    for seed, batch in batches(setup, mixture, options):
+        for k in static_sizes(case):
+            found.setdefault(k, []).append(run_batch(case, batch, spec, seed, k * setup.context).seconds)
+    mean = {k: float(np.mean(values)) for k, values in found.items()}
+    best = min(mean, key=lambda k: mean[k])
+    return best, mean[best]
+
+
 def searched_seconds(case: Emulated, batch: Batch, options: Options, seed: int) -> float:
     """Seconds of ours as a planner has it: half of the search goes to tuning, half to orders beyond 1F1B."""
     half = Deadline(options.search_s / 2, "cpu")
