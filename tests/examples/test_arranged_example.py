@@ -7,8 +7,12 @@ import random
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from pipeloom.cli.app import run
+from pipeloom.cli.config import read_config
+from pipeloom.cli.train import Run
+from pipeloom.cli.train_layout import given_layout
 from pipeloom.cost import LayerFit, Profile, ProfileCosts
 from pipeloom.io import load, read_layers, read_layout
 from pipeloom.packing import PackingSpec, pack
@@ -19,8 +23,8 @@ from pipeloom.spec import Layout, batch_from_dicts
 from pipeloom.taskgraph import build_graph
 from tests.examples.on_ranks import EXAMPLES, in_double, task_of
 from tests.plan.cases import Case
+from tests.runtime.cases import Run as Iteration
 from tests.runtime.cases import (
-    Run,
     assert_equal_gradients,
     expected,
     run_threads,
@@ -52,7 +56,7 @@ def test_gradients_are_those_of_the_undivided_model(seed: int) -> None:
     found = solve(graph, budget=Evaluations(50), seed=seed)
     case = Case(model.spec, layout, packed, graph, found.schedule, found.timeline)
     verify(case.plan, layout, packed)
-    one = Run(case, model, list(texts))
+    one = Iteration(case, model, list(texts))
     loss, wanted = expected(one)
     assert any(gradient is not None and gradient.any() for gradient in wanted.values())
     results = run_threads(one, order="in order")
@@ -97,9 +101,9 @@ def test_training_arranges_its_layers_and_takes_layouts_from_files(tmp_path: Pat
     # What training left is what `pipeloom arrange` takes, and what that writes is what training takes.
     layers, layout = tmp_path / "runs" / NAME / "layers.json", tmp_path / "layout.json"
     assert run(["arrange", str(layers), "--budget", "0.2", "--out", str(layout), "--threads", "1"]) == 0
-    given = trained(config(tmp_path, 'kind = "file"\npath = "layout.json"'), tmp_path / "runs")
-    assert given.chunks == read_layout(layout).chunks
-    assert given.modules[0].name == "lm"
+    path = config(tmp_path, 'kind = "file"\npath = "layout.json"')
+    given = given_layout(Run(path, read_config(path), tmp_path, Console(), to_stderr=False), in_double(NAME))
+    assert given == read_layout(layout)
 
 
 def test_profile_writes_what_arrange_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
