@@ -96,6 +96,15 @@ class PlannerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         check_not_negative("planner.deadline_s", self.deadline_s)
 
 
+class RuntimeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What ranks compute on."""
+
+    device: Literal["cpu", "cuda", "auto"] = "cpu"
+    """``cuda``: a GPU for each rank, messages by NCCL; ``auto``: so where there are enough, else the CPU."""
+    autocast: Literal["bf16"] | None = None
+    """Run layers and loss under autocast; the model must state the dtypes of shapes that come out of it."""
+
+
 class CheckpointConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How often training is saved, and where."""
 
@@ -131,6 +140,7 @@ class TrainConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     optimizer: OptimizerConfig = OptimizerConfig()
     cluster: ClusterSpec = ClusterSpec()
     planner: PlannerConfig = PlannerConfig()
+    runtime: RuntimeConfig = RuntimeConfig()
     checkpoint: CheckpointConfig | None = None
     """Leave out: nothing is saved."""
     timeout_s: float = 120.0

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from pipeloom.cost import Profile
     from pipeloom.planner import Setup
     from pipeloom.runtime import Model, Worker
+    from pipeloom.runtime.device import DeviceType
 
 _PROFILED_BATCHES, _MOST_PROFILED_BATCHES = 4, 64
 FirstBatches = Callable[[], tuple[list[list[Any]], list[Batch]]]
@@ -81,15 +82,17 @@ def train(
 
     Example: pipeloom train examples/digits_vlm/train.toml
     """
-    from pipeloom.runtime import this_worker
+    from pipeloom.runtime import choose_device, this_worker
 
     settings = read_config(config)
     if iterations:
         settings = msgspec.structs.replace(settings, iterations=iterations)
     if choose_layout:
         settings = with_chosen_layout(settings)
-    run = Run(config, settings, runs / settings.name, Console(stderr=json), to_stderr=json)
     worker = this_worker()
+    num_local = settings.layout.ranks * settings.parallel.dp if worker is None else worker.num_local
+    device = choose_device(settings.runtime.device, num_local)
+    run = Run(config, settings, runs / settings.name, Console(stderr=json), json, device)
     if worker is not None:
         _train_as_worker(run, worker, resume)
     else:
@@ -106,13 +109,14 @@ def train(
 
 @dataclass(frozen=True)
 class Run:
-    """One call of the command: its file, its settings, its folder, and where it speaks."""
+    """One call of the command: its file, its settings, its folder, where it speaks, and what it computes on."""
 
     config: Path
     settings: TrainConfig
     folder: Path
     console: Console
     to_stderr: bool
+    device: DeviceType = "cpu"
 
     @property
     def num_processes(self) -> int:
@@ -176,7 +180,10 @@ def _train_here(run: Run, resume: bool | None, max_restarts: int) -> None:
         planners = "the planner" if run.settings.parallel.dp == 1 else f"{run.settings.parallel.dp} planners"
         run.console.print(f"Starting {run.num_processes} ranks and {planners} ...")
         try:
-            launch(train_rank, run.num_processes, *run.arguments(go_on), timeout_s=run.settings.timeout_s)
+            launch(
+                train_rank, run.num_processes, *run.arguments(go_on), timeout_s=run.settings.timeout_s,
+                device=run.device,
+            )  # fmt: skip
         except ExecutionError as error:
             checkpoints = checkpoints_of(run.settings, run.config, run.folder)
             if restart > max_restarts or checkpoints is None:
@@ -205,7 +212,7 @@ def _train_as_worker(run: Run, worker: Worker, resume: bool | None) -> None:
     # Restarted, it goes on; what is there was saved by this very run.
     go_on = wants_resume(run, True if worker.num_restarts and run.settings.checkpoint is not None else resume)
     try:
-        join_workers(worker, lambda: run.begin(go_on), run.settings.timeout_s)
+        join_workers(worker, lambda: run.begin(go_on), run.settings.timeout_s, run.device)
         train_rank(*run.arguments(go_on))
     except PipeloomError as error:
         message = str(error) if str(error).startswith("rank ") else f"rank {worker.rank}: {error}"
@@ -221,6 +228,7 @@ def prepare(run: Run, setup_path: Path) -> Setup:
     """
     from pipeloom.cli.train_layout import given_layout, lay_out
     from pipeloom.cli.train_rank import build_model
+    from pipeloom.plan import backend_of
     from pipeloom.planner import Setup
     from pipeloom.search import METHODS
 
@@ -243,7 +251,7 @@ def prepare(run: Run, setup_path: Path) -> Setup:
     setup = Setup(
         model=model.spec, layout=layout, profile=profile, packing=settings.packing, cluster=settings.cluster,
         budget_s=settings.planner.budget_s, seed=settings.seed, method=settings.planner.method,
-        tuning=settings.tuning,
+        tuning=settings.tuning, backend=backend_of(run.device),
     )  # fmt: skip
     write_text(setup_path, msgspec.json.format(msgspec.json.encode(setup), indent=1).decode() + "\n")
     return setup

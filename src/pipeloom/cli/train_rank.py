@@ -33,11 +33,12 @@ from pipeloom.planner.compare import SystemTimeline, chain_layouts, compare_syst
 from pipeloom.planner.difference import Difference, difference, mean_difference
 from pipeloom.planner.replay import answered_graph, timeline_of
 from pipeloom.report import make_track, timeline_html, timeline_svg, trace
-from pipeloom.runtime import Model, StepReport, TcpPlanStore, Trainer
+from pipeloom.runtime import Model, StepReport, TcpPlanStore, Trainer, group_device
 from pipeloom.search import Deadline
 from pipeloom.timeline import LowerBound
 
 _NUM_COMPARED = 40
+AUTOCAST = {None: None, "bf16": torch.bfloat16}
 
 
 def train_rank(
@@ -80,6 +81,8 @@ def train_rank(
         checkpoints=checkpoints_of(config, path, Path(folder)),
         timeout_s=config.timeout_s,
         loads=lambda batch: cost_loads(batch, setup.model, setup.layout, costs),
+        device=group_device(),
+        autocast=AUTOCAST[config.runtime.autocast],
     )
     first = trainer.resume() if resume else 0
     batches = untrained_batches(trainer, task, config, first)

@@ -62,7 +62,7 @@ class Executor:
             raise InputError("rank", f"{rank} is not in 0..{layout.num_ranks - 1}")
         _check_layout(model, layout)
         self.model, self.layout, self.rank, self.transport = model, layout, rank, transport
-        self.device = torch.device(device)
+        self.device = _with_index(torch.device(device))
         self.lane = lane_for(transport, self.device)
         self.reduce_gradients, self.autocast, self.timeout_s = reduce_gradients, autocast, timeout_s
         self._linker = Linker(layout, model, rank)
@@ -198,6 +198,11 @@ class Executor:
     def _where(self, program: Program, step: int) -> str:
         action = action_text(program.actions[step]) if step < len(program.actions) else "the end"
         return f"rank {self.rank}, step {step}, '{action}'"
+
+
+def _with_index(device: torch.device) -> torch.device:
+    """The device as tensors on it name it."""
+    return torch.device("cuda", torch.cuda.current_device()) if device == torch.device("cuda") else device
 
 
 def _check_layout(model: Model, layout: Layout) -> None:

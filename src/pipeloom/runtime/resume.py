@@ -91,9 +91,9 @@ class Checkpoints:
             self._attempt(lambda: _make_empty(partial))
         dist.barrier()
         self._write(partial, executor, optimizer, state.iteration)
-        self._attempt(
-            lambda: (partial / f"random-{rank}").write_bytes(torch.get_rng_state().numpy().tobytes())
-        )
+        for name, generator in _generators(executor.device).items():
+            state_bytes = generator.get_state().numpy().tobytes()
+            self._attempt(partial.joinpath(f"{name}-{rank}").write_bytes, state_bytes)
         if rank == 0:
             self._attempt(lambda: (partial / _STATE).write_bytes(msgspec.json.encode(state)))
         dist.barrier()
@@ -126,10 +126,11 @@ class Checkpoints:
             raise InputError(
                 str(path / _STATE), f"cannot be read ({error})", "remove this checkpoint"
             ) from error
-        random = path / f"random-{dist.get_rank()}"
-        # In another layout other layers draw the numbers; then there is nothing to go on with.
-        if state.layout == executor.layout.digest and random.exists():
-            torch.set_rng_state(torch.frombuffer(bytearray(random.read_bytes()), dtype=torch.uint8))
+        for name, generator in _generators(executor.device).items():
+            saved = path / f"{name}-{dist.get_rank()}"
+            # In another layout other layers draw the numbers; then there is nothing to go on with.
+            if state.layout == executor.layout.digest and saved.exists():
+                generator.set_state(torch.frombuffer(bytearray(saved.read_bytes()), dtype=torch.uint8))
         return state
 
     def clear(self) -> None:
@@ -150,14 +151,22 @@ class Checkpoints:
         except CheckpointException as error:  # a BaseException, which no caller would expect
             raise ExecutionError(f"checkpoint {path} cannot be written: {error}") from error
 
-    def _attempt(self, write: Callable[[], object]) -> None:
+    def _attempt(self, write: Callable[..., object], *arguments: object) -> None:
         try:
-            write()
+            write(*arguments)
         except OSError as error:
             raise InputError(
                 f"checkpoint folder {self.folder}", f"cannot be written ({error.strerror})",
                 "make room, or give another checkpoint.path",
             ) from error  # fmt: skip
+
+
+def _generators(device: torch.device) -> dict[str, torch.Generator]:
+    """Random generators whose states are saved: the processor's, and the GPU's where one computes."""
+    found = {"random": torch.default_generator}
+    if device.type == "cuda":
+        found["random-cuda"] = torch.cuda.default_generators[device.index or 0]
+    return found
 
 
 def _make_empty(path: Path) -> None:

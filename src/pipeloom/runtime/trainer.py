@@ -13,16 +13,16 @@ import torch
 import torch.distributed as dist
 
 from pipeloom.cost import Correction
-from pipeloom.errors import ExecutionError, InputError
+from pipeloom.errors import ExecutionError, InputError, PlanError
 from pipeloom.packing import Packing, packing_from_counts
-from pipeloom.plan import Answer, Delivery, Measured
+from pipeloom.plan import BACKENDS, Answer, Delivery, Measured, backend_of, verify
 from pipeloom.runtime.broadcast import broadcast_bytes
 from pipeloom.runtime.executor import Executor
 from pipeloom.runtime.feedback import Calibrator, gather_times
 from pipeloom.runtime.model import Model, user_code
 from pipeloom.runtime.place import BatchLoads, take_place
 from pipeloom.runtime.resume import Checkpoints, TrainerState, fingerprint
-from pipeloom.runtime.transport import TorchTransport
+from pipeloom.runtime.transport import BatchedTransport, TorchTransport
 from pipeloom.runtime.waiting import FirstPlan, together
 from pipeloom.spec import Batch, Layout, ModelSpec, batch_from_dicts
 
@@ -122,10 +122,17 @@ class Trainer:
     checkpoints : Checkpoints or None
         Where training is saved, and goes on from after `resume`; None: nowhere.
     timeout_s : float or None
-        With replicas: after which a rank that waits for another of its pipeline gives up; None: torch's own.
+        With replicas: after which a rank that waits for another of its pipeline gives up; None: torch's own. On GPUs
+        also after which an iteration that comes to no further action has failed.
     loads : callable or None
         With replicas: what the samples of a batch weigh when they are dealt, the same on every rank
         (`pipeloom.packing.cost_loads`); None: their tokens.
+    device : torch.device or str
+        On which this process computes. On ``"cuda"`` messages go by NCCL, and the planner's setup says so with
+        ``backend="nccl"``; the default group must serve both, see `pipeloom.runtime.launch`.
+    autocast : torch.dtype or None
+        Run layers and loss under `torch.autocast` with this dtype; the shapes that modules state must then have the
+        dtypes that come out of it.
     """
 
     def __init__(
@@ -142,16 +149,24 @@ class Trainer:
         checkpoints: Checkpoints | None = None,
         timeout_s: float | None = None,
         loads: BatchLoads | None = None,
+        device: torch.device | str = "cpu",
+        autocast: torch.dtype | None = None,
     ) -> None:
-        self.rank, self.place = dist.get_rank(), take_place(layout, timeout_s)
+        self.device = torch.device(device)
+        self._backend = BACKENDS[backend_of(self.device.type)]
+        self.rank, self.place = dist.get_rank(), take_place(layout, timeout_s, self.device.type)
         self._leads = self.place.stage == 0
         self.model, self.layout = model, layout
         self._planner, self._describe, self._loads = planner, describe, loads
         self._learning_rate, self._clip_norm = learning_rate, clip_norm
         replicated = {module.name for module in layout.modules if module.on_ranks == "replicated"}
+        kind = BatchedTransport if self._backend.joins else TorchTransport
+        transport = kind(self.place.messages, use_tags=not tag_zero)
+        if self.device.type != "cpu":
+            transport.connect(self.device)
         self._executor = Executor(
-            model, layout, self.place.stage, TorchTransport(self.place.messages, use_tags=not tag_zero),
-            reduce_gradients=self.place.reduce_gradients,
+            model, layout, self.place.stage, transport, self.device,
+            reduce_gradients=self.place.reduce_gradients, autocast=autocast, timeout_s=timeout_s,
         )  # fmt: skip
         self._parameters = self._executor.parameters()
         elsewhere = {
@@ -250,10 +265,14 @@ class Trainer:
                 self._planner.close()
 
     def gather_model(self) -> None:
-        """Give every rank the trained weights of all layers, e.g. to evaluate or save the whole model."""
+        """Give every rank the trained weights of all layers on the CPU, e.g. to evaluate or save the whole model.
+
+        After training: a layer that was on a GPU is there no more.
+        """
         with together("gathering the model"):
             for chunk in self.layout.chunks:
                 for layer in self.model.module(chunk.module).layers[chunk.layers[0] : chunk.layers[1] + 1]:
+                    layer.to("cpu")
                     for tensor in (*layer.parameters(), *layer.buffers()):
                         dist.broadcast(tensor.data, group=self.place.collectives, group_src=chunk.rank)
 
@@ -299,6 +318,8 @@ class Trainer:
         with together(f"iteration {batch.iteration}: the plan's delivery"):
             data = broadcast_bytes(None if delivery is None else delivery.data, self.place.collectives)
         if delivery is not None:
+            if first is not None and self._backend.serial:
+                _check_serial(delivery.answer)
             return delivery, delivery.answer, delivery.packing
         return None, *unpack_answer(data, batch, self.model.spec, self.layout)
 
@@ -311,7 +332,7 @@ class Trainer:
             result = self._executor.run(answer.plan, packing, asked.samples, normaliser=normaliser)
         except ExecutionError as error:
             raise ExecutionError(f"iteration {batch.iteration}, {error}") from error
-        cpu_ns = time.thread_time_ns() - cpu_ns
+        cpu_ns = time.thread_time_ns() - cpu_ns if self.device.type == "cpu" else -1
         squares = sum(float(p.grad.square().sum()) for p in self._counted if p.grad is not None)
         totals = torch.tensor([result.loss_sum / result.normaliser, squares], dtype=torch.float64)
         with together(f"iteration {batch.iteration}: the sum of losses"):
@@ -359,6 +380,17 @@ class Trainer:
                     parameter.grad.mul_(self._clip_norm / norm)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
+
+
+def _check_serial(answer: Answer) -> None:
+    """Refuse a planner that makes plans for another backend; one plan shows it."""
+    try:
+        verify(answer.plan, serial=True)
+    except PlanError as error:
+        raise InputError(
+            "planner", f"makes plans that NCCL may not finish ({str(error).splitlines()[0]})",
+            'give its Setup backend="nccl"',
+        ) from error  # fmt: skip
 
 
 def unpack_answer(data: bytes, batch: Batch, model: ModelSpec, layout: Layout) -> tuple[Answer, Packing]:

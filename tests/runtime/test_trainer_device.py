@@ -1,0 +1,158 @@
+"""One rank trains as a plain loop does: in either precision, on the CPU and, where there is one, on a GPU."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pipeloom.arrange import ModulePlacement, separate
+from pipeloom.cost import Correction, LayerFit, Profile, ProfileCosts
+from pipeloom.packing import PackingSpec
+from pipeloom.plan import Delivery, backend_of
+from pipeloom.planner import Problem, answer_of, plan_batch
+from pipeloom.planner.messages import encode
+from pipeloom.runtime import Checkpoints, Model, Module, Trainer
+from pipeloom.runtime.device import join_group
+from pipeloom.search import Evaluations
+from pipeloom.spec import Batch, TensorShape
+
+WIDTH, RATE, NUM_BATCHES = 32, 1e-2, 3
+ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+DEVICES = ["cpu", pytest.param("cuda", marks=ON_GPU)]
+Sample = tuple[str, Tensor]
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = torch.relu(self.inner(x))
+        return output
+
+
+class Plans:
+    """A planner in this process, without a search."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.batches: dict[int, Batch] = {}
+
+    def start(self) -> None:
+        pass
+
+    def submit(self, batch: Batch, correction: Correction) -> None:
+        self.batches[batch.iteration] = batch
+
+    def collect(self, iteration: int) -> Delivery:
+        batch = self.batches.pop(iteration)
+        planned = plan_batch(self.problem, batch, budget=Evaluations(1), seed=0, method="portfolio")
+        answer = answer_of(planned, search_s=0.0, ready_ns=0)
+        return Delivery(answer, planned.packing, encode(answer), True, 0.0)
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture(params=DEVICES)
+def device(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[torch.device]:
+    """A device with a process group of this process alone."""
+    store = dist.FileStore(str(tmp_path / "store"), 1)  # type: ignore[attr-defined]
+    join_group(request.param, store, 0, 1, 60.0, local_rank=0)
+    yield torch.device(request.param)
+    dist.destroy_process_group()
+
+
+def batches() -> list[list[Sample]]:
+    generator = torch.Generator().manual_seed(0)
+    return [
+        [(f"{b}.{i}", torch.randn(4 + i, WIDTH, generator=generator)) for i in range(4)]
+        for b in range(NUM_BATCHES)
+    ]
+
+
+def loss(output: Tensor, part: Any) -> Tensor:
+    targets = torch.cat([sample[1] for sample in part.samples]).roll(1, 1).to(output.device)
+    return (output.float() - targets).square().sum()
+
+
+def trainer_of(
+    layers: list[nn.Module], device: torch.device, autocast: torch.dtype | None, folder: Path | None = None
+) -> Trainer:
+    shape = TensorShape(("tokens", WIDTH), "float32" if autocast is None else "bfloat16")
+    module = Module(
+        "lm", layers, reads="sequence", hidden=shape, output=shape,
+        inputs=lambda part: torch.cat([sample[1] for sample in part.samples]),
+    )  # fmt: skip
+    model = Model([module], loss, lambda sample: float(len(sample[1])))
+    fit = LayerFit((1e-4, 0, 1e-6, 0), (2e-4, 0, 2e-6, 0), (0, 0, 64, 0))
+    profile = Profile("invented", {f"lm/{kind.kind}": fit for kind in model.spec.modules[0].flat_layers})
+    layout = separate(model.spec, 1, {"lm": ModulePlacement(2)}, lambda module, layer: 1.0)
+    problem = Problem(
+        model.spec,
+        layout,
+        ProfileCosts(model.spec, profile),
+        PackingSpec(10),
+        backend=backend_of(device.type),
+    )
+    return Trainer(
+        model, layout, Plans(problem),
+        describe=lambda sample: {"id": sample[0], "text_tokens": len(sample[1])},
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=RATE), clip_norm=1.0,
+        device=device, autocast=autocast, checkpoints=None if folder is None else Checkpoints(folder, 1),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+def test_training_is_that_of_a_plain_loop(device: torch.device, autocast: torch.dtype | None) -> None:
+    torch.manual_seed(0)
+    layers: list[nn.Module] = [Layer() for _ in range(4)]
+    plain = nn.Sequential(*copy.deepcopy(layers)).to(device)
+    trainer = trainer_of(layers, device, autocast)
+    reports = list(trainer.run(batches()))
+
+    optimizer = torch.optim.SGD(plain.parameters(), lr=RATE)
+    tolerance = 1e-5 if autocast is None else 2e-2
+    for report, samples in zip(reports, batches(), strict=True):
+        rows = torch.cat([sample[1] for sample in samples]).to(device)
+        with torch.autocast(device.type, autocast or torch.bfloat16, enabled=autocast is not None):
+            wanted = (plain(rows).float() - rows.roll(1, 1)).square().sum() / len(rows)
+        wanted.backward()
+        norm = float(nn.utils.clip_grad_norm_(plain.parameters(), 1.0))
+        optimizer.step()
+        optimizer.zero_grad()
+        assert report.num_microbatches > 1
+        assert report.loss == pytest.approx(float(wanted.detach()), rel=tolerance)
+        assert report.gradient_norm == pytest.approx(norm, rel=tolerance)
+        assert report.measured is not None
+        # What a GPU's host thread takes says nothing of the computation.
+        assert (report.measured.cpu_ns[0] < 0) == (device.type == "cuda")
+    trainer.gather_model()
+    for layer, other in zip(layers, plain, strict=True):
+        for mine, theirs in zip(layer.parameters(), other.parameters(), strict=True):
+            assert mine.device.type == "cpu"
+            torch.testing.assert_close(mine.detach(), theirs.detach().cpu(), rtol=0, atol=tolerance)
+
+
+def test_random_numbers_go_on_after_a_checkpoint(device: torch.device, tmp_path: Path) -> None:
+    trainer = trainer_of([Layer() for _ in range(2)], device, None, tmp_path / "checkpoints")
+    reports = trainer.run(batches())
+    next(reports)
+    # The first iteration is saved when the second is asked for.
+    torch.manual_seed(7)
+    next(reports)
+    reports.close()  # type: ignore[attr-defined]
+    torch.manual_seed(7)
+    wanted = torch.rand(3, device=device), torch.rand(3)
+    again = trainer_of([Layer() for _ in range(2)], device, None, tmp_path / "checkpoints")
+    torch.manual_seed(8)
+    assert again.resume() == 1
+    torch.testing.assert_close((torch.rand(3, device=device), torch.rand(3)), wanted, rtol=0, atol=0)
