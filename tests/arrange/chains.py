@@ -74,5 +74,6 @@ def arranged_chains(draw: st.DrawFn) -> tuple[LayerChain, Arrangement, Rule]:
         rng.integers(-3 * step, 10 * step, (3, num)),
         rng.integers(0, step, (3, num)) * (rng.random((3, num)) < draw(st.sampled_from([0.0, 0.5]))),
         int(rng.integers(1, m + 2)),
+        rng.integers(1, m + 1, num) if draw(st.booleans()) else None,
     )
     return chain, arrangement, rule

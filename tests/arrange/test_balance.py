@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from pipeloom.arrange import Arrangement, LayerChain, Rule, kernels
 from pipeloom.arrange.evaluate import arrays_of
 from pipeloom.arrange.layer_chain import chunk_costs
-from pipeloom.arrange.starts import from_plan, to_plan
+from pipeloom.arrange.rules import from_plan, to_plan
 from tests.arrange.chains import arranged_chains
 
 

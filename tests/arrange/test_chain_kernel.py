@@ -17,7 +17,8 @@ from pipeloom.arrange import (
 )
 from pipeloom.arrange.evaluate import NEVER
 from pipeloom.cost.layers import LayerCost, LayerTable
-from pipeloom.timeline import check, lower_bound, simulate
+from pipeloom.taskgraph import BACKWARD, FORWARD, INPUT_GRADIENT, IntArray, TaskGraph
+from pipeloom.timeline import Timeline, check, lower_bound, simulate
 from tests.arrange.chains import arranged_chains
 
 
@@ -33,6 +34,20 @@ def test_kernel_equals_simulator_and_fits_memory(case: tuple[LayerChain, Arrange
     assert not check(graph, schedule, timeline)
     assert evaluate(chain, arrangement, rule, makespan + 1) == makespan
     assert evaluate(chain, arrangement, rule, makespan) == NEVER
+    if rule.limits is not None:
+        assert (most_in_flight(graph, timeline, arrangement.num_chunks) <= rule.limits).all()
+
+
+def most_in_flight(graph: TaskGraph, timeline: Timeline, num_chunks: int) -> IntArray:
+    """How many microbatches of every chunk are between the start of F and the end of B or I at most."""
+    chunk = graph.pair * num_chunks // graph.num_pairs
+    most = np.zeros(num_chunks, np.int64)
+    for c in range(num_chunks):
+        began = timeline.start_ns[(chunk == c) & (graph.kind == FORWARD)]
+        ended = timeline.end_ns[(chunk == c) & np.isin(graph.kind, (BACKWARD, INPUT_GRADIENT))]
+        # In their order of dispatch; times alone do not tell it where tasks last no time.
+        most[c] = max(i + 1 - int((ended <= at).sum()) for i, at in enumerate(np.sort(began)))
+    return most
 
 
 @settings(deadline=None, max_examples=60)

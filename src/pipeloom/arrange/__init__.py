@@ -25,8 +25,8 @@ from pipeloom.arrange.modality import (
 from pipeloom.arrange.partition import partition_chain
 from pipeloom.arrange.phase_by_phase import tune_phases
 from pipeloom.arrange.profiled_layers import profiled_layers
+from pipeloom.arrange.rules import Rule
 from pipeloom.arrange.standard import one_f_one_b_peaks
-from pipeloom.arrange.starts import Rule
 
 __all__ = [
     "Arranged",

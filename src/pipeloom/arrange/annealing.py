@@ -10,7 +10,7 @@ import numpy as np
 from pipeloom.arrange import kernels
 from pipeloom.arrange.evaluate import NEVER, Arrays, Scratch
 from pipeloom.arrange.layer_chain import Arrangement, LayerChain
-from pipeloom.arrange.starts import Rule, to_plan
+from pipeloom.arrange.rules import Rule, to_plan
 from pipeloom.compiled.random import draw31, uniform
 from pipeloom.errors import InputError
 from pipeloom.search import Progress
@@ -20,15 +20,16 @@ MOVES = (
     "turns of microbatches", "cut a chunk", "exchange two ranks", "permute ranks", "shift a key", "shift many keys",
     "wait", "move a boundary", "relabel a suffix", "join chunks", "another rank", "move two boundaries",
     "cut and join", "copy a key", "strategy of layers", "relieve a rank by boundaries", "relieve a rank",
+    "limit what is in flight",
 )  # fmt: skip
 PHASES = {
     "partition": (7, 11, 15),
     "placement": (1, 2, 3, 8, 9, 10, 12, 16),
-    "schedule": (0, 4, 5, 6, 13),
+    "schedule": (0, 4, 5, 6, 13, 17),
     "strategies": (14,),
 }
 """Moves by what they change; cutting and joining chunks makes a placement finer or coarser."""
-_WEIGHTS = (1.5, 1.5, 1.0, 1.0, 1.0, 1.0, 0.8, 1.0, 0.7, 0.7, 0.5, 1.0, 0.5, 0.3, 1.0, 1.0, 1.0)
+_WEIGHTS = (1.5, 1.5, 1.0, 1.0, 1.0, 1.0, 0.8, 1.0, 0.7, 0.7, 0.5, 1.0, 0.5, 0.3, 1.0, 1.0, 1.0, 0.0)
 
 
 _REBALANCE = (15, 16)

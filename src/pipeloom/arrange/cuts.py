@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import numpy.typing as npt
 
-from pipeloom.arrange.layer_chain import LayerChain
+from pipeloom.arrange import kernels
+from pipeloom.arrange.layer_chain import Arrangement, LayerChain
 from pipeloom.errors import InputError
 from pipeloom.taskgraph import IntArray
 
@@ -72,12 +75,8 @@ def stage_cuts(chain: LayerChain) -> tuple[int, ...]:
     Filling each stage as far as a limit allows is optimal for that limit, since a stage that begins a layer later
     has at most as much less room as it has less to do; the least limit is found by halving.
     """
-    p, n, m = chain.num_ranks, chain.num_layers, chain.num_microbatches
-    work = np.concatenate([[0], np.cumsum(chain.total_ns[:, 0])]) * m
-    fillable = bool(chain.weight_ns.any())
-    ends = chain.forward_ns[:, 0] if fillable else chain.forward_ns[:, 0] + chain.backward_ns[:, 0]
-    before = np.concatenate([[0], np.cumsum(ends)])
-    hop = chain.delay_ns * (1 if fillable else 2)
+    p, n = chain.num_ranks, chain.num_layers
+    work, before, hop = _work_and_ends(chain)
 
     def fill(limit: int) -> tuple[int, ...] | None:
         cuts = [0]
@@ -89,17 +88,53 @@ def stage_cuts(chain: LayerChain) -> tuple[int, ...]:
             cuts.append(end)
         return tuple(cuts) if cuts[-1] == n else None
 
-    low, high = 0, int(work[-1] + before[-1]) + p * hop
-    while low < high:
-        middle = (low + high) // 2
-        if fill(middle) is None:
-            low = middle + 1
-        else:
-            high = middle
-    found = fill(high)
+    found = fill(_least(lambda limit: fill(limit) is not None, int(work[-1] + before[-1]) + p * hop, 1))
     if found is None:
         raise InputError("layers", f"{n} cannot fill {p} stages", "use fewer ranks")
     return found
+
+
+def folded(chain: LayerChain) -> Arrangement:
+    """Two chunks a rank, down the ranks and up again, with the least possible largest sum of load, head and tail.
+
+    The limit is found to 1/100,000; for a limit, `pipeloom.arrange.kernels.fold` is exact. Where a rank's second chunk
+    would have no layer, it has one chunk, and so has the last rank.
+    """
+    p, n = chain.num_ranks, chain.num_layers
+    work, before, hop = _work_and_ends(chain)
+    low, back = (np.zeros((p + 1, n + 1), np.int64) for _ in range(2))
+    cuts = np.zeros((2, p), np.int64)
+    total = int(work[-1])
+    fits = _least(
+        lambda limit: kernels.fold(work, before, limit, hop, low, back, cuts),
+        total + int(before[-1]) + p * hop,
+        total // p // 100_000 + 1,
+    )
+    if not kernels.fold(work, before, fits, hop, low, back, cuts):
+        raise InputError("layers", f"{n} cannot fill {p} stages", "use fewer ranks")
+    chunks = [(int(cuts[0, r]), r) for r in range(p)]
+    chunks += [(int(cuts[1, r + 1]), r) for r in range(p - 2, -1, -1) if cuts[1, r + 1] < cuts[1, r]]
+    return Arrangement((*(first for first, _ in chunks), n), tuple(rank for _, rank in chunks))
+
+
+def _work_and_ends(chain: LayerChain) -> tuple[IntArray, IntArray, int]:
+    """Running sums of all microbatches' work and of heads and tails, and what a hand-over adds to these."""
+    work = np.concatenate([[0], np.cumsum(chain.total_ns[:, 0])]) * chain.num_microbatches
+    fillable = bool(chain.weight_ns.any())
+    ends = chain.forward_ns[:, 0] if fillable else chain.forward_ns[:, 0] + chain.backward_ns[:, 0]
+    return work, np.concatenate([[0], np.cumsum(ends)]), chain.delay_ns * (1 if fillable else 2)
+
+
+def _least(enough: Callable[[int], bool], high: int, step: int) -> int:
+    """Least limit that is enough, to ``step``; ``high`` where none below it is."""
+    low = 0
+    while low < high:
+        middle = (low + high) // 2
+        if enough(middle):
+            high = middle
+        else:
+            low = middle + step
+    return high
 
 
 def _shared_cuts(loads: IntArray, shares: npt.NDArray[np.float64]) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ import numpy as np
 
 from pipeloom.arrange import kernels
 from pipeloom.arrange.layer_chain import Arrangement, LayerChain, graph_of
-from pipeloom.arrange.starts import Rule, to_plan
+from pipeloom.arrange.rules import Rule, to_plan
 from pipeloom.taskgraph import IntArray, TaskGraph
 from pipeloom.timeline import Schedule
 

@@ -13,7 +13,8 @@ from pipeloom.arrange.annealing import MOVES, Annealing, Best, ChainReport, Sett
 from pipeloom.arrange.bound import placement_bound
 from pipeloom.arrange.evaluate import NEVER, Judge, arrays_of, schedule_of
 from pipeloom.arrange.layer_chain import Arrangement, LayerChain
-from pipeloom.arrange.starts import Rule, allowed_starts, from_plan
+from pipeloom.arrange.rules import Rule, from_plan
+from pipeloom.arrange.starts import allowed_starts
 from pipeloom.errors import InfeasibleError, InputError
 from pipeloom.search import Evaluations, Progress
 from pipeloom.search.stopping import StoppingRule, Watch

@@ -19,8 +19,9 @@ from pipeloom.arrange.evaluate import NEVER, Judge, schedule_of
 from pipeloom.arrange.joint import Arranged, answer, nothing_fits, uniform_strategies
 from pipeloom.arrange.layer_chain import Arrangement, LayerChain, chunk_costs
 from pipeloom.arrange.phase_moves import bubble_shares, permutations, shifts, transfers
+from pipeloom.arrange.rules import Rule
 from pipeloom.arrange.standard import dealt, stages, wave
-from pipeloom.arrange.starts import Rule, natural_keys
+from pipeloom.arrange.starts import natural_keys
 from pipeloom.arrange.systems import mist_stages
 from pipeloom.errors import InputError
 from pipeloom.search import Progress

@@ -3,36 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 
 from pipeloom.arrange.cuts import balanced_cuts, equal_cuts, settled_cuts, stage_cuts
-from pipeloom.arrange.kernels import FIRST, KEY, NUM_CHUNKS, NUM_ROWS, PERIOD, RANK, SCALARS, WAIT
 from pipeloom.arrange.layer_chain import Arrangement, LayerChain, chunk_costs
+from pipeloom.arrange.rules import Rule
+from pipeloom.arrange.timetables import folded_starts
 from pipeloom.taskgraph import IntArray
 
 _MANY_RANKS = 16
 """Beyond, annealing moves too few boundaries to balance the loads itself; starts need the best there is."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Rule:
-    """Which task a rank takes next; see ``docs/arrange.md``.
-
-    Attributes
-    ----------
-    keys : array, shape (3, num_chunks)
-        Rows F, B or I, W: the least key goes first.
-    waits : array, shape (3, num_chunks)
-        How long a rank may wait for a task of the chunk, in ns.
-    period : int
-        How many microbatches take turns before the next ones come.
-    """
-
-    keys: IntArray
-    waits: IntArray
-    period: int = 1
 
 
 def interleaved(num_chunks: int, num_ranks: int) -> tuple[int, ...]:
@@ -58,8 +39,10 @@ def natural_keys(chain: LayerChain, arrangement: Arrangement, stride: int, early
 
 
 def starts(chain: LayerChain, most_chunks: int, stride: int) -> Iterator[tuple[Arrangement, Rule]]:
-    """Every placement with every simple rule, few chunks first."""
+    """Every placement with every simple rule, few chunks first; before them, with many ranks, the one by timetable."""
     p, m = chain.num_ranks, chain.num_microbatches
+    if p > _MANY_RANKS and most_chunks >= 2 * p and chain.num_layers >= p:
+        yield from folded_starts(chain, stride)
     loads = chain.total_ns[:, 0]
     for depth in range(1, max(1, most_chunks // p) + 1):
         num = min(depth * p, chain.num_layers, most_chunks)
@@ -103,27 +86,3 @@ def allowed_starts(
             keys = natural_keys(chain, arrangement, stride, 4.0 * chain.num_microbatches)
             rule = Rule(keys, np.zeros_like(keys), rule.period)
         yield arrangement, rule
-
-
-def to_plan(arrangement: Arrangement, rule: Rule, most_chunks: int) -> IntArray:
-    """Write an arrangement and its rule as the array that the kernels change."""
-    num = arrangement.num_chunks
-    plan = np.zeros((NUM_ROWS, most_chunks + 2), np.int64)
-    plan[FIRST, : num + 1] = arrangement.cuts
-    plan[RANK, :num] = arrangement.ranks
-    plan[KEY : KEY + 3, :num] = rule.keys
-    plan[WAIT : WAIT + 3, :num] = rule.waits
-    plan[SCALARS, NUM_CHUNKS] = num
-    plan[SCALARS, PERIOD] = rule.period
-    return plan
-
-
-def from_plan(plan: IntArray, strategy: IntArray) -> tuple[Arrangement, Rule]:
-    """Read a plan back."""
-    num = int(plan[SCALARS, NUM_CHUNKS])
-    chosen = tuple(int(s) for s in strategy) if strategy.any() else ()
-    arrangement = Arrangement(
-        tuple(int(x) for x in plan[FIRST, : num + 1]), tuple(int(x) for x in plan[RANK, :num]), chosen
-    )
-    keys, waits = plan[KEY : KEY + 3, :num].copy(), plan[WAIT : WAIT + 3, :num].copy()
-    return arrangement, Rule(keys, waits, int(plan[SCALARS, PERIOD]))

@@ -14,8 +14,9 @@ import numpy as np
 
 from pipeloom.arrange.evaluate import NEVER, arrays_of, evaluate, schedule_of
 from pipeloom.arrange.layer_chain import Arrangement, LayerChain, graph_of
+from pipeloom.arrange.rules import Rule
 from pipeloom.arrange.standard import dealt, one_f_one_b_peaks, stages, wave
-from pipeloom.arrange.starts import Rule, natural_keys
+from pipeloom.arrange.starts import natural_keys
 from pipeloom.baselines import dual_pipe_v, gpipe, interleaved_one_f_one_b, one_f_one_b, zero_bubble_h1
 from pipeloom.errors import InputError
 from pipeloom.taskgraph import IntArray, TaskGraph

@@ -3,11 +3,23 @@
 from pipeloom.arrange.kernels.anneal import anneal
 from pipeloom.arrange.kernels.balance import repartition
 from pipeloom.arrange.kernels.evaluate import evaluate
+from pipeloom.arrange.kernels.fold import fold
 from pipeloom.arrange.kernels.moves import NUM_MOVES
-from pipeloom.arrange.kernels.plan import FIRST, KEY, NUM_CHUNKS, NUM_ROWS, PERIOD, RANK, SCALARS, WAIT
+from pipeloom.arrange.kernels.plan import (
+    FIRST,
+    KEY,
+    LIMIT,
+    NUM_CHUNKS,
+    NUM_ROWS,
+    PERIOD,
+    RANK,
+    SCALARS,
+    UNLIMITED,
+    WAIT,
+)
 from pipeloom.arrange.kernels.run import NEVER, run
 
 __all__ = [
-    "FIRST", "KEY", "NEVER", "NUM_CHUNKS", "NUM_MOVES", "NUM_ROWS", "PERIOD", "RANK", "SCALARS", "WAIT", "anneal",
-    "evaluate", "repartition", "run",
+    "FIRST", "KEY", "LIMIT", "NEVER", "NUM_CHUNKS", "NUM_MOVES", "NUM_ROWS", "PERIOD", "RANK", "SCALARS", "UNLIMITED",
+    "WAIT", "anneal", "evaluate", "fold", "repartition", "run",
 ]  # fmt: skip

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pipeloom.arrange.kernels.plan import FIRST, KEY, NUM_CHUNKS, PERIOD, RANK, SCALARS, WAIT
+from pipeloom.arrange.kernels.plan import FIRST, KEY, LIMIT, NUM_CHUNKS, PERIOD, RANK, SCALARS, WAIT
 from pipeloom.arrange.kernels.run import NEVER, run
 from pipeloom.compiled import kernel
 
@@ -77,6 +77,6 @@ def evaluate(
             return NEVER
     return run(
         num, num_microbatches, rank, duration, split, held, slack, hop, tail, plan[KEY : KEY + 3],
-        plan[WAIT : WAIT + 3], plan[SCALARS, PERIOD], stride, cutoff, end, ints[11:14], ints[14:17], ints[17:20],
-        ints[20], ints[21], ints[22], ints[23], ints[24], ints[25], record,
+        plan[WAIT : WAIT + 3], plan[LIMIT], plan[SCALARS, PERIOD], stride, cutoff, end, ints[11:14], ints[14:17],
+        ints[17:20], ints[20], ints[21], ints[22], ints[23], ints[24], ints[25], record,
     )  # fmt: skip

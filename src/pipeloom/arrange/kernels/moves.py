@@ -11,10 +11,12 @@ from pipeloom.arrange.kernels.balance import rebalance
 from pipeloom.arrange.kernels.plan import (
     FIRST,
     KEY,
+    LIMIT,
     NUM_CHUNKS,
     PERIOD,
     RANK,
     SCALARS,
+    UNLIMITED,
     WAIT,
     merge_chunk,
     split_chunk,
@@ -24,7 +26,7 @@ from pipeloom.compiled.random import below, uniform
 
 Array = npt.NDArray[Any]
 
-NUM_MOVES = 17
+NUM_MOVES = 18
 
 
 @kernel
@@ -129,6 +131,11 @@ def change(
         o = below(rng, num)
         kind = below(rng, 2)
         plan[KEY + kind, c] = plan[KEY + kind, o] + (below(rng, 3) - 1)
+    elif move == 17:  # how many microbatches of one chunk, or of some, may be in flight
+        o = below(rng, num) if below(rng, 2) else c
+        new = 1 + below(rng, num_microbatches)
+        for i in range(min(c, o), max(c, o) + 1):
+            plan[LIMIT, i] = new if new < num_microbatches else UNLIMITED
     elif move >= 15:  # relieve the rank with the most to do
         if not rebalance(plan, strategy, layers, num_ranks, num_microbatches, delay, move == 16, rng):
             return -1

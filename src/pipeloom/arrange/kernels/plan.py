@@ -13,10 +13,12 @@ from pipeloom.compiled import kernel
 
 Array = npt.NDArray[Any]
 
-FIRST, RANK, KEY, WAIT, SCALARS, NUM_ROWS = 0, 1, 2, 5, 8, 9
+FIRST, RANK, KEY, WAIT, LIMIT, SCALARS, NUM_ROWS = 0, 1, 2, 5, 8, 9, 10
 """Rows of a plan: first layer and rank of every chunk, three rows of keys (F, B or I, W), three of waiting
-tolerances, and scalars: number of chunks, and how many microbatches take turns."""
+tolerances, most microbatches in flight, and scalars: number of chunks, and how many microbatches take turns."""
 NUM_CHUNKS, PERIOD = 0, 1
+UNLIMITED = 2**60
+"""A limit of what is in flight that is none."""
 
 
 @kernel

@@ -40,6 +40,7 @@ def run(
     tail: Array,
     key: Array,
     wait: Array,
+    limit: Array,
     period: int,
     stride: int,
     cutoff: int,
@@ -68,6 +69,8 @@ def run(
         Rows F, B or I, W.
     held : array, shape (2, num_chunks)
         Bytes from F to B or I, and from I to W; the first not less than the second.
+    limit : array, shape (num_chunks,)
+        A chunk takes no further F while so many of its microbatches, at least 1, wait for B or I.
     slack : array, shape (num_ranks,)
         Capacity less static bytes. A rank must have room for one microbatch of each of its chunks.
     tail : array, shape (num_ranks,)
@@ -84,7 +87,7 @@ def run(
     -----
     Admission: for every chunk j of the rank, what chunks up to j hold, and one microbatch of each later chunk, must
     fit. The oldest microbatch in flight is then always admitted to its next chunk, once weight gradients have run,
-    so the rule never deadlocks (``docs/arrange.md``).
+    and no other of that chunk is in flight, so the rule never deadlocks (``docs/arrange.md``).
     """
     num_ranks = len(slack)
     last = num_chunks - 1
@@ -227,7 +230,7 @@ def run(
             c = listed[i]
             room = min(room, slack[r] - use - later)
             need = held[0, c]
-            admitted[c] = 1 if need <= room else 0
+            admitted[c] = 1 if need <= room and done[0, c] - done[1, c] < limit[c] else 0
             if admitted[c] == 1:
                 soonest = min(soonest, ready[0, c])
             soonest = min(soonest, ready[1, c])
