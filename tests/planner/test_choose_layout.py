@@ -8,7 +8,14 @@ from pipeloom.arrange import ModulePlacement, even_layout
 from pipeloom.errors import InfeasibleError, InputError
 from pipeloom.packing import PackingSpec, pack
 from pipeloom.planner.case import draw_groups, make_case, pack_groups
-from pipeloom.planner.choose_layout import choose_layout, placement_name, replicated, sampled_case, try_layout
+from pipeloom.planner.choose_layout import (
+    MOST_NEAR,
+    choose_layout,
+    placement_name,
+    replicated,
+    sampled_case,
+    try_layout,
+)
 from pipeloom.planner.systems import our_layout, replica_seconds
 from pipeloom.search import Evaluations, solve
 from pipeloom.spec import Batch, Sample
@@ -34,6 +41,20 @@ def test_the_choice_is_the_fastest_of_what_was_tried(case):
     assert trials[0].seconds <= rules.seconds
     with pytest.raises(InputError, match="sampled iteration"):
         choose_layout(case, [])
+
+
+def test_the_nearest_layouts_are_planned_once_more(case):
+    batches = [draw_groups(case, 4, 100)]
+    short = choose_layout(case, batches, trial=Evaluations(20), rounds=1)
+    long = choose_layout(case, batches, trial=Evaluations(20), final=Evaluations(400), rounds=1)
+    assert {t.name for t in long} == {t.name for t in short}
+    before = {t.name: t for t in short}
+    again = [t for t in long if t != before[t.name]]
+    assert 1 <= len(again) <= MOST_NEAR
+    assert all(t in long[:MOST_NEAR] for t in again)
+    assert all(t.seconds <= before[t.name].seconds for t in again if not before[t.name].ruled_out)
+    assert long[0].seconds == min(t.seconds for t in long if not t.ruled_out)
+    assert any(t.name.endswith("layers by number") for t in short)
 
 
 def test_a_layout_that_does_not_fit_says_why():

@@ -8,13 +8,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from pipeloom.arrange import chain
 from pipeloom.baselines import optimus_coarse
 from pipeloom.errors import InfeasibleError, InputError
 from pipeloom.planner.case import deal_groups, draw_groups, graph_of, make_case, model_flops, pack_groups
+from pipeloom.planner.fsdp_system import fsdp, fsdp_time
 from pipeloom.planner.recomputation import fits, per_module_recomputation, uniform_recomputation
 from pipeloom.planner.systems import (
+    by_time,
     dip_layout,
-    fsdp_time,
     megatron_1f1b,
     megatron_interleaved,
     mfu,
@@ -100,6 +102,43 @@ def test_fsdp_takes_what_its_slowest_replicas_take(case):
     seconds, strategy = fsdp_time(case, groups, 8)
     assert seconds > 0
     assert strategy
+
+
+def test_fsdp_as_a_system_takes_what_its_passes_take(case, typical):
+    """Every device a rank, in step with the others: the checked timeline is as long as the sum of the slowest."""
+    groups = draw_groups(case, 11, 0)
+    found = fsdp(case, typical).run(groups, Evaluations(1), 0)
+    seconds, _ = fsdp_time(case, groups, 8)
+    assert check(found.graph, found.schedule, found.timeline) == ()
+    assert found.graph.num_ranks == 8
+    assert found.timeline.makespan_ns / 1e9 == pytest.approx(seconds, rel=1e-6)
+    assert (found.timeline.peak_bytes <= found.graph.capacity_bytes).all()
+    tiny = replace(case, capacity_bytes=int(found.graph.static_bytes[0]) + 1)
+    with pytest.raises(InfeasibleError, match="largest microbatch"):
+        fsdp(tiny, typical).run(groups, Evaluations(1), 0)
+
+
+TIMED = {"1F1B": megatron_1f1b, "interleaved": megatron_interleaved, "zero-bubble": zero_bubble}
+
+
+@pytest.mark.parametrize("name", TIMED)
+def test_stages_of_equal_time_give_way_to_memory(case, typical, name):
+    """Cut by time, a system runs wherever it runs cut by parameters; there are devices where equal times do not fit."""
+    make, unequal = TIMED[name], 0
+    groups = draw_groups(case, 4, 2)
+    held = megatron_1f1b(case, typical).run(groups, Evaluations(1), 0).graph.static_bytes.max()
+    for share in (1.2, 1.6, 2.1, 3.0):
+        small = replace(case, capacity_bytes=int(share * held))
+        try:
+            plain = make(small, typical, "parameters").run(groups, Evaluations(1), 0)
+        except InfeasibleError:
+            continue
+        found = make(small, typical, "time").run(groups, Evaluations(1), 0)
+        assert check(found.graph, found.schedule, found.timeline) == ()
+        assert plain.graph.num_ranks == found.graph.num_ranks
+        equal = [chain(case.model, case.num_ranks, v, by_time(case, typical)).chunks for v in range(1, 5)]
+        unequal += found.layout.chunks not in equal
+    assert unequal or name == "zero-bubble"
 
 
 def test_what_does_not_fit_is_told():

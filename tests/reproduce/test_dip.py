@@ -5,12 +5,73 @@ from __future__ import annotations
 import pytest
 
 from pipeloom.reproduce import Options
-from pipeloom.reproduce.dip import runs
+from pipeloom.reproduce.dip import FULL, PARTS, planner_parts, runs
 from pipeloom.reproduce.dip.characterise import section_2_2, table_1
 from pipeloom.reproduce.dip.end_to_end import bounded_microbatches, image_bounds
-from pipeloom.reproduce.dip.setups import Setup
+from pipeloom.reproduce.dip.setups import LARGE, SETUPS, Setup
+from pipeloom.search import family, generate
+from pipeloom.search.exact import Exact
+from pipeloom.timeline import simulate
 
-ONCE = Options(seeds=(0,), iterations=1, search_s=0.05)
+ONCE = Options(seeds=(0,), iterations=1, search_s=0.05, solver_s=0.5)
+QUICK = ("table-1", "section-2-2", "figure-4", "consistency")
+
+
+@pytest.mark.parametrize("part", [p for p in PARTS if p.name in QUICK], ids=lambda part: part.name)
+def test_quick_parts_run(part: object) -> None:
+    outcome = part.run(ONCE)  # type: ignore[attr-defined]
+    assert outcome.tables
+    assert all(table.rows and table.note for table in outcome.tables[:1])
+    assert all(figure.svg.startswith(("<svg", "<?xml")) for figure in outcome.figures)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("part", [p for p in PARTS if p.name not in QUICK], ids=lambda part: part.name)
+def test_every_other_part_runs(part: object) -> None:
+    outcome = part.run(ONCE)  # type: ignore[attr-defined]
+    assert outcome.tables
+    assert all(table.rows for table in outcome.tables)
+    assert all(figure.svg.startswith(("<svg", "<?xml")) for figure in outcome.figures)
+
+
+def test_dip_has_ten_times_our_time_and_large_clusters_three_times() -> None:
+    small, large = SETUPS["VLM-S"], LARGE["VLM-XL, 8192 GPUs"]
+    for setup in (small, large):
+        ours = runs.planning_s(setup, runs.OURS, 2.0)
+        assert ours == runs.planning_s(setup, runs.OURS_SAME, 2.0)
+        for name in runs.SEARCHED:
+            assert runs.planning_s(setup, name, 2.0) == 10 * ours * runs.threads()
+    assert runs.planning_s(large, runs.OURS, 2.0) == 3 * runs.planning_s(small, runs.OURS, 2.0) == 6.0
+    for options in (Options(), FULL):
+        assert f"{options.search_s:g} s" in runs.rule(options)
+        timed = runs.planned_iterations(options, runs.PUBLISHED)
+        assert set(timed) <= set(runs.planned_iterations(options, runs.OURS))
+        assert len(timed) == len(options.seeds) * (options.iterations if options.full else 1)
+
+
+def test_the_best_form_of_dip_is_the_fastest_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = {runs.PUBLISHED: [3.0, 5.0], runs.PRIORITY: None, runs.NO_SEARCH: [2.0, 5.0]}
+    monkeypatch.setattr(runs, "seconds_of", lambda _setup, name, _numbers, _s: known.get(name))
+    assert runs.best_form(SETUPS["VLM-S"], [(0, 0), (0, 1)], 1.0) == (runs.NO_SEARCH, 3.5)
+    assert runs.best_form(SETUPS["VLM-S"], [(0, 0)], 1.0, (runs.PRIORITY,)) is None
+
+
+def test_solvers_get_nothing_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No bound, and no schedule but first in, first out; also where that is at our bound already."""
+    seen = []
+
+    def solver(graph, *, seconds, hint, bound_ns, seed):  # type: ignore[no-untyped-def]
+        seen.append((hint.method, bound_ns, seconds, seed))
+        return Exact(hint, simulate(graph, hint).makespan_ns // 2, False)
+
+    monkeypatch.setitem(planner_parts.EXACT, "z3", solver)
+    graph = generate(family("uniform", num_ranks=2, num_microbatches=2), 0)
+    words, spent, proved = planner_parts._solved(graph, "z3", ONCE)
+    assert seen == [("first in, first out", 0, ONCE.solver_s, 0)]
+    assert "100.0 % open" in words
+    assert spent is not None
+    assert not proved
+    assert planner_parts._solved(graph, "default", ONCE)[2]
 
 
 def test_dynamic_data_cost_more_than_static_ones_and_these_more_than_none() -> None:

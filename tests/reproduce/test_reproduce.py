@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +11,19 @@ import pytest
 from pipeloom.cli.app import run
 from pipeloom.errors import InputError
 from pipeloom.report import join_sections, sections
-from pipeloom.reproduce import PAPERS, Figure, Options, Outcome, Part, Table, dip, parts_of, reproduce
+from pipeloom.reproduce import (
+    PAPERS,
+    Figure,
+    Options,
+    Outcome,
+    Part,
+    Table,
+    commit,
+    dip,
+    parts_of,
+    reproduce,
+    write,
+)
 from pipeloom.reproduce.write import section
 
 
@@ -68,6 +81,47 @@ def test_parts_have_names_of_their_own(paper: str, capsys: pytest.CaptureFixture
     assert len(set(names)) == len(names)
     assert run(["reproduce", paper, "--list"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == len(names)
+
+
+def test_full_is_as_large_as_the_paper_unless_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Options] = []
+    monkeypatch.setattr(
+        dip, "PARTS", (Part("one", "", "", "emulated", lambda o: seen.append(o) or Outcome()),)
+    )
+    for words in (["--full"], ["--full", "--iterations", "2"], []):
+        assert run(["reproduce", "dip", *words, "--out", str(tmp_path)]) == 0
+    full, fewer, small = seen
+    assert full == dip.FULL
+    assert full.iterations > small.iterations
+    assert fewer == replace(full, iterations=2)
+    assert small == Options()
+
+
+def test_a_section_names_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dip, "PARTS", (_part("one", "17"),))
+    monkeypatch.setattr(write, "source_commit", lambda: "abc-dirty")
+    page, _ = reproduce("dip", (), Options(), tmp_path)
+    assert " at abc-dirty." in page.read_text()
+
+
+def test_the_commit_is_of_the_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clean, then dirty; nothing for a package that some other checkout merely has lying in it."""
+    package = tmp_path / "repository" / "src" / "pipeloom"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    monkeypatch.setattr(commit.pipeloom, "__file__", str(package / "__init__.py"))
+    identity = ["-c", "user.name=n", "-c", "user.email=e"]
+    for words in (["init"], [*identity, "commit", "--allow-empty", "-m", "first"]):
+        subprocess.run(["git", "-C", str(tmp_path / "repository"), *words], check=True, capture_output=True)
+    assert commit.source_commit.__wrapped__() == ""
+    for words in (["add", "."], [*identity, "commit", "-m", "second"]):
+        subprocess.run(["git", "-C", str(tmp_path / "repository"), *words], check=True, capture_output=True)
+    clean = commit.source_commit.__wrapped__()
+    assert len(clean) == 10
+    (package.parent.parent / "page.md").write_text("beside the package")
+    assert commit.source_commit.__wrapped__() == clean
+    (package / "new.py").write_text("")
+    assert commit.source_commit.__wrapped__() == f"{clean}-dirty"
 
 
 def test_sections_come_back_as_they_were_written() -> None:

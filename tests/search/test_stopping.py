@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from pipeloom.errors import InputError
 from pipeloom.search import Share
 from pipeloom.search.solve import HEAT, MOST_HEAT, order_heat
-from pipeloom.search.stopping import Both, Deadline, Evaluations, Watch
+from pipeloom.search.stopping import Begun, Both, Deadline, Evaluations, Watch
 
 
 @pytest.mark.parametrize(
@@ -46,3 +46,13 @@ def test_a_share_is_a_part_of_every_limit() -> None:
     for part in (0.0, 1.5):
         with pytest.raises(InputError, match="is not above 0 and at most 1"):
             Share(Deadline(1.0), part)
+
+
+def test_what_was_spent_before_the_search_counts():
+    spent = [5.0]
+    watch = Watch(lambda: spent[0], 5.0, 4.0, None)
+    rule = Begun(watch)
+    spent[0] = 8.0
+    assert rule.start().share(0) == 0.75
+    spent[0] = 9.0
+    assert rule.start().left(0, 10) == 0

@@ -1,19 +1,21 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from pipeloom.search import Deadline, Evaluations, family, generate, solve
+from pipeloom.errors import InfeasibleError
+from pipeloom.search import Deadline, Evaluations, family, generate, solve, uniform_start
 from pipeloom.search.explore import next_permutation
 from pipeloom.search.sequences import Sequences
 from pipeloom.search.state import Search
 from pipeloom.search.tree import _Shared, _Walker
 from pipeloom.search.tree_kernels import complete, make_desk, make_tree, propagate, select
 from pipeloom.taskgraph import Candidate
-from pipeloom.timeline import check, lower_bound
+from pipeloom.timeline import check, lower_bound, simulate
 
 
 def search_of(graph):
@@ -149,7 +151,9 @@ def test_tree_statistics_are_complete_with_threads():
     assert tree.score[0] == tree.score[children].max()
 
 
-@pytest.mark.parametrize("method", ["mcts", "mcts priority", "depth first", "random", "worst"])
+@pytest.mark.parametrize(
+    "method", ["mcts", "mcts priority", "mcts uniform", "depth first", "random", "worst"]
+)
 def test_strategies_are_chosen_in_every_rollout(method):
     lean = generate(family("vlm-s", num_microbatches=6, memory=1.0, num_ranks=2), 0)
     graph = with_strategies(lean)
@@ -161,6 +165,27 @@ def test_strategies_are_chosen_in_every_rollout(method):
         best = found.timeline.makespan_ns
         everyone_lean = graph.with_candidates(np.full(graph.num_pairs, 2))
         assert best < solve(everyone_lean, budget=Evaluations(60), seed=0, method=method).timeline.makespan_ns
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_best_uniform_setting_is_the_best_of_all(seed):
+    """As searching each setting for one schedule says; the tree search that starts from it is not behind it."""
+    lean = generate(family("vlm-s", num_microbatches=6, memory=1.0, num_ranks=2), seed)
+    graph = with_strategies(lean)
+    best = uniform_start(graph)
+    spans = []
+    for level in range(3):
+        single = graph.with_candidates(np.full(graph.num_pairs, level))
+        with suppress(InfeasibleError):
+            one = solve(single, budget=Evaluations(1), seed=0, method="portfolio")
+            spans.append(one.timeline.makespan_ns)
+    assert best is not None
+    assert check(graph, best) == ()
+    assert simulate(graph, best).makespan_ns == min(spans)
+    found = solve(graph, budget=Evaluations(30), seed=0, method="mcts uniform")
+    assert found.timeline.makespan_ns <= min(spans)
+    tight = replace(graph, capacity_bytes=graph.static_bytes + 1)
+    assert uniform_start(tight) is None
 
 
 def with_strategies(graph):

@@ -10,11 +10,9 @@ import msgspec
 
 from pipeloom.arrange.layouts import LayerLoad, ModulePlacement, separate
 from pipeloom.cost import CostModel
+from pipeloom.emulator.sizes import ENOUGH, shares_of_best, smallest_enough
 from pipeloom.errors import InputError
 from pipeloom.spec import Chunk, Layout, ModelSpec, Workload
-
-ENOUGH = 0.95
-"""Share of the best efficiency seen that a sub-microbatch must keep."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,16 +53,10 @@ def sub_microbatch_size(
     """
     if not lengths:
         raise InputError(f"module {module!r}", "has no instances in the sampled batches")
-    if not 0 < share <= 1:
-        raise InputError("share", f"{share} is not above 0 and at most 1")
     sizes = tuple(range(1, len(lengths) + 1))
     seconds = [_seconds(costs, module, num_layers, Workload(tuple(lengths[:n]))) for n in sizes]
-    # By tokens, so that unequal instances are compared fairly.
-    tokens = [sum(lengths[:n]) for n in sizes]
-    rate = [t / s if s > 0 else 0.0 for t, s in zip(tokens, seconds, strict=True)]
-    best = max(rate) or 1.0
-    efficiency = tuple(r / best for r in rate)
-    chosen = next(i for i, e in enumerate(efficiency) if e >= share)
+    efficiency = shares_of_best([sum(lengths[:n]) for n in sizes], seconds)
+    chosen = smallest_enough(efficiency, share)
     return SizeChoice(sizes, efficiency, sizes[chosen], seconds[chosen])
 
 

@@ -19,6 +19,10 @@ from pipeloom.spec.hardware import Degrees
 if TYPE_CHECKING:
     from pipeloom.planner.case import Case, Groups
     from pipeloom.planner.comparison import Comparison
+    from pipeloom.planner.layout_trial import LayoutTrial
+
+OTHERS = 5
+"""Layouts shown beside the chosen one."""
 
 
 def load_model(name: str) -> Architecture:
@@ -53,6 +57,7 @@ def compare(
             on_system=lambda title: status.update(f"{title} ..."),
         )  # fmt: skip
     rows = [_row(case, groups, one) for one in found]
+    basis = {"device": case.machine.device.name, "device_basis": case.machine.device.basis, "seed": seed}
     where = f"tp {degrees.tensor} pp {degrees.pipeline} dp {degrees.data}"
     title = f"{case.architecture.name} on {case.machine.name}, {where}"
     written = []
@@ -70,10 +75,10 @@ def compare(
         note = f"Emulated from the {case.machine.device.basis} table of {case.machine.device.name}."
         written = draw(tracks, title=title, note=note, html_file=page)
     if json:
-        print_json({"model": case.architecture.name, "cluster": case.machine.name, "kind_of_time": "emulated",
+        print_json({"model": case.architecture.name, "cluster": case.machine.name, "kind_of_time": "emulated", **basis,
                     "num_microbatches": len(groups), "systems": rows, "written": written})  # fmt: skip
         return
-    _print(rows, title, case, len(groups))
+    _print(rows, title, case, len(groups), seed)
     for name in written:
         typer.echo(f"wrote {name}")
 
@@ -93,7 +98,7 @@ def sampled(
             draw_groups(case, count, seed + 1_000_003),
             draw_groups(case, count, seed + 1_000_004),
         ], draw_groups(case, count, seed, data)
-    groups = own_groups(case.architecture, read_samples(data), tokens)
+    groups = own_groups(case.architecture, read_samples(data), tokens, count)
     if len(groups) < count:
         raise InputError(
             data,
@@ -104,12 +109,17 @@ def sampled(
     return rest or [groups[:count]], groups[:count]
 
 
-def own_groups(architecture: Architecture, samples: Sequence[Sample], tokens: int) -> list[list[Sample]]:
-    """Pack a user's own samples as the papers do: in order, up to a number of tokens, or clips by their length."""
-    from pipeloom.spec.datasets import group_clips, pack_documents
+def own_groups(
+    architecture: Architecture, samples: Sequence[Sample], tokens: int, count: int
+) -> list[list[Sample]]:
+    """Pack a user's own samples as the papers do: in order, up to a number of tokens, or clips by their length.
+
+    Clips are grouped iteration by iteration, of ``count`` microbatches each.
+    """
+    from pipeloom.spec.datasets import clips_of_iterations, pack_documents
 
     if any(module.reads == "videos" for module in architecture.modules):
-        return group_clips(list(samples))
+        return [group for groups in clips_of_iterations(list(samples), count) for group in groups]
     longest = max(samples, key=lambda s: s.sequence_tokens)
     if longest.sequence_tokens > tokens:
         raise InputError(
@@ -120,8 +130,9 @@ def own_groups(architecture: Architecture, samples: Sequence[Sample], tokens: in
 
 
 def _row(case: Case, groups: Groups, one: Comparison) -> dict[str, Any]:
+    tried = {"layouts": [_tried(trial) for trial in one.tried]} if one.tried else {}
     if one.result is None:
-        return {"system": one.name, "title": one.title, "problem": one.problem}
+        return {"system": one.name, "title": one.title, "problem": one.problem} | tried
     from pipeloom.planner.systems import mfu
 
     r = one.result
@@ -134,10 +145,18 @@ def _row(case: Case, groups: Groups, one: Comparison) -> dict[str, Any]:
         "bubble_share": numbers.bubble_share,
         "peak_memory_bytes": numbers.peak_bytes,
         "gap": numbers.gap,
-    }
+    } | tried
 
 
-def _print(rows: list[dict[str, Any]], title: str, case: Case, count: int) -> None:
+def _tried(trial: LayoutTrial) -> dict[str, Any]:
+    """A layout that was tried before training; seconds of one that was ruled out early are what it takes at least."""
+    if trial.problem:
+        return {"layout": trial.name, "problem": trial.problem}
+    key = "more_than_s" if trial.ruled_out else "planned_s"
+    return {"layout": trial.name, key: trial.seconds, "lower_bound_s": trial.bound_s}
+
+
+def _print(rows: list[dict[str, Any]], title: str, case: Case, count: int, seed: int) -> None:
     from rich.table import Table
 
     table = Table(title=title, title_justify="left")
@@ -159,7 +178,27 @@ def _print(rows: list[dict[str, Any]], title: str, case: Case, count: int) -> No
     for row in rows:
         if "problem" in row:
             console.print(f"{row['system']}: {row['problem']}", markup=False, highlight=False, soft_wrap=True)
+    for row in rows:
+        for line in _layout_lines(row):
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
+    device = case.machine.device
     console.print(
-        f"{count} microbatches a replica. Emulated, not measured; device table: {case.machine.device.basis}.",
+        f"{count} microbatches a replica, seed {seed}. Emulated, not measured: {device.name}, {device.basis} table.",
         style="dim",
     )
+
+
+def _layout_lines(row: dict[str, Any]) -> list[str]:
+    """The layout that a system chose, and what the next ones would cost on the same sampled iterations."""
+    layouts = row.get("layouts", [])
+    if not layouts:
+        return []
+    chosen, *others = layouts
+    lines = [f"{row['system']}: layout {chosen['layout']}, of {len(layouts)} tried on sampled iterations:"]
+    for one in (chosen, *others[:OTHERS]):
+        value = f"{one['planned_s']:.4g} s" if "planned_s" in one else (
+            "does not fit" if "problem" in one else f"more than {one['more_than_s']:.4g} s")  # fmt: skip
+        lines.append(f"  {one['layout']}: {value}")
+    if len(others) > OTHERS:
+        lines.append(f"  and {len(others) - OTHERS} more, in --json")
+    return lines

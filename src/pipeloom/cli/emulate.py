@@ -17,7 +17,7 @@ from pipeloom.report import emulated_track, share_text, size_text
 from pipeloom.spec import Sample
 from pipeloom.spec.architecture import Architecture
 from pipeloom.spec.catalog import load_machine, names
-from pipeloom.spec.datasets import group_clips, pack_documents
+from pipeloom.spec.datasets import clips_of_iterations, pack_documents
 from pipeloom.spec.hardware import Degrees
 
 EPILOG = (
@@ -103,7 +103,8 @@ def own_microbatches(architecture: Architecture, data: str | None, count: int) -
     assert data is not None
     samples = list(read_samples(data))
     videos = any(module.reads == "videos" for module in architecture.modules)
-    groups = group_clips(samples) if videos else pack_documents(samples)
+    iterations = clips_of_iterations(samples, count) if videos else []
+    groups = next(iter(iterations), []) if videos else pack_documents(samples)
     if len(groups) < count:
         raise InputError(
             data,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -26,13 +26,19 @@ def reproduce(
         None, metavar="[PART]...", help="Some of its tables and figures; default: all."
     ),
     show: bool = typer.Option(False, "--list", help="Name the parts and leave."),
-    seeds: int = typer.Option(3, metavar="N", help="Seeds 0 to N-1."),
-    iterations: int = typer.Option(10, metavar="N", help="Batches for every mean, where the paper has more."),
-    search: float = typer.Option(
-        1.0, metavar="SECONDS", help="Processor seconds of our search for one batch."
+    seeds: int | None = typer.Option(None, metavar="N", help="Seeds 0 to N-1; default: 0 to 2."),
+    iterations: int | None = typer.Option(
+        None, metavar="N", help="Batches for every mean, where the paper has more; default: 10."
     ),
-    solver: float = typer.Option(60.0, metavar="SECONDS", help="Seconds after which an exact solver is cut."),
-    full: bool = typer.Option(False, "--full", help="As large as the paper; may take days."),
+    search: float | None = typer.Option(
+        None,
+        metavar="SECONDS",
+        help="Processor seconds of our search (dip: our planning) for one batch; default: 1.",
+    ),
+    solver: float | None = typer.Option(
+        None, metavar="SECONDS", help="Seconds after which an exact solver is cut; default: 60."
+    ),
+    full: bool = typer.Option(False, "--full", help="All defaults as large as in the paper; may take days."),
     out: Path = typer.Option(
         Path("docs/results"), metavar="FOLDER", help="Where the page and the pictures go."
     ),
@@ -43,16 +49,23 @@ def reproduce(
     Leaves FOLDER/PAPER.md and FOLDER/PAPER/*.svg. Every section is written as soon as it is there; those that are not
     run stay. The paper's own numbers stand beside ours, and enter no computation.
     """
-    from pipeloom.reproduce import Options, parts_of, reproduce
+    from pipeloom.reproduce import Options, full_of, parts_of, reproduce
 
     parts = parts_of(paper)
     if show:
         for one in parts:
             typer.echo(f"{one.name:24} {one.title} ({one.source})")
         return
-    if not 1 <= seeds <= 10_000:
+    if seeds is not None and not 1 <= seeds <= 10_000:
         raise InputError("--seeds", f"{seeds} is not between 1 and 10000")
-    options = Options(tuple(range(seeds)), iterations, search, solver, full)
+    given: dict[str, Any] = {
+        "seeds": None if seeds is None else tuple(range(seeds)),
+        "iterations": iterations,
+        "search_s": search,
+        "solver_s": solver,
+    }
+    known = {name: value for name, value in given.items() if value is not None}
+    options = replace(full_of(paper) if full else Options(), **known)
     page, outcomes = reproduce(paper, part or (), options, out, _tell)
     if json:
         print_json({"page": str(page), "parts": {name: _document(asdict(o)) for name, o in outcomes.items()}})

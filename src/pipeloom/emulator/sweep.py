@@ -10,17 +10,16 @@ from pipeloom.emulator.build import Placement
 from pipeloom.emulator.fastest import fastest_step
 from pipeloom.emulator.pipeline import PipelineModel, Work, work_of
 from pipeloom.emulator.result import StepResult
+from pipeloom.emulator.sizes import image_sizes
 from pipeloom.emulator.step import Step
 from pipeloom.errors import InfeasibleError, InputError, check_count
 from pipeloom.spec import Sample
 from pipeloom.spec.architecture import Architecture
 from pipeloom.spec.catalog import load_architecture, load_machine
-from pipeloom.spec.datasets import draw_samples, group_clips, load_mixture, pack_documents
+from pipeloom.spec.datasets import clips_of_iterations, draw_samples, load_mixture, pack_documents
 from pipeloom.spec.hardware import Degrees, MachineSpec
 
 DEFAULT_STRATEGIES = ("keep", "selective", "full:0.25", "full:0.5", "full:0.75", "full")
-IMAGES_PER_PART = 12
-"""Images of a sub-microbatch where nothing else is said: the optimum of `dip.txt` Fig. 9."""
 
 
 def default_data(architecture: Architecture) -> str:
@@ -45,7 +44,7 @@ def draw_microbatches(architecture: Architecture, data: str, count: int, seed: i
     while True:
         samples = draw_samples(data, count * factor, seed)
         if videos:
-            groups = group_clips(samples)
+            groups = next(iter(clips_of_iterations(samples, count)), [])
         else:
             if "images" not in reads:
                 samples = [Sample(s.id, s.text_tokens) for s in samples if s.text_tokens]
@@ -78,7 +77,7 @@ def emulate(
     microbatches : samples per microbatch; default: ``num_microbatches`` drawn from ``data`` with ``seed``
     strategy : str or None
         Memory strategy (`pipeline.spread`); None: the fastest that fits.
-    sub_microbatch : instances per sub-microbatch by module; default: 12 images
+    sub_microbatch : instances per sub-microbatch by module; default: images by DIP's rule (`image_sizes`)
     segments : chunks per rank by module
     in_flight : microbatches at once; default: as many as help and fit
 
@@ -96,8 +95,9 @@ def emulate(
         microbatches = draw_microbatches(
             architecture, data or default_data(architecture), num_microbatches, seed
         )
-    works = _works(architecture, microbatches, sub_microbatch)
-    pipeline = PipelineModel(architecture, Placement(machine, degrees), _typical(works), segments)
+    placement = Placement(machine, degrees)
+    works = _works(architecture, placement, microbatches, sub_microbatch)
+    pipeline = PipelineModel(architecture, placement, _typical(works), segments)
     if strategy is None:
         return fastest_step(pipeline, works, DEFAULT_STRATEGIES)
     return Step(pipeline, works, strategy, in_flight).run()
@@ -105,11 +105,12 @@ def emulate(
 
 def _works(
     architecture: Architecture,
+    placement: Placement,
     microbatches: Sequence[Sequence[Sample]],
     sub_microbatch: Mapping[str, int] | None,
 ) -> list[Work]:
     if sub_microbatch is None:
-        sub_microbatch = {m.name: IMAGES_PER_PART for m in architecture.modules if m.reads == "images"}
+        sub_microbatch = image_sizes(architecture, placement, microbatches)
     return [work_of(architecture, samples, sub_microbatch) for samples in microbatches]
 
 
@@ -173,10 +174,14 @@ def sweep(
     drawn = microbatches
     if drawn is None:
         drawn = draw_microbatches(architecture, data or default_data(architecture), global_microbatches, seed)
-    works = _works(architecture, drawn, sub_microbatch)
     entries = []
+    # What is efficient depends on tensor parallelism alone.
+    works: dict[int, list[Work]] = {}
     for degrees in grid(devices, min(max_tensor, machine.devices_per_node)):
-        entry = _entry(architecture, machine, degrees, works, strategies)
+        if degrees.tensor not in works:
+            placement = Placement(machine, Degrees(tensor=degrees.tensor))
+            works[degrees.tensor] = _works(architecture, placement, drawn, sub_microbatch)
+        entry = _entry(architecture, machine, degrees, works[degrees.tensor], strategies)
         entries.append(entry)
         if progress is not None:
             progress(entry)

@@ -7,16 +7,17 @@ every rank. Everything is planned with memory and with strategies, as it will be
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
-from pipeloom.arrange import LayerLoad, ModulePlacement, chain, even_layout, modality_placements
+from pipeloom.arrange import LayerLoad, ModulePlacement, chain, even_layout, modality_placements, separate
 from pipeloom.cost import CostModel
 from pipeloom.errors import InfeasibleError, InputError
 from pipeloom.planner.case import Case, Groups, graph_of, typical_lengths
-from pipeloom.planner.systems import MOST_CHUNKS, by_time, replica_seconds
+from pipeloom.planner.layout_trial import LayoutTrial
+from pipeloom.planner.systems import MOST_CHUNKS, by_count, by_time, replica_seconds
 from pipeloom.search import Deadline, StoppingRule, solve
 from pipeloom.spec import Chunk, Layout, ModelSpec
 from pipeloom.taskgraph import NS_PER_S, TaskGraph
@@ -24,31 +25,10 @@ from pipeloom.timeline import lower_bound
 
 TRIAL = Deadline(0.25, "cpu")
 """Search for each layout and iteration while layouts are compared."""
-
-
-@dataclass(frozen=True, slots=True)
-class LayoutTrial:
-    """What a layout costs on the sampled iterations.
-
-    Attributes
-    ----------
-    name : str
-    layout : Layout
-    seconds : float
-        Mean planned iteration; infinite where it does not fit. A layout that its lower bound rules out, or its bound
-        and the first plans, is not planned further: it is given what was known, and ``ruled_out`` is true.
-    bound_s : float
-        Mean lower bound of its iterations.
-    problem : str
-        Why it does not fit, or nothing.
-    """
-
-    name: str
-    layout: Layout
-    seconds: float
-    bound_s: float
-    ruled_out: bool = False
-    problem: str = ""
+FINAL = Deadline(1.0, "cpu")
+"""The same for those that came nearest, which are planned once more."""
+NEAR, MOST_NEAR = 1.05, 5
+"""Layouts within so many times the best's seconds are near it; so many of them are planned once more at most."""
 
 
 @dataclass(frozen=True)
@@ -77,8 +57,9 @@ class Sampled:
 
 
 def choose_layout(
-    case: Case, batches: Sequence[Groups], *, trial: StoppingRule = TRIAL, seed: int = 0, rounds: int = 2
-) -> tuple[LayoutTrial, ...]:
+    case: Case, batches: Sequence[Groups], *, trial: StoppingRule = TRIAL, final: StoppingRule | None = None,
+    seed: int = 0, rounds: int = 2,
+) -> tuple[LayoutTrial, ...]:  # fmt: skip
     """Plan iterations of a case under many layouts; see `search_layouts`.
 
     Parameters
@@ -88,7 +69,7 @@ def choose_layout(
     """
     if not batches:
         raise InputError("batches", "is empty", "give at least one sampled iteration")
-    return search_layouts(sampled_case(case, batches), trial=trial, seed=seed, rounds=rounds)
+    return search_layouts(sampled_case(case, batches), trial=trial, final=final, seed=seed, rounds=rounds)
 
 
 def sampled_case(case: Case, batches: Sequence[Groups]) -> Sampled:
@@ -102,7 +83,12 @@ def sampled_case(case: Case, batches: Sequence[Groups]) -> Sampled:
 
 
 def search_layouts(
-    sampled: Sampled, *, trial: StoppingRule = TRIAL, seed: int = 0, rounds: int = 2
+    sampled: Sampled,
+    *,
+    trial: StoppingRule = TRIAL,
+    final: StoppingRule | None = None,
+    seed: int = 0,
+    rounds: int = 2,
 ) -> tuple[LayoutTrial, ...]:
     """Plan the sampled iterations under many layouts.
 
@@ -111,6 +97,9 @@ def search_layouts(
     sampled : Sampled
     trial : StoppingRule
         Search for each layout and iteration.
+    final : StoppingRule, optional
+        Search for the layouts that came nearest, once more: short trials of large graphs are far from what a full
+        search finds. None: ``trial`` decides.
     seed : int
     rounds : int
         Times that every size and count of segments may change.
@@ -160,10 +149,24 @@ def search_layouts(
                 if size is not None:
                     name = f"{placement_name(places)}; {module.name} replicated, {size} each"
                     look(name, _resized(layout, module.name, size))
-    order = sorted(known.values(), key=lambda t: (t.ruled_out, t.seconds))
+    # As published: the rules' sizes and segments with as many layers everywhere.
+    look(f"{placement_name(start)}, layers by number", separate(model, num_ranks, start, by_count))
+    order = _in_order(known.values())
     if order[0].seconds == float("inf"):
         raise InfeasibleError(f"no layout fits: {order[0].problem}")
-    return tuple(order)
+    if final is None:
+        return tuple(order)
+    near = [t for t in order if t.seconds <= NEAR * order[0].seconds][:MOST_NEAR]
+    again = [_better(t, try_layout(sampled, t.name, t.layout, final, seed)) for t in near]
+    return (*_in_order(again), *(t for t in order if t not in near))
+
+
+def _better(short: LayoutTrial, long: LayoutTrial) -> LayoutTrial:
+    return short if not short.ruled_out and short.seconds < long.seconds else long
+
+
+def _in_order(trials: Iterable[LayoutTrial]) -> list[LayoutTrial]:
+    return sorted(trials, key=lambda t: (t.ruled_out, t.seconds))
 
 
 def try_layout(

@@ -7,8 +7,11 @@ from dataclasses import dataclass, replace
 
 from pipeloom.errors import InfeasibleError, InputError
 from pipeloom.planner.case import Case, Groups
-from pipeloom.planner.choose_layout import choose_layout
+from pipeloom.planner.choose_layout import FINAL, choose_layout
 from pipeloom.planner.compare import SystemTimeline
+from pipeloom.planner.fsdp_system import NAME as FSDP_NAME
+from pipeloom.planner.fsdp_system import fsdp
+from pipeloom.planner.layout_trial import LayoutTrial
 from pipeloom.planner.systems import (
     System,
     dip_layout,
@@ -31,19 +34,20 @@ SYSTEMS: dict[str, Callable[[Case, Sequence[Groups]], System]] = {
     "zero-bubble": zero_bubble,
     "nnscaler": nnscaler,
     "optimus": optimus,
+    "fsdp": fsdp,
     "dip": lambda c, t: searched_system("DIP as published", c, dip_layout(c, t), "mcts"),
     "dip-priority": lambda c, t: searched_system(
         "PipeWeaver as published", c, dip_layout(c, t), "mcts priority"
     ),
     "pipeloom-dip-layout": lambda c, t: searched_system("Pipeloom, DIP's layout", c, dip_layout(c, t)),
-    OURS: lambda c, t: searched_system("Pipeloom", c, choose_layout(c, t)[0].layout),
+    OURS: lambda c, t: _ours(c, t),
 }
 """How a system gets its layout from sampled iterations. Without ``-time`` stages are balanced by parameters."""
 TITLES = {
     "1f1b": "Megatron-LM 1F1B, by parameters", "1f1b-time": "Megatron-LM 1F1B, by time",
     "interleaved": "Megatron-LM interleaved, by parameters", "interleaved-time": "Megatron-LM interleaved, by time",
     "zero-bubble": "Zero-bubble H1, by time", "nnscaler": "nnScaler*", "optimus": "Optimus, coarse",
-    "dip": "DIP as published",
+    "fsdp": FSDP_NAME, "dip": "DIP as published",
     "dip-priority": "PipeWeaver as published", "pipeloom-dip-layout": "Pipeloom, DIP's layout", OURS: "Pipeloom",
 }  # fmt: skip
 
@@ -57,6 +61,8 @@ class Comparison:
     layout: Layout | None
     result: SystemTimeline | None
     problem: str = ""
+    tried: tuple[LayoutTrial, ...] = ()
+    """Layouts that its own was chosen among, and what each would cost; the chosen one first."""
 
 
 def suitable(case: Case, names: Sequence[str] | None = None) -> tuple[str, ...]:
@@ -107,12 +113,19 @@ def compare_case(
         title = TITLES[name]
         on_system(title)
         layout: Layout | None = None
+        tried: tuple[LayoutTrial, ...] = ()
         try:
             one = SYSTEMS[name](case, typical)
-            layout = one.layout
+            layout, tried = one.layout, one.tried
             found = one.run(groups, budget, seed)
         except InfeasibleError as error:
-            out.append(Comparison(name, title, layout, None, str(error)))
+            out.append(Comparison(name, title, layout, None, str(error), tried))
             continue
-        out.append(Comparison(name, title, layout, replace(found, name=title)))
+        out.append(Comparison(name, title, layout, replace(found, name=title), tried=tried))
     return tuple(out)
+
+
+def _ours(case: Case, typical: Sequence[Groups]) -> System:
+    """Our search under the layout that does best on the sampled iterations."""
+    tried = choose_layout(case, typical, final=FINAL)
+    return replace(searched_system("Pipeloom", case, tried[0].layout), tried=tried)

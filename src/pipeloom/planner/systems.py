@@ -16,7 +16,6 @@ import numpy as np
 from pipeloom.arrange import LayerLoad, ModulePlacement, chain, even_layout, modality_placements, separate
 from pipeloom.baselines import (
     best_stages,
-    fsdp_seconds,
     interleaved_one_f_one_b,
     one_f_one_b,
     optimus_coarse,
@@ -38,22 +37,24 @@ from pipeloom.planner.case import (
     workspace_bytes,
 )  # fmt: skip
 from pipeloom.planner.compare import SystemTimeline
+from pipeloom.planner.layout_trial import LayoutTrial
 from pipeloom.planner.recomputation import (
     level_tables,
     per_module_recomputation,
     per_rank_recomputation,
     uniform_recomputation,
 )  # fmt: skip
-from pipeloom.search import Evaluations, StoppingRule, first_in_first_out, levels_by_time, solve
+from pipeloom.search import Evaluations, StoppingRule, levels_by_time, solve, uniform_start
 from pipeloom.spec import Chunk, LayerSpec, Layout, ModuleLayout
-from pipeloom.spec.hardware import Degrees
-from pipeloom.taskgraph import IntArray, TaskGraph
+from pipeloom.taskgraph import TaskGraph
 from pipeloom.timeline import Schedule, lower_bound, simulate
 
 Order = Callable[[TaskGraph], Schedule]
 Recompute = Callable[[str, Layout, TaskGraph, Schedule], SystemTimeline]
 MOST_CHUNKS = 4
 """Chunks per rank that are tried for interleaved schedules."""
+SHARES = (0.25, 0.5, 0.75, 1.0)
+"""Of parameters in what stages are cut by, where stages of equal time do not fit."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,6 +68,8 @@ class System:
     name: str
     layout: Layout
     run: Callable[[Groups, StoppingRule, int], SystemTimeline]
+    tried: tuple[LayoutTrial, ...] = ()
+    """Layouts that it was chosen among, the chosen one first; where there was a choice."""
 
 
 def by_parameters(_case: Case, _batches: Sequence[Groups]) -> LayerLoad:
@@ -86,72 +89,112 @@ def by_count(_module: str, layer: LayerSpec) -> float:
 
 
 def megatron_1f1b(case: Case, batches: Sequence[Groups], balance: str = "parameters") -> System:
-    """Megatron-LM's 1F1B: one chain of stages."""
-    layout = chain(case.model, case.num_ranks, 1, _load(case, batches, balance))
-    return fixed_system(f"1F1B by {balance}", case, layout, one_f_one_b)
+    """Megatron-LM's 1F1B: one chain of stages.
+
+    Where stages of equal time do not fit, it cuts partly by parameters, or as nnScaler does with one setting of
+    recomputation for all.
+    """
+    name = f"1F1B by {balance}"
+    layouts = [chain(case.model, case.num_ranks, 1, load) for load in _loads(case, batches, balance)]
+    if balance == "time":
+        with suppress(InfeasibleError):
+            layouts.append(static_stages(case, batches, alike=True)[0])
+    return _in_turn(name, [fixed_system(name, case, one, one_f_one_b) for one in _distinct(layouts)], batches)
 
 
 def megatron_interleaved(case: Case, batches: Sequence[Groups], balance: str = "parameters") -> System:
     """Megatron-LM's interleaved 1F1B, with the number of chunks that is best on the sampled iterations."""
-    load, name = _load(case, batches, balance), f"interleaved by {balance}"
-    options = [
-        fixed_system(name, case, chain(case.model, case.num_ranks, v, load), interleaved_one_f_one_b)
+    name = f"interleaved by {balance}"
+    counts = [
+        v
         for v in range(2, MOST_CHUNKS + 1)
         if case.num_ranks * v <= sum(len(m.flat_layers) for m in case.model.modules)
-    ]
-    if not options:
-        return fixed_system(name, case, chain(case.model, case.num_ranks, 1, load), interleaved_one_f_one_b)
-    return _fastest(options, batches)
+    ] or [1]
+    loads = _loads(case, batches, balance)
+    layouts = [chain(case.model, case.num_ranks, v, load) for load in loads for v in counts]
+    return _in_turn(
+        name,
+        [fixed_system(name, case, one, interleaved_one_f_one_b) for one in _distinct(layouts)],
+        batches,
+    )
 
 
 def zero_bubble(case: Case, batches: Sequence[Groups], balance: str = "time") -> System:
     """Zero-bubble H1: 1F1B's chain of stages with split backwards, weight gradients filling the idle time.
 
     Recomputed activations wait for the weight gradients, so these come as late as memory allows, whichever number
-    of microbatches behind is best for the iteration.
+    of microbatches behind is best for the iteration. Every rank recomputes as little as fits.
     """
-    layout = chain(case.model, case.num_ranks, 1, _load(case, batches, balance))
     costs = EmulatedCosts(case.architecture, case.machine, case.degrees, LEVELS)
 
-    def run(groups: Groups, _budget: StoppingRule, _seed: int) -> SystemTimeline:
-        graph = graph_of(case, layout, groups, "zero-bubble H1", costs, split_backward=True)
-        best: SystemTimeline | None = None
-        for behind in range(case.num_ranks):
-            with suppress(InfeasibleError):
-                found = uniform_recomputation("zero-bubble H1", layout, graph, zero_bubble_h1(graph, behind))
-                if best is None or found.timeline.makespan_ns < best.timeline.makespan_ns:
-                    best = found
-        if best is None:
-            raise InfeasibleError("zero-bubble H1: does not fit even with full recomputation")
-        return best
+    def system(layout: Layout) -> System:
+        def run(groups: Groups, _budget: StoppingRule, _seed: int) -> SystemTimeline:
+            graph = graph_of(case, layout, groups, "zero-bubble H1", costs, split_backward=True)
+            fastest = np.full(case.num_ranks, levels_by_time(graph)[0])
+            best: SystemTimeline | None = None
+            for behind in range(case.num_ranks):
+                with suppress(InfeasibleError):
+                    order = zero_bubble_h1(graph, behind)
+                    found = per_rank_recomputation("zero-bubble H1", layout, graph, order, fastest)
+                    if best is None or found.timeline.makespan_ns < best.timeline.makespan_ns:
+                        best = found
+            if best is None:
+                raise InfeasibleError("zero-bubble H1: does not fit even with full recomputation")
+            return best
 
-    return System("zero-bubble H1", layout, run)
+        return System("zero-bubble H1", layout, run)
+
+    layouts = [chain(case.model, case.num_ranks, 1, load) for load in _loads(case, batches, balance)]
+    return _in_turn("zero-bubble H1", [system(layout) for layout in _distinct(layouts)], batches)
 
 
 def nnscaler(case: Case, batches: Sequence[Groups]) -> System:
     """nnScaler*: the best static stages and recomputation for the mean microbatch, run by 1F1B."""
+    layout, levels = static_stages(case, batches)
+
+    def run(groups: Groups, _budget: StoppingRule, _seed: int) -> SystemTimeline:
+        graph = graph_of(case, layout, groups, "nnScaler*", case.levels)
+        return per_rank_recomputation("nnScaler*", layout, graph, one_f_one_b(graph), np.array(levels))
+
+    return System("nnScaler*", layout, run)
+
+
+def static_stages(
+    case: Case, batches: Sequence[Groups], *, alike: bool = False
+) -> tuple[Layout, tuple[int, ...]]:
+    """The best stages for 1F1B on the mean microbatch that fit, and the setting of recomputation of each.
+
+    Parameters
+    ----------
+    alike : bool
+        All stages have one setting.
+
+    Raises
+    ------
+    InfeasibleError
+        No cut fits.
+    """
     layers = [(m.name, i, layer) for m in case.model.modules for i, layer in enumerate(m.flat_layers)]
     seconds, held = level_tables(case, batches)
-    kept = [case.levels.static_bytes(Chunk(module, (i, i), 0)) for module, i, _ in layers]
-    shared = workspace_bytes(
-        case.levels, chain(case.model, case.num_ranks, 1, by_parameters(case, batches)),
-        pack_groups(case, chain(case.model, case.num_ranks, 1, by_parameters(case, batches)), batches[0]),
-    )  # fmt: skip
-    stages = best_stages(seconds, held, np.array(kept, float), case.num_ranks, case.capacity_bytes - shared)
+    kept = np.array([case.levels.static_bytes(Chunk(module, (i, i), 0)) for module, i, _ in layers], float)
+    plain = chain(case.model, case.num_ranks, 1, by_parameters(case, batches))
+    room = case.capacity_bytes - workspace_bytes(case.levels, plain, pack_groups(case, plain, batches[0]))
+    found: list[tuple[float, tuple[int, ...], tuple[int, ...]]] = []
+    for rows in [[level] for level in range(len(seconds))] if alike else [list(range(len(seconds)))]:
+        with suppress(InfeasibleError):
+            stages = best_stages(seconds[rows], held[rows], kept, case.num_ranks, room)
+            found.append((stages.slowest_s, stages.cuts, tuple(rows[level] for level in stages.levels)))
+    if not found:
+        raise InfeasibleError(f"no cut into {case.num_ranks} stages fits {room} bytes on the mean microbatch")
+    _, cuts, levels = min(found)
     chunks: list[Chunk] = []
     for rank in range(case.num_ranks):
-        here = layers[stages.cuts[rank] : stages.cuts[rank + 1]]
+        here = layers[cuts[rank] : cuts[rank + 1]]
         for name in dict.fromkeys(module for module, _, _ in here):
             numbers = [i for module, i, _ in here if module == name]
             chunks.append(Chunk(name, (numbers[0], numbers[-1]), rank))
     modules = tuple(ModuleLayout(m.name, m.after, m.frozen) for m in case.model.modules)
-    layout = Layout(case.num_ranks, modules, tuple(chunks))
-
-    def run(groups: Groups, _budget: StoppingRule, _seed: int) -> SystemTimeline:
-        graph = graph_of(case, layout, groups, "nnScaler*", case.levels)
-        return per_rank_recomputation("nnScaler*", layout, graph, one_f_one_b(graph), np.array(stages.levels))
-
-    return System("nnScaler*", layout, run)
+    return Layout(case.num_ranks, modules, tuple(chunks)), levels
 
 
 def optimus(case: Case, batches: Sequence[Groups]) -> System:
@@ -166,7 +209,7 @@ def optimus(case: Case, batches: Sequence[Groups]) -> System:
     for v in counts:
         layout = separate(case.model, case.num_ranks, {case.model.modules[-1].name: ModulePlacement(v)}, load)
         options.append(fixed_system("Optimus coarse", case, layout, optimus_coarse, per_module_recomputation))
-    return _fastest(options, batches)
+    return _in_turn("Optimus coarse", options, batches)
 
 
 def partitioned(case: Case, batches: Sequence[Groups]) -> System:
@@ -194,13 +237,14 @@ def _placements_by_rule(case: Case, batches: Sequence[Groups]) -> dict[str, Modu
 
 
 def searched_system(
-    name: str, case: Case, layout: Layout, method: str = "default", costs: EmulatedCosts | None = None
-) -> System:
+    name: str, case: Case, layout: Layout, method: str = "default", costs: EmulatedCosts | None = None,
+    threads: int = 1,
+) -> System:  # fmt: skip
     """A system that searches order and strategies for every iteration."""
 
     def run(groups: Groups, budget: StoppingRule, seed: int) -> SystemTimeline:
         graph = graph_of(case, layout, groups, name, costs)
-        found = solve(graph, budget=budget, seed=seed, method=method)
+        found = solve(graph, budget=budget, seed=seed, method=method, threads=threads)
         return SystemTimeline(
             name,
             layout,
@@ -237,7 +281,7 @@ def ring_seconds(layout: Layout, gradient_bytes: Mapping[str, int], costs: CostM
     return 2 * (layout.num_ranks - 1) * costs.transfer_s(total // layout.num_ranks)
 
 
-def unadaptive_system(name: str, case: Case, layout: Layout, method: str) -> System:
+def unadaptive_system(name: str, case: Case, layout: Layout, method: str, threads: int = 1) -> System:
     """A system that searches orders only, under one setting of recomputation for all.
 
     The setting is the one under which first in, first out is fastest.
@@ -245,23 +289,13 @@ def unadaptive_system(name: str, case: Case, layout: Layout, method: str) -> Sys
 
     def run(groups: Groups, budget: StoppingRule, seed: int) -> SystemTimeline:
         graph = graph_of(case, layout, groups, name, case.levels)
-        best: tuple[int, IntArray, Schedule] | None = None
-        for level in levels_by_time(graph):
-            choice = np.full(graph.num_pairs, level)
-            single = graph.with_candidates(choice)
-            try:
-                plain = first_in_first_out(single)
-            except InfeasibleError:
-                continue
-            makespan = simulate(single, plain).makespan_ns
-            if best is None or makespan < best[0]:
-                best = makespan, choice, plain
-        if best is None:
+        schedule = uniform_start(graph)
+        if schedule is None:
             raise InfeasibleError(f"{name}: no setting of recomputation fits")
-        _, choice, schedule = best
-        single = graph.with_candidates(choice)
+        choice = schedule.candidate
         if method != "first in, first out":
-            schedule = solve(single, budget=budget, seed=seed, method=method).schedule
+            single = graph.with_candidates(choice)
+            schedule = solve(single, budget=budget, seed=seed, method=method, threads=threads).schedule
         chosen = Schedule(schedule.order, choice, name)
         return SystemTimeline(name, layout, graph, chosen, simulate(graph, chosen), lower_bound(graph))
 
@@ -280,53 +314,6 @@ def fixed_system(
     return System(name, layout, run)
 
 
-def fsdp_time(case: Case, groups: Groups, num_devices: int) -> tuple[float, str]:
-    """Seconds and memory strategy of FSDP2 with ZeRO-3 on the same devices and data, slowest replica first.
-
-    Microbatches are dealt out in turn; the lightest strategy whose largest microbatch fits is taken.
-    """
-    degrees = Degrees(data=num_devices, zero=3)
-    costs = EmulatedCosts(case.architecture, case.machine, degrees, LEVELS, split=False)
-    wholes = [Chunk(m.name, (0, len(m.flat_layers) - 1), 0) for m in case.model.modules]
-    layout = Layout(
-        1, tuple(ModuleLayout(m.name, m.after, m.frozen) for m in case.model.modules), tuple(wholes)
-    )
-    packing = pack_groups(case, layout, groups)
-    room = (
-        case.capacity_bytes
-        - sum(costs.static_bytes(c) for c in wholes)
-        - workspace_bytes(costs, layout, packing)
-    )
-    rows = [
-        [
-            [costs.chunk_costs(c, part.workload) for part in parts]
-            for c, parts in zip(wholes, m.parts, strict=True)
-        ]
-        for m in packing.microbatches
-    ]
-    steps = -(-len(rows) // num_devices)
-    best = (float("inf"), "")
-    for level, name in enumerate(LEVELS):
-        if (
-            max(sum(options[level].activation_bytes for column in row for options in column) for row in rows)
-            > room
-        ):
-            continue
-        passes = [
-            [
-                (sum(o[level].forward_s for o in column), sum(o[level].backward_s for o in column))
-                for column in row
-            ]
-            for row in rows
-        ]
-        empty = [(0.0, 0.0)] * len(wholes)
-        passes += [empty] * (steps * num_devices - len(passes))
-        best = min(best, (fsdp_seconds([passes[r::num_devices] for r in range(num_devices)]), name))
-    if not best[1]:
-        raise InfeasibleError("FSDP: the largest microbatch does not fit on one device")
-    return best
-
-
 def mfu(case: Case, groups: Groups, seconds: float) -> float:
     """Share of all devices' peak that the model's products use in an iteration of ``seconds``, update included."""
     devices = case.degrees.tensor * case.degrees.pipeline * case.degrees.context
@@ -334,21 +321,51 @@ def mfu(case: Case, groups: Groups, seconds: float) -> float:
     return model_flops(case, groups) / (peak * (seconds + case.update_s))
 
 
-def _load(case: Case, batches: Sequence[Groups], balance: str) -> LayerLoad:
-    loads = {"parameters": by_parameters, "time": by_time}
-    if balance not in loads:
-        raise InputError("balance", f"{balance!r} is none of {', '.join(loads)}")
-    return loads[balance](case, batches)
+def _loads(case: Case, batches: Sequence[Groups], balance: str) -> list[LayerLoad]:
+    """By parameters; or by time and, since stages of equal time may not fit, nearer and nearer to by parameters."""
+    if balance == "parameters":
+        return [by_parameters(case, batches)]
+    if balance != "time":
+        raise InputError("balance", f"{balance!r} is none of parameters, time")
+    layers = [(m.name, layer) for m in case.model.modules for layer in m.flat_layers]
+    time, size = by_time(case, batches), by_parameters(case, batches)
+    all_time, all_size = (sum(load(*layer) for layer in layers) or 1.0 for load in (time, size))
+
+    def mixed(share: float) -> LayerLoad:
+        return lambda module, layer: (
+            (1 - share) * time(module, layer) / all_time + share * size(module, layer) / all_size
+        )
+
+    return [time, *(mixed(share) for share in SHARES)]
 
 
-def _fastest(options: Sequence[System], batches: Sequence[Groups]) -> System:
-    """The one that is fastest on the first sampled iteration; the last where none fits."""
-    best: tuple[float, System] = (float("inf"), options[-1])
-    for option in options:
-        try:
-            total = option.run(batches[0], Evaluations(1), 0).timeline.makespan_ns
-        except InfeasibleError:
-            continue
-        if total < best[0]:
-            best = total, option
-    return best[1]
+def _distinct(layouts: Sequence[Layout]) -> list[Layout]:
+    return list({layout.chunks: layout for layout in layouts}.values())
+
+
+def _in_turn(name: str, options: Sequence[System], batches: Sequence[Groups]) -> System:
+    """A system of several layouts: the one that is fastest on the first sampled iteration.
+
+    An iteration that does not fit it runs under the next that it fits.
+    """
+    order = list(options)
+    if len(options) > 1:
+        seconds = []
+        for option in options:
+            try:
+                seconds.append(option.run(batches[0], Evaluations(1), 0).iteration_s)
+            except InfeasibleError:
+                seconds.append(float("inf"))
+        order = [option for _, option in sorted(zip(seconds, options, strict=True), key=lambda each: each[0])]
+
+    def run(groups: Groups, budget: StoppingRule, seed: int) -> SystemTimeline:
+        problem: InfeasibleError | None = None
+        for option in order:
+            try:
+                return option.run(groups, budget, seed)
+            except InfeasibleError as error:
+                problem = problem or error
+        assert problem is not None
+        raise problem
+
+    return System(name, order[0].layout, run)

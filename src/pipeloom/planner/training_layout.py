@@ -18,7 +18,8 @@ from pipeloom.cost.layers import LayerTable
 from pipeloom.errors import InputError
 from pipeloom.packing import PackingSpec
 from pipeloom.planner.case import typical_lengths
-from pipeloom.planner.choose_layout import LayoutTrial, Sampled, search_layouts
+from pipeloom.planner.choose_layout import Sampled, search_layouts
+from pipeloom.planner.layout_trial import LayoutTrial
 from pipeloom.planner.plan_batch import packed_batch
 from pipeloom.planner.systems import ring_seconds
 from pipeloom.search import Evaluations, StoppingRule

@@ -4,7 +4,8 @@ One package per paper; each has a tuple ``PARTS`` of what can be run by name. No
 computation; it may stand beside ours in a column that says so.
 """
 
-from pipeloom.reproduce.part import PAPERS, Figure, Options, Outcome, Part, Table, parts_of
+from pipeloom.reproduce.part import PAPERS, Figure, Options, Outcome, Part, Table, full_of, parts_of
 from pipeloom.reproduce.write import Progress, reproduce
 
-__all__ = ["PAPERS", "Figure", "Options", "Outcome", "Part", "Progress", "Table", "parts_of", "reproduce"]
+__all__ = ["PAPERS", "Figure", "Options", "Outcome", "Part", "Progress", "Table", "full_of", "parts_of",
+           "reproduce"]  # fmt: skip

@@ -125,6 +125,12 @@ def preface_of(paper: str) -> str:
     return str(getattr(_package(paper), "PREFACE", ""))
 
 
+def full_of(paper: str) -> Options:
+    """As many iterations, seeds and seconds as the paper has."""
+    full: Options = getattr(_package(paper), "FULL", Options(full=True))
+    return full
+
+
 def _package(paper: str) -> ModuleType:
     if paper not in PAPERS:
         raise InputError("paper", f"{paper!r} is none of {', '.join(PAPERS)}")

@@ -14,6 +14,7 @@ from pipeloom import __version__
 from pipeloom.errors import InputError
 from pipeloom.io import make_folder, write_text
 from pipeloom.report import join_sections, markdown_table, sections
+from pipeloom.reproduce.commit import source_commit
 from pipeloom.reproduce.part import PAPERS, Options, Outcome, Part, parts_of, preface_of
 
 _HEAD = """# {title}: the evaluation again
@@ -65,6 +66,7 @@ def reproduce(
     known = {part.name: part for part in parts}
     if unknown := [name for name in names if name not in known]:
         raise InputError(f"part of {paper}", f"{unknown[0]!r} is none of {', '.join(known)}")
+    source_commit()
     make_folder(out / paper)
     page = out / f"{paper}.md"
     outcomes = {}
@@ -95,7 +97,7 @@ def section(
         facts.append(f"Devices: {'; '.join(outcome.devices)}.")
     facts.append(
         f"Made in {elapsed_s:.0f} s, {processor_s:.0f} s of processor time, on {machine()}, {date.today()}, "
-        f"Pipeloom {__version__}."
+        f"Pipeloom {__version__}{f' at {commit}' if (commit := source_commit()) else ''}."
     )
     blocks = [f"## {part.title}", " ".join(facts)]
     for table in outcome.tables:

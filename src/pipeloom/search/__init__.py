@@ -7,14 +7,16 @@ from pipeloom.search.library import LIBRARY, Run, gap_table, instance, run_libra
 from pipeloom.search.plain import first_in_first_out
 from pipeloom.search.result import Progress, Solution
 from pipeloom.search.solve import EXACT, METHODS, solve, warm_up
-from pipeloom.search.stopping import Both, Deadline, Evaluations, Share, StoppingRule
+from pipeloom.search.stopping import Begun, Both, Deadline, Evaluations, Share, StoppingRule
 from pipeloom.search.strategies import Strategies, choose_strategies
+from pipeloom.search.uniform import uniform_start
 
 __all__ = [
     "EXACT",
     "FAMILIES",
     "LIBRARY",
     "METHODS",
+    "Begun",
     "Both",
     "Deadline",
     "Evaluations",
@@ -36,5 +38,6 @@ __all__ = [
     "pair_candidates",
     "run_library",
     "solve",
+    "uniform_start",
     "warm_up",
 ]

@@ -27,6 +27,7 @@ from pipeloom.search.smt import z3
 from pipeloom.search.state import Search
 from pipeloom.search.stopping import Evaluations, StoppingRule, Watch
 from pipeloom.search.tree import mcts_priority, mcts_sequence
+from pipeloom.search.uniform import uniform_start
 from pipeloom.search.windows import search_windows
 from pipeloom.taskgraph import Candidate, TaskGraph
 from pipeloom.timeline import LowerBound, Schedule, lower_bound, simulate
@@ -119,14 +120,17 @@ METHODS: dict[str, Method] = {
     "windows": _windows,
     "mcts": mcts_sequence,
     "mcts priority": mcts_priority,
+    "mcts uniform": mcts_sequence,
     "depth first": depth_first,
     "random": random_search,
     "worst": worst,
 }
 """Names that `solve` knows, besides the exact solvers in `EXACT`."""
 
-EVERY_ROLLOUT = ("mcts", "mcts priority", "depth first", "random", "worst")
+EVERY_ROLLOUT = ("mcts", "mcts priority", "mcts uniform", "depth first", "random", "worst")
 """Methods that choose strategies in every rollout (`dip.txt` §5.1), not by turns with the search of orders."""
+FROM_UNIFORM = "mcts uniform"
+"""DIP's tree search with orders made for the best uniform setting, not for the leanest strategies as published."""
 
 EXACT: dict[str, Callable[..., Exact]] = {"cp-sat": cp_sat, "milp": milp, "gurobi": gurobi, "z3": z3}
 EXACT_START = 0.1
@@ -204,7 +208,7 @@ def _solve(
     run = METHODS["default" if exact else method]
     part = EXACT_START if exact else 1.0
     if graph.candidates is None or method in EVERY_ROLLOUT:
-        search = _make_search(graph, bound.ns, watch, seed, on_progress)
+        search = _make_search(graph, bound.ns, watch, seed, on_progress, method)
         with suppress(KeyboardInterrupt):
             run(search, threads, part)
         best, used = Schedule(search.orders(), search.candidate, method), search.evaluations
@@ -220,13 +224,18 @@ def _solve(
 
 
 def _make_search(
-    graph: TaskGraph, target_ns: int, watch: Watch, seed: int, on_progress: Callable[[Progress], None] | None
-) -> Search:
-    """Orders are searched under the leanest candidates, and get their strategies at every rollout."""
+    graph: TaskGraph, target_ns: int, watch: Watch, seed: int, on_progress: Callable[[Progress], None] | None,
+    method: str,
+) -> Search:  # fmt: skip
+    """Orders are searched under the leanest candidates, or a uniform setting, and get strategies at every rollout.
+
+    What fits under a setting fits under the leanest candidates, so the choice of strategies may start from these.
+    """
     if graph.candidates is None:
         return Search(graph, target_ns, watch, seed, on_progress)
-    lean = graph.with_candidates(leanest(graph))
-    return Search(lean, target_ns, watch, seed, on_progress, tuned=graph)
+    start = uniform_start(graph) if method == FROM_UNIFORM else None
+    chosen = graph.with_candidates(leanest(graph) if start is None else start.candidate)
+    return Search(chosen, target_ns, watch, seed, on_progress, tuned=graph)
 
 
 def warm_up(method: str = "default", graph: TaskGraph | None = None) -> None:

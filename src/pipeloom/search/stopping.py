@@ -136,3 +136,20 @@ class Share:
             seconds=None if watch.seconds is None else watch.seconds * self.part,
             evaluations=None if watch.evaluations is None else int(watch.evaluations * self.part),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A rule that began to count before the search: what led up to it counts too. Serves one search.
+
+    Attributes
+    ----------
+    watch : Watch
+        For example ``Deadline(1.0, "cpu").start()``.
+    """
+
+    watch: Watch
+
+    def start(self) -> Watch:
+        """Go on counting."""
+        return self.watch

@@ -218,18 +218,30 @@ def cut(sample: Sample, context_tokens: int, max_images: int) -> Sample:
     )
 
 
-def group_clips(
-    samples: list[Sample], max_seconds: float = 16.0, max_clips: int = 8, window: int = 96
-) -> list[list[Sample]]:
+def group_clips(samples: list[Sample], max_seconds: float = 16.0, max_clips: int = 8) -> list[list[Sample]]:
     """Group clips of one size and like length: at most ``max_clips`` and ``max_seconds`` a microbatch.
 
-    Clips longer than ``max_seconds`` are cut. A loader groups what it has at hand: ``window`` samples at a
-    time, fitted so that 100 microbatches spread over 4.15 times in work, as in `dip.txt` Fig. 4d. Groups come
-    in the order of their first sample.
+    Clips longer than ``max_seconds`` are cut. Groups come in the order of their first sample.
     """
-    out: list[list[Sample]] = []
-    for begin in range(0, len(samples), window):
-        out += _group(samples[begin : begin + window], max_seconds, max_clips)
+    return _group(samples, max_seconds, max_clips)
+
+
+def clips_of_iterations(samples: list[Sample], num_microbatches: int) -> list[list[list[Sample]]]:
+    """Iterations of ``num_microbatches`` groups of clips each; at the end, those left may make fewer.
+
+    A loader groups the clips of one iteration of one pipeline replica: the fewest coming ones that make so many
+    groups. The papers do not say how far theirs looks ahead.
+    """
+    out: list[list[list[Sample]]] = []
+    begin, taken = 0, num_microbatches
+    while begin < len(samples):
+        groups = group_clips(samples[begin : begin + taken])
+        if len(groups) < num_microbatches and begin + taken < len(samples):
+            # One clip more makes one group more at most.
+            taken += num_microbatches - len(groups)
+            continue
+        out.append(groups[:num_microbatches])
+        begin, taken = begin + taken, num_microbatches
     return out
 
 

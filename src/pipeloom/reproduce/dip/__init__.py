@@ -16,9 +16,13 @@ from pipeloom.reproduce.dip.planner_parts import (
     figure_12,
     figure_13,
     ordering_consistency,
-    planning_time,
 )
-from pipeloom.reproduce.part import Part
+from pipeloom.reproduce.dip.planning import planning_time
+from pipeloom.reproduce.part import Options, Part
+
+FULL = Options(tuple(range(10)), 100, 1.0, 3 * 3600.0, True)
+"""As in the paper: means over 100 iterations (Fig. 8a) and ten runs (section 7.1), ten seconds for its search
+(Fig. 11), solvers cut after three hours (Fig. 12)."""
 
 PARTS: tuple[Part, ...] = (
     Part("table-1", "Static and dynamic imbalance", "`dip.txt` Table 1", "emulated", table_1),
@@ -32,7 +36,7 @@ PARTS: tuple[Part, ...] = (
     Part("table-5", "What each technique brings", "`dip.txt` Table 5", "emulated", table_5),
     Part("figure-9", "Sub-microbatch sizes", "`dip.txt` Fig. 9", "emulated", figure_9),
     Part("figure-10", "Memory of the first rank", "`dip.txt` Fig. 10", "emulated", figure_10),
-    Part("published", "The published searches with ten times the time", "`dip.txt` section 5.1", "emulated",
+    Part("published", "DIP's searches with ten times the time", "`dip.txt` section 5.1", "emulated",
          published_search),
     Part("planning", "Planning time", "`dip.txt` section 7.4", "processor", planning_time),
     Part("figure-11", "Search progress", "`dip.txt` Fig. 11", "emulated", figure_11),

@@ -3,47 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import isnan
 
 import numpy as np
 
 from pipeloom.planner.case import Groups
-from pipeloom.planner.systems import fsdp_time
+from pipeloom.planner.fsdp_system import fsdp_time
 from pipeloom.report.figures import Axis, bar_figure, line_figure
 from pipeloom.reproduce.dip import runs
 from pipeloom.reproduce.dip.setups import SETUPS, Setup, device, gain, mean, seconds_text
 from pipeloom.reproduce.part import Figure, Options, Outcome, Table
 from pipeloom.spec import Sample
 
+SELDOM = 5
+"""Of the changing iterations, DIP's searches plan one in so many."""
+
 
 def figure_8a(options: Options) -> Outcome:
     """Five models on mixed data under every system."""
-    names = [*runs.BASELINES, runs.PUBLISHED, runs.OURS_SAME, runs.OURS]
-    batches = runs.iterations(options)
-    rows, relative, notes = [], {name: list[float | None]() for name in names}, []
+    names = (*runs.BASELINES, runs.PUBLISHED, runs.BEST_FORM, runs.OURS_SAME, runs.OURS)
+    rows, relative, notes, summary = [], {name: list[float | None]() for name in names}, [], []
     paper = {"VLM": "15.6 to 76.2 % over three", "T2V": "36.6 to 97.3 % over two"}
-    summary = []
     for label, setup in SETUPS.items():
-        averages: dict[str, float | None] = {}
-        for name in (name for name in names if runs.suits(name, setup)):
-            found = runs.seconds_of(setup, name, batches, options.search_s)
-            averages[name] = None if found is None else mean(found)
-        ours = averages[runs.OURS]
-        assert ours is not None
+        found = _against_ours(setup, names, options)
         for name in names:
-            value = averages.get(name)
-            relative[name].append(None if value is None else 1 / value * ours)
-            if name in averages:
-                against = "" if value is None or name == runs.OURS else gain(value, ours)
-                rows.append((label, name, seconds_text(value), against))
-        fitting = {n: v for n, v in averages.items() if n in runs.BASELINES and v is not None}
-        best = min(fitting, key=lambda n: fitting[n])
-        plain = averages[runs.MEGATRON]
-        over = "out of memory" if plain is None else gain(plain, ours)
-        published = averages[runs.PUBLISHED]
+            relative[name].append(found[name].ratio if name in found else None)
+            if name in found:
+                rows.append((label, found[name].title, seconds_text(found[name].seconds), found[name].gain))
+        fitting = {n: f.ratio for n, f in found.items() if n in runs.BASELINES and f.ratio is not None}
+        best = max(fitting, key=lambda n: fitting[n])
         summary.append(
-            (label, setup.layouts[0].name, over, best, gain(fitting[best], ours),
-             "" if published is None else gain(published, ours), paper[label[:3]])
+            (label, setup.layouts[0].name, found[runs.MEGATRON].gain or seconds_text(None), best, found[best].gain,
+             found[runs.PUBLISHED].gain, found[runs.BEST_FORM].gain, found[runs.BEST_FORM].form, paper[label[:3]])
         )  # fmt: skip
         notes.append(
             f"{label}: layout `{setup.layouts[0].name}`, of {len(setup.layouts)} tried on "
@@ -60,14 +52,17 @@ def figure_8a(options: Options) -> Outcome:
             Table(
                 "Gain of ours",
                 ("model", "our layout", "over Megatron-LM interleaved by parameters", "best baseline",
-                 "over the best baseline", "over DIP as published", "paper: DIP over its baselines"),
+                 "over the best baseline", "over DIP as published", "over DIP, best of its forms", "its best form",
+                 "paper: DIP over its baselines"),
                 tuple(summary),
                 "All systems have the same costs, data and memory, and baselines get the best recomputation for every "
-                "single iteration and the best number of chunks. The paper's Megatron-LM is one such setting of its "
+                "single iteration and the best number of chunks; cut by time, they are cut partly by parameters where "
+                "equal times do not fit. The paper's Megatron-LM is one such setting of its "
                 "users; balanced by parameters, ours computes stages of a ViT that attends over 2704 patches an image "
-                "as slow as they are, hence gains beyond the paper's.",
+                f"as slow as they are, hence gains beyond the paper's. {runs.rule(options)} {FORMS_NOTE}",
             ),
-            Table("Seconds of an iteration", ("model", "system", "seconds", "ours is faster by"), tuple(rows)),
+            Table("Seconds of an iteration", ("model", "system", "seconds", "ours is faster by"), tuple(rows),
+                  _few_note(options)),
         ),
         (Figure("figure-8a", "Throughput relative to ours (higher is better)", bars),),
         tuple(notes),
@@ -75,36 +70,96 @@ def figure_8a(options: Options) -> Outcome:
     )  # fmt: skip
 
 
+FORMS_NOTE = (
+    "DIP's forms: its tree search and PipeWeaver's as published; its own with orders made for the best uniform "
+    "strategies instead of the leanest; orders searched under these uniform strategies; and these with the dual queue "
+    "alone, without a search. The best form is the one with the least mean time on a model."
+)
+
+
+def _few_note(options: Options) -> str:
+    if options.full or options.iterations == 1:
+        return ""
+    return (
+        "DIP, and ours on DIP's layout, are timed on the first iteration of every seed, since each of DIP's four "
+        "searches takes ten times as long as ours; what ours is faster by is always on the same iterations."
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Against:
+    """A system beside ours on the same iterations.
+
+    Attributes
+    ----------
+    title : str
+    seconds : float, optional
+        Mean; None: it does not fit.
+    ratio : float, optional
+        Its throughput, ours being one.
+    gain : str
+        What ours is faster by.
+    form : str
+        Which form of DIP it is, for the best of them.
+    """
+
+    title: str
+    seconds: float | None = None
+    ratio: float | None = None
+    gain: str = ""
+    form: str = ""
+
+
+def _against_ours(setup: Setup, names: Sequence[str], options: Options) -> dict[str, Against]:
+    """Systems that suit a model, timed beside ours."""
+    out = {}
+    for name in (name for name in names if runs.suits(name, setup)):
+        numbers = runs.planned_iterations(options, runs.PUBLISHED if name == runs.BEST_FORM else name)
+        ours = runs.seconds_of(setup, runs.OURS, numbers, options.search_s)
+        form, value = "", None
+        if name == runs.BEST_FORM:
+            if (best := runs.best_form(setup, numbers, options.search_s)) is not None:
+                form, value = best
+        elif (found := runs.seconds_of(setup, name, numbers, options.search_s)) is not None:
+            value = mean(found)
+        title = f"{name}: {form}" if form else name
+        if ours is None or value is None:
+            out[name] = Against(title, value, form=form)
+            continue
+        against = "" if name == runs.OURS else gain(value, mean(ours))
+        out[name] = Against(title, value, mean(ours) / value, against, form)
+    return out
+
+
 def published_search(options: Options) -> Outcome:
-    """DIP's two tree searches with ten times the time of ours, on DIP's own layout and with ours."""
+    """DIP's searches with ten times the time of ours, on DIP's own layout and with ours."""
     rows = []
     batches = runs.iterations(options, 1)
-    searches = {
-        runs.PUBLISHED: runs.MOST_SEARCH,
-        runs.PRIORITY: runs.MOST_SEARCH,
-        runs.OURS_SAME: 1,
-        runs.OURS: 1,
-    }
     for label, setup in SETUPS.items():
         found = {
-            name: runs.all_timed(setup, name, batches, options.search_s * factor)
-            for name, factor in searches.items()
+            name: runs.all_timed(setup, name, batches, options.search_s)
+            for name in (*runs.FORMS, runs.OURS_SAME, runs.OURS)
         }
         means = {
             name: None if each is None else mean(one.seconds for one in each) for name, each in found.items()
         }
+        best = min(
+            (name for name in runs.FORMS if means[name] is not None), key=lambda n: means[n] or 0, default=""
+        )
         for name, each in found.items():
             here = means[name]
             if each is None or here is None:
-                rows.append((label, name, seconds_text(None), "", "", ""))
+                rows.append((label, name, seconds_text(None), "", "", "", ""))
                 continue
             same, ours = (
                 "" if other is None else gain(here, other)
                 for other in (means[runs.OURS_SAME], means[runs.OURS])
             )
             spent = mean(one.processor_s for one in each)
-            rows.append((label, name, seconds_text(here), f"{spent:.1f}", same, ours))
-    title = "Published searches with ten times the time"
+            rows.append(
+                (label, name, seconds_text(here), f"{spent:.1f}", same, ours, "best" if name == best else "")
+            )
+    title = "DIP's searches with ten times the time"
     columns = (
         "model",
         "search",
@@ -112,10 +167,12 @@ def published_search(options: Options) -> Outcome:
         "planning, CPU s",
         "ours on DIP's layout is faster by",
         "ours by",
+        "of DIP's forms",
     )
+    plural = "s" if len(batches) > 1 else ""
     note = (
-        f"{len(options.seeds)} iterations a model. Planning counts everything: costs, graph, search, strategies, "
-        "simulation and the checker."
+        f"{len(batches)} iteration{plural} a model. Planning counts costs, graph, search, strategies and simulation. "
+        f"{runs.rule(options)} {FORMS_NOTE}"
     )
     return Outcome((Table(title, columns, tuple(rows), note),), devices=device(*SETUPS.values()))
 
@@ -152,21 +209,29 @@ def tried_layouts(_options: Options) -> Outcome:
 def table_4(options: Options) -> Outcome:
     """VLM-S on 16 H20: FSDP, Megatron-LM, DIP, ours."""
     setup = Setup("vlm-s", "dip-h20-16", 4, 4)
-    case, batches = setup.case, runs.iterations(options)
+    case, batches = setup.case, runs.planned_iterations(options, runs.PUBLISHED)
     fsdp = [fsdp_time(case, setup.groups(*each), case.machine.num_devices) for each in batches]
     values: dict[str, float | None] = {"FSDP2, ZeRO-3": mean(seconds for seconds, _ in fsdp)}
-    for name in (runs.MEGATRON, runs.MEGATRON_EVEN, runs.PUBLISHED, runs.OURS):
+    for name in (runs.MEGATRON, runs.MEGATRON_EVEN, runs.PUBLISHED):
         found = runs.seconds_of(setup, name, batches, options.search_s)
         values[name] = None if found is None else mean(found)
+    if (best := runs.best_form(setup, batches, options.search_s)) is not None:
+        values[f"{runs.BEST_FORM}: {best[0]}"] = best[1]
+    found = runs.seconds_of(setup, runs.OURS, batches, options.search_s)
+    values[runs.OURS] = None if found is None else mean(found)
     paper = {
         "FSDP2, ZeRO-3": ("40.270", "1.03"),
         runs.MEGATRON: ("39.053", "1.00"),
         runs.PUBLISHED: ("28.606", "0.73"),
     }
     base = values[runs.MEGATRON]
-    assert base is not None
     rows = tuple(
-        (name, seconds_text(v), "" if v is None else f"{v / base:.2f}", *paper.get(name, ("", "")))
+        (
+            name,
+            seconds_text(v),
+            "" if v is None or base is None else f"{v / base:.2f}",
+            *paper.get(name, ("", "")),
+        )
         for name, v in values.items()
     )
     used = ", ".join(dict.fromkeys(strategy for _, strategy in fsdp))
@@ -174,7 +239,8 @@ def table_4(options: Options) -> Outcome:
         f"FSDP: microbatches dealt to {case.machine.num_devices} replicas in turn, tensor parallelism 1, weights "
         f"gathered a layer ahead, strategy {used}; every module waits for the slowest replica. H20 has little compute "
         "for its network, so FSDP hides its traffic. The paper's microbatches, their number and its recomputation are "
-        "not stated, so seconds differ; the order of the systems is what can be compared."
+        "not stated, so seconds differ; the order of the systems is what can be compared. "
+        f"Means over {len(batches)} iterations. {runs.rule(options)} {FORMS_NOTE}"
     )
     columns = ("system", "seconds", "relative", "paper: seconds", "paper: relative")
     return Outcome((Table("VLM-S on 16 H20", columns, rows, note),), devices=device(setup))
@@ -183,24 +249,33 @@ def table_4(options: Options) -> Outcome:
 def figure_8b(options: Options) -> Outcome:
     """Forty iterations in which the number of images rises and falls twice."""
     setup = SETUPS["VLM-S"]
-    names = (runs.MEGATRON, runs.NNSCALER, runs.OPTIMUS, runs.NO_SEARCH, runs.PUBLISHED, runs.OURS)
+    names = (runs.MEGATRON, runs.NNSCALER, runs.OPTIMUS, *runs.FORMS[::-1], runs.OURS)
     systems = {name: runs.system(setup, name) for name in names}
-    search_s = options.search_s / 2
-    length = 20
-    images, series = [], {name: list[float]() for name in names}
-    worst = dict.fromkeys(names, 0.0)
+    length, seldom = 20, 1 if options.full else SELDOM
+    images, series, lacking = [], {name: list[float]() for name in names}, dict[str, list[int]]()
     for i in range(2 * length):
         low, high = image_bounds(i % length)
         groups = bounded_microbatches(setup.num_microbatches, low, high, 777 + i)
         images.append(sum(len(s.image_tokens) for g in groups for s in g) / len(groups))
         for name, one in systems.items():
-            found = runs.run(one, groups, search_s, i)
+            if name in runs.SEARCHED and i % seldom:
+                series[name].append(float("nan"))
+                continue
+            found = runs.run(one, groups, runs.budget_of(setup, name, options.search_s), i)
             series[name].append(float("nan") if found is None else found.iteration_s)
-        for name in names:
-            worst[name] = max(worst[name], series[name][-1] / series[runs.OURS][-1] - 1)
-    x = [float(i + 1) for i in range(2 * length)]
+            if found is None:
+                lacking.setdefault(name, []).append(i + 1)
+    at = range(0, 2 * length, seldom)
+    forms = {name: sum(series[name][i] for i in at) for name in runs.FORMS}
+    best = min(
+        (name for name in forms if not isnan(forms[name])),
+        key=lambda name: forms[name],
+        default=runs.PUBLISHED,
+    )
+    shown = {name: name for name in names if name not in runs.FORMS} | {runs.PUBLISHED: runs.PUBLISHED}
+    shown[best] = f"{runs.BEST_FORM}: {best}"
     figure = line_figure(
-        {name: (x, values) for name, values in series.items()},
+        {shown[name]: _known(series[name]) for name in names if name in shown},
         x=Axis("iteration"), y=Axis("iteration time, s", low=0.0), title="VLM-S, image counts rising and falling",
     )  # fmt: skip
     rising = slice(0, 10)
@@ -210,14 +285,16 @@ def figure_8b(options: Options) -> Outcome:
         runs.NNSCALER: "10.4 %, later 50.5 %",
         runs.OPTIMUS: "10.4 %",
     }
+    ours = series[runs.OURS]
     rows = tuple(
         (
-            name,
-            *(f"{_mean_of_fitting(series[name][part]):.2f}" for part in (slice(None), rising, falling)),
-            f"{worst[name] * 100:.1f} %",
+            shown.get(name, name),
+            *(_seconds_beside(series[name][part], ours[part]) for part in (slice(None), rising, falling)),
+            _most_behind(series[name], ours),
             paper.get(name, ""),
         ) for name in names
     )  # fmt: skip
+    ordinal = "single" if seldom == 1 else f"{seldom}th"
     peak = max(range(length), key=lambda i: images[i])
     return Outcome(
         (
@@ -233,26 +310,41 @@ def figure_8b(options: Options) -> Outcome:
                 ),
                 rows,
                 "Layouts are those chosen on mixed data and stay. Bounds on images a microbatch: the lower one rises "
-                "from 0 to 16 under an upper one of 32 (iterations 1 to 5), then both fall to 0 (6 to 20). "
-                f"{search_s:g} s of search an iteration.",
+                "from 0 to 16 under an upper one of 32 (iterations 1 to 5), then both fall to 0 (6 to 20). In brackets "
+                "what ours is faster by on the same iterations; where an iteration does not fit, the means are of the "
+                f"others. DIP's searches plan every {ordinal} iteration. {runs.rule(options)} {FORMS_NOTE}",
             ),
         ),
         (Figure("figure-8b", "Iteration time under changing data", figure),),
         (
             f"Most images: {images[peak]:.0f} a microbatch on average in iteration {peak + 1} (paper: 22 in its peak).",
             *(
-                f"{name} does not fit into memory in iteration {', '.join(lacking)}, and its means are of the others."
-                for name, values in series.items()
-                if (lacking := [str(i + 1) for i, value in enumerate(values) if isnan(value)])
+                f"{name} does not fit into memory in iteration {', '.join(map(str, where))}."
+                for name, where in lacking.items()
             ),
         ),
         device(setup),
     )
 
 
-def _mean_of_fitting(values: Sequence[float]) -> float:
-    fitting = [value for value in values if not isnan(value)]
-    return mean(fitting) if fitting else float("nan")
+def _known(values: Sequence[float]) -> tuple[list[float], list[float]]:
+    """Iterations that were timed, and their seconds."""
+    at = [i for i, value in enumerate(values) if not isnan(value)]
+    return [float(i + 1) for i in at], [values[i] for i in at]
+
+
+def _seconds_beside(values: Sequence[float], ours: Sequence[float]) -> str:
+    """Mean seconds, and what ours is faster by on the same iterations."""
+    both = [(v, o) for v, o in zip(values, ours, strict=True) if not isnan(v) and not isnan(o)]
+    if not both:
+        return "not timed"
+    here, there = mean(v for v, _ in both), mean(o for _, o in both)
+    return f"{here:.2f}" if here == there else f"{here:.2f} ({gain(here, there)})"
+
+
+def _most_behind(values: Sequence[float], ours: Sequence[float]) -> str:
+    behind = [v / o - 1 for v, o in zip(values, ours, strict=True) if not isnan(v) and not isnan(o)]
+    return f"{max(behind) * 100:.1f} %" if behind else ""
 
 
 def image_bounds(i: int) -> tuple[int, int]:

@@ -8,10 +8,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from pipeloom.planner.case import Case, Groups, draw_groups, make_case
-from pipeloom.planner.choose_layout import LayoutTrial, choose_layout
+from pipeloom.planner.choose_layout import FINAL, choose_layout
+from pipeloom.planner.layout_trial import LayoutTrial
 from pipeloom.search import Deadline, warm_up
 from pipeloom.spec.hardware import Degrees
 
+TREE_SEARCHES = ("mcts", "mcts priority", "mcts uniform")
+"""DIP's and PipeWeaver's as published; and DIP's, which starts from the best uniform setting."""
 TYPICAL_SEEDS = (1000, 1001)
 """Of the iterations that layouts are chosen on; none of them is timed."""
 
@@ -65,7 +68,8 @@ LARGE = {
 
 @functools.lru_cache(maxsize=32)
 def _case(setup: Setup) -> Case:
-    warm_up()
+    for method in ("default", *TREE_SEARCHES):
+        warm_up(method)
     degrees = Degrees(tensor=setup.tensor, pipeline=setup.pipeline, data=setup.data)
     return make_case(setup.model, setup.cluster, degrees)
 
@@ -79,7 +83,7 @@ def _typical(setup: Setup) -> tuple[Groups, ...]:
 def _layouts(setup: Setup) -> tuple[LayoutTrial, ...]:
     if setup in LARGE.values():
         return choose_layout(setup.case, setup.typical[:1], trial=Deadline(0.5, "cpu"), rounds=1)
-    return choose_layout(setup.case, setup.typical)
+    return choose_layout(setup.case, setup.typical, final=FINAL)
 
 
 def mean(values: Iterable[float]) -> float:
