@@ -137,3 +137,13 @@ def test_search_is_near_the_optimum_of_small_problems():
                 best = simulate(graph, exact.schedule).makespan_ns
         gaps.append(found.timeline.makespan_ns / best - 1)
     assert np.mean(gaps) <= 0.03, gaps
+
+
+def test_a_solver_that_is_cut_before_it_has_a_bound_answers_with_the_hint():
+    """HiGHS cut at once says minus infinity, where no bound was lent to it."""
+    graph = generate(family("vlm-s", num_microbatches=6, num_ranks=3), 0)
+    hint = first_in_first_out(graph)
+    found = EXACT["milp"](graph, seconds=0.01, hint=hint, bound_ns=0)
+    assert found.bound_ns <= lower_bound(graph).ns
+    assert not found.proved
+    assert simulate(graph, found.schedule).makespan_ns <= simulate(graph, hint).makespan_ns

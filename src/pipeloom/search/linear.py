@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import combinations
-from math import ceil
+from math import ceil, isfinite
 
 import numpy as np
 import numpy.typing as npt
@@ -60,8 +60,11 @@ class LinearModel:
     def bound_ns(self, graph: TaskGraph, dual: float) -> int:
         """The lower bound that a solver's dual bound means, less the solver's tolerance.
 
-        All makespans are multiples of the graph's unit, so the next one is a bound as well.
+        All makespans are multiples of the graph's unit, so the next one is a bound as well. A solver that is cut
+        early may have none.
         """
+        if not isfinite(dual):
+            return 0
         unit = unit_of(graph)
         return max(0, ceil((dual - TOLERANCE) * self.unit_ns / unit) * unit)
 
