@@ -234,8 +234,8 @@ def loss(logits: Tensor, part: Part) -> Tensor:
         end += len(document.inputs)
         rows.extend(range(end - len(document.targets), end))
         targets.extend(document.targets)
-    chosen = logits[torch.tensor(rows)]
-    return functional.cross_entropy(chosen, torch.tensor(targets), reduction="sum")
+    chosen = logits[torch.tensor(rows, device=logits.device)]
+    return functional.cross_entropy(chosen, torch.tensor(targets, device=logits.device), reduction="sum")
 
 
 def num_targets(document: Document) -> int:

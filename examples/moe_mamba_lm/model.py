@@ -176,7 +176,7 @@ def answers(samples: Sequence[Text]) -> tuple[Tensor, Tensor]:
 
 def loss(logits: Tensor, part: Part) -> Tensor:
     """Sum of the cross entropy over the answers."""
-    rows, targets = answers(part.samples)
+    rows, targets = (numbers.to(logits.device) for numbers in answers(part.samples))
     return functional.cross_entropy(logits[rows], targets, reduction="sum")
 
 

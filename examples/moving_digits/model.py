@@ -227,7 +227,7 @@ def loss(output: Tensor, part: Part) -> Tensor:
     The error of the direction would be this over the time squared: it would count the times near the video most, at
     which nothing has to be learnt of the caption.
     """
-    wanted = torch.cat([data.video(clip) for clip in clips_of(part)]).to(output.dtype)
+    wanted = torch.cat([data.video(clip) for clip in clips_of(part)]).to(output)
     return (output - wanted).square().mean(dim=1).sum()
 
 

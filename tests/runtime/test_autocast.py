@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from typing import Any
 
@@ -122,6 +123,62 @@ def test_casts_do_not_outlive_the_iteration() -> None:
     found, _, counts = run("keep", ("B",), times=2)
     assert set(counts.values()) == {1}
     assert_equal_gradients(found, plain(2.0), 1e-6)
+
+
+class InputCasts(TorchDispatchMode):
+    """The most casts of anything but weights that were there when a further one was made."""
+
+    def __init__(self, layers: list[nn.Module]) -> None:
+        super().__init__()
+        self.weights = {p.data_ptr() for layer in layers for p in layer.parameters()}
+        self.made: list[weakref.ref[Tensor]] = []
+        self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and args[0].data_ptr() not in self.weights:
+            if output.dtype == torch.bfloat16:
+                self.made.append(weakref.ref(output))
+            self.most = max(self.most, sum(made() is not None for made in self.made))
+        return output
+
+
+@pytest.mark.parametrize("backward", [("B",), ("I", "W")])
+def test_casts_of_inputs_go_with_their_microbatch(backward: tuple[str, ...]) -> None:
+    torch.manual_seed(0)
+    layers: list[nn.Module] = [Feed() for _ in range(2)]
+    full = TensorShape(("tokens", WIDTH), "float32")
+
+    class Residual(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: Tensor) -> Tensor:
+            output: Tensor = x + self.inner(x)
+            return output
+
+    module = Module(
+        "lm", [Residual(layer) for layer in layers], reads="sequence", hidden=full, output=full,
+        inputs=lambda part: part.samples[0],
+    )  # fmt: skip
+    model = Model([module], lambda output, part: output.sin().sum(), lambda sample: 1.0)
+    layout = Layout(1, (ModuleLayout("lm"),), tuple(Chunk("lm", (c, c), 0) for c in (0, 1)))
+    num = 6
+    packing = pack(
+        Batch(tuple(Sample(str(i), LENGTH) for i in range(num))), model.spec, layout, PackingSpec(LENGTH)
+    )
+    order = [("F", 0), ("F", 1), *((verb, c) for c in (1, 0) for verb in backward)]
+    actions = tuple(Action(verb=v, chunk=f"lm.{c}", microbatch=m) for m in range(num) for v, c in order)  # type: ignore[arg-type]
+    executor = Executor(model, layout, 0, ThreadHub().transport(0), autocast=torch.bfloat16)
+    with InputCasts(layers) as casts:
+        executor.run(
+            ExecutionPlan(1, 0, layout.digest, (actions,)), packing,
+            [torch.randn(LENGTH, WIDTH) for _ in range(num)], normaliser=1.0,
+        )  # fmt: skip
+    assert len(casts.made) >= 2 * num
+    # One microbatch is under way at a time: its two inputs, and what its own backward casts.
+    assert casts.most <= 4
 
 
 def test_casts_of_weights_are_not_offloaded() -> None:

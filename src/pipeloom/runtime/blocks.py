@@ -181,6 +181,8 @@ class Passage:
         """
         if self.autocast is None:
             return self._call(layers, inputs)
+        # Torch keeps casts of leaves, weights or not; those of inputs are to go when their microbatch does.
+        inputs = tuple(x.view_as(x) if isinstance(x, Tensor) and x.requires_grad else x for x in inputs)
         with torch.autocast(self.device.type, self.autocast, cache_enabled=keeps_casts):
             return self._call(layers, inputs)
 
