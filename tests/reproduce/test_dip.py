@@ -66,12 +66,15 @@ def test_solvers_get_nothing_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setitem(planner_parts.EXACT, "z3", solver)
     graph = generate(family("uniform", num_ranks=2, num_microbatches=2), 0)
-    words, spent, proved = planner_parts._solved(graph, "z3", ONCE)
+    theirs, ours = (planner_parts._solved(graph, name, ONCE) for name in ("z3", "default"))
     assert seen == [("first in, first out", 0, ONCE.solver_s, 0)]
-    assert "100.0 % open" in words
-    assert spent is not None
-    assert not proved
-    assert planner_parts._solved(graph, "default", ONCE)[2]
+    assert not theirs.proved
+    assert ours.proved
+    answers = {("Z3", "small", 2): theirs, ("ours", "small", 2): ours, ("Z3", "small", 3): theirs}
+    assert planner_parts._cell(answers, "Z3", "small", 2).endswith("optimal, not proved")
+    assert planner_parts._cell(answers, "ours", "small", 2).endswith("optimal")
+    assert "% open, not proved" in planner_parts._cell(answers, "Z3", "small", 3)
+    assert planner_parts._cell(answers, "ours", "small", 3) == "not tried"
 
 
 def test_dynamic_data_cost_more_than_static_ones_and_these_more_than_none() -> None:

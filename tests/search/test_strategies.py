@@ -8,15 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeloom.errors import InfeasibleError, InputError
-from pipeloom.search import LayerOption, pair_candidates
+from pipeloom.search import LayerOption, family, generate, pair_candidates
 from pipeloom.search.exchange_kernels import exchange
 from pipeloom.search.jobs import find_jobs
 from pipeloom.search.plain import leanest, plain_rollout, segment_priority
 from pipeloom.search.room_kernels import tighten
 from pipeloom.search.strategies import Tuner, choose_on_rank, choose_strategies
-from pipeloom.search.strategy_kernels import fill_levels, lay_out
+from pipeloom.search.strategy_kernels import THOROUGH, fill_levels, lay_out
 from pipeloom.timeline import Schedule, check, memory_changes
 from pipeloom.timeline.options import pair_options
+from tests.search.test_tree import with_strategies
 from tests.strategies import graphs
 
 
@@ -165,3 +166,16 @@ def test_candidates_of_nothing_are_refused():
         pair_candidates([[]])
     with pytest.raises(InputError, match="1 is below 2"):
         pair_candidates([[LayerOption("keep", 1, 1, 1)]], 1)
+
+
+def test_orders_of_large_graphs_are_tuned_in_fewer_rounds(monkeypatch):
+    """Nothing that takes seconds a rank, and yet nearly as good; what it chooses fits."""
+    graph = with_strategies(generate(family("vlm-s", num_microbatches=12, memory=1.0, num_ranks=3), 1))
+    order = lean_schedule(graph)
+    thorough = choose_strategies(graph, order)
+    monkeypatch.setattr("pipeloom.search.strategies.MOST_THOROUGH", graph.num_tasks - 1)
+    assert Tuner(graph).rounds < THOROUGH
+    quick = choose_strategies(graph, order)
+    assert check(graph, quick) == ()
+    totals = [graph.with_candidates(found.candidate).duration_ns.sum() for found in (thorough, quick)]
+    assert totals[0] <= totals[1] <= 1.05 * totals[0]

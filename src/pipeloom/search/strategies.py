@@ -24,6 +24,9 @@ from pipeloom.timeline.options import pair_options
 Solver = Literal["lagrangian", "highs"]
 LAGRANGIAN_ROUNDS, ROLLOUT_ROUNDS = 120, 16
 """Rounds where one order is tuned, twice so many once rooms are tightened, and where thousands are."""
+MOST_THOROUGH, LARGE_ROUNDS = 8000, 40
+"""Tasks of a graph beyond which an order is tuned in fewer rounds, without tightened rooms and exchanges: on 17,500
+tasks these take seconds, which no search could stop."""
 MOST_SUMS = 4000
 """Different sums of candidates at one place; where there are more, its room is not tightened."""
 HIGHS_GAP = 0.05
@@ -88,6 +91,11 @@ class Tuner:
         found[self.tables.pair] = self._desk.choice
         return found
 
+    @property
+    def rounds(self) -> int:
+        """Rounds for one order: fewer for a large graph."""
+        return LAGRANGIAN_ROUNDS if self.graph.num_tasks <= MOST_THOROUGH else LARGE_ROUNDS
+
     def on_rank(self, order: IntArray, rank: int, solver: Solver = "lagrangian") -> Strategies:
         """Choose for the pairs of one rank under its order."""
         t, d = self.tables, self._desk
@@ -95,7 +103,7 @@ class Tuner:
         if solver == "highs":
             strategy_kernels.lay_out(t, d, order, rows.start, rows.stop, rank)
             return _by_highs(t, rows, d.span[rows], d.room[: len(order)])
-        bound = strategy_kernels.choose_rank(t, d, order, rank, LAGRANGIAN_ROUNDS)
+        bound = strategy_kernels.choose_rank(t, d, order, rank, self.rounds)
         choice = d.choice[rows].copy()
         return Strategies(t.pair[rows], choice, _total(t.time[rows], choice), float(bound))
 
