@@ -37,6 +37,8 @@ from pipeloom.timeline import Schedule, simulate
 
 _MEAN_MS = 40
 """Of a task on sleeping ranks."""
+_REPEATS = 3
+"""Runs on sleeping ranks, of which the median counts: other work on the machine wakes some of them late."""
 
 _PAPER_12 = {
     "S-1F1B": "",
@@ -90,16 +92,18 @@ def figure_12(options: Options) -> Outcome:
         ))  # fmt: skip
     sizes = [abs(took / planned - 1) for planned, took, _ in slept]
     note = (
-        f"On sleeping ranks the error is {100 * statistics.fmean(sizes):.2f} % on average and {100 * max(sizes):.2f} % "
-        "at most; the goal is 2 %, the paper has 2.12 % on average on real devices (its largest errors are shown). On "
-        "the virtual clock messages carry time and nothing waits, so that the difference is nothing where what was "
-        "planned is what runs, deadlock-free and in order; that is all it shows."
+        f"On sleeping ranks the error is {100 * statistics.fmean(sizes):.2f} % on average, "
+        f"{100 * statistics.median(sizes):.2f} % in the median and {100 * max(sizes):.2f} % at most; the goal is 2 %, "
+        "the paper has 2.12 % on average on real devices (its largest errors are shown). On the virtual clock messages "
+        "carry time and nothing waits, so that the difference is nothing where what was planned is what runs, "
+        "deadlock-free and in order; that is all it shows."
     )
     slept_note = (
         "Each of the four sleeping ranks is a process of this machine that sleeps where it would compute; every time "
-        f"is made longer alike, until a task takes {_MEAN_MS} ms on average. Messages are real, on gloo, "
-        "so none are in what is planned for them. Woken late is what the sleeps alone that ended late add: the "
-        "machine's share of the error, which other work on it makes larger. Neither shows what kernels cost."
+        f"is made longer alike, until a task takes {_MEAN_MS} ms on average. Of {_REPEATS} runs the median counts. "
+        "Messages are real, on gloo, so none are in what is planned for them. Woken late is what the sleeps alone that "
+        "ended late add: the machine's share of the error, which other work on it makes larger. Neither shows what "
+        "kernels cost."
     )
     columns = (
         "size", "system", "planned", "difference on the virtual clock", "planned for sleeping ranks", "they took",
@@ -119,7 +123,7 @@ def lowered(standing: Standing) -> tuple[Layout, Packing, TaskGraph]:
 
 
 def sleep(standings: list[Standing]) -> list[tuple[int, int, float]]:
-    """Run schedules on sleeping ranks: nanoseconds planned and taken, and the share that late waking adds."""
+    """Run schedules on sleeping ranks: nanoseconds planned and taken (median), and the share that waking late adds."""
     cases: list[tuple[Emulation, TaskGraph, Schedule, tuple[str, ...]]] = []
     for one in standings:
         layout, packing, graph = lowered(one)
@@ -133,13 +137,14 @@ def sleep(standings: list[Standing]) -> list[tuple[int, int, float]]:
         names = layout.chunk_names
         cases.append((Emulation(plan, step_durations(graph, names)), graph, schedule, names))
     num_ranks = standings[0].graph.num_ranks
+    runs = run_on_ranks([case[0] for case in cases] * _REPEATS, num_ranks, "sleep")
     found = []
-    for (_, graph, schedule, names), took in zip(
-        cases, run_on_ranks([case[0] for case in cases], num_ranks, "sleep"), strict=True
-    ):
+    for i, (_, graph, schedule, names) in enumerate(cases):
+        mine = sorted(runs[i :: len(cases)], key=lambda run: run.total_ns)
+        middle = mine[len(mine) // 2]
         planned_ns = simulate(graph, schedule).makespan_ns
-        late = replayed_ns(graph, schedule, names, took.steps_ns) / planned_ns - 1
-        found.append((planned_ns, took.total_ns, late))
+        late = replayed_ns(graph, schedule, names, middle.steps_ns) / planned_ns - 1
+        found.append((planned_ns, middle.total_ns, late))
     return found
 
 

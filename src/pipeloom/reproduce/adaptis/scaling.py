@@ -32,7 +32,7 @@ _STRONG = ((0.95, 1.03, 1.06, 1.22), (0.79, 1.05, 1.10, 1.35), (0.78, 1.07, 1.19
            (0.77, 1.05, 1.24, 1.47))  # fmt: skip
 _WEAK = ((0.89, 1.01, 1.06, 1.22), (0.79, 1.03, 1.09, 1.33), (0.70, 0.93, 1.12, 1.33), (0.75, 1.05, 1.17, 1.40),
          (0.74, 1.03, 1.14, 1.26))  # fmt: skip
-_MODELS = {"Nemotron-H": ("nemotron-h-large", (1,)), "DeepSeek": ("deepseek-large", (1, 8))}
+_MODELS = {"Nemotron-H": ("nemotron-h-large", (1,)), "DeepSeek": ("deepseek-medium", (1, 8))}
 """By family: the model, and over how many devices experts may be divided."""
 _NAMES = {system: name for name, system in BASELINES.items()}
 
@@ -59,7 +59,7 @@ def _scale(
     options: Options, name: str, title: str, batch: Callable[[int], int], paper: tuple[tuple[float, ...], ...]
 ) -> Outcome:
     tables, figures = [], []
-    for family in _MODELS:
+    for family, (model, _) in _MODELS.items():
         rows = []
         shown = (*BASELINES, GENERATOR, "ours")
         bars: dict[str, list[float | None]] = {system: [] for system in shown}
@@ -75,30 +75,28 @@ def _scale(
                 ),
             }
             base, mine = best["S-1F1B"], best["ours"]
-            if base is None or mine is None:
-                raise AssertionError(f"{family} fits on no grid point of {devices} devices")
-            published = {system: one for system in SYSTEMS if (one := best[_NAMES.get(system, system)])}
-            fastest = min(published, key=lambda system: published[system].seconds)
             ratio = {
-                system: base.seconds / one.seconds if (one := best[system]) else None for system in shown
+                system: base.seconds / one.seconds if base and (one := best[system]) else None
+                for system in shown
             }
             for system, value in ratio.items():
                 bars[system].append(value)
-            rate = sequences / mine.seconds
+            rate = sequences / mine.seconds if mine else 0.0
             first = first or rate
-            quoted = " / ".join(f"{x:.2f}" for x in theirs) if family == "Nemotron-H" else ""
             rows.append((
-                str(devices), _degrees(base.setup), _degrees(mine.setup),
+                str(devices), _degrees(base), _degrees(mine),
                 *("out of memory" if (x := ratio[system]) is None else f"{x:.2f}" for system in shown[1:]),
-                f"{published[fastest].seconds / mine.seconds:.2f} ({fastest})", quoted, f"{rate / first:.1f}",
+                _over_fastest(best, mine),
+                " / ".join(f"{x:.2f}" for x in theirs) if model == "nemotron-h-large" else "",
+                f"{rate / first:.1f}" if first else "",
             ))  # fmt: skip
         columns = ("devices", "S-1F1B's best", "our best", "I-1F1B", "ZB", "Mist", GENERATOR, "ours",
                    "ours over the best of eight", "paper: I-1F1B / ZB / Mist / AdaPtis",
                    "our throughput over 8 devices")  # fmt: skip
         svg = bar_figure([str(d) for d in _DEVICES], bars, y=Axis("throughput over S-1F1B"))
-        tables.append(Table(f"{family} large: throughput over S-1F1B", columns, tuple(rows)))
+        tables.append(Table(f"{model}: throughput over S-1F1B", columns, tuple(rows)))
         stem = name if family == "Nemotron-H" else f"{name}-{family.lower()}"
-        figures.append(Figure(stem, f"{title}, {family} large", svg))
+        figures.append(Figure(stem, f"{title}, {model}", svg))
     note = (
         f"Sequences of {_TOKENS} tokens, one a microbatch. Every system has the best of its own grid of P "
         f"({', '.join(map(str, sorted(DEPTHS)))}), T ({', '.join(map(str, _TENSOR))}), E and D = devices / (P T); the "
@@ -111,7 +109,21 @@ def _scale(
     return Outcome(tuple(tables), tuple(figures), (note,), device())
 
 
-def _degrees(setup: Setup) -> str:
+def _over_fastest(best: dict[str, _Best | None], mine: _Best | None) -> str:
+    """Our speedup over whichever published system is fastest, and which that is."""
+    published = {
+        system: one.seconds for system in SYSTEMS if (one := best[_NAMES.get(system, system)]) is not None
+    }
+    if not published or mine is None:
+        return ""
+    fastest = min(published, key=lambda system: published[system])
+    return f"{published[fastest] / mine.seconds:.2f} ({fastest})"
+
+
+def _degrees(best: _Best | None) -> str:
+    if best is None:
+        return "none fits"
+    setup = best.setup
     experts = f", E {setup.expert}" if setup.expert > 1 else ""
     return f"P {setup.pipeline}, T {setup.tensor}, D {setup.data}{experts}, {setup.num_microbatches} microbatches"
 
