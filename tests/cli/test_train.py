@@ -34,7 +34,8 @@ def config(folder: Path, *edits: tuple[str, str]) -> Path:
 
 
 def test_a_short_run_leaves_everything_behind(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    path = config(tmp_path)
+    choice = 'strategies = ["recompute", "offload"]\nsplit_backward = true\n'
+    path = config(tmp_path, ("budget_s", choice + "budget_s"))
     assert run(["train", str(path), "--runs", str(tmp_path / "runs"), "--iterations", "3", "--json"]) == 0
     summary = json.loads(capfd.readouterr().out)
     folder = tmp_path / "runs" / "digits_vlm"
@@ -55,6 +56,10 @@ def test_a_short_run_leaves_everything_behind(tmp_path: Path, capfd: pytest.Capt
     assert [plan.name for plan in plans] == ["00000.plan", "00001.plan", "00002.plan"]
     for plan in plans:
         verify(from_text(plan.read_text()))
+        words = {
+            a.strategy for actions in from_text(plan.read_text()).ranks for a in actions if a.verb == "F"
+        }
+        assert words <= {"recompute", "offload"}
     events = json.loads((folder / "trace.json").read_text())["traceEvents"]
     assert {"planned", "measured"} <= {str(e.get("args", {}).get("name")) for e in events if e["ph"] == "M"}
     page = (folder / "timeline.html").read_text()
@@ -84,6 +89,8 @@ def test_a_short_run_leaves_everything_behind(tmp_path: Path, capfd: pytest.Capt
             "documentz_per",
             "task.py: batches(num_iterations, documentz_per_batch): raised TypeError",
         ),
+        ("budget_s", "strategies = []\nbudget_s", "planner.strategies: is empty; give at least keep"),
+        ("budget_s", 'strategies = ["kepe"]\nbudget_s', "planner.strategies[0]: 'kepe'"),
         ("budget_s = 0.05", "budget_s = -1", "planner.budget_s: -1.0 is not positive"),
         ("deadline_s", 'method = "magic"\ndeadline_s', "planner.method: 'magic' is none of default"),
         ('name = "digits_vlm"', 'name = "../x"', "name: '../x' is no folder name"),

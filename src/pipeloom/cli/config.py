@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from pipeloom.arrange import ModulePlacement
+from pipeloom.cost import Strategy, check_strategies
 from pipeloom.errors import InputError, check_count, check_not_negative, check_positive
 from pipeloom.io import read_spec
 from pipeloom.packing import PackingSpec
 from pipeloom.spec import ClusterSpec
-from pipeloom.tuning import TuningSpec
+from pipeloom.tuning import TuningSpec, check_no_choice
 
 if TYPE_CHECKING:
     from pipeloom.runtime import Checkpoints
@@ -89,11 +90,21 @@ class PlannerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     budget_s: float = 0.1
     deadline_s: float = 1.0
     method: str = "default"
+    strategies: tuple[Strategy, ...] = ("keep",)
+    """How pairs may hold their activations; the planner chooses for each. The first is the base."""
+    split_backward: bool = False
+    """Whether backwards may be split into input and weight gradients."""
+
+    @property
+    def offers_a_choice(self) -> bool:
+        """Whether anything but keeping all activations and whole backwards may be planned."""
+        return self.strategies != ("keep",) or self.split_backward
 
     def __post_init__(self) -> None:
         """Refuse budgets that never begin and deadlines that never come."""
         check_positive("planner.budget_s", self.budget_s)
         check_not_negative("planner.deadline_s", self.deadline_s)
+        check_strategies("planner.strategies", self.strategies)
 
 
 class RuntimeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -163,6 +174,8 @@ class TrainConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 "layout.kind", f"{self.layout.kind!r}, [tuning] is for encoders on the first rank",
                 "use 'encoder_first', or leave [tuning] out",
             )  # fmt: skip
+        if self.tuning is not None:
+            check_no_choice(self.planner.strategies, self.planner.split_backward)
 
 
 def read_config(path: Path) -> TrainConfig:

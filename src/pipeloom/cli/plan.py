@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import typer
 
 from pipeloom.cli.options import check_budget
@@ -185,7 +186,8 @@ def _setup(
         packing = PackingSpec(tokens, made.packing.policy) if tokens else made.packing
         links = made.cluster if cluster is None else read_spec(cluster, ClusterSpec)
         return Setup(
-            made.model, made.layout, made.profile, packing, links, strategies=made.strategies, tuning=made.tuning
+            made.model, made.layout, made.profile, packing, links, strategies=made.strategies, tuning=made.tuning,
+            split_backward=made.split_backward,
         )  # fmt: skip
     missing = next((name for name, path in parts.items() if path is None), None)
     if missing is not None or model is None or layout is None or profile is None:
@@ -234,11 +236,13 @@ def check_setup(setup: Setup, layout_file: str, profile_file: str) -> None:
         if num_laid[module.name] != num_layers:
             problem = f"chunks of {module.name!r} have {num_laid[module.name]} layers, the model {num_layers}"
             raise InputError(f"{layout_file}: chunks", problem)
-    if not setup.strategies:
-        raise InputError(f"{profile_file}: strategies", "is empty", "give at least keep")
     for name, fit in setup.profile.layers.items():
-        for field in ("forward_s", "backward_s", "activation_bytes"):
-            for i, value in enumerate(getattr(fit, field)):
+        fields = {field: getattr(fit, field) for field in ("forward_s", "backward_s", "activation_bytes")}
+        if fit.strategies is not None:
+            more = msgspec.structs.asdict(fit.strategies)
+            fields |= {f"strategies.{field}": values for field, values in more.items()}
+        for field, values in fields.items():
+            for i, value in enumerate(values):
                 if not 0 <= value < 1e15:
                     entity = f"{profile_file}: layers.{name}.{field}[{i}]"
                     raise InputError(entity, f"{value:g} is not between 0 and 1e+15")

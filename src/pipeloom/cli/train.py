@@ -244,28 +244,36 @@ def prepare(run: Run, setup_path: Path) -> Setup:
     given = given_layout(run, model)
     # The user's data are read once, and not at all where nothing is measured or chosen.
     first = cache(lambda: first_batches(run, task, model))
-    profile = _known_profile(setup_path, model) or measured_profile(run, task, model, first)
+    profile = _known_profile(run, model) or measured_profile(run, task, model, first)
     layout = given or lay_out(run, model, profile, first)
     layout = msgspec.structs.replace(layout, parallelism=Parallelism(data=settings.parallel.dp))
     write_layout(setup_path.with_name("layout.json"), layout)
     setup = Setup(
         model=model.spec, layout=layout, profile=profile, packing=settings.packing, cluster=settings.cluster,
         budget_s=settings.planner.budget_s, seed=settings.seed, method=settings.planner.method,
-        tuning=settings.tuning, backend=backend_of(run.device),
+        strategies=settings.planner.strategies, tuning=settings.tuning, backend=backend_of(run.device),
+        split_backward=settings.planner.split_backward,
     )  # fmt: skip
     write_text(setup_path, msgspec.json.format(msgspec.json.encode(setup), indent=1).decode() + "\n")
     return setup
 
 
-def _known_profile(setup_path: Path, model: Model) -> Profile | None:
-    """The profile of the run that is resumed: it is there only then."""
+def _known_profile(run: Run, model: Model) -> Profile | None:
+    """The profile of the run that is resumed: it is there only then, and may lack what is asked for now."""
     from pipeloom.planner import Setup
 
     try:
-        setup = msgspec.json.decode(setup_path.read_bytes(), type=Setup)
+        setup = msgspec.json.decode(run.setup_path.read_bytes(), type=Setup)
     except (OSError, msgspec.MsgspecError, PipeloomError):
         return None
-    return setup.profile if setup.model == model.spec else None
+    lacks = any(fit.strategies is None for fit in setup.profile.layers.values())
+    return setup.profile if setup.model == model.spec and not (lacks and _needs_strategies(run)) else None
+
+
+def _needs_strategies(run: Run) -> bool:
+    """Whether to measure what strategies take: they are to be chosen, or memory is limited."""
+    settings = run.settings
+    return settings.planner.offers_a_choice or settings.cluster.memory_capacity_bytes is not None
 
 
 def first_batches(run: Run, task: ModuleType, model: Model) -> tuple[list[list[Any]], list[Batch]]:
@@ -290,6 +298,7 @@ def measured_profile(run: Run, task: ModuleType, model: Model, first: FirstBatch
         placements=placements,
         metadata=metadata,
         all_sizes=settings.tuning is not None or settings.layout.kind == "chosen",
+        strategies=_needs_strategies(run),
     )
     run.console.print(
         f"{len(profile.layers)} kinds of layers; the fit is {profile.mean_error:.1%} off on average."

@@ -102,8 +102,12 @@ def _chosen_layout(run: Run, model: Model, profile: Profile, first: FirstBatches
     _, metadata = first()
     run.console.print("Choosing a layout ...")
     trials = choose_training_layout(
-        ProfileCosts(model.spec, profile, settings.cluster), settings.packing, metadata[:_PLANNED_BATCHES],
-        settings.layout.ranks, capacity_bytes=settings.cluster.memory_capacity_bytes, seed=settings.seed,
+        ProfileCosts(
+            model.spec, profile, settings.cluster, settings.planner.strategies,
+            split_backward=settings.planner.split_backward,
+        ),
+        settings.packing, metadata[:_PLANNED_BATCHES], settings.layout.ranks,
+        capacity_bytes=settings.cluster.memory_capacity_bytes, seed=settings.seed,
     )  # fmt: skip
     for trial in [t for t in trials if not t.problem][:_SHOWN_LAYOUTS]:
         at_least = "at least " if trial.ruled_out else ""

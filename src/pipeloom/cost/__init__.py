@@ -6,10 +6,11 @@ from pipeloom.cost.profile import (
     LayerFit,
     LayerMeasurement,
     Profile,
-    ProfileCosts,
-    Strategy,
+    StrategyFit,
+    StrategyMeasurement,
     fit_profile,
 )
+from pipeloom.cost.profile_costs import ProfileCosts, Strategy, check_strategies
 
 __all__ = [
     "Correction",
@@ -20,6 +21,9 @@ __all__ = [
     "ProfileCosts",
     "Strategy",
     "StrategyCost",
+    "StrategyFit",
+    "StrategyMeasurement",
+    "check_strategies",
     "fit_link",
     "fit_profile",
 ]

@@ -3,21 +3,62 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, field
 from typing import Literal
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from pipeloom.cost.model import StrategyCost
-from pipeloom.errors import InputError
-from pipeloom.spec import DTYPE_BYTES, Chunk, ClusterSpec, LayerSpec, ModelSpec, Workload
+from pipeloom.errors import InputError, check_not_negative
+from pipeloom.spec import LayerSpec, Workload
 
-Strategy = Literal["keep", "recompute"]
+Coefficients = tuple[float, float, float, float]
+"""Of one, instances, tokens, token pairs."""
 
-# Weights, gradients and two moments of Adam, each as large as the weights.
-_STATIC_COPIES = 4
+
+class StrategyMeasurement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What one layer on one workload takes beyond keeping everything and a whole backward; medians, and exact bytes."""
+
+    input_gradient_s: float
+    weight_gradient_s: float
+    """The two halves of a split backward."""
+    weight_gradient_bytes: int
+    """Held between the two, without the layer's own arguments."""
+    selective_forward_s: float
+    selective_backward_s: float
+    """Its recomputation included."""
+    selective_bytes: int
+    """Held in between, without the layer's own arguments."""
+    offload_s: float
+    load_s: float
+    """Moving what is saved, without the layer's own arguments, to the host and back."""
+    given_bytes: int
+    """The layer's arguments and its module's context, which are held from forward to backward."""
+    unsaved_bytes: int
+    """Those of them that autograd does not save, so that ``activation_bytes`` lacks them."""
+    workspace_bytes: int
+    """Most that its forward or backward uses beyond what is held, its output included."""
+
+    def __post_init__(self) -> None:
+        """Refuse what no measurement gives."""
+        for name in self.__struct_fields__:
+            check_not_negative(f"measurement.{name}", getattr(self, name))
+
+
+class StrategyFit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Each number of `StrategyMeasurement` as a sum over a workload's features."""
+
+    input_gradient_s: Coefficients
+    weight_gradient_s: Coefficients
+    weight_gradient_bytes: Coefficients
+    selective_forward_s: Coefficients
+    selective_backward_s: Coefficients
+    selective_bytes: Coefficients
+    offload_s: Coefficients
+    load_s: Coefficients
+    given_bytes: Coefficients
+    unsaved_bytes: Coefficients
+    workspace_bytes: Coefficients
 
 
 class LayerMeasurement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -29,6 +70,8 @@ class LayerMeasurement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     forward_s: float
     backward_s: float
     activation_bytes: int
+    strategies: StrategyMeasurement | None = None
+    """None: not measured."""
 
     def __post_init__(self) -> None:
         """Refuse what no measurement gives."""
@@ -47,9 +90,11 @@ class LayerFit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     a layer costs however small its input; token pairs are attention.
     """
 
-    forward_s: tuple[float, float, float, float]
-    backward_s: tuple[float, float, float, float]
-    activation_bytes: tuple[float, float, float, float]
+    forward_s: Coefficients
+    backward_s: Coefficients
+    activation_bytes: Coefficients
+    strategies: StrategyFit | None = None
+    """None: not measured; then there are ``keep`` and ``recompute``, and whole backwards."""
 
 
 class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -87,7 +132,7 @@ def fit_profile(measurements: list[LayerMeasurement], machine: str) -> Profile:
         groups.setdefault(f"{row.module}/{row.kind}", []).append(row)
     layers, errors = {}, []
     for key, rows in groups.items():
-        features = np.array([_features(Workload(row.lengths)) for row in rows])
+        features = np.array([workload_features(Workload(row.lengths)) for row in rows])
         forward, backward, activation = (
             np.array([getattr(row, name) for row in rows], dtype=float)
             for name in ("forward_s", "backward_s", "activation_bytes")
@@ -96,6 +141,7 @@ def fit_profile(measurements: list[LayerMeasurement], machine: str) -> Profile:
             _nonnegative_fit(features, forward),
             _nonnegative_fit(features, backward),
             _nonnegative_fit(features, activation),
+            _fit_strategies(features, rows),
         )
         layers[key] = fit
         predicted = features @ (np.array(fit.forward_s) + np.array(fit.backward_s))
@@ -104,93 +150,21 @@ def fit_profile(measurements: list[LayerMeasurement], machine: str) -> Profile:
     return Profile(machine=machine, layers=layers, mean_error=float(np.mean(errors)))
 
 
-@dataclass(frozen=True)
-class ProfileCosts:
-    """CostModel from a `Profile`.
-
-    Attributes
-    ----------
-    model : ModelSpec
-    profile : Profile
-    cluster : ClusterSpec
-        Its links give the seconds of messages.
-    strategies : tuple of {"keep", "recompute"}
-        Memory strategies offered for every pair; the first is the base.
-    factors : dict
-        Per module, measured over predicted seconds of (forward, backward): what calibration learned while
-        training ran. Absent means 1.
-    """
-
-    model: ModelSpec
-    profile: Profile
-    cluster: ClusterSpec = field(default_factory=ClusterSpec)
-    strategies: tuple[Strategy, ...] = ("keep",)
-    factors: dict[str, tuple[float, float]] = field(default_factory=dict)
-    _layers: dict[str, tuple[LayerSpec, ...]] = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        """Check once that every layer was measured, so that planning cannot fail on it later."""
-        object.__setattr__(self, "_layers", {m.name: m.flat_layers for m in self.model.modules})
-        for name, layers in self._layers.items():
-            for layer in layers:
-                if f"{name}/{layer.kind}" not in self.profile.layers:
-                    raise InputError(
-                        f"profile.layers[{name + '/' + layer.kind!r}]",
-                        "is missing",
-                        "measure this kind of layer",
-                    )
-
-    def chunk_costs(self, chunk: Chunk, workload: Workload) -> tuple[StrategyCost, ...]:
-        """Costs of a chunk under each offered strategy."""
-        features = np.array(_features(workload))
-        forward = backward = activation = 0.0
-        for layer in self._chunk_layers(chunk):
-            fit = self.profile.layers[f"{chunk.module}/{layer.kind}"]
-            forward += float(features @ fit.forward_s)
-            backward += float(features @ fit.backward_s)
-            activation += float(features @ fit.activation_bytes)
-        f_factor, b_factor = self.factors.get(chunk.module, (1.0, 1.0))
-        forward, backward = forward * f_factor, backward * b_factor
-        costs = {
-            "keep": StrategyCost("keep", forward, backward, round(activation)),
-            # Recomputing holds the chunk's input alone; a module's own input is data, and lives anyway.
-            "recompute": StrategyCost(
-                "recompute", forward, forward + backward, self._input_bytes(chunk, workload)
-            ),
-        }
-        return tuple(costs[strategy] for strategy in self.strategies)
-
-    def boundary_bytes(self, chunk: Chunk, workload: Workload) -> int:
-        """Bytes of the chunk's output."""
-        return self._chunk_layers(chunk)[-1].output.num_bytes(workload)
-
-    def transfer_s(self, num_bytes: int) -> float:
-        """Seconds of a message between two ranks."""
-        return self.cluster.transfer_s(num_bytes)
-
-    def static_bytes(self, chunk: Chunk) -> int:
-        """Weights, gradients and Adam's moments, in the dtype of the layer's output."""
-        total = 0
-        for layer in self._chunk_layers(chunk):
-            item = DTYPE_BYTES[layer.output.dtype]
-            total += layer.num_parameters * item * _STATIC_COPIES
-        return total
-
-    def _input_bytes(self, chunk: Chunk, workload: Workload) -> int:
-        first = chunk.layers[0]
-        return 0 if first == 0 else self._layers[chunk.module][first - 1].output.num_bytes(workload)
-
-    def _chunk_layers(self, chunk: Chunk) -> tuple[LayerSpec, ...]:
-        return self._layers[chunk.module][chunk.layers[0] : chunk.layers[1] + 1]
+def _fit_strategies(features: npt.NDArray[np.float64], rows: list[LayerMeasurement]) -> StrategyFit | None:
+    measured = [row.strategies for row in rows if row.strategies is not None]
+    if len(measured) < len(rows):
+        return None
+    names = StrategyFit.__struct_fields__
+    columns = {name: np.array([getattr(row, name) for row in measured], dtype=float) for name in names}
+    return StrategyFit(**{name: _nonnegative_fit(features, column) for name, column in columns.items()})
 
 
-def _features(workload: Workload) -> tuple[float, float, float, float]:
+def workload_features(workload: Workload) -> Coefficients:
+    """What costs are sums over: one, instances, tokens, token pairs."""
     return (1.0, float(workload.num_instances), float(workload.num_tokens), float(workload.num_token_pairs))
 
 
-def _nonnegative_fit(
-    features: npt.NDArray[np.float64], target: npt.NDArray[np.float64]
-) -> tuple[float, float, float, float]:
+def _nonnegative_fit(features: npt.NDArray[np.float64], target: npt.NDArray[np.float64]) -> Coefficients:
     """Least squares on relative errors with coefficients of at least zero.
 
     With four features all sixteen subsets are tried: exact, and no solver is needed.

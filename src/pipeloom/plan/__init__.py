@@ -1,6 +1,14 @@
 """Execution plans: actions, lowering from a schedule, verification, text form."""
 
-from pipeloom.plan.action import COMPUTE_VERBS, RECEIVE_VERBS, SEND_VERBS, Action, ExecutionPlan, Verb
+from pipeloom.plan.action import (
+    COMPUTE_VERBS,
+    MEMORY_VERBS,
+    RECEIVE_VERBS,
+    SEND_VERBS,
+    Action,
+    ExecutionPlan,
+    Verb,
+)
 from pipeloom.plan.backend import BACKENDS, Backend, BackendName, backend_of
 from pipeloom.plan.delivery import Answer, Delivery, PackingCounts, packing_counts
 from pipeloom.plan.joined import joined_posts
@@ -25,6 +33,7 @@ from pipeloom.plan.verify import verify
 __all__ = [
     "BACKENDS",
     "COMPUTE_VERBS",
+    "MEMORY_VERBS",
     "RECEIVE_VERBS",
     "SEND_VERBS",
     "Action",

@@ -12,6 +12,8 @@ Verb = Literal[
 """Computation, recomputation, offload and load, sends, receives posted, waits, sends done, data parallelism."""
 
 COMPUTE_VERBS = frozenset({"F", "B", "I", "W"})
+MEMORY_VERBS = frozenset({"RC", "OF", "LD"})
+"""Recomputation and moving, which a task's planned time contains."""
 SEND_VERBS = frozenset({"SF", "SB"})
 RECEIVE_VERBS = frozenset({"RF", "RB"})
 

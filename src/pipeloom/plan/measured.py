@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from pipeloom.plan.action import COMPUTE_VERBS, ExecutionPlan
+from pipeloom.plan.action import COMPUTE_VERBS, MEMORY_VERBS, ExecutionPlan
 from pipeloom.plan.messages import messages_of
 from pipeloom.spec import DTYPE_BYTES
 
@@ -59,9 +59,23 @@ class Measured:
     cpu_ns: tuple[int, ...]
 
     def compute_ns(self, plan: ExecutionPlan) -> tuple[tuple[int, int], ...]:
-        """Start and end of the compute actions: rank after rank, in each rank's order."""
-        chosen = [times[_is_compute(plan, rank)] for rank, times in enumerate(self.times_ns)]
-        return tuple((start, end) for start, end in np.concatenate(chosen).tolist())
+        """Start and end of the compute actions: rank after rank, in each rank's order.
+
+        As in planned tasks, what recomputation and moving to the host and back took is a part: before the
+        computation that they precede, or behind the one that an offload follows. Waits in between are not.
+        """
+        found: list[tuple[int, int]] = []
+        for actions, times in zip(plan.ranks, self.times_ns, strict=True):
+            before, here = 0, len(found)
+            for action, (start, end) in zip(actions, times.tolist(), strict=True):
+                if action.verb in COMPUTE_VERBS:
+                    found.append((start - before, end))
+                    before = 0
+                elif action.verb == "OF" and len(found) > here:
+                    found[-1] = (found[-1][0], found[-1][1] + end - start)
+                elif action.verb in MEMORY_VERBS:
+                    before += end - start
+        return tuple(found)
 
     def makespan_ns(self, plan: ExecutionPlan) -> int:
         """From the first start to the last end of computation."""
@@ -93,7 +107,3 @@ class Measured:
                 rank, start, end = waited[message]
                 found.append(MessageTime(rank, size, moment, start, end))
         return found
-
-
-def _is_compute(plan: ExecutionPlan, rank: int) -> npt.NDArray[np.bool_]:
-    return np.array([action.verb in COMPUTE_VERBS for action in plan.ranks[rank]], dtype=bool)

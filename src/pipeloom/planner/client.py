@@ -189,7 +189,7 @@ class Planner:
     def _fallback(self, request: Request, reason: str) -> Delivery:
         begin = time.monotonic()
         planned = plan_batch(
-            self._problem.corrected(request.correction),
+            self._problem.whole_backwards().corrected(request.correction),
             request.batch,
             budget=Evaluations(1),
             seed=0,

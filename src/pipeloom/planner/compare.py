@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from pipeloom.arrange import LayerLoad, chain
 from pipeloom.baselines import gpipe, interleaved_one_f_one_b, one_f_one_b
-from pipeloom.errors import InputError
+from pipeloom.errors import InfeasibleError, InputError
 from pipeloom.packing import pack
 from pipeloom.planner.plan_batch import PlannedBatch, Problem, plan_batch
 from pipeloom.search import StoppingRule
@@ -68,13 +68,21 @@ def compare_systems(
     Returns
     -------
     tuple of SystemTimeline
-        The baselines in the order of ``layouts``, then ``per-batch plan``.
+        The baselines in the order of ``layouts``, then ``per-batch plan``. Where there are memory strategies, a
+        baseline uses one for all pairs: the fastest that fits, or where none does, the base without a limit.
     """
+    # It needs the types of this module.
+    from pipeloom.planner.recomputation import uniform_recomputation
+
     systems = []
     for name, layout in layouts.items():
         packing = pack(batch, problem.model, layout, problem.packing)
         graph = build_graph(layout, packing, problem.costs, name=name, capacity_bytes=problem.capacity_bytes)
         schedule = _SCHEDULES[name](graph)
+        if graph.candidates is not None:
+            with contextlib.suppress(InfeasibleError):
+                systems.append(uniform_recomputation(name, layout, graph, schedule))
+                continue
         timeline = simulate(graph, schedule)
         systems.append(SystemTimeline(name, layout, graph, schedule, timeline, lower_bound(graph)))
     return (*systems, system_of(problem, plan_batch(problem, batch, budget=budget, seed=seed)))

@@ -13,13 +13,14 @@ import numpy as np
 
 from pipeloom.cost import Correction, StrategyCost, fit_link
 from pipeloom.packing import Packing, packing_from_counts
-from pipeloom.plan import COMPUTE_VERBS, Answer, Measured, MessageTime
+from pipeloom.plan import COMPUTE_VERBS, MEMORY_VERBS, Answer, Measured, MessageTime
 from pipeloom.planner.plan_batch import Problem
 from pipeloom.planner.replay import answered_graph, task_numbers
 from pipeloom.spec import Batch, Chunk, Workload
 from pipeloom.taskgraph import IntArray, TaskGraph
 from pipeloom.timeline import Schedule, simulate
 
+_WORK = COMPUTE_VERBS | MEMORY_VERBS
 _WAITS = frozenset({"WF", "WB", "DF", "DB"})
 
 
@@ -141,7 +142,7 @@ def _beside_computation(answer: Answer, measured: Measured) -> tuple[list[float]
     for actions, times, cpu_ns in zip(answer.plan.ranks, measured.times_ns, measured.cpu_ns, strict=True):
         spent = (times[:, 1] - times[:, 0]).tolist()
         waited = sum(ns for action, ns in zip(actions, spent, strict=True) if action.verb in _WAITS)
-        computed = sum(ns for action, ns in zip(actions, spent, strict=True) if action.verb in COMPUTE_VERBS)
+        computed = sum(ns for action, ns in zip(actions, spent, strict=True) if action.verb in _WORK)
         busy = sum(spent) - waited
         waits.append(waited / 1e9)
         posts.append((busy - computed) / 1e9)

@@ -6,14 +6,14 @@ from typing import TypeVar
 
 import msgspec
 
-from pipeloom.cost import Correction, Profile, ProfileCosts, Strategy
+from pipeloom.cost import Correction, Profile, ProfileCosts, Strategy, check_strategies
 from pipeloom.errors import PlannerError, check_positive
 from pipeloom.packing import PackingSpec
 from pipeloom.plan import Answer, BackendName, packing_counts
 from pipeloom.planner.plan_batch import PlannedBatch, Problem
 from pipeloom.spec import Batch, ClusterSpec, Layout, ModelSpec
 from pipeloom.taskgraph import FORWARD
-from pipeloom.tuning import TuningSpec
+from pipeloom.tuning import TuningSpec, check_no_choice
 
 
 class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -28,19 +28,27 @@ class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     seed: int = 0
     method: str = "default"
     strategies: tuple[Strategy, ...] = ("keep",)
+    """Memory strategies among which every pair's is chosen; the first is the base."""
     tuning: TuningSpec | None = None
     """Given: batches are tuned on 1F1B, not searched; see `pipeloom.tuning`."""
     backend: BackendName = "gloo"
     """Over which messages go: plans are made and verified for it."""
+    split_backward: bool = False
+    """Whether backwards may be split into input and weight gradients, a microbatch at a time."""
 
     def __post_init__(self) -> None:
-        """Refuse budgets that never end or never begin."""
+        """Refuse budgets that never end or never begin, and choices that are not made."""
         check_positive("planner.budget_s", self.budget_s)
+        check_strategies("planner.strategies", self.strategies)
+        if self.tuning is not None:
+            check_no_choice(self.strategies, self.split_backward)
 
     @property
     def costs(self) -> ProfileCosts:
         """Costs of the layers as measured."""
-        return ProfileCosts(self.model, self.profile, self.cluster, self.strategies)
+        return ProfileCosts(
+            self.model, self.profile, self.cluster, self.strategies, split_backward=self.split_backward
+        )
 
     def problem(self) -> Problem:
         """The problem in the form that planning takes."""
@@ -59,9 +67,9 @@ class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def answer_of(planned: PlannedBatch, *, search_s: float, ready_ns: int) -> Answer:
     """Reduce a planned batch to what travels."""
-    graph, timeline = planned.graph, planned.timeline
+    graph, timeline = planned.settled.graph, planned.settled.timeline(planned.timeline)
     duration = timeline.end_ns - timeline.start_ns
-    order = [int(task) for tasks in planned.schedule.order for task in tasks]
+    order = [int(task) for tasks in planned.settled.schedule(planned.schedule).order for task in tasks]
     return Answer(
         plan=planned.plan,
         packing=packing_counts(planned.packing),

@@ -5,19 +5,23 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import msgspec
+import numpy as np
 
 from pipeloom import packing, search, tuning
 from pipeloom.cost import Correction, CostModel, ProfileCosts
+from pipeloom.errors import InfeasibleError
 from pipeloom.packing import Packing, PackingSpec, cost_loads, pack
 from pipeloom.plan import BACKENDS, BackendName, ExecutionPlan, boundary_shapes, lower, verify
 from pipeloom.search import Share, StoppingRule, solve
 from pipeloom.spec import Batch, Layout, ModelSpec
-from pipeloom.taskgraph import TaskGraph, build_graph
-from pipeloom.timeline import LowerBound, Schedule, Timeline, lower_bound, simulate
+from pipeloom.taskgraph import IntArray, TaskGraph, build_graph
+from pipeloom.timeline import LowerBound, Schedule, Settled, Timeline, lower_bound, settle, simulate
 from pipeloom.tuning import TunedPipeline, TuningSpec, tune, tuned_pipeline, tuned_plan
 
 # A measured rate of nothing stands for a link that no message of this size could fill.
 _LEAST_S_PER_BYTE = 1e-15
+# The one that has come early, and the one that nobody has taken yet.
+_MESSAGES = 2
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,15 @@ class Problem:
             )  # fmt: skip
             object.__setattr__(self, "pipeline", pipeline)
 
+    @property
+    def split_backward(self) -> bool:
+        """Whether backwards may be split, a microbatch at a time."""
+        return isinstance(self.costs, ProfileCosts) and self.costs.split_backward
+
+    def whole_backwards(self) -> Problem:
+        """Return the same problem with no choice of splitting, which is faster to plan."""
+        return replace(self, costs=replace(self.costs, split_backward=False)) if self.split_backward else self
+
     def corrected(self, correction: Correction) -> Problem:
         """Return the same problem with costs corrected by what was measured."""
         cluster = self.costs.cluster
@@ -66,7 +79,10 @@ class Problem:
 
 @dataclass(frozen=True)
 class PlannedBatch:
-    """A plan with all that led to it."""
+    """A plan with all that led to it.
+
+    ``settled`` is the graph with the chosen strategies alone, whose tasks are the plan's compute actions.
+    """
 
     packing: Packing
     graph: TaskGraph
@@ -75,6 +91,7 @@ class PlannedBatch:
     lower_bound: LowerBound
     plan: ExecutionPlan
     evaluations: int
+    settled: Settled
 
     @property
     def gap(self) -> float:
@@ -107,10 +124,11 @@ def plan_batch(
         if problem.pipeline is None
         else _tuned(problem, batch, budget, seed, method)
     )
+    settled = settle(made.graph, made.schedule.candidate)
     plan = lower(
-        made.graph,
-        made.schedule,
-        made.timeline,
+        settled.graph,
+        settled.schedule(made.schedule),
+        settled.timeline(made.timeline),
         problem.layout,
         made.packing,
         boundary_shapes(problem.model, problem.layout),
@@ -121,8 +139,8 @@ def plan_batch(
     )
     verify(plan, problem.layout, made.packing, serial=BACKENDS[problem.backend].serial)
     return PlannedBatch(
-        made.packing, made.graph, made.schedule, made.timeline, made.lower_bound, plan, made.evaluations
-    )
+        made.packing, made.graph, made.schedule, made.timeline, made.lower_bound, plan, made.evaluations, settled
+    )  # fmt: skip
 
 
 def packed_batch(
@@ -132,6 +150,63 @@ def packed_batch(
     by_load = not packing.policy.startswith("first_fit")
     loads = cost_loads(batch, model, layout, costs) if by_load else None
     return pack(batch, model, layout, packing, loads)
+
+
+def iteration_graph(
+    layout: Layout, packed: Packing, costs: CostModel, name: str, capacity_bytes: int | None = None
+) -> TaskGraph:
+    """Task graph of an iteration under a rank's memory, less what any one computation needs while it runs.
+
+    Where the costs offer several strategies, or split backwards, all of them are candidates of every pair.
+
+    Parameters
+    ----------
+    layout : Layout
+    packed : Packing
+    costs : CostModel
+    name : str
+    capacity_bytes : int or None
+        Memory of each rank; None: no limit.
+
+    Raises
+    ------
+    InfeasibleError
+        Weights, gradients, optimiser state and one computation do not fit.
+    """
+    split = isinstance(costs, ProfileCosts) and costs.split_backward
+    graph = build_graph(
+        layout, packed, costs, name=name, capacity_bytes=capacity_bytes, split_backward=split, or_whole=split
+    )
+    if graph.capacity_bytes is None or not isinstance(costs, ProfileCosts):
+        return graph
+    work = _workspace_bytes(layout, packed, costs)
+    room = graph.capacity_bytes - work
+    if (graph.static_bytes > room).any():
+        rank = int((graph.static_bytes - room).argmax())
+        raise InfeasibleError(
+            f"rank {rank}: weights, gradients and optimiser state take {graph.static_bytes[rank]} bytes, the largest "
+            f"computation {work[rank]}, of {graph.capacity_bytes[rank]}; use more ranks or smaller microbatches"
+        )
+    return replace(graph, capacity_bytes=room)
+
+
+def _workspace_bytes(layout: Layout, packed: Packing, costs: ProfileCosts) -> IntArray:
+    """Per rank, the most that a computation uses beyond what is held, and room for messages on their way."""
+    most = np.zeros(layout.num_ranks, np.int64)
+    for column, module in enumerate(layout.modules):
+        parts = {part.workload for microbatch in packed.microbatches for part in microbatch.parts[column]}
+        if not parts:
+            continue
+        # Bytes rise with each of the features, so one of these has the most, or nearly so.
+        largest = {max(parts, key=lambda w: w.num_tokens), max(parts, key=lambda w: w.num_token_pairs)}
+        for number in layout.chunks_of(module.name):
+            chunk = layout.chunks[number]
+            used = max(
+                costs.workspace_bytes(chunk, workload) + _MESSAGES * costs.boundary_bytes(chunk, workload)
+                for workload in largest
+            )
+            most[chunk.rank] = max(most[chunk.rank], used)
+    return most
 
 
 @dataclass(frozen=True)
@@ -147,10 +222,9 @@ class _Made:
 def _searched(problem: Problem, batch: Batch, budget: StoppingRule, seed: int, method: str) -> _Made:
     """Pack by policy, then search an order for that packing."""
     packed = packed_batch(batch, problem.model, problem.layout, problem.costs, problem.packing)
-    graph = build_graph(
-        problem.layout, packed, problem.costs, name=f"iteration {batch.iteration}",
-        capacity_bytes=problem.capacity_bytes,
-    )  # fmt: skip
+    graph = iteration_graph(
+        problem.layout, packed, problem.costs, f"iteration {batch.iteration}", problem.capacity_bytes
+    )
     found = solve(graph, budget=budget, seed=seed, method=method)
     return _Made(packed, graph, found.schedule, found.timeline, found.lower_bound, found.evaluations)
 

@@ -8,21 +8,50 @@ import numpy as np
 
 from pipeloom.cost import Correction
 from pipeloom.packing import packing_from_counts
-from pipeloom.plan import COMPUTE_VERBS, Answer
+from pipeloom.plan import COMPUTE_VERBS, Answer, ExecutionPlan, strategy_word
 from pipeloom.planner.plan_batch import Problem
 from pipeloom.spec import Batch
-from pipeloom.taskgraph import KIND_NAMES, TaskGraph, build_graph
-from pipeloom.timeline import Timeline, memory_curve
+from pipeloom.taskgraph import KIND_NAMES, IntArray, TaskGraph, build_graph
+from pipeloom.timeline import Timeline, memory_curve, settle
 
 
 def answered_graph(problem: Problem, batch: Batch, answer: Answer, correction: Correction) -> TaskGraph:
-    """Build again the graph on which an answer was planned."""
+    """Build again the graph on which an answer was planned, with the strategies that its plan chose."""
     packing = packing_from_counts(
         batch, problem.model, problem.layout, answer.packing.samples, answer.packing.counts
     )
     costs = problem.corrected(correction).costs
     name = f"iteration {batch.iteration}"
-    return build_graph(problem.layout, packing, costs, name=name, capacity_bytes=problem.capacity_bytes)
+    split = problem.split_backward
+    graph = build_graph(
+        problem.layout, packing, costs, name=name, capacity_bytes=problem.capacity_bytes, split_backward=split,
+        or_whole=split,
+    )  # fmt: skip
+    return settle(graph, _chosen(graph, problem, answer.plan)).graph
+
+
+def _chosen(graph: TaskGraph, problem: Problem, plan: ExecutionPlan) -> IntArray | None:
+    """Candidate of every pair: the one of the plan's strategy, and with the plan's backward."""
+    if graph.candidates is None:
+        return None
+    strategy: dict[tuple[str, int, int], str] = {}
+    halved: set[tuple[str, int, int]] = set()
+    for action in (action for actions in plan.ranks for action in actions):
+        unit = (action.chunk, action.microbatch, action.sub_microbatch)
+        if action.verb == "F":
+            strategy[unit] = action.strategy
+        elif action.verb == "W":
+            halved.add(unit)
+    names, found = problem.layout.chunk_names, []
+    for label, options in zip(graph.labels or (), graph.candidates, strict=True):
+        unit = (names[label.chunk], label.microbatch, label.sub_microbatch)
+        of_strategy = [
+            i for i, o in enumerate(options) if strategy_word(o.strategy, o.layers) == strategy[unit]
+        ]
+        whole = [i for i in of_strategy if options[i].weight_ns == 0]
+        split = [i for i in of_strategy if options[i].weight_ns > 0]
+        found.append(((split or whole) if unit in halved else (whole or split))[0])
+    return np.array(found, np.int64)
 
 
 def task_numbers(graph: TaskGraph, problem: Problem) -> dict[tuple[str, str, int, int], int]:

@@ -20,11 +20,11 @@ from pipeloom.packing import PackingSpec
 from pipeloom.planner.case import typical_lengths
 from pipeloom.planner.choose_layout import Sampled, search_layouts
 from pipeloom.planner.layout_trial import LayoutTrial
-from pipeloom.planner.plan_batch import packed_batch
+from pipeloom.planner.plan_batch import iteration_graph, packed_batch
 from pipeloom.planner.systems import ring_seconds
 from pipeloom.search import Evaluations, StoppingRule
 from pipeloom.spec import DTYPE_BYTES, Batch, Layout, ModelSpec
-from pipeloom.taskgraph import TaskGraph, build_graph
+from pipeloom.taskgraph import TaskGraph
 
 TRIAL = Evaluations(300)
 """Schedules tried for each layout and batch: a count, so that a resumed run comes to the layout that it had."""
@@ -77,12 +77,11 @@ def choose_training_layout(
 
     def graphs(layout: Layout) -> list[TaskGraph]:
         return [
-            build_graph(
-                layout, packed_batch(batch, model, layout, costs, packing), costs, name=model.name,
-                capacity_bytes=capacity_bytes,
+            iteration_graph(
+                layout, packed_batch(batch, model, layout, costs, packing), costs, model.name, capacity_bytes
             )
             for batch in batches
-        ]  # fmt: skip
+        ]
 
     sampled = Sampled(
         model, num_ranks, costs, costs.profile.load, typical_lengths(model, groups), graphs,

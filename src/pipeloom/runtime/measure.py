@@ -15,6 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from pipeloom.cost import LayerMeasurement
 from pipeloom.errors import InputError
 from pipeloom.packing import Packing
+from pipeloom.runtime.measure_strategies import measure_forward, measure_strategies
 from pipeloom.runtime.model import (
     Model,
     Module,
@@ -37,6 +38,7 @@ def measure_layers(
     repeats: int = 5,
     threads: int = 1,
     known: Sequence[LayerMeasurement] = (),
+    strategies: bool = False,
 ) -> list[LayerMeasurement]:
     """Time one layer of every kind on every part of a packed batch.
 
@@ -58,6 +60,9 @@ def measure_layers(
         Threads of torch while measuring: as many as a rank will have.
     known : sequence of LayerMeasurement
         Kinds and workloads that were measured before and need not be again.
+    strategies : bool
+        Measure also what every memory strategy and a split backward take, and the bytes that a layer uses while it
+        runs; takes about four times as long.
 
     Returns
     -------
@@ -73,7 +78,7 @@ def measure_layers(
     threads_before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        return _Measuring(model, packing, samples, repeats, known).run()
+        return _Measuring(model, packing, samples, repeats, known, strategies).run()
     finally:
         torch.set_num_threads(threads_before)
 
@@ -86,10 +91,12 @@ class _Measuring:
         samples: Sequence[Any],
         repeats: int,
         known: Sequence[LayerMeasurement],
+        strategies: bool,
     ) -> None:
         if repeats < 1:
             raise InputError("repeats", f"{repeats} is below 1")
         self.model, self.packing, self.samples, self.repeats = model, packing, samples, repeats
+        self.strategies = strategies
         self.seen = {(row.module, row.kind, row.lengths) for row in known}
         self.found: list[LayerMeasurement] = []
         self.flows: dict[str, bool] = {}
@@ -124,6 +131,8 @@ class _Measuring:
         arguments: tuple[Any, ...] = (*inputs, *upstream)
         needs_gradient = [False] * len(inputs) + [self.flows[name] for name in module.after]
         last = len(module.layers) - 1
+        # The first layer takes data, whose gradient nobody wants: others of its kind say more.
+        recurs = module.spec.flat_layers[0].kind in {layer.kind for layer in module.spec.flat_layers[1:]}
         output: Tensor | None = None
         for number, spec in enumerate(module.spec.flat_layers):
             layer: Callable[..., Tensor] = module.layers[number]
@@ -137,7 +146,7 @@ class _Measuring:
                 )
             self._check(module, number, output, spec.output.resolve(workload), torch_dtype(spec.output.dtype))
             key = (module.name, spec.kind, workload.lengths)
-            if key not in self.seen:
+            if key not in self.seen and not (number == 0 and recurs):
                 self.seen.add(key)
                 if number == last and module is self.model.modules[-1]:
                     layer = _with_loss(layer, self.model, part)
@@ -182,7 +191,7 @@ class _Measuring:
         before = [p.grad for p in parameters]
         for parameter in parameters:
             parameter.grad = None
-        forward_s, backward_s, saved = [], [], 0
+        forward_s, backward_s, saved, saved_arguments = [], [], 0, 0
         for run in range(_WARM_UP + self.repeats):
             for leaf in leaves:
                 if isinstance(leaf, Tensor):
@@ -197,7 +206,7 @@ class _Measuring:
                     output = layer(*leaves, **context)
                 middle = time.perf_counter()
             if counts:
-                saved = _num_bytes(storages, [*parameters, *context.values()])
+                saved, saved_arguments = _num_bytes(storages, leaves, [*parameters, *context.values()])
             gradient = torch.ones_like(output)
             start = time.perf_counter()
             if output.requires_grad:
@@ -206,12 +215,17 @@ class _Measuring:
             if run >= _WARM_UP:
                 forward_s.append(middle - begin)
                 backward_s.append(end - start)
+        more = None
+        if self.strategies and trained:
+            more = measure_strategies(layer, leaves, context, parameters, saved_arguments, self.repeats)
+        elif self.strategies:
+            more = measure_forward(layer, leaves, context)
         for parameter, gradient_before in zip(parameters, before, strict=True):
             parameter.grad = gradient_before
         self.found.append(
             LayerMeasurement(
                 module=key[0], kind=key[1], lengths=key[2], forward_s=statistics.median(forward_s),
-                backward_s=statistics.median(backward_s) if trained else 0.0, activation_bytes=saved,
+                backward_s=statistics.median(backward_s) if trained else 0.0, activation_bytes=saved, strategies=more,
             )
         )  # fmt: skip
 
@@ -256,8 +270,14 @@ def _counting(storages: dict[int, int]) -> Callable[[Tensor], Tensor]:
     return pack
 
 
-def _num_bytes(storages: dict[int, int], held_anyway: list[Any]) -> int:
+def _num_bytes(storages: dict[int, int], arguments: list[Any], held_anyway: list[Any]) -> tuple[int, int]:
+    """Bytes that were saved, without what is held anyway; and those of them that are the layer's arguments."""
     for value in held_anyway:
         if isinstance(value, Tensor):
             storages.pop(value.untyped_storage().data_ptr(), None)
-    return sum(storages.values())
+    given = 0
+    for value in arguments:
+        # An argument may be a part of something larger.
+        if isinstance(value, Tensor) and storages.pop(value.untyped_storage().data_ptr(), None) is not None:
+            given += value.nbytes
+    return sum(storages.values()) + given, given

@@ -210,6 +210,8 @@ class Offloaded:
         """Begin to bring everything back."""
         for storage in self._away:
             storage.load()
+        # The graph holds what it needs of it, and this, for as long as it needs anything.
+        self._away = []
 
     def _pack(self, tensor: Tensor) -> Tensor | _Saved | _SavedShard:
         if torch.is_autocast_cache_enabled() and _cast_leaf(tensor) in self._leaves:

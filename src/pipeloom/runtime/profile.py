@@ -30,6 +30,7 @@ def profile_model(
     repeats: int = 5,
     metadata: Sequence[Batch] | None = None,
     all_sizes: bool = False,
+    strategies: bool = False,
 ) -> Profile:
     """Time every kind of layer on the microbatches that some batches give, and fit its cost.
 
@@ -52,6 +53,8 @@ def profile_model(
     all_sizes : bool
         Pack each further batch into microbatches half as large as the one before, down to an eighth, then begin
         again: for tuning, which chooses sizes and so must know what small ones cost (PipeTune A.4 sweeps sizes).
+    strategies : bool
+        Measure memory strategies, split backwards and workspaces too, so that plans may choose among them.
 
     Raises
     ------
@@ -72,7 +75,9 @@ def profile_model(
             size = msgspec.structs.replace(packing, token_budget=max(smaller, longest))
             check_budget(batch, model.spec, packing.token_budget)
         packed = pack(batch, model.spec, layout, size)
-        measured += measure_layers(model, packed, samples, repeats=repeats, known=measured)
+        measured += measure_layers(
+            model, packed, samples, repeats=repeats, known=measured, strategies=strategies
+        )
     seen = {row.module for row in measured}
     for module in model.spec.modules:
         if module.name not in seen:

@@ -77,7 +77,13 @@ def _split(
             break
         restricted = whole if lateness is None else restrict(graph, can & (lateness < count))
         lean = np.array(leanest(restricted.graph), np.int64)
-        search = Search(restricted.graph.with_candidates(lean), bound.ns, watch, seed, on_progress, used)
+        try:
+            search = Search(restricted.graph.with_candidates(lean), bound.ns, watch, seed, on_progress, used)
+        except InfeasibleError:
+            # What a split backward holds between its halves may not fit where whole ones do.
+            if lateness is None:
+                raise
+            break
         interrupted = True
         with suppress(KeyboardInterrupt):
             portfolio(search)

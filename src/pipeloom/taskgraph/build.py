@@ -36,6 +36,7 @@ def build_graph(
     name: str = "iteration",
     capacity_bytes: int | None = None,
     split_backward: bool = False,
+    or_whole: bool = False,
     hold_outputs: bool = False,
 ) -> TaskGraph:
     """Make the tasks, pairs and edges of one iteration.
@@ -54,6 +55,8 @@ def build_graph(
         Memory of each rank; None: no limit.
     split_backward : bool
         Split backwards into I and W where the costs know the parts.
+    or_whole : bool
+        Offer every strategy of a split pair with a whole backward too: a W that takes no time and holds nothing.
     hold_outputs : bool
         Count a module's output where the module that reads it is on the same rank: held from the end of the one to
         the end of the other, as with embeddings computed ahead.
@@ -71,7 +74,9 @@ def build_graph(
     InputError
         For module boundaries whose parts do not match.
     """
-    builder = _Builder(layout, packing, _memoised(costs, layout), costs, split_backward, hold_outputs)
+    builder = _Builder(
+        layout, packing, _memoised(costs, layout), costs, split_backward, or_whole, hold_outputs
+    )
     builder.weigh_ranks()
     for microbatch in range(len(packing.microbatches)):
         builder.add_microbatch(microbatch)
@@ -108,6 +113,7 @@ class _Builder:
     chunk_costs: Callable[[int, Workload], tuple[StrategyCost, ...]]
     costs: CostModel
     split_backward: bool
+    or_whole: bool
     hold_outputs: bool
     kind: list[int] = field(default_factory=list)
     rank: list[int] = field(default_factory=list)
@@ -202,7 +208,8 @@ class _Builder:
         # The same answer of the cost model is one object, and kept by `_memoised`.
         candidates = self.converted.get((id(options), split))
         if candidates is None:
-            candidates = tuple(_candidate(option, split) for option in options)
+            forms = (True, False) if split and self.or_whole else (split,)
+            candidates = tuple(_candidate(option, split, form) for option in options for form in forms)
             self.converted[id(options), split] = candidates
         first = candidates[0]
         self.forward.append(self._add_task(FORWARD, rank, first.forward_ns, pair, segments[0], label, module))
@@ -295,16 +302,17 @@ def number_runs(ranks: Sequence[int]) -> list[int]:
     return numbers
 
 
-def _candidate(cost: StrategyCost, split: bool) -> Candidate:
+def _candidate(cost: StrategyCost, split: bool, halves: bool) -> Candidate:
+    """A strategy of a pair that has I and W where ``split``; with its backward in halves, or all of it in I."""
     weight_gradient = (
         cost.activation_bytes if cost.weight_gradient_bytes is None else cost.weight_gradient_bytes
     )
-    if split:
-        # A strategy whose parts are unknown keeps its backward whole: I carries all of it.
-        inputs = cost.backward_s if cost.backward_input_s is None else cost.backward_input_s
-        weights = 0.0 if cost.backward_input_s is None else (cost.backward_weight_s or 0.0)
-    else:
-        inputs, weights = cost.backward_s, 0.0
+    inputs, weights = cost.backward_s, 0.0
+    # A strategy whose parts are unknown keeps its backward whole.
+    if halves and cost.backward_input_s is not None:
+        inputs, weights = cost.backward_input_s, cost.backward_weight_s or 0.0
+    elif split and not halves:
+        weight_gradient = 0
     return Candidate(
         cost.strategy, to_ns(cost.forward_s), to_ns(inputs), to_ns(weights), cost.activation_bytes, weight_gradient,
         cost.layers,

@@ -4,12 +4,14 @@ from pipeloom.timeline.bounds import heads_and_tails, lower_bound
 from pipeloom.timeline.bubbles import Bubbles, bubbles
 from pipeloom.timeline.check import Violation, check, require_feasible
 from pipeloom.timeline.schedule import LowerBound, Schedule, Timeline
+from pipeloom.timeline.settle import Settled, settle
 from pipeloom.timeline.simulate import memory_changes, memory_curve, simulate
 
 __all__ = [
     "Bubbles",
     "LowerBound",
     "Schedule",
+    "Settled",
     "Timeline",
     "Violation",
     "bubbles",
@@ -19,5 +21,6 @@ __all__ = [
     "memory_changes",
     "memory_curve",
     "require_feasible",
+    "settle",
     "simulate",
 ]

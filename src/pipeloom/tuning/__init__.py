@@ -11,7 +11,7 @@ from pipeloom.tuning.pipeline import (
 )
 from pipeloom.tuning.replicas import Replica, tune_replicas
 from pipeloom.tuning.schedule import TunedPlan, tuned_plan, tuned_schedule
-from pipeloom.tuning.spec import TuningSpec
+from pipeloom.tuning.spec import TuningSpec, check_no_choice
 from pipeloom.tuning.table import CostTable, Features, tabulate
 from pipeloom.tuning.tune import Tuned, bound_ns, tune
 
@@ -28,6 +28,7 @@ __all__ = [
     "bound_ns",
     "chain_of",
     "check_layout",
+    "check_no_choice",
     "tabulate",
     "tune",
     "tune_replicas",

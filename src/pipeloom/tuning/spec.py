@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -46,3 +47,13 @@ class TuningSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise InputError("tuning.unit_tokens", f"{self.unit_tokens} is below 1")
         if not 0 < self.effort < 1e6:
             raise InputError("tuning.effort", f"{self.effort} is not above 0 and below 1000000")
+
+
+def check_no_choice(strategies: Sequence[str], split_backward: bool) -> None:
+    """Refuse memory strategies to choose from, and split backwards, where batches are tuned on 1F1B."""
+    if len(strategies) > 1 or split_backward:
+        raise InputError(
+            "planner.split_backward" if split_backward else "planner.strategies",
+            "offers a choice, and [tuning] plans 1F1B, which makes none",
+            "leave it out, give one strategy, or leave [tuning] out",
+        )

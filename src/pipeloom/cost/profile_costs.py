@@ -1,0 +1,223 @@
+"""CostModel from a measured profile: what chunks take under every memory strategy, and split backwards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from pipeloom.cost.model import StrategyCost
+from pipeloom.cost.profile import LayerFit, Profile, StrategyFit, workload_features
+from pipeloom.errors import InputError
+from pipeloom.spec import DTYPE_BYTES, Chunk, ClusterSpec, LayerSpec, ModelSpec, Workload
+
+Strategy = Literal["keep", "recompute", "selective", "offload"]
+FloatArray = npt.NDArray[np.float64]
+
+# Weights, gradients and two moments of Adam, each as large as the weights.
+_STATIC_COPIES = 4
+
+
+def check_strategies(entity: str, strategies: Sequence[Strategy]) -> None:
+    """Refuse an empty choice of memory strategies, and one that names a strategy twice."""
+    if not strategies:
+        raise InputError(entity, "is empty", "give at least keep")
+    if len(set(strategies)) < len(strategies):
+        raise InputError(entity, f"{list(strategies)} names one twice", "give each once")
+
+
+@dataclass(frozen=True)
+class ProfileCosts:
+    """CostModel from a `Profile`.
+
+    A chunk's bytes are what the runtime holds for it between forward and backward: the arguments of its first layer
+    whatever the strategy, and what autograd saves (keep), what matrix products gave (selective), or nothing more
+    (recompute; offload, of which the host has the rest). What one computation needs while it runs is apart, in
+    `workspace_bytes`.
+
+    Attributes
+    ----------
+    model : ModelSpec
+    profile : Profile
+    cluster : ClusterSpec
+        Its links give the seconds of messages.
+    strategies : tuple of {"keep", "recompute", "selective", "offload"}
+        Memory strategies offered for every pair; the first is the base.
+    factors : dict
+        Per module, measured over predicted seconds of (forward, backward): what calibration learned while
+        training ran. Absent means 1.
+    split_backward : bool
+        Whether the halves of a split backward are offered too.
+    """
+
+    model: ModelSpec
+    profile: Profile
+    cluster: ClusterSpec = field(default_factory=ClusterSpec)
+    strategies: tuple[Strategy, ...] = ("keep",)
+    factors: dict[str, tuple[float, float]] = field(default_factory=dict)
+    split_backward: bool = False
+    _layers: dict[str, tuple[LayerSpec, ...]] = field(init=False, repr=False)
+    _sums: dict[tuple[str, tuple[int, int]], _Sums] = field(init=False, repr=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Check once that all was measured that will be asked for, so that planning cannot fail on it later."""
+        object.__setattr__(self, "_layers", {m.name: m.flat_layers for m in self.model.modules})
+        check_strategies("strategies", self.strategies)
+        needed: list[str] = [strategy for strategy in self.strategies if strategy in ("selective", "offload")]
+        needed += ["split backward"] if self.split_backward else []
+        for key in [f"{name}/{layer.kind}" for name, layers in self._layers.items() for layer in layers]:
+            if key not in self.profile.layers:
+                raise InputError(f"profile.layers[{key!r}]", "is missing", "measure this kind of layer")
+            if needed and self.profile.layers[key].strategies is None:
+                raise InputError(
+                    f"profile.layers[{key!r}].strategies", f"is missing, and {needed[0]!r} is offered",
+                    "measure the model again, for all strategies",
+                )  # fmt: skip
+
+    def chunk_costs(self, chunk: Chunk, workload: Workload) -> tuple[StrategyCost, ...]:
+        """Costs of a chunk under each offered strategy."""
+        here = self._on(chunk, workload)
+        return tuple(here.cost(strategy, self.split_backward) for strategy in self.strategies)
+
+    def workspace_bytes(self, chunk: Chunk, workload: Workload) -> int:
+        """Most that a pass of the chunk uses beyond what is held, under any of the offered strategies.
+
+        Recomputation makes again, inside the backward, what was not held. What is offloaded is there until it has
+        been moved, and is brought back one computation early.
+        """
+        here = self._on(chunk, workload)
+        return max(here.workspace(strategy, self.split_backward) for strategy in self.strategies)
+
+    def boundary_bytes(self, chunk: Chunk, workload: Workload) -> int:
+        """Bytes of the chunk's output."""
+        return self._chunk_layers(chunk)[-1].output.num_bytes(workload)
+
+    def transfer_s(self, num_bytes: int) -> float:
+        """Seconds of a message between two ranks."""
+        return self.cluster.transfer_s(num_bytes)
+
+    def static_bytes(self, chunk: Chunk) -> int:
+        """Weights, gradients and Adam's moments, in the dtype of the layer's output."""
+        total = 0
+        for layer in self._chunk_layers(chunk):
+            item = DTYPE_BYTES[layer.output.dtype]
+            total += layer.num_parameters * item * _STATIC_COPIES
+        return total
+
+    def _on(self, chunk: Chunk, workload: Workload) -> _OnWorkload:
+        key = chunk.module, chunk.layers
+        if key not in self._sums:
+            kinds = [f"{chunk.module}/{layer.kind}" for layer in self._chunk_layers(chunk)]
+            self._sums[key] = _sum_layers([self.profile.layers[kind] for kind in kinds])
+        sums, features = self._sums[key], np.array(workload_features(workload))
+        f_factor, b_factor = self.factors.get(chunk.module, (1.0, 1.0))
+        forward_s, backward_s, kept = (sums.base @ features).tolist()
+        forward_s, backward_s = forward_s * f_factor, backward_s * b_factor
+        if sums.measured is None:
+            # A module's own input is data, and lives anyway.
+            layers, first = self._layers[chunk.module], chunk.layers[0]
+            given = layers[first - 1].output.num_bytes(workload) if first else 0
+            return _OnWorkload(forward_s, backward_s, round(kept), given, max(0, round(kept) - given))
+        of = dict(zip(StrategyFit.__struct_fields__, (sums.measured @ features).tolist(), strict=True))
+        given, unsaved = (round(size) for size in (sums.first @ features).tolist())
+        # Arguments of the layers behind the first, where they are saved: those are made inside the chunk.
+        inside = of["given_bytes"] - of["unsaved_bytes"] - (given - unsaved)
+        held = round(kept) + unsaved
+        # The gradient of the output; that of the loss is a number.
+        seed = 0 if self._ends(chunk) else self.boundary_bytes(chunk, workload)
+        # What single layers were seen to move lacks the tensors between them.
+        alone = kept - (of["given_bytes"] - of["unsaved_bytes"])
+        moved = max(0, held - given)
+        more = moved / alone if alone > 0 else 1.0
+        return _OnWorkload(
+            forward_s, backward_s, held, given, moved,
+            halves_s=(of["input_gradient_s"] * b_factor, of["weight_gradient_s"] * b_factor),
+            between_bytes=given + round(of["weight_gradient_bytes"] + inside) + seed,
+            selective_s=(of["selective_forward_s"] * f_factor, of["selective_backward_s"] * b_factor),
+            selective_bytes=given + round(of["selective_bytes"]),
+            move_s=(of["offload_s"] * more, of["load_s"] * more),
+            workspace_bytes=round(float((sums.workspace @ features).max())) + seed,
+        )  # fmt: skip
+
+    def _ends(self, chunk: Chunk) -> bool:
+        """Whether the loss comes behind it."""
+        last = self.model.modules[-1].name
+        return chunk.module == last and chunk.layers[1] == len(self._layers[last]) - 1
+
+    def _chunk_layers(self, chunk: Chunk) -> tuple[LayerSpec, ...]:
+        return self._layers[chunk.module][chunk.layers[0] : chunk.layers[1] + 1]
+
+
+@dataclass(frozen=True, slots=True)
+class _Sums:
+    """Coefficients of a chunk: sums over its layers, and what cannot be summed."""
+
+    base: FloatArray
+    """Seconds forward and backward, bytes saved."""
+    measured: FloatArray | None
+    """As `StrategyFit`; None: not measured for every layer."""
+    first: FloatArray
+    """Bytes given to the first layer, and those of them that it does not save."""
+    workspace: FloatArray
+    """Of every kind of layer."""
+
+
+def _sum_layers(layers: Sequence[LayerFit]) -> _Sums:
+    base = np.array([[f.forward_s, f.backward_s, f.activation_bytes] for f in layers]).sum(axis=0)
+    known = [f.strategies for f in layers if f.strategies is not None]
+    if len(known) < len(layers):
+        return _Sums(base, None, np.zeros((2, 4)), np.zeros((1, 4)))
+    return _Sums(
+        base,
+        np.array([[getattr(f, name) for name in StrategyFit.__struct_fields__] for f in known]).sum(axis=0),
+        np.array([known[0].given_bytes, known[0].unsaved_bytes]),
+        np.array([f.workspace_bytes for f in known]),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _OnWorkload:
+    """A chunk on one workload: seconds with calibration in them, and bytes."""
+
+    forward_s: float
+    backward_s: float
+    kept_bytes: int
+    given_bytes: int
+    """Held under every strategy."""
+    moved_bytes: int
+    """Made inside the chunk and saved: what recomputation makes again, and offloading moves."""
+    halves_s: tuple[float, float] | None = None
+    between_bytes: int = 0
+    """Held between the halves of a split backward, under every strategy: by then all is there again."""
+    selective_s: tuple[float, float] = (0.0, 0.0)
+    selective_bytes: int = 0
+    move_s: tuple[float, float] = (0.0, 0.0)
+    """To the host and back."""
+    workspace_bytes: int = 0
+
+    def cost(self, strategy: Strategy, split: bool) -> StrategyCost:
+        """Under one strategy."""
+        forward_s, more_s, held = self.forward_s, 0.0, self.kept_bytes
+        if strategy == "recompute":
+            more_s, held = self.forward_s, self.given_bytes
+        elif strategy == "selective":
+            forward_s, held = self.selective_s[0], self.selective_bytes
+            more_s = max(0.0, self.selective_s[1] - self.backward_s)
+        elif strategy == "offload":
+            forward_s, more_s, held = self.forward_s + self.move_s[0], self.move_s[1], self.given_bytes
+        if not split or self.halves_s is None:
+            return StrategyCost(strategy, forward_s, self.backward_s + more_s, held)
+        inputs_s, weights_s = self.halves_s
+        return StrategyCost(
+            strategy, forward_s, self.backward_s + more_s, held, inputs_s + more_s, weights_s, self.between_bytes
+        )  # fmt: skip
+
+    def workspace(self, strategy: Strategy, split: bool) -> int:
+        """Bytes that a pass uses beyond what is held."""
+        # A split backward catches gradients; when its first half has ended, they count as held.
+        used = max(self.workspace_bytes, self.between_bytes - self.kept_bytes if split else 0)
+        again = {"keep": 0, "recompute": 1, "selective": 1, "offload": 2}
+        return used + again[strategy] * self.moved_bytes

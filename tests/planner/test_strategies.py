@@ -1,0 +1,155 @@
+"""Memory strategies and split backwards, chosen per batch under a cap, and what comes of them on their way."""
+
+from __future__ import annotations
+
+import random
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeloom.cost import Correction, LayerFit, StrategyFit
+from pipeloom.errors import InfeasibleError, InputError
+from pipeloom.plan import COMPUTE_VERBS, Measured
+from pipeloom.planner import Planner, Request, Setup, answer_of, plan_batch
+from pipeloom.planner.difference import difference
+from pipeloom.planner.messages import decode, encode
+from pipeloom.planner.replay import answered_graph, timeline_of
+from pipeloom.search import Evaluations
+from pipeloom.spec import Batch, ClusterSpec
+from pipeloom.timeline import check
+from pipeloom.tuning import TuningSpec
+from tests.cases import random_batch
+from tests.planner.cases import MemoryStore, random_setup
+
+EVERY = ("keep", "recompute", "selective", "offload")
+FEW = settings(deadline=None, max_examples=12)
+
+
+def offering(seed: int, capacity_bytes: int | None = None) -> Setup:
+    """A random problem in which every strategy and split backwards may be chosen."""
+    setup, rng = random_setup(seed), random.Random(seed)
+
+    def more(fit: LayerFit) -> LayerFit:
+        def part(whole: tuple[float, ...], share: float) -> tuple[float, float, float, float]:
+            return whole[0] * share, whole[1] * share, whole[2] * share, whole[3] * share
+
+        kept, half = fit.activation_bytes, rng.uniform(0.3, 0.7)
+        return msgspec.structs.replace(
+            fit,
+            strategies=StrategyFit(
+                input_gradient_s=part(fit.backward_s, half), weight_gradient_s=part(fit.backward_s, 1 - half),
+                weight_gradient_bytes=part(kept, 1.5), selective_forward_s=part(fit.forward_s, 1.1),
+                selective_backward_s=part(fit.backward_s, 1.2), selective_bytes=part(kept, 0.5),
+                offload_s=part(fit.forward_s, 0.2), load_s=part(fit.forward_s, 0.2), given_bytes=part(kept, 0.1),
+                unsaved_bytes=(0, 0, 0, 0), workspace_bytes=part(kept, 0.2),
+            ),
+        )  # fmt: skip
+
+    layers = {key: more(fit) for key, fit in setup.profile.layers.items()}
+    return msgspec.structs.replace(
+        setup, profile=msgspec.structs.replace(setup.profile, layers=layers), strategies=EVERY, split_backward=True,
+        cluster=ClusterSpec(memory_capacity_bytes=capacity_bytes),
+    )  # fmt: skip
+
+
+def tight(seed: int, batch: Batch) -> Setup:
+    """The same with hardly more room than the least that any plan needs."""
+    least = 1000
+    while True:
+        setup = offering(seed, least)
+        try:
+            plan_batch(setup.problem(), batch, budget=Evaluations(1), seed=0, method="portfolio")
+        except InfeasibleError:
+            least = least * 5 // 4
+        else:
+            return setup
+
+
+@FEW
+@given(st.integers(0, 10_000))
+def test_what_is_chosen_fits_and_survives_its_travel(seed: int) -> None:
+    batch = random_batch(seed)
+    for setup in (offering(seed), tight(seed, batch)):
+        assert decode(Setup, encode(setup)) == setup
+        problem = setup.problem()
+        planned = plan_batch(problem, batch, budget=Evaluations(60), seed=seed)
+        assert check(planned.graph, planned.schedule, planned.timeline) == ()
+        answer = answer_of(planned, search_s=0.0, ready_ns=0)
+        back = decode(type(answer), encode(answer))
+        graph = answered_graph(problem, batch, back, Correction())
+        assert graph.duration_ns.tolist() == planned.settled.graph.duration_ns.tolist()
+        assert graph.activation_bytes.tolist() == planned.settled.graph.activation_bytes.tolist()
+        again = timeline_of(graph, problem, back, back.planned_start_ns)
+        assert again.makespan_ns == back.planned_ns
+        capacity = setup.cluster.memory_capacity_bytes
+        if capacity is not None:
+            assert (again.peak_bytes <= capacity).all()
+
+
+@FEW
+@given(st.integers(0, 10_000))
+def test_the_fallback_fits_too(seed: int) -> None:
+    batch = random_batch(seed)
+    setup = tight(seed, batch)
+    planner = Planner(setup, MemoryStore)
+    delivery = planner._fallback(Request(batch), "late")
+    graph = answered_graph(setup.problem(), batch, delivery.answer, Correction())
+    peaks = timeline_of(graph, setup.problem(), delivery.answer, delivery.answer.planned_start_ns).peak_bytes
+    assert (peaks <= setup.cluster.memory_capacity_bytes).all()
+    assert not any(a.verb in ("I", "W") for actions in delivery.answer.plan.ranks for a in actions)
+
+
+def test_a_cap_makes_pairs_lean_and_room_splits_backwards() -> None:
+    batch = random_batch(7, num_samples=30)
+    found = {}
+    for name, setup in (("roomy", offering(7)), ("tight", tight(7, batch))):
+        planned = plan_batch(setup.problem(), batch, budget=Evaluations(4000), seed=0)
+        assert check(planned.graph, planned.schedule, planned.timeline) == ()
+        actions = [action for actions in planned.plan.ranks for action in actions]
+        words = {action.strategy for action in actions if action.verb == "F"}
+        found[name] = words, any(action.verb == "W" for action in actions)
+    assert found["roomy"] == ({"keep"}, True)
+    assert len(found["tight"][0]) > 1
+
+
+def test_recomputation_counts_as_computation() -> None:
+    """A plan that ran as planned differs in nothing, though its recomputations are actions of their own."""
+    for seed in range(4):
+        batch = random_batch(seed)
+        setup = tight(seed, batch)
+        problem = setup.problem()
+        planned = plan_batch(problem, batch, budget=Evaluations(30), seed=seed)
+        answer = answer_of(planned, search_s=0.0, ready_ns=0)
+        moments = iter(answer.planned_start_ns)
+        times = []
+        for actions in answer.plan.ranks:
+            rows: list[tuple[int, int]] = []
+            now = taken = 0
+            for action in actions:
+                if action.verb in ("RC", "LD"):
+                    # A nanosecond of the computation to come.
+                    rows.append((now, now + 1))
+                    now, taken = now + 1, taken + 1
+                elif action.verb in COMPUTE_VERBS:
+                    begin, end = next(moments)
+                    now = max(end, begin + taken)
+                    rows.append((begin + taken, now))
+                    taken = 0
+                else:
+                    rows.append((now, now))
+            times.append(np.array(rows, np.int64).reshape(-1, 2))
+        measured = Measured(tuple(times), tuple(10**15 for _ in times))
+        spent = [end - start for start, end in measured.compute_ns(answer.plan)]
+        assert spent == [end - start for start, end in answer.planned_start_ns]
+        found = difference(problem, batch, answer, Correction(), measured)
+        assert found.computation_s == pytest.approx(0.0, abs=1e-9)
+
+
+def test_choices_are_refused_where_batches_are_tuned() -> None:
+    with pytest.raises(InputError, match=r"planner.strategies: is empty"):
+        msgspec.structs.replace(random_setup(1), strategies=())
+    with pytest.raises(InputError, match=r"planner.strategies: offers a choice, and \[tuning\]"):
+        msgspec.structs.replace(random_setup(1), strategies=EVERY, tuning=TuningSpec())

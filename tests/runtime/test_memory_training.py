@@ -1,0 +1,68 @@
+"""Training under a cap on memory that keeping everything breaks: the same losses, and no more bytes than allowed."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from pipeloom.cost import Strategy
+from pipeloom.errors import InfeasibleError
+from pipeloom.planner import Setup, plan_batch
+from pipeloom.runtime import launch
+from pipeloom.search import Evaluations
+from pipeloom.spec import ClusterSpec, batch_from_dicts
+from tests.runtime.memory_training import ITERATIONS, SEED, capped_trainings, measured_setup
+from tests.runtime.training import DOCUMENTS, data, losses_undivided, task
+
+LEAN: tuple[Strategy, ...] = ("keep", "recompute", "selective")
+
+
+def offering(
+    setup: Setup, strategies: tuple[Strategy, ...], capacity: int | None, split: bool = False
+) -> Setup:
+    return msgspec.structs.replace(
+        setup,
+        strategies=strategies,
+        split_backward=split,
+        cluster=ClusterSpec(memory_capacity_bytes=capacity),
+    )
+
+
+def least_capacity(setup: Setup, strategies: tuple[Strategy, ...], split: bool = False) -> int:
+    """Bytes of a rank under which every batch can just be planned, to one per cent."""
+    low, high = 0, 10**9
+    while high - low > high // 100:
+        middle = (low + high) // 2
+        problem = offering(setup, strategies, middle, split).problem()
+        try:
+            for i, samples in enumerate(data.batches(SEED, ITERATIONS, DOCUMENTS)):
+                batch = batch_from_dicts([task.describe(sample) for sample in samples], i)
+                plan_batch(problem, batch, budget=Evaluations(1), seed=0, method="portfolio")
+        except InfeasibleError:
+            low = middle
+        else:
+            high = middle
+    return high
+
+
+def test_training_under_a_cap_recomputes_fits_and_loses_nothing() -> None:
+    setup = measured_setup(2)
+    keeps, lean = least_capacity(setup, ("keep",)), least_capacity(setup, LEAN, split=True)
+    assert lean < 0.97 * keeps
+    cap = (lean + keeps) // 2
+    setups = [
+        offering(setup, LEAN, cap, split=True),
+        offering(setup, LEAN, cap),
+        offering(setup, ("offload",), None),
+    ]
+    encoded = [msgspec.msgpack.encode(each) for each in setups]
+    ranks = launch(capped_trainings, 2, encoded, [True, False, False])
+    undivided = losses_undivided(ITERATIONS)
+    for rank in ranks:
+        for found in rank:
+            assert found.losses == pytest.approx(undivided, abs=1e-8, rel=0)
+        assert [max(found.peaks) <= cap for found in rank[:2]] == [True, True]
+        assert set(rank[2].strategies) == {"offload"}
+    for number, fresh in enumerate((True, False)):
+        assert sum(rank[number].recomputed for rank in ranks) > 0
+        assert set(ranks[0][number].fresh) == {fresh}
