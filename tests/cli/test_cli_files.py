@@ -202,6 +202,7 @@ def test_verify_proves_and_refutes(invoke: Invoke, tmp_path: Path) -> None:
     done = invoke("verify", path)
     assert (done.code, done.err) == (0, "")
     assert done.out.startswith("verified: 2 ranks, 12 actions, 2 messages")
+    assert invoke("verify", path, "--serial").out.strip().endswith("rules, and rank by rank")
     path.write_text(PLAN.replace("SB lm.0 0.0 to=0 shape=2,3 dtype=float32\nDB lm.0 0.0\n", ""))
     done = invoke("verify", path)
     assert done.code == 1

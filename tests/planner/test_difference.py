@@ -106,6 +106,10 @@ def test_the_cause_is_found(seed: int) -> None:
     shared, *_ = explained(seed, 2, 0.5)
     assert shared.shared_cores_s == pytest.approx(longer, rel=1e-3)
     assert shared.computation_s == pytest.approx(0.0, abs=longer * 1e-3)
+    # A GPU's host says nothing of what the GPU computes.
+    on_gpu, *_ = explained(seed, 2, -1.0)
+    assert on_gpu.computation_s == pytest.approx(longer, rel=1e-3)
+    assert on_gpu.shared_cores_s == pytest.approx(0.0, abs=longer * 1e-3)
     mean = mean_difference([slower, shared])
     assert mean.iterations == 2
     assert mean.computation_s == pytest.approx((slower.computation_s + shared.computation_s) / 2)

@@ -26,6 +26,11 @@ def verify(
     layout: Path | None = typer.Option(
         None, metavar="FILE", help="A pipeloom.layout/1: check chunks, ranks and backwards against it too."
     ),
+    serial: bool = typer.Option(
+        False,
+        "--serial",
+        help="Also where a rank's messages are served one after the other, as by one NCCL communicator.",
+    ),
     json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
     """Prove an execution plan complete and free of deadlock, or show where it stops.
@@ -47,7 +52,7 @@ def verify(
         "num_messages": counted["messages"],
     }
     try:
-        verify_plan(made, shape)
+        verify_plan(made, shape, serial=serial)
     except PlanError as error:
         if json:
             print_json(document | {"verified": False, "problem": str(error)})
@@ -59,5 +64,5 @@ def verify(
     else:
         typer.echo(
             f"verified: {made.num_ranks} ranks, {len(actions)} actions, {counted['messages']} messages; complete and "
-            "free of deadlock under NCCL's and gloo's rules"
+            f"free of deadlock under NCCL's and gloo's rules{', and rank by rank' if serial else ''}"
         )

@@ -24,9 +24,9 @@ from pipeloom.timeline.options import pair_options
 Solver = Literal["lagrangian", "highs"]
 LAGRANGIAN_ROUNDS, ROLLOUT_ROUNDS = 120, 16
 """Rounds where one order is tuned, twice so many once rooms are tightened, and where thousands are."""
-MOST_THOROUGH, LARGE_ROUNDS = 8000, 40
-"""Tasks of a graph beyond which an order is tuned in fewer rounds, without tightened rooms and exchanges: on 17,500
-tasks these take seconds, which no search could stop."""
+MOST_THOROUGH, LARGE_ROUNDS = 900, 40
+"""Tasks of a rank beyond which orders are tuned in fewer rounds, without tightened rooms and exchanges: these take half
+a second and more for a rank of 1500 tasks, and no search could stop them."""
 MOST_SUMS = 4000
 """Different sums of candidates at one place; where there are more, its room is not tightened."""
 HIGHS_GAP = 0.05
@@ -94,7 +94,11 @@ class Tuner:
     @property
     def rounds(self) -> int:
         """Rounds for one order: fewer for a large graph."""
-        return LAGRANGIAN_ROUNDS if self.graph.num_tasks <= MOST_THOROUGH else LARGE_ROUNDS
+        return (
+            LAGRANGIAN_ROUNDS
+            if self.graph.num_tasks <= MOST_THOROUGH * self.graph.num_ranks
+            else LARGE_ROUNDS
+        )
 
     def on_rank(self, order: IntArray, rank: int, solver: Solver = "lagrangian") -> Strategies:
         """Choose for the pairs of one rank under its order."""

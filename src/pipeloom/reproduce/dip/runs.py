@@ -35,7 +35,7 @@ MOST_SEARCH = 10
 """Times our planning time that DIP's searches get, as the paper gives its planner ten seconds."""
 LARGE_SEARCH = 3
 """Times the planning time of the other models for those on thousands of GPUs."""
-UNTIL_PLAN = 0.7
+UNTIL_PLAN = 0.6
 """Part of the planning time after which our search ends; the rest is for the plan and its proof."""
 
 _PARTS: dict[str, Callable[[Case, Sequence[Groups]], System]] = {
