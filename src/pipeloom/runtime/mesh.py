@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -86,10 +87,24 @@ def make_mesh(layout: Layout, device_type: str = "cpu", timeout: timedelta | Non
         [stage[replica][shard] for stage in ranks] for replica in range(shape[1]) for shard in range(shape[2])
     ]
     reduction = _group_of_this(columns, timeout)
-    if timeout is None:
-        return Mesh(device_mesh, device_mesh.get_group("pp"), reduction, device_mesh.get_group("dp"))
-    rows = [[replica[shard] for replica in stage] for stage in ranks for shard in range(shape[2])]
-    return Mesh(device_mesh, _group_of_this(columns, timeout), reduction, _group_of_this(rows, timeout))
+    pipeline, data = device_mesh.get_group("pp"), device_mesh.get_group("dp")
+    if timeout is not None:
+        rows = [[replica[shard] for replica in stage] for stage in ranks for shard in range(shape[2])]
+        pipeline, data = _group_of_this(columns, timeout), _group_of_this(rows, timeout)
+    mesh = Mesh(device_mesh, pipeline, reduction, data)
+    _connect(mesh)
+    return mesh
+
+
+def _connect(mesh: Mesh) -> None:
+    """Use every group once, in one order.
+
+    NCCL makes a group's communicator when it is first used, and the host waits there for all members. In the middle of
+    a plan some of them may wait for what this host has not posted yet.
+    """
+    groups = [mesh.reduction, mesh.data, *(mesh.device_mesh.get_group(name) for name in ("dp", "tp"))]
+    for group in groups:
+        dist.all_reduce(torch.zeros(1, device=mesh.device_mesh.device_type), group=group)
 
 
 def _group_of_this(members: Iterable[list[int]], timeout: timedelta | None) -> dist.ProcessGroup:
