@@ -23,11 +23,22 @@ from pipeloom.cost import Correction, Profile, ProfileCosts
 from pipeloom.errors import ExecutionError
 from pipeloom.io import make_folder, write_text
 from pipeloom.packing import Packing, PackingSpec, packing_from_counts
-from pipeloom.plan import ExecutionPlan, boundary_shapes, lower
+from pipeloom.plan import BACKENDS, ExecutionPlan, backend_of, boundary_shapes, lower
 from pipeloom.planner import Problem, answer_of, plan_batch
 from pipeloom.report import markdown_table
 from pipeloom.report.figures import Axis, bar_figure
-from pipeloom.runtime import Executor, Model, Module, TorchTransport, launch, profile_model
+from pipeloom.runtime import (
+    BatchedTransport,
+    Executor,
+    Model,
+    Module,
+    TorchTransport,
+    choose_device,
+    group_device,
+    launch,
+    profile_model,
+)
+from pipeloom.runtime.device import synchronise
 from pipeloom.runtime.feedback import Calibrator, gather_times
 from pipeloom.search import Deadline, solve
 from pipeloom.spec import Batch, Layout, batch_from_dicts
@@ -37,9 +48,15 @@ from pipeloom.timeline import simulate
 TITLE = "Real computation beside PyTorch's schedules"
 FIGURE = Path(__file__).parents[1] / "docs" / "figures" / "real-computation.svg"
 _MOST_RANKS, _FEWEST_RANKS = 4, 2
-_WIDTH, _ROWS = 256, 256
+# A GPU for each rank where there are two; they are given wider layers, since on these all would be launching.
+_DEVICE = choose_device("auto", _FEWEST_RANKS)
+_SCALE = 16 if _DEVICE == "cuda" else 1
+_WIDTH, _ROWS = 256 * _SCALE, 256 * _SCALE
 # Hidden widths of the layers: unlike ones, as of attention, experts and heads.
-_HIDDEN = (256, 1024, 512, 256, 2048, 512, 256, 1024, 512, 1536, 256, 768, 512, 256, 1024, 3072)
+_HIDDEN = tuple(
+    _SCALE * hidden
+    for hidden in (256, 1024, 512, 256, 2048, 512, 256, 1024, 512, 1536, 256, 768, 512, 256, 1024, 3072)
+)
 _SYSTEMS = (
     "1F1B, PyTorch",
     "interleaved, PyTorch",
@@ -90,13 +107,16 @@ def run(num_batches: int = 2, repeats: int = 5, microbatches: int = 8) -> str:
     microbatches : int
     """
     cores = len(os.sched_getaffinity(0))
-    num_ranks = max(_FEWEST_RANKS, min(_MOST_RANKS, cores))
+    places = torch.cuda.device_count() if _DEVICE == "cuda" else cores
+    num_ranks = max(_FEWEST_RANKS, min(_MOST_RANKS, places))
     threads = max(1, cores // num_ranks)
     model = build_model()
     packing, placements = PackingSpec(_ROWS), {"lm": ModulePlacement(2)}
     some = [_batch(seed, microbatches, even=False) for seed in range(2)]
     torch.set_num_threads(threads)
-    profile = profile_model(model, some, describe=_describe, packing=packing, placements=placements)
+    profile = profile_model(
+        model, some, describe=_describe, packing=packing, placements=placements, device=_DEVICE
+    )
     layouts = {
         "1F1B": chain(model.spec, num_ranks, 1, profile.load),
         "interleaved": chain(model.spec, num_ranks, 2, profile.load),
@@ -105,7 +125,7 @@ def run(num_batches: int = 2, repeats: int = 5, microbatches: int = 8) -> str:
     settings = Settings(num_ranks, num_batches, repeats, microbatches, threads, layouts, profile)
     # Here, once, so that no rank waits while another compiles.
     _problem(model, settings, layouts["plan"]).warm_up()
-    found = launch(_measure, num_ranks, settings, threads=threads, timeout_s=300.0)[0]
+    found = launch(_measure, num_ranks, settings, threads=threads, timeout_s=300.0, device=_DEVICE)[0]
     rows = [
         [kind, system, *_columns(found[kind, system], found[kind, "per-batch plan"])]
         for kind in ("equal", "unequal")
@@ -116,6 +136,10 @@ def run(num_batches: int = 2, repeats: int = 5, microbatches: int = 8) -> str:
         if cores < num_ranks
         else f"Each rank has {threads} thread(s) on as many of {cores} hardware threads."
     )
+    if _DEVICE == "cuda":
+        shared = (
+            f"Each rank has a GPU ({torch.cuda.get_device_name()}) and a share of {cores} hardware threads."
+        )
     text = (
         f"{num_ranks} ranks, {len(_HIDDEN)} layers of unlike widths, {microbatches} microbatches; forward, backward "
         f"and all messages. {shared} Microbatches of equal length, and of unequal ones, which PyTorch's runtime must "
@@ -213,6 +237,8 @@ def _measure(settings: Settings) -> dict[tuple[str, str], list[Timed]]:
     warnings.simplefilter("ignore")
     torch.set_num_threads(settings.threads)
     model = build_model()
+    for layer in model.modules[0].layers:
+        layer.to(group_device())
     found: dict[tuple[str, str], list[Timed]] = {}
     correction = _calibrated(model, settings)
     for even in (True, False):
@@ -250,9 +276,11 @@ def _timed(step: Callable[[], object], model: Model) -> float:
     """Seconds from the first start to the last end over all ranks."""
     for layer in model.modules[0].layers:
         layer.zero_grad()
+    synchronise(group_device())
     dist.barrier()
     begin = time.monotonic_ns()
     step()
+    synchronise(group_device())
     span = torch.tensor([-begin, time.monotonic_ns()])
     dist.all_reduce(span, dist.ReduceOp.MAX)
     return int(span.sum()) / 1e9
@@ -278,7 +306,7 @@ class _Ours:
         self.samples = samples
         batch = batch_from_dicts([_describe(sample) for sample in samples])
         self.packing = _packing(batch, model, layout)
-        self.executor = Executor(model, layout, dist.get_rank(), TorchTransport())
+        self.executor = _executor(model, layout)
         chosen: list[Any] = [None]
         if dist.get_rank() == 0:
             chosen = [_plan(model, settings, name, self.packing, correction)]
@@ -301,17 +329,27 @@ def _plan(
         schedule = {"1F1B": one_f_one_b, "interleaved": interleaved_one_f_one_b}[name](graph)
     timeline = simulate(graph, schedule)
     shapes = boundary_shapes(model.spec, layout)
-    return lower(graph, schedule, timeline, layout, packing, shapes), timeline.makespan_ns / 1e9
+    serial = BACKENDS[backend_of(_DEVICE)].serial
+    plan = lower(graph, schedule, timeline, layout, packing, shapes, serial=serial)
+    return plan, timeline.makespan_ns / 1e9
 
 
 def _problem(model: Model, settings: Settings, layout: Layout) -> Problem:
-    return Problem(model.spec, layout, ProfileCosts(model.spec, settings.profile), PackingSpec(_ROWS))
+    costs = ProfileCosts(model.spec, settings.profile)
+    return Problem(model.spec, layout, costs, PackingSpec(_ROWS), backend=backend_of(_DEVICE))
+
+
+def _executor(model: Model, layout: Layout) -> Executor:
+    transport = BatchedTransport() if BACKENDS[backend_of(_DEVICE)].joins else TorchTransport()
+    if _DEVICE == "cuda":
+        transport.connect(group_device())
+    return Executor(model, layout, dist.get_rank(), transport, group_device())
 
 
 def _calibrated(model: Model, settings: Settings) -> Correction:
     """How measured times compare with predicted ones while all ranks compute: on rank 0, from a batch of its own."""
     layout, calibrator = settings.layouts["plan"], Calibrator()
-    executor = Executor(model, layout, dist.get_rank(), TorchTransport())
+    executor = _executor(model, layout)
     samples = _batch(1, settings.microbatches, even=False)
     batch = batch_from_dicts([_describe(sample) for sample in samples])
     for _ in range(settings.repeats + 1):
@@ -324,7 +362,8 @@ def _calibrated(model: Model, settings: Settings) -> Correction:
         answer, packing = made[0]
         cpu_ns = time.thread_time_ns()
         result = executor.run(answer.plan, packing, samples)
-        measured = gather_times(answer.plan, result.times, time.thread_time_ns() - cpu_ns)
+        cpu_ns = time.thread_time_ns() - cpu_ns if _DEVICE == "cpu" else -1
+        measured = gather_times(answer.plan, result.times, cpu_ns)
         if measured is not None:
             calibrator.learn(answer, calibrator.correction, measured)
     return calibrator.correction
@@ -339,11 +378,11 @@ def _theirs(model: Model, layout: Layout, samples: Sequence[_Sample]) -> Callabl
     for number, chunk in enumerate(layout.chunks):
         if chunk.rank == rank:
             layers = nn.Sequential(*model.modules[0].layers[chunk.layers[0] : chunk.layers[1] + 1])
-            stages.append(pipelining.PipelineStage(layers, number, len(layout.chunks), torch.device("cpu")))
-    padded = torch.zeros(len(samples) * longest, _WIDTH)
-    counts = torch.zeros(len(samples) * longest, 1)
+            stages.append(pipelining.PipelineStage(layers, number, len(layout.chunks), group_device()))
+    padded = torch.zeros(len(samples) * longest, _WIDTH, device=group_device())
+    counts = torch.zeros(len(samples) * longest, 1, device=group_device())
     for place, sample in enumerate(samples):
-        padded[place * longest : place * longest + sample[1]] = numbers(sample)
+        padded[place * longest : place * longest + sample[1]] = numbers(sample).to(padded)
         counts[place * longest : place * longest + sample[1]] = 1.0
     total = sum(length for _, length in samples)
 

@@ -148,3 +148,14 @@ def test_a_layout_to_be_chosen_leaves_nothing_stated(tmp_path: Path) -> None:
         read_config(path)
     with pytest.raises(InputError, match="--choose-layout: given for a run with"):
         with_chosen_layout(read_config(EXAMPLE / "tuned.toml"))
+
+
+def test_what_ranks_compute_on_is_read(tmp_path: Path) -> None:
+    path = config(tmp_path)
+    assert read_config(path).runtime.device == "cpu"
+    text = path.read_text()
+    path.write_text(text + '\n[runtime]\ndevice = "auto"\nautocast = "bf16"\n')
+    assert (read_config(path).runtime.device, read_config(path).runtime.autocast) == ("auto", "bf16")
+    path.write_text(text + '\n[runtime]\nautocast = "fp8"\n')
+    with pytest.raises(InputError, match="fp8"):
+        read_config(path)

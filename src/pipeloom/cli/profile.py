@@ -31,10 +31,12 @@ def profile(
     from pipeloom.cli.train import Run, first_batches, measured_profile
     from pipeloom.cli.train_layout import measured_layers
     from pipeloom.cli.train_rank import build_model
+    from pipeloom.runtime import choose_device
 
     check_targets(out)
     settings = read_config(config)
-    run = Run(config, settings, out.parent, Console(stderr=True), to_stderr=True)
+    device = choose_device(settings.runtime.device, 1)
+    run = Run(config, settings, out.parent, Console(stderr=True), True, device)
     task = load_task(settings, config)
     model = build_model(task, settings)
     for name in settings.layout.modules:

@@ -285,6 +285,7 @@ def first_batches(run: Run, task: ModuleType, model: Model) -> tuple[list[list[A
 
 def measured_profile(run: Run, task: ModuleType, model: Model, first: FirstBatches) -> Profile:
     """Time every kind of layer on the first batches."""
+    from pipeloom.cli.train_rank import AUTOCAST
     from pipeloom.runtime import profile_model
 
     settings, placements = run.settings, run.settings.layout.modules
@@ -299,6 +300,8 @@ def measured_profile(run: Run, task: ModuleType, model: Model, first: FirstBatch
         metadata=metadata,
         all_sizes=settings.tuning is not None or settings.layout.kind == "chosen",
         strategies=_needs_strategies(run),
+        device=run.device,
+        autocast=AUTOCAST[settings.runtime.autocast],
     )
     run.console.print(
         f"{len(profile.layers)} kinds of layers; the fit is {profile.mean_error:.1%} off on average."

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -26,6 +25,7 @@ from pipeloom.runtime.model import (
     upstream_rows,
     user_code,
 )
+from pipeloom.runtime.workbench import Workbench
 
 _WARM_UP = 2
 
@@ -39,6 +39,8 @@ def measure_layers(
     threads: int = 1,
     known: Sequence[LayerMeasurement] = (),
     strategies: bool = False,
+    device: torch.device | str = "cpu",
+    autocast: torch.dtype | None = None,
 ) -> list[LayerMeasurement]:
     """Time one layer of every kind on every part of a packed batch.
 
@@ -49,7 +51,7 @@ def measure_layers(
     Parameters
     ----------
     model : Model
-        On the CPU; gradients it holds are left as they are.
+        On the CPU, and there again afterwards; gradients it holds are left as they are.
     packing : Packing
         Cut with the sub-microbatches of the layout to be planned.
     samples : sequence
@@ -63,6 +65,11 @@ def measure_layers(
     strategies : bool
         Measure also what every memory strategy and a split backward take, and the bytes that a layer uses while it
         runs; takes about four times as long.
+    device : torch.device or str
+        On which layers run, one at a time.
+    autocast : torch.dtype or None
+        Run layers and loss under autocast. Weights are cast before the timed runs: in training they are once an
+        iteration.
 
     Returns
     -------
@@ -78,7 +85,9 @@ def measure_layers(
     threads_before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        return _Measuring(model, packing, samples, repeats, known, strategies).run()
+        bench = Workbench(torch.device(device), autocast)
+        with bench.region():
+            return _Measuring(model, packing, samples, repeats, known, strategies, bench).run()
     finally:
         torch.set_num_threads(threads_before)
 
@@ -92,11 +101,12 @@ class _Measuring:
         repeats: int,
         known: Sequence[LayerMeasurement],
         strategies: bool,
+        bench: Workbench,
     ) -> None:
         if repeats < 1:
             raise InputError("repeats", f"{repeats} is below 1")
         self.model, self.packing, self.samples, self.repeats = model, packing, samples, repeats
-        self.strategies = strategies
+        self.strategies, self.bench = strategies, bench
         self.seen = {(row.module, row.kind, row.lengths) for row in known}
         self.found: list[LayerMeasurement] = []
         self.flows: dict[str, bool] = {}
@@ -111,7 +121,7 @@ class _Measuring:
                 upstream = tuple(outputs[name] for name in module.after)
                 pieces = [self._part(module, microbatch, sub, upstream) for sub in parts]
                 outputs[module.name] = (
-                    torch.cat(pieces) if pieces else empty_output(module.spec, torch.device("cpu"))
+                    torch.cat(pieces) if pieces else empty_output(module.spec, self.bench.device)
                 )
         return self.found
 
@@ -123,7 +133,8 @@ class _Measuring:
             context = {} if module.context is None else module.context(part)
         with user_code(f"module {module.name!r}.inputs"):
             given: Any = () if module.inputs is None else module.inputs(part)
-        inputs: tuple[Any, ...] = given if isinstance(given, tuple) else (given,)
+        context = {name: self.bench.take(value) for name, value in context.items()}
+        inputs = tuple(map(self.bench.take, given if isinstance(given, tuple) else (given,)))
         upstream = tuple(
             self._rows(tensor, module, name, microbatch, sub)
             for tensor, name in zip(upstream, module.after, strict=True)
@@ -135,7 +146,7 @@ class _Measuring:
         recurs = module.spec.flat_layers[0].kind in {layer.kind for layer in module.spec.flat_layers[1:]}
         output: Tensor | None = None
         for number, spec in enumerate(module.spec.flat_layers):
-            layer: Callable[..., Tensor] = module.layers[number]
+            layer = self.bench.mount(module.layers[number])
             with torch.no_grad(), user_code(f"module {module.name!r}.layers[{number}]"):
                 output = layer(*arguments, **context)
             if not isinstance(output, Tensor):
@@ -149,8 +160,9 @@ class _Measuring:
             if key not in self.seen and not (number == 0 and recurs):
                 self.seen.add(key)
                 if number == last and module is self.model.modules[-1]:
-                    layer = _with_loss(layer, self.model, part)
+                    layer = self.bench.mount(_WithLoss(module.layers[number], self.model, part))
                 self._measure(key, layer, arguments, needs_gradient, context)
+            self.bench.unmount(module.layers[number])
             arguments, needs_gradient = (output,), [self.flows[module.name]]
         assert output is not None
         return output
@@ -199,25 +211,27 @@ class _Measuring:
             storages: dict[int, int] = {}
             # Counting costs time: only the warm-up counts.
             counts = run == 0 and trained
-            counting = saved_tensors_hooks(_counting(storages), lambda tensor: tensor)
+            counting = saved_tensors_hooks(_counting(storages, self.bench), lambda tensor: tensor)
             with counting if counts else nullcontext():
-                begin = time.perf_counter()
+                begin = self.bench.now_s()
                 with torch.set_grad_enabled(trained):
                     output = layer(*leaves, **context)
-                middle = time.perf_counter()
+                middle = self.bench.now_s()
             if counts:
                 saved, saved_arguments = _num_bytes(storages, leaves, [*parameters, *context.values()])
             gradient = torch.ones_like(output)
-            start = time.perf_counter()
+            start = self.bench.now_s()
             if output.requires_grad:
                 torch.autograd.backward(output, gradient)
-            end = time.perf_counter()
+            end = self.bench.now_s()
             if run >= _WARM_UP:
                 forward_s.append(middle - begin)
                 backward_s.append(end - start)
         more = None
         if self.strategies and trained:
-            more = measure_strategies(layer, leaves, context, parameters, saved_arguments, self.repeats)
+            more = measure_strategies(
+                layer, leaves, context, parameters, saved_arguments, self.repeats, self.bench
+            )
         elif self.strategies:
             more = measure_forward(layer, leaves, context)
         for parameter, gradient_before in zip(parameters, before, strict=True):
@@ -253,16 +267,14 @@ class _WithLoss(torch.nn.Module):
         return loss
 
 
-def _with_loss(layer: Callable[..., Tensor], model: Model, part: Part) -> Callable[..., Tensor]:
-    return _WithLoss(layer, model, part)
-
-
 def _parameters(layer: Callable[..., Tensor]) -> list[Tensor]:
     return list(layer.parameters()) if isinstance(layer, torch.nn.Module) else []
 
 
-def _counting(storages: dict[int, int]) -> Callable[[Tensor], Tensor]:
+def _counting(storages: dict[int, int], bench: Workbench) -> Callable[[Tensor], Tensor]:
     def pack(tensor: Tensor) -> Tensor:
+        if bench.keeps(tensor):
+            return tensor
         storage = tensor.untyped_storage()
         storages[storage.data_ptr()] = storage.nbytes()
         return tensor

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,9 +13,9 @@ from torch import Tensor
 from pipeloom.cost import StrategyMeasurement
 from pipeloom.runtime.blocks import Passage
 from pipeloom.runtime.live_bytes import LiveBytes
+from pipeloom.runtime.workbench import Workbench
 
 _WARM_UP = 2
-_CPU = torch.device("cpu")
 
 
 def measure_strategies(
@@ -26,6 +25,7 @@ def measure_strategies(
     parameters: Sequence[Tensor],
     saved_arguments_bytes: int,
     repeats: int,
+    bench: Workbench,
 ) -> StrategyMeasurement:
     """Time and count one layer; gradients of its parameters and arguments are overwritten.
 
@@ -41,11 +41,13 @@ def measure_strategies(
         Those of the arguments that autograd saves.
     repeats : int
         Timed runs after a warm-up; the median counts.
+    bench : Workbench
+        On which the layer is mounted.
     """
-    bench = _Bench(layer, tuple(arguments), context, parameters)
-    seconds = [statistics.median(column) for column in zip(*bench.times(repeats), strict=True)]
+    runs = _Runs(layer, tuple(arguments), context, parameters, bench)
+    seconds = [statistics.median(column) for column in zip(*runs.times(repeats), strict=True)]
     given = sum(x.nbytes for x in (*arguments, *context.values()) if isinstance(x, Tensor))
-    workspace, selective, between = bench.count()
+    workspace, selective, between = runs.count()
     return StrategyMeasurement(
         input_gradient_s=seconds[0], weight_gradient_s=seconds[1], weight_gradient_bytes=between,
         selective_forward_s=seconds[2], selective_backward_s=seconds[3], selective_bytes=selective,
@@ -64,7 +66,7 @@ def measure_forward(
     return StrategyMeasurement(**nothing | {"workspace_bytes": live.peak_bytes})
 
 
-class _Bench:
+class _Runs:
     """One layer as a chunk of its own, run again and again."""
 
     def __init__(
@@ -73,8 +75,10 @@ class _Bench:
         arguments: tuple[Any, ...],
         context: dict[str, Any],
         parameters: Sequence[Tensor],
+        bench: Workbench,
     ) -> None:
         self.layer, self.arguments, self.context, self.parameters = layer, arguments, context, parameters
+        self.bench = bench
         passage, output = self.forward("keep")
         del passage
         self.gradient = torch.ones_like(output)
@@ -83,12 +87,12 @@ class _Bench:
         for argument in self.arguments:
             if isinstance(argument, Tensor):
                 argument.grad = None
-        passage = Passage(_CPU, self.context)
+        passage = Passage(self.bench.device, self.context)
         return passage, passage.forward([self.layer], ((0, 1, strategy),), self.arguments, True)
 
     def times(self, repeats: int) -> list[tuple[float, ...]]:
         """Seconds of I, W, forward and backward under selective recomputation, moving out and back."""
-        now = time.perf_counter
+        now = self.bench.now_s
         rows: list[tuple[float, ...]] = []
         for run in range(_WARM_UP + repeats):
             passage, _ = self.forward("keep")

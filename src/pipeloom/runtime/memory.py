@@ -166,7 +166,7 @@ class _Storage:
         return self.back
 
 
-def _cast_leaf(tensor: Tensor) -> int:
+def cast_leaf(tensor: Tensor) -> int:
     """Id of the leaf that a tensor is a cast of, itself or as a view of one; 0: of none."""
     source = tensor._base if tensor._is_view() and tensor._base is not None else tensor
     node = source.grad_fn
@@ -214,7 +214,7 @@ class Offloaded:
         self._away = []
 
     def _pack(self, tensor: Tensor) -> Tensor | _Saved | _SavedShard:
-        if torch.is_autocast_cache_enabled() and _cast_leaf(tensor) in self._leaves:
+        if torch.is_autocast_cache_enabled() and cast_leaf(tensor) in self._leaves:
             return tensor
         if isinstance(tensor, DTensor):
             local = self._pack(local_part(tensor))

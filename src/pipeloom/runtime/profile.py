@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
+import torch
 
 from pipeloom.arrange import ModulePlacement, single_rank, typical_seconds
 from pipeloom.cost import LayerMeasurement, Profile, ProfileCosts, fit_profile
@@ -31,6 +32,8 @@ def profile_model(
     metadata: Sequence[Batch] | None = None,
     all_sizes: bool = False,
     strategies: bool = False,
+    device: torch.device | str = "cpu",
+    autocast: torch.dtype | None = None,
 ) -> Profile:
     """Time every kind of layer on the microbatches that some batches give, and fit its cost.
 
@@ -55,6 +58,10 @@ def profile_model(
         again: for tuning, which chooses sizes and so must know what small ones cost (PipeTune A.4 sweeps sizes).
     strategies : bool
         Measure memory strategies, split backwards and workspaces too, so that plans may choose among them.
+    device : torch.device or str
+        On which layers are timed.
+    autocast : torch.dtype or None
+        Precision of autocast regions, as in training.
 
     Raises
     ------
@@ -76,8 +83,9 @@ def profile_model(
             check_budget(batch, model.spec, packing.token_budget)
         packed = pack(batch, model.spec, layout, size)
         measured += measure_layers(
-            model, packed, samples, repeats=repeats, known=measured, strategies=strategies
-        )
+            model, packed, samples, repeats=repeats, known=measured, strategies=strategies, device=device,
+            autocast=autocast,
+        )  # fmt: skip
     seen = {row.module for row in measured}
     for module in model.spec.modules:
         if module.name not in seen:
