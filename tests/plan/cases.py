@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, replace
 
+import msgspec
 import numpy as np
 
 from pipeloom.cost import StrategyCost
@@ -46,7 +47,7 @@ EVERY_STRATEGY = ("keep", "recompute", "selective", "offload", "mixed")
 SHAPES_OF_MODELS: tuple[tuple[tuple[str, str, tuple[str, ...]], ...], ...] = (
     (("lm", "sequence", ()),),
     (("vision", "images", ()), ("lm", "sequence", ("vision",))),
-    (("vision", "images", ()), ("audio", "images", ()), ("lm", "sequence", ("vision", "audio"))),
+    (("vision", "images", ()), ("audio", "audio", ()), ("lm", "sequence", ("vision", "audio"))),
     (("vision", "images", ()), ("adapter", "images", ("vision",)), ("lm", "sequence", ("adapter",))),
     (("vision", "images", ()), ("lm", "sequence", ("vision",)), ("decoder", "sequence", ("lm",))),
     (("vision", "images", ()), ("lm", "sequence", ("vision",)), ("decoder", "sequence", ("vision", "lm"))),
@@ -188,16 +189,22 @@ def random_layout(
 
 def random_batch(rng: random.Random, num_samples: int | None = None) -> Batch:
     """One to six samples; about half of them text only."""
-    return Batch(
-        tuple(
-            Sample(
-                id=str(i),
-                text_tokens=rng.randint(1, 3),
-                image_tokens=tuple(rng.randint(1, 3) for _ in range(rng.choice((0, 0, 1, 2, 4)))),
-            )
-            for i in range(num_samples or rng.randint(1, 6))
+    drawn = [
+        Sample(
+            id=str(i),
+            text_tokens=rng.randint(1, 3),
+            image_tokens=tuple(rng.randint(1, 3) for _ in range(rng.choice((0, 0, 1, 2, 4)))),
         )
-    )
+        for i in range(num_samples or rng.randint(1, 6))
+    ]
+    return Batch(tuple(msgspec.structs.replace(s, audio_seconds=random_audio(s)) for s in drawn))
+
+
+def random_audio(sample: Sample) -> tuple[float, ...]:
+    """Up to three recordings of one to four frames, where the sample has few images."""
+    rng = random.Random(repr(sample))
+    count = rng.choice((0, 0, 1, 3)) if sum(sample.image_tokens) <= 6 else 0
+    return tuple(rng.randint(1, 4) / 50 for _ in range(count))
 
 
 def random_case(

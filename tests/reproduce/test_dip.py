@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+from dataclasses import replace
+
 import pytest
 
+from pipeloom.planner.choose_layout import choose_layout
+from pipeloom.planner.layout_trial import LayoutTrial
 from pipeloom.reproduce import Options
-from pipeloom.reproduce.dip import FULL, PARTS, planner_parts, runs
+from pipeloom.reproduce.dip import FULL, PARTS, end_to_end, planner_parts, runs, setups
 from pipeloom.reproduce.dip.characterise import section_2_2, table_1
 from pipeloom.reproduce.dip.end_to_end import bounded_microbatches, image_bounds
 from pipeloom.reproduce.dip.setups import LARGE, SETUPS, Setup
-from pipeloom.search import family, generate
+from pipeloom.search import Evaluations, family, generate
 from pipeloom.search.exact import Exact
 from pipeloom.timeline import simulate
 
@@ -25,7 +30,27 @@ def test_quick_parts_run(part: object) -> None:
     assert all(figure.svg.startswith(("<svg", "<?xml")) for figure in outcome.figures)
 
 
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The smallest pipelines and a few microbatches for all models, layouts tried for a moment."""
+    images = Setup("vlm-7b", "dip-h800-64", 2, 2, num_microbatches=4)
+    videos = Setup("t2v-s", "dip-h800-64", 4, 4, num_microbatches=4)
+    for known in (SETUPS, LARGE):
+        for label in known:
+            monkeypatch.setitem(known, label, images if label.startswith("VLM") else videos)
+    monkeypatch.setattr(end_to_end, "H20", replace(images, cluster="dip-h20-16"))
+
+    @functools.cache
+    def layouts(setup: Setup) -> tuple[LayoutTrial, ...]:
+        return choose_layout(setup.case, setup.typical[:1], trial=Evaluations(3), rounds=1)
+
+    monkeypatch.setattr(setups, "_layouts", layouts)
+    runs.system.cache_clear()
+    runs.timed.cache_clear()
+
+
 @pytest.mark.soak
+@pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("part", [p for p in PARTS if p.name not in QUICK], ids=lambda part: part.name)
 def test_every_other_part_runs(part: object) -> None:
     outcome = part.run(ONCE)  # type: ignore[attr-defined]

@@ -19,20 +19,42 @@ from pipeloom.runtime.reference import run_undivided
 from pipeloom.runtime.result import StepResult
 from pipeloom.runtime.transport import MatchOrder, ThreadHub
 from pipeloom.spec import Batch, ModelSpec, ModuleSpec, TensorShape
+from pipeloom.spec.batch import audio_frames
 from tests.plan.cases import WIDTH, Case, random_case, random_model
 
 
 @dataclass(frozen=True)
 class Document:
-    """A sample: features of every text token and of every token of every image, and a target per token."""
+    """A sample: features of every text token, every token of every image, and every frame of every recording."""
 
     text: Tensor
     images: tuple[Tensor, ...]
+    recordings: tuple[Tensor, ...] = ()
 
     @property
     def sequence(self) -> Tensor:
-        """Text first, then the places of the images, empty."""
-        return torch.cat([self.text, *(torch.zeros_like(image) for image in self.images)])
+        """Text first, then the places of the images, empty, then those of the recordings: one for two frames."""
+        heard = [recording[::2] for recording in self.recordings]
+        return torch.cat([self.text, *(torch.zeros_like(empty) for empty in (*self.images, *heard))])
+
+    def instances(self, reads: str) -> tuple[Tensor, ...]:
+        """What goes through a module one by one."""
+        parts = {"images": self.images, "audio": self.recordings, "text": (self.text,)}
+        return parts.get(reads) or ((self.sequence,) if reads == "sequence" else ())
+
+    def places(self, source: str) -> list[int]:
+        """Where in the sequence every row of an upstream output belongs."""
+        begin = len(self.text)
+        if source == "images":
+            return list(range(begin, begin + sum(map(len, self.images))))
+        if source == "audio":
+            begin += sum(map(len, self.images))
+            found = []
+            for recording in self.recordings:
+                found += [begin + frame // 2 for frame in range(len(recording))]
+                begin = found[-1] + 1
+            return found
+        return list(range(len(self.text if source == "text" else self.sequence)))
 
 
 class Merge(nn.Module):
@@ -138,13 +160,7 @@ def _module(rng: random.Random, spec: ModelSpec, module: ModuleSpec) -> Module:
 
 def features(part: Part, reads: str) -> Tensor:
     """What the instances of a part look like to a module."""
-    if reads == "images":
-        pieces = [part.samples[sample].images[index] for sample, index in part.instances]
-    elif reads == "text":
-        pieces = [part.samples[sample].text for sample, _ in part.instances]
-    else:
-        pieces = [part.samples[sample].sequence for sample, _ in part.instances]
-    return torch.cat(pieces)
+    return torch.cat([part.samples[sample].instances(reads)[index] for sample, index in part.instances])
 
 
 def places(part: Part, reads: str, source: str) -> Tensor:
@@ -160,12 +176,11 @@ def places(part: Part, reads: str, source: str) -> Tensor:
         document = part.samples[sample]
         num_given = _length(document, source)
         if reads == "sequence":
-            first = begin + (len(document.text) if source == "images" else 0)
-            targets += range(first, first + num_given)
+            targets += [begin + place for place in document.places(source)]
             rows += range(begins[sample], begins[sample] + num_given)
             begin += len(document.sequence)
         else:
-            length = len(document.images[index])
+            length = len(document.instances(reads)[index])
             targets += range(begin, begin + length)
             # Every image looks at its own document, and at no other.
             rows += [begins[sample] + (index + row) % num_given for row in range(length)]
@@ -174,20 +189,13 @@ def places(part: Part, reads: str, source: str) -> Tensor:
 
 
 def _length(document: Document, reads: str) -> int:
-    if reads == "images":
-        return sum(map(len, document.images))
-    return len(document.text if reads == "text" else document.sequence)
+    return sum(map(len, document.instances(reads)))
 
 
 def context(part: Part, reads: str) -> dict[str, Any]:
     """A factor for every token, and which instance it belongs to."""
     x = features(part, reads)
-    if reads == "images":
-        lengths = [len(part.samples[sample].images[index]) for sample, index in part.instances]
-    elif reads == "text":
-        lengths = [len(part.samples[sample].text) for sample, _ in part.instances]
-    else:
-        lengths = [len(part.samples[sample].sequence) for sample, _ in part.instances]
+    lengths = [len(part.samples[sample].instances(reads)[index]) for sample, index in part.instances]
     owner = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     return {"scale": 1.0 + 0.1 * x.sum(1, keepdim=True).cos(), "owner": owner}
 
@@ -199,7 +207,14 @@ def random_documents(rng: random.Random, batch: Batch) -> list[Document]:
     def features(count: int) -> Tensor:
         return torch.randn(count, WIDTH, generator=generator, dtype=torch.float64)
 
-    return [Document(features(s.text_tokens), tuple(map(features, s.image_tokens))) for s in batch.samples]
+    return [
+        Document(
+            features(s.text_tokens),
+            tuple(map(features, s.image_tokens)),
+            tuple(map(features, audio_frames(s))),
+        )
+        for s in batch.samples
+    ]
 
 
 @dataclass(frozen=True)

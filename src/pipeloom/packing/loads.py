@@ -14,6 +14,7 @@ import numpy.typing as npt
 from pipeloom.cost import CostModel
 from pipeloom.errors import InputError
 from pipeloom.spec import Batch, Chunk, Layout, ModelSpec, ModuleSpec, Sample, Workload
+from pipeloom.spec.batch import audio_tokens
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
@@ -138,13 +139,13 @@ def cost_loads(batch: Batch, model: ModelSpec, layout: Layout, costs: CostModel)
 def split_oversized(batch: Batch, model: ModelSpec, token_budget: int) -> Batch:
     """Cut samples that exceed the budget into pieces that do not; nothing is lost.
 
-    The pieces of sample ``a`` are ``a#0``, ``a#1`` and so on: its images in order, each whole, then its text. They
-    become samples of their own, so a token of one piece does not see another piece.
+    The pieces of sample ``a`` are ``a#0``, ``a#1`` and so on: its images in order, each whole, its recordings
+    likewise, then its text. They become samples of their own, so a token of one piece does not see another piece.
 
     Raises
     ------
     InputError
-        When an image alone exceeds the budget, or the samples are videos.
+        When an image or a recording alone exceeds the budget, or the samples are videos.
     """
     tokens = budget_tokens(batch, model).tolist()
     if max(tokens) <= token_budget:
@@ -165,18 +166,21 @@ def split_oversized(batch: Batch, model: ModelSpec, token_budget: int) -> Batch:
 
 def split_sample(sample: Sample, token_budget: int) -> list[Sample]:
     """Cut one sample into pieces of at most the budget; see `split_oversized`."""
-    pieces: list[tuple[list[int], int]] = [([], 0)]
+    # Images and recordings of a piece by number, and its text.
+    pieces: list[tuple[tuple[list[int], list[int]], int]] = [(([], []), 0)]
     room = token_budget
-    for k, tokens in enumerate(sample.image_tokens):
+    wholes = [(0, "image_tokens", k, tokens) for k, tokens in enumerate(sample.image_tokens)]
+    wholes += [(1, "audio_seconds", k, tokens) for k, tokens in enumerate(audio_tokens(sample))]
+    for which, field, k, tokens in wholes:
         if tokens > token_budget:
             raise InputError(
-                f"sample {sample.id!r}.image_tokens[{k}]", f"{tokens} exceed the token budget of {token_budget}",
-                "raise it: an image is not divided",
+                f"sample {sample.id!r}.{field}[{k}]", f"{tokens} exceed the token budget of {token_budget}",
+                f"raise it: {('an image', 'a recording')[which]} is not divided",
             )  # fmt: skip
         if tokens > room:
-            pieces.append(([], 0))
+            pieces.append((([], []), 0))
             room = token_budget
-        pieces[-1][0].append(k)
+        pieces[-1][0][which].append(k)
         room -= tokens
     left = sample.text_tokens
     while left:
@@ -184,13 +188,14 @@ def split_sample(sample: Sample, token_budget: int) -> list[Sample]:
         pieces[-1] = (pieces[-1][0], here)
         left -= here
         if left:
-            pieces.append(([], 0))
+            pieces.append((([], []), 0))
             room = token_budget
     out = []
-    for number, (images, text) in enumerate(pieces):
+    for number, ((images, recordings), text) in enumerate(pieces):
         patches = None if sample.image_patches is None else tuple(sample.image_patches[k] for k in images)
         image_tokens = tuple(sample.image_tokens[k] for k in images)
-        out.append(Sample(f"{sample.id}#{number}", text, image_tokens, patches))
+        audio = tuple(sample.audio_seconds[k] for k in recordings)
+        out.append(Sample(f"{sample.id}#{number}", text, image_tokens, patches, audio_seconds=audio))
     return out
 
 

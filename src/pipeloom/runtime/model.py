@@ -32,7 +32,7 @@ class Part:
         The user's own sample objects: all samples of the microbatch.
     instances : tuple of (int, int)
         The instances that this part covers: position of the sample in ``samples``, and index of the instance
-        within that sample (of its images or videos for a module that reads those, else 0).
+        within that sample (of its images, videos or recordings for a module that reads those, else 0).
     """
 
     samples: tuple[Any, ...]
@@ -62,7 +62,7 @@ class Module:
     name : str
     layers : sequence of torch.nn.Module
         Unchanged; a rank trains those of its chunks.
-    reads : "images", "sequence", "text" or "videos"
+    reads : "audio", "images", "sequence", "text" or "videos"
         Which part of a sample goes through the module: each of its images, or it as a whole.
     hidden : shape
         Output of every layer but the last: extents are numbers, ``"instances"`` or ``"tokens"``.

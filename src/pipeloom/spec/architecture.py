@@ -11,11 +11,11 @@ from typing import Literal
 import msgspec
 
 from pipeloom.errors import InputError
-from pipeloom.spec.batch import Sample, video_tokens
+from pipeloom.spec.batch import Sample, audio_frames, video_tokens
 from pipeloom.spec.model import check_modules, find_module
 
 Norm = Literal["layer", "rms"]
-ReadsPart = Literal["images", "sequence", "text", "videos"]
+ReadsPart = Literal["audio", "images", "sequence", "text", "videos"]
 
 
 class AttentionMixer(
@@ -217,6 +217,8 @@ class ModuleArchitecture(msgspec.Struct, frozen=True, forbid_unknown_fields=True
             return (sample.text_tokens,) if sample.text_tokens else ()
         if self.reads == "videos":
             return video_tokens(sample)
+        if self.reads == "audio":
+            return audio_frames(sample)
         return (sample.sequence_tokens,)
 
 

@@ -46,8 +46,8 @@ class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def sequence_tokens(self) -> int:
-        """Length of the sample in the backbone: its text and the tokens of its images."""
-        return self.text_tokens + sum(self.image_tokens)
+        """Length of the sample in the backbone: its text and the tokens of its images and recordings."""
+        return self.text_tokens + sum(self.image_tokens) + sum(audio_tokens(self))
 
 
 class Batch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -93,6 +93,23 @@ class Workload(msgspec.Struct, frozen=True):
     def num_token_pairs(self) -> int:
         """Sum of the squared lengths: query-key pairs of full attention."""
         return sum(n * n for n in self.lengths)
+
+
+AUDIO_FRAMES_PER_SECOND = 50
+AUDIO_FRAMES_PER_TOKEN = 2
+
+
+def audio_frames(sample: Sample) -> tuple[int, ...]:
+    """Positions that an audio encoder attends over, per recording: 50 a second, at least one.
+
+    As Whisper's encoder: a spectrum every 10 ms, halved in number by its convolutions.
+    """
+    return tuple(max(1, int(seconds * AUDIO_FRAMES_PER_SECOND + 0.5)) for seconds in sample.audio_seconds)
+
+
+def audio_tokens(sample: Sample) -> tuple[int, ...]:
+    """Tokens that the language model sees, per recording: one for two positions of the encoder, 25 a second."""
+    return tuple(-(-frames // AUDIO_FRAMES_PER_TOKEN) for frames in audio_frames(sample))
 
 
 FRAMES_PER_SECOND = 16

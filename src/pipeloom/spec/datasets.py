@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from pipeloom.errors import InputError
-from pipeloom.spec.batch import Sample
+from pipeloom.spec.batch import Sample, audio_tokens
 from pipeloom.spec.catalog import convert, read
 
 
@@ -203,19 +203,27 @@ def pack_documents(
 
 
 def cut(sample: Sample, context_tokens: int, max_images: int) -> Sample:
-    """A sample cut to the context: images beyond it and the text after it are left out."""
+    """A sample cut to the context: images and then recordings beyond it, and the text after it, are left out."""
     images, room = [], context_tokens
     for tokens in sample.image_tokens[:max_images]:
         if tokens > room:
             break
         images.append(tokens)
         room -= tokens
-    if len(images) == len(sample.image_tokens) and sample.text_tokens <= room:
+    audio = []
+    for seconds, tokens in zip(sample.audio_seconds, audio_tokens(sample), strict=True):
+        if tokens > room:
+            break
+        audio.append(seconds)
+        room -= tokens
+    whole = len(images) == len(sample.image_tokens) and len(audio) == len(sample.audio_seconds)
+    if whole and sample.text_tokens <= room:
         return sample
     patches = None if sample.image_patches is None else sample.image_patches[: len(images)]
     return msgspec.structs.replace(
-        sample, image_tokens=tuple(images), image_patches=patches, text_tokens=min(sample.text_tokens, room)
-    )
+        sample, image_tokens=tuple(images), image_patches=patches, audio_seconds=tuple(audio),
+        text_tokens=min(sample.text_tokens, room),
+    )  # fmt: skip
 
 
 def group_clips(samples: list[Sample], max_seconds: float = 16.0, max_clips: int = 8) -> list[list[Sample]]:

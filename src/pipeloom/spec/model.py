@@ -9,14 +9,14 @@ from typing import Literal, Protocol, TypeVar
 import msgspec
 
 from pipeloom.errors import InputError, check_count
-from pipeloom.spec.batch import Sample, Workload, video_tokens
+from pipeloom.spec.batch import Sample, Workload, audio_frames, video_tokens
 
 Dimension = int | Literal["instances", "tokens"]
 """One extent of a tensor: a number, or what the (sub-)microbatch at hand gives."""
 
-Reads = Literal["images", "sequence", "text", "videos"]
-"""Which part of a sample goes through a module: each of its images, its whole sequence, its text alone, or each of
-its videos (as `video_tokens` reckons their lengths)."""
+Reads = Literal["audio", "images", "sequence", "text", "videos"]
+"""Which part of a sample goes through a module: each of its recordings (as `audio_frames` reckons their lengths), each
+of its images, its whole sequence, its text alone, or each of its videos (as `video_tokens` reckons theirs)."""
 
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -95,6 +95,8 @@ def instance_lengths(reads: Reads, sample: Sample) -> tuple[int, ...]:
         return (sample.text_tokens,)
     if reads == "videos":
         return video_tokens(sample)
+    if reads == "audio":
+        return audio_frames(sample)
     return (sample.sequence_tokens,)
 
 

@@ -12,7 +12,7 @@ from pipeloom.planner.case import Groups
 from pipeloom.planner.fsdp_system import fsdp_time
 from pipeloom.report.figures import Axis, bar_figure, line_figure
 from pipeloom.reproduce.dip import runs
-from pipeloom.reproduce.dip.setups import SETUPS, Setup, device, gain, mean, seconds_text
+from pipeloom.reproduce.dip.setups import H20, SETUPS, Setup, device, gain, mean, seconds_text
 from pipeloom.reproduce.part import Figure, Options, Outcome, Table
 from pipeloom.spec import Sample
 
@@ -208,7 +208,7 @@ def tried_layouts(_options: Options) -> Outcome:
 
 def table_4(options: Options) -> Outcome:
     """VLM-S on 16 H20: FSDP, Megatron-LM, DIP, ours."""
-    setup = Setup("vlm-s", "dip-h20-16", 4, 4)
+    setup = H20
     case, batches = setup.case, runs.planned_iterations(options, runs.PUBLISHED)
     fsdp = [fsdp_time(case, setup.groups(*each), case.machine.num_devices) for each in batches]
     values: dict[str, float | None] = {"FSDP2, ZeRO-3": mean(seconds for seconds, _ in fsdp)}

@@ -58,6 +58,8 @@ SETUPS = {
     "T2V-S": Setup("t2v-s", "dip-h800-64", 4, 4),
     "T2V-L": Setup("t2v-l", "dip-h800-64", 8, 8),
 }
+H20 = Setup("vlm-s", "dip-h20-16", 4, 4)
+"""Of Table 4."""
 LARGE = {
     "VLM-XL, 8192 GPUs": Setup("vlm-xl", "dip-h100-8k", 8, 8, 128),
     "VLM-XL, 16384 GPUs": Setup("vlm-xl", "dip-h100-16k", 8, 16, 128),
