@@ -17,7 +17,7 @@ from pipeloom.runtime.executor import Executor
 from pipeloom.runtime.model import Model, Module, Part
 from pipeloom.runtime.reference import run_undivided
 from pipeloom.runtime.result import StepResult
-from pipeloom.runtime.transport import MatchOrder, ThreadHub
+from pipeloom.runtime.transport import MatchOrder, ThreadHub, greet_peers
 from pipeloom.spec import Batch, ModelSpec, ModuleSpec, TensorShape
 from pipeloom.spec.batch import audio_frames
 from tests.plan.cases import WIDTH, Case, random_case, random_model
@@ -262,10 +262,13 @@ def run_threads(
     order: MatchOrder = "tags",
     joins: bool = False,
     timeout_s: float = 20.0,
+    *,
+    lazy: bool = False,
+    greets: bool = False,
 ) -> list[StepResult]:
     """Run an iteration with a thread per rank, each with a copy of the model; gradients are summed up in it."""
     case = run.case
-    hub = ThreadHub(order, timeout_s, joins)
+    hub = ThreadHub(order, timeout_s, joins, lazy)
     results: dict[int, StepResult] = {}
     errors: dict[int, BaseException] = {}
 
@@ -273,6 +276,8 @@ def run_threads(
 
     def work(rank: int) -> None:
         try:
+            if greets:
+                greet_peers(hub.transport(rank), rank, case.layout.num_ranks, "cpu")
             executor = Executor(
                 models[rank], case.layout, rank, hub.transport(rank), reduce_gradients=lambda *_: None
             )

@@ -11,7 +11,7 @@ from pipeloom.errors import ExecutionError
 from pipeloom.plan import joined_posts
 from pipeloom.plan.dryrun import dry_run
 from pipeloom.runtime import BatchedTransport, ThreadHub, TorchTransport
-from pipeloom.runtime.transport import Post, joins
+from pipeloom.runtime.transport import MatchOrder, Post, joins
 from tests.plan.cases import EVERY_STRATEGY
 
 from .cases import assert_equal_gradients, expected, random_run, run_threads, take_gradients
@@ -50,6 +50,28 @@ def test_a_plan_that_the_dry_run_stops_stops_on_ranks_too() -> None:
     run_threads(run, plan, "in order")
     with pytest.raises(ExecutionError, match=r"no answer of rank|another rank failed"):
         run_threads(run, plan, "serial", timeout_s=0.5)
+
+
+@pytest.mark.parametrize(("order", "joined"), [("in order", False), ("serial", False), ("serial", True)])
+def test_first_messages_that_block_a_rank_are_sent_before_the_plan(order: MatchOrder, joined: bool) -> None:
+    for seed in (3, 7, 10):
+        run = random_run(seed, 3)
+        _, wanted = expected(run)
+        plan = run.case.at_any_times(seed).serial_plan
+        run_threads(run, plan, order, joined, lazy=True, greets=True)
+        assert_equal_gradients(take_gradients(run.model), wanted)
+
+
+def test_first_messages_that_block_a_rank_may_stop_a_plan() -> None:
+    def stops(seed: int) -> bool:
+        run = random_run(seed, 3)
+        try:
+            run_threads(run, run.case.at_any_times(seed).plan, "in order", timeout_s=0.5, lazy=True)
+        except ExecutionError as error:
+            return "no answer of rank" in str(error) or "another rank failed" in str(error)
+        return False
+
+    assert any(stops(seed) for seed in (3, 7, 10, *range(11, 60)))
 
 
 def test_operations_that_differ_at_their_ends_are_refused() -> None:

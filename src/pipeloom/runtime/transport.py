@@ -6,7 +6,7 @@ import itertools
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol, TypeGuard
 
@@ -101,18 +101,28 @@ class TorchTransport:
         pair after pair in one order that all ranks follow. Gloo has its ways from the beginning.
         """
         dist.all_reduce(torch.zeros(1, device=device), group=self.group)
-        rank = dist.get_rank(self.group)
-        for low, high in itertools.combinations(range(dist.get_world_size(self.group)), 2):
-            if rank in (low, high):
-                out, into = torch.zeros(2, 1, device=device).unbind()
-                self._greet(out, into, high if rank == low else low, rank == low)
+        greet_peers(self, dist.get_rank(self.group), dist.get_world_size(self.group), device)
         if torch.device(device).type == "cuda":
             torch.cuda.synchronize(device)
 
-    def _greet(self, out: Tensor, into: Tensor, peer: int, sends_first: bool) -> None:
-        """A message each way: connections have a direction."""
-        for sends in (sends_first, not sends_first):
-            (self.send(out, peer, 0) if sends else self.receive(into, peer, 0)).wait()
+
+def greet_peers(transport: Transport, rank: int, num_ranks: int, device: torch.device | str) -> None:
+    """Exchange a number with every other rank, pair after pair in one order; all ranks call it together.
+
+    Whatever blocks a rank until its peer comes, the first pair that is not done has both its ranks at it.
+    """
+    for low, high in itertools.combinations(range(num_ranks), 2):
+        if rank not in (low, high):
+            continue
+        peer = high if rank == low else low
+        out, into = torch.zeros(2, 1, device=device).unbind()
+        # One each way: connections have a direction.
+        if joins(transport):
+            for handle in transport.post([Post(True, out, peer, 0), Post(False, into, peer, 0)]):
+                handle.wait()
+            continue
+        for sends in (rank == low, rank != low):
+            (transport.send(out, peer, 0) if sends else transport.receive(into, peer, 0)).wait()
 
 
 def _posted(work: dist.Work | None, what: str, peer: int) -> Handle:
@@ -146,11 +156,6 @@ class BatchedTransport(TorchTransport):
         # NCCL gives one handle for all.
         return works if len(works) == len(posts) else works[:1] * len(posts)
 
-    def _greet(self, out: Tensor, into: Tensor, peer: int, sends_first: bool) -> None:
-        del sends_first
-        for handle in self.post([Post(True, out, peer, 0), Post(False, into, peer, 0)]):
-            handle.wait()
-
 
 MatchOrder = Literal["tags", "in order", "serial"]
 
@@ -177,16 +182,21 @@ class ThreadHub:
         A wait that takes longer raises `ExecutionError`.
     joins : bool
         Its transports take several messages as one operation.
+    lazy : bool
+        As with NCCL, a rank that posts its first message with a peer is blocked there until the peer does so too.
     """
 
     order: MatchOrder = "tags"
     timeout_s: float = 60.0
     joins: bool = False
+    lazy: bool = False
     condition: threading.Condition = field(default_factory=threading.Condition)
     mail: defaultdict[tuple[int, int], list[_Mail]] = field(default_factory=lambda: defaultdict(list))
     """What a rank has posted with a peer and is not served yet: key (rank, peer)."""
     queues: defaultdict[int, list[tuple[int, list[_Mail]]]] = field(default_factory=lambda: defaultdict(list))
     """Where ranks have one stream each: their operations that are not served yet, with their peers."""
+    known: set[tuple[int, int]] = field(default_factory=set)
+    """Ranks that have posted a message with a peer."""
     failed: bool = False
 
     def transport(self, rank: int) -> Transport:
@@ -202,6 +212,10 @@ class ThreadHub:
     def post(self, rank: int, peer: int, mails: list[_Mail]) -> None:
         """Take an operation of one or more messages in, and serve what can be."""
         with self.condition:
+            self.known.add((rank, peer))
+            self.condition.notify_all()
+            if self.lazy:
+                self._wait_for(lambda: (peer, rank) in self.known, rank, peer)
             if self.order == "serial":
                 self.queues[rank].append((peer, mails))
                 self._serve_heads(rank)
@@ -258,13 +272,16 @@ class ThreadHub:
 
     def wait(self, rank: int, peer: int, mail: _Mail) -> None:
         """Block until a message is served."""
-        deadline = time.monotonic() + self.timeout_s
         with self.condition:
-            while not mail.done:
-                if self.failed:
-                    raise ExecutionError(f"rank {rank}: another rank failed, or messages do not match")
-                if not self.condition.wait(deadline - time.monotonic()):
-                    raise ExecutionError(f"rank {rank}: no answer of rank {peer} within {self.timeout_s} s")
+            self._wait_for(lambda: mail.done, rank, peer)
+
+    def _wait_for(self, is_over: Callable[[], bool], rank: int, peer: int) -> None:
+        deadline = time.monotonic() + self.timeout_s
+        while not is_over():
+            if self.failed:
+                raise ExecutionError(f"rank {rank}: another rank failed, or messages do not match")
+            if not self.condition.wait(deadline - time.monotonic()):
+                raise ExecutionError(f"rank {rank}: no answer of rank {peer} within {self.timeout_s} s")
 
 
 @dataclass(frozen=True)
