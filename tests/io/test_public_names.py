@@ -11,8 +11,8 @@ import pipeloom
 
 PUBLIC = {
     "Checkpoints", "Chunk", "ClusterSpec", "Deadline", "InfeasibleError", "InputError", "Layout", "LowerBound", "Model",
-    "Module", "ModulePlacement", "PackingSpec", "Part", "PipeloomError", "Planner", "Schedule", "Setup",
-    "Solution", "TaskGraph", "TcpPlanStore", "Timeline", "Trainer", "__version__", "check", "launch",
+    "Module", "ModulePlacement", "PackingSpec", "Part", "PipeloomError", "Planner", "Prefetched", "Schedule",
+    "Setup", "Size", "Solution", "TaskGraph", "TcpPlanStore", "Timeline", "Trainer", "__version__", "check", "launch",
     "load", "lower_bound", "make_graph", "profile_model", "read_instance", "read_layout", "read_samples",
     "read_schedule", "separate", "simulate", "solve", "write_instance", "write_layout", "write_schedule",
 }  # fmt: skip

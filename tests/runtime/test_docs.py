@@ -41,3 +41,25 @@ def test_the_model_of_the_page_runs_and_is_exact() -> None:
     loss, wanted = expected(run)
     assert abs(total_loss(run_threads(run)) - loss) < 1e-5
     assert_equal_gradients(take_gradients(model), wanted, 1e-5)
+
+
+def test_the_loader_of_the_page_counts_what_its_description_says() -> None:
+    (model_code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    (loader_code,) = re.findall(r"```py\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    samples = [
+        (torch.tensor([5, 0, 7, 0]), [torch.randn(8), torch.randn(8)]),
+        (torch.tensor([9, 3, 8]), []),
+        (torch.tensor([0, 2]), [torch.randn(8)]),
+    ]
+    names: dict[str, Any] = {"dataset": samples}
+    exec(model_code, names)
+    exec(loader_code.partition("trainer =")[0].replace("num_workers=2", "num_workers=0"), names)
+    (batch,) = names["batches"]
+    for place, (sample, told) in enumerate(zip(batch, batch.metadata, strict=True)):
+        (wanted,) = batch_from_dicts([names["describe"](sample) | {"id": str(place)}]).samples
+        assert (told.id, told.text_tokens, told.image_tokens) == (
+            wanted.id,
+            wanted.text_tokens,
+            wanted.image_tokens,
+        )
+        assert told.patches == wanted.patches

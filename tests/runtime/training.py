@@ -6,12 +6,13 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
+from torch.utils.data import DataLoader
 
 import pipeloom as pl
 from pipeloom.arrange import ModulePlacement, separate
@@ -22,7 +23,7 @@ from pipeloom.plan import Action, Answer
 from pipeloom.planner import HostedStore, Planner, Setup
 from pipeloom.planner.choose_layout import replicated
 from pipeloom.planner.replay import answered_graph, timeline_of
-from pipeloom.runtime import Checkpoints, StepReport, TcpPlanStore, Trainer
+from pipeloom.runtime import Checkpoints, Prefetched, StepReport, TcpPlanStore, Trainer
 from pipeloom.spec import Parallelism
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
@@ -75,16 +76,27 @@ def train_disturbed(num_ranks: int, iterations: int, disturb: str) -> list[Step]
     disturbance = DISTURBANCES[disturb]()
     made = setup(num_ranks, disturbance.budget_s, disturbance.on_all_ranks)
     planner = Planner(made, lambda: disturbance.store(TcpPlanStore.host()), deadline_s=disturbance.deadline_s)
-    trainer = Trainer(trained, made.layout, planner, describe=task.describe, optimizer=optimizer,
+    batches: Iterable[Sequence[data.Document]] = data.batches(3, iterations, DOCUMENTS)
+    ahead = disturb == "nothing"
+    if ahead:
+        batches = prefetched(iterations)
+    trainer = Trainer(trained, made.layout, planner, describe=None if ahead else task.describe, optimizer=optimizer,
                       clip_norm=CLIP, tag_zero=disturb == "tag zero")  # fmt: skip
     found, begin = [], time.monotonic()
-    for report in trainer.run(data.batches(3, iterations, DOCUMENTS)):
+    for report in trainer.run(batches):
         took, begin = time.monotonic() - begin, time.monotonic()
         found.append(Step(report.loss, report.fresh, report.reason, took, report.lead_s))
         if trainer.rank == 0:
             check_report(made, report)
             disturbance.after(planner, report.iteration)
     return found
+
+
+def prefetched(iterations: int) -> Prefetched:
+    """The batches by a loader of torch's, read and described ahead."""
+    batches = list(data.batches(3, iterations, DOCUMENTS))
+    loader: DataLoader[Any] = DataLoader(batches, batch_size=None, collate_fn=list)  # type: ignore[arg-type]
+    return Prefetched(loader, describe=task.describe)
 
 
 def train_replicas(
@@ -112,7 +124,8 @@ def train_replicas(
         step = Step(report.loss, report.fresh, report.reason, 0.0, report.lead_s)
         found.append((step, report.gradient_norm, report.num_microbatches))
     assert again.resume() == iterations
-    again.skip_trained(data.batches(3, iterations, DOCUMENTS), iterations)
+    # The same, read ahead: what is left out is that which was trained.
+    assert list(again.skip_trained(prefetched(iterations), iterations)) == []
     first.gather_model()
     again.gather_model()
     for one, other in zip(first.model.modules, again.model.modules, strict=True):

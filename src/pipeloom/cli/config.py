@@ -238,7 +238,7 @@ def load_task(config: TrainConfig, path: Path) -> ModuleType:
 
     with user_code(f"{file}: import"):
         module = _import_file(file, package)
-    for name in ("build_model", "batches", "describe"):
+    for name in ("build_model", "batches"):
         if not callable(getattr(module, name, None)):
             raise InputError(
                 f"{file}", f"has no function {name}", "see docs/train.md for what a task file offers"

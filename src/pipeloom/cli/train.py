@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from pipeloom.planner import Setup
     from pipeloom.runtime import Model, Worker
     from pipeloom.runtime.device import DeviceType
+    from pipeloom.runtime.prefetch import Describe
 
 _PROFILED_BATCHES, _MOST_PROFILED_BATCHES = 4, 64
 FirstBatches = Callable[[], tuple[list[list[Any]], list[Batch]]]
@@ -280,7 +281,7 @@ def first_batches(run: Run, task: ModuleType, model: Model) -> tuple[list[list[A
     """The first few of the user's batches, and their metadata."""
     settings = run.settings
     given = call_task(task, "batches", num_iterations=settings.iterations, **settings.data)
-    return typical_batches(model, task.describe, given)
+    return typical_batches(model, getattr(task, "describe", None), given)
 
 
 def measured_profile(run: Run, task: ModuleType, model: Model, first: FirstBatches) -> Profile:
@@ -294,7 +295,7 @@ def measured_profile(run: Run, task: ModuleType, model: Model, first: FirstBatch
     profile = profile_model(
         model,
         batches,
-        describe=task.describe,
+        describe=getattr(task, "describe", None),
         packing=settings.packing,
         placements=placements,
         metadata=metadata,
@@ -310,22 +311,24 @@ def measured_profile(run: Run, task: ModuleType, model: Model, first: FirstBatch
 
 
 def typical_batches(
-    model: Model, describe: Callable[[Any], dict[str, Any]], given: Iterable[Any]
+    model: Model, describe: Describe | None, given: Iterable[Any]
 ) -> tuple[list[list[Any]], list[Batch]]:
     """The first few batches with their metadata; more of them while some module has had nothing to do in any."""
     from pipeloom.runtime import user_code
-    from pipeloom.spec import batch_from_dicts
+    from pipeloom.runtime.prefetch import batch_of, close_reading
 
     batches: list[list[Any]] = []
     described: list[Batch] = []
     idle = {module.name for module in model.spec.modules}
     with user_code("batches"):
-        for samples in itertools.islice(given, _MOST_PROFILED_BATCHES):
+        source = iter(given)
+        for samples in itertools.islice(source, _MOST_PROFILED_BATCHES):
             batches.append(list(samples))
-            described.append(batch_from_dicts([describe(sample) for sample in batches[-1]], len(described)))
+            described.append(batch_of(samples, describe, len(described)))
             for module in model.spec.modules:
                 if any(module.instance_lengths(sample) for sample in described[-1].samples):
                     idle.discard(module.name)
             if len(batches) >= _PROFILED_BATCHES and not idle:
                 break
+        close_reading(source)
     return batches, described

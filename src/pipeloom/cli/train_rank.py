@@ -72,7 +72,7 @@ def train_rank(
         model,
         setup.layout,
         planner,
-        describe=task.describe,
+        describe=getattr(task, "describe", None),
         optimizer=lambda parameters: torch.optim.AdamW(
             parameters, lr=optimizer.learning_rate, weight_decay=optimizer.weight_decay, betas=optimizer.betas
         ),

@@ -8,6 +8,7 @@ from pipeloom.runtime.launch import launch, report
 from pipeloom.runtime.measure import measure_layers
 from pipeloom.runtime.mesh import Mesh, make_mesh
 from pipeloom.runtime.model import Model, Module, Part, user_code
+from pipeloom.runtime.prefetch import DescribedBatch, Prefetched, Size
 from pipeloom.runtime.profile import profile_model
 from pipeloom.runtime.reduce import all_reduce_gradients, clip_gradients, global_targets, mesh_gradients
 from pipeloom.runtime.reference import run_undivided
@@ -23,11 +24,14 @@ __all__ = [
     "ActionTime",
     "BatchedTransport",
     "Checkpoints",
+    "DescribedBatch",
     "Executor",
     "Mesh",
     "Model",
     "Module",
     "Part",
+    "Prefetched",
+    "Size",
     "StepReport",
     "StepResult",
     "TcpPlanStore",

@@ -10,7 +10,7 @@ import math
 import queue
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pipeloom.errors import InputError, check_count
 from pipeloom.runtime.model import user_code
-from pipeloom.spec import Sample, batch_from_dicts
+from pipeloom.spec import Batch, Sample, batch_from_dicts
 
 _POLL_S = 0.05
 # A loader that hangs is left behind.
@@ -86,10 +86,41 @@ Rule = Size | Callable[[Any], Any]
 """How a field of the metadata follows from a sample."""
 
 
+Describe = Callable[[Any], dict[str, Any]]
+"""From a sample to its metadata, as a dictionary with the fields of the sample-metadata format."""
+
+
 class DescribedBatch(list[Any]):
     """The samples of a batch, with their metadata."""
 
     metadata: tuple[Sample, ...] = ()
+
+
+def batch_of(samples: Sequence[Any], describe: Describe | None, iteration: int = 0) -> Batch:
+    """The metadata of a batch: what was counted ahead, or what ``describe`` says.
+
+    Raises
+    ------
+    InputError
+        When there is neither, or the sizes are impossible.
+    """
+    if isinstance(samples, DescribedBatch):
+        return Batch(samples.metadata, iteration)
+    if describe is None:
+        raise InputError(
+            "describe",
+            "is missing, and the batches were not described ahead",
+            "give it, or batches from Prefetched",
+        )
+    with user_code("describe"):
+        rows = [describe(sample) for sample in samples]
+    return batch_from_dicts(rows, iteration)
+
+
+def close_reading(source: object) -> None:
+    """End a pass of `Prefetched`; whatever else gives batches is left as it is."""
+    if isinstance(source, Reading):
+        source.close()
 
 
 class Prefetched:
@@ -117,7 +148,7 @@ class Prefetched:
         loader: Iterable[Iterable[Any]],
         sizes: Mapping[str, Rule] | None = None,
         *,
-        describe: Callable[[Any], dict[str, Any]] | None = None,
+        describe: Describe | None = None,
         depth: int = 2,
     ) -> None:
         check_count("depth", depth)
@@ -162,7 +193,7 @@ class _Shared:
     """What the thread and its reader have in common; the thread must not hold the reader itself."""
 
     source: Iterator[Iterable[Any]] | None
-    describe: Callable[[Any], dict[str, Any]]
+    describe: Describe
     batches: queue.Queue[Any]
     stopped: threading.Event = field(default_factory=threading.Event)
 
@@ -170,9 +201,7 @@ class _Shared:
 class Reading(Iterator[DescribedBatch]):
     """One pass over a loader; `close` it where it is left before its end."""
 
-    def __init__(
-        self, source: Iterator[Iterable[Any]], describe: Callable[[Any], dict[str, Any]], depth: int
-    ) -> None:
+    def __init__(self, source: Iterator[Iterable[Any]], describe: Describe, depth: int) -> None:
         self._shared = _Shared(source, describe, queue.Queue(depth))
         self._thread = threading.Thread(
             target=_read, args=(self._shared,), name="pipeloom-prefetch", daemon=True
@@ -198,11 +227,20 @@ class Reading(Iterator[DescribedBatch]):
         """End the thread, and let go of the loader and of what was read."""
         self._ended = True
         self._shared.stopped.set()
-        if self._thread is not threading.current_thread():
-            self._thread.join(_CLOSE_S)
+        self._thread.join(_CLOSE_S)
         while not self._shared.batches.empty():
             self._shared.batches.get_nowait()
-        self._shared.source = None
+        source, self._shared.source = self._shared.source, None
+        if not self._thread.is_alive():
+            _close_source(source)
+
+
+def _close_source(source: object) -> None:
+    """End a generator, and a loader's workers: left to the garbage collector, these may be waited for in vain."""
+    if not getattr(source, "_persistent_workers", False):
+        close = getattr(source, "close", None) or getattr(source, "_shutdown_workers", None)
+        if close is not None:
+            close()
 
 
 def _read(shared: _Shared) -> None:

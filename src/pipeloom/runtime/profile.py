@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -14,8 +14,9 @@ from pipeloom.cost import LayerMeasurement, Profile, ProfileCosts, fit_profile
 from pipeloom.errors import InputError
 from pipeloom.packing import PackingSpec, budget_tokens, check_budget, pack
 from pipeloom.runtime.measure import measure_layers
-from pipeloom.runtime.model import Model, user_code
-from pipeloom.spec import Batch, batch_from_dicts
+from pipeloom.runtime.model import Model
+from pipeloom.runtime.prefetch import Describe, batch_of
+from pipeloom.spec import Batch
 
 _NUM_SIZES = 4
 
@@ -24,7 +25,7 @@ def profile_model(
     model: Model,
     batches: Sequence[Sequence[Any]],
     *,
-    describe: Callable[[Any], dict[str, Any]],
+    describe: Describe | None = None,
     packing: PackingSpec,
     placements: Mapping[str, ModulePlacement],
     machine: str = "",
@@ -42,8 +43,8 @@ def profile_model(
     model : Model
     batches : sequence of sequence of samples
         A few batches as training will see them; the more they differ, the better the fit.
-    describe : callable
-        From a sample to its metadata.
+    describe : callable or None
+        From a sample to its metadata; None: the batches are those of `Prefetched`, or ``metadata`` is given.
     packing : PackingSpec
     placements : dict
         Sub-microbatch sizes, so that layers are timed on the parts that they will get.
@@ -70,9 +71,7 @@ def profile_model(
     """
     layout = single_rank(model.spec, placements)
     if metadata is None:
-        with user_code("describe"):
-            rows = [[describe(sample) for sample in samples] for samples in batches]
-        metadata = [batch_from_dicts(batch, i) for i, batch in enumerate(rows)]
+        metadata = [batch_of(samples, describe, i) for i, samples in enumerate(batches)]
     measured: list[LayerMeasurement] = []
     for number, (batch, samples) in enumerate(zip(metadata, batches, strict=True)):
         size = packing

@@ -21,10 +21,11 @@ from pipeloom.runtime.executor import Executor
 from pipeloom.runtime.feedback import Calibrator, gather_times
 from pipeloom.runtime.model import Model, user_code
 from pipeloom.runtime.place import BatchLoads, take_place
+from pipeloom.runtime.prefetch import Describe, batch_of, close_reading
 from pipeloom.runtime.resume import Checkpoints, TrainerState, fingerprint
 from pipeloom.runtime.transport import BatchedTransport, TorchTransport
 from pipeloom.runtime.waiting import FirstPlan, together
-from pipeloom.spec import Batch, Layout, ModelSpec, batch_from_dicts
+from pipeloom.spec import Batch, Layout, ModelSpec
 
 
 class PlanSource(Protocol):
@@ -109,8 +110,8 @@ class Trainer:
     layout : Layout
     planner : PlanSource
         Used on the first rank of each pipeline; the others receive its plans.
-    describe : callable
-        From one sample to its metadata, as a dictionary with the fields of the sample-metadata format.
+    describe : callable or None
+        From one sample to its metadata, see `pipeloom.runtime.prefetch.Describe`; None: batches are `Prefetched`.
     optimizer : callable
         From a rank's parameters to its optimiser.
     learning_rate : callable or None
@@ -141,7 +142,7 @@ class Trainer:
         layout: Layout,
         planner: PlanSource,
         *,
-        describe: Callable[[Any], dict[str, Any]],
+        describe: Describe | None = None,
         optimizer: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer],
         learning_rate: Callable[[int], float] | None = None,
         clip_norm: float | None = None,
@@ -259,6 +260,7 @@ class Trainer:
                 yield self._step(current, delivery, answer, packing)
                 self._save(current, is_last=asked is None)
         finally:
+            close_reading(source)
             if first is not None:
                 first.cancel()
             if self._leads:
@@ -304,9 +306,7 @@ class Trainer:
 
     def _describe_batch(self, samples: Sequence[Any], iteration: int) -> Batch:
         try:
-            with user_code("describe"):
-                rows = [self._describe(sample) for sample in samples]
-            return batch_from_dicts(rows, iteration)
+            return batch_of(samples, self._describe, iteration)
         except InputError as error:
             raise InputError(f"iteration {iteration}: {error.entity}", error.problem, error.remedy) from error
 
