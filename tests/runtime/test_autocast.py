@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pipeloom.packing import PackingSpec, pack
 from pipeloom.plan import Action, ExecutionPlan
 from pipeloom.runtime import Executor, Model, Module, StepResult, ThreadHub
+from pipeloom.runtime.memory import Offloaded
 from pipeloom.spec import Batch, Chunk, Layout, ModuleLayout, Sample, TensorShape
 
 from .cases import Gradients, assert_equal_gradients, take_gradients
@@ -186,6 +187,17 @@ def test_casts_of_weights_are_not_offloaded() -> None:
     # A layer's activations are some thousand bytes, its weights' casts four times as much.
     assert 0 < result.offloaded_bytes < NUM_MICROBATCHES * 4 * 6 * LENGTH * WIDTH * 4
     assert result.offloaded_bytes < 2 * WIDTH * WIDTH * 2 * 4
+
+
+def test_casts_that_a_layer_makes_for_itself_are_offloaded() -> None:
+    weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+    for autocast, moved in ((False, WIDTH * WIDTH * 2), (True, 0)):
+        saved = Offloaded([weight], autocast)
+        with saved.saving(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            cast = weight if autocast else weight.to(torch.bfloat16)
+            (torch.ones(1, WIDTH, dtype=torch.bfloat16, requires_grad=True) * 2) @ cast
+        saved.offload()
+        assert saved.num_bytes == moved + WIDTH * 2
 
 
 def test_autocast_around_the_caller_is_left_as_it_was() -> None:

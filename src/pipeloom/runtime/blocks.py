@@ -159,7 +159,8 @@ class Passage:
                 output = self._run(block.layers, block.inputs)
         elif block.strategy == "offload":
             weights = [p for m in block.layers if isinstance(m, nn.Module) for p in m.parameters()]
-            block.offloaded = Offloaded([*weights, *block.inputs, *self.context.values()])
+            held = [*weights, *block.inputs, *self.context.values()]
+            block.offloaded = Offloaded(held, self.autocast is not None)
             with torch.enable_grad(), block.offloaded.saving():
                 output = self._run(block.layers, block.inputs)
         else:

@@ -87,7 +87,7 @@ class _Runs:
         for argument in self.arguments:
             if isinstance(argument, Tensor):
                 argument.grad = None
-        passage = Passage(self.bench.device, self.context)
+        passage = Passage(self.bench.device, self.context, self.bench.autocast)
         return passage, passage.forward([self.layer], ((0, 1, strategy),), self.arguments, True)
 
     def times(self, repeats: int) -> list[tuple[float, ...]]:

@@ -183,13 +183,16 @@ class Offloaded:
     ----------
     held_anyway : iterable
         Tensors that stay on the device whatever happens, so that moving them would free nothing: weights, the
-        block's inputs, the module's context. Casts of them that autocast keeps for the iteration stay as well.
+        block's inputs, the module's context.
+    under_autocast : bool
+        Casts of them stay as well: autocast keeps them for the iteration. Without it a cast is a layer's own, and one
+        more for every microbatch.
     """
 
-    def __init__(self, held_anyway: Iterable[Any]) -> None:
+    def __init__(self, held_anyway: Iterable[Any], under_autocast: bool = False) -> None:
         held = [tensor for tensor in held_anyway if isinstance(tensor, Tensor)]
         self._held = {local_part(awaited(tensor)).untyped_storage().data_ptr() for tensor in held}
-        self._leaves = {id(tensor) for tensor in held if tensor.is_leaf and tensor.requires_grad}
+        self._leaves = {id(x) for x in held if under_autocast and x.is_leaf and x.requires_grad}
         self._storages: dict[int, _Storage] = {}
         self._away: list[_Storage] = []
         self.num_bytes = 0
@@ -214,7 +217,7 @@ class Offloaded:
         self._away = []
 
     def _pack(self, tensor: Tensor) -> Tensor | _Saved | _SavedShard:
-        if torch.is_autocast_cache_enabled() and cast_leaf(tensor) in self._leaves:
+        if self._leaves and cast_leaf(tensor) in self._leaves:
             return tensor
         if isinstance(tensor, DTensor):
             local = self._pack(local_part(tensor))
