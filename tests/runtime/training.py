@@ -18,7 +18,7 @@ import pipeloom as pl
 from pipeloom.arrange import ModulePlacement, separate
 from pipeloom.cost import LayerFit, Profile
 from pipeloom.errors import PlannerError
-from pipeloom.packing import PackingSpec
+from pipeloom.packing import PackingSpec, cost_loads
 from pipeloom.plan import Action, Answer
 from pipeloom.planner import HostedStore, Planner, Setup
 from pipeloom.planner.choose_layout import replicated
@@ -114,7 +114,8 @@ def train_replicas(
     def trainer() -> Trainer:
         planner = Planner(made, TcpPlanStore.host, deadline_s=20.0)
         return Trainer(model(), layout, planner, describe=task.describe, optimizer=optimizer, clip_norm=CLIP,
-                       checkpoints=Checkpoints(Path(folder)), timeout_s=120.0)  # fmt: skip
+                       checkpoints=Checkpoints(Path(folder)), timeout_s=120.0,
+                       loads=lambda batch: cost_loads(batch, made.model, layout, made.costs))  # fmt: skip
 
     first, again = trainer(), trainer()
     found = []
