@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeloom.cost.emulated import EmulatedCosts
 from pipeloom.emulator.build import Placement, layer_template, module_templates
 from pipeloom.emulator.expand import expand
 from pipeloom.emulator.fastest import fastest_step
@@ -21,7 +22,7 @@ from pipeloom.emulator.static import static_bytes
 from pipeloom.emulator.step import Step
 from pipeloom.emulator.subgraph import Composite
 from pipeloom.errors import InfeasibleError, InputError
-from pipeloom.spec import Sample, Workload
+from pipeloom.spec import Chunk, Sample, Workload
 from pipeloom.spec import architecture as a
 from pipeloom.spec.hardware import Degrees
 from tests.emulator.cases import ATTENTION, architectures, machine
@@ -256,6 +257,23 @@ def test_zero_levels_change_time_as_well_as_memory():
         times[zero], memory[zero] = result.iteration_s, max(result.static_bytes)
     assert memory[0] > memory[1] > memory[3]
     assert len(set(times.values())) == 3
+
+
+@pytest.mark.parametrize("data", [1, 4])
+@pytest.mark.parametrize("zero", [0, 1])
+def test_an_iteration_ends_with_what_the_costs_say_of_its_ranks(data, zero):
+    architecture, work = plain_model(5), {"lm": (Workload((64,)),)}
+    degrees = Degrees(data=data, pipeline=2, zero=zero)
+    model = PipelineModel(architecture, Placement(machine(), degrees), work)
+    result = Step(model, [work] * 3, "keep").run()
+    costs, cuts = EmulatedCosts(architecture, machine(), degrees, ("keep",)), model.cuts["lm"]
+    ends = [
+        max(end for task, end in zip(result.tasks, result.end_ps.tolist(), strict=True) if task.rank == rank)
+        / 1e12
+        + costs.update_s([Chunk("lm", (cuts[rank], cuts[rank + 1] - 1), rank)])
+        for rank in range(2)
+    ]
+    assert result.iteration_s == pytest.approx(max(ends), rel=1e-9)
 
 
 def test_what_does_not_fit_is_said_so():
