@@ -141,7 +141,7 @@ class TokenEmbedding(nn.Module):
         del lines, mask  # only the blocks attend
         x = functional.embedding(ids, self.word)
         # With no images this adds nothing, and sends vision_out an empty gradient.
-        return x.index_add(0, image_places, vision_out.flatten(0, 1))
+        return x.index_add(0, image_places, vision_out.flatten(0, 1).to(x.dtype))
 
 
 class CausalBlock(Block):

@@ -120,7 +120,7 @@ class Experts(nn.Module):
         for number, (widen, narrow) in enumerate(zip(self.widen, self.narrow, strict=True)):
             rows, place = (chosen == number).nonzero(as_tuple=True)
             out = narrow(functional.gelu(widen(tokens[rows])))
-            x = x.index_add(0, rows, out * weights[rows, place, None])
+            x = x.index_add(0, rows, (out * weights[rows, place, None]).to(x.dtype))
         return x
 
 

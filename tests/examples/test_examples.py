@@ -6,9 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
+from pipeloom.arrange import single_rank
 from pipeloom.cli.app import run
-from pipeloom.runtime import launch
+from pipeloom.packing import PackingSpec, pack
+from pipeloom.runtime import launch, measure_layers
+from pipeloom.spec import batch_from_dicts
 from tests.examples.on_ranks import EXAMPLES, SIZES, losses_over_ranks, losses_undivided, task_of
 
 ITERATIONS = 3
@@ -60,3 +64,13 @@ def test_videos_are_judged() -> None:
     scores = evaluate.evaluate(model.text_layers(0), model.video_layers(0), num_clips=6)
     assert set(scores) == {"held_out_loss", "digit_match", "direction_match", "digit_match_real"}
     assert all(0 <= score <= 1 for name, score in scores.items() if name != "held_out_loss")
+
+
+def test_the_language_model_states_shapes_that_hold_under_autocast() -> None:
+    task = task_of("moe_mamba_lm")
+    model, samples = task.build_model(seed=0), next(iter(task.batches(1, 2)))
+    batch = batch_from_dicts([task.describe(sample) for sample in samples])
+    layout = single_rank(model.spec, {})
+    packing = pack(batch, model.spec, layout, PackingSpec(1000))
+    # Measuring refuses a layer that gives another dtype than stated, as running does.
+    assert measure_layers(model, packing, samples, repeats=1, autocast=torch.bfloat16)
