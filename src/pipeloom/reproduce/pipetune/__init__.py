@@ -15,8 +15,8 @@ say. Here ranks recompute norms and activation functions, layers are divided as 
 microbatches are as large as then fit, at most 8 contexts.
 [What the reductions rest on](#what-the-reductions-rest-on) shows them for smaller and larger ones beside the paper's:
 where memory holds two contexts neither PipeTune's techniques nor ours reach those, nor do they for 13B PP4, which holds
-one ([sizes](#three-sizes-two-clusters-three-mixtures)). Against a static size that is well chosen for its mixture a size
-that adapts gains about 1 % here by itself, where the paper has 9.27 % ([Fig. 7](#microbatch-sizes)).
+one ([sizes](#three-sizes-two-clusters-three-mixtures)). Against a static size that is well chosen for its mixture a
+size that adapts gains about 1 % here by itself, where the paper has 9.27 % ([Fig. 7](#microbatch-sizes)).
 """
 """Stands at the head of the page."""
 
