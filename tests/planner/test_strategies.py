@@ -105,14 +105,18 @@ def test_the_fallback_fits_too(seed: int) -> None:
 def test_a_cap_makes_pairs_lean_and_room_splits_backwards() -> None:
     batch = random_batch(7, num_samples=30)
     found = {}
-    for name, setup in (("roomy", offering(7)), ("tight", tight(7, batch))):
+    least = tight(7, batch).cluster.memory_capacity_bytes
+    assert least is not None
+    caps = {"roomy": None, "middling": least * 3 // 2, "tight": least}
+    for name, setup in ((name, offering(7, cap)) for name, cap in caps.items()):
         planned = plan_batch(setup.problem(), batch, budget=Evaluations(4000), seed=0)
         assert check(planned.graph, planned.schedule, planned.timeline) == ()
         actions = [action for actions in planned.plan.ranks for action in actions]
         words = {action.strategy for action in actions if action.verb == "F"}
         found[name] = words, any(action.verb == "W" for action in actions)
     assert found["roomy"] == ({"keep"}, True)
-    assert len(found["tight"][0]) > 1
+    assert len(found["middling"][0]) > 1
+    assert found["tight"][0] != {"keep"}
 
 
 def test_recomputation_counts_as_computation() -> None:
@@ -146,6 +150,13 @@ def test_recomputation_counts_as_computation() -> None:
         assert spent == [end - start for start, end in answer.planned_start_ns]
         found = difference(problem, batch, answer, Correction(), measured)
         assert found.computation_s == pytest.approx(0.0, abs=1e-9)
+
+
+def test_where_keeping_does_not_fit_others_are_named() -> None:
+    batch = random_batch(3)
+    setup = msgspec.structs.replace(tight(3, batch), strategies=("keep",))
+    with pytest.raises(InfeasibleError, match="offer strategies that hold less, as recompute does"):
+        plan_batch(setup.problem(), batch, budget=Evaluations(1), seed=0)
 
 
 def test_choices_are_refused_where_batches_are_tuned() -> None:

@@ -119,11 +119,13 @@ def plan_batch(
     InputError, InfeasibleError, PlanError
         When the batch cannot be packed, scheduled, or (a defect) lowered to a plan that verifies.
     """
-    made = (
-        _searched(problem, batch, budget, seed, method)
-        if problem.pipeline is None
-        else _tuned(problem, batch, budget, seed, method)
-    )
+    try:
+        make = _searched if problem.pipeline is None else _tuned
+        made = make(problem, batch, budget, seed, method)
+    except InfeasibleError as error:
+        if problem.costs.strategies != ("keep",):
+            raise
+        raise InfeasibleError(f"{error}; offer strategies that hold less, as recompute does") from error
     settled = settle(made.graph, made.schedule.candidate)
     plan = lower(
         settled.graph,
@@ -220,10 +222,28 @@ class _Made:
 
 
 def _searched(problem: Problem, batch: Batch, budget: StoppingRule, seed: int, method: str) -> _Made:
-    """Pack by policy, then search an order for that packing."""
+    """Pack by policy, then search an order for that packing.
+
+    Where memory is limited, splitting any backward takes room from all: so a half of the budget goes to plans that
+    split none, and the faster plan is taken.
+    """
     packed = packed_batch(batch, problem.model, problem.layout, problem.costs, problem.packing)
+    if not problem.split_backward or problem.capacity_bytes is None:
+        return _ordered(problem, packed, budget, seed, method)
+    half = Share(budget, 0.5)
+    whole = _ordered(problem.whole_backwards(), packed, half, seed, method)
+    try:
+        split = _ordered(problem, packed, half, seed, method)
+    except InfeasibleError:
+        return whole
+    best = min(whole, split, key=lambda made: made.timeline.makespan_ns)
+    bound = min(whole.lower_bound, split.lower_bound, key=lambda bound: bound.ns)
+    return replace(best, lower_bound=bound, evaluations=whole.evaluations + split.evaluations)
+
+
+def _ordered(problem: Problem, packed: Packing, budget: StoppingRule, seed: int, method: str) -> _Made:
     graph = iteration_graph(
-        problem.layout, packed, problem.costs, f"iteration {batch.iteration}", problem.capacity_bytes
+        problem.layout, packed, problem.costs, f"iteration {packed.batch.iteration}", problem.capacity_bytes
     )
     found = solve(graph, budget=budget, seed=seed, method=method)
     return _Made(packed, graph, found.schedule, found.timeline, found.lower_bound, found.evaluations)
