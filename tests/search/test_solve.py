@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeloom.errors import InfeasibleError, InputError
-from pipeloom.search import METHODS, Both, Deadline, Evaluations, family, generate, solve
+from pipeloom.search import METHODS, Both, Deadline, Evaluations, family, generate, kernels, solve, warm_up
 from pipeloom.timeline import check, lower_bound
 from tests.chains import uniform_chain
 from tests.strategies import graphs
@@ -104,3 +104,13 @@ def test_bad_arguments():
 def test_a_pair_that_cannot_fit_is_named():
     with pytest.raises(InfeasibleError, match=r"pair 0 .*rank 0"):
         solve(uniform_chain(2, 2, activation_bytes=9, capacity_bytes=8), budget=Evaluations(1), seed=0)
+
+
+def test_warming_up_reaches_both_climbers(monkeypatch):
+    """Memory may be limited and yet not matter, so both are needed; a kernel compiled in a plan's time is late."""
+    seen = []
+    for name in ("climb", "climb_two"):
+        real = getattr(kernels, name)
+        monkeypatch.setattr(kernels, name, lambda *a, real=real, name=name: seen.append(name) or real(*a))
+    warm_up()
+    assert set(seen) == {"climb", "climb_two"}

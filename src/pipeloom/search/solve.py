@@ -265,6 +265,12 @@ def warm_up(method: str = "default", graph: TaskGraph | None = None) -> None:
     search = Search(example, 0, Evaluations(400).start(), 0)
     portfolio(search)
     local_search(search, until=0.6)
+    search.try_like(search)
+    if graph is None or graph.candidates is not None or graph.capacity_bytes is None:
+        # Also where there is a limit: it may not matter under the candidates that are chosen.
+        free = Search(replace(example, capacity_bytes=None), 0, Evaluations(60).start(), 0)
+        portfolio(free, until=0.5)
+        local_search(free)
     if graph is None or graph.capacity_bytes is not None:
         justify(search, HEAT, until=0.7)
     if graph is None or not can_be_reversed(graph):
