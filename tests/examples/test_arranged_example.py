@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from pipeloom.cli.app import run
-from pipeloom.cli.config import read_config
+from pipeloom.cli.config import read_config, with_chosen_layout
 from pipeloom.cli.train import Run
 from pipeloom.cli.train_layout import given_layout
 from pipeloom.cost import LayerFit, Profile, ProfileCosts
@@ -104,6 +104,8 @@ def test_training_arranges_its_layers_and_takes_layouts_from_files(tmp_path: Pat
     path = config(tmp_path, 'kind = "file"\npath = "layout.json"')
     given = given_layout(Run(path, read_config(path), tmp_path, Console(), to_stderr=False), in_double(NAME))
     assert given == read_layout(layout)
+    chosen = with_chosen_layout(read_config(path)).layout
+    assert (chosen.kind, chosen.path, chosen.ranks) == ("chosen", "", 2)
 
 
 def test_profile_writes_what_arrange_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
