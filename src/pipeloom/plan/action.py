@@ -16,6 +16,10 @@ MEMORY_VERBS = frozenset({"RC", "OF", "LD"})
 """Recomputation and moving, which a task's planned time contains."""
 SEND_VERBS = frozenset({"SF", "SB"})
 RECEIVE_VERBS = frozenset({"RF", "RB"})
+WAIT_VERBS = frozenset({"WF", "WB", "DF", "DB"})
+POST_VERBS = SEND_VERBS | RECEIVE_VERBS
+MESSAGE_VERBS = POST_VERBS | WAIT_VERBS
+"""What is about a message: sent, received, or waited for at either end."""
 
 
 class Action(msgspec.Struct, frozen=True, omit_defaults=True):

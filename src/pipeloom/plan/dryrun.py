@@ -6,8 +6,8 @@ from collections import defaultdict, deque
 from dataclasses import dataclass
 from typing import Literal
 
-from pipeloom.plan.action import SEND_VERBS, Action, ExecutionPlan
-from pipeloom.plan.messages import WAIT_VERBS, Messages, messages_of
+from pipeloom.plan.action import SEND_VERBS, WAIT_VERBS, Action, ExecutionPlan
+from pipeloom.plan.messages import Messages, messages_of
 from pipeloom.plan.text import action_text
 
 Rules = Literal["nccl", "nccl serial", "gloo"]

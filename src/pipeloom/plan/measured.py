@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from pipeloom.plan.action import COMPUTE_VERBS, MEMORY_VERBS, ExecutionPlan
+from pipeloom.plan.action import COMPUTE_VERBS, MEMORY_VERBS, SEND_VERBS, ExecutionPlan
 from pipeloom.plan.messages import messages_of
 from pipeloom.spec import DTYPE_BYTES
 
@@ -96,7 +96,7 @@ class Measured:
             for action, message, (start, end) in zip(actions, messages, times, strict=True):
                 if message is None:
                     continue
-                if action.verb in ("SF", "SB") and action.shape is not None and action.peer is not None:
+                if action.verb in SEND_VERBS and action.shape is not None and action.peer is not None:
                     size = math.prod(action.shape) * DTYPE_BYTES[action.dtype]
                     sent[message, action.peer] = (size, end)
                 elif action.verb in ("WF", "WB"):

@@ -5,10 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from pipeloom.plan.action import RECEIVE_VERBS, SEND_VERBS, Action, ExecutionPlan
-
-WAIT_VERBS = frozenset({"WF", "WB", "DF", "DB"})
-_ABOUT_MESSAGES = SEND_VERBS | RECEIVE_VERBS | WAIT_VERBS
+from pipeloom.plan.action import MESSAGE_VERBS, Action, ExecutionPlan
 
 
 class Message(NamedTuple):
@@ -47,9 +44,7 @@ def messages_of(plan: ExecutionPlan) -> Messages:
     return Messages(
         tuple(
             tuple(
-                number_of.setdefault(_name(action), len(number_of))
-                if action.verb in _ABOUT_MESSAGES
-                else None
+                number_of.setdefault(_name(action), len(number_of)) if action.verb in MESSAGE_VERBS else None
                 for action in actions
             )
             for actions in plan.ranks

@@ -14,14 +14,13 @@ from collections.abc import Iterator
 import numpy as np
 
 from pipeloom.errors import InputError
-from pipeloom.plan.action import Action, ExecutionPlan
+from pipeloom.plan.action import COMPUTE_VERBS, Action, ExecutionPlan
 from pipeloom.spec import Layout
 from pipeloom.taskgraph import KIND_NAMES, NO_TASK, TaskGraph
 from pipeloom.timeline import Schedule
 
 _CELL = re.compile(r"(\d+)(F|I|B|W|UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)(\d*)", re.ASCII)
 _OVERLAPPED = re.compile(r"\(([^()]*)\)OVERLAP_F_B", re.ASCII)
-_COMPUTE = frozenset({"F", "B", "I", "W"})
 _MESSAGE = {"SF": ("SEND_F", 0), "RF": ("RECV_F", 1), "SB": ("SEND_B", 1), "RB": ("RECV_B", 0)}
 """PyTorch's verb, and how far its stage is from the producing chunk."""
 
@@ -125,7 +124,7 @@ def _check_chain(layout: Layout) -> None:
 
 
 def _cell(action: Action, number_of: dict[str, int], communication: bool) -> str:
-    if action.verb in _COMPUTE:
+    if action.verb in COMPUTE_VERBS:
         return f"{number_of[action.chunk]}{action.verb}{action.microbatch}"
     if not communication:
         return ""
@@ -144,10 +143,10 @@ def _compute_of(cell: str, where: str) -> Iterator[_Name]:
     overlapped = _OVERLAPPED.fullmatch(cell)
     for part in overlapped.group(1).split(";") if overlapped else (cell,):
         found = _CELL.fullmatch(part.strip())
-        if found is None or (found.group(2) in _COMPUTE and not found.group(3)):
+        if found is None or (found.group(2) in COMPUTE_VERBS and not found.group(3)):
             raise InputError(where, f"{cell!r} is no action of PyTorch's", "for example 2F0 or 3SEND_F1")
         stage, verb, microbatch = found.groups()
-        if verb in _COMPUTE:
+        if verb in COMPUTE_VERBS:
             yield int(stage), verb, int(microbatch)
 
 

@@ -7,16 +7,13 @@ from typing import NoReturn, get_args
 import msgspec
 
 from pipeloom.errors import InputError
-from pipeloom.plan.action import Action, ExecutionPlan, Verb
+from pipeloom.plan.action import MESSAGE_VERBS, POST_VERBS, Action, ExecutionPlan, Verb
 
 FORMAT = "pipeloom.plan/1"
 _VERBS = frozenset(get_args(Verb))
 _BARE = frozenset({"OS"})
 """Verbs without a chunk."""
 _CHUNK_ONLY = frozenset({"UN", "RG"})
-_MESSAGES = frozenset({"SF", "SB", "RF", "RB"})
-_NAMED = _MESSAGES | {"WF", "WB", "DF", "DB"}
-"""Verbs that speak of a message, and so may name its consumer."""
 _PEER_WORD = {"SF": "to", "SB": "to", "RF": "from", "RB": "from"}
 
 
@@ -174,7 +171,7 @@ def _unit_action(words: list[str], line: int) -> Action:
 def _problem(action: Action) -> str:
     """What an action lacks or has too much, in words; empty where it is whole."""
     verb = action.verb
-    message = verb in _MESSAGES
+    message = verb in POST_VERBS
     if (verb in _BARE) != (not action.chunk):
         return f"{verb} {'takes no' if action.chunk else 'has no'} chunk"
     for name in (action.chunk, action.target):
@@ -190,7 +187,7 @@ def _problem(action: Action) -> str:
         or message != bool(action.dtype)
     ):
         return f"{verb} {'needs' if message else 'takes no'} peer, shape and dtype"
-    if action.target and verb not in _NAMED:
+    if action.target and verb not in MESSAGE_VERBS:
         return f"{verb} takes no target"
     numbers = (action.microbatch, action.sub_microbatch, action.peer or 0, *(action.shape or ()))
     if min(numbers) < 0:

@@ -7,10 +7,10 @@ from typing import NoReturn
 
 from pipeloom.errors import InputError, PlanError
 from pipeloom.packing import Packing
-from pipeloom.plan.action import COMPUTE_VERBS, Action, ExecutionPlan
+from pipeloom.plan.action import COMPUTE_VERBS, WAIT_VERBS, Action, ExecutionPlan
 from pipeloom.plan.collectives import collective_order
 from pipeloom.plan.dryrun import dry_run, grid
-from pipeloom.plan.messages import WAIT_VERBS, Messages, messages_of
+from pipeloom.plan.messages import Messages, messages_of
 from pipeloom.plan.routes import Unit, make_routes
 from pipeloom.plan.text import action_text
 from pipeloom.spec import Layout
@@ -204,7 +204,7 @@ def _check_collectives(plan: ExecutionPlan, layout: Layout, rank: int) -> None:
                 reduced.add(action.chunk)
         elif action.verb == "OS":
             stepped = True
-        elif action.verb in ("F", "B", "I", "W"):
+        elif action.verb in COMPUTE_VERBS:
             if action.chunk in expected["UN"]:
                 _fail(plan, rank, step, "is computed before its parameters are gathered by UN")
             if action.chunk in reduced:
