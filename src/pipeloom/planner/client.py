@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from pipeloom.cost import Correction
-from pipeloom.errors import PipeloomError, PlannerError, check_not_negative
+from pipeloom.errors import PipeloomError, PlannerError, check_count, check_not_negative
 from pipeloom.packing import packing_from_counts
 from pipeloom.plan import BACKENDS, Answer, Delivery, check_shapes, verify
 from pipeloom.planner.courier import Courier
@@ -48,20 +48,28 @@ class Planner:
         Longest wait for a late plan, counted from when it is needed; then the fallback runs.
     start_timeout_s : float
         Longest wait for the planner to compile its kernels before the first iteration.
+    max_missed : int
+        Deadlines in a row that a planner may miss. Then it is taken to hang: it is killed and started again, and once
+        no restart is left, nobody waits for it any more.
     """
 
     setup: Setup
     open_store: Callable[[], HostedStore]
     deadline_s: float = 1.0
     start_timeout_s: float = 120.0
+    max_missed: int = 3
     process: PlannerProcess | None = field(init=False, default=None)
     _courier: Courier[Delivery] | None = field(init=False, default=None, repr=False)
     _problem: Problem = field(init=False, repr=False)
     _submitted: dict[int, Request] = field(init=False, default_factory=dict, repr=False)
+    _num_missed: int = field(init=False, default=0, repr=False)
+    _given_up: str = field(init=False, default="the plan store is lost", repr=False)
+    """Why there is no courier, where there is none."""
 
     def __post_init__(self) -> None:
         """Refuse deadlines that never come."""
         check_not_negative("planner.deadline_s", self.deadline_s)
+        check_count("planner.max_missed", self.max_missed)
         self._problem = self.setup.problem()
 
     def start(self) -> None:
@@ -82,7 +90,7 @@ class Planner:
         return self._is_alive() and self._courier is not None and self._courier.ready
 
     def submit(self, batch: Batch, correction: Correction) -> None:
-        """Hand over the metadata of a coming batch; a dead planner is started again. Returns at once."""
+        """Hand over the metadata of a coming batch; a dead or hanging planner is started again. Returns at once."""
         request = Request(batch, correction)
         self._submitted[batch.iteration] = request
         self._mend()
@@ -106,6 +114,7 @@ class Planner:
         except PlannerError as error:
             return self._fallback(self._submitted.pop(iteration), str(error))
         self._submitted.pop(iteration)
+        self._num_missed = 0
         return delivery.needed_at(needed_ns)
 
     def close(self) -> None:
@@ -121,14 +130,23 @@ class Planner:
         return courier
 
     def _mend(self) -> None:
-        """Start the planner again where it has died, and with a new store where the old one is lost."""
+        """Start the planner again where it has died or hangs, and with a new store where the old one is lost."""
         if self.process is None or self._courier is None:
             return
         lost = bool(self._courier.failure) or self._courier.is_stuck(self.deadline_s)
-        if self.process.is_alive() and not lost:
+        hangs = self._num_missed >= self.max_missed
+        if self.process.is_alive() and not lost and not hangs:
             return
+        self._num_missed = 0
         if not self.process.may_restart():
-            if lost:
+            if hangs:
+                self._given_up = (
+                    f"the planner has missed {self.max_missed} deadlines in a row after "
+                    f"{self.process.num_restarts} restarts, and is done without"
+                )
+                self._courier.close(0.0)
+                self.process.kill()
+            if lost or hangs:
                 self._courier = None
             return
         if lost:
@@ -150,7 +168,7 @@ class Planner:
         while True:
             courier = self._courier
             if courier is None:
-                raise PlannerError("the plan store is lost")
+                raise PlannerError(self._given_up)
             # One look without waiting comes first: what is there may be used, whatever has become of its maker.
             alive, ready = self._is_alive(), courier.ready
             left = self.deadline_s - (time.monotonic_ns() - needed_ns) / 1e9
@@ -164,6 +182,7 @@ class Planner:
             if not ready:
                 raise PlannerError("the planner is still starting")
             if left <= 0:
+                self._num_missed += 1
                 raise PlannerError(f"no plan within the deadline of {self.deadline_s:g} s")
 
     def _accept(self, iteration: int, data: bytes) -> Delivery:

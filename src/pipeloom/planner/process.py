@@ -5,7 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import dataclass, field
+
+# A killed process is gone at once, unless the system itself is stuck with it; then it is left to the system.
+_KILLED_S = 1.0
 
 
 @dataclass
@@ -17,7 +21,7 @@ class PlannerProcess:
     address : str
         ``host:port`` of the store; may be changed before a restart.
     max_restarts : int
-        A planner that dies more often is left alone; training goes on with fallback plans.
+        A planner that dies or hangs more often is done without; training goes on with fallback plans.
     """
 
     address: str
@@ -51,11 +55,17 @@ class PlannerProcess:
         if not self.may_restart():
             return False
         self.num_restarts += 1
-        if self._process is not None and self._process.poll() is None:
-            self._process.kill()
-            self._process.wait()
+        self.kill()
         self.start()
         return True
+
+    def kill(self) -> None:
+        """End the process where it runs, whatever it is at."""
+        if self._process is None or self._process.poll() is not None:
+            return
+        self._process.kill()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(_KILLED_S)
 
     def stop(self, grace_s: float = 2.0) -> None:
         """Wait for the process to end, then make it."""
@@ -64,5 +74,4 @@ class PlannerProcess:
         try:
             self._process.wait(grace_s)
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+            self.kill()

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from pipeloom.plan import COMPUTE_VERBS, WAIT_VERBS
+
 
 class ActionTime(NamedTuple):
     """When one action ran, on the host's monotonic clock."""
@@ -48,9 +50,9 @@ class StepResult:
     @property
     def compute_times(self) -> tuple[ActionTime, ...]:
         """The F, B, I and W alone, in the rank's order: what a schedule has tasks for."""
-        return tuple(t for t in self.times if t.verb in ("F", "B", "I", "W"))
+        return tuple(t for t in self.times if t.verb in COMPUTE_VERBS)
 
     @property
     def waiting_ns(self) -> int:
         """Time spent in waits for messages."""
-        return sum(t.end_ns - t.start_ns for t in self.times if t.verb in ("WF", "WB", "DF", "DB"))
+        return sum(t.end_ns - t.start_ns for t in self.times if t.verb in WAIT_VERBS)

@@ -1,0 +1,120 @@
+"""The trainer's side of the planner, without any process beside this one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import msgspec
+import pytest
+
+from pipeloom.cost import Correction
+from pipeloom.errors import InputError
+from pipeloom.planner import Planner, client
+from pipeloom.planner.messages import Request, decode, encode
+from pipeloom.planner.process import PlannerProcess
+from pipeloom.planner.service import READY, answer_key, answer_request, request_key
+from tests.cases import random_batch
+from tests.planner.cases import MemoryStore, random_setup
+
+
+class Process(PlannerProcess):
+    """Says that it runs, and is ready at once whenever it is started; nobody answers."""
+
+    made: list[Process]
+    store: MemoryStore
+    killed = 0
+    runs = False
+
+    def start(self) -> None:
+        self.runs = True
+
+    def is_alive(self) -> bool:
+        return self.runs
+
+    def kill(self) -> None:
+        self.killed += 1
+        self.runs = False
+
+    def stop(self, grace_s: float = 2.0) -> None:
+        self.runs = False
+
+
+@pytest.fixture
+def processes(monkeypatch: pytest.MonkeyPatch) -> list[Process]:
+    made: list[Process] = []
+
+    def make(address: str) -> Process:
+        made.append(Process(address))
+        return made[-1]
+
+    monkeypatch.setattr(client, "PlannerProcess", make)
+    return made
+
+
+def until(condition: object, seconds: float = 30.0) -> None:
+    give_up = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < give_up
+        time.sleep(0.001)
+
+
+def test_a_planner_that_hangs_is_started_again_and_in_the_end_done_without(processes: list[Process]) -> None:
+    setup, store = random_setup(3), MemoryStore()
+    store.put(READY, b"1")
+    planner = Planner(setup, lambda: store, deadline_s=0.01, max_missed=2)
+    planner.start()
+    (process,) = processes
+    reasons: list[str] = []
+    for iteration in range(14):
+        batch = msgspec.structs.replace(random_batch(iteration), iteration=iteration)
+        planner.submit(batch, Correction())
+        if iteration == 4:
+            # One in between that is answered: deadlines are counted in a row.
+            until(lambda: store.peek(request_key(4)) is not None)
+            request = decode(Request, store.values[request_key(4)])
+            store.put(answer_key(4), encode(answer_request(setup.problem(), setup, request)))
+            planner.deadline_s = 30.0
+        restarted = process.num_restarts
+        delivery = planner.collect(iteration)
+        planner.deadline_s = 0.01
+        reasons.append(delivery.reason)
+        if delivery.reason == "the planner is still starting":
+            until(lambda: store.peek(READY) is None)
+            store.put(READY, b"1")
+            until(lambda: planner.ready)
+        assert process.num_restarts == restarted
+    late, starting = "no plan within the deadline of 0.01 s", "the planner is still starting"
+    done_without = "the planner has missed 2 deadlines in a row after 3 restarts, and is done without"
+    hung = [late, late, starting]
+    assert reasons == [*hung, late, "", *hung, *hung, late, late, done_without]
+    assert process.killed == 4
+    assert not process.runs
+    planner.close()
+
+
+def test_a_planner_that_is_not_to_be_waited_for_at_all_is_refused() -> None:
+    with pytest.raises(InputError, match=r"planner.max_missed: 0 is below 1"):
+        Planner(random_setup(1), MemoryStore, max_missed=0)
+
+
+class Sleeper(PlannerProcess):
+    """A real process that hears nobody."""
+
+    def start(self) -> None:
+        self._process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        os.kill(self._process.pid, signal.SIGSTOP)
+
+
+def test_a_stopped_process_is_ended_in_bounded_time() -> None:
+    process = Sleeper("nowhere:0")
+    process.start()
+    first = process.pid
+    assert process.restart()
+    assert process.pid != first
+    assert process.is_alive()
+    process.stop(grace_s=0.05)
+    assert not process.is_alive()
