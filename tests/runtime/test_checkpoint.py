@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -45,3 +46,70 @@ def test_what_is_no_checkpoint_of_this_model_is_refused(tmp_path: Path) -> None:
 
 def names(run: Run) -> set[str]:
     return {name for name, _ in executor_of(run).named_parameters()}
+
+
+class Counting(torch.optim.Optimizer):
+    """Plain descent with a slot of every sort."""
+
+    def __init__(self, groups: list[dict[str, Any]], rate: float = 0.1) -> None:
+        super().__init__(groups, {"rate": rate, "pair": (0.5, rate), "word": None})
+
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                state["count"] = state.get("count", 0) + 1
+                state["mean"] = 0.5 * state.get("mean", 0.0) + float(parameter.grad.mean())
+                state["last"] = parameter.grad.clone()
+                parameter.data.sub_(parameter.grad, alpha=group["rate"] / state["count"])
+
+
+def grouped(executor: Executor, rate: float = 0.1, num_groups: int = 2) -> Counting:
+    parameters = executor.parameters()
+    groups = [{"params": parameters[i::num_groups]} for i in range(num_groups)]
+    return Counting(groups, rate)
+
+
+def test_options_and_plain_state_of_an_optimiser_are_kept(tmp_path: Path) -> None:
+    executor = executor_of(random_run(3, 1))
+    before = grouped(executor)
+    before.param_groups[0]["rate"] = 1 / 3
+    before.param_groups[1] |= {"initial_rate": 1e-300, "flag": True, "scale": torch.tensor(0.75)}
+    for _ in range(3):
+        for parameter in executor.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        before.step()
+    save_checkpoint(tmp_path, executor, before, 3)
+
+    again = executor_of(random_run(3, 1))
+    after = grouped(again, rate=99.0)
+    after.param_groups[1]["scale"] = torch.tensor(0.0)
+    assert load_checkpoint(tmp_path, again, after) == 3
+    for one, other in zip(before.param_groups, after.param_groups, strict=True):
+        assert {k: v for k, v in one.items() if k != "params"} == {
+            k: v for k, v in other.items() if k != "params"
+        }
+    assert isinstance(after.param_groups[1]["scale"], torch.Tensor)
+    for one, other in zip(executor.parameters(), again.parameters(), strict=True):
+        kept, found = before.state[one], after.state[other]
+        assert torch.equal(kept.pop("last"), found.pop("last"))
+        assert kept == found
+        assert type(found["count"]) is int
+
+    with pytest.raises(
+        InputError, match=r"optimizer.param_groups\[0\]: has '.*' and '.*', which .* different rate"
+    ):
+        load_checkpoint(tmp_path, again, grouped(again, num_groups=1))
+
+
+def test_state_that_no_checkpoint_holds_is_refused(tmp_path: Path) -> None:
+    executor = executor_of(random_run(3, 1))
+    optimizer = grouped(executor)
+    name, parameter = next(iter(executor.named_parameters()))
+    optimizer.state[parameter]["history"] = [object()]
+    with pytest.raises(InputError, match=rf"optimizer.state\['{name}'\]\['history'\]: is a object"):
+        save_checkpoint(tmp_path, executor, optimizer, 1)
+    optimizer.state.clear()
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(7))]})
+    with pytest.raises(InputError, match=r"param_groups\[2\]: has a parameter of shape \(7,\)"):
+        save_checkpoint(tmp_path, executor, optimizer, 1)

@@ -7,6 +7,7 @@ as wholes: other degrees of data and tensor parallelism cut them anew.
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,8 +21,9 @@ from torch.distributed.tensor import DTensor
 
 from pipeloom.errors import InputError
 from pipeloom.runtime.executor import Executor
+from pipeloom.runtime.optimizer_options import give_options, options_by_name
 
-_MODEL, _OPTIMIZER, _ITERATION = "model", "optimizer", "iteration"
+_MODEL, _OPTIMIZER, _OPTIONS, _ITERATION = "model", "optimizer", "optimizer_options", "iteration"
 
 
 def save_checkpoint(
@@ -45,11 +47,20 @@ def save_checkpoint(
         The next one to run.
     group : torch.distributed.ProcessGroup or None
         All processes that train; None: the default group, or a single process.
+
+    Raises
+    ------
+    InputError
+        When the optimiser has state or options that no checkpoint holds: anything but tensors, numbers and strings.
     """
     import torch.distributed.checkpoint as dcp  # slow to import, and seldom needed
 
     state = {f"{_MODEL}.{name}": tensor for name, tensor in _tensors(executor).items()}
     state |= _optimizer_tensors(executor, optimizer)
+    for name, options in options_by_name(executor, optimizer).items():
+        state[f"{_OPTIONS}.{name}"] = torch.frombuffer(
+            bytearray(json.dumps(options).encode()), dtype=torch.uint8
+        )
     state[_ITERATION] = torch.tensor(iteration)
     with _quiet_alone():
         dcp.save(state, storage_writer=dcp.FileSystemWriter(str(path), overwrite=True), process_group=group)  # type: ignore[attr-defined]
@@ -72,7 +83,8 @@ def load_checkpoint(
     Raises
     ------
     InputError
-        When there is no whole checkpoint, or it lacks a tensor or has another shape of it.
+        When there is no whole checkpoint, or it lacks a tensor or has another shape of it, or the optimiser puts
+        parameters into one group that had different options.
     """
     import torch.distributed.checkpoint as dcp  # slow to import, and seldom needed
 
@@ -87,17 +99,25 @@ def load_checkpoint(
             raise InputError(f"{path}: {name}", f"{had}, the model wants {tuple(tensor.shape)}")
     slots = _empty_slots(executor, optimizer, stored)
     state |= slots
+    texts = _empty_texts(executor, optimizer, stored)
+    state |= texts
     state[_ITERATION] = torch.tensor(0)
     with _quiet_alone():
         dcp.load(state, checkpoint_id=str(path), process_group=group)  # type: ignore[attr-defined]
     if optimizer is not None:
+        options = {
+            key.removeprefix(f"{_OPTIONS}."): json.loads(text.numpy().tobytes())
+            for key, text in texts.items()
+        }
         for name, parameter in executor.named_parameters():
             prefix = f"{_OPTIMIZER}.{name}/"
-            found = {
+            found: dict[str, Any] = {
                 key.removeprefix(prefix): value for key, value in slots.items() if key.startswith(prefix)
             }
+            found |= options.get(name, {}).get("state", {})
             if found:
                 optimizer.state[parameter] = found
+        give_options(executor, optimizer, {name: each["group"] for name, each in options.items()})
     return int(state[_ITERATION])
 
 
@@ -131,6 +151,16 @@ def _optimizer_tensors(executor: Executor, optimizer: torch.optim.Optimizer | No
         for slot, value in optimizer.state.get(parameter, {}).items()
         if isinstance(value, Tensor)
     }
+
+
+def _empty_texts(
+    executor: Executor, optimizer: torch.optim.Optimizer | None, stored: dict[str, Any]
+) -> dict[str, Tensor]:
+    """Room for the options of this rank's parameters; a checkpoint of an older version has none."""
+    if optimizer is None:
+        return {}
+    keys = [f"{_OPTIONS}.{name}" for name, _ in executor.named_parameters()]
+    return {key: torch.empty(stored[key].size, dtype=torch.uint8) for key in keys if key in stored}
 
 
 def _empty_slots(
