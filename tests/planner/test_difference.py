@@ -92,6 +92,11 @@ def test_nothing_differs_where_all_is_as_planned(seed: int) -> None:
     total = sum(end - start for start, end in answer.planned_start_ns) / 1e9
     assert sum(k.forward_planned_s + k.backward_planned_s for k in found.kinds) == pytest.approx(total)
     assert sum(k.forward_measured_s + k.backward_measured_s for k in found.kinds) == pytest.approx(total)
+    # Every idle nanosecond has its cause, and where all is as planned, the same one.
+    idle = answer.bubble_share * answer.planned_ns / 1e9
+    assert sum(each.planned_s for each in found.idle) == pytest.approx(idle)
+    for each in found.idle:
+        assert each.measured_s == pytest.approx(each.planned_s)
     assert {k.kind for k in found.kinds} <= set(problem.costs.profile.layers)
 
 
@@ -112,5 +117,8 @@ def test_the_cause_is_found(seed: int) -> None:
     assert on_gpu.shared_cores_s == pytest.approx(0.0, abs=longer * 1e-3)
     mean = mean_difference([slower, shared])
     assert mean.iterations == 2
+    for each, one, other in zip(mean.idle, slower.idle, shared.idle, strict=True):
+        assert each.cause == one.cause == other.cause
+        assert each.measured_s == pytest.approx((one.measured_s + other.measured_s) / 2)
     assert mean.computation_s == pytest.approx((slower.computation_s + shared.computation_s) / 2)
     assert [k.kind for k in mean.kinds] == [k.kind for k in slower.kinds]

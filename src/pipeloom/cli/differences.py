@@ -33,6 +33,10 @@ def difference_page(name: str, found: Difference) -> str:
         ["idle, or waiting for messages", _ms(found.wait_planned_s), _ms(found.wait_measured_s)],
         ["posting messages and other actions", _ms(0.0), _ms(found.posting_s)],
     ]
+    idle = [[each.cause, _ms(each.planned_s), _ms(each.measured_s)] for each in found.idle]
+    idle.append(
+        ["idle in all", *(_ms(sum(getattr(x, k) for x in found.idle)) for k in ("planned_s", "measured_s"))]
+    )
     message = [["one message (median)", _ms(found.message_planned_s), _ms(found.message_measured_s)]]
     return table_page(
         [
@@ -50,6 +54,12 @@ def difference_page(name: str, found: Difference) -> str:
             TableSection(
                 "A rank beside its computation", "Milliseconds of an iteration, mean over ranks.",
                 ("", "planned", "measured"), rank,
+            ),
+            TableSection(
+                "Idle ranks, by cause",
+                "Milliseconds in which a rank computes nothing, mean over ranks, from the first start to the last end of "
+                "computation in an iteration: by what the next task waited for.",
+                ("", "planned", "measured"), idle, frozenset({len(idle) - 1}),
             ),
             TableSection(
                 "Messages",

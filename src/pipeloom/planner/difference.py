@@ -13,15 +13,14 @@ import numpy as np
 
 from pipeloom.cost import Correction, StrategyCost, fit_link
 from pipeloom.packing import Packing, packing_from_counts
-from pipeloom.plan import COMPUTE_VERBS, MEMORY_VERBS, Answer, Measured, MessageTime
+from pipeloom.plan import COMPUTE_VERBS, MEMORY_VERBS, WAIT_VERBS, Answer, Measured, MessageTime
 from pipeloom.planner.plan_batch import Problem
 from pipeloom.planner.replay import answered_graph, task_numbers
 from pipeloom.spec import Batch, Chunk, Workload
 from pipeloom.taskgraph import IntArray, TaskGraph
-from pipeloom.timeline import Schedule, simulate
+from pipeloom.timeline import Schedule, Timeline, bubbles, simulate
 
 _WORK = COMPUTE_VERBS | MEMORY_VERBS
-_WAITS = frozenset({"WF", "WB", "DF", "DB"})
 
 
 class KindTime(msgspec.Struct, frozen=True):
@@ -33,6 +32,14 @@ class KindTime(msgspec.Struct, frozen=True):
     forward_measured_s: float
     backward_planned_s: float
     backward_measured_s: float
+
+
+class IdleTime(msgspec.Struct, frozen=True):
+    """Seconds of an iteration that a rank idles for one cause, mean over ranks; see `pipeloom.timeline.Bubbles`."""
+
+    cause: str
+    planned_s: float
+    measured_s: float
 
 
 class Difference(msgspec.Struct, frozen=True):
@@ -65,6 +72,8 @@ class Difference(msgspec.Struct, frozen=True):
     """Median of the messages that their receivers were there for before they came."""
     num_messages: int
     kinds: tuple[KindTime, ...]
+    idle: tuple[IdleTime, ...] = ()
+    """Idle time by cause: what the order of tasks and the graph explain, in the plan and as it was measured."""
 
 
 def difference(
@@ -91,8 +100,9 @@ def difference(
     )
     planned, found = np.zeros(graph.num_tasks, np.int64), np.zeros(graph.num_tasks, np.int64)
     tasks = np.concatenate(order)
-    planned[tasks] = [end - start for start, end in answer.planned_start_ns]
-    found[tasks] = [end - start for start, end in measured.compute_ns(answer.plan)]
+    planned_ns, found_ns = answer.planned_start_ns, measured.compute_ns(answer.plan)
+    planned[tasks] = [end - start for start, end in planned_ns]
+    found[tasks] = [end - start for start, end in found_ns]
     waits, posts, shares = _beside_computation(answer, measured)
 
     messages = measured.messages(answer.plan)
@@ -115,6 +125,7 @@ def difference(
         message_planned_s=_planned_message(problem.corrected(correction), messages),
         message_measured_s=median([m.under_way_ns / 1e9 for m in waited_for] or [0.0]),
         num_messages=len(messages), kinds=_by_kind(problem, batch, answer, correction, graph, planned, found),
+        idle=_idle_times(graph, tasks, planned_ns, found_ns),
     )  # fmt: skip
 
 
@@ -125,6 +136,10 @@ def mean_difference(found: Sequence[Difference]) -> Difference:
         for kind in each.kinds:
             for i, seconds in enumerate(msgspec.structs.astuple(kind)[1:]):
                 sums[kind.kind][i] += seconds / len(found)
+    idle = {
+        cause: [fmean(column) for column in zip(*seconds, strict=True)]
+        for cause, seconds in _by_cause(found).items()
+    }
     means = {
         name: fmean(getattr(each, name) for each in found)
         for name in Difference.__struct_fields__
@@ -132,8 +147,43 @@ def mean_difference(found: Sequence[Difference]) -> Difference:
     }
     return Difference(
         iterations=len(found), num_messages=round(fmean(each.num_messages for each in found)),
-        kinds=tuple(KindTime(kind, *seconds) for kind, seconds in sums.items()), **means,
+        kinds=tuple(KindTime(kind, *seconds) for kind, seconds in sums.items()),
+        idle=tuple(IdleTime(cause, *seconds) for cause, seconds in idle.items()), **means,
     )  # fmt: skip
+
+
+def _by_cause(found: Sequence[Difference]) -> dict[str, list[tuple[float, float]]]:
+    rows: dict[str, list[tuple[float, float]]] = {}
+    for each in found:
+        for idle in each.idle:
+            rows.setdefault(idle.cause, []).append((idle.planned_s, idle.measured_s))
+    return rows
+
+
+def _idle_times(
+    graph: TaskGraph, tasks: IntArray, *times_ns: Sequence[tuple[int, int]]
+) -> tuple[IdleTime, ...]:
+    """Attribute the ranks' idle time under the planned and under the measured times of some tasks."""
+    columns = []
+    for each in times_ns:
+        start, end = np.zeros(graph.num_tasks, np.int64), np.zeros(graph.num_tasks, np.int64)
+        start[tasks], end[tasks] = np.array(each, np.int64).reshape(-1, 2).T
+        found = bubbles(graph, Timeline(start, end))
+        columns.append(
+            {
+                "before the first task": found.warm_up_ns,
+                "after the last task": found.cool_down_ns,
+                "the task waited for ran on another rank": found.waiting_ns.sum(axis=1),
+                "its result was under way": found.transfer_ns,
+                "another task was ready, but did not fit into memory": found.memory_ns,
+                "another task was ready: the order let it wait, or the rank was held up": found.order_ns,
+            }
+        )
+    planned, measured = columns
+    return tuple(
+        IdleTime(cause, float(ns.mean()) / 1e9, float(measured[cause].mean()) / 1e9)
+        for cause, ns in planned.items()
+    )
 
 
 def _beside_computation(answer: Answer, measured: Measured) -> tuple[list[float], list[float], list[float]]:
@@ -141,7 +191,7 @@ def _beside_computation(answer: Answer, measured: Measured) -> tuple[list[float]
     waits, posts, shares = [], [], []
     for actions, times, cpu_ns in zip(answer.plan.ranks, measured.times_ns, measured.cpu_ns, strict=True):
         spent = (times[:, 1] - times[:, 0]).tolist()
-        waited = sum(ns for action, ns in zip(actions, spent, strict=True) if action.verb in _WAITS)
+        waited = sum(ns for action, ns in zip(actions, spent, strict=True) if action.verb in WAIT_VERBS)
         computed = sum(ns for action, ns in zip(actions, spent, strict=True) if action.verb in _WORK)
         busy = sum(spent) - waited
         waits.append(waited / 1e9)
