@@ -20,8 +20,7 @@ from pipeloom.planner import Planner, Request, Setup, answer_of, plan_batch
 from pipeloom.planner.messages import encode
 from pipeloom.report import markdown_table
 from pipeloom.runtime import Model, Module, TcpPlanStore, Trainer, launch
-from pipeloom.runtime.broadcast import broadcast_bytes
-from pipeloom.runtime.trainer import unpack_answer
+from pipeloom.runtime.broadcast import broadcast_bytes, unpack_answer
 from pipeloom.search import Evaluations
 from pipeloom.spec import Batch
 

@@ -119,10 +119,11 @@ class Plain(nn.Module):
 MIDDLE: tuple[Callable[[], nn.Module], ...] = (Residual, Residual, Mean, Tied, Plain)
 
 
-def real_model(rng: random.Random, spec: ModelSpec) -> Model:
-    """Layers for a spec, with random weights in double precision."""
+def real_model(rng: random.Random, spec: ModelSpec, tied: tuple[str, ...] = ()) -> Model:
+    """Layers for a spec, with random weights in double precision; some layers of the ``tied`` modules share weights."""
     torch.manual_seed(rng.randrange(10**9))
     modules = tuple(_module(rng, spec, module) for module in spec.modules)
+    tie(rng, [layer for module in modules if module.name in tied for layer in module.layers])
     reads = spec.modules[-1].reads
 
     def loss(output: Tensor, part: Part) -> Tensor:
@@ -130,6 +131,20 @@ def real_model(rng: random.Random, spec: ModelSpec) -> Model:
         return (output * features(part, reads).cos()).sin().square().sum()
 
     return Model(modules, loss, lambda document: float(len(document.sequence)), name=spec.name)
+
+
+def tie(rng: random.Random, layers: Sequence[nn.Module]) -> None:
+    """Let every second layer of those with a square weight take that of another one."""
+    owners = [
+        (inner, name)
+        for layer in layers
+        for inner in layer.modules()
+        for name, parameter in inner.named_parameters(recurse=False)
+        if parameter.shape == (WIDTH, WIDTH)
+    ]
+    rng.shuffle(owners)
+    for (one, name), (other, other_name) in zip(owners[::2], owners[1::2], strict=False):
+        setattr(other, other_name, getattr(one, name))
 
 
 def _module(rng: random.Random, spec: ModelSpec, module: ModuleSpec) -> Module:
@@ -226,14 +241,17 @@ class Run:
     documents: list[Document]
 
 
-def random_run(seed: int, num_ranks: int | None = None, *, replicate: bool = False, **options: Any) -> Run:
-    """Everything from a seed; where asked, about half of the encoders lie whole on every rank."""
+def random_run(
+    seed: int, num_ranks: int | None = None, *, replicate: bool = False, tied: bool = False, **options: Any
+) -> Run:
+    """Everything from a seed; where asked, half of the encoders lie whole on every rank, or layers share weights."""
     rng = random.Random(f"run {seed}")
     spec = random_model(rng)
     if replicate:
         options["replicated"] = tuple(m.name for m in spec.modules[:-1] if rng.random() < 0.5)
     case = random_case(seed, num_ranks, model=spec, **options)
-    model = real_model(rng, spec)
+    sharing = [m.name for m in spec.modules if not m.frozen and m.name not in options.get("replicated", ())]
+    model = real_model(rng, spec, tuple(sharing) if tied else ())
     return Run(case, model, random_documents(rng, case.packing.batch))
 
 
@@ -248,11 +266,15 @@ def expected(run: Run) -> tuple[float, Gradients]:
 
 def take_gradients(model: Model) -> Gradients:
     """Gradients by name; the model is left without."""
-    found = {}
-    for module in model.modules:
-        for i, layer in enumerate(module.layers):
-            for name, parameter in layer.named_parameters():
-                found[f"{module.name}.{i}.{name}"], parameter.grad = parameter.grad, None
+    parameters = {
+        f"{module.name}.{i}.{name}": parameter
+        for module in model.modules
+        for i, layer in enumerate(module.layers)
+        for name, parameter in layer.named_parameters()
+    }
+    found = {name: parameter.grad for name, parameter in parameters.items()}
+    for parameter in parameters.values():
+        parameter.grad = None
     return found
 
 

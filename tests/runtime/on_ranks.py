@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 
 from pipeloom.packing import PackingSpec, pack
+from pipeloom.plan import verify
+from pipeloom.plan.dryrun import dry_run
 from pipeloom.runtime import (
     BatchedTransport,
     Executor,
@@ -19,7 +21,9 @@ from pipeloom.runtime import (
     all_reduce_gradients,
     load_checkpoint,
     save_checkpoint,
+    sums_over_ranks,
 )
+from pipeloom.runtime.tied import SumOver
 from pipeloom.runtime.transport import Handle, Transport
 from pipeloom.runtime.waiting import FirstPlan
 from tests.plan.cases import (
@@ -34,42 +38,82 @@ from tests.plan.cases import (
 
 from .cases import Run, assert_equal_gradients, expected, random_run, take_gradients
 
+SUMS = 10**6
+"""A tag that no plan has."""
 
-def run_many(seeds: list[int], options: dict[str, Any], tag_zero: bool = False) -> dict[str, int]:
-    """Run random iterations of one to all ranks, tags and tag 0 by turns; raise for the first that is not exact."""
-    groups = [dist.new_group(list(range(size))) for size in range(1, dist.get_world_size() + 1)]
-    counts = {"iterations": 0, "sent_bytes": 0, "recomputed": 0}
+
+def run_many(
+    seeds: list[int], options: dict[str, Any], fewest: int = 1, tag_zero: bool = False
+) -> dict[str, int]:
+    """Run random iterations of ``fewest`` to all ranks, tags and tag 0 by turns; raise for the first that is not exact.
+
+    Some models have layers that share weights; of some iterations the gradients are left for a second run to add to.
+    """
+    sizes = range(fewest, dist.get_world_size() + 1)
+    groups = {size: dist.new_group(list(range(size))) for size in sizes}
+    counts = {"iterations": 0, "verified": 0, "sent_bytes": 0, "recomputed": 0, "tied": 0}
     for seed in seeds:
-        num_ranks = seed % len(groups) + 1
+        num_ranks = sizes[seed % len(sizes)]
+        run = random_run(seed, num_ranks, replicate=seed % 3 == 0, tied=seed % 5 == 0, **options)
         if dist.get_rank() >= num_ranks:
             continue
-        run = random_run(seed, num_ranks, replicate=seed % 3 == 0, **options)
+        sum_tied = sums_in(groups[num_ranks])
+        if num_ranks == dist.get_world_size():
+            # Only here do all processes come by to make groups.
+            sum_tied = sums_over_ranks(run.model, run.case.layout) or sum_tied
         _, wanted = expected(run)
-        use_tags = not tag_zero and seed // len(groups) % 2 == 0
+        use_tags = not tag_zero and seed // len(sizes) % 2 == 0
         # With and without joining messages; the plans for it are legal for the others too.
-        kind = BatchedTransport if seed // len(groups) % 3 == 0 else TorchTransport
-        transport = kind(groups[num_ranks - 1], use_tags=use_tags)
-        if seed < 2 * len(groups):
+        kind = BatchedTransport if seed // len(sizes) % 3 == 0 else TorchTransport
+        transport = kind(groups[num_ranks], use_tags=use_tags)
+        if seed < 2 * len(sizes):
             transport.connect("cpu")
         plan = run.case.serial_plan if kind is BatchedTransport else run.case.plan
+        if seed % num_ranks == dist.get_rank():
+            # Each by one of its ranks, under the rules of NCCL and gloo, and of the transport.
+            verify(plan, run.case.layout, run.case.packing, serial=kind is BatchedTransport)
+            assert dry_run(plan, "gloo") is None
+            counts["verified"] += 1
         executor = Executor(
             run.model,
             run.case.layout,
             dist.get_rank(),
             transport,
-            reduce_gradients=all_reduce_gradients(run.case.layout, pipeline=groups[num_ranks - 1]),
+            reduce_gradients=all_reduce_gradients(run.case.layout, pipeline=groups[num_ranks]),
+            sum_tied=sum_tied,
         )
-        result = executor.run(plan, run.case.packing, run.documents)
+        times = 2 if seed % 4 == 0 else 1
+        for _ in range(times):
+            result = executor.run(plan, run.case.packing, run.documents)
         mine = {name for name, _ in executor.named_parameters()}
         found = take_gradients(run.model)
+        scaled = {name: None if (g := wanted[name]) is None else times * g for name in mine}
         try:
-            assert_equal_gradients({n: found[n] for n in mine}, {n: wanted[n] for n in mine})
+            assert_equal_gradients({n: found[n] for n in mine}, scaled)
         except AssertionError as error:
             raise AssertionError(f"seed {seed}: {error}") from error
         counts["iterations"] += 1
         counts["sent_bytes"] += result.sent_bytes
         counts["recomputed"] += result.num_recomputed
+        counts["tied"] += len(executor.tied)
     return counts
+
+
+def sums_in(group: Any) -> SumOver:
+    """Sums over some ranks of a group without groups of their own: each sends its share to all others."""
+
+    def sum_over(ranks: tuple[int, ...], tensor: torch.Tensor) -> None:
+        others = [rank for rank in ranks if rank != dist.get_rank()]
+        mine = tensor.clone()
+        sent = [dist.isend(mine, rank, group=group, tag=SUMS) for rank in others]
+        for rank in others:
+            theirs = torch.empty_like(mine)
+            dist.recv(theirs, rank, group=group, tag=SUMS)
+            tensor += theirs
+        for work in sent:
+            work.wait()
+
+    return sum_over
 
 
 class Hanging:

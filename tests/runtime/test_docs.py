@@ -26,9 +26,9 @@ def test_the_model_of_the_page_runs_and_is_exact() -> None:
     exec(code, names)
     model: Model = names["model"]
     samples = [
-        (torch.tensor([5, 0, 7, 0]), [torch.randn(8), torch.randn(8)]),
-        (torch.tensor([9, 3, 8]), []),
-        (torch.tensor([0, 2]), [torch.randn(8)]),
+        (torch.tensor([5, 0, 7, 0]), [torch.randn(8), torch.randn(8)], "a"),
+        (torch.tensor([9, 3, 8]), [], "b"),
+        (torch.tensor([0, 2]), [torch.randn(8)], "c"),
     ]
     batch = batch_from_dicts([names["describe"](sample) for sample in samples])
     placements = {"vision": ModulePlacement(1, 1), "lm": ModulePlacement(2)}

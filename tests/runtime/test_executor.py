@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+import re
 from dataclasses import replace
 
 import pytest
@@ -12,6 +13,7 @@ from pipeloom.packing import Microbatch, Packing, PackingSpec, SubMicrobatch, pa
 from pipeloom.plan import Action, ExecutionPlan, boundary_shapes, lower
 from pipeloom.runtime import Executor, Model, Module, ThreadHub
 from pipeloom.runtime.blocks import block_bounds
+from pipeloom.runtime.tied import tied_over_ranks
 from pipeloom.spec import Batch, Chunk, Layout, ModuleLayout, Sample, TensorShape, Workload
 from pipeloom.taskgraph import build_graph
 from tests.plan.cases import EVERY_STRATEGY, RandomCosts, earliest, random_schedule
@@ -256,3 +258,148 @@ def test_autocast_holds_in_the_forward_and_when_recomputed(strategy: str) -> Non
     assert set(seen) == {torch.bfloat16}
     assert len(seen) == (2 if strategy in ("keep", "offload") else 4)
     assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in executor.parameters())
+
+
+def test_weights_tied_over_ranks_are_refused_where_nobody_sums_them() -> None:
+    found = 0
+    for seed in range(60):
+        run = random_run(seed, 3, tied=True)
+        tied = tied_over_ranks(run.model, run.case.layout)
+        for each in tied:
+            chunk_of = [chunk_with(run.case.layout, name) for name in each.names]
+            assert each.ranks == tuple(sorted({chunk.rank for chunk in chunk_of}))
+            assert len(each.ranks) > 1
+        if tied:
+            found += 1
+            one, other = map(re.escape, tied[0].names[:2])
+            with pytest.raises(
+                InputError, match=f"parameter '{one}': is one with '{other}' .tied., and they lie on"
+            ):
+                Executor(run.model, run.case.layout, 0, ThreadHub().transport(0))
+    assert found > 5
+
+
+def chunk_with(layout: Layout, name: str) -> Chunk:
+    module, layer, _ = name.split(".", 2)
+    return next(c for c in layout.chunks if c.module == module and c.layers[0] <= int(layer) <= c.layers[1])
+
+
+def test_tied_weights_that_cannot_be_trained_alike_are_refused() -> None:
+    def square(**names: bool) -> Model:
+        """Two modules with one weight; given are those that are frozen."""
+        one, other = nn.Linear(3, 3), nn.Linear(3, 3)
+        other.weight = one.weight
+        shape = TensorShape(("tokens", 3), "float32")
+        first = Module("first", [one], reads="text", inputs=lambda _: torch.zeros(1, 3), hidden=shape, output=shape,
+                       frozen=names.get("first", False))  # fmt: skip
+        last = Module("last", [other], reads="text", after=("first",), hidden=shape, output=shape,
+                      frozen=names.get("last", False))  # fmt: skip
+        return Model([first, last], lambda x, _: x.sum(), lambda _: 1.0)
+
+    def layout(model: Model, everywhere: bool = False) -> Layout:
+        modules = tuple(
+            ModuleLayout(
+                m.name,
+                m.after,
+                m.frozen,
+                None,
+                "replicated" if everywhere and m.name == "first" else "pipelined",
+            )
+            for m in model.modules
+        )
+        chunks = [Chunk("first", (0, 0), 0), Chunk("last", (0, 0), 1)]
+        if everywhere:
+            chunks.insert(1, Chunk("first", (0, 0), 1))
+        return Layout(2, modules, tuple(chunks))
+
+    model = square()
+    assert model.tied == (("first.0.weight", "last.0.weight"),)
+    assert [each.ranks for each in tied_over_ranks(model, layout(model))] == [(0, 1)]
+    half = square(first=True)
+    with pytest.raises(
+        InputError, match=r"'first.0.weight': is one with 'last.0.weight', frozen in one module"
+    ):
+        tied_over_ranks(half, layout(half))
+    with pytest.raises(InputError, match="one module lies on all ranks and the other is pipelined"):
+        tied_over_ranks(model, layout(model, everywhere=True))
+    model.modules[1].layers[0].weight = nn.Parameter(torch.zeros(3, 3))
+    with pytest.raises(InputError, match="something has torn them apart"):
+        tied_over_ranks(model, layout(model))
+
+
+class Dropping(nn.Module):
+    """A layer with dropout behind it."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer, self.drop = layer, nn.Dropout(0.4)
+
+    def forward(self, *args: Tensor, **context: Tensor) -> Tensor:
+        return self.drop(self.layer(*args, **context))
+
+
+def with_dropout(run: Run, share: float, seed: int) -> Run:
+    """The same, with dropout in some layers."""
+    rng = random.Random(seed)
+    modules = tuple(
+        replace(m, layers=[Dropping(layer) if rng.random() < share else layer for layer in m.layers])
+        for m in run.model.modules
+    )
+    return replace(run, model=Model(modules, run.model.loss, run.model.num_targets))
+
+
+def run_alone(run: Run, plan: ExecutionPlan, **options: int | None) -> tuple[float, list[Tensor | None]]:
+    executor = Executor(run.model, run.case.layout, 0, ThreadHub().transport(0), **options)
+    for _ in range(2):
+        take_gradients(run.model)
+        result = executor.run(plan, run.case.packing, run.documents)
+    return result.loss_sum, list(take_gradients(run.model).values())
+
+
+def test_dropout_falls_alike_under_every_plan() -> None:
+    num_changed = 0
+    for seed in range(6):
+        run = with_dropout(random_run(seed, 1, strategies=EVERY_STRATEGY), 0.5, seed)
+        case, shapes = run.case, boundary_shapes(run.case.model, run.case.layout)
+        plans = []
+        for _ in range(2):
+            schedule = random_schedule(random.Random(f"{seed} {len(plans)}"), case.graph)
+            graph = (
+                case.graph if schedule.candidate is None else case.graph.with_candidates(schedule.candidate)
+            )
+            plans.append(
+                lower(
+                    case.graph, schedule, earliest(graph, schedule), case.layout, case.packing, shapes, seed
+                )
+            )
+        torch.manual_seed(seed)
+        state = torch.get_rng_state()
+        loss, gradients = run_alone(run, plans[0], random_seed=7)
+        again, others = run_alone(run, plans[1], random_seed=7)
+        assert torch.equal(state, torch.get_rng_state()), "who draws outside sees nothing of it"
+        assert again == pytest.approx(loss, rel=1e-12)
+        for one, other in zip(gradients, others, strict=True):
+            assert (one is None) == (other is None)
+            if one is not None and other is not None:
+                assert torch.allclose(one, other, rtol=1e-10, atol=1e-12)
+        num_changed += run_alone(run, plans[0], random_seed=8)[0] != pytest.approx(loss, rel=1e-6)
+        num_changed += run_alone(run, plans[0], random_seed=None)[0] != pytest.approx(loss, rel=1e-6)
+    assert num_changed >= 9
+
+
+def test_only_chunks_that_draw_are_seeded() -> None:
+    run = random_run(5, 1)
+    executor = one_rank(run)
+    assert executor.draws is not None
+    executor.run(run.case.plan, run.case.packing, run.documents)
+    assert executor.draws.silent == set(executor.layers)
+    # Dropout begins later: an iteration afterwards it is seeded.
+    late = with_dropout(run, 1.0, 0)
+    for number, layers in executor.layers.items():
+        chunk = run.case.layout.chunks[number]
+        layers[:] = late.model.module(chunk.module).layers[chunk.layers[0] : chunk.layers[1] + 1]
+    executor.run(run.case.plan, run.case.packing, run.documents)
+    assert executor.draws.silent == set()
+    results = [executor.run(run.case.plan, run.case.packing, run.documents).loss_sum for _ in range(2)]
+    assert results[0] == results[1]
+    assert executor.draws.silent == set()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -64,7 +65,7 @@ def train_rank(
     path = Path(config_path)
     config = msgspec.structs.replace(read_config(path), iterations=iterations)
     task = load_task(config, path)
-    setup = msgspec.json.decode(Path(setup_path).read_bytes(), type=Setup)
+    setup = read_setup(Path(setup_path))
     model = build_model(task, config)
     planner = Planner(setup, TcpPlanStore.host, deadline_s=config.planner.deadline_s)
     optimizer, costs = config.optimizer, setup.costs
@@ -83,6 +84,7 @@ def train_rank(
         loads=lambda batch: cost_loads(batch, setup.model, setup.layout, costs),
         device=group_device(),
         autocast=AUTOCAST[config.runtime.autocast],
+        random_seed=config.seed,
     )
     first = trainer.resume() if resume else 0
     batches = untrained_batches(trainer, task, config, first)
@@ -107,6 +109,23 @@ def train_rank(
     if hasattr(task, "evaluate"):
         summary = recorder.write(with_evaluation(summary, task, model))
     console.print(closing_tables(summary))
+
+
+def read_setup(path: Path) -> Setup:
+    """Read what rank 0 has prepared for all ranks.
+
+    Raises
+    ------
+    InputError
+        When it is not there: on another host, most likely.
+    """
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Setup)
+    except OSError as error:
+        raise InputError(
+            str(path.absolute()), f"cannot be read on host {socket.gethostname()} ({error.strerror}), rank 0 wrote it",
+            "with several hosts, let --runs be a folder that all of them share",
+        ) from error  # fmt: skip
 
 
 def untrained_batches(

@@ -3,13 +3,16 @@
 from pipeloom.plan.action import (
     COMPUTE_VERBS,
     MEMORY_VERBS,
+    POST_VERBS,
     RECEIVE_VERBS,
     SEND_VERBS,
+    WAIT_VERBS,
     Action,
     ExecutionPlan,
     Verb,
 )
 from pipeloom.plan.backend import BACKENDS, Backend, BackendName, backend_of
+from pipeloom.plan.collectives import collective_order
 from pipeloom.plan.delivery import Answer, Delivery, PackingCounts, packing_counts
 from pipeloom.plan.joined import joined_posts
 from pipeloom.plan.lower import lower, strategy_word
@@ -34,8 +37,10 @@ __all__ = [
     "BACKENDS",
     "COMPUTE_VERBS",
     "MEMORY_VERBS",
+    "POST_VERBS",
     "RECEIVE_VERBS",
     "SEND_VERBS",
+    "WAIT_VERBS",
     "Action",
     "Answer",
     "Backend",
@@ -55,6 +60,7 @@ __all__ = [
     "backend_of",
     "boundary_shapes",
     "check_shapes",
+    "collective_order",
     "from_msgpack",
     "from_text",
     "handed_workload",

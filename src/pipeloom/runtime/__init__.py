@@ -15,9 +15,11 @@ from pipeloom.runtime.reference import run_undivided
 from pipeloom.runtime.result import ActionTime, StepResult
 from pipeloom.runtime.resume import Checkpoints
 from pipeloom.runtime.sharding import shard_layers
+from pipeloom.runtime.step_report import StepReport
 from pipeloom.runtime.store import TcpPlanStore
+from pipeloom.runtime.tied import sums_over_ranks
 from pipeloom.runtime.torchrun import Worker, join_workers, this_worker
-from pipeloom.runtime.trainer import StepReport, Trainer
+from pipeloom.runtime.trainer import Trainer
 from pipeloom.runtime.transport import BatchedTransport, ThreadHub, TorchTransport, Transport
 
 __all__ = [
@@ -58,6 +60,7 @@ __all__ = [
     "save_checkpoint",
     "shard_layers",
     "step_durations",
+    "sums_over_ranks",
     "this_worker",
     "user_code",
 ]

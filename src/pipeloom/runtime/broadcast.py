@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
+
+from pipeloom.packing import Packing, packing_from_counts
+from pipeloom.plan import Answer
+from pipeloom.spec import Batch, Layout, ModelSpec
 
 AT_ONCE = 256 * 1024
 """Bytes that travel with their length: about 5000 actions."""
@@ -28,3 +33,10 @@ def broadcast_bytes(data: bytes | None, group: dist.ProcessGroup | None = None) 
         rest[:] = np.frombuffer(data, np.uint8, offset=AT_ONCE)
     dist.broadcast(torch.from_numpy(rest), group=group, group_src=0)
     return head + rest.tobytes()
+
+
+def unpack_answer(data: bytes, batch: Batch, model: ModelSpec, layout: Layout) -> tuple[Answer, Packing]:
+    """What a rank makes of the bytes that rank 0 hands out; rank 0 has checked them."""
+    answer = msgspec.msgpack.decode(data, type=Answer)
+    counts = answer.packing
+    return answer, packing_from_counts(batch, model, layout, counts.samples, counts.counts)

@@ -11,8 +11,9 @@ from torch.distributed.tensor import DTensor
 
 from pipeloom.errors import ExecutionError, InputError, PipeloomError
 from pipeloom.packing import Packing
-from pipeloom.plan import ExecutionPlan, action_text
+from pipeloom.plan import ExecutionPlan, action_text, collective_order
 from pipeloom.runtime.blocks import kept_casts
+from pipeloom.runtime.draws import Draws
 from pipeloom.runtime.iteration import Iteration
 from pipeloom.runtime.lanes import StalledError, lane_for
 from pipeloom.runtime.model import Model
@@ -20,6 +21,7 @@ from pipeloom.runtime.program import Linker, Program
 from pipeloom.runtime.reduce import ReduceGradients
 from pipeloom.runtime.result import ActionTime, StepResult
 from pipeloom.runtime.sharding import sharded_modules
+from pipeloom.runtime.tied import SumOver, tied_over_ranks
 from pipeloom.runtime.transport import Transport, joins
 from pipeloom.spec import Layout
 
@@ -44,6 +46,19 @@ class Executor:
     timeout_s : float or None
         On a GPU: an iteration that comes to no further action for so long has failed; None: wait on. On the CPU the
         waits of the transport are bounded by its own timeout.
+    sum_tied : callable or None
+        Sums gradients of parameters that layers on several ranks share, see `sums_over_ranks`. Without it a model
+        that has such parameters is refused.
+    random_seed : int or None
+        What layers draw at random depends on this, the iteration, the samples and the layers, and not on the plan; the
+        same on all ranks. None: they draw from the process's generator in the order of the plan.
+
+    Attributes
+    ----------
+    tied : tuple of Tied
+        Parameters of this rank that other ranks hold too.
+    held_before : frozenset of str
+        Their names where a rank before this one holds them: what counts once counts there.
     """
 
     def __init__(
@@ -57,15 +72,31 @@ class Executor:
         reduce_gradients: ReduceGradients | None = None,
         autocast: torch.dtype | None = None,
         timeout_s: float | None = None,
+        sum_tied: SumOver | None = None,
+        random_seed: int | None = 0,
     ) -> None:
         if not 0 <= rank < layout.num_ranks:
             raise InputError("rank", f"{rank} is not in 0..{layout.num_ranks - 1}")
         _check_layout(model, layout)
+        tied = tied_over_ranks(model, layout)
+        if tied and sum_tied is None:
+            raise InputError(
+                f"parameter {tied[0].names[0]!r}",
+                f"is one with {tied[0].names[1]!r} (tied), and they lie on ranks {', '.join(map(str, tied[0].ranks))}",
+                "give Executor sum_tied=sums_over_ranks(model, layout), lay both layers on one rank, or do not share",
+            )
+        self.tied, self.sum_tied = tuple(each for each in tied if rank in each.ranks), sum_tied
+        self.held_before = frozenset(
+            name for each in self.tied if rank > each.ranks[0] for name in each.names
+        )
         self.model, self.layout, self.rank, self.transport = model, layout, rank, transport
         self.device = _with_index(torch.device(device))
         self.lane = lane_for(transport, self.device)
         self.reduce_gradients, self.autocast, self.timeout_s = reduce_gradients, autocast, timeout_s
+        self.draws = None if random_seed is None else Draws(random_seed, self.device)
         self._linker = Linker(layout, model, rank)
+        self.reduced_chunks = collective_order(layout, rank).reduce
+        """Chunks of this rank whose gradients are summed over others that hold them."""
         self.layers: dict[int, list[nn.Module]] = {}
         """Per chunk of this rank, its layers."""
         for number, chunk in enumerate(layout.chunks):
@@ -166,6 +197,8 @@ class Executor:
                 f"rank {self.rank}: the batch has {normaliser} {self.model.targets}; give it at least one"
             )
         iteration = Iteration(self, program, samples, optimizer_step, normaliser)
+        if self.draws is not None:
+            self.draws.begin(program.plan.iteration, program.packing)
         clock = self.lane.stamp
         stamps = [clock()]
         step = 0
@@ -177,6 +210,8 @@ class Executor:
                     step += 1
                 # A plan need not have an optimiser step.
                 iteration.settle()
+            if self.draws is not None:
+                self.draws.end()
             moments = self.lane.times(stamps, self.timeout_s)
         except StalledError as error:
             raise ExecutionError(f"{self._where(program, max(0, error.num_reached - 1))}: {error}") from error

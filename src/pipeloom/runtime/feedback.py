@@ -17,19 +17,33 @@ _RATE = 0.1
 
 
 def gather_times(
-    plan: ExecutionPlan, own: Sequence[ActionTime], cpu_ns: int, group: dist.ProcessGroup | None = None
+    plan: ExecutionPlan,
+    own: Sequence[ActionTime],
+    cpu_ns: int,
+    group: dist.ProcessGroup | None = None,
+    ahead_ns: int = 0,
 ) -> Measured | None:
     """Bring the measured times of a pipeline's ranks to its first; None on the others. All ranks call it together.
 
-    Clock readings are comparable because all ranks of one machine share the monotonic clock. ``cpu_ns`` is processor
-    time of the thread that ran the actions; -1 where another device computed.
+    Parameters
+    ----------
+    plan : ExecutionPlan
+    own : sequence of ActionTime
+        Of this rank.
+    cpu_ns : int
+        Processor time of the thread that ran the actions; -1 where another device computed.
+    group : ProcessGroup or None
+        The pipeline; None: the default group.
+    ahead_ns : int
+        By how much this rank's clock is ahead of the first one's: on one host, where all share the monotonic clock, not
+        at all; else see `SharedClock`.
     """
     counts = [len(actions) for actions in plan.ranks]
     block = torch.zeros((max(counts) + 1, 2), dtype=torch.int64)
     block[0, 0] = cpu_ns
     if own:
         flat = np.fromiter((moment for each in own for moment in each[4:6]), np.int64, 2 * len(own))
-        block[1 : len(own) + 1] = torch.from_numpy(flat.reshape(-1, 2))
+        block[1 : len(own) + 1] = torch.from_numpy(flat.reshape(-1, 2) - ahead_ns)
     on_root = dist.get_rank(group) == 0
     blocks = [torch.zeros_like(block) for _ in counts] if on_root else None
     dist.gather(block, blocks, group=group, group_dst=0)

@@ -7,22 +7,21 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipeloom.errors import ExecutionError
-from pipeloom.plan import RECEIVE_VERBS, SEND_VERBS
+from pipeloom.plan import POST_VERBS
 from pipeloom.runtime.blocks import Passage
 from pipeloom.runtime.model import Part, make_part
 from pipeloom.runtime.program import Program
 from pipeloom.runtime.reduce import Finish
 from pipeloom.runtime.sharding import reshard, settle_gradients, unshard
+from pipeloom.runtime.tied import sum_tied
 from pipeloom.runtime.transport import Post, joins
 from pipeloom.runtime.unit import MessageState, PartState, UnitState
 
 if TYPE_CHECKING:
     from pipeloom.runtime.executor import Executor
-
-_POSTS = SEND_VERBS | RECEIVE_VERBS
 
 
 class Iteration:
@@ -48,6 +47,9 @@ class Iteration:
         """Sends and receives to be posted together."""
         self.whole: set[int] = set()
         """Chunks whose parameters are gathered."""
+        self.earlier = self._set_aside()
+        """Gradients from before that are not to be summed over ranks once more, with their parameters."""
+        self.settled = False
         self.num_recomputed = self.offloaded_bytes = self.sent_bytes = self.received_bytes = 0
 
     def steps(self) -> Iterator[tuple[Callable[[Any], None], Any]]:
@@ -60,7 +62,7 @@ class Iteration:
             "UN": self.unshard, "RG": self.reduce, "OS": self.step,
         }  # fmt: skip
         if joins(self.executor.transport):
-            methods |= {verb: partial(self.hold, sends=verb[0] == "S") for verb in _POSTS}
+            methods |= {verb: partial(self.hold, sends=verb[0] == "S") for verb in POST_VERBS}
         for verb, argument in self.program.steps:
             if verb not in methods:
                 raise ExecutionError(f"this runtime has no action {verb!r}")
@@ -69,10 +71,18 @@ class Iteration:
     # ---------------------------------------------------------------- computation
 
     def forward(self, unit: UnitState) -> None:
+        draws, (chunk, microbatch, sub) = self.executor.draws, unit.key
+        if draws is None or chunk in draws.silent:
+            self._forward(unit)
+            return
+        with draws.seeded(chunk, unit.role.layer_numbers, unit.role.column, microbatch, sub):
+            self._forward(unit)
+
+    def _forward(self, unit: UnitState) -> None:
         role = unit.role
         part, context = _NOTHING if unit.part is None else self._part(unit.part)
         inputs = self._inputs(unit, part)
-        layers: list[Callable[..., Tensor]] = self.executor.layers[unit.chunk]  # type: ignore[assignment]
+        layers: list[Callable[..., Tensor]] = self.executor.layers[unit.key[0]]  # type: ignore[assignment]
         if role.is_last and part is not None:
             layers = [*layers, _loss_layer(self.executor.model.loss, part)]
         passage = Passage(self.device, context, self.executor.autocast)
@@ -239,8 +249,23 @@ class Iteration:
         unshard(self.executor.layers[chunk])
         self.whole.add(chunk)
 
+    def _set_aside(self) -> list[tuple[nn.Parameter, Tensor]]:
+        """Take away what is in ``.grad`` of parameters whose gradients will be summed over ranks."""
+        executor = self.executor
+        layers = [layer for chunk in executor.reduced_chunks for layer in executor.layers[chunk]]
+        summed = [*(p for layer in layers for p in layer.parameters()), *(t.parameter for t in executor.tied)]
+        earlier = []
+        for parameter in summed:
+            if parameter.grad is not None:
+                earlier.append((parameter, parameter.grad))
+                parameter.grad = None
+        return earlier
+
     def settle(self) -> None:
         """Wait for reductions, and let go of whole parameters: afterwards an optimiser may step."""
+        if self.settled:
+            return
+        self.settled = True
         for finish in self.reductions:
             finish()
         self.reductions = []
@@ -251,6 +276,11 @@ class Iteration:
         if self.executor.has_shards:
             for layers in self.executor.layers.values():
                 settle_gradients(layers)
+        if self.executor.tied and self.executor.sum_tied is not None:
+            sum_tied(self.executor.tied, self.executor.sum_tied)
+        for parameter, gradient in self.earlier:
+            parameter.grad = gradient if parameter.grad is None else gradient + parameter.grad
+        self.earlier = []
 
     def step(self, _: None) -> None:
         self.settle()

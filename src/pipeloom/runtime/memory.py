@@ -31,6 +31,12 @@ class RandomState:
         on_gpu = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
         return cls(torch.get_rng_state(), on_gpu)
 
+    def equals(self, other: RandomState) -> bool:
+        """Whether the same numbers would come."""
+        if not torch.equal(self.cpu, other.cpu):
+            return False
+        return self.device is None or other.device is None or torch.equal(self.device, other.device)
+
     def set(self, device: torch.device) -> None:
         """Put the generators into this state."""
         torch.set_rng_state(self.cpu)

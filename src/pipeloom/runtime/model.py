@@ -155,6 +155,8 @@ class Model:
     name : str
     targets : str
         What the targets are, for messages and reports: ``"target tokens"``, ``"samples"``.
+    tied : tuple of tuple of str
+        Parameters that several layers share, as ``module.layer.parameter`` each.
     """
 
     modules: Sequence[Module]
@@ -163,9 +165,11 @@ class Model:
     name: str = "model"
     targets: str = "targets"
     spec: ModelSpec = field(init=False, repr=False)
+    tied: tuple[tuple[str, ...], ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         """Derive the spec; refuse modules that feed nothing or cannot be concatenated."""
+        object.__setattr__(self, "tied", _tied_names(self.modules))
         object.__setattr__(self, "spec", ModelSpec(self.name, tuple(module.spec for module in self.modules)))
         feeding = {source for module in self.modules for source in module.after}
         for module in self.modules[:-1]:
@@ -185,6 +189,15 @@ class Model:
     def module(self, name: str) -> Module:
         """Return the module of that name."""
         return find_module(self.modules, name)
+
+
+def _tied_names(modules: Sequence[Module]) -> tuple[tuple[str, ...], ...]:
+    holders: dict[int, list[str]] = {}
+    for module in modules:
+        for number, layer in enumerate(module.layers):
+            for name, parameter in layer.named_parameters():
+                holders.setdefault(id(parameter), []).append(f"{module.name}.{number}.{name}")
+    return tuple(tuple(names) for names in holders.values() if len(names) > 1)
 
 
 def make_part(

@@ -177,9 +177,9 @@ class _Link:
         if role.is_last:
             stated = None
         if role.before >= 0:
-            return UnitState(chunk, role, part, bounds, stated, [None], [None], None)
+            return UnitState(key, role, part, bounds, stated, [None], [None], None)
         if not role.sources:
-            return UnitState(chunk, role, part, bounds, stated, [], [], [])
+            return UnitState(key, role, part, bounds, stated, [], [], [])
         into = self.routes.into(Unit(*key))
         groups = []
         for source, module, flows in role.sources:
@@ -187,7 +187,7 @@ class _Link:
             taken = [i for i, h in enumerate(into) if places[h.producer.chunk].module == source]
             groups.append((taken, module, flows))
         return UnitState(
-            chunk,
+            key,
             role,
             part,
             bounds,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,7 +31,8 @@ def all_reduce_gradients(
     A collective is begun as soon as a chunk's last backward is done and waited for before the optimiser step, so
     that it runs in the cool-down bubbles. Layers under `fully_shard` get their rows of the sum, others all of it.
     Plans reduce in one order on all replicas, and gradients are already divided by the targets of the global
-    batch, so that they are summed here and not averaged. Gradients must be empty when an iteration begins.
+    batch, so that they are summed here and not averaged. What was in ``.grad`` before the iteration is summed
+    already: the executor keeps it apart, and adds it again.
 
     Parameters
     ----------
@@ -165,14 +166,71 @@ def global_targets(num_targets: float, mesh: Mesh) -> float:
     return float(total)
 
 
+class Position(NamedTuple):
+    """Of a process in the pipeline, among the replicas, and among the tensor-parallel ranks."""
+
+    pipeline: int
+    data: int = 0
+    tensor: int = 0
+
+
+def counted_parameters(
+    named_parameters: Iterable[tuple[str, nn.Parameter]],
+    layout: Layout,
+    position: Position,
+    held_before: Collection[str] = (),
+) -> list[nn.Parameter]:
+    """Parameters whose gradients count on this process in a norm over all, so that every element counts once.
+
+    Shards count everywhere, what tensor-parallel ranks or replicas have alike on the first of them only, and modules
+    replicated over the pipeline on its first rank.
+
+    Parameters
+    ----------
+    named_parameters : iterable of (str, parameter)
+        As from `Executor.named_parameters`: the module's name first.
+    layout : Layout
+    position : Position
+    held_before : collection of str
+        `Executor.held_before`.
+    """
+    replicated = {module.name for module in layout.modules if module.on_ranks == "replicated"}
+    unique = {
+        id(parameter): parameter
+        for name, parameter in named_parameters
+        if name not in held_before and _counts_here(parameter, name.partition(".")[0] in replicated, position)
+    }
+    return list(unique.values())
+
+
+def gradient_squares(parameters: Iterable[nn.Parameter], device: torch.device | str = "cpu") -> Tensor:
+    """Sum of the squares of what this process holds of some gradients: a scalar in double precision."""
+    squares = torch.zeros((), dtype=torch.float64, device=device)
+    for parameter in parameters:
+        if parameter.grad is not None:
+            squares += torch.linalg.vector_norm(local_part(parameter.grad), dtype=torch.float64).square()
+    return squares
+
+
+def limit_gradients(parameters: Iterable[nn.Parameter], norm: Tensor, max_norm: float) -> None:
+    """Scale gradients whose norm over all processes is ``norm``, so that it is at most ``max_norm``."""
+    scale = (max_norm / norm).clamp(max=1.0)
+    for parameter in {id(p): p for p in parameters}.values():
+        if parameter.grad is not None:
+            local = local_part(parameter.grad)
+            local.mul_(scale.to(local.dtype))
+
+
 def clip_gradients(
-    named_parameters: Iterable[tuple[str, nn.Parameter]], layout: Layout, mesh: Mesh, max_norm: float | None
+    named_parameters: Iterable[tuple[str, nn.Parameter]],
+    layout: Layout,
+    mesh: Mesh,
+    max_norm: float | None,
+    held_before: Collection[str] = (),
 ) -> Tensor:
     """Scale all gradients so that their global norm is at most ``max_norm``; all processes call it together.
 
-    Every element counts once, whatever holds it: shards everywhere, what tensor-parallel ranks or replicas have
-    alike on the first of them only, and modules replicated over the pipeline on its first rank. The host does
-    not wait for the device.
+    The host does not wait for the device.
 
     Parameters
     ----------
@@ -182,37 +240,26 @@ def clip_gradients(
     mesh : Mesh
     max_norm : float or None
         None: only the norm is wanted.
+    held_before : collection of str
+        `Executor.held_before`, where parameters are tied over ranks.
 
     Returns
     -------
     torch.Tensor
         The norm before scaling, a scalar in double precision, alike on all processes.
     """
-    replicated = {module.name for module in layout.modules if module.on_ranks == "replicated"}
-    gradients: list[Tensor] = []
-    counted: list[Tensor] = []
-    seen: set[int] = set()
-    for name, parameter in named_parameters:
-        if parameter.grad is None or id(parameter) in seen:
-            continue
-        seen.add(id(parameter))
-        local = local_part(parameter.grad)
-        gradients.append(local)
-        if _counts_here(parameter, name.partition(".")[0] in replicated, mesh):
-            counted.append(local)
-    squares = torch.zeros((), dtype=torch.float64, device=mesh.device_mesh.device_type)
-    for each in counted:
-        squares += torch.linalg.vector_norm(each, dtype=torch.float64).square()
+    named = list(named_parameters)
+    position = Position(mesh.pipeline_rank, mesh.data_rank, mesh.tensor_rank)
+    counted = counted_parameters(named, layout, position, held_before)
+    squares = gradient_squares(counted, mesh.device_mesh.device_type)
     dist.all_reduce(squares)
     norm = squares.sqrt()
-    if max_norm is not None and gradients:
-        scale = (max_norm / norm).clamp(max=1.0)
-        for each in gradients:
-            each.mul_(scale.to(each.dtype))
+    if max_norm is not None:
+        limit_gradients((parameter for _, parameter in named), norm, max_norm)
     return norm
 
 
-def _counts_here(parameter: nn.Parameter, replicated: bool, mesh: Mesh) -> bool:
+def _counts_here(parameter: nn.Parameter, replicated: bool, position: Position) -> bool:
     sharded_over = {
         dimension
         for dimension, placement in zip(
@@ -223,7 +270,7 @@ def _counts_here(parameter: nn.Parameter, replicated: bool, mesh: Mesh) -> bool:
         if not placement.is_replicate()
     }
     return (
-        ("dp" in sharded_over or mesh.data_rank == 0)
-        and ("tp" in sharded_over or mesh.tensor_rank == 0)
-        and not (replicated and mesh.pipeline_rank != 0)
+        ("dp" in sharded_over or position.data == 0)
+        and ("tp" in sharded_over or position.tensor == 0)
+        and not (replicated and position.pipeline != 0)
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
@@ -14,18 +14,23 @@ import torch.distributed as dist
 
 from pipeloom.cost import Correction
 from pipeloom.errors import ExecutionError, InputError, PlanError
-from pipeloom.packing import Packing, packing_from_counts
-from pipeloom.plan import BACKENDS, Answer, Delivery, Measured, backend_of, verify
-from pipeloom.runtime.broadcast import broadcast_bytes
+from pipeloom.packing import Packing
+from pipeloom.plan import BACKENDS, Answer, Delivery, backend_of, verify
+from pipeloom.runtime.agreement import SameBatch
+from pipeloom.runtime.broadcast import broadcast_bytes, unpack_answer
+from pipeloom.runtime.clocks import SharedClock
 from pipeloom.runtime.executor import Executor
 from pipeloom.runtime.feedback import Calibrator, gather_times
 from pipeloom.runtime.model import Model, user_code
 from pipeloom.runtime.place import BatchLoads, take_place
 from pipeloom.runtime.prefetch import Describe, batch_of, close_reading
+from pipeloom.runtime.reduce import Position, counted_parameters, gradient_squares, limit_gradients
 from pipeloom.runtime.resume import Checkpoints, TrainerState, fingerprint
+from pipeloom.runtime.step_report import StepReport
+from pipeloom.runtime.tied import sums_over_ranks
 from pipeloom.runtime.transport import BatchedTransport, TorchTransport
 from pipeloom.runtime.waiting import FirstPlan, together
-from pipeloom.spec import Batch, Layout, ModelSpec
+from pipeloom.spec import Batch, Layout
 
 
 class PlanSource(Protocol):
@@ -48,42 +53,6 @@ class PlanSource(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class StepReport:
-    """What one iteration did; loss and norm over all replicas, everything else of this one.
-
-    Attributes
-    ----------
-    answer, batch, measured
-        Only on the first rank of a pipeline.
-    measured : Measured or None
-        When every action of every rank ran.
-    correction : Correction
-        With which the plan was made.
-    """
-
-    iteration: int
-    loss: float
-    gradient_norm: float
-    num_microbatches: int
-    measured_s: float
-    measured_bubble_share: float
-    fresh: bool
-    lead_s: float
-    reason: str
-    answer: Answer | None
-    batch: Batch | None
-    correction: Correction
-    measured: Measured | None
-
-    @property
-    def measured_ns(self) -> tuple[tuple[int, int], ...]:
-        """Measured start and end of every compute action, in the order of ``answer.planned_start_ns``."""
-        if self.measured is None or self.answer is None:
-            return ()
-        return self.measured.compute_ns(self.answer.plan)
-
-
 class _Asked(NamedTuple):
     """A batch for which a plan was asked, and what the plan will have been made with.
 
@@ -91,6 +60,8 @@ class _Asked(NamedTuple):
     """
 
     everything: Sequence[Any]
+    fingerprint: str
+    """Of everything."""
     samples: Sequence[Any]
     batch: Batch
     correction: Correction
@@ -134,6 +105,8 @@ class Trainer:
     autocast : torch.dtype or None
         Run layers and loss under `torch.autocast` with this dtype; the shapes that modules state must then have the
         dtypes that come out of it.
+    random_seed : int or None
+        Of what layers draw at random, see `Executor`.
     """
 
     def __init__(
@@ -152,6 +125,7 @@ class Trainer:
         loads: BatchLoads | None = None,
         device: torch.device | str = "cpu",
         autocast: torch.dtype | None = None,
+        random_seed: int | None = 0,
     ) -> None:
         self.device = torch.device(device)
         self._backend = BACKENDS[backend_of(self.device.type)]
@@ -160,25 +134,24 @@ class Trainer:
         self.model, self.layout = model, layout
         self._planner, self._describe, self._loads = planner, describe, loads
         self._learning_rate, self._clip_norm = learning_rate, clip_norm
-        replicated = {module.name for module in layout.modules if module.on_ranks == "replicated"}
         kind = BatchedTransport if self._backend.joins else TorchTransport
         transport = kind(self.place.messages, use_tags=not tag_zero)
         if self.device.type != "cpu":
             transport.connect(self.device)
+        limit = None if timeout_s is None else timedelta(seconds=timeout_s)
         self._executor = Executor(
             model, layout, self.place.stage, transport, self.device,
             reduce_gradients=self.place.reduce_gradients, autocast=autocast, timeout_s=timeout_s,
+            sum_tied=sums_over_ranks(model, layout, limit), random_seed=random_seed,
         )  # fmt: skip
         self._parameters = self._executor.parameters()
-        elsewhere = {
-            id(parameter)
-            for name, parameter in self._executor.named_parameters()
-            if self.place.replica != 0 or (not self._leads and name.partition(".")[0] in replicated)
-        }
-        # What several ranks hold alike counts once in the norm of the gradient.
-        self._counted = [p for p in self._parameters if id(p) not in elsewhere]
+        self._counted = counted_parameters(
+            self._executor.named_parameters(), layout, Position(self.place.stage, self.place.replica),
+            self._executor.held_before,
+        )  # fmt: skip
         self._optimizer = optimizer(self._parameters) if self._parameters else None
         self._calibrator = Calibrator()
+        self._clock = SharedClock(self.place.collectives)
         self._checkpoints = checkpoints
         self._resumed: TrainerState | None = None
 
@@ -240,7 +213,7 @@ class Trainer:
         Raises
         ------
         InputError
-            When a batch's metadata is impossible.
+            When a batch's metadata is impossible, or ranks have different batches; then on all of them.
         ExecutionError
             When a rank cannot run its plan or another rank has died.
         """
@@ -248,15 +221,27 @@ class Trainer:
         samples = next(source, None)
         iteration = first_iteration
         first: FirstPlan | None = FirstPlan()
+        same: SameBatch | None = None
         try:
             if self._leads:
                 self._planner.start()
-            asked = None if samples is None else self._submit(samples, iteration)
-            while asked is not None:
-                following = next(source, None)
-                delivery, answer, packing = self._deliver(asked.batch, first)
-                iteration, first = iteration + 1, None
-                current, asked = asked, None if following is None else self._submit(following, iteration)
+            asked = self._submit(samples, iteration)
+            while True:
+                following = None if asked is None else next(source, None)
+                delivery = self._planner.collect(iteration) if self._leads and asked is not None else None
+                if first is not None:
+                    first.wait()
+                    first = None
+                if same is None:
+                    # The first plan may be waited for longer than a rank, so this comes after it.
+                    same = _same_batch(asked)
+                same.check(iteration)
+                if asked is None:
+                    return
+                answer, packing = self._hand_out(asked.batch, delivery, iteration == first_iteration)
+                iteration += 1
+                current, asked = asked, self._submit(following, iteration)
+                same = _same_batch(asked)
                 yield self._step(current, delivery, answer, packing)
                 self._save(current, is_last=asked is None)
         finally:
@@ -286,20 +271,22 @@ class Trainer:
         if iteration % self._checkpoints.every and not is_last:
             return
         # Of all replicas together: their number may be another when training goes on.
-        batch = self._describe_batch(asked.everything, asked.batch.iteration)
         state = TrainerState(
-            iteration, fingerprint(batch), self.layout.digest, self._calibrator.num_measured,
+            iteration, asked.fingerprint, self.layout.digest, self._calibrator.num_measured,
             self._calibrator.correction,
         )  # fmt: skip
-        with together(f"iteration {batch.iteration}: saving the checkpoint"):
+        with together(f"iteration {asked.batch.iteration}: saving the checkpoint"):
             self._checkpoints.save(self._executor, self._optimizer, state)
 
-    def _submit(self, samples: Sequence[Any], iteration: int) -> _Asked:
+    def _submit(self, samples: Sequence[Any] | None, iteration: int) -> _Asked | None:
+        if samples is None:
+            return None
         batch = self._describe_batch(samples, iteration)
+        mark = fingerprint(batch)
         mine = self.place.share(batch, self.model.spec, self._loads)
         own = samples if len(mine) == len(samples) else [samples[i] for i in mine]
         batch = msgspec.structs.replace(batch, samples=tuple(batch.samples[i] for i in mine))
-        asked = _Asked(samples, own, batch, self._calibrator.correction)
+        asked = _Asked(samples, mark, own, batch, self._calibrator.correction)
         if self._leads:
             self._planner.submit(asked.batch, asked.correction)
         return asked
@@ -310,18 +297,15 @@ class Trainer:
         except InputError as error:
             raise InputError(f"iteration {iteration}: {error.entity}", error.problem, error.remedy) from error
 
-    def _deliver(self, batch: Batch, first: FirstPlan | None) -> tuple[Delivery | None, Answer, Packing]:
-        """The first rank collects a plan and hands it to all of its pipeline, so that all run the same one."""
-        delivery = self._planner.collect(batch.iteration) if self._leads else None
-        if first is not None:
-            first.wait()
+    def _hand_out(self, batch: Batch, delivery: Delivery | None, is_first: bool) -> tuple[Answer, Packing]:
+        """The first rank hands its plan to all of its pipeline, so that all run the same one."""
         with together(f"iteration {batch.iteration}: the plan's delivery"):
             data = broadcast_bytes(None if delivery is None else delivery.data, self.place.collectives)
         if delivery is not None:
-            if first is not None and self._backend.serial:
+            if is_first and self._backend.serial:
                 _check_serial(delivery.answer)
-            return delivery, delivery.answer, delivery.packing
-        return None, *unpack_answer(data, batch, self.model.spec, self.layout)
+            return delivery.answer, delivery.packing
+        return unpack_answer(data, batch, self.model.spec, self.layout)
 
     def _step(self, asked: _Asked, delivery: Delivery | None, answer: Answer, packing: Packing) -> StepReport:
         batch, correction = asked.batch, asked.correction
@@ -333,13 +317,13 @@ class Trainer:
         except ExecutionError as error:
             raise ExecutionError(f"iteration {batch.iteration}, {error}") from error
         cpu_ns = time.thread_time_ns() - cpu_ns if self.device.type == "cpu" else -1
-        squares = sum(float(p.grad.square().sum()) for p in self._counted if p.grad is not None)
-        totals = torch.tensor([result.loss_sum / result.normaliser, squares], dtype=torch.float64)
+        loss = torch.tensor(result.loss_sum / result.normaliser, dtype=torch.float64)
+        totals = torch.stack((loss, gradient_squares(self._counted, self.device).cpu()))
         with together(f"iteration {batch.iteration}: the sum of losses"):
             dist.all_reduce(totals)
-        norm = float(totals[1]) ** 0.5
+        norm = totals[1].sqrt()
         # Every rank has the same sums, so all of them stop here together.
-        for what, value in (("loss", float(totals[0])), ("norm of the gradient", norm)):
+        for what, value in (("loss", float(totals[0])), ("norm of the gradient", float(norm))):
             if not math.isfinite(value):
                 raise ExecutionError(
                     f"iteration {batch.iteration}: the {what} is {value}; lower the learning rate, clip the gradient, "
@@ -347,7 +331,9 @@ class Trainer:
                 )
         self._update(batch.iteration, norm)
         with together(f"iteration {batch.iteration}: measured times"):
-            measured = gather_times(answer.plan, result.times, cpu_ns, self.place.collectives)
+            measured = gather_times(
+                answer.plan, result.times, cpu_ns, self.place.collectives, self._clock.offset_ns()
+            )
         makespan, share = 0, 0.0
         if measured is not None:
             makespan, share = measured.makespan_ns(answer.plan), measured.bubble_share(answer.plan)
@@ -355,7 +341,7 @@ class Trainer:
         return StepReport(
             iteration=batch.iteration,
             loss=float(totals[0]),
-            gradient_norm=norm,
+            gradient_norm=float(norm),
             num_microbatches=len(packing.microbatches),
             measured_s=makespan / 1e9,
             measured_bubble_share=share,
@@ -368,16 +354,14 @@ class Trainer:
             measured=measured,
         )
 
-    def _update(self, iteration: int, norm: float) -> None:
+    def _update(self, iteration: int, norm: torch.Tensor) -> None:
         if self._optimizer is None:
             return
         if self._learning_rate is not None:
             for group in self._optimizer.param_groups:
                 group["lr"] = self._learning_rate(iteration)
-        if self._clip_norm is not None and norm > self._clip_norm:
-            for parameter in self._parameters:
-                if parameter.grad is not None:
-                    parameter.grad.mul_(self._clip_norm / norm)
+        if self._clip_norm is not None:
+            limit_gradients(self._parameters, norm, self._clip_norm)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
 
@@ -393,8 +377,5 @@ def _check_serial(answer: Answer) -> None:
         ) from error  # fmt: skip
 
 
-def unpack_answer(data: bytes, batch: Batch, model: ModelSpec, layout: Layout) -> tuple[Answer, Packing]:
-    """What a rank makes of the bytes that rank 0 hands out; rank 0 has checked them."""
-    answer = msgspec.msgpack.decode(data, type=Answer)
-    counts = answer.packing
-    return answer, packing_from_counts(batch, model, layout, counts.samples, counts.counts)
+def _same_batch(asked: _Asked | None) -> SameBatch:
+    return SameBatch(None if asked is None else asked.fingerprint)

@@ -85,7 +85,7 @@ class UnitState:
         Gradients of what was handed over, by place, until they are sent or taken.
     """
 
-    chunk: int
+    key: Key
     role: ChunkRole
     part: PartState | None
     bounds: Bounds
@@ -102,6 +102,11 @@ class UnitState:
     output: Tensor | None = None
     passage: Passage | None = None
     leaves: list[Tensor] = field(default_factory=list)
+
+    @property
+    def chunk(self) -> int:
+        """Number of its chunk."""
+        return self.key[0]
 
     @property
     def passage_now(self) -> Passage:

@@ -1,0 +1,69 @@
+"""What ranks find out about one another: whether they read the same data, and how their clocks differ."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch.distributed as dist
+
+from pipeloom.runtime import launch
+from pipeloom.runtime.clocks import SharedClock, measure_offset
+from tests.runtime.other_data import told
+
+AHEAD_NS = 10**12
+WRONGS = ["nothing", "other samples of equal sizes", "another order", "an early end", "none at all"]
+Told = dict[str, tuple[int, str]]
+Asked = tuple[tuple[int, ...], int, int]
+
+
+def find_out() -> tuple[Asked, Told]:
+    """Two pipelines of two ranks; the last rank is the second one of the second replica."""
+    return ask_on_ranks(), told(2, 2, WRONGS)
+
+
+def ask_on_ranks() -> Asked:
+    """Every rank's clock is ahead of the one before, and ranks 0 and 1 are of one host."""
+    rank = dist.get_rank()
+
+    def clock() -> int:
+        return time.monotonic_ns() + rank * AHEAD_NS
+
+    alone = SharedClock(None)
+    assert alone.asking == ()
+    assert alone.offset_ns() == 0
+    shared = SharedClock(None, b"one" if rank < 2 else b"other", clock)
+    first = shared.offset_ns()
+    assert shared.offset_ns() == first
+    return shared.asking, *measure_offset(None, (1, 2, 3), clock)
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[tuple[Asked, Told]]:
+    return launch(find_out, 4, timeout_s=60.0)
+
+
+def test_ranks_of_other_hosts_find_their_offsets(ranks: list[tuple[Asked, Told]]) -> None:
+    found = [asked for asked, _ in ranks]
+    assert [asking for asking, _, _ in found] == [(2, 3)] * 4
+    assert found[0][1:] == (0, 0)
+    for rank, (_, ns, error_ns) in enumerate(found[1:], start=1):
+        assert abs(ns - rank * AHEAD_NS) <= error_ns
+
+
+def test_ranks_with_other_data_are_named_by_all_of_them(ranks: list[tuple[Asked, Told]]) -> None:
+    found = ranks[0][1]
+    assert all(rank == found for _, rank in ranks)
+    assert found["nothing"] == (3, "")
+    for wrong in ("other samples of equal sizes", "another order"):
+        count, message = found[wrong]
+        assert count == 2
+        assert message.startswith(
+            "iteration 2: rank 3 has other samples than rank 0, or in another order; give all"
+        )
+    assert found["an early end"][0] == 2
+    assert found["an early end"][1].startswith(
+        "iteration 2: rank 3 has no more batches, but other ranks have"
+    )
+    assert found["none at all"][0] == 0
+    assert found["none at all"][1].startswith("iteration 0: rank 3 has no more batches")
