@@ -57,7 +57,7 @@ def difference_page(name: str, found: Difference) -> str:
             ),
             TableSection(
                 "Idle ranks, by cause",
-                "Milliseconds in which a rank computes nothing, mean over ranks, from the first start to the last end of "
+                "Milliseconds in which a rank computes nothing, mean over ranks, from first start to last end of "
                 "computation in an iteration: by what the next task waited for.",
                 ("", "planned", "measured"), idle, frozenset({len(idle) - 1}),
             ),
