@@ -22,13 +22,15 @@ MESSAGE_VERBS = POST_VERBS | WAIT_VERBS
 """What is about a message: sent, received, or waited for at either end."""
 
 
-class Action(msgspec.Struct, frozen=True, omit_defaults=True):
+class Action(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """One step of one rank.
 
     A message is named by the chunk that produced the activation, with that chunk's microbatch and
     sub-microbatch: ``SF vision.3 5.1`` sends the activation, ``SB vision.3 5.1`` sends its gradient back.
     So both directions of one hand-over have one name, and a microbatch that gathered several
     sub-microbatches answers each of them with a message of its own.
+
+    A plan has thousands of them, and none refers to another, so Python's collector is spared them.
     """
 
     verb: Verb

@@ -11,9 +11,10 @@ from pipeloom.cost import Correction
 from pipeloom.errors import PipeloomError, PlannerError, check_count, check_not_negative
 from pipeloom.packing import packing_from_counts
 from pipeloom.plan import BACKENDS, Answer, Delivery, check_shapes, verify
+from pipeloom.planner.collector import collector_paused
 from pipeloom.planner.courier import Courier
 from pipeloom.planner.messages import Request, Setup, answer_of, decode, encode
-from pipeloom.planner.plan_batch import Problem, plan_batch
+from pipeloom.planner.plan_batch import PlannedBatch, Problem, plan_batch
 from pipeloom.planner.process import PlannerProcess
 from pipeloom.planner.service import SETUP, Store
 from pipeloom.search import Evaluations
@@ -187,6 +188,10 @@ class Planner:
 
     def _accept(self, iteration: int, data: bytes) -> Delivery:
         """Check an answer against its batch and the layout, and verify it again; in the courier's thread."""
+        with collector_paused():
+            return self._accepted(iteration, data)
+
+    def _accepted(self, iteration: int, data: bytes) -> Delivery:
         request = self._submitted.get(iteration)
         if request is None:
             raise PlannerError(f"nobody waits for iteration {iteration} any more")
@@ -207,13 +212,13 @@ class Planner:
 
     def _fallback(self, request: Request, reason: str) -> Delivery:
         begin = time.monotonic()
-        planned = plan_batch(
-            self._problem.whole_backwards().corrected(request.correction),
-            request.batch,
-            budget=Evaluations(1),
-            seed=0,
-            method="portfolio",
-        )
+        planned = fallback_plan(self._problem.corrected(request.correction), request.batch)
         elapsed = time.monotonic() - begin
         answer = answer_of(planned, search_s=elapsed, ready_ns=time.monotonic_ns())
         return Delivery(answer, planned.packing, encode(answer), False, -elapsed, reason)
+
+
+def fallback_plan(problem: Problem, batch: Batch) -> PlannedBatch:
+    """Plan a batch by the first fixed heuristic, at once."""
+    with collector_paused():
+        return plan_batch(problem.whole_backwards(), batch, budget=Evaluations(1), seed=0, method="portfolio")

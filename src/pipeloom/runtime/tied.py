@@ -83,7 +83,9 @@ def tied_over_ranks(model: Model, layout: Layout) -> tuple[Tied, ...]:
     return tuple(found)
 
 
-def sums_over_ranks(model: Model, layout: Layout, timeout: timedelta | None = None) -> SumOver | None:
+def sums_over_ranks(
+    model: Model, layout: Layout, timeout: timedelta | None = None, device_type: str = "cpu"
+) -> SumOver | None:
     """Make the groups over which tied parameters are summed; all processes of the default group call it together.
 
     Processes are arranged as by `make_mesh`.
@@ -104,6 +106,8 @@ def sums_over_ranks(model: Model, layout: Layout, timeout: timedelta | None = No
             group = dist.new_group(members, timeout=timeout)
             if dist.get_rank() in members:
                 groups[ranks] = group
+                # As `make_mesh`: NCCL makes its communicator at the first use, for which the host waits.
+                dist.all_reduce(torch.zeros(1, device=device_type), group=group)
 
     def sum_over(ranks: tuple[int, ...], tensor: Tensor) -> None:
         dist.all_reduce(tensor, group=groups[ranks])

@@ -142,7 +142,7 @@ class Trainer:
         self._executor = Executor(
             model, layout, self.place.stage, transport, self.device,
             reduce_gradients=self.place.reduce_gradients, autocast=autocast, timeout_s=timeout_s,
-            sum_tied=sums_over_ranks(model, layout, limit), random_seed=random_seed,
+            sum_tied=sums_over_ranks(model, layout, limit, self.device.type), random_seed=random_seed,
         )  # fmt: skip
         self._parameters = self._executor.parameters()
         self._counted = counted_parameters(
