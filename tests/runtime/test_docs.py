@@ -47,16 +47,16 @@ def test_the_loader_of_the_page_counts_what_its_description_says() -> None:
     (model_code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     (loader_code,) = re.findall(r"```py\n(.*?)```", PAGE.read_text(), re.DOTALL)
     samples = [
-        (torch.tensor([5, 0, 7, 0]), [torch.randn(8), torch.randn(8)]),
-        (torch.tensor([9, 3, 8]), []),
-        (torch.tensor([0, 2]), [torch.randn(8)]),
+        (torch.tensor([5, 0, 7, 0]), [torch.randn(8), torch.randn(8)], "a"),
+        (torch.tensor([9, 3, 8]), [], "b"),
+        (torch.tensor([0, 2]), [torch.randn(8)], "c"),
     ]
     names: dict[str, Any] = {"dataset": samples}
     exec(model_code, names)
     exec(loader_code.partition("trainer =")[0].replace("num_workers=2", "num_workers=0"), names)
     (batch,) = names["batches"]
-    for place, (sample, told) in enumerate(zip(batch, batch.metadata, strict=True)):
-        (wanted,) = batch_from_dicts([names["describe"](sample) | {"id": str(place)}]).samples
+    for sample, told in zip(batch, batch.metadata, strict=True):
+        (wanted,) = batch_from_dicts([names["describe"](sample)]).samples
         assert (told.id, told.text_tokens, told.image_tokens) == (
             wanted.id,
             wanted.text_tokens,
