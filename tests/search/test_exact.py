@@ -147,3 +147,17 @@ def test_a_solver_that_is_cut_before_it_has_a_bound_answers_with_the_hint():
     assert found.bound_ns <= lower_bound(graph).ns
     assert not found.proved
     assert simulate(graph, found.schedule).makespan_ns <= simulate(graph, hint).makespan_ns
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_highs_cuts_off_no_optimum(seed):
+    """Rows without any play made it say that 4933 ns was optimal, where 4837 is."""
+    shape = Shape(
+        num_ranks=2, num_microbatches=3, num_modules=1, max_segments=2, max_parts=1, split="no", frozen=False,
+        jitter=True, delays=True, edge_bytes=True, num_candidates=0, memory=1.0, longest_ns=1000,
+    )  # fmt: skip
+    graph = random_graph(8470, shape)
+    graph = replace(graph, duration_ns=graph.duration_ns * (np.arange(graph.num_tasks) % 2))
+    found = EXACT["milp"](graph, seconds=20, hint=first_in_first_out(graph), bound_ns=0, seed=seed)
+    assert found.proved
+    assert simulate(graph, found.schedule).makespan_ns == found.bound_ns == 4837
