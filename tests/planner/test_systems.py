@@ -127,7 +127,7 @@ def test_stages_of_equal_time_give_way_to_memory(case, typical, name):
     make, unequal = TIMED[name], 0
     groups = draw_groups(case, 4, 2)
     held = megatron_1f1b(case, typical).run(groups, Evaluations(1), 0).graph.static_bytes.max()
-    for share in (1.2, 1.6, 2.1, 3.0):
+    for share in (1.4, 1.8, 3.5):
         small = replace(case, capacity_bytes=int(share * held))
         try:
             plain = make(small, typical, "parameters").run(groups, Evaluations(1), 0)
