@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from pipeloom.cli.app import run
+from pipeloom.cli.train_rank import read_setup
+from pipeloom.errors import InputError
 
 TASK = """
 import torch
@@ -110,3 +112,10 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path, capsys: pytest.Ca
     (tmp_path / "file").touch()
     assert run(["train", str(config(tmp_path)), "--runs", str(tmp_path / "file")]) == 2
     assert "cannot be made or emptied" in capsys.readouterr().err
+
+
+def test_a_setup_that_this_host_does_not_have_is_told_of(tmp_path: Path) -> None:
+    with pytest.raises(
+        InputError, match=r"setup.json: cannot be read on host .*, rank 0 wrote it; .* --runs"
+    ):
+        read_setup(tmp_path / "setup.json")
