@@ -75,5 +75,6 @@ def arranged_chains(draw: st.DrawFn) -> tuple[LayerChain, Arrangement, Rule]:
         rng.integers(0, step, (3, num)) * (rng.random((3, num)) < draw(st.sampled_from([0.0, 0.5]))),
         int(rng.integers(1, m + 2)),
         rng.integers(1, m + 1, num) if draw(st.booleans()) else None,
+        draw(st.sampled_from([0, 16, 40])),
     )
     return chain, arrangement, rule

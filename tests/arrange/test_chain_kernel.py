@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from pipeloom.arrange import (
     Arrangement,
@@ -16,6 +19,7 @@ from pipeloom.arrange import (
     schedule_of,
 )
 from pipeloom.arrange.evaluate import NEVER
+from pipeloom.arrange.starts import natural_keys
 from pipeloom.cost.layers import LayerCost, LayerTable
 from pipeloom.taskgraph import BACKWARD, FORWARD, INPUT_GRADIENT, IntArray, TaskGraph
 from pipeloom.timeline import Timeline, check, lower_bound, simulate
@@ -48,6 +52,22 @@ def most_in_flight(graph: TaskGraph, timeline: Timeline, num_chunks: int) -> Int
         # In their order of dispatch; times alone do not tell it where tasks last no time.
         most[c] = max(i + 1 - int((ended <= at).sum()) for i, at in enumerate(np.sort(began)))
     return most
+
+
+@settings(deadline=None, max_examples=40)
+@given(arranged_chains(), st.integers(1, 4))
+def test_a_spread_adds_a_lone_microbatchs_times(
+    case: tuple[LayerChain, Arrangement, Rule], times: int
+) -> None:
+    chain, arrangement, rule = case
+    # Keys made outside know nothing of hand-overs.
+    chain = replace(chain, delay_ns=0)
+    alone = natural_keys(chain, arrangement, 0, 0.0)
+    alone[2] = 0
+    plain = replace(rule, spread=0, keys=rule.keys + times * alone)
+    assert evaluate(chain, arrangement, replace(rule, spread=16 * times)) == evaluate(
+        chain, arrangement, plain
+    )
 
 
 @settings(deadline=None, max_examples=60)

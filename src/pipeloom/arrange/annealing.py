@@ -20,16 +20,16 @@ MOVES = (
     "turns of microbatches", "cut a chunk", "exchange two ranks", "permute ranks", "shift a key", "shift many keys",
     "wait", "move a boundary", "relabel a suffix", "join chunks", "another rank", "move two boundaries",
     "cut and join", "copy a key", "strategy of layers", "relieve a rank by boundaries", "relieve a rank",
-    "limit what is in flight",
+    "limit what is in flight", "spread of keys",
 )  # fmt: skip
 PHASES = {
     "partition": (7, 11, 15),
     "placement": (1, 2, 3, 8, 9, 10, 12, 16),
-    "schedule": (0, 4, 5, 6, 13, 17),
+    "schedule": (0, 4, 5, 6, 13, 17, 18),
     "strategies": (14,),
 }
 """Moves by what they change; cutting and joining chunks makes a placement finer or coarser."""
-_WEIGHTS = (1.5, 1.5, 1.0, 1.0, 1.0, 1.0, 0.8, 1.0, 0.7, 0.7, 0.5, 1.0, 0.5, 0.3, 1.0, 1.0, 1.0, 0.0)
+_WEIGHTS = (1.5, 1.5, 1.0, 1.0, 1.0, 1.0, 0.8, 1.0, 0.7, 0.7, 0.5, 1.0, 0.5, 0.3, 1.0, 1.0, 1.0, 0.5, 0.3)
 
 
 _REBALANCE = (15, 16)
@@ -65,9 +65,9 @@ class Settings:
         start; without ``placement`` there is one stage on each rank; without ``schedule`` backwards go first.
     """
 
-    chunks_per_rank: int = 3
+    chunks_per_rank: int = 4
     chains: int = 4
-    hot: float = 0.01
+    hot: float = 0.005
     cold: float = 0.0003
     starts_share: float = 0.3
     refine_from: float = 0.5
@@ -171,6 +171,8 @@ class Annealing:
         tasks = 2 * self._most * arrays.num_microbatches
         batch = max(1, min(1000, 200_000 // tasks))
         annealed = settings.refine_from if self._refines and batch >= _LEAST_BATCH else 1.0
+        # Few evaluations leave no time to cool down.
+        hot = settings.hot if batch >= _LEAST_BATCH else settings.cold
         quota = None
         if watch.evaluations is not None:
             left = max(0, watch.evaluations - tried)
@@ -190,7 +192,7 @@ class Annealing:
             if part >= annealed:
                 self._refine(left, best)
                 continue
-            heat = self.start_ns * settings.hot * (settings.cold / settings.hot) ** max(part / annealed, 0.0)
+            heat = self.start_ns * hot * (settings.cold / hot) ** max(part / annealed, 0.0)
             steps = min(batch, left)
             ran = int(kernels.anneal(
                 self._plan, self._strategy, self.best_plan, self.best_strategy, self._values, arrays.layers,

@@ -94,14 +94,15 @@ def stage_cuts(chain: LayerChain) -> tuple[int, ...]:
     return found
 
 
-def folded(chain: LayerChain) -> Arrangement:
+def folded(chain: LayerChain, ends: float = 1.0) -> Arrangement:
     """Two chunks a rank, down the ranks and up again, with the least possible largest sum of load, head and tail.
 
-    The limit is found to 1/100,000; for a limit, `pipeloom.arrange.kernels.fold` is exact. Where a rank's second chunk
-    would have no layer, it has one chunk, and so has the last rank.
+    Heads and tails count ``ends`` times. The limit is found to 1/100,000; for a limit, `pipeloom.arrange.kernels.fold`
+    is exact. Where a rank's second chunk would have no layer, it has one chunk, and so has the last rank.
     """
     p, n = chain.num_ranks, chain.num_layers
     work, before, hop = _work_and_ends(chain)
+    before, hop = (before * ends).astype(np.int64), int(hop * ends)
     low, back = (np.zeros((p + 1, n + 1), np.int64) for _ in range(2))
     cuts = np.zeros((2, p), np.int64)
     total = int(work[-1])

@@ -15,6 +15,7 @@ from pipeloom.arrange.kernels import (
     PERIOD,
     RANK,
     SCALARS,
+    SPREAD,
     UNLIMITED,
     WAIT,
 )
@@ -36,12 +37,16 @@ class Rule:
         How many microbatches take turns before the next ones come.
     limits : array, shape (num_chunks,), or None
         Most microbatches of a chunk between F and B or I, at least 1; None: as many as memory has room for.
+    spread : int
+        Keys of F and B or I get so many sixteenths of a lone microbatch's start of F, and of B or I, added: they follow
+        when layers move.
     """
 
     keys: IntArray
     waits: IntArray
     period: int = 1
     limits: IntArray | None = None
+    spread: int = 0
 
 
 def to_plan(arrangement: Arrangement, rule: Rule, most_chunks: int) -> IntArray:
@@ -55,6 +60,7 @@ def to_plan(arrangement: Arrangement, rule: Rule, most_chunks: int) -> IntArray:
     plan[LIMIT, :num] = UNLIMITED if rule.limits is None else rule.limits
     plan[SCALARS, NUM_CHUNKS] = num
     plan[SCALARS, PERIOD] = rule.period
+    plan[SCALARS, SPREAD] = rule.spread
     return plan
 
 
@@ -67,4 +73,4 @@ def from_plan(plan: IntArray, strategy: IntArray) -> tuple[Arrangement, Rule]:
     )
     keys, waits = plan[KEY : KEY + 3, :num].copy(), plan[WAIT : WAIT + 3, :num].copy()
     limits = plan[LIMIT, :num].copy() if plan[LIMIT, :num].min() < UNLIMITED else None
-    return arrangement, Rule(keys, waits, int(plan[SCALARS, PERIOD]), limits)
+    return arrangement, Rule(keys, waits, int(plan[SCALARS, PERIOD]), limits, int(plan[SCALARS, SPREAD]))

@@ -12,6 +12,10 @@ from pipeloom.arrange.rules import Rule
 from pipeloom.arrange.timetables import folded_starts
 from pipeloom.taskgraph import IntArray
 
+_ONCE = 16
+"""Spread of keys that is a lone microbatch's times."""
+_FARTHER = (2, 3)
+"""Times that spread. Later chunks then run older microbatches, so that unlike chunks keep each other supplied."""
 _MANY_RANKS = 16
 """Beyond, annealing moves too few boundaries to balance the loads itself; starts need the best there is."""
 
@@ -61,9 +65,19 @@ def starts(chain: LayerChain, most_chunks: int, stride: int) -> Iterator[tuple[A
             waits = np.zeros((3, num), np.int64)
             # With many ranks, more forwards first keep unlike stages from waiting for each other.
             for early in (0.0, float(p), 4.0 * m, *((-float(p),) if p > _MANY_RANKS else ())):
-                keys = natural_keys(chain, arrangement, stride, early)
                 for period in sorted({1, min(p, m), min(2 * p, m)}):
-                    yield arrangement, Rule(keys, waits, period)
+                    yield arrangement, Rule(_even_keys(num, m, stride, early), waits, period, spread=_ONCE)
+            for times in _FARTHER:
+                for early in (0.0, p / 4, p / 2):
+                    yield arrangement, Rule(_even_keys(num, m, stride, early), waits, spread=times * _ONCE)
+
+
+def _even_keys(num_chunks: int, num_microbatches: int, stride: int, early: float) -> IntArray:
+    """Keys to which those of a lone microbatch are added, backwards ``early`` strides sooner."""
+    keys = np.zeros((3, num_chunks), np.int64)
+    keys[1] = -int(early * stride)
+    keys[2] = stride * num_microbatches * 4
+    return keys
 
 
 def allowed_starts(

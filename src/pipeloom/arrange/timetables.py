@@ -22,6 +22,8 @@ from pipeloom.taskgraph import IntArray
 
 _BUFFERS = (0.0, 0.15, 0.25, 0.5)
 """Periods by which microbatches are further ahead at every hand-over: stock against whatever is not on time."""
+_ENDS = (1.0, 0.5, 1.5, 0.75, 1.25)
+"""How much late begins and early ends count against loads: it depends on the chain which idles least."""
 _WAITS = (0.0, 0.25)
 """How long a rank may wait for the task that is next by timetable, in periods."""
 _AHEAD = 1.25
@@ -33,11 +35,17 @@ Times = npt.NDArray[np.float64]
 
 
 def folded_starts(chain: LayerChain, stride: int) -> Iterator[tuple[Arrangement, Rule]]:
-    """Give the best placement with two chunks a rank, down and up again, under its timetable.
+    """Give the best placements with two chunks a rank, down and up again, under their timetables.
 
     ``stride`` is the kernels' (`pipeloom.arrange.evaluate.arrays_of`).
     """
-    arrangement = folded(chain)
+    for ends in _ENDS:
+        yield from _under_timetable(chain, folded(chain, ends), stride)
+
+
+def _under_timetable(
+    chain: LayerChain, arrangement: Arrangement, stride: int
+) -> Iterator[tuple[Arrangement, Rule]]:
     num = arrangement.num_chunks
     starts, period = steady_starts(chain, arrangement)
     hops = np.arange(2 * num).reshape(2, num)

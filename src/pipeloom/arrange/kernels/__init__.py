@@ -14,12 +14,13 @@ from pipeloom.arrange.kernels.plan import (
     PERIOD,
     RANK,
     SCALARS,
+    SPREAD,
     UNLIMITED,
     WAIT,
 )
 from pipeloom.arrange.kernels.run import NEVER, run
 
 __all__ = [
-    "FIRST", "KEY", "LIMIT", "NEVER", "NUM_CHUNKS", "NUM_MOVES", "NUM_ROWS", "PERIOD", "RANK", "SCALARS", "UNLIMITED",
-    "WAIT", "anneal", "evaluate", "fold", "repartition", "run",
+    "FIRST", "KEY", "LIMIT", "NEVER", "NUM_CHUNKS", "NUM_MOVES", "NUM_ROWS", "PERIOD", "RANK", "SCALARS", "SPREAD",
+    "UNLIMITED", "WAIT", "anneal", "evaluate", "fold", "repartition", "run",
 ]  # fmt: skip

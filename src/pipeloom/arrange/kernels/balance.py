@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pipeloom.arrange.kernels.plan import FIRST, KEY, NUM_CHUNKS, RANK, SCALARS
+from pipeloom.arrange.kernels.plan import FIRST, KEY, NUM_CHUNKS, RANK, SCALARS, SPREAD
 from pipeloom.arrange.kernels.run import NEVER
 from pipeloom.compiled import kernel
 from pipeloom.compiled.random import below, uniform
@@ -96,7 +96,8 @@ def repartition(
 ) -> int:  # fmt: skip
     """Anneal boundaries (and ranks) on loads alone, until the largest load + head + tail is at most ``goal``.
 
-    Keys of chunks move with their places in a microbatch's pass. Returns the largest load + head + tail of the best
+    Keys of chunks move with their places in a microbatch's pass, those with a spread by themselves. Returns the
+    largest load + head + tail of the best
     that was found, which the plan then is.
     """
     num = plan[SCALARS, NUM_CHUNKS]
@@ -154,6 +155,8 @@ def repartition(
         else:
             plan[RANK, c] = kept
     plan[: RANK + 1] = best
+    if plan[SCALARS, SPREAD] > 0:
+        return int(least)
     for c in range(num):
         plan[KEY, c] += sums[0, plan[FIRST, c]] - sums[0, old[FIRST, c]]
         plan[KEY + 1, c] += after[old[FIRST, c + 1]] - after[plan[FIRST, c + 1]]

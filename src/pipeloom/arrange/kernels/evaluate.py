@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pipeloom.arrange.kernels.plan import FIRST, KEY, LIMIT, NUM_CHUNKS, PERIOD, RANK, SCALARS, WAIT
+from pipeloom.arrange.kernels.plan import FIRST, KEY, LIMIT, NUM_CHUNKS, PERIOD, RANK, SCALARS, SPREAD, WAIT
 from pipeloom.arrange.kernels.run import NEVER, run
 from pipeloom.compiled import kernel
 
@@ -34,6 +34,8 @@ def evaluate(
     slack = ints[7][:num_ranks]
     tail = ints[8]
     load = ints[9]
+    key = ints[26:29]
+    spread = plan[SCALARS, SPREAD]
     head = ints[10]
     for r in range(num_ranks):
         slack[r] = room[r]
@@ -64,19 +66,24 @@ def evaluate(
             # What grows when I ends is taken from the start, or a backward might not fit.
             held[0, c] = max(held[0, c], held[1, c])
         load[r] += duration[0, c] + duration[1, c] + duration[2, c]
+        key[0, c] = plan[KEY, c] + spread * before // 16
         before += duration[0, c]
         after += duration[1, c]
+        key[1, c] = after
+        key[2, c] = plan[KEY + 2, c]
         hop[c] = 0
         if c + 1 < num and rank[c + 1] != r:
             hop[c] = delay
             before += delay
             after += delay
+    for c in range(num):
+        key[1, c] = plan[KEY + 1, c] + spread * (before + after - key[1, c]) // 16
     for r in range(num_ranks):
         tail[r] = max(tail[r], 0)
         if head[r] >= 0 and load[r] * num_microbatches + head[r] + tail[r] >= cutoff:
             return NEVER
     return run(
-        num, num_microbatches, rank, duration, split, held, slack, hop, tail, plan[KEY : KEY + 3],
+        num, num_microbatches, rank, duration, split, held, slack, hop, tail, key,
         plan[WAIT : WAIT + 3], plan[LIMIT], plan[SCALARS, PERIOD], stride, cutoff, end, ints[11:14], ints[14:17],
         ints[17:20], ints[20], ints[21], ints[22], ints[23], ints[24], ints[25], record,
     )  # fmt: skip

@@ -16,6 +16,7 @@ from pipeloom.arrange.kernels.plan import (
     PERIOD,
     RANK,
     SCALARS,
+    SPREAD,
     UNLIMITED,
     WAIT,
     merge_chunk,
@@ -26,7 +27,7 @@ from pipeloom.compiled.random import below, uniform
 
 Array = npt.NDArray[Any]
 
-NUM_MOVES = 18
+NUM_MOVES = 19
 
 
 @kernel
@@ -136,6 +137,8 @@ def change(
         new = 1 + below(rng, num_microbatches)
         for i in range(min(c, o), max(c, o) + 1):
             plan[LIMIT, i] = new if new < num_microbatches else UNLIMITED
+    elif move == 18:  # how far chunks are apart in the order
+        plan[SCALARS, SPREAD] = max(0, plan[SCALARS, SPREAD] + below(rng, 17) - 8)
     elif move >= 15:  # relieve the rank with the most to do
         if not rebalance(plan, strategy, layers, num_ranks, num_microbatches, delay, move == 16, rng):
             return -1

@@ -15,8 +15,9 @@ Array = npt.NDArray[Any]
 
 FIRST, RANK, KEY, WAIT, LIMIT, SCALARS, NUM_ROWS = 0, 1, 2, 5, 8, 9, 10
 """Rows of a plan: first layer and rank of every chunk, three rows of keys (F, B or I, W), three of waiting
-tolerances, most microbatches in flight, and scalars: number of chunks, and how many microbatches take turns."""
-NUM_CHUNKS, PERIOD = 0, 1
+tolerances, most microbatches in flight, and scalars: number of chunks, how many microbatches take turns, and how many
+sixteenths of a lone microbatch's times the keys of F and B or I get added."""
+NUM_CHUNKS, PERIOD, SPREAD, NUM_SCALARS = 0, 1, 2, 3
 UNLIMITED = 2**60
 """A limit of what is in flight that is none."""
 
@@ -28,7 +29,7 @@ def copy_plan(source: Array, target: Array) -> None:
     for k in range(SCALARS):
         for i in range(num + 1):
             target[k, i] = source[k, i]
-    for i in range(2):
+    for i in range(NUM_SCALARS):
         target[SCALARS, i] = source[SCALARS, i]
 
 
