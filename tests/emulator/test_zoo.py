@@ -118,12 +118,11 @@ def test_a_small_sweep_ranks_what_fits_first():
 
 @pytest.mark.soak
 def test_the_papers_best_degrees_come_first_or_close():
-    """`dip.txt` Fig. 13: DP8 TP2 PP4 is the best for VLM-M on 64 GPUs, with an MFU of 29.7 %."""
-    entries = sweep("vlm-m", "dip-h800-64", global_microbatches=128)
+    """`dip.txt` Fig. 13: DP8 TP2 PP4 is the best for VLM-M on 64 GPUs, images in twelves, with an MFU of 29.7 %."""
+    entries = sweep("vlm-m", "dip-h800-64", global_microbatches=128, sub_microbatch={"vision": 12})
     best = entries[0].iteration_s
     papers = next(e for e in entries if e.degrees == Degrees(tensor=2, pipeline=4, data=8))
-    # Images by the 95 % rule, plain order, nothing fitted: near the top, not at it.
-    assert papers.iteration_s <= 1.15 * best
+    assert papers.iteration_s <= 1.05 * best
     assert papers.result.mfu == pytest.approx(0.297, rel=0.15)
 
 

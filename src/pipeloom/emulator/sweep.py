@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from pipeloom.emulator.build import Placement
 from pipeloom.emulator.fastest import fastest_step
@@ -19,6 +20,8 @@ from pipeloom.spec.catalog import load_architecture, load_machine
 from pipeloom.spec.datasets import clips_of_iterations, draw_samples, load_mixture, pack_documents
 from pipeloom.spec.hardware import Degrees, MachineSpec
 
+_NEAR = 1.2
+"""Times of the best up to which a point is tried with larger sub-microbatches too."""
 DEFAULT_STRATEGIES = ("keep", "selective", "full:0.25", "full:0.5", "full:0.75", "full")
 
 
@@ -108,9 +111,11 @@ def _works(
     placement: Placement,
     microbatches: Sequence[Sequence[Sample]],
     sub_microbatch: Mapping[str, int] | None,
+    times: int = 1,
 ) -> list[Work]:
     if sub_microbatch is None:
-        sub_microbatch = image_sizes(architecture, placement, microbatches)
+        sizes = image_sizes(architecture, placement, microbatches)
+        sub_microbatch = {name: times * size for name, size in sizes.items()}
     return [work_of(architecture, samples, sub_microbatch) for samples in microbatches]
 
 
@@ -164,7 +169,8 @@ def sweep(
     The batch is ``microbatches`` where given, else ``global_microbatches`` drawn from ``data``.
 
     The global batch is dealt out to the data-parallel replicas; the one with the most work is emulated, since
-    all wait for it when gradients are reduced.
+    all wait for it when gradients are reduced. Where no sub-microbatch is given, images go by DIP's rule
+    (`image_sizes`), and near the best also twice as many together: the rule looks at layers, not at pipelines.
     """
     architecture = load_architecture(model) if isinstance(model, str) else model
     machine = load_machine(cluster) if isinstance(cluster, str) else cluster
@@ -174,17 +180,26 @@ def sweep(
     drawn = microbatches
     if drawn is None:
         drawn = draw_microbatches(architecture, data or default_data(architecture), global_microbatches, seed)
+
+    @cache
+    def works(tensor: int, times: int) -> list[Work]:
+        # What is efficient depends on tensor parallelism alone.
+        placement = Placement(machine, Degrees(tensor=tensor))
+        return _works(architecture, placement, drawn, sub_microbatch, times)
+
     entries = []
-    # What is efficient depends on tensor parallelism alone.
-    works: dict[int, list[Work]] = {}
     for degrees in grid(devices, min(max_tensor, machine.devices_per_node)):
-        if degrees.tensor not in works:
-            placement = Placement(machine, Degrees(tensor=degrees.tensor))
-            works[degrees.tensor] = _works(architecture, placement, drawn, sub_microbatch)
-        entry = _entry(architecture, machine, degrees, works[degrees.tensor], strategies)
+        entry = _entry(architecture, machine, degrees, works(degrees.tensor, 1), strategies)
         entries.append(entry)
         if progress is not None:
             progress(entry)
+    if sub_microbatch is None and any(module.reads == "images" for module in architecture.modules):
+        near = _NEAR * min(entry.iteration_s for entry in entries)
+        for i, entry in enumerate(entries):
+            if entry.result is not None and entry.iteration_s <= near:
+                parts = works(entry.degrees.tensor, 2)
+                larger = _entry(architecture, machine, entry.degrees, parts, (entry.result.strategy,))
+                entries[i] = min(entry, larger, key=lambda e: e.iteration_s)
     return sorted(entries, key=lambda e: e.iteration_s)
 
 
