@@ -56,3 +56,7 @@ def test_what_was_spent_before_the_search_counts():
     assert rule.start().share(0) == 0.75
     spent[0] = 9.0
     assert rule.start().left(0, 10) == 0
+
+
+def test_orders_are_annealed_at_a_real_heat_where_no_time_is_left():
+    assert order_heat(-3.0) == order_heat(0.0) > 0

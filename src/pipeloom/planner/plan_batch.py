@@ -20,8 +20,8 @@ from pipeloom.tuning import TunedPipeline, TuningSpec, tune, tuned_pipeline, tun
 
 # A measured rate of nothing stands for a link that no message of this size could fill.
 _LEAST_S_PER_BYTE = 1e-15
-# The one that has come early, and the one that nobody has taken yet.
-_MESSAGES = 2
+# Those that have come early, and those that nobody has taken yet: how many there are is the ranks' real speed.
+_MESSAGES = 4
 
 
 @dataclass(frozen=True)

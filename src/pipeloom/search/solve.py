@@ -87,7 +87,7 @@ def _default(search: Search, threads: int, until: float) -> None:
 
 def order_heat(changes_per_job: float) -> float:
     """Start of the annealing of group orders, in mean durations of a task: the longer it may last, the hotter."""
-    return float(min(MOST_HEAT, HEAT * max(1.0, (changes_per_job / FEW_CHANGES) ** 0.5)))
+    return float(min(MOST_HEAT, HEAT * max(1.0, changes_per_job / FEW_CHANGES) ** 0.5))
 
 
 def _portfolio(search: Search, _threads: int, _until: float) -> None:
