@@ -19,6 +19,11 @@ def test_room_of_a_part_of_the_budget(seconds, evaluations, room):
     assert watch.expected(100, 2.0, 0.75) == room
 
 
+def test_a_part_that_is_over_before_it_begins_has_room_for_none():
+    for seconds, evaluations in ((8.0, None), (None, 1000), (8.0, 200)):
+        assert Watch(lambda: 0.0, 0.0, seconds, evaluations).expected(100, 2.0, -0.25) == 0.0
+
+
 @given(st.floats(0, 1e-9), st.integers(0, 10))
 def test_nothing_is_expected_of_a_speed_that_is_not_known(took_s, made):
     assert Deadline(1.0).start().expected(made, 0.0, 0.5) == 0.0

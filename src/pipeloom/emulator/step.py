@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from pipeloom.emulator.collection import collection_paused
+from pipeloom.collector import collector_paused
 from pipeloom.emulator.graph import FOREVER, MemoryCurve, memory_curve
 from pipeloom.emulator.pipeline import PipelineModel, Work
 from pipeloom.emulator.result import RankTime, StageTask, StepResult, length, union
@@ -46,7 +46,7 @@ class Step:
         None: as many as fit in memory, up to three per rank.
     """
 
-    @collection_paused()
+    @collector_paused()
     def __init__(
         self,
         model: PipelineModel,
@@ -194,7 +194,7 @@ class Step:
             call = self.session.calls[send]
             self.session.replace(send, Call(self._all.send(size), call.devices, call.inputs))
 
-    @collection_paused()
+    @collector_paused()
     def run(self) -> StepResult:
         """Emulate."""
         if not self._issued:

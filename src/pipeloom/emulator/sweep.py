@@ -99,24 +99,13 @@ def emulate(
             architecture, data or default_data(architecture), num_microbatches, seed
         )
     placement = Placement(machine, degrees)
-    works = _works(architecture, placement, microbatches, sub_microbatch)
+    if sub_microbatch is None:
+        sub_microbatch = image_sizes(architecture, placement, microbatches)
+    works = [work_of(architecture, samples, sub_microbatch) for samples in microbatches]
     pipeline = PipelineModel(architecture, placement, _typical(works), segments)
     if strategy is None:
         return fastest_step(pipeline, works, DEFAULT_STRATEGIES)
     return Step(pipeline, works, strategy, in_flight).run()
-
-
-def _works(
-    architecture: Architecture,
-    placement: Placement,
-    microbatches: Sequence[Sequence[Sample]],
-    sub_microbatch: Mapping[str, int] | None,
-    times: int = 1,
-) -> list[Work]:
-    if sub_microbatch is None:
-        sizes = image_sizes(architecture, placement, microbatches)
-        sub_microbatch = {name: times * size for name, size in sizes.items()}
-    return [work_of(architecture, samples, sub_microbatch) for samples in microbatches]
 
 
 def _typical(works: Sequence[Work]) -> Work:
@@ -182,10 +171,16 @@ def sweep(
         drawn = draw_microbatches(architecture, data or default_data(architecture), global_microbatches, seed)
 
     @cache
-    def works(tensor: int, times: int) -> list[Work]:
+    def sizes(tensor: int) -> Mapping[str, int]:
         # What is efficient depends on tensor parallelism alone.
-        placement = Placement(machine, Degrees(tensor=tensor))
-        return _works(architecture, placement, drawn, sub_microbatch, times)
+        return image_sizes(architecture, Placement(machine, Degrees(tensor=tensor)), drawn)
+
+    @cache
+    def works(tensor: int, times: int) -> list[Work]:
+        parts = sub_microbatch
+        if parts is None:
+            parts = {name: times * size for name, size in sizes(tensor).items()}
+        return [work_of(architecture, samples, parts) for samples in drawn]
 
     entries = []
     for degrees in grid(devices, min(max_tensor, machine.devices_per_node)):

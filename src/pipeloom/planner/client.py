@@ -7,11 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from pipeloom.collector import collector_paused
 from pipeloom.cost import Correction
 from pipeloom.errors import PipeloomError, PlannerError, check_count, check_not_negative
 from pipeloom.packing import packing_from_counts
 from pipeloom.plan import BACKENDS, Answer, Delivery, check_shapes, verify
-from pipeloom.planner.collector import collector_paused
 from pipeloom.planner.courier import Courier
 from pipeloom.planner.messages import Request, Setup, answer_of, decode, encode
 from pipeloom.planner.plan_batch import PlannedBatch, Problem, plan_batch

@@ -16,7 +16,7 @@ from pipeloom.arrange import (
 from pipeloom.cost import ProfileCosts
 from pipeloom.cost.layers import LayerTable
 from pipeloom.errors import InputError
-from pipeloom.packing import PackingSpec
+from pipeloom.packing import Packing, PackingSpec
 from pipeloom.planner.case import typical_lengths
 from pipeloom.planner.choose_layout import Sampled, search_layouts
 from pipeloom.planner.layout_trial import LayoutTrial
@@ -64,14 +64,11 @@ def choose_training_layout(
     InfeasibleError
         Nothing that was tried fits.
     """
-    if not batches:
-        raise InputError("batches", "is empty", "give at least one batch as training will see them")
     model = costs.model
-    whole = single_rank(model, {})
     groups = [
-        [batch.samples[i] for i in microbatch.samples]
-        for batch in batches
-        for microbatch in packed_batch(batch, model, whole, costs, packing).microbatches
+        [packed.batch.samples[i] for i in microbatch.samples]
+        for packed in _packed(costs, packing, batches)
+        for microbatch in packed.microbatches
     ]
     gradient_bytes = _gradient_bytes(model)
 
@@ -112,13 +109,10 @@ def training_layers(
     InputError
         No batches, or a model of several modules.
     """
-    if not batches:
-        raise InputError("batches", "is empty", "give at least one batch as training will see them")
-    model, whole = costs.model, single_rank(costs.model, {})
-    packed = [packed_batch(batch, model, whole, costs, packing) for batch in batches]
     return profiled_layers(
-        model, costs, packed, num_ranks, num_replicas=num_replicas, capacity_bytes=capacity_bytes
-    )
+        costs.model, costs, _packed(costs, packing, batches), num_ranks, num_replicas=num_replicas,
+        capacity_bytes=capacity_bytes,
+    )  # fmt: skip
 
 
 def arrange_training_layout(
@@ -141,6 +135,14 @@ def arrange_training_layout(
     """
     found = arrange(chain_of_layers(table), budget=budget, seed=seed)
     return layout_for(layout_of(table.num_ranks, found.arrangement), model), found
+
+
+def _packed(costs: ProfileCosts, packing: PackingSpec, batches: Sequence[Batch]) -> list[Packing]:
+    """Pack batches for one rank, whatever the layout will be."""
+    if not batches:
+        raise InputError("batches", "is empty", "give at least one batch as training will see them")
+    whole = single_rank(costs.model, {})
+    return [packed_batch(batch, costs.model, whole, costs, packing) for batch in batches]
 
 
 def _gradient_bytes(model: ModelSpec) -> dict[str, int]:

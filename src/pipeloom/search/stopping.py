@@ -56,8 +56,11 @@ class Watch:
         return min(1.0, max(parts))
 
     def expected(self, made: int, took_s: float, part: float) -> float:
-        """How many evaluations a part of the budget has room for at the speed of ``made`` in ``took_s`` seconds."""
-        counts = []
+        """How many evaluations a part of the budget has room for at the speed of ``made`` in ``took_s`` seconds.
+
+        A part that is over before it begins is negative, and has room for none.
+        """
+        counts, part = [], max(0.0, part)
         if self.seconds is not None:
             counts.append(part * self.seconds * made / took_s if took_s > 0 else 0.0)
         if self.evaluations is not None:

@@ -14,11 +14,12 @@ _was_enabled = False
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Make and check a plan without the collector looking over the whole process in the middle of it.
+    """Make many small objects without the collector looking over the whole process in the middle of it.
 
-    A plan is some ten thousand objects without cycles, which go when they are no longer referred to. Their number alone
-    would start the collector, again and again, and each time it looks at all that a training process has imported: that
-    takes longer than the plan does. Threads may pause it at the same time; it goes on when the last of them is done.
+    A plan is some ten thousand objects without cycles, an emulated step some hundred thousand, which go when they are
+    no longer referred to. Their number alone would start the collector, again and again, and each time it looks at all
+    that the process has imported: that takes longer than a plan does, and as long as a step. Threads may pause it at
+    the same time; it goes on when the last of them is done.
     """
     global _paused, _was_enabled
     with _LOCK:

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from pipeloom.collector import collector_paused
 from pipeloom.planner import PlannedBatch, client, plan_batch
-from pipeloom.planner.collector import collector_paused
 from tests.cases import random_batch
 from tests.planner.cases import random_setup
 
