@@ -31,12 +31,15 @@ class Mesh:
         one order.
     data : ProcessGroup
         The replicas of this pipeline rank.
+    replica : ProcessGroup
+        All processes of this replica, tensor-parallel ones too: they run one plan.
     """
 
     device_mesh: DeviceMesh
     pipeline: dist.ProcessGroup
     reduction: dist.ProcessGroup
     data: dist.ProcessGroup
+    replica: dist.ProcessGroup
 
     @property
     def pipeline_rank(self) -> int:
@@ -91,7 +94,11 @@ def make_mesh(layout: Layout, device_type: str = "cpu", timeout: timedelta | Non
     if timeout is not None:
         rows = [[replica[shard] for replica in stage] for stage in ranks for shard in range(shape[2])]
         pipeline, data = _group_of_this(columns, timeout), _group_of_this(rows, timeout)
-    mesh = Mesh(device_mesh, pipeline, reduction, data)
+    replica = reduction
+    if shape[2] > 1:
+        teams = [[rank for stage in ranks for rank in stage[number]] for number in range(shape[1])]
+        replica = _group_of_this(teams, timeout)
+    mesh = Mesh(device_mesh, pipeline, reduction, data, replica)
     _connect(mesh)
     return mesh
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from pipeloom.errors import InputError, PipeloomError
 from pipeloom.packing import Packing, reach
@@ -79,6 +80,10 @@ class Module:
     kinds : tuple of str or None
         Kind of every layer; layers of one kind cost the same and are measured once. Default: class name and
         number of parameters.
+    parallelize : callable or None
+        For tensor parallelism: called by `Trainer` with each layer of a rank and the `DeviceMesh` of its tensor-parallel
+        ranks, divides the layer in place (`parallelize_module`). A layer that it leaves alone stays whole on all of
+        them. Layers go on taking and returning whole tensors.
     """
 
     name: str
@@ -92,6 +97,7 @@ class Module:
     after: tuple[str, ...] = ()
     frozen: bool = False
     kinds: tuple[str, ...] | None = None
+    parallelize: Callable[[nn.Module, DeviceMesh], object] | None = None
     spec: ModuleSpec = field(init=False, repr=False)
 
     def __post_init__(self) -> None:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from pipeloom.errors import InputError
 from pipeloom.packing import Loads, deal, token_loads
-from pipeloom.runtime.mesh import make_mesh
+from pipeloom.runtime.mesh import Mesh, make_mesh
 from pipeloom.runtime.reduce import ReduceGradients, all_reduce_gradients, mesh_gradients
 from pipeloom.spec import Batch, Layout, ModelSpec
 
@@ -35,6 +35,12 @@ class Place:
         The same, for everything that they do together.
     reduce_gradients : callable or None
         For the executor; None where every chunk is on one process only.
+    tensor_rank : int
+        Which of the tensor-parallel ranks of its pipeline rank it is.
+    team : ProcessGroup or None
+        All processes of this replica, which run one plan.
+    mesh : Mesh or None
+        None where there is nothing but a pipeline.
     """
 
     stage: int
@@ -43,6 +49,14 @@ class Place:
     messages: dist.ProcessGroup | None
     collectives: dist.ProcessGroup | None
     reduce_gradients: ReduceGradients | None
+    tensor_rank: int = 0
+    team: dist.ProcessGroup | None = None
+    mesh: Mesh | None = None
+
+    @property
+    def leads(self) -> bool:
+        """Whether it talks to the planner, for all processes of its replica."""
+        return self.stage == 0 and self.tensor_rank == 0
 
     def share(self, batch: Batch, model: ModelSpec, loads: BatchLoads | None = None) -> tuple[int, ...]:
         """Which samples of a global batch this replica trains on; all replicas work it out alike.
@@ -70,12 +84,12 @@ class Place:
 def take_place(layout: Layout, timeout_s: float | None = None, device_type: str = "cpu") -> Place:
     """Arrange all processes of the default group; each of them calls it once.
 
-    Neighbouring processes are replicas of one pipeline rank.
+    Neighbouring processes share the tensors of a pipeline rank, then come its replicas.
 
     Parameters
     ----------
     layout : Layout
-        Its ``num_ranks`` and ``parallelism.data``.
+        Its ``num_ranks`` and ``parallelism``.
     timeout_s : float or None
         After which a rank that waits for another of its replica gives up, where there are several; None: torch's own.
     device_type : str
@@ -85,20 +99,16 @@ def take_place(layout: Layout, timeout_s: float | None = None, device_type: str 
     Raises
     ------
     InputError
-        When another number of processes runs, or the layout has tensor parallelism.
+        When another number of processes runs.
     """
-    if layout.parallelism.tensor > 1:
-        raise InputError(
-            "layout.parallelism.tensor", f"{layout.parallelism.tensor}, the trainer runs whole layers",
-            "write the loop of docs/parallelism.md",
-        )  # fmt: skip
-    num_replicas, size = layout.parallelism.data, dist.get_world_size()
-    if size != layout.num_ranks * num_replicas:
+    num_replicas, num_tensor, size = layout.parallelism.data, layout.parallelism.tensor, dist.get_world_size()
+    if size != layout.num_ranks * num_replicas * num_tensor:
         times = f" x {num_replicas} replicas" if num_replicas > 1 else ""
+        times += f" x {num_tensor} tensor-parallel" if num_tensor > 1 else ""
         raise InputError(
             "layout.num_ranks", f"{layout.num_ranks}{times}, but {size} processes run", "start as many"
         )
-    if num_replicas == 1 and device_type == "cpu":
+    if num_replicas * num_tensor == 1 and device_type == "cpu":
         replicated = any(module.on_ranks == "replicated" for module in layout.modules)
         reduce_gradients = all_reduce_gradients(layout) if replicated else None
         return Place(dist.get_rank(), 0, 1, None, None, reduce_gradients)
@@ -110,4 +120,7 @@ def take_place(layout: Layout, timeout_s: float | None = None, device_type: str 
         mesh.pipeline,
         mesh.reduction,
         mesh_gradients(layout, mesh),
+        mesh.tensor_rank,
+        mesh.replica,
+        mesh,
     )

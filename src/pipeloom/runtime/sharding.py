@@ -8,7 +8,7 @@ therefore as without FSDP2, split backward and recomputation included, and only 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,10 +22,20 @@ from pipeloom.runtime.model import Model
 from pipeloom.spec import Layout
 
 
-def shard_layers(model: Model, layout: Layout, mesh: Mesh) -> None:
+def shard_layers(
+    model: Model, layout: Layout, mesh: Mesh, *, leave_out: Collection[tuple[str, int]] = ()
+) -> None:
     """Apply `fully_shard` to every layer of this pipeline rank's chunks, over the data-parallel replicas.
 
     Call it after `parallelize_module`, and before the optimiser is made.
+
+    Parameters
+    ----------
+    model : Model
+    layout : Layout
+    mesh : Mesh
+    leave_out : collection of (str, int)
+        Module and number of layers that stay whole on every replica, such as those that share a parameter.
 
     Raises
     ------
@@ -43,8 +53,11 @@ def shard_layers(model: Model, layout: Layout, mesh: Mesh) -> None:
         if chunk.rank != mesh.pipeline_rank:
             continue
         module = model.module(chunk.module)
-        for layer in module.layers[chunk.layers[0] : chunk.layers[1] + 1]:
+        for number in range(chunk.layers[0], chunk.layers[1] + 1):
+            layer = module.layers[number]
             if id(layer) in done or not any(True for _ in layer.parameters()):
+                continue
+            if (chunk.module, number) in leave_out:
                 continue
             done.add(id(layer))
             if module.frozen:

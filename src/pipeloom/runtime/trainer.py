@@ -19,6 +19,7 @@ from pipeloom.plan import BACKENDS, Answer, Delivery, backend_of, verify
 from pipeloom.runtime.agreement import SameBatch
 from pipeloom.runtime.broadcast import broadcast_bytes, unpack_answer
 from pipeloom.runtime.clocks import SharedClock
+from pipeloom.runtime.divide import Sharding, divide_model, gather_layers
 from pipeloom.runtime.executor import Executor
 from pipeloom.runtime.feedback import Calibrator, gather_times
 from pipeloom.runtime.model import Model, user_code
@@ -71,7 +72,8 @@ class Trainer:
     """Trains a model over the processes of the default group: a pipeline, or several replicas of it.
 
     Every rank iterates the same batches; replicas (``layout.parallelism.data``) divide the samples of each, plan for
-    themselves, and sum their gradients. One batch ahead is read, so that the planner plans iteration ``i + 1`` while
+    themselves, and sum their gradients; tensor-parallel ranks (``layout.parallelism.tensor``) of a replica all run its
+    plan, on layers divided by `Module.parallelize`. One batch ahead is read, so that the planner plans iteration ``i + 1`` while
     ``i`` runs.
 
     Parameters
@@ -80,7 +82,7 @@ class Trainer:
         Built alike on every rank; each trains the layers of its chunks.
     layout : Layout
     planner : PlanSource
-        Used on the first rank of each pipeline; the others receive its plans.
+        Used on the first rank of each replica; the others receive its plans.
     describe : callable or None
         From one sample to its metadata, see `pipeloom.runtime.prefetch.Describe`; None: batches are `Prefetched`.
     optimizer : callable
@@ -107,6 +109,9 @@ class Trainer:
         dtypes that come out of it.
     random_seed : int or None
         Of what layers draw at random, see `Executor`.
+    shard : "fsdp" or None
+        With replicas: hold parameters, gradients and optimiser state in shards over them (`fully_shard`); None: every
+        replica holds all of its layers.
     """
 
     def __init__(
@@ -126,12 +131,14 @@ class Trainer:
         device: torch.device | str = "cpu",
         autocast: torch.dtype | None = None,
         random_seed: int | None = 0,
+        shard: Sharding | None = None,
     ) -> None:
         self.device = torch.device(device)
         self._backend = BACKENDS[backend_of(self.device.type)]
         self.rank, self.place = dist.get_rank(), take_place(layout, timeout_s, self.device.type)
-        self._leads = self.place.stage == 0
+        self._leads = self.place.leads
         self.model, self.layout = model, layout
+        self._running = divide_model(model, layout, self.place.mesh, shard, self.device)
         self._planner, self._describe, self._loads = planner, describe, loads
         self._learning_rate, self._clip_norm = learning_rate, clip_norm
         kind = BatchedTransport if self._backend.joins else TorchTransport
@@ -140,14 +147,14 @@ class Trainer:
             transport.connect(self.device)
         limit = None if timeout_s is None else timedelta(seconds=timeout_s)
         self._executor = Executor(
-            model, layout, self.place.stage, transport, self.device,
+            self._running, layout, self.place.stage, transport, self.device,
             reduce_gradients=self.place.reduce_gradients, autocast=autocast, timeout_s=timeout_s,
-            sum_tied=sums_over_ranks(model, layout, limit, self.device.type), random_seed=random_seed,
+            sum_tied=sums_over_ranks(self._running, layout, limit, self.device.type), random_seed=random_seed,
         )  # fmt: skip
         self._parameters = self._executor.parameters()
         self._counted = counted_parameters(
-            self._executor.named_parameters(), layout, Position(self.place.stage, self.place.replica),
-            self._executor.held_before,
+            self._executor.named_parameters(), layout,
+            Position(self.place.stage, self.place.replica, self.place.tensor_rank), self._executor.held_before,
         )  # fmt: skip
         self._optimizer = optimizer(self._parameters) if self._parameters else None
         self._calibrator = Calibrator()
@@ -257,9 +264,9 @@ class Trainer:
         After training: a layer that was on a GPU is there no more.
         """
         with together("gathering the model"):
+            gather_layers(self.model, self._running, self.layout, self.place.stage)
             for chunk in self.layout.chunks:
                 for layer in self.model.module(chunk.module).layers[chunk.layers[0] : chunk.layers[1] + 1]:
-                    layer.to("cpu")
                     for tensor in (*layer.parameters(), *layer.buffers()):
                         dist.broadcast(tensor.data, group=self.place.collectives, group_src=chunk.rank)
 
@@ -298,9 +305,9 @@ class Trainer:
             raise InputError(f"iteration {iteration}: {error.entity}", error.problem, error.remedy) from error
 
     def _hand_out(self, batch: Batch, delivery: Delivery | None, is_first: bool) -> tuple[Answer, Packing]:
-        """The first rank hands its plan to all of its pipeline, so that all run the same one."""
+        """The first rank hands its plan to all of its replica, so that all run the same one."""
         with together(f"iteration {batch.iteration}: the plan's delivery"):
-            data = broadcast_bytes(None if delivery is None else delivery.data, self.place.collectives)
+            data = broadcast_bytes(None if delivery is None else delivery.data, self.place.team)
         if delivery is not None:
             if is_first and self._backend.serial:
                 _check_serial(delivery.answer)
@@ -317,7 +324,9 @@ class Trainer:
         except ExecutionError as error:
             raise ExecutionError(f"iteration {batch.iteration}, {error}") from error
         cpu_ns = time.thread_time_ns() - cpu_ns if self.device.type == "cpu" else -1
-        loss = torch.tensor(result.loss_sum / result.normaliser, dtype=torch.float64)
+        # Tensor-parallel ranks have the same loss, which counts once.
+        loss_sum = 0.0 if self.place.tensor_rank else result.loss_sum
+        loss = torch.tensor(loss_sum / result.normaliser, dtype=torch.float64)
         totals = torch.stack((loss, gradient_squares(self._counted, self.device).cpu()))
         with together(f"iteration {batch.iteration}: the sum of losses"):
             dist.all_reduce(totals)

@@ -1,0 +1,187 @@
+"""A rank's layers divided over processes: over tensor-parallel ranks as the model says, over replicas by FSDP2.
+
+What is divided is a copy of each layer of this rank's chunks. The user's own layer lends it its weights and is
+without any while training runs; afterwards the whole weights are brought together in it again, so that what the
+user evaluates or saves is the plain model.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+
+from pipeloom.errors import InputError
+from pipeloom.runtime.mesh import Mesh
+from pipeloom.runtime.model import Model, user_code
+from pipeloom.runtime.sharding import shard_layers
+from pipeloom.spec import Layout
+
+
+Sharding = Literal["fsdp"]
+"""How replicas hold their layers in shards."""
+
+
+def divide_model(
+    model: Model, layout: Layout, mesh: Mesh | None, shard: Sharding | None, device: torch.device | str = "cpu"
+) -> Model:
+    """Return the model that this process runs; all processes call it together, before the optimiser is made.
+
+    Layers that share a parameter with another layer stay whole and the user's own, as do those of other ranks.
+
+    Parameters
+    ----------
+    model : Model
+        Its modules' ``parallelize`` divides their layers where the layout has tensor parallelism.
+    layout : Layout
+    mesh : Mesh or None
+        None where the layout has neither replicas nor tensor parallelism.
+    shard : "fsdp" or None
+        Apply `fully_shard` to every layer, over the replicas.
+    device : torch.device or str
+        To which the layers of this rank are moved.
+
+    Returns
+    -------
+    Model
+        The model itself where nothing is to be divided.
+
+    Raises
+    ------
+    InputError
+        When there is nothing to divide over, no module says how to divide, or a parameter cannot be divided evenly.
+    """
+    tensor = layout.parallelism.tensor
+    if shard is not None and layout.parallelism.data < 2:
+        raise InputError(
+            "shard", f"{shard!r}, but there is {layout.parallelism.data} replica of the pipeline",
+            "let parallelism.data be 2 or more, or leave shard out",
+        )  # fmt: skip
+    if mesh is None or (tensor == 1 and shard is None):
+        return model
+    if tensor > 1 and all(module.parallelize is None for module in model.modules):
+        raise InputError(
+            "layout.parallelism.tensor", f"{tensor}, but no module says how its layers are divided",
+            "give a Module parallelize=, or do without tensor parallelism",
+        )  # fmt: skip
+    whole = _layers_with_tied(model)
+    modules = []
+    for module in model.modules:
+        layers = list(module.layers)
+        for number in _of_rank(layout, module.name, mesh.pipeline_rank):
+            if (module.name, number) not in whole and any(True for _ in layers[number].parameters()):
+                layers[number] = _lend(layers[number], device)
+        modules.append(replace(module, layers=layers))
+    divided = replace(model, modules=modules)
+    if tensor > 1:
+        _over_tensor_ranks(divided, layout, mesh, whole)
+    if shard is not None:
+        shard_layers(divided, layout, mesh, leave_out=whole)
+    return divided
+
+
+def gather_layers(model: Model, running: Model, layout: Layout, stage: int) -> None:
+    """Bring the whole weights of this pipeline rank's layers together in the user's own layers, on the CPU.
+
+    All processes of the pipeline rank call it together.
+
+    Parameters
+    ----------
+    model, running : Model
+        The user's, and what `divide_model` made of it; the same one where nothing was divided.
+    layout : Layout
+    stage : int
+        This pipeline rank.
+    """
+    for module, other in zip(model.modules, running.modules, strict=True):
+        for number in _of_rank(layout, module.name, stage):
+            own, divided = module.layers[number], other.layers[number]
+            if own is divided:
+                own.to("cpu")
+                continue
+            own.to_empty(device="cpu")
+            tensors = dict(_tensors(own))
+            for name, tensor in _tensors(divided):
+                # What was gathered counts on every process: all of them take part, whatever they do with it.
+                tensors[name].copy_(tensor.full_tensor() if isinstance(tensor, DTensor) else tensor)
+
+
+def _lend(layer: nn.Module, device: torch.device | str) -> nn.Module:
+    """Return a copy on a device; the layer itself keeps its form but no memory."""
+    copied = copy.deepcopy(layer).to(device)
+    layer.to("meta")
+    return copied
+
+
+def _over_tensor_ranks(model: Model, layout: Layout, mesh: Mesh, whole: set[tuple[str, int]]) -> None:
+    """Call every module's ``parallelize`` on the layers of this rank, and see that it did something somewhere."""
+    over = mesh.device_mesh["tp"]
+    num_divided = 0
+    for module in model.modules:
+        if module.parallelize is None:
+            continue
+        for number in _of_rank(layout, module.name, mesh.pipeline_rank):
+            layer, where = module.layers[number], f"module {module.name!r}.layers[{number}]"
+            if (module.name, number) in whole:
+                continue
+            names = [name for name, _ in layer.named_parameters()]
+            with user_code(f"{where}: parallelize"):
+                module.parallelize(layer, over)
+            if [name for name, _ in layer.named_parameters()] != names:
+                raise InputError(
+                    where, "has parameters of other names after parallelize", "divide them in place"
+                )
+            num_divided += _check_even(layer, where, over.size())
+    total = torch.tensor(num_divided)
+    dist.all_reduce(total)
+    if not int(total):
+        raise InputError(
+            "layout.parallelism.tensor",
+            f"{over.size()}, but parallelize divided no parameter of any layer",
+            "call parallelize_module with a plan that names submodules of the layer",
+        )
+
+
+def _check_even(layer: nn.Module, where: str, num_ranks: int) -> int:
+    """Refuse parts of unequal size; return how many parameters are divided."""
+    count = 0
+    for name, parameter in layer.named_parameters():
+        if not isinstance(parameter, DTensor):
+            continue
+        for placement in parameter.placements:
+            if not isinstance(placement, Shard):
+                continue
+            extent = parameter.shape[placement.dim]
+            if extent % num_ranks:
+                raise InputError(
+                    f"{where}.{name}",
+                    f"has {extent} in dimension {placement.dim}, not a multiple of the {num_ranks} tensor-parallel ranks",
+                    "take a degree that divides it, or leave this parameter whole",
+                )
+            count += 1
+    return count
+
+
+def _of_rank(layout: Layout, module: str, stage: int) -> Iterator[int]:
+    """Numbers of a module's layers on a pipeline rank."""
+    for chunk in layout.chunks:
+        if chunk.module == module and chunk.rank == stage:
+            yield from range(chunk.layers[0], chunk.layers[1] + 1)
+
+
+def _layers_with_tied(model: Model) -> set[tuple[str, int]]:
+    """Module and number of every layer that shares a parameter with another one."""
+    places = (name.split(".", 2) for names in model.tied for name in names)
+    return {(module, int(number)) for module, number, _ in places}
+
+
+def _tensors(layer: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for name, parameter in layer.named_parameters():
+        yield name, parameter.data
+    yield from layer.named_buffers()
