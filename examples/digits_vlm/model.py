@@ -17,6 +17,8 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional
 
 from . import data
@@ -81,6 +83,12 @@ class Block(nn.Module):
         x = x + self.mix(mixed.transpose(1, 2).reshape(batch, tokens, dim))
         out: Tensor = x + self.narrow(functional.gelu(self.widen(self.mlp_norm(x))))
         return out
+
+
+def divide(layer: nn.Module, mesh: DeviceMesh) -> None:
+    """Divide the perceptron of a block over tensor-parallel ranks; its attention and all other layers stay whole."""
+    if isinstance(layer, Block):
+        parallelize_module(layer, mesh, {"widen": ColwiseParallel(), "narrow": RowwiseParallel()})
 
 
 class PatchEmbedding(nn.Module):

@@ -30,6 +30,7 @@ def build_model(seed: int, frozen: bool = False) -> pl.Model:
         hidden=("instances", data.PATCHES_PER_IMAGE, model.VISION_DIM),
         output=("instances", data.TOKENS_PER_IMAGE, model.LM_DIM),
         frozen=frozen,
+        parallelize=model.divide,
     )
     language = pl.Module(
         "lm",
@@ -40,6 +41,7 @@ def build_model(seed: int, frozen: bool = False) -> pl.Model:
         context=model.lm_context,
         hidden=("tokens", model.LM_DIM),
         output=("tokens", len(data.VOCABULARY)),
+        parallelize=model.divide,
     )
     return pl.Model((vision, language), model.loss, model.num_targets, name="digits_vlm")
 

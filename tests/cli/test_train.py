@@ -35,7 +35,8 @@ def config(folder: Path, *edits: tuple[str, str]) -> Path:
 
 def test_a_short_run_leaves_everything_behind(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     choice = 'strategies = ["recompute", "offload"]\nsplit_backward = true\n'
-    path = config(tmp_path, ("budget_s", choice + "budget_s"))
+    tensor_parallel = ("[layout]\n", "[parallel]\ntp = 2\n[layout]\n")
+    path = config(tmp_path, ("budget_s", choice + "budget_s"), tensor_parallel)
     assert run(["train", str(path), "--runs", str(tmp_path / "runs"), "--iterations", "3", "--json"]) == 0
     summary = json.loads(capfd.readouterr().out)
     folder = tmp_path / "runs" / "digits_vlm"
@@ -60,6 +61,8 @@ def test_a_short_run_leaves_everything_behind(tmp_path: Path, capfd: pytest.Capt
             a.strategy for actions in from_text(plan.read_text()).ranks for a in actions if a.verb == "F"
         }
         assert words <= {"recompute", "offload"}
+    setup = json.loads((folder / "setup.json").read_text())
+    assert (setup["layout"]["num_ranks"], setup["layout"]["parallelism"]) == (2, {"tensor": 2, "data": 1})
     events = json.loads((folder / "trace.json").read_text())["traceEvents"]
     assert {"planned", "measured"} <= {str(e.get("args", {}).get("name")) for e in events if e["ph"] == "M"}
     page = (folder / "timeline.html").read_text()
@@ -75,6 +78,12 @@ def test_a_short_run_leaves_everything_behind(tmp_path: Path, capfd: pytest.Capt
     [
         ("ranks = 2", "ranks = 0", "layout.ranks: 0 is below 1"),
         ("[layout]\n", "[parallel]\ndp = 0\n[layout]\n", "parallel.dp: 0 is below 1"),
+        ("[layout]\n", "[parallel]\ntp = 0\n[layout]\n", "parallel.tp: 0 is below 1"),
+        (
+            "[layout]\n",
+            '[parallel]\nshard = "fsdp"\n[layout]\n',
+            "parallel.shard: 'fsdp' shards over replicas, and parallel.dp is 1; let parallel.dp be 2 or more",
+        ),
         ("ranks = 2", "ranks = 50", "has 6 layers for 50 ranks"),
         ("iterations = 250", 'iterations = "x"', "iterations: 'x' is not an integer"),
         ("seed = 0", "seed = 0\nsede = 1", "sede: is not a known field; did you mean seed?"),

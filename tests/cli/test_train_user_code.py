@@ -89,6 +89,17 @@ def test_faults_found_while_measuring(
     assert message in capsys.readouterr().err
 
 
+def test_a_model_that_does_not_say_how_layers_are_divided(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = config(tmp_path)
+    path.write_text(path.read_text() + "[parallel]\ntp = 2\n")
+    assert run(["train", str(path), "--runs", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert "does not say how its layers are divided over 2 tensor-parallel ranks; give at least one" in error
+    assert error.count("\n") == 1
+
+
 def test_a_loss_that_is_no_number_stops_training_and_leaves_nothing_old(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

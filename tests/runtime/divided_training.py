@@ -1,27 +1,28 @@
-"""The digits example trained by `Trainer` with layers divided over processes, for launched ranks."""
+"""The digits example trained by `Trainer` over replicas and with divided layers, for launched ranks."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import pipeloom as pl
+from pipeloom.errors import InputError
 from pipeloom.packing import PackingSpec, cost_loads
 from pipeloom.planner import Planner, Setup
 from pipeloom.runtime import Checkpoints, TcpPlanStore, Trainer
 from pipeloom.runtime.divide import Sharding
 from pipeloom.spec import Parallelism
 
-from .training import CLIP, DOCUMENTS, check_report, data, model, optimizer, setup, task
+from .training import CLIP, check_report, model, optimizer, prefetched, setup, task
 
 
 class Degrees(NamedTuple):
@@ -38,12 +39,13 @@ class Found(NamedTuple):
 
     losses: list[float]
     norms: list[float]
-    plans: list[int]
-    """One number for each iteration's plan."""
+    counts: list[int]
+    """Microbatches of every iteration's plan."""
+    all_fresh: bool
     held: int
     """Elements of parameters on this process."""
-    weights: dict[str, NDArray[np.float64]]
-    """Of the whole model, gathered after training."""
+    digest: float
+    """Of all weights, as every rank has gathered them after training."""
 
 
 def divide(layer: nn.Module, mesh: DeviceMesh) -> None:
@@ -54,22 +56,24 @@ def divide(layer: nn.Module, mesh: DeviceMesh) -> None:
         parallelize_module(layer, mesh, {"project": ColwiseParallel(output_layouts=Replicate())})
 
 
-def divisible() -> pl.Model:
-    whole = model()
-    return replace(whole, modules=[replace(module, parallelize=divide) for module in whole.modules])
+def divisible(parallelize: Callable[[nn.Module, DeviceMesh], None] | None = divide) -> pl.Model:
+    """The example, its embedding tied to its head."""
+    whole = model(tied=True)
+    return replace(whole, modules=[replace(module, parallelize=parallelize) for module in whole.modules])
 
 
 def setup_of(degrees: Degrees) -> Setup:
     made = setup(degrees.pipeline)
     layout = msgspec.structs.replace(made.layout, parallelism=Parallelism(degrees.tensor, degrees.data))
+    # A budget with which replicas have different numbers of microbatches.
     return msgspec.structs.replace(made, layout=layout, packing=PackingSpec(80))
 
 
-def trainer_of(degrees: Degrees, folder: str) -> Trainer:
+def trainer_of(degrees: Degrees, folder: str, trained: pl.Model | None = None) -> Trainer:
     made = setup_of(degrees)
     planner = Planner(made, TcpPlanStore.host, deadline_s=20.0)
     return Trainer(
-        divisible(), made.layout, planner, describe=task.describe, optimizer=optimizer, clip_norm=CLIP,
+        trained or divisible(), made.layout, planner, describe=task.describe, optimizer=optimizer, clip_norm=CLIP,
         checkpoints=Checkpoints(Path(folder)), timeout_s=120.0, shard=degrees.shard,
         loads=lambda batch: cost_loads(batch, made.model, made.layout, made.costs),
     )  # fmt: skip
@@ -77,36 +81,90 @@ def trainer_of(degrees: Degrees, folder: str) -> Trainer:
 
 def train_divided(all_degrees: list[Degrees], until: list[int], folder: str) -> list[Found]:
     """Train so far under every degrees, each going on from where the one before ended."""
-    return [train_once(degrees, end, folder) for degrees, end in zip(all_degrees, until, strict=True)]
+    found: list[Found] = []
+    before: dict[str, Tensor] = {}
+    first = 0
+    for degrees, end in zip(all_degrees, until, strict=True):
+        trainer = trainer_of(degrees, folder)
+        assert trainer.resume() == first
+        if first:
+            assert_same(before, gathered(trainer))
+        # Read ahead: what is left out is that which was trained.
+        batches = trainer.skip_trained(prefetched(end), first)
+        reports = []
+        for report in trainer.run(batches, first):
+            reports.append(report)
+            if trainer.place.leads:
+                check_report(setup_of(degrees), report)
+            else:
+                assert report.answer is None
+        held = sum(local_size(p) for _, p in trainer._executor.named_parameters())
+        before, first = gathered(trainer), end
+        found.append(
+            Found(
+                [report.loss for report in reports],
+                [report.gradient_norm for report in reports],
+                [report.num_microbatches for report in reports],
+                all(report.fresh for report in reports) or not trainer.place.leads,
+                held,
+                sum(float(tensor.double().abs().sum()) for tensor in before.values()),
+            )
+        )
+    return found
 
 
-def train_once(degrees: Degrees, end: int, folder: str) -> Found:
-    import time
-    a=time.process_time(); w=time.time()
-    trainer = trainer_of(degrees, folder)
-    print("made", time.process_time()-a, time.time()-w, flush=True)
-    first = trainer.resume()
-    held = sum(local_size(p) for p in trainer._parameters)
-    losses, norms, plans = [], [], []
-    batches = trainer.skip_trained(data.batches(3, end, DOCUMENTS), first)
-    for report in trainer.run(batches, first):
-        if trainer.place.leads:
-            check_report(setup_of(degrees), report)
-        else:
-            assert report.answer is None
-        losses.append(report.loss)
-        norms.append(report.gradient_norm)
-        plans.append(report.num_microbatches)
-    print("trained", time.process_time()-a, time.time()-w, flush=True)
+def gathered(trainer: Trainer) -> dict[str, Tensor]:
+    """All weights, copied."""
     trainer.gather_model()
-    weights = {
-        f"{module.name}.{number}.{name}": tensor.numpy()
+    return {
+        f"{module.name}.{number}.{name}": tensor.clone()
         for module in trainer.model.modules
         for number, layer in enumerate(module.layers)
         for name, tensor in layer.state_dict().items()
     }
-    return Found(losses, norms, plans, held, weights)
+
+
+def assert_same(wanted: dict[str, Tensor], found: dict[str, Tensor]) -> None:
+    assert wanted.keys() == found.keys()
+    for name, tensor in wanted.items():
+        assert torch.equal(tensor, found[name]), name
 
 
 def local_size(parameter: Any) -> int:
     return int(parameter.to_local().numel() if isinstance(parameter, DTensor) else parameter.numel())
+
+
+def refusals(folder: str) -> list[str]:
+    """What a trainer over two replicas and two tensor-parallel ranks says of rules that cannot be followed."""
+
+    def uneven(layer: nn.Module, mesh: DeviceMesh) -> None:
+        if hasattr(layer, "norm"):
+            layer.project = nn.Linear(layer.project.in_features, 7)
+            parallelize_module(layer, mesh, {"project": ColwiseParallel(output_layouts=Replicate())})
+
+    def renaming(layer: nn.Module, mesh: DeviceMesh) -> None:
+        if hasattr(layer, "widen"):
+            layer.wide = layer.widen
+            del layer.widen
+
+    def raising(layer: nn.Module, mesh: DeviceMesh) -> None:
+        raise RuntimeError("no idea how")
+
+    found = []
+    for parallelize in (uneven, renaming, raising, lambda layer, mesh: None, None):
+        try:
+            trainer_of(Degrees(1, 2, 2), folder, divisible(parallelize))
+        except InputError as error:
+            found.append(str(error))
+    try:
+        trainer_of(Degrees(2, 1, 1), folder)
+    except InputError as error:
+        found.append(str(error))
+    return found
+
+
+def divided_and_refused(
+    all_degrees: list[Degrees], until: list[int], folder: str
+) -> tuple[list[Found], list[str]]:
+    """Both: starting ranks takes longer than running them."""
+    return train_divided(all_degrees, until, folder), refusals(folder)

@@ -1,19 +1,78 @@
+"""Training over replicas, tensor-parallel ranks and shards is the undivided training."""
+
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-import torch
 
+from pipeloom.errors import InputError
 from pipeloom.runtime import launch
-from tests.runtime.divided_training import Degrees, Found, train_divided
-from tests.runtime.training import losses_undivided
+from pipeloom.runtime.divide import check_divisible
+from pipeloom.spec import Parallelism
+
+from .divided_training import Degrees, Found, divided_and_refused, divisible, train_divided
+from .training import losses_undivided
+
+REPLICAS, TENSORS, SHARDS = Degrees(2, 2, 1), Degrees(2, 1, 2), Degrees(2, 2, 1, "fsdp")
 
 
-def test_divided(tmp_path: Path) -> None:
-    wanted = losses_undivided(6)
-    degrees = [Degrees(2, 1, 2), Degrees(2, 2, 1, "fsdp")]
-    ranks = launch(train_divided, 4, degrees, [3, 6], str(tmp_path))
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[list[Found], list[str]]]:
+    """Four ranks that go from one kind of parallelism to the next, with a checkpoint in between."""
+    folder = str(tmp_path_factory.mktemp("divided"))
+    return launch(divided_and_refused, 4, [REPLICAS, TENSORS, SHARDS], [3, 5, 7], folder)
+
+
+def assert_undivided(ranks: list[list[Found]]) -> None:
+    """Losses are those of undivided training, and all ranks have the same norms and, in the end, weights."""
+    wanted = losses_undivided(sum(len(found.losses) for found in ranks[0]), tied=True)
     for rank in ranks:
-        assert rank[0].losses + rank[1].losses == pytest.approx(wanted, abs=1e-8, rel=0)
-        print([f.held for f in rank], [f.plans for f in rank])
+        assert [loss for found in rank for loss in found.losses] == pytest.approx(wanted, abs=1e-8, rel=0)
+        for found, first in zip(rank, ranks[0], strict=True):
+            assert found.norms == pytest.approx(first.norms, rel=1e-12)
+            assert found.digest == first.digest
+            assert found.all_fresh
+
+
+def test_divided_training_equals_undivided_training(trained: list[tuple[list[Found], list[str]]]) -> None:
+    assert_undivided([found for found, _ in trained])
+
+
+def test_replicas_have_plans_of_their_own_and_tensor_parallel_ranks_share_them(
+    trained: list[tuple[list[Found], list[str]]],
+) -> None:
+    replicas, tensors, shards = ([found[i].counts for found, _ in trained] for i in range(3))
+    # Neighbouring ranks are replicas of one pipeline rank, or share its tensors.
+    for counts in (replicas, shards):
+        assert counts[0] == counts[2]
+        assert counts[1] == counts[3]
+    assert replicas[0] != replicas[1]
+    assert tensors == [tensors[0]] * 4
+
+
+def test_divided_layers_hold_less(trained: list[tuple[list[Found], list[str]]]) -> None:
+    for (whole, tensors, shards), _ in trained:
+        assert tensors.held < 0.8 * whole.held
+        assert shards.held < 0.6 * whole.held
+
+
+def test_rules_that_cannot_be_followed_are_named(trained: list[tuple[list[Found], list[str]]]) -> None:
+    for _, (uneven, renaming, raising, nothing, missing, size) in trained:
+        assert "project.weight: has 7 in dimension 0, not a multiple of the 2 tensor-parallel ranks" in uneven
+        assert "layers[1]: has parameters of other names after parallelize" in renaming
+        assert "layers[0]: parallelize: raised RuntimeError: no idea how" in raising
+        assert "parallelize divided no parameter of any layer" in nothing
+        assert "does not say how its layers are divided over 2 tensor-parallel ranks" in missing
+        assert "layout.num_ranks: 2, but 4 processes run" in size
+
+
+def test_shards_need_replicas() -> None:
+    with pytest.raises(InputError, match=r"shard: 'fsdp' shards over replicas, and parallelism.data is 1"):
+        check_divisible(divisible(), Parallelism(2, 1), "fsdp")
+
+
+@pytest.mark.soak
+def test_all_three_together_equal_undivided_training(tmp_path: Path) -> None:
+    degrees = [Degrees(2, 2, 2), Degrees(2, 2, 2, "fsdp"), Degrees(4, 1, 2), Degrees(1, 4, 2, "fsdp")]
+    assert_undivided(launch(train_divided, 8, degrees, [3, 6, 8, 10], str(tmp_path), timeout_s=300.0))

@@ -1,9 +1,7 @@
-from pathlib import Path
-
 import pytest
 
 from pipeloom.runtime import launch
-from tests.runtime.training import Step, losses_undivided, steps_on_rank, train_replicas
+from tests.runtime.training import Step, losses_undivided, steps_on_rank
 
 ITERATIONS = 8
 
@@ -34,22 +32,6 @@ def test_training_over_ranks_equals_undivided_training(undivided: list[float]) -
     for steps in train(3, ["nothing", "tag zero", "replicated"], undivided).values():
         assert steps[-1].loss < steps[0].loss
         assert all(step.fresh for step in steps)
-
-
-def test_replicas_with_plans_of_their_own_equal_undivided_training(
-    undivided: list[float], tmp_path: Path
-) -> None:
-    iterations = 5
-    ranks = launch(train_replicas, 4, 2, 2, iterations, str(tmp_path))
-    for found in ranks:
-        assert [step.loss for step, _, _ in found] == pytest.approx(undivided[:iterations], abs=1e-8, rel=0)
-        assert [norm for _, norm, _ in found] == pytest.approx([norm for _, norm, _ in ranks[0]], rel=1e-12)
-    # Neighbouring ranks are replicas of one pipeline rank.
-    counts = [[count for _, _, count in found] for found in ranks]
-    assert counts[0] == counts[2]
-    assert counts[1] == counts[3]
-    assert counts[0] != counts[1]
-    assert all(step.fresh for found in ranks[:2] for step, _, _ in found)
 
 
 def test_a_killed_planner_costs_no_batch(undivided: list[float]) -> None:

@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,13 +19,12 @@ import pipeloom as pl
 from pipeloom.arrange import ModulePlacement, separate
 from pipeloom.cost import LayerFit, Profile
 from pipeloom.errors import PlannerError
-from pipeloom.packing import PackingSpec, cost_loads
+from pipeloom.packing import PackingSpec
 from pipeloom.plan import Action, Answer
 from pipeloom.planner import HostedStore, Planner, Setup
 from pipeloom.planner.choose_layout import replicated
 from pipeloom.planner.replay import answered_graph, timeline_of
-from pipeloom.runtime import Checkpoints, Prefetched, StepReport, TcpPlanStore, Trainer
-from pipeloom.spec import Parallelism
+from pipeloom.runtime import Prefetched, StepReport, TcpPlanStore, Trainer
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
@@ -43,12 +43,17 @@ class Step(NamedTuple):
     lead_s: float
 
 
-def model() -> pl.Model:
+def model(tied: bool = False) -> pl.Model:
     torch.set_default_dtype(torch.float64)
     try:
-        return task.build_model(seed=1)
+        made = task.build_model(seed=1)
     finally:
         torch.set_default_dtype(torch.float32)
+    if tied:
+        layers = made.module("lm").layers
+        layers[-1].project.weight = layers[0].word
+        made = replace(made)
+    return made
 
 
 def optimizer(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
@@ -99,43 +104,6 @@ def prefetched(iterations: int) -> Prefetched:
     return Prefetched(loader, describe=task.describe)
 
 
-def train_replicas(
-    num_ranks: int, num_replicas: int, iterations: int, folder: str
-) -> list[tuple[Step, float, int]]:
-    """Train replicas of a pipeline as one rank, and find again what was saved.
-
-    Returns steps, norms and numbers of microbatches.
-    """
-    made = setup(num_ranks)
-    layout = msgspec.structs.replace(made.layout, parallelism=Parallelism(data=num_replicas))
-    # A budget with which replicas have different numbers of microbatches.
-    made = msgspec.structs.replace(made, layout=layout, packing=PackingSpec(80))
-
-    def trainer() -> Trainer:
-        planner = Planner(made, TcpPlanStore.host, deadline_s=20.0)
-        return Trainer(model(), layout, planner, describe=task.describe, optimizer=optimizer, clip_norm=CLIP,
-                       checkpoints=Checkpoints(Path(folder)), timeout_s=120.0,
-                       loads=lambda batch: cost_loads(batch, made.model, layout, made.costs))  # fmt: skip
-
-    first, again = trainer(), trainer()
-    found = []
-    for report in first.run(data.batches(3, iterations, DOCUMENTS)):
-        if first.place.stage == 0:
-            check_report(made, report)
-        step = Step(report.loss, report.fresh, report.reason, 0.0, report.lead_s)
-        found.append((step, report.gradient_norm, report.num_microbatches))
-    assert again.resume() == iterations
-    # The same, read ahead: what is left out is that which was trained.
-    assert list(again.skip_trained(prefetched(iterations), iterations)) == []
-    first.gather_model()
-    again.gather_model()
-    for one, other in zip(first.model.modules, again.model.modules, strict=True):
-        for before, after in zip(one.layers, other.layers, strict=True):
-            for name, tensor in before.state_dict().items():
-                assert torch.equal(tensor, after.state_dict()[name]), name
-    return found
-
-
 def check_report(made: Setup, report: StepReport) -> None:
     """What a report says of its plan is what the plan was made with, and everything was measured."""
     assert report.answer is not None
@@ -154,11 +122,12 @@ def check_report(made: Setup, report: StepReport) -> None:
         assert message.num_bytes > 0
 
 
-def losses_undivided(iterations: int) -> list[float]:
+def losses_undivided(iterations: int, tied: bool = False) -> list[float]:
     """The same training in one process, without pipeline, packing or planner."""
-    whole = model()
+    whole = model(tied)
     vision, language = whole.modules
-    parameters = [p for module in whole.modules for layer in module.layers for p in layer.parameters()]
+    every = [p for module in whole.modules for layer in module.layers for p in layer.parameters()]
+    parameters = list({id(p): p for p in every}.values())
     adam, found = optimizer(parameters), []
     for samples in data.batches(3, iterations, DOCUMENTS):
         everything = pl.Part(

@@ -16,7 +16,7 @@ from pipeloom.cost import Strategy, check_strategies
 from pipeloom.errors import InputError, check_count, check_not_negative, check_positive
 from pipeloom.io import read_spec
 from pipeloom.packing import PackingSpec
-from pipeloom.spec import ClusterSpec
+from pipeloom.spec import ClusterSpec, Parallelism
 from pipeloom.tuning import TuningSpec, check_no_choice
 
 if TYPE_CHECKING:
@@ -55,10 +55,35 @@ class ParallelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     dp: int = 1
     """Replicas of the pipeline; they divide the samples of each batch among them."""
+    tp: int = 1
+    """Ranks over which the layers of each pipeline rank are divided, as the model's ``parallelize`` says."""
+    shard: Literal["fsdp"] | None = None
+    """``fsdp``: replicas hold parameters, gradients and optimiser state in shards; leave out: each holds all."""
+
+    @property
+    def num_beside(self) -> int:
+        """Processes of each pipeline rank."""
+        return self.dp * self.tp
+
+    @property
+    def divides_nothing(self) -> bool:
+        """Whether every process holds whole layers."""
+        return self.tp == 1 and self.shard is None
+
+    @property
+    def degrees(self) -> Parallelism:
+        """As a layout has them."""
+        return Parallelism(tensor=self.tp, data=self.dp)
 
     def __post_init__(self) -> None:
-        """Refuse none at all."""
-        check_count("parallel.dp", self.dp)
+        """Refuse none at all, and shards for one."""
+        for name in ("dp", "tp"):
+            check_count(f"parallel.{name}", getattr(self, name))
+        if self.shard is not None and self.dp < 2:
+            raise InputError(
+                "parallel.shard", f"{self.shard!r} shards over replicas, and parallel.dp is {self.dp}",
+                "let parallel.dp be 2 or more, or leave parallel.shard out",
+            )  # fmt: skip
 
 
 class OptimizerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -158,6 +183,11 @@ class TrainConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """After which a rank that waits for another gives up, and training stops."""
     tuning: TuningSpec | None = None
     """Tune every batch on 1F1B (PipeTune) instead of searching a schedule; wants ``layout.kind = "encoder_first"``."""
+
+    @property
+    def num_processes(self) -> int:
+        """Pipeline ranks of all replicas, and all tensor-parallel ranks of each."""
+        return self.layout.ranks * self.parallel.num_beside
 
     def __post_init__(self) -> None:
         """Refuse runs of no length and names that are no folder."""

@@ -27,7 +27,7 @@ from pipeloom.cli.config import (
 from pipeloom.cli.record import fresh_folder
 from pipeloom.errors import ExecutionError, InputError, PipeloomError
 from pipeloom.io import write_layout, write_text
-from pipeloom.spec import Batch, Parallelism
+from pipeloom.spec import Batch
 
 if TYPE_CHECKING:
     from pipeloom.cost import Profile
@@ -91,7 +91,7 @@ def train(
     if choose_layout:
         settings = with_chosen_layout(settings)
     worker = this_worker()
-    num_local = settings.layout.ranks * settings.parallel.dp if worker is None else worker.num_local
+    num_local = settings.num_processes if worker is None else worker.num_local
     device = choose_device(settings.runtime.device, num_local)
     run = Run(config, settings, runs / settings.name, Console(stderr=json), json, device)
     if worker is not None:
@@ -118,11 +118,6 @@ class Run:
     console: Console
     to_stderr: bool
     device: DeviceType = "cpu"
-
-    @property
-    def num_processes(self) -> int:
-        """Pipeline ranks of all replicas."""
-        return self.settings.layout.ranks * self.settings.parallel.dp
 
     @property
     def setup_path(self) -> Path:
@@ -179,10 +174,10 @@ def _train_here(run: Run, resume: bool | None, max_restarts: int) -> None:
     run.begin(go_on)
     for restart in itertools.count(1):
         planners = "the planner" if run.settings.parallel.dp == 1 else f"{run.settings.parallel.dp} planners"
-        run.console.print(f"Starting {run.num_processes} ranks and {planners} ...")
+        run.console.print(f"Starting {run.settings.num_processes} ranks and {planners} ...")
         try:
             launch(
-                train_rank, run.num_processes, *run.arguments(go_on), timeout_s=run.settings.timeout_s,
+                train_rank, run.settings.num_processes, *run.arguments(go_on), timeout_s=run.settings.timeout_s,
                 device=run.device,
             )  # fmt: skip
         except ExecutionError as error:
@@ -203,9 +198,9 @@ def _train_as_worker(run: Run, worker: Worker, resume: bool | None) -> None:
     from pipeloom.cli.train_rank import train_rank
     from pipeloom.runtime import join_workers
 
-    ranks = run.num_processes
+    ranks, parallel = run.settings.num_processes, run.settings.parallel
     if worker.num_ranks != ranks:
-        what = "layout.ranks" if run.settings.parallel.dp == 1 else "layout.ranks x parallel.dp"
+        what = "layout.ranks" + " x parallel.dp" * (parallel.dp > 1) + " x parallel.tp" * (parallel.tp > 1)
         raise InputError(
             f"{run.config}: {what}", f"{ranks}, but torchrun started {worker.num_ranks} processes",
             f"use torchrun --nproc-per-node {ranks}",
@@ -231,6 +226,7 @@ def prepare(run: Run, setup_path: Path) -> Setup:
     from pipeloom.cli.train_rank import build_model
     from pipeloom.plan import backend_of
     from pipeloom.planner import Setup
+    from pipeloom.runtime.divide import check_divisible
     from pipeloom.search import METHODS
 
     settings, path = run.settings, run.config
@@ -242,12 +238,13 @@ def prepare(run: Run, setup_path: Path) -> Setup:
     model = build_model(task, settings)
     for name in settings.layout.modules:
         model.spec.module(name)
+    check_divisible(model, settings.parallel.degrees, settings.parallel.shard)
     given = given_layout(run, model)
     # The user's data are read once, and not at all where nothing is measured or chosen.
     first = cache(lambda: first_batches(run, task, model))
     profile = _known_profile(run, model) or measured_profile(run, task, model, first)
     layout = given or lay_out(run, model, profile, first)
-    layout = msgspec.structs.replace(layout, parallelism=Parallelism(data=settings.parallel.dp))
+    layout = msgspec.structs.replace(layout, parallelism=settings.parallel.degrees)
     write_layout(setup_path.with_name("layout.json"), layout)
     setup = Setup(
         model=model.spec, layout=layout, profile=profile, packing=settings.packing, cluster=settings.cluster,

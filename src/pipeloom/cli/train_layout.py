@@ -39,11 +39,11 @@ def given_layout(run: Run, model: Model) -> Layout | None:
             f"{path}: num_ranks",
             f"{layout.num_ranks}, layout.ranks in {run.config} is {settings.layout.ranks}",
         )
-    if layout.parallelism not in (Parallelism(), Parallelism(data=settings.parallel.dp)):
+    if layout.parallelism not in (Parallelism(), settings.parallel.degrees):
         degrees = layout.parallelism
         raise InputError(
             f"{path}: parallelism", f"has tensor {degrees.tensor} and data {degrees.data}, "
-            f"the run has 1 and {settings.parallel.dp}",
+            f"the run has {settings.parallel.tp} and {settings.parallel.dp}",
         )  # fmt: skip
     try:
         return layout_for(layout, model.spec)

@@ -75,7 +75,12 @@ def train_rank(
         planner,
         describe=getattr(task, "describe", None),
         optimizer=lambda parameters: torch.optim.AdamW(
-            parameters, lr=optimizer.learning_rate, weight_decay=optimizer.weight_decay, betas=optimizer.betas
+            parameters,
+            lr=optimizer.learning_rate,
+            weight_decay=optimizer.weight_decay,
+            betas=optimizer.betas,
+            # Divided and whole parameters do not go through one call together.
+            foreach=None if config.parallel.divides_nothing else False,
         ),
         learning_rate=learning_rates(optimizer, config.iterations),
         clip_norm=optimizer.clip_norm,
@@ -85,6 +90,7 @@ def train_rank(
         device=group_device(),
         autocast=AUTOCAST[config.runtime.autocast],
         random_seed=config.seed,
+        shard=config.parallel.shard,
     )
     first = trainer.resume() if resume else 0
     batches = untrained_batches(trainer, task, config, first)

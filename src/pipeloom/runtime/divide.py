@@ -21,15 +21,18 @@ from pipeloom.errors import InputError
 from pipeloom.runtime.mesh import Mesh
 from pipeloom.runtime.model import Model, user_code
 from pipeloom.runtime.sharding import shard_layers
-from pipeloom.spec import Layout
-
+from pipeloom.spec import Layout, Parallelism
 
 Sharding = Literal["fsdp"]
 """How replicas hold their layers in shards."""
 
 
 def divide_model(
-    model: Model, layout: Layout, mesh: Mesh | None, shard: Sharding | None, device: torch.device | str = "cpu"
+    model: Model,
+    layout: Layout,
+    mesh: Mesh | None,
+    shard: Sharding | None,
+    device: torch.device | str = "cpu",
 ) -> Model:
     """Return the model that this process runs; all processes call it together, before the optimiser is made.
 
@@ -57,19 +60,10 @@ def divide_model(
     InputError
         When there is nothing to divide over, no module says how to divide, or a parameter cannot be divided evenly.
     """
+    check_divisible(model, layout.parallelism, shard)
     tensor = layout.parallelism.tensor
-    if shard is not None and layout.parallelism.data < 2:
-        raise InputError(
-            "shard", f"{shard!r}, but there is {layout.parallelism.data} replica of the pipeline",
-            "let parallelism.data be 2 or more, or leave shard out",
-        )  # fmt: skip
     if mesh is None or (tensor == 1 and shard is None):
         return model
-    if tensor > 1 and all(module.parallelize is None for module in model.modules):
-        raise InputError(
-            "layout.parallelism.tensor", f"{tensor}, but no module says how its layers are divided",
-            "give a Module parallelize=, or do without tensor parallelism",
-        )  # fmt: skip
     whole = _layers_with_tied(model)
     modules = []
     for module in model.modules:
@@ -84,6 +78,27 @@ def divide_model(
     if shard is not None:
         shard_layers(divided, layout, mesh, leave_out=whole)
     return divided
+
+
+def check_divisible(model: Model, parallelism: Parallelism, shard: Sharding | None) -> None:
+    """Refuse, before any process is started, what no process could divide.
+
+    Raises
+    ------
+    InputError
+        When no module says how to divide its layers, or there is one replica to shard over.
+    """
+    if shard is not None and parallelism.data < 2:
+        raise InputError(
+            "shard", f"{shard!r} shards over replicas, and parallelism.data is {parallelism.data}",
+            "let it be 2 or more, or leave shard out",
+        )  # fmt: skip
+    if parallelism.tensor > 1 and all(module.parallelize is None for module in model.modules):
+        raise InputError(
+            f"model {model.name!r}",
+            f"does not say how its layers are divided over {parallelism.tensor} tensor-parallel ranks",
+            "give at least one Module parallelize=, or do without tensor parallelism",
+        )
 
 
 def gather_layers(model: Model, running: Model, layout: Layout, stage: int) -> None:
@@ -161,7 +176,8 @@ def _check_even(layer: nn.Module, where: str, num_ranks: int) -> int:
             if extent % num_ranks:
                 raise InputError(
                     f"{where}.{name}",
-                    f"has {extent} in dimension {placement.dim}, not a multiple of the {num_ranks} tensor-parallel ranks",
+                    f"has {extent} in dimension {placement.dim}, not a multiple of the {num_ranks} tensor-parallel "
+                    "ranks",
                     "take a degree that divides it, or leave this parameter whole",
                 )
             count += 1

@@ -81,9 +81,9 @@ class Module:
         Kind of every layer; layers of one kind cost the same and are measured once. Default: class name and
         number of parameters.
     parallelize : callable or None
-        For tensor parallelism: called by `Trainer` with each layer of a rank and the `DeviceMesh` of its tensor-parallel
-        ranks, divides the layer in place (`parallelize_module`). A layer that it leaves alone stays whole on all of
-        them. Layers go on taking and returning whole tensors.
+        For tensor parallelism: called by `Trainer` with each layer of a rank and the `DeviceMesh` of its
+        tensor-parallel ranks, divides the layer in place (`parallelize_module`). A layer that it leaves alone stays
+        whole on all of them. Layers go on taking and returning whole tensors.
     """
 
     name: str

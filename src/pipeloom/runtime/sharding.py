@@ -8,6 +8,7 @@ therefore as without FSDP2, split backward and recomputation included, and only 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -48,6 +49,9 @@ def shard_layers(
             f"{layout.parallelism.data} is below 2",
             "there is nothing to shard over",
         )
+    # Torch warns of layers that return views, for fear that its hook before a backward is lost. Parameters are whole
+    # from UN to RG here, so that no such hook is relied on.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view", category=UserWarning)
     done: set[int] = set()
     for chunk in layout.chunks:
         if chunk.rank != mesh.pipeline_rank:

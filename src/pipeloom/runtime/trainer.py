@@ -73,8 +73,8 @@ class Trainer:
 
     Every rank iterates the same batches; replicas (``layout.parallelism.data``) divide the samples of each, plan for
     themselves, and sum their gradients; tensor-parallel ranks (``layout.parallelism.tensor``) of a replica all run its
-    plan, on layers divided by `Module.parallelize`. One batch ahead is read, so that the planner plans iteration ``i + 1`` while
-    ``i`` runs.
+    plan, on layers divided by `Module.parallelize`. One batch ahead is read, so that the planner plans iteration
+    ``i + 1`` while ``i`` runs.
 
     Parameters
     ----------
