@@ -8,6 +8,7 @@ from pipeloom.arrange import ModulePlacement, separate
 from pipeloom.cost import LayerFit, Profile
 from pipeloom.packing import PackingSpec
 from pipeloom.planner import Setup
+from pipeloom.planner.choose_layout import replicated
 from tests.cases import vlm_spec
 
 
@@ -29,8 +30,8 @@ class MemoryStore:
         return self.values.pop(key, None)
 
 
-def random_setup(seed: int) -> Setup:
-    """A vision-language model on one to four ranks, with random costs."""
+def random_setup(seed: int, *, everywhere: bool = False) -> Setup:
+    """A vision-language model on one to four ranks, with random costs; or with the encoder whole on each rank."""
     rng = random.Random(seed)
     ranks = rng.randint(1, 4)
     model = vlm_spec(
@@ -47,4 +48,6 @@ def random_setup(seed: int) -> Setup:
     profile = Profile("invented", kinds, typical_s={key: cost.forward_s[0] for key, cost in kinds.items()})
     placements = {"vision": ModulePlacement(1, rng.choice([1, 3, None])), "lm": ModulePlacement(2)}
     layout = separate(model, ranks, placements, profile.load)
+    if everywhere:
+        layout = replicated(layout, ["vision"])
     return Setup(model, layout, profile, PackingSpec(rng.randint(32, 64)), budget_s=0.05, seed=seed)

@@ -24,9 +24,10 @@ from tests.planner.cases import MemoryStore, random_setup
 
 
 @settings(deadline=None, max_examples=25)
-@given(st.integers(0, 10_000))
-def test_a_plan_is_feasible_bounded_and_survives_its_travel(seed: int) -> None:
-    setup, batch = random_setup(seed), random_batch(seed)
+@given(st.integers(0, 10_000), st.booleans())
+def test_a_plan_is_feasible_bounded_and_survives_its_travel(seed: int, everywhere: bool) -> None:
+    """Also where the encoder is on every rank, and the plan says which rank encodes what."""
+    setup, batch = random_setup(seed, everywhere=everywhere), random_batch(seed)
     problem = setup.problem()
     planned = plan_batch(problem, batch, budget=Evaluations(50), seed=seed)
     assert check(planned.graph, planned.schedule, planned.timeline) == ()
@@ -39,6 +40,8 @@ def test_a_plan_is_feasible_bounded_and_survives_its_travel(seed: int) -> None:
     again = timeline_of(graph, problem, back, back.planned_start_ns)
     assert again.makespan_ns == planned.timeline.makespan_ns == back.planned_ns
     assert again.peak_bytes.tolist() == planned.timeline.peak_bytes.tolist()
+    assert graph.rank.tolist() == planned.settled.graph.rank.tolist()
+    assert graph.edge_delay_ns.tolist() == planned.settled.graph.edge_delay_ns.tolist()
     planned_busy = sum(sum(both) for both in back.planned_module_ns.values())
     assert planned_busy == int(graph.duration_ns.sum())
 

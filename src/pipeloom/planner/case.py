@@ -19,7 +19,7 @@ from pipeloom.spec import Batch, Chunk, Layout, ModelSpec, Sample
 from pipeloom.spec.architecture import Architecture
 from pipeloom.spec.catalog import load_architecture, load_machine
 from pipeloom.spec.hardware import Degrees, MachineSpec
-from pipeloom.taskgraph import TaskGraph, build_graph
+from pipeloom.taskgraph import Dealable, TaskGraph, build_dealable
 
 Groups = Sequence[Sequence[Sample]]
 """One iteration of one pipeline replica: the samples of every microbatch."""
@@ -139,6 +139,19 @@ def graph_of(
     *,
     split_backward: bool = False,
 ) -> TaskGraph:
+    """Task graph of `dealable_of`, with the parts of replicated modules dealt evenly."""
+    return dealable_of(case, layout, groups, name, costs, split_backward=split_backward).graph
+
+
+def dealable_of(
+    case: Case,
+    layout: Layout,
+    groups: Groups,
+    name: str,
+    costs: EmulatedCosts | None = None,
+    *,
+    split_backward: bool = False,
+) -> Dealable:
     """Task graph of an iteration under the device's memory, less what a pass of this layout needs to run.
 
     Split backwards want ``costs`` that know their parts.
@@ -151,9 +164,10 @@ def graph_of(
     costs = costs or case.costs
     packing = pack_groups(case, layout, groups)
     need = workspace_bytes(costs, layout, packing)
-    graph = build_graph(
+    made = build_dealable(
         layout, packing, costs, name=name, capacity_bytes=case.capacity_bytes - need, split_backward=split_backward
     )  # fmt: skip
+    graph = made.graph
     assert graph.capacity_bytes is not None
     if (graph.static_bytes > graph.capacity_bytes).any():
         rank = int((graph.static_bytes - graph.capacity_bytes).argmax())
@@ -161,7 +175,7 @@ def graph_of(
             f"rank {rank}: weights, gradients and optimiser state take {graph.static_bytes[rank]} bytes of "
             f"{graph.capacity_bytes[rank]}; use more tensor, pipeline or data parallelism"
         )
-    return graph
+    return made
 
 
 def workspace_bytes(costs: EmulatedCosts, layout: Layout, packing: Packing) -> int:

@@ -15,13 +15,13 @@ import msgspec
 from pipeloom.arrange import LayerLoad, ModulePlacement, chain, even_layout, modality_placements, separate
 from pipeloom.cost import CostModel
 from pipeloom.errors import InfeasibleError, InputError
-from pipeloom.planner.case import Case, Groups, graph_of, typical_lengths
+from pipeloom.planner.case import Case, Groups, dealable_of, typical_lengths
 from pipeloom.planner.layout_trial import LayoutTrial
 from pipeloom.planner.systems import MOST_CHUNKS, by_count, by_time, replica_seconds
-from pipeloom.search import Deadline, StoppingRule, solve
+from pipeloom.search import Deadline, StoppingRule, solve_dealt
 from pipeloom.spec import Chunk, Layout, ModelSpec
-from pipeloom.taskgraph import NS_PER_S, TaskGraph
-from pipeloom.timeline import lower_bound
+from pipeloom.taskgraph import NS_PER_S, Dealable
+from pipeloom.timeline import dealt_bound
 
 TRIAL = Deadline(0.25, "cpu")
 """Search for each layout and iteration while layouts are compared."""
@@ -52,7 +52,7 @@ class Sampled:
     costs: CostModel
     load: LayerLoad
     typical: Mapping[str, Sequence[int]]
-    graphs: Callable[[Layout], Sequence[TaskGraph]]
+    graphs: Callable[[Layout], Sequence[Dealable]]
     after_s: Callable[[Layout], float]
 
 
@@ -77,7 +77,7 @@ def sampled_case(case: Case, batches: Sequence[Groups]) -> Sampled:
     groups = [group for batch in batches for group in batch]
     return Sampled(
         case.model, case.num_ranks, case.costs, by_time(case, batches), typical_lengths(case.model, groups),
-        lambda layout: [graph_of(case, layout, groups, case.model.name) for groups in batches],
+        lambda layout: [dealable_of(case, layout, groups, case.model.name) for groups in batches],
         lambda layout: replica_seconds(case, layout),
     )  # fmt: skip
 
@@ -184,13 +184,14 @@ def try_layout(
     after = sampled.after_s(layout)
     try:
         graphs = sampled.graphs(layout)
-        bounds = [lower_bound(graph).ns / NS_PER_S + after for graph in graphs]
+        bounds = [dealt_bound(graph).ns / NS_PER_S + after for graph in graphs]
         bound_s = sum(bounds) / len(bounds)
         known = list(bounds)
         for i, graph in enumerate(graphs):
             if sum(known) / len(known) >= incumbent_s:
                 return LayoutTrial(name, layout, sum(known) / len(known), bound_s, ruled_out=True)
-            known[i] = solve(graph, budget=trial, seed=seed + i).timeline.makespan_ns / NS_PER_S + after
+            found = solve_dealt(graph, budget=trial, seed=seed + i).solution
+            known[i] = found.timeline.makespan_ns / NS_PER_S + after
     except InfeasibleError as error:
         return LayoutTrial(name, layout, float("inf"), float("inf"), problem=str(error))
     return LayoutTrial(name, layout, sum(known) / len(known), bound_s)

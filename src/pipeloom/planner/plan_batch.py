@@ -12,9 +12,9 @@ from pipeloom.cost import Correction, CostModel, ProfileCosts
 from pipeloom.errors import InfeasibleError
 from pipeloom.packing import Packing, PackingSpec, cost_loads, pack
 from pipeloom.plan import BACKENDS, BackendName, ExecutionPlan, boundary_shapes, lower, verify
-from pipeloom.search import Share, StoppingRule, solve
+from pipeloom.search import Share, StoppingRule, solve, solve_dealt
 from pipeloom.spec import Batch, Layout, ModelSpec
-from pipeloom.taskgraph import IntArray, TaskGraph, build_graph
+from pipeloom.taskgraph import Dealable, IntArray, TaskGraph, build_dealable
 from pipeloom.timeline import LowerBound, Schedule, Settled, Timeline, lower_bound, settle, simulate
 from pipeloom.tuning import TunedPipeline, TuningSpec, tune, tuned_pipeline, tuned_plan
 
@@ -73,6 +73,8 @@ class Problem:
         """Compile the kernels that planning takes; later runs find them compiled."""
         packing.warm_up()
         search.warm_up()
+        if any(module.on_ranks == "replicated" for module in self.layout.modules):
+            search.warm_up_dealing()
         if self.pipeline is not None:
             tuning.warm_up()
 
@@ -156,10 +158,11 @@ def packed_batch(
 
 def iteration_graph(
     layout: Layout, packed: Packing, costs: CostModel, name: str, capacity_bytes: int | None = None
-) -> TaskGraph:
+) -> Dealable:
     """Task graph of an iteration under a rank's memory, less what any one computation needs while it runs.
 
-    Where the costs offer several strategies, or split backwards, all of them are candidates of every pair.
+    Where the costs offer several strategies, or split backwards, all of them are candidates of every pair. Parts of
+    replicated modules can be dealt anew.
 
     Parameters
     ----------
@@ -176,11 +179,12 @@ def iteration_graph(
         Weights, gradients, optimiser state and one computation do not fit.
     """
     split = isinstance(costs, ProfileCosts) and costs.split_backward
-    graph = build_graph(
+    made = build_dealable(
         layout, packed, costs, name=name, capacity_bytes=capacity_bytes, split_backward=split, or_whole=split
     )
+    graph = made.graph
     if graph.capacity_bytes is None or not isinstance(costs, ProfileCosts):
-        return graph
+        return made
     work = _workspace_bytes(layout, packed, costs)
     room = graph.capacity_bytes - work
     if (graph.static_bytes > room).any():
@@ -189,7 +193,7 @@ def iteration_graph(
             f"rank {rank}: weights, gradients and optimiser state take {graph.static_bytes[rank]} bytes, the largest "
             f"computation {work[rank]}, of {graph.capacity_bytes[rank]}; use more ranks or smaller microbatches"
         )
-    return replace(graph, capacity_bytes=room)
+    return made.within(room)
 
 
 def _workspace_bytes(layout: Layout, packed: Packing, costs: ProfileCosts) -> IntArray:
@@ -242,11 +246,14 @@ def _searched(problem: Problem, batch: Batch, budget: StoppingRule, seed: int, m
 
 
 def _ordered(problem: Problem, packed: Packing, budget: StoppingRule, seed: int, method: str) -> _Made:
-    graph = iteration_graph(
+    dealable = iteration_graph(
         problem.layout, packed, problem.costs, f"iteration {packed.batch.iteration}", problem.capacity_bytes
     )
-    found = solve(graph, budget=budget, seed=seed, method=method)
-    return _Made(packed, graph, found.schedule, found.timeline, found.lower_bound, found.evaluations)
+    dealt = solve_dealt(dealable, budget=budget, seed=seed, method=method)
+    found = dealt.solution
+    return _Made(
+        packed, dealt.dealable.graph, found.schedule, found.timeline, found.lower_bound, found.evaluations
+    )
 
 
 def _tuned(problem: Problem, batch: Batch, budget: StoppingRule, seed: int, method: str) -> _Made:

@@ -11,7 +11,7 @@ from pipeloom.packing import packing_from_counts
 from pipeloom.plan import COMPUTE_VERBS, Answer, ExecutionPlan, strategy_word
 from pipeloom.planner.plan_batch import Problem
 from pipeloom.spec import Batch
-from pipeloom.taskgraph import KIND_NAMES, IntArray, TaskGraph, build_graph
+from pipeloom.taskgraph import KIND_NAMES, Dealable, IntArray, TaskGraph, build_dealable
 from pipeloom.timeline import Timeline, memory_curve, settle
 
 
@@ -23,11 +23,31 @@ def answered_graph(problem: Problem, batch: Batch, answer: Answer, correction: C
     costs = problem.corrected(correction).costs
     name = f"iteration {batch.iteration}"
     split = problem.split_backward
-    graph = build_graph(
+    made = build_dealable(
         problem.layout, packing, costs, name=name, capacity_bytes=problem.capacity_bytes, split_backward=split,
         or_whole=split,
     )  # fmt: skip
+    graph = made.dealt(_dealing(made, problem, answer.plan)).graph
     return settle(graph, _chosen(graph, problem, answer.plan)).graph
+
+
+def _dealing(made: Dealable, problem: Problem, plan: ExecutionPlan) -> IntArray:
+    """Rank of every pair under a plan, which may have dealt the parts of replicated modules its own way."""
+    dealing = made.dealing.copy()
+    if not made.free.any():
+        return dealing
+    names, chunks = problem.layout.chunk_names, problem.layout.chunks
+    module_of = {name: chunk.module for name, chunk in zip(names, chunks, strict=True)}
+    rank_of = {
+        (module_of[action.chunk], action.microbatch, action.sub_microbatch): rank
+        for rank, actions in enumerate(plan.ranks)
+        for action in actions
+        if action.verb == "F"
+    }
+    for pair in np.flatnonzero(made.free).tolist():
+        label = (made.graph.labels or ())[pair]
+        dealing[pair] = rank_of[chunks[label.chunk].module, label.microbatch, label.sub_microbatch]
+    return dealing
 
 
 def _chosen(graph: TaskGraph, problem: Problem, plan: ExecutionPlan) -> IntArray | None:

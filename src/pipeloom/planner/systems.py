@@ -29,6 +29,7 @@ from pipeloom.planner.case import (
     LEVELS,
     Case,
     Groups,
+    dealable_of,
     graph_of,
     layer_seconds,
     model_flops,
@@ -44,7 +45,7 @@ from pipeloom.planner.recomputation import (
     per_rank_recomputation,
     uniform_recomputation,
 )  # fmt: skip
-from pipeloom.search import Evaluations, StoppingRule, levels_by_time, solve, uniform_start
+from pipeloom.search import Evaluations, StoppingRule, levels_by_time, solve, solve_dealt, uniform_start
 from pipeloom.spec import Chunk, LayerSpec, Layout, ModuleLayout
 from pipeloom.taskgraph import TaskGraph
 from pipeloom.timeline import Schedule, lower_bound, simulate
@@ -243,12 +244,13 @@ def searched_system(
     """A system that searches order and strategies for every iteration."""
 
     def run(groups: Groups, budget: StoppingRule, seed: int) -> SystemTimeline:
-        graph = graph_of(case, layout, groups, name, costs)
-        found = solve(graph, budget=budget, seed=seed, method=method, threads=threads)
+        made = dealable_of(case, layout, groups, name, costs)
+        dealt = solve_dealt(made, budget=budget, seed=seed, method=method, threads=threads)
+        found = dealt.solution
         return SystemTimeline(
             name,
             layout,
-            graph,
+            dealt.dealable.graph,
             found.schedule,
             found.timeline,
             found.lower_bound,

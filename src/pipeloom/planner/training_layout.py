@@ -24,7 +24,7 @@ from pipeloom.planner.plan_batch import iteration_graph, packed_batch
 from pipeloom.planner.systems import ring_seconds
 from pipeloom.search import Evaluations, StoppingRule
 from pipeloom.spec import DTYPE_BYTES, Batch, Layout, ModelSpec
-from pipeloom.taskgraph import TaskGraph
+from pipeloom.taskgraph import Dealable
 
 TRIAL = Evaluations(300)
 """Schedules tried for each layout and batch: a count, so that a resumed run comes to the layout that it had."""
@@ -72,7 +72,7 @@ def choose_training_layout(
     ]
     gradient_bytes = _gradient_bytes(model)
 
-    def graphs(layout: Layout) -> list[TaskGraph]:
+    def graphs(layout: Layout) -> list[Dealable]:
         return [
             iteration_graph(
                 layout, packed_batch(batch, model, layout, costs, packing), costs, model.name, capacity_bytes

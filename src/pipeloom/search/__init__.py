@@ -1,6 +1,7 @@
 """Search: the best schedule within a budget, and its distance from the optimum."""
 
 from pipeloom.search.candidates import LayerOption, pair_candidates
+from pipeloom.search.dealing import Dealt, solve_dealt, warm_up_dealing
 from pipeloom.search.families import FAMILIES, Family, family, generate
 from pipeloom.search.levels import levels_by_time
 from pipeloom.search.library import LIBRARY, Run, gap_table, instance, run_library
@@ -19,6 +20,7 @@ __all__ = [
     "Begun",
     "Both",
     "Deadline",
+    "Dealt",
     "Evaluations",
     "Family",
     "LayerOption",
@@ -38,6 +40,8 @@ __all__ = [
     "pair_candidates",
     "run_library",
     "solve",
+    "solve_dealt",
     "uniform_start",
     "warm_up",
+    "warm_up_dealing",
 ]

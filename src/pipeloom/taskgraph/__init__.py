@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pipeloom.lazy import lazy_names
+from pipeloom.taskgraph.dealing import Dealable, with_delays
 from pipeloom.taskgraph.graph import (
     BACKWARD,
     FORWARD,
@@ -23,11 +24,12 @@ from pipeloom.taskgraph.graph import (
 )
 
 if TYPE_CHECKING:
-    from pipeloom.taskgraph.build import build_graph, to_ns
+    from pipeloom.taskgraph.build import build_dealable, build_graph, to_ns
 
 __getattr__, __dir__ = lazy_names(
     __name__,
     {
+        "build_dealable": ".build",
         "build_graph": ".build",
         "to_ns": ".build",
     },
@@ -42,12 +44,15 @@ __all__ = [
     "NS_PER_S",
     "WEIGHT_GRADIENT",
     "Candidate",
+    "Dealable",
     "IntArray",
     "PairLabel",
     "Task",
     "TaskGraph",
+    "build_dealable",
     "build_graph",
     "make_graph",
     "to_ns",
     "topological_order",
+    "with_delays",
 ]

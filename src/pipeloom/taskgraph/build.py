@@ -9,7 +9,8 @@ import numpy as np
 
 from pipeloom.cost import CostModel, StrategyCost
 from pipeloom.packing import Packing, SubMicrobatch, pieces
-from pipeloom.spec import Layout, Workload
+from pipeloom.spec import Chunk, Layout, Workload
+from pipeloom.taskgraph.dealing import Dealable
 from pipeloom.taskgraph.graph import (
     BACKWARD,
     FORWARD,
@@ -67,7 +68,7 @@ def build_graph(
         With ``labels``, so that schedules of it can be lowered.
 
     Replicated modules run each sub-microbatch on one rank: on the one that has least to do so far, what the
-    pipelined modules give it included.
+    pipelined modules give it included. `build_dealable` is for those who can deal better.
 
     Raises
     ------
@@ -77,10 +78,29 @@ def build_graph(
     builder = _Builder(
         layout, packing, _memoised(costs, layout), costs, split_backward, or_whole, hold_outputs
     )
-    builder.weigh_ranks()
-    for microbatch in range(len(packing.microbatches)):
-        builder.add_microbatch(microbatch)
-    return builder.finish(name, capacity_bytes)
+    return builder.build().finish(name, capacity_bytes)
+
+
+def build_dealable(
+    layout: Layout,
+    packing: Packing,
+    costs: CostModel,
+    *,
+    name: str = "iteration",
+    capacity_bytes: int | None = None,
+    split_backward: bool = False,
+    or_whole: bool = False,
+) -> Dealable:
+    """Make the graph of `build_graph`, and what is needed to deal the parts of replicated modules anew."""
+    builder = _Builder(layout, packing, _memoised(costs, layout), costs, split_backward, or_whole, False)
+    graph = builder.build().finish(name, capacity_bytes)
+    homes = tuple(
+        tuple(sorted(layout.chunks_of(module.name), key=lambda c: layout.chunks[c].rank))
+        if module.on_ranks == "replicated"
+        else ()
+        for module in layout.modules
+    )
+    return Dealable(graph, homes, np.array(builder.crossing, dtype=np.int64))
 
 
 def _memoised(costs: CostModel, layout: Layout) -> Callable[[int, Workload], tuple[StrategyCost, ...]]:
@@ -132,10 +152,19 @@ class _Builder:
     target: list[int] = field(default_factory=list)
     delay: list[int] = field(default_factory=list)
     held: list[int] = field(default_factory=list)
+    crossing: list[int] = field(default_factory=list)
+    """Per edge, the delay that it has where its ends are on different ranks, if they ever are."""
     converted: dict[tuple[int, bool], tuple[Candidate, ...]] = field(default_factory=dict)
     num_segments: int = 0
     load_s: list[float] = field(default_factory=list)
     """Per rank: seconds of the pipelined modules in all, and of what replicated ones have been dealt to it."""
+
+    def build(self) -> _Builder:
+        """Add everything."""
+        self.weigh_ranks()
+        for microbatch in range(len(self.packing.microbatches)):
+            self.add_microbatch(microbatch)
+        return self
 
     def weigh_ranks(self) -> None:
         """Count what the pipelined modules give every rank; only replicated modules ask."""
@@ -255,20 +284,27 @@ class _Builder:
         """Connect two pairs: activation forward, gradient back, each after its transfer between ranks."""
         source, target = above.pairs[i], below.pairs[j]
         upper, lower = self.layout.chunks[above.chunks[i]], self.layout.chunks[below.chunks[j]]
-        delay = held = 0
-        if upper.rank != lower.rank:
-            delay = to_ns(self.costs.transfer_s(self.costs.boundary_bytes(upper, workload)))
-        elif hold:
+        crossing = held = 0
+        apart = upper.rank != lower.rank
+        if apart or self._moves(upper) or self._moves(lower):
+            crossing = to_ns(self.costs.transfer_s(self.costs.boundary_bytes(upper, workload)))
+        if hold and not apart:
             held = self.costs.boundary_bytes(upper, workload)
-        self._add_edge(self.forward[source], self.forward[target], delay, held)
+        delay = crossing if apart else 0
+        self._add_edge(self.forward[source], self.forward[target], delay, held, crossing)
         if self.backward[source] >= 0 and self.backward[target] >= 0:
-            self._add_edge(self.backward[target], self.backward[source], delay)
+            self._add_edge(self.backward[target], self.backward[source], delay, 0, crossing)
 
-    def _add_edge(self, source: int, target: int, delay: int, held: int = 0) -> None:
+    def _moves(self, chunk: Chunk) -> bool:
+        """Whether a part that is worked on here could be worked on elsewhere."""
+        return self.layout.module(chunk.module).on_ranks == "replicated"
+
+    def _add_edge(self, source: int, target: int, delay: int, held: int, crossing: int) -> None:
         self.source.append(source)
         self.target.append(target)
         self.delay.append(delay)
         self.held.append(held)
+        self.crossing.append(crossing)
 
     def finish(self, name: str, capacity_bytes: int | None) -> TaskGraph:
         """Close the lists into a graph."""

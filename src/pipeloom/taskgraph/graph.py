@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeloom.errors import InputError, check_count
+from pipeloom.taskgraph.rows import close_edges, compressed
 
 IntArray = npt.NDArray[np.int64]
 KindArray = npt.NDArray[np.int8]
@@ -269,11 +270,13 @@ def make_graph(
     )
     capacity = None if capacity_bytes is None else _sizes("memory_capacity_bytes", capacity_bytes, num_ranks)
 
-    full_source, full_target, full_delay = _close(source, target, delay, forward_of, backward_of, weight_of)
-    predecessor_start, predecessor, predecessor_delay = _compress(
+    full_source, full_target, full_delay = close_edges(
+        source, target, delay, forward_of, backward_of, weight_of
+    )
+    predecessor_start, predecessor, predecessor_delay = compressed(
         full_target, full_source, full_delay, num_tasks
     )
-    successor_start, successor, successor_delay = _compress(full_source, full_target, full_delay, num_tasks)
+    successor_start, successor, successor_delay = compressed(full_source, full_target, full_delay, num_tasks)
     graph = TaskGraph(
         name=name, num_ranks=num_ranks, module_names=module_names, kind=kinds, rank=task_rank,
         duration_ns=columns["tasks.duration_s"], pair=columns["tasks.pair"], segment=columns["tasks.segment"],
@@ -365,31 +368,3 @@ def _check_segments(kind: KindArray, segment: IntArray, rank: IntArray) -> None:
         if (s, r) in seen:
             raise InputError(f"tasks.segment[{task}]", f"segment {s} has a second task on rank {r}")
         seen.add((s, r))
-
-
-def _close(
-    source: IntArray,
-    target: IntArray,
-    delay: IntArray,
-    forward: IntArray,
-    backward: IntArray,
-    weight: IntArray,
-) -> tuple[IntArray, IntArray, IntArray]:
-    """Add the implied edges: F before its backward, I before its W."""
-    has_backward, has_weight = backward != NO_TASK, weight != NO_TASK
-    extra_source = np.concatenate([forward[has_backward], backward[has_weight]])
-    extra_target = np.concatenate([backward[has_backward], weight[has_weight]])
-    return (
-        np.concatenate([source, extra_source]),
-        np.concatenate([target, extra_target]),
-        np.concatenate([delay, np.zeros(len(extra_source), np.int64)]),
-    )
-
-
-def _compress(
-    row: IntArray, value: IntArray, delay: IntArray, num_rows: int
-) -> tuple[IntArray, IntArray, IntArray]:
-    order = np.argsort(row, kind="stable")
-    start = np.zeros(num_rows + 1, dtype=np.int64)
-    np.cumsum(np.bincount(row, minlength=num_rows), out=start[1:])
-    return start, value[order], delay[order]

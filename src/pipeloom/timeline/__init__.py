@@ -1,6 +1,7 @@
 """Timeline: simulate a schedule, check it, bound it from below, attribute its bubbles."""
 
 from pipeloom.timeline.bounds import heads_and_tails, lower_bound
+from pipeloom.timeline.bounds_dealt import dealt_bound
 from pipeloom.timeline.bubbles import Bubbles, bubbles
 from pipeloom.timeline.check import Violation, check, require_feasible
 from pipeloom.timeline.schedule import LowerBound, Schedule, Timeline
@@ -16,6 +17,7 @@ __all__ = [
     "Violation",
     "bubbles",
     "check",
+    "dealt_bound",
     "heads_and_tails",
     "lower_bound",
     "memory_changes",

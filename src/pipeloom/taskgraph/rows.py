@@ -1,0 +1,38 @@
+"""Edges as compressed rows: what comes before every task, and what after it."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+IntArray = npt.NDArray[np.int64]
+_NO_TASK = -1
+
+
+def close_edges(
+    source: IntArray,
+    target: IntArray,
+    delay: IntArray,
+    forward: IntArray,
+    backward: IntArray,
+    weight: IntArray,
+) -> tuple[IntArray, IntArray, IntArray]:
+    """Add the implied edges: F before its backward, I before its W."""
+    has_backward, has_weight = backward != _NO_TASK, weight != _NO_TASK
+    extra_source = np.concatenate([forward[has_backward], backward[has_weight]])
+    extra_target = np.concatenate([backward[has_backward], weight[has_weight]])
+    return (
+        np.concatenate([source, extra_source]),
+        np.concatenate([target, extra_target]),
+        np.concatenate([delay, np.zeros(len(extra_source), np.int64)]),
+    )
+
+
+def compressed(
+    row: IntArray, value: IntArray, delay: IntArray, num_rows: int
+) -> tuple[IntArray, IntArray, IntArray]:
+    """Where each row starts, and the values and delays of all rows end to end."""
+    order = np.argsort(row, kind="stable")
+    start = np.zeros(num_rows + 1, dtype=np.int64)
+    np.cumsum(np.bincount(row, minlength=num_rows), out=start[1:])
+    return start, value[order], delay[order]
