@@ -363,7 +363,7 @@ def _calibrated(model: Model, settings: Settings) -> Correction:
         cpu_ns = time.thread_time_ns()
         result = executor.run(answer.plan, packing, samples)
         cpu_ns = time.thread_time_ns() - cpu_ns if _DEVICE == "cpu" else -1
-        measured = gather_times(answer.plan, result.times, cpu_ns)
+        measured = gather_times(answer.plan, result.moments_ns, cpu_ns)
         if measured is not None:
             calibrator.learn(answer, calibrator.correction, measured)
     return calibrator.correction

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pipeloom.errors import InputError
 from pipeloom.packing.types import Packing
 from pipeloom.spec import Sample
-from pipeloom.spec.model import Reads, instance_lengths
+from pipeloom.spec.model import Reads, num_instances
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,15 +95,15 @@ def reach(samples: Sequence[Sample], above: Reads, below: Reads, first: int, cou
     seen = 0
     covered = []
     for number, sample in enumerate(samples):
-        here = len(instance_lengths(below, sample))
+        here = num_instances(below, sample)
         if here and seen < first + count and first < seen + here:
             covered.append(number)
         seen += here
     if not covered:
         return 0, 0
-    begin = sum(len(instance_lengths(above, sample)) for sample in samples[: covered[0]])
+    begin = sum(num_instances(above, sample) for sample in samples[: covered[0]])
     inside = samples[covered[0] : covered[-1] + 1]
-    return begin, sum(len(instance_lengths(above, sample)) for sample in inside)
+    return begin, sum(num_instances(above, sample) for sample in inside)
 
 
 def _by_number(packing: Packing, microbatch: int, above: int, below: int) -> tuple[Piece, ...]:

@@ -19,7 +19,7 @@ from pipeloom.runtime.lanes import StalledError, lane_for
 from pipeloom.runtime.model import Model
 from pipeloom.runtime.program import Linker, Program
 from pipeloom.runtime.reduce import ReduceGradients
-from pipeloom.runtime.result import ActionTime, StepResult
+from pipeloom.runtime.result import StepResult
 from pipeloom.runtime.sharding import sharded_modules
 from pipeloom.runtime.tied import SumOver, tied_over_ranks
 from pipeloom.runtime.transport import Transport, joins
@@ -199,15 +199,13 @@ class Executor:
         iteration = Iteration(self, program, samples, optimizer_step, normaliser)
         if self.draws is not None:
             self.draws.begin(program.plan.iteration, program.packing)
-        clock = self.lane.stamp
+        verbs, clock = iteration.verbs, self.lane.stamp
         stamps = [clock()]
-        step = 0
         try:
             with kept_casts(self.device, self.autocast):
-                for call, argument in iteration.steps():
-                    call(argument)
+                for action, argument in zip(program.actions, program.arguments, strict=True):
+                    verbs[action.verb](argument)
                     stamps.append(clock())
-                    step += 1
                 # A plan need not have an optimiser step.
                 iteration.settle()
             if self.draws is not None:
@@ -216,17 +214,15 @@ class Executor:
         except StalledError as error:
             raise ExecutionError(f"{self._where(program, max(0, error.num_reached - 1))}: {error}") from error
         except PipeloomError as error:
-            raise ExecutionError(f"{self._where(program, step)}: {error}") from error
+            raise ExecutionError(f"{self._where(program, len(stamps) - 1)}: {error}") from error
         except Exception as error:
-            raise ExecutionError(f"{self._where(program, step)}: {type(error).__name__}: {error}") from error
+            raise ExecutionError(
+                f"{self._where(program, len(stamps) - 1)}: {type(error).__name__}: {error}"
+            ) from error
         finally:
             program.unlink()
-        times = tuple(
-            ActionTime(a.verb, a.chunk, a.microbatch, a.sub_microbatch, start, end)
-            for a, start, end in zip(program.actions, moments, moments[1:], strict=False)
-        )
         return StepResult(
-            iteration.loss_sum, normaliser, times, iteration.num_recomputed,
+            iteration.loss_sum, normaliser, program.actions, moments, iteration.num_recomputed,
             iteration.offloaded_bytes, iteration.sent_bytes, iteration.received_bytes,
         )  # fmt: skip
 

@@ -10,7 +10,6 @@ import torch.distributed as dist
 
 from pipeloom.cost import Correction, fit_link
 from pipeloom.plan import COMPUTE_VERBS, Answer, ExecutionPlan, Measured
-from pipeloom.runtime.result import ActionTime
 
 # Weight of the newest iteration in the moving average of measured over planned time.
 _RATE = 0.1
@@ -18,7 +17,7 @@ _RATE = 0.1
 
 def gather_times(
     plan: ExecutionPlan,
-    own: Sequence[ActionTime],
+    own_ns: Sequence[int],
     cpu_ns: int,
     group: dist.ProcessGroup | None = None,
     ahead_ns: int = 0,
@@ -28,8 +27,8 @@ def gather_times(
     Parameters
     ----------
     plan : ExecutionPlan
-    own : sequence of ActionTime
-        Of this rank.
+    own_ns : sequence of int
+        Of this rank: when its first action began, and when each was done, see `StepResult`.
     cpu_ns : int
         Processor time of the thread that ran the actions; -1 where another device computed.
     group : ProcessGroup or None
@@ -41,9 +40,8 @@ def gather_times(
     counts = [len(actions) for actions in plan.ranks]
     block = torch.zeros((max(counts) + 1, 2), dtype=torch.int64)
     block[0, 0] = cpu_ns
-    if own:
-        flat = np.fromiter((moment for each in own for moment in each[4:6]), np.int64, 2 * len(own))
-        block[1 : len(own) + 1] = torch.from_numpy(flat.reshape(-1, 2) - ahead_ns)
+    moments = torch.tensor(own_ns, dtype=torch.int64) - ahead_ns
+    block[1 : len(moments), 0], block[1 : len(moments), 1] = moments[:-1], moments[1:]
     on_root = dist.get_rank(group) == 0
     blocks = [torch.zeros_like(block) for _ in counts] if on_root else None
     dist.gather(block, blocks, group=group, group_dst=0)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -51,22 +52,16 @@ class Iteration:
         """Gradients from before that are not to be summed over ranks once more, with their parameters."""
         self.settled = False
         self.num_recomputed = self.offloaded_bytes = self.sent_bytes = self.received_bytes = 0
-
-    def steps(self) -> Iterator[tuple[Callable[[Any], None], Any]]:
-        """The rank's actions as calls."""
-        methods: dict[str, Callable[[Any], None]] = {
+        self.verbs: dict[str, Callable[[Any], None]] = {
             "F": self.forward, "B": self.backward, "I": self.backward_input, "W": self.backward_weight,
             "RC": self.recompute, "OF": self.offload, "LD": self.load,
             "SF": self.send, "SB": self.send, "RF": self.receive, "RB": self.receive,
             "WF": self.arrive, "WB": self.arrive, "DF": self.sent, "DB": self.sent,
             "UN": self.unshard, "RG": self.reduce, "OS": self.step,
         }  # fmt: skip
-        if joins(self.executor.transport):
-            methods |= {verb: partial(self.hold, sends=verb[0] == "S") for verb in POST_VERBS}
-        for verb, argument in self.program.steps:
-            if verb not in methods:
-                raise ExecutionError(f"this runtime has no action {verb!r}")
-            yield methods[verb], argument
+        """What each verb calls, with what the program has for the action."""
+        if joins(executor.transport):
+            self.verbs |= {verb: partial(self.hold, sends=verb[0] == "S") for verb in POST_VERBS}
 
     # ---------------------------------------------------------------- computation
 
@@ -93,10 +88,7 @@ class Iteration:
             self._take_loss(unit, output)
             return
         unit.check_output(output)
-        for number, consumer, place in unit.local_consumers:
-            consumer.arrived[number] = unit.given(output, place)
-        if unit.num_sends:
-            unit.output = output.contiguous()
+        unit.hand_on(output)
 
     def _take_loss(self, unit: UnitState, loss: Tensor) -> None:
         if loss.dim() != 0:
@@ -109,7 +101,8 @@ class Iteration:
     @property
     def loss_sum(self) -> float:
         """Sum of the losses so far."""
-        return float(torch.stack(self.losses).sum()) if self.losses else 0.0
+        # The same in whatever order the plan has the microbatches.
+        return math.fsum(torch.stack(self.losses).tolist()) if self.losses else 0.0
 
     def recompute(self, unit: UnitState) -> None:
         unit.passage_now.recompute()
@@ -125,12 +118,12 @@ class Iteration:
     def backward(self, unit: UnitState) -> None:
         passage = unit.passage_now
         passage.backward(unit.take_gradient(self.device))
-        self._hand_back(unit)
+        unit.hand_back()
         self._finish(unit)
 
     def backward_input(self, unit: UnitState) -> None:
         unit.passage_now.backward_input(unit.take_gradient(self.device))
-        self._hand_back(unit)
+        unit.hand_back()
 
     def backward_weight(self, unit: UnitState) -> None:
         unit.passage_now.backward_weight()
@@ -154,8 +147,8 @@ class Iteration:
             state.part, state.context = part, context
         state.num_users -= 1
         if state.num_users == 0:
-            state.part, state.context = None, {}
-        return part, context
+            state.part = state.context = None
+        return part, _NO_CONTEXT if context is None else context
 
     def _inputs(self, unit: UnitState, part: Part | None) -> tuple[Any, ...]:
         """Arguments of the first layer: the user's own on a module's first chunk, then what was handed over."""
@@ -172,13 +165,6 @@ class Iteration:
         if isinstance(value, Tensor) and value.device != self.device:
             return value.to(self.device, non_blocking=True)
         return value
-
-    def _hand_back(self, unit: UnitState) -> None:
-        """Cut the gradients of what was handed over and give each piece to its producer."""
-        unit.split_input_gradients()
-        for number, producer, place in unit.local_producers:
-            producer.gradients[place] = unit.input_gradients[number]
-            unit.input_gradients[number] = None
 
     # ---------------------------------------------------------------- communication
 
@@ -291,7 +277,8 @@ class Iteration:
             self.optimizer_step()
 
 
-_NOTHING: tuple[None, dict[str, Any]] = (None, {})
+_NO_CONTEXT: dict[str, Any] = {}
+_NOTHING = (None, _NO_CONTEXT)
 """Part and context of a unit that asks no user function."""
 
 

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from pipeloom.errors import InputError, PipeloomError
 from pipeloom.packing import Packing, reach
 from pipeloom.spec import DTYPE_BYTES, LayerSpec, ModelSpec, ModuleSpec, Sample, TensorShape, Workload
-from pipeloom.spec.model import Dimension, Reads, find_module
+from pipeloom.spec.model import Dimension, Reads, find_module, num_instances
 
 Shape = TensorShape | tuple[Dimension, ...]
 """A stated shape; a bare tuple of extents takes the dtype of the module's parameters."""
@@ -222,21 +222,21 @@ def make_part(
     """
     chosen = packing.microbatches[microbatch].samples
     cut = packing.parts_of(microbatch, module.name)[sub]
-    instances = [
-        (position, index)
-        for position, number in enumerate(chosen)
-        for index in range(len(module.instance_lengths(packing.batch.samples[number])))
-    ]
-    if cut.first + cut.count > len(instances):
+    end = cut.first + cut.count
+    described = packing.batch.samples
+    counts = [num_instances(module.reads, described[number]) for number in chosen]
+    if end > sum(counts):
         raise InputError(
             f"microbatch {microbatch}.{module.name}[{sub}]",
-            f"wants instances {cut.first}..{cut.first + cut.count - 1}, there are {len(instances)}",
+            f"wants instances {cut.first}..{end - 1}, there are {sum(counts)}",
             "pack the same batch that is trained on",
         )
-    return Part(
-        samples=tuple(samples[number] for number in chosen),
-        instances=tuple(instances[cut.first : cut.first + cut.count]),
-    )
+    if cut.count == 1 == len(chosen):
+        instances: tuple[tuple[int, int], ...] = ((0, cut.first),)
+    else:
+        every = [(position, index) for position, count in enumerate(counts) for index in range(count)]
+        instances = tuple(every[cut.first : end])
+    return Part(tuple([samples[number] for number in chosen]), instances)
 
 
 def upstream_rows(

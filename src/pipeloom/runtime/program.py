@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
 from pipeloom.errors import ExecutionError, InputError
 from pipeloom.packing import Packing
 from pipeloom.plan import (
@@ -20,8 +22,8 @@ from pipeloom.plan import (
     joined_posts,
     target_word,
 )
-from pipeloom.runtime.blocks import block_bounds
-from pipeloom.runtime.model import Model, torch_dtype
+from pipeloom.runtime.blocks import Bounds, block_bounds
+from pipeloom.runtime.model import Model, Module, torch_dtype
 from pipeloom.runtime.unit import ChunkRole, Key, MessageState, PartState, Stated, UnitState
 from pipeloom.spec import Layout
 
@@ -31,19 +33,19 @@ _MAX_KNOWN_SHAPES = 50_000
 
 @dataclass(slots=True, eq=False)
 class Program:
-    """Actions with what they work on: a `UnitState`, a `MessageState`, a chunk number, or None. Runs once."""
+    """Actions and what each works on: a `UnitState`, a `MessageState`, a chunk number, or None. Runs once."""
 
     plan: ExecutionPlan
     packing: Packing
     actions: tuple[Action, ...]
-    steps: Sequence[tuple[str, Any]]
-    units: list[UnitState]
+    arguments: Sequence[Any]
+    units: Sequence[UnitState]
     was_run: bool = False
 
     def unlink(self) -> None:
         """Take the units apart: they refer to one another, and what they hold is to be freed at once."""
         for unit in self.units:
-            unit.local_consumers, unit.local_producers = [], []
+            unit.unlink()
 
 
 class Linker:
@@ -66,8 +68,10 @@ class Linker:
         self.shapes = boundary_shapes(model.spec, layout)
         self.roles = [self._role(model, number) for number in range(len(layout.chunks))]
         self.fan_out = max(1, *(len(place.consumers) for place in self.router.places))
-        self.known_shapes: dict[tuple[int, int, int], Stated] = {}
-        """By chunk, instances and tokens: all that shapes depend on."""
+        self.known_shapes: list[dict[tuple[int, int], Stated]] = [{} for _ in layout.chunks]
+        """By chunk, then by instances and tokens: all that shapes depend on."""
+        self.known_bounds: list[dict[str, Bounds]] = [{} for _ in layout.chunks]
+        """By chunk, then by strategy."""
 
     def _role(self, model: Model, number: int) -> ChunkRole:
         chunk, place = self.layout.chunks[number], self.router.places[number]
@@ -109,14 +113,15 @@ class Linker:
                 f"the plan is for layout {plan.layout} on {plan.num_ranks} ranks, this one is {self.digest} on "
                 f"{self.layout.num_ranks}; plan for the layout that is run"
             )
-        if len(self.known_shapes) > _MAX_KNOWN_SHAPES:
-            self.known_shapes.clear()
+        if sum(map(len, self.known_shapes)) > _MAX_KNOWN_SHAPES:
+            for known in self.known_shapes:
+                known.clear()
         try:
             program = _Link(self, plan, packing).program()
         except InputError as error:
             raise ExecutionError(f"the plan does not fit the packing: {error}") from error
         for step in joined_posts(plan, self.rank) if joins else ():
-            program.steps[step][1].joins_next = True
+            program.arguments[step].joins_next = True
         return program
 
 
@@ -141,16 +146,40 @@ class _Link:
         """By verb of its post, producer, and consumer where named."""
 
     def program(self) -> Program:
-        actions = self.plan.ranks[self.linker.rank]
-        states = self.states
+        # Most of what linking costs is here, once for every action: hence the names bound outside of the loop.
+        linker, states, number_of = self.linker, self.states, self.linker.number_of
+        actions = self.plan.ranks[linker.rank]
+        arguments: list[Any] = []
+        messages: list[tuple[int, Action, Key]] = []
         for action in actions:
-            if action.verb == "F":
-                key = self._key(action)
-                states[key] = self._state(key, action)
+            verb = action.verb
+            if verb == "OS":
+                arguments.append(None)
+                continue
+            number = number_of.get(action.chunk)
+            if number is None:
+                raise ExecutionError(f"'{action_text(action)}': the layout has no chunk {action.chunk!r}")
+            key = (number, action.microbatch, action.sub_microbatch)
+            if verb == "F":
+                state = states[key] = self._state(key, action)
+                arguments.append(state)
+            elif verb in _OF_UNITS:
+                known = states.get(key)
+                if known is None:
+                    raise ExecutionError(f"'{action_text(action)}' has no F before it on rank {linker.rank}")
+                arguments.append(known)
+            elif verb in _POST_OF:
+                messages.append((len(arguments), action, key))
+                arguments.append(None)
+            elif verb in _OF_CHUNKS:
+                arguments.append(number)
+            else:
+                raise ExecutionError(f"'{action_text(action)}': this runtime has no action {verb!r}")
         for key, state in states.items():
             self._connect(key, state)
-        steps = [(action.verb, self._argument(action)) for action in actions]
-        return Program(self.plan, self.packing, actions, steps, list(states.values()))
+        for at, action, key in messages:
+            arguments[at] = self._message_of(action, key)
+        return Program(self.plan, self.packing, actions, arguments, tuple(states.values()))
 
     def _key(self, action: Action) -> Key:
         number = self.linker.number_of.get(action.chunk)
@@ -170,33 +199,31 @@ class _Link:
             if part is None:
                 part = self.parts[part_key] = PartState(role.module, microbatch, sub)
             part.num_users += 1
-        first, last = role.layer_numbers
-        bounds = block_bounds(action.strategy, last - first + 1, role.is_last)
+        bounds = self.linker.known_bounds[chunk].get(action.strategy)
+        if bounds is None:
+            first, last = role.layer_numbers
+            bounds = block_bounds(action.strategy, last - first + 1, role.is_last)
+            self.linker.known_bounds[chunk][action.strategy] = bounds
         # Asked for the last one too, where it is not used: a part that does not exist is found here.
         stated: Stated | None = self._stated(key)
         if role.is_last:
             stated = None
+        gradients: list[Tensor | None] = [] if role.after < 0 else [None]
         if role.before >= 0:
-            return UnitState(key, role, part, bounds, stated, [None], [None], None)
+            return UnitState(key, role, part, bounds, stated, [None], [None], None, gradients)
         if not role.sources:
-            return UnitState(key, role, part, bounds, stated, [], [], [])
+            return UnitState(key, role, part, bounds, stated, _NONE, _NONE, _NO_GROUPS, gradients)
         into = self.routes.into(Unit(*key))
         groups = []
         for source, module, flows in role.sources:
             places = self.linker.router.places
             taken = [i for i, h in enumerate(into) if places[h.producer.chunk].module == source]
             groups.append((taken, module, flows))
-        return UnitState(
-            key,
-            role,
-            part,
-            bounds,
-            stated,
-            [None] * len(into),
-            [None] * len(into),
-            groups,
-            rows=[self._handed(hand_over)[0][0] for hand_over in into],
+        state = UnitState(
+            key, role, part, bounds, stated, [None] * len(into), [None] * len(into), groups, gradients
         )
+        state.rows = [self._handed(hand_over)[0][0] for hand_over in into]
+        return state
 
     def _stated(self, key: Key) -> Stated:
         """Shape and dtype of a unit's whole output."""
@@ -209,12 +236,11 @@ class _Link:
                 raise ExecutionError(f"microbatch {microbatch} has no part {sub} for its chunk")
             lengths = parts[sub].workload.lengths
             size = self.sizes[column, microbatch, sub] = (len(lengths), sum(lengths))
-        known = self.linker.known_shapes
-        stated = known.get((chunk, *size))
+        stated = self.linker.known_shapes[chunk].get(size)
         if stated is None:
             workload = self.packing.microbatches[microbatch].parts[column][sub].workload
             shape, dtype = self.linker.shapes(chunk, workload)
-            stated = known[(chunk, *size)] = (shape, torch_dtype(dtype))
+            stated = self.linker.known_shapes[chunk][size] = (shape, torch_dtype(dtype))
         return stated
 
     def _handed(self, hand_over: HandOver) -> Stated:
@@ -243,7 +269,14 @@ class _Link:
         role, (_, microbatch, sub) = state.role, key
         if role.before >= 0:
             source = (role.before, microbatch, sub)
-            self._take(state, 0, source, role.trained, 0, "", None)
+            above = self.states.get(source)
+            if above is None:
+                peer = self.linker.rank_of[role.before]
+                self._message(state, 0, source, role.trained, peer, 0, "", None, True)
+            else:
+                above.below = state
+                if role.trained:
+                    state.above = above
         elif role.sources:
             for place, hand_over in enumerate(self.routes.into(Unit(*key))):
                 siblings = self.routes.out_of(hand_over.producer)
@@ -252,7 +285,6 @@ class _Link:
                 handed = None if hand_over.piece is None else self._handed(hand_over)
                 self._take(state, place, hand_over.producer, hand_over.gradient, place_out, target, handed)
         if role.after >= 0:
-            state.gradients = [None]
             if (role.after, microbatch, sub) not in self.states:
                 self._message(
                     state, 0, key, role.trained, self.linker.rank_of[role.after], 0, "", None, False
@@ -282,14 +314,18 @@ class _Link:
         target: str,
         handed: Stated | None,
     ) -> None:
-        """Connect a unit to one producer."""
+        """Connect a unit to one producer of another module."""
         producer = self.states.get(source)
         if producer is None:
             peer = self.linker.rank_of[source[0]]
             self._message(state, place, source, gradient, peer, place_out, target, handed, True)
             return
+        if producer.local_consumers is None:
+            producer.local_consumers = []
         producer.local_consumers.append((place, state, place_out))
         if gradient:
+            if state.local_producers is None:
+                state.local_producers = []
             state.local_producers.append((place, producer, place_out))
 
     def _message(
@@ -316,20 +352,9 @@ class _Link:
                 state, place, True, peer, tag + 1, shape, dtype
             )
 
-    def _argument(self, action: Action) -> UnitState | MessageState | int | None:
-        verb = action.verb
-        if verb == "OS":
-            return None
-        key = self._key(action)
-        post = _POST_OF.get(verb)
-        if post is None:
-            if verb in ("RG", "UN"):
-                return key[0]
-            state = self.states.get(key)
-            if state is None:
-                raise ExecutionError(f"'{action_text(action)}' has no F on rank {self.linker.rank}")
-            return state
-        message = self.messages.get((post, key, action.target))
+    def _message_of(self, action: Action, key: Key) -> MessageState:
+        """What an action about a message works on."""
+        message = self.messages.get((_POST_OF[action.verb], key, action.target))
         if message is None:
             raise ExecutionError(
                 f"'{action_text(action)}' is no message that rank {self.linker.rank} has to do with"
@@ -348,3 +373,8 @@ class _Link:
 
 _POST_OF = {"SF": "SF", "DF": "SF", "SB": "SB", "DB": "SB", "RF": "RF", "WF": "RF", "RB": "RB", "WB": "RB"}
 """Verb that posts the message which an action is about."""
+_OF_UNITS = frozenset({"B", "I", "W", "RC", "OF", "LD"})
+_OF_CHUNKS = frozenset({"RG", "UN"})
+_NONE: list[Tensor | None] = []
+_NO_GROUPS: list[tuple[list[int], Module, bool]] = []
+"""Of units that take nothing from others; nothing is ever put into these."""

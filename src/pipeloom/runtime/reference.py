@@ -11,6 +11,7 @@ from torch import Tensor
 from pipeloom.errors import InputError
 from pipeloom.runtime.model import Model, Module, Part, empty_output, upstream_rows
 from pipeloom.spec import Batch
+from pipeloom.spec.model import num_instances
 
 
 def run_undivided(model: Model, batch: Batch, samples: Sequence[Any], *, backward: bool = True) -> float:
@@ -61,7 +62,7 @@ def _whole(module: Module, batch: Batch, samples: Sequence[Any]) -> Part:
         tuple(
             (position, index)
             for position, sample in enumerate(batch.samples)
-            for index in range(len(module.spec.instance_lengths(sample)))
+            for index in range(num_instances(module.reads, sample))
         ),
     )
 

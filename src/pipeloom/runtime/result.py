@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from pipeloom.plan import COMPUTE_VERBS, WAIT_VERBS
+from pipeloom.plan import COMPUTE_VERBS, WAIT_VERBS, Action
 
 
 class ActionTime(NamedTuple):
@@ -30,8 +31,10 @@ class StepResult:
         0.0 on ranks without the last chunk.
     normaliser : float
         Targets of the global batch: what the gradients are divided by.
-    times : tuple of ActionTime
-        Every action that was run, in order; waits too.
+    actions : tuple of Action
+        Those that were run, in order.
+    moments_ns : sequence of int
+        On the host's monotonic clock: when the first action began, and when each was done and the next one began.
     num_recomputed : int
         Layers run a second time.
     offloaded_bytes : int
@@ -41,11 +44,20 @@ class StepResult:
 
     loss_sum: float
     normaliser: float
-    times: tuple[ActionTime, ...]
+    actions: tuple[Action, ...]
+    moments_ns: Sequence[int]
     num_recomputed: int
     offloaded_bytes: int
     sent_bytes: int
     received_bytes: int
+
+    @property
+    def times(self) -> tuple[ActionTime, ...]:
+        """When every action ran, in order; waits too. Put together when it is asked for."""
+        return tuple(
+            ActionTime(a.verb, a.chunk, a.microbatch, a.sub_microbatch, begin, end)
+            for a, begin, end in zip(self.actions, self.moments_ns, self.moments_ns[1:], strict=False)
+        )
 
     @property
     def compute_times(self) -> tuple[ActionTime, ...]:

@@ -341,7 +341,7 @@ class Trainer:
         self._update(batch.iteration, norm)
         with together(f"iteration {batch.iteration}: measured times"):
             measured = gather_times(
-                answer.plan, result.times, cpu_ns, self.place.collectives, self._clock.offset_ns()
+                answer.plan, result.moments_ns, cpu_ns, self.place.collectives, self._clock.offset_ns()
             )
         makespan, share = 0, 0.0
         if measured is not None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -58,7 +59,7 @@ class PartState:
     sub_microbatch: int
     num_users: int = 0
     part: Part | None = None
-    context: dict[str, Any] = field(default_factory=dict)
+    context: dict[str, Any] | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -79,10 +80,17 @@ class UnitState:
         where all take all.
     arrived : list
         What was handed over, by place.
-    gradients : list
-        Gradients of the output that came back, by place among the unit's consumers.
     input_gradients : list
         Gradients of what was handed over, by place, until they are sent or taken.
+    gradients : list
+        Gradients of the output that came back, by place among the unit's consumers.
+    above, below : UnitState or None
+        The unit of the chunk before, and of the one after, where that is of the same module and on this rank; ``above``
+        only where a gradient goes back to it.
+    local_consumers, local_producers : list of (int, UnitState, int)
+        Units of other modules on this rank that it gives to and takes from: the place there, the unit, and the place
+        here of what it gives; the place here, the unit, and the place there of what it takes. A plan has thousands of
+        units: a list is made only where there is something to put into it.
     """
 
     key: Key
@@ -93,15 +101,17 @@ class UnitState:
     arrived: list[Tensor | None]
     input_gradients: list[Tensor | None]
     groups: list[tuple[list[int], Module, bool]] | None
-    gradients: list[Tensor | None] = field(default_factory=list)
+    gradients: list[Tensor | None]
+    above: UnitState | None = None
+    below: UnitState | None = None
     rows: list[int] | None = None
     cuts: list[tuple[int, int] | None] | None = None
-    local_consumers: list[tuple[int, UnitState, int]] = field(default_factory=list)
-    local_producers: list[tuple[int, UnitState, int]] = field(default_factory=list)
+    local_consumers: list[tuple[int, UnitState, int]] | None = None
+    local_producers: list[tuple[int, UnitState, int]] | None = None
     num_sends: int = 0
     output: Tensor | None = None
     passage: Passage | None = None
-    leaves: list[Tensor] = field(default_factory=list)
+    leaves: Sequence[Tensor] = ()
 
     @property
     def chunk(self) -> int:
@@ -119,10 +129,11 @@ class UnitState:
         """Upstream arguments of the first layer: each a leaf, of all its parts concatenated."""
         trained = self.role.trained
         if self.groups is None:
-            leaf = self._take(0).detach().requires_grad_(trained)
-            if trained:
-                self.leaves.append(leaf)
-            return (leaf,)
+            if not trained:
+                return (self._take(0).detach(),)
+            # Nobody else has it: it was detached, or received, for this unit alone.
+            self.leaves = leaves = (self._take(0).requires_grad_(),)
+            return leaves
         taken = []
         for places, module, flows in self.groups:
             pieces = [self._take(place) for place in places]
@@ -163,6 +174,11 @@ class UnitState:
 
     def take_gradient(self, device: torch.device) -> Tensor:
         """Gradient of the output: the sum of what all consumers sent back."""
+        if len(self.gradients) == 1 and not self.cuts:
+            only, self.gradients[0] = self.gradients[0], None
+            if only is None:
+                raise ExecutionError("the gradient it takes has not arrived; verify the plan")
+            return only
         total: Tensor | None = None
         if self.cuts or not self.gradients:
             # Rows that nobody took, or all of them, have no effect on the loss.
@@ -188,7 +204,8 @@ class UnitState:
         """Cut the gradients of the upstream arguments into the pieces that were handed over."""
         if self.groups is None:
             if self.leaves:
-                self.input_gradients[0] = _gradient_of(self.leaves.pop())
+                self.input_gradients[0] = _gradient_of(self.leaves[0])
+                self.leaves = ()
             return
         for (places, _, flows), leaf in zip(self.groups, self.leaves, strict=True):
             if not flows or not places:
@@ -202,7 +219,30 @@ class UnitState:
             for place in places:
                 self.input_gradients[place] = gradient.narrow(0, begin, self.rows[place])
                 begin += self.rows[place]
-        self.leaves = []
+        self.leaves = ()
+
+    def hand_on(self, output: Tensor) -> None:
+        """Give the output to the units on this rank that take it, and keep it for those that do not lie here."""
+        if self.below is not None:
+            self.below.arrived[0] = output
+            return
+        for place, consumer, place_out in self.local_consumers or ():
+            consumer.arrived[place] = self.given(output, place_out)
+        if self.num_sends:
+            self.output = output.contiguous()
+
+    def hand_back(self) -> None:
+        """Cut the gradients of what was handed over and give each piece to its producer, if that is on this rank."""
+        self.split_input_gradients()
+        if self.above is not None:
+            self.above.gradients[0], self.input_gradients[0] = self.input_gradients[0], None
+            return
+        for place, producer, place_out in self.local_producers or ():
+            producer.gradients[place_out], self.input_gradients[place] = self.input_gradients[place], None
+
+    def unlink(self) -> None:
+        """Let go of the other units."""
+        self.above = self.below = self.local_consumers = self.local_producers = None
 
 
 def _gradient_of(leaf: Tensor) -> Tensor:

@@ -100,6 +100,15 @@ def instance_lengths(reads: Reads, sample: Sample) -> tuple[int, ...]:
     return (sample.sequence_tokens,)
 
 
+def num_instances(reads: Reads, sample: Sample) -> int:
+    """How many sequences those are, without measuring them."""
+    if reads == "images":
+        return len(sample.image_tokens)
+    if reads == "videos":
+        return len(sample.video_seconds)
+    return len(sample.audio_seconds) if reads == "audio" else 1
+
+
 class NamedModule(Protocol):
     """What every description of a module has, whatever else it says."""
 
