@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import random
 
-from pipeloom.arrange import ModulePlacement, separate
+from pipeloom.arrange import ModulePlacement, replicated, separate
 from pipeloom.cost import LayerFit, Profile
 from pipeloom.packing import PackingSpec
 from pipeloom.planner import Setup
-from pipeloom.planner.choose_layout import replicated
 from tests.cases import vlm_spec
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipeloom.arrange import ModulePlacement, even_layout
+from pipeloom.arrange import ModulePlacement, even_layout, replicated
 from pipeloom.errors import InfeasibleError, InputError
 from pipeloom.packing import PackingSpec, pack
 from pipeloom.planner.case import draw_groups, make_case, pack_groups
@@ -12,7 +12,6 @@ from pipeloom.planner.choose_layout import (
     MOST_NEAR,
     choose_layout,
     placement_name,
-    replicated,
     sampled_case,
     try_layout,
 )

@@ -13,6 +13,7 @@ from pipeloom.baselines import optimus_coarse
 from pipeloom.errors import InfeasibleError, InputError
 from pipeloom.planner.case import deal_groups, draw_groups, graph_of, make_case, model_flops, pack_groups
 from pipeloom.planner.fsdp_system import fsdp, fsdp_time
+from pipeloom.planner.optimus_system import optimus, optimus_bubbles
 from pipeloom.planner.recomputation import fits, per_module_recomputation, uniform_recomputation
 from pipeloom.planner.systems import (
     by_time,
@@ -21,7 +22,6 @@ from pipeloom.planner.systems import (
     megatron_interleaved,
     mfu,
     nnscaler,
-    optimus,
     our_layout,
     partitioned,
     searched_system,
@@ -51,6 +51,7 @@ MAKERS = {
     "zero-bubble H1": zero_bubble,
     "nnScaler*": nnscaler,
     "Optimus coarse": optimus,
+    "Optimus fine": optimus_bubbles,
     "modality-aware, static order": partitioned,
     "interleaving": lambda c, t: unadaptive_system(
         "interleaving", c, dip_layout(c, t), "first in, first out"

@@ -6,10 +6,10 @@ import random
 
 import pytest
 
+from pipeloom.arrange import replicated
 from pipeloom.cost import LayerFit, Profile, ProfileCosts
 from pipeloom.errors import InputError
 from pipeloom.packing import PackingSpec
-from pipeloom.planner.choose_layout import replicated
 from pipeloom.planner.plan_batch import Problem, plan_batch
 from pipeloom.planner.training_layout import choose_training_layout
 from pipeloom.search import Evaluations

@@ -16,13 +16,12 @@ import torch
 from torch.utils.data import DataLoader
 
 import pipeloom as pl
-from pipeloom.arrange import ModulePlacement, separate
+from pipeloom.arrange import ModulePlacement, replicated, separate
 from pipeloom.cost import LayerFit, Profile
 from pipeloom.errors import PlannerError
 from pipeloom.packing import PackingSpec
 from pipeloom.plan import Action, Answer
 from pipeloom.planner import HostedStore, Planner, Setup
-from pipeloom.planner.choose_layout import replicated
 from pipeloom.planner.replay import answered_graph, timeline_of
 from pipeloom.runtime import Prefetched, StepReport, TcpPlanStore, Trainer
 

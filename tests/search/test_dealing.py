@@ -10,10 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeloom.arrange import ModulePlacement, separate
+from pipeloom.arrange import ModulePlacement, replicated, separate
 from pipeloom.errors import InfeasibleError, InputError
 from pipeloom.packing import Packing, PackingSpec, pack
-from pipeloom.planner.choose_layout import replicated
 from pipeloom.search import Evaluations, solve, solve_dealt
 from pipeloom.search.dealing import rebalanced, redeal
 from pipeloom.spec import Batch, Layout, ModelSpec, Sample

@@ -184,3 +184,18 @@ def typical_seconds(
                 each = (costs.chunk_costs(Chunk(module.name, (i, i), 0), part.workload)[0] for part in parts)
                 seconds[key] = sum(cost.forward_s + cost.backward_s for cost in each) / len(batches)
     return seconds
+
+
+def replicated(layout: Layout, names: Sequence[str]) -> Layout:
+    """The same layout with some modules whole on every rank."""
+    chunks: list[Chunk] = []
+    for module in layout.modules:
+        mine = [layout.chunks[c] for c in layout.chunks_of(module.name)]
+        if module.name in names:
+            last = mine[-1].layers[1]
+            mine = [Chunk(module.name, (0, last), rank) for rank in range(layout.num_ranks)]
+        chunks += mine
+    modules = tuple(
+        msgspec.structs.replace(m, on_ranks="replicated") if m.name in names else m for m in layout.modules
+    )
+    return msgspec.structs.replace(layout, modules=modules, chunks=tuple(chunks))

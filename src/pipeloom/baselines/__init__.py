@@ -5,6 +5,7 @@ from pipeloom.baselines.fsdp import fsdp_seconds
 from pipeloom.baselines.megatron import gpipe, interleaved_one_f_one_b, one_f_one_b
 from pipeloom.baselines.nnscaler import StaticStages, best_stages
 from pipeloom.baselines.optimus import optimus_coarse
+from pipeloom.baselines.optimus_fine import optimus_fine
 from pipeloom.baselines.stages import Chain, chain_of
 from pipeloom.baselines.zero_bubble import zero_bubble_h1
 
@@ -19,5 +20,6 @@ __all__ = [
     "interleaved_one_f_one_b",
     "one_f_one_b",
     "optimus_coarse",
+    "optimus_fine",
     "zero_bubble_h1",
 ]

@@ -12,14 +12,22 @@ from dataclasses import dataclass
 
 import msgspec
 
-from pipeloom.arrange import LayerLoad, ModulePlacement, chain, even_layout, modality_placements, separate
+from pipeloom.arrange import (
+    LayerLoad,
+    ModulePlacement,
+    chain,
+    even_layout,
+    modality_placements,
+    replicated,
+    separate,
+)
 from pipeloom.cost import CostModel
 from pipeloom.errors import InfeasibleError, InputError
 from pipeloom.planner.case import Case, Groups, dealable_of, typical_lengths
 from pipeloom.planner.layout_trial import LayoutTrial
 from pipeloom.planner.systems import MOST_CHUNKS, by_count, by_time, replica_seconds
 from pipeloom.search import Deadline, StoppingRule, solve_dealt
-from pipeloom.spec import Chunk, Layout, ModelSpec
+from pipeloom.spec import Layout, ModelSpec
 from pipeloom.taskgraph import NS_PER_S, Dealable
 from pipeloom.timeline import dealt_bound
 
@@ -195,21 +203,6 @@ def try_layout(
     except InfeasibleError as error:
         return LayoutTrial(name, layout, float("inf"), float("inf"), problem=str(error))
     return LayoutTrial(name, layout, sum(known) / len(known), bound_s)
-
-
-def replicated(layout: Layout, names: Sequence[str]) -> Layout:
-    """The same layout with some modules whole on every rank."""
-    chunks: list[Chunk] = []
-    for module in layout.modules:
-        mine = [layout.chunks[c] for c in layout.chunks_of(module.name)]
-        if module.name in names:
-            last = mine[-1].layers[1]
-            mine = [Chunk(module.name, (0, last), rank) for rank in range(layout.num_ranks)]
-        chunks += mine
-    modules = tuple(
-        msgspec.structs.replace(m, on_ranks="replicated") if m.name in names else m for m in layout.modules
-    )
-    return msgspec.structs.replace(layout, modules=modules, chunks=tuple(chunks))
 
 
 def placement_name(places: Mapping[str, ModulePlacement]) -> str:

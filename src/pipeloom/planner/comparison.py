@@ -12,13 +12,13 @@ from pipeloom.planner.compare import SystemTimeline
 from pipeloom.planner.fsdp_system import NAME as FSDP_NAME
 from pipeloom.planner.fsdp_system import fsdp
 from pipeloom.planner.layout_trial import LayoutTrial
+from pipeloom.planner.optimus_system import optimus, optimus_bubbles
 from pipeloom.planner.systems import (
     System,
     dip_layout,
     megatron_1f1b,
     megatron_interleaved,
     nnscaler,
-    optimus,
     searched_system,
     zero_bubble,
 )
@@ -34,6 +34,7 @@ SYSTEMS: dict[str, Callable[[Case, Sequence[Groups]], System]] = {
     "zero-bubble": zero_bubble,
     "nnscaler": nnscaler,
     "optimus": optimus,
+    "optimus-fine": optimus_bubbles,
     "fsdp": fsdp,
     "dip": lambda c, t: searched_system("DIP as published", c, dip_layout(c, t), "mcts"),
     "dip-priority": lambda c, t: searched_system(
@@ -47,6 +48,7 @@ TITLES = {
     "1f1b": "Megatron-LM 1F1B, by parameters", "1f1b-time": "Megatron-LM 1F1B, by time",
     "interleaved": "Megatron-LM interleaved, by parameters", "interleaved-time": "Megatron-LM interleaved, by time",
     "zero-bubble": "Zero-bubble H1, by time", "nnscaler": "nnScaler*", "optimus": "Optimus, coarse",
+    "optimus-fine": "Optimus, fine",
     "fsdp": FSDP_NAME, "dip": "DIP as published",
     "dip-priority": "PipeWeaver as published", "pipeloom-dip-layout": "Pipeloom, DIP's layout", OURS: "Pipeloom",
 }  # fmt: skip
@@ -79,7 +81,7 @@ def suitable(case: Case, names: Sequence[str] | None = None) -> tuple[str, ...]:
             raise InputError("system", f"{name!r} is none of {', '.join(SYSTEMS)}")
     modules = case.model.modules
     encodes = len(modules) > 1 and modules[-1].reads != "videos"
-    return tuple(name for name in chosen if name != "optimus" or encodes)
+    return tuple(name for name in chosen if not name.startswith("optimus") or encodes)
 
 
 def compare_case(

@@ -18,7 +18,6 @@ from pipeloom.baselines import (
     best_stages,
     interleaved_one_f_one_b,
     one_f_one_b,
-    optimus_coarse,
     zero_bubble_h1,
 )
 from pipeloom.cost import CostModel
@@ -41,7 +40,6 @@ from pipeloom.planner.compare import SystemTimeline
 from pipeloom.planner.layout_trial import LayoutTrial
 from pipeloom.planner.recomputation import (
     level_tables,
-    per_module_recomputation,
     per_rank_recomputation,
     uniform_recomputation,
 )  # fmt: skip
@@ -100,7 +98,7 @@ def megatron_1f1b(case: Case, batches: Sequence[Groups], balance: str = "paramet
     if balance == "time":
         with suppress(InfeasibleError):
             layouts.append(static_stages(case, batches, alike=True)[0])
-    return _in_turn(name, [fixed_system(name, case, one, one_f_one_b) for one in _distinct(layouts)], batches)
+    return in_turn(name, [fixed_system(name, case, one, one_f_one_b) for one in _distinct(layouts)], batches)
 
 
 def megatron_interleaved(case: Case, batches: Sequence[Groups], balance: str = "parameters") -> System:
@@ -113,7 +111,7 @@ def megatron_interleaved(case: Case, batches: Sequence[Groups], balance: str = "
     ] or [1]
     loads = _loads(case, batches, balance)
     layouts = [chain(case.model, case.num_ranks, v, load) for load in loads for v in counts]
-    return _in_turn(
+    return in_turn(
         name,
         [fixed_system(name, case, one, interleaved_one_f_one_b) for one in _distinct(layouts)],
         batches,
@@ -146,7 +144,7 @@ def zero_bubble(case: Case, batches: Sequence[Groups], balance: str = "time") ->
         return System("zero-bubble H1", layout, run)
 
     layouts = [chain(case.model, case.num_ranks, 1, load) for load in _loads(case, batches, balance)]
-    return _in_turn("zero-bubble H1", [system(layout) for layout in _distinct(layouts)], batches)
+    return in_turn("zero-bubble H1", [system(layout) for layout in _distinct(layouts)], batches)
 
 
 def nnscaler(case: Case, batches: Sequence[Groups]) -> System:
@@ -196,21 +194,6 @@ def static_stages(
             chunks.append(Chunk(name, (numbers[0], numbers[-1]), rank))
     modules = tuple(ModuleLayout(m.name, m.after, m.frozen) for m in case.model.modules)
     return Layout(case.num_ranks, modules, tuple(chunks)), levels
-
-
-def optimus(case: Case, batches: Sequence[Groups]) -> System:
-    """Optimus, coarse-grained: encoders over all ranks before the backbone, their gradients after it."""
-    if len(case.model.modules) < 2:
-        raise InputError("model", "has one module", "Optimus wants encoders and a backbone")
-    load = by_time(case, batches)
-    counts = [
-        v for v in range(1, MOST_CHUNKS + 1) if len(case.model.modules[-1].flat_layers) >= v * case.num_ranks
-    ]
-    options = []
-    for v in counts:
-        layout = separate(case.model, case.num_ranks, {case.model.modules[-1].name: ModulePlacement(v)}, load)
-        options.append(fixed_system("Optimus coarse", case, layout, optimus_coarse, per_module_recomputation))
-    return _in_turn("Optimus coarse", options, batches)
 
 
 def partitioned(case: Case, batches: Sequence[Groups]) -> System:
@@ -345,7 +328,7 @@ def _distinct(layouts: Sequence[Layout]) -> list[Layout]:
     return list({layout.chunks: layout for layout in layouts}.values())
 
 
-def _in_turn(name: str, options: Sequence[System], batches: Sequence[Groups]) -> System:
+def in_turn(name: str, options: Sequence[System], batches: Sequence[Groups]) -> System:
     """A system of several layouts: the one that is fastest on the first sampled iteration.
 
     An iteration that does not fit it runs under the next that it fits.

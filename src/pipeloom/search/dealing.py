@@ -25,18 +25,17 @@ from pipeloom.search.solve import solve
 from pipeloom.search.state import STEPS_PER_ROUND
 from pipeloom.search.stopping import Share, StoppingRule, Watch
 from pipeloom.search.strategies import choose_strategies
-from pipeloom.taskgraph import Dealable, IntArray, TaskGraph
+from pipeloom.taskgraph import Dealable
 from pipeloom.taskgraph.rows import close_edges, compressed
 from pipeloom.timeline import (
     Schedule,
     Timeline,
     dealt_bound,
     heads_and_tails,
-    kernels,
     memory_changes,
+    running_order,
     simulate,
 )
-from pipeloom.timeline.simulate import flatten_order
 
 FIRST, SECOND, DEAL = 0.35, 0.25, 0.4
 """Parts of the budget: orders under the dealing at hand, and under one that is even under the strategies found; the
@@ -275,7 +274,7 @@ def _deck(dealable: Dealable, schedule: Schedule) -> tuple[dealing_kernels.Deck,
     at_start, at_end = memory_changes(graph)
     # A task that lasts no time may start with those that come after it.
     depth = np.empty(graph.num_tasks, np.int64)
-    depth[_followed(graph, schedule)] = np.arange(graph.num_tasks)
+    depth[running_order(graph, schedule)] = np.arange(graph.num_tasks)
     listed = np.lexsort((depth, simulate(graph, replace(schedule, candidate=None)).start_ns))
     place = np.empty(graph.num_tasks, np.int64)
     place[listed] = np.arange(graph.num_tasks)
@@ -297,14 +296,3 @@ def _deck(dealable: Dealable, schedule: Schedule) -> tuple[dealing_kernels.Deck,
         level=np.zeros(graph.num_ranks, np.int64), best_home=home.copy(), best_listed=listed.copy(),
     )  # fmt: skip
     return deck, float(graph.duration_ns.mean())
-
-
-def _followed(graph: TaskGraph, schedule: Schedule) -> IntArray:
-    """All tasks in an order that respects the edges and the order of every rank."""
-    flat, rows = flatten_order(graph, schedule)
-    start, end, after, queue = (np.empty(graph.num_tasks, np.int64) for _ in range(4))
-    kernels.retime(
-        flat, rows, graph.duration_ns, graph.successor_start, graph.successor, graph.successor_delay_ns,
-        np.diff(graph.predecessor_start), start, end, after, queue,
-    )  # fmt: skip
-    return queue

@@ -6,7 +6,7 @@ from pipeloom.timeline.bubbles import Bubbles, bubbles
 from pipeloom.timeline.check import Violation, check, require_feasible
 from pipeloom.timeline.schedule import LowerBound, Schedule, Timeline
 from pipeloom.timeline.settle import Settled, settle
-from pipeloom.timeline.simulate import memory_changes, memory_curve, simulate
+from pipeloom.timeline.simulate import memory_changes, memory_curve, running_order, simulate
 
 __all__ = [
     "Bubbles",
@@ -23,6 +23,7 @@ __all__ = [
     "memory_changes",
     "memory_curve",
     "require_feasible",
+    "running_order",
     "settle",
     "simulate",
 ]

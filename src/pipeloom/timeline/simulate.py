@@ -70,6 +70,17 @@ def flatten_order(graph: TaskGraph, schedule: Schedule) -> tuple[IntArray, IntAr
     return flat, rows
 
 
+def running_order(graph: TaskGraph, schedule: Schedule) -> IntArray:
+    """All tasks in one order that respects the edges and the order of every rank."""
+    flat, rows = flatten_order(graph, schedule)
+    start, end, after, queue = (np.empty(graph.num_tasks, np.int64) for _ in range(4))
+    kernels.retime(
+        flat, rows, graph.duration_ns, graph.successor_start, graph.successor, graph.successor_delay_ns,
+        np.diff(graph.predecessor_start), start, end, after, queue,
+    )  # fmt: skip
+    return queue
+
+
 def memory_changes(graph: TaskGraph) -> tuple[IntArray, IntArray]:
     """Bytes that every task adds to its rank when it starts, and adds or frees when it ends.
 

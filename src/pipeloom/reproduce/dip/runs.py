@@ -19,7 +19,7 @@ from pipeloom.search import Begun, Deadline, StoppingRule
 from pipeloom.timeline import check
 
 MEGATRON, MEGATRON_EVEN = TITLES["interleaved"], TITLES["interleaved-time"]
-NNSCALER, OPTIMUS = TITLES["nnscaler"], TITLES["optimus"]
+NNSCALER, OPTIMUS, OPTIMUS_FINE = (TITLES[key] for key in ("nnscaler", "optimus", "optimus-fine"))
 PUBLISHED, PRIORITY = TITLES["dip"], TITLES["dip-priority"]
 OURS, OURS_SAME = TITLES["pipeloom"], TITLES["pipeloom-dip-layout"]
 BASELINES = tuple(title for key, title in TITLES.items() if not key.startswith(("dip", "pipeloom", "fsdp")))
@@ -109,7 +109,7 @@ class Timed:
 
 def suits(name: str, setup: Setup) -> bool:
     """Whether a system can train a model: Optimus wants encoders before a language model."""
-    return name != OPTIMUS or setup.case.model.modules[-1].reads != "videos"
+    return name not in (OPTIMUS, OPTIMUS_FINE) or setup.case.model.modules[-1].reads != "videos"
 
 
 @functools.lru_cache(maxsize=256)
