@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,21 +19,21 @@ from pipeloom.search.result import Progress
 from pipeloom.search.splitting import Restricted, by_lateness, restrict, split_counts, splittable
 from pipeloom.search.state import Search
 from pipeloom.search.stopping import Watch
-from pipeloom.search.strategies import Tuner, choose_strategies
+from pipeloom.search.strategies import choose_strategies
+from pipeloom.search.tuning import Tuning
 from pipeloom.taskgraph import IntArray, TaskGraph
 from pipeloom.timeline import LowerBound, Schedule, lower_bound, simulate
 
 Method = Callable[[Search, int, float], None]
 """Searches with so many threads until so much of the budget is spent."""
 
-ROUNDS, LEVEL_ROUNDS = 6, 3
-"""Turns of order search and strategy choice: from the leanest candidates, and from the best uniform setting."""
+ROUNDS, LEVEL_ROUNDS, TUNED_ROUNDS = 6, 3, 3
+"""Turns of order search and strategy choice: from the leanest candidates, from the best uniform setting, and from
+strategies chosen for a lean order."""
 PROBE = 0.05
 """Part of the budget for the static orders of one uniform setting."""
 FAR = 1.05
-"""Makespan over bound beyond which the leanest candidates get the last turn."""
-HOPELESS = 1.5
-"""Makespan over bound beyond which uniform settings are given up at once."""
+"""Makespan over bound beyond which an order for the leanest candidates is tried beside that for a uniform setting."""
 SPLIT_SHARE = 0.25
 """Part of the budget in which another number of split microbatches is begun."""
 
@@ -110,28 +111,31 @@ def _turns(
     under those, and so on.
 
     The papers start from the leanest candidates (`dip.txt` §5.2). Where memory is limited the start is the setting
-    that static orders do best with, and the leanest ones get their turn if the answer is far from the bound.
+    that static orders do best with. If that is far from the bound, memory is so tight that settings must differ from
+    pair to pair: then an order made for the leanest, whose room the choice of strategies fills, is often better.
     """
 
     def told(progress: Progress) -> None:
         if on_progress is not None:
             on_progress(replace(progress, bound_ns=bound.ns))
 
-    walks, tuner = None if graph.capacity_bytes is None else make_walks(graph), Tuner(graph)
+    walks, tuning = None if graph.capacity_bytes is None else make_walks(graph), Tuning(graph, watch)
     start, probe, used = _start(graph, bound, watch, seed, on_progress, used, walks)
     lean: IntArray = np.array(leanest(graph), np.int64)
-    best, best_ns = Schedule((), lean), kernels.NEVER
-    if probe is not None and probe.best_ns > HOPELESS * bound.ns:
-        # Memory is so tight that settings must differ from pair to pair.
-        best, best_ns = Schedule(probe.orders(), start, method), probe.best_ns
-        start = probe = None
-    rounds = ROUNDS if start is None else LEVEL_ROUNDS
-    choice = lean if start is None else start
+    incumbent = _Incumbent(graph, method, Schedule((), lean))
+    choice, rounds = (lean, ROUNDS) if start is None else (start, LEVEL_ROUNDS)
     previous: Search | None = None
+    if start is not None and probe is not None and probe.best_ns > FAR * bound.ns:
+        leanly = Search(graph.with_candidates(lean), bound.ns, watch, seed, told, used, walks=walks)
+        portfolio(leanly, until=watch.share(used) + PROBE)
+        used = probe.evaluations = leanly.evaluations
+        under_start = incumbent.offer(probe, start, tuning)
+        under_lean = incumbent.offer(leanly, lean, tuning)
+        if under_lean.ns < under_start.ns:
+            choice, previous, probe, rounds = under_lean.candidate, leanly, None, TUNED_ROUNDS
+        rounds = min(rounds, tuning.turns(part - watch.share(used)))
     begin = watch.share(used)
     for turn in range(rounds):
-        if start is not None and turn == rounds - 1 and best_ns > FAR * bound.ns:
-            choice, previous = lean, None
         chosen = graph.with_candidates(choice)
         # How far an order is from the optimum, and whether to go on, is a matter of these strategies.
         target = max(bound.ns, lower_bound(chosen).ns)
@@ -141,22 +145,42 @@ def _turns(
         else:
             search = Search(chosen, target, watch, seed + turn, told, used, walks=walks)
         turn_is_last = True
+        until = begin + (part - begin) * (turn + 1) / rounds - tuning.share
         with suppress(KeyboardInterrupt):
             if previous is not None:
                 search.try_like(previous)
-            run(search, threads, begin + (part - begin) * (turn + 1) / rounds)
+            run(search, threads, until)
             turn_is_last = watch.left(search.evaluations, 1) == 0
         used, previous = search.evaluations, search
-        found = Schedule(search.orders(), choice, method)
-        tuned = choose_strategies(graph, found, tuner=tuner)
-        for schedule in (found, tuned):
-            makespan = simulate(graph, schedule).makespan_ns
-            if makespan < best_ns:
-                best, best_ns = schedule, makespan
-        if turn_is_last or best_ns <= bound.ns:
+        choice = incumbent.offer(search, choice, tuning).candidate
+        if turn_is_last or incumbent.ns <= bound.ns:
             break
-        choice = tuned.candidate if tuned.candidate is not None else choice
-    return best, used
+    return incumbent.best, used
+
+
+class _Offered(NamedTuple):
+    """What the strategies chosen for an order give."""
+
+    ns: int
+    candidate: IntArray
+
+
+class _Incumbent:
+    """The best schedule so far, with its strategies."""
+
+    def __init__(self, graph: TaskGraph, method: str, nothing: Schedule) -> None:
+        self.graph, self.method = graph, method
+        self.best, self.ns = nothing, kernels.NEVER
+
+    def offer(self, search: Search, choice: IntArray, tuning: Tuning) -> _Offered:
+        """Take a search's order as it is, or with strategies chosen for it; return the latter."""
+        found = Schedule(search.orders(), choice, self.method)
+        tuned = tuning.choose(found)
+        makespans = [simulate(self.graph, schedule).makespan_ns for schedule in (found, tuned)]
+        for makespan, schedule in zip(makespans, (found, tuned), strict=True):
+            if makespan < self.ns:
+                self.best, self.ns = schedule, makespan
+        return _Offered(makespans[1], choice if tuned.candidate is None else tuned.candidate)
 
 
 def _start(

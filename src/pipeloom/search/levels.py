@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from pipeloom.taskgraph import TaskGraph
+from pipeloom.taskgraph.candidates import ACTIVATION_BYTES, BACKWARD_NS, FORWARD_NS, WEIGHT_NS, candidate_cube
 
 
 def levels_by_time(graph: TaskGraph) -> list[int]:
@@ -18,11 +19,12 @@ def levels_by_time(graph: TaskGraph) -> list[int]:
     """
     if graph.candidates is None:
         return [0]
-    totals = []
-    for level in range(min(len(pair) for pair in graph.candidates)):
-        options = [pair[level] for pair in graph.candidates]
-        time = sum(o.forward_ns + o.backward_ns + o.weight_ns for o in options)
-        totals.append((time, sum(o.activation_bytes for o in options), level))
+    cube, lengths = candidate_cube(graph.candidates)
+    total = cube.sum(axis=0)
+    time = total[:, FORWARD_NS] + total[:, BACKWARD_NS] + total[:, WEIGHT_NS]
+    totals = [
+        (int(time[level]), int(total[level, ACTIVATION_BYTES]), level) for level in range(lengths.min())
+    ]
     out: list[int] = []
     least = float("inf")
     for _, held, level in sorted(totals):

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from pipeloom.taskgraph import NO_TASK, IntArray, TaskGraph
+from pipeloom.taskgraph import NO_TASK, Candidate, IntArray, TaskGraph
 from pipeloom.timeline import Schedule, Timeline
 
 BoolArray = npt.NDArray[np.bool_]
@@ -53,11 +53,18 @@ def restrict(graph: TaskGraph, split: BoolArray) -> Restricted:
     """Keep of every splittable pair only the candidates that are split, or only those that are whole."""
     assert graph.candidates is not None
     can = splittable(graph)
-    kept = tuple(
-        tuple(i for i, option in enumerate(row) if not can[pair] or (option.weight_ns > 0) == split[pair])
-        for pair, row in enumerate(graph.candidates)
-    )
-    rows = tuple(tuple(row[i] for i in keep) for row, keep in zip(graph.candidates, kept, strict=True))
+    # Equal chunks share one row of candidates, and go on sharing.
+    known: dict[tuple[int, bool, bool], tuple[tuple[int, ...], tuple[Candidate, ...]]] = {}
+    both = []
+    for pair, row in enumerate(graph.candidates):
+        key = (id(row), bool(can[pair]), bool(split[pair]))
+        if key not in known:
+            keep = tuple(
+                i for i, option in enumerate(row) if not can[pair] or (option.weight_ns > 0) == split[pair]
+            )
+            known[key] = keep, tuple(row[i] for i in keep)
+        both.append(known[key])
+    kept, rows = tuple(keep for keep, _ in both), tuple(row for _, row in both)
     return Restricted(replace(graph, candidates=rows), kept)
 
 

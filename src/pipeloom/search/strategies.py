@@ -100,31 +100,34 @@ class Tuner:
             else LARGE_ROUNDS
         )
 
-    def on_rank(self, order: IntArray, rank: int, solver: Solver = "lagrangian") -> Strategies:
-        """Choose for the pairs of one rank under its order."""
+    def on_rank(
+        self, order: IntArray, rank: int, solver: Solver = "lagrangian", rounds: int | None = None
+    ) -> Strategies:
+        """Choose for the pairs of one rank under its order; ``rounds``: of the Lagrangian, `rounds` unless told."""
         t, d = self.tables, self._desk
         rows = slice(int(t.rank_start[rank]), int(t.rank_start[rank + 1]))
         if solver == "highs":
             strategy_kernels.lay_out(t, d, order, rows.start, rows.stop, rank)
             return _by_highs(t, rows, d.span[rows], d.room[: len(order)])
-        bound = strategy_kernels.choose_rank(t, d, order, rank, self.rounds)
+        bound = strategy_kernels.choose_rank(t, d, order, rank, self.rounds if rounds is None else rounds)
         choice = d.choice[rows].copy()
         return Strategies(t.pair[rows], choice, _total(t.time[rows], choice), float(bound))
 
 
 def choose_strategies(
-    graph: TaskGraph, schedule: Schedule, solver: Solver = "lagrangian", tuner: Tuner | None = None
-) -> Schedule:
+    graph: TaskGraph, schedule: Schedule, solver: Solver = "lagrangian", tuner: Tuner | None = None,
+    rounds: int | None = None,
+) -> Schedule:  # fmt: skip
     """The schedule's order with the candidates chosen anew; its order must fit with the leanest ones.
 
-    ``tuner`` is one of this graph, for those who choose more than once.
+    ``tuner`` is one of this graph, for those who choose more than once; ``rounds`` as in `Tuner.on_rank`.
     """
     tuner = Tuner(graph) if tuner is None else tuner
     choice = np.zeros(graph.num_pairs, np.int64)
     choice[tuner.tables.pair] = tuner.tables.lean
     for rank in range(graph.num_ranks):
         if len(schedule.order[rank]):
-            found = tuner.on_rank(schedule.order[rank], rank, solver)
+            found = tuner.on_rank(schedule.order[rank], rank, solver, rounds)
             choice[found.pairs] = found.choice
     return Schedule(schedule.order, choice, schedule.method)
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from pipeloom.lazy import lazy_names
 from pipeloom.taskgraph.dealing import Dealable, with_delays
+from pipeloom.taskgraph.candidates import Candidate
 from pipeloom.taskgraph.graph import (
     BACKWARD,
     FORWARD,
@@ -14,7 +15,6 @@ from pipeloom.taskgraph.graph import (
     NO_TASK,
     NS_PER_S,
     WEIGHT_GRADIENT,
-    Candidate,
     IntArray,
     PairLabel,
     Task,

@@ -15,6 +15,15 @@ import numpy.typing as npt
 
 from pipeloom.errors import InputError, check_count
 from pipeloom.taskgraph.rows import close_edges, compressed
+from pipeloom.taskgraph.candidates import (
+    ACTIVATION_BYTES,
+    BACKWARD_NS,
+    FORWARD_NS,
+    WEIGHT_GRADIENT_BYTES,
+    WEIGHT_NS,
+    Candidate,
+    candidate_cube,
+)
 
 IntArray = npt.NDArray[np.int64]
 KindArray = npt.NDArray[np.int8]
@@ -23,22 +32,6 @@ FORWARD, BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT = 0, 1, 2, 3
 KIND_NAMES = ("F", "B", "I", "W")
 NO_TASK = -1
 NS_PER_S = 1_000_000_000
-
-
-class Candidate(NamedTuple):
-    """One memory strategy of a pair, replacing its durations and bytes when chosen.
-
-    For a whole backward ``backward_ns`` is its duration and ``weight_ns`` is 0; for a split one they are
-    the durations of I and W.
-    """
-
-    strategy: str
-    forward_ns: int
-    backward_ns: int
-    weight_ns: int
-    activation_bytes: int
-    weight_gradient_bytes: int
-    layers: tuple[str, ...] = ()
 
 
 class PairLabel(NamedTuple):
@@ -158,24 +151,21 @@ class TaskGraph:
         chosen = np.asarray(choice, dtype=np.int64)
         if chosen.shape != (self.num_pairs,):
             raise InputError("candidate", f"has {chosen.size} entries, the instance {self.num_pairs} pairs")
-        duration, activation = self.duration_ns.copy(), self.activation_bytes.copy()
-        weight_gradient = self.weight_gradient_bytes.copy()
-        for pair, index in enumerate(chosen):
-            if not 0 <= index < len(self.candidates[pair]):
-                raise InputError(
-                    f"candidate[{pair}]", f"{index} is not in 0..{len(self.candidates[pair]) - 1}"
-                )
-            candidate = self.candidates[pair][index]
-            activation[pair] = candidate.activation_bytes
-            weight_gradient[pair] = candidate.weight_gradient_bytes
-            duration[self.forward_of[pair]] = candidate.forward_ns
-            if self.backward_of[pair] != NO_TASK:
-                duration[self.backward_of[pair]] = candidate.backward_ns
-            if self.weight_of[pair] != NO_TASK:
-                duration[self.weight_of[pair]] = candidate.weight_ns
+        cube, lengths = candidate_cube(self.candidates)
+        outside = np.flatnonzero((chosen < 0) | (chosen >= lengths))
+        if outside.size:
+            pair = int(outside[0])
+            raise InputError(f"candidate[{pair}]", f"{chosen[pair]} is not in 0..{lengths[pair] - 1}")
+        taken = cube[np.arange(self.num_pairs), chosen]
+        duration = self.duration_ns.copy()
+        for tasks, column in (
+            (self.forward_of, FORWARD_NS), (self.backward_of, BACKWARD_NS), (self.weight_of, WEIGHT_NS)
+        ):  # fmt: skip
+            has = tasks != NO_TASK
+            duration[tasks[has]] = taken[has, column]
         return replace(
-            self, duration_ns=duration, activation_bytes=activation, weight_gradient_bytes=weight_gradient,
-            candidates=None,
+            self, duration_ns=duration, activation_bytes=taken[:, ACTIVATION_BYTES].copy(),
+            weight_gradient_bytes=taken[:, WEIGHT_GRADIENT_BYTES].copy(), candidates=None,
         )  # fmt: skip
 
 

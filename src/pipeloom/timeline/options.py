@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pipeloom.taskgraph import NO_TASK, IntArray, TaskGraph
+from pipeloom.taskgraph.candidates import candidate_cube
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +30,7 @@ def pair_options(graph: TaskGraph) -> Options:
             graph.duration_ns[graph.forward_of], backward, weight, graph.activation_bytes, graph.weight_gradient_bytes
         )  # fmt: skip
         return Options(*(column[:, None] for column in columns))
-    flat = (number for pair in graph.candidates for option in pair for number in option[1:6])
-    rows = np.fromiter(flat, np.int64).reshape(-1, 5)
-    lengths = np.array([len(pair) for pair in graph.candidates])
-    column = np.arange(lengths.max())
-    column = np.where(column < lengths[:, None], column, 0) + (np.cumsum(lengths) - lengths)[:, None]
-    cube = rows[column]
+    cube, _ = candidate_cube(graph.candidates)
     forward, backward, weight, activation, gradient = (cube[:, :, i] for i in range(5))
     backward = np.where((graph.backward_of == NO_TASK)[:, None], 0, backward)
     weight = np.where((graph.weight_of == NO_TASK)[:, None], 0, weight)

@@ -1,0 +1,56 @@
+"""Candidates of pairs, and all of them as arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+FORWARD_NS, BACKWARD_NS, WEIGHT_NS, ACTIVATION_BYTES, WEIGHT_GRADIENT_BYTES = range(5)
+"""Columns of `candidate_cube`."""
+
+
+class Candidate(NamedTuple):
+    """One memory strategy of a pair, replacing its durations and bytes when chosen.
+
+    For a whole backward ``backward_ns`` is its duration and ``weight_ns`` is 0; for a split one they are
+    the durations of I and W.
+    """
+
+    strategy: str
+    forward_ns: int
+    backward_ns: int
+    weight_ns: int
+    activation_bytes: int
+    weight_gradient_bytes: int
+    layers: tuple[str, ...] = ()
+
+
+def candidate_cube(
+    candidates: Sequence[tuple[Candidate, ...]],
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Candidates of all pairs as arrays; equal chunks share one tuple, which is read once.
+
+    Returns
+    -------
+    array, shape (num_pairs, most candidates, 5)
+        Nanoseconds and bytes; rows with fewer candidates repeat their first.
+    array, shape (num_pairs,)
+        How many candidates each pair has.
+    """
+    numbers: dict[int, int] = {}
+    distinct: list[tuple[Candidate, ...]] = []
+    which = np.empty(len(candidates), np.int64)
+    for pair, row in enumerate(candidates):
+        number = numbers.setdefault(id(row), len(distinct))
+        if number == len(distinct):
+            distinct.append(row)
+        which[pair] = number
+    lengths = np.array([len(row) for row in distinct], np.int64)
+    flat = (number for row in distinct for candidate in row for number in candidate[1:6])
+    rows = np.fromiter(flat, np.int64).reshape(-1, 5)
+    column = np.arange(lengths.max(initial=0))
+    column = np.where(column < lengths[:, None], column, 0) + (np.cumsum(lengths) - lengths)[:, None]
+    return rows[column][which], lengths[which]
