@@ -24,7 +24,7 @@ from pipeloom.timeline.options import pair_options
 Solver = Literal["lagrangian", "highs"]
 LAGRANGIAN_ROUNDS, ROLLOUT_ROUNDS = 120, 16
 """Rounds where one order is tuned, twice so many once rooms are tightened, and where thousands are."""
-MOST_THOROUGH, LARGE_ROUNDS = 900, 40
+MOST_THOROUGH, LARGE_ROUNDS = 900, 60
 """Tasks of a rank beyond which orders are tuned in fewer rounds, without tightened rooms and exchanges: these take half
 a second and more for a rank of 1500 tasks, and no search could stop them."""
 MOST_SUMS = 4000

@@ -173,19 +173,23 @@ def repair(
     for i in range(num_pairs):
         gain[i], move[i] = best_move(i, choice[i], price[i], time, activation, gradient, span, level, room)
     while True:
-        # A step up saves time, so this ends.
+        # A step up saves time, so this ends. What fits only becomes less, so what a pair was once worth is a bound of
+        # what it is worth now: the first in line is looked at again, and goes ahead if it stays first.
         top = 0
         for i in range(1, num_pairs):
             if gain[i] > gain[top]:
                 top = i
         if gain[top] <= 0.0:
             return
-        change(top, move[top], choice, span, activation, gradient, level)
-        for i in range(num_pairs):
-            if span[i, 0] <= span[top, 2] and span[top, 0] <= span[i, 2] and (gain[i] > 0.0 or i == top):
-                gain[i], move[i] = best_move(
-                    i, choice[i], price[i], time, activation, gradient, span, level, room
-                )
+        before = gain[top]
+        gain[top], move[top] = best_move(
+            top, choice[top], price[top], time, activation, gradient, span, level, room
+        )
+        if gain[top] >= before:
+            change(top, move[top], choice, span, activation, gradient, level)
+            gain[top], move[top] = best_move(
+                top, choice[top], price[top], time, activation, gradient, span, level, room
+            )
 
 
 @callee

@@ -7,9 +7,9 @@ from pipeloom.search.strategies import LAGRANGIAN_ROUNDS, LARGE_ROUNDS, ROLLOUT_
 from pipeloom.taskgraph import TaskGraph
 from pipeloom.timeline import Schedule
 
-COSTS = {LAGRANGIAN_ROUNDS: 15.0, LARGE_ROUNDS: 1.7, ROLLOUT_ROUNDS: 1.0}
-"""What a choice of so many rounds takes, in choices of `ROLLOUT_ROUNDS` (graphs of 2600 to 11 500 tasks: 8 to 34,
-1.5 to 1.6)."""
+COSTS = {LAGRANGIAN_ROUNDS: 150.0, LARGE_ROUNDS: 2.5, ROLLOUT_ROUNDS: 1.0}
+"""What a choice of so many rounds takes, in choices of `ROLLOUT_ROUNDS` (graphs of 6000 to 11 500 tasks: 100 to 300,
+and 2.2 to 2.6). What costs most are the exchanges, for little: makespans differ by a part in a thousand."""
 MOST = 0.1
 """Part of the budget's time that one choice may take if a less thorough one would do."""
 
