@@ -27,7 +27,7 @@ from pipeloom.timeline import LowerBound, Schedule, lower_bound, simulate
 Method = Callable[[Search, int, float], None]
 """Searches with so many threads until so much of the budget is spent."""
 
-ROUNDS, LEVEL_ROUNDS, TUNED_ROUNDS = 6, 3, 3
+ROUNDS, LEVEL_ROUNDS, TUNED_ROUNDS = 6, 3, 2
 """Turns of order search and strategy choice: from the leanest candidates, from the best uniform setting, and from
 strategies chosen for a lean order."""
 PROBE = 0.05

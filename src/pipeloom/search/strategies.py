@@ -25,8 +25,8 @@ Solver = Literal["lagrangian", "highs"]
 LAGRANGIAN_ROUNDS, ROLLOUT_ROUNDS = 120, 16
 """Rounds where one order is tuned, twice so many once rooms are tightened, and where thousands are."""
 MOST_THOROUGH, LARGE_ROUNDS = 900, 60
-"""Tasks of a rank beyond which orders are tuned in fewer rounds, without tightened rooms and exchanges: these take half
-a second and more for a rank of 1500 tasks, and no search could stop them."""
+"""Tasks of a rank beyond which orders are tuned in fewer rounds, without tightened rooms and exchanges: these take
+half a second and more for a rank of 1500 tasks, and no search could stop them."""
 MOST_SUMS = 4000
 """Different sums of candidates at one place; where there are more, its room is not tightened."""
 HIGHS_GAP = 0.05

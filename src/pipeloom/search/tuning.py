@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 from pipeloom.search.stopping import Watch
-from pipeloom.search.strategies import LAGRANGIAN_ROUNDS, LARGE_ROUNDS, ROLLOUT_ROUNDS, Tuner, choose_strategies
+from pipeloom.search.strategies import (
+    LAGRANGIAN_ROUNDS,
+    LARGE_ROUNDS,
+    ROLLOUT_ROUNDS,
+    Tuner,
+    choose_strategies,
+)
 from pipeloom.taskgraph import TaskGraph
 from pipeloom.timeline import Schedule
 
@@ -40,7 +46,8 @@ class Tuning:
 
     def turns(self, left: float) -> int:
         """How many turns fit into a part of the budget: each ends with a choice, and searches for as long at least,
-        the only one for what time there is."""
+        the only one for what time there is.
+        """
         if self.share <= 0:
             return 1_000_000
         return max(int(left > self.share), int(left / (2 * self.share)))

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pipeloom.lazy import lazy_names
-from pipeloom.taskgraph.dealing import Dealable, with_delays
 from pipeloom.taskgraph.candidates import Candidate
+from pipeloom.taskgraph.dealing import Dealable, with_delays
 from pipeloom.taskgraph.graph import (
     BACKWARD,
     FORWARD,

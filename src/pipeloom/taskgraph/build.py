@@ -10,6 +10,7 @@ import numpy as np
 from pipeloom.cost import CostModel, StrategyCost
 from pipeloom.packing import Packing, SubMicrobatch, pieces
 from pipeloom.spec import Chunk, Layout, Workload
+from pipeloom.taskgraph.candidates import Candidate
 from pipeloom.taskgraph.dealing import Dealable
 from pipeloom.taskgraph.graph import (
     BACKWARD,
@@ -17,7 +18,6 @@ from pipeloom.taskgraph.graph import (
     INPUT_GRADIENT,
     NS_PER_S,
     WEIGHT_GRADIENT,
-    Candidate,
     PairLabel,
     TaskGraph,
     make_graph,

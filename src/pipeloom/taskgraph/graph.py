@@ -14,7 +14,6 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeloom.errors import InputError, check_count
-from pipeloom.taskgraph.rows import close_edges, compressed
 from pipeloom.taskgraph.candidates import (
     ACTIVATION_BYTES,
     BACKWARD_NS,
@@ -24,6 +23,7 @@ from pipeloom.taskgraph.candidates import (
     Candidate,
     candidate_cube,
 )
+from pipeloom.taskgraph.rows import close_edges, compressed
 
 IntArray = npt.NDArray[np.int64]
 KindArray = npt.NDArray[np.int8]
