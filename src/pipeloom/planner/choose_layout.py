@@ -157,8 +157,10 @@ def search_layouts(
                 if size is not None:
                     name = f"{placement_name(places)}; {module.name} replicated, {size} each"
                     look(name, _resized(layout, module.name, size))
-    # As published: the rules' sizes and segments with as many layers everywhere.
-    look(f"{placement_name(start)}, layers by number", separate(model, num_ranks, start, by_count))
+    # As published: the rules' sizes and segments with as many layers everywhere. Where memory is tight, that may suit
+    # other sizes too.
+    for sizes in (start, places):
+        look(f"{placement_name(sizes)}, layers by number", separate(model, num_ranks, sizes, by_count))
     order = _in_order(known.values())
     if order[0].seconds == float("inf"):
         raise InfeasibleError(f"no layout fits: {order[0].problem}")
