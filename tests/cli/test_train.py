@@ -73,6 +73,29 @@ def test_a_short_run_leaves_everything_behind(tmp_path: Path, capfd: pytest.Capt
     assert pipeloom.__version__
 
 
+@pytest.mark.soak
+def test_losses_do_not_depend_on_degrees_of_parallelism(tmp_path: Path) -> None:
+    """Undivided, then sharded, then all kinds together from its checkpoint."""
+    found = []
+    for parallel, iterations in (
+        ("", 4),
+        ('dp = 2\nshard = "fsdp"', 2),
+        ('dp = 2\ntp = 2\nshard = "fsdp"', 4),
+    ):
+        path = config(
+            tmp_path, ("[layout]\n", f"[parallel]\n{parallel}\n[checkpoint]\n[layout]\n"),
+            ("seed = 0", 'seed = 0\ndtype = "float64"'),
+        )  # fmt: skip
+        runs = tmp_path / ("divided" if parallel else "whole")
+        go_on = ["--resume"] if "tp" in parallel else []
+        # All are in the warm-up, where rates do not depend on the number of iterations.
+        assert run(["train", str(path), "--runs", str(runs), "--iterations", str(iterations), *go_on]) == 0
+        rows = (runs / "digits_vlm" / "history.jsonl").read_text().splitlines()
+        found.append([json.loads(row)["loss"] for row in rows])
+    assert found[1] == pytest.approx(found[0][:2], rel=1e-9)
+    assert found[2] == pytest.approx(found[0], rel=1e-9)
+
+
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [

@@ -1,9 +1,9 @@
 import numpy as np
 import pytest
 
-from pipeloom.cost import LayerMeasurement, ProfileCosts, fit_profile
+from pipeloom.cost import LayerMeasurement, ProfileCosts, fit_profile, sharded_copies
 from pipeloom.errors import InputError
-from pipeloom.spec import Chunk, ClusterSpec, Workload
+from pipeloom.spec import Chunk, ClusterSpec, LayerSpec, ModelSpec, ModuleSpec, TensorShape, Workload
 from tests.cases import vlm_spec
 
 
@@ -61,6 +61,19 @@ def test_factors_and_links_enter() -> None:
     assert after.forward_s == pytest.approx(2 * before.forward_s)
     assert after.backward_s == pytest.approx(3 * before.backward_s)
     assert plain.transfer_s(plain.boundary_bytes(chunk, load)) == pytest.approx(1e-3 + 320e-6)
+
+
+def test_replicas_that_hold_shards_hold_less() -> None:
+    rows = TensorShape(("tokens", 8))
+    layers = (LayerSpec("block", rows, 3, num_parameters=72), LayerSpec("head", rows, num_parameters=10))
+    spec = ModelSpec("lm", (ModuleSpec("lm", "sequence", layers),))
+    profile = fit_profile(measure("lm", "block", 1) + measure("lm", "head", 1), "test")
+    chunk, head = Chunk("lm", (1, 2), 0), Chunk("lm", (3, 3), 0)
+    # Whole weights and gradients, and beside them a part of weights, gradients and both moments.
+    for num_replicas, copies in ((2, 1 + 1 + (1 + 1 + 2) / 2), (8, 1 + 1 + (1 + 1 + 2) / 8)):
+        shards = ProfileCosts(spec, profile, held_copies={"lm/block": sharded_copies(num_replicas)})
+        assert shards.static_bytes(chunk) == 2 * 72 * 4 * copies
+        assert shards.static_bytes(head) == ProfileCosts(spec, profile).static_bytes(head) == 10 * 4 * 4
 
 
 def test_an_unmeasured_kind_is_named() -> None:

@@ -222,7 +222,7 @@ def prepare(run: Run, setup_path: Path) -> Setup:
 
     What was measured before the run was interrupted is taken again, so that a resumed run has the same layout.
     """
-    from pipeloom.cli.train_layout import given_layout, lay_out
+    from pipeloom.cli.train_layout import given_layout, held_copies, lay_out
     from pipeloom.cli.train_rank import build_model
     from pipeloom.plan import backend_of
     from pipeloom.planner import Setup
@@ -250,7 +250,7 @@ def prepare(run: Run, setup_path: Path) -> Setup:
         model=model.spec, layout=layout, profile=profile, packing=settings.packing, cluster=settings.cluster,
         budget_s=settings.planner.budget_s, seed=settings.seed, method=settings.planner.method,
         strategies=settings.planner.strategies, tuning=settings.tuning, backend=backend_of(run.device),
-        split_backward=settings.planner.split_backward,
+        split_backward=settings.planner.split_backward, held_copies=held_copies(run, model),
     )  # fmt: skip
     write_text(setup_path, msgspec.json.format(msgspec.json.encode(setup), indent=1).decode() + "\n")
     return setup

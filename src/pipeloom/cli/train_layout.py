@@ -51,6 +51,23 @@ def given_layout(run: Run, model: Model) -> Layout | None:
         raise InputError(f"{path}: {error.entity}", error.problem, error.remedy) from error
 
 
+def held_copies(run: Run, model: Model) -> dict[str, float]:
+    """How many times its weights a process holds of every kind of layer that replicas hold in shards."""
+    from pipeloom.cost import sharded_copies
+    from pipeloom.runtime.divide import layers_with_tied
+
+    parallel = run.settings.parallel
+    if parallel.shard is None:
+        return {}
+    whole = {
+        (name, model.module(name).spec.flat_layers[number].kind) for name, number in layers_with_tied(model)
+    }
+    kinds = {(module.name, layer.kind) for module in model.spec.modules for layer in module.layers}
+    return dict.fromkeys(
+        (f"{name}/{kind}" for name, kind in sorted(kinds - whole)), sharded_copies(parallel.dp)
+    )
+
+
 def lay_out(run: Run, model: Model, profile: Profile, first: FirstBatches) -> Layout:
     """Lay a model out as the run's file asks, by what was measured."""
     from pipeloom.arrange import encoder_first, separate
@@ -72,7 +89,8 @@ def measured_layers(run: Run, model: Model, profile: Profile, first: FirstBatche
 
     settings = run.settings
     return training_layers(
-        ProfileCosts(model.spec, profile, settings.cluster), settings.packing, first()[1], settings.layout.ranks,
+        ProfileCosts(model.spec, profile, settings.cluster, held_copies=held_copies(run, model)),
+        settings.packing, first()[1], settings.layout.ranks,
         num_replicas=settings.parallel.dp, capacity_bytes=settings.cluster.memory_capacity_bytes,
     )  # fmt: skip
 
@@ -104,7 +122,7 @@ def _chosen_layout(run: Run, model: Model, profile: Profile, first: FirstBatches
     trials = choose_training_layout(
         ProfileCosts(
             model.spec, profile, settings.cluster, settings.planner.strategies,
-            split_backward=settings.planner.split_backward,
+            split_backward=settings.planner.split_backward, held_copies=held_copies(run, model),
         ),
         settings.packing, metadata[:_PLANNED_BATCHES], settings.layout.ranks,
         capacity_bytes=settings.cluster.memory_capacity_bytes, seed=settings.seed,

@@ -10,7 +10,7 @@ from pipeloom.cost.profile import (
     StrategyMeasurement,
     fit_profile,
 )
-from pipeloom.cost.profile_costs import ProfileCosts, Strategy, check_strategies
+from pipeloom.cost.profile_costs import ProfileCosts, Strategy, check_strategies, sharded_copies
 
 __all__ = [
     "Correction",
@@ -26,4 +26,5 @@ __all__ = [
     "check_strategies",
     "fit_link",
     "fit_profile",
+    "sharded_copies",
 ]

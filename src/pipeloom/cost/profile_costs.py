@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -18,7 +19,16 @@ Strategy = Literal["keep", "recompute", "selective", "offload"]
 FloatArray = npt.NDArray[np.float64]
 
 # Weights, gradients and two moments of Adam, each as large as the weights.
-_STATIC_COPIES = 4
+_STATIC_COPIES = 4.0
+
+
+def sharded_copies(num_replicas: int) -> float:
+    """How many times a layer's weights a process holds whose replicas hold shards (FSDP2).
+
+    Weights and gradients are whole while an iteration runs; beside them lie the process's part of weights, gradients
+    and Adam's moments.
+    """
+    return 2.0 + _STATIC_COPIES / num_replicas
 
 
 def check_strategies(entity: str, strategies: Sequence[Strategy]) -> None:
@@ -51,6 +61,9 @@ class ProfileCosts:
         training ran. Absent means 1.
     split_backward : bool
         Whether the halves of a split backward are offered too.
+    held_copies : dict
+        Of ``"module/kind"``: how many times a layer's weights a process holds, gradients and optimiser state included.
+        Absent means 4.
     """
 
     model: ModelSpec
@@ -59,6 +72,7 @@ class ProfileCosts:
     strategies: tuple[Strategy, ...] = ("keep",)
     factors: dict[str, tuple[float, float]] = field(default_factory=dict)
     split_backward: bool = False
+    held_copies: dict[str, float] = field(default_factory=dict)
     _layers: dict[str, tuple[LayerSpec, ...]] = field(init=False, repr=False)
     _sums: dict[tuple[str, tuple[int, int]], _Sums] = field(init=False, repr=False, default_factory=dict)
 
@@ -103,8 +117,8 @@ class ProfileCosts:
         """Weights, gradients and Adam's moments, in the dtype of the layer's output."""
         total = 0
         for layer in self._chunk_layers(chunk):
-            item = DTYPE_BYTES[layer.output.dtype]
-            total += layer.num_parameters * item * _STATIC_COPIES
+            copies = self.held_copies.get(f"{chunk.module}/{layer.kind}", _STATIC_COPIES)
+            total += math.ceil(layer.num_parameters * DTYPE_BYTES[layer.output.dtype] * copies)
         return total
 
     def _on(self, chunk: Chunk, workload: Workload) -> _OnWorkload:

@@ -35,6 +35,8 @@ class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Over which messages go: plans are made and verified for it."""
     split_backward: bool = False
     """Whether backwards may be split into input and weight gradients, a microbatch at a time."""
+    held_copies: dict[str, float] = {}
+    """Of module/kind: how many times a layer's weights a process holds; see `ProfileCosts`."""
 
     def __post_init__(self) -> None:
         """Refuse budgets that never end or never begin, and choices that are not made."""
@@ -47,8 +49,9 @@ class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def costs(self) -> ProfileCosts:
         """Costs of the layers as measured."""
         return ProfileCosts(
-            self.model, self.profile, self.cluster, self.strategies, split_backward=self.split_backward
-        )
+            self.model, self.profile, self.cluster, self.strategies, split_backward=self.split_backward,
+            held_copies=self.held_copies,
+        )  # fmt: skip
 
     def problem(self) -> Problem:
         """The problem in the form that planning takes."""

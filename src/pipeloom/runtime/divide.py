@@ -64,7 +64,7 @@ def divide_model(
     tensor = layout.parallelism.tensor
     if mesh is None or (tensor == 1 and shard is None):
         return model
-    whole = _layers_with_tied(model)
+    whole = layers_with_tied(model)
     modules = []
     for module in model.modules:
         layers = list(module.layers)
@@ -191,7 +191,7 @@ def _of_rank(layout: Layout, module: str, stage: int) -> Iterator[int]:
             yield from range(chunk.layers[0], chunk.layers[1] + 1)
 
 
-def _layers_with_tied(model: Model) -> set[tuple[str, int]]:
+def layers_with_tied(model: Model) -> set[tuple[str, int]]:
     """Module and number of every layer that shares a parameter with another one."""
     places = (name.split(".", 2) for names in model.tied for name in names)
     return {(module, int(number)) for module, number, _ in places}

@@ -8,7 +8,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from pipeloom.errors import InputError
 from pipeloom.spec import Layout
@@ -69,7 +69,7 @@ def make_mesh(layout: Layout, device_type: str = "cpu", timeout: timedelta | Non
     device_type : str
         ``"cpu"`` or ``"cuda"``.
     timeout : timedelta or None
-        Of the pipeline's and the replicas' groups; None: torch's own.
+        Of all groups; None: torch's own.
 
     Raises
     ------
@@ -84,20 +84,17 @@ def make_mesh(layout: Layout, device_type: str = "cpu", timeout: timedelta | Non
             f"is for {shape[0]} pipeline x {shape[1]} data x {shape[2]} tensor = {wanted} processes, {size} run",
             f"start {wanted}, or change num_ranks or parallelism",
         )
-    device_mesh = init_device_mesh(device_type, shape, mesh_dim_names=DIMENSIONS)
-    ranks = device_mesh.mesh.tolist()
-    columns = [
-        [stage[replica][shard] for stage in ranks] for replica in range(shape[1]) for shard in range(shape[2])
-    ]
-    reduction = _group_of_this(columns, timeout)
-    pipeline, data = device_mesh.get_group("pp"), device_mesh.get_group("dp")
-    if timeout is not None:
-        rows = [[replica[shard] for replica in stage] for stage in ranks for shard in range(shape[2])]
-        pipeline, data = _group_of_this(columns, timeout), _group_of_this(rows, timeout)
-    replica = reduction
-    if shape[2] > 1:
-        teams = [[rank for stage in ranks for rank in stage[number]] for number in range(shape[1])]
-        replica = _group_of_this(teams, timeout)
+    numbers = torch.arange(size).reshape(shape)
+    # A group for every line of the mesh, and two more: a mesh of torch's own making would wait for half an hour.
+    columns, rows, neighbours = (numbers.movedim(axis, -1).reshape(-1, shape[axis]) for axis in range(3))
+    pipeline, reduction, data, tensor = (
+        _group_of_this(lines.tolist(), timeout) for lines in (columns, columns, rows, neighbours)
+    )
+    teams = numbers.movedim(1, 0).reshape(shape[1], -1)
+    replica = reduction if shape[2] == 1 else _group_of_this(teams.tolist(), timeout)
+    device_mesh = DeviceMesh.from_group(
+        [pipeline, data, tensor], device_type, mesh=numbers, mesh_dim_names=DIMENSIONS
+    )
     mesh = Mesh(device_mesh, pipeline, reduction, data, replica)
     _connect(mesh)
     return mesh
@@ -109,7 +106,7 @@ def _connect(mesh: Mesh) -> None:
     NCCL makes a group's communicator when it is first used, and the host waits there for all members. In the middle of
     a plan some of them may wait for what this host has not posted yet.
     """
-    groups = [mesh.reduction, mesh.data, *(mesh.device_mesh.get_group(name) for name in ("dp", "tp"))]
+    groups = [mesh.reduction, mesh.data, mesh.device_mesh.get_group("tp")]
     for group in groups:
         dist.all_reduce(torch.zeros(1, device=mesh.device_mesh.device_type), group=group)
 
