@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from . import model
-from .data import END, MAX_LINES, Document
+from .data import END, IMAGE, MAX_LINES, Document
 
 DOCUMENTS_PER_GROUP = 12
 
@@ -77,7 +77,10 @@ def decode(
             part = Documents(tuple(dataclasses.replace(documents[i], digits=answers[i]) for i in active))
             logits = _logits(lm, part, torch.cat([images[i] for i in active]))
             lengths = torch.tensor([len(document.inputs) for document in part.samples])
-            likeliest = logits[lengths.cumsum(0) - 1].argmax(dim=1).tolist()
+            scores = logits[lengths.cumsum(0) - 1]
+            # A model that has learned nothing yet may prefer it, and there is no image to go there.
+            scores[:, IMAGE] = -torch.inf
+            likeliest = scores.argmax(dim=1).tolist()
             for i, token in zip(active, likeliest, strict=True):
                 if token != END:
                     answers[i] = (*answers[i], token)
