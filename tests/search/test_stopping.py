@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from pipeloom.errors import InputError
 from pipeloom.search import Share
 from pipeloom.search.solve import HEAT, MOST_HEAT, order_heat
-from pipeloom.search.stopping import Begun, Both, Deadline, Evaluations, Watch
+from pipeloom.search.stopping import Begun, Both, Deadline, Evaluations, Until, Watch
 
 
 @pytest.mark.parametrize(
@@ -65,3 +65,17 @@ def test_what_was_spent_before_the_search_counts():
 
 def test_orders_are_annealed_at_a_real_heat_where_no_time_is_left():
     assert order_heat(-3.0) == order_heat(0.0) > 0
+
+
+def test_searches_one_after_the_other_share_what_a_watch_has_left() -> None:
+    """Also where the watch began before the first of them, as planning's does."""
+    now = [10.0]
+    watch = Watch(lambda: now[0], 8.0, 10.0, 100)
+    first = Until(watch, 0, 0.5).start()
+    assert (first.seconds, first.evaluations) == (3.0, 50)
+    now[0] = 12.0
+    assert first.share(0) == pytest.approx(2 / 3)
+    second = Until(watch, 60, 1.0).start()
+    assert (second.seconds, second.evaluations) == (6.0, 40)
+    over = Until(watch, 60, 0.3).start()
+    assert (over.seconds, over.evaluations, over.left(0, 5)) == (0.0, 0, 0)

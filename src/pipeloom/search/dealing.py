@@ -23,7 +23,7 @@ from pipeloom.search.plain import first_in_first_out
 from pipeloom.search.result import Solution
 from pipeloom.search.solve import solve
 from pipeloom.search.state import STEPS_PER_ROUND
-from pipeloom.search.stopping import Share, StoppingRule, Watch
+from pipeloom.search.stopping import StoppingRule, Until, Watch
 from pipeloom.search.strategies import choose_strategies
 from pipeloom.taskgraph import Dealable
 from pipeloom.taskgraph.rows import close_edges, compressed
@@ -37,9 +37,9 @@ from pipeloom.timeline import (
     simulate,
 )
 
-FIRST, SECOND, DEAL = 0.35, 0.25, 0.4
-"""Parts of the budget: orders under the dealing at hand, and under one that is even under the strategies found; the
-annealing of dealing and order."""
+FIRST, SECOND = 0.35, 0.6
+"""Parts of the budget after which orders under the dealing at hand have been searched, and orders under one that is
+even under the strategies found; the rest is for the annealing of dealing and order."""
 MOST_SWAPS = 400
 """Changes that make a dealing even."""
 HEAT = 0.03
@@ -110,9 +110,10 @@ def solve_dealt(
     best: Dealt | None = None
     used = 0
 
-    def search(dealing: Dealable, part: float) -> Solution:
+    def search(dealing: Dealable, until: float) -> Solution:
         nonlocal used
-        found = solve(dealing.graph, budget=Share(budget, part), seed=seed, method=method, threads=threads)
+        rest = Until(watch, used, until)
+        found = solve(dealing.graph, budget=rest, seed=seed, method=method, threads=threads)
         used += found.evaluations
         return found
 
@@ -135,7 +136,7 @@ def solve_dealt(
             found.schedule,
             found.timeline,
             target_ns=bound.ns,
-            budget=Share(budget, DEAL),
+            budget=Until(watch, used, 1.0),
             seed=seed,
         )
         used += tried

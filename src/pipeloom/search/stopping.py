@@ -142,6 +142,35 @@ class Share:
 
 
 @dataclass(frozen=True, slots=True)
+class Until:
+    """Stop when a watch that is running has counted a part of its budget: for searches one after the other.
+
+    Attributes
+    ----------
+    watch : Watch
+    used : int
+        Evaluations made so far.
+    part : float
+        Of the whole budget, what came before included.
+    """
+
+    watch: Watch
+    used: int
+    part: float
+
+    def start(self) -> Watch:
+        """Begin to count what is left."""
+        watch = self.watch
+        seconds, evaluations = watch.seconds, watch.evaluations
+        return replace(
+            watch,
+            began_s=watch.now(),
+            seconds=None if seconds is None else max(0.0, self.part * seconds - watch.elapsed_s()),
+            evaluations=None if evaluations is None else max(0, int(self.part * evaluations) - self.used),
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Begun:
     """A rule that began to count before the search: what led up to it counts too. Serves one search.
 
