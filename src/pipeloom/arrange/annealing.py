@@ -11,7 +11,7 @@ from pipeloom.arrange import kernels
 from pipeloom.arrange.evaluate import NEVER, Arrays, Scratch
 from pipeloom.arrange.layer_chain import Arrangement, LayerChain
 from pipeloom.arrange.rules import Rule, to_plan
-from pipeloom.compiled.random import draw31, uniform
+from pipeloom.compiled.random import below, draw31, uniform
 from pipeloom.errors import InputError
 from pipeloom.search import Progress
 from pipeloom.search.stopping import Watch
@@ -20,19 +20,20 @@ MOVES = (
     "turns of microbatches", "cut a chunk", "exchange two ranks", "permute ranks", "shift a key", "shift many keys",
     "wait", "move a boundary", "relabel a suffix", "join chunks", "another rank", "move two boundaries",
     "cut and join", "copy a key", "strategy of layers", "relieve a rank by boundaries", "relieve a rank",
-    "limit what is in flight", "spread of keys",
+    "limit what is in flight", "spread of keys", "exchange layers",
 )  # fmt: skip
 PHASES = {
     "partition": (7, 11, 15),
-    "placement": (1, 2, 3, 8, 9, 10, 12, 16),
+    "placement": (1, 2, 3, 8, 9, 10, 12, 16, 19),
     "schedule": (0, 4, 5, 6, 13, 17, 18),
     "strategies": (14,),
 }
 """Moves by what they change; cutting and joining chunks makes a placement finer or coarser."""
-_WEIGHTS = (1.5, 1.5, 1.0, 1.0, 1.0, 1.0, 0.8, 1.0, 0.7, 0.7, 0.5, 1.0, 0.5, 0.3, 1.0, 1.0, 1.0, 0.5, 0.3)
+_WEIGHTS = (1.5, 1.5, 1.0, 1.0, 1.0, 1.0, 0.8, 1.0, 0.7, 0.7, 0.5, 1.0, 0.5, 0.3, 1.0, 1.0, 1.0, 0.5, 0.3, 1)
 
 
 _REBALANCE = (15, 16)
+_EXCHANGE = 19
 _SELDOM = 0.3
 """Weight of moves of boundaries and strategies while refining."""
 _LEAST_BATCH = 100
@@ -110,11 +111,12 @@ Start = tuple[int, Arrangement, Rule]
 
 
 class Annealing:
-    """One chain of candidates, from one start."""
+    """One chain of candidates, from one start; with ``exchanges`` single layers may change places."""
 
     def __init__(
-        self, chain: LayerChain, arrays: Arrays, most: int, start: Start, seed: int, settings: Settings
-    ) -> None:
+        self, chain: LayerChain, arrays: Arrays, most: int, start: Start, seed: int, settings: Settings,
+        exchanges: bool = False,
+    ) -> None:  # fmt: skip
         self.start_ns, self.start, rule = start
         self.seed = seed
         self.evaluations = 0
@@ -135,6 +137,8 @@ class Annealing:
         for phase in settings.phases:
             if phase != "strategies" or several:
                 weights[list(PHASES[phase])] = np.array(_WEIGHTS)[list(PHASES[phase])]
+        if not exchanges:
+            weights[_EXCHANGE] = 0.0
         self._weights = np.cumsum(weights)
         # Refining orders a given partition, and may still move a boundary now and then.
         for phase, share in (("partition", _SELDOM), ("placement", 0.0), ("strategies", _SELDOM)):
@@ -142,6 +146,7 @@ class Annealing:
         weights[list(_REBALANCE)] = 0.0
         self._order_weights = np.cumsum(weights)
         self._may_place = "placement" in settings.phases
+        self._exchanges = exchanges and self._may_place
         self._refines = {"partition", "schedule"} <= set(settings.phases) and settings.refine_from < 1
 
     @property
@@ -219,12 +224,19 @@ class Annealing:
             # How ambitious: anywhere from a little below the best makespan to most of the way to the bound.
             goal = until + int((self.best_ns - until) * _FARTHEST * uniform(self._rng))
             self._trial[:] = self.best_plan
-            fullest = kernels.repartition(
-                self._trial, self.best_strategy, arrays.layers, len(arrays.room), arrays.num_microbatches, arrays.delay,
-                self._may_place, goal, _STEPS, self._rng,
-            )  # fmt: skip
-            if fullest >= self.best_ns:
-                continue
+            given = (self._trial, self.best_strategy, arrays.layers, len(arrays.room))
+            if self._exchanges and below(self._rng, 2) == 0:
+                # Least is changed, so the order so far suits best, where a few layers change places.
+                if not kernels.exchange_layers(
+                    *given, self._most, arrays.num_microbatches, arrays.delay, goal, self._rng
+                ):
+                    continue
+            else:
+                fullest = kernels.repartition(
+                    *given, arrays.num_microbatches, arrays.delay, self._may_place, goal, _STEPS, self._rng
+                )
+                if fullest >= self.best_ns:
+                    continue
             ns = int(kernels.evaluate(
                 self._trial, arrays.layers, self.best_strategy, *arrays.problem, int(values[0]), self._scratch.ints,
                 self._scratch.end, _NOTHING,

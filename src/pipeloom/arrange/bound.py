@@ -5,6 +5,11 @@ hand-overs, so the first k layers' forwards are its head; their backwards are it
 fill it. Its work is all microbatches times its layers. Layers are indivisible, so who gets how many layers of each
 cost is an integer program, small because equal layers count as one type.
 
+The mean over ranks knows more: k + 1 ranks are busy at once only when k + 1 microbatches run at different layers, as a
+layer lies on one rank and a microbatch is at one place. At least k + 1 - i of them have then passed the first i layers,
+which takes one pass of these and k - i times the slowest of them. From the end the same holds of backwards, where no
+weight gradients fill that time.
+
 With a memory limit two idle times are added. Before the first backward of all can begin (a whole forward pass), a
 rank runs only forwards, and no more of them than its memory holds. After the last forward of all (a whole backward
 pass before the end), it runs only backwards of what it then holds.
@@ -19,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from pipeloom.arrange.layer_chain import NO_LIMIT, LayerChain
+from pipeloom.taskgraph import IntArray
 from pipeloom.timeline import LowerBound
 
 _MOST_RANKS = 16
@@ -66,6 +72,25 @@ def _ends(chain: LayerChain) -> _Ends:
     return _Ends(tuple(head), tuple(tail))
 
 
+def _levels(chain: LayerChain, ends: _Ends) -> list[int]:
+    """Least time, at the start and at the end together, in which at most k ranks are busy, for k = 0, 1, ..."""
+    forward, backward = chain.forward_ns.min(axis=1), chain.backward_ns.min(axis=1)
+    if chain.weight_ns.any():
+        # Weight gradients run beside the microbatch that they are of, but not before all forwards of one microbatch.
+        lone = int(forward.sum())
+        return [max(head, min(_full(forward, k), lone)) for k, head in enumerate(ends.head)]
+    both = zip(ends.head, ends.tail, strict=True)
+    found = [
+        max(head, _full(forward, k)) + max(tail, _full(backward, k)) for k, (head, tail) in enumerate(both)
+    ]
+    return found[: chain.num_microbatches]
+
+
+def _full(times: IntArray, k: int) -> int:
+    """Least time until k + 1 microbatches are at different layers, each passing one after the other in ``times``."""
+    return max((int(times[:i].sum() + (k - i) * times[:i].max()) for i in range(1, k + 1)), default=0)
+
+
 def _critical(chain: LayerChain) -> LowerBound:
     """One microbatch through all layers and back; or all microbatches through one layer."""
     total = chain.total_ns.min(axis=1)
@@ -76,12 +101,11 @@ def _critical(chain: LayerChain) -> LowerBound:
 
 def _mean(chain: LayerChain, ends: _Ends) -> LowerBound:
     work = int(chain.total_ns.min(axis=1).sum()) * chain.num_microbatches
-    idle = sum(ends.head) + sum(ends.tail)
+    levels = _levels(chain, ends)
     # Ranks may stay empty when that is better than idle ends; then fewer share the work.
     best = None
-    for used in range(1, len(ends.head) + 1):
-        idle = sum(ends.head[:used]) + sum(ends.tail[:used])
-        ns = -(-(work + idle) // used)
+    for used in range(1, len(levels) + 1):
+        ns = -(-(work + sum(levels[:used])) // used)
         best = ns if best is None else min(best, ns)
     return LowerBound(best or 0, "mean work and ends")
 

@@ -14,12 +14,16 @@ from pipeloom.arrange.bound import placement_bound
 from pipeloom.arrange.evaluate import NEVER, Judge, arrays_of, schedule_of
 from pipeloom.arrange.layer_chain import Arrangement, LayerChain
 from pipeloom.arrange.rules import Rule, from_plan
-from pipeloom.arrange.starts import allowed_starts
+from pipeloom.arrange.standard import one_f_one_b_peaks
+from pipeloom.arrange.starts import MANY_RANKS, allowed_starts
 from pipeloom.errors import InfeasibleError, InputError
 from pipeloom.search import Evaluations, Progress
 from pipeloom.search.stopping import StoppingRule, Watch
 from pipeloom.taskgraph import TaskGraph
 from pipeloom.timeline import LowerBound, Schedule, Timeline, require_feasible, simulate
+
+_FINE, _AMPLE = 3, 1.75
+"""Chunks a rank of starts that are annealed where memory is so many times what 1F1B holds."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -93,7 +97,11 @@ def arrange(
     bound = placement_bound(chain)
     num_chains = max(chosen.chains, threads)
     best = Best(found[0][0], bound.ns)
-    picked = [found[i % len(found)] for i in range(num_chains)]
+    loads_decide, picked = _loads_decide(chain), found
+    if loads_decide:
+        # Fine starts are mostly not the best to begin with, but they end best.
+        picked = [start for start in found if start[1].num_chunks >= _FINE * chain.num_ranks] or found
+    picked = [picked[i % len(picked)] for i in range(num_chains)]
     share = watch.share(tried)
     # Thread t runs chains t, t + threads, ...; each has an equal part of what is left of its thread's time.
     rows = [list(range(t, num_chains, threads)) for t in range(threads)]
@@ -103,7 +111,7 @@ def arrange(
         for place, i in enumerate(row):
             until = share + (1 - share) * (place + 1) / len(row)
             chain_share = share + (1 - share) * place / len(row)
-            one = Annealing(chain, arrays, most, picked[i], seed * 1_000_003 + i, chosen)
+            one = Annealing(chain, arrays, most, picked[i], seed * 1_000_003 + i, chosen, loads_decide)
             one.run(watch, tried, (i, num_chains), (chain_share, until), best, on_progress)
             done.append(one)
         return done
@@ -115,6 +123,8 @@ def arrange(
             chains = [one for part in pool.map(work, rows) for one in part]
     winner = min(chains, key=lambda one: (one.best_ns, one.seed))
     arrangement, rule = from_plan(winner.best_plan, winner.best_strategy)
+    if found[0][0] < winner.best_ns:  # the coarser start was not annealed
+        _, arrangement, rule = found[0]
     counts = sum((one.counts for one in chains), np.zeros((3, kernels.NUM_MOVES), np.int64))
     moves = {name: (int(a), int(b), int(c)) for name, a, b, c in zip(MOVES, *counts, strict=True)}
     return answer(
@@ -151,6 +161,15 @@ def _try_starts(chain: LayerChain, most: int, watch: Watch, settings: Settings) 
         if found and watch.share(tried) > settings.starts_share:
             break
     return sorted(found.values(), key=lambda start: start[0]), tried
+
+
+def _loads_decide(chain: LayerChain) -> bool:
+    """Whether few ranks have memory enough that what is on the fullest rank counts, not what fits."""
+    if not chain.num_ranks <= min(MANY_RANKS, chain.num_layers):
+        return False
+    if chain.capacity_bytes is None:
+        return True
+    return int(chain.capacity_bytes.min()) >= _AMPLE * int(one_f_one_b_peaks(chain).max())
 
 
 def uniform_strategies(chain: LayerChain) -> list[tuple[int, ...]]:
@@ -195,5 +214,5 @@ def warm_up() -> None:
         Rule(np.zeros((3, 2), np.int64), np.zeros((3, 2), np.int64)),
     )
     settings = Settings(refine_from=0.0)
-    annealing = Annealing(chain, arrays_of(chain), 2, (4, one_each, rule), 0, settings)
+    annealing = Annealing(chain, arrays_of(chain), 2, (4, one_each, rule), 0, settings, exchanges=True)
     annealing.run(Evaluations(60).start(), 0, (0, 1), (0.0, 1.0), Best(NEVER, -1), None)

@@ -16,7 +16,7 @@ _ONCE = 16
 """Spread of keys that is a lone microbatch's times."""
 _FARTHER = (2, 3)
 """Times that spread. Later chunks then run older microbatches, so that unlike chunks keep each other supplied."""
-_MANY_RANKS = 16
+MANY_RANKS = 16
 """Beyond, annealing moves too few boundaries to balance the loads itself; starts need the best there is."""
 
 
@@ -45,7 +45,7 @@ def natural_keys(chain: LayerChain, arrangement: Arrangement, stride: int, early
 def starts(chain: LayerChain, most_chunks: int, stride: int) -> Iterator[tuple[Arrangement, Rule]]:
     """Every placement with every simple rule, few chunks first; before them, with many ranks, the one by timetable."""
     p, m = chain.num_ranks, chain.num_microbatches
-    if p > _MANY_RANKS and most_chunks >= 2 * p and chain.num_layers >= p:
+    if p > MANY_RANKS and most_chunks >= 2 * p and chain.num_layers >= p:
         yield from folded_starts(chain, stride)
     loads = chain.total_ns[:, 0]
     for depth in range(1, max(1, most_chunks // p) + 1):
@@ -54,17 +54,17 @@ def starts(chain: LayerChain, most_chunks: int, stride: int) -> Iterator[tuple[A
         for ranks in (interleaved(num, p), zigzag(num, p)):
             cuts = balanced_cuts(loads, ranks)
             found.add(Arrangement(cuts, ranks))
-            if p > _MANY_RANKS:
+            if p > MANY_RANKS:
                 found.add(Arrangement(settled_cuts(loads, ranks, cuts), ranks))
             if num > p:
                 # One layer on each rank first, so that all ranks begin and end early.
                 found.add(Arrangement(balanced_cuts(loads, ranks, p), ranks))
-        if num == p > _MANY_RANKS:
+        if num == p > MANY_RANKS:
             found.add(Arrangement(stage_cuts(chain), interleaved(p, p)))
         for arrangement in sorted(found, key=lambda a: (a.cuts, a.ranks)):
             waits = np.zeros((3, num), np.int64)
             # With many ranks, more forwards first keep unlike stages from waiting for each other.
-            for early in (0.0, float(p), 4.0 * m, *((-float(p),) if p > _MANY_RANKS else ())):
+            for early in (0.0, float(p), 4.0 * m, *((-float(p),) if p > MANY_RANKS else ())):
                 for period in sorted({1, min(p, m), min(2 * p, m)}):
                     yield arrangement, Rule(_even_keys(num, m, stride, early), waits, period, spread=_ONCE)
             for times in _FARTHER:

@@ -32,9 +32,6 @@ def anneal(
     several = 0
     for layer in range(len(num_strategies)):
         several = max(several, num_strategies[layer])
-    given = (
-        num_strategies, layers, len(room), most_chunks, num_microbatches, delay, stride, weights, rng
-    )  # fmt: skip
     runs = 0
     heat = hot
     factor = (cold / hot) ** (1.0 / steps)
@@ -43,6 +40,9 @@ def anneal(
         if values[1] <= target:
             break
         copy_plan(plan, trial)
+        given = (
+            num_strategies, layers, len(room), most_chunks, num_microbatches, delay, stride, values[0], weights, rng
+        )  # fmt: skip
         if several > 1:
             trial_strategy[:] = strategy
         move = change(trial, trial_strategy, *given)

@@ -15,6 +15,7 @@ from pipeloom.compiled.random import below, uniform
 Array = npt.NDArray[Any]
 
 _TRIES = 40
+_EXCHANGES = 100
 _HOT, _COLD = 0.005, 0.0005
 """Temperatures of `repartition`, of the largest load."""
 
@@ -161,3 +162,116 @@ def repartition(
         plan[KEY, c] += sums[0, plan[FIRST, c]] - sums[0, old[FIRST, c]]
         plan[KEY + 1, c] += after[old[FIRST, c + 1]] - after[plan[FIRST, c + 1]]
     return int(least)
+
+
+@kernel
+def exchange_layers(
+    plan: Array, strategy: Array, layers: Array, num_ranks: int, most_chunks: int, num_microbatches: int, delay: int,
+    limit: int, rng: Array,
+) -> bool:  # fmt: skip
+    """Let two or three single layers of different ranks change places, or two of one rank and one of another.
+
+    Only where load + head + tail then stay below ``limit`` on every rank. A layer that leaves its chunk keeps the
+    chunk's keys. Says whether that was found.
+    """
+    num = plan[SCALARS, NUM_CHUNKS]
+    n = len(strategy)
+    sums = np.zeros((3, n + 1), np.int64)
+    if layer_sums(strategy, layers, sums):
+        sums[1, :] = 0
+    home = np.empty(n, np.int64)
+    origin = np.empty(n, np.int64)
+    load = np.zeros(num_ranks, np.int64)
+    for c in range(num):
+        for i in range(plan[FIRST, c], plan[FIRST, c + 1]):
+            home[i] = plan[RANK, c]
+            origin[i] = c
+        load[plan[RANK, c]] += sums[2, plan[FIRST, c + 1]] - sums[2, plan[FIRST, c]]
+    picked = np.empty(3, np.int64)
+    to = np.empty(3, np.int64)
+    for _ in range(_EXCHANGES):
+        count = 2 + below(rng, 2)
+        for q in range(count):
+            picked[q] = below(rng, n)
+        a, b = home[picked[0]], home[picked[1]]
+        if a == b:
+            continue
+        to[0], to[1] = b, a
+        if count == 3:
+            c = home[picked[2]]
+            if picked[2] == picked[0] or picked[2] == picked[1]:
+                continue
+            if c == a:
+                to[2] = b
+            elif c == b:
+                to[2] = a
+            else:
+                to[1], to[2] = c, a
+        for q in range(count):
+            work = sums[2, picked[q] + 1] - sums[2, picked[q]]
+            load[home[picked[q]]] -= work
+            load[to[q]] += work
+        fits = True
+        for r in range(num_ranks):
+            fits = fits and load[r] * num_microbatches < limit
+        if fits:
+            for q in range(count):
+                a = home[picked[q]]
+                home[picked[q]] = to[q]
+                to[q] = a
+            fits = _ends_fit(home, sums, load, num_microbatches, delay, limit)
+            made = 1
+            for i in range(1, n):
+                if home[i] != home[i - 1] or origin[i] != origin[i - 1]:
+                    made += 1
+            if fits and made <= most_chunks:
+                _regroup(plan, home, origin)
+                return True
+            for q in range(count):
+                a = home[picked[q]]
+                home[picked[q]] = to[q]
+                to[q] = a
+        for q in range(count):
+            work = sums[2, picked[q] + 1] - sums[2, picked[q]]
+            load[home[picked[q]]] += work
+            load[to[q]] -= work
+    return False
+
+
+@kernel
+def _ends_fit(home: Array, sums: Array, load: Array, num_microbatches: int, delay: int, limit: int) -> bool:
+    """Whether load + head + tail of every rank are below ``limit``."""
+    seen = 0
+    hops = np.int64(0)
+    for i in range(len(home)):
+        if i > 0 and home[i] != home[i - 1]:
+            hops += delay
+        first = True
+        for before in range(i):
+            if home[before] == home[i]:
+                first = False
+                break
+        if first:
+            seen += 1
+            if load[home[i]] * num_microbatches + sums[0, i] + sums[1, i] + hops >= limit:
+                return False
+            if seen == len(load):
+                break
+    return True
+
+
+@kernel
+def _regroup(plan: Array, home: Array, origin: Array) -> None:
+    """Make chunks of the layers' ranks; each has the keys of the chunk that its layers came from."""
+    old = plan[KEY:SCALARS].copy()
+    num = 0
+    n = len(home)
+    for i in range(n):
+        if i == 0 or home[i] != home[i - 1] or origin[i] != origin[i - 1]:
+            plan[FIRST, num] = i
+            plan[RANK, num] = home[i]
+            for k in range(KEY, SCALARS):
+                plan[k, num] = old[k - KEY, origin[i]]
+            num += 1
+    plan[FIRST, num] = n
+    plan[SCALARS, NUM_CHUNKS] = num

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pipeloom.arrange.kernels.balance import rebalance
+from pipeloom.arrange.kernels.balance import exchange_layers, rebalance
 from pipeloom.arrange.kernels.plan import (
     FIRST,
     KEY,
@@ -27,13 +27,13 @@ from pipeloom.compiled.random import below, uniform
 
 Array = npt.NDArray[Any]
 
-NUM_MOVES = 19
+NUM_MOVES = 20
 
 
 @kernel
 def change(
     plan: Array, strategy: Array, num_strategies: Array, layers: Array, num_ranks: int, most_chunks: int,
-    num_microbatches: int, delay: int, stride: int, weights: Array, rng: Array,
+    num_microbatches: int, delay: int, stride: int, limit: int, weights: Array, rng: Array,
 ) -> int:  # fmt: skip
     """Make one random change of a plan in place; return its number, or -1 where it changed nothing."""
     num = plan[SCALARS, NUM_CHUNKS]
@@ -139,6 +139,11 @@ def change(
             plan[LIMIT, i] = new if new < num_microbatches else UNLIMITED
     elif move == 18:  # how far chunks are apart in the order
         plan[SCALARS, SPREAD] = max(0, plan[SCALARS, SPREAD] + below(rng, 17) - 8)
+    elif move == 19:  # single layers change places
+        if not exchange_layers(
+            plan, strategy, layers, num_ranks, most_chunks, num_microbatches, delay, limit, rng
+        ):
+            return -1
     elif move >= 15:  # relieve the rank with the most to do
         if not rebalance(plan, strategy, layers, num_ranks, num_microbatches, delay, move == 16, rng):
             return -1
