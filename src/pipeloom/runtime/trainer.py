@@ -96,7 +96,7 @@ class Trainer:
     checkpoints : Checkpoints or None
         Where training is saved, and goes on from after `resume`; None: nowhere.
     timeout_s : float or None
-        With replicas: after which a rank that waits for another of its pipeline gives up; None: torch's own. On GPUs
+        With replicas or divided layers: after which a rank that waits for another gives up; None: torch's own. On GPUs
         also after which an iteration that comes to no further action has failed.
     loads : callable or None
         With replicas: what the samples of a batch weigh when they are dealt, the same on every rank
