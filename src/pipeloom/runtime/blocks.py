@@ -197,11 +197,10 @@ class Passage:
     def recompute(self) -> None:
         """Run the blocks that saved nothing once more, now with their graphs."""
         for block in self.blocks:
-            self._recompute(block)
+            if block.missing:
+                self._recompute(block)
 
     def _recompute(self, block: _Block) -> None:
-        if not block.missing:
-            return
         block.missing = False
         state = RandomState.now(self.device)
         if block.random_state is not None:
@@ -232,7 +231,8 @@ class Passage:
         flowing: Tensor | None = gradient
         while self.blocks:
             block = self.blocks.pop()
-            self._recompute(block)
+            if block.missing:
+                self._recompute(block)
             if flowing is not None and block.edge is not None:
                 torch.autograd.backward(block.edge, flowing)
             flowing = block.inputs[0].grad if self.blocks else None
@@ -242,7 +242,8 @@ class Passage:
         flowing: Tensor | None = gradient
         for number in range(len(self.blocks) - 1, -1, -1):
             block = self.blocks[number]
-            self._recompute(block)
+            if block.missing:
+                self._recompute(block)
             if flowing is not None and block.edge is not None:
                 leaves = [x for x in block.inputs if isinstance(x, Tensor) and x.requires_grad]
                 edge = block.edge if isinstance(block.edge, GradientEdge) else get_gradient_edge(block.edge)

@@ -119,18 +119,18 @@ class Iteration:
         passage = unit.passage_now
         passage.backward(unit.take_gradient(self.device))
         unit.hand_back()
-        self._finish(unit)
+        self._finish(unit, passage)
 
     def backward_input(self, unit: UnitState) -> None:
         unit.passage_now.backward_input(unit.take_gradient(self.device))
         unit.hand_back()
 
     def backward_weight(self, unit: UnitState) -> None:
-        unit.passage_now.backward_weight()
-        self._finish(unit)
-
-    def _finish(self, unit: UnitState) -> None:
         passage = unit.passage_now
+        passage.backward_weight()
+        self._finish(unit, passage)
+
+    def _finish(self, unit: UnitState, passage: Passage) -> None:
         self.num_recomputed += passage.num_recomputed
         self.offloaded_bytes += passage.offloaded_bytes
         unit.passage = None

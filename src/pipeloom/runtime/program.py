@@ -136,7 +136,7 @@ class _Link:
             units = [Unit(*self._key(a)) for actions in plan.ranks for a in actions if a.verb == "F"]
         self.routes = linker.router.of(packing, units)
         self.num_microbatches = len(packing.microbatches)
-        self.max_parts = max((max(counts) for counts in self.routes.counts), default=1)
+        self.max_parts = max(map(max, self.routes.counts), default=1)
         self.fan_out = linker.fan_out * self.max_parts
         self.sizes: dict[tuple[int, int, int], tuple[int, int]] = {}
         """By module, microbatch and part: instances and tokens."""
