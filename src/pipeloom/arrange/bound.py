@@ -74,21 +74,20 @@ def _ends(chain: LayerChain) -> _Ends:
 
 def _levels(chain: LayerChain, ends: _Ends) -> list[int]:
     """Least time, at the start and at the end together, in which at most k ranks are busy, for k = 0, 1, ..."""
-    forward, backward = chain.forward_ns.min(axis=1), chain.backward_ns.min(axis=1)
+    num = len(ends.head)
+    forward = _full(chain.forward_ns.min(axis=1), num)
     if chain.weight_ns.any():
         # Weight gradients run beside the microbatch that they are of, but not before all forwards of one microbatch.
-        lone = int(forward.sum())
-        return [max(head, min(_full(forward, k), lone)) for k, head in enumerate(ends.head)]
-    both = zip(ends.head, ends.tail, strict=True)
-    found = [
-        max(head, _full(forward, k)) + max(tail, _full(backward, k)) for k, (head, tail) in enumerate(both)
-    ]
-    return found[: chain.num_microbatches]
+        lone = int(chain.forward_ns.min(axis=1).sum())
+        return [max(head, min(time, lone)) for head, time in zip(ends.head, forward, strict=True)]
+    both = zip(ends.head, forward, ends.tail, _full(chain.backward_ns.min(axis=1), num), strict=True)
+    return [max(head, f) + max(tail, b) for head, f, tail, b in both][: chain.num_microbatches]
 
 
-def _full(times: IntArray, k: int) -> int:
-    """Least time until k + 1 microbatches are at different layers, each passing one after the other in ``times``."""
-    return max((int(times[:i].sum() + (k - i) * times[:i].max()) for i in range(1, k + 1)), default=0)
+def _full(times: IntArray, num: int) -> list[int]:
+    """Least times until k + 1 microbatches, each passing layers of these times in turn, are at different layers."""
+    passed, slowest, behind = np.cumsum(times), np.maximum.accumulate(times), np.arange(num)
+    return [0, *(int((passed[:k] + behind[:k][::-1] * slowest[:k]).max()) for k in range(1, num))]
 
 
 def _critical(chain: LayerChain) -> LowerBound:
