@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 
 from pipeloom import packing, search, tuning
+from pipeloom.collector import collector_paused
 from pipeloom.cost import Correction, CostModel, ProfileCosts
 from pipeloom.errors import InfeasibleError
 from pipeloom.packing import Packing, PackingSpec, cost_loads, pack
@@ -101,6 +102,7 @@ class PlannedBatch:
         return self.timeline.makespan_ns / max(self.lower_bound.ns, 1) - 1.0
 
 
+@collector_paused()
 def plan_batch(
     problem: Problem, batch: Batch, *, budget: StoppingRule, seed: int, method: str = "default"
 ) -> PlannedBatch:

@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass
 from itertools import pairwise
 
+from pipeloom.collector import collector_paused
 from pipeloom.errors import InfeasibleError
 from pipeloom.plan import boundary_shapes, lower, verify
 from pipeloom.planner.case import graph_of, pack_groups
@@ -42,7 +43,7 @@ def planning_time(options: Options) -> Outcome:
         "From the samples of an iteration to a plan that is proved complete and free of deadlock, on one core, under "
         f"our layouts. {runs.rule(options)} On thousands of GPUs ours has {runs.LARGE_SEARCH} times as much. The "
         f"search ends after {runs.UNTIL_PLAN * 100:g} % of the time allowed. Costs of shapes that no iteration had "
-        "before are emulated in it."
+        "before are emulated in it. Python's collector is paused meanwhile, as the planner spares itself it."
     )
     return Outcome(
         (Table("Planning", columns, tuple(rows), text),), devices=device(*SETUPS.values(), *LARGE.values())
@@ -59,8 +60,13 @@ class _Planned:
     gap: float
 
 
+@collector_paused()
 def _planned(setup: Setup, seed: int, number: int, options: Options) -> _Planned | None:
-    """Plan an iteration under our layout, from its samples to a plan that is proved; None: it does not fit."""
+    """Plan an iteration under our layout, from its samples to a plan that is proved; None: it does not fit.
+
+    Without the collector, which here would look over all the iterations that the evaluation keeps; the planner's own
+    process has taken what it keeps out of the collector's sight (`pipeloom.planner.service`).
+    """
     try:
         layout = setup.layouts[0].layout
     except InfeasibleError:
