@@ -35,7 +35,7 @@ def lower_bound(graph: TaskGraph) -> LowerBound:
       candidates, weighed against work, since a pair cannot be both lean and fast.
     """
     options = without_too_large(graph, pair_options(graph))
-    duration, longest = _extreme_durations(graph, options)
+    duration, longest = extreme_durations(graph, options)
     head, tail = heads_and_tails(graph, duration)
     found = [LowerBound(int((head + duration + tail).max()), "critical path")]
     present = [rank for rank in range(graph.num_ranks) if (graph.rank == rank).any()]
@@ -60,7 +60,8 @@ def lower_bound(graph: TaskGraph) -> LowerBound:
     return max(found, key=lambda bound: bound.ns)
 
 
-def _extreme_durations(graph: TaskGraph, options: Options) -> tuple[IntArray, IntArray]:
+def extreme_durations(graph: TaskGraph, options: Options) -> tuple[IntArray, IntArray]:
+    """Least and most time of every task over the candidates of its pair."""
     least, most = graph.duration_ns.copy(), graph.duration_ns.copy()
     tables = (
         (graph.forward_of, options.forward_ns), (graph.backward_of, options.backward_ns),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from pipeloom.taskgraph import NO_TASK, Dealable
-from pipeloom.timeline.bounds import heads_and_tails, lower_bound
+from pipeloom.taskgraph import Dealable
+from pipeloom.timeline.bounds import extreme_durations, heads_and_tails, lower_bound
 from pipeloom.timeline.options import pair_options
 from pipeloom.timeline.schedule import LowerBound
 
@@ -22,14 +22,7 @@ def dealt_bound(dealable: Dealable) -> LowerBound:
     if not dealable.free.any():
         return lower_bound(dealable.graph)
     graph, options = dealable.relaxed, pair_options(dealable.graph)
-    duration = graph.duration_ns.copy()
-    for tasks, table in (
-        (graph.forward_of, options.forward_ns),
-        (graph.backward_of, options.backward_ns),
-        (graph.weight_of, options.weight_ns),
-    ):
-        has = tasks != NO_TASK
-        duration[tasks[has]] = table[has].min(axis=1)
+    duration, _ = extreme_durations(graph, options)
     head, tail = heads_and_tails(graph, duration)
     work = (options.forward_ns + options.backward_ns + options.weight_ns).min(axis=1)
     found = [
