@@ -21,8 +21,8 @@ from pipeloom.baselines import (
 from pipeloom.errors import InfeasibleError, InputError
 from pipeloom.packing import PackingSpec, pack
 from pipeloom.spec import Batch, Chunk, Layout, ModuleLayout, Sample
-from pipeloom.taskgraph import FORWARD, build_graph
-from pipeloom.timeline import check, simulate
+from pipeloom.taskgraph import FORWARD, TaskGraph, build_graph
+from pipeloom.timeline import Schedule, check, simulate
 from tests.cases import ToyCosts, vlm_spec
 from tests.chains import uniform_chain
 from tests.strategies import graphs
@@ -48,10 +48,7 @@ def test_optimus_by_hand():
     schedule = optimus_coarse(graph)
     timeline = simulate(graph, schedule)
     assert check(graph, schedule, timeline) == ()
-    words = [
-        [f"{'F' if graph.kind[t] == FORWARD else 'B'}{graph.module_names[graph.module[t]][0]}{graph.microbatch[t]}"
-         for t in order] for order in schedule.order
-    ]  # fmt: skip
+    words = _words(graph, schedule)
     assert words[0] == ["Fv0", "Fv1", "Fl0", "Fl1", "Bl0", "Bl1", "Bv0", "Bv1"]
     assert words[1] == ["Fv0", "Fv1", "Fl0", "Bl0", "Fl1", "Bl1", "Bv0", "Bv1"]
     assert timeline.makespan_ns == 24_000_000
@@ -84,10 +81,7 @@ def test_bubbles_are_filled_by_hand():
     schedule = optimus_fine(graph)
     timeline = simulate(graph, schedule)
     assert check(graph, schedule, timeline) == ()
-    words = [
-        [f"{'F' if graph.kind[t] == FORWARD else 'B'}{graph.module_names[graph.module[t]][0]}{graph.microbatch[t]}"
-         for t in order] for order in schedule.order
-    ]  # fmt: skip
+    words = _words(graph, schedule)
     assert " ".join(words[0]) == "Fv0 Fv2 Fl0 Fl1 Fl2 Fv4 Bl0 Fl3 Bl1 Fl4 Bl2 Bv0 Bl3 Bv2 Bl4 Bv4"
     assert " ".join(words[1]) == "Fv1 Fv3 Fl0 Bl0 Fl1 Bl1 Fl2 Bl2 Fl3 Bl3 Fl4 Bl4 Bv1 Bv3"
     assert timeline.makespan_ns == 40_000_000
@@ -168,3 +162,11 @@ def test_weight_gradients_at_once_are_one_f_one_b() -> None:
             assert timeline.makespan_ns <= plain.makespan_ns
             assert peaks[0] == plain.peak_bytes.tolist()
     assert peaks == sorted(peaks)
+
+
+def _words(graph: TaskGraph, schedule: Schedule) -> list[list[str]]:
+    """Orders by rank: direction, module's first letter, microbatch."""
+    return [
+        [f"{'F' if graph.kind[t] == FORWARD else 'B'}{graph.module_names[graph.module[t]][0]}{graph.microbatch[t]}"
+         for t in order] for order in schedule.order
+    ]  # fmt: skip
