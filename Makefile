@@ -1,13 +1,17 @@
 # make demo   install, then train the digits vision-language model over 4 pipeline ranks
-# make test   install with test tools, then run all tests but the long ones
+# make test   install with test tools, then run the tests of every change
 # See CONTRIBUTING.md for the others.
 
 PYTHON ?= python3
 VENV := .venv
+CONSTRAINTS := constraints.txt
 BIN := $(VENV)/bin
-PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS)
 
-.PHONY: demo setup test soak lint bench dev clean
+# Tests start many processes that import the same modules
+export PYTHONDONTWRITEBYTECODE :=
+
+.PHONY: demo setup test test-all test-lowest soak lint docs bench dev clean
 
 demo: setup
 	$(BIN)/pipeloom train examples/digits_vlm/train.toml
@@ -16,32 +20,52 @@ setup: $(VENV)/.demo-installed
 
 dev: $(VENV)/.dev-installed
 
+# Workers of the tests; one of them runs all tests that start ranks
+WORKERS ?= 2
+PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS)
+
 test: dev
-	$(BIN)/python -m pytest -m "not soak"
+	$(PYTEST) -m "not full and not soak"
+
+test-all: dev
+	$(PYTEST) --cold -m "not soak"
+
+# With the lowest version of torch that pyproject.toml claims
+test-lowest:
+	$(MAKE) test-all VENV=.venv-lowest CONSTRAINTS=constraints-lowest.txt
 
 soak: dev
-	$(BIN)/python -m pytest -m soak
+	$(BIN)/python -m pytest --cold -m soak
 
 lint: dev
-	$(BIN)/ruff check src tests examples benchmarks
-	$(BIN)/ruff format --check src tests examples benchmarks
+	$(BIN)/ruff check src tests examples benchmarks scripts
+	$(BIN)/ruff format --check src tests examples benchmarks scripts
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python scripts/check_house.py
 
 bench: dev
 	$(BIN)/python -m benchmarks
 
+# The site, in site/; made from docs/ and docstrings without a network
+docs: $(VENV)/.docs-installed
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.demo-installed: pyproject.toml constraints.txt | $(BIN)/python
+$(VENV)/.demo-installed: pyproject.toml $(CONSTRAINTS) | $(BIN)/python
 	$(PIP_INSTALL) --editable '.[demo]'
 	touch $@
 
-$(VENV)/.dev-installed: pyproject.toml constraints.txt | $(BIN)/python
+$(VENV)/.dev-installed: pyproject.toml $(CONSTRAINTS) | $(BIN)/python
 	$(PIP_INSTALL) --editable '.[dev]'
 	touch $@
 
+$(VENV)/.docs-installed: pyproject.toml $(CONSTRAINTS) | $(BIN)/python
+	$(PIP_INSTALL) --editable '.[docs]'
+	touch $@
+
 clean:
-	rm -rf $(VENV) runs build src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-lowest runs build site src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

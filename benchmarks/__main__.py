@@ -14,12 +14,22 @@ from importlib import import_module
 from pathlib import Path
 
 from pipeloom.io import write_text
+from pipeloom.lab.reproduce.write import machine
 from pipeloom.report import join_sections, sections
-from pipeloom.reproduce.write import machine
 
 SECTIONS = (
-    "planning", "search", "methods", "scaling", "arrange", "executor", "emulated", "beside", "real", "emulator", "gpu",
-)  # fmt: skip
+    "planning",
+    "search",
+    "methods",
+    "scaling",
+    "arrange",
+    "executor",
+    "emulated",
+    "beside",
+    "real",
+    "emulator",
+    "gpu",
+)
 TARGET = Path(__file__).parents[1] / "docs" / "benchmarks.md"
 _HEAD = """# Benchmarks
 

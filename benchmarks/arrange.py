@@ -10,14 +10,13 @@ from pathlib import Path
 
 import numpy as np
 
-from pipeloom.arrange import LayerChain, arrange, chain_of_layers, graph_of, one_f_one_b_peaks
-from pipeloom.arrange.joint import warm_up
-from pipeloom.arrange.standard import stages
-from pipeloom.baselines import one_f_one_b
 from pipeloom.cost.layers import LayerCost, LayerTable
 from pipeloom.io import read_layers
+from pipeloom.layout.cooptimise import LayerChain, chain_of_layers, cooptimise, graph_of, in_memory_of_1f1b
+from pipeloom.layout.cooptimise.joint import warm_up
+from pipeloom.layout.cooptimise.standard import stages
 from pipeloom.report import markdown_table
-from pipeloom.search import Deadline
+from pipeloom.search import Deadline, one_f_one_b
 from pipeloom.timeline import simulate
 
 TITLE = "Arranging chains of layers"
@@ -63,7 +62,7 @@ def _measured(folder: Path | None, seconds: float) -> str:
             ("split 50:50", halved(table), 1.5, "1 above the bound"),
         )
         for how, each, factor, goal in cases:
-            chain = capped(chain_of_layers(each, split=each is not table), factor)
+            chain = in_memory_of_1f1b(chain_of_layers(each, split=each is not table), factor)
             rows.append([table.name, how, f"{factor:g} ×", *_cells(chain, seconds), goal])
     header = ["chain", "backwards", "memory", *_COLUMNS, "goal, per cent"]
     return (
@@ -79,33 +78,34 @@ _COLUMNS = ["1F1B, ms", "found, ms", "bound, ms", "above the bound", "below 1F1B
 
 def _cells(chain: LayerChain, seconds: float) -> list[str]:
     budget = Deadline(_THREADS * seconds, "cpu")
-    found = [arrange(chain, budget=budget, seed=seed, threads=_THREADS) for seed in range(_SEEDS)]
+    found = [cooptimise(chain, budget=budget, seed=seed, threads=_THREADS) for seed in range(_SEEDS)]
     times = sorted(one.timeline.makespan_ns / 1e6 for one in found)
     graph = graph_of(chain.with_capacity(None), stages(chain))
     standard = simulate(graph, one_f_one_b(graph)).makespan_ns / 1e6
     bound, median = found[0].lower_bound.ns / 1e6, statistics.median(times)
     return [
-        f"{standard:.0f}", f"{median:.0f} ({times[0]:.0f}–{times[-1]:.0f})", f"{bound:.0f}",
+        f"{standard:.0f}",
+        f"{median:.0f} ({times[0]:.0f}–{times[-1]:.0f})",
+        f"{bound:.0f}",
         f"{100 * (median / bound - 1):.1f} ({100 * (times[0] / bound - 1):.1f}–{100 * (times[-1] / bound - 1):.1f}) %",
         f"{100 * (1 - median / standard):.1f} %",
-    ]  # fmt: skip
-
-
-def capped(chain: LayerChain, factor: float) -> LayerChain:
-    """The chain under a multiple of what 1F1B holds on its fullest rank."""
-    return chain.with_capacity(int(factor * int(one_f_one_b_peaks(chain).max())))
+    ]
 
 
 def halved(table: LayerTable) -> LayerTable:
     """The same layers, each backward in two equal parts."""
     layers = tuple(
         LayerCost(
-            layer.name, layer.forward_s, layer.activation_bytes, layer.parameter_bytes,
-            backward_input_s=layer.total_backward_s / 2, backward_weight_s=layer.total_backward_s / 2,
+            layer.name,
+            layer.forward_s,
+            layer.activation_bytes,
+            layer.parameter_bytes,
+            backward_input_s=layer.total_backward_s / 2,
+            backward_weight_s=layer.total_backward_s / 2,
             static_bytes=layer.static_bytes,
         )
         for layer in table.layers
-    )  # fmt: skip
+    )
     fields = {name: getattr(table, name) for name in table.__struct_fields__ if name != "format"}
     return LayerTable(**fields | {"layers": layers})
 
@@ -115,10 +115,8 @@ def _random(seconds: float) -> str:
     for seed in range(_NUM_RANDOM):
         num = 24 + seed % 5
         for kinds in (None, 4):
-            chain = capped(chain_of_layers(random_layers(seed, num, 4, 16, kinds)), 2.0)
-            rows.append(
-                [str(num), "no two alike" if kinds is None else "of four kinds", *_cells(chain, seconds)]
-            )
+            chain = in_memory_of_1f1b(chain_of_layers(random_layers(seed, num, 4, 16, kinds)), 2.0)
+            rows.append([str(num), "no two alike" if kinds is None else "of four kinds", *_cells(chain, seconds)])
     header = ["layers", "which are", *_COLUMNS]
     return (
         "Random chains, whole backwards, twice 1F1B's memory, likewise; the goal is 1.2 % above the bound."
@@ -127,9 +125,8 @@ def _random(seconds: float) -> str:
 
 
 def random_layers(
-    seed: int, num_layers: int, num_ranks: int, num_microbatches: int, kinds: int | None = None,
-    head: float = 3.0,
-) -> LayerTable:  # fmt: skip
+    seed: int, num_layers: int, num_ranks: int, num_microbatches: int, kinds: int | None = None, head: float = 3.0
+) -> LayerTable:
     """Draw layers of 5 to 40 ms forward, 1.6 to 2.2 times that backward, the last of them a head.
 
     Parameters
@@ -155,13 +152,23 @@ def _large(seconds: float) -> str:
         for factor in (None, 2.0):
             with multiprocessing.get_context("spawn").Pool(1) as pool:  # memory is counted by process
                 cells = pool.apply(_large_cells, (kinds, factor, seconds))
-            rows.append([
-                "no two alike" if kinds is None else "of four kinds",
-                "no limit" if factor is None else f"{factor:g} ×", *cells,
-            ])  # fmt: skip
+            rows.append(
+                [
+                    "no two alike" if kinds is None else "of four kinds",
+                    "no limit" if factor is None else f"{factor:g} ×",
+                    *cells,
+                ]
+            )
     ranks, layers, microbatches = _LARGE
-    header = ["layers", "memory", "above work per rank", "above the bound", "arrangements tried", "took",
-              "peak memory of the process"]  # fmt: skip
+    header = [
+        "layers",
+        "memory",
+        "above work per rank",
+        "above the bound",
+        "placements tried",
+        "took",
+        "peak memory of the process",
+    ]
     return (
         f"{ranks} ranks × {layers} layers × {microbatches} microbatches, {2 * seconds:g} s of processor time on two "
         "threads, one seed, in a process of its own; the goal is 8 % above work per rank, in 8 GiB."
@@ -174,12 +181,15 @@ def _large_cells(kinds: int | None, factor: float | None, seconds: float) -> lis
     ranks, layers, microbatches = _LARGE
     chain = chain_of_layers(random_layers(0, layers, ranks, microbatches, kinds, head=1.0))
     if factor is not None:
-        chain = capped(chain, factor)
-    found = arrange(chain, budget=Deadline(_THREADS * seconds, "cpu"), threads=_THREADS)
+        chain = in_memory_of_1f1b(chain, factor)
+    found = cooptimise(chain, budget=Deadline(_THREADS * seconds, "cpu"), threads=_THREADS)
     share = int(chain.total_ns[:, 0].sum()) * microbatches / ranks
     # Kibibytes on Linux, bytes on macOS.
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     return [
-        f"{100 * (found.timeline.makespan_ns / share - 1):.1f} %", f"{100 * found.gap:.1f} %", str(found.evaluations),
-        f"{found.elapsed_s:.0f} s", f"{peak / _GIB:.1f} GiB",
-    ]  # fmt: skip
+        f"{100 * (found.timeline.makespan_ns / share - 1):.1f} %",
+        f"{100 * found.gap:.1f} %",
+        str(found.evaluations),
+        f"{found.elapsed_s:.0f} s",
+        f"{peak / _GIB:.1f} GiB",
+    ]

@@ -12,15 +12,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks.planning import _batch, _problem
-from pipeloom.arrange import ModulePlacement, separate
 from pipeloom.cost import Correction, LayerFit, Profile
+from pipeloom.layout import ModulePlacement, separate
 from pipeloom.packing import PackingSpec
 from pipeloom.plan import Delivery
 from pipeloom.planner import Planner, Request, Setup, answer_of, plan_batch
 from pipeloom.planner.messages import encode
 from pipeloom.report import markdown_table
 from pipeloom.runtime import Model, Module, TcpPlanStore, Trainer, launch
-from pipeloom.runtime.broadcast import broadcast_bytes, unpack_answer
+from pipeloom.runtime.coordination import broadcast_bytes, unpack_answer
 from pipeloom.search import Evaluations
 from pipeloom.spec import Batch
 
@@ -90,9 +90,13 @@ class Sleeper(nn.Module):
 
 def _sleeping_model() -> Model:
     module = Module(
-        "lm", [Sleeper() for _ in range(2 * _RANKS)], reads="sequence", hidden=("tokens", _WIDTH),
-        output=("tokens", _WIDTH), inputs=lambda part: torch.ones(sum(length for _, length in part.samples), _WIDTH),
-    )  # fmt: skip
+        "lm",
+        [Sleeper() for _ in range(2 * _RANKS)],
+        reads="sequence",
+        hidden=("tokens", _WIDTH),
+        output=("tokens", _WIDTH),
+        inputs=lambda part: torch.ones(sum(length for _, length in part.samples), _WIDTH),
+    )
     return Model([module], lambda out, _: out.sum(), lambda sample: float(sample[1]))
 
 
@@ -146,9 +150,7 @@ def _train_twice(iterations: int) -> dict[str, list[float]]:
         numbers = range(first, min(iterations, first + chunk))
         for name in ("beside", "alone"):
             source = _Keeping(setup, TcpPlanStore.host, deadline_s=30.0) if name == "beside" else _Kept(KEPT)
-            trainer = Trainer(
-                model, layout, source, describe=_describe, optimizer=lambda p: torch.optim.SGD(p, 1e-6)
-            )
+            trainer = Trainer(model, layout, source, describe=_describe, optimizer=lambda p: torch.optim.SGD(p, 1e-6))
             batches = [[(j, 6 + (i + j) % 5) for j in range(microbatches)] for i in numbers]
             dist.barrier()
             begin = time.monotonic()
@@ -170,9 +172,7 @@ def _describe(sample: tuple[int, int]) -> dict[str, Any]:
 
 def _delivery(repeats: int) -> str:
     model, costs, packing = _problem()
-    layout = separate(
-        model, _RANKS, {"vision": ModulePlacement(1, 12), "lm": ModulePlacement(2)}, lambda *_: 1.0
-    )
+    layout = separate(model, _RANKS, {"vision": ModulePlacement(1, 12), "lm": ModulePlacement(2)}, lambda *_: 1.0)
     setup = Setup(model, layout, costs.profile, packing)
     batch = _batch(17)
     planned = plan_batch(setup.problem(), batch, budget=Evaluations(1), seed=0, method="portfolio")
@@ -185,10 +185,7 @@ def _delivery(repeats: int) -> str:
         max(rank[i].end_s for rank in by_rank) - by_rank[0][i].begin_s for i in range(1, repeats)
     )
     rows = [
-        [
-            "out of the store, decoded, checked and verified, while the iteration before runs",
-            f"{checked * 1e3:.2f}",
-        ],
+        ["out of the store, decoded, checked and verified, while the iteration before runs", f"{checked * 1e3:.2f}"],
         ["from rank 0 to all ranks, decoded there", f"{travelled * 1e3:.2f}"],
     ]
     text = (

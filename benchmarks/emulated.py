@@ -11,19 +11,19 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.planning import _batch, _problem
-from pipeloom.arrange import ModulePlacement, separate
 from pipeloom.cost.emulated import EmulatedCosts
 from pipeloom.io import make_folder, write_text
+from pipeloom.lab.systems.model_on_cluster import draw_iteration, graph_of, pack_microbatches, put_on_cluster
+from pipeloom.layout import ModulePlacement, separate
 from pipeloom.packing import pack
 from pipeloom.plan import boundary_shapes, lower, verify
-from pipeloom.planner.case import draw_groups, graph_of, make_case, pack_groups
 from pipeloom.report import markdown_table
 from pipeloom.report.figures import Axis, Mark, Points, scatter_figure
 from pipeloom.runtime import step_durations
-from pipeloom.runtime.emulated_ranks import Emulation, Execution, replayed_ns, run_on_ranks, without_delays
+from pipeloom.runtime.emulation import Emulation, Execution, replayed_ns, run_on_ranks, without_delays
 from pipeloom.search import Evaluations, solve
-from pipeloom.spec import ClusterSpec
-from pipeloom.spec.hardware import Degrees
+from pipeloom.spec import RankSpec
+from pipeloom.spec.parallelism import Degrees
 from pipeloom.taskgraph import TaskGraph, build_graph
 from pipeloom.timeline import Schedule, simulate
 
@@ -63,10 +63,13 @@ def run(num_plans: int = 20, microbatches: int = 24) -> str:
     write_text(
         FIGURE,
         scatter_figure(
-            points, x=Axis("planned, s", log=True), y=Axis("measured over planned, %"),
-            title="Sleeping ranks: how much longer than planned", marks=(Mark(2.0, "2 %"), Mark(-2.0, "-2 %")),
+            points,
+            x=Axis("planned, s", log=True),
+            y=Axis("measured over planned, %"),
+            title="Sleeping ranks: how much longer than planned",
+            marks=(Mark(2.0, "2 %"), Mark(-2.0, "-2 %")),
         ),
-    )  # fmt: skip
+    )
     return f"{text}\n\n![Measured over planned](figures/{FIGURE.name})"
 
 
@@ -77,25 +80,26 @@ def _random_plans(num_plans: int, points: dict[str, Points]) -> str:
         plans = [_random_emulation(num_ranks, seed) for seed in range(num_plans)]
         slept = run_on_ranks([each.emulation for each in plans], num_ranks, "sleep")
         errors = [found.total_ns / each.planned_ns - 1.0 for each, found in zip(plans, slept, strict=True)]
-        late = [
-            each.replayed_ns(found) / each.planned_ns - 1.0 for each, found in zip(plans, slept, strict=True)
-        ]
+        late = [each.replayed_ns(found) / each.planned_ns - 1.0 for each, found in zip(plans, slept, strict=True)]
         sizes = sorted(map(abs, errors))
-        points[f"{num_ranks} ranks"] = (
-            [each.planned_ns / 1e9 for each in plans], [100 * error for error in errors]
-        )  # fmt: skip
-        rows.append([
-            str(num_ranks), str(num_plans), f"{statistics.mean(each.planned_ns for each in plans) / 1e9:.2f}",
-            f"{statistics.median(errors):+.2%}", f"{sizes[round(0.95 * (len(sizes) - 1))]:.2%}", "2 %, 5 %",
-            f"{statistics.median(late):+.2%}",
-        ])  # fmt: skip
+        points[f"{num_ranks} ranks"] = ([each.planned_ns / 1e9 for each in plans], [100 * error for error in errors])
+        rows.append(
+            [
+                str(num_ranks),
+                str(num_plans),
+                f"{statistics.mean(each.planned_ns for each in plans) / 1e9:.2f}",
+                f"{statistics.median(errors):+.2%}",
+                f"{sizes[round(0.95 * (len(sizes) - 1))]:.2%}",
+                "2 %, 5 %",
+                f"{statistics.median(late):+.2%}",
+            ]
+        )
     text = (
         f"Computation is replaced by sleeping, {_MEAN_MS} ms a task on average; messages are real, 8 bytes each, on "
         "gloo. A plan of its own for every batch; times of the host's clock. Woken late: how much longer the plan "
         "takes by sleeps alone that ended late, which is the machine's share of the error (median)."
     )
-    header = ["ranks", "plans", "planned, s", "median error", "95th percentile of its size", "to reach",
-              "woken late"]  # fmt: skip
+    header = ["ranks", "plans", "planned, s", "median error", "95th percentile of its size", "to reach", "woken late"]
     return f"{text}\n\n{markdown_table(header, rows)}"
 
 
@@ -113,12 +117,19 @@ def _large_model(microbatches: int, points: dict[str, Points]) -> str:
         [slept] = run_on_ranks([emulation], num_ranks, "sleep")
         seconds.append(planned.planned_ns / 1e9)
         errors.append(100 * (slept.total_ns / planned.planned_ns - 1))
-        rows.append([
-            str(num_ranks), str(planned.graph.num_tasks), str(sum(map(len, emulation.plan.ranks))),
-            f"{planned.planned_ns / 1e9:.6f}", f"{virtual.end_ns / 1e9:.6f}", f"{took:.1f}",
-            f"{slept.total_ns / 1e9:.3f}", f"{slept.total_ns / planned.planned_ns - 1:+.2%}",
-            f"{planned.replayed_ns(slept) / planned.planned_ns - 1:+.2%}",
-        ])  # fmt: skip
+        rows.append(
+            [
+                str(num_ranks),
+                str(planned.graph.num_tasks),
+                str(sum(map(len, emulation.plan.ranks))),
+                f"{planned.planned_ns / 1e9:.6f}",
+                f"{virtual.end_ns / 1e9:.6f}",
+                f"{took:.1f}",
+                f"{slept.total_ns / 1e9:.3f}",
+                f"{slept.total_ns / planned.planned_ns - 1:+.2%}",
+                f"{planned.replayed_ns(slept) / planned.planned_ns - 1:+.2%}",
+            ]
+        )
     points["VLM-M"] = (seconds, errors)
     text = (
         f"One pipeline of VLM-M on 64 H800s (costs emulated, tensor parallelism 2, {microbatches} microbatches of real "
@@ -144,17 +155,15 @@ def _random_emulation(num_ranks: int, seed: int) -> Planned:
     """A plan searched for a random batch, whose tasks take random times."""
     model, costs, packing = _problem()
     # No planned time for messages: those of this machine are what is measured.
-    costs = replace(costs, cluster=ClusterSpec(link_bytes_per_s=1e15, link_latency_s=0.0))
-    layout = separate(
-        model, num_ranks, {"vision": ModulePlacement(1, 12), "lm": ModulePlacement(1)}, lambda *_: 1.0
-    )
+    costs = replace(costs, rank=RankSpec(link_bytes_per_s=1e15, link_latency_s=0.0))
+    layout = separate(model, num_ranks, {"vision": ModulePlacement(1, 12), "lm": ModulePlacement(1)}, lambda *_: 1.0)
     packed = pack(_batch(random.Random(seed).randint(num_ranks, 2 * num_ranks)), model, layout, packing)
     graph = build_graph(layout, packed, costs)
     spread = np.random.default_rng(seed).uniform(0.5, 1.5, graph.num_tasks)
     graph = replace(graph, duration_ns=(spread * _MEAN_MS * 1e6).astype(np.int64))
     solution = solve(graph, budget=Evaluations(50), seed=seed)
     shapes = boundary_shapes(model, layout)
-    plan = lower(graph, solution.schedule, solution.timeline, layout, packed, shapes, seed)
+    plan = lower(graph, solution.schedule, solution.timeline, layout, packed, shapes)
     emulation = Emulation(plan, step_durations(graph, layout.chunk_names))
     return Planned(emulation, graph, solution.schedule, layout.chunk_names, solution.timeline.makespan_ns)
 
@@ -162,17 +171,15 @@ def _random_emulation(num_ranks: int, seed: int) -> Planned:
 def _vlm_m(num_ranks: int, microbatches: int) -> Planned:
     """VLM-M on so many pipeline ranks, with real shapes and emulated costs."""
     degrees = Degrees(data=32 // num_ranks, tensor=2, pipeline=num_ranks)
-    case = make_case("vlm-m", "dip-h800-64", degrees, update=False)
-    costs = EmulatedCosts(case.architecture, case.machine, degrees, ("full",))
+    case = put_on_cluster("vlm-m", "dip-h800-64", degrees, update=False)
+    costs = EmulatedCosts(case.architecture, case.cluster, degrees, ("recompute",), split=False)
     placements = {m.name: ModulePlacement(1, 12 if m.reads == "images" else None) for m in case.model.modules}
     layout = separate(case.model, num_ranks, placements, lambda *_: 1.0)
-    groups = draw_groups(case, microbatches, seed=0)
+    groups = draw_iteration(case, microbatches, seed=0)
     graph = without_delays(graph_of(case, layout, groups, "vlm-m", costs))
     solution = solve(graph, budget=Evaluations(50), seed=0)
-    packing, shapes = pack_groups(case, layout, groups), boundary_shapes(case.model, layout)
-    plan = lower(
-        graph, solution.schedule, solution.timeline, layout, packing, shapes, default_strategy="full"
-    )
+    packing, shapes = pack_microbatches(case, layout, groups), boundary_shapes(case.model, layout)
+    plan = lower(graph, solution.schedule, solution.timeline, layout, packing, shapes)
     verify(plan, layout, packing)
     chosen = graph.with_candidates(solution.schedule.candidate)
     planned_ns = simulate(graph, solution.schedule).makespan_ns

@@ -15,12 +15,12 @@ from pipeloom.emulator.kernels import issue
 from pipeloom.emulator.pipeline import PipelineModel, Work, work_of
 from pipeloom.emulator.stage import Stage, runs_of
 from pipeloom.emulator.step import Step
-from pipeloom.emulator.sweep import draw_microbatches, emulate, sweep
+from pipeloom.emulator.sweep import Draw, draw_microbatches, emulate, sweep
 from pipeloom.report import markdown_table
 from pipeloom.runtime.microbench import calibrate
 from pipeloom.spec import Chunk, Sample, Workload
-from pipeloom.spec.catalog import load_architecture, load_machine
-from pipeloom.spec.hardware import Degrees
+from pipeloom.spec.catalog import load_architecture, load_cluster
+from pipeloom.spec.parallelism import Degrees
 
 TITLE = "Emulator"
 MICROBATCHES = 128
@@ -40,19 +40,14 @@ def run() -> str:
 
 
 def _layers() -> str:
-    placement = Placement(load_machine("dip-h800-64"), Degrees(tensor=8))
+    placement = Placement(load_cluster("dip-h800-64"), Degrees(tensor=8))
     rows = []
-    cases = (
-        ("qwen2-32b", "8192 tokens", Workload((8192,)), 10.5),
-        ("vit-5b", "8 images", Workload((2704,) * 8), 6.75),
-    )
+    cases = (("qwen2-32b", "8192 tokens", Workload((8192,)), 10.5), ("vit-5b", "8 images", Workload((2704,) * 8), 6.75))
     for model, what, work, published in cases:
         layer = load_architecture(model).modules[0].flat_layers[1]
         cost = Stage(runs_of([layer_template(layer, placement)])).cost(work, ("F", "B"))
         emulated = sum(cost.duration_ps.values()) / 1e9
-        rows.append(
-            [f"{model} layer, {what}", f"{published}", f"{emulated:.2f}", f"{emulated / published - 1:+.1%}"]
-        )
+        rows.append([f"{model} layer, {what}", f"{published}", f"{emulated:.2f}", f"{emulated / published - 1:+.1%}"])
     return (
         "Forward and backward on H800 (data-sheet table), tensor parallelism 8; `dip.txt` §2.2:\n\n"
         + markdown_table(["layer", "published ms", "emulated ms", "difference"], rows)
@@ -66,7 +61,7 @@ def _samples() -> list[list[Sample]]:
 def _iteration(samples: list[list[Sample]]) -> tuple[PipelineModel, list[Work]]:
     architecture = load_architecture("vlm-l")
     works: list[Work] = [work_of(architecture, group, _TWELVE) for group in samples]
-    placement = Placement(load_machine("dip-h800-64"), Degrees(tensor=8, pipeline=8))
+    placement = Placement(load_cluster("dip-h800-64"), Degrees(tensor=8, pipeline=8))
     return PipelineModel(architecture, placement, works[0]), works
 
 
@@ -75,9 +70,7 @@ def _without_reuse(step: Step) -> float:
     begin = time.process_time()
     flat = expand(step.session.as_subgraph())
     state = np.zeros(flat.num_devices, np.int64)
-    issue(
-        flat.device, flat.predecessor_start, flat.predecessor, flat.duration_ps, state, np.zeros(1, np.int64)
-    )
+    issue(flat.device, flat.predecessor_start, flat.predecessor, flat.duration_ps, state, np.zeros(1, np.int64))
     seconds = time.process_time() - begin
     assert (state[: step.session.num_devices] == step.session.run()).all()
     return seconds
@@ -86,10 +79,10 @@ def _without_reuse(step: Step) -> float:
 def _speed() -> str:
     samples = _samples()
     steps: list[Step] = []
-    Step(*_iteration(samples), "full", in_flight=24).run()  # compile the kernels
+    Step(*_iteration(samples), "recompute", in_flight=24).run()  # compile the kernels
 
     def emulate_all() -> None:
-        steps.append(Step(*_iteration(samples), "full", in_flight=24))
+        steps.append(Step(*_iteration(samples), "recompute", in_flight=24))
         steps[-1].run()
 
     times = []
@@ -124,11 +117,7 @@ def _speed() -> str:
     rows = [
         ["iteration from nothing: tracing, shapes, schedule, timing", f"{whole * 1e3:.0f}", "1000"],
         ["the same again, all subgraphs known", f"{reused * 1e3:.2f}", ""],
-        [
-            f"the same without reuse, {step.num_operators:,} operators and their peers",
-            f"{slow * 1e3:.0f}",
-            "",
-        ],
+        [f"the same without reuse, {step.num_operators:,} operators and their peers", f"{slow * 1e3:.0f}", ""],
         ["after one microbatch changed", f"{replaced * 1e3:.2f}", "10"],
         ["a new shape for the planner (4 strategies, 4 passes)", f"{shape * 1e3:.2f}", "1"],
     ]
@@ -146,53 +135,55 @@ def _speed() -> str:
 def _large() -> str:
     rows = []
     cases = (
-        ("vlm-xl", "dip-h100-16k", Degrees(tensor=8, pipeline=16, data=128), 256, "0.36", "full"),
+        ("vlm-xl", "dip-h100-16k", Degrees(tensor=8, pipeline=16, data=128), 256, "0.36", "recompute"),
         ("vlm-xl", "dip-h100-16k", Degrees(tensor=8, pipeline=16, data=128), 256, "0.36", None),
-        ("t2v-xl", "dip-h100-6k", Degrees(tensor=8, pipeline=8, data=96), 128, "0.39", "full"),
+        ("t2v-xl", "dip-h100-6k", Degrees(tensor=8, pipeline=8, data=96), 128, "0.39", "recompute"),
         ("t2v-xl", "dip-h100-6k", Degrees(tensor=8, pipeline=8, data=96), 128, "0.39", None),
     )
     for model, cluster, degrees, count, published, strategy in cases:
         found = []
 
-        def once(
-            model=model, cluster=cluster, degrees=degrees, count=count, found=found, strategy=strategy
-        ) -> None:  # type: ignore[no-untyped-def]
+        def once(model=model, cluster=cluster, degrees=degrees, count=count, found=found, strategy=strategy) -> None:  # type: ignore[no-untyped-def]
             forget_templates()
-            found.append(
-                emulate(
-                    model, cluster, degrees, num_microbatches=count, strategy=strategy, sub_microbatch=_TWELVE
-                )
-            )
+            found.append(emulate(model, cluster, degrees, batch=Draw(count), strategy=strategy, sub_microbatch=_TWELVE))
 
         seconds = _cpu_s(once)
-        rows.append([
-            f"{model} on {cluster}", f"{degrees.num_devices}",
-            strategy or f"searched: {found[0].strategy}", f"{seconds:.2f}", f"{found[0].iteration_s:.1f}",
-            f"{found[0].mfu:.3f}", published,
-        ])  # fmt: skip
+        rows.append(
+            [
+                f"{model} on {cluster}",
+                f"{degrees.num_devices}",
+                strategy or f"searched: {found[0].strategy}",
+                f"{seconds:.2f}",
+                f"{found[0].iteration_s:.1f}",
+                f"{found[0].mfu:.3f}",
+                published,
+            ]
+        )
     return (
         "Large clusters (`dip.txt` §7.5; here a plain order, there planned; searched: the fastest of six memory "
         "strategies):\n\n"
-        + markdown_table(
-            ["what", "GPUs", "memory strategy", "emulation s", "iteration s", "MFU", "DIP's MFU"], rows
-        )
+        + markdown_table(["what", "GPUs", "memory strategy", "emulation s", "iteration s", "MFU", "DIP's MFU"], rows)
     )
 
 
 def _sweep() -> str:
     entries = []
-    seconds = _cpu_s(
-        lambda: entries.extend(sweep("vlm-m", "dip-h800-64", global_microbatches=128, sub_microbatch=_TWELVE))
-    )
+    seconds = _cpu_s(lambda: entries.extend(sweep("vlm-m", "dip-h800-64", sub_microbatch=_TWELVE)))
     best = entries[0].iteration_s
     rows = []
     for entry in entries[:6]:
         d, r = entry.degrees, entry.result
         assert r is not None
-        rows.append([
-            f"DP{d.data} TP{d.tensor} PP{d.pipeline}", f"{r.iteration_s:.2f}", f"{r.iteration_s / best - 1:+.1%}",
-            f"{r.mfu:.3f}", r.strategy, f"{max(r.peak_bytes) / 1e9:.0f}",
-        ])  # fmt: skip
+        rows.append(
+            [
+                f"DP{d.data} TP{d.tensor} PP{d.pipeline}",
+                f"{r.iteration_s:.2f}",
+                f"{r.iteration_s / best - 1:+.1%}",
+                f"{r.mfu:.3f}",
+                r.strategy,
+                f"{max(r.peak_bytes) / 1e9:.0f}",
+            ]
+        )
     return (
         f"Sweep of VLM-M on 64 H800, 128 microbatches in all, {len(entries)} points in {seconds:.0f} s (paper's best: "
         "DP8 TP2 PP4, MFU 0.297; images in twelves everywhere, as there):\n\n"

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeloom.packing import Microbatch, Packing, SubMicrobatch
-from pipeloom.plan import Action, ExecutionPlan
+from pipeloom.plan import Action, ExecutionPlan, Verb
 from pipeloom.report import markdown_table
 from pipeloom.runtime import Executor, Model, Module, ThreadHub
 from pipeloom.spec import Batch, Chunk, Layout, ModuleLayout, Sample, Workload
@@ -42,16 +42,7 @@ def run() -> str:
         "microbatches, no messages. PyTorch's schedules are fixed; ours is linked anew for every plan, which is "
         "the column before the last."
     )
-    header = [
-        "schedule",
-        "actions",
-        "plain loop",
-        "PyTorch",
-        "Pipeloom",
-        "ratio",
-        "linking a plan",
-        "ratio with it",
-    ]
+    header = ["schedule", "actions", "plain loop", "PyTorch", "Pipeloom", "ratio", "linking a plan", "ratio with it"]
     return f"{text}\n\n{markdown_table(header, rows)}"
 
 
@@ -74,7 +65,7 @@ def _row(name: str, num_chunks: int, split: bool) -> list[str]:
         linked.append(executor.prepare(plan, packing))
 
     def ours() -> None:
-        executor.run_program(linked.pop(0), case.data)
+        executor.run_linked(linked.pop(0), case.data)
 
     times: dict[str, list[float]] = {"plain": [], "torch": [], "ours": [], "link": []}
     for repeat in range(_WARM_UP + _REPEATS):
@@ -97,9 +88,15 @@ def _row(name: str, num_chunks: int, split: bool) -> list[str]:
     each = {key: statistics.median(found) / num_actions * 1e6 for key, found in times.items()}
     theirs, mine = each["torch"] - each["plain"], each["ours"] - each["plain"]
     return [
-        name, str(num_actions), f"{each['plain']:.1f}", f"{theirs:.1f}", f"{mine:.1f}", f"{mine / theirs:.2f}",
-        f"{each['link']:.1f}", f"{(mine + each['link']) / theirs:.2f}",
-    ]  # fmt: skip
+        name,
+        str(num_actions),
+        f"{each['plain']:.1f}",
+        f"{theirs:.1f}",
+        f"{mine:.1f}",
+        f"{mine / theirs:.2f}",
+        f"{each['link']:.1f}",
+        f"{(mine + each['link']) / theirs:.2f}",
+    ]
 
 
 @dataclass
@@ -112,22 +109,27 @@ class _Case:
         """Our executor, with the plan that PyTorch's schedule amounts to on one rank."""
         count, chunks = len(self.data), range(len(self.layers))
         module = Module(
-            "lm", self.layers, reads="sequence", hidden=("tokens", _WIDTH), output=("tokens", _WIDTH),
+            "lm",
+            self.layers,
+            reads="sequence",
+            hidden=("tokens", _WIDTH),
+            output=("tokens", _WIDTH),
             inputs=lambda part: part.samples[0][0],
-        )  # fmt: skip
+        )
         model = Model([module], lambda output, part: _loss(output, part.samples[0][1]), lambda _: 1.0)
         layout = Layout(1, (ModuleLayout("lm"),), tuple(Chunk("lm", (c, c), 0) for c in chunks))
         part = ((SubMicrobatch(0, 1, Workload((_ROWS,))),),)
         packing = Packing(
-            Batch(tuple(Sample(str(m), _ROWS) for m in range(count))), ("lm",),
+            Batch(tuple(Sample(str(m), _ROWS) for m in range(count))),
+            ("lm",),
             tuple(Microbatch((m,), part) for m in range(count)),
-        )  # fmt: skip
+        )
         actions = []
         for m in range(count):
-            actions += [Action("F", f"lm.{c}", m, strategy="keep") for c in chunks]
+            actions += [Action(Verb.F, f"lm.{c}", m, strategy="keep") for c in chunks]
             for c in reversed(chunks):
-                verbs = ("I", "W") if self.split else ("B",)
-                actions += [Action(verb, f"lm.{c}", m) for verb in verbs]  # type: ignore[arg-type]
+                verbs = (Verb.I, Verb.W) if self.split else (Verb.B,)
+                actions += [Action(verb, f"lm.{c}", m) for verb in verbs]
         plan = ExecutionPlan(1, 0, layout.digest, (tuple(actions),))
         return Executor(model, layout, 0, ThreadHub().transport(0)), plan, packing
 
@@ -139,8 +141,7 @@ class _Case:
 
             count = len(self.layers)
             stages = [
-                pipelining.PipelineStage(layer, i, count, torch.device("cpu"))
-                for i, layer in enumerate(self.layers)
+                pipelining.PipelineStage(layer, i, count, torch.device("cpu")) for i, layer in enumerate(self.layers)
             ]
             kinds = {
                 "1F1B": pipelining.Schedule1F1B,

@@ -12,15 +12,24 @@ from pathlib import Path
 from typing import Any
 
 from pipeloom.io import write_instance, write_text
+from pipeloom.lab.instances import LIBRARY, instance
 from pipeloom.report import markdown_table
-from pipeloom.search import LIBRARY, Deadline, instance, solve, warm_up
+from pipeloom.search import Deadline, solve, warm_up
 from pipeloom.timeline import require_feasible
 
 HERE = Path(__file__).parent / "instances"
 LARGE = (
-    "vlm-l-k2", "vlm-l-k2-m1.5", "vlm-l-ckpt-k2-m1.5", "vlm-xl", "vlm-xl-ckpt-m1.5", "t2v-l", "t2v-l-m1.5",
-    "vlm-s-strategies-m1.5", "vlm-s-strategies-m4", "t2v-s-strategies-m1.5",
-)  # fmt: skip
+    "vlm-l-k2",
+    "vlm-l-k2-m1.5",
+    "vlm-l-ckpt-k2-m1.5",
+    "vlm-xl",
+    "vlm-xl-ckpt-m1.5",
+    "t2v-l",
+    "t2v-l-m1.5",
+    "vlm-s-strategies-m1.5",
+    "vlm-s-strategies-m4",
+    "t2v-s-strategies-m1.5",
+)
 """Too large to keep as files; their names are enough to make them."""
 BEGIN, END = "<!-- best -->\n", "<!-- end -->\n"
 
@@ -46,9 +55,7 @@ def main() -> None:
                 continue
             found = solve(graph, budget=Deadline(options.solve, "cpu"), seed=seed)
             require_feasible(graph, found.schedule, found.timeline)
-            entry = table.setdefault(
-                name, {"makespan_ns": found.timeline.makespan_ns, "bound_ns": 0, "bound": ""}
-            )
+            entry = table.setdefault(name, {"makespan_ns": found.timeline.makespan_ns, "bound_ns": 0, "bound": ""})
             entry["tasks"] = graph.num_tasks
             entry["makespan_ns"] = min(entry["makespan_ns"], found.timeline.makespan_ns)
             if found.lower_bound.ns > entry["bound_ns"]:
@@ -65,13 +72,17 @@ def write_readme(table: dict[str, Any]) -> None:
     for kind in LIBRARY:
         for name, entry in table.items():
             if name.partition("/")[0] == kind:
-                optimal = (
-                    "optimal" if entry["makespan_ns"] <= entry["bound_ns"] else f"{entry['gap_percent']:.3f}"
-                )
+                optimal = "optimal" if entry["makespan_ns"] <= entry["bound_ns"] else f"{entry['gap_percent']:.3f}"
                 rows.append(
-                    [name, str(entry["tasks"]), f"{entry['makespan_ns'] / 1e9:.6f}", f"{entry['bound_ns'] / 1e9:.6f}",
-                     entry["bound"], optimal]
-                )  # fmt: skip
+                    [
+                        name,
+                        str(entry["tasks"]),
+                        f"{entry['makespan_ns'] / 1e9:.6f}",
+                        f"{entry['bound_ns'] / 1e9:.6f}",
+                        entry["bound"],
+                        optimal,
+                    ]
+                )
     header = ["instance", "tasks", "best makespan, s", "best bound, s", "bound by", "gap, %"]
     readme = HERE / "README.md"
     before, rest = readme.read_text().split(BEGIN)

@@ -13,16 +13,22 @@ from pathlib import Path
 import numpy as np
 
 from pipeloom.io import make_folder, write_text
+from pipeloom.lab.instances import Run, run_library
 from pipeloom.report import markdown_table
 from pipeloom.report.figures import Axis, Points, panel_figure
-from pipeloom.search import Run, run_library, warm_up
+from pipeloom.search import warm_up
 
 TITLE = "Search methods"
 FIGURE = Path(__file__).parents[1] / "docs" / "figures" / "search-gap-over-time.svg"
 _SEEDS = {
-    "vlm-s": 1, "vlm-s-ckpt-m1.5": 1, "vlm-s-k3-m2.5": 1, "t2v-s": 1, "vlm-l-k2": 1, "vlm-l-ckpt-k2-m1.5": 1,
+    "vlm-s": 1,
+    "vlm-s-ckpt-m1.5": 1,
+    "vlm-s-k3-m2.5": 1,
+    "t2v-s": 1,
+    "vlm-l-k2": 1,
+    "vlm-l-ckpt-k2-m1.5": 1,
     "vlm-xl": 1,
-}  # fmt: skip
+}
 """Families and how many seeds of each: about six minutes of one core in all."""
 _TRACED = ("portfolio", "mcts", "mcts priority", "depth first", "random")
 _TIMES = (0.1, 1.0, 10.0)
@@ -69,10 +75,13 @@ def report(measured: dict[str, dict[str, list[list[Run]]]], times: tuple[float, 
     write_text(
         FIGURE,
         panel_figure(
-            panels, x=Axis("CPU seconds", log=True, low=0.02, high=times[-1]), y=Axis("gap, %", low=0), columns=3,
-            steps=True, dots=False,
+            panels,
+            x=Axis("CPU seconds", log=True, low=0.02, high=times[-1]),
+            y=Axis("gap, %", low=0),
+            columns=3,
+            style="steps",
         ),
-    )  # fmt: skip
+    )
     methods = ["default", *_TRACED]
     seeds = ", ".join(f"{family} {len(runs['default'])}" for family, runs in measured.items())
     claims = [
@@ -83,8 +92,7 @@ def report(measured: dict[str, dict[str, list[list[Run]]]], times: tuple[float, 
     ]
     return "\n\n".join(
         (
-            "Median gap above the lower bound in per cent, by family and CPU seconds on one thread "
-            f"(seeds: {seeds}):",
+            f"Median gap above the lower bound in per cent, by family and CPU seconds on one thread (seeds: {seeds}):",
             markdown_table(["family", "s", *methods], rows),
             *claims,
             f"![Gap over time of every method](figures/{FIGURE.name})",

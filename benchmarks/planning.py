@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from pipeloom.arrange import ModulePlacement, separate
 from pipeloom.cost import LayerFit, Profile, ProfileCosts
+from pipeloom.layout import ModulePlacement, separate
 from pipeloom.packing import PackingSpec, pack
 from pipeloom.plan import boundary_shapes, lower, to_msgpack, verify
 from pipeloom.planner import Problem
@@ -22,11 +22,7 @@ from pipeloom.timeline import simulate
 
 TITLE = "Planning one batch"
 _REPEATS = 7
-_CASES = {
-    "4 ranks, 8 microbatches": (4, 8),
-    "4 ranks, 64 microbatches": (4, 64),
-    "8 ranks, 64 microbatches": (8, 64),
-}
+_CASES = {"4 ranks, 8 microbatches": (4, 8), "4 ranks, 64 microbatches": (4, 64), "8 ranks, 64 microbatches": (8, 64)}
 
 
 def run() -> str:
@@ -35,8 +31,19 @@ def run() -> str:
     rows = []
     for name, (ranks, microbatches) in _CASES.items():
         rows.append([name, *_measure(ranks, microbatches)])
-    header = ["case", "tasks", "pack", "build", "static schedule", "search, per evaluation", "lower", "verify",
-              "fallback", "actions", "plan on the wire"]  # fmt: skip
+    header = [
+        "case",
+        "tasks",
+        "pack",
+        "build",
+        "static schedule",
+        "search, per evaluation",
+        "lower",
+        "verify",
+        "fallback",
+        "actions",
+        "plan on the wire",
+    ]
     text = (
         "CPU milliseconds (medians of seven runs): a vision encoder in sub-microbatches of twelve images, a "
         "language model in two segments. The fallback is all that rank 0 does where there is no plan in time: pack, "
@@ -56,21 +63,14 @@ def _measure(ranks: int, microbatches: int) -> list[str]:
     solution, search_ms = _timed(lambda: solve(graph, budget=Evaluations(400), seed=0))
     schedule = solution.schedule
     timeline = simulate(graph, schedule)
-    plan, lower_ms = _timed(
-        lambda: lower(graph, schedule, timeline, layout, packed, boundary_shapes(model, layout))
-    )
+    plan, lower_ms = _timed(lambda: lower(graph, schedule, timeline, layout, packed, boundary_shapes(model, layout)))
     _, verify_ms = _timed(lambda: verify(plan, layout, packed))
     problem = Problem(model, layout, costs, packing)
     _, fallback_ms = _timed(lambda: fallback_plan(problem, batch))
     actions = sum(len(rank) for rank in plan.ranks)
     size = f"{len(to_msgpack(plan)) / 1e3:.0f} kB"
     times = [pack_ms, build_ms, static_ms, search_ms / 400, lower_ms, verify_ms, fallback_ms]
-    return [
-        str(graph.num_tasks),
-        *(f"{ms:.2f}" if ms >= 0.1 else f"{ms:.3f}" for ms in times),
-        str(actions),
-        size,
-    ]
+    return [str(graph.num_tasks), *(f"{ms:.2f}" if ms >= 0.1 else f"{ms:.3f}" for ms in times), str(actions), size]
 
 
 def _timed(call: Callable[[], Any]) -> tuple[Any, float]:

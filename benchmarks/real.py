@@ -16,12 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipeloom.arrange import ModulePlacement, separate
-from pipeloom.arrange.layouts import chain
-from pipeloom.baselines import interleaved_one_f_one_b, one_f_one_b
 from pipeloom.cost import Correction, Profile, ProfileCosts
 from pipeloom.errors import ExecutionError
 from pipeloom.io import make_folder, write_text
+from pipeloom.layout import ModulePlacement, separate
+from pipeloom.layout.layouts import chain_of_stages
 from pipeloom.packing import Packing, PackingSpec, packing_from_counts
 from pipeloom.plan import BACKENDS, ExecutionPlan, backend_of, boundary_shapes, lower
 from pipeloom.planner import Problem, answer_of, plan_batch
@@ -32,6 +31,7 @@ from pipeloom.runtime import (
     Executor,
     Model,
     Module,
+    ProfileOptions,
     TorchTransport,
     choose_device,
     group_device,
@@ -39,8 +39,8 @@ from pipeloom.runtime import (
     profile_model,
 )
 from pipeloom.runtime.device import synchronise
-from pipeloom.runtime.feedback import Calibrator, gather_times
-from pipeloom.search import Deadline, solve
+from pipeloom.runtime.result import Calibrator, gather_times
+from pipeloom.search import Deadline, interleaved_one_f_one_b, one_f_one_b, solve
 from pipeloom.spec import Batch, Layout, batch_from_dicts
 from pipeloom.taskgraph import build_graph
 from pipeloom.timeline import simulate
@@ -54,16 +54,9 @@ _SCALE = 16 if _DEVICE == "cuda" else 1
 _WIDTH, _ROWS = 256 * _SCALE, 256 * _SCALE
 # Hidden widths of the layers: unlike ones, as of attention, experts and heads.
 _HIDDEN = tuple(
-    _SCALE * hidden
-    for hidden in (256, 1024, 512, 256, 2048, 512, 256, 1024, 512, 1536, 256, 768, 512, 256, 1024, 3072)
+    _SCALE * hidden for hidden in (256, 1024, 512, 256, 2048, 512, 256, 1024, 512, 1536, 256, 768, 512, 256, 1024, 3072)
 )
-_SYSTEMS = (
-    "1F1B, PyTorch",
-    "interleaved, PyTorch",
-    "1F1B, our runtime",
-    "interleaved, our runtime",
-    "per-batch plan",
-)
+_SYSTEMS = ("1F1B, PyTorch", "interleaved, PyTorch", "1F1B, our runtime", "interleaved, our runtime", "per-batch plan")
 _TOLERANCE = 1e-3
 _Sample = tuple[int, int]
 """Number and length of a sample; its numbers are made from its number."""
@@ -115,11 +108,11 @@ def run(num_batches: int = 2, repeats: int = 5, microbatches: int = 8) -> str:
     some = [_batch(seed, microbatches, even=False) for seed in range(2)]
     torch.set_num_threads(threads)
     profile = profile_model(
-        model, some, describe=_describe, packing=packing, placements=placements, device=_DEVICE
+        model, some, describe=_describe, packing=packing, placements=placements, options=ProfileOptions(device=_DEVICE)
     )
     layouts = {
-        "1F1B": chain(model.spec, num_ranks, 1, profile.load),
-        "interleaved": chain(model.spec, num_ranks, 2, profile.load),
+        "1F1B": chain_of_stages(model.spec, num_ranks, 1, profile.load),
+        "interleaved": chain_of_stages(model.spec, num_ranks, 2, profile.load),
         "plan": separate(model.spec, num_ranks, placements, profile.load),
     }
     settings = Settings(num_ranks, num_batches, repeats, microbatches, threads, layouts, profile)
@@ -137,9 +130,7 @@ def run(num_batches: int = 2, repeats: int = 5, microbatches: int = 8) -> str:
         else f"Each rank has {threads} thread(s) on as many of {cores} hardware threads."
     )
     if _DEVICE == "cuda":
-        shared = (
-            f"Each rank has a GPU ({torch.cuda.get_device_name()}) and a share of {cores} hardware threads."
-        )
+        shared = f"Each rank has a GPU ({torch.cuda.get_device_name()}) and a share of {cores} hardware threads."
     text = (
         f"{num_ranks} ranks, {len(_HIDDEN)} layers of unlike widths, {microbatches} microbatches; forward, backward "
         f"and all messages. {shared} Microbatches of equal length, and of unequal ones, which PyTorch's runtime must "
@@ -147,17 +138,26 @@ def run(num_batches: int = 2, repeats: int = 5, microbatches: int = 8) -> str:
         f"median of {repeats}, all systems by turns. Gain: how much longer the system takes than the per-batch plan, "
         "promised by simulation with what was measured before, and measured (the median over all turns)."
     )
-    header = ["microbatches", "system", "planned, ms", "measured, ms", "measured over planned", "gain promised",
-              "gain measured"]  # fmt: skip
+    header = [
+        "microbatches",
+        "system",
+        "planned, ms",
+        "measured, ms",
+        "measured over planned",
+        "gain promised",
+        "gain measured",
+    ]
     make_folder(FIGURE.parent)
     write_text(
         FIGURE,
         bar_figure(
             [f"{kind} microbatches" for kind in ("equal", "unequal")],
             {system: [_mean_ms(found[kind, system]) for kind in ("equal", "unequal")] for system in _SYSTEMS},
-            y=Axis("measured iteration, ms"), title=f"{num_ranks} ranks on {cores} hardware threads", values=".0f",
+            y=Axis("measured iteration, ms"),
+            title=f"{num_ranks} ranks on {cores} hardware threads",
+            values=".0f",
         ),
-    )  # fmt: skip
+    )
     return f"{text}\n\n{markdown_table(header, rows)}\n\n![Iterations measured](figures/{FIGURE.name})"
 
 
@@ -178,9 +178,12 @@ def _columns(theirs: Sequence[Timed], ours: Sequence[Timed]) -> list[str]:
             promise = f"{statistics.median(a.planned_s / b.planned_s for a, b in pairs) - 1:+.1%}"
     error = statistics.median(each.median_s / each.planned_s for each in theirs) - 1 if planned else None
     return [
-        f"{planned * 1e3:.1f}" if planned else "", f"{measured_ms:.1f}",
-        "" if error is None else f"{error:+.1%}", promise, gain,
-    ]  # fmt: skip
+        f"{planned * 1e3:.1f}" if planned else "",
+        f"{measured_ms:.1f}",
+        "" if error is None else f"{error:+.1%}",
+        promise,
+        gain,
+    ]
 
 
 class Layer(nn.Module):
@@ -202,9 +205,13 @@ def build_model() -> Model:
     torch.manual_seed(0)
     layers = [Layer(hidden) for hidden in _HIDDEN]
     module = Module(
-        "lm", layers, reads="sequence", hidden=("tokens", _WIDTH), output=("tokens", _WIDTH),
+        "lm",
+        layers,
+        reads="sequence",
+        hidden=("tokens", _WIDTH),
+        output=("tokens", _WIDTH),
         inputs=lambda part: torch.cat([numbers(sample) for sample in part.samples]),
-    )  # fmt: skip
+    )
     return Model([module], lambda out, _: out.square().sum() / _WIDTH, lambda sample: float(sample[1]))
 
 
@@ -288,9 +295,7 @@ def _timed(step: Callable[[], object], model: Model) -> float:
 
 def _gradient_norm(model: Model) -> float:
     """Of all ranks' layers: every system has computed the same."""
-    gradients = [
-        p.grad for layer in model.modules[0].layers for p in layer.parameters() if p.grad is not None
-    ]
+    gradients = [p.grad for layer in model.modules[0].layers for p in layer.parameters() if p.grad is not None]
     total = torch.tensor(sum(float(gradient.double().square().sum()) for gradient in gradients))
     dist.all_reduce(total)
     return float(total) ** 0.5

@@ -16,19 +16,11 @@ import numpy as np
 
 from pipeloom.errors import InputError
 from pipeloom.io import make_folder, write_text
+from pipeloom.lab.instances import family, generate
+from pipeloom.lab.solvers import EXACT
 from pipeloom.report import markdown_table
 from pipeloom.report.figures import Axis, Points, panel_figure
-from pipeloom.search import (
-    EXACT,
-    Deadline,
-    Progress,
-    Solution,
-    family,
-    first_in_first_out,
-    generate,
-    solve,
-    warm_up,
-)
+from pipeloom.search import Deadline, Progress, Solution, first_in_first_out, solve, warm_up
 from pipeloom.taskgraph import TaskGraph
 from pipeloom.timeline import simulate
 
@@ -60,9 +52,7 @@ def run() -> str:
 
 def problem(name: str, num_microbatches: int) -> TaskGraph:
     """One instance of a family under tight memory, in milliseconds."""
-    graph = generate(
-        family(name, num_microbatches=num_microbatches, memory=_MEMORY), 0, f"{name} {num_microbatches}"
-    )
+    graph = generate(family(name, num_microbatches=num_microbatches, memory=_MEMORY), 0, f"{name} {num_microbatches}")
     whole = np.maximum(1, np.round(graph.duration_ns / 1e6).astype(np.int64)) * 1_000_000
     return replace(graph, duration_ns=whole)
 
@@ -115,8 +105,7 @@ def report(measured: dict[str, dict[str, dict[int, Answer]]], limit_s: float = _
     for name, answers in measured.items():
         panels[name], crosses[name] = _lines(answers, limit_s)
         rows += [
-            [f"{name}, {size}", str(problem(name, size).num_tasks), *_cells(answers, size)]
-            for size in answers[_OURS]
+            [f"{name}, {size}", str(problem(name, size).num_tasks), *_cells(answers, size)] for size in answers[_OURS]
         ]
     make_folder(FIGURE.parent)
     write_text(
@@ -124,7 +113,7 @@ def report(measured: dict[str, dict[str, dict[int, Answer]]], limit_s: float = _
         panel_figure(
             panels, x=Axis("microbatches", log=True), y=Axis("search time, s", log=True), columns=2, crosses=crosses
         ),
-    )  # fmt: skip
+    )
     methods = list(next(iter(measured.values())))
     return "\n\n".join(
         (
@@ -138,9 +127,7 @@ def report(measured: dict[str, dict[str, dict[int, Answer]]], limit_s: float = _
     )
 
 
-def _lines(
-    answers: dict[str, dict[int, Answer]], limit_s: float
-) -> tuple[dict[str, Points], dict[str, Points]]:
+def _lines(answers: dict[str, dict[int, Answer]], limit_s: float) -> tuple[dict[str, Points], dict[str, Points]]:
     lines: dict[str, Points] = {}
     crosses: dict[str, Points] = {}
     for method, by_size in answers.items():
@@ -154,9 +141,7 @@ def _lines(
 
 def _cells(answers: dict[str, dict[int, Answer]], size: int) -> list[str]:
     proved = [
-        a.makespan_ns
-        for m, by_size in answers.items()
-        if (a := by_size.get(size)) and a.proved and a.makespan_ns
+        a.makespan_ns for m, by_size in answers.items() if (a := by_size.get(size)) and a.proved and a.makespan_ns
     ]
     cells = []
     for method, by_size in answers.items():

@@ -12,24 +12,18 @@ from typing import Any
 import numpy as np
 
 from pipeloom.compiled import kernel
+from pipeloom.lab.instances import family, generate, instance, run_library
+from pipeloom.lab.solvers.integer_program import program_on_rank
 from pipeloom.report import markdown_table
-from pipeloom.search import (
-    Deadline,
-    Evaluations,
-    family,
-    first_in_first_out,
-    generate,
-    instance,
-    run_library,
-    solve,
-    warm_up,
-)
-from pipeloom.search.kernels import NEVER, UNLIMITED, evaluate, expand
+from pipeloom.search import Deadline, Evaluations, context, first_in_first_out, solve, warm_up
+from pipeloom.search.kernels.climb import evaluate
+from pipeloom.search.kernels.codes import NEVER, UNLIMITED
+from pipeloom.search.kernels.expand import expand
 from pipeloom.search.kernels.limited import rollout_limited
 from pipeloom.search.kernels.unlimited import rollout_two, rollout_unlimited
+from pipeloom.search.packed import PackedGraph
 from pipeloom.search.plain import leanest
 from pipeloom.search.portfolio import Start, starts
-from pipeloom.search.problem import Problem
 from pipeloom.search.scratch import Scratch, make_scratch
 from pipeloom.search.state import Search
 from pipeloom.search.strategies import choose_on_rank
@@ -50,8 +44,7 @@ _GOALS = {
     "vlm-xl": "0.15",
 }
 """Families and the gap in per cent to reach after one second."""
-_ROLLOUTS = {"4 x 64": "vlm-s/0", "4 x 64, memory 1.5": "vlm-s-m1.5/0", "8 x 128": "vlm-l-k2/0",
-             "16 x 256": "vlm-xl/0"}  # fmt: skip
+_ROLLOUTS = {"4 x 64": "vlm-s/0", "4 x 64, memory 1.5": "vlm-s-m1.5/0", "8 x 128": "vlm-l-k2/0", "16 x 256": "vlm-xl/0"}
 _EXACT_S = 5.0
 
 
@@ -77,7 +70,7 @@ def _goals() -> str:
 
 
 @kernel
-def _one_by_one(p: Problem, s: Scratch, choice: Any, repeats: int) -> None:
+def _one_by_one(p: PackedGraph, s: Scratch, choice: Any, repeats: int) -> None:
     for _ in range(repeats):
         if choice[2] == UNLIMITED:
             rollout_unlimited(p, s, choice[0], choice[1], NEVER)
@@ -86,7 +79,7 @@ def _one_by_one(p: Problem, s: Scratch, choice: Any, repeats: int) -> None:
 
 
 @kernel
-def _two_by_two(p: Problem, one: Scratch, two: Scratch, choices: Any, repeats: int) -> None:
+def _two_by_two(p: PackedGraph, one: Scratch, two: Scratch, choices: Any, repeats: int) -> None:
     for _ in range(repeats):
         rollout_two(p, one, two, choices, NEVER, NEVER)
 
@@ -96,27 +89,27 @@ def _kernel() -> str:
     rows = []
     for name, which in _ROLLOUTS.items():
         graph = instance(which)
-        search = Search(graph, 0, Evaluations(1).start(), 0)
-        problem, one, two = search.problem, search.scratch, make_scratch(search.problem)
-        start = next(starts(problem, search.groups, search.rule))
+        search = Search(graph, context.begin(Evaluations(1)))
+        packed, one, two = search.packed, search.scratch, make_scratch(search.packed)
+        start = next(starts(packed, search.groups, search.rule))
         nearly = start.order.copy()
         for i in range(0, len(nearly) // 2, 10):
             nearly[[i, i + 1]] = nearly[[i + 1, i]]
-        expand(problem, one, start.order)
-        expand(problem, two, nearly)
+        expand(packed, one, start.order)
+        expand(packed, two, nearly)
         choice, choices = start.choice, np.stack([start.choice, start.choice])
         repeats = max(2, 300_000 // graph.num_tasks)
 
         def from_python(search: Search = search, start: Start = start, repeats: int = repeats) -> None:
             for _ in range(repeats):
-                evaluate(search.problem, search.scratch, start.order, start.choice, NEVER)
+                evaluate(search.packed, search.scratch, start.order, start.choice, NEVER)
 
         ways: list[tuple[Callable[..., None], tuple[Any, ...], int]] = [
             (from_python, (), repeats),
-            (_one_by_one, (problem, one, choice, repeats), repeats),
+            (_one_by_one, (packed, one, choice, repeats), repeats),
         ]
         if search.rule == UNLIMITED:
-            ways.append((_two_by_two, (problem, one, two, choices, repeats), 2 * repeats))
+            ways.append((_two_by_two, (packed, one, two, choices, repeats), 2 * repeats))
         row = [name, str(graph.num_tasks)]
         for way, arguments, count in ways:
             way(*arguments)
@@ -142,17 +135,15 @@ def _strategies() -> str:
         graph = instance(name)
         schedule = first_in_first_out(graph.with_candidates(leanest(graph)))
         choose_on_rank(graph, schedule, 0)
-        for solver in ("lagrangian", "highs"):
+        for solver, choose in (("lagrangian", choose_on_rank), ("highs", program_on_rank)):
             times, gaps = [], []
             for rank in range(graph.num_ranks):
                 begin = time.process_time()
-                found = choose_on_rank(graph, schedule, rank, solver)
+                found = choose(graph, schedule, rank)
                 times.append(1e3 * (time.process_time() - begin))
                 gaps.append(100 * found.gap)
             pairs = len(found.pairs)
-            rows.append(
-                [f"{name}, {solver}", str(pairs), f"{statistics.median(times):.1f}", f"{max(gaps):.2f}"]
-            )
+            rows.append([f"{name}, {solver}", str(pairs), f"{statistics.median(times):.1f}", f"{max(gaps):.2f}"])
     header = ["instance, solver", "pairs a rank", "ms", "largest gap, %"]
     text = "Memory strategies of one rank, nine candidates a pair, CPU time of the whole call (medians of the ranks):"
     return f"{text}\n\n{markdown_table(header, rows)}"

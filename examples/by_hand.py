@@ -1,4 +1,4 @@
-"""The digits example in fifteen lines of Python: model, layout, planner, trainer."""
+"""The digits example step by step, with a loop of its own: model, layout, planner, trainer."""
 
 import torch
 from digits_vlm import task
@@ -12,9 +12,7 @@ def train(setup: pl.Setup) -> None:  # runs in every rank's process
     trainer = pl.Trainer(model, setup.layout, planner, describe=task.describe, optimizer=torch.optim.AdamW)
     for step in trainer.run(task.batches(num_iterations=10, documents_per_batch=48)):
         if trainer.rank == 0:
-            print(
-                f"{step.iteration}: loss {step.loss:.3f}, {step.measured_s * 1e3:.0f} ms, fresh plan: {step.fresh}"
-            )
+            print(f"{step.iteration}: loss {step.loss:.3f}, {step.measured_s * 1e3:.0f} ms, fresh plan: {step.fresh}")
 
 
 if __name__ == "__main__":

@@ -4,20 +4,10 @@ from __future__ import annotations
 
 import random
 
-from pipeloom.arrange import ModulePlacement, separate
 from pipeloom.cost import StrategyCost
+from pipeloom.layout import ModulePlacement, separate
 from pipeloom.packing import Packing, PackingSpec, pack
-from pipeloom.spec import (
-    Batch,
-    Chunk,
-    LayerSpec,
-    Layout,
-    ModelSpec,
-    ModuleSpec,
-    Sample,
-    TensorShape,
-    Workload,
-)
+from pipeloom.spec import Batch, Chunk, LayerSpec, Layout, ModelSpec, ModuleSpec, Sample, TensorShape, Workload
 
 
 class ToyCosts:
@@ -29,9 +19,7 @@ class ToyCosts:
     def chunk_costs(self, chunk: Chunk, workload: Workload) -> tuple[StrategyCost, ...]:
         forward = workload.num_tokens * chunk.num_layers * 1e-3
         halves = (forward, forward) if self.split else (None, None)
-        return (
-            StrategyCost("keep", forward, 2 * forward, 10 * workload.num_tokens * chunk.num_layers, *halves),
-        )
+        return (StrategyCost("keep", forward, 2 * forward, 10 * workload.num_tokens * chunk.num_layers, *halves),)
 
     def boundary_bytes(self, chunk: Chunk, workload: Workload) -> int:
         return self.model.module(chunk.module).flat_layers[chunk.layers[1]].output.num_bytes(workload)
@@ -65,9 +53,7 @@ def random_batch(seed: int, num_samples: int = 8, text_only: float = 0.3, max_im
     for i in range(num_samples):
         images = 0 if rng.random() < text_only else rng.randint(1, max_images)
         samples.append(
-            Sample(
-                f"s{i}", rng.randint(1, 20), (2,) * images, tuple(rng.randint(2, 6) for _ in range(images))
-            )
+            Sample(f"s{i}", rng.randint(1, 20), (2,) * images, tuple(rng.randint(2, 6) for _ in range(images)))
         )
     return Batch(tuple(samples), iteration=seed)
 
@@ -76,8 +62,11 @@ def random_case(seed: int) -> tuple[ModelSpec, Layout, Packing]:
     """A vision-language model laid out on one to four ranks, and a packed random batch."""
     rng = random.Random(seed)
     ranks, vision_segments, lm_segments = rng.randint(1, 4), rng.randint(1, 2), rng.randint(1, 2)
-    model = vlm_spec(ranks * vision_segments + rng.randint(0, 3), ranks * lm_segments + rng.randint(0, 3),
-                     vision_frozen=rng.random() < 0.2)  # fmt: skip
+    model = vlm_spec(
+        ranks * vision_segments + rng.randint(0, 3),
+        ranks * lm_segments + rng.randint(0, 3),
+        vision_frozen=rng.random() < 0.2,
+    )
     placements = {
         "vision": ModulePlacement(vision_segments, rng.choice([None, 1, 2, 5])),
         "lm": ModulePlacement(lm_segments, None),

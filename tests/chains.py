@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipeloom.taskgraph import Candidate, PairLabel, TaskGraph, make_graph
+from pipeloom.taskgraph import Candidate, Edges, PairLabel, Pairs, TaskGraph, Tasks, make_graph
 
 
 def uniform_chain(
@@ -46,15 +46,27 @@ def uniform_chain(
     sources, targets, delays = zip(*edges, strict=True) if edges else ((), (), ())
     options = (
         Candidate("keep", forward_ns, backward_ns, 0, activation_bytes, activation_bytes),
-        Candidate(
-            "recompute", forward_ns, forward_ns + backward_ns, 0, activation_bytes // 4, activation_bytes // 4
-        ),
+        Candidate("recompute", forward_ns, forward_ns + backward_ns, 0, activation_bytes // 4, activation_bytes // 4),
     )
     return make_graph(
-        name="uniform", num_ranks=num_ranks, module_names=("lm",), kind=kind, rank=rank, duration_ns=duration,
-        pair=pair, segment=segment, microbatch=microbatch, module=[0] * len(kind),
-        activation_bytes=[activation_bytes] * len(labels), weight_gradient_bytes=None, edge_source=sources,
-        edge_target=targets, edge_delay_ns=delays,
+        name="uniform",
+        num_ranks=num_ranks,
+        tasks=Tasks(
+            kind=kind,
+            rank=rank,
+            duration_ns=duration,
+            pair=pair,
+            segment=segment,
+            microbatch=microbatch,
+            module=[0] * len(kind),
+            module_names=("lm",),
+        ),
+        pairs=Pairs(
+            activation_bytes=[activation_bytes] * len(labels),
+            weight_gradient_bytes=None,
+            candidates=(options,) * len(labels) if candidates else None,
+            labels=tuple(labels),
+        ),
+        edges=Edges(source=sources, target=targets, delay_ns=delays),
         capacity_bytes=None if capacity_bytes is None else [capacity_bytes] * num_ranks,
-        candidates=(options,) * len(labels) if candidates else None, labels=tuple(labels),
-    )  # fmt: skip
+    )

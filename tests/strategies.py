@@ -20,8 +20,11 @@ from pipeloom.taskgraph import (
     NO_TASK,
     WEIGHT_GRADIENT,
     Candidate,
+    Edges,
     PairLabel,
+    Pairs,
     TaskGraph,
+    Tasks,
     make_graph,
 )
 from pipeloom.timeline import Schedule
@@ -60,9 +63,7 @@ class _Columns:
     gradient: list[int] = field(default_factory=list)
     labels: list[PairLabel] = field(default_factory=list)
 
-    def add(
-        self, kind: int, rank: int, duration: int, pair: int, segment: int, microbatch: int, module: int
-    ) -> int:
+    def add(self, kind: int, rank: int, duration: int, pair: int, segment: int, microbatch: int, module: int) -> int:
         for column, value in zip(
             (self.kind, self.rank, self.duration, self.pair, self.segment, self.microbatch, self.module),
             (kind, rank, duration, pair, segment, microbatch, module),
@@ -105,9 +106,11 @@ def random_graph(seed: int, shape: Shape) -> TaskGraph:
             module_ends, module_chains = [], []
             for part in range(num_parts):
                 home = int(rng.integers(0, ranks))
-                places = [(k, home) for k in range(segments[m])] if replicated[m] else [
-                    (k, r) for k in range(segments[m]) for r in range(ranks)
-                ]  # fmt: skip
+                places = (
+                    [(k, home) for k in range(segments[m])]
+                    if replicated[m]
+                    else [(k, r) for k in range(segments[m]) for r in range(ranks)]
+                )
                 base = time()
                 chain: list[int] = []
                 for position, (k, r) in enumerate(places):
@@ -163,9 +166,14 @@ def random_graph(seed: int, shape: Shape) -> TaskGraph:
                             next_segment += 1
                             by_segment[key_segment] = next_segment - 1
                         columns.add(
-                            WEIGHT_GRADIENT, columns.rank[forward], time() if shape.jitter else base_weight,
-                            columns.pair[forward], by_segment[key_segment], microbatch, m,
-                        )  # fmt: skip
+                            WEIGHT_GRADIENT,
+                            columns.rank[forward],
+                            time() if shape.jitter else base_weight,
+                            columns.pair[forward],
+                            by_segment[key_segment],
+                            microbatch,
+                            m,
+                        )
                 module_done.append(previous[0])
             done[m] = module_done or followers
     if shape.edge_bytes:
@@ -189,13 +197,28 @@ def random_graph(seed: int, shape: Shape) -> TaskGraph:
         (list(c) for c in zip(*columns.edges, strict=True)) if columns.edges else ([], [], [], [])
     )
     return make_graph(
-        name=f"random-{seed}", num_ranks=ranks, module_names=tuple(f"m{i}" for i in range(shape.num_modules)),
-        kind=columns.kind, rank=columns.rank, duration_ns=columns.duration, pair=columns.pair, segment=columns.segment,
-        microbatch=columns.microbatch, module=columns.module, activation_bytes=columns.activation,
-        weight_gradient_bytes=columns.gradient, edge_source=sources, edge_target=targets, edge_delay_ns=delays,
-        edge_bytes=held, static_bytes=static, capacity_bytes=capacity, candidates=candidates,
-        labels=tuple(columns.labels),
-    )  # fmt: skip
+        name=f"random-{seed}",
+        num_ranks=ranks,
+        tasks=Tasks(
+            kind=columns.kind,
+            rank=columns.rank,
+            duration_ns=columns.duration,
+            pair=columns.pair,
+            segment=columns.segment,
+            microbatch=columns.microbatch,
+            module=columns.module,
+            module_names=tuple(f"m{i}" for i in range(shape.num_modules)),
+        ),
+        pairs=Pairs(
+            activation_bytes=columns.activation,
+            weight_gradient_bytes=columns.gradient,
+            candidates=candidates,
+            labels=tuple(columns.labels),
+        ),
+        edges=Edges(source=sources, target=targets, delay_ns=delays, bytes=held),
+        static_bytes=static,
+        capacity_bytes=capacity,
+    )
 
 
 def _hold_across(rng: np.random.Generator, columns: _Columns) -> None:
@@ -203,16 +226,15 @@ def _hold_across(rng: np.random.Generator, columns: _Columns) -> None:
     forwards = [t for t, kind in enumerate(columns.kind) if kind == FORWARD]
     for task in forwards:
         later = [
-            t for t in forwards
+            t
+            for t in forwards
             if t > task and columns.rank[t] == columns.rank[task] and columns.microbatch[t] == columns.microbatch[task]
-        ]  # fmt: skip
+        ]
         if later and rng.random() < 0.3:
             columns.edges.append((task, later[int(rng.integers(0, len(later)))], 0, int(rng.integers(1, 5))))
 
 
-def _candidates(
-    rng: np.random.Generator, columns: _Columns, shape: Shape
-) -> tuple[tuple[Candidate, ...], ...]:
+def _candidates(rng: np.random.Generator, columns: _Columns, shape: Shape) -> tuple[tuple[Candidate, ...], ...]:
     """The base, and leaner and slower ones."""
     parts: dict[int, dict[int, int]] = defaultdict(dict)
     for task, (kind, pair) in enumerate(zip(columns.kind, columns.pair, strict=True)):
@@ -221,9 +243,15 @@ def _candidates(
     for pair, tasks in sorted(parts.items()):
         duration: dict[int, int] = {kind: columns.duration[task] for kind, task in tasks.items()}
         options = [
-            Candidate("keep", duration[FORWARD], duration.get(BACKWARD, duration.get(INPUT_GRADIENT, 0)),
-                      duration.get(WEIGHT_GRADIENT, 0), columns.activation[pair], columns.gradient[pair])
-        ]  # fmt: skip
+            Candidate(
+                "keep",
+                duration[FORWARD],
+                duration.get(BACKWARD, duration.get(INPUT_GRADIENT, 0)),
+                duration.get(WEIGHT_GRADIENT, 0),
+                columns.activation[pair],
+                columns.gradient[pair],
+            )
+        ]
         for _ in range(int(rng.integers(0, shape.num_candidates))):
             last = options[-1]
             options.append(
@@ -297,9 +325,7 @@ def reference_simulation(graph: TaskGraph, schedule: Schedule) -> tuple[list[int
     length = chosen.duration_ns.tolist()
     start = [0] * graph.num_tasks
     for _ in range(graph.num_tasks + 1):
-        new = [
-            max((start[s] + length[s] + d for s, d in needs[t]), default=0) for t in range(graph.num_tasks)
-        ]
+        new = [max((start[s] + length[s] + d for s, d in needs[t]), default=0) for t in range(graph.num_tasks)]
         if new == start:
             break
         start = new

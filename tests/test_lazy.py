@@ -8,7 +8,15 @@ from importlib import import_module
 
 import pytest
 
-LAZY = ("pipeloom", "pipeloom.io", "pipeloom.report", "pipeloom.taskgraph")
+LAZY = (
+    "pipeloom",
+    "pipeloom.io",
+    "pipeloom.packing",
+    "pipeloom.report",
+    "pipeloom.runtime",
+    "pipeloom.taskgraph",
+    "pipeloom.training",
+)
 
 
 @pytest.mark.parametrize("name", LAZY)

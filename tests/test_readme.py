@@ -4,14 +4,28 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.ranks
+
 ROOT = Path(__file__).parents[1]
+EXAMPLES = ROOT / "examples"
 
 
-def test_the_fifteen_lines_are_the_example_and_run() -> None:
-    example = (ROOT / "examples" / "by_hand.py").read_text()
-    snippet = (ROOT / "README.md").read_text().split("```python\n")[1].split("```")[0]
-    assert snippet in example
-    done = subprocess.run([sys.executable, ROOT / "examples" / "by_hand.py"], capture_output=True, text=True)
+def test_the_script_that_it_shows_is_the_example_and_runs(tmp_path: Path) -> None:
+    script = (EXAMPLES / "fit.py").read_text()
+    assert (ROOT / "README.md").read_text().split("```python\n")[1].split("```")[0] == script
+    assert len(script.splitlines()) <= 40
+    done = subprocess.run([sys.executable, EXAMPLES / "fit.py"], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    first, last = (float(word) for word in done.stdout.split(",")[0].removeprefix("loss ").split(" to "))
+    assert last < first
+    assert str(Path("runs", "fit", "checkpoints", "step-00000010")) in done.stdout
+
+
+@pytest.mark.full
+def test_the_same_in_single_steps_runs() -> None:
+    done = subprocess.run([sys.executable, EXAMPLES / "by_hand.py"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     losses = [float(line.split("loss ")[1].split(",")[0]) for line in done.stdout.splitlines()]
     assert len(losses) == 10

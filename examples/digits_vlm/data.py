@@ -167,9 +167,7 @@ def _pool() -> torch.Tensor:
             torch.stack([cos * width, -sin * height + slant, uniform(0.2)], dim=1),
             torch.stack([sin * width, cos * height, uniform(0.2)], dim=1),
         ]
-        grid = functional.affine_grid(
-            torch.stack(rows, dim=1), [count, 1, IMAGE_SIDE, IMAGE_SIDE], align_corners=False
-        )
+        grid = functional.affine_grid(torch.stack(rows, dim=1), [count, 1, IMAGE_SIDE, IMAGE_SIDE], align_corners=False)
         variants.append(functional.grid_sample(images, grid, align_corners=False))
     return torch.cat([*variants, images], dim=1).transpose(0, 1)
 
@@ -205,9 +203,7 @@ def patches(images: Sequence[Image], dtype: torch.dtype) -> torch.Tensor:
     return ((padded[:, _patch_pixels()] - 0.3) / 0.38).to(dtype)
 
 
-def _document(
-    identifier: str, rng: np.random.Generator, images: Sequence[Image], names: Sequence[int]
-) -> Document:
+def _document(identifier: str, rng: np.random.Generator, images: Sequence[Image], names: Sequence[int]) -> Document:
     """Write the text around images or, if there are none, around names."""
     prompt: list[int] = []
     lines: list[int] = []
@@ -230,9 +226,7 @@ def _document(
     return Document(identifier, tuple(prompt), tuple(lines), tuple(images), digits)
 
 
-def _draw(
-    identifier: str, rng: np.random.Generator, rows: IntArray, intensity: float, plain: bool
-) -> Document:
+def _draw(identifier: str, rng: np.random.Generator, rows: IntArray, intensity: float, plain: bool) -> Document:
     """Draw a document with, on average, nearly ``intensity`` images."""
     # Geometric from zero: many documents with few images, few with many.
     count = min(int(rng.geometric(1 / (1 + intensity))) - 1, MAX_LINES)
@@ -261,15 +255,10 @@ def batch(seed: int, iteration: int, documents_per_batch: int) -> list[Document]
     rng = np.random.default_rng((seed, iteration))
     intensity = float(INTENSITY_MEDIAN * np.exp(rng.normal(0.0, INTENSITY_SIGMA)))
     rows = split()[0]
-    return [
-        _draw(f"{iteration}-{number}", rng, rows, intensity, plain=False)
-        for number in range(documents_per_batch)
-    ]
+    return [_draw(f"{iteration}-{number}", rng, rows, intensity, plain=False) for number in range(documents_per_batch)]
 
 
-def batches(
-    seed: int, num_iterations: int, documents_per_batch: int, start: int = 0
-) -> Iterator[list[Document]]:
+def batches(seed: int, num_iterations: int, documents_per_batch: int, start: int = 0) -> Iterator[list[Document]]:
     """Yield the batches of the iterations from ``start`` to ``num_iterations``."""
     for iteration in range(start, num_iterations):
         yield batch(seed, iteration, documents_per_batch)

@@ -25,9 +25,7 @@ class Documents:
     def instances(self) -> tuple[tuple[int, int], ...]:
         """The images: (index into samples, index of the image in it)."""
         return tuple(
-            (sample, image)
-            for sample, document in enumerate(self.samples)
-            for image in range(len(document.images))
+            (sample, image) for sample, document in enumerate(self.samples) for image in range(len(document.images))
         )
 
 
@@ -90,9 +88,7 @@ def decode(
     return [answers[i] for i in range(len(documents))]
 
 
-def evaluate(
-    vision: Sequence[nn.Module], lm: Sequence[nn.Module], documents: Sequence[Document]
-) -> dict[str, float]:
+def evaluate(vision: Sequence[nn.Module], lm: Sequence[nn.Module], documents: Sequence[Document]) -> dict[str, float]:
     """Score the answers to documents.
 
     Returns

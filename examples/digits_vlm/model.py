@@ -139,9 +139,7 @@ class TokenEmbedding(nn.Module):
         super().__init__()
         self.word = nn.Parameter(torch.randn(len(data.VOCABULARY), LM_DIM) * WORD_STD)
 
-    def forward(
-        self, ids: Tensor, image_places: Tensor, vision_out: Tensor, *, lines: Tensor, mask: Tensor
-    ) -> Tensor:
+    def forward(self, ids: Tensor, image_places: Tensor, vision_out: Tensor, *, lines: Tensor, mask: Tensor) -> Tensor:
         """Return ``(tokens, LM_DIM)``.
 
         ``vision_out`` has the images in the order of their placeholders.

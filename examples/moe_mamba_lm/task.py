@@ -29,9 +29,7 @@ def build_model(seed: int) -> pl.Model:
     return pl.Model([language], model.loss, model.num_targets, name="moe_mamba_lm")
 
 
-def batches(
-    num_iterations: int, texts_per_batch: int, seed: int = 0, start: int = 0
-) -> Iterator[list[data.Text]]:
+def batches(num_iterations: int, texts_per_batch: int, seed: int = 0, start: int = 0) -> Iterator[list[data.Text]]:
     """Yield the texts of every iteration from ``start`` on; the same on every rank."""
     return data.batches(seed, num_iterations, texts_per_batch, start)
 

@@ -28,9 +28,7 @@ DIRECTIONS = ("left", "right", "up", "down")
 SPEEDS = ("slowly", "quickly")
 FILLERS = _FILLER_WORDS.split()
 VOCABULARY = (*NAMES, *DIRECTIONS, *SPEEDS, *FILLERS)
-FIRST_DIRECTION, FIRST_SPEED, FIRST_FILLER = (
-    VOCABULARY.index(word) for word in ("left", "slowly", FILLERS[0])
-)
+FIRST_DIRECTION, FIRST_SPEED, FIRST_FILLER = (VOCABULARY.index(word) for word in ("left", "slowly", FILLERS[0]))
 
 SIDE, DIGIT, PATCH = 12, 8, 3
 PATCHES_PER_FRAME = (SIDE // PATCH) ** 2
@@ -149,6 +147,9 @@ def describe(clip: Clip) -> dict[str, object]:
     """Sizes of a clip, as the planner wants them: half a second and 16 x 16 pixels are one token there."""
     side = 16 * (SIDE // PATCH)
     return {
-        "id": clip.identifier, "text_tokens": len(clip.caption), "video_seconds": [clip.num_frames / 2],
-        "video_height": [side], "video_width": [side],
-    }  # fmt: skip
+        "id": clip.identifier,
+        "text_tokens": len(clip.caption),
+        "video_seconds": [clip.num_frames / 2],
+        "video_height": [side],
+        "video_width": [side],
+    }

@@ -110,10 +110,8 @@ def evaluate(text: Sequence[nn.Module], video: Sequence[nn.Module], num_clips: i
     share = 1 / len(clips)
     return {
         "held_out_loss": held_out_loss(text, video, clips),
-        "digit_match": share
-        * sum(read(frames, clip) == clip.label for frames, clip in zip(made, clips, strict=True)),
-        "direction_match": share
-        * sum(motion(f) == clip.direction for f, clip in zip(made, clips, strict=True)),
+        "digit_match": share * sum(read(frames, clip) == clip.label for frames, clip in zip(made, clips, strict=True)),
+        "direction_match": share * sum(motion(f) == clip.direction for f, clip in zip(made, clips, strict=True)),
         "digit_match_real": share
         * sum(read(frames, clip) == clip.label for frames, clip in zip(real, clips, strict=True)),
     }

@@ -41,9 +41,7 @@ def build_model(seed: int) -> pl.Model:
     return pl.Model((text, video), model.loss, model.num_targets, name="moving_digits")
 
 
-def batches(
-    num_iterations: int, clips_per_batch: int, seed: int = 0, start: int = 0
-) -> Iterator[list[data.Clip]]:
+def batches(num_iterations: int, clips_per_batch: int, seed: int = 0, start: int = 0) -> Iterator[list[data.Clip]]:
     """Yield the clips of every iteration from ``start`` on; the same on every rank."""
     return data.batches(seed, num_iterations, clips_per_batch, start)
 

@@ -11,8 +11,15 @@ from typing import TYPE_CHECKING
 from pipeloom.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from pipeloom.arrange import ModulePlacement, separate
-    from pipeloom.errors import InfeasibleError, InputError, PipeloomError
+    from pipeloom.errors import (
+        ExecutionError,
+        InfeasibleError,
+        InputError,
+        NothingFoundError,
+        PipeloomError,
+        PlanError,
+        PlannerError,
+    )
     from pipeloom.io import (
         load,
         read_instance,
@@ -23,78 +30,52 @@ if TYPE_CHECKING:
         write_layout,
         write_schedule,
     )
+    from pipeloom.layout import ModulePlacement, separate
     from pipeloom.packing import PackingSpec
+    from pipeloom.plan import ExecutionPlan, verify
     from pipeloom.planner import Planner, Setup
+    from pipeloom.planner.planning import PlannedBatch, Problem, plan_batch
     from pipeloom.runtime import (
         Checkpoints,
+        Executor,
         Model,
         Module,
         Part,
         Prefetched,
+        ProfileOptions,
         Size,
         TcpPlanStore,
         Trainer,
+        TrainerOptions,
+        batch_of,
         launch,
+        load_weights,
         profile_model,
+        run_undivided,
     )
-    from pipeloom.search import Deadline, Solution, solve
-    from pipeloom.spec import Chunk, ClusterSpec, Layout
-    from pipeloom.taskgraph import TaskGraph, make_graph
+    from pipeloom.search import Deadline, Evaluations, Solution, solve
+    from pipeloom.spec import Batch, Chunk, Layout, Parallelism, RankSpec, Sample, TensorShape
+    from pipeloom.taskgraph import Edges, Pairs, TaskGraph, Tasks, make_graph
     from pipeloom.timeline import LowerBound, Schedule, Timeline, check, lower_bound, simulate
+    from pipeloom.training import Summary, Task, TrainConfig, TrainingRun
+    from pipeloom.training.one_call import FitResult, FitSettings, fit
 
 __version__ = "0.1.0"
 
-_HOME = {
-    "Checkpoints": "pipeloom.runtime",
-    "Chunk": "pipeloom.spec",
-    "ClusterSpec": "pipeloom.spec",
-    "Deadline": "pipeloom.search",
-    "InfeasibleError": "pipeloom.errors",
-    "InputError": "pipeloom.errors",
-    "Layout": "pipeloom.spec",
-    "LowerBound": "pipeloom.timeline",
-    "Model": "pipeloom.runtime",
-    "Module": "pipeloom.runtime",
-    "ModulePlacement": "pipeloom.arrange",
-    "PackingSpec": "pipeloom.packing",
-    "Part": "pipeloom.runtime",
-    "PipeloomError": "pipeloom.errors",
-    "Planner": "pipeloom.planner",
-    "Prefetched": "pipeloom.runtime",
-    "Schedule": "pipeloom.timeline",
-    "Setup": "pipeloom.planner",
-    "Size": "pipeloom.runtime",
-    "Solution": "pipeloom.search",
-    "TaskGraph": "pipeloom.taskgraph",
-    "TcpPlanStore": "pipeloom.runtime",
-    "Timeline": "pipeloom.timeline",
-    "Trainer": "pipeloom.runtime",
-    "check": "pipeloom.timeline",
-    "launch": "pipeloom.runtime",
-    "load": "pipeloom.io",
-    "lower_bound": "pipeloom.timeline",
-    "make_graph": "pipeloom.taskgraph",
-    "profile_model": "pipeloom.runtime",
-    "read_instance": "pipeloom.io",
-    "read_layout": "pipeloom.io",
-    "read_samples": "pipeloom.io",
-    "read_schedule": "pipeloom.io",
-    "separate": "pipeloom.arrange",
-    "simulate": "pipeloom.timeline",
-    "solve": "pipeloom.search",
-    "write_instance": "pipeloom.io",
-    "write_layout": "pipeloom.io",
-    "write_schedule": "pipeloom.io",
-}
-"""Where each public name lives."""
-
-__getattr__, __dir__ = lazy_names(__name__, _HOME)
+__getattr__, __dir__ = lazy_names(__name__, __file__)
 
 __all__ = [
+    "Batch",
     "Checkpoints",
     "Chunk",
-    "ClusterSpec",
     "Deadline",
+    "Edges",
+    "Evaluations",
+    "ExecutionError",
+    "ExecutionPlan",
+    "Executor",
+    "FitResult",
+    "FitSettings",
     "InfeasibleError",
     "InputError",
     "Layout",
@@ -102,33 +83,56 @@ __all__ = [
     "Model",
     "Module",
     "ModulePlacement",
+    "NothingFoundError",
     "PackingSpec",
+    "Pairs",
+    "Parallelism",
     "Part",
     "PipeloomError",
+    "PlanError",
+    "PlannedBatch",
     "Planner",
+    "PlannerError",
     "Prefetched",
+    "Problem",
+    "ProfileOptions",
+    "RankSpec",
+    "Sample",
     "Schedule",
     "Setup",
     "Size",
     "Solution",
+    "Summary",
+    "Task",
     "TaskGraph",
+    "Tasks",
     "TcpPlanStore",
+    "TensorShape",
     "Timeline",
+    "TrainConfig",
     "Trainer",
+    "TrainerOptions",
+    "TrainingRun",
     "__version__",
+    "batch_of",
     "check",
+    "fit",
     "launch",
     "load",
+    "load_weights",
     "lower_bound",
     "make_graph",
+    "plan_batch",
     "profile_model",
     "read_instance",
     "read_layout",
     "read_samples",
     "read_schedule",
+    "run_undivided",
     "separate",
     "simulate",
     "solve",
+    "verify",
     "write_instance",
     "write_layout",
     "write_schedule",

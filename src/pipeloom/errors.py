@@ -5,6 +5,7 @@
     PipeloomError
     ├── InputError        what the user gave is wrong: entity, value, bound, remedy
     ├── InfeasibleError   no schedule or packing can satisfy the stated limits
+    │   └── NothingFoundError   none was found, which does not prove that there is none
     ├── PlanError         an execution plan is incomplete or would deadlock
     ├── PlannerError      the planner service is late, dead or answered nonsense
     └── ExecutionError    a rank could not run its plan
@@ -59,6 +60,15 @@ def check_count(entity: str, value: int) -> None:
 
 class InfeasibleError(PipeloomError):
     """No answer exists within the stated limits; the message names what cannot fit, in bytes or seconds."""
+
+    verdict = "infeasible"
+    """In a word, for whoever puts a file's name before the message."""
+
+
+class NothingFoundError(InfeasibleError):
+    """No answer was found within the stated limits, and it is not proved that there is none; says what was tried."""
+
+    verdict = "nothing found"
 
 
 class PlanError(PipeloomError):

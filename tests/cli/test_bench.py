@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from pipeloom.search import instance
+from pipeloom.lab.instances import instance
 from pipeloom.timeline import lower_bound
 from tests.cli.test_cli_files import Invoke, invoke
 
@@ -14,8 +14,25 @@ __all__ = ["invoke"]
 
 
 def test_every_run_is_reported_with_its_bound(invoke: Invoke) -> None:
-    words = ["bench", "instances", "--family", "tiny-vlm-m1", "--family", "uniform-4x16", "--method", "portfolio",
-             "--method", "random", "--budget", 0, "--budget", 0.02, "--seeds", 2, "--json"]  # fmt: skip
+    words = [
+        "bench",
+        "instances",
+        "--family",
+        "tiny-vlm-m1",
+        "--family",
+        "uniform-4x16",
+        "--method",
+        "portfolio",
+        "--method",
+        "random",
+        "--budget",
+        0,
+        "--budget",
+        0.02,
+        "--seeds",
+        2,
+        "--json",
+    ]
     done = invoke(*words)
     assert done.code == 0
     runs = json.loads(done.out)

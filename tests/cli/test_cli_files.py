@@ -127,8 +127,10 @@ def test_simulate_draws_and_counts(invoke: Invoke, tiny: Path, tmp_path: Path) -
     document = json.loads(invoke("simulate", tiny, _schedule(tmp_path), *options, "--json").out)
     assert document["start_s"] == TINY_SCHEDULE["start_s"]
     assert document["written"] == [str(t) for t in targets]
-    idle = sum(sum(v for k, v in rank.items() if k.endswith("_s") and k != "waiting_s") + sum(rank["waiting_s"])
-               for rank in document["bubbles"])  # fmt: skip
+    idle = sum(
+        sum(v for k, v in rank.items() if k.endswith("_s") and k != "waiting_s") + sum(rank["waiting_s"])
+        for rank in document["bubbles"]
+    )
     assert idle == pytest.approx(2 * 6.02 - 6.0)
     assert json.loads(targets[0].read_text())["traceEvents"]
     assert targets[1].read_text().startswith("<!DOCTYPE html>")
@@ -147,9 +149,7 @@ def test_simulate_runs_what_does_not_fit_and_says_so(invoke: Invoke, tmp_path: P
 def test_report_compares_schedules(invoke: Invoke, tiny: Path, tmp_path: Path) -> None:
     first = _schedule(tmp_path)
     second = tmp_path / "second.json"
-    second.write_text(
-        json.dumps({"format": "pipeloom.schedule/1", "instance": "tiny", "order": [[0, 3], [1, 2]]})
-    )
+    second.write_text(json.dumps({"format": "pipeloom.schedule/1", "instance": "tiny", "order": [[0, 3], [1, 2]]}))
     page = tmp_path / "cmp.html"
     document = json.loads(invoke("report", tiny, first, second, "--html", page, "--json").out)
     assert [s["title"] for s in document["systems"]] == ["portfolio", "second"]
@@ -160,8 +160,14 @@ def test_report_compares_schedules(invoke: Invoke, tiny: Path, tmp_path: Path) -
 def test_report_shows_a_run(invoke: Invoke, tmp_path: Path) -> None:
     run_folder = tmp_path / "runs" / "digits"
     run_folder.mkdir(parents=True)
-    summary = {"name": "digits", "iterations": 3, "mean_planned_s": 0.5, "mean_measured_s": 0.75, "exact_match": 0.9,
-               "comparison": {"1f1b": 0.6}}  # fmt: skip
+    summary = {
+        "name": "digits",
+        "iterations": 3,
+        "mean_planned_s": 0.5,
+        "mean_measured_s": 0.75,
+        "evaluation": {"exact_match": 0.9},
+        "comparison": {"1f1b": 0.6},
+    }
     (run_folder / "summary.json").write_text(json.dumps(summary))
     (run_folder / "timeline.html").write_text("<!DOCTYPE html>")
     done = invoke("report", run_folder)
@@ -178,21 +184,21 @@ def test_report_shows_a_run(invoke: Invoke, tmp_path: Path) -> None:
     assert "summary.json: name: 3 is not a string" in done.err
 
 
-PLAN = """pipeloom.plan/1 ranks=2 iteration=17 layout=3f2a
+PLAN = """pipeloom.plan/2 ranks=2 iteration=17 layout=3f2a
 rank 0
-F  lm.0 0.0 keep
-SF lm.0 0.0 to=1 shape=2,3 dtype=float32
-RB lm.0 0.0 from=1 shape=2,3 dtype=float32
-DF lm.0 0.0
-WB lm.0 0.0
-B  lm.0 0.0
+F           lm.0 0.0 keep
+SEND_F      lm.0 0.0 to=1 shape=2,3 dtype=float32
+RECV_B      lm.0 0.0 from=1 shape=2,3 dtype=float32
+WAIT_SEND_F lm.0 0.0
+WAIT_B      lm.0 0.0
+B           lm.0 0.0
 rank 1
-RF lm.0 0.0 from=0 shape=2,3 dtype=float32
-WF lm.0 0.0
-F  lm.1 0.0 keep
-B  lm.1 0.0
-SB lm.0 0.0 to=0 shape=2,3 dtype=float32
-DB lm.0 0.0
+RECV_F      lm.0 0.0 from=0 shape=2,3 dtype=float32
+WAIT_F      lm.0 0.0
+F           lm.1 0.0 keep
+B           lm.1 0.0
+SEND_B      lm.0 0.0 to=0 shape=2,3 dtype=float32
+WAIT_SEND_B lm.0 0.0
 """
 
 
@@ -203,14 +209,14 @@ def test_verify_proves_and_refutes(invoke: Invoke, tmp_path: Path) -> None:
     assert (done.code, done.err) == (0, "")
     assert done.out.startswith("verified: 2 ranks, 12 actions, 2 messages")
     assert invoke("verify", path, "--serial").out.strip().endswith("rules, and rank by rank")
-    path.write_text(PLAN.replace("SB lm.0 0.0 to=0 shape=2,3 dtype=float32\nDB lm.0 0.0\n", ""))
+    path.write_text(PLAN.replace("SEND_B      lm.0 0.0 to=0 shape=2,3 dtype=float32\nWAIT_SEND_B lm.0 0.0\n", ""))
     done = invoke("verify", path)
     assert done.code == 1
     assert done.out.startswith("refuted: ")
     document = json.loads(invoke("verify", path, "--json").out)
     assert document["verified"] is False
     assert document["problem"]
-    path.write_text(PLAN.replace("F  lm.1", "FF lm.1"))
+    path.write_text(PLAN.replace("F           lm.1", "FF          lm.1"))
     done = invoke("verify", path)
     assert (done.code, done.out) == (2, "")
     assert f"{path}: plan, line 12: unknown verb 'FF'" in done.err
@@ -235,7 +241,7 @@ def test_wrong_input_is_one_line_and_exit_code_two(invoke: Invoke, tiny: Path, t
         (("report", tiny), "no schedule is given"),
         (("report", tmp_path), "has no summary.json"),
         (("verify", tiny), "plan, line 1"),
-    ]:  # fmt: skip
+    ]:
         done = invoke(*arguments)
         assert (done.code, done.out) == (2, ""), arguments
         assert message in done.err
@@ -246,11 +252,7 @@ def test_wrong_input_is_one_line_and_exit_code_two(invoke: Invoke, tiny: Path, t
 @settings(deadline=None, max_examples=150, suppress_health_check=list(HealthCheck))
 @given(first=mutated(), second=mutated(), command=st.sampled_from(["check", "simulate", "report"]))
 def test_no_document_leads_to_a_traceback(
-    first: Any,
-    second: Any,
-    command: str,
-    tmp_path_factory: pytest.TempPathFactory,
-    capsys: pytest.CaptureFixture[str],
+    first: Any, second: Any, command: str, tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path_factory.getbasetemp()
     (folder / "a.json").write_text(json.dumps(first))
@@ -266,10 +268,7 @@ def test_no_document_leads_to_a_traceback(
 @settings(deadline=None, max_examples=100, suppress_health_check=list(HealthCheck))
 @given(change=st.data(), command=st.sampled_from(["check", "simulate"]))
 def test_no_schedule_of_a_sound_instance_leads_to_a_traceback(
-    change: st.DataObject,
-    command: str,
-    tmp_path_factory: pytest.TempPathFactory,
-    capsys: pytest.CaptureFixture[str],
+    change: st.DataObject, command: str, tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]
 ) -> None:
     number = st.integers(-1, 5) | st.sampled_from([2**63, 2**61])
     time = st.floats(0, 10) | st.sampled_from([4.5e9, 1e308, -1.0])
@@ -291,9 +290,7 @@ def test_no_schedule_of_a_sound_instance_leads_to_a_traceback(
 
 @settings(deadline=None, max_examples=100)
 @given(text=st.text(max_size=80), cut=st.integers(0, len(PLAN)), at=st.integers(0, len(PLAN)))
-def test_no_plan_leads_to_a_traceback(
-    text: str, cut: int, at: int, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_no_plan_leads_to_a_traceback(text: str, cut: int, at: int, tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.getbasetemp() / "p.plan"
     path.write_bytes((PLAN[:at] + text + PLAN[max(at, cut) :]).encode("utf-8", "surrogatepass"))
     assert run(["verify", str(path)]) in (0, 1, 2)
@@ -320,9 +317,7 @@ def test_overview_is_light_and_module_runs(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stderr.strip() == "set()"
-    done = subprocess.run(
-        [sys.executable, "-m", "pipeloom", "--version"], capture_output=True, text=True, check=True
-    )
+    done = subprocess.run([sys.executable, "-m", "pipeloom", "--version"], capture_output=True, text=True, check=True)
     assert done.stdout.startswith("pipeloom ")
 
 
@@ -331,8 +326,11 @@ def test_reader_that_goes_away_is_no_error(tiny: Path, tmp_path: Path) -> None:
     os.close(reader)
     done = subprocess.run(
         [sys.executable, "-m", "pipeloom", "check", str(tiny), str(_schedule(tmp_path)), "--json"],
-        stdout=writer, stderr=subprocess.PIPE, text=True, check=False,
-    )  # fmt: skip
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
     os.close(writer)
     assert done.stderr == ""
 
@@ -351,3 +349,25 @@ def test_defects_are_one_line_unless_asked_for(
     monkeypatch.setenv("PIPELOOM_TRACEBACK", "1")
     with pytest.raises(RuntimeError, match="two"):
         invoke("check", tiny, _schedule(tmp_path))
+
+
+def test_names_that_look_like_markup_are_text(invoke: Invoke, tiny: Path, tmp_path: Path) -> None:
+    document = json.loads(tiny.read_text()) | {"name": "[/x] [red]"}
+    path = tmp_path / "[red].json"
+    path.write_text(json.dumps(document))
+    done = invoke("simulate", path, _schedule(tmp_path))
+    assert done.code == 0
+    assert "[/x] [red]" in done.out
+
+
+def test_a_package_that_is_missing_is_named_with_what_brings_it(
+    invoke: Invoke, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = tmp_path / "train.toml"
+    path.write_text("")
+    for name in [name for name in sys.modules if name.startswith(("pipeloom.training", "pipeloom.cli.progress"))]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    done = invoke("train", path)
+    assert (done.code, done.out) == (2, "")
+    assert done.err == "pipeloom: torch is not installed, and this command needs it; pip install 'pipeloom[torch]'\n"

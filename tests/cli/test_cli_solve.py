@@ -20,9 +20,9 @@ from pipeloom.cli.app import run
 from pipeloom.cli.solve import Interruptible
 from pipeloom.cost import LayerFit, Profile
 from pipeloom.io import PackedBatches, write_instance, write_layout, write_samples
+from pipeloom.lab.instances import family, generate
 from pipeloom.packing import PackingSpec
 from pipeloom.planner import Setup
-from pipeloom.search import family, generate
 from pipeloom.spec import ModelSpec
 from pipeloom.taskgraph import TaskGraph
 from tests.cases import random_batch, random_case
@@ -39,9 +39,7 @@ def test_solve_writes_what_check_accepts(graph: TaskGraph, seed: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         instance, answer = str(Path(folder, "i.json")), str(Path(folder, "s.json.gz"))
         write_instance(instance, graph)
-        code = run(
-            ["solve", instance, "--budget", "0.02", "--seed", str(seed), "--threads", "1", "--out", answer]
-        )
+        code = run(["solve", instance, "--budget", "0.02", "--seed", str(seed), "--threads", "1", "--out", answer])
         if code == 2:  # memory that nothing fits in
             assert graph.capacity_bytes is not None
             assert os.listdir(folder) == ["i.json"]
@@ -82,7 +80,7 @@ def test_solve_refuses_in_one_line_and_writes_nothing(invoke: Invoke, tmp_path: 
         ((good, "--budget", 1), "Missing option '--out'"),
         ((tmp_path / "none", "--budget", 1, "--out", out), "cannot be read: no such file"),
         ((tight, "--budget", 1, "--out", out), "infeasible: pair 0"),
-    ]:  # fmt: skip
+    ]:
         done = invoke("solve", *arguments)
         assert (done.code, done.out, done.err.count("\n")) == (2, "", 1), done.err
         assert message in done.err
@@ -104,9 +102,7 @@ def _interrupted(monkeypatch: pytest.MonkeyPatch, times: int) -> None:
     monkeypatch.setattr(pipeloom.search, "solve", interrupted)
 
 
-def test_interrupted_solve_writes_its_best(
-    invoke: Invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupted_solve_writes_its_best(invoke: Invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     instance, out = tmp_path / "i.json", tmp_path / "s.json"
     write_instance(instance, generate(family("uniform", num_ranks=4, num_microbatches=12, memory=1.2), 0))
     _interrupted(monkeypatch, 1)
@@ -120,9 +116,7 @@ def test_interrupted_solve_writes_its_best(
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_second_interrupt_ends_the_program(
-    invoke: Invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_second_interrupt_ends_the_program(invoke: Invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "i.json").write_text(json.dumps(TINY))
     _interrupted(monkeypatch, 2)
     done = invoke("solve", tmp_path / "i.json", "--budget", 100_000, "--out", tmp_path / "s.json")
@@ -144,12 +138,22 @@ def _toml(model: ModelSpec) -> str:
     """A model as people write it."""
     lines = [f"name = {json.dumps(model.name)}"]
     for module in model.modules:
-        lines += ["[[modules]]", f"name = {json.dumps(module.name)}", f"reads = {json.dumps(module.reads)}",
-                  f"after = {json.dumps(module.after)}", f"frozen = {json.dumps(module.frozen)}"]  # fmt: skip
+        lines += [
+            "[[modules]]",
+            f"name = {json.dumps(module.name)}",
+            f"reads = {json.dumps(module.reads)}",
+            f"after = {json.dumps(module.after)}",
+            f"frozen = {json.dumps(module.frozen)}",
+        ]
         for layer in module.layers:
             shape = f"{{dims = {json.dumps(layer.output.dims)}, dtype = {json.dumps(layer.output.dtype)}}}"
-            lines += ["[[modules.layers]]", f"kind = {json.dumps(layer.kind)}", f"count = {layer.count}",
-                      f"num_parameters = {layer.num_parameters}", f"output = {shape}"]  # fmt: skip
+            lines += [
+                "[[modules.layers]]",
+                f"kind = {json.dumps(layer.kind)}",
+                f"count = {layer.count}",
+                f"num_parameters = {layer.num_parameters}",
+                f"output = {shape}",
+            ]
     return "\n".join(lines) + "\n"
 
 
@@ -157,8 +161,11 @@ def _toml(model: ModelSpec) -> str:
 def problem(tmp_path: Path) -> Path:
     """Files of a small vision-language problem, in a folder."""
     model, layout, _ = random_case(3)
-    layers = {f"{m.name}/{layer.kind}": LayerFit((1e-4, 0, 1e-6, 0), (2e-4, 0, 2e-6, 0), (0, 0, 64, 0))
-              for m in model.modules for layer in m.flat_layers}  # fmt: skip
+    layers = {
+        f"{m.name}/{layer.kind}": LayerFit((1e-4, 0, 1e-6, 0), (2e-4, 0, 2e-6, 0), (0, 0, 64, 0))
+        for m in model.modules
+        for layer in m.flat_layers
+    }
     profile = Profile("test", layers)
     (tmp_path / "model.json").write_bytes(msgspec.json.encode(model))
     (tmp_path / "model.toml").write_text(_toml(model))
@@ -182,16 +189,7 @@ def test_plan_leaves_everything_and_each_step_accepts_it(source: str, invoke: In
         options += ["--layout", problem / "layout.json", "--profile", problem / "profile.json"]
     out = problem / "a" / "planned"
     done = invoke(
-        "plan",
-        problem / "samples.jsonl",
-        *options,
-        "--budget",
-        0.05,
-        "--out",
-        out,
-        "--json",
-        "--iteration",
-        17,
+        "plan", problem / "samples.jsonl", *options, "--budget", 0.05, "--out", out, "--json", "--iteration", 17
     )
     assert done.code == 0, done.err
     document = json.loads(done.out)
@@ -201,7 +199,7 @@ def test_plan_leaves_everything_and_each_step_accepts_it(source: str, invoke: In
     assert document["num_samples"] == len(pipeloom.read_samples(problem / "samples.jsonl"))
     assert invoke("check", out / "instance.json", out / "schedule.json").code == 0
     assert invoke("verify", out / "batch.plan", "--layout", problem / "layout.json").code == 0
-    assert (out / "batch.plan").read_text().startswith("pipeloom.plan/1 ranks=")
+    assert (out / "batch.plan").read_text().startswith("pipeloom.plan/2 ranks=")
     assert " iteration=17 " in (out / "batch.plan").read_text()
     batches = pipeloom.load(out / "batches.json")
     assert isinstance(batches, PackedBatches)
@@ -219,10 +217,12 @@ def test_plan_refuses_in_one_line(invoke: Invoke, problem: Path) -> None:
         ((samples, "--setup", setup, "--method", "x"), "--method: 'x' is none of"),
         ((samples, "--setup", setup, "--budget", "inf"), "--budget: inf is not between"),
         ((problem / "none", "--setup", setup), "cannot be read"),
-        ((samples, "--model", problem / "layout.json", "--layout", setup, "--profile", setup, "--tokens", 9),
-         "layout.json: "),
+        (
+            (samples, "--model", problem / "layout.json", "--layout", setup, "--profile", setup, "--tokens", 9),
+            "layout.json: ",
+        ),
         ((samples, "--setup", setup, "--html", problem / "no" / "x"), "its folder does not exist"),
-    ]:  # fmt: skip
+    ]:
         done = invoke("plan", *arguments, "--out", out)
         assert (done.code, done.out, done.err.count("\n")) == (2, "", 1), done.err
         assert message in done.err
@@ -240,12 +240,11 @@ def test_plan_refuses_in_one_line(invoke: Invoke, problem: Path) -> None:
         ("model.modules.1.layers.0.count", 2**60, "model: module 'lm': has 1152921504606846976 layers"),
         ("layout.chunks.0.layers", [-1, 1], "chunks[0].layers: "),
         ("strategies", [], "strategies: is empty"),
-        (
-            "profile.layers.lm/block.forward_s",
-            [-1, 0, 0, 0],
-            "layers.lm/block.forward_s[0]: -1 is not between",
-        ),
-        ("profile.layers.lm/block.forward_s", [1e14, 0, 1e14, 0], "sizes times costs do not fit"),
+        ("profile.layers.lm/block.forward_s", [-1, 0, 0, 0], "layers.lm/block.forward_s[0]: -1 is not between"),
+        ("profile.layers.lm/block.forward_s", [1e14, 0, 1e14, 0], "forward_s: 1.36e+16 s is not below 4.6e+09 s"),
+        ("profile.layers.lm/block.forward_s", [2e9, 0, 0, 0], "the sum must stay below 4.6e+09 s"),
+        ("cluster.link_latency_s", 5e8, "edges.delay_s: sums to"),
+        ("cluster.link_bytes_per_s", 1e-8, "is not below 4.6e+09 s; give smaller times"),
         ("profile.layers", {}, "'vision/block'"),
         ("packing.token_budget", 0, "packing.token_budget: 0 is below 1"),
         ("cluster.link_bytes_per_s", 0, "cluster.link_bytes_per_s: 0.0 is not positive"),
@@ -262,9 +261,7 @@ def test_plan_refuses_parts_that_do_not_belong_together(
     node[last] = value
     (problem / "setup.json").write_text(json.dumps(setup))
     out = problem / "out"
-    done = invoke(
-        "plan", problem / "samples.jsonl", "--setup", problem / "setup.json", "--budget", 0.01, "--out", out
-    )
+    done = invoke("plan", problem / "samples.jsonl", "--setup", problem / "setup.json", "--budget", 0.01, "--out", out)
     assert (done.code, done.out, done.err.count("\n")) == (2, "", 1), done.err
     assert message in done.err
     assert not out.exists()
@@ -273,13 +270,9 @@ def test_plan_refuses_parts_that_do_not_belong_together(
 def test_toml_errors_name_the_line(invoke: Invoke, problem: Path) -> None:
     (problem / "bad.toml").write_text('name = "a"\nname = "b"\n')
     options = ["--layout", problem / "layout.json", "--profile", problem / "profile.json", "--tokens", 9]
-    done = invoke(
-        "plan", problem / "samples.jsonl", "--model", problem / "bad.toml", *options, "--out", problem / "o"
-    )
+    done = invoke("plan", problem / "samples.jsonl", "--model", problem / "bad.toml", *options, "--out", problem / "o")
     assert done.code == 2
     assert "bad.toml: is not valid TOML: cannot overwrite a value (at line 2" in done.err
     (problem / "bad.toml").write_text('name = "a"\nmodules = []\ncolour = 3\n')
-    done = invoke(
-        "plan", problem / "samples.jsonl", "--model", problem / "bad.toml", *options, "--out", problem / "o"
-    )
+    done = invoke("plan", problem / "samples.jsonl", "--model", problem / "bad.toml", *options, "--out", problem / "o")
     assert "bad.toml: colour: is not a known field" in done.err

@@ -1,4 +1,4 @@
-"""`pipeloom plan MODEL --compare`, and the worked page for a user's own model."""
+"""`pipeloom compare`, and the worked page for a user's own model."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from pipeloom.cli.app import run
-from pipeloom.planner import comparison
-from pipeloom.planner.choose_layout import choose_layout
+from pipeloom.lab.systems import comparison
+from pipeloom.lab.systems.chosen_layout import choose_layout
 from pipeloom.search import Evaluations
 
 ROOT = Path(__file__).parents[2]
@@ -35,10 +35,9 @@ def test_the_worked_page_runs_as_written(folder: Path, capsys: pytest.CaptureFix
     """Three commands; the last with fewer systems and a shorter search."""
     page = (ROOT / "docs" / "own-model-table.md").read_text()
     commands = [shlex.split(c)[1:] for c in re.findall(r"```sh\n(pipeloom .*)\n```", page)]
-    assert [command[0] for command in commands] == ["emulate", "sweep", "plan"]
+    assert [command[0] for command in commands] == ["emulate", "sweep", "compare"]
     last = commands[-1]
-    last[last.index("all")] = "interleaved,nnscaler,optimus,dip,pipeloom-dip-layout"
-    last += ["--budget", "0.05"]
+    last += ["--systems", "interleaved,nnscaler,optimus,dip,pipeloom-dip-layout", "--budget", "0.05"]
     for command in commands:
         assert run(command) == 0, command
     out = capsys.readouterr().out
@@ -50,14 +49,31 @@ def test_the_worked_page_runs_as_written(folder: Path, capsys: pytest.CaptureFix
 
 
 def test_as_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["plan", "config.json", "--compare", "1f1b,interleaved-time,fsdp", "--pp", "2", "--microbatches", "3",
-               "--data", "samples.jsonl", "--seed", "5", "--json"]  # fmt: skip
+    command = [
+        "compare",
+        "config.json",
+        "--systems",
+        "1f1b,interleaved-time,fsdp",
+        "--pp",
+        "2",
+        "--microbatches",
+        "3",
+        "--data",
+        "samples.jsonl",
+        "--seed",
+        "5",
+        "--json",
+    ]
     assert run(command) == 0
     document = json.loads(capsys.readouterr().out)
     assert [row["system"] for row in document["systems"]] == ["1f1b", "interleaved-time", "fsdp"]
     assert all(0 < row["mfu"] < 1 and row["iteration_s"] > 0 for row in document["systems"])
     assert document["seed"] == 5
     assert (document["device"], document["device_basis"]) == ("H800 SXM5 80GB", "datasheet")
+    # The command's old name gives the same.
+    old = ["plan", "config.json", "--compare", *command[3:]]
+    assert run(old) == 0
+    assert json.loads(capsys.readouterr().out) == document
 
 
 def test_the_chosen_layout_stands_beside_what_others_would_cost(
@@ -66,8 +82,20 @@ def test_the_chosen_layout_stands_beside_what_others_would_cost(
     quick = functools.partial(choose_layout, trial=Evaluations(3), rounds=1)
     monkeypatch.setattr(comparison, "choose_layout", quick)
     monkeypatch.setattr(comparison, "FINAL", Evaluations(3))
-    command = ["plan", "config.json", "--compare", "pipeloom", "--pp", "2", "--microbatches", "3", "--budget", "0.05",
-               "--data", "samples.jsonl"]  # fmt: skip
+    command = [
+        "compare",
+        "config.json",
+        "--systems",
+        "pipeloom",
+        "--pp",
+        "2",
+        "--microbatches",
+        "3",
+        "--budget",
+        "0.05",
+        "--data",
+        "samples.jsonl",
+    ]
     assert run([*command, "--json"]) == 0
     (row,) = json.loads(capsys.readouterr().out)["systems"]
     chosen, *others = row["layouts"]

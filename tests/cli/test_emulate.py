@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pipeloom.cli.app import run
-from pipeloom.spec.catalog import load_machine, names
+from pipeloom.spec.catalog import load_cluster, names
 
 
 @pytest.mark.parametrize("model", names("models"))
@@ -28,8 +28,7 @@ def test_every_model_of_the_zoo_is_emulated(model: str, capsys: pytest.CaptureFi
 def test_pictures_and_own_samples(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     samples = tmp_path / "samples.jsonl"
     rows = [
-        {"id": f"s{i}", "text_tokens": 4000, "image_tokens": [169] * 5, "image_patches": [2704] * 5}
-        for i in range(12)
+        {"id": f"s{i}", "text_tokens": 4000, "image_tokens": [169] * 5, "image_patches": [2704] * 5} for i in range(12)
     ]
     samples.write_text("\n".join(map(json.dumps, rows)))
     html, trace = tmp_path / "page.html", tmp_path / "trace.json"
@@ -49,10 +48,7 @@ def test_pictures_and_own_samples(tmp_path: Path, capsys: pytest.CaptureFixture[
         ("emulate vlm-m --tp 3 --pp 4", "heads: 16 is not a multiple of tensor parallelism 3"),
         ("emulate vlm-m --cluster x", "clusters 'x': is unknown"),
         ("emulate vlm-m --strategy wild", "strategy: 'wild' is not one of keep"),
-        (
-            "emulate vlm-m --strategy full:2",
-            "strategy: '2' is not a share of the layers; give one from 0 to 1",
-        ),
+        ("emulate vlm-m --strategy full:2", "strategy: '2' is not a share of the layers; give one from 0 to 1"),
         ("emulate vlm-m --strategy full:-1", "strategy: '-1' is not a share"),
         ("emulate vlm-m --strategy full:nan", "strategy: 'nan' is not a share"),
         ("emulate vlm-m", "GiB are usable; raise tensor or pipeline parallelism"),
@@ -85,9 +81,8 @@ def test_sweep_prints_what_runs_and_lists_what_cannot(capsys: pytest.CaptureFixt
     assert "dp 4 tp 1 pp 1: 2 microbatches for 4 replicas" in shown
 
 
-def test_calibrate_writes_a_table_that_can_be_emulated_on(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.ranks
+def test_calibrate_writes_a_table_that_can_be_emulated_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     table, plot = tmp_path / "cpu.toml", tmp_path / "plot.html"
     line = [
         "calibrate",
@@ -108,9 +103,11 @@ def test_calibrate_writes_a_table_that_can_be_emulated_on(
     assert all(row["predicted_s"] > 0 for row in document["operators"])
     assert "Calibration" in plot.read_text()
     cluster = tmp_path / "one.toml"
-    cluster.write_text(f'name = "one"\nsource = "a test"\ndevice = "{table}"\ndevices_per_node = 1\nnum_nodes = 1\n'
-                       "nic_bytes_per_s = 1e9\nnic_latency_s = 1e-5\n")  # fmt: skip
-    device = load_machine(str(cluster)).device
+    cluster.write_text(
+        f'name = "one"\nsource = "a test"\ndevice = "{table}"\ndevices_per_node = 1\nnum_nodes = 1\n'
+        "nic_bytes_per_s = 1e9\nnic_latency_s = 1e-5\n"
+    )
+    device = load_cluster(str(cluster)).device
     assert device.basis == "measured"
     # Two processes over loopback: the link inside a node, said so in the table.
     assert "gloo over loopback" in device.source

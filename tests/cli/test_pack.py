@@ -10,10 +10,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from pipeloom.arrange import encoder_first
 from pipeloom.cli.app import run
 from pipeloom.cost import LayerFit, Profile
 from pipeloom.io import read_batches, write_samples
+from pipeloom.layout import encoder_first
 from pipeloom.packing import POLICIES, PackingSpec
 from pipeloom.planner import Setup
 from pipeloom.spec import Sample
@@ -29,9 +29,7 @@ def samples(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_every_policy_packs_every_sample(
-    samples: Path, policy: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_policy_packs_every_sample(samples: Path, policy: str, capsys: pytest.CaptureFixture[str]) -> None:
     out = samples.with_name("batches.json")
     arguments = ["pack", str(samples), "--tokens", "30", "--policy", policy, "--out", str(out), "--json"]
     assert run([*arguments, "--batch", "10", "--attention-tokens", "20"]) == 0
@@ -61,9 +59,7 @@ def tuned_setup(tmp_path: Path) -> Path:
     model = vlm_spec(2, 4)
     layout = encoder_first(model, 2, lambda *_: 1.0)
     fit = LayerFit((1e-4, 0, 1e-5, 1e-8), (2e-4, 0, 2e-5, 2e-8), (0, 0, 8, 0))
-    profile = Profile(
-        "made", {f"{m.name}/{layer.kind}": fit for m in model.modules for layer in m.flat_layers}
-    )
+    profile = Profile("made", {f"{m.name}/{layer.kind}": fit for m in model.modules for layer in m.flat_layers})
     path = tmp_path / "setup.json"
     path.write_bytes(msgspec.json.encode(Setup(model, layout, profile, PackingSpec(40), tuning=TuningSpec())))
     return path
@@ -98,7 +94,7 @@ def test_what_is_planned_from_a_tuned_setup_is_tuned(
         tuned.append(tune(*positional, **named))
         return tuned[-1]
 
-    monkeypatch.setattr(sys.modules["pipeloom.planner.plan_batch"], "tune", listening)
+    monkeypatch.setattr(sys.modules["pipeloom.planner.planning"], "tune", listening)
     out = samples.with_name("planned")
     command = ["plan", str(samples), "--setup", str(tuned_setup), "--budget", "0.1", "--out", str(out)]
     assert run(command) == 0
@@ -107,9 +103,7 @@ def test_what_is_planned_from_a_tuned_setup_is_tuned(
     assert [len(m.samples) for m in planned.microbatches] == [len(group) for group in tuned[0].groups]
 
 
-def test_tuned_wants_costs_and_no_number(
-    samples: Path, tuned_setup: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_tuned_wants_costs_and_no_number(samples: Path, tuned_setup: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["pack", str(samples), "--tokens", "30", "--policy", "tuned", "--out", "b.json"]
     assert run(command) == 2
     assert "'tuned' without --setup; give the setup.json" in capsys.readouterr().err

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from pipeloom.cli.record import HISTORY, Recorder, read_history
 from pipeloom.cost import Correction
 from pipeloom.errors import InputError
 from pipeloom.planner import answer_of, plan_batch
 from pipeloom.runtime import StepReport
 from pipeloom.search import Evaluations
+from pipeloom.training.record import HISTORY, Recorder, RunFacts, read_history
 from tests.cases import random_batch
 from tests.planner.cases import random_setup
 
@@ -27,10 +27,20 @@ class Reports:
 
     def __call__(self, iteration: int, **changes: Any) -> StepReport:
         fields = {
-            "iteration": iteration, "loss": 1.0 / (iteration + 1), "gradient_norm": 1.0, "num_microbatches": 2,
-            "measured_s": 0.1, "measured_bubble_share": 0.2, "fresh": True, "lead_s": 0.0, "reason": "",
-            "answer": self.answer, "batch": None, "correction": Correction(), "measured": None,
-        }  # fmt: skip
+            "iteration": iteration,
+            "loss": 1.0 / (iteration + 1),
+            "gradient_norm": 1.0,
+            "num_microbatches": 2,
+            "measured_s": 0.1,
+            "measured_bubble_share": 0.2,
+            "fresh": True,
+            "lead_s": 0.0,
+            "reason": "",
+            "answer": self.answer,
+            "batch": None,
+            "correction": Correction(),
+            "measured": None,
+        }
         return StepReport(**fields | changes)
 
 
@@ -57,12 +67,10 @@ def test_iterations_after_the_checkpoint_are_replaced(tmp_path: Path) -> None:
         again.add(reports(iteration, loss=9.0))
     rows = read_history(tmp_path / HISTORY)
     assert [(row.iteration, row.start, row.loss == 9.0) for row in rows] == [
-        *((i, 0, False) for i in range(5)), *((i, 1, True) for i in range(5, 9)),
-    ]  # fmt: skip
-    summary = again.summarise(
-        name="n", elapsed_s=1.0, num_ranks=1, num_parameters=1, seed=0, layout="", comparison={},
-        comparison_batches=0, difference=None,
-    )  # fmt: skip
+        *((i, 0, False) for i in range(5)),
+        *((i, 1, True) for i in range(5, 9)),
+    ]
+    summary = again.summarise(RunFacts("n", 1, 1, 0, ""), 1.0)
     assert (summary.iterations, summary.resumed_at) == (9, (5,))
     assert (summary.loss_first, summary.loss_last) == (1.0, 9.0)
 

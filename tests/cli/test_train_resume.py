@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
+import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +15,8 @@ import pytest
 
 from pipeloom.cli.app import run
 from tests.cli.test_train_user_code import GOOD, TASK
+
+pytestmark = pytest.mark.ranks
 
 ITERATIONS = 7
 CONFIG = """
@@ -66,10 +71,7 @@ def losses(folder: Path) -> list[float]:
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]:
     folder = tmp_path_factory.mktemp("undisturbed")
     assert run(["train", str(config(folder, crash=False)), "--runs", str(folder)]) == 0
-    assert sorted(path.name for path in (folder / "t" / "checkpoints").iterdir()) == [
-        "step-00000006",
-        "step-00000007",
-    ]
+    assert sorted(path.name for path in (folder / "t" / "checkpoints").iterdir()) == ["step-00000006", "step-00000007"]
     return folder, losses(folder)
 
 
@@ -81,10 +83,7 @@ def test_a_killed_rank_ends_all_and_training_goes_on(
     assert run(arguments) == 2
     assert "rank 1: the process was killed by signal 9" in capfd.readouterr().err
     assert run(arguments) == 2
-    assert (
-        "has a checkpoint after 4 iterations; --resume goes on from it, --from-scratch"
-        in capfd.readouterr().err
-    )
+    assert "has a checkpoint after 4 iterations; --resume goes on from it, --from-scratch" in capfd.readouterr().err
     assert run([*arguments, "--resume"]) == 0
     assert losses(tmp_path) == pytest.approx(undisturbed[1], rel=1e-10)
     summary = json.loads((tmp_path / "t" / "summary.json").read_text())
@@ -102,15 +101,67 @@ def test_all_ranks_are_started_again_where_that_is_asked_for(
     assert losses(tmp_path) == pytest.approx(undisturbed[1], rel=1e-10)
 
 
+def train_as_worker(rank: int, port: int, num_restarts: int, arguments: list[str]) -> None:
+    """One of two processes as torchrun starts them."""
+    os.environ |= {
+        "TORCHELASTIC_RUN_ID": "none",
+        "TORCHELASTIC_RESTART_COUNT": str(num_restarts),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+    }
+    sys.exit(run(arguments))
+
+
+def test_workers_that_are_started_again_go_on(undisturbed: tuple[Path, list[float]], tmp_path: Path) -> None:
+    arguments = ["train", str(config(tmp_path, crash=True)), "--runs", str(tmp_path)]
+
+    def exit_codes(num_restarts: int) -> list[int]:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        start = multiprocessing.get_context("spawn").Process
+        workers = [start(target=train_as_worker, args=(rank, port, num_restarts, arguments)) for rank in range(2)]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+        return [worker.exitcode for worker in workers]
+
+    assert exit_codes(0) == [2, -signal.SIGKILL]
+    assert exit_codes(1) == [0, 0]
+    assert losses(tmp_path) == pytest.approx(undisturbed[1], rel=1e-10)
+    assert json.loads((tmp_path / "t" / "summary.json").read_text())["resumed_at"] == [4]
+
+
+@pytest.mark.full
 def test_torchrun_starts_the_ranks_again_and_training_goes_on(
     undisturbed: tuple[Path, list[float]], tmp_path: Path
 ) -> None:
     path = config(tmp_path, crash=True)
     command = [
-        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1",
-        "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1",
-        "-m", "pipeloom", "train", str(path), "--runs", str(tmp_path),
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--max-restarts",
+        "1",
+        "--rdzv-backend",
+        "c10d",
+        "--rdzv-endpoint",
+        "127.0.0.1:0",
+        "--local-addr",
+        "127.0.0.1",
+        "-m",
+        "pipeloom",
+        "train",
+        str(path),
+        "--runs",
+        str(tmp_path),
+    ]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=300, env=os.environ | {"OMP_NUM_THREADS": "1"}
     )

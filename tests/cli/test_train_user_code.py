@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from pipeloom.cli.app import run
-from pipeloom.cli.train_rank import read_setup
 from pipeloom.errors import InputError
+from pipeloom.training import TrainingRun
+
+pytestmark = pytest.mark.ranks
 
 TASK = """
 import torch
@@ -89,9 +92,7 @@ def test_faults_found_while_measuring(
     assert message in capsys.readouterr().err
 
 
-def test_a_model_that_does_not_say_how_layers_are_divided(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_that_does_not_say_how_layers_are_divided(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = config(tmp_path)
     path.write_text(path.read_text() + "[parallel]\ntp = 2\n")
     assert run(["train", str(path), "--runs", str(tmp_path)]) == 2
@@ -126,7 +127,5 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path, capsys: pytest.Ca
 
 
 def test_a_setup_that_this_host_does_not_have_is_told_of(tmp_path: Path) -> None:
-    with pytest.raises(
-        InputError, match=r"setup.json: cannot be read on host .*, rank 0 wrote it; .* --runs"
-    ):
-        read_setup(tmp_path / "setup.json")
+    with pytest.raises(InputError, match=r"setup.json: cannot be read on host .*, rank 0 wrote it; .* --runs"):
+        replace(TrainingRun.from_toml(config(tmp_path)), folder=tmp_path).read_setup()

@@ -7,9 +7,11 @@ import re
 import shutil
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 from pipeloom import compiled
+from pipeloom.compiled.decorators import _Index
 from pipeloom.compiled.stamp import ROOT, files_of
 
 INNER = """
@@ -38,9 +40,7 @@ def test_a_change_in_a_file_reaches_those_that_call_its_functions_or_read_its_co
         file.write_text(file.read_text().replace("pipeloom.compiled", "package.compiled"))
     (package / "kernels").mkdir()
     (package / "__init__.py").touch()
-    (package / "kernels" / "__init__.py").write_text(
-        "if True:\n    from package.kernels.inner import inner\n"
-    )
+    (package / "kernels" / "__init__.py").write_text("if True:\n    from package.kernels.inner import inner\n")
     (package / "outer.py").write_text(OUTER)
 
     def answer(length: int, decorator: str, other: str = "") -> str:
@@ -73,16 +73,11 @@ def test_files_of_a_kernel_are_those_of_its_callees_and_constants_not_all():
     climb = names("search/kernels/climb.py")
     # Called by what it calls; constants; the arrays' layout; and the decorators themselves.
     called = {"search/kernels/climb.py", "search/kernels/queues.py", "search/kernels/banker.py"}
-    assert called | {"search/kernels/codes.py", "search/problem.py", "compiled/decorators.py"} <= climb
-    assert not climb & {
-        "search/kernels/shake.py",
-        "search/tree_kernels.py",
-        "search/solve.py",
-        "search/jobs.py",
-    }
+    assert called | {"search/kernels/codes.py", "search/packed.py", "compiled/decorators.py"} <= climb
+    assert not climb & {"search/kernels/shake.py", "lab/solvers/kernels/tree.py", "search/solve.py", "search/jobs.py"}
     # Imported from a package that has it from elsewhere.
     assert "taskgraph/graph.py" in names("timeline/residence.py")
-    assert "search/kernels/queues.py" in names("search/tree_kernels.py")
+    assert "search/kernels/queues.py" in names("lab/solvers/kernels/tree.py")
 
 
 def test_all_compiled_code_has_the_stamp():
@@ -93,6 +88,7 @@ def test_all_compiled_code_has_the_stamp():
 
 CACHED = """
 import sys
+import types
 from pipeloom.compiled import kernel
 @kernel
 def total(numbers):
@@ -122,3 +118,30 @@ def test_cached_code_runs_without_what_only_compiling_needs_and_others_can_still
     assert lines()[0] == "6 0 True"
     assert lines()[0] == "6 1 False"
     assert lines("other") == ["6 1 False", "6"]
+
+
+def test_what_was_compiled_for_types_that_are_gone_is_compiled_anew(tmp_path, monkeypatch):
+    """A kernel's index on disk names the types of its arguments, which may have moved since to another module."""
+    gone = types.ModuleType("gone")
+    exec("class Arrays: pass", gone.__dict__)
+    monkeypatch.setitem(sys.modules, "gone", gone)
+    index = _Index(str(tmp_path), "kernel", "stamp")
+    index.save((gone.Arrays, "signature"), b"code")
+    assert index.load((gone.Arrays, "signature")) == b"code"
+    monkeypatch.delitem(sys.modules, "gone")
+    assert index.load(("other", "signature")) is None
+    index.save(("other", "signature"), b"new")
+    assert index.load(("other", "signature")) == b"new"
+
+
+def test_processes_that_compile_at_once_never_take_one_anothers_code(tmp_path):
+    def files_after_saving(key: str) -> set[str]:
+        index = _Index(str(tmp_path), "kernel", "stamp")
+        index.save((key, "signature"), key)
+        found = set(index._load_index().values())
+        # The other process has read the index before this one wrote it.
+        Path(index._index_path).unlink()
+        return found
+
+    assert not files_after_saving("float64") & files_after_saving("int64")
+    assert len(files_after_saving("int64")) == 1

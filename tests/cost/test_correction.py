@@ -12,9 +12,7 @@ from pipeloom.errors import InputError
 
 @settings(max_examples=50)
 @given(st.integers(0, 10**6), st.floats(1e-6, 1e-2), st.floats(1e-12, 1e-7))
-def test_a_link_is_found_again_though_some_messages_were_held_up(
-    seed: int, latency_s: float, rate: float
-) -> None:
+def test_a_link_is_found_again_though_some_messages_were_held_up(seed: int, latency_s: float, rate: float) -> None:
     rng = random.Random(seed)
     sizes = [size for size in (1000, 5000, 20_000, 10**6) for _ in range(12)]
     messages = [(size, latency_s + rate * size) for size in sizes]

@@ -3,7 +3,7 @@ import pytest
 
 from pipeloom.cost import LayerMeasurement, ProfileCosts, fit_profile, sharded_copies
 from pipeloom.errors import InputError
-from pipeloom.spec import Chunk, ClusterSpec, LayerSpec, ModelSpec, ModuleSpec, TensorShape, Workload
+from pipeloom.spec import Chunk, LayerSpec, ModelSpec, ModuleSpec, RankSpec, TensorShape, Workload
 from tests.cases import vlm_spec
 
 
@@ -15,9 +15,7 @@ def measure(module: str, kind: str, seed: int, noise: float = 0.0) -> list[Layer
         load = Workload(lengths)
         truth = 2e-4 + 1e-6 * load.num_tokens + 3e-8 * load.num_token_pairs
         jitter = 1 + noise * rng.standard_normal()
-        rows.append(
-            LayerMeasurement(module, kind, lengths, truth * jitter, 2 * truth * jitter, 100 * load.num_tokens)
-        )
+        rows.append(LayerMeasurement(module, kind, lengths, truth * jitter, 2 * truth * jitter, 100 * load.num_tokens))
     return rows
 
 
@@ -39,9 +37,7 @@ def test_a_law_of_the_assumed_form_is_recovered() -> None:
 
 
 def test_noise_does_not_give_negative_or_wild_costs() -> None:
-    profile = fit_profile(
-        [row for module, kind in KINDS for row in measure(module, kind, 2, noise=0.1)], "test"
-    )
+    profile = fit_profile([row for module, kind in KINDS for row in measure(module, kind, 2, noise=0.1)], "test")
     assert 0 < profile.mean_error < 0.15
     for fit in profile.layers.values():
         assert min(fit.forward_s) >= 0
@@ -53,7 +49,7 @@ def test_noise_does_not_give_negative_or_wild_costs() -> None:
 
 def test_factors_and_links_enter() -> None:
     profile = fit_profile([row for module, kind in KINDS for row in measure(module, kind, 1)], "test")
-    cluster = ClusterSpec(link_bytes_per_s=1e6, link_latency_s=1e-3)
+    cluster = RankSpec(link_bytes_per_s=1e6, link_latency_s=1e-3)
     plain = ProfileCosts(vlm_spec(), profile, cluster)
     slow = ProfileCosts(vlm_spec(), profile, cluster, factors={"lm": (2.0, 3.0)})
     chunk, load = Chunk("lm", (0, 0), 0), Workload((10,))

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from pipeloom.emulator.rules import Device
 from pipeloom.spec import architecture as a
-from pipeloom.spec.hardware import DeviceSpec, MachineSpec
+from pipeloom.spec.hardware import ClusterSpec, DeviceSpec
 
 # Round rates: one operation and one memory byte take a nanosecond each, a byte on a link two.
 PLAIN = (
@@ -19,13 +19,18 @@ PLAIN = (
 
 def machine(num_nodes=2, per_node=4, **changes):
     values = {
-        "name": "test", "basis": "datasheet", "source": "made up", "flops_per_s": 1e12, "memory_bytes": 10**12,
-        "memory_bytes_per_s": 1e11, "nvlink_bytes_per_s": 1e10, "nvlink_latency_s": 1e-6, "pcie_bytes_per_s": 1e10,
-    }  # fmt: skip
+        "name": "test",
+        "basis": "datasheet",
+        "source": "made up",
+        "flops_per_s": 1e12,
+        "memory_bytes": 10**12,
+        "memory_bytes_per_s": 1e11,
+        "nvlink_bytes_per_s": 1e10,
+        "nvlink_latency_s": 1e-6,
+        "pcie_bytes_per_s": 1e10,
+    }
     device = DeviceSpec(**(values | changes))
-    return MachineSpec(
-        "test", "made up", device, per_node, num_nodes, nic_bytes_per_s=1e9, nic_latency_s=1e-6
-    )
+    return ClusterSpec("test", "made up", device, per_node, num_nodes, nic_bytes_per_s=1e9, nic_latency_s=1e-6)
 
 
 ATTENTION = a.AttentionMixer(heads=4, kv_heads=2, head_width=8)
@@ -47,9 +52,14 @@ def residual_layers(draw):
     mixers = tuple(draw(st.lists(st.sampled_from(MIXERS), min_size=1, max_size=2)))
     modulated = draw(st.booleans())
     return a.ResidualLayer(
-        hidden=32, mixers=mixers, count=draw(st.integers(1, 3)), norm=draw(st.sampled_from(["layer", "rms"])),
-        post_norm=draw(st.booleans()), modulated=modulated, modulation_projection=modulated and draw(st.booleans()),
-    )  # fmt: skip
+        hidden=32,
+        mixers=mixers,
+        count=draw(st.integers(1, 3)),
+        norm=draw(st.sampled_from(["layer", "rms"])),
+        post_norm=draw(st.booleans()),
+        modulated=modulated,
+        modulation_projection=modulated and draw(st.booleans()),
+    )
 
 
 @st.composite
@@ -57,22 +67,27 @@ def architectures(draw):
     """A language model of random layers, with or without a random vision encoder before it."""
     body = draw(st.lists(residual_layers(), min_size=1, max_size=3))
     lm = a.ModuleArchitecture(
-        "lm", "sequence",
+        "lm",
+        "sequence",
         (
-            a.TokenEmbeddingLayer(vocabulary=64, hidden=32), *body,
+            a.TokenEmbeddingLayer(vocabulary=64, hidden=32),
+            *body,
             a.LanguageHeadLayer(hidden=32, vocabulary=64, tied=draw(st.booleans())),
         ),
-        after=("vision",) if (vision := draw(st.booleans())) else (), frozen=vision and draw(st.booleans()),
-    )  # fmt: skip
+        after=("vision",) if (vision := draw(st.booleans())) else (),
+        frozen=vision and draw(st.booleans()),
+    )
     if not vision:
         return a.Architecture("random", "drawn", (lm,))
     layers = draw(st.lists(residual_layers(), min_size=1, max_size=2))
     encoder = a.ModuleArchitecture(
-        "vision", "images",
+        "vision",
+        "images",
         (
-            a.PatchEmbeddingLayer(patch_numbers=12, hidden=32), *layers,
+            a.PatchEmbeddingLayer(patch_numbers=12, hidden=32),
+            *layers,
             a.PatchMergerLayer(hidden=32, factor=4, out_width=32, inner=64),
         ),
         frozen=draw(st.booleans()),
-    )  # fmt: skip
+    )
     return a.Architecture("random", "drawn", (encoder, lm))

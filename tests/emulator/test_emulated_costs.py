@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
-from pipeloom.arrange import separate, typical_seconds
 from pipeloom.cost import CostModel
 from pipeloom.cost.emulated import EmulatedCosts
-from pipeloom.errors import InputError
-from pipeloom.packing import Microbatch, Packing, PackingSpec, SubMicrobatch
+from pipeloom.errors import InfeasibleError, InputError, PlanError
+from pipeloom.layout import separate, typical_seconds
+from pipeloom.packing import Microbatch, Packing, PackingSpec, SubMicrobatch, pack
+from pipeloom.plan import Verb, boundary_shapes, lower, verify
 from pipeloom.planner import Problem, plan_batch
-from pipeloom.search import Evaluations
+from pipeloom.search import Evaluations, solve
 from pipeloom.spec import Batch, Chunk, Layout, ModuleLayout, Sample, Workload
 from pipeloom.spec.batch import video_tokens
 from pipeloom.spec.datasets import draw_samples, group_clips
-from pipeloom.spec.hardware import Degrees
+from pipeloom.spec.parallelism import Degrees
 from pipeloom.taskgraph.build import build_graph
+from pipeloom.taskgraph.iteration import MemoryLimit, iteration_graph, workspace_bytes
 from pipeloom.timeline import check
 
 
@@ -25,20 +28,18 @@ def costs():
         "vlm-s",
         "dip-h800-64",
         Degrees(tensor=4, pipeline=2, data=2),
-        ("keep", "selective", "full:0.5", "full"),
+        ("keep", "selective", "recompute:0.5", "recompute"),
     )
 
 
 def test_strategies_trade_time_for_memory(costs):
     model: CostModel = costs
     keep, selective, half, full = model.chunk_costs(Chunk("lm", (1, 8), 0), Workload((5000, 3192)))
-    assert [c.strategy for c in (keep, selective, half, full)] == ["keep", "selective", "full:0.5", "full"]
+    assert [c.strategy for c in (keep, selective, half, full)] == ["keep", "selective", "recompute:0.5", "recompute"]
     assert keep.forward_s == selective.forward_s == full.forward_s > 0
     assert keep.backward_s < selective.backward_s < half.backward_s < full.backward_s
-    assert (
-        keep.activation_bytes > selective.activation_bytes > half.activation_bytes > full.activation_bytes > 0
-    )
-    assert half.layers == ("full",) * 4 + ("keep",) * 4
+    assert keep.activation_bytes > selective.activation_bytes > half.activation_bytes > full.activation_bytes > 0
+    assert half.layers == ("recompute",) * 4 + ("keep",) * 4
     for cost in (keep, selective, half, full):
         # Split, the collectives of the input gradient no longer hide behind the weight gradient.
         assert cost.backward_s <= cost.backward_input_s + cost.backward_weight_s <= 1.5 * cost.backward_s
@@ -46,9 +47,7 @@ def test_strategies_trade_time_for_memory(costs):
 
 def test_chunks_of_the_same_layers_share_an_answer(costs):
     work = Workload((5000, 3192))
-    first, second, longer = (
-        costs.chunk_costs(Chunk("lm", layers, 0), work) for layers in ((1, 8), (9, 16), (9, 17))
-    )
+    first, second, longer = (costs.chunk_costs(Chunk("lm", layers, 0), work) for layers in ((1, 8), (9, 16), (9, 17)))
     assert first is second
     assert longer[0].forward_s > first[0].forward_s
     # The chunk that begins with the embeddings has other layers.
@@ -56,15 +55,15 @@ def test_chunks_of_the_same_layers_share_an_answer(costs):
 
 
 def test_parts_of_backwards_only_where_wanted(costs):
-    whole = EmulatedCosts(
-        "vlm-s", "dip-h800-64", Degrees(tensor=4, pipeline=2, data=2), ("keep",), split=False
-    )
+    whole = EmulatedCosts("vlm-s", "dip-h800-64", Degrees(tensor=4, pipeline=2, data=2), ("keep",), split=False)
     here = Chunk("lm", (1, 8), 0), Workload((5000, 3192))
     cost, known = whole.chunk_costs(*here)[0], costs.chunk_costs(*here)[0]
     assert cost.backward_input_s is None
     assert (cost.forward_s, cost.backward_s, cost.activation_bytes) == (
-        known.forward_s, known.backward_s, known.activation_bytes
-    )  # fmt: skip
+        known.forward_s,
+        known.backward_s,
+        known.activation_bytes,
+    )
 
 
 def test_costs_add_up_over_chunks(costs):
@@ -82,10 +81,7 @@ def test_boundaries_and_transfers(costs):
     work = Workload((8192,))
     assert costs.boundary_bytes(Chunk("lm", (0, 3), 0), work) == 8192 * 4096 * 2 // 4  # sequence parallel
     last = len(costs.architecture.module("vision").flat_layers) - 1
-    assert (
-        costs.boundary_bytes(Chunk("vision", (last, last), 0), Workload((2704,) * 2))
-        == 2 * 169 * 4096 * 2 // 4
-    )
+    assert costs.boundary_bytes(Chunk("vision", (last, last), 0), Workload((2704,) * 2)) == 2 * 169 * 4096 * 2 // 4
     assert 0 < costs.transfer_s(0) < costs.transfer_s(10**6) < costs.transfer_s(10**8)
     assert costs.workspace_bytes(Chunk("lm", (1, 1), 0), work) > 0
     assert costs.chunk_flops(Chunk("lm", (1, 1), 0), work) > 6e12 / 3 * 0.2
@@ -105,28 +101,37 @@ def test_the_planners_view_of_model_and_cluster(costs):
     block = spec.module("lm").layers[1]
     assert block.num_parameters * 4 > costs.static_bytes(Chunk("lm", (1, 1), 0)) / 18
     assert block.output.num_bytes(Workload((8192,))) == 8192 * 4096 * 2
-    assert costs.cluster.memory_capacity_bytes == 80 * 2**30 - 5 * 10**9
+    assert costs.rank.memory_capacity_bytes == 80 * 2**30 - 5 * 10**9
 
 
 def test_a_task_graph_is_built_from_emulated_costs(costs):
     vision, lm = (len(costs.architecture.module(n).flat_layers) for n in ("vision", "lm"))
     layout = Layout(
-        2, (ModuleLayout("vision", sub_microbatch=4), ModuleLayout("lm", ("vision",))),
+        2,
+        (ModuleLayout("vision", sub_microbatch=4), ModuleLayout("lm", ("vision",))),
         (
-            Chunk("vision", (0, 31), 0), Chunk("vision", (32, vision - 1), 1),
-            Chunk("lm", (0, 16), 0), Chunk("lm", (17, lm - 1), 1),
+            Chunk("vision", (0, 31), 0),
+            Chunk("vision", (32, vision - 1), 1),
+            Chunk("lm", (0, 16), 0),
+            Chunk("lm", (17, lm - 1), 1),
         ),
-    )  # fmt: skip
+    )
     batch = Batch((Sample("a", 4000, (169,) * 6, (2704,) * 6), Sample("b", 3000)))
     packing = Packing(
-        batch, ("vision", "lm"),
+        batch,
+        ("vision", "lm"),
         (
-            Microbatch((0,), ((SubMicrobatch(0, 3, Workload((2704,) * 3)), SubMicrobatch(3, 3, Workload((2704,) * 3))),
-                              (SubMicrobatch(0, 1, Workload((5014,))),))),
+            Microbatch(
+                (0,),
+                (
+                    (SubMicrobatch(0, 3, Workload((2704,) * 3)), SubMicrobatch(3, 3, Workload((2704,) * 3))),
+                    (SubMicrobatch(0, 1, Workload((5014,))),),
+                ),
+            ),
             Microbatch((1,), ((), (SubMicrobatch(0, 1, Workload((3000,))),))),
         ),
-    )  # fmt: skip
-    graph = build_graph(layout, packing, costs, split_backward=True)
+    )
+    graph = build_graph(layout, packing, costs, backward="split")
     assert graph.num_pairs == 2 * 2 + 2 * 2
     assert (graph.duration_ns > 0).all()
     assert (graph.activation_bytes > 0).all()
@@ -134,9 +139,8 @@ def test_a_task_graph_is_built_from_emulated_costs(costs):
 
 
 def test_a_text_to_video_batch_is_packed_planned_and_checked():
-    costs = EmulatedCosts(
-        "t2v-s", "dip-h800-64", Degrees(tensor=4, pipeline=2, data=2), ("keep", "selective", "full")
-    )
+    degrees = Degrees(tensor=4, pipeline=2, data=2)
+    costs = EmulatedCosts("t2v-s", "dip-h800-64", degrees, ("keep", "selective", "recompute"), split=False)
     model = costs.model_spec
     assert [m.reads for m in model.modules] == ["text", "videos"]
     clips = [clip for group in group_clips(draw_samples("dip-t2v", 24, seed=5)) for clip in group]
@@ -144,7 +148,7 @@ def test_a_text_to_video_batch_is_packed_planned_and_checked():
     budget = 2 * max(video_tokens(clip)[0] for clip in clips)
     seconds = typical_seconds(model, costs, [batch], PackingSpec(budget), {})
     layout = separate(model, 2, {}, lambda module, layer: seconds[f"{module}/{layer.kind}"])
-    problem = Problem(model, layout, costs, PackingSpec(budget), costs.cluster.memory_capacity_bytes)  # type: ignore[arg-type]
+    problem = Problem(model, layout, costs, PackingSpec(budget), costs.rank.memory_capacity_bytes)  # type: ignore[arg-type]
     planned = plan_batch(problem, batch, budget=Evaluations(20), seed=0)
     microbatches = planned.packing.microbatches
     assert sorted(i for m in microbatches for i in m.samples) == list(range(24))
@@ -165,3 +169,41 @@ def test_tokens_of_videos():
     assert video_tokens(videos) == (4 * 16 * 7, 5 * 16 * 7, 16 * 7)
     with pytest.raises(InputError, match=r"'v': has 2 video_seconds, 1 video_height and 0 video_width"):
         video_tokens(Sample("v", video_seconds=(1.0, 2.0), video_height=(64,)))
+
+
+def test_an_emulated_graph_that_recomputes_all_lowers_to_a_plan_that_recomputes():
+    costs = EmulatedCosts("vlm-s", "dip-h800-64", Degrees(tensor=4, pipeline=2), ("recompute",), split=False)
+    model = costs.model_spec
+    layout = separate(model, 2, {}, lambda *_: 1.0)
+    batch = Batch((Sample("a", 400, (169,), (2704,)), Sample("b", 600)))
+    packing = pack(batch, model, layout, PackingSpec(1000))
+    graph = build_graph(layout, packing, costs)
+    found = solve(graph, budget=Evaluations(1), seed=0)
+    plan = lower(graph, found.schedule, found.timeline, layout, packing, boundary_shapes(model, layout))
+    verify(plan, layout, packing)
+    for actions in plan.ranks:
+        verbs = [action.verb for action in actions]
+        assert verbs.count(Verb.RECOMPUTE) == verbs.count(Verb.B) > 0
+        assert {action.strategy for action in actions if action.verb is Verb.F} == {"recompute"}
+    bare = [tuple(action for action in actions if action.verb is not Verb.RECOMPUTE) for actions in plan.ranks]
+    with pytest.raises(PlanError, match="comes without RECOMPUTE, which the strategy of its F needs"):
+        verify(msgspec.structs.replace(plan, ranks=tuple(bare)), layout, packing)
+
+
+def test_emulated_costs_put_aside_memory_as_measured_ones_do(costs):
+    model, batch = costs.model_spec, Batch((Sample("a", 400, (169,), (2704,)), Sample("b", 600)))
+    layout = separate(model, 2, {}, lambda *_: 1.0)
+    packing = pack(batch, model, layout, PackingSpec(1000))
+    limit = MemoryLimit(10**11)
+    graph = iteration_graph(layout, packing, costs, "each", limit).graph
+    work = workspace_bytes(layout, packing, costs, limit.num_messages)
+    assert graph.capacity_bytes.tolist() == (10**11 - work).tolist()
+    assert work.min() < work.max()
+    # Backwards may be split, and every strategy is there with a whole backward too.
+    assert graph.weight_of.min() >= 0
+    assert {len(row) for row in graph.candidates} == {2 * len(costs.strategies)}
+    even = iteration_graph(layout, packing, costs, "even", MemoryLimit(10**11, 0, even=True), or_whole=False).graph
+    assert set(even.capacity_bytes.tolist()) == {10**11 - workspace_bytes(layout, packing, costs, 0).max()}
+    assert {len(row) for row in even.candidates} == {len(costs.strategies)}
+    with pytest.raises(InfeasibleError, match="the largest computation"):
+        iteration_graph(layout, packing, costs, "small", MemoryLimit(int(graph.static_bytes.max()) + 1))

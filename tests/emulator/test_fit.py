@@ -50,12 +50,9 @@ def test_products_are_paced_by_operations_alone_and_the_rest_by_bytes():
 
 def test_links_are_fitted_too_and_tables_round_trip(tmp_path):
     copies = [
-        Measurement("load", str(n), n / 2e10 + 1e-6, network_bytes=float(n), part="pcie")
-        for n in (10**4, 10**6, 10**8)
+        Measurement("load", str(n), n / 2e10 + 1e-6, network_bytes=float(n), part="pcie") for n in (10**4, 10**6, 10**8)
     ]
-    device = fit_device(
-        [*products(np.ones(25)), *moves(), *copies], name="x", source="made up", memory_bytes=10**9
-    )
+    device = fit_device([*products(np.ones(25)), *moves(), *copies], name="x", source="made up", memory_bytes=10**9)
     assert device.pcie_bytes_per_s == pytest.approx(2e10, rel=0.01)
     assert predict(device, copies) == pytest.approx([m.seconds for m in copies], rel=0.01)
     path = tmp_path / "device.toml"
@@ -75,15 +72,14 @@ def test_latency_and_bandwidth_of_a_known_link_are_recovered_through_noise(seed)
     def message(kind, size, noise=1.0):
         steps = 2 if kind == "all_reduce" else 1
         seconds = (latency * steps + size / per_s) * extra[kind]
-        return Measurement(kind, f"{kind} {size}", seconds * noise, network_bytes=float(size),
-                           part="nvlink", steps=float(steps))  # fmt: skip
+        return Measurement(
+            kind, f"{kind} {size}", seconds * noise, network_bytes=float(size), part="nvlink", steps=float(steps)
+        )
 
     sizes = [1 << k for k in range(10, 25, 2)]
     messages = [message(kind, size, rng.uniform(0.97, 1.03)) for kind in extra for size in sizes]
     messages[4] = message("send", sizes[4], 5.0)  # one disturbed measurement
-    device = fit_device(
-        [*products(np.ones(25)), *moves(), *messages], name="x", source="made up", memory_bytes=10**9
-    )
+    device = fit_device([*products(np.ones(25)), *moves(), *messages], name="x", source="made up", memory_bytes=10**9)
     assert 0.8 * latency < device.nvlink_latency_s < latency + 1024 / per_s
     assert 0.9 * per_s < device.nvlink_bytes_per_s < 1.2 * per_s
     between = [message(kind, 3 << k) for kind in extra for k in range(10, 23)]

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeloom.emulator.graph import GraphBuilder, emulate_graph
+from pipeloom.emulator.graph import Amounts, GraphBuilder, emulate_graph
 from pipeloom.emulator.rules import Device, Efficiency
 from pipeloom.errors import InputError
 
@@ -18,9 +18,9 @@ HBM = Device("hbm", memory_bytes_per_s=1e6, capacity_bytes=10**6)
 
 def test_latency_is_the_largest_of_the_three_metrics():
     builder = GraphBuilder([GPU, LINK])
-    builder.operator("a", "matmul", "gpu", flops=2e6, memory_bytes=1e3)  # 2 ms of work, 1 ms of memory
-    builder.operator("b", "norm", "gpu", flops=2e6, memory_bytes=5e3)  # memory 5 ms
-    builder.operator("c", "all_reduce", "link", network_bytes=3e3, steps=2)  # 3 ms and two messages
+    builder.operator("a", "matmul", "gpu", Amounts(flops=2e6, memory_bytes=1e3))  # 2 ms of work, 1 ms of memory
+    builder.operator("b", "norm", "gpu", Amounts(flops=2e6, memory_bytes=5e3))  # memory 5 ms
+    builder.operator("c", "all_reduce", "link", Amounts(network_bytes=3e3, steps=2))  # 3 ms and two messages
     run = emulate_graph(builder.build())
     assert (run.end_ps - run.start_ps).tolist() == [2 * 10**9, 5 * 10**9, 3 * 10**9 + 2 * 10**6]
     assert run.start_ps.tolist() == [0, 2 * 10**9, 0]  # one at a time on the GPU, overlap with the link
@@ -28,14 +28,16 @@ def test_latency_is_the_largest_of_the_three_metrics():
 
 def test_efficiency_depends_on_kind_and_size_and_may_be_overridden():
     device = Device(
-        "gpu", flops_per_s=1e9, memory_bytes_per_s=1e12,
+        "gpu",
+        flops_per_s=1e9,
+        memory_bytes_per_s=1e12,
         efficiency={"matmul": Efficiency(flops=((2.0**10, 0.25), (2.0**20, 0.75)))},
         overrides={"special": lambda counts: 1e-3 + counts.flops * 1e-9},
-    )  # fmt: skip
+    )
     builder = GraphBuilder([device])
     for exponent in (8, 15, 30):
-        builder.operator("m", "matmul", "gpu", flops=2.0**exponent)
-    builder.operator("s", "special", "gpu", flops=1e6)
+        builder.operator("m", "matmul", "gpu", Amounts(flops=2.0**exponent))
+    builder.operator("s", "special", "gpu", Amounts(flops=1e6))
     run = emulate_graph(builder.build())
     ps = (run.end_ps - run.start_ps).tolist()
     assert ps[0] == round(2**8 / 1e9 / 0.25 * 1e12)
@@ -46,7 +48,7 @@ def test_efficiency_depends_on_kind_and_size_and_may_be_overridden():
 
 def test_network_bytes_on_a_compute_device_are_an_error():
     builder = GraphBuilder([GPU])
-    builder.operator("x", "all_reduce", "gpu", network_bytes=1.0)
+    builder.operator("x", "all_reduce", "gpu", Amounts(network_bytes=1.0))
     with pytest.raises(InputError, match=r"operator 0 \(all_reduce\).*network.*'gpu' gives none"):
         emulate_graph(builder.build())
     with pytest.raises(InputError, match="both network throughput and compute"):
@@ -57,9 +59,9 @@ def test_tensor_lifetimes_give_the_memory_curve():
     builder = GraphBuilder([GPU, HBM])
     weight = builder.tensor("w", "hbm", 100, kept=True)
     x = builder.tensor("x", "hbm", 10)
-    a = builder.operator("a", "norm", "gpu", memory_bytes=1e3, reads=[x])
+    a = builder.operator("a", "norm", "gpu", Amounts(memory_bytes=1e3), reads=[x])
     y = builder.tensor("y", "hbm", 20, producer=a)
-    b = builder.operator("b", "matmul", "gpu", flops=2e6, reads=[y, weight])
+    b = builder.operator("b", "matmul", "gpu", Amounts(flops=2e6), reads=[y, weight])
     builder.tensor("z", "hbm", 40, producer=b, kept=True)
     run = emulate_graph(builder.build())
     curve = run.memory("hbm")
@@ -80,15 +82,13 @@ def graphs(draw):
         after = draw(st.lists(st.integers(0, i - 1), max_size=2, unique=True)) if i else []
         if draw(st.booleans()):
             op = builder.operator(
-                f"o{i}", "matmul", "gpu", flops=draw(st.integers(0, 99)) * 1e3, reads=reads, after=after
+                f"o{i}", "matmul", "gpu", Amounts(flops=draw(st.integers(0, 99)) * 1e3), reads=reads, after=after
             )
         else:
             op = builder.operator(
-                f"o{i}", "send", "link", network_bytes=draw(st.integers(0, 99)), reads=reads, after=after
+                f"o{i}", "send", "link", Amounts(network_bytes=draw(st.integers(0, 99))), reads=reads, after=after
             )
-        tensors.append(
-            builder.tensor(f"t{i}", "hbm", draw(st.integers(0, 99)), producer=op, kept=draw(st.booleans()))
-        )
+        tensors.append(builder.tensor(f"t{i}", "hbm", draw(st.integers(0, 99)), producer=op, kept=draw(st.booleans())))
     return builder.build()
 
 
@@ -112,9 +112,5 @@ def test_times_and_memory_hold_by_definition(graph):
             end = max((int(run.end_ps[u]) for u in users), default=0)
             if begin <= t and (tensor.kept or t < end):
                 alive += tensor.num_bytes
-        level = (
-            curve.num_bytes[np.searchsorted(curve.time_ps, t, side="right") - 1]
-            if curve.time_ps[0] <= t
-            else 0
-        )
+        level = curve.num_bytes[np.searchsorted(curve.time_ps, t, side="right") - 1] if curve.time_ps[0] <= t else 0
         assert level == alive

@@ -10,12 +10,11 @@ from hypothesis import strategies as st
 from pipeloom.emulator import modules as m
 from pipeloom.emulator.build import layer_module
 from pipeloom.emulator.graph import emulate_graph
-from pipeloom.emulator.program import STRATEGIES
 from pipeloom.emulator.rules import Device
 from pipeloom.emulator.tape import Context
 from pipeloom.emulator.template import LayerTemplate
 from pipeloom.errors import InputError
-from pipeloom.spec import Workload
+from pipeloom.spec import STRATEGIES, Workload
 from tests.emulator.cases import PLAIN, residual_layers
 
 NS = 1000
@@ -57,8 +56,15 @@ def test_collectives_overlap_with_weight_gradients():
     layer = LayerTemplate(m.MLP(8, 16, gated=False), 8, Context(tensor=2), PLAIN)
     assert kinds(layer, "keep", "F") == ["all_gather", "matmul", "activation", "matmul", "reduce_scatter"]
     assert kinds(layer, "keep", "B") == [
-        "all_gather", "matmul", "matmul", "activation", "all_gather", "matmul", "matmul", "reduce_scatter",
-    ]  # fmt: skip
+        "all_gather",
+        "matmul",
+        "matmul",
+        "activation",
+        "all_gather",
+        "matmul",
+        "matmul",
+        "reduce_scatter",
+    ]
     work = Workload((10,))
     leaf = layer.on(work).leaves["keep", "B"]
     # A ring of two sends half of 10 x 8 x 2 bytes: 80 bytes, 160 ns.
@@ -103,14 +109,9 @@ def test_collectives_overlap_with_weight_gradients():
         (
             m.Modulated(m.CrossAttention(16, 4, 4, 3, 8), projection=True),
             "activation matmul norm modulate matmul matmul attention matmul modulate add",
-            "modulate matmul matmul attention_backward matmul matmul matmul matmul modulate norm norm "
-            "add add matmul",
+            "modulate matmul matmul attention_backward matmul matmul matmul matmul modulate norm norm add add matmul",
         ),
-        (
-            m.LanguageHead(16, 64),
-            "norm matmul cross_entropy",
-            "cross_entropy matmul matmul norm norm",
-        ),
+        (m.LanguageHead(16, 64), "norm matmul cross_entropy", "cross_entropy matmul matmul norm norm"),
         (m.PatchMerger(16, 4, 8), "norm copy matmul activation matmul", None),
         (m.DenoisingHead(16, 4), "norm matmul squared_error", "squared_error matmul matmul norm norm"),
         (m.TokenEmbedding(64, 16), "embedding", "embedding"),
@@ -164,11 +165,7 @@ def test_bytes_balance_between_passes(spec, tensor, expert, data):
         assert memory["W"].exit == 0
         for part in memory.values():
             assert part.peak >= max(part.entry, part.exit)
-    assert (
-        known.activation_bytes["full"]
-        <= known.activation_bytes["selective"]
-        <= known.activation_bytes["keep"]
-    )
+    assert known.activation_bytes["recompute"] <= known.activation_bytes["selective"] <= known.activation_bytes["keep"]
     assert known.host_bytes["offload"] == known.activation_bytes["keep"]
 
 
@@ -177,7 +174,7 @@ def test_bytes_balance_between_passes(spec, tensor, expert, data):
 def test_recomputing_runs_operators_again_and_only_those(spec, tensor):
     module, width = layer_module(spec)
     layer = LayerTemplate(module, width, Context(tensor=tensor), PLAIN)
-    plain, again = kinds(layer, "keep", "B"), kinds(layer, "full", "B")
+    plain, again = kinds(layer, "keep", "B"), kinds(layer, "recompute", "B")
     extra = list(again)
     for kind in plain:
         extra.remove(kind)
@@ -186,14 +183,9 @@ def test_recomputing_runs_operators_again_and_only_those(spec, tensor):
         assert extra.count(kind) <= forward.count(kind)
     work = Workload((9,))
     total = {s: sum(durations(layer, work, "B", s)) for s in STRATEGIES}
-    assert (
-        total["keep"]
-        <= total["selective"]
-        <= total["full"]
-        <= total["keep"] + sum(durations(layer, work, "F"))
-    )
+    assert total["keep"] <= total["selective"] <= total["recompute"] <= total["keep"] + sum(durations(layer, work, "F"))
     # Split: I recomputes, W does not compute anything of the forward but gathers.
-    assert set(kinds(layer, "full", "W")) <= {
+    assert set(kinds(layer, "recompute", "W")) <= {
         "matmul",
         "grouped_matmul",
         "norm",
@@ -213,9 +205,7 @@ def test_frozen_layers_have_no_weight_gradients():
     assert still.on(Workload((5,))).activation_bytes["keep"] == 0
     first = LayerTemplate(module, 8, Context(), PLAIN, input_gradient=False)
     assert "norm" in kinds(first, "keep", "B")
-    assert len(kinds(first, "keep", "B")) < len(
-        kinds(LayerTemplate(module, 8, Context(), PLAIN), "keep", "B")
-    )
+    assert len(kinds(first, "keep", "B")) < len(kinds(LayerTemplate(module, 8, Context(), PLAIN), "keep", "B"))
 
 
 def test_sharded_weights_are_gathered_and_gradients_reduced():
@@ -254,18 +244,19 @@ def test_heads_must_divide():
 
 def test_a_new_operator_and_a_rule_of_ones_own():
     """What `docs/emulator.md` shows: a module of one's own, and a rule for its operator."""
-    from pipeloom.emulator.tape import Cost
+    from pipeloom.emulator.tape import Backward, Cost
 
     class Sort:
         def __call__(self, x):
-            return x.tape.record(Cost("sort", memory=x.num_bytes * 20), [x], (x.rows, x.width), saved=[x],
-                                 input_gradient=Cost("sort", memory=x.num_bytes * 2))  # fmt: skip
+            return x.tape.record(
+                Cost("sort", memory=x.num_bytes * 20),
+                [x],
+                (x.rows, x.width),
+                backward=Backward(saved=[x], input_gradient=Cost("sort", memory=x.num_bytes * 2)),
+            )
 
     compute = Device(
-        "compute",
-        flops_per_s=1e9,
-        memory_bytes_per_s=1e9,
-        overrides={"sort": lambda c: c.memory_bytes * 3e-9},
+        "compute", flops_per_s=1e9, memory_bytes_per_s=1e9, overrides={"sort": lambda c: c.memory_bytes * 3e-9}
     )
     layer = LayerTemplate(Sort(), 4, Context(), (compute, *PLAIN[1:]))
     assert durations(layer, Workload((5,)), "F") == [5 * 4 * 2 * 20 * 3 * NS]

@@ -14,22 +14,19 @@ from pipeloom.emulator.build import Placement, layer_template, module_templates
 from pipeloom.emulator.expand import expand
 from pipeloom.emulator.fastest import fastest_step
 from pipeloom.emulator.kernels import issue
-from pipeloom.emulator.pipeline import PipelineModel, split_evenly, spread, work_of
-from pipeloom.emulator.program import STRATEGIES
+from pipeloom.emulator.pipeline import PipelineModel, split_evenly, work_of
 from pipeloom.emulator.schedule import PipelineTask, list_schedule
 from pipeloom.emulator.stage import Stage, runs_of
 from pipeloom.emulator.static import static_bytes
 from pipeloom.emulator.step import Step
 from pipeloom.emulator.subgraph import Composite
 from pipeloom.errors import InfeasibleError, InputError
-from pipeloom.spec import Chunk, Sample, Workload
+from pipeloom.spec import STRATEGIES, Chunk, Sample, Workload
 from pipeloom.spec import architecture as a
-from pipeloom.spec.hardware import Degrees
+from pipeloom.spec.parallelism import Degrees
 from tests.emulator.cases import ATTENTION, architectures, machine
 
-workloads = st.lists(st.integers(1, 40), min_size=1, max_size=3).map(
-    lambda n: Workload(tuple(4 * k for k in n))
-)
+workloads = st.lists(st.integers(1, 40), min_size=1, max_size=3).map(lambda n: Workload(tuple(4 * k for k in n)))
 
 
 @settings(deadline=None, max_examples=40)
@@ -49,14 +46,7 @@ def test_a_stage_equals_its_operators_written_out(architecture, tensor, work, st
         for free, ready in (([0, 0, 0, 0], [0, 0]), ([5_000, 70_000_000, 0, 9], [10**6, 10**6])):
             state = np.zeros(flat.num_devices, np.int64)
             state[:4] = free
-            end = issue(
-                flat.device,
-                flat.predecessor_start,
-                flat.predecessor,
-                flat.duration_ps,
-                state,
-                np.array(ready),
-            )
+            end = issue(flat.device, flat.predecessor_start, flat.predecessor, flat.duration_ps, state, np.array(ready))
             out = [ready[-1 - o] if o < 0 else int(end[o]) for o in flat.outputs]
             reused = (graph.matrix + np.array([*free, *ready])).max(axis=1)
             assert reused.tolist() == [*state[:4].tolist(), *out]
@@ -65,12 +55,7 @@ def test_a_stage_equals_its_operators_written_out(architecture, tensor, work, st
 def draw_samples(data, count):
     return [
         [
-            Sample(
-                f"{i}.{k}",
-                4 * data.draw(st.integers(1, 30)),
-                (9,) * (n := data.draw(st.integers(0, 4))),
-                (36,) * n,
-            )
+            Sample(f"{i}.{k}", 4 * data.draw(st.integers(1, 30)), (9,) * (n := data.draw(st.integers(0, 4))), (36,) * n)
             for k in range(data.draw(st.integers(1, 2)))
         ]
         for i in range(count)
@@ -82,7 +67,7 @@ def draw_samples(data, count):
     architectures(),
     st.sampled_from([1, 2]),
     st.integers(1, 3),
-    st.sampled_from(["keep", "full", "offload"]),
+    st.sampled_from(["keep", "recompute", "offload"]),
     st.data(),
 )
 def test_an_iteration_equals_its_operators_written_out(architecture, tensor, pipeline, strategy, data):
@@ -100,14 +85,7 @@ def test_an_iteration_equals_its_operators_written_out(architecture, tensor, pip
     def flat_times():
         flat = expand(step.session.as_subgraph())
         state = np.zeros(flat.num_devices, np.int64)
-        issue(
-            flat.device,
-            flat.predecessor_start,
-            flat.predecessor,
-            flat.duration_ps,
-            state,
-            np.zeros(1, np.int64),
-        )
+        issue(flat.device, flat.predecessor_start, flat.predecessor, flat.duration_ps, state, np.zeros(1, np.int64))
         return state[: len(free)].tolist()
 
     assert free.tolist() == flat_times()
@@ -146,9 +124,7 @@ def test_equal_stages_make_a_textbook_pipeline(ranks, count):
     assert full - (backward - first) * count <= round(result.pipeline_s * 1e12) <= full
     assert 0 <= result.bubble < 1
     for rank, split in enumerate(result.ranks):
-        busy = sum(
-            int(result.end_ps[i] - result.start_ps[i]) for i, t in enumerate(result.tasks) if t.rank == rank
-        )
+        busy = sum(int(result.end_ps[i] - result.start_ps[i]) for i, t in enumerate(result.tasks) if t.rank == rank)
         assert split.compute_s * 1e12 == pytest.approx(busy, rel=1e-9)
         assert split.total_s == pytest.approx(
             split.compute_s + split.transfer_s + split.bubble_s - split.overlap_s, abs=1e-12
@@ -158,9 +134,7 @@ def test_equal_stages_make_a_textbook_pipeline(ranks, count):
         assert model.static_bytes[rank] < curve.peak_bytes <= result.peak_bytes[rank]
     # No more than as many microbatches as ranks are held, and what is held is what the stage keeps.
     held = stage.cost(Workload((64,)), ("F",)).activation_bytes
-    assert result.peak_bytes[-1] - model.static_bytes[-1] <= ranks * held + stage.workspace_bytes(
-        Workload((64,))
-    )
+    assert result.peak_bytes[-1] - model.static_bytes[-1] <= ranks * held + stage.workspace_bytes(Workload((64,)))
 
 
 @settings(deadline=None, max_examples=60)
@@ -206,9 +180,7 @@ def test_chains_are_split_as_evenly_as_can_be(weights, data):
     def best(begin, left):
         if left == 1:
             return sum(weights[begin:])
-        return min(
-            max(sum(weights[begin:k]), best(k, left - 1)) for k in range(begin + 1, len(weights) - left + 2)
-        )
+        return min(max(sum(weights[begin:k]), best(k, left - 1)) for k in range(begin + 1, len(weights) - left + 2))
 
     assert max(sum(weights[x:y]) for x, y in itertools.pairwise(cuts)) == best(0, parts)
 
@@ -217,20 +189,11 @@ def test_tasks_taken_over_give_the_same_step():
     architecture, work = plain_model(4), {"lm": (Workload((64,)), Workload((40, 12)))}
     model = PipelineModel(architecture, Placement(machine(), Degrees(pipeline=2, tensor=2)), work)
     first = Step(model, [work] * 3, "keep")
-    alone, like = Step(model, [work] * 3, "full"), Step(model, [work] * 3, "full", like=first)
+    alone, like = Step(model, [work] * 3, "recompute"), Step(model, [work] * 3, "recompute", like=first)
     assert alone.order == like.order
     a, b = alone.run(), like.run()
     assert (a.iteration_s, a.peak_bytes, a.mfu, a.ranks) == (b.iteration_s, b.peak_bytes, b.mfu, b.ranks)
     assert a.iteration_s > first.run().iteration_s
-
-
-def test_strategies_spread_over_layers():
-    assert spread("full:0.5", 4) == ("full", "full", "keep", "keep")
-    assert spread("offload", 2) == ("offload", "offload")
-    with pytest.raises(InputError, match="'none' is not one of keep"):
-        spread("none", 1)
-    with pytest.raises(InputError, match="'half' is not a share"):
-        spread("full:half", 1)
 
 
 def test_static_memory_by_hand():
@@ -268,8 +231,7 @@ def test_an_iteration_ends_with_what_the_costs_say_of_its_ranks(data, zero):
     result = Step(model, [work] * 3, "keep").run()
     costs, cuts = EmulatedCosts(architecture, machine(), degrees, ("keep",)), model.cuts["lm"]
     ends = [
-        max(end for task, end in zip(result.tasks, result.end_ps.tolist(), strict=True) if task.rank == rank)
-        / 1e12
+        max(end for task, end in zip(result.tasks, result.end_ps.tolist(), strict=True) if task.rank == rank) / 1e12
         + costs.update_s([Chunk("lm", (cuts[rank], cuts[rank + 1] - 1), rank)])
         for rank in range(2)
     ]
@@ -280,9 +242,7 @@ def test_what_does_not_fit_is_said_so():
     architecture, work = plain_model(2), {"lm": (Workload((4000,)),)}
     tight = machine(memory_bytes=2_000_000)
     model = PipelineModel(architecture, Placement(tight, Degrees()), work)
-    with pytest.raises(
-        InfeasibleError, match=r"needs .* GiB on a device at best, 0.0 GiB are usable; raise tensor"
-    ):
+    with pytest.raises(InfeasibleError, match=r"needs .* GiB on a device at best, 0.0 GiB are usable; raise tensor"):
         fastest_step(model, [work])
     roomy = PipelineModel(architecture, Placement(machine(), Degrees()), work)
     assert fastest_step(roomy, [work]).strategy == "keep"

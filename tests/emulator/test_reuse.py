@@ -79,9 +79,7 @@ def run_flat(graph, free, ready):
     flat = expand(graph)
     state = np.zeros(flat.num_devices, np.int64)
     state[: len(free)] = free
-    end = issue(
-        flat.device, flat.predecessor_start, flat.predecessor, flat.duration_ps, state, np.array(ready)
-    )
+    end = issue(flat.device, flat.predecessor_start, flat.predecessor, flat.duration_ps, state, np.array(ready))
     outputs = [ready[-1 - o] if o < 0 else int(end[o]) for o in flat.outputs]
     return [*state[: graph.num_devices].tolist(), *outputs]
 

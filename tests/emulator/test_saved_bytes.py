@@ -57,9 +57,7 @@ class TorchAttention(nn.Module):
             f(x).view(1, -1, h, self.width).transpose(1, 2)
             for f, h in ((self.q, self.heads), (self.k, self.kv_heads), (self.v, self.kv_heads))
         )
-        y = F.scaled_dot_product_attention(
-            q, k, v, is_causal=self.causal, enable_gqa=self.heads != self.kv_heads
-        )
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal, enable_gqa=self.heads != self.kv_heads)
         return self.o(y.transpose(1, 2).reshape(x.shape))
 
 
@@ -113,7 +111,7 @@ def saved_bytes(layer, x, strategy):
     if hasattr(layer, "cheaply"):
         layer.cheaply = dropped if strategy == "selective" else plainly
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-        y = run(strategy == "full", layer, x)
+        y = run(strategy == "recompute", layer, x)
     size = sum(size for size, _ in held.values())
     if strategy == "selective":  # what is held suffices: the gradients are those of keeping everything
         got = gradients(y, x, layer)
@@ -129,7 +127,7 @@ def emulated_bytes(module, width, workload, strategy):
     return layer.host_bytes[strategy] if strategy == "offload" else layer.activation_bytes[strategy]
 
 
-@pytest.mark.parametrize("strategy", ["keep", "selective", "full", "offload"])
+@pytest.mark.parametrize("strategy", ["keep", "selective", "recompute", "offload"])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "causal", "gated", "norm"),
     [(4, 4, False, False, "layer"), (4, 4, True, True, "layer"), (4, 2, True, True, "layer")],
@@ -138,16 +136,14 @@ def test_transformer_layers(strategy, heads, kv_heads, causal, gated, norm):
     hidden, inner, tokens = 64, 160, 96
     layer = TorchBlock(hidden, heads, kv_heads, inner, causal, gated, norm)
     x = torch.randn(1, tokens, hidden, requires_grad=True)
-    attention = m.Attention(
-        hidden, heads, kv_heads, hidden // heads, causal=causal, rotary=False, fused=False
-    )
+    attention = m.Attention(hidden, heads, kv_heads, hidden // heads, causal=causal, rotary=False, fused=False)
     mlp = m.MLP(hidden, inner, gated=gated, fused=False)
     module = m.Sequential((m.Residual(attention, norm), m.Residual(mlp, norm)))
     expected = saved_bytes(layer, x, strategy)
     assert emulated_bytes(module, hidden, Workload((tokens,)), strategy) == pytest.approx(expected, rel=0.01)
 
 
-@pytest.mark.parametrize("strategy", ["keep", "full"])
+@pytest.mark.parametrize("strategy", ["keep", "recompute"])
 def test_language_head(strategy):
     hidden, vocabulary, tokens = 32, 1000, 50
 
@@ -165,11 +161,11 @@ def test_language_head(strategy):
     got = emulated_bytes(module, hidden, Workload((tokens,)), strategy)
     expected = saved_bytes(Head(), x, strategy)
     # Recomputing the head keeps its input; torch's checkpoint keeps nothing of the targets, a buffer.
-    extra = 8 * tokens if strategy == "full" else 0
+    extra = 8 * tokens if strategy == "recompute" else 0
     assert got - extra == pytest.approx(expected, rel=0.01)
 
 
-@pytest.mark.parametrize("strategy", ["keep", "full"])
+@pytest.mark.parametrize("strategy", ["keep", "recompute"])
 def test_patch_merger(strategy):
     hidden, factor, out, patches = 24, 4, 40, 64
 
@@ -189,9 +185,7 @@ def test_patch_merger(strategy):
 
 def test_embedding_and_linear():
     x = torch.randn(10, 16, requires_grad=True)
-    assert emulated_bytes(m.Linear(16, 8), 16, Workload((10,)), "keep") == saved_bytes(
-        nn.Linear(16, 8), x, "keep"
-    )
+    assert emulated_bytes(m.Linear(16, 8), 16, Workload((10,)), "keep") == saved_bytes(nn.Linear(16, 8), x, "keep")
     table = nn.Embedding(100, 16)
     got = emulated_bytes(m.TokenEmbedding(100, 16), 16, Workload((10,)), "keep")
     assert got == saved_bytes(table, torch.arange(10), "keep")

@@ -6,16 +6,16 @@ import msgspec
 import numpy as np
 import pytest
 
-from pipeloom.arrange import sub_microbatch_size
 from pipeloom.cost.emulated import EmulatedCosts
 from pipeloom.emulator.build import Placement, count_parameters, layer_template, module_templates
 from pipeloom.emulator.pipeline import work_of
 from pipeloom.emulator.sizes import image_sizes
 from pipeloom.emulator.stage import Stage, runs_of
-from pipeloom.emulator.sweep import draw_microbatches, emulate, grid, sweep
+from pipeloom.emulator.sweep import Draw, Points, draw_microbatches, emulate, grid, sweep
 from pipeloom.errors import InputError
+from pipeloom.layout import sub_microbatch_size
 from pipeloom.spec import Sample, Workload, catalog
-from pipeloom.spec.architecture import video_tokens
+from pipeloom.spec.batch import video_tokens
 from pipeloom.spec.datasets import (
     Spread,
     clips_of_iterations,
@@ -25,7 +25,8 @@ from pipeloom.spec.datasets import (
     load_mixture,
     pack_documents,
 )
-from pipeloom.spec.hardware import Degrees, DeviceSpec
+from pipeloom.spec.hardware import DeviceSpec
+from pipeloom.spec.parallelism import Degrees
 
 MODELS = catalog.names("models")
 # Published counts that are rounded, or that count a part which the papers do not use, get a looser bound.
@@ -43,16 +44,25 @@ def test_parameter_counts_are_the_published_ones(name):
 
 @pytest.mark.parametrize(
     ("name", "billions"),
-    [("vlm-s", 12), ("vlm-m", 37), ("vlm-l", 94), ("t2v-s", 12.5), ("vlm-xl", 197), ("dit-5b", 5), ("dit-30b", 30),
-     ("lm-5b", 5), ("vlm-7b", 7)],
-)  # fmt: skip
+    [
+        ("vlm-s", 12),
+        ("vlm-m", 37),
+        ("vlm-l", 94),
+        ("t2v-s", 12.5),
+        ("vlm-xl", 197),
+        ("dit-5b", 5),
+        ("dit-30b", 30),
+        ("lm-5b", 5),
+        ("vlm-7b", 7),
+    ],
+)
 def test_combinations_have_the_size_that_the_paper_says(name, billions):
     assert count_parameters(catalog.load_architecture(name)) / 1e9 == pytest.approx(billions, rel=0.04)
 
 
 def test_layer_times_of_dip_on_one_device_table():
     """`dip.txt` §2.2 on H800: 10.5 ms and 6.75 ms forward and backward; both imply tensor parallelism 8."""
-    placement = Placement(catalog.load_machine("dip-h800-64"), Degrees(tensor=8))
+    placement = Placement(catalog.load_cluster("dip-h800-64"), Degrees(tensor=8))
 
     def seconds(model, work):
         layer = catalog.load_architecture(model).modules[0].flat_layers[1]
@@ -66,7 +76,7 @@ def test_layer_times_of_dip_on_one_device_table():
 def test_iteration_of_dip_table_1():
     """LM 7B on 8 H800 (TP 2, PP 4): 12.8 PFLOPs, 4.068 s, MFU 0.400; 34 sequences of 8192 make those operations."""
     packs = [[Sample(str(i), 8192)] for i in range(34)]
-    result = emulate("llama2-7b", "dip-h800-64", Degrees(tensor=2, pipeline=4), microbatches=packs)
+    result = emulate("llama2-7b", "dip-h800-64", Degrees(tensor=2, pipeline=4), batch=packs)
     assert result.mfu * 8 * 989.4e12 * result.iteration_s == pytest.approx(12.8e15, rel=0.01)
     assert result.iteration_s == pytest.approx(4.068, rel=0.1)
     assert result.mfu == pytest.approx(0.400, rel=0.1)
@@ -80,7 +90,7 @@ def test_devices_say_what_they_are_based_on():
         assert ("data sheet" in device.source) == (device.basis == "datasheet")
     assert {"h800", "h100", "h20", "h200", "gh200", "a100"} <= set(catalog.names("devices"))
     for name in catalog.names("clusters"):
-        assert catalog.load_machine(name).host_cores > 0
+        assert catalog.load_cluster(name).host_cores > 0
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -89,7 +99,7 @@ def test_every_model_can_be_emulated(name):
     tensor = 4 if name in ("t2v-s", "dit-5b") else 2
     layers = min(len(m.flat_layers) for m in architecture.modules)
     degrees = Degrees(tensor=tensor, pipeline=2 if layers > 1 else 1, data=2)
-    result = emulate(architecture, "dip-h800-64", degrees, num_microbatches=2, strategy="full")
+    result = emulate(architecture, "dip-h800-64", degrees, batch=Draw(2), strategy="recompute")
     assert 0 < result.mfu < 1
     assert 0 <= result.bubble < 1
     assert all(peak > static > 0 for peak, static in zip(result.peak_bytes, result.static_bytes, strict=True))
@@ -102,10 +112,9 @@ def test_a_small_sweep_ranks_what_fits_first():
     entries = sweep(
         "vlm-s",
         "dip-h20-16",
-        global_microbatches=8,
-        strategies=("keep", "full"),
+        batch=Draw(8),
+        points=Points(max_tensor=4, strategies=("keep", "recompute")),
         progress=seen.append,
-        max_tensor=4,
     )
     assert len(entries) == len(seen) == len(grid(16, 4)) == 12
     times = [entry.iteration_s for entry in entries]
@@ -119,7 +128,7 @@ def test_a_small_sweep_ranks_what_fits_first():
 @pytest.mark.soak
 def test_the_papers_best_degrees_come_first_or_close():
     """`dip.txt` Fig. 13: DP8 TP2 PP4 is the best for VLM-M on 64 GPUs, images in twelves, with an MFU of 29.7 %."""
-    entries = sweep("vlm-m", "dip-h800-64", global_microbatches=128, sub_microbatch={"vision": 12})
+    entries = sweep("vlm-m", "dip-h800-64", sub_microbatch={"vision": 12})
     best = entries[0].iteration_s
     papers = next(e for e in entries if e.degrees == Degrees(tensor=2, pipeline=4, data=8))
     assert papers.iteration_s <= 1.05 * best
@@ -155,10 +164,16 @@ def test_bad_names_and_files_are_told(tmp_path):
 
 PUBLISHED = {
     # mean text, mean images, mean seconds (None: none published)
-    "obelics": (816, 2.5, None), "laion-2b": (16.4, 1, None), "coyo-700m": (17.24, 1, None),
-    "mmc4-core": (408.94, 4.08, None), "flan": (154.68, 0, None), "scienceqa": (None, 0.487, None),
-    "internvid": (23, 0, 11.7), "sharegpt4video": (None, 0, 26.2), "mmtrail-2m": (None, 0, 4.6),
-}  # fmt: skip
+    "obelics": (816, 2.5, None),
+    "laion-2b": (16.4, 1, None),
+    "coyo-700m": (17.24, 1, None),
+    "mmc4-core": (408.94, 4.08, None),
+    "flan": (154.68, 0, None),
+    "scienceqa": (None, 0.487, None),
+    "internvid": (23, 0, 11.7),
+    "sharegpt4video": (None, 0, 26.2),
+    "mmtrail-2m": (None, 0, 4.6),
+}
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -210,9 +225,7 @@ def test_clips_are_grouped_by_size_and_length():
         assert sum(s.video_seconds[0] for s in group) <= 16 + 1e-9
         assert len({(s.video_height, s.video_width) for s in group}) == 1
     # 16 s at 16 frames a second and 768 x 768 pixels: 32 x 48 x 48 tokens.
-    assert video_tokens(Sample("v", video_seconds=(16.0,), video_height=(768,), video_width=(768,))) == (
-        73728,
-    )
+    assert video_tokens(Sample("v", video_seconds=(16.0,), video_height=(768,), video_width=(768,))) == (73728,)
 
 
 def test_spreads_keep_median_and_mean_within_bounds():
@@ -245,7 +258,7 @@ def test_loaders_group_the_clips_of_one_iteration():
 def test_text_to_video_batches_spread_widely():
     """Nothing here is fitted to how the work of packed batches spreads; it does."""
     architecture = catalog.load_architecture("t2v-s")
-    placement = Placement(catalog.load_machine("dip-h800-64"), Degrees(tensor=4))
+    placement = Placement(catalog.load_cluster("dip-h800-64"), Degrees(tensor=4))
     layers = {m.name: module_templates(architecture, m, placement) for m in architecture.modules}
     works = [work_of(architecture, g) for g in draw_microbatches(architecture, "dip-t2v", 100, 0)]
     flops = [

@@ -11,8 +11,8 @@ from types import ModuleType
 import torch
 
 import pipeloom as pl
-from pipeloom.arrange import ModulePlacement, separate
 from pipeloom.cost import LayerFit, Profile
+from pipeloom.layout import ModulePlacement, separate
 from pipeloom.packing import PackingSpec
 from pipeloom.planner import Planner, Setup
 from pipeloom.runtime import TcpPlanStore, Trainer, run_undivided
@@ -47,17 +47,13 @@ def adam(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=RATE)
 
 
-def losses_over_ranks(
-    names: list[str], num_ranks: int, iterations: int
-) -> dict[str, list[tuple[float, float, bool]]]:
+def losses_over_ranks(names: list[str], num_ranks: int, iterations: int) -> dict[str, list[tuple[float, float, bool]]]:
     """On one rank: loss, norm of the gradient, and whether the plan was made for the batch, of every iteration."""
     found = {}
     for name in names:
         task, model = task_of(name), in_double(name)
         fit = LayerFit((1e-4, 0, 1e-6, 0), (2e-4, 0, 2e-6, 0), (0, 0, 64, 0))
-        profile = Profile(
-            "invented", {f"{m.name}/{x.kind}": fit for m in model.spec.modules for x in m.flat_layers}
-        )
+        profile = Profile("invented", {f"{m.name}/{x.kind}": fit for m in model.spec.modules for x in m.flat_layers})
         layout = separate(model.spec, num_ranks, PLACEMENTS[name], lambda module, layer: 1.0)
         setup = Setup(model.spec, layout, profile, PACKING[name], budget_s=0.02)
         planner = Planner(setup, TcpPlanStore.host, deadline_s=20.0)

@@ -7,30 +7,25 @@ import random
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from pipeloom.cli.app import run
-from pipeloom.cli.config import read_config, with_chosen_layout
-from pipeloom.cli.train import Run
-from pipeloom.cli.train_layout import given_layout
+from pipeloom.cli.train import with_chosen_layout
 from pipeloom.cost import LayerFit, Profile, ProfileCosts
 from pipeloom.io import load, read_layers, read_layout
+from pipeloom.layout.training import cooptimise_training_layout, training_layers
 from pipeloom.packing import PackingSpec, pack
 from pipeloom.plan import from_text, verify
-from pipeloom.planner.training_layout import arrange_training_layout, training_layers
 from pipeloom.search import Evaluations, solve
 from pipeloom.spec import Layout, batch_from_dicts
 from pipeloom.taskgraph import build_graph
+from pipeloom.training import TrainingRun, read_config
+from pipeloom.training.layouts import given_layout
 from tests.examples.on_ranks import EXAMPLES, in_double, task_of
 from tests.plan.cases import Case
 from tests.runtime.cases import Run as Iteration
-from tests.runtime.cases import (
-    assert_equal_gradients,
-    expected,
-    run_threads,
-    take_gradients,
-    total_loss,
-)
+from tests.runtime.cases import assert_equal_gradients, expected, run_threads, take_gradients, total_loss
+
+pytestmark = pytest.mark.ranks
 
 NAME = "moe_mamba_lm"
 EXAMPLE = EXAMPLES / NAME
@@ -49,7 +44,7 @@ def test_gradients_are_those_of_the_undivided_model(seed: int) -> None:
     texts = next(iter(task.batches(1, texts_per_batch=6, seed=seed)))
     batch = batch_from_dicts([task.describe(text) for text in texts])
     table = training_layers(costs, packing, [batch], 3)
-    layout, _ = arrange_training_layout(table, model.spec, budget=Evaluations(500), seed=seed)
+    layout, _ = cooptimise_training_layout(table, model.spec, budget=Evaluations(500), seed=seed)
     assert len(layout.chunks) >= 3
     packed = pack(batch, model.spec, layout, packing)
     graph = build_graph(layout, packed, costs)
@@ -102,7 +97,7 @@ def test_training_arranges_its_layers_and_takes_layouts_from_files(tmp_path: Pat
     layers, layout = tmp_path / "runs" / NAME / "layers.json", tmp_path / "layout.json"
     assert run(["arrange", str(layers), "--budget", "0.2", "--out", str(layout), "--threads", "1"]) == 0
     path = config(tmp_path, 'kind = "file"\npath = "layout.json"')
-    given = given_layout(Run(path, read_config(path), tmp_path, Console(), to_stderr=False), in_double(NAME))
+    given = given_layout(TrainingRun.from_toml(path), in_double(NAME))
     assert given == read_layout(layout)
     chosen = with_chosen_layout(read_config(path)).layout
     assert (chosen.kind, chosen.path, chosen.ranks) == ("chosen", "", 2)
@@ -131,7 +126,7 @@ def test_profile_writes_what_arrange_reads(tmp_path: Path, capsys: pytest.Captur
             "layout.modules: states lm, but the layout is to be arranged",
         ),
     ],
-)  # fmt: skip
+)
 def test_layouts_that_cannot_be_taken_end_with_one_clear_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], layout: str, message: str
 ) -> None:

@@ -8,12 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeloom.arrange import single_rank
 from pipeloom.cli.app import run
+from pipeloom.layout import single_rank
 from pipeloom.packing import PackingSpec, pack
-from pipeloom.runtime import launch, measure_layers
+from pipeloom.runtime import MeasureOptions, launch, measure_layers
 from pipeloom.spec import batch_from_dicts
 from tests.examples.on_ranks import EXAMPLES, SIZES, losses_over_ranks, losses_undivided, task_of
+
+pytestmark = pytest.mark.ranks
 
 ITERATIONS = 3
 
@@ -38,10 +40,7 @@ def test_an_example_is_exact_under_plans_of_its_own(
 @pytest.mark.soak
 @pytest.mark.parametrize(
     ("name", "least"),
-    [
-        ("moving_digits", {"digit_match": 0.6, "direction_match": 0.8}),
-        ("moe_mamba_lm", {"answer_accuracy": 0.95}),
-    ],
+    [("moving_digits", {"digit_match": 0.6, "direction_match": 0.8}), ("moe_mamba_lm", {"answer_accuracy": 0.95})],
 )
 def test_a_whole_example_learns(name: str, least: dict[str, float], tmp_path: Path) -> None:
     assert run(["train", str(EXAMPLES / name / "train.toml"), "--runs", str(tmp_path)]) == 0
@@ -58,9 +57,7 @@ def test_videos_are_judged() -> None:
     clips = data.held_out(6)
     real = [data.frames_of(data.video(clip)) for clip in clips]
     assert [evaluate.motion(frames) for frames in real] == [clip.direction for clip in clips]
-    assert (
-        sum(evaluate.read(frames, clip) == clip.label for frames, clip in zip(real, clips, strict=True)) >= 5
-    )
+    assert sum(evaluate.read(frames, clip) == clip.label for frames, clip in zip(real, clips, strict=True)) >= 5
     scores = evaluate.evaluate(model.text_layers(0), model.video_layers(0), num_clips=6)
     assert set(scores) == {"held_out_loss", "digit_match", "direction_match", "digit_match_real"}
     assert all(0 <= score <= 1 for name, score in scores.items() if name != "held_out_loss")
@@ -73,4 +70,4 @@ def test_the_language_model_states_shapes_that_hold_under_autocast() -> None:
     layout = single_rank(model.spec, {})
     packing = pack(batch, model.spec, layout, PackingSpec(1000))
     # Measuring refuses a layer that gives another dtype than stated, as running does.
-    assert measure_layers(model, packing, samples, repeats=1, autocast=torch.bfloat16)
+    assert measure_layers(model, packing, samples, options=MeasureOptions(repeats=1, autocast=torch.bfloat16))

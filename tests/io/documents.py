@@ -8,32 +8,36 @@ from typing import Any
 from hypothesis import strategies as st
 
 TINY: dict[str, Any] = {
-    "format": "pipeloom.instance/1", "name": "tiny",
+    "format": "pipeloom.instance/1",
+    "name": "tiny",
     "num_ranks": 2,
     "memory_capacity_bytes": [100, 100],
     "memory_static_bytes": [10, 10],
-    "tasks": {"kind": ["F", "F", "B", "B"],
-              "rank": [0, 1, 1, 0],
-              "duration_s": [1.0, 1.0, 2.0, 2.0],
-              "pair": [0, 1, 1, 0],
-              "segment": [0, 0, 1, 1],
-              "microbatch": [0, 0, 0, 0],
-              "module": ["lm", "lm", "lm", "lm"]},
-    "pairs": {"activation_bytes": [40, 40],
-              "weight_gradient_bytes": None,
-              "candidates": None},
+    "tasks": {
+        "kind": ["F", "F", "B", "B"],
+        "rank": [0, 1, 1, 0],
+        "duration_s": [1.0, 1.0, 2.0, 2.0],
+        "pair": [0, 1, 1, 0],
+        "segment": [0, 0, 1, 1],
+        "microbatch": [0, 0, 0, 0],
+        "module": ["lm", "lm", "lm", "lm"],
+    },
+    "pairs": {"activation_bytes": [40, 40], "weight_gradient_bytes": None, "candidates": None},
     "edges": {"source": [0, 1, 2], "target": [1, 2, 3], "delay_s": [0.01, 0.0, 0.01], "bytes": None},
-}  # fmt: skip
+}
 
 TINY_SCHEDULE: dict[str, Any] = {
-    "format": "pipeloom.schedule/1", "instance": "tiny",
+    "format": "pipeloom.schedule/1",
+    "instance": "tiny",
     "order": [[0, 3], [1, 2]],
     "candidate": None,
     "start_s": [0.0, 1.01, 2.01, 4.02],
-    "makespan_s": 6.02, "lower_bound_s": 6.02, "lower_bound": "critical path",
+    "makespan_s": 6.02,
+    "lower_bound_s": 6.02,
+    "lower_bound": "critical path",
     "peak_memory_bytes": [50, 50],
     "search": {"method": "portfolio", "seed": 0, "budget_s": 1.0, "elapsed_s": 0.01, "evaluations": 21},
-}  # fmt: skip
+}
 
 
 def times() -> st.SearchStrategy[float]:
@@ -78,8 +82,10 @@ def instances(draw: st.DrawFn) -> dict[str, Any]:
             edge(a, b)
         if form == "forward":
             continue
-        backward = [task("B" if form == "whole" else "I", r, first_pair + r, microbatch, module)
-                    for r in reversed(range(num_ranks))]  # fmt: skip
+        backward = [
+            task("B" if form == "whole" else "I", r, first_pair + r, microbatch, module)
+            for r in reversed(range(num_ranks))
+        ]
         segment += 1
         for a, b in itertools.pairwise(backward):
             edge(a, b)
@@ -102,23 +108,19 @@ def instances(draw: st.DrawFn) -> dict[str, Any]:
             "weight_gradient_bytes": draw(
                 st.none() | st.just([a // 2 for a in activation]).filter(lambda w: w != activation)
             ),
-            "candidates": draw(st.none() | st.tuples(*(st.lists(candidates(f), min_size=1, max_size=3) for f in forms))
-                               .map(list)),
+            "candidates": draw(
+                st.none() | st.tuples(*(st.lists(candidates(f), min_size=1, max_size=3) for f in forms)).map(list)
+            ),
         },
         "edges": edges | {"bytes": edges["bytes"] if any(edges["bytes"]) else None},
-    }  # fmt: skip
+    }
 
 
 @st.composite
 def candidates(draw: st.DrawFn, form: str) -> dict[str, Any]:
     """One memory strategy as the writer writes it: defaults left out."""
-    entry: dict[str, Any] = {
-        "strategy": draw(st.sampled_from(["keep", "full", "offload"])),
-        "forward_s": draw(times()),
-    }
-    for name in {"forward": [], "whole": ["backward_s"], "split": ["backward_input_s", "backward_weight_s"]}[
-        form
-    ]:
+    entry: dict[str, Any] = {"strategy": draw(st.sampled_from(["keep", "full", "offload"])), "forward_s": draw(times())}
+    for name in {"forward": [], "whole": ["backward_s"], "split": ["backward_input_s", "backward_weight_s"]}[form]:
         entry[name] = draw(times())
     entry["activation_bytes"] = draw(sizes)
     if draw(st.booleans()):

@@ -14,7 +14,8 @@ import pipeloom
 from pipeloom.cli.app import run
 from pipeloom.io import instance_document, schedule_document
 from pipeloom.plan import Verb, from_text, to_text, verify
-from pipeloom.spec import ClusterSpec, ModelSpec
+from pipeloom.search.params import SearchParams
+from pipeloom.spec import ModelSpec, RankSpec
 from tests.io.documents import TINY, TINY_SCHEDULE
 
 DOC = Path(__file__).parents[2] / "docs" / "formats.md"
@@ -58,27 +59,25 @@ def test_example_sample_and_candidates() -> None:
 
 
 def test_example_plan_is_proved_and_every_verb_is_told() -> None:
-    text = next(text for language, text in BLOCKS if not language and text.startswith("pipeloom.plan/1"))
+    text = next(text for language, text in BLOCKS if not language and text.startswith("pipeloom.plan/2"))
     plan = from_text(text)
     verify(plan)
     assert to_text(plan) == text
-    told = set(re.findall(r"`([A-Z]{1,2})`", DOC.read_text()))
-    assert set(Verb.__args__) <= told
+    told = set(re.findall(r"`([A-Z_]+)`", DOC.read_text()))
+    assert set(Verb) <= told
 
 
 def test_example_specs() -> None:
-    model, cluster = (tomllib.loads(text) for language, text in BLOCKS if language == "toml")
+    model, cluster, params = (tomllib.loads(text) for language, text in BLOCKS if language == "toml")
     assert msgspec.convert(model, ModelSpec).module("lm").after == ("vision",)
-    assert msgspec.convert(cluster, ClusterSpec).memory_capacity_bytes == 2_000_000_000
+    assert msgspec.convert(cluster, RankSpec).memory_capacity_bytes == 2_000_000_000
+    assert msgspec.convert(params, SearchParams).orders.heat == 0.2
 
 
 def test_error_lines_are_the_real_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shown = next(text for _, text in BLOCKS if "did you mean" in text).replace("  tiny", "tiny").splitlines()
     path = tmp_path / "tiny.json"
-    for field, value, line in (
-        ("duration_s", [1.0] * 17 + [-0.2], shown[0]),
-        ("durations_s", [1.0], shown[1]),
-    ):
+    for field, value, line in (("duration_s", [1.0] * 17 + [-0.2], shown[0]), ("durations_s", [1.0], shown[1])):
         path.write_text(json.dumps(TINY | {"tasks": TINY["tasks"] | {field: value}}))
         assert run(["check", str(path), str(path)]) == 2
         assert capsys.readouterr().err.strip().endswith(line.strip())

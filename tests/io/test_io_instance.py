@@ -124,19 +124,28 @@ BAD = [
     ("pairs.activation_bytes", [2**61, 2**61], "pairs.activation_bytes: sums to 4611686018427387904"),
     ("pairs.candidates", [], "pairs.candidates: has 0 lists, there are 2 pairs"),
     ("pairs.candidates", [[], []], "pairs.candidates[0]: is empty"),
-    ("pairs.candidates", [[{"strategy": "keep", "forward_s": 1.0, "activation_bytes": 4}]] * 2,
-     "pairs.candidates[0][0].backward_s: is missing"),
-    ("pairs.candidates", [[{"strategy": "keep", "forward_s": -1.0, "backward_s": 1, "activation_bytes": 4}]] * 2,
-     "pairs.candidates[0][0].forward_s: -1 is negative"),
-    ("pairs.candidates", [[{"strategy": "keep", "forward_s": 1, "backward_input_s": 1, "activation_bytes": 4}]] * 2,
-     "pairs.candidates[0][0].backward_input_s: is given for a pair without I and W"),
+    (
+        "pairs.candidates",
+        [[{"strategy": "keep", "forward_s": 1.0, "activation_bytes": 4}]] * 2,
+        "pairs.candidates[0][0].backward_s: is missing",
+    ),
+    (
+        "pairs.candidates",
+        [[{"strategy": "keep", "forward_s": -1.0, "backward_s": 1, "activation_bytes": 4}]] * 2,
+        "pairs.candidates[0][0].forward_s: -1 is negative",
+    ),
+    (
+        "pairs.candidates",
+        [[{"strategy": "keep", "forward_s": 1, "backward_input_s": 1, "activation_bytes": 4}]] * 2,
+        "pairs.candidates[0][0].backward_input_s: is given for a pair without I and W",
+    ),
     ("edges.source.0", 9, "edges.source[0]: 9 is not below 4"),
     ("edges.delay_s.0", -1e-3, "edges.delay_s[0]: -0.001 is negative"),
     ("edges.bytes", [1, 0, 0], "edges.bytes[0]: 1 bytes on an edge from rank 0 to rank 1"),
     ("edges.target.0", 0, "edges: task 0 (F of lm, microbatch 0, rank 0) waits for itself"),
     ("format", "pipeloom.instance/2", "format: 'pipeloom.instance/2' is not 'pipeloom.instance/1'"),
     ("format", None, "format: is missing"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("path", "value", "message"), BAD, ids=[f"{p}={v!r}"[:50] for p, v, _ in BAD])
@@ -157,13 +166,23 @@ def test_candidates_replace_durations_and_bytes() -> None:
 
 def test_segments_may_have_any_numbers(tmp_path: Path) -> None:
     document = {
-        "format": "pipeloom.instance/1", "name": "far", "num_ranks": 1, "memory_capacity_bytes": None,
+        "format": "pipeloom.instance/1",
+        "name": "far",
+        "num_ranks": 1,
+        "memory_capacity_bytes": None,
         "memory_static_bytes": [0],
-        "tasks": {"kind": ["F", "B"], "rank": [0, 0], "duration_s": [1.0, 2.0], "pair": [0, 0], "segment": [5, 900],
-                  "microbatch": [0, 0], "module": ["lm", "lm"]},
+        "tasks": {
+            "kind": ["F", "B"],
+            "rank": [0, 0],
+            "duration_s": [1.0, 2.0],
+            "pair": [0, 0],
+            "segment": [5, 900],
+            "microbatch": [0, 0],
+            "module": ["lm", "lm"],
+        },
         "pairs": {"activation_bytes": [1], "weight_gradient_bytes": None, "candidates": None},
         "edges": {"source": [], "target": [], "delay_s": [], "bytes": None},
-    }  # fmt: skip
+    }
     path = tmp_path / "far.json"
     path.write_text(json.dumps(document))
     assert read_instance(path).segment.tolist() == [0, 1]

@@ -34,21 +34,48 @@ from pipeloom.spec import Batch, Layout, Sample
 from tests.io.documents import TINY, TINY_SCHEDULE, instances
 
 LAYOUT = {
-    "format": "pipeloom.layout/1", "num_ranks": 2, "parallelism": {"tensor": 4, "data": 1},
-    "modules": [{"name": "vision", "after": [], "frozen": False, "sub_microbatch": 12, "on_ranks": "replicated"},
-                {"name": "lm", "after": ["vision"], "frozen": False, "sub_microbatch": None, "on_ranks": "pipelined"}],
-    "chunks": [{"module": "vision", "layers": [0, 3], "rank": 0}, {"module": "vision", "layers": [0, 3], "rank": 1},
-               {"module": "lm", "layers": [0, 7], "rank": 0}, {"module": "lm", "layers": [8, 9], "rank": 1}],
-}  # fmt: skip
+    "format": "pipeloom.layout/1",
+    "num_ranks": 2,
+    "parallelism": {"tensor": 4, "data": 1},
+    "modules": [
+        {"name": "vision", "after": [], "frozen": False, "sub_microbatch": 12, "on_ranks": "replicated"},
+        {"name": "lm", "after": ["vision"], "frozen": False, "sub_microbatch": None, "on_ranks": "pipelined"},
+    ],
+    "chunks": [
+        {"module": "vision", "layers": [0, 3], "rank": 0},
+        {"module": "vision", "layers": [0, 3], "rank": 1},
+        {"module": "lm", "layers": [0, 7], "rank": 0},
+        {"module": "lm", "layers": [8, 9], "rank": 1},
+    ],
+}
 LAYERS = {
-    "format": "pipeloom.layers/1", "name": "two", "num_ranks": 2, "num_microbatches": 4,
-    "boundary_s": 0.0002, "boundary_bytes": 33554432, "memory_capacity_bytes": None,
-    "layers": [{"name": "a", "forward_s": 0.0033, "activation_bytes": 1000000, "parameter_bytes": 2000000,
-                "backward_input_s": 0.0052, "backward_weight_s": 0.0036},
-               {"name": "b", "forward_s": 0.0033, "activation_bytes": 1000000, "parameter_bytes": 0,
-                "backward_s": 0.01, "static_bytes": 7,
-                "candidates": [{"strategy": "keep", "forward_s": 1.0, "activation_bytes": 40, "backward_s": 2.0}]}],
-}  # fmt: skip
+    "format": "pipeloom.layers/1",
+    "name": "two",
+    "num_ranks": 2,
+    "num_microbatches": 4,
+    "boundary_s": 0.0002,
+    "boundary_bytes": 33554432,
+    "memory_capacity_bytes": None,
+    "layers": [
+        {
+            "name": "a",
+            "forward_s": 0.0033,
+            "activation_bytes": 1000000,
+            "parameter_bytes": 2000000,
+            "backward_input_s": 0.0052,
+            "backward_weight_s": 0.0036,
+        },
+        {
+            "name": "b",
+            "forward_s": 0.0033,
+            "activation_bytes": 1000000,
+            "parameter_bytes": 0,
+            "backward_s": 0.01,
+            "static_bytes": 7,
+            "candidates": [{"strategy": "keep", "forward_s": 1.0, "activation_bytes": 40, "backward_s": 2.0}],
+        },
+    ],
+}
 ALL = {"instance": TINY, "schedule": TINY_SCHEDULE, "layout": LAYOUT, "layers": LAYERS}
 
 
@@ -97,9 +124,7 @@ def test_schedule_round_trip(tmp_path: Path) -> None:
 
 
 def test_schedule_of_an_order_alone() -> None:
-    stated = schedule_from_document(
-        {"format": "pipeloom.schedule/1", "instance": "tiny", "order": [[0, 3], [1, 2]]}
-    )
+    stated = schedule_from_document({"format": "pipeloom.schedule/1", "instance": "tiny", "order": [[0, 3], [1, 2]]})
     assert stated.start_ns is None
     assert [tasks.tolist() for tasks in stated.schedule.order] == [[0, 3], [1, 2]]
 
@@ -126,11 +151,13 @@ def test_wrong_schedule_is_named(change: dict[str, Any], message: str, tmp_path:
     [
         ({"num_ranks": 0}, "num_ranks: 0 is below 1"),
         ({"parallelism": {"tensor": 0}}, "parallelism.tensor: 0 is below 1"),
-        ({"chunks": [*LAYOUT["chunks"][:3], {"module": "lm", "layers": [9, 9], "rank": 1}]},
-         "chunks[3].layers: begins at 9, layer 8 of 'lm' comes next"),
+        (
+            {"chunks": [*LAYOUT["chunks"][:3], {"module": "lm", "layers": [9, 9], "rank": 1}]},
+            "chunks[3].layers: begins at 9, layer 8 of 'lm' comes next",
+        ),
         ({"modules": [{"name": "vision", "on_ranks": "split"}]}, "modules[0].on_ranks: 'split' is not one of"),
     ],
-)  # fmt: skip
+)
 def test_wrong_layout_is_named(change: dict[str, Any], message: str, tmp_path: Path) -> None:
     assert _message(tmp_path, json.dumps(LAYOUT | change)).startswith(message)
 
@@ -162,8 +189,10 @@ def test_samples_round_trip_and_defaults(tmp_path: Path) -> None:
 def test_parquet_gives_the_same_samples_as_json_lines(tmp_path: Path) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     pytest.importorskip("pyarrow.parquet")
-    rows = [{"id": "a", "text_tokens": 5, "image_tokens": [4, 9], "video_seconds": [1.5]},
-            {"id": "b", "text_tokens": 7, "image_tokens": None, "video_seconds": []}]  # fmt: skip
+    rows = [
+        {"id": "a", "text_tokens": 5, "image_tokens": [4, 9], "video_seconds": [1.5]},
+        {"id": "b", "text_tokens": 7, "image_tokens": None, "video_seconds": []},
+    ]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "s.parquet")
     lines = "\n".join(json.dumps({k: v for k, v in row.items() if v is not None}) for row in rows)
     assert pipeloom.load(tmp_path / "s.parquet") == _load_text(tmp_path, lines, "s.jsonl")
@@ -177,10 +206,7 @@ def test_parquet_gives_the_same_samples_as_json_lines(tmp_path: Path) -> None:
         ('{"id": "a"}\n{"id": 3}', "line 2: id: 3 is not a string"),
         ('{"id": "a", "text_tokens": -1}', "line 1: sample 'a'.text_tokens: -1 is negative"),
         ('{"id": "a", "image_tokens": [0]}', "line 1: sample 'a'.image_tokens[0]: 0 is not positive"),
-        (
-            '{"id": "a", "image_token": [1]}',
-            "line 1: image_token: is not a known field; did you mean image_tokens?",
-        ),
+        ('{"id": "a", "image_token": [1]}', "line 1: image_token: is not a known field; did you mean image_tokens?"),
         ('{"id": "a"', "line 1: is not valid JSON"),
         ("", "has no sample"),
     ],
@@ -191,20 +217,14 @@ def test_wrong_samples_are_named(text: str, message: str, tmp_path: Path) -> Non
 
 def test_batches_hold_ids_and_totals(tmp_path: Path) -> None:
     samples = tuple(
-        Sample(id=c, text_tokens=i, image_tokens=(3,) * i, image_patches=(5,) * i)
-        for i, c in enumerate("abc")
+        Sample(id=c, text_tokens=i, image_tokens=(3,) * i, image_patches=(5,) * i) for i, c in enumerate("abc")
     )
     packing = Packing(Batch(samples, 7), ("lm",), (Microbatch((2, 0), ((),)), Microbatch((1,), ((),))))
     write_batches(tmp_path / "b.json", packed_batches([packing], "token budget"))
     loaded = pipeloom.load(tmp_path / "b.json")
     assert isinstance(loaded, PackedBatches)
     first, second = loaded.batches[0].microbatches
-    assert (first.samples, first.text_tokens, first.image_tokens, first.image_patches) == (
-        ("c", "a"),
-        2,
-        6,
-        10,
-    )
+    assert (first.samples, first.text_tokens, first.image_tokens, first.image_patches) == (("c", "a"), 2, 6, 10)
     assert (second.samples, second.num_samples, second.num_images) == (("b",), 1, 1)
     document = json.loads((tmp_path / "b.json").read_text())
     document["batches"][0]["microbatches"][1]["samples"] = ["c"]
@@ -227,10 +247,7 @@ BROKEN = [
     ('{"a": [1e999]}', "a[0]: inf is not a finite number"),
     ('{"a": ' + "9" * 5000 + "}", "has a number with too many digits"),
     ('{"a": ' + "9" * 400 + ".0}", "a: inf is not a finite number"),
-    (
-        '{"a": [0.1234567890123456789, 9223372036854775808]}',
-        "a[1]: 9223372036854775808 does not fit in 64 bits",
-    ),
+    ('{"a": [0.1234567890123456789, 9223372036854775808]}', "a[1]: 9223372036854775808 does not fit in 64 bits"),
     (
         '{"format": "pipeloom.layout/1", "num_ranks": 4000000000000000000, "chunks": [],'
         '"modules": [{"name": "v", "on_ranks": "replicated"}]}',
@@ -267,9 +284,7 @@ def test_paths_that_cannot_be_read(tmp_path: Path) -> None:
 
 def test_file_above_the_limit_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pipeloom.io.files.MAX_FILE_BYTES", 1000)
-    assert _message(tmp_path, gzip.compress(b" " * 10**6), "bomb.json.gz").startswith(
-        "is larger than 1000 bytes"
-    )
+    assert _message(tmp_path, gzip.compress(b" " * 10**6), "bomb.json.gz").startswith("is larger than 1000 bytes")
 
 
 def check_one_line(path: Path) -> None:
@@ -287,9 +302,15 @@ def check_one_line(path: Path) -> None:
 def _mutate(draw: st.DrawFn, node: Any) -> Any:
     """Replace, drop, double or add something at a random place of a document."""
     junk = st.one_of(
-        st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5), st.just([]), st.just({}),
+        st.none(),
+        st.booleans(),
+        st.integers(),
+        st.floats(),
+        st.text(max_size=5),
+        st.just([]),
+        st.just({}),
         st.sampled_from([-1, 2**63, 2**64, 1e300, 10**400, [[]], [None], "F", "\ud800", "pipeloom.instance/1"]),
-    )  # fmt: skip
+    )
     if isinstance(node, dict) and node and draw(st.integers(0, 9)) < 9:
         key = draw(st.sampled_from(sorted(node)))
         action = draw(st.integers(0, 11))
@@ -317,21 +338,20 @@ def mutated(draw: st.DrawFn) -> Any:
     return document
 
 
-@settings(
-    deadline=None, max_examples=250, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
-)
+@settings(deadline=None, max_examples=250, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(document=mutated())
-def test_mutated_documents_load_or_give_one_line(
-    document: Any, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_mutated_documents_load_or_give_one_line(document: Any, tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.getbasetemp() / "mutated.json"
     path.write_text(json.dumps(document))
     check_one_line(path)
 
 
 @settings(deadline=None, max_examples=200)
-@given(data=st.binary(max_size=200), suffix=st.sampled_from(["json", "json.gz", "jsonl", "parquet"]),
-       cut=st.none() | st.tuples(st.sampled_from(sorted(ALL)), st.integers(0, 400)))  # fmt: skip
+@given(
+    data=st.binary(max_size=200),
+    suffix=st.sampled_from(["json", "json.gz", "jsonl", "parquet"]),
+    cut=st.none() | st.tuples(st.sampled_from(sorted(ALL)), st.integers(0, 400)),
+)
 def test_random_and_truncated_bytes_give_one_line(
     data: bytes, suffix: str, cut: tuple[str, int] | None, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

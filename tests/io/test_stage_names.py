@@ -64,12 +64,17 @@ def test_megatron_repetitions() -> None:
 
 def test_torchtitan_in_turn_and_in_a_v() -> None:
     assert torchtitan_modules(layout([0, 1, 7, 8], [0, 1, 2], 3), NAMES) == [
-        ["tok_embeddings"], [f"layers.{i}" for i in range(6)], ["norm", "output"],
-    ]  # fmt: skip
+        ["tok_embeddings"],
+        [f"layers.{i}" for i in range(6)],
+        ["norm", "output"],
+    ]
     # In a V the two stages of the last rank are neighbours, and so one: such a layout has 2p - 1 stages.
     five = tuple(f"layer.{i}" for i in range(5))
     assert torchtitan_modules(layout([0, 1, 2, 3, 4, 5], [0, 1, 1, 0, 0], 2), five) == [
-        ["tok_embeddings", "layers.0"], ["layers.1"], ["layers.2"], ["layers.3", "layers.4", "norm", "output"],
-    ]  # fmt: skip
+        ["tok_embeddings", "layers.0"],
+        ["layers.1"],
+        ["layers.2"],
+        ["layers.3", "layers.4", "norm", "output"],
+    ]
     with pytest.raises(InputError, match="in turn, or two a rank in a V"):
         torchtitan_modules(layout([0, 2, 4, 8], [0, 2, 1], 3), NAMES)

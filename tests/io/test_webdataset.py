@@ -23,17 +23,17 @@ def shard(path: Path, members: dict[str, bytes]) -> Path:
 @pytest.mark.parametrize("name", ["a.tar", "a.tar.gz"])
 def test_json_members_are_read_and_pixels_are_not(tmp_path: Path, name: str) -> None:
     one = {"text_tokens": 7, "image_tokens": [4, 4], "image_patches": [16, 16]}
-    path = shard(tmp_path / name, {
-        "train/0001.jpg": b"\xff" * 5000, "train/0001.json": json.dumps(one).encode(),
-        "train/0002.json": json.dumps({"id": "own", "text_tokens": 3}).encode(), "train/0002.caption.txt": b"words",
-    })  # fmt: skip
-    first, second = read_samples(path)
-    assert (first.id, first.text_tokens, first.image_tokens, first.patches) == (
-        "train/0001",
-        7,
-        (4, 4),
-        (16, 16),
+    path = shard(
+        tmp_path / name,
+        {
+            "train/0001.jpg": b"\xff" * 5000,
+            "train/0001.json": json.dumps(one).encode(),
+            "train/0002.json": json.dumps({"id": "own", "text_tokens": 3}).encode(),
+            "train/0002.caption.txt": b"words",
+        },
     )
+    first, second = read_samples(path)
+    assert (first.id, first.text_tokens, first.image_tokens, first.patches) == ("train/0001", 7, (4, 4), (16, 16))
     assert (second.id, second.text_tokens) == ("own", 3)
 
 

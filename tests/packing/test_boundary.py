@@ -36,8 +36,6 @@ def test_every_part_is_given_what_it_reaches_in_order(seed: int) -> None:
                         if p.below == number
                         for i in range(p.count)
                     ]
-                    first, count = reach(
-                        samples, packing.reads[above], packing.reads[below], part.first, part.count
-                    )
+                    first, count = reach(samples, packing.reads[above], packing.reads[below], part.first, part.count)
                     assert taken == list(range(first, first + count))
                 assert all(p.whole == (p.count == microbatch.parts[above][p.above].count) for p in found)

@@ -2,8 +2,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeloom.arrange import ModulePlacement, separate
 from pipeloom.errors import InputError
+from pipeloom.layout import ModulePlacement, separate
 from pipeloom.packing import PackingSpec, pack, packing_from_counts
 from pipeloom.plan import packing_counts
 from pipeloom.spec import Batch, Sample

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeloom.arrange import ModulePlacement, separate
 from pipeloom.errors import InputError
+from pipeloom.layout import ModulePlacement, separate
 from pipeloom.packing import (
     POLICIES,
     Loads,
@@ -46,9 +46,7 @@ def heaviest(groups: tuple[tuple[int, ...], ...], load: np.ndarray) -> float:
 
 @settings(deadline=None, max_examples=60)
 @given(samples_st, st.integers(100, 300), st.sampled_from([p for p in POLICIES if p != "exact"]))
-def test_no_sample_is_lost_or_doubled_and_no_budget_broken(
-    tokens: list[int], budget: int, policy: str
-) -> None:
+def test_no_sample_is_lost_or_doubled_and_no_budget_broken(tokens: list[int], budget: int, policy: str) -> None:
     loads = loads_of(tokens)
     groups = group(loads, PackingSpec(budget, policy, seed=3))
     assert sorted(i for members in groups for i in members) == list(range(len(tokens)))
@@ -130,9 +128,7 @@ def test_a_document_attends_to_itself_alone() -> None:
     chunks = [LAYOUT.chunks[i] for i in LAYOUT.chunks_of("lm")]
 
     def seconds(lengths: tuple[int, ...]) -> float:
-        return sum(
-            c.forward_s + c.backward_s for c in (costs.chunk_costs(k, Workload(lengths))[0] for k in chunks)
-        )
+        return sum(c.forward_s + c.backward_s for c in (costs.chunk_costs(k, Workload(lengths))[0] for k in chunks))
 
     assert loads.backbone.sum() == pytest.approx(seconds((40, 10, 30)) - seconds(()), rel=1e-6)
 

@@ -30,8 +30,11 @@ from pipeloom.taskgraph import (
     INPUT_GRADIENT,
     NO_TASK,
     WEIGHT_GRADIENT,
+    Edges,
     PairLabel,
+    Pairs,
     TaskGraph,
+    Tasks,
     build_graph,
     make_graph,
 )
@@ -121,7 +124,6 @@ class Case:
             self.layout,
             self.packing,
             boundary_shapes(self.model, self.layout),
-            iteration=3,
             serial=serial,
         )
 
@@ -144,8 +146,7 @@ def random_model(rng: random.Random) -> ModelSpec:
                 name=name,
                 reads=reads,  # type: ignore[arg-type]
                 layers=tuple(
-                    LayerSpec(f"{name}{i}", TensorShape(("tokens", WIDTH), DTYPE))
-                    for i in range(rng.randint(1, 5))
+                    LayerSpec(f"{name}{i}", TensorShape(("tokens", WIDTH), DTYPE)) for i in range(rng.randint(1, 5))
                 ),
                 after=after,
                 frozen=frozen.get(name, False),
@@ -155,9 +156,7 @@ def random_model(rng: random.Random) -> ModelSpec:
     )
 
 
-def random_layout(
-    rng: random.Random, model: ModelSpec, num_ranks: int, replicated: tuple[str, ...] = ()
-) -> Layout:
+def random_layout(rng: random.Random, model: ModelSpec, num_ranks: int, replicated: tuple[str, ...] = ()) -> Layout:
     """Cut every module anywhere and put the chunks on any ranks, or the whole module on all of them."""
     chunks: list[Chunk] = []
     for module in model.modules:
@@ -226,7 +225,7 @@ def random_case(
     if replicated:
         graph = graph_of_units(layout, packing, dealt_units(rng, layout, packing), costs)
     else:
-        graph = build_graph(layout, packing, costs, split_backward=is_split)
+        graph = build_graph(layout, packing, costs, backward="split" if is_split else "whole")
     schedule = random_schedule(rng, graph)
     chosen = graph.with_candidates(schedule.candidate)
     return Case(model, layout, packing, graph, schedule, earliest(chosen, schedule))
@@ -260,30 +259,32 @@ def graph_of_units(layout: Layout, packing: Packing, units: list[Unit], costs: R
             kind.append(k)
             pair.append(number)
     edges = []
-    for hand_over in make_routes(layout, packing, units).hand_overs:
-        edges.append((of_unit[FORWARD, hand_over.producer], of_unit[FORWARD, hand_over.consumer]))
-        if hand_over.gradient:
-            edges.append((of_unit[BACKWARD, hand_over.consumer], of_unit[BACKWARD, hand_over.producer]))
+    for transfer in make_routes(layout, packing, units).transfers:
+        edges.append((of_unit[FORWARD, transfer.producer], of_unit[FORWARD, transfer.consumer]))
+        if transfer.gradient:
+            edges.append((of_unit[BACKWARD, transfer.consumer], of_unit[BACKWARD, transfer.producer]))
     chunk = [layout.chunks[units[p].chunk] for p in pair]
     names = tuple(module.name for module in layout.modules)
     rng = random.Random(costs.seed)
     return make_graph(
         name="replicated",
         num_ranks=layout.num_ranks,
-        module_names=names,
-        kind=kind,
-        rank=[c.rank for c in chunk],
-        duration_ns=[rng.randint(0, 5) for _ in kind],
-        pair=pair,
-        segment=range(len(kind)),
-        microbatch=[units[p].microbatch for p in pair],
-        module=[names.index(c.module) for c in chunk],
-        activation_bytes=[1] * len(units),
-        weight_gradient_bytes=None,
-        edge_source=[a for a, _ in edges],
-        edge_target=[b for _, b in edges],
-        edge_delay_ns=[0] * len(edges),
-        labels=tuple(PairLabel(*unit) for unit in units),
+        tasks=Tasks(
+            kind=kind,
+            rank=[c.rank for c in chunk],
+            duration_ns=[rng.randint(0, 5) for _ in kind],
+            pair=pair,
+            segment=range(len(kind)),
+            microbatch=[units[p].microbatch for p in pair],
+            module=[names.index(c.module) for c in chunk],
+            module_names=names,
+        ),
+        pairs=Pairs(
+            activation_bytes=[1] * len(units),
+            weight_gradient_bytes=None,
+            labels=tuple(PairLabel(*unit) for unit in units),
+        ),
+        edges=Edges(source=[a for a, _ in edges], target=[b for _, b in edges], delay_ns=[0] * len(edges)),
     )
 
 
@@ -314,9 +315,7 @@ def in_order(graph: TaskGraph, schedule: Schedule) -> Schedule:
     for task in map(graph.task, range(graph.num_tasks)):
         label = graph.labels[task.pair]
         name_of[task.number] = (label.chunk, label.microbatch, task.kind)
-    reached = [
-        name_of[t][1] for order in schedule.order for t in order.tolist() if name_of[t][::2] == (last, "F")
-    ]
+    reached = [name_of[t][1] for order in schedule.order for t in order.tolist() if name_of[t][::2] == (last, "F")]
     new = {microbatch: number for number, microbatch in enumerate(reached)}
     task_of = {name: task for task, name in name_of.items()}
 
@@ -324,9 +323,7 @@ def in_order(graph: TaskGraph, schedule: Schedule) -> Schedule:
         chunk, microbatch, kind = name_of[task]
         return task_of[chunk, new[microbatch], kind]
 
-    orders = tuple(
-        np.array([renumbered(t) for t in order.tolist()], dtype=np.int64) for order in schedule.order
-    )
+    orders = tuple(np.array([renumbered(t) for t in order.tolist()], dtype=np.int64) for order in schedule.order)
     return Schedule(orders, schedule.candidate)
 
 

@@ -3,8 +3,8 @@ from __future__ import annotations
 import contextlib
 import random
 from dataclasses import replace
-from typing import get_args
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -26,17 +26,7 @@ from pipeloom.plan import (
 )
 from pipeloom.plan.dryrun import dry_run
 from pipeloom.plan.messages import messages_of
-from pipeloom.spec import (
-    Batch,
-    Chunk,
-    LayerSpec,
-    Layout,
-    ModelSpec,
-    ModuleLayout,
-    ModuleSpec,
-    Sample,
-    TensorShape,
-)
+from pipeloom.spec import Batch, Chunk, LayerSpec, Layout, ModelSpec, ModuleLayout, ModuleSpec, Sample, TensorShape
 from pipeloom.timeline import Schedule
 
 from .cases import EVERY_STRATEGY, Case, random_case
@@ -64,9 +54,7 @@ def test_every_task_is_one_action_in_the_order_of_the_schedule(seed: int) -> Non
         for task in map(case.graph.task, order.tolist()):
             label = case.graph.labels[task.pair]
             expected.append((task.kind, names[label.chunk], label.microbatch, label.sub_microbatch))
-        assert expected == [
-            (a.verb, a.chunk, a.microbatch, a.sub_microbatch) for a in actions if a.verb in "FBIW"
-        ]
+        assert expected == [(a.verb, a.chunk, a.microbatch, a.sub_microbatch) for a in actions if a.verb.is_compute]
 
 
 @settings(deadline=None, max_examples=50)
@@ -100,7 +88,7 @@ def with_fields(action: Action, **changes: object) -> Action:
 def test_a_dropped_action_is_caught(seed: int, data: st.DataObject) -> None:
     case = random_case(seed, strategies=EVERY_STRATEGY)
     plan = case.plan
-    places = [(r, s) for r, actions in enumerate(plan.ranks) for s, a in enumerate(actions) if a.verb != "RC"]
+    places = [(r, s) for r, actions in enumerate(plan.ranks) for s in range(len(actions))]
     rank, step = data.draw(st.sampled_from(places))
     with pytest.raises(PlanError):
         verify(remove(plan, rank, step), case.layout, case.packing)
@@ -110,7 +98,7 @@ def crossing_case(seed: int, num_ranks: int = 3) -> Case:
     """A case with messages: the first one from the seed on."""
     while True:
         case = random_case(seed, num_ranks)
-        if any(a.verb == "SF" for actions in case.plan.ranks for a in actions):
+        if any(a.verb == Verb.SEND_F for actions in case.plan.ranks for a in actions):
             return case
         seed += 1
 
@@ -148,9 +136,7 @@ def test_a_changed_message_is_caught(seed: int, data: st.DataObject, field: str)
         "chunk": "nobody.0",
     }
     with pytest.raises(PlanError):
-        verify(
-            put(plan, rank, step, with_fields(action, **{field: changed[field]})), case.layout, case.packing
-        )
+        verify(put(plan, rank, step, with_fields(action, **{field: changed[field]})), case.layout, case.packing)
 
 
 @settings(deadline=None, max_examples=200)
@@ -160,7 +146,7 @@ def test_any_damage_is_told_as_a_plan_error(seed: int, data: st.DataObject) -> N
     plan = case.plan
     rank, step = data.draw(st.sampled_from([(r, s) for r, a in enumerate(plan.ranks) for s in range(len(a))]))
     values: dict[str, st.SearchStrategy[object]] = {
-        "verb": st.sampled_from(get_args(Verb)),
+        "verb": st.sampled_from(Verb),
         "chunk": st.sampled_from(["", "nobody.0", *case.layout.chunk_names]),
         "microbatch": st.integers(-1, 3),
         "sub_microbatch": st.integers(-1, 3),
@@ -176,7 +162,7 @@ def test_any_damage_is_told_as_a_plan_error(seed: int, data: st.DataObject) -> N
 def test_the_message_shows_the_place() -> None:
     case = crossing_case(1, 2)
     plan = case.plan
-    rank, step = next((r, s) for r in (0, 1) for s, a in enumerate(plan.ranks[r]) if a.verb == "SF")
+    rank, step = next((r, s) for r in (0, 1) for s, a in enumerate(plan.ranks[r]) if a.verb == Verb.SEND_F)
     with pytest.raises(PlanError) as caught:
         verify(remove(plan, rank, step))
     message = str(caught.value)
@@ -186,25 +172,23 @@ def test_the_message_shows_the_place() -> None:
 
 
 def test_crossed_messages_pass_gloo_but_not_nccl() -> None:
-    def message(verb: str, sub: int, peer: int | None = None) -> Action:
+    def message(verb: Verb, sub: int, peer: int | None = None) -> Action:
         if peer is None:
-            return Action(verb=verb, chunk="a.0", sub_microbatch=sub)  # type: ignore[arg-type]
-        return Action(  # type: ignore[call-arg]
-            verb=verb,
-            chunk="a.0",
-            sub_microbatch=sub,
-            peer=peer,
-            shape=(1,),
-            dtype="float32",  # type: ignore[arg-type]
-        )
+            return Action(verb=verb, chunk="a.0", sub_microbatch=sub)
+        return Action(verb=verb, chunk="a.0", sub_microbatch=sub, peer=peer, shape=(1,), dtype="float32")
 
     plan = ExecutionPlan(
         2,
         0,
         "x",
         (
-            (message("SF", 0, 1), message("SF", 1, 1), message("DF", 0), message("DF", 1)),
-            (message("RF", 1, 0), message("RF", 0, 0), message("WF", 0), message("WF", 1)),
+            (
+                message(Verb.SEND_F, 0, 1),
+                message(Verb.SEND_F, 1, 1),
+                message(Verb.WAIT_SEND_F, 0),
+                message(Verb.WAIT_SEND_F, 1),
+            ),
+            (message(Verb.RECV_F, 1, 0), message(Verb.RECV_F, 0, 0), message(Verb.WAIT_F, 0), message(Verb.WAIT_F, 1)),
         ),
     )
     assert dry_run(plan, "gloo") is None
@@ -220,17 +204,17 @@ def test_opposite_waits_deadlock_under_both_rules() -> None:
         "x",
         tuple(
             (
-                Action(verb="RF", chunk=f"a.{1 - r}", peer=1 - r, **fields),  # type: ignore[arg-type]
-                Action(verb="WF", chunk=f"a.{1 - r}"),
-                Action(verb="SF", chunk=f"a.{r}", peer=1 - r, **fields),  # type: ignore[arg-type]
-                Action(verb="DF", chunk=f"a.{r}"),
+                Action(verb=Verb.RECV_F, chunk=f"a.{1 - r}", peer=1 - r, **fields),
+                Action(verb=Verb.WAIT_F, chunk=f"a.{1 - r}"),
+                Action(verb=Verb.SEND_F, chunk=f"a.{r}", peer=1 - r, **fields),
+                Action(verb=Verb.WAIT_SEND_F, chunk=f"a.{r}"),
             )
             for r in (0, 1)
         ),
     )
     stop = dry_run(plan, "gloo")
     assert stop is not None
-    assert stop.reason == "rank 0 waits for ever at 'WF a.1 0.0'"
+    assert stop.reason == "rank 0 waits for ever at 'WAIT_F a.1 0.0'"
     assert stop.steps == (1, 1)
     with pytest.raises(PlanError, match="NCCL's and gloo's"):
         verify(plan)
@@ -241,13 +225,9 @@ def two_rank_chain() -> Case:
     seed = 0
     while True:
         case = random_case(seed, 2, split=False, strategies=("keep",))
-        if (
-            len(case.layout.chunks) == 2
-            and len(case.packing.microbatches) == 1
-            and "SF" in to_text(case.plan)
-        ):
+        if len(case.layout.chunks) == 2 and len(case.packing.microbatches) == 1 and Verb.SEND_F in to_text(case.plan):
             verbs = [[a.verb for a in actions] for actions in case.plan.ranks]
-            if sum(map(len, verbs)) == 14 and "SB" in to_text(case.plan):
+            if sum(map(len, verbs)) == 14 and Verb.SEND_B in to_text(case.plan):
                 return case
         seed += 1
 
@@ -256,7 +236,10 @@ def test_a_chain_of_two_by_hand() -> None:
     case = two_rank_chain()
     first = case.layout.chunks[0].rank
     verbs = [" ".join(a.verb for a in case.plan.ranks[r]) for r in (first, 1 - first)]
-    assert verbs == ["F SF DF RB WB B OS", "RF WF F B SB DB OS"]
+    assert verbs == [
+        "F SEND_F WAIT_SEND_F RECV_B WAIT_B B OPTIMIZER_STEP",
+        "RECV_F WAIT_F F B SEND_B WAIT_SEND_B OPTIMIZER_STEP",
+    ]
 
 
 def test_receives_are_posted_before_the_computation_that_runs_when_they_arrive() -> None:
@@ -264,17 +247,17 @@ def test_receives_are_posted_before_the_computation_that_runs_when_they_arrive()
     for seed in range(40):
         plan = random_case(seed, 3).plan
         for actions in plan.ranks:
-            posted = [s for s, a in enumerate(actions) if a.verb in ("RF", "RB")]
+            posted = [s for s, a in enumerate(actions) if a.verb.is_receive]
             for step in posted:
                 action = actions[step]
                 wait = next(
                     s
                     for s, a in enumerate(actions)
-                    if a.verb == "W" + action.verb[1]
+                    if a.verb == action.verb.wait
                     and (a.chunk, a.microbatch, a.sub_microbatch, a.target)
                     == (action.chunk, action.microbatch, action.sub_microbatch, action.target)
                 )
-                early += any(a.verb in "FBIW" for a in actions[step:wait])
+                early += any(a.verb.is_compute for a in actions[step:wait])
     assert early > 0
 
 
@@ -295,11 +278,9 @@ def test_a_missing_task_is_refused() -> None:
 def test_another_packing_is_refused() -> None:
     case = crossing_case(2)
     seed = 3
-    while (
-        other := random_case(seed, model=case.model)
-    ).packing.microbatches == case.packing.microbatches or len(other.packing.microbatches) == len(
-        case.packing.microbatches
-    ):
+    while (other := random_case(seed, model=case.model)).packing.microbatches == case.packing.microbatches or len(
+        other.packing.microbatches
+    ) == len(case.packing.microbatches):
         seed += 1
     with pytest.raises((InputError, PlanError)):
         lower(
@@ -318,14 +299,14 @@ def test_gradients_are_reduced_in_one_order_when_data_parallel() -> None:
 
     layout = Layout(1, case.layout.modules, case.layout.chunks, Parallelism(data=2))
     plan = replace(case, layout=layout).plan
-    reduced = [a.chunk for a in plan.ranks[0] if a.verb == "RG"]
+    reduced = [a.chunk for a in plan.ranks[0] if a.verb == Verb.REDUCE_GRAD]
     trained = [
         name
         for name, chunk in zip(layout.chunk_names, layout.chunks, strict=True)
         if not layout.module(chunk.module).frozen
     ]
     assert reduced == trained[::-1]
-    assert plan.ranks[0][-1].verb == "OS"
+    assert plan.ranks[0][-1].verb == Verb.OPTIMIZER_STEP
 
 
 def test_parts_that_match_in_no_way_are_refused() -> None:
@@ -347,9 +328,12 @@ def test_parts_that_match_in_no_way_are_refused() -> None:
     units = [Unit(0, 0, sub) for sub in range(3)] + [Unit(1, 0, sub) for sub in range(2)]
     rng.shuffle(units)
     routes = make_routes(layout, packing, units)
-    assert [(h.producer[2], h.consumer[2], h.piece) for h in routes.hand_overs] == [
-        (0, 0, None), (1, 0, (0, 1)), (1, 1, (1, 1)), (2, 1, None),
-    ]  # fmt: skip
+    assert [(h.producer[2], h.consumer[2], h.piece) for h in routes.transfers] == [
+        (0, 0, None),
+        (1, 0, (0, 1)),
+        (1, 1, (1, 1)),
+        (2, 1, None),
+    ]
     with pytest.raises(InputError, match="pack with the model"):
         make_routes(layout, replace(packing, reads=()), units)
 
@@ -386,9 +370,7 @@ def test_operations_are_the_same_messages_at_both_ends(seed: int) -> None:
 
 def test_messages_are_joined() -> None:
     plans = [random_case(seed, 2 + seed % 3).serial_plan for seed in range(20)]
-    sizes = [
-        len(m) for plan in plans for rank in range(plan.num_ranks) for _, m in joined_messages(plan, rank)
-    ]
+    sizes = [len(m) for plan in plans for rank in range(plan.num_ranks) for _, m in joined_messages(plan, rank)]
     assert max(sizes) > 1
 
 
@@ -399,7 +381,7 @@ def joined_messages(plan: ExecutionPlan, rank: int) -> list[tuple[int, tuple[int
     grows = False
     for step, action in enumerate(plan.ranks[rank]):
         message = row[step]
-        if action.verb[0] not in "SR" or message is None:
+        if not action.verb.is_post or message is None:
             assert not grows
             continue
         assert action.peer is not None
@@ -415,20 +397,56 @@ def joined_messages(plan: ExecutionPlan, rank: int) -> list[tuple[int, tuple[int
 
 
 def test_ranks_that_all_send_first_wait_for_each_other() -> None:
-    def post(verb: str, chunk: str, peer: int) -> Action:
-        return Action(verb=verb, chunk=chunk, peer=peer, shape=(1,), dtype="float32")  # type: ignore[arg-type]
+    def post(verb: Verb, chunk: str, peer: int) -> Action:
+        return Action(verb=verb, chunk=chunk, peer=peer, shape=(1,), dtype="float32")
 
-    def wait(verb: str, chunk: str) -> Action:
-        return Action(verb=verb, chunk=chunk)  # type: ignore[arg-type]
+    def wait(verb: Verb, chunk: str) -> Action:
+        return Action(verb=verb, chunk=chunk)
 
     # A ring of which each rank sends on, and receives.
     ring = [
-        (post("SF", f"a.{r}", (r + 1) % 3), post("RF", f"a.{(r - 1) % 3}", (r - 1) % 3),
-         wait("WF", f"a.{(r - 1) % 3}"), wait("DF", f"a.{r}"))
+        (
+            post(Verb.SEND_F, f"a.{r}", (r + 1) % 3),
+            post(Verb.RECV_F, f"a.{(r - 1) % 3}", (r - 1) % 3),
+            wait(Verb.WAIT_F, f"a.{(r - 1) % 3}"),
+            wait(Verb.WAIT_SEND_F, f"a.{r}"),
+        )
         for r in range(3)
-    ]  # fmt: skip
+    ]
     send, receive, *waits = ring[0]
     assert dry_run(ExecutionPlan(3, 0, "x", tuple(ring)), "nccl") is None
     assert dry_run(ExecutionPlan(3, 0, "x", tuple(ring)), "nccl serial") is not None
     ring[0] = (receive, send, *waits)
     assert dry_run(ExecutionPlan(3, 0, "x", tuple(ring)), "nccl serial") is None
+
+
+@pytest.mark.parametrize("strategy", EVERY_STRATEGY)
+def test_the_only_strategy_of_a_graph_is_in_its_plan(strategy: str) -> None:
+    case = random_case(17, strategies=(strategy,))
+    assert case.graph.candidates is None
+    plan = case.plan
+    verify(plan, case.layout, case.packing)
+    units = {
+        (a.chunk, a.microbatch, a.sub_microbatch): a for actions in plan.ranks for a in actions if a.verb is Verb.F
+    }
+    for actions in plan.ranks:
+        for verb, words in (
+            (Verb.RECOMPUTE, {"recompute", "selective"}),
+            (Verb.OFFLOAD, {"offload"}),
+            (Verb.LOAD, {"offload"}),
+        ):
+            done = {(a.chunk, a.microbatch, a.sub_microbatch) for a in actions if a.verb == verb}
+            backs = {(a.chunk, a.microbatch, a.sub_microbatch) for a in actions if a.verb in (Verb.B, Verb.I)}
+            assert done == {unit for unit in backs if words & set(units[unit].strategy.split(","))}
+
+
+@pytest.mark.parametrize("strategy", ["keep", "sometimes"])
+def test_a_plan_whose_actions_are_not_its_strategies_is_refused(strategy: str) -> None:
+    case = random_case(17, strategies=("recompute",))
+    ranks = [
+        tuple(msgspec.structs.replace(a, strategy=strategy) if a.verb is Verb.F else a for a in actions)
+        for actions in case.plan.ranks
+    ]
+    plan = msgspec.structs.replace(case.plan, ranks=tuple(ranks))
+    with pytest.raises(PlanError, match=r"is not what the strategy of its F says|'sometimes' is not one of"):
+        verify(plan)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeloom.errors import InputError
-from pipeloom.plan import schedule_from_pytorch_csv, to_pytorch_csv
+from pipeloom.plan import Verb, schedule_from_pytorch_csv, to_pytorch_csv
 from pipeloom.spec import LayerSpec, ModelSpec, ModuleSpec, TensorShape
 
 from .cases import DTYPE, WIDTH, Case, in_order, random_case
@@ -17,9 +17,7 @@ from .cases import DTYPE, WIDTH, Case, in_order, random_case
 def chain_case(seed: int, **options: object) -> Case:
     """A chain of one module on two or three ranks."""
     rng = random.Random(seed)
-    layers = tuple(
-        LayerSpec(f"layer{i}", TensorShape(("tokens", WIDTH), DTYPE)) for i in range(rng.randint(1, 6))
-    )
+    layers = tuple(LayerSpec(f"layer{i}", TensorShape(("tokens", WIDTH), DTYPE)) for i in range(rng.randint(1, 6)))
     model = ModelSpec("chain", (ModuleSpec("lm", "sequence", layers),))
     case = random_case(seed, rng.randint(1, 3), model=model, strategies=("keep",), **options)  # type: ignore[arg-type]
     return replace(case, schedule=in_order(case.graph, case.schedule))
@@ -62,7 +60,7 @@ def test_bubbles_overlaps_and_communication_are_understood() -> None:
     kinds = [case.graph.task(t).kind for t in schedule.order[0].tolist()]
     assert "".join(kinds) == "FFFFBBBB"
     verbs = [a.verb for a in replace(case, schedule=schedule).plan.ranks[0]]
-    assert verbs == [*"FFFFBBBB", "OS"]
+    assert verbs == [*"FFFFBBBB", Verb.OPTIMIZER_STEP]
 
 
 @pytest.mark.parametrize(

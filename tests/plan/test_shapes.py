@@ -29,7 +29,7 @@ def test_the_random_plans_have_outputs_that_are_cut() -> None:
         assert graph.labels is not None
         units = {(label.chunk, label.microbatch, label.sub_microbatch) for label in graph.labels}
         routes = make_routes(case.layout, case.packing, [Unit(*unit) for unit in sorted(units)])
-        return any(hand_over.piece is not None for hand_over in routes.hand_overs)
+        return any(transfer.piece is not None for transfer in routes.transfers)
 
     assert sum(is_cut(seed) for seed in range(200)) > 5
 
@@ -39,9 +39,7 @@ def test_the_random_plans_have_outputs_that_are_cut() -> None:
 def test_another_shape_is_told(seed: int, data: st.DataObject) -> None:
     case = random_case(seed)
     plan = case.plan
-    places = [
-        (r, i) for r, actions in enumerate(plan.ranks) for i, a in enumerate(actions) if a.shape is not None
-    ]
+    places = [(r, i) for r, actions in enumerate(plan.ranks) for i, a in enumerate(actions) if a.shape is not None]
     assume(places)
     rank, step = data.draw(st.sampled_from(places))
     changed = [list(actions) for actions in plan.ranks]

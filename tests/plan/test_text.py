@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from typing import get_args
+import re
 
 import msgspec
 import pytest
@@ -18,21 +18,21 @@ SMALL = st.integers(0, 10**4)
 
 @st.composite
 def actions(draw: st.DrawFn) -> Action:
-    verb = draw(st.sampled_from(get_args(Verb)))
-    if verb == "OS":
+    verb = draw(st.sampled_from(Verb))
+    if verb is Verb.OPTIMIZER_STEP:
         return Action(verb=verb)
-    if verb in ("UN", "RG"):
+    if verb.is_chunk:
         return Action(verb=verb, chunk=draw(NAMES))
     fields = {"verb": verb, "chunk": draw(NAMES), "microbatch": draw(SMALL), "sub_microbatch": draw(SMALL)}
     if verb == "F":
         fields["strategy"] = draw(st.sampled_from(["", "keep", "recompute", "keep,recompute,offload"]))
-    if verb[0] in "SR" or verb in ("WF", "WB", "DF", "DB"):
+    if verb.is_message:
         fields["target"] = draw(st.one_of(st.just(""), NAMES))
-    if verb in ("SF", "SB", "RF", "RB"):
+    if verb.is_post:
         fields["peer"] = draw(SMALL)
         fields["shape"] = tuple(draw(st.lists(SMALL, max_size=4)))
         fields["dtype"] = draw(st.sampled_from(["float32", "bfloat16"]))
-    if verb == "RC":
+    if verb == Verb.RECOMPUTE:
         fields.pop("target", None)
     return Action(**fields)
 
@@ -62,24 +62,24 @@ def test_lowered_plans_round_trip(seed: int) -> None:
 
 
 TEXT = """\
-pipeloom.plan/1 ranks=2 iteration=17 layout=3f2a
+pipeloom.plan/2 ranks=2 iteration=17 layout=3f2a
 rank 0
-F  vision.0 3.0 keep
-SF vision.0 3.0 to=1 shape=12,169,64 dtype=float32
-RB vision.0 3.0 from=1 shape=12,169,64 dtype=float32
-DF vision.0 3.0
-WB vision.0 3.0
-B  vision.0 3.0
-RG vision.0
-OS
+F           vision.0 3.0 keep
+SEND_F      vision.0 3.0 to=1 shape=12,169,64 dtype=float32
+RECV_B      vision.0 3.0 from=1 shape=12,169,64 dtype=float32
+WAIT_SEND_F vision.0 3.0
+WAIT_B      vision.0 3.0
+B           vision.0 3.0
+REDUCE_GRAD vision.0
+OPTIMIZER_STEP
 rank 1
-RF vision.0 3.0 from=0 shape=12,169,64 dtype=float32
-WF vision.0 3.0
-F  lm.0 3.0 keep,recompute
-B  lm.0 3.0
-SB vision.0 3.0 to=0 shape=12,169,64 dtype=float32
-DB vision.0 3.0
-OS
+RECV_F      vision.0 3.0 from=0 shape=12,169,64 dtype=float32
+WAIT_F      vision.0 3.0
+F           lm.0 3.0 keep,recompute
+B           lm.0 3.0
+SEND_B      vision.0 3.0 to=0 shape=12,169,64 dtype=float32
+WAIT_SEND_B vision.0 3.0
+OPTIMIZER_STEP
 """
 
 
@@ -87,34 +87,40 @@ def test_the_format_is_as_documented() -> None:
     plan = from_text(TEXT)
     assert to_text(plan) == TEXT
     assert plan.ranks[0][1] == Action(
-        verb="SF", chunk="vision.0", microbatch=3, peer=1, shape=(12, 169, 64), dtype="float32"
+        verb=Verb.SEND_F, chunk="vision.0", microbatch=3, peer=1, shape=(12, 169, 64), dtype="float32"
     )
-    assert from_text(TEXT.replace("F  vision", "F vision")) == plan
+    assert from_text(re.sub(" +", " ", TEXT)) == plan
 
 
 @pytest.mark.parametrize(
     ("old", "new", "where"),
     [
-        ("pipeloom.plan/1", "pipeloom.plan/2", "line 1"),
+        ("pipeloom.plan/2", "pipeloom.plan/1", "line 1: is a 'pipeloom.plan/1', expected 'pipeloom.plan/2'"),
+        ("pipeloom.plan/2", "pipeloom.plan/9", "line 1: is a 'pipeloom.plan/9'"),
+        ("pipeloom.plan/2", "schedule", "line 1: is a 'schedule'"),
         ("ranks=2", "ranks=two", "line 1: 'two'"),
         ("ranks=2 ", "", "line 1: has no ranks="),
         ("ranks=2", "ranks=3", "has 2 ranks, its header says 3"),
         ("rank 1", "rank 2", "line 11"),
         ("rank 0\n", "", "line 2"),
-        ("F  vision.0 3.0 keep", "G  vision.0 3.0 keep", "line 3: unknown verb 'G'"),
-        ("F  vision.0 3.0 keep", "F  vision.0 3 keep", "line 3: '3' is no"),
-        ("F  vision.0 3.0 keep", "F  vision.0", "line 3: F has no microbatch"),
-        ("F  vision.0 3.0 keep", "F", "line 3: F has no chunk"),
-        ("to=1 shape", "from=1 shape", "line 4: SF takes no from="),
+        ("F           vision.0 3.0 keep", "G           vision.0 3.0 keep", "line 3: unknown verb 'G'"),
+        ("F           vision.0 3.0 keep", "F           vision.0 3 keep", "line 3: '3' is no"),
+        ("F           vision.0 3.0 keep", "F  vision.0", "line 3: F has no microbatch"),
+        ("F           vision.0 3.0 keep", "F", "line 3: F has no chunk"),
+        ("to=1 shape", "from=1 shape", "line 4: SEND_F takes no from="),
         ("to=1 shape", "to=-1 shape", "line 4: '-1'"),
-        ("to=1 shape=12,169,64", "to=1", "line 4: SF needs"),
+        ("to=1 shape=12,169,64", "to=1", "line 4: SEND_F needs"),
         ("to=1 shape=12", "to=1 shape=x", "line 4: 'x'"),
         ("to=1 ", "to=1 to=1 ", "line 4: to= occurs twice"),
         ("to=1 ", "to=1 colour=red ", "line 4: unexpected 'colour=red'"),
-        ("WB vision.0 3.0", "WB vision.0 3.0 keep", "line 7: WB takes no strategy"),
-        ("B  vision.0 3.0\nRG", "B  vision.0 3.0 target=lm.0\nRG", "line 8: B takes no target"),
-        ("RG vision.0", "RG vision.0 1.0", "line 9: RG takes a chunk only"),
-        ("OS\nrank", "OS now\nrank", "line 10: OS takes no words"),
+        ("WAIT_B      vision.0 3.0", "WAIT_B      vision.0 3.0 keep", "line 7: WAIT_B takes no strategy"),
+        (
+            "B           vision.0 3.0\nREDUCE",
+            "B           vision.0 3.0 target=lm.0\nREDUCE",
+            "line 8: B takes no target",
+        ),
+        ("REDUCE_GRAD vision.0", "REDUCE_GRAD vision.0 1.0", "line 9: REDUCE_GRAD takes a chunk only"),
+        ("OPTIMIZER_STEP\nrank", "OPTIMIZER_STEP now\nrank", "line 10: OPTIMIZER_STEP takes no words"),
     ],
 )
 def test_mistakes_are_told_with_their_line(old: str, new: str, where: str) -> None:
@@ -133,7 +139,7 @@ def test_an_empty_text_is_refused() -> None:
     "change",
     [
         {"ranks": [[{"verb": "XX"}]]},
-        {"ranks": [[{"verb": "SF", "chunk": "a.0"}]]},
+        {"ranks": [[{"verb": Verb.SEND_F, "chunk": "a.0"}]]},
         {"ranks": [[{"verb": "F", "chunk": "a.0", "microbatch": -1}]]},
         {"ranks": [[{"verb": "F", "chunk": "a b"}]]},
         {"ranks": []},
@@ -145,11 +151,33 @@ def test_garbage_on_the_wire_is_refused(change: dict[str, object]) -> None:
         "num_ranks": 1,
         "iteration": 0,
         "layout": "x",
-        "ranks": [[{"verb": "OS"}]],
-        "format": "pipeloom.plan/1",
+        "ranks": [[{"verb": Verb.OPTIMIZER_STEP}]],
+        "format": "pipeloom.plan/2",
     }
-    assert from_msgpack(msgspec.msgpack.encode(plain)).ranks == ((Action(verb="OS"),),)
+    assert from_msgpack(msgspec.msgpack.encode(plain)).ranks == ((Action(verb=Verb.OPTIMIZER_STEP),),)
     with pytest.raises(InputError):
         from_msgpack(msgspec.msgpack.encode(plain | change))
     with pytest.raises(InputError):
         from_msgpack(b"\xff\x00")
+
+
+def test_a_plan_of_the_first_version_asks_for_planning_again() -> None:
+    old = {"num_ranks": 1, "iteration": 0, "layout": "x", "ranks": [[{"verb": "OS"}]], "format": "pipeloom.plan/1"}
+    with pytest.raises(InputError, match=r"is a 'pipeloom.plan/1', expected 'pipeloom.plan/2'.*plan again"):
+        from_msgpack(msgspec.msgpack.encode(old))
+    with pytest.raises(InputError, match=r"line 1: is a 'pipeloom.plan/1', expected 'pipeloom.plan/2'.*plan again"):
+        from_text("pipeloom.plan/1 ranks=1 iteration=0 layout=x\nrank 0\nOS\n")
+
+
+def test_verbs_of_messages_know_their_other_end_and_their_wait() -> None:
+    assert [verb for verb in Verb if verb.is_compute] == ["F", "B", "I", "W"]
+    rows = {(v, v.other_end, v.wait, v.direction) for v in Verb if v.is_post}
+    assert rows == {
+        (Verb.SEND_F, Verb.RECV_F, Verb.WAIT_SEND_F, "F"),
+        (Verb.RECV_F, Verb.SEND_F, Verb.WAIT_F, "F"),
+        (Verb.SEND_B, Verb.RECV_B, Verb.WAIT_SEND_B, "B"),
+        (Verb.RECV_B, Verb.SEND_B, Verb.WAIT_B, "B"),
+    }
+    assert all(v.wait.post is v and v.wait.is_wait and v.wait.direction == v.direction for v in Verb if v.is_post)
+    of_one_kind = [[v.is_unit, v.is_chunk, v.is_message, v is Verb.OPTIMIZER_STEP].count(True) for v in Verb]
+    assert set(of_one_kind) == {1}

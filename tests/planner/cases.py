@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 
-from pipeloom.arrange import ModulePlacement, replicated, separate
 from pipeloom.cost import LayerFit, Profile
+from pipeloom.layout import ModulePlacement, replicated, separate
 from pipeloom.packing import PackingSpec
 from pipeloom.planner import Setup
 from tests.cases import vlm_spec
@@ -14,7 +14,7 @@ from tests.cases import vlm_spec
 class MemoryStore:
     """Keys and values of one process."""
 
-    address = "nowhere:0"
+    address, secret = "nowhere:0", ""
 
     def __init__(self) -> None:
         self.values: dict[str, bytes] = {}
@@ -33,15 +33,14 @@ def random_setup(seed: int, *, everywhere: bool = False) -> Setup:
     """A vision-language model on one to four ranks, with random costs; or with the encoder whole on each rank."""
     rng = random.Random(seed)
     ranks = rng.randint(1, 4)
-    model = vlm_spec(
-        ranks + rng.randint(0, 3), 2 * ranks + rng.randint(0, 3), vision_frozen=rng.random() < 0.2
-    )
+    model = vlm_spec(ranks + rng.randint(0, 3), 2 * ranks + rng.randint(0, 3), vision_frozen=rng.random() < 0.2)
 
     def fit() -> LayerFit:
         return LayerFit(
-            (rng.uniform(1e-5, 1e-3), 0, rng.uniform(0, 1e-4), 0), (rng.uniform(1e-5, 2e-3), 0, 1e-5, 0),
+            (rng.uniform(1e-5, 1e-3), 0, rng.uniform(0, 1e-4), 0),
+            (rng.uniform(1e-5, 2e-3), 0, 1e-5, 0),
             (0, 0, rng.randint(1, 100), 0),
-        )  # fmt: skip
+        )
 
     kinds = {f"{m.name}/{layer.kind}": fit() for m in model.modules for layer in m.flat_layers}
     profile = Profile("invented", kinds, typical_s={key: cost.forward_s[0] for key, cost in kinds.items()})

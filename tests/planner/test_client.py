@@ -47,8 +47,8 @@ class Process(PlannerProcess):
 def processes(monkeypatch: pytest.MonkeyPatch) -> list[Process]:
     made: list[Process] = []
 
-    def make(address: str) -> Process:
-        made.append(Process(address))
+    def make(address: str, secret: str) -> Process:
+        made.append(Process(address, secret))
         return made[-1]
 
     monkeypatch.setattr(client, "PlannerProcess", make)
@@ -110,7 +110,7 @@ class Sleeper(PlannerProcess):
 
 
 def test_a_stopped_process_is_ended_in_bounded_time() -> None:
-    process = Sleeper("nowhere:0")
+    process = Sleeper("nowhere:0", "")
     process.start()
     first = process.pid
     assert process.restart()

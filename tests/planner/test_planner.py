@@ -7,14 +7,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeloom.arrange import encoder_first
 from pipeloom.cost import Correction
 from pipeloom.errors import InputError, PlannerError
+from pipeloom.explain.compare import chain_layouts, compare_systems, fits
+from pipeloom.explain.replay import answered_graph, timeline_of
+from pipeloom.layout import chain_of_stages, encoder_first
+from pipeloom.layout.layouts import chunk_counts
 from pipeloom.packing import PackingSpec
 from pipeloom.planner import Planner, Request, answer_of, plan_batch, serve
-from pipeloom.planner.compare import chain_layouts, compare_systems
 from pipeloom.planner.messages import Setup, decode, encode
-from pipeloom.planner.replay import answered_graph, timeline_of
 from pipeloom.planner.service import LATEST, READY, SETUP, STOP, answer_key, error_key, request_key
 from pipeloom.search import Evaluations
 from pipeloom.timeline import check, simulate
@@ -40,8 +41,8 @@ def test_a_plan_is_feasible_bounded_and_survives_its_travel(seed: int, everywher
     again = timeline_of(graph, problem, back, back.planned_start_ns)
     assert again.makespan_ns == planned.timeline.makespan_ns == back.planned_ns
     assert again.peak_bytes.tolist() == planned.timeline.peak_bytes.tolist()
-    assert graph.rank.tolist() == planned.settled.graph.rank.tolist()
-    assert graph.edge_delay_ns.tolist() == planned.settled.graph.edge_delay_ns.tolist()
+    assert graph.rank.tolist() == planned.resolved.graph.rank.tolist()
+    assert graph.edge_delay_ns.tolist() == planned.resolved.graph.edge_delay_ns.tolist()
     planned_busy = sum(sum(both) for both in back.planned_module_ns.values())
     assert planned_busy == int(graph.duration_ns.sum())
 
@@ -65,13 +66,39 @@ def test_calibration_scales_what_is_planned() -> None:
 def test_baselines_run_on_the_same_costs(seed: int) -> None:
     setup = random_setup(seed)
     problem, batch = setup.problem(), random_batch(seed)
-    layouts = chain_layouts(problem, setup.profile.load)
+    layouts = chain_layouts(problem, setup.profile.load, [batch])
     systems = compare_systems(problem, layouts, batch, budget=Evaluations(30), seed=0)
     assert [system.name for system in systems] == [*layouts, "per-batch plan"]
     for system in systems:
         assert check(system.graph, system.schedule) == ()
         assert simulate(system.graph, system.schedule).makespan_ns == system.timeline.makespan_ns
         assert system.lower_bound.ns <= system.timeline.makespan_ns
+
+
+def test_the_interleaved_baseline_has_the_best_number_of_chunks() -> None:
+    """Of all that there are layers for, over all batches; more than two chunks a rank are best for some."""
+    more = 0
+    for seed in range(8):
+        setup = random_setup(seed)
+        problem, batches = setup.problem(), [random_batch(seed), random_batch(seed + 100)]
+        ranks, load = setup.layout.num_ranks, setup.profile.load
+        chosen = chain_layouts(problem, load, batches).get("interleaved")
+        counts = chunk_counts(ranks, problem.model.modules)[1:]
+        options = [chain_of_stages(problem.model, ranks, count, load) for count in counts]
+        if chosen is None:
+            assert not options
+            continue
+        seconds = {}
+        for layout in options:
+            systems = [
+                compare_systems(problem, {"interleaved": layout}, batch, budget=Evaluations(1), seed=0)[0]
+                for batch in batches
+            ]
+            lacking = sum(not fits(system.graph, system.timeline) for system in systems)
+            seconds[layout.chunks] = lacking, sum(system.iteration_s for system in systems)
+        assert seconds[chosen.chunks] == min(seconds.values())
+        more += len(chosen.chunks) > len(options[0].chunks)
+    assert more
 
 
 def test_the_service_answers_the_newest_request_and_says_why_not() -> None:

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 from pipeloom.cost import Correction, LayerFit, StrategyFit
 from pipeloom.errors import InfeasibleError, InputError
-from pipeloom.plan import COMPUTE_VERBS, Measured
+from pipeloom.explain.difference import difference
+from pipeloom.explain.replay import answered_graph, timeline_of
+from pipeloom.plan import Measured, Verb
 from pipeloom.planner import Planner, Request, Setup, answer_of, plan_batch
-from pipeloom.planner.difference import difference
 from pipeloom.planner.messages import decode, encode
-from pipeloom.planner.replay import answered_graph, timeline_of
 from pipeloom.search import Evaluations
-from pipeloom.spec import Batch, ClusterSpec
+from pipeloom.spec import Batch, RankSpec
 from pipeloom.timeline import check
 from pipeloom.tuning import TuningSpec
 from tests.cases import random_batch
@@ -40,19 +40,28 @@ def offering(seed: int, capacity_bytes: int | None = None) -> Setup:
         return msgspec.structs.replace(
             fit,
             strategies=StrategyFit(
-                input_gradient_s=part(fit.backward_s, half), weight_gradient_s=part(fit.backward_s, 1 - half),
-                weight_gradient_bytes=part(kept, 1.5), selective_forward_s=part(fit.forward_s, 1.1),
-                selective_backward_s=part(fit.backward_s, 1.2), selective_bytes=part(kept, 0.5),
-                offload_s=part(fit.forward_s, 0.2), load_s=part(fit.forward_s, 0.2), given_bytes=part(kept, 0.1),
-                unsaved_bytes=(0, 0, 0, 0), workspace_bytes=part(kept, 0.2),
+                input_gradient_s=part(fit.backward_s, half),
+                weight_gradient_s=part(fit.backward_s, 1 - half),
+                weight_gradient_bytes=part(kept, 1.5),
+                selective_forward_s=part(fit.forward_s, 1.1),
+                selective_backward_s=part(fit.backward_s, 1.2),
+                selective_bytes=part(kept, 0.5),
+                offload_s=part(fit.forward_s, 0.2),
+                load_s=part(fit.forward_s, 0.2),
+                given_bytes=part(kept, 0.1),
+                unsaved_bytes=(0, 0, 0, 0),
+                workspace_bytes=part(kept, 0.2),
             ),
-        )  # fmt: skip
+        )
 
     layers = {key: more(fit) for key, fit in setup.profile.layers.items()}
     return msgspec.structs.replace(
-        setup, profile=msgspec.structs.replace(setup.profile, layers=layers), strategies=EVERY, split_backward=True,
-        cluster=ClusterSpec(memory_capacity_bytes=capacity_bytes),
-    )  # fmt: skip
+        setup,
+        profile=msgspec.structs.replace(setup.profile, layers=layers),
+        strategies=EVERY,
+        split_backward=True,
+        cluster=RankSpec(memory_capacity_bytes=capacity_bytes),
+    )
 
 
 def tight(seed: int, batch: Batch) -> Setup:
@@ -80,8 +89,8 @@ def test_what_is_chosen_fits_and_survives_its_travel(seed: int) -> None:
         answer = answer_of(planned, search_s=0.0, ready_ns=0)
         back = decode(type(answer), encode(answer))
         graph = answered_graph(problem, batch, back, Correction())
-        assert graph.duration_ns.tolist() == planned.settled.graph.duration_ns.tolist()
-        assert graph.activation_bytes.tolist() == planned.settled.graph.activation_bytes.tolist()
+        assert graph.duration_ns.tolist() == planned.resolved.graph.duration_ns.tolist()
+        assert graph.activation_bytes.tolist() == planned.resolved.graph.activation_bytes.tolist()
         again = timeline_of(graph, problem, back, back.planned_start_ns)
         assert again.makespan_ns == back.planned_ns
         capacity = setup.cluster.memory_capacity_bytes
@@ -133,11 +142,11 @@ def test_recomputation_counts_as_computation() -> None:
             rows: list[tuple[int, int]] = []
             now = taken = 0
             for action in actions:
-                if action.verb in ("RC", "LD"):
+                if action.verb in (Verb.RECOMPUTE, Verb.LOAD):
                     # A nanosecond of the computation to come.
                     rows.append((now, now + 1))
                     now, taken = now + 1, taken + 1
-                elif action.verb in COMPUTE_VERBS:
+                elif action.verb.is_compute:
                     begin, end = next(moments)
                     now = max(end, begin + taken)
                     rows.append((begin + taken, now))

@@ -30,16 +30,12 @@ FIGURES: dict[str, Callable[[], str]] = {
     "line": lambda: line_figure(
         LINES, x=X, y=Y, title="VLM-S", marks=[Mark(1.5, "published")], crosses={"random": ([10.0], [4.5])}
     ),
-    "panels": lambda: panel_figure(
-        {"one": LINES, "two": LINES, "three": LINES}, x=X, y=Y, columns=2, steps=True
-    ),
+    "panels": lambda: panel_figure({"one": LINES, "two": LINES, "three": LINES}, x=X, y=Y, columns=2, style="steps"),
     "bars": lambda: bar_figure(
         ["S", "M"], {"a": [1.0, 2.0], "b": [2.0, None]}, y=Y, points={"a": [1.1, None]}, values=".1f"
     ),
     "scatter": lambda: scatter_figure(LINES, x=X, y=Axis("planned"), diagonal=True),
-    "heat": lambda: heat_figure(
-        [[1.0, 2.0], [3.0, None]], rows=["a", "b"], columns=["c", "d"], numbers=".0f"
-    ),
+    "heat": lambda: heat_figure([[1.0, 2.0], [3.0, None]], rows=["a", "b"], columns=["c", "d"], numbers=".0f"),
 }
 
 

@@ -20,6 +20,7 @@ from pipeloom.report import (
     boxes,
     comparison_table,
     key_figures,
+    layers_by_rank,
     make_track,
     size_text,
     summary_table,
@@ -29,6 +30,9 @@ from pipeloom.report import (
     trace,
 )
 from pipeloom.report.colours import HUES, fill, text_on
+from pipeloom.report.ranking import ranking_rows
+from pipeloom.search import gpipe, one_f_one_b
+from pipeloom.spec import Chunk, Layout, ModuleLayout
 from pipeloom.taskgraph import TaskGraph
 from pipeloom.timeline import bubbles, lower_bound, memory_curve, simulate
 from tests.chains import uniform_chain
@@ -51,21 +55,14 @@ def test_boxes_are_the_tasks(graph: TaskGraph, seed: int) -> None:
     assert [box.start_ns for box in drawn] == sorted(track.timeline.start_ns.tolist())
     for box in drawn:
         task = track.graph.task(box.task)
-        assert (box.kind, box.rank, box.module, box.microbatch) == (
-            task.kind,
-            task.rank,
-            task.module,
-            task.microbatch,
-        )
+        assert (box.kind, box.rank, box.module, box.microbatch) == (task.kind, task.rank, task.module, task.microbatch)
         assert box.end_ns - box.start_ns == task.duration_ns
         assert box.activation_bytes == track.graph.activation_bytes[task.pair]
         if graph.candidates is not None:
             assert box.strategy in {c.strategy for c in graph.candidates[task.pair]}
     for pair, choices in enumerate(graph.candidates or ()):
         chosen = track.strategies[pair]
-        assert any(
-            c.strategy == chosen and c.activation_bytes == track.graph.activation_bytes[pair] for c in choices
-        )
+        assert any(c.strategy == chosen and c.activation_bytes == track.graph.activation_bytes[pair] for c in choices)
 
 
 @quick
@@ -84,15 +81,15 @@ def test_units_split_into_parts_are_named_with_their_part() -> None:
     graph = uniform_chain(2, 2)
     names = ("lm.0", "lm.1")
     track = replace(random_track(graph), chunk_names=names)
-    assert {box.name for box in boxes(track)} == {
-        f"{k} lm.{c} {m}" for k in "FB" for c in (0, 1) for m in (0, 1)
-    }
+    assert {box.name for box in boxes(track)} == {f"{k} lm.{c} {m}" for k in "FB" for c in (0, 1) for m in (0, 1)}
     assert graph.labels is not None
-    doubled = replace(graph, labels=tuple(label._replace(microbatch=0) for label in graph.labels),
-                      microbatch=np.zeros_like(graph.microbatch))  # fmt: skip
+    doubled = replace(
+        graph,
+        labels=tuple(label._replace(microbatch=0) for label in graph.labels),
+        microbatch=np.zeros_like(graph.microbatch),
+    )
     parts = tuple(
-        label._replace(sub_microbatch=graph.labels[i].microbatch)
-        for i, label in enumerate(doubled.labels or ())
+        label._replace(sub_microbatch=graph.labels[i].microbatch) for i, label in enumerate(doubled.labels or ())
     )
     drawn = boxes(random_track(replace(doubled, labels=parts)))
     assert {box.unit for box in drawn} == {"0.0", "0.1"}
@@ -121,9 +118,7 @@ def test_trace(graph: TaskGraph, seed: int, arrows: bool) -> None:
                 zip(moments.tolist(), sizes.tolist(), strict=True)
             )
         flows = Counter(e["ph"] for e in events if e["ph"] in "sf" and e["pid"] == number)
-        crossing = (
-            int((graph.rank[graph.edge_source] != graph.rank[graph.edge_target]).sum()) if arrows else 0
-        )
+        crossing = int((graph.rank[graph.edge_source] != graph.rank[graph.edge_target]).sum()) if arrows else 0
         assert flows == ({"s": crossing, "f": crossing} if crossing else {})
 
 
@@ -137,9 +132,7 @@ def test_svg_has_every_task_inside_the_picture(problems: list[TaskGraph], seed: 
     assert len(shown) == sum(int((t.graph.duration_ns > 0).sum()) for t in tracks)
     longest = max(t.timeline.makespan_ns for t in tracks)
     total = sum(float(rect.attrib["width"]) for rect in shown)
-    assert all(
-        62 <= float(r.attrib["x"]) <= float(r.attrib["x"]) + float(r.attrib["width"]) <= 804.1 for r in shown
-    )
+    assert all(62 <= float(r.attrib["x"]) <= float(r.attrib["x"]) + float(r.attrib["width"]) <= 804.1 for r in shown)
     work = sum(int(t.graph.duration_ns.sum()) for t in tracks)
     assert total <= work / max(longest, 1) * (900 - 62 - 96) + 0.01 * len(shown) + 1e-6
 
@@ -147,8 +140,11 @@ def test_svg_has_every_task_inside_the_picture(problems: list[TaskGraph], seed: 
 def test_html_is_one_offline_page() -> None:
     graph = uniform_chain(3, 4)
     track = random_track(graph)
-    slower = replace(track, title="measured <b>", timeline=replace(
-        track.timeline, start_ns=track.timeline.start_ns * 2, end_ns=track.timeline.end_ns * 2))  # fmt: skip
+    slower = replace(
+        track,
+        title="measured <b>",
+        timeline=replace(track.timeline, start_ns=track.timeline.start_ns * 2, end_ns=track.timeline.end_ns * 2),
+    )
     page = timeline_html([track, slower], title="A <i> & title", note="<script>alert(1)</script>")
     bare = re.sub(r"(<script[^>]*>).*?</script>", r"\1", page, flags=re.DOTALL)
     assert re.search(r"(src|href)=|url\(http|@import", bare) is None
@@ -187,10 +183,7 @@ def test_no_track_is_refused() -> None:
 
 
 def test_tables() -> None:
-    fast, slow = (
-        random_track(uniform_chain(2, 4), title="fast"),
-        random_track(uniform_chain(2, 8), title="[red]slow"),
-    )
+    fast, slow = (random_track(uniform_chain(2, 4), title="fast"), random_track(uniform_chain(2, 8), title="[red]slow"))
     console = Console(width=140, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     console.print(comparison_table([slow, fast], title="both"))
     console.print(summary_table({"iterations": 3, "loss_last": 0.123456, "[x]": "y"}))
@@ -205,16 +198,20 @@ def test_tables() -> None:
 
 @pytest.mark.parametrize(
     ("nanoseconds", "text"),
-    [(0, "0 ns"), (999, "999 ns"), (1000, "1 µs"), (12_345_678, "12.35 ms"), (6_020_000_000, "6.02 s"),
-     (12_345_678_901_234, "12346 s")],
-)  # fmt: skip
+    [
+        (0, "0 ns"),
+        (999, "999 ns"),
+        (1000, "1 µs"),
+        (12_345_678, "12.35 ms"),
+        (6_020_000_000, "6.02 s"),
+        (12_345_678_901_234, "12346 s"),
+    ],
+)
 def test_time_text(nanoseconds: int, text: str) -> None:
     assert time_text(nanoseconds) == text
 
 
-@pytest.mark.parametrize(
-    ("size", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (1 << 31, "2 GiB")]
-)
+@pytest.mark.parametrize(("size", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (1 << 31, "2 GiB")])
 def test_size_text(size: int, text: str) -> None:
     assert size_text(size) == text
 
@@ -224,3 +221,35 @@ def test_kinds_of_a_module_differ_and_labels_can_be_read() -> None:
         assert len({fill(hue, kind) for kind in "FBW"}) == 3
         assert text_on(fill(hue, "F")) != "#ffffff"
         assert text_on(fill(hue, "B")) == "#ffffff"
+
+
+def test_a_comparison_opens_with_its_ranking() -> None:
+    graph = uniform_chain(2, 3)
+    found = {name: simulate(graph, order) for name, order in (("gpipe", gpipe(graph)), ("1f1b", one_f_one_b(graph)))}
+    slow = replace(
+        make_track("<slow>", graph, None, found["gpipe"]), after_ns=2_000, num_tokens=10, layers=("a 0-1", "a 2-3")
+    )
+    fast = replace(make_track("fast", graph, None, found["1f1b"]), num_tokens=10)
+    rows = ranking_rows([slow, fast])
+    assert [row[1] for row in rows] == ["fast", "<slow>"]
+    figures = key_figures(slow)
+    assert figures.iteration_ns == found["gpipe"].makespan_ns + 2_000
+    assert rows[1][2] == time_text(figures.iteration_ns)
+    assert rows[1][3] == ""
+    gain = figures.iteration_ns / key_figures(fast).iteration_ns - 1
+    assert rows[0][3] == f"{gain:+.1%}"
+    assert rows[0][6] == f"{10 / (found['1f1b'].makespan_ns / 1e9):,.0f}"
+    page = timeline_html([slow, fast], title="systems", ranked=True)
+    assert page.index("gain over") < page.index("layers on each rank")
+    assert "a 2-3" in page
+    assert "<slow>" not in page
+    assert "tokens/s" in page
+    assert "tokens/s" not in timeline_html([replace(fast, num_tokens=0)], title="one", ranked=True)
+    assert "gain over" not in timeline_html([slow, fast], title="systems")
+
+
+def test_layers_of_each_rank() -> None:
+    modules = (ModuleLayout("vision"), ModuleLayout("lm", after=("vision",)))
+    chunks = (Chunk("vision", (0, 3), 0), Chunk("vision", (4, 7), 1), Chunk("lm", (0, 0), 0), Chunk("lm", (1, 2), 1))
+    layout = Layout(2, modules, chunks)
+    assert layers_by_rank(layout) == ("vision 0-3, lm 0-0", "vision 4-7, lm 1-2")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeloom.plan import ExecutionPlan
-from pipeloom.runtime.executor import Executor
+from pipeloom.runtime import Executor, ExecutorOptions
 from pipeloom.runtime.model import Model, Module, Part
 from pipeloom.runtime.reference import run_undivided
 from pipeloom.runtime.result import StepResult
@@ -149,9 +149,7 @@ def tie(rng: random.Random, layers: Sequence[nn.Module]) -> None:
 
 def _module(rng: random.Random, spec: ModelSpec, module: ModuleSpec) -> Module:
     # A module that reads the same parts as the one before it may live on its output alone.
-    alone = (
-        len(module.after) == 1 and module.reads == spec.module(module.after[0]).reads and rng.random() < 0.5
-    )
+    alone = len(module.after) == 1 and module.reads == spec.module(module.after[0]).reads and rng.random() < 0.5
     layers = [Merge(len(module.after), not alone).double()]
     layers += [rng.choice(MIDDLE)().double() for _ in range(len(module.flat_layers) - 1)]
     sources = [spec.module(name).reads for name in module.after]
@@ -223,11 +221,7 @@ def random_documents(rng: random.Random, batch: Batch) -> list[Document]:
         return torch.randn(count, WIDTH, generator=generator, dtype=torch.float64)
 
     return [
-        Document(
-            features(s.text_tokens),
-            tuple(map(features, s.image_tokens)),
-            tuple(map(features, audio_frames(s))),
-        )
+        Document(features(s.text_tokens), tuple(map(features, s.image_tokens)), tuple(map(features, audio_frames(s))))
         for s in batch.samples
     ]
 
@@ -300,9 +294,8 @@ def run_threads(
         try:
             if greets:
                 greet_peers(hub.transport(rank), rank, case.layout.num_ranks, "cpu")
-            executor = Executor(
-                models[rank], case.layout, rank, hub.transport(rank), reduce_gradients=lambda *_: None
-            )
+            options = ExecutorOptions(reduce_gradients=lambda *_: None)
+            executor = Executor(models[rank], case.layout, rank, hub.transport(rank), options=options)
             results[rank] = executor.run(plan or case.plan, case.packing, run.documents)
         except BaseException as error:
             errors[rank] = error
@@ -314,9 +307,7 @@ def run_threads(
     for thread in threads:
         thread.join()
     if errors:
-        raise next(
-            (e for e in errors.values() if "another rank failed" not in str(e)), next(iter(errors.values()))
-        )
+        raise next((e for e in errors.values() if "another rank failed" not in str(e)), next(iter(errors.values())))
     for model in models:
         for name, gradient in take_gradients(model).items():
             add_gradient(run.model, name, gradient)

@@ -18,7 +18,7 @@ import pipeloom as pl
 from pipeloom.errors import InputError
 from pipeloom.packing import PackingSpec, cost_loads
 from pipeloom.planner import Planner, Setup
-from pipeloom.runtime import Checkpoints, TcpPlanStore, Trainer
+from pipeloom.runtime import Checkpoints, TcpPlanStore, Trainer, TrainerOptions
 from pipeloom.runtime.divide import Sharding
 from pipeloom.spec import Parallelism
 
@@ -73,10 +73,19 @@ def trainer_of(degrees: Degrees, folder: str, trained: pl.Model | None = None) -
     made = setup_of(degrees)
     planner = Planner(made, TcpPlanStore.host, deadline_s=20.0)
     return Trainer(
-        trained or divisible(), made.layout, planner, describe=task.describe, optimizer=optimizer, clip_norm=CLIP,
-        checkpoints=Checkpoints(Path(folder)), timeout_s=120.0, shard=degrees.shard,
-        loads=lambda batch: cost_loads(batch, made.model, made.layout, made.costs),
-    )  # fmt: skip
+        trained or divisible(),
+        made.layout,
+        planner,
+        describe=task.describe,
+        optimizer=optimizer,
+        options=TrainerOptions(
+            clip_norm=CLIP,
+            checkpoints=Checkpoints(Path(folder)),
+            timeout_s=120.0,
+            shard=degrees.shard,
+            loads=lambda batch: cost_loads(batch, made.model, made.layout, made.costs),
+        ),
+    )
 
 
 def train_divided(all_degrees: list[Degrees], until: list[int], folder: str) -> list[Found]:
@@ -94,7 +103,7 @@ def train_divided(all_degrees: list[Degrees], until: list[int], folder: str) -> 
         reports = []
         for report in trainer.run(batches, first):
             reports.append(report)
-            if trainer.place.leads:
+            if trainer.membership.is_planner_rank:
                 check_report(setup_of(degrees), report)
             else:
                 assert report.answer is None
@@ -105,7 +114,7 @@ def train_divided(all_degrees: list[Degrees], until: list[int], folder: str) -> 
                 [report.loss for report in reports],
                 [report.gradient_norm for report in reports],
                 [report.num_microbatches for report in reports],
-                all(report.fresh for report in reports) or not trainer.place.leads,
+                all(report.fresh for report in reports) or not trainer.membership.is_planner_rank,
                 held,
                 sum(float(tensor.double().abs().sum()) for tensor in before.values()),
             )
@@ -163,8 +172,6 @@ def refusals(folder: str) -> list[str]:
     return found
 
 
-def divided_and_refused(
-    all_degrees: list[Degrees], until: list[int], folder: str
-) -> tuple[list[Found], list[str]]:
+def divided_and_refused(all_degrees: list[Degrees], until: list[int], folder: str) -> tuple[list[Found], list[str]]:
     """Both: starting ranks takes longer than running them."""
     return train_divided(all_degrees, until, folder), refusals(folder)

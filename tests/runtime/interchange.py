@@ -46,16 +46,19 @@ class Problem:
 
     def __init__(self, split: bool, ranks: tuple[int, ...] = LOOP) -> None:
         self.layers, self.ranks = layers(), ranks
-        self.samples = [(torch.randn(ROWS, WIDTH).double(), torch.randn(ROWS, WIDTH).double())
-                        for _ in range(MICROBATCHES)]  # fmt: skip
+        self.samples = [
+            (torch.randn(ROWS, WIDTH).double(), torch.randn(ROWS, WIDTH).double()) for _ in range(MICROBATCHES)
+        ]
         module = Module(
-            "lm", self.layers, reads="sequence", hidden=("tokens", WIDTH), output=("tokens", WIDTH),
+            "lm",
+            self.layers,
+            reads="sequence",
+            hidden=("tokens", WIDTH),
+            output=("tokens", WIDTH),
             inputs=lambda part: torch.cat([x for x, _ in part.samples]),
-        )  # fmt: skip
+        )
         self.model = Model(
-            [module],
-            lambda output, part: loss(output, torch.cat([y for _, y in part.samples])),
-            lambda sample: 1.0,
+            [module], lambda output, part: loss(output, torch.cat([y for _, y in part.samples])), lambda sample: 1.0
         )
         size = len(self.layers) // len(ranks)
         chunks = tuple(Chunk("lm", (i * size, (i + 1) * size - 1), rank) for i, rank in enumerate(ranks))
@@ -63,7 +66,7 @@ class Problem:
         self.batch = Batch(tuple(Sample(str(i), ROWS) for i in range(MICROBATCHES)))
         self.packing = pack(self.batch, self.model.spec, self.layout, PackingSpec(ROWS))
         self.graph = build_graph(
-            self.layout, self.packing, RandomCosts(0, split, ("keep",)), split_backward=split
+            self.layout, self.packing, RandomCosts(0, split, ("keep",)), backward="split" if split else "whole"
         )
         run_undivided(self.model, self.batch, self.samples)
         self.wanted = take_gradients(self.model)
@@ -87,9 +90,13 @@ class Problem:
 
     def run_ours(self, schedule: Schedule) -> None:
         plan = lower(
-            self.graph, schedule, earliest(self.graph, schedule), self.layout, self.packing,
+            self.graph,
+            schedule,
+            earliest(self.graph, schedule),
+            self.layout,
+            self.packing,
             boundary_shapes(self.model.spec, self.layout),
-        )  # fmt: skip
+        )
         verify(plan, self.layout, self.packing)
         executor = Executor(self.model, self.layout, dist.get_rank(), TorchTransport(use_tags=False))
         executor.run(plan, self.packing, self.samples)
@@ -129,9 +136,13 @@ def exchange(folder: str) -> int:
         for seed in range(3 if ranks == LOOP else 0):
             schedule = in_order(problem.graph, random_schedule(random.Random(seed), problem.graph))
             plan = lower(
-                problem.graph, schedule, earliest(problem.graph, schedule), problem.layout, problem.packing,
+                problem.graph,
+                schedule,
+                earliest(problem.graph, schedule),
+                problem.layout,
+                problem.packing,
                 boundary_shapes(problem.model.spec, problem.layout),
-            )  # fmt: skip
+            )
             path = Path(folder) / f"{dist.get_rank()}.csv"
             path.write_text(to_pytorch_csv(plan, problem.layout))
             theirs = _PipelineScheduleRuntime(stages, MICROBATCHES, loss_fn=loss, scale_grads=False)

@@ -17,6 +17,7 @@ from pipeloom.packing import PackingSpec, pack
 from pipeloom.plan import ExecutionPlan, boundary_shapes, lower, verify
 from pipeloom.runtime import (
     Executor,
+    ExecutorOptions,
     Mesh,
     Model,
     TorchTransport,
@@ -99,9 +100,8 @@ def plan_of(run: Run, seed: int) -> ExecutionPlan:
     case = run.case
     strategy = random.Random(f"strategy {seed}").choice(("keep", "recompute", "selective", "offload"))
     shapes = boundary_shapes(case.model, case.layout)
-    plan = lower(
-        case.graph, case.schedule, case.timeline, case.layout, case.packing, shapes, default_strategy=strategy
-    )
+    graph = replace(case.graph, labels=tuple(label._replace(strategy=strategy) for label in case.graph.labels or ()))
+    plan = lower(graph, case.schedule, case.timeline, case.layout, case.packing, shapes)
     verify(plan, case.layout, case.packing)
     return plan
 
@@ -129,13 +129,8 @@ def executor_on(run: Run, mesh: Mesh, shape: Shape) -> Executor:
         tensor_parallel(model, mesh)
     if shape.sharded:
         shard_layers(model, layout, mesh)
-    return Executor(
-        model,
-        layout,
-        mesh.pipeline_rank,
-        TorchTransport(mesh.pipeline),
-        reduce_gradients=mesh_gradients(layout, mesh),
-    )
+    options = ExecutorOptions(reduce_gradients=mesh_gradients(layout, mesh))
+    return Executor(model, layout, mesh.pipeline_rank, TorchTransport(mesh.pipeline), options=options)
 
 
 def run_on_mesh(shapes: list[Shape], seeds: list[int]) -> int:

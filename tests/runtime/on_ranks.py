@@ -17,24 +17,18 @@ from pipeloom.plan.dryrun import dry_run
 from pipeloom.runtime import (
     BatchedTransport,
     Executor,
+    ExecutorOptions,
     TorchTransport,
     all_reduce_gradients,
     load_checkpoint,
+    report,
     save_checkpoint,
     sums_over_ranks,
 )
+from pipeloom.runtime.coordination import FirstPlan
 from pipeloom.runtime.tied import SumOver
 from pipeloom.runtime.transport import Handle, Transport
-from pipeloom.runtime.waiting import FirstPlan
-from tests.plan.cases import (
-    Case,
-    RandomCosts,
-    dealt_units,
-    earliest,
-    graph_of_units,
-    random_layout,
-    random_schedule,
-)
+from tests.plan.cases import Case, RandomCosts, dealt_units, earliest, graph_of_units, random_layout, random_schedule
 
 from .cases import Run, assert_equal_gradients, expected, random_run, take_gradients
 
@@ -42,9 +36,14 @@ SUMS = 10**6
 """A tag that no plan has."""
 
 
-def run_many(
-    seeds: list[int], options: dict[str, Any], fewest: int = 1, tag_zero: bool = False
-) -> dict[str, int]:
+def tensors_of(factor: float) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Tensors, some of them in a dict; and one as a report."""
+    if dist.get_rank() == 0:
+        report(torch.full((3,), 7.0))
+    return torch.full((2, 2), factor * dist.get_rank()), {"rank": torch.tensor(dist.get_rank())}
+
+
+def run_many(seeds: list[int], options: dict[str, Any], fewest: int = 1, tag_zero: bool = False) -> dict[str, int]:
     """Run random iterations of ``fewest`` to all ranks, tags and tag 0 by turns; raise for the first that is not exact.
 
     Some models have layers that share weights; of some iterations the gradients are left for a second run to add to.
@@ -79,8 +78,9 @@ def run_many(
             run.case.layout,
             dist.get_rank(),
             transport,
-            reduce_gradients=all_reduce_gradients(run.case.layout, pipeline=groups[num_ranks]),
-            sum_tied=sum_tied,
+            options=ExecutorOptions(
+                reduce_gradients=all_reduce_gradients(run.case.layout, pipeline=groups[num_ranks]), sum_tied=sum_tied
+            ),
         )
         times = 2 if seed % 4 == 0 else 1
         for _ in range(times):
@@ -138,9 +138,7 @@ def run_with_a_broken_rank(seed: int, how: str) -> None:
     transport: Transport = TorchTransport()
     if dist.get_rank() == 0:
         transport = Hanging(transport, how)
-    Executor(run.model, run.case.layout, dist.get_rank(), transport).run(
-        run.case.plan, run.case.packing, run.documents
-    )
+    Executor(run.model, run.case.layout, dist.get_rank(), transport).run(run.case.plan, run.case.packing, run.documents)
 
 
 def wait_for_a_first_plan(seconds: float) -> bool:

@@ -41,9 +41,13 @@ def model() -> Model:
     torch.manual_seed(0)
     layers = [Embed(), Feed(), Feed(), Feed(), nn.Linear(WIDTH, 20)]
     module = Module(
-        "lm", [layer.double() for layer in layers], reads="text", hidden=("tokens", WIDTH), output=("tokens", 20),
+        "lm",
+        [layer.double() for layer in layers],
+        reads="text",
+        hidden=("tokens", WIDTH),
+        output=("tokens", 20),
         inputs=lambda part: torch.cat([part.samples[i] for i, _ in part.instances]),
-    )  # fmt: skip
+    )
 
     def loss(output: Tensor, part: Any) -> Tensor:
         ids = torch.cat([part.samples[i] for i, _ in part.instances])
@@ -55,10 +59,7 @@ def model() -> Model:
 def batches() -> list[list[Tensor]]:
     generator = torch.Generator().manual_seed(1)
     return [
-        [
-            torch.randint(20, (int(n),), generator=generator)
-            for n in torch.randint(5, 60, (8,), generator=generator)
-        ]
+        [torch.randint(20, (int(n),), generator=generator) for n in torch.randint(5, 60, (8,), generator=generator)]
         for _ in range(4)
     ]
 
@@ -75,9 +76,11 @@ def train_page(shapes: list[tuple[int, int, int]], folder: str) -> list[list[flo
     for number, (pipeline, data, tensor) in enumerate(shapes):
         replica = dist.get_rank() // tensor % data
         whole = batches()
-        mine = [
-            samples[: len(samples) // 3] if replica == 0 else samples[len(samples) // 3 :] for samples in whole
-        ] if data == 2 else whole  # fmt: skip
+        mine = (
+            [samples[: len(samples) // 3] if replica == 0 else samples[len(samples) // 3 :] for samples in whole]
+            if data == 2
+            else whole
+        )
         numbers = {id(sample): str(n) for n, sample in enumerate(itertools.chain(*mine))}
 
         def describe(sample: Tensor, names: dict[int, str] = numbers) -> dict[str, Any]:

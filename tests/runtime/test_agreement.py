@@ -8,8 +8,10 @@ import pytest
 import torch.distributed as dist
 
 from pipeloom.runtime import launch
-from pipeloom.runtime.clocks import SharedClock, measure_offset
+from pipeloom.runtime.coordination import SharedClock, measure_offset
 from tests.runtime.other_data import told
+
+pytestmark = pytest.mark.ranks
 
 AHEAD_NS = 10**12
 WRONGS = ["nothing", "other samples of equal sizes", "another order", "an early end", "none at all"]
@@ -58,12 +60,8 @@ def test_ranks_with_other_data_are_named_by_all_of_them(ranks: list[tuple[Asked,
     for wrong in ("other samples of equal sizes", "another order"):
         count, message = found[wrong]
         assert count == 2
-        assert message.startswith(
-            "iteration 2: rank 3 has other samples than rank 0, or in another order; give all"
-        )
+        assert message.startswith("iteration 2: rank 3 has other samples than rank 0, or in another order; give all")
     assert found["an early end"][0] == 2
-    assert found["an early end"][1].startswith(
-        "iteration 2: rank 3 has no more batches, but other ranks have"
-    )
+    assert found["an early end"][1].startswith("iteration 2: rank 3 has no more batches, but other ranks have")
     assert found["none at all"][0] == 0
     assert found["none at all"][1].startswith("iteration 0: rank 3 has no more batches")

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeloom.packing import PackingSpec, pack
-from pipeloom.plan import Action, ExecutionPlan
-from pipeloom.runtime import Executor, Model, Module, StepResult, ThreadHub
+from pipeloom.plan import Action, ExecutionPlan, Verb
+from pipeloom.runtime import Executor, ExecutorOptions, Model, Module, StepResult, ThreadHub
 from pipeloom.runtime.memory import Offloaded
 from pipeloom.spec import Batch, Chunk, Layout, ModuleLayout, Sample, TensorShape
 
@@ -52,31 +52,27 @@ def build() -> tuple[list[nn.Module], list[Tensor]]:
     return [Feed() for _ in range(4)], [torch.randn(LENGTH, WIDTH) for _ in range(NUM_MICROBATCHES)]
 
 
-def run(
-    strategy: str, backward: tuple[str, ...], times: int = 1
-) -> tuple[Gradients, StepResult, Counter[str]]:
+def run(strategy: str, backward: tuple[str, ...], times: int = 1) -> tuple[Gradients, StepResult, Counter[str]]:
     """Two chunks of two layers, all forwards before all backwards; weights are doubled between iterations."""
     layers, samples = build()
-    module = Module(
-        "lm", layers, reads="sequence", hidden=HALF, output=HALF, inputs=lambda part: part.samples[0]
-    )
+    module = Module("lm", layers, reads="sequence", hidden=HALF, output=HALF, inputs=lambda part: part.samples[0])
     model = Model([module], lambda output, part: output.float().sin().sum(), lambda sample: 1.0)
     layout = Layout(1, (ModuleLayout("lm"),), tuple(Chunk("lm", (2 * c, 2 * c + 1), 0) for c in (0, 1)))
     batch = Batch(tuple(Sample(str(i), LENGTH) for i in range(NUM_MICROBATCHES)))
     packing = pack(batch, model.spec, layout, PackingSpec(LENGTH))
 
     def act(verb: str, chunk: int, microbatch: int, word: str = "") -> Action:
-        return Action(verb=verb, chunk=f"lm.{chunk}", microbatch=microbatch, strategy=word)  # type: ignore[arg-type]
+        return Action(verb=Verb(verb), chunk=f"lm.{chunk}", microbatch=microbatch, strategy=word)
 
     actions: list[Action] = []
     for m in range(NUM_MICROBATCHES):
         for c in (0, 1):
             actions.append(act("F", c, m, strategy))
-            actions += [act("OF", c, m)] * (strategy == "offload")
+            actions += [act(Verb.OFFLOAD, c, m)] * (strategy == "offload")
     for m in range(NUM_MICROBATCHES):
         actions += [act(verb, c, m) for c in (1, 0) for verb in backward]
-    plan = ExecutionPlan(1, 0, layout.digest, ((*actions, Action(verb="OS")),))
-    executor = Executor(model, layout, 0, ThreadHub().transport(0), autocast=torch.bfloat16)
+    plan = ExecutionPlan(1, 0, layout.digest, ((*actions, Action(verb=Verb.OPTIMIZER_STEP)),))
+    executor = Executor(model, layout, 0, ThreadHub().transport(0), options=ExecutorOptions(autocast=torch.bfloat16))
     for time in range(times):
         if time:
             take_gradients(model)
@@ -160,23 +156,27 @@ def test_casts_of_inputs_go_with_their_microbatch(backward: tuple[str, ...]) -> 
             return output
 
     module = Module(
-        "lm", [Residual(layer) for layer in layers], reads="sequence", hidden=full, output=full,
+        "lm",
+        [Residual(layer) for layer in layers],
+        reads="sequence",
+        hidden=full,
+        output=full,
         inputs=lambda part: part.samples[0],
-    )  # fmt: skip
+    )
     model = Model([module], lambda output, part: output.sin().sum(), lambda sample: 1.0)
     layout = Layout(1, (ModuleLayout("lm"),), tuple(Chunk("lm", (c, c), 0) for c in (0, 1)))
     num = 6
-    packing = pack(
-        Batch(tuple(Sample(str(i), LENGTH) for i in range(num))), model.spec, layout, PackingSpec(LENGTH)
-    )
+    packing = pack(Batch(tuple(Sample(str(i), LENGTH) for i in range(num))), model.spec, layout, PackingSpec(LENGTH))
     order = [("F", 0), ("F", 1), *((verb, c) for c in (1, 0) for verb in backward)]
-    actions = tuple(Action(verb=v, chunk=f"lm.{c}", microbatch=m) for m in range(num) for v, c in order)  # type: ignore[arg-type]
-    executor = Executor(model, layout, 0, ThreadHub().transport(0), autocast=torch.bfloat16)
+    actions = tuple(Action(verb=Verb(v), chunk=f"lm.{c}", microbatch=m) for m in range(num) for v, c in order)
+    executor = Executor(model, layout, 0, ThreadHub().transport(0), options=ExecutorOptions(autocast=torch.bfloat16))
     with InputCasts(layers) as casts:
         executor.run(
-            ExecutionPlan(1, 0, layout.digest, (actions,)), packing,
-            [torch.randn(LENGTH, WIDTH) for _ in range(num)], normaliser=1.0,
-        )  # fmt: skip
+            ExecutionPlan(1, 0, layout.digest, (actions,)),
+            packing,
+            [torch.randn(LENGTH, WIDTH) for _ in range(num)],
+            normaliser=1.0,
+        )
     assert len(casts.made) >= 2 * num
     # One microbatch is under way at a time: its two inputs, and what its own backward casts.
     assert casts.most <= 4

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch.distributed as dist
 
 from pipeloom.runtime import launch
-from pipeloom.runtime.broadcast import AT_ONCE, broadcast_bytes
+from pipeloom.runtime.coordination import AT_ONCE, broadcast_bytes
+
+pytestmark = pytest.mark.ranks
 
 SIZES = (0, 1, 1000, AT_ONCE - 1, AT_ONCE, AT_ONCE + 1, 3 * AT_ONCE + 7)
 
@@ -15,9 +18,7 @@ def _content(size: int) -> bytes:
 
 
 def _receive() -> list[bool]:
-    return [
-        broadcast_bytes(_content(size) if dist.get_rank() == 0 else None) == _content(size) for size in SIZES
-    ]
+    return [broadcast_bytes(_content(size) if dist.get_rank() == 0 else None) == _content(size) for size in SIZES]
 
 
 def test_bytes_of_any_size_arrive_on_every_rank() -> None:

@@ -1,16 +1,23 @@
 from __future__ import annotations
 
+import io
+import os
+import pickle
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from pipeloom.errors import InputError
 from pipeloom.runtime import Executor, ThreadHub, launch, load_checkpoint, save_checkpoint
 
 from .cases import Run, random_run
 from .on_ranks import train_save_resume
+
+pytestmark = pytest.mark.ranks
 
 
 def executor_of(run: Run) -> Executor:
@@ -86,9 +93,7 @@ def test_options_and_plain_state_of_an_optimiser_are_kept(tmp_path: Path) -> Non
     after.param_groups[1]["scale"] = torch.tensor(0.0)
     assert load_checkpoint(tmp_path, again, after) == 3
     for one, other in zip(before.param_groups, after.param_groups, strict=True):
-        assert {k: v for k, v in one.items() if k != "params"} == {
-            k: v for k, v in other.items() if k != "params"
-        }
+        assert {k: v for k, v in one.items() if k != "params"} == {k: v for k, v in other.items() if k != "params"}
     assert isinstance(after.param_groups[1]["scale"], torch.Tensor)
     for one, other in zip(executor.parameters(), again.parameters(), strict=True):
         kept, found = before.state[one], after.state[other]
@@ -96,10 +101,73 @@ def test_options_and_plain_state_of_an_optimiser_are_kept(tmp_path: Path) -> Non
         assert kept == found
         assert type(found["count"]) is int
 
-    with pytest.raises(
-        InputError, match=r"optimizer.param_groups\[0\]: has '.*' and '.*', which .* different rate"
-    ):
+    with pytest.raises(InputError, match=r"optimizer.param_groups\[0\]: has '.*' and '.*', which .* different rate"):
         load_checkpoint(tmp_path, again, grouped(again, num_groups=1))
+
+
+class Payload:
+    """Whoever unpickles it makes a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.folder),)
+
+
+def test_a_checkpoint_runs_nothing(tmp_path: Path) -> None:
+    executor, saved, made = executor_of(random_run(3, 1)), tmp_path / "saved", tmp_path / "made"
+    save_checkpoint(saved, executor, None, 3)
+    metadata = pickle.loads((saved / ".metadata").read_bytes())
+    without_digests(saved)
+
+    (saved / ".metadata").write_bytes(pickle.dumps(Payload(made)))
+    with pytest.raises(InputError, match=r"\.metadata: is not the metadata of a checkpoint: it asks for posix.mkdir"):
+        load_checkpoint(saved, executor, None)
+
+    # What torch takes for an object of Python's it unpickles, whatever the model wants in its place.
+    metadata.state_dict_metadata["iteration"] = BytesStorageMetadata()
+    (saved / ".metadata").write_bytes(pickle.dumps(metadata))
+    index = next(i for i in metadata.storage_data if i.fqn == "iteration")
+    content = io.BytesIO()
+    torch.save(Payload(made), content)
+    metadata.storage_data[index] = replace(metadata.storage_data[index], offset=0, length=len(content.getvalue()))
+    metadata.storage_data[index].relative_path = "payload"
+    (saved / "payload").write_bytes(content.getvalue())
+    (saved / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(InputError, match=r"asks for .*BytesStorageMetadata"):
+        load_checkpoint(saved, executor, None)
+    assert not made.exists()
+
+
+def without_digests(folder: Path) -> None:
+    """Make it a checkpoint of an older version."""
+    for file in folder.glob("digests-*.json"):
+        file.unlink()
+
+
+def test_a_damaged_file_is_refused_by_name(tmp_path: Path) -> None:
+    executor = executor_of(random_run(3, 1))
+    save_checkpoint(tmp_path, executor, None, 3)
+    for file in (tmp_path / "__0_0.distcp", tmp_path / ".metadata"):
+        whole = file.read_bytes()
+        for place in range(0, len(whole), max(1, len(whole) // 20)):
+            file.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+            with pytest.raises(InputError, match=rf"{file}: is damaged: .*; remove this checkpoint and go on from"):
+                load_checkpoint(tmp_path, executor, None)
+        file.write_bytes(whole[:-1])
+        with pytest.raises(InputError, match=f"{file}: is damaged"):
+            load_checkpoint(tmp_path, executor, None)
+        file.write_bytes(whole)
+    assert load_checkpoint(tmp_path, executor, None) == 3
+    (tmp_path / "digests-0.json").write_text("{}")
+    with pytest.raises(InputError, match=r"__0_0.distcp: has no digest beside it"):
+        load_checkpoint(tmp_path, executor, None)
+    (tmp_path / "digests-0.json").write_text("{")
+    with pytest.raises(InputError, match=r"digests-0.json: cannot be read"):
+        load_checkpoint(tmp_path, executor, None)
+    without_digests(tmp_path)
+    assert load_checkpoint(tmp_path, executor, None) == 3
 
 
 def test_state_that_no_checkpoint_holds_is_refused(tmp_path: Path) -> None:

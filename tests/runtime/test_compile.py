@@ -3,6 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from pipeloom.plan import Verb
+
 from .cases import assert_equal_gradients, take_gradients
 from .test_counts import Counted, action
 
@@ -29,9 +31,9 @@ def test_compiled_layers_give_the_same_gradients(strategy: str, backward: tuple[
         for microbatch in range(2):
             for chunk in (0, 1):
                 actions.append(action("F", chunk, microbatch, strategy))
-                actions += [action("OF", chunk, microbatch)] * (strategy == "offload")
+                actions += [action(Verb.OFFLOAD, chunk, microbatch)] * (strategy == "offload")
             for chunk in (1, 0):
-                actions += [action("LD", chunk, microbatch)] * (strategy == "offload")
+                actions += [action(Verb.LOAD, chunk, microbatch)] * (strategy == "offload")
                 actions += [action(verb, chunk, microbatch) for verb in backward]
         with torch._functorch.config.patch(donated_buffer=False):
             counted.run_plainly(actions)

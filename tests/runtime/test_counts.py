@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_leaves
 
 from pipeloom.cost import ProfileCosts, fit_profile
 from pipeloom.packing import PackingSpec, pack
-from pipeloom.plan import Action, ExecutionPlan
-from pipeloom.runtime import Executor, Model, Module, StepResult, ThreadHub, measure_layers
+from pipeloom.plan import Action, ExecutionPlan, Verb
+from pipeloom.runtime import Executor, MeasureOptions, Model, Module, StepResult, ThreadHub, measure_layers
 from pipeloom.spec import Batch, Chunk, Layout, ModuleLayout, Sample
 from pipeloom.taskgraph import build_graph
 
@@ -32,9 +32,7 @@ class Live(TorchDispatchMode):
         self.made: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {
-            x.untyped_storage()._cdata for x in tree_leaves((args, kwargs or {})) if isinstance(x, Tensor)
-        }
+        given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs or {})) if isinstance(x, Tensor)}
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor):
@@ -69,9 +67,14 @@ class Counted:
         self.samples = [torch.randn(n, WIDTH, dtype=torch.float64) for n in LENGTHS]
         self.layers = [Feed().double() for _ in range(2 * LAYERS_PER_CHUNK)]
         module = Module(
-            "lm", self.layers, reads="sequence", hidden=("tokens", WIDTH), output=("tokens", WIDTH),
-            inputs=lambda part: part.samples[0], kinds=("feed", "feed", "feed", "last"),
-        )  # fmt: skip
+            "lm",
+            self.layers,
+            reads="sequence",
+            hidden=("tokens", WIDTH),
+            output=("tokens", WIDTH),
+            inputs=lambda part: part.samples[0],
+            kinds=("feed", "feed", "feed", "last"),
+        )
         self.model = Model([module], lambda output, part: output.sin().sum(), lambda sample: 1.0)
         chunks = tuple(Chunk("lm", (2 * c, 2 * c + 1), 0) for c in (0, 1))
         self.layout = Layout(1, (ModuleLayout("lm"),), chunks)
@@ -79,7 +82,7 @@ class Counted:
         self.packing = pack(batch, self.model.spec, self.layout, PackingSpec(max(LENGTHS)))
 
     def run(self, actions: list[Action]) -> tuple[list[int], list[int], StepResult]:
-        """Bytes held at every OS, how often each layer ran, and the result."""
+        """Bytes held at every OPTIMIZER_STEP, how often each layer ran, and the result."""
         held: list[int] = []
 
         def count() -> None:
@@ -102,10 +105,10 @@ class Counted:
 
 
 def action(verb: str, chunk: int, microbatch: int, strategy: str = "") -> Action:
-    return Action(verb=verb, chunk=f"lm.{chunk}", microbatch=microbatch, strategy=strategy)  # type: ignore[arg-type]
+    return Action(verb=Verb(verb), chunk=f"lm.{chunk}", microbatch=microbatch, strategy=strategy)
 
 
-COUNT = Action(verb="OS")
+COUNT = Action(verb=Verb.OPTIMIZER_STEP)
 SPLIT = (("F", (0, 1), "keep"), ("I", (1, 0), ""), ("W", (1, 0), ""))
 
 
@@ -113,7 +116,7 @@ SPLIT = (("F", (0, 1), "keep"), ("I", (1, 0), ""), ("W", (1, 0), ""))
 @pytest.mark.parametrize("second", ["keep", "recompute"])
 def test_the_bytes_held_between_forward_and_backward_are_the_plans(first: str, second: str) -> None:
     counted = Counted()
-    rows = measure_layers(counted.model, counted.packing, counted.samples, repeats=1)
+    rows = measure_layers(counted.model, counted.packing, counted.samples, options=MeasureOptions(repeats=1))
     profile = fit_profile(rows, "here")
     costs = ProfileCosts(counted.model.spec, profile, strategies=("keep", "recompute"))
     graph = build_graph(counted.layout, counted.packing, costs)
@@ -153,12 +156,12 @@ def test_layers_run_again_exactly_where_the_plan_says(strategy: str, backward: t
         for chunk in (0, 1):
             actions.append(action("F", chunk, microbatch, strategy))
             if "offload" in strategy:
-                actions.append(action("OF", chunk, microbatch))
+                actions.append(action(Verb.OFFLOAD, chunk, microbatch))
         for chunk in (1, 0):
             if "offload" in strategy:
-                actions.append(action("LD", chunk, microbatch))
+                actions.append(action(Verb.LOAD, chunk, microbatch))
             if "recompute" in strategy or "selective" in strategy:
-                actions.append(action("RC", chunk, microbatch))
+                actions.append(action(Verb.RECOMPUTE, chunk, microbatch))
             actions += [action(verb, chunk, microbatch) for verb in backward]
     _, calls, result = counted.run(actions)
     words = strategy.split(",") * (1 if "," in strategy else LAYERS_PER_CHUNK)
@@ -185,11 +188,11 @@ def test_after_an_offload_only_the_inputs_of_blocks_are_held() -> None:
         [
             action("F", 0, 0, "offload"),
             COUNT,
-            action("OF", 0, 0),
+            action(Verb.OFFLOAD, 0, 0),
             COUNT,
             action("F", 1, 0, "keep"),
             action("B", 1, 0),
-            action("LD", 0, 0),
+            action(Verb.LOAD, 0, 0),
             action("B", 0, 0),
         ]
     )
@@ -206,9 +209,7 @@ def test_a_split_backward_holds_no_more_than_before_and_lets_go_at_its_end() -> 
     counted = Counted()
     held, _, _ = counted.run(actions)
     gradients = sum(p.nbytes for layer in counted.layers for p in layer.parameters())
-    activations = sum(
-        LENGTHS[0] * ITEM * (INNER + WIDTH * (number > 0)) for number in range(len(counted.layers))
-    )
+    activations = sum(LENGTHS[0] * ITEM * (INNER + WIDTH * (number > 0)) for number in range(len(counted.layers)))
     assert held[0] == activations + LENGTHS[0] * ITEM * WIDTH + 2 * ITEM
     # Caught gradients: of each layer's output and of its inner activation.
     assert held[1] <= held[0] + len(counted.layers) * LENGTHS[0] * ITEM * (INNER + WIDTH)

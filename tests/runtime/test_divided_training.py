@@ -14,6 +14,8 @@ from pipeloom.spec import Parallelism
 from .divided_training import Degrees, Found, divided_and_refused, divisible, train_divided
 from .training import losses_undivided
 
+pytestmark = pytest.mark.ranks
+
 REPLICAS, TENSORS, SHARDS = Degrees(2, 2, 1), Degrees(2, 1, 2), Degrees(2, 2, 1, "fsdp")
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from pipeloom.arrange import ModulePlacement, separate
+from pipeloom.layout import ModulePlacement, separate
 from pipeloom.packing import PackingSpec, pack
 from pipeloom.runtime import Model
 from pipeloom.spec import batch_from_dicts
@@ -34,7 +34,7 @@ def test_the_model_of_the_page_runs_and_is_exact() -> None:
     placements = {"vision": ModulePlacement(1, 1), "lm": ModulePlacement(2)}
     layout = separate(model.spec, 2, placements, lambda *_: 1.0)
     packing = pack(batch, model.spec, layout, PackingSpec(token_budget=5))
-    graph = build_graph(layout, packing, RandomCosts(0, True), split_backward=True)
+    graph = build_graph(layout, packing, RandomCosts(0, True), backward="split")
     schedule = random_schedule(random.Random(0), graph)
     chosen = graph.with_candidates(schedule.candidate)
     run = Run(Case(model.spec, layout, packing, graph, schedule, earliest(chosen, schedule)), model, samples)
@@ -57,9 +57,5 @@ def test_the_loader_of_the_page_counts_what_its_description_says() -> None:
     (batch,) = names["batches"]
     for sample, told in zip(batch, batch.metadata, strict=True):
         (wanted,) = batch_from_dicts([names["describe"](sample)]).samples
-        assert (told.id, told.text_tokens, told.image_tokens) == (
-            wanted.id,
-            wanted.text_tokens,
-            wanted.image_tokens,
-        )
+        assert (told.id, told.text_tokens, told.image_tokens) == (wanted.id, wanted.text_tokens, wanted.image_tokens)
         assert told.patches == wanted.patches

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from pipeloom.errors import ExecutionError, InputError
 from pipeloom.packing import Microbatch, Packing, PackingSpec, SubMicrobatch, pack
-from pipeloom.plan import Action, ExecutionPlan, boundary_shapes, lower
-from pipeloom.runtime import Executor, Model, Module, ThreadHub
+from pipeloom.plan import Action, ExecutionPlan, Verb, boundary_shapes, lower
+from pipeloom.runtime import Executor, ExecutorOptions, Model, Module, ThreadHub
 from pipeloom.runtime.blocks import block_bounds
 from pipeloom.runtime.tied import tied_over_ranks
 from pipeloom.spec import Batch, Chunk, Layout, ModuleLayout, Sample, TensorShape, Workload
@@ -81,7 +81,7 @@ def test_times_are_those_of_the_actions_in_order() -> None:
         assert [(t.verb, t.chunk, t.microbatch, t.sub_microbatch) for t in result.times] == [
             (a.verb, a.chunk, a.microbatch, a.sub_microbatch) for a in actions
         ]
-        assert [t.verb for t in result.compute_times] == [a.verb for a in actions if a.verb in "FBIW"]
+        assert [t.verb for t in result.compute_times] == [a.verb for a in actions if a.verb.is_compute]
         ends = [t.end_ns for t in result.times]
         assert ends == sorted(ends)
         assert all(t.start_ns <= t.end_ns for t in result.times)
@@ -95,10 +95,10 @@ def test_a_plan_for_another_layout_or_batch_is_refused() -> None:
         executor.run(ExecutionPlan(1, 0, "00000000", plan.ranks), packing, run.documents)
     with pytest.raises(ExecutionError, match="samples were given"):
         executor.run(plan, packing, run.documents[1:])
-    program = executor.prepare(plan, packing)
-    executor.run_program(program, run.documents)
+    linked = executor.prepare(plan, packing)
+    executor.run_linked(linked, run.documents)
     with pytest.raises(ExecutionError, match="runs once"):
-        executor.run_program(program, run.documents)
+        executor.run_linked(linked, run.documents)
     with pytest.raises(ExecutionError, match="the batch has"):
         executor.run(plan, packing, run.documents, normaliser=0.0)
 
@@ -107,7 +107,7 @@ def test_a_message_of_another_shape_than_the_model_states_is_refused() -> None:
     run = next(
         run
         for seed in range(100)
-        if any(a.verb == "SF" for run in [random_run(seed, 2)] for a in run.case.plan.ranks[0])
+        if any(a.verb == Verb.SEND_F for run in [random_run(seed, 2)] for a in run.case.plan.ranks[0])
         for run in [random_run(seed, 2)]
     )
     plan = run.case.plan
@@ -132,19 +132,13 @@ class Widen(nn.Module):
 
 def test_an_output_of_another_shape_than_stated_names_the_module_and_the_remedy() -> None:
     seed = 0
-    while (
-        len((run := random_run(seed, 1)).case.layout.chunks) < 2 or run.case.layout.chunks[0].num_layers < 2
-    ):
+    while len((run := random_run(seed, 1)).case.layout.chunks) < 2 or run.case.layout.chunks[0].num_layers < 2:
         seed += 1
     first = run.model.modules[0]
     layers = [*first.layers]
     layers[run.case.layout.chunks[0].layers[1]] = Widen()
-    changed = Model(
-        (replace(first, layers=layers), *run.model.modules[1:]), run.model.loss, run.model.num_targets
-    )
-    with pytest.raises(
-        ExecutionError, match=rf"module '{first.name}', layers 0..\d+, gave .*, 6\).*stated is .*, 3\)"
-    ):
+    changed = Model((replace(first, layers=layers), *run.model.modules[1:]), run.model.loss, run.model.num_targets)
+    with pytest.raises(ExecutionError, match=rf"module '{first.name}', layers 0..\d+, gave .*, 6\).*stated is .*, 3\)"):
         run_threads(replace(run, model=changed))
 
 
@@ -162,11 +156,7 @@ def test_a_layout_of_another_model_is_refused() -> None:
     layout = run.case.layout
     with pytest.raises(InputError, match="rank"):
         Executor(run.model, layout, 1, ThreadHub().transport(0))
-    stranger = Layout(
-        1,
-        tuple(ModuleLayout(m.name, m.after, not m.frozen) for m in layout.modules),
-        layout.chunks,
-    )
+    stranger = Layout(1, tuple(ModuleLayout(m.name, m.after, not m.frozen) for m in layout.modules), layout.chunks)
     with pytest.raises(InputError, match="frozen"):
         Executor(run.model, stranger, 0, ThreadHub().transport(0))
 
@@ -209,7 +199,7 @@ def test_dropout_falls_alike_when_recomputed(strategy: str, backward: str) -> No
         verbs = ["F", "F", *(verb for _ in (0, 1) for verb in backward.split())]
         numbers = [0, 1, *sorted([0, 1] * len(backward.split()))]
         actions = tuple(
-            Action(verb=v, chunk="lm.0", microbatch=m, strategy=chosen if v == "F" else "")  # type: ignore[arg-type]
+            Action(verb=Verb(v), chunk="lm.0", microbatch=m, strategy=chosen if v == "F" else "")
             for v, m in zip(verbs, numbers, strict=True)
         )
         plan = ExecutionPlan(1, 0, layout.digest, (actions,))
@@ -239,21 +229,21 @@ def test_autocast_holds_in_the_forward_and_when_recomputed(strategy: str) -> Non
             return output
 
     module = Module(
-        "lm", [Watch(), Watch()], reads="sequence", hidden=TensorShape(("tokens", 4), "bfloat16"),
-        output=TensorShape(("tokens", 4), "bfloat16"), inputs=lambda part: part.samples[0],
-    )  # fmt: skip
+        "lm",
+        [Watch(), Watch()],
+        reads="sequence",
+        hidden=TensorShape(("tokens", 4), "bfloat16"),
+        output=TensorShape(("tokens", 4), "bfloat16"),
+        inputs=lambda part: part.samples[0],
+    )
     model = Model([module], lambda output, part: output.float().square().sum(), lambda sample: 1.0)
     layout = Layout(1, (ModuleLayout("lm"),), (Chunk("lm", (0, 0), 0), Chunk("lm", (1, 1), 0)))
-    packing = Packing(
-        Batch((Sample("a", 5),)),
-        ("lm",),
-        (Microbatch((0,), ((SubMicrobatch(0, 1, Workload((5,))),),)),),
-    )
-    forward = tuple(Action(verb="F", chunk=f"lm.{c}", strategy=strategy) for c in (0, 1))
+    packing = Packing(Batch((Sample("a", 5),)), ("lm",), (Microbatch((0,), ((SubMicrobatch(0, 1, Workload((5,))),),)),))
+    forward = tuple(Action(verb=Verb.F, chunk=f"lm.{c}", strategy=strategy) for c in (0, 1))
     plan = ExecutionPlan(
-        1, 0, layout.digest, ((*forward, Action(verb="B", chunk="lm.1"), Action(verb="B", chunk="lm.0")),)
+        1, 0, layout.digest, ((*forward, Action(verb=Verb.B, chunk="lm.1"), Action(verb=Verb.B, chunk="lm.0")),)
     )
-    executor = Executor(model, layout, 0, ThreadHub().transport(0), autocast=torch.bfloat16)
+    executor = Executor(model, layout, 0, ThreadHub().transport(0), options=ExecutorOptions(autocast=torch.bfloat16))
     executor.run(plan, packing, [torch.randn(5, 4)])
     assert set(seen) == {torch.bfloat16}
     assert len(seen) == (2 if strategy in ("keep", "offload") else 4)
@@ -272,9 +262,7 @@ def test_weights_tied_over_ranks_are_refused_where_nobody_sums_them() -> None:
         if tied:
             found += 1
             one, other = map(re.escape, tied[0].names[:2])
-            with pytest.raises(
-                InputError, match=f"parameter '{one}': is one with '{other}' .tied., and they lie on"
-            ):
+            with pytest.raises(InputError, match=f"parameter '{one}': is one with '{other}' .tied., and they lie on"):
                 Executor(run.model, run.case.layout, 0, ThreadHub().transport(0))
     assert found > 5
 
@@ -290,20 +278,24 @@ def test_tied_weights_that_cannot_be_trained_alike_are_refused() -> None:
         one, other = nn.Linear(3, 3), nn.Linear(3, 3)
         other.weight = one.weight
         shape = TensorShape(("tokens", 3), "float32")
-        first = Module("first", [one], reads="text", inputs=lambda _: torch.zeros(1, 3), hidden=shape, output=shape,
-                       frozen=names.get("first", False))  # fmt: skip
-        last = Module("last", [other], reads="text", after=("first",), hidden=shape, output=shape,
-                      frozen=names.get("last", False))  # fmt: skip
+        first = Module(
+            "first",
+            [one],
+            reads="text",
+            inputs=lambda _: torch.zeros(1, 3),
+            hidden=shape,
+            output=shape,
+            frozen=names.get("first", False),
+        )
+        last = Module(
+            "last", [other], reads="text", after=("first",), hidden=shape, output=shape, frozen=names.get("last", False)
+        )
         return Model([first, last], lambda x, _: x.sum(), lambda _: 1.0)
 
     def layout(model: Model, everywhere: bool = False) -> Layout:
         modules = tuple(
             ModuleLayout(
-                m.name,
-                m.after,
-                m.frozen,
-                None,
-                "replicated" if everywhere and m.name == "first" else "pipelined",
+                m.name, m.after, m.frozen, None, "replicated" if everywhere and m.name == "first" else "pipelined"
             )
             for m in model.modules
         )
@@ -316,9 +308,7 @@ def test_tied_weights_that_cannot_be_trained_alike_are_refused() -> None:
     assert model.tied == (("first.0.weight", "last.0.weight"),)
     assert [each.ranks for each in tied_over_ranks(model, layout(model))] == [(0, 1)]
     half = square(first=True)
-    with pytest.raises(
-        InputError, match=r"'first.0.weight': is one with 'last.0.weight', frozen in one module"
-    ):
+    with pytest.raises(InputError, match=r"'first.0.weight': is one with 'last.0.weight', frozen in one module"):
         tied_over_ranks(half, layout(half))
     with pytest.raises(InputError, match="one module lies on all ranks and the other is pipelined"):
         tied_over_ranks(model, layout(model, everywhere=True))
@@ -349,7 +339,7 @@ def with_dropout(run: Run, share: float, seed: int) -> Run:
 
 
 def run_alone(run: Run, plan: ExecutionPlan, **options: int | None) -> tuple[float, list[Tensor | None]]:
-    executor = Executor(run.model, run.case.layout, 0, ThreadHub().transport(0), **options)
+    executor = Executor(run.model, run.case.layout, 0, ThreadHub().transport(0), options=ExecutorOptions(**options))
     for _ in range(2):
         take_gradients(run.model)
         result = executor.run(plan, run.case.packing, run.documents)
@@ -364,14 +354,8 @@ def test_dropout_falls_alike_under_every_plan() -> None:
         plans = []
         for _ in range(2):
             schedule = random_schedule(random.Random(f"{seed} {len(plans)}"), case.graph)
-            graph = (
-                case.graph if schedule.candidate is None else case.graph.with_candidates(schedule.candidate)
-            )
-            plans.append(
-                lower(
-                    case.graph, schedule, earliest(graph, schedule), case.layout, case.packing, shapes, seed
-                )
-            )
+            graph = case.graph if schedule.candidate is None else case.graph.with_candidates(schedule.candidate)
+            plans.append(lower(case.graph, schedule, earliest(graph, schedule), case.layout, case.packing, shapes))
         torch.manual_seed(seed)
         state = torch.get_rng_state()
         loss, gradients = run_alone(run, plans[0], random_seed=7)
@@ -390,16 +374,16 @@ def test_dropout_falls_alike_under_every_plan() -> None:
 def test_only_chunks_that_draw_are_seeded() -> None:
     run = random_run(5, 1)
     executor = one_rank(run)
-    assert executor.draws is not None
+    assert executor.forward_seeds is not None
     executor.run(run.case.plan, run.case.packing, run.documents)
-    assert executor.draws.silent == set(executor.layers)
+    assert executor.forward_seeds.silent == set(executor.layers)
     # Dropout begins later: an iteration afterwards it is seeded.
     late = with_dropout(run, 1.0, 0)
     for number, layers in executor.layers.items():
         chunk = run.case.layout.chunks[number]
         layers[:] = late.model.module(chunk.module).layers[chunk.layers[0] : chunk.layers[1] + 1]
     executor.run(run.case.plan, run.case.packing, run.documents)
-    assert executor.draws.silent == set()
+    assert executor.forward_seeds.silent == set()
     results = [executor.run(run.case.plan, run.case.packing, run.documents).loss_sum for _ in range(2)]
     assert results[0] == results[1]
-    assert executor.draws.silent == set()
+    assert executor.forward_seeds.silent == set()

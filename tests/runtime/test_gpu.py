@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from pipeloom.packing import PackingSpec, pack
-from pipeloom.plan import Action, ExecutionPlan
-from pipeloom.runtime import Executor, Model, Module, StepResult, ThreadHub
-from pipeloom.runtime.lanes import CudaLane
+from pipeloom.plan import Action, ExecutionPlan, Verb
+from pipeloom.runtime import Executor, ExecutorOptions, Model, Module, StepResult, ThreadHub
+from pipeloom.runtime.device import CudaQueues
 from pipeloom.spec import Batch, Chunk, Layout, ModuleLayout, Sample, TensorShape
 
 from .cases import Gradients, assert_equal_gradients, take_gradients
@@ -47,46 +47,47 @@ def run(
     # The sum of a float32 input and a layer's output is float32 under autocast too.
     shape = TensorShape(("tokens", WIDTH), "float32")
     module = Module(
-        "lm", [Feed() for _ in range(4)], reads="sequence", hidden=shape, output=shape,
+        "lm",
+        [Feed() for _ in range(4)],
+        reads="sequence",
+        hidden=shape,
+        output=shape,
         inputs=lambda part: part.samples[0],
-    )  # fmt: skip
+    )
     model = Model([module], lambda output, part: output.sin().sum(), lambda sample: 1.0)
     layout = Layout(1, (ModuleLayout("lm"),), tuple(Chunk("lm", (2 * c, 2 * c + 1), 0) for c in (0, 1)))
     batch = Batch(tuple(Sample(str(i), LENGTH) for i in range(NUM_MICROBATCHES)))
     packing = pack(batch, model.spec, layout, PackingSpec(LENGTH))
 
     def act(verb: str, chunk: int, microbatch: int, word: str = "") -> Action:
-        return Action(verb=verb, chunk=f"lm.{chunk}", microbatch=microbatch, strategy=word)  # type: ignore[arg-type]
+        return Action(verb=Verb(verb), chunk=f"lm.{chunk}", microbatch=microbatch, strategy=word)
 
     actions: list[Action] = []
     for m in range(NUM_MICROBATCHES):
         for c in (0, 1):
             actions.append(act("F", c, m, strategy))
-            actions += [act("OF", c, m)] * (strategy == "offload")
+            actions += [act(Verb.OFFLOAD, c, m)] * (strategy == "offload")
     for m in reversed(range(NUM_MICROBATCHES)):
         for c in (1, 0):
-            actions += [act("LD", c, m)] * (strategy == "offload")
-            actions += [act("RC", c, m)] * (strategy in ("recompute", "selective"))
+            actions += [act(Verb.LOAD, c, m)] * (strategy == "offload")
+            actions += [act(Verb.RECOMPUTE, c, m)] * (strategy in ("recompute", "selective"))
             actions += [act(verb, c, m) for verb in backward]
-    actions.append(Action(verb="OS"))
+    actions.append(Action(verb=Verb.OPTIMIZER_STEP))
     plan = ExecutionPlan(1, 0, layout.digest, (tuple(actions),))
-    executor = Executor(
-        model, layout, 0, ThreadHub().transport(0), device, autocast=torch.bfloat16 if autocast else None
-    )
-    program = executor.prepare(plan, packing)
+    dtype = torch.bfloat16 if autocast else None
+    executor = Executor(model, layout, 0, ThreadHub().transport(0), device, options=ExecutorOptions(autocast=dtype))
+    linked = executor.prepare(plan, packing)
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error" if watch else "default")
-    result = executor.run_program(program, samples, normaliser=1.0, **options)
+    result = executor.run_linked(linked, samples, normaliser=1.0, **options)
     gradients = {name: None if g is None else g.cpu() for name, g in take_gradients(model).items()}
     return gradients, result
 
 
 EVERY_WAY = [
-    pytest.param(
-        strategy, backward, autocast, id=f"{strategy}-{''.join(backward)}-{'bf16' if autocast else 'fp32'}"
-    )
+    pytest.param(strategy, backward, autocast, id=f"{strategy}-{''.join(backward)}-{'bf16' if autocast else 'fp32'}")
     for strategy in ("keep", "recompute", "selective", "offload", "keep,recompute")
     for backward in (("B",), ("I", "W"))
     for autocast in (False, True)
@@ -103,9 +104,7 @@ def test_gradients_are_those_of_the_cpu(strategy: str, backward: tuple[str, ...]
 
 
 @pytest.mark.parametrize(("strategy", "backward", "autocast"), EVERY_WAY)
-def test_the_host_waits_for_nothing_until_the_end(
-    strategy: str, backward: tuple[str, ...], autocast: bool
-) -> None:
+def test_the_host_waits_for_nothing_until_the_end(strategy: str, backward: tuple[str, ...], autocast: bool) -> None:
     run(strategy, backward, "cuda", pinned=True, autocast=autocast)
     try:
         # Watched from the first action on; at the optimiser step no more, since the loss and the times are read then.
@@ -149,16 +148,16 @@ def test_times_are_those_of_the_device_and_not_of_launches() -> None:
 
 
 def test_copies_run_beside_the_computation() -> None:
-    lane = CudaLane(ThreadHub().transport(0), torch.device("cuda"))
+    queues = CudaQueues(ThreadHub().transport(0), torch.device("cuda"))
     streams = {
-        lane.compute.cuda_stream,
-        lane.towards(1).cuda_stream,
-        lane.towards(2).cuda_stream,
-        lane.receiving.cuda_stream,
-        lane.copies.cuda_stream,
+        queues.compute.cuda_stream,
+        queues.towards(1).cuda_stream,
+        queues.towards(2).cuda_stream,
+        queues.receiving.cuda_stream,
+        queues.copies.cuda_stream,
     }
     assert len(streams) == 5
-    assert lane.towards(1) == lane.towards(1)
-    with lane.copying():
-        assert torch.cuda.current_stream() == lane.copies
-    assert torch.cuda.current_stream() == lane.compute
+    assert queues.towards(1) == queues.towards(1)
+    with queues.copying():
+        assert torch.cuda.current_stream() == queues.copies
+    assert torch.cuda.current_stream() == queues.compute

@@ -2,9 +2,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from pipeloom.runtime import launch
 
 from .interchange import exchange
+
+pytestmark = pytest.mark.ranks
 
 
 def test_each_runtime_runs_the_others_schedules_exactly(tmp_path: Path) -> None:

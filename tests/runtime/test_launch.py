@@ -1,13 +1,19 @@
 from __future__ import annotations
 
+import multiprocessing
+
 import pytest
+import torch
 
 from pipeloom.errors import ExecutionError
+from pipeloom.plan import Verb
 from pipeloom.runtime import launch
 from tests.plan.cases import EVERY_STRATEGY
 
 from .cases import random_run
-from .on_ranks import run_many, run_with_a_broken_rank, wait_for_a_first_plan
+from .on_ranks import run_many, run_with_a_broken_rank, tensors_of, wait_for_a_first_plan
+
+pytestmark = pytest.mark.ranks
 
 
 def test_any_plan_is_exact_on_gloo_with_tags_and_without() -> None:
@@ -31,7 +37,7 @@ def seed_with_messages() -> int:
     """An iteration in which rank 1 waits for rank 0."""
     seed = 0
     while True:
-        if any(a.verb == "WF" for a in random_run(seed, 2).case.plan.ranks[1]):
+        if any(a.verb == Verb.WAIT_F for a in random_run(seed, 2).case.plan.ranks[1]):
             return seed
         seed += 1
 
@@ -41,12 +47,28 @@ def seed_with_messages() -> int:
     [
         ("raise", "rank 0, step .* cosmic ray"),
         ("die", "rank 0: the process exited with code 7"),
-        ("sleep", "rank 1, step .*'W[FB] .*Timed out"),
+        ("sleep", "rank 1, step .*'WAIT_[FB] .*Timed out"),
     ],
 )
 def test_a_broken_rank_ends_all_with_its_message(how: str, message: str) -> None:
     with pytest.raises(ExecutionError, match=message):
         launch(run_with_a_broken_rank, 2, seed_with_messages(), how, timeout_s=3.0)
+
+
+def test_ranks_give_tensors_back() -> None:
+    reports: list[torch.Tensor] = []
+
+    def note(_: int, value: torch.Tensor) -> None:
+        reports.append(value)
+        # What a rank returned is read here only when no rank is left.
+        for process in multiprocessing.active_children():
+            process.join()
+
+    found = launch(tensors_of, 2, 3.0, on_report=note)
+    for rank, (tensor, named) in enumerate(found):
+        assert torch.equal(tensor, torch.full((2, 2), 3.0 * rank))
+        assert int(named["rank"]) == rank
+    assert [each.tolist() for each in reports] == [[7.0] * 3]
 
 
 def test_the_first_plan_is_waited_for_beyond_the_timeout() -> None:

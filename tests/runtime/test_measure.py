@@ -4,11 +4,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipeloom.arrange import ModulePlacement
 from pipeloom.errors import InputError
+from pipeloom.layout import ModulePlacement
 from pipeloom.packing import Microbatch, Packing, PackingSpec, SubMicrobatch
-from pipeloom.runtime import Model, Module, measure_layers
-from pipeloom.runtime import profile as profile_module
+from pipeloom.runtime import MeasureOptions, Model, Module, measure, measure_layers
 from pipeloom.spec import Batch, Layout, ModelSpec, Sample, TensorShape, Workload
 
 from .cases import random_run
@@ -17,7 +16,7 @@ from .cases import random_run
 @pytest.mark.parametrize("seed", range(6))
 def test_every_kind_is_measured_on_every_workload(seed: int) -> None:
     run = random_run(seed)
-    rows = measure_layers(run.model, run.case.packing, run.documents, repeats=1)
+    rows = measure_layers(run.model, run.case.packing, run.documents, options=MeasureOptions(repeats=1))
     wanted = {
         (module.name, layer.kind, part.workload.lengths)
         for module in run.model.spec.modules
@@ -34,7 +33,9 @@ def test_every_kind_is_measured_on_every_workload(seed: int) -> None:
         assert (row.activation_bytes > 0) == trained
     for module in run.model.modules:
         assert all(p.grad is None for layer in module.layers for p in layer.parameters())
-    assert measure_layers(run.model, run.case.packing, run.documents, repeats=1, known=rows) == []
+    assert (
+        measure_layers(run.model, run.case.packing, run.documents, known=rows, options=MeasureOptions(repeats=1)) == []
+    )
 
 
 class Exp(nn.Module):
@@ -76,7 +77,10 @@ def small_model(hidden: tuple[int | str, ...]) -> Model:
 
 def test_saved_bytes_are_those_of_activations_alone() -> None:
     packing, samples = one_sample()
-    rows = {row.kind: row for row in measure_layers(small_model(("tokens", 4)), packing, samples, repeats=1)}
+    rows = {
+        row.kind: row
+        for row in measure_layers(small_model(("tokens", 4)), packing, samples, options=MeasureOptions(repeats=1))
+    }
     # The inputs of layer 0 are data, without a gradient, so that Exp saves nothing.
     assert rows["Exp[0]"].activation_bytes == 0
     # Its input, 5 by 4 numbers of 4 bytes; not the weight, and not the mask.
@@ -113,18 +117,22 @@ def test_small_microbatches_are_measured_for_tuning(monkeypatch: pytest.MonkeyPa
     from tests.runtime.training import data, model, task
 
     seen: list[int] = []
-    real = profile_module.pack
+    real = measure.pack
 
     def noted(batch: Batch, spec: ModelSpec, layout: Layout, packing: PackingSpec) -> Packing:
         seen.append(packing.token_budget)
         return real(batch, spec, layout, packing)
 
-    monkeypatch.setattr(profile_module, "pack", noted)
+    monkeypatch.setattr(measure, "pack", noted)
     batches = list(data.batches(3, 4, 6))
     placements = {"vision": ModulePlacement(1, 6)}
-    profile_module.profile_model(
-        model(), batches, describe=task.describe, packing=PackingSpec(400), placements=placements, repeats=1,
-        all_sizes=True,
-    )  # fmt: skip
+    measure.profile_model(
+        model(),
+        batches,
+        describe=task.describe,
+        packing=PackingSpec(400),
+        placements=placements,
+        options=measure.ProfileOptions(repeats=1, all_sizes=True),
+    )
     longest = [max(len(document.inputs) for document in batch) for batch in batches]
     assert seen == [max(400 >> k, longest[k]) for k in range(4)]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeloom.errors import ExecutionError
-from pipeloom.runtime.blocks import Passage
+from pipeloom.runtime.blocks import ChunkActivation
 from pipeloom.runtime.memory import Offloaded
 
 CPU = torch.device("cpu")
@@ -30,22 +30,22 @@ def layer() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 12), nn.GELU(), nn.Linear(12, 6))
 
 
-def forward(passage: Passage, layers: list[nn.Module], strategy: str, x: Tensor) -> Tensor:
-    return passage.forward(layers, ((0, len(layers), strategy),), (x,), True)
+def forward(activation: ChunkActivation, layers: list[nn.Module], strategy: str, x: Tensor) -> Tensor:
+    return activation.forward(layers, ((0, len(layers), strategy),), (x,), True)
 
 
 @pytest.mark.parametrize(("strategy", "products", "gelus"), [("selective", 2, 4), ("recompute", 4, 4)])
 def test_selective_recomputation_repeats_no_products(strategy: str, products: int, gelus: int) -> None:
     layers = [layer().double(), nn.GELU()]
     x = torch.randn(3, 6, dtype=torch.float64, requires_grad=True)
-    passage = Passage(CPU, {})
+    activation = ChunkActivation(CPU, {})
     with CountOperations() as operations:
-        output = forward(passage, layers, strategy, x)
-        passage.recompute()
+        output = forward(activation, layers, strategy, x)
+        activation.recompute()
     assert operations.counts["addmm"] == products
     assert operations.counts["gelu"] == gelus
-    assert passage.num_recomputed == 2
-    passage.backward(torch.ones_like(output))
+    assert activation.num_recomputed == 2
+    activation.backward(torch.ones_like(output))
     wanted = torch.autograd.grad(nn.Sequential(*layers)(x).sum(), x)[0]
     torch.testing.assert_close(x.grad, wanted, rtol=1e-12, atol=1e-12)
 
@@ -55,24 +55,22 @@ def test_recomputation_saves_nothing_in_the_forward(strategy: str, saved: int) -
     count = []
     x = torch.randn(3, 6, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: (count.append(1), t)[1], lambda t: t):
-        forward(Passage(CPU, {}), [nn.Tanh(), nn.Tanh(), nn.Tanh()], strategy, x)
+        forward(ChunkActivation(CPU, {}), [nn.Tanh(), nn.Tanh(), nn.Tanh()], strategy, x)
     assert len(count) == saved
 
 
 def test_offloaded_activations_leave_and_return() -> None:
     x = torch.randn(3, 6, requires_grad=True)
-    passage = Passage(CPU, {})
-    output = forward(passage, [nn.Tanh(), nn.Tanh(), nn.Tanh()], "offload", x)
+    activation = ChunkActivation(CPU, {})
+    output = forward(activation, [nn.Tanh(), nn.Tanh(), nn.Tanh()], "offload", x)
     # Each layer saves its output.
-    held = [
-        weakref.ref(s.here) for b in passage.blocks if b.offloaded for s in b.offloaded._storages.values()
-    ]
+    held = [weakref.ref(s.here) for b in activation.blocks if b.offloaded for s in b.offloaded._storages.values()]
     assert len(held) == 3
-    passage.offload()
-    assert passage.offloaded_bytes == 3 * 3 * 6 * 4
+    activation.offload()
+    assert activation.offloaded_bytes == 3 * 3 * 6 * 4
     assert all(reference() is None for reference in held)
-    passage.load()
-    passage.backward(torch.ones_like(output))
+    activation.load()
+    activation.backward(torch.ones_like(output))
     assert x.grad is not None
     torch.testing.assert_close(x.grad, torch.autograd.grad(x.tanh().tanh().tanh().sum(), x)[0])
 
@@ -110,10 +108,10 @@ def test_a_change_in_place_is_refused() -> None:
 
 def test_the_output_is_not_held() -> None:
     x = torch.randn(3, 6, requires_grad=True)
-    passage = Passage(CPU, {})
-    output = forward(passage, [nn.Linear(6, 6)], "keep", x)
+    activation = ChunkActivation(CPU, {})
+    output = forward(activation, [nn.Linear(6, 6)], "keep", x)
     base = weakref.ref(output)
     del output
     assert base() is None
-    passage.backward(torch.ones(3, 6))
+    activation.backward(torch.ones(3, 6))
     assert x.grad is not None

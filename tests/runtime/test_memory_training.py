@@ -5,26 +5,22 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from pipeloom.cost import Strategy
 from pipeloom.errors import InfeasibleError
 from pipeloom.planner import Setup, plan_batch
 from pipeloom.runtime import launch
 from pipeloom.search import Evaluations
-from pipeloom.spec import ClusterSpec, batch_from_dicts
+from pipeloom.spec import RankSpec, Strategy, batch_from_dicts
 from tests.runtime.memory_training import ITERATIONS, SEED, capped_trainings, measured_setup
 from tests.runtime.training import DOCUMENTS, data, losses_undivided, task
+
+pytestmark = pytest.mark.ranks
 
 LEAN: tuple[Strategy, ...] = ("keep", "recompute", "selective")
 
 
-def offering(
-    setup: Setup, strategies: tuple[Strategy, ...], capacity: int | None, split: bool = False
-) -> Setup:
+def offering(setup: Setup, strategies: tuple[Strategy, ...], capacity: int | None, split: bool = False) -> Setup:
     return msgspec.structs.replace(
-        setup,
-        strategies=strategies,
-        split_backward=split,
-        cluster=ClusterSpec(memory_capacity_bytes=capacity),
+        setup, strategies=strategies, split_backward=split, cluster=RankSpec(memory_capacity_bytes=capacity)
     )
 
 
@@ -50,10 +46,7 @@ def test_training_under_a_cap_recomputes_fits_and_loses_nothing() -> None:
     keeps, lean = least_capacity(setup, ("keep",)), least_capacity(setup, LEAN, split=True)
     assert lean < 0.97 * keeps
     cap = (lean + keeps) // 2
-    setups = [
-        offering(setup, LEAN, cap, split=True),
-        offering(setup, LEAN, cap),
-    ]
+    setups = [offering(setup, LEAN, cap, split=True), offering(setup, LEAN, cap)]
     encoded = [msgspec.msgpack.encode(each) for each in setups]
     ranks = launch(capped_trainings, 2, encoded, [True, False])
     undivided = losses_undivided(ITERATIONS)

@@ -10,6 +10,8 @@ from pipeloom.runtime import launch
 from .on_mesh import Shape, run_on_mesh, train_through
 from .parallel_page import train_page
 
+pytestmark = pytest.mark.ranks
+
 TWO_BY_TWO = [
     Shape(2, 2, 1),
     Shape(2, 2, 1, sharded=True),

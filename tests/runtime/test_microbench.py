@@ -11,6 +11,7 @@ from pipeloom.runtime.microbench import Bench, calibrate  # noqa: E402
 from pipeloom.spec.catalog import device_toml, load_device  # noqa: E402
 
 
+@pytest.mark.ranks
 def test_calibration_on_the_cpu(tmp_path):
     lines: list[str] = []
     threads = torch.get_num_threads()

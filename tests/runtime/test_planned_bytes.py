@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipeloom.cost import ProfileCosts, Strategy, fit_profile
-from pipeloom.runtime import measure_layers
-from pipeloom.runtime.live_bytes import LiveBytes
-from pipeloom.spec import Workload
+from pipeloom.cost import ProfileCosts, fit_profile
+from pipeloom.plan import Verb
+from pipeloom.runtime import MeasureOptions, measure_layers
+from pipeloom.runtime.workbench import LiveBytes
+from pipeloom.spec import Strategy, Workload
 from pipeloom.taskgraph import Candidate, build_graph
 from tests.runtime.test_counts import COUNT, ITEM, Counted, Feed, Live, action
 
@@ -23,15 +24,15 @@ def counted() -> Counted:
 
 @pytest.fixture(scope="module")
 def costs(counted: Counted) -> ProfileCosts:
-    rows = measure_layers(counted.model, counted.packing, counted.samples, repeats=1, strategies=True)
-    return ProfileCosts(
-        counted.model.spec, fit_profile(rows, "here"), strategies=STRATEGIES, split_backward=True
+    rows = measure_layers(
+        counted.model, counted.packing, counted.samples, options=MeasureOptions(repeats=1, strategies=True)
     )
+    return ProfileCosts(counted.model.spec, fit_profile(rows, "here"), strategies=STRATEGIES, split_backward=True)
 
 
 def options(counted: Counted, costs: ProfileCosts, microbatch: int, strategy: str) -> list[Candidate]:
     """What is planned for the two chunks under one strategy, with a split backward."""
-    graph = build_graph(counted.layout, counted.packing, costs, split_backward=True)
+    graph = build_graph(counted.layout, counted.packing, costs, backward="split")
     assert graph.candidates is not None
     return [
         next(c for c in candidates if c.strategy == strategy)
@@ -49,22 +50,18 @@ def test_the_bytes_held_after_forwards_are_the_plans(
     actions = []
     for chunk, strategy in enumerate((first, second)):
         actions.append(action("F", chunk, microbatch, strategy))
-        actions += [action("OF", chunk, microbatch)] if strategy == "offload" else []
+        actions += [action(Verb.OFFLOAD, chunk, microbatch)] if strategy == "offload" else []
         actions.append(COUNT)
     for chunk, strategy in ((1, second), (0, first)):
-        actions += [action("LD", chunk, microbatch)] if strategy == "offload" else []
+        actions += [action(Verb.LOAD, chunk, microbatch)] if strategy == "offload" else []
         actions += [action("B", chunk, microbatch), COUNT]
     held, _, result = counted.run(actions)
-    planned = [
-        options(counted, costs, microbatch, strategy)[chunk] for chunk, strategy in enumerate((first, second))
-    ]
+    planned = [options(counted, costs, microbatch, strategy)[chunk] for chunk, strategy in enumerate((first, second))]
     kept = [option.activation_bytes for option in options(counted, costs, microbatch, "keep")]
     # The samples are the user's, and the first chunk holds one whatever the strategy; no operation made it.
     sample = counted.samples[counted.packing.microbatches[microbatch].samples[0]]
     # On this device, what the host has counts too.
-    moved = [
-        k - p.activation_bytes if p.strategy == "offload" else 0 for k, p in zip(kept, planned, strict=True)
-    ]
+    moved = [k - p.activation_bytes if p.strategy == "offload" else 0 for k, p in zip(kept, planned, strict=True)]
     loss, handed = ITEM, sample.nbytes
     assert result.offloaded_bytes == sum(moved)
     assert held[0] == planned[0].activation_bytes + moved[0] - sample.nbytes + handed
@@ -83,9 +80,9 @@ def test_the_bytes_held_between_the_halves_of_a_backward_are_the_plans(
     actions = []
     for chunk in (0, 1):
         actions.append(action("F", chunk, microbatch, strategy))
-        actions += [action("OF", chunk, microbatch)] if moves else []
+        actions += [action(Verb.OFFLOAD, chunk, microbatch)] if moves else []
     for chunk in (1, 0):
-        actions += [action("LD", chunk, microbatch)] if moves else []
+        actions += [action(Verb.LOAD, chunk, microbatch)] if moves else []
         actions += [action("I", chunk, microbatch), COUNT]
     actions += [action("W", chunk, microbatch) for chunk in (1, 0)]
     held, _, _ = counted.run(actions)
@@ -111,9 +108,9 @@ def test_workspaces_bound_what_a_computation_uses(counted: Counted, costs: Profi
             actions = []
             for chunk in (0, 1):
                 actions.append(action("F", chunk, microbatch, strategy))
-                actions += [action("OF", chunk, microbatch)] if moves else []
+                actions += [action(Verb.OFFLOAD, chunk, microbatch)] if moves else []
             for chunk in (1, 0):
-                actions += [action("LD", chunk, microbatch)] if moves else []
+                actions += [action(Verb.LOAD, chunk, microbatch)] if moves else []
                 actions.append(action("B", chunk, microbatch))
             with LiveBytes() as live:
                 counted.run_plainly(actions)
@@ -139,7 +136,7 @@ def test_live_bytes_are_those_that_another_count_finds() -> None:
 
 
 def test_only_what_was_measured_can_be_offered(counted: Counted, costs: ProfileCosts) -> None:
-    rows = measure_layers(counted.model, counted.packing, counted.samples, repeats=1)
+    rows = measure_layers(counted.model, counted.packing, counted.samples, options=MeasureOptions(repeats=1))
     bare = fit_profile(rows, "here")
     for options in ({"strategies": ("keep", "selective")}, {"split_backward": True}):
         with pytest.raises(ValueError, match="strategies: is missing"):

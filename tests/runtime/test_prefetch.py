@@ -16,11 +16,7 @@ from pipeloom.errors import InputError
 from pipeloom.runtime import DescribedBatch, Prefetched, Size
 from pipeloom.runtime.prefetch import batch_of
 
-SIZES = {
-    "text_tokens": Size("ids"),
-    "image_tokens": Size("images", (), 1),
-    "image_patches": Size("images", (1, 2), 4),
-}
+SIZES = {"text_tokens": Size("ids"), "image_tokens": Size("images", (), 1), "image_patches": Size("images", (1, 2), 4)}
 
 
 class Documents(Dataset[dict[str, Any]]):
@@ -55,9 +51,13 @@ def ends(count: int = 0) -> bool:
 def test_a_loaders_batches_come_in_order_with_their_sizes(workers: int) -> None:
     def loader() -> DataLoader[dict[str, Any]]:
         return DataLoader(
-            Documents(), batch_size=4, collate_fn=list, num_workers=workers, shuffle=True,
+            Documents(),
+            batch_size=4,
+            collate_fn=list,
+            num_workers=workers,
+            shuffle=True,
             generator=torch.Generator().manual_seed(5),
-        )  # fmt: skip
+        )
 
     batches = Prefetched(loader(), SIZES)
     for samples, plain in zip(batches, loader(), strict=True):
@@ -118,9 +118,7 @@ def test_a_wrong_rule_names_the_sample() -> None:
     samples = [[{"ids": torch.zeros(2)}, {"text": torch.zeros(2)}]]
     with pytest.raises(InputError, match=r"samples\[1\]\['ids'\]: is not there"):
         next(iter(Prefetched(samples, {"text_tokens": Size("ids")})))
-    with pytest.raises(
-        InputError, match=r"samples\[0\]\['ids'\]: has shape \(2,\), and no dimension of \(3,\)"
-    ):
+    with pytest.raises(InputError, match=r"samples\[0\]\['ids'\]: has shape \(2,\), and no dimension of \(3,\)"):
         next(iter(Prefetched(samples, {"text_tokens": Size("ids", (3,))})))
     with pytest.raises(InputError, match=r"samples\[0\].describe: raised ZeroDivisionError"):
         next(iter(Prefetched(samples, {"text_tokens": lambda _: 1 // 0})))

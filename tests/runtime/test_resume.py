@@ -1,14 +1,18 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
+import torch.distributed as dist
 
 from pipeloom.errors import InputError
-from pipeloom.runtime import Checkpoints
-from pipeloom.runtime.resume import fingerprint
+from pipeloom.runtime import Checkpoints, Executor, ThreadHub
+from pipeloom.runtime.resume import TrainerState, fingerprint
 from tests.cases import random_batch
+
+from .cases import random_run
 
 
 def test_only_whole_checkpoints_count(tmp_path: Path) -> None:
@@ -30,6 +34,31 @@ def test_a_fingerprint_is_of_the_samples_and_not_of_the_iteration() -> None:
     assert fingerprint(msgspec.structs.replace(batch, samples=batch.samples[::-1])) != fingerprint(batch) or (
         len(batch.samples) == 1
     )
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """A process group of this process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("name", ["trainer.json", "random-0", "__0_0.distcp", ".metadata"])
+def test_a_damaged_file_is_refused_by_name(tmp_path: Path, name: str) -> None:
+    run = random_run(3, 1)
+    executor = Executor(run.model, run.case.layout, 0, ThreadHub().transport(0))
+    checkpoints = Checkpoints(tmp_path)
+    state = TrainerState(7, "", executor.layout.digest)
+    checkpoints.save(executor, None, state)
+    assert checkpoints.load(executor, None) == state
+    file = tmp_path / "step-00000007" / name
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(InputError, match=f"{file}: is damaged"):
+        checkpoints.load(executor, None)
 
 
 @pytest.mark.parametrize("wrong", [{"every": 0}, {"keep": 0}])

@@ -57,9 +57,7 @@ class Gated(nn.Module):
         return x * torch.sigmoid(self.a * self.b) + self.a.exp()
 
 
-def gradients(
-    model: nn.Module, x: Tensor, split: bool
-) -> tuple[list[Tensor | None], Tensor | None, Counter[str]]:
+def gradients(model: nn.Module, x: Tensor, split: bool) -> tuple[list[Tensor | None], Tensor | None, Counter[str]]:
     leaf = x.detach().requires_grad_()
     model.zero_grad(set_to_none=True)
     output = model(leaf)

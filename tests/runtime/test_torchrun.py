@@ -6,9 +6,13 @@ from pipeloom.errors import InputError
 from pipeloom.runtime import Worker, this_worker
 
 STARTED = {
-    "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "2", "RANK": "1", "WORLD_SIZE": "4",
-    "LOCAL_WORLD_SIZE": "4", "LOCAL_RANK": "1",
-}  # fmt: skip
+    "TORCHELASTIC_RUN_ID": "none",
+    "TORCHELASTIC_RESTART_COUNT": "2",
+    "RANK": "1",
+    "WORLD_SIZE": "4",
+    "LOCAL_WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+}
 
 
 def test_a_worker_knows_itself_from_its_environment() -> None:

@@ -3,6 +3,8 @@ import pytest
 from pipeloom.runtime import launch
 from tests.runtime.training import Step, losses_undivided, steps_on_rank
 
+pytestmark = pytest.mark.ranks
+
 ITERATIONS = 8
 
 
@@ -37,11 +39,7 @@ def test_training_over_ranks_equals_undivided_training(undivided: list[float]) -
 def test_a_killed_planner_costs_no_batch(undivided: list[float]) -> None:
     steps = train(4, ["kill"], undivided)["kill"]
     assert [step.reason for step in steps[:4]] == ["", "", "", "the planner is not running"]
-    assert {step.reason for step in steps} <= {
-        "",
-        "the planner is still starting",
-        "the planner is not running",
-    }
+    assert {step.reason for step in steps} <= {"", "the planner is still starting", "the planner is not running"}
     assert steps[7].fresh, "the planner was started again, and its plans are used again"
 
 

@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipeloom.arrange import ModulePlacement, separate
 from pipeloom.cost import Correction, LayerFit, Profile, ProfileCosts
+from pipeloom.layout import ModulePlacement, separate
 from pipeloom.packing import PackingSpec
 from pipeloom.plan import Delivery, backend_of
 from pipeloom.planner import Problem, answer_of, plan_batch
 from pipeloom.planner.messages import encode
-from pipeloom.runtime import Checkpoints, Model, Module, Trainer
+from pipeloom.runtime import Checkpoints, Model, Module, Trainer, TrainerOptions
 from pipeloom.runtime.device import join_group
 from pipeloom.search import Evaluations
 from pipeloom.spec import Batch, TensorShape
@@ -74,8 +74,7 @@ def device(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[torch.dev
 def batches() -> list[list[Sample]]:
     generator = torch.Generator().manual_seed(0)
     return [
-        [(f"{b}.{i}", torch.randn(4 + i, WIDTH, generator=generator)) for i in range(4)]
-        for b in range(NUM_BATCHES)
+        [(f"{b}.{i}", torch.randn(4 + i, WIDTH, generator=generator)) for i in range(4)] for b in range(NUM_BATCHES)
     ]
 
 
@@ -89,26 +88,33 @@ def trainer_of(
 ) -> Trainer:
     shape = TensorShape(("tokens", WIDTH), "float32" if autocast is None else "bfloat16")
     module = Module(
-        "lm", layers, reads="sequence", hidden=shape, output=shape,
+        "lm",
+        layers,
+        reads="sequence",
+        hidden=shape,
+        output=shape,
         inputs=lambda part: torch.cat([sample[1] for sample in part.samples]),
-    )  # fmt: skip
+    )
     model = Model([module], loss, lambda sample: float(len(sample[1])))
     fit = LayerFit((1e-4, 0, 1e-6, 0), (2e-4, 0, 2e-6, 0), (0, 0, 64, 0))
     profile = Profile("invented", {f"lm/{kind.kind}": fit for kind in model.spec.modules[0].flat_layers})
     layout = separate(model.spec, 1, {"lm": ModulePlacement(2)}, lambda module, layer: 1.0)
     problem = Problem(
-        model.spec,
-        layout,
-        ProfileCosts(model.spec, profile),
-        PackingSpec(10),
-        backend=backend_of(device.type),
+        model.spec, layout, ProfileCosts(model.spec, profile), PackingSpec(10), backend=backend_of(device.type)
     )
     return Trainer(
-        model, layout, Plans(problem),
+        model,
+        layout,
+        Plans(problem),
         describe=lambda sample: {"id": sample[0], "text_tokens": len(sample[1])},
-        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=RATE), clip_norm=1.0,
-        device=device, autocast=autocast, checkpoints=None if folder is None else Checkpoints(folder, 1),
-    )  # fmt: skip
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=RATE),
+        options=TrainerOptions(
+            clip_norm=1.0,
+            device=device,
+            autocast=autocast,
+            checkpoints=None if folder is None else Checkpoints(folder, 1),
+        ),
+    )
 
 
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])

@@ -5,6 +5,8 @@ import pytest
 from pipeloom.runtime import launch
 from tests.runtime.tuned_training import losses, setup
 
+pytestmark = pytest.mark.ranks
+
 
 def train(
     ranks: int, iterations: int, frozen: bool, names: tuple[str, ...], dtype: str = "float64"

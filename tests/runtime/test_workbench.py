@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from pipeloom.errors import InputError
 from pipeloom.packing import Microbatch, Packing, SubMicrobatch
-from pipeloom.runtime import Model, Module, measure_layers
+from pipeloom.runtime import MeasureOptions, Model, Module, measure_layers
 from pipeloom.spec import Batch, Sample, TensorShape, Workload
 
 WIDTH, LENGTH = 64, 3
@@ -29,10 +29,15 @@ class Layer(nn.Module):
 def model(dtype: str) -> Model:
     shape = TensorShape(("tokens", WIDTH), dtype)
     module = Module(
-        "lm", [Layer() for _ in range(3)], reads="sequence", hidden=shape, output=shape,
-        inputs=lambda part: part.samples[0], context=lambda part: {"scale": torch.ones(1)},
+        "lm",
+        [Layer() for _ in range(3)],
+        reads="sequence",
+        hidden=shape,
+        output=shape,
+        inputs=lambda part: part.samples[0],
+        context=lambda part: {"scale": torch.ones(1)},
         kinds=("first", "middle", "last"),
-    )  # fmt: skip
+    )
     return Model([module], lambda output, part: output.float().square().sum(), lambda sample: 1.0)
 
 
@@ -47,7 +52,10 @@ def test_layers_are_measured_under_autocast(device: str, strategies: bool) -> No
     torch.manual_seed(0)
     made, samples = model("bfloat16"), [torch.randn(LENGTH, WIDTH)]
     rows = measure_layers(
-        made, packing(), samples, repeats=2, strategies=strategies, device=device, autocast=torch.bfloat16
+        made,
+        packing(),
+        samples,
+        options=MeasureOptions(repeats=2, strategies=strategies, device=device, autocast=torch.bfloat16),
     )
     assert [row.kind for row in rows] == ["first", "middle", "last"]
     for row in rows:
@@ -59,12 +67,12 @@ def test_layers_are_measured_under_autocast(device: str, strategies: bool) -> No
         assert parameter.device.type == "cpu"
         assert parameter.grad is None
     with pytest.raises(InputError, match=r"states .*bfloat16, layer 0 gave .*float32"):
-        measure_layers(made, packing(), samples, repeats=1, device=device)
+        measure_layers(made, packing(), samples, options=MeasureOptions(repeats=1, device=device))
 
 
 def test_nothing_of_a_measured_layer_is_kept_for_the_next_run() -> None:
     made, samples = model("bfloat16"), [torch.randn(LENGTH, WIDTH)]
-    measure_layers(made, packing(), samples, repeats=1, autocast=torch.bfloat16)
+    measure_layers(made, packing(), samples, options=MeasureOptions(repeats=1, autocast=torch.bfloat16))
     layer = made.modules[0].layers[0]
     with torch.no_grad():
         for parameter in layer.parameters():

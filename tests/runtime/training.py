@@ -16,14 +16,14 @@ import torch
 from torch.utils.data import DataLoader
 
 import pipeloom as pl
-from pipeloom.arrange import ModulePlacement, replicated, separate
 from pipeloom.cost import LayerFit, Profile
 from pipeloom.errors import PlannerError
+from pipeloom.explain.replay import answered_graph, timeline_of
+from pipeloom.layout import ModulePlacement, replicated, separate
 from pipeloom.packing import PackingSpec
 from pipeloom.plan import Action, Answer
 from pipeloom.planner import HostedStore, Planner, Setup
-from pipeloom.planner.replay import answered_graph, timeline_of
-from pipeloom.runtime import Prefetched, StepReport, TcpPlanStore, Trainer
+from pipeloom.runtime import Prefetched, StepReport, TcpPlanStore, TorchTransport, Trainer, TrainerOptions, Transport
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
@@ -84,8 +84,15 @@ def train_disturbed(num_ranks: int, iterations: int, disturb: str) -> list[Step]
     ahead = disturb == "nothing"
     if ahead:
         batches = prefetched(iterations)
-    trainer = Trainer(trained, made.layout, planner, describe=None if ahead else task.describe, optimizer=optimizer,
-                      clip_norm=CLIP, tag_zero=disturb == "tag zero")  # fmt: skip
+    kind = TagZeroTrainer if disturb == "tag zero" else Trainer
+    trainer = kind(
+        trained,
+        made.layout,
+        planner,
+        describe=None if ahead else task.describe,
+        optimizer=optimizer,
+        options=TrainerOptions(clip_norm=CLIP),
+    )
     found, begin = [], time.monotonic()
     for report in trainer.run(batches):
         took, begin = time.monotonic() - begin, time.monotonic()
@@ -94,6 +101,13 @@ def train_disturbed(num_ranks: int, iterations: int, disturb: str) -> list[Step]
             check_report(made, report)
             disturbance.after(planner, report.iteration)
     return found
+
+
+class TagZeroTrainer(Trainer):
+    """Sends every message with tag 0, which is how NCCL matches them."""
+
+    def _make_transport(self) -> Transport:
+        return TorchTransport(self.membership.messages, use_tags=False)
 
 
 def prefetched(iterations: int) -> Prefetched:
@@ -130,8 +144,7 @@ def losses_undivided(iterations: int, tied: bool = False) -> list[float]:
     adam, found = optimizer(parameters), []
     for samples in data.batches(3, iterations, DOCUMENTS):
         everything = pl.Part(
-            tuple(samples),
-            tuple((i, j) for i, document in enumerate(samples) for j in range(len(document.images))),
+            tuple(samples), tuple((i, j) for i, document in enumerate(samples) for j in range(len(document.images)))
         )
         images = vision.inputs(everything)
         for layer in vision.layers:
@@ -296,7 +309,8 @@ class Meddling:
     """A store that changes, drops or never gives what the planner answers."""
 
     def __init__(self, store: TcpPlanStore, meddle: Callable[[int, bytes], bytes | None]) -> None:
-        self.inner, self.meddle, self.address = store, meddle, store.address
+        self.inner, self.meddle = store, meddle
+        self.address, self.secret = store.address, store.secret
         self.put, self.peek = store.put, store.peek
 
     def take(self, key: str) -> bytes | None:
@@ -311,10 +325,18 @@ def end(planner: Planner) -> None:
 
 
 DISTURBANCES: dict[str, type[Disturbance]] = {
-    "nothing": Disturbance, "tag zero": Disturbance, "replicated": Replicated,
-    "kill": Kill, "kill for good": KillForGood, "garbage": Garbage,
-    "other shapes": OtherShapes, "hang": Hang, "slow": Slow, "store fails": StoreFails, "store hangs": StoreHangs,
-}  # fmt: skip
+    "nothing": Disturbance,
+    "tag zero": Disturbance,
+    "replicated": Replicated,
+    "kill": Kill,
+    "kill for good": KillForGood,
+    "garbage": Garbage,
+    "other shapes": OtherShapes,
+    "hang": Hang,
+    "slow": Slow,
+    "store fails": StoreFails,
+    "store hangs": StoreHangs,
+}
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 60.0) -> None:

@@ -8,12 +8,12 @@ from pathlib import Path
 import torch
 
 import pipeloom as pl
-from pipeloom.arrange import ModulePlacement, encoder_first
 from pipeloom.cost import LayerFit, Profile
+from pipeloom.layout import ModulePlacement, encoder_first
 from pipeloom.packing import PackingSpec
-from pipeloom.plan import COMPUTE_VERBS, Answer
+from pipeloom.plan import Answer
 from pipeloom.planner import Planner, Setup
-from pipeloom.runtime import TcpPlanStore, Trainer
+from pipeloom.runtime import TcpPlanStore, Trainer, TrainerOptions
 from pipeloom.tuning import TuningSpec
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
@@ -40,13 +40,18 @@ def model(frozen: bool, dtype: torch.dtype) -> pl.Model:
 def setup(num_ranks: int, frozen: bool, tuned: str, dtype: str = "float64") -> Setup:
     """Costs are invented, with encoder parts that fit into idle times."""
     spec = model(frozen, getattr(torch, dtype)).spec
-    profile = Profile("invented", {
-        f"{m.name}/{layer.kind}": LayerFit(
-            (1e-5, 1e-5 if m.name == "vision" else 0, 1e-6, 0), (1e-5, 2e-5 * (m.name == "vision"), 2e-6, 0),
-            (0, 0, 64, 0),
-        )
-        for m in spec.modules for layer in m.flat_layers
-    })  # fmt: skip
+    profile = Profile(
+        "invented",
+        {
+            f"{m.name}/{layer.kind}": LayerFit(
+                (1e-5, 1e-5 if m.name == "vision" else 0, 1e-6, 0),
+                (1e-5, 2e-5 * (m.name == "vision"), 2e-6, 0),
+                (0, 0, 64, 0),
+            )
+            for m in spec.modules
+            for layer in m.flat_layers
+        },
+    )
     layout = encoder_first(spec, num_ranks, lambda *_: 1.0, placements={"vision": ModulePlacement(1, 6)})
     return Setup(spec, layout, profile, PackingSpec(100), tuning=SPECS[tuned])
 
@@ -58,15 +63,17 @@ def losses(
     return {name: _losses(num_ranks, iterations, frozen, name, dtype) for name in names}
 
 
-def _losses(
-    num_ranks: int, iterations: int, frozen: bool, tuned: str, dtype: str
-) -> tuple[list[float], bool]:
+def _losses(num_ranks: int, iterations: int, frozen: bool, tuned: str, dtype: str) -> tuple[list[float], bool]:
     given = setup(num_ranks, frozen, tuned, dtype)
     planner = Planner(given, TcpPlanStore.host, deadline_s=20.0)
     trainer = Trainer(
-        model(frozen, getattr(torch, dtype)), given.layout, planner, describe=task.describe,
-        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=RATE), clip_norm=CLIP,
-    )  # fmt: skip
+        model(frozen, getattr(torch, dtype)),
+        given.layout,
+        planner,
+        describe=task.describe,
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=RATE),
+        options=TrainerOptions(clip_norm=CLIP),
+    )
     found, early = [], False
     for report in trainer.run(data.batches(3, iterations, DOCUMENTS)):
         found.append(report.loss)
@@ -77,7 +84,7 @@ def _losses(
 
 def _runs_ahead(answer: Answer) -> bool:
     """Whether other work comes between some encoder forward and the backbone's forward that it is for."""
-    actions = [a for a in answer.plan.ranks[0] if a.verb in COMPUTE_VERBS]
+    actions = [a for a in answer.plan.ranks[0] if a.verb.is_compute]
     waiting = -1
     for action in actions:
         encodes = action.verb == "F" and action.chunk.startswith("vision")

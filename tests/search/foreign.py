@@ -55,18 +55,12 @@ def foreign_document(seed: int, *, room: float | None = None) -> dict[str, Any]:
         ends: list[int] = []
         first = len(columns["kind"])
         for _ in range(int(rng.integers(1, 7))):
-            rank, pair, module = (
-                int(rng.integers(ranks)),
-                len(pairs["activation_bytes"]),
-                f"part {rng.integers(3)}",
-            )
+            rank, pair, module = (int(rng.integers(ranks)), len(pairs["activation_bytes"]), f"part {rng.integers(3)}")
             base = float(rng.integers(1, 20))
             pairs["activation_bytes"].append(int(rng.integers(0, 9)) * bytes_scale)
             pairs["weight_gradient_bytes"].append(int(rng.integers(0, 9)) * bytes_scale)
             made = task("F", pair, rank, base, number, module)
-            for source in _some(rng, list(range(first, made)), 2) + (
-                _some(rng, previous_ends, 1) if across else []
-            ):
+            for source in _some(rng, list(range(first, made)), 2) + (_some(rng, previous_ends, 1) if across else []):
                 held = _held(rng, columns, source, made, bytes_scale)
                 edges.append((source, made, _delay(rng, scale), held))
             form = str(rng.choice(["B", "B", "IW", "none"]))
@@ -92,15 +86,20 @@ def foreign_document(seed: int, *, room: float | None = None) -> dict[str, Any]:
     else:
         candidates = []
     document: dict[str, Any] = {
-        "format": "pipeloom.instance/1", "name": f"foreign {seed}", "num_ranks": ranks,
-        "memory_capacity_bytes": None, "memory_static_bytes": [int(x) * bytes_scale for x in rng.integers(0, 5, ranks)],
+        "format": "pipeloom.instance/1",
+        "name": f"foreign {seed}",
+        "num_ranks": ranks,
+        "memory_capacity_bytes": None,
+        "memory_static_bytes": [int(x) * bytes_scale for x in rng.integers(0, 5, ranks)],
         "tasks": columns,
         "pairs": {**pairs, "candidates": candidates or None},
         "edges": {
-            "source": [e[0] for e in edges], "target": [e[1] for e in edges], "delay_s": [e[2] for e in edges],
+            "source": [e[0] for e in edges],
+            "target": [e[1] for e in edges],
+            "delay_s": [e[2] for e in edges],
             "bytes": [e[3] for e in edges] if any(e[3] for e in edges) else None,
         },
-    }  # fmt: skip
+    }
     if rng.random() < 0.3:
         document["pairs"]["weight_gradient_bytes"] = None
         for row in document["pairs"]["candidates"] or []:
@@ -110,9 +109,7 @@ def foreign_document(seed: int, *, room: float | None = None) -> dict[str, Any]:
     if room is not None:
         static = document["memory_static_bytes"]
         need = _needs(document)
-        document["memory_capacity_bytes"] = [
-            s + int(np.ceil(room * n)) for s, n in zip(static, need, strict=True)
-        ]
+        document["memory_capacity_bytes"] = [s + int(np.ceil(room * n)) for s, n in zip(static, need, strict=True)]
     return document
 
 
@@ -125,31 +122,27 @@ def _delay(rng: np.random.Generator, scale: float) -> float:
     return round(float(rng.random()) * scale, 9) if rng.random() < 0.4 else 0.0
 
 
-def _held(
-    rng: np.random.Generator, columns: dict[str, list[Any]], source: int, target: int, scale: int
-) -> int:
+def _held(rng: np.random.Generator, columns: dict[str, list[Any]], source: int, target: int, scale: int) -> int:
     same = columns["rank"][source] == columns["rank"][target]
     return int(rng.integers(1, 5)) * scale if same and rng.random() < 0.3 else 0
 
 
 def _candidate(
-    columns: dict[str, list[Any]],
-    pairs: dict[str, list[Any]],
-    forward: int,
-    back: int | None,
-    weight: int | None,
+    columns: dict[str, list[Any]], pairs: dict[str, list[Any]], forward: int, back: int | None, weight: int | None
 ) -> dict[str, Any]:
     """The base: what the task and pair columns say."""
     pair = columns["pair"][forward]
     choice = {
-        "strategy": "keep", "forward_s": columns["duration_s"][forward],
+        "strategy": "keep",
+        "forward_s": columns["duration_s"][forward],
         "activation_bytes": pairs["activation_bytes"][pair],
-    }  # fmt: skip
+    }
     if weight is not None and back is not None:
         choice |= {
-            "backward_input_s": columns["duration_s"][back], "backward_weight_s": columns["duration_s"][weight],
+            "backward_input_s": columns["duration_s"][back],
+            "backward_weight_s": columns["duration_s"][weight],
             "weight_gradient_bytes": pairs["weight_gradient_bytes"][pair],
-        }  # fmt: skip
+        }
     elif back is not None:
         choice["backward_s"] = columns["duration_s"][back]
     return choice
@@ -158,9 +151,7 @@ def _candidate(
 def _leaner(rng: np.random.Generator, last: dict[str, Any], scale: float) -> dict[str, Any]:
     """Another way for the pair: fewer bytes, some of the times longer, sometimes a whole backward."""
     choice = dict(
-        last,
-        strategy=f"other {rng.integers(9)}",
-        activation_bytes=int(last["activation_bytes"] * rng.random()),
+        last, strategy=f"other {rng.integers(9)}", activation_bytes=int(last["activation_bytes"] * rng.random())
     )
     if "backward_s" in choice:
         choice["backward_s"] = round(choice["backward_s"] + float(rng.integers(0, 5)) * scale, 9)

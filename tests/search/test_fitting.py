@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 
 from pipeloom.errors import InfeasibleError
-from pipeloom.search import Evaluations, family, generate, solve
+from pipeloom.lab.instances import family, generate
+from pipeloom.search import Evaluations, solve
 from pipeloom.search.fitting import fitting_candidates
 from pipeloom.search.jobs import find_jobs, make_walks
 from pipeloom.search.plain import first_in_first_out, leanest
-from pipeloom.taskgraph import NO_TASK, Candidate, TaskGraph, make_graph
+from pipeloom.taskgraph import NO_TASK, Candidate, Edges, Pairs, TaskGraph, Tasks, make_graph
 from pipeloom.timeline import check
 from tests.chains import uniform_chain
 from tests.strategies import Shape, random_graph
@@ -23,9 +24,15 @@ def crossed(seed: int) -> TaskGraph:
     """One microbatch whose pairs have candidates of random bytes, on ranks with little room."""
     rng = np.random.default_rng(seed)
     shape = Shape(
-        num_ranks=int(rng.integers(1, 3)), num_microbatches=1, num_modules=int(rng.integers(1, 4)),
-        max_segments=2, max_parts=2, split=("no", "all", "some")[seed % 3], frozen=bool(seed % 2), memory=1.0,
-    )  # fmt: skip
+        num_ranks=int(rng.integers(1, 3)),
+        num_microbatches=1,
+        num_modules=int(rng.integers(1, 4)),
+        max_segments=2,
+        max_parts=2,
+        split=("no", "all", "some")[seed % 3],
+        frozen=bool(seed % 2),
+        memory=1.0,
+    )
     graph = random_graph(seed, shape)
     options = tuple(
         tuple(
@@ -35,13 +42,18 @@ def crossed(seed: int) -> TaskGraph:
             for _ in range(int(rng.integers(1, 4)))
         )
         for pair in range(graph.num_pairs)
-    )  # fmt: skip
+    )
     room = rng.integers(3, 16, graph.num_ranks)
     return replace(graph, candidates=options, capacity_bytes=graph.static_bytes + room)
 
 
-def fits_somehow(graph: TaskGraph, done: int = 0, level: tuple[int, ...] = (), chosen: tuple[int, ...] = (),
-                 seen: set[object] | None = None) -> bool:  # fmt: skip
+def fits_somehow(
+    graph: TaskGraph,
+    done: int = 0,
+    level: tuple[int, ...] = (),
+    chosen: tuple[int, ...] = (),
+    seen: set[object] | None = None,
+) -> bool:
     """Whether any order and choice fits, by trying all: tasks one by one, nothing skipped."""
     seen = set() if seen is None else seen
     level = level or (0,) * graph.num_ranks
@@ -67,6 +79,8 @@ def fits_somehow(graph: TaskGraph, done: int = 0, level: tuple[int, ...] = (), c
                 last += option.weight_gradient_bytes
             if kind == 3:
                 last -= option.weight_gradient_bytes
+            last += int(graph.edge_bytes[graph.edge_source == task].sum())
+            last -= int(graph.edge_bytes[graph.edge_target == task].sum())
             room = int(graph.capacity_bytes[rank] - graph.static_bytes[rank])
             if level[rank] + max(first, first + last) > room:
                 continue
@@ -91,6 +105,43 @@ def test_whatever_fits_is_found():
             continue
         assert check(graph, first_in_first_out(graph)) == (), seed
     assert min(answers.values()) > 20
+
+
+def test_an_edge_listed_twice_is_one_edge():
+    for seed in range(100):
+        graph = crossed(seed)
+        assert fitting_candidates(edges_twice(graph)) == fitting_candidates(graph), seed
+
+
+def edges_twice(graph: TaskGraph) -> TaskGraph:
+    """The same graph with every edge listed twice."""
+    return make_graph(
+        name=graph.name,
+        num_ranks=graph.num_ranks,
+        tasks=Tasks(
+            kind=graph.kind,
+            rank=graph.rank,
+            duration_ns=graph.duration_ns,
+            pair=graph.pair,
+            segment=graph.segment,
+            microbatch=graph.microbatch,
+            module=graph.module,
+            module_names=graph.module_names,
+        ),
+        pairs=Pairs(
+            activation_bytes=graph.activation_bytes,
+            weight_gradient_bytes=graph.weight_gradient_bytes,
+            candidates=graph.candidates,
+        ),
+        edges=Edges(
+            source=np.concatenate([graph.edge_source, graph.edge_source]),
+            target=np.concatenate([graph.edge_target, graph.edge_target]),
+            delay_ns=np.concatenate([graph.edge_delay_ns, graph.edge_delay_ns]),
+            bytes=np.concatenate([graph.edge_bytes, np.zeros_like(graph.edge_bytes)]),
+        ),
+        static_bytes=graph.static_bytes,
+        capacity_bytes=graph.capacity_bytes,
+    )
 
 
 def test_solve_takes_candidates_that_fit_together():
@@ -123,7 +174,7 @@ def test_walks_serve_all_candidates_of_a_graph():
                     find_jobs(chosen, walks)
                 continue
             together = find_jobs(chosen, walks)
-            for name in ("job_of_task", "order", "need", "room", "scan_start", "scan_task"):
+            for name in ("job_of_task", "order", "demand", "capacity", "scan_start", "scan_task"):
                 assert np.array_equal(getattr(alone, name), getattr(together, name)), name
 
 
@@ -135,11 +186,22 @@ def test_the_message_says_whether_all_orders_were_tried():
 def test_what_is_held_for_no_time_does_not_count():
     """A frozen forward that lasts no time, larger than the room."""
     frozen = make_graph(
-        name="instant", num_ranks=1, module_names=("m",), kind=[0, 0, 1], rank=[0, 0, 0], duration_ns=[0, 1, 1],
-        pair=[0, 1, 1], segment=[0, 1, 2], microbatch=[0, 0, 0], module=[0, 0, 0], activation_bytes=[9, 5],
-        weight_gradient_bytes=None, edge_source=[0], edge_target=[1], edge_delay_ns=[0],
+        name="instant",
+        num_ranks=1,
+        tasks=Tasks(
+            kind=[0, 0, 1],
+            rank=[0, 0, 0],
+            duration_ns=[0, 1, 1],
+            pair=[0, 1, 1],
+            segment=[0, 1, 2],
+            microbatch=[0, 0, 0],
+            module=[0, 0, 0],
+            module_names=("m",),
+        ),
+        pairs=Pairs(activation_bytes=[9, 5], weight_gradient_bytes=None),
+        edges=Edges(source=[0], target=[1], delay_ns=[0]),
         capacity_bytes=[8],
-    )  # fmt: skip
+    )
     found = solve(frozen, budget=Evaluations(5), seed=0)
     assert check(frozen, found.schedule, found.timeline) == ()
     assert check(frozen, first_in_first_out(frozen)) == ()

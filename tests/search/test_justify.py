@@ -8,64 +8,68 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from pipeloom.errors import InfeasibleError
-from pipeloom.search import Evaluations, family, generate, kernels, solve
-from pipeloom.search.justify import justify, reversed_graph
+from pipeloom.lab.instances import family, generate
+from pipeloom.search import Evaluations, solve
+from pipeloom.search.context import begin
+from pipeloom.search.justify import justify
+from pipeloom.search.kernels import codes
 from pipeloom.search.kernels.by_rank import make_ranks, rollout_by_rank
+from pipeloom.search.kernels.climb import evaluate
+from pipeloom.search.kernels.polish import make_desk, retime
 from pipeloom.search.local import portfolio
-from pipeloom.search.polish_kernels import make_desk, retime
-from pipeloom.search.problem import make_problem
+from pipeloom.search.packed import pack_graph
+from pipeloom.search.reverse import reversed_graph
 from pipeloom.search.scratch import make_scratch
 from pipeloom.search.state import Search
+from pipeloom.search.stopping import WHOLE
 from pipeloom.timeline import Schedule, check, simulate
 from tests.strategies import graphs, random_order
 
 
 def problem_of(graph):
     try:
-        return make_problem(graph)
+        return pack_graph(graph)
     except InfeasibleError:
         assume(False)
 
 
-def by_rank(graph, problem, order, lookahead=1, bound=kernels.NEVER):
+def by_rank(graph, packed, order, lookahead=1, bound=codes.NEVER):
     """Makespan, starts and the schedule of an order, rank after rank."""
     place = np.argsort(order)
     made = np.zeros(graph.num_tasks, np.int64)
-    ranks = make_ranks(problem)
-    makespan = rollout_by_rank(problem, ranks, order, place, made, lookahead, bound)
+    ranks = make_ranks(packed)
+    makespan = rollout_by_rank(packed, ranks, order, place, made, lookahead, bound)
     return makespan, ranks.start, Schedule(tuple(np.split(made, ranks.row[1:-1])))
 
 
 @settings(deadline=None, max_examples=200)
 @given(graphs(num_candidates=0), st.integers(0, 2**31), st.integers(1, 4), st.floats(0.5, 1.5))
 def test_any_order_is_mended(graph, seed, lookahead, part):
-    problem = problem_of(graph)[0]
+    packed = problem_of(graph)[0]
     rng = np.random.default_rng(seed)
     order = np.lexsort((rng.permutation(graph.num_tasks), graph.rank))
-    makespan, start, schedule = by_rank(graph, problem, order, lookahead)
+    makespan, start, schedule = by_rank(graph, packed, order, lookahead)
     timeline = simulate(graph, schedule)
     assert check(graph, schedule, timeline) == ()
     assert makespan == timeline.makespan_ns
     assert start.tolist() == timeline.start_ns.tolist()
     bound = int(part * makespan)
-    expected = makespan if makespan < bound else kernels.ABORTED
-    assert by_rank(graph, problem, order, lookahead, bound)[0] == expected
+    expected = makespan if makespan < bound else codes.ABORTED
+    assert by_rank(graph, packed, order, lookahead, bound)[0] == expected
 
 
 @settings(deadline=None, max_examples=100)
 @given(graphs(num_candidates=0, memory=None), st.integers(0, 2**31))
 def test_the_order_of_a_rollout_comes_back(graph, seed):
-    problem, _, _ = problem_of(graph)
-    scratch = make_scratch(problem)
-    forward, backward = problem.num_groups
+    packed, _, _ = problem_of(graph)
+    scratch = make_scratch(packed)
+    forward, backward = packed.num_groups
     rng = np.random.default_rng(seed)
     groups = np.concatenate([rng.permutation(forward), forward + rng.permutation(backward)])
-    makespan = kernels.evaluate(
-        problem, scratch, groups, np.array([0, 0, kernels.UNLIMITED, 1]), kernels.NEVER
-    )
+    makespan = evaluate(packed, scratch, groups, np.array([0, 0, codes.UNLIMITED, 1]), codes.NEVER)
     sequence = scratch.sequence
     order = sequence[np.argsort(graph.rank[sequence], kind="stable")]
-    again, _, schedule = by_rank(graph, problem, order)
+    again, _, schedule = by_rank(graph, packed, order)
     assert np.concatenate(schedule.order).tolist() == order.tolist()
     assert again == makespan
 
@@ -87,21 +91,21 @@ def test_schedules_of_the_reverse_are_mirrored_ones(graph, seed):
 @given(graphs(num_candidates=0))
 def test_retiming_agrees_with_the_simulator(graph):
     """Of any number of ranks: the next task of a rank was once looked up in another rank's row."""
-    problem, _, jobs = problem_of(graph)
+    packed, _, jobs = problem_of(graph)
     order = tuple(jobs.order[graph.rank[jobs.order] == r] for r in range(graph.num_ranks))
     timeline = simulate(graph, Schedule(order))
-    desk = make_desk(problem, jobs.order)
-    assert retime(problem, desk, kernels.NEVER) == timeline.makespan_ns
+    desk = make_desk(packed, jobs.order)
+    assert retime(packed, desk, codes.NEVER) == timeline.makespan_ns
     assert desk.trial.tolist() == timeline.start_ns.tolist()
 
 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_justification_improves_the_portfolio(threads):
-    graph = generate(family("vlm-s", num_microbatches=16, memory=1.5, checkpoint=True), 0)
-    search = Search(graph, 0, Evaluations(1500).start(), 0)
+    graph = generate(family("vlm-s", num_microbatches=16, memory=1.5, recompute=True), 0)
+    search = Search(graph, begin(Evaluations(1500), threads=threads))
     portfolio(search)
     before = search.best_ns
-    assert justify(search, 0.1, threads)
+    assert justify(search, WHOLE, 0.1)
     schedule = Schedule(search.orders())
     timeline = simulate(graph, schedule)
     assert check(graph, schedule, timeline) == ()
@@ -113,8 +117,6 @@ def test_split_backwards_are_not_reversed():
 
 
 def test_the_default_search_is_repeatable_where_memory_is_tight():
-    graph = generate(family("vlm-s", num_microbatches=12, memory=1.5, checkpoint=True), 1)
+    graph = generate(family("vlm-s", num_microbatches=12, memory=1.5, recompute=True), 1)
     first, second = (solve(graph, budget=Evaluations(600), seed=3) for _ in range(2))
-    assert [order.tolist() for order in first.schedule.order] == [
-        order.tolist() for order in second.schedule.order
-    ]
+    assert [order.tolist() for order in first.schedule.order] == [order.tolist() for order in second.schedule.order]

@@ -36,8 +36,8 @@ owners = st.lists(st.integers(0, 4), max_size=12)
 @given(owners.filter(bool), owners, st.integers(1, 2**40))
 def test_changes_leave_every_group_where_its_half_is(forward, backward, seed):
     """Also where a microbatch has groups in one half only."""
-    problem = Owners(np.array([len(forward), len(backward)]), np.array(forward + backward))
+    packed = Owners(np.array([len(forward), len(backward)]), np.array(forward + backward))
     order = np.arange(len(forward) + len(backward))
-    change_often(problem, order, order.copy(), np.array([seed | 1], np.uint64), 30)
+    change_often(packed, order, order.copy(), np.array([seed | 1], np.uint64), 30)
     assert sorted(order[: len(forward)]) == list(range(len(forward)))
     assert sorted(order[len(forward) :]) == list(range(len(forward), len(order)))

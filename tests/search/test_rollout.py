@@ -9,25 +9,28 @@ from hypothesis import strategies as st
 
 from pipeloom.compiled import kernel
 from pipeloom.errors import InfeasibleError, PlanError
-from pipeloom.search import kernels
+from pipeloom.search.kernels import codes
+from pipeloom.search.kernels.climb import evaluate
+from pipeloom.search.kernels.climb_two import Two, climb_two
+from pipeloom.search.kernels.terms import Moves, Terms, Walk
 from pipeloom.search.kernels.unlimited import rollout_two
-from pipeloom.search.plain import first_in_first_out, plain_rollout
-from pipeloom.search.problem import make_problem
+from pipeloom.search.packed import pack_graph
+from pipeloom.search.plain import Rules, first_in_first_out, plain_rollout
 from pipeloom.search.scratch import NUM_URGENT, make_scratch
 from pipeloom.timeline import Schedule, check, simulate
 from tests.chains import uniform_chain
 from tests.strategies import graphs
 
 
-def run(graph, seed, policy, weights, rule, lookahead, urgent=kernels.ALL_URGENT, bound=kernels.NEVER):
-    problem, _, jobs = make_problem(graph)
-    scratch = make_scratch(problem)
-    forward, backward = problem.num_groups
+def run(graph, seed, policy, weights, rule, lookahead, urgent=codes.ALL_URGENT, bound=codes.NEVER):
+    packed, _, jobs = pack_graph(graph)
+    scratch = make_scratch(packed)
+    forward, backward = packed.num_groups
     rng = np.random.default_rng(seed)
     order = np.concatenate([rng.permutation(forward), forward + rng.permutation(backward)])
     choice = np.array([policy, weights, rule, lookahead, urgent])
-    makespan = kernels.evaluate(problem, scratch, order, choice, bound)
-    return problem, scratch, jobs, makespan
+    makespan = evaluate(packed, scratch, order, choice, bound)
+    return packed, scratch, jobs, makespan
 
 
 def priority_of(scratch):
@@ -48,21 +51,20 @@ def test_equals_the_plain_rollout(graph, seed, choice):
     except InfeasibleError:
         return
     policy, weights, rule, lookahead, _ = choice
-    names = {"policy": policy, "weights": weights, "rule": rule, "lookahead": lookahead}
-    names["urgent"] = int(scratch.sizes[NUM_URGENT]) * 64
-    if makespan == kernels.DEADLOCK:
-        assert rule == kernels.FITS
+    rules = Rules(policy, weights, rule, lookahead, int(scratch.sizes[NUM_URGENT]) * 64)
+    if makespan == codes.DEADLOCK:
+        assert rule == codes.FITS
         with pytest.raises(PlanError, match="memory deadlock"):
-            plain_rollout(graph, jobs, priority_of(scratch), **names)
+            plain_rollout(graph, jobs, priority_of(scratch), rules)
         return
-    order = plain_rollout(graph, jobs, priority_of(scratch), **names)
+    order = plain_rollout(graph, jobs, priority_of(scratch), rules)
     rank = graph.rank[scratch.sequence]
     assert [scratch.sequence[rank == r].tolist() for r in range(graph.num_ranks)] == order
     schedule = Schedule(tuple(np.array(tasks, np.int64) for tasks in order))
     timeline = simulate(graph, schedule)
     assert timeline.makespan_ns == makespan
     found = check(graph, schedule, timeline)
-    assert found == () or (rule == kernels.UNLIMITED and {v.kind for v in found} == {"memory"})
+    assert found == () or (rule == codes.UNLIMITED and {v.kind for v in found} == {"memory"})
 
 
 @pytest.mark.parametrize("choice", [(0, 0, 0, 1), (1, 1, 0, 1), (2, 0, 2, 2)])
@@ -71,27 +73,24 @@ def test_one_bit_of_a_summary_may_stand_for_several_words(choice):
     graph = uniform_chain(2, 150, chunks_per_rank=2, capacity_bytes=40, split=True)
     _, scratch, _, makespan = run(graph, 1, *choice)
     expected = scratch.sequence.tolist()
-    problem, _, _ = make_problem(graph)
+    packed, _, _ = pack_graph(graph)
     assert scratch.sizes[1:3].tolist() == [3, 0]
     coarse = scratch._replace(sizes=scratch.sizes.copy())
     coarse.sizes[2] = 2
     coarse.sequence[:] = -1
     order = np.random.default_rng(1)
     order = np.concatenate(
-        [
-            order.permutation(problem.num_groups[0]),
-            problem.num_groups[0] + order.permutation(problem.num_groups[1]),
-        ]
+        [order.permutation(packed.num_groups[0]), packed.num_groups[0] + order.permutation(packed.num_groups[1])]
     )
-    assert kernels.evaluate(problem, coarse, order, np.array(choice), kernels.NEVER) == makespan
+    assert evaluate(packed, coarse, order, np.array(choice), codes.NEVER) == makespan
     assert coarse.sequence.tolist() == expected
 
 
 def test_equals_the_plain_rollout_where_a_queue_has_many_words():
     graph = uniform_chain(1, 4200)
-    _, scratch, jobs, _ = run(graph, 1, 0, 0, kernels.UNLIMITED, 1)
+    _, scratch, jobs, _ = run(graph, 1, 0, 0, codes.UNLIMITED, 1)
     assert scratch.sizes[2] == 1
-    order = plain_rollout(graph, jobs, priority_of(scratch), rule=kernels.UNLIMITED)
+    order = plain_rollout(graph, jobs, priority_of(scratch), Rules(admission=codes.UNLIMITED))
     assert scratch.sequence.tolist() == order[0]
 
 
@@ -105,7 +104,7 @@ def test_aborts_exactly_at_the_bound(graph, seed, choice, part):
     if makespan < 0:
         return
     bound = int(part * makespan)
-    expected = makespan if makespan < bound else kernels.ABORTED
+    expected = makespan if makespan < bound else codes.ABORTED
     assert run(graph, seed, *choice, bound=bound)[-1] == expected
 
 
@@ -122,18 +121,16 @@ def test_the_papers_rule_deadlocks():
     Both ranks fill up with first passes, and no second pass can begin.
     """
     graph = uniform_chain(2, 3, chunks_per_rank=2, capacity_bytes=2)
-    assert run(graph, 3, 0, 0, kernels.FITS, 1)[-1] in (kernels.DEADLOCK, 18)
-    problem, _, _ = make_problem(graph)
-    scratch = make_scratch(problem)
+    assert run(graph, 3, 0, 0, codes.FITS, 1)[-1] in (codes.DEADLOCK, 18)
+    packed, _, _ = pack_graph(graph)
+    scratch = make_scratch(packed)
     by_pass = np.array([0, 2, 4, 1, 3, 5, 6, 7, 8, 9, 10, 11])
-    assert kernels.evaluate(problem, scratch, by_pass, np.array([0, 0, kernels.FITS, 1]), kernels.NEVER) == -1
-    assert kernels.evaluate(problem, scratch, by_pass, np.array([0, 0, kernels.BANKER, 1]), kernels.NEVER) > 0
+    assert evaluate(packed, scratch, by_pass, np.array([0, 0, codes.FITS, 1]), codes.NEVER) == -1
+    assert evaluate(packed, scratch, by_pass, np.array([0, 0, codes.BANKER, 1]), codes.NEVER) > 0
 
 
 def test_pairs_that_cannot_fit_are_named():
-    with pytest.raises(
-        InfeasibleError, match=r"pair 0 \(task 0 \(F of lm, .*it holds 9 bytes.*rank 0 leaves 8"
-    ):
+    with pytest.raises(InfeasibleError, match=r"pair 0 \(task 0 \(F of lm, .*it holds 9 bytes.*rank 0 leaves 8"):
         first_in_first_out(uniform_chain(2, 2, activation_bytes=9, capacity_bytes=8))
     with pytest.raises(InfeasibleError, match=r"pair 2 .* needs 18 bytes at once on rank 0"):
         first_in_first_out(uniform_chain(2, 2, chunks_per_rank=2, activation_bytes=9, capacity_bytes=12))
@@ -160,28 +157,24 @@ def both(p, one, two, choices, bound, other_bound):
 
 @settings(deadline=None, max_examples=150)
 @given(
-    graphs(num_candidates=0),
-    st.tuples(choices, choices),
-    st.tuples(st.integers(0, 9), st.integers(0, 9)),
-    st.data(),
+    graphs(num_candidates=0), st.tuples(choices, choices), st.tuples(st.integers(0, 9), st.integers(0, 9)), st.data()
 )
 def test_two_side_by_side_are_as_each_alone(graph, picked, seeds, data):
     """Also where one of them ends early, or both; and each schedules its tasks in the same order as alone."""
     lanes = []
     for (policy, weights, _, _, urgent), seed in zip(picked, seeds, strict=True):
         try:
-            problem, scratch, _, makespan = run(graph, seed, policy, weights, kernels.UNLIMITED, 1, urgent)
+            packed, scratch, _, makespan = run(graph, seed, policy, weights, codes.UNLIMITED, 1, urgent)
         except InfeasibleError:
             return
         lanes.append((scratch, makespan, scratch.run.copy()))
     bounds = [
-        data.draw(st.sampled_from([kernels.NEVER, makespan + 1, makespan, makespan // 2]))
-        for _, makespan, _ in lanes
+        data.draw(st.sampled_from([codes.NEVER, makespan + 1, makespan, makespan // 2])) for _, makespan, _ in lanes
     ]
     rows = np.array([[policy, weights] for policy, weights, *_ in picked])
-    found = both(problem, lanes[0][0], lanes[1][0], rows, *bounds)
+    found = both(packed, lanes[0][0], lanes[1][0], rows, *bounds)
     for got, (scratch, makespan, order), bound in zip(found, lanes, bounds, strict=True):
-        assert got == (makespan if makespan < bound else kernels.ABORTED)
+        assert got == (makespan if makespan < bound else codes.ABORTED)
         assert got < 0 or (scratch.run == order).all()
 
 
@@ -189,22 +182,20 @@ def test_two_side_by_side_are_as_each_alone(graph, picked, seeds, data):
 @given(graphs(num_candidates=0), st.integers(1, 2**40), st.sampled_from([0.0, 3.0]), st.integers(1, 41))
 def test_local_search_in_pairs_tells_the_makespans_of_its_orders(graph, seed, temperature, count):
     try:
-        problem, scratch, *_ = run(graph, seed % 100, 0, 0, kernels.UNLIMITED, 1)
+        packed, scratch, *_ = run(graph, seed % 100, 0, 0, codes.UNLIMITED, 1)
     except InfeasibleError:
         return
-    order = np.arange(int(problem.num_groups.sum()))
+    order = np.arange(int(packed.num_groups.sum()))
     if len(order) < 2:
         return
-    choice = np.array([0, 0, kernels.UNLIMITED, 1, kernels.ALL_URGENT])
-    first = kernels.evaluate(problem, scratch, order, choice, kernels.NEVER)
-    best_order, best_choice, state = order.copy(), choice.copy(), np.array([first, first])
-    used = kernels.climb_two(
-        problem, scratch, make_scratch(problem), order, choice, np.empty((2, len(order)), np.int64),
-        np.empty((2, 5), np.int64), np.zeros((2, 2), np.int64), best_order, best_choice, state,
-        np.array([seed | 1], np.uint64), temperature, -1, count, 4, 8,
-    )  # fmt: skip
+    choice = np.array([0, 0, codes.UNLIMITED, 1, codes.ALL_URGENT])
+    first = evaluate(packed, scratch, order, choice, codes.NEVER)
+    state = np.array([first, first])
+    walk = Walk(order, choice, order.copy(), choice.copy(), state, np.array([seed | 1], np.uint64))
+    two = Two(np.empty((2, len(order)), np.int64), np.empty((2, 5), np.int64), np.zeros((2, 2), np.int64))
+    used = climb_two(packed, scratch, make_scratch(packed), walk, two, Terms(temperature, -1, count), Moves(4, 8))
     assert used == count
     assert state[1] <= min(first, state[0])
     assert temperature > 0 or state[0] == state[1]
-    assert kernels.evaluate(problem, scratch, order, choice, kernels.NEVER) == state[0]
-    assert kernels.evaluate(problem, scratch, best_order, best_choice, kernels.NEVER) == state[1]
+    assert evaluate(packed, scratch, order, choice, codes.NEVER) == state[0]
+    assert evaluate(packed, scratch, walk.best_order, walk.best_choice, codes.NEVER) == state[1]

@@ -3,24 +3,21 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pipeloom.search import Evaluations, instance, solve
+from pipeloom.lab.instances import instance
+from pipeloom.search import Evaluations, solve
 from pipeloom.search.splitting import restrict, split_counts, splittable
 from pipeloom.taskgraph import NO_TASK
 from pipeloom.timeline import Schedule, check, simulate
 from tests.strategies import Shape, random_graph
 
 
-@pytest.mark.parametrize(
-    "name", ["uniform-4x16-may-split/0", "vlm-s-may-split/0", "vlm-s-ckpt-may-split-m2/0"]
-)
+@pytest.mark.parametrize("name", ["uniform-4x16-may-split/0", "vlm-s-may-split/0", "vlm-s-ckpt-may-split-m2/0"])
 def test_a_few_splits_are_better_than_none_and_all(name):
     graph = instance(name)
     budget = Evaluations(3000)
     found = solve(graph, budget=budget, seed=0)
     assert check(graph, found.schedule, found.timeline) == ()
-    chosen = np.array(
-        [row[c].weight_ns > 0 for row, c in zip(graph.candidates, found.schedule.candidate, strict=True)]
-    )
+    chosen = np.array([row[c].weight_ns > 0 for row, c in zip(graph.candidates, found.schedule.candidate, strict=True)])
     assert 0 < chosen.mean() < 0.6
     for share in (np.zeros(graph.num_pairs, np.bool_), np.ones(graph.num_pairs, np.bool_)):
         inner = restrict(graph, share).graph.with_candidates(np.zeros(graph.num_pairs, np.int64))

@@ -6,13 +6,13 @@ from hypothesis import strategies as st
 
 from pipeloom.errors import InputError
 from pipeloom.search import Share
-from pipeloom.search.solve import HEAT, MOST_HEAT, order_heat
-from pipeloom.search.stopping import Begun, Both, Deadline, Evaluations, Until, Watch
+from pipeloom.search.params import DEFAULTS
+from pipeloom.search.stopping import Begun, Both, Deadline, Evaluations, Meter, Part, Until, Watch
 
 
 @pytest.mark.parametrize(
     ("seconds", "evaluations", "room"), [(8.0, None, 300.0), (None, 1000, 750.0), (8.0, 200, 150.0), (8.0, 600, 300.0)]
-)  # fmt: skip
+)
 def test_room_of_a_part_of_the_budget(seconds, evaluations, room):
     """Three quarters of eight seconds at a hundred evaluations in two, and of so many evaluations."""
     watch = Watch(lambda: 0.0, 0.0, seconds, evaluations)
@@ -33,13 +33,15 @@ def test_nothing_is_expected_of_a_speed_that_is_not_known(took_s, made):
 
 @given(st.floats(0, 1e9), st.floats(0, 1e9))
 def test_a_longer_annealing_begins_no_colder(one, other):
-    heats = [order_heat(changes) for changes in sorted((one, other))]
-    assert HEAT <= heats[0] <= heats[1] <= MOST_HEAT
+    orders = DEFAULTS.orders
+    heats = [orders.long_heat(changes) for changes in sorted((one, other))]
+    assert orders.heat <= heats[0] <= heats[1] <= orders.most_heat
 
 
 def test_a_short_annealing_begins_as_cold_as_ever_and_a_long_one_ten_times_hotter():
-    assert order_heat(20) == HEAT
-    assert order_heat(2_500) == pytest.approx(MOST_HEAT)
+    orders = DEFAULTS.orders
+    assert orders.long_heat(20) == orders.heat
+    assert orders.long_heat(2_500) == pytest.approx(orders.most_heat)
 
 
 def test_a_share_is_a_part_of_every_limit() -> None:
@@ -64,7 +66,7 @@ def test_what_was_spent_before_the_search_counts():
 
 
 def test_orders_are_annealed_at_a_real_heat_where_no_time_is_left():
-    assert order_heat(-3.0) == order_heat(0.0) > 0
+    assert DEFAULTS.orders.long_heat(-3.0) == DEFAULTS.orders.long_heat(0.0) > 0
 
 
 def test_searches_one_after_the_other_share_what_a_watch_has_left() -> None:
@@ -79,3 +81,22 @@ def test_searches_one_after_the_other_share_what_a_watch_has_left() -> None:
     assert (second.seconds, second.evaluations) == (6.0, 40)
     over = Until(watch, 60, 0.3).start()
     assert (over.seconds, over.evaluations, over.left(0, 5)) == (0.0, 0, 0)
+
+
+def test_a_meter_counts_for_all_that_share_it() -> None:
+    now = [0.0]
+    meter = Meter(Watch(lambda: now[0], 0.0, 10.0, 100))
+    meter.used += 30
+    assert meter.spent == 0.3
+    assert (meter.left(50), meter.left(50, until=0.5), meter.left(50, until=0.3)) == (50, 20, 0)
+    meter.take(4.0)
+    assert meter.spent == 0.4
+    now[0] = 6.0
+    assert (meter.spent, meter.left(1)) == (1.0, 0)
+
+
+def test_a_part_of_a_budget_is_divided_and_cools() -> None:
+    part = Part(0.2, 1.0)
+    assert part.first(0.25) == pytest.approx((0.2, 0.4))
+    assert [turn.until for turn in part.turns(4)] == pytest.approx([0.4, 0.6, 0.8, 1.0])
+    assert [part.cooling(spent) for spent in (0.2, 0.6, 1.0, 1.1)] == pytest.approx([1.0, 0.5, 0.0, 0.0])

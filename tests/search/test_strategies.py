@@ -8,22 +8,28 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeloom.errors import InfeasibleError, InputError
-from pipeloom.search import LayerOption, family, generate, pair_candidates
-from pipeloom.search.exchange_kernels import exchange
+from pipeloom.lab.instances import family, generate
+from pipeloom.lab.solvers.integer_program import program_on_rank, program_strategies
+from pipeloom.search import LayerOption, pair_candidates
 from pipeloom.search.jobs import find_jobs
-from pipeloom.search.plain import leanest, plain_rollout, segment_priority
-from pipeloom.search.room_kernels import tighten
-from pipeloom.search.strategies import Tuner, choose_on_rank, choose_strategies
-from pipeloom.search.strategy_kernels import THOROUGH, fill_levels, lay_out
+from pipeloom.search.kernels.exchange import exchange
+from pipeloom.search.kernels.strategies import fill_allocated, lay_out
+from pipeloom.search.kernels.tables import Options, Work
+from pipeloom.search.kernels.tighten import tighten
+from pipeloom.search.params import StrategyParams
+from pipeloom.search.plain import Rules, leanest, plain_rollout, segment_priority
+from pipeloom.search.strategies import StrategyChooser, choose_on_rank, choose_strategies
 from pipeloom.timeline import Schedule, check, memory_changes
 from pipeloom.timeline.options import pair_options
-from tests.search.test_tree import with_strategies
+from tests.lab.solvers.test_tree import with_strategies
 from tests.strategies import graphs
+
+WAYS = {"lagrangian": (choose_strategies, choose_on_rank), "highs": (program_strategies, program_on_rank)}
 
 
 def lean_schedule(graph):
     lean = graph.with_candidates(leanest(graph))
-    order = plain_rollout(lean, find_jobs(lean), segment_priority(lean))
+    order = plain_rollout(lean, find_jobs(lean), segment_priority(lean), Rules())
     return Schedule(tuple(np.array(tasks, np.int64) for tasks in order), np.array(leanest(graph)))
 
 
@@ -37,12 +43,12 @@ def best_on_rank(graph, schedule, rank):
         choice = np.zeros(graph.num_pairs, np.int64)
         choice[pairs] = picks
         at_start, at_end = memory_changes(graph.with_candidates(choice))
-        level, fits = 0, True
+        allocated, fits = 0, True
         for task in schedule.order[rank]:
             fits &= graph.capacity_bytes is None or bool(
-                level + at_start[task] <= graph.capacity_bytes[rank] - graph.static_bytes[rank]
+                allocated + at_start[task] <= graph.capacity_bytes[rank] - graph.static_bytes[rank]
             )
-            level += at_start[task] + at_end[task]
+            allocated += at_start[task] + at_end[task]
         if fits:
             spent = int(sum(total[p, j] for p, j in zip(pairs, picks, strict=True)))
             best = spent if best is None else min(best, spent)
@@ -52,17 +58,18 @@ def best_on_rank(graph, schedule, rank):
 @settings(deadline=None, max_examples=60)
 @given(
     graphs(num_candidates=3, num_microbatches=2, num_modules=1, max_parts=1, max_segments=2, num_ranks=2),
-    st.sampled_from(["lagrangian", "highs"]),
+    st.sampled_from(sorted(WAYS)),
 )
 def test_feasible_and_between_the_bound_and_the_leanest(graph, solver):
     try:
         schedule = lean_schedule(graph)
     except InfeasibleError:
         return
-    tuned = choose_strategies(graph, schedule, solver)
-    assert check(graph, tuned) == ()
+    whole, one_rank = WAYS[solver]
+    chosen = whole(graph, schedule)
+    assert check(graph, chosen) == ()
     for rank in range(graph.num_ranks):
-        found = choose_on_rank(graph, schedule, rank, solver)
+        found = one_rank(graph, schedule, rank)
         best = best_on_rank(graph, schedule, rank)
         assert found.bound_ns <= best + 1e-3
         assert best <= found.total_ns <= (1.35 if solver == "lagrangian" else 1.06) * best
@@ -71,32 +78,37 @@ def test_feasible_and_between_the_bound_and_the_leanest(graph, solver):
 
 @settings(deadline=None, max_examples=60)
 @given(st.data())
-def test_a_tightened_room_is_the_most_that_candidates_can_fill(data):
+def test_a_tightened_capacity_is_the_most_that_candidates_can_fill(data):
     """With one pair of each, or all at once, every choice that fits still fits, and the place can be filled."""
     num_pairs, num_options = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 3))
     amounts = st.lists(st.integers(0, 9), min_size=num_pairs * num_options, max_size=num_pairs * num_options)
-    activation, gradient = (
-        np.array(data.draw(amounts), np.int64).reshape(num_pairs, num_options) for _ in range(2)
-    )
+    activation, gradient = (np.array(data.draw(amounts), np.int64).reshape(num_pairs, num_options) for _ in range(2))
     places = 2 * num_pairs + 1
     span = np.sort(
         np.array([data.draw(st.tuples(*[st.integers(0, places - 1)] * 3)) for _ in range(num_pairs)]), axis=1
     )
 
+    lean = np.zeros(num_pairs, np.int64)
+
+    def options_of(capacity):
+        return Options(np.zeros_like(activation), activation, gradient, lean, span, capacity)
+
     def held(choice):
-        level = np.zeros(places + 1, np.int64)
-        fill_levels(np.array(choice), span, activation, gradient, level)
-        return level[:-1]
+        allocated = np.zeros(places + 1, np.int64)
+        fill_allocated(options_of(np.zeros(places, np.int64)), np.array(choice), allocated)
+        return allocated[:-1]
 
     choices = [held(choice) for choice in product(range(num_options), repeat=num_pairs)]
-    level = data.draw(st.sampled_from(choices))
-    room = level + np.array(data.draw(st.lists(st.integers(0, 5), min_size=places, max_size=places)))
+    allocated = data.draw(st.sampled_from(choices))
+    capacity = allocated + np.array(data.draw(st.lists(st.integers(0, 5), min_size=places, max_size=places)))
     price = np.array(data.draw(st.lists(st.sampled_from([0.0, 1.0, 2.0]), min_size=places, max_size=places)))
-    lowered = room.copy()
-    tighten(activation, gradient, span, lowered, level, price, np.zeros(places), np.zeros((3, 200), np.int64))
+    lowered = capacity.copy()
+    none, running, sums = np.zeros(num_pairs, np.int64), np.zeros(places), np.zeros((3, 200), np.int64)
+    parts = (none, none, allocated, price, running, none.astype(float), none.astype(float), none, none, sums)
+    tighten(options_of(lowered), Work(*parts), 300_000)
     for k in range(places):
-        most = max(int(c[k]) for c in choices if c[k] <= room[k])
-        assert lowered[k] == (most if price[k] > 0 else room[k])
+        most = max(int(c[k]) for c in choices if c[k] <= capacity[k])
+        assert lowered[k] == (most if price[k] > 0 else capacity[k])
 
 
 @settings(deadline=None, max_examples=60)
@@ -107,29 +119,32 @@ def test_no_two_pairs_can_be_exchanged_for_better(graph):
         schedule = lean_schedule(graph)
     except InfeasibleError:
         return
-    tuner = Tuner(graph)
-    t, d = tuner.tables, tuner._desk
+    chooser = StrategyChooser(graph)
+    t, d = chooser.tables, chooser.desk
     for rank in range(graph.num_ranks):
         order = schedule.order[rank]
         rows, n = slice(int(t.rank_start[rank]), int(t.rank_start[rank + 1])), len(order)
-        lay_out(t, d, order, rows.start, rows.stop, rank)
+        lay_out(t, d, order, rank)
         time, activation, gradient, span = t.time[rows], t.activation[rows], t.gradient[rows], d.span[rows]
-        choice, level, room = t.lean[rows].copy(), np.zeros(n + 1, np.int64), d.room[:n]
-        fill_levels(choice, span, activation, gradient, level)
-        exchange(choice, time, activation, gradient, span, room, level, d.spare, d.move[rows])
+        choice, allocated, capacity = t.lean[rows].copy(), np.zeros(n + 1, np.int64), d.capacity[:n]
+        options = Options(time, activation, gradient, t.lean[rows], span, capacity)
+        fill_allocated(options, choice, allocated)
+        places = (d.multiplier[: n + 1], d.running[: n + 1])
+        pairs = (d.price[rows], d.gain[rows], d.move[rows])
+        exchange(options, Work(choice, d.trial[rows], allocated, *places, *pairs, d.spare, d.sums))
         exact = np.zeros(n + 1, np.int64)
-        fill_levels(choice, span, activation, gradient, exact)
-        assert (level[:n] == exact[:n]).all()
-        assert (exact[:n] <= room).all()
+        fill_allocated(options, choice, exact)
+        assert (allocated[:n] == exact[:n]).all()
+        assert (exact[:n] <= capacity).all()
         total = time[np.arange(len(choice)), choice].sum()
         for i, j in product(range(len(choice)), repeat=2):
             meet = span[i, 0] <= span[j, 2] and span[j, 0] <= span[i, 2]
             for a, b in product(range(time.shape[1]), repeat=2):
                 other = choice.copy()
                 other[i], other[j] = a, b
-                fill_levels(other, span, activation, gradient, exact)
+                fill_allocated(options, other, exact)
                 better = time[np.arange(len(choice)), other].sum() < total
-                assert not (meet and i != j and better and (exact[:n] <= room).all())
+                assert not (meet and i != j and better and (exact[:n] <= capacity).all())
 
 
 def test_without_a_limit_everyone_gets_the_fastest():
@@ -144,10 +159,11 @@ def test_without_a_limit_everyone_gets_the_fastest():
 @given(
     st.lists(
         st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9), st.integers(0, 50)), min_size=1, max_size=3),
-        min_size=1, max_size=5,
+        min_size=1,
+        max_size=5,
     ),
     st.integers(2, 10),
-)  # fmt: skip
+)
 def test_candidates_are_the_best_of_their_range(layers, most):
     options = [[LayerOption(f"s{i}", *row) for i, row in enumerate(rows)] for rows in layers]
     found = pair_candidates(options, most)
@@ -168,14 +184,14 @@ def test_candidates_of_nothing_are_refused():
         pair_candidates([[LayerOption("keep", 1, 1, 1)]], 1)
 
 
-def test_orders_of_large_graphs_are_tuned_in_fewer_rounds(monkeypatch):
+def test_orders_of_large_graphs_get_strategies_in_fewer_rounds():
     """Nothing that takes seconds a rank, and yet nearly as good; what it chooses fits."""
     graph = with_strategies(generate(family("vlm-s", num_microbatches=12, memory=1.0, num_ranks=3), 1))
     order = lean_schedule(graph)
     thorough = choose_strategies(graph, order)
-    monkeypatch.setattr("pipeloom.search.strategies.MOST_THOROUGH", (graph.num_tasks - 1) // 3)
-    assert Tuner(graph).rounds < THOROUGH
-    quick = choose_strategies(graph, order)
+    params = StrategyParams(large_tasks=(graph.num_tasks - 1) // 3)
+    assert StrategyChooser(graph, params).rounds < params.thorough_rounds
+    quick = choose_strategies(graph, order, params)
     assert check(graph, quick) == ()
     totals = [graph.with_candidates(found.candidate).duration_ns.sum() for found in (thorough, quick)]
     assert totals[0] <= totals[1] <= 1.05 * totals[0]

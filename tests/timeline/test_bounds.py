@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeloom.taskgraph import make_graph, topological_order
+from pipeloom.taskgraph import Edges, Pairs, Tasks, make_graph, topological_order
 from pipeloom.timeline import check, lower_bound, memory_changes, simulate
 from pipeloom.timeline.bounds_memory import held_byte_ns
 from pipeloom.timeline.options import pair_options
@@ -77,16 +77,28 @@ def test_not_above_feasible_schedules(graph, seed):
 
 @settings(deadline=None, max_examples=120)
 @given(
-    st.integers(0, 2**31), st.sampled_from(["no", "no", "all"]), st.booleans(), st.booleans(),
-    st.sampled_from([None, 1.0, 1.4]), st.sampled_from([0, 0, 2]),
-)  # fmt: skip
+    st.integers(0, 2**31),
+    st.sampled_from(["no", "no", "all"]),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from([None, 1.0, 1.4]),
+    st.sampled_from([0, 0, 2]),
+)
 def test_not_above_the_optimum(seed, split, jitter, delays, memory, num_candidates):
     rng = np.random.default_rng(seed)
     ranks, microbatches = [(2, 2), (3, 1), (2, 1), (1, 3), (2, 2)][int(rng.integers(0, 5))]
     shape = Shape(
-        num_ranks=ranks, num_microbatches=microbatches, num_modules=1 if microbatches * ranks > 3 else 2, split=split,
-        frozen=True, jitter=jitter, delays=delays, memory=memory, num_candidates=num_candidates, max_parts=1,
-    )  # fmt: skip
+        num_ranks=ranks,
+        num_microbatches=microbatches,
+        num_modules=1 if microbatches * ranks > 3 else 2,
+        split=split,
+        frozen=True,
+        jitter=jitter,
+        delays=delays,
+        memory=memory,
+        num_candidates=num_candidates,
+        max_parts=1,
+    )
     graph = random_graph(seed, shape)
     if graph.num_tasks > (8 if num_candidates else 10):
         return
@@ -108,9 +120,7 @@ def test_memory_binds_where_only_one_microbatch_fits():
 
 def test_candidates_are_weighed_against_each_other():
     """One rank, room for one lean pair: keeping costs memory, recomputing time."""
-    graph = uniform_chain(
-        2, 10, forward_ns=10, backward_ns=20, candidates=True, activation_bytes=8, capacity_bytes=8
-    )
+    graph = uniform_chain(2, 10, forward_ns=10, backward_ns=20, candidates=True, activation_bytes=8, capacity_bytes=8)
     all_keep = graph.with_candidates([0] * graph.num_pairs)
     all_lean = graph.with_candidates([1] * graph.num_pairs)
     assert lower_bound(graph).ns <= min(lower_bound(all_keep).ns, lower_bound(all_lean).ns)
@@ -153,11 +163,22 @@ def test_parts_of_a_microbatch_wait_for_each_other():
     the first for 8 + 3 + 16.
     """
     graph = make_graph(
-        name="", num_ranks=1, module_names=("parts", "join"), kind=[0, 0, 0, 1, 1, 1], rank=[0] * 6,
-        duration_ns=[3, 5, 1, 2, 10, 6], pair=[0, 1, 2, 2, 1, 0], segment=range(6), microbatch=[0] * 6,
-        module=[0, 0, 1, 1, 0, 0], activation_bytes=[10, 30, 1], weight_gradient_bytes=None,
-        edge_source=[0, 1, 3, 3], edge_target=[2, 2, 4, 5], edge_delay_ns=[0] * 4, capacity_bytes=[100],
-    )  # fmt: skip
+        name="",
+        num_ranks=1,
+        tasks=Tasks(
+            kind=[0, 0, 0, 1, 1, 1],
+            rank=[0] * 6,
+            duration_ns=[3, 5, 1, 2, 10, 6],
+            pair=[0, 1, 2, 2, 1, 0],
+            segment=range(6),
+            microbatch=[0] * 6,
+            module=[0, 0, 1, 1, 0, 0],
+            module_names=("parts", "join"),
+        ),
+        pairs=Pairs(activation_bytes=[10, 30, 1], weight_gradient_bytes=None),
+        edges=Edges(source=[0, 1, 3, 3], target=[2, 2, 4, 5], delay_ns=[0] * 4),
+        capacity_bytes=[100],
+    )
     held = held_byte_ns(graph, pair_options(graph), graph.duration_ns)[:, 0]
     assert held.sum() == 10 * (8 + 3 + 16) + 30 * (5 + 3 + 10) + 1 * 3
 
@@ -166,23 +187,33 @@ def test_work_of_the_own_rank_lies_between_forward_and_backward():
     """A text whose clips lead nowhere but back: the path sees one clip, the rank must do all of them."""
     clips = 3
     graph = make_graph(
-        name="", num_ranks=1, module_names=("text", "clip"), kind=[0, *[0] * clips, *[1] * clips, 1],
-        rank=[0] * (2 * clips + 2), duration_ns=[1, *[4] * clips, *[8] * clips, 2],
-        pair=[0, *range(1, clips + 1), *range(1, clips + 1), 0], segment=range(2 * clips + 2),
-        microbatch=[0] * (2 * clips + 2), module=[0, *[1] * (2 * clips), 0], activation_bytes=[1] * (clips + 1),
-        weight_gradient_bytes=None, edge_source=[*[0] * clips, *range(clips + 1, 2 * clips + 1)],
-        edge_target=[*range(1, clips + 1), *[2 * clips + 1] * clips], edge_delay_ns=[0] * (2 * clips),
+        name="",
+        num_ranks=1,
+        tasks=Tasks(
+            kind=[0, *[0] * clips, *[1] * clips, 1],
+            rank=[0] * (2 * clips + 2),
+            duration_ns=[1, *[4] * clips, *[8] * clips, 2],
+            pair=[0, *range(1, clips + 1), *range(1, clips + 1), 0],
+            segment=range(2 * clips + 2),
+            microbatch=[0] * (2 * clips + 2),
+            module=[0, *[1] * (2 * clips), 0],
+            module_names=("text", "clip"),
+        ),
+        pairs=Pairs(activation_bytes=[1] * (clips + 1), weight_gradient_bytes=None),
+        edges=Edges(
+            source=[*[0] * clips, *range(clips + 1, 2 * clips + 1)],
+            target=[*range(1, clips + 1), *[2 * clips + 1] * clips],
+            delay_ns=[0] * (2 * clips),
+        ),
         capacity_bytes=[9],
-    )  # fmt: skip
+    )
     middle = middles(graph, graph.duration_ns, topological_order(graph))
     assert middle[0] == clips * (4 + 8)
 
 
 def test_candidates_that_cannot_fit_are_no_choice():
     """Keeping is faster but larger than the rank: the bound is that of the graph without it."""
-    graph = uniform_chain(
-        2, 6, forward_ns=10, backward_ns=20, candidates=True, activation_bytes=8, capacity_bytes=7
-    )
+    graph = uniform_chain(2, 6, forward_ns=10, backward_ns=20, candidates=True, activation_bytes=8, capacity_bytes=7)
     lean = graph.with_candidates([1] * graph.num_pairs)
     assert lean.activation_bytes.max() <= 7
     assert lower_bound(graph).ns == lower_bound(lean).ns

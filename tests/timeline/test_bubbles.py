@@ -28,14 +28,7 @@ def test_causes_add_up_to_all_idle_time(graph, seed):
     found = bubbles(chosen, timeline)
     work = np.bincount(graph.rank, weights=chosen.duration_ns, minlength=graph.num_ranks).astype(np.int64)
     assert found.idle_ns.tolist() == (timeline.makespan_ns - work).tolist()
-    parts = (
-        found.warm_up_ns,
-        found.cool_down_ns,
-        found.waiting_ns,
-        found.transfer_ns,
-        found.memory_ns,
-        found.order_ns,
-    )
+    parts = (found.warm_up_ns, found.cool_down_ns, found.waiting_ns, found.transfer_ns, found.memory_ns, found.order_ns)
     assert all((part >= 0).all() for part in parts)
     assert 0 <= found.share < 1 or timeline.makespan_ns == 0
     if graph.capacity_bytes is None:

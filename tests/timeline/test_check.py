@@ -25,9 +25,7 @@ def test_agrees_with_the_reference_on_memory_and_times(graph, seed):
     schedule = random_order(graph, np.random.default_rng(seed))
     _, peaks = reference_simulation(graph, schedule)
     over = [
-        r
-        for r in range(graph.num_ranks)
-        if graph.capacity_bytes is not None and peaks[r] > graph.capacity_bytes[r]
+        r for r in range(graph.num_ranks) if graph.capacity_bytes is not None and peaks[r] > graph.capacity_bytes[r]
     ]
     found = check(graph, schedule, simulate(graph, schedule))
     assert kinds(found) <= {"memory"}
@@ -71,13 +69,15 @@ def test_rounding_by_a_nanosecond_per_task_on_the_path_is_allowed(graph, seed):
     schedule = random_order(graph, rng)
     chosen = graph.with_candidates(schedule.candidate)
     assume((chosen.duration_ns > 0).all())
-    real = replace(chosen, duration_ns=chosen.duration_ns * 1000 + rng.integers(-400, 400, graph.num_tasks),
-                   edge_delay_ns=chosen.edge_delay_ns * 1000, predecessor_delay_ns=chosen.predecessor_delay_ns * 1000,
-                   successor_delay_ns=chosen.successor_delay_ns * 1000)  # fmt: skip
-    fine = simulate(real, Schedule(schedule.order))
-    rounded = Timeline(
-        np.round(fine.start_ns / 1000).astype(np.int64), np.round(fine.end_ns / 1000).astype(np.int64)
+    real = replace(
+        chosen,
+        duration_ns=chosen.duration_ns * 1000 + rng.integers(-400, 400, graph.num_tasks),
+        edge_delay_ns=chosen.edge_delay_ns * 1000,
+        predecessor_delay_ns=chosen.predecessor_delay_ns * 1000,
+        successor_delay_ns=chosen.successor_delay_ns * 1000,
     )
+    fine = simulate(real, Schedule(schedule.order))
+    rounded = Timeline(np.round(fine.start_ns / 1000).astype(np.int64), np.round(fine.end_ns / 1000).astype(np.int64))
     assert check(graph, schedule, rounded) == ()
 
 
@@ -85,11 +85,7 @@ def test_rounding_by_a_nanosecond_per_task_on_the_path_is_allowed(graph, seed):
     ("order", "kind", "message"),
     [
         (([0, 3], [1]), "missing task", "task 2 (B of lm, microbatch 0, rank 1) is not in the order"),
-        (
-            ([0, 3, 3], [1, 2]),
-            "doubled task",
-            "rank 0) is in the order 2 times, not once",
-        ),
+        (([0, 3, 3], [1, 2]), "doubled task", "rank 0) is in the order 2 times, not once"),
         (([0], [1, 2, 3]), "wrong rank", "task 3 (B of lm, microbatch 0, rank 0) is listed on rank 1"),
         (([0, 3], [1, 2, 9]), "missing task", "order[1] has task 9, not in 0..3"),
         (([0, 3],), "wrong rank", "order has 1 ranks, not 2"),
@@ -122,7 +118,7 @@ def shifted(**starts):
         (shifted(t0=-5), "start", "before 0 s"),
         (Timeline(np.zeros(3, np.int64), np.zeros(3, np.int64)), "start", "start_s has 3 entries, tasks 4"),
     ],
-)  # fmt: skip
+)
 def test_times_that_came_with_it(timeline, kind, message):
     found = check(tiny(), GOOD, timeline)
     assert (kind, True) in {(v.kind, message in v.message) for v in found}

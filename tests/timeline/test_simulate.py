@@ -6,21 +6,33 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeloom.errors import InputError, PlanError
-from pipeloom.taskgraph import make_graph
 from pipeloom.timeline import Schedule, memory_curve, simulate
+from tests.columns import graph_of_columns
 from tests.strategies import graphs, random_order, reference_simulation
 
 
 def tiny(**changes):
     """The example of docs/formats.md: one microbatch over two ranks."""
     fields = {
-        "name": "tiny", "num_ranks": 2, "module_names": ("lm",), "kind": [0, 0, 1, 1], "rank": [0, 1, 1, 0],
-        "duration_ns": [1_000_000_000, 1_000_000_000, 2_000_000_000, 2_000_000_000], "pair": [0, 1, 1, 0],
-        "segment": [0, 0, 1, 1], "microbatch": [0, 0, 0, 0], "module": [0, 0, 0, 0], "activation_bytes": [40, 40],
-        "weight_gradient_bytes": None, "edge_source": [0, 1, 2], "edge_target": [1, 2, 3],
-        "edge_delay_ns": [10_000_000, 0, 10_000_000], "static_bytes": [10, 10], "capacity_bytes": [100, 100],
-    }  # fmt: skip
-    return make_graph(**{**fields, **changes})
+        "name": "tiny",
+        "num_ranks": 2,
+        "module_names": ("lm",),
+        "kind": [0, 0, 1, 1],
+        "rank": [0, 1, 1, 0],
+        "duration_ns": [1_000_000_000, 1_000_000_000, 2_000_000_000, 2_000_000_000],
+        "pair": [0, 1, 1, 0],
+        "segment": [0, 0, 1, 1],
+        "microbatch": [0, 0, 0, 0],
+        "module": [0, 0, 0, 0],
+        "activation_bytes": [40, 40],
+        "weight_gradient_bytes": None,
+        "edge_source": [0, 1, 2],
+        "edge_target": [1, 2, 3],
+        "edge_delay_ns": [10_000_000, 0, 10_000_000],
+        "static_bytes": [10, 10],
+        "capacity_bytes": [100, 100],
+    }
+    return graph_of_columns(**{**fields, **changes})
 
 
 def test_example_of_the_format():

@@ -33,22 +33,17 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
-    "train": Command(
-        "train", "Train a model over pipeline ranks, each iteration with a schedule made for its batch."
-    ),
+    "train": Command("train", "Train a model over pipeline ranks, each iteration with a schedule made for its batch."),
     "plan": Command("plan", "Make the plan of one batch from files: packing, instance, schedule, plan text."),
+    "compare": Command("compare", "Time one iteration of a described model under a dozen systems."),
     "pack": Command("pack", "Pack samples into microbatches of even load, and show the loads."),
     "solve": Command("solve", "Search a schedule for an instance."),
     "arrange": Command("arrange", "Choose partition, placement and schedule of a chain of layers together."),
     "profile": Command("profile", "Measure a model's layers on this machine, as arrange reads them."),
     "check": Command("check", "Say whether a schedule is feasible for an instance, and where not."),
     "simulate": Command("simulate", "Run a schedule in the simulator: times, bubbles, memory; draw it."),
-    "verify": Command(
-        "verify", "Prove an execution plan complete and free of deadlock, or show where it stops."
-    ),
-    "report": Command(
-        "report", "Show a training run, or compare schedules: table, timeline page, trace, picture."
-    ),
+    "verify": Command("verify", "Prove an execution plan complete and free of deadlock, or show where it stops."),
+    "report": Command("report", "Show a training run, or compare schedules: table, timeline page, trace, picture."),
     "emulate": Command("emulate", "Predict time and memory of an iteration on a cluster, from operators."),
     "sweep": Command("sweep", "Rank the degrees of parallelism for a model on a cluster."),
     "bench": Command("bench", "Run search methods over the public instance library: gaps in a table."),
@@ -56,6 +51,18 @@ COMMANDS = {
     "calibrate": Command("calibrate", "Measure this machine and write its device table."),
     "planner": Command("planner", "The planner service; the trainer starts it itself."),
 }
+_EXTRAS = {
+    "torch": "torch",
+    "tomli_w": "torch",
+    "bokeh": "report",
+    "pyarrow": "data",
+    "sklearn": "demo",
+    "matplotlib": "plot",
+    "ortools": "exact",
+    "z3": "exact",
+    "gurobipy": "exact",
+}
+"""Which extra brings a package that the core does without."""
 _HIDDEN = frozenset({"planner"})
 _EPILOG = (
     "A first schedule: pipeloom solve INSTANCE --budget 1 --out SCHEDULE, then pipeloom check INSTANCE SCHEDULE. "
@@ -66,22 +73,21 @@ _EPILOG = (
 def make_app(names: Sequence[str]) -> typer.Typer:
     """Build the application; only the commands in ``names`` are imported, the others are one line of help."""
     app = typer.Typer(
-        name="pipeloom", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
-        context_settings={"help_option_names": ["-h", "--help"]}, epilog=_EPILOG,
-    )  # fmt: skip
-    app.callback(
-        help="Plan, emulate and run pipeline-parallel training, with a schedule made for every batch."
-    )(_root)
+        name="pipeloom",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+        epilog=_EPILOG,
+    )
+    app.callback(help="Plan, emulate and run pipeline-parallel training, with a schedule made for every batch.")(_root)
     for name, command in COMMANDS.items():
         hidden = name in _HIDDEN
         if name in names:
             module = import_module(f"pipeloom.cli.{command.module}")
             function = getattr(module, name)
             app.command(
-                name,
-                help=_paragraphs(function.__doc__),
-                epilog=getattr(module, "EPILOG", None),
-                hidden=hidden,
+                name, help=_paragraphs(function.__doc__), epilog=getattr(module, "EPILOG", None), hidden=hidden
             )(function)
         else:
             app.command(name, help=command.line, hidden=hidden)(_not_loaded)
@@ -146,15 +152,22 @@ def run(arguments: Sequence[str]) -> int:
         # Whoever read our output has gone (a pager, head): that is no error of ours.
         _forget_stdout()
         return 0
+    except ModuleNotFoundError as error:
+        extra = _EXTRAS.get((error.name or "").partition(".")[0])
+        if extra is None:
+            return _defect(error)
+        return _refuse(f"{error.name} is not installed, and this command needs it; pip install 'pipeloom[{extra}]'")
     except MemoryError:
         return _refuse("the input needs more memory than there is")
     except Exception as error:
-        if os.environ.get("PIPELOOM_TRACEBACK"):
-            raise
-        _say(
-            f"internal error, a defect of Pipeloom: {type(error).__name__}: {error} (PIPELOOM_TRACEBACK=1 shows where)"
-        )
-        return DEFECT
+        return _defect(error)
+
+
+def _defect(error: Exception) -> int:
+    if os.environ.get("PIPELOOM_TRACEBACK"):
+        raise error
+    _say(f"internal error, a defect of Pipeloom: {type(error).__name__}: {error} (PIPELOOM_TRACEBACK=1 shows where)")
+    return DEFECT
 
 
 def _refuse(message: str) -> int:

@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
-import math
 import os
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 import typer
 
-from pipeloom.cli.compare import load_model
+from pipeloom.cli.arrange_answer import compare, document, lines, write_page
 from pipeloom.cli.options import check_budget, check_seed
-from pipeloom.cli.output import JSON_HELP, check_targets, draw, note_compiling, print_json, print_note
+from pipeloom.cli.output import JSON_HELP, check_targets, note_compiling, print_json, print_note
 from pipeloom.cli.solve import interruptible, progress_display
 from pipeloom.errors import InfeasibleError, InputError
-from pipeloom.io import SearchRecord, read_layers, write_instance, write_layout, write_schedule
+from pipeloom.integrations.models import load_model
+from pipeloom.io import SearchRecord, read_layers, read_spec, write_instance, write_layout, write_schedule
 from pipeloom.io.stage_names import megatron_layout, torchtitan_modules
-from pipeloom.report import make_track, share_text, size_text, time_text
 from pipeloom.timeline import check
 
 if TYPE_CHECKING:
-    from pipeloom.arrange import Arranged, LayerChain
     from pipeloom.cost.layers import LayerTable
-    from pipeloom.report import Track
+    from pipeloom.layout.cooptimise import CooptimisedPipeline, LayerChain
+    from pipeloom.spec import Layout
 
 EPILOG = (
     "Example: pipeloom arrange model.layers.json --budget 5 --out layout.json --instance instance.json --schedule "
@@ -38,9 +38,7 @@ _MOST_THREADS = 16
 
 def arrange(
     layers: str = typer.Argument(
-        ...,
-        metavar="LAYERS",
-        help="A pipeloom.layers/1 file; or a model: zoo name, .toml, Hugging Face config.json.",
+        ..., metavar="LAYERS", help="A pipeloom.layers/1 file; or a model: zoo name, .toml, Hugging Face config.json."
     ),
     budget: float = typer.Option(..., metavar="SECONDS", help="Seconds of search; loading is not counted."),
     out: Path = typer.Option(..., metavar="LAYOUT", help="File for the pipeloom.layout/1."),
@@ -51,17 +49,16 @@ def arrange(
         metavar="LIMIT",
         help="Limit of every rank: 1.5x (of what 1F1B holds on its fullest rank), bytes, or none; default: the file's.",
     ),
-    split: bool = typer.Option(
-        True, "--split/--no-split", help="Split backwards where the file gives both parts."
-    ),
+    split: bool = typer.Option(True, "--split/--no-split", help="Split backwards where the file gives both parts."),
     method: str = typer.Option(
         "joint", metavar="NAME", help="joint: ours; adaptis: that paper's generator, one phase at a time."
     ),
     seed: int = typer.Option(0, metavar="N", help="Seed of all random choices."),
     threads: int = typer.Option(0, metavar="N", help="Threads that search; 0: all cores."),
-    page: Path | None = typer.Option(
-        None, metavar="FILE", help="Write an offline page: what was chosen, and why."
+    params: Path | None = typer.Option(
+        None, metavar="FILE", help="A .toml with parameters of the joint search; see pipeloom.layout.cooptimise.params."
     ),
+    page: Path | None = typer.Option(None, metavar="FILE", help="Write an offline page: what was chosen, and why."),
     cluster: str = typer.Option("dip-h800-64", help="For a model: a cluster of the zoo, or a .toml file."),
     tp: int = typer.Option(1, min=1, help="For a model: tensor parallelism."),
     pp: int = typer.Option(4, min=1, help="For a model: pipeline ranks."),
@@ -82,80 +79,130 @@ def arrange(
         raise InputError("--threads", f"{threads} is not between 0 and {_MOST_THREADS}")
     if method not in METHODS:
         raise InputError("--method", f"{method!r} is unknown", f"use {' or '.join(METHODS)}")
+    if params is not None and method != "joint":
+        raise InputError("--params", f"tunes the joint search, not {method}", "leave out one of the two")
     check_targets(out, instance, schedule, page)
-    table = _table(layers, cluster, tp, pp, tokens, microbatches)
-    from pipeloom.arrange import arrange as search
-    from pipeloom.arrange import chain_of_layers, layout_of, tune_phases
-    from pipeloom.arrange.joint import warm_up
+    search = _Search(method, seed, threads or num_threads(), params)
+    emulated = _Emulated(cluster, tp, pp, tokens, microbatches)
+    from pipeloom.layout.cooptimise import layout_of
 
-    try:
-        chain = limit_memory(chain_of_layers(table, split=split), memory)
-    except InputError as error:
-        if error.entity.startswith("--"):
-            raise
-        raise InputError(f"{layers}: {error.entity}", error.problem, error.remedy) from error
-    with interruptible(budget) as rule, progress_display() as show:
-        with note_compiling():
-            warm_up()  # no part of the budget
-        try:
-            if method == "joint":
-                found = search(
-                    chain, budget=rule, seed=seed, threads=threads or num_threads(), on_progress=show
-                )
-            else:
-                found = tune_phases(chain, budget=rule, on_progress=show)
-        except InfeasibleError as error:
-            raise InfeasibleError(f"{layers}: infeasible: {error}") from error
-    # Nothing leaves that the independent checker has not passed; a violation here is a defect of the search.
-    if violations := check(found.graph, found.schedule, found.timeline):
-        raise RuntimeError(f"the search gave an infeasible schedule ({violations[0]}); nothing is written")
-    layout = layout_of(chain.num_ranks, found.arrangement)
-    record = SearchRecord(found.method, seed, budget, round(found.elapsed_s, 6), found.evaluations)
+    found, interrupted = _search(layers, _chain(layers, emulated, split, memory), budget, search)
+    layout = layout_of(found.chain.num_ranks, found.placement)
     write_layout(out, layout)
     written = [str(out)]
     if instance is not None:
         write_instance(instance, found.graph)
         written.append(str(instance))
     if schedule is not None:
+        record = SearchRecord(found.method, seed, budget, round(found.elapsed_s, 6), found.evaluations)
         write_schedule(schedule, found.graph, found.schedule, found.timeline, found.lower_bound, record)
         written.append(str(schedule))
-    standard = compare(chain)
+    standard = compare(found.chain)
     if page is not None:
         written += write_page(page, found, standard)
-    if rule.stopped:
-        print_note(f"interrupted: {out} holds the best arrangement so far")
+    if interrupted:
+        print_note(f"interrupted: {out} holds the best placement so far")
     if json:
         print_json(document(found, standard) | {"written": written})
         return
     for line in lines(found, standard):
         typer.echo(line)
-    for wanted, other, write in (
-        (megatron, "Megatron", megatron_layout), (torchtitan, "torchtitan", torchtitan_modules)
-    ):  # fmt: skip
-        if wanted:
-            try:
-                typer.echo(f"{other}: {write(layout, chain.layer_names)}")
-            except InputError as error:
-                print_note(f"not expressible for {other}: {error}")
+    if megatron:
+        _print_names("Megatron", megatron_layout, layout, found.chain.layer_names)
+    if torchtitan:
+        _print_names("torchtitan", torchtitan_modules, layout, found.chain.layer_names)
     for target in written:
         typer.echo(f"wrote {target}")
 
 
-def _table(layers: str, cluster: str, tp: int, pp: int, tokens: int, microbatches: int) -> LayerTable:
+@dataclass(frozen=True, slots=True)
+class _Search:
+    """How to search."""
+
+    method: str
+    seed: int
+    threads: int
+    params: Path | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Emulated:
+    """What a model's layers are emulated for."""
+
+    cluster: str
+    tp: int
+    pp: int
+    tokens: int
+    microbatches: int
+
+
+def _search(layers: str, chain: LayerChain, seconds: float, search: _Search) -> tuple[CooptimisedPipeline, bool]:
+    """Search, and have the checker pass the answer; whether Ctrl-C ended it early."""
+    from pipeloom.lab.adaptis import tune_phases
+    from pipeloom.layout.cooptimise import CooptimiseParams, cooptimise
+    from pipeloom.layout.cooptimise.joint import warm_up
+
+    params = CooptimiseParams() if search.params is None else read_spec(search.params, CooptimiseParams)
+    with interruptible(seconds) as rule, progress_display() as show:
+        with note_compiling():
+            warm_up()  # no part of the budget
+        try:
+            if search.method == "joint":
+                found = cooptimise(
+                    chain, budget=rule, seed=search.seed, threads=search.threads, params=params, on_progress=show
+                )
+            else:
+                found = tune_phases(chain, budget=rule, on_progress=show)
+        except InfeasibleError as error:
+            raise type(error)(f"{layers}: {error.verdict}: {error}") from error
+    # Nothing leaves that the independent checker has not passed; a violation here is a defect of the search.
+    if violations := check(found.graph, found.schedule, found.timeline):
+        raise RuntimeError(f"the search gave an infeasible schedule ({violations[0]}); nothing is written")
+    return found, rule.stopped
+
+
+def _print_names(
+    other: str, write: Callable[[Layout, tuple[str, ...]], object], layout: Layout, names: tuple[str, ...]
+) -> None:
+    """Print a layout as another framework writes it, or why it cannot."""
+    try:
+        typer.echo(f"{other}: {write(layout, names)}")
+    except InputError as error:
+        print_note(f"not expressible for {other}: {error}")
+
+
+def _chain(layers: str, emulated: _Emulated, split: bool, memory: str | None) -> LayerChain:
+    """Read or emulate layers, and apply ``--memory``."""
+    from pipeloom.layout.cooptimise import chain_of_layers
+
+    table = _table(layers, emulated)
+    try:
+        return limit_memory(chain_of_layers(table, split=split), memory)
+    except InputError as error:
+        if error.entity.startswith("--"):
+            raise
+        raise InputError(f"{layers}: {error.entity}", error.problem, error.remedy) from error
+
+
+def _table(layers: str, emulated: _Emulated) -> LayerTable:
     """Read a layer file, or emulate the layers of a model."""
     a_model = layers.endswith((".toml", "config.json"))
     if not a_model and (Path(layers).is_file() or layers.endswith((".json", ".json.gz"))):
         return read_layers(layers)
     from pipeloom.cost.emulated_layers import emulated_layers
-    from pipeloom.spec.catalog import load_machine
-    from pipeloom.spec.hardware import Degrees
+    from pipeloom.spec.catalog import load_cluster
+    from pipeloom.spec.parallelism import Degrees
 
-    machine = load_machine(cluster)
+    hardware = load_cluster(emulated.cluster)
     table = emulated_layers(
-        load_model(layers), machine, Degrees(tensor=tp, pipeline=pp), tokens=tokens,
-        num_microbatches=microbatches, strategies=("keep", "full"),
-    )  # fmt: skip
-    return msgspec.structs.replace(table, memory_capacity_bytes=(machine.device.usable_bytes,) * pp)
+        load_model(layers),
+        hardware,
+        Degrees(tensor=emulated.tp, pipeline=emulated.pp),
+        tokens=emulated.tokens,
+        num_microbatches=emulated.microbatches,
+        strategies=("keep", "recompute"),
+    )
+    return msgspec.structs.replace(table, memory_capacity_bytes=(hardware.device.usable_bytes,) * emulated.pp)
 
 
 def num_threads() -> int:
@@ -172,7 +219,7 @@ def limit_memory(chain: LayerChain, memory: str | None) -> LayerChain:
     InputError
         The word is none of ``none``, a number of bytes, or a multiple such as ``1.5x``.
     """
-    from pipeloom.arrange import one_f_one_b_peaks
+    from pipeloom.layout.cooptimise import in_memory_of_1f1b
 
     if memory is None:
         return chain
@@ -182,114 +229,7 @@ def limit_memory(chain: LayerChain, memory: str | None) -> LayerChain:
         factor = float(found[1])
         if not 0 < factor <= 1e6:
             raise InputError("--memory", f"{memory} is not above 0x and at most 1000000x")
-        return chain.with_capacity(math.floor(factor * int(one_f_one_b_peaks(chain).max())))
+        return in_memory_of_1f1b(chain, factor)
     if re.fullmatch(r"\d{1,19}", memory) and int(memory) < 2**60:
         return chain.with_capacity(int(memory))
     raise InputError("--memory", f"{memory!r} is no limit", "give bytes, a multiple such as 1.5x, or none")
-
-
-@dataclass(frozen=True, slots=True)
-class Standard:
-    """1F1B on stages of equally many layers: what the answer is compared with, on the same costs."""
-
-    makespan_ns: int
-    peak_bytes: int
-    track: Track
-
-
-def compare(chain: LayerChain) -> Standard | None:
-    """Run 1F1B without a memory limit; None where there are fewer layers than ranks."""
-    from pipeloom.arrange import graph_of
-    from pipeloom.arrange.standard import stages
-    from pipeloom.baselines import one_f_one_b
-    from pipeloom.timeline import simulate
-
-    if chain.num_layers < chain.num_ranks:
-        return None
-    graph = graph_of(chain.with_capacity(None), stages(chain))
-    order = one_f_one_b(graph)
-    timeline = simulate(graph, order)
-    track = make_track("1F1B, equal layers", graph, order, timeline)
-    return Standard(timeline.makespan_ns, int(timeline.peak_bytes.max()), track)
-
-
-def lines(found: Arranged, standard: Standard | None) -> list[str]:
-    """The answer in a few lines."""
-    ns, chain = found.timeline.makespan_ns, found.chain
-    said = [
-        f"makespan {time_text(ns)}, lower bound over all arrangements {time_text(found.lower_bound.ns)} "
-        f"({found.lower_bound.name}), gap {share_text(max(found.gap, 0.0))}, {found.evaluations} arrangements tried"
-    ]
-    if standard is not None:
-        said.append(
-            f"1F1B on equal stages {time_text(standard.makespan_ns)}: "
-            f"{share_text(1 - ns / standard.makespan_ns)} less; "
-            f"peak memory {size_text(int(found.timeline.peak_bytes.max()))}, 1F1B {size_text(standard.peak_bytes)}"
-        )
-    for rank in range(chain.num_ranks):
-        mine = [
-            f"{first}-{last - 1}" if last - first > 1 else str(first)
-            for first, last, home in zip(
-                found.arrangement.cuts, found.arrangement.cuts[1:], found.arrangement.ranks, strict=False
-            )
-            if home == rank
-        ]
-        held = size_text(int(found.timeline.peak_bytes[rank]))
-        said.append(f"rank {rank}: layers {', '.join(mine) or 'none'}; peak memory {held}")
-    return said
-
-
-def document(found: Arranged, standard: Standard | None) -> dict[str, Any]:
-    """The answer for ``--json``."""
-    return {
-        "name": found.chain.name,
-        "makespan_s": found.timeline.makespan_ns / 1e9,
-        "lower_bound_s": found.lower_bound.ns / 1e9,
-        "lower_bound": found.lower_bound.name,
-        "gap": found.gap,
-        "one_f_one_b_s": None if standard is None else standard.makespan_ns / 1e9,
-        "peak_memory_bytes": found.timeline.peak_bytes.tolist(),
-        "first_layers": list(found.arrangement.cuts[:-1]),
-        "ranks": list(found.arrangement.ranks),
-        "strategies": [
-            names[index]
-            for names, index in zip(
-                found.chain.strategies,
-                found.arrangement.strategies or (0,) * found.chain.num_layers,
-                strict=True,
-            )
-        ],
-        "evaluations": found.evaluations,
-        "elapsed_s": found.elapsed_s,
-    }
-
-
-def write_page(page: Path, found: Arranged, standard: Standard | None) -> list[str]:
-    """Timelines of 1F1B and of the answer, with the search's own account above them."""
-    tracks = [] if standard is None else [standard.track]
-    tracks.append(make_track("arranged", found.graph, found.schedule, found.timeline, found.lower_bound))
-    return draw(tracks, title=f"{found.chain.name}: arranged", note=account(found), html_file=page)
-
-
-def account(found: Arranged) -> str:
-    """What the search did and why it chose this: loads, starts, and the moves that brought new bests."""
-    from pipeloom.arrange.layer_chain import chunk_costs
-
-    costs = chunk_costs(found.chain, found.arrangement)
-    work = costs.forward_ns + costs.backward_ns + costs.weight_ns
-    loads = [
-        int(sum(int(w) for w, home in zip(work, found.arrangement.ranks, strict=True) if home == rank))
-        for rank in range(found.chain.num_ranks)
-    ]
-    by_bests = sorted(found.moves.items(), key=lambda item: -item[1][2])[:5]
-    starts = ", ".join(
-        f"{r.start.num_chunks} chunks: {time_text(r.start_ns)} to {time_text(r.best_ns)}"
-        for r in found.reports
-    )
-    return " ".join([
-        *(f"{line}." for line in lines(found, None)),
-        f"Work per microbatch by rank: {', '.join(time_text(load) for load in loads)}.",
-        f"{found.method[0].upper()}{found.method[1:]}, from {len(found.reports)} starts ({starts}).",
-        "Changes that brought most new bests: " + ", ".join(f"{name} {c[2]}" for name, c in by_bests) + ".",
-        "Times are planned from the given layer costs.",
-    ])  # fmt: skip

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from pipeloom.cli.options import check_budget
+from pipeloom.cli.options import check_budget, check_method
 from pipeloom.cli.output import JSON_HELP, note_compiling, print_json, print_note
 from pipeloom.errors import InputError
 
 if TYPE_CHECKING:
-    from pipeloom.search import Run
+    from pipeloom.lab.instances import Run
 
 EPILOG = (
     "Example: pipeloom bench instances --family vlm-s --family t2v-s --method default --method mcts --budget 1. "
@@ -42,12 +42,14 @@ def bench(
         raise InputError("bench", f"{what!r} cannot be run", "use instances")
     if seeds < 1:
         raise InputError("--seeds", f"{seeds} is not at least 1")
-    from pipeloom.search import EXACT, LIBRARY, METHODS, gap_table, run_library, warm_up
+    from pipeloom.lab.instances import LIBRARY, gap_table, run_library
+    from pipeloom.search import warm_up
 
     families = list(LIBRARY) if "all" in family else family
-    for option, names, known in (("--family", families, LIBRARY), ("--method", method, {**METHODS, **EXACT})):
-        if unknown := [name for name in names if name not in known]:
-            raise InputError(option, f"{unknown[0]!r} is none of {', '.join(known)}")
+    if unknown := [name for name in families if name not in LIBRARY]:
+        raise InputError("--family", f"{unknown[0]!r} is none of {', '.join(LIBRARY)}")
+    for name in method:
+        check_method("--method", name)
     for seconds in budget:
         check_budget(seconds)
     with note_compiling():

@@ -13,9 +13,7 @@ from pipeloom.emulator import CalibrationRow, mean_error
 from pipeloom.errors import InputError
 from pipeloom.io import write_text
 
-EPILOG = (
-    "Example: pipeloom calibrate --device cpu --out cpu.toml. Runs unattended; a CPU takes a few minutes."
-)
+EPILOG = "Example: pipeloom calibrate --device cpu --out cpu.toml. Runs unattended; a CPU takes a few minutes."
 
 
 def calibrate(
@@ -23,9 +21,7 @@ def calibrate(
     out: Path = typer.Option(..., metavar="DEVICE.toml", help="The device table to write."),
     name: str = typer.Option("", help="Name of the device; default: what the system says."),
     repeats: int = typer.Option(9, min=1, help="Timed runs of each shape; the median counts."),
-    plot: Path | None = typer.Option(
-        None, metavar="FILE.html", help="Write predicted against measured as a page."
-    ),
+    plot: Path | None = typer.Option(None, metavar="FILE.html", help="Write predicted against measured as a page."),
     links: bool = typer.Option(
         True, help="Time messages and collectives between two processes too (cuda: where there are two GPUs)."
     ),
@@ -65,12 +61,19 @@ def calibrate(
 
         write_text(plot, calibration_page(found))
     if json:
-        print_json({
-            "device": found.device.name, "out": str(out), "mean_operator_error": mean_error(found.operators),
-            "mean_layer_error": found.mean_layer_error, "operators": [_document(row) for row in found.operators],
-            "layers": [_document(row) for row in found.layers], "links": [_document(row) for row in found.links],
-            "mean_link_error": mean_error(found.links) if found.links else None, "links_note": found.links_note,
-        })  # fmt: skip
+        print_json(
+            {
+                "device": found.device.name,
+                "out": str(out),
+                "mean_operator_error": mean_error(found.operators),
+                "mean_layer_error": found.mean_layer_error,
+                "operators": [_document(row) for row in found.operators],
+                "layers": [_document(row) for row in found.layers],
+                "links": [_document(row) for row in found.links],
+                "mean_link_error": mean_error(found.links) if found.links else None,
+                "links_note": found.links_note,
+            }
+        )
         return
     _print(found.layers, "Layers that were not fitted")
     if found.links:
@@ -79,19 +82,11 @@ def calibrate(
     errors = f"operators {mean_error(found.operators):.1%}, layers {found.mean_layer_error:.1%}"
     if found.links:
         errors += f", links {mean_error(found.links):.1%}"
-    stdout().print(
-        f"mean error: {errors}; wrote {out}",
-        highlight=False, soft_wrap=True,
-    )  # fmt: skip
+    stdout().print(f"mean error: {errors}; wrote {out}", highlight=False, soft_wrap=True)
 
 
 def _document(row: CalibrationRow) -> dict[str, Any]:
-    return {
-        "name": row.name,
-        "predicted_s": row.predicted_s,
-        "measured_s": row.measured_s,
-        "error": row.error,
-    }
+    return {"name": row.name, "predicted_s": row.predicted_s, "measured_s": row.measured_s, "error": row.error}
 
 
 def _print(rows: tuple[CalibrationRow, ...], title: str) -> None:

@@ -34,9 +34,7 @@ def check(
     graph = read_instance(instance)
     stated = read_schedule(schedule)
     if stated.instance != graph.name:
-        print_note(
-            f"note: {schedule} is for instance {stated.instance!r}, {instance} is named {graph.name!r}"
-        )
+        print_note(f"note: {schedule} is for instance {stated.instance!r}, {instance} is named {graph.name!r}")
     violations = judge(graph, stated, str(schedule))
     document: dict[str, object] = {
         "feasible": not violations,
@@ -47,9 +45,7 @@ def check(
         if json:
             print_json(document)
         else:
-            typer.echo(
-                f"violated: {schedule} breaks {len(violations)} rule{'s' * (len(violations) > 1)} of {instance}"
-            )
+            typer.echo(f"violated: {schedule} breaks {len(violations)} rule{'s' * (len(violations) > 1)} of {instance}")
             for kind, message in violations[:_SHOWN]:
                 typer.echo(f"  {kind}: {message}")
             if len(violations) > _SHOWN:
@@ -86,9 +82,7 @@ def false_figures(graph: TaskGraph, stated: StatedSchedule) -> list[str]:
     # A nanosecond a task, as others may round elsewhere; and what seconds in double precision cannot tell apart.
     slack = graph.num_tasks + (makespan >> 50)
     if stated.makespan_ns is not None and abs(stated.makespan_ns - makespan) > slack:
-        found.append(
-            f"makespan_s is {stated.makespan_ns / NS_PER_S:.9f}, the order gives {makespan / NS_PER_S:.9f}"
-        )
+        found.append(f"makespan_s is {stated.makespan_ns / NS_PER_S:.9f}, the order gives {makespan / NS_PER_S:.9f}")
     if stated.lower_bound is not None and stated.lower_bound.ns > makespan + slack:
         found.append(
             f"lower_bound_s is {stated.lower_bound.ns / NS_PER_S:.9f}, above the makespan {makespan / NS_PER_S:.9f}"

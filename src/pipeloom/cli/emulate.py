@@ -7,18 +7,18 @@ from typing import Any
 
 import typer
 
-from pipeloom.cli.compare import load_model
 from pipeloom.cli.output import JSON_HELP, check_targets, draw, print_json, stdout
-from pipeloom.emulator import StepResult
+from pipeloom.emulator import Draw, StepResult
 from pipeloom.emulator import emulate as run_emulation
 from pipeloom.errors import InputError
+from pipeloom.integrations.models import load_model
 from pipeloom.io import SAMPLE_SUFFIXES, read_samples
 from pipeloom.report import emulated_track, share_text, size_text
 from pipeloom.spec import Sample
 from pipeloom.spec.architecture import Architecture
-from pipeloom.spec.catalog import load_machine, names
+from pipeloom.spec.catalog import load_cluster, names
 from pipeloom.spec.datasets import clips_of_iterations, pack_documents
-from pipeloom.spec.hardware import Degrees
+from pipeloom.spec.parallelism import Degrees
 
 EPILOG = (
     "Example: pipeloom emulate vlm-m --cluster dip-h800-64 --tp 2 --pp 4 --dp 8. Models, clusters and data sets: "
@@ -40,13 +40,12 @@ def emulate(
     ep: int = typer.Option(1, min=1, help="Expert parallelism."),
     zero: int = typer.Option(1, min=0, max=3, help="0, 1 or 3: what ZeRO shards over the replicas."),
     data: str | None = typer.Option(
-        None,
-        help="A data set of the zoo, or your own samples (.jsonl, .parquet, .tar); default: the papers' mixture.",
+        None, help="A data set of the zoo, or your own samples (.jsonl, .parquet, .tar); default: the papers' mixture."
     ),
     microbatches: int = typer.Option(16, min=1, metavar="N", help="Microbatches of one replica."),
     strategy: str | None = typer.Option(
         None,
-        help="keep, selective, full, offload, or with a share of the layers, full:0.5; default: the fastest that fits.",
+        help="keep, selective, recompute, offload, or of a share of layers, recompute:0.5; default: fastest that fits.",
     ),
     seed: int = typer.Option(0, help="Seed of the samples drawn."),
     trace: Path | None = typer.Option(None, metavar="FILE", help="Write a Chrome trace (JSON)."),
@@ -64,25 +63,29 @@ def emulate(
     check_targets(trace, html)
     if zero == 2:
         raise InputError("--zero", "2 is not supported", "use 0, 1 or 3")
-    architecture, machine = load_model(model), load_machine(cluster)
+    architecture, hardware = load_model(model), load_cluster(cluster)
     degrees = Degrees(tensor=tp, pipeline=pp, data=dp, context=cp, expert=ep, zero=zero)  # type: ignore[arg-type]
     own = own_microbatches(architecture, data, microbatches) if is_file(data) else None
     result = run_emulation(
-        architecture, machine, degrees, microbatches=own, data=None if own else data, num_microbatches=microbatches,
-        seed=seed, strategy=strategy,
-    )  # fmt: skip
-    title = f"{architecture.name} on {machine.name}, tp {tp} pp {pp} dp {dp}"
+        architecture, hardware, degrees, batch=own or Draw(microbatches, data, seed), strategy=strategy
+    )
+    title = f"{architecture.name} on {hardware.name}, tp {tp} pp {pp} dp {dp}"
     written = []
     if trace is not None or html is not None:
-        note = f"Emulated from the {machine.device.basis} table of {machine.device.name}."
-        written = draw(
-            [emulated_track("emulated", result)], title=title, note=note, trace_file=trace, html_file=html
-        )
+        note = f"Emulated from the {hardware.device.basis} table of {hardware.device.name}."
+        written = draw([emulated_track("emulated", result)], title=title, note=note, trace_file=trace, html_file=html)
     if json:
-        print_json(document(result) | {"model": architecture.name, "cluster": machine.name,
-                                       "device_basis": machine.device.basis, "written": written})  # fmt: skip
+        print_json(
+            document(result)
+            | {
+                "model": architecture.name,
+                "cluster": hardware.name,
+                "device_basis": hardware.device.basis,
+                "written": written,
+            }
+        )
         return
-    _print(result, title, machine.device.basis)
+    _print(result, title, hardware.device.basis)
     for target in written:
         stdout().print(f"wrote {target}", markup=False, highlight=False, soft_wrap=True)
 
@@ -107,9 +110,7 @@ def own_microbatches(architecture: Architecture, data: str | None, count: int) -
     groups = next(iter(iterations), []) if videos else pack_documents(samples)
     if len(groups) < count:
         raise InputError(
-            data,
-            f"gives {len(groups)} microbatches, {count} are wanted",
-            "use --microbatches, or more samples",
+            data, f"gives {len(groups)} microbatches, {count} are wanted", "use --microbatches, or more samples"
         )
     return groups[:count]
 
@@ -137,8 +138,13 @@ def _print(result: StepResult, title: str, basis: str) -> None:
     table = Table(title=title, title_justify="left")
     for name in ("iteration", "MFU", "bubbles", "strategy", "fits"):
         table.add_column(name, justify="right")
-    table.add_row(f"{result.iteration_s:.4g} s", f"{result.mfu:.3f}", share_text(result.bubble), result.strategy,
-                  "yes" if result.fits else "no")  # fmt: skip
+    table.add_row(
+        f"{result.iteration_s:.4g} s",
+        f"{result.mfu:.3f}",
+        share_text(result.bubble),
+        result.strategy,
+        "yes" if result.fits else "no",
+    )
     console.print(table)
     memory = Table(title="Peak memory", title_justify="left")
     for name in ("rank", "peak", "of it static"):
@@ -151,9 +157,11 @@ def _print(result: StepResult, title: str, basis: str) -> None:
 
 def _list(json: bool) -> None:
     found = {
-        "models": names("models"), "clusters": names("clusters"), "devices": names("devices"),
+        "models": names("models"),
+        "clusters": names("clusters"),
+        "devices": names("devices"),
         "datasets": names("datasets"),
-    }  # fmt: skip
+    }
     if json:
         print_json({kind: list(entries) for kind, entries in found.items()})
         return

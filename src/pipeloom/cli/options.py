@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import TYPE_CHECKING
+
 from pipeloom.errors import InputError
+
+if TYPE_CHECKING:
+    from pipeloom.search import SearchParams
+
+PARAMS_HELP = "Parameters of the search, TOML or JSON: a table for each group, with what it changes."
 
 _NEVER_S = 1e7
 
@@ -17,3 +25,20 @@ def check_seed(seed: int) -> None:
     """Refuse a seed that does not fit where seeds are kept."""
     if not 0 <= seed < 2**63:
         raise InputError("--seed", f"{seed} is not between 0 and 2**63-1")
+
+
+def check_method(entity: str, name: str) -> None:
+    """Refuse a search method that neither the product nor the laboratory has."""
+    import pipeloom.lab  # noqa: F401  names the papers' searches and the exact solvers to `solve`
+    from pipeloom.search import METHODS
+
+    if name not in METHODS:
+        raise InputError(entity, f"{name!r} is none of {', '.join(METHODS)}")
+
+
+def read_params(path: Path | None) -> SearchParams:
+    """Parameters of the search from a file; the defaults where none is given."""
+    from pipeloom.io import read_spec
+    from pipeloom.search import SearchParams
+
+    return SearchParams() if path is None else read_spec(path, SearchParams)

@@ -10,14 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeloom.io import check_writable, write_text
-from pipeloom.report import (
-    Figures,
-    Track,
-    key_figures,
-    share_text,
-    size_text,
-    time_text,
-)
+from pipeloom.report import Figures, Track, key_figures, share_text, size_text, time_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -31,17 +24,17 @@ def print_json(document: Any) -> None:
 
 
 def stdout() -> Console:
-    """A console for people."""
+    """A console for people. Names come from files: what looks like markup in them is text."""
     from rich.console import Console
 
-    return Console()
+    return Console(markup=False)
 
 
 def stderr() -> Console:
     """A console for progress and notes."""
     from rich.console import Console
 
-    return Console(stderr=True)
+    return Console(stderr=True, markup=False)
 
 
 def print_note(text: str) -> None:
@@ -97,15 +90,16 @@ def draw(
     trace_file: Path | None = None,
     html_file: Path | None = None,
     svg_file: Path | None = None,
+    ranked: bool = False,
 ) -> list[str]:
-    """Write the pictures that were asked for, and return their names."""
+    """Write the pictures that were asked for, and return their names; ``ranked``: the page opens with a ranking."""
     from pipeloom.report import timeline_html, timeline_svg, trace
 
     pictures = []
     if trace_file is not None:
         pictures.append((trace_file, trace(tracks, arrows=True)))
     if html_file is not None:
-        pictures.append((html_file, timeline_html(tracks, title=title, note=note)))
+        pictures.append((html_file, timeline_html(tracks, title=title, note=note, ranked=ranked)))
     if svg_file is not None:
         pictures.append((svg_file, timeline_svg(tracks)))
     for target, text in pictures:

@@ -47,17 +47,10 @@ def pack(
     policy: str = typer.Option("balanced", metavar="NAME", help="How to pack: see docs/packing.md."),
     out: Path = typer.Option(..., metavar="FILE", help="Where the pipeloom.batches/1 goes."),
     batch: int = typer.Option(0, min=0, metavar="N", help="Samples of one iteration; 0: all are one batch."),
-    microbatches: int = typer.Option(
-        0, min=0, metavar="N", help="At least so many; 0: as few as tokens allow."
-    ),
-    replicas: int = typer.Option(
-        1, min=1, metavar="N", help="Deal every batch to data-parallel replicas first."
-    ),
+    microbatches: int = typer.Option(0, min=0, metavar="N", help="At least so many; 0: as few as tokens allow."),
+    replicas: int = typer.Option(1, min=1, metavar="N", help="Deal every batch to data-parallel replicas first."),
     attention_tokens: int = typer.Option(
-        0,
-        min=0,
-        metavar="N",
-        help="Length at which attention costs as much as the rest; 0: it costs nothing.",
+        0, min=0, metavar="N", help="Length at which attention costs as much as the rest; 0: it costs nothing."
     ),
     setup: Path | None = typer.Option(
         None, metavar="FILE", help="setup.json of a run: loads are its measured seconds."
@@ -75,7 +68,7 @@ def pack(
     with encoders on the first rank: number, contents and order of the microbatches are those of the shortest simulated
     iteration, and samples are dealt so that the slowest replica's is shortest.
     """
-    from pipeloom.packing import POLICIES, PackingSpec
+    from pipeloom.packing import POLICIES, PackingSpec, check_budget
 
     if policy not in (*POLICIES, TUNED):
         raise InputError("--policy", f"{policy!r} is none of {', '.join((*POLICIES, TUNED))}")
@@ -94,18 +87,25 @@ def pack(
     named = "balanced" if policy == TUNED else policy
     spec = PackingSpec(budget, named, microbatches or None, attention_tokens or None, seed)  # type: ignore[arg-type]
     how = _tuned if policy == TUNED else _packed
-    packed = _pack_all(
-        read_samples(samples), str(samples), spec, batch, replicas, made, oversized == "split", how
-    )
+    model = _plain_model() if made is None else made.model
+
+    def pack_batch(whole: Batch) -> list[Packed]:
+        check_budget(whole, model, spec.token_budget)
+        return how(whole, spec, replicas, made)
+
+    rows = read_samples(samples)
+    size = batch or len(rows)
+    batches = [Batch(rows[first : first + size], i) for i, first in enumerate(range(0, len(rows), size))]
+    packed = _pack_all(batches, str(samples), model, budget if oversized == "split" else 0, pack_batch)
     for replica, target in enumerate(targets):
         mine = [one.packing for one in packed if one.replica == replica]
         write_batches(target, packed_batches(mine, policy))
     unit = "tokens" if made is None else "s"
     if json:
-        rows = [row for one in packed for row in _rows(one)]
+        loads = [row for one in packed for row in _rows(one)]
         summaries = [_summary(one) for one in packed]
         written = [str(target) for target in targets]
-        print_json({"load_unit": unit, "microbatches": rows, "batches": summaries, "written": written})
+        print_json({"load_unit": unit, "microbatches": loads, "batches": summaries, "written": written})
         return
     _print(packed, unit, replicas)
     for target in targets:
@@ -125,27 +125,15 @@ def _read_setup(path: Path) -> Setup:
 
 
 def _pack_all(
-    samples: tuple[Any, ...],
-    where: str,
-    spec: PackingSpec,
-    batch_size: int,
-    replicas: int,
-    setup: Setup | None,
-    split: bool,
-    how: Callable[[Batch, PackingSpec, int, Setup | None], list[Packed]],
+    batches: list[Batch], where: str, model: ModelSpec, split_above: int, pack_batch: Callable[[Batch], list[Packed]]
 ) -> list[Packed]:
-    from pipeloom.packing import check_budget, split_oversized
+    """Pack batch after batch, samples above a number of tokens cut in pieces (0: none are); errors name the file."""
+    from pipeloom.packing import split_oversized
 
-    model = _plain_model() if setup is None else setup.model
-    size = batch_size or len(samples)
     packed = []
-    for iteration, begin in enumerate(range(0, len(samples), size)):
-        whole = Batch(samples[begin : begin + size], iteration)
+    for batch in batches:
         try:
-            if split:
-                whole = split_oversized(whole, model, spec.token_budget)
-            check_budget(whole, model, spec.token_budget)
-            packed += how(whole, spec, replicas, setup)
+            packed += pack_batch(split_oversized(batch, model, split_above) if split_above else batch)
         except InputError as error:
             raise InputError(f"{where}: {error.entity}", error.problem, error.remedy) from error
     return packed
@@ -212,13 +200,19 @@ def _rows(one: Packed) -> list[dict[str, Any]]:
     for number, microbatch in enumerate(one.packing.microbatches):
         members = list(microbatch.samples)
         load = float(one.loads.backbone[members].sum())
-        rows.append({
-            "iteration": one.packing.batch.iteration, "replica": one.replica, "microbatch": number,
-            "num_samples": len(members), "num_tokens": int(one.loads.tokens[members].sum()),
-            "num_images": sum(len(one.packing.batch.samples[i].image_tokens) for i in members),
-            "load": load, "load_over_mean": load / mean if mean else 1.0,
-            "encoder_load": float(one.loads.encoder[members].sum()),
-        })  # fmt: skip
+        rows.append(
+            {
+                "iteration": one.packing.batch.iteration,
+                "replica": one.replica,
+                "microbatch": number,
+                "num_samples": len(members),
+                "num_tokens": int(one.loads.tokens[members].sum()),
+                "num_images": sum(len(one.packing.batch.samples[i].image_tokens) for i in members),
+                "load": load,
+                "load_over_mean": load / mean if mean else 1.0,
+                "encoder_load": float(one.loads.encoder[members].sum()),
+            }
+        )
     return rows
 
 
@@ -230,10 +224,14 @@ def _summary(one: Packed) -> dict[str, Any]:
     bound = height_bound(one.loads.backbone, len(rows))
     planned = {} if one.planned_s is None else {"planned_s": one.planned_s}
     return {
-        "iteration": one.packing.batch.iteration, "replica": one.replica, "num_microbatches": len(rows),
-        "load": float(one.loads.backbone.sum()), "heaviest": heaviest, "lower_bound": bound,
+        "iteration": one.packing.batch.iteration,
+        "replica": one.replica,
+        "num_microbatches": len(rows),
+        "load": float(one.loads.backbone.sum()),
+        "heaviest": heaviest,
+        "lower_bound": bound,
         "gap": heaviest / bound - 1 if bound else 0.0,
-    } | planned  # fmt: skip
+    } | planned
 
 
 def _print(packed: list[Packed], unit: str, replicas: int) -> None:
@@ -246,24 +244,23 @@ def _print(packed: list[Packed], unit: str, replicas: int) -> None:
         summary = _summary(one)
         title = f"Iteration {summary['iteration']}" + (f", replica {one.replica}" if replicas > 1 else "")
         table = Table(title=title, title_justify="left")
-        for name in (
-            "microbatch",
-            "samples",
-            "tokens",
-            "images",
-            f"load, {unit}",
-            "over mean",
-            "encoders' load",
-        ):
+        for name in ("microbatch", "samples", "tokens", "images", f"load, {unit}", "over mean", "encoders' load"):
             table.add_column(name, justify="right")
         for row in _rows(one):
             table.add_row(
-                str(row["microbatch"]), str(row["num_samples"]), str(row["num_tokens"]), str(row["num_images"]),
-                f"{row['load']:.5g}", share_text(row["load_over_mean"] - 1), f"{row['encoder_load']:.5g}",
-            )  # fmt: skip
+                str(row["microbatch"]),
+                str(row["num_samples"]),
+                str(row["num_tokens"]),
+                str(row["num_images"]),
+                f"{row['load']:.5g}",
+                share_text(row["load_over_mean"] - 1),
+                f"{row['encoder_load']:.5g}",
+            )
         console.print(table)
         planned = "" if one.planned_s is None else f" Planned: {one.planned_s:.4g} s."
         console.print(
             f"{summary['num_microbatches']} microbatches; the heaviest is {share_text(summary['gap'])} above the lower "
-            f"bound of {summary['lower_bound']:.5g} {unit}.{planned}", highlight=False, soft_wrap=True,
-        )  # fmt: skip
+            f"bound of {summary['lower_bound']:.5g} {unit}.{planned}",
+            highlight=False,
+            soft_wrap=True,
+        )

@@ -1,15 +1,17 @@
-"""`pipeloom plan`: one batch from metadata to a verified plan, or a described model under several systems."""
+"""`pipeloom plan`: one batch from metadata to a verified plan."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import typer
 
-from pipeloom.cli.options import check_budget
+from pipeloom.cli.options import PARAMS_HELP, check_budget, check_method, read_params
 from pipeloom.cli.output import JSON_HELP, check_targets, draw, figures_document, figures_text, print_json
+from pipeloom.cli.solve import interruptible
 from pipeloom.errors import InfeasibleError, InputError
 from pipeloom.io import (
     SearchRecord,
@@ -24,121 +26,91 @@ from pipeloom.io import (
     write_text,
 )
 from pipeloom.report import key_figures, make_track
-from pipeloom.spec import Batch, ClusterSpec, ModelSpec
-from pipeloom.spec.hardware import Degrees
+from pipeloom.spec import Batch, ModelSpec, RankSpec
 
 if TYPE_CHECKING:
-    from pipeloom.planner import PlannedBatch, Setup
+    from pipeloom.planner import PlannedBatch, Problem, Setup
 
 EPILOG = (
     "Examples: pipeloom plan samples.jsonl --setup runs/digits_vlm/setup.json --out planned. pipeloom plan "
-    "samples.jsonl --model vlm.toml --layout vlm.layout.json --profile profile.json --tokens 512 --out planned. "
-    "pipeloom plan vlm-s --cluster dip-h800-64 --tp 4 --pp 4 --data dip-vlm --compare all --html systems.html."
+    "samples.jsonl --model vlm.toml --layout vlm.layout.json --profile profile.json --tokens 512 --out planned."
 )
 _MAX_LAYERS = 100_000
 
 
 def plan(
-    samples: Path = typer.Argument(
-        ...,
-        metavar="SAMPLES|MODEL",
-        help="Metadata of one batch: JSON Lines or Parquet. With --compare a model: of the zoo, .toml, or a Hugging "
-        "Face config.json.",
-    ),
-    out: Path | None = typer.Option(
-        None, metavar="FOLDER", help="Folder for what is made; it is created. Needed without --compare."
-    ),
-    compare: str | None = typer.Option(
-        None, metavar="SYSTEMS", help="Time MODEL under these systems (names with commas between, or all)."
-    ),
-    data: str | None = typer.Option(
-        None, help="With --compare: a data set of the zoo, or samples (.jsonl, .parquet, .tar)."
-    ),
-    tp: int = typer.Option(1, min=1, help="With --compare: tensor parallelism."),
-    pp: int = typer.Option(4, min=1, help="With --compare: pipeline ranks."),
-    dp: int = typer.Option(1, min=1, help="With --compare: data-parallel replicas."),
-    microbatches: int = typer.Option(16, min=1, metavar="N", help="With --compare: of one replica."),
-    setup: Path | None = typer.Option(
-        None, metavar="FILE", help="setup.json of a run, instead of the four below."
-    ),
-    model: Path | None = typer.Option(
-        None, metavar="FILE", help="The model: modules and layers, TOML or JSON."
-    ),
+    samples: Path = typer.Argument(..., metavar="SAMPLES", help="Metadata of one batch: JSON Lines or Parquet."),
+    out: Path | None = typer.Option(None, metavar="FOLDER", help="Folder for what is made; it is created."),
+    setup: Path | None = typer.Option(None, metavar="FILE", help="setup.json of a run, instead of the four below."),
+    model: Path | None = typer.Option(None, metavar="FILE", help="The model: modules and layers, TOML or JSON."),
     layout: Path | None = typer.Option(None, metavar="FILE", help="A pipeloom.layout/1."),
-    profile: Path | None = typer.Option(
-        None, metavar="FILE", help="Measured layer costs, a pipeloom.profile/1."
-    ),
+    profile: Path | None = typer.Option(None, metavar="FILE", help="Measured layer costs, a pipeloom.profile/1."),
     tokens: int = typer.Option(0, metavar="N", help="Tokens of a microbatch at most; 0: as the setup says."),
-    cluster: Path | None = typer.Option(
-        None,
-        metavar="FILE",
-        help="Links and memory of the ranks, TOML or JSON. With --compare: a cluster of the zoo, or a .toml file.",
-    ),
+    cluster: Path | None = typer.Option(None, metavar="FILE", help="Links and memory of the ranks, TOML or JSON."),
     budget: float = typer.Option(1.0, metavar="SECONDS", help="Seconds of search."),
     method: str = typer.Option("default", metavar="NAME", help="How to search, as in pipeloom solve."),
     seed: int = typer.Option(0, metavar="N", help="Seed of all random choices."),
-    iteration: int = typer.Option(
-        0, min=0, metavar="N", help="Number of the iteration, written into the plan."
-    ),
+    iteration: int = typer.Option(0, min=0, metavar="N", help="Number of the iteration, written into the plan."),
+    params: Path | None = typer.Option(None, metavar="FILE", help=PARAMS_HELP),
     html: Path | None = typer.Option(None, metavar="FILE", help="Write an offline timeline page too."),
     json: bool = typer.Option(False, "--json", help=JSON_HELP),
+    compare: str | None = typer.Option(None, hidden=True, help="Old name of `pipeloom compare SAMPLES --systems`."),
+    data: str | None = typer.Option(None, hidden=True, help="With --compare, as the four below."),
+    tp: int = typer.Option(1, min=1, hidden=True),
+    pp: int = typer.Option(4, min=1, hidden=True),
+    dp: int = typer.Option(1, min=1, hidden=True),
+    microbatches: int = typer.Option(16, min=1, hidden=True),
 ) -> None:
-    """Make the plan of one batch: packing, instance, schedule and execution plan; or compare systems.
-
-    With --compare a described model is timed on a described cluster under every system, each with its own layout, on
-    the same data and memory: one table, and with --html one page with all timelines on one time axis.
+    """Make the plan of one batch: packing, instance, schedule and execution plan.
 
     Leaves in FOLDER: batches.json (which samples go together), instance.json and schedule.json (the scheduling problem
     and its answer, as pipeloom solve and check read them), and batch.plan (what every rank does, step by step; proved
     complete and free of deadlock before it is written).
     """
-    from pipeloom.cli.solve import interruptible
-    from pipeloom.planner import plan_batch
-    from pipeloom.search import METHODS
-
     check_budget(budget)
     if compare is not None:
-        from pipeloom.cli.compare import compare as run_comparison
+        from pipeloom.cli.compare import compare as compare_systems
 
         given = {"--setup": setup, "--model": model, "--layout": layout, "--profile": profile}
         if wrong := next((name for name, value in given.items() if value is not None), None):
             raise InputError(wrong, "given beside --compare, which takes MODEL and --cluster", "leave it out")
-        run_comparison(
-            str(samples), str(cluster or "dip-h800-64"), Degrees(tensor=tp, pipeline=pp, data=dp), data, microbatches,
-            compare, tokens or 8192, budget, seed, html, out, json,
-        )  # fmt: skip
+        cluster_name = "dip-h800-64" if cluster is None else str(cluster)
+        compare_systems(
+            str(samples),
+            compare,
+            cluster_name,
+            data,
+            tp,
+            pp,
+            dp,
+            microbatches,
+            tokens or 8192,
+            budget,
+            seed,
+            html,
+            out,
+            json,
+        )
         return
     if data is not None:
-        raise InputError("--data", "given without --compare", "give --compare all, or name the samples alone")
+        raise InputError("--data", "given without --compare", "use pipeloom compare, or name the samples alone")
     if out is None:
         raise InputError("--out", "is missing", "name a folder for the plan")
-    if method not in METHODS:
-        raise InputError("--method", f"{method!r} is none of {', '.join(METHODS)}")
+    check_method("--method", method)
     check_targets(html)
     if out.exists() and not out.is_dir():
         raise InputError(str(out), "is a file", "give the name of a folder")
     made = _setup(setup, model, layout, profile, cluster, tokens)
     check_setup(made, str(setup or layout), str(setup or profile))
     problem = made.problem()
+    if params is not None:
+        problem = replace(problem, search=read_params(params))
     batch = Batch(read_samples(samples), iteration)
-    with interruptible(budget) as rule:
-        problem.warm_up()
-        try:
-            planned = plan_batch(problem, batch, budget=rule, seed=seed, method=method)
-        except InputError as error:
-            raise InputError(f"{samples}: {error.entity}", error.problem, error.remedy) from error
-        except InfeasibleError as error:
-            raise InfeasibleError(f"{samples}: infeasible: {error}") from error
-        except OverflowError as error:
-            raise InputError(
-                str(samples), "sizes times costs do not fit in 64 bits of ns or bytes"
-            ) from error
+    planned = _plan(problem, batch, str(samples), budget, seed, method)
     record = SearchRecord(method, seed, budget, None, planned.evaluations)
     written = _write(out, planned, problem.packing.policy, record)
     names = problem.layout.chunk_names
-    track = make_track(
-        "planned", planned.graph, planned.schedule, planned.timeline, planned.lower_bound, names
-    )
+    track = make_track("planned", planned.graph, planned.schedule, planned.timeline, planned.lower_bound, names)
     written += draw([track], title=f"{samples.name}, iteration {iteration}", html_file=html)
     if json:
         counts = {"num_samples": len(batch.samples), "num_microbatches": len(planned.packing.microbatches)}
@@ -148,6 +120,22 @@ def plan(
     typer.echo(f"{packed}; {figures_text(key_figures(track))}")
     for name in written:
         typer.echo(f"wrote {name}")
+
+
+def _plan(problem: Problem, batch: Batch, where: str, budget_s: float, seed: int, method: str) -> PlannedBatch:
+    """Plan a batch, until the budget is spent or somebody presses Ctrl-C; errors name the file."""
+    from pipeloom.planner import plan_batch
+
+    with interruptible(budget_s) as rule:
+        problem.warm_up()
+        try:
+            return plan_batch(problem, batch, budget=rule, seed=seed, method=method)
+        except InputError as error:
+            raise InputError(f"{where}: {error.entity}", error.problem, error.remedy) from error
+        except InfeasibleError as error:
+            raise type(error)(f"{where}: {error.verdict}: {error}") from error
+        except OverflowError as error:
+            raise InputError(where, "sizes times costs do not fit in 64 bits of ns or bytes") from error
 
 
 def _write(out: Path, planned: PlannedBatch, policy: str, record: SearchRecord) -> list[str]:
@@ -165,12 +153,7 @@ def _write(out: Path, planned: PlannedBatch, policy: str, record: SearchRecord) 
 
 
 def _setup(
-    setup: Path | None,
-    model: Path | None,
-    layout: Path | None,
-    profile: Path | None,
-    cluster: Path | None,
-    tokens: int,
+    setup: Path | None, model: Path | None, layout: Path | None, profile: Path | None, cluster: Path | None, tokens: int
 ) -> Setup:
     """The problem from one file, or from several."""
     from pipeloom.cost import Profile
@@ -184,23 +167,25 @@ def _setup(
             raise InputError(given, "given beside --setup, which holds it already", "give one or the other")
         made = read_spec(setup, Setup)
         packing = PackingSpec(tokens, made.packing.policy) if tokens else made.packing
-        links = made.cluster if cluster is None else read_spec(cluster, ClusterSpec)
+        links = made.cluster if cluster is None else read_spec(cluster, RankSpec)
         return Setup(
-            made.model, made.layout, made.profile, packing, links, strategies=made.strategies, tuning=made.tuning,
+            made.model,
+            made.layout,
+            made.profile,
+            packing,
+            links,
+            strategies=made.strategies,
+            tuning=made.tuning,
             split_backward=made.split_backward,
-        )  # fmt: skip
+        )
     missing = next((name for name, path in parts.items() if path is None), None)
     if missing is not None or model is None or layout is None or profile is None:
         raise InputError(str(missing), "is missing", "give --setup, or --model, --layout and --profile")
     if tokens < 1:
         raise InputError("--tokens", f"{tokens} is below 1", "say how many tokens a microbatch may have")
-    links = ClusterSpec() if cluster is None else read_spec(cluster, ClusterSpec)
+    links = RankSpec() if cluster is None else read_spec(cluster, RankSpec)
     return Setup(
-        read_spec(model, ModelSpec),
-        read_layout(layout),
-        read_spec(profile, Profile),
-        PackingSpec(tokens),
-        links,
+        read_spec(model, ModelSpec), read_layout(layout), read_spec(profile, Profile), PackingSpec(tokens), links
     )
 
 
@@ -230,9 +215,7 @@ def check_setup(setup: Setup, layout_file: str, profile_file: str) -> None:
             raise InputError(f"{where}.after", f"{list(module.after)}, the model says {list(spec.after)}")
         num_layers = sum(layer.count for layer in spec.layers)
         if num_layers > _MAX_LAYERS:
-            raise InputError(
-                f"model: module {module.name!r}", f"has {num_layers} layers, more than {_MAX_LAYERS}"
-            )
+            raise InputError(f"model: module {module.name!r}", f"has {num_layers} layers, more than {_MAX_LAYERS}")
         if num_laid[module.name] != num_layers:
             problem = f"chunks of {module.name!r} have {num_laid[module.name]} layers, the model {num_layers}"
             raise InputError(f"{layout_file}: chunks", problem)

@@ -10,21 +10,22 @@ import typer
 _NICENESS = 5
 
 
-def planner(
-    store: str = typer.Option(..., help="Address of the trainer's store, HOST:PORT."),
-) -> None:
+def planner(store: str = typer.Option(..., help="Address of the trainer's store, HOST:PORT.")) -> None:
     """Serve plans to a trainer until it says stop. The trainer starts this itself; you rarely need to.
 
-    Reads the problem and each coming batch's metadata from the store, and puts a verified plan back.
+    Reads the problem and each coming batch's metadata from the store, and puts a verified plan back. The store's secret
+    comes in the environment, as PIPELOOM_STORE_SECRET.
     """
+    import pipeloom.lab  # noqa: F401  a run may name one of the papers' searches
     from pipeloom.errors import PlannerError
     from pipeloom.planner import serve
+    from pipeloom.planner.process import STORE_SECRET
     from pipeloom.runtime import TcpPlanStore
 
     if hasattr(os, "nice"):
         os.nice(_NICENESS)
     try:
-        serve(TcpPlanStore.connect(store))
+        serve(TcpPlanStore.connect(store, os.environ.get(STORE_SECRET, "")))
     except PlannerError as error:
         # The store lives with the trainer: when it is gone, so is whoever wanted plans.
         raise typer.Exit(0) from error

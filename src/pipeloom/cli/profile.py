@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from functools import cache
 from pathlib import Path
 
 import typer
-from rich.console import Console
 
-from pipeloom.cli.config import load_task, read_config
 from pipeloom.cli.output import JSON_HELP, check_targets, print_json
 from pipeloom.io import write_layers
 
@@ -28,27 +25,23 @@ def profile(
     Nothing is trained. The model has one module; CONFIG says how many ranks and replicas there are, how batches are
     packed, and what links and memory the ranks have.
     """
-    from pipeloom.cli.train import Run, first_batches, measured_profile
-    from pipeloom.cli.train_layout import measured_layers
-    from pipeloom.cli.train_rank import build_model
-    from pipeloom.runtime import choose_device
+    from pipeloom.cli.progress import Terminal
+    from pipeloom.training import TrainingRun
 
     check_targets(out)
-    settings = read_config(config)
-    device = choose_device(settings.runtime.device, 1)
-    run = Run(config, settings, out.parent, Console(stderr=True), True, device)
-    task = load_task(settings, config)
-    model = build_model(task, settings)
-    for name in settings.layout.modules:
-        model.spec.module(name)
-    first = cache(lambda: first_batches(run, task, model))
-    table = measured_layers(run, model, measured_profile(run, task, model, first), first)
+    run = TrainingRun.from_toml(config, runs=out.parent, display=Terminal(to_stderr=True))
+    table = run.measure_layers()
     write_layers(out, table)
     if json:
-        print_json({
-            "name": table.name, "num_layers": len(table.layers), "num_ranks": table.num_ranks,
-            "num_microbatches": table.num_microbatches, "written": [str(out)],
-        })  # fmt: skip
+        print_json(
+            {
+                "name": table.name,
+                "num_layers": len(table.layers),
+                "num_ranks": table.num_ranks,
+                "num_microbatches": table.num_microbatches,
+                "written": [str(out)],
+            }
+        )
         return
     typer.echo(f"{len(table.layers)} layers, {table.num_ranks} ranks, {table.num_microbatches} microbatches")
     typer.echo(f"wrote {out}")

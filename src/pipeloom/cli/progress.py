@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from types import TracebackType
 
 from rich.console import Console, Group
@@ -12,7 +15,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from pipeloom.cli.closing import closing_tables
 from pipeloom.runtime import StepReport
+from pipeloom.training import Summary
 
 _NUM_ROWS = 12
 _PLAIN_EVERY = 20
@@ -32,11 +37,33 @@ def cells(report: StepReport) -> tuple[str, ...]:
         f"{report.measured_s * 1e3:.0f} ms",
         f"{answer.gap:.2%}",
         f"{answer.bubble_share:.0%} / {report.measured_bubble_share:.0%}",
-        f"{report.lead_s * 1e3:.0f} ms before"
-        if report.lead_s >= 0
-        else f"waited {-report.lead_s * 1e3:.0f} ms",
+        f"{report.lead_s * 1e3:.0f} ms before" if report.lead_s >= 0 else f"waited {-report.lead_s * 1e3:.0f} ms",
         "fresh" if report.fresh else f"fallback: {report.reason}",
     )
+
+
+@dataclass(frozen=True)
+class Terminal:
+    """Shows a run on standard output, or on standard error where that must stay free."""
+
+    to_stderr: bool = False
+
+    def say(self, text: str, *, warning: bool = False) -> None:
+        """Print a line."""
+        self._console().print(text, style="yellow" if warning else None, highlight=False)
+
+    @contextmanager
+    def iterations(self, total: int, first: int) -> Iterator[Callable[[StepReport], None]]:
+        """Show iterations as they end."""
+        with Progress(self._console(), total, first) as progress:
+            yield progress.show
+
+    def close(self, summary: Summary) -> None:
+        """Print what the run came to."""
+        self._console().print(closing_tables(summary))
+
+    def _console(self) -> Console:
+        return Console(stderr=self.to_stderr, markup=False)
 
 
 class Progress:
@@ -48,9 +75,7 @@ class Progress:
         self._fallbacks: list[int] = []
         self._begin = time.monotonic()
         self._count = first
-        self._live = (
-            Live(console=console, auto_refresh=False, transient=False) if console.is_terminal else None
-        )
+        self._live = Live(console=console, auto_refresh=False, transient=False) if console.is_terminal else None
 
     def __enter__(self) -> Progress:
         if self._live is not None:
@@ -87,7 +112,7 @@ class Progress:
         for name in COLUMNS:
             table.add_column(name, justify="left" if name == "plan" else "right", no_wrap=True)
         for row in self._rows:
-            table.add_row(*row, style="" if row[-1] == "fresh" else "yellow")
+            table.add_row(*map(Text, row), style="" if row[-1] == "fresh" else "yellow")
         elapsed = time.monotonic() - self._begin
         left = elapsed / (self._count - self._first) * (self._total - self._count)
         status = Text(f" {self._count}/{self._total} iterations, {elapsed:.0f} s, about {left:.0f} s left; ")

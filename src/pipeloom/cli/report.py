@@ -7,14 +7,7 @@ from pathlib import Path
 import msgspec
 import typer
 
-from pipeloom.cli.output import (
-    JSON_HELP,
-    check_targets,
-    draw,
-    figures_document,
-    print_json,
-    stdout,
-)
+from pipeloom.cli.output import JSON_HELP, check_targets, draw, figures_document, print_json, stdout
 from pipeloom.cli.stated import stated_track
 from pipeloom.errors import InputError
 from pipeloom.io import read_instance, read_text, write_text
@@ -37,12 +30,8 @@ class RunSummary(msgspec.Struct, frozen=True):
 
 
 def report(
-    source: Path = typer.Argument(
-        ..., metavar="RUN_OR_INSTANCE", help="A run's folder, or a pipeloom.instance/1."
-    ),
-    schedules: list[Path] | None = typer.Argument(
-        None, metavar="SCHEDULE...", help="pipeloom.schedule/1 files."
-    ),
+    source: Path = typer.Argument(..., metavar="RUN_OR_INSTANCE", help="A run's folder, or a pipeloom.instance/1."),
+    schedules: list[Path] | None = typer.Argument(None, metavar="SCHEDULE...", help="pipeloom.schedule/1 files."),
     html: Path | None = typer.Option(None, metavar="FILE", help="Write an offline timeline page."),
     trace: Path | None = typer.Option(None, metavar="FILE", help="Write a Chrome trace, for Perfetto."),
     svg: Path | None = typer.Option(None, metavar="FILE", help="Write a static picture."),
@@ -84,14 +73,10 @@ def _report_run(
             str(schedules[0]), "given beside a run's folder", "give either a folder, or INSTANCE SCHEDULE..."
         )
     if svg is not None:
-        raise InputError(
-            "--svg", "cannot be made from a run's folder", "use --html, or an instance and schedules"
-        )
+        raise InputError("--svg", "cannot be made from a run's folder", "use --html, or an instance and schedules")
     path = folder / "summary.json"
     if not path.is_file():
-        raise InputError(
-            str(folder), "has no summary.json", "give the folder that pipeloom train left, runs/NAME"
-        )
+        raise InputError(str(folder), "has no summary.json", "give the folder that pipeloom train left, runs/NAME")
     fields = read_document(path)
     convert(fields, RunSummary, str(path))
     written = []
@@ -105,9 +90,10 @@ def _report_run(
     console = stdout()
     plain = {name: value for name, value in fields.items() if not isinstance(value, dict | list)}
     console.print(summary_table(plain, title=str(folder)))
-    compared = fields.get("comparison")
-    if isinstance(compared, dict) and compared:
-        console.print(summary_table(compared, title="Mean planned seconds on the same batches"))
+    for name, heading in (("evaluation", "Evaluation"), ("comparison", "Mean planned seconds on the same batches")):
+        numbers = fields.get(name)
+        if isinstance(numbers, dict) and numbers:
+            console.print(summary_table(numbers, title=heading))
     for name in ("timeline.html", "trace.json", "plans"):
         if (folder / name).exists():
             console.print(f"{folder / name}", markup=False, highlight=False, soft_wrap=True)

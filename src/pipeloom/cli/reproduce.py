@@ -12,7 +12,7 @@ from pipeloom.cli.output import JSON_HELP, print_json, print_note
 from pipeloom.errors import InputError
 
 if TYPE_CHECKING:
-    from pipeloom.reproduce import Progress
+    from pipeloom.lab.reproduce import Progress
 
 EPILOG = (
     "Examples: pipeloom reproduce dip --list; pipeloom reproduce dip table-5 --seeds 1; "
@@ -22,26 +22,20 @@ EPILOG = (
 
 def reproduce(
     paper: str = typer.Argument(..., metavar="PAPER", help="dip, pipetune or adaptis."),
-    part: list[str] = typer.Argument(
-        None, metavar="[PART]...", help="Some of its tables and figures; default: all."
-    ),
+    part: list[str] = typer.Argument(None, metavar="[PART]...", help="Some of its tables and figures; default: all."),
     show: bool = typer.Option(False, "--list", help="Name the parts and leave."),
     seeds: int | None = typer.Option(None, metavar="N", help="Seeds 0 to N-1; default: 0 to 2."),
     iterations: int | None = typer.Option(
         None, metavar="N", help="Batches for every mean, where the paper has more; default: 10."
     ),
     search: float | None = typer.Option(
-        None,
-        metavar="SECONDS",
-        help="Processor seconds of our search (dip: our planning) for one batch; default: 1.",
+        None, metavar="SECONDS", help="Processor seconds of our search (dip: our planning) for one batch; default: 1."
     ),
     solver: float | None = typer.Option(
         None, metavar="SECONDS", help="Seconds after which an exact solver is cut; default: 60."
     ),
     full: bool = typer.Option(False, "--full", help="All defaults as large as in the paper; may take days."),
-    out: Path = typer.Option(
-        Path("docs/results"), metavar="FOLDER", help="Where the page and the pictures go."
-    ),
+    out: Path = typer.Option(Path("docs/results"), metavar="FOLDER", help="Where the page and the pictures go."),
     json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
     """Run a paper's evaluation again and write its tables and figures.
@@ -49,7 +43,7 @@ def reproduce(
     Leaves FOLDER/PAPER.md and FOLDER/PAPER/*.svg. Every section is written as soon as it is there; those that are not
     run stay. The paper's own numbers stand beside ours, and enter no computation.
     """
-    from pipeloom.reproduce import Options, full_of, parts_of, reproduce
+    from pipeloom.lab.reproduce import Options, full_of, parts_of, reproduce
 
     parts = parts_of(paper)
     if show:

@@ -7,14 +7,7 @@ from typing import Any
 
 import typer
 
-from pipeloom.cli.output import (
-    JSON_HELP,
-    check_targets,
-    draw,
-    figures_document,
-    print_json,
-    stdout,
-)
+from pipeloom.cli.output import JSON_HELP, check_targets, draw, figures_document, print_json, stdout
 from pipeloom.cli.stated import stated_track
 from pipeloom.io import read_instance
 from pipeloom.report import comparison_table, time_text
@@ -29,9 +22,7 @@ EPILOG = (
 
 def simulate(
     instance: Path = typer.Argument(..., metavar="INSTANCE", help="A pipeloom.instance/1 file."),
-    schedule: Path = typer.Argument(
-        ..., metavar="SCHEDULE", help="A pipeloom.schedule/1 file; its order is run."
-    ),
+    schedule: Path = typer.Argument(..., metavar="SCHEDULE", help="A pipeloom.schedule/1 file; its order is run."),
     trace: Path | None = typer.Option(None, metavar="FILE", help="Write a Chrome trace (JSON)."),
     html: Path | None = typer.Option(None, metavar="FILE", help="Write an offline timeline page."),
     svg: Path | None = typer.Option(None, metavar="FILE", help="Write a static picture."),
@@ -49,9 +40,13 @@ def simulate(
     if json:
         print_json(
             figures_document(track)
-            | {"instance": graph.name, "start_s": [t / 1e9 for t in track.timeline.start_ns.tolist()],
-               "bubbles": bubbles_document(idle), "written": written}
-        )  # fmt: skip
+            | {
+                "instance": graph.name,
+                "start_s": [t / 1e9 for t in track.timeline.start_ns.tolist()],
+                "bubbles": bubbles_document(idle),
+                "written": written,
+            }
+        )
         return
     console = stdout()
     console.print(comparison_table([track], title=graph.name))
@@ -86,8 +81,13 @@ def bubbles_table(graph: TaskGraph, idle: Bubbles) -> Any:
         table.add_column(column, justify="left" if column == "rank" else "right")
     for rank in range(graph.num_ranks):
         values = (
-            idle.warm_up_ns[rank], idle.waiting_ns[rank].sum(), idle.transfer_ns[rank], idle.memory_ns[rank],
-            idle.order_ns[rank], idle.cool_down_ns[rank], idle.idle_ns[rank],
-        )  # fmt: skip
+            idle.warm_up_ns[rank],
+            idle.waiting_ns[rank].sum(),
+            idle.transfer_ns[rank],
+            idle.memory_ns[rank],
+            idle.order_ns[rank],
+            idle.cool_down_ns[rank],
+            idle.idle_ns[rank],
+        )
         table.add_row(str(rank), *(time_text(int(value)) if value else "-" for value in values))
     return table

@@ -14,16 +14,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from pipeloom.cli.options import check_budget, check_seed
-from pipeloom.cli.output import (
-    JSON_HELP,
-    check_targets,
-    figures_text,
-    note_compiling,
-    print_json,
-    print_note,
-    stderr,
-)
+from pipeloom.cli.options import PARAMS_HELP, check_budget, check_method, check_seed, read_params
+from pipeloom.cli.output import JSON_HELP, check_targets, figures_text, note_compiling, print_json, print_note, stderr
 from pipeloom.errors import InfeasibleError, InputError
 from pipeloom.io import SearchRecord, read_instance, schedule_document, write_schedule
 from pipeloom.report import key_figures, make_track, share_text, time_text
@@ -43,11 +35,10 @@ def solve(
     instance: Path = typer.Argument(..., metavar="INSTANCE", help="A pipeloom.instance/1 file."),
     budget: float = typer.Option(..., metavar="SECONDS", help="Seconds of search; loading is not counted."),
     out: Path = typer.Option(..., metavar="SCHEDULE", help="File for the pipeloom.schedule/1."),
-    method: str = typer.Option(
-        "default", metavar="NAME", help="How to search; a wrong name lists the known ones."
-    ),
+    method: str = typer.Option("default", metavar="NAME", help="How to search; a wrong name lists the known ones."),
     seed: int = typer.Option(0, metavar="N", help="Seed of all random choices."),
     threads: int = typer.Option(0, metavar="N", help="Threads that search; 0: half of the cores."),
+    params: Path | None = typer.Option(None, metavar="FILE", help=PARAMS_HELP),
     json: bool = typer.Option(False, "--json", help=JSON_HELP + " It is the schedule that --out gets."),
 ) -> None:
     """Search a schedule for an instance: short makespan, within every rank's memory.
@@ -57,7 +48,9 @@ def solve(
     """
     check_budget(budget)
     check_seed(seed)
+    check_method("--method", method)
     check_targets(out)
+    tuned = read_params(params)
     graph = read_instance(instance)
     from pipeloom.search import solve as search
     from pipeloom.search import warm_up
@@ -67,20 +60,19 @@ def solve(
             warm_up(method, graph)  # no part of the budget
         began_s = time.monotonic()
         try:
-            solution = search(graph, budget=rule, seed=seed, method=method, threads=threads, on_progress=show)
+            solution = search(
+                graph, budget=rule, seed=seed, method=method, threads=threads, params=tuned, on_progress=show
+            )
         except InputError as error:
             # The search names its own arguments; here they are options.
-            named = error.entity in ("method", "threads")
-            entity = f"--{error.entity}" if named else f"{instance}: {error.entity}"
+            entity = "--threads" if error.entity == "threads" else f"{instance}: {error.entity}"
             raise InputError(entity, error.problem, error.remedy) from error
         except InfeasibleError as error:
-            raise InfeasibleError(f"{instance}: infeasible: {error}") from error
+            raise type(error)(f"{instance}: {error.verdict}: {error}") from error
     # Nothing leaves that the independent checker has not passed; a violation here is a defect of the search.
     if found := check(graph, solution.schedule, solution.timeline):
         raise RuntimeError(f"the search gave an infeasible schedule ({found[0]}); nothing is written")
-    record = SearchRecord(
-        solution.method, seed, budget, round(time.monotonic() - began_s, 6), solution.evaluations
-    )
+    record = SearchRecord(solution.method, seed, budget, round(time.monotonic() - began_s, 6), solution.evaluations)
     answer = (graph, solution.schedule, solution.timeline, solution.lower_bound, record)
     write_schedule(out, *answer)
     if rule.stopped:

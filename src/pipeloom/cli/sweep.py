@@ -6,31 +6,26 @@ from typing import Any
 
 import typer
 
-from pipeloom.cli.compare import load_model
 from pipeloom.cli.emulate import document, is_file, own_microbatches
 from pipeloom.cli.output import JSON_HELP, print_json, stderr, stdout
-from pipeloom.emulator import SweepEntry
+from pipeloom.emulator import Draw, Points, SweepEntry
 from pipeloom.emulator import sweep as run_sweep
+from pipeloom.integrations.models import load_model
 from pipeloom.report import share_text, size_text
 
 EPILOG = "Example: pipeloom sweep vlm-m --cluster dip-h800-64 --gpus 64."
 
 
 def sweep(
-    model: str = typer.Argument(
-        ..., metavar="MODEL", help="A model of the zoo, a .toml file, or a config.json."
-    ),
+    model: str = typer.Argument(..., metavar="MODEL", help="A model of the zoo, a .toml file, or a config.json."),
     cluster: str = typer.Option("dip-h800-64", help="A cluster of the zoo, or a .toml file."),
     gpus: int = typer.Option(0, min=0, help="Devices to use; 0: all of the cluster."),
     microbatches: int = typer.Option(128, min=1, metavar="N", help="Microbatches of the global batch."),
     data: str | None = typer.Option(
-        None,
-        help="A data set of the zoo, or your own samples (.jsonl, .parquet, .tar); default: the papers' mixture.",
+        None, help="A data set of the zoo, or your own samples (.jsonl, .parquet, .tar); default: the papers' mixture."
     ),
     max_tp: int = typer.Option(8, min=1, help="Largest degree of tensor parallelism."),
-    top: int = typer.Option(
-        10, min=1, metavar="N", help="Rows to show of those that run, and of those that cannot."
-    ),
+    top: int = typer.Option(10, min=1, metavar="N", help="Rows to show of those that run, and of those that cannot."),
     seed: int = typer.Option(0, help="Seed of the samples drawn."),
     json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
@@ -43,9 +38,12 @@ def sweep(
             status.update(f"emulating {_name(entry)} ...")
 
         entries = run_sweep(
-            architecture, cluster, num_devices=gpus or None, global_microbatches=microbatches, microbatches=own,
-            data=None if own else data, seed=seed, max_tensor=max_tp, progress=show,
-        )  # fmt: skip
+            architecture,
+            cluster,
+            batch=own or Draw(microbatches, data, seed),
+            points=Points(num_devices=gpus or None, max_tensor=max_tp),
+            progress=show,
+        )
     if json:
         print_json({"model": model, "cluster": cluster, "entries": [_document(entry) for entry in entries]})
         return
@@ -74,14 +72,18 @@ def _print(entries: list[SweepEntry], title: str, top: int) -> None:
     for entry in entries[: min(top, runnable)]:
         r = entry.result
         assert r is not None
-        table.add_row(_name(entry), f"{r.iteration_s:.4g} s", f"{r.mfu:.3f}", share_text(r.bubble),
-                      size_text(max(r.peak_bytes)), r.strategy)  # fmt: skip
+        table.add_row(
+            _name(entry),
+            f"{r.iteration_s:.4g} s",
+            f"{r.mfu:.3f}",
+            share_text(r.bubble),
+            size_text(max(r.peak_bytes)),
+            r.strategy,
+        )
     console = stdout()
     if runnable:
         console.print(table)
-        console.print(
-            f"Emulated, not measured; {min(top, runnable)} of {runnable} combinations that run.", style="dim"
-        )
+        console.print(f"Emulated, not measured; {min(top, runnable)} of {runnable} combinations that run.", style="dim")
     if problems:
         console.print(f"{len(problems)} combinations cannot run:", style="dim")
     for entry in problems[:top]:

@@ -10,7 +10,6 @@ import typer
 from pipeloom.cli.output import JSON_HELP, print_json
 from pipeloom.errors import PlanError
 from pipeloom.io import read_layout, read_plan
-from pipeloom.plan import SEND_VERBS
 from pipeloom.plan import verify as verify_plan
 
 EPILOG = (
@@ -20,9 +19,7 @@ EPILOG = (
 
 
 def verify(
-    plan: Path = typer.Argument(
-        ..., metavar="PLAN", help="An execution plan in its text form, pipeloom.plan/1."
-    ),
+    plan: Path = typer.Argument(..., metavar="PLAN", help="An execution plan in its text form, pipeloom.plan/2."),
     layout: Path | None = typer.Option(
         None, metavar="FILE", help="A pipeloom.layout/1: check chunks, ranks and backwards against it too."
     ),
@@ -41,7 +38,7 @@ def verify(
     made = read_plan(plan)
     shape = None if layout is None else read_layout(layout)
     actions = [action for rank in made.ranks for action in rank]
-    counted = Counter("messages" if action.verb in SEND_VERBS else action.verb for action in actions)
+    counted = Counter("messages" if action.verb.is_send else action.verb for action in actions)
     document: dict[str, object] = {
         "verified": True,
         "problem": None,

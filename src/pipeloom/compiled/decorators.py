@@ -8,6 +8,8 @@ dates.
 
 from __future__ import annotations
 
+import hashlib
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -28,13 +30,42 @@ _OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "no_cfunc_wra
 _CALLEE_OPTIONS: dict[str, Any] = {**_OPTIONS, "no_cpython_wrapper": True}
 
 
+class _Index(IndexDataCacheFile):
+    """What is cached of a function; what cannot be read is as good as nothing."""
+
+    def _load_index(self) -> Any:
+        """Load the index. Its keys name the types of arguments, which may have moved since it was written."""
+        try:
+            return super()._load_index()  # type: ignore[no-untyped-call]
+        except (ImportError, AttributeError):
+            return {}
+
+    def save(self, key: Any, data: Any) -> None:
+        """Save code under a name that its key alone decides.
+
+        numba counts files. Of two processes that compile one function for different types at once, each would write
+        file 1, and the index of the later one could name the code of the other.
+        """
+        index = self._load_index()
+        index[key] = self._data_name(hashlib.sha256(repr(key).encode()).hexdigest()[:16])
+        self._save_data(index[key], data)  # type: ignore[no-untyped-call]
+        self._save_index(index)  # type: ignore[no-untyped-call]
+
+    def _data_name(self, number: int | str) -> str:
+        return self._index_name.removesuffix("nbi") + f"{number}.nbc"
+
+
 class _StampedCache(FunctionCache):
     """numba's cache with another stamp."""
 
     def __init__(self, function: Callable[..., Any], stamp: str) -> None:
         super().__init__(function)  # type: ignore[no-untyped-call]
+        if folder := os.environ.get("NUMBA_CACHE_DIR"):
+            # Shared by checkouts: what has the same stamp is the same code, wherever its file lies.
+            self._cache_path = str(Path(folder, stamp))
+            Path(self._cache_path).mkdir(parents=True, exist_ok=True)
         place = {"cache_path": self.cache_path, "filename_base": self._impl.filename_base}
-        self._cache_file = IndexDataCacheFile(**place, source_stamp=stamp)  # type: ignore[no-untyped-call]
+        self._cache_file = _Index(**place, source_stamp=stamp)  # type: ignore[no-untyped-call]
 
     def load_overload(self, signature: Any, target_context: Any) -> Any:
         """Load cached code; unlike numba's own way, without all that only compiling needs.

@@ -20,8 +20,7 @@ ROOT = Path(__file__).parents[1]
 _ALWAYS = sorted(Path(__file__).parent.glob("*.py"))
 _HERE = f"{ROOT.name}.{Path(__file__).parent.name}"
 _IMPORT = re.compile(
-    rf"^[ \t]*(?:from ({ROOT.name}(?:\.\w+)*) import (?:\(([^)]*)\)|(.*))|import ({ROOT.name}(?:\.\w+)*))",
-    re.MULTILINE,
+    rf"^[ \t]*(?:from ({ROOT.name}(?:\.\w+)*) import (?:\(([^)]*)\)|(.*))|import ({ROOT.name}(?:\.\w+)*))", re.MULTILINE
 )
 _COMMENT = re.compile(r"#.*")
 

@@ -2,15 +2,8 @@
 
 from pipeloom.cost.correction import Correction, fit_link
 from pipeloom.cost.model import CostModel, StrategyCost
-from pipeloom.cost.profile import (
-    LayerFit,
-    LayerMeasurement,
-    Profile,
-    StrategyFit,
-    StrategyMeasurement,
-    fit_profile,
-)
-from pipeloom.cost.profile_costs import ProfileCosts, Strategy, check_strategies, sharded_copies
+from pipeloom.cost.profile import LayerFit, LayerMeasurement, Profile, StrategyFit, StrategyMeasurement, fit_profile
+from pipeloom.cost.profile_costs import ProfileCosts, check_strategies, sharded_copies
 
 __all__ = [
     "Correction",
@@ -19,7 +12,6 @@ __all__ = [
     "LayerMeasurement",
     "Profile",
     "ProfileCosts",
-    "Strategy",
     "StrategyCost",
     "StrategyFit",
     "StrategyMeasurement",

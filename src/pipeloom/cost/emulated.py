@@ -10,20 +10,31 @@ import numpy as np
 
 from pipeloom.cost.model import StrategyCost
 from pipeloom.emulator.build import Placement, layer_template, module_templates
-from pipeloom.emulator.pipeline import spread
 from pipeloom.emulator.program import Part
 from pipeloom.emulator.rules import PS_PER_S, RuleTable
 from pipeloom.emulator.stage import Stage, StageCost, runs_of
 from pipeloom.emulator.static import static_bytes, update_ps
 from pipeloom.emulator.template import LayerTemplate
 from pipeloom.errors import InputError
-from pipeloom.spec import Chunk, ClusterSpec, LayerSpec, ModelSpec, ModuleSpec, TensorShape, Workload
+from pipeloom.spec import (
+    STRATEGIES,
+    Chunk,
+    ChunkStrategy,
+    LayerSpec,
+    ModelSpec,
+    ModuleSpec,
+    RankSpec,
+    TensorShape,
+    Workload,
+    chunk_strategy,
+)
 from pipeloom.spec.architecture import Architecture, Layer, ResidualLayer
-from pipeloom.spec.catalog import load_architecture, load_machine
-from pipeloom.spec.hardware import Degrees, MachineSpec
+from pipeloom.spec.catalog import load_architecture, load_cluster
+from pipeloom.spec.hardware import ClusterSpec
+from pipeloom.spec.parallelism import Degrees
 
-STRATEGIES = ("keep", "selective", "full", "offload")
 CACHE_SIZE = 16384
+_KEEP = ChunkStrategy("keep")
 
 _Shape = tuple[tuple[int, int], ...]
 """A chunk as runs of equal layers: which (by the identity of its template) and how many."""
@@ -35,11 +46,11 @@ class EmulatedCosts:
     Parameters
     ----------
     architecture : Architecture or zoo name
-    machine : MachineSpec or zoo name
+    cluster : ClusterSpec or zoo name
     degrees : Degrees
         Tensor, context, expert and data parallelism of one pipeline; ``pipeline`` says how far ranks lie apart.
-    strategies : sequence of str
-        Candidates of every chunk, the base first. ``full:0.5`` recomputes half of the chunk's layers.
+    strategies : sequence of ChunkStrategy or their texts
+        Candidates of every chunk, the base first.
     split : bool
         Whether costs of split backwards (I and W) are wanted; without them answers take half the time.
 
@@ -52,23 +63,24 @@ class EmulatedCosts:
     def __init__(
         self,
         architecture: Architecture | str,
-        machine: MachineSpec | str,
+        cluster: ClusterSpec | str,
         degrees: Degrees,
-        strategies: Sequence[str] = STRATEGIES,
+        strategies: Sequence[ChunkStrategy | str] = STRATEGIES,
         *,
         split: bool = True,
     ) -> None:
         self.architecture = load_architecture(architecture) if isinstance(architecture, str) else architecture
-        self.machine = load_machine(machine) if isinstance(machine, str) else machine
-        self.placement = Placement(self.machine, degrees)
+        self.cluster = load_cluster(cluster) if isinstance(cluster, str) else cluster
+        self.placement = Placement(self.cluster, degrees)
         if not strategies:
             raise InputError("strategies", "is empty", "give at least the base")
-        self.strategies = tuple(strategies)
+        self.strategies = tuple(map(chunk_strategy, strategies))
+        self.split_backward = split
         self._parts: tuple[Part, ...] = ("F", "B", "I", "W") if split else ("F", "B")
         self._layers = {
             m.name: module_templates(self.architecture, m, self.placement) for m in self.architecture.modules
         }
-        self._stages: dict[tuple[str, tuple[int, int], str], Stage] = {}
+        self._stages: dict[tuple[str, tuple[int, int], ChunkStrategy], Stage] = {}
         self._shared: dict[tuple[tuple[int, str, int], ...], Stage] = {}
         self._known: OrderedDict[tuple[_Shape, Workload], tuple[StrategyCost, ...]] = OrderedDict()
         self._shapes: dict[tuple[str, tuple[int, int]], _Shape] = {}
@@ -80,21 +92,18 @@ class EmulatedCosts:
     def _chunk(self, chunk: Chunk) -> tuple[LayerTemplate, ...]:
         layers = self._layers.get(chunk.module)
         if layers is None:
-            raise InputError(
-                f"module {chunk.module!r}", "is unknown", f"the model has {', '.join(self._layers)}"
-            )
+            raise InputError(f"module {chunk.module!r}", "is unknown", f"the model has {', '.join(self._layers)}")
         if chunk.layers[1] >= len(layers):
             raise InputError(
-                f"chunk of {chunk.module!r}.layers",
-                f"{list(chunk.layers)} goes beyond layer {len(layers) - 1}",
+                f"chunk of {chunk.module!r}.layers", f"{list(chunk.layers)} goes beyond layer {len(layers) - 1}"
             )
         return layers[chunk.layers[0] : chunk.layers[1] + 1]
 
-    def _stage(self, chunk: Chunk, strategy: str) -> Stage:
+    def _stage(self, chunk: Chunk, strategy: ChunkStrategy = _KEEP) -> Stage:
         key = (chunk.module, chunk.layers, strategy)
         if key not in self._stages:
             layers = self._chunk(chunk)
-            runs = runs_of(layers, spread(strategy, len(layers)))
+            runs = runs_of(layers, strategy.layers(len(layers)))
             shape = tuple((id(r.layer), r.strategy, r.count) for r in runs)
             self._stages[key] = self._shared.setdefault(shape, Stage(runs))
         return self._stages[key]
@@ -121,13 +130,13 @@ class EmulatedCosts:
                 self._known.popitem(last=False)
         return known
 
-    def _cost(self, chunk: Chunk, workload: Workload, strategy: str) -> StrategyCost:
+    def _cost(self, chunk: Chunk, workload: Workload, strategy: ChunkStrategy) -> StrategyCost:
         stage = self._stage(chunk, strategy)
         cost: StageCost = stage.cost(workload, self._parts)
         seconds = {part: ps / PS_PER_S for part, ps in cost.duration_ps.items()}
         split = "I" in seconds
         return StrategyCost(
-            strategy=strategy,
+            strategy=str(strategy),
             forward_s=seconds["F"],
             backward_s=seconds.get("B", 0.0),
             activation_bytes=cost.activation_bytes,
@@ -139,7 +148,7 @@ class EmulatedCosts:
 
     def boundary_bytes(self, chunk: Chunk, workload: Workload) -> int:
         """Bytes of the chunk's output on one device."""
-        return self._stage(chunk, "keep").output_bytes(workload)
+        return self._stage(chunk).output_bytes(workload)
 
     def transfer_s(self, num_bytes: int) -> float:
         """Seconds that a message takes between neighbouring pipeline ranks."""
@@ -161,20 +170,20 @@ class EmulatedCosts:
 
     def workspace_bytes(self, chunk: Chunk, workload: Workload) -> int:
         """Most that a pass of the chunk uses beyond what it takes in, holds and hands on, under any strategy."""
-        return max(self._stage(chunk, name).workspace_bytes(workload) for name in self.strategies)
+        return max(self._stage(chunk, each).workspace_bytes(workload) for each in self.strategies)
 
     def chunk_flops(self, chunk: Chunk, workload: Workload) -> float:
         """Operations of the forward's products on all tensor- and context-parallel devices together."""
         peers = self.placement.degrees.tensor * self.placement.degrees.context
-        return self._stage(chunk, "keep").model_flops(workload) * peers
+        return self._stage(chunk).model_flops(workload) * peers
 
     @property
-    def cluster(self) -> ClusterSpec:
-        """The planner's view of the machine."""
+    def rank(self) -> RankSpec:
+        """The planner's view of the cluster."""
         link = self.placement.devices[self.placement.pipeline_link]
-        return ClusterSpec(
-            name=self.machine.name,
-            memory_capacity_bytes=self.machine.device.usable_bytes,
+        return RankSpec(
+            name=self.cluster.name,
+            memory_capacity_bytes=self.cluster.device.usable_bytes,
             link_bytes_per_s=link.network_bytes_per_s,
             link_latency_s=link.latency_s,
         )
@@ -187,7 +196,7 @@ class EmulatedCosts:
             layers: list[LayerSpec] = []
             for layer in module.layers:
                 single, count = _one_of(layer)
-                whole = layer_template(single, Placement(self.machine, Degrees()))
+                whole = layer_template(single, Placement(self.cluster, Degrees()))
                 layers.append(
                     LayerSpec(
                         kind=_kind(layer, len(layers)),
@@ -202,9 +211,7 @@ class EmulatedCosts:
 
 def _one_of(layer: Layer) -> tuple[Layer, int]:
     if isinstance(layer, ResidualLayer):
-        return ResidualLayer(
-            **{f: getattr(layer, f) for f in layer.__struct_fields__} | {"count": 1}
-        ), layer.count
+        return ResidualLayer(**{f: getattr(layer, f) for f in layer.__struct_fields__} | {"count": 1}), layer.count
     return layer, 1
 
 

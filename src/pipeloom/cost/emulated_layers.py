@@ -8,12 +8,13 @@ from pipeloom.cost.model import StrategyCost
 from pipeloom.errors import InputError
 from pipeloom.spec import Chunk, Workload
 from pipeloom.spec.architecture import Architecture
-from pipeloom.spec.hardware import Degrees, MachineSpec
+from pipeloom.spec.hardware import ClusterSpec
+from pipeloom.spec.parallelism import Degrees
 
 
 def emulated_layers(
     architecture: Architecture | str,
-    machine: MachineSpec | str,
+    cluster: ClusterSpec | str,
     degrees: Degrees,
     *,
     tokens: int,
@@ -25,7 +26,7 @@ def emulated_layers(
 
     Parameters
     ----------
-    architecture, machine : specification or zoo name
+    architecture, cluster : specification or zoo name
     degrees : Degrees
         ``pipeline`` is the number of ranks.
     tokens, sequences : int
@@ -39,7 +40,7 @@ def emulated_layers(
     InputError
         The model is not one language module.
     """
-    costs = EmulatedCosts(architecture, machine, degrees, strategies)
+    costs = EmulatedCosts(architecture, cluster, degrees, strategies)
     if tokens < 1 or sequences < 1:
         raise InputError("tokens", f"{sequences} sequences of {tokens} tokens are none", "use at least one")
     modules = costs.architecture.modules
@@ -61,11 +62,15 @@ def emulated_layers(
         base = options[0]
         layers.append(
             LayerCost(
-                _name(kinds[i], i), base.forward_s, base.activation_bytes, 0, **_backward(base),
+                _name(kinds[i], i),
+                base.forward_s,
+                base.activation_bytes,
+                0,
+                **_backward(base),
                 static_bytes=costs.static_bytes(chunk),
                 candidates=tuple(_entry(option) for option in options) if len(options) > 1 else None,
             )
-        )  # fmt: skip
+        )
     middle = Chunk(name, (num // 2, num // 2), 0)
     size = costs.boundary_bytes(middle, work)
     title = f"{costs.architecture.name}, {tokens} tokens, tp {degrees.tensor}"
@@ -87,6 +92,11 @@ def _backward(cost: StrategyCost) -> dict[str, float | None]:
 def _entry(cost: StrategyCost) -> StrategyEntry:
     backward = _backward(cost)
     return StrategyEntry(
-        cost.strategy, cost.forward_s, cost.activation_bytes, backward.get("backward_s"),
-        backward.get("backward_input_s"), backward.get("backward_weight_s"), cost.weight_gradient_bytes,
-    )  # fmt: skip
+        cost.strategy,
+        cost.forward_s,
+        cost.activation_bytes,
+        backward.get("backward_s"),
+        backward.get("backward_input_s"),
+        backward.get("backward_weight_s"),
+        cost.weight_gradient_bytes,
+    )

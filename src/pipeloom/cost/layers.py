@@ -55,9 +55,7 @@ class LayerCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
         whole, parts = self.backward_s is not None, (self.backward_input_s, self.backward_weight_s)
         if whole == any(part is not None for part in parts) or (not whole and None in parts):
             raise InputError(
-                "backward_s",
-                "or both backward_input_s and backward_weight_s must be given",
-                "give either, not both",
+                "backward_s", "or both backward_input_s and backward_weight_s must be given", "give either, not both"
             )
 
     @property
@@ -82,7 +80,7 @@ class LayerTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     num_ranks: int
     num_microbatches: int
     boundary_s: float
-    """Seconds that the hand-over between two ranks takes."""
+    """Seconds that the boundary transfer between two ranks takes."""
     boundary_bytes: int
     layers: tuple[LayerCost, ...]
     memory_capacity_bytes: tuple[int, ...] | None = None
@@ -100,9 +98,7 @@ class LayerTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise InputError("layers", "is empty", "give at least one layer")
         capacity = self.memory_capacity_bytes
         if capacity is not None and len(capacity) != self.num_ranks:
-            raise InputError(
-                "memory_capacity_bytes", f"has {len(capacity)} entries, num_ranks is {self.num_ranks}"
-            )
+            raise InputError("memory_capacity_bytes", f"has {len(capacity)} entries, num_ranks is {self.num_ranks}")
         for rank, value in enumerate(capacity or ()):
             if not 0 <= value < 2**62:
                 raise InputError(f"memory_capacity_bytes[{rank}]", f"{value} is not in 0..2**62-1")

@@ -29,8 +29,17 @@ class StrategyCost:
 class CostModel(Protocol):
     """What planning asks about the machine; behind it is a measured profile or the emulator."""
 
+    @property
+    def split_backward(self) -> bool:
+        """Whether the halves of backwards are known, so that a plan may split them."""
+        ...
+
     def chunk_costs(self, chunk: Chunk, workload: Workload) -> tuple[StrategyCost, ...]:
         """Costs of a chunk on a workload, one per memory strategy; the first is the base (keep)."""
+        ...
+
+    def workspace_bytes(self, chunk: Chunk, workload: Workload) -> int:
+        """Most that a pass of the chunk uses beyond what is held, under any of its strategies."""
         ...
 
     def boundary_bytes(self, chunk: Chunk, workload: Workload) -> int:

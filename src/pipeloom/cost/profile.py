@@ -78,9 +78,7 @@ class LayerMeasurement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         for name in ("forward_s", "backward_s", "activation_bytes"):
             value = getattr(self, name)
             if not 0 <= value < float("inf"):
-                raise InputError(
-                    f"measurement of {self.module}.{self.kind}.{name}", f"{value} is not finite and >= 0"
-                )
+                raise InputError(f"measurement of {self.module}.{self.kind}.{name}", f"{value} is not finite and >= 0")
 
 
 class LayerFit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -13,9 +12,8 @@ import numpy.typing as npt
 from pipeloom.cost.model import StrategyCost
 from pipeloom.cost.profile import LayerFit, Profile, StrategyFit, workload_features
 from pipeloom.errors import InputError
-from pipeloom.spec import DTYPE_BYTES, Chunk, ClusterSpec, LayerSpec, ModelSpec, Workload
+from pipeloom.spec import DTYPE_BYTES, Chunk, LayerSpec, ModelSpec, RankSpec, Strategy, Workload
 
-Strategy = Literal["keep", "recompute", "selective", "offload"]
 FloatArray = npt.NDArray[np.float64]
 
 # Weights, gradients and two moments of Adam, each as large as the weights.
@@ -52,9 +50,9 @@ class ProfileCosts:
     ----------
     model : ModelSpec
     profile : Profile
-    cluster : ClusterSpec
+    rank : RankSpec
         Its links give the seconds of messages.
-    strategies : tuple of {"keep", "recompute", "selective", "offload"}
+    strategies : tuple of Strategy
         Memory strategies offered for every pair; the first is the base.
     factors : dict
         Per module, measured over predicted seconds of (forward, backward): what calibration learned while
@@ -68,7 +66,7 @@ class ProfileCosts:
 
     model: ModelSpec
     profile: Profile
-    cluster: ClusterSpec = field(default_factory=ClusterSpec)
+    rank: RankSpec = field(default_factory=RankSpec)
     strategies: tuple[Strategy, ...] = ("keep",)
     factors: dict[str, tuple[float, float]] = field(default_factory=dict)
     split_backward: bool = False
@@ -87,9 +85,10 @@ class ProfileCosts:
                 raise InputError(f"profile.layers[{key!r}]", "is missing", "measure this kind of layer")
             if needed and self.profile.layers[key].strategies is None:
                 raise InputError(
-                    f"profile.layers[{key!r}].strategies", f"is missing, and {needed[0]!r} is offered",
+                    f"profile.layers[{key!r}].strategies",
+                    f"is missing, and {needed[0]!r} is offered",
                     "measure the model again, for all strategies",
-                )  # fmt: skip
+                )
 
     def chunk_costs(self, chunk: Chunk, workload: Workload) -> tuple[StrategyCost, ...]:
         """Costs of a chunk under each offered strategy."""
@@ -111,7 +110,7 @@ class ProfileCosts:
 
     def transfer_s(self, num_bytes: int) -> float:
         """Seconds of a message between two ranks."""
-        return self.cluster.transfer_s(num_bytes)
+        return self.rank.transfer_s(num_bytes)
 
     def static_bytes(self, chunk: Chunk) -> int:
         """Weights, gradients and Adam's moments, in the dtype of the layer's output."""
@@ -147,14 +146,18 @@ class ProfileCosts:
         moved = max(0, held - given)
         more = moved / alone if alone > 0 else 1.0
         return _OnWorkload(
-            forward_s, backward_s, held, given, moved,
+            forward_s,
+            backward_s,
+            held,
+            given,
+            moved,
             halves_s=(of["input_gradient_s"] * b_factor, of["weight_gradient_s"] * b_factor),
             between_bytes=given + round(of["weight_gradient_bytes"] + inside) + seed,
             selective_s=(of["selective_forward_s"] * f_factor, of["selective_backward_s"] * b_factor),
             selective_bytes=given + round(of["selective_bytes"]),
             move_s=(of["offload_s"] * more, of["load_s"] * more),
             workspace_bytes=round(float((sums.workspace @ features).max())) + seed,
-        )  # fmt: skip
+        )
 
     def _ends(self, chunk: Chunk) -> bool:
         """Whether the loss comes behind it."""
@@ -227,7 +230,7 @@ class _OnWorkload:
         inputs_s, weights_s = self.halves_s
         return StrategyCost(
             strategy, forward_s, self.backward_s + more_s, held, inputs_s + more_s, weights_s, self.between_bytes
-        )  # fmt: skip
+        )
 
     def workspace(self, strategy: Strategy, split: bool) -> int:
         """Bytes that a pass uses beyond what is held."""

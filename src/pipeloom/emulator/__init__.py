@@ -11,7 +11,7 @@ from pipeloom.emulator.rules import Counts, Device, Efficiency
 from pipeloom.emulator.session import Checkpoint, Session
 from pipeloom.emulator.step import Step
 from pipeloom.emulator.subgraph import Call, Composite, Leaf, Port
-from pipeloom.emulator.sweep import SweepEntry, emulate, grid, sweep
+from pipeloom.emulator.sweep import Draw, PipelineShape, Points, SweepEntry, emulate, grid, sweep
 from pipeloom.emulator.tape import Context, Cost, Tape, Tensor
 from pipeloom.emulator.template import EvaluatedLayer, LayerTemplate
 
@@ -25,6 +25,7 @@ __all__ = [
     "Cost",
     "Counts",
     "Device",
+    "Draw",
     "Efficiency",
     "Emulation",
     "EvaluatedLayer",
@@ -35,7 +36,9 @@ __all__ = [
     "MemoryCurve",
     "OperatorGraph",
     "PipelineModel",
+    "PipelineShape",
     "Placement",
+    "Points",
     "Port",
     "RankTime",
     "Session",

@@ -31,25 +31,32 @@ from pipeloom.spec.architecture import (
     ResidualLayer,
     TokenEmbeddingLayer,
 )
-from pipeloom.spec.hardware import Degrees, DeviceSpec, EfficiencySpec, MachineSpec, Points
+from pipeloom.spec.hardware import ClusterSpec, DeviceSpec, EfficiencySpec, Points
+from pipeloom.spec.parallelism import Degrees
 
 
 def mixer_module(mixer: Mixer, hidden: int) -> modules.Module:
     """The module that a mixer's sizes describe."""
     if isinstance(mixer, AttentionMixer):
         return modules.Attention(
-            hidden, mixer.heads, mixer.kv_heads, mixer.head_width, causal=mixer.causal, bias=mixer.qkv_bias,
-            output_bias=mixer.output_bias, rotary=mixer.rotary, norm_heads=mixer.norm_heads,
-        )  # fmt: skip
+            hidden,
+            mixer.heads,
+            mixer.kv_heads,
+            mixer.head_width,
+            causal=mixer.causal,
+            bias=mixer.qkv_bias,
+            output_bias=mixer.output_bias,
+            rotary=mixer.rotary,
+            norm_heads=mixer.norm_heads,
+        )
     if isinstance(mixer, CrossAttentionMixer):
         return modules.CrossAttention(
             hidden, mixer.heads, mixer.head_width, mixer.condition_tokens, mixer.condition_width, mixer.bias
         )
     if isinstance(mixer, LatentAttentionMixer):
         return modules.LatentAttention(
-            hidden, mixer.heads, mixer.kv_rank, mixer.query_rank, mixer.nope_width, mixer.rope_width,
-            mixer.value_width,
-        )  # fmt: skip
+            hidden, mixer.heads, mixer.kv_rank, mixer.query_rank, mixer.nope_width, mixer.rope_width, mixer.value_width
+        )
     if isinstance(mixer, MLPMixer):
         return modules.MLP(hidden, mixer.inner, gated=mixer.gated, bias=mixer.bias)
     if isinstance(mixer, ExpertsMixer):
@@ -57,9 +64,7 @@ def mixer_module(mixer: Mixer, hidden: int) -> modules.Module:
             hidden, mixer.inner, mixer.experts, mixer.chosen, mixer.shared_inner, mixer.imbalance
         )
     assert isinstance(mixer, Mamba2Mixer)
-    return modules.Mamba2(
-        hidden, mixer.heads, mixer.head_width, mixer.state, mixer.groups, mixer.kernel, mixer.chunk
-    )
+    return modules.Mamba2(hidden, mixer.heads, mixer.head_width, mixer.state, mixer.groups, mixer.kernel, mixer.chunk)
 
 
 def layer_module(layer: Layer) -> tuple[modules.Module, int]:
@@ -78,13 +83,9 @@ def layer_module(layer: Layer) -> tuple[modules.Module, int]:
     if isinstance(layer, TokenEmbeddingLayer):
         return modules.TokenEmbedding(layer.vocabulary, layer.hidden, layer.positions), layer.hidden
     if isinstance(layer, PatchEmbeddingLayer):
-        return modules.PatchEmbedding(
-            layer.patch_numbers, layer.hidden, layer.positions, layer.bias
-        ), layer.hidden
+        return modules.PatchEmbedding(layer.patch_numbers, layer.hidden, layer.positions, layer.bias), layer.hidden
     if isinstance(layer, PatchMergerLayer):
-        return modules.PatchMerger(
-            layer.hidden, layer.factor, layer.out_width, layer.inner, layer.norm
-        ), layer.hidden
+        return modules.PatchMerger(layer.hidden, layer.factor, layer.out_width, layer.inner, layer.norm), layer.hidden
     if isinstance(layer, ProjectorLayer):
         return modules.Projector(layer.in_width, layer.out_width), layer.in_width
     if isinstance(layer, LanguageHeadLayer):
@@ -114,9 +115,12 @@ def local_devices(device: DeviceSpec, nic_bytes_per_s: float, nic_latency_s: flo
         ("pcie", device.pcie_bytes_per_s, device.pcie_latency_s),
     )
     compute = Device(
-        DEVICE_NAMES[0], flops_per_s=device.flops_per_s, memory_bytes_per_s=device.memory_bytes_per_s,
-        capacity_bytes=device.usable_bytes, efficiency=tables["compute"],
-    )  # fmt: skip
+        DEVICE_NAMES[0],
+        flops_per_s=device.flops_per_s,
+        memory_bytes_per_s=device.memory_bytes_per_s,
+        capacity_bytes=device.usable_bytes,
+        efficiency=tables["compute"],
+    )
     return (
         compute,
         *(
@@ -130,36 +134,42 @@ def local_devices(device: DeviceSpec, nic_bytes_per_s: float, nic_latency_s: flo
 class Placement:
     """Where the groups of a set of degrees lie: tensor peers next to each other, then context, data, pipeline."""
 
-    machine: MachineSpec
+    cluster: ClusterSpec
     degrees: Degrees
 
     def __post_init__(self) -> None:
         """Refuse degrees that the cluster cannot hold."""
-        need, have = self.degrees.num_devices, self.machine.num_devices
+        need, have = self.degrees.num_devices, self.cluster.num_devices
         if need > have:
             raise InputError(
-                "degrees", f"tensor x context x data x pipeline is {need}, {self.machine.name!r} has {have} devices",
+                "degrees",
+                f"tensor x context x data x pipeline is {need}, {self.cluster.name!r} has {have} devices",
                 "lower a degree",
-            )  # fmt: skip
+            )
 
     def crosses_nodes(self, span: int) -> bool:
         """Whether ``span`` consecutive devices are on more than one node."""
-        return span > self.machine.devices_per_node
+        return span > self.cluster.devices_per_node
 
     def link(self, span: int) -> int:
         """Slowest link inside ``span`` consecutive devices."""
-        return NIC if self.crosses_nodes(span) or not self.machine.device.nvlink_bytes_per_s else NVLINK
+        return NIC if self.crosses_nodes(span) or not self.cluster.device.nvlink_bytes_per_s else NVLINK
 
     @property
     def context(self) -> Context:
         """What a layer is traced under."""
         d = self.degrees
         return Context(
-            tensor=d.tensor, context=d.context, expert=d.expert, sequence_parallel=d.sequence_parallel,
-            tensor_link=self.link(d.tensor), context_link=self.link(d.tensor * d.context),
-            expert_link=self.link(max(d.expert, d.tensor)), shard=d.data if d.zero == 3 else 1,
+            tensor=d.tensor,
+            context=d.context,
+            expert=d.expert,
+            sequence_parallel=d.sequence_parallel,
+            tensor_link=self.link(d.tensor),
+            context_link=self.link(d.tensor * d.context),
+            expert_link=self.link(max(d.expert, d.tensor)),
+            shard=d.data if d.zero == 3 else 1,
             shard_link=self.data_link,
-        )  # fmt: skip
+        )
 
     @property
     def data_link(self) -> int:
@@ -175,20 +185,22 @@ class Placement:
     @functools.cached_property
     def devices(self) -> tuple[Device, ...]:
         """One accelerator's local devices."""
-        m = self.machine
+        m = self.cluster
         return local_devices(m.device, m.nic_bytes_per_s, m.nic_latency_s)
 
 
 @functools.lru_cache(maxsize=512)
-def _template(
-    layer: Layer, context: Context, machine: bytes, trainable: bool, input_gradient: bool
-) -> LayerTemplate:
-    spec = msgspec.json.decode(machine, type=MachineSpec)
+def _template(layer: Layer, context: Context, cluster: bytes, trainable: bool, input_gradient: bool) -> LayerTemplate:
+    spec = msgspec.json.decode(cluster, type=ClusterSpec)
     module, width = layer_module(layer)
     return LayerTemplate(
-        module, width, context, local_devices(spec.device, spec.nic_bytes_per_s, spec.nic_latency_s),
-        trainable=trainable, input_gradient=input_gradient,
-    )  # fmt: skip
+        module,
+        width,
+        context,
+        local_devices(spec.device, spec.nic_bytes_per_s, spec.nic_latency_s),
+        trainable=trainable,
+        input_gradient=input_gradient,
+    )
 
 
 def forget_templates() -> None:
@@ -200,9 +212,7 @@ def layer_template(
     layer: Layer, placement: Placement, *, trainable: bool = True, input_gradient: bool = True
 ) -> LayerTemplate:
     """The traced template of one layer, traced once for each structure, parallelism and device."""
-    return _template(
-        layer, placement.context, msgspec.json.encode(placement.machine), trainable, input_gradient
-    )  # fmt: skip
+    return _template(layer, placement.context, msgspec.json.encode(placement.cluster), trainable, input_gradient)
 
 
 def module_templates(

@@ -19,10 +19,14 @@ def expand(graph: Subgraph) -> Leaf:
     start = np.zeros(len(flat.device) + 1, np.int64)
     np.cumsum([len(p) for p in flat.before], out=start[1:])
     return Leaf(
-        num_devices=flat.num_devices, num_inputs=graph.num_inputs, device=np.array(flat.device, np.int64),
-        duration_ps=np.array(flat.duration, np.int64), predecessor_start=start,
-        predecessor=np.array([q for p in flat.before for q in p], np.int64), outputs=np.array(joined, np.int64),
-    )  # fmt: skip
+        num_devices=flat.num_devices,
+        num_inputs=graph.num_inputs,
+        device=np.array(flat.device, np.int64),
+        duration_ps=np.array(flat.duration, np.int64),
+        predecessor_start=start,
+        predecessor=np.array([q for p in flat.before for q in p], np.int64),
+        outputs=np.array(joined, np.int64),
+    )
 
 
 class _Flat:
@@ -63,8 +67,7 @@ class _Flat:
         for number, call in enumerate(graph.calls):
             mine = [[d[k] for k in call.devices] for d in devices]
             given = [
-                [[q for port in entry for q in ports(i, port)] for entry in call.inputs]
-                for i in range(len(devices))
+                [[q for port in entry for q in ports(i, port)] for entry in call.inputs] for i in range(len(devices))
             ]
             widths = call.replicas
             key = (id(graph), number, *mine[0])
@@ -83,9 +86,7 @@ class _Flat:
         self.num_devices += count
         return list(range(self.num_devices - count, self.num_devices))
 
-    def _add_leaf(
-        self, graph: Leaf, devices: list[list[int]], inputs: list[list[list[int]]]
-    ) -> list[list[list[int]]]:
+    def _add_leaf(self, graph: Leaf, devices: list[list[int]], inputs: list[list[list[int]]]) -> list[list[list[int]]]:
         number: list[list[int]] = [[] for _ in devices]
         for i in range(graph.num_operators):
             rows = graph.predecessor[graph.predecessor_start[i] : graph.predecessor_start[i + 1]].tolist()

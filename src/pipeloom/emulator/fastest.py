@@ -8,6 +8,7 @@ from pipeloom.emulator.pipeline import PipelineModel, Work
 from pipeloom.emulator.result import StepResult
 from pipeloom.emulator.step import Step
 from pipeloom.errors import InfeasibleError
+from pipeloom.spec import ChunkStrategy
 
 GIB = 2**30
 
@@ -15,7 +16,7 @@ GIB = 2**30
 def fastest_step(
     model: PipelineModel,
     microbatches: Sequence[Work],
-    strategies: Sequence[str] = ("keep", "selective", "full:0.5", "full"),
+    strategies: Sequence[ChunkStrategy | str] = ("keep", "selective", "recompute:0.5", "recompute"),
 ) -> StepResult:
     """The fastest of some strategies that fits in memory, given from the fastest to the leanest.
 

@@ -18,7 +18,7 @@ from pipeloom.emulator.rules import PS_PER_S, RuleTable
 from pipeloom.emulator.size import FloatArray
 from pipeloom.emulator.tape import DEVICE_NAMES
 from pipeloom.errors import InputError, check_positive
-from pipeloom.spec.hardware import DeviceSpec, EfficiencySpec, Part
+from pipeloom.spec.hardware import DevicePart, DeviceSpec, EfficiencySpec
 
 FLOPS_KINDS = frozenset({"matmul", "grouped_matmul", "scan"}) | {
     f"{causal}attention{backward}" for causal in ("", "causal_") for backward in ("", "_backward")
@@ -37,7 +37,7 @@ class Measurement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     flops: float = 0.0
     memory_bytes: float = 0.0
     network_bytes: float = 0.0
-    part: Part = "compute"
+    part: DevicePart = "compute"
     steps: float = 0.0
     """Messages in a row, each of which takes the link's latency."""
 
@@ -113,13 +113,10 @@ def fit_device(
         if m.amount > 0:
             key = (m.part, m.metric)
             peaks[key] = max(peaks.get(key, 0.0), float(m.amount / m.seconds))
-    for key, what in (
-        (("compute", "flops"), "matrix product"),
-        (("compute", "memory"), "operator that moves memory"),
-    ):
+    for key, what in ((("compute", "flops"), "matrix product"), (("compute", "memory"), "operator that moves memory")):
         if key not in peaks:
             raise InputError("measurements", f"have no {what}", "measure at least one of several sizes")
-    tables: dict[Part, dict[str, EfficiencySpec]] = {}
+    tables: dict[DevicePart, dict[str, EfficiencySpec]] = {}
     for part, kind in sorted({(m.part, m.kind) for m in measurements}):
         mine = [m for m in measurements if (m.part, m.kind) == (part, kind) and m.amount > 0]
         metric = mine[0].metric
@@ -134,23 +131,28 @@ def fit_device(
         tables.setdefault(part, {})[kind] = spec
     # What was not measured behaves like the middle of what was, by memory.
     moved = [m for m in measurements if m.part == "compute" and m.metric == "memory"]
-    tables["compute"]["*"] = EfficiencySpec(
-        flops=NEVER_BINDS, memory=_curve(moved, peaks["compute", "memory"])
-    )
-    links: tuple[Part, ...] = ("nvlink", "nic", "pcie")
+    tables["compute"]["*"] = EfficiencySpec(flops=NEVER_BINDS, memory=_curve(moved, peaks["compute", "memory"]))
+    links: tuple[DevicePart, ...] = ("nvlink", "nic", "pcie")
     for link in links:
         if link in tables:
             tables[link]["*"] = next(iter(tables[link].values()))
     return DeviceSpec(
-        name=name, basis="measured", source=source, flops_per_s=peaks["compute", "flops"],
-        memory_bytes=memory_bytes, memory_bytes_per_s=peaks["compute", "memory"], reserved_bytes=reserved_bytes,
-        nvlink_bytes_per_s=peaks.get(("nvlink", "network"), 0.0), nvlink_latency_s=latency.get("nvlink", 0.0),
-        pcie_latency_s=latency.get("pcie", 0.0), pcie_bytes_per_s=peaks.get(("pcie", "network"), 0.0),
+        name=name,
+        basis="measured",
+        source=source,
+        flops_per_s=peaks["compute", "flops"],
+        memory_bytes=memory_bytes,
+        memory_bytes_per_s=peaks["compute", "memory"],
+        reserved_bytes=reserved_bytes,
+        nvlink_bytes_per_s=peaks.get(("nvlink", "network"), 0.0),
+        nvlink_latency_s=latency.get("nvlink", 0.0),
+        pcie_latency_s=latency.get("pcie", 0.0),
+        pcie_bytes_per_s=peaks.get(("pcie", "network"), 0.0),
         efficiency=tables,
-    )  # fmt: skip
+    )
 
 
-def _smooth(messages: Sequence[Measurement]) -> tuple[list[Measurement], dict[Part, float]]:
+def _smooth(messages: Sequence[Measurement]) -> tuple[list[Measurement], dict[DevicePart, float]]:
     """Messages as a line in their size says, one line for each kind, at every doubling of the size.
 
     Each is a constant plus bytes over a bandwidth, fitted to the least sum of absolute relative errors, so that
@@ -158,7 +160,7 @@ def _smooth(messages: Sequence[Measurement]) -> tuple[list[Measurement], dict[Pa
     off; what a kind has beyond it goes into the kind's efficiency.
     """
     lines = {}
-    latency: dict[Part, float] = {}
+    latency: dict[DevicePart, float] = {}
     for part, kind in sorted({(m.part, m.kind) for m in messages}):
         mine = [m for m in messages if (m.part, m.kind) == (part, kind)]
         size, seconds = np.array([m.amount for m in mine]), np.array([m.seconds for m in mine])
@@ -169,9 +171,7 @@ def _smooth(messages: Sequence[Measurement]) -> tuple[list[Measurement], dict[Pa
     for (part, _), (model, fixed, slope, low, high) in lines.items():
         left = fixed - latency[part] * model.steps
         sizes = np.round(2 ** np.unique(np.append(np.arange(low, high), high)))
-        out += [
-            msgspec.structs.replace(model, seconds=left + slope * x, network_bytes=x) for x in sizes.tolist()
-        ]
+        out += [msgspec.structs.replace(model, seconds=left + slope * x, network_bytes=x) for x in sizes.tolist()]
     return out, latency
 
 
@@ -211,16 +211,15 @@ def _curve(
     return tuple(points)
 
 
-def predict(
-    device: DeviceSpec, measurements: Sequence[Measurement], nic_bytes_per_s: float = 1.0
-) -> list[float]:
+def predict(device: DeviceSpec, measurements: Sequence[Measurement], nic_bytes_per_s: float = 1.0) -> list[float]:
     """Seconds that the table gives for operators."""
     devices = local_devices(device, nic_bytes_per_s, 0.0)
     table = RuleTable(
-        devices, tuple(m.kind for m in measurements),
+        devices,
+        tuple(m.kind for m in measurements),
         np.array([DEVICE_NAMES.index(m.part) for m in measurements], np.int64),
         np.array([m.steps for m in measurements], np.float64),
-    )  # fmt: skip
+    )
     amounts = np.array([[m.flops, m.memory_bytes, m.network_bytes] for m in measurements]).reshape(-1, 3)
     return [ps / PS_PER_S for ps in table.durations_ps(amounts).tolist()]
 

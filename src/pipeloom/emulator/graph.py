@@ -89,17 +89,34 @@ class OperatorGraph:
         begin, end = self.predecessor_start[number], self.predecessor_start[number + 1]
         f, m, n = map(float, self.amounts[number])
         return OperatorView(
-            self.names[number], self.kinds[number], self.devices[int(self.device[number])].name, f, m, n,
+            self.names[number],
+            self.kinds[number],
+            self.devices[int(self.device[number])].name,
+            f,
+            m,
+            n,
             tuple(self.predecessor[begin:end].tolist()),
-        )  # fmt: skip
+        )
 
     def tensor(self, number: int) -> TensorView:
         """Readable view of one tensor."""
         return TensorView(
-            self.tensor_names[number], self.devices[int(self.tensor_device[number])].name,
-            int(self.tensor_bytes[number]), int(self.producer[number]), self.readers[number],
+            self.tensor_names[number],
+            self.devices[int(self.tensor_device[number])].name,
+            int(self.tensor_bytes[number]),
+            int(self.producer[number]),
+            self.readers[number],
             bool(self.kept[number]),
-        )  # fmt: skip
+        )
+
+
+class Amounts(NamedTuple):
+    """What one operator does; ``steps`` messages follow one another."""
+
+    flops: float = 0.0
+    memory_bytes: float = 0.0
+    network_bytes: float = 0.0
+    steps: float = 0.0
 
 
 class GraphBuilder:
@@ -112,9 +129,7 @@ class GraphBuilder:
         self._tensors: list[tuple[str, int, int, int, bool]] = []
         self._readers: list[list[int]] = []
 
-    def tensor(
-        self, name: str, device: str, num_bytes: int, *, producer: int = NO_OPERATOR, kept: bool = False
-    ) -> int:
+    def tensor(self, name: str, device: str, num_bytes: int, *, producer: int = NO_OPERATOR, kept: bool = False) -> int:
         """Add a tensor and return its number; without a producer it is there from the start."""
         if num_bytes < 0:
             raise InputError(f"tensor {name!r}", f"{num_bytes} bytes is negative")
@@ -129,11 +144,8 @@ class GraphBuilder:
         name: str,
         kind: str,
         device: str,
+        amounts: Amounts,
         *,
-        flops: float = 0.0,
-        memory_bytes: float = 0.0,
-        network_bytes: float = 0.0,
-        steps: float = 0.0,
         reads: Sequence[int] = (),
         after: Sequence[int] = (),
     ) -> int:
@@ -147,11 +159,7 @@ class GraphBuilder:
             Come before the operator though no tensor says so.
         """
         number = len(self._operators)
-        for metric, value in (
-            ("flops", flops),
-            ("memory_bytes", memory_bytes),
-            ("network_bytes", network_bytes),
-        ):
+        for metric, value in zip(("flops", "memory_bytes", "network_bytes"), amounts, strict=False):
             if not 0 <= value < float("inf"):
                 raise InputError(f"operator {name!r}.{metric}", f"{value} is not finite and at least 0")
         before = set(after)
@@ -162,28 +170,13 @@ class GraphBuilder:
             before.add(self._tensors[tensor][3])
         before.discard(NO_OPERATOR)
         if before and not 0 <= min(before) <= max(before) < number:
-            raise InputError(
-                f"operator {name!r}", f"waits for {max(before)}, which does not exist yet", "add it first"
-            )
-        self._operators.append(
-            (
-                name,
-                kind,
-                self._device(name, device),
-                flops,
-                memory_bytes,
-                network_bytes,
-                steps,
-                tuple(sorted(before)),
-            )
-        )
+            raise InputError(f"operator {name!r}", f"waits for {max(before)}, which does not exist yet", "add it first")
+        self._operators.append((name, kind, self._device(name, device), *amounts, tuple(sorted(before))))
         return number
 
     def _device(self, user: str, name: str) -> int:
         if name not in self._number:
-            raise InputError(
-                f"{user!r}.device", f"{name!r} is unknown", f"there are {', '.join(self._number)}"
-            )
+            raise InputError(f"{user!r}.device", f"{name!r} is unknown", f"there are {', '.join(self._number)}")
         return self._number[name]
 
     def build(self) -> OperatorGraph:
@@ -245,9 +238,7 @@ class Emulation:
         """Memory curve of one device, from the lifetimes of the tensors on it."""
         graph = self.graph
         mine = np.flatnonzero(graph.tensor_device == [d.name for d in graph.devices].index(device))
-        begin = np.where(
-            graph.producer[mine] < 0, 0, self.start_ps[graph.producer[mine]] if self.start_ps.size else 0
-        )
+        begin = np.where(graph.producer[mine] < 0, 0, self.start_ps[graph.producer[mine]] if self.start_ps.size else 0)
         finish = np.array([self._last_use(int(t)) for t in mine], np.int64)
         return memory_curve(graph.tensor_bytes[mine], begin, finish)
 

@@ -43,14 +43,7 @@ def efficiency_at(size: float, points: Array, values: Array, count: int) -> floa
 
 @kernel
 def latencies(
-    amounts: Array,
-    rule: Array,
-    steps: Array,
-    rates: Array,
-    points: Array,
-    values: Array,
-    counts: Array,
-    fixed: Array,
+    amounts: Array, rule: Array, steps: Array, rates: Array, points: Array, values: Array, counts: Array, fixed: Array
 ) -> Array:
     """Picoseconds of every operator: the largest of its three metrics over what its device gives.
 

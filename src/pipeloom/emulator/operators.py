@@ -14,7 +14,7 @@ import math
 from typing import Literal
 
 from pipeloom.emulator.size import ZERO, Size
-from pipeloom.emulator.tape import Cost, Tensor
+from pipeloom.emulator.tape import Backward, Cost, Tensor
 
 NormKind = Literal["layer", "rms"]
 Algorithm = Literal["ring", "tree"]
@@ -32,11 +32,15 @@ def linear(
     flops = x.rows * (2 * weight)
     moved = x.rows * ((in_width + out_width) * dtype)
     return tape.record(
-        Cost(name, flops, moved + (weight + (out_width if bias else 0)) * dtype), [x], (x.rows, out_width),
-        saved_for_weight=[x],
-        input_gradient=Cost(name, flops, moved + weight * dtype),
-        weight_gradient=Cost(name, flops, moved + 2 * weight * x.context.gradient_bytes),
-    )  # fmt: skip
+        Cost(name, flops, moved + (weight + (out_width if bias else 0)) * dtype),
+        [x],
+        (x.rows, out_width),
+        backward=Backward(
+            saved_for_weight=[x],
+            input_gradient=Cost(name, flops, moved + weight * dtype),
+            weight_gradient=Cost(name, flops, moved + 2 * weight * x.context.gradient_bytes),
+        ),
+    )
 
 
 def grouped_linear(
@@ -49,11 +53,15 @@ def grouped_linear(
     flops = x.rows * (2 * weight)
     moved = x.rows * ((in_width + out_width) * dtype)
     return tape.record(
-        Cost("grouped_matmul", flops, moved + weight * local_groups * dtype), [x], (x.rows, out_width),
-        saved_for_weight=[x],
-        input_gradient=Cost("grouped_matmul", flops, moved + weight * local_groups * dtype),
-        weight_gradient=Cost("grouped_matmul", flops, moved + 2 * weight * local_groups * x.context.gradient_bytes),
-    )  # fmt: skip
+        Cost("grouped_matmul", flops, moved + weight * local_groups * dtype),
+        [x],
+        (x.rows, out_width),
+        backward=Backward(
+            saved_for_weight=[x],
+            input_gradient=Cost("grouped_matmul", flops, moved + weight * local_groups * dtype),
+            weight_gradient=Cost("grouped_matmul", flops, moved + 2 * weight * local_groups * x.context.gradient_bytes),
+        ),
+    )
 
 
 def norm(x: Tensor, kind: NormKind = "rms", *, split: int = 1) -> Tensor:
@@ -66,29 +74,42 @@ def norm(x: Tensor, kind: NormKind = "rms", *, split: int = 1) -> Tensor:
     tape.parameter(num_weights * split, split)
     statistics = 2 if kind == "layer" else 1
     return tape.record(
-        Cost("norm", elements * 6, x.num_bytes * 2), [x], (x.rows, x.width),
-        extra=[(x.rows, statistics, STATISTIC_BYTES)], saved=[x], saved_for_weight=[x], cheap=True,
-        input_gradient=Cost("norm", elements * 10, x.num_bytes * 3),
-        weight_gradient=Cost("norm", elements * 4, x.num_bytes * 2),
-    )  # fmt: skip
+        Cost("norm", elements * 6, x.num_bytes * 2),
+        [x],
+        (x.rows, x.width),
+        backward=Backward(
+            saved=[x],
+            saved_for_weight=[x],
+            input_gradient=Cost("norm", elements * 10, x.num_bytes * 3),
+            weight_gradient=Cost("norm", elements * 4, x.num_bytes * 2),
+        ),
+        extra=[(x.rows, statistics, STATISTIC_BYTES)],
+        again="cheap",
+    )
 
 
 def activation(x: Tensor) -> Tensor:
     """Elementwise function that saves its input (GELU, SiLU, squared ReLU)."""
     elements = x.rows * x.width
     return x.tape.record(
-        Cost("activation", elements * 8, x.num_bytes * 2), [x], (x.rows, x.width), saved=[x], cheap=True,
-        input_gradient=Cost("activation", elements * 10, x.num_bytes * 3),
-    )  # fmt: skip
+        Cost("activation", elements * 8, x.num_bytes * 2),
+        [x],
+        (x.rows, x.width),
+        backward=Backward(saved=[x], input_gradient=Cost("activation", elements * 10, x.num_bytes * 3)),
+        again="cheap",
+    )
 
 
 def multiply(x: Tensor, y: Tensor) -> Tensor:
     """Elementwise product; saves both factors."""
     elements = x.rows * x.width
     return x.tape.record(
-        Cost("multiply", elements, x.num_bytes * 3), [x, y], (x.rows, x.width), saved=[x, y], cheap=True,
-        input_gradient=Cost("multiply", elements * 2, x.num_bytes * 5),
-    )  # fmt: skip
+        Cost("multiply", elements, x.num_bytes * 3),
+        [x, y],
+        (x.rows, x.width),
+        backward=Backward(saved=[x, y], input_gradient=Cost("multiply", elements * 2, x.num_bytes * 5)),
+        again="cheap",
+    )
 
 
 def gated_activation(x: Tensor) -> Tensor:
@@ -96,9 +117,12 @@ def gated_activation(x: Tensor) -> Tensor:
     width = x.width / 2
     elements = x.rows * width
     return x.tape.record(
-        Cost("activation", elements * 9, x.num_bytes * 1.5), [x], (x.rows, width), saved=[x], cheap=True,
-        input_gradient=Cost("activation", elements * 14, x.num_bytes * 2.5),
-    )  # fmt: skip
+        Cost("activation", elements * 9, x.num_bytes * 1.5),
+        [x],
+        (x.rows, width),
+        backward=Backward(saved=[x], input_gradient=Cost("activation", elements * 14, x.num_bytes * 2.5)),
+        again="cheap",
+    )
 
 
 def rotary(x: Tensor, width: float) -> Tensor:
@@ -106,17 +130,22 @@ def rotary(x: Tensor, width: float) -> Tensor:
     moved = x.rows * (width * x.dtype_bytes * 2)
     flops = x.rows * (width * 3)
     cost = Cost("rotary", flops, moved)
-    return x.tape.record(cost, [x], (x.rows, x.width), input_gradient=cost)
+    return x.tape.record(cost, [x], (x.rows, x.width), backward=Backward(input_gradient=cost))
 
 
 def modulate(x: Tensor, shift_scale: Tensor) -> Tensor:
     """``x * (1 + scale) + shift``, one shift and scale per instance."""
     elements = x.rows * x.width
     return x.tape.record(
-        Cost("modulate", elements * 2, x.num_bytes * 2 + shift_scale.num_bytes), [x, shift_scale], (x.rows, x.width),
-        saved=[x, shift_scale], cheap=True,
-        input_gradient=Cost("modulate", elements * 4, x.num_bytes * 3 + shift_scale.num_bytes * 2),
-    )  # fmt: skip
+        Cost("modulate", elements * 2, x.num_bytes * 2 + shift_scale.num_bytes),
+        [x, shift_scale],
+        (x.rows, x.width),
+        backward=Backward(
+            saved=[x, shift_scale],
+            input_gradient=Cost("modulate", elements * 4, x.num_bytes * 3 + shift_scale.num_bytes * 2),
+        ),
+        again="cheap",
+    )
 
 
 def attention(
@@ -145,11 +174,14 @@ def attention(
     for tensor in inputs:
         moved = moved + tensor.num_bytes
     return first.tape.record(
-        Cost(kind, flops, moved), inputs, (rows, width), extra=[(rows, heads, STATISTIC_BYTES)],
-        saved=inputs, saves_output=True,
-        # Five products instead of two: scores again, then the gradients of values, scores, queries and keys.
-        input_gradient=Cost(f"{kind}_backward", flops * 2.5, moved * 2),
-    )  # fmt: skip
+        Cost(kind, flops, moved),
+        inputs,
+        (rows, width),
+        backward=Backward(
+            saved=inputs, saves_output=True, input_gradient=Cost(f"{kind}_backward", flops * 2.5, moved * 2)
+        ),
+        extra=[(rows, heads, STATISTIC_BYTES)],
+    )
 
 
 def scan(x: Tensor, *, heads: int, head_width: int, groups: int, state: int, chunk: int) -> Tensor:
@@ -162,10 +194,12 @@ def scan(x: Tensor, *, heads: int, head_width: int, groups: int, state: int, chu
     moved = x.num_bytes + x.rows * (inner * x.dtype_bytes) + states * 2
     x.tape.parameter(3 * heads * x.context.tensor, x.context.tensor)  # A, D and the bias of dt
     return x.tape.record(
-        Cost("scan", flops, moved), [x], (x.rows, inner), saved=[x], saves_output=True,
+        Cost("scan", flops, moved),
+        [x],
+        (x.rows, inner),
+        backward=Backward(saved=[x], saves_output=True, input_gradient=Cost("scan", flops * 2.5, moved * 2.5)),
         extra=[(x.rows, inner * state / chunk, STATISTIC_BYTES)],
-        input_gradient=Cost("scan", flops * 2.5, moved * 2.5),
-    )  # fmt: skip
+    )
 
 
 def depthwise(x: Tensor, width: float, kernel: int) -> Tensor:
@@ -175,9 +209,16 @@ def depthwise(x: Tensor, width: float, kernel: int) -> Tensor:
     moved = x.rows * (width * x.dtype_bytes)
     flops = x.rows * (2 * width * kernel)
     return x.tape.record(
-        Cost("depthwise", flops, moved * 2), [x], (x.rows, x.width), saved=[x], saved_for_weight=[x],
-        input_gradient=Cost("depthwise", flops, moved * 3), weight_gradient=Cost("depthwise", flops, moved * 2),
-    )  # fmt: skip
+        Cost("depthwise", flops, moved * 2),
+        [x],
+        (x.rows, x.width),
+        backward=Backward(
+            saved=[x],
+            saved_for_weight=[x],
+            input_gradient=Cost("depthwise", flops, moved * 3),
+            weight_gradient=Cost("depthwise", flops, moved * 2),
+        ),
+    )
 
 
 def embedding(indices: Tensor, vocabulary: int, width: int) -> Tensor:
@@ -188,10 +229,15 @@ def embedding(indices: Tensor, vocabulary: int, width: int) -> Tensor:
     moved = indices.rows * (width * context.dtype_bytes)
     del local
     return indices.tape.record(
-        Cost("embedding", ZERO, moved * 2), [indices], (indices.rows, width), dtype_bytes=context.dtype_bytes,
-        saved_for_weight=[indices],
-        weight_gradient=Cost("embedding", ZERO, moved + indices.rows * (width * 2 * context.gradient_bytes)),
-    )  # fmt: skip
+        Cost("embedding", ZERO, moved * 2),
+        [indices],
+        (indices.rows, width),
+        backward=Backward(
+            saved_for_weight=[indices],
+            weight_gradient=Cost("embedding", ZERO, moved + indices.rows * (width * 2 * context.gradient_bytes)),
+        ),
+        dtype_bytes=context.dtype_bytes,
+    )
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, loss_bytes: int) -> Tensor:
@@ -199,10 +245,13 @@ def cross_entropy(logits: Tensor, targets: Tensor, loss_bytes: int) -> Tensor:
     elements = logits.rows * logits.width
     full = elements * loss_bytes
     return logits.tape.record(
-        Cost("cross_entropy", elements * 6, logits.num_bytes + full * 2), [logits, targets], (logits.rows, 1),
-        dtype_bytes=loss_bytes, extra=[(logits.rows, logits.width, loss_bytes)], saved=[targets],
-        input_gradient=Cost("cross_entropy", elements * 3, logits.num_bytes + full),
-    )  # fmt: skip
+        Cost("cross_entropy", elements * 6, logits.num_bytes + full * 2),
+        [logits, targets],
+        (logits.rows, 1),
+        backward=Backward(saved=[targets], input_gradient=Cost("cross_entropy", elements * 3, logits.num_bytes + full)),
+        dtype_bytes=loss_bytes,
+        extra=[(logits.rows, logits.width, loss_bytes)],
+    )
 
 
 def squared_error(x: Tensor) -> Tensor:
@@ -210,31 +259,39 @@ def squared_error(x: Tensor) -> Tensor:
     elements = x.rows * x.width
     cost = Cost("squared_error", elements * 3, x.num_bytes * 3)
     return x.tape.record(
-        cost, [x], (x.rows, 1), extra=[(x.rows, x.width, x.dtype_bytes)], input_gradient=cost
+        cost, [x], (x.rows, 1), backward=Backward(input_gradient=cost), extra=[(x.rows, x.width, x.dtype_bytes)]
     )
 
 
 def regroup(x: Tensor, factor: int, *, moves: bool = False) -> Tensor:
     """Join ``factor`` rows into one of so many times the width; ``moves`` where memory must be rearranged."""
     cost = Cost("copy", ZERO, x.num_bytes * (2 if moves else 0))
-    return x.tape.record(cost, [x], (x.rows / factor, x.width * factor), input_gradient=cost, cheap=moves)
+    return x.tape.record(
+        cost,
+        [x],
+        (x.rows / factor, x.width * factor),
+        backward=Backward(input_gradient=cost),
+        again="cheap" if moves else "as kept",
+    )
 
 
 def gather_rows(x: Tensor, rows: Size) -> Tensor:
     """Reorder or repeat rows (to experts and back)."""
     moved = x.num_bytes + rows * (x.width * x.dtype_bytes)
     cost = Cost("permute", ZERO, moved)
-    return x.tape.record(cost, [x], (rows, x.width), input_gradient=cost)
+    return x.tape.record(cost, [x], (rows, x.width), backward=Backward(input_gradient=cost))
 
 
 def route(x: Tensor, experts: int, chosen: int) -> Tensor:
     """Softmax over experts and choice of the best; saves probabilities and indices."""
     elements = x.rows * experts
     return x.tape.record(
-        Cost("route", elements * 8, elements * (2 * STATISTIC_BYTES)), [x], (x.rows, chosen),
+        Cost("route", elements * 8, elements * (2 * STATISTIC_BYTES)),
+        [x],
+        (x.rows, chosen),
+        backward=Backward(input_gradient=Cost("route", elements * 8, elements * (3 * STATISTIC_BYTES))),
         extra=[(x.rows, experts, STATISTIC_BYTES), (x.rows, chosen, INDEX_BYTES)],
-        input_gradient=Cost("route", elements * 8, elements * (3 * STATISTIC_BYTES)),
-    )  # fmt: skip
+    )
 
 
 def weighted_sum(x: Tensor, weights: Tensor, rows: Size) -> Tensor:
@@ -242,16 +299,16 @@ def weighted_sum(x: Tensor, weights: Tensor, rows: Size) -> Tensor:
     moved = x.num_bytes + rows * (x.width * x.dtype_bytes)
     flops = x.rows * (2 * x.width)
     return x.tape.record(
-        Cost("permute", flops, moved), [x, weights], (rows, x.width), saved=[x, weights],
-        input_gradient=Cost("permute", flops * 2, moved * 2),
-    )  # fmt: skip
+        Cost("permute", flops, moved),
+        [x, weights],
+        (rows, x.width),
+        backward=Backward(saved=[x, weights], input_gradient=Cost("permute", flops * 2, moved * 2)),
+    )
 
 
 def ring(kind: str, num_bytes: Size, peers: int, device: int, *, passes: int = 1) -> Cost:
     """A collective over a ring; ``num_bytes`` is what is gathered or reduced in all."""
-    return Cost(
-        kind, network=num_bytes * (passes * (peers - 1) / peers), device=device, steps=passes * (peers - 1)
-    )
+    return Cost(kind, network=num_bytes * (passes * (peers - 1) / peers), device=device, steps=passes * (peers - 1))
 
 
 def all_reduce_cost(num_bytes: Size, peers: int, device: int, algorithm: Algorithm = "ring") -> Cost:
@@ -275,13 +332,19 @@ def enter_tensor_parallel(x: Tensor) -> Tensor:
     link = context.tensor_link
     if context.sequence_parallel:
         return x.tape.record(
-            ring("all_gather", whole, context.tensor, link), [x], (rows, x.width), transient=True,
-            input_gradient=ring("reduce_scatter", whole, context.tensor, link),
-        )  # fmt: skip
+            ring("all_gather", whole, context.tensor, link),
+            [x],
+            (rows, x.width),
+            backward=Backward(input_gradient=ring("reduce_scatter", whole, context.tensor, link)),
+            again="always",
+        )
     return x.tape.record(
-        Cost("view"), [x], (rows, x.width), transient=True,
-        input_gradient=all_reduce_cost(whole, context.tensor, link),
-    )  # fmt: skip
+        Cost("view"),
+        [x],
+        (rows, x.width),
+        backward=Backward(input_gradient=all_reduce_cost(whole, context.tensor, link)),
+        again="always",
+    )
 
 
 def leave_tensor_parallel(x: Tensor) -> Tensor:
@@ -292,14 +355,16 @@ def leave_tensor_parallel(x: Tensor) -> Tensor:
     link = context.tensor_link
     if context.sequence_parallel:
         return x.tape.record(
-            ring("reduce_scatter", x.num_bytes, context.tensor, link), [x], (x.rows / context.tensor, x.width),
-            input_gradient=ring("all_gather", x.num_bytes, context.tensor, link),
-        )  # fmt: skip
+            ring("reduce_scatter", x.num_bytes, context.tensor, link),
+            [x],
+            (x.rows / context.tensor, x.width),
+            backward=Backward(input_gradient=ring("all_gather", x.num_bytes, context.tensor, link)),
+        )
     return x.tape.record(
         all_reduce_cost(x.num_bytes, context.tensor, link),
         [x],
         (x.rows, x.width),
-        input_gradient=Cost("view"),
+        backward=Backward(input_gradient=Cost("view")),
     )
 
 
@@ -309,7 +374,7 @@ def exchange(x: Tensor) -> Tensor:
     if context.expert == 1:
         return x
     cost = ring("all_to_all", x.num_bytes, context.expert, context.expert_link)
-    return x.tape.record(cost, [x], (x.rows, x.width), input_gradient=cost)
+    return x.tape.record(cost, [x], (x.rows, x.width), backward=Backward(input_gradient=cost))
 
 
 def share_keys(x: Tensor, width: float) -> Tensor:
@@ -320,4 +385,4 @@ def share_keys(x: Tensor, width: float) -> Tensor:
     whole = x.rows * (context.context * width * x.dtype_bytes)
     cost = ring("ring_exchange", whole, context.context, context.context_link)
     back = ring("ring_exchange", whole, context.context, context.context_link, passes=2)
-    return x.tape.record(cost, [x], (x.rows, x.width), input_gradient=back)
+    return x.tape.record(cost, [x], (x.rows, x.width), backward=Backward(input_gradient=back))

@@ -8,12 +8,11 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from pipeloom.emulator.build import Placement, module_templates
-from pipeloom.emulator.program import STRATEGIES, Strategy
 from pipeloom.emulator.stage import Run, Stage, runs_of
 from pipeloom.emulator.static import static_bytes
 from pipeloom.emulator.template import LayerTemplate
 from pipeloom.errors import InputError
-from pipeloom.spec import Sample, Workload
+from pipeloom.spec import ChunkStrategy, Sample, Strategy, Workload, chunk_strategy
 from pipeloom.spec.architecture import Architecture
 
 Work = Mapping[str, Sequence[Workload]]
@@ -30,9 +29,7 @@ def work_of(
         size = (sub_microbatch or {}).get(module.name)
         parts = 1 if size is None else -(-len(lengths) // size)
         bounds = [round(len(lengths) * k / parts) for k in range(parts + 1)] if parts else []
-        out[module.name] = tuple(
-            Workload(tuple(lengths[a:b])) for a, b in itertools.pairwise(bounds) if b > a
-        )
+        out[module.name] = tuple(Workload(tuple(lengths[a:b])) for a, b in itertools.pairwise(bounds) if b > a)
     return out
 
 
@@ -49,11 +46,7 @@ class PipelineModel:
     """
 
     def __init__(
-        self,
-        architecture: Architecture,
-        placement: Placement,
-        typical: Work,
-        segments: Mapping[str, int] | None = None,
+        self, architecture: Architecture, placement: Placement, typical: Work, segments: Mapping[str, int] | None = None
     ) -> None:
         self.architecture, self.placement = architecture, placement
         self.num_ranks = placement.degrees.pipeline
@@ -64,9 +57,10 @@ class PipelineModel:
             parts = self.num_ranks * (segments or {}).get(module.name, 1)
             if len(layers) < parts:
                 raise InputError(
-                    f"module {module.name!r}", f"has {len(layers)} layers for {parts} chunks",
+                    f"module {module.name!r}",
+                    f"has {len(layers)} layers for {parts} chunks",
                     "lower pipeline parallelism or segments",
-                )  # fmt: skip
+                )
             work = list(typical.get(module.name, ()))
             self.layers[module.name] = layers
             self.cuts[module.name] = split_evenly(_weights(layers, work), parts)
@@ -89,42 +83,21 @@ class PipelineModel:
         mine = [c for c in self.chunks(module) if c % self.num_ranks == rank]
         return tuple(t for c in mine for t in self.chunk_layers(module, c))
 
-    def stages(self, strategy: str) -> dict[str, list[Stage]]:
-        """Stages of every module under a strategy; ``full:0.25`` recomputes a quarter of each chunk's layers."""
+    def stages(self, strategy: ChunkStrategy | str) -> dict[str, list[Stage]]:
+        """Stages of every module, each under one strategy."""
+        chosen = chunk_strategy(strategy)
         known: dict[tuple[tuple[int, Strategy, int], ...], Stage] = {}
 
         def stage(runs: tuple[Run, ...]) -> Stage:
             return known.setdefault(tuple((id(r.layer), r.strategy, r.count) for r in runs), Stage(runs))
 
         return {
-            name: [stage(runs_of(layers, spread(strategy, len(layers)))) for layers in self._chunked(name)]
+            name: [stage(runs_of(layers, chosen.layers(len(layers)))) for layers in self._chunked(name)]
             for name in self.layers
         }
 
     def _chunked(self, name: str) -> list[tuple[LayerTemplate, ...]]:
         return [self.chunk_layers(name, chunk) for chunk in self.chunks(name)]
-
-
-def spread(strategy: str, count: int) -> tuple[Strategy, ...]:
-    """Strategy of each of ``count`` layers; ``name:share`` gives the first share of them the named one.
-
-    The others keep everything, or do what stands behind a plus: ``full:0.5+selective``.
-    """
-    first, _, others = strategy.partition("+")
-    name, _, share = first.partition(":")
-    picked: list[Strategy] = [known for known in STRATEGIES if known == name]
-    rest: list[Strategy] = [known for known in STRATEGIES if known == (others or "keep")]
-    for given, found in ((name, picked), (others, rest)):
-        if not found:
-            raise InputError("strategy", f"{given!r} is not one of {', '.join(STRATEGIES)}")
-    try:
-        part = float(share or 1.0)
-    except ValueError:
-        part = -1.0
-    if not 0 <= part <= 1:
-        raise InputError("strategy", f"{share!r} is not a share of the layers", "give one from 0 to 1")
-    chosen = round(part * count)
-    return (*picked * chosen, *rest * (count - chosen))
 
 
 def _weights(layers: Sequence[LayerTemplate], work: Sequence[Workload]) -> list[int]:

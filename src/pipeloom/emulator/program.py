@@ -5,7 +5,7 @@ when the backward first asks for it (explicit recomputation, once; `facts` of th
 
 - ``keep``: all that the backward reads;
 - ``selective``: without the results of cheap operators (norms, activation functions), whose inputs are kept;
-- ``full``: only the layer's input;
+- ``recompute``: only the layer's input;
 - ``offload``: all of it, but on the host between forward and backward, over PCIe.
 """
 
@@ -17,10 +17,9 @@ from typing import Literal
 
 from pipeloom.emulator.size import ONE, ZERO, Size
 from pipeloom.emulator.tape import PCIE, Cost, Record, Tape, Tensor
+from pipeloom.spec import Strategy
 
-Strategy = Literal["keep", "selective", "full", "offload"]
 Part = Literal["F", "B", "I", "W"]
-STRATEGIES: tuple[Strategy, ...] = ("keep", "selective", "full", "offload")
 PARTS: tuple[Part, ...] = ("F", "B", "I", "W")
 
 ENTRY, PREVIOUS = -1, -2
@@ -70,7 +69,7 @@ class Passes:
 def kept_tensors(tape: Tape, strategy: Strategy) -> list[Tensor]:
     """Tensors that the forward keeps, each once, in the order in which they are first needed."""
     wanted: dict[Tensor, None] = {}
-    recomputes = strategy in ("selective", "full")
+    recomputes = strategy in ("selective", "recompute")
 
     seen: set[Tensor] = set()
 
@@ -79,9 +78,7 @@ def kept_tensors(tape: Tape, strategy: Strategy) -> list[Tensor]:
             return
         seen.add(tensor)
         record = tensor.producer
-        if record is None or (
-            not record.transient and not (recomputes and (strategy == "full" or record.cheap))
-        ):
+        if record is None or (not record.transient and not (recomputes and (strategy == "recompute" or record.cheap))):
             wanted[tensor] = None
             return
         for source in record.inputs:
@@ -121,10 +118,7 @@ def make_passes(tape: Tape, output: Tensor, strategy: Strategy) -> Passes:
     total = _total(t.num_bytes for t in kept)
     offloaded = strategy == "offload"
     return Passes(
-        programs,
-        ZERO if offloaded else total,
-        _total(t.num_bytes for _, t in held),
-        total if offloaded else ZERO,
+        programs, ZERO if offloaded else total, _total(t.num_bytes for _, t in held), total if offloaded else ZERO
     )
 
 
@@ -168,11 +162,14 @@ class _Writer:
         if context.shard > 1 and self.tape.parameters:
             self.unsharded = self._run(
                 Cost(
-                    "all_gather", network=ONE * (self._local_parameters() * context.dtype_bytes) * _ring(context.shard),
-                    device=context.shard_link, steps=context.shard - 1,
+                    "all_gather",
+                    network=ONE * (self._local_parameters() * context.dtype_bytes) * _ring(context.shard),
+                    device=context.shard_link,
+                    steps=context.shard - 1,
                 ),
-                (), [PREVIOUS],
-            )  # fmt: skip
+                (),
+                [PREVIOUS],
+            )
 
     def _reduce(self, after: int) -> None:
         """Reduce the gradients of the weights and keep a shard of them (ZeRO-3)."""
@@ -182,10 +179,12 @@ class _Writer:
                 Cost(
                     "reduce_scatter",
                     network=ONE * (self._local_parameters() * context.dtype_bytes) * _ring(context.shard),
-                    device=context.shard_link, steps=context.shard - 1,
+                    device=context.shard_link,
+                    steps=context.shard - 1,
                 ),
-                (), [after],
-            )  # fmt: skip
+                (),
+                [after],
+            )
 
     def _local_parameters(self) -> float:
         return sum(p.local for p in self.tape.parameters)
@@ -307,9 +306,7 @@ class _Writer:
         return program
 
     def _entries(self) -> list[Tensor]:
-        return list(
-            {t: None for r in self.tape.records for t in r.inputs if t.producer is None and t.needs_gradient}
-        )
+        return list({t: None for r in self.tape.records for t in r.inputs if t.producer is None and t.needs_gradient})
 
     def _input_gradient(self, record: Record, ready: int) -> int | None:
         if record.input_gradient is None:

@@ -60,6 +60,7 @@ class StepResult:
         Whether every peak is within the device's usable memory.
     tasks, start_ps, end_ps : per task
     strategy : str
+        Text of a `ChunkStrategy`.
     in_flight : int
         Microbatches between their first and last task at once.
     """

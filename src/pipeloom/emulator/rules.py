@@ -110,9 +110,7 @@ class RuleTable:
         Messages in a row.
     """
 
-    def __init__(
-        self, devices: tuple[Device, ...], kind: tuple[str, ...], device: IntArray, steps: FloatArray
-    ) -> None:
+    def __init__(self, devices: tuple[Device, ...], kind: tuple[str, ...], device: IntArray, steps: FloatArray) -> None:
         self.devices, self.kind, self.device, self.steps = devices, kind, device, steps
         rows: dict[tuple[int, str], int] = {}
         self.rule = np.array(

@@ -8,14 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
-from pipeloom.compiled import kernel
 from pipeloom.emulator.rules import IntArray
-
-Array = Any
+from pipeloom.emulator.schedule_kernels import TaskArrays, run
 
 
 @dataclass(slots=True)
@@ -32,33 +29,6 @@ class PipelineTask:
     """Tasks to wait for, and picoseconds that their results travel."""
 
 
-@dataclass(frozen=True, eq=False)
-class TaskArrays:
-    """Tasks as the kernel reads them, without durations: made once for all memory strategies.
-
-    Attributes
-    ----------
-    rank, microbatch, place : array, shape (num_tasks,)
-        Microbatches are numbered without gaps; of ready tasks a rank runs the one with the least place.
-    waiting : array, shape (num_tasks,)
-        Number of tasks to wait for.
-    first_start, first : compressed rows
-        Per microbatch the tasks that wait for nothing.
-    after_start, after, delay_ps : compressed rows
-        Per task those that wait for it, and how long its result travels to each.
-    """
-
-    rank: IntArray
-    microbatch: IntArray
-    place: IntArray
-    waiting: IntArray
-    first_start: IntArray
-    first: IntArray
-    after_start: IntArray
-    after: IntArray
-    delay_ps: IntArray
-
-
 def task_arrays(tasks: Sequence[PipelineTask]) -> TaskArrays:
     """Flatten tasks for `list_schedule`."""
     count = len(tasks)
@@ -73,10 +43,16 @@ def task_arrays(tasks: Sequence[PipelineTask]) -> TaskArrays:
     free = np.flatnonzero(waiting == 0)
     free = free[np.argsort(microbatch[free], kind="stable")]
     return TaskArrays(
-        np.array([t.rank for t in tasks], np.int64), microbatch.astype(np.int64), place, waiting,
-        _rows(microbatch[free], len(number)), free.astype(np.int64),
-        _rows(source, count), np.repeat(np.arange(count), waiting)[by_source], delay[by_source],
-    )  # fmt: skip
+        np.array([t.rank for t in tasks], np.int64),
+        microbatch.astype(np.int64),
+        place,
+        waiting,
+        _rows(microbatch[free], len(number)),
+        free.astype(np.int64),
+        _rows(source, count),
+        np.repeat(np.arange(count), waiting)[by_source],
+        delay[by_source],
+    )
 
 
 def _rows(owner: IntArray, count: int) -> IntArray:
@@ -105,132 +81,5 @@ def list_schedule(
         return [], []
     a = task_arrays(tasks) if arrays is None else arrays
     duration = np.array([t.duration_ps for t in tasks], np.int64)
-    order, start = _run(
-        a.rank, a.microbatch, a.place, a.waiting, a.first_start, a.first, a.after_start, a.after, a.delay_ps,
-        duration, num_ranks, in_flight,
-    )  # fmt: skip
+    order, start = run(a, duration, num_ranks, in_flight)
     return order.tolist(), start.tolist()
-
-
-@kernel
-def _push(heap: Array, base: int, size: int, key: int, value: int) -> None:
-    """Add (key, value) to a heap of ``size`` pairs that begins at ``base``."""
-    at = size
-    while at > 0:
-        up = (at - 1) >> 1
-        k, v = heap[base + up]
-        if k < key or (k == key and v <= value):
-            break
-        heap[base + at, 0], heap[base + at, 1] = k, v
-        at = up
-    heap[base + at, 0], heap[base + at, 1] = key, value
-
-
-@kernel
-def _pop(heap: Array, base: int, size: int) -> None:
-    """Take away the least pair; the caller has read it at ``base``."""
-    last = size - 1
-    key, value = heap[base + last]
-    at = 0
-    while True:
-        down = 2 * at + 1
-        if down >= last:
-            break
-        if down + 1 < last:
-            a, b = heap[base + down], heap[base + down + 1]
-            if b[0] < a[0] or (b[0] == a[0] and b[1] < a[1]):
-                down += 1
-        k, v = heap[base + down]
-        if key < k or (key == k and value <= v):
-            break
-        heap[base + at, 0], heap[base + at, 1] = k, v
-        at = down
-    heap[base + at, 0], heap[base + at, 1] = key, value
-
-
-@kernel
-def _run(
-    rank: Array, microbatch: Array, place: Array, waiting: Array, first_start: Array, first: Array,
-    after_start: Array, after: Array, delay: Array, duration: Array, num_ranks: int, in_flight: int,
-) -> tuple[Array, Array]:  # fmt: skip
-    """Event-driven list scheduling; every heap orders pairs (time or place, number)."""
-    count, num_microbatches = len(rank), len(first_start) - 1
-    waiting = waiting.copy()
-    left = np.bincount(microbatch, minlength=num_microbatches)
-    mine = np.bincount(rank, minlength=num_ranks)
-    base = np.zeros(num_ranks, np.int64)
-    base[1:] = np.cumsum(mine)[:-1]
-    # Per rank: tasks ready now (by place) and tasks ready later (by time).
-    ready, later = np.empty((count, 2), np.int64), np.empty((count, 2), np.int64)
-    num_ready, num_later = np.zeros(num_ranks, np.int64), np.zeros(num_ranks, np.int64)
-    free, ready_at = np.zeros(num_ranks, np.int64), np.zeros(count, np.int64)
-    start, order = np.full(count, -1, np.int64), np.empty(count, np.int64)
-    # A task makes an event when it becomes ready and one when it ends; others replace one that was taken.
-    events, num_events = np.empty((2 * count + 2, 2), np.int64), 0
-    leaving, num_leaving = np.empty((num_microbatches + 1, 2), np.int64), 0
-    fresh, num_fresh = np.empty(count, np.int64), 0
-    entered = done = now = 0
-    admit = in_flight
-    while True:
-        while admit > 0 and entered < num_microbatches:
-            for k in range(first_start[entered], first_start[entered + 1]):
-                fresh[num_fresh] = first[k]
-                ready_at[first[k]] = max(ready_at[first[k]], now)
-                num_fresh += 1
-            entered += 1
-            admit -= 1
-        for k in range(num_fresh):
-            i = fresh[k]
-            r = rank[i]
-            _push(later, base[r], num_later[r], ready_at[i], i)
-            num_later[r] += 1
-            _push(events, 0, num_events, max(ready_at[i], free[r]), r)
-            num_events += 1
-        num_fresh = admit = 0
-        if num_leaving and (num_events == 0 or leaving[0, 0] <= events[0, 0]):
-            now = leaving[0, 0]
-            _pop(leaving, 0, num_leaving)
-            num_leaving -= 1
-            admit = 1
-            continue
-        if num_events == 0:
-            break
-        now, r = events[0]
-        _pop(events, 0, num_events)
-        num_events -= 1
-        if free[r] > now:
-            continue
-        while num_later[r] and later[base[r], 0] <= now:
-            i = later[base[r], 1]
-            _pop(later, base[r], num_later[r])
-            num_later[r] -= 1
-            _push(ready, base[r], num_ready[r], place[i], i)
-            num_ready[r] += 1
-        if num_ready[r] == 0:
-            if num_later[r]:
-                _push(events, 0, num_events, later[base[r], 0], r)
-                num_events += 1
-            continue
-        i = ready[base[r], 1]
-        _pop(ready, base[r], num_ready[r])
-        num_ready[r] -= 1
-        start[i] = now
-        order[done] = i
-        done += 1
-        end = now + duration[i]
-        free[r] = end
-        for k in range(after_start[i], after_start[i + 1]):
-            j = after[k]
-            waiting[j] -= 1
-            ready_at[j] = max(ready_at[j], end + delay[k])
-            if waiting[j] == 0:
-                fresh[num_fresh] = j
-                num_fresh += 1
-        m = microbatch[i]
-        left[m] -= 1
-        if left[m] == 0:
-            _push(leaving, 0, num_leaving, end, m)
-            num_leaving += 1
-        _push(events, 0, num_events, end, r)
-        num_events += 1
-    return order[:done], start

@@ -69,9 +69,7 @@ class Session:
 
     def _check(self, number: int, call: Call) -> None:
         if min(call.devices) < 0 or max(call.devices) >= self.num_devices:
-            raise InputError(
-                f"calls[{number}].devices", f"{call.devices} are not all below {self.num_devices}"
-            )
+            raise InputError(f"calls[{number}].devices", f"{call.devices} are not all below {self.num_devices}")
         for ports in call.inputs:
             for port in ports:
                 source = port.call

@@ -43,9 +43,7 @@ class Size:
 
     def __mul__(self, factor: float) -> Size:
         """Size times a number."""
-        return Size(
-            self.one * factor, self.instances * factor, self.tokens * factor, self.token_pairs * factor
-        )
+        return Size(self.one * factor, self.instances * factor, self.tokens * factor, self.token_pairs * factor)
 
     __rmul__ = __mul__
 

@@ -14,13 +14,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from pipeloom.emulator.kernels import NEVER, compose
-from pipeloom.emulator.program import Part, Strategy
+from pipeloom.emulator.program import Part
 from pipeloom.emulator.rules import IntArray
 from pipeloom.emulator.subgraph import INPUT, Call, Composite, Port, repeated
 from pipeloom.emulator.tape import NUM_DEVICES
 from pipeloom.emulator.template import EvaluatedLayer, LayerTemplate
 from pipeloom.errors import InputError
-from pipeloom.spec import Workload
+from pipeloom.spec import Strategy, Workload
 
 LOCAL = tuple(range(NUM_DEVICES))
 
@@ -34,9 +34,7 @@ class Run:
     count: int
 
 
-def runs_of(
-    layers: Sequence[LayerTemplate], strategies: Sequence[Strategy] | Strategy = "keep"
-) -> tuple[Run, ...]:
+def runs_of(layers: Sequence[LayerTemplate], strategies: Sequence[Strategy] | Strategy = "keep") -> tuple[Run, ...]:
     """Group equal neighbours of a chain of layers; one strategy for all, or one each."""
     each = [strategies] * len(layers) if isinstance(strategies, str) else list(strategies)
     pairs = itertools.groupby(zip(layers, each, strict=True), key=lambda pair: (id(pair[0]), pair[1]))
@@ -61,9 +59,10 @@ class Stage:
         for run in self.runs:
             if run.strategy not in run.layer.passes:
                 raise InputError(
-                    f"strategy {run.strategy!r}", "needs a link to the host, the device has none",
+                    f"strategy {run.strategy!r}",
+                    "needs a link to the host, the device has none",
                     "give pcie_bytes_per_s or choose another strategy",
-                )  # fmt: skip
+                )
         self._graphs: OrderedDict[tuple[Workload, Part], Composite] = OrderedDict()
         self._matrices: OrderedDict[tuple[Workload, Part], IntArray] = OrderedDict()
 
@@ -151,11 +150,7 @@ class Stage:
         evaluated = self._evaluated(workload)
         for i in self._ordered.get(part, ()):
             run = self.runs[i]
-            before = (
-                (Port(len(calls) - 1, 0), Port(len(calls) - 1, 1))
-                if calls
-                else (Port(INPUT, 0), Port(INPUT, 1))
-            )
+            before = (Port(len(calls) - 1, 0), Port(len(calls) - 1, 1)) if calls else (Port(INPUT, 0), Port(INPUT, 1))
             leaf = evaluated[i].leaves[run.strategy, part]
             calls.append(Call(leaf, LOCAL, ((before[0],), (before[1],)), run.count, run.layer.context.tensor))
         last = len(calls) - 1 if calls else INPUT

@@ -17,7 +17,7 @@ from pipeloom.emulator.rules import RuleTable
 from pipeloom.emulator.size import ONE
 from pipeloom.emulator.tape import COMPUTE, Cost
 from pipeloom.emulator.template import LayerTemplate
-from pipeloom.spec.hardware import Degrees
+from pipeloom.spec.parallelism import Degrees
 
 WEIGHT_BYTES = 2
 GRADIENT_BYTES = 4
@@ -52,9 +52,7 @@ def update_costs(layers: Sequence[LayerTemplate], degrees: Degrees, data_link: i
     """Operators of the end of an iteration: reduce gradients, optimiser step, gather the new weights."""
     costs: list[Cost] = []
     for count, peers in zip(
-        map(sum, zip(*(t.local_parameters for t in layers if t.trainable), strict=True)),
-        shards(degrees),
-        strict=False,
+        map(sum, zip(*(t.local_parameters for t in layers if t.trainable), strict=True)), shards(degrees), strict=False
     ):
         if not count:
             continue
@@ -78,8 +76,10 @@ def update_ps(layers: Sequence[LayerTemplate], placement: Placement) -> int:
     if not costs:
         return 0
     table = RuleTable(
-        placement.devices, tuple(c.kind for c in costs), np.array([c.device for c in costs]),
+        placement.devices,
+        tuple(c.kind for c in costs),
+        np.array([c.device for c in costs]),
         np.array([c.steps for c in costs]),
-    )  # fmt: skip
+    )
     amounts = np.array([[c.flops.one, c.memory.one, c.network.one] for c in costs])
     return int(table.durations_ps(amounts).sum())

@@ -24,6 +24,7 @@ from pipeloom.emulator.step_tasks import StepTasks
 from pipeloom.emulator.subgraph import Call, Port
 from pipeloom.emulator.tape import COMPUTE, NUM_DEVICES
 from pipeloom.errors import InputError, check_count
+from pipeloom.spec import ChunkStrategy, chunk_strategy
 
 __all__ = ["RankTime", "StageTask", "Step", "StepResult"]
 
@@ -38,8 +39,8 @@ class Step:
     ----------
     model : PipelineModel
     microbatches : sequence of Work
-    strategy : str
-        ``keep``, ``selective``, ``full``, ``offload``, or one with a share of the layers (``full:0.5``).
+    strategy : ChunkStrategy or its text
+        Of every chunk.
     like : Step or None
         A step of the same model and microbatches under another strategy, whose tasks and edges are taken over.
     in_flight : int or None
@@ -51,16 +52,16 @@ class Step:
         self,
         model: PipelineModel,
         microbatches: Sequence[Work],
-        strategy: str = "keep",
+        strategy: ChunkStrategy | str = "keep",
         in_flight: int | None = None,
         like: Step | None = None,
     ) -> None:
         if not microbatches:
             raise InputError("microbatches", "is empty", "give at least one")
-        self.model, self.strategy = model, strategy
+        self.model, self.strategy = model, chunk_strategy(strategy)
         self.microbatches = list(microbatches)
         base = None if like is None else like._all
-        self._all: StepTasks = StepTasks(model, self.microbatches, strategy, base)
+        self._all: StepTasks = StepTasks(model, self.microbatches, self.strategy, base)
         self.tasks = self._all.tasks
         self._choose(in_flight)
         self._issued = False
@@ -96,7 +97,7 @@ class Step:
     @property
     def capacity(self) -> int:
         """Memory that tensors can have on each device."""
-        return self.model.placement.machine.device.usable_bytes
+        return self.model.placement.cluster.device.usable_bytes
 
     def _peaks(self, start: IntArray, end: IntArray) -> tuple[int, ...]:
         """Largest memory of each rank: static, held activations, and the workspace of the largest pass."""
@@ -119,10 +120,11 @@ class Step:
             self._largest = {
                 m.name: max(
                     (w for work in self.microbatches for w in work.get(m.name, ())),
-                    key=lambda w: (w.num_tokens, w.num_token_pairs), default=None,
+                    key=lambda w: (w.num_tokens, w.num_token_pairs),
+                    default=None,
                 )
                 for m in self.model.architecture.modules
-            }  # fmt: skip
+            }
             self._spaces: dict[int, int] = {}
         if rank not in self._spaces:
             self._spaces[rank] = max(
@@ -175,9 +177,7 @@ class Step:
         old = self.microbatches[number]
         names = [m.name for m in self.model.architecture.modules]
         if any(len(old.get(n, ())) != len(work.get(n, ())) for n in names):
-            raise InputError(
-                f"microbatches[{number}]", "changes its number of parts", "emulate the step anew"
-            )
+            raise InputError(f"microbatches[{number}]", "changes its number of parts", "emulate the step anew")
         if not self._issued:
             self._issue()
         self.microbatches[number] = work
@@ -209,18 +209,27 @@ class Step:
         total = max(int(last[r]) + self._update_ps(r) for r in range(ranks))
         busy = sum(p.duration_ps for p in self._all.plans)
         peaks = self._peaks(start, end)
-        degrees, device = self.model.placement.degrees, self.model.placement.machine.device
+        degrees, device = self.model.placement.degrees, self.model.placement.cluster.device
         flops = float(sum(self._all.flops))
         spread_over = degrees.tensor * degrees.context  # each device's share is what was counted
         available = ranks * spread_over * device.flops_per_s * total / PS_PER_S
         bubble = max(0.0, 1 - busy / (ranks * pipeline))
         return StepResult(
-            iteration_s=total / PS_PER_S, pipeline_s=pipeline / PS_PER_S, bubble=bubble,
-            mfu=flops * spread_over / available, peak_bytes=peaks, static_bytes=self.model.static_bytes,
+            iteration_s=total / PS_PER_S,
+            pipeline_s=pipeline / PS_PER_S,
+            bubble=bubble,
+            mfu=flops * spread_over / available,
+            peak_bytes=peaks,
+            static_bytes=self.model.static_bytes,
             ranks=self._rank_times(start, end, pipeline),
-            fits=all(p <= self.capacity for p in peaks), tasks=tuple(self.tasks), start_ps=start, end_ps=end,
-            strategy=self.strategy, in_flight=self.in_flight, num_calls=len(self.session.calls),
-        )  # fmt: skip
+            fits=all(p <= self.capacity for p in peaks),
+            tasks=tuple(self.tasks),
+            start_ps=start,
+            end_ps=end,
+            strategy=str(self.strategy),
+            in_flight=self.in_flight,
+            num_calls=len(self.session.calls),
+        )
 
     def _times(self) -> tuple[IntArray, IntArray]:
         """Start and end of every task on its rank's compute device."""
@@ -239,9 +248,7 @@ class Step:
             wires = union(mine)
             overlap = length(busy) + length(wires) - length(union([*busy, *wires]))
             out.append(
-                RankTime(
-                    total / PS_PER_S, length(busy) / PS_PER_S, length(wires) / PS_PER_S, overlap / PS_PER_S
-                )
+                RankTime(total / PS_PER_S, length(busy) / PS_PER_S, length(wires) / PS_PER_S, overlap / PS_PER_S)
             )
         return tuple(out)
 
@@ -249,18 +256,17 @@ class Step:
         """Static and held bytes of a rank over time (without the workspace of the pass at work)."""
         held = np.array([p.held_bytes for p in self._all.plans])
         give_at = np.full(len(self.tasks), -1, np.int64)
-        backward = {
-            (t.module, t.stage, t.microbatch, t.part): i for i, t in enumerate(self.tasks) if t.backward
-        }
+        backward = {(t.module, t.stage, t.microbatch, t.part): i for i, t in enumerate(self.tasks) if t.backward}
         for i, t in enumerate(self.tasks):
             if not t.backward:
                 give_at[i] = end[backward.get((t.module, t.stage, t.microbatch, t.part), i)]
         mine = np.flatnonzero((self._all.rank == rank) & self._all.takes)
         static = np.array([self.model.static_bytes[rank]])
         return memory_curve(
-            np.concatenate([static, held[mine]]), np.concatenate([[0], start[mine]]),
+            np.concatenate([static, held[mine]]),
+            np.concatenate([[0], start[mine]]),
             np.concatenate([[FOREVER], give_at[mine]]),
-        )  # fmt: skip
+        )
 
     @property
     def num_operators(self) -> int:

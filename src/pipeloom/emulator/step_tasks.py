@@ -13,7 +13,7 @@ from pipeloom.emulator.rules import RuleTable
 from pipeloom.emulator.schedule import PipelineTask, task_arrays
 from pipeloom.emulator.stage import Stage
 from pipeloom.emulator.subgraph import Leaf, Subgraph
-from pipeloom.spec import Workload
+from pipeloom.spec import ChunkStrategy, Workload
 
 
 class TaskCost(NamedTuple):
@@ -42,7 +42,7 @@ class StepTasks:
     model : PipelineModel
     microbatches : list of Work
         Read again whenever a cost is asked for.
-    strategy : str
+    strategy : ChunkStrategy
     like : StepTasks or None
         Those of the same model and microbatches under another strategy; its tasks and edges are taken over.
 
@@ -63,7 +63,7 @@ class StepTasks:
     """
 
     def __init__(
-        self, model: PipelineModel, microbatches: list[Work], strategy: str, like: StepTasks | None = None
+        self, model: PipelineModel, microbatches: list[Work], strategy: ChunkStrategy, like: StepTasks | None = None
     ) -> None:
         self._model, self._microbatches = model, microbatches
         self.stages = model.stages(strategy)
@@ -102,9 +102,12 @@ class StepTasks:
         if key not in self._costs:
             cost = stage.cost(workload, ("F", "B"))
             self._costs[key] = TaskCost(
-                cost.duration_ps["F"], cost.duration_ps.get("B", 0), cost.activation_bytes,
-                stage.output_bytes(workload), stage.model_flops(workload) * (3 if "B" in stage.parts else 1),
-            )  # fmt: skip
+                cost.duration_ps["F"],
+                cost.duration_ps.get("B", 0),
+                cost.activation_bytes,
+                stage.output_bytes(workload),
+                stage.model_flops(workload) * (3 if "B" in stage.parts else 1),
+            )
         return self._costs[key]
 
     def send(self, num_bytes: int) -> Leaf:
@@ -113,7 +116,7 @@ class StepTasks:
             duration = self._wire.durations_ps(np.array([[0.0, 0.0, float(num_bytes)]]))
             self._sends[num_bytes] = Leaf(
                 1, 1, np.array([0]), duration, np.array([0, 1]), np.array([-1]), np.array([0])
-            )  # fmt: skip
+            )
         return self._sends[num_bytes]
 
     def carrier(self, source: int, target: int) -> int:
@@ -212,9 +215,7 @@ class StepTasks:
     def _plan(self, task: StageTask, cost: TaskCost, before: list[tuple[int, int]]) -> None:
         duration = cost.backward_ps if task.backward else cost.forward_ps
         self.flops.append(0.0 if task.backward else cost.flops)
-        self.plans.append(
-            PipelineTask(task.rank, task.microbatch, task.backward, duration, cost.held_bytes, before)
-        )
+        self.plans.append(PipelineTask(task.rank, task.microbatch, task.backward, duration, cost.held_bytes, before))
 
     def _link(self, source: int, target: int, carrier: int) -> None:
         """``target`` waits for ``source``; what travels has the size of ``carrier``'s output."""

@@ -68,9 +68,14 @@ class Leaf:
     def matrix(self) -> IntArray:
         """Max-plus matrix, shape (devices + outputs, devices + inputs)."""
         out: IntArray = transfer(
-            self.device, self.predecessor_start, self.predecessor, self.duration_ps, self.outputs,
-            self.num_devices, self.num_inputs,
-        )[0]  # fmt: skip
+            self.device,
+            self.predecessor_start,
+            self.predecessor,
+            self.duration_ps,
+            self.outputs,
+            self.num_devices,
+            self.num_inputs,
+        )[0]
         return out
 
 
@@ -93,13 +98,9 @@ class Call:
     def __post_init__(self) -> None:
         """Check that ports and devices fit."""
         if len(self.devices) != self.graph.num_devices or len(set(self.devices)) != len(self.devices):
-            raise InputError(
-                "call.devices", f"{self.devices} are not {self.graph.num_devices} different devices"
-            )
+            raise InputError("call.devices", f"{self.devices} are not {self.graph.num_devices} different devices")
         if len(self.inputs) != self.graph.num_inputs:
-            raise InputError(
-                "call.inputs", f"has {len(self.inputs)} ports, the subgraph {self.graph.num_inputs}"
-            )
+            raise InputError("call.inputs", f"has {len(self.inputs)} ports, the subgraph {self.graph.num_inputs}")
         if len(self.devices) + len(self.inputs) > MAX_COLUMNS:
             raise InputError("call", f"has more than {MAX_COLUMNS} devices and inputs", "split the subgraph")
         if self.repeat < 1 or self.replicas < 1:
@@ -126,9 +127,7 @@ class Composite:
         """Check that every port exists when it is used."""
         for i, call in enumerate(self.calls):
             if any(not 0 <= d < self.num_devices for d in call.devices):
-                raise InputError(
-                    f"calls[{i}].devices", f"{call.devices} are not all below {self.num_devices}"
-                )
+                raise InputError(f"calls[{i}].devices", f"{call.devices} are not all below {self.num_devices}")
             for port in (p for ports in call.inputs for p in ports):
                 self._check(port, i, f"calls[{i}].inputs")
         for port in self.outputs:

@@ -14,15 +14,20 @@ from pipeloom.emulator.result import StepResult
 from pipeloom.emulator.sizes import image_sizes
 from pipeloom.emulator.step import Step
 from pipeloom.errors import InfeasibleError, InputError, check_count
-from pipeloom.spec import Sample
+from pipeloom.spec import ChunkStrategy, Sample
 from pipeloom.spec.architecture import Architecture
-from pipeloom.spec.catalog import load_architecture, load_machine
+from pipeloom.spec.catalog import load_architecture, load_cluster
 from pipeloom.spec.datasets import clips_of_iterations, draw_samples, load_mixture, pack_documents
-from pipeloom.spec.hardware import Degrees, MachineSpec
+from pipeloom.spec.hardware import ClusterSpec
+from pipeloom.spec.parallelism import Degrees
 
 _NEAR = 1.2
 """Times of the best up to which a point is tried with larger sub-microbatches too."""
-DEFAULT_STRATEGIES = ("keep", "selective", "full:0.25", "full:0.5", "full:0.75", "full")
+DEFAULT_STRATEGIES = (
+    ChunkStrategy("keep"),
+    ChunkStrategy("selective"),
+    *(ChunkStrategy("recompute", quarters / 4) for quarters in (1, 2, 3, 4)),
+)
 
 
 def default_data(architecture: Architecture) -> str:
@@ -57,19 +62,56 @@ def draw_microbatches(architecture: Architecture, data: str, count: int, seed: i
         factor *= 2
 
 
+Microbatches = Sequence[Sequence[Sample]]
+"""The samples of every microbatch of an iteration."""
+
+
+@dataclass(frozen=True)
+class Draw:
+    """So many microbatches, drawn with a seed from a data set of the zoo; None: the model's own."""
+
+    num_microbatches: int
+    data: str | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse to draw nothing."""
+        check_count("num_microbatches", self.num_microbatches)
+
+    def of(self, architecture: Architecture) -> Microbatches:
+        """Draw for a model."""
+        return draw_microbatches(
+            architecture, self.data or default_data(architecture), self.num_microbatches, self.seed
+        )
+
+
+@dataclass(frozen=True)
+class PipelineShape:
+    """Chunks per rank by module, and how many microbatches run at once; None: as many as help and fit."""
+
+    segments: Mapping[str, int] | None = None
+    in_flight: int | None = None
+
+
+@dataclass(frozen=True)
+class Points:
+    """What a sweep tries: degrees that use all of some devices, each with the fastest of some strategies that fits."""
+
+    num_devices: int | None = None
+    """None: all of the cluster."""
+    max_tensor: int = 8
+    strategies: Sequence[ChunkStrategy | str] = DEFAULT_STRATEGIES
+
+
 def emulate(
     model: str | Architecture,
-    cluster: str | MachineSpec,
+    cluster: str | ClusterSpec,
     degrees: Degrees,
     *,
-    microbatches: Sequence[Sequence[Sample]] | None = None,
-    data: str | None = None,
-    num_microbatches: int = 16,
-    seed: int = 0,
-    strategy: str | None = None,
+    batch: Draw | Microbatches = Draw(16),
+    strategy: ChunkStrategy | str | None = None,
     sub_microbatch: Mapping[str, int] | None = None,
-    segments: Mapping[str, int] | None = None,
-    in_flight: int | None = None,
+    shape: PipelineShape = PipelineShape(),
 ) -> StepResult:
     """Emulate one iteration of one pipeline replica.
 
@@ -77,12 +119,11 @@ def emulate(
     ----------
     model, cluster : zoo name, path of a TOML file, or the spec itself
     degrees : Degrees
-    microbatches : samples per microbatch; default: ``num_microbatches`` drawn from ``data`` with ``seed``
-    strategy : str or None
-        Memory strategy (`pipeline.spread`); None: the fastest that fits.
+    batch : samples per microbatch, or how they are drawn
+    strategy : ChunkStrategy, its text, or None
+        Of every chunk; None: the fastest that fits.
     sub_microbatch : instances per sub-microbatch by module; default: images by DIP's rule (`image_sizes`)
-    segments : chunks per rank by module
-    in_flight : microbatches at once; default: as many as help and fit
+    shape : chunks per rank by module, and microbatches at once
 
     Raises
     ------
@@ -92,27 +133,21 @@ def emulate(
         When no strategy fits in memory and none was named.
     """
     architecture = load_architecture(model) if isinstance(model, str) else model
-    machine = load_machine(cluster) if isinstance(cluster, str) else cluster
-    if microbatches is None:
-        check_count("num_microbatches", num_microbatches)
-        microbatches = draw_microbatches(
-            architecture, data or default_data(architecture), num_microbatches, seed
-        )
-    placement = Placement(machine, degrees)
+    hardware = load_cluster(cluster) if isinstance(cluster, str) else cluster
+    microbatches = batch.of(architecture) if isinstance(batch, Draw) else batch
+    placement = Placement(hardware, degrees)
     if sub_microbatch is None:
         sub_microbatch = image_sizes(architecture, placement, microbatches)
     works = [work_of(architecture, samples, sub_microbatch) for samples in microbatches]
-    pipeline = PipelineModel(architecture, placement, _typical(works), segments)
+    pipeline = PipelineModel(architecture, placement, _typical(works), shape.segments)
     if strategy is None:
         return fastest_step(pipeline, works, DEFAULT_STRATEGIES)
-    return Step(pipeline, works, strategy, in_flight).run()
+    return Step(pipeline, works, strategy, shape.in_flight).run()
 
 
 def _typical(works: Sequence[Work]) -> Work:
     """The microbatch of middling size, by which layers are divided over the ranks."""
-    return sorted(works, key=lambda work: sum(w.num_tokens for parts in work.values() for w in parts))[
-        len(works) // 2
-    ]
+    return sorted(works, key=lambda work: sum(w.num_tokens for parts in work.values() for w in parts))[len(works) // 2]
 
 
 @dataclass(frozen=True)
@@ -141,39 +176,30 @@ def grid(num_devices: int, max_tensor: int, **fixed: int) -> list[Degrees]:
 
 def sweep(
     model: str | Architecture,
-    cluster: str | MachineSpec,
+    cluster: str | ClusterSpec,
     *,
-    num_devices: int | None = None,
-    global_microbatches: int = 128,
-    microbatches: Sequence[Sequence[Sample]] | None = None,
-    data: str | None = None,
-    seed: int = 0,
-    max_tensor: int = 8,
-    strategies: Sequence[str] = DEFAULT_STRATEGIES,
+    batch: Draw | Microbatches = Draw(128),
+    points: Points = Points(),
     sub_microbatch: Mapping[str, int] | None = None,
     progress: Callable[[SweepEntry], None] | None = None,
 ) -> list[SweepEntry]:
     """Emulate every combination of degrees on the same global batch, fastest first.
-
-    The batch is ``microbatches`` where given, else ``global_microbatches`` drawn from ``data``.
 
     The global batch is dealt out to the data-parallel replicas; the one with the most work is emulated, since
     all wait for it when gradients are reduced. Where no sub-microbatch is given, images go by DIP's rule
     (`image_sizes`), and near the best also twice as many together: the rule looks at layers, not at pipelines.
     """
     architecture = load_architecture(model) if isinstance(model, str) else model
-    machine = load_machine(cluster) if isinstance(cluster, str) else cluster
-    devices = machine.num_devices if num_devices is None else num_devices
-    if not 1 <= devices <= machine.num_devices:
-        raise InputError("num_devices", f"{devices} is not within 1..{machine.num_devices}")
-    drawn = microbatches
-    if drawn is None:
-        drawn = draw_microbatches(architecture, data or default_data(architecture), global_microbatches, seed)
+    hardware = load_cluster(cluster) if isinstance(cluster, str) else cluster
+    devices = hardware.num_devices if points.num_devices is None else points.num_devices
+    if not 1 <= devices <= hardware.num_devices:
+        raise InputError("num_devices", f"{devices} is not within 1..{hardware.num_devices}")
+    drawn = batch.of(architecture) if isinstance(batch, Draw) else batch
 
     @cache
     def sizes(tensor: int) -> Mapping[str, int]:
         # What is efficient depends on tensor parallelism alone.
-        return image_sizes(architecture, Placement(machine, Degrees(tensor=tensor)), drawn)
+        return image_sizes(architecture, Placement(hardware, Degrees(tensor=tensor)), drawn)
 
     @cache
     def works(tensor: int, times: int) -> list[Work]:
@@ -183,8 +209,8 @@ def sweep(
         return [work_of(architecture, samples, parts) for samples in drawn]
 
     entries = []
-    for degrees in grid(devices, min(max_tensor, machine.devices_per_node)):
-        entry = _entry(architecture, machine, degrees, works(degrees.tensor, 1), strategies)
+    for degrees in grid(devices, min(points.max_tensor, hardware.devices_per_node)):
+        entry = _entry(architecture, hardware, degrees, works(degrees.tensor, 1), points.strategies)
         entries.append(entry)
         if progress is not None:
             progress(entry)
@@ -193,26 +219,24 @@ def sweep(
         for i, entry in enumerate(entries):
             if entry.result is not None and entry.iteration_s <= near:
                 parts = works(entry.degrees.tensor, 2)
-                larger = _entry(architecture, machine, entry.degrees, parts, (entry.result.strategy,))
+                larger = _entry(architecture, hardware, entry.degrees, parts, (entry.result.strategy,))
                 entries[i] = min(entry, larger, key=lambda e: e.iteration_s)
     return sorted(entries, key=lambda e: e.iteration_s)
 
 
 def _entry(
     architecture: Architecture,
-    machine: MachineSpec,
+    hardware: ClusterSpec,
     degrees: Degrees,
     works: Sequence[Work],
-    strategies: Sequence[str],
+    strategies: Sequence[ChunkStrategy | str],
 ) -> SweepEntry:
     if degrees.data > len(works):
         return SweepEntry(degrees, None, f"{len(works)} microbatches for {degrees.data} replicas")
     replicas = [works[r :: degrees.data] for r in range(degrees.data)]
-    largest = max(
-        replicas, key=lambda r: sum(w.num_tokens for work in r for parts in work.values() for w in parts)
-    )
+    largest = max(replicas, key=lambda r: sum(w.num_tokens for work in r for parts in work.values() for w in parts))
     try:
-        pipeline = PipelineModel(architecture, Placement(machine, degrees), _typical(works))
+        pipeline = PipelineModel(architecture, Placement(hardware, degrees), _typical(works))
         return SweepEntry(degrees, fastest_step(pipeline, largest, strategies))
     except (InputError, InfeasibleError) as error:
         return SweepEntry(degrees, None, str(error))

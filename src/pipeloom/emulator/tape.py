@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from pipeloom.emulator.size import TOKEN_PAIRS, TOKENS, ZERO, Size
 from pipeloom.errors import InputError, check_count
@@ -64,9 +64,7 @@ class Context:
         """``number`` over the tensor-parallel degree; an `InputError` where it does not divide."""
         if number % self.tensor:
             raise InputError(
-                what,
-                f"{number} is not a multiple of tensor parallelism {self.tensor}",
-                f"use a divisor of {number}",
+                what, f"{number} is not a multiple of tensor parallelism {self.tensor}", f"use a divisor of {number}"
             )
         return number // self.tensor
 
@@ -107,9 +105,11 @@ class Tensor:
     def __add__(self, other: Tensor) -> Tensor:
         """Elementwise sum, as in a residual connection; its gradient is passed on without work."""
         return self.tape.record(
-            Cost("add", flops=self.rows * self.width, memory=self.num_bytes * 3), [self, other],
-            (self.rows, self.width), passes_gradient=True,
-        )  # fmt: skip
+            Cost("add", flops=self.rows * self.width, memory=self.num_bytes * 3),
+            [self, other],
+            (self.rows, self.width),
+            backward=Backward(passes_gradient=True),
+        )
 
 
 @dataclass(eq=False, repr=False)
@@ -144,6 +144,33 @@ class Record:
     passes_gradient: bool = False
     cheap: bool = False
     transient: bool = False
+
+
+Again = Literal["as kept", "cheap", "always"]
+"""How a result gets to the backward: as the strategy says; so too, but cheap to make again; always made again."""
+
+
+class Backward(NamedTuple):
+    """What belongs to a forward operator in the backward.
+
+    Attributes
+    ----------
+    input_gradient, weight_gradient : Cost or None
+        None: there is none.
+    saved, saved_for_weight : sequence of Tensor
+        What each of them reads of the forward.
+    saves_output : bool
+        The gradient to the inputs reads the result too.
+    passes_gradient : bool
+        The gradient of the output is the gradient of each input: no operator.
+    """
+
+    input_gradient: Cost | None = None
+    weight_gradient: Cost | None = None
+    saved: Sequence[Tensor] = ()
+    saved_for_weight: Sequence[Tensor] = ()
+    saves_output: bool = False
+    passes_gradient: bool = False
 
 
 class Parameters(NamedTuple):
@@ -187,34 +214,35 @@ class Tape:
         inputs: Sequence[Tensor],
         shape: tuple[Size, float],
         *,
+        backward: Backward = Backward(),  # noqa: B008  frozen
         dtype_bytes: int | None = None,
         extra: Sequence[tuple[Size, float, int]] = (),
-        saved: Sequence[Tensor] = (),
-        saves_output: bool = False,
-        saved_for_weight: Sequence[Tensor] = (),
-        input_gradient: Cost | None = None,
-        weight_gradient: Cost | None = None,
-        passes_gradient: bool = False,
-        cheap: bool = False,
-        transient: bool = False,
+        again: Again = "as kept",
     ) -> Tensor:
         """Append one operator and return its result.
 
         Parameters
         ----------
         shape : rows and width of the result
+        backward : what belongs to it in the backward
         extra : rows, width and bytes per number of by-products, all saved for the gradient to the inputs
-        saves_output : whether that gradient reads the result too
+        again : whether its result is kept from the forward, cheap to make again, or always made again
         """
         record = Record(
-            forward, tuple(inputs), saved_for_weight=tuple(saved_for_weight), input_gradient=input_gradient,
-            weight_gradient=weight_gradient, passes_gradient=passes_gradient, cheap=cheap, transient=transient,
-        )  # fmt: skip
-        flows = weight_gradient is not None or any(t.needs_gradient for t in inputs)
+            forward,
+            tuple(inputs),
+            saved_for_weight=tuple(backward.saved_for_weight),
+            input_gradient=backward.input_gradient,
+            weight_gradient=backward.weight_gradient,
+            passes_gradient=backward.passes_gradient,
+            cheap=again == "cheap",
+            transient=again == "always",
+        )
+        flows = backward.weight_gradient is not None or any(t.needs_gradient for t in inputs)
         size = self.context.dtype_bytes if dtype_bytes is None else dtype_bytes
         result = Tensor(self, shape[0], shape[1], size, record, flows)
         more = tuple(Tensor(self, rows, width, b, record, False) for rows, width, b in extra)
         record.outputs = (result, *more)
-        record.saved = (*saved, *((result,) if saves_output else ()), *more)
+        record.saved = (*backward.saved, *((result,) if backward.saves_output else ()), *more)
         self.records.append(record)
         return result

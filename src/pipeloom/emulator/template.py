@@ -14,16 +14,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pipeloom.emulator.graph import FOREVER, GraphBuilder, MemoryCurve, OperatorGraph, memory_curve
+from pipeloom.emulator.graph import FOREVER, Amounts, GraphBuilder, MemoryCurve, OperatorGraph, memory_curve
 from pipeloom.emulator.kernels import issue
 from pipeloom.emulator.modules import Module
-from pipeloom.emulator.program import ALIVE, STRATEGIES, Part, Passes, Program, Strategy, make_passes
+from pipeloom.emulator.program import ALIVE, Part, Passes, Program, make_passes
 from pipeloom.emulator.rules import Device, IntArray, RuleTable
 from pipeloom.emulator.size import NUM_FEATURES, FloatArray, Size, feature_row
 from pipeloom.emulator.subgraph import Leaf
 from pipeloom.emulator.tape import DEVICE_NAMES, NUM_DEVICES, PCIE, Context, Parameters, Tape
 from pipeloom.errors import InputError
-from pipeloom.spec import Workload
+from pipeloom.spec import STRATEGIES, Strategy, Workload
 
 PRODUCTS = frozenset({"matmul", "grouped_matmul", "attention", "causal_attention", "scan"})
 """Operators that count as the model's work in utilisation."""
@@ -114,9 +114,7 @@ class LayerTemplate:
 
     def _compile(self) -> None:
         self._slices: dict[tuple[Strategy, Part], tuple[int, int]] = {}
-        self._shapes: dict[
-            tuple[Strategy, Part], tuple[IntArray, IntArray, IntArray, IntArray, IntArray]
-        ] = {}
+        self._shapes: dict[tuple[Strategy, Part], tuple[IntArray, IntArray, IntArray, IntArray, IntArray]] = {}
         rows: list[tuple[tuple[float, ...], ...]] = []
         kinds: list[str] = []
         devices: list[int] = []
@@ -132,9 +130,7 @@ class LayerTemplate:
                 self._slices[strategy, part] = (begin, len(kinds))
                 self._shapes[strategy, part] = _shape(program)
         self._amounts = np.array(rows, np.float64).reshape(-1, 3, NUM_FEATURES)
-        self._table = RuleTable(
-            self.devices, tuple(kinds), np.array(devices, np.int64), np.array(steps, np.float64)
-        )
+        self._table = RuleTable(self.devices, tuple(kinds), np.array(devices, np.int64), np.array(steps, np.float64))
         sizes = [self._output.row]
         for passes in self.passes.values():
             sizes += [passes.activation_bytes.row, passes.weight_gradient_bytes.row, passes.host_bytes.row]
@@ -164,9 +160,7 @@ class LayerTemplate:
         leaves = {}
         for key, (begin, end) in self._slices.items():
             device, start, before, outputs, collective = self._shapes[key]
-            leaves[key] = Leaf(
-                NUM_DEVICES, 2, device, durations[begin:end], start, before, outputs, collective
-            )
+            leaves[key] = Leaf(NUM_DEVICES, 2, device, durations[begin:end], start, before, outputs, collective)
         sizes = np.rint(self._sizes @ feature).astype(np.int64).tolist()
         triple = {s: sizes[1 + 3 * i : 4 + 3 * i] for i, s in enumerate(self.passes)}
         return EvaluatedLayer(
@@ -198,12 +192,7 @@ class LayerTemplate:
         program = self.passes[strategy].programs[part]
         zero = np.zeros(NUM_DEVICES, np.int64)
         end: IntArray = issue(
-            leaf.device,
-            leaf.predecessor_start,
-            leaf.predecessor,
-            leaf.duration_ps,
-            zero,
-            np.zeros(2, np.int64),
+            leaf.device, leaf.predecessor_start, leaf.predecessor, leaf.duration_ps, zero, np.zeros(2, np.int64)
         )
         begin = end - leaf.duration_ps
         feature = np.array(feature_row(workload))
@@ -238,10 +227,9 @@ class LayerTemplate:
                             f"{part}.{i}.{cost.kind}",
                             cost.kind,
                             self.devices[cost.device].name,
-                            flops=cost.flops.of(workload),
-                            memory_bytes=cost.memory.of(workload),
-                            network_bytes=cost.network.of(workload),
-                            steps=cost.steps,
+                            Amounts(
+                                cost.flops.of(workload), cost.memory.of(workload), cost.network.of(workload), cost.steps
+                            ),
                             reads=[tensors[k] for k, b in enumerate(program.buffers) if i in b.used],
                             after=[*(numbers[b] for b in before if b >= 0), *entry],
                         )
@@ -250,9 +238,7 @@ class LayerTemplate:
                 for k, buffer in enumerate(program.buffers):
                     if buffer.made == i:
                         size = round(buffer.num_bytes.of(workload))
-                        tensors[k] = builder.tensor(
-                            f"{part}.t{k}", "hbm", size, producer=producer, kept=buffer.kept
-                        )
+                        tensors[k] = builder.tensor(f"{part}.t{k}", "hbm", size, producer=producer, kept=buffer.kept)
             last = [numbers[program.result]] if program.result >= 0 else last
         return builder.build()
 

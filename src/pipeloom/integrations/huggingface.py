@@ -97,26 +97,26 @@ def _language(text: Config, kind: str, tied: bool) -> tuple[Layer, ...]:
     hidden, heads = _size(text, "hidden_size", where=where), _size(text, "num_attention_heads", where=where)
     layers, words = _size(text, "num_hidden_layers", where=where), _size(text, "vocab_size", where=where)
     attention = AttentionMixer(
-        heads=heads, kv_heads=_size(text, "num_key_value_heads", default=heads),
+        heads=heads,
+        kv_heads=_size(text, "num_key_value_heads", default=heads),
         head_width=_size(text, "head_dim", default=hidden // heads),
         qkv_bias=bool(text.get("attention_bias", kind.startswith(("qwen2", "qwen2_5")))),
         norm_heads=kind.startswith(("qwen3", "gemma3")),
-    )  # fmt: skip
+    )
     experts = _optional(text, "num_experts", "num_local_experts", "n_routed_experts")
     feed: Mixer
     dense_first = 0
     dense = (
-        MLPMixer(_size(text, "intermediate_size", where=where))
-        if not experts or "intermediate_size" in text
-        else None
+        MLPMixer(_size(text, "intermediate_size", where=where)) if not experts or "intermediate_size" in text else None
     )
     if experts:
         feed = ExpertsMixer(
-            inner=_size(text, "moe_intermediate_size", "intermediate_size", where=where), experts=experts,
+            inner=_size(text, "moe_intermediate_size", "intermediate_size", where=where),
+            experts=experts,
             chosen=_size(text, "num_experts_per_tok", where=where),
             shared_inner=_optional(text, "shared_expert_intermediate_size")
             or _optional(text, "n_shared_experts") * _optional(text, "moe_intermediate_size"),
-        )  # fmt: skip
+        )
         dense_first = min(layers, _optional(text, "first_k_dense_replace"))
     else:
         assert dense is not None
@@ -181,7 +181,5 @@ def _size(config: Config, *names: str, where: str = "", default: Any = _NO_DEFAU
             raise InputError(f"{where}{name}", f"{value!r} is not a whole number of at least {least}")
         return value
     if default is _NO_DEFAULT:
-        raise InputError(
-            f"{where}{names[0]}", "is missing", "give the config of a decoder, with or without images"
-        )
+        raise InputError(f"{where}{names[0]}", "is missing", "give the config of a decoder, with or without images")
     return int(default)

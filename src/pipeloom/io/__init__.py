@@ -31,29 +31,7 @@ if TYPE_CHECKING:
     from pipeloom.io.samples import SAMPLE_SUFFIXES, read_samples, write_samples
     from pipeloom.io.specs import read_spec
 
-__getattr__, __dir__ = lazy_names(
-    __name__,
-    {
-        "Loaded": ".any_format",
-        "PackedBatch": ".batches",
-        "PackedBatches": ".batches",
-        "PackedMicrobatch": ".batches",
-        "SAMPLE_SUFFIXES": ".samples",
-        "layout_document": ".layout",
-        "load": ".any_format",
-        "packed_batches": ".batches",
-        "read_batches": ".batches",
-        "read_layers": ".layers",
-        "read_layout": ".layout",
-        "read_plan": ".any_format",
-        "read_samples": ".samples",
-        "read_spec": ".specs",
-        "write_batches": ".batches",
-        "write_layers": ".layers",
-        "write_layout": ".layout",
-        "write_samples": ".samples",
-    },
-)
+__getattr__, __dir__ = lazy_names(__name__, __file__)
 
 __all__ = [
     "SAMPLE_SUFFIXES",

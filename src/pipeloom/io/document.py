@@ -14,21 +14,21 @@ import numpy as np
 
 from pipeloom.errors import InputError
 from pipeloom.io.files import PathLike, printable, read_text
-from pipeloom.taskgraph import NS_PER_S, IntArray
+from pipeloom.taskgraph import MAX_S, MAX_TOTAL, NS_PER_S, IntArray
 
 T = TypeVar("T")
 
-MAX_TOTAL = 2**62
-"""Times in nanoseconds and sizes in bytes stay below it, summed too, so that 64-bit sums never overflow."""
-
 _LINE = 110  # what is shorter stands on one line of a file
 
-_MAX_S = 4.6e9  # just below MAX_TOTAL nanoseconds
-
 _JSON_NAMES = {
-    "int": "an integer", "float": "a number", "str": "a string", "bool": "true or false", "array": "a list",
-    "object": "an object", "null": "null",
-}  # fmt: skip
+    "int": "an integer",
+    "float": "a number",
+    "str": "a string",
+    "bool": "true or false",
+    "array": "a list",
+    "object": "an object",
+    "null": "null",
+}
 _MAY_OVERFLOW = re.compile(r"[eE]\+?0*[1-9]\d{2}|\d{19}")
 
 
@@ -213,17 +213,17 @@ def times_ns(path: str, seconds: Sequence[float], *, summed: bool = True) -> Int
         Naming the entry: it is negative, not finite, or the sum passes `MAX_TOTAL` nanoseconds (146 years).
     """
     values = np.asarray(seconds, dtype=np.float64)
-    bad = np.flatnonzero(~((values >= 0) & (values < _MAX_S)))
+    bad = np.flatnonzero(~((values >= 0) & (values < MAX_S)))
     if bad.size:
         raise _bad_time(f"{path}[{bad[0]}]", float(values[bad[0]]))
-    if summed and float(values.sum()) >= _MAX_S:
-        raise InputError(path, f"sums to {values.sum():g} s, which is not below {_MAX_S:g} s")
+    if summed and float(values.sum()) >= MAX_S:
+        raise InputError(path, f"sums to {values.sum():g} s, which is not below {MAX_S:g} s")
     return np.rint(values * float(NS_PER_S)).astype(np.int64)
 
 
 def time_ns(path: str, seconds: float) -> int:
     """One time in integer nanoseconds, rounded as in `times_ns`."""
-    if not 0 <= seconds < _MAX_S:
+    if not 0 <= seconds < MAX_S:
         raise _bad_time(path, seconds)
     return round(seconds * NS_PER_S)
 
@@ -231,7 +231,7 @@ def time_ns(path: str, seconds: float) -> int:
 def _bad_time(path: str, value: float) -> InputError:
     if not math.isfinite(value):
         return InputError(path, f"{value} is not finite")
-    return InputError(path, f"{value:g} is negative" if value < 0 else f"{value:g} is not below {_MAX_S:g} s")
+    return InputError(path, f"{value:g} is negative" if value < 0 else f"{value:g} is not below {MAX_S:g} s")
 
 
 def counts(path: str, values: Sequence[int], *, summed: bool = False) -> IntArray:

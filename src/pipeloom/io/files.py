@@ -92,20 +92,14 @@ def check_writable(path: PathLike) -> None:
         if _is_special(target):
             return
         folder, base = os.path.split(target)
-        is_folder, has_folder, may_write = (
-            os.path.isdir(target),
-            os.path.isdir(folder),
-            os.access(folder, os.W_OK),
-        )
+        is_folder, has_folder, may_write = (os.path.isdir(target), os.path.isdir(folder), os.access(folder, os.W_OK))
         too_long = has_folder and len(os.fsencode(base)) > os.pathconf(folder, "PC_NAME_MAX")
     except (OSError, ValueError) as error:
         raise InputError(printable(name), f"cannot be written: {_reason(error)}") from error
     if is_folder:
         raise InputError(printable(name), "is a directory", "give the name of a file in it")
     if not has_folder:
-        raise InputError(
-            printable(name), "cannot be written: its folder does not exist", f"make {folder} first"
-        )
+        raise InputError(printable(name), "cannot be written: its folder does not exist", f"make {folder} first")
     if not may_write:
         raise InputError(printable(name), f"cannot be written: no permission to write in {folder}")
     if too_long:

@@ -11,7 +11,6 @@ import numpy as np
 from pipeloom.cost.layers import StrategyEntry
 from pipeloom.errors import InputError
 from pipeloom.io.document import (
-    MAX_TOTAL,
     check_format,
     convert,
     count,
@@ -30,8 +29,12 @@ from pipeloom.taskgraph import (
     NO_TASK,
     NS_PER_S,
     Candidate,
+    Edges,
     IntArray,
+    Pairs,
     TaskGraph,
+    Tasks,
+    check_candidates,
     make_graph,
 )
 
@@ -75,6 +78,11 @@ class _Instance(msgspec.Struct, forbid_unknown_fields=True):
 def read_instance(path: PathLike) -> TaskGraph:
     """Read a scheduling problem.
 
+    Parameters
+    ----------
+    path : path
+        A ``pipeloom.instance/1``; ``.gz`` is unpacked.
+
     Raises
     ------
     InputError
@@ -84,7 +92,13 @@ def read_instance(path: PathLike) -> TaskGraph:
 
 
 def write_instance(path: PathLike, graph: TaskGraph) -> None:
-    """Write a scheduling problem; labels of a layout are not part of the format."""
+    """Write a scheduling problem; labels of a layout are not part of the format.
+
+    Parameters
+    ----------
+    path : path
+    graph : TaskGraph
+    """
     write_text(path, dump(instance_document(graph)))
 
 
@@ -113,19 +127,32 @@ def _graph(data: _Instance) -> TaskGraph:
     static = counts("memory_static_bytes", data.memory_static_bytes, summed=True)
     capacity = data.memory_capacity_bytes
     graph = make_graph(
-        name=data.name, num_ranks=data.num_ranks, module_names=tuple(modules), kind=kinds,
-        rank=counts("tasks.rank", tasks.rank), duration_ns=times_ns("tasks.duration_s", tasks.duration_s),
-        pair=counts("tasks.pair", tasks.pair), segment=_close_numbers(counts("tasks.segment", tasks.segment)),
-        microbatch=counts("tasks.microbatch", tasks.microbatch), module=module,
-        activation_bytes=counts("pairs.activation_bytes", pairs.activation_bytes, summed=True),
-        weight_gradient_bytes=_sizes("pairs.weight_gradient_bytes", pairs.weight_gradient_bytes),
-        edge_source=counts("edges.source", edges.source), edge_target=counts("edges.target", edges.target),
-        edge_delay_ns=times_ns("edges.delay_s", edges.delay_s), edge_bytes=_sizes("edges.bytes", edges.bytes),
-        static_bytes=static, capacity_bytes=None if capacity is None else counts("memory_capacity_bytes", capacity),
-    )  # fmt: skip
-    return (
-        graph if pairs.candidates is None else replace(graph, candidates=_candidates(graph, pairs.candidates))
+        name=data.name,
+        num_ranks=data.num_ranks,
+        tasks=Tasks(
+            kind=kinds,
+            rank=counts("tasks.rank", tasks.rank),
+            duration_ns=times_ns("tasks.duration_s", tasks.duration_s),
+            pair=counts("tasks.pair", tasks.pair),
+            segment=_close_numbers(counts("tasks.segment", tasks.segment)),
+            microbatch=counts("tasks.microbatch", tasks.microbatch),
+            module=module,
+            module_names=tuple(modules),
+        ),
+        pairs=Pairs(
+            activation_bytes=counts("pairs.activation_bytes", pairs.activation_bytes, summed=True),
+            weight_gradient_bytes=_sizes("pairs.weight_gradient_bytes", pairs.weight_gradient_bytes),
+        ),
+        edges=Edges(
+            source=counts("edges.source", edges.source),
+            target=counts("edges.target", edges.target),
+            delay_ns=times_ns("edges.delay_s", edges.delay_s),
+            bytes=_sizes("edges.bytes", edges.bytes),
+        ),
+        static_bytes=static,
+        capacity_bytes=None if capacity is None else counts("memory_capacity_bytes", capacity),
     )
+    return graph if pairs.candidates is None else replace(graph, candidates=_candidates(graph, pairs.candidates))
 
 
 def _sizes(path: str, values: list[int] | None) -> IntArray | None:
@@ -142,16 +169,8 @@ def _candidates(graph: TaskGraph, lists: list[list[StrategyEntry]]) -> tuple[tup
             raise InputError(path, "is empty", "give at least the base strategy")
         form = pair_form(graph, pair)
         choices.append(tuple(read_candidate(f"{path}[{i}]", entry, form) for i, entry in enumerate(entries)))
-    _check_totals(choices)
+    check_candidates(choices)
     return tuple(choices)
-
-
-def _check_totals(choices: list[tuple[Candidate, ...]]) -> None:
-    """Whichever candidates are chosen, sums over all pairs must stay 64-bit integers."""
-    time = sum(max(c.forward_ns + c.backward_ns + c.weight_ns for c in entries) for entries in choices)
-    memory = sum(max(c.activation_bytes, c.weight_gradient_bytes) for entries in choices for c in entries)
-    if max(time, memory) >= MAX_TOTAL:
-        raise InputError("pairs.candidates", "sum to 2**62 ns or bytes, or more", "use smaller numbers")
 
 
 Form = Literal["forward", "whole", "split"]
@@ -178,21 +197,15 @@ def read_candidate(path: str, entry: StrategyEntry, form: Form) -> Candidate:
             if getattr(entry, name) is None:
                 raise InputError(f"{path}.{name}", "is missing", "a pair with I and W needs both parts")
         if entry.backward_s is not None:
-            raise InputError(
-                f"{path}.backward_s", "is given for a pair with I and W", "give its two parts alone"
-            )
+            raise InputError(f"{path}.backward_s", "is given for a pair with I and W", "give its two parts alone")
     else:
         for name in ("backward_input_s", "backward_weight_s"):
             if getattr(entry, name) is not None:
-                raise InputError(
-                    f"{path}.{name}", "is given for a pair without I and W", "give backward_s alone"
-                )
+                raise InputError(f"{path}.{name}", "is given for a pair without I and W", "give backward_s alone")
         if form == "whole" and entry.backward_s is None:
             raise InputError(f"{path}.backward_s", "is missing", "a pair with a B needs it")
         if form == "forward" and entry.backward_s:
-            raise InputError(
-                f"{path}.backward_s", f"{entry.backward_s:g} for a pair without backward", "use null"
-            )
+            raise InputError(f"{path}.backward_s", f"{entry.backward_s:g} for a pair without backward", "use null")
     backward = entry.backward_input_s if form == "split" else entry.backward_s
     name = "backward_input_s" if form == "split" else "backward_s"
     activation = count(f"{path}.activation_bytes", entry.activation_bytes)

@@ -28,9 +28,15 @@ def layers_document(table: LayerTable) -> dict[str, Any]:
     """Layer costs as a JSON document."""
     fields: dict[str, Any] = msgspec.to_builtins(table)
     order = (
-        "format", "name", "num_ranks", "num_microbatches", "boundary_s", "boundary_bytes", "memory_capacity_bytes",
+        "format",
+        "name",
+        "num_ranks",
+        "num_microbatches",
+        "boundary_s",
+        "boundary_bytes",
+        "memory_capacity_bytes",
         "layers",
-    )  # fmt: skip
+    )
     return {name: fields[name] for name in order}
 
 

@@ -14,7 +14,18 @@ FORMAT = "pipeloom.layout/1"
 
 
 def read_layout(path: PathLike) -> Layout:
-    """Read a layout; an `InputError` names file, path, value and bound."""
+    """Read a layout.
+
+    Parameters
+    ----------
+    path : path
+        A ``pipeloom.layout/1``.
+
+    Raises
+    ------
+    InputError
+        Naming file, path, value and bound.
+    """
     return layout_from_document(read_document(path), printable(str(path)))
 
 
@@ -32,5 +43,11 @@ def layout_document(layout: Layout) -> dict[str, Any]:
 
 
 def write_layout(path: PathLike, layout: Layout) -> None:
-    """Write a layout, one module and one chunk a line."""
+    """Write a layout, one module and one chunk a line.
+
+    Parameters
+    ----------
+    path : path
+    layout : Layout
+    """
     write_text(path, dump(layout_document(layout)))

@@ -23,6 +23,14 @@ _LISTS = ("image_tokens", "image_patches", "video_seconds", "video_height", "vid
 def read_samples(path: PathLike) -> tuple[Sample, ...]:
     """Read sample metadata; the name says how: ``.parquet``, ``.tar`` (a WebDataset shard), else JSON Lines.
 
+    Parameters
+    ----------
+    path : path
+
+    Returns
+    -------
+    tuple of Sample
+
     Raises
     ------
     InputError
@@ -37,15 +45,14 @@ def read_samples(path: PathLike) -> tuple[Sample, ...]:
         rows, word = read_shard(path), "sample"
     else:
         lines = read_text(path).split("\n")
-        rows = [
-            (i, parse_document(line, f"{where}: line {i}")) for i, line in enumerate(lines, 1) if line.strip()
-        ]
+        rows = [(i, parse_document(line, f"{where}: line {i}")) for i, line in enumerate(lines, 1) if line.strip()]
         word = "line"
     samples = tuple(convert(_clean(row), Sample, f"{where}: {word} {i}") for i, row in rows)
     if not samples:
         raise InputError(where, "has no sample", "give one JSON object a line")
     first: dict[str, int | str] = {}
-    for (i, _), sample in zip(rows, samples, strict=True):
+    places: list[int | str] = [i for i, _ in rows]
+    for i, sample in zip(places, samples, strict=True):
         if sample.id in first:
             problem = f"{sample.id!r} stands in {word} {first[sample.id]} too"
             raise InputError(f"{where}: {word} {i}: id", problem, "ids must be unique")

@@ -9,17 +9,7 @@ import msgspec
 import numpy as np
 
 from pipeloom.errors import InputError
-from pipeloom.io.document import (
-    check_format,
-    convert,
-    counts,
-    dump,
-    locate,
-    read_document,
-    seconds,
-    time_ns,
-    times_ns,
-)
+from pipeloom.io.document import check_format, convert, counts, dump, locate, read_document, seconds, time_ns, times_ns
 from pipeloom.io.files import PathLike, printable, write_text
 from pipeloom.taskgraph import NS_PER_S, IntArray, TaskGraph
 from pipeloom.timeline import LowerBound, Schedule, Timeline
@@ -96,6 +86,11 @@ class StatedSchedule:
 def read_schedule(path: PathLike) -> StatedSchedule:
     """Read a schedule; only `order` and `instance` are needed, all else may be absent or null.
 
+    Parameters
+    ----------
+    path : path
+        A ``pipeloom.schedule/1``.
+
     Raises
     ------
     InputError
@@ -127,9 +122,7 @@ def _stated(data: _ScheduleFile) -> StatedSchedule:
         start_ns=None if data.start_s is None else times_ns("start_s", data.start_s, summed=False),
         makespan_ns=None if data.makespan_s is None else time_ns("makespan_s", data.makespan_s),
         lower_bound=bound,
-        peak_bytes=None
-        if data.peak_memory_bytes is None
-        else counts("peak_memory_bytes", data.peak_memory_bytes),
+        peak_bytes=None if data.peak_memory_bytes is None else counts("peak_memory_bytes", data.peak_memory_bytes),
         search=data.search,
     )
 
@@ -164,5 +157,18 @@ def write_schedule(
     lower_bound: LowerBound | None = None,
     search: SearchRecord | None = None,
 ) -> None:
-    """Write an answer with its timeline, bound and the record of its search."""
+    """Write an answer with its timeline, bound and the record of its search.
+
+    Parameters
+    ----------
+    path : path
+    graph : TaskGraph
+        Which the schedule is of.
+    schedule : Schedule
+    timeline : Timeline
+        When every task runs under it, see `simulate`.
+    lower_bound : LowerBound or None
+    search : SearchRecord or None
+        How it was found.
+    """
     write_text(path, dump(schedule_document(graph, schedule, timeline, lower_bound, search)))

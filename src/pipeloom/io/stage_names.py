@@ -59,8 +59,7 @@ def megatron_layout(layout: Layout, layer_names: tuple[str, ...]) -> str:
     for i, (first, last, rank) in enumerate(stages):
         if rank != i % p:
             raise InputError(
-                f"layers {first} to {last}",
-                f"lie on rank {rank}, Megatron would put stage {i} on rank {i % p}",
+                f"layers {first} to {last}", f"lie on rank {rank}, Megatron would put stage {i} on rank {i % p}"
             )
     if len(stages) % p:
         raise InputError("layout", f"has {len(stages)} stages, which is no multiple of {p} ranks")
@@ -132,9 +131,7 @@ def torchtitan_modules(layout: Layout, layer_names: tuple[str, ...]) -> list[lis
     in_turn = len(ranks) % p == 0 and ranks == [i % p for i in range(len(ranks))]
     if not in_turn and ranks != [*range(p), *reversed(range(p))]:
         raise InputError(
-            "layout",
-            f"has its stages on ranks {ranks}",
-            "torchtitan knows stages in turn, or two a rank in a V",
+            "layout", f"has its stages on ranks {ranks}", "torchtitan knows stages in turn, or two a rank in a V"
         )
     shift = 1 if layer_names[0] == "embedding" else 0
     names: list[list[str]] = []
@@ -143,9 +140,7 @@ def torchtitan_modules(layout: Layout, layer_names: tuple[str, ...]) -> list[lis
         for layer in range(first, last + 1):
             if layer == 0:
                 stage.append("tok_embeddings")
-            if not (layer == 0 and shift) and not (
-                layer == len(layer_names) - 1 and layer_names[-1] == "head"
-            ):
+            if not (layer == 0 and shift) and not (layer == len(layer_names) - 1 and layer_names[-1] == "head"):
                 stage.append(f"layers.{layer - shift}")
             if layer == len(layer_names) - 1:
                 stage += ["norm", "output"]

@@ -44,9 +44,7 @@ def read_shard(path: PathLike) -> list[tuple[str, dict[str, Any]]]:
     except (tarfile.TarError, EOFError, OSError, ValueError) as error:
         if isinstance(error, InputError):
             raise
-        raise InputError(
-            where, f"cannot be read as a tar file: {error}", "give a WebDataset shard"
-        ) from error
+        raise InputError(where, f"cannot be read as a tar file: {error}", "give a WebDataset shard") from error
     for name, row in found.items():
         if row is None:
             raise InputError(

@@ -1,9 +1,13 @@
 """Packing: samples -> microbatches -> sub-microbatches."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pipeloom.lazy import lazy_names
 from pipeloom.packing.boundary import Piece, pieces, reach
-from pipeloom.packing.kernels import warm_up
 from pipeloom.packing.loads import Loads, budget_tokens, cost_loads, split_oversized, token_loads
-from pipeloom.packing.pack import check_budget, pack, packing_from_counts, packing_of
+from pipeloom.packing.pack import check_budget, pack, packed_batch, packing_from_counts, packing_of
 from pipeloom.packing.policies import (
     POLICIES,
     PackingSpec,
@@ -15,6 +19,11 @@ from pipeloom.packing.policies import (
 )
 from pipeloom.packing.replicas import deal
 from pipeloom.packing.types import Microbatch, Packing, SubMicrobatch
+
+if TYPE_CHECKING:
+    from pipeloom.packing.kernels import warm_up
+
+__getattr__, __dir__ = lazy_names(__name__, __file__)
 
 __all__ = [
     "POLICIES",
@@ -34,6 +43,7 @@ __all__ = [
     "height_bound",
     "least_microbatches",
     "pack",
+    "packed_batch",
     "packing_from_counts",
     "packing_of",
     "pieces",

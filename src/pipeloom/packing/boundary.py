@@ -72,9 +72,7 @@ def pieces(packing: Packing, microbatch: int, above: int, below: int) -> tuple[P
         for source, other in enumerate(over):
             begin, end = max(first, other.first), min(first + count, other.first + other.count)
             if begin < end:
-                found.append(
-                    Piece(source, number, begin - other.first, end - begin, end - begin == other.count)
-                )
+                found.append(Piece(source, number, begin - other.first, end - begin, end - begin == other.count))
     return tuple(found)
 
 

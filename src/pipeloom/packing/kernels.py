@@ -55,9 +55,7 @@ def first_fit(order: Array, tokens: Array, budget: int, bin_of: Array) -> int:
 
 
 @kernel
-def lightest_fit(
-    order: Array, tokens: Array, loads: Array, budget: int, opened: int, limit: int, bin_of: Array
-) -> int:
+def lightest_fit(order: Array, tokens: Array, loads: Array, budget: int, opened: int, limit: int, bin_of: Array) -> int:
     """Put each sample into the bin with room that is lowest with it: ``opened`` ones, and more for want of room.
 
     ``loads`` has shape (dimensions, samples). Returns the number of bins, or -1 where more than ``limit`` are needed.
@@ -133,9 +131,17 @@ def _link(i: int, b: int, first: Array, after: Array, before: Array) -> None:
 
 @kernel
 def _best_exchange(
-    h: int, b: int, ceiling: float, tokens: Array, loads: Array, budget: int, height: Array, used: Array,
-    first: Array, after: Array,
-) -> tuple[float, int, int]:  # fmt: skip
+    h: int,
+    b: int,
+    ceiling: float,
+    tokens: Array,
+    loads: Array,
+    budget: int,
+    height: Array,
+    used: Array,
+    first: Array,
+    after: Array,
+) -> tuple[float, int, int]:
     """Move or swap between two bins that leaves the higher of both lowest, below ``ceiling``: (height, out, in)."""
     best = ceiling
     best_out = -1
@@ -161,9 +167,18 @@ def _best_exchange(
 
 @kernel
 def _move(
-    i: int, source: int, target: int, tokens: Array, loads: Array, height: Array, used: Array, first: Array,
-    after: Array, before: Array, bin_of: Array,
-) -> None:  # fmt: skip
+    i: int,
+    source: int,
+    target: int,
+    tokens: Array,
+    loads: Array,
+    height: Array,
+    used: Array,
+    first: Array,
+    after: Array,
+    before: Array,
+    bin_of: Array,
+) -> None:
     _unlink(i, source, first, after, before)
     _link(i, target, first, after, before)
     bin_of[i] = target
@@ -176,9 +191,19 @@ def _move(
 
 @kernel
 def _exchange(
-    h: int, b: int, out: int, come: int, tokens: Array, loads: Array, height: Array, used: Array, first: Array,
-    after: Array, before: Array, bin_of: Array,
-) -> None:  # fmt: skip
+    h: int,
+    b: int,
+    out: int,
+    come: int,
+    tokens: Array,
+    loads: Array,
+    height: Array,
+    used: Array,
+    first: Array,
+    after: Array,
+    before: Array,
+    bin_of: Array,
+) -> None:
     _move(out, h, b, tokens, loads, height, used, first, after, before, bin_of)
     if come >= 0:
         _move(come, b, h, tokens, loads, height, used, first, after, before, bin_of)
@@ -187,7 +212,7 @@ def _exchange(
 @kernel
 def level(
     tokens: Array, loads: Array, budget: int, num_bins: int, goal: float, effort: int, seed: int, bin_of: Array
-) -> float:  # fmt: skip
+) -> float:
     """Lower the highest bin by moves and swaps; return its height. Works in place on ``bin_of``.
 
     The heaviest bin exchanges with light ones as long as that helps. Where it does not, two other bins exchange
@@ -255,15 +280,11 @@ def level(
             tops[b] = _height(height, b)
             tops[c] = _height(height, c)
             for other in (b, c):
-                top, out, come = _best_exchange(
-                    h, other, best, tokens, loads, budget, height, used, first, after
-                )
+                top, out, come = _best_exchange(h, other, best, tokens, loads, budget, height, used, first, after)
                 if out >= 0:
                     best, best_bin, best_out, best_in = top, other, out, come
         if best_bin >= 0:
-            _exchange(
-                h, best_bin, best_out, best_in, tokens, loads, height, used, first, after, before, bin_of
-            )
+            _exchange(h, best_bin, best_out, best_in, tokens, loads, height, used, first, after, before, bin_of)
             tops[h] = _height(height, h)
             tops[best_bin] = _height(height, best_bin)
 
@@ -271,7 +292,7 @@ def level(
 @kernel
 def branch_and_bound(
     order: Array, tokens: Array, load: Array, budget: int, num_bins: int, bound: float, max_nodes: int, bin_of: Array
-) -> tuple[float, bool]:  # fmt: skip
+) -> tuple[float, bool]:
     """Lower the heaviest of ``num_bins`` bins to its optimum, depth first; return it and whether it is proved.
 
     ``bin_of`` is an answer to start from, and is replaced by better ones. Bins with equal load and tokens are the same.

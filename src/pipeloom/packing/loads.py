@@ -64,9 +64,7 @@ def token_loads(batch: Batch, model: ModelSpec, attention_tokens: int | None = N
         Length of a sequence whose attention costs as much as everything else in a layer: about 6 times the hidden
         width, 12 times where attention is causal. None: attention costs nothing.
     """
-    backbone = [
-        _weight(model.modules[-1].instance_lengths(sample), attention_tokens) for sample in batch.samples
-    ]
+    backbone = [_weight(model.modules[-1].instance_lengths(sample), attention_tokens) for sample in batch.samples]
     encoder = [
         sum(_weight(module.instance_lengths(sample), attention_tokens) for module in model.modules[:-1])
         for sample in batch.samples
@@ -156,9 +154,10 @@ def split_oversized(batch: Batch, model: ModelSpec, token_budget: int) -> Batch:
             samples.append(sample)
         elif model.modules[-1].reads == "videos":
             raise InputError(
-                f"batch.samples[{i}] ({sample.id!r})", f"{count} tokens of videos cannot be split",
+                f"batch.samples[{i}] ({sample.id!r})",
+                f"{count} tokens of videos cannot be split",
                 f"raise the token budget of {token_budget}, or shorten the sample",
-            )  # fmt: skip
+            )
         else:
             samples += split_sample(sample, token_budget)
     return Batch(tuple(samples), batch.iteration)
@@ -174,9 +173,10 @@ def split_sample(sample: Sample, token_budget: int) -> list[Sample]:
     for which, field, k, tokens in wholes:
         if tokens > token_budget:
             raise InputError(
-                f"sample {sample.id!r}.{field}[{k}]", f"{tokens} exceed the token budget of {token_budget}",
+                f"sample {sample.id!r}.{field}[{k}]",
+                f"{tokens} exceed the token budget of {token_budget}",
                 f"raise it: {('an image', 'a recording')[which]} is not divided",
-            )  # fmt: skip
+            )
         if tokens > room:
             pieces.append((([], []), 0))
             room = token_budget

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+from pipeloom.cost import CostModel
 from pipeloom.errors import InputError
-from pipeloom.packing.loads import Loads, budget_tokens, module_lengths, token_loads
+from pipeloom.packing.loads import Loads, budget_tokens, cost_loads, module_lengths, token_loads
 from pipeloom.packing.policies import PackingSpec, group
 from pipeloom.packing.types import Microbatch, Packing, SubMicrobatch
 from pipeloom.spec import Batch, Layout, ModelSpec, ModuleSpec, Workload
 
 
-def pack(
-    batch: Batch, model: ModelSpec, layout: Layout, spec: PackingSpec, loads: Loads | None = None
-) -> Packing:
+def pack(batch: Batch, model: ModelSpec, layout: Layout, spec: PackingSpec, loads: Loads | None = None) -> Packing:
     """Pack a batch into microbatches and sub-microbatches.
 
     Parameters
@@ -41,17 +40,14 @@ def pack(
     return packing_of(batch, model, layout, group(loads, spec, batch.iteration))
 
 
-def packing_of(
-    batch: Batch, model: ModelSpec, layout: Layout, groups: tuple[tuple[int, ...], ...]
-) -> Packing:
+def packing_of(batch: Batch, model: ModelSpec, layout: Layout, groups: tuple[tuple[int, ...], ...]) -> Packing:
     """Make microbatches of groups of samples: each module's part is cut as the layout says."""
     modules = tuple(module.name for module in layout.modules)
     specs = tuple(model.module(name) for name in modules)
     limits = tuple(module.sub_microbatch for module in layout.modules)
     microbatches = tuple(
         Microbatch(
-            samples=samples,
-            parts=tuple(_split(batch, samples, m, b) for m, b in zip(specs, limits, strict=True)),
+            samples=samples, parts=tuple(_split(batch, samples, m, b) for m, b in zip(specs, limits, strict=True))
         )
         for samples in groups
     )
@@ -70,9 +66,12 @@ def check_budget(batch: Batch, model: ModelSpec, token_budget: int) -> None:
 
 
 def packing_from_counts(
-    batch: Batch, model: ModelSpec, layout: Layout, samples: tuple[tuple[int, ...], ...],
+    batch: Batch,
+    model: ModelSpec,
+    layout: Layout,
+    samples: tuple[tuple[int, ...], ...],
     counts: tuple[tuple[tuple[int, ...], ...], ...],
-) -> Packing:  # fmt: skip
+) -> Packing:
     """Rebuild a packing from sample positions and sub-microbatch sizes, as a plan delivers them.
 
     Raises
@@ -83,17 +82,13 @@ def packing_from_counts(
     """
     flat = sorted(i for members in samples for i in members)
     if flat != list(range(len(batch.samples))):
-        raise InputError(
-            "packing.samples", "are not exactly the samples of the batch", "plan this batch anew"
-        )
+        raise InputError("packing.samples", "are not exactly the samples of the batch", "plan this batch anew")
     if len(counts) != len(samples):
         raise InputError("packing.counts", f"has {len(counts)} microbatches, samples has {len(samples)}")
     microbatches = []
     for m, (members, parts) in enumerate(zip(samples, counts, strict=True)):
         if len(parts) != len(layout.modules):
-            raise InputError(
-                f"packing.counts[{m}]", f"has {len(parts)} modules, the layout {len(layout.modules)}"
-            )
+            raise InputError(f"packing.counts[{m}]", f"has {len(parts)} modules, the layout {len(layout.modules)}")
         microbatches.append(
             Microbatch(
                 samples=members,
@@ -111,9 +106,7 @@ def packing_from_counts(
     return Packing(batch, modules, tuple(microbatches), tuple(model.module(name).reads for name in modules))
 
 
-def _split(
-    batch: Batch, samples: tuple[int, ...], module: ModuleSpec, limit: int | None
-) -> tuple[SubMicrobatch, ...]:
+def _split(batch: Batch, samples: tuple[int, ...], module: ModuleSpec, limit: int | None) -> tuple[SubMicrobatch, ...]:
     """Cut into ``ceil(N / B)`` parts whose sizes differ by at most one (DIP section 4)."""
     lengths = module_lengths(batch, samples, module)
     total = len(lengths)
@@ -126,11 +119,16 @@ def _split(
 
 def _cut(lengths: tuple[int, ...], sizes: tuple[int, ...], where: str) -> tuple[SubMicrobatch, ...]:
     if sum(sizes) != len(lengths) or any(size < 1 for size in sizes):
-        raise InputError(
-            where, f"{list(sizes)} does not divide {len(lengths)} instances into non-empty parts"
-        )
+        raise InputError(where, f"{list(sizes)} does not divide {len(lengths)} instances into non-empty parts")
     parts, first = [], 0
     for size in sizes:
         parts.append(SubMicrobatch(first, size, Workload(lengths[first : first + size])))
         first += size
     return tuple(parts)
+
+
+def packed_batch(batch: Batch, model: ModelSpec, layout: Layout, costs: CostModel, packing: PackingSpec) -> Packing:
+    """Pack a batch by its policy, as it is packed for training under this layout."""
+    by_load = not packing.policy.startswith("first_fit")
+    loads = cost_loads(batch, model, layout, costs) if by_load else None
+    return pack(batch, model, layout, packing, loads)

@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 import msgspec
 import numpy as np
 
 from pipeloom.errors import InputError, check_count
-from pipeloom.packing import kernels
+from pipeloom.lazy import lazy_module
 from pipeloom.packing.loads import IntArray, Loads
 
+if TYPE_CHECKING:
+    from pipeloom.packing import kernels
+else:
+    kernels = lazy_module("pipeloom.packing.kernels")
+
 Policy = Literal[
-    "first_fit", "first_fit_decreasing", "random", "algorithm1", "algorithm1_opened", "balanced",
-    "balanced_encoder", "exact",
-]  # fmt: skip
+    "first_fit",
+    "first_fit_decreasing",
+    "random",
+    "algorithm1",
+    "algorithm1_opened",
+    "balanced",
+    "balanced_encoder",
+    "exact",
+]
 POLICIES: tuple[str, ...] = get_args(Policy)
 
 _EXACT_NODES = 5_000_000
@@ -89,13 +100,7 @@ def height_bound(load: np.ndarray, num_microbatches: int) -> float:
 
 
 def assign_bins(
-    tokens: IntArray,
-    loads: np.ndarray,
-    budget: int,
-    num_bins: int,
-    seed: int,
-    effort: int = 64,
-    goal: float = _GOAL,
+    tokens: IntArray, loads: np.ndarray, budget: int, num_bins: int, seed: int, effort: int = 64, goal: float = _GOAL
 ) -> IntArray:
     """Even several loads out over bins, as many as asked for and more only where the budget asks for it.
 
@@ -176,9 +181,7 @@ def _algorithm1(loads: Loads, spec: PackingSpec, iteration: int) -> IntArray:
     opened = 0 if spec.policy == "algorithm1" else least_microbatches(loads, spec)
     order = np.argsort(-loads.tokens, kind="stable")
     limit = len(loads) + opened
-    kernels.lightest_fit(
-        order, loads.tokens, loads.backbone[None, :], spec.token_budget, opened, limit, bin_of
-    )
+    kernels.lightest_fit(order, loads.tokens, loads.backbone[None, :], spec.token_budget, opened, limit, bin_of)
     return bin_of
 
 
@@ -227,9 +230,11 @@ def _exact(loads: Loads, spec: PackingSpec, iteration: int) -> IntArray:
     )
     if not proved:
         raise InputError(
-            "packing.policy", f"'exact' did not prove {len(loads)} samples in {num_bins} microbatches "
-            f"({height / bound - 1:.2%} above the bound)", "use 'balanced'",
-        )  # fmt: skip
+            "packing.policy",
+            f"'exact' did not prove {len(loads)} samples in {num_bins} microbatches "
+            f"({height / bound - 1:.2%} above the bound)",
+            "use 'balanced'",
+        )
     return bin_of
 
 
@@ -238,6 +243,12 @@ def _heaviest(bin_of: IntArray, load: np.ndarray) -> float:
 
 
 _POLICIES: dict[str, Callable[[Loads, PackingSpec, int], IntArray]] = {
-    "first_fit": _first_fit, "first_fit_decreasing": _first_fit, "random": _random, "algorithm1": _algorithm1,
-    "algorithm1_opened": _algorithm1, "balanced": _balanced, "balanced_encoder": _balanced_encoder, "exact": _exact,
-}  # fmt: skip
+    "first_fit": _first_fit,
+    "first_fit_decreasing": _first_fit,
+    "random": _random,
+    "algorithm1": _algorithm1,
+    "algorithm1_opened": _algorithm1,
+    "balanced": _balanced,
+    "balanced_encoder": _balanced_encoder,
+    "exact": _exact,
+}

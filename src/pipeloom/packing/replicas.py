@@ -12,9 +12,7 @@ _EFFORT = 1000
 _NO_LIMIT = np.iinfo(np.int64).max // 4
 
 
-def deal(
-    loads: Loads, num_replicas: int, seed: int = 0, *, encoder_weight: float = 1.0
-) -> tuple[tuple[int, ...], ...]:
+def deal(loads: Loads, num_replicas: int, seed: int = 0, *, encoder_weight: float = 1.0) -> tuple[tuple[int, ...], ...]:
     """Divide the samples of a global batch among replicas, even in work.
 
     Every replica's ranks wait for the slowest one's gradients, so what counts is the heaviest replica. Two loads are
@@ -42,9 +40,10 @@ def deal(
     """
     if not 1 <= num_replicas <= len(loads):
         raise InputError(
-            "num_replicas", f"{num_replicas} is not in 1..{len(loads)}, the number of samples",
+            "num_replicas",
+            f"{num_replicas} is not in 1..{len(loads)}, the number of samples",
             "use fewer replicas, or larger batches",
-        )  # fmt: skip
+        )
     first_rank = loads.backbone + encoder_weight * loads.encoder
     rows = np.stack([loads.backbone, first_rank])
     # The budget is of tokens, and here there is none: every replica packs as many microbatches as it needs.

@@ -1,53 +1,36 @@
 """Execution plans: actions, lowering from a schedule, verification, text form."""
 
-from pipeloom.plan.action import (
-    COMPUTE_VERBS,
-    MEMORY_VERBS,
-    POST_VERBS,
-    RECEIVE_VERBS,
-    SEND_VERBS,
-    WAIT_VERBS,
-    Action,
-    ExecutionPlan,
-    Verb,
-)
-from pipeloom.plan.backend import BACKENDS, Backend, BackendName, backend_of
-from pipeloom.plan.collectives import collective_order
+from pipeloom.plan.action import Action, ExecutionPlan, Verb, promised_verbs
 from pipeloom.plan.delivery import Answer, Delivery, PackingCounts, packing_counts
-from pipeloom.plan.joined import joined_posts
-from pipeloom.plan.lower import lower, strategy_word
+from pipeloom.plan.dryrun import BACKENDS, Backend, BackendName, backend_of
+from pipeloom.plan.lower import lower
 from pipeloom.plan.measured import Measured, MessageTime
+from pipeloom.plan.messages import joined_posts
 from pipeloom.plan.pytorch import schedule_from_pytorch_csv, to_pytorch_csv
 from pipeloom.plan.routes import (
-    HandOver,
+    BoundaryTransfer,
     Router,
     Routes,
     Shapes,
     Unit,
     boundary_shapes,
-    handed_workload,
+    collective_order,
     make_routes,
     target_word,
+    transferred_workload,
 )
-from pipeloom.plan.shapes import check_shapes
 from pipeloom.plan.text import action_text, from_msgpack, from_text, to_msgpack, to_text
-from pipeloom.plan.verify import verify
+from pipeloom.plan.verify import check_shapes, verify
 
 __all__ = [
     "BACKENDS",
-    "COMPUTE_VERBS",
-    "MEMORY_VERBS",
-    "POST_VERBS",
-    "RECEIVE_VERBS",
-    "SEND_VERBS",
-    "WAIT_VERBS",
     "Action",
     "Answer",
     "Backend",
     "BackendName",
+    "BoundaryTransfer",
     "Delivery",
     "ExecutionPlan",
-    "HandOver",
     "Measured",
     "MessageTime",
     "PackingCounts",
@@ -63,16 +46,16 @@ __all__ = [
     "collective_order",
     "from_msgpack",
     "from_text",
-    "handed_workload",
     "joined_posts",
     "lower",
     "make_routes",
     "packing_counts",
+    "promised_verbs",
     "schedule_from_pytorch_csv",
-    "strategy_word",
     "target_word",
     "to_msgpack",
     "to_pytorch_csv",
     "to_text",
+    "transferred_workload",
     "verify",
 ]

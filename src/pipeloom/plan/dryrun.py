@@ -1,4 +1,4 @@
-"""Run a plan on paper under the matching rules of NCCL and gloo, and show where it stops."""
+"""What backends ask of plans, and a run on paper under their matching rules that shows where a plan stops."""
 
 from __future__ import annotations
 
@@ -6,9 +6,42 @@ from collections import defaultdict, deque
 from dataclasses import dataclass
 from typing import Literal
 
-from pipeloom.plan.action import SEND_VERBS, WAIT_VERBS, Action, ExecutionPlan
+from pipeloom.plan.action import Action, ExecutionPlan
 from pipeloom.plan.messages import Messages, messages_of
 from pipeloom.plan.text import action_text
+
+BackendName = Literal["gloo", "nccl"]
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """How a backend serves point-to-point messages.
+
+    Attributes
+    ----------
+    serial : bool
+        A rank's messages may be served one after the other, whoever the peers are: plans are lowered and verified
+        for that. NCCL serves those of one communicator so, and a group has one where it was made with a device or
+        where messages are joined.
+    joins : bool
+        Neighbouring messages between two ranks gain by being one operation: NCCL then exchanges both directions at
+        once. Gloo posts them one by one all the same.
+    """
+
+    serial: bool
+    joins: bool
+
+
+BACKENDS: dict[BackendName, Backend] = {
+    "gloo": Backend(serial=False, joins=False),
+    "nccl": Backend(serial=True, joins=True),
+}
+
+
+def backend_of(device_type: str) -> BackendName:
+    """Return the backend of messages between devices of a type, ``"cpu"`` or ``"cuda"``."""
+    return "nccl" if device_type == "cuda" else "gloo"
+
 
 Rules = Literal["nccl", "nccl serial", "gloo"]
 """NCCL: messages of a pair of ranks are served one after the other, both directions in one stream, and tags are
@@ -78,9 +111,7 @@ class _DryRun:
         for (rank, peer), posted in sorted(self.posted.items()):
             for action, message in posted:
                 if message not in self.done[rank]:
-                    return self._stop(
-                        f"'{action_text(action)}' of rank {rank} is never matched by rank {peer}"
-                    )
+                    return self._stop(f"'{action_text(action)}' of rank {rank} is never matched by rank {peer}")
         return None
 
     def _stop(self, reason: str) -> Stop:
@@ -91,7 +122,7 @@ class _DryRun:
         begin = step = self.steps[rank]
         while step < len(actions):
             message, action = messages[step], actions[step]
-            if message is not None and action.verb in WAIT_VERBS:
+            if message is not None and action.verb.is_wait:
                 if message not in done:
                     break
             elif message is not None:
@@ -122,7 +153,7 @@ class _DryRun:
         """
         theirs = self.posted[peer, rank]
         if index < len(theirs):
-            self._match(rank, peer, *self.posted[rank, peer][index], *theirs[index], f"message {index}")
+            self._match(rank, peer, self.posted[rank, peer][index], theirs[index], f"message {index}")
 
     def _serve_heads(self, rank: int) -> None:
         """Match the messages that ranks are at, as long as two ranks are at each other's."""
@@ -135,24 +166,24 @@ class _DryRun:
             theirs = self.queues[peer] if 0 <= peer < len(self.queues) else None
             if theirs and theirs[0][0] == here:
                 _, other_action, other = theirs[0]
-                self._match(here, peer, action, message, other_action, other, "the next message")
+                self._match(here, peer, (action, message), (other_action, other), "the next message")
                 self.queues[here].popleft()
                 theirs.popleft()
                 at_hand += [here, peer]
 
-    def _match(
-        self, rank: int, peer: int, here: Action, mine: int, there: Action, other: int, what: str
-    ) -> None:
-        if (here.verb in SEND_VERBS) == (there.verb in SEND_VERBS) or mine != other:
+    def _match(self, rank: int, peer: int, mine: tuple[Action, int], theirs: tuple[Action, int], what: str) -> None:
+        """Two posts that meet must be the two ends of one message."""
+        (here, message), (there, other) = mine, theirs
+        if here.verb.is_send == there.verb.is_send or message != other:
             self.mismatch = (
                 f"between ranks {rank} and {peer}, {what} is '{action_text(here)}' on rank {rank} "
                 f"but '{action_text(there)}' on rank {peer}"
             )
             return
-        self._complete(rank, peer, here, there, mine)
+        self._complete(rank, peer, here, there, message)
 
     def _serve_by_name(self, rank: int, peer: int, action: Action, message: int) -> None:
-        role = "send" if action.verb in SEND_VERBS else "receive"
+        role = "send" if action.verb.is_send else "receive"
         other = "receive" if role == "send" else "send"
         index = self.by_name.pop((peer, rank, other, message), None)
         if index is None:
@@ -162,9 +193,7 @@ class _DryRun:
 
     def _complete(self, rank: int, peer: int, here: Action, there: Action, message: int) -> None:
         if here.shape != there.shape or here.dtype != there.dtype:
-            self.mismatch = (
-                f"'{action_text(here)}' of rank {rank} meets '{action_text(there)}' of rank {peer}"
-            )
+            self.mismatch = f"'{action_text(here)}' of rank {rank} meets '{action_text(there)}' of rank {peer}"
             return
         self.done[rank].add(message)
         self.done[peer].add(message)

@@ -22,17 +22,26 @@ import itertools
 from collections import defaultdict
 from dataclasses import dataclass, field
 
+import msgspec
+
 from pipeloom.errors import InputError, PlanError
 from pipeloom.packing import Packing
-from pipeloom.plan.action import SEND_VERBS, Action, ExecutionPlan, Verb
-from pipeloom.plan.collectives import collective_order
-from pipeloom.plan.routes import HandOver, Routes, Shapes, Unit, handed_workload, make_routes
-from pipeloom.spec import Layout
+from pipeloom.plan.action import Action, ExecutionPlan, Verb, promised_verbs
+from pipeloom.plan.routes import (
+    BoundaryTransfer,
+    Routes,
+    Shapes,
+    Unit,
+    collective_order,
+    make_routes,
+    transferred_workload,
+)
+from pipeloom.spec import Layout, strategy_word
 from pipeloom.taskgraph import BACKWARD, FORWARD, INPUT_GRADIENT, KIND_NAMES, NO_TASK, TaskGraph
 from pipeloom.timeline import Schedule, Timeline
 
 _MESSAGE, _COMPUTE = 0, 1
-_VERBS: dict[str, Verb] = {"F": "F", "B": "B", "I": "I", "W": "W"}
+_VERB_OF_KIND = tuple(map(Verb, KIND_NAMES))
 
 
 def lower(
@@ -42,9 +51,7 @@ def lower(
     layout: Layout,
     packing: Packing,
     shapes: Shapes,
-    iteration: int = 0,
     *,
-    default_strategy: str = "keep",
     serial: bool = False,
 ) -> ExecutionPlan:
     """Turn a schedule into an execution plan.
@@ -60,9 +67,6 @@ def lower(
     packing : Packing
     shapes : callable
         Shape and dtype of a chunk's output for a workload; see `boundary_shapes`.
-    iteration : int
-    default_strategy : str
-        Memory strategy of all pairs where the graph has no candidates.
     serial : bool
         For a backend that serves a rank's messages one after the other, whoever the peers are (see `BACKENDS`): a
         receive is posted no earlier than any other message of its rank.
@@ -79,24 +83,14 @@ def lower(
         When the schedule runs a task before what it waits for.
     """
     if graph.labels is None:
-        raise InputError(
-            "graph.labels", "is null", "lower a graph that was built from a layout and a packing"
-        )
+        raise InputError("graph.labels", "is null", "lower a graph that was built from a layout and a packing")
     if graph.num_ranks != layout.num_ranks:
         raise InputError("graph.num_ranks", f"{graph.num_ranks}, the layout has {layout.num_ranks}")
-    unit_of_pair = [Unit(*label) for label in graph.labels]
+    unit_of_pair = [Unit(*label[:3]) for label in graph.labels]
     routes = make_routes(layout, packing, unit_of_pair)
     _check_pairs(graph, layout, unit_of_pair)
-    return _Lowering(
-        graph, schedule, timeline, layout, packing, shapes, routes, unit_of_pair, default_strategy, serial
-    ).run(iteration)
-
-
-def strategy_word(strategy: str, layers: tuple[str, ...]) -> str:
-    """Strategy of a pair as plans write it: one word, or one per layer where they differ."""
-    if not layers:
-        return strategy
-    return layers[0] if len(set(layers)) == 1 else ",".join(layers)
+    writer = _Writer(layout, packing, shapes, routes)
+    return _Lowering(graph, schedule, timeline, unit_of_pair, writer, serial).run(packing.batch.iteration)
 
 
 def _check_pairs(graph: TaskGraph, layout: Layout, unit_of_pair: list[Unit]) -> None:
@@ -115,8 +109,9 @@ def _check_pairs(graph: TaskGraph, layout: Layout, unit_of_pair: list[Unit]) -> 
 
 @dataclass(frozen=True, slots=True)
 class _Message:
-    hand_over: HandOver
-    backward: bool
+    transfer: BoundaryTransfer
+    send: Verb
+    """SEND_F for the activation, SEND_B for its gradient."""
     sender: int
     receiver: int
     producing_task: int
@@ -163,26 +158,55 @@ class _RankList:
         return max(self.compute_at, last + 1)
 
 
+class _Writer:
+    """Actions in the words of plans."""
+
+    def __init__(self, layout: Layout, packing: Packing, shapes: Shapes, routes: Routes) -> None:
+        self.layout, self.packing, self.shapes, self.routes = layout, packing, shapes, routes
+        self.names = layout.chunk_names
+
+    def unit(self, verb: Verb, unit: Unit, strategy: str = "") -> Action:
+        """What is done with a unit."""
+        return Action(
+            verb=verb,
+            chunk=self.names[unit.chunk],
+            microbatch=unit.microbatch,
+            sub_microbatch=unit.sub_microbatch,
+            strategy=strategy,
+        )
+
+    def message(self, verb: Verb, message: _Message) -> Action:
+        """What is done about a message that is posted already."""
+        producer = message.transfer.producer
+        return Action(
+            verb=verb,
+            chunk=self.names[producer.chunk],
+            microbatch=producer.microbatch,
+            sub_microbatch=producer.sub_microbatch,
+            target=self.routes.target(message.transfer, self.names),
+        )
+
+    def posted(self, verb: Verb, message: _Message, peer: int) -> Action:
+        """A send or receive, with what is sent."""
+        workload = transferred_workload(message.transfer, self.layout, self.packing)
+        shape, dtype = self.shapes(message.transfer.producer.chunk, workload)
+        return msgspec.structs.replace(self.message(verb, message), peer=peer, shape=shape, dtype=dtype)
+
+
 class _Lowering:
     def __init__(
         self,
         graph: TaskGraph,
         schedule: Schedule,
         timeline: Timeline,
-        layout: Layout,
-        packing: Packing,
-        shapes: Shapes,
-        routes: Routes,
         unit_of_pair: list[Unit],
-        default_strategy: str,
+        writer: _Writer,
         serial: bool,
     ) -> None:
-        self.graph, self.layout, self.packing, self.routes = graph, layout, packing, routes
-        self.schedule, self.shapes, self.default_strategy = schedule, shapes, default_strategy
-        self.unit_of_pair, self.serial = unit_of_pair, serial
-        self.names = layout.chunk_names
+        self.graph, self.schedule, self.layout = graph, schedule, writer.layout
+        self.unit_of_pair, self.writer, self.serial = unit_of_pair, writer, serial
         self.start_ns, self.end_ns = timeline.start_ns.tolist(), timeline.end_ns.tolist()
-        self.ranks = [_RankList() for _ in range(layout.num_ranks)]
+        self.ranks = [_RankList() for _ in range(writer.layout.num_ranks)]
         self.messages: list[_Message] = []
         self.waiting = [0] * graph.num_tasks
         self.followers: defaultdict[int, list[int]] = defaultdict(list)
@@ -192,7 +216,7 @@ class _Lowering:
         self._connect()
 
     def _connect(self) -> None:
-        """Write down what every task waits for: its rank's order, its own pair, and what is handed to it."""
+        """Write down what every task waits for: its rank's order, its own pair, and what is transferred to it."""
         graph = self.graph
         pair_of_unit = {unit: pair for pair, unit in enumerate(self.unit_of_pair)}
         seen = [False] * graph.num_tasks
@@ -213,27 +237,24 @@ class _Lowering:
                 self._follow(forward, backward)
             if weight != NO_TASK:
                 self._follow(backward, weight)
-        for hand_over in self.routes.hand_overs:
-            producer, consumer = pair_of_unit[hand_over.producer], pair_of_unit[hand_over.consumer]
-            self._hand_over(
-                hand_over, False, int(graph.forward_of[producer]), int(graph.forward_of[consumer])
-            )
-            if hand_over.gradient:
-                self._hand_over(
-                    hand_over, True, int(graph.backward_of[consumer]), int(graph.backward_of[producer])
-                )
+        for transfer in self.writer.routes.transfers:
+            producer, consumer = pair_of_unit[transfer.producer], pair_of_unit[transfer.consumer]
+            self._transfer(transfer, Verb.SEND_F, int(graph.forward_of[producer]), int(graph.forward_of[consumer]))
+            if transfer.gradient:
+                from_task, to_task = int(graph.backward_of[consumer]), int(graph.backward_of[producer])
+                self._transfer(transfer, Verb.SEND_B, from_task, to_task)
 
     def _follow(self, before: int, after: int) -> None:
         self.followers[before].append(after)
         self.waiting[after] += 1
 
-    def _hand_over(self, hand_over: HandOver, backward: bool, source: int, target: int) -> None:
+    def _transfer(self, transfer: BoundaryTransfer, send: Verb, source: int, target: int) -> None:
         sender, receiver = int(self.graph.rank[source]), int(self.graph.rank[target])
         if sender == receiver:
             self._follow(source, target)
             return
         number = len(self.messages)
-        self.messages.append(_Message(hand_over, backward, sender, receiver, source, target))
+        self.messages.append(_Message(transfer, send, sender, receiver, source, target))
         self.sends[source].append(number)
         self.receives[target].append(number)
         self.waiting[target] += 1
@@ -274,99 +295,62 @@ class _Lowering:
         pair, kind = int(graph.pair[task]), int(graph.kind[task])
         unit, here = self.unit_of_pair[pair], self.ranks[int(graph.rank[task])]
         strategy = self._strategy(pair)
+        promised = promised_verbs(strategy)
         self._append_offload(here)
-        if kind in (BACKWARD, INPUT_GRADIENT) and "offload" in strategy:
+        if kind in (BACKWARD, INPUT_GRADIENT) and Verb.LOAD in promised:
             # One computation ahead, so that it is back in time; never before its own forward.
             place = len(here.actions) if here.last_unit == unit else here.compute_at
-            here.insert(self._unit_action("LD", unit), place)
+            here.insert(self.writer.unit(Verb.LOAD, unit), place)
         here.compute_at, here.compute_end_ns, here.last_unit = len(here.actions), self.end_ns[task], unit
-        if kind in (BACKWARD, INPUT_GRADIENT) and ("recompute" in strategy or "selective" in strategy):
+        if kind in (BACKWARD, INPUT_GRADIENT) and Verb.RECOMPUTE in promised:
             # Before the wait: nothing else runs on this rank until the gradient is here.
-            here.actions.append(self._unit_action("RC", unit))
+            here.actions.append(self.writer.unit(Verb.RECOMPUTE, unit))
         for number in self.receives[task]:
             message = self.messages[number]
-            here.actions.append(self._message_action("WB" if message.backward else "WF", message))
+            here.actions.append(self.writer.message(message.send.other_end.wait, message))
             # By now the message was consumed, so waiting for its send costs nothing and frees its memory.
-            self.ranks[message.sender].actions.append(
-                self._message_action("DB" if message.backward else "DF", message)
-            )
-        action = self._unit_action(_VERBS[KIND_NAMES[kind]], unit, strategy if kind == FORWARD else "")
+            self.ranks[message.sender].actions.append(self.writer.message(message.send.wait, message))
+        action = self.writer.unit(_VERB_OF_KIND[kind], unit, strategy if kind == FORWARD else "")
         here.actions.append(action)
-        if kind == FORWARD and "offload" in strategy and graph.backward_of[pair] != NO_TASK:
+        if kind == FORWARD and Verb.OFFLOAD in promised and graph.backward_of[pair] != NO_TASK:
             here.to_offload = unit
 
     def _append_offload(self, here: _RankList) -> None:
         if here.to_offload is not None:
-            here.actions.append(self._unit_action("OF", here.to_offload))
+            here.actions.append(self.writer.unit(Verb.OFFLOAD, here.to_offload))
             here.to_offload = None
 
     def _append_message(self, message: _Message, time_ns: int) -> None:
-        send: Verb = "SB" if message.backward else "SF"
-        receive: Verb = "RB" if message.backward else "RF"
         sender, receiver = self.ranks[message.sender], self.ranks[message.receiver]
-        sender.post(self._posted(send, message, message.receiver), message.receiver)
+        sender.post(self.writer.posted(message.send, message, message.receiver), message.receiver)
         place = receiver.early_place(None if self.serial else message.sender, time_ns)
-        receiver.post(self._posted(receive, message, message.sender), message.sender, place)
+        receiver.post(self.writer.posted(message.send.other_end, message, message.sender), message.sender, place)
 
     def _append_ends(self) -> None:
         """Gather parameters first, reduce gradients as soon as they are whole, and step."""
         for rank, here in enumerate(self.ranks):
             order = collective_order(self.layout, rank)
-            here.actions[:0] = [Action(verb="UN", chunk=self.names[chunk]) for chunk in order.unshard]
+            here.actions[:0] = [Action(verb=Verb.UNSHARD, chunk=self.writer.names[chunk]) for chunk in order.unshard]
             ends = {}
             for step, action in enumerate(here.actions):
-                if action.verb in ("B", "I", "W"):
+                if action.verb.is_compute and action.verb is not Verb.F:
                     ends[action.chunk] = step
             place = len(order.unshard)
             for chunk in order.reduce:
                 # Never before the reductions that all replicas do first, whatever their plans.
-                place = max(place, ends.get(self.names[chunk], -1) + 1)
-                while place < len(here.actions) and here.actions[place].verb in SEND_VERBS:
+                place = max(place, ends.get(self.writer.names[chunk], -1) + 1)
+                while place < len(here.actions) and here.actions[place].verb.is_send:
                     # Another rank waits for these.
                     place += 1
-                here.actions.insert(place, Action(verb="RG", chunk=self.names[chunk]))
+                here.actions.insert(place, Action(verb=Verb.REDUCE_GRAD, chunk=self.writer.names[chunk]))
                 ends = {name: step + (step >= place) for name, step in ends.items()}
                 place += 1
-            here.actions.append(Action(verb="OS"))
+            here.actions.append(Action(verb=Verb.OPTIMIZER_STEP))
 
     def _strategy(self, pair: int) -> str:
+        assert self.graph.labels is not None
         if self.graph.candidates is None:
-            return self.default_strategy
+            return self.graph.labels[pair].strategy
         chosen = 0 if self.schedule.candidate is None else int(self.schedule.candidate[pair])
         candidate = self.graph.candidates[pair][chosen]
         return strategy_word(candidate.strategy, candidate.layers)
-
-    def _unit_action(self, verb: Verb, unit: Unit, strategy: str = "") -> Action:
-        return Action(
-            verb=verb,
-            chunk=self.names[unit.chunk],
-            microbatch=unit.microbatch,
-            sub_microbatch=unit.sub_microbatch,
-            strategy=strategy,
-        )
-
-    def _message_action(self, verb: Verb, message: _Message) -> Action:
-        producer = message.hand_over.producer
-        return Action(
-            verb=verb,
-            chunk=self.names[producer.chunk],
-            microbatch=producer.microbatch,
-            sub_microbatch=producer.sub_microbatch,
-            target=self.routes.target(message.hand_over, self.names),
-        )
-
-    def _posted(self, verb: Verb, message: _Message, peer: int) -> Action:
-        bare = self._message_action(verb, message)
-        producer = message.hand_over.producer
-        workload = handed_workload(message.hand_over, self.layout, self.packing)
-        shape, dtype = self.shapes(producer.chunk, workload)
-        return Action(
-            verb=verb,
-            chunk=bare.chunk,
-            microbatch=bare.microbatch,
-            sub_microbatch=bare.sub_microbatch,
-            peer=peer,
-            target=bare.target,
-            shape=shape,
-            dtype=dtype,
-        )

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from pipeloom.plan.action import COMPUTE_VERBS, MEMORY_VERBS, SEND_VERBS, ExecutionPlan
+from pipeloom.plan.action import ExecutionPlan, Verb
 from pipeloom.plan.messages import messages_of
 from pipeloom.spec import DTYPE_BYTES
 
@@ -68,12 +68,12 @@ class Measured:
         for actions, times in zip(plan.ranks, self.times_ns, strict=True):
             before, here = 0, len(found)
             for action, (start, end) in zip(actions, times.tolist(), strict=True):
-                if action.verb in COMPUTE_VERBS:
+                if action.verb.is_compute:
                     found.append((start - before, end))
                     before = 0
-                elif action.verb == "OF" and len(found) > here:
+                elif action.verb is Verb.OFFLOAD and len(found) > here:
                     found[-1] = (found[-1][0], found[-1][1] + end - start)
-                elif action.verb in MEMORY_VERBS:
+                elif action.verb.is_memory:
                     before += end - start
         return tuple(found)
 
@@ -96,10 +96,10 @@ class Measured:
             for action, message, (start, end) in zip(actions, messages, times, strict=True):
                 if message is None:
                     continue
-                if action.verb in SEND_VERBS and action.shape is not None and action.peer is not None:
+                if action.verb.is_send and action.shape is not None and action.peer is not None:
                     size = math.prod(action.shape) * DTYPE_BYTES[action.dtype]
                     sent[message, action.peer] = (size, end)
-                elif action.verb in ("WF", "WB"):
+                elif action.verb.is_wait and action.verb.post.is_receive:
                     waited[message] = (rank, start, end)
         found = []
         for (message, _), (size, moment) in sent.items():

@@ -14,15 +14,15 @@ from collections.abc import Iterator
 import numpy as np
 
 from pipeloom.errors import InputError
-from pipeloom.plan.action import COMPUTE_VERBS, Action, ExecutionPlan
+from pipeloom.plan.action import Action, ExecutionPlan, Verb
 from pipeloom.spec import Layout
 from pipeloom.taskgraph import KIND_NAMES, NO_TASK, TaskGraph
 from pipeloom.timeline import Schedule
 
 _CELL = re.compile(r"(\d+)(F|I|B|W|UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)(\d*)", re.ASCII)
 _OVERLAPPED = re.compile(r"\(([^()]*)\)OVERLAP_F_B", re.ASCII)
-_MESSAGE = {"SF": ("SEND_F", 0), "RF": ("RECV_F", 1), "SB": ("SEND_B", 1), "RB": ("RECV_B", 0)}
-"""PyTorch's verb, and how far its stage is from the producing chunk."""
+_STAGE_OF_MESSAGE = {Verb.SEND_F: 0, Verb.RECV_F: 1, Verb.SEND_B: 1, Verb.RECV_B: 0}
+"""How far PyTorch's stage is from the producing chunk."""
 
 
 def to_pytorch_csv(plan: ExecutionPlan, layout: Layout, *, communication: bool = False) -> str:
@@ -43,10 +43,8 @@ def to_pytorch_csv(plan: ExecutionPlan, layout: Layout, *, communication: bool =
         last_forward = -1
         for step, action in enumerate(actions):
             if action.sub_microbatch:
-                raise InputError(
-                    f"plan, rank {rank}, step {step}", "works on a sub-microbatch", "PyTorch has none"
-                )
-            if action.strategy not in ("", "keep") or action.verb in ("RC", "OF", "LD"):
+                raise InputError(f"plan, rank {rank}, step {step}", "works on a sub-microbatch", "PyTorch has none")
+            if action.strategy not in ("", "keep") or action.verb.is_memory:
                 raise InputError(
                     f"plan, rank {rank}, step {step}", "does not keep its activations", "PyTorch keeps them"
                 )
@@ -89,9 +87,7 @@ def schedule_from_pytorch_csv(text: str, graph: TaskGraph) -> Schedule:
             for name in _in_parts(_compute_of(cell.strip(), where), task_of):
                 task = task_of.get(name)
                 if task is None:
-                    raise InputError(
-                        where, f"{cell.strip()!r} is no task of the graph", _remedy(name, task_of)
-                    )
+                    raise InputError(where, f"{cell.strip()!r} is no task of the graph", _remedy(name, task_of))
                 if int(graph.rank[task]) != row:
                     raise InputError(where, f"{cell.strip()!r} is on rank {graph.rank[task]} in the graph")
                 if task in seen:
@@ -114,9 +110,7 @@ _Name = tuple[int, str, int]
 def _check_chain(layout: Layout) -> None:
     for before, module in zip((None, *layout.modules), layout.modules, strict=False):
         if module.after != (() if before is None else (before.name,)):
-            raise InputError(
-                f"module {module.name!r}.after", "makes no chain", "PyTorch connects a chain only"
-            )
+            raise InputError(f"module {module.name!r}.after", "makes no chain", "PyTorch connects a chain only")
         if module.on_ranks == "replicated":
             raise InputError(f"module {module.name!r}", "is replicated", "PyTorch has each stage once")
         if not layout.has_backward(module.name):
@@ -124,16 +118,13 @@ def _check_chain(layout: Layout) -> None:
 
 
 def _cell(action: Action, number_of: dict[str, int], communication: bool) -> str:
-    if action.verb in COMPUTE_VERBS:
+    if action.verb.is_compute:
         return f"{number_of[action.chunk]}{action.verb}{action.microbatch}"
     if not communication:
         return ""
-    if action.verb in _MESSAGE:
-        verb, distance = _MESSAGE[action.verb]
-        return f"{number_of[action.chunk] + distance}{verb}{action.microbatch}"
-    if action.verb == "RG":
-        return f"{number_of[action.chunk]}REDUCE_GRAD"
-    return f"{number_of[action.chunk]}UNSHARD" if action.verb == "UN" else ""
+    if action.verb in _STAGE_OF_MESSAGE:
+        return f"{number_of[action.chunk] + _STAGE_OF_MESSAGE[action.verb]}{action.verb}{action.microbatch}"
+    return f"{number_of[action.chunk]}{action.verb}" if action.verb.is_chunk else ""
 
 
 def _compute_of(cell: str, where: str) -> Iterator[_Name]:
@@ -143,10 +134,10 @@ def _compute_of(cell: str, where: str) -> Iterator[_Name]:
     overlapped = _OVERLAPPED.fullmatch(cell)
     for part in overlapped.group(1).split(";") if overlapped else (cell,):
         found = _CELL.fullmatch(part.strip())
-        if found is None or (found.group(2) in COMPUTE_VERBS and not found.group(3)):
+        if found is None or (found.group(2) in KIND_NAMES and not found.group(3)):
             raise InputError(where, f"{cell!r} is no action of PyTorch's", "for example 2F0 or 3SEND_F1")
         stage, verb, microbatch = found.groups()
-        if verb in COMPUTE_VERBS:
+        if verb in KIND_NAMES:
             yield int(stage), verb, int(microbatch)
 
 
@@ -164,9 +155,7 @@ def _tasks_by_name(graph: TaskGraph) -> dict[_Name, int]:
     names: dict[_Name, int] = {}
     for pair, label in enumerate(graph.labels or ()):
         if label.sub_microbatch:
-            raise InputError(
-                f"pair {pair}", "is a sub-microbatch", "PyTorch's schedules have whole microbatches"
-            )
+            raise InputError(f"pair {pair}", "is a sub-microbatch", "PyTorch's schedules have whole microbatches")
         for task in (graph.forward_of[pair], graph.backward_of[pair], graph.weight_of[pair]):
             if task != NO_TASK:
                 names[label.chunk, KIND_NAMES[graph.kind[task]], label.microbatch] = int(task)

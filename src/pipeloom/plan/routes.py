@@ -1,4 +1,7 @@
-"""Who hands what to whom: decided by layout and packing alone, the same for lowering, checking and running."""
+"""What goes from whom to whom, and in which order collectives come: the same for lowering, checking and running.
+
+Decided by layout and packing alone.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ class Unit(NamedTuple):
     sub_microbatch: int
 
 
-class HandOver(NamedTuple):
+class BoundaryTransfer(NamedTuple):
     """The output of one unit goes into another, and where ``gradient`` is set its gradient comes back.
 
     ``piece`` is None where it is all of the output, else which instances of the producer's part: the first, and how
@@ -49,7 +52,7 @@ class _Place(NamedTuple):
 
 
 class Router:
-    """What is fixed about hand-overs once a layout is: made once, asked for every unit.
+    """What is fixed about boundary transfers once a layout is: made once, asked for every unit.
 
     Inside a module a part goes from chunk to chunk; at a module boundary parts are cut and joined as
     `pipeloom.packing.pieces` says.
@@ -94,7 +97,7 @@ class Router:
 
 
 class RoutesOf:
-    """Hand-overs of one iteration, answered unit by unit.
+    """Boundary transfers of one iteration, answered unit by unit.
 
     Attributes
     ----------
@@ -103,42 +106,38 @@ class RoutesOf:
     """
 
     def __init__(
-        self,
-        router: Router,
-        packing: Packing,
-        counts: list[tuple[int, ...]],
-        where: dict[tuple[int, int, int], int],
+        self, router: Router, packing: Packing, counts: list[tuple[int, ...]], where: dict[tuple[int, int, int], int]
     ) -> None:
         self.router, self.packing, self.counts, self.where = router, packing, counts, where
         self._pieces: dict[tuple[int, int, int], tuple[Piece, ...]] = {}
 
-    def into(self, unit: Unit) -> tuple[HandOver, ...]:
+    def into(self, unit: Unit) -> tuple[BoundaryTransfer, ...]:
         """What a unit takes, in the order in which it concatenates it."""
         place, (_, microbatch, sub) = self.router.places[unit.chunk], unit
         if place.before >= 0:
-            return (HandOver(Unit(place.before, microbatch, sub), unit, place.gradient),)
-        found: list[HandOver] = []
+            return (BoundaryTransfer(Unit(place.before, microbatch, sub), unit, place.gradient),)
+        found: list[BoundaryTransfer] = []
         for source in place.sources:
             for piece in self._boundary(microbatch, source, place.module):
                 if piece.below == sub:
                     chunk = self._chunk(source, microbatch, piece.above, first=False)
                     producer = Unit(chunk, microbatch, piece.above)
                     flows = self.router.places[chunk].gradient
-                    found.append(HandOver(producer, unit, flows, _cut(piece)))
+                    found.append(BoundaryTransfer(producer, unit, flows, _cut(piece)))
         return tuple(found)
 
-    def out_of(self, unit: Unit) -> tuple[HandOver, ...]:
+    def out_of(self, unit: Unit) -> tuple[BoundaryTransfer, ...]:
         """Where a unit's output goes."""
         place, (_, microbatch, sub) = self.router.places[unit.chunk], unit
         if place.after >= 0:
-            return (HandOver(unit, Unit(place.after, microbatch, sub), place.gradient),)
-        found: list[HandOver] = []
+            return (BoundaryTransfer(unit, Unit(place.after, microbatch, sub), place.gradient),)
+        found: list[BoundaryTransfer] = []
         for module in place.consumers:
             for piece in self._boundary(microbatch, place.module, module):
                 if piece.above == sub:
                     chunk = self._chunk(module, microbatch, piece.below, first=True)
                     consumer = Unit(chunk, microbatch, piece.below)
-                    found.append(HandOver(unit, consumer, place.gradient, _cut(piece)))
+                    found.append(BoundaryTransfer(unit, consumer, place.gradient, _cut(piece)))
         return tuple(found)
 
     def _boundary(self, microbatch: int, above: int, below: int) -> tuple[Piece, ...]:
@@ -155,55 +154,53 @@ class RoutesOf:
             return self.where[module, microbatch, sub]
         except KeyError:
             name = self.router.layout.modules[module].name
-            raise InputError(
-                f"unit {name} {microbatch}.{sub}", "is on no rank", "plan every part once"
-            ) from None
+            raise InputError(f"unit {name} {microbatch}.{sub}", "is on no rank", "plan every part once") from None
 
 
 @dataclass(frozen=True)
 class Routes:
-    """All hand-overs of one iteration.
+    """All boundary transfers of one iteration.
 
     Attributes
     ----------
     units : tuple of Unit
         Microbatch by microbatch, in model order.
-    hand_overs : tuple of HandOver
+    transfers : tuple of BoundaryTransfer
         Those of one consumer stand in the order in which it concatenates them.
     """
 
     units: tuple[Unit, ...]
-    hand_overs: tuple[HandOver, ...]
+    transfers: tuple[BoundaryTransfer, ...]
 
     @cached_property
-    def into(self) -> Mapping[Unit, tuple[HandOver, ...]]:
-        """Hand-overs by consumer; units without any are absent."""
-        return _grouped((hand_over.consumer, hand_over) for hand_over in self.hand_overs)
+    def into(self) -> Mapping[Unit, tuple[BoundaryTransfer, ...]]:
+        """Boundary transfers by consumer; units without any are absent."""
+        return _grouped((transfer.consumer, transfer) for transfer in self.transfers)
 
     @cached_property
-    def out_of(self) -> Mapping[Unit, tuple[HandOver, ...]]:
-        """Hand-overs by producer; units without any are absent."""
-        return _grouped((hand_over.producer, hand_over) for hand_over in self.hand_overs)
+    def out_of(self) -> Mapping[Unit, tuple[BoundaryTransfer, ...]]:
+        """Boundary transfers by producer; units without any are absent."""
+        return _grouped((transfer.producer, transfer) for transfer in self.transfers)
 
-    def target(self, hand_over: HandOver, names: Sequence[str]) -> str:
+    def target(self, transfer: BoundaryTransfer, names: Sequence[str]) -> str:
         """How its message names the consumer; see `target_word`."""
-        return target_word(hand_over, self.out_of[hand_over.producer], names)
+        return target_word(transfer, self.out_of[transfer.producer], names)
 
 
-def target_word(hand_over: HandOver, siblings: Sequence[HandOver], names: Sequence[str]) -> str:
+def target_word(transfer: BoundaryTransfer, siblings: Sequence[BoundaryTransfer], names: Sequence[str]) -> str:
     """How a message names its consumer: not at all where there is one, else its chunk, and its part if need be.
 
     Parameters
     ----------
-    hand_over : HandOver
-    siblings : sequence of HandOver
+    transfer : BoundaryTransfer
+    siblings : sequence of BoundaryTransfer
         All of the same producer.
     names : sequence of str
         Of the layout's chunks.
     """
     if len(siblings) == 1:
         return ""
-    consumer = hand_over.consumer
+    consumer = transfer.consumer
     if sum(other.consumer.chunk == consumer.chunk for other in siblings) == 1:
         return names[consumer.chunk]
     return f"{names[consumer.chunk]}:{consumer.sub_microbatch}"
@@ -240,25 +237,21 @@ def make_routes(layout: Layout, packing: Packing, units: Iterable[Unit]) -> Rout
                 ordered += _units_of(layout, router, m, microbatch, sub, known)
     stray = known - set(ordered)
     if stray:
-        raise InputError(
-            f"unit {_name(layout, min(stray))}", "is not in the packing", "plan for this packing"
-        )
+        raise InputError(f"unit {_name(layout, min(stray))}", "is not in the packing", "plan for this packing")
     # Both sides are asked: a part that feeds nothing shows on its own side only.
-    hand_overs = [hand_over for unit in ordered for hand_over in routes.into(unit)]
-    if len(hand_overs) != sum(len(routes.out_of(unit)) for unit in ordered):
-        raise AssertionError("hand-overs differ between their two sides")
-    return Routes(tuple(ordered), tuple(hand_overs))
+    transfers = [transfer for unit in ordered for transfer in routes.into(unit)]
+    if len(transfers) != sum(len(routes.out_of(unit)) for unit in ordered):
+        raise AssertionError("boundary transfers differ between their two sides")
+    return Routes(tuple(ordered), tuple(transfers))
 
 
-def handed_workload(hand_over: HandOver, layout: Layout, packing: Packing) -> Workload:
-    """Workload of what is handed over: with `Shapes`, shape and dtype of its message."""
-    producer = hand_over.producer
-    part = packing.parts_of(producer.microbatch, layout.chunks[producer.chunk].module)[
-        producer.sub_microbatch
-    ]
-    if hand_over.piece is None:
+def transferred_workload(transfer: BoundaryTransfer, layout: Layout, packing: Packing) -> Workload:
+    """Workload of what is transferred: with `Shapes`, shape and dtype of its message."""
+    producer = transfer.producer
+    part = packing.parts_of(producer.microbatch, layout.chunks[producer.chunk].module)[producer.sub_microbatch]
+    if transfer.piece is None:
         return part.workload
-    first, count = hand_over.piece
+    first, count = transfer.piece
     return Workload(part.workload.lengths[first : first + count])
 
 
@@ -293,10 +286,10 @@ def _cut(piece: Piece) -> tuple[int, int] | None:
     return None if piece.whole else (piece.first, piece.count)
 
 
-def _grouped(entries: Iterable[tuple[Unit, HandOver]]) -> dict[Unit, tuple[HandOver, ...]]:
-    groups: defaultdict[Unit, list[HandOver]] = defaultdict(list)
-    for unit, hand_over in entries:
-        groups[unit].append(hand_over)
+def _grouped(entries: Iterable[tuple[Unit, BoundaryTransfer]]) -> dict[Unit, tuple[BoundaryTransfer, ...]]:
+    groups: defaultdict[Unit, list[BoundaryTransfer]] = defaultdict(list)
+    for unit, transfer in entries:
+        groups[unit].append(transfer)
     return {unit: tuple(group) for unit, group in groups.items()}
 
 
@@ -311,3 +304,36 @@ def _first_double(units: list[Unit]) -> Unit:
 
 def _name(layout: Layout, unit: Unit) -> str:
     return f"{layout.chunk_name(unit.chunk)} {unit.microbatch}.{unit.sub_microbatch}"
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveOrder:
+    """Chunk numbers of one rank, in the order of their collectives.
+
+    Attributes
+    ----------
+    unshard : tuple of int
+        UNSHARD: where there are replicas, every chunk, as a forward comes to them.
+    reduce : tuple of int
+        REDUCE_GRAD: trained chunks that exist several times, as a backward comes to them. A chunk without work in an
+        iteration is reduced too: other replicas wait for its share.
+    """
+
+    unshard: tuple[int, ...]
+    reduce: tuple[int, ...]
+
+
+def collective_order(layout: Layout, rank: int) -> CollectiveOrder:
+    """Order of a rank's collectives: decided by the layout alone."""
+    several = layout.parallelism.data > 1
+    unshard, reduce = [], []
+    for number, chunk in enumerate(layout.chunks):
+        if chunk.rank != rank:
+            continue
+        module = layout.module(chunk.module)
+        if several:
+            unshard.append(number)
+        everywhere = module.on_ranks == "replicated" and layout.num_ranks > 1
+        if (several or everywhere) and not module.frozen:
+            reduce.append(number)
+    return CollectiveOrder(tuple(unshard), tuple(reversed(reduce)))

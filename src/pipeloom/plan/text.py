@@ -1,20 +1,20 @@
-"""The text and wire forms of plans (`pipeloom.plan/1`): readable, diffable, round-tripping exactly."""
+"""The text and wire forms of plans (`pipeloom.plan/2`): readable, diffable, round-tripping exactly."""
 
 from __future__ import annotations
 
-from typing import NoReturn, get_args
+import re
+from typing import NoReturn
 
 import msgspec
 
 from pipeloom.errors import InputError
-from pipeloom.plan.action import MESSAGE_VERBS, POST_VERBS, Action, ExecutionPlan, Verb
+from pipeloom.plan.action import Action, ExecutionPlan, Verb
 
-FORMAT = "pipeloom.plan/1"
-_VERBS = frozenset(get_args(Verb))
-_BARE = frozenset({"OS"})
-"""Verbs without a chunk."""
-_CHUNK_ONLY = frozenset({"UN", "RG"})
-_PEER_WORD = {"SF": "to", "SB": "to", "RF": "from", "RB": "from"}
+FORMAT = "pipeloom.plan/2"
+_COLUMN = 11
+"""Width of the verbs' column: the one verb that is longer stands alone on its line."""
+_SPLITS = re.compile(r"[ \t\r\n=]")
+"""What would take a name apart in the text."""
 
 
 def to_text(plan: ExecutionPlan) -> str:
@@ -22,22 +22,28 @@ def to_text(plan: ExecutionPlan) -> str:
     lines = [f"{FORMAT} ranks={plan.num_ranks} iteration={plan.iteration} layout={plan.layout}"]
     for rank, actions in enumerate(plan.ranks):
         lines.append(f"rank {rank}")
-        lines += map(action_text, actions)
+        lines += (_line(action, _COLUMN) for action in actions)
     return "\n".join(lines) + "\n"
 
 
 def action_text(action: Action) -> str:
-    """Write one action as its line, e.g. ``SF vision.0 3.0 to=1 shape=12,169,64 dtype=float32``."""
-    if action.verb in _BARE:
-        return action.verb
-    if action.verb in _CHUNK_ONLY:
-        return f"{action.verb:<2} {action.chunk}"
-    words = [f"{action.verb:<2}", action.chunk, f"{action.microbatch}.{action.sub_microbatch}"]
+    """Write one action, e.g. ``SEND_F vision.0 3.0 to=1 shape=12,169,64 dtype=float32``."""
+    return _line(action, 0)
+
+
+def _line(action: Action, width: int) -> str:
+    """Write an action with its verb padded to a width."""
+    verb = action.verb
+    if verb is Verb.OPTIMIZER_STEP:
+        return verb.value
+    if verb.is_chunk:
+        return f"{verb.ljust(width)} {action.chunk}"
+    words = [verb.ljust(width), action.chunk, f"{action.microbatch}.{action.sub_microbatch}"]
     if action.strategy:
         words.append(action.strategy)
     if action.peer is not None:
         # Messages about wrong plans show actions that have what their verb does not take.
-        words.append(f"{_PEER_WORD.get(action.verb, 'peer')}={action.peer}")
+        words.append(f"{_peer_word(verb) or 'peer'}={action.peer}")
     if action.shape is not None:
         words.append("shape=" + ",".join(map(str, action.shape)))
     if action.dtype:
@@ -91,7 +97,7 @@ def from_msgpack(data: bytes) -> ExecutionPlan:
     try:
         plan = _DECODER.decode(data)
     except msgspec.MsgspecError as error:
-        raise InputError("plan", str(error), f"send a {FORMAT}") from error
+        raise InputError("plan", *_problem_of_bytes(data, error)) from error
     if len(plan.ranks) != plan.num_ranks:
         raise InputError("plan", f"has {len(plan.ranks)} ranks, its header says {plan.num_ranks}")
     for rank, actions in enumerate(plan.ranks):
@@ -105,10 +111,39 @@ def from_msgpack(data: bytes) -> ExecutionPlan:
 _DECODER = msgspec.msgpack.Decoder(ExecutionPlan)
 
 
+class _Envelope(msgspec.Struct):
+    """What can be read of a plan of any version."""
+
+    format: str
+
+
+_ENVELOPE_DECODER = msgspec.msgpack.Decoder(_Envelope)
+
+
+def _problem_of_bytes(data: bytes, error: msgspec.MsgspecError) -> tuple[str, str]:
+    """Say what is wrong with bytes that are no plan, and the remedy."""
+    try:
+        told = _ENVELOPE_DECODER.decode(data).format
+    except msgspec.MsgspecError:
+        told = FORMAT
+    return (str(error), f"send a {FORMAT}") if told == FORMAT else (_wrong_format(told), _remedy(told))
+
+
+def _wrong_format(told: str) -> str:
+    return f"is a {told!r}, expected {FORMAT!r}"
+
+
+def _remedy(told: str) -> str:
+    if told == "pipeloom.plan/1":
+        return "its verbs have other names, plan again"
+    return f"write a {FORMAT}"
+
+
 def _header(line: str) -> tuple[int, int, str]:
     words = line.split()
-    if not words or words[0] != FORMAT:
-        _refuse(1, f"begins with {words[0] if words else ''!r}", f"expected {FORMAT!r}")
+    told = words[0] if words else ""
+    if told != FORMAT:
+        _refuse(1, _wrong_format(told), _remedy(told))
     fields = _fields(words[1:], ("ranks", "iteration", "layout"), 1)
     for name in ("ranks", "iteration", "layout"):
         if name not in fields:
@@ -117,29 +152,30 @@ def _header(line: str) -> tuple[int, int, str]:
 
 
 def _action(words: list[str], line: int) -> Action:
-    verb = words[0]
-    if verb not in _VERBS:
-        _refuse(line, f"unknown verb {verb!r}", f"one of {' '.join(sorted(_VERBS))}")
-    if verb in _BARE:
+    try:
+        verb = Verb(words[0])
+    except ValueError:
+        _refuse(line, f"unknown verb {words[0]!r}", f"one of {' '.join(Verb)}")
+    if verb is Verb.OPTIMIZER_STEP:
         if len(words) > 1:
             _refuse(line, f"{verb} takes no words, got {' '.join(words[1:])!r}", "")
-        return Action(verb=verb)  # type: ignore[arg-type]  # a member of _VERBS
+        return Action(verb)
     if len(words) < 2:
         _refuse(line, f"{verb} has no chunk", f"write '{verb} module.index ...'")
-    if verb in _CHUNK_ONLY:
+    if verb.is_chunk:
         if len(words) > 2:
             _refuse(line, f"{verb} takes a chunk only, got {' '.join(words[2:])!r}", "")
-        action = Action(verb=verb, chunk=words[1])  # type: ignore[arg-type]
+        action = Action(verb, words[1])
     else:
-        action = _unit_action(words, line)
+        action = _unit_action(verb, words, line)
     problem = _problem(action)
     if problem:
         _refuse(line, problem, "")
     return action
 
 
-def _unit_action(words: list[str], line: int) -> Action:
-    verb, chunk = words[:2]
+def _unit_action(verb: Verb, words: list[str], line: int) -> Action:
+    chunk = words[1]
     if len(words) < 3:
         _refuse(line, f"{verb} has no microbatch", f"write '{verb} {chunk} microbatch.sub-microbatch ...'")
     microbatch, dot, sub = words[2].partition(".")
@@ -148,7 +184,7 @@ def _unit_action(words: list[str], line: int) -> Action:
     rest = words[3:]
     strategy = rest.pop(0) if rest and "=" not in rest[0] else ""
     fields = _fields(rest, ("to", "from", "shape", "dtype", "target"), line)
-    peer_word = _PEER_WORD.get(verb, "")
+    peer_word = _peer_word(verb)
     for name in {"to", "from"} - {peer_word}:
         if name in fields:
             _refuse(line, f"{verb} takes no {name}=", "")
@@ -156,7 +192,7 @@ def _unit_action(words: list[str], line: int) -> Action:
     if "shape" in fields:
         shape = tuple(_number(word, line) for word in fields["shape"].split(",")) if fields["shape"] else ()
     return Action(
-        verb=verb,  # type: ignore[arg-type]
+        verb=verb,
         chunk=chunk,
         microbatch=_number(microbatch, line),
         sub_microbatch=_number(sub, line),
@@ -171,30 +207,31 @@ def _unit_action(words: list[str], line: int) -> Action:
 def _problem(action: Action) -> str:
     """What an action lacks or has too much, in words; empty where it is whole."""
     verb = action.verb
-    message = verb in POST_VERBS
-    if (verb in _BARE) != (not action.chunk):
+    message = verb.is_post
+    bare = not (verb.is_unit or verb.is_message or verb.is_chunk)
+    if bare != (not action.chunk):
         return f"{verb} {'takes no' if action.chunk else 'has no'} chunk"
     for name in (action.chunk, action.target):
-        if any(c in name for c in " \t\r\n="):
+        if _SPLITS.search(name):
             return f"the name {name!r} contains white space or '='"
-    if any(c in action.strategy for c in " \t\r\n=") or any(c in action.dtype for c in " \t\r\n="):
+    if _SPLITS.search(action.strategy) or _SPLITS.search(action.dtype):
         return "strategy or dtype contains white space or '='"
     if action.strategy and verb != "F":
         return f"{verb} takes no strategy"
-    if (
-        message != (action.peer is not None)
-        or message != (action.shape is not None)
-        or message != bool(action.dtype)
-    ):
+    if message != (action.peer is not None) or message != (action.shape is not None) or message != bool(action.dtype):
         return f"{verb} {'needs' if message else 'takes no'} peer, shape and dtype"
-    if action.target and verb not in MESSAGE_VERBS:
+    if action.target and not verb.is_message:
         return f"{verb} takes no target"
     numbers = (action.microbatch, action.sub_microbatch, action.peer or 0, *(action.shape or ()))
     if min(numbers) < 0:
         return f"{min(numbers)} is negative"
-    if (verb in _BARE or verb in _CHUNK_ONLY) and (action.microbatch or action.sub_microbatch):
+    if (bare or verb.is_chunk) and (action.microbatch or action.sub_microbatch):
         return f"{verb} takes no microbatch"
     return ""
+
+
+def _peer_word(verb: Verb) -> str:
+    return "to" if verb.is_send else "from" if verb.is_receive else ""
 
 
 def _fields(words: list[str], allowed: tuple[str, ...], line: int) -> dict[str, str]:

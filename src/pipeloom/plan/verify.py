@@ -1,4 +1,4 @@
-"""Prove a plan complete and free of deadlock, or say where it fails."""
+"""Prove a plan complete, free of deadlock and made for this model and batch, or say where it fails."""
 
 from __future__ import annotations
 
@@ -7,35 +7,45 @@ from typing import NoReturn
 
 from pipeloom.errors import InputError, PlanError
 from pipeloom.packing import Packing
-from pipeloom.plan.action import COMPUTE_VERBS, WAIT_VERBS, Action, ExecutionPlan
-from pipeloom.plan.collectives import collective_order
+from pipeloom.plan.action import Action, ExecutionPlan, Verb, promised_verbs
 from pipeloom.plan.dryrun import dry_run, grid
 from pipeloom.plan.messages import Messages, messages_of
-from pipeloom.plan.routes import Unit, make_routes
+from pipeloom.plan.routes import (
+    Router,
+    Unit,
+    boundary_shapes,
+    collective_order,
+    make_routes,
+    target_word,
+    transferred_workload,
+)
 from pipeloom.plan.text import action_text
-from pipeloom.spec import Layout
+from pipeloom.spec import Layout, ModelSpec
 
-_LETTER = {"F": "F", "B": "B", "I": "I", "W": "W", "RC": "R", "OF": "O", "LD": "L"}
-"""What is done with a unit, a letter each."""
 _Key = tuple[str, int, int]
 """Chunk name, microbatch, sub-microbatch: a unit as plans name it."""
 
 
 def verify(
-    plan: ExecutionPlan,
-    layout: Layout | None = None,
-    packing: Packing | None = None,
-    *,
-    serial: bool = False,
+    plan: ExecutionPlan, layout: Layout | None = None, packing: Packing | None = None, *, serial: bool = False
 ) -> None:
     """Check a plan; return when it is complete and cannot deadlock, neither under NCCL's rules nor gloo's.
 
     Always: each rank's steps are in a possible order (a backward after its forward, every receive and send
-    posted once and waited for once), and a dry run ends with every message matched, with equal shapes, in an
+    posted once and waited for once), a unit recomputes, offloads and loads before its backward exactly what the
+    strategy of its forward says, and a dry run ends with every message matched, with equal shapes, in an
     order that NCCL accepts (what NCCL accepts, gloo does too). With a layout: every chunk is on its rank, and
     every unit of a trained module has its backward. With a packing too: every unit of the iteration is there,
     and every computation has what it needs before it starts, from exactly the ranks that have it. With ``serial``
     also where a rank's messages are served one after the other, whoever the peers are, joined or not.
+
+    Parameters
+    ----------
+    plan : ExecutionPlan
+    layout : Layout or None
+    packing : Packing or None
+        Of the plan's iteration.
+    serial : bool
 
     Raises
     ------
@@ -51,68 +61,85 @@ def verify(
     if layout is not None:
         _check_layout(plan, layout)
         if packing is not None:
-            _check_hand_overs(plan, messages, layout, packing)
+            _check_transfers(plan, messages, layout, packing)
 
 
 def _check_steps(plan: ExecutionPlan, messages: Messages, rank: int) -> None:
     """Check what one rank's list can show by itself."""
-    done: defaultdict[_Key, str] = defaultdict(str)
-    waited: dict[tuple[int, bool], bool] = {}
-    """By message and whether it is sent here: whether its end was waited for."""
+    done: defaultdict[_Key, set[Verb]] = defaultdict(set)
+    promised: dict[_Key, frozenset[Verb]] = {}
+    waited: dict[tuple[int, Verb], bool] = {}
+    """By message and the verb that posts this end of it: whether the end was waited for."""
     stepped = False
+    forward, optimizer_step = Verb.F, Verb.OPTIMIZER_STEP
     for step, (action, message) in enumerate(zip(plan.ranks[rank], messages.rows[rank], strict=True)):
         verb = action.verb
         if message is not None:
-            if action.verb in WAIT_VERBS:
-                key = (message, verb[0] == "D")
+            key = (message, verb.post)
+            if verb.is_wait:
                 if waited.get(key) is not False:
-                    _fail(
-                        plan,
-                        rank,
-                        step,
-                        "waits twice" if key in waited else "waits for what was never posted",
-                    )
+                    _fail(plan, rank, step, "waits twice" if key in waited else "waits for what was never posted")
                 waited[key] = True
             else:
                 _check_peer(plan, rank, step)
-                key = (message, verb[0] == "S")
                 if key in waited:
                     _fail(plan, rank, step, "is posted twice")
                 waited[key] = False
-        elif verb in _LETTER:
-            if stepped and verb in COMPUTE_VERBS:
+        elif verb.is_unit:
+            if stepped and verb.is_compute:
                 _fail(plan, rank, step, "computes after the optimiser step")
             unit = _key(action)
             before = done[unit]
-            if not (verb == "F" and not before):
+            if before or verb is not forward:
                 _check_compute(plan, rank, step, before)
-            done[unit] = before + _LETTER[verb]
-        elif verb == "OS":
+                _check_memory(plan, rank, step, before, promised[unit])
+            else:
+                promised[unit] = _promised(plan, rank, step)
+            before.add(verb)
+        elif verb is optimizer_step:
             if stepped:
                 _fail(plan, rank, step, "is a second optimiser step")
             stepped = True
     if not all(waited.values()):
-        missing, sent = next(key for key, over in waited.items() if not over)
+        missing, post = next(key for key, over in waited.items() if not over)
         name = messages.names()[missing]
-        wait = f"{'D' if sent else 'W'}{name.direction} {name.chunk} {name.microbatch}.{name.sub_microbatch}"
+        wait = f"{post.wait} {name.chunk} {name.microbatch}.{name.sub_microbatch}"
         _fail(plan, rank, len(plan.ranks[rank]), f"the list ends without '{wait}'")
 
 
-def _check_compute(plan: ExecutionPlan, rank: int, step: int, done: str) -> None:
+def _check_compute(plan: ExecutionPlan, rank: int, step: int, done: set[Verb]) -> None:
     """Check one computation against those of its unit before it."""
     verb = plan.ranks[rank][step].verb
-    if _LETTER[verb] in done:
+    if verb in done:
         _fail(plan, rank, step, "is done twice")
-    if verb != "F" and "F" not in done:
+    if verb is not Verb.F and Verb.F not in done:
         _fail(plan, rank, step, "comes before its F")
-    if verb == "W" and "I" not in done:
+    if verb is Verb.W and Verb.I not in done:
         _fail(plan, rank, step, "comes before its I")
-    if verb == "LD" and "O" not in done:
+    if verb is Verb.LOAD and Verb.OFFLOAD not in done:
         _fail(plan, rank, step, "loads what was not offloaded")
-    if (verb == "I" and "B" in done) or (verb == "B" and "I" in done):
+    if (verb is Verb.I and Verb.B in done) or (verb is Verb.B and Verb.I in done):
         _fail(plan, rank, step, "is a backward beside another one")
-    if verb in ("RC", "OF") and ("B" in done or "I" in done):
+    if verb in (Verb.RECOMPUTE, Verb.OFFLOAD) and (Verb.B in done or Verb.I in done):
         _fail(plan, rank, step, "comes after its backward")
+
+
+def _promised(plan: ExecutionPlan, rank: int, step: int) -> frozenset[Verb]:
+    """What the strategy of a forward demands before the backward."""
+    try:
+        return promised_verbs(plan.ranks[rank][step].strategy)
+    except InputError as error:
+        _fail(plan, rank, step, str(error))
+
+
+def _check_memory(plan: ExecutionPlan, rank: int, step: int, done: set[Verb], promised: frozenset[Verb]) -> None:
+    """Check recomputation, offload and load of a unit against the strategy of its forward."""
+    verb = plan.ranks[rank][step].verb
+    if verb.is_memory and verb not in promised:
+        _fail(plan, rank, step, "is not what the strategy of its F says")
+    if verb in (Verb.B, Verb.I) and not promised <= done:
+        missing = " and ".join(sorted(promised - done))
+        _fail(plan, rank, step, f"comes without {missing}, which the strategy of its F needs")
 
 
 def _check_peer(plan: ExecutionPlan, rank: int, step: int) -> None:
@@ -145,41 +172,35 @@ def _check_layout(plan: ExecutionPlan, layout: Layout) -> None:
     if plan.layout != layout.digest:
         raise PlanError(f"the plan is for layout {plan.layout}, this one is {layout.digest}")
     rank_of = {name: chunk.rank for name, chunk in zip(layout.chunk_names, layout.chunks, strict=True)}
-    done: defaultdict[_Key, str] = defaultdict(str)
+    done: defaultdict[_Key, set[Verb]] = defaultdict(set)
     place: dict[_Key, tuple[int, int]] = {}
-    offloaded: set[_Key] = set()
+    optimizer_step = Verb.OPTIMIZER_STEP
     for rank, actions in enumerate(plan.ranks):
-        if not any(action.verb == "OS" for action in actions):
-            _fail(plan, rank, len(actions), "the list ends without an optimiser step 'OS'")
+        if not any(action.verb is optimizer_step for action in actions):
+            _fail(plan, rank, len(actions), f"the list ends without an optimiser step '{optimizer_step}'")
         for step, action in enumerate(actions):
             verb, chunk = action.verb, action.chunk
-            if verb == "OS":
+            if verb is optimizer_step:
                 continue
             if chunk not in rank_of:
                 _fail(plan, rank, step, f"chunk {chunk!r} is not in the layout")
-            letter = _LETTER.get(verb)
-            if (letter or verb in ("UN", "RG")) and rank_of[chunk] != rank:
+            if (verb.is_unit or verb.is_chunk) and rank_of[chunk] != rank:
                 _fail(plan, rank, step, f"the chunk is on rank {rank_of[chunk]}")
-            if letter:
+            if verb.is_unit:
                 key = _key(action)
-                done[key] += letter
-                if "offload" in action.strategy:
-                    offloaded.add(key)
+                done[key].add(verb)
                 place.setdefault(key, (rank, step))
     for rank in range(plan.num_ranks):
         _check_collectives(plan, layout, rank)
     trained_of = {
-        name: layout.has_backward(chunk.module)
-        for name, chunk in zip(layout.chunk_names, layout.chunks, strict=True)
+        name: layout.has_backward(chunk.module) for name, chunk in zip(layout.chunk_names, layout.chunks, strict=True)
     }
-    for key, letters in done.items():
+    for key, verbs in done.items():
         rank, step = place[key]
         trained = trained_of[key[0]]
-        if "F" in letters and trained and not ("B" in letters or ("I" in letters and "W" in letters)):
+        if Verb.F in verbs and trained and not (Verb.B in verbs or {Verb.I, Verb.W} <= verbs):
             _fail(plan, rank, step, "has no complete backward: neither B, nor I and W")
-        if trained and key in offloaded and not ("O" in letters and "L" in letters):
-            _fail(plan, rank, step, "offloads by its strategy, but has no OF or no LD")
-        if not trained and letters.strip("F"):
+        if not trained and verbs - {Verb.F}:
             _fail(plan, rank, step, "has a backward, but nothing in or before its module is trained")
 
 
@@ -187,8 +208,8 @@ def _check_collectives(plan: ExecutionPlan, layout: Layout, rank: int) -> None:
     """Check that parameters are whole before they are used, and gradients when they are reduced, in the one order."""
     names, order = layout.chunk_names, collective_order(layout, rank)
     expected = {
-        "UN": [names[chunk] for chunk in order.unshard],
-        "RG": [names[chunk] for chunk in order.reduce],
+        Verb.UNSHARD: [names[chunk] for chunk in order.unshard],
+        Verb.REDUCE_GRAD: [names[chunk] for chunk in order.reduce],
     }
     reduced: set[str] = set()
     stepped = False
@@ -200,47 +221,47 @@ def _check_collectives(plan: ExecutionPlan, layout: Layout, rank: int) -> None:
             if stepped:
                 _fail(plan, rank, step, "comes after the optimiser step")
             del following[0]
-            if action.verb == "RG":
+            if action.verb is Verb.REDUCE_GRAD:
                 reduced.add(action.chunk)
-        elif action.verb == "OS":
+        elif action.verb is Verb.OPTIMIZER_STEP:
             stepped = True
-        elif action.verb in COMPUTE_VERBS:
-            if action.chunk in expected["UN"]:
-                _fail(plan, rank, step, "is computed before its parameters are gathered by UN")
+        elif action.verb.is_compute:
+            if action.chunk in expected[Verb.UNSHARD]:
+                _fail(plan, rank, step, "is computed before its parameters are gathered by UNSHARD")
             if action.chunk in reduced:
-                _fail(plan, rank, step, "is computed after its gradients were reduced by RG")
+                _fail(plan, rank, step, "is computed after its gradients were reduced by REDUCE_GRAD")
     for verb, missing in expected.items():
         if missing:
             _fail(plan, rank, len(plan.ranks[rank]), f"the list ends without '{verb} {missing[0]}'")
 
 
-def _check_hand_overs(plan: ExecutionPlan, messages: Messages, layout: Layout, packing: Packing) -> None:
+def _check_transfers(plan: ExecutionPlan, messages: Messages, layout: Layout, packing: Packing) -> None:
     names = layout.chunk_names
     number_of = {name: i for i, name in enumerate(names)}
     forward: dict[Unit, tuple[int, int]] = {}
     backward: dict[Unit, tuple[int, int]] = {}
     """Where a unit takes and gives: rank and step of its F, and of its B or I."""
-    at: dict[str, dict[int, tuple[int, int]]] = {verb: {} for verb in ("S", "R", "W")}
+    at: dict[Verb, dict[int, tuple[int, int]]] = {verb: {} for verb in Verb if verb.is_message}
+    forward_verb, backward_verbs = Verb.F, (Verb.B, Verb.I)
     for rank, (actions, row) in enumerate(zip(plan.ranks, messages.rows, strict=True)):
         for step, (action, message) in enumerate(zip(actions, row, strict=True)):
             verb = action.verb
             if message is not None:
-                if verb[0] != "D":
-                    at[verb[0]][message] = (rank, step)
-            elif verb in ("F", "B", "I"):
+                at[verb][message] = (rank, step)
+            elif verb is forward_verb or verb in backward_verbs:
                 unit = Unit(number_of[action.chunk], action.microbatch, action.sub_microbatch)
-                (forward if verb == "F" else backward)[unit] = (rank, step)
+                (forward if verb is forward_verb else backward)[unit] = (rank, step)
     try:
         routes = make_routes(layout, packing, forward)
     except InputError as error:
         raise PlanError(f"the plan is incomplete: {error}") from error
-    checked = _HandOvers(plan, messages, names, at)
-    for hand_over in routes.hand_overs:
-        producer, consumer = hand_over.producer, hand_over.consumer
-        target = routes.target(hand_over, names)
-        checked.check("F", forward[producer], forward[consumer], producer, target)
-        if hand_over.gradient:
-            checked.check("B", backward[consumer], backward[producer], producer, target)
+    checked = _Transfers(plan, messages, names, at)
+    for transfer in routes.transfers:
+        producer, consumer = transfer.producer, transfer.consumer
+        target = routes.target(transfer, names)
+        checked.check(Verb.SEND_F, forward[producer], forward[consumer], producer, target)
+        if transfer.gradient:
+            checked.check(Verb.SEND_B, backward[consumer], backward[producer], producer, target)
     if len(checked.used) < len(messages.number_of):
         for places in at.values():
             for message, (rank, step) in places.items():
@@ -248,7 +269,7 @@ def _check_hand_overs(plan: ExecutionPlan, messages: Messages, layout: Layout, p
                     _fail(plan, rank, step, "is a message that nobody needs")
 
 
-class _HandOvers:
+class _Transfers:
     """Checks that what one unit makes is with the other before it starts."""
 
     def __init__(
@@ -256,35 +277,30 @@ class _HandOvers:
         plan: ExecutionPlan,
         messages: Messages,
         names: tuple[str, ...],
-        at: dict[str, dict[int, tuple[int, int]]],
+        at: dict[Verb, dict[int, tuple[int, int]]],
     ) -> None:
-        self.plan, self.number_of, self.names = plan, messages.number_of, names
-        self.sends, self.receives, self.waits = at["S"], at["R"], at["W"]
+        self.plan, self.number_of, self.names, self.at = plan, messages.number_of, names, at
         self.used: set[int] = set()
 
-    def check(
-        self, direction: str, giver: tuple[int, int], taker: tuple[int, int], producer: Unit, target: str
-    ) -> None:
-        """Check one hand-over from one rank and step to another."""
+    def check(self, send: Verb, giver: tuple[int, int], taker: tuple[int, int], producer: Unit, target: str) -> None:
+        """Check one boundary transfer from one rank and step to another."""
         (from_rank, from_step), (to_rank, to_step) = giver, taker
         if from_rank == to_rank:
             if from_step > to_step:
                 _fail(self.plan, to_rank, to_step, f"starts before step {from_step}, whose result it takes")
             return
-        name = (direction, self.names[producer.chunk], producer.microbatch, producer.sub_microbatch, target)
+        name = (send.direction, self.names[producer.chunk], producer.microbatch, producer.sub_microbatch, target)
         message = self.number_of.get(name, -1)
-        for verb, places, here, step in (
-            ("S", self.sends, from_rank, from_step),
-            ("R", self.receives, to_rank, to_step),
-            ("W", self.waits, to_rank, to_step),
-        ):
+        receive, wait = send.other_end, send.other_end.wait
+        for verb, here, step in ((send, from_rank, from_step), (receive, to_rank, to_step), (wait, to_rank, to_step)):
+            places = self.at[verb]
             if message not in places or places[message][0] != here:
-                what = f"{verb}{direction} {name[1]} {name[2]}.{name[3]}"
+                what = f"{verb} {name[1]} {name[2]}.{name[3]}"
                 _fail(self.plan, here, step, f"'{what}' is missing on rank {here}")
         self.used.add(message)
-        if self.sends[message][1] < from_step:
-            _fail(self.plan, *self.sends[message], "sends before it is computed")
-        if self.waits[message][1] > to_step:
+        if self.at[send][message][1] < from_step:
+            _fail(self.plan, *self.at[send][message], "sends before it is computed")
+        if self.at[wait][message][1] > to_step:
             _fail(self.plan, to_rank, to_step, "starts before what it takes has arrived")
 
 
@@ -297,3 +313,37 @@ def _fail(plan: ExecutionPlan, rank: int, step: int, problem: str) -> NoReturn:
     what = f"'{action_text(actions[step])}' " if step < len(actions) else ""
     steps = tuple(step if r == rank else min(step, len(plan.ranks[r])) for r in range(plan.num_ranks))
     raise PlanError(f"rank {rank}, step {step}: {what}{problem}\n{grid(plan, steps)}")
+
+
+def check_shapes(plan: ExecutionPlan, model: ModelSpec, layout: Layout, packing: Packing) -> None:
+    """Refuse a verified plan whose messages have other shapes than the model states for the batch at hand.
+
+    A plan that is complete and free of deadlock in itself may still be one for another model or batch.
+
+    Raises
+    ------
+    PlanError
+        Naming the first message that differs, and the shape that it should have.
+    """
+    shapes = boundary_shapes(model, layout)
+    names = layout.chunk_names
+    chunks = {name: number for number, name in enumerate(names)}
+    everything = [action for actions in plan.ranks for action in actions]
+    units = [Unit(chunks[a.chunk], a.microbatch, a.sub_microbatch) for a in everything if a.verb == "F"]
+    routes = Router(layout).of(packing, units)
+    # A decoder in smaller parts takes some rows of an output, so messages of one unit may differ.
+    known: dict[Unit, dict[str, tuple[tuple[int, ...], str]]] = {}
+    for action in everything:
+        if action.shape is None:
+            continue
+        unit = Unit(chunks[action.chunk], action.microbatch, action.sub_microbatch)
+        if unit not in known:
+            siblings = routes.out_of(unit)
+            known[unit] = {
+                target_word(h, siblings, names): shapes(unit.chunk, transferred_workload(h, layout, packing))
+                for h in siblings
+            }
+        expected = known[unit].get(action.target)
+        if (action.shape, action.dtype) != expected:
+            should = "goes nowhere" if expected is None else f"has another shape than {expected[0]} {expected[1]}"
+            raise PlanError(f"'{action_text(action)}' {should}")

@@ -2,7 +2,7 @@
 
 from pipeloom.planner.client import HostedStore, Planner
 from pipeloom.planner.messages import Request, Setup, answer_of
-from pipeloom.planner.plan_batch import PlannedBatch, Problem, plan_batch
+from pipeloom.planner.planning import PlannedBatch, Problem, plan_batch
 from pipeloom.planner.process import PlannerProcess
 from pipeloom.planner.service import Store, serve
 

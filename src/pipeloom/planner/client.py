@@ -12,9 +12,9 @@ from pipeloom.cost import Correction
 from pipeloom.errors import PipeloomError, PlannerError, check_count, check_not_negative
 from pipeloom.packing import packing_from_counts
 from pipeloom.plan import BACKENDS, Answer, Delivery, check_shapes, verify
-from pipeloom.planner.courier import Courier
+from pipeloom.planner.mailbox import Mailbox
 from pipeloom.planner.messages import Request, Setup, answer_of, decode, encode
-from pipeloom.planner.plan_batch import PlannedBatch, Problem, plan_batch
+from pipeloom.planner.planning import PlannedBatch, Problem, plan_batch
 from pipeloom.planner.process import PlannerProcess
 from pipeloom.planner.service import SETUP, Store
 from pipeloom.search import Evaluations
@@ -23,6 +23,9 @@ from pipeloom.spec import Batch
 # How often a wait looks whether the planner is still alive.
 _SLICE_S = 0.02
 
+DEADLINE_S = 1.0
+"""How long training waits for a late plan where nothing else is said."""
+
 
 class HostedStore(Store, Protocol):
     """A store that this process hosts and another one can reach."""
@@ -30,6 +33,11 @@ class HostedStore(Store, Protocol):
     @property
     def address(self) -> str:
         """``host:port`` for the other process."""
+        ...
+
+    @property
+    def secret(self) -> str:
+        """What the other process must know to be listened to."""
         ...
 
 
@@ -56,16 +64,16 @@ class Planner:
 
     setup: Setup
     open_store: Callable[[], HostedStore]
-    deadline_s: float = 1.0
+    deadline_s: float = DEADLINE_S
     start_timeout_s: float = 120.0
     max_missed: int = 3
     process: PlannerProcess | None = field(init=False, default=None)
-    _courier: Courier[Delivery] | None = field(init=False, default=None, repr=False)
+    _mailbox: Mailbox[Delivery] | None = field(init=False, default=None, repr=False)
     _problem: Problem = field(init=False, repr=False)
     _submitted: dict[int, Request] = field(init=False, default_factory=dict, repr=False)
     _num_missed: int = field(init=False, default=0, repr=False)
     _given_up: str = field(init=False, default="the plan store is lost", repr=False)
-    """Why there is no courier, where there is none."""
+    """Why there is no mailbox, where there is none."""
 
     def __post_init__(self) -> None:
         """Refuse deadlines that never come."""
@@ -76,8 +84,8 @@ class Planner:
     def start(self) -> None:
         """Open the store, start the process, and wait until both sides have compiled their kernels."""
         store = self.open_store()
-        self._courier = self._speak_through(store)
-        self.process = PlannerProcess(store.address)
+        self._mailbox = self._speak_through(store)
+        self.process = PlannerProcess(store.address, store.secret)
         self.process.start()
         # The fallback needs compiled kernels too; meanwhile the planner starts.
         self._problem.warm_up()
@@ -88,15 +96,15 @@ class Planner:
     @property
     def ready(self) -> bool:
         """Whether the planner runs, has compiled its kernels and takes requests."""
-        return self._is_alive() and self._courier is not None and self._courier.ready
+        return self._is_alive() and self._mailbox is not None and self._mailbox.ready
 
     def submit(self, batch: Batch, correction: Correction) -> None:
         """Hand over the metadata of a coming batch; a dead or hanging planner is started again. Returns at once."""
         request = Request(batch, correction)
         self._submitted[batch.iteration] = request
         self._mend()
-        if self._courier is not None:
-            self._courier.ask(batch.iteration, encode(request))
+        if self._mailbox is not None:
+            self._mailbox.ask(batch.iteration, encode(request))
 
     def collect(self, iteration: int) -> Delivery:
         """Return the plan of a submitted batch: the planner's, or after the deadline the fallback.
@@ -120,21 +128,21 @@ class Planner:
 
     def close(self) -> None:
         """Tell the planner to stop, and see that it does."""
-        if self._courier is not None:
-            self._courier.close()
+        if self._mailbox is not None:
+            self._mailbox.close()
         if self.process is not None:
             self.process.stop()
 
-    def _speak_through(self, store: Store) -> Courier[Delivery]:
-        courier = Courier(store, self._accept)
-        courier.put(SETUP, encode(self.setup))
-        return courier
+    def _speak_through(self, store: Store) -> Mailbox[Delivery]:
+        mailbox = Mailbox(store, self._accept)
+        mailbox.put(SETUP, encode(self.setup))
+        return mailbox
 
     def _mend(self) -> None:
         """Start the planner again where it has died or hangs, and with a new store where the old one is lost."""
-        if self.process is None or self._courier is None:
+        if self.process is None or self._mailbox is None:
             return
-        lost = bool(self._courier.failure) or self._courier.is_stuck(self.deadline_s)
+        lost = bool(self._mailbox.failure) or self._mailbox.is_stuck(self.deadline_s)
         hangs = self._num_missed >= self.max_missed
         if self.process.is_alive() and not lost and not hangs:
             return
@@ -145,21 +153,21 @@ class Planner:
                     f"the planner has missed {self.max_missed} deadlines in a row after "
                     f"{self.process.num_restarts} restarts, and is done without"
                 )
-                self._courier.close(0.0)
+                self._mailbox.close(0.0)
                 self.process.kill()
             if lost or hangs:
-                self._courier = None
+                self._mailbox = None
             return
         if lost:
             try:
                 store = self.open_store()
             except PipeloomError:
-                self._courier = None
+                self._mailbox = None
                 return
-            self._courier = self._speak_through(store)
-            self.process.address = store.address
+            self._mailbox = self._speak_through(store)
+            self.process.address, self.process.secret = store.address, store.secret
         else:
-            self._courier.forget_planner()
+            self._mailbox.forget_planner()
         self.process.restart()
 
     def _is_alive(self) -> bool:
@@ -167,16 +175,16 @@ class Planner:
 
     def _wait(self, iteration: int, needed_ns: int) -> Delivery:
         while True:
-            courier = self._courier
-            if courier is None:
+            mailbox = self._mailbox
+            if mailbox is None:
                 raise PlannerError(self._given_up)
             # One look without waiting comes first: what is there may be used, whatever has become of its maker.
-            alive, ready = self._is_alive(), courier.ready
+            alive, ready = self._is_alive(), mailbox.ready
             left = self.deadline_s - (time.monotonic_ns() - needed_ns) / 1e9
-            delivery = courier.wait(iteration, min(_SLICE_S, max(0.0, left)) if alive and ready else 0.0)
+            delivery = mailbox.wait(iteration, min(_SLICE_S, max(0.0, left)) if alive and ready else 0.0)
             if delivery is not None:
                 return delivery
-            if courier.is_stuck(self.deadline_s):
+            if mailbox.is_stuck(self.deadline_s):
                 raise PlannerError(f"the plan store has not answered for {self.deadline_s:g} s")
             if not alive:
                 raise PlannerError("the planner is not running")
@@ -187,7 +195,7 @@ class Planner:
                 raise PlannerError(f"no plan within the deadline of {self.deadline_s:g} s")
 
     def _accept(self, iteration: int, data: bytes) -> Delivery:
-        """Check an answer against its batch and the layout, and verify it again; in the courier's thread."""
+        """Check an answer against its batch and the layout, and verify it again; in the mailbox's thread."""
         with collector_paused():
             return self._accepted(iteration, data)
 

@@ -6,12 +6,13 @@ from typing import TypeVar
 
 import msgspec
 
-from pipeloom.cost import Correction, Profile, ProfileCosts, Strategy, check_strategies
+from pipeloom.cost import Correction, Profile, ProfileCosts, check_strategies
 from pipeloom.errors import PlannerError, check_positive
 from pipeloom.packing import PackingSpec
 from pipeloom.plan import Answer, BackendName, packing_counts
-from pipeloom.planner.plan_batch import PlannedBatch, Problem
-from pipeloom.spec import Batch, ClusterSpec, Layout, ModelSpec
+from pipeloom.planner.planning import PlannedBatch, Problem
+from pipeloom.search import SearchParams
+from pipeloom.spec import Batch, Layout, ModelSpec, RankSpec, Strategy
 from pipeloom.taskgraph import FORWARD
 from pipeloom.tuning import TuningSpec, check_no_choice
 
@@ -23,7 +24,7 @@ class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     layout: Layout
     profile: Profile
     packing: PackingSpec
-    cluster: ClusterSpec = ClusterSpec()
+    cluster: RankSpec = RankSpec()
     budget_s: float = 1.0
     seed: int = 0
     method: str = "default"
@@ -38,6 +39,9 @@ class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     held_copies: dict[str, float] = {}
     """Of module/kind: how many times a layer's weights a process holds; see `ProfileCosts`."""
 
+    search: SearchParams = SearchParams()
+    """What tunes the search of orders."""
+
     def __post_init__(self) -> None:
         """Refuse budgets that never end or never begin, and choices that are not made."""
         check_positive("planner.budget_s", self.budget_s)
@@ -49,15 +53,26 @@ class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def costs(self) -> ProfileCosts:
         """Costs of the layers as measured."""
         return ProfileCosts(
-            self.model, self.profile, self.cluster, self.strategies, split_backward=self.split_backward,
+            self.model,
+            self.profile,
+            self.cluster,
+            self.strategies,
+            split_backward=self.split_backward,
             held_copies=self.held_copies,
-        )  # fmt: skip
+        )
 
     def problem(self) -> Problem:
         """The problem in the form that planning takes."""
         capacity = self.cluster.memory_capacity_bytes
         return Problem(
-            self.model, self.layout, self.costs, self.packing, capacity, self.tuning, backend=self.backend
+            self.model,
+            self.layout,
+            self.costs,
+            self.packing,
+            capacity,
+            self.tuning,
+            backend=self.backend,
+            search=self.search,
         )
 
 
@@ -70,9 +85,9 @@ class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def answer_of(planned: PlannedBatch, *, search_s: float, ready_ns: int) -> Answer:
     """Reduce a planned batch to what travels."""
-    graph, timeline = planned.settled.graph, planned.settled.timeline(planned.timeline)
+    graph, timeline = planned.resolved.graph, planned.resolved.timeline(planned.timeline)
     duration = timeline.end_ns - timeline.start_ns
-    order = [int(task) for tasks in planned.settled.schedule(planned.schedule).order for task in tasks]
+    order = [int(task) for tasks in planned.resolved.schedule(planned.schedule).order for task in tasks]
     return Answer(
         plan=planned.plan,
         packing=packing_counts(planned.packing),

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 
 # A killed process is gone at once, unless the system itself is stuck with it; then it is left to the system.
 _KILLED_S = 1.0
+STORE_SECRET = "PIPELOOM_STORE_SECRET"
+"""Environment variable by which the process is told the secret of the store: a command line is seen by everybody."""
 
 
 @dataclass
@@ -20,11 +22,14 @@ class PlannerProcess:
     ----------
     address : str
         ``host:port`` of the store; may be changed before a restart.
+    secret : str
+        Of the store; likewise.
     max_restarts : int
         A planner that dies or hangs more often is done without; training goes on with fallback plans.
     """
 
     address: str
+    secret: str
     max_restarts: int = 3
     num_restarts: int = field(init=False, default=0)
     _process: subprocess.Popen[bytes] | None = field(init=False, default=None)
@@ -33,7 +38,7 @@ class PlannerProcess:
         """Start the process. It has one thread for numerics, so that it takes one core from training at most."""
         # A store that is gone is no news to a planner: it leaves, without a stack of the store's own.
         quiet = {"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "FATAL"}
-        environment = {**os.environ, **quiet}
+        environment = {**os.environ, **quiet, STORE_SECRET: self.secret}
         command = [sys.executable, "-m", "pipeloom", "planner", "--store", self.address]
         self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment)
 

@@ -15,7 +15,7 @@ from typing import Protocol
 from pipeloom.errors import PipeloomError
 from pipeloom.plan import Answer
 from pipeloom.planner.messages import Request, Setup, answer_of, decode, encode
-from pipeloom.planner.plan_batch import Problem, plan_batch
+from pipeloom.planner.planning import Problem, plan_batch
 from pipeloom.search import Deadline
 
 READY, STOP, SETUP, LATEST = "ready", "stop", "setup", "latest"
@@ -108,7 +108,10 @@ def answer_request(problem: Problem, setup: Setup, request: Request) -> Answer:
     """Plan one batch; the same request gives the same plan up to where the clock ends the search."""
     begin = time.monotonic()
     planned = plan_batch(
-        problem.corrected(request.correction), request.batch, budget=Deadline(setup.budget_s), seed=setup.seed,
+        problem.corrected(request.correction),
+        request.batch,
+        budget=Deadline(setup.budget_s),
+        seed=setup.seed,
         method=setup.method,
-    )  # fmt: skip
+    )
     return answer_of(planned, search_s=time.monotonic() - begin, ready_ns=time.monotonic_ns())

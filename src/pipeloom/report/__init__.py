@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from pipeloom.errors import InputError
 from pipeloom.lazy import lazy_names
-from pipeloom.report.track import Box, Figures, Track, boxes, key_figures, make_track
+from pipeloom.report.track import Box, Figures, Track, boxes, key_figures, layers_by_rank, make_track
 from pipeloom.report.units import share_text, size_text, time_text
 
 if TYPE_CHECKING:
@@ -17,19 +17,7 @@ if TYPE_CHECKING:
     from pipeloom.report.svg_picture import timeline_svg
     from pipeloom.report.tables import comparison_table, summary_table
 
-__getattr__, __dir__ = lazy_names(
-    __name__,
-    {
-        "comparison_table": ".tables",
-        "emulated_track": ".emulated",
-        "join_sections": ".markdown",
-        "markdown_table": ".markdown",
-        "sections": ".markdown",
-        "summary_table": ".tables",
-        "timeline_svg": ".svg_picture",
-        "trace": ".chrome_trace",
-    },
-)
+__getattr__, __dir__ = lazy_names(__name__, __file__)
 
 __all__ = [
     "Box",
@@ -40,6 +28,7 @@ __all__ = [
     "emulated_track",
     "join_sections",
     "key_figures",
+    "layers_by_rank",
     "make_track",
     "markdown_table",
     "sections",
@@ -53,7 +42,9 @@ __all__ = [
 ]
 
 
-def timeline_html(tracks: Sequence[Track], *, title: str = "Pipeloom timeline", note: str = "") -> str:
+def timeline_html(
+    tracks: Sequence[Track], *, title: str = "Pipeloom timeline", note: str = "", ranked: bool = False
+) -> str:
     """Draw tracks on one offline HTML page; see `pipeloom.report.html_page.html_page`.
 
     Raises
@@ -67,4 +58,4 @@ def timeline_html(tracks: Sequence[Track], *, title: str = "Pipeloom timeline", 
         if error.name is None or not error.name.startswith("bokeh"):
             raise
         raise InputError("timeline_html", "needs Bokeh", "pip install 'pipeloom[report]'") from error
-    return html_page(tracks, title=title, note=note)
+    return html_page(tracks, title=title, note=note, ranked=ranked)

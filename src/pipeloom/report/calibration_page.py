@@ -19,10 +19,14 @@ def calibration_page(calibration: Calibration) -> str:
             f"{calibration.device.name}: mean error {mean_error(calibration.operators):.1%} over operators, "
             f"{calibration.mean_layer_error:.1%} over layers, none of them fitted"
         ),
-        x_axis_type="log", y_axis_type="log", x_axis_label="measured, ms", y_axis_label="predicted, ms",
-        width=900, height=700,
+        x_axis_type="log",
+        y_axis_type="log",
+        x_axis_label="measured, ms",
+        y_axis_label="predicted, ms",
+        width=900,
+        height=700,
         tooltips=[("", "@name"), ("measured", "@x ms"), ("predicted", "@y ms"), ("error", "@error")],
-    )  # fmt: skip
+    )
     rows = [*calibration.operators, *calibration.layers, *calibration.links]
     ends = [min(r.measured_s for r in rows) * 1e3 / 2, max(r.measured_s for r in rows) * 1e3 * 2]
     plot.line(ends, ends, color="#9aa1ad", line_dash="dashed")
@@ -34,9 +38,11 @@ def calibration_page(calibration: Calibration) -> str:
         if not some:
             continue
         source = {
-            "x": [row.measured_s * 1e3 for row in some], "y": [row.predicted_s * 1e3 for row in some],
-            "name": [row.name for row in some], "error": [f"{row.error:+.1%}" for row in some],
-        }  # fmt: skip
+            "x": [row.measured_s * 1e3 for row in some],
+            "y": [row.predicted_s * 1e3 for row in some],
+            "name": [row.name for row in some],
+            "error": [f"{row.error:+.1%}" for row in some],
+        }
         plot.scatter("x", "y", source=source, color=colour, size=8, legend_label=title)
     plot.legend.location = "top_left"
     page: str = file_html(plot, INLINE, "Calibration")

@@ -52,10 +52,16 @@ def _track_events(track: Track, process: int, arrows: bool) -> list[dict[str, An
     for rank in range(track.graph.num_ranks):
         moments, sizes = memory_curve(track.graph, track.timeline, rank)
         events += [
-            {"ph": "C", "name": f"memory of rank {rank}", "pid": process, "tid": rank, "ts": moment / _NS_PER_US,
-             "args": {"bytes": size}}
+            {
+                "ph": "C",
+                "name": f"memory of rank {rank}",
+                "pid": process,
+                "tid": rank,
+                "ts": moment / _NS_PER_US,
+                "args": {"bytes": size},
+            }
             for moment, size in zip(moments.tolist(), sizes.tolist(), strict=True)
-        ]  # fmt: skip
+        ]
     return events + (_arrow_events(track, process) if arrows else [])
 
 
@@ -65,24 +71,32 @@ def _name(what: str, process: int, thread: int, **args: Any) -> dict[str, Any]:
 
 def _task_event(graph: TaskGraph, box: Box, process: int) -> dict[str, Any]:
     args: dict[str, Any] = {
-        "task": box.task, "module": box.module, "chunk": box.chunk, "microbatch": box.microbatch,
-        "sub_microbatch": box.sub_microbatch or 0, "activation_bytes": box.activation_bytes,
+        "task": box.task,
+        "module": box.module,
+        "chunk": box.chunk,
+        "microbatch": box.microbatch,
+        "sub_microbatch": box.sub_microbatch or 0,
+        "activation_bytes": box.activation_bytes,
         "planned_s": int(graph.duration_ns[box.task]) / 1e9,
-    }  # fmt: skip
+    }
     if box.strategy:
         args["strategy"] = box.strategy
     return {
-        "ph": "X", "name": box.name, "cat": f"{box.kind},{box.module}", "pid": process, "tid": box.rank,
-        "ts": box.start_ns / _NS_PER_US, "dur": (box.end_ns - box.start_ns) / _NS_PER_US, "args": args,
-    }  # fmt: skip
+        "ph": "X",
+        "name": box.name,
+        "cat": f"{box.kind},{box.module}",
+        "pid": process,
+        "tid": box.rank,
+        "ts": box.start_ns / _NS_PER_US,
+        "dur": (box.end_ns - box.start_ns) / _NS_PER_US,
+        "args": args,
+    }
 
 
 def _arrow_events(track: Track, process: int) -> list[dict[str, Any]]:
     graph, events = track.graph, []
     start, end = track.timeline.start_ns, track.timeline.end_ns
-    for number, (source, target) in enumerate(
-        zip(graph.edge_source.tolist(), graph.edge_target.tolist(), strict=True)
-    ):
+    for number, (source, target) in enumerate(zip(graph.edge_source.tolist(), graph.edge_target.tolist(), strict=True)):
         if graph.rank[source] == graph.rank[target]:
             continue
         common = {"name": "message", "cat": "message", "id": f"{process}.{number}", "pid": process}
@@ -90,7 +104,6 @@ def _arrow_events(track: Track, process: int) -> list[dict[str, Any]]:
         leave = max(int(end[source]) - 1, int(start[source])) / _NS_PER_US
         events.append(common | {"ph": "s", "tid": int(graph.rank[source]), "ts": leave})
         events.append(
-            common
-            | {"ph": "f", "bp": "e", "tid": int(graph.rank[target]), "ts": int(start[target]) / _NS_PER_US}
+            common | {"ph": "f", "bp": "e", "tid": int(graph.rank[target]), "ts": int(start[target]) / _NS_PER_US}
         )
     return events

@@ -6,7 +6,7 @@ import numpy as np
 
 from pipeloom.emulator import StepResult
 from pipeloom.report.track import Track, make_track
-from pipeloom.taskgraph import BACKWARD, FORWARD, PairLabel, make_graph
+from pipeloom.taskgraph import BACKWARD, FORWARD, Edges, PairLabel, Pairs, Tasks, make_graph
 from pipeloom.timeline import Timeline
 
 _PS_PER_NS = 1000
@@ -23,16 +23,26 @@ def emulated_track(title: str, result: StepResult) -> Track:
         pairs.setdefault((task.module, task.stage, task.microbatch, task.part), len(pairs))
     start, end = result.start_ps // _PS_PER_NS, result.end_ps // _PS_PER_NS
     graph = make_graph(
-        name=title, num_ranks=ranks, module_names=modules,
-        kind=[BACKWARD if task.backward else FORWARD for task in tasks], rank=[task.rank for task in tasks],
-        duration_ns=end - start,
-        pair=[pairs[task.module, task.stage, task.microbatch, task.part] for task in tasks],
-        segment=np.arange(len(tasks)), microbatch=[task.microbatch for task in tasks],
-        module=[modules.index(task.module) for task in tasks], activation_bytes=[0] * len(pairs),
-        weight_gradient_bytes=None, edge_source=[], edge_target=[], edge_delay_ns=[],
+        name=title,
+        num_ranks=ranks,
+        tasks=Tasks(
+            kind=[BACKWARD if task.backward else FORWARD for task in tasks],
+            rank=[task.rank for task in tasks],
+            duration_ns=end - start,
+            pair=[pairs[task.module, task.stage, task.microbatch, task.part] for task in tasks],
+            segment=np.arange(len(tasks)),
+            microbatch=[task.microbatch for task in tasks],
+            module=[modules.index(task.module) for task in tasks],
+            module_names=modules,
+        ),
+        pairs=Pairs(
+            activation_bytes=[0] * len(pairs),
+            weight_gradient_bytes=None,
+            labels=tuple(PairLabel(chunks[module, stage], m, part) for module, stage, m, part in pairs),
+        ),
+        edges=Edges(source=[], target=[], delay_ns=[]),
         static_bytes=result.static_bytes,
-        labels=tuple(PairLabel(chunks[module, stage], m, part) for module, stage, m, part in pairs),
-    )  # fmt: skip
+    )
     counts: dict[str, int] = {}
     names = []
     for module, _ in chunks:

@@ -11,7 +11,7 @@ import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from pipeloom.errors import InputError
 
@@ -21,15 +21,29 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1, 1.5)), (0, (6, 2, 1, 2)))
 _REFERENCE = "#555555"
 _STYLE: dict[str, Any] = {
-    "svg.hashsalt": "pipeloom", "svg.fonttype": "none", "font.size": 9.0, "font.family": ["DejaVu Sans"],
-    "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": "#dddddd",
-    "grid.linewidth": 0.6, "axes.axisbelow": True, "axes.linewidth": 0.8, "axes.titlesize": 9.5,
-    "axes.titleweight": "bold", "axes.titlelocation": "left", "legend.frameon": False, "lines.linewidth": 1.6,
-    "lines.markersize": 4.0, "figure.facecolor": "white",
-}  # fmt: skip
+    "svg.hashsalt": "pipeloom",
+    "svg.fonttype": "none",
+    "font.size": 9.0,
+    "font.family": ["DejaVu Sans"],
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": "#dddddd",
+    "grid.linewidth": 0.6,
+    "axes.axisbelow": True,
+    "axes.linewidth": 0.8,
+    "axes.titlesize": 9.5,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "legend.frameon": False,
+    "lines.linewidth": 1.6,
+    "lines.markersize": 4.0,
+    "figure.facecolor": "white",
+}
 
 Points = tuple[Sequence[float], Sequence[float]]
 """x and y of equal length."""
+LineStyle = Literal["dots", "plain", "steps"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +65,15 @@ class Mark:
 
 
 def line_figure(
-    series: Mapping[str, Points], *, x: Axis, y: Axis, title: str = "", marks: Sequence[Mark] = (),
-    steps: bool = False, dots: bool = True, crosses: Mapping[str, Points] | None = None,
-) -> str:  # fmt: skip
+    series: Mapping[str, Points],
+    *,
+    x: Axis,
+    y: Axis,
+    title: str = "",
+    marks: Sequence[Mark] = (),
+    style: LineStyle = "dots",
+    crosses: Mapping[str, Points] | None = None,
+) -> str:
     """Draw one line per series.
 
     Parameters
@@ -62,22 +82,25 @@ def line_figure(
         x and y by name, in the order of the legend.
     marks : sequence of Mark
         Horizontal reference lines.
-    steps : bool
-        A value holds until the next one, as the best so far does.
-    dots : bool
-        Mark every point.
+    style : str
+        ``dots``: every point is marked; ``plain``: none; ``steps``: a value holds until the next one, as the
+        best so far does.
     crosses : mapping, optional
         By the name of a series, points drawn as crosses in its colour: what was not reached in time.
     """
-    return panel_figure(
-        {title: series}, x=x, y=y, columns=1, marks=marks, steps=steps, dots=dots, crosses={title: crosses or {}}
-    )  # fmt: skip
+    return panel_figure({title: series}, x=x, y=y, columns=1, marks=marks, style=style, crosses={title: crosses or {}})
 
 
 def panel_figure(
-    panels: Mapping[str, Mapping[str, Points]], *, x: Axis, y: Axis, columns: int = 3, marks: Sequence[Mark] = (),
-    steps: bool = False, dots: bool = True, crosses: Mapping[str, Mapping[str, Points]] | None = None,
-) -> str:  # fmt: skip
+    panels: Mapping[str, Mapping[str, Points]],
+    *,
+    x: Axis,
+    y: Axis,
+    columns: int = 3,
+    marks: Sequence[Mark] = (),
+    style: LineStyle = "dots",
+    crosses: Mapping[str, Mapping[str, Points]] | None = None,
+) -> str:
     """Draw several line figures side by side under one legend, a series having one colour in all of them.
 
     Parameters
@@ -100,15 +123,13 @@ def panel_figure(
             axes.set_title(title)
             for name, (xs, ys) in series.items():
                 _same_length(name, xs, ys)
-                style = _line_style(number[name], dots)
-                (handles[name],) = axes.plot(
-                    xs, ys, drawstyle="steps-post" if steps else "default", label=name, **style
-                )
+                look = _line_look(number[name], style)
+                (handles[name],) = axes.plot(xs, ys, label=name, **look)
             for name, (xs, ys) in (crosses or {}).get(title, {}).items():
                 _same_length(name, xs, ys)
                 axes.plot(
                     xs, ys, linestyle="", marker="x", markersize=7, markeredgewidth=1.8, color=_colour(number[name])
-                )  # fmt: skip
+                )
             _add_marks(axes, marks)
             _scale(axes, x, y)
             axes.set_xlabel(x.label if place >= len(panels) - across else "")
@@ -119,9 +140,15 @@ def panel_figure(
 
 
 def bar_figure(
-    categories: Sequence[str], series: Mapping[str, Sequence[float | None]], *, y: Axis, title: str = "",
-    marks: Sequence[Mark] = (), points: Mapping[str, Sequence[float | None]] | None = None, values: str | None = None,
-) -> str:  # fmt: skip
+    categories: Sequence[str],
+    series: Mapping[str, Sequence[float | None]],
+    *,
+    y: Axis,
+    title: str = "",
+    marks: Sequence[Mark] = (),
+    points: Mapping[str, Sequence[float | None]] | None = None,
+    values: str | None = None,
+) -> str:
     """Draw a bar per category, or a group of bars where there is more than one series.
 
     Parameters
@@ -150,19 +177,27 @@ def bar_figure(
             middle = [place + (i - (len(series) - 1) / 2) * width for place in range(len(categories))]
             shown = [(a, h) for a, h in zip(middle, heights, strict=True) if h is not None]
             bars = axes.bar(
-                [a for a, _ in shown], [h for _, h in shown], width * 0.94, color=_colour(i),
-                hatch="////" if i >= len(COLOURS) else None, edgecolor="white", linewidth=0,
-            )  # fmt: skip
+                [a for a, _ in shown],
+                [h for _, h in shown],
+                width * 0.94,
+                color=_colour(i),
+                hatch="////" if i >= len(COLOURS) else None,
+                edgecolor="white",
+                linewidth=0,
+            )
             handles.append(bars)
             if values is not None:
                 axes.bar_label(bars, [format(h, values) for _, h in shown], padding=2, fontsize=7)
-            known = [
-                (a, p) for a, p in zip(middle, (points or {}).get(name, []), strict=False) if p is not None
-            ]
+            known = [(a, p) for a, p in zip(middle, (points or {}).get(name, []), strict=False) if p is not None]
             axes.plot(
-                [a for a, _ in known], [p for _, p in known], linestyle="", marker="D", color="white",
-                markeredgecolor="black", zorder=3,
-            )  # fmt: skip
+                [a for a, _ in known],
+                [p for _, p in known],
+                linestyle="",
+                marker="D",
+                color="white",
+                markeredgecolor="black",
+                zorder=3,
+            )
         _add_marks(axes, marks)
         _scale(axes, None, y)
         axes.set_ylabel(y.label)
@@ -178,9 +213,14 @@ def bar_figure(
 
 
 def scatter_figure(
-    series: Mapping[str, Points], *, x: Axis, y: Axis, title: str = "", diagonal: bool = False,
+    series: Mapping[str, Points],
+    *,
+    x: Axis,
+    y: Axis,
+    title: str = "",
+    diagonal: bool = False,
     marks: Sequence[Mark] = (),
-) -> str:  # fmt: skip
+) -> str:
     """Draw points; ``diagonal`` adds the line where x and y are equal."""
     if not series:
         raise InputError("series", "is empty", "give at least one")
@@ -191,9 +231,7 @@ def scatter_figure(
         handles = []
         for i, (name, (xs, ys)) in enumerate(series.items()):
             _same_length(name, xs, ys)
-            handles += axes.plot(
-                xs, ys, linestyle="", marker=MARKERS[i % len(MARKERS)], color=_colour(i), alpha=0.75
-            )
+            handles += axes.plot(xs, ys, linestyle="", marker=MARKERS[i % len(MARKERS)], color=_colour(i), alpha=0.75)
         if diagonal:
             everything = [float(v) for xs, ys in series.values() for v in (*xs, *ys)]
             ends = [min(everything), max(everything)]
@@ -209,15 +247,23 @@ def scatter_figure(
 
 
 def heat_figure(
-    values: Sequence[Sequence[float | None]], *, rows: Sequence[str], columns: Sequence[str], x_label: str = "",
-    y_label: str = "", colour_label: str = "", title: str = "", numbers: str | None = None,
-) -> str:  # fmt: skip
+    values: Sequence[Sequence[float | None]],
+    *,
+    rows: Sequence[str],
+    columns: Sequence[str],
+    labels: tuple[str, str] = ("", ""),
+    colour_label: str = "",
+    title: str = "",
+    numbers: str | None = None,
+) -> str:
     """Draw a table of numbers as colours, dark for large ones.
 
     Parameters
     ----------
     values : sequence of sequences
         One row of numbers per name in ``rows``; None leaves a cell empty.
+    labels : tuple of str
+        Of the columns' axis, and of the rows'.
     numbers : str, optional
         Format in which each number is also written into its cell.
     """
@@ -237,16 +283,14 @@ def heat_figure(
         axes.grid(visible=False)
         axes.set_xticks(range(len(columns)), columns)
         axes.set_yticks(range(len(rows)), rows)
-        axes.set_xlabel(x_label)
-        axes.set_ylabel(y_label)
+        axes.set_xlabel(labels[0])
+        axes.set_ylabel(labels[1])
         if numbers is not None:
             for i, row in enumerate(values):
                 for j, value in enumerate(row):
                     if value is not None:
                         ink = "white" if value > middle else "black"
-                        axes.text(
-                            j, i, format(value, numbers), ha="center", va="center", color=ink, fontsize=8
-                        )
+                        axes.text(j, i, format(value, numbers), ha="center", va="center", color=ink, fontsize=8)
         figure.colorbar(image, ax=axes, label=colour_label)
 
     return _render((max(4.4, 2.2 + 0.55 * len(columns)), max(2.6, 1.2 + 0.38 * len(rows))), draw)
@@ -256,9 +300,11 @@ def _colour(number: int) -> str:
     return COLOURS[number % len(COLOURS)]
 
 
-def _line_style(number: int, dots: bool) -> dict[str, Any]:
-    style: dict[str, Any] = {"color": _colour(number), "linestyle": DASHES[number % len(DASHES)]}
-    return style | ({"marker": MARKERS[number % len(MARKERS)]} if dots else {})
+def _line_look(number: int, style: LineStyle) -> dict[str, Any]:
+    look: dict[str, Any] = {"color": _colour(number), "linestyle": DASHES[number % len(DASHES)]}
+    if style == "dots":
+        return look | {"marker": MARKERS[number % len(MARKERS)]}
+    return look | ({"drawstyle": "steps-post"} if style == "steps" else {})
 
 
 def _same_length(name: str, one: Sequence[object], other: Sequence[object]) -> None:
@@ -270,9 +316,16 @@ def _add_marks(axes: Any, marks: Sequence[Mark]) -> None:
     for mark in marks:
         axes.axhline(mark.value, color=_REFERENCE, linewidth=0.9, linestyle=(0, (4, 3)), zorder=1)
         axes.annotate(
-            mark.name, (1.0, mark.value), xycoords=("axes fraction", "data"), xytext=(-2, 2),
-            textcoords="offset points", ha="right", va="bottom", fontsize=7.5, color=_REFERENCE,
-        )  # fmt: skip
+            mark.name,
+            (1.0, mark.value),
+            xycoords=("axes fraction", "data"),
+            xytext=(-2, 2),
+            textcoords="offset points",
+            ha="right",
+            va="bottom",
+            fontsize=7.5,
+            color=_REFERENCE,
+        )
 
 
 def _scale(axes: Any, x: Axis | None, y: Axis) -> None:

@@ -10,15 +10,7 @@ import numpy as np
 from bokeh.core.properties import value
 from bokeh.embed import file_html
 from bokeh.layouts import column
-from bokeh.models import (
-    BasicTicker,
-    ColumnDataSource,
-    CrosshairTool,
-    CustomJS,
-    FixedTicker,
-    HoverTool,
-    Range1d,
-)
+from bokeh.models import BasicTicker, ColumnDataSource, CrosshairTool, CustomJS, FixedTicker, HoverTool, Range1d
 
 # From their own modules: the stubs of bokeh.models leave these names out.
 from bokeh.models.annotations.geometry import Span
@@ -29,6 +21,7 @@ from bokeh.resources import INLINE
 
 from pipeloom.errors import InputError
 from pipeloom.report import colours
+from pipeloom.report.ranking import by_time, ranking_table
 from pipeloom.report.track import Track, boxes, key_figures
 from pipeloom.report.units import share_text, size_text, size_unit, time_text, time_unit
 from pipeloom.taskgraph import KIND_NAMES
@@ -65,7 +58,7 @@ _PAGE_STYLE = f"""
 """
 
 
-def html_page(tracks: Sequence[Track], *, title: str, note: str = "") -> str:
+def html_page(tracks: Sequence[Track], *, title: str, note: str = "", ranked: bool = False) -> str:
     """Draw tracks under one another on one time axis.
 
     Every track is a Gantt of its ranks (light: forward, dark: backward, one hue a module, hatched: idle)
@@ -78,6 +71,8 @@ def html_page(tracks: Sequence[Track], *, title: str, note: str = "") -> str:
         E.g. planned, then measured; or one per system.
     title, note : str
         Heading of the page and the line below it.
+    ranked : bool
+        The tracks are systems on one batch: the page opens with their ranking, and shows them in that order.
 
     Returns
     -------
@@ -86,24 +81,24 @@ def html_page(tracks: Sequence[Track], *, title: str, note: str = "") -> str:
     """
     if not tracks:
         raise InputError("tracks", "is empty", "give at least one track")
+    ranking = ""
+    if ranked:
+        ranking = ranking_table(tracks)
+        tracks = by_time(tracks)
     longest = max(track.timeline.makespan_ns for track in tracks) or 1
     unit_ns, unit = time_unit(longest)
-    span = Range1d(
-        start=0, end=longest / unit_ns * 1.01, bounds=(-0.02 * longest / unit_ns, 1.06 * longest / unit_ns)
-    )
+    span = Range1d(start=0, end=longest / unit_ns * 1.01, bounds=(-0.02 * longest / unit_ns, 1.06 * longest / unit_ns))
     hues = colours.module_hues(name for track in tracks for name in track.graph.module_names)
     # One track's box is compared with the first track's: measured with planned, where they show one graph.
     reference = tracks[0]
     crosshair = Span(dimension="height", line_color=colours.FAINT, line_width=1, line_dash="dotted")
     children: list[Any] = [Div(text=_heading(title, note, tracks, hues), sizing_mode="stretch_width")]
+    if ranking:
+        children.append(Div(text=ranking, sizing_mode="stretch_width"))
     sources: list[ColumnDataSource] = []
     frames: list[Any] = []
     for i, track in enumerate(tracks):
-        ruled: dict[str, Any] = {
-            "border-top": "1px solid #d9dce2",
-            "padding-top": "8px",
-            "margin-top": "14px",
-        }
+        ruled: dict[str, Any] = {"border-top": "1px solid #d9dce2", "padding-top": "8px", "margin-top": "14px"}
         children.append(Div(text=_numbers(track), sizing_mode="stretch_width", styles=ruled))
         gantt, source = _gantt(track, span, unit_ns, hues, reference if i else None)
         memory = _memory(track, span, unit_ns, unit)
@@ -125,54 +120,97 @@ def _gantt(
 ) -> tuple[Any, ColumnDataSource]:
     ranks = track.graph.num_ranks
     source = ColumnDataSource(_columns(track, unit_ns, hues, reference))
+    plot = _lane_plot(ranks, span, first=reference is None)
+    end = track.timeline.makespan_ns / unit_ns
+    lanes = ColumnDataSource({"rank": list(range(ranks)), "end": [end] * ranks, "zero": [0.0] * ranks})
+    plot.hbar(
+        y="rank",
+        left="zero",
+        right="end",
+        height=0.84,
+        source=lanes,
+        fill_color=colours.LANE,
+        line_color=None,
+        hatch_pattern="right_diagonal_line",
+        hatch_color="#c3c8d2",
+        hatch_scale=7,
+        hatch_weight=0.8,
+    )
+    bars = plot.quad(
+        left="left",
+        right="right",
+        top="top",
+        bottom="bottom",
+        source=source,
+        fill_color="fill",
+        line_color="edge",
+        line_width=0.6,
+        hover_line_color=colours.INK,
+        hover_fill_color="fill",
+    )
+    plot.text(
+        x="middle",
+        y="rank",
+        text="label",
+        source=source,
+        text_color="ink",
+        text_font_size="10.5px",
+        text_font=value(_FONT),
+        text_align="center",
+        text_baseline="middle",
+    )
+    if track.lower_bound is not None and track.lower_bound.ns:
+        plot.add_layout(
+            Span(
+                location=track.lower_bound.ns / unit_ns,
+                dimension="height",
+                line_color=colours.BOUND,
+                line_dash="dashed",
+                line_width=1.6,
+            )
+        )
+    plot.add_layout(Span(location=end, dimension="height", line_color=colours.INK, line_width=1.4))
+    plot.add_tools(_task_hover(bars, reference))
+    return plot, source
+
+
+def _lane_plot(ranks: int, span: Range1d, *, first: bool) -> Any:
+    """An empty Gantt: a lane for every rank; the first on a page has the tools."""
     plot = figure(
-        height=LANE_HEIGHT * ranks + 8 + (0 if reference else TOOLBAR_HEIGHT), sizing_mode="stretch_width",
-        x_range=span, y_range=Range1d(start=ranks - 0.42, end=-0.58), active_scroll="xwheel_zoom", active_drag="xpan",
-        tools="xpan,xwheel_zoom,xbox_zoom,xzoom_in,xzoom_out,reset,save", min_border_left=MARGIN_LEFT,
-        toolbar_location=None if reference else "above", min_border_right=MARGIN_RIGHT,
-    )  # fmt: skip
+        height=LANE_HEIGHT * ranks + 8 + (TOOLBAR_HEIGHT if first else 0),
+        sizing_mode="stretch_width",
+        x_range=span,
+        y_range=Range1d(start=ranks - 0.42, end=-0.58),
+        active_scroll="xwheel_zoom",
+        active_drag="xpan",
+        tools="xpan,xwheel_zoom,xbox_zoom,xzoom_in,xzoom_out,reset,save",
+        min_border_left=MARGIN_LEFT,
+        toolbar_location="above" if first else None,
+        min_border_right=MARGIN_RIGHT,
+    )
     _plain(plot)
     plot.yaxis.ticker = FixedTicker(ticks=list(range(ranks)))
     plot.yaxis.major_label_overrides = {rank: f"rank {rank}" for rank in range(ranks)}
     plot.xaxis.visible = False  # the axis stands below the memory curve
-    end = track.timeline.makespan_ns / unit_ns
-    lanes = ColumnDataSource({"rank": list(range(ranks)), "end": [end] * ranks, "zero": [0.0] * ranks})
-    plot.hbar(
-        y="rank", left="zero", right="end", height=0.84, source=lanes, fill_color=colours.LANE, line_color=None,
-        hatch_pattern="right_diagonal_line", hatch_color="#c3c8d2", hatch_scale=7, hatch_weight=0.8,
-    )  # fmt: skip
-    bars = plot.quad(
-        left="left", right="right", top="top", bottom="bottom", source=source, fill_color="fill",
-        line_color="edge", line_width=0.6, hover_line_color=colours.INK, hover_fill_color="fill",
-    )  # fmt: skip
-    plot.text(
-        x="middle", y="rank", text="label", source=source, text_color="ink", text_font_size="10.5px",
-        text_font=value(_FONT), text_align="center", text_baseline="middle",
-    )  # fmt: skip
-    if track.lower_bound is not None and track.lower_bound.ns:
-        plot.add_layout(
-            Span(location=track.lower_bound.ns / unit_ns, dimension="height", line_color=colours.BOUND,
-                 line_dash="dashed", line_width=1.6)
-        )  # fmt: skip
-    plot.add_layout(Span(location=end, dimension="height", line_color=colours.INK, line_width=1.4))
+    return plot
+
+
+def _task_hover(bars: Any, reference: Track | None) -> HoverTool:
+    """What a task shows under the pointer."""
     compared = f"<br>{html.escape(reference.title)}: @reference" if reference is not None else ""
-    plot.add_tools(
-        HoverTool(
-            renderers=[bars], point_policy="follow_mouse",
-            tooltips=(
-                f'<div style="font: 12px {_FONT}; line-height: 1.45"><b>@name</b> &middot; @words'
-                "<br>start @start, end @end, <b>@duration</b>"
-                f"{compared}<br>rank @rank, strategy @strategy, @activation held<br>"
-                f'<span style="color:{colours.FAINT}">task @task of @module</span></div>'
-            ),
-        )
-    )  # fmt: skip
-    return plot, source
+    return HoverTool(
+        renderers=[bars],
+        point_policy="follow_mouse",
+        tooltips=(
+            f'<div style="font: 12px {_FONT}; line-height: 1.45"><b>@name</b> &middot; @words'
+            "<br>start @start, end @end, <b>@duration</b>"
+            f"{compared}<br>rank @rank, strategy @strategy, @activation held<br>"
+            f'<span style="color:{colours.FAINT}">task @task of @module</span></div>'
+        ),
+    )
 
 
-def _columns(
-    track: Track, unit_ns: int, hues: dict[str, str], reference: Track | None
-) -> dict[str, list[Any]]:
+def _columns(track: Track, unit_ns: int, hues: dict[str, str], reference: Track | None) -> dict[str, list[Any]]:
     """Everything that a box shows, as columns."""
     drawn = boxes(track)
     fills = {(name, kind): colours.fill(hue, kind) for name, hue in hues.items() for kind in KIND_NAMES}
@@ -228,10 +266,17 @@ def _memory(track: Track, span: Range1d, unit_ns: int, unit: str) -> Any:
     scale, name = size_unit(max(top, capacity or 0) if shown else top)
     height = 1.08 * max(top, capacity or 0) if shown else 1.08 * top
     plot = figure(
-        height=MEMORY_HEIGHT, sizing_mode="stretch_width", x_range=span, y_range=Range1d(start=0, end=height / scale),
-        tools="xpan,xwheel_zoom,reset", active_scroll="xwheel_zoom", active_drag="xpan", toolbar_location=None,
-        min_border_left=MARGIN_LEFT, min_border_right=MARGIN_RIGHT,
-    )  # fmt: skip
+        height=MEMORY_HEIGHT,
+        sizing_mode="stretch_width",
+        x_range=span,
+        y_range=Range1d(start=0, end=height / scale),
+        tools="xpan,xwheel_zoom,reset",
+        active_scroll="xwheel_zoom",
+        active_drag="xpan",
+        toolbar_location=None,
+        min_border_left=MARGIN_LEFT,
+        min_border_right=MARGIN_RIGHT,
+    )
     _plain(plot)
     plot.ygrid.grid_line_color = "#e6e8ed"
     plot.yaxis.axis_label = f"memory, {name}"
@@ -242,27 +287,41 @@ def _memory(track: Track, span: Range1d, unit_ns: int, unit: str) -> Any:
         moments, sizes = np.append(moments, max(end, int(moments[-1]))), np.append(sizes, sizes[-1])
         source = ColumnDataSource({"x": moments / unit_ns, "y": sizes / scale, "rank": [rank] * len(moments)})
         line: Any = plot.step(
-            x="x", y="y", source=source, mode="after", line_width=1.7, line_alpha=0.9,
+            x="x",
+            y="y",
+            source=source,
+            mode="after",
+            line_width=1.7,
+            line_alpha=0.9,
             line_color=colours.RANK_LINES[rank % len(colours.RANK_LINES)],
-        )  # fmt: skip
+        )
         items.append(LegendItem(label=f"rank {rank}", renderers=[line]))
         plot.add_tools(
-            HoverTool(
-                renderers=[line],
-                mode="mouse",
-                tooltips=f"rank @rank: @y{{0.00}} {name} at @x{{0.000}} {unit}",
-            )
+            HoverTool(renderers=[line], mode="mouse", tooltips=f"rank @rank: @y{{0.00}} {name} at @x{{0.000}} {unit}")
         )
     if shown and capacity is not None:
         plot.add_layout(
-            Span(location=capacity / scale, dimension="width", line_color=colours.BOUND, line_dash="dotted",
-                 line_width=1.4)
-        )  # fmt: skip
+            Span(
+                location=capacity / scale,
+                dimension="width",
+                line_color=colours.BOUND,
+                line_dash="dotted",
+                line_width=1.4,
+            )
+        )
     look: Any = {
-        "orientation": "horizontal", "location": "top_right", "label_text_font_size": "10px", "spacing": 10,
-        "label_text_font": _FONT, "glyph_width": 14, "padding": 2, "margin": 2, "border_line_color": None,
-        "background_fill_alpha": 0.75, "click_policy": "mute",
-    }  # fmt: skip
+        "orientation": "horizontal",
+        "location": "top_right",
+        "label_text_font_size": "10px",
+        "spacing": 10,
+        "label_text_font": _FONT,
+        "glyph_width": 14,
+        "padding": 2,
+        "margin": 2,
+        "border_line_color": None,
+        "background_fill_alpha": 0.75,
+        "click_policy": "mute",
+    }
     plot.add_layout(Legend(items=items, **look))
     return plot
 
@@ -292,9 +351,7 @@ def _heading(title: str, note: str, tracks: Sequence[Track], hues: dict[str, str
             f'title="{_KIND_WORDS[KIND_NAMES[kind]]}"></span>'
             for kind in kinds
         )
-        entries.append(
-            f'<span style="margin-right:22px;white-space:nowrap">{tones} {html.escape(module)}</span>'
-        )
+        entries.append(f'<span style="margin-right:22px;white-space:nowrap">{tones} {html.escape(module)}</span>')
     order = ", ".join(_KIND_WORDS[KIND_NAMES[kind]] for kind in kinds)
     idle = (
         f"{swatch}background:repeating-linear-gradient(45deg,{colours.LANE},{colours.LANE} 3px,#c3c8d2 3px,"
@@ -314,7 +371,9 @@ def _heading(title: str, note: str, tracks: Sequence[Track], hues: dict[str, str
 def _numbers(track: Track) -> str:
     """The line above a track: its title and its numbers."""
     n = key_figures(track)
-    fields = [("iteration", time_text(n.makespan_ns))]
+    fields = [("iteration", time_text(n.iteration_ns))]
+    if track.after_ns:
+        fields.append(("of which pipeline", time_text(n.makespan_ns)))
     if n.lower_bound_ns is not None:
         fields.append(("lower bound", f"{time_text(n.lower_bound_ns)} ({html.escape(n.lower_bound_name)})"))
     if n.gap is not None:
@@ -327,5 +386,18 @@ def _numbers(track: Track) -> str:
     return (
         f'<div style="font-family:{_FONT};color:{colours.INK};font-size:13px">'
         f'<span style="font-size:15px;font-weight:600">{html.escape(track.title)}</span>'
-        f"{shown}</div>"
+        f"{shown}{_layers(track)}</div>"
+    )
+
+
+def _layers(track: Track) -> str:
+    """Which layers lie on which rank, folded away until it is asked for."""
+    if not track.layers:
+        return ""
+    rows = "".join(
+        f"<tr><td>rank {rank}</td><td>{html.escape(text)}</td></tr>" for rank, text in enumerate(track.layers)
+    )
+    return (
+        f'<details style="margin:4px 0;color:{colours.FAINT}"><summary>layers on each rank</summary>'
+        f'<table style="font-size:12px;margin:4px 0 6px 14px;border-spacing:10px 1px">{rows}</table></details>'
     )

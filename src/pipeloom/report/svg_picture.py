@@ -80,9 +80,7 @@ def _track(track: Track, y: float, scale: float, hues: dict[str, str]) -> list[s
     for rank in range(track.graph.num_ranks):
         lane = top + rank * (_LANE + _GAP)
         parts.append(f'<text class="e f" x="{_LEFT - 8}" y="{lane + _LANE / 2 + 4:g}">rank {rank}</text>')
-        parts.append(
-            f'<rect x="{_LEFT}" y="{lane:g}" width="{end - _LEFT:.2f}" height="{_LANE}" fill="url(#idle)"/>'
-        )
+        parts.append(f'<rect x="{_LEFT}" y="{lane:g}" width="{end - _LEFT:.2f}" height="{_LANE}" fill="url(#idle)"/>')
     for box in boxes(track):
         if box.end_ns == box.start_ns:
             continue
@@ -143,9 +141,7 @@ def _axis(longest: int, scale: float, y: float) -> list[str]:
     """Ticks at one, two or five times a power of ten, six to twelve of them."""
     unit_ns, unit = time_unit(longest)
     step = next(s for s in _steps() if longest / s <= 12)
-    parts = [
-        f'<line x1="{_LEFT}" x2="{_LEFT + longest * scale:.2f}" y1="{y:g}" y2="{y:g}" stroke="#c3c8d2"/>'
-    ]
+    parts = [f'<line x1="{_LEFT}" x2="{_LEFT + longest * scale:.2f}" y1="{y:g}" y2="{y:g}" stroke="#c3c8d2"/>']
     for moment in range(0, longest + 1, step):
         x = _LEFT + moment * scale
         parts.append(f'<line x1="{x:.2f}" x2="{x:.2f}" y1="{y:g}" y2="{y + 4:g}" stroke="#c3c8d2"/>')

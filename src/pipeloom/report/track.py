@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pipeloom.taskgraph import KIND_NAMES, TaskGraph
+from pipeloom.spec import Layout
+from pipeloom.taskgraph import KIND_NAMES, NS_PER_S, TaskGraph
 from pipeloom.timeline import LowerBound, Schedule, Timeline, bubbles
 
 
@@ -29,6 +30,12 @@ class Track:
         Name of each chunk number in the graph's labels; empty: tasks are named by their module.
     strategies : tuple of str
         Memory strategy of each pair; empty: none is known.
+    after_ns : int
+        What the iteration needs after the pipeline: reducing gradients, updating weights.
+    num_tokens : int
+        Tokens of the iteration, all replicas together; 0: not known.
+    layers : tuple of str
+        Of each rank, the layers that lie on it; empty: not known.
     """
 
     title: str
@@ -37,6 +44,9 @@ class Track:
     lower_bound: LowerBound | None = None
     chunk_names: tuple[str, ...] = ()
     strategies: tuple[str, ...] = ()
+    after_ns: int = 0
+    num_tokens: int = 0
+    layers: tuple[str, ...] = ()
 
 
 class Box(NamedTuple):
@@ -58,11 +68,7 @@ class Box(NamedTuple):
     @property
     def unit(self) -> str:
         """Microbatch and, where it is split, sub-microbatch: ``3`` or ``3.1``."""
-        return (
-            f"{self.microbatch}"
-            if self.sub_microbatch is None
-            else f"{self.microbatch}.{self.sub_microbatch}"
-        )
+        return f"{self.microbatch}" if self.sub_microbatch is None else f"{self.microbatch}.{self.sub_microbatch}"
 
     @property
     def name(self) -> str:
@@ -75,12 +81,16 @@ class Figures:
     """The numbers of a track."""
 
     makespan_ns: int
+    """Of the pipeline."""
+    iteration_ns: int
+    """The pipeline and what comes after it."""
     bubble_share: float
     """Idle part of all ranks' time, 0 to 1."""
     peak_bytes: int
     """Of the fullest rank, static bytes included."""
     lower_bound_ns: int | None
     lower_bound_name: str
+    tokens_per_s: float | None = None
 
     @property
     def gap(self) -> float | None:
@@ -100,9 +110,7 @@ def make_track(
     if schedule is None or schedule.candidate is None or graph.candidates is None:
         return Track(title, graph, timeline, lower_bound, chunk_names)
     chosen = np.asarray(schedule.candidate).tolist()
-    strategies = tuple(
-        options[index].strategy for options, index in zip(graph.candidates, chosen, strict=True)
-    )
+    strategies = tuple(options[index].strategy for options, index in zip(graph.candidates, chosen, strict=True))
     graph = graph.with_candidates(schedule.candidate)
     return Track(title, graph, timeline, lower_bound, chunk_names, strategies)
 
@@ -110,12 +118,25 @@ def make_track(
 def key_figures(track: Track) -> Figures:
     """Makespan, bubbles, peak memory and distance from the bound of one track."""
     peaks, bound = track.timeline.peak_bytes, track.lower_bound
+    iteration_ns = track.timeline.makespan_ns + track.after_ns
     return Figures(
         makespan_ns=track.timeline.makespan_ns,
+        iteration_ns=iteration_ns,
         bubble_share=bubbles(track.graph, track.timeline).share,
         peak_bytes=int(peaks.max()) if len(peaks) else 0,
         lower_bound_ns=None if bound is None else bound.ns,
         lower_bound_name="" if bound is None else bound.name,
+        tokens_per_s=track.num_tokens / (iteration_ns / NS_PER_S) if track.num_tokens and iteration_ns else None,
+    )
+
+
+def layers_by_rank(layout: Layout) -> tuple[str, ...]:
+    """Of each rank the layers that lie on it, first and last of each chunk: ``vision 0-15, lm 0-3, lm 16-19``."""
+    return tuple(
+        ", ".join(
+            f"{chunk.module} {chunk.layers[0]}-{chunk.layers[1]}" for chunk in layout.chunks if chunk.rank == rank
+        )
+        for rank in range(layout.num_ranks)
     )
 
 
@@ -136,11 +157,19 @@ def boxes(track: Track) -> list[Box]:
                 chunk = track.chunk_names[label.chunk]
         made.append(
             Box(
-                task, KIND_NAMES[graph.kind[task]], int(graph.rank[task]), module, chunk, microbatch, sub,
-                start[task], end[task], track.strategies[pair] if track.strategies else "",
+                task,
+                KIND_NAMES[graph.kind[task]],
+                int(graph.rank[task]),
+                module,
+                chunk,
+                microbatch,
+                sub,
+                start[task],
+                end[task],
+                track.strategies[pair] if track.strategies else "",
                 int(graph.activation_bytes[pair]),
             )
-        )  # fmt: skip
+        )
     return made
 
 

@@ -1,26 +1,36 @@
-"""The runtime: plans executed on `torch.distributed`. The only home of torch."""
+"""The runtime: plans executed on `torch.distributed`. The only home of torch.
 
-from pipeloom.runtime.checkpoint import load_checkpoint, save_checkpoint
-from pipeloom.runtime.device import choose_device, group_device
-from pipeloom.runtime.emulate import emulate, step_durations
-from pipeloom.runtime.executor import Executor
-from pipeloom.runtime.launch import launch, report
-from pipeloom.runtime.measure import measure_layers
-from pipeloom.runtime.mesh import Mesh, make_mesh
-from pipeloom.runtime.model import Model, Module, Part, user_code
-from pipeloom.runtime.prefetch import DescribedBatch, Prefetched, Size
-from pipeloom.runtime.profile import profile_model
-from pipeloom.runtime.reduce import all_reduce_gradients, clip_gradients, global_targets, mesh_gradients
-from pipeloom.runtime.reference import run_undivided
-from pipeloom.runtime.result import ActionTime, StepResult
-from pipeloom.runtime.resume import Checkpoints
-from pipeloom.runtime.sharding import shard_layers
-from pipeloom.runtime.step_report import StepReport
-from pipeloom.runtime.store import TcpPlanStore
-from pipeloom.runtime.tied import sums_over_ranks
-from pipeloom.runtime.torchrun import Worker, join_workers, this_worker
-from pipeloom.runtime.trainer import Trainer
-from pipeloom.runtime.transport import BatchedTransport, ThreadHub, TorchTransport, Transport
+The names below are imported when first used: ranks are processes of their own, and each pays for what it imports.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pipeloom.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from pipeloom.runtime.checkpoint import load_checkpoint, load_weights, save_checkpoint
+    from pipeloom.runtime.device import choose_device, group_device
+    from pipeloom.runtime.emulation import emulate, step_durations
+    from pipeloom.runtime.executor import Executor
+    from pipeloom.runtime.iteration import ExecutorOptions
+    from pipeloom.runtime.measure import MeasureOptions, ProfileOptions, measure_layers, profile_model
+    from pipeloom.runtime.mesh import Mesh, make_mesh
+    from pipeloom.runtime.model import Model, Module, Part, user_code
+    from pipeloom.runtime.prefetch import DescribedBatch, Prefetched, Size, batch_of
+    from pipeloom.runtime.processes import Worker, join_workers, launch, report, this_worker
+    from pipeloom.runtime.reduce import all_reduce_gradients, clip_gradients, global_targets, mesh_gradients
+    from pipeloom.runtime.reference import run_undivided
+    from pipeloom.runtime.result import ActionTime, StepReport, StepResult
+    from pipeloom.runtime.resume import Checkpoints
+    from pipeloom.runtime.sharding import shard_layers
+    from pipeloom.runtime.store import TcpPlanStore
+    from pipeloom.runtime.tied import sums_over_ranks
+    from pipeloom.runtime.trainer import Trainer, TrainerOptions
+    from pipeloom.runtime.transport import BatchedTransport, ThreadHub, TorchTransport, Transport
+
+__getattr__, __dir__ = lazy_names(__name__, __file__)
 
 __all__ = [
     "ActionTime",
@@ -28,11 +38,14 @@ __all__ = [
     "Checkpoints",
     "DescribedBatch",
     "Executor",
+    "ExecutorOptions",
+    "MeasureOptions",
     "Mesh",
     "Model",
     "Module",
     "Part",
     "Prefetched",
+    "ProfileOptions",
     "Size",
     "StepReport",
     "StepResult",
@@ -40,9 +53,11 @@ __all__ = [
     "ThreadHub",
     "TorchTransport",
     "Trainer",
+    "TrainerOptions",
     "Transport",
     "Worker",
     "all_reduce_gradients",
+    "batch_of",
     "choose_device",
     "clip_gradients",
     "emulate",
@@ -51,6 +66,7 @@ __all__ = [
     "join_workers",
     "launch",
     "load_checkpoint",
+    "load_weights",
     "make_mesh",
     "measure_layers",
     "mesh_gradients",

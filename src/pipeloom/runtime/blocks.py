@@ -14,13 +14,14 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from pipeloom.errors import ExecutionError
-from pipeloom.runtime.memory import Offloaded, RandomState, SelectiveRecompute
+from pipeloom.runtime.memory import Offloaded, SelectiveRecompute
+from pipeloom.runtime.random_state import RandomState
 from pipeloom.runtime.split import DeferredWeights, backward_inputs
+from pipeloom.spec import STRATEGIES
 
 Layer = Callable[..., Tensor]
 Bounds = tuple[tuple[int, int, str], ...]
 """Blocks of a chunk: first layer, one past the last, memory strategy."""
-STRATEGIES = ("keep", "recompute", "selective", "offload")
 
 
 @functools.cache
@@ -49,13 +50,9 @@ def block_bounds(strategy: str, num_layers: int, with_loss: bool = False) -> Bou
         words *= num_layers
     for word in words:
         if word not in STRATEGIES:
-            raise ExecutionError(
-                f"memory strategy {word!r} is unknown to this runtime; it has {', '.join(STRATEGIES)}"
-            )
+            raise ExecutionError(f"memory strategy {word!r} is unknown to this runtime; it has {', '.join(STRATEGIES)}")
     if len(words) != num_layers:
-        raise ExecutionError(
-            f"memory strategy {strategy!r} is for {len(words)} layers, there are {num_layers}"
-        )
+        raise ExecutionError(f"memory strategy {strategy!r} is for {len(words)} layers, there are {num_layers}")
     bounds, begin = [], 0
     for word, run in itertools.groupby(words):
         end = begin + len(list(run))
@@ -78,9 +75,11 @@ def kept_casts(device: torch.device, autocast: torch.dtype | None) -> AbstractCo
     kind = device.type
     # It changes nothing else for what runs inside.
     return torch.autocast(
-        kind, torch.get_autocast_dtype(kind), enabled=torch.is_autocast_enabled(kind),
+        kind,
+        torch.get_autocast_dtype(kind),
+        enabled=torch.is_autocast_enabled(kind),
         cache_enabled=torch.is_autocast_cache_enabled(),
-    )  # fmt: skip
+    )
 
 
 @dataclass(slots=True)
@@ -100,7 +99,7 @@ class _Block:
 
 
 @dataclass(slots=True)
-class Passage:
+class ChunkActivation:
     """One (sub-)microbatch on its way through a chunk, from F to the end of its backward.
 
     Attributes
@@ -119,9 +118,7 @@ class Passage:
     num_recomputed: int = 0
     offloaded_bytes: int = 0
 
-    def forward(
-        self, layers: Sequence[Layer], bounds: Bounds, inputs: tuple[Any, ...], trained: bool
-    ) -> Tensor:
+    def forward(self, layers: Sequence[Layer], bounds: Bounds, inputs: tuple[Any, ...], trained: bool) -> Tensor:
         """Run all layers, and return the last one's output without its graph.
 
         Parameters

@@ -9,19 +9,23 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from pipeloom.errors import InputError
 from pipeloom.runtime.executor import Executor
+from pipeloom.runtime.model import Model
 from pipeloom.runtime.optimizer_options import give_options, options_by_name
+from pipeloom.runtime.sharding import is_dtensor
+
+if TYPE_CHECKING:
+    from pipeloom.runtime.checkpoint_files import PlainReader
 
 _MODEL, _OPTIMIZER, _OPTIONS, _ITERATION = "model", "optimizer", "optimizer_options", "iteration"
 
@@ -55,15 +59,15 @@ def save_checkpoint(
     """
     import torch.distributed.checkpoint as dcp  # slow to import, and seldom needed
 
+    from pipeloom.runtime.checkpoint_files import DigestingWriter
+
     state = {f"{_MODEL}.{name}": tensor for name, tensor in _tensors(executor).items()}
     state |= _optimizer_tensors(executor, optimizer)
     for name, options in options_by_name(executor, optimizer).items():
-        state[f"{_OPTIONS}.{name}"] = torch.frombuffer(
-            bytearray(json.dumps(options).encode()), dtype=torch.uint8
-        )
+        state[f"{_OPTIONS}.{name}"] = torch.frombuffer(bytearray(json.dumps(options).encode()), dtype=torch.uint8)
     state[_ITERATION] = torch.tensor(iteration)
     with _quiet_alone():
-        dcp.save(state, storage_writer=dcp.FileSystemWriter(str(path), overwrite=True), process_group=group)  # type: ignore[attr-defined]
+        dcp.save(state, storage_writer=DigestingWriter(str(path), overwrite=True), process_group=group)  # type: ignore[attr-defined]
 
 
 def load_checkpoint(
@@ -75,6 +79,8 @@ def load_checkpoint(
 ) -> int:
     """Read what this rank's chunks and optimiser need; all processes call it together.
 
+    Nothing that a file says is run, and every file is compared with the digest that was written with it.
+
     Returns
     -------
     int
@@ -83,32 +89,27 @@ def load_checkpoint(
     Raises
     ------
     InputError
-        When there is no whole checkpoint, or it lacks a tensor or has another shape of it, or the optimiser puts
-        parameters into one group that had different options.
+        When there is no whole checkpoint, a file of it is damaged, or it lacks a tensor or has another shape of it, or
+        the optimiser puts parameters into one group that had different options.
     """
     import torch.distributed.checkpoint as dcp  # slow to import, and seldom needed
 
-    if not (Path(path) / ".metadata").exists():
-        raise InputError(str(path), "is no whole checkpoint", "give a folder that save_checkpoint finished")
-    stored = dcp.FileSystemReader(str(path)).read_metadata().state_dict_metadata  # type: ignore[attr-defined]
+    from pipeloom.runtime.checkpoint_files import check_digests
+
     state = {f"{_MODEL}.{name}": tensor for name, tensor in _tensors(executor).items()}
-    for name, tensor in state.items():
-        size = getattr(stored.get(name), "size", None)
-        if size != tensor.shape:
-            had = "is missing" if size is None else f"has shape {tuple(size)}"
-            raise InputError(f"{path}: {name}", f"{had}, the model wants {tuple(tensor.shape)}")
+    reader, stored, files = _opened(path, state)
     slots = _empty_slots(executor, optimizer, stored)
     state |= slots
     texts = _empty_texts(executor, optimizer, stored)
     state |= texts
+    if _ITERATION not in stored:
+        raise InputError(f"{path}: {_ITERATION}", "is missing", "give a folder that save_checkpoint finished")
     state[_ITERATION] = torch.tensor(0)
+    check_digests(Path(path), {file for name, file in files if name in state})
     with _quiet_alone():
-        dcp.load(state, checkpoint_id=str(path), process_group=group)  # type: ignore[attr-defined]
+        dcp.load(state, storage_reader=reader, process_group=group)  # type: ignore[attr-defined]
     if optimizer is not None:
-        options = {
-            key.removeprefix(f"{_OPTIONS}."): json.loads(text.numpy().tobytes())
-            for key, text in texts.items()
-        }
+        options = {key.removeprefix(f"{_OPTIONS}."): json.loads(text.numpy().tobytes()) for key, text in texts.items()}
         for name, parameter in executor.named_parameters():
             prefix = f"{_OPTIMIZER}.{name}/"
             found: dict[str, Any] = {
@@ -119,6 +120,64 @@ def load_checkpoint(
                 optimizer.state[parameter] = found
         give_options(executor, optimizer, {name: each["group"] for name, each in options.items()})
     return int(state[_ITERATION])
+
+
+def load_weights(path: Path | str, model: Model) -> None:
+    """Read trained weights into a whole model, in one process, e.g. to evaluate it.
+
+    Parameters
+    ----------
+    path : path
+        A folder that `save_checkpoint` or a training run left.
+    model : Model
+        Built as it was for training.
+
+    Raises
+    ------
+    InputError
+        When there is no whole checkpoint, a file of it is damaged, or it is of another model.
+    """
+    import torch.distributed.checkpoint as dcp  # slow to import, and seldom needed
+
+    from pipeloom.runtime.checkpoint_files import check_digests
+
+    state = {
+        f"{_MODEL}.{module.name}.{i}.{name}": tensor
+        for module in model.modules
+        for i, layer in enumerate(module.layers)
+        for name, tensor in layer.state_dict().items()
+        if isinstance(tensor, Tensor)
+    }
+    reader, _, files = _opened(path, state)
+    check_digests(Path(path), {file for name, file in files if name in state})
+    with _quiet_alone():
+        dcp.load(state, storage_reader=reader)  # type: ignore[attr-defined]
+
+
+def _opened(path: Path | str, wanted: Mapping[str, Tensor]) -> tuple[PlainReader, dict[str, Any], set[tuple[str, str]]]:
+    """Look into a checkpoint, and refuse one that lacks a tensor.
+
+    Returns
+    -------
+    reader : PlainReader
+    stored : dict
+        What there is by name.
+    files : set of (name, file)
+        In which files parts of it lie.
+    """
+    from pipeloom.runtime.checkpoint_files import METADATA, PlainReader
+
+    if not (Path(path) / METADATA).exists():
+        raise InputError(str(path), "is no whole checkpoint", "give a folder that save_checkpoint finished")
+    reader = PlainReader(str(path))
+    metadata = reader.read_metadata()
+    stored = metadata.state_dict_metadata
+    for name, tensor in wanted.items():
+        size = getattr(stored.get(name), "size", None)
+        if size != tensor.shape:
+            had = "is missing" if size is None else f"has shape {tuple(size)}"
+            raise InputError(f"{path}: {name}", f"{had}, the model wants {tuple(tensor.shape)}")
+    return reader, stored, {(index.fqn, info.relative_path) for index, info in metadata.storage_data.items()}
 
 
 @contextmanager
@@ -175,7 +234,7 @@ def _empty_slots(
         name, slash, _ = key.removeprefix(f"{_OPTIMIZER}.").rpartition("/")
         if key.startswith(f"{_OPTIMIZER}.") and slash and name in mine:
             parameter, dtype = mine[name], entry.properties.dtype
-            if isinstance(parameter, DTensor) and entry.size == parameter.shape:
+            if is_dtensor(parameter) and entry.size == parameter.shape:
                 slots[key] = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
                 continue
             # A counter of steps lives on the host, whatever holds the parameter.

@@ -15,12 +15,11 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
 
 from pipeloom.errors import InputError
 from pipeloom.runtime.mesh import Mesh
 from pipeloom.runtime.model import Model, user_code
-from pipeloom.runtime.sharding import shard_layers
+from pipeloom.runtime.sharding import is_dtensor, shard_layers
 from pipeloom.spec import Layout, Parallelism
 
 Sharding = Literal["fsdp"]
@@ -28,11 +27,7 @@ Sharding = Literal["fsdp"]
 
 
 def divide_model(
-    model: Model,
-    layout: Layout,
-    mesh: Mesh | None,
-    shard: Sharding | None,
-    device: torch.device | str = "cpu",
+    model: Model, layout: Layout, mesh: Mesh | None, shard: Sharding | None, device: torch.device | str = "cpu"
 ) -> Model:
     """Return the model that this process runs; all processes call it together, before the optimiser is made.
 
@@ -90,9 +85,10 @@ def check_divisible(model: Model, parallelism: Parallelism, shard: Sharding | No
     """
     if shard is not None and parallelism.data < 2:
         raise InputError(
-            "shard", f"{shard!r} shards over replicas, and parallelism.data is {parallelism.data}",
+            "shard",
+            f"{shard!r} shards over replicas, and parallelism.data is {parallelism.data}",
             "let it be 2 or more, or leave shard out",
-        )  # fmt: skip
+        )
     if parallelism.tensor > 1 and all(module.parallelize is None for module in model.modules):
         raise InputError(
             f"model {model.name!r}",
@@ -124,7 +120,7 @@ def gather_layers(model: Model, running: Model, layout: Layout, stage: int) -> N
             tensors = dict(_tensors(own))
             for name, tensor in _tensors(divided):
                 # What was gathered counts on every process: all of them take part, whatever they do with it.
-                tensors[name].copy_(tensor.full_tensor() if isinstance(tensor, DTensor) else tensor)
+                tensors[name].copy_(tensor.full_tensor() if is_dtensor(tensor) else tensor)
 
 
 def _lend(layer: nn.Module, device: torch.device | str) -> nn.Module:
@@ -149,9 +145,7 @@ def _over_tensor_ranks(model: Model, layout: Layout, mesh: Mesh, whole: set[tupl
             with user_code(f"{where}: parallelize"):
                 module.parallelize(layer, over)
             if [name for name, _ in layer.named_parameters()] != names:
-                raise InputError(
-                    where, "has parameters of other names after parallelize", "divide them in place"
-                )
+                raise InputError(where, "has parameters of other names after parallelize", "divide them in place")
             num_divided += _check_even(layer, where, over.size())
     total = torch.tensor(num_divided)
     dist.all_reduce(total)
@@ -165,9 +159,11 @@ def _over_tensor_ranks(model: Model, layout: Layout, mesh: Mesh, whole: set[tupl
 
 def _check_even(layer: nn.Module, where: str, num_ranks: int) -> int:
     """Refuse parts of unequal size; return how many parameters are divided."""
+    from torch.distributed.tensor import Shard  # slow to import, and seldom needed
+
     count = 0
     for name, parameter in layer.named_parameters():
-        if not isinstance(parameter, DTensor):
+        if not is_dtensor(parameter):
             continue
         for placement in parameter.placements:
             if not isinstance(placement, Shard):

@@ -4,25 +4,65 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from pipeloom.errors import ExecutionError
-from pipeloom.plan import POST_VERBS
-from pipeloom.runtime.blocks import Passage
-from pipeloom.runtime.model import Part, make_part
-from pipeloom.runtime.program import Program
-from pipeloom.runtime.reduce import Finish
-from pipeloom.runtime.sharding import reshard, settle_gradients, unshard
-from pipeloom.runtime.tied import sum_tied
-from pipeloom.runtime.transport import Post, joins
+from pipeloom.plan import Verb
+from pipeloom.runtime.blocks import ChunkActivation
+from pipeloom.runtime.device import DeviceQueues
+from pipeloom.runtime.linker import LinkedPlan
+from pipeloom.runtime.model import Model, Part, make_part
+from pipeloom.runtime.random_state import ForwardSeeds
+from pipeloom.runtime.reduce import Finish, ReduceGradients
+from pipeloom.runtime.sharding import complete_gradients, reshard, unshard
+from pipeloom.runtime.tied import SumOver, Tied, sum_tied
+from pipeloom.runtime.transport import Post, Transport, joins
 from pipeloom.runtime.unit import MessageState, PartState, UnitState
 
-if TYPE_CHECKING:
-    from pipeloom.runtime.executor import Executor
+
+@dataclass(frozen=True, kw_only=True)
+class ExecutorOptions:
+    """How an `Executor` runs plans, where the defaults do not fit."""
+
+    reduce_gradients: ReduceGradients | None = None
+    """Called by REDUCE_GRAD with a chunk's number and its layers: begins to sum their gradients over all that hold the
+    chunk, see `all_reduce_gradients`. What it returns is waited for before OPTIMIZER_STEP."""
+    autocast: torch.dtype | None = None
+    """Run layers and loss under `torch.autocast` with this dtype. The shapes that modules state must then have the
+    dtypes that come out of it. Weights are cast once an iteration for all forwards that save them."""
+    timeout_s: float | None = None
+    """On a GPU: an iteration that comes to no further action for so long has failed; None: wait on. On the CPU the
+    waits of the transport are bounded by its own timeout."""
+    sum_tied: SumOver | None = None
+    """Sums gradients of parameters that layers on several ranks share, see `sums_over_ranks`. Without it a model that
+    has such parameters is refused."""
+    random_seed: int | None = 0
+    """What layers draw at random depends on this, the iteration, the samples and the layers, and not on the plan; the
+    same on all ranks. None: they draw from the process's generator in the order of the plan."""
+
+
+class RankParts(Protocol):
+    """What an iteration needs of the rank that it runs on; an `Executor` has it."""
+
+    model: Model
+    device: torch.device
+    transport: Transport
+    queues: DeviceQueues
+    options: ExecutorOptions
+    forward_seeds: ForwardSeeds | None
+    layers: dict[int, list[nn.Module]]
+    """Per chunk of this rank, its layers."""
+    reduced_chunks: tuple[int, ...]
+    """Chunks whose gradients are summed over others that hold them."""
+    tied: tuple[Tied, ...]
+    """Parameters that other ranks hold too."""
+    has_shards: bool
+    """Whether any parameter is divided over other processes."""
 
 
 class Iteration:
@@ -30,60 +70,73 @@ class Iteration:
 
     def __init__(
         self,
-        executor: Executor,
-        program: Program,
+        here: RankParts,
+        linked: LinkedPlan,
         samples: Sequence[Any],
         optimizer_step: Callable[[], None] | None,
         normaliser: float,
     ) -> None:
-        self.program, self.samples = program, samples
-        self.executor, self.lane, self.device = executor, executor.lane, executor.device
+        self.linked, self.samples = linked, samples
+        self.here, self.queues, self.device, self.options = here, here.queues, here.device, here.options
         self.optimizer_step = optimizer_step
         self.normaliser = normaliser
         self.losses: list[Tensor] = []
         self.seed: Tensor | None = None
         """Gradient of each loss: one over the normaliser."""
         self.reductions: list[Finish] = []
-        self.held: list[tuple[MessageState, Post]] = []
+        self.pending: list[tuple[MessageState, Post]] = []
         """Sends and receives to be posted together."""
         self.whole: set[int] = set()
         """Chunks whose parameters are gathered."""
         self.earlier = self._set_aside()
         """Gradients from before that are not to be summed over ranks once more, with their parameters."""
-        self.settled = False
+        self.finished = False
         self.num_recomputed = self.offloaded_bytes = self.sent_bytes = self.received_bytes = 0
-        self.verbs: dict[str, Callable[[Any], None]] = {
-            "F": self.forward, "B": self.backward, "I": self.backward_input, "W": self.backward_weight,
-            "RC": self.recompute, "OF": self.offload, "LD": self.load,
-            "SF": self.send, "SB": self.send, "RF": self.receive, "RB": self.receive,
-            "WF": self.arrive, "WB": self.arrive, "DF": self.sent, "DB": self.sent,
-            "UN": self.unshard, "RG": self.reduce, "OS": self.step,
-        }  # fmt: skip
-        """What each verb calls, with what the program has for the action."""
-        if joins(executor.transport):
-            self.verbs |= {verb: partial(self.hold, sends=verb[0] == "S") for verb in POST_VERBS}
+        self.verbs: dict[Verb, Callable[[Any], None]] = {
+            Verb.F: self.forward,
+            Verb.B: self.backward,
+            Verb.I: self.backward_input,
+            Verb.W: self.backward_weight,
+            Verb.RECOMPUTE: self.recompute,
+            Verb.OFFLOAD: self.offload,
+            Verb.LOAD: self.load,
+            Verb.SEND_F: self.send,
+            Verb.SEND_B: self.send,
+            Verb.RECV_F: self.receive,
+            Verb.RECV_B: self.receive,
+            Verb.WAIT_F: self.arrive,
+            Verb.WAIT_B: self.arrive,
+            Verb.WAIT_SEND_F: self.sent,
+            Verb.WAIT_SEND_B: self.sent,
+            Verb.UNSHARD: self.unshard,
+            Verb.REDUCE_GRAD: self.reduce,
+            Verb.OPTIMIZER_STEP: self.step,
+        }
+        """What each verb calls, with what the linked plan has for the action."""
+        if joins(here.transport):
+            self.verbs |= {verb: partial(self.postpone, sends=verb.is_send) for verb in Verb if verb.is_post}
 
     # ---------------------------------------------------------------- computation
 
     def forward(self, unit: UnitState) -> None:
-        draws, (chunk, microbatch, sub) = self.executor.draws, unit.key
-        if draws is None or chunk in draws.silent:
+        seeds, (chunk, microbatch, sub) = self.here.forward_seeds, unit.key
+        if seeds is None or chunk in seeds.silent:
             self._forward(unit)
             return
-        with draws.seeded(chunk, unit.role.layer_numbers, unit.role.column, microbatch, sub):
+        with seeds.seeded(chunk, unit.role.layer_numbers, unit.role.column, microbatch, sub):
             self._forward(unit)
 
     def _forward(self, unit: UnitState) -> None:
         role = unit.role
         part, context = _NOTHING if unit.part is None else self._part(unit.part)
         inputs = self._inputs(unit, part)
-        layers: list[Callable[..., Tensor]] = self.executor.layers[unit.key[0]]  # type: ignore[assignment]
+        layers: list[Callable[..., Tensor]] = self.here.layers[unit.key[0]]  # type: ignore[assignment]
         if role.is_last and part is not None:
-            layers = [*layers, _loss_layer(self.executor.model.loss, part)]
-        passage = Passage(self.device, context, self.executor.autocast)
-        output = passage.forward(layers, unit.bounds, inputs, role.trained)
+            layers = [*layers, _loss_layer(self.here.model.loss, part)]
+        activation = ChunkActivation(self.device, context, self.options.autocast)
+        output = activation.forward(layers, unit.bounds, inputs, role.trained)
         if role.trained:
-            unit.passage = passage
+            unit.activation = activation
         if role.is_last:
             self._take_loss(unit, output)
             return
@@ -105,43 +158,41 @@ class Iteration:
         return math.fsum(torch.stack(self.losses).tolist()) if self.losses else 0.0
 
     def recompute(self, unit: UnitState) -> None:
-        unit.passage_now.recompute()
+        unit.activation_now.recompute()
 
     def offload(self, unit: UnitState) -> None:
-        with self.lane.copying():
-            unit.passage_now.offload()
+        with self.queues.copying():
+            unit.activation_now.offload()
 
     def load(self, unit: UnitState) -> None:
-        with self.lane.copying():
-            unit.passage_now.load()
+        with self.queues.copying():
+            unit.activation_now.load()
 
     def backward(self, unit: UnitState) -> None:
-        passage = unit.passage_now
-        passage.backward(unit.take_gradient(self.device))
+        activation = unit.activation_now
+        activation.backward(unit.take_gradient(self.device))
         unit.hand_back()
-        self._finish(unit, passage)
+        self._finish(unit, activation)
 
     def backward_input(self, unit: UnitState) -> None:
-        unit.passage_now.backward_input(unit.take_gradient(self.device))
+        unit.activation_now.backward_input(unit.take_gradient(self.device))
         unit.hand_back()
 
     def backward_weight(self, unit: UnitState) -> None:
-        passage = unit.passage_now
-        passage.backward_weight()
-        self._finish(unit, passage)
+        activation = unit.activation_now
+        activation.backward_weight()
+        self._finish(unit, activation)
 
-    def _finish(self, unit: UnitState, passage: Passage) -> None:
-        self.num_recomputed += passage.num_recomputed
-        self.offloaded_bytes += passage.offloaded_bytes
-        unit.passage = None
+    def _finish(self, unit: UnitState, activation: ChunkActivation) -> None:
+        self.num_recomputed += activation.num_recomputed
+        self.offloaded_bytes += activation.offloaded_bytes
+        unit.activation = None
 
     def _part(self, state: PartState) -> tuple[Part, dict[str, Any]]:
         part, context = state.part, state.context
         if part is None:
             module = state.module
-            part = make_part(
-                module.spec, self.program.packing, self.samples, state.microbatch, state.sub_microbatch
-            )
+            part = make_part(module.spec, self.linked.packing, self.samples, state.microbatch, state.sub_microbatch)
             if module.context is not None:
                 context = {name: self._to_device(value) for name, value in module.context(part).items()}
             state.part, state.context = part, context
@@ -151,7 +202,7 @@ class Iteration:
         return part, _NO_CONTEXT if context is None else context
 
     def _inputs(self, unit: UnitState, part: Part | None) -> tuple[Any, ...]:
-        """Arguments of the first layer: the user's own on a module's first chunk, then what was handed over."""
+        """Arguments of the first layer: the user's own on a module's first chunk, then what was transferred."""
         role = unit.role
         upstream = unit.take_upstream(self.device) if unit.arrived or unit.groups else ()
         if role.before >= 0 or role.module.inputs is None or part is None:
@@ -173,73 +224,67 @@ class Iteration:
         # Both ends know the shape, so that nothing need travel where there are no rows.
         if tensor.numel():
             message.tensor = tensor
-            message.handle = self.lane.send(tensor, message.peer, message.tag)
+            message.handle = self.queues.send(tensor, message.peer, message.tag)
             self.sent_bytes += tensor.nbytes
 
     def receive(self, message: MessageState) -> None:
         if 0 in message.shape:
-            message.tensor = self.lane.empty(message.shape, message.dtype, message.peer)
+            message.tensor = self.queues.empty(message.shape, message.dtype, message.peer)
             return
-        message.tensor, message.handle = self.lane.receive(
-            message.shape, message.dtype, message.peer, message.tag
-        )
+        message.tensor, message.handle = self.queues.receive(message.shape, message.dtype, message.peer, message.tag)
         self.received_bytes += message.tensor.nbytes
 
-    def hold(self, message: MessageState, sends: bool) -> None:
+    def postpone(self, message: MessageState, sends: bool) -> None:
         """Keep a send or receive, and post it with those that belong to it once the last of them is here."""
-        message.tensor = (
-            message.take() if sends else self.lane.empty(message.shape, message.dtype, message.peer)
-        )
+        message.tensor = message.take() if sends else self.queues.empty(message.shape, message.dtype, message.peer)
         if message.tensor.numel():
-            self.held.append((message, Post(sends, message.tensor, message.peer, message.tag)))
-        if self.held and not message.joins_next:
+            self.pending.append((message, Post(sends, message.tensor, message.peer, message.tag)))
+        if self.pending and not message.joins_next:
             self.post()
 
     def post(self) -> None:
-        """Post what is held as one operation."""
-        handles = self.lane.post([post for _, post in self.held])
-        for (message, post), handle in zip(self.held, handles, strict=True):
+        """Post what is pending as one operation."""
+        handles = self.queues.post([post for _, post in self.pending])
+        for (message, post), handle in zip(self.pending, handles, strict=True):
             message.handle = handle
             if post.sends:
                 self.sent_bytes += post.tensor.nbytes
             else:
                 self.received_bytes += post.tensor.nbytes
-        self.held = []
+        self.pending = []
 
     def arrive(self, message: MessageState) -> None:
         if message.handle is not None:
-            self.lane.arrived(message.handle, message.tensor)
+            self.queues.arrived(message.handle, message.tensor)
             message.handle = None
         message.deliver()
 
     def sent(self, message: MessageState) -> None:
         if message.handle is not None:
-            self.lane.sent(message.handle, message.tensor, message.peer)
+            self.queues.sent(message.handle, message.tensor, message.peer)
             message.handle = None
         message.tensor = None
 
     # ---------------------------------------------------------------- after the microbatches
 
     def reduce(self, chunk: int) -> None:
-        reduce = self.executor.reduce_gradients
+        reduce = self.options.reduce_gradients
         if reduce is None:
-            raise ExecutionError(
-                "the plan reduces gradients over replicas, but the executor was given no way to"
-            )
-        finish = reduce(chunk, self.executor.layers[chunk])
+            raise ExecutionError("the plan reduces gradients over replicas, but the executor was given no way to")
+        finish = reduce(chunk, self.here.layers[chunk])
         self.whole.discard(chunk)
         if finish is not None:
             self.reductions.append(finish)
 
     def unshard(self, chunk: int) -> None:
-        unshard(self.executor.layers[chunk])
+        unshard(self.here.layers[chunk])
         self.whole.add(chunk)
 
     def _set_aside(self) -> list[tuple[nn.Parameter, Tensor]]:
         """Take away what is in ``.grad`` of parameters whose gradients will be summed over ranks."""
-        executor = self.executor
-        layers = [layer for chunk in executor.reduced_chunks for layer in executor.layers[chunk]]
-        summed = [*(p for layer in layers for p in layer.parameters()), *(t.parameter for t in executor.tied)]
+        here = self.here
+        layers = [layer for chunk in here.reduced_chunks for layer in here.layers[chunk]]
+        summed = [*(p for layer in layers for p in layer.parameters()), *(t.parameter for t in here.tied)]
         earlier = []
         for parameter in summed:
             if parameter.grad is not None:
@@ -247,30 +292,30 @@ class Iteration:
                 parameter.grad = None
         return earlier
 
-    def settle(self) -> None:
+    def finish(self) -> None:
         """Wait for reductions, and let go of whole parameters: afterwards an optimiser may step."""
-        if self.settled:
+        if self.finished:
             return
-        self.settled = True
+        self.finished = True
         for finish in self.reductions:
             finish()
         self.reductions = []
         # What is not trained was never reduced.
         for chunk in self.whole:
-            reshard(self.executor.layers[chunk])
+            reshard(self.here.layers[chunk])
         self.whole = set()
-        if self.executor.has_shards:
-            for layers in self.executor.layers.values():
-                settle_gradients(layers)
-        if self.executor.tied and self.executor.sum_tied is not None:
-            sum_tied(self.executor.tied, self.executor.sum_tied)
+        if self.here.has_shards:
+            for layers in self.here.layers.values():
+                complete_gradients(layers)
+        if self.here.tied and self.options.sum_tied is not None:
+            sum_tied(self.here.tied, self.options.sum_tied)
         for parameter, gradient in self.earlier:
             parameter.grad = gradient if parameter.grad is None else gradient + parameter.grad
         self.earlier = []
 
     def step(self, _: None) -> None:
-        self.settle()
-        if self.executor.autocast is not None:
+        self.finish()
+        if self.options.autocast is not None:
             # Casts of weights that are about to change.
             torch.clear_autocast_cache()
         if self.optimizer_step is not None:

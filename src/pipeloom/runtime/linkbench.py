@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from pipeloom.emulator.fit import Measurement
-from pipeloom.runtime.launch import launch
+from pipeloom.runtime.processes import launch
 
 KINDS = ("send", "all_reduce", "all_gather")
 NUM_RANKS = 2
@@ -28,9 +28,7 @@ BYTES_AT_ONCE = 1 << 20
 MOST_LOOPS = 64
 
 
-def measure_links(
-    device: Literal["cpu", "cuda"], sizes: Sequence[int] = SIZES, repeats: int = 9
-) -> list[Measurement]:
+def measure_links(device: Literal["cpu", "cuda"], sizes: Sequence[int] = SIZES, repeats: int = 9) -> list[Measurement]:
     """Time sends, all-reduces and all-gathers between two processes of this machine.
 
     Wall-clock time, since waiting for the other side is what is measured; the lower eighth of three times
@@ -54,19 +52,21 @@ def measure_links(
     ExecutionError
         When a process fails.
     """
-    timed: dict[tuple[str, int], list[float]] = launch(_times, NUM_RANKS, device, tuple(sizes), 3 * repeats)[
-        0
-    ]
+    timed: dict[tuple[str, int], list[float]] = launch(_times, NUM_RANKS, device, tuple(sizes), 3 * repeats)[0]
     out = []
     for (kind, size), times in timed.items():
         passes = 2 if kind == "all_reduce" else 1
         share = 1.0 if kind == "send" else passes * (NUM_RANKS - 1) / NUM_RANKS
         out.append(
             Measurement(
-                kind, f"{kind} {size} bytes, {NUM_RANKS} ranks", sorted(times)[len(times) // 8],
-                network_bytes=size * share, part="nvlink", steps=float(passes * (NUM_RANKS - 1)),
+                kind,
+                f"{kind} {size} bytes, {NUM_RANKS} ranks",
+                sorted(times)[len(times) // 8],
+                network_bytes=size * share,
+                part="nvlink",
+                steps=float(passes * (NUM_RANKS - 1)),
             )
-        )  # fmt: skip
+        )
     return out
 
 
@@ -100,9 +100,7 @@ def _seconds(device: str, group: Any, run: Callable[[], object], loops: int) -> 
     return (time.perf_counter() - begin) / loops
 
 
-def _runs(
-    device: str, sizes: tuple[int, ...], group: Any
-) -> Iterator[tuple[tuple[str, int], Callable[[], object]]]:
+def _runs(device: str, sizes: tuple[int, ...], group: Any) -> Iterator[tuple[tuple[str, int], Callable[[], object]]]:
     rank = dist.get_rank()
     for size in sizes:
         x = torch.zeros(size // 4, device=device)

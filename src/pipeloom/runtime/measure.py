@@ -1,33 +1,62 @@
-"""Measure layers on real inputs: seconds forward and backward, and bytes saved in between."""
+"""Measure layers on real inputs (seconds forward and backward, bytes saved in between), and fit a model's profile."""
 
 from __future__ import annotations
 
+import platform
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from pipeloom.cost import LayerMeasurement
-from pipeloom.errors import InputError
-from pipeloom.packing import Packing
-from pipeloom.runtime.measure_strategies import measure_forward, measure_strategies
-from pipeloom.runtime.model import (
-    Model,
-    Module,
-    Part,
-    empty_output,
-    make_part,
-    torch_dtype,
-    upstream_rows,
-    user_code,
-)
-from pipeloom.runtime.workbench import Workbench
+from pipeloom.cost import LayerMeasurement, Profile, ProfileCosts, fit_profile
+from pipeloom.errors import InputError, check_count
+from pipeloom.layout import ModulePlacement, single_rank, typical_seconds
+from pipeloom.packing import Packing, PackingSpec, budget_tokens, check_budget, pack
+from pipeloom.runtime.model import Model, Module, Part, empty_output, make_part, torch_dtype, upstream_rows, user_code
+from pipeloom.runtime.prefetch import Describe, batch_of
+from pipeloom.runtime.workbench import Workbench, measure_forward, measure_strategies
+from pipeloom.spec import Batch
 
 _WARM_UP = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasureOptions:
+    """How layers are timed."""
+
+    repeats: int = 5
+    """Timed runs of each layer on each part, after a warm-up; the median counts."""
+    threads: int = 1
+    """Threads of torch while measuring: as many as a rank will have."""
+    strategies: bool = False
+    """Measure also what every memory strategy and a split backward take, and the bytes that a layer uses while it
+    runs, so that plans may choose among them; takes about four times as long."""
+    device: torch.device | str = "cpu"
+    """On which layers run, one at a time."""
+    autocast: torch.dtype | None = None
+    """Run layers and loss under autocast with this dtype, as in training. Weights are cast before the timed runs: in
+    training they are once an iteration."""
+
+    def __post_init__(self) -> None:
+        check_count("options.repeats", self.repeats)
+        check_count("options.threads", self.threads)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileOptions(MeasureOptions):
+    """How layers are timed, and on what, for a profile."""
+
+    machine: str = ""
+    """Name of the machine, kept in the profile; empty: what the system says."""
+    all_sizes: bool = False
+    """Pack each further batch into microbatches half as large as the one before, down to an eighth, then begin
+    again: for tuning, which chooses sizes and so must know what small ones cost (PipeTune A.4 sweeps sizes)."""
 
 
 def measure_layers(
@@ -35,12 +64,8 @@ def measure_layers(
     packing: Packing,
     samples: Sequence[Any],
     *,
-    repeats: int = 5,
-    threads: int = 1,
     known: Sequence[LayerMeasurement] = (),
-    strategies: bool = False,
-    device: torch.device | str = "cpu",
-    autocast: torch.dtype | None = None,
+    options: MeasureOptions = MeasureOptions(),
 ) -> list[LayerMeasurement]:
     """Time one layer of every kind on every part of a packed batch.
 
@@ -56,20 +81,9 @@ def measure_layers(
         Cut with the sub-microbatches of the layout to be planned.
     samples : sequence
         The user's samples, as ordered in ``packing.batch``.
-    repeats : int
-        Timed runs of each layer, after a warm-up; the median counts.
-    threads : int
-        Threads of torch while measuring: as many as a rank will have.
     known : sequence of LayerMeasurement
         Kinds and workloads that were measured before and need not be again.
-    strategies : bool
-        Measure also what every memory strategy and a split backward take, and the bytes that a layer uses while it
-        runs; takes about four times as long.
-    device : torch.device or str
-        On which layers run, one at a time.
-    autocast : torch.dtype or None
-        Run layers and loss under autocast. Weights are cast before the timed runs: in training they are once an
-        iteration.
+    options : MeasureOptions
 
     Returns
     -------
@@ -83,11 +97,11 @@ def measure_layers(
         When a layer gives another shape than stated; module, layer and both shapes are named.
     """
     threads_before = torch.get_num_threads()
-    torch.set_num_threads(threads)
+    torch.set_num_threads(options.threads)
     try:
-        bench = Workbench(torch.device(device), autocast)
+        bench = Workbench(torch.device(options.device), options.autocast)
         with bench.region():
-            return _Measuring(model, packing, samples, repeats, known, strategies, bench).run()
+            return _Measuring(model, packing, samples, known, options, bench).run()
     finally:
         torch.set_num_threads(threads_before)
 
@@ -98,15 +112,12 @@ class _Measuring:
         model: Model,
         packing: Packing,
         samples: Sequence[Any],
-        repeats: int,
         known: Sequence[LayerMeasurement],
-        strategies: bool,
+        options: MeasureOptions,
         bench: Workbench,
     ) -> None:
-        if repeats < 1:
-            raise InputError("repeats", f"{repeats} is below 1")
-        self.model, self.packing, self.samples, self.repeats = model, packing, samples, repeats
-        self.strategies, self.bench = strategies, bench
+        self.model, self.packing, self.samples = model, packing, samples
+        self.repeats, self.strategies, self.bench = options.repeats, options.strategies, bench
         self.seen = {(row.module, row.kind, row.lengths) for row in known}
         self.found: list[LayerMeasurement] = []
         self.flows: dict[str, bool] = {}
@@ -120,9 +131,7 @@ class _Measuring:
                 parts = range(len(self.packing.parts_of(microbatch, module.name)))
                 upstream = tuple(outputs[name] for name in module.after)
                 pieces = [self._part(module, microbatch, sub, upstream) for sub in parts]
-                outputs[module.name] = (
-                    torch.cat(pieces) if pieces else empty_output(module.spec, self.bench.device)
-                )
+                outputs[module.name] = torch.cat(pieces) if pieces else empty_output(module.spec, self.bench.device)
         return self.found
 
     def _part(self, module: Module, microbatch: int, sub: int, upstream: tuple[Tensor, ...]) -> Tensor:
@@ -174,9 +183,7 @@ class _Measuring:
         given = self.model.module(source).spec
         return tensor.narrow(0, *upstream_rows(given, module.spec, samples, part.first, part.count))
 
-    def _check(
-        self, module: Module, number: int, output: Tensor, shape: tuple[int, ...], dtype: torch.dtype
-    ) -> None:
+    def _check(self, module: Module, number: int, output: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         last_of_all = module is self.model.modules[-1] and number == len(module.layers) - 1
         if not last_of_all and (output.shape != shape or output.dtype != dtype):
             which = "output" if number == len(module.layers) - 1 else "hidden"
@@ -229,19 +236,22 @@ class _Measuring:
                 backward_s.append(end - start)
         more = None
         if self.strategies and trained:
-            more = measure_strategies(
-                layer, leaves, context, parameters, saved_arguments, self.repeats, self.bench
-            )
+            more = measure_strategies(layer, leaves, context, parameters, saved_arguments, self.repeats, self.bench)
         elif self.strategies:
             more = measure_forward(layer, leaves, context)
         for parameter, gradient_before in zip(parameters, before, strict=True):
             parameter.grad = gradient_before
         self.found.append(
             LayerMeasurement(
-                module=key[0], kind=key[1], lengths=key[2], forward_s=statistics.median(forward_s),
-                backward_s=statistics.median(backward_s) if trained else 0.0, activation_bytes=saved, strategies=more,
+                module=key[0],
+                kind=key[1],
+                lengths=key[2],
+                forward_s=statistics.median(forward_s),
+                backward_s=statistics.median(backward_s) if trained else 0.0,
+                activation_bytes=saved,
+                strategies=more,
             )
-        )  # fmt: skip
+        )
 
 
 class _WithLoss(torch.nn.Module):
@@ -293,3 +303,65 @@ def _num_bytes(storages: dict[int, int], arguments: list[Any], held_anyway: list
         if isinstance(value, Tensor) and storages.pop(value.untyped_storage().data_ptr(), None) is not None:
             given += value.nbytes
     return sum(storages.values()) + given, given
+
+
+_NUM_SIZES = 4
+
+
+def profile_model(
+    model: Model,
+    batches: Sequence[Sequence[Any]],
+    *,
+    describe: Describe | None = None,
+    packing: PackingSpec,
+    placements: Mapping[str, ModulePlacement],
+    metadata: Sequence[Batch] | None = None,
+    options: ProfileOptions = ProfileOptions(),
+) -> Profile:
+    """Time every kind of layer on the microbatches that some batches give, and fit its cost.
+
+    Parameters
+    ----------
+    model : Model
+    batches : sequence of sequence of samples
+        A few batches as training will see them; the more they differ, the better the fit.
+    describe : callable or None
+        From a sample to its metadata; None: the batches are those of `Prefetched`, or ``metadata`` is given.
+    packing : PackingSpec
+    placements : dict
+        Sub-microbatch sizes, so that layers are timed on the parts that they will get.
+    metadata : sequence of Batch or None
+        What ``describe`` says of the batches, where that is known already.
+    options : ProfileOptions
+        Repeats, device, precision; whether memory strategies and small sizes are measured too.
+
+    Raises
+    ------
+    InputError
+        When a layer gives another shape than the model states, or a batch cannot be packed.
+    """
+    layout = single_rank(model.spec, placements)
+    if metadata is None:
+        metadata = [batch_of(samples, describe, i) for i, samples in enumerate(batches)]
+    measured: list[LayerMeasurement] = []
+    for number, (batch, samples) in enumerate(zip(metadata, batches, strict=True)):
+        size = packing
+        if options.all_sizes:
+            longest = int(budget_tokens(batch, model.spec).max())
+            smaller = packing.token_budget >> number % _NUM_SIZES
+            size = msgspec.structs.replace(packing, token_budget=max(smaller, longest))
+            check_budget(batch, model.spec, packing.token_budget)
+        packed = pack(batch, model.spec, layout, size)
+        measured += measure_layers(model, packed, samples, known=measured, options=options)
+    seen = {row.module for row in measured}
+    for module in model.spec.modules:
+        if module.name not in seen:
+            raise InputError(
+                f"module {module.name!r}",
+                f"had nothing to do in the {len(batches)} batches that were measured",
+                "measure batches in which it has: shuffle the data, or begin with such a batch",
+            )
+    profile = fit_profile(measured, options.machine or f"{platform.machine()} {platform.processor()}".strip())
+    costs = ProfileCosts(model.spec, profile)
+    typical = typical_seconds(model.spec, costs, metadata, packing, placements)
+    return msgspec.structs.replace(profile, typical_s=typical)

@@ -4,45 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from pipeloom.errors import ExecutionError
-from pipeloom.runtime.sharding import awaited, local_part
+from pipeloom.runtime.sharding import awaited, is_dtensor, local_part
 
-
-@dataclass(slots=True)
-class RandomState:
-    """State of the random generators, so that dropout falls alike when recomputed."""
-
-    cpu: Tensor
-    device: Tensor | None = None
-
-    @classmethod
-    def now(cls, device: torch.device) -> RandomState:
-        """The state at this moment."""
-        on_gpu = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-        return cls(torch.get_rng_state(), on_gpu)
-
-    def equals(self, other: RandomState) -> bool:
-        """Whether the same numbers would come."""
-        if not torch.equal(self.cpu, other.cpu):
-            return False
-        return self.device is None or other.device is None or torch.equal(self.device, other.device)
-
-    def set(self, device: torch.device) -> None:
-        """Put the generators into this state."""
-        torch.set_rng_state(self.cpu)
-        if self.device is not None:
-            torch.cuda.set_rng_state(self.device, device)
-
+if TYPE_CHECKING:
+    from torch.distributed.tensor import Placement
 
 # Dear to compute and small to keep; norms, activations and the like are recomputed.
 _KEPT_OPERATIONS = frozenset(
@@ -135,9 +109,7 @@ class _Storage:
         if self.here is None:
             return
         if self.here._version != self.version:
-            raise ExecutionError(
-                "a layer changed a tensor in place that its backward needs; do not offload it"
-            )
+            raise ExecutionError("a layer changed a tensor in place that its backward needs; do not offload it")
         raw = torch.empty(0, dtype=torch.uint8, device=self.device).set_(self.here.untyped_storage())
         self.host = torch.empty(self.num_bytes, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
         self.host.copy_(raw, non_blocking=True)
@@ -225,7 +197,7 @@ class Offloaded:
     def _pack(self, tensor: Tensor) -> Tensor | _Saved | _SavedShard:
         if self._leaves and cast_leaf(tensor) in self._leaves:
             return tensor
-        if isinstance(tensor, DTensor):
+        if is_dtensor(tensor):
             local = self._pack(local_part(tensor))
             return _SavedShard(local, tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride())
         tensor = awaited(tensor)
@@ -241,9 +213,15 @@ class Offloaded:
         if isinstance(saved, Tensor):
             return saved
         if isinstance(saved, _SavedShard):
+            from torch.distributed.tensor import DTensor
+
             return DTensor.from_local(
-                self._unpack(saved.local), saved.mesh, saved.placements,
-                run_check=False, shape=saved.size, stride=saved.stride,
-            )  # fmt: skip
+                self._unpack(saved.local),
+                saved.mesh,
+                saved.placements,
+                run_check=False,
+                shape=saved.size,
+                stride=saved.stride,
+            )
         whole = torch.empty(0, dtype=saved.dtype, device=saved.storage.device)
         return whole.set_(saved.storage.take(), saved.offset, saved.size, saved.stride)

@@ -92,9 +92,7 @@ def make_mesh(layout: Layout, device_type: str = "cpu", timeout: timedelta | Non
     )
     teams = numbers.movedim(1, 0).reshape(shape[1], -1)
     replica = reduction if shape[2] == 1 else _group_of_this(teams.tolist(), timeout)
-    device_mesh = DeviceMesh.from_group(
-        [pipeline, data, tensor], device_type, mesh=numbers, mesh_dim_names=DIMENSIONS
-    )
+    device_mesh = DeviceMesh.from_group([pipeline, data, tensor], device_type, mesh=numbers, mesh_dim_names=DIMENSIONS)
     mesh = Mesh(device_mesh, pipeline, reduction, data, replica)
     _connect(mesh)
     return mesh

@@ -119,8 +119,9 @@ def _traced(bench: Bench, module: modules.Module, width: int) -> LayerTemplate:
     return LayerTemplate(module, width, context, (plain, *links))
 
 
-def _counts(template: LayerTemplate, work: Workload, part: Literal["F", "I", "W"], name: str, seconds: float,
-            kind: str = "") -> Measurement:  # fmt: skip
+def _counts(
+    template: LayerTemplate, work: Workload, part: Literal["F", "I", "W"], name: str, seconds: float, kind: str = ""
+) -> Measurement:
     """A measurement of the only (or the named) operator of a pass."""
     costs = [c for c in template.passes["keep"].programs[part].costs if not kind or c.kind == kind]
     flops = sum(c.flops.of(work) for c in costs)
@@ -134,19 +135,13 @@ def _products(bench: Bench, shapes: Sequence[tuple[int, int, int]]) -> Iterator[
         x, w, g = bench.tensor(rows, inner), bench.tensor(outer, inner), bench.tensor(rows, outer)
         name = f"matmul {rows} x {inner} x {outer}"
         yield _counts(template, work, "F", name, bench.seconds(partial(functional.linear, x, w)))
-        yield _counts(
-            template, work, "I", f"{name}, input gradient", bench.seconds(partial(torch.matmul, g, w))
-        )
-        yield _counts(
-            template, work, "W", f"{name}, weight gradient", bench.seconds(partial(torch.matmul, g.t(), x))
-        )
+        yield _counts(template, work, "I", f"{name}, input gradient", bench.seconds(partial(torch.matmul, g, w)))
+        yield _counts(template, work, "W", f"{name}, weight gradient", bench.seconds(partial(torch.matmul, g.t(), x)))
 
 
 def _attentions(bench: Bench, shapes: Sequence[tuple[int, int, int, bool]]) -> Iterator[Measurement]:
     for length, heads, width, causal in shapes:
-        module = modules.Attention(
-            heads * width, heads, heads, width, causal=causal, rotary=False, fused=False
-        )
+        module = modules.Attention(heads * width, heads, heads, width, causal=causal, rotary=False, fused=False)
         template, work = _traced(bench, module, heads * width), Workload((length,))
         kind = "causal_attention" if causal else "attention"
         q, k, v = (bench.tensor(1, heads, length, width, grad=True) for _ in range(3))
@@ -158,9 +153,7 @@ def _attentions(bench: Bench, shapes: Sequence[tuple[int, int, int, bool]]) -> I
         yield _counts(template, work, "I", f"{name}, backward", seconds, f"{kind}_backward")
 
 
-def _backward_seconds(
-    bench: Bench, forward: Callable[[], torch.Tensor], leaves: Sequence[torch.Tensor]
-) -> float:
+def _backward_seconds(bench: Bench, forward: Callable[[], torch.Tensor], leaves: Sequence[torch.Tensor]) -> float:
     """Time of the backward alone."""
     held: list[torch.Tensor] = []
 
@@ -190,16 +183,12 @@ def _elementwise(bench: Bench, shapes: Sequence[tuple[int, int]]) -> Iterator[Me
             yield Measurement("norm", f"norm {label}, gradients", seconds * part, m.flops, m.memory_bytes)
         inner = modules.MLP(8, width, gated=False)
         template = _traced(bench, inner, 8)
-        yield _counts(
-            template, work, "F", f"gelu {label}", bench.seconds(partial(functional.gelu, x)), "activation"
-        )
+        yield _counts(template, work, "F", f"gelu {label}", bench.seconds(partial(functional.gelu, x)), "activation")
         seconds = _backward_seconds(bench, partial(functional.gelu, x), [x])
         yield _counts(template, work, "I", f"gelu {label}, gradient", seconds, "activation")
         template = _traced(bench, modules.MLP(8, width, fused=False), 8)
         y = bench.tensor(rows, width)
-        yield _counts(
-            template, work, "F", f"multiply {label}", bench.seconds(partial(torch.mul, x, y)), "multiply"
-        )
+        yield _counts(template, work, "F", f"multiply {label}", bench.seconds(partial(torch.mul, x, y)), "multiply")
         template = _traced(bench, modules.Residual(modules.Linear(width, width)), width)
         with torch.no_grad():
             yield _counts(template, work, "F", f"add {label}", bench.seconds(partial(torch.add, x, y)), "add")
@@ -248,21 +237,15 @@ BlockShape = tuple[int, int, int, int, bool, bool]
 """Tokens, hidden width, heads, inner width, causal, gated."""
 
 
-def measure_layers(
-    bench: Bench, device: DeviceSpec, shapes: Sequence[BlockShape]
-) -> Iterator[CalibrationRow]:
+def measure_layers(bench: Bench, device: DeviceSpec, shapes: Sequence[BlockShape]) -> Iterator[CalibrationRow]:
     """Whole layers, forward and backward, beside what the table predicts."""
     devices = local_devices(device, 1.0, 0.0)
     context = Context(dtype_bytes=bench.dtype_bytes, gradient_bytes=bench.dtype_bytes)
     for tokens, hidden, heads, inner, causal, gated in shapes:
-        attention = modules.Attention(
-            hidden, heads, heads, hidden // heads, causal=causal, rotary=False, fused=False
-        )
+        attention = modules.Attention(hidden, heads, heads, hidden // heads, causal=causal, rotary=False, fused=False)
         mlp = modules.MLP(hidden, inner, gated=gated, fused=False)
         module = modules.Sequential((modules.Residual(attention, "layer"), modules.Residual(mlp, "layer")))
-        cost = Stage(runs_of([LayerTemplate(module, hidden, context, devices)])).cost(
-            Workload((tokens,)), ("F", "B")
-        )
+        cost = Stage(runs_of([LayerTemplate(module, hidden, context, devices)])).cost(Workload((tokens,)), ("F", "B"))
         block = _Block(hidden, heads, inner, causal, gated).to(device=bench.device, dtype=bench.dtype)
         x = bench.tensor(tokens, hidden, grad=True)
         forward = bench.seconds(partial(block, x))
@@ -371,13 +354,9 @@ def calibrate(
         bench = Bench(device, repeats)
         shapes = _shapes(device, small)
         between = shapes.between
-        say(
-            f"measuring {len(shapes.products)} products, {len(shapes.attentions)} attentions, {len(shapes.rows)} rows"
-        )
+        say(f"measuring {len(shapes.products)} products, {len(shapes.attentions)} attentions, {len(shapes.rows)} rows")
         fitted = list(_all(bench, shapes))
-        say(
-            f"measuring {len(between.products) + len(between.attentions) + len(between.rows)} shapes to check"
-        )
+        say(f"measuring {len(between.products) + len(between.attentions) + len(between.rows)} shapes to check")
         checked = list(_all(bench, between))
         note = _links_note(device, links)
         repeats_here, last = (2, 3) if small else (repeats, len(linkbench.SIZES))
@@ -387,20 +366,22 @@ def calibrate(
             sizes = linkbench.SIZES[:last] + linkbench.BETWEEN[:last]
             over_links = linkbench.measure_links(device, sizes, repeats_here)
             via = "gloo over loopback" if device == "cpu" else "NCCL"
-            note = (
-                f"nvlink (the link inside a node) is {via}, {linkbench.NUM_RANKS} processes of this machine"
-            )
+            note = f"nvlink (the link inside a node) is {via}, {linkbench.NUM_RANKS} processes of this machine"
         fitted_links = over_links[: len(linkbench.KINDS) * last]
         table = fit_device(
-            fitted + fitted_links, name=name or _device_name(device),
+            fitted + fitted_links,
+            name=name or _device_name(device),
             source=f"pipeloom calibrate, torch {torch.__version__}; {note}",
             memory_bytes=_memory_bytes(device),
-        )  # fmt: skip
+        )
         say(f"checking {len(shapes.layers)} layers")
         return Calibration(
-            table, compare(table, checked), tuple(measure_layers(bench, table, shapes.layers)),
-            compare(table, over_links[len(fitted_links) :]), note,
-        )  # fmt: skip
+            table,
+            compare(table, checked),
+            tuple(measure_layers(bench, table, shapes.layers)),
+            compare(table, over_links[len(fitted_links) :]),
+            note,
+        )
     finally:
         torch.set_num_threads(threads)
 

@@ -107,15 +107,11 @@ class Module:
         for i, layer in enumerate(self.layers):
             if not isinstance(layer, nn.Module):
                 raise InputError(
-                    f"module {self.name!r}.layers[{i}]",
-                    f"is a {type(layer).__name__}",
-                    "give a torch.nn.Module",
+                    f"module {self.name!r}.layers[{i}]", f"is a {type(layer).__name__}", "give a torch.nn.Module"
                 )
         if self.inputs is None and not self.after:
             raise InputError(
-                f"module {self.name!r}.inputs",
-                "is None, and no module comes before",
-                "give a function of a Part",
+                f"module {self.name!r}.inputs", "is None, and no module comes before", "give a function of a Part"
             )
         if self.kinds is not None and len(self.kinds) != len(self.layers):
             raise InputError(
@@ -139,9 +135,7 @@ class Module:
             LayerSpec(kind=kind, output=shape, count=len(list(run)), num_parameters=size)
             for (kind, shape, size), run in itertools.groupby(single)
         )
-        return ModuleSpec(
-            name=self.name, reads=self.reads, layers=layers, after=self.after, frozen=self.frozen
-        )
+        return ModuleSpec(name=self.name, reads=self.reads, layers=layers, after=self.after, frozen=self.frozen)
 
 
 @dataclass(frozen=True, eq=False)
@@ -206,9 +200,7 @@ def _tied_names(modules: Sequence[Module]) -> tuple[tuple[str, ...], ...]:
     return tuple(tuple(names) for names in holders.values() if len(names) > 1)
 
 
-def make_part(
-    module: ModuleSpec, packing: Packing, samples: Sequence[Any], microbatch: int, sub: int
-) -> Part:
+def make_part(module: ModuleSpec, packing: Packing, samples: Sequence[Any], microbatch: int, sub: int) -> Part:
     """Cut from the real samples what one sub-microbatch gives a module.
 
     Parameters

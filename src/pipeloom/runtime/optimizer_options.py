@@ -34,15 +34,14 @@ def options_by_name(executor: Executor, optimizer: torch.optim.Optimizer | None)
     found = {}
     for number, group in enumerate(optimizer.param_groups):
         where = f"optimizer.param_groups[{number}]"
-        options = {
-            key: _plain(value, f"{where}[{key!r}]") for key, value in group.items() if key not in _NO_OPTIONS
-        }
+        options = {key: _plain(value, f"{where}[{key!r}]") for key, value in group.items() if key not in _NO_OPTIONS}
         for parameter in group["params"]:
             if id(parameter) not in names:
                 raise InputError(
-                    where, f"has a parameter of shape {tuple(parameter.shape)} that is of no layer of this rank",
+                    where,
+                    f"has a parameter of shape {tuple(parameter.shape)} that is of no layer of this rank",
                     "give the optimiser the parameters of Executor.parameters alone",
-                )  # fmt: skip
+                )
             for name in names[id(parameter)]:
                 state = {
                     slot: _plain(value, f"optimizer.state[{name!r}][{slot!r}]")
@@ -53,9 +52,7 @@ def options_by_name(executor: Executor, optimizer: torch.optim.Optimizer | None)
     return found
 
 
-def give_options(
-    executor: Executor, optimizer: torch.optim.Optimizer, saved: dict[str, dict[str, Any]]
-) -> None:
+def give_options(executor: Executor, optimizer: torch.optim.Optimizer, saved: dict[str, dict[str, Any]]) -> None:
     """Put saved options into the groups of an optimiser, over what it was made with, as torch does when it loads.
 
     Raises
@@ -89,7 +86,8 @@ def _plain(value: Any, where: str) -> Any:
         return [_plain(each, where) for each in value]
     if not isinstance(value, _PLAIN):
         raise InputError(
-            where, f"is a {type(value).__name__}, which no checkpoint holds",
+            where,
+            f"is a {type(value).__name__}, which no checkpoint holds",
             "use an optimiser whose state is tensors, numbers and strings, or train without checkpoints",
-        )  # fmt: skip
+        )
     return value

@@ -76,9 +76,7 @@ class Size:
         try:
             size = math.prod(int(shape[dim]) for dim in self.dims)
         except IndexError as error:
-            raise InputError(
-                f"[{self.key!r}]", f"has shape {shape}, and no dimension of {self.dims}"
-            ) from error
+            raise InputError(f"[{self.key!r}]", f"has shape {shape}, and no dimension of {self.dims}") from error
         return -(-size // self.unit)
 
 
@@ -99,6 +97,15 @@ class DescribedBatch(list[Any]):
 def batch_of(samples: Sequence[Any], describe: Describe | None, iteration: int = 0) -> Batch:
     """The metadata of a batch: what was counted ahead, or what ``describe`` says.
 
+    Parameters
+    ----------
+    samples : sequence
+        One batch, as the loader gives it.
+    describe : callable or None
+        From a sample to its metadata; None: the batch is one of `Prefetched`.
+    iteration : int
+        Its number, from 0.
+
     Raises
     ------
     InputError
@@ -108,9 +115,7 @@ def batch_of(samples: Sequence[Any], describe: Describe | None, iteration: int =
         return Batch(samples.metadata, iteration)
     if describe is None:
         raise InputError(
-            "describe",
-            "is missing, and the batches were not described ahead",
-            "give it, or batches from Prefetched",
+            "describe", "is missing, and the batches were not described ahead", "give it, or batches from Prefetched"
         )
     with user_code("describe"):
         rows = [describe(sample) for sample in samples]
@@ -203,9 +208,7 @@ class Reading(Iterator[DescribedBatch]):
 
     def __init__(self, source: Iterator[Iterable[Any]], describe: Describe, depth: int) -> None:
         self._shared = _Shared(source, describe, queue.Queue(depth))
-        self._thread = threading.Thread(
-            target=_read, args=(self._shared,), name="pipeloom-prefetch", daemon=True
-        )
+        self._thread = threading.Thread(target=_read, args=(self._shared,), name="pipeloom-prefetch", daemon=True)
         self._ended = False
         # Dropped without being closed, it ends its thread as well.
         weakref.finalize(self, self._shared.stopped.set)

@@ -21,10 +21,7 @@ for that, and leaves the sums in ``.grad``."""
 
 
 def all_reduce_gradients(
-    layout: Layout,
-    *,
-    pipeline: dist.ProcessGroup | None = None,
-    data: dist.ProcessGroup | None = None,
+    layout: Layout, *, pipeline: dist.ProcessGroup | None = None, data: dist.ProcessGroup | None = None
 ) -> ReduceGradients:
     """Sum gradients over ``data`` for every chunk, and over ``pipeline`` for replicated modules.
 
@@ -44,12 +41,9 @@ def all_reduce_gradients(
         The replicas of this pipeline rank; None where there are none.
     """
     if layout.parallelism.data > 1 and data is None:
-        raise InputError(
-            "data", f"no group, the layout has {layout.parallelism.data} replicas", "give their group"
-        )
+        raise InputError("data", f"no group, the layout has {layout.parallelism.data} replicas", "give their group")
     replicated = [
-        layout.num_ranks > 1 and layout.module(chunk.module).on_ranks == "replicated"
-        for chunk in layout.chunks
+        layout.num_ranks > 1 and layout.module(chunk.module).on_ranks == "replicated" for chunk in layout.chunks
     ]
     num_replicas = layout.parallelism.data if data is not None else 1
 
@@ -58,14 +52,8 @@ def all_reduce_gradients(
         whole = [share for share in shares if not share.sharded]
         rows = [share for share in shares if share.sharded]
         finishes = [
-            *(
-                _all_reduce(bucket, pipeline, data, replicated[chunk], num_replicas > 1)
-                for bucket in _by_type(whole)
-            ),
-            *(
-                _reduce_scatter(bucket, data, num_replicas, pipeline, replicated[chunk])
-                for bucket in _by_type(rows)
-            ),
+            *(_all_reduce(bucket, pipeline, data, replicated[chunk], num_replicas > 1) for bucket in _by_type(whole)),
+            *(_reduce_scatter(bucket, data, num_replicas, pipeline, replicated[chunk]) for bucket in _by_type(rows)),
         ]
 
         def finish() -> None:

@@ -77,6 +77,10 @@ class Checkpoints:
         found = (_WHOLE.fullmatch(entry.name) for entry in self.folder.iterdir())
         return sorted(int(match[1]) for match in found if match is not None)
 
+    def newest(self) -> Path | None:
+        """Folder of the newest whole checkpoint; None where there is none."""
+        return next((self._path(step) for step in reversed(self.steps())), None)
+
     def save(self, executor: Executor, optimizer: torch.optim.Optimizer | None, state: TrainerState) -> None:
         """Write a checkpoint, then drop those that are too old; all ranks call it together.
 
@@ -91,11 +95,13 @@ class Checkpoints:
             self._attempt(lambda: _make_empty(partial))
         dist.barrier()
         self._write(partial, executor, optimizer, state.iteration)
-        for name, generator in _generators(executor.device).items():
-            state_bytes = generator.get_state().numpy().tobytes()
-            self._attempt(partial.joinpath(f"{name}-{rank}").write_bytes, state_bytes)
+        contents = {
+            f"{name}-{rank}": generator.get_state().numpy().tobytes()
+            for name, generator in _generators(executor.device).items()
+        }
         if rank == 0:
-            self._attempt(lambda: (partial / _STATE).write_bytes(msgspec.json.encode(state)))
+            contents[_STATE] = msgspec.json.encode(state)
+        self._attempt(lambda: _write_files(partial, rank, contents))
         dist.barrier()
         if rank == 0:
             # A checkpoint of the same iteration can only be of this run's earlier life: the same content.
@@ -111,25 +117,27 @@ class Checkpoints:
         Raises
         ------
         InputError
-            When it is of another model.
+            When it is of another model, or damaged.
         """
         newest = torch.tensor(self.steps()[-1:] or [-1])
         # One rank decides: another may see a folder a moment later.
         dist.broadcast(newest, src=0)
         if int(newest) < 0:
             return None
+        from pipeloom.runtime.checkpoint_files import check_digests  # slow to import, and seldom needed
+
         path = self._path(int(newest))
         load_checkpoint(path, executor, optimizer)
+        check_digests(path, [_STATE])
         try:
             state = msgspec.json.decode((path / _STATE).read_bytes(), type=TrainerState)
         except (OSError, msgspec.MsgspecError) as error:
-            raise InputError(
-                str(path / _STATE), f"cannot be read ({error})", "remove this checkpoint"
-            ) from error
+            raise InputError(str(path / _STATE), f"cannot be read ({error})", "remove this checkpoint") from error
         for name, generator in _generators(executor.device).items():
             saved = path / f"{name}-{dist.get_rank()}"
             # In another layout other layers draw the numbers; then there is nothing to go on with.
             if state.layout == executor.layout.digest and saved.exists():
+                check_digests(path, [saved.name])
                 generator.set_state(torch.frombuffer(bytearray(saved.read_bytes()), dtype=torch.uint8))
         return state
 
@@ -141,9 +149,7 @@ class Checkpoints:
     def _path(self, iteration: int) -> Path:
         return self.folder / f"step-{iteration:08d}"
 
-    def _write(
-        self, path: Path, executor: Executor, optimizer: torch.optim.Optimizer | None, iteration: int
-    ) -> None:
+    def _write(self, path: Path, executor: Executor, optimizer: torch.optim.Optimizer | None, iteration: int) -> None:
         from torch.distributed.checkpoint.api import CheckpointException  # slow to import, and seldom needed
 
         try:
@@ -156,9 +162,10 @@ class Checkpoints:
             write(*arguments)
         except OSError as error:
             raise InputError(
-                f"checkpoint folder {self.folder}", f"cannot be written ({error.strerror})",
+                f"checkpoint folder {self.folder}",
+                f"cannot be written ({error.strerror})",
                 "make room, or give another checkpoint.path",
-            ) from error  # fmt: skip
+            ) from error
 
 
 def _generators(device: torch.device) -> dict[str, torch.Generator]:
@@ -167,6 +174,15 @@ def _generators(device: torch.device) -> dict[str, torch.Generator]:
     if device.type == "cuda":
         found["random-cuda"] = torch.cuda.default_generators[device.index or 0]
     return found
+
+
+def _write_files(folder: Path, rank: int, contents: dict[str, bytes]) -> None:
+    """Write what a rank saves beside tensors, and the digests of it."""
+    from pipeloom.runtime.checkpoint_files import write_digests  # slow to import, and seldom needed
+
+    for name, content in contents.items():
+        (folder / name).write_bytes(content)
+    write_digests(folder, f"beside-{rank}", contents)
 
 
 def _make_empty(path: Path) -> None:

@@ -1,31 +1,40 @@
 """Layers whose parameters lie in shards: FSDP2 over the replicas, DTensor over the tensor-parallel ranks.
 
-Parameters are gathered once an iteration (UN) and stay whole until their gradients are reduced (RG), however many
-microbatches lie between: replicas run different plans with different numbers of microbatches, so that any
-collective inside a forward or a backward would meet another one there, or none. Everything between UN and RG is
-therefore as without FSDP2, split backward and recomputation included, and only public calls are used.
+Parameters are gathered once an iteration (UNSHARD) and stay whole until their gradients are reduced (REDUCE_GRAD),
+however many microbatches lie between: replicas run different plans with different numbers of microbatches, so that any
+collective inside a forward or a backward would meet another one there, or none. Everything between UNSHARD and
+REDUCE_GRAD is therefore as without FSDP2, split backward and recomputation included, and only public calls are used.
 """
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor
 
 from pipeloom.errors import ExecutionError, InputError
 from pipeloom.runtime.mesh import Mesh
 from pipeloom.runtime.model import Model
 from pipeloom.spec import Layout
 
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
-def shard_layers(
-    model: Model, layout: Layout, mesh: Mesh, *, leave_out: Collection[tuple[str, int]] = ()
-) -> None:
+
+def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
+    """Whether a tensor lies in shards.
+
+    DTensor takes longer to import than most of what asks, and where nobody has imported it nothing is one.
+    """
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def shard_layers(model: Model, layout: Layout, mesh: Mesh, *, leave_out: Collection[tuple[str, int]] = ()) -> None:
     """Apply `fully_shard` to every layer of this pipeline rank's chunks, over the data-parallel replicas.
 
     Call it after `parallelize_module`, and before the optimiser is made.
@@ -43,14 +52,14 @@ def shard_layers(
     InputError
         When the layout has no replicas.
     """
+    import torch.distributed.fsdp as fsdp  # slow to import, and seldom needed
+
     if layout.parallelism.data < 2:
         raise InputError(
-            "layout.parallelism.data",
-            f"{layout.parallelism.data} is below 2",
-            "there is nothing to shard over",
+            "layout.parallelism.data", f"{layout.parallelism.data} is below 2", "there is nothing to shard over"
         )
     # Torch warns of layers that return views, for fear that its hook before a backward is lost. Parameters are whole
-    # from UN to RG here, so that no such hook is relied on.
+    # from UNSHARD to REDUCE_GRAD here, so that no such hook is relied on.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view", category=UserWarning)
     done: set[int] = set()
     for chunk in layout.chunks:
@@ -66,14 +75,15 @@ def shard_layers(
             done.add(id(layer))
             if module.frozen:
                 layer.requires_grad_(False)
-            fully_shard(layer, mesh=mesh.device_mesh["dp"])
+            fsdp.fully_shard(layer, mesh=mesh.device_mesh["dp"])
 
 
 def sharded_modules(layers: Iterable[nn.Module]) -> Iterator[Any]:
     """The modules that `fully_shard` was applied to."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
     for layer in layers:
         for module in layer.modules():
-            if isinstance(module, FSDPModule):
+            if fsdp is not None and isinstance(module, fsdp.FSDPModule):
                 yield module
 
 
@@ -129,29 +139,24 @@ def take_shares(layers: Sequence[nn.Module]) -> list[Share]:
         for number, layer in enumerate(layers)
         for name, parameter in layer.named_parameters()
     }
-    return [
-        Share(after[name], gradient, sharded=after[name] is not parameter)
-        for name, parameter, gradient in whole
-    ]
+    return [Share(after[name], gradient, sharded=after[name] is not parameter) for name, parameter, gradient in whole]
 
 
-def settle_gradients(layers: Iterable[nn.Module]) -> None:
+def complete_gradients(layers: Iterable[nn.Module]) -> None:
     """Lay gradients out as their parameters: one that is still a partial sum over tensor-parallel ranks is summed."""
     for layer in layers:
         for parameter in layer.parameters():
             gradient = parameter.grad
-            if (
-                isinstance(parameter, DTensor)
-                and isinstance(gradient, DTensor)
-                and gradient.placements != parameter.placements
-            ):
+            if is_dtensor(parameter) and is_dtensor(gradient) and gradient.placements != parameter.placements:
                 parameter.grad = gradient.redistribute(placements=parameter.placements)
 
 
 def give_gradient(parameter: nn.Parameter, local: Tensor) -> None:
     """Set (or add to) a parameter's gradient from the local part of it."""
     gradient = local
-    if isinstance(parameter, DTensor):
+    if is_dtensor(parameter):
+        from torch.distributed.tensor import DTensor
+
         gradient = DTensor.from_local(
             local,
             parameter.device_mesh,
@@ -165,7 +170,7 @@ def give_gradient(parameter: nn.Parameter, local: Tensor) -> None:
 
 def local_part(tensor: Tensor) -> Tensor:
     """Return what this process holds of a tensor, sharing its memory."""
-    if isinstance(tensor, DTensor):
+    if is_dtensor(tensor):
         with torch.no_grad():
             return awaited(tensor.to_local())
     return tensor
@@ -189,7 +194,7 @@ def _local_gradient(parameter: nn.Parameter) -> Tensor:
     gradient = parameter.grad
     if gradient is None:
         return torch.zeros_like(local_part(parameter))
-    if isinstance(parameter, DTensor) and isinstance(gradient, DTensor):
+    if is_dtensor(parameter) and is_dtensor(gradient):
         if gradient.placements != parameter.placements:
             gradient = gradient.redistribute(placements=parameter.placements)
         return local_part(gradient)

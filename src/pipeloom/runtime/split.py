@@ -37,8 +37,7 @@ class _Junction:
     ) -> tuple[Tensor | None, ...]:
         """Let nothing flow on towards an input, where it would reach a shared weight a second time."""
         return tuple(
-            None if leaf else gradient
-            for gradient, leaf in zip(towards_children, self.towards_leaf, strict=True)
+            None if leaf else gradient for gradient, leaf in zip(towards_children, self.towards_leaf, strict=True)
         )
 
     def weight_gradients(self) -> tuple[Tensor | None, ...]:
@@ -139,15 +138,11 @@ def _survey(root: Node, leaves: Sequence[Tensor]) -> tuple[list[Node], set[Node]
     return order, leads_to_leaf, weights_behind
 
 
-def _unique(
-    weights_behind: dict[Node, list[Tensor]], junction: Node, leads_to_leaf: set[Node]
-) -> list[Tensor]:
+def _unique(weights_behind: dict[Node, list[Tensor]], junction: Node, leads_to_leaf: set[Node]) -> list[Tensor]:
     """Weights that a junction leads to through nodes that lead to no leaf, each once."""
     found: dict[int, Tensor] = {}
     seen: set[Node] = set()
-    stack = [
-        child for child, _ in junction.next_functions if child is not None and child not in leads_to_leaf
-    ]
+    stack = [child for child, _ in junction.next_functions if child is not None and child not in leads_to_leaf]
     while stack:
         node = stack.pop()
         if node in seen:

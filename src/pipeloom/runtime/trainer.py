@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple, Protocol
 
@@ -13,24 +14,21 @@ import torch
 import torch.distributed as dist
 
 from pipeloom.cost import Correction
-from pipeloom.errors import ExecutionError, InputError, PlanError
+from pipeloom.errors import ExecutionError, InputError, PlanError, check_positive
 from pipeloom.packing import Packing
 from pipeloom.plan import BACKENDS, Answer, Delivery, backend_of, verify
-from pipeloom.runtime.agreement import SameBatch
-from pipeloom.runtime.broadcast import broadcast_bytes, unpack_answer
-from pipeloom.runtime.clocks import SharedClock
+from pipeloom.runtime.coordination import FirstPlan, SameBatch, SharedClock, broadcast_bytes, together, unpack_answer
 from pipeloom.runtime.divide import Sharding, divide_model, gather_layers
 from pipeloom.runtime.executor import Executor
-from pipeloom.runtime.feedback import Calibrator, gather_times
+from pipeloom.runtime.iteration import ExecutorOptions
+from pipeloom.runtime.membership import BatchLoads, join_groups
 from pipeloom.runtime.model import Model, user_code
-from pipeloom.runtime.place import BatchLoads, take_place
 from pipeloom.runtime.prefetch import Describe, batch_of, close_reading
 from pipeloom.runtime.reduce import Position, counted_parameters, gradient_squares, limit_gradients
+from pipeloom.runtime.result import Calibrator, StepReport, gather_times
 from pipeloom.runtime.resume import Checkpoints, TrainerState, fingerprint
-from pipeloom.runtime.step_report import StepReport
 from pipeloom.runtime.tied import sums_over_ranks
-from pipeloom.runtime.transport import BatchedTransport, TorchTransport
-from pipeloom.runtime.waiting import FirstPlan, together
+from pipeloom.runtime.transport import BatchedTransport, TorchTransport, Transport
 from pipeloom.spec import Batch, Layout
 
 
@@ -68,6 +66,41 @@ class _Asked(NamedTuple):
     correction: Correction
 
 
+@dataclass(frozen=True, kw_only=True)
+class TrainerOptions:
+    """How a `Trainer` trains, where the defaults do not fit."""
+
+    learning_rate: Callable[[int], float] | None = None
+    """From the iteration to the learning rate; None leaves the optimiser's own."""
+    clip_norm: float | None = None
+    """Largest norm of the gradient over all ranks; None: any."""
+    checkpoints: Checkpoints | None = None
+    """Where training is saved, and goes on from after `Trainer.resume`; None: nowhere."""
+    timeout_s: float | None = None
+    """With replicas or divided layers: after which a rank that waits for another gives up; None: torch's own. On GPUs
+    also after which an iteration that comes to no further action has failed."""
+    loads: BatchLoads | None = None
+    """With replicas: what the samples of a batch weigh when they are divided, the same on every rank
+    (`pipeloom.packing.cost_loads`); None: their tokens."""
+    device: torch.device | str = "cpu"
+    """On which this process computes. On ``"cuda"`` messages go by NCCL, and the planner's setup says so with
+    ``backend="nccl"``; the default group must serve both, see `pipeloom.runtime.launch`."""
+    autocast: torch.dtype | None = None
+    """Run layers and loss under `torch.autocast` with this dtype; the shapes that modules state must then have the
+    dtypes that come out of it."""
+    random_seed: int | None = 0
+    """Of what layers draw at random, see `ExecutorOptions`."""
+    shard: Sharding | None = None
+    """With replicas: ``"fsdp"`` holds parameters, gradients and optimiser state in shards over them (`fully_shard`);
+    None: every replica holds all of its layers."""
+
+    def __post_init__(self) -> None:
+        for name in ("clip_norm", "timeout_s"):
+            value = getattr(self, name)
+            if value is not None:
+                check_positive(f"options.{name}", value)
+
+
 class Trainer:
     """Trains a model over the processes of the default group: a pipeline, or several replicas of it.
 
@@ -87,31 +120,15 @@ class Trainer:
         From one sample to its metadata, see `pipeloom.runtime.prefetch.Describe`; None: batches are `Prefetched`.
     optimizer : callable
         From a rank's parameters to its optimiser.
-    learning_rate : callable or None
-        From the iteration to the learning rate; None leaves the optimiser's own.
-    clip_norm : float or None
-        Largest norm of the gradient over all ranks.
-    tag_zero : bool
-        Send every message with tag 0, which is how NCCL matches them.
-    checkpoints : Checkpoints or None
-        Where training is saved, and goes on from after `resume`; None: nowhere.
-    timeout_s : float or None
-        With replicas or divided layers: after which a rank that waits for another gives up; None: torch's own. On GPUs
-        also after which an iteration that comes to no further action has failed.
-    loads : callable or None
-        With replicas: what the samples of a batch weigh when they are dealt, the same on every rank
-        (`pipeloom.packing.cost_loads`); None: their tokens.
-    device : torch.device or str
-        On which this process computes. On ``"cuda"`` messages go by NCCL, and the planner's setup says so with
-        ``backend="nccl"``; the default group must serve both, see `pipeloom.runtime.launch`.
-    autocast : torch.dtype or None
-        Run layers and loss under `torch.autocast` with this dtype; the shapes that modules state must then have the
-        dtypes that come out of it.
-    random_seed : int or None
-        Of what layers draw at random, see `Executor`.
-    shard : "fsdp" or None
-        With replicas: hold parameters, gradients and optimiser state in shards over them (`fully_shard`); None: every
-        replica holds all of its layers.
+    options : TrainerOptions
+        Learning rate, clipping, checkpoints, device, precision, sharding.
+
+    Attributes
+    ----------
+    rank : int
+        Of this process in the default group.
+    membership : Membership
+        Its pipeline rank, replica and groups.
     """
 
     def __init__(
@@ -122,45 +139,49 @@ class Trainer:
         *,
         describe: Describe | None = None,
         optimizer: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer],
-        learning_rate: Callable[[int], float] | None = None,
-        clip_norm: float | None = None,
-        tag_zero: bool = False,
-        checkpoints: Checkpoints | None = None,
-        timeout_s: float | None = None,
-        loads: BatchLoads | None = None,
-        device: torch.device | str = "cpu",
-        autocast: torch.dtype | None = None,
-        random_seed: int | None = 0,
-        shard: Sharding | None = None,
+        options: TrainerOptions = TrainerOptions(),
     ) -> None:
-        self.device = torch.device(device)
+        self.options, self.device = options, torch.device(options.device)
         self._backend = BACKENDS[backend_of(self.device.type)]
-        self.rank, self.place = dist.get_rank(), take_place(layout, timeout_s, self.device.type)
-        self._leads = self.place.leads
+        self.rank, self.membership = dist.get_rank(), join_groups(layout, options.timeout_s, self.device.type)
+        self._is_planner_rank = self.membership.is_planner_rank
         self.model, self.layout = model, layout
-        self._running = divide_model(model, layout, self.place.mesh, shard, self.device)
-        self._planner, self._describe, self._loads = planner, describe, loads
-        self._learning_rate, self._clip_norm = learning_rate, clip_norm
-        kind = BatchedTransport if self._backend.joins else TorchTransport
-        transport = kind(self.place.messages, use_tags=not tag_zero)
-        if self.device.type != "cpu":
-            transport.connect(self.device)
-        limit = None if timeout_s is None else timedelta(seconds=timeout_s)
+        self._running = divide_model(model, layout, self.membership.mesh, options.shard, self.device)
+        self._planner, self._describe = planner, describe
+        limit = None if options.timeout_s is None else timedelta(seconds=options.timeout_s)
         self._executor = Executor(
-            self._running, layout, self.place.stage, transport, self.device,
-            reduce_gradients=self.place.reduce_gradients, autocast=autocast, timeout_s=timeout_s,
-            sum_tied=sums_over_ranks(self._running, layout, limit, self.device.type), random_seed=random_seed,
-        )  # fmt: skip
+            self._running,
+            layout,
+            self.membership.stage,
+            self._make_transport(),
+            self.device,
+            options=ExecutorOptions(
+                reduce_gradients=self.membership.reduce_gradients,
+                autocast=options.autocast,
+                timeout_s=options.timeout_s,
+                sum_tied=sums_over_ranks(self._running, layout, limit, self.device.type),
+                random_seed=options.random_seed,
+            ),
+        )
         self._parameters = self._executor.parameters()
         self._counted = counted_parameters(
-            self._executor.named_parameters(), layout,
-            Position(self.place.stage, self.place.replica, self.place.tensor_rank), self._executor.held_before,
-        )  # fmt: skip
+            self._executor.named_parameters(),
+            layout,
+            Position(self.membership.stage, self.membership.replica, self.membership.tensor_rank),
+            self._executor.held_before,
+        )
         self._optimizer = optimizer(self._parameters) if self._parameters else None
         self._calibrator = Calibrator()
-        self._clock = SharedClock(self.place.collectives)
-        self._checkpoints = checkpoints
+        self._clock = SharedClock(self.membership.collectives)
         self._resumed: TrainerState | None = None
+
+    def _make_transport(self) -> Transport:
+        """What carries the messages of plans between the ranks of this replica."""
+        kind = BatchedTransport if self._backend.joins else TorchTransport
+        transport = kind(self.membership.messages)
+        if self.device.type != "cpu":
+            transport.connect(self.device)
+        return transport
 
     def resume(self) -> int:
         """Read the newest checkpoint; all ranks call it together, before `run`.
@@ -175,7 +196,8 @@ class Trainer:
         InputError
             When the checkpoint is of another model.
         """
-        state = None if self._checkpoints is None else self._checkpoints.load(self._executor, self._optimizer)
+        checkpoints = self.options.checkpoints
+        state = None if checkpoints is None else checkpoints.load(self._executor, self._optimizer)
         self._resumed = state
         if state is None:
             return 0
@@ -200,9 +222,10 @@ class Trainer:
             found = "" if last is None else fingerprint(self._describe_batch(last, iteration))
             if found != wanted:
                 raise InputError(
-                    f"iteration {iteration}", "has other samples than when it was trained, before the checkpoint",
+                    f"iteration {iteration}",
+                    "has other samples than when it was trained, before the checkpoint",
                     "give the data of the run that wrote it, or begin anew",
-                )  # fmt: skip
+                )
         return source
 
     def run(self, batches: Iterable[Sequence[Any]], first_iteration: int = 0) -> Iterator[StepReport]:
@@ -230,12 +253,12 @@ class Trainer:
         first: FirstPlan | None = FirstPlan()
         same: SameBatch | None = None
         try:
-            if self._leads:
+            if self._is_planner_rank:
                 self._planner.start()
             asked = self._submit(samples, iteration)
             while True:
                 following = None if asked is None else next(source, None)
-                delivery = self._planner.collect(iteration) if self._leads and asked is not None else None
+                delivery = self._planner.collect(iteration) if self._is_planner_rank and asked is not None else None
                 if first is not None:
                     first.wait()
                     first = None
@@ -255,7 +278,7 @@ class Trainer:
             close_reading(source)
             if first is not None:
                 first.cancel()
-            if self._leads:
+            if self._is_planner_rank:
                 self._planner.close()
 
     def gather_model(self) -> None:
@@ -264,37 +287,37 @@ class Trainer:
         After training: a layer that was on a GPU is there no more.
         """
         with together("gathering the model"):
-            gather_layers(self.model, self._running, self.layout, self.place.stage)
+            gather_layers(self.model, self._running, self.layout, self.membership.stage)
             for chunk in self.layout.chunks:
                 for layer in self.model.module(chunk.module).layers[chunk.layers[0] : chunk.layers[1] + 1]:
                     for tensor in (*layer.parameters(), *layer.buffers()):
-                        dist.broadcast(tensor.data, group=self.place.collectives, group_src=chunk.rank)
+                        dist.broadcast(tensor.data, group=self.membership.collectives, group_src=chunk.rank)
 
     def _save(self, asked: _Asked, is_last: bool) -> None:
         """Write a checkpoint after an iteration, where one is due."""
-        if self._checkpoints is None:
+        checkpoints = self.options.checkpoints
+        if checkpoints is None:
             return
         iteration = asked.batch.iteration + 1
-        if iteration % self._checkpoints.every and not is_last:
+        if iteration % checkpoints.every and not is_last:
             return
         # Of all replicas together: their number may be another when training goes on.
         state = TrainerState(
-            iteration, asked.fingerprint, self.layout.digest, self._calibrator.num_measured,
-            self._calibrator.correction,
-        )  # fmt: skip
+            iteration, asked.fingerprint, self.layout.digest, self._calibrator.num_measured, self._calibrator.correction
+        )
         with together(f"iteration {asked.batch.iteration}: saving the checkpoint"):
-            self._checkpoints.save(self._executor, self._optimizer, state)
+            checkpoints.save(self._executor, self._optimizer, state)
 
     def _submit(self, samples: Sequence[Any] | None, iteration: int) -> _Asked | None:
         if samples is None:
             return None
         batch = self._describe_batch(samples, iteration)
         mark = fingerprint(batch)
-        mine = self.place.share(batch, self.model.spec, self._loads)
+        mine = self.membership.share(batch, self.model.spec, self.options.loads)
         own = samples if len(mine) == len(samples) else [samples[i] for i in mine]
         batch = msgspec.structs.replace(batch, samples=tuple(batch.samples[i] for i in mine))
         asked = _Asked(samples, mark, own, batch, self._calibrator.correction)
-        if self._leads:
+        if self._is_planner_rank:
             self._planner.submit(asked.batch, asked.correction)
         return asked
 
@@ -307,7 +330,7 @@ class Trainer:
     def _hand_out(self, batch: Batch, delivery: Delivery | None, is_first: bool) -> tuple[Answer, Packing]:
         """The first rank hands its plan to all of its replica, so that all run the same one."""
         with together(f"iteration {batch.iteration}: the plan's delivery"):
-            data = broadcast_bytes(None if delivery is None else delivery.data, self.place.team)
+            data = broadcast_bytes(None if delivery is None else delivery.data, self.membership.team)
         if delivery is not None:
             if is_first and self._backend.serial:
                 _check_serial(delivery.answer)
@@ -325,7 +348,7 @@ class Trainer:
             raise ExecutionError(f"iteration {batch.iteration}, {error}") from error
         cpu_ns = time.thread_time_ns() - cpu_ns if self.device.type == "cpu" else -1
         # Tensor-parallel ranks have the same loss, which counts once.
-        loss_sum = 0.0 if self.place.tensor_rank else result.loss_sum
+        loss_sum = 0.0 if self.membership.tensor_rank else result.loss_sum
         loss = torch.tensor(loss_sum / result.normaliser, dtype=torch.float64)
         totals = torch.stack((loss, gradient_squares(self._counted, self.device).cpu()))
         with together(f"iteration {batch.iteration}: the sum of losses"):
@@ -341,7 +364,7 @@ class Trainer:
         self._update(batch.iteration, norm)
         with together(f"iteration {batch.iteration}: measured times"):
             measured = gather_times(
-                answer.plan, result.moments_ns, cpu_ns, self.place.collectives, self._clock.offset_ns()
+                answer.plan, result.moments_ns, cpu_ns, self.membership.collectives, self._clock.offset_ns()
             )
         makespan, share = 0, 0.0
         if measured is not None:
@@ -357,8 +380,8 @@ class Trainer:
             fresh=delivery is not None and delivery.fresh,
             lead_s=0.0 if delivery is None else delivery.lead_s,
             reason="" if delivery is None else delivery.reason,
-            answer=answer if self._leads else None,
-            batch=batch if self._leads else None,
+            answer=answer if self._is_planner_rank else None,
+            batch=batch if self._is_planner_rank else None,
             correction=correction,
             measured=measured,
         )
@@ -366,11 +389,11 @@ class Trainer:
     def _update(self, iteration: int, norm: torch.Tensor) -> None:
         if self._optimizer is None:
             return
-        if self._learning_rate is not None:
+        if self.options.learning_rate is not None:
             for group in self._optimizer.param_groups:
-                group["lr"] = self._learning_rate(iteration)
-        if self._clip_norm is not None:
-            limit_gradients(self._parameters, norm, self._clip_norm)
+                group["lr"] = self.options.learning_rate(iteration)
+        if self.options.clip_norm is not None:
+            limit_gradients(self._parameters, norm, self.options.clip_norm)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
 
@@ -381,9 +404,10 @@ def _check_serial(answer: Answer) -> None:
         verify(answer.plan, serial=True)
     except PlanError as error:
         raise InputError(
-            "planner", f"makes plans that NCCL may not finish ({str(error).splitlines()[0]})",
+            "planner",
+            f"makes plans that NCCL may not finish ({str(error).splitlines()[0]})",
             'give its Setup backend="nccl"',
-        ) from error  # fmt: skip
+        ) from error
 
 
 def _same_batch(asked: _Asked | None) -> SameBatch:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pipeloom.errors import ExecutionError
-from pipeloom.runtime.blocks import Bounds, Passage
+from pipeloom.runtime.blocks import Bounds, ChunkActivation
 from pipeloom.runtime.model import Module, Part, empty_output
 from pipeloom.runtime.transport import Handle
 
@@ -71,17 +71,17 @@ class UnitState:
     stated : shape and dtype, or None
         Of the output, as the model states them; None for the loss.
     groups : list of (places, producing Module, whether a gradient goes back), or None
-        At a module boundary: hand-overs that make up each upstream argument, in order; none where the microbatch
-        has nothing for it. None inside a module, where the one upstream argument is what was handed over.
+        At a module boundary: transfers that make up each upstream argument, in order; none where the microbatch has
+        nothing for it. None inside a module, where the one upstream argument is what was transferred.
     rows : list of int
-        Rows of what is handed over at a module boundary, by place.
+        Rows of what is transferred at a module boundary, by place.
     cuts : list of (int, int) or None
         Rows of the output that each consumer takes, by place among them: the first, and how many; None: all. Empty
         where all take all.
     arrived : list
-        What was handed over, by place.
+        What was transferred, by place.
     input_gradients : list
-        Gradients of what was handed over, by place, until they are sent or taken.
+        Gradients of what was transferred, by place, until they are sent or taken.
     gradients : list
         Gradients of the output that came back, by place among the unit's consumers.
     above, below : UnitState or None
@@ -110,7 +110,7 @@ class UnitState:
     local_producers: list[tuple[int, UnitState, int]] | None = None
     num_sends: int = 0
     output: Tensor | None = None
-    passage: Passage | None = None
+    activation: ChunkActivation | None = None
     leaves: Sequence[Tensor] = ()
 
     @property
@@ -119,11 +119,11 @@ class UnitState:
         return self.key[0]
 
     @property
-    def passage_now(self) -> Passage:
-        """The passage between F and the end of the backward."""
-        if self.passage is None:
+    def activation_now(self) -> ChunkActivation:
+        """The activation between F and the end of the backward."""
+        if self.activation is None:
             raise ExecutionError("its forward was not run, or its backward was run before")
-        return self.passage
+        return self.activation
 
     def take_upstream(self, device: torch.device) -> tuple[Tensor, ...]:
         """Upstream arguments of the first layer: each a leaf, of all its parts concatenated."""
@@ -201,7 +201,7 @@ class UnitState:
         return total
 
     def split_input_gradients(self) -> None:
-        """Cut the gradients of the upstream arguments into the pieces that were handed over."""
+        """Cut the gradients of the upstream arguments into the pieces that were transferred."""
         if self.groups is None:
             if self.leaves:
                 self.input_gradients[0] = _gradient_of(self.leaves[0])
@@ -232,7 +232,7 @@ class UnitState:
             self.output = output.contiguous()
 
     def hand_back(self) -> None:
-        """Cut the gradients of what was handed over and give each piece to its producer, if that is on this rank."""
+        """Cut the gradients of what was transferred and give each piece to its producer, if that is on this rank."""
         self.split_input_gradients()
         if self.above is not None:
             self.above.gradients[0], self.input_gradients[0] = self.input_gradients[0], None

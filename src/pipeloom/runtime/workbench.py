@@ -1,19 +1,69 @@
-"""Where layers are measured: a device and its clock, with or without autocast."""
+"""A bench on which one layer runs: its times and bytes under every memory strategy and a split backward.
+
+All is done as the executor does it, on a device with its clock, with or without autocast.
+"""
 
 from __future__ import annotations
 
+import itertools
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from pipeloom.runtime.blocks import kept_casts
+from pipeloom.cost import StrategyMeasurement
+from pipeloom.runtime.blocks import ChunkActivation, kept_casts
 from pipeloom.runtime.device import synchronise
 from pipeloom.runtime.memory import cast_leaf
+
+
+class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts storages while it is entered; what was made before, and views, do not count.
+
+    Attributes
+    ----------
+    peak_bytes : int
+        Most that lived at the end of any operation since `forget_peak`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.peak_bytes = 0
+        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation, and note the storages that it made."""
+        given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs or {})) if isinstance(x, Tensor)}
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                if storage._cdata not in given:
+                    self._made[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())  # type: ignore[no-untyped-call]
+        self.peak_bytes = max(self.peak_bytes, self.num_bytes)
+        return result
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that live now."""
+        self._made = {key: made for key, made in self._made.items() if not _is_gone(made[0])}
+        return sum(size for _, size in self._made.values())
+
+    def forget_peak(self) -> None:
+        """Begin to look for the peak anew."""
+        self.peak_bytes = self.num_bytes
+
+
+def _is_gone(reference: StorageWeakRef) -> bool:
+    return bool(reference.expired())  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True)
@@ -61,7 +111,7 @@ class Workbench:
 
 
 class _UnderAutocast(nn.Module):
-    """A layer in an autocast region, as `Passage` runs it."""
+    """A layer in an autocast region, as `ChunkActivation` runs it."""
 
     def __init__(self, layer: Callable[..., Tensor], kind: str, dtype: torch.dtype) -> None:
         super().__init__()
@@ -72,3 +122,145 @@ class _UnderAutocast(nn.Module):
         args = tuple(x.view_as(x) if isinstance(x, Tensor) and x.requires_grad else x for x in args)
         with torch.autocast(self.kind, self.dtype, cache_enabled=torch.is_grad_enabled()):
             return self.layer(*args, **context)
+
+
+_WARM_UP = 2
+
+
+def measure_strategies(
+    layer: Callable[..., Tensor],
+    arguments: Sequence[Any],
+    context: dict[str, Any],
+    parameters: Sequence[Tensor],
+    saved_arguments_bytes: int,
+    repeats: int,
+    bench: Workbench,
+) -> StrategyMeasurement:
+    """Time and count one layer; gradients of its parameters and arguments are overwritten.
+
+    Parameters
+    ----------
+    layer : callable
+    arguments : sequence
+        Of the layer; tensors that need a gradient are leaves.
+    context : dict
+        Keyword arguments, which all layers of the module share.
+    parameters : sequence of tensors
+    saved_arguments_bytes : int
+        Those of the arguments that autograd saves.
+    repeats : int
+        Timed runs after a warm-up; the median counts.
+    bench : Workbench
+        On which the layer is mounted.
+    """
+    runs = _Runs(layer, tuple(arguments), context, parameters, bench)
+    seconds = [statistics.median(column) for column in zip(*runs.times(repeats), strict=True)]
+    given = sum(x.nbytes for x in (*arguments, *context.values()) if isinstance(x, Tensor))
+    workspace, selective, between = runs.count()
+    return StrategyMeasurement(
+        input_gradient_s=seconds[0],
+        weight_gradient_s=seconds[1],
+        weight_gradient_bytes=between,
+        selective_forward_s=seconds[2],
+        selective_backward_s=seconds[3],
+        selective_bytes=selective,
+        offload_s=seconds[4],
+        load_s=seconds[5],
+        given_bytes=given,
+        unsaved_bytes=max(0, given - saved_arguments_bytes),
+        workspace_bytes=workspace,
+    )
+
+
+def measure_forward(
+    layer: Callable[..., Tensor], arguments: Sequence[Any], context: dict[str, Any]
+) -> StrategyMeasurement:
+    """The same of a layer through which no gradient flows: it holds nothing, but uses some while it runs."""
+    with LiveBytes() as live, torch.no_grad():
+        layer(*arguments, **context)
+    nothing = dict.fromkeys(StrategyMeasurement.__struct_fields__, 0)
+    return StrategyMeasurement(**nothing | {"workspace_bytes": live.peak_bytes})
+
+
+class _Runs:
+    """One layer as a chunk of its own, run again and again."""
+
+    def __init__(
+        self,
+        layer: Callable[..., Tensor],
+        arguments: tuple[Any, ...],
+        context: dict[str, Any],
+        parameters: Sequence[Tensor],
+        bench: Workbench,
+    ) -> None:
+        self.layer, self.arguments, self.context, self.parameters = layer, arguments, context, parameters
+        self.bench = bench
+        activation, output = self.forward("keep")
+        del activation
+        self.gradient = torch.ones_like(output)
+
+    def forward(self, strategy: str) -> tuple[ChunkActivation, Tensor]:
+        for argument in self.arguments:
+            if isinstance(argument, Tensor):
+                argument.grad = None
+        activation = ChunkActivation(self.bench.device, self.context, self.bench.autocast)
+        return activation, activation.forward([self.layer], ((0, 1, strategy),), self.arguments, True)
+
+    def times(self, repeats: int) -> list[tuple[float, ...]]:
+        """Seconds of I, W, forward and backward under selective recomputation, moving out and back."""
+        now = self.bench.now_s
+        rows: list[tuple[float, ...]] = []
+        for run in range(_WARM_UP + repeats):
+            activation, _ = self.forward("keep")
+            moments = [now()]
+            activation.backward_input(self.gradient)
+            moments.append(now())
+            activation.backward_weight()
+            moments.append(now())
+            activation, _ = self.forward("selective")
+            moments.append(now())
+            activation.recompute()
+            activation.backward(self.gradient)
+            moments.append(now())
+            activation, _ = self.forward("offload")
+            moments.append(now())
+            activation.offload()
+            moments.append(now())
+            activation.load()
+            moments.append(now())
+            activation.backward(self.gradient)
+            if run >= _WARM_UP:
+                spent = [after - before for before, after in itertools.pairwise(moments)]
+                rows.append((spent[0], spent[1], spent[2], spent[3], spent[5], spent[6]))
+        return rows
+
+    def count(self) -> tuple[int, int, int]:
+        """Bytes of the workspace, held under selective recomputation, and between I and W."""
+        # Gradients that are there already are added to, as in all microbatches but the first.
+        for parameter in self.parameters:
+            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+        with LiveBytes() as live:
+            activation, output = self.forward("keep")
+            del output
+            allocated = live.num_bytes
+            workspace = live.peak_bytes - allocated
+            live.forget_peak()
+            activation.backward(self.gradient)
+            workspace = max(workspace, live.peak_bytes - allocated)
+            del activation
+        with LiveBytes() as live:
+            activation, output = self.forward("selective")
+            del output
+            selective = live.num_bytes
+            activation.backward(self.gradient)
+            del activation
+        with LiveBytes() as live:
+            activation, output = self.forward("keep")
+            del output
+            activation.backward_input(self.gradient)
+            between = live.num_bytes
+            live.forget_peak()
+            activation.backward_weight()
+            workspace = max(workspace, live.peak_bytes - between)
+            del activation
+        return workspace, selective, between

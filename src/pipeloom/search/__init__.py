@@ -1,47 +1,40 @@
 """Search: the best schedule within a budget, and its distance from the optimum."""
 
+from pipeloom.search.assignment import Assigned, solve_assignable, warm_up_assignment
 from pipeloom.search.candidates import LayerOption, pair_candidates
-from pipeloom.search.dealing import Dealt, solve_dealt, warm_up_dealing
-from pipeloom.search.families import FAMILIES, Family, family, generate
-from pipeloom.search.levels import levels_by_time
-from pipeloom.search.library import LIBRARY, Run, gap_table, instance, run_library
+from pipeloom.search.methods import METHODS
+from pipeloom.search.params import SearchParams
 from pipeloom.search.plain import first_in_first_out
 from pipeloom.search.result import Progress, Solution
-from pipeloom.search.solve import EXACT, METHODS, solve, warm_up
+from pipeloom.search.solve import solve, warm_up
+from pipeloom.search.static_orders import gpipe, interleaved_one_f_one_b, one_f_one_b
 from pipeloom.search.stopping import Begun, Both, Deadline, Evaluations, Share, StoppingRule
 from pipeloom.search.strategies import Strategies, choose_strategies
-from pipeloom.search.uniform import uniform_start
+from pipeloom.search.uniform import uniform_settings
 
 __all__ = [
-    "EXACT",
-    "FAMILIES",
-    "LIBRARY",
     "METHODS",
+    "Assigned",
     "Begun",
     "Both",
     "Deadline",
-    "Dealt",
     "Evaluations",
-    "Family",
     "LayerOption",
     "Progress",
-    "Run",
+    "SearchParams",
     "Share",
     "Solution",
     "StoppingRule",
     "Strategies",
     "choose_strategies",
-    "family",
     "first_in_first_out",
-    "gap_table",
-    "generate",
-    "instance",
-    "levels_by_time",
+    "gpipe",
+    "interleaved_one_f_one_b",
+    "one_f_one_b",
     "pair_candidates",
-    "run_library",
     "solve",
-    "solve_dealt",
-    "uniform_start",
+    "solve_assignable",
+    "uniform_settings",
     "warm_up",
-    "warm_up_dealing",
+    "warm_up_assignment",
 ]

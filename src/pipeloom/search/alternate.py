@@ -2,84 +2,79 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
 from pipeloom.errors import InfeasibleError
-from pipeloom.search import kernels
+from pipeloom.search.context import Context
 from pipeloom.search.jobs import Walks, make_walks
-from pipeloom.search.levels import downhill, levels_by_time
+from pipeloom.search.kernels import codes
 from pipeloom.search.local import portfolio
 from pipeloom.search.plain import leanest
-from pipeloom.search.result import Progress
 from pipeloom.search.splitting import Restricted, by_lateness, restrict, split_counts, splittable
-from pipeloom.search.state import Search
-from pipeloom.search.stopping import Watch
-from pipeloom.search.strategies import choose_strategies
-from pipeloom.search.tuning import Tuning
+from pipeloom.search.state import Run, Search
+from pipeloom.search.stopping import Part
+from pipeloom.search.strategies import PacedChooser, choose_strategies
+from pipeloom.search.uniform import downhill, uniform_settings
 from pipeloom.taskgraph import IntArray, TaskGraph
-from pipeloom.timeline import LowerBound, Schedule, lower_bound, simulate
-
-Method = Callable[[Search, int, float], None]
-"""Searches with so many threads until so much of the budget is spent."""
-
-ROUNDS, LEVEL_ROUNDS, TUNED_ROUNDS = 6, 3, 2
-"""Turns of order search and strategy choice: from the leanest candidates, from the best uniform setting, and from
-strategies chosen for a lean order."""
-PROBE = 0.05
-"""Part of the budget for the static orders of one uniform setting."""
-FAR = 1.05
-"""Makespan over bound beyond which an order for the leanest candidates is tried beside that for a uniform setting."""
-SPLIT_SHARE = 0.25
-"""Part of the budget in which another number of split microbatches is begun."""
+from pipeloom.timeline import Schedule, lower_bound, simulate
 
 
-def alternate(
-    graph: TaskGraph, bound: LowerBound, run: Method, watch: Watch, seed: int, method: str, threads: int, part: float,
-    on_progress: Callable[[Progress], None] | None,
-) -> tuple[Schedule, int]:  # fmt: skip
-    """Search orders and choose strategies by turns.
+def alternate(graph: TaskGraph, context: Context, run: Run, part: Part) -> Schedule:
+    """Search orders and choose strategies by turns, in a part of the budget.
 
     Where pairs can run their backwards whole or split, how many microbatches are split is settled first, by the
     static orders alone.
-
-    Returns
-    -------
-    Schedule
-        The best found.
-    int
-        Evaluations used.
     """
-    best, best_ns, used = Schedule((), None), kernels.NEVER, 0
-    chosen = restrict(graph, np.zeros(graph.num_pairs, np.bool_)) if splittable(graph).any() else None
-    if chosen is not None:
-        best, best_ns, chosen, used = _split(graph, chosen, bound, watch, seed, method, part, on_progress)
+    best, chosen = _Incumbent(graph), None
+    if splittable(graph).any():
+        # With all backwards whole it may not fit; the leanest candidates of both kinds may.
+        with suppress(InfeasibleError):
+            chosen = _choose_split(graph, context, part, best)
     inner = graph if chosen is None else chosen.graph
-    found, used = _turns(inner, bound, run, watch, seed, method, threads, part, on_progress, used)
-    if chosen is not None:
-        found = chosen.schedule(found)
-    return (found if simulate(graph, found).makespan_ns <= best_ns else best), used
+    found = _take_turns(inner, context, run, part)
+    best.offer(found if chosen is None else chosen.schedule(found), or_equal=True)
+    assert best.schedule is not None
+    return best.schedule
 
 
-def _split(
-    graph: TaskGraph, whole: Restricted, bound: LowerBound, watch: Watch, seed: int, method: str, part: float,
-    on_progress: Callable[[Progress], None] | None,
-) -> tuple[Schedule, int, Restricted, int]:  # fmt: skip
-    """Try to split none, then the last few, then more of the microbatches, and keep what static orders do best with."""
+class _Incumbent:
+    """The best schedule of a graph so far."""
+
+    def __init__(self, graph: TaskGraph) -> None:
+        self.graph = graph
+        self.schedule: Schedule | None = None
+        self.ns = codes.NEVER
+
+    def offer(self, schedule: Schedule, or_equal: bool = False) -> int:
+        """Take a schedule if it is better; return its makespan."""
+        makespan = simulate(self.graph, schedule).makespan_ns
+        if makespan < self.ns + or_equal:
+            self.schedule, self.ns = schedule, makespan
+        return makespan
+
+
+def _choose_split(graph: TaskGraph, context: Context, part: Part, best: _Incumbent) -> Restricted:
+    """Try to split none, then the last few, then more of the microbatches, and keep what static orders do best with.
+
+    Raises
+    ------
+    InfeasibleError
+        Splitting none does not fit.
+    """
     can = splittable(graph)
-    best, best_ns, chosen, used = Schedule((), None), kernels.NEVER, whole, 0
+    chosen = restricted = restrict(graph, np.zeros(graph.num_pairs, np.bool_))
     lateness: IntArray | None = None
     for count in split_counts(graph):
-        if best_ns < kernels.NEVER and watch.share(used) >= SPLIT_SHARE * part:
+        if best.schedule is not None and context.meter.spent >= context.params.turns.split_share * part.until:
             break
-        restricted = whole if lateness is None else restrict(graph, can & (lateness < count))
+        if lateness is not None:
+            restricted = restrict(graph, can & (lateness < count))
         lean = np.array(leanest(restricted.graph), np.int64)
         try:
-            search = Search(restricted.graph.with_candidates(lean), bound.ns, watch, seed, on_progress, used)
+            search = Search(restricted.graph.with_candidates(lean), context)
         except InfeasibleError:
             # What a split backward holds between its halves may not fit where whole ones do.
             if lateness is None:
@@ -89,126 +84,138 @@ def _split(
         with suppress(KeyboardInterrupt):
             portfolio(search)
             interrupted = False
-        used = search.evaluations
-        inner = Schedule(search.orders(), lean, method)
-        tuned = restricted.schedule(choose_strategies(restricted.graph, inner))
-        for schedule in (tuned, restricted.schedule(inner)):
-            makespan = simulate(graph, schedule).makespan_ns
-            if makespan < best_ns:
-                best, best_ns, chosen = schedule, makespan, restricted
+        inner = Schedule(search.orders(), lean, context.method)
+        with_strategies = choose_strategies(restricted.graph, inner, context.params.strategies)
+        for schedule in (with_strategies, inner):
+            before = best.ns
+            if best.offer(restricted.schedule(schedule)) < before:
+                chosen = restricted
         if lateness is None:
-            lateness = by_lateness(graph, simulate(graph, best))
-        if interrupted or best_ns <= bound.ns:
+            assert best.schedule is not None
+            lateness = by_lateness(graph, simulate(graph, best.schedule))
+        if interrupted or best.ns <= context.bound.ns:
             break
-    return best, best_ns, chosen, used
+    return chosen
 
 
-def _turns(
-    graph: TaskGraph, bound: LowerBound, run: Method, watch: Watch, seed: int, method: str, threads: int, part: float,
-    on_progress: Callable[[Progress], None] | None, used: int,
-) -> tuple[Schedule, int]:  # fmt: skip
-    """First orders under one setting for all pairs, then the strategies that the order leaves room for, then orders
-    under those, and so on.
+class _Plan(NamedTuple):
+    """What the turns begin with.
 
-    The papers start from the leanest candidates (`dip.txt` §5.2). Where memory is limited the start is the setting
-    that static orders do best with. If that is far from the bound, memory is so tight that settings must differ from
-    pair to pair: then an order made for the leanest, whose room the choice of strategies fills, is often better.
+    Attributes
+    ----------
+    candidate : array, shape (num_pairs,)
+        Strategies for the first search of orders.
+    rounds : int
+        Turns at most.
+    search : Search, optional
+        Goes on as the first search.
+    like : Search, optional
+        Its order is tried first.
     """
 
-    def told(progress: Progress) -> None:
-        if on_progress is not None:
-            on_progress(replace(progress, bound_ns=bound.ns))
-
-    walks, tuning = None if graph.capacity_bytes is None else make_walks(graph), Tuning(graph, watch)
-    start, probe, used = _start(graph, bound, watch, seed, on_progress, used, walks)
-    lean: IntArray = np.array(leanest(graph), np.int64)
-    incumbent = _Incumbent(graph, method, Schedule((), lean))
-    choice, rounds = (lean, ROUNDS) if start is None else (start, LEVEL_ROUNDS)
-    previous: Search | None = None
-    if start is not None and probe is not None and probe.best_ns > FAR * bound.ns:
-        leanly = Search(graph.with_candidates(lean), bound.ns, watch, seed, told, used, walks=walks)
-        portfolio(leanly, until=watch.share(used) + PROBE)
-        used = probe.evaluations = leanly.evaluations
-        under_start = incumbent.offer(probe, start, tuning)
-        under_lean = incumbent.offer(leanly, lean, tuning)
-        if under_lean.ns < under_start.ns:
-            choice, previous, probe, rounds = under_lean.candidate, leanly, None, TUNED_ROUNDS
-        rounds = min(rounds, tuning.turns(part - watch.share(used)))
-    begin = watch.share(used)
-    for turn in range(rounds):
-        chosen = graph.with_candidates(choice)
-        # How far an order is from the optimum, and whether to go on, is a matter of these strategies.
-        target = max(bound.ns, lower_bound(chosen).ns)
-        if turn == 0 and probe is not None:
-            # The static orders that chose the setting are a part of its search.
-            search = probe.resumed(target, told)
-        else:
-            search = Search(chosen, target, watch, seed + turn, told, used, walks=walks)
-        turn_is_last = True
-        until = begin + (part - begin) * (turn + 1) / rounds - tuning.share
-        with suppress(KeyboardInterrupt):
-            if previous is not None:
-                search.try_like(previous)
-            run(search, threads, until)
-            turn_is_last = watch.left(search.evaluations, 1) == 0
-        used, previous = search.evaluations, search
-        choice = incumbent.offer(search, choice, tuning).candidate
-        if turn_is_last or incumbent.ns <= bound.ns:
-            break
-    return incumbent.best, used
-
-
-class _Offered(NamedTuple):
-    """What the strategies chosen for an order give."""
-
-    ns: int
     candidate: IntArray
+    rounds: int
+    search: Search | None = None
+    like: Search | None = None
 
 
-class _Incumbent:
-    """The best schedule so far, with its strategies."""
+class _Turns:
+    """Orders and strategies of one graph by turns."""
 
-    def __init__(self, graph: TaskGraph, method: str, nothing: Schedule) -> None:
-        self.graph, self.method = graph, method
-        self.best, self.ns = nothing, kernels.NEVER
+    def __init__(self, graph: TaskGraph, context: Context, part: Part) -> None:
+        self.graph, self.context, self.part = graph, context, part
+        self.walks: Walks | None = None if graph.capacity_bytes is None else make_walks(graph)
+        self.chooser = PacedChooser(graph, context.meter, context.params.strategies)
+        self.lean: IntArray = np.array(leanest(graph), np.int64)
+        self.best = _Incumbent(graph)
 
-    def offer(self, search: Search, choice: IntArray, tuning: Tuning) -> _Offered:
-        """Take a search's order as it is, or with strategies chosen for it; return the latter."""
-        found = Schedule(search.orders(), choice, self.method)
-        tuned = tuning.choose(found)
-        makespans = [simulate(self.graph, schedule).makespan_ns for schedule in (found, tuned)]
-        for makespan, schedule in zip(makespans, (found, tuned), strict=True):
-            if makespan < self.ns:
-                self.best, self.ns = schedule, makespan
-        return _Offered(makespans[1], choice if tuned.candidate is None else tuned.candidate)
+    def begin(self) -> _Plan:
+        """Choose the strategies that the first search of orders is under.
+
+        The papers start from the leanest candidates (`dip.txt` §5.2). Where memory is limited the start is the setting
+        that static orders do best with. If that is far from the bound, memory is so tight that settings must differ
+        from pair to pair: then an order made for the leanest, whose room the choice of strategies fills, is often
+        better.
+        """
+        params, meter = self.context.params.turns, self.context.meter
+        found = self._best_uniform()
+        if found is None:
+            return _Plan(self.lean, params.lean_rounds)
+        setting, probe = found
+        plan = _Plan(np.full(self.graph.num_pairs, setting, np.int64), params.uniform_rounds, search=probe)
+        if probe.best_ns <= params.far * self.context.bound.ns:
+            return plan
+        lean = self._search(self.lean)
+        portfolio(lean, Part(meter.spent, meter.spent + params.probe_share))
+        under_setting, _ = self.offer(probe, plan.candidate)
+        under_lean, chosen = self.offer(lean, self.lean)
+        if under_lean < under_setting:
+            plan = _Plan(chosen, params.chosen_rounds, like=lean)
+        return plan._replace(rounds=min(plan.rounds, self.chooser.turns(self.part.until - meter.spent)))
+
+    def _best_uniform(self) -> tuple[int, Search] | None:
+        """The uniform setting with the best static orders, and their search; None: no limit, or none fits."""
+        if self.graph.capacity_bytes is None:
+            return None
+        searches: dict[int, Search] = {}
+        meter = self.context.meter
+
+        def makespan(setting: int) -> float:
+            try:
+                # A setting that fits in some odd order only is not worth the seconds that finding it takes.
+                search = self._search(np.full(self.graph.num_pairs, setting), states=0)
+            except InfeasibleError:
+                return float("inf")
+            portfolio(search, Part(meter.spent, meter.spent + self.context.params.turns.probe_share))
+            searches[setting] = search
+            return float(search.best_ns)
+
+        setting = downhill(uniform_settings(self.graph), makespan)
+        return None if setting is None else (setting, searches[setting])
+
+    def _search(self, candidate: IntArray, states: int | None = None) -> Search:
+        return Search(self.graph.with_candidates(candidate), self.context, walks=self.walks, states=states)
+
+    def offer(self, search: Search, candidate: IntArray) -> tuple[int, IntArray]:
+        """Take a search's order as it is, or with strategies chosen for it; the makespan with these, and these."""
+        found = Schedule(search.orders(), candidate, self.context.method)
+        chosen = self.chooser.choose(found)
+        self.best.offer(found)
+        assert chosen.candidate is not None
+        return self.best.offer(chosen), chosen.candidate
+
+    def turn(self, number: int, plan: _Plan, until: float, run: Run) -> tuple[Search, bool]:
+        """Search orders under the plan's strategies; the search, and whether it is the last."""
+        graph, context = self.graph.with_candidates(plan.candidate), self.context
+        # How far an order is from the optimum, and whether to go on, is a matter of these strategies.
+        target = max(context.bound.ns, lower_bound(graph).ns)
+        if plan.search is not None:
+            # The static orders that chose the setting are a part of its search.
+            search = plan.search.aimed_at(target)
+        else:
+            search = Search(graph, context, target_ns=target, seed=context.seed + number, walks=self.walks)
+        last = True
+        with suppress(KeyboardInterrupt):
+            if plan.like is not None:
+                search.try_like(plan.like)
+            run(search, Part(context.meter.spent, until))
+            last = context.meter.left(1) == 0
+        return search, last
 
 
-def _start(
-    graph: TaskGraph, bound: LowerBound, watch: Watch, seed: int, on_progress: Callable[[Progress], None] | None,
-    used: int, walks: Walks | None,
-) -> tuple[IntArray | None, Search | None, int]:  # fmt: skip
-    """The uniform setting with the best static orders, their search, and the evaluations used.
-
-    None: no limit, or no setting fits.
+def _take_turns(graph: TaskGraph, context: Context, run: Run, part: Part) -> Schedule:
+    """First orders under one choice of strategies, then the strategies that the order leaves room for, then orders
+    under those, and so on.
     """
-    if graph.capacity_bytes is None:
-        return None, None, used
-    searches: dict[int, Search] = {}
-
-    def makespan(level: int) -> float:
-        nonlocal used
-        try:
-            chosen = graph.with_candidates(np.full(graph.num_pairs, level))
-            # A setting that fits in some odd order only is not worth the seconds that finding it takes.
-            search = Search(chosen, bound.ns, watch, seed, on_progress, used, walks=walks, thorough=False)
-        except InfeasibleError:
-            return float("inf")
-        portfolio(search, until=watch.share(used) + PROBE)
-        used, searches[level] = search.evaluations, search
-        return float(search.best_ns)
-
-    level = downhill(levels_by_time(graph), makespan)
-    if level is None:
-        return None, None, used
-    searches[level].evaluations = used
-    return np.full(graph.num_pairs, level, np.int64), searches[level], used
+    turns = _Turns(graph, context, part)
+    plan = turns.begin()
+    begin, rounds = context.meter.spent, plan.rounds
+    for number in range(rounds):
+        until = begin + (part.until - begin) * (number + 1) / rounds - turns.chooser.share
+        search, last = turns.turn(number, plan, until, run)
+        _, chosen = turns.offer(search, plan.candidate)
+        plan = _Plan(chosen, rounds, like=search)
+        if last or turns.best.ns <= context.bound.ns:
+            break
+    assert turns.best.schedule is not None
+    return turns.best.schedule

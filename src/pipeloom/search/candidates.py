@@ -39,11 +39,16 @@ def pair_candidates(layers: list[list[LayerOption]], most: int = 10) -> tuple[Ca
     front: list[tuple[int, int, int, int, tuple[str, ...]]] = [(0, 0, 0, 0, ())]
     for options in layers:
         grown = [
-            (held + o.activation_bytes, time + o.forward_ns + o.backward_ns, ahead + o.forward_ns,
-             back + o.backward_ns, (*names, o.strategy))
+            (
+                held + o.activation_bytes,
+                time + o.forward_ns + o.backward_ns,
+                ahead + o.forward_ns,
+                back + o.backward_ns,
+                (*names, o.strategy),
+            )
             for held, time, ahead, back, names in front
             for o in options
-        ]  # fmt: skip
+        ]
         front = []
         for entry in sorted(grown):
             if not front or entry[1] < front[-1][1]:

@@ -11,10 +11,8 @@ from typing import NamedTuple
 import numpy as np
 
 from pipeloom.search.jobs import components
+from pipeloom.search.params import DEFAULTS
 from pipeloom.taskgraph import FORWARD, NO_TASK, IntArray, TaskGraph
-
-MOST_STATES = 20_000
-"""Sets of tasks after which the search gives up."""
 
 
 class Option(NamedTuple):
@@ -29,19 +27,19 @@ Chosen = tuple[tuple[int, Option], ...]
 """Options by pair, sorted, so that it can be an element of a set."""
 
 
-def fitting_candidates(graph: TaskGraph) -> list[list[int]] | None:
+def fitting_candidates(graph: TaskGraph, states: int = DEFAULTS.feasibility.candidate_states) -> list[list[int]] | None:
     """Per pair the candidates that take no less than one, of which all together fit; that one is the first.
 
     For graphs whose candidates are lean in different ways, so that choosing pair by pair does not fit. None
-    where nothing was found, which does not prove that there is nothing.
+    where nothing was found in so many states of a job, which does not prove that there is nothing.
     """
     assert graph.candidates is not None
     assert graph.capacity_bytes is not None
-    room = graph.capacity_bytes - graph.static_bytes
+    capacity = graph.capacity_bytes - graph.static_bytes
     chosen: dict[int, Option] = {}
     job_of_task = components(graph)
     for job in range(int(job_of_task.max()) + 1):
-        found = _choose(graph, np.flatnonzero(job_of_task == job).tolist(), room)
+        found = _choose(graph, np.flatnonzero(job_of_task == job).tolist(), capacity, states)
         if found is None:
             return None
         chosen.update(found)
@@ -58,13 +56,13 @@ def fitting_candidates(graph: TaskGraph) -> list[list[int]] | None:
     return rows
 
 
-def _choose(graph: TaskGraph, tasks: list[int], room: IntArray) -> dict[int, Option] | None:
+def _choose(graph: TaskGraph, tasks: list[int], capacity: IntArray, most: int) -> dict[int, Option] | None:
     """Candidates of one job's pairs under which some order of its tasks fits."""
     search = _Search(graph, tasks)
     seen: set[tuple[int, Chosen]] = set()
-    free: tuple[int, ...] = tuple(room.tolist())
+    free: tuple[int, ...] = tuple(capacity.tolist())
     stack: list[tuple[int, tuple[int, ...], Chosen]] = [(0, free, ())]
-    while stack and len(seen) < MOST_STATES:
+    while stack and len(seen) < most:
         done, free, chosen = stack.pop()
         done, free = search.run_what_gives(done, free, dict(chosen))
         if (done, chosen) in seen:
@@ -92,19 +90,20 @@ class _Search:
         self.pair = {task: int(graph.pair[task]) for task in tasks}
         self.forward = {task for task in tasks if graph.kind[task] == FORWARD}
         rows = graph.predecessor_start
-        self.before = {
-            task: sum(1 << self.place[int(p)] for p in graph.predecessor[rows[task] : rows[task + 1]])
-            for task in tasks
-        }
+        self.before = dict.fromkeys(tasks, 0)
+        for task in tasks:
+            # An edge may be listed twice, so bits are not added.
+            for before in graph.predecessor[rows[task] : rows[task + 1]].tolist():
+                self.before[task] |= 1 << self.place[before]
         self.backward, self.weight = graph.backward_of.tolist(), graph.weight_of.tolist()
         self.options = {pair: _options(graph, pair) for pair in self.pair.values()}
         self.edges = dict.fromkeys(tasks, 0)
-        for source, target, held in zip(
+        for source, target, allocated in zip(
             graph.edge_source.tolist(), graph.edge_target.tolist(), graph.edge_bytes.tolist(), strict=True
         ):
-            if held and source in self.edges:
-                self.edges[source] += held
-                self.edges[target] -= held
+            if allocated and source in self.edges:
+                self.edges[source] += allocated
+                self.edges[target] -= allocated
 
     def change(self, task: int, option: Option) -> tuple[int, int]:
         """What a task needs at most above what its rank holds, and what it takes for good."""
@@ -119,9 +118,7 @@ class _Search:
             last -= option.gradient
         return max(first, first + last), first + last
 
-    def steps(
-        self, done: int, free: tuple[int, ...], chosen: dict[int, Option]
-    ) -> list[tuple[int, int, Option]]:
+    def steps(self, done: int, free: tuple[int, ...], chosen: dict[int, Option]) -> list[tuple[int, int, Option]]:
         """Tasks that could run next and fit: what they take for good, task, candidate."""
         found = []
         for i, task in enumerate(self.tasks):
@@ -139,9 +136,7 @@ class _Search:
     ) -> tuple[int, tuple[int, ...]]:
         """Run all tasks that fit and take nothing for good, but forwards, whose candidate is to be chosen."""
         while True:
-            step = next(
-                (s for s in self.steps(done, free, chosen) if s[0] <= 0 and s[1] not in self.forward), None
-            )
+            step = next((s for s in self.steps(done, free, chosen) if s[0] <= 0 and s[1] not in self.forward), None)
             if step is None:
                 return done, free
             rank = self.rank[step[1]]

@@ -2,7 +2,7 @@
 
 Memory is granted only if every job that has begun can still finish, one after the other, in some order
 (Dijkstra's banker). A job finishes along its *reference order*; whatever of it has run already, the rest of
-that order can run, and `need` is the most it takes on each rank above what the job holds.
+that order can run, and `demand` is the most it takes on each rank above what the job holds.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pipeloom.errors import InfeasibleError
-from pipeloom.search.graph_kernels import sort_topologically
+from pipeloom.errors import InfeasibleError, NothingFoundError
+from pipeloom.search.kernels.graph import sort_topologically
+from pipeloom.search.params import DEFAULTS
 from pipeloom.taskgraph import FORWARD, WEIGHT_GRADIENT, IntArray, TaskGraph, topological_order
 from pipeloom.timeline import memory_changes
+from pipeloom.timeline.options import least_held, pair_options
 
 Array = npt.NDArray[Any]
 
 NO_LIMIT = 1 << 60
-SEARCH_STATES = 20_000
-"""Sets of finished tasks that are looked at for a job whose plain orders do not fit."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,8 +35,8 @@ class Jobs:
     order : array, shape (num_tasks,)
         All tasks, job after job in order of their first microbatch, each job in its reference order: a
         schedule that fits whenever one was found.
-    need : array, shape (num_jobs, num_ranks)
-    room : array, shape (num_ranks,)
+    demand : array, shape (num_jobs, num_ranks)
+    capacity : array, shape (num_ranks,)
     scan_start, scan_task : array
         Per job and rank (row ``job * num_ranks + rank``) the tasks in reference order, where what is still
         to come does not simply add up.
@@ -44,8 +44,8 @@ class Jobs:
 
     job_of_task: IntArray
     order: IntArray
-    need: IntArray
-    room: IntArray
+    demand: IntArray
+    capacity: IntArray
     scan_start: IntArray
     scan_task: IntArray
 
@@ -81,53 +81,52 @@ def _members(job_of_task: IntArray) -> list[list[int]]:
     return members
 
 
-def find_jobs(graph: TaskGraph, walks: Walks | None = None, thorough: bool = True) -> Jobs:
+def find_jobs(graph: TaskGraph, walks: Walks | None = None, states: int = DEFAULTS.feasibility.job_states) -> Jobs:
     """Split a graph without candidates into jobs and find an order for each that fits.
 
     Parameters
     ----------
     walks : Walks, optional
         Of this graph under any candidates.
-    thorough : bool
-        Whether all orders of a job are searched when the plain ones do not fit, which may take seconds.
+    states : int
+        Sets of finished tasks that are tried for a job when the plain orders do not fit, which may take seconds.
 
     Raises
     ------
     InfeasibleError
-        Naming the pair, its rank and the bytes, where a pair alone is too large, or where no order of its
-        job was found that fits.
+        Naming the pair, its rank and the bytes, where a pair alone is too large, or no order of its job fits.
+    NothingFoundError
+        Where no order of a job was found that fits, and not all were tried.
     """
-    room = np.full(graph.num_ranks, NO_LIMIT, np.int64)
+    capacity = np.full(graph.num_ranks, NO_LIMIT, np.int64)
     if graph.capacity_bytes is not None:
-        room = graph.capacity_bytes - graph.static_bytes
+        capacity = graph.capacity_bytes - graph.static_bytes
     if not memory_matters(graph):
-        return _one_job(graph, room)
-    _refuse_large_pairs(graph, room)
+        return _one_job(graph, capacity)
+    refuse_large_pairs(graph)
     walks = walks or make_walks(graph)
     job_of_task, order = walks.job_of_task, walks.order
-    need, adds_up = _needs(graph, job_of_task, order)
-    failing = np.flatnonzero((need > room).any(axis=1))
+    demand, adds_up = _demand(graph, job_of_task, order)
+    failing = np.flatnonzero((demand > capacity).any(axis=1))
     if failing.size:
         order = order.copy()
-        peak, net = (column.tolist() for column in memory_needs(graph))
+        peak, net = (column.tolist() for column in memory_demand(graph))
         reader, members = _Reader(graph), _members(job_of_task)
         for job in failing.tolist():
             order[job_of_task[order] == job] = _reference_order(
-                graph, reader, members[job], peak, net, room, thorough
+                graph, reader, members[job], (peak, net), capacity, states
             )
-        need, adds_up = _needs(graph, job_of_task, order)
+        demand, adds_up = _demand(graph, job_of_task, order)
     # A row for every job and rank: their tasks in the order of the job.
     row = (job_of_task * graph.num_ranks + graph.rank)[order]
     scanned = ~adds_up[row]
     size = np.bincount(row[scanned], minlength=len(adds_up))
     start = np.zeros(len(size) + 1, np.int64)
     np.cumsum(size, out=start[1:])
-    return Jobs(
-        job_of_task, order, need, room, start, order[scanned][np.argsort(row[scanned], kind="stable")]
-    )
+    return Jobs(job_of_task, order, demand, capacity, start, order[scanned][np.argsort(row[scanned], kind="stable")])
 
 
-def _needs(graph: TaskGraph, job_of_task: IntArray, order: IntArray) -> tuple[IntArray, Array]:
+def _demand(graph: TaskGraph, job_of_task: IntArray, order: IntArray) -> tuple[IntArray, Array]:
     """Most bytes that each job takes on every rank along the order, shape (num_jobs, num_ranks); and, by
     ``job * num_ranks + rank``, whether the rank's part of it first only takes and then only gives, so that what is
     needed is a sum.
@@ -135,7 +134,7 @@ def _needs(graph: TaskGraph, job_of_task: IntArray, order: IntArray) -> tuple[In
     num_jobs = int(job_of_task.max(initial=-1)) + 1
     row = (job_of_task * graph.num_ranks + graph.rank)[order]
     by_row = np.argsort(row, kind="stable")
-    peak, net = (column[order][by_row] for column in memory_needs(graph))
+    peak, net = (column[order][by_row] for column in memory_demand(graph))
     row = row[by_row]
     first = np.flatnonzero(np.diff(row, prepend=-1))
     length = np.diff(first, append=len(row))
@@ -146,17 +145,17 @@ def _needs(graph: TaskGraph, job_of_task: IntArray, order: IntArray) -> tuple[In
         earlier: IntArray = total - np.repeat(total[first], length)
         return earlier
 
-    need = np.zeros(num_jobs * graph.num_ranks, np.int64)
+    demand = np.zeros(num_jobs * graph.num_ranks, np.int64)
     taking = (net > 0) | (peak > 0)
     uneven = taking & ((before((~taking & (net < 0)).astype(np.int64)) > 0) | (peak != net))
-    adds_up = np.ones(len(need), np.bool_)
+    adds_up = np.ones(len(demand), np.bool_)
     if len(row):
-        need[row[first]] = np.maximum(0, np.maximum.reduceat(before(net) + peak, first))
+        demand[row[first]] = np.maximum(0, np.maximum.reduceat(before(net) + peak, first))
         adds_up[row[first]] = ~np.logical_or.reduceat(uneven, first)
-    return need.reshape(num_jobs, graph.num_ranks), adds_up
+    return demand.reshape(num_jobs, graph.num_ranks), adds_up
 
 
-def memory_needs(graph: TaskGraph) -> tuple[IntArray, IntArray]:
+def memory_demand(graph: TaskGraph) -> tuple[IntArray, IntArray]:
     """Bytes that every task needs at most above what its rank holds, and what it leaves.
 
     What is held for no time does not count: a task without duration needs only what it leaves.
@@ -180,15 +179,19 @@ def memory_matters(graph: TaskGraph) -> bool:
     return bool((most > graph.capacity_bytes).any())
 
 
-def _one_job(graph: TaskGraph, room: IntArray) -> Jobs:
+def _one_job(graph: TaskGraph, capacity: IntArray) -> Jobs:
     """Everything is one job that needs nothing, which is cheap to make for large graphs."""
     none = np.zeros(0, np.int64)
     # The plain rollout, which must not compile anything, is not made for more.
     order = topological_order(graph) if graph.num_tasks <= 4000 else quick_topological_order(graph)
     return Jobs(
-        np.zeros(graph.num_tasks, np.int64), order, np.zeros((1, graph.num_ranks), np.int64),
-        room, np.zeros(graph.num_ranks + 1, np.int64), none,
-    )  # fmt: skip
+        np.zeros(graph.num_tasks, np.int64),
+        order,
+        np.zeros((1, graph.num_ranks), np.int64),
+        capacity,
+        np.zeros(graph.num_ranks + 1, np.int64),
+        none,
+    )
 
 
 def quick_topological_order(graph: TaskGraph) -> IntArray:
@@ -233,33 +236,35 @@ def components(graph: TaskGraph) -> IntArray:
 
 
 def _reference_order(
-    graph: TaskGraph, reader: _Reader, tasks: list[int], peak: list[int], net: list[int], room: IntArray,
-    thorough: bool,
-) -> list[int]:  # fmt: skip
+    graph: TaskGraph,
+    reader: _Reader,
+    tasks: list[int],
+    peak_net: tuple[list[int], list[int]],
+    capacity: IntArray,
+    states: int,
+) -> list[int]:
     """An order of a job whose plain walk does not fit: whatever rises least comes next; or else a search."""
+    peak, net = peak_net
     first = _walk(reader, tasks, peak, net, greedy=False)
     greedy = _walk(reader, tasks, peak, net, greedy=True)
-    if (np.array(_most(reader, greedy, peak, net, graph.num_ranks)) <= room).all():
+    if (np.array(_most(reader, greedy, peak, net, graph.num_ranks)) <= capacity).all():
         return greedy
-    searched, exhausted = None, False
-    if thorough:
-        searched, exhausted = _search(reader, tasks, peak, net, room.tolist())
+    searched, exhausted = _search(reader, tasks, peak, net, capacity.tolist(), states)
     if searched is not None:
         return searched
     most = _most(reader, first, peak, net, graph.num_ranks)
     used = [0] * graph.num_ranks
     for task in first:
         rank = reader.rank[task]
-        if used[rank] + peak[task] > room[rank]:
-            raise InfeasibleError(
+        if used[rank] + peak[task] > capacity[rank]:
+            # With tasks that last no time, more fits than this search knows of.
+            proved = exhausted and bool((graph.duration_ns > 0).all())
+            some = f"at most {states} states of it were searched, not all"
+            tried = "no order fits" if proved else "not proved impossible" if exhausted or not states else some
+            raise (InfeasibleError if proved else NothingFoundError)(
                 f"pair {graph.pair[task]} ({graph.describe(task)}) does not fit: its microbatch needs "
                 f"{most[rank]} bytes at once on rank {rank} in every order tried, and beside "
-                f"{graph.static_bytes[rank]} static bytes the capacity leaves {room[rank]}; "
-                + (
-                    "no order fits"
-                    if exhausted
-                    else f"at most {SEARCH_STATES} states of it were searched, not all"
-                )
+                f"{graph.static_bytes[rank]} static bytes the capacity leaves {capacity[rank]}; {tried}"
             )
         used[rank] += net[task]
     raise AssertionError("an order that does not fit has a first task that does not")
@@ -302,24 +307,24 @@ def _walk(reader: _Reader, tasks: list[int], peak: list[int], net: list[int], gr
 
 
 def _search(
-    reader: _Reader, tasks: list[int], peak: list[int], net: list[int], room: list[int]
+    reader: _Reader, tasks: list[int], peak: list[int], net: list[int], capacity: list[int], most: int
 ) -> tuple[list[int] | None, bool]:
-    """An order that fits, by depth first over all of them, or None; and whether all were tried, of which
-    `SEARCH_STATES` states are the limit.
+    """An order that fits, by depth first over all of them, or None; and whether all were tried, of which ``most``
+    states are the limit.
 
     A task that fits and leaves no more held than before runs at once, since that can never be in the way; so
     only the others are a choice.
     """
     number = {task: i for i, task in enumerate(tasks)}
-    needs = dict.fromkeys(tasks, 0)
+    predecessors = dict.fromkeys(tasks, 0)
     for task in tasks:
         for e in range(reader.start[task], reader.start[task + 1]):
-            needs[reader.successor[e]] |= 1 << number[task]
+            predecessors[reader.successor[e]] |= 1 << number[task]
     seen: set[int] = set()
-    stack: list[tuple[int, list[int], list[int]]] = [(0, [], list(room))]
-    while stack and len(seen) < SEARCH_STATES:
+    stack: list[tuple[int, list[int], list[int]]] = [(0, [], list(capacity))]
+    while stack and len(seen) < most:
         done, sequence, free = stack.pop()
-        ready = [t for t in tasks if not done >> number[t] & 1 and needs[t] & ~done == 0]
+        ready = [t for t in tasks if not done >> number[t] & 1 and predecessors[t] & ~done == 0]
         fits = [t for t in ready if peak[t] <= free[reader.rank[t]]]
         harmless = [t for t in fits if net[t] <= 0]
         # The last one pushed is tried first: that with the least rise.
@@ -337,26 +342,30 @@ def _search(
     return None, not stack
 
 
-def _refuse_large_pairs(graph: TaskGraph, room: IntArray) -> None:
-    if (room < 0).any():
-        rank = int(np.flatnonzero(room < 0)[0])
+def refuse_large_pairs(graph: TaskGraph) -> None:
+    """Refuse what no order can mend: static bytes above a capacity, or a pair that is too large under each candidate.
+
+    Raises
+    ------
+    InfeasibleError
+        Naming the rank or pair and the bytes.
+    """
+    if graph.capacity_bytes is None:
+        return
+    capacity = graph.capacity_bytes - graph.static_bytes
+    if (capacity < 0).any():
+        rank = int(np.flatnonzero(capacity < 0)[0])
         raise InfeasibleError(
             f"rank {rank} cannot hold its {graph.static_bytes[rank]} static bytes: its capacity is "
-            f"{graph.static_bytes[rank] + room[rank]}"
+            f"{graph.capacity_bytes[rank]}"
         )
     pair_rank = graph.rank[graph.forward_of]
-    size = np.where(
-        graph.weight_of >= 0,
-        np.maximum(graph.activation_bytes, graph.weight_gradient_bytes),
-        graph.activation_bytes,
-    )
-    # A frozen forward without duration holds nothing for any time.
-    size = np.where((graph.backward_of < 0) & (graph.duration_ns[graph.forward_of] == 0), 0, size)
-    large = np.flatnonzero(size > room[pair_rank])
+    size = least_held(graph, pair_options(graph)).min(axis=1)
+    large = np.flatnonzero(size > capacity[pair_rank])
     if large.size:
         pair = int(large[0])
         rank = int(pair_rank[pair])
         raise InfeasibleError(
             f"pair {pair} ({graph.describe(int(graph.forward_of[pair]))}) cannot fit: it holds {size[pair]} bytes, and "
-            f"beside {graph.static_bytes[rank]} static bytes the capacity of rank {rank} leaves {room[rank]}"
+            f"beside {graph.static_bytes[rank]} static bytes the capacity of rank {rank} leaves {capacity[rank]}"
         )

@@ -1,6 +1,6 @@
 """Dual-queue interleaving in plain Python: the cheap fallback, and what the kernel is compared with.
 
-The rules are those of `pipeloom.search.kernels.rollout`; the bookkeeping is not shared. Here queues are sorted
+The rules are those of `pipeloom.search.kernels.climb.rollout`; the bookkeeping is not shared. Here queues are sorted
 lists, and what a job needs is counted anew each time.
 """
 
@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from bisect import insort
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
 from pipeloom.errors import InfeasibleError, PlanError
+from pipeloom.search.exhaustive import schedule_of_last_resort
 from pipeloom.search.fitting import fitting_candidates
-from pipeloom.search.jobs import Jobs, find_jobs, memory_matters, memory_needs
+from pipeloom.search.jobs import Jobs, find_jobs, memory_demand, memory_matters
 from pipeloom.taskgraph import FORWARD, NO_TASK, WEIGHT_GRADIENT, TaskGraph
 from pipeloom.timeline import Schedule
 from pipeloom.timeline.options import pair_options
@@ -30,7 +32,8 @@ def first_in_first_out(graph: TaskGraph) -> Schedule:
     Raises
     ------
     InfeasibleError
-        A microbatch does not fit even so; the message names a pair, its rank and the bytes.
+        A microbatch does not fit even so; the message names a pair, its rank and the bytes. A `NothingFoundError`
+        where that is not proved.
     """
     choices: list[list[int] | None] = [None]
     if graph.candidates is not None:
@@ -39,14 +42,14 @@ def first_in_first_out(graph: TaskGraph) -> Schedule:
         chosen = graph.with_candidates(choice)
         try:
             jobs = find_jobs(chosen)
-        except InfeasibleError:
+        except InfeasibleError as error:
             if number == 1 and (rows := fitting_candidates(graph)) is not None:
                 choices.append([row[0] for row in rows])
             if number + 1 < len(choices):
                 continue
-            raise
-        rule = 2 if memory_matters(chosen) else 0
-        order = plain_rollout(chosen, jobs, segment_priority(chosen), rule=rule)
+            return schedule_of_last_resort(graph, error)
+        rules = Rules(admission=2 if memory_matters(chosen) else 0)
+        order = plain_rollout(chosen, jobs, segment_priority(chosen), rules)
         candidate = None if choice is None else np.array(choice, np.int64)
         return Schedule(tuple(np.array(tasks, np.int64) for tasks in order), candidate, "first in, first out")
     raise AssertionError("one of the choices is returned or raises")
@@ -56,12 +59,10 @@ def leanest(graph: TaskGraph) -> list[int]:
     """Candidate of every pair that holds the least, the faster one where two hold the same."""
     assert graph.candidates is not None
     options = pair_options(graph)
-    held = options.activation_bytes
-    most = np.where(
-        (graph.weight_of != NO_TASK)[:, None], np.maximum(held, options.weight_gradient_bytes), held
-    )
-    left = np.ones(held.shape, np.bool_)
-    for size in (most, held, options.forward_ns + options.backward_ns + options.weight_ns):
+    first, second = options.activation_bytes, options.weight_gradient_bytes
+    most = np.where((graph.weight_of != NO_TASK)[:, None], np.maximum(first, second), first)
+    left = np.ones(first.shape, np.bool_)
+    for size in (most, first, options.forward_ns + options.backward_ns + options.weight_ns):
         size = np.where(left, size, np.iinfo(np.int64).max)
         left &= size == size.min(axis=1, keepdims=True)
     least: list[int] = left.argmax(axis=1).tolist()
@@ -93,27 +94,27 @@ class _Memory:
     """Banker's bookkeeping, counted from the set of finished tasks."""
 
     def __init__(self, graph: TaskGraph, jobs: Jobs) -> None:
-        self.peak, self.net = (column.tolist() for column in memory_needs(graph))
+        self.peak, self.net = (column.tolist() for column in memory_demand(graph))
         self.rank = graph.rank.tolist()
         self.job = jobs.job_of_task.tolist()
-        self.free = jobs.room.tolist()
+        self.free = jobs.capacity.tolist()
         self.rows: dict[int, list[int]] = {}
         for task in jobs.order.tolist():
             self.rows.setdefault(self.job[task], []).append(task)
         self.done: set[int] = set()
         self.begun: dict[int, None] = {}
 
-    def need_and_held(self, job: int, done: set[int]) -> tuple[list[int], list[int]]:
+    def demand_and_allocated(self, job: int, done: set[int]) -> tuple[list[int], list[int]]:
         """What a job may still need above what it holds, and what it holds, by rank."""
-        level, most, held = ([0] * len(self.free) for _ in range(3))
+        level, most, allocated = ([0] * len(self.free) for _ in range(3))
         for task in self.rows[job]:
             rank = self.rank[task]
             if task in done:
-                held[rank] += self.net[task]
+                allocated[rank] += self.net[task]
             else:
                 most[rank] = max(most[rank], level[rank] + self.peak[task])
                 level[rank] += self.net[task]
-        return most, held
+        return most, allocated
 
     def admits(self, task: int, banker: bool) -> tuple[bool, bool]:
         """Whether a task may run; and if not, whether only because some job could not finish."""
@@ -125,13 +126,13 @@ class _Memory:
         done = self.done | {task}
         available = list(self.free)
         available[rank] -= self.net[task]
-        unfinished = {job: self.need_and_held(job, done) for job in {**self.begun, self.job[task]: None}}
+        unfinished = {job: self.demand_and_allocated(job, done) for job in {**self.begun, self.job[task]: None}}
         moved = True
         while moved and unfinished:
             moved = False
-            for job, (need, held) in list(unfinished.items()):
-                if all(n <= a for n, a in zip(need, available, strict=True)):
-                    available = [a + h for a, h in zip(available, held, strict=True)]
+            for job, (demand, allocated) in list(unfinished.items()):
+                if all(n <= a for n, a in zip(demand, available, strict=True)):
+                    available = [a + h for a, h in zip(available, allocated, strict=True)]
                     del unfinished[job]
                     moved = True
         return not unfinished, bool(unfinished)
@@ -145,109 +146,138 @@ class _Memory:
             del self.begun[job]
 
 
-def plain_rollout(
-    graph: TaskGraph,
-    jobs: Jobs,
-    priority: list[int],
-    *,
-    policy: int = 0,
-    weights: int = 0,
-    rule: int = 2,
-    lookahead: int = 1,
-    urgent: int | None = None,
-) -> list[list[int]]:
-    """Order of tasks per rank under a priority of segments (lower first).
+class Rules(NamedTuple):
+    """How a rollout chooses.
 
-    Parameters
+    Attributes
     ----------
     policy : int
         Where both kinds are ready: 0 alternate, 1 backward first, 2 forward first.
     weights : int
         Weight gradients run when nothing else can (0) or before anything else (1).
-    rule : int
+    admission : int
         0 memory is unlimited, 1 the papers' rule (may deadlock), 2 banker's admission.
     lookahead : int
         How many tasks of a queue are tried when its first is not admitted.
     urgent : int, optional
         Where no backward of a priority below this is ready, forwards go first.
+    """
+
+    policy: int = 0
+    weights: int = 0
+    admission: int = 2
+    lookahead: int = 1
+    urgent: int | None = None
+
+
+def plain_rollout(graph: TaskGraph, jobs: Jobs, priority: list[int], rules: Rules) -> list[list[int]]:
+    """Order of tasks per rank under a priority of segments (lower first).
 
     Raises
     ------
     PlanError
-        Under rule 1, where the ranks hold each other up.
+        Under the papers' rule, where the ranks hold each other up.
     """
-    memory = _Memory(graph, jobs)
-    kind = [0 if k == FORWARD else 2 if k == WEIGHT_GRADIENT else 1 for k in graph.kind.tolist()]
-    rank_of, segment, length = graph.rank.tolist(), graph.segment.tolist(), graph.duration_ns.tolist()
-    waiting = np.diff(graph.predecessor_start).tolist()
-    ready = [0] * graph.num_tasks
-    ranks = [_Rank() for _ in range(graph.num_ranks)]
-    order: list[list[int]] = [[] for _ in ranks]
+    rollout = _Rollout(graph, jobs, priority, rules)
+    for _ in range(graph.num_tasks):
+        rollout.run_next()
+    return rollout.order
 
-    def put(task: int) -> None:
-        insort(ranks[rank_of[task]].queues[kind[task]], (priority[segment[task]], task))
 
-    def choose(home: _Rank, reach: int) -> tuple[int, bool]:
-        first = policy == 1 or (policy == 0 and home.last_kind == 0)
-        if urgent is not None:
-            first = first and bool(home.queues[1]) and home.queues[1][0][0] < urgent
+class _Rollout:
+    """A rollout under way."""
+
+    def __init__(self, graph: TaskGraph, jobs: Jobs, priority: list[int], rules: Rules) -> None:
+        self.graph, self.priority, self.rules = graph, priority, rules
+        self.memory = _Memory(graph, jobs)
+        self.kind = [0 if k == FORWARD else 2 if k == WEIGHT_GRADIENT else 1 for k in graph.kind.tolist()]
+        self.rank_of, self.segment = graph.rank.tolist(), graph.segment.tolist()
+        self.length = graph.duration_ns.tolist()
+        self.waiting = np.diff(graph.predecessor_start).tolist()
+        self.ready = [0] * graph.num_tasks
+        self.ranks = [_Rank() for _ in range(graph.num_ranks)]
+        self.order: list[list[int]] = [[] for _ in self.ranks]
+        for task, count in enumerate(self.waiting):
+            if count == 0:
+                self._put(task)
+                self.ranks[self.rank_of[task]].key = 0
+
+    def _put(self, task: int) -> None:
+        insort(self.ranks[self.rank_of[task]].queues[self.kind[task]], (self.priority[self.segment[task]], task))
+
+    def _choose(self, home: _Rank, reach: int) -> tuple[int, bool]:
+        """A rank's next task (-1: none), and whether one is refused only because some job could not finish."""
+        rules = self.rules
+        first = rules.policy == 1 or (rules.policy == 0 and home.last_kind == 0)
+        if rules.urgent is not None:
+            first = first and bool(home.queues[1]) and home.queues[1][0][0] < rules.urgent
         turns = [int(first), int(not first)]
         unsafe = False
-        for which in [2, *turns] if weights else [*turns, 2]:
-            for _, task in home.queues[which][: reach if rule else 1]:
-                good, only_unsafe = memory.admits(task, rule == 2) if rule else (True, False)
+        for which in [2, *turns] if rules.weights else [*turns, 2]:
+            for _, task in home.queues[which][: reach if rules.admission else 1]:
+                good, only_unsafe = self.memory.admits(task, rules.admission == 2) if rules.admission else (True, False)
                 if good:
                     return task, False
                 unsafe = unsafe or only_unsafe
         return -1, unsafe
 
-    for task, count in enumerate(waiting):
-        if count == 0:
-            put(task)
-            ranks[rank_of[task]].key = 0
-    for _ in range(graph.num_tasks):
-        task = -1
-        while task < 0:
-            now = min(home.key for home in ranks)
+    def _next(self) -> int:
+        """The next task of the rank that could start something first."""
+        while True:
+            now = min(home.key for home in self.ranks)
             if now == NEVER:
-                found = [choose(home, graph.num_tasks)[0] for home in ranks] if rule == 2 else [-1]
+                found = [-1]
+                if self.rules.admission == 2:
+                    found = [self._choose(home, self.graph.num_tasks)[0] for home in self.ranks]
                 task = next((t for t in found if t >= 0), -1)
                 if task < 0:
                     raise PlanError("memory deadlock: no rank can take its next task")
-                break
-            home = next(h for h in ranks if h.key == now)
+                return task
+            home = next(h for h in self.ranks if h.key == now)
             for late in [entry for entry in home.late if entry[0] <= now]:
                 home.late.remove(late)
-                put(late[1])
-            task, home.blocked = choose(home, lookahead)
-            if task < 0:
-                home.key = min((when for when, _ in home.late), default=NEVER)
-        home = ranks[rank_of[task]]
-        begin = max(home.free_at, ready[task])
-        home.free_at = begin + length[task]
-        home.queues[kind[task]].remove((priority[segment[task]], task))
-        if kind[task] < 2:
-            home.last_kind = kind[task]
-        order[rank_of[task]].append(task)
-        if rule:
-            memory.take(task)
-            if rule == 2 and memory.net[task] < 0:
-                for other in ranks:
-                    if other.blocked:
-                        other.blocked = False
-                        other.key = min(other.key, max(other.free_at, begin))
-        for e in range(graph.successor_start[task], graph.successor_start[task + 1]):
-            after = int(graph.successor[e])
-            ready[after] = max(ready[after], home.free_at + int(graph.successor_delay_ns[e]))
-            waiting[after] -= 1
-            if waiting[after] == 0:
-                there = ranks[rank_of[after]]
-                if ready[after] <= there.free_at:
-                    put(after)
-                    there.key = min(there.key, there.free_at)
-                else:
-                    there.late.append((ready[after], after))
-                    there.key = min(there.key, ready[after])
+                self._put(late[1])
+            task, home.blocked = self._choose(home, self.rules.lookahead)
+            if task >= 0:
+                return task
+            home.key = min((when for when, _ in home.late), default=NEVER)
+
+    def run_next(self) -> None:
+        """Run one task."""
+        task = self._next()
+        home = self.ranks[self.rank_of[task]]
+        begin = max(home.free_at, self.ready[task])
+        home.free_at = begin + self.length[task]
+        home.queues[self.kind[task]].remove((self.priority[self.segment[task]], task))
+        if self.kind[task] < 2:
+            home.last_kind = self.kind[task]
+        self.order[self.rank_of[task]].append(task)
+        if self.rules.admission:
+            self._book(task, begin)
+        self._pass_on(task, home.free_at)
         waits = min((when for when, _ in home.late), default=NEVER)
         home.key = home.free_at if any(home.queues) else max(home.free_at, waits)
-    return order
+
+    def _book(self, task: int, begin: int) -> None:
+        """Count a task's memory; what it gives back may free other ranks."""
+        self.memory.take(task)
+        if self.rules.admission == 2 and self.memory.net[task] < 0:
+            for other in self.ranks:
+                if other.blocked:
+                    other.blocked = False
+                    other.key = min(other.key, max(other.free_at, begin))
+
+    def _pass_on(self, task: int, end: int) -> None:
+        """Tell a task's successors that it ends at ``end``."""
+        for e in range(self.graph.successor_start[task], self.graph.successor_start[task + 1]):
+            after = int(self.graph.successor[e])
+            self.ready[after] = max(self.ready[after], end + int(self.graph.successor_delay_ns[e]))
+            self.waiting[after] -= 1
+            if self.waiting[after] == 0:
+                there = self.ranks[self.rank_of[after]]
+                if self.ready[after] <= there.free_at:
+                    self._put(after)
+                    there.key = min(there.key, there.free_at)
+                else:
+                    there.late.append((self.ready[after], after))
+                    there.key = min(there.key, self.ready[after])

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from pipeloom.search import kernels
-from pipeloom.search.problem import Groups, Problem
+from pipeloom.search.kernels import codes
+from pipeloom.search.packed import Groups, PackedGraph
+from pipeloom.search.params import DEFAULTS
 from pipeloom.taskgraph import IntArray
 
 
@@ -20,32 +21,33 @@ class Start(NamedTuple):
     choice: IntArray
 
 
-LATE_PARTS = (0.02, 0.03, 0.015, 0.025, 0.01, 0.05, 1.0)
-"""Parts of all work that backwards which nothing waits for may leave for the end."""
+def starts(
+    packed: PackedGraph, groups: Groups, rule: int, late_parts: Sequence[float] = DEFAULTS.static_orders.late_parts
+) -> Iterator[Start]:
+    """First in, first out; then all others, each under several choices; the most promising early.
 
-
-def starts(problem: Problem, groups: Groups, rule: int) -> Iterator[Start]:
-    """First in, first out; then all others, each under several choices; the most promising early."""
-    usual = _usual(problem, groups, rule)
+    ``late_parts``: see `pipeloom.search.params.StaticOrderParams`.
+    """
+    usual = _usual(packed, groups, rule)
     yield next(usual)
-    if rule == kernels.UNLIMITED and groups.ends.any():
-        yield from _late_ends(problem, groups)
+    if rule == codes.UNLIMITED and groups.ends.any():
+        yield from _late_ends(packed, groups, late_parts)
     yield from usual
 
 
-def _usual(problem: Problem, groups: Groups, rule: int) -> Iterator[Start]:
+def _usual(packed: PackedGraph, groups: Groups, rule: int) -> Iterator[Start]:
     """Forward groups go microbatch by microbatch, or, where a module passes the ranks more than once, pass by
     pass in rounds of as many microbatches as there are ranks (as interleaved 1F1B does), or later modules and
     passes before earlier ones.
     """
-    forward, backward = _halves(problem)
-    num_ranks = len(problem.room)
+    forward, backward = _halves(packed)
+    num_ranks = len(packed.capacity)
     several_passes = bool((groups.depth > 0).any())
-    policies = (kernels.ALTERNATE, kernels.BACKWARD_FIRST)
+    policies = (codes.ALTERNATE, codes.BACKWARD_FIRST)
     weights = (
-        (kernels.WEIGHT_LAST, kernels.WEIGHT_AT_ONCE)
-        if problem.class_start[3] > problem.class_start[2]
-        else (kernels.WEIGHT_LAST,)
+        (codes.WEIGHT_LAST, codes.WEIGHT_AT_ONCE)
+        if packed.class_start[3] > packed.class_start[2]
+        else (codes.WEIGHT_LAST,)
     )
     for name, turn in _turns(groups).items():
         place = turn[groups.microbatch]
@@ -56,30 +58,27 @@ def _usual(problem: Problem, groups: Groups, rule: int) -> Iterator[Start]:
         arrangements.append((", begun first", (place, -_stage(groups))))
         for suffix, keys in arrangements:
             ahead = _sorted(forward, keys)
-            for back_name, back_keys in (
-                ("same", keys),
-                ("longest tail", (place, -groups.tail)),
-            ):
+            for back_name, back_keys in (("same", keys), ("longest tail", (place, -groups.tail))):
                 order = np.concatenate([ahead, _sorted(backward, back_keys)])
                 for policy in policies:
                     for weight in weights:
                         label = f"{name}{suffix}, backwards {back_name}, policy {policy}{weight}"
-                        choice = np.array([policy, weight, rule, 1, kernels.ALL_URGENT], np.int64)
+                        choice = np.array([policy, weight, rule, 1, codes.ALL_URGENT], np.int64)
                         yield Start(label, order, choice)
 
 
-def _late_ends(problem: Problem, groups: Groups) -> Iterator[Start]:
+def _late_ends(packed: PackedGraph, groups: Groups, parts: Sequence[float]) -> Iterator[Start]:
     """Backwards that nothing waits for run only where a rank would idle, until nothing else is left; then they
     fill all ranks without a gap, the longest first, so that little is under way at the end. Those of all
     microbatches would come too late on the first rank, so only the shortest wait, up to a part of all work.
     """
-    forward, backward = _halves(problem)
+    forward, backward = _halves(packed)
     ends = np.flatnonzero(groups.ends)
     ends = ends[np.argsort(groups.tail[ends], kind="stable")]
     # All of it may take no time at all.
     part = np.cumsum(groups.work[ends]) / max(int(groups.work.sum()), 1)
     turns = _turns(groups)
-    counts = dict.fromkeys(min(len(ends), 1 + int(np.searchsorted(part, limit))) for limit in LATE_PARTS)
+    counts = dict.fromkeys(min(len(ends), 1 + int(np.searchsorted(part, limit))) for limit in parts)
     for name in ("few small, then large", "large first", "large between", "first in, first out"):
         place = turns[name][groups.microbatch]
         for suffix, keys in ((", begun first", (place, -_stage(groups))), ("", (groups.first, place))):
@@ -94,14 +93,14 @@ def _late_ends(problem: Problem, groups: Groups) -> Iterator[Start]:
                 ):
                     order = np.concatenate([ahead, _sorted(backward, back_keys)])
                     urgent = len(backward) - count
-                    choice = (kernels.ALTERNATE, kernels.WEIGHT_LAST, kernels.UNLIMITED, 1, urgent)
+                    choice = (codes.ALTERNATE, codes.WEIGHT_LAST, codes.UNLIMITED, 1, urgent)
                     label = f"{name}{suffix}, backwards {back}, {count} at the end"
                     yield Start(label, order, np.array(choice, np.int64))
 
 
-def _halves(problem: Problem) -> tuple[IntArray, IntArray]:
+def _halves(packed: PackedGraph) -> tuple[IntArray, IntArray]:
     """Numbers of forward and of backward groups."""
-    num_forward, num_backward = problem.num_groups.tolist()
+    num_forward, num_backward = packed.num_groups.tolist()
     return np.arange(num_forward), np.arange(num_forward, num_forward + num_backward)
 
 

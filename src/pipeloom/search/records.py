@@ -46,26 +46,26 @@ class Records(NamedTuple):
 
 
 def pack(
-    segment: IntArray, place: IntArray, duration: IntArray, first_successor: IntArray, successor: IntArray,
-    waiting: IntArray, num_segments: int,
-) -> tuple[Records, IntArray]:  # fmt: skip
+    segment: IntArray,
+    place: IntArray,
+    duration: IntArray,
+    first_successor: IntArray,
+    successor: IntArray,
+    waiting: IntArray,
+    num_segments: int,
+) -> tuple[Records, IntArray]:
     """Pack tasks; return the records and every task's cell.
 
     Parameters
     ----------
     first_successor, successor
-        Rows ``(task, delay)`` of every task, as in `pipeloom.search.problem.Problem`.
+        Rows ``(task, delay)`` of every task, as in `pipeloom.search.packed.PackedGraph`.
     """
     num_tasks = len(segment)
     rank = place >> 2
-    if (
-        int(place.max()) >= 1 << PLACE_BITS
-        or num_segments >= 1 << SEGMENT_BITS
-        or num_tasks >= 1 << JOIN_BITS
-    ):
+    if int(place.max()) >= 1 << PLACE_BITS or num_segments >= 1 << SEGMENT_BITS or num_tasks >= 1 << JOIN_BITS:
         raise InputError(
-            "instance",
-            f"{num_tasks} tasks on {int(rank.max()) + 1} ranks are more than the search can number",
+            "instance", f"{num_tasks} tasks on {int(rank.max()) + 1} ranks are more than the search can number"
         )
     lowest = np.full(num_segments, 1 << PLACE_BITS, np.int64)
     np.minimum.at(lowest, segment, rank)

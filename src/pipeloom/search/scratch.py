@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from pipeloom.search.problem import Problem
+from pipeloom.search.packed import PLACE, PackedGraph
 
 Array = npt.NDArray[Any]
 
@@ -15,7 +15,7 @@ NODE_SHIFT = 5
 """Logarithm of the numbers that ``Scratch.node`` has for a rank."""
 
 
-NUM_URGENT, SECOND, THIRD = 3, 4, 5
+RANK_BITS, WORD_SHIFT, GROUP_SHIFT, NUM_URGENT, SECOND, THIRD = range(6)
 """Entries of ``Scratch.sizes``."""
 
 
@@ -25,7 +25,7 @@ class Scratch(NamedTuple):
     Attributes
     ----------
     at : array of int32
-        ``Problem.base`` of the segment at every position, class after class.
+        ``PackedGraph.base`` of the segment at every position, class after class.
     position : array of int32, shape (num_segments,)
         Position of every segment in its class.
     sizes : array, shape (6,)
@@ -48,7 +48,7 @@ class Scratch(NamedTuple):
     ready : array, shape (num_cells,)
         When a task was ready; -1 once it is scheduled. Only where memory is limited, as is the rest.
     free, available : array, shape (num_ranks,)
-    need, held : array, shape (num_jobs, num_ranks)
+    demand, allocated : array, shape (num_jobs, num_ranks)
     job_left, active : array, shape (num_jobs,)
     """
 
@@ -65,34 +65,44 @@ class Scratch(NamedTuple):
     ready: Array
     free: Array
     available: Array
-    need: Array
-    held: Array
+    demand: Array
+    allocated: Array
     job_left: Array
     active: Array
 
 
-def make_scratch(problem: Problem) -> Scratch:
+def make_scratch(packed: PackedGraph) -> Scratch:
     """Arrays for rollouts of one problem; one set per thread."""
-    num_tasks, num_segments = len(problem.waiting), len(problem.base)
-    num_ranks, num_jobs = len(problem.room), len(problem.need)
-    per_rank = int(np.bincount(problem.task[:-1, 2] >> 2, minlength=num_ranks).max())
-    widest = int(np.diff(problem.class_start).max())
+    num_tasks, num_segments = len(packed.waiting), len(packed.base)
+    num_ranks, num_jobs = len(packed.capacity), len(packed.demand)
+    per_rank = int(np.bincount(packed.task[:-1, PLACE] >> 2, minlength=num_ranks).max())
+    widest = int(np.diff(packed.class_start).max())
     word_shift = 0
     while 1 << word_shift < (widest + 63) // 64 + (1 << max(0, word_shift - 6)):
         word_shift += 1
     group_shift = max(0, word_shift - 6)
-    second = int(problem.class_start[1])
-    third = int(problem.class_start[2]) + (64 << group_shift)
+    second = int(packed.class_start[1])
+    third = int(packed.class_start[2]) + (64 << group_shift)
 
     def ints(*shape: int) -> Array:
         return np.zeros(shape, np.int64)
 
     return Scratch(
-        at=np.zeros(num_segments + (64 << group_shift), np.int32), position=np.zeros(num_segments, np.int32),
+        at=np.zeros(num_segments + (64 << group_shift), np.int32),
+        position=np.zeros(num_segments, np.int32),
         sizes=np.array([(num_ranks - 1).bit_length(), word_shift, group_shift, 64, second, third], np.int64),
-        bits=ints(4 * num_ranks << word_shift), node=ints(num_ranks << NODE_SHIFT), late=ints(num_ranks, per_rank, 2),
-        key=ints((num_ranks + 3) // 4 * 4), joins=ints(2 * len(problem.join_waiting) + 2),
-        run=np.zeros(num_tasks, np.int32), sequence=ints(num_tasks), ready=ints(len(problem.number)),
-        free=ints(num_ranks), available=ints(num_ranks), need=ints(num_jobs, num_ranks),
-        held=ints(num_jobs, num_ranks), job_left=ints(num_jobs), active=ints(num_jobs),
-    )  # fmt: skip
+        bits=ints(4 * num_ranks << word_shift),
+        node=ints(num_ranks << NODE_SHIFT),
+        late=ints(num_ranks, per_rank, 2),
+        key=ints((num_ranks + 3) // 4 * 4),
+        joins=ints(2 * len(packed.join_waiting) + 2),
+        run=np.zeros(num_tasks, np.int32),
+        sequence=ints(num_tasks),
+        ready=ints(len(packed.number)),
+        free=ints(num_ranks),
+        available=ints(num_ranks),
+        demand=ints(num_jobs, num_ranks),
+        allocated=ints(num_jobs, num_ranks),
+        job_left=ints(num_jobs),
+        active=ints(num_jobs),
+    )

@@ -59,9 +59,7 @@ def restrict(graph: TaskGraph, split: BoolArray) -> Restricted:
     for pair, row in enumerate(graph.candidates):
         key = (id(row), bool(can[pair]), bool(split[pair]))
         if key not in known:
-            keep = tuple(
-                i for i, option in enumerate(row) if not can[pair] or (option.weight_ns > 0) == split[pair]
-            )
+            keep = tuple(i for i, option in enumerate(row) if not can[pair] or (option.weight_ns > 0) == split[pair])
             known[key] = keep, tuple(row[i] for i in keep)
         both.append(known[key])
     kept, rows = tuple(keep for keep, _ in both), tuple(row for _, row in both)

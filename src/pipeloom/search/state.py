@@ -1,29 +1,56 @@
-"""What all methods share while they search one graph: the problem, the incumbent, the budget."""
+"""What all methods share while they search one graph: the packed graph, the incumbent, the budget."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from copy import copy
+from functools import cached_property
 from itertools import pairwise
-from math import ceil
+from typing import NamedTuple
 
 import numpy as np
 
-from pipeloom.search import kernels
+from pipeloom.errors import InfeasibleError, InputError
+from pipeloom.search.context import Context
 from pipeloom.search.jobs import Walks, memory_matters
+from pipeloom.search.kernels import codes
+from pipeloom.search.kernels.climb import evaluate
+from pipeloom.search.kernels.expand import expand
+from pipeloom.search.packed import Groups, PackedGraph, pack_graph
 from pipeloom.search.portfolio import Start
-from pipeloom.search.problem import Groups, Problem, make_problem
 from pipeloom.search.result import Progress
+from pipeloom.search.reverse import reversed_graph
 from pipeloom.search.scratch import make_scratch
-from pipeloom.search.stopping import Watch
-from pipeloom.search.strategies import ROLLOUT_ROUNDS, Tuner
+from pipeloom.search.stopping import Part
+from pipeloom.search.strategies import StrategyChooser
 from pipeloom.taskgraph import IntArray, TaskGraph
 
-STEPS_PER_ROUND = 400_000
-"""Tasks that a kernel may schedule before it returns to look at the clock: about 10 ms."""
+
+class Pace(NamedTuple):
+    """Evaluations, and the seconds that they took."""
+
+    evaluations: int
+    seconds: float
 
 
 class Search:
     """One graph (its candidates chosen) under search.
+
+    Parameters
+    ----------
+    graph : TaskGraph
+    context : Context
+    target_ns : int, optional
+        Makespan at which to stop; the context's bound unless told.
+    seed : int, optional
+        The context's unless told.
+    chosen_for : TaskGraph, optional
+        A graph with candidates, of which ``graph`` has the leanest: they are chosen in every rollout, and makespans
+        are those under the chosen ones.
+    walks : Walks, optional
+        Of this graph under any candidates.
+    states : int, optional
+        How many states of a job to try for an order that fits; as many as the parameters say unless told.
 
     Attributes
     ----------
@@ -33,70 +60,99 @@ class Search:
         The incumbent's tasks in an order that all ranks can follow.
     order, choice : array
         Group order and choices that gave the incumbent, or the last incumbent that came from a rollout.
-    tuner : Tuner, optional
-        Where strategies are chosen in every rollout: for the graph with the candidates, of which ``graph`` has
-        the leanest. Makespans are then those under the chosen ones.
+    chooser : StrategyChooser, optional
+        Where strategies are chosen in every rollout.
     candidate : array, shape (num_pairs,), optional
-        The incumbent's strategies, where there is a tuner.
+        The incumbent's strategies, where there is a chooser.
     starts : iterator, optional
-        Static heuristics that are still to be tried, once the first was.
+        Static orders that are still to be tried, once the first was.
+    pace : Pace
+        Of the static orders last tried.
     """
 
     def __init__(
-        self, graph: TaskGraph, target_ns: int, watch: Watch, seed: int,
-        on_progress: Callable[[Progress], None] | None = None, used: int = 0, tuned: TaskGraph | None = None,
-        walks: Walks | None = None, thorough: bool = True,
-    ) -> None:  # fmt: skip
-        self.graph = graph
-        self.problem: Problem
+        self,
+        graph: TaskGraph,
+        context: Context,
+        *,
+        target_ns: int | None = None,
+        seed: int | None = None,
+        chosen_for: TaskGraph | None = None,
+        walks: Walks | None = None,
+        states: int | None = None,
+    ) -> None:
+        _refuse_long_times(graph)
+        params = context.params
+        self.graph, self.context, self.meter, self.params = graph, context, context.meter, params
+        self.packed: PackedGraph
         self.groups: Groups
-        self.problem, self.groups, self.jobs = make_problem(graph, walks, thorough)
-        self.scratch = make_scratch(self.problem)
-        self.target_ns = target_ns
-        self.watch = watch
-        self.random = np.random.default_rng(seed)
-        self.on_progress = on_progress
-        self.evaluations = used
-        self.best_ns = kernels.NEVER
+        states = params.feasibility.job_states if states is None else states
+        self.packed, self.groups, self.jobs = pack_graph(graph, walks, states, params.static_orders.unequal)
+        self.scratch = make_scratch(self.packed)
+        self.target_ns = context.bound.ns if target_ns is None else target_ns
+        self.random = np.random.default_rng(context.seed if seed is None else seed)
+        self.best_ns = codes.NEVER
         self.sequence: IntArray = self.jobs.order
         self.order: IntArray = np.arange(len(self.groups.first))
-        self.choice: IntArray = np.array([0, 0, 0, 1, kernels.ALL_URGENT], np.int64)
-        self.rule = kernels.BANKER if memory_matters(graph) else kernels.UNLIMITED
+        self.choice: IntArray = np.array([0, 0, 0, 1, codes.ALL_URGENT], np.int64)
+        self.rule = codes.BANKER if memory_matters(graph) else codes.UNLIMITED
         self.mean_task_ns = float(graph.duration_ns.mean())
-        self.tuner = None if tuned is None else Tuner(tuned)
+        self.chooser = None if chosen_for is None else StrategyChooser(chosen_for, params.strategies)
         self.candidate: IntArray | None = None
         self.starts: Iterator[Start] | None = None
+        self.pace = Pace(0, 0.0)
 
-    def resumed(self, target_ns: int, on_progress: Callable[[Progress], None] | None) -> Search:
-        """The same search, which now ends at another target and reports to another."""
-        self.target_ns, self.on_progress = target_ns, on_progress
-        return self
+    def aimed_at(self, target_ns: int) -> Search:
+        """The same search with another target: what it has found and what is left to try goes over."""
+        other = copy(self)
+        other.target_ns = target_ns
+        return other
 
     @property
     def done(self) -> bool:
         """Whether the incumbent cannot be improved."""
         return self.best_ns <= self.target_ns
 
+    @property
+    def limited(self) -> bool:
+        """Whether memory matters: not everything fits at once."""
+        return self.rule != codes.UNLIMITED
+
+    @cached_property
+    def reverse(self) -> PackedGraph | None:
+        """The graph with time running backwards; None where that cannot be, or nothing was found that fits."""
+        graph = reversed_graph(self.graph)
+        if graph is None:
+            return None
+        params = self.params
+        try:
+            return pack_graph(graph, None, params.feasibility.job_states, params.static_orders.unequal)[0]
+        except InfeasibleError:
+            # What was tried for a job's order may fail on the reverse alone.
+            return None
+
     def round_size(self, until: float = 1.0) -> int:
         """Evaluations for the next kernel call; 0 when the search, or its part ``until``, is over."""
         if self.done:
             return 0
-        wanted = max(1, STEPS_PER_ROUND // self.graph.num_tasks)
-        if self.watch.evaluations is not None:
-            wanted = min(wanted, ceil(until * self.watch.evaluations) - self.evaluations)
-        return self.watch.left(self.evaluations, max(0, wanted))
+        return self.meter.left(max(1, self.params.orders.steps_per_round // self.graph.num_tasks), until)
 
-    def play(self, order: IntArray, choice: IntArray, bound: int = kernels.NEVER) -> int:
+    def rounds(self, part: Part) -> Iterator[int]:
+        """Sizes of one round after the other, until the part of the budget is spent or the target is reached."""
+        while self.meter.spent < part.until and (count := self.round_size(part.until)):
+            yield count
+
+    def play(self, order: IntArray, choice: IntArray, bound: int = codes.NEVER) -> int:
         """Makespan of an order, or a negative code; one at ``bound`` or above need not be found."""
-        bound = kernels.NEVER if self.tuner is not None else bound
-        makespan = int(kernels.evaluate(self.problem, self.scratch, order, choice, bound))
-        if self.tuner is None or makespan < 0:
+        bound = codes.NEVER if self.chooser is not None else bound
+        makespan = int(evaluate(self.packed, self.scratch, order, choice, bound))
+        if self.chooser is None or makespan < 0:
             return makespan
-        return self.tuner.tune(self.scratch.sequence, ROLLOUT_ROUNDS)
+        return self.chooser.choose(self.scratch.sequence, self.params.strategies.rollout_rounds)
 
     def try_order(self, order: IntArray, choice: IntArray) -> int:
         """Evaluate one order; keep it if it is the best so far. Return its makespan or a negative code."""
-        self.evaluations += 1
+        self.meter.used += 1
         makespan = self.play(order, choice, self.best_ns)
         if 0 <= makespan < self.best_ns:
             self.order, self.choice = order.copy(), choice.copy()
@@ -108,17 +164,17 @@ class Search:
 
         Groups may differ, since they depend on durations, so the order goes over by segments.
         """
-        kernels.expand(other.problem, other.scratch, other.order)
-        problem = self.problem
+        expand(other.packed, other.scratch, other.order)
+        packed = self.packed
         place = [
-            int(other.scratch.position[problem.group_segment[a:b]].min())
-            for a, b in pairwise(problem.group_start.tolist())
+            int(other.scratch.position[packed.group_segment[a:b]].min())
+            for a, b in pairwise(packed.group_start.tolist())
         ]
-        forward, backward = np.split(np.arange(len(place)), [int(problem.num_groups[0])])
+        forward, backward = np.split(np.arange(len(place)), [int(packed.num_groups[0])])
         keys = np.array(place)
         order = np.concatenate([forward[np.argsort(keys[forward])], backward[np.argsort(keys[backward])]])
         choice = other.choice.copy()
-        choice[2:4] = self.rule, 1
+        choice[[codes.RULE, codes.LOOKAHEAD]] = self.rule, 1
         return self.try_order(order, choice)
 
     def adopt(self, makespan: int, order: IntArray, choice: IntArray) -> None:
@@ -133,17 +189,34 @@ class Search:
         """Make a sequence the incumbent, with the strategies last chosen, and report it."""
         self.best_ns = makespan
         self.sequence = sequence.copy()
-        if self.tuner is not None:
-            self.candidate = self.tuner.choice()
+        if self.chooser is not None:
+            self.candidate = self.chooser.choice()
         self.report()
 
     def report(self) -> None:
         """Tell the caller how far the search is."""
-        if self.on_progress is not None:
-            state = Progress(self.watch.elapsed_s(), self.evaluations, self.best_ns, self.target_ns)
-            self.on_progress(state)
+        if self.context.on_progress is not None:
+            state = Progress(self.meter.elapsed_s(), self.meter.used, self.best_ns, self.context.bound.ns)
+            self.context.on_progress(state)
 
     def orders(self) -> tuple[IntArray, ...]:
         """The incumbent as an order per rank."""
         rank = self.graph.rank[self.sequence]
         return tuple(self.sequence[rank == r] for r in range(self.graph.num_ranks))
+
+
+def _refuse_long_times(graph: TaskGraph) -> None:
+    """Rollouts keep a time and a rank in one number, so times that could be reached must leave room for ranks."""
+    total_ns = int(graph.duration_ns.sum()) + int(graph.successor_delay_ns.sum())
+    most_ns = codes.NEVER >> (graph.num_ranks - 1).bit_length()
+    if total_ns >= most_ns:
+        raise InputError(
+            "instance",
+            f"durations and delays sum to {total_ns / 1e9:g} s, which is not below the {most_ns / 1e9:g} s that the "
+            f"search can count on {graph.num_ranks} ranks",
+            "give smaller times",
+        )
+
+
+Run = Callable[[Search, Part], None]
+"""Searches until a part of the budget is spent."""

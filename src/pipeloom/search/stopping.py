@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from math import ceil
+from typing import Literal, NamedTuple, Protocol
 
 from pipeloom.errors import InputError
 
@@ -185,3 +186,62 @@ class Begun:
     def start(self) -> Watch:
         """Go on counting."""
         return self.watch
+
+
+class Part(NamedTuple):
+    """A stretch of a budget, between two parts of the whole."""
+
+    since: float
+    until: float
+
+    def first(self, share: float) -> Part:
+        """Its first part."""
+        return Part(self.since, self.since + share * (self.until - self.since))
+
+    def turns(self, count: int) -> Iterator[Part]:
+        """Equal stretches, one after the other."""
+        begin = self.since
+        for left in range(count, 0, -1):
+            end = begin + (self.until - begin) / left
+            yield Part(begin, end)
+            begin = end
+
+    def cooling(self, spent: float) -> float:
+        """What is left of it, from 1 at its begin to 0 at its end."""
+        return max(0.0, 1 - (spent - self.since) / (self.until - self.since))
+
+
+WHOLE = Part(0.0, 1.0)
+
+
+class Meter:
+    """A watch that is running, and the schedules tried so far: what all searches of one budget share.
+
+    Attributes
+    ----------
+    watch : Watch
+    used : int
+        Evaluations made.
+    """
+
+    def __init__(self, watch: Watch, used: int = 0) -> None:
+        self.watch, self.used = watch, used
+
+    @property
+    def spent(self) -> float:
+        """Part of the budget that is spent, between 0 and 1."""
+        return self.watch.share(self.used)
+
+    def elapsed_s(self) -> float:
+        """Seconds since the start."""
+        return self.watch.elapsed_s()
+
+    def left(self, wanted: int, until: float = 1.0) -> int:
+        """How many of the ``wanted`` evaluations may still be made, before the part ``until`` of them; 0: stop."""
+        if self.watch.evaluations is not None:
+            wanted = min(wanted, ceil(until * self.watch.evaluations) - self.used)
+        return self.watch.left(self.used, max(0, wanted))
+
+    def take(self, seconds: float) -> None:
+        """Count seconds of work that the watch's clock has not seen."""
+        self.watch = replace(self.watch, began_s=self.watch.began_s - seconds)

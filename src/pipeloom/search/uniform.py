@@ -1,35 +1,63 @@
-"""The best setting for all pairs alike, with the order that shows it."""
+"""Uniform settings of graphs with candidates: the same candidate for all pairs, as a start of the search.
+
+The papers begin with the leanest strategies and let the finished order decide where there is room for faster ones
+(`dip.txt` §5.2). An order made for lean pairs holds as many microbatches as fit, and leaves no room.
+"""
 
 from __future__ import annotations
 
-import numpy as np
+from collections.abc import Callable
 
-from pipeloom.errors import InfeasibleError
-from pipeloom.search import kernels
-from pipeloom.search.jobs import make_walks
-from pipeloom.search.levels import levels_by_time
-from pipeloom.search.sequences import try_first
-from pipeloom.search.state import Search
-from pipeloom.search.stopping import Evaluations
 from pipeloom.taskgraph import TaskGraph
-from pipeloom.timeline import Schedule
+from pipeloom.taskgraph.candidates import ACTIVATION_BYTES, BACKWARD_NS, FORWARD_NS, WEIGHT_NS, candidate_cube
 
 
-def uniform_start(graph: TaskGraph) -> Schedule | None:
-    """First in, first out under the setting for all pairs with which that is fastest; None: no setting fits.
+def uniform_settings(graph: TaskGraph) -> list[int]:
+    """Uniform settings, fastest first, without those that another beats in time and bytes.
 
-    Settings that fit in some odd order only are left out.
+    Only settings that every pair has count.
     """
-    walks = None if graph.capacity_bytes is None else make_walks(graph)
-    best_ns, best = kernels.NEVER, None
-    for level in levels_by_time(graph):
-        choice = np.full(graph.num_pairs, level, np.int64)
-        watch = Evaluations(1).start()
-        try:
-            search = Search(graph.with_candidates(choice), 0, watch, 0, walks=walks, thorough=False)
-        except InfeasibleError:
-            continue
-        try_first(search)
-        if search.best_ns < best_ns:
-            best_ns, best = search.best_ns, Schedule(search.orders(), choice, "first in, first out")
-    return best
+    if graph.candidates is None:
+        return [0]
+    cube, lengths = candidate_cube(graph.candidates)
+    total = cube.sum(axis=0)
+    time = total[:, FORWARD_NS] + total[:, BACKWARD_NS] + total[:, WEIGHT_NS]
+    totals = [(int(time[setting]), int(total[setting, ACTIVATION_BYTES]), setting) for setting in range(lengths.min())]
+    out: list[int] = []
+    least = float("inf")
+    for _, held, setting in sorted(totals):
+        if held < least:
+            out.append(setting)
+            least = held
+    return out
+
+
+def downhill(ladder: list[int], makespan: Callable[[int], float]) -> int | None:
+    """Walk from the middle of the ladder to the setting whose neighbours are worse; None: none fits.
+
+    Parameters
+    ----------
+    ladder : list of int
+        Settings, fastest first.
+    makespan : callable
+        Of a setting, in nanoseconds; infinite where it does not fit. Called at most once for each.
+    """
+    known: dict[int, float] = {}
+
+    def at(place: int) -> float:
+        if not 0 <= place < len(ladder):
+            return float("inf")
+        if place not in known:
+            known[place] = makespan(ladder[place])
+        return known[place]
+
+    here = len(ladder) // 2
+    while at(here) == float("inf"):
+        here += 1
+        if here >= len(ladder):
+            return None
+    while True:
+        step = min((here - 1, here + 1), key=at)
+        if at(step) >= at(here):
+            return ladder[here]
+        here = step

@@ -1,23 +1,30 @@
 """Specs: what is trained, on what, with which data, laid out how."""
 
 from pipeloom.spec.batch import Batch, Sample, Workload, batch_from_dicts
-from pipeloom.spec.cluster import ClusterSpec
-from pipeloom.spec.layout import Chunk, Layout, ModuleLayout, Parallelism
+from pipeloom.spec.hardware import RankSpec
+from pipeloom.spec.layout import Chunk, Layout, ModuleLayout
 from pipeloom.spec.model import DTYPE_BYTES, LayerSpec, ModelSpec, ModuleSpec, TensorShape
+from pipeloom.spec.parallelism import Parallelism
+from pipeloom.spec.strategies import STRATEGIES, ChunkStrategy, Strategy, chunk_strategy, strategy_word
 
 __all__ = [
     "DTYPE_BYTES",
+    "STRATEGIES",
     "Batch",
     "Chunk",
-    "ClusterSpec",
+    "ChunkStrategy",
     "LayerSpec",
     "Layout",
     "ModelSpec",
     "ModuleLayout",
     "ModuleSpec",
     "Parallelism",
+    "RankSpec",
     "Sample",
+    "Strategy",
     "TensorShape",
     "Workload",
     "batch_from_dicts",
+    "chunk_strategy",
+    "strategy_word",
 ]

@@ -11,16 +11,13 @@ from typing import Literal
 import msgspec
 
 from pipeloom.errors import InputError
-from pipeloom.spec.batch import Sample, audio_frames, video_tokens
-from pipeloom.spec.model import check_modules, find_module
+from pipeloom.spec.batch import Sample
+from pipeloom.spec.model import Reads, check_modules, find_module, instance_lengths
 
 Norm = Literal["layer", "rms"]
-ReadsPart = Literal["audio", "images", "sequence", "text", "videos"]
 
 
-class AttentionMixer(
-    msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="mixer", tag="attention"
-):
+class AttentionMixer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="mixer", tag="attention"):
     """Self-attention; ``kv_heads`` below ``heads`` is grouped-query attention."""
 
     heads: int
@@ -90,9 +87,7 @@ class Mamba2Mixer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_f
 Mixer = AttentionMixer | CrossAttentionMixer | LatentAttentionMixer | MLPMixer | ExpertsMixer | Mamba2Mixer
 
 
-class ResidualLayer(
-    msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="layer", tag="residual"
-):
+class ResidualLayer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="layer", tag="residual"):
     """``count`` layers, each of some mixers with a norm before and a residual connection around each.
 
     ``post_norm``: one more norm after each mixer. ``modulated``: shift, scale and gate by a condition (DiT),
@@ -129,9 +124,7 @@ class PatchEmbeddingLayer(
     bias: bool = True
 
 
-class PatchMergerLayer(
-    msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="layer", tag="patch_merger"
-):
+class PatchMergerLayer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="layer", tag="patch_merger"):
     """MLP over ``factor`` neighbouring patches, which become one token of ``out_width``.
 
     ``inner``: width between its two linear layers; left out, that of the joined patches, as in Qwen2-VL.
@@ -144,9 +137,7 @@ class PatchMergerLayer(
     norm: Norm = "layer"
 
 
-class ProjectorLayer(
-    msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="layer", tag="projector"
-):
+class ProjectorLayer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="layer", tag="projector"):
     """Two-layer MLP adapter."""
 
     in_width: int
@@ -188,7 +179,7 @@ class ModuleArchitecture(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     """One modality module: what it reads, what feeds it, its layers."""
 
     name: str
-    reads: ReadsPart
+    reads: Reads
     layers: tuple[Layer, ...]
     after: tuple[str, ...] = ()
     frozen: bool = False
@@ -211,15 +202,7 @@ class ModuleArchitecture(msgspec.Struct, frozen=True, forbid_unknown_fields=True
 
     def lengths(self, sample: Sample) -> tuple[int, ...]:
         """Lengths of the sequences that one sample sends through this module (maybe none)."""
-        if self.reads == "images":
-            return sample.patches
-        if self.reads == "text":
-            return (sample.text_tokens,) if sample.text_tokens else ()
-        if self.reads == "videos":
-            return video_tokens(sample)
-        if self.reads == "audio":
-            return audio_frames(sample)
-        return (sample.sequence_tokens,)
+        return tuple(n for n in instance_lengths(self.reads, sample) if n)
 
 
 class Architecture(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

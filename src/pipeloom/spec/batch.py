@@ -27,8 +27,7 @@ class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Refuse sizes that no batch can have."""
         if self.text_tokens < 0:
             raise InputError(f"sample {self.id!r}.text_tokens", f"{self.text_tokens} is negative")
-        for name in ("image_tokens", "image_patches", "video_seconds", "video_height", "video_width",
-                     "audio_seconds"):  # fmt: skip
+        for name in ("image_tokens", "image_patches", "video_seconds", "video_height", "video_width", "audio_seconds"):
             for i, value in enumerate(getattr(self, name) or ()):
                 if not 0 < value < float("inf"):
                     raise InputError(f"sample {self.id!r}.{name}[{i}]", f"{value} is not positive and finite")
@@ -63,9 +62,7 @@ class Batch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         seen: set[str] = set()
         for i, sample in enumerate(self.samples):
             if sample.id in seen:
-                raise InputError(
-                    f"batch.samples[{i}].id", f"{sample.id!r} occurs twice", "ids must be unique"
-                )
+                raise InputError(f"batch.samples[{i}].id", f"{sample.id!r} occurs twice", "ids must be unique")
             seen.add(sample.id)
 
 
@@ -132,13 +129,12 @@ def video_tokens(sample: Sample) -> tuple[int, ...]:
     counts = len(sample.video_seconds), len(sample.video_height), len(sample.video_width)
     if len(set(counts)) > 1:
         raise InputError(
-            f"sample {sample.id!r}", "has {} video_seconds, {} video_height and {} video_width".format(*counts),
+            f"sample {sample.id!r}",
+            "has {} video_seconds, {} video_height and {} video_width".format(*counts),
             "give one entry per video in each",
-        )  # fmt: skip
+        )
     out = []
-    for seconds, height, width in zip(
-        sample.video_seconds, sample.video_height, sample.video_width, strict=True
-    ):
+    for seconds, height, width in zip(sample.video_seconds, sample.video_height, sample.video_width, strict=True):
         frames = -(-int(seconds * FRAMES_PER_SECOND + 0.5) // FRAME_COMPRESSION)
         out.append(max(1, frames) * -(-height // PIXEL_COMPRESSION) * -(-width // PIXEL_COMPRESSION))
     return tuple(out)

@@ -9,8 +9,9 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from pipeloom.errors import InputError
-from pipeloom.spec.architecture import Architecture, Layer, ModuleArchitecture, ReadsPart
-from pipeloom.spec.hardware import DeviceSpec, MachineSpec
+from pipeloom.spec.architecture import Architecture, Layer, ModuleArchitecture
+from pipeloom.spec.hardware import ClusterSpec, DeviceSpec
+from pipeloom.spec.model import Reads
 
 Kind = Literal["devices", "clusters", "models", "datasets"]
 T = TypeVar("T")
@@ -33,9 +34,7 @@ def read(kind: Kind, name: str) -> dict[str, Any]:
         entry = resources.files("pipeloom.spec").joinpath("zoo", kind, f"{name}.toml")
         if not entry.is_file():
             raise InputError(
-                f"{kind} {name!r}",
-                "is unknown",
-                f"the zoo has {', '.join(names(kind))}; or give a .toml file",
+                f"{kind} {name!r}", "is unknown", f"the zoo has {', '.join(names(kind))}; or give a .toml file"
             )
         text = entry.read_text(encoding="utf-8")
     try:
@@ -63,12 +62,12 @@ def load_device(name: str) -> DeviceSpec:
     return convert(read("devices", name), DeviceSpec, name)
 
 
-def load_machine(name: str) -> MachineSpec:
+def load_cluster(name: str) -> ClusterSpec:
     """A cluster by its zoo name or file; its ``device`` is a table, or the name or file of a device."""
     content = read("clusters", name)
     if isinstance(content.get("device"), str):
         content["device"] = msgspec.to_builtins(load_device(content["device"]))
-    return convert(content, MachineSpec, name)
+    return convert(content, ClusterSpec, name)
 
 
 def device_toml(device: DeviceSpec) -> str:
@@ -79,9 +78,7 @@ def device_toml(device: DeviceSpec) -> str:
     for part, kinds in tables.items():
         lines += ["", f"[efficiency.{part}]"]
         for kind, shares in kinds.items():
-            inner = ", ".join(
-                f"{metric} = {_toml(value)}" for metric, value in shares.items() if value != 1.0
-            )
+            inner = ", ".join(f"{metric} = {_toml(value)}" for metric, value in shares.items() if value != 1.0)
             lines.append(f"{_toml(kind)} = {{ {inner} }}")
     return "\n".join(lines) + "\n"
 
@@ -99,7 +96,7 @@ class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     model: str
     name: str
-    reads: ReadsPart
+    reads: Reads
     after: tuple[str, ...] = ()
     frozen: bool = False
     drop_last: int = 0
@@ -138,7 +135,5 @@ def load_architecture(name: str) -> Architecture:
             )
         layers = source.modules[0].layers
         kept = layers[: len(layers) - part.drop_last]
-        modules.append(
-            ModuleArchitecture(part.name, part.reads, (*kept, *part.append), part.after, part.frozen)
-        )
+        modules.append(ModuleArchitecture(part.name, part.reads, (*kept, *part.append), part.after, part.frozen))
     return Architecture(combination.name, combination.source, tuple(modules))

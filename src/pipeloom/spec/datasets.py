@@ -36,9 +36,7 @@ class Spread(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Refuse means and medians outside the bounds."""
         for name in ("median", "mean"):
             if not self.minimum <= getattr(self, name) <= self.maximum or getattr(self, name) <= 0:
-                raise InputError(
-                    f"spread.{name}", f"{getattr(self, name)} is not within its bounds and positive"
-                )
+                raise InputError(f"spread.{name}", f"{getattr(self, name)} is not within its bounds and positive")
 
     def _at(self, sigma: float, z: np.ndarray) -> np.ndarray:
         value = self.median * np.exp(sigma * z)
@@ -100,13 +98,9 @@ class DatasetSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         """Refuse shares that are none, and videos without a size."""
         if not 0 <= self.images_share <= 1:
-            raise InputError(
-                f"dataset {self.name!r}.images_share", f"{self.images_share} is not between 0 and 1"
-            )
+            raise InputError(f"dataset {self.name!r}.images_share", f"{self.images_share} is not between 0 and 1")
         if self.video_seconds is not None and not self.frames:
-            raise InputError(
-                f"dataset {self.name!r}.frames", "is empty", "give (height, width, share) of the videos"
-            )
+            raise InputError(f"dataset {self.name!r}.frames", "is empty", "give (height, width, share) of the videos")
 
     def draw(self, generator: np.random.Generator, count: int, prefix: str = "") -> list[Sample]:
         """``count`` samples, named by ``prefix``, data set and number."""
@@ -124,11 +118,7 @@ class DatasetSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             video: dict[str, tuple[float, ...] | tuple[int, ...]] = {}
             if seconds is not None and size is not None:
                 height, width, _ = self.frames[int(size[i])]
-                video = {
-                    "video_seconds": (float(seconds[i]),),
-                    "video_height": (height,),
-                    "video_width": (width,),
-                }
+                video = {"video_seconds": (float(seconds[i]),), "video_height": (height,), "video_width": (width,)}
             out.append(
                 msgspec.convert(
                     {
@@ -183,9 +173,7 @@ def draw_samples(name: str, count: int, seed: int) -> list[Sample]:
     return [next(drawn[k]) for k in which.tolist()]
 
 
-def pack_documents(
-    samples: list[Sample], context_tokens: int = 8192, max_images: int = 48
-) -> list[list[Sample]]:
+def pack_documents(samples: list[Sample], context_tokens: int = 8192, max_images: int = 48) -> list[list[Sample]]:
     """Pack samples greedily, in order, into sequences of at most ``context_tokens``; too long ones are cut."""
     packs: list[list[Sample]] = [[]]
     used = images = 0
@@ -221,9 +209,12 @@ def cut(sample: Sample, context_tokens: int, max_images: int) -> Sample:
         return sample
     patches = None if sample.image_patches is None else sample.image_patches[: len(images)]
     return msgspec.structs.replace(
-        sample, image_tokens=tuple(images), image_patches=patches, audio_seconds=tuple(audio),
+        sample,
+        image_tokens=tuple(images),
+        image_patches=patches,
+        audio_seconds=tuple(audio),
         text_tokens=min(sample.text_tokens, room),
-    )  # fmt: skip
+    )
 
 
 def group_clips(samples: list[Sample], max_seconds: float = 16.0, max_clips: int = 8) -> list[list[Sample]]:
@@ -265,8 +256,9 @@ def _group(samples: list[Sample], max_seconds: float, max_clips: int) -> list[li
     for item in numbered:
         group = groups[-1] if groups else []
         same = group and (group[0][1].video_height, group[0][1].video_width) == (
-            item[1].video_height, item[1].video_width,
-        )  # fmt: skip
+            item[1].video_height,
+            item[1].video_width,
+        )
         total = sum(s.video_seconds[0] for _, s in group) + item[1].video_seconds[0]
         if same and len(group) < max_clips and total <= max_seconds:
             group.append(item)

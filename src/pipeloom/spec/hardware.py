@@ -1,4 +1,4 @@
-"""Hardware as the emulator sees it: accelerators, and clusters of nodes that hold them."""
+"""Hardware: accelerators and clusters of them, as the emulator sees them; a pipeline rank, as the planner does."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Literal
 
 import msgspec
 
-from pipeloom.errors import InputError, check_count, check_not_negative, check_positive
+from pipeloom.errors import InputError, check_not_negative, check_positive
 
 Link = Literal["nvlink", "nic", "pcie"]
-Part = Literal["compute", "nvlink", "nic", "pcie"]
+DevicePart = Literal["compute", "nvlink", "nic", "pcie"]
 Points = float | tuple[tuple[float, float], ...]
 """An efficiency, or one that depends on the size: points (size, efficiency)."""
 
@@ -65,14 +65,13 @@ class DeviceSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     pcie_latency_s: float = 0.0
     reserved_bytes: int = 0
     """Memory that no tensor can have: the driver's context, communication buffers, fragmentation."""
-    efficiency: dict[Part, dict[str, EfficiencySpec]] = {}
+    efficiency: dict[DevicePart, dict[str, EfficiencySpec]] = {}
 
     def __post_init__(self) -> None:
         """Refuse devices that cannot exist."""
         for name in ("flops_per_s", "memory_bytes", "memory_bytes_per_s"):
             check_positive(f"device {self.name!r}.{name}", getattr(self, name))
-        for name in ("nvlink_bytes_per_s", "nvlink_latency_s", "pcie_bytes_per_s", "pcie_latency_s",
-                     "reserved_bytes"):  # fmt: skip
+        for name in ("nvlink_bytes_per_s", "nvlink_latency_s", "pcie_bytes_per_s", "pcie_latency_s", "reserved_bytes"):
             check_not_negative(f"device {self.name!r}.{name}", getattr(self, name))
 
     @property
@@ -81,7 +80,7 @@ class DeviceSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.memory_bytes - self.reserved_bytes
 
 
-class MachineSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ClusterSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A cluster: equal nodes of equal devices. ``nic_bytes_per_s`` is per device and direction."""
 
     name: str
@@ -105,29 +104,27 @@ class MachineSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.devices_per_node * self.num_nodes
 
 
-class Degrees(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Degrees of parallelism. Data, expert and context parallelism lie between tensor and pipeline.
+class RankSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What the planner knows of the hardware: the memory of every pipeline rank, and the link between any two.
 
-    ``expert`` divides the experts over so many devices among those of one data-parallel replica group;
-    ``zero``: 0 nothing is sharded over data parallelism, 1 the optimiser's state, 3 gradients and weights too.
+    A training file has it as its table ``[cluster]``; of a `ClusterSpec`, `EmulatedCosts` makes it.
     """
 
-    tensor: int = 1
-    pipeline: int = 1
-    data: int = 1
-    context: int = 1
-    expert: int = 1
-    sequence_parallel: bool = True
-    zero: Literal[0, 1, 3] = 1
+    name: str = "local"
+    memory_capacity_bytes: int | None = None
+    """Memory of each rank; None: no limit."""
+    link_bytes_per_s: float = 1e9
+    """Point-to-point bandwidth between two pipeline ranks."""
+    link_latency_s: float = 1e-4
+    """Time of an empty message between two pipeline ranks."""
 
     def __post_init__(self) -> None:
-        """Refuse degrees below one."""
-        for name in ("tensor", "pipeline", "data", "context", "expert"):
-            check_count(f"degrees.{name}", getattr(self, name))
-        if (self.data * self.context * self.tensor) % self.expert:
-            raise InputError("degrees.expert", f"{self.expert} does not divide data x context x tensor")
+        """Refuse links and memories that cannot exist."""
+        if self.memory_capacity_bytes is not None and self.memory_capacity_bytes <= 0:
+            raise InputError("cluster.memory_capacity_bytes", f"{self.memory_capacity_bytes} is not positive")
+        check_positive("cluster.link_bytes_per_s", self.link_bytes_per_s)
+        check_not_negative("cluster.link_latency_s", self.link_latency_s)
 
-    @property
-    def num_devices(self) -> int:
-        """Devices that these degrees need."""
-        return self.tensor * self.pipeline * self.data * self.context
+    def transfer_s(self, num_bytes: int) -> float:
+        """Seconds that a message of ``num_bytes`` takes between two ranks."""
+        return self.link_latency_s + num_bytes / self.link_bytes_per_s

@@ -8,18 +8,7 @@ from typing import Literal
 import msgspec
 
 from pipeloom.errors import InputError, check_count
-
-
-class Parallelism(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Degrees of parallelism beside the pipeline."""
-
-    tensor: int = 1
-    data: int = 1
-
-    def __post_init__(self) -> None:
-        """Refuse degrees below one."""
-        for name in ("tensor", "data"):
-            check_count(f"parallelism.{name}", getattr(self, name))
+from pipeloom.spec.parallelism import Parallelism
 
 
 class ModuleLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

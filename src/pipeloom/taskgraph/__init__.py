@@ -5,52 +5,49 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pipeloom.lazy import lazy_names
+from pipeloom.taskgraph.assignment import Assignable, with_delays
 from pipeloom.taskgraph.candidates import Candidate
-from pipeloom.taskgraph.dealing import Dealable, with_delays
+from pipeloom.taskgraph.columns import KIND_NAMES, Edges, IntArray, PairLabel, Pairs, Tasks
 from pipeloom.taskgraph.graph import (
     BACKWARD,
     FORWARD,
     INPUT_GRADIENT,
-    KIND_NAMES,
     NO_TASK,
-    NS_PER_S,
     WEIGHT_GRADIENT,
-    IntArray,
-    PairLabel,
     Task,
     TaskGraph,
     make_graph,
     topological_order,
 )
+from pipeloom.taskgraph.totals import MAX_S, MAX_TOTAL, NS_PER_S, check_candidates, to_ns
 
 if TYPE_CHECKING:
-    from pipeloom.taskgraph.build import build_dealable, build_graph, to_ns
+    from pipeloom.taskgraph.build import build_assignable, build_graph
 
-__getattr__, __dir__ = lazy_names(
-    __name__,
-    {
-        "build_dealable": ".build",
-        "build_graph": ".build",
-        "to_ns": ".build",
-    },
-)
+__getattr__, __dir__ = lazy_names(__name__, __file__)
 
 __all__ = [
     "BACKWARD",
     "FORWARD",
     "INPUT_GRADIENT",
     "KIND_NAMES",
+    "MAX_S",
+    "MAX_TOTAL",
     "NO_TASK",
     "NS_PER_S",
     "WEIGHT_GRADIENT",
+    "Assignable",
     "Candidate",
-    "Dealable",
+    "Edges",
     "IntArray",
     "PairLabel",
+    "Pairs",
     "Task",
     "TaskGraph",
-    "build_dealable",
+    "Tasks",
+    "build_assignable",
     "build_graph",
+    "check_candidates",
     "make_graph",
     "to_ns",
     "topological_order",

@@ -4,29 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 
 from pipeloom.cost import CostModel, StrategyCost
 from pipeloom.packing import Packing, SubMicrobatch, pieces
-from pipeloom.spec import Chunk, Layout, Workload
+from pipeloom.spec import Chunk, Layout, Workload, strategy_word
+from pipeloom.taskgraph.assignment import Assignable
 from pipeloom.taskgraph.candidates import Candidate
-from pipeloom.taskgraph.dealing import Dealable
-from pipeloom.taskgraph.graph import (
-    BACKWARD,
-    FORWARD,
-    INPUT_GRADIENT,
-    NS_PER_S,
-    WEIGHT_GRADIENT,
-    PairLabel,
-    TaskGraph,
-    make_graph,
-)
+from pipeloom.taskgraph.columns import Edges, PairLabel, Pairs, Tasks
+from pipeloom.taskgraph.graph import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, TaskGraph, make_graph
+from pipeloom.taskgraph.totals import summable, to_ns
 
-
-def to_ns(seconds: float) -> int:
-    """Round seconds to integer nanoseconds: the one place where costs become integers."""
-    return round(seconds * NS_PER_S)
+BackwardForm = Literal["whole", "split", "either"]
+"""How backwards are made: in one task, in two, or either, as the schedule chooses."""
 
 
 def build_graph(
@@ -36,8 +28,7 @@ def build_graph(
     *,
     name: str = "iteration",
     capacity_bytes: int | None = None,
-    split_backward: bool = False,
-    or_whole: bool = False,
+    backward: BackwardForm = "whole",
     hold_outputs: bool = False,
 ) -> TaskGraph:
     """Make the tasks, pairs and edges of one iteration.
@@ -54,10 +45,9 @@ def build_graph(
     name : str
     capacity_bytes : int or None
         Memory of each rank; None: no limit.
-    split_backward : bool
-        Split backwards into I and W where the costs know the parts.
-    or_whole : bool
-        Offer every strategy of a split pair with a whole backward too: a W that takes no time and holds nothing.
+    backward : str
+        ``split``: backwards are I and W where the costs know the parts; ``either``: and every strategy of a split pair
+        is offered with a whole backward too, that is a W that takes no time and holds nothing.
     hold_outputs : bool
         Count a module's output where the module that reads it is on the same rank: held from the end of the one to
         the end of the other, as with embeddings computed ahead.
@@ -68,31 +58,28 @@ def build_graph(
         With ``labels``, so that schedules of it can be lowered.
 
     Replicated modules run each sub-microbatch on one rank: on the one that has least to do so far, what the
-    pipelined modules give it included. `build_dealable` is for those who can deal better.
+    pipelined modules give it included. `build_assignable` is for those who can assign better.
 
     Raises
     ------
     InputError
-        For module boundaries whose parts do not match.
+        For module boundaries whose parts do not match, and for times and sizes too large to be summed.
     """
-    builder = _Builder(
-        layout, packing, _memoised(costs, layout), costs, split_backward, or_whole, hold_outputs
-    )
+    builder = _Builder(layout, packing, _memoised(costs, layout), costs, backward, hold_outputs)
     return builder.build().finish(name, capacity_bytes)
 
 
-def build_dealable(
+def build_assignable(
     layout: Layout,
     packing: Packing,
     costs: CostModel,
     *,
     name: str = "iteration",
     capacity_bytes: int | None = None,
-    split_backward: bool = False,
-    or_whole: bool = False,
-) -> Dealable:
-    """Make the graph of `build_graph`, and what is needed to deal the parts of replicated modules anew."""
-    builder = _Builder(layout, packing, _memoised(costs, layout), costs, split_backward, or_whole, False)
+    backward: BackwardForm = "whole",
+) -> Assignable:
+    """Make the graph of `build_graph`, and what is needed to assign the parts of replicated modules anew."""
+    builder = _Builder(layout, packing, _memoised(costs, layout), costs, backward, False)
     graph = builder.build().finish(name, capacity_bytes)
     homes = tuple(
         tuple(sorted(layout.chunks_of(module.name), key=lambda c: layout.chunks[c].rank))
@@ -100,7 +87,7 @@ def build_dealable(
         else ()
         for module in layout.modules
     )
-    return Dealable(graph, homes, np.array(builder.crossing, dtype=np.int64))
+    return Assignable(graph, homes, np.array(builder.crossing, dtype=np.int64))
 
 
 def _memoised(costs: CostModel, layout: Layout) -> Callable[[int, Workload], tuple[StrategyCost, ...]]:
@@ -132,8 +119,7 @@ class _Builder:
     packing: Packing
     chunk_costs: Callable[[int, Workload], tuple[StrategyCost, ...]]
     costs: CostModel
-    split_backward: bool
-    or_whole: bool
+    form: BackwardForm
     hold_outputs: bool
     kind: list[int] = field(default_factory=list)
     rank: list[int] = field(default_factory=list)
@@ -157,7 +143,7 @@ class _Builder:
     converted: dict[tuple[int, bool], tuple[Candidate, ...]] = field(default_factory=dict)
     num_segments: int = 0
     load_s: list[float] = field(default_factory=list)
-    """Per rank: seconds of the pipelined modules in all, and of what replicated ones have been dealt to it."""
+    """Per rank: seconds of the pipelined modules in all, and of what replicated ones have been assigned to it."""
 
     def build(self) -> _Builder:
         """Add everything."""
@@ -212,7 +198,7 @@ class _Builder:
         base = self.num_segments
         # Forward segments of this part come first, then its backward ones, then its weight gradients.
         per_kind = runs[-1] + 1
-        self.num_segments += per_kind * (1 + (2 if self.split_backward else 1) * trained)
+        self.num_segments += per_kind * (1 + (2 if self.form != "whole" else 1) * trained)
         for position, chunk in enumerate(chunks):
             label = PairLabel(chunk, microbatch, sub)
             segments = tuple(base + k * per_kind + runs[position] for k in range(3))
@@ -222,38 +208,31 @@ class _Builder:
         return passage
 
     def _add_pair(
-        self,
-        label: PairLabel,
-        module: int,
-        rank: int,
-        segments: tuple[int, ...],
-        workload: Workload,
-        trained: bool,
+        self, label: PairLabel, module: int, rank: int, segments: tuple[int, ...], workload: Workload, trained: bool
     ) -> int:
         pair = len(self.activation)
         options = self.chunk_costs(label.chunk, workload)
         base = options[0]
-        split = trained and self.split_backward and base.backward_weight_s is not None
+        split = trained and self.form != "whole" and base.backward_weight_s is not None
         # The same answer of the cost model is one object, and kept by `_memoised`.
         candidates = self.converted.get((id(options), split))
         if candidates is None:
-            forms = (True, False) if split and self.or_whole else (split,)
-            candidates = tuple(_candidate(option, split, form) for option in options for form in forms)
+            forms = (True, False) if split and self.form == "either" else (split,)
+            name = f"{self.layout.modules[module].name}, chunk {label.chunk}, microbatch {label.microbatch}"
+            candidates = tuple(_candidate(option, split, form, name) for option in options for form in forms)
             self.converted[id(options), split] = candidates
         first = candidates[0]
         self.forward.append(self._add_task(FORWARD, rank, first.forward_ns, pair, segments[0], label, module))
         self.backward.append(-1)
         if trained:
             kind = INPUT_GRADIENT if split else BACKWARD
-            self.backward[pair] = self._add_task(
-                kind, rank, first.backward_ns, pair, segments[1], label, module
-            )
+            self.backward[pair] = self._add_task(kind, rank, first.backward_ns, pair, segments[1], label, module)
             if split:
                 self._add_task(WEIGHT_GRADIENT, rank, first.weight_ns, pair, segments[2], label, module)
         self.activation.append(first.activation_bytes)
         self.weight_gradient.append(first.weight_gradient_bytes)
         self.candidates.append(candidates)
-        self.labels.append(label)
+        self.labels.append(label._replace(strategy=strategy_word(first.strategy, first.layers)))
         return pair
 
     def _add_task(
@@ -268,9 +247,7 @@ class _Builder:
         self.module.append(module)
         return len(self.kind) - 1
 
-    def _join(
-        self, above: list[_Passage], below: list[_Passage], microbatch: int, source: str, module: int
-    ) -> None:
+    def _join(self, above: list[_Passage], below: list[_Passage], microbatch: int, source: str, module: int) -> None:
         """Connect the parts on both sides of a module boundary."""
         for piece in pieces(self.packing, microbatch, self.packing.modules.index(source), module):
             up = above[piece.above]
@@ -278,16 +255,15 @@ class _Builder:
             workload = up.workload if piece.whole else Workload(lengths)
             self._edge(up, len(up.chunks) - 1, below[piece.below], 0, workload, hold=self.hold_outputs)
 
-    def _edge(
-        self, above: _Passage, i: int, below: _Passage, j: int, workload: Workload, hold: bool = False
-    ) -> None:
+    def _edge(self, above: _Passage, i: int, below: _Passage, j: int, workload: Workload, hold: bool = False) -> None:
         """Connect two pairs: activation forward, gradient back, each after its transfer between ranks."""
         source, target = above.pairs[i], below.pairs[j]
         upper, lower = self.layout.chunks[above.chunks[i]], self.layout.chunks[below.chunks[j]]
         crossing = held = 0
         apart = upper.rank != lower.rank
         if apart or self._moves(upper) or self._moves(lower):
-            crossing = to_ns(self.costs.transfer_s(self.costs.boundary_bytes(upper, workload)))
+            num_bytes = self.costs.boundary_bytes(upper, workload)
+            crossing = to_ns(self.costs.transfer_s(num_bytes), f"a message of {num_bytes} bytes")
         if hold and not apart:
             held = self.costs.boundary_bytes(upper, workload)
         delay = crossing if apart else 0
@@ -314,16 +290,34 @@ class _Builder:
             static[chunk.rank] += self.costs.static_bytes(chunk)
         several = any(len(options) > 1 for options in self.candidates)
         # Segment numbers may have gaps (W segments of parts that are not split); close them.
+        # Parts that are assigned to other ranks have these delays instead.
+        summable("edges.delay_s", self.crossing)
         segment = np.unique(np.array(self.segment, dtype=np.int64), return_inverse=True)[1]
         return make_graph(
-            name=name, num_ranks=ranks, module_names=tuple(m.name for m in self.layout.modules), kind=self.kind,
-            rank=self.rank, duration_ns=self.duration, pair=self.pair, segment=segment, microbatch=self.microbatch,
-            module=self.module, activation_bytes=self.activation, weight_gradient_bytes=self.weight_gradient,
-            edge_source=self.source, edge_target=self.target, edge_delay_ns=self.delay,
-            edge_bytes=self.held if any(self.held) else None, static_bytes=static,
+            name=name,
+            num_ranks=ranks,
+            tasks=Tasks(
+                kind=self.kind,
+                rank=self.rank,
+                duration_ns=self.duration,
+                pair=self.pair,
+                segment=segment,
+                microbatch=self.microbatch,
+                module=self.module,
+                module_names=tuple(m.name for m in self.layout.modules),
+            ),
+            pairs=Pairs(
+                activation_bytes=self.activation,
+                weight_gradient_bytes=self.weight_gradient,
+                candidates=tuple(self.candidates) if several else None,
+                labels=tuple(self.labels),
+            ),
+            edges=Edges(
+                source=self.source, target=self.target, delay_ns=self.delay, bytes=self.held if any(self.held) else None
+            ),
+            static_bytes=static,
             capacity_bytes=None if capacity_bytes is None else np.full(ranks, capacity_bytes, dtype=np.int64),
-            candidates=tuple(self.candidates) if several else None, labels=tuple(self.labels),
-        )  # fmt: skip
+        )
 
 
 def number_runs(ranks: Sequence[int]) -> list[int]:
@@ -338,11 +332,12 @@ def number_runs(ranks: Sequence[int]) -> list[int]:
     return numbers
 
 
-def _candidate(cost: StrategyCost, split: bool, halves: bool) -> Candidate:
-    """A strategy of a pair that has I and W where ``split``; with its backward in halves, or all of it in I."""
-    weight_gradient = (
-        cost.activation_bytes if cost.weight_gradient_bytes is None else cost.weight_gradient_bytes
-    )
+def _candidate(cost: StrategyCost, split: bool, halves: bool, name: str) -> Candidate:
+    """A strategy of a pair that has I and W where ``split``; with its backward in halves, or all of it in I.
+
+    Errors give the pair's ``name``.
+    """
+    weight_gradient = cost.activation_bytes if cost.weight_gradient_bytes is None else cost.weight_gradient_bytes
     inputs, weights = cost.backward_s, 0.0
     # A strategy whose parts are unknown keeps its backward whole.
     if halves and cost.backward_input_s is not None:
@@ -350,6 +345,11 @@ def _candidate(cost: StrategyCost, split: bool, halves: bool) -> Candidate:
     elif split and not halves:
         weight_gradient = 0
     return Candidate(
-        cost.strategy, to_ns(cost.forward_s), to_ns(inputs), to_ns(weights), cost.activation_bytes, weight_gradient,
+        cost.strategy,
+        to_ns(cost.forward_s, f"{name}: forward_s"),
+        to_ns(inputs, f"{name}: backward_s"),
+        to_ns(weights, f"{name}: backward_weight_s"),
+        cost.activation_bytes,
+        weight_gradient,
         cost.layers,
-    )  # fmt: skip
+    )

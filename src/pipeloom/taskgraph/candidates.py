@@ -28,9 +28,7 @@ class Candidate(NamedTuple):
     layers: tuple[str, ...] = ()
 
 
-def candidate_cube(
-    candidates: Sequence[tuple[Candidate, ...]],
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+def candidate_cube(candidates: Sequence[tuple[Candidate, ...]]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Candidates of all pairs as arrays; equal chunks share one tuple, which is read once.
 
     Returns

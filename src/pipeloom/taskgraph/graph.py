@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeloom.errors import InputError, check_count
+from pipeloom.spec import strategy_word
 from pipeloom.taskgraph.candidates import (
     ACTIVATION_BYTES,
     BACKWARD_NS,
@@ -23,23 +24,23 @@ from pipeloom.taskgraph.candidates import (
     Candidate,
     candidate_cube,
 )
+from pipeloom.taskgraph.columns import (
+    KIND_NAMES,
+    Edges,
+    IntArray,
+    PairLabel,
+    Pairs,
+    Tasks,
+    check_length,
+    check_range,
+    sizes,
+)
 from pipeloom.taskgraph.rows import close_edges, compressed
 
-IntArray = npt.NDArray[np.int64]
 KindArray = npt.NDArray[np.int8]
 
 FORWARD, BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT = 0, 1, 2, 3
-KIND_NAMES = ("F", "B", "I", "W")
 NO_TASK = -1
-NS_PER_S = 1_000_000_000
-
-
-class PairLabel(NamedTuple):
-    """What a pair means in a layout: chunk number, microbatch and sub-microbatch."""
-
-    chunk: int
-    microbatch: int
-    sub_microbatch: int
 
 
 class Task(NamedTuple):
@@ -58,6 +59,9 @@ class Task(NamedTuple):
 @dataclass(frozen=True, slots=True, eq=False)
 class TaskGraph:
     """One iteration's tasks, pairs and edges. Make it with `make_graph`, which validates and closes it.
+
+    Columns lie flat, as kernels read them: those of `Tasks`, of `Pairs` and (with ``edge_`` before them) of `Edges`,
+    what each rank has, and what follows from them: the tasks of every pair, and what is before and after every task.
 
     Attributes
     ----------
@@ -128,10 +132,15 @@ class TaskGraph:
     def task(self, number: int) -> Task:
         """Readable view of one task."""
         return Task(
-            number, KIND_NAMES[self.kind[number]], int(self.rank[number]), int(self.duration_ns[number]),
-            int(self.pair[number]), int(self.segment[number]), int(self.microbatch[number]),
+            number,
+            KIND_NAMES[self.kind[number]],
+            int(self.rank[number]),
+            int(self.duration_ns[number]),
+            int(self.pair[number]),
+            int(self.segment[number]),
+            int(self.microbatch[number]),
             self.module_names[self.module[number]],
-        )  # fmt: skip
+        )
 
     def describe(self, number: int) -> str:
         """A task in words, for messages: ``task 17 (B of lm, microbatch 3, rank 1)``."""
@@ -159,126 +168,134 @@ class TaskGraph:
         taken = cube[np.arange(self.num_pairs), chosen]
         duration = self.duration_ns.copy()
         for tasks, column in (
-            (self.forward_of, FORWARD_NS), (self.backward_of, BACKWARD_NS), (self.weight_of, WEIGHT_NS)
-        ):  # fmt: skip
+            (self.forward_of, FORWARD_NS),
+            (self.backward_of, BACKWARD_NS),
+            (self.weight_of, WEIGHT_NS),
+        ):
             has = tasks != NO_TASK
             duration[tasks[has]] = taken[has, column]
         return replace(
-            self, duration_ns=duration, activation_bytes=taken[:, ACTIVATION_BYTES].copy(),
-            weight_gradient_bytes=taken[:, WEIGHT_GRADIENT_BYTES].copy(), candidates=None,
-        )  # fmt: skip
+            self,
+            duration_ns=duration,
+            activation_bytes=taken[:, ACTIVATION_BYTES].copy(),
+            weight_gradient_bytes=taken[:, WEIGHT_GRADIENT_BYTES].copy(),
+            candidates=None,
+            labels=self._chosen_labels(chosen.tolist()),
+        )
+
+    def _chosen_labels(self, choice: list[int]) -> tuple[PairLabel, ...] | None:
+        """Labels with the strategy of every pair's chosen candidate."""
+        if self.labels is None or self.candidates is None:
+            return self.labels
+        labels = []
+        for label, row, index in zip(self.labels, self.candidates, choice, strict=True):
+            word = strategy_word(row[index].strategy, row[index].layers)
+            same = word == label.strategy
+            labels.append(label if same else PairLabel(label.chunk, label.microbatch, label.sub_microbatch, word))
+        return tuple(labels)
 
 
 def make_graph(
     *,
     name: str,
     num_ranks: int,
-    module_names: tuple[str, ...],
-    kind: npt.ArrayLike,
-    rank: npt.ArrayLike,
-    duration_ns: npt.ArrayLike,
-    pair: npt.ArrayLike,
-    segment: npt.ArrayLike,
-    microbatch: npt.ArrayLike,
-    module: npt.ArrayLike,
-    activation_bytes: npt.ArrayLike,
-    weight_gradient_bytes: npt.ArrayLike | None,
-    edge_source: npt.ArrayLike,
-    edge_target: npt.ArrayLike,
-    edge_delay_ns: npt.ArrayLike,
-    edge_bytes: npt.ArrayLike | None = None,
+    tasks: Tasks,
+    pairs: Pairs,
+    edges: Edges,
     static_bytes: npt.ArrayLike | None = None,
     capacity_bytes: npt.ArrayLike | None = None,
-    candidates: tuple[tuple[Candidate, ...], ...] | None = None,
-    labels: tuple[PairLabel, ...] | None = None,
 ) -> TaskGraph:
-    """Validate the parts of a problem and close them into a `TaskGraph`.
+    """Validate the parts of a problem against each other and close them into a `TaskGraph`.
+
+    Parameters
+    ----------
+    name : str
+    num_ranks : int
+    tasks : Tasks
+    pairs : Pairs
+    edges : Edges
+    static_bytes : array, shape (num_ranks,), or None
+        Weights, gradients and optimiser state; None: nothing.
+    capacity_bytes : array, shape (num_ranks,), or None
+        None: no limit.
 
     Raises
     ------
     InputError
         Naming the array, the entry and the bound: lengths that differ, numbers out of range, a pair without
-        exactly one F, a pair on two ranks, a segment twice on a rank or of two kinds, a cycle of edges.
+        exactly one F, a pair on two ranks, a segment twice on a rank or of two kinds, a cycle of edges, times or
+        sizes that sum to 2**62 nanoseconds or bytes, or more.
     """
-    ints = {
-        "tasks.rank": rank, "tasks.duration_s": duration_ns, "tasks.pair": pair, "tasks.segment": segment,
-        "tasks.microbatch": microbatch, "tasks.module": module,
-    }  # fmt: skip
-    columns = {key: np.asarray(value, dtype=np.int64) for key, value in ints.items()}
-    kinds = np.asarray(kind, dtype=np.int8)
-    num_tasks = len(kinds)
-    if num_tasks == 0:
-        raise InputError("tasks.kind", "is empty", "give at least one task")
     check_count("num_ranks", num_ranks)
-    for key, column in columns.items():
-        if column.shape != (num_tasks,):
-            raise InputError(key, f"has {column.size} entries, tasks.kind has {num_tasks}")
-    num_pairs = len(np.asarray(activation_bytes))
-    _check_range("tasks.rank", columns["tasks.rank"], num_ranks)
-    _check_range("tasks.pair", columns["tasks.pair"], num_pairs)
-    _check_range("tasks.module", columns["tasks.module"], len(module_names))
-    for key in ("tasks.duration_s", "tasks.segment", "tasks.microbatch"):
-        _check_range(key, columns[key], None)
-    # Largest segment number below the number of tasks: kernels hold one slot a segment.
-    _check_range("tasks.segment", columns["tasks.segment"], num_tasks)
+    kind = np.asarray(tasks.kind)
+    rank, pair, segment = np.asarray(tasks.rank), np.asarray(tasks.pair), np.asarray(tasks.segment)
+    activation = np.asarray(pairs.activation_bytes)
+    num_tasks, num_pairs = len(kind), len(activation)
+    check_range("tasks.rank", rank, num_ranks)
+    check_range("tasks.pair", pair, num_pairs)
+    forward_of, backward_of, weight_of = _pair_tasks(kind, pair, rank, num_pairs)
+    _check_segments(kind, segment, rank)
+    source, target, delay = np.asarray(edges.source), np.asarray(edges.target), np.asarray(edges.delay_ns)
+    check_range("edges.source", source, num_tasks)
+    check_range("edges.target", target, num_tasks)
+    _check_held(edges, rank)
+    capacity = None
+    if capacity_bytes is not None:
+        capacity = _capacities(capacity_bytes, num_ranks)
+    static = np.zeros(num_ranks) if static_bytes is None else static_bytes
+    full_source, full_target, full_delay = close_edges(source, target, delay, forward_of, backward_of, weight_of)
+    before = compressed(full_target, full_source, full_delay, num_tasks)
+    after = compressed(full_source, full_target, full_delay, num_tasks)
+    graph = TaskGraph(
+        name=name,
+        num_ranks=num_ranks,
+        module_names=tasks.module_names,
+        kind=kind,
+        rank=rank,
+        duration_ns=np.asarray(tasks.duration_ns),
+        pair=pair,
+        segment=segment,
+        microbatch=np.asarray(tasks.microbatch),
+        module=np.asarray(tasks.module),
+        activation_bytes=activation,
+        weight_gradient_bytes=np.asarray(pairs.weight_gradient_bytes),
+        edge_source=source,
+        edge_target=target,
+        edge_delay_ns=delay,
+        edge_bytes=np.asarray(edges.bytes),
+        static_bytes=sizes("memory_static_bytes", static, num_ranks),
+        capacity_bytes=capacity,
+        candidates=pairs.candidates,
+        labels=pairs.labels,
+        forward_of=forward_of,
+        backward_of=backward_of,
+        weight_of=weight_of,
+        **dict(zip(("predecessor_start", "predecessor", "predecessor_delay_ns"), before, strict=True)),
+        **dict(zip(("successor_start", "successor", "successor_delay_ns"), after, strict=True)),
+    )
+    topological_order(graph)
+    return graph
 
-    activation = _sizes("pairs.activation_bytes", activation_bytes, num_pairs)
-    weight_gradient = (
-        activation
-        if weight_gradient_bytes is None
-        else _sizes("pairs.weight_gradient_bytes", weight_gradient_bytes, num_pairs)
-    )
-    forward_of, backward_of, weight_of = _pair_tasks(
-        kinds, columns["tasks.pair"], columns["tasks.rank"], num_pairs
-    )
-    _check_segments(kinds, columns["tasks.segment"], columns["tasks.rank"])
 
-    source = np.asarray(edge_source, dtype=np.int64).reshape(-1)
-    target = np.asarray(edge_target, dtype=np.int64).reshape(-1)
-    num_edges = len(source)
-    if len(target) != num_edges:
-        raise InputError("edges.target", f"has {len(target)} entries, edges.source has {num_edges}")
-    delay = _sizes("edges.delay_s", edge_delay_ns, num_edges)
-    held = (
-        np.zeros(num_edges, np.int64) if edge_bytes is None else _sizes("edges.bytes", edge_bytes, num_edges)
-    )
-    _check_range("edges.source", source, num_tasks)
-    _check_range("edges.target", target, num_tasks)
-    task_rank = columns["tasks.rank"]
-    crossing = np.flatnonzero((held > 0) & (task_rank[source] != task_rank[target]))
+def _capacities(capacity_bytes: npt.ArrayLike, num_ranks: int) -> IntArray:
+    """Check capacities, which are never added up."""
+    capacity: IntArray = np.asarray(capacity_bytes, dtype=np.int64).reshape(-1)
+    check_length("memory_capacity_bytes", capacity, num_ranks)
+    check_range("memory_capacity_bytes", capacity, None)
+    return capacity
+
+
+def _check_held(edges: Edges, rank: IntArray) -> None:
+    """Refuse edges between ranks that hold bytes."""
+    source, target, held = np.asarray(edges.source), np.asarray(edges.target), np.asarray(edges.bytes)
+    crossing = np.flatnonzero((held > 0) & (rank[source] != rank[target]))
     if crossing.size:
         e = int(crossing[0])
         raise InputError(
             f"edges.bytes[{e}]",
-            f"{held[e]} bytes on an edge from rank {task_rank[source[e]]} to rank {task_rank[target[e]]}",
+            f"{held[e]} bytes on an edge from rank {rank[source[e]]} to rank {rank[target[e]]}",
             "only edges inside one rank hold bytes",
         )
-    static = (
-        np.zeros(num_ranks, np.int64)
-        if static_bytes is None
-        else _sizes("memory_static_bytes", static_bytes, num_ranks)
-    )
-    capacity = None if capacity_bytes is None else _sizes("memory_capacity_bytes", capacity_bytes, num_ranks)
-
-    full_source, full_target, full_delay = close_edges(
-        source, target, delay, forward_of, backward_of, weight_of
-    )
-    predecessor_start, predecessor, predecessor_delay = compressed(
-        full_target, full_source, full_delay, num_tasks
-    )
-    successor_start, successor, successor_delay = compressed(full_source, full_target, full_delay, num_tasks)
-    graph = TaskGraph(
-        name=name, num_ranks=num_ranks, module_names=module_names, kind=kinds, rank=task_rank,
-        duration_ns=columns["tasks.duration_s"], pair=columns["tasks.pair"], segment=columns["tasks.segment"],
-        microbatch=columns["tasks.microbatch"], module=columns["tasks.module"], activation_bytes=activation,
-        weight_gradient_bytes=weight_gradient, edge_source=source, edge_target=target, edge_delay_ns=delay,
-        edge_bytes=held, static_bytes=static, capacity_bytes=capacity, candidates=candidates, labels=labels,
-        forward_of=forward_of, backward_of=backward_of, weight_of=weight_of, predecessor_start=predecessor_start,
-        predecessor=predecessor, predecessor_delay_ns=predecessor_delay, successor_start=successor_start,
-        successor=successor, successor_delay_ns=successor_delay,
-    )  # fmt: skip
-    topological_order(graph)
-    return graph
 
 
 def topological_order(graph: TaskGraph) -> IntArray:
@@ -301,27 +318,7 @@ def topological_order(graph: TaskGraph) -> IntArray:
     return np.array(order, dtype=np.int64)
 
 
-def _check_range(name: str, values: IntArray, bound: int | None) -> None:
-    bad = np.flatnonzero(values < 0)
-    if bad.size:
-        raise InputError(f"{name}[{bad[0]}]", f"{values[bad[0]]} is negative")
-    if bound is not None:
-        bad = np.flatnonzero(values >= bound)
-        if bad.size:
-            raise InputError(f"{name}[{bad[0]}]", f"{values[bad[0]]} is not below {bound}")
-
-
-def _sizes(name: str, values: npt.ArrayLike, length: int) -> IntArray:
-    array = np.asarray(values, dtype=np.int64).reshape(-1)
-    if len(array) != length:
-        raise InputError(name, f"has {len(array)} entries, expected {length}")
-    _check_range(name, array, None)
-    return array
-
-
-def _pair_tasks(
-    kind: KindArray, pair: IntArray, rank: IntArray, num_pairs: int
-) -> tuple[IntArray, IntArray, IntArray]:
+def _pair_tasks(kind: KindArray, pair: IntArray, rank: IntArray, num_pairs: int) -> tuple[IntArray, IntArray, IntArray]:
     """Task numbers of each pair's F, B or I, and W; refuse pairs that are not one of the allowed forms."""
     found = np.full((4, num_pairs), NO_TASK, dtype=np.int64)
     for task, (k, p) in enumerate(zip(kind.tolist(), pair.tolist(), strict=True)):
@@ -341,8 +338,7 @@ def _pair_tasks(
         for task in (whole[p], inputs[p], weights[p]):
             if task != NO_TASK and rank[task] != rank[forward[p]]:
                 raise InputError(
-                    f"tasks.rank[{task}]",
-                    f"rank {rank[task]}, the F of pair {p} is on rank {rank[forward[p]]}",
+                    f"tasks.rank[{task}]", f"rank {rank[task]}, the F of pair {p} is on rank {rank[forward[p]]}"
                 )
     return forward, np.maximum(whole, inputs), weights
 

@@ -10,12 +10,7 @@ _NO_TASK = -1
 
 
 def close_edges(
-    source: IntArray,
-    target: IntArray,
-    delay: IntArray,
-    forward: IntArray,
-    backward: IntArray,
-    weight: IntArray,
+    source: IntArray, target: IntArray, delay: IntArray, forward: IntArray, backward: IntArray, weight: IntArray
 ) -> tuple[IntArray, IntArray, IntArray]:
     """Add the implied edges: F before its backward, I before its W."""
     has_backward, has_weight = backward != _NO_TASK, weight != _NO_TASK
@@ -28,9 +23,7 @@ def close_edges(
     )
 
 
-def compressed(
-    row: IntArray, value: IntArray, delay: IntArray, num_rows: int
-) -> tuple[IntArray, IntArray, IntArray]:
+def compressed(row: IntArray, value: IntArray, delay: IntArray, num_rows: int) -> tuple[IntArray, IntArray, IntArray]:
     """Where each row starts, and the values and delays of all rows end to end."""
     order = np.argsort(row, kind="stable")
     start = np.zeros(num_rows + 1, dtype=np.int64)

@@ -6,26 +6,27 @@ pairs have candidates, every duration below is the least over them, unless said 
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, NamedTuple
+
 import numpy as np
 import numpy.typing as npt
 
-from pipeloom.taskgraph import (
-    FORWARD,
-    INPUT_GRADIENT,
-    NO_TASK,
-    IntArray,
-    TaskGraph,
-)
-from pipeloom.timeline import kernels
+from pipeloom.lazy import lazy_module
+from pipeloom.taskgraph import FORWARD, INPUT_GRADIENT, NO_TASK, IntArray, TaskGraph
 from pipeloom.timeline.bounds_memory import held_byte_ns, memory_bound
 from pipeloom.timeline.options import Options, pair_options, without_too_large
 from pipeloom.timeline.schedule import LowerBound
+
+if TYPE_CHECKING:
+    from pipeloom.timeline import kernels
+else:
+    kernels = lazy_module("pipeloom.timeline.kernels")
 
 BoolArray = npt.NDArray[np.bool_]
 
 
 def lower_bound(graph: TaskGraph) -> LowerBound:
-    """Best of all bounds below; ``name`` is the one that binds.
+    """Nanoseconds that no schedule of a graph can beat: the best of the bounds below; ``name`` is the one that binds.
 
     - ``critical path``: the longest path of tasks and delays.
     - ``head + work + tail``: on some rank, the least time before its first task, all its work, and the least
@@ -33,6 +34,10 @@ def lower_bound(graph: TaskGraph) -> LowerBound:
     - ``fill + work + drain``: the same with stronger ends, see `_fill`.
     - ``memory``: bytes times the least time that they are held, against what the rank can hold in all; with
       candidates, weighed against work, since a pair cannot be both lean and fast.
+
+    Parameters
+    ----------
+    graph : TaskGraph
     """
     options = without_too_large(graph, pair_options(graph))
     duration, longest = extreme_durations(graph, options)
@@ -64,9 +69,10 @@ def extreme_durations(graph: TaskGraph, options: Options) -> tuple[IntArray, Int
     """Least and most time of every task over the candidates of its pair."""
     least, most = graph.duration_ns.copy(), graph.duration_ns.copy()
     tables = (
-        (graph.forward_of, options.forward_ns), (graph.backward_of, options.backward_ns),
+        (graph.forward_of, options.forward_ns),
+        (graph.backward_of, options.backward_ns),
         (graph.weight_of, options.weight_ns),
-    )  # fmt: skip
+    )
     for tasks, table in tables:
         has = tasks != NO_TASK
         least[tasks[has]] = table[has].min(axis=1)
@@ -81,12 +87,7 @@ def heads_and_tails(graph: TaskGraph, duration: IntArray) -> tuple[IntArray, Int
     both = []
     for rows, other, delay, count in (
         (graph.successor_start, graph.successor, graph.successor_delay_ns, np.diff(graph.predecessor_start)),
-        (
-            graph.predecessor_start,
-            graph.predecessor,
-            graph.predecessor_delay_ns,
-            np.diff(graph.successor_start),
-        ),
+        (graph.predecessor_start, graph.predecessor, graph.predecessor_delay_ns, np.diff(graph.successor_start)),
     ):
         start, end, after, queue = (np.empty(graph.num_tasks, np.int64) for _ in range(4))
         kernels.retime(everything, no_order, duration, rows, other, delay, count, start, end, after, queue)
@@ -108,8 +109,14 @@ def _fill(graph: TaskGraph, least: IntArray, most: IntArray, head: IntArray) -> 
     rank order. Where that does not hold, the bounds are zero.
     """
     first = [int(head[graph.rank == r].min(initial=0)) for r in range(graph.num_ranks)]
-    return _chain(graph, graph.kind == FORWARD, graph.predecessor_start, graph.predecessor,
-                  graph.predecessor_delay_ns, least, most, first)  # fmt: skip
+    return _chain(
+        graph,
+        graph.kind == FORWARD,
+        _Links(graph.predecessor_start, graph.predecessor, graph.predecessor_delay_ns),
+        least,
+        most,
+        first,
+    )
 
 
 def _drain(graph: TaskGraph, least: IntArray, most: IntArray, tail: IntArray) -> list[int]:
@@ -121,33 +128,40 @@ def _drain(graph: TaskGraph, least: IntArray, most: IntArray, tail: IntArray) ->
     if (graph.kind >= INPUT_GRADIENT).any():
         return [0] * graph.num_ranks
     last = [int(tail[graph.rank == r].min(initial=0)) for r in range(graph.num_ranks)]
-    return _chain(graph, graph.kind != FORWARD, graph.successor_start, graph.successor,
-                  graph.successor_delay_ns, least, most, last)  # fmt: skip
+    return _chain(
+        graph,
+        graph.kind != FORWARD,
+        _Links(graph.successor_start, graph.successor, graph.successor_delay_ns),
+        least,
+        most,
+        last,
+    )
+
+
+class _Links(NamedTuple):
+    """Compressed rows, by task, of what comes before it, and how long a result takes from there."""
+
+    rows: IntArray
+    neighbour: IntArray
+    delay: IntArray
 
 
 def _chain(
-    graph: TaskGraph,
-    inside: BoolArray,
-    rows: IntArray,
-    neighbour: IntArray,
-    delay: IntArray,
-    least: IntArray,
-    most: IntArray,
-    floor: list[int],
+    graph: TaskGraph, inside: BoolArray, links: _Links, least: IntArray, most: IntArray, floor: list[int]
 ) -> list[int]:
-    """Idle time by rank that passes of the ``inside`` tasks cause; ``neighbour`` are what comes before them.
+    """Idle time by rank that passes of the ``inside`` tasks cause; ``links`` name what comes before them.
 
     ``floor``: idle time of every rank known otherwise.
     """
     none = [0] * graph.num_ranks
-    turning = _turning(graph, inside, rows, neighbour)
+    turning = _turning(graph, inside, links.rows, links.neighbour)
     if not turning:
         return none
     # slot[s, r]: the inside task of segment s on rank r.
     slot = np.full((graph.num_segments, graph.num_ranks), NO_TASK, np.int64)
     tasks = np.flatnonzero(inside)
     slot[graph.segment[tasks], graph.rank[tasks]] = tasks
-    linked = _delays_along_segments(graph, tasks, rows, neighbour, delay)
+    linked = _delays_along_segments(graph, tasks, *links)
     passes = slot[graph.segment[np.array(turning)]]
     if (passes == NO_TASK).any() or (linked[passes[:, 1:]] < 0).any():
         return none
@@ -188,9 +202,7 @@ def _delays_along_segments(
 ) -> IntArray:
     """Per task the delay of its edge with its own segment's task on the rank before; -1: no such edge."""
     target = np.repeat(np.arange(graph.num_tasks), np.diff(rows))
-    same = (graph.segment[target] == graph.segment[neighbour]) & (
-        graph.rank[target] == graph.rank[neighbour] + 1
-    )
+    same = (graph.segment[target] == graph.segment[neighbour]) & (graph.rank[target] == graph.rank[neighbour] + 1)
     linked = np.full(graph.num_tasks, -1, np.int64)
     np.maximum.at(linked, target[same], delay[same])
     kept = np.full(graph.num_tasks, -1, np.int64)

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 import numpy.typing as npt
 
+from pipeloom.lazy import lazy_module
 from pipeloom.taskgraph import NO_TASK, IntArray, TaskGraph, topological_order
 from pipeloom.timeline.options import Options
-from pipeloom.timeline.residence import meetings, middles
+
+if TYPE_CHECKING:
+    from pipeloom.timeline import residence
+else:
+    residence = lazy_module("pipeloom.timeline.residence")
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -25,7 +32,7 @@ def held_byte_ns(graph: TaskGraph, options: Options, least: IntArray) -> FloatAr
     if graph.capacity_bytes is None:
         return np.zeros(options.forward_ns.shape)
     topological = topological_order(graph)
-    middle = middles(graph, least, topological)
+    middle = residence.middles(graph, least, topological)
     held_ns = (options.forward_ns + options.backward_ns + middle[:, None]).astype(np.float64)
     held: FloatArray = options.activation_bytes * held_ns
     if options.forward_ns.shape[1] == 1:
@@ -34,9 +41,7 @@ def held_byte_ns(graph: TaskGraph, options: Options, least: IntArray) -> FloatAr
     return held + np.where((graph.weight_of != NO_TASK)[:, None], gradient, 0.0)
 
 
-def _add_waiting(
-    graph: TaskGraph, options: Options, least: IntArray, topological: IntArray, held: FloatArray
-) -> None:
+def _add_waiting(graph: TaskGraph, options: Options, least: IntArray, topological: IntArray, held: FloatArray) -> None:
     """Raise what the parts of a microbatch hold by the time that they wait for each other, where that is more.
 
     Let the pairs i of one module, microbatch and rank have bytes a_i, and all pass through tasks J and K
@@ -56,7 +61,7 @@ def _add_waiting(
     if not groups:
         return
     for group, (before, between, after) in zip(
-        groups, meetings(graph, least, topological, groups).tolist(), strict=True
+        groups, residence.meetings(graph, least, topological, groups).tolist(), strict=True
     ):
         if between < 0:
             continue

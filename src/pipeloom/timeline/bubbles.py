@@ -43,9 +43,13 @@ class Bubbles:
     def idle_ns(self) -> IntArray:
         """Idle time of every rank, shape (num_ranks,)."""
         total: IntArray = (
-            self.warm_up_ns + self.cool_down_ns + self.waiting_ns.sum(axis=1) + self.transfer_ns
-            + self.memory_ns + self.order_ns
-        )  # fmt: skip
+            self.warm_up_ns
+            + self.cool_down_ns
+            + self.waiting_ns.sum(axis=1)
+            + self.transfer_ns
+            + self.memory_ns
+            + self.order_ns
+        )
         return total
 
     @property
@@ -97,9 +101,7 @@ def bubbles(graph: TaskGraph, timeline: Timeline) -> Bubbles:
                     (order if fits else memory)[rank] += stalled
                     gap -= stalled
                 if gap > 0:
-                    source = (
-                        int(cause[task]) if not len(blocked) else int(cause[blocked[ready[blocked].argmin()]])
-                    )
+                    source = int(cause[task]) if not len(blocked) else int(cause[blocked[ready[blocked].argmin()]])
                     came = max(free_at, int(end[source])) if source >= 0 else free_at
                     until = free_at + gap
                     on_wire = max(0, until - came)

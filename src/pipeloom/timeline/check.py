@@ -71,9 +71,7 @@ def check(graph: TaskGraph, schedule: Schedule, timeline: Timeline | None = None
     costs, candidate_faults = _chosen_costs(graph, schedule)
     found += candidate_faults
     if timeline is not None and not (len(timeline.start_ns) == len(timeline.end_ns) == graph.num_tasks):
-        found.append(
-            Violation("start", f"start_s has {len(timeline.start_ns)} entries, tasks {graph.num_tasks}")
-        )
+        found.append(Violation("start", f"start_s has {len(timeline.start_ns)} entries, tasks {graph.num_tasks}"))
         return tuple(found)
     if found or costs is None:
         return tuple(found)
@@ -104,9 +102,7 @@ def _check_listing(graph: TaskGraph, schedule: Schedule) -> list[Violation]:
             task = int(raw)
             if not 0 <= task < graph.num_tasks:
                 found.append(
-                    Violation(
-                        "missing task", f"order[{rank}] has task {task}, not in 0..{graph.num_tasks - 1}"
-                    )
+                    Violation("missing task", f"order[{rank}] has task {task}, not in 0..{graph.num_tasks - 1}")
                 )
                 continue
             times[task] += 1
@@ -116,9 +112,7 @@ def _check_listing(graph: TaskGraph, schedule: Schedule) -> list[Violation]:
         if count == 0:
             found.append(Violation("missing task", f"{graph.describe(task)} is not in the order"))
         elif count > 1:
-            found.append(
-                Violation("doubled task", f"{graph.describe(task)} is in the order {count} times, not once")
-            )
+            found.append(Violation("doubled task", f"{graph.describe(task)} is in the order {count} times, not once"))
     return found
 
 
@@ -133,9 +127,7 @@ def _chosen_costs(graph: TaskGraph, schedule: Schedule) -> tuple[_Costs | None, 
             return None, [Violation("candidate", "given, but the instance has no candidates")]
         return costs, []
     if schedule.candidate is None:
-        return None, [
-            Violation("candidate", "null, but the instance has candidates: choose one for every pair")
-        ]
+        return None, [Violation("candidate", "null, but the instance has candidates: choose one for every pair")]
     if len(schedule.candidate) != graph.num_pairs:
         problem = f"has {len(schedule.candidate)} entries, the instance {graph.num_pairs} pairs"
         return None, [Violation("candidate", problem)]
@@ -143,9 +135,7 @@ def _chosen_costs(graph: TaskGraph, schedule: Schedule) -> tuple[_Costs | None, 
     for pair, raw in enumerate(schedule.candidate):
         options = graph.candidates[pair]
         if not 0 <= int(raw) < len(options):
-            found.append(
-                Violation("candidate", f"pair {pair} has candidate {int(raw)}, not in 0..{len(options) - 1}")
-            )
+            found.append(Violation("candidate", f"pair {pair} has candidate {int(raw)}, not in 0..{len(options) - 1}"))
     if found:
         return None, found
     for task in range(graph.num_tasks):
@@ -153,8 +143,11 @@ def _chosen_costs(graph: TaskGraph, schedule: Schedule) -> tuple[_Costs | None, 
         option = graph.candidates[pair][int(schedule.candidate[pair])]
         name = KIND_NAMES[graph.kind[task]]
         costs.duration[task] = {
-            "F": option.forward_ns, "B": option.backward_ns, "I": option.backward_ns, "W": option.weight_ns,
-        }[name]  # fmt: skip
+            "F": option.forward_ns,
+            "B": option.backward_ns,
+            "I": option.backward_ns,
+            "W": option.weight_ns,
+        }[name]
         costs.activation[pair] = option.activation_bytes
         costs.weight_gradient[pair] = option.weight_gradient_bytes
     return costs, []
@@ -218,9 +211,7 @@ def _deadlock(graph: TaskGraph, order: list[list[int]], before: list[list[tuple[
     for rank, tasks in enumerate(heads):
         if tasks:
             missing = next(p for p, _ in before[tasks[0]] if p not in done)
-            waits.append(
-                f"rank {rank} stops at {graph.describe(tasks[0])}, which waits for {graph.describe(missing)}"
-            )
+            waits.append(f"rank {rank} stops at {graph.describe(tasks[0])}, which waits for {graph.describe(missing)}")
     return Violation("order", "deadlocks: " + "; ".join(waits))
 
 
@@ -237,9 +228,7 @@ def _check_times(
     end = [int(t) for t in timeline.end_ns]
     for task in range(graph.num_tasks):
         if start[task] < 0:
-            found.append(
-                Violation("start", f"{graph.describe(task)} starts at {_s(start[task])}, before 0 s")
-            )
+            found.append(Violation("start", f"{graph.describe(task)} starts at {_s(start[task])}, before 0 s"))
         if abs(end[task] - start[task] - duration[task]) > 1:
             took, due = _s(end[task] - start[task]), _s(duration[task])
             found.append(Violation("start", f"{graph.describe(task)} lasts {took}, its duration is {due}"))
@@ -250,16 +239,11 @@ def _check_times(
             a, b = graph.describe(first), graph.describe(second)
             if end[second] <= start[first] + depth[second]:
                 found.append(
-                    Violation(
-                        "order", f"{b} is listed after {a}, but starts before it, at {_s(start[second])}"
-                    )
+                    Violation("order", f"{b} is listed after {a}, but starts before it, at {_s(start[second])}")
                 )
             else:
                 found.append(
-                    Violation(
-                        "overlap",
-                        f"{b} starts at {_s(start[second])}, {a} on its rank ends at {_s(end[first])}",
-                    )
+                    Violation("overlap", f"{b} starts at {_s(start[second])}, {a} on its rank ends at {_s(end[first])}")
                 )
     for task in range(graph.num_tasks):
         for p, delay in before[task]:
@@ -275,17 +259,13 @@ def _check_times(
     return found
 
 
-def _check_earliest(
-    graph: TaskGraph, timeline: Timeline, earliest: list[int], depth: list[int]
-) -> list[Violation]:
+def _check_earliest(graph: TaskGraph, timeline: Timeline, earliest: list[int], depth: list[int]) -> list[Violation]:
     found = []
     for task, at in enumerate(earliest):
         given = int(timeline.start_ns[task])
         if abs(given - at) > depth[task]:
             found.append(
-                Violation(
-                    "start", f"{graph.describe(task)} starts at {_s(given)}, its earliest start is {_s(at)}"
-                )
+                Violation("start", f"{graph.describe(task)} starts at {_s(given)}, its earliest start is {_s(at)}")
             )
     return found
 
@@ -326,18 +306,12 @@ def _check_memory(graph: TaskGraph, costs: _Costs, start: list[int]) -> list[Vio
                 worst, when = used, at
         if worst > capacity:
             running = next(
-                (t for t in range(graph.num_tasks) if graph.rank[t] == rank and start[t] <= when < end[t]),
-                None,
+                (t for t in range(graph.num_tasks) if graph.rank[t] == rank and start[t] <= when < end[t]), None
             )
-            during = (
-                ""
-                if running is None
-                else f" during {graph.describe(running)}, pair {int(graph.pair[running])}"
-            )
+            during = "" if running is None else f" during {graph.describe(running)}, pair {int(graph.pair[running])}"
             found.append(
                 Violation(
-                    "memory",
-                    f"rank {rank} holds {worst} bytes at {_s(when)}{during}; its capacity is {capacity}",
+                    "memory", f"rank {rank} holds {worst} bytes at {_s(when)}{during}; its capacity is {capacity}"
                 )
             )
     return found

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 
 from pipeloom.compiled import kernel
@@ -72,9 +71,7 @@ def retime(
 
 
 @kernel
-def peaks(
-    order: Array, order_start: Array, at_start: Array, at_end: Array, static: Array, peak: Array
-) -> None:
+def peaks(order: Array, order_start: Array, at_start: Array, at_end: Array, static: Array, peak: Array) -> None:
     """Write the largest memory of every rank under a fixed order; see `pipeloom.timeline.memory_changes`.
 
     Memory only falls or rises where a task starts or ends, and a rank runs one task at a time, so the peak
@@ -88,13 +85,3 @@ def peaks(
             peak[rank] = max(peak[rank], used)
             used += at_end[order[i]]
             peak[rank] = max(peak[rank], used)
-
-
-def warm_up() -> None:
-    """Compile both kernels for the array types that `pipeloom.timeline.simulate` uses."""
-    one = np.zeros(1, np.int64)
-    rows = np.array([0, 1], np.int64)
-    retime(
-        one, rows, one, np.zeros(2, np.int64), one[:0], one[:0], one.copy(), *(one.copy() for _ in range(4))
-    )
-    peaks(one, rows, one, one, one, one.copy())

@@ -27,14 +27,29 @@ def pair_options(graph: TaskGraph) -> Options:
         backward = np.where(graph.backward_of == NO_TASK, 0, graph.duration_ns[graph.backward_of])
         weight = np.where(graph.weight_of == NO_TASK, 0, graph.duration_ns[graph.weight_of])
         columns = (
-            graph.duration_ns[graph.forward_of], backward, weight, graph.activation_bytes, graph.weight_gradient_bytes
-        )  # fmt: skip
+            graph.duration_ns[graph.forward_of],
+            backward,
+            weight,
+            graph.activation_bytes,
+            graph.weight_gradient_bytes,
+        )
         return Options(*(column[:, None] for column in columns))
     cube, _ = candidate_cube(graph.candidates)
     forward, backward, weight, activation, gradient = (cube[:, :, i] for i in range(5))
     backward = np.where((graph.backward_of == NO_TASK)[:, None], 0, backward)
     weight = np.where((graph.weight_of == NO_TASK)[:, None], 0, weight)
     return Options(forward, backward, weight, activation, gradient)
+
+
+def least_held(graph: TaskGraph, options: Options) -> IntArray:
+    """Bytes that a pair holds for some time under each candidate, in whatever order; shape as the options'.
+
+    What is held from one moment to the same one does not count, as what a task without duration holds may be.
+    """
+    trained, split = (graph.backward_of != NO_TASK)[:, None], (graph.weight_of != NO_TASK)[:, None]
+    lasts = (options.forward_ns > 0) | (trained & (options.backward_ns > 0))
+    activation = np.where(lasts, options.activation_bytes, 0)
+    return np.maximum(activation, np.where(split & (options.weight_ns > 0), options.weight_gradient_bytes, 0))
 
 
 def without_too_large(graph: TaskGraph, options: Options) -> Options:
@@ -45,8 +60,7 @@ def without_too_large(graph: TaskGraph, options: Options) -> Options:
     if graph.capacity_bytes is None or options.forward_ns.shape[1] == 1:
         return options
     room = (graph.capacity_bytes - graph.static_bytes)[graph.rank[graph.forward_of]]
-    gradient = np.where((graph.weight_of != NO_TASK)[:, None], options.weight_gradient_bytes, 0)
-    fits = np.maximum(options.activation_bytes, gradient) <= room[:, None]
+    fits = least_held(graph, options) <= room[:, None]
     column = np.where(fits, np.arange(fits.shape[1]), fits.argmax(axis=1)[:, None])
     column[~fits.any(axis=1)] = np.arange(fits.shape[1])
     return Options(

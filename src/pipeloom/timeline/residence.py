@@ -64,9 +64,15 @@ def _paths(graph: TaskGraph, duration: IntArray, topological: IntArray) -> _Path
     position = np.empty_like(topological)
     position[topological] = np.arange(len(topological))
     return _Paths(
-        topological, position, duration, graph.successor_start, graph.successor, graph.successor_delay_ns,
-        np.full(graph.num_tasks, -1, np.int64), np.full(graph.num_tasks, -1, np.int64),
-    )  # fmt: skip
+        topological,
+        position,
+        duration,
+        graph.successor_start,
+        graph.successor,
+        graph.successor_delay_ns,
+        np.full(graph.num_tasks, -1, np.int64),
+        np.full(graph.num_tasks, -1, np.int64),
+    )
 
 
 @inlined
@@ -113,8 +119,12 @@ def _middles(
     paths: _Paths, forward: Array, backward: Array, pair: Array, rank: Array, middle: Array, limit: int
 ) -> None:
     topological, position, duration, reach, left = (
-        paths.topological, paths.position, paths.duration, paths.reach, paths.left
-    )  # fmt: skip
+        paths.topological,
+        paths.position,
+        paths.duration,
+        paths.reach,
+        paths.left,
+    )
     steps = 0
     for k in range(len(pair)):
         first, last = position[forward[k]], position[backward[k]]
@@ -143,8 +153,12 @@ def _meetings(
     paths: _Paths, forward: Array, backward: Array, start: Array, count: Array, found: Array, limit: int
 ) -> None:
     topological, position, duration, reach, left = (
-        paths.topological, paths.position, paths.duration, paths.reach, paths.left
-    )  # fmt: skip
+        paths.topological,
+        paths.position,
+        paths.duration,
+        paths.reach,
+        paths.left,
+    )
     steps = 0
     for g in range(len(start) - 1):
         lowest = len(topological)

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 
 from pipeloom.errors import InputError, PlanError
+from pipeloom.lazy import lazy_module
 from pipeloom.taskgraph import FORWARD, NO_TASK, IntArray, TaskGraph
-from pipeloom.timeline import kernels
 from pipeloom.timeline.schedule import Schedule, Timeline
+
+if TYPE_CHECKING:
+    from pipeloom.timeline import kernels
+else:
+    kernels = lazy_module("pipeloom.timeline.kernels")
 
 
 def simulate(graph: TaskGraph, schedule: Schedule) -> Timeline:
@@ -36,9 +43,18 @@ def simulate(graph: TaskGraph, schedule: Schedule) -> Timeline:
     start, end, after, queue = (np.empty(graph.num_tasks, np.int64) for _ in range(4))
     waiting = np.diff(graph.predecessor_start)
     done = kernels.retime(
-        flat, rows, chosen.duration_ns, graph.successor_start, graph.successor, graph.successor_delay_ns,
-        waiting, start, end, after, queue,
-    )  # fmt: skip
+        flat,
+        rows,
+        chosen.duration_ns,
+        graph.successor_start,
+        graph.successor,
+        graph.successor_delay_ns,
+        waiting,
+        start,
+        end,
+        after,
+        queue,
+    )
     if done < graph.num_tasks:
         raise PlanError("order deadlocks: " + _circle(graph, flat, rows, waiting))
     at_start, at_end = memory_changes(chosen)
@@ -75,9 +91,18 @@ def running_order(graph: TaskGraph, schedule: Schedule) -> IntArray:
     flat, rows = flatten_order(graph, schedule)
     start, end, after, queue = (np.empty(graph.num_tasks, np.int64) for _ in range(4))
     kernels.retime(
-        flat, rows, graph.duration_ns, graph.successor_start, graph.successor, graph.successor_delay_ns,
-        np.diff(graph.predecessor_start), start, end, after, queue,
-    )  # fmt: skip
+        flat,
+        rows,
+        graph.duration_ns,
+        graph.successor_start,
+        graph.successor,
+        graph.successor_delay_ns,
+        np.diff(graph.predecessor_start),
+        start,
+        end,
+        after,
+        queue,
+    )
     return queue
 
 

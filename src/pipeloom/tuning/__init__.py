@@ -1,14 +1,7 @@
 """Per-iteration tuning of 1F1B with encoders on the first rank: microbatch size, order, pre-computation (PipeTune)."""
 
 from pipeloom.tuning.kernels import warm_up
-from pipeloom.tuning.pipeline import (
-    BatchSizes,
-    TunedPipeline,
-    batch_sizes,
-    chain_of,
-    check_layout,
-    tuned_pipeline,
-)
+from pipeloom.tuning.pipeline import BatchSizes, TunedPipeline, batch_sizes, chain_of, check_layout, tuned_pipeline
 from pipeloom.tuning.replicas import Replica, tune_replicas
 from pipeloom.tuning.schedule import TunedPlan, tuned_plan, tuned_schedule
 from pipeloom.tuning.spec import TuningSpec, check_no_choice

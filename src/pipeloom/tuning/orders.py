@@ -16,9 +16,7 @@ def latencies(chain: Chain) -> tuple[IntArray, IntArray]:
     """Time of every microbatch in the encoders, and on all ranks together."""
     num = len(chain.part_start) - 1
     home = np.repeat(np.arange(num), np.diff(chain.part_start))
-    encoder = np.bincount(home, weights=chain.part_forward + chain.part_backward, minlength=num).astype(
-        np.int64
-    )
+    encoder = np.bincount(home, weights=chain.part_forward + chain.part_backward, minlength=num).astype(np.int64)
     return encoder, encoder + chain.forward.sum(axis=1) + chain.backward.sum(axis=1)
 
 

@@ -11,7 +11,7 @@ from pipeloom.cost import CostModel
 from pipeloom.errors import InputError
 from pipeloom.packing import Loads, budget_tokens
 from pipeloom.spec import Batch, Layout, ModelSpec
-from pipeloom.taskgraph import NS_PER_S
+from pipeloom.taskgraph import MAX_S, NS_PER_S
 from pipeloom.tuning import kernels
 from pipeloom.tuning.kernels import Chain, Marginal
 from pipeloom.tuning.table import (
@@ -66,9 +66,7 @@ class TunedPipeline:
         def scale(table: CostTable, name: str) -> CostTable:
             rows = np.ones(NUM_ROWS)
             rows[[FORWARD, BACKWARD]] = factors.get(name, (1.0, 1.0))
-            return replace(
-                table, values=table.values * rows[:, None, None], per_instance=table.per_instance * rows
-            )
+            return replace(table, values=table.values * rows[:, None, None], per_instance=table.per_instance * rows)
 
         names = [module.name for module in self.layout.modules]
         return replace(
@@ -125,10 +123,16 @@ def tuned_pipeline(
     per_byte = (costs.transfer_s(large) - costs.transfer_s(small)) / (large - small)
     latency = costs.transfer_s(small) - per_byte * small
     return TunedPipeline(
-        model, layout, backbone, encoders, latency, per_byte, static,
+        model,
+        layout,
+        backbone,
+        encoders,
+        latency,
+        per_byte,
+        static,
         np.full(layout.num_ranks, _NO_LIMIT if capacity_bytes is None else capacity_bytes, np.int64),
         any(layout.has_backward(module.name) for module in layout.modules[:-1]),
-    )  # fmt: skip
+    )
 
 
 def check_layout(layout: Layout) -> None:
@@ -138,20 +142,20 @@ def check_layout(layout: Layout) -> None:
         ranks = {layout.chunks[i].rank for i in layout.chunks_of(module.name)}
         if ranks != {0} or module.on_ranks != "pipelined":
             raise InputError(
-                f"layout: module {module.name!r}", f"lies on ranks {sorted(ranks)}, not whole on rank 0",
-                "tune a layout of arrange.encoder_first, or plan without [tuning]",
-            )  # fmt: skip
+                f"layout: module {module.name!r}",
+                f"lies on ranks {sorted(ranks)}, not whole on rank 0",
+                "tune a layout of layout.encoder_first, or plan without [tuning]",
+            )
     homes = [layout.chunks[i].rank for i in layout.chunks_of(backbone.name)]
     if homes != list(range(layout.num_ranks)):
         raise InputError(
-            f"layout: module {backbone.name!r}", f"has chunks on ranks {homes}, not one on each in order",
-            "tune a layout of arrange.encoder_first, or plan without [tuning]",
-        )  # fmt: skip
+            f"layout: module {backbone.name!r}",
+            f"has chunks on ranks {homes}, not one on each in order",
+            "tune a layout of layout.encoder_first, or plan without [tuning]",
+        )
     trained = {layout.has_backward(module.name) for module in encoders}
     if len(trained) > 1:
-        raise InputError(
-            "layout.modules", "some encoders have a backward and others none", "freeze all or none"
-        )
+        raise InputError("layout.modules", "some encoders have a backward and others none", "freeze all or none")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -218,17 +222,22 @@ def marginal_of(pipeline: TunedPipeline, sizes: BatchSizes, num_microbatches: in
     for table, length, owner in zip(pipeline.encoders, sizes.length, sizes.owner, strict=False):
         parts += _in_turn(added(table, length, owner))
     return Marginal(
-        sizes.loads.tokens, _ns(rows[FORWARD]), _ns(rows[BACKWARD]), _whole(rows[ACTIVATION]), delay,
-        _ns(parts[FORWARD]), _ns(parts[BACKWARD]) * pipeline.trained, _whole(parts[ACTIVATION]), _whole(parts[OUTPUT]),
-    )  # fmt: skip
+        sizes.loads.tokens,
+        _ns(rows[FORWARD]),
+        _ns(rows[BACKWARD]),
+        _whole(rows[ACTIVATION]),
+        delay,
+        _ns(parts[FORWARD]),
+        _ns(parts[BACKWARD]) * pipeline.trained,
+        _whole(parts[ACTIVATION]),
+        _whole(parts[OUTPUT]),
+    )
 
 
 def chain_of(pipeline: TunedPipeline, sizes: BatchSizes, bin_of: IntArray) -> Chain:
     """Costs of a packing, without making it: microbatch m holds the samples whose ``bin_of`` is m."""
     num = int(bin_of.max()) + 1
-    rows = pipeline.backbone.estimate(_sums(sizes.length[-1], sizes.owner[-1], bin_of, num)).transpose(
-        1, 2, 0
-    )
+    rows = pipeline.backbone.estimate(_sums(sizes.length[-1], sizes.owner[-1], bin_of, num)).transpose(1, 2, 0)
     delay = _ns(pipeline.latency_s + rows[OUTPUT] * pipeline.seconds_per_byte)
     delay[:, -1] = 0
     starts, costs = [np.zeros(num + 1, np.int64)], [np.zeros((NUM_ROWS, 0))]
@@ -243,10 +252,19 @@ def chain_of(pipeline: TunedPipeline, sizes: BatchSizes, bin_of: IntArray) -> Ch
         homes = [np.repeat(np.arange(num), np.diff(start)) for start in starts]
         parts = parts[:, np.argsort(np.concatenate(homes), kind="stable")]
     return Chain(
-        _ns(rows[FORWARD]), _ns(rows[BACKWARD]), _whole(rows[ACTIVATION]), delay, np.sum(starts, axis=0),
-        _ns(parts[FORWARD]), _ns(parts[BACKWARD]) * pipeline.trained, _whole(parts[ACTIVATION]),
-        _whole(parts[OUTPUT]), pipeline.static_bytes, pipeline.capacity_bytes, pipeline.trained,
-    )  # fmt: skip
+        _ns(rows[FORWARD]),
+        _ns(rows[BACKWARD]),
+        _whole(rows[ACTIVATION]),
+        delay,
+        np.sum(starts, axis=0),
+        _ns(parts[FORWARD]),
+        _ns(parts[BACKWARD]) * pipeline.trained,
+        _whole(parts[ACTIVATION]),
+        _whole(parts[OUTPUT]),
+        pipeline.static_bytes,
+        pipeline.capacity_bytes,
+        pipeline.trained,
+    )
 
 
 def _in_turn(rows: FloatArray) -> FloatArray:
@@ -263,9 +281,7 @@ def _encoder_parts(
     counts = np.zeros(num, np.int64)
     start = kernels.count_parts(owner, bin_of, limit or 0, counts)
     features = _no_sizes(int(start[-1]))
-    kernels.sum_parts(
-        length, owner, bin_of, counts, start, features.instances, features.tokens, features.pairs
-    )
+    kernels.sum_parts(length, owner, bin_of, counts, start, features.instances, features.tokens, features.pairs)
     return start, features
 
 
@@ -285,4 +301,10 @@ def _whole(values: FloatArray) -> IntArray:
 
 
 def _ns(seconds: FloatArray) -> IntArray:
+    """As whole nanoseconds, the sum of which stays below 64 bits."""
+    if not seconds.sum() < MAX_S:
+        problem = f"times of a batch sum to {seconds.sum():g} s, which is not below {MAX_S:g} s"
+        raise InputError(
+            "tuning", problem, "give smaller times: of the layers in the profile, or of the cluster's links"
+        )
     return np.ascontiguousarray(np.rint(seconds * NS_PER_S).astype(np.int64))

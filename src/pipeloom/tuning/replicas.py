@@ -84,8 +84,7 @@ def tune_replicas(
             best = [*best[1:-1], *pair]
     # Trials are short: what began it may still be the faster once both are tuned in earnest.
     finals = [
-        [planned(replica.members, spec) for replica in each]
-        for each in ([best] if best is first else [best, first])
+        [planned(replica.members, spec) for replica in each] for each in ([best] if best is first else [best, first])
     ]
     return tuple(sorted(min(finals, key=slowest), key=lambda replica: replica.members))
 

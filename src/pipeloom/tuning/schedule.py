@@ -44,9 +44,13 @@ def tuned_plan(
     """
     packing = packing_of(batch, pipeline.model, pipeline.layout, tuned.groups)
     graph = build_graph(
-        pipeline.layout, packing, costs, name=f"iteration {batch.iteration}", capacity_bytes=capacity_bytes,
+        pipeline.layout,
+        packing,
+        costs,
+        name=f"iteration {batch.iteration}",
+        capacity_bytes=capacity_bytes,
         hold_outputs=True,
-    )  # fmt: skip
+    )
     return TunedPlan(packing, graph, tuned_schedule(pipeline, graph, tuned))
 
 

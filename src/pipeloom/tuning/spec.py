@@ -40,9 +40,7 @@ class TuningSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         """Refuse impossible sizes, and a packing that may fail to be found in time."""
         if self.pack == "exact":
-            raise InputError(
-                "tuning.pack", "'exact' may not prove a batch, and then has no packing", "use 'balanced'"
-            )
+            raise InputError("tuning.pack", "'exact' may not prove a batch, and then has no packing", "use 'balanced'")
         if self.unit_tokens is not None and self.unit_tokens < 1:
             raise InputError("tuning.unit_tokens", f"{self.unit_tokens} is below 1")
         if not 0 < self.effort < 1e6:

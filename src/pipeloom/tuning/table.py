@@ -65,9 +65,15 @@ class CostTable:
         """Costs of many workloads, shape (num_chunks, NUM_ROWS, num_workloads); empty workloads cost nothing."""
         out = np.empty((*self.per_instance.shape, len(features.tokens)))
         interpolate(
-            self.tokens, self.mean_length, self.values, self.per_instance, features.instances, features.tokens,
-            features.pairs, out,
-        )  # fmt: skip
+            self.tokens,
+            self.mean_length,
+            self.values,
+            self.per_instance,
+            features.instances,
+            features.tokens,
+            features.pairs,
+            out,
+        )
         return out
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipeloom.errors import InfeasibleError, InputError
+from pipeloom.errors import InputError, NothingFoundError
 from pipeloom.packing import PackingSpec, assign_bins, group, least_microbatches
 from pipeloom.search import StoppingRule
 from pipeloom.spec import Batch
@@ -76,9 +76,13 @@ class _Candidate:
 
 
 def tune(
-    pipeline: TunedPipeline, batch: Batch, token_budget: int, spec: TuningSpec | None = None, seed: int = 0,
+    pipeline: TunedPipeline,
+    batch: Batch,
+    token_budget: int,
+    spec: TuningSpec | None = None,
+    seed: int = 0,
     budget: StoppingRule | None = None,
-) -> Tuned:  # fmt: skip
+) -> Tuned:
     """Decide how a batch runs.
 
     Parameters
@@ -98,7 +102,7 @@ def tune(
     ------
     InputError
         When a sample exceeds the budget; it is named.
-    InfeasibleError
+    NothingFoundError
         When not even the smallest microbatches fit into memory.
     """
     return _Tuning(pipeline, batch, token_budget, spec or TuningSpec(), seed, budget).run()
@@ -106,17 +110,16 @@ def tune(
 
 class _Tuning:
     def __init__(
-        self, pipeline: TunedPipeline, batch: Batch, token_budget: int, spec: TuningSpec, seed: int,
+        self,
+        pipeline: TunedPipeline,
+        batch: Batch,
+        token_budget: int,
+        spec: TuningSpec,
+        seed: int,
         rule: StoppingRule | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.watch = None if rule is None else rule.start()
-        self.pipeline, self.batch, self.budget, self.spec, self.seed = (
-            pipeline,
-            batch,
-            token_budget,
-            spec,
-            seed,
-        )
+        self.pipeline, self.batch, self.budget, self.spec, self.seed = (pipeline, batch, token_budget, spec, seed)
         self.sizes: BatchSizes = batch_sizes(pipeline, batch)
         tokens = self.sizes.loads.tokens
         self.longest = int(tokens.max())
@@ -139,9 +142,10 @@ class _Tuning:
         else:
             found = [c for c in [self._candidate(self._pack(self.budget))] if c is not None]
         if not found:
-            raise InfeasibleError(
-                f"iteration {self.batch.iteration}: no microbatches of at most {self.budget} tokens fit into the "
-                f"memory of {int(self.pipeline.capacity_bytes[0])} bytes; lower packing.token_budget, or recompute"
+            raise NothingFoundError(
+                f"iteration {self.batch.iteration}: none of the packings tried, of at most {self.budget} tokens a "
+                f"microbatch, fits into the memory of {int(self.pipeline.capacity_bytes[0])} bytes; lower "
+                "packing.token_budget, or recompute"
             )
         return self._finish(self._search(found))
 
@@ -258,9 +262,7 @@ class _Tuning:
     def _permute(self, candidate: _Candidate) -> _Candidate:
         """PipeTune's search: permutations of clusters, each with and without pre-computation."""
         orders = cluster_orders(candidate.chain)
-        better = self._best_of(
-            candidate.bin_of, candidate.chain, candidate.scratch, orders, candidate.makespan
-        )
+        better = self._best_of(candidate.bin_of, candidate.chain, candidate.scratch, orders, candidate.makespan)
         return better or candidate
 
     def _anneal(self, candidate: _Candidate, runs: float) -> _Candidate:
@@ -275,10 +277,22 @@ class _Tuning:
             order, settings, bin_of = best.order.copy(), best.settings.copy(), best.bin_of.copy()
             chain = chain_of(self.pipeline, self.sizes, bin_of)
             _, done = kernels.anneal(
-                chain, order, settings, bin_of, marginal, self.budget, best.scratch, evaluations, self.seed + number,
-                samples, self.early, self.late, best.makespan, 0 if samples else goal,
+                chain,
+                order,
+                settings,
+                bin_of,
+                marginal,
+                self.budget,
+                best.scratch,
+                evaluations,
+                self.seed + number,
+                samples,
+                self.early,
+                self.late,
+                best.makespan,
+                0 if samples else goal,
                 _HEAT * best.makespan / len(best.order),
-            )  # fmt: skip
+            )
             self.evaluations += done
             chain = chain_of(self.pipeline, self.sizes, bin_of)
             scratch = kernels.make_scratch(chain)
@@ -302,9 +316,7 @@ class _Tuning:
         events[~of_microbatch, 1] = first[turn[home]] + parts - best.chain.part_start[home]
         members = [tuple(np.flatnonzero(best.bin_of == m).tolist()) for m in best.order.tolist()]
         early = _num_early(events, first)
-        return Tuned(
-            tuple(members), events, int(best.settings[EXTRA]), early, int(makespan), self.evaluations
-        )
+        return Tuned(tuple(members), events, int(best.settings[EXTRA]), early, int(makespan), self.evaluations)
 
 
 def bound_ns(chain: Chain) -> int:

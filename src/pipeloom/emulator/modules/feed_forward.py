@@ -62,9 +62,7 @@ class MixtureOfExperts:
         tokens = x if spread else ops.enter_tensor_parallel(x)
         rows = tokens.rows * (self.chosen * self.imbalance)
         y = ops.exchange(ops.gather_rows(tokens, rows))
-        up = ops.grouped_linear(
-            y, self.hidden, 2 * inner, groups=self.experts, local_groups=local, split=split
-        )
+        up = ops.grouped_linear(y, self.hidden, 2 * inner, groups=self.experts, local_groups=local, split=split)
         y = ops.gated_activation(up)
         y = ops.grouped_linear(y, inner, self.hidden, groups=self.experts, local_groups=local, split=split)
         y = ops.weighted_sum(ops.exchange(y), scores, tokens.rows)

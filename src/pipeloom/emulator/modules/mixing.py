@@ -79,20 +79,15 @@ class CrossAttention:
         context = x.context
         heads = context.share("attention heads", self.heads)
         width = heads * self.head_width
-        condition = x.tape.input(
-            self.condition_width, INSTANCES * self.length, needs_gradient=self.trains_condition
-        )
+        condition = x.tape.input(self.condition_width, INSTANCES * self.length, needs_gradient=self.trains_condition)
         x = ops.enter_tensor_parallel(x)
         query = ops.linear(x, self.hidden, width, bias=self.bias, split=context.tensor)
         keys = ops.linear(condition, self.condition_width, 2 * width, bias=self.bias, split=context.tensor)
         pairs: Size = x.rows * self.length
         y = ops.attention(
-            [query, keys], pairs, heads=heads, query_key_width=self.head_width, value_width=self.head_width,
-            rows=x.rows,
-        )  # fmt: skip
-        return ops.leave_tensor_parallel(
-            ops.linear(y, width, self.hidden, bias=self.bias, split=context.tensor)
+            [query, keys], pairs, heads=heads, query_key_width=self.head_width, value_width=self.head_width, rows=x.rows
         )
+        return ops.leave_tensor_parallel(ops.linear(y, width, self.hidden, bias=self.bias, split=context.tensor))
 
 
 @dataclass(frozen=True)
@@ -120,9 +115,7 @@ class LatentAttention:
         else:
             # The narrow projections are whole on every device, on its own tokens.
             narrow = ops.norm(ops.linear(x, self.hidden, self.query_rank), "rms")
-            query = ops.linear(
-                ops.enter_tensor_parallel(narrow), self.query_rank, heads * query_key, split=split
-            )
+            query = ops.linear(ops.enter_tensor_parallel(narrow), self.query_rank, heads * query_key, split=split)
         latent = ops.linear(x, self.hidden, self.kv_rank + self.rope_width)
         wide = latent if self.query_rank is None else ops.enter_tensor_parallel(latent)
         x.tape.parameter(self.kv_rank)  # the norm of the latent, fused with its projection
@@ -131,9 +124,14 @@ class LatentAttention:
         keys = ops.share_keys(keys, keys.width)
         pairs = (CAUSAL_PAIRS if self.causal else TOKEN_PAIRS) / context.context
         y = ops.attention(
-            [query, keys], pairs, heads=heads, query_key_width=query_key, value_width=self.value_width,
-            rows=query.rows, causal=self.causal,
-        )  # fmt: skip
+            [query, keys],
+            pairs,
+            heads=heads,
+            query_key_width=query_key,
+            value_width=self.value_width,
+            rows=query.rows,
+            causal=self.causal,
+        )
         return ops.leave_tensor_parallel(ops.linear(y, heads * self.value_width, self.hidden, split=split))
 
 
@@ -160,8 +158,6 @@ class Mamba2:
         mixed = inner + 2 * groups * self.state
         y = ops.linear(x, self.hidden, inner + mixed + heads, split=split)
         y = ops.activation(ops.depthwise(y, mixed, self.kernel))
-        y = ops.scan(
-            y, heads=heads, head_width=self.head_width, groups=groups, state=self.state, chunk=self.chunk
-        )
+        y = ops.scan(y, heads=heads, head_width=self.head_width, groups=groups, state=self.state, chunk=self.chunk)
         y = ops.norm(y, "rms", split=split)
         return ops.leave_tensor_parallel(ops.linear(y, inner, self.hidden, split=split))

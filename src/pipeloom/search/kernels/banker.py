@@ -2,37 +2,86 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpy.typing as npt
+from pipeloom.compiled import inlined, int64, pointer
+from pipeloom.search.packed import PackedGraph
 
-from pipeloom.compiled import inlined, int64
 
-Array = npt.NDArray[Any]
+class Bank(NamedTuple):
+    """Pointers to what the banker reads and writes; see `bank`.
+
+    ``free`` to ``ready`` are arrays of a rollout (`Scratch` or `Ranks`), the others of `PackedGraph`. ``size`` are its
+    ``bytes``.
+    """
+
+    free: Any
+    available: Any
+    demand: Any
+    allocated: Any
+    job_left: Any
+    active: Any
+    ready: Any
+    size: Any
+    job_of: Any
+    job_size: Any
+    scan_start: Any
+    scan_cell: Any
+    num_ranks: int
 
 
 @inlined
-def can_finish(
-    cell: int, rank: int, num_ranks: int, num_active: int, free: Array, need: Array, held: Array, active: Array,
-    available: Array, size: Array, job_of: Array, scan_start: Array, scan_cell: Array, ready: Array,
-) -> bool:  # fmt: skip
+def bank(p: PackedGraph, s: Any) -> Any:
+    """Collect the `Bank` of a rollout, whose arrays are in ``s`` and must outlive it."""
+    return Bank(
+        pointer(s.free),
+        pointer(s.available),
+        pointer(s.demand),
+        pointer(s.allocated),
+        pointer(s.job_left),
+        pointer(s.active),
+        pointer(s.ready),
+        pointer(p.bytes),
+        pointer(p.job),
+        pointer(p.job_size),
+        pointer(p.scan_start),
+        pointer(p.scan_cell),
+        len(s.free),
+    )
+
+
+@inlined
+def open_bank(k: Bank, p: PackedGraph) -> None:
+    """Nothing has begun: no job has taken anything."""
+    full = pointer(p.demand)
+    num_jobs = len(p.job_size)
+    for i in range(num_jobs * k.num_ranks):
+        k.demand[i] = full[i]
+        k.allocated[i] = 0
+    for job in range(num_jobs):
+        k.job_left[job] = k.job_size[job]
+
+
+@inlined
+def can_finish(k: Bank, cell: int, rank: int, num_active: int) -> bool:
     """Whether every job that has begun can still finish after a task that takes memory.
 
     Its own job must be able to finish with what is free; if not at once, then after other jobs have finished
     and given back what they hold. The jobs left over are then as they were before the task, with more free,
     so they need no second look. A job that has been passed is marked by a negative number in ``active``.
     """
-    job = int64(job_of[cell])
-    net = size[2 * cell + 1]
+    free, available, demand, allocated, active = k.free, k.available, k.demand, k.allocated, k.active
+    num_ranks = k.num_ranks
+    job = int64(k.job_of[cell])
+    net = k.size[2 * cell + 1]
     first = job * num_ranks
     row = first + rank
-    scanned = scan_start[row + 1] > scan_start[row]
-    after = need[row] - net
-    if scanned:
-        after = scan_need(cell, row, size, scan_start, scan_cell, ready)
+    after = demand[row] - net
+    if k.scan_start[row + 1] > k.scan_start[row]:
+        after = scan_demand(k, cell, row)
     short = after > free[rank] - net
     for r in range(num_ranks):
-        short |= (r != rank) & (need[first + r] > free[r])
+        short |= (r != rank) & (demand[first + r] > free[r])
     if not short:
         return True
     for r in range(num_ranks):
@@ -48,14 +97,14 @@ def can_finish(
             fits = True
             theirs = other * num_ranks
             for r in range(num_ranks):
-                fits &= need[theirs + r] <= available[r]
+                fits &= demand[theirs + r] <= available[r]
             if fits:
                 active[i] = -1 - other
                 moved = True
                 short = False
                 for r in range(num_ranks):
-                    available[r] += held[theirs + r]
-                    short |= (r != rank) & (need[first + r] > available[r])
+                    available[r] += allocated[theirs + r]
+                    short |= (r != rank) & (demand[first + r] > available[r])
                 short |= after > available[rank]
                 if not short:
                     break
@@ -66,38 +115,36 @@ def can_finish(
 
 
 @inlined
-def scan_need(cell: int, row: int, size: Array, scan_start: Array, scan_cell: Array, ready: Array) -> int:
+def scan_demand(k: Bank, cell: int, row: int) -> int:
     """Most that a job needs on a rank above what it holds, once a task has run, along its reference order."""
-    level = 0
+    allocated = 0
     most = 0
-    for i in range(scan_start[row], scan_start[row + 1]):
-        other = scan_cell[i]
-        if other == cell or ready[other] < 0:
+    for i in range(k.scan_start[row], k.scan_start[row + 1]):
+        other = k.scan_cell[i]
+        if other == cell or k.ready[other] < 0:
             continue
-        most = max(most, level + size[2 * other])
-        level += size[2 * other + 1]
+        most = max(most, allocated + k.size[2 * other])
+        allocated += k.size[2 * other + 1]
     return most
 
 
 @inlined
-def grant(
-    cell: int, rank: int, num_ranks: int, num_active: int, need: Array, held: Array, active: Array, job_left: Array,
-    job_size: Array, size: Array, job_of: Array, scan_start: Array, scan_cell: Array, ready: Array,
-) -> int:  # fmt: skip
+def grant(k: Bank, cell: int, rank: int, num_active: int) -> int:
     """Book what a task takes or gives back; return how many jobs are under way then."""
-    job = int64(job_of[cell])
-    net = size[2 * cell + 1]
-    row = job * num_ranks + rank
-    left = job_left[job]
-    if left == job_size[job]:
+    active = k.active
+    job = int64(k.job_of[cell])
+    net = k.size[2 * cell + 1]
+    row = job * k.num_ranks + rank
+    left = k.job_left[job]
+    if left == k.job_size[job]:
         active[num_active] = job
         num_active += 1
-    job_left[job] = left - 1
-    held[row] += net
-    if scan_start[row + 1] > scan_start[row]:
-        need[row] = scan_need(cell, row, size, scan_start, scan_cell, ready)
+    k.job_left[job] = left - 1
+    k.allocated[row] += net
+    if k.scan_start[row + 1] > k.scan_start[row]:
+        k.demand[row] = scan_demand(k, cell, row)
     elif net > 0:
-        need[row] -= net
+        k.demand[row] -= net
     if left == 1:
         for i in range(num_active):
             if active[i] == job:

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from pipeloom.compiled import callee, int64, kernel, pointer
-from pipeloom.search.kernels.banker import can_finish, grant
+from pipeloom.compiled import callee, inlined, int64, kernel
+from pipeloom.search.kernels.banker import bank, can_finish, grant, open_bank
 from pipeloom.search.kernels.codes import ABORTED, DEADLOCK, NEVER
 from pipeloom.search.kernels.queues import trailing_zeros
-from pipeloom.search.problem import Problem
+from pipeloom.search.packed import DURATION, FIRST_SUCCESSOR, PLACE, TAIL, PackedGraph
 
 Array = npt.NDArray[Any]
 
@@ -45,38 +45,54 @@ class Ranks(NamedTuple):
     ready: Array
     free: Array
     available: Array
-    need: Array
-    held: Array
+    demand: Array
+    allocated: Array
     job_left: Array
     active: Array
 
 
-def make_ranks(problem: Problem) -> Ranks:
+def make_ranks(packed: PackedGraph) -> Ranks:
     """Arrays for rollouts of one problem; one set per thread."""
-    num_tasks, num_ranks, num_jobs = len(problem.waiting), len(problem.room), len(problem.need)
-    per_rank = np.bincount(problem.task[:-1, 2] >> 2, minlength=num_ranks)
+    num_tasks, num_ranks, num_jobs = len(packed.waiting), len(packed.capacity), len(packed.demand)
+    per_rank = np.bincount(packed.task[:-1, PLACE] >> 2, minlength=num_ranks)
     row = np.zeros(num_ranks + 1, np.int64)
     np.cumsum(per_rank, out=row[1:])
     cell = np.empty(num_tasks, np.int64)
-    has = problem.number >= 0
-    cell[problem.number[has]] = np.flatnonzero(has)
+    has = packed.number >= 0
+    cell[packed.number[has]] = np.flatnonzero(has)
     most = int(per_rank.max())
 
     def ints(*shape: int) -> Array:
         return np.zeros(shape, np.int64)
 
     return Ranks(
-        row=row, cell=cell, waiting=ints(num_tasks), start=ints(num_tasks), bits=ints(num_ranks, most // 64 + 1),
-        num_ready=ints(num_ranks), late=ints(num_ranks, most, 2), num_late=ints(num_ranks), soonest=ints(num_ranks),
-        key=ints(num_ranks), free_at=ints(num_ranks), blocked=ints(num_ranks), work_left=ints(num_ranks),
-        filled=ints(num_ranks), ready=ints(len(problem.number)), free=ints(num_ranks), available=ints(num_ranks),
-        need=ints(num_jobs, num_ranks), held=ints(num_jobs, num_ranks), job_left=ints(num_jobs), active=ints(num_jobs),
-    )  # fmt: skip
+        row=row,
+        cell=cell,
+        waiting=ints(num_tasks),
+        start=ints(num_tasks),
+        bits=ints(num_ranks, most // 64 + 1),
+        num_ready=ints(num_ranks),
+        late=ints(num_ranks, most, 2),
+        num_late=ints(num_ranks),
+        soonest=ints(num_ranks),
+        key=ints(num_ranks),
+        free_at=ints(num_ranks),
+        blocked=ints(num_ranks),
+        work_left=ints(num_ranks),
+        filled=ints(num_ranks),
+        ready=ints(len(packed.number)),
+        free=ints(num_ranks),
+        available=ints(num_ranks),
+        demand=ints(num_jobs, num_ranks),
+        allocated=ints(num_jobs, num_ranks),
+        job_left=ints(num_jobs),
+        active=ints(num_jobs),
+    )
 
 
 @kernel
 def rollout_by_rank(
-    p: Problem, s: Ranks, order: Array, place: Array, made: Array, lookahead: int, bound: int
+    p: PackedGraph, s: Ranks, order: Array, place: Array, made: Array, lookahead: int, bound: int
 ) -> int:
     """Makespan under the banker's admission; `DEADLOCK`; or `ABORTED` at ``bound``.
 
@@ -89,50 +105,17 @@ def rollout_by_rank(
     lookahead : int
         How many ready tasks may be refused memory before the rank waits.
     """
-    task, successor = p.task, p.successor
-    row, waiting, start, bits, num_ready, late = s.row, s.waiting, s.start, s.bits, s.num_ready, s.late
-    num_late, soonest, key, free_at, blocked = s.num_late, s.soonest, s.key, s.free_at, s.blocked
-    work_left, filled, free = s.work_left, s.filled, s.free
-    size, job_of, ready, available = pointer(p.bytes), pointer(p.job), pointer(s.ready), pointer(s.available)
-    need, held, active, job_left = pointer(s.need), pointer(s.held), pointer(s.active), pointer(s.job_left)
-    job_size, scan_start, scan_cell = pointer(p.job_size), pointer(p.scan_start), pointer(p.scan_cell)
-    banked = pointer(s.free)
+    task, successor, row, waiting, start = p.task, p.successor, s.row, s.waiting, s.start
+    bits, num_ready, soonest, key, free_at = s.bits, s.num_ready, s.soonest, s.key, s.free_at
+    blocked, work_left, filled, free = s.blocked, s.work_left, s.filled, s.free
+    k = bank(p, s)
     num_ranks, num_tasks, num_words = len(key), len(waiting), bits.shape[1]
     shift = 0
     while (1 << shift) < num_ranks:
         shift += 1
-    # One by one: an assignment to all of an array takes long to compile, for it tests shapes.
-    for r in range(num_ranks):
-        for word in range(num_words):
-            bits[r, word] = 0
-        num_ready[r] = 0
-        num_late[r] = 0
-        soonest[r] = NEVER
-        key[r] = NEVER
-        free_at[r] = 0
-        blocked[r] = 0
-        work_left[r] = p.work[r]
-        filled[r] = 0
-        free[r] = p.room[r]
-    for cell in range(len(s.ready)):
-        ready[cell] = 0
-    full = pointer(p.need)
-    for i in range(len(p.job_size) * num_ranks):
-        need[i] = full[i]
-        held[i] = 0
-    for job in range(len(p.job_size)):
-        job_left[job] = job_size[job]
+    begin_by_rank(p, s, shift)
+    open_bank(k, p)
     num_active = 0
-    for number in range(num_tasks):
-        waiting[number] = p.waiting[number]
-        start[number] = 0
-        if waiting[number] == 0:
-            r = task[number, 2] >> 2
-            late[r, num_late[r], 0] = 0
-            late[r, num_late[r], 1] = number
-            num_late[r] += 1
-            soonest[r] = 0
-            key[r] = r
     makespan = 0
     for _ in range(num_tasks):
         chosen = -1
@@ -166,11 +149,8 @@ def rollout_by_rank(
                         left &= left - 1
                         number = order[row[rank] + bit]
                         cell = s.cell[number]
-                        if size[2 * cell] <= free[rank]:
-                            if size[2 * cell + 1] <= 0 or can_finish(
-                                cell, rank, num_ranks, num_active, banked, need, held, active, available, size, job_of,
-                                scan_start, scan_cell, ready,
-                            ):  # fmt: skip
+                        if k.size[2 * cell] <= free[rank]:
+                            if k.size[2 * cell + 1] <= 0 or can_finish(k, cell, rank, num_active):
                                 chosen = number
                                 break
                             unsafe = True
@@ -182,52 +162,80 @@ def rollout_by_rank(
             if chosen < 0:
                 if first == NEVER:
                     return DEADLOCK
-                key[rank] = NEVER if num_late[rank] == 0 else soonest[rank] << shift | rank
+                key[rank] = NEVER if s.num_late[rank] == 0 else soonest[rank] << shift | rank
                 blocked[rank] = int64(unsafe)
         begin = max(free_at[rank], start[chosen])
-        end = begin + task[chosen, 0]
-        if end + task[chosen, 1] >= bound or begin + work_left[rank] + p.least_tail[rank] >= bound:
+        end = begin + task[chosen, DURATION]
+        if end + task[chosen, TAIL] >= bound or begin + work_left[rank] + p.least_tail[rank] >= bound:
             return ABORTED
         bits[rank, bit >> 6] &= ~(int64(1) << (bit & 63))
         num_ready[rank] -= 1
-        work_left[rank] -= task[chosen, 0]
+        work_left[rank] -= task[chosen, DURATION]
         start[chosen] = begin
         free_at[rank] = end
         cell = s.cell[chosen]
-        ready[cell] = -1
+        k.ready[cell] = -1
         makespan = max(makespan, end)
         made[row[rank] + filled[rank]] = chosen
         filled[rank] += 1
-        net = size[2 * cell + 1]
+        net = k.size[2 * cell + 1]
         free[rank] -= net
-        num_active = grant(
-            cell, rank, num_ranks, num_active, need, held, active, job_left, job_size, size, job_of, scan_start,
-            scan_cell, ready,
-        )  # fmt: skip
+        num_active = grant(k, cell, rank, num_active)
         if net < 0:
             for r in range(num_ranks):
                 if blocked[r] == 1:
                     blocked[r] = 0
                     key[r] = min(key[r], max(free_at[r], begin) << shift | r)
-        for e in range(task[chosen, 3], task[chosen + 1, 3]):
+        for e in range(task[chosen, FIRST_SUCCESSOR], task[chosen + 1, FIRST_SUCCESSOR]):
             other = successor[e, 0]
             when = max(start[other], end + successor[e, 1])
             start[other] = when
             waiting[other] -= 1
             if waiting[other] == 0:
-                r = task[other, 2] >> 2
-                late[r, num_late[r], 0] = when
-                late[r, num_late[r], 1] = other
-                num_late[r] += 1
-                soonest[r] = min(soonest[r], when)
-                key[r] = min(key[r], max(when, free_at[r]) << shift | r)
+                expect(s, task[other, PLACE] >> 2, other, when, shift)
         if num_ready[rank] > 0:
             key[rank] = end << shift | rank
-        elif num_late[rank] > 0:
+        elif s.num_late[rank] > 0:
             key[rank] = max(end, soonest[rank]) << shift | rank
         else:
             key[rank] = NEVER
     return makespan
+
+
+@callee
+def begin_by_rank(p: PackedGraph, s: Ranks, shift: int) -> None:
+    """Begin a rollout: nothing has run, and tasks without predecessors are expected at once."""
+    # One by one: an assignment to all of an array takes long to compile, for it tests shapes.
+    for r in range(len(s.key)):
+        for word in range(s.bits.shape[1]):
+            s.bits[r, word] = 0
+        s.num_ready[r] = 0
+        s.num_late[r] = 0
+        s.soonest[r] = NEVER
+        s.key[r] = NEVER
+        s.free_at[r] = 0
+        s.blocked[r] = 0
+        s.work_left[r] = p.work[r]
+        s.filled[r] = 0
+        s.free[r] = p.capacity[r]
+    for cell in range(len(s.ready)):
+        s.ready[cell] = 0
+    for number in range(len(s.waiting)):
+        s.waiting[number] = p.waiting[number]
+        s.start[number] = 0
+        if s.waiting[number] == 0:
+            expect(s, p.task[number, PLACE] >> 2, number, 0, shift)
+
+
+@inlined
+def expect(s: Ranks, rank: int, number: int, when: int, shift: int) -> None:
+    """Note that a task will be ready at a known time."""
+    last = s.num_late[rank]
+    s.late[rank, last, 0] = when
+    s.late[rank, last, 1] = number
+    s.num_late[rank] = last + 1
+    s.soonest[rank] = min(s.soonest[rank], when)
+    s.key[rank] = min(s.key[rank], max(when, s.free_at[rank]) << shift | rank)
 
 
 @callee

@@ -14,5 +14,5 @@ UNLIMITED, FITS, BANKER = 0, 1, 2
 # Of the backward groups, this many compete with forwards; those behind run when no forward is ready.
 ALL_URGENT = 1 << 40
 
-URGENT = 4
-"""Entry of a choice that may be left out; those before are policy, weights, rule and lookahead."""
+POLICY, WEIGHTS, RULE, LOOKAHEAD, URGENT = range(5)
+"""Entries of a choice; the last may be left out."""

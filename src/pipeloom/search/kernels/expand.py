@@ -8,20 +8,20 @@ import numpy.typing as npt
 
 from pipeloom.compiled import callee, kernel, pointer
 from pipeloom.search.kernels.codes import ALL_URGENT
-from pipeloom.search.problem import Problem
-from pipeloom.search.scratch import NUM_URGENT, SECOND, THIRD, Scratch
+from pipeloom.search.packed import PackedGraph
+from pipeloom.search.scratch import GROUP_SHIFT, NUM_URGENT, SECOND, THIRD, Scratch
 
 Array = npt.NDArray[Any]
 
 
 @kernel
-def expand(p: Problem, s: Scratch, order: Array) -> None:
+def expand(p: PackedGraph, s: Scratch, order: Array) -> None:
     """`arrange` with all backwards urgent."""
     arrange(p, s, order, ALL_URGENT)
 
 
 @callee
-def arrange(p: Problem, s: Scratch, order: Array, urgent: int) -> None:
+def arrange(p: PackedGraph, s: Scratch, order: Array, urgent: int) -> None:
     """Turn an order of groups (forward groups, then backward groups) into positions of segments in their class.
 
     A group's segments follow one another; its weight gradients take the order of their backward groups. Only
@@ -29,7 +29,7 @@ def arrange(p: Problem, s: Scratch, order: Array, urgent: int) -> None:
     """
     at, position, base = pointer(s.at), pointer(s.position), pointer(p.base)
     group_start, group_segment = pointer(p.group_start), pointer(p.group_segment)
-    unit = 64 << s.sizes[2]
+    unit = 64 << s.sizes[GROUP_SHIFT]
     place = 0
     for i in range(p.num_groups[0]):
         group = order[i]

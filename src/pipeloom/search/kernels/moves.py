@@ -9,13 +9,13 @@ import numpy.typing as npt
 from pipeloom.compiled import callee
 from pipeloom.compiled.arrays import assign_run
 from pipeloom.compiled.random import draw
-from pipeloom.search.problem import Problem
+from pipeloom.search.packed import PackedGraph
 
 Array = npt.NDArray[Any]
 
 
 @callee
-def mutate(p: Problem, order: Array, backup: Array, random: Array) -> None:
+def mutate(p: PackedGraph, order: Array, backup: Array, random: Array) -> None:
     """Swap two groups, or move a run of them; mostly not far. ``backup`` is a copy of the order."""
     num_forward = p.num_groups[0]
     low = 0
@@ -54,7 +54,7 @@ def mutate(p: Problem, order: Array, backup: Array, random: Array) -> None:
 
 
 @callee
-def mutate_microbatch(p: Problem, order: Array, backup: Array, random: Array) -> None:
+def mutate_microbatch(p: PackedGraph, order: Array, backup: Array, random: Array) -> None:
     """Exchange all groups of two microbatches, or move those of one beside those of another."""
     num_forward = p.num_groups[0]
     owner = p.group_microbatch

@@ -5,21 +5,21 @@ per word, so that the first is found by counting trailing zeros twice. A task th
 time, when its last predecessor ends, is *expected*. Usually there is one at most per queue, which has its own
 place in ``node``; what comes beside it goes into the rank's row of ``late``.
 
-The functions that are inlined get pointers for arrays (`pipeloom.compiled.pointer`).
+The functions that are inlined read pointers (`pipeloom.compiled.pointer`), which `board` collects.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy.typing as npt
 from numba.cpython.unsafe import numbers
 
 from pipeloom.compiled import callee, inlined, int64, pointer
 from pipeloom.search.kernels.codes import NEVER
-from pipeloom.search.problem import Problem
+from pipeloom.search.packed import PackedGraph
 from pipeloom.search.records import JOIN_BITS, PLACE_BITS
-from pipeloom.search.scratch import NODE_SHIFT, Scratch
+from pipeloom.search.scratch import GROUP_SHIFT, NODE_SHIFT, NUM_URGENT, RANK_BITS, SECOND, THIRD, WORD_SHIFT, Scratch
 
 Array = npt.NDArray[Any]
 trailing_zeros: Any = numbers.trailing_zeros
@@ -36,40 +36,100 @@ PLACE = (1 << PLACE_BITS) - 1
 SEGMENT_SHIFT = JOIN_BITS + PLACE_BITS
 
 
+class Board(NamedTuple):
+    """Pointers to what a rollout reads and writes, and the sizes of its fields; see `board`.
+
+    ``bits`` to ``ready`` are arrays of `Scratch` (``where`` its positions), ``record`` to ``base`` of `PackedGraph`.
+    ``never`` is later than any time and fits beside a rank in a key; ``urgent`` masks the part of a backward queue's
+    summary that competes with forwards.
+    """
+
+    bits: Any
+    node: Any
+    late: Any
+    key: Any
+    joins: Any
+    at: Any
+    where: Any
+    run: Any
+    ready: Any
+    record: Any
+    extra: Any
+    base: Any
+    num_keys: int
+    rank_bits: int
+    word_shift: int
+    group_shift: int
+    second: int
+    third: int
+    never: int
+    urgent: int
+    has_weights: bool
+
+
 @inlined
-def enqueue(bits: Array, node: Array, place: int, position: int, word_shift: int, group_shift: int) -> None:
+def board(p: PackedGraph, s: Scratch) -> Any:
+    """Collect the `Board` of a rollout; the arrays must outlive it."""
+    urgent = -1 if s.sizes[NUM_URGENT] >= 64 else (1 << s.sizes[NUM_URGENT]) - 1
+    return Board(
+        pointer(s.bits),
+        pointer(s.node),
+        pointer(s.late),
+        pointer(s.key),
+        pointer(s.joins),
+        pointer(s.at),
+        pointer(s.position),
+        pointer(s.run),
+        pointer(s.ready),
+        pointer(p.record),
+        pointer(p.extra),
+        pointer(p.base),
+        len(s.key),
+        s.sizes[RANK_BITS],
+        s.sizes[WORD_SHIFT],
+        s.sizes[GROUP_SHIFT],
+        s.sizes[SECOND],
+        s.sizes[THIRD],
+        NEVER >> s.sizes[RANK_BITS],
+        urgent,
+        p.class_start[3] > p.class_start[2],
+    )
+
+
+@inlined
+def enqueue(b: Board, place: int, position: int) -> None:
     """Put a ready task into its queue."""
     word = position >> 6
-    bits[(place << word_shift) + word] |= 1 << (position & 63)
-    node[((place >> 2) << NODE_SHIFT) + SUMMARY + (place & 3)] |= 1 << (word >> group_shift)
+    b.bits[(place << b.word_shift) + word] |= 1 << (position & 63)
+    b.node[((place >> 2) << NODE_SHIFT) + SUMMARY + (place & 3)] |= 1 << (word >> b.group_shift)
 
 
 @inlined
-def first_key(key: Array, num_keys: int) -> Any:
+def first_key(b: Board) -> Any:
     """Least of the keys; four at a time, so that comparisons do not wait for each other."""
-    a, b, c, d = key[0], key[1], key[2], key[3]
-    for i in range(4, num_keys, 4):
-        a = min(a, key[i])
-        b = min(b, key[i + 1])
-        c = min(c, key[i + 2])
-        d = min(d, key[i + 3])
-    return min(min(a, b), min(c, d))
+    key = b.key
+    w, x, y, z = key[0], key[1], key[2], key[3]
+    for i in range(4, b.num_keys, 4):
+        w = min(w, key[i])
+        x = min(x, key[i + 1])
+        y = min(y, key[i + 2])
+        z = min(z, key[i + 3])
+    return min(min(w, x), min(y, z))
 
 
 @inlined
-def take_late(
-    bits: Array, node: Array, late: Array, rank: int, now: int, never: int, word_shift: int, group_shift: int
-) -> None:
+def take_late(b: Board, rank: int, now: int) -> None:
     """Move what is ready at ``now`` from ``late`` into the queues."""
+    node, late = b.node, b.late
     row = rank << NODE_SHIFT
     first = node[row + LATE]
-    soonest = never
+    soonest = b.never
     kept = 0
     for i in range(node[row + NUM_LATE]):
         when = late[first + 2 * i]
         item = late[first + 2 * i + 1]
         if when <= now:
-            enqueue(bits, node, item & PLACE, item >> PLACE_BITS, word_shift, group_shift)
+            enqueue(b, item & PLACE, item >> PLACE_BITS)
         else:
             late[first + 2 * kept] = when
             late[first + 2 * kept + 1] = item
@@ -80,67 +140,66 @@ def take_late(
 
 
 @inlined
-def take_expected(
-    bits: Array, node: Array, row: int, which: int, queue: int, now: int, never: int, group_shift: int
-) -> Any:
+def take_expected(b: Board, rank: int, which: int, now: int) -> Any:
     """Move the expected task of a class into its queue if it is ready; return the queue's summary and when the
     next one is expected. Without branches, which could not be foreseen.
     """
+    node = b.node
+    row = rank << NODE_SHIFT
+    queue = (4 * rank + which) << b.word_shift
     time = node[row + TIME + which]
     due = (time - now - 1) >> 63  # all ones where time <= now
     mask = node[row + MASK + which]
     word = node[row + WORD + which]
-    bits[queue + word] |= mask & due
-    summary = node[row + SUMMARY + which] | int64(mask & due != 0) << (word >> group_shift)
+    b.bits[queue + word] |= mask & due
+    summary = node[row + SUMMARY + which] | int64(mask & due != 0) << (word >> b.group_shift)
     node[row + MASK + which] = mask & ~due
-    time = time & ~due | never & due
+    time = time & ~due | b.never & due
     node[row + TIME + which] = time
     return summary, time
 
 
 @inlined
-def expected(node: Array, row: int, has_weights: bool) -> Any:
+def expected(b: Board, row: int) -> Any:
     """When the next task that is not ready yet will be."""
+    node = b.node
     when = min(min(node[row + TIME], node[row + TIME + 1]), node[row + TIME + 3])
-    if has_weights:
+    if b.has_weights:
         when = min(when, node[row + TIME + 2])
     return when
 
 
 @inlined
-def first_word(bits: Array, queue: int, summary: int, group_shift: int) -> Any:
+def first_word(b: Board, queue: int, summary: int) -> Any:
     """First word of a queue that is not zero, given its summary."""
-    word = int64(trailing_zeros(summary)) << group_shift
-    while bits[queue + word] == 0:
+    word = int64(trailing_zeros(summary)) << b.group_shift
+    while b.bits[queue + word] == 0:
         word += 1
     return word
 
 
 @inlined
-def take_first(bits: Array, queue: int, word: int, summary: int, group_shift: int) -> Any:
+def take_first(b: Board, queue: int, word: int, summary: int) -> Any:
     """Take the first task out of a queue, given its word; return its position and the new summary."""
-    left = bits[queue + word]
+    left = b.bits[queue + word]
     position = (word << 6) + int64(trailing_zeros(left))
     left &= left - 1
-    bits[queue + word] = left
+    b.bits[queue + word] = left
     gone = int64(left == 0)
-    if group_shift > 0:
-        for other in range(word + 1, ((word >> group_shift) + 1) << group_shift):
-            if bits[queue + other] != 0:
+    if b.group_shift > 0:
+        for other in range(word + 1, ((word >> b.group_shift) + 1) << b.group_shift):
+            if b.bits[queue + other] != 0:
                 gone = 0
-    return position, summary ^ gone << (word >> group_shift)
+    return position, summary ^ gone << (word >> b.group_shift)
 
 
 @inlined
-def pass_on(
-    bits: Array, node: Array, late: Array, key: Array, joins: Array, where: Array, base: Array, ready: Array, link: int,
-    when: int, settled: int, keep: bool, rank_bits: int, word_shift: int, group_shift: int,
-) -> None:  # fmt: skip
+def pass_on(b: Board, link: int, when: int, settled: int, keep: bool) -> None:
     """Tell a successor that a predecessor lets it start at ``when``; once all have, queue it or expect it.
 
-    ``where``: positions of segments. ``settled``: no rank will look at its queues for an earlier time.
-    ``keep``: note in ``ready`` when it is ready.
+    ``settled``: no rank will look at its queues for an earlier time. ``keep``: note in ``ready`` when it is ready.
     """
+    node, joins = b.node, b.joins
     join = (link >> PLACE_BITS) & JOIN
     left = 0
     if join > 0:
@@ -154,35 +213,55 @@ def pass_on(
         row = rank << NODE_SHIFT
         column = row + (place & 3)
         segment = link >> SEGMENT_SHIFT
-        position = int64(where[segment])
+        position = int64(b.where[segment])
         if keep:
-            ready[int64(base[segment]) + rank] = when
-        free = node[row + FREE]
-        key[rank] = min(key[rank], max(free, when) << rank_bits | rank)
+            b.ready[int64(b.base[segment]) + rank] = when
+        free_at = node[row + FREE]
+        b.key[rank] = min(b.key[rank], max(free_at, when) << b.rank_bits | rank)
         other = node[column + TIME]
         mask = node[column + MASK]
-        if other > max(settled, free) and mask != 0:
+        if other > max(settled, free_at) and mask != 0:
             i = node[row + NUM_LATE]
             at = node[row + LATE] + 2 * i
-            late[at] = when
-            late[at + 1] = position << PLACE_BITS | place
+            b.late[at] = when
+            b.late[at + 1] = position << PLACE_BITS | place
             node[row + NUM_LATE] = i + 1
             node[row + TIME + 3] = min(node[row + TIME + 3], when)
         else:
             word = node[column + WORD]
-            bits[(place << word_shift) + word] |= mask
-            node[column + SUMMARY] |= int64(mask != 0) << (word >> group_shift)
+            b.bits[(place << b.word_shift) + word] |= mask
+            node[column + SUMMARY] |= int64(mask != 0) << (word >> b.group_shift)
             node[column + TIME] = when
             node[column + WORD] = position >> 6
             node[column + MASK] = 1 << (position & 63)
 
 
+@inlined
+def pass_on_all(b: Board, cell: int, end: int, settled: int, keep: bool) -> None:
+    """Tell all successors of a task that it ends at ``end``; see `pass_on`."""
+    link = b.record[2 * cell + 1]
+    more = 0
+    delay = 0
+    if link < -1:
+        more = 2 * (-2 - link)
+        link = b.extra[more]
+        delay = b.extra[more + 1]
+    while link >= 0:
+        pass_on(b, link, end + delay, settled, keep)
+        if more == 0:
+            break
+        more += 2
+        link = b.extra[more]
+        delay = b.extra[more + 1]
+
+
 @callee
-def clear(p: Problem, s: Scratch, bound: int) -> bool:
+def clear(p: PackedGraph, s: Scratch, bound: int) -> bool:
     """Begin a rollout; whether the bound can be kept at all."""
     node, key, joins, bits, join_waiting = s.node, s.key, s.joins, s.bits, p.join_waiting
     # No time on a clock is as late; what is packed with a rank still fits.
-    never = NEVER >> s.sizes[0]
+    never = NEVER >> s.sizes[RANK_BITS]
+    b = board(p, s)
     for i in range(len(bits)):
         bits[i] = 0
     for i in range(len(node)):
@@ -193,7 +272,7 @@ def clear(p: Problem, s: Scratch, bound: int) -> bool:
         joins[2 * i + 2] = join_waiting[i]
         joins[2 * i + 3] = 0
     hopeless = False
-    for rank in range(len(p.room)):
+    for rank in range(len(p.capacity)):
         row = rank << NODE_SHIFT
         node[row + LATE] = rank * s.late.shape[1] * 2
         slack = bound - p.work[rank] - p.least_tail[rank]
@@ -207,13 +286,13 @@ def clear(p: Problem, s: Scratch, bound: int) -> bool:
         place = link & PLACE
         rank = place >> 2
         position = int64(s.position[link >> SEGMENT_SHIFT])
-        enqueue(pointer(bits), pointer(node), place, position, s.sizes[1], s.sizes[2])
+        enqueue(b, place, position)
         key[rank] = rank
     return not hopeless
 
 
 @callee
-def list_tasks(p: Problem, s: Scratch) -> None:
+def list_tasks(p: PackedGraph, s: Scratch) -> None:
     """Write the tasks of a finished rollout into ``s.sequence``."""
     run, sequence, number = s.run, s.sequence, p.number
     for i in range(len(run)):

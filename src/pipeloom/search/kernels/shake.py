@@ -9,26 +9,42 @@ import numpy.typing as npt
 
 from pipeloom.compiled import callee, kernel
 from pipeloom.compiled.arrays import assign
-from pipeloom.compiled.random import draw, fraction
+from pipeloom.compiled.random import draw
 from pipeloom.search.kernels.by_rank import Ranks, rollout_by_rank
 from pipeloom.search.kernels.codes import ABORTED
-from pipeloom.search.problem import Problem
+from pipeloom.search.kernels.terms import Terms, allowance
+from pipeloom.search.packed import DURATION, PLACE, PackedGraph
 
 Array = npt.NDArray[Any]
 
-PASSES = 8
-"""Passes over one changed schedule, at most."""
-LOOSE = 1 / 32
-"""A pass that comes out longer than the current schedule by more than this part ends them."""
-LOOKAHEAD = 4
-"""Up to so many ready tasks may be refused memory before a rank waits; drawn anew for every change."""
+
+class Shaking(NamedTuple):
+    """How schedules are changed and mended.
+
+    Attributes
+    ----------
+    span : float
+        Nanoseconds by which wished starts are shifted, about.
+    passes : int
+        Passes over one changed schedule, at most.
+    loose : float
+        A pass that comes out longer than the current schedule by more than this part ends them.
+    lookahead : int
+        Up to so many ready tasks may be refused memory before a rank waits; drawn anew for every change.
+    """
+
+    span: float
+    passes: int
+    loose: float
+    lookahead: int
 
 
 class Table(NamedTuple):
     """A schedule under change, int64: see `make_table`.
 
     ``current`` and ``best`` are orders, rank after rank, and ``when`` the starts of the current one; ``job_row``,
-    ``job_task`` the tasks of every job in compressed rows.
+    ``job_task`` the tasks of every job in compressed rows. ``state`` is the current and the best makespan, ``random``
+    the state of the random numbers.
     """
 
     current: Array
@@ -40,46 +56,45 @@ class Table(NamedTuple):
     wish: Array
     job_row: Array
     job_task: Array
+    state: Array
+    random: Array
 
 
-def make_table(order: Array, when: Array, job_of_task: Array) -> Table:
-    """A table with a schedule on it: its order, rank after rank, and its starts."""
+def make_table(order: Array, when: Array, makespan: int, job_of_task: Array, random: Array) -> Table:
+    """A table with a schedule on it: its order, rank after rank, its starts, its makespan."""
     job_row = np.zeros(int(job_of_task.max()) + 2, np.int64)
     np.cumsum(np.bincount(job_of_task), out=job_row[1:])
     job_task = np.lexsort((when, job_of_task))
     other, place, made, wish = (np.zeros(len(order), np.int64) for _ in range(4))
-    return Table(order.copy(), when.copy(), order.copy(), other, place, made, wish, job_row, job_task)
+    state = np.array([makespan, makespan], np.int64)
+    return Table(order.copy(), when.copy(), order.copy(), other, place, made, wish, job_row, job_task, state, random)
 
 
 @kernel
 def shake(
-    p: Problem, reverse: Problem, s: Ranks, mirror: Ranks, t: Table, state: Array, random: Array, span: float,
-    temperature: float, target: int, num_passes: int,
-) -> int:  # fmt: skip
-    """Change and mend the schedule on the table about ``num_passes`` times; return the passes made.
+    p: PackedGraph, reverse: PackedGraph, s: Ranks, mirror: Ranks, t: Table, shaking: Shaking, terms: Terms
+) -> int:
+    """Change and mend the schedule on the table in about as many passes as the terms say; return the passes made.
 
-    ``state`` is the current and the best makespan, as in `climb`. A change shifts wished starts by about
-    ``span``; the order of the wishes then goes through rollouts in turn on the reverse of the graph, which puts
-    tasks as late as possible, and on the graph itself, until one is short enough (forward-backward improvement
-    of resource-constrained scheduling, Li and Willis 1992).
+    A change shifts wished starts by about ``shaking.span``; the order of the wishes then goes through rollouts in turn
+    on the reverse of the graph, which puts tasks as late as possible, and on the graph itself, until one is short
+    enough (forward-backward improvement of resource-constrained scheduling, Li and Willis 1992).
     """
+    state, random, num_passes = t.state, t.random, terms.num_evaluations
     used = 0
     while used < num_passes:
-        if state[1] <= target:
+        if state[1] <= terms.target:
             break
-        wish_for(p, t, random, span)
-        limit = state[0] + 1
-        if temperature > 0.0:
-            uniform = fraction(random)
-            limit += np.int64(-np.log(uniform) * temperature)
-        loose = max(limit, state[0] + np.int64(state[0] * LOOSE))
-        lookahead = 1 + draw(random) % LOOKAHEAD
+        wish_for(p, t, shaking.span)
+        limit = state[0] + 1 + allowance(terms, random)
+        loose = max(limit, state[0] + np.int64(state[0] * shaking.loose))
+        lookahead = 1 + draw(random) % shaking.lookahead
         backwards = draw(random) % 2 == 0
         makespan = ABORTED
-        for turn in range(PASSES):
+        for turn in range(shaking.passes):
             if used == num_passes:
                 break
-            bound = limit if turn == PASSES - 1 else loose
+            bound = limit if turn == shaking.passes - 1 else loose
             if backwards:
                 turn_round(s.row, t.made, t.order, t.place)
                 makespan = rollout_by_rank(reverse, mirror, t.order, t.place, t.made, lookahead, bound)
@@ -100,7 +115,7 @@ def shake(
         assign(t.current, t.made)
         if backwards:
             for number in range(len(t.when)):
-                t.when[number] = makespan - mirror.start[number] - p.task[number, 0]
+                t.when[number] = makespan - mirror.start[number] - p.task[number, DURATION]
         else:
             assign(t.when, s.start)
         if makespan < state[1]:
@@ -110,12 +125,13 @@ def shake(
 
 
 @callee
-def wish_for(p: Problem, t: Table, random: Array, span: float) -> None:
+def wish_for(p: PackedGraph, t: Table, span: float) -> None:
     """Change the starts of the current schedule a little; ``t.made`` gets the order of the changed ones.
 
     A whole job moves or two change places, or one direction of a job moves, or one task; or all starts in a
     stretch of time are jolted.
     """
+    random = t.random
     assign(t.wish, t.when)
     num_jobs = len(t.job_row) - 1
     kind = draw(random) % 16
@@ -132,7 +148,7 @@ def wish_for(p: Problem, t: Table, random: Array, span: float) -> None:
             half = draw(random) % 2
         for i in range(t.job_row[job], t.job_row[job + 1]):
             number = t.job_task[i]
-            if half < 0 or min(p.task[number, 2] & 3, 1) == half:
+            if half < 0 or min(p.task[number, PLACE] & 3, 1) == half:
                 t.wish[number] += distance
     elif kind < 10:
         t.wish[draw(random) % len(t.wish)] += spread(random, 2 * span)
@@ -147,10 +163,10 @@ def wish_for(p: Problem, t: Table, random: Array, span: float) -> None:
     num_tasks = len(t.made)
     for i in range(1, num_tasks):
         number = t.made[i]
-        rank = p.task[number, 2] >> 2
+        rank = p.task[number, PLACE] >> 2
         at = i
         # Nearly in order already.
-        while at > 0 and t.wish[t.made[at - 1]] > t.wish[number] and p.task[t.made[at - 1], 2] >> 2 == rank:
+        while at > 0 and t.wish[t.made[at - 1]] > t.wish[number] and p.task[t.made[at - 1], PLACE] >> 2 == rank:
             t.made[at] = t.made[at - 1]
             at -= 1
         t.made[at] = number

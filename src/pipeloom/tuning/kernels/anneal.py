@@ -63,9 +63,7 @@ def _movable(chain: Chain, m: int, marginal: Marginal, sample: int) -> bool:
 
 
 @kernel
-def _exchange(
-    chain: Chain, marginal: Marginal, source: int, target: int, out: int, come: int, sign: int
-) -> None:
+def _exchange(chain: Chain, marginal: Marginal, source: int, target: int, out: int, come: int, sign: int) -> None:
     """Move a sample from one microbatch to another, and (not -1) one back; sign -1 undoes it."""
     _add(chain, source, marginal, out, -sign)
     _add(chain, target, marginal, out, sign)
@@ -76,10 +74,22 @@ def _exchange(
 
 @kernel
 def anneal(
-    chain: Chain, order: Array, settings: Array, bin_of: Array, marginal: Marginal, budget: int, scratch: Scratch,
-    evaluations: int, seed: int, tune_samples: bool, tune_early: bool, tune_late: bool, best: int, goal: int,
+    chain: Chain,
+    order: Array,
+    settings: Array,
+    bin_of: Array,
+    marginal: Marginal,
+    budget: int,
+    scratch: Scratch,
+    evaluations: int,
+    seed: int,
+    tune_samples: bool,
+    tune_early: bool,
+    tune_late: bool,
+    best: int,
+    goal: int,
     heat: float,
-) -> tuple[int, int]:  # fmt: skip
+) -> tuple[int, int]:
     """Search order, settings and samples at once, and leave the best that was seen.
 
     Changes that make the iteration slower are taken too, at first by up to ``heat`` (ns), by less and less until the

@@ -60,7 +60,12 @@ def make_scratch(chain: Chain) -> Scratch:
     m, p = chain.forward.shape
     parts = len(chain.part_forward)
     return Scratch(
-        np.zeros((m, p), np.int64), np.zeros((m, p), np.int64), np.zeros(p, np.int64), np.zeros(p, np.int64),
+        np.zeros((m, p), np.int64),
+        np.zeros((m, p), np.int64),
         np.zeros(p, np.int64),
-        np.zeros((2 * m + 2 * parts + 1, 2), np.int64), np.zeros(parts + 1, np.int64), np.zeros(m + 1, np.int64),
-    )  # fmt: skip
+        np.zeros(p, np.int64),
+        np.zeros(p, np.int64),
+        np.zeros((2 * m + 2 * parts + 1, 2), np.int64),
+        np.zeros(parts + 1, np.int64),
+        np.zeros(m + 1, np.int64),
+    )

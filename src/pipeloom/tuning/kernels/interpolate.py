@@ -13,9 +13,15 @@ Array = npt.NDArray[Any]
 
 @kernel
 def interpolate(
-    nodes: Array, mean_length: Array, values: Array, per_instance: Array, instances: Array, tokens: Array, pairs: Array,
+    nodes: Array,
+    mean_length: Array,
+    values: Array,
+    per_instance: Array,
+    instances: Array,
+    tokens: Array,
+    pairs: Array,
     out: Array,
-) -> None:  # fmt: skip
+) -> None:
     """Read several `pipeloom.tuning.CostTable` of one grid at many workloads; linear within it and beyond its ends.
 
     Parameters

@@ -92,19 +92,14 @@ def run(chain: Chain, order: Array, settings: Array, scratch: Scratch, ceiling: 
                         if settings[EARLY] and at < num_microbatches and at <= i + WINDOW:
                             over = free[0] + chain.part_forward[part] - arrival
                             within = over * 100 <= settings[OVERRUN] * chain.part_forward[part]
-                            if (at == i or within) and fits_early(
-                                chain, order, scratch.needs, i, at, part, used[0]
-                            ):
+                            if (at == i or within) and fits_early(chain, order, scratch.needs, i, at, part, used[0]):
                                 count = _encode(chain, scratch, part, count)
                                 part += 1
                                 continue
                         if pending_head < pending_tail:
                             q = pending[pending_head]
                             over = free[0] + chain.part_backward[q] - arrival
-                            if (
-                                i >= num_microbatches
-                                or over * 100 <= settings[OVERRUN] * chain.part_backward[q]
-                            ):
+                            if i >= num_microbatches or over * 100 <= settings[OVERRUN] * chain.part_backward[q]:
                                 count = _encode_back(chain, scratch, q, count)
                                 pending_head += 1
                                 continue
@@ -138,9 +133,7 @@ def run(chain: Chain, order: Array, settings: Array, scratch: Scratch, ceiling: 
                             pending_head += 1
                         count = _encode(chain, scratch, part, count)
                         part += 1
-                    while (
-                        used[0] + chain.activation[m, 0] > chain.capacity[0] and pending_head < pending_tail
-                    ):
+                    while used[0] + chain.activation[m, 0] > chain.capacity[0] and pending_head < pending_tail:
                         count = _encode_back(chain, scratch, pending[pending_head], count)
                         pending_head += 1
                     events[count, 0], events[count, 1] = FORWARD, m
@@ -150,9 +143,7 @@ def run(chain: Chain, order: Array, settings: Array, scratch: Scratch, ceiling: 
                     for q in range(chain.part_start[m], chain.part_start[m + 1]):
                         used[0] -= chain.part_output[q]
                 else:
-                    free[p] = (
-                        max(free[p], forward_end[i, p - 1] + chain.delay[m, p - 1]) + chain.forward[m, p]
-                    )
+                    free[p] = max(free[p], forward_end[i, p - 1] + chain.delay[m, p - 1]) + chain.forward[m, p]
                     used[p] += chain.activation[m, p]
                     if used[p] > chain.capacity[p]:
                         return INFEASIBLE, 0
@@ -170,9 +161,7 @@ def run(chain: Chain, order: Array, settings: Array, scratch: Scratch, ceiling: 
 
 
 @kernel
-def best_of(
-    chain: Chain, orders: Array, settings: Array, scratch: Scratch, ceiling: int
-) -> tuple[int, int, int]:
+def best_of(chain: Chain, orders: Array, settings: Array, scratch: Scratch, ceiling: int) -> tuple[int, int, int]:
     """Run every order with every row of settings: (makespan, order, settings) of the best, -1s where none is below."""
     best = ceiling
     best_order = -1

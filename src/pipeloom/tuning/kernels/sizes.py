@@ -13,9 +13,7 @@ Array = npt.NDArray[Any]
 
 
 @kernel
-def sum_sizes(
-    length: Array, owner: Array, home: Array, instances: Array, tokens: Array, pairs: Array
-) -> None:
+def sum_sizes(length: Array, owner: Array, home: Array, instances: Array, tokens: Array, pairs: Array) -> None:
     """Add sequences up by the group of their sample: sequence k belongs to group ``home[owner[k]]``."""
     for k in range(len(length)):
         group = home[owner[k]]
@@ -41,9 +39,15 @@ def count_parts(owner: Array, bin_of: Array, limit: int, counts: Array) -> Array
 
 @kernel
 def sum_parts(
-    length: Array, owner: Array, bin_of: Array, counts: Array, start: Array, instances: Array, tokens: Array,
+    length: Array,
+    owner: Array,
+    bin_of: Array,
+    counts: Array,
+    start: Array,
+    instances: Array,
+    tokens: Array,
     pairs: Array,
-) -> None:  # fmt: skip
+) -> None:
     """Add instances up by encoder part, cut as `pipeloom.packing.pack` cuts them: sizes differ by at most one.
 
     The first ones of a microbatch have one instance more, where they do not divide evenly.

@@ -1,0 +1,113 @@
+"""Hold the source to what import contracts cannot say; part of ``make lint``.
+
+No circle between files, type-checking imports included; no line kept from the formatter; outside compiled kernels no
+function of more than seven parameters or eighty lines. What a command line declares as an option or argument is not
+counted as a parameter, since every option is one.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import grimp
+
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "src" / "pipeloom"
+MOST_PARAMETERS, MOST_LINES = 7, 80
+
+
+def circles() -> Iterator[str]:
+    """Files that import each other, directly or through others."""
+    graph = grimp.build_graph("pipeloom", cache_dir=None)
+    imports = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
+    for group in _strongly_connected(imports):
+        yield "a circle: " + ", ".join(sorted(group))
+
+
+def _strongly_connected(imports: dict[str, set[str]]) -> Iterator[set[str]]:
+    """Groups of at least two that reach each other (Kosaraju's two walks, without recursion)."""
+    reverse: dict[str, set[str]] = {module: set() for module in imports}
+    for module, targets in imports.items():
+        for target in targets:
+            reverse[target].add(module)
+    done: list[str] = []
+    seen: set[str] = set()
+    for root in sorted(imports):
+        stack = [(root, iter(imports[root]))] if root not in seen else []
+        seen.add(root)
+        while stack:
+            module, rest = stack[-1]
+            step = next((target for target in rest if target not in seen), None)
+            if step is None:
+                done.append(stack.pop()[0])
+            else:
+                seen.add(step)
+                stack.append((step, iter(imports[step])))
+    left = set(imports)
+    for root in reversed(done):
+        group, todo = set(), [root]
+        while todo:
+            module = todo.pop()
+            if module in left:
+                left.remove(module)
+                group.add(module)
+                todo += reverse[module]
+        if len(group) > 1:
+            yield group
+
+
+def wide_functions(path: Path) -> Iterator[str]:
+    """Functions with too many parameters or lines."""
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            continue
+        count, lines = _num_parameters(node), _num_lines(node)
+        if count > MOST_PARAMETERS:
+            yield f"{path.relative_to(ROOT)}:{node.lineno} {node.name}: {count} parameters, at most {MOST_PARAMETERS}"
+        if lines > MOST_LINES:
+            yield f"{path.relative_to(ROOT)}:{node.lineno} {node.name}: {lines} lines, at most {MOST_LINES}"
+
+
+def _num_parameters(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Parameters but for ``self``, ``cls`` and what a command line declares."""
+    places = [*node.args.posonlyargs, *node.args.args]
+    defaults: list[ast.expr | None] = [None] * (len(places) - len(node.args.defaults)) + list(node.args.defaults)
+    declared = [default for default in [*defaults, *node.args.kw_defaults] if _is_option(default)]
+    own = [argument.arg for argument in places + node.args.kwonlyargs if argument.arg not in ("self", "cls")]
+    return len(own) - len(declared)
+
+
+def _num_lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Lines from ``def`` to the end, but for a declaration of options."""
+    assert node.end_lineno is not None
+    begin = node.lineno
+    if any(_is_option(default) for default in [*node.args.defaults, *node.args.kw_defaults]):
+        begin = node.body[0].lineno - 1
+    return node.end_lineno - begin + 1
+
+
+def _is_option(default: ast.expr | None) -> bool:
+    return isinstance(default, ast.Call) and ast.unparse(default.func) in ("typer.Option", "typer.Argument")
+
+
+def problems() -> Iterator[str]:
+    """All that is wrong, a line each."""
+    yield from circles()
+    for folder in ("src", "tests", "examples", "benchmarks", "scripts"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            for number, line in enumerate(path.read_text().splitlines(), 1):
+                if "# fmt" + ":" in line:
+                    yield f"{path.relative_to(ROOT)}:{number} keeps a line from the formatter"
+    for path in sorted(SOURCE.rglob("*.py")):
+        if "kernels" not in str(path.relative_to(SOURCE)):
+            yield from wide_functions(path)
+
+
+if __name__ == "__main__":
+    found = list(problems())
+    print(*found, sep="\n", end="\n" if found else "")
+    sys.exit(bool(found))

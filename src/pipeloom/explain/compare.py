@@ -1,0 +1,146 @@
+"""What other systems' schedules would take on the same batches, with the same costs and the same simulator."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from pipeloom.errors import InfeasibleError
+from pipeloom.layout import LayerLoad, chain_of_stages
+from pipeloom.layout.layouts import chunk_counts
+from pipeloom.packing import pack
+from pipeloom.planner.planning import PlannedBatch, Problem, plan_batch
+from pipeloom.report import Track, layers_by_rank, make_track
+from pipeloom.search import StoppingRule, gpipe, interleaved_one_f_one_b, one_f_one_b, uniform_settings
+from pipeloom.spec import Batch, Layout
+from pipeloom.taskgraph import NS_PER_S, TaskGraph, build_graph
+from pipeloom.timeline import LowerBound, Schedule, Timeline, lower_bound, simulate
+
+_SCHEDULES = {"gpipe": gpipe, "1f1b": one_f_one_b, "interleaved": interleaved_one_f_one_b}
+
+
+@dataclass(frozen=True)
+class BaselineResult:
+    """One system's iteration on one batch."""
+
+    name: str
+    layout: Layout
+    graph: TaskGraph
+    schedule: Schedule
+    timeline: Timeline
+    lower_bound: LowerBound
+    """Of this system's own graph: its layout fixes what any schedule of it can reach."""
+    after_s: float = 0.0
+    """What this system alone needs after the pipeline: the gradients of replicated modules."""
+
+    @property
+    def iteration_s(self) -> float:
+        """The pipeline, and what this system alone needs after it."""
+        return self.timeline.makespan_ns / NS_PER_S + self.after_s
+
+
+def chain_layouts(problem: Problem, load: LayerLoad, batches: Sequence[Batch]) -> dict[str, Layout]:
+    """Layouts under which the baselines run: all modules one chain of stages, cut by ``load``.
+
+    The interleaved one has the number of chunks a rank, of all from two up that there are layers for, that is fastest
+    over ``batches``. A model with fewer layers than stages has none, and that baseline is left out.
+    """
+    ranks = problem.layout.num_ranks
+    layouts = {"1f1b": chain_of_stages(problem.model, ranks, 1, load)}
+
+    def cost(layout: Layout) -> tuple[int, float]:
+        """Batches that do not fit into memory, and seconds of all."""
+        systems = [_baseline(problem, "interleaved", layout, batch) for batch in batches]
+        lacking = sum(not fits(one.graph, one.timeline) for one in systems)
+        return lacking, sum(one.iteration_s for one in systems)
+
+    counts = chunk_counts(ranks, problem.model.modules)[1:]
+    if counts:
+        layouts["interleaved"] = min((chain_of_stages(problem.model, ranks, v, load) for v in counts), key=cost)
+    return layouts
+
+
+def compare_systems(
+    problem: Problem, layouts: dict[str, Layout], batch: Batch, *, budget: StoppingRule, seed: int
+) -> tuple[BaselineResult, ...]:
+    """Time a batch under each baseline and under the plan made for it.
+
+    Parameters
+    ----------
+    problem : Problem
+    layouts : dict
+        Layout of each baseline by name, from `chain_layouts`; ``gpipe`` and ``1f1b`` want one stage a rank.
+    batch : Batch
+    budget : StoppingRule
+        For the per-batch plan.
+    seed : int
+
+    Returns
+    -------
+    tuple of BaselineResult
+        The baselines in the order of ``layouts``, then ``per-batch plan``. Where there are memory strategies, a
+        baseline uses one for all pairs: the fastest that fits, or where none does, the base without a limit.
+    """
+    systems = [_baseline(problem, name, layout, batch) for name, layout in layouts.items()]
+    return (*systems, system_of(problem, plan_batch(problem, batch, budget=budget, seed=seed)))
+
+
+def _baseline(problem: Problem, name: str, layout: Layout, batch: Batch) -> BaselineResult:
+    packing = pack(batch, problem.model, layout, problem.packing)
+    graph = build_graph(layout, packing, problem.costs, name=name, capacity_bytes=problem.capacity_bytes)
+    schedule = _SCHEDULES[name](graph)
+    if graph.candidates is not None:
+        with contextlib.suppress(InfeasibleError):
+            return uniform_recomputation(name, layout, graph, schedule)
+    return BaselineResult(name, layout, graph, schedule, simulate(graph, schedule), lower_bound(graph))
+
+
+def track_of(result: BaselineResult, *, update_s: float = 0.0, num_tokens: int = 0) -> Track:
+    """A system's iteration as reports show it: the whole of it, with what follows the pipeline and the layers by rank.
+
+    Parameters
+    ----------
+    result : BaselineResult
+    update_s : float
+        What every system needs after the pipeline: reducing gradients, updating weights.
+    num_tokens : int
+        Tokens of the iteration, all replicas together; 0: not known.
+    """
+    layout = result.layout
+    track = make_track(
+        result.name, result.graph, result.schedule, result.timeline, result.lower_bound, layout.chunk_names
+    )
+    after_ns = round((result.after_s + update_s) * NS_PER_S)
+    return replace(track, after_ns=after_ns, num_tokens=num_tokens, layers=layers_by_rank(layout))
+
+
+def system_of(problem: Problem, planned: PlannedBatch) -> BaselineResult:
+    """Show a planned batch beside other systems."""
+    graph = replace(planned.graph, name="per-batch plan")
+    return BaselineResult(
+        "per-batch plan", problem.layout, graph, planned.schedule, planned.timeline, planned.lower_bound
+    )
+
+
+def uniform_recomputation(name: str, layout: Layout, graph: TaskGraph, schedule: Schedule) -> BaselineResult:
+    """Run an order under the fastest setting of recomputation that fits.
+
+    Raises
+    ------
+    InfeasibleError
+        None fits.
+    """
+    # Settings come fastest first, so the first that fits is the fastest of those that do.
+    for setting in uniform_settings(graph):
+        chosen = Schedule(schedule.order, np.full(graph.num_pairs, setting), name)
+        timeline = simulate(graph, chosen)
+        if fits(graph, timeline):
+            return BaselineResult(name, layout, graph, chosen, timeline, lower_bound(graph))
+    raise InfeasibleError(f"{name}: does not fit even with full recomputation")
+
+
+def fits(graph: TaskGraph, timeline: Timeline) -> bool:
+    return graph.capacity_bytes is None or bool((timeline.peak_bytes <= graph.capacity_bytes).all())

@@ -1,0 +1,284 @@
+"""Where measured and planned time differ, and why: the plan is replayed with one measured cause after the other."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from statistics import fmean, median
+
+import msgspec
+import numpy as np
+
+from pipeloom.cost import Correction, StrategyCost, fit_link
+from pipeloom.explain.replay import answered_graph, task_numbers
+from pipeloom.packing import Packing, packing_from_counts
+from pipeloom.plan import Answer, Measured, MessageTime
+from pipeloom.planner.planning import Problem
+from pipeloom.spec import Batch, Chunk, Workload
+from pipeloom.taskgraph import IntArray, TaskGraph
+from pipeloom.timeline import Schedule, Timeline, bubbles, simulate
+
+
+class KindTime(msgspec.Struct, frozen=True):
+    """Seconds of all layers of one kind in one iteration, over all ranks."""
+
+    kind: str
+    """``module/kind``."""
+    forward_planned_s: float
+    forward_measured_s: float
+    backward_planned_s: float
+    backward_measured_s: float
+
+
+class IdleTime(msgspec.Struct, frozen=True):
+    """Seconds of an iteration that a rank idles for one cause, mean over ranks; see `pipeloom.timeline.Bubbles`."""
+
+    cause: str
+    planned_s: float
+    measured_s: float
+
+
+class Difference(msgspec.Struct, frozen=True):
+    """Where measured and planned time of iterations differ; means over iterations.
+
+    The causes add up: ``planned_s + shared_cores_s + computation_s + messages_s + rest_s == measured_s``. Each is
+    what the iteration becomes longer by when the plan is replayed with this cause as well, in this order. So
+    ``planned_s + shared_cores_s`` is a plan that knows that ranks share cores.
+    """
+
+    iterations: int
+    planned_s: float
+    measured_s: float
+    shared_cores_s: float
+    """Ranks had no core to themselves: every planned second of computation takes as much longer."""
+    computation_s: float
+    """Computation took more processor time than predicted."""
+    messages_s: float
+    """Messages were under way for longer than predicted."""
+    rest_s: float
+    """Posting messages, dispatch, and whatever else a replay does not know."""
+    wait_planned_s: float
+    """Idle time of a rank, planned."""
+    wait_measured_s: float
+    """Time of a rank in waits for messages, measured."""
+    posting_s: float
+    """Time of a rank in actions that neither compute nor wait."""
+    message_planned_s: float
+    """A message of median size, as planned."""
+    message_measured_s: float
+    """Median of the messages that their receivers were there for before they came."""
+    num_messages: int
+    kinds: tuple[KindTime, ...]
+    core_share: float = 1.0
+    """Part of a core that a rank had while it computed, mean over ranks; 1 on a device of its own."""
+    idle: tuple[IdleTime, ...] = ()
+    """Idle time by cause: what the order of tasks and the graph explain, in the plan and as it was measured."""
+
+
+def difference(
+    problem: Problem, batch: Batch, answer: Answer, correction: Correction, measured: Measured
+) -> Difference:
+    """Explain one iteration.
+
+    Parameters
+    ----------
+    problem : Problem
+    batch : Batch
+    answer : Answer
+        The plan that was run.
+    correction : Correction
+        With which it was made.
+    measured : Measured
+    """
+    graph = answered_graph(problem, batch, answer, correction)
+    number = task_numbers(graph, problem)
+    per_rank = [[a for a in actions if a.verb.is_compute] for actions in answer.plan.ranks]
+    order = tuple(
+        np.array([number[a.verb, a.chunk, a.microbatch, a.sub_microbatch] for a in actions], np.int64)
+        for actions in per_rank
+    )
+    planned, found = np.zeros(graph.num_tasks, np.int64), np.zeros(graph.num_tasks, np.int64)
+    tasks = np.concatenate(order)
+    planned_ns, found_ns = answer.planned_start_ns, measured.compute_ns(answer.plan)
+    planned[tasks] = [end - start for start, end in planned_ns]
+    found[tasks] = [end - start for start, end in found_ns]
+    waits, posts, shares = _beside_computation(answer, measured)
+
+    messages = measured.messages(answer.plan)
+    waited_for = [message for message in messages if message.was_waited_for]
+    link = fit_link([(m.num_bytes, m.under_way_ns / 1e9) for m in waited_for])
+    really = answered_graph(problem, batch, answer, Correction(correction.modules, link or correction.link))
+    # What was planned for a core of its own takes longer on a part of one.
+    on_shared = (planned / np.array(shares)[graph.rank]).astype(np.int64)
+    ends = [
+        _replayed(where, durations, order)
+        for where, durations in ((graph, planned), (graph, on_shared), (graph, found), (really, found))
+    ]
+    makespan = measured.makespan_ns(answer.plan)
+    ends = [*(end + (answer.planned_ns - ends[0]) for end in ends), makespan]
+    causes = [(after - before) / 1e9 for before, after in pairwise(ends)]
+    busy = int(planned.sum()) / graph.num_ranks
+    return Difference(
+        iterations=1,
+        planned_s=answer.planned_ns / 1e9,
+        measured_s=makespan / 1e9,
+        shared_cores_s=causes[0],
+        computation_s=causes[1],
+        messages_s=causes[2],
+        rest_s=causes[3],
+        wait_planned_s=(answer.planned_ns - busy) / 1e9,
+        wait_measured_s=fmean(waits),
+        posting_s=fmean(posts),
+        message_planned_s=_planned_message(problem.corrected(correction), messages),
+        message_measured_s=median([m.under_way_ns / 1e9 for m in waited_for] or [0.0]),
+        num_messages=len(messages),
+        core_share=fmean(shares),
+        kinds=_by_kind(problem, batch, answer, correction, graph, planned, found),
+        idle=_idle_times(graph, tasks, planned_ns, found_ns),
+    )
+
+
+def mean_difference(found: Sequence[Difference]) -> Difference:
+    """Mean over at least one iteration."""
+    sums: dict[str, list[float]] = defaultdict(lambda: [0.0] * 4)
+    for each in found:
+        for kind in each.kinds:
+            for i, seconds in enumerate(msgspec.structs.astuple(kind)[1:]):
+                sums[kind.kind][i] += seconds / len(found)
+    idle = {
+        cause: [fmean(column) for column in zip(*seconds, strict=True)] for cause, seconds in _by_cause(found).items()
+    }
+    means = {
+        name: fmean(getattr(each, name) for each in found)
+        for name in Difference.__struct_fields__
+        if name.endswith("_s")
+    }
+    return Difference(
+        iterations=len(found),
+        num_messages=round(fmean(each.num_messages for each in found)),
+        kinds=tuple(KindTime(kind, *seconds) for kind, seconds in sums.items()),
+        core_share=fmean(each.core_share for each in found),
+        idle=tuple(IdleTime(cause, *seconds) for cause, seconds in idle.items()),
+        **means,
+    )
+
+
+def _by_cause(found: Sequence[Difference]) -> dict[str, list[tuple[float, float]]]:
+    rows: dict[str, list[tuple[float, float]]] = {}
+    for each in found:
+        for idle in each.idle:
+            rows.setdefault(idle.cause, []).append((idle.planned_s, idle.measured_s))
+    return rows
+
+
+def _idle_times(graph: TaskGraph, tasks: IntArray, *times_ns: Sequence[tuple[int, int]]) -> tuple[IdleTime, ...]:
+    """Attribute the ranks' idle time under the planned and under the measured times of some tasks."""
+    columns = []
+    for each in times_ns:
+        start, end = np.zeros(graph.num_tasks, np.int64), np.zeros(graph.num_tasks, np.int64)
+        start[tasks], end[tasks] = np.array(each, np.int64).reshape(-1, 2).T
+        found = bubbles(graph, Timeline(start, end))
+        columns.append(
+            {
+                "before the first task": found.warm_up_ns,
+                "after the last task": found.cool_down_ns,
+                "the task waited for ran on another rank": found.waiting_ns.sum(axis=1),
+                "its result was under way": found.transfer_ns,
+                "another task was ready, but did not fit into memory": found.memory_ns,
+                "another task was ready: the order let it wait, or the rank was held up": found.order_ns,
+            }
+        )
+    planned, measured = columns
+    return tuple(
+        IdleTime(cause, float(ns.mean()) / 1e9, float(measured[cause].mean()) / 1e9) for cause, ns in planned.items()
+    )
+
+
+def _beside_computation(answer: Answer, measured: Measured) -> tuple[list[float], list[float], list[float]]:
+    """Per rank: seconds in waits, seconds in other actions, and share of its busy time that had a core."""
+    waits, posts, shares = [], [], []
+    for actions, times, cpu_ns in zip(answer.plan.ranks, measured.times_ns, measured.cpu_ns, strict=True):
+        spent = (times[:, 1] - times[:, 0]).tolist()
+        waited = sum(ns for action, ns in zip(actions, spent, strict=True) if action.verb.is_wait)
+        computed = sum(ns for action, ns in zip(actions, spent, strict=True) if action.verb.is_unit)
+        busy = sum(spent) - waited
+        waits.append(waited / 1e9)
+        posts.append((busy - computed) / 1e9)
+        # A GPU is nobody else's; what its host's thread took is dispatch and says nothing of the computation.
+        shares.append(1.0 if cpu_ns < 0 else min(1.0, max(cpu_ns, 1) / max(busy, 1)))
+    return waits, posts, shares
+
+
+def _replayed(graph: TaskGraph, durations: IntArray, order: tuple[IntArray, ...]) -> int:
+    """Nanoseconds of an iteration whose tasks take so long, in the order of the plan."""
+    timed = replace(graph, duration_ns=durations, candidates=None)
+    return simulate(timed, Schedule(order)).makespan_ns
+
+
+def _planned_message(problem: Problem, messages: Sequence[MessageTime]) -> float:
+    return problem.costs.transfer_s(round(median([m.num_bytes for m in messages]))) if messages else 0.0
+
+
+def _by_kind(
+    problem: Problem,
+    batch: Batch,
+    answer: Answer,
+    correction: Correction,
+    graph: TaskGraph,
+    planned: IntArray,
+    found: IntArray,
+) -> tuple[KindTime, ...]:
+    """Planned and measured seconds by kind of layer; what a chunk took is split by its layers' predicted shares."""
+    packing = packing_from_counts(batch, problem.model, problem.layout, answer.packing.samples, answer.packing.counts)
+    shares = _Shares(problem.corrected(correction), packing)
+    sums: dict[str, list[float]] = {}
+    labels = graph.labels or ()
+    for pair, label in enumerate(labels):
+        of_kind = shares.of(label.chunk, label.microbatch, label.sub_microbatch)
+        backward = [graph.backward_of[pair], graph.weight_of[pair]]
+        for half, tasks in enumerate(([graph.forward_of[pair]], backward)):
+            for task in tasks:
+                if task < 0:
+                    continue
+                for kind, share in of_kind.items():
+                    row = sums.setdefault(kind, [0.0] * 4)
+                    row[2 * half] += share[half] * int(planned[task]) / 1e9
+                    row[2 * half + 1] += share[half] * int(found[task]) / 1e9
+    return tuple(KindTime(kind, *row) for kind, row in sums.items())
+
+
+class _Shares:
+    """Share of each kind of layer in the predicted forward and backward of a chunk."""
+
+    def __init__(self, problem: Problem, packing: Packing) -> None:
+        self.problem, self.packing = problem, packing
+        self.known: dict[tuple[int, Workload], dict[str, tuple[float, float]]] = {}
+
+    def of(self, number: int, microbatch: int, sub: int) -> dict[str, tuple[float, float]]:
+        chunk = self.problem.layout.chunks[number]
+        workload = self.packing.parts_of(microbatch, chunk.module)[sub].workload
+        key = (number, workload)
+        if key not in self.known:
+            self.known[key] = self._of(chunk, workload)
+        return self.known[key]
+
+    def _of(self, chunk: Chunk, workload: Workload) -> dict[str, tuple[float, float]]:
+        layers = self.problem.model.module(chunk.module).flat_layers
+        costs: list[tuple[str, StrategyCost]] = []
+        for i in range(chunk.layers[0], chunk.layers[1] + 1):
+            alone = Chunk(chunk.module, (i, i), chunk.rank)
+            costs.append((f"{chunk.module}/{layers[i].kind}", self.problem.costs.chunk_costs(alone, workload)[0]))
+        totals = [sum(_halves(cost)[half] for _, cost in costs) for half in (0, 1)]
+        shares: dict[str, list[float]] = {}
+        for kind, cost in costs:
+            row = shares.setdefault(kind, [0.0, 0.0])
+            for half, seconds in enumerate(_halves(cost)):
+                # Where nothing was predicted, all layers share alike.
+                row[half] += seconds / totals[half] if totals[half] else 1 / len(costs)
+        return {kind: (row[0], row[1]) for kind, row in shares.items()}
+
+
+def _halves(cost: StrategyCost) -> tuple[float, float]:
+    return cost.forward_s, cost.backward_s

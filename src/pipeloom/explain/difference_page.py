@@ -1,0 +1,123 @@
+"""Where measured and planned time differ, as a page in a run's folder."""
+
+from __future__ import annotations
+
+from pipeloom.explain.difference import Difference
+from pipeloom.report.table_page import TableSection, table_page
+
+_CAUSES = {
+    "computation_s": ("layers took longer than profiled", "layers were faster than profiled"),
+    "messages_s": ("messages took longer than predicted", "messages were faster than predicted"),
+    "rest_s": ("dispatch of actions, posting of messages", "waits and messages overlapped more than the replay knows"),
+}
+"""Words for a cause that makes an iteration longer, and for one that makes it shorter."""
+SHARED = 0.97
+"""Part of a core below which ranks are said to share cores."""
+
+
+def difference_page(name: str, found: Difference) -> str:
+    """The whole explanation as an offline page."""
+    rows = steps(found)
+    causes = [[words, _ms(seconds), share] for words, seconds, share in rows]
+    totals = frozenset(number for number, (words, _, _) in enumerate(rows) if words.startswith(("planned", "measured")))
+    kinds = [
+        [
+            kind.kind,
+            _ms(kind.forward_planned_s),
+            _ms(kind.forward_measured_s),
+            _ratio(kind.forward_measured_s, kind.forward_planned_s),
+            _ms(kind.backward_planned_s),
+            _ms(kind.backward_measured_s),
+            _ratio(kind.backward_measured_s, kind.backward_planned_s),
+        ]
+        for kind in found.kinds
+    ]
+    rank = [
+        ["idle, or waiting for messages", _ms(found.wait_planned_s), _ms(found.wait_measured_s)],
+        ["posting messages and other actions", _ms(0.0), _ms(found.posting_s)],
+    ]
+    idle = [[each.cause, _ms(each.planned_s), _ms(each.measured_s)] for each in found.idle]
+    idle.append(["idle in all", *(_ms(sum(getattr(x, k) for x in found.idle)) for k in ("planned_s", "measured_s"))])
+    message = [["one message (median)", _ms(found.message_planned_s), _ms(found.message_measured_s)]]
+    return table_page(
+        [
+            TableSection(
+                "Why an iteration took as long as it did",
+                core_words(found)
+                + "The plan is replayed with one measured cause after the other: each line says by how "
+                "much the iteration gets longer (+) or shorter (-) with it.",
+                ("", "ms", "of planned"),
+                causes,
+                totals,
+            ),
+            TableSection(
+                "Computation by kind of layer",
+                "Milliseconds of all layers of a kind in an iteration, all ranks together. What a chunk took is "
+                "split by the predicted shares of its layers. Measured is by the clock, whatever else the cores did.",
+                ("kind", "forward planned", "measured", "ratio", "backward planned", "measured", "ratio"),
+                kinds,
+            ),
+            TableSection(
+                "A rank beside its computation",
+                "Milliseconds of an iteration, mean over ranks.",
+                ("", "planned", "measured"),
+                rank,
+            ),
+            TableSection(
+                "Idle ranks, by cause",
+                "Milliseconds in which a rank computes nothing, mean over ranks, from first start to last end of "
+                "computation in an iteration: by what the next task waited for.",
+                ("", "planned", "measured"),
+                idle,
+                frozenset({len(idle) - 1}),
+            ),
+            TableSection(
+                "Messages",
+                f"{found.num_messages} an iteration; measured are those whose receivers were there before they came.",
+                ("", "planned ms", "measured ms"),
+                message,
+            ),
+        ],
+        title=f"{name}: planned and measured",
+        note=f"Means over {found.iterations} iterations.",
+    )
+
+
+def core_words(found: Difference) -> str:
+    """Say first where ranks had no cores to themselves, since no plan for devices can then hold."""
+    if found.core_share >= SHARED:
+        return ""
+    return (
+        f"Ranks shared cores: while it computed, a rank had {found.core_share:.0%} of one, which no plan for a "
+        "device a rank foresees; so measured times are compared with the plan on such cores. "
+    )
+
+
+def steps(found: Difference) -> list[tuple[str, float, str]]:
+    """From planned to measured: words, seconds, and share of what was planned."""
+    base, shared = found.planned_s, found.core_share < SHARED
+    rows = [("planned, a device a rank" if shared else "planned", base, "")]
+    causes = dict(_CAUSES)
+    if shared:
+        known = base + found.shared_cores_s
+        rows.append((f"planned, {found.core_share:.0%} of a core a rank", known, _share(found.shared_cores_s, found)))
+    for field, (longer, shorter) in causes.items():
+        seconds = getattr(found, field)
+        if field == "computation_s" and not shared:
+            seconds += found.shared_cores_s
+        sign = "+" if seconds >= 0 else "-"
+        rows.append((f"{sign} {longer if seconds >= 0 else shorter}", abs(seconds), _share(seconds, found)))
+    rows.append(("measured", found.measured_s, _share(found.measured_s - base, found)))
+    return rows
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.2f}"
+
+
+def _share(seconds: float, found: Difference) -> str:
+    return f"{seconds / found.planned_s:+.1%}" if found.planned_s else ""
+
+
+def _ratio(measured_s: float, planned_s: float) -> str:
+    return f"{measured_s / planned_s:.2f}" if planned_s else ""

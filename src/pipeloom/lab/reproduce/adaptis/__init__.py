@@ -1,0 +1,40 @@
+"""AdaPtis's evaluation: its parts, in the order of the paper."""
+
+from collections.abc import Callable
+
+from pipeloom.lab.reproduce.adaptis.characterise import figure_1, figure_3, figure_4
+from pipeloom.lab.reproduce.adaptis.execution import figure_11, figure_12
+from pipeloom.lab.reproduce.adaptis.generation import figure_13
+from pipeloom.lab.reproduce.adaptis.scaling import figure_14, figure_15
+from pipeloom.lab.reproduce.adaptis.setups import MOST_SEARCH
+from pipeloom.lab.reproduce.adaptis.throughput import figure_8, figure_9, figure_10
+from pipeloom.lab.reproduce.part import Options, Outcome, Part
+
+
+def _searched(number: int, title: str, run: Callable[[Options], Outcome]) -> Part:
+    """A part whose placements are made once, for no batch in particular."""
+    return Part(
+        f"figure-{number}",
+        title,
+        f"`adaptis.txt` Fig. {number}",
+        "emulated",
+        run,
+        ("seeds", "search"),
+        "a placement",
+        MOST_SEARCH,
+    )
+
+
+PARTS: tuple[Part, ...] = (
+    _searched(1, "Bubbles of what is there", figure_1),
+    _searched(3, "Three steps of tuning", figure_3),
+    Part("figure-4", "Size of the search space", "`adaptis.txt` Fig. 4", "emulated", figure_4, ()),
+    _searched(8, "Throughput of nine models", figure_8),
+    _searched(9, "Sequence lengths", figure_9),
+    _searched(10, "Ablation of the three phases", figure_10),
+    _searched(11, "Traces", figure_11),
+    _searched(12, "Prediction against execution", figure_12),
+    Part("figure-13", "Generation time", "`adaptis.txt` Fig. 13", "processor", figure_13, ("seeds", "solver")),
+    _searched(14, "Strong scaling", figure_14),
+    _searched(15, "Weak scaling", figure_15),
+)

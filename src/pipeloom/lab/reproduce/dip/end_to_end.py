@@ -1,0 +1,411 @@
+"""End-to-end comparisons: Table 4, Fig. 8a, Fig. 8b, and the published searches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import isnan
+
+import numpy as np
+
+from pipeloom.lab.reproduce.dip import runs
+from pipeloom.lab.reproduce.dip.setups import H20, SETUPS, PaperSetup, device, gain, mean, seconds_text
+from pipeloom.lab.reproduce.part import Figure, Options, Outcome, Table
+from pipeloom.lab.systems.fsdp import fsdp_time
+from pipeloom.lab.systems.model_on_cluster import Microbatches, layer_seconds
+from pipeloom.lab.systems.systems import by_parameters, fixed_system
+from pipeloom.layout import chain_of_stages
+from pipeloom.layout.layouts import chunk_counts
+from pipeloom.report.figures import Axis, bar_figure, line_figure
+from pipeloom.search import Evaluations, interleaved_one_f_one_b
+from pipeloom.spec import Sample
+
+MOST_CHUNKS = (2, 4, 8, 16)
+"""Chunks a rank that Megatron-LM's gains are also shown for."""
+SELDOM = 5
+"""Of the changing iterations, DIP's searches plan one in so many."""
+
+
+def figure_8a(options: Options) -> Outcome:
+    """Five models on mixed data under every system."""
+    names = (*runs.BASELINES, runs.PUBLISHED, runs.BEST_FORM, runs.OURS_SAME, runs.OURS)
+    rows, relative, notes, summary = [], {name: list[float | None]() for name in names}, [], []
+    paper = {"VLM": "15.6 to 76.2 % over three", "T2V": "36.6 to 97.3 % over two"}
+    for label, setup in SETUPS.items():
+        found = _against_ours(setup, names, options)
+        for name in names:
+            relative[name].append(found[name].ratio if name in found else None)
+            if name in found:
+                rows.append((label, found[name].title, seconds_text(found[name].seconds), found[name].gain))
+        fitting = {n: f.ratio for n, f in found.items() if n in runs.BASELINES and f.ratio is not None}
+        best = max(fitting, key=lambda n: fitting[n])
+        summary.append(
+            (
+                label,
+                setup.layouts[0].name,
+                found[runs.MEGATRON].gain or seconds_text(None),
+                best,
+                found[best].gain,
+                found[runs.PUBLISHED].gain,
+                found[runs.BEST_FORM].gain,
+                found[runs.BEST_FORM].form,
+                paper[label[:3]],
+            )
+        )
+        notes.append(
+            f"{label}: layout `{setup.layouts[0].name}`, of {len(setup.layouts)} tried on "
+            f"{len(setup.typical)} other iterations; what each would have cost is in the part `layouts`. "
+            f"{runs.chunks_note(setup)}{_vision_note(setup)}"
+        )
+    bars = bar_figure(
+        list(SETUPS), relative, y=Axis("throughput, ours = 1"), title="Throughput on mixed data, relative to ours"
+    )
+    return Outcome(
+        (
+            Table(
+                "Gain of ours",
+                (
+                    "model",
+                    "our layout",
+                    "over Megatron-LM interleaved by parameters",
+                    "best baseline",
+                    "over the best baseline",
+                    "over DIP as published",
+                    "over DIP, best of its forms",
+                    "its best form",
+                    "paper: DIP over its baselines",
+                ),
+                tuple(summary),
+                "All systems have the same costs, data and memory. Baselines get the best recomputation for every "
+                "single iteration and, of all numbers of chunks a rank that there are layers for, the one that is best "
+                "on the sampled iterations; an iteration that does not fit it runs under the next. Cut by time, they "
+                "are cut partly by parameters where equal times do not fit. The paper's Megatron-LM is interleaved "
+                "with stages of like parameters; it does not say how many chunks a rank it has, nor the mixture of its "
+                f"data, on which gains depend. {runs.rule(options)} {FORMS_NOTE}",
+            ),
+            Table(
+                "Megatron-LM interleaved by parameters, by the most chunks a rank that it may have",
+                ("model", *(str(most) for most in MOST_CHUNKS), "any"),
+                tuple((label, *_by_chunks(setup)) for label, setup in SETUPS.items()),
+                "Mean seconds of the iterations that layouts are chosen on, each under the fastest recomputation that "
+                "fits, and what our plans for them are faster by. The more chunks, the nearer one layer each comes to "
+                "dealing all layers evenly.",
+            ),
+            Table(
+                "Seconds of an iteration",
+                ("model", "system", "seconds", "ours is faster by"),
+                tuple(rows),
+                _few_note(options),
+            ),
+        ),
+        (Figure("figure-8a", "Throughput relative to ours (higher is better)", bars),),
+        tuple(notes),
+        device(*SETUPS.values()),
+    )
+
+
+def _by_chunks(setup: PaperSetup) -> list[str]:
+    """Seconds of the sampled iterations under the best number of chunks up to each of `MOST_CHUNKS`, and any."""
+    case, ours = setup.case, setup.layouts[0].seconds
+    seconds = dict[int, float]()
+    for chunks in chunk_counts(case.num_ranks, case.model.modules)[1:]:
+        layout = chain_of_stages(case.model, case.num_ranks, chunks, by_parameters(case, setup.typical))
+        one = fixed_system("interleaved", case, layout, interleaved_one_f_one_b)
+        found = [runs.run(one, groups, Evaluations(1), 0) for groups in setup.typical]
+        if None not in found:
+            seconds[chunks] = mean(each.iteration_s for each in found if each is not None)
+    cells = []
+    for most in (*MOST_CHUNKS, max(seconds, default=0)):
+        best = min((value for chunks, value in seconds.items() if chunks <= most), default=None)
+        cells.append(seconds_text(best) + ("" if best is None else f" ({gain(best, ours)})"))
+    return cells
+
+
+def _vision_note(setup: PaperSetup) -> str:
+    """Images of a microbatch, and the encoder's share of the time; empty where there is no encoder of images."""
+    case, seconds = setup.case, layer_seconds(setup.case, setup.typical)
+    if "vision" not in {module.name for module in case.model.modules}:
+        return ""
+    time = {m.name: sum(seconds[f"{m.name}/{layer.kind}"] for layer in m.flat_layers) for m in case.model.modules}
+    groups = [group for batch in setup.typical for group in batch]
+    return (
+        f" A microbatch has {images_of(groups):.1f} images, and vision takes "
+        f"{time['vision'] / sum(time.values()) * 100:.0f} % of the layers' time."
+    )
+
+
+def images_of(groups: Microbatches) -> float:
+    """Mean images of a microbatch."""
+    return sum(len(s.image_tokens) for group in groups for s in group) / len(groups)
+
+
+FORMS_NOTE = (
+    "DIP's forms: its tree search and PipeWeaver's as published; its own with orders made for the best uniform "
+    "strategies instead of the leanest; orders searched under these uniform strategies; and these with the dual queue "
+    "alone, without a search. The best form is the one with the least mean time on a model."
+)
+
+
+def _few_note(options: Options) -> str:
+    if options.full or options.iterations == 1:
+        return ""
+    return (
+        "DIP, and ours on DIP's layout, are timed on the first iteration of every seed, since each of DIP's four "
+        "searches takes ten times as long as ours; what ours is faster by is always on the same iterations."
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Against:
+    """A system beside ours on the same iterations.
+
+    Attributes
+    ----------
+    title : str
+    seconds : float, optional
+        Mean; None: it does not fit.
+    ratio : float, optional
+        Its throughput, ours being one.
+    gain : str
+        What ours is faster by.
+    form : str
+        Which form of DIP it is, for the best of them.
+    """
+
+    title: str
+    seconds: float | None = None
+    ratio: float | None = None
+    gain: str = ""
+    form: str = ""
+
+
+def _against_ours(setup: PaperSetup, names: Sequence[str], options: Options) -> dict[str, Against]:
+    """Systems that suit a model, timed beside ours."""
+    out = {}
+    for name in (name for name in names if runs.suits(name, setup)):
+        numbers = runs.planned_iterations(options, runs.PUBLISHED if name == runs.BEST_FORM else name)
+        ours = runs.seconds_of(setup, runs.OURS, numbers, options.search_s)
+        form, value = "", None
+        if name == runs.BEST_FORM:
+            if (best := runs.best_form(setup, numbers, options.search_s)) is not None:
+                form, value = best
+        elif (found := runs.seconds_of(setup, name, numbers, options.search_s)) is not None:
+            value = mean(found)
+        title = f"{name}: {form}" if form else name
+        if ours is None or value is None:
+            out[name] = Against(title, value, form=form)
+            continue
+        against = "" if name == runs.OURS else gain(value, mean(ours))
+        out[name] = Against(title, value, mean(ours) / value, against, form)
+    return out
+
+
+def published_search(options: Options) -> Outcome:
+    """DIP's searches with ten times the time of ours, on DIP's own layout and with ours."""
+    rows = []
+    batches = runs.iterations(options, 1)
+    for label, setup in SETUPS.items():
+        found = {
+            name: runs.all_timed(setup, name, batches, options.search_s)
+            for name in (*runs.FORMS, runs.OURS_SAME, runs.OURS)
+        }
+        means = {name: None if each is None else mean(one.seconds for one in each) for name, each in found.items()}
+        best = min((name for name in runs.FORMS if means[name] is not None), key=lambda n: means[n] or 0, default="")
+        for name, each in found.items():
+            here = means[name]
+            if each is None or here is None:
+                rows.append((label, name, seconds_text(None), "", "", "", ""))
+                continue
+            same, ours = (
+                "" if other is None else gain(here, other) for other in (means[runs.OURS_SAME], means[runs.OURS])
+            )
+            spent = mean(one.processor_s for one in each)
+            rows.append((label, name, seconds_text(here), f"{spent:.1f}", same, ours, "best" if name == best else ""))
+    title = "DIP's searches with ten times the time"
+    columns = (
+        "model",
+        "search",
+        "iteration, s",
+        "planning, CPU s",
+        "ours on DIP's layout is faster by",
+        "ours by",
+        "of DIP's forms",
+    )
+    plural = "s" if len(batches) > 1 else ""
+    note = (
+        f"{len(batches)} iteration{plural} a model. Planning counts costs, graph, search, strategies and simulation. "
+        f"{runs.rule(options)} {FORMS_NOTE}"
+    )
+    return Outcome((Table(title, columns, tuple(rows), note),), devices=device(*SETUPS.values()))
+
+
+def tried_layouts(_options: Options) -> Outcome:
+    """What each layout that was tried would have cost."""
+    tables = []
+    for label, setup in SETUPS.items():
+        tables.append(
+            Table(
+                f"{label}: sub-microbatch size and segments a module",
+                ("layout", "planned, s", "lower bound, s"),
+                tuple(
+                    (
+                        t.name,
+                        "out of memory"
+                        if t.problem
+                        else f"over {t.seconds:.2f}"
+                        if t.ruled_out
+                        else f"{t.seconds:.2f}",
+                        "" if t.problem else f"{t.bound_s:.2f}",
+                    )
+                    for t in setup.layouts
+                ),
+            )
+        )
+    note = (
+        "The start is what the paper's rules give, with even ranks. `over`: lower bounds, or they and the plan of "
+        "the first iteration, rule the layout out already. Means over two iterations that no other part times."
+    )
+    return Outcome(tuple(tables), notes=(note,), devices=device(*SETUPS.values()))
+
+
+def table_4(options: Options) -> Outcome:
+    """VLM-S on 16 H20: FSDP, Megatron-LM, DIP, ours."""
+    setup = H20
+    case, batches = setup.case, runs.planned_iterations(options, runs.PUBLISHED)
+    fsdp = [fsdp_time(case, setup.groups(*each), case.cluster.num_devices) for each in batches]
+    values: dict[str, float | None] = {"FSDP2, ZeRO-3": mean(seconds for seconds, _ in fsdp)}
+    for name in (runs.MEGATRON, runs.MEGATRON_EVEN, runs.PUBLISHED):
+        found = runs.seconds_of(setup, name, batches, options.search_s)
+        values[name] = None if found is None else mean(found)
+    if (best := runs.best_form(setup, batches, options.search_s)) is not None:
+        values[f"{runs.BEST_FORM}: {best[0]}"] = best[1]
+    found = runs.seconds_of(setup, runs.OURS, batches, options.search_s)
+    values[runs.OURS] = None if found is None else mean(found)
+    paper = {"FSDP2, ZeRO-3": ("40.270", "1.03"), runs.MEGATRON: ("39.053", "1.00"), runs.PUBLISHED: ("28.606", "0.73")}
+    base = values[runs.MEGATRON]
+    rows = tuple(
+        (name, seconds_text(v), "" if v is None or base is None else f"{v / base:.2f}", *paper.get(name, ("", "")))
+        for name, v in values.items()
+    )
+    used = ", ".join(dict.fromkeys(strategy for _, strategy in fsdp))
+    note = (
+        f"FSDP: microbatches dealt to {case.cluster.num_devices} replicas in turn, tensor parallelism 1, weights "
+        f"gathered a layer ahead, strategy {used}; every module waits for the slowest replica. H20 has little compute "
+        "for its network, so FSDP hides its traffic. Its efficiencies are those of H800 at equal operations, though a "
+        "kernel lasts longer on it, so seconds here may be too long. The paper's microbatches, their number and its "
+        "recomputation are not stated, so seconds differ; the order of the systems is what can be compared. "
+        f"Means over {len(batches)} iterations. {runs.rule(options)} {FORMS_NOTE}"
+    )
+    columns = ("system", "seconds", "relative", "paper: seconds", "paper: relative")
+    return Outcome((Table("VLM-S on 16 H20", columns, rows, note),), devices=device(setup))
+
+
+def figure_8b(options: Options) -> Outcome:
+    """Forty iterations in which the number of images rises and falls twice."""
+    setup = SETUPS["VLM-S"]
+    names = (runs.MEGATRON, runs.NNSCALER, runs.OPTIMUS, *runs.FORMS[::-1], runs.OURS)
+    systems = {name: runs.system(setup, name) for name in names}
+    length, seldom = 20, 1 if options.full else SELDOM
+    images, series, lacking = [], {name: list[float]() for name in names}, dict[str, list[int]]()
+    for i in range(2 * length):
+        low, high = image_bounds(i % length)
+        groups = bounded_microbatches(setup.num_microbatches, low, high, 777 + i)
+        images.append(sum(len(s.image_tokens) for g in groups for s in g) / len(groups))
+        for name, one in systems.items():
+            if name in runs.SEARCHED and i % seldom:
+                series[name].append(float("nan"))
+                continue
+            found = runs.run(one, groups, runs.budget_of(setup, name, options.search_s), i)
+            series[name].append(float("nan") if found is None else found.iteration_s)
+            if found is None:
+                lacking.setdefault(name, []).append(i + 1)
+    at = range(0, 2 * length, seldom)
+    forms = {name: sum(series[name][i] for i in at) for name in runs.FORMS}
+    best = min((name for name in forms if not isnan(forms[name])), key=lambda name: forms[name], default=runs.PUBLISHED)
+    shown = {name: name for name in names if name not in runs.FORMS} | {runs.PUBLISHED: runs.PUBLISHED}
+    shown[best] = f"{runs.BEST_FORM}: {best}"
+    figure = line_figure(
+        {shown[name]: _known(series[name]) for name in names if name in shown},
+        x=Axis("iteration"),
+        y=Axis("iteration time, s", low=0.0),
+        title="VLM-S, image counts rising and falling",
+    )
+    rising = slice(0, 10)
+    falling = slice(14, 20)
+    paper = {runs.MEGATRON: "52.9 % (iteration 6)", runs.NNSCALER: "10.4 %, later 50.5 %", runs.OPTIMUS: "10.4 %"}
+    ours = series[runs.OURS]
+    rows = tuple(
+        (
+            shown.get(name, name),
+            *(_seconds_beside(series[name][part], ours[part]) for part in (slice(None), rising, falling)),
+            _most_behind(series[name], ours),
+            paper.get(name, ""),
+        )
+        for name in names
+    )
+    ordinal = "single" if seldom == 1 else f"{seldom}th"
+    peak = max(range(length), key=lambda i: images[i])
+    return Outcome(
+        (
+            Table(
+                "VLM-S over 40 iterations, seconds",
+                ("system", "all", "iterations 1-10", "iterations 15-20", "most behind ours", "paper: behind DIP"),
+                rows,
+                "Layouts are those chosen on mixed data and stay. Bounds on images a microbatch: the lower one rises "
+                "from 0 to 16 under an upper one of 32 (iterations 1 to 5), then both fall to 0 (6 to 20). In brackets "
+                "what ours is faster by on the same iterations; where an iteration does not fit, the means are of the "
+                f"others. DIP's searches plan every {ordinal} iteration. {runs.rule(options)} {FORMS_NOTE}",
+            ),
+        ),
+        (Figure("figure-8b", "Iteration time under changing data", figure),),
+        (
+            f"Most images: {images[peak]:.0f} a microbatch on average in iteration {peak + 1} (paper: 22 in its peak).",
+            *(
+                f"{name} does not fit into memory in iteration {', '.join(map(str, where))}."
+                for name, where in lacking.items()
+            ),
+        ),
+        device(setup),
+    )
+
+
+def _known(values: Sequence[float]) -> tuple[list[float], list[float]]:
+    """Iterations that were timed, and their seconds."""
+    at = [i for i, value in enumerate(values) if not isnan(value)]
+    return [float(i + 1) for i in at], [values[i] for i in at]
+
+
+def _seconds_beside(values: Sequence[float], ours: Sequence[float]) -> str:
+    """Mean seconds, and what ours is faster by on the same iterations."""
+    both = [(v, o) for v, o in zip(values, ours, strict=True) if not isnan(v) and not isnan(o)]
+    if not both:
+        return "not timed"
+    here, there = mean(v for v, _ in both), mean(o for _, o in both)
+    return f"{here:.2f}" if here == there else f"{here:.2f} ({gain(here, there)})"
+
+
+def _most_behind(values: Sequence[float], ours: Sequence[float]) -> str:
+    behind = [v / o - 1 for v, o in zip(values, ours, strict=True) if not isnan(v) and not isnan(o)]
+    return f"{max(behind) * 100:.1f} %" if behind else ""
+
+
+def image_bounds(i: int) -> tuple[int, int]:
+    """Least and most images of a microbatch in iteration ``i`` of 20 (`dip.txt` §7.2)."""
+    if i < 5:
+        return round(16 * i / 4), 32
+    share = (19 - i) / 14
+    return round(16 * share), round(32 * share)
+
+
+def bounded_microbatches(count: int, low: int, high: int, seed: int) -> Microbatches:
+    """Microbatches of 8192 tokens with an even draw of ``low`` to ``high`` images each, the rest text."""
+    generator = np.random.default_rng(seed)
+    groups = []
+    for m in range(count):
+        images = int(generator.integers(low, high + 1))
+        documents = max(1, min(8, images))
+        shares = [images // documents + (k < images % documents) for k in range(documents)]
+        text = 8192 - 169 * images
+        cuts = [text // documents + (k < text % documents) for k in range(documents)]
+        groups.append([Sample(f"{m}.{k}", cuts[k], (169,) * n, (2704,) * n) for k, n in enumerate(shares)])
+    return groups

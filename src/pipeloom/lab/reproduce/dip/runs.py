@@ -1,0 +1,220 @@
+"""Systems by name on the evaluation's iterations; what was timed for one part is not timed again for another."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from pipeloom.errors import InfeasibleError
+from pipeloom.explain.compare import BaselineResult
+from pipeloom.lab.reproduce.dip.setups import LARGE, PaperSetup
+from pipeloom.lab.reproduce.part import Options
+from pipeloom.lab.systems.comparison import SYSTEMS, TITLES
+from pipeloom.lab.systems.model_on_cluster import Microbatches, ModelOnCluster
+from pipeloom.lab.systems.systems import System, dip_layout, partitioned, searched_system, unadaptive_system
+from pipeloom.search import Begun, Deadline, StoppingRule
+from pipeloom.timeline import check
+
+MEGATRON, MEGATRON_EVEN = TITLES["interleaved"], TITLES["interleaved-time"]
+NNSCALER, OPTIMUS, OPTIMUS_FINE = (TITLES[key] for key in ("nnscaler", "optimus", "optimus-fine"))
+PUBLISHED, PRIORITY = TITLES["dip"], TITLES["dip-priority"]
+OURS, OURS_SAME = TITLES["pipeloom"], TITLES["pipeloom-dip-layout"]
+BASELINES = tuple(title for key, title in TITLES.items() if not key.startswith(("dip", "pipeloom", "fsdp")))
+STATIC, NO_SEARCH, NO_STRATEGIES = "DIP's layout, static order", "DIP, no search", "DIP, uniform strategies"
+FROM_UNIFORM = "DIP from the best uniform strategies"
+FORMS = (PUBLISHED, PRIORITY, FROM_UNIFORM, NO_STRATEGIES, NO_SEARCH)
+"""DIP in both published forms; with rollouts that start from the uniform strategies that first in, first out does best
+with; searching orders under these alone; and no search at all, but the dual queue under them."""
+BEST_FORM = "DIP, best of its forms"
+SEARCHED = (PUBLISHED, PRIORITY, FROM_UNIFORM, NO_STRATEGIES)
+FIFO = "first in, first out"
+MOST_SEARCH = 10
+"""Times our planning time that DIP's searches get, as the paper gives its planner ten seconds."""
+LARGE_SEARCH = 3
+"""Times the planning time of the other models for those on thousands of GPUs."""
+UNTIL_PLAN = 0.6
+"""Part of the planning time after which our search ends; the rest is for the plan and its proof."""
+
+_PARTS: dict[str, Callable[[ModelOnCluster, Sequence[Microbatches]], System]] = {
+    STATIC: partitioned,
+    NO_SEARCH: lambda c, t: unadaptive_system(NO_SEARCH, c, dip_layout(c, t), FIFO),
+    NO_STRATEGIES: lambda c, t: unadaptive_system(NO_STRATEGIES, c, dip_layout(c, t), "mcts", threads()),
+    PUBLISHED: lambda c, t: searched_system(PUBLISHED, c, dip_layout(c, t), "mcts", threads=threads()),
+    PRIORITY: lambda c, t: searched_system(PRIORITY, c, dip_layout(c, t), "mcts priority", threads=threads()),
+    FROM_UNIFORM: lambda c, t: searched_system(FROM_UNIFORM, c, dip_layout(c, t), "mcts uniform", threads=threads()),
+}
+_KEYS = {title: key for key, title in TITLES.items()}
+
+
+def threads() -> int:
+    """Half of the cores at hand, as DIP's planner takes (`dip.txt` §6.2)."""
+    return max(1, len(os.sched_getaffinity(0)) // 2)
+
+
+def planning_s(setup: PaperSetup, name: str, search_s: float) -> float:
+    """Processor seconds that a system has for planning an iteration, from its samples to the plan: one rule for all.
+
+    Ours has ``search_s``, three times as much where thousands of GPUs train; every search of DIP has ten times ours on
+    each of its threads.
+    """
+    ours = search_s * (LARGE_SEARCH if setup in LARGE.values() else 1)
+    return ours * MOST_SEARCH * threads() if name in SEARCHED else ours
+
+
+RULE = (
+    "Ours plans an iteration, from samples to a proved plan, in {search_s:g} s of one core's time{large}; every search "
+    "of DIP has ten times as much on each of {threads} cores, half of those at hand, as DIP takes."
+)
+
+
+def rule(options: Options, *, large: bool = False) -> str:
+    """The rule of planning times in words."""
+    words = f" ({LARGE_SEARCH * options.search_s:g} s for these)" if large else ""
+    return RULE.format(search_s=options.search_s, large=words, threads=threads()).replace("of 1 cores", "of 1 core")
+
+
+def budget_of(setup: PaperSetup, name: str, search_s: float) -> StoppingRule:
+    """The stopping rule of an iteration that is planned from now on."""
+    part = 1.0 if name in SEARCHED else UNTIL_PLAN
+    return Begun(Deadline(part * planning_s(setup, name, search_s), "cpu").start())
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """One iteration under one system.
+
+    Attributes
+    ----------
+    seconds : float
+        Of the iteration, without the update of the weights.
+    processor_s : float
+        Of planning it: costs, graph, search, strategies and simulation.
+    num_tasks : int
+    gap : float
+        Above the lower bound of the system's own graph, relative to it.
+    """
+
+    seconds: float
+    processor_s: float
+    num_tasks: int
+    gap: float
+
+
+def suits(name: str, setup: PaperSetup) -> bool:
+    """Whether a system can train a model: Optimus wants encoders before a language model."""
+    return name not in (OPTIMUS, OPTIMUS_FINE) or setup.case.model.modules[-1].reads != "videos"
+
+
+@functools.lru_cache(maxsize=256)
+def system(setup: PaperSetup, name: str) -> System:
+    """A system by its title, with its layout chosen on the typical iterations.
+
+    Raises
+    ------
+    InfeasibleError
+        Its layout cannot be made in memory.
+    """
+    case = setup.case
+    if name == OURS:
+        return searched_system(OURS, case, setup.layouts[0].layout)
+    make = _PARTS.get(name) or SYSTEMS[_KEYS[name]]
+    return make(case, setup.typical)
+
+
+def chunks_a_rank(setup: PaperSetup, name: str) -> int:
+    """Most stages that a rank has under a system's first layout; neighbouring chunks of one rank are one stage."""
+    ranks = [rank for rank, _ in itertools.groupby(chunk.rank for chunk in system(setup, name).layout.chunks)]
+    return max(ranks.count(rank) for rank in ranks)
+
+
+def chunks_note(setup: PaperSetup) -> str:
+    """How many chunks a rank Megatron-LM has, in words."""
+    found = []
+    for words, name in (("by parameters", MEGATRON), ("by time", MEGATRON_EVEN)):
+        with suppress(InfeasibleError):
+            found.append(f"{chunks_a_rank(setup, name)} {words}")
+    return f"Megatron-LM interleaved has {', '.join(found)} chunks a rank."
+
+
+def run(one: System, groups: Microbatches, budget: StoppingRule, seed: int) -> BaselineResult | None:
+    """Plan one iteration and judge it by the independent checker; None: it does not fit."""
+    try:
+        found = one.run(groups, budget, seed)
+    except InfeasibleError:
+        return None
+    judge(found)
+    return found
+
+
+def judge(found: BaselineResult) -> None:
+    """Refuse what the independent checker refuses."""
+    faults = check(found.graph, found.schedule, found.timeline)
+    if faults:
+        raise AssertionError(f"{found.name}: {faults[0]}")
+
+
+@functools.cache
+def timed(setup: PaperSetup, name: str, seed: int, number: int, search_s: float) -> Timed | None:
+    """Time iteration ``number`` of a seed under a system by its title; None: it does not fit."""
+    groups = setup.groups(seed, number)
+    try:
+        one = system(setup, name)
+    except InfeasibleError:
+        return None
+    begin = time.process_time()
+    try:
+        found = one.run(groups, budget_of(setup, name, search_s), seed)
+    except InfeasibleError:
+        return None
+    spent = time.process_time() - begin
+    judge(found)
+    gap = found.timeline.makespan_ns / max(found.lower_bound.ns, 1) - 1
+    return Timed(found.iteration_s, spent, found.graph.num_tasks, gap)
+
+
+def iterations(options: Options, count: int | None = None) -> list[tuple[int, int]]:
+    """Seed and number of every timed iteration: ``options.iterations`` (or ``count``) for each seed."""
+    return [(seed, number) for seed in options.seeds for number in range(count or options.iterations)]
+
+
+def planned_iterations(options: Options, name: str) -> list[tuple[int, int]]:
+    """Iterations that a system is timed on: the first of each seed for DIP's searches, which take ten times as long."""
+    few = name in (*FORMS, OURS_SAME) and not options.full
+    return iterations(options, 1 if few else None)
+
+
+def best_form(
+    setup: PaperSetup, numbers: Sequence[tuple[int, int]], search_s: float, forms: Sequence[str] = FORMS
+) -> tuple[str, float] | None:
+    """The form of DIP with the least mean time, and that; None: none fits all iterations."""
+    means = []
+    for name in forms:
+        found = seconds_of(setup, name, numbers, search_s)
+        if found is not None:
+            means.append((sum(found) / len(found), name))
+    if not means:
+        return None
+    value, name = min(means)
+    return name, value
+
+
+def all_timed(setup: PaperSetup, name: str, numbers: Sequence[tuple[int, int]], search_s: float) -> list[Timed] | None:
+    """Time several iterations under a system; None: one of them does not fit."""
+    out = []
+    for seed, number in numbers:
+        found = timed(setup, name, seed, number, search_s)
+        if found is None:
+            return None
+        out.append(found)
+    return out
+
+
+def seconds_of(setup: PaperSetup, name: str, numbers: Sequence[tuple[int, int]], search_s: float) -> list[float] | None:
+    """Seconds of several iterations under a system; None: one of them does not fit."""
+    found = all_timed(setup, name, numbers, search_s)
+    return None if found is None else [one.seconds for one in found]

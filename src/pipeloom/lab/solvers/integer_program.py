@@ -1,0 +1,126 @@
+"""The papers' integer program for memory strategies (`dip.txt` §5.3), by HiGHS, to compare with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pipeloom.search.kernels.strategies import fill_allocated, lay_out, repair
+from pipeloom.search.kernels.tables import Options, Tables, Work
+from pipeloom.search.strategies import Strategies, StrategyChooser, total_ns
+from pipeloom.taskgraph import IntArray, TaskGraph
+from pipeloom.timeline import Schedule
+
+HIGHS_GAP = 0.05
+"""As in both papers (`dip.txt` §5.3)."""
+
+
+def program_on_rank(graph: TaskGraph, schedule: Schedule, rank: int) -> Strategies:
+    """Candidates of one rank's pairs under the order that the schedule gives it."""
+    chooser = StrategyChooser(graph)
+    t, d, order = chooser.tables, chooser.desk, schedule.order[rank]
+    rows = slice(int(t.rank_start[rank]), int(t.rank_start[rank + 1]))
+    lay_out(t, d, order, rank)
+    capacity = d.capacity[: len(order)]
+    options = Options(t.time[rows], t.activation[rows], t.gradient[rows], t.lean[rows], d.span[rows], capacity)
+    return _by_highs(t, rows, options)
+
+
+def program_strategies(graph: TaskGraph, schedule: Schedule) -> Schedule:
+    """The schedule's order with the candidates chosen anew; its order must fit with the leanest ones."""
+    choice = np.zeros(graph.num_pairs, np.int64)
+    for rank in range(graph.num_ranks):
+        found = program_on_rank(graph, schedule, rank)
+        choice[found.pairs] = found.choice
+    return Schedule(schedule.order, choice, schedule.method)
+
+
+def _greedy(options: Options) -> IntArray:
+    """The leanest choice, with what is left used: a start for the program."""
+    num_pairs, num_places = len(options.time), len(options.capacity)
+
+    def numbers() -> npt.NDArray[np.float64]:
+        return np.zeros(num_pairs)
+
+    work = Work(
+        best=options.lean.copy(),
+        trial=np.zeros(num_pairs, np.int64),
+        allocated=np.zeros(num_places + 1, np.int64),
+        multiplier=np.zeros(num_places + 1),
+        running=np.zeros(num_places + 1),
+        price=numbers(),
+        gain=numbers(),
+        move=np.zeros(num_pairs, np.int64),
+        spare=np.zeros(9, np.int64),
+        sums=np.zeros((3, 1), np.int64),
+    )
+    repair(options, work, work.best)
+    found: IntArray = work.best
+    return found
+
+
+def _by_highs(tables: Tables, mine: slice, options: Options) -> Strategies:
+    """State and solve the program, started from the greedy answer."""
+    import highspy
+
+    time, activation, gradient, span = options.time, options.activation, options.gradient, options.span
+    rank_capacity = options.capacity
+    num_pairs, num_options = time.shape
+    greedy, allocated = _greedy(options), np.zeros(len(rank_capacity) + 1, np.int64)
+    # Memory only gets tighter where a pair begins to hold or an edge does, so the other places need no row.
+    shrinks = np.flatnonzero(np.diff(rank_capacity) < 0) + 1
+    rises = np.minimum(span[:, 1] + 1, len(rank_capacity) - 1)
+    places = np.unique(np.concatenate([span[:, 0], rises, shrinks]))
+    columns: list[npt.NDArray[np.int64]] = []
+    values: list[npt.NDArray[np.float64]] = []
+    for i in range(num_pairs):
+        held = np.searchsorted(places, span[i, 0]), np.searchsorted(places, span[i, 1], "right")
+        after = np.searchsorted(places, span[i, 2], "right")
+        rows = np.concatenate([[i], num_pairs + np.arange(held[0], after)])
+        for j in range(num_options):
+            columns.append(rows)
+            amounts = np.where(np.arange(held[0], after) < held[1], activation[i, j], gradient[i, j])
+            values.append(np.concatenate([[1.0], amounts.astype(np.float64)]))
+    lp = highspy.HighsLp()
+    lp.num_col_, lp.num_row_ = num_pairs * num_options, num_pairs + len(places)
+    # Milliseconds and shares of the room, so that the solver's tolerances mean something.
+    lp.col_cost_ = time.ravel() / 1e6
+    lp.col_lower_, lp.col_upper_ = np.zeros(lp.num_col_), np.ones(lp.num_col_)
+    capacity = np.maximum(rank_capacity[places], 1).astype(np.float64)
+    lp.row_lower_ = np.concatenate([np.ones(num_pairs), np.full(len(places), -highspy.kHighsInf)])
+    lp.row_upper_ = np.concatenate([np.ones(num_pairs), np.where(rank_capacity[places] > 0, 1.0, 0.0)])
+    starts = np.zeros(lp.num_col_ + 1, np.int32)
+    np.cumsum([len(rows) for rows in columns], out=starts[1:])
+    index = np.concatenate(columns).astype(np.int32)
+    value = np.concatenate(values)
+    memory_rows = index >= num_pairs
+    value[memory_rows] /= capacity[index[memory_rows] - num_pairs]
+    lp.a_matrix_.format_ = highspy.MatrixFormat.kColwise
+    lp.a_matrix_.start_, lp.a_matrix_.index_, lp.a_matrix_.value_ = starts, index, value
+    lp.integrality_ = [highspy.HighsVarType.kInteger] * lp.num_col_
+    solver: Any = highspy.Highs()  # type: ignore[no-untyped-call]
+    for name, setting in (("output_flag", False), ("mip_rel_gap", HIGHS_GAP), ("threads", 1)):
+        solver.setOptionValue(name, setting)
+    solver.passModel(lp)
+    chosen = np.zeros((num_pairs, num_options))
+    chosen[np.arange(num_pairs), greedy] = 1.0
+    known = highspy.HighsSolution()
+    known.col_value = chosen.ravel().tolist()
+    solver.setSolution(known)
+    solver.run()
+    answer = np.array(solver.getSolution().col_value)
+    choice = greedy
+    if len(answer) == lp.num_col_:
+        found: IntArray = answer.reshape(num_pairs, num_options).argmax(axis=1)
+        fill_allocated(options, found, allocated)
+        # The solver's tolerance could let a few bytes too many through.
+        if (allocated[:-1] <= rank_capacity).all() and total_ns(time, found) < total_ns(time, greedy):
+            choice = found
+    # Rows of candidates are padded with copies of the base.
+    copies = (time == time[:, :1]) & (activation == activation[:, :1])
+    copies &= gradient == gradient[:, :1]
+    choice = np.where(copies[np.arange(num_pairs), choice], 0, choice)
+    bound = float(solver.getInfo().mip_dual_bound) * 1e6
+    return Strategies(tables.pair[mine], choice, total_ns(time, choice), bound)

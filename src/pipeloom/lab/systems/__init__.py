@@ -1,0 +1,1 @@
+"""Training systems as their users run them, on one model, cluster and batch."""

@@ -1,0 +1,47 @@
+"""Layouts of a case, chosen by planning sampled iterations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pipeloom.errors import InputError
+from pipeloom.lab.systems.model_on_cluster import Microbatches, ModelOnCluster, assignable_of
+from pipeloom.lab.systems.systems import by_time, replica_seconds
+from pipeloom.layout.choose import TRIAL, LayoutEvaluation, Sampled, search_layouts
+from pipeloom.layout.modality import typical_lengths
+from pipeloom.search import StoppingRule
+
+
+def choose_layout(
+    case: ModelOnCluster,
+    batches: Sequence[Microbatches],
+    *,
+    trial: StoppingRule = TRIAL,
+    final: StoppingRule | None = None,
+    seed: int = 0,
+    rounds: int = 2,
+) -> tuple[LayoutEvaluation, ...]:
+    """Plan iterations of a case under many layouts; see `search_layouts`.
+
+    Parameters
+    ----------
+    batches : sequence of Microbatches
+        A few iterations like those of the training to come.
+    """
+    if not batches:
+        raise InputError("batches", "is empty", "give at least one sampled iteration")
+    return search_layouts(sampled_case(case, batches), trial=trial, final=final, seed=seed, rounds=rounds)
+
+
+def sampled_case(case: ModelOnCluster, batches: Sequence[Microbatches]) -> Sampled:
+    """Iterations of a case, to try layouts on."""
+    groups = [group for batch in batches for group in batch]
+    return Sampled(
+        case.model,
+        case.num_ranks,
+        case.costs,
+        by_time(case, batches),
+        typical_lengths(case.model, groups),
+        lambda layout: [assignable_of(case, layout, groups, case.model.name) for groups in batches],
+        lambda layout: replica_seconds(case, layout),
+    )

@@ -1,0 +1,235 @@
+"""Choose a layout by planning sampled iterations under many (`dip.txt` §4, and beyond its rules).
+
+The paper's rules give a start. From there sub-microbatch sizes and segments change one at a time as long as
+that helps; whole other shapes are tried too: one chain of stages cut by time, and encoders that lie whole on
+every rank. Everything is planned with memory and with strategies, as it will be in training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from pipeloom.cost import CostModel
+from pipeloom.errors import InfeasibleError, NothingFoundError
+from pipeloom.layout import (
+    LayerLoad,
+    ModulePlacement,
+    chain_of_stages,
+    even_layout,
+    modality_placements,
+    replicated,
+    separate,
+)
+from pipeloom.layout.layouts import by_count, chunk_counts
+from pipeloom.search import Deadline, StoppingRule, solve_assignable
+from pipeloom.spec import Layout, ModelSpec
+from pipeloom.taskgraph import NS_PER_S, Assignable
+from pipeloom.timeline import assignable_bound
+
+TRIAL = Deadline(0.25, "cpu")
+"""Search for each layout and iteration while layouts are compared."""
+FINAL = Deadline(1.0, "cpu")
+"""The same for those that came nearest, which are planned once more."""
+NEAR, MOST_NEAR = 1.05, 5
+"""Layouts within so many times the best's seconds are near it; so many of them are planned once more at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutEvaluation:
+    """What a layout costs on the sampled iterations.
+
+    Attributes
+    ----------
+    name : str
+    layout : Layout
+    seconds : float
+        Mean planned iteration; infinite where it does not fit. A layout that its lower bound rules out, or its bound
+        and the first plans, is not planned further: it is given what was known, and ``ruled_out`` is true.
+    bound_s : float
+        Mean lower bound of its iterations.
+    problem : str
+        Why it does not fit, or nothing.
+    """
+
+    name: str
+    layout: Layout
+    seconds: float
+    bound_s: float
+    ruled_out: bool = False
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """What layouts are tried on: a model, and a few iterations like those of the training to come.
+
+    Attributes
+    ----------
+    load : callable
+        Seconds of a layer on typical data; ranks are made even by it.
+    typical : mapping
+        Per module the instance lengths of a full microbatch.
+    graphs : callable
+        Task graphs of the iterations under a layout. Raises InfeasibleError where the weights do not fit.
+    after_s : callable
+        Seconds that a layout takes after the last backward.
+    """
+
+    model: ModelSpec
+    num_ranks: int
+    costs: CostModel
+    load: LayerLoad
+    typical: Mapping[str, Sequence[int]]
+    graphs: Callable[[Layout], Sequence[Assignable]]
+    after_s: Callable[[Layout], float]
+
+
+def search_layouts(
+    sampled: Sampled, *, trial: StoppingRule = TRIAL, final: StoppingRule | None = None, seed: int = 0, rounds: int = 2
+) -> tuple[LayoutEvaluation, ...]:
+    """Plan the sampled iterations under many layouts.
+
+    Parameters
+    ----------
+    sampled : Sampled
+    trial : StoppingRule
+        Search for each layout and iteration.
+    final : StoppingRule, optional
+        Search for the layouts that came nearest, once more: short trials of large graphs are far from what a full
+        search finds. None: ``trial`` decides.
+    seed : int
+    rounds : int
+        Times that every size and count of segments may change.
+
+    Returns
+    -------
+    tuple of LayoutEvaluation
+        Fastest first; the first is the one to take.
+
+    Raises
+    ------
+    InfeasibleError
+        Nothing that was tried fits.
+    """
+    model, num_ranks, load = sampled.model, sampled.num_ranks, sampled.load
+    start = modality_placements(model, sampled.costs, num_ranks, sampled.typical)
+    known: dict[str, LayoutEvaluation] = {}
+
+    def tried(name: str, layout: Layout) -> LayoutEvaluation:
+        if name not in known:
+            best = min((t.seconds for t in known.values() if not t.ruled_out), default=float("inf"))
+            known[name] = evaluate_layout(sampled, name, layout, trial, seed, best)
+        return known[name]
+
+    def separated(places: Mapping[str, ModulePlacement]) -> LayoutEvaluation:
+        return tried(placement_name(places), even_layout(model, num_ranks, places, load))
+
+    places = dict(start)
+    best = separated(places)
+    for _ in range(rounds):
+        before = best.seconds
+        for module in model.modules:
+            # The best of all that change this module alone.
+            for option in list(_changes(sampled, module.name, places, start)):
+                trial_of = separated(option)
+                if trial_of.seconds < best.seconds and not trial_of.ruled_out:
+                    best, places = trial_of, option
+        if best.seconds >= before:
+            break
+    # Every number of chunks that interleaved schedules are tried with; bounds rule most of them out unplanned.
+    for v in chunk_counts(num_ranks, model.modules):
+        tried(f"one chain, {v} chunks a rank", chain_of_stages(model, num_ranks, v, load))
+    if num_ranks > 1:
+        for module in model.modules[:-1]:
+            layout = replicated(even_layout(model, num_ranks, places, load), [module.name])
+            for size in {places[module.name].sub_microbatch, 4, 2, 1}:
+                if size is not None:
+                    name = f"{placement_name(places)}; {module.name} replicated, {size} each"
+                    tried(name, _resized(layout, module.name, size))
+    # As published: the rules' sizes and segments with as many layers everywhere. Where memory is tight, that may suit
+    # other sizes too.
+    for sizes in (start, places):
+        tried(f"{placement_name(sizes)}, layers by number", separate(model, num_ranks, sizes, by_count))
+    order = _in_order(known.values())
+    if order[0].seconds == float("inf"):
+        raise NothingFoundError(f"none of {len(order)} layouts tried fits: {order[0].problem}")
+    if final is None:
+        return tuple(order)
+    near = [t for t in order if t.seconds <= NEAR * order[0].seconds][:MOST_NEAR]
+    again = [_better(t, evaluate_layout(sampled, t.name, t.layout, final, seed)) for t in near]
+    return (*_in_order(again), *(t for t in order if t not in near))
+
+
+def _better(short: LayoutEvaluation, long: LayoutEvaluation) -> LayoutEvaluation:
+    return short if not short.ruled_out and short.seconds < long.seconds else long
+
+
+def _in_order(trials: Iterable[LayoutEvaluation]) -> list[LayoutEvaluation]:
+    return sorted(trials, key=lambda t: (t.ruled_out, t.seconds))
+
+
+def evaluate_layout(
+    sampled: Sampled, name: str, layout: Layout, trial: StoppingRule, seed: int, incumbent_s: float = float("inf")
+) -> LayoutEvaluation:
+    """Plan the sampled iterations under one layout.
+
+    Stop where the plans so far, and lower bounds for the other iterations, are already beyond ``incumbent_s``.
+    """
+    after = sampled.after_s(layout)
+    try:
+        graphs = sampled.graphs(layout)
+        bounds = [assignable_bound(graph).ns / NS_PER_S + after for graph in graphs]
+        bound_s = sum(bounds) / len(bounds)
+        known = list(bounds)
+        for i, graph in enumerate(graphs):
+            if sum(known) / len(known) >= incumbent_s:
+                return LayoutEvaluation(name, layout, sum(known) / len(known), bound_s, ruled_out=True)
+            found = solve_assignable(graph, budget=trial, seed=seed + i).solution
+            known[i] = found.timeline.makespan_ns / NS_PER_S + after
+    except InfeasibleError as error:
+        return LayoutEvaluation(name, layout, float("inf"), float("inf"), problem=str(error))
+    return LayoutEvaluation(name, layout, sum(known) / len(known), bound_s)
+
+
+def placement_name(places: Mapping[str, ModulePlacement]) -> str:
+    """Sizes and segments in words: ``vision 12 x2, lm all x1``."""
+    words = (f"{name} {p.sub_microbatch or 'all'} x{p.segments}" for name, p in places.items())
+    return ", ".join(words)
+
+
+def _resized(layout: Layout, name: str, size: int) -> Layout:
+    modules = tuple(msgspec.structs.replace(m, sub_microbatch=size) if m.name == name else m for m in layout.modules)
+    return msgspec.structs.replace(layout, modules=modules)
+
+
+def _changes(
+    sampled: Sampled, name: str, places: Mapping[str, ModulePlacement], start: Mapping[str, ModulePlacement]
+) -> Iterator[dict[str, ModulePlacement]]:
+    """Other segments and sizes of one module."""
+    here, most = places[name], len(sampled.model.module(name).flat_layers) // sampled.num_ranks
+    rule = start[name].sub_microbatch
+    segments = {here.segments + d for d in (-2, -1, 1, 2)} | {1}
+    for k in sorted(segments):
+        if 1 <= k <= most and k != here.segments:
+            yield {**places, name: msgspec.structs.replace(here, segments=k)}
+    if rule is not None:
+        for size in (max(1, rule // 2), rule, round(rule * 1.5), rule * 2, None):
+            if size != here.sub_microbatch:
+                yield {**places, name: msgspec.structs.replace(here, sub_microbatch=size)}
+
+
+def ring_seconds(layout: Layout, gradient_bytes: Mapping[str, int], costs: CostModel) -> float:
+    """Seconds in which a ring of all pipeline ranks adds up the gradients of replicated modules.
+
+    Parameters
+    ----------
+    gradient_bytes : mapping
+        Of every module, on one rank.
+    """
+    total = sum(gradient_bytes[m.name] for m in layout.modules if m.on_ranks == "replicated" and not m.frozen)
+    if not total or layout.num_ranks == 1:
+        return 0.0
+    return 2 * (layout.num_ranks - 1) * costs.transfer_s(total // layout.num_ranks)

@@ -1,0 +1,231 @@
+"""The joint search: partition, placement, order and strategies of a chain, annealed together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from pipeloom.errors import InfeasibleError, InputError, NothingFoundError
+from pipeloom.layout.cooptimise.bound import placement_bound
+from pipeloom.layout.cooptimise.context import Best, Context, Start
+from pipeloom.layout.cooptimise.evaluate import NEVER, Judge, arrays_of, schedule_of
+from pipeloom.layout.cooptimise.kernels import MOVES, ChainArrays
+from pipeloom.layout.cooptimise.layer_chain import LayerChain, PartitionPlacement
+from pipeloom.layout.cooptimise.params import CooptimiseParams, WalkPhase
+from pipeloom.layout.cooptimise.rules import PriorityRule, from_draft
+from pipeloom.layout.cooptimise.standard import one_f_one_b_peaks
+from pipeloom.layout.cooptimise.starts import allowed_starts
+from pipeloom.layout.cooptimise.walk import Span, Walk, WalkReport
+from pipeloom.search import Evaluations, Progress
+from pipeloom.search.stopping import StoppingRule, Watch
+from pipeloom.taskgraph import TaskGraph
+from pipeloom.timeline import LowerBound, Schedule, Timeline, require_feasible, simulate
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CooptimisedPipeline:
+    """An answer: where the layers lie and in which order their tasks run, and how far that can be from the best.
+
+    Attributes
+    ----------
+    lower_bound : LowerBound
+        Over all partitions, placements and orders, not only this placement's.
+    moves : dict
+        By name: how often proposed, accepted, and a new best.
+    """
+
+    chain: LayerChain
+    placement: PartitionPlacement
+    rule: PriorityRule
+    graph: TaskGraph
+    schedule: Schedule
+    timeline: Timeline
+    lower_bound: LowerBound
+    method: str = ""
+    evaluations: int = 0
+    elapsed_s: float = 0.0
+    reports: tuple[WalkReport, ...] = ()
+    moves: dict[str, tuple[int, int, int]] = field(default_factory=dict)
+
+    @property
+    def gap(self) -> float:
+        """Makespan above the lower bound, relative to it."""
+        return self.timeline.makespan_ns / self.lower_bound.ns - 1 if self.lower_bound.ns else 0.0
+
+    @property
+    def strategies(self) -> list[str]:
+        """Name of every layer's strategy."""
+        chosen = self.placement.strategies or (0,) * self.chain.num_layers
+        return [names[index] for names, index in zip(self.chain.strategies, chosen, strict=True)]
+
+
+def cooptimise(
+    chain: LayerChain,
+    *,
+    budget: StoppingRule,
+    seed: int = 0,
+    threads: int = 1,
+    params: CooptimiseParams | None = None,
+    on_progress: Callable[[Progress], None] | None = None,
+) -> CooptimisedPipeline:
+    """Choose partition, placement, order and strategies of a chain of layers together.
+
+    Parameters
+    ----------
+    chain : LayerChain
+        With its memory limit; split where its weight times are not 0.
+    budget : StoppingRule
+        Under `pipeloom.search.Evaluations` and one thread the answer depends on the seed alone.
+    seed : int
+    threads : int
+    params : CooptimiseParams, optional
+    on_progress : callable, optional
+        Called now and then, from whichever thread.
+
+    Raises
+    ------
+    InfeasibleError
+        When no start fits into memory.
+    """
+    if threads < 1:
+        raise InputError("threads", f"{threads} is below 1")
+    params = params or CooptimiseParams()
+    watch = budget.start()
+    arrays = arrays_of(chain, max(1, min(chain.num_layers, params.chunks_per_rank * chain.num_ranks)))
+    starts, tried = _try_starts(chain, arrays, watch, params)
+    if not starts:
+        raise nothing_fits(chain)
+    bound = placement_bound(chain, params.bound)
+    context = Context(
+        chain=chain,
+        arrays=arrays,
+        params=params,
+        seed=seed,
+        watch=watch,
+        tried=tried,
+        target_ns=bound.ns,
+        exchanges=_loads_decide(chain, params),
+        best=Best(starts[0].ns),
+        on_progress=on_progress,
+    )
+    walks = _walk(context, starts, threads)
+    winner = min(walks, key=lambda walk: (walk.best_ns, walk.seed))
+    placement, rule = from_draft(winner.best)
+    if starts[0].ns < winner.best_ns:  # the coarser start was not walked from
+        placement, rule = starts[0].placement, starts[0].rule
+    counts = np.sum([walk.counts for walk in walks], axis=0)
+    return replace(
+        answer(chain, placement, rule, bound, "joint annealing"),
+        evaluations=tried + sum(walk.evaluations for walk in walks),
+        elapsed_s=watch.elapsed_s(),
+        reports=tuple(walk.report for walk in walks),
+        moves={move.name: (int(a), int(b), int(c)) for move, a, b, c in zip(MOVES, *counts, strict=True)},
+    )
+
+
+def _walk(context: Context, starts: list[Start], threads: int) -> list[Walk]:
+    """Walk from the best starts: thread t runs walks t, t + threads, ..., each for an equal part of its time."""
+    params, num_ranks = context.params, context.chain.num_ranks
+    if context.exchanges:
+        fine = params.starts.fine_chunks * num_ranks
+        starts = [start for start in starts if start.placement.num_chunks >= fine] or starts
+    count, tried = max(params.walks, threads), context.watch.share(context.tried)
+    rows = [list(range(t, count, threads)) for t in range(threads)]
+
+    def work(row: list[int]) -> list[Walk]:
+        done = []
+        for place, number in enumerate(row):
+            begin, end = (tried + (1 - tried) * at / len(row) for at in (place, place + 1))
+            walk = Walk(context, starts[number % len(starts)], number)
+            walk.run(Span(begin, end, number, count))
+            done.append(walk)
+        return done
+
+    if threads == 1:
+        return work(rows[0])
+    with ThreadPoolExecutor(threads) as pool:
+        return [walk for part in pool.map(work, rows) for walk in part]
+
+
+def answer(
+    chain: LayerChain, placement: PartitionPlacement, rule: PriorityRule, bound: LowerBound, method: str
+) -> CooptimisedPipeline:
+    """Write a placement out as a schedule, and have the checker confirm that it can run."""
+    graph, schedule = schedule_of(chain, placement, rule, method=method)
+    timeline = simulate(graph, schedule)
+    require_feasible(graph, schedule, timeline)
+    return CooptimisedPipeline(chain, placement, rule, graph, schedule, timeline, bound, method)
+
+
+def _try_starts(
+    chain: LayerChain, arrays: ChainArrays, watch: Watch, params: CooptimiseParams
+) -> tuple[list[Start], int]:
+    """Judge the starts until their time is over; give the best rule of each placement, best placement first."""
+    found: dict[PartitionPlacement, Start] = {}
+    judge, tried, uniform = Judge(chain, arrays.most_chunks), 0, uniform_strategies(chain)
+    for placement, rule in allowed_starts(chain, arrays.most_chunks, arrays.stride_ns, params):
+        for strategy in uniform:
+            one = replace(placement, strategies=strategy)
+            ns = judge.ns(one, rule)
+            tried += 1
+            if ns < NEVER and (one not in found or ns < found[one].ns):
+                found[one] = Start(ns, one, rule)
+        if found and watch.share(tried) > params.starts.budget_share:
+            break
+    return sorted(found.values(), key=lambda start: start.ns), tried
+
+
+def _loads_decide(chain: LayerChain, params: CooptimiseParams) -> bool:
+    """Whether few ranks have memory enough that what is on the fullest rank counts, not what fits."""
+    if not chain.num_ranks <= min(params.starts.many_ranks, chain.num_layers):
+        return False
+    if chain.capacity_bytes is None:
+        return True
+    return int(chain.capacity_bytes.min()) >= params.starts.ample_memory * int(one_f_one_b_peaks(chain).max())
+
+
+def uniform_strategies(chain: LayerChain) -> list[tuple[int, ...]]:
+    """All layers by their first candidate, and all by their leanest."""
+    counts = [len(row) for row in chain.strategies]
+    if max(counts) == 1:
+        return [()]
+    leanest = tuple(int(chain.activation_bytes[i, : counts[i]].argmin()) for i in range(chain.num_layers))
+    return [(), leanest] if any(leanest) else [()]
+
+
+def nothing_fits(chain: LayerChain) -> InfeasibleError:
+    """Say what the layers need and what there is."""
+    assert chain.capacity_bytes is not None
+    static = int(chain.static_bytes.sum())
+    lean = int(chain.activation_bytes.min(axis=1).sum())
+    # What is held before training is held wherever it lies.
+    kind = InfeasibleError if static > int(chain.capacity_bytes.sum()) else NothingFoundError
+    return kind(
+        f"no placement found that fits: the layers hold {static} bytes before training and {lean} for one "
+        f"microbatch, the {chain.num_ranks} ranks have {int(chain.capacity_bytes.sum())} bytes together"
+    )
+
+
+def warm_up() -> None:
+    """Compile the kernels, so that no budget pays for it."""
+    one = np.ones((2, 1), np.int64)
+    chain = LayerChain(
+        "warm", ("a", "b"), 1, 1, 0, one, one, one * 0, one, one, np.zeros(2, np.int64), (("keep",), ("keep",))
+    )
+    rule = PriorityRule(np.zeros((3, 2), np.int64), np.zeros((3, 2), np.int64))
+    context = Context(
+        chain=chain,
+        arrays=arrays_of(chain),
+        params=CooptimiseParams(phases=(WalkPhase(kind="refine", until=1.0),)),
+        seed=0,
+        watch=Evaluations(60).start(),
+        tried=0,
+        target_ns=-1,
+        exchanges=True,
+        best=Best(NEVER),
+        on_progress=None,
+    )
+    Walk(context, Start(4, PartitionPlacement((0, 1, 2), (0, 0)), rule), 0).run(Span(0.0, 1.0, 0, 1))

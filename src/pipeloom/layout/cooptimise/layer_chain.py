@@ -1,0 +1,357 @@
+"""A chain of layers as numbers, an answer to it, and the task graph that both make."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from pipeloom.cost.layers import LayerCost, LayerTable
+from pipeloom.errors import InputError
+from pipeloom.spec import Chunk, Layout, ModuleLayout
+from pipeloom.taskgraph import (
+    BACKWARD,
+    FORWARD,
+    INPUT_GRADIENT,
+    WEIGHT_GRADIENT,
+    Candidate,
+    Edges,
+    IntArray,
+    PairLabel,
+    Pairs,
+    TaskGraph,
+    Tasks,
+    make_graph,
+    to_ns,
+)
+from pipeloom.taskgraph.build import number_runs
+
+MODULE = "lm"
+"""The one module of a layer table in layouts, instances and plans."""
+NO_LIMIT = 2**60
+"""Bytes of a rank without a limit."""
+_MOST_RANKS, _MOST_PASSES = 4096, 20_000_000
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerChain:
+    """Layers x strategies as integer arrays, and the pipeline that they shall run on.
+
+    Attributes
+    ----------
+    forward_ns, backward_ns, weight_ns : array, shape (num_layers, num_strategies)
+        ``backward_ns`` is the input gradient of layers that are split, else the whole backward; ``weight_ns`` is
+        0 for layers that are not split.
+    activation_bytes, gradient_bytes : array, shape (num_layers, num_strategies)
+        Held from forward to (input) backward, and from there to the weight gradient.
+    static_bytes : array, shape (num_layers,)
+    capacity_bytes : array, shape (num_ranks,), or None
+    delay_ns : int
+        Of a boundary transfer between ranks.
+    strategies : tuple of tuple of str
+        Names of every layer's candidates; rows are padded by repeating the first.
+    """
+
+    name: str
+    layer_names: tuple[str, ...]
+    num_ranks: int
+    num_microbatches: int
+    delay_ns: int
+    forward_ns: IntArray
+    backward_ns: IntArray
+    weight_ns: IntArray
+    activation_bytes: IntArray
+    gradient_bytes: IntArray
+    static_bytes: IntArray
+    strategies: tuple[tuple[str, ...], ...]
+    capacity_bytes: IntArray | None = None
+
+    @property
+    def num_layers(self) -> int:
+        """Number of layers."""
+        return len(self.forward_ns)
+
+    @property
+    def total_ns(self) -> IntArray:
+        """Forward and whole backward of every layer and strategy on one microbatch."""
+        return self.forward_ns + self.backward_ns + self.weight_ns
+
+    @property
+    def room_bytes(self) -> IntArray:
+        """Capacity per rank; `NO_LIMIT` where there is none."""
+        if self.capacity_bytes is None:
+            return np.full(self.num_ranks, NO_LIMIT, np.int64)
+        return self.capacity_bytes
+
+    def with_capacity(self, capacity_bytes: npt.ArrayLike | None) -> LayerChain:
+        """Return the chain under another memory limit: one number for all ranks, one per rank, or None."""
+        if capacity_bytes is None:
+            return replace(self, capacity_bytes=None)
+        cap = np.asarray(capacity_bytes, dtype=np.int64)
+        return replace(self, capacity_bytes=np.broadcast_to(cap, (self.num_ranks,)).copy())
+
+
+@dataclass(frozen=True, slots=True)
+class PartitionPlacement:
+    """Where the layers lie, and how each holds its activations.
+
+    Attributes
+    ----------
+    cuts : tuple of int
+        First layer of every chunk, then the number of layers.
+    ranks : tuple of int
+        Rank of every chunk.
+    strategies : tuple of int
+        Index of every layer's candidate; empty: the first everywhere.
+    """
+
+    cuts: tuple[int, ...]
+    ranks: tuple[int, ...]
+    strategies: tuple[int, ...] = ()
+
+    @property
+    def num_chunks(self) -> int:
+        """Number of chunks."""
+        return len(self.ranks)
+
+    def layers_of(self, rank: int) -> list[tuple[int, int]]:
+        """First and last layer of every chunk on a rank."""
+        runs = zip(pairwise(self.cuts), self.ranks, strict=True)
+        return [(first, end - 1) for (first, end), home in runs if home == rank]
+
+    def merged(self) -> PartitionPlacement:
+        """Join neighbouring chunks that lie on one rank."""
+        keep = [i for i in range(self.num_chunks) if i == 0 or self.ranks[i] != self.ranks[i - 1]]
+        cuts = (*(self.cuts[i] for i in keep), self.cuts[-1])
+        return replace(self, cuts=cuts, ranks=tuple(self.ranks[i] for i in keep))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ChunkCosts:
+    """Sums over the layers of every chunk; arrays of shape (num_chunks,)."""
+
+    forward_ns: IntArray
+    backward_ns: IntArray
+    weight_ns: IntArray
+    activation_bytes: IntArray
+    gradient_bytes: IntArray
+    static_bytes: IntArray
+
+
+def chain_of_layers(table: LayerTable, *, split: bool = False) -> LayerChain:
+    """Turn a layer table into arrays, rounding every time once.
+
+    Parameters
+    ----------
+    table : LayerTable
+    split : bool
+        Split backwards into input and weight gradient where a layer gives both parts.
+
+    Raises
+    ------
+    InputError
+        When a layer's strategy lacks the fields that its base has.
+    """
+    if table.num_ranks > _MOST_RANKS:
+        raise InputError("num_ranks", f"{table.num_ranks} is above {_MOST_RANKS}")
+    if table.num_microbatches * len(table.layers) > _MOST_PASSES:
+        raise InputError(
+            "num_microbatches", f"{table.num_microbatches} times {len(table.layers)} layers is above {_MOST_PASSES}"
+        )
+    rows = [_strategies(layer, split, f"layers[{i}]") for i, layer in enumerate(table.layers)]
+    for i, row in enumerate(rows):
+        for option in row:
+            if sum(option[1:4]) * table.num_microbatches >= NO_LIMIT or max(option[4:6]) >= NO_LIMIT:
+                raise InputError(f"layers[{i}]", "takes too long, or too many bytes, to count")
+    most = max(len(row) for row in rows)
+    cube = np.array([[c[1:6] for c in (*row, *[row[0]] * (most - len(row)))] for row in rows], dtype=np.int64)
+    forward, backward, weight, activation, gradient = (np.ascontiguousarray(cube[:, :, i]) for i in range(5))
+    capacity = table.memory_capacity_bytes
+    chain = LayerChain(
+        name=table.name,
+        layer_names=tuple(layer.name for layer in table.layers),
+        num_ranks=table.num_ranks,
+        num_microbatches=table.num_microbatches,
+        delay_ns=to_ns(table.boundary_s, "boundary_s"),
+        forward_ns=forward,
+        backward_ns=backward,
+        weight_ns=weight,
+        activation_bytes=activation,
+        gradient_bytes=gradient,
+        static_bytes=np.array([layer.held_bytes for layer in table.layers], dtype=np.int64),
+        strategies=tuple(tuple(c.strategy for c in row) for row in rows),
+        capacity_bytes=None if capacity is None else np.array(capacity, dtype=np.int64),
+    )
+    total = int(chain.total_ns.max(axis=1).sum())
+    if total * table.num_microbatches >= NO_LIMIT:
+        raise InputError("layers", f"sum to {total / 1e9:g} s a microbatch, which is too long to count")
+    held = int(chain.activation_bytes.max(axis=1).sum() + chain.gradient_bytes.max(axis=1).sum())
+    if held * table.num_microbatches + int(chain.static_bytes.sum()) >= NO_LIMIT:
+        raise InputError("layers", f"hold {held} bytes a microbatch, which is too many to count")
+    return chain
+
+
+def _strategies(layer: LayerCost, split: bool, where: str) -> list[Candidate]:
+    if layer.backward_s is not None:
+        base = (layer.backward_s, 0.0)
+    elif split:
+        base = (layer.backward_input_s or 0.0, layer.backward_weight_s or 0.0)
+    else:
+        base = (layer.total_backward_s, 0.0)
+    held = layer.activation_bytes
+    forward, backward, weight = (to_ns(seconds, where) for seconds in (layer.forward_s, *base))
+    found = [Candidate("keep", forward, backward, weight, held, held)]
+    for i, entry in enumerate(layer.candidates or ()):
+        inputs, weights = entry.backward_input_s, entry.backward_weight_s
+        if entry.backward_s is not None:
+            parts = (entry.backward_s, 0.0)
+        elif inputs is None or weights is None:
+            raise InputError(f"{where}.candidates[{i}].backward_s", "is missing", "give it, or both of its parts")
+        else:
+            whole = not split or layer.backward_s is not None
+            parts = (inputs + weights, 0.0) if whole else (inputs, weights)
+        gradient = entry.activation_bytes if entry.weight_gradient_bytes is None else entry.weight_gradient_bytes
+        forward, backward, weight = (to_ns(seconds, where) for seconds in (entry.forward_s, *parts))
+        made = Candidate(entry.strategy, forward, backward, weight, entry.activation_bytes, gradient)
+        if i == 0:
+            found[0] = made  # the first candidate is the base, as in instances
+        else:
+            found.append(made)
+    return found
+
+
+def chunk_costs(chain: LayerChain, placement: PartitionPlacement) -> ChunkCosts:
+    """Sum the layers of every chunk under their strategies."""
+    rows = np.arange(chain.num_layers)
+    chosen = np.array(placement.strategies or (0,) * chain.num_layers, dtype=np.int64)
+    starts = np.array(placement.cuts[:-1], dtype=np.int64)
+
+    def add(table: IntArray) -> IntArray:
+        return np.add.reduceat(table[rows, chosen], starts)
+
+    return ChunkCosts(
+        forward_ns=add(chain.forward_ns),
+        backward_ns=add(chain.backward_ns),
+        weight_ns=add(chain.weight_ns),
+        activation_bytes=add(chain.activation_bytes),
+        gradient_bytes=add(chain.gradient_bytes),
+        static_bytes=np.add.reduceat(chain.static_bytes, starts),
+    )
+
+
+def rank_static_bytes(chain: LayerChain, placement: PartitionPlacement) -> IntArray:
+    """Bytes of weights, gradients and optimiser state on every rank."""
+    static = np.zeros(chain.num_ranks, np.int64)
+    np.add.at(static, np.array(placement.ranks), chunk_costs(chain, placement).static_bytes)
+    return static
+
+
+def rank_work_ns(chain: LayerChain, placement: PartitionPlacement) -> IntArray:
+    """Work of one microbatch on every rank."""
+    costs, work = chunk_costs(chain, placement), np.zeros(chain.num_ranks, np.int64)
+    np.add.at(work, np.array(placement.ranks), costs.forward_ns + costs.backward_ns + costs.weight_ns)
+    return work
+
+
+def layout_of(num_ranks: int, placement: PartitionPlacement) -> Layout:
+    """Write a placement as `pipeloom.layout/1`: one module of all layers."""
+    chunks = tuple(
+        Chunk(MODULE, (first, last - 1), rank)
+        for (first, last), rank in zip(pairwise(placement.cuts), placement.ranks, strict=True)
+    )
+    return Layout(num_ranks=num_ranks, modules=(ModuleLayout(MODULE),), chunks=chunks)
+
+
+def task_number(kind: int, chunk: int, microbatch: int, num_chunks: int, num_microbatches: int) -> int:
+    """Number of a task in `graph_of`; ``kind`` is 0 for F, 1 for B or I, 2 for W.
+
+    Weight gradients have numbers of their own even where a chunk has none; `graph_of` closes the gaps.
+    """
+    return (kind * num_chunks + chunk) * num_microbatches + microbatch
+
+
+def graph_of(chain: LayerChain, placement: PartitionPlacement, name: str | None = None) -> TaskGraph:
+    """Make one iteration's task graph: every microbatch through all chunks and back.
+
+    Tasks come by kind, chunk and microbatch (`task_number`). Where a layer does not use its first strategy, pairs
+    have two candidates: all layers with their first, and the placement's choice.
+    """
+    num, m = placement.num_chunks, chain.num_microbatches
+    costs = chunk_costs(chain, placement)
+    plain = chunk_costs(chain, replace(placement, strategies=()))
+    split = np.flatnonzero(plain.weight_ns + costs.weight_ns)
+    home = np.array(placement.ranks, dtype=np.int64)
+    chunk = np.concatenate([np.tile(np.arange(num), 2), split])
+    kind = np.concatenate(
+        [
+            np.full(num, FORWARD),
+            np.where(np.isin(np.arange(num), split), INPUT_GRADIENT, BACKWARD),
+            np.full(len(split), WEIGHT_GRADIENT),
+        ]
+    )
+    duration = np.concatenate([plain.forward_ns, plain.backward_ns, plain.weight_ns[split]])
+    microbatch = np.tile(np.arange(m), len(chunk))
+    runs = np.array(number_runs(placement.ranks), np.int64)
+    # Segments: a pass of one kind of a microbatch through a run of chunks in which no rank comes twice.
+    segment = ((kind * (runs.max() + 1) + runs[chunk]).repeat(m) * m + microbatch).astype(np.int64)
+    segment = np.unique(segment, return_inverse=True)[1]
+    pair = chunk.repeat(m) * m + microbatch
+    forward = np.arange(num * m).reshape(num, m)
+    backward = forward + num * m
+    hop = np.where(home[1:] != home[:-1], chain.delay_ns, 0).repeat(m)
+    labels = tuple(PairLabel(c, i, 0) for c in range(num) for i in range(m))
+    return make_graph(
+        name=name or chain.name,
+        num_ranks=chain.num_ranks,
+        tasks=Tasks(
+            kind=kind.repeat(m),
+            rank=home[chunk].repeat(m),
+            duration_ns=duration.repeat(m),
+            pair=pair,
+            segment=segment,
+            microbatch=microbatch,
+            module=np.zeros(len(pair), np.int64),
+            module_names=(MODULE,),
+        ),
+        pairs=Pairs(
+            activation_bytes=plain.activation_bytes.repeat(m),
+            weight_gradient_bytes=plain.gradient_bytes.repeat(m),
+            candidates=_candidates(chain, placement, plain, costs),
+            labels=labels,
+        ),
+        edges=Edges(
+            source=np.concatenate([forward[:-1].ravel(), backward[1:].ravel()]),
+            target=np.concatenate([forward[1:].ravel(), backward[:-1].ravel()]),
+            delay_ns=np.concatenate([hop, hop]),
+        ),
+        static_bytes=rank_static_bytes(chain, placement),
+        capacity_bytes=chain.capacity_bytes,
+    )
+
+
+def _candidates(
+    chain: LayerChain, placement: PartitionPlacement, plain: ChunkCosts, costs: ChunkCosts
+) -> tuple[tuple[Candidate, ...], ...] | None:
+    if not any(placement.strategies):
+        return None
+    found: list[tuple[Candidate, ...]] = []
+    for c, (first, last) in enumerate(pairwise(placement.cuts)):
+        base = _candidate(plain, c, "keep", tuple(chain.strategies[i][0] for i in range(first, last)))
+        chosen = tuple(chain.strategies[i][placement.strategies[i]] for i in range(first, last))
+        mixed = _candidate(costs, c, chosen[0] if len(set(chosen)) == 1 else "mixed", chosen)
+        found += [(base, mixed)] * chain.num_microbatches
+    return tuple(found)
+
+
+def _candidate(costs: ChunkCosts, c: int, strategy: str, layers: tuple[str, ...]) -> Candidate:
+    return Candidate(
+        strategy,
+        int(costs.forward_ns[c]),
+        int(costs.backward_ns[c]),
+        int(costs.weight_ns[c]),
+        int(costs.activation_bytes[c]),
+        int(costs.gradient_bytes[c]),
+        layers,
+    )

@@ -1,0 +1,208 @@
+"""Everything that tunes the joint search, with defaults chosen on measured models (``docs/notes/cooptimise.md``).
+
+A TOML file of the same names sets any of it: ``pipeloom arrange --params FILE``, `pipeloom.io.read_spec`.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from pipeloom.errors import InputError
+from pipeloom.layout.cooptimise.kernels import MOVES, TUNABLE
+
+
+def _require(name: str, value: float, least: float, most: float = float("inf")) -> None:
+    if not least <= value <= most:
+        bound = f"is below {least:g}" if most == float("inf") else f"is not between {least:g} and {most:g}"
+        raise InputError(name, f"{value:g} {bound}")
+
+
+class StartParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Where walks begin."""
+
+    budget_share: float = 0.3
+    """Part of the budget that may go into trying starts."""
+    spreads: tuple[int, ...] = (2, 3)
+    """Keys are also tried at so many times a lone microbatch's times: later chunks then run older microbatches, so that
+    unlike chunks keep each other supplied."""
+    many_ranks: int = 16
+    """Beyond, annealing moves too few boundaries to balance the loads itself; starts need the best there is."""
+    fine_chunks: int = 3
+    """Chunks a rank, at least, of starts that are annealed where memory is ample: they are mostly not the best to begin
+    with, but they end best."""
+    ample_memory: float = 1.75
+    """Memory is ample at so many times what 1F1B holds."""
+
+    def __post_init__(self) -> None:
+        """Refuse starts that are none."""
+        _require("budget_share", self.budget_share, 0, 1)
+        for spread in self.spreads:
+            _require("spreads", spread, 1)
+        _require("many_ranks", self.many_ranks, 1)
+        _require("fine_chunks", self.fine_chunks, 1)
+        _require("ample_memory", self.ample_memory, 0)
+
+
+class TimetableParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Timetables of many ranks (`pipeloom.layout.cooptimise.timetables`); all combinations are tried."""
+
+    ends: tuple[float, ...] = (1.0, 0.5, 1.5, 0.75, 1.25)
+    """How much late begins and early ends count against loads: it depends on the chain which idles least."""
+    buffers: tuple[float, ...] = (0.0, 0.15, 0.25, 0.5)
+    """Periods by which microbatches are further ahead at every boundary transfer: stock against whatever is late."""
+    waits: tuple[float, ...] = (0.0, 0.25)
+    """How long a rank may wait for the task that is next by timetable, in periods."""
+    ahead: float = 1.25
+    """Times the planned microbatches in flight there may be at most, so that early ones do not fill the memory."""
+
+    def __post_init__(self) -> None:
+        """Refuse negative times."""
+        for name in ("ends", "buffers", "waits"):
+            for value in getattr(self, name):
+                _require(name, value, 0)
+        _require("ahead", self.ahead, 0)
+
+
+class AnnealParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Annealing of all that may be tuned."""
+
+    hot: float = 0.005
+    """First temperature, relative to the makespan of the start."""
+    cold: float = 0.0003
+    """Last temperature."""
+    most_steps: int = 1000
+    """Proposals between two looks at the clock, fewer where they take long."""
+    tasks: int = 200_000
+    """So many tasks are run between two looks at the clock."""
+    fewest_steps: int = 100
+    """Fewer than these between two looks leave no time to cool down, nor to refine: such walks begin cold."""
+
+    def __post_init__(self) -> None:
+        """Refuse annealing that does not cool."""
+        if not 0 < self.cold <= self.hot:
+            raise InputError("cold", f"{self.cold:g} is not between 0 and hot, {self.hot:g}")
+        for name in ("most_steps", "tasks", "fewest_steps"):
+            _require(name, getattr(self, name), 1)
+
+
+class RefineParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Refining: the best of some partitions with less on the fullest rank is ordered anew.
+
+    A partition that is better by loads is mostly worse under the order so far, so annealing rejects it.
+    """
+
+    partitions: int = 20
+    """Partitions that are tried under the order so far."""
+    reach: float = 0.7
+    """How far from the best makespan towards the bound they may aim."""
+    steps: int = 1500
+    """Changes of the order of the best of them."""
+    stages: int = 4
+    """In so many parts, after each of which it may be given up."""
+    heat: float = 0.004
+    """First temperature of the ordering, relative to the best makespan; the last is a tenth."""
+    hope: float = 0.004
+    """How far behind the best it may be for each part that is left."""
+
+    def __post_init__(self) -> None:
+        """Refuse refining that does nothing."""
+        for name in ("partitions", "steps", "stages"):
+            _require(name, getattr(self, name), 1)
+        _require("reach", self.reach, 0, 1)
+        _require("hope", self.hope, 0)
+        if not self.heat > 0:
+            raise InputError("heat", f"{self.heat:g} is not above 0")
+
+
+class BalanceParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Balancing by loads alone, no order being run (`pipeloom.layout.cooptimise.kernels.balance`)."""
+
+    tries: int = 40
+    """Tries of a move that relieves the fullest rank."""
+    exchanges: int = 100
+    """Tries of a move by which single layers change places."""
+    steps: int = 300
+    """Changes by which a partition is found."""
+    hot: float = 0.005
+    """First temperature of these, of the largest load."""
+    cold: float = 0.0005
+    """Last temperature."""
+
+    def __post_init__(self) -> None:
+        """Refuse balancing that does nothing."""
+        for name in ("tries", "exchanges", "steps"):
+            _require(name, getattr(self, name), 1)
+        if not 0 < self.cold <= self.hot:
+            raise InputError("cold", f"{self.cold:g} is not between 0 and hot, {self.hot:g}")
+
+
+class BoundParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The lower bound's integer program (`pipeloom.layout.cooptimise.placement_bound`)."""
+
+    most_ranks: int = 16
+    """With more ranks it is left out."""
+    most_layers: int = 1024
+    """With more layers it is left out."""
+    nodes: int = 100
+    """Nodes, not seconds, end long searches, so that the answer does not depend on the machine."""
+    seconds: float = 10.0
+    """A limit for machines on which nodes take too long; what is proven by then is valid too."""
+
+    def __post_init__(self) -> None:
+        """Refuse negative limits."""
+        for name in ("most_ranks", "most_layers", "nodes"):
+            _require(name, getattr(self, name), 1)
+        _require("seconds", self.seconds, 0)
+
+
+class WalkPhase(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One phase of a walk."""
+
+    kind: Literal["anneal", "refine"]
+    """``anneal`` changes all that may be tuned; ``refine`` takes better partitions and orders each anew."""
+    until: float
+    """Part of the walk's budget after which it ends; the last one goes on to the end."""
+
+    def __post_init__(self) -> None:
+        """Refuse phases beyond the end."""
+        _require("until", self.until, 0, 1)
+
+
+class CooptimiseParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How partition, placement and schedule are searched."""
+
+    chunks_per_rank: int = 4
+    """Most chunks, per rank."""
+    walks: int = 4
+    """Walks, each from a start of its own; at least one a thread."""
+    phases: tuple[WalkPhase, ...] = (WalkPhase(kind="anneal", until=0.5), WalkPhase(kind="refine", until=1.0))
+    """What a walk does one after the other. Refining is left out where a thousand evaluations take too long, or where
+    partition and schedule may not both be tuned."""
+    tuned: tuple[str, ...] = TUNABLE
+    """What may be tuned, for ablations. Without ``partition`` chunks have equally many layers at the start; without
+    ``placement`` there is one stage on each rank; without ``schedule`` backwards go first."""
+    starts: StartParams = StartParams()
+    timetables: TimetableParams = TimetableParams()
+    annealing: AnnealParams = AnnealParams()
+    refining: RefineParams = RefineParams()
+    balance: BalanceParams = BalanceParams()
+    bound: BoundParams = BoundParams()
+    move_weights: dict[str, float] = {}
+    """How often moves are tried, by name, where it shall be otherwise than in the table of moves."""
+
+    def __post_init__(self) -> None:
+        """Refuse a search of nothing."""
+        for name in ("chunks_per_rank", "walks"):
+            _require(name, getattr(self, name), 1)
+        if not self.phases:
+            raise InputError("phases", "are none", "give at least one of anneal and refine")
+        for part in self.tuned:
+            if part not in TUNABLE:
+                raise InputError("tuned", f"{part!r} is unknown", f"use some of {', '.join(TUNABLE)}")
+        known = [move.name for move in MOVES]
+        for name, weight in self.move_weights.items():
+            if name not in known:
+                raise InputError(f"move_weights.{name}", "is no move", f"use one of {', '.join(known)}")
+            _require(f"move_weights.{name}", weight, 0)

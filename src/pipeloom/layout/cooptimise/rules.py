@@ -1,0 +1,89 @@
+"""Rules, by which a rank takes its next task, and their form as the kernels' drafts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from pipeloom.layout.cooptimise.kernels import (
+    FIRST,
+    KEY,
+    LIMIT,
+    NUM_CHUNKS,
+    NUM_ROWS,
+    PERIOD,
+    RANK,
+    SCALARS,
+    SPREAD,
+    UNLIMITED,
+    WAIT,
+    Draft,
+)
+from pipeloom.layout.cooptimise.layer_chain import PartitionPlacement
+from pipeloom.taskgraph import IntArray
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PriorityRule:
+    """Which task a rank takes next; see ``docs/cooptimise.md``.
+
+    Attributes
+    ----------
+    keys : array, shape (3, num_chunks)
+        Rows F, B or I, W: the least key goes first.
+    waits : array, shape (3, num_chunks)
+        How long a rank may wait for a task of the chunk, in ns.
+    period : int
+        How many microbatches take turns before the next ones come.
+    limits : array, shape (num_chunks,), or None
+        Most microbatches of a chunk between F and B or I, at least 1; None: as many as memory has room for.
+    spread : int
+        Keys of F and B or I get so many sixteenths of a lone microbatch's start of F, and of B or I, added: they follow
+        when layers move.
+    """
+
+    keys: IntArray
+    waits: IntArray
+    period: int = 1
+    limits: IntArray | None = None
+    spread: int = 0
+
+
+def to_draft(placement: PartitionPlacement, rule: PriorityRule, most_chunks: int) -> Draft:
+    """Write a placement and its rule as the arrays that the kernels change."""
+    num, num_layers = placement.num_chunks, placement.cuts[-1]
+    chunks = np.zeros((NUM_ROWS, most_chunks + 2), np.int64)
+    chunks[FIRST, : num + 1] = placement.cuts
+    chunks[RANK, :num] = placement.ranks
+    chunks[KEY : KEY + 3, :num] = rule.keys
+    chunks[WAIT : WAIT + 3, :num] = rule.waits
+    chunks[LIMIT, :num] = UNLIMITED if rule.limits is None else rule.limits
+    chunks[SCALARS, NUM_CHUNKS] = num
+    chunks[SCALARS, PERIOD] = rule.period
+    chunks[SCALARS, SPREAD] = rule.spread
+    return Draft(chunks, np.array(placement.strategies or (0,) * num_layers, dtype=np.int64))
+
+
+def from_draft(draft: Draft) -> tuple[PartitionPlacement, PriorityRule]:
+    """Read a draft back."""
+    chunks, strategy = draft.chunks, draft.strategy
+    num = int(chunks[SCALARS, NUM_CHUNKS])
+    placement = PartitionPlacement(
+        cuts=tuple(int(x) for x in chunks[FIRST, : num + 1]),
+        ranks=tuple(int(x) for x in chunks[RANK, :num]),
+        strategies=tuple(int(s) for s in strategy) if strategy.any() else (),
+    )
+    rule = PriorityRule(
+        keys=chunks[KEY : KEY + 3, :num].copy(),
+        waits=chunks[WAIT : WAIT + 3, :num].copy(),
+        period=int(chunks[SCALARS, PERIOD]),
+        limits=chunks[LIMIT, :num].copy() if chunks[LIMIT, :num].min() < UNLIMITED else None,
+        spread=int(chunks[SCALARS, SPREAD]),
+    )
+    return placement, rule
+
+
+def copy_of(draft: Draft) -> Draft:
+    """Copy a draft, so that either may be changed alone."""
+    return Draft(draft.chunks.copy(), draft.strategy.copy())

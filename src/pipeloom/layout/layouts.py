@@ -1,0 +1,290 @@
+"""The shapes that layouts have: modules in segments of their own, the chain of stages that others use, a given one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate, pairwise
+
+import msgspec
+
+from pipeloom.cost import CostModel
+from pipeloom.errors import InputError
+from pipeloom.packing import PackingSpec, pack
+from pipeloom.spec import Batch, Chunk, LayerSpec, Layout, ModelSpec, ModuleLayout, ModuleSpec
+
+LayerLoad = Callable[[str, LayerSpec], float]
+"""Load of one layer (module name, layer): seconds on typical data, or its number of parameters."""
+
+
+class ModulePlacement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How one module is cut."""
+
+    segments: int = 1
+    """Passes over all ranks (DIP's K): the module is cut into this many chunks per rank."""
+    sub_microbatch: int | None = None
+    """Instances per sub-microbatch at most (DIP's B); None: the whole microbatch."""
+
+    def __post_init__(self) -> None:
+        """Refuse modules without a pass."""
+        if self.segments < 1:
+            raise InputError("segments", f"{self.segments} is below 1")
+
+
+def separate(model: ModelSpec, num_ranks: int, placements: Mapping[str, ModulePlacement], load: LayerLoad) -> Layout:
+    """Give each module pipeline segments of its own (DIP section 3.1, separated partitioning).
+
+    Every module is cut into ``num_ranks * segments`` chunks, chunk ``j`` on rank ``j % num_ranks``. Where its
+    layers do not divide evenly, chunks are balanced by load.
+
+    Parameters
+    ----------
+    model : ModelSpec
+    num_ranks : int
+    placements : mapping
+        Of a module's name: its segments and sub-microbatch size; one segment, undivided, where left out.
+    load : callable
+        From a module's name and a layer to what the layer weighs, e.g. `Profile.load`.
+
+    Raises
+    ------
+    InputError
+        When a module has fewer layers than chunks, or a placement names an unknown module.
+    """
+    for name in placements:
+        model.module(name)
+    modules, chunks = [], []
+    for module in model.modules:
+        placement = placements.get(module.name, ModulePlacement())
+        layers = module.flat_layers
+        num_chunks = num_ranks * placement.segments
+        if len(layers) < num_chunks:
+            raise InputError(
+                f"module {module.name!r}",
+                f"has {len(layers)} layers for {num_ranks} ranks x {placement.segments} segments",
+                "use fewer segments or ranks",
+            )
+        runs = partition_chain([load(module.name, layer) for layer in layers], num_chunks)
+        chunks += [Chunk(module.name, run, j % num_ranks) for j, run in enumerate(runs)]
+        modules.append(ModuleLayout(module.name, module.after, module.frozen, placement.sub_microbatch))
+    return Layout(num_ranks=num_ranks, modules=tuple(modules), chunks=tuple(chunks))
+
+
+def chunk_counts(num_ranks: int, modules: Sequence[ModuleSpec]) -> range:
+    """Numbers of chunks a rank for which one chain of some modules has layers enough, from one."""
+    return range(1, sum(len(module.flat_layers) for module in modules) // num_ranks + 1)
+
+
+def chain_of_stages(model: ModelSpec, num_ranks: int, chunks_per_rank: int, load: LayerLoad) -> Layout:
+    """Lay all modules out as one chain cut into stages, as Megatron-LM does.
+
+    Stage ``j`` is on rank ``j % num_ranks``. A stage that crosses a module boundary is two chunks on one rank.
+    Microbatches are never divided.
+    """
+    layers = [(module.name, i, layer) for module in model.modules for i, layer in enumerate(module.flat_layers)]
+    num_stages = num_ranks * chunks_per_rank
+    chunks: list[Chunk] = []
+    for stage, (first, last) in enumerate(partition_chain([load(m, x) for m, _, x in layers], num_stages)):
+        here = layers[first : last + 1]
+        for name in dict.fromkeys(module for module, _, _ in here):
+            indices = [i for module, i, _ in here if module == name]
+            chunks.append(Chunk(name, (indices[0], indices[-1]), stage % num_ranks))
+    return Layout(
+        num_ranks=num_ranks,
+        modules=tuple(ModuleLayout(m.name, m.after, m.frozen) for m in model.modules),
+        chunks=tuple(chunks),
+    )
+
+
+def encoder_first(
+    model: ModelSpec,
+    num_ranks: int,
+    load: LayerLoad,
+    *,
+    even_layers: bool = False,
+    placements: Mapping[str, ModulePlacement] | None = None,
+) -> Layout:
+    """Put all modules but the last whole on rank 0, and divide the last one over all ranks.
+
+    So users of small encoders lay their models out (PipeTune section 2.2).
+
+    Parameters
+    ----------
+    model : ModelSpec
+    num_ranks : int
+    load : callable
+        Balances the last module's layers, what rank 0 has of the encoders counted in.
+    even_layers : bool
+        Equal numbers of layers instead, whatever lies beside them, one more on the first ranks where they do not divide
+        evenly: as torchtitan divides, embedding and head counted as a layer each.
+    placements : mapping or None
+        Sub-microbatches of the encoders; every module makes one pass.
+
+    Raises
+    ------
+    InputError
+        When the last module has fewer layers than there are ranks, or a placement asks for several segments.
+    """
+    placements = placements or {}
+    for name, placement in placements.items():
+        model.module(name)
+        if placement.segments != 1:
+            raise InputError(
+                f"module {name!r}.segments",
+                f"{placement.segments}, encoders on the first rank leave 1",
+                "leave it out, or lay out 'separate'",
+            )
+    limits = {name: placement.sub_microbatch for name, placement in placements.items()}
+    *encoders, backbone = model.modules
+    layers = backbone.flat_layers
+    if even_layers:
+        runs = _even_runs(len(layers), num_ranks)
+    else:
+        loads = [load(backbone.name, layer) for layer in layers]
+        loads[0] += sum(load(module.name, layer) for module in encoders for layer in module.flat_layers)
+        runs = partition_chain(loads, num_ranks)
+    return Layout(
+        num_ranks=num_ranks,
+        modules=tuple(ModuleLayout(m.name, m.after, m.frozen, limits.get(m.name)) for m in model.modules),
+        chunks=(
+            *(Chunk(module.name, (0, len(module.flat_layers) - 1), 0) for module in encoders),
+            *(Chunk(backbone.name, run, rank) for rank, run in enumerate(runs)),
+        ),
+    )
+
+
+def _even_runs(num_layers: int, num_ranks: int) -> tuple[tuple[int, int], ...]:
+    """First and last layer of every rank, one more on the first ones."""
+    if num_layers < num_ranks:
+        raise InputError("num_ranks", f"{num_ranks} is more than {num_layers} layers", "use fewer ranks")
+    each, more = divmod(num_layers, num_ranks)
+    ends = list(accumulate(each + (rank < more) for rank in range(num_ranks)))
+    return tuple((end - each - (rank < more), end - 1) for rank, end in enumerate(ends))
+
+
+def single_rank(model: ModelSpec, placements: Mapping[str, ModulePlacement]) -> Layout:
+    """Lay the whole model on one rank, a chunk per module: for packing before there is a layout."""
+    limits = {name: placement.sub_microbatch for name, placement in placements.items()}
+    return Layout(
+        num_ranks=1,
+        modules=tuple(ModuleLayout(m.name, m.after, m.frozen, limits.get(m.name)) for m in model.modules),
+        chunks=tuple(Chunk(m.name, (0, len(m.flat_layers) - 1), 0) for m in model.modules),
+    )
+
+
+def typical_seconds(
+    model: ModelSpec,
+    costs: CostModel,
+    batches: Sequence[Batch],
+    packing: PackingSpec,
+    placements: Mapping[str, ModulePlacement],
+) -> dict[str, float]:
+    """Seconds of one layer of each kind, forward and backward, on the mean of some batches.
+
+    Batches are packed and split as they would be in training, so that a layer's constant cost counts as often as
+    it will be paid. Keys are ``module/kind``, as in a profile.
+    """
+    layout = single_rank(model, placements)
+    packed = [pack(batch, model, layout, packing) for batch in batches]
+    seconds: dict[str, float] = {}
+    for column, module in enumerate(model.modules):
+        parts = [part for p in packed for microbatch in p.microbatches for part in microbatch.parts[column]]
+        for i, layer in enumerate(module.flat_layers):
+            key = f"{module.name}/{layer.kind}"
+            if key not in seconds:
+                each = (costs.chunk_costs(Chunk(module.name, (i, i), 0), part.workload)[0] for part in parts)
+                seconds[key] = sum(cost.forward_s + cost.backward_s for cost in each) / len(batches)
+    return seconds
+
+
+def replicated(layout: Layout, names: Sequence[str]) -> Layout:
+    """The same layout with some modules whole on every rank."""
+    chunks: list[Chunk] = []
+    for module in layout.modules:
+        mine = [layout.chunks[c] for c in layout.chunks_of(module.name)]
+        if module.name in names:
+            last = mine[-1].layers[1]
+            mine = [Chunk(module.name, (0, last), rank) for rank in range(layout.num_ranks)]
+        chunks += mine
+    modules = tuple(msgspec.structs.replace(m, on_ranks="replicated") if m.name in names else m for m in layout.modules)
+    return msgspec.structs.replace(layout, modules=modules, chunks=tuple(chunks))
+
+
+def by_count(_module: str, layer: LayerSpec) -> float:
+    """Balance the number of blocks, as the papers' ``L / (P K)``; embeddings, adapters and heads hardly count."""
+    return 1.0 if layer.kind.startswith("block") else 0.01
+
+
+def partition_chain(loads: Sequence[float], num_parts: int) -> tuple[tuple[int, int], ...]:
+    """Cut a chain into ``num_parts`` non-empty runs with the least possible largest load.
+
+    Dynamic programming over the position of the last cut; among optimal answers the one with the
+    smallest sum of squared loads, so that slack is spread.
+
+    Returns
+    -------
+    tuple of (first, last)
+        Inclusive positions of each run, in order.
+
+    Raises
+    ------
+    InputError
+        When there are fewer layers than parts.
+    """
+    n = len(loads)
+    if not 1 <= num_parts <= n:
+        raise InputError("num_parts", f"{num_parts} is not in 1..{n}", "use fewer chunks than there are layers")
+    total = [0.0, *accumulate(loads)]
+    # best[i]: (largest load, sum of squares, cut) for the first i layers in the parts so far.
+    best: list[tuple[float, float, tuple[int, ...]] | None] = [None] * (n + 1)
+    best[0] = (0.0, 0.0, ())
+    for part in range(1, num_parts + 1):
+        following: list[tuple[float, float, tuple[int, ...]] | None] = [None] * (n + 1)
+        for end in range(part, n - (num_parts - part) + 1):
+            options = []
+            for cut in range(part - 1, end):
+                before = best[cut]
+                if before is not None:
+                    load = total[end] - total[cut]
+                    options.append((max(before[0], load), before[1] + load * load, (*before[2], cut)))
+            following[end] = min(options)
+        best = following
+    answer = best[n]
+    assert answer is not None
+    cuts = (*answer[2], n)
+    return tuple((first, end - 1) for first, end in pairwise(cuts))
+
+
+def layout_for(layout: Layout, model: ModelSpec) -> Layout:
+    """Take a layout for a model: check that it lays out all of its layers, and no others.
+
+    Which modules feed which, and which are frozen, the model says. A layout of a single module, as `pipeloom arrange`
+    writes it, suits any model of a single module, whatever either is called.
+
+    Raises
+    ------
+    InputError
+        The layout has other modules, or another number of layers.
+    """
+    given = [module.name for module in layout.modules]
+    names = [module.name for module in model.modules]
+    if len(given) == len(names) == 1:
+        chunks = tuple(msgspec.structs.replace(chunk, module=names[0]) for chunk in layout.chunks)
+        module = msgspec.structs.replace(layout.modules[0], name=names[0], after=(), frozen=False)
+        layout = msgspec.structs.replace(layout, modules=(module,), chunks=chunks)
+    elif given != names:
+        raise InputError("modules", f"are {', '.join(given)}, the model has {', '.join(names)}")
+    modules = []
+    for theirs, ours in zip(layout.modules, model.modules, strict=True):
+        last = max(layout.chunks[i].layers[1] for i in layout.chunks_of(theirs.name))
+        short = theirs.on_ranks == "replicated" and any(
+            layout.chunks[i].layers != (0, last) for i in layout.chunks_of(theirs.name)
+        )
+        if short or last + 1 != len(ours.flat_layers):
+            raise InputError(
+                f"module {ours.name!r}",
+                f"{'is not whole on every rank' if short else f'has {last + 1} layers'}, "
+                f"in the model it has {len(ours.flat_layers)}",
+                "lay out the model that is trained",
+            )
+        modules.append(msgspec.structs.replace(theirs, after=ours.after, frozen=ours.frozen))
+    return msgspec.structs.replace(layout, modules=tuple(modules))

@@ -1,0 +1,152 @@
+"""Files of a checkpoint: digests beside them, and metadata read without running what a file says.
+
+Imported where a checkpoint is written or read only, for `torch.distributed.checkpoint` is slow to import.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pickle
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter  # type: ignore[attr-defined]
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from pipeloom.errors import InputError
+
+METADATA = ".metadata"
+_METADATA_MODULE = "torch.distributed.checkpoint.metadata"
+# All that the metadata of tensors are made of. Without BytesStorageMetadata: torch would unpickle what it stands for.
+_ALLOWED = {
+    *(
+        (_METADATA_MODULE, name)
+        for name in (
+            "Metadata",
+            "TensorStorageMetadata",
+            "TensorProperties",
+            "_MEM_FORMAT_ENCODING",
+            "ChunkStorageMetadata",
+            "MetadataIndex",
+            "StorageMeta",
+        )
+    ),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.serialization", "_get_layout"),
+    ("torch", "Size"),
+    ("pathlib", "PosixPath"),
+    ("pathlib._local", "PosixPath"),
+}
+_REMEDY = "remove this checkpoint and go on from an older one, or give another"
+
+
+class DigestingWriter(FileSystemWriter):
+    """Writes tensors as torch does, and a digest of every file beside them, before the metadata make it whole."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this process's tensors, and the digests of its files."""
+        written: Future[list[WriteResult]] = super().write_data(plan, planner)
+        names = {result.storage_data.relative_path for result in written.value()}
+        if names:
+            write_digests(Path(self.path), plan.storage_data.prefix.strip("_"), names)
+        return written
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Write what says where every tensor is; one process does."""
+        super().finish(metadata, results)
+        write_digests(Path(self.path), "metadata", [METADATA])
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    """Makes the classes of metadata and no others, so that reading a file runs nothing of it."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return an allowed class or type of numbers."""
+        if (module, name) in _ALLOWED or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no checkpoint of tensors needs")
+
+
+class PlainReader(FileSystemReader):
+    """Reads tensors as torch does, but metadata without running what the file says."""
+
+    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+        """Read and check what says where every tensor is.
+
+        Raises
+        ------
+        InputError
+            The file is damaged, or holds what metadata of tensors do not.
+        """
+        file = Path(self.path) / METADATA
+        check_digests(Path(self.path), [METADATA])
+        try:
+            with file.open("rb") as stream:
+                metadata = _of_tensors(_PlainUnpickler(stream).load())
+        # A damaged pickle may raise anything.
+        except Exception as error:
+            reason = str(error).partition("\n")[0] or type(error).__name__
+            raise InputError(str(file), f"is not the metadata of a checkpoint: {reason}", _REMEDY) from error
+        metadata.storage_meta = StorageMeta(load_id=self.load_id)
+        return metadata
+
+
+def _of_tensors(metadata: Any) -> Metadata:
+    """Refuse metadata of anything but tensors, and of files elsewhere than in the checkpoint's folder."""
+    if not isinstance(metadata, Metadata):
+        raise ValueError(f"it holds a {type(metadata).__name__}")
+    for name, entry in metadata.state_dict_metadata.items():
+        if not isinstance(entry, TensorStorageMetadata):
+            raise ValueError(f"{name} is a {type(entry).__name__}, not a tensor")
+    for info in metadata.storage_data.values():
+        if Path(info.relative_path).name != info.relative_path:
+            raise ValueError(f"{info.relative_path} is not in its folder")
+    return metadata
+
+
+def write_digests(folder: Path, writer: str, names: Iterable[str]) -> None:
+    """Write the digests of some files of a checkpoint as one small file of its own, ``digests-WRITER.json``."""
+    digests = {name: _digest(folder / name) for name in sorted(names)}
+    with (folder / f"digests-{writer}.json").open("w") as stream:
+        json.dump(digests, stream, indent=1)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def check_digests(folder: Path, names: Iterable[str]) -> None:
+    """Refuse files of a checkpoint that are not as they were written.
+
+    A checkpoint without any digests, of an older version or made by other means, is not checked.
+
+    Raises
+    ------
+    InputError
+        Naming the file.
+    """
+    known: dict[str, str] = {}
+    files = sorted(folder.glob("digests-*.json"))
+    for file in files:
+        try:
+            known |= json.loads(file.read_text())
+        except (OSError, ValueError, TypeError) as error:
+            raise InputError(str(file), f"cannot be read ({error})", _REMEDY) from error
+    for name in sorted(names) if files else ():
+        try:
+            found = _digest(folder / name)
+        except OSError as error:
+            raise InputError(str(folder / name), f"cannot be read ({error.strerror})", _REMEDY) from error
+        if known.get(name) != found:
+            problem = "is damaged: it is not what was written" if name in known else "has no digest beside it"
+            raise InputError(str(folder / name), problem, _REMEDY)
+
+
+def _digest(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "blake2b").hexdigest()

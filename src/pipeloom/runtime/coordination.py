@@ -1,0 +1,272 @@
+"""What ranks do together beside a plan: hand it out, compare batches, wait for one another, share a clock."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from pipeloom.errors import ExecutionError, InputError
+from pipeloom.packing import Packing, packing_from_counts
+from pipeloom.plan import Answer
+from pipeloom.spec import Batch, Layout, ModelSpec
+
+AT_ONCE = 256 * 1024
+"""Bytes that travel with their length: about 5000 actions."""
+_LENGTH_BYTES = 8
+
+
+def broadcast_bytes(data: bytes | None, group: dist.ProcessGroup | None = None) -> bytes:
+    """Send bytes from the first rank of a group, the only one to give ``data``, to all of it."""
+    # A length sent ahead would put every rank to sleep and wake it twice, which costs more than the empty bytes.
+    first = np.zeros(_LENGTH_BYTES + AT_ONCE, np.uint8)
+    if data is not None:
+        first[:_LENGTH_BYTES] = np.frombuffer(len(data).to_bytes(_LENGTH_BYTES, "little"), np.uint8)
+        first[_LENGTH_BYTES:][: len(data)] = np.frombuffer(data[:AT_ONCE], np.uint8)
+    dist.broadcast(torch.from_numpy(first), group=group, group_src=0)
+    size = int.from_bytes(first[:_LENGTH_BYTES].tobytes(), "little")
+    head = first[_LENGTH_BYTES:][:size].tobytes()
+    if size <= AT_ONCE:
+        return head
+    rest = np.zeros(size - AT_ONCE, np.uint8)
+    if data is not None:
+        rest[:] = np.frombuffer(data, np.uint8, offset=AT_ONCE)
+    dist.broadcast(torch.from_numpy(rest), group=group, group_src=0)
+    return head + rest.tobytes()
+
+
+def unpack_answer(data: bytes, batch: Batch, model: ModelSpec, layout: Layout) -> tuple[Answer, Packing]:
+    """What a rank makes of the bytes that rank 0 hands out; rank 0 has checked them."""
+    answer = msgspec.msgpack.decode(data, type=Answer)
+    counts = answer.packing
+    return answer, packing_from_counts(batch, model, layout, counts.samples, counts.counts)
+
+
+_MARK_BYTES = 12
+
+
+class SameBatch:
+    """Compares the fingerprints of a batch over all ranks of all replicas.
+
+    Every rank makes one for every batch, and one after the last. What it sends travels while the iteration before is
+    run, so that `check` finds it there.
+
+    Parameters
+    ----------
+    fingerprint : str or None
+        Of the global batch as this rank's loader gave it, see `resume.fingerprint`; None: the loader has no more.
+    """
+
+    def __init__(self, fingerprint: str | None) -> None:
+        mark = bytes(_MARK_BYTES) if fingerprint is None else bytes.fromhex(fingerprint)
+        self._mine = torch.frombuffer(bytearray(mark), dtype=torch.uint8)
+        self._all = [torch.empty_like(self._mine) for _ in range(dist.get_world_size())]
+        with together("comparing the batches of all ranks"):
+            self._work = dist.all_gather(self._all, self._mine, async_op=True)
+
+    def check(self, iteration: int) -> None:
+        """Return where all ranks have the same batch, or none has one.
+
+        Raises
+        ------
+        InputError
+            On all ranks alike, naming those that have another batch than rank 0: they would take inputs from one
+            batch and targets from another.
+        """
+        if self._work is not None:
+            with together(f"iteration {iteration}: comparing the batches of all ranks"):
+                self._work.wait()
+        marks = [each.numpy().tobytes() for each in self._all]
+        others = [rank for rank, mark in enumerate(marks) if mark != marks[0]]
+        if not others:
+            return
+        ended = [rank for rank, mark in enumerate(marks) if not any(mark)]
+        if ended:
+            raise InputError(
+                f"iteration {iteration}",
+                f"{_ranks(ended)} no more batches, but other ranks have",
+                "give all ranks the same batches: none of them takes a part of the data for itself",
+            )
+        raise InputError(
+            f"iteration {iteration}",
+            f"{_ranks(others)} other samples than rank 0, or in another order",
+            "give all ranks the same batches: seed what shuffles them alike, divide no data by rank, and let "
+            "`describe` return ids that name a sample in every process",
+        )
+
+
+def _ranks(ranks: list[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]} has"
+    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]} have"
+
+
+_LOG = logging.getLogger(__name__)
+_START_TIMEOUT = timedelta(hours=1)
+_TELL_AFTER_S = 30.0
+
+
+@contextmanager
+def together(what: str) -> Iterator[None]:
+    """Something that all ranks do: where it fails, another rank is gone or late.
+
+    Raises
+    ------
+    ExecutionError
+        Instead of what gloo and NCCL raise.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        raise ExecutionError(f"{what} failed, another rank is gone or hangs: {error}") from error
+
+
+class FirstPlan:
+    """Lets rank 0 take as long as it needs until it has the first plan: it may have to compile kernels.
+
+    In training a rank that is waited for longer than the process group's timeout is taken for dead. On a slow machine
+    compiling alone can take longer, so the first plan is waited for in a group of its own, for an hour. All ranks make
+    one of these, and call `wait` once.
+    """
+
+    def __init__(self) -> None:
+        with together("the start of training"):
+            self._group = dist.new_group(backend="gloo", timeout=_START_TIMEOUT)
+        self._told = threading.Timer(_TELL_AFTER_S, self._tell)
+        self._told.daemon = True
+        if dist.get_rank() == 0:
+            self._told.start()
+
+    def wait(self) -> None:
+        """On rank 0: it has the first plan. On the others: wait until it has."""
+        self.cancel()
+        with together("the start of training"):
+            dist.barrier(group=self._group)
+            dist.destroy_process_group(self._group)
+
+    def cancel(self) -> None:
+        """Say nothing any more: the plan is there, or will never be."""
+        self._told.cancel()
+
+    def _tell(self) -> None:
+        _LOG.warning(
+            "no first plan after %.0f s: rank 0 compiles the planner's kernels (they are kept for later runs), and the "
+            "other ranks wait",
+            _TELL_AFTER_S,
+        )
+
+
+_ROUNDS = 8
+# Clocks drift apart by some microseconds in a second.
+_ITERATIONS_BETWEEN = 20
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+Clock = Callable[[], int]
+"""Nanoseconds since a moment of its own."""
+
+
+class Exchange(NamedTuple):
+    """A question after the time: when it left here, what the other clock said, and when the answer was here."""
+
+    sent_ns: int
+    there_ns: int
+    received_ns: int
+
+    @property
+    def took_ns(self) -> int:
+        """From question to answer."""
+        return self.received_ns - self.sent_ns
+
+
+class Offset(NamedTuple):
+    """How much this clock is ahead of the other one, and the most by which that may be wrong."""
+
+    ns: int
+    error_ns: int
+
+
+def estimate_offset(exchanges: Sequence[Exchange]) -> Offset:
+    """Estimate from at least one exchange, whatever its two ways took."""
+    best = min(exchanges, key=lambda each: each.took_ns)
+    error_ns = -(-best.took_ns // 2)
+    return Offset(best.sent_ns + best.took_ns // 2 - best.there_ns, error_ns)
+
+
+def measure_offset(group: dist.ProcessGroup | None, asking: Sequence[int], clock: Clock = time.monotonic_ns) -> Offset:
+    """Ask the first rank of a group for its time, one rank after the other; all ranks of the group call it together.
+
+    Parameters
+    ----------
+    group : ProcessGroup or None
+        None: the default group.
+    asking : sequence of int
+        Ranks of the group that ask; the same on all.
+    clock : callable
+    """
+    rank, cell = dist.get_rank(group), torch.zeros((), dtype=torch.int64)
+    exchanges = []
+    for asker in asking:
+        for _ in range(_ROUNDS):
+            if rank == asker:
+                sent_ns = clock()
+                dist.send(cell, group=group, group_dst=0)
+                dist.recv(cell, group=group, group_src=0)
+                exchanges.append(Exchange(sent_ns, int(cell), clock()))
+            elif rank == 0:
+                dist.recv(cell, group=group, group_src=asker)
+                cell.fill_(clock())
+                dist.send(cell, group=group, group_dst=asker)
+    return estimate_offset(exchanges) if exchanges else Offset(0, 0)
+
+
+class SharedClock:
+    """Says by how much this rank's clock is ahead of the first rank's; all ranks of a group use it alike.
+
+    On one host it is nothing, and costs nothing.
+
+    Parameters
+    ----------
+    group : ProcessGroup or None
+        A pipeline; None: the default group.
+    host : bytes or None
+        What names this host; None: its name and when it was started.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup | None, host: bytes | None = None, clock: Clock = time.monotonic_ns
+    ) -> None:
+        self._group, self._clock = group, clock
+        name = hashlib.blake2b(_this_host() if host is None else host, digest_size=8).digest()
+        mine = torch.frombuffer(bytearray(name), dtype=torch.uint8)
+        hosts = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+        with together("the start of training"):
+            dist.all_gather(hosts, mine, group=group)
+        self.asking = tuple(rank for rank, each in enumerate(hosts) if not torch.equal(each, hosts[0]))
+        """Ranks of the group on other hosts than the first one's."""
+        self._offset = Offset(0, 0)
+        self._num_asked = 0
+
+    def offset_ns(self) -> int:
+        """The offset now; called by all ranks once an iteration, and measured anew every so often."""
+        if self.asking and self._num_asked % _ITERATIONS_BETWEEN == 0:
+            with together("comparing the clocks of the hosts"):
+                self._offset = measure_offset(self._group, self.asking, self._clock)
+        self._num_asked += 1
+        return self._offset.ns
+
+
+def _this_host() -> bytes:
+    # Containers have names of their own, but the clock is the kernel's.
+    return _BOOT_ID.read_bytes() if _BOOT_ID.exists() else socket.gethostname().encode()

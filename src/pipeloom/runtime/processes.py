@@ -1,0 +1,355 @@
+"""Ranks as processes: started on this machine and ended together when one fails, or started by torchrun.
+
+torchrun starts one process for each rank, watches them, ends all when one fails, and starts all again while
+restarts are left; where training goes on then is for the checkpoints to say.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pipeloom.errors import ExecutionError, InputError, PipeloomError
+from pipeloom.runtime.device import DeviceType, join_group
+
+# One core each: ranks on one machine would otherwise all start a thread per core.
+_THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+_POLL_S = 0.2
+_GRACE_S = 5.0
+_FOREVER = timedelta(days=365)
+
+
+_launcher: Connection | None = None
+"""In a launched process: the way to the launching one."""
+
+
+def report(value: Any) -> None:
+    """From a launched function: send a picklable value to the launching process, e.g. for a progress display."""
+    if _launcher is None:
+        raise ExecutionError("this process was not started by `launch`")
+    _send(_launcher, "report", value)
+
+
+def _send(pipe: Connection, kind: str, value: Any) -> None:
+    """Send plain bytes: what torch puts in a tensor's place is gone once this process has ended."""
+    pipe.send_bytes(pickle.dumps((kind, value)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    rank: int
+    message: str
+    trace: str
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Start:
+    """With what a launched process begins."""
+
+    rank: int
+    num_ranks: int
+    store_path: str
+    timeout_s: float
+    threads: int
+    device: DeviceType
+
+
+def launch(
+    function: Callable[..., Any],
+    num_ranks: int,
+    *args: Any,
+    timeout_s: float = 120.0,
+    threads: int = 1,
+    device: DeviceType = "cpu",
+    on_report: Callable[[int, Any], None] | None = None,
+) -> list[Any]:
+    """Run ``function(*args)`` in a new process for each rank, joined by gloo over the loopback device.
+
+    The default process group is ready when the function is called.
+
+    Parameters
+    ----------
+    function : callable
+        Importable by name; its arguments and what it returns can be pickled.
+    num_ranks : int
+    args
+        What the function is called with.
+    timeout_s : float
+        After which a rank that waits for another gives up: the process group's timeout.
+    threads : int
+        Threads that torch uses in each rank.
+    device : {"cpu", "cuda"}
+        ``"cuda"``: each rank has a GPU of its own, and tensors there go by NCCL.
+    on_report : callable or None
+        Called here with (rank, value) for whatever a rank gives to `report`.
+
+    Returns
+    -------
+    list
+        What the function returned on each rank.
+
+    Raises
+    ------
+    ExecutionError
+        When a rank fails or dies: the first one's message. All others are ended first.
+    """
+    spawn = multiprocessing.get_context("spawn")
+    results: list[Any] = [None] * num_ranks
+    with tempfile.TemporaryDirectory(prefix="pipeloom-") as folder:
+        pipes, processes = [], []
+        with _environment(threads):
+            for rank in range(num_ranks):
+                here, there = spawn.Pipe(duplex=False)
+                start = _Start(rank, num_ranks, str(Path(folder) / "store"), timeout_s, threads, device)
+                process = spawn.Process(
+                    target=_run_rank, args=(function, args, start, there), name=f"pipeloom rank {rank}", daemon=False
+                )
+                process.start()
+                there.close()
+                pipes.append(here)
+                processes.append(process)
+        done = False
+        try:
+            _watch(pipes, processes, results, on_report)
+            done = True
+        finally:
+            _end(processes, _GRACE_S if done else 0.0)
+            for pipe in pipes:
+                pipe.close()
+    return results
+
+
+def _watch(
+    pipes: list[Connection],
+    processes: Sequence[BaseProcess],
+    results: list[Any],
+    on_report: Callable[[int, Any], None] | None,
+) -> None:
+    """Collect reports and results until every rank is done; raise for the first that fails."""
+    open_pipes = {pipe: rank for rank, pipe in enumerate(pipes)}
+    finished: set[int] = set()
+    while open_pipes:
+        failures: list[_Failure] = []
+        for pipe in wait(list(open_pipes), timeout=_POLL_S):
+            assert isinstance(pipe, Connection)
+            rank = open_pipes[pipe]
+            try:
+                kind, value = pipe.recv()
+            except (EOFError, ConnectionResetError):
+                del open_pipes[pipe]
+                if rank not in finished:
+                    processes[rank].join(_GRACE_S)
+                    failures.append(_died(rank, processes[rank]))
+                continue
+            if kind == "report":
+                if on_report is not None:
+                    on_report(rank, value)
+            elif kind == "result":
+                results[rank] = value
+                finished.add(rank)
+            else:
+                failures.append(value)
+                finished.add(rank)
+        if failures:
+            failures += _more_failures(open_pipes, processes)
+            _raise(failures)
+
+
+def _died(rank: int, process: BaseProcess) -> _Failure:
+    code = process.exitcode
+    how = f"was killed by signal {-code}" if code is not None and code < 0 else f"exited with code {code}"
+    # A rank that vanished is the cause of what the others then complain about.
+    return _Failure(rank, f"rank {rank}: the process {how}", "", 0.0)
+
+
+def _more_failures(open_pipes: dict[Connection, int], processes: Sequence[BaseProcess]) -> list[_Failure]:
+    """Failures that are there at the same moment: the earliest is the cause, the others its echo."""
+    found = []
+    deadline = time.monotonic() + _POLL_S
+    while open_pipes and (left := deadline - time.monotonic()) > 0:
+        for pipe in wait(list(open_pipes), timeout=left):
+            assert isinstance(pipe, Connection)
+            try:
+                kind, value = pipe.recv()
+            except (EOFError, ConnectionResetError):
+                rank = open_pipes.pop(pipe)
+                processes[rank].join(_GRACE_S)
+                if (processes[rank].exitcode or 0) < 0:
+                    found.append(_died(rank, processes[rank]))
+                continue
+            if kind == "failure":
+                found.append(value)
+    return found
+
+
+def _raise(failures: list[_Failure]) -> None:
+    first = min(failures, key=lambda failure: failure.at_s)
+    error = ExecutionError(first.message)
+    if first.trace:
+        error.add_note(first.trace)
+    raise error
+
+
+def _end(processes: Sequence[BaseProcess], patience_s: float) -> None:
+    """End what is still running: politely, then for certain."""
+    # Ranks that returned need a moment to leave their process group.
+    for process in processes:
+        process.join(patience_s)
+    for process in processes:
+        if process.is_alive():
+            process.terminate()
+    for process in processes:
+        process.join(_GRACE_S)
+        if process.is_alive():
+            process.kill()
+            process.join()
+
+
+def _run_rank(function: Callable[..., Any], args: tuple[Any, ...], start: _Start, pipe: Connection) -> None:
+    """Body of a rank's process."""
+    global _launcher
+    _launcher = pipe
+    rank, num_ranks = start.rank, start.num_ranks
+    torch.set_num_threads(start.threads)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    try:
+        store = dist.FileStore(start.store_path, num_ranks)  # type: ignore[attr-defined]
+        join_group(start.device, store, rank, num_ranks, start.timeout_s, local_rank=rank)
+        result = function(*args)
+        # Nobody leaves while others still talk to it; one may go on for long by itself, to evaluate for example.
+        done = [f"done/{each}" for each in range(num_ranks)]
+        store.set(done[rank], "1")
+        store.wait(done, _FOREVER)
+        _send(pipe, "result", result)
+    except BaseException as error:
+        message = str(error) if isinstance(error, PipeloomError) else f"{type(error).__name__}: {error}"
+        if not message.startswith("rank "):
+            message = f"rank {rank}: {message}"
+        _send(pipe, "failure", _Failure(rank, message, traceback.format_exc(), time.monotonic()))
+        pipe.close()
+        # The group's threads may hang on a dead peer; nothing here is worth waiting for.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+    pipe.close()
+    dist.destroy_process_group()
+
+
+def _end_with_parent() -> None:
+    """Never outlive the launching process, however it ends."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        wait([parent.sentinel])
+        os._exit(1)
+
+
+@contextmanager
+def _environment(threads: int) -> Iterator[None]:
+    """Environment of the ranks while they are started: threads, and gloo on the loopback device."""
+    wanted = dict.fromkeys(_THREAD_VARIABLES, str(threads))
+    if "GLOO_SOCKET_IFNAME" not in os.environ:
+        wanted["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+# Rank 0 measures layers and compiles kernels first; the others are not to give up meanwhile.
+_PREPARE_TIMEOUT = timedelta(hours=1)
+_PREPARED = "prepared"
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """One process of those that torchrun started.
+
+    Attributes
+    ----------
+    num_restarts : int
+        How often all of them were started again, because one had failed.
+    on_one_host : bool
+    local_rank, num_local : int
+        Its number among the processes of this host, and theirs.
+    """
+
+    rank: int
+    num_ranks: int
+    num_restarts: int
+    on_one_host: bool
+    local_rank: int = 0
+    num_local: int = 1
+
+
+def this_worker(environment: Mapping[str, str] | None = None) -> Worker | None:
+    """Return how torchrun started this process; None where it was started in another way."""
+    found = os.environ if environment is None else environment
+    if "TORCHELASTIC_RUN_ID" not in found:
+        return None
+    try:
+        size = int(found["WORLD_SIZE"])
+        num_local = int(found.get("LOCAL_WORLD_SIZE", "0"))
+        return Worker(
+            int(found["RANK"]),
+            size,
+            int(found.get("TORCHELASTIC_RESTART_COUNT", "0")),
+            num_local == size,
+            int(found.get("LOCAL_RANK", "0")),
+            max(1, num_local),
+        )
+    except (KeyError, ValueError) as error:
+        raise InputError("torchrun's environment", f"lacks a rank or world size ({error})", "use torchrun") from error
+
+
+def join_workers(worker: Worker, prepare: Callable[[], Any], timeout_s: float, device: DeviceType = "cpu") -> None:
+    """Join the process group of all workers, once rank 0 has prepared what all of them read.
+
+    Parameters
+    ----------
+    worker : Worker
+    prepare : callable
+        Called on rank 0 alone, while the others wait.
+    timeout_s : float
+        After which a rank that waits for another gives up, from then on.
+    device : {"cpu", "cuda"}
+        ``"cuda"``: each process has a GPU of its own, and tensors there go by NCCL.
+    """
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    if worker.on_one_host:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    shared, rank, size = next(iter(dist.rendezvous("env://", timeout=_PREPARE_TIMEOUT)))  # type: ignore[attr-defined]
+    # torchrun keeps its store over a restart: what the ranks before left there, their addresses too, is not ours.
+    store = dist.PrefixStore(f"pipeloom/{worker.num_restarts}", shared)  # type: ignore[attr-defined]
+    if rank == 0:
+        prepare()
+        store.set(_PREPARED, "1")
+    else:
+        try:
+            store.wait([_PREPARED], _PREPARE_TIMEOUT)
+        except RuntimeError as error:
+            raise ExecutionError(f"rank {rank}: rank 0 did not get ready: {error}") from error
+    join_group(device, store, rank, size, timeout_s, worker.local_rank)

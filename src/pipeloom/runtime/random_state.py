@@ -1,0 +1,130 @@
+"""Random numbers of layers, such as dropout's, that do not depend on the plan.
+
+Drawn one after the other from a rank's generator, they would depend on the order in which the plan runs what draws. So
+the generator is seeded before each forward that draws, from the iteration, the samples, the part of them and the
+layers: whatever the order and the memory strategies, the same numbers fall. After each such forward the generator is as
+it was, so that those who draw from it outside (a loader that shuffles) see nothing of this.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pipeloom.packing import Packing
+
+_MASK = 2**63 - 1
+
+
+@dataclass(slots=True)
+class RandomState:
+    """State of the random generators, so that dropout falls alike when recomputed."""
+
+    cpu: Tensor
+    device: Tensor | None = None
+
+    @classmethod
+    def now(cls, device: torch.device) -> RandomState:
+        """The state at this moment."""
+        on_gpu = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        return cls(torch.get_rng_state(), on_gpu)
+
+    def equals(self, other: RandomState) -> bool:
+        """Whether the same numbers would come."""
+        if not torch.equal(self.cpu, other.cpu):
+            return False
+        return self.device is None or other.device is None or torch.equal(self.device, other.device)
+
+    def set(self, device: torch.device) -> None:
+        """Put the generators into this state."""
+        torch.set_rng_state(self.cpu)
+        if self.device is not None:
+            torch.cuda.set_rng_state(self.device, device)
+
+
+class ForwardSeeds:
+    """Which chunks of a rank draw random numbers, and their seeds.
+
+    A chunk is watched in the first iteration in which it runs; where it draws nothing, it costs nothing from then on.
+    Should it begin later, that shows at the end of the iteration, and all chunks are watched again.
+
+    Parameters
+    ----------
+    seed : int
+        Of the run, the same on all ranks.
+    device : torch.device
+    """
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        self.seed, self.device = seed, device
+        self.silent: set[int] = set()
+        """Chunks that draw nothing."""
+        self._watched: dict[int, bool] = {}
+        """Chunks that have run in this iteration, not known to be silent: whether they have drawn."""
+        self._drawing: set[int] = set()
+        self._bases: dict[int, int] = {}
+        self._iteration = 0
+        self._packing: Packing | None = None
+        self._outside = RandomState.now(device)
+
+    def begin(self, iteration: int, packing: Packing) -> None:
+        """Before the first action of an iteration."""
+        self._iteration, self._packing, self._bases, self._watched = iteration, packing, {}, {}
+        self._outside = RandomState.now(self.device)
+
+    def end(self) -> None:
+        """After the last action."""
+        if not RandomState.now(self.device).equals(self._outside):
+            # Somebody has drawn whom nobody watched.
+            self.silent, self._drawing = set(), set()
+            return
+        self.silent |= {chunk for chunk, drew in self._watched.items() if not drew}
+
+    @contextmanager
+    def seeded(self, chunk: int, layers: tuple[int, int], column: int, microbatch: int, sub: int) -> Iterator[None]:
+        """Around a forward of a chunk that is not silent.
+
+        Parameters
+        ----------
+        chunk : int
+        layers : tuple of int
+            First and last layer of the chunk.
+        column : int
+            Number of its module.
+        microbatch, sub : int
+        """
+        assert self._packing is not None
+        part = self._packing.microbatches[microbatch].parts[column][sub]
+        # A hash of numbers is the same in every process.
+        seed = hash((self._base(microbatch), column, layers, part.first, part.count)) & _MASK
+        torch.default_generator.manual_seed(seed)
+        if self.device.type == "cuda":
+            with torch.cuda.device(self.device):
+                torch.cuda.manual_seed(seed)
+        if chunk in self._drawing:
+            yield
+        else:
+            before = RandomState.now(self.device)
+            yield
+            drew = not RandomState.now(self.device).equals(before)
+            self._watched[chunk] = drew or self._watched.get(chunk, False)
+            if drew:
+                self._drawing.add(chunk)
+        self._outside.set(self.device)
+
+    def _base(self, microbatch: int) -> int:
+        """From the run, the iteration and the samples of a microbatch."""
+        base = self._bases.get(microbatch)
+        if base is None:
+            assert self._packing is not None
+            samples = self._packing.batch.samples
+            members = (samples[number].id for number in self._packing.microbatches[microbatch].samples)
+            text = "\0".join((str(self.seed), str(self._iteration), *members))
+            digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=7).digest()
+            base = self._bases[microbatch] = int.from_bytes(digest, "little")
+        return base

@@ -1,0 +1,307 @@
+"""Assignment the parts of replicated modules: the planner chooses the rank of each, together with its place in time.
+
+`pipeloom.taskgraph.build_graph` assigns them so that all ranks have as much to do, before any order is known. What that
+misses: a rank may wait for the backbone's first pass while another encodes for it, a microbatch that goes first or
+last wants its parts spread over all ranks, memory differs by rank, and an encoding made on the rank that reads
+it need not be sent.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import NamedTuple, TypedDict
+
+import numpy as np
+import numpy.typing as npt
+
+from pipeloom.errors import InfeasibleError
+from pipeloom.search.example import small_pipeline
+from pipeloom.search.kernels import assignment as kernels
+from pipeloom.search.kernels.terms import Terms
+from pipeloom.search.methods import METHODS
+from pipeloom.search.params import DEFAULTS, SearchParams
+from pipeloom.search.plain import first_in_first_out
+from pipeloom.search.result import Solution
+from pipeloom.search.solve import solve
+from pipeloom.search.stopping import Meter, Part, StoppingRule, Until
+from pipeloom.search.strategies import choose_strategies
+from pipeloom.taskgraph import Assignable
+from pipeloom.taskgraph.rows import close_edges, compressed
+from pipeloom.timeline import Schedule, assignable_bound, heads_and_tails, memory_changes, running_order, simulate
+
+
+@dataclass(frozen=True)
+class Assigned:
+    """A schedule and the assignment that it is for.
+
+    Attributes
+    ----------
+    assignable : Assignable
+        Its graph is the schedule's.
+    solution : Solution
+        Its bound holds for every assignment.
+    """
+
+    assignable: Assignable
+    solution: Solution
+
+
+def solve_assignable(
+    assignable: Assignable,
+    *,
+    budget: StoppingRule,
+    seed: int,
+    method: str = "default",
+    threads: int = 1,
+    params: SearchParams = DEFAULTS,
+) -> Assigned:
+    """Search for an assignment and a schedule with a short makespan.
+
+    Where nothing can be assigned, this is `solve`. Else orders are searched under the assignment at hand, and under
+    one that is even under the strategies found there; from the better of the two, assignment and order are annealed
+    together, by turns with the choice of strategies. The fastest is the answer.
+
+    Parameters
+    ----------
+    assignable : Assignable
+    budget : StoppingRule
+    seed : int
+        The same seed and number of evaluations give the same answer on one thread.
+    method : str
+        A name in `METHODS`; the assignment is chosen after those alone that say so.
+    threads : int
+        Of the searches of orders.
+    params : SearchParams
+
+    Raises
+    ------
+    InputError, InfeasibleError
+        As `solve`.
+    """
+    if assignable.free.any():
+        warm_up_assignment()
+    meter, steps = Meter(budget.start()), params.assignment
+    few = meter.watch.evaluations is not None and meter.watch.evaluations < steps.least_evaluations
+    searches = method in METHODS and METHODS[method].assigns
+    settings: _Settings = {"seed": seed, "method": method, "threads": threads, "params": params}
+    if not assignable.free.any() or few or not searches or assignable.graph.edge_bytes.any():
+        return Assigned(assignable, solve(assignable.graph, budget=budget, **settings))
+    bound = assignable_bound(assignable)
+    best: Assigned | None = None
+
+    def search(assignment: Assignable, until: float) -> Solution:
+        found = solve(assignment.graph, budget=Until(meter.watch, meter.used, until), **settings)
+        meter.used += found.evaluations
+        return found
+
+    def offer(assignment: Assignable, solution: Solution) -> None:
+        nonlocal best
+        if best is None or solution.timeline.makespan_ns < best.solution.timeline.makespan_ns:
+            best = Assigned(assignment, replace(solution, lower_bound=bound))
+
+    first = search(assignable, steps.first_share)
+    offer(assignable, first)
+    assert best is not None
+    if first.timeline.makespan_ns > bound.ns:
+        other = rebalanced(assignable, first.schedule, steps.most_swaps)
+        with suppress(InfeasibleError):
+            offer(other, search(other, steps.even_share))
+    if best.solution.timeline.makespan_ns > bound.ns:
+        found = best.solution
+        rest = Until(meter.watch, meter.used, 1.0)
+        other, schedule, tried = reassign(
+            best.assignable, found.schedule, target_ns=bound.ns, budget=rest, seed=seed, params=params
+        )
+        meter.used += tried
+        offer(other, replace(found, schedule=schedule, timeline=simulate(other.graph, schedule)))
+    solution = replace(best.solution, evaluations=meter.used, elapsed_s=meter.elapsed_s())
+    return replace(best, solution=solution)
+
+
+class _Settings(TypedDict):
+    """What every search of orders is given."""
+
+    seed: int
+    method: str
+    threads: int
+    params: SearchParams
+
+
+def rebalanced(
+    assignable: Assignable, schedule: Schedule, most_swaps: int = DEFAULTS.assignment.most_swaps
+) -> Assignable:
+    """Assign so that all ranks have as much to do under a schedule's strategies, with few changes.
+
+    Parts move, or two change places, from the rank that has most to do, as long as the sum of the squares falls.
+    """
+    graph = assignable.graph.with_candidates(schedule.candidate)
+    time = np.bincount(graph.pair, weights=graph.duration_ns, minlength=graph.num_pairs)
+    home = assignable.assignment.copy()
+    load = np.bincount(home, weights=time, minlength=graph.num_ranks)
+    free = np.flatnonzero(assignable.free)
+    for _ in range(most_swaps):
+        full = int(load.argmax())
+        mine, others = free[home[free] == full], free[home[free] != full]
+        # A part on its own, or for another part: what the full rank gives away.
+        given = np.concatenate(
+            [
+                np.broadcast_to(time[mine][:, None], (len(mine), graph.num_ranks)),
+                time[mine][:, None] - time[others][None, :],
+            ],
+            axis=1,
+        )
+        goal = np.concatenate([np.arange(graph.num_ranks), home[others]])
+        gain = given * (load[full] - load[goal] - given)
+        gain[:, full] = 0.0
+        row, column = np.unravel_index(int(gain.argmax()), gain.shape) if gain.size else (0, 0)
+        if not gain.size or gain[row, column] <= 0.0:
+            break
+        amount = given[row, column]
+        load[full] -= amount
+        load[goal[column]] += amount
+        home[mine[row]] = goal[column]
+        if column >= graph.num_ranks:
+            home[others[column - graph.num_ranks]] = full
+    return assignable.assigned(home)
+
+
+def reassign(
+    assignable: Assignable,
+    schedule: Schedule,
+    *,
+    target_ns: int,
+    budget: StoppingRule,
+    seed: int,
+    params: SearchParams = DEFAULTS,
+) -> tuple[Assignable, Schedule, int]:
+    """Anneal assignment and order together, from a schedule and under its strategies.
+
+    Parameters
+    ----------
+    assignable : Assignable
+    schedule : Schedule
+        Of ``assignable.graph``; it fits into memory.
+    target_ns : int
+        Makespan at which to stop.
+    budget : StoppingRule
+    seed : int
+    params : SearchParams
+
+    Returns
+    -------
+    Assignable, Schedule
+        The best found: no slower than what was given.
+    int
+        Lists tried.
+    """
+    random = np.array([(seed * 2 + 1) * 0x9E3779B97F4A7C15 % (1 << 64) | 1], np.uint64)
+    annealing = _Annealing(Meter(budget.start()), target_ns, random, params)
+    meter = annealing.meter
+    best = now = _State(assignable, schedule, simulate(assignable.graph, schedule).makespan_ns)
+    rounds = 1 if assignable.graph.candidates is None else params.assignment.rounds
+    for turn in range(rounds):
+        if best.ns <= target_ns or meter.left(1) == 0:
+            break
+        now = annealing.run(now, Part(meter.spent, (turn + 1) / rounds))
+        best = min(best, now, key=lambda each: each.ns)
+        if assignable.graph.candidates is not None:
+            graph = now.assignable.graph
+            chosen = choose_strategies(graph, now.schedule, params.strategies)
+            now = _State(now.assignable, chosen, simulate(graph, chosen).makespan_ns)
+            best = min(best, now, key=lambda each: each.ns)
+    return best.assignable, best.schedule, meter.used
+
+
+class _State(NamedTuple):
+    """An assignment, a schedule under it, and its makespan."""
+
+    assignable: Assignable
+    schedule: Schedule
+    ns: int
+
+
+@dataclass(frozen=True)
+class _Annealing:
+    meter: Meter
+    target_ns: int
+    random: npt.NDArray[np.uint64]
+    params: SearchParams
+
+    def run(self, now: _State, part: Part) -> _State:
+        """Anneal in a part of the budget; return the best found."""
+        deck, mean_ns = _deck(now.assignable, now.schedule)
+        state = np.array([now.ns, now.ns], np.int64)
+        wanted = max(1, self.params.orders.steps_per_round // now.assignable.graph.num_tasks)
+        while state[1] > self.target_ns and (spent := self.meter.spent) < part.until:
+            temperature = self.params.assignment.heat * mean_ns * part.cooling(spent)
+            terms = Terms(temperature, self.target_ns, self.meter.left(wanted, part.until))
+            self.meter.used += max(1, int(kernels.anneal(deck, state, self.random, terms)))
+        other = now.assignable.assigned(deck.best_home)
+        listed = deck.best_listed
+        order = tuple(listed[other.graph.rank[listed] == rank] for rank in range(other.graph.num_ranks))
+        return _State(other, Schedule(order, now.schedule.candidate, "assigned"), int(state[1]))
+
+
+@cache
+def warm_up_assignment() -> None:
+    """Compile the kernel of the annealing, or load what was compiled."""
+    graph = small_pipeline(num_ranks=2, num_microbatches=2)
+    homes = tuple((0, 1) for _ in graph.module_names)
+    made = Assignable(graph, homes, graph.edge_delay_ns)
+    deck, _ = _deck(made, first_in_first_out(graph))
+    state, random = np.array([1, 1], np.int64), np.array([1], np.uint64)
+    kernels.anneal(deck, state, random, Terms(0.0, 0, 1))
+
+
+def _deck(assignable: Assignable, schedule: Schedule) -> tuple[kernels.Deck, float]:
+    graph = assignable.graph.with_candidates(schedule.candidate)
+    together = np.where(assignable.loose, 0, graph.edge_delay_ns)
+    apart = np.where(assignable.loose, assignable.crossing_ns, graph.edge_delay_ns)
+    rows = []
+    for delay in (together, apart):
+        source, target, closed = close_edges(
+            graph.edge_source, graph.edge_target, delay, graph.forward_of, graph.backward_of, graph.weight_of
+        )
+        rows.append(compressed(target, source, closed, graph.num_tasks))
+    before_start, before, near = rows[0]
+    far = rows[1][2]
+    at_start, at_end = memory_changes(graph)
+    # A task that lasts no time may start with those that come after it.
+    depth = np.empty(graph.num_tasks, np.int64)
+    depth[running_order(graph, schedule)] = np.arange(graph.num_tasks)
+    listed = np.lexsort((depth, simulate(graph, replace(schedule, candidate=None)).start_ns))
+    place = np.empty(graph.num_tasks, np.int64)
+    place[listed] = np.arange(graph.num_tasks)
+    never = np.iinfo(np.int64).max // 4
+    capacity = (
+        np.full(graph.num_ranks, never) if graph.capacity_bytes is None else graph.capacity_bytes - graph.static_bytes
+    )
+    _, tail = heads_and_tails(assignable.relaxed, graph.duration_ns)
+    home = assignable.assignment.copy()
+    deck = kernels.Deck(
+        home=home,
+        listed=listed,
+        place=place,
+        pair=graph.pair,
+        duration=graph.duration_ns,
+        tail=tail,
+        at_start=at_start.astype(np.int64),
+        at_end=at_end,
+        capacity=capacity,
+        before_start=before_start,
+        before=before,
+        together=near,
+        apart=far,
+        after_start=graph.successor_start,
+        after=graph.successor,
+        own=np.flatnonzero(assignable.free),
+        tasks=np.column_stack([graph.forward_of, graph.backward_of, graph.weight_of]),
+        end=np.zeros(graph.num_tasks, np.int64),
+        clock=np.zeros(graph.num_ranks, np.int64),
+        allocated=np.zeros(graph.num_ranks, np.int64),
+        best_home=home.copy(),
+        best_listed=listed.copy(),
+    )
+    return deck, float(graph.duration_ns.mean())

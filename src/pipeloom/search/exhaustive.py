@@ -1,0 +1,258 @@
+"""Any schedule of a small graph, by trying all: where heuristics find none, it is found, or proved that there is none.
+
+Tasks are appended one by one, each to the order of its rank, with the candidate of every pair chosen at its forward.
+What was reached before is not tried again. How much a rank holds between two of its tasks counts only if time passes
+between them, so where tasks may last no time, states with other times are other states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from pipeloom.errors import InfeasibleError, NothingFoundError
+from pipeloom.search.jobs import refuse_large_pairs
+from pipeloom.taskgraph import FORWARD, INPUT_GRADIENT, NO_TASK, WEIGHT_GRADIENT, TaskGraph
+from pipeloom.timeline import Schedule
+from pipeloom.timeline.options import pair_options
+
+MOST_TASKS = 12
+"""Of a graph that is searched: beyond, trying all would take minutes."""
+MOST_STATES = 200_000
+"""After so many the search gives up."""
+
+
+class _Option(NamedTuple):
+    """One candidate of a pair: its number, nanoseconds of its tasks, bytes."""
+
+    number: int
+    forward_ns: int
+    backward_ns: int
+    weight_ns: int
+    activation: int
+    gradient: int
+
+
+class _State(NamedTuple):
+    """Tasks run so far (a bit each), and what matters of how."""
+
+    done: int
+    free_ns: tuple[int, ...]
+    """Per rank, the end of its last task."""
+    allocated: tuple[int, ...]
+    """Per rank, bytes after that."""
+    ready_ns: tuple[int, ...]
+    """Per task, the earliest start that the tasks before it allow."""
+    chosen: tuple[int, ...]
+    """Per pair, the place of its option; -1 where its forward has not run."""
+
+
+def any_schedule(graph: TaskGraph) -> tuple[Schedule | None, bool]:
+    """Search all orders and candidates for one schedule that fits into memory.
+
+    Parameters
+    ----------
+    graph : TaskGraph
+        With a limit of memory and few tasks (`MOST_TASKS`).
+
+    Returns
+    -------
+    Schedule or None
+        The first that was found.
+    bool
+        Whether the answer is sure: there is a schedule, or all were tried.
+    """
+    search = _Exhaustive(graph)
+    if min(search.capacity, default=0) < 0:
+        return None, True
+    zeros = (0,) * graph.num_ranks
+    first = _State(0, zeros, zeros, (0,) * graph.num_tasks, (-1,) * graph.num_pairs)
+    seen = {search.key(first)}
+    stack: list[tuple[_State, tuple[int, ...]]] = [(first, ())]
+    while stack:
+        state, sequence = stack.pop()
+        if len(sequence) == graph.num_tasks:
+            return search.schedule(state, sequence), True
+        # The last on the stack is tried first: what leaves least.
+        for _, task, after in sorted(search.steps(state), key=lambda step: -step[0]):
+            key = search.key(after)
+            if key not in seen:
+                if len(seen) == MOST_STATES:
+                    return None, False
+                seen.add(key)
+                stack.append((after, (*sequence, task)))
+    return None, True
+
+
+class _Exhaustive:
+    """A graph as the search reads it."""
+
+    def __init__(self, graph: TaskGraph) -> None:
+        assert graph.capacity_bytes is not None
+        self.graph = graph
+        self.rank, self.kind, self.pair = graph.rank.tolist(), graph.kind.tolist(), graph.pair.tolist()
+        self.capacity = (graph.capacity_bytes - graph.static_bytes).tolist()
+        self.before = [0] * graph.num_tasks
+        self.after: list[list[tuple[int, int]]] = [[] for _ in range(graph.num_tasks)]
+        for task in range(graph.num_tasks):
+            rows = slice(graph.successor_start[task], graph.successor_start[task + 1])
+            self.after[task] = list(
+                zip(graph.successor[rows].tolist(), graph.successor_delay_ns[rows].tolist(), strict=True)
+            )
+            for other, _ in self.after[task]:
+                self.before[other] |= 1 << task
+        # Bytes of edges come with the end of their source, and go with that of their target.
+        self.edges = np.zeros(graph.num_tasks, np.int64)
+        np.add.at(self.edges, graph.edge_source, graph.edge_bytes)
+        np.subtract.at(self.edges, graph.edge_target, graph.edge_bytes)
+        self.timed = any_lasts_no_time(graph)
+        self.options = _options(graph, self.timed)
+
+    def _duration_ns(self, task: int, option: _Option) -> int:
+        if self.kind[task] == FORWARD:
+            return option.forward_ns
+        return option.weight_ns if self.kind[task] == WEIGHT_GRADIENT else option.backward_ns
+
+    def _changes(self, task: int, option: _Option) -> tuple[int, int]:
+        """Bytes that a task takes at its start, and takes or gives at its end."""
+        kind, last = self.kind[task], int(self.edges[task])
+        if kind == WEIGHT_GRADIENT:
+            return 0, last - option.gradient
+        if kind == FORWARD:
+            kept = self.graph.backward_of[self.pair[task]] != NO_TASK
+            return option.activation, last if kept else last - option.activation
+        return 0, last - option.activation + (option.gradient if kind == INPUT_GRADIENT else 0)
+
+    def key(self, state: _State) -> object:
+        """What of a state decides whether the rest fits."""
+        if not self.timed:
+            return state.done, state.chosen
+        waiting = tuple(0 if state.done >> task & 1 else ready for task, ready in enumerate(state.ready_ns))
+        return state.done, state.free_ns, state.allocated, waiting, state.chosen
+
+    def steps(self, state: _State) -> list[tuple[int, int, _State]]:
+        """What can run next and fits: bytes that it leaves, task, state."""
+        found = list(self._all_steps(state))
+        # Where times do not matter, a task that leaves no more held than before is in nobody's way.
+        harmless = [s for s in found if s[0] <= 0 and self.kind[s[1]] != FORWARD and not self.timed]
+        return harmless[:1] or found
+
+    def _all_steps(self, state: _State) -> Iterator[tuple[int, int, _State]]:
+        for task in range(self.graph.num_tasks):
+            if state.done >> task & 1 or self.before[task] & ~state.done:
+                continue
+            pair = self.pair[task]
+            options = self.options[pair]
+            for place in range(len(options)) if self.kind[task] == FORWARD else (state.chosen[pair],):
+                after = self._run(state, task, place)
+                if after is not None:
+                    yield sum(self._changes(task, options[place])), task, after
+
+    def _run(self, state: _State, task: int, place: int) -> _State | None:
+        """The state after a task; None where it does not fit."""
+        rank, option = self.rank[task], self.options[self.pair[task]][place]
+        capacity, before = self.capacity[rank], state.allocated[rank]
+        first, last = self._changes(task, option)
+        duration = self._duration_ns(task, option)
+        start = max(state.free_ns[rank], state.ready_ns[task])
+        if self.timed:
+            waits = start > state.free_ns[rank]
+            if (waits and before > capacity) or (duration and before + first > capacity):
+                return None
+        elif max(before + first, before + first + last) > capacity:
+            return None
+        ready = list(state.ready_ns)
+        for other, delay in self.after[task]:
+            ready[other] = max(ready[other], start + duration + delay)
+        pair = self.pair[task]
+        return _State(
+            state.done | 1 << task,
+            (*state.free_ns[:rank], start + duration, *state.free_ns[rank + 1 :]),
+            (*state.allocated[:rank], before + first + last, *state.allocated[rank + 1 :]),
+            tuple(ready),
+            (*state.chosen[:pair], place, *state.chosen[pair + 1 :]),
+        )
+
+    def schedule(self, state: _State, sequence: tuple[int, ...]) -> Schedule:
+        """The sequence as orders of the ranks."""
+        order = tuple(
+            np.array([task for task in sequence if self.rank[task] == rank], np.int64)
+            for rank in range(self.graph.num_ranks)
+        )
+        candidate = None
+        if self.graph.candidates is not None:
+            numbers = [self.options[pair][place].number for pair, place in enumerate(state.chosen)]
+            candidate = np.array(numbers, np.int64)
+        return Schedule(order, candidate, "exhaustive")
+
+
+def any_lasts_no_time(graph: TaskGraph) -> bool:
+    """Whether a task may last no time, so that what is held from one moment to the same one does not count."""
+    options = pair_options(graph)
+    durations = (
+        (graph.forward_of, options.forward_ns),
+        (graph.backward_of, options.backward_ns),
+        (graph.weight_of, options.weight_ns),
+    )
+    return any(bool((ns[tasks != NO_TASK] == 0).any()) for tasks, ns in durations)
+
+
+def _options(graph: TaskGraph, timed: bool) -> list[list[_Option]]:
+    """Candidates of every pair, without those that hold no less than another; whose times differ, if that matters."""
+    columns = pair_options(graph)
+    rows = []
+    for pair in range(graph.num_pairs):
+        split, trained = graph.weight_of[pair] != NO_TASK, graph.backward_of[pair] != NO_TASK
+        number = 1 if graph.candidates is None else len(graph.candidates[pair])
+        every = [
+            _Option(
+                i,
+                int(columns.forward_ns[pair, i]),
+                int(columns.backward_ns[pair, i]) if trained else 0,
+                int(columns.weight_ns[pair, i]) if split else 0,
+                int(columns.activation_bytes[pair, i]),
+                int(columns.weight_gradient_bytes[pair, i]) if split else 0,
+            )
+            for i in range(number)
+        ]
+        kept: list[_Option] = []
+        for option in sorted(every, key=lambda option: option[4:]):
+            better = [other for other in kept if other.gradient <= option.gradient]
+            if not any(other[1:4] == option[1:4] or not timed for other in better):
+                kept.append(option)
+        rows.append(kept)
+    return rows
+
+
+def schedule_of_last_resort(graph: TaskGraph, failure: InfeasibleError) -> Schedule:
+    """Any schedule of a graph for which the heuristics found none; only small graphs are searched for one.
+
+    Parameters
+    ----------
+    graph : TaskGraph
+    failure : InfeasibleError
+        What the heuristics said: of a graph with candidates, for those that hold the least.
+
+    Raises
+    ------
+    InfeasibleError
+        It is proved that nothing fits.
+    NothingFoundError
+        It is not.
+    """
+    if graph.candidates is None and not isinstance(failure, NothingFoundError):
+        raise failure
+    refuse_large_pairs(graph)
+    tried = (
+        "some orders" if graph.candidates is None else "the candidates that hold the least, and some that fit together"
+    )
+    if graph.num_tasks <= MOST_TASKS:
+        found, sure = any_schedule(graph)
+        if found is not None:
+            return found
+        if sure:
+            raise InfeasibleError(f"no order and choice of candidates fits, of all that there are: {failure}")
+        tried = f"{MOST_STATES} states of all orders"
+    raise NothingFoundError(f"tried {tried}; not proved impossible: {failure}")

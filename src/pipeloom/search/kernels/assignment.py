@@ -1,0 +1,162 @@
+"""Compiled annealing of an assignment and an order together, on one list of all tasks.
+
+A rank runs its tasks in the order in which they stand in the list, which always respects every edge. A move gives a
+pair that may be anywhere to another rank, or moves a task in the list between what it waits for and what waits
+for it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from pipeloom.compiled import callee, kernel
+from pipeloom.compiled.arrays import assign
+from pipeloom.compiled.random import below
+from pipeloom.search.kernels.terms import Terms, allowance
+
+Array = npt.NDArray[Any]
+REFUSED = -1
+
+
+class Deck(NamedTuple):
+    """What annealing reads and writes, int64.
+
+    ``home`` is the rank of every pair; ``listed`` the order, ``place`` its inverse. ``before`` are the predecessors
+    in compressed rows, with their delays where both ends are on one rank and where they are not; ``after`` the
+    successors. ``own`` are the free pairs; ``tasks`` has F, B or I, and W of every pair (-1: none).
+    """
+
+    home: Array
+    listed: Array
+    place: Array
+    pair: Array
+    duration: Array
+    tail: Array
+    at_start: Array
+    at_end: Array
+    capacity: Array
+    before_start: Array
+    before: Array
+    together: Array
+    apart: Array
+    after_start: Array
+    after: Array
+    own: Array
+    tasks: Array
+    end: Array
+    clock: Array
+    allocated: Array
+    best_home: Array
+    best_listed: Array
+
+
+@callee
+def retime(d: Deck, limit: int) -> Any:
+    """Makespan of the list under the assignment; `REFUSED` where it does not fit, or is ``limit`` or more."""
+    for r in range(len(d.capacity)):
+        d.clock[r] = 0
+        d.allocated[r] = 0
+    makespan = 0
+    for i in range(len(d.listed)):
+        task = d.listed[i]
+        rank = d.home[d.pair[task]]
+        begin = d.clock[rank]
+        for e in range(d.before_start[task], d.before_start[task + 1]):
+            other = d.before[e]
+            delay = d.together[e] if d.home[d.pair[other]] == rank else d.apart[e]
+            begin = max(begin, d.end[other] + delay)
+        end = begin + d.duration[task]
+        if end + d.tail[task] >= limit or d.allocated[rank] + d.at_start[task] > d.capacity[rank]:
+            return REFUSED
+        d.allocated[rank] += d.at_start[task] + d.at_end[task]
+        # What a split backward leaves for its second half may be more than what it was made of.
+        if d.allocated[rank] > d.capacity[rank]:
+            return REFUSED
+        d.end[task] = end
+        d.clock[rank] = end
+        makespan = max(makespan, end)
+    return makespan
+
+
+@callee
+def shift(d: Deck, source: int, goal: int) -> None:
+    """Move the task at place ``source`` to place ``goal``, those between by one."""
+    task = d.listed[source]
+    step = 1 if source < goal else -1
+    for i in range(source, goal, step):
+        d.listed[i] = d.listed[i + step]
+        d.place[d.listed[i]] = i
+    d.listed[goal] = task
+    d.place[task] = goal
+
+
+@callee
+def wander(d: Deck, task: int, random: Array) -> Any:
+    """Move a task some places in the list, as far as edges allow; return the place it had."""
+    source = d.place[task]
+    length = 1 + below(random, 4)
+    while below(random, 2) == 0 and length < len(d.listed):
+        length *= 2
+    goal = source
+    if below(random, 2) == 0:
+        goal = max(source - length, 0)
+        for e in range(d.before_start[task], d.before_start[task + 1]):
+            goal = max(goal, d.place[d.before[e]] + 1)
+    else:
+        goal = min(source + length, len(d.listed) - 1)
+        for e in range(d.after_start[task], d.after_start[task + 1]):
+            goal = min(goal, d.place[d.after[e]] - 1)
+    shift(d, source, goal)
+    return source
+
+
+@kernel
+def anneal(d: Deck, state: Array, random: Array, terms: Terms) -> int:
+    """Try changes, and keep those that do not lengthen the makespan much; return how many were tried.
+
+    ``state`` is the current and the best makespan; ``best_home`` and ``best_listed`` get what gave the best.
+    """
+    moved, origin = np.empty(3, np.int64), np.empty(3, np.int64)
+    pairs, homes = np.empty(2, np.int64), np.empty(2, np.int64)
+    num_ranks = len(d.capacity)
+    for n in range(terms.num_evaluations):
+        if state[1] <= terms.target:
+            return n
+        num_moved = num_changed = 0
+        kind = below(random, 8)
+        if kind < 6:
+            num_changed = 2 if kind < 2 else 1
+            for k in range(num_changed):
+                pairs[k] = d.own[below(random, len(d.own))]
+                homes[k] = d.home[pairs[k]]
+            if kind < 2:
+                d.home[pairs[0]], d.home[pairs[1]] = homes[1], homes[0]
+            elif kind < 5:
+                d.home[pairs[0]] = (homes[0] + 1 + below(random, num_ranks - 1)) % num_ranks
+            if kind > 2:
+                for k in range(3):
+                    task = d.tasks[pairs[0], k]
+                    if task >= 0 and below(random, 2) == 0:
+                        moved[num_moved] = task
+                        origin[num_moved] = wander(d, task, random)
+                        num_moved += 1
+        else:
+            moved[0] = below(random, len(d.listed))
+            origin[0] = wander(d, moved[0], random)
+            num_moved = 1
+        makespan = retime(d, state[0] + 1 + allowance(terms, random))
+        if makespan < 0:
+            for k in range(num_moved - 1, -1, -1):
+                shift(d, d.place[moved[k]], origin[k])
+            for k in range(num_changed - 1, -1, -1):
+                d.home[pairs[k]] = homes[k]
+            continue
+        state[0] = makespan
+        if makespan < state[1]:
+            state[1] = makespan
+            assign(d.best_home, d.home)
+            assign(d.best_listed, d.listed)
+    return terms.num_evaluations

@@ -1,0 +1,87 @@
+"""Exchanges between two pairs' memory strategies: one steps down so that the other can step up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy.typing as npt
+
+from pipeloom.compiled import callee, kernel
+from pipeloom.search.kernels.tables import BEGIN, END, GRADIENT, Options, Work
+
+Array = npt.NDArray[Any]
+NO_LIMIT = 1 << 62
+
+
+@kernel
+def exchange(o: Options, w: Work) -> None:
+    """Give any two pairs the candidates that take the least time together, until no two can be improved.
+
+    Changes the choice in ``w.best``, which fits, and ``w.allocated`` with it.
+    """
+    choice, allocated, spare = w.best, w.allocated, w.spare
+    activation, gradient, span = o.activation, o.gradient, o.span
+    turn = w.move  # rounds in which a pair is still to be tried
+    num_pairs = len(choice)
+    for i in range(num_pairs):
+        turn[i] = 1
+    moved = True
+    while moved:
+        moved = False
+        for i in range(num_pairs):
+            for j in range(i + 1, num_pairs):
+                if turn[i] + turn[j] == 0 or span[i, BEGIN] > span[j, END] or span[j, BEGIN] > span[i, END]:
+                    continue
+                for x in range(9):
+                    spare[x] = NO_LIMIT
+                first, last = min(span[i, BEGIN], span[j, BEGIN]), max(span[i, END], span[j, END])
+                for k in range(first, last + 1):
+                    x, held = phase(k, span[i], activation[i, choice[i]], gradient[i, choice[i]])
+                    y, other = phase(k, span[j], activation[j, choice[j]], gradient[j, choice[j]])
+                    spare[3 * x + y] = min(spare[3 * x + y], o.capacity[k] - allocated[k] + held + other)
+                a, b = best_two(o, i, j, spare, choice)
+                if a == choice[i] and b == choice[j]:
+                    continue
+                moved = True
+                for k in range(first, last + 1):
+                    allocated[k] -= phase(k, span[i], activation[i, choice[i]], gradient[i, choice[i]])[1]
+                    allocated[k] -= phase(k, span[j], activation[j, choice[j]], gradient[j, choice[j]])[1]
+                    allocated[k] += phase(k, span[i], activation[i, a], gradient[i, a])[1]
+                    allocated[k] += phase(k, span[j], activation[j, b], gradient[j, b])[1]
+                choice[i], choice[j] = a, b
+                for q in range(num_pairs):
+                    if span[q, BEGIN] <= last and first <= span[q, END]:
+                        turn[q] = 2
+        for i in range(num_pairs):
+            turn[i] = max(0, turn[i] - 1)
+
+
+@callee
+def phase(place: int, span: Array, activation: int, gradient: int) -> tuple[int, int]:
+    """What a pair is in at a place (0 neither, 1 before its gradient, 2 after), and the bytes it holds there."""
+    if place < span[BEGIN] or place > span[END]:
+        return 0, 0
+    if place <= span[GRADIENT]:
+        return 1, activation
+    return 2, gradient
+
+
+@callee
+def best_two(o: Options, i: int, j: int, spare: Array, choice: Array) -> tuple[int, int]:
+    """The candidates of pairs i and j that take the least time together within what is spare.
+
+    ``spare``: least bytes free for the two, by three times the phase of i plus the phase of j.
+    """
+    one, two, activation, gradient = o.time[i], o.time[j], o.activation, o.gradient
+    best_a, best_b = choice[i], choice[j]
+    best = one[best_a] + two[best_b]
+    for a in range(len(one)):
+        held, kept = activation[i, a], gradient[i, a]
+        if one[a] >= best or held > spare[3] or kept > spare[6]:
+            continue
+        most = min(spare[1], min(spare[4] - held, spare[7] - kept))
+        most_after = min(spare[2], min(spare[5] - held, spare[8] - kept))
+        for b in range(len(two)):
+            if one[a] + two[b] < best and activation[j, b] <= most and gradient[j, b] <= most_after:
+                best, best_a, best_b = one[a] + two[b], a, b
+    return best_a, best_b

@@ -1,0 +1,308 @@
+"""Compiled Lagrangian method for memory strategies, and timing of an order under them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pipeloom.compiled import callee, kernel
+from pipeloom.compiled.arrays import assign
+from pipeloom.search.kernels.exchange import exchange
+from pipeloom.search.kernels.tables import BEGIN, END, GRADIENT, Ascent, Desk, Options, Tables, Work
+from pipeloom.search.kernels.tighten import tighten
+
+Array = npt.NDArray[Any]
+
+
+@kernel
+def fill_allocated(o: Options, choice: Array, allocated: Array) -> None:
+    """Bytes held while the task at each place runs, under a choice."""
+    span, activation, gradient = o.span, o.activation, o.gradient
+    for k in range(len(allocated)):
+        allocated[k] = 0
+    for i in range(len(choice)):
+        allocated[span[i, BEGIN]] += activation[i, choice[i]]
+        allocated[span[i, GRADIENT] + 1] += gradient[i, choice[i]] - activation[i, choice[i]]
+        allocated[span[i, END] + 1] -= gradient[i, choice[i]]
+    for k in range(1, len(allocated)):
+        allocated[k] += allocated[k - 1]
+
+
+@callee
+def change(o: Options, choice: Array, allocated: Array, i: int, j: int) -> None:
+    """Give pair i candidate j."""
+    more = o.activation[i, j] - o.activation[i, choice[i]]
+    for k in range(o.span[i, BEGIN], o.span[i, GRADIENT] + 1):
+        allocated[k] += more
+    more = o.gradient[i, j] - o.gradient[i, choice[i]]
+    for k in range(o.span[i, GRADIENT] + 1, o.span[i, END] + 1):
+        allocated[k] += more
+    choice[i] = j
+
+
+@callee
+def best_move(o: Options, allocated: Array, i: int, now: int, price: float) -> tuple[float, int]:
+    """The faster candidate of pair i that fits and is worth most as the price has it; (0, -1): none."""
+    time, activation, gradient, span, capacity = o.time, o.activation, o.gradient, o.span, o.capacity
+    spare = np.int64(1) << 62
+    for k in range(span[i, BEGIN], span[i, GRADIENT] + 1):
+        spare = min(spare, capacity[k] - allocated[k])
+    spare_after = np.int64(1) << 62
+    for k in range(span[i, GRADIENT] + 1, span[i, END] + 1):
+        spare_after = min(spare_after, capacity[k] - allocated[k])
+    gain, found = 0.0, -1
+    for j in range(time.shape[1]):
+        saved = time[i, now] - time[i, j]
+        more = activation[i, j] - activation[i, now]
+        after = gradient[i, j] - gradient[i, now]
+        if saved <= 0 or (more > 0 and more > spare) or (after > 0 and after > spare_after):
+            continue
+        worth = saved / (1.0 + price * max(0, more))
+        if worth > gain:
+            gain, found = worth, j
+    return gain, found
+
+
+@kernel
+def repair(o: Options, w: Work, choice: Array) -> None:
+    """Make a choice fit, then use what is left.
+
+    Place by place, pairs that are held where too much is held step down, the cheapest per byte first, at
+    worst to their leanest candidate; then, the best first as the prices have it, whatever fits steps up.
+    """
+    time, activation, gradient, span, lean = o.time, o.activation, o.gradient, o.span, o.lean
+    allocated, price, gain, move = w.allocated, w.price, w.gain, w.move
+    num_pairs, num_options = time.shape
+    fill_allocated(o, choice, allocated)
+    for k in range(len(o.capacity)):
+        while allocated[k] > o.capacity[k]:
+            best, best_i, best_j = np.inf, -1, -1
+            for i in range(num_pairs):
+                if span[i, BEGIN] <= k <= span[i, GRADIENT]:
+                    now = choice[i]
+                    for j in range(num_options):
+                        less = activation[i, now] - activation[i, j]
+                        if less > 0 and gradient[i, j] <= gradient[i, now]:
+                            cost = (time[i, j] - time[i, now]) / less
+                            if cost < best:
+                                best, best_i, best_j = cost, i, j
+                elif span[i, GRADIENT] < k <= span[i, END] and gradient[i, lean[i]] < gradient[i, choice[i]]:
+                    best, best_i, best_j = -1.0, i, lean[i]
+            if best_i < 0:
+                assign(choice, lean)
+                fill_allocated(o, choice, allocated)
+                break
+            change(o, choice, allocated, best_i, best_j)
+    for i in range(num_pairs):
+        gain[i], move[i] = best_move(o, allocated, i, choice[i], price[i])
+    while True:
+        # A step up saves time, so this ends. What fits only becomes less, so what a pair was once worth is a bound of
+        # what it is worth now: the first in line is looked at again, and goes ahead if it stays first.
+        top = 0
+        for i in range(1, num_pairs):
+            if gain[i] > gain[top]:
+                top = i
+        if gain[top] <= 0.0:
+            return
+        before = gain[top]
+        gain[top], move[top] = best_move(o, allocated, top, choice[top], price[top])
+        if gain[top] >= before:
+            change(o, choice, allocated, top, move[top])
+            gain[top], move[top] = best_move(o, allocated, top, choice[top], price[top])
+
+
+@callee
+def total_of(choice: Array, time: Array) -> int:
+    """Nanoseconds of all pairs."""
+    total = 0
+    for i in range(len(choice)):
+        total += time[i, choice[i]]
+    return total
+
+
+@callee
+def lagrangian(o: Options, w: Work, ascent: Ascent) -> float:
+    """Write the best choice into ``w.best``, return a lower bound of the total time of any choice that fits.
+
+    From `Ascent.thorough_rounds` on, ``o.capacity`` is lowered to what candidates can fill.
+    """
+    time, trial, allocated = o.time, w.trial, w.allocated
+    scale = 0.0
+    fastest = 0
+    for i in range(len(time)):
+        low, high = time[i, 0], time[i, 0]
+        trial[i] = 0
+        for j in range(time.shape[1]):
+            if time[i, j] < low:
+                low = time[i, j]
+                trial[i] = j
+            high = max(high, time[i, j])
+        scale += high - low
+        fastest += low
+        w.price[i] = 0.0
+    fill_allocated(o, trial, allocated)
+    fits = True
+    for k in range(len(o.capacity)):
+        fits &= allocated[k] <= o.capacity[k]
+        w.multiplier[k] = 0.0
+    if fits:
+        assign(w.best, trial)
+        return float(fastest)
+    assign(w.best, o.lean)
+    repair(o, w, w.best)
+    lower = -1e300
+    step = ascent.first_step
+    for turn in range(2):
+        lower = ascend(o, w, ascent, scale, step, lower)
+        if ascent.rounds < ascent.thorough_rounds or total_of(w.best, time) <= np.ceil(lower - 1e-6):
+            break
+        fill_allocated(o, w.best, allocated)
+        if turn == 0:
+            tighten(o, w, ascent.most_sum_steps)
+            step = ascent.later_step
+        else:
+            exchange(o, w)
+    return lower
+
+
+@callee
+def ascend(o: Options, w: Work, ascent: Ascent, scale: float, step: float, lower: float) -> float:
+    """Subgradient ascent of the multipliers; return the best bound, improve ``w.best`` by repaired choices.
+
+    ``scale``: time between the slowest and the fastest choice; ``step``: first step; ``lower``: bound known before.
+    """
+    time, activation, gradient, span, capacity = o.time, o.activation, o.gradient, o.span, o.capacity
+    best, trial, allocated, multiplier, running = w.best, w.trial, w.allocated, w.multiplier, w.running
+    num_pairs, num_options = time.shape
+    num_places = len(capacity)
+    upper = total_of(best, time)
+    stale = 0
+    for turn in range(ascent.rounds):
+        running[0] = 0.0
+        for k in range(num_places):
+            running[k + 1] = running[k] + multiplier[k]
+        value = 0.0
+        for i in range(num_pairs):
+            held = running[span[i, GRADIENT] + 1] - running[span[i, BEGIN]]
+            after = running[span[i, END] + 1] - running[span[i, GRADIENT] + 1]
+            w.price[i] = held
+            least = np.inf
+            for j in range(num_options):
+                cost = time[i, j] + held * activation[i, j] + after * gradient[i, j]
+                if cost < least:
+                    least = cost
+                    trial[i] = j
+            value += least
+        for k in range(num_places):
+            value -= multiplier[k] * capacity[k]
+        if value > lower:
+            lower = value
+            stale = 0
+        else:
+            stale += 1
+            if stale >= 5:
+                step *= 0.6
+                stale = 0
+        fill_allocated(o, trial, allocated)
+        norm = 0.0
+        over = False
+        for k in range(num_places):
+            excess = float(allocated[k] - capacity[k])
+            over |= excess > 0
+            if excess > 0 or multiplier[k] > 0:
+                norm += excess * excess
+        if norm == 0.0:
+            if total_of(trial, time) < upper:
+                assign(best, trial)
+            return lower
+        size = step * max(upper - value, 1e-4 * scale) / norm
+        for k in range(num_places):
+            multiplier[k] = max(0.0, multiplier[k] + size * float(allocated[k] - capacity[k]))
+        if turn % ascent.repair_every == ascent.repair_every - 1 or turn == ascent.rounds - 1 or not over:
+            repair(o, w, trial)
+            total = total_of(trial, time)
+            if total < upper:
+                upper = total
+                assign(best, trial)
+        if upper <= np.ceil(lower - 1e-6):
+            return lower
+    return lower
+
+
+@kernel
+def lay_out(t: Tables, d: Desk, order: Array, rank: int) -> None:
+    """Places of a rank's tasks in its order, spans of its pairs, and the capacity at every place."""
+    num_places = len(order)
+    for k in range(num_places):
+        d.place[order[k]] = k
+        d.capacity[k] = t.capacity[rank]
+    for e in range(len(t.edge_rank)):
+        if t.edge_rank[e] == rank:
+            for k in range(d.place[t.edge_source[e]] + 1, d.place[t.edge_target[e]] + 1):
+                d.capacity[k] -= t.edge_bytes[e]
+    for i in range(t.rank_start[rank], t.rank_start[rank + 1]):
+        for which in range(3):
+            task = t.tasks[i, which]
+            d.span[i, which] = d.span[i, which - 1] if task < 0 else d.place[task]
+
+
+@kernel
+def choose_rank(t: Tables, d: Desk, order: Array, rank: int, ascent: Ascent) -> float:
+    """Write the choice of a rank's pairs (rows of the tables) into ``d.choice``; return the bound."""
+    a, b, n = t.rank_start[rank], t.rank_start[rank + 1], len(order)
+    lay_out(t, d, order, rank)
+    options = Options(t.time[a:b], t.activation[a:b], t.gradient[a:b], t.lean[a:b], d.span[a:b], d.capacity[:n])
+    work = Work(
+        d.choice[a:b],
+        d.trial[a:b],
+        d.allocated[: n + 1],
+        d.multiplier[: n + 1],
+        d.running[: n + 1],
+        d.price[a:b],
+        d.gain[a:b],
+        d.move[a:b],
+        d.spare,
+        d.sums,
+    )
+    return lagrangian(options, work, ascent)
+
+
+@callee
+def finish(t: Tables, d: Desk, sequence: Array) -> int:
+    """Makespan of a sequence that all ranks can follow, under the choice in ``d.choice``."""
+    assign(d.duration, t.duration)
+    for i in range(len(t.pair)):
+        for which in range(3):
+            if t.tasks[i, which] >= 0:
+                d.duration[t.tasks[i, which]] = t.parts[i, d.choice[i], which]
+    for r in range(len(d.free_at)):
+        d.free_at[r] = 0
+    makespan = 0
+    for task in sequence:
+        begin = d.free_at[t.rank[task]]
+        for e in range(t.predecessor_start[task], t.predecessor_start[task + 1]):
+            begin = max(begin, d.end[t.predecessor[e]] + t.predecessor_delay[e])
+        d.end[task] = begin + d.duration[task]
+        d.free_at[t.rank[task]] = d.end[task]
+        makespan = max(makespan, d.end[task])
+    return makespan
+
+
+@kernel
+def choose_all(t: Tables, d: Desk, sequence: Array, orders: Array, counts: Array, ascent: Ascent) -> int:
+    """Choose the strategies of all ranks for a sequence of all tasks; return the makespan under them.
+
+    ``orders``, of shape (num_ranks, num_tasks), and ``counts`` are scratch.
+    """
+    for r in range(len(counts)):
+        counts[r] = 0
+    for task in sequence:
+        r = t.rank[task]
+        orders[r, counts[r]] = task
+        counts[r] += 1
+    for r in range(len(counts)):
+        if counts[r] > 0:
+            choose_rank(t, d, orders[r, : counts[r]], r, ascent)
+    return finish(t, d, sequence)

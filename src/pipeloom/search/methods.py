@@ -1,0 +1,97 @@
+"""The methods that `solve` knows by name, and how others are added to them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from pipeloom.search.local import local_search, portfolio
+from pipeloom.search.phases import default
+from pipeloom.search.state import Run, Search
+from pipeloom.search.stopping import Part
+from pipeloom.taskgraph import TaskGraph
+from pipeloom.timeline import Schedule
+
+
+@dataclass(frozen=True, slots=True)
+class Exact:
+    """What an exact solver found.
+
+    Attributes
+    ----------
+    schedule : Schedule
+        The hint, where it found nothing better.
+    bound_ns : int
+        No schedule is faster.
+    proved : bool
+        The schedule is optimal.
+    """
+
+    schedule: Schedule
+    bound_ns: int
+    proved: bool
+
+
+class ExactSolver(Protocol):
+    """States the whole problem at once; gets seconds of wall time, a feasible schedule and a known bound."""
+
+    def __call__(
+        self, graph: TaskGraph, *, seconds: float, hint: Schedule, bound_ns: int, workers: int = 1, seed: int = 0
+    ) -> Exact:
+        """Return the best schedule found, and a bound."""
+        ...
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way to search.
+
+    Attributes
+    ----------
+    run : callable
+        The search of orders.
+    every_rollout : bool
+        Strategies are chosen in every rollout (`dip.txt` §5.1), not by turns with the search of orders.
+    start : callable, optional
+        For methods with ``every_rollout``: a schedule whose strategies orders are made for; None: the leanest.
+    assigns : bool
+        Ranks for the parts of replicated modules are chosen, too; else the method stands for one graph as it is.
+    finish : ExactSolver, optional
+        Goes on from what ``run`` found in the first part of the budget.
+    """
+
+    run: Run
+    every_rollout: bool = False
+    start: Callable[[TaskGraph], Schedule | None] | None = None
+    finish: ExactSolver | None = None
+    assigns: bool = False
+
+
+def _portfolio(search: Search, _part: Part) -> None:
+    portfolio(search)
+
+
+def _local(search: Search, part: Part) -> None:
+    portfolio(search)
+    local_search(search, part)
+
+
+def _annealing(search: Search, part: Part) -> None:
+    portfolio(search)
+    # It cools from the begin of the budget, static orders included.
+    local_search(search, Part(0.0, part.until), search.params.orders.heat)
+
+
+METHODS: dict[str, Method] = {
+    "default": Method(default, assigns=True),
+    "portfolio": Method(_portfolio),
+    "local search": Method(_local, assigns=True),
+    "annealing": Method(_annealing, assigns=True),
+}
+"""Names that `solve` knows. `pipeloom.lab.solvers` adds the papers' searches and exact solvers when it is imported."""
+
+
+def register(methods: Mapping[str, Method]) -> None:
+    """Let `solve` know more methods by name."""
+    METHODS.update(methods)

@@ -1,0 +1,310 @@
+"""A task graph as the kernels see it: one row of numbers per task, priority groups, and jobs.
+
+A *group* is what gets one priority: the passes of a module, one microbatch and one direction that lie at the
+same depth (`dip.txt` §5.1: their relative order does not matter). A *job* is what must be able to finish
+without the rest: a connected part of the graph, usually a microbatch.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from pipeloom.search.jobs import Jobs, Walks, find_jobs, memory_demand, quick_topological_order
+from pipeloom.search.kernels.graph import depths, mark_implied
+from pipeloom.search.params import DEFAULTS
+from pipeloom.search.records import pack
+from pipeloom.taskgraph import FORWARD, WEIGHT_GRADIENT, IntArray, TaskGraph
+from pipeloom.timeline import heads_and_tails
+
+Array = npt.NDArray[Any]
+
+DURATION, TAIL, PLACE, FIRST_SUCCESSOR, PEAK, NET, JOB, SEGMENT = range(8)
+"""Columns of ``PackedGraph.task``; PLACE is four times the rank plus the class (0 F, 1 B or I, 2 W)."""
+
+
+class PackedGraph(NamedTuple):
+    """What a rollout reads. All arrays are int64 unless said otherwise.
+
+    Attributes
+    ----------
+    task : array, shape (num_tasks + 1, 8)
+        Columns as above; PEAK and NET are the bytes a task needs above what its rank holds, and what it
+        leaves.
+    successor : array, shape (num_edges, 2)
+        Task and delay; an edge from F to its backward that a longer path implies is left out.
+    waiting : array, shape (num_tasks,)
+        Number of predecessors.
+    base, number, record, extra, join_waiting, source_link : array
+        The tasks packed by cells, see `pipeloom.search.records`.
+    bytes : array, shape (2 * num_cells,)
+        PEAK and NET by cell.
+    job : array of int32, shape (num_cells,)
+    class_start : array, shape (4,)
+        Segments of class c have positions ``class_start[c]`` to ``class_start[c + 1]`` in an order.
+    group_start, group_segment : array
+        Compressed rows: the segments of every group; forward groups first, then backward.
+    weight_start, weight_segment : array
+        The W segments that belong to every group.
+    num_groups : array, shape (2,)
+        Of forward and backward groups.
+    group_microbatch : array, shape (num_groups,)
+    capacity : array, shape (num_ranks,)
+        Capacity less static bytes; very large where there is no limit.
+    work, least_tail : array, shape (num_ranks,)
+    demand : array, shape (num_jobs, num_ranks)
+        Bytes a job needs to finish alone, see `Jobs`.
+    scan_start, scan_cell : array
+        Per job and rank, the cells of its tasks in the job's reference order, where ``demand`` must be found by
+        scanning them; empty where it is the sum of what is still to come.
+    job_size : array, shape (num_jobs,)
+    """
+
+    task: IntArray
+    successor: IntArray
+    waiting: IntArray
+    base: IntArray
+    number: IntArray
+    record: IntArray
+    extra: IntArray
+    join_waiting: IntArray
+    source_link: IntArray
+    bytes: IntArray
+    job: Array
+    class_start: IntArray
+    group_start: IntArray
+    group_segment: IntArray
+    weight_start: IntArray
+    weight_segment: IntArray
+    num_groups: IntArray
+    group_microbatch: IntArray
+    capacity: IntArray
+    work: IntArray
+    least_tail: IntArray
+    demand: IntArray
+    scan_start: IntArray
+    scan_cell: IntArray
+    job_size: IntArray
+
+
+class Groups(NamedTuple):
+    """What a group is, for the heuristics: arrays over forward groups, then backward groups."""
+
+    microbatch: IntArray
+    module: IntArray
+    depth: IntArray
+    first: IntArray
+    """Position of its first task in a topological order that finishes one microbatch before the next."""
+    work: IntArray
+    head: IntArray
+    tail: IntArray
+    ends: IntArray
+    """Whether it is backward and no backward of another segment waits for it."""
+
+
+def pack_graph(
+    graph: TaskGraph,
+    walks: Walks | None = None,
+    states: int = DEFAULTS.feasibility.job_states,
+    unequal: float = DEFAULTS.static_orders.unequal,
+) -> tuple[PackedGraph, Groups, Jobs]:
+    """Lay a graph without candidates out for the kernels; ``walks`` and ``states`` as in `find_jobs`.
+
+    ``unequal``: passes of one group whose work differs by more than this get priorities of their own.
+
+    Raises
+    ------
+    InfeasibleError
+        A microbatch cannot fit.
+    """
+    jobs = find_jobs(graph, walks, states)
+    topological = quick_topological_order(graph)
+    position = np.empty(graph.num_tasks, np.int64)
+    position[topological] = np.arange(graph.num_tasks)
+    kind_class = np.where(graph.kind == FORWARD, 0, np.where(graph.kind == WEIGHT_GRADIENT, 2, 1)).astype(np.int64)
+    head, tail = heads_and_tails(graph, graph.duration_ns)
+    peak, net = memory_demand(graph)
+
+    keep = ~_implied(graph, topological, position)
+    source = np.repeat(np.arange(graph.num_tasks), np.diff(graph.successor_start))[keep]
+    successor = np.stack([graph.successor[keep], graph.successor_delay_ns[keep]], axis=1)
+    first_successor = np.zeros(graph.num_tasks + 1, np.int64)
+    np.cumsum(np.bincount(source, minlength=graph.num_tasks), out=first_successor[1:])
+    waiting = np.bincount(successor[:, 0], minlength=graph.num_tasks).astype(np.int64)
+
+    task = np.zeros((graph.num_tasks + 1, 8), np.int64)
+    columns = {
+        DURATION: graph.duration_ns,
+        TAIL: tail,
+        PLACE: 4 * graph.rank + kind_class,
+        PEAK: peak,
+        NET: net,
+        JOB: jobs.job_of_task,
+        SEGMENT: graph.segment,
+    }
+    for column, values in columns.items():
+        task[:-1, column] = values
+    task[:, FIRST_SUCCESSOR] = first_successor
+
+    successor = np.ascontiguousarray(successor)
+    records, cell = pack(
+        graph.segment, task[:-1, PLACE], graph.duration_ns, first_successor, successor, waiting, graph.num_segments
+    )
+    memory, job = np.zeros((len(records.number), 2), np.int64), np.zeros(len(records.number), np.int32)
+    memory[cell], job[cell] = task[:-1, PEAK : NET + 1], jobs.job_of_task
+    grouped = _groups(graph, kind_class, topological, position, head, tail, unequal)
+    groups, group_rows, weight_rows, num_groups, class_start = grouped
+    least_tail = np.array([tail[graph.rank == r].min(initial=1 << 60) for r in range(graph.num_ranks)])
+    packed = PackedGraph(
+        task=task,
+        successor=successor,
+        waiting=waiting,
+        **records._asdict(),
+        bytes=memory.ravel(),
+        job=job,
+        class_start=class_start,
+        group_start=group_rows[0],
+        group_segment=group_rows[1],
+        weight_start=weight_rows[0],
+        weight_segment=weight_rows[1],
+        num_groups=num_groups,
+        group_microbatch=groups.microbatch.astype(np.int64),
+        capacity=jobs.capacity,
+        work=np.bincount(graph.rank, weights=graph.duration_ns, minlength=graph.num_ranks).astype(np.int64),
+        least_tail=np.where(least_tail == 1 << 60, 0, least_tail),
+        demand=jobs.demand,
+        scan_start=jobs.scan_start,
+        scan_cell=cell[jobs.scan_task],
+        job_size=np.bincount(jobs.job_of_task).astype(np.int64),
+    )
+    return packed, groups, jobs
+
+
+def _groups(
+    graph: TaskGraph,
+    kind_class: IntArray,
+    topological: IntArray,
+    position: IntArray,
+    head: IntArray,
+    tail: IntArray,
+    most_unequal: float,
+) -> tuple[Groups, tuple[IntArray, IntArray], tuple[IntArray, IntArray], IntArray, IntArray]:
+    """Sort segments into groups, and give the groups the order in which a microbatch goes through them."""
+    num_segments = graph.num_segments
+    segment_class = np.full(num_segments, -1, np.int64)
+    segment_class[graph.segment] = kind_class
+    microbatch, module = np.zeros(num_segments, np.int64), np.zeros(num_segments, np.int64)
+    microbatch[graph.segment], module[graph.segment] = graph.microbatch, graph.module
+    first = np.full(num_segments, graph.num_tasks, np.int64)
+    np.minimum.at(first, graph.segment, position)
+    depth = depths(
+        graph.segment,
+        microbatch,
+        module,
+        segment_class,
+        topological,
+        graph.predecessor_start,
+        graph.predecessor,
+        np.zeros(num_segments, np.int64),
+    )
+    work = np.bincount(graph.segment, weights=graph.duration_ns, minlength=num_segments).astype(np.int64)
+    grouped = np.flatnonzero((segment_class == 0) | (segment_class == 1))
+    columns = (first, depth, module, microbatch, segment_class)
+    grouped = grouped[np.lexsort(tuple(column[grouped] for column in columns))]
+    new = np.ones(len(grouped), np.bool_)
+    for column in columns[1:]:
+        new[1:] &= column[grouped[1:]] == column[grouped[:-1]]
+    new[1:] = ~new[1:]
+    begin = np.flatnonzero(new)
+    if len(begin):
+        mixed = np.maximum.reduceat(work[grouped], begin) > most_unequal * np.minimum.reduceat(work[grouped], begin)
+        new |= mixed[np.cumsum(new) - 1]
+        begin = np.flatnonzero(new)
+    # Groups by class, microbatch and first task; their segments stay in order.
+    leader = grouped[begin]
+    by_leader = np.lexsort((first[leader], microbatch[leader], segment_class[leader]))
+    place = np.empty(len(begin), np.int64)
+    place[by_leader] = np.arange(len(begin))
+    group = place[np.cumsum(new) - 1] if len(begin) else np.zeros(0, np.int64)
+    grouped = grouped[np.argsort(group, kind="stable")]
+    group = np.sort(group)
+    leader = leader[by_leader]
+    start = _starts(group, len(leader))
+    group_of_segment = np.full(num_segments, -1, np.int64)
+    group_of_segment[grouped] = group
+    weights = np.flatnonzero(segment_class == 2)
+    owner = group_of_segment[_backward_segment(graph)[weights]]
+    weights, owner = (column[np.lexsort((first[weights], owner))] for column in (weights, owner))
+    segment_head = np.full(num_segments, 1 << 60, np.int64)
+    np.minimum.at(segment_head, graph.segment, head)
+    segment_tail = np.zeros(num_segments, np.int64)
+    np.maximum.at(segment_tail, graph.segment, tail + graph.duration_ns)
+    ends = _ends(graph, kind_class, segment_class)
+
+    def of_groups(function: np.ufunc, values: IntArray) -> IntArray:
+        answer: IntArray = function.reduceat(values[grouped], start[:-1]) if len(leader) else values[:0]
+        return answer
+
+    groups = Groups(
+        microbatch=microbatch[leader],
+        module=module[leader],
+        depth=depth[leader],
+        first=of_groups(np.minimum, first),
+        work=of_groups(np.add, work),
+        head=of_groups(np.minimum, segment_head),
+        tail=of_groups(np.maximum, segment_tail),
+        ends=of_groups(np.minimum, ends),
+    )
+    num_groups = np.bincount(segment_class[leader], minlength=2).astype(np.int64)
+    counts = [int((segment_class == c).sum()) for c in range(3)]
+    class_start = np.cumsum([0, *counts]).astype(np.int64)
+    rows = (start, grouped), (_starts(owner, len(leader)), weights)
+    return groups, *rows, num_groups, class_start
+
+
+def _backward_segment(graph: TaskGraph) -> IntArray:
+    """By segment of weight gradients: that of their backwards, to whose group they belong."""
+    a_task = np.zeros(graph.num_segments, np.int64)
+    a_task[graph.segment] = np.arange(graph.num_tasks)
+    found: IntArray = graph.segment[graph.backward_of[graph.pair[a_task]]]
+    return found
+
+
+def _ends(graph: TaskGraph, kind_class: IntArray, segment_class: IntArray) -> IntArray:
+    """By segment: 1 where it is backward and no backward of another segment waits for it."""
+    source = np.repeat(np.arange(graph.num_tasks), np.diff(graph.successor_start))
+    both = (kind_class[source] == 1) & (kind_class[graph.successor] == 1)
+    both &= graph.segment[source] != graph.segment[graph.successor]
+    ends = (segment_class == 1).astype(np.int64)
+    ends[graph.segment[source[both]]] = 0
+    found: IntArray = ends
+    return found
+
+
+def _starts(row: IntArray, num_rows: int) -> IntArray:
+    """Where each row begins, of sorted row numbers."""
+    start = np.zeros(num_rows + 1, np.int64)
+    np.cumsum(np.bincount(row, minlength=num_rows), out=start[1:])
+    return start
+
+
+def _implied(graph: TaskGraph, topological: IntArray, position: IntArray) -> npt.NDArray[np.bool_]:
+    """Which rows of ``graph.successor`` are edges from F to its own backward that a longer path implies."""
+    source = np.repeat(np.arange(graph.num_tasks), np.diff(graph.successor_start))
+    own = (graph.backward_of[graph.pair[source]] == graph.successor) & (graph.kind[source] == FORWARD)
+    own &= graph.successor_delay_ns == 0
+    implied = np.zeros(len(source), np.bool_)
+    mark_implied(
+        np.flatnonzero(own),
+        source,
+        graph.successor,
+        graph.successor_start,
+        topological,
+        position,
+        np.zeros(graph.num_tasks, np.bool_),
+        implied,
+        200_000_000,
+    )
+    return implied

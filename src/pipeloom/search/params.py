@@ -1,0 +1,289 @@
+"""Parameters of the search: everything that tunes it, in one place.
+
+The defaults were found by trial on the instance library (`docs/search.md`). A file has a table for each group and
+names only what it changes::
+
+    [orders]
+    heat = 0.2
+
+    [strategies]
+    rounds = 60
+
+`pipeloom.io.read_spec` reads it as `SearchParams`.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from pipeloom.errors import InputError, check_count, check_not_negative, check_positive
+
+
+def check_share(entity: str, value: float) -> None:
+    """Raise `InputError` unless the value is a part of a whole."""
+    if not 0 <= value <= 1:
+        raise InputError(entity, f"{value} is no part of a budget", "give a number from 0 to 1")
+
+
+def check_ratio(entity: str, value: float) -> None:
+    """Raise `InputError` unless the value is at least 1."""
+    if not 1 <= value < float("inf"):
+        raise InputError(entity, f"{value} is not finite and at least 1", "give how many times as much, 1 or more")
+
+
+class StaticOrderParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Orders by rules, which every search begins with."""
+
+    share: float = 0.25
+    """Part of the budget that large graphs may spend on them; the promising ones come early."""
+    late_parts: tuple[float, ...] = (0.02, 0.03, 0.015, 0.025, 0.01, 0.05, 1.0)
+    """Parts of all work that backwards which nothing waits for may leave for the end."""
+    unequal: float = 1.3
+    """Passes of one group whose work differs by more than this get priorities of their own."""
+
+    def __post_init__(self) -> None:
+        """Refuse what is no share or ratio."""
+        check_share("static_orders.share", self.share)
+        check_ratio("static_orders.unequal", self.unequal)
+        for i, part in enumerate(self.late_parts):
+            check_share(f"static_orders.late_parts[{i}]", part)
+
+
+class OrderParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Local search and annealing on the order of groups."""
+
+    heat: float = 0.1
+    """Start of an annealing, in mean durations of a task; so much for `few_changes` per job or fewer."""
+    few_changes: float = 25.0
+    """Beyond, the heat rises with the root of the changes per job. They are counted at the speed of the static orders,
+    which is two to five times slower."""
+    most_heat: float = 1.0
+    """Where that rise ends."""
+    far: float = 1.05
+    """Above so many times the bound, microbatches must change places, at which this search is better than
+    justification."""
+    far_share: float = 0.7
+    """Part of the time that then goes to it."""
+    switch_every: int = 64
+    """One change in so many is of the policy; 0: none."""
+    whole_microbatches: int = 13
+    """Of sixteen changes to the order, so many move whole microbatches."""
+    steps_per_round: int = 400_000
+    """Tasks that a kernel may schedule before it returns to look at the clock: about 10 ms."""
+
+    def __post_init__(self) -> None:
+        """Refuse temperatures, shares and counts that are none."""
+        check_not_negative("orders.heat", self.heat)
+        check_positive("orders.few_changes", self.few_changes)
+        check_not_negative("orders.most_heat", self.most_heat)
+        check_ratio("orders.far", self.far)
+        check_share("orders.far_share", self.far_share)
+        check_not_negative("orders.switch_every", self.switch_every)
+        if not 0 <= self.whole_microbatches <= 16:
+            raise InputError("orders.whole_microbatches", f"{self.whole_microbatches} is not from 0 to 16")
+        check_count("orders.steps_per_round", self.steps_per_round)
+
+    def long_heat(self, changes_per_job: float) -> float:
+        """Start of an annealing, in mean durations of a task: the longer it may last, the hotter."""
+        return float(min(self.most_heat, self.heat * max(1.0, changes_per_job / self.few_changes) ** 0.5))
+
+
+class TaskListParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Annealing on one list of all tasks, for small graphs."""
+
+    most_tasks: int = 200
+    """Tasks up to which a graph is small."""
+    orders_share: float = 0.1
+    """Part of the time for the local search of orders before."""
+    turns: int = 4
+    """Annealings one after the other."""
+    heat: float = 1.0
+    """Their start, in mean durations of a task."""
+
+    def __post_init__(self) -> None:
+        """Refuse temperatures, shares and counts that are none."""
+        check_not_negative("task_list.most_tasks", self.most_tasks)
+        check_share("task_list.orders_share", self.orders_share)
+        check_count("task_list.turns", self.turns)
+        check_not_negative("task_list.heat", self.heat)
+
+
+class JustificationParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Local search that schedules back and forth in time, where memory is limited."""
+
+    heat: float = 0.1
+    """Start of the annealing, in mean durations of a task."""
+    passes: int = 8
+    """Passes over one changed schedule, at most."""
+    loose: float = 1 / 32
+    """A pass that comes out longer than the current schedule by more than this part ends them."""
+    lookahead: int = 4
+    """Up to so many ready tasks may be refused memory before a rank waits; drawn anew for every change."""
+
+    def __post_init__(self) -> None:
+        """Refuse temperatures and counts that are none."""
+        check_not_negative("justification.heat", self.heat)
+        check_count("justification.passes", self.passes)
+        check_not_negative("justification.loose", self.loose)
+        check_count("justification.lookahead", self.lookahead)
+
+
+class PolishParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Local search on the order of tasks, where memory is limited and time cannot be reversed."""
+
+    orders_share: float = 0.7
+    """Part of the time for the annealing of group orders before."""
+    heat: float = 0.06
+    """Start of the annealing, in mean durations of a task."""
+
+    def __post_init__(self) -> None:
+        """Refuse temperatures and shares that are none."""
+        check_share("polish.orders_share", self.orders_share)
+        check_not_negative("polish.heat", self.heat)
+
+
+class TurnParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Orders and memory strategies by turns, where pairs have candidates."""
+
+    lean_rounds: int = 6
+    """Turns from the leanest candidates."""
+    uniform_rounds: int = 3
+    """Turns from the best uniform setting."""
+    chosen_rounds: int = 2
+    """Turns from strategies chosen for a lean order."""
+    probe_share: float = 0.05
+    """Part of the budget for the static orders of one uniform setting."""
+    far: float = 1.05
+    """Makespan over bound beyond which an order for the leanest candidates is tried beside that for a uniform
+    setting."""
+    split_share: float = 0.25
+    """Part of the budget in which another number of split microbatches is begun."""
+
+    def __post_init__(self) -> None:
+        """Refuse shares, ratios and counts that are none."""
+        check_count("turns.lean_rounds", self.lean_rounds)
+        check_count("turns.uniform_rounds", self.uniform_rounds)
+        check_count("turns.chosen_rounds", self.chosen_rounds)
+        check_share("turns.probe_share", self.probe_share)
+        check_ratio("turns.far", self.far)
+        check_share("turns.split_share", self.split_share)
+
+
+class StrategyParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The choice of memory strategies for an order, by a Lagrangian method."""
+
+    rounds: int = 120
+    """Where one order gets strategies; twice so many once capacities are tightened."""
+    large_rounds: int = 60
+    """The same for large graphs."""
+    rollout_rounds: int = 16
+    """Where thousands of orders get them, and where time is short."""
+    large_tasks: int = 900
+    """Tasks of a rank beyond which a graph is large. Without this limit a choice takes half a second and more for a
+    rank of 1500 tasks, and no search could stop it."""
+    most_share: float = 0.1
+    """Part of the budget's time that one choice may take if a less thorough one would do."""
+    cost: float = 150.0
+    """What a choice of `rounds` takes, in choices of `rollout_rounds` (graphs of 6000 to 11 500 tasks: 100 to 300).
+    What costs most are the exchanges, for little: makespans differ by a part in a thousand."""
+    large_cost: float = 2.5
+    """The same for `large_rounds` (2.2 to 2.6)."""
+    thorough_rounds: int = 64
+    """Rounds from which on capacities are tightened, and the choice ends with exchanges."""
+    repair_every: int = 8
+    """Rounds between two repairs of the Lagrangian's choice."""
+    first_step: float = 1.0
+    """First step of the multipliers, in the length that would close the gap if the bound were linear."""
+    later_step: float = 0.3
+    """The same once capacities are tightened."""
+    most_sums: int = 4000
+    """Different sums of candidates at one place; where there are more, its capacity is not tightened."""
+    most_sum_steps: int = 300_000
+    """Steps of merging sums, over all places of a rank: about a millisecond."""
+
+    def __post_init__(self) -> None:
+        """Refuse shares, steps and counts that are none."""
+        for name in ("rounds", "large_rounds", "rollout_rounds", "thorough_rounds", "repair_every", "most_sums"):
+            check_count(f"strategies.{name}", getattr(self, name))
+        for name in ("cost", "large_cost", "first_step", "later_step"):
+            check_positive(f"strategies.{name}", getattr(self, name))
+        for name in ("large_tasks", "most_sum_steps"):
+            check_not_negative(f"strategies.{name}", getattr(self, name))
+        check_share("strategies.most_share", self.most_share)
+
+
+class AssignmentParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The choice of ranks for the parts of replicated modules."""
+
+    first_share: float = 0.35
+    """Part of the budget after which orders under the assignment at hand have been searched."""
+    even_share: float = 0.6
+    """After which orders under an assignment that is even under the strategies found have been searched, too; the rest
+    is for the annealing of assignment and order."""
+    most_swaps: int = 400
+    """Changes that make an assignment even."""
+    heat: float = 0.03
+    """Start of the annealing, in mean durations of a task; it falls to nothing."""
+    rounds: int = 4
+    """Turns of annealing and of the choice of strategies, where there are any."""
+    least_evaluations: int = 20
+    """Budgets of fewer schedules go to one assignment."""
+
+    def __post_init__(self) -> None:
+        """Refuse temperatures, shares and counts that are none."""
+        check_share("assignment.first_share", self.first_share)
+        check_share("assignment.even_share", self.even_share)
+        if self.even_share < self.first_share:
+            raise InputError(
+                "assignment.even_share", f"{self.even_share:g} is before first_share, {self.first_share:g}", "raise it"
+            )
+        check_not_negative("assignment.most_swaps", self.most_swaps)
+        check_not_negative("assignment.heat", self.heat)
+        check_count("assignment.rounds", self.rounds)
+        check_not_negative("assignment.least_evaluations", self.least_evaluations)
+
+
+class FeasibilityParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How long to look for any order or choice of candidates that fits, where the plain ones do not."""
+
+    job_states: int = 20_000
+    """Sets of finished tasks that are tried for a job."""
+    candidate_states: int = 20_000
+    """Sets of finished tasks, with candidates, that are tried for a job."""
+
+    def __post_init__(self) -> None:
+        """Refuse negative counts."""
+        check_not_negative("feasibility.job_states", self.job_states)
+        check_not_negative("feasibility.candidate_states", self.candidate_states)
+
+
+class ExactParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Exact solvers, which start from an answer of the default method."""
+
+    start_share: float = 0.1
+    """Part of the budget that goes to that answer."""
+    seconds: float = 10.0
+    """Time for an exact solver where the budget has no deadline."""
+
+    def __post_init__(self) -> None:
+        """Refuse shares and times that are none."""
+        check_share("exact.start_share", self.start_share)
+        check_positive("exact.seconds", self.seconds)
+
+
+class SearchParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """All parameters of `pipeloom.search.solve` and `pipeloom.search.solve_assignable`."""
+
+    static_orders: StaticOrderParams = StaticOrderParams()
+    orders: OrderParams = OrderParams()
+    task_list: TaskListParams = TaskListParams()
+    justification: JustificationParams = JustificationParams()
+    polish: PolishParams = PolishParams()
+    turns: TurnParams = TurnParams()
+    strategies: StrategyParams = StrategyParams()
+    assignment: AssignmentParams = AssignmentParams()
+    feasibility: FeasibilityParams = FeasibilityParams()
+    exact: ExactParams = ExactParams()
+
+
+DEFAULTS = SearchParams()

@@ -1,0 +1,110 @@
+"""The default search as a list of phases: what runs, for how long, on which graphs.
+
+It reads from above. A phase that does not concern a graph is left out, and the next one gets its time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pipeloom.search.justify import justify
+from pipeloom.search.local import local_search, portfolio
+from pipeloom.search.params import SearchParams
+from pipeloom.search.polish import polish, rearrange
+from pipeloom.search.state import Run, Search
+from pipeloom.search.stopping import Part
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """One phase of a search.
+
+    Attributes
+    ----------
+    name : str
+    run : Run
+    share : float
+        Of the time that is left when it begins.
+    where : callable
+        Whether a search has this phase, asked when its turn comes.
+    turns : int
+        The time is divided into so many turns, each from the incumbent.
+    open_end : bool
+        It may end early: the next phase begins when it has ended, not where its share does.
+    """
+
+    name: str
+    run: Run
+    share: float = 1.0
+    where: Callable[[Search], bool] = lambda _search: True
+    turns: int = 1
+    open_end: bool = False
+
+
+def default_phases(params: SearchParams) -> tuple[Phase, ...]:
+    """Static orders; then lists of tasks for small graphs; local search where memory does not matter; and where it
+    does, annealing of orders as long as they are far from the bound, then justification.
+    """
+    orders, lists, back, fine = params.orders, params.task_list, params.justification, params.polish
+
+    def small(search: Search) -> bool:
+        return search.graph.num_tasks <= lists.most_tasks
+
+    def unlimited(search: Search) -> bool:
+        return not small(search) and not search.limited
+
+    def limited(search: Search) -> bool:
+        return not small(search) and search.limited
+
+    def far(search: Search) -> bool:
+        return limited(search) and search.best_ns > orders.far * search.target_ns
+
+    def reversible(search: Search) -> bool:
+        return limited(search) and search.reverse is not None
+
+    def one_way(search: Search) -> bool:
+        return limited(search) and search.reverse is None
+
+    def anneal(search: Search, part: Part) -> None:
+        local_search(search, part, orders.heat)
+
+    def anneal_long(search: Search, part: Part) -> None:
+        pace = search.pace
+        changes = search.meter.watch.expected(pace.evaluations, pace.seconds, part.until - part.since)
+        local_search(search, part, orders.long_heat(changes / len(search.packed.job_size)))
+
+    def anneal_list(search: Search, part: Part) -> None:
+        rearrange(search, part, lists.heat)
+
+    def back_and_forth(search: Search, part: Part) -> None:
+        justify(search, part, back.heat)
+
+    def anneal_tasks(search: Search, part: Part) -> None:
+        polish(search, part, fine.heat)
+
+    return (
+        Phase("static orders", portfolio, share=params.static_orders.share, open_end=True),
+        Phase("orders, annealed", anneal, share=lists.orders_share, where=small),
+        Phase("list of tasks, annealed", anneal_list, where=small, turns=lists.turns),
+        Phase("orders, improved", local_search, where=unlimited),
+        # Microbatches must change places, at which the search of group orders is better than justification.
+        Phase("orders, annealed the hotter the longer", anneal_long, share=orders.far_share, where=far),
+        Phase("justification", back_and_forth, where=reversible),
+        Phase("orders, annealed", anneal, share=fine.orders_share, where=one_way),
+        Phase("order of tasks, annealed", anneal_tasks, where=one_way),
+    )
+
+
+def default(search: Search, part: Part) -> None:
+    """Run the default phases in what is left of a part of the budget."""
+    begin = search.meter.spent
+    for phase in default_phases(search.params):
+        if search.done:
+            return
+        if not phase.where(search):
+            continue
+        mine = Part(begin, part.until).first(phase.share)
+        for turn in mine.turns(phase.turns):
+            phase.run(search, turn)
+        begin = search.meter.spent if phase.open_end else mine.until

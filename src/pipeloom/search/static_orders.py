@@ -1,0 +1,113 @@
+"""GPipe, 1F1B and interleaved 1F1B, as Megatron-LM runs them.
+
+They order what the layout gives and judge nothing: memory capacity and costs do not enter. Microbatches that
+miss a stage keep their turn there, which removes tasks from a schedule that is free of deadlock and so leaves
+it free of deadlock.
+"""
+
+from __future__ import annotations
+
+from pipeloom.errors import InputError
+from pipeloom.search.stage_chain import Chain, as_schedule, chain_of
+from pipeloom.taskgraph import TaskGraph
+from pipeloom.timeline import Schedule
+
+Unit = tuple[int, int]
+"""A stage and a microbatch."""
+
+
+def gpipe(graph: TaskGraph) -> Schedule:
+    """Run all forwards, then all backwards, on every rank stage by stage and microbatch by microbatch.
+
+    Raises
+    ------
+    InputError
+        The graph has no labels.
+    """
+    chain = chain_of(graph)
+    order = []
+    for rank in range(graph.num_ranks):
+        stages = chain.stages_of(rank)
+        forwards = [(stage, m) for stage in stages for m in range(chain.num_microbatches)]
+        backwards = [(stage, m) for stage in reversed(stages) for m in range(chain.num_microbatches)]
+        order.append(_tasks(chain, forwards, backwards, len(forwards)))
+    return as_schedule(graph, order, "gpipe")
+
+
+def one_f_one_b(graph: TaskGraph) -> Schedule:
+    """Run stage s of p ahead by p - s - 1 forwards, then alternate one forward and one backward.
+
+    Raises
+    ------
+    InputError
+        The graph has no labels, or a rank has more than one stage.
+    """
+    chain = chain_of(graph)
+    num_stages = len(chain.rank_of_stage)
+    order: list[list[int]] = [[] for _ in range(graph.num_ranks)]
+    for stage, rank in enumerate(chain.rank_of_stage):
+        if order[rank]:
+            count = len(chain.stages_of(rank))
+            raise InputError(
+                "layout",
+                f"rank {rank} has {count} stages, 1F1B takes one",
+                "put consecutive layers on each rank, or use interleaved 1F1B",
+            )
+        units = [(stage, m) for m in range(chain.num_microbatches)]
+        order[rank] = _tasks(chain, units, units, num_stages - stage - 1)
+    return as_schedule(graph, order, "1f1b")
+
+
+def interleaved_one_f_one_b(graph: TaskGraph) -> Schedule:
+    """Run v stages on each of p ranks, taking microbatches in groups of p.
+
+    Rank r runs (p - r - 1) * 2 + (v - 1) * p forwards ahead. Stages go to the ranks in turn; where the
+    layout skips a rank in its turn, an empty stage stands in, and where the number of microbatches is no
+    multiple of p (which Megatron refuses), empty microbatches fill the last group.
+
+    Raises
+    ------
+    InputError
+        The graph has no labels.
+    """
+    return as_schedule(graph, interleaved_orders(chain_of(graph), graph.num_ranks), "interleaved 1f1b")
+
+
+def interleaved_orders(chain: Chain, num_ranks: int) -> list[list[int]]:
+    """Tasks per rank of the stages of a chain, interleaved."""
+    column: list[int | None] = []
+    for stage, rank in enumerate(chain.rank_of_stage):
+        column += [None] * ((rank - len(column)) % num_ranks)
+        column.append(stage)
+    column += [None] * (-len(column) % num_ranks)
+    depth = len(column) // num_ranks
+    groups = range(-(-chain.num_microbatches // num_ranks))
+    order = []
+    for rank in range(num_ranks):
+        mine = column[rank::num_ranks]
+        forwards, backwards = (
+            [
+                (stage if stage is not None else -1, group * num_ranks + m)
+                for group in groups
+                for stage in stages
+                for m in range(num_ranks)
+            ]
+            for stages in (mine, mine[::-1])
+        )
+        ahead = (num_ranks - rank - 1) * 2 + (depth - 1) * num_ranks
+        order.append(_tasks(chain, forwards, backwards, ahead))
+    return order
+
+
+def _tasks(chain: Chain, forwards: list[Unit], backwards: list[Unit], ahead: int) -> list[int]:
+    """``ahead`` forwards, then forward and backward by turns, then the backwards that are left."""
+    ahead = min(ahead, len(forwards))
+    tasks: list[int] = []
+    for unit in forwards[:ahead]:
+        tasks += chain.forward.get(unit, [])
+    for forward, backward in zip(forwards[ahead:], backwards, strict=False):
+        tasks += chain.forward.get(forward, [])
+        tasks += chain.backward.get(backward, [])
+    for unit in backwards[len(forwards) - ahead :]:
+        tasks += chain.backward.get(unit, [])
+    return tasks

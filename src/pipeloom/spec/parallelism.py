@@ -1,0 +1,48 @@
+"""Degrees of parallelism: those that a layout of real ranks has, and those that an emulated run has besides."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from pipeloom.errors import InputError, check_count
+
+
+class Parallelism(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Degrees of parallelism beside the pipeline, whose ranks the layout counts itself."""
+
+    tensor: int = 1
+    data: int = 1
+
+    def __post_init__(self) -> None:
+        """Refuse degrees below one."""
+        for name in ("tensor", "data"):
+            check_count(f"{type(self).__name__.lower()}.{name}", getattr(self, name))
+
+
+class Degrees(Parallelism, frozen=True, forbid_unknown_fields=True):
+    """All degrees of an emulated run. Data, expert and context parallelism lie between tensor and pipeline.
+
+    ``expert`` divides the experts over so many devices among those of one data-parallel replica group;
+    ``zero``: 0 nothing is sharded over data parallelism, 1 the optimiser's state, 3 gradients and weights too.
+    """
+
+    pipeline: int = 1
+    context: int = 1
+    expert: int = 1
+    sequence_parallel: bool = True
+    zero: Literal[0, 1, 3] = 1
+
+    def __post_init__(self) -> None:
+        """Refuse degrees below one, and experts that do not divide."""
+        Parallelism.__post_init__(self)
+        for name in ("pipeline", "context", "expert"):
+            check_count(f"degrees.{name}", getattr(self, name))
+        if (self.data * self.context * self.tensor) % self.expert:
+            raise InputError("degrees.expert", f"{self.expert} does not divide data x context x tensor")
+
+    @property
+    def num_devices(self) -> int:
+        """Devices that these degrees need."""
+        return self.tensor * self.pipeline * self.data * self.context

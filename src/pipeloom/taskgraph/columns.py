@@ -1,0 +1,173 @@
+"""Tasks, Pairs and Edges: the columns that a `TaskGraph` is made of, validated where they are made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from pipeloom.errors import InputError
+from pipeloom.taskgraph.candidates import Candidate
+from pipeloom.taskgraph.totals import check_candidates, summable
+
+IntArray = npt.NDArray[np.int64]
+KIND_NAMES = ("F", "B", "I", "W")
+
+
+class PairLabel(NamedTuple):
+    """What a pair means in a layout: chunk number, microbatch and sub-microbatch.
+
+    ``strategy`` is the memory strategy of its durations and bytes as plans write it (`spec.strategy_word`).
+    """
+
+    chunk: int
+    microbatch: int
+    sub_microbatch: int
+    strategy: str = "keep"
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Tasks:
+    """What is to be done, a row a task. Columns become arrays of integers.
+
+    Attributes
+    ----------
+    kind : array, shape (num_tasks,)
+        `FORWARD`, `BACKWARD`, `INPUT_GRADIENT` or `WEIGHT_GRADIENT`.
+    rank, duration_ns, pair, segment, microbatch : array, shape (num_tasks,)
+    module : array, shape (num_tasks,)
+        Indexes ``module_names``.
+    module_names : tuple of str
+
+    Raises
+    ------
+    InputError
+        No task, columns of unequal length, numbers out of range, or durations that sum to 2**62 ns or more.
+    """
+
+    kind: npt.ArrayLike
+    rank: npt.ArrayLike
+    duration_ns: npt.ArrayLike
+    pair: npt.ArrayLike
+    segment: npt.ArrayLike
+    microbatch: npt.ArrayLike
+    module: npt.ArrayLike
+    module_names: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        """Make arrays of the columns and check each by itself."""
+        kind = np.asarray(self.kind, dtype=np.int8)
+        if len(kind) == 0:
+            raise InputError("tasks.kind", "is empty", "give at least one task")
+        object.__setattr__(self, "kind", kind)
+        # Largest segment number below the number of tasks: kernels hold one slot a segment.
+        bounds = {"module": len(self.module_names), "segment": len(kind)}
+        for field in fields(self):
+            if field.name in ("kind", "module_names"):
+                continue
+            name = "tasks.duration_s" if field.name == "duration_ns" else f"tasks.{field.name}"
+            value = getattr(self, field.name)
+            column = summable(name, value) if field.name == "duration_ns" else np.asarray(value, dtype=np.int64)
+            if column.shape != kind.shape:
+                raise InputError(name, f"has {column.size} entries, tasks.kind has {len(kind)}")
+            check_range(name, column, bounds.get(field.name))
+            object.__setattr__(self, field.name, column)
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Pairs:
+    """Forwards with their backwards, a row a pair.
+
+    Attributes
+    ----------
+    activation_bytes : array, shape (num_pairs,)
+    weight_gradient_bytes : array, shape (num_pairs,), or None
+        None: as ``activation_bytes``.
+    candidates : per pair a tuple of `Candidate`, or None
+    labels : per pair a `PairLabel`, or None for graphs that do not come from a layout
+
+    Raises
+    ------
+    InputError
+        Columns of unequal length, negative sizes, or sizes that sum to 2**62 bytes or more.
+    """
+
+    activation_bytes: npt.ArrayLike
+    weight_gradient_bytes: npt.ArrayLike | None = None
+    candidates: tuple[tuple[Candidate, ...], ...] | None = None
+    labels: tuple[PairLabel, ...] | None = None
+
+    def __post_init__(self) -> None:
+        """Make arrays of the columns and check them."""
+        num_pairs = len(np.asarray(self.activation_bytes))
+        activation = sizes("pairs.activation_bytes", self.activation_bytes, num_pairs)
+        held = self.weight_gradient_bytes
+        weight_gradient = activation if held is None else sizes("pairs.weight_gradient_bytes", held, num_pairs)
+        object.__setattr__(self, "activation_bytes", activation)
+        object.__setattr__(self, "weight_gradient_bytes", weight_gradient)
+        if self.candidates is not None:
+            check_candidates(self.candidates)
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Edges:
+    """What comes before what, a row an edge; a pair's own order (F, I or B, W) need not be among them.
+
+    Attributes
+    ----------
+    source, target : array, shape (num_edges,)
+        Task numbers.
+    delay_ns : array, shape (num_edges,)
+    bytes : array, shape (num_edges,), or None
+        Held on the rank of both ends from the end of the one to the end of the other; None: nothing.
+
+    Raises
+    ------
+    InputError
+        Columns of unequal length, negative numbers, or delays or sizes that sum to 2**62 or more.
+    """
+
+    source: npt.ArrayLike
+    target: npt.ArrayLike
+    delay_ns: npt.ArrayLike
+    bytes: npt.ArrayLike | None = None
+
+    def __post_init__(self) -> None:
+        """Make arrays of the columns and check them."""
+        source = np.asarray(self.source, dtype=np.int64).reshape(-1)
+        target = np.asarray(self.target, dtype=np.int64).reshape(-1)
+        if len(target) != len(source):
+            raise InputError("edges.target", f"has {len(target)} entries, edges.source has {len(source)}")
+        delay = sizes("edges.delay_s", self.delay_ns, len(source))
+        held = np.zeros(len(source), np.int64) if self.bytes is None else sizes("edges.bytes", self.bytes, len(source))
+        check_range("edges.source", source, None)
+        check_range("edges.target", target, None)
+        for name, column in (("source", source), ("target", target), ("delay_ns", delay), ("bytes", held)):
+            object.__setattr__(self, name, column)
+
+
+def check_range(name: str, values: IntArray, bound: int | None) -> None:
+    """Refuse entries below zero, and those that are not below a bound."""
+    bad = np.flatnonzero(values < 0)
+    if bad.size:
+        raise InputError(f"{name}[{bad[0]}]", f"{values[bad[0]]} is negative")
+    if bound is not None:
+        bad = np.flatnonzero(values >= bound)
+        if bad.size:
+            raise InputError(f"{name}[{bad[0]}]", f"{values[bad[0]]} is not below {bound}")
+
+
+def sizes(name: str, values: npt.ArrayLike, length: int) -> IntArray:
+    """Times or sizes as an array of so many, none negative, that can be summed."""
+    array = summable(name, values).reshape(-1)
+    check_length(name, array, length)
+    check_range(name, array, None)
+    return array
+
+
+def check_length(name: str, array: IntArray, length: int) -> None:
+    """Refuse a column of another length."""
+    if len(array) != length:
+        raise InputError(name, f"has {len(array)} entries, expected {length}")

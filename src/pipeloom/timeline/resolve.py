@@ -1,0 +1,100 @@
+"""Resolve: what is left of a scheduling problem once strategies are chosen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from pipeloom.taskgraph import (
+    BACKWARD,
+    KIND_NAMES,
+    NO_TASK,
+    WEIGHT_GRADIENT,
+    Edges,
+    IntArray,
+    Pairs,
+    TaskGraph,
+    Tasks,
+    make_graph,
+)
+from pipeloom.timeline.schedule import Schedule, Timeline
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Resolved:
+    """A graph whose pairs have one candidate each, and the way to it.
+
+    Attributes
+    ----------
+    graph : TaskGraph
+    number : array, shape (num_tasks of the graph before,)
+        What a task is called now; -1: it is gone.
+    """
+
+    graph: TaskGraph
+    number: IntArray
+
+    def schedule(self, schedule: Schedule) -> Schedule:
+        """A schedule of the graph before, as one of this graph."""
+        renamed = (self.number[tasks] for tasks in schedule.order)
+        choice = None if self.graph.candidates is None else np.zeros(self.graph.num_pairs, np.int64)
+        return Schedule(tuple(tasks[tasks != NO_TASK] for tasks in renamed), choice, schedule.method)
+
+    def timeline(self, timeline: Timeline) -> Timeline:
+        """A timeline of the graph before, as one of this graph."""
+        left = self.number != NO_TASK
+        return Timeline(timeline.start_ns[left], timeline.end_ns[left], timeline.peak_bytes)
+
+
+def resolve_candidates(graph: TaskGraph, choice: IntArray | None) -> Resolved:
+    """Write the chosen candidates into a graph, and make one task of every backward that they keep whole.
+
+    A pair with I and W may choose a candidate whose W takes no time: its backward is whole, as one B where I was.
+
+    Parameters
+    ----------
+    graph : TaskGraph
+    choice : array, shape (num_pairs,), or None
+        Index of every pair's candidate; None where the graph has none.
+    """
+    if graph.candidates is None or choice is None:
+        return Resolved(graph, np.arange(graph.num_tasks))
+    chosen = graph.with_candidates(choice)
+    picked = [row[index] for row, index in zip(graph.candidates, choice.tolist(), strict=True)]
+    whole = np.array([option.weight_ns == 0 for option in picked], np.bool_) & (graph.weight_of != NO_TASK)
+    kind = chosen.kind.copy()
+    kind[graph.backward_of[whole]] = BACKWARD
+    left = ~(whole[graph.pair] & (graph.kind == WEIGHT_GRADIENT))
+    number = np.where(left, np.cumsum(left) - 1, NO_TASK)
+    # Of one pass, some backwards may be whole and others not: those are segments of their own.
+    segment = np.unique(graph.segment[left] * len(KIND_NAMES) + kind[left], return_inverse=True)[1]
+    resolved = make_graph(
+        name=graph.name,
+        num_ranks=graph.num_ranks,
+        tasks=Tasks(
+            kind=kind[left],
+            rank=graph.rank[left],
+            duration_ns=chosen.duration_ns[left],
+            pair=graph.pair[left],
+            segment=segment,
+            microbatch=graph.microbatch[left],
+            module=graph.module[left],
+            module_names=graph.module_names,
+        ),
+        pairs=Pairs(
+            activation_bytes=chosen.activation_bytes,
+            weight_gradient_bytes=chosen.weight_gradient_bytes,
+            candidates=tuple((option,) for option in picked),
+            labels=chosen.labels,
+        ),
+        edges=Edges(
+            source=number[graph.edge_source],
+            target=number[graph.edge_target],
+            delay_ns=graph.edge_delay_ns,
+            bytes=graph.edge_bytes,
+        ),
+        static_bytes=graph.static_bytes,
+        capacity_bytes=graph.capacity_bytes,
+    )
+    return Resolved(resolved, number)

@@ -1,0 +1,47 @@
+"""Training runs: measure, lay out, train over ranks, report; what `pipeloom train` and Python share."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pipeloom.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from pipeloom.training.config import (
+        CheckpointConfig,
+        LayoutConfig,
+        OptimizerConfig,
+        ParallelConfig,
+        PlannerConfig,
+        RuntimeConfig,
+        TrainConfig,
+        read_config,
+    )
+    from pipeloom.training.display import Display, Quiet
+    from pipeloom.training.one_call import FitResult, FitSettings, fit
+    from pipeloom.training.record import Row, Summary, read_history
+    from pipeloom.training.run import TrainingRun
+    from pipeloom.training.task import Task
+
+__getattr__, __dir__ = lazy_names(__name__, __file__)
+
+__all__ = [
+    "CheckpointConfig",
+    "Display",
+    "FitResult",
+    "FitSettings",
+    "LayoutConfig",
+    "OptimizerConfig",
+    "ParallelConfig",
+    "PlannerConfig",
+    "Quiet",
+    "Row",
+    "RuntimeConfig",
+    "Summary",
+    "Task",
+    "TrainConfig",
+    "TrainingRun",
+    "fit",
+    "read_config",
+    "read_history",
+]

@@ -1,0 +1,243 @@
+"""Everything about a training run that can be written down: what train.toml holds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from pipeloom.cost import check_strategies
+from pipeloom.errors import InputError, check_count, check_not_negative, check_positive
+from pipeloom.io import read_spec
+from pipeloom.layout import ModulePlacement
+from pipeloom.packing import PackingSpec
+from pipeloom.planner.client import DEADLINE_S
+from pipeloom.spec import Parallelism, RankSpec, Strategy
+from pipeloom.tuning import TuningSpec, check_no_choice
+
+_LONGEST_S = 1e7
+_MOST_COUNTED = 2**31 - 1
+
+
+class LayoutConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How the model is laid over the ranks."""
+
+    ranks: int
+    kind: Literal["separate", "encoder_first", "chosen", "arranged", "file"] = "separate"
+    """``separate``: every module over all ranks. ``encoder_first``: encoders whole on rank 0, as [tuning] asks for.
+    ``chosen``: the fastest of those that are tried on the first batches, sizes and segments included. ``arranged``:
+    partition and placement of a single module chosen together. ``file``: the one at ``path``."""
+    modules: dict[str, ModulePlacement] = {}
+    path: str = ""
+    """A `pipeloom.layout/1`, relative to the file."""
+
+    def __post_init__(self) -> None:
+        """Refuse layouts without ranks, and choices that are made already."""
+        check_count("layout.ranks", self.ranks)
+        decided = {"chosen": "is to be chosen", "arranged": "is to be arranged", "file": "is in a file"}
+        if self.kind in decided and self.modules:
+            raise InputError(
+                "layout.modules",
+                f"states {', '.join(self.modules)}, but the layout {decided[self.kind]}",
+                f'leave [layout.modules] out, or kind = "{self.kind}"',
+            )
+        if self.kind == "file" and not self.path:
+            raise InputError("layout.path", "is missing", "name a layout that `pipeloom arrange` wrote")
+        if self.path and self.kind != "file":
+            raise InputError("layout.path", f"is given, kind is {self.kind!r}", 'use kind = "file"')
+
+
+class ParallelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Parallelism beside the pipeline."""
+
+    dp: int = 1
+    """Replicas of the pipeline; they divide the samples of each batch among them."""
+    tp: int = 1
+    """Ranks over which the layers of each pipeline rank are divided, as the model's ``parallelize`` says."""
+    shard: Literal["fsdp"] | None = None
+    """``fsdp``: replicas hold parameters, gradients and optimiser state in shards; leave out: each holds all."""
+
+    @property
+    def num_beside(self) -> int:
+        """Processes of each pipeline rank."""
+        return self.dp * self.tp
+
+    @property
+    def divides_nothing(self) -> bool:
+        """Whether every process holds whole layers."""
+        return self.tp == 1 and self.shard is None
+
+    @property
+    def degrees(self) -> Parallelism:
+        """As a layout has them."""
+        return Parallelism(tensor=self.tp, data=self.dp)
+
+    def __post_init__(self) -> None:
+        """Refuse none at all, and shards for one."""
+        for name in ("dp", "tp"):
+            check_count(f"parallel.{name}", getattr(self, name))
+        if self.shard is not None and self.dp < 2:
+            raise InputError(
+                "parallel.shard",
+                f"{self.shard!r} shards over replicas, and parallel.dp is {self.dp}",
+                "let parallel.dp be 2 or more, or leave parallel.shard out",
+            )
+
+
+class OptimizerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """AdamW with linear warm-up and cosine decay to zero."""
+
+    learning_rate: float = 1e-3
+    weight_decay: float = 0.01
+    betas: tuple[float, float] = (0.9, 0.999)
+    warmup_iterations: int = 0
+    clip_norm: float | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse rates that cannot train."""
+        check_positive("optimizer.learning_rate", self.learning_rate)
+        if self.warmup_iterations < 0:
+            raise InputError("optimizer.warmup_iterations", f"{self.warmup_iterations} is negative")
+        check_not_negative("optimizer.weight_decay", self.weight_decay)
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise InputError("optimizer.betas", f"{list(self.betas)} are not in [0, 1)")
+        if self.clip_norm is not None and not self.clip_norm > 0:
+            raise InputError("optimizer.clip_norm", f"{self.clip_norm} is not positive", "leave it out for no clipping")
+
+
+class PlannerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How long plans are searched and waited for."""
+
+    budget_s: float = 0.1
+    deadline_s: float = DEADLINE_S
+    method: str = "default"
+    strategies: tuple[Strategy, ...] = ("keep",)
+    """How pairs may hold their activations; the planner chooses for each. The first is the base."""
+    split_backward: bool = False
+    """Whether backwards may be split into input and weight gradients."""
+    params: str = ""
+    """File with parameters of the search, `pipeloom.search.SearchParams`, relative to the file; empty: the defaults."""
+
+    @property
+    def offers_a_choice(self) -> bool:
+        """Whether anything but keeping all activations and whole backwards may be planned."""
+        return self.strategies != ("keep",) or self.split_backward
+
+    def __post_init__(self) -> None:
+        """Refuse budgets that never begin and deadlines that never come."""
+        check_positive("planner.budget_s", self.budget_s)
+        check_not_negative("planner.deadline_s", self.deadline_s)
+        check_strategies("planner.strategies", self.strategies)
+
+
+class RuntimeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What ranks compute on."""
+
+    device: Literal["cpu", "cuda", "auto"] = "cpu"
+    """``cuda``: a GPU for each rank, messages by NCCL; ``auto``: so where there are enough, else the CPU."""
+    autocast: Literal["bf16"] | None = None
+    """Run layers and loss under autocast; the model must state the dtypes of shapes that come out of it."""
+
+
+class CheckpointConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How often training is saved, and where."""
+
+    every: int = 100
+    """Iterations from one checkpoint to the next; the end of the run is always saved."""
+    path: str = ""
+    """Folder, relative to the file; empty: ``checkpoints`` in the run's folder."""
+    keep: int = 2
+    """How many of the newest are kept."""
+
+    def __post_init__(self) -> None:
+        """Refuse what never saves."""
+        for name in ("every", "keep"):
+            check_count(f"checkpoint.{name}", getattr(self, name))
+
+
+class TrainConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Everything about a run. Paths are relative to the file."""
+
+    name: str
+    task: str = ""
+    """Python file with ``build_model``, ``batches``, ``describe`` and, if wanted, ``evaluate``; needed in a file."""
+    iterations: int
+    layout: LayoutConfig
+    packing: PackingSpec
+    parallel: ParallelConfig = ParallelConfig()
+    seed: int = 0
+    dtype: Literal["float32", "float64"] = "float32"
+    model: dict[str, Any] = {}
+    """Keyword arguments of ``build_model``."""
+    data: dict[str, Any] = {}
+    """Keyword arguments of ``batches``."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    cluster: RankSpec = RankSpec()
+    planner: PlannerConfig = PlannerConfig()
+    runtime: RuntimeConfig = RuntimeConfig()
+    checkpoint: CheckpointConfig | None = None
+    """Leave out: nothing is saved."""
+    timeout_s: float = 120.0
+    """After which a rank that waits for another gives up, and training stops."""
+    tuning: TuningSpec | None = None
+    """Tune every batch on 1F1B (PipeTune) instead of searching a schedule; wants ``layout.kind = "encoder_first"``."""
+
+    @property
+    def num_processes(self) -> int:
+        """Pipeline ranks of all replicas, and all tensor-parallel ranks of each."""
+        return self.layout.ranks * self.parallel.num_beside
+
+    def __post_init__(self) -> None:
+        """Refuse runs of no length and names that are no folder."""
+        check_count("iterations", self.iterations)
+        check_positive("timeout_s", self.timeout_s)
+        self._check_bounds()
+        if not self.name or any(c in self.name for c in "/\\\0") or self.name in (".", ".."):
+            raise InputError("name", f"{self.name!r} is no folder name", "use letters, digits, '-' and '_'")
+        if self.packing.policy == "exact":
+            raise InputError(
+                "packing.policy", "'exact' may not prove a batch, and then has no packing", "use 'balanced'"
+            )
+        if self.tuning is not None and self.layout.kind != "encoder_first":
+            raise InputError(
+                "layout.kind",
+                f"{self.layout.kind!r}, [tuning] is for encoders on the first rank",
+                "use 'encoder_first', or leave [tuning] out",
+            )
+        if self.tuning is not None:
+            check_no_choice(self.planner.strategies, self.planner.split_backward)
+
+    def _check_bounds(self) -> None:
+        """Refuse values that would fail late, where nobody knows any more whose they are."""
+        if not 0 <= self.seed < 2**63:
+            raise InputError("seed", f"{self.seed} is not between 0 and 2**63-1")
+        most: dict[str, tuple[float | None, float]] = {
+            "iterations": (self.iterations, _MOST_COUNTED),
+            "timeout_s": (self.timeout_s, _LONGEST_S),
+            "planner.budget_s": (self.planner.budget_s, _LONGEST_S),
+            "planner.deadline_s": (self.planner.deadline_s, _LONGEST_S),
+            "packing.token_budget": (self.packing.token_budget, _MOST_COUNTED),
+        }
+        for name, placement in self.layout.modules.items():
+            most[f"layout.modules.{name}.segments"] = (placement.segments, _MOST_COUNTED)
+            most[f"layout.modules.{name}.sub_microbatch"] = (placement.sub_microbatch, _MOST_COUNTED)
+            if placement.sub_microbatch is not None:
+                check_count(f"layout.modules.{name}.sub_microbatch", placement.sub_microbatch)
+        for field, (value, bound) in most.items():
+            if value is not None and value > bound:
+                raise InputError(field, f"{value:g} is above {bound:g}")
+
+
+def read_config(path: Path) -> TrainConfig:
+    """Read a train.toml.
+
+    Raises
+    ------
+    InputError
+        Naming the file and the field.
+    """
+    config = read_spec(path, TrainConfig)
+    if not config.task:
+        raise InputError(f"{path}: task", "is missing", "name a Python file; see docs/train.md for what it offers")
+    return config

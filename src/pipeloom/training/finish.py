@@ -1,0 +1,103 @@
+"""The end of a training run: its batches under other systems, one iteration drawn, and why it took so long."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pipeloom.explain.compare import BaselineResult, chain_layouts, compare_systems, track_of
+from pipeloom.explain.difference import Difference, difference, mean_difference
+from pipeloom.explain.difference_page import difference_page
+from pipeloom.explain.replay import answered_graph, timeline_of
+from pipeloom.io import write_text
+from pipeloom.planner import Problem, Setup
+from pipeloom.report import make_track, timeline_html, timeline_svg, trace
+from pipeloom.runtime import StepReport
+from pipeloom.search import Deadline
+from pipeloom.timeline import LowerBound
+from pipeloom.training.record import Recorder, RunFacts, Summary
+
+_NUM_COMPARED = 40
+
+
+def finish(recorder: Recorder, setup: Setup, run: RunFacts, elapsed_s: float) -> Summary:
+    """Compare with the baselines, draw one iteration, and write everything but the evaluation."""
+    reports = recorder.reports
+    systems: dict[str, list[BaselineResult]] = {}
+    explained = None
+    # There are none where all was trained before the checkpoint: then only the numbers are written again.
+    if reports:
+        systems = compared_systems(setup, reports)
+        write_timelines(recorder, setup, reports)
+        write_comparison(recorder.folder, list(systems.values()))
+        explained = explain(setup.problem(), reports)
+        write_text(recorder.folder / "difference.html", difference_page(run.name, explained))
+    comparison = {
+        name: [system.timeline.makespan_ns / 1e9 for system in systems_of] for name, systems_of in systems.items()
+    }
+    return recorder.summarise(run, elapsed_s, comparison, explained)
+
+
+def compared_systems(setup: Setup, reports: list[StepReport]) -> dict[str, list[BaselineResult]]:
+    """Some of the batches under each system, with the costs as they were last corrected."""
+    problem = setup.problem().corrected(reports[-1].correction)
+    batches = [report.batch for report in reports if report.batch is not None]
+    batches = batches[:: max(1, len(batches) // _NUM_COMPARED)]
+    layouts = chain_layouts(problem, setup.profile.load, batches)
+    systems: dict[str, list[BaselineResult]] = {}
+    for batch in batches:
+        budget = Deadline(setup.budget_s)
+        for system in compare_systems(problem, layouts, batch, budget=budget, seed=setup.seed):
+            systems.setdefault(system.name, []).append(system)
+    return systems
+
+
+def explain(problem: Problem, reports: list[StepReport]) -> Difference:
+    """Where measured and planned time differ, over the iterations whose reports were kept, the first left out."""
+    found = [
+        difference(problem, report.batch, report.answer, report.correction, report.measured)
+        for report in reports[1:] or reports
+        if report.batch is not None and report.answer is not None and report.measured is not None
+    ]
+    return mean_difference(found)
+
+
+def write_timelines(recorder: Recorder, setup: Setup, reports: list[StepReport]) -> None:
+    """Write ``trace.json`` and ``timeline.html`` of the iteration nearest to the mean measured time."""
+    settled = [report for report in reports[len(reports) // 2 :] if report.fresh] or reports
+    mean = sum(report.measured_s for report in settled) / len(settled)
+    report = min(settled, key=lambda each: abs(each.measured_s - mean))
+    answer, batch = report.answer, report.batch
+    assert answer is not None
+    assert batch is not None
+    problem = setup.problem()
+    graph = answered_graph(problem, batch, answer, report.correction)
+    bound = LowerBound(answer.lower_bound_ns, answer.lower_bound)
+    names = setup.layout.chunk_names
+    planned = timeline_of(graph, problem, answer, answer.planned_start_ns)
+    measured = timeline_of(graph, problem, answer, report.measured_ns)
+    tracks = [
+        make_track("planned", graph, None, planned, bound, names),
+        make_track("measured", graph, None, measured, None, names),
+    ]
+    title = f"{recorder.folder.name}, iteration {report.iteration}"
+    note = "Memory is planned bytes in both; measured times are real computation on this machine's cores."
+    write_text(recorder.folder / "trace.json", trace(tracks))
+    write_text(recorder.folder / "timeline.html", timeline_html(tracks, title=title, note=note))
+
+
+def write_comparison(folder: Path, systems: list[list[BaselineResult]]) -> None:
+    """Write ``comparison.html`` and ``comparison.svg``: all systems on one batch, one time axis.
+
+    The batch is the one whose gain over the first system is the median of all compared ones.
+    """
+    gains = [
+        first.timeline.makespan_ns / last.timeline.makespan_ns
+        for first, last in zip(systems[0], systems[-1], strict=True)
+    ]
+    median = sorted(range(len(gains)), key=gains.__getitem__)[len(gains) // 2]
+    chosen = [runs[median] for runs in systems]
+    tracks = [track_of(each) for each in chosen]
+    title = f"{folder.name}: one batch under each system, planned"
+    note = "Simulated from measured layer costs; the same samples, microbatches and costs for all."
+    write_text(folder / "comparison.html", timeline_html(tracks, title=title, note=note, ranked=True))
+    write_text(folder / "comparison.svg", timeline_svg(tracks))

@@ -1,0 +1,109 @@
+"""Job: what every process and every step of a training run knows of it."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+import msgspec
+import torch
+
+from pipeloom.cost import Profile
+from pipeloom.errors import InputError
+from pipeloom.planner import Setup
+from pipeloom.runtime import Checkpoints, Model, choose_device, this_worker
+from pipeloom.runtime.device import DeviceType
+from pipeloom.spec import Layout
+from pipeloom.training.config import TrainConfig
+from pipeloom.training.display import Display, Quiet
+from pipeloom.training.lock import locked
+from pipeloom.training.task import Task
+
+AUTOCAST = {None: None, "bf16": torch.bfloat16}
+"""Dtype of ``runtime.autocast``."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run's settings, its task, and where it leaves what.
+
+    Parameters
+    ----------
+    config : TrainConfig
+    task : Task
+    folder : Path
+        Everything that the run leaves; several hosts share it.
+    file : Path
+        The config's file, to which paths in it are relative; need not be there.
+    display : Display
+    layout : Layout or None
+        Where the model lies, whatever ``config.layout`` says beside the number of ranks.
+    profile : Profile or None
+        What layers cost; None: they are measured.
+    """
+
+    config: TrainConfig
+    task: Task
+    folder: Path
+    file: Path = Path("train.toml")
+    display: Display = field(default_factory=Quiet)
+    layout: Layout | None = None
+    profile: Profile | None = None
+
+    @cached_property
+    def device(self) -> DeviceType:
+        """What every rank computes on."""
+        worker = this_worker()
+        num_local = self.config.num_processes if worker is None else worker.num_local
+        return choose_device(self.config.runtime.device, num_local)
+
+    @property
+    def setup_path(self) -> Path:
+        """Where the planner's setup is written, once, so that all ranks have one layout."""
+        return self.folder / "setup.json"
+
+    @property
+    def checkpoints(self) -> Checkpoints | None:
+        """Where the run is saved: what its config says, or in its own folder; None: nowhere."""
+        saved = self.config.checkpoint
+        if saved is None:
+            return None
+        where = self.file.parent / saved.path if saved.path else self.folder / "checkpoints"
+        return Checkpoints(where, saved.every, saved.keep)
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Keep other runs out of the run's folder and out of that of its checkpoints."""
+        with ExitStack() as locks:
+            locks.enter_context(locked(self.folder))
+            # The run's own folder holds them unless the user names another.
+            saved = self.checkpoints
+            if saved is not None and self.folder.resolve() not in saved.folder.resolve().parents:
+                locks.enter_context(locked(saved.folder))
+            yield
+
+    def build_model(self) -> Model:
+        """Build the task's model in the dtype of the run, which becomes torch's default."""
+        return self.task.model(self.config.dtype, self.config.seed, **self.config.model)
+
+    def read_setup(self) -> Setup:
+        """Read what was prepared for all ranks.
+
+        Raises
+        ------
+        InputError
+            When it is not there: on another host, most likely.
+        """
+        path = self.setup_path
+        try:
+            return msgspec.json.decode(path.read_bytes(), type=Setup)
+        except OSError as error:
+            raise InputError(
+                str(path.absolute()),
+                f"cannot be read on host {socket.gethostname()} ({error.strerror}), rank 0 wrote it",
+                "with several hosts, let --runs be a folder that all of them share",
+            ) from error

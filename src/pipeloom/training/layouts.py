@@ -1,0 +1,126 @@
+"""Where the model of a training run lies: read from a file, made by rule, or chosen for what was measured."""
+
+from __future__ import annotations
+
+from pipeloom.cost import Profile, ProfileCosts, sharded_copies
+from pipeloom.cost.layers import LayerTable
+from pipeloom.errors import InputError
+from pipeloom.io import read_layout, write_layers
+from pipeloom.layout import encoder_first, layout_for, separate
+from pipeloom.layout.training import choose_training_layout, cooptimise_training_layout, training_layers
+from pipeloom.runtime import Model
+from pipeloom.runtime.divide import layers_with_tied
+from pipeloom.spec import Layout, Parallelism
+from pipeloom.training.job import Job
+from pipeloom.training.measure import FirstBatches
+
+_PLANNED_BATCHES = 2
+"""Batches under which layouts are compared."""
+_SHOWN_LAYOUTS = 5
+
+
+def given_layout(job: Job, model: Model) -> Layout | None:
+    """Take the layout that the job has, or read the one that its config names; None where there is none.
+
+    Raises
+    ------
+    InputError
+        It cannot be read, is of another model, or for other ranks and replicas.
+    """
+    config = job.config
+    if job.layout is not None:
+        path, layout = "layout", job.layout
+    elif config.layout.kind == "file":
+        path = str(job.file.parent / config.layout.path)
+        layout = read_layout(path)
+    else:
+        return None
+    if layout.num_ranks != config.layout.ranks:
+        raise InputError(
+            f"{path}: num_ranks", f"{layout.num_ranks}, layout.ranks in {job.file} is {config.layout.ranks}"
+        )
+    if layout.parallelism not in (Parallelism(), config.parallel.degrees):
+        degrees = layout.parallelism
+        raise InputError(
+            f"{path}: parallelism",
+            f"has tensor {degrees.tensor} and data {degrees.data}, "
+            f"the run has {config.parallel.tp} and {config.parallel.dp}",
+        )
+    try:
+        return layout_for(layout, model.spec)
+    except InputError as error:
+        raise InputError(f"{path}: {error.entity}", error.problem, error.remedy) from error
+
+
+def held_copies(job: Job, model: Model) -> dict[str, float]:
+    """How many times its weights a process holds of every kind of layer that replicas hold in shards."""
+    parallel = job.config.parallel
+    if parallel.shard is None:
+        return {}
+    whole = {(name, model.module(name).spec.flat_layers[number].kind) for name, number in layers_with_tied(model)}
+    kinds = {(module.name, layer.kind) for module in model.spec.modules for layer in module.layers}
+    return dict.fromkeys((f"{name}/{kind}" for name, kind in sorted(kinds - whole)), sharded_copies(parallel.dp))
+
+
+def lay_out(job: Job, model: Model, profile: Profile, first: FirstBatches) -> Layout:
+    """Lay a model out as the run's file asks, by what was measured."""
+    config = job.config.layout
+    if config.kind == "chosen":
+        return _chosen_layout(job, model, profile, first)
+    if config.kind == "arranged":
+        return _arranged_layout(job, model, profile, first)
+    if config.kind == "encoder_first":
+        return encoder_first(model.spec, config.ranks, profile.load, placements=config.modules)
+    return separate(model.spec, config.ranks, config.modules, profile.load)
+
+
+def measured_layers(job: Job, model: Model, profile: Profile, first: FirstBatches) -> LayerTable:
+    """Write a profile as a layer table, on microbatches such as the first batches give."""
+    config = job.config
+    return training_layers(
+        ProfileCosts(model.spec, profile, config.cluster, held_copies=held_copies(job, model)),
+        config.packing,
+        first.metadata,
+        config.layout.ranks,
+        num_replicas=config.parallel.dp,
+        capacity_bytes=config.cluster.memory_capacity_bytes,
+    )
+
+
+def _arranged_layout(job: Job, model: Model, profile: Profile, first: FirstBatches) -> Layout:
+    """Choose partition and placement together, and leave the layers that this was chosen for."""
+    table = measured_layers(job, model, profile, first)
+    write_layers(job.folder / "layers.json", table)
+    job.display.say("Arranging the layers ...")
+    layout, found = cooptimise_training_layout(table, model.spec, seed=job.config.seed)
+    job.display.say(
+        f"  {found.timeline.makespan_ns / 1e6:.1f} ms planned in {found.placement.num_chunks} chunks, at most "
+        f"{max(found.gap, 0.0):.1%} above the best possible"
+    )
+    return layout
+
+
+def _chosen_layout(job: Job, model: Model, profile: Profile, first: FirstBatches) -> Layout:
+    """Plan the first batches under many layouts, and take the fastest."""
+    config = job.config
+    job.display.say("Choosing a layout ...")
+    trials = choose_training_layout(
+        ProfileCosts(
+            model.spec,
+            profile,
+            config.cluster,
+            config.planner.strategies,
+            split_backward=config.planner.split_backward,
+            held_copies=held_copies(job, model),
+        ),
+        config.packing,
+        first.metadata[:_PLANNED_BATCHES],
+        config.layout.ranks,
+        capacity_bytes=config.cluster.memory_capacity_bytes,
+        seed=config.seed,
+    )
+    for trial in [t for t in trials if not t.problem][:_SHOWN_LAYOUTS]:
+        at_least = "at least " if trial.ruled_out else ""
+        job.display.say(f"  {at_least}{trial.seconds * 1e3:.1f} ms planned: {trial.name}")
+    job.display.say(f"The first of {len(trials)} layouts is taken.")
+    return trials[0].layout

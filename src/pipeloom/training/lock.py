@@ -1,0 +1,49 @@
+"""A lock on a folder: two runs in one would mix what they leave behind."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from pipeloom.errors import InputError
+
+LOCK = ".lock"
+# Some file systems of clusters have no locks; there the user must take care.
+_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Keep a folder to this process, which makes it where it is missing.
+
+    The lock is the operating system's and ends with the process, however that ends: what stays is a small file that
+    locks nothing.
+
+    Raises
+    ------
+    InputError
+        Another process holds it, or the folder cannot be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        number = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise InputError(str(folder), f"cannot be made or emptied ({error.strerror})", "give another --runs") from error
+    with os.fdopen(number, "r+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            holder = file.read().strip() or "unknown"
+            remedy = "wait until it has ended, or give another name, --runs or checkpoint.path"
+            raise InputError(str(folder), f"is in use by the run of process {holder}", remedy) from error
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise InputError(str(folder), f"cannot be locked ({error.strerror})", "give another --runs") from error
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
+        yield

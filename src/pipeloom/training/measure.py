@@ -1,0 +1,111 @@
+"""What the layers of a training run cost: measured on its first batches, or known from before it was interrupted."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import msgspec
+
+from pipeloom.cost import Profile
+from pipeloom.errors import PipeloomError
+from pipeloom.planner import Setup
+from pipeloom.runtime import Model, ProfileOptions, profile_model, user_code
+from pipeloom.runtime.device import DeviceType
+from pipeloom.runtime.prefetch import Describe, batch_of, close_reading
+from pipeloom.spec import Batch
+from pipeloom.training.job import AUTOCAST, Job
+
+_PROFILED_BATCHES, _MOST_PROFILED_BATCHES = 4, 64
+
+
+@dataclass(frozen=True)
+class FirstBatches:
+    """The first few batches of a job: read once, and not at all where nobody asks."""
+
+    job: Job
+    model: Model
+
+    @cached_property
+    def _read(self) -> tuple[list[list[Any]], list[Batch]]:
+        task, config = self.job.task, self.job.config
+        batches, _ = task.batches_from(0, config.iterations, **config.data)
+        return typical_batches(self.model, task.describe, batches)
+
+    @property
+    def samples(self) -> list[list[Any]]:
+        """The user's samples, batch by batch."""
+        return self._read[0]
+
+    @property
+    def metadata(self) -> list[Batch]:
+        """What the planner would be told of each."""
+        return self._read[1]
+
+
+def typical_batches(
+    model: Model, describe: Describe | None, given: Iterable[Any]
+) -> tuple[list[list[Any]], list[Batch]]:
+    """The first few batches with their metadata; more of them while some module has had nothing to do in any."""
+    batches: list[list[Any]] = []
+    described: list[Batch] = []
+    idle = {module.name for module in model.spec.modules}
+    with user_code("batches"):
+        source = iter(given)
+        for samples in itertools.islice(source, _MOST_PROFILED_BATCHES):
+            batches.append(list(samples))
+            described.append(batch_of(samples, describe, len(described)))
+            for module in model.spec.modules:
+                if any(module.instance_lengths(sample) for sample in described[-1].samples):
+                    idle.discard(module.name)
+            if len(batches) >= _PROFILED_BATCHES and not idle:
+                break
+        close_reading(source)
+    return batches, described
+
+
+def measured_profile(job: Job, first: FirstBatches, device: DeviceType) -> Profile:
+    """Time every kind of layer on the first batches."""
+    config, model = job.config, first.model
+    # The user's data first: what is wrong with them is said before anything else.
+    samples, metadata = first.samples, first.metadata
+    job.display.say(f"Measuring the layers of {model.name} on this machine ...")
+    profile = profile_model(
+        model,
+        samples,
+        describe=job.task.describe,
+        packing=config.packing,
+        placements=config.layout.modules,
+        metadata=metadata,
+        options=ProfileOptions(
+            all_sizes=config.tuning is not None or config.layout.kind == "chosen",
+            strategies=_needs_strategies(job),
+            device=device,
+            autocast=AUTOCAST[config.runtime.autocast],
+        ),
+    )
+    job.display.say(f"{len(profile.layers)} kinds of layers; the fit is {profile.mean_error:.1%} off on average.")
+    return profile
+
+
+def known_profile(job: Job, model: Model) -> Profile | None:
+    """The profile that was given, or that of the run that is resumed.
+
+    It is there only then, and may lack what is asked for now.
+    """
+    if job.profile is not None:
+        return job.profile
+    try:
+        setup = msgspec.json.decode(job.setup_path.read_bytes(), type=Setup)
+    except (OSError, msgspec.MsgspecError, PipeloomError):
+        return None
+    lacks = any(fit.strategies is None for fit in setup.profile.layers.values())
+    return setup.profile if setup.model == model.spec and not (lacks and _needs_strategies(job)) else None
+
+
+def _needs_strategies(job: Job) -> bool:
+    """Whether to measure what strategies take: they are to be chosen, or memory is limited."""
+    return job.config.planner.offers_a_choice or job.config.cluster.memory_capacity_bytes is not None

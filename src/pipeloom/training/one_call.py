@@ -1,0 +1,274 @@
+"""fit: train a model over ranks in one call, each part of which can be replaced."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import torch
+
+from pipeloom.cost import Profile
+from pipeloom.errors import InputError
+from pipeloom.layout import ModulePlacement
+from pipeloom.packing import PackingSpec, budget_tokens
+from pipeloom.runtime import Model, this_worker
+from pipeloom.runtime.prefetch import Describe
+from pipeloom.spec import Layout, RankSpec
+from pipeloom.training.config import (
+    CheckpointConfig,
+    LayoutConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    PlannerConfig,
+    RuntimeConfig,
+    TrainConfig,
+)
+from pipeloom.training.display import Display, Quiet
+from pipeloom.training.measure import typical_batches
+from pipeloom.training.record import HISTORY, Row, Summary, read_history
+from pipeloom.training.run import TrainingRun
+from pipeloom.training.task import MakeOptimizer, Task
+
+Batches = Iterable[Sequence[Any]]
+_MICROBATCHES_PER_RANK = 2
+_UNTIL_THE_END = 2**31 - 1
+
+
+class FitSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """How `fit` trains, where the defaults do not fit."""
+
+    packing: PackingSpec | None = None
+    """How samples become microbatches; None: about two a rank, by the first batches."""
+    profile: Profile | None = None
+    """What layers cost; None: they are measured before training."""
+    planner: PlannerConfig = PlannerConfig()
+    """How long plans are searched and waited for, and which memory strategies they may choose."""
+    cluster: RankSpec = RankSpec()
+    """Memory of the ranks, and the links between them until messages have been measured."""
+    parallel: ParallelConfig = ParallelConfig()
+    """Data and tensor parallelism beside the pipeline: more processes than ``ranks``."""
+    runtime: RuntimeConfig = RuntimeConfig()
+    """CPU or GPUs, and precision."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    clip_norm: float | None = None
+    """Largest norm of the gradient over all ranks; None: any."""
+    iterations: int | None = None
+    """How many batches are trained on at most; None: all."""
+    seed: int = 0
+    timeout_s: float = 120.0
+    """After which a rank that waits for another gives up, and training stops."""
+    folder: Path | None = None
+    """Where everything is left; None: a new folder under ``runs``, named after the model."""
+    resume: bool | None = None
+    """Go on from the folder's newest checkpoint (true), or remove what is there (false). None: there must be none."""
+    display: Display = Quiet()
+    """What shows the run while it lasts."""
+
+
+@dataclass(frozen=True)
+class FitResult:
+    """What `fit` came to.
+
+    Attributes
+    ----------
+    folder : Path
+        Timelines, plans, history and summary of the run.
+    checkpoint : Path
+        The trained weights; `load_weights` reads them into a model.
+    summary : Summary
+    iterations : tuple of Row
+        Every iteration in numbers.
+    """
+
+    folder: Path
+    checkpoint: Path
+    summary: Summary
+    iterations: tuple[Row, ...]
+
+    @property
+    def losses(self) -> tuple[float, ...]:
+        """Loss of every iteration."""
+        return tuple(row.loss for row in self.iterations)
+
+    @property
+    def planned_s(self) -> tuple[float, ...]:
+        """Seconds of every iteration, simulated from measured costs."""
+        return tuple(row.planned_s for row in self.iterations)
+
+    @property
+    def measured_s(self) -> tuple[float, ...]:
+        """Seconds that every iteration took on this machine."""
+        return tuple(row.measured_s for row in self.iterations)
+
+
+def fit(
+    model: Model | Callable[[], Model],
+    batches: Batches | Callable[[], Batches],
+    *,
+    ranks: int = 4,
+    describe: Describe | None = None,
+    optimizer: MakeOptimizer = torch.optim.AdamW,
+    layout: Layout | Mapping[str, ModulePlacement] | None = None,
+    settings: FitSettings = FitSettings(),  # noqa: B008 - frozen
+) -> FitResult:
+    """Train a model over pipeline ranks, each iteration with a schedule made for its own batch.
+
+    Measures the layers on this machine, chooses a layout by planning the first batches, and starts a process for every
+    rank and one for the planner. Every rank makes the model and reads the batches for itself, so they are given as
+    functions that can be imported (of a module or of the script, whose own call stands under
+    ``if __name__ == "__main__":``), or as objects that can be pickled.
+
+    Parameters
+    ----------
+    model : Model or callable
+        The model, or a function that builds it, called with torch's generator seeded alike in every process.
+    batches : iterable or callable
+        Batches (each a list of samples), or a function that gives them, the same in every process.
+    ranks : int
+        Pipeline ranks.
+    describe : callable or None
+        From a sample to its metadata: an ``id``, and its sizes. None: the batches are `Prefetched`.
+    optimizer : callable
+        From a rank's parameters to its optimiser, e.g. ``functools.partial(torch.optim.AdamW, lr=1e-4)``.
+    layout : Layout, mapping or None
+        Where the model lies; or by module its segments and sub-microbatch size; None: chosen by planning.
+    settings : FitSettings
+        Packing, profile, planner, cluster, precision, checkpoints, seed, folder.
+
+    Returns
+    -------
+    FitResult
+        Losses, planned and measured times, and where the trained weights are.
+
+    Raises
+    ------
+    InputError
+        When something given is wrong, or cannot be given to other processes.
+    InfeasibleError
+        When a batch or a layout does not fit into memory.
+    ExecutionError
+        When a rank fails or dies.
+    """
+    if this_worker() is not None:
+        raise InputError("fit", "starts its ranks itself, and torchrun started this process", "use a TrainingRun")
+    if isinstance(layout, Layout) and layout.num_ranks != ranks:
+        raise InputError("ranks", f"is {ranks}, the layout has {layout.num_ranks}")
+    task = Task(
+        partial(_build, _portable(model, "model")),
+        partial(_batches, _portable(batches, "batches"), settings.iterations),
+        describe,
+        optimizer=optimizer,
+    )
+    built = task.model(_dtype(), settings.seed)
+    count = settings.iterations or (len(batches) if isinstance(batches, Sized) else _UNTIL_THE_END)
+    config = _config(built, task, settings, _layout_config(ranks, layout), count)
+    folder = settings.folder or _new_folder(built.name)
+    run = TrainingRun(
+        config,
+        task,
+        folder,
+        file=folder / "fit",
+        display=settings.display,
+        layout=layout if isinstance(layout, Layout) else None,
+        profile=settings.profile,
+    )
+    summary = run.train(resume=settings.resume)
+    assert summary is not None
+    assert run.checkpoints is not None
+    checkpoint = run.checkpoints.newest()
+    assert checkpoint is not None
+    return FitResult(folder, checkpoint, summary, tuple(read_history(folder / HISTORY)))
+
+
+def _config(model: Model, task: Task, settings: FitSettings, layout: LayoutConfig, iterations: int) -> TrainConfig:
+    """What a file would say of the run."""
+    return TrainConfig(
+        name=model.name if settings.folder is None else settings.folder.name,
+        iterations=iterations,
+        layout=layout,
+        packing=settings.packing or _packing(model, task, layout.ranks),
+        parallel=settings.parallel,
+        seed=settings.seed,
+        dtype=_dtype(),
+        optimizer=OptimizerConfig(clip_norm=settings.clip_norm),
+        cluster=settings.cluster,
+        planner=settings.planner,
+        runtime=settings.runtime,
+        checkpoint=settings.checkpoint,
+        timeout_s=settings.timeout_s,
+    )
+
+
+def _layout_config(ranks: int, layout: Layout | Mapping[str, ModulePlacement] | None) -> LayoutConfig:
+    if layout is None:
+        return LayoutConfig(ranks, "chosen")
+    return LayoutConfig(ranks, modules=dict(layout) if isinstance(layout, Mapping) else {})
+
+
+def _dtype() -> Literal["float32", "float64"]:
+    """The dtype in which the caller makes tensors, and so do the ranks."""
+    return "float64" if torch.get_default_dtype() == torch.float64 else "float32"
+
+
+def _portable(given: Any, what: str) -> Any:
+    """What other processes can be given: a function as it is, an object as bytes, of which each makes its own.
+
+    Raises
+    ------
+    InputError
+        When it cannot be pickled, or was typed into an interpreter, where no other process finds it.
+    """
+    try:
+        data = pickle.dumps(given)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        remedy = "give a function of a module or of the script that makes it"
+        raise InputError(what, f"cannot be given to other processes ({error})", remedy) from error
+    main = sys.modules["__main__"]
+    if getattr(given, "__module__", "") == "__main__" and not hasattr(main, "__file__"):
+        raise InputError(what, "is defined in an interactive session", "put it into a file that can be imported")
+    return given if callable(given) else data
+
+
+def _build(model: Callable[[], Model] | bytes, *, seed: int) -> Any:
+    if isinstance(model, bytes):
+        return pickle.loads(model)
+    torch.manual_seed(seed)
+    return model()
+
+
+def _batches(batches: Callable[[], Batches] | bytes, most: int | None, *, num_iterations: int) -> Batches:  # noqa: ARG001
+    """Give the batches; `num_iterations` says no more than ``most`` where there is one."""
+    given = pickle.loads(batches) if isinstance(batches, bytes) else batches()
+    return given if most is None else itertools.islice(given, most)
+
+
+def _packing(model: Model, task: Task, ranks: int) -> PackingSpec:
+    """About two microbatches a rank on the first batches, with room for samples twice as long as theirs."""
+    given, _ = task.batches_from(0, 1)
+    _, metadata = typical_batches(model, task.describe, given)
+    if not metadata:
+        raise InputError("batches", "has none", "give at least one batch")
+    tokens = [budget_tokens(batch, model.spec) for batch in metadata]
+    longest = max(int(each.max()) for each in tokens)
+    mean = sum(int(each.sum()) for each in tokens) / len(tokens)
+    return PackingSpec(max(2 * longest, round(mean / (_MICROBATCHES_PER_RANK * ranks)), 1))
+
+
+def _new_folder(name: str) -> Path:
+    for number in itertools.count(1):
+        folder = Path("runs") / (name if number == 1 else f"{name}-{number}")
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise InputError(str(folder), f"cannot be made ({error.strerror})", "give settings a folder") from error
+        return folder
+    raise AssertionError("numbers do not end")

@@ -1,0 +1,286 @@
+"""What a training run leaves behind: summary.json and every plan as text."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from pipeloom.errors import InputError
+from pipeloom.explain.difference import Difference
+from pipeloom.io import write_text
+from pipeloom.plan import to_text
+from pipeloom.runtime import StepReport
+
+
+class Summary(msgspec.Struct, frozen=True):
+    """``summary.json``: a training run in numbers. Means are over iterations.
+
+    ``mean_planned_s`` is simulated from costs; ``mean_measured_s`` is real computation on this machine, whose cores
+    the ranks may have to share.
+    """
+
+    name: str
+    iterations: int
+    resumed_at: tuple[int, ...]
+    """Iterations with which the run went on from a checkpoint."""
+    loss_first: float
+    """Loss of the first iteration."""
+    loss_last: float
+    """Loss of the last iteration."""
+    plans_fresh: int
+    """Iterations that ran the plan made for their own batch."""
+    plans_fallback: int
+    """Iterations that ran the static fallback plan."""
+    fallback_iterations: dict[int, str]
+    """Which ones, and why."""
+    mean_gap: float
+    """Planned time over the lower bound, minus one."""
+    mean_planned_s: float
+    mean_measured_s: float
+    mean_planned_bubble_share: float
+    mean_measured_bubble_share: float
+    mean_lead_s: float
+    """How long before its use a fresh plan was ready."""
+    mean_search_s: float
+    elapsed_s: float
+    """Wall time of all iterations."""
+    num_ranks: int
+    num_cores: int
+    num_parameters: int
+    seed: int
+    layout: str
+    """Digest of the layout."""
+    evaluation: dict[str, float] = {}
+    """All that the task's ``evaluate`` returned."""
+    comparison: dict[str, float] = {}
+    """Mean planned seconds of each system on the same batches, costs and simulator."""
+    comparison_batches: int = 0
+    difference: Difference | None = None
+    """Where measured and planned time differ, over the iterations that were looked at; null where none was."""
+    format: str = "pipeloom.summary/1"
+
+
+class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One line of ``history.jsonl``: an iteration in numbers."""
+
+    iteration: int
+    loss: float
+    gradient_norm: float
+    num_microbatches: int
+    planned_s: float
+    """Simulated from costs."""
+    measured_s: float
+    """Real computation on this machine."""
+    gap: float
+    planned_bubble_share: float
+    measured_bubble_share: float
+    search_s: float
+    lead_s: float
+    """How long before its use the plan was ready; negative: how long it was waited for, or made."""
+    fresh: bool
+    reason: str
+    start: int
+    """How often the run had been started again when this iteration ran."""
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What a summary says of a run beside its iterations."""
+
+    name: str
+    num_ranks: int
+    num_parameters: int
+    seed: int
+    layout: str
+    """Digest of the layout."""
+
+
+HISTORY = "history.jsonl"
+WRITTEN = (
+    "summary.json",
+    "trace.json",
+    "timeline.html",
+    "comparison.html",
+    "comparison.svg",
+    "difference.html",
+    "setup.json",
+    "layout.json",
+    "layers.json",
+    HISTORY,
+)
+# Whole reports are kept of so many iterations, evenly spread; the numbers are kept of all.
+_MOST_REPORTS = 64
+
+
+def fresh_folder(folder: Path, *, go_on: bool = False) -> None:
+    """Make a run's folder, and take away what an earlier run of this name left, so that nothing is taken for new.
+
+    Parameters
+    ----------
+    folder : Path
+    go_on : bool
+        A run is being resumed: its plans, its history and what was measured for it stay.
+
+    Raises
+    ------
+    InputError
+        When the folder cannot be made or emptied.
+    """
+    kept = {HISTORY, "setup.json"} if go_on else set()
+    stale = [folder / name for name in WRITTEN if name not in kept]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for old in (*stale, *(() if go_on else (folder / "plans").glob("*.plan"))):
+            old.unlink(missing_ok=True)
+    except OSError as error:
+        raise InputError(str(folder), f"cannot be made or emptied ({error.strerror})", "give another --runs") from error
+
+
+@dataclass
+class Recorder:
+    """Collects the reports of rank 0, and writes plans and history as they come.
+
+    Parameters
+    ----------
+    folder : Path
+    first_iteration : int
+        With which this start begins: what the history has of it and later ones was lost, and is run again.
+    """
+
+    folder: Path
+    first_iteration: int = 0
+    rows: list[Row] = field(init=False, default_factory=list)
+    reports: list[StepReport] = field(init=False, default_factory=list)
+    _stride: int = field(init=False, default=1)
+    _start: int = field(init=False, default=0)
+
+    def __post_init__(self) -> None:
+        """Make the folder for the plans, and take over the history of earlier starts."""
+        (self.folder / "plans").mkdir(exist_ok=True)
+        path = self.folder / HISTORY
+        if self.first_iteration and path.exists():
+            found = read_history(path)
+            self._start = 1 + max((row.start for row in found), default=0)
+            self.rows = [row for row in found if row.iteration < self.first_iteration]
+        write_text(path, "".join(_line(row) for row in self.rows))
+
+    def add(self, report: StepReport) -> None:
+        """Keep a report, and write its plan and its line of the history."""
+        answer = report.answer
+        assert answer is not None
+        row = Row(
+            iteration=report.iteration,
+            loss=report.loss,
+            gradient_norm=report.gradient_norm,
+            num_microbatches=report.num_microbatches,
+            planned_s=answer.planned_ns / 1e9,
+            measured_s=report.measured_s,
+            gap=answer.gap,
+            planned_bubble_share=answer.bubble_share,
+            measured_bubble_share=report.measured_bubble_share,
+            search_s=answer.search_s,
+            lead_s=report.lead_s,
+            fresh=report.fresh,
+            reason=report.reason,
+            start=self._start,
+        )
+        path = self.folder / "plans" / f"{report.iteration:05d}.plan"
+        try:
+            path.write_text(to_text(answer.plan))
+            with (self.folder / HISTORY).open("a") as history:
+                history.write(_line(row))
+        except OSError as error:
+            raise InputError(str(path), f"cannot be written ({error.strerror})", "make room, or use --runs") from error
+        self.rows.append(row)
+        if report.iteration % self._stride == 0:
+            self.reports.append(report)
+        if len(self.reports) > _MOST_REPORTS:
+            self._stride *= 2
+            kept = [each for each in self.reports if each.iteration % self._stride == 0]
+            self.reports = kept or self.reports[-1:]
+
+    def summarise(
+        self,
+        run: RunFacts,
+        elapsed_s: float,
+        comparison: Mapping[str, Sequence[float]] | None = None,
+        difference: Difference | None = None,
+    ) -> Summary:
+        """Write ``summary.json`` and return it.
+
+        Parameters
+        ----------
+        run : RunFacts
+        elapsed_s : float
+            Wall time of all iterations of this start.
+        comparison : mapping or None
+            Planned seconds of every compared batch under each system.
+        difference : Difference or None
+            Where measured and planned time differ.
+        """
+        rows = self.rows
+        fresh = [row for row in rows if row.fresh]
+        compared = comparison or {}
+        return self.write(
+            Summary(
+                name=run.name,
+                iterations=len(rows),
+                resumed_at=tuple(
+                    row.iteration for before, row in itertools.pairwise(rows) if before.start != row.start
+                ),
+                loss_first=rows[0].loss,
+                loss_last=rows[-1].loss,
+                plans_fresh=len(fresh),
+                plans_fallback=len(rows) - len(fresh),
+                fallback_iterations={row.iteration: row.reason for row in rows if not row.fresh},
+                mean_gap=statistics.fmean(row.gap for row in rows),
+                mean_planned_s=statistics.fmean(row.planned_s for row in rows),
+                mean_measured_s=statistics.fmean(row.measured_s for row in rows),
+                mean_planned_bubble_share=statistics.fmean(row.planned_bubble_share for row in rows),
+                mean_measured_bubble_share=statistics.fmean(row.measured_bubble_share for row in rows),
+                mean_lead_s=statistics.fmean(row.lead_s for row in fresh) if fresh else 0.0,
+                mean_search_s=statistics.fmean(row.search_s for row in rows),
+                elapsed_s=elapsed_s,
+                num_ranks=run.num_ranks,
+                num_cores=num_cores(),
+                num_parameters=run.num_parameters,
+                seed=run.seed,
+                layout=run.layout,
+                comparison={name: statistics.fmean(seconds) for name, seconds in compared.items()},
+                comparison_batches=len(next(iter(compared.values()), ())),
+                difference=difference,
+            )
+        )
+
+    def write(self, summary: Summary) -> Summary:
+        """Write ``summary.json`` and return what was written."""
+        text = msgspec.json.format(msgspec.json.encode(summary), indent=2).decode()
+        write_text(self.folder / "summary.json", text + "\n")
+        return summary
+
+
+def read_history(path: Path) -> list[Row]:
+    """Read a ``history.jsonl``; a last line that was cut off when the process died is left out."""
+    rows = []
+    for line in path.read_bytes().splitlines(keepends=True):
+        if line.endswith(b"\n"):
+            try:
+                rows.append(msgspec.json.decode(line, type=Row))
+            except msgspec.MsgspecError as error:
+                raise InputError(f"{path}: line {len(rows) + 1}", str(error), "remove the file") from error
+    return rows
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _line(row: Row) -> str:
+    return msgspec.json.encode(row).decode() + "\n"

@@ -1,0 +1,285 @@
+"""TrainingRun: a training run from measuring layers to its report, from a file or from Python."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import torch
+
+from pipeloom.cost.layers import LayerTable
+from pipeloom.errors import ExecutionError, InputError, PipeloomError
+from pipeloom.io import read_spec, write_layout, write_text
+from pipeloom.plan import backend_of
+from pipeloom.planner import Setup
+from pipeloom.runtime import Model, Worker, choose_device, join_workers, launch, this_worker
+from pipeloom.runtime.divide import check_divisible
+from pipeloom.search import METHODS, SearchParams
+from pipeloom.training.config import read_config
+from pipeloom.training.display import Display, Quiet
+from pipeloom.training.job import Job
+from pipeloom.training.layouts import given_layout, held_copies, lay_out, measured_layers
+from pipeloom.training.measure import FirstBatches, known_profile, measured_profile
+from pipeloom.training.rank import train_rank
+from pipeloom.training.record import Summary, fresh_folder
+from pipeloom.training.task import Task
+
+
+@dataclass(frozen=True)
+class TrainingRun(Job):
+    """A training run: measure the layers, lay them over ranks, train with a plan for every batch, report.
+
+    ``TrainingRun.from_toml(path).train()`` is what ``pipeloom train path`` does. Everything that is left lies in
+    ``folder``: ``summary.json``, ``history.jsonl``, ``timeline.html``, every plan, and checkpoints where the config
+    asks for them.
+
+    Parameters
+    ----------
+    config : TrainConfig
+    task : Task
+        The user's functions; every process imports them.
+    folder : Path
+        Everything that the run leaves; several hosts share it.
+    file : Path
+        The config's file, to which paths in it are relative; need not be there.
+    display : Display
+        Told what is being done; nothing is shown by default.
+    layout : Layout or None
+        Where the model lies, whatever ``config.layout`` says beside the number of ranks.
+    profile : Profile or None
+        What layers cost; None: they are measured.
+
+    Examples
+    --------
+    >>> run = TrainingRun.from_toml(Path("examples/digits_vlm/train.toml"))  # doctest: +SKIP
+    >>> run.train().loss_last  # doctest: +SKIP
+    0.05
+    """
+
+    @classmethod
+    def from_toml(cls, path: Path | str, *, runs: Path | str = "runs", display: Display | None = None) -> TrainingRun:
+        """Read a train.toml and import its task file.
+
+        Parameters
+        ----------
+        path : path
+        runs : path
+            Folder under which the run's own folder is made, named as the file says.
+        display : Display or None
+            None: nothing is shown.
+
+        Raises
+        ------
+        InputError
+            Naming file and field, or what the task file lacks.
+        """
+        file = Path(path)
+        config = read_config(file)
+        source = (file.parent / config.task).resolve()
+        if not source.is_file():
+            raise InputError(f"{file}: task", f"{str(source)!r} is not a file", "give a Python file beside train.toml")
+        return cls(config, Task.from_file(source), Path(runs) / config.name, file, display or Quiet())
+
+    def prepare(self) -> Setup:
+        """Measure the layers, choose the layout, and write what all ranks read: the planner's setup.
+
+        What was measured before the run was interrupted is taken again, so that a resumed run has the same layout.
+
+        Raises
+        ------
+        InputError
+            When config, task and model do not belong together, or the task's functions fail.
+        InfeasibleError
+            When no layout fits into memory.
+        """
+        config = self.config
+        if config.planner.method not in METHODS:
+            known = ", ".join(METHODS)
+            raise InputError(f"{self.file}: planner.method", f"{config.planner.method!r} is none of {known}")
+        with _default_dtype_kept():
+            model = self._checked_model()
+            check_divisible(model, config.parallel.degrees, config.parallel.shard)
+            setup = self._measured_setup(model)
+        write_layout(self.folder / "layout.json", setup.layout)
+        write_text(self.setup_path, msgspec.json.format(msgspec.json.encode(setup), indent=1).decode() + "\n")
+        return setup
+
+    def measure_layers(self) -> LayerTable:
+        """Measure the layers on this process's device: what each costs on a typical microbatch.
+
+        Raises
+        ------
+        InputError
+            When the model has several modules, or the task's functions fail.
+        """
+        with _default_dtype_kept():
+            first = FirstBatches(self, self._checked_model())
+            profile = measured_profile(self, first, choose_device(self.config.runtime.device, 1))
+            return measured_layers(self, first.model, profile, first)
+
+    def train(self, *, resume: bool | None = None, max_restarts: int = 0) -> Summary | None:
+        """Prepare, then train over ranks: processes of this machine, or those that torchrun started.
+
+        Parameters
+        ----------
+        resume : bool or None
+            Go on from the newest checkpoint (from the beginning where there is none), or remove what an earlier run
+            saved. None: there must be none.
+        max_restarts : int
+            So often all ranks are started again from the newest checkpoint when one of them dies; torchrun counts
+            its own.
+
+        Returns
+        -------
+        Summary or None
+            What ``summary.json`` has; None in a process that torchrun started for another rank than 0.
+
+        Raises
+        ------
+        InputError
+            When something given is wrong, or there is a checkpoint and ``resume`` does not say what to do about it.
+        ExecutionError
+            When a rank fails or dies, and no restart is left.
+        """
+        worker = this_worker()
+        if worker is not None:
+            return self._train_as_worker(worker, resume)
+        with self.alone():
+            return self._train_here(resume, max_restarts)
+
+    def resume(self, *, max_restarts: int = 0) -> Summary | None:
+        """Go on from the newest checkpoint, or begin where there is none; see `train`."""
+        return self.train(resume=True, max_restarts=max_restarts)
+
+    def summary(self) -> Summary:
+        """Read what a finished run came to.
+
+        Raises
+        ------
+        InputError
+            When it has not ended, or its ``summary.json`` cannot be read.
+        """
+        path = self.folder / "summary.json"
+        try:
+            return msgspec.json.decode(path.read_bytes(), type=Summary)
+        except (OSError, msgspec.MsgspecError) as error:
+            raise InputError(str(path), f"cannot be read ({error})", "train the run to its end first") from error
+
+    def _checked_model(self) -> Model:
+        model = self.build_model()
+        for name in self.config.layout.modules:
+            model.spec.module(name)
+        return model
+
+    def _measured_setup(self, model: Model) -> Setup:
+        config = self.config
+        first = FirstBatches(self, model)
+        given = given_layout(self, model)
+        profile = known_profile(self, model) or measured_profile(self, first, self.device)
+        layout = given or lay_out(self, model, profile, first)
+        params = config.planner.params
+        return Setup(
+            model=model.spec,
+            layout=msgspec.structs.replace(layout, parallelism=config.parallel.degrees),
+            profile=profile,
+            packing=config.packing,
+            cluster=config.cluster,
+            budget_s=config.planner.budget_s,
+            seed=config.seed,
+            method=config.planner.method,
+            strategies=config.planner.strategies,
+            tuning=config.tuning,
+            backend=backend_of(self.device),
+            split_backward=config.planner.split_backward,
+            held_copies=held_copies(self, model),
+            search=read_spec(self.file.parent / params, SearchParams) if params else SearchParams(),
+        )
+
+    def _begin(self, go_on: bool) -> None:
+        """Make the folder, and prepare all that the ranks read."""
+        if self.checkpoints is not None and not go_on:
+            self.checkpoints.clear()
+        fresh_folder(self.folder, go_on=go_on)
+        setup = self.prepare()
+        # Here, once, so that neither the planner nor rank 0 compiles while the others wait.
+        self.display.say("Compiling the planner's kernels; they are kept for later runs ...")
+        setup.problem().warm_up()
+
+    def _goes_on(self, resume: bool | None) -> bool:
+        """Whether to go on from a checkpoint; where there is one, somebody must have said what becomes of it."""
+        if self.checkpoints is None:
+            if resume:
+                raise InputError(f"{self.file}: checkpoint", "is missing", "add [checkpoint] to save and resume")
+            return False
+        steps = self.checkpoints.steps()
+        if steps and resume is None:
+            raise InputError(
+                str(self.checkpoints.folder),
+                f"has a checkpoint after {steps[-1]} iterations",
+                "--resume goes on from it, --from-scratch removes it",
+            )
+        return bool(resume and steps)
+
+    def _train_here(self, resume: bool | None, max_restarts: int) -> Summary:
+        """Start the ranks as processes of this machine; again from a checkpoint while restarts are left."""
+        config = self.config
+        go_on = self._goes_on(resume)
+        self._begin(go_on)
+        for restart in itertools.count(1):
+            planners = "the planner" if config.parallel.dp == 1 else f"{config.parallel.dp} planners"
+            self.display.say(f"Starting {config.num_processes} ranks and {planners} ...")
+            try:
+                found = launch(
+                    train_rank, config.num_processes, self, go_on, timeout_s=config.timeout_s, device=self.device
+                )
+            except ExecutionError as error:
+                if restart > max_restarts or self.checkpoints is None:
+                    raise
+                go_on = bool(self.checkpoints.steps())
+                where = "the newest checkpoint" if go_on else "the beginning"
+                again = f"{error}; starting again from {where}, {restart} of {max_restarts}"
+                self.display.say(again, warning=True)
+            else:
+                summary = found[0]
+                assert isinstance(summary, Summary)
+                return summary
+        raise AssertionError("restarts are counted")
+
+    def _train_as_worker(self, worker: Worker, resume: bool | None) -> Summary | None:
+        """Train as one of the processes that torchrun started."""
+        ranks, parallel = self.config.num_processes, self.config.parallel
+        if worker.num_ranks != ranks:
+            what = "layout.ranks" + " x parallel.dp" * (parallel.dp > 1) + " x parallel.tp" * (parallel.tp > 1)
+            raise InputError(
+                f"{self.file}: {what}",
+                f"{ranks}, but torchrun started {worker.num_ranks} processes",
+                f"use torchrun --nproc-per-node {ranks}",
+            )
+        try:
+            # One process locks the folder for all of them.
+            with self.alone() if worker.rank == 0 else nullcontext():
+                # Restarted, it goes on; what is there was saved by this very run.
+                go_on = self._goes_on(True if worker.num_restarts and self.config.checkpoint is not None else resume)
+                join_workers(worker, lambda: self._begin(go_on), self.config.timeout_s, self.device)
+                return train_rank(self, go_on)
+        except PipeloomError as error:
+            message = str(error) if str(error).startswith("rank ") else f"rank {worker.rank}: {error}"
+            print(f"pipeloom: {message}", file=sys.stderr, flush=True)
+            # The group's threads may hang on a dead peer; nothing here is worth waiting for.
+            os._exit(2)
+
+
+@contextmanager
+def _default_dtype_kept() -> Iterator[None]:
+    """Building a model sets torch's default dtype, which is the caller's."""
+    before = torch.get_default_dtype()
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

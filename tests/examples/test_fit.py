@@ -1,0 +1,89 @@
+"""`pl.fit` trains as one process would, from a short script, and says where what it leaves lies."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+import pipeloom as pl
+from pipeloom.spec import batch_from_dicts
+from pipeloom.training import PlannerConfig, Task
+from pipeloom.training.one_call import _build, _portable
+from tests.examples.on_ranks import EXAMPLES
+
+sys.path.append(str(EXAMPLES))
+
+import fit as example
+
+ITERATIONS = 3
+
+
+@pytest.fixture
+def _double():
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def undivided() -> tuple[pl.Model, list[float]]:
+    """The same training in one process: the trained model, and the losses."""
+    torch.manual_seed(0)
+    model = example.build_model()
+    parameters = [p for module in model.modules for layer in module.layers for p in layer.parameters()]
+    optimizer, losses = torch.optim.AdamW(parameters), []
+    for _, samples in zip(range(ITERATIONS), example.batches(), strict=False):
+        batch = batch_from_dicts([example.describe(sample) for sample in samples])
+        losses.append(pl.run_undivided(model, batch, samples))
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, losses
+
+
+@pytest.mark.ranks
+@pytest.mark.usefixtures("_double")
+def test_losses_and_weights_are_those_of_one_process(tmp_path: Path) -> None:
+    settings = pl.FitSettings(
+        iterations=ITERATIONS, folder=tmp_path / "run", planner=PlannerConfig(budget_s=0.02, deadline_s=60.0)
+    )
+    result = pl.fit(example.build_model, example.batches, ranks=2, describe=example.describe, settings=settings)
+    wanted, losses = undivided()
+    assert result.losses == pytest.approx(losses, rel=1e-9)
+    assert len(result.planned_s) == len(result.measured_s) == ITERATIONS
+    assert result.summary.plans_fresh == ITERATIONS
+    trained = example.build_model()
+    pl.load_weights(result.checkpoint, trained)
+    for layer, one in zip(trained.module("lm").layers, wanted.module("lm").layers, strict=True):
+        for found, parameter in zip(layer.parameters(), one.parameters(), strict=True):
+            torch.testing.assert_close(found, parameter, rtol=1e-7, atol=1e-9)
+    assert (result.folder / "timeline.html").exists()
+
+
+def test_objects_are_given_to_processes_as_bytes_of_which_each_makes_its_own() -> None:
+    layer = torch.nn.Linear(2, 2)
+    data = _portable([layer], "model")
+    assert isinstance(data, bytes)
+    (made,) = _build(data, seed=1)
+    assert torch.equal(made.weight, layer.weight)
+    assert made.weight.data_ptr() != layer.weight.data_ptr()
+
+
+def test_what_no_other_process_can_have_is_refused_with_its_name() -> None:
+    with pytest.raises(pl.InputError, match=r"model: cannot be given to other processes .*; give a function"):
+        pl.fit(lambda: example.build_model(), example.batches, describe=example.describe)
+    with pytest.raises(pl.InputError, match="batches: cannot be given to other processes"):
+        pl.fit(example.build_model, example.batches(), describe=example.describe)
+    layout = pl.separate(example.build_model().spec, 3, {}, lambda _module, _layer: 1.0)
+    with pytest.raises(pl.InputError, match="ranks: is 2, the layout has 3"):
+        pl.fit(example.build_model, example.batches, ranks=2, layout=layout)
+
+
+def test_a_task_travels_with_its_functions() -> None:
+    task = Task(example.build_model, example.batches, example.describe, optimizer=partial(torch.optim.SGD, lr=0.1))
+    again = pickle.loads(pickle.dumps(task))
+    assert again == Task(task.build_model, task.batches, task.describe, None, again.optimizer)
+    assert again.optimizer.keywords == {"lr": 0.1}

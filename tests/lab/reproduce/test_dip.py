@@ -1,0 +1,155 @@
+"""Parts of DIP's evaluation that take a second: they run, and what was timed once is not timed again."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from types import SimpleNamespace
+
+# Before CP-SAT, which then runs in a process of its own: the two cannot be loaded together.
+import highspy  # noqa: F401
+import pytest
+
+from pipeloom.lab.instances import family, generate
+from pipeloom.lab.reproduce import Options
+from pipeloom.lab.reproduce.dip import FULL, PARTS, end_to_end, planner_parts, runs, setups
+from pipeloom.lab.reproduce.dip.characterise import section_2_2, table_1
+from pipeloom.lab.reproduce.dip.end_to_end import bounded_microbatches, image_bounds
+from pipeloom.lab.reproduce.dip.setups import LARGE, SETUPS, PaperSetup
+from pipeloom.lab.solvers.exact import Exact
+from pipeloom.lab.systems.chosen_layout import choose_layout
+from pipeloom.layout import chain_of_stages
+from pipeloom.layout.choose import LayoutEvaluation
+from pipeloom.search import Evaluations
+from pipeloom.timeline import simulate
+
+ONCE = Options(seeds=(0,), iterations=1, search_s=0.05, solver_s=0.5)
+QUICK, OWN = ("figure-4", "consistency"), ("table-1", "section-2-2")
+"""Parts that are run here, and those that have tests of their own below."""
+
+
+@pytest.mark.parametrize("part", [p for p in PARTS if p.name in QUICK], ids=lambda part: part.name)
+def test_quick_parts_run(part: object) -> None:
+    outcome = part.run(ONCE)  # type: ignore[attr-defined]
+    assert outcome.tables
+    assert all(table.rows and table.note for table in outcome.tables[:1])
+    assert all(figure.svg.startswith(("<svg", "<?xml")) for figure in outcome.figures)
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The smallest pipelines and a few microbatches for all models, layouts tried for a moment."""
+    images = PaperSetup("vlm-7b", "dip-h800-64", 2, 2, num_microbatches=4)
+    videos = PaperSetup("t2v-s", "dip-h800-64", 4, 4, num_microbatches=4)
+    for known in (SETUPS, LARGE):
+        for label in known:
+            monkeypatch.setitem(known, label, images if label.startswith("VLM") else videos)
+    monkeypatch.setattr(end_to_end, "H20", replace(images, cluster="dip-h20-16"))
+
+    @functools.cache
+    def layouts(setup: PaperSetup) -> tuple[LayoutEvaluation, ...]:
+        return choose_layout(setup.case, setup.typical[:1], trial=Evaluations(3), rounds=1)
+
+    monkeypatch.setattr(setups, "_layouts", layouts)
+    runs.system.cache_clear()
+    runs.timed.cache_clear()
+
+
+@pytest.mark.soak
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("part", [p for p in PARTS if p.name not in QUICK + OWN], ids=lambda part: part.name)
+def test_every_other_part_runs(part: object) -> None:
+    outcome = part.run(ONCE)  # type: ignore[attr-defined]
+    assert outcome.tables
+    assert all(table.rows for table in outcome.tables)
+    assert all(figure.svg.startswith(("<svg", "<?xml")) for figure in outcome.figures)
+
+
+def test_dip_has_ten_times_our_time_and_large_clusters_three_times() -> None:
+    small, large = SETUPS["VLM-S"], LARGE["VLM-XL, 8192 GPUs"]
+    for setup in (small, large):
+        ours = runs.planning_s(setup, runs.OURS, 2.0)
+        assert ours == runs.planning_s(setup, runs.OURS_SAME, 2.0)
+        for name in runs.SEARCHED:
+            assert runs.planning_s(setup, name, 2.0) == 10 * ours * runs.threads()
+    assert runs.planning_s(large, runs.OURS, 2.0) == 3 * runs.planning_s(small, runs.OURS, 2.0) == 6.0
+    for options in (Options(), FULL):
+        assert f"{options.search_s:g} s" in runs.rule(options)
+        timed = runs.planned_iterations(options, runs.PUBLISHED)
+        assert set(timed) <= set(runs.planned_iterations(options, runs.OURS))
+        assert len(timed) == len(options.seeds) * (options.iterations if options.full else 1)
+
+
+def test_the_best_form_of_dip_is_the_fastest_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = {runs.PUBLISHED: [3.0, 5.0], runs.PRIORITY: None, runs.NO_SEARCH: [2.0, 5.0]}
+    monkeypatch.setattr(runs, "seconds_of", lambda _setup, name, _numbers, _s: known.get(name))
+    assert runs.best_form(SETUPS["VLM-S"], [(0, 0), (0, 1)], 1.0) == (runs.NO_SEARCH, 3.5)
+    assert runs.best_form(SETUPS["VLM-S"], [(0, 0)], 1.0, (runs.PRIORITY,)) is None
+
+
+def test_solvers_get_nothing_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No bound, and no schedule but first in, first out; also where that is at our bound already."""
+    seen = []
+
+    def solver(graph, *, seconds, hint, bound_ns, seed):  # type: ignore[no-untyped-def]
+        seen.append((hint.method, bound_ns, seconds, seed))
+        return Exact(hint, simulate(graph, hint).makespan_ns // 2, False)
+
+    monkeypatch.setitem(planner_parts.EXACT, "z3", solver)
+    graph = generate(family("uniform", num_ranks=2, num_microbatches=2), 0)
+    theirs, ours = (planner_parts._solved(graph, name, ONCE) for name in ("z3", "default"))
+    assert seen == [("first in, first out", 0, ONCE.solver_s, 0)]
+    assert not theirs.proved
+    assert ours.proved
+    answers = {("Z3", "small", 2): theirs, ("ours", "small", 2): ours, ("Z3", "small", 3): theirs}
+    assert planner_parts._cell(answers, "Z3", "small", 2).endswith("optimal, not proved")
+    assert planner_parts._cell(answers, "ours", "small", 2).endswith("optimal")
+    assert "% open, not proved" in planner_parts._cell(answers, "Z3", "small", 3)
+    assert planner_parts._cell(answers, "ours", "small", 3) == "not tried"
+
+
+def test_dynamic_data_cost_more_than_static_ones_and_these_more_than_none() -> None:
+    (table,) = table_1(ONCE).tables
+    column = table.columns.index("overhead, cut by time")
+    lost = [float(row[column].removesuffix(" %")) for row in table.rows]
+    assert lost[0] == 0.0 < lost[1] < lost[2]
+
+
+def test_the_best_cut_is_uneven() -> None:
+    (table,) = section_2_2(ONCE).tables
+    found = {row[0]: row[1] for row in table.rows}
+    assert float(found["fastest stage, ms"]) < float(found["slowest stage, ms"])
+
+
+def test_iterations_are_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    setup = PaperSetup("vlm-7b", "dip-h800-64", 2, 2, num_microbatches=4)
+    first = runs.seconds_of(setup, runs.MEGATRON_EVEN, [(0, 0), (0, 1)], 0.05)
+    assert first is not None
+    assert first[0] != first[1]
+
+    def never(*_: object) -> None:
+        raise AssertionError("timed again")
+
+    monkeypatch.setattr(runs, "run", never)
+    assert runs.seconds_of(setup, runs.MEGATRON_EVEN, [(0, 1), (0, 0)], 0.05) == first[::-1]
+
+
+def test_chunks_of_neighbouring_modules_on_one_rank_are_one_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = SETUPS["VLM-S"].case.model
+    for chunks in (1, 3, 7):
+        layout = chain_of_stages(model, 4, chunks, lambda _module, _layer: 1.0)
+        monkeypatch.setattr(runs, "system", lambda _setup, _name, layout=layout: SimpleNamespace(layout=layout))
+        assert runs.chunks_a_rank(SETUPS["VLM-S"], runs.MEGATRON) == chunks
+
+
+def test_images_rise_then_fall_to_none() -> None:
+    means = []
+    for i in range(20):
+        low, high = image_bounds(i)
+        groups = bounded_microbatches(40, low, high, i)
+        counts = [sum(len(sample.image_tokens) for sample in group) for group in groups]
+        assert low <= min(counts) <= max(counts) <= high
+        assert all(sum(sample.sequence_tokens for sample in group) == 8192 for group in groups)
+        means.append(sum(counts) / len(counts))
+    assert means[0] < max(means[:6])
+    assert means[19] == 0

@@ -1,0 +1,120 @@
+"""A measured profile as a layer table, and the layout that is arranged on it."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from pipeloom.cost import LayerFit, Profile, ProfileCosts
+from pipeloom.errors import InputError
+from pipeloom.io import read_layers, write_layers
+from pipeloom.layout import layout_for
+from pipeloom.layout.training import cooptimise_training_layout, training_layers
+from pipeloom.packing import PackingSpec, packed_batch
+from pipeloom.planner.planning import Problem, plan_batch
+from pipeloom.search import Evaluations
+from pipeloom.spec import Batch, Chunk, LayerSpec, Layout, ModelSpec, ModuleLayout, ModuleSpec, Sample, TensorShape
+from tests.cases import vlm_spec
+
+RANKS = 3
+PACKING = PackingSpec(40)
+
+
+def language_model(seed: int) -> ProfileCosts:
+    """Ten unlike layers, of which the last is by far the heaviest."""
+    rng = random.Random(seed)
+    shape = TensorShape(("tokens", 8))
+    kinds = ("Embedding[80]", *(rng.choice(("Mamba[5]", "Attention[7]", "Experts[9]")) for _ in range(8)))
+    layers = tuple(LayerSpec(kind, shape, num_parameters=100) for kind in (*kinds, "Head[80]"))
+    model = ModelSpec("chain", (ModuleSpec(name="text", reads="sequence", layers=layers),))
+    fits = {}
+    for kind in dict.fromkeys((*kinds, "Head[80]")):
+        cost = 1e-6 * rng.randint(20, 90) * (5 if kind == "Head[80]" else 1)
+        fits[f"text/{kind}"] = LayerFit((1e-5, 0, cost, 0), (2e-5, 0, 2 * cost, 0), (0, 0, 32.0 * rng.randint(1, 3), 0))
+    return ProfileCosts(model, Profile("made", fits))
+
+
+def batches(seed: int) -> list[Batch]:
+    draw = random.Random(seed)
+    return [Batch(tuple(Sample(f"{b}.{i}", 4 + draw.randrange(20)) for i in range(12)), b) for b in range(3)]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_table_adds_up_to_what_training_costs(seed, tmp_path):
+    costs = language_model(seed)
+    table = training_layers(costs, PACKING, batches(seed), RANKS, capacity_bytes=10**9)
+    assert table.layers[0].name == "embedding"
+    assert table.layers[-1].name == "head"
+    assert len({layer.name for layer in table.layers}) == len(table.layers) == 10
+    whole = Layout(1, (ModuleLayout("text"),), (Chunk("text", (0, 9), 0),))
+    works = [
+        part.workload
+        for batch in batches(seed)
+        for microbatch in packed_batch(batch, costs.model, whole, costs, PACKING).microbatches
+        for part in microbatch.parts[0]
+    ]
+    assert table.num_microbatches == round(len(works) / 3)
+    each = [costs.chunk_costs(whole.chunks[0], work)[0] for work in works]
+    assert sum(layer.forward_s for layer in table.layers) == pytest.approx(
+        sum(cost.forward_s for cost in each) / len(each)
+    )
+    assert sum(layer.total_backward_s for layer in table.layers) == pytest.approx(
+        sum(cost.backward_s for cost in each) / len(each)
+    )
+    assert sum(layer.held_bytes for layer in table.layers) == costs.static_bytes(whole.chunks[0])
+    # Whatever fits by the table fits in training.
+    assert sum(layer.activation_bytes for layer in table.layers) >= max(c.activation_bytes for c in each)
+    assert table.memory_capacity_bytes == (10**9,) * RANKS
+    write_layers(tmp_path / "layers.json", table)
+    assert read_layers(tmp_path / "layers.json") == table
+    halved = training_layers(costs, PACKING, batches(seed), RANKS, num_replicas=2)
+    assert halved.num_microbatches == max(1, round(len(works) / 6))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_arranged_layout_is_of_the_model_and_trains(seed):
+    costs = language_model(seed)
+    table = training_layers(costs, PACKING, batches(seed), RANKS)
+    layout, found = cooptimise_training_layout(table, costs.model, budget=Evaluations(400), seed=seed)
+    assert [module.name for module in layout.modules] == ["text"]
+    assert [(chunk.layers[0], chunk.rank) for chunk in layout.chunks] == list(
+        zip(found.placement.cuts, found.placement.ranks, strict=False)
+    )
+    again, _ = cooptimise_training_layout(table, costs.model, budget=Evaluations(400), seed=seed)
+    assert again == layout, "a resumed run comes to the layout that it had"
+    for batch in batches(seed + 100):
+        made = plan_batch(Problem(costs.model, layout, costs, PACKING), batch, budget=Evaluations(20), seed=0)
+        assert made.timeline.makespan_ns >= made.lower_bound.ns
+
+
+def test_what_is_no_chain_or_of_another_model_is_named():
+    model = vlm_spec(4, 6)
+    fit = LayerFit((1e-4, 0, 0, 0), (1e-4, 0, 0, 0), (0, 0, 8, 0))
+    kinds = {f"{m.name}/{layer.kind}": fit for m in model.modules for layer in m.flat_layers}
+    with pytest.raises(InputError, match="has modules vision, lm; arrange takes a chain"):
+        training_layers(ProfileCosts(model, Profile("made", kinds)), PACKING, batches(0), 2)
+    costs = language_model(0)
+    with pytest.raises(InputError, match="give at least one batch"):
+        training_layers(costs, PACKING, [], 2)
+    short = Layout(2, (ModuleLayout("lm"),), (Chunk("lm", (0, 3), 0), Chunk("lm", (4, 7), 1)))
+    with pytest.raises(InputError, match="module 'text': has 8 layers, in the model it has 10"):
+        layout_for(short, costs.model)
+    with pytest.raises(InputError, match="modules: are lm, the model has vision, lm"):
+        layout_for(short, model)
+
+
+def test_a_layout_of_several_modules_takes_frozen_and_order_from_the_model():
+    model = vlm_spec(2, 4)
+    given = Layout(
+        2,
+        (ModuleLayout("vision", frozen=True, on_ranks="replicated", sub_microbatch=3), ModuleLayout("lm", ("vision",))),
+        (Chunk("vision", (0, 1), 0), Chunk("vision", (0, 1), 1), Chunk("lm", (0, 2), 1), Chunk("lm", (3, 3), 0)),
+    )
+    fitted = layout_for(given, model)
+    assert fitted.chunks == given.chunks
+    assert [m.frozen for m in fitted.modules] == [m.frozen for m in model.modules]
+    assert fitted.modules[0].sub_microbatch == 3
+    part = Layout(2, given.modules, (Chunk("vision", (0, 1), 0), Chunk("vision", (0, 0), 1), *given.chunks[2:]))
+    with pytest.raises(InputError, match="module 'vision': is not whole on every rank"):
+        layout_for(part, model)

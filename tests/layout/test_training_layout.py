@@ -1,0 +1,70 @@
+"""The layout of a training run: the fastest that was tried, the same again, refused where nothing can be chosen."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from pipeloom.cost import LayerFit, Profile, ProfileCosts
+from pipeloom.errors import InputError
+from pipeloom.layout import replicated
+from pipeloom.layout.training import choose_training_layout
+from pipeloom.packing import PackingSpec
+from pipeloom.planner.planning import Problem, plan_batch
+from pipeloom.search import Evaluations
+from pipeloom.spec import Batch, Sample
+from tests.cases import vlm_spec
+
+FIT = LayerFit((1e-4, 0, 1e-5, 1e-8), (2e-4, 0, 2e-5, 2e-8), (0, 0, 8, 0))
+MODEL = vlm_spec(4, 6)
+COSTS = ProfileCosts(
+    MODEL,
+    Profile(
+        "made",
+        {f"{m.name}/{layer.kind}": FIT for m in MODEL.modules for layer in m.flat_layers},
+        typical_s={f"{m.name}/{layer.kind}": 3e-3 for m in MODEL.modules for layer in m.flat_layers},
+    ),
+)
+
+
+def batches(seed: int) -> list[Batch]:
+    draw = random.Random(seed)
+    return [
+        Batch(tuple(Sample(f"{b}.{i}", 4 + draw.randrange(8), (4,) * draw.randrange(1, 4)) for i in range(8)), b)
+        for b in range(2)
+    ]
+
+
+@pytest.mark.parametrize("policy", ["first_fit_decreasing", "balanced"])
+def test_the_chosen_layout_is_the_fastest_tried_and_trains(policy):
+    packing = PackingSpec(30, policy=policy)
+    trials = choose_training_layout(COSTS, packing, batches(0), 2, trial=Evaluations(40))
+    assert len({trial.name for trial in trials}) == len(trials) > 5
+    chosen = trials[0]
+    assert chosen.seconds == min(t.seconds for t in trials if not t.ruled_out)
+    assert chosen.seconds <= min(t.seconds for t in trials)
+    assert chosen.layout.num_ranks == 2
+    # It plans, and lowers to plans that verify, on batches that it was not chosen on.
+    for batch in batches(1):
+        made = plan_batch(Problem(MODEL, chosen.layout, COSTS, packing), batch, budget=Evaluations(20), seed=0)
+        assert made.timeline.makespan_ns >= made.lower_bound.ns
+    again = choose_training_layout(COSTS, packing, batches(0), 2, trial=Evaluations(40))
+    assert again == trials
+
+
+def test_replicated_modules_pay_for_their_gradients():
+    trials = choose_training_layout(COSTS, PackingSpec(30), batches(0), 2, trial=Evaluations(20))
+    whole = [t for t in trials if "replicated" in t.name]
+    assert whole
+    assert all(t.layout == replicated(t.layout, ["vision"]) for t in whole)
+
+
+def test_what_cannot_be_chosen_is_named():
+    with pytest.raises(InputError, match="give at least one batch"):
+        choose_training_layout(COSTS, PackingSpec(30), [], 2)
+    texts = [Batch((Sample("a", 5), Sample("b", 6)))]
+    with pytest.raises(InputError, match="module 'vision': has nothing to do in any sampled"):
+        choose_training_layout(COSTS, PackingSpec(30), texts, 2)
+    with pytest.raises(InputError, match="use fewer ranks"):
+        choose_training_layout(COSTS, PackingSpec(30), batches(0), 5)

@@ -1,0 +1,194 @@
+"""Assigning parts of replicated modules: never behind the even assignment, feasible, bounded, the same from a seed."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import pipeloom.lab  # noqa: F401  it names cp-sat
+from pipeloom.errors import InfeasibleError, InputError
+from pipeloom.layout import ModulePlacement, replicated, separate
+from pipeloom.packing import Packing, PackingSpec, pack
+from pipeloom.search import Evaluations, solve, solve_assignable
+from pipeloom.search.assignment import reassign, rebalanced
+from pipeloom.spec import Batch, Layout, ModelSpec, Sample
+from pipeloom.taskgraph import Assignable, Edges, Pairs, Tasks, build_assignable, build_graph, make_graph
+from pipeloom.timeline import assignable_bound, check, lower_bound, simulate
+from tests.cases import ToyCosts, random_batch, vlm_spec
+
+
+def random_laid_out(seed: int) -> tuple[ModelSpec, Layout, Packing]:
+    """A vision-language model on two to four ranks with the vision encoder whole on each, and a packed batch."""
+    rng = random.Random(seed)
+    ranks = rng.randint(2, 4)
+    model = vlm_spec(rng.randint(4, 6), ranks * 2, vision_frozen=rng.random() < 0.2)
+    places = {"vision": ModulePlacement(1, rng.choice((1, 2))), "lm": ModulePlacement(rng.randint(1, 2))}
+    layout = replicated(separate(model, ranks, places, lambda _m, _l: 1.0), ["vision"])
+    return model, layout, pack(random_batch(seed), model, layout, PackingSpec(40))
+
+
+def random_assignable(seed: int, *, limited: bool = False, split: bool = False) -> Assignable:
+    model, layout, packing = random_laid_out(seed)
+    rng = random.Random(seed)
+    costs = ToyCosts(model, transfer_s=rng.choice((0.0, 1e-3)), split=split)
+    made = build_assignable(layout, packing, costs, backward="split" if split else "whole")
+    if limited:
+        graph = made.graph
+        largest = int(graph.activation_bytes.max())
+        total = np.bincount(made.assignment, weights=graph.activation_bytes, minlength=graph.num_ranks)
+        made = made.within(graph.static_bytes + np.int64(max(3 * largest, rng.uniform(0.3, 0.8) * total.max())))
+    return made
+
+
+def random_assignment(made: Assignable, seed: int) -> np.ndarray:
+    drawn = np.random.default_rng(seed).integers(0, made.graph.num_ranks, made.graph.num_pairs)
+    return np.where(made.free, drawn, made.assignment)
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.integers(0, 10_000), st.booleans())
+def test_a_graph_assigned_anew_is_the_graph_that_would_be_built(seed: int, split: bool) -> None:
+    """Delays, labels and rows agree with a graph made from scratch of the same parts."""
+    made = random_assignable(seed, split=split)
+    other = made.assigned(random_assignment(made, seed))
+    back = other.assigned(made.assignment).graph
+    for field in ("rank", "edge_delay_ns", "predecessor", "predecessor_delay_ns", "successor", "successor_delay_ns"):
+        assert (getattr(back, field) == getattr(made.graph, field)).all()
+    assert back.labels == made.graph.labels
+    graph = other.graph
+    model, layout, _ = random_laid_out(seed)
+    wire = ToyCosts(model, transfer_s=random.Random(seed).choice((0.0, 1e-3)))
+    # As `make_graph` closes it, from what lowering would read.
+    again = make_graph(
+        name="again",
+        num_ranks=graph.num_ranks,
+        tasks=Tasks(
+            kind=graph.kind,
+            rank=graph.rank,
+            duration_ns=graph.duration_ns,
+            pair=graph.pair,
+            segment=graph.segment,
+            microbatch=graph.microbatch,
+            module=graph.module,
+            module_names=graph.module_names,
+        ),
+        pairs=Pairs(activation_bytes=graph.activation_bytes, weight_gradient_bytes=graph.weight_gradient_bytes),
+        edges=Edges(source=graph.edge_source, target=graph.edge_target, delay_ns=graph.edge_delay_ns),
+    )
+    assert (again.predecessor_delay_ns == graph.predecessor_delay_ns).all()
+    assert (again.predecessor == graph.predecessor).all()
+    for pair, label in enumerate(graph.labels or ()):
+        assert layout.chunks[label.chunk].rank == other.assignment[pair]
+    apart = graph.rank[graph.edge_source] != graph.rank[graph.edge_target]
+    assert (graph.edge_delay_ns == np.where(apart, round(wire.transfer_s(1) * 1e9), 0)).all()
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.integers(0, 10_000), st.booleans(), st.booleans())
+def test_the_answer_is_feasible_and_above_the_bound_of_every_assignment(seed: int, limited: bool, split: bool) -> None:
+    made = random_assignable(seed, limited=limited, split=split)
+    try:
+        found = solve_assignable(made, budget=Evaluations(300), seed=seed)
+    except InfeasibleError:
+        assert limited
+        return
+    graph, solution = found.assignable.graph, found.solution
+    assert check(graph, solution.schedule, solution.timeline) == ()
+    assert solution.lower_bound.ns <= solution.timeline.makespan_ns
+    again = solve_assignable(made, budget=Evaluations(300), seed=seed).solution
+    assert again.timeline.makespan_ns == solution.timeline.makespan_ns
+    # The bound holds for any other assignment, and never says more than that assignment's own.
+    bound = assignable_bound(made)
+    other = made.assigned(random_assignment(made, seed))
+    assert assignable_bound(other).ns == bound.ns
+    try:
+        assert solve(other.graph, budget=Evaluations(30), seed=0).timeline.makespan_ns >= bound.ns
+    except InfeasibleError:
+        assert limited
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.integers(0, 10_000), st.booleans())
+def test_annealing_never_makes_it_slower_and_tells_the_truth(seed: int, limited: bool) -> None:
+    made = random_assignable(seed, limited=limited)
+    try:
+        first = solve(made.graph, budget=Evaluations(30), seed=seed)
+    except InfeasibleError:
+        assert limited
+        return
+    other, schedule, used = reassign(made, first.schedule, target_ns=0, budget=Evaluations(400), seed=seed)
+    timeline = simulate(other.graph, schedule)
+    assert timeline.makespan_ns <= first.timeline.makespan_ns
+    assert check(other.graph, schedule, timeline) == ()
+    assert 0 < used <= 400
+
+
+def test_even_loads_from_uneven_ones() -> None:
+    """Everything on one rank; afterwards no single move makes the ranks more even."""
+    made = random_assignable(3)
+    crowded = made.assigned(np.where(made.free, 0, made.assignment))
+    first = solve(crowded.graph, budget=Evaluations(30), seed=0)
+    even = rebalanced(crowded, first.schedule).graph
+    load = np.bincount(even.rank, weights=even.duration_ns)
+    full, slack = int(load.argmax()), int(load.max() - load.min())
+    pairs = np.bincount(even.pair, weights=even.duration_ns)
+    movable = pairs[made.free & (even.rank[even.forward_of] == full)]
+    assert slack <= movable.min(initial=slack)
+    assert load.max() < np.bincount(crowded.graph.rank, weights=crowded.graph.duration_ns).max()
+
+
+def test_of_four_assignments_the_best_is_found() -> None:
+    """Two images, two ranks: as fast as the exact optimum of the best of all assignments."""
+    model = vlm_spec(2, 2)
+    samples = (Sample("a", 2, (1,), (6,)), Sample("b", 2, (1,), (2,)), Sample("c", 4), Sample("d", 4))
+    layout = replicated(separate(model, 2, {"vision": ModulePlacement(1, 1)}, lambda _m, _l: 1.0), ["vision"])
+    packing = pack(Batch(samples), model, layout, PackingSpec(4))
+    made = build_assignable(layout, packing, ToyCosts(model, transfer_s=1e-3))
+    assert made.free.sum() == 2
+    best = min(
+        solve(
+            made.assigned(np.where(made.free, _bits(made, n), made.assignment)).graph,
+            budget=Evaluations(400),
+            seed=0,
+            method="cp-sat",
+        ).timeline.makespan_ns
+        for n in range(4)
+    )
+    found = solve_assignable(made, budget=Evaluations(2000), seed=0).solution
+    assert found.timeline.makespan_ns == best
+    assert found.lower_bound.ns <= best
+
+
+def _bits(made: Assignable, number: int) -> np.ndarray:
+    """The two free pairs on the ranks that the bits of a number say."""
+    out = np.zeros(made.graph.num_pairs, np.int64)
+    out[np.flatnonzero(made.free)] = [number & 1, number >> 1]
+    return out
+
+
+def test_without_replicated_modules_it_is_the_search_of_orders() -> None:
+    model = vlm_spec(4, 4)
+    layout = separate(model, 2, {"vision": ModulePlacement(1, 1)}, lambda _m, _l: 1.0)
+    packing = pack(random_batch(1), model, layout, PackingSpec(40))
+    made = build_assignable(layout, packing, ToyCosts(model))
+    plain = build_graph(layout, packing, ToyCosts(model))
+    found = solve_assignable(made, budget=Evaluations(100), seed=0)
+    assert found.assignable is made
+    assert found.solution.timeline.makespan_ns == solve(plain, budget=Evaluations(100), seed=0).timeline.makespan_ns
+    assert found.solution.lower_bound == lower_bound(plain)
+    with pytest.raises(InputError, match="assign parts of replicated modules"):
+        made.assigned(1 - made.assignment)
+    with pytest.raises(InputError, match="to ranks that there are"):
+        random_assignable(0).assigned(np.full(random_assignable(0).graph.num_pairs, 9))
+
+
+def test_one_schedule_is_made_where_the_budget_has_one() -> None:
+    made = random_assignable(5)
+    found = solve_assignable(made, budget=Evaluations(1), seed=0, method="portfolio")
+    assert found.assignable is made
+    assert replace(found.solution, elapsed_s=0.0).evaluations >= 1

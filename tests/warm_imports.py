@@ -1,0 +1,25 @@
+"""What ranks and planners import: the server that they are forked from imports this before all else."""
+
+from importlib import import_module
+
+for name in (
+    "sklearn.datasets",
+    "torch._dynamo",  # Adam imports it at its first step
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "torch.utils.data",
+    "pipeloom.cli.app",
+    "pipeloom.cli.planner",
+    "pipeloom.lab",
+    "pipeloom.packing.kernels",
+    "pipeloom.planner",
+    "pipeloom.runtime.measure",
+    "pipeloom.runtime.trainer",
+    "pipeloom.timeline.kernels",
+    "pipeloom.training.rank",
+):
+    import_module(name)
+
+# Loads planning's kernels from their cache.
+import_module("tests.runtime.training").setup(2).problem().warm_up()
