@@ -141,6 +141,15 @@ def run_with_a_broken_rank(seed: int, how: str) -> None:
     Executor(run.model, run.case.layout, dist.get_rank(), transport).run(run.case.plan, run.case.packing, run.documents)
 
 
+def die_after_the_complaint(seconds: float) -> None:
+    """Rank 1 complains of rank 0 before rank 0's end can be seen."""
+    dist.barrier()
+    if dist.get_rank() == 1:
+        raise ConnectionResetError("reset by peer")
+    time.sleep(seconds)
+    os._exit(7)
+
+
 def wait_for_a_first_plan(seconds: float) -> bool:
     """Rank 0 takes so long before it has a plan."""
     first = FirstPlan()

@@ -11,7 +11,7 @@ from pipeloom.runtime import launch
 from tests.plan.cases import EVERY_STRATEGY
 
 from .cases import random_run
-from .on_ranks import run_many, run_with_a_broken_rank, tensors_of, wait_for_a_first_plan
+from .on_ranks import die_after_the_complaint, run_many, run_with_a_broken_rank, tensors_of, wait_for_a_first_plan
 
 pytestmark = pytest.mark.ranks
 
@@ -53,6 +53,11 @@ def seed_with_messages() -> int:
 def test_a_broken_rank_ends_all_with_its_message(how: str, message: str) -> None:
     with pytest.raises(ExecutionError, match=message):
         launch(run_with_a_broken_rank, 2, seed_with_messages(), how, timeout_s=3.0)
+
+
+def test_a_rank_that_died_is_the_cause_even_where_others_complain_first() -> None:
+    with pytest.raises(ExecutionError, match="rank 0: the process exited with code 7"):
+        launch(die_after_the_complaint, 2, 0.2)
 
 
 def test_ranks_give_tensors_back() -> None:

@@ -32,6 +32,8 @@ from pipeloom.runtime.device import DeviceType, join_group
 # One core each: ranks on one machine would otherwise all start a thread per core.
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 _POLL_S = 0.2
+# The end of a rank that died may be read a moment after its peers' complaints of it.
+_ECHO_S = 0.5
 _GRACE_S = 5.0
 _FOREVER = timedelta(days=365)
 
@@ -169,7 +171,7 @@ def _watch(
                 failures.append(value)
                 finished.add(rank)
         if failures:
-            failures += _more_failures(open_pipes, processes)
+            failures += _more_failures(open_pipes, processes, finished)
             _raise(failures)
 
 
@@ -180,10 +182,12 @@ def _died(rank: int, process: BaseProcess) -> _Failure:
     return _Failure(rank, f"rank {rank}: the process {how}", "", 0.0)
 
 
-def _more_failures(open_pipes: dict[Connection, int], processes: Sequence[BaseProcess]) -> list[_Failure]:
+def _more_failures(
+    open_pipes: dict[Connection, int], processes: Sequence[BaseProcess], finished: set[int]
+) -> list[_Failure]:
     """Failures that are there at the same moment: the earliest is the cause, the others its echo."""
     found = []
-    deadline = time.monotonic() + _POLL_S
+    deadline = time.monotonic() + _ECHO_S
     while open_pipes and (left := deadline - time.monotonic()) > 0:
         for pipe in wait(list(open_pipes), timeout=left):
             assert isinstance(pipe, Connection)
@@ -191,10 +195,12 @@ def _more_failures(open_pipes: dict[Connection, int], processes: Sequence[BasePr
                 kind, value = pipe.recv()
             except (EOFError, ConnectionResetError):
                 rank = open_pipes.pop(pipe)
-                processes[rank].join(_GRACE_S)
-                if (processes[rank].exitcode or 0) < 0:
+                if rank not in finished:
+                    processes[rank].join(_GRACE_S)
                     found.append(_died(rank, processes[rank]))
                 continue
+            if kind in ("result", "failure"):
+                finished.add(open_pipes[pipe])
             if kind == "failure":
                 found.append(value)
     return found
