@@ -58,6 +58,18 @@ def check_count(entity: str, value: int) -> None:
         raise InputError(entity, f"{value} is below 1")
 
 
+def check_share(entity: str, value: float) -> None:
+    """Raise `InputError` unless the value is a part of a whole."""
+    if not 0 <= value <= 1:
+        raise InputError(entity, f"{value} is no part of a budget", "give a number from 0 to 1")
+
+
+def check_ratio(entity: str, value: float) -> None:
+    """Raise `InputError` unless the value is at least 1."""
+    if not 1 <= value < float("inf"):
+        raise InputError(entity, f"{value} is not finite and at least 1", "give how many times as much, 1 or more")
+
+
 class InfeasibleError(PipeloomError):
     """No answer exists within the stated limits; the message names what cannot fit, in bytes or seconds."""
 

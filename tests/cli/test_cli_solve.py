@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 import pipeloom
 import pipeloom.search
 from pipeloom.cli.app import run
+from pipeloom.cli.plan import read_setup
 from pipeloom.cli.solve import Interruptible
 from pipeloom.cost import LayerFit, Profile
-from pipeloom.io import PackedBatches, write_instance, write_layout, write_samples
+from pipeloom.io import PackedBatches, read_spec, write_instance, write_layout, write_samples
 from pipeloom.lab.instances import family, generate
 from pipeloom.packing import PackingSpec
 from pipeloom.planner import Setup
@@ -205,6 +206,18 @@ def test_plan_leaves_everything_and_each_step_accepts_it(source: str, invoke: In
     assert isinstance(batches, PackedBatches)
     assert sum(m.num_samples for m in batches.batches[0].microbatches) == document["num_samples"]
     assert batches.batches[0].iteration == 17
+
+
+def test_a_setup_keeps_all_that_no_option_gives(problem: Path) -> None:
+    """It once lost what sharded replicas hold, the backend and the parameters of the search."""
+    path = problem / "setup.json"
+    document = json.loads(path.read_text()) | {"backend": "nccl", "held_copies": {"lm/block": 0.5}}
+    document["search"] = {"orders": {"heat": 0.2}}
+    path.write_text(json.dumps(document))
+    written = read_spec(path, Setup)
+    assert read_setup(path, None, None, None, None, 0) == written
+    tokens = msgspec.structs.replace(written.packing, token_budget=77)
+    assert read_setup(path, None, None, None, None, 77) == msgspec.structs.replace(written, packing=tokens)
 
 
 def test_plan_refuses_in_one_line(invoke: Invoke, problem: Path) -> None:

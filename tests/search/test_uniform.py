@@ -13,7 +13,7 @@ from pipeloom.search import Evaluations, solve
 from pipeloom.search.context import begin
 from pipeloom.search.local import portfolio
 from pipeloom.search.state import Search
-from pipeloom.search.stopping import Part
+from pipeloom.search.stopping import Stretch
 from pipeloom.search.uniform import downhill
 from pipeloom.timeline import check
 
@@ -63,6 +63,6 @@ def test_static_orders_go_on_where_they_stopped() -> None:
     whole, pieces = (Search(graph, begin(Evaluations(1000))) for _ in range(2))
     portfolio(whole)
     for _ in range(40):
-        portfolio(pieces, Part(0.0, (pieces.meter.used + 7) / 1000))
+        portfolio(pieces, Stretch(0.0, (pieces.meter.used + 7) / 1000))
     assert pieces.meter.used == whole.meter.used < 250
     assert pieces.best_ns == whole.best_ns

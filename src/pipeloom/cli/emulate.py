@@ -8,7 +8,7 @@ from typing import Any
 import typer
 
 from pipeloom.cli.output import JSON_HELP, check_targets, draw, print_json, stdout
-from pipeloom.emulator import Draw, StepResult
+from pipeloom.emulator import Draw, EmulatedStep
 from pipeloom.emulator import emulate as run_emulation
 from pipeloom.errors import InputError
 from pipeloom.integrations.models import load_model
@@ -115,7 +115,7 @@ def own_microbatches(architecture: Architecture, data: str | None, count: int) -
     return groups[:count]
 
 
-def document(result: StepResult) -> dict[str, Any]:
+def document(result: EmulatedStep) -> dict[str, Any]:
     """An emulated iteration for ``--json``."""
     return {
         "iteration_s": result.iteration_s,
@@ -131,7 +131,7 @@ def document(result: StepResult) -> dict[str, Any]:
     }
 
 
-def _print(result: StepResult, title: str, basis: str) -> None:
+def _print(result: EmulatedStep, title: str, basis: str) -> None:
     from rich.table import Table
 
     console = stdout()

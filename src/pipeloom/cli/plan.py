@@ -35,7 +35,6 @@ EPILOG = (
     "Examples: pipeloom plan samples.jsonl --setup runs/digits_vlm/setup.json --out planned. pipeloom plan "
     "samples.jsonl --model vlm.toml --layout vlm.layout.json --profile profile.json --tokens 512 --out planned."
 )
-_MAX_LAYERS = 100_000
 
 
 def plan(
@@ -100,7 +99,9 @@ def plan(
     check_targets(html)
     if out.exists() and not out.is_dir():
         raise InputError(str(out), "is a file", "give the name of a folder")
-    made = _setup(setup, model, layout, profile, cluster, tokens)
+    from pipeloom.planner import check_setup
+
+    made = read_setup(setup, model, layout, profile, cluster, tokens)
     check_setup(made, str(setup or layout), str(setup or profile))
     problem = made.problem()
     if params is not None:
@@ -152,7 +153,7 @@ def _write(out: Path, planned: PlannedBatch, policy: str, record: SearchRecord) 
     return [str(target) for target in targets]
 
 
-def _setup(
+def read_setup(
     setup: Path | None, model: Path | None, layout: Path | None, profile: Path | None, cluster: Path | None, tokens: int
 ) -> Setup:
     """The problem from one file, or from several."""
@@ -168,16 +169,7 @@ def _setup(
         made = read_spec(setup, Setup)
         packing = PackingSpec(tokens, made.packing.policy) if tokens else made.packing
         links = made.cluster if cluster is None else read_spec(cluster, RankSpec)
-        return Setup(
-            made.model,
-            made.layout,
-            made.profile,
-            packing,
-            links,
-            strategies=made.strategies,
-            tuning=made.tuning,
-            split_backward=made.split_backward,
-        )
+        return msgspec.structs.replace(made, packing=packing, cluster=links)
     missing = next((name for name, path in parts.items() if path is None), None)
     if missing is not None or model is None or layout is None or profile is None:
         raise InputError(str(missing), "is missing", "give --setup, or --model, --layout and --profile")
@@ -187,45 +179,3 @@ def _setup(
     return Setup(
         read_spec(model, ModelSpec), read_layout(layout), read_spec(profile, Profile), PackingSpec(tokens), links
     )
-
-
-def check_setup(setup: Setup, layout_file: str, profile_file: str) -> None:
-    """Refuse parts that do not belong together, each of which may be sound by itself.
-
-    Raises
-    ------
-    InputError
-        Naming the file and the field: a layout of another model, or costs that no machine has.
-    """
-    modules = {module.name: module for module in setup.model.modules}
-    laid = {module.name for module in setup.layout.modules}
-    for name in modules.keys() - laid:
-        raise InputError(f"{layout_file}: modules", f"{name!r} of the model is not in the layout")
-    num_laid = dict.fromkeys(laid, 0)
-    for i, chunk in enumerate(setup.layout.chunks):
-        num_laid[chunk.module] = max(num_laid[chunk.module], chunk.layers[1] + 1)
-        if chunk.layers[0] < 0:
-            raise InputError(f"{layout_file}: chunks[{i}].layers", f"{list(chunk.layers)} begins below 0")
-    for i, module in enumerate(setup.layout.modules):
-        where = f"{layout_file}: modules[{i}]"
-        if module.name not in modules:
-            raise InputError(f"{where}.name", f"{module.name!r} is not a module of the model")
-        spec = modules[module.name]
-        if set(module.after) != set(spec.after):
-            raise InputError(f"{where}.after", f"{list(module.after)}, the model says {list(spec.after)}")
-        num_layers = sum(layer.count for layer in spec.layers)
-        if num_layers > _MAX_LAYERS:
-            raise InputError(f"model: module {module.name!r}", f"has {num_layers} layers, more than {_MAX_LAYERS}")
-        if num_laid[module.name] != num_layers:
-            problem = f"chunks of {module.name!r} have {num_laid[module.name]} layers, the model {num_layers}"
-            raise InputError(f"{layout_file}: chunks", problem)
-    for name, fit in setup.profile.layers.items():
-        fields = {field: getattr(fit, field) for field in ("forward_s", "backward_s", "activation_bytes")}
-        if fit.strategies is not None:
-            more = msgspec.structs.asdict(fit.strategies)
-            fields |= {f"strategies.{field}": values for field, values in more.items()}
-        for field, values in fields.items():
-            for i, value in enumerate(values):
-                if not 0 <= value < 1e15:
-                    entity = f"{profile_file}: layers.{name}.{field}[{i}]"
-                    raise InputError(entity, f"{value:g} is not between 0 and 1e+15")

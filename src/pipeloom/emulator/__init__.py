@@ -6,7 +6,7 @@ from pipeloom.emulator.fastest import fastest_step
 from pipeloom.emulator.fit import Calibration, CalibrationRow, Measurement, fit_device, mean_error
 from pipeloom.emulator.graph import Emulation, GraphBuilder, MemoryCurve, OperatorGraph, emulate_graph
 from pipeloom.emulator.pipeline import PipelineModel, Work, work_of
-from pipeloom.emulator.result import RankTime, StageTask, StepResult
+from pipeloom.emulator.result import EmulatedStep, RankTime, StageTask
 from pipeloom.emulator.rules import Counts, Device, Efficiency
 from pipeloom.emulator.session import Checkpoint, Session
 from pipeloom.emulator.step import Step
@@ -27,6 +27,7 @@ __all__ = [
     "Device",
     "Draw",
     "Efficiency",
+    "EmulatedStep",
     "Emulation",
     "EvaluatedLayer",
     "GraphBuilder",
@@ -44,7 +45,6 @@ __all__ = [
     "Session",
     "StageTask",
     "Step",
-    "StepResult",
     "SweepEntry",
     "Tape",
     "Tensor",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pipeloom.emulator.pipeline import PipelineModel, Work
-from pipeloom.emulator.result import StepResult
+from pipeloom.emulator.result import EmulatedStep
 from pipeloom.emulator.step import Step
 from pipeloom.errors import InfeasibleError
 from pipeloom.spec import ChunkStrategy
@@ -17,7 +17,7 @@ def fastest_step(
     model: PipelineModel,
     microbatches: Sequence[Work],
     strategies: Sequence[ChunkStrategy | str] = ("keep", "selective", "recompute:0.5", "recompute"),
-) -> StepResult:
+) -> EmulatedStep:
     """The fastest of some strategies that fits in memory, given from the fastest to the leanest.
 
     Raises

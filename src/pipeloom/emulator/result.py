@@ -1,4 +1,4 @@
-"""StepResult: what emulating an iteration gives."""
+"""EmulatedStep: what emulating an iteration gives."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class RankTime:
 
 
 @dataclass(frozen=True, eq=False)
-class StepResult:
+class EmulatedStep:
     """An emulated iteration.
 
     Attributes

@@ -15,7 +15,7 @@ import numpy as np
 from pipeloom.collector import collector_paused
 from pipeloom.emulator.graph import FOREVER, MemoryCurve, memory_curve
 from pipeloom.emulator.pipeline import PipelineModel, Work
-from pipeloom.emulator.result import RankTime, StageTask, StepResult, length, union
+from pipeloom.emulator.result import EmulatedStep, RankTime, StageTask, length, union
 from pipeloom.emulator.rules import PS_PER_S, IntArray
 from pipeloom.emulator.schedule import list_schedule
 from pipeloom.emulator.session import Session
@@ -26,7 +26,7 @@ from pipeloom.emulator.tape import COMPUTE, NUM_DEVICES
 from pipeloom.errors import InputError, check_count
 from pipeloom.spec import ChunkStrategy, chunk_strategy
 
-__all__ = ["RankTime", "StageTask", "Step", "StepResult"]
+__all__ = ["EmulatedStep", "RankTime", "StageTask", "Step"]
 
 DEVICES_PER_RANK = NUM_DEVICES + 2
 FORWARD_WIRE, BACKWARD_WIRE = NUM_DEVICES, NUM_DEVICES + 1
@@ -195,7 +195,7 @@ class Step:
             self.session.replace(send, Call(self._all.send(size), call.devices, call.inputs))
 
     @collector_paused()
-    def run(self) -> StepResult:
+    def run(self) -> EmulatedStep:
         """Emulate."""
         if not self._issued:
             self._issue()
@@ -214,7 +214,7 @@ class Step:
         spread_over = degrees.tensor * degrees.context  # each device's share is what was counted
         available = ranks * spread_over * device.flops_per_s * total / PS_PER_S
         bubble = max(0.0, 1 - busy / (ranks * pipeline))
-        return StepResult(
+        return EmulatedStep(
             iteration_s=total / PS_PER_S,
             pipeline_s=pipeline / PS_PER_S,
             bubble=bubble,

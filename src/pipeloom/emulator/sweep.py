@@ -10,7 +10,7 @@ from functools import cache
 from pipeloom.emulator.build import Placement
 from pipeloom.emulator.fastest import fastest_step
 from pipeloom.emulator.pipeline import PipelineModel, Work, work_of
-from pipeloom.emulator.result import StepResult
+from pipeloom.emulator.result import EmulatedStep
 from pipeloom.emulator.sizes import image_sizes
 from pipeloom.emulator.step import Step
 from pipeloom.errors import InfeasibleError, InputError, check_count
@@ -112,7 +112,7 @@ def emulate(
     strategy: ChunkStrategy | str | None = None,
     sub_microbatch: Mapping[str, int] | None = None,
     shape: PipelineShape = PipelineShape(),
-) -> StepResult:
+) -> EmulatedStep:
     """Emulate one iteration of one pipeline replica.
 
     Parameters
@@ -155,7 +155,7 @@ class SweepEntry:
     """One point of a sweep: the degrees, and what they give or why they cannot."""
 
     degrees: Degrees
-    result: StepResult | None
+    result: EmulatedStep | None
     problem: str = ""
 
     @property

@@ -1,7 +1,7 @@
 """The planner: a batch's metadata in, a verified plan out, ahead of training; never stalls it."""
 
 from pipeloom.planner.client import HostedStore, Planner
-from pipeloom.planner.messages import Request, Setup, answer_of
+from pipeloom.planner.messages import Request, Setup, answer_of, check_setup
 from pipeloom.planner.planning import PlannedBatch, Problem, plan_batch
 from pipeloom.planner.process import PlannerProcess
 from pipeloom.planner.service import Store, serve
@@ -16,6 +16,7 @@ __all__ = [
     "Setup",
     "Store",
     "answer_of",
+    "check_setup",
     "plan_batch",
     "serve",
 ]

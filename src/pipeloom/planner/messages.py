@@ -7,7 +7,7 @@ from typing import TypeVar
 import msgspec
 
 from pipeloom.cost import Correction, Profile, ProfileCosts, check_strategies
-from pipeloom.errors import PlannerError, check_positive
+from pipeloom.errors import InputError, PlannerError, check_positive
 from pipeloom.packing import PackingSpec
 from pipeloom.plan import Answer, BackendName, packing_counts
 from pipeloom.planner.planning import PlannedBatch, Problem
@@ -15,6 +15,8 @@ from pipeloom.search import SearchParams
 from pipeloom.spec import Batch, Layout, ModelSpec, RankSpec, Strategy
 from pipeloom.taskgraph import FORWARD
 from pipeloom.tuning import TuningSpec, check_no_choice
+
+_MAX_LAYERS = 100_000
 
 
 class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -74,6 +76,48 @@ class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             backend=self.backend,
             search=self.search,
         )
+
+
+def check_setup(setup: Setup, layout_file: str, profile_file: str) -> None:
+    """Refuse parts that do not belong together, each of which may be sound by itself.
+
+    Raises
+    ------
+    InputError
+        Naming the file and the field: a layout of another model, or costs that no machine has.
+    """
+    modules = {module.name: module for module in setup.model.modules}
+    laid = {module.name for module in setup.layout.modules}
+    for name in modules.keys() - laid:
+        raise InputError(f"{layout_file}: modules", f"{name!r} of the model is not in the layout")
+    num_laid = dict.fromkeys(laid, 0)
+    for i, chunk in enumerate(setup.layout.chunks):
+        num_laid[chunk.module] = max(num_laid[chunk.module], chunk.layers[1] + 1)
+        if chunk.layers[0] < 0:
+            raise InputError(f"{layout_file}: chunks[{i}].layers", f"{list(chunk.layers)} begins below 0")
+    for i, module in enumerate(setup.layout.modules):
+        where = f"{layout_file}: modules[{i}]"
+        if module.name not in modules:
+            raise InputError(f"{where}.name", f"{module.name!r} is not a module of the model")
+        spec = modules[module.name]
+        if set(module.after) != set(spec.after):
+            raise InputError(f"{where}.after", f"{list(module.after)}, the model says {list(spec.after)}")
+        num_layers = sum(layer.count for layer in spec.layers)
+        if num_layers > _MAX_LAYERS:
+            raise InputError(f"model: module {module.name!r}", f"has {num_layers} layers, more than {_MAX_LAYERS}")
+        if num_laid[module.name] != num_layers:
+            problem = f"chunks of {module.name!r} have {num_laid[module.name]} layers, the model {num_layers}"
+            raise InputError(f"{layout_file}: chunks", problem)
+    for name, fit in setup.profile.layers.items():
+        fields = {field: getattr(fit, field) for field in ("forward_s", "backward_s", "activation_bytes")}
+        if fit.strategies is not None:
+            more = msgspec.structs.asdict(fit.strategies)
+            fields |= {f"strategies.{field}": values for field, values in more.items()}
+        for field, values in fields.items():
+            for i, value in enumerate(values):
+                if not 0 <= value < 1e15:
+                    entity = f"{profile_file}: layers.{name}.{field}[{i}]"
+                    raise InputError(entity, f"{value:g} is not between 0 and 1e+15")
 
 
 class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pipeloom.emulator import StepResult
+from pipeloom.emulator import EmulatedStep
 from pipeloom.report.track import Track, make_track
 from pipeloom.taskgraph import BACKWARD, FORWARD, Edges, PairLabel, Pairs, Tasks, make_graph
 from pipeloom.timeline import Timeline
@@ -12,7 +12,7 @@ from pipeloom.timeline import Timeline
 _PS_PER_NS = 1000
 
 
-def emulated_track(title: str, result: StepResult) -> Track:
+def emulated_track(title: str, result: EmulatedStep) -> Track:
     """Turn an emulated iteration into a track; times are emulated, and memory is known by its peaks alone."""
     tasks = result.tasks
     modules = tuple(dict.fromkeys(task.module for task in tasks))

@@ -15,14 +15,14 @@ from pipeloom.search.local import portfolio
 from pipeloom.search.plain import leanest
 from pipeloom.search.splitting import Restricted, by_lateness, restrict, split_counts, splittable
 from pipeloom.search.state import Run, Search
-from pipeloom.search.stopping import Part
+from pipeloom.search.stopping import Stretch
 from pipeloom.search.strategies import PacedChooser, choose_strategies
 from pipeloom.search.uniform import downhill, uniform_settings
 from pipeloom.taskgraph import IntArray, TaskGraph
 from pipeloom.timeline import Schedule, lower_bound, simulate
 
 
-def alternate(graph: TaskGraph, context: Context, run: Run, part: Part) -> Schedule:
+def alternate(graph: TaskGraph, context: Context, run: Run, stretch: Stretch) -> Schedule:
     """Search orders and choose strategies by turns, in a part of the budget.
 
     Where pairs can run their backwards whole or split, how many microbatches are split is settled first, by the
@@ -32,9 +32,9 @@ def alternate(graph: TaskGraph, context: Context, run: Run, part: Part) -> Sched
     if splittable(graph).any():
         # With all backwards whole it may not fit; the leanest candidates of both kinds may.
         with suppress(InfeasibleError):
-            chosen = _choose_split(graph, context, part, best)
+            chosen = _choose_split(graph, context, stretch, best)
     inner = graph if chosen is None else chosen.graph
-    found = _take_turns(inner, context, run, part)
+    found = _take_turns(inner, context, run, stretch)
     best.offer(found if chosen is None else chosen.schedule(found), or_equal=True)
     assert best.schedule is not None
     return best.schedule
@@ -56,7 +56,7 @@ class _Incumbent:
         return makespan
 
 
-def _choose_split(graph: TaskGraph, context: Context, part: Part, best: _Incumbent) -> Restricted:
+def _choose_split(graph: TaskGraph, context: Context, stretch: Stretch, best: _Incumbent) -> Restricted:
     """Try to split none, then the last few, then more of the microbatches, and keep what static orders do best with.
 
     Raises
@@ -68,7 +68,7 @@ def _choose_split(graph: TaskGraph, context: Context, part: Part, best: _Incumbe
     chosen = restricted = restrict(graph, np.zeros(graph.num_pairs, np.bool_))
     lateness: IntArray | None = None
     for count in split_counts(graph):
-        if best.schedule is not None and context.meter.spent >= context.params.turns.split_share * part.until:
+        if best.schedule is not None and context.meter.spent >= context.params.turns.split_share * stretch.until:
             break
         if lateness is not None:
             restricted = restrict(graph, can & (lateness < count))
@@ -122,8 +122,8 @@ class _Plan(NamedTuple):
 class _Turns:
     """Orders and strategies of one graph by turns."""
 
-    def __init__(self, graph: TaskGraph, context: Context, part: Part) -> None:
-        self.graph, self.context, self.part = graph, context, part
+    def __init__(self, graph: TaskGraph, context: Context, stretch: Stretch) -> None:
+        self.graph, self.context, self.stretch = graph, context, stretch
         self.walks: Walks | None = None if graph.capacity_bytes is None else make_walks(graph)
         self.chooser = PacedChooser(graph, context.meter, context.params.strategies)
         self.lean: IntArray = np.array(leanest(graph), np.int64)
@@ -146,12 +146,12 @@ class _Turns:
         if probe.best_ns <= params.far * self.context.bound.ns:
             return plan
         lean = self._search(self.lean)
-        portfolio(lean, Part(meter.spent, meter.spent + params.probe_share))
+        portfolio(lean, Stretch(meter.spent, meter.spent + params.probe_share))
         under_setting, _ = self.offer(probe, plan.candidate)
         under_lean, chosen = self.offer(lean, self.lean)
         if under_lean < under_setting:
             plan = _Plan(chosen, params.chosen_rounds, like=lean)
-        return plan._replace(rounds=min(plan.rounds, self.chooser.turns(self.part.until - meter.spent)))
+        return plan._replace(rounds=min(plan.rounds, self.chooser.turns(self.stretch.until - meter.spent)))
 
     def _best_uniform(self) -> tuple[int, Search] | None:
         """The uniform setting with the best static orders, and their search; None: no limit, or none fits."""
@@ -166,7 +166,7 @@ class _Turns:
                 search = self._search(np.full(self.graph.num_pairs, setting), states=0)
             except InfeasibleError:
                 return float("inf")
-            portfolio(search, Part(meter.spent, meter.spent + self.context.params.turns.probe_share))
+            portfolio(search, Stretch(meter.spent, meter.spent + self.context.params.turns.probe_share))
             searches[setting] = search
             return float(search.best_ns)
 
@@ -198,20 +198,20 @@ class _Turns:
         with suppress(KeyboardInterrupt):
             if plan.like is not None:
                 search.try_like(plan.like)
-            run(search, Part(context.meter.spent, until))
+            run(search, Stretch(context.meter.spent, until))
             last = context.meter.left(1) == 0
         return search, last
 
 
-def _take_turns(graph: TaskGraph, context: Context, run: Run, part: Part) -> Schedule:
+def _take_turns(graph: TaskGraph, context: Context, run: Run, stretch: Stretch) -> Schedule:
     """First orders under one choice of strategies, then the strategies that the order leaves room for, then orders
     under those, and so on.
     """
-    turns = _Turns(graph, context, part)
+    turns = _Turns(graph, context, stretch)
     plan = turns.begin()
     begin, rounds = context.meter.spent, plan.rounds
     for number in range(rounds):
-        until = begin + (part.until - begin) * (number + 1) / rounds - turns.chooser.share
+        until = begin + (stretch.until - begin) * (number + 1) / rounds - turns.chooser.share
         search, last = turns.turn(number, plan, until, run)
         _, chosen = turns.offer(search, plan.candidate)
         plan = _Plan(chosen, rounds, like=search)

@@ -25,7 +25,7 @@ from pipeloom.search.params import DEFAULTS, SearchParams
 from pipeloom.search.plain import first_in_first_out
 from pipeloom.search.result import Solution
 from pipeloom.search.solve import solve
-from pipeloom.search.stopping import Meter, Part, StoppingRule, Until
+from pipeloom.search.stopping import Meter, StoppingRule, Stretch, Until
 from pipeloom.search.strategies import choose_strategies
 from pipeloom.taskgraph import Assignable
 from pipeloom.taskgraph.rows import close_edges, compressed
@@ -204,7 +204,7 @@ def reassign(
     for turn in range(rounds):
         if best.ns <= target_ns or meter.left(1) == 0:
             break
-        now = annealing.run(now, Part(meter.spent, (turn + 1) / rounds))
+        now = annealing.run(now, Stretch(meter.spent, (turn + 1) / rounds))
         best = min(best, now, key=lambda each: each.ns)
         if assignable.graph.candidates is not None:
             graph = now.assignable.graph
@@ -229,14 +229,14 @@ class _Annealing:
     random: npt.NDArray[np.uint64]
     params: SearchParams
 
-    def run(self, now: _State, part: Part) -> _State:
+    def run(self, now: _State, stretch: Stretch) -> _State:
         """Anneal in a part of the budget; return the best found."""
         deck, mean_ns = _deck(now.assignable, now.schedule)
         state = np.array([now.ns, now.ns], np.int64)
         wanted = max(1, self.params.orders.steps_per_round // now.assignable.graph.num_tasks)
-        while state[1] > self.target_ns and (spent := self.meter.spent) < part.until:
-            temperature = self.params.assignment.heat * mean_ns * part.cooling(spent)
-            terms = Terms(temperature, self.target_ns, self.meter.left(wanted, part.until))
+        while state[1] > self.target_ns and (spent := self.meter.spent) < stretch.until:
+            temperature = self.params.assignment.heat * mean_ns * stretch.cooling(spent)
+            terms = Terms(temperature, self.target_ns, self.meter.left(wanted, stretch.until))
             self.meter.used += max(1, int(kernels.anneal(deck, state, self.random, terms)))
         other = now.assignable.assigned(deck.best_home)
         listed = deck.best_listed

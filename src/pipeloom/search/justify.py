@@ -12,7 +12,7 @@ from pipeloom.search.kernels.terms import Terms
 from pipeloom.search.local import climb_together
 from pipeloom.search.packed import DURATION, PackedGraph
 from pipeloom.search.state import Search
-from pipeloom.search.stopping import Part
+from pipeloom.search.stopping import Stretch
 
 
 class _Shaker:
@@ -49,14 +49,14 @@ class _Shaker:
         search.keep(int(makespan), np.lexsort((desk.place, ends, desk.trial)))
 
 
-def justify(search: Search, part: Part, heat: float) -> bool:
+def justify(search: Search, stretch: Stretch, heat: float) -> bool:
     """Justify the incumbent until a part of the budget is spent; whether the graph allows it.
 
-    ``heat``: start of the annealing, in mean durations of a task, falling to nothing over the part.
+    ``heat``: start of the annealing, in mean durations of a task, falling to nothing over the stretch.
     """
     reverse = search.reverse
     if reverse is None:
         return False
     seeds = search.random.integers(1, 1 << 62, size=search.context.threads)
-    climb_together(search, [_Shaker(search, reverse, int(seed)) for seed in seeds], part, heat)
+    climb_together(search, [_Shaker(search, reverse, int(seed)) for seed in seeds], stretch, heat)
     return True

@@ -15,19 +15,19 @@ from pipeloom.search.kernels.terms import Moves, Terms, Walk
 from pipeloom.search.portfolio import starts
 from pipeloom.search.scratch import make_scratch
 from pipeloom.search.state import Pace, Search
-from pipeloom.search.stopping import WHOLE, Part
+from pipeloom.search.stopping import WHOLE, Stretch
 from pipeloom.taskgraph import IntArray
 
 
-def portfolio(search: Search, part: Part | None = None) -> None:
-    """Try the static orders, all of them if the budget, or its part, allows; one at least.
+def portfolio(search: Search, stretch: Stretch | None = None) -> None:
+    """Try the static orders, all of them if the budget, or its stretch, allows; one at least.
 
     Asked again, it goes on with those that are left.
     """
     if search.starts is None:
         search.starts = starts(search.packed, search.groups, search.rule, search.params.static_orders.late_parts)
     began_s, before = search.meter.elapsed_s(), search.meter.used
-    until = 1.0 if part is None else part.until
+    until = 1.0 if stretch is None else stretch.until
     while search.best_ns >= codes.NEVER or (search.round_size() > 0 and search.meter.spent < until):
         start = next(search.starts, None)
         if start is None:
@@ -84,7 +84,7 @@ class _Climber:
         search.adopt(int(self.state[1]), self.walk.best_order, self.walk.best_choice)
 
 
-def local_search(search: Search, part: Part = WHOLE, heat: float = 0.0) -> None:
+def local_search(search: Search, stretch: Stretch = WHOLE, heat: float = 0.0) -> None:
     """Climb from the incumbent until a part of the budget is spent or the target is reached.
 
     With more than one thread, the number of evaluations that fits into a deadline, and so the result, may differ.
@@ -92,22 +92,22 @@ def local_search(search: Search, part: Part = WHOLE, heat: float = 0.0) -> None:
     Parameters
     ----------
     heat : float
-        Start of the annealing, in mean durations of a task, falling to zero over the part of the budget; 0 accepts
+        Start of the annealing, in mean durations of a task, falling to zero over the stretch of the budget; 0 accepts
         only what is not worse.
     """
     if len(search.order) < 2:
         return
     seeds = search.random.integers(1, 1 << 62, size=search.context.threads)
-    climb_together(search, [_Climber(search, int(seed)) for seed in seeds], part, heat)
+    climb_together(search, [_Climber(search, int(seed)) for seed in seeds], stretch, heat)
 
 
-def climb_together(search: Search, climbers: Sequence[Climber], part: Part, heat: float) -> None:
+def climb_together(search: Search, climbers: Sequence[Climber], stretch: Stretch, heat: float) -> None:
     """Let climbers search side by side, a thread each; after every round those behind go on from the incumbent."""
     threads = len(climbers)
     pool = ThreadPoolExecutor(threads) if threads > 1 else None
     try:
-        for count in search.rounds(part):
-            temperature = heat * search.mean_task_ns * part.cooling(search.meter.spent)
+        for count in search.rounds(stretch):
+            temperature = heat * search.mean_task_ns * stretch.cooling(search.meter.spent)
             if pool is None:
                 used = [climbers[0].climb(search, Terms(temperature, search.target_ns, count))]
             else:

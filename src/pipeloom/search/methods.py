@@ -9,7 +9,7 @@ from typing import Protocol
 from pipeloom.search.local import local_search, portfolio
 from pipeloom.search.phases import default
 from pipeloom.search.state import Run, Search
-from pipeloom.search.stopping import Part
+from pipeloom.search.stopping import Stretch
 from pipeloom.taskgraph import TaskGraph
 from pipeloom.timeline import Schedule
 
@@ -68,19 +68,19 @@ class Method:
     assigns: bool = False
 
 
-def _portfolio(search: Search, _part: Part) -> None:
+def _portfolio(search: Search, _stretch: Stretch) -> None:
     portfolio(search)
 
 
-def _local(search: Search, part: Part) -> None:
+def _local(search: Search, stretch: Stretch) -> None:
     portfolio(search)
-    local_search(search, part)
+    local_search(search, stretch)
 
 
-def _annealing(search: Search, part: Part) -> None:
+def _annealing(search: Search, stretch: Stretch) -> None:
     portfolio(search)
     # It cools from the begin of the budget, static orders included.
-    local_search(search, Part(0.0, part.until), search.params.orders.heat)
+    local_search(search, Stretch(0.0, stretch.until), search.params.orders.heat)
 
 
 METHODS: dict[str, Method] = {

@@ -1,6 +1,6 @@
 """Parameters of the search: everything that tunes it, in one place.
 
-The defaults were found by trial on the instance library (`docs/search.md`). A file has a table for each group and
+The defaults were found by trial on the instance library (`docs/notes/search.md`). A file has a table for each group and
 names only what it changes::
 
     [orders]
@@ -16,19 +16,7 @@ from __future__ import annotations
 
 import msgspec
 
-from pipeloom.errors import InputError, check_count, check_not_negative, check_positive
-
-
-def check_share(entity: str, value: float) -> None:
-    """Raise `InputError` unless the value is a part of a whole."""
-    if not 0 <= value <= 1:
-        raise InputError(entity, f"{value} is no part of a budget", "give a number from 0 to 1")
-
-
-def check_ratio(entity: str, value: float) -> None:
-    """Raise `InputError` unless the value is at least 1."""
-    if not 1 <= value < float("inf"):
-        raise InputError(entity, f"{value} is not finite and at least 1", "give how many times as much, 1 or more")
+from pipeloom.errors import InputError, check_count, check_not_negative, check_positive, check_ratio, check_share
 
 
 class StaticOrderParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

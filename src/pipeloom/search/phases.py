@@ -13,7 +13,7 @@ from pipeloom.search.local import local_search, portfolio
 from pipeloom.search.params import SearchParams
 from pipeloom.search.polish import polish, rearrange
 from pipeloom.search.state import Run, Search
-from pipeloom.search.stopping import Part
+from pipeloom.search.stopping import Stretch
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,22 +66,22 @@ def default_phases(params: SearchParams) -> tuple[Phase, ...]:
     def one_way(search: Search) -> bool:
         return limited(search) and search.reverse is None
 
-    def anneal(search: Search, part: Part) -> None:
-        local_search(search, part, orders.heat)
+    def anneal(search: Search, stretch: Stretch) -> None:
+        local_search(search, stretch, orders.heat)
 
-    def anneal_long(search: Search, part: Part) -> None:
+    def anneal_long(search: Search, stretch: Stretch) -> None:
         pace = search.pace
-        changes = search.meter.watch.expected(pace.evaluations, pace.seconds, part.until - part.since)
-        local_search(search, part, orders.long_heat(changes / len(search.packed.job_size)))
+        changes = search.meter.watch.expected(pace.evaluations, pace.seconds, stretch.until - stretch.since)
+        local_search(search, stretch, orders.long_heat(changes / len(search.packed.job_size)))
 
-    def anneal_list(search: Search, part: Part) -> None:
-        rearrange(search, part, lists.heat)
+    def anneal_list(search: Search, stretch: Stretch) -> None:
+        rearrange(search, stretch, lists.heat)
 
-    def back_and_forth(search: Search, part: Part) -> None:
-        justify(search, part, back.heat)
+    def back_and_forth(search: Search, stretch: Stretch) -> None:
+        justify(search, stretch, back.heat)
 
-    def anneal_tasks(search: Search, part: Part) -> None:
-        polish(search, part, fine.heat)
+    def anneal_tasks(search: Search, stretch: Stretch) -> None:
+        polish(search, stretch, fine.heat)
 
     return (
         Phase("static orders", portfolio, share=params.static_orders.share, open_end=True),
@@ -96,7 +96,7 @@ def default_phases(params: SearchParams) -> tuple[Phase, ...]:
     )
 
 
-def default(search: Search, part: Part) -> None:
+def default(search: Search, stretch: Stretch) -> None:
     """Run the default phases in what is left of a part of the budget."""
     begin = search.meter.spent
     for phase in default_phases(search.params):
@@ -104,7 +104,7 @@ def default(search: Search, part: Part) -> None:
             return
         if not phase.where(search):
             continue
-        mine = Part(begin, part.until).first(phase.share)
+        mine = Stretch(begin, stretch.until).first(phase.share)
         for turn in mine.turns(phase.turns):
             phase.run(search, turn)
         begin = search.meter.spent if phase.open_end else mine.until

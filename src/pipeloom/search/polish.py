@@ -9,7 +9,7 @@ from pipeloom.search.kernels.codes import NEVER
 from pipeloom.search.kernels.terms import Terms
 from pipeloom.search.packed import DURATION
 from pipeloom.search.state import Search
-from pipeloom.search.stopping import WHOLE, Part
+from pipeloom.search.stopping import WHOLE, Stretch
 from pipeloom.taskgraph import IntArray
 
 
@@ -37,14 +37,14 @@ class Polisher:
         return order
 
 
-def polish(search: Search, part: Part = WHOLE, heat: float = 0.0) -> None:
+def polish(search: Search, stretch: Stretch = WHOLE, heat: float = 0.0) -> None:
     """Polish the incumbent until a part of the budget is spent or the target is reached.
 
-    ``heat``: start of the annealing, in mean durations of a task, falling to nothing over the part.
+    ``heat``: start of the annealing, in mean durations of a task, falling to nothing over the stretch.
     """
     polisher = Polisher(search, int(search.random.integers(1, 1 << 62)))
-    for count in search.rounds(part):
-        temperature = heat * search.mean_task_ns * part.cooling(search.meter.spent)
+    for count in search.rounds(stretch):
+        temperature = heat * search.mean_task_ns * stretch.cooling(search.meter.spent)
         search.meter.used += max(1, polisher.run(search, Terms(temperature, search.target_ns, count)))
         if polisher.state[1] < search.best_ns:
             search.keep(int(polisher.state[1]), polisher.sequence(search))
@@ -52,7 +52,7 @@ def polish(search: Search, part: Part = WHOLE, heat: float = 0.0) -> None:
             search.report()
 
 
-def rearrange(search: Search, part: Part, heat: float) -> None:
+def rearrange(search: Search, stretch: Stretch, heat: float) -> None:
     """Anneal on one list of all the tasks, from the incumbent: the search for small graphs.
 
     Lists also stand for schedules in which a rank waits although something is ready, as a rollout never does.
@@ -63,8 +63,8 @@ def rearrange(search: Search, part: Part, heat: float) -> None:
     listed = kernels.make_list(search.packed, search.sequence)
     random = np.array([search.random.integers(1, 1 << 62) | 1], np.uint64)
     state = np.array([search.best_ns, search.best_ns], np.int64)
-    for count in search.rounds(part):
-        temperature = heat * search.mean_task_ns * part.cooling(search.meter.spent)
+    for count in search.rounds(stretch):
+        temperature = heat * search.mean_task_ns * stretch.cooling(search.meter.spent)
         terms = Terms(temperature, search.target_ns, count)
         search.meter.used += max(1, int(kernels.rearrange(search.packed, listed, state, random, terms)))
         if state[1] < search.best_ns:

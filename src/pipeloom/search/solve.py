@@ -104,14 +104,14 @@ def solve(
 
 def _solve(graph: TaskGraph, context: Context) -> Solution:
     meter, bound, how, exact = context.meter, context.bound, METHODS[context.method], context.params.exact
-    part = WHOLE if how.finish is None else WHOLE.first(exact.start_share)
+    stretch = WHOLE if how.finish is None else WHOLE.first(exact.start_share)
     if graph.candidates is None or how.every_rollout:
         search = _make_search(graph, context, how)
         with suppress(KeyboardInterrupt):
-            how.run(search, part)
+            how.run(search, stretch)
         best = Schedule(search.orders(), search.candidate, context.method)
     else:
-        best = alternate(graph, context, how.run, part)
+        best = alternate(graph, context, how.run, stretch)
     if how.finish is not None and simulate(graph, best).makespan_ns > bound.ns:
         seconds = meter.watch.seconds
         left = exact.seconds if seconds is None else (1 - meter.spent) * seconds

@@ -21,7 +21,7 @@ from pipeloom.search.portfolio import Start
 from pipeloom.search.result import Progress
 from pipeloom.search.reverse import reversed_graph
 from pipeloom.search.scratch import make_scratch
-from pipeloom.search.stopping import Part
+from pipeloom.search.stopping import Stretch
 from pipeloom.search.strategies import StrategyChooser
 from pipeloom.taskgraph import IntArray, TaskGraph
 
@@ -137,9 +137,9 @@ class Search:
             return 0
         return self.meter.left(max(1, self.params.orders.steps_per_round // self.graph.num_tasks), until)
 
-    def rounds(self, part: Part) -> Iterator[int]:
+    def rounds(self, stretch: Stretch) -> Iterator[int]:
         """Sizes of one round after the other, until the part of the budget is spent or the target is reached."""
-        while self.meter.spent < part.until and (count := self.round_size(part.until)):
+        while self.meter.spent < stretch.until and (count := self.round_size(stretch.until)):
             yield count
 
     def play(self, order: IntArray, choice: IntArray, bound: int = codes.NEVER) -> int:
@@ -218,5 +218,5 @@ def _refuse_long_times(graph: TaskGraph) -> None:
         )
 
 
-Run = Callable[[Search, Part], None]
+Run = Callable[[Search, Stretch], None]
 """Searches until a part of the budget is spent."""

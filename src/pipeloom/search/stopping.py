@@ -188,22 +188,22 @@ class Begun:
         return self.watch
 
 
-class Part(NamedTuple):
+class Stretch(NamedTuple):
     """A stretch of a budget, between two parts of the whole."""
 
     since: float
     until: float
 
-    def first(self, share: float) -> Part:
+    def first(self, share: float) -> Stretch:
         """Its first part."""
-        return Part(self.since, self.since + share * (self.until - self.since))
+        return Stretch(self.since, self.since + share * (self.until - self.since))
 
-    def turns(self, count: int) -> Iterator[Part]:
+    def turns(self, count: int) -> Iterator[Stretch]:
         """Equal stretches, one after the other."""
         begin = self.since
         for left in range(count, 0, -1):
             end = begin + (self.until - begin) / left
-            yield Part(begin, end)
+            yield Stretch(begin, end)
             begin = end
 
     def cooling(self, spent: float) -> float:
@@ -211,7 +211,7 @@ class Part(NamedTuple):
         return max(0.0, 1 - (spent - self.since) / (self.until - self.since))
 
 
-WHOLE = Part(0.0, 1.0)
+WHOLE = Stretch(0.0, 1.0)
 
 
 class Meter:

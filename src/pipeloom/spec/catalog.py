@@ -91,7 +91,7 @@ def _toml(value: Any) -> str:
     return repr(value)
 
 
-class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class CombinedModule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A module of a combined model: one taken from another model, renamed, with layers put on its ends."""
 
     model: str
@@ -110,7 +110,7 @@ class Combination(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     name: str
     source: str
-    part: tuple[Part, ...]
+    part: tuple[CombinedModule, ...]
 
 
 def load_architecture(name: str) -> Architecture:

@@ -6,19 +6,19 @@ import numpy as np
 
 from pipeloom.lab.solvers.sequences import Sequences, published_choice, try_first
 from pipeloom.search.state import Search
-from pipeloom.search.stopping import Part
+from pipeloom.search.stopping import Stretch
 from pipeloom.taskgraph import IntArray
 
 
-def random_search(search: Search, part: Part) -> None:
+def random_search(search: Search, stretch: Stretch) -> None:
     """Uniformly random sequences."""
     try_first(search)
     sequences, choice = Sequences(search), published_choice(search)
-    while search.meter.spent < part.until and search.round_size():
+    while search.meter.spent < stretch.until and search.round_size():
         search.try_order(sequences.order(search.random.permutation(sequences.chain)), choice)
 
 
-def depth_first(search: Search, part: Part) -> None:
+def depth_first(search: Search, stretch: Stretch) -> None:
     """All sequences in lexicographic order from first in, first out: the last places change first."""
     try_first(search)
     sequences, choice = Sequences(search), published_choice(search)
@@ -28,7 +28,7 @@ def depth_first(search: Search, part: Part) -> None:
     appearance = sequence[np.sort(np.unique(sequence, return_index=True)[1])]
     rank[appearance] = np.arange(len(rank))
     current = rank[sequence]
-    while search.meter.spent < part.until and search.round_size():
+    while search.meter.spent < stretch.until and search.round_size():
         search.try_order(sequences.order(appearance[current]), choice)
         if not next_permutation(current):
             return
@@ -46,7 +46,7 @@ def next_permutation(values: IntArray) -> bool:
     return True
 
 
-def worst(search: Search, part: Part) -> None:
+def worst(search: Search, stretch: Stretch) -> None:
     """The inverted objective (`dip.txt` §7.3): the longest schedule that any order gives.
 
     Random sequences, and changes of the longest one found; the answer is not an incumbent to improve on.
@@ -54,7 +54,7 @@ def worst(search: Search, part: Part) -> None:
     sequences, choice = Sequences(search), published_choice(search)
     longest, at_best = -1, sequences.default
     turn = 0
-    while longest < 0 or (search.meter.spent < part.until and search.meter.left(1)):
+    while longest < 0 or (search.meter.spent < stretch.until and search.meter.left(1)):
         sequence = at_best.copy()
         if turn % 4 == 3:
             sequence = search.random.permutation(sequence)

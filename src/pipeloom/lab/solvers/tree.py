@@ -18,7 +18,7 @@ from pipeloom.search.kernels import codes
 from pipeloom.search.kernels.climb import evaluate
 from pipeloom.search.scratch import make_scratch
 from pipeloom.search.state import Search
-from pipeloom.search.stopping import Part
+from pipeloom.search.stopping import Stretch
 from pipeloom.taskgraph import IntArray
 
 ROLLOUTS = 10
@@ -32,17 +32,17 @@ least sum of gaps over four families (``docs/notes/search.md``) among alpha 1, 8
 FIRST_CAPACITY = 1 << 12
 
 
-def mcts_sequence(search: Search, part: Part) -> None:
+def mcts_sequence(search: Search, stretch: Stretch) -> None:
     """DIP's form (`dip.txt` §5.1): the node at depth d picks the segment at place d; the score is time."""
-    _tree_search(search, part, by_place=True)
+    _tree_search(search, stretch, by_place=True)
 
 
-def mcts_priority(search: Search, part: Part) -> None:
+def mcts_priority(search: Search, stretch: Stretch) -> None:
     """PipeWeaver's form (§6.1): the node at depth d gives group d its place; the score is the non-bubble share."""
-    _tree_search(search, part, by_place=False)
+    _tree_search(search, stretch, by_place=False)
 
 
-def _tree_search(search: Search, part: Part, by_place: bool) -> None:
+def _tree_search(search: Search, stretch: Stretch, by_place: bool) -> None:
     threads = search.context.threads
     try_first(search)
     shared = _Shared(search, by_place)
@@ -50,7 +50,7 @@ def _tree_search(search: Search, part: Part, by_place: bool) -> None:
 
     def work(seed: int) -> None:
         walker = _Walker(shared, seed)
-        while search.meter.spent < part.until and search.round_size() and walker.step():
+        while search.meter.spent < stretch.until and search.round_size() and walker.step():
             pass
 
     if threads == 1:

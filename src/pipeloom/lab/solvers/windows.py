@@ -19,7 +19,7 @@ from pipeloom.errors import InputError
 from pipeloom.lab.solvers import exact_worker
 from pipeloom.search.phases import default
 from pipeloom.search.state import Search
-from pipeloom.search.stopping import Part
+from pipeloom.search.stopping import Stretch
 from pipeloom.taskgraph import NO_TASK, IntArray, TaskGraph
 from pipeloom.timeline import Schedule, Timeline, check, memory_changes, simulate
 
@@ -66,8 +66,8 @@ class Window:
     limit: int
 
 
-def search_windows(search: Search, part: Part) -> None:
-    """Improve the incumbent window by window, at random moments, until the budget (or its part) is spent.
+def search_windows(search: Search, stretch: Stretch) -> None:
+    """Improve the incumbent window by window, at random moments, until the budget (or its stretch) is spent.
 
     Raises
     ------
@@ -78,7 +78,7 @@ def search_windows(search: Search, part: Part) -> None:
         raise InputError("method", "windows needs OR-Tools, which is not installed", "pip install 'pipeloom[exact]'")
     graph = search.graph
     orders = search.orders()
-    while not search.done and search.meter.spent < part.until:
+    while not search.done and search.meter.spent < stretch.until:
         timeline = simulate(graph, Schedule(orders))
         width = int(search.best_ns * TASKS / graph.num_tasks)
         begin = int(search.random.integers(0, max(1, search.best_ns - width // 2)))
@@ -270,8 +270,8 @@ def solve_window(window: Window, seed: int, seconds: float = SECONDS) -> IntArra
     return np.array([solver.value(x) for x in start], np.int64)
 
 
-def default_then_windows(search: Search, part: Part) -> None:
+def default_then_windows(search: Search, stretch: Stretch) -> None:
     """The default for a part of the time, then windows; only where memory is tight, for elsewhere they win nothing."""
-    mine = Part(search.meter.spent, part.until)
+    mine = Stretch(search.meter.spent, stretch.until)
     default(search, mine.first(BEGIN if search.limited else 1.0))
     search_windows(search, mine)

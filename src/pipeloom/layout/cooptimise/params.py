@@ -9,14 +9,8 @@ from typing import Literal
 
 import msgspec
 
-from pipeloom.errors import InputError
+from pipeloom.errors import InputError, check_count, check_not_negative, check_share
 from pipeloom.layout.cooptimise.kernels import MOVES, TUNABLE
-
-
-def _require(name: str, value: float, least: float, most: float = float("inf")) -> None:
-    if not least <= value <= most:
-        bound = f"is below {least:g}" if most == float("inf") else f"is not between {least:g} and {most:g}"
-        raise InputError(name, f"{value:g} {bound}")
 
 
 class StartParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -37,12 +31,12 @@ class StartParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
     def __post_init__(self) -> None:
         """Refuse starts that are none."""
-        _require("budget_share", self.budget_share, 0, 1)
+        check_share("budget_share", self.budget_share)
         for spread in self.spreads:
-            _require("spreads", spread, 1)
-        _require("many_ranks", self.many_ranks, 1)
-        _require("fine_chunks", self.fine_chunks, 1)
-        _require("ample_memory", self.ample_memory, 0)
+            check_count("spreads", spread)
+        check_count("many_ranks", self.many_ranks)
+        check_count("fine_chunks", self.fine_chunks)
+        check_not_negative("ample_memory", self.ample_memory)
 
 
 class TimetableParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -61,8 +55,8 @@ class TimetableParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
         """Refuse negative times."""
         for name in ("ends", "buffers", "waits"):
             for value in getattr(self, name):
-                _require(name, value, 0)
-        _require("ahead", self.ahead, 0)
+                check_not_negative(name, value)
+        check_not_negative("ahead", self.ahead)
 
 
 class AnnealParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -84,7 +78,7 @@ class AnnealParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         if not 0 < self.cold <= self.hot:
             raise InputError("cold", f"{self.cold:g} is not between 0 and hot, {self.hot:g}")
         for name in ("most_steps", "tasks", "fewest_steps"):
-            _require(name, getattr(self, name), 1)
+            check_count(name, getattr(self, name))
 
 
 class RefineParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -109,9 +103,9 @@ class RefineParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     def __post_init__(self) -> None:
         """Refuse refining that does nothing."""
         for name in ("partitions", "steps", "stages"):
-            _require(name, getattr(self, name), 1)
-        _require("reach", self.reach, 0, 1)
-        _require("hope", self.hope, 0)
+            check_count(name, getattr(self, name))
+        check_share("reach", self.reach)
+        check_not_negative("hope", self.hope)
         if not self.heat > 0:
             raise InputError("heat", f"{self.heat:g} is not above 0")
 
@@ -133,7 +127,7 @@ class BalanceParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     def __post_init__(self) -> None:
         """Refuse balancing that does nothing."""
         for name in ("tries", "exchanges", "steps"):
-            _require(name, getattr(self, name), 1)
+            check_count(name, getattr(self, name))
         if not 0 < self.cold <= self.hot:
             raise InputError("cold", f"{self.cold:g} is not between 0 and hot, {self.hot:g}")
 
@@ -153,8 +147,8 @@ class BoundParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     def __post_init__(self) -> None:
         """Refuse negative limits."""
         for name in ("most_ranks", "most_layers", "nodes"):
-            _require(name, getattr(self, name), 1)
-        _require("seconds", self.seconds, 0)
+            check_count(name, getattr(self, name))
+        check_not_negative("seconds", self.seconds)
 
 
 class WalkPhase(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -167,7 +161,7 @@ class WalkPhase(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
     def __post_init__(self) -> None:
         """Refuse phases beyond the end."""
-        _require("until", self.until, 0, 1)
+        check_share("until", self.until)
 
 
 class CooptimiseParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -195,7 +189,7 @@ class CooptimiseParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     def __post_init__(self) -> None:
         """Refuse a search of nothing."""
         for name in ("chunks_per_rank", "walks"):
-            _require(name, getattr(self, name), 1)
+            check_count(name, getattr(self, name))
         if not self.phases:
             raise InputError("phases", "are none", "give at least one of anneal and refine")
         for part in self.tuned:
@@ -205,4 +199,4 @@ class CooptimiseParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
         for name, weight in self.move_weights.items():
             if name not in known:
                 raise InputError(f"move_weights.{name}", "is no move", f"use one of {', '.join(known)}")
-            _require(f"move_weights.{name}", weight, 0)
+            check_not_negative(f"move_weights.{name}", weight)
