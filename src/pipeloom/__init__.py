@@ -57,7 +57,16 @@ if TYPE_CHECKING:
     from pipeloom.spec import Batch, Chunk, Layout, Parallelism, RankSpec, Sample, TensorShape
     from pipeloom.taskgraph import Edges, Pairs, TaskGraph, Tasks, make_graph
     from pipeloom.timeline import LowerBound, Schedule, Timeline, check, lower_bound, simulate
-    from pipeloom.training import Summary, Task, TrainConfig, TrainingRun
+    from pipeloom.training import (
+        CheckpointConfig,
+        ParallelConfig,
+        PlannerConfig,
+        RuntimeConfig,
+        Summary,
+        Task,
+        TrainConfig,
+        TrainingRun,
+    )
     from pipeloom.training.one_call import FitResult, FitSettings, fit
 
 __version__ = "0.1.0"
@@ -66,6 +75,7 @@ __getattr__, __dir__ = lazy_names(__name__, __file__)
 
 __all__ = [
     "Batch",
+    "CheckpointConfig",
     "Checkpoints",
     "Chunk",
     "Deadline",
@@ -86,17 +96,20 @@ __all__ = [
     "NothingFoundError",
     "PackingSpec",
     "Pairs",
+    "ParallelConfig",
     "Parallelism",
     "Part",
     "PipeloomError",
     "PlanError",
     "PlannedBatch",
     "Planner",
+    "PlannerConfig",
     "PlannerError",
     "Prefetched",
     "Problem",
     "ProfileOptions",
     "RankSpec",
+    "RuntimeConfig",
     "Sample",
     "Schedule",
     "Setup",

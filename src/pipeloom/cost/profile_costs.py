@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import assert_never
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +13,7 @@ import numpy.typing as npt
 from pipeloom.cost.model import StrategyCost
 from pipeloom.cost.profile import LayerFit, Profile, StrategyFit, workload_features
 from pipeloom.errors import InputError
-from pipeloom.spec import DTYPE_BYTES, Chunk, LayerSpec, ModelSpec, RankSpec, Strategy, Workload
+from pipeloom.spec import DTYPE_BYTES, TRAITS, Chunk, LayerSpec, ModelSpec, RankSpec, Strategy, Workload
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -78,7 +79,8 @@ class ProfileCosts:
         """Check once that all was measured that will be asked for, so that planning cannot fail on it later."""
         object.__setattr__(self, "_layers", {m.name: m.flat_layers for m in self.model.modules})
         check_strategies("strategies", self.strategies)
-        needed: list[str] = [strategy for strategy in self.strategies if strategy in ("selective", "offload")]
+        # What keeps or recomputes all is known from the plain passes.
+        needed: list[str] = [s for s in self.strategies if TRAITS[s].offloads or TRAITS[s].recomputes == "cheap"]
         needed += ["split backward"] if self.split_backward else []
         for key in [f"{name}/{layer.kind}" for name, layers in self._layers.items() for layer in layers]:
             if key not in self.profile.layers:
@@ -218,13 +220,18 @@ class _OnWorkload:
     def cost(self, strategy: Strategy, split: bool) -> StrategyCost:
         """Under one strategy."""
         forward_s, more_s, held = self.forward_s, 0.0, self.kept_bytes
-        if strategy == "recompute":
-            more_s, held = self.forward_s, self.given_bytes
-        elif strategy == "selective":
-            forward_s, held = self.selective_s[0], self.selective_bytes
-            more_s = max(0.0, self.selective_s[1] - self.backward_s)
-        elif strategy == "offload":
-            forward_s, more_s, held = self.forward_s + self.move_s[0], self.move_s[1], self.given_bytes
+        match strategy:
+            case "keep":
+                pass
+            case "recompute":
+                more_s, held = self.forward_s, self.given_bytes
+            case "selective":
+                forward_s, held = self.selective_s[0], self.selective_bytes
+                more_s = max(0.0, self.selective_s[1] - self.backward_s)
+            case "offload":
+                forward_s, more_s, held = self.forward_s + self.move_s[0], self.move_s[1], self.given_bytes
+            case _:
+                assert_never(strategy)
         if not split or self.halves_s is None:
             return StrategyCost(strategy, forward_s, self.backward_s + more_s, held)
         inputs_s, weights_s = self.halves_s
@@ -236,5 +243,6 @@ class _OnWorkload:
         """Bytes that a pass uses beyond what is held."""
         # A split backward catches gradients; when its first half has ended, they count as held.
         used = max(self.workspace_bytes, self.between_bytes - self.kept_bytes if split else 0)
-        again = {"keep": 0, "recompute": 1, "selective": 1, "offload": 2}
-        return used + again[strategy] * self.moved_bytes
+        traits = TRAITS[strategy]
+        copies = 2 * traits.offloads + (traits.recomputes != "nothing")
+        return used + copies * self.moved_bytes

@@ -17,7 +17,7 @@ from typing import Literal
 
 from pipeloom.emulator.size import ONE, ZERO, Size
 from pipeloom.emulator.tape import PCIE, Cost, Record, Tape, Tensor
-from pipeloom.spec import Strategy
+from pipeloom.spec import TRAITS, Strategy
 
 Part = Literal["F", "B", "I", "W"]
 PARTS: tuple[Part, ...] = ("F", "B", "I", "W")
@@ -69,7 +69,7 @@ class Passes:
 def kept_tensors(tape: Tape, strategy: Strategy) -> list[Tensor]:
     """Tensors that the forward keeps, each once, in the order in which they are first needed."""
     wanted: dict[Tensor, None] = {}
-    recomputes = strategy in ("selective", "recompute")
+    again = TRAITS[strategy].recomputes
 
     seen: set[Tensor] = set()
 
@@ -78,7 +78,7 @@ def kept_tensors(tape: Tape, strategy: Strategy) -> list[Tensor]:
             return
         seen.add(tensor)
         record = tensor.producer
-        if record is None or (not record.transient and not (recomputes and (strategy == "recompute" or record.cheap))):
+        if record is None or (not record.transient and not (again == "all" or (again == "cheap" and record.cheap))):
             wanted[tensor] = None
             return
         for source in record.inputs:
@@ -116,7 +116,7 @@ def make_passes(tape: Tape, output: Tensor, strategy: Strategy) -> Passes:
         programs["I"] = _Writer(tape, kept, strategy).backward(output, "I", held)
         programs["W"] = _Writer(tape, kept, strategy).weights(list(held))
     total = _total(t.num_bytes for t in kept)
-    offloaded = strategy == "offload"
+    offloaded = TRAITS[strategy].offloads
     return Passes(
         programs, ZERO if offloaded else total, _total(t.num_bytes for _, t in held), total if offloaded else ZERO
     )
@@ -150,7 +150,7 @@ class _Writer:
     """Appends operators to one program, and follows what memory they use."""
 
     def __init__(self, tape: Tape, kept: list[Tensor], strategy: Strategy) -> None:
-        self.tape, self.kept, self.strategy = tape, kept, strategy
+        self.tape, self.kept, self.offloads = tape, kept, TRAITS[strategy].offloads
         self.program = Program()
         self.unsharded: int | None = None
         self.at: dict[tuple[str, Tensor], tuple[int, Buffer]] = {}
@@ -215,11 +215,11 @@ class _Writer:
         for record in self.tape.records:
             for tensor in record.inputs:
                 if ("x", tensor) not in self.at:
-                    self._have("x", tensor, ENTRY, kept=tensor in kept and self.strategy != "offload")
+                    self._have("x", tensor, ENTRY, kept=tensor in kept and not self.offloads)
             number = self._run(record.forward, [("x", t) for t in record.inputs])
             for tensor in record.outputs:
-                self._have("x", tensor, number, kept=tensor in kept and self.strategy != "offload")
-        if self.strategy == "offload":
+                self._have("x", tensor, number, kept=tensor in kept and not self.offloads)
+        if self.offloads:
             for tensor in self.kept:
                 self._run(Cost("offload", network=tensor.num_bytes, device=PCIE, steps=1), [("x", tensor)])
         ready, buffer = self.at["x", output]
@@ -229,8 +229,8 @@ class _Writer:
 
     def _enter(self) -> None:
         """Have what the forward kept: in memory, or to be loaded from the host one layer ahead."""
-        for tensor in reversed(self.kept) if self.strategy == "offload" else self.kept:
-            if self.strategy == "offload":
+        for tensor in reversed(self.kept) if self.offloads else self.kept:
+            if self.offloads:
                 load = Cost("load", network=tensor.num_bytes, device=PCIE, steps=1)
                 self._have("x", tensor, self._run(load, (), [PREVIOUS]))
             else:

@@ -23,7 +23,7 @@ from pipeloom.emulator.size import NUM_FEATURES, FloatArray, Size, feature_row
 from pipeloom.emulator.subgraph import Leaf
 from pipeloom.emulator.tape import DEVICE_NAMES, NUM_DEVICES, PCIE, Context, Parameters, Tape
 from pipeloom.errors import InputError
-from pipeloom.spec import STRATEGIES, Strategy, Workload
+from pipeloom.spec import STRATEGIES, TRAITS, Strategy, Workload
 
 PRODUCTS = frozenset({"matmul", "grouped_matmul", "attention", "causal_attention", "scan"})
 """Operators that count as the model's work in utilisation."""
@@ -96,7 +96,7 @@ class LayerTemplate:
         self.parameters: tuple[Parameters, ...] = tuple(tape.parameters)
         self.trainable = trainable
         # Without a link to the host there is nothing to offload over.
-        usable = [s for s in STRATEGIES if s != "offload" or devices[PCIE].network_bytes_per_s]
+        usable = [s for s in STRATEGIES if not TRAITS[s].offloads or devices[PCIE].network_bytes_per_s]
         self.passes: dict[Strategy, Passes] = {s: make_passes(tape, output, s) for s in usable}
         self._compile()
         self._known: OrderedDict[tuple[float, ...], EvaluatedLayer] = OrderedDict()

@@ -16,7 +16,7 @@ from pipeloom.planner.planning import PlannedBatch, Problem, plan_batch
 from pipeloom.report import Track, layers_by_rank, make_track
 from pipeloom.search import StoppingRule, gpipe, interleaved_one_f_one_b, one_f_one_b, uniform_settings
 from pipeloom.spec import Batch, Layout
-from pipeloom.taskgraph import NS_PER_S, TaskGraph, build_graph
+from pipeloom.taskgraph import NS_PER_S, MemoryLimit, TaskGraph, build_graph, iteration_graph
 from pipeloom.timeline import LowerBound, Schedule, Timeline, lower_bound, simulate
 
 _SCHEDULES = {"gpipe": gpipe, "1f1b": one_f_one_b, "interleaved": interleaved_one_f_one_b}
@@ -92,8 +92,11 @@ def _baseline(problem: Problem, name: str, layout: Layout, batch: Batch) -> Base
     packing = pack(batch, problem.model, layout, problem.packing)
     graph = build_graph(layout, packing, problem.costs, name=name, capacity_bytes=problem.capacity_bytes)
     schedule = _SCHEDULES[name](graph)
-    if graph.candidates is not None:
-        with contextlib.suppress(InfeasibleError):
+    with contextlib.suppress(InfeasibleError):
+        # A computation needs room beside what is held, in a baseline as in the plan.
+        memory = MemoryLimit(problem.capacity_bytes)
+        graph = iteration_graph(layout, packing, problem.whole_backwards().costs, name, memory).graph
+        if graph.candidates is not None:
             return uniform_recomputation(name, layout, graph, schedule)
     return BaselineResult(name, layout, graph, schedule, simulate(graph, schedule), lower_bound(graph))
 

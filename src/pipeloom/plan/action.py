@@ -8,8 +8,7 @@ from typing import Literal
 
 import msgspec
 
-from pipeloom.spec import Strategy
-from pipeloom.spec.strategies import word_strategies
+from pipeloom.spec import TRAITS, word_strategies
 
 
 class Verb(enum.StrEnum):
@@ -117,13 +116,6 @@ _POST_OF = {
 }
 """By wait, what it waits for."""
 
-_PROMISED: dict[Strategy, frozenset[Verb]] = {
-    "keep": frozenset(),
-    "selective": frozenset({Verb.RECOMPUTE}),
-    "recompute": frozenset({Verb.RECOMPUTE}),
-    "offload": frozenset({Verb.OFFLOAD, Verb.LOAD}),
-}
-
 
 @cache
 def promised_verbs(strategy: str) -> frozenset[Verb]:
@@ -134,7 +126,9 @@ def promised_verbs(strategy: str) -> frozenset[Verb]:
     InputError
         The strategy names what is none.
     """
-    return frozenset().union(*(_PROMISED[each] for each in word_strategies(strategy)))
+    traits = [TRAITS[each] for each in word_strategies(strategy)]
+    promised = {Verb.RECOMPUTE} if any(each.recomputes != "nothing" for each in traits) else set()
+    return frozenset(promised | ({Verb.OFFLOAD, Verb.LOAD} if any(each.offloads for each in traits) else set()))
 
 
 class Action(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from pipeloom.errors import ExecutionError
+from pipeloom.errors import ExecutionError, InputError
 from pipeloom.runtime.memory import Offloaded, SelectiveRecompute
 from pipeloom.runtime.random_state import RandomState
 from pipeloom.runtime.split import DeferredWeights, backward_inputs
-from pipeloom.spec import STRATEGIES
+from pipeloom.spec import TRAITS, Strategy, word_strategies
 
 Layer = Callable[..., Tensor]
-Bounds = tuple[tuple[int, int, str], ...]
+Bounds = tuple[tuple[int, int, Strategy], ...]
 """Blocks of a chunk: first layer, one past the last, memory strategy."""
 
 
@@ -45,18 +45,18 @@ def block_bounds(strategy: str, num_layers: int, with_loss: bool = False) -> Bou
     ExecutionError
         For a strategy that this runtime does not have, or a wrong number of them.
     """
-    words = strategy.split(",") if strategy else ["keep"]
-    if len(words) == 1:
-        words *= num_layers
-    for word in words:
-        if word not in STRATEGIES:
-            raise ExecutionError(f"memory strategy {word!r} is unknown to this runtime; it has {', '.join(STRATEGIES)}")
-    if len(words) != num_layers:
-        raise ExecutionError(f"memory strategy {strategy!r} is for {len(words)} layers, there are {num_layers}")
+    try:
+        chosen = word_strategies(strategy)
+    except InputError as error:
+        raise ExecutionError(f"memory {error}") from error
+    if len(chosen) == 1:
+        chosen *= num_layers
+    if len(chosen) != num_layers:
+        raise ExecutionError(f"memory strategy {strategy!r} is for {len(chosen)} layers, there are {num_layers}")
     bounds, begin = [], 0
-    for word, run in itertools.groupby(words):
+    for one, run in itertools.groupby(chosen):
         end = begin + len(list(run))
-        bounds.append((begin, end, word))
+        bounds.append((begin, end, one))
         begin = end
     if with_loss:
         last = bounds[-1]
@@ -87,7 +87,7 @@ class _Block:
     layers: Sequence[Layer]
     inputs: tuple[Any, ...]
     """Arguments of its first layer; the tensors that need a gradient are leaves."""
-    strategy: str
+    strategy: Strategy
     edge: GradientEdge | Tensor | None = None
     """End of its graph. The output itself is not held, but for a loss: the graph has what it needs of it."""
     missing: bool = False
@@ -149,24 +149,25 @@ class ChunkActivation:
         return output.detach()
 
     def _forward(self, block: _Block) -> Tensor:
-        if block.strategy == "keep" and torch.is_grad_enabled():
-            output = self._run(block.layers, block.inputs)
-        elif block.strategy == "keep":
-            with torch.enable_grad():
-                output = self._run(block.layers, block.inputs)
-        elif block.strategy == "offload":
+        traits = TRAITS[block.strategy]
+        if traits.recomputes != "nothing":
+            block.missing = True
+            block.random_state = RandomState.now(self.device)
+            if traits.recomputes == "cheap":
+                block.selective = SelectiveRecompute()
+            with torch.no_grad() if block.selective is None else block.selective.forward():
+                return self._run(block.layers, block.inputs, keeps_casts=False)
+        if traits.offloads:
             weights = [p for m in block.layers if isinstance(m, nn.Module) for p in m.parameters()]
             held = [*weights, *block.inputs, *self.context.values()]
             block.offloaded = Offloaded(held, self.autocast is not None)
             with torch.enable_grad(), block.offloaded.saving():
                 output = self._run(block.layers, block.inputs)
+        elif torch.is_grad_enabled():
+            output = self._run(block.layers, block.inputs)
         else:
-            block.missing = True
-            block.random_state = RandomState.now(self.device)
-            if block.strategy == "selective":
-                block.selective = SelectiveRecompute()
-            with torch.no_grad() if block.selective is None else block.selective.forward():
-                return self._run(block.layers, block.inputs, keeps_casts=False)
+            with torch.enable_grad():
+                output = self._run(block.layers, block.inputs)
         if output.requires_grad:
             block.edge = output if output.dim() == 0 else get_gradient_edge(output)
         return output

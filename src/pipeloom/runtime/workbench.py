@@ -23,6 +23,7 @@ from pipeloom.cost import StrategyMeasurement
 from pipeloom.runtime.blocks import ChunkActivation, kept_casts
 from pipeloom.runtime.device import synchronise
 from pipeloom.runtime.memory import cast_leaf
+from pipeloom.spec import Strategy
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -199,7 +200,7 @@ class _Runs:
         del activation
         self.gradient = torch.ones_like(output)
 
-    def forward(self, strategy: str) -> tuple[ChunkActivation, Tensor]:
+    def forward(self, strategy: Strategy) -> tuple[ChunkActivation, Tensor]:
         for argument in self.arguments:
             if isinstance(argument, Tensor):
                 argument.grad = None

@@ -275,9 +275,7 @@ def _deck(assignable: Assignable, schedule: Schedule) -> tuple[kernels.Deck, flo
     place = np.empty(graph.num_tasks, np.int64)
     place[listed] = np.arange(graph.num_tasks)
     never = np.iinfo(np.int64).max // 4
-    capacity = (
-        np.full(graph.num_ranks, never) if graph.capacity_bytes is None else graph.capacity_bytes - graph.static_bytes
-    )
+    capacity = np.full(graph.num_ranks, never) if graph.room_bytes is None else graph.room_bytes
     _, tail = heads_and_tails(assignable.relaxed, graph.duration_ns)
     home = assignable.assignment.copy()
     deck = kernels.Deck(

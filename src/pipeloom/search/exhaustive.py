@@ -90,10 +90,10 @@ class _Exhaustive:
     """A graph as the search reads it."""
 
     def __init__(self, graph: TaskGraph) -> None:
-        assert graph.capacity_bytes is not None
+        assert graph.room_bytes is not None
         self.graph = graph
         self.rank, self.kind, self.pair = graph.rank.tolist(), graph.kind.tolist(), graph.pair.tolist()
-        self.capacity = (graph.capacity_bytes - graph.static_bytes).tolist()
+        self.capacity = graph.room_bytes.tolist()
         self.before = [0] * graph.num_tasks
         self.after: list[list[tuple[int, int]]] = [[] for _ in range(graph.num_tasks)]
         for task in range(graph.num_tasks):

@@ -34,8 +34,8 @@ def fitting_candidates(graph: TaskGraph, states: int = DEFAULTS.feasibility.cand
     where nothing was found in so many states of a job, which does not prove that there is nothing.
     """
     assert graph.candidates is not None
-    assert graph.capacity_bytes is not None
-    capacity = graph.capacity_bytes - graph.static_bytes
+    capacity = graph.room_bytes
+    assert capacity is not None
     chosen: dict[int, Option] = {}
     job_of_task = components(graph)
     for job in range(int(job_of_task.max()) + 1):

@@ -99,8 +99,8 @@ def find_jobs(graph: TaskGraph, walks: Walks | None = None, states: int = DEFAUL
         Where no order of a job was found that fits, and not all were tried.
     """
     capacity = np.full(graph.num_ranks, NO_LIMIT, np.int64)
-    if graph.capacity_bytes is not None:
-        capacity = graph.capacity_bytes - graph.static_bytes
+    if graph.room_bytes is not None:
+        capacity = graph.room_bytes
     if not memory_matters(graph):
         return _one_job(graph, capacity)
     refuse_large_pairs(graph)
@@ -350,9 +350,9 @@ def refuse_large_pairs(graph: TaskGraph) -> None:
     InfeasibleError
         Naming the rank or pair and the bytes.
     """
-    if graph.capacity_bytes is None:
+    capacity = graph.room_bytes
+    if capacity is None or graph.capacity_bytes is None:
         return
-    capacity = graph.capacity_bytes - graph.static_bytes
     if (capacity < 0).any():
         rank = int(np.flatnonzero(capacity < 0)[0])
         raise InfeasibleError(

@@ -194,8 +194,8 @@ def make_tables(graph: TaskGraph) -> Tables:
     tasks = np.stack([graph.forward_of, graph.backward_of, graph.weight_of], axis=1)[pair]
     gradient = np.where((graph.weight_of != NO_TASK)[:, None], options.weight_gradient_bytes, 0)[pair]
     capacity = np.full(graph.num_ranks, 1 << 60, np.int64)
-    if graph.capacity_bytes is not None:
-        capacity = graph.capacity_bytes - graph.static_bytes
+    if graph.room_bytes is not None:
+        capacity = graph.room_bytes
     holding = np.flatnonzero(graph.edge_bytes > 0)
     return Tables(
         pair=pair,

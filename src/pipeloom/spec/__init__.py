@@ -5,11 +5,21 @@ from pipeloom.spec.hardware import RankSpec
 from pipeloom.spec.layout import Chunk, Layout, ModuleLayout
 from pipeloom.spec.model import DTYPE_BYTES, LayerSpec, ModelSpec, ModuleSpec, TensorShape
 from pipeloom.spec.parallelism import Parallelism
-from pipeloom.spec.strategies import STRATEGIES, ChunkStrategy, Strategy, chunk_strategy, strategy_word
+from pipeloom.spec.strategies import (
+    STRATEGIES,
+    TRAITS,
+    ChunkStrategy,
+    Strategy,
+    StrategyTraits,
+    chunk_strategy,
+    strategy_word,
+    word_strategies,
+)
 
 __all__ = [
     "DTYPE_BYTES",
     "STRATEGIES",
+    "TRAITS",
     "Batch",
     "Chunk",
     "ChunkStrategy",
@@ -22,9 +32,11 @@ __all__ = [
     "RankSpec",
     "Sample",
     "Strategy",
+    "StrategyTraits",
     "TensorShape",
     "Workload",
     "batch_from_dicts",
     "chunk_strategy",
     "strategy_word",
+    "word_strategies",
 ]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 from pipeloom.errors import InputError
 
@@ -20,6 +20,23 @@ Strategy = Literal["keep", "selective", "recompute", "offload"]
 - ``offload``: all of it, but on the host between forward and backward.
 """
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
+
+
+class StrategyTraits(NamedTuple):
+    """What a strategy is made of: plans, costs and the emulator ask for this, never for its name."""
+
+    recomputes: Literal["nothing", "cheap", "all"] = "nothing"
+    """What the backward makes again, of what the forward made."""
+    offloads: bool = False
+    """Whether what is held goes to the host and comes back."""
+
+
+TRAITS: dict[Strategy, StrategyTraits] = {
+    "keep": StrategyTraits(),
+    "selective": StrategyTraits(recomputes="cheap"),
+    "recompute": StrategyTraits(recomputes="all"),
+    "offload": StrategyTraits(offloads=True),
+}
 _WORDS: dict[str, Strategy] = {strategy: strategy for strategy in STRATEGIES} | {"full": "recompute"}
 """What people may write; ``full`` is Megatron-LM's word."""
 

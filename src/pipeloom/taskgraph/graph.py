@@ -129,6 +129,11 @@ class TaskGraph:
         """One more than the largest segment number."""
         return int(self.segment.max()) + 1
 
+    @property
+    def room_bytes(self) -> IntArray | None:
+        """What the capacity leaves for pairs, edges and segments beside the static bytes, shape (num_ranks,)."""
+        return None if self.capacity_bytes is None else self.capacity_bytes - self.static_bytes
+
     def task(self, number: int) -> Task:
         """Readable view of one task."""
         return Task(

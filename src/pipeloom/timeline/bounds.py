@@ -57,8 +57,8 @@ def lower_bound(graph: TaskGraph) -> LowerBound:
         found.append(LowerBound(first + work + last, "head + work + tail"))
         strong = max(first, fill[rank]) + work + max(last, drain[rank])
         found.append(LowerBound(strong, "fill + work + drain"))
-        if graph.capacity_bytes is not None:
-            room = int(graph.capacity_bytes[rank] - graph.static_bytes[rank])
+        if graph.room_bytes is not None:
+            room = int(graph.room_bytes[rank])
             if room > 0:
                 ns = memory_bound(total[of_rank], held[of_rank], room, first, last, strong - work)
                 found.append(LowerBound(ns, "memory"))

@@ -57,9 +57,9 @@ def without_too_large(graph: TaskGraph, options: Options) -> Options:
 
     A pair of which none fits keeps all; it has no schedule anyway.
     """
-    if graph.capacity_bytes is None or options.forward_ns.shape[1] == 1:
+    if graph.room_bytes is None or options.forward_ns.shape[1] == 1:
         return options
-    room = (graph.capacity_bytes - graph.static_bytes)[graph.rank[graph.forward_of]]
+    room = graph.room_bytes[graph.rank[graph.forward_of]]
     fits = least_held(graph, options) <= room[:, None]
     column = np.where(fits, np.arange(fits.shape[1]), fits.argmax(axis=1)[:, None])
     column[~fits.any(axis=1)] = np.arange(fits.shape[1])

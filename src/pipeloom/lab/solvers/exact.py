@@ -138,7 +138,8 @@ def _pick_candidates(model: Any, graph: TaskGraph) -> list[list[Any]]:
 def _add_memory(
     model: Any, graph: TaskGraph, start: list[Any], end: list[Any], picked: list[list[Any]], horizon: int
 ) -> None:
-    assert graph.capacity_bytes is not None
+    room = graph.room_bytes
+    assert room is not None
     options = pair_options(graph)
     spans: list[list[Any]] = [[] for _ in range(graph.num_ranks)]
     demands: list[list[Any]] = [[] for _ in range(graph.num_ranks)]
@@ -166,8 +167,7 @@ def _add_memory(
         if held:
             hold(int(graph.rank[source]), end[source], end[target], [int(held)], [1])
     for rank in range(graph.num_ranks):
-        capacity = int(graph.capacity_bytes[rank] - graph.static_bytes[rank])
-        model.add_cumulative(spans[rank], demands[rank], capacity)
+        model.add_cumulative(spans[rank], demands[rank], int(room[rank]))
 
 
 def orders_of(graph: TaskGraph, start: IntArray, end: IntArray) -> tuple[IntArray, ...]:

@@ -130,13 +130,14 @@ def memory_rows(graph: TaskGraph) -> Iterator[tuple[int, int, IntArray, IntArray
         Tasks of its rank that change what is held, and by how much once they have run.
     capacity : int
     """
-    if graph.capacity_bytes is None:
+    room = graph.room_bytes
+    if room is None:
         return
     at_start, at_end = memory_changes(graph)
     net = at_start + at_end
     for rank in range(graph.num_ranks):
         mine = np.flatnonzero(graph.rank == rank)
-        capacity = int(graph.capacity_bytes[rank] - graph.static_bytes[rank])
+        capacity = int(room[rank])
         grows_at_end = bool((at_end[mine] > 0).any())
         for t in mine.tolist():
             if at_start[t] > 0 or grows_at_end:
