@@ -41,8 +41,8 @@ def test_shared_cores_are_said_first_and_a_plan_that_knows_them_is_compared() ->
     page = difference_page("run", found)
     assert page.index("had 50% of one") < page.index("<table>")
     lines = lines_of(found)
-    assert "planned, a device a rank" in lines[0]
-    assert "planned, 50% of a core a rank" in lines[1]
+    assert "planned, as iterations before had taught" in lines[0]
+    assert "planned, at 50% of a core a rank" in lines[1]
     assert "2000.00 ms" in lines[1]
     assert lines[-1].startswith("measured")
 

@@ -10,6 +10,7 @@ from statistics import fmean, median
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from pipeloom.cost import Correction, StrategyCost, fit_link
 from pipeloom.explain.replay import answered_graph, task_numbers
@@ -17,7 +18,7 @@ from pipeloom.packing import Packing, packing_from_counts
 from pipeloom.plan import Answer, Measured, MessageTime
 from pipeloom.planner.planning import Problem
 from pipeloom.spec import Batch, Chunk, Workload
-from pipeloom.taskgraph import IntArray, TaskGraph
+from pipeloom.taskgraph import FORWARD, IntArray, TaskGraph
 from pipeloom.timeline import Schedule, Timeline, bubbles, simulate
 
 
@@ -52,7 +53,8 @@ class Difference(msgspec.Struct, frozen=True):
     planned_s: float
     measured_s: float
     shared_cores_s: float
-    """Ranks had no core to themselves: every planned second of computation takes as much longer."""
+    """Ranks had no core to themselves: every second of computation takes as much longer, but for what the corrections
+    with which the plan was made have learned of it."""
     computation_s: float
     """Computation took more processor time than predicted."""
     messages_s: float
@@ -110,8 +112,7 @@ def difference(
     waited_for = [message for message in messages if message.was_waited_for]
     link = fit_link([(m.num_bytes, m.under_way_ns / 1e9) for m in waited_for])
     really = answered_graph(problem, batch, answer, Correction(correction.modules, link or correction.link))
-    # What was planned for a core of its own takes longer on a part of one.
-    on_shared = (planned / np.array(shares)[graph.rank]).astype(np.int64)
+    on_shared = (planned * _stretch(graph, correction, shares)).astype(np.int64)
     ends = [
         _replayed(where, durations, order)
         for where, durations in ((graph, planned), (graph, on_shared), (graph, found), (really, found))
@@ -209,6 +210,17 @@ def _beside_computation(answer: Answer, measured: Measured) -> tuple[list[float]
         # A GPU is nobody else's; what its host's thread took is dispatch and says nothing of the computation.
         shares.append(1.0 if cpu_ns < 0 else min(1.0, max(cpu_ns, 1) / max(busy, 1)))
     return waits, posts, shares
+
+
+def _stretch(graph: TaskGraph, correction: Correction, shares: Sequence[float]) -> npt.NDArray[np.float64]:
+    """How many times longer each planned task takes on part of a core, beyond what corrections have learned of that.
+
+    They are learned from the clock, so a plan that was corrected expects the cores of the iterations before it.
+    """
+    learned = np.array([correction.modules.get(name, (1.0, 1.0)) for name in graph.module_names])
+    half = (graph.kind != FORWARD).astype(np.int64)
+    stretch: npt.NDArray[np.float64] = 1 / np.array(shares)[graph.rank] / np.maximum(1.0, learned[graph.module, half])
+    return np.maximum(1.0, stretch)
 
 
 def _replayed(graph: TaskGraph, durations: IntArray, order: tuple[IntArray, ...]) -> int:

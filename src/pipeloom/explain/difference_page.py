@@ -88,19 +88,21 @@ def core_words(found: Difference) -> str:
     if found.core_share >= SHARED:
         return ""
     return (
-        f"Ranks shared cores: while it computed, a rank had {found.core_share:.0%} of one, which no plan for a "
-        "device a rank foresees; so measured times are compared with the plan on such cores. "
+        f"Ranks shared cores: while it computed, a rank had {found.core_share:.0%} of one. Plans learn of that from "
+        "the iterations before; measured times are compared with the plan at this share. "
     )
 
 
 def steps(found: Difference) -> list[tuple[str, float, str]]:
     """From planned to measured: words, seconds, and share of what was planned."""
     base, shared = found.planned_s, found.core_share < SHARED
-    rows = [("planned, a device a rank" if shared else "planned", base, "")]
+    rows = [("planned, as iterations before had taught" if shared else "planned", base, "")]
     causes = dict(_CAUSES)
     if shared:
         known = base + found.shared_cores_s
-        rows.append((f"planned, {found.core_share:.0%} of a core a rank", known, _share(found.shared_cores_s, found)))
+        rows.append(
+            (f"planned, at {found.core_share:.0%} of a core a rank", known, _share(found.shared_cores_s, found))
+        )
     for field, (longer, shorter) in causes.items():
         seconds = getattr(found, field)
         if field == "computation_s" and not shared:
