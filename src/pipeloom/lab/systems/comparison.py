@@ -11,7 +11,7 @@ from pipeloom.lab.systems.chosen_layout import choose_layout
 from pipeloom.lab.systems.fsdp import NAME as FSDP_NAME
 from pipeloom.lab.systems.fsdp import fsdp
 from pipeloom.lab.systems.model_on_cluster import Microbatches, ModelOnCluster
-from pipeloom.lab.systems.optimus import optimus, optimus_bubbles
+from pipeloom.lab.systems.optimus import has_encoders, optimus, optimus_bubbles
 from pipeloom.lab.systems.systems import (
     System,
     dip_layout,
@@ -23,40 +23,48 @@ from pipeloom.lab.systems.systems import (
 )
 from pipeloom.layout.choose import FINAL, LayoutEvaluation
 from pipeloom.search import StoppingRule
-from pipeloom.spec import Layout
+from pipeloom.spec import Layout, ModelSpec
 
 OURS = "pipeloom"
-SYSTEMS: dict[str, Callable[[ModelOnCluster, Sequence[Microbatches]], System]] = {
-    "1f1b": lambda c, t: megatron_1f1b(c, t),
-    "1f1b-time": lambda c, t: megatron_1f1b(c, t, "time"),
-    "interleaved": lambda c, t: megatron_interleaved(c, t),
-    "interleaved-time": lambda c, t: megatron_interleaved(c, t, "time"),
-    "zero-bubble": zero_bubble,
-    "nnscaler": nnscaler,
-    "optimus": optimus,
-    "optimus-fine": optimus_bubbles,
-    "fsdp": fsdp,
-    "dip": lambda c, t: searched_system("DIP as published", c, dip_layout(c, t), "mcts"),
-    "dip-priority": lambda c, t: searched_system("PipeWeaver as published", c, dip_layout(c, t), "mcts priority"),
-    "pipeloom-dip-layout": lambda c, t: searched_system("Pipeloom, DIP's layout", c, dip_layout(c, t)),
-    OURS: lambda c, t: _ours(c, t),
+
+
+@dataclass(frozen=True)
+class SystemEntry:
+    """A system to compare with, before it has a layout."""
+
+    title: str
+    """In tables and reports; no two systems have the same."""
+    make: Callable[[ModelOnCluster, Sequence[Microbatches]], System]
+    """Chooses its layout on sampled iterations."""
+    suits: Callable[[ModelSpec], bool] = lambda _model: True
+    """Whether it can train a model."""
+
+
+SYSTEMS: dict[str, SystemEntry] = {
+    "1f1b": SystemEntry("Megatron-LM 1F1B, by parameters", megatron_1f1b),
+    "1f1b-time": SystemEntry("Megatron-LM 1F1B, by time", lambda c, t: megatron_1f1b(c, t, "time")),
+    "interleaved": SystemEntry("Megatron-LM interleaved, by parameters", megatron_interleaved),
+    "interleaved-time": SystemEntry(
+        "Megatron-LM interleaved, by time", lambda c, t: megatron_interleaved(c, t, "time")
+    ),
+    "zero-bubble": SystemEntry("Zero-bubble H1, by time", zero_bubble),
+    "nnscaler": SystemEntry("nnScaler*", nnscaler),
+    "optimus": SystemEntry("Optimus, coarse", optimus, has_encoders),
+    "optimus-fine": SystemEntry("Optimus, fine", optimus_bubbles, has_encoders),
+    "fsdp": SystemEntry(FSDP_NAME, fsdp),
+    "dip": SystemEntry(
+        "DIP as published", lambda c, t: searched_system("DIP as published", c, dip_layout(c, t), "mcts")
+    ),
+    "dip-priority": SystemEntry(
+        "PipeWeaver as published",
+        lambda c, t: searched_system("PipeWeaver as published", c, dip_layout(c, t), "mcts priority"),
+    ),
+    "pipeloom-dip-layout": SystemEntry(
+        "Pipeloom, DIP's layout", lambda c, t: searched_system("Pipeloom, DIP's layout", c, dip_layout(c, t))
+    ),
+    OURS: SystemEntry("Pipeloom", lambda c, t: _ours(c, t)),
 }
-"""How a system gets its layout from sampled iterations. Without ``-time`` stages are balanced by parameters."""
-TITLES = {
-    "1f1b": "Megatron-LM 1F1B, by parameters",
-    "1f1b-time": "Megatron-LM 1F1B, by time",
-    "interleaved": "Megatron-LM interleaved, by parameters",
-    "interleaved-time": "Megatron-LM interleaved, by time",
-    "zero-bubble": "Zero-bubble H1, by time",
-    "nnscaler": "nnScaler*",
-    "optimus": "Optimus, coarse",
-    "optimus-fine": "Optimus, fine",
-    "fsdp": FSDP_NAME,
-    "dip": "DIP as published",
-    "dip-priority": "PipeWeaver as published",
-    "pipeloom-dip-layout": "Pipeloom, DIP's layout",
-    OURS: "Pipeloom",
-}
+"""By the names that ``pipeloom compare`` takes. Without ``-time`` stages are balanced by parameters."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +81,7 @@ class Comparison:
 
 
 def suitable(case: ModelOnCluster, names: Sequence[str] | None = None) -> tuple[str, ...]:
-    """Systems that can train a model: Optimus wants encoders before a language model.
+    """Systems that can train a model.
 
     Raises
     ------
@@ -84,9 +92,7 @@ def suitable(case: ModelOnCluster, names: Sequence[str] | None = None) -> tuple[
     for name in chosen:
         if name not in SYSTEMS:
             raise InputError("system", f"{name!r} is none of {', '.join(SYSTEMS)}")
-    modules = case.model.modules
-    encodes = len(modules) > 1 and modules[-1].reads != "videos"
-    return tuple(name for name in chosen if not name.startswith("optimus") or encodes)
+    return tuple(name for name in chosen if SYSTEMS[name].suits(case.model))
 
 
 def compare_case(
@@ -123,12 +129,13 @@ def compare_case(
     """
     out = []
     for name in suitable(case, names):
-        title = TITLES[name]
+        entry = SYSTEMS[name]
+        title = entry.title
         on_system(title)
         layout: Layout | None = None
         tried: tuple[LayoutEvaluation, ...] = ()
         try:
-            one = SYSTEMS[name](case, typical)
+            one = entry.make(case, typical)
             layout, tried = one.layout, one.tried
             found = one.run(groups, budget, seed)
         except InfeasibleError as error:

@@ -20,10 +20,15 @@ from pipeloom.layout import ModulePlacement, replicated, separate
 from pipeloom.layout.layouts import chunk_counts
 from pipeloom.layout.modality import typical_lengths
 from pipeloom.search import StoppingRule, uniform_settings
-from pipeloom.spec import Chunk, Layout
+from pipeloom.spec import Chunk, Layout, ModelSpec
 
 PIECES = 4
 """Of an encoder's stage, to fill bubbles with."""
+
+
+def has_encoders(model: ModelSpec) -> bool:
+    """Whether a model has encoders before a language model, which is what Optimus is made for."""
+    return len(model.modules) > 1 and model.modules[-1].reads != "videos"
 
 
 def optimus(case: ModelOnCluster, batches: Sequence[Microbatches]) -> System:

@@ -14,17 +14,30 @@ from pipeloom.errors import InfeasibleError
 from pipeloom.explain.compare import BaselineResult
 from pipeloom.lab.reproduce.dip.setups import LARGE, PaperSetup
 from pipeloom.lab.reproduce.part import Options
-from pipeloom.lab.systems.comparison import SYSTEMS, TITLES
+from pipeloom.lab.systems.comparison import SYSTEMS
 from pipeloom.lab.systems.model_on_cluster import Microbatches, ModelOnCluster
 from pipeloom.lab.systems.systems import System, dip_layout, partitioned, searched_system, unadaptive_system
 from pipeloom.search import Begun, Deadline, StoppingRule
 from pipeloom.timeline import check
 
-MEGATRON, MEGATRON_EVEN = TITLES["interleaved"], TITLES["interleaved-time"]
-NNSCALER, OPTIMUS, OPTIMUS_FINE = (TITLES[key] for key in ("nnscaler", "optimus", "optimus-fine"))
-PUBLISHED, PRIORITY = TITLES["dip"], TITLES["dip-priority"]
-OURS, OURS_SAME = TITLES["pipeloom"], TITLES["pipeloom-dip-layout"]
-BASELINES = tuple(title for key, title in TITLES.items() if not key.startswith(("dip", "pipeloom", "fsdp")))
+_ENTRIES = {entry.title: entry for entry in SYSTEMS.values()}
+MEGATRON, MEGATRON_EVEN = SYSTEMS["interleaved"].title, SYSTEMS["interleaved-time"].title
+NNSCALER, OPTIMUS = SYSTEMS["nnscaler"].title, SYSTEMS["optimus"].title
+PUBLISHED, PRIORITY = SYSTEMS["dip"].title, SYSTEMS["dip-priority"].title
+OURS, OURS_SAME = SYSTEMS["pipeloom"].title, SYSTEMS["pipeloom-dip-layout"].title
+BASELINE_NAMES = (
+    "1f1b",
+    "1f1b-time",
+    "interleaved",
+    "interleaved-time",
+    "zero-bubble",
+    "nnscaler",
+    "optimus",
+    "optimus-fine",
+)
+"""Systems that the evaluation holds DIP and ours against. Named one by one: what is published must not change when
+somebody adds a system to compare with."""
+BASELINES = tuple(SYSTEMS[name].title for name in BASELINE_NAMES)
 STATIC, NO_SEARCH, NO_STRATEGIES = "DIP's layout, static order", "DIP, no search", "DIP, uniform strategies"
 FROM_UNIFORM = "DIP from the best uniform strategies"
 FORMS = (PUBLISHED, PRIORITY, FROM_UNIFORM, NO_STRATEGIES, NO_SEARCH)
@@ -48,7 +61,6 @@ _PARTS: dict[str, Callable[[ModelOnCluster, Sequence[Microbatches]], System]] = 
     PRIORITY: lambda c, t: searched_system(PRIORITY, c, dip_layout(c, t), "mcts priority", threads=threads()),
     FROM_UNIFORM: lambda c, t: searched_system(FROM_UNIFORM, c, dip_layout(c, t), "mcts uniform", threads=threads()),
 }
-_KEYS = {title: key for key, title in TITLES.items()}
 
 
 def threads() -> int:
@@ -106,8 +118,9 @@ class Timed:
 
 
 def suits(name: str, setup: PaperSetup) -> bool:
-    """Whether a system can train a model: Optimus wants encoders before a language model."""
-    return name not in (OPTIMUS, OPTIMUS_FINE) or setup.case.model.modules[-1].reads != "videos"
+    """Whether a system can train a model. Those that only this evaluation has are forms of DIP, which train all."""
+    entry = _ENTRIES.get(name)
+    return entry is None or entry.suits(setup.case.model)
 
 
 @functools.lru_cache(maxsize=256)
@@ -122,7 +135,7 @@ def system(setup: PaperSetup, name: str) -> System:
     case = setup.case
     if name == OURS:
         return searched_system(OURS, case, setup.layouts[0].layout)
-    make = _PARTS.get(name) or SYSTEMS[_KEYS[name]]
+    make = _PARTS.get(name) or _ENTRIES[name].make
     return make(case, setup.typical)
 
 

@@ -1,0 +1,61 @@
+"""One table of systems: who adds to it adds to the comparison, and the page that lists the names has all of them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from pipeloom.lab.systems.comparison import SYSTEMS, SystemEntry, compare_case, suitable
+from pipeloom.lab.systems.model_on_cluster import ModelOnCluster, draw_iteration, put_on_cluster
+from pipeloom.lab.systems.systems import megatron_1f1b
+from pipeloom.search import Evaluations
+from pipeloom.spec.parallelism import Degrees
+
+PAGE = Path(__file__).parents[3] / "docs" / "own-model-table.md"
+
+
+def _on_cluster(model: str) -> ModelOnCluster:
+    return put_on_cluster(model, "dip-h800-64", Degrees(tensor=2, pipeline=2))
+
+
+def test_a_system_is_one_entry(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = _on_cluster("vlm-7b")
+    typical = [draw_iteration(case, 3, 100)]
+    before = suitable(case)
+    monkeypatch.setitem(SYSTEMS, "mine", SystemEntry("Mine, as an example", megatron_1f1b))
+    monkeypatch.setitem(SYSTEMS, "never", SystemEntry("Suits nothing", megatron_1f1b, lambda _model: False))
+    assert suitable(case) == (*before, "mine")
+    told: list[str] = []
+    compared = compare_case(
+        case, typical, draw_iteration(case, 3, 0), ["1f1b", "mine"], budget=Evaluations(1), on_system=told.append
+    )
+    assert [one.title for one in compared] == told == [SYSTEMS["1f1b"].title, "Mine, as an example"]
+    theirs, mine = (one.result for one in compared)
+    assert theirs is not None
+    assert mine is not None
+    assert mine.name == "Mine, as an example"
+    assert mine.iteration_s == theirs.iteration_s
+
+
+def test_titles_tell_systems_apart() -> None:
+    assert len({entry.title for entry in SYSTEMS.values()}) == len(SYSTEMS)
+
+
+@pytest.mark.parametrize(
+    ("model", "missing"),
+    [
+        ("vlm-7b", set()),
+        ("t2v-s", {"optimus", "optimus-fine"}),  # text before videos
+        ("dit-5b", {"optimus", "optimus-fine"}),  # one module
+    ],
+)
+def test_optimus_wants_encoders(model: str, missing: set[str]) -> None:
+    assert set(SYSTEMS) - set(suitable(_on_cluster(model))) == missing
+
+
+def test_the_page_lists_every_system() -> None:
+    first_cells = re.findall(r"^\| (`[^|]*`) \|", PAGE.read_text(), re.MULTILINE)
+    listed = [name for cell in first_cells for name in re.findall(r"`([^`]+)`", cell)]
+    assert sorted(listed) == sorted(SYSTEMS)
