@@ -1,27 +1,34 @@
+import contextlib
 import itertools
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeloom.cost import StrategyCost
 from pipeloom.errors import InputError
 from pipeloom.layout import ModulePlacement, separate
 from pipeloom.packing import (
     POLICIES,
     Loads,
     PackingSpec,
+    check_always_packs,
     cost_loads,
     deal,
     group,
     height_bound,
     pack,
+    packed_batch,
     split_oversized,
     token_loads,
 )
 from pipeloom.packing.pack import check_budget
-from pipeloom.spec import Batch, Sample, Workload
+from pipeloom.packing.policies import reads_loads
+from pipeloom.spec import Batch, Chunk, Sample, Workload
 from pipeloom.spec.datasets import cut, draw_samples
 from tests.cases import ToyCosts, random_batch, vlm_spec
 
@@ -53,6 +60,41 @@ def test_no_sample_is_lost_or_doubled_and_no_budget_broken(tokens: list[int], bu
     for members in groups:
         assert members
         assert loads.tokens[list(members)].sum() <= budget
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    samples_st, st.integers(100, 300), st.integers(0, 100), st.sampled_from([p for p in POLICIES if not reads_loads(p)])
+)
+def test_loads_decide_nothing_for_policies_that_say_so(tokens: list[int], budget: int, seed: int, policy: str) -> None:
+    spec = PackingSpec(budget, policy, seed=seed)
+    assert group(loads_of(tokens, seed), spec) == group(loads_of(tokens, seed + 1), spec)
+
+
+class Refusing(ToyCosts):
+    def chunk_costs(self, chunk: Chunk, workload: Workload) -> tuple[StrategyCost, ...]:
+        raise LookupError("asked")
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_costs_are_asked_only_where_loads_decide(policy: str) -> None:
+    batch = random_batch(0, num_samples=5)
+    with pytest.raises(LookupError, match="asked") if reads_loads(policy) else contextlib.nullcontext():
+        packed_batch(batch, MODEL, LAYOUT, Refusing(MODEL), PackingSpec(60, policy))
+
+
+def test_only_exact_may_end_without_a_packing() -> None:
+    for policy in POLICIES:
+        if policy != "exact":
+            check_always_packs("packing.policy", policy)
+    with pytest.raises(InputError, match=r"here: 'exact' may not prove a batch, and then has no packing.*'balanced'"):
+        check_always_packs("here", "exact")
+
+
+def test_the_page_lists_every_policy() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "packing.md").read_text()
+    # `tuned` is of the command line alone.
+    assert re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE) == [*POLICIES, "tuned"]
 
 
 @settings(deadline=None, max_examples=60)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pipeloom.cost import CostModel
 from pipeloom.errors import InputError
 from pipeloom.packing.loads import Loads, budget_tokens, cost_loads, module_lengths, token_loads
-from pipeloom.packing.policies import PackingSpec, group
+from pipeloom.packing.policies import PackingSpec, group, reads_loads
 from pipeloom.packing.types import Microbatch, Packing, SubMicrobatch
 from pipeloom.spec import Batch, Layout, ModelSpec, ModuleSpec, Workload
 
@@ -129,6 +129,5 @@ def _cut(lengths: tuple[int, ...], sizes: tuple[int, ...], where: str) -> tuple[
 
 def packed_batch(batch: Batch, model: ModelSpec, layout: Layout, costs: CostModel, packing: PackingSpec) -> Packing:
     """Pack a batch by its policy, as it is packed for training under this layout."""
-    by_load = not packing.policy.startswith("first_fit")
-    loads = cost_loads(batch, model, layout, costs) if by_load else None
+    loads = cost_loads(batch, model, layout, costs) if reads_loads(packing.policy) else None
     return pack(batch, model, layout, packing, loads)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
 import msgspec
@@ -43,10 +44,7 @@ class PackingSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     token_budget: int
     """Backbone tokens of one microbatch at most: text and images, or, where the last module reads videos, theirs."""
     policy: Policy = "first_fit_decreasing"
-    """``first_fit`` keeps the loader's order, ``first_fit_decreasing`` packs long samples first, ``random`` fills
-    microbatch after microbatch in random order; ``algorithm1`` is PipeTune's as printed and ``algorithm1_opened`` with
-    microbatches opened beforehand; ``balanced`` evens the backbone's load out, ``balanced_encoder`` the encoders' as
-    well; ``exact`` proves the best balance of small batches."""
+    """Which samples go together; docs/packing.md tells the policies apart."""
     num_microbatches: int | None = None
     """At least so many microbatches, where the policy can choose; None: as few as the budget allows."""
     attention_tokens: int | None = None
@@ -77,10 +75,27 @@ def group(loads: Loads, spec: PackingSpec, iteration: int = 0) -> tuple[tuple[in
     tuple of tuple of int
         Positions of the samples of every microbatch, none empty, every sample in exactly one.
     """
-    bin_of = _POLICIES[spec.policy](loads, spec, iteration)
+    bin_of = _POLICIES[spec.policy].bins(loads, spec, iteration)
     order = np.argsort(bin_of, kind="stable")
     cuts = np.flatnonzero(np.diff(bin_of[order])) + 1
     return tuple(tuple(part.tolist()) for part in np.split(order, cuts))
+
+
+def reads_loads(policy: Policy) -> bool:
+    """Whether a policy's packing depends on loads, and not on tokens alone."""
+    return _POLICIES[policy].reads_loads
+
+
+def check_always_packs(entity: str, policy: Policy) -> None:
+    """Refuse a policy that may end without a packing, for uses that cannot do without one.
+
+    Raises
+    ------
+    InputError
+        It may; ``entity`` is the field that names it.
+    """
+    if _POLICIES[policy].may_fail:
+        raise InputError(entity, f"{policy!r} may not prove a batch, and then has no packing", "use 'balanced'")
 
 
 def least_microbatches(loads: Loads, spec: PackingSpec) -> int:
@@ -242,13 +257,25 @@ def _heaviest(bin_of: IntArray, load: np.ndarray) -> float:
     return float(np.bincount(bin_of, weights=load).max())
 
 
-_POLICIES: dict[str, Callable[[Loads, PackingSpec, int], IntArray]] = {
-    "first_fit": _first_fit,
-    "first_fit_decreasing": _first_fit,
-    "random": _random,
-    "algorithm1": _algorithm1,
-    "algorithm1_opened": _algorithm1,
-    "balanced": _balanced,
-    "balanced_encoder": _balanced_encoder,
-    "exact": _exact,
+@dataclass(frozen=True, slots=True)
+class _PolicyEntry:
+    """A policy: how it packs, and what must be known of it beforehand."""
+
+    bins: Callable[[Loads, PackingSpec, int], IntArray]
+    """From the loads of an iteration's samples to the bin of each."""
+    reads_loads: bool = True
+    """Whether anything but the samples' tokens decides; only then are loads reckoned from costs."""
+    may_fail: bool = False
+    """Whether it may give a batch up without a packing, because it wants a proof; training refuses such a policy."""
+
+
+_POLICIES: dict[Policy, _PolicyEntry] = {
+    "first_fit": _PolicyEntry(_first_fit, reads_loads=False),
+    "first_fit_decreasing": _PolicyEntry(_first_fit, reads_loads=False),
+    "random": _PolicyEntry(_random, reads_loads=False),
+    "algorithm1": _PolicyEntry(_algorithm1),
+    "algorithm1_opened": _PolicyEntry(_algorithm1),
+    "balanced": _PolicyEntry(_balanced),
+    "balanced_encoder": _PolicyEntry(_balanced_encoder),
+    "exact": _PolicyEntry(_exact, may_fail=True),
 }

@@ -11,7 +11,7 @@ from pipeloom.cost import check_strategies
 from pipeloom.errors import InputError, check_count, check_not_negative, check_positive
 from pipeloom.io import read_spec
 from pipeloom.layout import ModulePlacement
-from pipeloom.packing import PackingSpec
+from pipeloom.packing import PackingSpec, check_always_packs
 from pipeloom.planner.client import DEADLINE_S
 from pipeloom.spec import Parallelism, RankSpec, Strategy
 from pipeloom.tuning import TuningSpec, check_no_choice
@@ -195,10 +195,7 @@ class TrainConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         self._check_bounds()
         if not self.name or any(c in self.name for c in "/\\\0") or self.name in (".", ".."):
             raise InputError("name", f"{self.name!r} is no folder name", "use letters, digits, '-' and '_'")
-        if self.packing.policy == "exact":
-            raise InputError(
-                "packing.policy", "'exact' may not prove a batch, and then has no packing", "use 'balanced'"
-            )
+        check_always_packs("packing.policy", self.packing.policy)
         if self.tuning is not None and self.layout.kind != "encoder_first":
             raise InputError(
                 "layout.kind",

@@ -8,7 +8,7 @@ from typing import Literal
 import msgspec
 
 from pipeloom.errors import InputError
-from pipeloom.packing import Policy
+from pipeloom.packing import Policy, check_always_packs
 
 MicroBatch = Literal["fixed", "multiples", "any"]
 Order = Literal["given", "clusters", "search"]
@@ -39,8 +39,7 @@ class TuningSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         """Refuse impossible sizes, and a packing that may fail to be found in time."""
-        if self.pack == "exact":
-            raise InputError("tuning.pack", "'exact' may not prove a batch, and then has no packing", "use 'balanced'")
+        check_always_packs("tuning.pack", self.pack)
         if self.unit_tokens is not None and self.unit_tokens < 1:
             raise InputError("tuning.unit_tokens", f"{self.unit_tokens} is below 1")
         if not 0 < self.effort < 1e6:
