@@ -218,3 +218,10 @@ def test_random_depends_on_seed_and_iteration() -> None:
     assert group(loads, spec, 5) == group(loads, spec, 5)
     assert group(loads, spec, 5) != group(loads, spec, 6)
     assert group(replace(loads), PackingSpec(100, "random", seed=2), 5) != group(loads, spec, 5)
+
+
+def test_a_policy_that_is_none_is_named() -> None:
+    with pytest.raises(InputError, match=r"packing.policy: 'tidy' is none of first_fit, "):
+        PackingSpec(10, "tidy")  # type: ignore[arg-type]
+    with pytest.raises(InputError, match=r"here: 'tidy' is none of"):
+        check_always_packs("here", "tidy")  # type: ignore[arg-type]

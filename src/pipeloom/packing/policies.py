@@ -52,7 +52,9 @@ class PackingSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Refuse empty budgets."""
+        """Refuse empty budgets and policies that are none."""
+        if self.policy not in _POLICIES:
+            raise InputError("packing.policy", f"{self.policy!r} is none of {', '.join(_POLICIES)}")
         for name in ("token_budget", "num_microbatches", "attention_tokens"):
             value = getattr(self, name)
             if value is not None:
@@ -92,8 +94,10 @@ def check_always_packs(entity: str, policy: Policy) -> None:
     Raises
     ------
     InputError
-        It may; ``entity`` is the field that names it.
+        It may, or is none at all; ``entity`` is the field that names it.
     """
+    if policy not in _POLICIES:
+        raise InputError(entity, f"{policy!r} is none of {', '.join(_POLICIES)}")
     if _POLICIES[policy].may_fail:
         raise InputError(entity, f"{policy!r} may not prove a batch, and then has no packing", "use 'balanced'")
 
