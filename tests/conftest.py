@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -95,6 +96,16 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     """Bound the time of a test."""
     with bounded(item):
         return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown() -> Iterator[None]:
+    """Nothing that a test sets in torch for all stays for those after it."""
+    result = yield
+    if (torch := sys.modules.get("torch")) is not None and torch.get_default_dtype() != torch.float32:
+        torch.set_default_dtype(torch.float32)
+        pytest.fail("it leaves another default dtype in torch")
+    return result
 
 
 @contextmanager

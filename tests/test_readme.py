@@ -12,10 +12,15 @@ ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
 
 
-def test_the_script_that_it_shows_is_the_example_and_runs(tmp_path: Path) -> None:
+def test_the_script_that_it_shows_is_the_example() -> None:
     script = (EXAMPLES / "fit.py").read_text()
     assert (ROOT / "README.md").read_text().split("```python\n")[1].split("```")[0] == script
     assert len(script.splitlines()) <= 40
+
+
+# Of every change: its model and its data in `tests/examples/test_fit.py`, in processes that start cold.
+@pytest.mark.full
+def test_the_script_that_it_shows_runs(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, EXAMPLES / "fit.py"], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     first, last = (float(word) for word in done.stdout.split(",")[0].removeprefix("loss ").split(" to "))

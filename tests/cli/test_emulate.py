@@ -90,7 +90,7 @@ def test_calibrate_writes_a_table_that_can_be_emulated_on(tmp_path: Path, capsys
         "cpu",
         "--quick",
         "--repeats",
-        "2",
+        "1",
         "--out",
         str(table),
         "--plot",

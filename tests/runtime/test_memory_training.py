@@ -26,7 +26,7 @@ def offering(setup: Setup, strategies: tuple[Strategy, ...], capacity: int | Non
 
 def least_capacity(setup: Setup, strategies: tuple[Strategy, ...], split: bool = False) -> int:
     """Bytes of a rank under which every batch can just be planned, to one per cent."""
-    low, high = 0, 10**9
+    low, high = 0, 2**27
     while high - low > high // 100:
         middle = (low + high) // 2
         problem = offering(setup, strategies, middle, split).problem()

@@ -11,6 +11,8 @@ from pipeloom.runtime.microbench import Bench, calibrate  # noqa: E402
 from pipeloom.spec.catalog import device_toml, load_device  # noqa: E402
 
 
+# Of every change: the command, in `tests/cli/test_emulate.py`.
+@pytest.mark.full
 @pytest.mark.ranks
 def test_calibration_on_the_cpu(tmp_path):
     lines: list[str] = []

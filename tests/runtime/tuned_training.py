@@ -33,8 +33,13 @@ SPECS = {
 
 
 def model(frozen: bool, dtype: torch.dtype) -> pl.Model:
+    before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
-    return task.build_model(seed=1, frozen=frozen)
+    try:
+        made: pl.Model = task.build_model(seed=1, frozen=frozen)
+        return made
+    finally:
+        torch.set_default_dtype(before)
 
 
 def setup(num_ranks: int, frozen: bool, tuned: str, dtype: str = "float64") -> Setup:

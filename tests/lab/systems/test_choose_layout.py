@@ -24,31 +24,37 @@ def case():
     return put_on_cluster("vlm-7b", "dip-h800-64", Degrees(tensor=2, pipeline=2))
 
 
-def test_the_choice_is_the_fastest_of_what_was_tried(case):
-    batches = [draw_iteration(case, 4, 100)]
-    trials = choose_layout(case, batches, trial=Evaluations(60), rounds=1)
+@pytest.fixture(scope="module")
+def batches(case):
+    return [draw_iteration(case, 4, 100)]
+
+
+@pytest.fixture(scope="module")
+def trials(case, batches):
+    return choose_layout(case, batches, trial=Evaluations(20), rounds=1)
+
+
+def test_the_choice_is_the_fastest_of_what_was_tried(case, batches, trials):
     assert trials[0].seconds == min(t.seconds for t in trials if not t.ruled_out)
     assert all(t.bound_s <= t.seconds for t in trials)
     assert any("chain" in t.name for t in trials)
     assert any("replicated" in t.name for t in trials)
-    rules = evaluate_layout(sampled_case(case, batches), "rules", our_layout(case, batches), Evaluations(60), 0)
+    rules = evaluate_layout(sampled_case(case, batches), "rules", our_layout(case, batches), Evaluations(20), 0)
     assert trials[0].seconds <= rules.seconds
     with pytest.raises(InputError, match="sampled iteration"):
         choose_layout(case, [])
 
 
-def test_the_nearest_layouts_are_planned_once_more(case):
-    batches = [draw_iteration(case, 4, 100)]
-    short = choose_layout(case, batches, trial=Evaluations(20), rounds=1)
+def test_the_nearest_layouts_are_planned_once_more(case, batches, trials):
     long = choose_layout(case, batches, trial=Evaluations(20), final=Evaluations(400), rounds=1)
-    assert {t.name for t in long} == {t.name for t in short}
-    before = {t.name: t for t in short}
+    assert {t.name for t in long} == {t.name for t in trials}
+    before = {t.name: t for t in trials}
     again = [t for t in long if t != before[t.name]]
     assert 1 <= len(again) <= MOST_NEAR
     assert all(t in long[:MOST_NEAR] for t in again)
     assert all(t.seconds <= before[t.name].seconds for t in again if not before[t.name].ruled_out)
     assert long[0].seconds == min(t.seconds for t in long if not t.ruled_out)
-    assert any(t.name.endswith("layers by number") for t in short)
+    assert any(t.name.endswith("layers by number") for t in trials)
 
 
 def test_a_layout_that_does_not_fit_says_why():

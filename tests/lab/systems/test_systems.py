@@ -139,6 +139,8 @@ def test_stages_of_equal_time_give_way_to_memory(case, typical, name):
     make, unequal = TIMED[name], 0
     groups = draw_iteration(case, 4, 2)
     held = megatron_1f1b(case, typical).run(groups, Evaluations(1), 0).graph.static_bytes.max()
+    load = by_time(case, typical)
+    equal = [chain_of_stages(case.model, case.num_ranks, v, load).chunks for v in range(1, 20)]
     for share in (1.4, 1.8, 3.5):
         small = replace(case, capacity_bytes=int(share * held))
         try:
@@ -148,7 +150,6 @@ def test_stages_of_equal_time_give_way_to_memory(case, typical, name):
         found = make(small, typical, "time").run(groups, Evaluations(1), 0)
         assert check(found.graph, found.schedule, found.timeline) == ()
         assert plain.graph.num_ranks == found.graph.num_ranks
-        equal = [chain_of_stages(case.model, case.num_ranks, v, by_time(case, typical)).chunks for v in range(1, 20)]
         unequal += found.layout.chunks not in equal
     # Interleaved, some number of chunks has stages of equal time that fit.
     assert unequal or name != "1F1B"
