@@ -52,6 +52,12 @@ def check_not_negative(entity: str, value: float) -> None:
         raise InputError(entity, f"{value} is not finite and at least 0")
 
 
+def check_limit(entity: str, value: float) -> None:
+    """Raise `InputError` unless the value is at least 0; infinite is no limit."""
+    if not value >= 0:
+        raise InputError(entity, f"{value} is not at least 0")
+
+
 def check_count(entity: str, value: int) -> None:
     """Raise `InputError` where a count is below 1."""
     if value < 1:
@@ -61,7 +67,7 @@ def check_count(entity: str, value: int) -> None:
 def check_share(entity: str, value: float) -> None:
     """Raise `InputError` unless the value is a part of a whole."""
     if not 0 <= value <= 1:
-        raise InputError(entity, f"{value} is no part of a budget", "give a number from 0 to 1")
+        raise InputError(entity, f"{value} is no part of a whole", "give a number from 0 to 1")
 
 
 def check_ratio(entity: str, value: float) -> None:

@@ -213,6 +213,7 @@ def test_a_setup_keeps_all_that_no_option_gives(problem: Path) -> None:
     path = problem / "setup.json"
     document = json.loads(path.read_text()) | {"backend": "nccl", "held_copies": {"lm/block": 0.5}}
     document["search"] = {"orders": {"heat": 0.2}}
+    document["packing"] |= {"num_microbatches": 9, "seed": 7}
     path.write_text(json.dumps(document))
     written = read_spec(path, Setup)
     assert read_setup(path, None, None, None, None, 0) == written

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from pipeloom.cost import Correction
 from pipeloom.errors import InputError, PlannerError
-from pipeloom.explain.compare import chain_layouts, compare_systems, fits
+from pipeloom.explain.compare import baseline, chain_layouts, compare_systems, fits
 from pipeloom.explain.replay import answered_graph, timeline_of
 from pipeloom.layout import chain_of_stages, encoder_first
 from pipeloom.layout.layouts import chunk_counts
@@ -18,6 +18,7 @@ from pipeloom.planner import Planner, Request, answer_of, plan_batch, serve
 from pipeloom.planner.messages import Setup, decode, encode
 from pipeloom.planner.service import LATEST, READY, SETUP, STOP, answer_key, error_key, request_key
 from pipeloom.search import Evaluations
+from pipeloom.spec import RankSpec
 from pipeloom.timeline import check, simulate
 from pipeloom.tuning import TuningSpec, tune, tuned_plan
 from tests.cases import random_batch
@@ -73,6 +74,21 @@ def test_baselines_run_on_the_same_costs(seed: int) -> None:
         assert check(system.graph, system.schedule) == ()
         assert simulate(system.graph, system.schedule).makespan_ns == system.timeline.makespan_ns
         assert system.lower_bound.ns <= system.timeline.makespan_ns
+
+
+@settings(deadline=None, max_examples=15)
+@given(st.integers(0, 10_000), st.floats(0.8, 1.4))
+def test_baselines_under_a_limit_are_bound_by_what_they_keep(seed: int, share: float) -> None:
+    """Room for a computation counts for them as for plans; one that breaks the limit is not bound by it."""
+    setup, batch = random_setup(seed), random_batch(seed)
+    layout = chain_layouts(setup.problem(), setup.profile.load, [batch])["1f1b"]
+    free = baseline(setup.problem(), "1f1b", layout, batch)
+    limit = max(1, int(share * free.timeline.peak_bytes.max()))
+    capped = msgspec.structs.replace(setup, cluster=RankSpec(memory_capacity_bytes=limit)).problem()
+    found = baseline(capped, "1f1b", layout, batch)
+    assert found.lower_bound.ns <= found.timeline.makespan_ns
+    assert found.graph.capacity_bytes is not None
+    assert (found.graph.capacity_bytes <= limit).all()
 
 
 def test_the_interleaved_baseline_has_the_best_number_of_chunks() -> None:

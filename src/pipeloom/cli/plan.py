@@ -167,7 +167,7 @@ def read_setup(
         if given is not None:
             raise InputError(given, "given beside --setup, which holds it already", "give one or the other")
         made = read_spec(setup, Setup)
-        packing = PackingSpec(tokens, made.packing.policy) if tokens else made.packing
+        packing = msgspec.structs.replace(made.packing, token_budget=tokens) if tokens else made.packing
         links = made.cluster if cluster is None else read_spec(cluster, RankSpec)
         return msgspec.structs.replace(made, packing=packing, cluster=links)
     missing = next((name for name, path in parts.items() if path is None), None)

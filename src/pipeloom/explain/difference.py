@@ -215,7 +215,8 @@ def _beside_computation(answer: Answer, measured: Measured) -> tuple[list[float]
 def _stretch(graph: TaskGraph, correction: Correction, shares: Sequence[float]) -> npt.NDArray[np.float64]:
     """How many times longer each planned task takes on part of a core, beyond what corrections have learned of that.
 
-    They are learned from the clock, so a plan that was corrected expects the cores of the iterations before it.
+    They are learned from the clock, so a plan that was corrected expects the cores of the iterations before it. Whether
+    cores or a wrong profile made these longer, nobody can tell; where cores are shared, it is taken for cores.
     """
     learned = np.array([correction.modules.get(name, (1.0, 1.0)) for name in graph.module_names])
     half = (graph.kind != FORWARD).astype(np.int64)

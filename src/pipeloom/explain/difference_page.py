@@ -89,7 +89,7 @@ def core_words(found: Difference) -> str:
         return ""
     return (
         f"Ranks shared cores: while it computed, a rank had {found.core_share:.0%} of one. Plans learn of that from "
-        "the iterations before; measured times are compared with the plan at this share. "
+        "the iterations before: where they expect longer times than profiled, it is taken for that. "
     )
 
 

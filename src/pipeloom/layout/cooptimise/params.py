@@ -9,7 +9,7 @@ from typing import Literal
 
 import msgspec
 
-from pipeloom.errors import InputError, check_count, check_not_negative, check_share
+from pipeloom.errors import InputError, check_count, check_limit, check_not_negative, check_share
 from pipeloom.layout.cooptimise.kernels import MOVES, TUNABLE
 
 
@@ -36,7 +36,7 @@ class StartParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             check_count("spreads", spread)
         check_count("many_ranks", self.many_ranks)
         check_count("fine_chunks", self.fine_chunks)
-        check_not_negative("ample_memory", self.ample_memory)
+        check_limit("ample_memory", self.ample_memory)
 
 
 class TimetableParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -56,7 +56,7 @@ class TimetableParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
         for name in ("ends", "buffers", "waits"):
             for value in getattr(self, name):
                 check_not_negative(name, value)
-        check_not_negative("ahead", self.ahead)
+        check_limit("ahead", self.ahead)
 
 
 class AnnealParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -105,7 +105,7 @@ class RefineParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         for name in ("partitions", "steps", "stages"):
             check_count(name, getattr(self, name))
         check_share("reach", self.reach)
-        check_not_negative("hope", self.hope)
+        check_limit("hope", self.hope)
         if not self.heat > 0:
             raise InputError("heat", f"{self.heat:g} is not above 0")
 
@@ -148,7 +148,7 @@ class BoundParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         """Refuse negative limits."""
         for name in ("most_ranks", "most_layers", "nodes"):
             check_count(name, getattr(self, name))
-        check_not_negative("seconds", self.seconds)
+        check_limit("seconds", self.seconds)
 
 
 class WalkPhase(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
