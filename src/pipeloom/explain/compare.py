@@ -92,14 +92,17 @@ def compare_systems(
 def baseline(problem: Problem, name: str, layout: Layout, batch: Batch) -> BaselineResult:
     """Time a batch under ``gpipe``, ``1f1b`` or ``interleaved``; see `compare_systems`."""
     packing = pack(batch, problem.model, layout, problem.packing)
-    graph = build_graph(layout, packing, problem.costs, name=name, capacity_bytes=problem.capacity_bytes)
-    schedule = _SCHEDULES[name](graph)
-    with contextlib.suppress(InfeasibleError):
+    schedule_of, costs = _SCHEDULES[name], problem.whole_backwards().costs
+    try:
         # A computation needs room beside what is held, in a baseline as in the plan.
-        memory = MemoryLimit(problem.capacity_bytes)
-        graph = iteration_graph(layout, packing, problem.whole_backwards().costs, name, memory).graph
+        graph = iteration_graph(layout, packing, costs, name, MemoryLimit(problem.capacity_bytes)).graph
+        schedule = schedule_of(graph)
         if graph.candidates is not None:
-            return uniform_recomputation(name, layout, graph, schedule)
+            with contextlib.suppress(InfeasibleError):
+                return uniform_recomputation(name, layout, graph, schedule)
+    except InfeasibleError:
+        graph = build_graph(layout, packing, costs, name=name, capacity_bytes=problem.capacity_bytes)
+        schedule = schedule_of(graph)
     timeline = simulate(graph, schedule)
     # What breaks a limit may end before anything could that keeps it.
     bound = lower_bound(graph if fits(graph, timeline) else replace(graph, capacity_bytes=None))
