@@ -34,7 +34,8 @@ if TYPE_CHECKING:
     from pipeloom.packing import PackingSpec
     from pipeloom.plan import ExecutionPlan, verify
     from pipeloom.planner import Planner, Setup
-    from pipeloom.planner.planning import PlannedBatch, Problem, plan_batch
+    from pipeloom.planner.planning import PlannedBatch, plan_batch
+    from pipeloom.planner.problem import Problem
     from pipeloom.runtime import (
         Checkpoints,
         Executor,

@@ -12,7 +12,8 @@ from pipeloom.io import read_layers, write_layers
 from pipeloom.layout import layout_for
 from pipeloom.layout.training import cooptimise_training_layout, training_layers
 from pipeloom.packing import PackingSpec, packed_batch
-from pipeloom.planner.planning import Problem, plan_batch
+from pipeloom.planner.planning import plan_batch
+from pipeloom.planner.problem import Problem
 from pipeloom.search import Evaluations
 from pipeloom.spec import Batch, Chunk, LayerSpec, Layout, ModelSpec, ModuleLayout, ModuleSpec, Sample, TensorShape
 from tests.cases import vlm_spec

@@ -11,7 +11,8 @@ from pipeloom.errors import InputError
 from pipeloom.layout import replicated
 from pipeloom.layout.training import choose_training_layout
 from pipeloom.packing import PackingSpec
-from pipeloom.planner.planning import Problem, plan_batch
+from pipeloom.planner.planning import plan_batch
+from pipeloom.planner.problem import Problem
 from pipeloom.search import Evaluations
 from pipeloom.spec import Batch, Sample
 from tests.cases import vlm_spec

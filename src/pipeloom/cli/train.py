@@ -80,9 +80,13 @@ def with_chosen_layout(config: TrainConfig) -> TrainConfig:
     Raises
     ------
     InputError
-        The run is tuned, which fixes its layout.
+        The run's orders are PipeTune's, which fixes its layout.
     """
-    if config.tuning is not None:
-        raise InputError("--choose-layout", "given for a run with [tuning], whose encoders lie on the first rank")
+    if config.tuning is not None and not config.tuning.searches:
+        raise InputError(
+            "--choose-layout",
+            f"given for a run with tuning.order = {config.tuning.order!r}, whose encoders lie on the first rank",
+            "let tuning.order be 'search'",
+        )
     layout = msgspec.structs.replace(config.layout, kind="chosen", modules={}, path="")
     return msgspec.structs.replace(config, layout=layout)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import OrderedDict
 from collections.abc import Sequence
+from copy import copy
 
 import numpy as np
 
@@ -76,6 +77,7 @@ class EmulatedCosts:
             raise InputError("strategies", "is empty", "give at least the base")
         self.strategies = tuple(map(chunk_strategy, strategies))
         self.split_backward = split
+        self.factors: dict[str, tuple[float, float]] = {}
         self._parts: tuple[Part, ...] = ("F", "B", "I", "W") if split else ("F", "B")
         self._layers = {
             m.name: module_templates(self.architecture, m, self.placement) for m in self.architecture.modules
@@ -88,6 +90,14 @@ class EmulatedCosts:
         self._wire = RuleTable(
             self.placement.devices, ("send",), np.array([self.placement.pipeline_link]), np.array([1.0])
         )
+
+    def whole_backwards(self) -> EmulatedCosts:
+        """Return the same costs without the halves of backwards."""
+        if not self.split_backward:
+            return self
+        whole = copy(self)
+        whole.split_backward, whole._parts, whole._known = False, ("F", "B"), OrderedDict()
+        return whole
 
     def _chunk(self, chunk: Chunk) -> tuple[LayerTemplate, ...]:
         layers = self._layers.get(chunk.module)

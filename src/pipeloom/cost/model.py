@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, Self
 
 from pipeloom.spec import Chunk, Workload
 
@@ -32,6 +32,10 @@ class CostModel(Protocol):
     @property
     def split_backward(self) -> bool:
         """Whether the halves of backwards are known, so that a plan may split them."""
+        ...
+
+    def whole_backwards(self) -> Self:
+        """Return the same costs without the halves of backwards."""
         ...
 
     def chunk_costs(self, chunk: Chunk, workload: Workload) -> tuple[StrategyCost, ...]:

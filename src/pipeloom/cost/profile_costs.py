@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import assert_never
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from pipeloom.cost.correction import Correction
 from pipeloom.cost.model import StrategyCost
 from pipeloom.cost.profile import LayerFit, Profile, StrategyFit, workload_features
 from pipeloom.errors import InputError
@@ -19,6 +21,8 @@ FloatArray = npt.NDArray[np.float64]
 
 # Weights, gradients and two moments of Adam, each as large as the weights.
 _STATIC_COPIES = 4.0
+# A measured rate of nothing stands for a link that no message of this size could fill.
+_LEAST_S_PER_BYTE = 1e-15
 
 
 def sharded_copies(num_replicas: int) -> float:
@@ -91,6 +95,20 @@ class ProfileCosts:
                     f"is missing, and {needed[0]!r} is offered",
                     "measure the model again, for all strategies",
                 )
+
+    def whole_backwards(self) -> ProfileCosts:
+        """Return the same costs without the halves of backwards."""
+        return replace(self, split_backward=False) if self.split_backward else self
+
+    def corrected(self, correction: Correction) -> ProfileCosts:
+        """Return the same costs corrected by what was measured while training ran."""
+        rank = self.rank
+        if correction.link is not None:
+            latency_s, s_per_byte = correction.link
+            rank = msgspec.structs.replace(
+                rank, link_latency_s=latency_s, link_bytes_per_s=1.0 / max(s_per_byte, _LEAST_S_PER_BYTE)
+            )
+        return replace(self, factors=correction.modules, rank=rank)
 
     def chunk_costs(self, chunk: Chunk, workload: Workload) -> tuple[StrategyCost, ...]:
         """Costs of a chunk under each offered strategy."""

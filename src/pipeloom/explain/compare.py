@@ -11,8 +11,11 @@ import numpy as np
 from pipeloom.errors import InfeasibleError
 from pipeloom.layout import LayerLoad, chain_of_stages
 from pipeloom.layout.layouts import chunk_counts
-from pipeloom.packing import pack
-from pipeloom.planner.planning import PlannedBatch, Problem, plan_batch
+from pipeloom.packing import Packing, check_budget, cost_loads, packed_batch, packing_of
+from pipeloom.packing.choices import even_groups, numbers, walk
+from pipeloom.packing.pack import MICROBATCHES_PER_RANK
+from pipeloom.planner.planning import PlannedBatch, plan_batch
+from pipeloom.planner.problem import Problem
 from pipeloom.report import Track, layers_by_rank, make_track
 from pipeloom.search import StoppingRule, gpipe, interleaved_one_f_one_b, one_f_one_b, uniform_settings
 from pipeloom.spec import Batch, Layout
@@ -54,7 +57,8 @@ def chain_layouts(problem: Problem, load: LayerLoad, batches: Sequence[Batch]) -
 
     def cost(layout: Layout) -> tuple[int, float]:
         """Batches that do not fit into memory, and seconds of all."""
-        systems = [baseline(problem, "interleaved", layout, batch) for batch in batches]
+        packings = (packed_batch(batch, problem.model, layout, problem.costs, problem.packing) for batch in batches)
+        systems = [_timed(problem, "interleaved", layout, packing) for packing in packings]
         lacking = sum(not fits(one.graph, one.timeline) for one in systems)
         return lacking, sum(one.iteration_s for one in systems)
 
@@ -90,8 +94,27 @@ def compare_systems(
 
 
 def baseline(problem: Problem, name: str, layout: Layout, batch: Batch) -> BaselineResult:
-    """Time a batch under ``gpipe``, ``1f1b`` or ``interleaved``; see `compare_systems`."""
-    packing = pack(batch, problem.model, layout, problem.packing)
+    """Time a batch under ``gpipe``, ``1f1b`` or ``interleaved``; see `compare_systems`.
+
+    Where plans choose their microbatches, a baseline has the number that is best for it, too.
+    """
+    model, spec, costs = problem.model, problem.packing, problem.costs
+    if not problem.plans_packing:
+        return _timed(problem, name, layout, packed_batch(batch, model, layout, costs, spec))
+    check_budget(batch, model, spec.token_budget)
+    loads, params = cost_loads(batch, model, layout, costs), problem.search.packings
+    found: list[BaselineResult] = []
+
+    def judge(number: int) -> float:
+        packing = packing_of(batch, model, layout, even_groups(loads, spec, number, batch.iteration))
+        found.append(_timed(problem, name, layout, packing))
+        return found[-1].iteration_s if fits(found[-1].graph, found[-1].timeline) else float("inf")
+
+    walk(numbers(loads, spec), MICROBATCHES_PER_RANK * layout.num_ranks, params.slower, params.misses, judge)
+    return min(found, key=lambda one: (not fits(one.graph, one.timeline), one.iteration_s))
+
+
+def _timed(problem: Problem, name: str, layout: Layout, packing: Packing) -> BaselineResult:
     schedule_of, costs = _SCHEDULES[name], problem.whole_backwards().costs
     try:
         # A computation needs room beside what is held, in a baseline as in the plan.

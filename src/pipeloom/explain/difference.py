@@ -16,7 +16,7 @@ from pipeloom.cost import Correction, StrategyCost, fit_link
 from pipeloom.explain.replay import answered_graph, task_numbers
 from pipeloom.packing import Packing, packing_from_counts
 from pipeloom.plan import Answer, Measured, MessageTime
-from pipeloom.planner.planning import Problem
+from pipeloom.planner.problem import Problem
 from pipeloom.spec import Batch, Chunk, Workload
 from pipeloom.taskgraph import FORWARD, IntArray, TaskGraph
 from pipeloom.timeline import Schedule, Timeline, bubbles, simulate

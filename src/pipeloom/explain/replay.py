@@ -9,7 +9,7 @@ import numpy as np
 from pipeloom.cost import Correction
 from pipeloom.packing import packing_from_counts
 from pipeloom.plan import Answer, ExecutionPlan
-from pipeloom.planner.planning import Problem
+from pipeloom.planner.problem import Problem
 from pipeloom.spec import Batch, strategy_word
 from pipeloom.taskgraph import KIND_NAMES, Assignable, IntArray, TaskGraph, build_assignable
 from pipeloom.timeline import Timeline, memory_curve, resolve_candidates

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from pipeloom.cost import CostModel
 from pipeloom.errors import InputError
 from pipeloom.packing.loads import Loads, budget_tokens, cost_loads, module_lengths, token_loads
 from pipeloom.packing.policies import PackingSpec, group, reads_loads
 from pipeloom.packing.types import Microbatch, Packing, SubMicrobatch
 from pipeloom.spec import Batch, Layout, ModelSpec, ModuleSpec, Workload
+
+MICROBATCHES_PER_RANK = 2
+"""Of a packing that is planned: the number that is tried first."""
 
 
 def pack(batch: Batch, model: ModelSpec, layout: Layout, spec: PackingSpec, loads: Loads | None = None) -> Packing:
@@ -37,6 +42,9 @@ def pack(batch: Batch, model: ModelSpec, layout: Layout, spec: PackingSpec, load
     check_budget(batch, model, spec.token_budget)
     if loads is None:
         loads = token_loads(batch, model, spec.attention_tokens)
+    if spec.policy == "planned" and spec.num_microbatches is None:
+        # Where nothing plans, as many as a planner tries first.
+        spec = msgspec.structs.replace(spec, num_microbatches=MICROBATCHES_PER_RANK * layout.num_ranks)
     return packing_of(batch, model, layout, group(loads, spec, batch.iteration))
 
 

@@ -27,6 +27,7 @@ Policy = Literal[
     "balanced",
     "balanced_encoder",
     "exact",
+    "planned",
 ]
 POLICIES: tuple[str, ...] = get_args(Policy)
 
@@ -43,7 +44,7 @@ class PackingSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     token_budget: int
     """Backbone tokens of one microbatch at most: text and images, or, where the last module reads videos, theirs."""
-    policy: Policy = "first_fit_decreasing"
+    policy: Policy = "planned"
     """Which samples go together; docs/packing.md tells the policies apart."""
     num_microbatches: int | None = None
     """At least so many microbatches, where the policy can choose; None: as few as the budget allows."""
@@ -77,7 +78,11 @@ def group(loads: Loads, spec: PackingSpec, iteration: int = 0) -> tuple[tuple[in
     tuple of tuple of int
         Positions of the samples of every microbatch, none empty, every sample in exactly one.
     """
-    bin_of = _POLICIES[spec.policy].bins(loads, spec, iteration)
+    return groups_of(_POLICIES[spec.policy].bins(loads, spec, iteration))
+
+
+def groups_of(bin_of: IntArray) -> tuple[tuple[int, ...], ...]:
+    """Samples of every bin that has any, from the bin of every sample."""
     order = np.argsort(bin_of, kind="stable")
     cuts = np.flatnonzero(np.diff(bin_of[order])) + 1
     return tuple(tuple(part.tolist()) for part in np.split(order, cuts))
@@ -282,4 +287,6 @@ _POLICIES: dict[Policy, _PolicyEntry] = {
     "balanced": _PolicyEntry(_balanced),
     "balanced_encoder": _PolicyEntry(_balanced_encoder),
     "exact": _PolicyEntry(_exact, may_fail=True),
+    # Where nothing plans, as for `pipeloom pack` alone, it is what its choice begins with.
+    "planned": _PolicyEntry(_balanced_encoder),
 }

@@ -14,7 +14,8 @@ from pipeloom.packing import packing_from_counts
 from pipeloom.plan import BACKENDS, Answer, Delivery, check_shapes, verify
 from pipeloom.planner.mailbox import Mailbox
 from pipeloom.planner.messages import Request, Setup, answer_of, decode, encode
-from pipeloom.planner.planning import PlannedBatch, Problem, plan_batch
+from pipeloom.planner.planning import PlannedBatch, plan_batch
+from pipeloom.planner.problem import Problem
 from pipeloom.planner.process import PlannerProcess
 from pipeloom.planner.service import SETUP, Store
 from pipeloom.search import Evaluations

@@ -10,11 +10,12 @@ from pipeloom.cost import Correction, Profile, ProfileCosts, check_strategies
 from pipeloom.errors import InputError, PlannerError, check_positive
 from pipeloom.packing import PackingSpec
 from pipeloom.plan import Answer, BackendName, packing_counts
-from pipeloom.planner.planning import PlannedBatch, Problem
+from pipeloom.planner.planning import PlannedBatch
+from pipeloom.planner.problem import Problem
 from pipeloom.search import SearchParams
 from pipeloom.spec import Batch, Layout, ModelSpec, RankSpec, Strategy
 from pipeloom.taskgraph import FORWARD
-from pipeloom.tuning import TuningSpec, check_no_choice
+from pipeloom.tuning import TuningSpec
 
 _MAX_LAYERS = 100_000
 
@@ -33,7 +34,7 @@ class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     strategies: tuple[Strategy, ...] = ("keep",)
     """Memory strategies among which every pair's is chosen; the first is the base."""
     tuning: TuningSpec | None = None
-    """Given: batches are tuned on 1F1B, not searched; see `pipeloom.tuning`."""
+    """PipeTune's techniques, chosen one by one; see `pipeloom.tuning`."""
     backend: BackendName = "gloo"
     """Over which messages go: plans are made and verified for it."""
     split_backward: bool = False
@@ -49,7 +50,7 @@ class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         check_positive("planner.budget_s", self.budget_s)
         check_strategies("planner.strategies", self.strategies)
         if self.tuning is not None:
-            check_no_choice(self.strategies, self.split_backward)
+            self.tuning.check_choices(self.strategies, self.split_backward)
 
     @property
     def costs(self) -> ProfileCosts:

@@ -15,7 +15,8 @@ from typing import Protocol
 from pipeloom.errors import PipeloomError
 from pipeloom.plan import Answer
 from pipeloom.planner.messages import Request, Setup, answer_of, decode, encode
-from pipeloom.planner.planning import Problem, plan_batch
+from pipeloom.planner.planning import plan_batch
+from pipeloom.planner.problem import Problem
 from pipeloom.search import Deadline
 
 READY, STOP, SETUP, LATEST = "ready", "stop", "setup", "latest"

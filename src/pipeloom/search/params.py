@@ -245,6 +245,34 @@ class FeasibilityParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
         check_not_negative("feasibility.candidate_states", self.candidate_states)
 
 
+class PackingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The choice among packings of one batch, where it is planned together with the order."""
+
+    static_orders: int = 4
+    """Orders by which a packing is judged."""
+    slower: float = 1.01
+    """A packing that much slower than the best is a miss."""
+    misses: int = 2
+    """So many, one after the other, end the row of more microbatches, or of fewer."""
+    judging_share: float = 0.4
+    """Part of the budget in which another packing is begun to be judged."""
+    near: float = 1.06
+    """Packings within so many times the best's seconds are searched, too,"""
+    finalists: int = 3
+    """but no more of them than this, for"""
+    finalists_share: float = 0.5
+    """so large a part of what is left; the rest is for the best of them."""
+
+    def __post_init__(self) -> None:
+        """Refuse shares, ratios and counts that are none."""
+        for name in ("static_orders", "misses", "finalists"):
+            check_count(f"packings.{name}", getattr(self, name))
+        for name in ("slower", "near"):
+            check_ratio(f"packings.{name}", getattr(self, name))
+        for name in ("judging_share", "finalists_share"):
+            check_share(f"packings.{name}", getattr(self, name))
+
+
 class ExactParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Exact solvers, which start from an answer of the default method."""
 
@@ -271,6 +299,7 @@ class SearchParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     strategies: StrategyParams = StrategyParams()
     assignment: AssignmentParams = AssignmentParams()
     feasibility: FeasibilityParams = FeasibilityParams()
+    packings: PackingParams = PackingParams()
     exact: ExactParams = ExactParams()
 
 

@@ -14,7 +14,7 @@ from pipeloom.layout import ModulePlacement
 from pipeloom.packing import PackingSpec, check_always_packs
 from pipeloom.planner.client import DEADLINE_S
 from pipeloom.spec import Parallelism, RankSpec, Strategy
-from pipeloom.tuning import TuningSpec, check_no_choice
+from pipeloom.tuning import TuningSpec
 
 _LONGEST_S = 1e7
 _MOST_COUNTED = 2**31 - 1
@@ -25,7 +25,7 @@ class LayoutConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     ranks: int
     kind: Literal["separate", "encoder_first", "chosen", "arranged", "file"] = "separate"
-    """``separate``: every module over all ranks. ``encoder_first``: encoders whole on rank 0, as [tuning] asks for.
+    """``separate``: every module over all ranks. ``encoder_first``: encoders whole on rank 0.
     ``chosen``: the fastest of those that are tried on the first batches, sizes and segments included. ``arranged``:
     partition and placement of a single module chosen together. ``file``: the one at ``path``."""
     modules: dict[str, ModulePlacement] = {}
@@ -181,7 +181,12 @@ class TrainConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     timeout_s: float = 120.0
     """After which a rank that waits for another gives up, and training stops."""
     tuning: TuningSpec | None = None
-    """Tune every batch on 1F1B (PipeTune) instead of searching a schedule; wants ``layout.kind = "encoder_first"``."""
+    """PipeTune's techniques, chosen one by one; leave out: the best of all."""
+
+    @property
+    def plans_packing(self) -> bool:
+        """Whether the size of microbatches is a part of the search."""
+        return self.packing.policy == "planned" or self.tuning is not None
 
     @property
     def num_processes(self) -> int:
@@ -196,14 +201,14 @@ class TrainConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         if not self.name or any(c in self.name for c in "/\\\0") or self.name in (".", ".."):
             raise InputError("name", f"{self.name!r} is no folder name", "use letters, digits, '-' and '_'")
         check_always_packs("packing.policy", self.packing.policy)
-        if self.tuning is not None and self.layout.kind != "encoder_first":
-            raise InputError(
-                "layout.kind",
-                f"{self.layout.kind!r}, [tuning] is for encoders on the first rank",
-                "use 'encoder_first', or leave [tuning] out",
-            )
         if self.tuning is not None:
-            check_no_choice(self.planner.strategies, self.planner.split_backward)
+            if not self.tuning.searches and self.layout.kind not in ("encoder_first", "file"):
+                raise InputError(
+                    "layout.kind",
+                    f"{self.layout.kind!r}, tuning.order = {self.tuning.order!r} is for encoders on the first rank",
+                    "use 'encoder_first', or let tuning.order be 'search'",
+                )
+            self.tuning.check_choices(self.planner.strategies, self.planner.split_backward)
 
     def _check_bounds(self) -> None:
         """Refuse values that would fail late, where nobody knows any more whose they are."""

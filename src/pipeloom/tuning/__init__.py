@@ -1,10 +1,18 @@
 """Per-iteration tuning of 1F1B with encoders on the first rank: microbatch size, order, pre-computation (PipeTune)."""
 
 from pipeloom.tuning.kernels import warm_up
-from pipeloom.tuning.pipeline import BatchSizes, TunedPipeline, batch_sizes, chain_of, check_layout, tuned_pipeline
+from pipeloom.tuning.pipeline import (
+    BatchSizes,
+    TunedPipeline,
+    batch_sizes,
+    chain_of,
+    check_layout,
+    is_chain,
+    tuned_pipeline,
+)
 from pipeloom.tuning.replicas import Replica, tune_replicas
 from pipeloom.tuning.schedule import TunedPlan, tuned_plan, tuned_schedule
-from pipeloom.tuning.spec import TuningSpec, check_no_choice
+from pipeloom.tuning.spec import TuningSpec
 from pipeloom.tuning.table import CostTable, Features, tabulate
 from pipeloom.tuning.tune import Tuned, bound_ns, tune
 
@@ -21,7 +29,7 @@ __all__ = [
     "bound_ns",
     "chain_of",
     "check_layout",
-    "check_no_choice",
+    "is_chain",
     "tabulate",
     "tune",
     "tune_replicas",

@@ -135,6 +135,15 @@ def tuned_pipeline(
     )
 
 
+def is_chain(layout: Layout) -> bool:
+    """Whether `check_layout` accepts a layout."""
+    try:
+        check_layout(layout)
+    except InputError:
+        return False
+    return True
+
+
 def check_layout(layout: Layout) -> None:
     """Refuse a layout that is not encoders on the first rank and a backbone of one chunk a rank."""
     *encoders, backbone = layout.modules
@@ -144,14 +153,14 @@ def check_layout(layout: Layout) -> None:
             raise InputError(
                 f"layout: module {module.name!r}",
                 f"lies on ranks {sorted(ranks)}, not whole on rank 0",
-                "tune a layout of layout.encoder_first, or plan without [tuning]",
+                "tune a layout of layout.encoder_first, or leave tuning.order at 'search'",
             )
     homes = [layout.chunks[i].rank for i in layout.chunks_of(backbone.name)]
     if homes != list(range(layout.num_ranks)):
         raise InputError(
             f"layout: module {backbone.name!r}",
             f"has chunks on ranks {homes}, not one on each in order",
-            "tune a layout of layout.encoder_first, or plan without [tuning]",
+            "tune a layout of layout.encoder_first, or leave tuning.order at 'search'",
         )
     trained = {layout.has_backward(module.name) for module in encoders}
     if len(trained) > 1:

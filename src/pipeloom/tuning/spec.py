@@ -45,12 +45,22 @@ class TuningSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if not 0 < self.effort < 1e6:
             raise InputError("tuning.effort", f"{self.effort} is not above 0 and below 1000000")
 
+    @property
+    def searches(self) -> bool:
+        """Whether orders are searched, as for any batch: these settings then only say where the search begins."""
+        return self.order == "search"
 
-def check_no_choice(strategies: Sequence[str], split_backward: bool) -> None:
-    """Refuse memory strategies to choose from, and split backwards, where batches are tuned on 1F1B."""
-    if len(strategies) > 1 or split_backward:
-        raise InputError(
-            "planner.split_backward" if split_backward else "planner.strategies",
-            "offers a choice, and [tuning] plans 1F1B, which makes none",
-            "leave it out, give one strategy, or leave [tuning] out",
-        )
+    def check_choices(self, strategies: Sequence[str], split_backward: bool) -> None:
+        """Refuse memory strategies to choose from, and split backwards, where orders are PipeTune's alone.
+
+        Raises
+        ------
+        InputError
+            Its recurrence times 1F1B of one strategy.
+        """
+        if not self.searches and (len(strategies) > 1 or split_backward):
+            raise InputError(
+                "planner.split_backward" if split_backward else "planner.strategies",
+                f"offers a choice, and tuning.order = {self.order!r} plans 1F1B, which makes none",
+                "leave it out, give one strategy, or let tuning.order be 'search'",
+            )

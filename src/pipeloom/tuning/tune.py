@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 
 from pipeloom.errors import InputError, NothingFoundError
-from pipeloom.packing import PackingSpec, assign_bins, group, least_microbatches
+from pipeloom.packing import PackingSpec, group
+from pipeloom.packing.choices import Groups, balances, even_groups, filled_groups, multiples, numbers
 from pipeloom.search import StoppingRule
 from pipeloom.spec import Batch
 from pipeloom.tuning import kernels
@@ -21,18 +23,12 @@ _NEVER = int(np.iinfo(np.int64).max // 4)
 _RUNS_PER_SAMPLE = 240
 """Microbatches simulated for each sample: what bounds tuning time, and keeps it linear."""
 _FINALISTS = 3
-_GROWTH = 1.16
-"""From one number of microbatches to the next that is tried."""
 _ROUNDS = 3
 """Of local search that moves samples, between two estimates of all costs."""
 _HEAT = 0.1
 """How much slower a change may make an iteration at first, in mean times from one microbatch to the next."""
-_LEVEL_EFFORT = 16
-_LEVEL_GOAL = 1.01
-"""Even enough to begin with: samples are moved by simulation afterwards."""
-_BALANCED = ("balanced", "balanced_encoder")
-_SLOWER = 1.015
-"""A number of microbatches that much slower than the best ends the row of larger ones."""
+_SLOWER, _MISSES = 1.015, 2
+"""So many numbers of microbatches that much slower than the best end the row of larger ones."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -130,6 +126,7 @@ class _Tuning:
                 f"{self.longest} tokens exceed the token budget of {token_budget}",
                 "raise packing.token_budget, or shorten or split the sample",
             )
+        self.packing = PackingSpec(token_budget, spec.pack, seed=seed)
         self.evaluations = 0
         self.early = spec.precompute == "all" or (spec.precompute == "frozen" and not pipeline.trained)
         self.late = spec.precompute == "all" and pipeline.trained
@@ -138,9 +135,9 @@ class _Tuning:
         if self.spec.micro_batch == "any":
             found = self._any_number()
         elif self.spec.micro_batch == "multiples":
-            found = self._multiples()
+            found = self._candidates(multiples(self.sizes.loads, self.packing, self.spec.unit_tokens))
         else:
-            found = [c for c in [self._candidate(self._pack(self.budget))] if c is not None]
+            found = self._candidates([group(self.sizes.loads, self.packing, self.batch.iteration)])
         if not found:
             raise NothingFoundError(
                 f"iteration {self.batch.iteration}: none of the packings tried, of at most {self.budget} tokens a "
@@ -151,54 +148,25 @@ class _Tuning:
 
     # ---------------------------------------------------------------- microbatch sizes
 
-    def _pack(self, budget: int) -> IntArray:
-        spec = PackingSpec(budget, self.spec.pack, seed=self.seed)
-        return _bins(group(self.sizes.loads, spec, self.batch.iteration), len(self.batch.samples))
-
-    def _multiples(self) -> list[_Candidate]:
-        unit = self.spec.unit_tokens or self.longest
-        sizes = [k * unit for k in range(1, self.budget // unit + 1) if k * unit >= self.longest]
-        candidates = (self._candidate(self._pack(budget)) for budget in sizes or [self.budget])
-        return [c for c in candidates if c is not None]
-
     def _any_number(self) -> list[_Candidate]:
         """Simulate packings of more and more microbatches, until more are clearly slower."""
         loads = self.sizes.loads
         best = _NEVER
         found: list[_Candidate] = []
-        number = least_microbatches(loads, PackingSpec(self.budget))
         misses = 0
-        while misses < 2:
-            made = self._candidate(self._even(number))
-            if made is not None:
+        for number in numbers(loads, self.packing):
+            if misses == _MISSES:
+                break
+            for made in self._candidates([even_groups(loads, self.packing, number, self.batch.iteration)]):
                 found.append(made)
                 misses = misses + 1 if made.makespan > _SLOWER * best else 0
                 best = min(best, made.makespan)
-            if number >= len(loads):
-                break
-            number = min(len(loads), max(number + 1, round(number * _GROWTH)))
-        return [*found, *self._filled()]
+        return [*found, *self._candidates(filled_groups(loads, self.packing))]
 
-    def _filled(self) -> list[_Candidate]:
-        """Packings of full microbatches and a light rest, which fills and drains the pipeline well."""
-        if self.spec.pack not in _BALANCED:
-            return []
-        budgets = [k * self.longest for k in (1, 2) if k * self.longest <= self.budget]
-        groups = (
-            group(self.sizes.loads, PackingSpec(budget, "algorithm1_opened"), self.batch.iteration)
-            for budget in budgets
-        )
-        made = (self._candidate(_bins(each, len(self.batch.samples))) for each in groups)
+    def _candidates(self, packings: Iterable[Groups]) -> list[_Candidate]:
+        """Simulate packings; those that do not fit into memory are left out."""
+        made = (self._candidate(_bins(groups, len(self.batch.samples))) for groups in packings)
         return [candidate for candidate in made if candidate is not None]
-
-    def _even(self, number: int) -> IntArray:
-        """A packing of so many microbatches: even in what every rank does, or by the policy that is wished."""
-        loads = self.sizes.loads
-        if self.spec.pack not in _BALANCED:
-            spec = PackingSpec(self.budget, self.spec.pack, number, seed=self.seed)
-            return _bins(group(loads, spec, self.batch.iteration), len(loads))
-        rows = np.stack([loads.backbone, loads.backbone + loads.encoder])
-        return assign_bins(loads.tokens, rows, self.budget, number, self.seed, _LEVEL_EFFORT, _LEVEL_GOAL)
 
     def _candidate(self, bin_of: IntArray) -> _Candidate | None:
         """Simulate a packing in a few orders; None where it does not fit into memory."""
@@ -269,7 +237,7 @@ class _Tuning:
         """Search order and samples; costs are estimated anew after each of a few rounds."""
         best = candidate
         goal = bound_ns(best.chain)
-        samples = self.spec.pack in _BALANCED and self.spec.micro_batch == "any"
+        samples = balances(self.spec.pack) and self.spec.micro_batch == "any"
         marginal = marginal_of(self.pipeline, self.sizes, len(best.order))
         rounds = _ROUNDS if samples else 1
         evaluations = max(1, int(runs / len(best.order) / rounds))

@@ -1,0 +1,114 @@
+"""Packings to choose from: the same samples in more and fewer microbatches, and cut into other sub-microbatches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import msgspec
+import numpy as np
+
+from pipeloom.packing.loads import Loads
+from pipeloom.packing.policies import PackingSpec, Policy, assign_bins, group, groups_of, least_microbatches
+from pipeloom.spec import Layout
+
+Groups = tuple[tuple[int, ...], ...]
+"""Positions of the samples of every microbatch."""
+
+_GROWTH = 1.16
+"""From one number of microbatches to the next that is tried."""
+_LEVEL_EFFORT = 16
+_LEVEL_GOAL = 1.01
+"""Even enough to compare numbers of microbatches by."""
+_BALANCED: tuple[Policy, ...] = ("balanced", "balanced_encoder", "planned")
+"""Policies that even a given number of microbatches out."""
+_FILLED_SAMPLES = (1, 2)
+"""Sizes of full microbatches, in longest samples."""
+
+
+def balances(policy: Policy) -> bool:
+    """Whether a policy evens a given number of microbatches out; samples may then be moved between them."""
+    return policy in _BALANCED
+
+
+def numbers(loads: Loads, spec: PackingSpec) -> tuple[int, ...]:
+    """Numbers of microbatches worth trying, ascending: as few as the budget allows, up to one for each sample."""
+    found = [least_microbatches(loads, spec)]
+    while found[-1] < len(loads):
+        found.append(min(len(loads), max(found[-1] + 1, round(found[-1] * _GROWTH))))
+    return tuple(found)
+
+
+def walk(ladder: Sequence[int], start: int, slower: float, misses: int, judge: Callable[[int], float | None]) -> None:
+    """Judge rungs of a ladder from one of them on, upwards and then downwards, until several are clearly slower.
+
+    Parameters
+    ----------
+    ladder : sequence of int
+        Ascending.
+    start : int
+        The first that is judged is the nearest to it.
+    slower : float
+        A rung that takes more than so many times the least so far is a miss.
+    misses : int
+        So many one after the other end a way.
+    judge : callable
+        What a rung takes; None: judge no more.
+    """
+    first = min(range(len(ladder)), key=lambda i: abs(ladder[i] - start))
+    least = judge(ladder[first])
+    if least is None:
+        return
+    for way in (range(first + 1, len(ladder)), range(first - 1, -1, -1)):
+        missed = 0
+        for i in way:
+            if missed == misses:
+                break
+            took = judge(ladder[i])
+            if took is None:
+                return
+            missed = missed + 1 if took > slower * least else 0
+            least = min(least, took)
+
+
+def even_groups(loads: Loads, spec: PackingSpec, number: int, iteration: int = 0) -> Groups:
+    """The samples in so many microbatches, or a few more where the budget asks for it.
+
+    Even in the backbone's load and in all load, quickly: samples may be moved later. A policy that does not balance
+    makes them as it does.
+    """
+    if not balances(spec.policy):
+        return group(loads, msgspec.structs.replace(spec, num_microbatches=number), iteration)
+    rows = np.stack([loads.backbone, loads.backbone + loads.encoder])
+    bins = assign_bins(loads.tokens, rows, spec.token_budget, number, spec.seed, _LEVEL_EFFORT, _LEVEL_GOAL)
+    return groups_of(bins)
+
+
+def multiples(loads: Loads, spec: PackingSpec, unit: int | None = None) -> Iterator[Groups]:
+    """Packings into microbatches of once, twice, ... so many tokens (the longest sample's); PipeTune's choice."""
+    longest = int(loads.tokens.max())
+    unit = unit or longest
+    sizes = [k * unit for k in range(1, spec.token_budget // unit + 1) if k * unit >= longest]
+    for size in sizes or [spec.token_budget]:
+        yield group(loads, msgspec.structs.replace(spec, token_budget=size))
+
+
+def filled_groups(loads: Loads, spec: PackingSpec) -> Iterator[Groups]:
+    """Full microbatches and a light rest, which fills and drains a pipeline well; not of a policy that is asked for."""
+    if not balances(spec.policy):
+        return
+    longest = int(loads.tokens.max())
+    for samples in _FILLED_SAMPLES:
+        if samples * longest <= spec.token_budget:
+            yield group(loads, PackingSpec(samples * longest, "algorithm1_opened"))
+
+
+def cut_layouts(layout: Layout) -> Iterator[Layout]:
+    """The same chunks with other sub-microbatches: of one module half or twice as large, or not cut at all."""
+    for i, module in enumerate(layout.modules):
+        size = module.sub_microbatch
+        if size is None:
+            continue
+        for other in (max(1, size // 2), 2 * size, None):
+            if other != size:
+                changed = msgspec.structs.replace(module, sub_microbatch=other)
+                yield msgspec.structs.replace(layout, modules=(*layout.modules[:i], changed, *layout.modules[i + 1 :]))

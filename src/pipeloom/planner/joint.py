@@ -1,0 +1,263 @@
+"""One batch's packing, order and memory strategies, decided together.
+
+A packing decides how much work a microbatch is, and so how long a pipeline fills and drains, how much is held at once,
+and how even the ranks are; only a schedule tells. So packings into more and fewer microbatches are compared by their
+static orders, the best of them are searched, and the best of these for the rest of the budget.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+import msgspec
+import numpy as np
+
+from pipeloom.errors import InfeasibleError
+from pipeloom.packing import Loads, Packing, check_budget, cost_loads, group, packed_batch, packing_of
+from pipeloom.packing.choices import Groups, cut_layouts, even_groups, filled_groups, multiples, numbers, walk
+from pipeloom.packing.pack import MICROBATCHES_PER_RANK
+from pipeloom.planner.problem import Problem
+from pipeloom.search import Evaluations, StoppingRule, solve, solve_assignable
+from pipeloom.search.stopping import Meter, Until
+from pipeloom.spec import Batch, Layout
+from pipeloom.taskgraph import Assignable, TaskGraph
+from pipeloom.taskgraph.iteration import MemoryLimit, iteration_graph
+from pipeloom.timeline import LowerBound, Schedule, Timeline, assignable_bound, lower_bound, simulate
+from pipeloom.tuning import TuningSpec, tune, tuned_plan
+
+
+@dataclass(frozen=True)
+class Decided:
+    """A packing with the best schedule found for it."""
+
+    packing: Packing
+    graph: TaskGraph
+    schedule: Schedule
+    timeline: Timeline
+    lower_bound: LowerBound
+    evaluations: int
+
+    @property
+    def ns(self) -> int:
+        """Planned iteration."""
+        return self.timeline.makespan_ns
+
+
+def decide(problem: Problem, batch: Batch, budget: StoppingRule, seed: int, method: str = "default") -> Decided:
+    """Pack a batch and search an order for it: by its policy, or, where that is ``planned``, both together.
+
+    Raises
+    ------
+    InputError, InfeasibleError
+        The batch cannot be packed or scheduled.
+    """
+    if problem.tuning is not None and not problem.tuning.searches:
+        return tuned(problem, batch, seed)
+    if problem.plans_packing:
+        return _Packings(problem, batch, budget, seed, method).decide()
+    packed = packed_batch(batch, problem.model, problem.layout, problem.costs, problem.packing)
+    return ordered(problem, packed, budget, seed, method)
+
+
+def tuned(problem: Problem, batch: Batch, seed: int) -> Decided:
+    """Packing, 1F1B's order and encoder pre-computation by PipeTune's recurrence, in milliseconds.
+
+    Raises
+    ------
+    NothingFoundError
+        Not even the smallest microbatches fit into memory.
+    """
+    assert problem.pipeline is not None
+    pipeline = problem.pipeline.scaled(problem.costs.factors)
+    found = tune(pipeline, batch, problem.packing.token_budget, problem.tuning, seed)
+    plan = tuned_plan(pipeline, batch, found, problem.costs, problem.capacity_bytes)
+    timeline = simulate(plan.graph, plan.schedule)
+    return Decided(plan.packing, plan.graph, plan.schedule, timeline, lower_bound(plan.graph), found.evaluations)
+
+
+def ordered(problem: Problem, packed: Packing, budget: StoppingRule, seed: int, method: str) -> Decided:
+    """Search an order for one packing.
+
+    Where memory is limited, splitting any backward takes room from all: so a half of the budget goes to plans that
+    split none, and the faster plan is taken.
+    """
+    if not problem.split_backward or problem.capacity_bytes is None:
+        return _searched(problem, packed, _graph(problem, problem.layout, packed), budget, seed, method)
+    watch, unsplit = budget.start(), problem.whole_backwards()
+    half = Until(watch, 0, 0.5)
+    whole = _searched(unsplit, packed, _graph(unsplit, problem.layout, packed), half, seed, method)
+    try:
+        graph = _graph(problem, problem.layout, packed)
+        split = _searched(problem, packed, graph, Until(watch, whole.evaluations, 1.0), seed, method)
+    except InfeasibleError:
+        return whole
+    best = min(whole, split, key=lambda made: made.ns)
+    bound = min(whole.lower_bound, split.lower_bound, key=lambda bound: bound.ns)
+    return replace(best, lower_bound=bound, evaluations=whole.evaluations + split.evaluations)
+
+
+def _graph(problem: Problem, layout: Layout, packed: Packing) -> Assignable:
+    return iteration_graph(
+        layout, packed, problem.costs, f"iteration {packed.batch.iteration}", MemoryLimit(problem.capacity_bytes)
+    )
+
+
+def _searched(
+    problem: Problem, packed: Packing, assignable: Assignable, budget: StoppingRule, seed: int, method: str
+) -> Decided:
+    best = solve_assignable(assignable, budget=budget, seed=seed, method=method, params=problem.search)
+    found = best.solution
+    return Decided(packed, best.assignable.graph, found.schedule, found.timeline, found.lower_bound, found.evaluations)
+
+
+@dataclass(frozen=True)
+class _Packed:
+    """A packing, and how it does with static orders."""
+
+    groups: Groups
+    made: Decided
+
+
+class _Packings:
+    """The packings of one batch, compared."""
+
+    def __init__(self, problem: Problem, batch: Batch, budget: StoppingRule, seed: int, method: str) -> None:
+        check_budget(batch, problem.model, problem.packing.token_budget)
+        self.meter = Meter(budget.start())
+        self.problem, self.batch, self.seed, self.method = problem, batch, seed, method
+        self.params = problem.search.packings
+        self.tuning = problem.tuning or TuningSpec()
+        policy = problem.packing.policy if problem.tuning is None else problem.tuning.pack
+        self.packing = msgspec.structs.replace(problem.packing, policy=policy)
+        # Packings are compared with backwards whole, which is faster; what may be split is found for the best.
+        self.unsplit = problem.whole_backwards()
+        self.loads: Loads = cost_loads(batch, problem.model, problem.layout, problem.costs)
+        self.judged: list[_Packed] = []
+        self.known: set[tuple[Groups, tuple[tuple[int, ...], ...]]] = set()
+        self.setting: int | None = None
+        self.failure: InfeasibleError | None = None
+        self.bound: LowerBound | None = None
+
+    @property
+    def best_ns(self) -> float:
+        """Of all packings judged so far."""
+        return min((each.made.ns for each in self.judged), default=float("inf"))
+
+    @property
+    def done(self) -> bool:
+        """Whether what judging may take is spent; one packing is always found."""
+        return bool(self.judged) and self.meter.spent >= self.params.judging_share
+
+    def decide(self) -> Decided:
+        """Judge, search the best few for a while, and the best of these for what is left."""
+        self.try_tuned()
+        self.try_numbers()
+        self.try_others()
+        if not self.judged:
+            assert self.failure is not None
+            raise self.failure
+        near = self.params.near * self.best_ns
+        order = sorted((each for each in self.judged if each.made.ns <= near), key=lambda each: each.made.ns)
+        finalists = order[: self.params.finalists]
+        best = min((each.made for each in finalists), key=lambda made: made.ns)
+        if len(finalists) > 1:
+            begin = self.meter.spent
+            for i, each in enumerate(finalists, 1):
+                until = begin + (1 - begin) * self.params.finalists_share * i / len(finalists)
+                best = min(best, self.search(each, until), key=lambda made: made.ns)
+        chosen = next(each for each in finalists if each.made.packing is best.packing)
+        best = min(best, self.search(chosen, 1.0), key=lambda made: made.ns)
+        return replace(best, evaluations=self.meter.used)
+
+    def search(self, packed: _Packed, until: float) -> Decided:
+        """Search orders of a packing until a part of the budget is spent."""
+        if self.meter.left(1, until) == 0 or self.meter.spent >= until:
+            return packed.made
+        rest = Until(self.meter.watch, self.meter.used, until)
+        found = ordered(self.problem, packed.made.packing, rest, self.seed, self.method)
+        self.meter.used += found.evaluations
+        return found
+
+    def try_tuned(self) -> None:
+        """Where encoders lie whole on the first rank, PipeTune's recurrence tells of thousands of packings at once."""
+        if self.problem.pipeline is None:
+            return
+        with suppress(InfeasibleError):
+            made = tuned(self.unsplit, self.batch, self.seed)
+            self.meter.used += 1
+            groups = tuple(microbatch.samples for microbatch in made.packing.microbatches)
+            self.judge(groups, self.problem.layout)
+            # Its own order holds where the graph has no choice of strategies and leaves room for a computation.
+            graph = _graph(self.unsplit, self.problem.layout, made.packing).graph
+            timeline = simulate(graph, made.schedule)
+            if graph.capacity_bytes is None or (timeline.peak_bytes <= graph.capacity_bytes).all():
+                self.judged.append(_Packed(groups, replace(made, graph=graph, timeline=timeline)))
+
+    def try_numbers(self) -> None:
+        """Judge packings into more and fewer microbatches: any number, from some a rank on, unless told otherwise."""
+        loads, spec, iteration = self.loads, self.packing, self.batch.iteration
+        if self.tuning.micro_batch == "fixed":
+            self.judge(group(loads, spec, iteration), self.problem.layout)
+        elif self.tuning.micro_batch == "multiples":
+            for groups in multiples(loads, spec, self.tuning.unit_tokens):
+                self.judge(groups, self.problem.layout)
+        else:
+            start = MICROBATCHES_PER_RANK * self.problem.layout.num_ranks
+            walk(numbers(loads, spec), start, self.params.slower, self.params.misses, self.try_number)
+
+    def try_number(self, number: int) -> float | None:
+        """Judge an even packing into so many microbatches; None: that is enough."""
+        if self.done:
+            return None
+        return self.judge(even_groups(self.loads, self.packing, number, self.batch.iteration), self.problem.layout)
+
+    def try_others(self) -> None:
+        """Judge packings of other kinds: full microbatches with a light rest, and other sub-microbatches."""
+        if self.tuning.micro_batch == "any":
+            for groups in filled_groups(self.loads, self.packing):
+                if self.done:
+                    return
+                self.judge(groups, self.problem.layout)
+        if not self.judged:
+            return
+        best = min(self.judged, key=lambda each: each.made.ns)
+        for layout in cut_layouts(self.problem.layout):
+            if self.done:
+                return
+            self.judge(best.groups, layout)
+
+    def judge(self, groups: Groups, cut: Layout) -> float:
+        """Nanoseconds that a packing takes with static orders; infinite where it does not fit or cannot be best."""
+        packed = packing_of(self.batch, self.problem.model, cut, groups)
+        counts = tuple(tuple(map(len, microbatch.parts)) for microbatch in packed.microbatches)
+        if (groups, counts) in self.known:
+            return float("inf")
+        self.known.add((groups, counts))
+        try:
+            assignable = _graph(self.unsplit, self.problem.layout, packed)
+            if self.judged and assignable_bound(assignable).ns >= self.best_ns:
+                return float("inf")
+            made = self.with_static_orders(packed, assignable)
+        except InfeasibleError as error:
+            self.failure = error
+            return float("inf")
+        self.meter.used += made.evaluations
+        self.judged.append(_Packed(groups, made))
+        return made.ns
+
+    def with_static_orders(self, packed: Packing, assignable: Assignable) -> Decided:
+        """The best of a few static orders, under the strategy that suited the first packing best, where that fits."""
+        few, graph = Evaluations(self.params.static_orders), assignable.graph
+        if self.setting is not None:
+            setting = np.full(graph.num_pairs, self.setting)
+            chosen = graph.with_candidates(setting)
+            with suppress(InfeasibleError):
+                found = solve(chosen, budget=few, seed=self.seed, method="portfolio", params=self.problem.search)
+                schedule = replace(found.schedule, candidate=setting)
+                return Decided(packed, graph, schedule, found.timeline, found.lower_bound, found.evaluations)
+        made = _searched(self.unsplit, packed, assignable, few, self.seed, self.method)
+        # Costs offer every pair the same strategies, in the same order.
+        if made.schedule.candidate is not None:
+            self.setting = int(np.bincount(made.schedule.candidate).argmax())
+        return made
