@@ -145,9 +145,12 @@ def test_each_technique_of_tuning_is_one_line(tmp_path: Path) -> None:
     path.write_text(text.replace("token_budget = 200", 'token_budget = 200\npolicy = "exact"'))
     with pytest.raises(InputError, match=r"packing\.policy: 'exact' may not prove a batch"):
         read_config(path)
-    path.write_text(text.replace('kind = "encoder_first"', ""))
-    with pytest.raises(InputError, match=r"layout\.kind: 'separate', \[tuning\] is for encoders on the first"):
+    # The recurrence alone wants encoders on the first rank; where orders are searched, any layout will do.
+    path.write_text(text.replace('kind = "encoder_first"', "").replace('order = "search"', 'order = "clusters"'))
+    with pytest.raises(InputError, match=r"layout\.kind: 'separate', tuning.order = 'clusters' is for encoders on"):
         read_config(path)
+    path.write_text(text.replace('kind = "encoder_first"', ""))
+    assert read_config(path).layout.kind == "separate"
 
 
 def test_a_layout_to_be_chosen_leaves_nothing_stated(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ def test_first_fit_in_hand_worked_order() -> None:
     batch = Batch(tuple(Sample(f"s{i}", n) for i, n in enumerate([5, 6, 4, 5])))
     in_order = pack(batch, MODEL, LAYOUT, PackingSpec(10, "first_fit"))
     assert [m.samples for m in in_order.microbatches] == [(0, 2), (1,), (3,)]
-    decreasing = pack(batch, MODEL, LAYOUT, PackingSpec(10))
+    decreasing = pack(batch, MODEL, LAYOUT, PackingSpec(10, "first_fit_decreasing"))
     assert [m.samples for m in decreasing.microbatches] == [(1, 2), (0, 3)]
 
 
@@ -59,7 +59,7 @@ def test_a_packing_survives_its_counts(seed: int) -> None:
 
 def test_counts_for_other_data_are_refused() -> None:
     batch = Batch((Sample("a", 3, (2, 2)), Sample("b", 3)))
-    good = packing_counts(pack(batch, MODEL, LAYOUT, PackingSpec(20)))
+    good = packing_counts(pack(batch, MODEL, LAYOUT, PackingSpec(20, "first_fit")))
     with pytest.raises(InputError, match="not exactly the samples"):
         packing_from_counts(batch, MODEL, LAYOUT, ((0,),), good.counts)
     with pytest.raises(InputError, match="does not divide 2 instances"):

@@ -1,0 +1,154 @@
+"""Packing and order decided together: sound on random problems, near the best of all packings on tiny ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from statistics import median
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeloom.errors import InfeasibleError, InputError
+from pipeloom.packing import PackingSpec, budget_tokens, packing_of
+from pipeloom.packing.choices import walk
+from pipeloom.planner import Setup, plan_batch
+from pipeloom.planner.joint import ordered
+from pipeloom.search import Evaluations
+from pipeloom.spec import Batch, RankSpec, Sample
+from pipeloom.timeline import check
+from pipeloom.tuning import TuningSpec
+from tests.cases import random_batch
+from tests.planner.cases import random_setup
+from tests.planner.test_strategies import offering, tight
+
+
+def with_costs(setup: Setup, fixed_s: float, per_token_s: float) -> Setup:
+    """The same problem where every layer costs so much for a pass, and for a token."""
+    layers = {
+        key: msgspec.structs.replace(
+            fit, forward_s=(fixed_s, 0, per_token_s, 0), backward_s=(2 * fixed_s, 0, 2 * per_token_s, 0)
+        )
+        for key, fit in setup.profile.layers.items()
+    }
+    return msgspec.structs.replace(setup, profile=msgspec.structs.replace(setup.profile, layers=layers))
+
+
+def partitions(items: list[int]) -> Iterator[list[list[int]]]:
+    """All ways to divide items into groups."""
+    if not items:
+        yield []
+        return
+    for rest in partitions(items[1:]):
+        yield [[items[0]], *rest]
+        for i in range(len(rest)):
+            yield [*rest[:i], [items[0], *rest[i]], *rest[i + 1 :]]
+
+
+@settings(deadline=None, max_examples=15)
+@given(st.integers(0, 10_000), st.booleans(), st.integers(1, 60))
+def test_what_is_planned_together_is_sound(seed: int, everywhere: bool, evaluations: int) -> None:
+    setup, batch = random_setup(seed, everywhere=everywhere), random_batch(seed)
+    planned = plan_batch(setup.problem(), batch, budget=Evaluations(evaluations), seed=seed)
+    assert sorted(i for m in planned.packing.microbatches for i in m.samples) == list(range(len(batch.samples)))
+    tokens = budget_tokens(batch, setup.model)
+    assert max(tokens[list(m.samples)].sum() for m in planned.packing.microbatches) <= setup.packing.token_budget
+    assert check(planned.graph, planned.schedule, planned.timeline) == ()
+    again = plan_batch(setup.problem(), batch, budget=Evaluations(evaluations), seed=seed)
+    assert again.plan == planned.plan
+
+
+@settings(deadline=None, max_examples=4)
+@given(st.integers(0, 1000))
+def test_under_a_tight_cap_with_every_strategy(seed: int) -> None:
+    batch = random_batch(seed)
+    planned = plan_batch(tight(seed, batch).problem(), batch, budget=Evaluations(40), seed=seed)
+    assert check(planned.graph, planned.schedule, planned.timeline) == ()
+
+
+def test_near_the_best_of_all_packings() -> None:
+    """Of five samples there are 52 packings; each is searched as long as all of ours."""
+    above = []
+    for seed in range(8):
+        setup, batch = random_setup(seed), random_batch(seed, num_samples=5)
+        problem = setup.problem()
+        tokens = budget_tokens(batch, setup.model)
+        best = min(
+            ordered(problem, packing_of(batch, setup.model, setup.layout, groups), Evaluations(60), seed, "default").ns
+            for partition in partitions(list(range(5)))
+            if all(tokens[group].sum() <= setup.packing.token_budget for group in partition)
+            for groups in [tuple(map(tuple, partition))]
+        )
+        above.append(plan_batch(problem, batch, budget=Evaluations(200), seed=seed).timeline.makespan_ns / best - 1)
+    assert max(above) < 0.12
+    assert median(above) < 0.03
+
+
+def test_the_number_of_microbatches_follows_the_costs() -> None:
+    """Passes that cost much by themselves want few microbatches, tokens that do want many."""
+    base = msgspec.structs.replace(random_setup(3), packing=PackingSpec(1000))
+    batch = Batch(tuple(Sample(f"s{i}", 10) for i in range(32)))
+    assert base.layout.num_ranks > 1
+
+    def number(setup: Setup) -> int:
+        return len(plan_batch(setup.problem(), batch, budget=Evaluations(100), seed=0).packing.microbatches)
+
+    few, many = number(with_costs(base, 1e-2, 1e-6)), number(with_costs(base, 1e-6, 1e-3))
+    assert few < 2 * base.layout.num_ranks < many
+
+
+def test_microbatches_shrink_until_they_fit() -> None:
+    """Under one that no microbatch of the largest size fits into, a smaller one is found."""
+    batch = Batch(tuple(Sample(f"s{i}", 10) for i in range(16)))
+    setup = msgspec.structs.replace(offering(2), packing=PackingSpec(160), strategies=("keep",), split_backward=False)
+    whole = msgspec.structs.replace(setup, packing=PackingSpec(160, "first_fit"))
+    capacity = int(plan_batch(whole.problem(), batch, budget=Evaluations(1), seed=0).timeline.peak_bytes.max())
+    capped = {"cluster": RankSpec(memory_capacity_bytes=capacity // 2)}
+    with pytest.raises(InfeasibleError):
+        plan_batch(msgspec.structs.replace(whole, **capped).problem(), batch, budget=Evaluations(1), seed=0)
+    planned = plan_batch(msgspec.structs.replace(setup, **capped).problem(), batch, budget=Evaluations(1), seed=0)
+    assert len(planned.packing.microbatches) > 1
+    hopeless = msgspec.structs.replace(setup, cluster=RankSpec(memory_capacity_bytes=1)).problem()
+    with pytest.raises(InfeasibleError, match="rank"):
+        plan_batch(hopeless, batch, budget=Evaluations(1), seed=0)
+
+
+def test_sizes_that_are_asked_for_are_kept_with_any_layout() -> None:
+    setup, batch = random_setup(3), Batch(tuple(Sample(f"s{i}", 10) for i in range(16)))
+    setup = msgspec.structs.replace(setup, packing=PackingSpec(40))
+
+    def sizes(tuning: TuningSpec) -> set[int]:
+        problem = msgspec.structs.replace(setup, tuning=tuning).problem()
+        planned = plan_batch(problem, batch, budget=Evaluations(40), seed=0)
+        return {10 * len(m.samples) for m in planned.packing.microbatches}
+
+    assert sizes(TuningSpec(micro_batch="fixed", pack="first_fit")) == {40}
+    assert sizes(TuningSpec(micro_batch="multiples", pack="first_fit", unit_tokens=20)) in ({20}, {40})
+
+
+def test_a_sample_above_the_budget_is_named() -> None:
+    problem = msgspec.structs.replace(random_setup(1), packing=PackingSpec(5)).problem()
+    batch = Batch((Sample("a", 3), Sample("long", 9)))
+    with pytest.raises(InputError, match=r"batch\.samples\[1\] \('long'\): 9 tokens exceed the token budget of 5"):
+        plan_batch(problem, batch, budget=Evaluations(1), seed=0)
+
+
+@given(st.lists(st.floats(1, 10), min_size=1, max_size=12, unique=True), st.integers(0, 12))
+def test_a_walk_ends_after_misses_both_ways(seconds: list[float], start: int) -> None:
+    asked: list[int] = []
+
+    def judge(rung: int) -> float:
+        asked.append(rung)
+        return seconds[rung]
+
+    walk(range(len(seconds)), start, 1.0, 2, judge)
+    assert asked[0] == min(start, len(seconds) - 1)
+    assert len(set(asked)) == len(asked)
+    for edge, step in ((max(asked), 1), (min(asked), -1)):
+        ended = not 0 <= edge + step < len(seconds)
+        before = [seconds[i] for i in asked[: asked.index(edge)]]
+        assert ended or edge == asked[0] or seconds[edge] > min(before)
+    few: list[int] = []
+    walk(range(len(seconds)), start, 1.0, 2, lambda rung: few.append(rung))
+    assert len(few) == 1
