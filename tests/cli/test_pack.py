@@ -94,7 +94,9 @@ def test_what_is_planned_from_a_tuned_setup_is_tuned(
         tuned.append(tune(*positional, **named))
         return tuned[-1]
 
-    monkeypatch.setattr(sys.modules["pipeloom.planner.planning"], "tune", listening)
+    monkeypatch.setattr(sys.modules["pipeloom.planner.joint"], "tune", listening)
+    by_name = tuned_setup.read_text().replace('"order":"search"', '"order":"clusters"')
+    tuned_setup.write_text(by_name)
     out = samples.with_name("planned")
     command = ["plan", str(samples), "--setup", str(tuned_setup), "--budget", "0.1", "--out", str(out)]
     assert run(command) == 0

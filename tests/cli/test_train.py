@@ -162,8 +162,12 @@ def test_a_layout_to_be_chosen_leaves_nothing_stated(tmp_path: Path) -> None:
     path.write_text(text.replace("ranks = 4", 'ranks = 4\nkind = "chosen"'))
     with pytest.raises(InputError, match=r"layout\.modules: states vision, lm, but the layout is to be chosen"):
         read_config(path)
-    with pytest.raises(InputError, match="--choose-layout: given for a run with"):
-        with_chosen_layout(read_config(EXAMPLE / "tuned.toml"))
+    assert with_chosen_layout(read_config(EXAMPLE / "tuned.toml")).layout.kind == "chosen"
+    tuned = (EXAMPLE / "tuned.toml").read_text()
+    path.write_text(tuned.replace('order = "search"', 'order = "given"'))
+    by_name = read_config(path)
+    with pytest.raises(InputError, match=r"--choose-layout: given for a run with tuning.order = 'given'"):
+        with_chosen_layout(by_name)
 
 
 def test_what_ranks_compute_on_is_read(tmp_path: Path) -> None:

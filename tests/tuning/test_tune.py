@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from pipeloom.errors import InfeasibleError, InputError
 from pipeloom.layout import encoder_first, separate
-from pipeloom.packing import PackingSpec, pack
+from pipeloom.packing import PackingSpec, group, pack
 from pipeloom.search import Evaluations, one_f_one_b
 from pipeloom.spec import Batch, Chunk, Layout, ModelSpec, ModuleLayout, Sample, Workload
 from pipeloom.taskgraph import build_graph
@@ -91,7 +91,7 @@ def test_all_switched_off_is_plain_1f1b(seed: int, ranks: int, frozen: bool) -> 
     batch = random_batch(seed, num_samples=20)
     pipeline, costs = make(ranks, frozen)
     tuned = tune(pipeline, batch, BUDGET, UNTUNED)
-    packing = pack(batch, pipeline.model, pipeline.layout, PackingSpec(BUDGET))
+    packing = pack(batch, pipeline.model, pipeline.layout, PackingSpec(BUDGET, UNTUNED.pack))
     graph = build_graph(pipeline.layout, packing, costs)
     plain = simulate(graph, one_f_one_b(graph)).makespan_ns
     assert makespan(pipeline, costs, batch, tuned, None) == plain
@@ -123,8 +123,7 @@ def test_search_finds_the_best_order_of_few_microbatches() -> None:
         spec = TuningSpec("first_fit_decreasing", "fixed", "search", "all")
         found = tune(pipeline, batch, BUDGET, spec, seed)
         tuning = _Tuning(pipeline, batch, BUDGET, spec, seed)
-        candidate = tuning._candidate(tuning._pack(BUDGET))
-        assert candidate is not None
+        (candidate,) = tuning._candidates([group(tuning.sizes.loads, tuning.packing, batch.iteration)])
         best = min(
             kernels.run(candidate.chain, np.array(order), np.array(row), candidate.scratch, 2**60)[0]
             for order in itertools.permutations(range(len(candidate.order)))

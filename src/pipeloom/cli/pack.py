@@ -164,9 +164,10 @@ def _tuned(whole: Batch, spec: PackingSpec, replicas: int, setup: Setup | None) 
     import msgspec
 
     from pipeloom.packing import packing_of
-    from pipeloom.tuning import TuningSpec, batch_sizes, tune_replicas
+    from pipeloom.tuning import TuningSpec, batch_sizes, check_layout, tune_replicas
 
     assert setup is not None
+    check_layout(setup.layout)
     tuning = setup.tuning or TuningSpec()
     problem = msgspec.structs.replace(setup, packing=spec, tuning=tuning).problem()
     assert problem.pipeline is not None
