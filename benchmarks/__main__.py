@@ -19,6 +19,7 @@ from pipeloom.report import join_sections, sections
 
 SECTIONS = (
     "planning",
+    "joint",
     "search",
     "methods",
     "scaling",

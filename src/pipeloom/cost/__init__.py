@@ -1,7 +1,7 @@
 """CostModel: seconds and bytes of a chunk, from a measured profile or the emulator."""
 
 from pipeloom.cost.correction import Correction, fit_link
-from pipeloom.cost.model import CostModel, StrategyCost
+from pipeloom.cost.model import CostModel, PlannedCosts, StrategyCost
 from pipeloom.cost.profile import LayerFit, LayerMeasurement, Profile, StrategyFit, StrategyMeasurement, fit_profile
 from pipeloom.cost.profile_costs import ProfileCosts, check_strategies, sharded_copies
 
@@ -10,6 +10,7 @@ __all__ = [
     "CostModel",
     "LayerFit",
     "LayerMeasurement",
+    "PlannedCosts",
     "Profile",
     "ProfileCosts",
     "StrategyCost",

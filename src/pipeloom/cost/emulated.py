@@ -9,6 +9,7 @@ from copy import copy
 
 import numpy as np
 
+from pipeloom.cost.correction import Correction
 from pipeloom.cost.model import StrategyCost
 from pipeloom.emulator.build import Placement, layer_template, module_templates
 from pipeloom.emulator.program import Part
@@ -90,6 +91,16 @@ class EmulatedCosts:
         self._wire = RuleTable(
             self.placement.devices, ("send",), np.array([self.placement.pipeline_link]), np.array([1.0])
         )
+
+    def uncorrected(self) -> EmulatedCosts:
+        """Return these costs: what is emulated is not corrected."""
+        return self
+
+    def corrected(self, correction: Correction) -> EmulatedCosts:
+        """Refuse a correction: what was measured corrects measured costs."""
+        if correction != Correction():
+            raise InputError("correction", "of emulated costs", "recalibrate the device table instead")
+        return self
 
     def whole_backwards(self) -> EmulatedCosts:
         """Return the same costs without the halves of backwards."""

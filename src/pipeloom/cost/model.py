@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, Self
 
+from pipeloom.cost.correction import Correction
 from pipeloom.spec import Chunk, Workload
 
 
@@ -34,10 +36,6 @@ class CostModel(Protocol):
         """Whether the halves of backwards are known, so that a plan may split them."""
         ...
 
-    def whole_backwards(self) -> Self:
-        """Return the same costs without the halves of backwards."""
-        ...
-
     def chunk_costs(self, chunk: Chunk, workload: Workload) -> tuple[StrategyCost, ...]:
         """Costs of a chunk on a workload, one per memory strategy; the first is the base (keep)."""
         ...
@@ -56,4 +54,30 @@ class CostModel(Protocol):
 
     def static_bytes(self, chunk: Chunk) -> int:
         """Bytes of the chunk's weights, gradients and optimiser state."""
+        ...
+
+
+class PlannedCosts(CostModel, Protocol):
+    """What a planner asks beyond one graph: the choices that it may leave out, and what training has taught."""
+
+    @property
+    def strategies(self) -> Sequence[object]:
+        """Memory strategies that are offered for every pair; the first is the base."""
+        ...
+
+    @property
+    def factors(self) -> Mapping[str, tuple[float, float]]:
+        """Per module, what its seconds of (forward, backward) were multiplied by; absent means 1."""
+        ...
+
+    def uncorrected(self) -> Self:
+        """Return the same costs with no factors."""
+        ...
+
+    def corrected(self, correction: Correction) -> Self:
+        """Return the same costs corrected by what was measured while training ran."""
+        ...
+
+    def whole_backwards(self) -> Self:
+        """Return the same costs without the halves of backwards."""
         ...

@@ -96,6 +96,10 @@ class ProfileCosts:
                     "measure the model again, for all strategies",
                 )
 
+    def uncorrected(self) -> ProfileCosts:
+        """Return the costs as measured before training."""
+        return replace(self, factors={})
+
     def whole_backwards(self) -> ProfileCosts:
         """Return the same costs without the halves of backwards."""
         return replace(self, split_backward=False) if self.split_backward else self

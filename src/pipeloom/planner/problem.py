@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from pipeloom import packing, search, tuning
-from pipeloom.cost import Correction, ProfileCosts
+from pipeloom.cost import Correction, PlannedCosts
 from pipeloom.packing import PackingSpec
 from pipeloom.plan import BackendName
 from pipeloom.search import SearchParams
@@ -20,7 +20,7 @@ class Problem:
 
     model: ModelSpec
     layout: Layout
-    costs: ProfileCosts
+    costs: PlannedCosts
     packing: PackingSpec
     capacity_bytes: int | None = None
     tuning: TuningSpec | None = None
@@ -41,7 +41,7 @@ class Problem:
             pipeline = tuned_pipeline(
                 self.model,
                 self.layout,
-                replace(self.costs, factors={}),
+                self.costs.uncorrected(),
                 max_tokens=tokens,
                 max_length=tokens,
                 capacity_bytes=self.capacity_bytes,

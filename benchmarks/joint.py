@@ -1,0 +1,103 @@
+"""The planner that chooses packing and order together, beside what gives either."""
+
+from __future__ import annotations
+
+from statistics import mean
+
+from pipeloom.lab.reproduce.part import Options
+from pipeloom.lab.reproduce.pipetune.setups import (
+    MIXTURES,
+    NAMES,
+    ON_A,
+    PIPETUNE,
+    RANKS,
+    Emulated,
+    batch_of,
+    best_static,
+    emulated,
+    mean_load,
+    run_batch,
+    steps_of,
+)
+from pipeloom.layout import modality_placements, separate
+from pipeloom.packing import PackingSpec
+from pipeloom.planner import Problem
+from pipeloom.planner.joint import decide
+from pipeloom.report import markdown_table
+from pipeloom.search import Deadline
+from pipeloom.spec import Batch, Layout
+from pipeloom.tuning import TuningSpec
+
+TITLE = "Packing and order together"
+_BATCHES = 4
+_SIZES = ("3b", "13b")
+_BUDGET = Deadline(1.0, "cpu")
+
+
+def run() -> str:
+    """Measure, and return the section as Markdown."""
+    rows = []
+    for size in _SIZES:
+        case = emulated(ON_A[size])
+        apart = _separate(case)
+        # The kernels are loaded, and the layers' costs emulated, by what is not counted.
+        _planned(case, apart, batch_of(case.setup, "datamix1", 99), "planned", case.max_contexts)
+        for mixture in MIXTURES:
+            rows.append([size.upper(), NAMES[mixture], *_row(case, apart, mixture)])
+    header = [
+        "model",
+        "mixture",
+        "PipeTune",
+        "best static size",
+        "recurrence alone",
+        "planned, encoder first",
+        "separate: largest",
+        "separate: one context",
+        "separate: planned",
+        "planned over PipeTune",
+    ]
+    text = (
+        f"Emulated seconds of an iteration, means of {_BATCHES} batches of 128 samples, one CPU second of planning for "
+        "each: PipeTune's workloads on its cluster A. PipeTune, the best static size (balanced, no order) and our "
+        "recurrence run on PipeTune's layout, encoders before the first rank's layers; `planned` chooses number, size "
+        "and contents of the microbatches with the order, there and under the layout that has every module on all ranks. "
+        "The last column is how much longer PipeTune's iterations take than the faster of the two."
+    )
+    return f"{text}\n\n{markdown_table(header, rows)}"
+
+
+def _row(case: Emulated, apart: Layout, mixture: str) -> list[str]:
+    options = Options(iterations=_BATCHES, seeds=(0,))
+    found: dict[str, list[float]] = {}
+    for number in range(_BATCHES):
+        batch = batch_of(case.setup, mixture, number)
+        seconds = {
+            "pipetune": run_batch(case, batch, steps_of(case.setup)[PIPETUNE], 0).seconds,
+            "recurrence": run_batch(case, batch, TuningSpec(), 0).seconds,
+            "first": _planned(case, case.layout, batch, "planned", case.max_contexts),
+            "largest": _planned(case, apart, batch, "balanced", case.max_contexts),
+            "one": _planned(case, apart, batch, "balanced", 1),
+            "apart": _planned(case, apart, batch, "planned", case.max_contexts),
+        }
+        for name, value in seconds.items():
+            found.setdefault(name, []).append(value)
+    means = {name: mean(values) for name, values in found.items()}
+    _, static = best_static(case.setup, mixture, options, "+ balance algorithm (Balanced)")
+    gain = means["pipetune"] / min(means["first"], means["apart"]) - 1
+    values = (means["pipetune"], static, *(means[name] for name in ("recurrence", "first", "largest", "one", "apart")))
+    return [*(f"{value:.3f}" for value in values), f"{gain:+.1%}"]
+
+
+def _separate(case: Emulated) -> Layout:
+    """Every module over all ranks, as DIP's rules have it, for the second mixture's mean composition."""
+    model, load = case.costs.model_spec, mean_load(case.setup, case.costs)
+    samples = batch_of(case.setup, "datamix2", 98).samples
+    typical = {m.name: [n for sample in samples for n in m.instance_lengths(sample)][:40] for m in model.modules}
+    places = modality_placements(model, case.costs, RANKS, typical)
+    return separate(model, RANKS, places, lambda module, layer: load[f"{module}/{layer.kind}"])
+
+
+def _planned(case: Emulated, layout: Layout, batch: Batch, policy: str, contexts: int) -> float:
+    packing = PackingSpec(contexts * case.setup.context, policy)  # type: ignore[arg-type]
+    problem = Problem(case.costs.model_spec, layout, case.costs, packing, case.capacity_bytes)
+    return decide(problem, batch, _BUDGET, 0).ns / 1e9
