@@ -152,3 +152,11 @@ def test_a_walk_ends_after_misses_both_ways(seconds: list[float], start: int) ->
     few: list[int] = []
     walk(range(len(seconds)), start, 1.0, 2, lambda rung: few.append(rung))
     assert len(few) == 1
+
+
+def test_threads_search_together() -> None:
+    setup, batch = msgspec.structs.replace(random_setup(3), threads=2), random_batch(3)
+    planned = plan_batch(setup.problem(), batch, budget=Evaluations(60), seed=0)
+    assert check(planned.graph, planned.schedule, planned.timeline) == ()
+    with pytest.raises(InputError, match=r"planner\.threads: -1 is not finite and at least 0"):
+        msgspec.structs.replace(setup, threads=-1)

@@ -66,7 +66,7 @@ def setup_of(degrees: Degrees) -> Setup:
     made = setup(degrees.pipeline)
     layout = msgspec.structs.replace(made.layout, parallelism=Parallelism(degrees.tensor, degrees.data))
     # A budget with which replicas have different numbers of microbatches.
-    return msgspec.structs.replace(made, layout=layout, packing=PackingSpec(80))
+    return msgspec.structs.replace(made, layout=layout, packing=PackingSpec(80, "first_fit_decreasing"))
 
 
 def trainer_of(degrees: Degrees, folder: str, trained: pl.Model | None = None) -> Trainer:

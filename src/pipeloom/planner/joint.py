@@ -106,7 +106,9 @@ def _graph(problem: Problem, layout: Layout, packed: Packing) -> Assignable:
 def _searched(
     problem: Problem, packed: Packing, assignable: Assignable, budget: StoppingRule, seed: int, method: str
 ) -> Decided:
-    best = solve_assignable(assignable, budget=budget, seed=seed, method=method, params=problem.search)
+    best = solve_assignable(
+        assignable, budget=budget, seed=seed, method=method, threads=problem.threads, params=problem.search
+    )
     found = best.solution
     return Decided(packed, best.assignable.graph, found.schedule, found.timeline, found.lower_bound, found.evaluations)
 

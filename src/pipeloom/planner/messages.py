@@ -7,7 +7,7 @@ from typing import TypeVar
 import msgspec
 
 from pipeloom.cost import Correction, Profile, ProfileCosts, check_strategies
-from pipeloom.errors import InputError, PlannerError, check_positive
+from pipeloom.errors import InputError, PlannerError, check_not_negative, check_positive
 from pipeloom.packing import PackingSpec
 from pipeloom.plan import Answer, BackendName, packing_counts
 from pipeloom.planner.planning import PlannedBatch
@@ -44,11 +44,14 @@ class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     search: SearchParams = SearchParams()
     """What tunes the search of orders."""
+    threads: int = 1
+    """Threads that search; 0: half of the cores."""
 
     def __post_init__(self) -> None:
         """Refuse budgets that never end or never begin, and choices that are not made."""
         check_positive("planner.budget_s", self.budget_s)
         check_strategies("planner.strategies", self.strategies)
+        check_not_negative("planner.threads", self.threads)
         if self.tuning is not None:
             self.tuning.check_choices(self.strategies, self.split_backward)
 
@@ -76,6 +79,7 @@ class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             self.tuning,
             backend=self.backend,
             search=self.search,
+            threads=self.threads,
         )
 
 

@@ -32,6 +32,8 @@ class Problem:
     """Over which the plans' messages go."""
     search: SearchParams = DEFAULTS
     """What tunes the search of orders."""
+    threads: int = 1
+    """Threads that search; 0: half of the cores."""
 
     def __post_init__(self) -> None:
         """Tabulate the costs for the recurrence, once; calibration scales the tables."""

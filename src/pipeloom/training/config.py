@@ -118,6 +118,8 @@ class PlannerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Whether backwards may be split into input and weight gradients."""
     params: str = ""
     """File with parameters of the search, `pipeloom.search.SearchParams`, relative to the file; empty: the defaults."""
+    threads: int = 1
+    """Threads that search, beside those of the ranks; 0: half of the cores."""
 
     @property
     def offers_a_choice(self) -> bool:
@@ -129,6 +131,7 @@ class PlannerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         check_positive("planner.budget_s", self.budget_s)
         check_not_negative("planner.deadline_s", self.deadline_s)
         check_strategies("planner.strategies", self.strategies)
+        check_not_negative("planner.threads", self.threads)
 
 
 class RuntimeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

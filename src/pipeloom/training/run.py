@@ -198,6 +198,7 @@ class TrainingRun(Job):
             backend=backend_of(self.device),
             split_backward=config.planner.split_backward,
             held_copies=held_copies(self, model),
+            threads=config.planner.threads,
             search=read_spec(self.file.parent / params, SearchParams) if params else SearchParams(),
         )
 
