@@ -36,14 +36,13 @@ _BUDGET = Deadline(1.0, "cpu")
 
 def run() -> str:
     """Measure, and return the section as Markdown."""
-    rows = []
+    rows: list[list[str]] = []
     for size in _SIZES:
         case = emulated(ON_A[size])
         apart = _separate(case)
         # The kernels are loaded, and the layers' costs emulated, by what is not counted.
         _planned(case, apart, batch_of(case.setup, "datamix1", 99), "planned", case.max_contexts)
-        for mixture in MIXTURES:
-            rows.append([size.upper(), NAMES[mixture], *_row(case, apart, mixture)])
+        rows += [[size.upper(), NAMES[mixture], *_row(case, apart, mixture)] for mixture in MIXTURES]
     header = [
         "model",
         "mixture",
@@ -60,7 +59,7 @@ def run() -> str:
         f"Emulated seconds of an iteration, means of {_BATCHES} batches of 128 samples, one CPU second of planning for "
         "each: PipeTune's workloads on its cluster A. PipeTune, the best static size (balanced, no order) and our "
         "recurrence run on PipeTune's layout, encoders before the first rank's layers; `planned` chooses number, size "
-        "and contents of the microbatches with the order, there and under the layout that has every module on all ranks. "
+        "and contents of the microbatches with the order, there and under a layout with every module on all ranks. "
         "The last column is how much longer PipeTune's iterations take than the faster of the two."
     )
     return f"{text}\n\n{markdown_table(header, rows)}"
