@@ -11,6 +11,7 @@ import pytest
 from pipeloom import load
 from pipeloom.cli.app import run
 from pipeloom.io import write_layers
+from pipeloom.search import OrderRule
 from pipeloom.spec import Layout
 from tests.layout.cooptimise.chains import table
 
@@ -49,6 +50,10 @@ def test_writes_files_that_check_accepts(layers: Path, tmp_path: Path, capsys: p
     layout = load(tmp_path / "layout.json")
     assert isinstance(layout, Layout)
     assert [chunk.rank for chunk in layout.chunks] == answer["ranks"]
+    rule = load(tmp_path / "layout.rule.json")
+    assert isinstance(rule, OrderRule)
+    rule.check_layout(layout)
+    assert str(tmp_path / "layout.rule.json") in answer["written"]
     assert load(tmp_path / "schedule.json").makespan_ns == round(answer["makespan_s"] * 1e9)
     assert "Joint annealing, from" in (tmp_path / "page.html").read_text()
 
@@ -177,3 +182,8 @@ def test_parameters_from_a_file(layers: Path, tmp_path: Path, capsys: pytest.Cap
     capsys.readouterr()
     assert run(arguments(layers, tmp_path, "--params", str(params))) == 2
     assert f"{params}: walks: 0 is below 1" in capsys.readouterr().err
+
+
+def test_a_layout_on_a_device_has_no_rule_beside_it(layers: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["arrange", str(layers), "--budget", "0.05", "--out", "/dev/null", "--threads", "1"]) == 0
+    assert "rule" not in capsys.readouterr().out

@@ -11,10 +11,11 @@ import pytest
 from pipeloom.cli.app import run
 from pipeloom.cli.train import with_chosen_layout
 from pipeloom.cost import LayerFit, Profile, ProfileCosts
-from pipeloom.io import load, read_layers, read_layout
+from pipeloom.io import load, read_layers, read_layout, read_rule, read_spec
 from pipeloom.layout.training import cooptimise_training_layout, training_layers
 from pipeloom.packing import PackingSpec, pack
 from pipeloom.plan import from_text, verify
+from pipeloom.planner import Setup
 from pipeloom.search import Evaluations, solve
 from pipeloom.spec import Layout, batch_from_dicts
 from pipeloom.taskgraph import build_graph
@@ -93,12 +94,18 @@ def test_training_arranges_its_layers_and_takes_layouts_from_files(tmp_path: Pat
     table = read_layers(tmp_path / "runs" / NAME / "layers.json")
     assert len(table.layers) == 10
     assert table.num_ranks == arranged.num_ranks == 2
+    # The rule that was found goes with the layout: into every search, and into a file beside it.
+    folder = tmp_path / "runs" / NAME
+    (rule,) = read_spec(folder / "setup.json", Setup).search.rules
+    assert rule == read_rule(folder / "layout.json", arranged)
     # What training left is what `pipeloom arrange` takes, and what that writes is what training takes.
     layers, layout = tmp_path / "runs" / NAME / "layers.json", tmp_path / "layout.json"
     assert run(["arrange", str(layers), "--budget", "0.2", "--out", str(layout), "--threads", "1"]) == 0
     path = config(tmp_path, 'kind = "file"\npath = "layout.json"')
     given = given_layout(TrainingRun.from_toml(path), in_double(NAME))
-    assert given == read_layout(layout)
+    assert given is not None
+    assert given.layout == read_layout(layout)
+    assert given.rule == load(tmp_path / "layout.rule.json")
     chosen = with_chosen_layout(read_config(path)).layout
     assert (chosen.kind, chosen.path, chosen.ranks) == ("chosen", "", 2)
 

@@ -32,7 +32,7 @@ def test_example_loads(name: str, tmp_path: Path) -> None:
 
 
 def test_every_format_has_an_example() -> None:
-    names = {"instance", "schedule", "layout", "layers", "batches", "profile"}
+    names = {"instance", "schedule", "layout", "rule", "layers", "batches", "profile"}
     assert set(FORMATS) == {f"pipeloom.{name}/1" for name in names}
 
 

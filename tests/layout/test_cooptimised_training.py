@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import random
+from dataclasses import replace
 
 import pytest
 
 from pipeloom.cost import LayerFit, Profile, ProfileCosts
 from pipeloom.errors import InputError
-from pipeloom.io import read_layers, write_layers
+from pipeloom.io import read_layers, read_layout, read_rule, write_layers, write_layout, write_rule
 from pipeloom.layout import layout_for
 from pipeloom.layout.training import cooptimise_training_layout, training_layers
 from pipeloom.packing import PackingSpec, packed_batch
+from pipeloom.plan import to_text
+from pipeloom.planner.messages import Setup, check_setup, decode, encode
 from pipeloom.planner.planning import plan_batch
 from pipeloom.planner.problem import Problem
-from pipeloom.search import Evaluations
+from pipeloom.search import ChunkRule, Evaluations, OrderRule, SearchParams
 from pipeloom.spec import Batch, Chunk, LayerSpec, Layout, ModelSpec, ModuleLayout, ModuleSpec, Sample, TensorShape
 from tests.cases import vlm_spec
 
@@ -87,6 +91,61 @@ def test_the_arranged_layout_is_of_the_model_and_trains(seed):
     for batch in batches(seed + 100):
         made = plan_batch(Problem(costs.model, layout, costs, PACKING), batch, budget=Evaluations(20), seed=0)
         assert made.timeline.makespan_ns >= made.lower_bound.ns
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_layout_read_again_with_its_rule_gives_the_same_order(seed, tmp_path):
+    """From memory, from files, and over the wire."""
+    costs = language_model(seed)
+    table = training_layers(costs, PACKING, batches(seed), RANKS)
+    layout, found = cooptimise_training_layout(table, costs.model, budget=Evaluations(400), seed=seed)
+    write_layout(tmp_path / "layout.json", layout)
+    assert write_rule(tmp_path / "layout.json", found.order_rule) == tmp_path / "layout.rule.json"
+    again = read_layout(tmp_path / "layout.json")
+    rule = read_rule(tmp_path / "layout.json", again)
+    assert rule == found.order_rule
+    setup = Setup(costs.model, again, costs.profile, PACKING, search=SearchParams(rules=(rule,)))
+    check_setup(setup, "layout.json", "profile.json")
+    wired = decode(Setup, encode(setup)).problem()
+    here = Problem(costs.model, layout, costs, PACKING, search=SearchParams(rules=(found.order_rule,)))
+    for batch in batches(seed + 100):
+        made = [plan_batch(problem, batch, budget=Evaluations(2), seed=0) for problem in (here, wired)]
+        assert to_text(made[0].plan) == to_text(made[1].plan)
+        bare = plan_batch(replace(here, search=SearchParams()), batch, budget=Evaluations(1), seed=0)
+        assert made[0].timeline.makespan_ns <= bare.timeline.makespan_ns
+
+
+def test_a_rule_beside_another_layout_is_named(tmp_path):
+    path = tmp_path / "layout.json"
+    layout = Layout(2, (ModuleLayout("lm"),), (Chunk("lm", (0, 3), 0), Chunk("lm", (4, 7), 1)))
+    write_layout(path, layout)
+    assert read_rule(path, layout) is None
+    rule = OrderRule((ChunkRule((0, 3), 0, 0.0, 1.0), ChunkRule((4, 7), 1, 0.0, 1.0, limit=2)))
+    write_rule(path, rule)
+    assert read_rule(path, layout) == rule
+    assert write_rule(tmp_path / "other.json.gz", rule).name == "other.rule.json.gz"
+    assert read_rule(tmp_path / "other.json.gz", layout) == rule
+    other = Layout(2, layout.modules, (Chunk("lm", (0, 4), 0), Chunk("lm", (5, 7), 1)))
+    with pytest.raises(
+        InputError, match=r"layout.rule.json: chunks\[0\]: has layers \[0, 3\] on rank 0, .* or remove "
+    ):
+        read_rule(path, other)
+    document = json.loads((tmp_path / "layout.rule.json").read_text())
+    for change, message in (
+        ({"colour": "red"}, "layout.rule.json: colour: is not a known field"),
+        ({"format": "pipeloom.rule/9"}, "layout.rule.json: format: 'pipeloom.rule/9'"),
+        ({"period": 0}, "layout.rule.json: period: 0 is below 1"),
+        ({"chunks": [{**document["chunks"][0], "limit": 0}]}, r"layout.rule.json: chunks\[0\].limit: 0 is below 1"),
+        ({"chunks": [{"rank": 0}]}, r"layout.rule.json: chunks\[0\].layers: is missing"),
+    ):
+        (tmp_path / "layout.rule.json").write_text(json.dumps(document | change))
+        with pytest.raises(InputError, match=message):
+            read_rule(path, layout)
+    costs = language_model(0)
+    whole = Layout(1, (ModuleLayout("text"),), (Chunk("text", (0, 9), 0),))
+    setup = Setup(costs.model, whole, costs.profile, PACKING, search=SearchParams(rules=(rule,)))
+    with pytest.raises(InputError, match=r"setup.json: rule.chunks: are 2, the layout has 1"):
+        check_setup(setup, "setup.json", "setup.json")
 
 
 def test_what_is_no_chain_or_of_another_model_is_named():

@@ -18,7 +18,8 @@ from pipeloom.cli.output import JSON_HELP, check_targets, note_compiling, print_
 from pipeloom.cli.solve import interruptible, progress_display
 from pipeloom.errors import InfeasibleError, InputError
 from pipeloom.integrations.models import load_model
-from pipeloom.io import SearchRecord, read_layers, read_spec, write_instance, write_layout, write_schedule
+from pipeloom.io import SearchRecord, read_layers, read_spec, write_instance, write_layout, write_rule, write_schedule
+from pipeloom.io.files import keeps_company
 from pipeloom.io.stage_names import megatron_layout, torchtitan_modules
 from pipeloom.timeline import check
 
@@ -90,6 +91,8 @@ def arrange(
     layout = layout_of(found.chain.num_ranks, found.placement)
     write_layout(out, layout)
     written = [str(out)]
+    if keeps_company(out):
+        written.append(str(write_rule(out, found.order_rule)))
     if instance is not None:
         write_instance(instance, found.graph)
         written.append(str(instance))

@@ -18,6 +18,7 @@ from pipeloom.io import (
     make_folder,
     packed_batches,
     read_layout,
+    read_rule,
     read_samples,
     read_spec,
     write_batches,
@@ -105,7 +106,9 @@ def plan(
     check_setup(made, str(setup or layout), str(setup or profile))
     problem = made.problem()
     if params is not None:
-        problem = replace(problem, search=read_params(params))
+        read = read_params(params)
+        rules = (*read.rules, *problem.search.rules)
+        problem = replace(problem, search=msgspec.structs.replace(read, rules=rules))
     batch = Batch(read_samples(samples), iteration)
     planned = _plan(problem, batch, str(samples), budget, seed, method)
     record = SearchRecord(method, seed, budget, None, planned.evaluations)
@@ -160,6 +163,7 @@ def read_setup(
     from pipeloom.cost import Profile
     from pipeloom.packing import PackingSpec
     from pipeloom.planner import Setup
+    from pipeloom.search import SearchParams
 
     parts: dict[str, Any] = {"--model": model, "--layout": layout, "--profile": profile}
     if setup is not None:
@@ -176,6 +180,13 @@ def read_setup(
     if tokens < 1:
         raise InputError("--tokens", f"{tokens} is below 1", "say how many tokens a microbatch may have")
     links = RankSpec() if cluster is None else read_spec(cluster, RankSpec)
+    laid = read_layout(layout)
+    rule = read_rule(layout, laid)
     return Setup(
-        read_spec(model, ModelSpec), read_layout(layout), read_spec(profile, Profile), PackingSpec(tokens), links
+        read_spec(model, ModelSpec),
+        laid,
+        read_spec(profile, Profile),
+        PackingSpec(tokens),
+        links,
+        search=SearchParams(rules=() if rule is None else (rule,)),
     )

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     )
     from pipeloom.io.layers import read_layers, write_layers
     from pipeloom.io.layout import layout_document, read_layout, write_layout
+    from pipeloom.io.rule import read_rule, rule_document, rule_path, write_rule
     from pipeloom.io.samples import SAMPLE_SUFFIXES, read_samples, write_samples
     from pipeloom.io.specs import read_spec
 
@@ -53,10 +54,13 @@ __all__ = [
     "read_layers",
     "read_layout",
     "read_plan",
+    "read_rule",
     "read_samples",
     "read_schedule",
     "read_spec",
     "read_text",
+    "rule_document",
+    "rule_path",
     "schedule_document",
     "schedule_from_document",
     "write_batches",
@@ -64,6 +68,7 @@ __all__ = [
     "write_instance",
     "write_layers",
     "write_layout",
+    "write_rule",
     "write_samples",
     "write_schedule",
     "write_text",

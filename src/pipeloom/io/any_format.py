@@ -8,10 +8,11 @@ from typing import Any
 from pipeloom.cost import Profile
 from pipeloom.cost.layers import LayerTable
 from pipeloom.errors import InputError
-from pipeloom.io import batches, instance, layers, layout, samples, schedule
+from pipeloom.io import batches, instance, layers, layout, rule, samples, schedule
 from pipeloom.io.document import convert, locate, parse_document, show
 from pipeloom.io.files import PathLike, printable, read_text
 from pipeloom.plan import ExecutionPlan, from_text
+from pipeloom.search.rule import OrderRule
 from pipeloom.spec import Layout, Sample
 from pipeloom.taskgraph import TaskGraph
 
@@ -22,6 +23,7 @@ Loaded = (
     | LayerTable
     | Profile
     | batches.PackedBatches
+    | OrderRule
     | ExecutionPlan
     | tuple[Sample, ...]
 )
@@ -33,6 +35,7 @@ _READERS: dict[str, Callable[[dict[str, Any], str], Loaded]] = {
     schedule.FORMAT: schedule.schedule_from_document,
     layout.FORMAT: layout.layout_from_document,
     layers.FORMAT: layers.layers_from_document,
+    rule.FORMAT: rule.rule_from_document,
     batches.FORMAT: batches.batches_from_document,
     _PROFILE: lambda document, where: convert(document, Profile, where),
 }
@@ -49,7 +52,7 @@ def load(path: PathLike) -> Loaded:
 
     Returns
     -------
-    TaskGraph, StatedSchedule, Layout, LayerTable, Profile, PackedBatches, ExecutionPlan or tuple of Sample
+    TaskGraph, StatedSchedule, Layout, LayerTable, Profile, PackedBatches, OrderRule, ExecutionPlan or tuple of Sample
 
     Raises
     ------

@@ -84,6 +84,11 @@ def write_text(path: PathLike, text: str) -> None:
     write_bytes(path, text.encode("utf-8"))
 
 
+def keeps_company(path: PathLike) -> bool:
+    """Whether other files can lie beside it: it is no terminal, pipe or device."""
+    return not _is_special(os.path.realpath(os.fspath(path)))
+
+
 def check_writable(path: PathLike) -> None:
     """Refuse a target that `write_bytes` could not write, before long work is done for it."""
     name = os.fspath(path)

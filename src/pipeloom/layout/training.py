@@ -130,7 +130,8 @@ def cooptimise_training_layout(
 ) -> tuple[Layout, CooptimisedPipeline]:
     """Choose partition and placement of a model's one module together, with an order that a table's microbatches suit.
 
-    Orders of single batches are searched while training runs; what is kept is the layout.
+    Orders of single batches are searched while training runs, and begin with the rule that was found
+    (`CooptimisedPipeline.order_rule`).
 
     Returns
     -------

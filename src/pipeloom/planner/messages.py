@@ -113,6 +113,11 @@ def check_setup(setup: Setup, layout_file: str, profile_file: str) -> None:
         if num_laid[module.name] != num_layers:
             problem = f"chunks of {module.name!r} have {num_laid[module.name]} layers, the model {num_layers}"
             raise InputError(f"{layout_file}: chunks", problem)
+    for rule in setup.search.rules:
+        try:
+            rule.check_layout(setup.layout)
+        except InputError as error:
+            raise InputError(f"{layout_file}: rule.{error.entity}", error.problem, error.remedy) from error
     for name, fit in setup.profile.layers.items():
         fields = {field: getattr(fit, field) for field in ("forward_s", "backward_s", "activation_bytes")}
         if fit.strategies is not None:

@@ -6,6 +6,7 @@ from pipeloom.search.methods import METHODS
 from pipeloom.search.params import SearchParams
 from pipeloom.search.plain import first_in_first_out
 from pipeloom.search.result import Progress, Solution
+from pipeloom.search.rule import ChunkRule, OrderRule
 from pipeloom.search.solve import solve, warm_up
 from pipeloom.search.static_orders import gpipe, interleaved_one_f_one_b, one_f_one_b
 from pipeloom.search.stopping import Begun, Both, Deadline, Evaluations, Share, StoppingRule
@@ -17,9 +18,11 @@ __all__ = [
     "Assigned",
     "Begun",
     "Both",
+    "ChunkRule",
     "Deadline",
     "Evaluations",
     "LayerOption",
+    "OrderRule",
     "Progress",
     "SearchParams",
     "Share",

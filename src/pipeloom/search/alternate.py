@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -11,6 +12,7 @@ from pipeloom.errors import InfeasibleError
 from pipeloom.search.context import Context
 from pipeloom.search.jobs import Walks, make_walks
 from pipeloom.search.kernels import codes
+from pipeloom.search.lists import choice_of
 from pipeloom.search.local import portfolio
 from pipeloom.search.plain import leanest
 from pipeloom.search.splitting import Restricted, by_lateness, restrict, split_counts, splittable
@@ -133,16 +135,18 @@ class _Turns:
         """Choose the strategies that the first search of orders is under.
 
         The papers start from the leanest candidates (`dip.txt` §5.2). Where memory is limited the start is the setting
-        that static orders do best with. If that is far from the bound, memory is so tight that settings must differ
-        from pair to pair: then an order made for the leanest, whose room the choice of strategies fills, is often
-        better.
+        that static orders do best with, or the strategies that came with the layout, if these are better. If that is
+        far from the bound, memory is so tight that settings must differ from pair to pair: then an order made for the
+        leanest, whose room the choice of strategies fills, is often better.
         """
         params, meter = self.context.params.turns, self.context.meter
-        found = self._best_uniform()
-        if found is None:
+        probes = [*self._under_rules()]
+        if (found := self._best_uniform()) is not None:
+            probes.append((np.full(self.graph.num_pairs, found[0], np.int64), found[1]))
+        if not probes:
             return _Plan(self.lean, params.lean_rounds)
-        setting, probe = found
-        plan = _Plan(np.full(self.graph.num_pairs, setting, np.int64), params.uniform_rounds, search=probe)
+        candidate, probe = min(probes, key=lambda each: each[1].best_ns)
+        plan = _Plan(candidate, params.uniform_rounds, search=probe)
         if probe.best_ns <= params.far * self.context.bound.ns:
             return plan
         lean = self._search(self.lean)
@@ -172,6 +176,18 @@ class _Turns:
 
         setting = downhill(uniform_settings(self.graph), makespan)
         return None if setting is None else (setting, searches[setting])
+
+    def _under_rules(self) -> Iterator[tuple[IntArray, Search]]:
+        """Strategies that rules of the layout were found with, and a search under each that fits."""
+        meter = self.context.meter
+        for rule in self.context.params.rules:
+            candidate = choice_of(self.graph, rule)
+            if candidate is None:
+                continue
+            with suppress(InfeasibleError):
+                search = self._search(candidate, states=0)
+                portfolio(search, Stretch(meter.spent, meter.spent + self.context.params.turns.probe_share))
+                yield candidate, search
 
     def _search(self, candidate: IntArray, states: int | None = None) -> Search:
         return Search(self.graph.with_candidates(candidate), self.context, walks=self.walks, states=states)

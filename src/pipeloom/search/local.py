@@ -12,27 +12,27 @@ from pipeloom.search.kernels import codes
 from pipeloom.search.kernels.climb import climb
 from pipeloom.search.kernels.climb_two import Two, climb_two
 from pipeloom.search.kernels.terms import Moves, Terms, Walk
-from pipeloom.search.portfolio import starts
 from pipeloom.search.scratch import make_scratch
+from pipeloom.search.starts import starts
 from pipeloom.search.state import Pace, Search
 from pipeloom.search.stopping import WHOLE, Stretch
 from pipeloom.taskgraph import IntArray
 
 
 def portfolio(search: Search, stretch: Stretch | None = None) -> None:
-    """Try the static orders, all of them if the budget, or its stretch, allows; one at least.
+    """Try the starts, all of them if the budget, or its stretch, allows; up to the first order of groups at least.
 
     Asked again, it goes on with those that are left.
     """
     if search.starts is None:
-        search.starts = starts(search.packed, search.groups, search.rule, search.params.static_orders.late_parts)
+        search.starts = starts(search)
     began_s, before = search.meter.elapsed_s(), search.meter.used
     until = 1.0 if stretch is None else stretch.until
-    while search.best_ns >= codes.NEVER or (search.round_size() > 0 and search.meter.spent < until):
+    while search.order_ns >= codes.NEVER or (search.round_size() > 0 and search.meter.spent < until):
         start = next(search.starts, None)
         if start is None:
             break
-        search.try_order(start.order, start.choice)
+        start()
     search.pace = Pace(search.meter.used - before, search.meter.elapsed_s() - began_s)
 
 
@@ -68,7 +68,8 @@ class _Climber:
 
     def restart(self, search: Search) -> None:
         """Go on from the incumbent."""
-        self.state = np.array([search.best_ns, search.best_ns], np.int64)
+        # A list of tasks may be better, but is no order of groups.
+        self.state = np.array([search.order_ns, search.order_ns], np.int64)
         order, choice = search.order, search.choice
         self.walk = Walk(order.copy(), choice.copy(), order.copy(), choice.copy(), self.state, self.random)
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import msgspec
 
 from pipeloom.errors import InputError, check_count, check_not_negative, check_positive, check_ratio, check_share
+from pipeloom.search.rule import OrderRule
 
 
 class StaticOrderParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -301,6 +302,8 @@ class SearchParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     feasibility: FeasibilityParams = FeasibilityParams()
     packings: PackingParams = PackingParams()
     exact: ExactParams = ExactParams()
+    rules: tuple[OrderRule, ...] = ()
+    """Of the layout of the graphs that are searched: what they give are starts, beside those of every search."""
 
 
 DEFAULTS = SearchParams()

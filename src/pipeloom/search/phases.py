@@ -52,10 +52,11 @@ def default_phases(params: SearchParams) -> tuple[Phase, ...]:
         return search.graph.num_tasks <= lists.most_tasks
 
     def unlimited(search: Search) -> bool:
-        return not small(search) and not search.limited
+        return not small(search) and not search.limited and not search.listed
 
     def limited(search: Search) -> bool:
-        return not small(search) and search.limited
+        # Where a list of tasks is better than all orders of groups, it is improved as such at last.
+        return not small(search) and (search.limited or search.listed)
 
     def far(search: Search) -> bool:
         return limited(search) and search.best_ns > orders.far * search.target_ns

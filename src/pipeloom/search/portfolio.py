@@ -49,7 +49,7 @@ def _usual(packed: PackedGraph, groups: Groups, rule: int) -> Iterator[Start]:
         if packed.class_start[3] > packed.class_start[2]
         else (codes.WEIGHT_LAST,)
     )
-    for name, turn in _turns(groups).items():
+    for name, turn in turns_of(groups).items():
         place = turn[groups.microbatch]
         by_microbatch = (groups.first, place)
         rounds = (groups.first, place, groups.depth, place // num_ranks)
@@ -77,7 +77,7 @@ def _late_ends(packed: PackedGraph, groups: Groups, parts: Sequence[float]) -> I
     ends = ends[np.argsort(groups.tail[ends], kind="stable")]
     # All of it may take no time at all.
     part = np.cumsum(groups.work[ends]) / max(int(groups.work.sum()), 1)
-    turns = _turns(groups)
+    turns = turns_of(groups)
     counts = dict.fromkeys(min(len(ends), 1 + int(np.searchsorted(part, limit))) for limit in parts)
     for name in ("few small, then large", "large first", "large between", "first in, first out"):
         place = turns[name][groups.microbatch]
@@ -110,7 +110,7 @@ def _stage(groups: Groups) -> IntArray:
     return stage
 
 
-def _turns(groups: Groups) -> dict[str, IntArray]:
+def turns_of(groups: Groups) -> dict[str, IntArray]:
     """Turn of every microbatch (by number) under several sortings."""
     count = int(groups.microbatch.max()) + 1
     work = np.bincount(groups.microbatch, weights=groups.work, minlength=count)

@@ -16,6 +16,7 @@ from pipeloom.search.example import small_pipeline
 from pipeloom.search.exhaustive import schedule_of_last_resort
 from pipeloom.search.fitting import fitting_candidates
 from pipeloom.search.justify import justify
+from pipeloom.search.lists import wishes_like
 from pipeloom.search.local import local_search, portfolio
 from pipeloom.search.methods import METHODS, Method
 from pipeloom.search.params import DEFAULTS, SearchParams
@@ -164,6 +165,7 @@ def warm_up(method: str = "default", graph: TaskGraph | None = None) -> None:
     portfolio(search)
     local_search(search, WHOLE.first(0.6))
     search.try_like(search)
+    search.try_rule(wishes_like(example, search.sequence))
     if graph is None or graph.candidates is not None or graph.capacity_bytes is None:
         # Also where there is a limit: it may not matter under the candidates that are chosen.
         free = Search(replace(example, capacity_bytes=None), begin(Evaluations(60)))

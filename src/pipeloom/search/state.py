@@ -14,10 +14,13 @@ from pipeloom.errors import InfeasibleError, InputError
 from pipeloom.search.context import Context
 from pipeloom.search.jobs import Walks, memory_matters
 from pipeloom.search.kernels import codes
+from pipeloom.search.kernels.by_rank import Ranks, make_ranks
+from pipeloom.search.kernels.by_rule import Wishes, rollout_by_rule
 from pipeloom.search.kernels.climb import evaluate
 from pipeloom.search.kernels.expand import expand
+from pipeloom.search.kernels.polish import make_desk, retime
+from pipeloom.search.lists import wishes_like
 from pipeloom.search.packed import Groups, PackedGraph, pack_graph
-from pipeloom.search.portfolio import Start
 from pipeloom.search.result import Progress
 from pipeloom.search.reverse import reversed_graph
 from pipeloom.search.scratch import make_scratch
@@ -64,8 +67,10 @@ class Search:
         Where strategies are chosen in every rollout.
     candidate : array, shape (num_pairs,), optional
         The incumbent's strategies, where there is a chooser.
+    order_ns : int
+        Makespan of these.
     starts : iterator, optional
-        Static orders that are still to be tried, once the first was.
+        Starts that are still to be tried, once the first was: each tries one, when it is called.
     pace : Pace
         Of the static orders last tried.
     """
@@ -91,7 +96,7 @@ class Search:
         self.scratch = make_scratch(self.packed)
         self.target_ns = context.bound.ns if target_ns is None else target_ns
         self.random = np.random.default_rng(context.seed if seed is None else seed)
-        self.best_ns = codes.NEVER
+        self.best_ns = self.order_ns = codes.NEVER
         self.sequence: IntArray = self.jobs.order
         self.order: IntArray = np.arange(len(self.groups.first))
         self.choice: IntArray = np.array([0, 0, 0, 1, codes.ALL_URGENT], np.int64)
@@ -99,7 +104,7 @@ class Search:
         self.mean_task_ns = float(graph.duration_ns.mean())
         self.chooser = None if chosen_for is None else StrategyChooser(chosen_for, params.strategies)
         self.candidate: IntArray | None = None
-        self.starts: Iterator[Start] | None = None
+        self.starts: Iterator[Callable[[], int]] | None = None
         self.pace = Pace(0, 0.0)
 
     def aimed_at(self, target_ns: int) -> Search:
@@ -131,6 +136,15 @@ class Search:
             # What was tried for a job's order may fail on the reverse alone.
             return None
 
+    @property
+    def listed(self) -> bool:
+        """Whether the incumbent is no group order's: a list of tasks gave it."""
+        return self.best_ns < self.order_ns
+
+    @cached_property
+    def _ranks(self) -> Ranks:
+        return make_ranks(self.packed)
+
     def round_size(self, until: float = 1.0) -> int:
         """Evaluations for the next kernel call; 0 when the search, or its part ``until``, is over."""
         if self.done:
@@ -153,17 +167,33 @@ class Search:
     def try_order(self, order: IntArray, choice: IntArray) -> int:
         """Evaluate one order; keep it if it is the best so far. Return its makespan or a negative code."""
         self.meter.used += 1
-        makespan = self.play(order, choice, self.best_ns)
-        if 0 <= makespan < self.best_ns:
-            self.order, self.choice = order.copy(), choice.copy()
-            self.keep(makespan, self.scratch.sequence)
+        makespan = self.play(order, choice, self.order_ns)
+        if 0 <= makespan < self.order_ns:
+            self.order, self.choice, self.order_ns = order.copy(), choice.copy(), makespan
+            if makespan < self.best_ns:
+                self.keep(makespan, self.scratch.sequence)
+        return makespan
+
+    def try_rule(self, wishes: Wishes) -> int:
+        """Run a rule; keep what comes out if it is the best so far. Return its makespan or a negative code."""
+        self.meter.used += 1
+        if rollout_by_rule(self.packed, self._ranks, wishes) < 0:
+            return codes.DEADLOCK
+        # Where a rank waited, what it then ran may begin earlier.
+        makespan = int(retime(self.packed, make_desk(self.packed, wishes.made), codes.NEVER))
+        if self.chooser is not None:
+            makespan = self.chooser.choose(wishes.made, self.params.strategies.rollout_rounds)
+        if makespan < self.best_ns:
+            self.keep(makespan, wishes.made)
         return makespan
 
     def try_like(self, other: Search) -> int:
-        """Evaluate the order of another search of the same graph under other candidates.
+        """Evaluate the order of another search of the same graph under other candidates, and its list of tasks.
 
         Groups may differ, since they depend on durations, so the order goes over by segments.
         """
+        if other.listed:
+            self.try_rule(wishes_like(self.graph, other.sequence))
         expand(other.packed, other.scratch, other.order)
         packed = self.packed
         place = [
@@ -182,7 +212,7 @@ class Search:
         if makespan < self.best_ns:
             again = self.play(order, choice)
             assert again == makespan, (again, makespan)
-            self.order, self.choice = order.copy(), choice.copy()
+            self.order, self.choice, self.order_ns = order.copy(), choice.copy(), makespan
             self.keep(makespan, self.scratch.sequence)
 
     def keep(self, makespan: int, sequence: IntArray) -> None:

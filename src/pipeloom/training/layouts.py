@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from pipeloom.cost import Profile, ProfileCosts, sharded_copies
 from pipeloom.cost.layers import LayerTable
 from pipeloom.errors import InputError
-from pipeloom.io import read_layout, write_layers
+from pipeloom.io import read_layout, read_rule, write_layers
 from pipeloom.layout import encoder_first, layout_for, separate
 from pipeloom.layout.training import choose_training_layout, cooptimise_training_layout, training_layers
 from pipeloom.runtime import Model
 from pipeloom.runtime.divide import layers_with_tied
+from pipeloom.search import OrderRule
 from pipeloom.spec import Layout, Parallelism
 from pipeloom.training.job import Job
 from pipeloom.training.measure import FirstBatches
+
+
+class Laid(NamedTuple):
+    """A layout, and the rule that was found with it."""
+
+    layout: Layout
+    rule: OrderRule | None = None
+
 
 _PLANNED_BATCHES = 2
 """Batches under which layouts are compared."""
 _SHOWN_LAYOUTS = 5
 
 
-def given_layout(job: Job, model: Model) -> Layout | None:
+def given_layout(job: Job, model: Model) -> Laid | None:
     """Take the layout that the job has, or read the one that its config names; None where there is none.
 
     Raises
@@ -28,11 +39,13 @@ def given_layout(job: Job, model: Model) -> Layout | None:
         It cannot be read, is of another model, or for other ranks and replicas.
     """
     config = job.config
+    rule = None
     if job.layout is not None:
         path, layout = "layout", job.layout
     elif config.layout.kind == "file":
         path = str(job.file.parent / config.layout.path)
         layout = read_layout(path)
+        rule = read_rule(path, layout)
     else:
         return None
     if layout.num_ranks != config.layout.ranks:
@@ -47,7 +60,7 @@ def given_layout(job: Job, model: Model) -> Layout | None:
             f"the run has {config.parallel.tp} and {config.parallel.dp}",
         )
     try:
-        return layout_for(layout, model.spec)
+        return Laid(layout_for(layout, model.spec), rule)
     except InputError as error:
         raise InputError(f"{path}: {error.entity}", error.problem, error.remedy) from error
 
@@ -62,16 +75,16 @@ def held_copies(job: Job, model: Model) -> dict[str, float]:
     return dict.fromkeys((f"{name}/{kind}" for name, kind in sorted(kinds - whole)), sharded_copies(parallel.dp))
 
 
-def lay_out(job: Job, model: Model, profile: Profile, first: FirstBatches) -> Layout:
+def lay_out(job: Job, model: Model, profile: Profile, first: FirstBatches) -> Laid:
     """Lay a model out as the run's file asks, by what was measured."""
     config = job.config.layout
     if config.kind == "chosen":
-        return _chosen_layout(job, model, profile, first)
+        return Laid(_chosen_layout(job, model, profile, first))
     if config.kind == "arranged":
         return _arranged_layout(job, model, profile, first)
     if config.kind == "encoder_first":
-        return encoder_first(model.spec, config.ranks, profile.load, placements=config.modules)
-    return separate(model.spec, config.ranks, config.modules, profile.load)
+        return Laid(encoder_first(model.spec, config.ranks, profile.load, placements=config.modules))
+    return Laid(separate(model.spec, config.ranks, config.modules, profile.load))
 
 
 def measured_layers(job: Job, model: Model, profile: Profile, first: FirstBatches) -> LayerTable:
@@ -87,7 +100,7 @@ def measured_layers(job: Job, model: Model, profile: Profile, first: FirstBatche
     )
 
 
-def _arranged_layout(job: Job, model: Model, profile: Profile, first: FirstBatches) -> Layout:
+def _arranged_layout(job: Job, model: Model, profile: Profile, first: FirstBatches) -> Laid:
     """Choose partition and placement together, and leave the layers that this was chosen for."""
     table = measured_layers(job, model, profile, first)
     write_layers(job.folder / "layers.json", table)
@@ -97,7 +110,7 @@ def _arranged_layout(job: Job, model: Model, profile: Profile, first: FirstBatch
         f"  {found.timeline.makespan_ns / 1e6:.1f} ms planned in {found.placement.num_chunks} chunks, at most "
         f"{max(found.gap, 0.0):.1%} above the best possible"
     )
-    return layout
+    return Laid(layout, found.order_rule)
 
 
 def _chosen_layout(job: Job, model: Model, profile: Profile, first: FirstBatches) -> Layout:

@@ -15,7 +15,7 @@ import torch
 
 from pipeloom.cost.layers import LayerTable
 from pipeloom.errors import ExecutionError, InputError, PipeloomError
-from pipeloom.io import read_spec, write_layout, write_text
+from pipeloom.io import read_spec, rule_path, write_layout, write_rule, write_text
 from pipeloom.plan import backend_of
 from pipeloom.planner import Setup
 from pipeloom.runtime import Model, Worker, choose_device, join_workers, launch, this_worker
@@ -106,7 +106,11 @@ class TrainingRun(Job):
             model = self._checked_model()
             check_divisible(model, config.parallel.degrees, config.parallel.shard)
             setup = self._measured_setup(model)
-        write_layout(self.folder / "layout.json", setup.layout)
+        path = self.folder / "layout.json"
+        write_layout(path, setup.layout)
+        rule_path(path).unlink(missing_ok=True)
+        for rule in setup.search.rules[-1:]:
+            write_rule(path, rule)
         write_text(self.setup_path, msgspec.json.format(msgspec.json.encode(setup), indent=1).decode() + "\n")
         return setup
 
@@ -182,11 +186,14 @@ class TrainingRun(Job):
         first = FirstBatches(self, model)
         given = given_layout(self, model)
         profile = known_profile(self, model) or measured_profile(self, first, self.device)
-        layout = given or lay_out(self, model, profile, first)
+        laid = given or lay_out(self, model, profile, first)
         params = config.planner.params
+        search = read_spec(self.file.parent / params, SearchParams) if params else SearchParams()
+        if laid.rule is not None:
+            search = msgspec.structs.replace(search, rules=(*search.rules, laid.rule))
         return Setup(
             model=model.spec,
-            layout=msgspec.structs.replace(layout, parallelism=config.parallel.degrees),
+            layout=msgspec.structs.replace(laid.layout, parallelism=config.parallel.degrees),
             profile=profile,
             packing=config.packing,
             cluster=config.cluster,
@@ -199,7 +206,7 @@ class TrainingRun(Job):
             split_backward=config.planner.split_backward,
             held_copies=held_copies(self, model),
             threads=config.planner.threads,
-            search=read_spec(self.file.parent / params, SearchParams) if params else SearchParams(),
+            search=search,
         )
 
     def _begin(self, go_on: bool) -> None:

@@ -26,7 +26,7 @@ def arrays_of(chain: LayerChain, most_chunks: int | None = None) -> kernels.Chai
         capacity_bytes=chain.room_bytes,
         num_microbatches=chain.num_microbatches,
         delay_ns=chain.delay_ns,
-        stride_ns=max(1, int(chain.total_ns[:, 0].sum()) // chain.num_ranks),
+        stride_ns=chain.stride_ns,
         most_chunks=chain.num_layers if most_chunks is None else most_chunks,
     )
 

@@ -15,11 +15,11 @@ from pipeloom.layout.cooptimise.evaluate import NEVER, Judge, arrays_of, schedul
 from pipeloom.layout.cooptimise.kernels import MOVES, ChainArrays
 from pipeloom.layout.cooptimise.layer_chain import LayerChain, PartitionPlacement
 from pipeloom.layout.cooptimise.params import CooptimiseParams, WalkPhase
-from pipeloom.layout.cooptimise.rules import PriorityRule, from_draft
+from pipeloom.layout.cooptimise.rules import PriorityRule, from_draft, order_rule
 from pipeloom.layout.cooptimise.standard import one_f_one_b_peaks
 from pipeloom.layout.cooptimise.starts import allowed_starts
 from pipeloom.layout.cooptimise.walk import Span, Walk, WalkReport
-from pipeloom.search import Evaluations, Progress
+from pipeloom.search import Evaluations, OrderRule, Progress
 from pipeloom.search.stopping import StoppingRule, Watch
 from pipeloom.taskgraph import TaskGraph
 from pipeloom.timeline import LowerBound, Schedule, Timeline, require_feasible, simulate
@@ -54,6 +54,11 @@ class CooptimisedPipeline:
     def gap(self) -> float:
         """Makespan above the lower bound, relative to it."""
         return self.timeline.makespan_ns / self.lower_bound.ns - 1 if self.lower_bound.ns else 0.0
+
+    @property
+    def order_rule(self) -> OrderRule:
+        """The rule as it goes with the layout, for batches to come."""
+        return order_rule(self.chain, self.placement, self.rule)
 
     @property
     def strategies(self) -> list[str]:

@@ -85,6 +85,11 @@ class LayerChain:
             return np.full(self.num_ranks, NO_LIMIT, np.int64)
         return self.capacity_bytes
 
+    @property
+    def stride_ns(self) -> int:
+        """What a microbatch adds to its keys: the work of one on the mean rank."""
+        return max(1, int(self.total_ns[:, 0].sum()) // self.num_ranks)
+
     def with_capacity(self, capacity_bytes: npt.ArrayLike | None) -> LayerChain:
         """Return the chain under another memory limit: one number for all ranks, one per rank, or None."""
         if capacity_bytes is None:

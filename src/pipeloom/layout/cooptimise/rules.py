@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -20,7 +21,8 @@ from pipeloom.layout.cooptimise.kernels import (
     WAIT,
     Draft,
 )
-from pipeloom.layout.cooptimise.layer_chain import PartitionPlacement
+from pipeloom.layout.cooptimise.layer_chain import LayerChain, PartitionPlacement, chunk_costs, rank_work_ns
+from pipeloom.search.rule import ChunkRule, OrderRule
 from pipeloom.taskgraph import IntArray
 
 
@@ -87,3 +89,38 @@ def from_draft(draft: Draft) -> tuple[PartitionPlacement, PriorityRule]:
 def copy_of(draft: Draft) -> Draft:
     """Copy a draft, so that either may be changed alone."""
     return Draft(draft.chunks.copy(), draft.strategy.copy())
+
+
+def order_rule(chain: LayerChain, placement: PartitionPlacement, rule: PriorityRule) -> OrderRule:
+    """Write a rule so that it can travel with the layout: without a unit of time, and spread over its chunks."""
+    unit = chain.stride_ns
+    # Waits are times of the tasks as they are under the strategies; keys have but an order.
+    whole = float(rank_work_ns(chain, placement).sum()) / chain.num_ranks or 1.0
+    costs = chunk_costs(chain, placement)
+    hop = np.array([chain.delay_ns * (a != b) for a, b in pairwise(placement.ranks)] + [0], np.int64)
+    # When a lone microbatch would begin each forward and backward, as `kernels.evaluate` counts it.
+    before = np.cumsum(costs.forward_ns + hop) - costs.forward_ns - hop
+    after = np.cumsum((costs.backward_ns + hop)[::-1])[::-1] - costs.backward_ns - hop
+    lone = int(before[-1] + costs.forward_ns[-1]) + after
+    keys = rule.keys + np.stack([before, lone, np.zeros_like(lone)]) * rule.spread // 16
+    names: tuple[str, ...] = ()
+    if placement.strategies:
+        names = tuple(row[index] for row, index in zip(chain.strategies, placement.strategies, strict=True))
+    limits = [UNLIMITED] * placement.num_chunks if rule.limits is None else rule.limits.tolist()
+    return OrderRule(
+        tuple(
+            ChunkRule(
+                layers=(first, end - 1),
+                rank=placement.ranks[c],
+                forward=float(keys[0, c]) / unit,
+                backward=float(keys[1, c]) / unit,
+                weight=float(keys[2, c]) / unit,
+                forward_wait=float(rule.waits[0, c]) / whole,
+                backward_wait=float(rule.waits[1, c]) / whole,
+                limit=None if limits[c] >= UNLIMITED else limits[c],
+                strategies=names[first:end],
+            )
+            for c, (first, end) in enumerate(pairwise(placement.cuts))
+        ),
+        rule.period,
+    )

@@ -1,0 +1,205 @@
+"""Rules written out for a graph: those that came with its layout, and those that others run by.
+
+A rule is run by `pipeloom.search.kernels.by_rule`, on the tasks of the graph at hand: its microbatches may be unlike,
+and as many as there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from pipeloom.errors import InputError
+from pipeloom.search.kernels.by_rule import Wishes
+from pipeloom.search.kernels.codes import NEVER
+from pipeloom.search.packed import PLACE, PackedGraph
+from pipeloom.search.rule import ChunkRule, OrderRule
+from pipeloom.taskgraph import NO_TASK, IntArray, TaskGraph
+
+_LIMIT = 2.0**60
+_FIRST = 1e6
+"""Units by which one kind of task goes before all others."""
+
+
+class Chunks(NamedTuple):
+    """Chunks that a graph's pairs run on, by rank, and then as in the layout.
+
+    Attributes
+    ----------
+    label, rank : array, shape (num_chunks,)
+        Number in the layout.
+    of_pair : array, shape (num_pairs,)
+    most_parts : array, shape (num_chunks,)
+        Most pairs that a microbatch has there.
+    mean_held : array, shape (num_chunks,)
+        Bytes that a microbatch holds there between forward and backward, in the mean.
+    """
+
+    label: IntArray
+    rank: IntArray
+    of_pair: IntArray
+    most_parts: IntArray
+    mean_held: IntArray
+
+
+def chunks_of(graph: TaskGraph) -> Chunks | None:
+    """Read chunks from the labels of a graph that was made from a layout; None where there are none."""
+    if graph.labels is None:
+        return None
+    label = np.array([label.chunk for label in graph.labels], np.int64)
+    both, of_pair = np.unique(np.stack([graph.rank[graph.forward_of], label]), axis=1, return_inverse=True)
+    of_pair = np.ravel(of_pair)
+    num, microbatch = both.shape[1], graph.microbatch[graph.forward_of]
+    visits, parts = np.unique(np.stack([of_pair, microbatch]), axis=1, return_counts=True)
+    most = np.zeros(num, np.int64)
+    np.maximum.at(most, visits[0], parts)
+    held = np.bincount(of_pair, weights=_most_held(graph), minlength=num) / np.bincount(visits[0], minlength=num)
+    return Chunks(both[1], both[0], of_pair, most, held.astype(np.int64))
+
+
+def wishes_of(graph: TaskGraph, packed: PackedGraph, chunks: Chunks, rule: OrderRule, turn: IntArray) -> Wishes:
+    """Write a rule out for a graph whose microbatches come in the order of their turns.
+
+    Raises
+    ------
+    InputError
+        The rule has too few chunks.
+    """
+    if len(rule.chunks) <= chunks.label.max():
+        problem = f"has {len(rule.chunks)} chunks, the graph's layout {chunks.label.max() + 1}"
+        raise InputError("rules", problem, "give the rule of the layout that the graph was made from")
+    said = [rule.chunks[label] for label in chunks.label]
+    kind, chunk, turns = packed.task[:-1, PLACE] & 3, chunks.of_pair[graph.pair], turn[graph.microbatch]
+    # What a microbatch adds is the work of those before it, in whole periods.
+    work = np.bincount(turns, weights=graph.duration_ns, minlength=len(turn)) / graph.num_ranks
+    unit = float(work.sum()) / max(1, len(np.unique(graph.microbatch)))
+    before = np.cumsum(work) - work
+    added = before[np.arange(len(turn)) // rule.period * rule.period]
+    keys = np.array([(one.forward, one.backward, one.weight) for one in said]) * unit
+    waits = np.array([(one.forward_wait, one.backward_wait, 0.0) for one in said]) * unit
+    key = np.rint(np.clip(keys, -_LIMIT, _LIMIT)[chunk, kind] + added[turns]).astype(np.int64)
+    wait = np.where(kind == 2, -1, np.rint(np.minimum(waits, _LIMIT))[chunk, kind].astype(np.int64))
+    # Where keys are equal: the earlier chunk, there the backward, and of two microbatches the one whose turn it is.
+    order = np.lexsort((np.arange(graph.num_tasks), turns, np.array((1, 0, 2))[kind], chunk, key, graph.rank))
+    place = np.empty(graph.num_tasks, np.int64)
+    place[order] = np.arange(graph.num_tasks)
+    row = np.searchsorted(chunks.rank, np.arange(graph.num_ranks + 1)).astype(np.int64)
+    # Room for one microbatch in every later chunk of the rank.
+    after = np.append(np.cumsum(chunks.mean_held[::-1])[::-1], 0)
+    later = after[1:] - after[row[chunks.rank + 1]]
+    limit = [NEVER if one.limit is None else one.limit for one in said]
+    flight, take = _flights(graph)
+    return Wishes(
+        order=order,
+        place=place,
+        key=key,
+        wait=wait,
+        chunk=chunk,
+        flight=flight,
+        take=take,
+        chunk_row=row,
+        limit=np.minimum(np.array(limit, np.int64), NEVER // chunks.most_parts) * chunks.most_parts,
+        later=later,
+        in_flight=np.zeros(len(said), np.int64),
+        held=np.zeros(len(said), np.int64),
+        room=np.zeros(len(said), np.int64),
+        made=np.zeros(graph.num_tasks, np.int64),
+    )
+
+
+def wishes_like(graph: TaskGraph, sequence: IntArray) -> Wishes:
+    """Take a sequence of all tasks as a rule: the earlier goes first; nothing is waited for."""
+    num_tasks, num_ranks = graph.num_tasks, graph.num_ranks
+    order = sequence[np.argsort(graph.rank[sequence], kind="stable")]
+    place, key = np.empty(num_tasks, np.int64), np.empty(num_tasks, np.int64)
+    place[order], key[sequence] = np.arange(num_tasks), np.arange(num_tasks)
+    return Wishes(
+        order=order,
+        place=place,
+        key=key,
+        wait=np.full(num_tasks, -1),
+        chunk=graph.rank,
+        flight=np.zeros(num_tasks, np.int64),
+        take=np.zeros(num_tasks, np.int64),
+        chunk_row=np.arange(num_ranks + 1),
+        limit=np.full(num_ranks, NEVER),
+        later=np.zeros(num_ranks, np.int64),
+        in_flight=np.zeros(num_ranks, np.int64),
+        held=np.zeros(num_ranks, np.int64),
+        room=np.zeros(num_ranks, np.int64),
+        made=np.zeros(num_tasks, np.int64),
+    )
+
+
+def choice_of(graph: TaskGraph, rule: OrderRule) -> IntArray | None:
+    """Strategies that a rule was found with, a candidate per pair, the base where it is not offered.
+
+    None where the rule does not say, or the graph offers nothing.
+    """
+    if graph.labels is None or graph.candidates is None or not any(one.strategies for one in rule.chunks):
+        return None
+    # Equal chunks share one row of candidates.
+    known: dict[tuple[int, int], int] = {}
+    choice = np.zeros(graph.num_pairs, np.int64)
+    for pair, (label, row) in enumerate(zip(graph.labels, graph.candidates, strict=True)):
+        key = id(row), label.chunk
+        if key not in known:
+            wanted = rule.chunks[label.chunk].strategies
+            same = [i for i, option in enumerate(row) if (option.layers or (option.strategy,) * len(wanted)) == wanted]
+            known[key] = same[0] if wanted and same else 0
+        choice[pair] = known[key]
+    return choice
+
+
+def _most_held(graph: TaskGraph) -> IntArray:
+    """Most bytes that every pair holds between its tasks; nothing where there is no backward."""
+    split = graph.weight_of != NO_TASK
+    most = np.where(split, np.maximum(graph.activation_bytes, graph.weight_gradient_bytes), graph.activation_bytes)
+    held: IntArray = np.where(graph.backward_of != NO_TASK, most, 0)
+    return held
+
+
+def _flights(graph: TaskGraph) -> tuple[IntArray, IntArray]:
+    """What every task adds to the pairs in flight, and to the bytes held.
+
+    What grows between the halves of a backward counts from its forward, or it might not fit then.
+    """
+    flight, take = np.zeros(graph.num_tasks, np.int64), np.zeros(graph.num_tasks, np.int64)
+    has, split = graph.backward_of != NO_TASK, graph.weight_of != NO_TASK
+    most, left = _most_held(graph), np.where(split, graph.weight_gradient_bytes, 0)
+    flight[graph.forward_of[has]] = 1
+    take[graph.forward_of] = most
+    flight[graph.backward_of[has]] = -1
+    take[graph.backward_of[has]] = (left - most)[has]
+    take[graph.weight_of[split]] = -left[split]
+    return flight, take
+
+
+def standard_rules(graph: TaskGraph, chunks: Chunks) -> Iterator[OrderRule]:
+    """1F1B and, where backwards are split, zero-bubble H1 and H2 (Qi et al. 2024): one run of chunks on each rank.
+
+    A stage that has s stages behind it runs s forwards ahead, backwards first; H2 twice as many. 1F1B runs weight
+    gradients at once, H1 and H2 where a rank would idle.
+    """
+    home = np.zeros(int(chunks.label.max()) + 1, np.int64)
+    home[chunks.label] = chunks.rank
+    if len(np.unique(chunks.label)) < len(chunks.label):
+        return  # parts of one chunk on several ranks
+    present = np.sort(chunks.label)
+    stage = np.concatenate([[0], np.cumsum(np.diff(home[present]) != 0)])
+    num = int(stage[-1]) + 1
+    if num > len(np.unique(chunks.rank)):
+        return
+    depth = dict(zip(present.tolist(), (num - stage).tolist(), strict=True))
+    forms = [(1, 0, -_FIRST)]
+    if (graph.weight_of != NO_TASK).any():
+        forms += [(1, 0, _FIRST), (2, 1, _FIRST)]
+    for times, less, weight in forms:
+        yield OrderRule(
+            tuple(
+                ChunkRule((0, 0), int(rank), 0.0, -_FIRST, weight, limit=max(1, times * depth.get(label, 1) - less))
+                for label, rank in enumerate(home)
+            )
+        )

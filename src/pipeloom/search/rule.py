@@ -1,0 +1,91 @@
+"""OrderRule: which task a rank takes next, said once for a layout, and so for every batch that runs on it.
+
+What co-optimisation finds beside a layout (`adaptis.txt` section 4.3, and beyond). It has no unit of time, so that it
+serves batches of any size.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from pipeloom.errors import InputError, check_count
+from pipeloom.spec import Layout
+
+_MOST = 1e9
+
+
+class ChunkRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a rule says of one chunk of the layout. A unit is the work of the mean microbatch on the mean rank."""
+
+    layers: tuple[int, int]
+    """First and last of the chunk, as in the layout."""
+    rank: int
+    forward: float
+    """Key of its forwards, in units; of all ready tasks a rank takes the one of least key."""
+    backward: float
+    """Key of its backwards, or of their input gradients."""
+    weight: float = 0.0
+    """Key of its weight gradients, where backwards are split."""
+    forward_wait: float = 0.0
+    """How long a rank waits for a forward that is sure to come, in units, rather than take a task of larger key."""
+    backward_wait: float = 0.0
+    limit: int | None = None
+    """Most microbatches between forward and backward; None: as many as memory has room for."""
+    strategies: tuple[str, ...] = ()
+    """How each of its layers holds its activations; empty: nothing is said."""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be compared."""
+        for name in ("forward", "backward", "weight"):
+            if not abs(getattr(self, name)) <= _MOST:
+                raise InputError(name, f"{getattr(self, name):g} is not between {-_MOST:g} and {_MOST:g}")
+        for name in ("forward_wait", "backward_wait"):
+            if not 0 <= getattr(self, name) <= _MOST:
+                raise InputError(name, f"{getattr(self, name):g} is not between 0 and {_MOST:g}")
+        if self.limit is not None:
+            check_count("limit", self.limit)
+        count = self.layers[1] - self.layers[0] + 1
+        if self.strategies and len(self.strategies) != count:
+            raise InputError("strategies", f"are {len(self.strategies)}, the chunk has {count} layers")
+
+
+class OrderRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Which task a rank takes next, under one layout.
+
+    A microbatch adds the work of those before it, in units, to the keys of its chunks.
+    """
+
+    chunks: tuple[ChunkRule, ...]
+    """Of every chunk of the layout, in its order."""
+    period: int = 1
+    """So many microbatches have equal keys, and take turns."""
+    format: Literal["pipeloom.rule/1"] = "pipeloom.rule/1"
+
+    def __post_init__(self) -> None:
+        """Refuse rules for nothing."""
+        check_count("period", self.period)
+        if not self.chunks:
+            raise InputError("chunks", "are none", "give one for every chunk of the layout")
+
+    def check_layout(self, layout: Layout) -> None:
+        """Refuse another layout than the one that the rule is for, whatever its modules are called.
+
+        Raises
+        ------
+        InputError
+            Naming the chunk.
+        """
+        if len(self.chunks) != len(layout.chunks):
+            raise InputError(
+                "chunks", f"are {len(self.chunks)}, the layout has {len(layout.chunks)}", "arrange the layers again"
+            )
+        for i, (mine, theirs) in enumerate(zip(self.chunks, layout.chunks, strict=True)):
+            if (mine.layers, mine.rank) != (theirs.layers, theirs.rank):
+                raise InputError(
+                    f"chunks[{i}]",
+                    f"has layers {list(mine.layers)} on rank {mine.rank}, in the layout it has "
+                    f"{list(theirs.layers)} on rank {theirs.rank}",
+                    "arrange the layers again",
+                )
