@@ -180,10 +180,10 @@ def read_setup(
     if tokens < 1:
         raise InputError("--tokens", f"{tokens} is below 1", "say how many tokens a microbatch may have")
     links = RankSpec() if cluster is None else read_spec(cluster, RankSpec)
-    laid = read_layout(layout)
+    spec, laid = read_spec(model, ModelSpec), read_layout(layout)
     rule = read_rule(layout, laid)
     return Setup(
-        read_spec(model, ModelSpec),
+        spec,
         laid,
         read_spec(profile, Profile),
         PackingSpec(tokens),
