@@ -324,7 +324,7 @@ def test_parts_that_match_in_no_way_are_refused() -> None:
         (ModuleLayout("vision", sub_microbatch=2), ModuleLayout("adapter", ("vision",), sub_microbatch=3)),
         (Chunk("vision", (0, 0), 0), Chunk("adapter", (0, 0), 0)),
     )
-    packing = pack(batch, model, layout, PackingSpec(100))
+    packing = pack(batch, model, layout, PackingSpec(100, "first_fit"))
     units = [Unit(0, 0, sub) for sub in range(3)] + [Unit(1, 0, sub) for sub in range(2)]
     rng.shuffle(units)
     routes = make_routes(layout, packing, units)
