@@ -7,6 +7,7 @@ import pytest
 
 from pipeloom.cost import CostModel
 from pipeloom.cost.emulated import EmulatedCosts
+from pipeloom.cost.emulated_mixtures import Ladder
 from pipeloom.errors import InfeasibleError, InputError, PlanError
 from pipeloom.layout import separate, typical_seconds
 from pipeloom.packing import Microbatch, Packing, PackingSpec, SubMicrobatch, pack
@@ -15,6 +16,7 @@ from pipeloom.planner import Problem, plan_batch
 from pipeloom.search import Evaluations, solve
 from pipeloom.spec import Batch, Chunk, Layout, ModuleLayout, Sample, Workload
 from pipeloom.spec.batch import video_tokens
+from pipeloom.spec.catalog import load_cluster
 from pipeloom.spec.datasets import draw_samples, group_clips
 from pipeloom.spec.parallelism import Degrees
 from pipeloom.taskgraph.build import build_graph
@@ -207,3 +209,58 @@ def test_emulated_costs_put_aside_memory_as_measured_ones_do(costs):
     assert {len(row) for row in even.candidates} == {len(costs.strategies)}
     with pytest.raises(InfeasibleError, match="the largest computation"):
         iteration_graph(layout, packing, costs, "small", MemoryLimit(int(graph.static_bytes.max()) + 1))
+
+
+@pytest.fixture(scope="module")
+def mixing():
+    return EmulatedCosts("vlm-s", "dip-h800-64", Degrees(tensor=4, pipeline=4), split=False, ladder=Ladder())
+
+
+@pytest.mark.parametrize("layers", [(0, 0), (0, 7), (1, 8), (20, 33)])
+def test_mixtures_cost_what_the_emulator_says_of_them(mixing, layers):
+    """Whatever layers they are of: as long as their layers compute, and no shorter than their copies."""
+    chunk, work = Chunk("lm", layers, 0), Workload((5000, 3192))
+    found = mixing.chunk_costs(chunk, work)
+    assert len(found) == 10
+    assert found[0].backward_s == min(cost.backward_s for cost in found)
+    for cost in found:
+        computed = tuple("keep" if each == "offload" else each for each in cost.layers)
+        alone = mixing._stage(chunk, computed).cost(work, ("F", "B"))
+        known = mixing._stage(chunk, cost.layers).cost(work, ())
+        assert (cost.activation_bytes, cost.host_bytes) == (known.activation_bytes, known.host_bytes)
+        copies = cost.host_bytes / (64e9 * 0.85)
+        assert cost.forward_s >= max(alone.duration_ps["F"] / 1e12, copies) * (1 - 1e-9)
+        assert cost.backward_s >= max(alone.duration_ps["B"] / 1e12, copies) * (1 - 1e-9)
+        if not cost.host_bytes:
+            assert cost.backward_s == pytest.approx(alone.duration_ps["B"] / 1e12)
+
+
+def test_offloading_some_layers_is_free_and_offloading_all_is_not(mixing):
+    found = mixing.chunk_costs(Chunk("lm", (1, 8), 0), Workload((5000, 3192)))
+    keep, *others = found
+    free = [
+        cost
+        for cost in others
+        if cost.host_bytes and cost.forward_s + cost.backward_s == keep.forward_s + keep.backward_s
+    ]
+    assert free
+    assert all(cost.activation_bytes < keep.activation_bytes for cost in free)
+    assert found[-1].layers == ("offload",) * 8
+    assert found[-1].forward_s > 1.3 * keep.forward_s
+
+
+def test_room_is_kept_for_what_is_on_its_way_to_the_host(mixing):
+    plain = EmulatedCosts("vlm-s", "dip-h800-64", Degrees(tensor=4, pipeline=4), split=False)
+    chunk, work = Chunk("lm", (1, 8), 0), Workload((5000, 3192))
+    whole = plain.chunk_costs(chunk, work)[-1].host_bytes
+    assert mixing.workspace_bytes(chunk, work) == plain.workspace_bytes(chunk, work) + 4 * whole // 8
+
+
+def test_a_device_without_a_link_to_the_host_offloads_nothing():
+    cluster = load_cluster("dip-h800-64")
+    cut_off = msgspec.structs.replace(cluster, device=msgspec.structs.replace(cluster.device, pcie_bytes_per_s=0.0))
+    costs = EmulatedCosts("vlm-s", cut_off, Degrees(tensor=4, pipeline=4), split=False, ladder=Ladder())
+    found = costs.chunk_costs(Chunk("lm", (1, 8), 0), Workload((5000, 3192)))
+    assert len(found) == Ladder().free
+    assert not any(cost.host_bytes for cost in found)
+    assert costs.workspace_bytes(Chunk("lm", (1, 8), 0), Workload((5000, 3192))) > 0

@@ -102,6 +102,7 @@ def instances(draw: st.DrawFn) -> dict[str, Any]:
         "num_ranks": num_ranks,
         "memory_capacity_bytes": draw(st.none() | st.lists(sizes, min_size=num_ranks, max_size=num_ranks)),
         "memory_static_bytes": draw(st.lists(sizes, min_size=num_ranks, max_size=num_ranks)),
+        **draw(st.just({}) | st.fixed_dictionaries({"host_capacity_bytes": st.just([7] * num_ranks)})),
         "tasks": tasks,
         "pairs": {
             "activation_bytes": (activation := [draw(sizes) for _ in forms]),
@@ -127,4 +128,6 @@ def candidates(draw: st.DrawFn, form: str) -> dict[str, Any]:
         entry["weight_gradient_bytes"] = entry["activation_bytes"] + 1
     if draw(st.booleans()):
         entry["layers"] = ["keep", "full"]
+    if draw(st.booleans()):
+        entry["host_bytes"] = 5
     return entry

@@ -91,7 +91,8 @@ def test_a_tightened_capacity_is_the_most_that_candidates_can_fill(data):
     lean = np.zeros(num_pairs, np.int64)
 
     def options_of(capacity):
-        return Options(np.zeros_like(activation), activation, gradient, lean, span, capacity)
+        nothing = np.zeros_like(activation)
+        return Options(nothing, activation, gradient, lean, span, capacity, nothing, places)
 
     def held(choice):
         allocated = np.zeros(places + 1, np.int64)
@@ -104,7 +105,7 @@ def test_a_tightened_capacity_is_the_most_that_candidates_can_fill(data):
     price = np.array(data.draw(st.lists(st.sampled_from([0.0, 1.0, 2.0]), min_size=places, max_size=places)))
     lowered = capacity.copy()
     none, running, sums = np.zeros(num_pairs, np.int64), np.zeros(places), np.zeros((3, 200), np.int64)
-    parts = (none, none, allocated, price, running, none.astype(float), none.astype(float), none, none, sums)
+    parts = (none, none, allocated, price, running, *[none.astype(float)] * 3, none, none, sums)
     tighten(options_of(lowered), Work(*parts), 300_000)
     for k in range(places):
         most = max(int(c[k]) for c in choices if c[k] <= capacity[k])
@@ -127,10 +128,10 @@ def test_no_two_pairs_can_be_exchanged_for_better(graph):
         lay_out(t, d, order, rank)
         time, activation, gradient, span = t.time[rows], t.activation[rows], t.gradient[rows], d.span[rows]
         choice, allocated, capacity = t.lean[rows].copy(), np.zeros(n + 1, np.int64), d.capacity[:n]
-        options = Options(time, activation, gradient, t.lean[rows], span, capacity)
+        options = Options(time, activation, gradient, t.lean[rows], span, capacity, t.host[rows], n)
         fill_allocated(options, choice, allocated)
         places = (d.multiplier[: n + 1], d.running[: n + 1])
-        pairs = (d.price[rows], d.gain[rows], d.move[rows])
+        pairs = (d.price[rows], d.host_price[rows], d.gain[rows], d.move[rows])
         exchange(options, Work(choice, d.trial[rows], allocated, *places, *pairs, d.spare, d.sums))
         exact = np.zeros(n + 1, np.int64)
         fill_allocated(options, choice, exact)
@@ -150,7 +151,7 @@ def test_no_two_pairs_can_be_exchanged_for_better(graph):
 def test_without_a_limit_everyone_gets_the_fastest():
     layer = [LayerOption("keep", 10, 20, 100), LayerOption("full", 10, 30, 10)]
     options = pair_candidates([layer] * 3, 4)
-    assert options[0] == ("keep", 30, 60, 0, 300, 300, ("keep",) * 3)
+    assert options[0] == ("keep", 30, 60, 0, 300, 300, ("keep",) * 3, 0)
     assert options[-1].activation_bytes == 30
     assert [c.strategy for c in options] == ["keep", "mixed", "full"]
 

@@ -6,10 +6,13 @@ import itertools
 from collections import OrderedDict
 from collections.abc import Sequence
 from copy import copy
+from typing import cast
 
 import numpy as np
 
 from pipeloom.cost.correction import Correction
+from pipeloom.cost.emulated_mixtures import Ladder, layer_options, staging_bytes
+from pipeloom.cost.mixtures import BACKWARD, LayerOption, Mixtures, ladder, mix
 from pipeloom.cost.model import StrategyCost
 from pipeloom.emulator.build import Placement, layer_template, module_templates
 from pipeloom.emulator.program import Part
@@ -26,6 +29,7 @@ from pipeloom.spec import (
     ModelSpec,
     ModuleSpec,
     RankSpec,
+    Strategy,
     TensorShape,
     Workload,
     chunk_strategy,
@@ -37,6 +41,7 @@ from pipeloom.spec.parallelism import Degrees
 
 CACHE_SIZE = 16384
 _KEEP = ChunkStrategy("keep")
+
 
 _Shape = tuple[tuple[int, int], ...]
 """A chunk as runs of equal layers: which (by the identity of its template) and how many."""
@@ -55,6 +60,9 @@ class EmulatedCosts:
         Candidates of every chunk, the base first.
     split : bool
         Whether costs of split backwards (I and W) are wanted; without them answers take half the time.
+    ladder : Ladder, optional
+        Offer mixtures in which each layer of a chunk has a strategy of its own (`pipeloom.cost.mixtures`), in place of
+        ``strategies``; keeping everything comes first.
 
     Notes
     -----
@@ -70,6 +78,7 @@ class EmulatedCosts:
         strategies: Sequence[ChunkStrategy | str] = STRATEGIES,
         *,
         split: bool = True,
+        ladder: Ladder | None = None,
     ) -> None:
         self.architecture = load_architecture(architecture) if isinstance(architecture, str) else architecture
         self.cluster = load_cluster(cluster) if isinstance(cluster, str) else cluster
@@ -77,13 +86,14 @@ class EmulatedCosts:
         if not strategies:
             raise InputError("strategies", "is empty", "give at least the base")
         self.strategies = tuple(map(chunk_strategy, strategies))
-        self.split_backward = split
+        self.split_backward, self.ladder = split, ladder
         self.factors: dict[str, tuple[float, float]] = {}
         self._parts: tuple[Part, ...] = ("F", "B", "I", "W") if split else ("F", "B")
         self._layers = {
             m.name: module_templates(self.architecture, m, self.placement) for m in self.architecture.modules
         }
-        self._stages: dict[tuple[str, tuple[int, int], ChunkStrategy], Stage] = {}
+        self._stages: dict[tuple[str, tuple[int, int], tuple[Strategy, ...]], Stage] = {}
+        self._options: OrderedDict[tuple[int, Workload], tuple[LayerOption, ...]] = OrderedDict()
         self._shared: dict[tuple[tuple[int, str, int], ...], Stage] = {}
         self._known: OrderedDict[tuple[_Shape, Workload], tuple[StrategyCost, ...]] = OrderedDict()
         self._shapes: dict[tuple[str, tuple[int, int]], _Shape] = {}
@@ -120,11 +130,12 @@ class EmulatedCosts:
             )
         return layers[chunk.layers[0] : chunk.layers[1] + 1]
 
-    def _stage(self, chunk: Chunk, strategy: ChunkStrategy = _KEEP) -> Stage:
+    def _stage(self, chunk: Chunk, strategy: ChunkStrategy | tuple[Strategy, ...] = _KEEP) -> Stage:
+        if isinstance(strategy, ChunkStrategy):
+            strategy = strategy.layers(chunk.layers[1] - chunk.layers[0] + 1)
         key = (chunk.module, chunk.layers, strategy)
         if key not in self._stages:
-            layers = self._chunk(chunk)
-            runs = runs_of(layers, strategy.layers(len(layers)))
+            runs = runs_of(self._chunk(chunk), strategy)
             shape = tuple((id(r.layer), r.strategy, r.count) for r in runs)
             self._stages[key] = self._shared.setdefault(shape, Stage(runs))
         return self._stages[key]
@@ -145,27 +156,37 @@ class EmulatedCosts:
         key = (self._shape(chunk), workload)
         known = self._known.get(key)
         if known is None:
-            known = tuple(self._cost(chunk, workload, strategy) for strategy in self.strategies)
+            known = self._mixtures(chunk, workload) if self.ladder else self._settings(chunk, workload)
             self._known[key] = known
             if len(self._known) > CACHE_SIZE:
                 self._known.popitem(last=False)
         return known
 
-    def _cost(self, chunk: Chunk, workload: Workload, strategy: ChunkStrategy) -> StrategyCost:
-        stage = self._stage(chunk, strategy)
-        cost: StageCost = stage.cost(workload, self._parts)
-        seconds = {part: ps / PS_PER_S for part, ps in cost.duration_ps.items()}
-        split = "I" in seconds
-        return StrategyCost(
-            strategy=str(strategy),
-            forward_s=seconds["F"],
-            backward_s=seconds.get("B", 0.0),
-            activation_bytes=cost.activation_bytes,
-            backward_input_s=seconds["I"] if split else None,
-            backward_weight_s=seconds["W"] if split else None,
-            weight_gradient_bytes=cost.weight_gradient_bytes if split else None,
-            layers=tuple(run.strategy for run in stage.runs for _ in range(run.count)),
-        )
+    def _settings(self, chunk: Chunk, workload: Workload) -> tuple[StrategyCost, ...]:
+        """Costs under each of the strategies, copies to the host and back inside the chunk's own passes."""
+        found = []
+        for strategy in self.strategies:
+            stage = self._stage(chunk, strategy)
+            layers = tuple(run.strategy for run in stage.runs for _ in range(run.count))
+            found.append(_cost(str(strategy), layers, stage.cost(workload, self._parts)))
+        return tuple(found)
+
+    def _mixtures(self, chunk: Chunk, workload: Workload) -> tuple[StrategyCost, ...]:
+        """Costs of a ladder of mixtures: of keeping everything, and what each layer's strategy adds to its backward."""
+        assert self.ladder is not None
+        found = mix([self._layer_options(layer, workload) for layer in self._chunk(chunk)])
+        keep = self._stage(chunk).cost(workload, self._parts)
+        rows = ladder(found, *self.ladder)
+        known = {row: _mixture(keep, found, row) for row in dict.fromkeys(rows)}
+        return tuple(known[row] for row in rows)
+
+    def _layer_options(self, layer: LayerTemplate, workload: Workload) -> tuple[LayerOption, ...]:
+        key = (id(layer), workload)
+        if key not in self._options:
+            self._options[key] = layer_options(layer, workload)
+            if len(self._options) > CACHE_SIZE:
+                self._options.popitem(last=False)
+        return self._options[key]
 
     def boundary_bytes(self, chunk: Chunk, workload: Workload) -> int:
         """Bytes of the chunk's output on one device."""
@@ -191,7 +212,12 @@ class EmulatedCosts:
 
     def workspace_bytes(self, chunk: Chunk, workload: Workload) -> int:
         """Most that a pass of the chunk uses beyond what it takes in, holds and hands on, under any strategy."""
-        return max(self._stage(chunk, each).workspace_bytes(workload) for each in self.strategies)
+        layers = self._chunk(chunk)
+        usable = [
+            each for each in self.strategies if all(word in layers[0].passes for word in each.layers(len(layers)))
+        ]
+        used = max(self._stage(chunk, each).workspace_bytes(workload) for each in usable or self.strategies)
+        return used if self.ladder is None else used + staging_bytes(layers, workload)
 
     def chunk_flops(self, chunk: Chunk, workload: Workload) -> float:
         """Operations of the forward's products on all tensor- and context-parallel devices together."""
@@ -228,6 +254,38 @@ class EmulatedCosts:
                 )
             modules.append(ModuleSpec(module.name, module.reads, tuple(layers), module.after, module.frozen))
         return ModelSpec(self.architecture.name, tuple(modules))
+
+
+def _mixture(keep: StageCost, found: Mixtures, row: int) -> StrategyCost:
+    """Cost of one mixture, from that of the chunk that keeps everything."""
+    backward, held, host, copy_out, copy_in = found.amounts[row, BACKWARD:].tolist()
+    again = round(backward - found.base[BACKWARD])
+    # Copies are on lanes of their own. What a forward computes depends on nothing that it keeps; what is made again is
+    # made where gradients of the inputs are, and by the second half of a split backward all is there.
+    duration = dict(keep.duration_ps)
+    duration["F"] = max(duration["F"], round(copy_out))
+    for part in ("B", "I"):
+        if part in duration:
+            duration[part] = max(duration[part] + again, round(copy_in))
+    layers = cast(tuple[Strategy, ...], found.layers(row))
+    cost = StageCost(duration, round(held), keep.weight_gradient_bytes, round(host))
+    return _cost(layers[0] if len(set(layers)) == 1 else "mixed", layers, cost)
+
+
+def _cost(strategy: str, layers: tuple[Strategy, ...], cost: StageCost) -> StrategyCost:
+    seconds = {part: ps / PS_PER_S for part, ps in cost.duration_ps.items()}
+    split = "I" in seconds
+    return StrategyCost(
+        strategy=strategy,
+        forward_s=seconds["F"],
+        backward_s=seconds.get("B", 0.0),
+        activation_bytes=cost.activation_bytes,
+        backward_input_s=seconds["I"] if split else None,
+        backward_weight_s=seconds["W"] if split else None,
+        weight_gradient_bytes=cost.weight_gradient_bytes if split else None,
+        layers=layers,
+        host_bytes=cost.host_bytes,
+    )
 
 
 def _one_of(layer: Layer) -> tuple[Layer, int]:

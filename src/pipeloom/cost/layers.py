@@ -25,6 +25,7 @@ class StrategyEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omi
     backward_weight_s: float | None = None
     weight_gradient_bytes: int | None = None
     layers: tuple[str, ...] | None = None
+    host_bytes: int = 0
 
 
 class LayerCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):

@@ -15,7 +15,7 @@ class StrategyCost:
     """A chunk on one (sub-)microbatch under one memory strategy.
 
     ``backward_s`` is the whole backward; ``backward_input_s`` and ``backward_weight_s`` are its two parts
-    where they are known, else None (such a chunk is never split).
+    where they are known, else None (such a chunk is never split). ``host_bytes`` lie on the host meanwhile.
     """
 
     strategy: str
@@ -26,6 +26,7 @@ class StrategyCost:
     backward_weight_s: float | None = None
     weight_gradient_bytes: int | None = None
     layers: tuple[str, ...] = ()
+    host_bytes: int = 0
 
 
 class CostModel(Protocol):

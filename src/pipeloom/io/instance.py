@@ -37,6 +37,7 @@ from pipeloom.taskgraph import (
     check_candidates,
     make_graph,
 )
+from pipeloom.taskgraph.columns import check_length
 
 FORMAT = "pipeloom.instance/1"
 
@@ -73,6 +74,7 @@ class _Instance(msgspec.Struct, forbid_unknown_fields=True):
     pairs: _Pairs
     edges: _Edges
     memory_capacity_bytes: list[int] | None = None
+    host_capacity_bytes: list[int] | None = None
 
 
 def read_instance(path: PathLike) -> TaskGraph:
@@ -152,6 +154,10 @@ def _graph(data: _Instance) -> TaskGraph:
         static_bytes=static,
         capacity_bytes=None if capacity is None else counts("memory_capacity_bytes", capacity),
     )
+    if data.host_capacity_bytes is not None:
+        host = counts("host_capacity_bytes", data.host_capacity_bytes)
+        check_length("host_capacity_bytes", host, data.num_ranks)
+        graph = replace(graph, host_capacity_bytes=host)
     return graph if pairs.candidates is None else replace(graph, candidates=_candidates(graph, pairs.candidates))
 
 
@@ -218,6 +224,7 @@ def read_candidate(path: str, entry: StrategyEntry, form: Form) -> Candidate:
         activation_bytes=activation,
         weight_gradient_bytes=activation if kept is None else count(f"{path}.weight_gradient_bytes", kept),
         layers=tuple(entry.layers or ()),
+        host_bytes=count(f"{path}.host_bytes", entry.host_bytes),
     )
 
 
@@ -234,19 +241,22 @@ def write_candidate(choice: Candidate, form: Form) -> dict[str, Any]:
         entry["weight_gradient_bytes"] = choice.weight_gradient_bytes
     if choice.layers:
         entry["layers"] = list(choice.layers)
+    if choice.host_bytes:
+        entry["host_bytes"] = choice.host_bytes
     return entry
 
 
 def instance_document(graph: TaskGraph) -> dict[str, Any]:
     """The problem as a JSON document; reading it gives an equal graph."""
     same = bool((graph.weight_gradient_bytes == graph.activation_bytes).all())
-    choices = graph.candidates
+    choices, host = graph.candidates, graph.host_capacity_bytes
     return {
         "format": FORMAT,
         "name": graph.name,
         "num_ranks": graph.num_ranks,
         "memory_capacity_bytes": None if graph.capacity_bytes is None else graph.capacity_bytes.tolist(),
         "memory_static_bytes": graph.static_bytes.tolist(),
+        **({} if host is None else {"host_capacity_bytes": host.tolist()}),
         "tasks": {
             "kind": [KIND_NAMES[k] for k in graph.kind.tolist()],
             "rank": graph.rank.tolist(),

@@ -21,7 +21,7 @@ from pipeloom.search.stopping import Stretch
 from pipeloom.search.strategies import PacedChooser, choose_strategies
 from pipeloom.search.uniform import downhill, uniform_settings
 from pipeloom.taskgraph import IntArray, TaskGraph
-from pipeloom.timeline import Schedule, lower_bound, simulate
+from pipeloom.timeline import Schedule, lower_bound, simulate, within_limits
 
 
 def alternate(graph: TaskGraph, context: Context, run: Run, stretch: Stretch) -> Schedule:
@@ -51,8 +51,15 @@ class _Incumbent:
         self.ns = codes.NEVER
 
     def offer(self, schedule: Schedule, or_equal: bool = False) -> int:
-        """Take a schedule if it is better; return its makespan."""
-        makespan = simulate(self.graph, schedule).makespan_ns
+        """Take a schedule if it is better; return its makespan.
+
+        An order that was found under strategies that offload may leave the host, or without it the rank, too little
+        memory; that is no schedule.
+        """
+        timeline = simulate(self.graph, schedule)
+        if self.graph.host_capacity_bytes is not None and not within_limits(self.graph, schedule, timeline):
+            return codes.NEVER
+        makespan = timeline.makespan_ns
         if makespan < self.ns + or_equal:
             self.schedule, self.ns = schedule, makespan
         return makespan

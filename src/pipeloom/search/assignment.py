@@ -19,6 +19,7 @@ import numpy.typing as npt
 from pipeloom.errors import InfeasibleError
 from pipeloom.search.example import small_pipeline
 from pipeloom.search.kernels import assignment as kernels
+from pipeloom.search.kernels import codes
 from pipeloom.search.kernels.terms import Terms
 from pipeloom.search.methods import METHODS
 from pipeloom.search.params import DEFAULTS, SearchParams
@@ -29,7 +30,15 @@ from pipeloom.search.stopping import Meter, StoppingRule, Stretch, Until
 from pipeloom.search.strategies import choose_strategies
 from pipeloom.taskgraph import Assignable
 from pipeloom.taskgraph.rows import close_edges, compressed
-from pipeloom.timeline import Schedule, assignable_bound, heads_and_tails, memory_changes, running_order, simulate
+from pipeloom.timeline import (
+    Schedule,
+    assignable_bound,
+    heads_and_tails,
+    memory_changes,
+    running_order,
+    simulate,
+    within_limits,
+)
 
 
 @dataclass(frozen=True)
@@ -205,12 +214,12 @@ def reassign(
         if best.ns <= target_ns or meter.left(1) == 0:
             break
         now = annealing.run(now, Stretch(meter.spent, (turn + 1) / rounds))
-        best = min(best, now, key=lambda each: each.ns)
+        best = min(best, now, key=lambda each: each.within_ns)
         if assignable.graph.candidates is not None:
             graph = now.assignable.graph
             chosen = choose_strategies(graph, now.schedule, params.strategies)
             now = _State(now.assignable, chosen, simulate(graph, chosen).makespan_ns)
-            best = min(best, now, key=lambda each: each.ns)
+            best = min(best, now, key=lambda each: each.within_ns)
     return best.assignable, best.schedule, meter.used
 
 
@@ -220,6 +229,14 @@ class _State(NamedTuple):
     assignable: Assignable
     schedule: Schedule
     ns: int
+
+    @property
+    def within_ns(self) -> int:
+        """The makespan; never where pairs that offload now lie where the host has no room for them."""
+        graph = self.assignable.graph
+        if graph.host_capacity_bytes is None:
+            return self.ns
+        return self.ns if within_limits(graph, self.schedule, simulate(graph, self.schedule)) else codes.NEVER
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from pipeloom.errors import InfeasibleError, NothingFoundError
 from pipeloom.search.jobs import refuse_large_pairs
 from pipeloom.taskgraph import FORWARD, INPUT_GRADIENT, NO_TASK, WEIGHT_GRADIENT, TaskGraph
 from pipeloom.timeline import Schedule
-from pipeloom.timeline.options import pair_options
+from pipeloom.timeline.options import off_host, pair_options
 
 MOST_TASKS = 12
 """Of a graph that is searched: beyond, trying all would take minutes."""
@@ -202,6 +202,7 @@ def any_lasts_no_time(graph: TaskGraph) -> bool:
 def _options(graph: TaskGraph, timed: bool) -> list[list[_Option]]:
     """Candidates of every pair, without those that hold no less than another; whose times differ, if that matters."""
     columns = pair_options(graph)
+    usable = off_host(graph, columns)
     rows = []
     for pair in range(graph.num_pairs):
         split, trained = graph.weight_of[pair] != NO_TASK, graph.backward_of[pair] != NO_TASK
@@ -216,6 +217,7 @@ def _options(graph: TaskGraph, timed: bool) -> list[list[_Option]]:
                 int(columns.weight_gradient_bytes[pair, i]) if split else 0,
             )
             for i in range(number)
+            if usable[pair, i]
         ]
         kept: list[_Option] = []
         for option in sorted(every, key=lambda option: option[4:]):
@@ -252,7 +254,7 @@ def schedule_of_last_resort(graph: TaskGraph, failure: InfeasibleError) -> Sched
         found, sure = any_schedule(graph)
         if found is not None:
             return found
-        if sure:
+        if sure and off_host(graph, pair_options(graph)).all():
             raise InfeasibleError(f"no order and choice of candidates fits, of all that there are: {failure}")
         tried = f"{MOST_STATES} states of all orders"
     raise NothingFoundError(f"tried {tried}; not proved impossible: {failure}")

@@ -148,9 +148,13 @@ def _options(graph: TaskGraph, pair: int) -> tuple[Option, ...]:
     """Candidates of a pair than which no other takes less."""
     split = graph.weight_of[pair] != NO_TASK
     assert graph.candidates is not None
+    row = graph.candidates[pair]
+    free = [graph.host_capacity_bytes is None or option.host_bytes == 0 for option in row]
+    fits = free if any(free) else [True] * len(row)
     every = [
         Option(i, option.activation_bytes, option.weight_gradient_bytes if split else 0)
         for i, option in enumerate(graph.candidates[pair])
+        if fits[i]
     ]
     kept: list[Option] = []
     for option in sorted(every, key=lambda option: option[1:]):

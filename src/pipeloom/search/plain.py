@@ -18,7 +18,7 @@ from pipeloom.search.fitting import fitting_candidates
 from pipeloom.search.jobs import Jobs, find_jobs, memory_demand, memory_matters
 from pipeloom.taskgraph import FORWARD, NO_TASK, WEIGHT_GRADIENT, TaskGraph
 from pipeloom.timeline import Schedule
-from pipeloom.timeline.options import pair_options
+from pipeloom.timeline.options import off_host, pair_options
 
 NEVER = 1 << 62
 
@@ -56,12 +56,15 @@ def first_in_first_out(graph: TaskGraph) -> Schedule:
 
 
 def leanest(graph: TaskGraph) -> list[int]:
-    """Candidate of every pair that holds the least, the faster one where two hold the same."""
+    """Candidate of every pair that holds the least, the faster one where two hold the same.
+
+    Where the host has a limit, of those that keep off it.
+    """
     assert graph.candidates is not None
     options = pair_options(graph)
     first, second = options.activation_bytes, options.weight_gradient_bytes
     most = np.where((graph.weight_of != NO_TASK)[:, None], np.maximum(first, second), first)
-    left = np.ones(first.shape, np.bool_)
+    left = off_host(graph, options)
     for size in (most, first, options.forward_ns + options.backward_ns + options.weight_ns):
         size = np.where(left, size, np.iinfo(np.int64).max)
         left &= size == size.min(axis=1, keepdims=True)

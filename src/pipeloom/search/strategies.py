@@ -197,6 +197,9 @@ def make_tables(graph: TaskGraph) -> Tables:
     if graph.room_bytes is not None:
         capacity = graph.room_bytes
     holding = np.flatnonzero(graph.edge_bytes > 0)
+    host, host_capacity = np.zeros_like(options.host_bytes), np.full(graph.num_ranks, -1, np.int64)
+    if graph.host_capacity_bytes is not None:
+        host, host_capacity = options.host_bytes[pair], graph.host_capacity_bytes
     return Tables(
         pair=pair,
         rank_start=np.searchsorted(home[pair], np.arange(graph.num_ranks + 1)).astype(np.int64),
@@ -207,6 +210,8 @@ def make_tables(graph: TaskGraph) -> Tables:
         lean=np.array(leanest(graph), np.int64)[pair],
         tasks=tasks,
         capacity=capacity,
+        host=host,
+        host_capacity=host_capacity,
         edge_rank=graph.rank[graph.edge_source[holding]],
         edge_source=graph.edge_source[holding],
         edge_target=graph.edge_target[holding],
@@ -221,20 +226,22 @@ def make_tables(graph: TaskGraph) -> Tables:
 
 def _make_desk(graph: TaskGraph, most_sums: int) -> Desk:
     tasks, pairs = graph.num_tasks, graph.num_pairs
+    places = tasks if graph.host_capacity_bytes is None else 2 * tasks
 
     def ints(*shape: int) -> IntArray:
         return np.zeros(shape, np.int64)
 
     return Desk(
         place=ints(tasks),
-        capacity=ints(tasks),
-        allocated=ints(tasks + 1),
-        multiplier=np.zeros(tasks + 1),
-        running=np.zeros(tasks + 1),
+        capacity=ints(places),
+        allocated=ints(places + 1),
+        multiplier=np.zeros(places + 1),
+        running=np.zeros(places + 1),
         span=ints(pairs, 3),
         choice=ints(pairs),
         trial=ints(pairs),
         price=np.zeros(pairs),
+        host_price=np.zeros(pairs),
         gain=np.zeros(pairs),
         move=ints(pairs),
         spare=ints(9),

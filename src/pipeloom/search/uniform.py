@@ -8,21 +8,31 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
+
 from pipeloom.taskgraph import TaskGraph
-from pipeloom.taskgraph.candidates import ACTIVATION_BYTES, BACKWARD_NS, FORWARD_NS, WEIGHT_NS, candidate_cube
+from pipeloom.taskgraph.candidates import (
+    ACTIVATION_BYTES,
+    BACKWARD_NS,
+    FORWARD_NS,
+    HOST_BYTES,
+    WEIGHT_NS,
+    candidate_cube,
+)
 
 
 def uniform_settings(graph: TaskGraph) -> list[int]:
     """Uniform settings, fastest first, without those that another beats in time and bytes.
 
-    Only settings that every pair has count.
+    Only settings that every pair has count, and where the host has a limit, those that keep off it.
     """
     if graph.candidates is None:
         return [0]
     cube, lengths = candidate_cube(graph.candidates)
     total = cube.sum(axis=0)
     time = total[:, FORWARD_NS] + total[:, BACKWARD_NS] + total[:, WEIGHT_NS]
-    totals = [(int(time[setting]), int(total[setting, ACTIVATION_BYTES]), setting) for setting in range(lengths.min())]
+    usable = np.flatnonzero((total[: lengths.min(), HOST_BYTES] == 0) | (graph.host_capacity_bytes is None)).tolist()
+    totals = [(int(time[setting]), int(total[setting, ACTIVATION_BYTES]), setting) for setting in usable]
     out: list[int] = []
     least = float("inf")
     for _, held, setting in sorted(totals):

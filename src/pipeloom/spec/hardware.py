@@ -15,6 +15,10 @@ Points = float | tuple[tuple[float, float], ...]
 """An efficiency, or one that depends on the size: points (size, efficiency)."""
 
 
+HOST_SHARE = 0.8
+"""Part of a node's memory for offloaded activations; data loading, the system and pinned buffers have the rest."""
+
+
 def check_points(name: str, points: Sequence[tuple[float, float]]) -> None:
     """Refuse an efficiency over sizes that is no function, or promises nothing; ``name`` says whose it is.
 
@@ -97,6 +101,11 @@ class ClusterSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Refuse empty clusters."""
         for name in ("devices_per_node", "num_nodes", "nic_bytes_per_s"):
             check_positive(f"cluster {self.name!r}.{name}", getattr(self, name))
+
+    @property
+    def offload_bytes(self) -> int:
+        """Host memory that each device may fill with offloaded activations: its share of `HOST_SHARE` of a node's."""
+        return int(self.host_memory_bytes * HOST_SHARE) // self.devices_per_node
 
     @property
     def num_devices(self) -> int:

@@ -352,4 +352,5 @@ def _candidate(cost: StrategyCost, split: bool, halves: bool, name: str) -> Cand
         cost.activation_bytes,
         weight_gradient,
         cost.layers,
+        cost.host_bytes,
     )

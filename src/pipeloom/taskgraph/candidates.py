@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-FORWARD_NS, BACKWARD_NS, WEIGHT_NS, ACTIVATION_BYTES, WEIGHT_GRADIENT_BYTES = range(5)
+FORWARD_NS, BACKWARD_NS, WEIGHT_NS, ACTIVATION_BYTES, WEIGHT_GRADIENT_BYTES, HOST_BYTES = range(6)
 """Columns of `candidate_cube`."""
 
 
@@ -16,7 +16,7 @@ class Candidate(NamedTuple):
     """One memory strategy of a pair, replacing its durations and bytes when chosen.
 
     For a whole backward ``backward_ns`` is its duration and ``weight_ns`` is 0; for a split one they are
-    the durations of I and W.
+    the durations of I and W. ``host_bytes`` lie on the host from the forward to the end of B or I.
     """
 
     strategy: str
@@ -26,6 +26,7 @@ class Candidate(NamedTuple):
     activation_bytes: int
     weight_gradient_bytes: int
     layers: tuple[str, ...] = ()
+    host_bytes: int = 0
 
 
 def candidate_cube(candidates: Sequence[tuple[Candidate, ...]]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
@@ -33,7 +34,7 @@ def candidate_cube(candidates: Sequence[tuple[Candidate, ...]]) -> tuple[npt.NDA
 
     Returns
     -------
-    array, shape (num_pairs, most candidates, 5)
+    array, shape (num_pairs, most candidates, 6)
         Nanoseconds and bytes; rows with fewer candidates repeat their first.
     array, shape (num_pairs,)
         How many candidates each pair has.
@@ -47,8 +48,8 @@ def candidate_cube(candidates: Sequence[tuple[Candidate, ...]]) -> tuple[npt.NDA
             distinct.append(row)
         which[pair] = number
     lengths = np.array([len(row) for row in distinct], np.int64)
-    flat = (number for row in distinct for candidate in row for number in candidate[1:6])
-    rows = np.fromiter(flat, np.int64).reshape(-1, 5)
+    flat = (number for row in distinct for candidate in row for number in (*candidate[1:6], candidate.host_bytes))
+    rows = np.fromiter(flat, np.int64).reshape(-1, 6)
     column = np.arange(lengths.max(initial=0))
     column = np.where(column < lengths[:, None], column, 0) + (np.cumsum(lengths) - lengths)[:, None]
     return rows[column][which], lengths[which]

@@ -76,6 +76,8 @@ class TaskGraph:
     static_bytes : array, shape (num_ranks,)
     candidates : per pair a tuple of `Candidate`, or None
     labels : per pair a `PairLabel`, or None for graphs that do not come from a layout
+    host_capacity_bytes : array, shape (num_ranks,), or None
+        Most that candidates of a rank's pairs may hold on the host at once; None: no limit.
     forward_of, backward_of, weight_of : array, shape (num_pairs,)
         Task numbers of the pair's F, of its B or I, and of its W; -1 where there is none.
     predecessor_start, predecessor, predecessor_delay_ns
@@ -113,6 +115,7 @@ class TaskGraph:
     successor_start: IntArray
     successor: IntArray
     successor_delay_ns: IntArray
+    host_capacity_bytes: IntArray | None = None
 
     @property
     def num_tasks(self) -> int:
@@ -185,6 +188,7 @@ class TaskGraph:
             activation_bytes=taken[:, ACTIVATION_BYTES].copy(),
             weight_gradient_bytes=taken[:, WEIGHT_GRADIENT_BYTES].copy(),
             candidates=None,
+            host_capacity_bytes=None,
             labels=self._chosen_labels(chosen.tolist()),
         )
 

@@ -26,6 +26,8 @@ class MemoryLimit:
     num_messages : int
         Outputs that a computation has room for beside itself: those that have come early, and those that nobody has
         taken yet. How many there are is the ranks' real speed.
+    host_bytes : int or None
+        Of the host's memory, what each rank may fill with offloaded activations; None: no limit.
     even : bool
         Every rank puts aside as much as the one that needs most.
     """
@@ -33,6 +35,7 @@ class MemoryLimit:
     capacity_bytes: int | None = None
     num_messages: int = 4
     even: bool = False
+    host_bytes: int | None = None
 
 
 def iteration_graph(
@@ -75,8 +78,9 @@ def iteration_graph(
         backward="whole" if not costs.split_backward else "either" if or_whole else "split",
     )
     graph = made.graph
+    host = None if memory.host_bytes is None else np.full(graph.num_ranks, memory.host_bytes, np.int64)
     if graph.capacity_bytes is None:
-        return made
+        return made.within(None, host)
     work = workspace_bytes(layout, packed, costs, memory.num_messages)
     room = graph.capacity_bytes - (work.max() if memory.even else work)
     if (graph.static_bytes > room).any():
@@ -86,7 +90,7 @@ def iteration_graph(
             f"computation {graph.capacity_bytes[rank] - room[rank]}, of {graph.capacity_bytes[rank]}; use more ranks, "
             "more tensor or data parallelism, or smaller microbatches"
         )
-    return made.within(room)
+    return made.within(room, host)
 
 
 def workspace_bytes(layout: Layout, packed: Packing, costs: CostModel, num_messages: int) -> IntArray:

@@ -6,7 +6,7 @@ from pipeloom.timeline.bubbles import Bubbles, bubbles
 from pipeloom.timeline.check import Violation, check, require_feasible
 from pipeloom.timeline.resolve import Resolved, resolve_candidates
 from pipeloom.timeline.schedule import LowerBound, Schedule, Timeline
-from pipeloom.timeline.simulate import memory_changes, memory_curve, running_order, simulate
+from pipeloom.timeline.simulate import host_peaks, memory_changes, memory_curve, running_order, simulate, within_limits
 
 __all__ = [
     "Bubbles",
@@ -19,6 +19,7 @@ __all__ = [
     "bubbles",
     "check",
     "heads_and_tails",
+    "host_peaks",
     "lower_bound",
     "memory_changes",
     "memory_curve",
@@ -26,4 +27,5 @@ __all__ = [
     "resolve_candidates",
     "running_order",
     "simulate",
+    "within_limits",
 ]

@@ -48,6 +48,7 @@ class _Costs:
     duration: list[int]
     activation: list[int]
     weight_gradient: list[int]
+    host: list[int]
 
 
 def check(graph: TaskGraph, schedule: Schedule, timeline: Timeline | None = None) -> tuple[Violation, ...]:
@@ -89,6 +90,7 @@ def check(graph: TaskGraph, schedule: Schedule, timeline: Timeline | None = None
     if timeline is not None and not found:
         found += _check_earliest(graph, timeline, earliest, depth)
     found += _check_memory(graph, costs, earliest)
+    found += _check_host(graph, costs, earliest)
     return tuple(found)
 
 
@@ -121,6 +123,7 @@ def _chosen_costs(graph: TaskGraph, schedule: Schedule) -> tuple[_Costs | None, 
         [int(d) for d in graph.duration_ns],
         [int(b) for b in graph.activation_bytes],
         [int(b) for b in graph.weight_gradient_bytes],
+        [0] * graph.num_pairs,
     )
     if graph.candidates is None:
         if schedule.candidate is not None:
@@ -150,6 +153,7 @@ def _chosen_costs(graph: TaskGraph, schedule: Schedule) -> tuple[_Costs | None, 
         }[name]
         costs.activation[pair] = option.activation_bytes
         costs.weight_gradient[pair] = option.weight_gradient_bytes
+        costs.host[pair] = option.host_bytes
     return costs, []
 
 
@@ -314,6 +318,34 @@ def _check_memory(graph: TaskGraph, costs: _Costs, start: list[int]) -> list[Vio
                     "memory", f"rank {rank} holds {worst} bytes at {_s(when)}{during}; its capacity is {capacity}"
                 )
             )
+    return found
+
+
+def _check_host(graph: TaskGraph, costs: _Costs, start: list[int]) -> list[Violation]:
+    """Sum what lies on the host, from the start of a pair's F to the end of its B or I."""
+    if graph.host_capacity_bytes is None:
+        return []
+    change: list[dict[int, int]] = [defaultdict(int) for _ in range(graph.num_ranks)]
+    last: dict[int, int] = {}
+    for task, (kind, pair) in enumerate(zip(graph.kind.tolist(), graph.pair.tolist(), strict=True)):
+        if KIND_NAMES[kind] == "F":
+            change[int(graph.rank[task])][start[task]] += costs.host[pair]
+            last.setdefault(pair, task)
+        elif KIND_NAMES[kind] in ("B", "I"):
+            last[pair] = task
+    for pair, task in last.items():
+        change[int(graph.rank[task])][start[task] + costs.duration[task]] -= costs.host[pair]
+    found = []
+    for rank, moments in enumerate(change):
+        used, capacity = 0, int(graph.host_capacity_bytes[rank])
+        worst, when = 0, 0
+        for at in sorted(moments):
+            used += moments[at]
+            if used > worst:
+                worst, when = used, at
+        if worst > capacity:
+            problem = f"rank {rank} holds {worst} bytes on the host at {_s(when)}; its capacity there is {capacity}"
+            found.append(Violation("memory", problem))
     return found
 
 

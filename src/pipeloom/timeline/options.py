@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from pipeloom.taskgraph import NO_TASK, IntArray, TaskGraph
 from pipeloom.taskgraph.candidates import candidate_cube
+
+BoolArray = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +22,7 @@ class Options:
     weight_ns: IntArray
     activation_bytes: IntArray
     weight_gradient_bytes: IntArray
+    host_bytes: IntArray
 
 
 def pair_options(graph: TaskGraph) -> Options:
@@ -32,13 +36,14 @@ def pair_options(graph: TaskGraph) -> Options:
             weight,
             graph.activation_bytes,
             graph.weight_gradient_bytes,
+            np.zeros(graph.num_pairs, np.int64),
         )
         return Options(*(column[:, None] for column in columns))
     cube, _ = candidate_cube(graph.candidates)
-    forward, backward, weight, activation, gradient = (cube[:, :, i] for i in range(5))
+    forward, backward, weight, activation, gradient, host = (cube[:, :, i] for i in range(6))
     backward = np.where((graph.backward_of == NO_TASK)[:, None], 0, backward)
     weight = np.where((graph.weight_of == NO_TASK)[:, None], 0, weight)
-    return Options(forward, backward, weight, activation, gradient)
+    return Options(forward, backward, weight, activation, gradient, host)
 
 
 def least_held(graph: TaskGraph, options: Options) -> IntArray:
@@ -50,6 +55,15 @@ def least_held(graph: TaskGraph, options: Options) -> IntArray:
     lasts = (options.forward_ns > 0) | (trained & (options.backward_ns > 0))
     activation = np.where(lasts, options.activation_bytes, 0)
     return np.maximum(activation, np.where(split & (options.weight_ns > 0), options.weight_gradient_bytes, 0))
+
+
+def off_host(graph: TaskGraph, options: Options) -> BoolArray:
+    """Candidates that fit whatever other pairs hold on the host, shape as the options'.
+
+    All where the host has no limit; else those that hold nothing there, or all of a pair that has none of these.
+    """
+    free: BoolArray = options.host_bytes == 0
+    return free | (graph.host_capacity_bytes is None) | ~free.any(axis=1, keepdims=True)
 
 
 def without_too_large(graph: TaskGraph, options: Options) -> Options:
@@ -69,4 +83,5 @@ def without_too_large(graph: TaskGraph, options: Options) -> Options:
         weight_ns=np.take_along_axis(options.weight_ns, column, axis=1),
         activation_bytes=np.take_along_axis(options.activation_bytes, column, axis=1),
         weight_gradient_bytes=np.take_along_axis(options.weight_gradient_bytes, column, axis=1),
+        host_bytes=np.take_along_axis(options.host_bytes, column, axis=1),
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -97,4 +97,4 @@ def resolve_candidates(graph: TaskGraph, choice: IntArray | None) -> Resolved:
         static_bytes=graph.static_bytes,
         capacity_bytes=graph.capacity_bytes,
     )
-    return Resolved(resolved, number)
+    return Resolved(replace(resolved, host_capacity_bytes=graph.host_capacity_bytes), number)

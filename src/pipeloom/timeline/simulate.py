@@ -9,6 +9,7 @@ import numpy as np
 from pipeloom.errors import InputError, PlanError
 from pipeloom.lazy import lazy_module
 from pipeloom.taskgraph import FORWARD, NO_TASK, IntArray, TaskGraph
+from pipeloom.timeline.options import pair_options
 from pipeloom.timeline.schedule import Schedule, Timeline
 
 if TYPE_CHECKING:
@@ -126,6 +127,29 @@ def memory_changes(graph: TaskGraph) -> tuple[IntArray, IntArray]:
     np.add.at(at_end, graph.edge_source, graph.edge_bytes)
     np.subtract.at(at_end, graph.edge_target, graph.edge_bytes)
     return at_start, at_end
+
+
+def host_peaks(graph: TaskGraph, schedule: Schedule) -> IntArray:
+    """Most bytes that the chosen candidates of every rank's pairs hold on the host at once, shape (num_ranks,)."""
+    peak = np.zeros(graph.num_ranks, np.int64)
+    if graph.candidates is None or schedule.candidate is None:
+        return peak
+    flat, rows = flatten_order(graph, schedule)
+    options = pair_options(graph)
+    held = options.host_bytes[np.arange(graph.num_pairs), schedule.candidate]
+    at_start = np.where(graph.kind == FORWARD, held[graph.pair], 0)
+    at_end = np.zeros(graph.num_tasks, np.int64)
+    last = np.where(graph.backward_of == NO_TASK, graph.forward_of, graph.backward_of)
+    at_end[last] = -held
+    kernels.peaks(flat, rows, at_start, at_end, np.zeros(graph.num_ranks, np.int64), peak)
+    return peak
+
+
+def within_limits(graph: TaskGraph, schedule: Schedule, timeline: Timeline) -> bool:
+    """Whether a simulated schedule keeps to the limits of memory, on the ranks and on the host."""
+    fits = graph.capacity_bytes is None or bool((timeline.peak_bytes <= graph.capacity_bytes).all())
+    host = graph.host_capacity_bytes
+    return fits and (host is None or bool((host_peaks(graph, schedule) <= host).all()))
 
 
 def memory_curve(graph: TaskGraph, timeline: Timeline, rank: int) -> tuple[IntArray, IntArray]:

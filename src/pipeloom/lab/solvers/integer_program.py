@@ -22,9 +22,17 @@ def program_on_rank(graph: TaskGraph, schedule: Schedule, rank: int) -> Strategi
     chooser = StrategyChooser(graph)
     t, d, order = chooser.tables, chooser.desk, schedule.order[rank]
     rows = slice(int(t.rank_start[rank]), int(t.rank_start[rank + 1]))
-    lay_out(t, d, order, rank)
-    capacity = d.capacity[: len(order)]
-    options = Options(t.time[rows], t.activation[rows], t.gradient[rows], t.lean[rows], d.span[rows], capacity)
+    capacity = d.capacity[: lay_out(t, d, order, rank)]
+    options = Options(
+        t.time[rows],
+        t.activation[rows],
+        t.gradient[rows],
+        t.lean[rows],
+        d.span[rows],
+        capacity,
+        t.host[rows],
+        len(order),
+    )
     return _by_highs(t, rows, options)
 
 
@@ -51,6 +59,7 @@ def _greedy(options: Options) -> IntArray:
         multiplier=np.zeros(num_places + 1),
         running=np.zeros(num_places + 1),
         price=numbers(),
+        host_price=numbers(),
         gain=numbers(),
         move=np.zeros(num_pairs, np.int64),
         spare=np.zeros(9, np.int64),
@@ -66,31 +75,37 @@ def _by_highs(tables: Tables, mine: slice, options: Options) -> Strategies:
     import highspy
 
     time, activation, gradient, span = options.time, options.activation, options.gradient, options.span
-    rank_capacity = options.capacity
+    rank_capacity = options.capacity[: options.host_begin]
     num_pairs, num_options = time.shape
-    greedy, allocated = _greedy(options), np.zeros(len(rank_capacity) + 1, np.int64)
+    greedy, allocated = _greedy(options), np.zeros(len(options.capacity) + 1, np.int64)
     # Memory only gets tighter where a pair begins to hold or an edge does, so the other places need no row.
     shrinks = np.flatnonzero(np.diff(rank_capacity) < 0) + 1
     rises = np.minimum(span[:, 1] + 1, len(rank_capacity) - 1)
     places = np.unique(np.concatenate([span[:, 0], rises, shrinks]))
+    # The host's begin where a pair begins to lie there.
+    host_places = np.unique(span[:, 0]) if len(options.capacity) > options.host_begin else places[:0]
+    first_host_row = num_pairs + len(places)
     columns: list[npt.NDArray[np.int64]] = []
     values: list[npt.NDArray[np.float64]] = []
     for i in range(num_pairs):
         held = np.searchsorted(places, span[i, 0]), np.searchsorted(places, span[i, 1], "right")
         after = np.searchsorted(places, span[i, 2], "right")
-        rows = np.concatenate([[i], num_pairs + np.arange(held[0], after)])
+        there = np.searchsorted(host_places, span[i, 0]), np.searchsorted(host_places, span[i, 1], "right")
+        rows = np.concatenate([[i], num_pairs + np.arange(held[0], after), first_host_row + np.arange(*there)])
         for j in range(num_options):
             columns.append(rows)
             amounts = np.where(np.arange(held[0], after) < held[1], activation[i, j], gradient[i, j])
-            values.append(np.concatenate([[1.0], amounts.astype(np.float64)]))
+            away = np.full(there[1] - there[0], options.host[i, j], np.float64)
+            values.append(np.concatenate([[1.0], amounts.astype(np.float64), away]))
     lp = highspy.HighsLp()
-    lp.num_col_, lp.num_row_ = num_pairs * num_options, num_pairs + len(places)
+    lp.num_col_, lp.num_row_ = num_pairs * num_options, first_host_row + len(host_places)
     # Milliseconds and shares of the room, so that the solver's tolerances mean something.
     lp.col_cost_ = time.ravel() / 1e6
     lp.col_lower_, lp.col_upper_ = np.zeros(lp.num_col_), np.ones(lp.num_col_)
-    capacity = np.maximum(rank_capacity[places], 1).astype(np.float64)
-    lp.row_lower_ = np.concatenate([np.ones(num_pairs), np.full(len(places), -highspy.kHighsInf)])
-    lp.row_upper_ = np.concatenate([np.ones(num_pairs), np.where(rank_capacity[places] > 0, 1.0, 0.0)])
+    limits = np.concatenate([rank_capacity[places], options.capacity[options.host_begin + host_places]])
+    capacity = np.maximum(limits, 1).astype(np.float64)
+    lp.row_lower_ = np.concatenate([np.ones(num_pairs), np.full(len(limits), -highspy.kHighsInf)])
+    lp.row_upper_ = np.concatenate([np.ones(num_pairs), np.where(limits > 0, 1.0, 0.0)])
     starts = np.zeros(lp.num_col_ + 1, np.int32)
     np.cumsum([len(rows) for rows in columns], out=starts[1:])
     index = np.concatenate(columns).astype(np.int32)
@@ -116,11 +131,11 @@ def _by_highs(tables: Tables, mine: slice, options: Options) -> Strategies:
         found: IntArray = answer.reshape(num_pairs, num_options).argmax(axis=1)
         fill_allocated(options, found, allocated)
         # The solver's tolerance could let a few bytes too many through.
-        if (allocated[:-1] <= rank_capacity).all() and total_ns(time, found) < total_ns(time, greedy):
+        if (allocated[:-1] <= options.capacity).all() and total_ns(time, found) < total_ns(time, greedy):
             choice = found
     # Rows of candidates are padded with copies of the base.
     copies = (time == time[:, :1]) & (activation == activation[:, :1])
-    copies &= gradient == gradient[:, :1]
+    copies &= (gradient == gradient[:, :1]) & (options.host == options.host[:, :1])
     choice = np.where(copies[np.arange(num_pairs), choice], 0, choice)
     bound = float(solver.getInfo().mip_dual_bound) * 1e6
     return Strategies(tables.pair[mine], choice, total_ns(time, choice), bound)

@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 
 from pipeloom.cost.emulated import EmulatedCosts
+from pipeloom.cost.emulated_mixtures import Ladder
 from pipeloom.emulator.sweep import Draw, default_data, draw_microbatches, emulate
 from pipeloom.errors import InputError
 from pipeloom.layout import ModulePlacement, single_rank
@@ -23,15 +24,6 @@ from pipeloom.taskgraph.iteration import MemoryLimit, iteration_graph, workspace
 
 Microbatches = Sequence[Sequence[Sample]]
 """One iteration of one pipeline replica: the samples of every microbatch."""
-
-CANDIDATES = (
-    ChunkStrategy("keep"),
-    *(ChunkStrategy("selective", share) for share in (0.34, 0.67, 1.0)),
-    *(ChunkStrategy("recompute", share, "selective") for share in (0.17, 0.34, 0.5, 0.67, 0.84)),
-    ChunkStrategy("recompute"),
-)
-"""Ten strategies of a chunk from the fastest to the leanest (`dip.txt` §5.3). Layers of a chunk are alike, so these
-are the best in their ranges of bytes: first the results that are cheap to make again go, then whole layers."""
 
 LEVELS = (
     ChunkStrategy("keep"),
@@ -90,7 +82,7 @@ def put_on_cluster(
             f"need {degrees.num_devices} devices, {hardware.name} has {hardware.num_devices}",
             "lower them or take a larger cluster",
         )
-    costs = EmulatedCosts(architecture, hardware, degrees, CANDIDATES, split=False)
+    costs = EmulatedCosts(architecture, hardware, degrees, split=False, ladder=Ladder())
     levels = EmulatedCosts(architecture, hardware, degrees, LEVELS, split=False)
     update_s = 0.0
     if update:
@@ -150,7 +142,7 @@ def assignable_of(
     """
     packing = pack_microbatches(case, layout, groups)
     # Systems are compared as their papers reckon: no room for messages, the same for a computation on every rank.
-    memory = MemoryLimit(case.capacity_bytes, num_messages=0, even=True)
+    memory = MemoryLimit(case.capacity_bytes, num_messages=0, even=True, host_bytes=case.cluster.offload_bytes)
     return iteration_graph(layout, packing, costs or case.costs, name, memory, or_whole=False)
 
 

@@ -70,18 +70,23 @@ def phase(place: int, span: Array, activation: int, gradient: int) -> tuple[int,
 def best_two(o: Options, i: int, j: int, spare: Array, choice: Array) -> tuple[int, int]:
     """The candidates of pairs i and j that take the least time together within what is spare.
 
-    ``spare``: least bytes free for the two, by three times the phase of i plus the phase of j.
+    ``spare``: least bytes free for the two, by three times the phase of i plus the phase of j. Neither takes more of
+    the host.
     """
     one, two, activation, gradient = o.time[i], o.time[j], o.activation, o.gradient
     best_a, best_b = choice[i], choice[j]
     best = one[best_a] + two[best_b]
     for a in range(len(one)):
         held, kept = activation[i, a], gradient[i, a]
+        if o.host[i, a] > o.host[i, choice[i]]:
+            continue
         if one[a] >= best or held > spare[3] or kept > spare[6]:
             continue
         most = min(spare[1], min(spare[4] - held, spare[7] - kept))
         most_after = min(spare[2], min(spare[5] - held, spare[8] - kept))
         for b in range(len(two)):
+            if o.host[j, b] > o.host[j, choice[j]]:
+                continue
             if one[a] + two[b] < best and activation[j, b] <= most and gradient[j, b] <= most_after:
                 best, best_a, best_b = one[a] + two[b], a, b
     return best_a, best_b

@@ -26,6 +26,11 @@ def fill_allocated(o: Options, choice: Array, allocated: Array) -> None:
         allocated[span[i, BEGIN]] += activation[i, choice[i]]
         allocated[span[i, GRADIENT] + 1] += gradient[i, choice[i]] - activation[i, choice[i]]
         allocated[span[i, END] + 1] -= gradient[i, choice[i]]
+    if o.host_begin < len(o.capacity):
+        # Behind the last place of the rank all is given back, so sums for the host begin with nothing.
+        for i in range(len(choice)):
+            allocated[o.host_begin + span[i, BEGIN]] += o.host[i, choice[i]]
+            allocated[o.host_begin + span[i, GRADIENT] + 1] -= o.host[i, choice[i]]
     for k in range(1, len(allocated)):
         allocated[k] += allocated[k - 1]
 
@@ -39,19 +44,29 @@ def change(o: Options, choice: Array, allocated: Array, i: int, j: int) -> None:
     more = o.gradient[i, j] - o.gradient[i, choice[i]]
     for k in range(o.span[i, GRADIENT] + 1, o.span[i, END] + 1):
         allocated[k] += more
+    if o.host_begin < len(o.capacity):
+        more = o.host[i, j] - o.host[i, choice[i]]
+        for k in range(o.host_begin + o.span[i, BEGIN], o.host_begin + o.span[i, GRADIENT] + 1):
+            allocated[k] += more
     choice[i] = j
 
 
 @callee
-def best_move(o: Options, allocated: Array, i: int, now: int, price: float) -> tuple[float, int]:
-    """The faster candidate of pair i that fits and is worth most as the price has it; (0, -1): none."""
+def best_move(o: Options, w: Work, i: int, now: int) -> tuple[float, int]:
+    """The faster candidate of pair i that fits and is worth most as the prices have it; (0, -1): none."""
     time, activation, gradient, span, capacity = o.time, o.activation, o.gradient, o.span, o.capacity
+    allocated = w.allocated
     spare = np.int64(1) << 62
     for k in range(span[i, BEGIN], span[i, GRADIENT] + 1):
         spare = min(spare, capacity[k] - allocated[k])
     spare_after = np.int64(1) << 62
     for k in range(span[i, GRADIENT] + 1, span[i, END] + 1):
         spare_after = min(spare_after, capacity[k] - allocated[k])
+    on_host = o.host_begin < len(capacity)
+    spare_host = np.int64(1) << 62
+    if on_host:
+        for k in range(o.host_begin + span[i, BEGIN], o.host_begin + span[i, GRADIENT] + 1):
+            spare_host = min(spare_host, capacity[k] - allocated[k])
     gain, found = 0.0, -1
     for j in range(time.shape[1]):
         saved = time[i, now] - time[i, j]
@@ -59,7 +74,13 @@ def best_move(o: Options, allocated: Array, i: int, now: int, price: float) -> t
         after = gradient[i, j] - gradient[i, now]
         if saved <= 0 or (more > 0 and more > spare) or (after > 0 and after > spare_after):
             continue
-        worth = saved / (1.0 + price * max(0, more))
+        cost = w.price[i] * max(0, more)
+        if on_host:
+            host = o.host[i, j] - o.host[i, now]
+            if host > 0 and host > spare_host:
+                continue
+            cost += w.host_price[i] * max(0, host)
+        worth = saved / (1.0 + cost)
         if worth > gain:
             gain, found = worth, j
     return gain, found
@@ -73,10 +94,13 @@ def repair(o: Options, w: Work, choice: Array) -> None:
     worst to their leanest candidate; then, the best first as the prices have it, whatever fits steps up.
     """
     time, activation, gradient, span, lean = o.time, o.activation, o.gradient, o.span, o.lean
-    allocated, price, gain, move = w.allocated, w.price, w.gain, w.move
+    allocated, gain, move = w.allocated, w.gain, w.move
     num_pairs, num_options = time.shape
     fill_allocated(o, choice, allocated)
-    for k in range(len(o.capacity)):
+    on_host = o.host_begin < len(o.capacity)
+    if on_host:
+        leave_host(o, allocated, choice)
+    for k in range(o.host_begin):
         while allocated[k] > o.capacity[k]:
             best, best_i, best_j = np.inf, -1, -1
             for i in range(num_pairs):
@@ -84,6 +108,8 @@ def repair(o: Options, w: Work, choice: Array) -> None:
                     now = choice[i]
                     for j in range(num_options):
                         less = activation[i, now] - activation[i, j]
+                        if on_host and o.host[i, j] > o.host[i, now]:
+                            continue
                         if less > 0 and gradient[i, j] <= gradient[i, now]:
                             cost = (time[i, j] - time[i, now]) / less
                             if cost < best:
@@ -96,7 +122,7 @@ def repair(o: Options, w: Work, choice: Array) -> None:
                 break
             change(o, choice, allocated, best_i, best_j)
     for i in range(num_pairs):
-        gain[i], move[i] = best_move(o, allocated, i, choice[i], price[i])
+        gain[i], move[i] = best_move(o, w, i, choice[i])
     while True:
         # A step up saves time, so this ends. What fits only becomes less, so what a pair was once worth is a bound of
         # what it is worth now: the first in line is looked at again, and goes ahead if it stays first.
@@ -107,10 +133,31 @@ def repair(o: Options, w: Work, choice: Array) -> None:
         if gain[top] <= 0.0:
             return
         before = gain[top]
-        gain[top], move[top] = best_move(o, allocated, top, choice[top], price[top])
+        gain[top], move[top] = best_move(o, w, top, choice[top])
         if gain[top] >= before:
             change(o, choice, allocated, top, move[top])
-            gain[top], move[top] = best_move(o, allocated, top, choice[top], price[top])
+            gain[top], move[top] = best_move(o, w, top, choice[top])
+
+
+@callee
+def leave_host(o: Options, allocated: Array, choice: Array) -> None:
+    """Place by place, let pairs leave the host where too much lies there, the cheapest per byte first."""
+    time, host, span = o.time, o.host, o.span
+    for place in range(len(o.capacity) - o.host_begin):
+        k = o.host_begin + place
+        while allocated[k] > o.capacity[k]:
+            best, best_i, best_j = np.inf, -1, -1
+            for i in range(len(choice)):
+                if span[i, BEGIN] <= place <= span[i, GRADIENT]:
+                    for j in range(time.shape[1]):
+                        less = host[i, choice[i]] - host[i, j]
+                        if less > 0:
+                            cost = (time[i, j] - time[i, choice[i]]) / less
+                            if cost < best:
+                                best, best_i, best_j = cost, i, j
+            if best_i < 0:
+                break
+            change(o, choice, allocated, best_i, best_j)
 
 
 @callee
@@ -142,6 +189,7 @@ def lagrangian(o: Options, w: Work, ascent: Ascent) -> float:
         scale += high - low
         fastest += low
         w.price[i] = 0.0
+        w.host_price[i] = 0.0
     fill_allocated(o, trial, allocated)
     fits = True
     for k in range(len(o.capacity)):
@@ -177,6 +225,8 @@ def ascend(o: Options, w: Work, ascent: Ascent, scale: float, step: float, lower
     best, trial, allocated, multiplier, running = w.best, w.trial, w.allocated, w.multiplier, w.running
     num_pairs, num_options = time.shape
     num_places = len(capacity)
+    host_begin = o.host_begin
+    on_host = host_begin < num_places
     upper = total_of(best, time)
     stale = 0
     for turn in range(ascent.rounds):
@@ -188,9 +238,13 @@ def ascend(o: Options, w: Work, ascent: Ascent, scale: float, step: float, lower
             held = running[span[i, GRADIENT] + 1] - running[span[i, BEGIN]]
             after = running[span[i, END] + 1] - running[span[i, GRADIENT] + 1]
             w.price[i] = held
+            if on_host:
+                w.host_price[i] = running[host_begin + span[i, GRADIENT] + 1] - running[host_begin + span[i, BEGIN]]
             least = np.inf
             for j in range(num_options):
                 cost = time[i, j] + held * activation[i, j] + after * gradient[i, j]
+                if on_host:
+                    cost += w.host_price[i] * o.host[i, j]
                 if cost < least:
                     least = cost
                     trial[i] = j
@@ -232,8 +286,8 @@ def ascend(o: Options, w: Work, ascent: Ascent, scale: float, step: float, lower
 
 
 @kernel
-def lay_out(t: Tables, d: Desk, order: Array, rank: int) -> None:
-    """Places of a rank's tasks in its order, spans of its pairs, and the capacity at every place."""
+def lay_out(t: Tables, d: Desk, order: Array, rank: int) -> int:
+    """Places of a rank's tasks in its order, spans of its pairs, and capacities; return how many of these there are."""
     num_places = len(order)
     for k in range(num_places):
         d.place[order[k]] = k
@@ -246,21 +300,29 @@ def lay_out(t: Tables, d: Desk, order: Array, rank: int) -> None:
         for which in range(3):
             task = t.tasks[i, which]
             d.span[i, which] = d.span[i, which - 1] if task < 0 else d.place[task]
+    if t.host_capacity[rank] < 0:
+        return num_places
+    for k in range(num_places, 2 * num_places):
+        d.capacity[k] = t.host_capacity[rank]
+    return 2 * num_places
 
 
 @kernel
 def choose_rank(t: Tables, d: Desk, order: Array, rank: int, ascent: Ascent) -> float:
     """Write the choice of a rank's pairs (rows of the tables) into ``d.choice``; return the bound."""
     a, b, n = t.rank_start[rank], t.rank_start[rank + 1], len(order)
-    lay_out(t, d, order, rank)
-    options = Options(t.time[a:b], t.activation[a:b], t.gradient[a:b], t.lean[a:b], d.span[a:b], d.capacity[:n])
+    places = lay_out(t, d, order, rank)
+    options = Options(
+        t.time[a:b], t.activation[a:b], t.gradient[a:b], t.lean[a:b], d.span[a:b], d.capacity[:places], t.host[a:b], n
+    )
     work = Work(
         d.choice[a:b],
         d.trial[a:b],
-        d.allocated[: n + 1],
-        d.multiplier[: n + 1],
-        d.running[: n + 1],
+        d.allocated[: places + 1],
+        d.multiplier[: places + 1],
+        d.running[: places + 1],
         d.price[a:b],
+        d.host_price[a:b],
         d.gain[a:b],
         d.move[a:b],
         d.spare,

@@ -32,6 +32,10 @@ class Tables(NamedTuple):
     tasks : array, shape (num_pairs, 3)
         F, B or I, W; -1 where there is none.
     capacity : array, shape (num_ranks,)
+    host : array, shape (num_pairs, num_options)
+        Bytes on the host until the end of B or I.
+    host_capacity : array, shape (num_ranks,)
+        -1: no limit.
     edge_rank, edge_source, edge_target, edge_bytes : array
         Edges that hold bytes.
     rank, duration : array, shape (num_tasks,)
@@ -48,6 +52,8 @@ class Tables(NamedTuple):
     lean: Array
     tasks: Array
     capacity: Array
+    host: Array
+    host_capacity: Array
     edge_rank: Array
     edge_source: Array
     edge_target: Array
@@ -71,6 +77,7 @@ class Desk(NamedTuple):
     choice: Array
     trial: Array
     price: Array
+    host_price: Array
     gain: Array
     move: Array
     spare: Array
@@ -92,7 +99,11 @@ class Options(NamedTuple):
     span : array, shape (num_pairs, 3)
         Columns as above.
     capacity : array, shape (num_places,)
-        Most bytes that the pairs may hold at each place.
+        Most bytes that the pairs may hold at each place; where the host has a limit, the same for it follows, place by
+        place.
+    host : array, shape (num_pairs, num_options)
+    host_begin : int
+        Place from which ``capacity`` is the host's.
     """
 
     time: Array
@@ -101,6 +112,8 @@ class Options(NamedTuple):
     lean: Array
     span: Array
     capacity: Array
+    host: Array
+    host_begin: int
 
 
 class Work(NamedTuple):
@@ -112,7 +125,7 @@ class Work(NamedTuple):
         The best choice so far, and one that is tried.
     allocated, multiplier, running : array, shape (num_places + 1,)
         Bytes held under a choice, price of a byte, sum of the prices before, at every place.
-    price, gain, move : array, shape (num_pairs,)
+    price, host_price, gain, move : array, shape (num_pairs,)
         Scratch.
     spare : array, shape (9,)
         Scratch.
@@ -126,6 +139,7 @@ class Work(NamedTuple):
     multiplier: Array
     running: Array
     price: Array
+    host_price: Array
     gain: Array
     move: Array
     spare: Array

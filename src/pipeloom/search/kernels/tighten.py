@@ -33,7 +33,7 @@ def tighten(o: Options, w: Work, most_steps: int) -> None:
     activation, gradient, span, capacity = o.activation, o.gradient, o.span, o.capacity
     price, sums = w.running, w.sums
     num_pairs = len(span)
-    num_places = len(capacity)
+    num_places = o.host_begin
     for k in range(num_places):
         price[k] = w.multiplier[k]
     steps = 0

@@ -1,0 +1,121 @@
+"""A limit of host memory: what is offloaded at once never exceeds it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeloom.errors import InfeasibleError
+from pipeloom.lab.instances import family, generate
+from pipeloom.lab.solvers.integer_program import program_on_rank, program_strategies
+from pipeloom.search import Evaluations, solve
+from pipeloom.search.strategies import choose_on_rank, choose_strategies
+from pipeloom.timeline import Schedule, check, host_peaks, memory_changes, simulate, within_limits
+from tests.lab.solvers.test_tree import with_strategies
+from tests.search.test_strategies import lean_schedule
+from tests.strategies import graphs
+
+WAYS = {"lagrangian": (choose_strategies, choose_on_rank), "highs": (program_strategies, program_on_rank)}
+SMALL = {
+    "num_candidates": 2,
+    "num_microbatches": 2,
+    "num_modules": 1,
+    "max_parts": 1,
+    "max_segments": 2,
+    "num_ranks": 2,
+}
+
+
+def offloading(graph, room):
+    """The graph with one more candidate of every pair: as fast as the first, with what that holds on the host."""
+    rows = tuple(
+        (
+            *row,
+            row[0]._replace(
+                strategy="offload", activation_bytes=0, weight_gradient_bytes=0, host_bytes=row[0].activation_bytes
+            ),
+        )
+        for row in graph.candidates
+    )
+    return replace(graph, candidates=rows, host_capacity_bytes=np.full(graph.num_ranks, room, np.int64))
+
+
+def best_on_rank(graph, schedule, rank):
+    """Least total time over all choices of one rank's pairs that fit on the rank and on the host."""
+    pairs = [p for p in range(graph.num_pairs) if graph.rank[graph.forward_of[p]] == rank]
+    best = None
+    for picks in product(*(range(len(graph.candidates[p])) for p in pairs)):
+        choice = np.zeros(graph.num_pairs, np.int64)
+        choice[pairs] = picks
+        at_start, at_end = memory_changes(graph.with_candidates(choice))
+        allocated, fits = (
+            0,
+            host_peaks(graph, replace(schedule, candidate=choice))[rank] <= graph.host_capacity_bytes[rank],
+        )
+        for task in schedule.order[rank]:
+            fits = fits and (graph.room_bytes is None or allocated + at_start[task] <= graph.room_bytes[rank])
+            allocated += at_start[task] + at_end[task]
+        if fits:
+            spent = sum(sum(graph.candidates[p][j][1:4]) for p, j in zip(pairs, picks, strict=True))
+            best = spent if best is None else min(best, spent)
+    return best
+
+
+@settings(deadline=None, max_examples=60)
+@given(graphs(**SMALL), st.integers(0, 40), st.sampled_from(sorted(WAYS)))
+def test_what_is_chosen_fits_on_the_host_and_lies_between_bound_and_optimum(graph, room, solver):
+    graph = offloading(graph, room)
+    try:
+        schedule = lean_schedule(graph)
+    except InfeasibleError:
+        return
+    whole, one_rank = WAYS[solver]
+    chosen = whole(graph, schedule)
+    assert check(graph, chosen) == ()
+    for rank in range(graph.num_ranks):
+        found = one_rank(graph, schedule, rank)
+        best = best_on_rank(graph, schedule, rank)
+        assert found.bound_ns <= best + 1e-3
+        assert best <= found.total_ns
+
+
+@settings(deadline=None, max_examples=60)
+@given(graphs(**SMALL), st.integers(0, 40), st.randoms(use_true_random=False))
+def test_the_judge_and_the_count_agree(graph, room, random):
+    graph = offloading(graph, room)
+    try:
+        schedule = lean_schedule(graph)
+    except InfeasibleError:
+        return
+    choice = np.array([random.randrange(len(row)) for row in graph.candidates])
+    schedule = replace(schedule, candidate=choice)
+    faults = check(replace(graph, capacity_bytes=None), schedule)
+    # What lasts no time does not lie anywhere for the judge; here every task may.
+    if (graph.with_candidates(choice).duration_ns > 0).all():
+        assert bool(faults) == bool((host_peaks(graph, schedule) > room).any())
+    assert all("on the host" in fault.message for fault in faults)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0, 9.0])
+def test_a_search_keeps_to_the_host(share):
+    """More room there is used, and never more than there is."""
+    plain = with_strategies(generate(family("vlm-s", num_microbatches=8, memory=0.6, num_ranks=3), 2))
+    limited = offloading(plain, int(share * plain.capacity_bytes.max()))
+    found = solve(limited, budget=Evaluations(400), seed=0)
+    assert check(limited, found.schedule, found.timeline) == ()
+    assert within_limits(limited, found.schedule, found.timeline)
+    assert (host_peaks(limited, found.schedule).max() > 0) == (share > 0)
+    assert found.timeline.makespan_ns <= 1.02 * solve(plain, budget=Evaluations(400), seed=0).timeline.makespan_ns
+
+
+def test_a_schedule_that_fills_the_host_is_refused_with_place_and_bytes():
+    graph = offloading(with_strategies(generate(family("vlm-s", num_microbatches=2, num_ranks=2), 0)), 10)
+    order = lean_schedule(graph).order
+    schedule = Schedule(order, np.full(graph.num_pairs, len(graph.candidates[0]) - 1))
+    assert not within_limits(graph, schedule, simulate(graph, schedule))
+    assert "bytes on the host" in str(check(graph, schedule)[0])
