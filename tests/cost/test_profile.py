@@ -28,7 +28,8 @@ def test_a_law_of_the_assumed_form_is_recovered() -> None:
     costs = ProfileCosts(vlm_spec(), profile, strategies=("keep", "recompute"))
     load = Workload((40, 7, 7))
     truth = 2e-4 + 1e-6 * 54 + 3e-8 * (1600 + 98)
-    keep, recompute = costs.chunk_costs(Chunk("lm", (2, 4), 0), load)
+    keep, recompute, *mixed = costs.chunk_costs(Chunk("lm", (2, 4), 0), load)
+    assert all(keep.activation_bytes > each.activation_bytes > recompute.activation_bytes for each in mixed)
     assert keep.forward_s == pytest.approx(3 * truth, rel=1e-6)
     assert keep.backward_s == pytest.approx(6 * truth, rel=1e-6)
     assert keep.activation_bytes == 3 * 5400

@@ -10,7 +10,7 @@ from pipeloom.cost import ProfileCosts, fit_profile
 from pipeloom.plan import Verb
 from pipeloom.runtime import MeasureOptions, measure_layers
 from pipeloom.runtime.workbench import LiveBytes
-from pipeloom.spec import Strategy, Workload
+from pipeloom.spec import Strategy, Workload, strategy_word
 from pipeloom.taskgraph import Candidate, build_graph
 from tests.runtime.test_counts import COUNT, ITEM, Counted, Feed, Live, action
 
@@ -95,6 +95,36 @@ def test_the_bytes_held_between_the_halves_of_a_backward_are_the_plans(
     # Nobody wants the gradient of data, so the first chunk leaves all to its W, and holds less than planned.
     both = planned[0].weight_gradient_bytes + planned[1].weight_gradient_bytes
     assert held[1] <= both - sample.nbytes + 2 * ITEM
+
+
+@pytest.mark.parametrize("microbatch", [0, 1])
+def test_mixtures_hold_what_is_planned(counted: Counted, microbatch: int) -> None:
+    """Layers of a chunk under strategies of their own, each that is offered."""
+    options_ = MeasureOptions(repeats=1, strategies=True)
+    rows = measure_layers(counted.model, counted.packing, counted.samples, options=options_)
+    offered = ProfileCosts(counted.model.spec, fit_profile(rows, "here"), strategies=("keep", "recompute", "selective"))
+    graph = build_graph(counted.layout, counted.packing, offered)
+    assert graph.candidates is not None
+    mixed = 0
+    for label, candidates in zip(graph.labels or (), graph.candidates, strict=True):
+        if label.microbatch != microbatch or label.chunk != 0:
+            continue
+        for candidate in candidates:
+            word = strategy_word(candidate.strategy, candidate.layers)
+            mixed += "," in word
+            held, _, _ = counted.run(
+                [
+                    action("F", 0, microbatch, word),
+                    COUNT,
+                    action("F", 1, microbatch),
+                    action("B", 1, microbatch),
+                    action("B", 0, microbatch),
+                    COUNT,
+                ]
+            )
+            # The sample, which the pair holds, was made by nobody; what it hands on is as large, and not yet taken.
+            assert held[0] == candidate.activation_bytes
+    assert mixed > 0
 
 
 def test_workspaces_bound_what_a_computation_uses(counted: Counted, costs: ProfileCosts) -> None:

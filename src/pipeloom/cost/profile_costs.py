@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import assert_never
+from typing import assert_never, cast
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from pipeloom.cost.correction import Correction
+from pipeloom.cost.mixtures import LayerOption, mix, ranges
 from pipeloom.cost.model import StrategyCost
 from pipeloom.cost.profile import LayerFit, Profile, StrategyFit, workload_features
 from pipeloom.errors import InputError
@@ -23,6 +25,8 @@ FloatArray = npt.NDArray[np.float64]
 _STATIC_COPIES = 4.0
 # A measured rate of nothing stands for a link that no message of this size could fill.
 _LEAST_S_PER_BYTE = 1e-15
+MOST_MIXTURES = 4
+"""Beside the strategies themselves."""
 
 
 def sharded_copies(num_replicas: int) -> float:
@@ -58,7 +62,7 @@ class ProfileCosts:
     rank : RankSpec
         Its links give the seconds of messages.
     strategies : tuple of Strategy
-        Memory strategies offered for every pair; the first is the base.
+        Memory strategies offered for every pair, for all layers of its chunk or mixed over them; the first is the base.
     factors : dict
         Per module, measured over predicted seconds of (forward, backward): what calibration learned while
         training ran. Absent means 1.
@@ -78,6 +82,9 @@ class ProfileCosts:
     held_copies: dict[str, float] = field(default_factory=dict)
     _layers: dict[str, tuple[LayerSpec, ...]] = field(init=False, repr=False)
     _sums: dict[tuple[str, tuple[int, int]], _Sums] = field(init=False, repr=False, default_factory=dict)
+    _mixed: dict[tuple[str, tuple[int, int], int], tuple[tuple[Strategy, ...], ...]] = field(
+        init=False, repr=False, default_factory=dict
+    )
 
     def __post_init__(self) -> None:
         """Check once that all was measured that will be asked for, so that planning cannot fail on it later."""
@@ -115,9 +122,52 @@ class ProfileCosts:
         return replace(self, factors=correction.modules, rank=rank)
 
     def chunk_costs(self, chunk: Chunk, workload: Workload) -> tuple[StrategyCost, ...]:
-        """Costs of a chunk under each offered strategy."""
+        """Costs of a chunk under each offered strategy, then under mixtures of them over its layers."""
         here = self._on(chunk, workload)
-        return tuple(here.cost(strategy, self.split_backward) for strategy in self.strategies)
+        found = [here.cost(strategy, self.split_backward) for strategy in self.strategies]
+        return (*found, *(self._mixture(chunk, workload, layers) for layers in self._mixtures(chunk, workload)))
+
+    def _mixtures(self, chunk: Chunk, workload: Workload) -> tuple[tuple[Strategy, ...], ...]:
+        """Mixtures that are worth offering, the same for all workloads of about so many tokens."""
+        length = 1 << max(0, round(math.log2(max(1, workload.num_tokens))))
+        key = chunk.module, chunk.layers, length
+        if key not in self._mixed:
+            self._mixed[key] = self._mix(chunk, Workload((length,))) if len(self.strategies) > 1 else ()
+        return self._mixed[key]
+
+    def _mix(self, chunk: Chunk, workload: Workload) -> tuple[tuple[Strategy, ...], ...]:
+        layers, known = [], dict[str, list[LayerOption]]()
+        for number in range(chunk.layers[0], chunk.layers[1] + 1):
+            kind = self._layers[chunk.module][number].kind
+            if kind not in known:
+                alone = self._on(Chunk(chunk.module, (number, number), chunk.rank), workload)
+                costs = [alone.cost(strategy, False) for strategy in self.strategies]
+                known[kind] = [LayerOption(c.strategy, c.forward_s, c.backward_s, c.activation_bytes) for c in costs]
+            layers.append(known[kind])
+        found = mix(layers)
+        mixed = (cast(tuple[Strategy, ...], found.layers(row)) for row in ranges(found, MOST_MIXTURES + 2))
+        return tuple(each for each in mixed if len(set(each)) > 1)
+
+    def _mixture(self, chunk: Chunk, workload: Workload, layers: tuple[Strategy, ...]) -> StrategyCost:
+        """Cost of layers under strategies of their own: neighbours under one are a block, and blocks are as chunks."""
+        parts, begin = [], chunk.layers[0]
+        for strategy, run in itertools.groupby(layers):
+            end = begin + len(list(run))
+            here = self._on(Chunk(chunk.module, (begin, end - 1), chunk.rank), workload)
+            parts.append(here.cost(strategy, self.split_backward))
+            begin = end
+        split = all(part.backward_input_s is not None for part in parts)
+        return StrategyCost(
+            "mixed",
+            sum(part.forward_s for part in parts),
+            sum(part.backward_s for part in parts),
+            sum(part.activation_bytes for part in parts),
+            sum(part.backward_input_s or 0.0 for part in parts) if split else None,
+            sum(part.backward_weight_s or 0.0 for part in parts) if split else None,
+            sum(part.weight_gradient_bytes or 0 for part in parts) if split else None,
+            layers,
+            sum(part.host_bytes for part in parts),
+        )
 
     def workspace_bytes(self, chunk: Chunk, workload: Workload) -> int:
         """Most that a pass of the chunk uses beyond what is held, under any of the offered strategies.
@@ -126,7 +176,11 @@ class ProfileCosts:
         been moved, and is brought back one computation early.
         """
         here = self._on(chunk, workload)
-        return max(here.workspace(strategy, self.split_backward) for strategy in self.strategies)
+        used = max(here.workspace(strategy, self.split_backward) for strategy in self.strategies)
+        if not self._mixtures(chunk, workload):
+            return used
+        # Gradients between blocks, where the chunk itself may end with the loss.
+        return used + max(layer.output.num_bytes(workload) for layer in self._chunk_layers(chunk))
 
     def boundary_bytes(self, chunk: Chunk, workload: Workload) -> int:
         """Bytes of the chunk's output."""
@@ -241,7 +295,7 @@ class _OnWorkload:
 
     def cost(self, strategy: Strategy, split: bool) -> StrategyCost:
         """Under one strategy."""
-        forward_s, more_s, held = self.forward_s, 0.0, self.kept_bytes
+        forward_s, more_s, held, host = self.forward_s, 0.0, self.kept_bytes, 0
         match strategy:
             case "keep":
                 pass
@@ -252,13 +306,21 @@ class _OnWorkload:
                 more_s = max(0.0, self.selective_s[1] - self.backward_s)
             case "offload":
                 forward_s, more_s, held = self.forward_s + self.move_s[0], self.move_s[1], self.given_bytes
+                host = self.moved_bytes
             case _:
                 assert_never(strategy)
         if not split or self.halves_s is None:
-            return StrategyCost(strategy, forward_s, self.backward_s + more_s, held)
+            return StrategyCost(strategy, forward_s, self.backward_s + more_s, held, host_bytes=host)
         inputs_s, weights_s = self.halves_s
         return StrategyCost(
-            strategy, forward_s, self.backward_s + more_s, held, inputs_s + more_s, weights_s, self.between_bytes
+            strategy,
+            forward_s,
+            self.backward_s + more_s,
+            held,
+            inputs_s + more_s,
+            weights_s,
+            self.between_bytes,
+            host_bytes=host,
         )
 
     def workspace(self, strategy: Strategy, split: bool) -> int:
