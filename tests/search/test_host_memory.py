@@ -119,3 +119,12 @@ def test_a_schedule_that_fills_the_host_is_refused_with_place_and_bytes():
     schedule = Schedule(order, np.full(graph.num_pairs, len(graph.candidates[0]) - 1))
     assert not within_limits(graph, schedule, simulate(graph, schedule))
     assert "bytes on the host" in str(check(graph, schedule)[0])
+
+
+def test_strategies_by_the_integer_program_are_a_method_of_their_own():
+    plain = with_strategies(generate(family("vlm-s", num_microbatches=6, memory=0.6, num_ranks=3), 1))
+    graph = offloading(plain, int(0.3 * plain.capacity_bytes.max()))
+    found = solve(graph, budget=Evaluations(200), seed=0, method="highs strategies")
+    assert check(graph, found.schedule, found.timeline) == ()
+    by_program = program_strategies(graph, found.schedule)
+    assert found.timeline.makespan_ns <= simulate(graph, by_program).makespan_ns

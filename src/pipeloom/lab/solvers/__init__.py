@@ -6,6 +6,7 @@ Importing this package names them to `pipeloom.search.solve`.
 from pipeloom.lab.solvers.exact import cp_sat
 from pipeloom.lab.solvers.explore import depth_first, random_search, worst
 from pipeloom.lab.solvers.gurobi import gurobi as solve_by_gurobi
+from pipeloom.lab.solvers.integer_program import chosen_by_program
 from pipeloom.lab.solvers.milp import milp as solve_by_highs
 from pipeloom.lab.solvers.sequences import uniform_start
 from pipeloom.lab.solvers.smt import z3
@@ -25,6 +26,8 @@ register(
         "mcts uniform": Method(mcts_sequence, every_rollout=True, start=uniform_start),
         "depth first": Method(depth_first, every_rollout=True),
         "random": Method(random_search, every_rollout=True),
+        # Strategies by the papers' integer program (HiGHS, started from a greedy choice), on the default search's order.
+        "highs strategies": Method(METHODS["default"].run, finish=chosen_by_program),
         "worst": Method(worst, every_rollout=True),
         **{name: Method(METHODS["default"].run, finish=solver) for name, solver in EXACT.items()},
     }
