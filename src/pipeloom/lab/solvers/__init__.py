@@ -26,7 +26,7 @@ register(
         "mcts uniform": Method(mcts_sequence, every_rollout=True, start=uniform_start),
         "depth first": Method(depth_first, every_rollout=True),
         "random": Method(random_search, every_rollout=True),
-        # Strategies by the papers' integer program (HiGHS, started from a greedy choice), on the default search's order.
+        # The default search's order with strategies by the papers' integer program, started from a greedy choice.
         "highs strategies": Method(METHODS["default"].run, finish=chosen_by_program),
         "worst": Method(worst, every_rollout=True),
         **{name: Method(METHODS["default"].run, finish=solver) for name, solver in EXACT.items()},

@@ -49,7 +49,7 @@ def program_strategies(graph: TaskGraph, schedule: Schedule) -> Schedule:
 def chosen_by_program(
     graph: TaskGraph, *, seconds: float, hint: Schedule, bound_ns: int, workers: int = 1, seed: int = 0
 ) -> Exact:
-    """The hint's order with its strategies chosen by the program, where that is faster: an `ExactSolver` of these alone.
+    """The hint's order, with strategies by the program where that is faster: an `ExactSolver` of these alone.
 
     It asks for no time: each rank's program ends within its gap. The order stays, so nothing is proved.
     """
