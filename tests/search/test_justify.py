@@ -13,9 +13,9 @@ from pipeloom.search import Evaluations, solve
 from pipeloom.search.context import begin
 from pipeloom.search.justify import justify
 from pipeloom.search.kernels import codes
+from pipeloom.search.kernels.blocks import make_blocks, measure
 from pipeloom.search.kernels.by_rank import make_ranks, rollout_by_rank
 from pipeloom.search.kernels.climb import evaluate
-from pipeloom.search.kernels.polish import make_desk, retime
 from pipeloom.search.local import portfolio
 from pipeloom.search.packed import pack_graph
 from pipeloom.search.reverse import reversed_graph
@@ -89,14 +89,14 @@ def test_schedules_of_the_reverse_are_mirrored_ones(graph, seed):
 
 @settings(deadline=None, max_examples=100)
 @given(graphs(num_candidates=0))
-def test_retiming_agrees_with_the_simulator(graph):
+def test_measuring_agrees_with_the_simulator(graph):
     """Of any number of ranks: the next task of a rank was once looked up in another rank's row."""
     packed, _, jobs = problem_of(graph)
     order = tuple(jobs.order[graph.rank[jobs.order] == r] for r in range(graph.num_ranks))
     timeline = simulate(graph, Schedule(order))
-    desk = make_desk(packed, jobs.order)
-    assert retime(packed, desk, codes.NEVER) == timeline.makespan_ns
-    assert desk.trial.tolist() == timeline.start_ns.tolist()
+    blocks = make_blocks(packed, jobs.order)
+    assert measure(packed, blocks) == timeline.makespan_ns
+    assert blocks.start.tolist() == timeline.start_ns.tolist()
 
 
 @pytest.mark.parametrize("threads", [1, 2])

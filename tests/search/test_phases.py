@@ -8,20 +8,21 @@ from pipeloom.lab.instances import family, generate
 from pipeloom.search import Evaluations, SearchParams
 from pipeloom.search.context import begin
 from pipeloom.search.local import portfolio
-from pipeloom.search.params import TaskListParams
+from pipeloom.search.params import TabuParams
 from pipeloom.search.phases import default, default_phases
 from pipeloom.search.state import Search
 from pipeloom.search.stopping import WHOLE
 
 FAR = "orders, annealed the hotter the longer"
+TABU = "tabu search of tasks"
 
 
 @pytest.mark.parametrize(
     ("changes", "wanted"),
     [
         ({}, ["orders, improved"]),
-        ({"memory": 1.5}, [FAR, "justification"]),
-        ({"memory": 1.5, "split": True}, [FAR, "orders, annealed", "order of tasks, annealed"]),
+        ({"memory": 1.5}, [FAR, TABU]),
+        ({"memory": 1.5, "split": True}, [FAR, "orders, annealed", TABU]),
     ],
 )
 def test_a_graph_gets_the_phases_that_concern_it(changes, wanted):
@@ -30,11 +31,14 @@ def test_a_graph_gets_the_phases_that_concern_it(changes, wanted):
     assert [p.name for p in default_phases(search.params) if p.where(search)] == ["static orders", *wanted]
     # Near the bound, the search of group orders is not needed.
     search.best_ns = search.target_ns = 1
-    assert FAR not in [p.name for p in default_phases(search.params) if p.where(search)]
-    many = SearchParams(task_list=TaskListParams(most_tasks=graph.num_tasks))
+    near = [p.name for p in default_phases(search.params) if p.where(search)]
+    assert FAR not in near
+    assert TABU in near
+    assert ("justification" in near) == (search.reverse is not None)
+    many = SearchParams(tabu=TabuParams(most_tasks=graph.num_tasks))
     small = Search(graph, begin(Evaluations(50), params=many))
     names = [p.name for p in default_phases(many) if p.where(small)]
-    assert names == ["static orders", "orders, annealed", "list of tasks, annealed"]
+    assert names == ["static orders", "orders, annealed", TABU]
 
 
 def test_the_phases_spend_the_budget_and_no_more():

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
+from pipeloom.search.kernels.blocks import make_blocks, measure, sequence_of
 from pipeloom.search.kernels.by_rank import make_ranks
-from pipeloom.search.kernels.codes import NEVER
-from pipeloom.search.kernels.polish import make_desk, retime
 from pipeloom.search.kernels.shake import Shaking, make_table, shake
 from pipeloom.search.kernels.terms import Terms
 from pipeloom.search.local import climb_together
-from pipeloom.search.packed import DURATION, PackedGraph
+from pipeloom.search.packed import PackedGraph
 from pipeloom.search.state import Search
 from pipeloom.search.stopping import Stretch
 
@@ -29,9 +28,9 @@ class _Shaker:
 
     def restart(self, search: Search) -> None:
         """Go on from the incumbent."""
-        desk = make_desk(search.packed, search.sequence)
-        makespan = retime(search.packed, desk, NEVER)
-        self.table = make_table(desk.order, desk.trial, makespan, search.jobs.job_of_task, self.random)
+        blocks = make_blocks(search.packed, search.sequence)
+        makespan = int(measure(search.packed, blocks))
+        self.table = make_table(blocks.order, blocks.start, makespan, search.jobs.job_of_task, self.random)
         self.state = self.table.state
 
     def climb(self, search: Search, terms: Terms) -> int:
@@ -40,13 +39,12 @@ class _Shaker:
 
     def offer(self, search: Search) -> None:
         """Make the best schedule the incumbent. Run forwards, its order may be faster than it was backwards."""
-        # Any sequence of the best order that respects each rank's order will do for the desk.
-        desk = make_desk(search.packed, self.table.best)
-        makespan = retime(search.packed, desk, NEVER)
+        # Any sequence of the best order that respects each rank's order will do.
+        blocks = make_blocks(search.packed, self.table.best)
+        makespan = int(measure(search.packed, blocks))
         assert 0 <= makespan <= self.state[1], (makespan, self.state)
         self.state[1] = makespan
-        ends = desk.trial + search.packed.task[:-1, DURATION]
-        search.keep(int(makespan), np.lexsort((desk.place, ends, desk.trial)))
+        search.keep(makespan, sequence_of(search.packed, blocks))
 
 
 def justify(search: Search, stretch: Stretch, heat: float) -> bool:

@@ -51,7 +51,7 @@ class OrderParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     far: float = 1.05
     """Above so many times the bound, microbatches must change places, at which this search is better than
     justification."""
-    far_share: float = 0.7
+    far_share: float = 0.3
     """Part of the time that then goes to it."""
     switch_every: int = 64
     """One change in so many is of the policy; 0: none."""
@@ -77,29 +77,45 @@ class OrderParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         return float(min(self.most_heat, self.heat * max(1.0, changes_per_job / self.few_changes) ** 0.5))
 
 
-class TaskListParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Annealing on one list of all tasks, for small graphs."""
+class TabuParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Tabu search on the order of tasks, for small graphs and where memory is limited."""
 
     most_tasks: int = 200
     """Tasks up to which a graph is small."""
-    orders_share: float = 0.1
-    """Part of the time for the local search of orders before."""
-    turns: int = 4
-    """Annealings one after the other."""
-    heat: float = 1.0
-    """Their start, in mean durations of a task."""
+    small_orders_share: float = 0.1
+    """Part of the time of small graphs for the local search of orders before."""
+    one_way_orders_share: float = 0.7
+    """The same where memory is limited and time cannot be reversed."""
+    tenure: int = 10
+    """What a move changed stays for so many moves, and up to twice so many."""
+    patience: float = 45.0
+    """Times the root of the number of tasks: moves without anything better after which starts are shifted."""
+    reach: int = 32
+    """Tasks that a move may pass, at most."""
+    shifts: int = 4
+    """Up to so many shifts, one after the other."""
+    lookahead: int = 4
+    """As in `JustificationParams`, after a shift."""
+    heat: float = 0.2
+    """What was found since the last shift is the next one's start if it is longer by no more than so many mean
+    durations of a task, times an exponential variate; falling to nothing."""
 
     def __post_init__(self) -> None:
-        """Refuse temperatures, shares and counts that are none."""
-        check_not_negative("task_list.most_tasks", self.most_tasks)
-        check_share("task_list.orders_share", self.orders_share)
-        check_count("task_list.turns", self.turns)
-        check_not_negative("task_list.heat", self.heat)
+        """Refuse shares and counts that are none."""
+        check_not_negative("tabu.most_tasks", self.most_tasks)
+        check_share("tabu.small_orders_share", self.small_orders_share)
+        check_share("tabu.one_way_orders_share", self.one_way_orders_share)
+        check_positive("tabu.patience", self.patience)
+        for name in ("tenure", "reach", "shifts", "lookahead"):
+            check_count(f"tabu.{name}", getattr(self, name))
+        check_not_negative("tabu.heat", self.heat)
 
 
 class JustificationParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Local search that schedules back and forth in time, where memory is limited."""
 
+    share: float = 0.5
+    """Part of the time that is left for it and the tabu search after it."""
     heat: float = 0.1
     """Start of the annealing, in mean durations of a task."""
     passes: int = 8
@@ -111,24 +127,11 @@ class JustificationParams(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
 
     def __post_init__(self) -> None:
         """Refuse temperatures and counts that are none."""
+        check_share("justification.share", self.share)
         check_not_negative("justification.heat", self.heat)
         check_count("justification.passes", self.passes)
         check_not_negative("justification.loose", self.loose)
         check_count("justification.lookahead", self.lookahead)
-
-
-class PolishParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Local search on the order of tasks, where memory is limited and time cannot be reversed."""
-
-    orders_share: float = 0.7
-    """Part of the time for the annealing of group orders before."""
-    heat: float = 0.06
-    """Start of the annealing, in mean durations of a task."""
-
-    def __post_init__(self) -> None:
-        """Refuse temperatures and shares that are none."""
-        check_share("polish.orders_share", self.orders_share)
-        check_not_negative("polish.heat", self.heat)
 
 
 class TurnParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -293,9 +296,8 @@ class SearchParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
     static_orders: StaticOrderParams = StaticOrderParams()
     orders: OrderParams = OrderParams()
-    task_list: TaskListParams = TaskListParams()
+    tabu: TabuParams = TabuParams()
     justification: JustificationParams = JustificationParams()
-    polish: PolishParams = PolishParams()
     turns: TurnParams = TurnParams()
     strategies: StrategyParams = StrategyParams()
     assignment: AssignmentParams = AssignmentParams()

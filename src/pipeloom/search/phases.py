@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pipeloom.search.justify import justify
 from pipeloom.search.local import local_search, portfolio
 from pipeloom.search.params import SearchParams
-from pipeloom.search.polish import polish, rearrange
 from pipeloom.search.state import Run, Search
 from pipeloom.search.stopping import Stretch
+from pipeloom.search.tabu import tabu_search
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +28,6 @@ class Phase:
         Of the time that is left when it begins.
     where : callable
         Whether a search has this phase, asked when its turn comes.
-    turns : int
-        The time is divided into so many turns, each from the incumbent.
     open_end : bool
         It may end early: the next phase begins when it has ended, not where its share does.
     """
@@ -38,18 +36,17 @@ class Phase:
     run: Run
     share: float = 1.0
     where: Callable[[Search], bool] = lambda _search: True
-    turns: int = 1
     open_end: bool = False
 
 
 def default_phases(params: SearchParams) -> tuple[Phase, ...]:
-    """Static orders; then lists of tasks for small graphs; local search where memory does not matter; and where it
-    does, annealing of orders as long as they are far from the bound, then justification.
+    """Static orders; local search where memory does not matter; where it does, annealing of orders as long as they are
+    far from the bound, else justification; and there, and for small graphs, tabu search on the order of tasks.
     """
-    orders, lists, back, fine = params.orders, params.task_list, params.justification, params.polish
+    orders, tasks, back = params.orders, params.tabu, params.justification
 
     def small(search: Search) -> bool:
-        return search.graph.num_tasks <= lists.most_tasks
+        return search.graph.num_tasks <= tasks.most_tasks
 
     def unlimited(search: Search) -> bool:
         return not small(search) and not search.limited and not search.listed
@@ -61,8 +58,8 @@ def default_phases(params: SearchParams) -> tuple[Phase, ...]:
     def far(search: Search) -> bool:
         return limited(search) and search.best_ns > orders.far * search.target_ns
 
-    def reversible(search: Search) -> bool:
-        return limited(search) and search.reverse is not None
+    def near(search: Search) -> bool:
+        return limited(search) and not far(search) and search.reverse is not None
 
     def one_way(search: Search) -> bool:
         return limited(search) and search.reverse is None
@@ -75,25 +72,18 @@ def default_phases(params: SearchParams) -> tuple[Phase, ...]:
         changes = search.meter.watch.expected(pace.evaluations, pace.seconds, stretch.until - stretch.since)
         local_search(search, stretch, orders.long_heat(changes / len(search.packed.job_size)))
 
-    def anneal_list(search: Search, stretch: Stretch) -> None:
-        rearrange(search, stretch, lists.heat)
-
     def back_and_forth(search: Search, stretch: Stretch) -> None:
         justify(search, stretch, back.heat)
 
-    def anneal_tasks(search: Search, stretch: Stretch) -> None:
-        polish(search, stretch, fine.heat)
-
     return (
         Phase("static orders", portfolio, share=params.static_orders.share, open_end=True),
-        Phase("orders, annealed", anneal, share=lists.orders_share, where=small),
-        Phase("list of tasks, annealed", anneal_list, where=small, turns=lists.turns),
+        Phase("orders, annealed", anneal, share=tasks.small_orders_share, where=small),
         Phase("orders, improved", local_search, where=unlimited),
-        # Microbatches must change places, at which the search of group orders is better than justification.
+        # Microbatches must change places, at which the search of group orders is better than the others.
         Phase("orders, annealed the hotter the longer", anneal_long, share=orders.far_share, where=far),
-        Phase("justification", back_and_forth, where=reversible),
-        Phase("orders, annealed", anneal, share=fine.orders_share, where=one_way),
-        Phase("order of tasks, annealed", anneal_tasks, where=one_way),
+        Phase("justification", back_and_forth, share=back.share, where=near),
+        Phase("orders, annealed", anneal, share=tasks.one_way_orders_share, where=one_way),
+        Phase("tabu search of tasks", tabu_search, where=lambda search: not unlimited(search)),
     )
 
 
@@ -106,6 +96,5 @@ def default(search: Search, stretch: Stretch) -> None:
         if not phase.where(search):
             continue
         mine = Stretch(begin, stretch.until).first(phase.share)
-        for turn in mine.turns(phase.turns):
-            phase.run(search, turn)
+        phase.run(search, mine)
         begin = search.meter.spent if phase.open_end else mine.until

@@ -21,11 +21,10 @@ from pipeloom.search.local import local_search, portfolio
 from pipeloom.search.methods import METHODS, Method
 from pipeloom.search.params import DEFAULTS, SearchParams
 from pipeloom.search.plain import first_in_first_out, leanest
-from pipeloom.search.polish import polish, rearrange
 from pipeloom.search.result import Progress, Solution
-from pipeloom.search.reverse import can_be_reversed
 from pipeloom.search.state import Search
 from pipeloom.search.stopping import WHOLE, Evaluations, Meter, StoppingRule
+from pipeloom.search.tabu import tabu_search
 from pipeloom.taskgraph import Candidate, TaskGraph
 from pipeloom.timeline import LowerBound, Schedule, lower_bound, simulate
 
@@ -173,7 +172,5 @@ def warm_up(method: str = "default", graph: TaskGraph | None = None) -> None:
         local_search(free)
     if graph is None or graph.capacity_bytes is not None:
         justify(search, WHOLE.first(0.7), DEFAULTS.justification.heat)
-    if graph is None or not can_be_reversed(graph):
-        polish(search, WHOLE.first(0.8))
-    if graph is None or graph.num_tasks <= DEFAULTS.task_list.most_tasks:
-        rearrange(search, WHOLE, 0.0)
+    if graph is None or graph.capacity_bytes is not None or graph.num_tasks <= DEFAULTS.tabu.most_tasks:
+        tabu_search(search)

@@ -14,11 +14,11 @@ from pipeloom.errors import InfeasibleError, InputError
 from pipeloom.search.context import Context
 from pipeloom.search.jobs import Walks, memory_matters
 from pipeloom.search.kernels import codes
+from pipeloom.search.kernels.blocks import make_blocks, measure
 from pipeloom.search.kernels.by_rank import Ranks, make_ranks
 from pipeloom.search.kernels.by_rule import Wishes, rollout_by_rule
 from pipeloom.search.kernels.climb import evaluate
 from pipeloom.search.kernels.expand import expand
-from pipeloom.search.kernels.polish import make_desk, retime
 from pipeloom.search.lists import wishes_like
 from pipeloom.search.packed import Groups, PackedGraph, pack_graph
 from pipeloom.search.result import Progress
@@ -180,7 +180,7 @@ class Search:
         if rollout_by_rule(self.packed, self._ranks, wishes) < 0:
             return codes.DEADLOCK
         # Where a rank waited, what it then ran may begin earlier.
-        makespan = int(retime(self.packed, make_desk(self.packed, wishes.made), codes.NEVER))
+        makespan = int(measure(self.packed, make_blocks(self.packed, wishes.made)))
         if self.chooser is not None:
             makespan = self.chooser.choose(wishes.made, self.params.strategies.rollout_rounds)
         if makespan < self.best_ns:

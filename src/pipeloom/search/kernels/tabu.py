@@ -1,0 +1,318 @@
+"""Compiled tabu search on the order of every rank's tasks: moves to the ends of critical blocks.
+
+A block is a run of tasks of one rank on a longest path, each right after the one before. A schedule is shorter only if
+on each longest path some task comes before its block's first or behind its last one (Grabowski, Nowicki and Zdrzalka
+1986); so these are the moves. Each is judged by an estimate that looks at the tasks passed alone (Balas and
+Vazacopoulos 1998). The best one that is not forbidden is made, also if the schedule becomes longer, and is not undone
+for some time. Where that leads to nothing better, starts are shifted as in `pipeloom.search.kernels.shake`, and it
+begins again from what comes of that.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from pipeloom.compiled import callee, inlined, kernel
+from pipeloom.compiled.arrays import assign
+from pipeloom.compiled.random import draw
+from pipeloom.search.kernels.blocks import Blocks, longest_path, measure, remeasure
+from pipeloom.search.kernels.by_rank import Ranks, rollout_by_rank
+from pipeloom.search.kernels.codes import DEADLOCK, NEVER
+from pipeloom.search.kernels.shake import Table, wish_for
+from pipeloom.search.kernels.terms import Terms, allowance
+from pipeloom.search.packed import DURATION, FIRST_SUCCESSOR, NET, PEAK, PLACE, PackedGraph
+
+Array = npt.NDArray[Any]
+
+FORBIDDEN = 1 << 16
+"""Entries of the table of what is forbidden; a power of two."""
+BEST, NOW, SINCE, LOCAL, HOME = range(1, 6)
+"""Entries of ``Tour.state`` after the current makespan: the best one; moves made; when the last restart or its best
+was; the best since; that of the order from which restarts go."""
+
+
+class Rules(NamedTuple):
+    """How tabu search goes on; see `pipeloom.search.params.TabuParams`. ``span``: nanoseconds of a shift, about."""
+
+    tenure: int
+    patience: int
+    reach: int
+    shifts: int
+    lookahead: int
+    span: float
+
+
+class Tour(NamedTuple):
+    """Where tabu search stands: see the entries of ``state`` above.
+
+    Attributes
+    ----------
+    state : array, shape (6,)
+    best, local, home : array, shape (num_tasks,)
+        Orders, rank after rank.
+    forbidden : array, shape (FORBIDDEN,)
+        Until which move one task may not come before another again, by a hash of the two.
+    """
+
+    state: Array
+    best: Array
+    local: Array
+    home: Array
+    forbidden: Array
+
+
+def make_tour(order: Array, makespan: int) -> Tour:
+    """Begin with an order of all tasks, rank after rank."""
+    state = np.array([makespan, makespan, 0, 0, makespan, makespan], np.int64)
+    return Tour(state, order.copy(), order.copy(), order.copy(), np.zeros(FORBIDDEN, np.int64))
+
+
+@inlined
+def slot(first: int, second: int) -> Any:
+    """Where the table says until when ``first`` may not come before ``second``."""
+    return (first * 40503 + second * 9973) & (FORBIDDEN - 1)
+
+
+@callee
+def later(p: PackedGraph, b: Blocks, i: int, j: int, most: int) -> int:
+    """Estimated makespan where the task at place ``i`` moves behind that at ``j``, at most ``most`` + 1.
+
+    `DEADLOCK` where memory forbids it, or where something that waits for the task may be before the one at ``j``. If
+    ``most`` is not `NEVER`, all from ``i`` to ``j`` must run without a gap.
+    """
+    task, order, row = p.task, b.order, b.row
+    moved, last = order[i], order[j]
+    rank = task[moved, PLACE] >> 2
+    end = 0
+    if i > row[rank]:
+        end = b.start[order[i - 1]] + task[order[i - 1], DURATION]
+    after = 0
+    if j + 1 < row[rank + 1]:
+        after = task[order[j + 1], DURATION] + b.tail[order[j + 1]]
+    after = max(b.left[moved], after)
+    # The moved task ends no sooner than if the others ran without a gap.
+    whole = b.start[last] + task[last, DURATION] - b.start[moved]
+    if max(end, b.released[order[i + 1]]) + whole + after > most:
+        return most + 1
+    for e in range(task[moved, FIRST_SUCCESSOR], task[moved + 1, FIRST_SUCCESSOR]):
+        other = p.successor[e, 0]
+        if other == last or b.start[other] + task[other, DURATION] <= b.start[last]:
+            return DEADLOCK
+    held = b.level[i]
+    for k in range(i + 1, j + 1):
+        number = order[k]
+        if held + task[number, PEAK] > p.capacity[rank]:
+            return DEADLOCK
+        held += task[number, NET]
+        b.trial[number] = max(end, b.released[number])
+        end = b.trial[number] + task[number, DURATION]
+    if held + task[moved, PEAK] > p.capacity[rank]:
+        return DEADLOCK
+    after += task[moved, DURATION]
+    longest = max(end, b.released[moved]) + after
+    k = j
+    while k > i and longest <= most:
+        number = order[k]
+        after = max(b.left[number], after) + task[number, DURATION]
+        longest = max(longest, b.trial[number] + after)
+        k -= 1
+    return int(min(longest, most + 1))
+
+
+@callee
+def earlier(p: PackedGraph, b: Blocks, i: int, j: int, most: int) -> int:
+    """Estimated makespan where the task at place ``j`` moves before that at ``i``; likewise."""
+    task, order, row = p.task, b.order, b.row
+    first, moved = order[i], order[j]
+    rank = task[moved, PLACE] >> 2
+    end = 0
+    if i > row[rank]:
+        end = b.start[order[i - 1]] + task[order[i - 1], DURATION]
+    after = 0
+    if j + 1 < row[rank + 1]:
+        after = task[order[j + 1], DURATION] + b.tail[order[j + 1]]
+    whole = b.start[moved] + task[moved, DURATION] - b.start[first]
+    if max(end, b.released[moved]) + whole + max(b.left[order[j - 1]], after) > most:
+        return most + 1
+    for e in range(b.before_start[moved], b.before_start[moved + 1]):
+        other = b.before[e]
+        if other == first or b.start[first] + task[first, DURATION] <= b.start[other]:
+            return DEADLOCK
+    held = b.level[i]
+    if held + task[moved, PEAK] > p.capacity[rank]:
+        return DEADLOCK
+    held += task[moved, NET]
+    b.trial[moved] = max(end, b.released[moved])
+    end = b.trial[moved] + task[moved, DURATION]
+    for k in range(i, j):
+        number = order[k]
+        if held + task[number, PEAK] > p.capacity[rank]:
+            return DEADLOCK
+        held += task[number, NET]
+        b.trial[number] = max(end, b.released[number])
+        end = b.trial[number] + task[number, DURATION]
+    longest = 0
+    k = j - 1
+    while k >= i and longest <= most:
+        number = order[k]
+        after = max(b.left[number], after) + task[number, DURATION]
+        longest = max(longest, b.trial[number] + after)
+        k -= 1
+    after = max(b.left[moved], after) + task[moved, DURATION]
+    return int(min(max(longest, b.trial[moved] + after), most + 1))
+
+
+@callee
+def is_forbidden(b: Blocks, t: Tour, source: int, goal: int) -> bool:
+    """Whether a move would undo one of late."""
+    moved = b.order[source]
+    now = t.state[NOW]
+    if source < goal:
+        for k in range(source + 1, goal + 1):
+            if t.forbidden[slot(b.order[k], moved)] > now:
+                return True
+    else:
+        for k in range(goal, source):
+            if t.forbidden[slot(moved, b.order[k])] > now:
+                return True
+    return False
+
+
+@callee
+def move(b: Blocks, t: Tour, source: int, goal: int, until: int) -> None:
+    """Move a task from one place to another, those between by one, and forbid to undo it."""
+    moved = b.order[source]
+    step = 1 if source < goal else -1
+    i = source
+    while i != goal:
+        other = b.order[i + step]
+        t.forbidden[slot(moved, other) if step > 0 else slot(other, moved)] = until
+        b.order[i] = other
+        b.place[other] = i
+        i += step
+    b.order[goal] = moved
+    b.place[moved] = goal
+
+
+@callee
+def take(b: Blocks, order: Array) -> None:
+    """Take over an order, not yet measured."""
+    assign(b.order, order)
+    for i in range(len(order)):
+        b.place[order[i]] = i
+
+
+@callee
+def shifted(p: PackedGraph, b: Blocks, s: Ranks, t: Table, span: float, lookahead: int) -> int:
+    """Shift starts of the measured order and mend it; return the makespan."""
+    assign(t.current, b.order)
+    assign(t.when, b.start)
+    wish_for(p, t, span)
+    assign(t.order, t.made)
+    for i in range(len(t.order)):
+        t.place[t.order[i]] = i
+    if rollout_by_rank(p, s, t.order, t.place, t.made, 1 + draw(t.random) % lookahead, NEVER) >= 0:
+        take(b, t.made)
+    return int(measure(p, b))
+
+
+@callee
+def restart(p: PackedGraph, b: Blocks, s: Ranks, t: Table, tour: Tour, rules: Rules, terms: Terms) -> None:
+    """Go on from the home, which is what was found since the last restart if that is not much longer."""
+    state, random = tour.state, t.random
+    if state[LOCAL] <= state[HOME] + allowance(terms, random):
+        state[HOME] = state[LOCAL]
+        assign(tour.home, tour.local)
+    take(b, tour.home)
+    state[0] = measure(p, b)
+    for _ in range(1 + draw(random) % rules.shifts):
+        state[0] = shifted(p, b, s, t, rules.span, rules.lookahead)
+    state[SINCE] = state[NOW]
+    state[LOCAL] = NEVER
+
+
+@callee
+def note(b: Blocks, tour: Tour) -> None:
+    """Note the current schedule, if it is the best since the last restart, or of all."""
+    state = tour.state
+    if state[0] < state[LOCAL]:
+        state[LOCAL] = state[0]
+        state[SINCE] = state[NOW]
+        assign(tour.local, b.order)
+    if state[0] < state[BEST]:
+        state[BEST] = state[0]
+        assign(tour.best, b.order)
+
+
+@kernel
+def tabu(p: PackedGraph, b: Blocks, s: Ranks, t: Table, tour: Tour, rules: Rules, terms: Terms) -> int:
+    """Make so many moves or restarts; return how many were made."""
+    state, random, path = tour.state, t.random, b.path
+    state[0] = measure(p, b)
+    for n in range(terms.num_evaluations):
+        if state[BEST] <= terms.target:
+            return n
+        state[NOW] += 1
+        best = NEVER
+        source = -1
+        goal = -1
+        spare = 0
+        ties = 0
+        if state[NOW] - state[SINCE] <= rules.patience:
+            length = longest_path(p, b, state[0], random)
+            last = 0
+            # The path runs back in time: a block begins at its last task.
+            while last < length:
+                first = last
+                while first + 1 < length and path[first + 1] == path[first] - 1 and on_one_rank(p, b, path[first]):
+                    first += 1
+                i = path[first]
+                j = path[last]
+                for k in range(1, min(j - i, rules.reach) + 1):
+                    for backwards in range(2):
+                        # Nothing is gained before the first block or behind the last one.
+                        if backwards == 1 and (first == length - 1 or j == i + 1):
+                            continue
+                        if backwards == 0 and last == 0 and not (first < length - 1 and j == i + 1):
+                            continue
+                        if backwards == 1:
+                            one = i + k
+                            two = i
+                            guess = earlier(p, b, i, one, best)
+                        else:
+                            one = j - k
+                            two = j
+                            guess = later(p, b, one, j, best)
+                        if guess == DEADLOCK:
+                            continue
+                        if guess > best or (guess >= state[BEST] and is_forbidden(b, tour, one, two)):
+                            # Where all is forbidden, one of it is drawn.
+                            spare += 1
+                            if best == NEVER and draw(random) % spare == 0:
+                                source = one
+                                goal = two
+                            continue
+                        if guess < best:
+                            best = guess
+                            ties = 0
+                        ties += 1
+                        if draw(random) % ties == 0:
+                            source = one
+                            goal = two
+                last = first + 1
+        if source < 0:
+            restart(p, b, s, t, tour, rules, terms)
+        else:
+            move(b, tour, source, goal, state[NOW] + rules.tenure + draw(random) % rules.tenure)
+            state[0] = remeasure(p, b, source, goal)
+        note(b, tour)
+    return terms.num_evaluations
+
+
+@inlined
+def on_one_rank(p: PackedGraph, b: Blocks, at: int) -> Any:
+    """Whether the task at a place and the one before it are of one rank."""
+    return p.task[b.order[at], PLACE] >> 2 == p.task[b.order[at - 1], PLACE] >> 2

@@ -1,0 +1,57 @@
+"""Tabu search on the order of every rank's tasks, from the incumbent (`pipeloom.search.kernels.tabu`)."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pipeloom.search.kernels import tabu as kernels
+from pipeloom.search.kernels.blocks import make_blocks, measure, sequence_of
+from pipeloom.search.kernels.by_rank import make_ranks
+from pipeloom.search.kernels.shake import make_table
+from pipeloom.search.kernels.terms import Terms
+from pipeloom.search.local import climb_together
+from pipeloom.search.state import Search
+from pipeloom.search.stopping import WHOLE, Stretch
+
+
+class _Tour:
+    """One thread's tabu search."""
+
+    def __init__(self, search: Search, seed: int) -> None:
+        params = search.params.tabu
+        # What moves together: a microbatch, also where memory does not matter and all is one job.
+        self.job_of_task = np.unique(search.graph.microbatch, return_inverse=True)[1]
+        span = float(search.packed.work.max()) / (int(self.job_of_task.max()) + 1)
+        patience = max(1, round(params.patience * search.graph.num_tasks**0.5))
+        self.rules = kernels.Rules(params.tenure, patience, params.reach, params.shifts, params.lookahead, span)
+        self.ranks = make_ranks(search.packed)
+        self.random = np.array([seed | 1], np.uint64)
+        self.restart(search)
+
+    def restart(self, search: Search) -> None:
+        """Go on from the incumbent."""
+        self.blocks = make_blocks(search.packed, search.sequence)
+        makespan = int(measure(search.packed, self.blocks))
+        self.table = make_table(self.blocks.order, self.blocks.start, makespan, self.job_of_task, self.random)
+        self.tour = kernels.make_tour(self.blocks.order, makespan)
+        self.state = self.tour.state
+
+    def climb(self, search: Search, terms: Terms) -> int:
+        """Make so many moves; return how many were made."""
+        made = kernels.tabu(search.packed, self.blocks, self.ranks, self.table, self.tour, self.rules, terms)
+        return max(1, int(made))
+
+    def offer(self, search: Search) -> None:
+        """Make the best order the incumbent."""
+        blocks = make_blocks(search.packed, self.tour.best)
+        makespan = measure(search.packed, blocks)
+        assert makespan == self.state[1], (makespan, self.state)
+        search.keep(int(makespan), sequence_of(search.packed, blocks))
+
+
+def tabu_search(search: Search, stretch: Stretch = WHOLE) -> None:
+    """Search the orders of tasks from the incumbent until a part of the budget is spent or the target is reached."""
+    if search.done:
+        return
+    seeds = search.random.integers(1, 1 << 62, size=search.context.threads)
+    climb_together(search, [_Tour(search, int(seed)) for seed in seeds], stretch, search.params.tabu.heat)

@@ -1,0 +1,92 @@
+"""Tabu search on the order of tasks: moves keep a schedule feasible and measured, and it becomes short."""
+
+from __future__ import annotations
+
+import numba
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from pipeloom.errors import InfeasibleError
+from pipeloom.lab.instances import family, generate
+from pipeloom.search import Evaluations, solve
+from pipeloom.search.context import begin
+from pipeloom.search.kernels import tabu as kernels
+from pipeloom.search.kernels.blocks import make_blocks, measure, remeasure, sequence_of
+from pipeloom.search.kernels.codes import DEADLOCK, NEVER
+from pipeloom.search.local import portfolio
+from pipeloom.search.packed import pack_graph
+from pipeloom.search.state import Search
+from pipeloom.search.tabu import tabu_search
+from pipeloom.timeline import Schedule, check, simulate
+from tests.strategies import graphs
+
+
+@numba.njit
+def judge(p, b, source, goal, most):
+    return kernels.later(p, b, source, goal, most) if source < goal else kernels.earlier(p, b, goal, source, most)
+
+
+@numba.njit
+def make_move(p, b, tour, source, goal):
+    kernels.move(b, tour, source, goal, tour.state[kernels.NOW] + 3)
+    tour.state[kernels.NOW] += 1
+    return remeasure(p, b, source, goal)
+
+
+@numba.njit
+def undone(b, tour, source, goal):
+    return kernels.is_forbidden(b, tour, source, goal)
+
+
+@settings(deadline=None, max_examples=150)
+@given(graphs(num_candidates=0), st.integers(0, 2**31))
+def test_moves_keep_a_schedule_feasible_and_measured(graph, seed):
+    try:
+        packed, _, jobs = pack_graph(graph)
+    except InfeasibleError:
+        assume(False)
+    rng = np.random.default_rng(seed)
+    blocks = make_blocks(packed, jobs.order)
+    tour = kernels.make_tour(blocks.order, int(measure(packed, blocks)))
+    for _ in range(12):
+        source, goal = rng.integers(0, graph.num_tasks, 2).tolist()
+        same = graph.rank[blocks.order[source]] == graph.rank[blocks.order[goal]]
+        if source == goal or not same or judge(packed, blocks, source, goal, NEVER) == DEADLOCK:
+            continue
+        makespan = make_move(packed, blocks, tour, source, goal)
+        # A neighbour's exchange is moved back by the opposite move, which is forbidden now.
+        assert undone(blocks, tour, goal, source)
+        schedule = Schedule(tuple(np.split(blocks.order, blocks.row[1:-1])))
+        timeline = simulate(graph, schedule)
+        assert check(graph, schedule, timeline) == ()
+        assert (makespan, blocks.start.tolist()) == (timeline.makespan_ns, timeline.start_ns.tolist())
+        known = [column.copy() for column in (blocks.tail, blocks.left, blocks.released, blocks.level)]
+        assert sorted(blocks.sorted.tolist()) == list(range(graph.num_tasks))
+        assert measure(packed, blocks) == makespan
+        for column, again in zip(known, (blocks.tail, blocks.left, blocks.released, blocks.level), strict=True):
+            assert column.tolist() == again.tolist()
+        sequence = sequence_of(packed, blocks)
+        assert make_blocks(packed, sequence).order.tolist() == blocks.order.tolist()
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_tabu_search_improves_the_portfolio(threads):
+    graph = generate(family("vlm-s", num_microbatches=16, memory=1.5), 0)
+    search = Search(graph, begin(Evaluations(4000), threads=threads))
+    portfolio(search)
+    before = search.best_ns
+    tabu_search(search)
+    schedule = Schedule(search.orders())
+    timeline = simulate(graph, schedule)
+    assert check(graph, schedule, timeline) == ()
+    assert timeline.makespan_ns == search.best_ns < 0.97 * before
+
+
+@pytest.mark.parametrize(("num_microbatches", "seed", "shortest_ms"), [(4, 2, 946.065), (5, 0, 1329.253)])
+def test_ranks_may_begin_with_different_microbatches(num_microbatches, seed, shortest_ms):
+    """In the best schedules known (CP-SAT's) microbatches overtake each other differently on different ranks."""
+    graph = generate(family("vlm-s", num_microbatches=num_microbatches, memory=1.5), seed)
+    found = solve(graph, budget=Evaluations(20_000), seed=0)
+    assert found.timeline.makespan_ns <= 1.003e6 * shortest_ms
