@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeloom.errors import InputError
-from pipeloom.layout.cooptimise import evaluate, graph_of, schedule_of
-from pipeloom.layout.cooptimise.rules import order_rule
+from pipeloom.layout.cooptimise import evaluate, graph_of, kernels, schedule_of
+from pipeloom.layout.cooptimise.evaluate import arrays_of, make_scratch
+from pipeloom.layout.cooptimise.rules import order_rule, to_draft
 from pipeloom.search import ChunkRule, Evaluations, OrderRule, SearchParams, one_f_one_b, solve
 from pipeloom.search.context import begin
 from pipeloom.search.lists import choice_of, chunks_of, standard_rules, wishes_like, wishes_of
@@ -51,18 +52,24 @@ def random_rule(graph: TaskGraph, rng: np.random.Generator) -> OrderRule:
     )
 
 
+def with_room(graph: TaskGraph, room: float | None) -> TaskGraph:
+    """Limit memory to so many times what the largest microbatch holds on each rank, or not at all."""
+    if room is None:
+        return graph
+    home = graph.microbatch[graph.forward_of] * graph.num_ranks + graph.rank[graph.forward_of]
+    held = np.bincount(home, weights=np.maximum(graph.activation_bytes, graph.weight_gradient_bytes))
+    held.resize((int(graph.microbatch.max()) + 1) * graph.num_ranks)
+    most = held.reshape(-1, graph.num_ranks).max(axis=0)
+    return replace(graph, capacity_bytes=graph.static_bytes + (most * room).astype(np.int64))
+
+
 @settings(deadline=None, max_examples=150)
 @given(st.integers(0, 10**6), st.booleans(), st.sampled_from([None, 1.0, 1.3, 2.5]))
 def test_any_rule_gives_a_feasible_order_of_any_graph(seed, split, room):
     """Uneven microbatches with sub-microbatches, encoders that feed a language model, frozen ones, split backwards."""
     model, layout, packing = random_case(seed)
     graph = build_graph(layout, packing, ToyCosts(model, 1e-3, split), backward="split" if split else "whole")
-    if room is not None:
-        home = graph.microbatch[graph.forward_of] * graph.num_ranks + graph.rank[graph.forward_of]
-        held = np.bincount(home, weights=np.maximum(graph.activation_bytes, graph.weight_gradient_bytes))
-        held.resize((int(graph.microbatch.max()) + 1) * graph.num_ranks)
-        most = held.reshape(-1, graph.num_ranks).max(axis=0)
-        graph = replace(graph, capacity_bytes=graph.static_bytes + (most * room).astype(np.int64))
+    graph = with_room(graph, room)
     rng = np.random.default_rng(seed)
     turn = rng.permutation(int(graph.microbatch.max()) + 1)
     makespan, schedule = run_rule(graph, random_rule(graph, rng), turn)
@@ -85,16 +92,31 @@ def test_on_the_batch_that_it_was_found_with_a_rule_gives_what_was_found(case):
         assert np.array_equal(mine, theirs)
 
 
+@settings(deadline=None, max_examples=150)
+@given(placed_chains())
+def test_a_rule_travels_with_the_keys_that_it_was_found_with(case):
+    chain, placement, rule = case
+    arrays = arrays_of(chain, placement.num_chunks)
+    scratch = make_scratch(arrays)
+    kernels.evaluate(
+        to_draft(placement, rule, arrays.most_chunks), arrays, scratch, kernels.NEVER, np.empty(0, np.int64)
+    )
+    keys = [(one.forward, one.backward, one.weight) for one in order_rule(chain, placement, rule).chunks]
+    assert np.array_equal(np.rint(np.transpose(keys) * chain.stride_ns), scratch.sums.key[:, : placement.num_chunks])
+
+
 @settings(deadline=None, max_examples=60)
-@given(st.integers(0, 10**6))
-def test_a_sequence_is_a_rule_that_gives_it_again(seed):
+@given(st.integers(0, 10**6), st.booleans(), st.sampled_from([None, 1.0, 1.3, 2.5]))
+def test_what_a_sequence_gives_as_a_rule_is_a_rule_that_gives_it_again(seed, split, room):
     model, layout, packing = random_case(seed)
-    graph = build_graph(layout, packing, ToyCosts(model, 1e-3))
-    search = Search(graph, begin(Evaluations(3)))
-    first = solve(graph, budget=Evaluations(3), seed=0)
-    starts = first.timeline.start_ns
-    sequence = np.lexsort((starts + graph.duration_ns, starts))
-    assert search.try_rule(wishes_like(graph, sequence)) <= first.timeline.makespan_ns
+    graph = build_graph(layout, packing, ToyCosts(model, 1e-3, split), backward="split" if split else "whole")
+    graph = with_room(graph, room)
+    search = Search(graph, begin(Evaluations(2)))
+    first = wishes_like(graph, np.random.default_rng(seed).permutation(graph.num_tasks))
+    makespan = search.try_rule(first)
+    again = wishes_like(graph, first.made)
+    assert search.try_rule(again) == makespan > 0
+    assert np.array_equal(again.made, first.made)
 
 
 @pytest.mark.parametrize(("ranks", "microbatches"), [(2, 5), (3, 7), (4, 8)])

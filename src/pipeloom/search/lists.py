@@ -110,7 +110,10 @@ def wishes_of(graph: TaskGraph, packed: PackedGraph, chunks: Chunks, rule: Order
 
 
 def wishes_like(graph: TaskGraph, sequence: IntArray) -> Wishes:
-    """Take a sequence of all tasks as a rule: the earlier goes first; nothing is waited for."""
+    """Take a sequence of all tasks as a rule: the earlier goes first; nothing is waited for.
+
+    What such a rule gave comes back from it. A sequence in which a rank idles while something is ready does not.
+    """
     num_tasks, num_ranks = graph.num_tasks, graph.num_ranks
     order = sequence[np.argsort(graph.rank[sequence], kind="stable")]
     place, key = np.empty(num_tasks, np.int64), np.empty(num_tasks, np.int64)

@@ -98,9 +98,10 @@ def order_rule(chain: LayerChain, placement: PartitionPlacement, rule: PriorityR
     whole = float(rank_work_ns(chain, placement).sum()) / chain.num_ranks or 1.0
     costs = chunk_costs(chain, placement)
     hop = np.array([chain.delay_ns * (a != b) for a, b in pairwise(placement.ranks)] + [0], np.int64)
-    # When a lone microbatch would begin each forward and backward, as `kernels.evaluate` counts it.
+    # When a lone microbatch would begin each forward and backward, as `kernels.evaluate` counts it: a backward begins
+    # once the later ones are done, and what they send has come.
     before = np.cumsum(costs.forward_ns + hop) - costs.forward_ns - hop
-    after = np.cumsum((costs.backward_ns + hop)[::-1])[::-1] - costs.backward_ns - hop
+    after = np.cumsum((costs.backward_ns + hop)[::-1])[::-1] - costs.backward_ns
     lone = int(before[-1] + costs.forward_ns[-1]) + after
     keys = rule.keys + np.stack([before, lone, np.zeros_like(lone)]) * rule.spread // 16
     names: tuple[str, ...] = ()
