@@ -1,7 +1,9 @@
+import msgspec
 import numpy as np
 import pytest
 
 from pipeloom.cost import LayerMeasurement, ProfileCosts, fit_profile, sharded_copies
+from pipeloom.cost.profile import workload_features
 from pipeloom.errors import InputError
 from pipeloom.spec import Chunk, LayerSpec, ModelSpec, ModuleSpec, RankSpec, TensorShape, Workload
 from tests.cases import vlm_spec
@@ -46,6 +48,27 @@ def test_noise_does_not_give_negative_or_wild_costs() -> None:
     big = ProfileCosts(vlm_spec(), profile).chunk_costs(Chunk("lm", (0, 0), 0), Workload((120,) * 10))[0]
     truth = 2e-4 + 1e-6 * 1200 + 3e-8 * 144_000
     assert big.forward_s == pytest.approx(truth, rel=0.3)
+
+
+@pytest.mark.parametrize("with_empty", [False, True])
+@pytest.mark.parametrize("seed", range(5))
+def test_bytes_cover_all_measurements_though_some_are_of_nothing(seed: int, with_empty: bool) -> None:
+    """As where a layer holds rows of images and some samples have none: lengths do not tell which."""
+    rng = np.random.default_rng(seed)
+    rows = [
+        msgspec.structs.replace(row, activation_bytes=int(rng.integers(0, 2) * rng.integers(1, 10**4)))
+        for row in measure("lm", "block", seed)[:6]
+    ]
+    if with_empty:
+        rows.append(LayerMeasurement("lm", "block", (0,), 1e-4, 1e-4, 7))
+    fit = np.array(fit_profile(rows, "test").layers["lm/block"].activation_bytes)
+    for row in rows:
+        assert np.dot(fit, workload_features(Workload(row.lengths))) >= row.activation_bytes * (1 - 1e-9)
+
+
+def test_bytes_of_nothing_are_nothing() -> None:
+    rows = [msgspec.structs.replace(row, activation_bytes=0) for row in measure("lm", "block", 1)]
+    assert fit_profile(rows, "test").layers["lm/block"].activation_bytes == (0, 0, 0, 0)
 
 
 def test_factors_and_links_enter() -> None:

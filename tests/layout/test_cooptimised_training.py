@@ -70,7 +70,9 @@ def test_the_table_adds_up_to_what_training_costs(seed, tmp_path):
     assert sum(layer.held_bytes for layer in table.layers) == costs.static_bytes(whole.chunks[0])
     # Whatever fits by the table fits in training.
     assert sum(layer.activation_bytes for layer in table.layers) >= max(c.activation_bytes for c in each)
-    assert table.memory_capacity_bytes == (10**9,) * RANKS
+    # Less what one layer's computation and its messages need.
+    assert table.memory_capacity_bytes is not None
+    assert all(0 < 10**9 - capacity < 10**4 for capacity in table.memory_capacity_bytes)
     write_layers(tmp_path / "layers.json", table)
     assert read_layers(tmp_path / "layers.json") == table
     halved = training_layers(costs, PACKING, batches(seed), RANKS, num_replicas=2)

@@ -1,15 +1,16 @@
 """CostModel: seconds and bytes of a chunk, from a measured profile or the emulator."""
 
 from pipeloom.cost.correction import Correction, fit_link
-from pipeloom.cost.model import CostModel, PlannedCosts, StrategyCost
+from pipeloom.cost.model import CostModel, PassBytes, PlannedCosts, StrategyCost
 from pipeloom.cost.profile import LayerFit, LayerMeasurement, Profile, StrategyFit, StrategyMeasurement, fit_profile
-from pipeloom.cost.profile_costs import ProfileCosts, check_strategies, sharded_copies
+from pipeloom.cost.profile_costs import ProfileCosts, check_strategies, sharded_copies, usual_copies
 
 __all__ = [
     "Correction",
     "CostModel",
     "LayerFit",
     "LayerMeasurement",
+    "PassBytes",
     "PlannedCosts",
     "Profile",
     "ProfileCosts",
@@ -20,4 +21,5 @@ __all__ = [
     "fit_link",
     "fit_profile",
     "sharded_copies",
+    "usual_copies",
 ]

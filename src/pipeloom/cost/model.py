@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, Self
+from typing import NamedTuple, Protocol, Self
 
 from pipeloom.cost.correction import Correction
 from pipeloom.spec import Chunk, Workload
@@ -27,6 +27,19 @@ class StrategyCost:
     weight_gradient_bytes: int | None = None
     layers: tuple[str, ...] = ()
     host_bytes: int = 0
+
+
+class PassBytes(NamedTuple):
+    """What a chunk's passes on one (sub-)microbatch need beside what is held, under one memory strategy."""
+
+    forward_bytes: int
+    """Most that its forward uses while it runs."""
+    backward_bytes: int
+    """Most that a whole backward uses."""
+    first_half_bytes: int
+    second_half_bytes: int
+    moved_bytes: int
+    """On the device before they have been moved to the host, and again once they were brought back."""
 
 
 class CostModel(Protocol):

@@ -38,11 +38,16 @@ class StrategyMeasurement(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
     """Those of them that autograd does not save, so that ``activation_bytes`` lacks them."""
     workspace_bytes: int
     """Most that its forward or backward uses beyond what is held, its output included."""
+    forward_workspace_bytes: int | None = None
+    """The same of its forward alone; None: as much."""
+    backward_workspace_bytes: int | None = None
+    """The same of a whole backward alone."""
 
     def __post_init__(self) -> None:
         """Refuse what no measurement gives."""
         for name in self.__struct_fields__:
-            check_not_negative(f"measurement.{name}", getattr(self, name))
+            if getattr(self, name) is not None:
+                check_not_negative(f"measurement.{name}", getattr(self, name))
 
 
 class StrategyFit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -59,6 +64,8 @@ class StrategyFit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     given_bytes: Coefficients
     unsaved_bytes: Coefficients
     workspace_bytes: Coefficients
+    forward_workspace_bytes: Coefficients | None = None
+    backward_workspace_bytes: Coefficients | None = None
 
 
 class LayerMeasurement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -138,7 +145,7 @@ def fit_profile(measurements: list[LayerMeasurement], machine: str) -> Profile:
         fit = LayerFit(
             _nonnegative_fit(features, forward),
             _nonnegative_fit(features, backward),
-            _nonnegative_fit(features, activation),
+            _covering_fit(features, activation),
             _fit_strategies(features, rows),
         )
         layers[key] = fit
@@ -152,14 +159,35 @@ def _fit_strategies(features: npt.NDArray[np.float64], rows: list[LayerMeasureme
     measured = [row.strategies for row in rows if row.strategies is not None]
     if len(measured) < len(rows):
         return None
-    names = StrategyFit.__struct_fields__
-    columns = {name: np.array([getattr(row, name) for row in measured], dtype=float) for name in names}
-    return StrategyFit(**{name: _nonnegative_fit(features, column) for name, column in columns.items()})
+    fits: dict[str, Coefficients] = {}
+    for name in StrategyFit.__struct_fields__:
+        column = [getattr(row, name) for row in measured]
+        if None not in column:
+            fit = _covering_fit if name.endswith("_bytes") else _nonnegative_fit
+            fits[name] = fit(features, np.array(column, dtype=float))
+    return StrategyFit(**fits)
 
 
 def workload_features(workload: Workload) -> Coefficients:
     """What costs are sums over: one, instances, tokens, token pairs."""
     return (1.0, float(workload.num_instances), float(workload.num_tokens), float(workload.num_token_pairs))
+
+
+def _covering_fit(features: npt.NDArray[np.float64], target: npt.NDArray[np.float64]) -> Coefficients:
+    """Fit bytes: raised so far that none of the measurements is above it, since plans are held to them.
+
+    Measurements of nothing are left out: errors relative to nothing outweigh all others, and a fit of nothing at all,
+    which they would bring about, cannot be raised.
+    """
+    some = target > 0
+    if not some.any():
+        return (0.0, 0.0, 0.0, 0.0)
+    features, target = features[some], target[some]
+    fit = np.array(_nonnegative_fit(features, target))
+    # What takes bytes though all that the fit is of is nothing, as tokens of an empty sequence.
+    fit[0] += target[features @ fit <= 0].max(initial=0.0)
+    fit *= max(1.0, float((target / (features @ fit)).max()))
+    return (float(fit[0]), float(fit[1]), float(fit[2]), float(fit[3]))
 
 
 def _nonnegative_fit(features: npt.NDArray[np.float64], target: npt.NDArray[np.float64]) -> Coefficients:
@@ -171,8 +199,13 @@ def _nonnegative_fit(features: npt.NDArray[np.float64], target: npt.NDArray[np.f
     rows, goal = features * weight[:, None], target * weight
     scale = np.maximum(np.abs(rows).max(axis=0), 1e-300)
     best, best_error = np.zeros(4), float(goal @ goal)
+    # Bytes are exact sums: a further feature would fit the rounding, and go astray on other workloads. Where few were
+    # measured, several subsets are exact: the likelier ones come first, tokens and a constant.
+    exact = 1e-12 * best_error
     for size in range(1, 5):
-        for subset in itertools.combinations(range(4), size):
+        for subset in itertools.combinations((2, 0, 3, 1), size):
+            if best_error <= exact:
+                break
             columns = list(subset)
             solution = np.linalg.lstsq(rows[:, columns] / scale[columns], goal, rcond=None)[0]
             if (solution < 0).any():

@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import assert_never, cast
+from typing import NamedTuple, assert_never, cast
 
 import msgspec
 import numpy as np
@@ -14,10 +14,20 @@ import numpy.typing as npt
 
 from pipeloom.cost.correction import Correction
 from pipeloom.cost.mixtures import LayerOption, mix, ranges
-from pipeloom.cost.model import StrategyCost
+from pipeloom.cost.model import PassBytes, StrategyCost
 from pipeloom.cost.profile import LayerFit, Profile, StrategyFit, workload_features
 from pipeloom.errors import InputError
-from pipeloom.spec import DTYPE_BYTES, TRAITS, Chunk, LayerSpec, ModelSpec, RankSpec, Strategy, Workload
+from pipeloom.spec import (
+    DTYPE_BYTES,
+    TRAITS,
+    Chunk,
+    LayerSpec,
+    ModelSpec,
+    RankSpec,
+    Strategy,
+    Workload,
+    word_strategies,
+)
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -29,13 +39,18 @@ MOST_MIXTURES = 4
 """Beside the strategies themselves."""
 
 
-def sharded_copies(num_replicas: int) -> float:
+def sharded_copies(num_replicas: int, frozen: bool = False) -> float:
     """How many times a layer's weights a process holds whose replicas hold shards (FSDP2).
 
     Weights and gradients are whole while an iteration runs; beside them lie the process's part of weights, gradients
-    and Adam's moments.
+    and Adam's moments. Of frozen layers there are only weights.
     """
-    return 2.0 + _STATIC_COPIES / num_replicas
+    return 1.0 + 1.0 / num_replicas if frozen else 2.0 + _STATIC_COPIES / num_replicas
+
+
+def usual_copies(frozen: bool) -> float:
+    """The same without shards."""
+    return 1.0 if frozen else _STATIC_COPIES
 
 
 def check_strategies(entity: str, strategies: Sequence[Strategy]) -> None:
@@ -70,7 +85,7 @@ class ProfileCosts:
         Whether the halves of a split backward are offered too.
     held_copies : dict
         Of ``"module/kind"``: how many times a layer's weights a process holds, gradients and optimiser state included.
-        Absent means 4.
+        Absent means 4, and 1 where the module is frozen.
     """
 
     model: ModelSpec
@@ -182,6 +197,11 @@ class ProfileCosts:
         # Gradients between blocks, where the chunk itself may end with the loss.
         return used + max(layer.output.num_bytes(workload) for layer in self._chunk_layers(chunk))
 
+    def pass_bytes(self, chunk: Chunk, workload: Workload, strategy: str) -> PassBytes:
+        """What a pass of the chunk uses beyond what is held, under one strategy, or one for every layer."""
+        here = self._on(chunk, workload)
+        return here.passes(word_strategies(strategy))
+
     def boundary_bytes(self, chunk: Chunk, workload: Workload) -> int:
         """Bytes of the chunk's output."""
         return self._chunk_layers(chunk)[-1].output.num_bytes(workload)
@@ -191,12 +211,19 @@ class ProfileCosts:
         return self.rank.transfer_s(num_bytes)
 
     def static_bytes(self, chunk: Chunk) -> int:
-        """Weights, gradients and Adam's moments, in the dtype of the layer's output."""
+        """Weights, of what is trained also gradients and Adam's moments, in the dtype of the layer's output."""
         total = 0
+        usual = usual_copies(self.model.module(chunk.module).frozen)
         for layer in self._chunk_layers(chunk):
-            copies = self.held_copies.get(f"{chunk.module}/{layer.kind}", _STATIC_COPIES)
+            copies = self.held_copies.get(f"{chunk.module}/{layer.kind}", usual)
             total += math.ceil(layer.num_parameters * DTYPE_BYTES[layer.output.dtype] * copies)
         return total
+
+    def gradient_bytes(self, chunk: Chunk) -> int:
+        """Of the static bytes, those of gradients, which are made by the chunk's first backward."""
+        if self.model.module(chunk.module).frozen:
+            return 0
+        return sum(layer.num_parameters * DTYPE_BYTES[layer.output.dtype] for layer in self._chunk_layers(chunk))
 
     def _on(self, chunk: Chunk, workload: Workload) -> _OnWorkload:
         key = chunk.module, chunk.layers
@@ -212,7 +239,7 @@ class ProfileCosts:
             layers, first = self._layers[chunk.module], chunk.layers[0]
             given = layers[first - 1].output.num_bytes(workload) if first else 0
             return _OnWorkload(forward_s, backward_s, round(kept), given, max(0, round(kept) - given))
-        of = dict(zip(StrategyFit.__struct_fields__, (sums.measured @ features).tolist(), strict=True))
+        of = dict(zip(_SUMMED, (sums.measured @ features).tolist(), strict=True))
         given, unsaved = (round(size) for size in (sums.first @ features).tolist())
         # Arguments of the layers behind the first, where they are saved: those are made inside the chunk.
         inside = of["given_bytes"] - of["unsaved_bytes"] - (given - unsaved)
@@ -234,7 +261,9 @@ class ProfileCosts:
             selective_s=(of["selective_forward_s"] * f_factor, of["selective_backward_s"] * b_factor),
             selective_bytes=given + round(of["selective_bytes"]),
             move_s=(of["offload_s"] * more, of["load_s"] * more),
-            workspace_bytes=round(float((sums.workspace @ features).max())) + seed,
+            uses=_Uses(
+                _most(sums.forward @ features), _most(sums.backward @ features), _most(sums.half @ features), seed
+            ),
         )
 
     def _ends(self, chunk: Chunk) -> bool:
@@ -244,6 +273,9 @@ class ProfileCosts:
 
     def _chunk_layers(self, chunk: Chunk) -> tuple[LayerSpec, ...]:
         return self._layers[chunk.module][chunk.layers[0] : chunk.layers[1] + 1]
+
+
+_SUMMED = tuple(name for name in StrategyFit.__struct_fields__ if not name.endswith("workspace_bytes"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,21 +288,56 @@ class _Sums:
     """As `StrategyFit`; None: not measured for every layer."""
     first: FloatArray
     """Bytes given to the first layer, and those of them that it does not save."""
-    workspace: FloatArray
-    """Of every kind of layer."""
+    forward: FloatArray
+    """Of every layer: what its forward uses beyond what the whole chunk will hold; negative where much is to come."""
+    backward: FloatArray
+    """What a whole backward uses beyond what the chunk held, when it comes to the layer."""
+    half: FloatArray
+    """What either half of a split backward uses."""
 
 
 def _sum_layers(layers: Sequence[LayerFit]) -> _Sums:
     base = np.array([[f.forward_s, f.backward_s, f.activation_bytes] for f in layers]).sum(axis=0)
     known = [f.strategies for f in layers if f.strategies is not None]
     if len(known) < len(layers):
-        return _Sums(base, None, np.zeros((2, 4)), np.zeros((1, 4)))
+        return _Sums(base, None, np.zeros((2, 4)), *[np.zeros((1, 4))] * 3)
+    given, unsaved, used = (
+        np.array([getattr(f, name) for f in known]) for name in ("given_bytes", "unsaved_bytes", "workspace_bytes")
+    )
+    own = np.array([f.activation_bytes for f in layers]) - given + unsaved
+    # Of the layers behind one: nothing is held yet when its forward runs, nor any more when its backward does.
+    behind = own[::-1].cumsum(axis=0)[::-1] - own
+    # What a layer inside the chunk is given and nobody saves lives while it runs; the first one's is held.
+    inside = unsaved * (np.arange(len(known)) > 0)[:, None]
+    # The gradient of its output, made by the layer behind it.
+    flowing = np.vstack([given[1:], np.zeros((1, 4))])
+    ahead = np.array([f.forward_workspace_bytes or f.workspace_bytes for f in known])
+    back = np.array([f.backward_workspace_bytes or f.workspace_bytes for f in known])
     return _Sums(
         base,
-        np.array([[getattr(f, name) for name in StrategyFit.__struct_fields__] for f in known]).sum(axis=0),
-        np.array([known[0].given_bytes, known[0].unsaved_bytes]),
-        np.array([f.workspace_bytes for f in known]),
+        np.array([[getattr(f, name) for name in _SUMMED] for f in known]).sum(axis=0),
+        np.array([given[0], unsaved[0]]),
+        ahead + inside - behind,
+        back + flowing - behind,
+        used + flowing,
     )
+
+
+class _Uses(NamedTuple):
+    """Bytes of passes under ``keep``."""
+
+    forward: int = 0
+    backward: int = 0
+    half: int = 0
+    seed: int = 0
+    """The gradient of the output, in any backward."""
+
+
+_NO_USES = _Uses()
+
+
+def _most(num_bytes: FloatArray) -> int:
+    return max(0, round(float(num_bytes.max())))
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,7 +358,7 @@ class _OnWorkload:
     selective_bytes: int = 0
     move_s: tuple[float, float] = (0.0, 0.0)
     """To the host and back."""
-    workspace_bytes: int = 0
+    uses: _Uses = _NO_USES
 
     def cost(self, strategy: Strategy, split: bool) -> StrategyCost:
         """Under one strategy."""
@@ -324,9 +391,26 @@ class _OnWorkload:
         )
 
     def workspace(self, strategy: Strategy, split: bool) -> int:
-        """Bytes that a pass uses beyond what is held."""
+        """Most that a pass uses, and beside it one such chunk on its way to the host and one on its way back."""
+        used = self.passes((strategy,))
+        halves = (used.first_half_bytes, used.second_half_bytes) if split else ()
+        return max(used.forward_bytes, used.backward_bytes, *halves) + 2 * used.moved_bytes
+
+    def passes(self, strategies: Sequence[Strategy]) -> PassBytes:
+        """What passes use, where layers have these strategies."""
+        again = 0
+        if any(TRAITS[each].recomputes == "all" for each in strategies):
+            again = self.moved_bytes
+        elif any(TRAITS[each].recomputes != "nothing" for each in strategies):
+            again = max(0, self.kept_bytes - self.selective_bytes)
         # A split backward catches gradients; when its first half has ended, they count as held.
-        used = max(self.workspace_bytes, self.between_bytes - self.kept_bytes if split else 0)
-        traits = TRAITS[strategy]
-        copies = 2 * traits.offloads + (traits.recomputes != "nothing")
-        return used + copies * self.moved_bytes
+        caught = max(0, self.between_bytes - self.kept_bytes)
+        moves = any(TRAITS[each].offloads for each in strategies)
+        forward, backward, half, seed = self.uses
+        return PassBytes(
+            forward_bytes=forward + again,
+            backward_bytes=backward + seed + again,
+            first_half_bytes=half + seed + again + caught,
+            second_half_bytes=half,
+            moved_bytes=moves * self.moved_bytes,
+        )

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 from pipeloom.cost import CostModel
 from pipeloom.cost.layers import BYTES_PER_PARAMETER, LayerCost, LayerTable
-from pipeloom.errors import InputError
+from pipeloom.errors import InfeasibleError, InputError
 from pipeloom.packing import Packing
-from pipeloom.spec import Chunk, ModelSpec, Workload
+from pipeloom.spec import Chunk, Layout, ModelSpec, ModuleLayout, Workload
+from pipeloom.taskgraph.iteration import MemoryLimit, workspace_bytes
 
 
 def profiled_layers(
@@ -33,10 +34,12 @@ def profiled_layers(
     num_replicas : int
         Among which the batches are divided.
     capacity_bytes : int or None
-        Memory of every rank.
+        Memory of every rank. The table's is less by what any one layer's computation and its messages need.
 
     Raises
     ------
+    InfeasibleError
+        One layer's computation does not fit.
     InputError
         The model has several modules, or the batches no microbatch.
     """
@@ -57,6 +60,15 @@ def profiled_layers(
             known[key] = _layer(costs, Chunk(module.name, (i, i), 0), works, layer.num_parameters)
         named = _name(layer.kind, i, len(flat))
         layers.append(_renamed(known[key], named))
+    aside = 0
+    if capacity_bytes is not None:
+        single = Layout(1, (ModuleLayout(module.name),), tuple(Chunk(module.name, (i, i), 0) for i in range(len(flat))))
+        aside = max(int(workspace_bytes(single, p, costs, MemoryLimit().num_messages)[0]) for p in packed)
+        if aside > capacity_bytes:
+            raise InfeasibleError(
+                f"a computation of one layer of {module.name!r}, with its messages, needs {aside} bytes of the "
+                f"{capacity_bytes} of a rank; use smaller microbatches"
+            )
     middle = Chunk(module.name, ((len(flat) - 1) // 2,) * 2, 0)
     boundary = round(sum(costs.boundary_bytes(middle, work) for work in works) / len(works))
     return LayerTable(
@@ -66,7 +78,7 @@ def profiled_layers(
         boundary_s=costs.transfer_s(boundary),
         boundary_bytes=boundary,
         layers=tuple(layers),
-        memory_capacity_bytes=None if capacity_bytes is None else (capacity_bytes,) * num_ranks,
+        memory_capacity_bytes=None if capacity_bytes is None else (capacity_bytes - aside,) * num_ranks,
     )
 
 

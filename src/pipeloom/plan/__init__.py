@@ -5,6 +5,7 @@ from pipeloom.plan.delivery import Answer, Delivery, PackingCounts, packing_coun
 from pipeloom.plan.dryrun import BACKENDS, Backend, BackendName, backend_of
 from pipeloom.plan.lower import lower
 from pipeloom.plan.measured import Measured, MessageTime
+from pipeloom.plan.memory import peak_bytes
 from pipeloom.plan.messages import joined_posts
 from pipeloom.plan.pytorch import schedule_from_pytorch_csv, to_pytorch_csv
 from pipeloom.plan.routes import (
@@ -50,6 +51,7 @@ __all__ = [
     "lower",
     "make_routes",
     "packing_counts",
+    "peak_bytes",
     "promised_verbs",
     "schedule_from_pytorch_csv",
     "target_word",

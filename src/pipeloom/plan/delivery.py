@@ -37,6 +37,8 @@ class Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     method: str
     ready_ns: int
     """Monotonic clock of the planner's host when the plan was ready."""
+    peak_bytes: tuple[int, ...] = ()
+    """Most that each rank needs, workspace and messages included; empty where memory is not limited."""
 
     @property
     def gap(self) -> float:

@@ -22,7 +22,7 @@ from pipeloom.search import Evaluations, StoppingRule, solve, solve_assignable
 from pipeloom.search.stopping import Meter, Until
 from pipeloom.spec import Batch, Layout
 from pipeloom.taskgraph import Assignable, TaskGraph
-from pipeloom.taskgraph.iteration import MemoryLimit, iteration_graph
+from pipeloom.taskgraph.iteration import iteration_graph, room_bytes
 from pipeloom.timeline import LowerBound, Schedule, Timeline, assignable_bound, lower_bound, simulate
 from pipeloom.tuning import TuningSpec, tune, tuned_plan
 
@@ -69,11 +69,13 @@ def tuned(problem: Problem, batch: Batch, seed: int) -> Decided:
         Not even the smallest microbatches fit into memory.
     """
     assert problem.pipeline is not None
-    pipeline = problem.pipeline.scaled(problem.costs.factors)
+    pipeline = problem.pipeline.scaled(problem.costs.factors).sparing(problem.spare_bytes)
     found = tune(pipeline, batch, problem.packing.token_budget, problem.tuning, seed)
-    plan = tuned_plan(pipeline, batch, found, problem.costs, problem.capacity_bytes)
-    timeline = simulate(plan.graph, plan.schedule)
-    return Decided(plan.packing, plan.graph, plan.schedule, timeline, lower_bound(plan.graph), found.evaluations)
+    plan = tuned_plan(pipeline, batch, found, problem.costs)
+    room = room_bytes(plan.graph, problem.layout, plan.packing, problem.costs, problem.memory)
+    graph = replace(plan.graph, capacity_bytes=room)
+    timeline = simulate(graph, plan.schedule)
+    return Decided(plan.packing, graph, plan.schedule, timeline, lower_bound(graph), found.evaluations)
 
 
 def ordered(problem: Problem, packed: Packing, budget: StoppingRule, seed: int, method: str) -> Decided:
@@ -98,9 +100,7 @@ def ordered(problem: Problem, packed: Packing, budget: StoppingRule, seed: int, 
 
 
 def _graph(problem: Problem, layout: Layout, packed: Packing) -> Assignable:
-    return iteration_graph(
-        layout, packed, problem.costs, f"iteration {packed.batch.iteration}", MemoryLimit(problem.capacity_bytes)
-    )
+    return iteration_graph(layout, packed, problem.costs, f"iteration {packed.batch.iteration}", problem.memory)
 
 
 def _searched(

@@ -161,6 +161,7 @@ def answer_of(planned: PlannedBatch, *, search_s: float, ready_ns: int) -> Answe
         evaluations=planned.evaluations,
         method=planned.schedule.method,
         ready_ns=ready_ns,
+        peak_bytes=planned.peak_bytes,
     )
 
 

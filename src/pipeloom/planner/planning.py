@@ -4,23 +4,30 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from pipeloom.collector import collector_paused
-from pipeloom.errors import InfeasibleError
+from pipeloom.cost import ProfileCosts
+from pipeloom.errors import InfeasibleError, NothingFoundError
 from pipeloom.packing import Packing
-from pipeloom.plan import BACKENDS, ExecutionPlan, boundary_shapes, lower, verify
+from pipeloom.plan import BACKENDS, ExecutionPlan, boundary_shapes, lower, peak_bytes, verify
 from pipeloom.planner.joint import decide
 from pipeloom.planner.problem import Problem
-from pipeloom.search import StoppingRule
+from pipeloom.search import Share, StoppingRule
 from pipeloom.spec import Batch
 from pipeloom.taskgraph import TaskGraph
 from pipeloom.timeline import LowerBound, Resolved, Schedule, Timeline, resolve_candidates
+
+_MOST_TRIALS, _TRIAL_SHARE = 6, 0.25
+"""Plans made where the first ones need more than there is, and the share of the budget that each has of the last."""
 
 
 @dataclass(frozen=True)
 class PlannedBatch:
     """A plan with all that led to it.
 
-    ``resolved`` is the graph with the chosen strategies alone, whose tasks are the plan's compute actions.
+    ``resolved`` is the graph with the chosen strategies alone, whose tasks are the plan's compute actions;
+    ``peak_bytes`` what each rank needs at most, workspace and messages included, empty where memory is not limited.
     """
 
     packing: Packing
@@ -31,6 +38,7 @@ class PlannedBatch:
     plan: ExecutionPlan
     evaluations: int
     resolved: Resolved
+    peak_bytes: tuple[int, ...] = ()
 
     @property
     def gap(self) -> float:
@@ -60,11 +68,27 @@ def plan_batch(
         When the batch cannot be packed, scheduled, or (a defect) lowered to a plan that verifies.
     """
     try:
-        made = decide(problem, batch, budget, seed, method)
+        for _ in range(_MOST_TRIALS):
+            planned = _planned(problem, batch, budget, seed, method)
+            over = [max(0, need - (problem.capacity_bytes or 0)) for need in planned.peak_bytes]
+            if not any(over):
+                return planned
+            # What is put aside is a rule's; the plan's own messages are counted, and had no room.
+            problem, budget = problem.sparing(over), Share(budget, _TRIAL_SHARE)
+        rank = int(np.argmax(over))
+        raise NothingFoundError(
+            f"rank {rank}: every plan that was found needs {over[rank]} bytes more than the {problem.capacity_bytes} "
+            "that there are; use smaller microbatches"
+        )
     except InfeasibleError as error:
         if problem.costs.strategies != ("keep",):
             raise
         raise type(error)(f"{error}; offer strategies that hold less, as recompute does") from error
+
+
+def _planned(problem: Problem, batch: Batch, budget: StoppingRule, seed: int, method: str) -> PlannedBatch:
+    """Plan under a limit, and count what the plan needs."""
+    made = decide(problem, batch, budget, seed, method)
     resolved = resolve_candidates(made.graph, made.schedule.candidate)
     plan = lower(
         resolved.graph,
@@ -76,6 +100,18 @@ def plan_batch(
         serial=BACKENDS[problem.backend].serial,
     )
     verify(plan, problem.layout, made.packing, serial=BACKENDS[problem.backend].serial)
+    needs: tuple[int, ...] = ()
+    # What is emulated says nothing of single passes.
+    if problem.capacity_bytes is not None and isinstance(problem.costs, ProfileCosts):
+        needs = peak_bytes(plan, resolved.graph, problem.layout, made.packing, problem.costs)
     return PlannedBatch(
-        made.packing, made.graph, made.schedule, made.timeline, made.lower_bound, plan, made.evaluations, resolved
+        made.packing,
+        made.graph,
+        made.schedule,
+        made.timeline,
+        made.lower_bound,
+        plan,
+        made.evaluations,
+        resolved,
+        needs,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from pipeloom import packing, search, tuning
@@ -11,6 +12,7 @@ from pipeloom.plan import BackendName
 from pipeloom.search import SearchParams
 from pipeloom.search.params import DEFAULTS
 from pipeloom.spec import Layout, ModelSpec
+from pipeloom.taskgraph.iteration import MemoryLimit
 from pipeloom.tuning import TunedPipeline, TuningSpec, is_chain, tuned_pipeline
 
 
@@ -34,6 +36,8 @@ class Problem:
     """What tunes the search of orders."""
     threads: int = 1
     """Threads that search; 0: half of the cores."""
+    spare_bytes: tuple[int, ...] = ()
+    """Of every rank, what plans of this batch were found to need more than the rule puts aside."""
 
     def __post_init__(self) -> None:
         """Tabulate the costs for the recurrence, once; calibration scales the tables."""
@@ -47,8 +51,18 @@ class Problem:
                 max_tokens=tokens,
                 max_length=tokens,
                 capacity_bytes=self.capacity_bytes,
+                num_messages=self.memory.num_messages,
             )
             object.__setattr__(self, "pipeline", pipeline)
+
+    @property
+    def memory(self) -> MemoryLimit:
+        """What every rank has, and puts aside."""
+        return MemoryLimit(self.capacity_bytes, spare_bytes=self.spare_bytes)
+
+    def sparing(self, more: Sequence[int]) -> Problem:
+        """Return the same problem with so much more put aside on every rank."""
+        return replace(self, spare_bytes=self.memory.sparing(more).spare_bytes)
 
     @property
     def plans_packing(self) -> bool:

@@ -157,7 +157,7 @@ def measure_strategies(
     runs = _Runs(layer, tuple(arguments), context, parameters, bench)
     seconds = [statistics.median(column) for column in zip(*runs.times(repeats), strict=True)]
     given = sum(x.nbytes for x in (*arguments, *context.values()) if isinstance(x, Tensor))
-    workspace, selective, between = runs.count()
+    work, selective, between = runs.count()
     return StrategyMeasurement(
         input_gradient_s=seconds[0],
         weight_gradient_s=seconds[1],
@@ -169,7 +169,9 @@ def measure_strategies(
         load_s=seconds[5],
         given_bytes=given,
         unsaved_bytes=max(0, given - saved_arguments_bytes),
-        workspace_bytes=workspace,
+        workspace_bytes=max(work),
+        forward_workspace_bytes=work[0],
+        backward_workspace_bytes=work[1],
     )
 
 
@@ -179,8 +181,11 @@ def measure_forward(
     """The same of a layer through which no gradient flows: it holds nothing, but uses some while it runs."""
     with LiveBytes() as live, torch.no_grad():
         layer(*arguments, **context)
-    nothing = dict.fromkeys(StrategyMeasurement.__struct_fields__, 0)
-    return StrategyMeasurement(**nothing | {"workspace_bytes": live.peak_bytes})
+    given = sum(x.nbytes for x in (*arguments, *context.values()) if isinstance(x, Tensor))
+    counted = {"workspace_bytes": live.peak_bytes, "forward_workspace_bytes": live.peak_bytes}
+    # What it is given lives while it runs, though nobody saves it.
+    counted |= {"given_bytes": given, "unsaved_bytes": given}
+    return StrategyMeasurement(**dict.fromkeys(StrategyMeasurement.__struct_fields__, 0) | counted)
 
 
 class _Runs:
@@ -235,8 +240,8 @@ class _Runs:
                 rows.append((spent[0], spent[1], spent[2], spent[3], spent[5], spent[6]))
         return rows
 
-    def count(self) -> tuple[int, int, int]:
-        """Bytes of the workspace, held under selective recomputation, and between I and W."""
+    def count(self) -> tuple[tuple[int, int, int], int, int]:
+        """Bytes that a forward, a whole backward and a W use; held under selective recomputation; between I and W."""
         # Gradients that are there already are added to, as in all microbatches but the first.
         for parameter in self.parameters:
             parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
@@ -244,10 +249,10 @@ class _Runs:
             activation, output = self.forward("keep")
             del output
             allocated = live.num_bytes
-            workspace = live.peak_bytes - allocated
+            forward = live.peak_bytes - allocated
             live.forget_peak()
             activation.backward(self.gradient)
-            workspace = max(workspace, live.peak_bytes - allocated)
+            backward = live.peak_bytes - allocated
             del activation
         with LiveBytes() as live:
             activation, output = self.forward("selective")
@@ -262,6 +267,6 @@ class _Runs:
             between = live.num_bytes
             live.forget_peak()
             activation.backward_weight()
-            workspace = max(workspace, live.peak_bytes - between)
+            weights = live.peak_bytes - between
             del activation
-        return workspace, selective, between
+        return (forward, backward, weights), selective, between

@@ -138,7 +138,7 @@ class Share:
         return replace(
             watch,
             seconds=None if watch.seconds is None else watch.seconds * self.part,
-            evaluations=None if watch.evaluations is None else int(watch.evaluations * self.part),
+            evaluations=None if watch.evaluations is None else max(1, int(watch.evaluations * self.part)),
         )
 
 

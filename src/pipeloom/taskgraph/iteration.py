@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -13,6 +14,7 @@ from pipeloom.spec import Layout
 from pipeloom.taskgraph.assignment import Assignable
 from pipeloom.taskgraph.build import build_assignable
 from pipeloom.taskgraph.columns import IntArray
+from pipeloom.taskgraph.graph import TaskGraph
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +32,20 @@ class MemoryLimit:
         Of the host's memory, what each rank may fill with offloaded activations; None: no limit.
     even : bool
         Every rank puts aside as much as the one that needs most.
+    spare_bytes : tuple of int
+        Per rank, put aside beside all that: what a plan was found to need more than this. Empty: nothing.
     """
 
     capacity_bytes: int | None = None
     num_messages: int = 4
     even: bool = False
     host_bytes: int | None = None
+    spare_bytes: tuple[int, ...] = ()
+
+    def sparing(self, more: Sequence[int]) -> MemoryLimit:
+        """Return the same with so much more put aside on every rank."""
+        spare = self.spare_bytes or (0,) * len(more)
+        return replace(self, spare_bytes=tuple(a + b for a, b in zip(spare, more, strict=True)))
 
 
 def iteration_graph(
@@ -77,20 +87,35 @@ def iteration_graph(
         capacity_bytes=memory.capacity_bytes,
         backward="whole" if not costs.split_backward else "either" if or_whole else "split",
     )
-    graph = made.graph
-    host = None if memory.host_bytes is None else np.full(graph.num_ranks, memory.host_bytes, np.int64)
-    if graph.capacity_bytes is None:
-        return made.within(None, host)
+    ranks = made.graph.num_ranks
+    host = None if memory.host_bytes is None else np.full(ranks, memory.host_bytes, np.int64)
+    return made.within(room_bytes(made.graph, layout, packed, costs, memory), host)
+
+
+def room_bytes(
+    graph: TaskGraph, layout: Layout, packed: Packing, costs: CostModel, memory: MemoryLimit
+) -> IntArray | None:
+    """Bytes that each rank has for what is static and what pairs hold: all but what it puts aside; None: no limit.
+
+    Raises
+    ------
+    InfeasibleError
+        Weights, gradients, optimiser state and one computation do not fit.
+    """
+    if memory.capacity_bytes is None:
+        return None
     work = workspace_bytes(layout, packed, costs, memory.num_messages)
-    room = graph.capacity_bytes - (work.max() if memory.even else work)
+    if memory.even:
+        work[:] = work.max()
+    room = memory.capacity_bytes - work - np.array(memory.spare_bytes or 0, np.int64)
     if (graph.static_bytes > room).any():
         rank = int((graph.static_bytes - room).argmax())
         raise InfeasibleError(
             f"rank {rank}: weights, gradients and optimiser state take {graph.static_bytes[rank]} bytes, the largest "
-            f"computation {graph.capacity_bytes[rank] - room[rank]}, of {graph.capacity_bytes[rank]}; use more ranks, "
-            "more tensor or data parallelism, or smaller microbatches"
+            f"computation with its messages {memory.capacity_bytes - room[rank]}, of {memory.capacity_bytes}; use more "
+            "ranks, more tensor or data parallelism, or smaller microbatches"
         )
-    return made.within(room, host)
+    return room
 
 
 def workspace_bytes(layout: Layout, packed: Packing, costs: CostModel, num_messages: int) -> IntArray:

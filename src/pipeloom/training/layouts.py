@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from pipeloom.cost import Profile, ProfileCosts, sharded_copies
+import torch
+
+from pipeloom.cost import Profile, ProfileCosts, sharded_copies, usual_copies
 from pipeloom.cost.layers import LayerTable
 from pipeloom.errors import InputError
 from pipeloom.io import read_layout, read_rule, write_layers
@@ -13,8 +15,8 @@ from pipeloom.layout.training import choose_training_layout, cooptimise_training
 from pipeloom.runtime import Model
 from pipeloom.runtime.divide import layers_with_tied
 from pipeloom.search import OrderRule
-from pipeloom.spec import Layout, Parallelism
-from pipeloom.training.job import Job
+from pipeloom.spec import DTYPE_BYTES, Layout, Parallelism
+from pipeloom.training.job import AUTOCAST, Job
 from pipeloom.training.measure import FirstBatches
 
 
@@ -66,13 +68,28 @@ def given_layout(job: Job, model: Model) -> Laid | None:
 
 
 def held_copies(job: Job, model: Model) -> dict[str, float]:
-    """How many times its weights a process holds of every kind of layer that replicas hold in shards."""
-    parallel = job.config.parallel
-    if parallel.shard is None:
-        return {}
+    """How many times a layer's weights, counted in the dtype of its output, a process holds, where not as usual.
+
+    Replicas may hold shards; and under autocast weights are wider than outputs, and their casts live for an iteration.
+    """
+    parallel, autocast = job.config.parallel, AUTOCAST[job.config.runtime.autocast]
     whole = {(name, model.module(name).spec.flat_layers[number].kind) for name, number in layers_with_tied(model)}
-    kinds = {(module.name, layer.kind) for module in model.spec.modules for layer in module.layers}
-    return dict.fromkeys((f"{name}/{kind}" for name, kind in sorted(kinds - whole)), sharded_copies(parallel.dp))
+    found: dict[str, float] = {}
+    for module in model.modules:
+        usual = usual_copies(module.frozen)
+        for layer, spec in zip(module.layers, module.spec.flat_layers, strict=True):
+            stated = spec.num_parameters * DTYPE_BYTES[spec.output.dtype]
+            sharded = parallel.shard is not None and (module.name, spec.kind) not in whole
+            copies = sharded_copies(parallel.dp, module.frozen) if sharded else usual
+            if autocast is not None and stated:
+                weights = list(layer.parameters())
+                # Only casts of what needs a gradient are kept.
+                casts = 0 if module.frozen else sum(p.numel() for p in weights if p.dtype == torch.float32)
+                copies = (copies * sum(p.nbytes for p in weights) + casts * autocast.itemsize) / stated
+            if copies != usual:
+                key = f"{module.name}/{spec.kind}"
+                found[key] = max(copies, found.get(key, 0.0))
+    return found
 
 
 def lay_out(job: Job, model: Model, profile: Profile, first: FirstBatches) -> Laid:

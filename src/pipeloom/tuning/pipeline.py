@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -16,6 +16,7 @@ from pipeloom.tuning import kernels
 from pipeloom.tuning.kernels import Chain, Marginal
 from pipeloom.tuning.table import (
     ACTIVATION,
+    ASIDE,
     BACKWARD,
     FORWARD,
     NUM_ROWS,
@@ -75,6 +76,10 @@ class TunedPipeline:
             encoders=tuple(scale(table, name) for name, table in zip(names, self.encoders, strict=False)),
         )
 
+    def sparing(self, spare_bytes: Sequence[int]) -> TunedPipeline:
+        """The same with so much less room on every rank; nothing given: none less."""
+        return replace(self, capacity_bytes=self.capacity_bytes - np.array(spare_bytes or 0, np.int64))
+
 
 def tuned_pipeline(
     model: ModelSpec,
@@ -84,6 +89,7 @@ def tuned_pipeline(
     max_tokens: int,
     max_length: int,
     capacity_bytes: int | None = None,
+    num_messages: int | None = None,
 ) -> TunedPipeline:
     """Tabulate a layout's costs: once, before training.
 
@@ -100,6 +106,9 @@ def tuned_pipeline(
         Longest sequence.
     capacity_bytes : int or None
         Memory of each rank; None: no limit.
+    num_messages : int or None
+        Put aside what a computation uses, and so many of its outputs, as `taskgraph.iteration.workspace_bytes`; None:
+        nothing, so that all memory is for what pairs hold.
 
     Raises
     ------
@@ -114,7 +123,9 @@ def tuned_pipeline(
     lengths = (*lengths, max_length) if lengths else (max(1, max_length // 2), max(2, max_length))
 
     def table(module: str, most: int) -> CostTable:
-        return tabulate(costs, [layout.chunks[i] for i in layout.chunks_of(module)], most, lengths)
+        chunks = [layout.chunks[i] for i in layout.chunks_of(module)]
+        aside = None if capacity_bytes is None else num_messages
+        return tabulate(costs, chunks, most, lengths, num_messages=aside)
 
     # An image may have many more patches than tokens; tables go on linearly beyond their end.
     encoders = tuple(table(module.name, 2 * max_tokens) for module in layout.modules[:-1])
@@ -249,6 +260,7 @@ def chain_of(pipeline: TunedPipeline, sizes: BatchSizes, bin_of: IntArray) -> Ch
     rows = pipeline.backbone.estimate(_sums(sizes.length[-1], sizes.owner[-1], bin_of, num)).transpose(1, 2, 0)
     delay = _ns(pipeline.latency_s + rows[OUTPUT] * pipeline.seconds_per_byte)
     delay[:, -1] = 0
+    aside = rows[ASIDE].max(axis=0)
     starts, costs = [np.zeros(num + 1, np.int64)], [np.zeros((NUM_ROWS, 0))]
     for table, length, owner, module in zip(
         pipeline.encoders, sizes.length, sizes.owner, pipeline.layout.modules, strict=False
@@ -257,6 +269,7 @@ def chain_of(pipeline: TunedPipeline, sizes: BatchSizes, bin_of: IntArray) -> Ch
         starts.append(start)
         costs.append(_in_turn(table.estimate(features)))
     parts = np.concatenate(costs, axis=1)
+    aside[0] = max(aside[0], parts[ASIDE].max(initial=0.0))
     if len(pipeline.encoders) > 1:
         homes = [np.repeat(np.arange(num), np.diff(start)) for start in starts]
         parts = parts[:, np.argsort(np.concatenate(homes), kind="stable")]
@@ -271,15 +284,16 @@ def chain_of(pipeline: TunedPipeline, sizes: BatchSizes, bin_of: IntArray) -> Ch
         _whole(parts[ACTIVATION]),
         _whole(parts[OUTPUT]),
         pipeline.static_bytes,
-        pipeline.capacity_bytes,
+        pipeline.capacity_bytes - np.ceil(aside).astype(np.int64),
         pipeline.trained,
     )
 
 
 def _in_turn(rows: FloatArray) -> FloatArray:
-    """Chunks of one module that run one after the other: their costs together, and the output of the last."""
+    """Chunks of one module that run one after the other: costs together, the last's output, the most put aside."""
     total = rows.sum(axis=0)
     total[OUTPUT] = rows[-1, OUTPUT]
+    total[ASIDE] = rows[:, ASIDE].max(axis=0)
     return np.asarray(total)
 
 

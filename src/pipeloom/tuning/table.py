@@ -21,9 +21,10 @@ from pipeloom.tuning.kernels import interpolate
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 
-FORWARD, BACKWARD, ACTIVATION, OUTPUT = 0, 1, 2, 3
-"""Rows of an estimate: seconds forward, seconds backward, activation bytes, bytes of the output."""
-NUM_ROWS = 4
+FORWARD, BACKWARD, ACTIVATION, OUTPUT, ASIDE = 0, 1, 2, 3, 4
+"""Rows of an estimate: seconds forward, seconds backward, activation bytes, bytes of the output, bytes put aside for a
+pass and its messages."""
+NUM_ROWS = 5
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,7 +79,12 @@ class CostTable:
 
 
 def tabulate(
-    costs: CostModel, chunks: Sequence[Chunk], max_tokens: int, lengths: Sequence[int], num_nodes: int = 32
+    costs: CostModel,
+    chunks: Sequence[Chunk],
+    max_tokens: int,
+    lengths: Sequence[int],
+    num_nodes: int = 32,
+    num_messages: int | None = None,
 ) -> CostTable:
     """Probe chunks of one module.
 
@@ -92,11 +98,17 @@ def tabulate(
         Two or more rising lengths of sequences, from short to the longest expected.
     num_nodes : int
         Probes along the tokens, denser where workloads are small.
+    num_messages : int or None
+        Outputs for which a pass puts bytes aside, beside those that it uses; None: it puts none aside at all.
     """
+
+    def probe(lengths: tuple[int, ...]) -> FloatArray:
+        return _probe(costs, chunks, Workload(lengths), num_messages)
+
     unit = max(1, round(float(np.mean(lengths))) // 6)
     # Three sequences of 4 units, or one of 6 and three of 2: equal tokens and squares, another number.
     even, uneven = (4 * unit,) * 48, ((6 * unit,) + (2 * unit,) * 3) * 16
-    per_instance = np.maximum((_probe(costs, chunks, uneven) - _probe(costs, chunks, even)) / 16, 0.0)
+    per_instance = np.maximum((probe(uneven) - probe(even)) / 16, 0.0)
     smallest = max(2, min(32, max_tokens // 2))
     nodes = np.unique(np.geomspace(smallest, max(max_tokens, smallest * 2), num_nodes).astype(np.int64))
     values = np.empty((len(chunks), NUM_ROWS, len(nodes), len(lengths)))
@@ -105,7 +117,7 @@ def tabulate(
         for j, length in enumerate(lengths):
             workload = _sequences(tokens, length)
             mean_length[i, j] = sum(n * n for n in workload) / tokens
-            values[:, :, i, j] = _probe(costs, chunks, workload) - per_instance * len(workload)
+            values[:, :, i, j] = probe(workload) - per_instance * len(workload)
         # Short totals allow no long sequences; equal probes would leave no slope to interpolate by.
         for j in range(1, len(lengths)):
             if mean_length[i, j] <= mean_length[i, j - 1]:
@@ -119,10 +131,12 @@ def _sequences(tokens: int, length: int) -> tuple[int, ...]:
     return (length,) * whole + ((rest,) if rest else ())
 
 
-def _probe(costs: CostModel, chunks: Sequence[Chunk], lengths: tuple[int, ...]) -> FloatArray:
-    workload = Workload(lengths)
-    rows = np.empty((len(chunks), NUM_ROWS))
+def _probe(costs: CostModel, chunks: Sequence[Chunk], workload: Workload, num_messages: int | None) -> FloatArray:
+    rows = np.zeros((len(chunks), NUM_ROWS))
     for row, chunk in zip(rows, chunks, strict=True):
         base = costs.chunk_costs(chunk, workload)[0]
-        row[:] = base.forward_s, base.backward_s, base.activation_bytes, costs.boundary_bytes(chunk, workload)
+        output = costs.boundary_bytes(chunk, workload)
+        row[:ASIDE] = base.forward_s, base.backward_s, base.activation_bytes, output
+        if num_messages is not None:
+            row[ASIDE] = costs.workspace_bytes(chunk, workload) + num_messages * output
     return rows

@@ -1,0 +1,285 @@
+"""Bytes that a plan needs on every rank: counted along its list of actions, as the executor holds and lets go.
+
+What lives on a rank follows from its list alone. A receive's buffer is made where the list posts it, what is sent is
+let go where the list waits for the send, and all else is made and freed by the rank's own computations. So the count
+holds at whatever speed the ranks really run; planned times matter only in so far as the list was made by them.
+
+What counts:
+
+- weights, gradients and optimiser state (``static_bytes`` of the graph: casts and gathered shards too), all the time
+  but for gradients, which a chunk's first backward makes;
+- what a pair holds, from the start of its F to the end of its backward, and between the halves of a split one;
+- an output from the end of its F until all that take it on this rank have begun theirs, and all sends of it are waited
+  for; the gradient of an input likewise, from the end of a backward;
+- a buffer from the post of its receive until the computation that takes it begins;
+- the workspace of the computation that runs, and what offloading has not yet moved out or has brought back early.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from pipeloom.cost import CostModel, PassBytes
+from pipeloom.packing import Packing
+from pipeloom.plan.action import Action, ExecutionPlan, Verb
+from pipeloom.plan.routes import BoundaryTransfer, Routes, Unit, make_routes, target_word, transferred_workload
+from pipeloom.spec import Chunk, Layout, Workload
+from pipeloom.taskgraph import TaskGraph
+
+_NUMBER_BYTES = 8
+"""Of a loss, kept to the end of the iteration; two more are its gradient and one that recomputation makes again."""
+
+
+class PassCosts(CostModel, Protocol):
+    """Costs that know what single passes need."""
+
+    def pass_bytes(self, chunk: Chunk, workload: Workload, strategy: str) -> PassBytes:
+        """What a pass of the chunk uses beyond what is held, under one strategy."""
+        ...
+
+    def gradient_bytes(self, chunk: Chunk) -> int:
+        """Of the static bytes, those that the chunk's first backward makes."""
+        ...
+
+
+def peak_bytes(
+    plan: ExecutionPlan, graph: TaskGraph, layout: Layout, packing: Packing, costs: PassCosts
+) -> tuple[int, ...]:
+    """Most bytes that each rank needs at any moment of a plan.
+
+    Parameters
+    ----------
+    plan : ExecutionPlan
+        Lowered from a schedule of ``graph``.
+    graph : TaskGraph
+        With ``labels``, and the chosen strategies' bytes (`resolve_candidates`).
+    layout : Layout
+    packing : Packing
+    costs : PassCosts
+    """
+    assert graph.labels is not None
+    units = [Unit(*label[:3]) for label in graph.labels]
+    sizes = zip(graph.activation_bytes.tolist(), graph.weight_gradient_bytes.tolist(), strict=True)
+    held = dict(zip(units, sizes, strict=True))
+    problem = _Problem(layout, packing, costs, make_routes(layout, packing, units), held)
+    static = graph.static_bytes.tolist()
+    return tuple(
+        _Count(problem, rank, held_bytes).most(actions)
+        for rank, (actions, held_bytes) in enumerate(zip(plan.ranks, static, strict=True))
+    )
+
+
+class _Name(NamedTuple):
+    """Of a message, as actions give it."""
+
+    chunk: str
+    microbatch: int
+    sub_microbatch: int
+    target: str
+
+
+@dataclass
+class _Problem:
+    """What the ranks' counts have in common."""
+
+    layout: Layout
+    packing: Packing
+    costs: PassCosts
+    routes: Routes
+    held: dict[Unit, tuple[int, int]]
+    sent: dict[BoundaryTransfer, int] = field(default_factory=dict)
+    """Bytes of what is transferred."""
+    named: dict[_Name, BoundaryTransfer] = field(default_factory=dict)
+    known: dict[tuple[tuple[str, tuple[int, int]], Workload, str], PassBytes] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.names = self.layout.chunk_names
+        self.number_of = {name: number for number, name in enumerate(self.names)}
+        self.trained = [self.layout.has_backward(chunk.module) for chunk in self.layout.chunks]
+        sizes: dict[tuple[int, Workload], int] = {}
+        for transfer in self.routes.transfers:
+            chunk = transfer.producer.chunk
+            workload = transferred_workload(transfer, self.layout, self.packing)
+            if (chunk, workload) not in sizes:
+                sizes[chunk, workload] = self.costs.boundary_bytes(self.layout.chunks[chunk], workload)
+            self.sent[transfer] = sizes[chunk, workload]
+            siblings = self.routes.out_of[transfer.producer]
+            _, microbatch, sub = transfer.producer
+            word = target_word(transfer, siblings, self.names)
+            self.named[_Name(self.names[chunk], microbatch, sub, word)] = transfer
+
+    def workload(self, unit: Unit) -> Workload:
+        chunk = self.layout.chunks[unit.chunk]
+        return self.packing.parts_of(unit.microbatch, chunk.module)[unit.sub_microbatch].workload
+
+    def output_bytes(self, unit: Unit) -> int:
+        return self.costs.boundary_bytes(self.layout.chunks[unit.chunk], self.workload(unit))
+
+    def pass_bytes(self, unit: Unit, strategy: str) -> PassBytes:
+        chunk, workload = self.layout.chunks[unit.chunk], self.workload(unit)
+        key = ((chunk.module, chunk.layers), workload, strategy)
+        if key not in self.known:
+            self.known[key] = self.costs.pass_bytes(chunk, workload, strategy)
+        return self.known[key]
+
+    def rank_of(self, unit: Unit) -> int:
+        return self.layout.chunks[unit.chunk].rank
+
+    def sources(self, unit: Unit) -> list[tuple[BoundaryTransfer, ...]]:
+        """What a unit takes, together what comes from one module, since it is joined into one tensor."""
+        groups: defaultdict[str, list[BoundaryTransfer]] = defaultdict(list)
+        for transfer in self.routes.into.get(unit, ()):
+            groups[self.layout.chunks[transfer.producer.chunk].module].append(transfer)
+        return [tuple(group) for group in groups.values()]
+
+
+@dataclass(slots=True)
+class _Storage:
+    """Bytes that live until the last of those that hold a part of them lets go."""
+
+    num_bytes: int
+    num_holders: int
+    counted: bool = True
+    """False: a pair's bytes have them in."""
+    is_joint: bool = False
+    """Whether each has a view of it."""
+
+
+class _Count:
+    """One rank's bytes along its list."""
+
+    def __init__(self, problem: _Problem, rank: int, static_bytes: int) -> None:
+        self.problem, self.rank = problem, rank
+        self.ungraded = {
+            number: problem.costs.gradient_bytes(chunk)
+            for number, chunk in enumerate(problem.layout.chunks)
+            if chunk.rank == rank
+        }
+        """Bytes of gradients that no backward has made yet, by chunk."""
+        self.now = self.peak = static_bytes - sum(self.ungraded.values()) + 2 * _NUMBER_BYTES
+        self.passes: dict[Unit, PassBytes] = {}
+        self.outputs: dict[Unit, _Storage] = {}
+        self.gradients: dict[BoundaryTransfer, _Storage] = {}
+        self.received: dict[tuple[bool, BoundaryTransfer], int] = {}
+        """Whether it is a gradient, and which."""
+        self.kept: dict[Unit, list[_Storage]] = {}
+        """Storages that a unit reads a part of, until its backward ends."""
+        self.covered: dict[Unit, list[_Storage]] = {}
+
+    def most(self, actions: Sequence[Action]) -> int:
+        """Walk the list."""
+        for action in actions:
+            verb = action.verb
+            if verb.is_unit:
+                self._unit(verb, action)
+            elif verb.is_message:
+                self._message(verb, action)
+        return self.peak
+
+    def _touch(self, more: int = 0) -> None:
+        self.peak = max(self.peak, self.now + more)
+
+    def _release(self, storage: _Storage) -> None:
+        storage.num_holders -= 1
+        if storage.num_holders == 0 and storage.counted:
+            self.now -= storage.num_bytes
+
+    def _message(self, verb: Verb, action: Action) -> None:
+        if verb.is_send or verb in (Verb.WAIT_F, Verb.WAIT_B):
+            return
+        transfer = self.problem.named[_Name(action.chunk, action.microbatch, action.sub_microbatch, action.target)]
+        if verb.is_receive:
+            num_bytes = self.received[verb is Verb.RECV_B, transfer] = self.problem.sent[transfer]
+            self.now += num_bytes
+            self._touch()
+        elif verb is Verb.WAIT_SEND_F:
+            self._release(self.outputs[transfer.producer])
+        else:
+            self._release(self.gradients[transfer])
+
+    def _unit(self, verb: Verb, action: Action) -> None:
+        unit = Unit(self.problem.number_of[action.chunk], action.microbatch, action.sub_microbatch)
+        match verb:
+            case Verb.F:
+                self._forward(unit, action.strategy)
+            case Verb.B | Verb.I:
+                self._backward(unit, verb is Verb.I)
+            case Verb.W:
+                self.now += self.ungraded.pop(unit.chunk, 0)
+                self._touch(self.passes[unit].second_half_bytes)
+                self.now -= self.problem.held[unit][1]
+                for storage in self.covered.pop(unit, ()):
+                    storage.counted = True
+                    self.now += storage.num_bytes if storage.num_holders else 0
+            case Verb.OFFLOAD:
+                self.now -= self.passes[unit].moved_bytes
+            case Verb.LOAD:
+                self.now += self.passes[unit].moved_bytes
+                self._touch()
+
+    def _forward(self, unit: Unit, strategy: str) -> None:
+        problem = self.problem
+        used = self.passes[unit] = problem.pass_bytes(unit, strategy)
+        groups = problem.sources(unit)
+        # Pieces live beside what they are joined into.
+        self._touch(sum(problem.sent[t] for group in groups if len(group) > 1 for t in group))
+        for transfer in (t for group in groups for t in group):
+            if problem.rank_of(transfer.producer) != self.rank:
+                self.now -= self.received.pop((False, transfer))
+            elif transfer.piece is not None:
+                # It may be a view, of which all is held.
+                self.kept.setdefault(unit, []).append(self.outputs[transfer.producer])
+            else:
+                self._release(self.outputs[transfer.producer])
+        held = problem.held[unit][0] + used.moved_bytes
+        self.now += held
+        self._touch(used.forward_bytes)
+        if not problem.trained[unit.chunk]:
+            self.now -= held
+            self._let_go(unit)
+        takers = problem.routes.out_of.get(unit, ())
+        if takers:
+            storage = self.outputs[unit] = _Storage(problem.output_bytes(unit), len(takers))
+            self.now += storage.num_bytes
+        else:
+            self.now += _NUMBER_BYTES
+        self._touch()
+
+    def _backward(self, unit: Unit, halves: bool) -> None:
+        problem, used = self.problem, self.passes[unit]
+        takers = problem.routes.out_of.get(unit, ())
+        if len(takers) > 1 or any(t.piece is not None for t in takers):
+            # Gradients of parts live beside their sum.
+            self._touch(problem.output_bytes(unit))
+        for transfer in takers:
+            if problem.rank_of(transfer.consumer) != self.rank:
+                self.now -= self.received.pop((True, transfer))
+            elif self.gradients[transfer].is_joint:
+                # A view, of which all is held.
+                self.kept.setdefault(unit, []).append(self.gradients[transfer])
+            else:
+                self._release(self.gradients[transfer])
+        if not halves:
+            self.now += self.ungraded.pop(unit.chunk, 0)
+        self._touch(used.first_half_bytes if halves else used.backward_bytes)
+        held, between = problem.held[unit]
+        self.now += (between if halves else 0) - held - used.moved_bytes
+        self._let_go(unit)
+        for group in problem.sources(unit):
+            if not group[0].gradient:
+                continue
+            storage = _Storage(sum(problem.sent[t] for t in group), len(group), not halves, len(group) > 1)
+            self.gradients.update(dict.fromkeys(group, storage))
+            if halves:
+                # The leaf has it too, which lives until W.
+                self.covered.setdefault(unit, []).append(storage)
+            else:
+                self.now += storage.num_bytes
+        self._touch()
+
+    def _let_go(self, unit: Unit) -> None:
+        for storage in self.kept.pop(unit, ()):
+            self._release(storage)

@@ -1,0 +1,142 @@
+"""What a plan says that every rank needs is never less than what really lives, and hardly more: all kinds of plans."""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Callable, Sequence
+from functools import cache
+
+import msgspec
+import pytest
+
+from pipeloom.cost import Profile, ProfileCosts
+from pipeloom.errors import InfeasibleError
+from pipeloom.layout import ModulePlacement, encoder_first, replicated, separate
+from pipeloom.layout.training import cooptimise_training_layout, training_layers
+from pipeloom.packing import PackingSpec
+from pipeloom.planner import PlannedBatch, Problem, Setup, plan_batch
+from pipeloom.planner.client import fallback_plan
+from pipeloom.runtime import Model, ProfileOptions, profile_model
+from pipeloom.search import Evaluations
+from pipeloom.spec import Batch, Layout, RankSpec, Strategy
+from pipeloom.tuning import TuningSpec
+from tests.runtime.small_models import Document, described, live_peaks, small_documents, small_model
+
+PACKING = PackingSpec(170)
+LEAN: tuple[Strategy, ...] = ("keep", "recompute", "selective")
+TIGHT = (1.0, 1.3)
+Found = list[tuple[int, int]]
+Kind = tuple[tuple[Strategy, ...], bool, Callable[[Problem, Batch], PlannedBatch]]
+
+
+@cache
+def measured(seed: int, frozen: bool, with_encoder: bool) -> tuple[Model, tuple[Document, ...], Profile]:
+    """A random model, a batch, and its costs measured here."""
+    rng = random.Random(f"peaks {seed} {frozen} {with_encoder}")
+    model = small_model(rng, frozen, with_encoder)
+    documents = small_documents(rng, 9, with_encoder)
+    profile = profile_model(
+        model,
+        [documents] * 3,
+        metadata=[described(documents, i) for i in range(3)],
+        packing=PACKING,
+        placements={"vision": ModulePlacement(1, 3)} if with_encoder else {},
+        options=ProfileOptions(repeats=1, strategies=True, all_sizes=True),
+    )
+    return model, tuple(documents), profile
+
+
+def by_search(problem: Problem, batch: Batch) -> PlannedBatch:
+    return plan_batch(problem, batch, budget=Evaluations(20), seed=1)
+
+
+def under_caps(
+    setup: Setup, model: Model, documents: Sequence[Document], plan: Callable[[Problem, Batch], PlannedBatch]
+) -> Found:
+    """What the plan says and what lives, rank by rank, under caps from the least that can be planned."""
+    batch = described(documents)
+
+    def planned(capacity: int) -> PlannedBatch:
+        cluster = RankSpec(memory_capacity_bytes=capacity)
+        return plan(msgspec.structs.replace(setup, cluster=cluster).problem(), batch)
+
+    low, high = 0, 2**25
+    while high - low > high // 50:
+        middle = (low + high) // 2
+        try:
+            planned(middle)
+        except InfeasibleError:
+            low = middle
+        else:
+            high = middle
+    found = []
+    for tight in TIGHT:
+        capacity = int(tight * high)
+        made = planned(capacity)
+        assert max(made.peak_bytes) <= capacity
+        live = live_peaks(model, setup.layout, made.plan, made.packing, documents)
+        for said, lived in zip(made.peak_bytes, live, strict=True):
+            assert lived <= said
+            found.append((said, lived))
+    return found
+
+
+def layouts(model: Model, rng: random.Random) -> tuple[Layout, Layout]:
+    """One to search on and one to tune on."""
+    ranks = rng.randint(2, 3)
+    placements = {"vision": ModulePlacement(1, 3), "lm": ModulePlacement(rng.randint(1, 2) if ranks == 2 else 1)}
+    first = encoder_first(model.spec, ranks, lambda *_: 1.0, placements={"vision": placements["vision"]})
+    if len(model.modules[0].layers) < ranks:
+        return replicated(first, ["vision"]), first
+    spread = separate(model.spec, ranks, placements, lambda *_: 1.0)
+    return (replicated(spread, ["vision"]) if rng.random() < 0.4 else spread), first
+
+
+def close(found: Found) -> None:
+    """The plans' word is exact up to what single layers' temporaries are, which costs know by their largest."""
+    ratios = sorted(said / lived for said, lived in found)
+    print(f"said over lived: median {statistics.median(ratios):.3f}, most {ratios[-1]:.3f}, of {len(ratios)}")
+    assert statistics.median(ratios) <= 1.10
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_searched_and_fallback_plans_hold_what_they_say(seed: int, frozen: bool) -> None:
+    model, documents, profile = measured(seed, frozen, True)
+    spread, _ = layouts(model, random.Random(seed))
+    found: Found = []
+    for strategies, split, plan in (
+        (("keep",), False, by_search),
+        (LEAN, True, by_search),
+        (LEAN, False, fallback_plan),
+    ):
+        setup = Setup(model.spec, spread, profile, PACKING, strategies=strategies, split_backward=split)
+        found += under_caps(setup, model, documents, plan)
+    close(found)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_tuned_plans_hold_what_they_say(seed: int, frozen: bool) -> None:
+    model, documents, profile = measured(seed, frozen, True)
+    _, first = layouts(model, random.Random(seed))
+    found: Found = []
+    for order in ("clusters", "search"):
+        setup = Setup(model.spec, first, profile, PACKING, tuning=TuningSpec(order=order))
+        found += under_caps(setup, model, documents, by_search)
+    close(found)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_plans_on_arranged_layouts_hold_what_they_say(seed: int) -> None:
+    model, documents, profile = measured(seed, False, False)
+    costs = ProfileCosts(model.spec, profile)
+    found: Found = []
+    for capacity in (None, 2**21):
+        batches = [described(documents)]
+        table = training_layers(costs, PACKING, batches, 2, capacity_bytes=capacity)
+        layout, _ = cooptimise_training_layout(table, model.spec, budget=Evaluations(200))
+        setup = Setup(model.spec, layout, profile, PACKING, strategies=LEAN, split_backward=True)
+        found += under_caps(setup, model, documents, by_search)
+    close(found)
