@@ -21,6 +21,7 @@ SECTIONS = (
     "planning",
     "joint",
     "search",
+    "overtaking",
     "methods",
     "scaling",
     "arrange",

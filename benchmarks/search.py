@@ -46,13 +46,12 @@ _GOALS = {
 """Families and the gap in per cent to reach after one second."""
 _ROLLOUTS = {"4 x 64": "vlm-s/0", "4 x 64, memory 1.5": "vlm-s-m1.5/0", "8 x 128": "vlm-l-k2/0", "16 x 256": "vlm-xl/0"}
 _EXACT_S = 5.0
-_LONG_EXACT_S = 60.0
 
 
 def run() -> str:
     """Measure, and return the section as Markdown."""
     warm_up()
-    return "\n\n".join((_goals(), _kernel(), _strategies(), _small(), _overtaking()))
+    return "\n\n".join((_goals(), _kernel(), _strategies(), _small()))
 
 
 def _goals() -> str:
@@ -161,25 +160,6 @@ def _small() -> str:
         rows.append([str(seed), str(graph.num_tasks), "yes" if proved else "no", f"{100 * above:.2f}"])
     header = ["seed", "tasks", "proved by CP-SAT", "default above CP-SAT, %"]
     text = f"Small problems under tight memory: one CPU second of the default, {_EXACT_S:g} s of CP-SAT:"
-    return f"{text}\n\n{markdown_table(header, rows)}"
-
-
-def _overtaking() -> str:
-    """Default against CP-SAT, started from it, where microbatches should overtake each other differently by rank."""
-    rows = []
-    for num_microbatches in (4, 5, 6):
-        above = []
-        for seed in range(10):
-            graph = generate(family("vlm-s", num_microbatches=num_microbatches, memory=1.5), seed)
-            ours = solve(graph, budget=Deadline(1.0, "cpu"), seed=seed)
-            exact = solve(graph, budget=Deadline(_LONG_EXACT_S), seed=seed, method="cp-sat", threads=2)
-            above.append(100 * (ours.timeline.makespan_ns / exact.timeline.makespan_ns - 1))
-        rows.append([str(num_microbatches), f"{statistics.median(above):.2f}", f"{max(above):.2f}"])
-    header = ["microbatches", "median", "largest"]
-    text = (
-        f"VLM-S, memory 1.5, ten seeds: one CPU second of the default above {_LONG_EXACT_S:g} s of CP-SAT on two "
-        "threads, of which it spends a tenth on the default, in per cent:"
-    )
     return f"{text}\n\n{markdown_table(header, rows)}"
 
 
