@@ -14,7 +14,7 @@ from pipeloom.errors import InfeasibleError, InputError
 from pipeloom.packing import PackingSpec, budget_tokens, packing_of
 from pipeloom.packing.choices import walk
 from pipeloom.planner import Setup, plan_batch
-from pipeloom.planner.joint import ordered
+from pipeloom.planner.joint import _Packings, ordered
 from pipeloom.search import Evaluations
 from pipeloom.spec import Batch, RankSpec, Sample
 from pipeloom.timeline import check
@@ -160,3 +160,18 @@ def test_threads_search_together() -> None:
     assert check(planned.graph, planned.schedule, planned.timeline) == ()
     with pytest.raises(InputError, match=r"planner\.threads: -1 is not finite and at least 0"):
         msgspec.structs.replace(setup, threads=-1)
+
+
+def test_a_strategy_that_some_pairs_lack_is_not_judged_under() -> None:
+    """What suited the first packing best may be a mixture that another packing's pairs do not have."""
+    batch = random_batch(1)
+    packings = _Packings(tight(1, batch).problem(), batch, Evaluations(100), 0, "default")
+    assert packings.try_number(4) is not None
+    assert packings.setting is not None
+    packings.setting = 10**6
+    packings.known.clear()
+    packings.judged.clear()
+    packings.try_numbers()
+    assert packings.judged
+    for each in packings.judged:
+        assert check(each.made.graph, each.made.schedule, each.made.timeline) == ()

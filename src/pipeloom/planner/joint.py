@@ -251,7 +251,9 @@ class _Packings:
     def with_static_orders(self, packed: Packing, assignable: Assignable) -> Decided:
         """The best of a few static orders, under the strategy that suited the first packing best, where that fits."""
         few, graph = Evaluations(self.params.static_orders), assignable.graph
-        if self.setting is not None:
+        # Mixtures of strategies may be fewer for one pair than for another.
+        shortest = min(map(len, graph.candidates or ()), default=0)
+        if self.setting is not None and self.setting < shortest:
             setting = np.full(graph.num_pairs, self.setting)
             chosen = graph.with_candidates(setting)
             with suppress(InfeasibleError):
@@ -259,7 +261,6 @@ class _Packings:
                 schedule = replace(found.schedule, candidate=setting)
                 return Decided(packed, graph, schedule, found.timeline, found.lower_bound, found.evaluations)
         made = _searched(self.unsplit, packed, assignable, few, self.seed, self.method)
-        # Costs offer every pair the same strategies, in the same order.
         if made.schedule.candidate is not None:
             self.setting = int(np.bincount(made.schedule.candidate).argmax())
         return made
