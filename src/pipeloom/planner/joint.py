@@ -139,7 +139,6 @@ class _Packings:
         self.known: set[tuple[Groups, tuple[tuple[int, ...], ...]]] = set()
         self.setting: int | None = None
         self.failure: InfeasibleError | None = None
-        self.bound: LowerBound | None = None
 
     @property
     def best_ns(self) -> float:
@@ -194,7 +193,8 @@ class _Packings:
             graph = _graph(self.unsplit, self.problem.layout, made.packing).graph
             timeline = simulate(graph, made.schedule)
             if graph.capacity_bytes is None or (timeline.peak_bytes <= graph.capacity_bytes).all():
-                self.judged.append(_Packed(groups, replace(made, graph=graph, timeline=timeline)))
+                plain = replace(made, graph=graph, timeline=timeline, lower_bound=lower_bound(graph))
+                self.judged.append(_Packed(groups, plain))
 
     def try_numbers(self) -> None:
         """Judge packings into more and fewer microbatches: any number, from some a rank on, unless told otherwise."""
