@@ -46,7 +46,7 @@ def test_layers_are_recomputed_as_often_as_the_plan_says() -> None:
         assert sum(result.num_recomputed for result in run_threads(run)) == wanted
 
 
-def test_a_batch_without_images_leaves_the_encoder_without_gradients() -> None:
+def test_a_batch_without_images_gives_the_encoder_gradients_of_zero() -> None:
     seed = 0
     while True:
         run = random_run(seed, 2)
@@ -71,7 +71,8 @@ def test_a_batch_without_images_leaves_the_encoder_without_gradients() -> None:
     assert {name for name, gradient in found.items() if gradient is None} == {
         name for name, gradient in wanted.items() if gradient is None
     }
-    assert all(gradient is None for name, gradient in found.items() if name.startswith("vision"))
+    # As where they are summed over replicas, of which some had images.
+    assert all(not gradient.any() for name, gradient in found.items() if name.startswith("vision"))
 
 
 def test_times_are_those_of_the_actions_in_order() -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import msgspec
 import torch
@@ -28,8 +29,9 @@ from pipeloom.runtime import Prefetched, StepReport, TcpPlanStore, TorchTranspor
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
 from digits_vlm import data, task
+from digits_vlm import model as layers_of
 
-DOCUMENTS, CLIP, RATE = 6, 0.5, 3e-3
+DOCUMENTS, CLIP, RATE = 4, 0.5, 3e-3
 
 
 class Step(NamedTuple):
@@ -43,9 +45,11 @@ class Step(NamedTuple):
 
 
 def model(tied: bool = False) -> pl.Model:
+    """The example, with as few layers as two chunks on each of four ranks take."""
     torch.set_default_dtype(torch.float64)
     try:
-        made = task.build_model(seed=1)
+        with patch.multiple(layers_of, VISION_BLOCKS=2, LM_BLOCKS=6):
+            made = task.build_model(seed=1)
     finally:
         torch.set_default_dtype(torch.float32)
     if tied:
@@ -110,9 +114,9 @@ class TagZeroTrainer(Trainer):
         return TorchTransport(self.membership.messages, use_tags=False)
 
 
-def prefetched(iterations: int) -> Prefetched:
+def prefetched(iterations: int, documents: int = DOCUMENTS) -> Prefetched:
     """The batches by a loader of torch's, read and described ahead."""
-    batches = list(data.batches(3, iterations, DOCUMENTS))
+    batches = list(data.batches(3, iterations, documents))
     loader: DataLoader[Any] = DataLoader(batches, batch_size=None, collate_fn=list)  # type: ignore[arg-type]
     return Prefetched(loader, describe=task.describe)
 
@@ -135,14 +139,14 @@ def check_report(made: Setup, report: StepReport) -> None:
         assert message.num_bytes > 0
 
 
-def losses_undivided(iterations: int, tied: bool = False) -> list[float]:
+def losses_undivided(iterations: int, tied: bool = False, documents: int = DOCUMENTS) -> list[float]:
     """The same training in one process, without pipeline, packing or planner."""
     whole = model(tied)
     vision, language = whole.modules
     every = [p for module in whole.modules for layer in module.layers for p in layer.parameters()]
     parameters = list({id(p): p for p in every}.values())
     adam, found = optimizer(parameters), []
-    for samples in data.batches(3, iterations, DOCUMENTS):
+    for samples in data.batches(3, iterations, documents):
         everything = pl.Part(
             tuple(samples), tuple((i, j) for i, document in enumerate(samples) for j in range(len(document.images)))
         )

@@ -18,7 +18,7 @@ from pipeloom.runtime.device import DeviceQueues
 from pipeloom.runtime.linker import LinkedPlan
 from pipeloom.runtime.model import Model, Part, make_part
 from pipeloom.runtime.random_state import ForwardSeeds
-from pipeloom.runtime.reduce import Finish, ReduceGradients
+from pipeloom.runtime.reduce import Finish, ReduceGradients, zero_missing
 from pipeloom.runtime.sharding import complete_gradients, reshard, unshard
 from pipeloom.runtime.tied import SumOver, Tied, sum_tied
 from pipeloom.runtime.transport import Post, Transport, joins
@@ -312,6 +312,8 @@ class Iteration:
         for parameter, gradient in self.earlier:
             parameter.grad = gradient if parameter.grad is None else gradient + parameter.grad
         self.earlier = []
+        for layers in self.here.layers.values():
+            zero_missing(layers)
 
     def step(self, _: None) -> None:
         self.finish()

@@ -65,6 +65,18 @@ def all_reduce_gradients(
     return reduce
 
 
+def zero_missing(layers: Iterable[nn.Module]) -> None:
+    """Where a batch had no work for any of these layers, their gradients are zero.
+
+    Sums over replicas have zeros there. Optimisers tell them from no gradient at all: without one they leave out
+    momentum and weight decay.
+    """
+    trained = [p for layer in layers for p in layer.parameters() if p.requires_grad]
+    if all(parameter.grad is None for parameter in trained):
+        for parameter in trained:
+            parameter.grad = torch.zeros_like(parameter)
+
+
 def mesh_gradients(layout: Layout, mesh: Mesh) -> ReduceGradients:
     """`all_reduce_gradients` over the groups of a mesh."""
     data = mesh.data if layout.parallelism.data > 1 else None

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pipeloom.errors import InputError
 from pipeloom.runtime.model import Model, Module, Part, empty_output, upstream_rows
+from pipeloom.runtime.reduce import zero_missing
 from pipeloom.spec import Batch
 from pipeloom.spec.model import num_instances
 
@@ -24,8 +25,8 @@ def run_undivided(model: Model, batch: Batch, samples: Sequence[Any], *, backwar
         Metadata of ``samples``, in the same order.
     samples : sequence
     backward : bool
-        Add the gradients of the mean loss to ``.grad`` of the parameters. Those of frozen modules are marked
-        as needing none.
+        Add the gradients of the mean loss to ``.grad`` of the parameters: zeros to a module that the batch has no
+        work for. Those of frozen modules are marked as needing none.
 
     Returns
     -------
@@ -53,6 +54,8 @@ def run_undivided(model: Model, batch: Batch, samples: Sequence[Any], *, backwar
         loss = model.loss(outputs[model.modules[-1].name], part) / normaliser
     if backward:
         loss.backward()  # type: ignore[no-untyped-call]
+        for module in model.modules:
+            zero_missing(module.layers)
     return float(loss.detach())
 
 
