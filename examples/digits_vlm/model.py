@@ -188,7 +188,8 @@ def _build(seed: int, module: int, kinds: Sequence[Callable[[], nn.Module]]) -> 
     layers = []
     with torch.random.fork_rng(devices=[]):
         for index, kind in enumerate(kinds):
-            torch.manual_seed((seed * 2 + module) * 1000 + index)
+            # The processor's generator alone; `torch.manual_seed` is slow beside it where no accelerator is.
+            torch.default_generator.manual_seed((seed * 2 + module) * 1000 + index)
             layers.append(kind())
     return layers
 

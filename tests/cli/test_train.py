@@ -34,8 +34,7 @@ def config(folder: Path, *edits: tuple[str, str]) -> Path:
 
 def test_a_short_run_leaves_everything_behind(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     choice = 'strategies = ["recompute", "offload"]\nsplit_backward = true\n'
-    tensor_parallel = ("[layout]\n", "[parallel]\ntp = 2\n[layout]\n")
-    path = config(tmp_path, ("budget_s", choice + "budget_s"), tensor_parallel)
+    path = config(tmp_path, ("budget_s", choice + "budget_s"))
     assert run(["train", str(path), "--runs", str(tmp_path / "runs"), "--iterations", "3", "--json"]) == 0
     summary = json.loads(capfd.readouterr().out)
     folder = tmp_path / "runs" / "digits_vlm"
@@ -53,7 +52,7 @@ def test_a_short_run_leaves_everything_behind(tmp_path: Path, capfd: pytest.Capt
         words = {a.strategy for actions in from_text(plan.read_text()).ranks for a in actions if a.verb == "F"}
         assert {each for word in words for each in word.split(",")} <= {"recompute", "offload"}
     setup = json.loads((folder / "setup.json").read_text())
-    assert (setup["layout"]["num_ranks"], setup["layout"]["parallelism"]) == (2, {"tensor": 2, "data": 1})
+    assert (setup["layout"]["num_ranks"], setup["layout"]["parallelism"]) == (2, {"tensor": 1, "data": 1})
     events = json.loads((folder / "trace.json").read_text())["traceEvents"]
     assert {"planned", "measured"} <= {str(e.get("args", {}).get("name")) for e in events if e["ph"] == "M"}
     page = (folder / "timeline.html").read_text()

@@ -45,7 +45,6 @@ def undivided() -> tuple[pl.Model, list[float]]:
 
 
 @pytest.mark.ranks
-@pytest.mark.cold
 @pytest.mark.usefixtures("_double")
 def test_losses_and_weights_are_those_of_one_process(tmp_path: Path) -> None:
     settings = pl.FitSettings(

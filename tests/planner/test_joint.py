@@ -59,11 +59,12 @@ def test_what_is_planned_together_is_sound(seed: int, everywhere: bool, evaluati
     assert again.plan == planned.plan
 
 
-@settings(deadline=None, max_examples=4)
-@given(st.integers(0, 1000))
+@settings(deadline=None, max_examples=3)
+@given(st.integers(0, 250).map(lambda number: 4 * number))
 def test_under_a_tight_cap_with_every_strategy(seed: int) -> None:
-    batch = random_batch(seed)
-    planned = plan_batch(tight(seed, batch).problem(), batch, budget=Evaluations(40), seed=seed)
+    batch, setup = random_batch(seed), tight(seed, random_batch(seed))
+    assert setup.packing.policy == "planned"
+    planned = plan_batch(setup.problem(), batch, budget=Evaluations(40), seed=seed)
     assert check(planned.graph, planned.schedule, planned.timeline) == ()
 
 

@@ -25,7 +25,7 @@ from tests.cases import random_batch
 from tests.planner.cases import MemoryStore, random_setup
 
 EVERY = ("keep", "recompute", "selective", "offload")
-FEW = settings(deadline=None, max_examples=12)
+FEW = settings(deadline=None, max_examples=8)
 
 
 def offering(seed: int, capacity_bytes: int | None = None) -> Setup:
@@ -61,6 +61,8 @@ def offering(seed: int, capacity_bytes: int | None = None) -> Setup:
         strategies=EVERY,
         split_backward=True,
         cluster=RankSpec(memory_capacity_bytes=capacity_bytes),
+        # Packings are compared by problems of `test_joint`, and by some of these.
+        packing=setup.packing if seed % 4 == 0 else msgspec.structs.replace(setup.packing, policy="balanced"),
     )
 
 

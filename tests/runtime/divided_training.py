@@ -24,6 +24,9 @@ from pipeloom.spec import Parallelism
 
 from .training import CLIP, check_report, model, optimizer, prefetched, setup, task
 
+DOCUMENTS = 6
+"""Of a batch: enough that replicas have different numbers of microbatches."""
+
 
 class Degrees(NamedTuple):
     """Of parallelism, and how replicas hold their layers."""
@@ -99,7 +102,7 @@ def train_divided(all_degrees: list[Degrees], until: list[int], folder: str) -> 
         if first:
             assert_same(before, gathered(trainer))
         # Read ahead: what is left out is that which was trained.
-        batches = trainer.skip_trained(prefetched(end), first)
+        batches = trainer.skip_trained(prefetched(end, DOCUMENTS), first)
         reports = []
         for report in trainer.run(batches, first):
             reports.append(report)

@@ -58,7 +58,7 @@ def measured_setup(num_ranks: int) -> Setup:
         placements={"vision": ModulePlacement(1, 4)},
         options=ProfileOptions(repeats=1, strategies=True),
     )
-    return msgspec.structs.replace(made, profile=profile)
+    return msgspec.structs.replace(made, profile=profile, packing=PackingSpec(120, "balanced"))
 
 
 def capped_trainings(setups: list[bytes], waits: list[bool]) -> list[Capped]:

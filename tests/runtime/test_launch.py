@@ -55,6 +55,7 @@ def test_a_broken_rank_ends_all_with_its_message(how: str, message: str) -> None
         launch(run_with_a_broken_rank, 2, seed_with_messages(), how, timeout_s=3.0)
 
 
+@pytest.mark.cold
 def test_a_rank_that_died_is_the_cause_even_where_others_complain_first() -> None:
     with pytest.raises(ExecutionError, match="rank 0: the process exited with code 7"):
         launch(die_after_the_complaint, 2, 0.2)

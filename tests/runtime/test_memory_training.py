@@ -25,9 +25,9 @@ def offering(setup: Setup, strategies: tuple[Strategy, ...], capacity: int | Non
 
 
 def least_capacity(setup: Setup, strategies: tuple[Strategy, ...], split: bool = False) -> int:
-    """Bytes of a rank under which every batch can just be planned, to one per cent."""
+    """Bytes of a rank under which every batch can just be planned, to two per cent."""
     low, high = 0, 2**27
-    while high - low > high // 100:
+    while high - low > high // 50:
         middle = (low + high) // 2
         problem = offering(setup, strategies, middle, split).problem()
         try:

@@ -41,6 +41,7 @@ def test_a_wrong_number_of_processes_is_named() -> None:
         launch(run_on_mesh, 1, [Shape(2, 2, 1)], [0], timeout_s=30.0)
 
 
+@pytest.mark.full
 def test_training_resumes_under_other_degrees_of_parallelism(tmp_path: Path) -> None:
     shapes = [Shape(2, 2, 1, sharded=True), Shape(2, 1, 2), Shape(1, 2, 2, sharded=True)]
     found = launch(train_through, 4, shapes, 12, str(tmp_path), timeout_s=120.0)[0]
@@ -51,6 +52,7 @@ def test_training_resumes_under_other_degrees_of_parallelism(tmp_path: Path) -> 
         assert losses == pytest.approx(whole[number : number + 2], rel=1e-9)
 
 
+@pytest.mark.full
 def test_the_code_of_the_page_trains_alike_under_all_degrees(tmp_path: Path) -> None:
     found = launch(train_page, 4, [(2, 2, 1), (1, 2, 2)], str(tmp_path), timeout_s=120.0)[0]
     assert found[0][0] > found[0][3]

@@ -22,7 +22,7 @@ def train(
     return {name: found for name, (found, _) in results[0].items()}
 
 
-@pytest.mark.parametrize(("frozen", "name"), [(True, "precompute"), (False, "all")])
+@pytest.mark.parametrize(("frozen", "name"), [(True, "precompute"), pytest.param(False, "all", marks=pytest.mark.full)])
 def test_tuned_training_learns_the_same(frozen: bool, name: str) -> None:
     found = train(3, 5, frozen, ("untuned", name))
     assert found[name] == pytest.approx(found["untuned"], abs=1e-8, rel=0)
