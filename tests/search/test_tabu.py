@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import numba
 import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from pipeloom.compiled import kernel
 from pipeloom.errors import InfeasibleError
 from pipeloom.lab.instances import family, generate
 from pipeloom.search import Evaluations, solve
@@ -23,19 +23,19 @@ from pipeloom.timeline import Schedule, check, simulate
 from tests.strategies import graphs
 
 
-@numba.njit
+@kernel
 def judge(p, b, source, goal, most):
     return kernels.later(p, b, source, goal, most) if source < goal else kernels.earlier(p, b, goal, source, most)
 
 
-@numba.njit
+@kernel
 def make_move(p, b, tour, source, goal):
     kernels.move(b, tour, source, goal, tour.state[kernels.NOW] + 3)
     tour.state[kernels.NOW] += 1
     return remeasure(p, b, source, goal)
 
 
-@numba.njit
+@kernel
 def undone(b, tour, source, goal):
     return kernels.is_forbidden(b, tour, source, goal)
 

@@ -17,11 +17,12 @@ from pipeloom.spec.parallelism import Degrees
 from pipeloom.taskgraph import build_graph
 from pipeloom.timeline import check
 from tests.cases import ToyCosts, vlm_spec
+from tests.lab.systems.cases import vlm_on_h800
 
 
 @pytest.fixture(scope="module")
 def case():
-    return put_on_cluster("vlm-7b", "dip-h800-64", Degrees(tensor=2, pipeline=2))
+    return vlm_on_h800(Degrees(tensor=2, pipeline=2), vision=12, lm=6)
 
 
 @pytest.fixture(scope="module")
