@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from pipeloom.errors import InfeasibleError, InputError
 from pipeloom.lab.systems.chosen_layout import choose_layout, sampled_case
-from pipeloom.lab.systems.model_on_cluster import draw_iteration, pack_microbatches, put_on_cluster
+from pipeloom.lab.systems.model_on_cluster import draw_iteration, pack_microbatches
 from pipeloom.lab.systems.systems import our_layout, replica_seconds
 from pipeloom.layout import ModulePlacement, even_layout, replicated
 from pipeloom.layout.choose import MOST_NEAR, evaluate_layout, placement_name
@@ -58,10 +60,9 @@ def test_the_nearest_layouts_are_planned_once_more(case, batches, trials):
     assert any(t.name.endswith("layers by number") for t in trials)
 
 
-def test_a_layout_that_does_not_fit_says_why():
-    case = put_on_cluster("vlm-s", "dip-h800-64", Degrees(tensor=1, pipeline=2), update=False)
+def test_a_layout_that_does_not_fit_says_why(case, batches):
     with pytest.raises(InfeasibleError, match="optimiser state"):
-        choose_layout(case, [draw_iteration(case, 2, 0)], trial=Evaluations(1), rounds=1)
+        choose_layout(replace(case, capacity_bytes=10**9), batches, trial=Evaluations(1), rounds=1)
 
 
 def test_replicas_get_even_work():
