@@ -359,15 +359,16 @@ def calibrate(
         say(f"measuring {len(between.products) + len(between.attentions) + len(between.rows)} shapes to check")
         checked = list(_all(bench, between))
         note = _links_note(device, links)
-        repeats_here, last = (2, 3) if small else (repeats, len(linkbench.SIZES))
+        sizes, between_sizes = linkbench.SIZES, linkbench.BETWEEN
+        if small:
+            sizes, between_sizes = sizes[::4], between_sizes[1:2]
         over_links: list[Measurement] = []
         if not note:
             say(f"measuring {', '.join(linkbench.KINDS)} between {linkbench.NUM_RANKS} processes")
-            sizes = linkbench.SIZES[:last] + linkbench.BETWEEN[:last]
-            over_links = linkbench.measure_links(device, sizes, repeats_here)
+            over_links = linkbench.measure_links(device, sizes + between_sizes, 1 if small else repeats)
             via = "gloo over loopback" if device == "cpu" else "NCCL"
             note = f"nvlink (the link inside a node) is {via}, {linkbench.NUM_RANKS} processes of this machine"
-        fitted_links = over_links[: len(linkbench.KINDS) * last]
+        fitted_links = over_links[: len(linkbench.KINDS) * len(sizes)]
         table = fit_device(
             fitted + fitted_links,
             name=name or _device_name(device),

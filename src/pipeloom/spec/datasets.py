@@ -8,7 +8,8 @@ numbers were published and which are assumed. The preparation is the papers': im
 
 from __future__ import annotations
 
-import math
+from functools import cache
+from statistics import NormalDist
 from typing import Literal
 
 import msgspec
@@ -47,34 +48,33 @@ class Spread(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def sigma(self) -> float:
         """Spread of the logarithm for which the clipped mean is right (the nearest that there is)."""
-        if self.mean <= self.median:
-            return 0.0
-        # Midpoints of 4000 equally likely slices of a normal distribution, by inverting the error function.
-        z = _normal_quantiles(4000)
-        low, high = 0.0, 4.0
-        for _ in range(40):
-            middle = (low + high) / 2
-            if float(self._at(middle, z).mean()) < self.mean:
-                low = middle
-            else:
-                high = middle
-        return (low + high) / 2
+        return _sigma(self)
 
     def draw(self, generator: np.random.Generator, count: int) -> np.ndarray:
         """``count`` values."""
         return self._at(self.sigma, generator.standard_normal(count))
 
 
-def _normal_quantiles(count: int) -> np.ndarray:
-    """Standard normal quantiles at the midpoints of ``count`` equal slices, by Newton's method."""
-    p = (np.arange(count) + 0.5) / count
-    z = np.zeros(count)
-    erf = np.vectorize(math.erf)
-    for _ in range(60):
-        below = 0.5 * (1 + erf(z / math.sqrt(2)))
-        density = np.exp(-z * z / 2) / math.sqrt(2 * math.pi)
-        z = z - np.clip((below - p) / np.maximum(density, 1e-12), -0.5, 0.5)
-    return z
+@cache
+def _sigma(spread: Spread) -> float:
+    if spread.mean <= spread.median:
+        return 0.0
+    z = _normal_quantiles()
+    low, high = 0.0, 4.0
+    for _ in range(40):
+        middle = (low + high) / 2
+        if float(spread._at(middle, z).mean()) < spread.mean:
+            low = middle
+        else:
+            high = middle
+    return (low + high) / 2
+
+
+@cache
+def _normal_quantiles(count: int = 4000) -> np.ndarray:
+    """Standard normal quantiles at the midpoints of ``count`` equally likely slices."""
+    normal = NormalDist()
+    return np.array([normal.inv_cdf((i + 0.5) / count) for i in range(count)])
 
 
 class DatasetSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
