@@ -28,7 +28,7 @@ test: dev
 	$(PYTEST) -m "not full and not soak"
 
 test-all: dev
-	$(PYTEST) --cold -m "not soak"
+	$(PYTEST) --cold --hypothesis-profile=many -m "not soak"
 
 # With the lowest version of torch that pyproject.toml claims
 test-lowest:

@@ -15,6 +15,7 @@ from types import FrameType
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 # Many times what the longest takes on two cores with other work beside it.
 BOUND_S = 600
@@ -27,6 +28,11 @@ KEPT_S = 30 * 24 * 3600
 # further threads only wait, and burn what they wait for.
 os.environ.setdefault("NUMBA_CACHE_DIR", str(KERNELS))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# How many examples a property is tried on, unless it says so itself; `make test-all` asks for many.
+settings.register_profile("few", deadline=None, max_examples=50)
+settings.register_profile("many", deadline=None, max_examples=200)
+settings.load_profile("few")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

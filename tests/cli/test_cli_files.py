@@ -249,7 +249,7 @@ def test_wrong_input_is_one_line_and_exit_code_two(invoke: Invoke, tiny: Path, t
     assert not (tmp_path / "no").exists()
 
 
-@settings(deadline=None, max_examples=150, suppress_health_check=list(HealthCheck))
+@settings(suppress_health_check=list(HealthCheck))
 @given(first=mutated(), second=mutated(), command=st.sampled_from(["check", "simulate", "report"]))
 def test_no_document_leads_to_a_traceback(
     first: Any, second: Any, command: str, tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]
@@ -265,7 +265,7 @@ def test_no_document_leads_to_a_traceback(
         assert captured.err.endswith("\n")
 
 
-@settings(deadline=None, max_examples=100, suppress_health_check=list(HealthCheck))
+@settings(suppress_health_check=list(HealthCheck))
 @given(change=st.data(), command=st.sampled_from(["check", "simulate"]))
 def test_no_schedule_of_a_sound_instance_leads_to_a_traceback(
     change: st.DataObject, command: str, tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]
@@ -288,7 +288,6 @@ def test_no_schedule_of_a_sound_instance_leads_to_a_traceback(
     assert "internal error" not in capsys.readouterr().err
 
 
-@settings(deadline=None, max_examples=100)
 @given(text=st.text(max_size=80), cut=st.integers(0, len(PLAN)), at=st.integers(0, len(PLAN)))
 def test_no_plan_leads_to_a_traceback(text: str, cut: int, at: int, tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.getbasetemp() / "p.plan"

@@ -25,7 +25,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The example's files where the commands run, with a model of a few layers so that this is fast."""
     shutil.copy(EXAMPLE / "samples.jsonl", tmp_path)
     config = json.loads((EXAMPLE / "config.json").read_text())
-    config["num_hidden_layers"], config["vision_config"]["depth"] = 10, 10
+    config["num_hidden_layers"], config["vision_config"]["depth"] = 6, 6
     (tmp_path / "config.json").write_text(json.dumps(config))
     monkeypatch.chdir(tmp_path)
     return tmp_path

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeloom.compiled.random import below, draw, draw31, fraction, uniform
 
 
-@settings(deadline=None, max_examples=50)
 @given(st.integers(1, 2**64 - 1), st.integers(1, 2**31 - 1))
 def test_draws_equal_xorshift_in_pythons_integers(seed, limit):
     x, drawn = seed, []

@@ -6,7 +6,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeloom.cost.mixtures import HELD, HOST, LayerOption, ladder, mix, pass_times
@@ -29,7 +29,6 @@ def every(layers):
         yield sums[HELD], sums[HOST], pass_times(sums[None].astype(float)).sum()
 
 
-@settings(deadline=None, max_examples=80)
 @given(KINDS)
 def test_equal_layers_are_dealt_to_options_exactly(kinds):
     """Of one kind nothing is missed; nor of several, of what keeps off the host."""
@@ -42,7 +41,6 @@ def test_equal_layers_are_dealt_to_options_exactly(kinds):
             assert any(found.amounts[r, HELD] <= held and found.times[r] <= time for r in found.front)
 
 
-@settings(deadline=None, max_examples=80)
 @given(KINDS)
 def test_a_mixture_is_what_its_layers_are(kinds):
     layers = [options_of(rows) for count, rows in kinds for _ in range(count)][:6]
@@ -56,7 +54,6 @@ def test_a_mixture_is_what_its_layers_are(kinds):
         assert found.times[row] == pytest.approx(max(sums[0], sums[4]) + max(sums[1], sums[5]))
 
 
-@settings(deadline=None, max_examples=80)
 @given(KINDS, st.integers(2, 7), st.integers(1, 3))
 def test_a_ladder_goes_down_in_bytes_and_never_up_in_what_it_keeps_off_the_host(kinds, num_free, num_offloading):
     layers = [[LayerOption("keep", 1, 1, 60), *options_of(rows)] for count, rows in kinds for _ in range(count)][:6]
@@ -100,7 +97,6 @@ def test_nothing_to_mix_is_refused():
         mix([[]])
 
 
-@settings(deadline=None, max_examples=200)
 @given(st.lists(st.tuples(st.integers(1, 20), st.integers(0, 20), st.integers(0, 9)), min_size=1, max_size=40))
 def test_lanes_never_have_more_to_do_than_one_pass_brings(passes):
     """Why two buffers do: passes in any order, each no shorter than its copies, with any idle time in between.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeloom.emulator.graph import Amounts, GraphBuilder, emulate_graph
@@ -92,7 +92,6 @@ def graphs(draw):
     return builder.build()
 
 
-@settings(deadline=None, max_examples=100)
 @given(graphs())
 def test_times_and_memory_hold_by_definition(graph):
     run = emulate_graph(graph)

@@ -148,7 +148,6 @@ def test_operations_of_a_llama_layer():
     assert half.model_flops == 2 * weights * tokens + 4 * (25 * 26 / 2 * 2) * hidden
 
 
-@settings(deadline=None, max_examples=60)
 @given(residual_layers(), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2]), st.data())
 def test_bytes_balance_between_passes(spec, tensor, expert, data):
     module, width = layer_module(spec)

@@ -137,7 +137,6 @@ def test_equal_stages_make_a_textbook_pipeline(ranks, count):
     assert result.peak_bytes[-1] - model.static_bytes[-1] <= ranks * held + stage.workspace_bytes(Workload((64,)))
 
 
-@settings(deadline=None, max_examples=60)
 @given(st.data())
 def test_list_schedules_respect_edges_and_ranks(data):
     ranks, count = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 5))

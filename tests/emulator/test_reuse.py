@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeloom.emulator.expand import expand
@@ -84,7 +84,6 @@ def run_flat(graph, free, ready):
     return [*state[: graph.num_devices].tolist(), *outputs]
 
 
-@settings(deadline=None, max_examples=150)
 @given(nested(), st.data())
 def test_reused_times_equal_those_written_out(graph, data):
     free = [data.draw(st.integers(0, 100)) for _ in range(graph.num_devices)]
@@ -94,7 +93,6 @@ def test_reused_times_equal_those_written_out(graph, data):
     assert reused == run_flat(graph, free, ready)
 
 
-@settings(deadline=None, max_examples=60)
 @given(st.data())
 def test_a_restored_session_equals_one_that_had_the_edges_from_the_start(data):
     pool = [data.draw(leaves()) for _ in range(3)]

@@ -19,7 +19,7 @@ from pipeloom.taskgraph import TaskGraph
 from tests.io.documents import TINY, instances
 
 
-@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(instances())
 def test_document_read_and_written_again_is_the_same(document: dict[str, Any]) -> None:
     graph = instance_from_document(document)

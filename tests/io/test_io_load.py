@@ -338,7 +338,7 @@ def mutated(draw: st.DrawFn) -> Any:
     return document
 
 
-@settings(deadline=None, max_examples=250, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(document=mutated())
 def test_mutated_documents_load_or_give_one_line(document: Any, tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.getbasetemp() / "mutated.json"
@@ -346,7 +346,6 @@ def test_mutated_documents_load_or_give_one_line(document: Any, tmp_path_factory
     check_one_line(path)
 
 
-@settings(deadline=None, max_examples=200)
 @given(
     data=st.binary(max_size=200),
     suffix=st.sampled_from(["json", "json.gz", "jsonl", "parquet"]),

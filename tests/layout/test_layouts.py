@@ -1,7 +1,7 @@
 import itertools
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeloom.errors import InputError
@@ -9,7 +9,6 @@ from pipeloom.layout import ModulePlacement, chain_of_stages, encoder_first, par
 from tests.cases import vlm_spec
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=9), st.integers(1, 9))
 def test_partition_is_the_best_of_all(loads: list[int], parts: int) -> None:
     parts = min(parts, len(loads))

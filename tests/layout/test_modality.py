@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeloom.cost import StrategyCost
@@ -48,7 +48,6 @@ def test_placements_by_the_rules():
     assert places["lm"] == ModulePlacement(8, None)
 
 
-@settings(deadline=None, max_examples=60)
 @given(st.integers(1, 4), st.integers(4, 13), st.integers(4, 13), st.integers(1, 3), st.integers(1, 9))
 def test_even_layouts_are_never_less_even(ranks, vision, lm, segments, weight):
     model = vlm_spec(vision, lm)

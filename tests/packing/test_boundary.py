@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeloom.packing import pieces, reach
@@ -18,7 +18,6 @@ def test_a_part_takes_the_samples_that_it_covers() -> None:
     assert reach(samples, "images", "images", 1, 2) == (1, 2)
 
 
-@settings(deadline=None, max_examples=100)
 @given(st.integers(0, 10**9))
 def test_every_part_is_given_what_it_reaches_in_order(seed: int) -> None:
     case = random_case(seed)

@@ -1,5 +1,5 @@
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeloom.errors import InputError
@@ -13,7 +13,6 @@ MODEL = vlm_spec()
 LAYOUT = separate(MODEL, 2, {"vision": ModulePlacement(1, 3)}, lambda module, layer: 1.0)
 
 
-@settings(deadline=None)
 @given(st.integers(0, 10_000), st.sampled_from(["first_fit", "first_fit_decreasing"]))
 def test_every_sample_is_packed_once_within_the_budget(seed: int, policy: str) -> None:
     batch = random_batch(seed, num_samples=1 + seed % 20)
@@ -49,7 +48,6 @@ def test_a_sample_above_the_budget_is_named_and_not_dropped() -> None:
         pack(Batch((Sample("a", 3), Sample("b", 11))), MODEL, LAYOUT, PackingSpec(10))
 
 
-@settings(deadline=None)
 @given(st.integers(0, 10_000))
 def test_a_packing_survives_its_counts(seed: int) -> None:
     model, layout, packing = random_case(seed)

@@ -51,7 +51,6 @@ def heaviest(groups: tuple[tuple[int, ...], ...], load: np.ndarray) -> float:
     return max(float(load[list(members)].sum()) for members in groups)
 
 
-@settings(deadline=None, max_examples=60)
 @given(samples_st, st.integers(100, 300), st.sampled_from([p for p in POLICIES if p != "exact"]))
 def test_no_sample_is_lost_or_doubled_and_no_budget_broken(tokens: list[int], budget: int, policy: str) -> None:
     loads = loads_of(tokens)
@@ -97,7 +96,6 @@ def test_the_page_lists_every_policy() -> None:
     assert re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE) == [*POLICIES, "tuned"]
 
 
-@settings(deadline=None, max_examples=60)
 @given(samples_st, st.integers(100, 300), st.integers(0, 100))
 def test_balanced_is_never_heavier_than_algorithm_1(tokens: list[int], budget: int, seed: int) -> None:
     loads = loads_of(tokens, seed)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeloom.errors import InputError, PlanError
@@ -34,7 +34,6 @@ from .cases import EVERY_STRATEGY, Case, random_case
 SEEDS = st.integers(0, 10**9)
 
 
-@settings(deadline=None, max_examples=150)
 @given(SEEDS)
 def test_every_lowered_plan_verifies(seed: int) -> None:
     case = random_case(seed, strategies=EVERY_STRATEGY)
@@ -43,7 +42,6 @@ def test_every_lowered_plan_verifies(seed: int) -> None:
     assert dry_run(plan, "gloo") is None
 
 
-@settings(deadline=None, max_examples=50)
 @given(SEEDS)
 def test_every_task_is_one_action_in_the_order_of_the_schedule(seed: int) -> None:
     case = random_case(seed)
@@ -57,7 +55,6 @@ def test_every_task_is_one_action_in_the_order_of_the_schedule(seed: int) -> Non
         assert expected == [(a.verb, a.chunk, a.microbatch, a.sub_microbatch) for a in actions if a.verb.is_compute]
 
 
-@settings(deadline=None, max_examples=50)
 @given(SEEDS, st.randoms(use_true_random=False))
 def test_any_times_give_a_legal_plan(seed: int, rng: object) -> None:
     case = random_case(seed)
@@ -83,7 +80,6 @@ def with_fields(action: Action, **changes: object) -> Action:
     return Action(**(fields | changes))  # type: ignore[arg-type]
 
 
-@settings(deadline=None, max_examples=150)
 @given(SEEDS, st.data())
 def test_a_dropped_action_is_caught(seed: int, data: st.DataObject) -> None:
     case = random_case(seed, strategies=EVERY_STRATEGY)
@@ -103,7 +99,6 @@ def crossing_case(seed: int, num_ranks: int = 3) -> Case:
         seed += 1
 
 
-@settings(deadline=None, max_examples=80)
 @given(SEEDS, st.data())
 def test_two_messages_of_a_pair_swapped_at_one_end_are_caught(seed: int, data: st.DataObject) -> None:
     case = crossing_case(seed, 2)
@@ -119,7 +114,6 @@ def test_two_messages_of_a_pair_swapped_at_one_end_are_caught(seed: int, data: s
         verify(put(put(plan, rank, first, b), rank, second, a), case.layout, case.packing)
 
 
-@settings(deadline=None, max_examples=60)
 @given(SEEDS, st.data(), st.sampled_from(["shape", "dtype", "peer", "chunk"]))
 def test_a_changed_message_is_caught(seed: int, data: st.DataObject, field: str) -> None:
     case = crossing_case(seed)
@@ -139,7 +133,6 @@ def test_a_changed_message_is_caught(seed: int, data: st.DataObject, field: str)
         verify(put(plan, rank, step, with_fields(action, **{field: changed[field]})), case.layout, case.packing)
 
 
-@settings(deadline=None, max_examples=200)
 @given(SEEDS, st.data())
 def test_any_damage_is_told_as_a_plan_error(seed: int, data: st.DataObject) -> None:
     case = random_case(seed, strategies=EVERY_STRATEGY)
@@ -338,7 +331,6 @@ def test_parts_that_match_in_no_way_are_refused() -> None:
         make_routes(layout, replace(packing, reads=()), units)
 
 
-@settings(deadline=None, max_examples=80)
 @given(SEEDS, st.booleans())
 def test_a_plan_for_one_communicator_verifies_under_every_rule(seed: int, anyhow: bool) -> None:
     case = random_case(seed, strategies=EVERY_STRATEGY)
@@ -357,7 +349,6 @@ def test_a_plan_for_communicators_of_pairs_may_stop_where_there_is_one() -> None
         verify(stopped[0], serial=True)
 
 
-@settings(deadline=None, max_examples=80)
 @given(SEEDS)
 def test_operations_are_the_same_messages_at_both_ends(seed: int) -> None:
     case = random_case(seed)

@@ -23,7 +23,6 @@ def chain_case(seed: int, **options: object) -> Case:
     return replace(case, schedule=in_order(case.graph, case.schedule))
 
 
-@settings(deadline=None, max_examples=60)
 @given(st.integers(0, 10**9), st.booleans())
 def test_schedules_of_chains_round_trip(seed: int, communication: bool) -> None:
     case = chain_case(seed)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from pipeloom.errors import PlanError
@@ -15,7 +15,6 @@ from .cases import random_case
 SEEDS = st.integers(0, 10**9)
 
 
-@settings(deadline=None, max_examples=150)
 @given(SEEDS)
 def test_plans_of_the_batch_pass(seed: int) -> None:
     case = random_case(seed)
@@ -34,7 +33,6 @@ def test_the_random_plans_have_outputs_that_are_cut() -> None:
     assert sum(is_cut(seed) for seed in range(200)) > 5
 
 
-@settings(deadline=None, max_examples=60)
 @given(SEEDS, st.data())
 def test_another_shape_is_told(seed: int, data: st.DataObject) -> None:
     case = random_case(seed)

@@ -45,7 +45,6 @@ PLANS = st.builds(
 )
 
 
-@settings(deadline=None, max_examples=150)
 @given(PLANS)
 def test_text_and_wire_round_trip(plan: ExecutionPlan) -> None:
     assert from_text(to_text(plan)) == plan

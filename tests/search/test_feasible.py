@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeloom.errors import InfeasibleError, NothingFoundError
@@ -197,7 +197,6 @@ def answer(graph: TaskGraph) -> bool:
     return True
 
 
-@settings(deadline=None, max_examples=300)
 @given(st.integers(0, 2**31), st.integers(1, 3), st.integers(0, 1))
 def test_whatever_is_called_infeasible_is_so(seed: int, num_pairs: int, shortest_ns: int) -> None:
     graph = small_graph(seed, num_pairs, shortest_ns)
@@ -205,7 +204,6 @@ def test_whatever_is_called_infeasible_is_so(seed: int, num_pairs: int, shortest
         assert answer(graph) == some_schedule_fits(graph)
 
 
-@settings(deadline=None, max_examples=100)
 @given(st.integers(0, 2**31), st.integers(3, 6))
 def test_up_to_twelve_tasks_the_answer_is_right(seed: int, num_pairs: int) -> None:
     """Where no task lasts no time, what a set of tasks holds does not depend on its order, so that sets are tried."""

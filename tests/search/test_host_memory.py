@@ -7,7 +7,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeloom.errors import InfeasibleError
@@ -66,7 +66,6 @@ def best_on_rank(graph, schedule, rank):
     return best
 
 
-@settings(deadline=None, max_examples=60)
 @given(graphs(**SMALL), st.integers(0, 40), st.sampled_from(sorted(WAYS)))
 def test_what_is_chosen_fits_on_the_host_and_lies_between_bound_and_optimum(graph, room, solver):
     graph = offloading(graph, room)
@@ -84,7 +83,6 @@ def test_what_is_chosen_fits_on_the_host_and_lies_between_bound_and_optimum(grap
         assert best <= found.total_ns
 
 
-@settings(deadline=None, max_examples=60)
 @given(graphs(**SMALL), st.integers(0, 40), st.randoms(use_true_random=False))
 def test_the_judge_and_the_count_agree(graph, room, random):
     graph = offloading(graph, room)

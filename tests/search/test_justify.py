@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from pipeloom.errors import InfeasibleError
@@ -42,7 +42,6 @@ def by_rank(graph, packed, order, lookahead=1, bound=codes.NEVER):
     return makespan, ranks.start, Schedule(tuple(np.split(made, ranks.row[1:-1])))
 
 
-@settings(deadline=None, max_examples=200)
 @given(graphs(num_candidates=0), st.integers(0, 2**31), st.integers(1, 4), st.floats(0.5, 1.5))
 def test_any_order_is_mended(graph, seed, lookahead, part):
     packed = problem_of(graph)[0]
@@ -58,7 +57,6 @@ def test_any_order_is_mended(graph, seed, lookahead, part):
     assert by_rank(graph, packed, order, lookahead, bound)[0] == expected
 
 
-@settings(deadline=None, max_examples=100)
 @given(graphs(num_candidates=0, memory=None), st.integers(0, 2**31))
 def test_the_order_of_a_rollout_comes_back(graph, seed):
     packed, _, _ = problem_of(graph)
@@ -74,7 +72,6 @@ def test_the_order_of_a_rollout_comes_back(graph, seed):
     assert again == makespan
 
 
-@settings(deadline=None, max_examples=150)
 @given(graphs(num_candidates=0), st.integers(0, 2**31))
 def test_schedules_of_the_reverse_are_mirrored_ones(graph, seed):
     reverse = reversed_graph(graph)
@@ -87,7 +84,6 @@ def test_schedules_of_the_reverse_are_mirrored_ones(graph, seed):
         assert simulate(graph, mirrored).makespan_ns == simulate(reverse, schedule).makespan_ns
 
 
-@settings(deadline=None, max_examples=100)
 @given(graphs(num_candidates=0))
 def test_measuring_agrees_with_the_simulator(graph):
     """Of any number of ranks: the next task of a rank was once looked up in another rank's row."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeloom.compiled import kernel
@@ -32,7 +32,6 @@ def change_often(p, order, backup, random, count):
 owners = st.lists(st.integers(0, 4), max_size=12)
 
 
-@settings(deadline=None, max_examples=200)
 @given(owners.filter(bool), owners, st.integers(1, 2**40))
 def test_changes_leave_every_group_where_its_half_is(forward, backward, seed):
     """Also where a microbatch has groups in one half only."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeloom.compiled import kernel
@@ -43,7 +43,6 @@ choices = st.tuples(
 )
 
 
-@settings(deadline=None, max_examples=300)
 @given(graphs(num_candidates=0), st.integers(0, 2**31), choices)
 def test_equals_the_plain_rollout(graph, seed, choice):
     try:
@@ -94,7 +93,6 @@ def test_equals_the_plain_rollout_where_a_queue_has_many_words():
     assert scratch.sequence.tolist() == order[0]
 
 
-@settings(deadline=None, max_examples=150)
 @given(graphs(num_candidates=0), st.integers(0, 2**31), choices, st.floats(0.5, 1.5))
 def test_aborts_exactly_at_the_bound(graph, seed, choice, part):
     try:
@@ -108,7 +106,6 @@ def test_aborts_exactly_at_the_bound(graph, seed, choice, part):
     assert run(graph, seed, *choice, bound=bound)[-1] == expected
 
 
-@settings(deadline=None, max_examples=200)
 @given(graphs(memory=1.0))
 def test_the_banker_never_deadlocks_where_one_microbatch_fits(graph):
     schedule = first_in_first_out(graph)
@@ -155,7 +152,6 @@ def both(p, one, two, choices, bound, other_bound):
     return rollout_two(p, one, two, choices, bound, other_bound)
 
 
-@settings(deadline=None, max_examples=150)
 @given(
     graphs(num_candidates=0), st.tuples(choices, choices), st.tuples(st.integers(0, 9), st.integers(0, 9)), st.data()
 )
@@ -178,7 +174,6 @@ def test_two_side_by_side_are_as_each_alone(graph, picked, seeds, data):
         assert got < 0 or (scratch.run == order).all()
 
 
-@settings(deadline=None, max_examples=60)
 @given(graphs(num_candidates=0), st.integers(1, 2**40), st.sampled_from([0.0, 3.0]), st.integers(1, 41))
 def test_local_search_in_pairs_tells_the_makespans_of_its_orders(graph, seed, temperature, count):
     try:

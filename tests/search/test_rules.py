@@ -63,7 +63,6 @@ def with_room(graph: TaskGraph, room: float | None) -> TaskGraph:
     return replace(graph, capacity_bytes=graph.static_bytes + (most * room).astype(np.int64))
 
 
-@settings(deadline=None, max_examples=150)
 @given(st.integers(0, 10**6), st.booleans(), st.sampled_from([None, 1.0, 1.3, 2.5]))
 def test_any_rule_gives_a_feasible_order_of_any_graph(seed, split, room):
     """Uneven microbatches with sub-microbatches, encoders that feed a language model, frozen ones, split backwards."""
@@ -78,7 +77,6 @@ def test_any_rule_gives_a_feasible_order_of_any_graph(seed, split, room):
     assert timeline.makespan_ns == makespan
 
 
-@settings(deadline=None, max_examples=150)
 @given(placed_chains())
 def test_on_the_batch_that_it_was_found_with_a_rule_gives_what_was_found(case):
     chain, placement, rule = case
@@ -92,7 +90,6 @@ def test_on_the_batch_that_it_was_found_with_a_rule_gives_what_was_found(case):
         assert np.array_equal(mine, theirs)
 
 
-@settings(deadline=None, max_examples=150)
 @given(placed_chains())
 def test_a_rule_travels_with_the_keys_that_it_was_found_with(case):
     chain, placement, rule = case
@@ -105,7 +102,6 @@ def test_a_rule_travels_with_the_keys_that_it_was_found_with(case):
     assert np.array_equal(np.rint(np.transpose(keys) * chain.stride_ns), scratch.sums.key[:, : placement.num_chunks])
 
 
-@settings(deadline=None, max_examples=60)
 @given(st.integers(0, 10**6), st.booleans(), st.sampled_from([None, 1.0, 1.3, 2.5]))
 def test_what_a_sequence_gives_as_a_rule_is_a_rule_that_gives_it_again(seed, split, room):
     model, layout, packing = random_case(seed)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import pipeloom.lab  # noqa: F401  it names more methods
@@ -19,7 +19,6 @@ from tests.strategies import graphs
 SEARCHES = sorted(name for name, method in METHODS.items() if method.finish is None)
 
 
-@settings(deadline=None, max_examples=120)
 @given(graphs(), st.sampled_from(SEARCHES), st.integers(0, 1000))
 def test_every_answer_is_feasible_and_not_below_the_bound(graph, method, seed):
     try:

@@ -4,7 +4,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeloom.errors import InfeasibleError, InputError
@@ -55,7 +55,6 @@ def best_on_rank(graph, schedule, rank):
     return best
 
 
-@settings(deadline=None, max_examples=60)
 @given(
     graphs(num_candidates=3, num_microbatches=2, num_modules=1, max_parts=1, max_segments=2, num_ranks=2),
     st.sampled_from(sorted(WAYS)),
@@ -76,7 +75,6 @@ def test_feasible_and_between_the_bound_and_the_leanest(graph, solver):
         assert found.total_ns == best or found.gap > 0
 
 
-@settings(deadline=None, max_examples=60)
 @given(st.data())
 def test_a_tightened_capacity_is_the_most_that_candidates_can_fill(data):
     """With one pair of each, or all at once, every choice that fits still fits, and the place can be filled."""
@@ -112,7 +110,6 @@ def test_a_tightened_capacity_is_the_most_that_candidates_can_fill(data):
         assert lowered[k] == (most if price[k] > 0 else capacity[k])
 
 
-@settings(deadline=None, max_examples=60)
 @given(graphs(num_candidates=3, num_microbatches=2, num_modules=1, max_parts=1, max_segments=2, num_ranks=2))
 def test_no_two_pairs_can_be_exchanged_for_better(graph):
     """The kernel leaves a choice that fits and that no change of two candidates improves, by trying all."""
@@ -156,7 +153,6 @@ def test_without_a_limit_everyone_gets_the_fastest():
     assert [c.strategy for c in options] == ["keep", "mixed", "full"]
 
 
-@settings(deadline=None, max_examples=60)
 @given(
     st.lists(
         st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9), st.integers(0, 50)), min_size=1, max_size=3),

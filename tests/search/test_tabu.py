@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from pipeloom.compiled import kernel
@@ -40,7 +40,6 @@ def undone(b, tour, source, goal):
     return kernels.is_forbidden(b, tour, source, goal)
 
 
-@settings(deadline=None, max_examples=150)
 @given(graphs(num_candidates=0), st.integers(0, 2**31))
 def test_moves_keep_a_schedule_feasible_and_measured(graph, seed):
     try:

@@ -1,6 +1,6 @@
 from typing import get_args
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeloom.spec import Sample
@@ -24,7 +24,6 @@ def samples(draw: st.DrawFn) -> Sample:
     )
 
 
-@settings(deadline=None, max_examples=50)
 @given(samples())
 def test_instances_are_counted_as_they_are_measured(sample: Sample) -> None:
     for reads in get_args(Reads):

@@ -3,7 +3,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeloom.cost import StrategyCost
@@ -36,7 +36,6 @@ def test_a_hand_worked_iteration() -> None:
     assert graph.static_bytes.tolist() == [3000, 3000]
 
 
-@settings(deadline=None)
 @given(st.integers(0, 10_000), st.booleans())
 def test_random_graphs_are_closed_and_ordered(seed: int, split: bool) -> None:
     model, layout, packing = random_case(seed)

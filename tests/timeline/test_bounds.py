@@ -7,7 +7,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeloom.taskgraph import Edges, Pairs, Tasks, make_graph, topological_order
@@ -64,7 +64,6 @@ def _optimum_of_order(graph):
     return best
 
 
-@settings(deadline=None, max_examples=250)
 @given(graphs(), st.integers(0, 2**31))
 def test_not_above_feasible_schedules(graph, seed):
     bound = lower_bound(graph)
@@ -75,7 +74,6 @@ def test_not_above_feasible_schedules(graph, seed):
             assert bound.ns <= simulate(graph, schedule).makespan_ns, bound
 
 
-@settings(deadline=None, max_examples=120)
 @given(
     st.integers(0, 2**31),
     st.sampled_from(["no", "no", "all"]),
@@ -126,7 +124,6 @@ def test_candidates_are_weighed_against_each_other():
     assert lower_bound(graph).ns <= min(lower_bound(all_keep).ns, lower_bound(all_lean).ns)
 
 
-@settings(deadline=None, max_examples=60)
 @given(st.integers(1, 5), st.integers(1, 6), st.booleans(), st.integers(0, 2**31))
 def test_fill_and_drain_see_overtaking(ranks, microbatches, delays, seed):
     """Two modules one after the other, passes of different lengths: the bound holds for random orders."""
@@ -137,7 +134,6 @@ def test_fill_and_drain_see_overtaking(ranks, microbatches, delays, seed):
         assert bound.ns <= simulate(graph, random_order(graph, rng)).makespan_ns
 
 
-@settings(deadline=None, max_examples=300)
 @given(graphs(num_candidates=0, memory=1.0, max_parts=3), st.integers(0, 2**31))
 def test_what_is_held_is_never_less_than_claimed(graph, seed):
     """By rank, module and microbatch, for orders that may be too full: how long bytes stay needs no limit."""

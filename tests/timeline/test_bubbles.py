@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeloom.timeline import Schedule, Timeline, bubbles, simulate
@@ -19,7 +19,6 @@ def one_forward_one_backward_by_hand(num_microbatches):
     return Schedule((np.array(first), np.array(second)))
 
 
-@settings(deadline=None, max_examples=150)
 @given(graphs(), st.integers(0, 2**31))
 def test_causes_add_up_to_all_idle_time(graph, seed):
     schedule = random_order(graph, np.random.default_rng(seed))

@@ -19,7 +19,6 @@ def kinds(found):
     return {violation.kind for violation in found}
 
 
-@settings(deadline=None, max_examples=150)
 @given(graphs(), st.integers(0, 2**31))
 def test_agrees_with_the_reference_on_memory_and_times(graph, seed):
     schedule = random_order(graph, np.random.default_rng(seed))
@@ -33,7 +32,6 @@ def test_agrees_with_the_reference_on_memory_and_times(graph, seed):
     assert found == check(graph, schedule)
 
 
-@settings(deadline=None, max_examples=100)
 @given(graphs(memory=None, num_candidates=0), st.integers(0, 2**31))
 def test_agrees_with_the_reference_on_deadlock(graph, seed):
     rng = np.random.default_rng(seed)
@@ -44,7 +42,6 @@ def test_agrees_with_the_reference_on_deadlock(graph, seed):
     assert kinds(check(graph, swapped)) == expected
 
 
-@settings(deadline=None, max_examples=100)
 @given(graphs(memory=None), st.integers(0, 2**31), st.integers(2, 10**6))
 def test_a_moved_start_is_found(graph, seed, shift):
     rng = np.random.default_rng(seed)
@@ -61,7 +58,6 @@ def test_a_moved_start_is_found(graph, seed, shift):
     assert any(f"task {task} " in violation.message for violation in found)
 
 
-@settings(deadline=None, max_examples=50)
 @given(graphs(memory=None), st.integers(0, 2**31))
 def test_rounding_by_a_nanosecond_per_task_on_the_path_is_allowed(graph, seed):
     """What a file with other rounding gives: durations off by less than a nanosecond each."""

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeloom.errors import InputError, PlanError
@@ -42,7 +42,6 @@ def test_example_of_the_format():
     assert timeline.peak_bytes.tolist() == [50, 50]
 
 
-@settings(deadline=None, max_examples=150)
 @given(graphs(), st.integers(0, 2**31))
 def test_equals_the_reference(graph, seed):
     schedule = random_order(graph, np.random.default_rng(seed))
@@ -60,7 +59,6 @@ def test_equals_the_reference(graph, seed):
         assert timeline.peak_bytes.tolist() == reference[1]
 
 
-@settings(deadline=None, max_examples=60)
 @given(graphs(num_ranks=3), st.integers(0, 2**31))
 def test_orders_that_deadlock_are_named(graph, seed):
     rng = np.random.default_rng(seed)

@@ -54,7 +54,6 @@ SPECS = [
 ]
 
 
-@settings(deadline=None, max_examples=60)
 @given(
     st.integers(0, 10_000),
     st.integers(1, 4),

@@ -48,8 +48,8 @@ def candidate_cube(candidates: Sequence[tuple[Candidate, ...]]) -> tuple[npt.NDA
             distinct.append(row)
         which[pair] = number
     lengths = np.array([len(row) for row in distinct], np.int64)
-    flat = (number for row in distinct for candidate in row for number in (*candidate[1:6], candidate.host_bytes))
-    rows = np.fromiter(flat, np.int64).reshape(-1, 6)
+    # All fields but the words.
+    rows = np.array([candidate[1:6] + candidate[7:] for row in distinct for candidate in row], np.int64).reshape(-1, 6)
     column = np.arange(lengths.max(initial=0))
     column = np.where(column < lengths[:, None], column, 0) + (np.cumsum(lengths) - lengths)[:, None]
     return rows[column][which], lengths[which]

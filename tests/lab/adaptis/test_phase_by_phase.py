@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeloom.cost.layers import LayerCost, LayerTable
@@ -38,7 +38,6 @@ def layers_of(placement: PartitionPlacement) -> dict[int, int]:
     return counts
 
 
-@settings(deadline=None, max_examples=60)
 @given(placed_chains(), st.integers(0, 3), st.integers(0, 3))
 def test_a_transfer_moves_one_layer(
     case: tuple[LayerChain, PartitionPlacement, PriorityRule], giver: int, taker: int
@@ -52,7 +51,6 @@ def test_a_transfer_moves_one_layer(
         assert sum(after.values()) == sum(before.values())
 
 
-@settings(deadline=None, max_examples=60)
 @given(placed_chains(), st.integers(1, 12))
 def test_permutations_keep_the_partition(case: tuple[LayerChain, PartitionPlacement, PriorityRule], most: int) -> None:
     before = layers_of(case[1])
@@ -61,7 +59,6 @@ def test_permutations_keep_the_partition(case: tuple[LayerChain, PartitionPlacem
         assert made.num_chunks <= most
 
 
-@settings(deadline=None, max_examples=60)
 @given(placed_chains())
 def test_shares_of_the_phases_are_all_bubbles(case: tuple[LayerChain, PartitionPlacement, PriorityRule]) -> None:
     chain, placement, rule = case

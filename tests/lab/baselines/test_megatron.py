@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from pipeloom.errors import InputError
 from pipeloom.search import gpipe, interleaved_one_f_one_b, one_f_one_b
@@ -87,7 +87,6 @@ def test_split_backwards_run_as_one():
     assert words(graph, one_f_one_b(graph))[1] == "F0 I0 W0 F1 I1 W1 F2 I2 W2"
 
 
-@settings(deadline=None, max_examples=100)
 @given(graphs(memory=None, edge_bytes=False))
 def test_any_layout_gives_orders_without_deadlock(graph):
     """Text-only microbatches, frozen and replicated modules, sub-microbatches, several modules."""

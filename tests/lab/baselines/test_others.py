@@ -6,7 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeloom.errors import InfeasibleError, InputError
@@ -77,7 +77,6 @@ def test_bubbles_are_filled_by_hand():
     assert simulate(graph, optimus_coarse(graph)).makespan_ns == 45_000_000
 
 
-@settings(deadline=None, max_examples=60)
 @given(graphs(memory=None, edge_bytes=False))
 def test_optimus_never_deadlocks(graph):
     for make in (optimus_coarse, optimus_fine):
@@ -88,7 +87,6 @@ def test_optimus_never_deadlocks(graph):
             assert check(graph, make(graph)) == ()
 
 
-@settings(deadline=None, max_examples=60)
 @given(st.integers(1, 4), st.integers(0, 2**32 - 1))
 def test_best_stages_is_the_best_of_all_cuts(num_stages, seed):
     random = np.random.default_rng(seed)

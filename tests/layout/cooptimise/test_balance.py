@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeloom.layout.cooptimise import LayerChain, PartitionPlacement, PriorityRule, kernels
@@ -29,7 +29,6 @@ def fullest(chain: LayerChain, placement: PartitionPlacement) -> int:
     return max(found)
 
 
-@settings(deadline=None, max_examples=80)
 @given(placed_chains(), st.integers(0, 200), st.booleans(), st.integers(1, 2**32))
 def test_repartition_never_gets_worse_and_tells_the_truth(
     case: tuple[LayerChain, PartitionPlacement, PriorityRule], steps: int, ranks_too: bool, seed: int
@@ -56,7 +55,6 @@ def homes(placement: PartitionPlacement) -> list[int]:
     return [int(rank) for rank in np.repeat(placement.ranks, sizes)]
 
 
-@settings(deadline=None, max_examples=120)
 @given(placed_chains(), st.floats(0.8, 1.2), st.integers(0, 3), st.integers(1, 2**32))
 def test_layers_change_places_only_where_every_rank_stays_below_the_limit(
     case: tuple[LayerChain, PartitionPlacement, PriorityRule], part: float, more: int, seed: int

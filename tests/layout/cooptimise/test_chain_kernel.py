@@ -26,7 +26,6 @@ from pipeloom.timeline import Timeline, check, lower_bound, simulate
 from tests.layout.cooptimise.chains import placed_chains
 
 
-@settings(deadline=None, max_examples=150)
 @given(placed_chains())
 def test_kernel_equals_simulator_and_fits_memory(case: tuple[LayerChain, PartitionPlacement, PriorityRule]) -> None:
     chain, placement, rule = case
@@ -68,7 +67,6 @@ def test_a_spread_adds_a_lone_microbatchs_times(
     assert evaluate(chain, placement, replace(rule, spread=16 * times)) == evaluate(chain, placement, plain)
 
 
-@settings(deadline=None, max_examples=60)
 @given(placed_chains())
 def test_bounds_hold_for_every_placement(case: tuple[LayerChain, PartitionPlacement, PriorityRule]) -> None:
     chain, placement, rule = case
