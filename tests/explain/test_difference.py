@@ -20,7 +20,7 @@ from pipeloom.timeline import simulate
 from tests.cases import random_batch
 from tests.planner.cases import random_setup
 
-SOME = settings(deadline=None, max_examples=20)
+SOME = settings(max_examples=10)
 
 
 def measured_from(plan: ExecutionPlan, compute: list[tuple[int, int]], problem: Problem, cpu_share: float) -> Measured:
