@@ -312,8 +312,10 @@ class Iteration:
         for parameter, gradient in self.earlier:
             parameter.grad = gradient if parameter.grad is None else gradient + parameter.grad
         self.earlier = []
-        for layers in self.here.layers.values():
-            zero_missing(layers)
+        busy = {unit.key[0] for unit in self.linked.units}
+        for chunk, layers in self.here.layers.items():
+            if chunk not in busy:
+                zero_missing(layers)
 
     def step(self, _: None) -> None:
         self.finish()

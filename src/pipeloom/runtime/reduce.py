@@ -66,15 +66,15 @@ def all_reduce_gradients(
 
 
 def zero_missing(layers: Iterable[nn.Module]) -> None:
-    """Where a batch had no work for any of these layers, their gradients are zero.
+    """Give layers that a batch had no work for gradients of zero.
 
     Sums over replicas have zeros there. Optimisers tell them from no gradient at all: without one they leave out
     momentum and weight decay.
     """
-    trained = [p for layer in layers for p in layer.parameters() if p.requires_grad]
-    if all(parameter.grad is None for parameter in trained):
-        for parameter in trained:
-            parameter.grad = torch.zeros_like(parameter)
+    for layer in layers:
+        for parameter in layer.parameters():
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
 
 
 def mesh_gradients(layout: Layout, mesh: Mesh) -> ReduceGradients:

@@ -55,7 +55,8 @@ def run_undivided(model: Model, batch: Batch, samples: Sequence[Any], *, backwar
     if backward:
         loss.backward()  # type: ignore[no-untyped-call]
         for module in model.modules:
-            zero_missing(module.layers)
+            if not _whole(module, batch, samples).instances:
+                zero_missing(module.layers)
     return float(loss.detach())
 
 
