@@ -37,4 +37,6 @@ def test_every_part_is_given_what_it_reaches_in_order(seed: int) -> None:
                     ]
                     first, count = reach(samples, packing.reads[above], packing.reads[below], part.first, part.count)
                     assert taken == list(range(first, first + count))
+                    lengths = [n for other in microbatch.parts[above] for n in other.workload.lengths]
+                    assert part.workload.given[module.after.index(source)] == (count, sum(lengths[i] for i in taken))
                 assert all(p.whole == (p.count == microbatch.parts[above][p.above].count) for p in found)

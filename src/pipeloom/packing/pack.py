@@ -6,6 +6,7 @@ import msgspec
 
 from pipeloom.cost import CostModel
 from pipeloom.errors import InputError
+from pipeloom.packing.boundary import reach
 from pipeloom.packing.loads import Loads, budget_tokens, cost_loads, module_lengths, token_loads
 from pipeloom.packing.policies import PackingSpec, group, reads_loads
 from pipeloom.packing.types import Microbatch, Packing, SubMicrobatch
@@ -53,13 +54,15 @@ def packing_of(batch: Batch, model: ModelSpec, layout: Layout, groups: tuple[tup
     modules = tuple(module.name for module in layout.modules)
     specs = tuple(model.module(name) for name in modules)
     limits = tuple(module.sub_microbatch for module in layout.modules)
-    microbatches = tuple(
-        Microbatch(
-            samples=samples, parts=tuple(_split(batch, samples, m, b) for m, b in zip(specs, limits, strict=True))
+    microbatches = []
+    for samples in groups:
+        cutter = _Cutter(batch, samples, model)
+        parts = tuple(
+            cutter.cut(module, _even_sizes(len(cutter.lengths[module.name]), limit), module.name)
+            for module, limit in zip(specs, limits, strict=True)
         )
-        for samples in groups
-    )
-    return Packing(batch, modules, microbatches, tuple(module.reads for module in specs))
+        microbatches.append(Microbatch(samples, parts))
+    return Packing(batch, modules, tuple(microbatches), tuple(module.reads for module in specs))
 
 
 def check_budget(batch: Batch, model: ModelSpec, token_budget: int) -> None:
@@ -97,42 +100,46 @@ def packing_from_counts(
     for m, (members, parts) in enumerate(zip(samples, counts, strict=True)):
         if len(parts) != len(layout.modules):
             raise InputError(f"packing.counts[{m}]", f"has {len(parts)} modules, the layout {len(layout.modules)}")
-        microbatches.append(
-            Microbatch(
-                samples=members,
-                parts=tuple(
-                    _cut(
-                        module_lengths(batch, members, model.module(module.name)),
-                        sizes,
-                        f"packing.counts[{m}].{module.name}",
-                    )
-                    for module, sizes in zip(layout.modules, parts, strict=True)
-                ),
-            )
+        cutter = _Cutter(batch, members, model)
+        cuts = tuple(
+            cutter.cut(model.module(module.name), sizes, f"packing.counts[{m}].{module.name}")
+            for module, sizes in zip(layout.modules, parts, strict=True)
         )
+        microbatches.append(Microbatch(members, cuts))
     modules = tuple(module.name for module in layout.modules)
     return Packing(batch, modules, tuple(microbatches), tuple(model.module(name).reads for name in modules))
 
 
-def _split(batch: Batch, samples: tuple[int, ...], module: ModuleSpec, limit: int | None) -> tuple[SubMicrobatch, ...]:
-    """Cut into ``ceil(N / B)`` parts whose sizes differ by at most one (DIP section 4)."""
-    lengths = module_lengths(batch, samples, module)
-    total = len(lengths)
+def _even_sizes(total: int, limit: int | None) -> tuple[int, ...]:
+    """Of ``ceil(N / B)`` parts, which differ by at most one (DIP section 4)."""
     if total == 0:
         return ()
     num_parts = 1 if limit is None else -(-total // limit)
-    sizes = tuple(total // num_parts + (part < total % num_parts) for part in range(num_parts))
-    return _cut(lengths, sizes, module.name)
+    return tuple(total // num_parts + (part < total % num_parts) for part in range(num_parts))
 
 
-def _cut(lengths: tuple[int, ...], sizes: tuple[int, ...], where: str) -> tuple[SubMicrobatch, ...]:
-    if sum(sizes) != len(lengths) or any(size < 1 for size in sizes):
-        raise InputError(where, f"{list(sizes)} does not divide {len(lengths)} instances into non-empty parts")
-    parts, first = [], 0
-    for size in sizes:
-        parts.append(SubMicrobatch(first, size, Workload(lengths[first : first + size])))
-        first += size
-    return tuple(parts)
+class _Cutter:
+    """One microbatch, whose modules' instances are cut into parts."""
+
+    def __init__(self, batch: Batch, samples: tuple[int, ...], model: ModelSpec) -> None:
+        self.model, self.samples = model, [batch.samples[i] for i in samples]
+        self.lengths = {m.name: module_lengths(batch, samples, m) for m in model.modules}
+
+    def cut(self, module: ModuleSpec, sizes: tuple[int, ...], where: str) -> tuple[SubMicrobatch, ...]:
+        lengths = self.lengths[module.name]
+        if sum(sizes) != len(lengths) or any(size < 1 for size in sizes):
+            raise InputError(where, f"{list(sizes)} does not divide {len(lengths)} instances into non-empty parts")
+        parts, first = [], 0
+        for size in sizes:
+            given = tuple(self._given(name, module, first, size) for name in module.after)
+            parts.append(SubMicrobatch(first, size, Workload(lengths[first : first + size], given)))
+            first += size
+        return tuple(parts)
+
+    def _given(self, name: str, module: ModuleSpec, first: int, size: int) -> tuple[int, int]:
+        """What a part takes of a module: sequences and tokens."""
+        begin, count = reach(self.samples, self.model.module(name).reads, module.reads, first, size)
+        return count, sum(self.lengths[name][begin : begin + count])
 
 
 def packed_batch(batch: Batch, model: ModelSpec, layout: Layout, costs: CostModel, packing: PackingSpec) -> Packing:

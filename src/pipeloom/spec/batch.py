@@ -70,11 +70,14 @@ class Workload(msgspec.Struct, frozen=True):
     """What one (sub-)microbatch asks of a module: lengths of the sequences that attend within themselves.
 
     An image of ``n`` patches is a sequence of length ``n`` to its encoder; a packed document is one to
-    the language model. Everything a cost depends on follows from these lengths: instances (PipeTune A.4:
-    encoders by batch size), tokens (dense layers) and squared lengths (attention).
+    the language model. Costs follow from these lengths: instances (PipeTune A.4: encoders by batch size), tokens
+    (dense layers) and squared lengths (attention); and, of a module that others feed, from what it is given: two
+    documents of one length may have one image between them, or ten.
     """
 
     lengths: tuple[int, ...]
+    given: tuple[tuple[int, int], ...] = ()
+    """Per module that feeds it: how many of that module's sequences it takes, and their tokens; none: unknown."""
 
     @property
     def num_instances(self) -> int:
