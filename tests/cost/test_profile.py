@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 
 from pipeloom.cost import LayerMeasurement, ProfileCosts, fit_profile, sharded_copies
-from pipeloom.cost.profile import workload_features
+from pipeloom.cost.fits import workload_features
 from pipeloom.errors import InputError
 from pipeloom.spec import Chunk, LayerSpec, ModelSpec, ModuleSpec, RankSpec, TensorShape, Workload
 from tests.cases import vlm_spec

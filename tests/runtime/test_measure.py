@@ -1,15 +1,20 @@
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 from torch import Tensor, nn
 
+from pipeloom.cost import LayerMeasurement, fit_profile
+from pipeloom.cost.fits import aligned, sum_over, workload_features
 from pipeloom.errors import InputError
-from pipeloom.layout import ModulePlacement
-from pipeloom.packing import Microbatch, Packing, PackingSpec, SubMicrobatch
+from pipeloom.layout import ModulePlacement, single_rank
+from pipeloom.packing import Microbatch, Packing, PackingSpec, SubMicrobatch, packing_of
 from pipeloom.runtime import MeasureOptions, Model, Module, measure, measure_layers
 from pipeloom.spec import Batch, Layout, ModelSpec, Sample, TensorShape, Workload
 
+from . import small_models
 from .cases import random_run
 
 
@@ -18,13 +23,13 @@ def test_every_kind_is_measured_on_every_workload(seed: int) -> None:
     run = random_run(seed)
     rows = measure_layers(run.model, run.case.packing, run.documents, options=MeasureOptions(repeats=1))
     wanted = {
-        (module.name, layer.kind, part.workload.lengths)
+        (module.name, layer.kind, part.workload)
         for module in run.model.spec.modules
         for layer in module.layers
         for microbatch in range(len(run.case.packing.microbatches))
         for part in run.case.packing.parts_of(microbatch, module.name)
     }
-    assert {(row.module, row.kind, row.lengths) for row in rows} == wanted
+    assert {(row.module, row.kind, row.workload) for row in rows} == wanted
     assert len(rows) == len(wanted)
     for row in rows:
         trained = run.case.layout.has_backward(row.module)
@@ -136,3 +141,34 @@ def test_small_microbatches_are_measured_for_tuning(monkeypatch: pytest.MonkeyPa
     )
     longest = [max(len(document.inputs) for document in batch) for batch in batches]
     assert seen == [max(400 >> k, longest[k]) for k in range(4)]
+
+
+@pytest.mark.parametrize("frozen", [pytest.param(False, marks=pytest.mark.full), True])
+def test_bytes_at_sizes_that_were_not_measured_are_what_is_counted(frozen: bool) -> None:
+    """Samples of one length have few image tokens or many; only attention, sequence by sequence, is bounded."""
+    rng = random.Random(f"bytes {frozen}")
+    made = small_models.small_model(rng, frozen)
+    layout, options = (
+        single_rank(made.spec, {"vision": ModulePlacement(1, 3)}),
+        MeasureOptions(repeats=1, strategies=True),
+    )
+
+    def rows(packings: int) -> list[LayerMeasurement]:
+        found: list[LayerMeasurement] = []
+        for _ in range(packings):
+            documents = small_models.small_documents(rng, 7, True)
+            packed = packing_of(small_models.described(documents), made.spec, layout, ((0, 3), (1,), (2, 6, 4), (5,)))
+            found += measure_layers(made, packed, documents, known=found, options=options)
+        return found
+
+    fits = fit_profile(rows(3), "here").layers
+    for row in rows(1):
+        fit, features, counted = fits[f"{row.module}/{row.kind}"], workload_features(row.workload), row.strategies
+        assert fit.strategies is not None
+        assert counted is not None
+        said = sum_over(aligned([fit.activation_bytes, fit.strategies.unsaved_bytes]), features)
+        assert said == pytest.approx((row.activation_bytes, counted.unsaved_bytes), abs=0.01)
+        most = sum_over(aligned(fit.strategies.forward_most), features).max()
+        assert most >= counted.forward_workspace_bytes - 0.01
+        if "Attention" not in row.kind:
+            assert most == pytest.approx(counted.forward_workspace_bytes, abs=0.01)

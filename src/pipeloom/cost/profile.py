@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-import itertools
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
+from pipeloom.cost.fits import (
+    NUM_OWN,
+    Coefficients,
+    FloatArray,
+    aligned,
+    fit_bytes,
+    fit_most,
+    fit_seconds,
+    workload_features,
+)
 from pipeloom.errors import InputError, check_not_negative
 from pipeloom.spec import LayerSpec, Workload
-
-Coefficients = tuple[float, float, float, float]
-"""Of one, instances, tokens, token pairs."""
 
 
 class StrategyMeasurement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -42,16 +47,22 @@ class StrategyMeasurement(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
     """The same of its forward alone; None: as much."""
     backward_workspace_bytes: int | None = None
     """The same of a whole backward alone."""
+    forward_moments: tuple[int, ...] = ()
+    """After each operation of its forward, bytes that live beyond what will be held; none: not noted."""
+    backward_moments: tuple[int, ...] = ()
+    """The same of a whole backward, beyond what was held."""
+    weight_moments: tuple[int, ...] = ()
+    """The same of the second half of a split one."""
 
     def __post_init__(self) -> None:
         """Refuse what no measurement gives."""
         for name in self.__struct_fields__:
-            if getattr(self, name) is not None:
+            if not name.endswith("_moments") and getattr(self, name) is not None:
                 check_not_negative(f"measurement.{name}", getattr(self, name))
 
 
 class StrategyFit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Each number of `StrategyMeasurement` as a sum over a workload's features."""
+    """Each number of `StrategyMeasurement` as a sum over a workload's features; of moments, those that may be most."""
 
     input_gradient_s: Coefficients
     weight_gradient_s: Coefficients
@@ -66,6 +77,25 @@ class StrategyFit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     workspace_bytes: Coefficients
     forward_workspace_bytes: Coefficients | None = None
     backward_workspace_bytes: Coefficients | None = None
+    forward_moments: tuple[Coefficients, ...] = ()
+    backward_moments: tuple[Coefficients, ...] = ()
+    weight_moments: tuple[Coefficients, ...] = ()
+
+    @property
+    def forward_most(self) -> tuple[Coefficients, ...]:
+        """What its forward uses beyond what is held: the largest of these sums."""
+        return self.forward_moments or (self.forward_workspace_bytes or self.workspace_bytes,)
+
+    @property
+    def backward_most(self) -> tuple[Coefficients, ...]:
+        """The same of a whole backward."""
+        return self.backward_moments or (self.backward_workspace_bytes or self.workspace_bytes,)
+
+    @property
+    def half_most(self) -> tuple[Coefficients, ...]:
+        """The same of either half of a split backward, or of anything else that it does."""
+        every = (*self.forward_moments, *self.backward_moments, *self.weight_moments)
+        return every or (self.workspace_bytes,)
 
 
 class LayerMeasurement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -79,6 +109,13 @@ class LayerMeasurement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     activation_bytes: int
     strategies: StrategyMeasurement | None = None
     """None: not measured."""
+    given: tuple[tuple[int, int], ...] = ()
+    """As in `Workload`."""
+
+    @property
+    def workload(self) -> Workload:
+        """What it was timed on."""
+        return Workload(self.lengths, self.given)
 
     def __post_init__(self) -> None:
         """Refuse what no measurement gives."""
@@ -91,8 +128,9 @@ class LayerMeasurement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class LayerFit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Cost of a kind of layer as a non-negative sum over a workload's features.
 
-    Each quadruple holds the coefficients of: one, instances, tokens, token pairs. The constant is what
-    a layer costs however small its input; token pairs are attention.
+    Coefficients are of: one, instances, tokens, token pairs; and of bytes also of what each module that feeds this one
+    gives: instances, tokens. The constant is what a layer costs however small its input; token pairs are attention.
+    Coefficients of bytes may be below zero, their sum is not.
     """
 
     forward_s: Coefficients
@@ -137,84 +175,34 @@ def fit_profile(measurements: list[LayerMeasurement], machine: str) -> Profile:
         groups.setdefault(f"{row.module}/{row.kind}", []).append(row)
     layers, errors = {}, []
     for key, rows in groups.items():
-        features = np.array([workload_features(Workload(row.lengths)) for row in rows])
+        features = aligned([workload_features(row.workload) for row in rows])
         forward, backward, activation = (
             np.array([getattr(row, name) for row in rows], dtype=float)
             for name in ("forward_s", "backward_s", "activation_bytes")
         )
         fit = LayerFit(
-            _nonnegative_fit(features, forward),
-            _nonnegative_fit(features, backward),
-            _covering_fit(features, activation),
+            fit_seconds(features, forward),
+            fit_seconds(features, backward),
+            fit_bytes(features, activation),
             _fit_strategies(features, rows),
         )
         layers[key] = fit
-        predicted = features @ (np.array(fit.forward_s) + np.array(fit.backward_s))
+        predicted = features[:, :NUM_OWN] @ (np.array(fit.forward_s) + np.array(fit.backward_s))
         measured = forward + backward
         errors.extend(np.abs(predicted - measured) / np.maximum(measured, 1e-12))
     return Profile(machine=machine, layers=layers, mean_error=float(np.mean(errors)))
 
 
-def _fit_strategies(features: npt.NDArray[np.float64], rows: list[LayerMeasurement]) -> StrategyFit | None:
+def _fit_strategies(features: FloatArray, rows: list[LayerMeasurement]) -> StrategyFit | None:
     measured = [row.strategies for row in rows if row.strategies is not None]
     if len(measured) < len(rows):
         return None
-    fits: dict[str, Coefficients] = {}
+    fits: dict[str, Any] = {}
     for name in StrategyFit.__struct_fields__:
         column = [getattr(row, name) for row in measured]
-        if None not in column:
-            fit = _covering_fit if name.endswith("_bytes") else _nonnegative_fit
+        if name.endswith("_moments"):
+            fits[name] = fit_most(features, column) if all(column) else ()
+        elif None not in column:
+            fit = fit_bytes if name.endswith("_bytes") else fit_seconds
             fits[name] = fit(features, np.array(column, dtype=float))
     return StrategyFit(**fits)
-
-
-def workload_features(workload: Workload) -> Coefficients:
-    """What costs are sums over: one, instances, tokens, token pairs."""
-    return (1.0, float(workload.num_instances), float(workload.num_tokens), float(workload.num_token_pairs))
-
-
-def _covering_fit(features: npt.NDArray[np.float64], target: npt.NDArray[np.float64]) -> Coefficients:
-    """Fit bytes: raised so far that none of the measurements is above it, since plans are held to them.
-
-    Measurements of nothing are left out: errors relative to nothing outweigh all others, and a fit of nothing at all,
-    which they would bring about, cannot be raised.
-    """
-    some = target > 0
-    if not some.any():
-        return (0.0, 0.0, 0.0, 0.0)
-    features, target = features[some], target[some]
-    fit = np.array(_nonnegative_fit(features, target))
-    # What takes bytes though all that the fit is of is nothing, as tokens of an empty sequence.
-    fit[0] += target[features @ fit <= 0].max(initial=0.0)
-    fit *= max(1.0, float((target / (features @ fit)).max()))
-    return (float(fit[0]), float(fit[1]), float(fit[2]), float(fit[3]))
-
-
-def _nonnegative_fit(features: npt.NDArray[np.float64], target: npt.NDArray[np.float64]) -> Coefficients:
-    """Least squares on relative errors with coefficients of at least zero.
-
-    With four features all sixteen subsets are tried: exact, and no solver is needed.
-    """
-    weight = 1.0 / np.maximum(target, max(float(target.max()) * 1e-3, 1e-12))
-    rows, goal = features * weight[:, None], target * weight
-    scale = np.maximum(np.abs(rows).max(axis=0), 1e-300)
-    best, best_error = np.zeros(4), float(goal @ goal)
-    # Bytes are exact sums: a further feature would fit the rounding, and go astray on other workloads. Where few were
-    # measured, several subsets are exact: the likelier ones come first, tokens and a constant.
-    exact = 1e-12 * best_error
-    for size in range(1, 5):
-        for subset in itertools.combinations((2, 0, 3, 1), size):
-            if best_error <= exact:
-                break
-            columns = list(subset)
-            solution = np.linalg.lstsq(rows[:, columns] / scale[columns], goal, rcond=None)[0]
-            if (solution < 0).any():
-                continue
-            candidate = np.zeros(4)
-            candidate[columns] = solution / scale[columns]
-            residual = rows @ candidate - goal
-            error = float(residual @ residual)
-            # A further feature must earn its place, or noise would be extrapolated.
-            if error < best_error * (1 - 1e-3):
-                best, best_error = candidate, error
-    return (float(best[0]), float(best[1]), float(best[2]), float(best[3]))

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, assert_never, cast
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from pipeloom.cost.correction import Correction
+from pipeloom.cost.fits import Coefficients, FloatArray, aligned, sum_over, workload_features
 from pipeloom.cost.mixtures import LayerOption, mix, ranges
 from pipeloom.cost.model import PassBytes, StrategyCost
-from pipeloom.cost.profile import LayerFit, Profile, StrategyFit, workload_features
+from pipeloom.cost.profile import LayerFit, Profile, StrategyFit
 from pipeloom.errors import InputError
 from pipeloom.spec import (
     DTYPE_BYTES,
@@ -28,8 +28,6 @@ from pipeloom.spec import (
     Workload,
     word_strategies,
 )
-
-FloatArray = npt.NDArray[np.float64]
 
 # Weights, gradients and two moments of Adam, each as large as the weights.
 _STATIC_COPIES = 4.0
@@ -230,17 +228,17 @@ class ProfileCosts:
         if key not in self._sums:
             kinds = [f"{chunk.module}/{layer.kind}" for layer in self._chunk_layers(chunk)]
             self._sums[key] = _sum_layers([self.profile.layers[kind] for kind in kinds])
-        sums, features = self._sums[key], np.array(workload_features(workload))
+        sums, features = self._sums[key], workload_features(workload)
         f_factor, b_factor = self.factors.get(chunk.module, (1.0, 1.0))
-        forward_s, backward_s, kept = (sums.base @ features).tolist()
+        forward_s, backward_s, kept = sum_over(sums.base, features).clip(0).tolist()
         forward_s, backward_s = forward_s * f_factor, backward_s * b_factor
         if sums.measured is None:
             # A module's own input is data, and lives anyway.
             layers, first = self._layers[chunk.module], chunk.layers[0]
             given = layers[first - 1].output.num_bytes(workload) if first else 0
             return _OnWorkload(forward_s, backward_s, round(kept), given, max(0, round(kept) - given))
-        of = dict(zip(_SUMMED, (sums.measured @ features).tolist(), strict=True))
-        given, unsaved = (round(size) for size in (sums.first @ features).tolist())
+        of = dict(zip(_SUMMED, sum_over(sums.measured, features).clip(0).tolist(), strict=True))
+        given, unsaved = (round(size) for size in sum_over(sums.first, features).clip(0).tolist())
         # Arguments of the layers behind the first, where they are saved: those are made inside the chunk.
         inside = of["given_bytes"] - of["unsaved_bytes"] - (given - unsaved)
         held = round(kept) + unsaved
@@ -261,9 +259,7 @@ class ProfileCosts:
             selective_s=(of["selective_forward_s"] * f_factor, of["selective_backward_s"] * b_factor),
             selective_bytes=given + round(of["selective_bytes"]),
             move_s=(of["offload_s"] * more, of["load_s"] * more),
-            uses=_Uses(
-                _most(sums.forward @ features), _most(sums.backward @ features), _most(sums.half @ features), seed
-            ),
+            uses=_Uses(_most(sums.forward, features), _most(sums.backward, features), _most(sums.half, features), seed),
         )
 
     def _ends(self, chunk: Chunk) -> bool:
@@ -275,7 +271,7 @@ class ProfileCosts:
         return self._layers[chunk.module][chunk.layers[0] : chunk.layers[1] + 1]
 
 
-_SUMMED = tuple(name for name in StrategyFit.__struct_fields__ if not name.endswith("workspace_bytes"))
+_SUMMED = tuple(n for n in StrategyFit.__struct_fields__ if not n.endswith(("workspace_bytes", "_moments")))
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,7 +285,8 @@ class _Sums:
     first: FloatArray
     """Bytes given to the first layer, and those of them that it does not save."""
     forward: FloatArray
-    """Of every layer: what its forward uses beyond what the whole chunk will hold; negative where much is to come."""
+    """Of every layer: what its forward uses beyond what the whole chunk will hold, as sums of which the largest counts;
+    negative where much is to come."""
     backward: FloatArray
     """What a whole backward uses beyond what the chunk held, when it comes to the layer."""
     half: FloatArray
@@ -297,29 +294,36 @@ class _Sums:
 
 
 def _sum_layers(layers: Sequence[LayerFit]) -> _Sums:
-    base = np.array([[f.forward_s, f.backward_s, f.activation_bytes] for f in layers]).sum(axis=0)
+    num = max(len(f.activation_bytes) for f in layers)
+
+    def rows(coefficients: Sequence[Sequence[float]]) -> FloatArray:
+        return aligned(coefficients, num)
+
+    saved = rows([f.activation_bytes for f in layers])
+    seconds = [rows([getattr(f, name) for f in layers]).sum(axis=0) for name in ("forward_s", "backward_s")]
+    base = np.array([*seconds, saved.sum(axis=0)])
     known = [f.strategies for f in layers if f.strategies is not None]
     if len(known) < len(layers):
-        return _Sums(base, None, np.zeros((2, 4)), *[np.zeros((1, 4))] * 3)
-    given, unsaved, used = (
-        np.array([getattr(f, name) for f in known]) for name in ("given_bytes", "unsaved_bytes", "workspace_bytes")
-    )
-    own = np.array([f.activation_bytes for f in layers]) - given + unsaved
+        return _Sums(base, None, np.zeros((2, num)), *[np.zeros((1, num))] * 3)
+    given, unsaved = (rows([getattr(f, name) for f in known]) for name in ("given_bytes", "unsaved_bytes"))
+    own = saved - given + unsaved
     # Of the layers behind one: nothing is held yet when its forward runs, nor any more when its backward does.
     behind = own[::-1].cumsum(axis=0)[::-1] - own
     # What a layer inside the chunk is given and nobody saves lives while it runs; the first one's is held.
     inside = unsaved * (np.arange(len(known)) > 0)[:, None]
     # The gradient of its output, made by the layer behind it.
-    flowing = np.vstack([given[1:], np.zeros((1, 4))])
-    ahead = np.array([f.forward_workspace_bytes or f.workspace_bytes for f in known])
-    back = np.array([f.backward_workspace_bytes or f.workspace_bytes for f in known])
+    flowing = np.vstack([given[1:], np.zeros((1, num))])
+
+    def most(found: Iterable[tuple[Coefficients, ...]], beside: FloatArray) -> FloatArray:
+        return np.vstack([rows(each) + more for each, more in zip(found, beside, strict=True)])
+
     return _Sums(
         base,
-        np.array([[getattr(f, name) for name in _SUMMED] for f in known]).sum(axis=0),
+        np.array([rows([getattr(f, name) for f in known]).sum(axis=0) for name in _SUMMED]),
         np.array([given[0], unsaved[0]]),
-        ahead + inside - behind,
-        back + flowing - behind,
-        used + flowing,
+        most((f.forward_most for f in known), inside - behind),
+        most((f.backward_most for f in known), flowing - behind),
+        most((f.half_most for f in known), flowing),
     )
 
 
@@ -336,8 +340,8 @@ class _Uses(NamedTuple):
 _NO_USES = _Uses()
 
 
-def _most(num_bytes: FloatArray) -> int:
-    return max(0, round(float(num_bytes.max())))
+def _most(sums: FloatArray, features: Coefficients) -> int:
+    return max(0, round(float(sum_over(sums, features).max())))
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
@@ -17,11 +18,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from pipeloom.cost import LayerMeasurement, Profile, ProfileCosts, fit_profile
 from pipeloom.errors import InputError, check_count
 from pipeloom.layout import ModulePlacement, single_rank, typical_seconds
-from pipeloom.packing import Packing, PackingSpec, budget_tokens, check_budget, pack
+from pipeloom.packing import Packing, PackingSpec, budget_tokens, check_budget, pack, packing_of
 from pipeloom.runtime.model import Model, Module, Part, empty_output, make_part, torch_dtype, upstream_rows, user_code
 from pipeloom.runtime.prefetch import Describe, batch_of
 from pipeloom.runtime.workbench import Workbench, measure_forward, measure_strategies
-from pipeloom.spec import Batch
+from pipeloom.spec import Batch, Workload
 
 _WARM_UP = 2
 
@@ -118,7 +119,7 @@ class _Measuring:
     ) -> None:
         self.model, self.packing, self.samples = model, packing, samples
         self.repeats, self.strategies, self.bench = options.repeats, options.strategies, bench
-        self.seen = {(row.module, row.kind, row.lengths) for row in known}
+        self.seen = {(row.module, row.kind, row.workload) for row in known}
         self.found: list[LayerMeasurement] = []
         self.flows: dict[str, bool] = {}
         for module in model.modules:
@@ -165,7 +166,7 @@ class _Measuring:
                     "return one tensor",
                 )
             self._check(module, number, output, spec.output.resolve(workload), torch_dtype(spec.output.dtype))
-            key = (module.name, spec.kind, workload.lengths)
+            key = (module.name, spec.kind, workload)
             if key not in self.seen and not (number == 0 and recurs):
                 self.seen.add(key)
                 if number == last and module is self.model.modules[-1]:
@@ -195,7 +196,7 @@ class _Measuring:
 
     def _measure(
         self,
-        key: tuple[str, str, tuple[int, ...]],
+        key: tuple[str, str, Workload],
         layer: Callable[..., Tensor],
         arguments: tuple[Any, ...],
         needs_gradient: list[bool],
@@ -245,7 +246,8 @@ class _Measuring:
             LayerMeasurement(
                 module=key[0],
                 kind=key[1],
-                lengths=key[2],
+                lengths=key[2].lengths,
+                given=key[2].given,
                 forward_s=statistics.median(forward_s),
                 backward_s=statistics.median(backward_s) if trained else 0.0,
                 activation_bytes=saved,
@@ -308,6 +310,17 @@ def _num_bytes(storages: dict[int, int], arguments: list[Any], held_anyway: list
 _NUM_SIZES = 4
 
 
+def _extremes(batch: Batch, model: Model, token_budget: int) -> tuple[tuple[int, ...], ...]:
+    """Microbatches in which layers that run sequence by sequence use most: a short one before a long one, and after.
+
+    What they use depends on the order, and most on that of sequences which differ most.
+    """
+    tokens = budget_tokens(batch, model.spec)
+    shortest, *others = np.argsort(tokens, kind="stable").tolist()
+    fitting = [other for other in others if tokens[shortest] + tokens[other] <= token_budget]
+    return ((shortest, fitting[-1]), (fitting[-1], shortest)) if fitting else ()
+
+
 def profile_model(
     model: Model,
     batches: Sequence[Sequence[Any]],
@@ -351,8 +364,11 @@ def profile_model(
             smaller = packing.token_budget >> number % _NUM_SIZES
             size = msgspec.structs.replace(packing, token_budget=max(smaller, longest))
             check_budget(batch, model.spec, packing.token_budget)
-        packed = pack(batch, model.spec, layout, size)
-        measured += measure_layers(model, packed, samples, known=measured, options=options)
+        packings = [pack(batch, model.spec, layout, size)]
+        if options.strategies:
+            packings.append(packing_of(batch, model.spec, layout, _extremes(batch, model, packing.token_budget)))
+        for packed in packings:
+            measured += measure_layers(model, packed, samples, known=measured, options=options)
     seen = {row.module for row in measured}
     for module in model.spec.modules:
         if module.name not in seen:

@@ -31,13 +31,13 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Attributes
     ----------
-    peak_bytes : int
-        Most that lived at the end of any operation since `forget_peak`.
+    moments : list of int
+        Bytes that lived at the end of each operation since `forget_peak`.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.peak_bytes = 0
+        self.moments: list[int] = []
         self._made: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -49,7 +49,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 storage = tensor.untyped_storage()
                 if storage._cdata not in given:
                     self._made[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())  # type: ignore[no-untyped-call]
-        self.peak_bytes = max(self.peak_bytes, self.num_bytes)
+        self.moments.append(self.num_bytes)
         return result
 
     @property
@@ -58,9 +58,18 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._made = {key: made for key, made in self._made.items() if not _is_gone(made[0])}
         return sum(size for _, size in self._made.values())
 
+    @property
+    def peak_bytes(self) -> int:
+        """Most that lived at the end of any operation since `forget_peak`."""
+        return max(self.moments, default=0)
+
     def forget_peak(self) -> None:
         """Begin to look for the peak anew."""
-        self.peak_bytes = self.num_bytes
+        self.moments = [self.num_bytes]
+
+    def beyond(self, num_bytes: int) -> tuple[int, ...]:
+        """What lived at each moment beyond so much."""
+        return tuple(live - num_bytes for live in self.moments)
 
 
 def _is_gone(reference: StorageWeakRef) -> bool:
@@ -169,9 +178,12 @@ def measure_strategies(
         load_s=seconds[5],
         given_bytes=given,
         unsaved_bytes=max(0, given - saved_arguments_bytes),
-        workspace_bytes=max(work),
-        forward_workspace_bytes=work[0],
-        backward_workspace_bytes=work[1],
+        workspace_bytes=max(max(0, *moments) for moments in work),
+        forward_workspace_bytes=max(0, *work[0]),
+        backward_workspace_bytes=max(0, *work[1]),
+        forward_moments=work[0],
+        backward_moments=work[1],
+        weight_moments=work[2],
     )
 
 
@@ -185,7 +197,8 @@ def measure_forward(
     counted = {"workspace_bytes": live.peak_bytes, "forward_workspace_bytes": live.peak_bytes}
     # What it is given lives while it runs, though nobody saves it.
     counted |= {"given_bytes": given, "unsaved_bytes": given}
-    return StrategyMeasurement(**dict.fromkeys(StrategyMeasurement.__struct_fields__, 0) | counted)
+    numbers = [name for name in StrategyMeasurement.__struct_fields__ if not name.endswith("_moments")]
+    return StrategyMeasurement(**dict.fromkeys(numbers, 0) | counted, forward_moments=live.beyond(0))
 
 
 class _Runs:
@@ -240,8 +253,8 @@ class _Runs:
                 rows.append((spent[0], spent[1], spent[2], spent[3], spent[5], spent[6]))
         return rows
 
-    def count(self) -> tuple[tuple[int, int, int], int, int]:
-        """Bytes that a forward, a whole backward and a W use; held under selective recomputation; between I and W."""
+    def count(self) -> tuple[tuple[tuple[int, ...], ...], int, int]:
+        """Moments of a forward, a whole backward and a W; bytes held under selective recomputation; between I and W."""
         # Gradients that are there already are added to, as in all microbatches but the first.
         for parameter in self.parameters:
             parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
@@ -249,10 +262,10 @@ class _Runs:
             activation, output = self.forward("keep")
             del output
             allocated = live.num_bytes
-            forward = live.peak_bytes - allocated
+            forward = live.beyond(allocated)
             live.forget_peak()
             activation.backward(self.gradient)
-            backward = live.peak_bytes - allocated
+            backward = live.beyond(allocated)
             del activation
         with LiveBytes() as live:
             activation, output = self.forward("selective")
@@ -267,6 +280,6 @@ class _Runs:
             between = live.num_bytes
             live.forget_peak()
             activation.backward_weight()
-            weights = live.peak_bytes - between
+            weights = live.beyond(between)
             del activation
         return (forward, backward, weights), selective, between
