@@ -230,15 +230,17 @@ class ProfileCosts:
             self._sums[key] = _sum_layers([self.profile.layers[kind] for kind in kinds])
         sums, features = self._sums[key], workload_features(workload)
         f_factor, b_factor = self.factors.get(chunk.module, (1.0, 1.0))
-        forward_s, backward_s, kept = sum_over(sums.base, features).clip(0).tolist()
+        values = sum_over(sums.rows, features)
+        forward_bytes, backward_bytes, half_bytes = np.maximum.reduceat(values, sums.starts).clip(0).tolist()
+        forward_s, backward_s, kept, given, unsaved, *measured = values[: sums.starts[0]].clip(0).tolist()
         forward_s, backward_s = forward_s * f_factor, backward_s * b_factor
-        if sums.measured is None:
+        if not measured:
             # A module's own input is data, and lives anyway.
             layers, first = self._layers[chunk.module], chunk.layers[0]
             given = layers[first - 1].output.num_bytes(workload) if first else 0
             return _OnWorkload(forward_s, backward_s, round(kept), given, max(0, round(kept) - given))
-        of = dict(zip(_SUMMED, sum_over(sums.measured, features).clip(0).tolist(), strict=True))
-        given, unsaved = (round(size) for size in sum_over(sums.first, features).clip(0).tolist())
+        of = dict(zip(_SUMMED, measured, strict=True))
+        given, unsaved = round(given), round(unsaved)
         # Arguments of the layers behind the first, where they are saved: those are made inside the chunk.
         inside = of["given_bytes"] - of["unsaved_bytes"] - (given - unsaved)
         held = round(kept) + unsaved
@@ -259,7 +261,7 @@ class ProfileCosts:
             selective_s=(of["selective_forward_s"] * f_factor, of["selective_backward_s"] * b_factor),
             selective_bytes=given + round(of["selective_bytes"]),
             move_s=(of["offload_s"] * more, of["load_s"] * more),
-            uses=_Uses(_most(sums.forward, features), _most(sums.backward, features), _most(sums.half, features), seed),
+            uses=_Uses(round(forward_bytes), round(backward_bytes), round(half_bytes), seed),
         )
 
     def _ends(self, chunk: Chunk) -> bool:
@@ -276,21 +278,16 @@ _SUMMED = tuple(n for n in StrategyFit.__struct_fields__ if not n.endswith(("wor
 
 @dataclass(frozen=True, slots=True)
 class _Sums:
-    """Coefficients of a chunk: sums over its layers, and what cannot be summed."""
+    """Coefficients of a chunk, one matrix of them: a plan asks for very many chunks on very many workloads."""
 
-    base: FloatArray
-    """Seconds forward and backward, bytes saved."""
-    measured: FloatArray | None
-    """As `StrategyFit`; None: not measured for every layer."""
-    first: FloatArray
-    """Bytes given to the first layer, and those of them that it does not save."""
-    forward: FloatArray
-    """Of every layer: what its forward uses beyond what the whole chunk will hold, as sums of which the largest counts;
-    negative where much is to come."""
-    backward: FloatArray
-    """What a whole backward uses beyond what the chunk held, when it comes to the layer."""
-    half: FloatArray
-    """What either half of a split backward uses."""
+    rows: FloatArray
+    """First sums over the layers: seconds forward and backward, bytes saved, bytes given to the first layer and those
+    of them that it does not save, and as `StrategyFit` where every layer was measured. Then sums of which the largest
+    counts, for every layer: what its forward uses beyond what the whole chunk will hold, negative where much is to
+    come; what a whole backward uses beyond what the chunk held, when it comes to the layer; what either half of a
+    split one uses."""
+    starts: tuple[int, int, int]
+    """Where the last three begin."""
 
 
 def _sum_layers(layers: Sequence[LayerFit]) -> _Sums:
@@ -304,7 +301,7 @@ def _sum_layers(layers: Sequence[LayerFit]) -> _Sums:
     base = np.array([*seconds, saved.sum(axis=0)])
     known = [f.strategies for f in layers if f.strategies is not None]
     if len(known) < len(layers):
-        return _Sums(base, None, np.zeros((2, num)), *[np.zeros((1, num))] * 3)
+        return _Sums(np.vstack([base, np.zeros((5, num))]), (5, 6, 7))
     given, unsaved = (rows([getattr(f, name) for f in known]) for name in ("given_bytes", "unsaved_bytes"))
     own = saved - given + unsaved
     # Of the layers behind one: nothing is held yet when its forward runs, nor any more when its backward does.
@@ -317,14 +314,14 @@ def _sum_layers(layers: Sequence[LayerFit]) -> _Sums:
     def most(found: Iterable[tuple[Coefficients, ...]], beside: FloatArray) -> FloatArray:
         return np.vstack([rows(each) + more for each, more in zip(found, beside, strict=True)])
 
-    return _Sums(
-        base,
-        np.array([rows([getattr(f, name) for f in known]).sum(axis=0) for name in _SUMMED]),
-        np.array([given[0], unsaved[0]]),
-        most((f.forward_most for f in known), inside - behind),
-        most((f.backward_most for f in known), flowing - behind),
-        most((f.half_most for f in known), flowing),
-    )
+    measured = [rows([getattr(f, name) for f in known]).sum(axis=0) for name in _SUMMED]
+    plain = np.array([*base, given[0], unsaved[0], *measured])
+    forward = most((f.forward_most for f in known), inside - behind)
+    backward = most((f.backward_most for f in known), flowing - behind)
+    half = most((f.half_most for f in known), flowing)
+    first = len(plain)
+    starts = (first, first + len(forward), first + len(forward) + len(backward))
+    return _Sums(np.vstack([plain, forward, backward, half]), starts)
 
 
 class _Uses(NamedTuple):
@@ -338,10 +335,6 @@ class _Uses(NamedTuple):
 
 
 _NO_USES = _Uses()
-
-
-def _most(sums: FloatArray, features: Coefficients) -> int:
-    return max(0, round(float(sum_over(sums, features).max())))
 
 
 @dataclass(frozen=True, slots=True)
