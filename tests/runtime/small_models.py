@@ -31,6 +31,7 @@ class Document:
 
     text: Tensor
     images: tuple[Tensor, ...] = ()
+    name: str = ""
 
     @property
     def length(self) -> int:

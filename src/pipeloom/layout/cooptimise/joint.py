@@ -210,7 +210,8 @@ def nothing_fits(chain: LayerChain) -> InfeasibleError:
     kind = InfeasibleError if static > int(chain.capacity_bytes.sum()) else NothingFoundError
     return kind(
         f"no placement found that fits: the layers hold {static} bytes before training and {lean} for one "
-        f"microbatch, the {chain.num_ranks} ranks have {int(chain.capacity_bytes.sum())} bytes together"
+        f"microbatch, the {chain.num_ranks} ranks have {int(chain.capacity_bytes.sum())} bytes together; use "
+        "more ranks or smaller microbatches"
     )
 
 

@@ -1,0 +1,74 @@
+"""Whatever may be combined trains as one process would, every iteration by a plan made for it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from pipeloom.plan import from_text
+from pipeloom.runtime import launch
+from pipeloom.training import TrainingRun
+from tests.warm import begin_warm
+
+from . import task
+from .covering import FACTORS, Row, covering_set
+from .rows import PROCESSES, STATED, prepare, run_of, train_rows
+
+pytestmark = pytest.mark.ranks
+
+BOUND = 1e-10
+DEEP = ("none", "tp")
+"""Parallelism under which a pipeline has the whole batch."""
+
+
+@pytest.fixture(autouse=True)
+def warm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So many planners would take minutes to start; what starts from nothing is tried elsewhere."""
+    begin_warm(monkeypatch)
+
+
+def assert_trained(rows: list[Row], folder: Path) -> list[TrainingRun]:
+    """Train all rows, and see that each has the gradients of one process and fresh plans, within its memory."""
+    runs = [prepare(run_of(row, folder)) for row in rows]
+    found = launch(train_rows, PROCESSES, list(runs), timeout_s=120.0)[0]
+    for row, run, summary in zip(rows, runs, found, strict=True):
+        assert summary is not None
+        assert summary.evaluation["difference"] <= BOUND, run.config.name
+        assert summary.fallback_iterations == {}, run.config.name
+        assert summary.plans_fresh == task.ITERATIONS
+        if row["strategies"] == "chosen" and row["layout"] in STATED:
+            assert {word for verb, word in actions_of(run) if verb == "F"} > {"keep"}, run.config.name
+    return runs
+
+
+def actions_of(run: TrainingRun) -> set[tuple[str, str]]:
+    """Verbs and strategies of all plans."""
+    plans = [from_text(path.read_text()) for path in sorted((run.folder / "plans").iterdir())]
+    return {(action.verb, action.strategy) for plan in plans for actions in plan.ranks for action in actions}
+
+
+def test_what_is_not_trained_alike_is_told_from_what_is() -> None:
+    model = task.build_model(task.SEED)
+    assert task.evaluate(model)["difference"] == 1.0
+    task.train_undivided(model)
+    assert task.evaluate(model)["difference"] == 0.0
+    with torch.no_grad():
+        task.weights(model)[-1].view(-1)[0] += 1e-9
+    assert task.evaluate(model)["difference"] > BOUND
+
+
+def test_one_row(tmp_path: Path) -> None:
+    """Of choices that have the least to do with one another."""
+    row = {"policy": "planned", "layout": "encoder_first", "strategies": "chosen", "split": "split"}
+    assert_trained([row | {"parallel": "none", "encoder": "frozen", "early": "default"}], tmp_path)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("parallel", FACTORS["parallel"])
+def test_the_covering_set(parallel: str, tmp_path: Path) -> None:
+    runs = assert_trained([row for row in covering_set() if row["parallel"] == parallel], tmp_path)
+    # A short search of few microbatches, as replicas have them, may find nothing to split.
+    halved = any(verb == "W" for run in runs for verb, _ in actions_of(run))
+    assert halved or parallel not in DEEP
