@@ -61,7 +61,7 @@ def test_what_is_not_trained_alike_is_told_from_what_is() -> None:
 
 def test_one_row(tmp_path: Path) -> None:
     """Of choices that have the least to do with one another."""
-    row = {"policy": "planned", "layout": "encoder_first", "strategies": "chosen", "split": "split"}
+    row = {"policy": "planned", "layout": "separate", "strategies": "chosen", "split": "split"}
     assert_trained([row | {"parallel": "none", "encoder": "frozen", "early": "default"}], tmp_path)
 
 
