@@ -12,7 +12,7 @@ from pipeloom.cli.app import run
 from pipeloom.cli.train import with_chosen_layout
 from pipeloom.cost import LayerFit, Profile, ProfileCosts
 from pipeloom.io import load, read_layers, read_layout, read_rule, read_spec
-from pipeloom.layout.training import cooptimise_training_layout, training_layers
+from pipeloom.layout.training import Preview, arrange_training_layout
 from pipeloom.packing import PackingSpec, pack
 from pipeloom.plan import from_text, verify
 from pipeloom.planner import Setup
@@ -44,8 +44,8 @@ def test_gradients_are_those_of_the_undivided_model(seed: int) -> None:
     costs, packing = ProfileCosts(model.spec, Profile("invented", fits)), PackingSpec(100)
     texts = next(iter(task.batches(1, texts_per_batch=6, seed=seed)))
     batch = batch_from_dicts([task.describe(text) for text in texts])
-    table = training_layers(costs, packing, [batch], 3)
-    layout, _ = cooptimise_training_layout(table, model.spec, budget=Evaluations(500), seed=seed)
+    preview = Preview(costs, packing, [batch], 3)
+    layout = arrange_training_layout(preview, budget=Evaluations(500), trial=Evaluations(5), seed=seed)[0].layout
     assert len(layout.chunks) >= 3
     packed = pack(batch, model.spec, layout, packing)
     graph = build_graph(layout, packed, costs)

@@ -12,7 +12,7 @@ from pipeloom.cost import LayerFit, Profile, ProfileCosts
 from pipeloom.errors import InputError
 from pipeloom.io import read_layers, read_layout, read_rule, write_layers, write_layout, write_rule
 from pipeloom.layout import layout_for
-from pipeloom.layout.training import cooptimise_training_layout, training_layers
+from pipeloom.layout.training import Preview, arrange_training_layout, training_layers
 from pipeloom.packing import PackingSpec, packed_batch
 from pipeloom.plan import to_text
 from pipeloom.planner.messages import Setup, check_setup, decode, encode
@@ -23,7 +23,7 @@ from pipeloom.spec import Batch, Chunk, LayerSpec, Layout, ModelSpec, ModuleLayo
 from tests.cases import vlm_spec
 
 RANKS = 3
-PACKING = PackingSpec(40)
+PACKING = PackingSpec(40, "first_fit_decreasing")
 
 
 def language_model(seed: int) -> ProfileCosts:
@@ -48,7 +48,7 @@ def batches(seed: int) -> list[Batch]:
 @pytest.mark.parametrize("seed", range(3))
 def test_the_table_adds_up_to_what_training_costs(seed, tmp_path):
     costs = language_model(seed)
-    table = training_layers(costs, PACKING, batches(seed), RANKS, capacity_bytes=10**9)
+    table = training_layers(Preview(costs, PACKING, batches(seed), RANKS, capacity_bytes=10**9))
     assert table.layers[0].name == "embedding"
     assert table.layers[-1].name == "head"
     assert len({layer.name for layer in table.layers}) == len(table.layers) == 10
@@ -75,21 +75,26 @@ def test_the_table_adds_up_to_what_training_costs(seed, tmp_path):
     assert all(0 < 10**9 - capacity < 10**4 for capacity in table.memory_capacity_bytes)
     write_layers(tmp_path / "layers.json", table)
     assert read_layers(tmp_path / "layers.json") == table
-    halved = training_layers(costs, PACKING, batches(seed), RANKS, num_replicas=2)
+    # Where packing is planned, as many microbatches as the planner tries first.
+    planned = Preview(costs, PackingSpec(40), batches(seed), RANKS)
+    assert {training_layers(replace(planned, num_replicas=n)).num_microbatches for n in (1, 2)} == {2 * RANKS}
+    halved = training_layers(Preview(costs, PACKING, batches(seed), RANKS, num_replicas=2))
     assert halved.num_microbatches == max(1, round(len(works) / 6))
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_the_arranged_layout_is_of_the_model_and_trains(seed):
     costs = language_model(seed)
-    table = training_layers(costs, PACKING, batches(seed), RANKS)
-    layout, found = cooptimise_training_layout(table, costs.model, budget=Evaluations(400), seed=seed)
+    preview = Preview(costs, PACKING, batches(seed)[:2], RANKS)
+    trials = arrange_training_layout(preview, budget=Evaluations(600), trial=Evaluations(10), seed=seed)
+    layout, rule = trials[0].layout, trials[0].rule
     assert [module.name for module in layout.modules] == ["text"]
-    assert [(chunk.layers[0], chunk.rank) for chunk in layout.chunks] == list(
-        zip(found.placement.cuts, found.placement.ranks, strict=False)
-    )
-    again, _ = cooptimise_training_layout(table, costs.model, budget=Evaluations(400), seed=seed)
-    assert again == layout, "a resumed run comes to the layout that it had"
+    assert rule is not None
+    rule.check_layout(layout)
+    assert len({trial.layout.chunks for trial in trials}) == len(trials) > 1
+    assert trials[0].seconds == min(trial.seconds for trial in trials)
+    again = arrange_training_layout(preview, budget=Evaluations(600), trial=Evaluations(10), seed=seed)
+    assert again == trials, "a resumed run comes to the layout that it had"
     for batch in batches(seed + 100):
         made = plan_batch(Problem(costs.model, layout, costs, PACKING), batch, budget=Evaluations(20), seed=0)
         assert made.timeline.makespan_ns >= made.lower_bound.ns
@@ -99,17 +104,19 @@ def test_the_arranged_layout_is_of_the_model_and_trains(seed):
 def test_a_layout_read_again_with_its_rule_gives_the_same_order(seed, tmp_path):
     """From memory, from files, and over the wire."""
     costs = language_model(seed)
-    table = training_layers(costs, PACKING, batches(seed), RANKS)
-    layout, found = cooptimise_training_layout(table, costs.model, budget=Evaluations(400), seed=seed)
+    preview = Preview(costs, PACKING, batches(seed), RANKS)
+    found = arrange_training_layout(preview, budget=Evaluations(400), trial=Evaluations(5), seed=seed)[0]
+    layout = found.layout
+    assert found.rule is not None
     write_layout(tmp_path / "layout.json", layout)
-    assert write_rule(tmp_path / "layout.json", found.order_rule) == tmp_path / "layout.rule.json"
+    assert write_rule(tmp_path / "layout.json", found.rule) == tmp_path / "layout.rule.json"
     again = read_layout(tmp_path / "layout.json")
     rule = read_rule(tmp_path / "layout.json", again)
-    assert rule == found.order_rule
+    assert rule == found.rule
     setup = Setup(costs.model, again, costs.profile, PACKING, search=SearchParams(rules=(rule,)))
     check_setup(setup, "layout.json", "profile.json")
     wired = decode(Setup, encode(setup)).problem()
-    here = Problem(costs.model, layout, costs, PACKING, search=SearchParams(rules=(found.order_rule,)))
+    here = Problem(costs.model, layout, costs, PACKING, search=SearchParams(rules=(found.rule,)))
     for batch in batches(seed + 100):
         made = [plan_batch(problem, batch, budget=Evaluations(2), seed=0) for problem in (here, wired)]
         assert to_text(made[0].plan) == to_text(made[1].plan)
@@ -154,11 +161,11 @@ def test_what_is_no_chain_or_of_another_model_is_named():
     model = vlm_spec(4, 6)
     fit = LayerFit((1e-4, 0, 0, 0), (1e-4, 0, 0, 0), (0, 0, 8, 0))
     kinds = {f"{m.name}/{layer.kind}": fit for m in model.modules for layer in m.flat_layers}
-    with pytest.raises(InputError, match="has modules vision, lm; arrange takes a chain"):
-        training_layers(ProfileCosts(model, Profile("made", kinds)), PACKING, batches(0), 2)
+    with pytest.raises(InputError, match="has modules vision, lm; arrange takes one chain"):
+        training_layers(Preview(ProfileCosts(model, Profile("made", kinds)), PACKING, batches(0), 2))
     costs = language_model(0)
     with pytest.raises(InputError, match="give at least one batch"):
-        training_layers(costs, PACKING, [], 2)
+        training_layers(Preview(costs, PACKING, [], 2))
     short = Layout(2, (ModuleLayout("lm"),), (Chunk("lm", (0, 3), 0), Chunk("lm", (4, 7), 1)))
     with pytest.raises(InputError, match="module 'text': has 8 layers, in the model it has 10"):
         layout_for(short, costs.model)

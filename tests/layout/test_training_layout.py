@@ -9,7 +9,7 @@ import pytest
 from pipeloom.cost import LayerFit, Profile, ProfileCosts
 from pipeloom.errors import InputError
 from pipeloom.layout import replicated
-from pipeloom.layout.training import choose_training_layout
+from pipeloom.layout.training import Preview, choose_training_layout
 from pipeloom.packing import PackingSpec
 from pipeloom.planner.planning import plan_batch
 from pipeloom.planner.problem import Problem
@@ -40,7 +40,7 @@ def batches(seed: int) -> list[Batch]:
 @pytest.mark.parametrize("policy", ["first_fit_decreasing", "balanced"])
 def test_the_chosen_layout_is_the_fastest_tried_and_trains(policy):
     packing = PackingSpec(30, policy=policy)
-    trials = choose_training_layout(COSTS, packing, batches(0), 2, trial=Evaluations(40))
+    trials = choose_training_layout(Preview(COSTS, packing, batches(0), 2), trial=Evaluations(40))
     assert len({trial.name for trial in trials}) == len(trials) > 5
     chosen = trials[0]
     assert chosen.seconds == min(t.seconds for t in trials if not t.ruled_out)
@@ -50,12 +50,12 @@ def test_the_chosen_layout_is_the_fastest_tried_and_trains(policy):
     for batch in batches(1):
         made = plan_batch(Problem(MODEL, chosen.layout, COSTS, packing), batch, budget=Evaluations(20), seed=0)
         assert made.timeline.makespan_ns >= made.lower_bound.ns
-    again = choose_training_layout(COSTS, packing, batches(0), 2, trial=Evaluations(40))
+    again = choose_training_layout(Preview(COSTS, packing, batches(0), 2), trial=Evaluations(40))
     assert again == trials
 
 
 def test_replicated_modules_pay_for_their_gradients():
-    trials = choose_training_layout(COSTS, PackingSpec(30), batches(0), 2, trial=Evaluations(20))
+    trials = choose_training_layout(Preview(COSTS, PackingSpec(30), batches(0), 2), trial=Evaluations(20))
     whole = [t for t in trials if "replicated" in t.name]
     assert whole
     assert all(t.layout == replicated(t.layout, ["vision"]) for t in whole)
@@ -63,9 +63,9 @@ def test_replicated_modules_pay_for_their_gradients():
 
 def test_what_cannot_be_chosen_is_named():
     with pytest.raises(InputError, match="give at least one batch"):
-        choose_training_layout(COSTS, PackingSpec(30), [], 2)
+        choose_training_layout(Preview(COSTS, PackingSpec(30), [], 2))
     texts = [Batch((Sample("a", 5), Sample("b", 6)))]
     with pytest.raises(InputError, match="module 'vision': has nothing to do in any sampled"):
-        choose_training_layout(COSTS, PackingSpec(30), texts, 2)
+        choose_training_layout(Preview(COSTS, PackingSpec(30), texts, 2))
     with pytest.raises(InputError, match="use fewer ranks"):
-        choose_training_layout(COSTS, PackingSpec(30), batches(0), 5)
+        choose_training_layout(Preview(COSTS, PackingSpec(30), batches(0), 5))

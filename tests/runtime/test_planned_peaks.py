@@ -13,7 +13,7 @@ import pytest
 from pipeloom.cost import Profile, ProfileCosts
 from pipeloom.errors import InfeasibleError
 from pipeloom.layout import ModulePlacement, encoder_first, replicated, separate
-from pipeloom.layout.training import cooptimise_training_layout, training_layers
+from pipeloom.layout.training import Preview, arrange_training_layout
 from pipeloom.packing import PackingSpec
 from pipeloom.planner import PlannedBatch, Problem, Setup, plan_batch
 from pipeloom.planner.client import fallback_plan
@@ -135,8 +135,8 @@ def test_plans_on_arranged_layouts_hold_what_they_say(seed: int) -> None:
     found: Found = []
     for capacity in (None, 2**21):
         batches = [described(documents)]
-        table = training_layers(costs, PACKING, batches, 2, capacity_bytes=capacity)
-        layout, _ = cooptimise_training_layout(table, model.spec, budget=Evaluations(200))
+        preview = Preview(costs, PACKING, batches, 2, capacity_bytes=capacity)
+        layout = arrange_training_layout(preview, budget=Evaluations(200), trial=Evaluations(5))[0].layout
         setup = Setup(model.spec, layout, profile, PACKING, strategies=LEAN, split_backward=True)
         found += under_caps(setup, model, documents, by_search)
     close(found)

@@ -11,6 +11,8 @@ from types import TracebackType
 
 from rich.console import Console, Group
 from rich.live import Live
+from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bar
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
@@ -51,6 +53,25 @@ class Terminal:
     def say(self, text: str, *, warning: bool = False) -> None:
         """Print a line."""
         self._console().print(text, style="yellow" if warning else None, highlight=False)
+
+    @contextmanager
+    def working(self, title: str) -> Iterator[Callable[[str, float | None], None]]:
+        """Show a bar with the time that it has taken, on a terminal."""
+        console = self._console()
+        if not console.is_terminal:
+            yield lambda _text, _share: None
+            return
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[what]}"),
+        )
+        with Bar(*columns, console=console, transient=True) as bar:
+            task = bar.add_task(title, total=None, what="")
+            yield lambda text, share: bar.update(
+                task, total=None if share is None else 1.0, completed=share or 0.0, what=text
+            )
 
     @contextmanager
     def iterations(self, total: int, first: int) -> Iterator[Callable[[StepReport], None]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 
@@ -24,7 +25,8 @@ from pipeloom.layout import (
     separate,
 )
 from pipeloom.layout.layouts import by_count, chunk_counts
-from pipeloom.search import Deadline, StoppingRule, solve_assignable
+from pipeloom.search import Deadline, OrderRule, SearchParams, StoppingRule, solve_assignable
+from pipeloom.search.params import DEFAULTS
 from pipeloom.spec import Layout, ModelSpec
 from pipeloom.taskgraph import NS_PER_S, Assignable
 from pipeloom.timeline import assignable_bound
@@ -35,6 +37,14 @@ FINAL = Deadline(1.0, "cpu")
 """The same for those that came nearest, which are planned once more."""
 NEAR, MOST_NEAR = 1.05, 5
 """Layouts within so many times the best's seconds are near it; so many of them are planned once more at most."""
+
+
+class LayoutDraft(NamedTuple):
+    """A layout to try, and the rule that was found with it."""
+
+    name: str
+    layout: Layout
+    rule: OrderRule | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +62,8 @@ class LayoutEvaluation:
         Mean lower bound of its iterations.
     problem : str
         Why it does not fit, or nothing.
+    rule : OrderRule or None
+        That was found with the layout.
     """
 
     name: str
@@ -60,6 +72,7 @@ class LayoutEvaluation:
     bound_s: float
     ruled_out: bool = False
     problem: str = ""
+    rule: OrderRule | None = None
 
 
 @dataclass(frozen=True)
@@ -88,7 +101,14 @@ class Sampled:
 
 
 def search_layouts(
-    sampled: Sampled, *, trial: StoppingRule = TRIAL, final: StoppingRule | None = None, seed: int = 0, rounds: int = 2
+    sampled: Sampled,
+    *,
+    trial: StoppingRule = TRIAL,
+    final: StoppingRule | None = None,
+    seed: int = 0,
+    rounds: int = 2,
+    drafts: Sequence[LayoutDraft] = (),
+    on_tried: Callable[[int], None] = lambda _count: None,
 ) -> tuple[LayoutEvaluation, ...]:
     """Plan the sampled iterations under many layouts.
 
@@ -103,6 +123,10 @@ def search_layouts(
     seed : int
     rounds : int
         Times that every size and count of segments may change.
+    drafts : sequence of LayoutDraft
+        Other layouts to try, with their rules.
+    on_tried : callable, optional
+        Told after every layout how many were tried.
 
     Returns
     -------
@@ -118,10 +142,11 @@ def search_layouts(
     start = modality_placements(model, sampled.costs, num_ranks, sampled.typical)
     known: dict[str, LayoutEvaluation] = {}
 
-    def tried(name: str, layout: Layout) -> LayoutEvaluation:
+    def tried(name: str, layout: Layout, rule: OrderRule | None = None) -> LayoutEvaluation:
         if name not in known:
             best = min((t.seconds for t in known.values() if not t.ruled_out), default=float("inf"))
-            known[name] = evaluate_layout(sampled, name, layout, trial, seed, best)
+            known[name] = evaluate_layout(sampled, LayoutDraft(name, layout, rule), trial, seed, best)
+            on_tried(len(known))
         return known[name]
 
     def separated(places: Mapping[str, ModulePlacement]) -> LayoutEvaluation:
@@ -131,8 +156,7 @@ def search_layouts(
     best = separated(places)
     for _ in range(rounds):
         before = best.seconds
-        for module in model.modules:
-            # The best of all that change this module alone.
+        for module in model.modules:  # the best of all that change this one alone
             for option in list(_changes(sampled, module.name, places, start)):
                 trial_of = separated(option)
                 if trial_of.seconds < best.seconds and not trial_of.ruled_out:
@@ -148,18 +172,33 @@ def search_layouts(
             for size in {places[module.name].sub_microbatch, 4, 2, 1}:
                 if size is not None:
                     name = f"{placement_name(places)}; {module.name} replicated, {size} each"
-                    tried(name, _resized(layout, module.name, size))
+                    tried(name, resized(layout, module.name, size))
     # As published: the rules' sizes and segments with as many layers everywhere. Where memory is tight, that may suit
     # other sizes too.
     for sizes in (start, places):
         tried(f"{placement_name(sizes)}, layers by number", separate(model, num_ranks, sizes, by_count))
-    order = _in_order(known.values())
+    for draft in drafts:
+        tried(draft.name, draft.layout, draft.rule)
+    return _nearest_again(sampled, _fitting(known.values()), final, seed)
+
+
+def _fitting(trials: Iterable[LayoutEvaluation]) -> list[LayoutEvaluation]:
+    """In order; refused where none fits."""
+    order = _in_order(trials)
     if order[0].seconds == float("inf"):
         raise NothingFoundError(f"none of {len(order)} layouts tried fits: {order[0].problem}")
+    return order
+
+
+def _nearest_again(
+    sampled: Sampled, order: Sequence[LayoutEvaluation], final: StoppingRule | None, seed: int
+) -> tuple[LayoutEvaluation, ...]:
+    """Plan the layouts that came nearest once more, if they are to be."""
     if final is None:
         return tuple(order)
     near = [t for t in order if t.seconds <= NEAR * order[0].seconds][:MOST_NEAR]
-    again = [_better(t, evaluate_layout(sampled, t.name, t.layout, final, seed)) for t in near]
+    drafts = [LayoutDraft(t.name, t.layout, t.rule) for t in near]
+    again = [_better(t, evaluate_layout(sampled, d, final, seed)) for t, d in zip(near, drafts, strict=True)]
     return (*_in_order(again), *(t for t in order if t not in near))
 
 
@@ -171,13 +210,38 @@ def _in_order(trials: Iterable[LayoutEvaluation]) -> list[LayoutEvaluation]:
     return sorted(trials, key=lambda t: (t.ruled_out, t.seconds))
 
 
+def rank_drafts(
+    sampled: Sampled,
+    drafts: Sequence[LayoutDraft],
+    *,
+    short: StoppingRule,
+    trial: StoppingRule,
+    seed: int = 0,
+    on_tried: Callable[[int], None] = lambda _count: None,
+) -> tuple[LayoutEvaluation, ...]:
+    """Plan the sampled iterations under layouts that came with rules: all for a short time, the nearest once more.
+
+    Raises
+    ------
+    InfeasibleError
+        None of them fits.
+    """
+    made = []
+    for draft in drafts:
+        made.append(evaluate_layout(sampled, draft, short, seed))
+        on_tried(len(made))
+    return _nearest_again(sampled, _fitting(made), trial, seed)
+
+
 def evaluate_layout(
-    sampled: Sampled, name: str, layout: Layout, trial: StoppingRule, seed: int, incumbent_s: float = float("inf")
+    sampled: Sampled, draft: LayoutDraft, trial: StoppingRule, seed: int, incumbent_s: float = float("inf")
 ) -> LayoutEvaluation:
     """Plan the sampled iterations under one layout.
 
     Stop where the plans so far, and lower bounds for the other iterations, are already beyond ``incumbent_s``.
     """
+    name, layout, rule = draft
+    params = DEFAULTS if rule is None else SearchParams(rules=(rule,))
     after = sampled.after_s(layout)
     try:
         graphs = sampled.graphs(layout)
@@ -186,12 +250,12 @@ def evaluate_layout(
         known = list(bounds)
         for i, graph in enumerate(graphs):
             if sum(known) / len(known) >= incumbent_s:
-                return LayoutEvaluation(name, layout, sum(known) / len(known), bound_s, ruled_out=True)
-            found = solve_assignable(graph, budget=trial, seed=seed + i).solution
+                return LayoutEvaluation(name, layout, sum(known) / len(known), bound_s, ruled_out=True, rule=rule)
+            found = solve_assignable(graph, budget=trial, seed=seed + i, params=params).solution
             known[i] = found.timeline.makespan_ns / NS_PER_S + after
     except InfeasibleError as error:
-        return LayoutEvaluation(name, layout, float("inf"), float("inf"), problem=str(error))
-    return LayoutEvaluation(name, layout, sum(known) / len(known), bound_s)
+        return LayoutEvaluation(name, layout, float("inf"), float("inf"), problem=str(error), rule=rule)
+    return LayoutEvaluation(name, layout, sum(known) / len(known), bound_s, rule=rule)
 
 
 def placement_name(places: Mapping[str, ModulePlacement]) -> str:
@@ -200,7 +264,8 @@ def placement_name(places: Mapping[str, ModulePlacement]) -> str:
     return ", ".join(words)
 
 
-def _resized(layout: Layout, name: str, size: int) -> Layout:
+def resized(layout: Layout, name: str, size: int) -> Layout:
+    """The same layout with one module in sub-microbatches of so many instances."""
     modules = tuple(msgspec.structs.replace(m, sub_microbatch=size) if m.name == name else m for m in layout.modules)
     return msgspec.structs.replace(layout, modules=modules)
 

@@ -1,15 +1,18 @@
-"""Costs of single layers as training will meet them: a model's chain on the mean microbatch of some packed batches."""
+"""Costs of single layers as training will meet them: a model's layers on the mean microbatch of some packed batches."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pipeloom.cost import CostModel
-from pipeloom.cost.layers import BYTES_PER_PARAMETER, LayerCost, LayerTable
+from pipeloom.cost import CostModel, StrategyCost
+from pipeloom.cost.layers import BYTES_PER_PARAMETER, LayerCost, LayerTable, StrategyEntry
 from pipeloom.errors import InfeasibleError, InputError
 from pipeloom.packing import Packing
 from pipeloom.spec import Chunk, Layout, ModelSpec, ModuleLayout, Workload
 from pipeloom.taskgraph.iteration import MemoryLimit, workspace_bytes
+
+_Parts = Sequence[Sequence[Workload]]
+"""What a module has to do in every microbatch."""
 
 
 def profiled_layers(
@@ -23,11 +26,14 @@ def profiled_layers(
 ) -> LayerTable:
     """Write a profile as the layer table that `arrange` takes: seconds are means over microbatches, bytes the largest.
 
+    Layers of several modules are one chain, module after module, as a microbatch meets them. Layers that have no
+    backward (they and all before them are frozen) take no time there and hold nothing.
+
     Parameters
     ----------
     model : ModelSpec
-        Of one module.
     costs : CostModel
+        All strategies that it offers are candidates of every layer; halves of backwards are given where it has them.
     packed : sequence of Packing
         Some batches as training will pack them; their mean number of microbatches is the table's.
     num_ranks : int
@@ -41,40 +47,41 @@ def profiled_layers(
     InfeasibleError
         One layer's computation does not fit.
     InputError
-        The model has several modules, or the batches no microbatch.
+        The batches have no microbatch.
     """
-    if len(model.modules) != 1:
-        names = ", ".join(module.name for module in model.modules)
-        raise InputError("model", f"has modules {names}", "arrange takes a chain: one language module")
-    module = model.modules[0]
-    works = [part.workload for p in packed for batch in p.microbatches for part in batch.parts[0]]
-    if not works:
+    single = _layer_by_layer(model)
+    count = sum(len(p.microbatches) for p in packed)
+    if not count:
         raise InputError("batches", "have no microbatch", "give at least one batch as training will see them")
-    flat = module.flat_layers
-    known: dict[tuple[str, int], LayerCost] = {}
-    layers = []
-    for i, layer in enumerate(flat):
-        # Layers of one kind cost the same; the last's output may differ from the others'.
-        key = (layer.kind, layer.output.num_bytes(works[0]))
-        if key not in known:
-            known[key] = _layer(costs, Chunk(module.name, (i, i), 0), works, layer.num_parameters)
-        named = _name(layer.kind, i, len(flat))
-        layers.append(_renamed(known[key], named))
+    layers: list[LayerCost] = []
+    for column, module in enumerate(model.modules):
+        parts = [[part.workload for part in each.parts[column]] for p in packed for each in p.microbatches]
+        some = next((workload for each in parts for workload in each), None)
+        known: dict[tuple[str, int], LayerCost] = {}
+        for i, layer in enumerate(module.flat_layers):
+            # Layers of one kind cost the same; the last's output may differ from the others'.
+            key = (layer.kind, 0 if some is None else layer.output.num_bytes(some))
+            if key not in known:
+                chunk = Chunk(module.name, (i, i), 0)
+                known[key] = _layer(costs, chunk, parts, single.has_backward(module.name), layer.num_parameters)
+            named = _name(layer.kind, i, len(module.flat_layers))
+            layers.append(_renamed(known[key], named if len(model.modules) == 1 else f"{module.name}.{named}"))
     aside = 0
     if capacity_bytes is not None:
-        single = Layout(1, (ModuleLayout(module.name),), tuple(Chunk(module.name, (i, i), 0) for i in range(len(flat))))
         aside = max(int(workspace_bytes(single, p, costs, MemoryLimit().num_messages)[0]) for p in packed)
         if aside > capacity_bytes:
             raise InfeasibleError(
-                f"a computation of one layer of {module.name!r}, with its messages, needs {aside} bytes of the "
+                f"a computation of one layer of {model.name!r}, with its messages, needs {aside} bytes of the "
                 f"{capacity_bytes} of a rank; use smaller microbatches"
             )
-    middle = Chunk(module.name, ((len(flat) - 1) // 2,) * 2, 0)
-    boundary = round(sum(costs.boundary_bytes(middle, work) for work in works) / len(works))
+    backbone = model.modules[-1]
+    middle = Chunk(backbone.name, ((len(backbone.flat_layers) - 1) // 2,) * 2, 0)
+    works = [part.workload for p in packed for each in p.microbatches for part in each.parts[-1]]
+    boundary = round(sum(costs.boundary_bytes(middle, work) for work in works) / max(1, len(works)))
     return LayerTable(
         name=f"{model.name}, measured",
         num_ranks=num_ranks,
-        num_microbatches=max(1, round(len(works) / len(packed) / num_replicas)),
+        num_microbatches=max(1, round(count / len(packed) / num_replicas)),
         boundary_s=costs.transfer_s(boundary),
         boundary_bytes=boundary,
         layers=tuple(layers),
@@ -82,15 +89,53 @@ def profiled_layers(
     )
 
 
-def _layer(costs: CostModel, chunk: Chunk, works: Sequence[Workload], num_parameters: int) -> LayerCost:
-    each = [costs.chunk_costs(chunk, work)[0] for work in works]
+def _layer_by_layer(model: ModelSpec) -> Layout:
+    """Every layer a chunk of its own."""
+    return Layout(
+        1,
+        tuple(ModuleLayout(m.name, m.after, m.frozen) for m in model.modules),
+        tuple(Chunk(m.name, (i, i), 0) for m in model.modules for i in range(len(m.flat_layers))),
+    )
+
+
+def _layer(costs: CostModel, chunk: Chunk, parts: _Parts, has_backward: bool, num_parameters: int) -> LayerCost:
+    each = [[costs.chunk_costs(chunk, workload) for workload in works] for works in parts]
+    names = next((tuple(option.strategy for option in options) for row in each for options in row), ("keep",))
+    made = [_entry(name, [[options[i] for options in row] for row in each]) for i, name in enumerate(names)]
+    base = made[0]
+    if not has_backward:
+        made, base = made[:1], StrategyEntry(base.strategy, base.forward_s, 0, backward_s=0.0)
     return LayerCost(
         name="",
-        forward_s=sum(cost.forward_s for cost in each) / len(each),
-        backward_s=sum(cost.backward_s for cost in each) / len(each),
-        activation_bytes=max(cost.activation_bytes for cost in each),
+        forward_s=base.forward_s,
+        activation_bytes=base.activation_bytes,
         parameter_bytes=num_parameters * BYTES_PER_PARAMETER,
+        backward_s=base.backward_s,
+        backward_input_s=base.backward_input_s,
+        backward_weight_s=base.backward_weight_s,
         static_bytes=costs.static_bytes(chunk),
+        candidates=tuple(made) if len(made) > 1 or base.weight_gradient_bytes is not None else None,
+    )
+
+
+def _entry(strategy: str, costs: Sequence[Sequence[StrategyCost]]) -> StrategyEntry:
+    """A layer under one strategy: the mean seconds of a microbatch, and the most bytes of one."""
+
+    def mean(name: str) -> float:
+        return sum(getattr(cost, name) or 0.0 for row in costs for cost in row) / len(costs)
+
+    def most(name: str) -> int:
+        return max(sum(getattr(cost, name) or 0 for cost in row) for row in costs)
+
+    split = all(cost.backward_input_s is not None for row in costs for cost in row) and any(costs)
+    return StrategyEntry(
+        strategy,
+        mean("forward_s"),
+        most("activation_bytes"),
+        None if split else mean("backward_s"),
+        mean("backward_input_s") if split else None,
+        mean("backward_weight_s") if split else None,
+        most("weight_gradient_bytes") if split else None,
     )
 
 

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import msgspec
 
 from pipeloom.cost import ProfileCosts
 from pipeloom.cost.layers import LayerTable
-from pipeloom.errors import InputError
-from pipeloom.layout import layout_for, profiled_layers, single_rank
-from pipeloom.layout.choose import LayoutEvaluation, Sampled, ring_seconds, search_layouts
-from pipeloom.layout.cooptimise import CooptimisedPipeline, chain_of_layers, cooptimise, layout_of
+from pipeloom.errors import InfeasibleError, InputError
+from pipeloom.layout import profiled_layers, single_rank, sub_microbatch_size
+from pipeloom.layout.arrangements import arrangements
+from pipeloom.layout.choose import (
+    LayoutDraft,
+    LayoutEvaluation,
+    Sampled,
+    rank_drafts,
+    resized,
+    ring_seconds,
+    search_layouts,
+)
 from pipeloom.layout.modality import typical_lengths
 from pipeloom.packing import Packing, PackingSpec, packed_batch
+from pipeloom.packing.pack import MICROBATCHES_PER_RANK
 from pipeloom.search import Evaluations, StoppingRule
 from pipeloom.spec import DTYPE_BYTES, Batch, Layout, ModelSpec
 from pipeloom.taskgraph import Assignable
@@ -19,35 +31,124 @@ from pipeloom.taskgraph.iteration import MemoryLimit, iteration_graph
 
 TRIAL = Evaluations(300)
 """Schedules tried for each layout and batch: a count, so that a resumed run comes to the layout that it had."""
-PLACEMENTS = Evaluations(4000)
-"""Placements tried for a chain, a count for the same reason."""
+SHORT = Evaluations(24)
+"""Schedules tried for each of many arrangements, of which the best are tried for longer: the rule in several orders of
+the microbatches, and static orders."""
+_SHARE_OF_SEARCH = 0.8
+"""Of arranging, as it is shown; the rest is judging."""
+
+Tell = Callable[[str, float | None], None]
+"""Told what is being done, and which part of it is; None: that is not known."""
+
+
+def _nobody(_text: str, _share: float | None) -> None:
+    """Tell nobody."""
+
+
+@dataclass(frozen=True)
+class Preview:
+    """A training run to come, as its first batches show it.
+
+    Attributes
+    ----------
+    costs : ProfileCosts
+        Of the layers measured on the machine that trains, with all strategies that training offers.
+    packing : PackingSpec
+    batches : sequence of Batch
+        A few as training will see them.
+    num_ranks : int
+    num_replicas : int
+        Among which the batches are divided.
+    capacity_bytes : int or None
+        Memory of every rank.
+    iterations : int or None
+        How many there will be; None: many.
+    """
+
+    costs: ProfileCosts
+    packing: PackingSpec
+    batches: Sequence[Batch]
+    num_ranks: int
+    num_replicas: int = 1
+    capacity_bytes: int | None = None
+    iterations: int | None = None
+
+    @property
+    def model(self) -> ModelSpec:
+        """What is trained."""
+        return self.costs.model
+
+    def packed(self) -> list[Packing]:
+        """Pack the batches, in as many microbatches as for all ranks, modules undivided.
+
+        Raises
+        ------
+        InputError
+            There are none.
+        """
+        if not self.batches:
+            raise InputError("batches", "is empty", "give at least one batch as training will see them")
+        spec, whole = self.packing, single_rank(self.model, {})
+        if spec.policy == "planned" and spec.num_microbatches is None:
+            number = MICROBATCHES_PER_RANK * self.num_ranks * self.num_replicas
+            spec = msgspec.structs.replace(spec, num_microbatches=number)
+        return [packed_batch(batch, self.model, whole, self.costs, spec) for batch in self.batches]
+
+    def graphs(self, layout: Layout) -> list[Assignable]:
+        """Task graphs of one replica's iterations."""
+        memory = MemoryLimit(self.capacity_bytes)
+        packed = (packed_batch(self._share(b), self.model, layout, self.costs, self.packing) for b in self.batches)
+        return [iteration_graph(layout, each, self.costs, self.model.name, memory) for each in packed]
+
+    def sampled(self) -> Sampled:
+        """The same for those who try layouts."""
+        groups = [
+            [packed.batch.samples[i] for i in microbatch.samples]
+            for packed in self.packed()
+            for microbatch in packed.microbatches
+        ]
+        gradient_bytes = _gradient_bytes(self.model)
+        return Sampled(
+            self.model,
+            self.num_ranks,
+            self.costs,
+            self.costs.profile.load,
+            typical_lengths(self.model, groups),
+            self.graphs,
+            lambda layout: ring_seconds(layout, gradient_bytes, self.costs),
+        )
+
+    def layers(self) -> LayerTable:
+        """The measured profile as a layer table, all modules one chain, on the mean microbatch."""
+        return profiled_layers(
+            self.model,
+            self.costs,
+            self.packed(),
+            self.num_ranks,
+            num_replicas=self.num_replicas,
+            capacity_bytes=self.capacity_bytes,
+        )
+
+    def _share(self, batch: Batch) -> Batch:
+        """What one replica gets of a batch, nearly."""
+        if self.num_replicas == 1:
+            return batch
+        return msgspec.structs.replace(batch, samples=batch.samples[:: self.num_replicas])
 
 
 def choose_training_layout(
-    costs: ProfileCosts,
-    packing: PackingSpec,
-    batches: Sequence[Batch],
-    num_ranks: int,
-    *,
-    capacity_bytes: int | None = None,
-    trial: StoppingRule = TRIAL,
-    seed: int = 0,
+    preview: Preview, *, trial: StoppingRule = TRIAL, seed: int = 0, tell: Tell = _nobody
 ) -> tuple[LayoutEvaluation, ...]:
     """Plan some batches of a training run under many layouts.
 
     Parameters
     ----------
-    costs : ProfileCosts
-        Of the layers measured on the machine that trains.
-    packing : PackingSpec
-    batches : sequence of Batch
-        A few as training will see them.
-    num_ranks : int
-    capacity_bytes : int or None
-        Memory of every rank.
+    preview : Preview
     trial : StoppingRule
         Search for each layout and batch.
     seed : int
+    tell : callable
+        Told how far it is.
 
     Returns
     -------
@@ -61,99 +162,106 @@ def choose_training_layout(
     InfeasibleError
         Nothing that was tried fits.
     """
-    model = costs.model
-    groups = [
-        [packed.batch.samples[i] for i in microbatch.samples]
-        for packed in _packed(costs, packing, batches)
-        for microbatch in packed.microbatches
-    ]
-    gradient_bytes = _gradient_bytes(model)
-    memory = MemoryLimit(capacity_bytes)
-
-    def graphs(layout: Layout) -> list[Assignable]:
-        return [
-            iteration_graph(layout, packed_batch(batch, model, layout, costs, packing), costs, model.name, memory)
-            for batch in batches
-        ]
-
-    sampled = Sampled(
-        model,
-        num_ranks,
-        costs,
-        costs.profile.load,
-        typical_lengths(model, groups),
-        graphs,
-        lambda layout: ring_seconds(layout, gradient_bytes, costs),
+    return search_layouts(
+        preview.sampled(), trial=trial, seed=seed, on_tried=lambda count: tell(f"{count} layouts tried", None)
     )
-    return search_layouts(sampled, trial=trial, seed=seed)
 
 
-def training_layers(
-    costs: ProfileCosts,
-    packing: PackingSpec,
-    batches: Sequence[Batch],
-    num_ranks: int,
+def arrange_training_layout(
+    preview: Preview,
     *,
-    num_replicas: int = 1,
-    capacity_bytes: int | None = None,
-) -> LayerTable:
-    """Write a measured profile as a layer table, on microbatches as training will have them.
+    budget: Evaluations | None = None,
+    trial: StoppingRule = TRIAL,
+    seed: int = 0,
+    tell: Tell = _nobody,
+) -> tuple[LayoutEvaluation, ...]:
+    """Choose partition and placement of all modules together, with a rule of order.
+
+    Arrangements are searched for mean microbatches, and those that were found are judged on the batches as they are,
+    with the strategies and the split backwards that training offers. Modules before the last are then tried in
+    sub-microbatches. Orders of single batches are searched while training runs, and begin with the rule.
 
     Parameters
     ----------
-    costs : ProfileCosts
-        Of a model of one module.
-    packing : PackingSpec
-    batches : sequence of Batch
-        A few as training will see them.
-    num_ranks, num_replicas : int
-    capacity_bytes : int or None
-        Memory of every rank.
-
-    Raises
-    ------
-    InputError
-        No batches, or a model of several modules.
-    """
-    return profiled_layers(
-        costs.model,
-        costs,
-        _packed(costs, packing, batches),
-        num_ranks,
-        num_replicas=num_replicas,
-        capacity_bytes=capacity_bytes,
-    )
-
-
-def cooptimise_training_layout(
-    table: LayerTable, model: ModelSpec, *, budget: StoppingRule = PLACEMENTS, seed: int = 0
-) -> tuple[Layout, CooptimisedPipeline]:
-    """Choose partition and placement of a model's one module together, with an order that a table's microbatches suit.
-
-    Orders of single batches are searched while training runs, and begin with the rule that was found
-    (`CooptimisedPipeline.order_rule`).
+    preview : Preview
+    budget : Evaluations or None
+        Arrangements tried; None: by the length of the run, up to some seconds.
+    trial : StoppingRule
+        Search for each of the best arrangements and each batch.
+    seed : int
+    tell : callable
+        Told how far it is.
 
     Returns
     -------
-    tuple of Layout and CooptimisedPipeline
+    tuple of LayoutEvaluation
+        Fastest first, each with its rule; the first is the one to take.
 
     Raises
     ------
     InputError
-        The table's layers are not the model's.
+        No batches, or a module that has nothing to do in any.
     InfeasibleError
-        Nothing that was tried fits into memory.
+        Nothing that was tried fits.
     """
-    found = cooptimise(chain_of_layers(table), budget=budget, seed=seed)
-    return layout_for(layout_of(table.num_ranks, found.placement), model), found
+    sampled = preview.sampled()
+    drafts = arrangements(
+        preview.layers(),
+        preview.model,
+        split=preview.costs.split_backward,
+        iterations=preview.iterations,
+        budget=budget,
+        seed=seed,
+        on_share=lambda share: tell("layers are arranged", _SHARE_OF_SEARCH * share),
+    )
+
+    def judged(rows: Sequence[LayoutDraft], since: float, until: float) -> tuple[LayoutEvaluation, ...]:
+        return rank_drafts(
+            sampled,
+            rows,
+            short=SHORT,
+            trial=trial,
+            seed=seed,
+            on_tried=lambda count: tell("arrangements are judged", since + (until - since) * count / len(rows)),
+        )
+
+    order = judged(drafts, _SHARE_OF_SEARCH, 0.9)
+    cut = list(_in_parts(sampled, order[0]))
+    if cut:
+        try:
+            order = (*order, *judged(cut, 0.9, 1.0))
+        except InfeasibleError:
+            return order
+    return tuple(sorted(order, key=lambda t: (t.ruled_out, t.seconds)))
 
 
-def _packed(costs: ProfileCosts, packing: PackingSpec, batches: Sequence[Batch]) -> list[Packing]:
-    """Pack batches for one rank, whatever the layout will be."""
-    if not batches:
-        raise InputError("batches", "is empty", "give at least one batch as training will see them")
-    whole = single_rank(costs.model, {})
-    return [packed_batch(batch, costs.model, whole, costs, packing) for batch in batches]
+def _in_parts(sampled: Sampled, best: LayoutEvaluation) -> Iterator[LayoutDraft]:
+    """The best arrangement with sub-microbatches of the modules before the last."""
+    for module in sampled.model.modules[:-1]:
+        if module.reads in ("sequence", "text"):
+            continue
+        lengths = sampled.typical[module.name]
+        size = sub_microbatch_size(sampled.costs, module.name, len(module.flat_layers), lengths).chosen
+        for each in (size, 2 * size):
+            if each < len(lengths):
+                name = f"{best.name}; {module.name} {each} each"
+                yield LayoutDraft(name, resized(best.layout, module.name, each), best.rule)
+
+
+def training_layers(preview: Preview) -> LayerTable:
+    """Write a measured profile as a layer table, on microbatches as training will have them.
+
+    Raises
+    ------
+    InputError
+        No batches, or a model of several modules, which `pipeloom arrange` does not take.
+    """
+    if len(preview.model.modules) != 1:
+        names = ", ".join(module.name for module in preview.model.modules)
+        raise InputError(
+            "model", f"has modules {names}", 'arrange takes one chain; in train.toml, use kind = "arranged"'
+        )
+    return preview.layers()
 
 
 def _gradient_bytes(model: ModelSpec) -> dict[str, int]:

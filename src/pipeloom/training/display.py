@@ -19,6 +19,10 @@ class Display(Protocol):
         """Tell what is being done."""
         ...
 
+    def working(self, title: str) -> AbstractContextManager[Callable[[str, float | None], None]]:
+        """Give a function that is told what is being done and which part of it is done, None where nobody knows."""
+        ...
+
     def iterations(self, total: int, first: int) -> AbstractContextManager[Callable[[StepReport], None]]:
         """On rank 0: give a function that is called with the report of every iteration, from ``first`` on."""
         ...
@@ -33,6 +37,11 @@ class Quiet:
 
     def say(self, text: str, *, warning: bool = False) -> None:
         """Do nothing."""
+
+    @contextmanager
+    def working(self, title: str) -> Iterator[Callable[[str, float | None], None]]:  # noqa: ARG002
+        """Do nothing."""
+        yield lambda _text, _share: None
 
     @contextmanager
     def iterations(self, total: int, first: int) -> Iterator[Callable[[StepReport], None]]:  # noqa: ARG002

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 
 from pipeloom.cost import Profile, ProfileCosts, sharded_copies, usual_copies
-from pipeloom.cost.layers import LayerTable
 from pipeloom.errors import InputError
 from pipeloom.io import read_layout, read_rule, write_layers
 from pipeloom.layout import encoder_first, layout_for, separate
-from pipeloom.layout.training import choose_training_layout, cooptimise_training_layout, training_layers
+from pipeloom.layout.choose import LayoutEvaluation
+from pipeloom.layout.training import Preview, arrange_training_layout, choose_training_layout, training_layers
 from pipeloom.runtime import Model
 from pipeloom.runtime.divide import layers_with_tied
 from pipeloom.search import OrderRule
@@ -96,7 +99,7 @@ def lay_out(job: Job, model: Model, profile: Profile, first: FirstBatches) -> La
     """Lay a model out as the run's file asks, by what was measured."""
     config = job.config.layout
     if config.kind == "chosen":
-        return Laid(_chosen_layout(job, model, profile, first))
+        return _chosen_layout(job, model, profile, first)
     if config.kind == "arranged":
         return _arranged_layout(job, model, profile, first)
     if config.kind == "encoder_first":
@@ -104,37 +107,10 @@ def lay_out(job: Job, model: Model, profile: Profile, first: FirstBatches) -> La
     return Laid(separate(model.spec, config.ranks, config.modules, profile.load))
 
 
-def measured_layers(job: Job, model: Model, profile: Profile, first: FirstBatches) -> LayerTable:
-    """Write a profile as a layer table, on microbatches such as the first batches give."""
+def preview(job: Job, model: Model, profile: Profile, first: FirstBatches) -> Preview:
+    """The run to come, as its first batches show it, with all that it offers its planner."""
     config = job.config
-    return training_layers(
-        ProfileCosts(model.spec, profile, config.cluster, held_copies=held_copies(job, model)),
-        config.packing,
-        first.metadata,
-        config.layout.ranks,
-        num_replicas=config.parallel.dp,
-        capacity_bytes=config.cluster.memory_capacity_bytes,
-    )
-
-
-def _arranged_layout(job: Job, model: Model, profile: Profile, first: FirstBatches) -> Laid:
-    """Choose partition and placement together, and leave the layers that this was chosen for."""
-    table = measured_layers(job, model, profile, first)
-    write_layers(job.folder / "layers.json", table)
-    job.display.say("Arranging the layers ...")
-    layout, found = cooptimise_training_layout(table, model.spec, seed=job.config.seed)
-    job.display.say(
-        f"  {found.timeline.makespan_ns / 1e6:.1f} ms planned in {found.placement.num_chunks} chunks, at most "
-        f"{max(found.gap, 0.0):.1%} above the best possible"
-    )
-    return Laid(layout, found.order_rule)
-
-
-def _chosen_layout(job: Job, model: Model, profile: Profile, first: FirstBatches) -> Layout:
-    """Plan the first batches under many layouts, and take the fastest."""
-    config = job.config
-    job.display.say("Choosing a layout ...")
-    trials = choose_training_layout(
+    return Preview(
         ProfileCosts(
             model.spec,
             profile,
@@ -144,13 +120,41 @@ def _chosen_layout(job: Job, model: Model, profile: Profile, first: FirstBatches
             held_copies=held_copies(job, model),
         ),
         config.packing,
-        first.metadata[:_PLANNED_BATCHES],
+        first.metadata,
         config.layout.ranks,
+        num_replicas=config.parallel.dp,
         capacity_bytes=config.cluster.memory_capacity_bytes,
-        seed=config.seed,
+        iterations=config.iterations,
     )
+
+
+def _arranged_layout(job: Job, model: Model, profile: Profile, first: FirstBatches) -> Laid:
+    """Choose partition and placement together, and leave the layers that this was chosen for."""
+    coming = preview(job, model, profile, first)
+    if len(model.spec.modules) == 1:
+        write_layers(job.folder / "layers.json", training_layers(coming))
+    job.display.say("Arranging the layers ...")
+    begin = time.monotonic()
+    with job.display.working("Arranging the layers") as tell:
+        trials = arrange_training_layout(coming, seed=job.config.seed, tell=tell)
+    _show(job, trials)
+    job.display.say(f"The first of {len(trials)} arrangements is taken, after {time.monotonic() - begin:.1f} s.")
+    return Laid(trials[0].layout, trials[0].rule)
+
+
+def _chosen_layout(job: Job, model: Model, profile: Profile, first: FirstBatches) -> Laid:
+    """Plan the first batches under many layouts, and take the fastest."""
+    job.display.say("Choosing a layout ...")
+    begin = time.monotonic()
+    coming = replace(preview(job, model, profile, first), batches=first.metadata[:_PLANNED_BATCHES])
+    with job.display.working("Choosing a layout") as tell:
+        trials = choose_training_layout(coming, seed=job.config.seed, tell=tell)
+    _show(job, trials)
+    job.display.say(f"The first of {len(trials)} layouts is taken, after {time.monotonic() - begin:.1f} s.")
+    return Laid(trials[0].layout, trials[0].rule)
+
+
+def _show(job: Job, trials: Sequence[LayoutEvaluation]) -> None:
     for trial in [t for t in trials if not t.problem][:_SHOWN_LAYOUTS]:
         at_least = "at least " if trial.ruled_out else ""
         job.display.say(f"  {at_least}{trial.seconds * 1e3:.1f} ms planned: {trial.name}")
-    job.display.say(f"The first of {len(trials)} layouts is taken.")
-    return trials[0].layout

@@ -81,7 +81,7 @@ def measured_profile(job: Job, first: FirstBatches, device: DeviceType) -> Profi
         placements=config.layout.modules,
         metadata=metadata,
         options=ProfileOptions(
-            all_sizes=config.plans_packing or config.layout.kind == "chosen",
+            all_sizes=config.plans_packing or config.layout.kind in ("chosen", "arranged"),
             strategies=_needs_strategies(job),
             device=device,
             autocast=AUTOCAST[config.runtime.autocast],

@@ -16,6 +16,7 @@ import torch
 from pipeloom.cost.layers import LayerTable
 from pipeloom.errors import ExecutionError, InputError, PipeloomError
 from pipeloom.io import read_spec, rule_path, write_layout, write_rule, write_text
+from pipeloom.layout.training import training_layers
 from pipeloom.plan import backend_of
 from pipeloom.planner import Setup
 from pipeloom.runtime import Model, Worker, choose_device, join_workers, launch, this_worker
@@ -24,7 +25,7 @@ from pipeloom.search import METHODS, SearchParams
 from pipeloom.training.config import read_config
 from pipeloom.training.display import Display, Quiet
 from pipeloom.training.job import Job
-from pipeloom.training.layouts import given_layout, held_copies, lay_out, measured_layers
+from pipeloom.training.layouts import given_layout, held_copies, lay_out, preview
 from pipeloom.training.measure import FirstBatches, known_profile, measured_profile
 from pipeloom.training.rank import train_rank
 from pipeloom.training.record import Summary, fresh_folder
@@ -125,7 +126,7 @@ class TrainingRun(Job):
         with _default_dtype_kept():
             first = FirstBatches(self, self._checked_model())
             profile = measured_profile(self, first, choose_device(self.config.runtime.device, 1))
-            return measured_layers(self, first.model, profile, first)
+            return training_layers(preview(self, first.model, profile, first))
 
     def train(self, *, resume: bool | None = None, max_restarts: int = 0) -> Summary | None:
         """Prepare, then train over ranks: processes of this machine, or those that torchrun started.

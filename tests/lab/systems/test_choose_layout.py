@@ -11,7 +11,7 @@ from pipeloom.lab.systems.chosen_layout import choose_layout, sampled_case
 from pipeloom.lab.systems.model_on_cluster import draw_iteration, pack_microbatches
 from pipeloom.lab.systems.systems import our_layout, replica_seconds
 from pipeloom.layout import ModulePlacement, even_layout, replicated
-from pipeloom.layout.choose import MOST_NEAR, evaluate_layout, placement_name
+from pipeloom.layout.choose import MOST_NEAR, LayoutDraft, evaluate_layout, placement_name
 from pipeloom.packing import PackingSpec, pack
 from pipeloom.search import Evaluations, solve
 from pipeloom.spec import Batch, Sample
@@ -42,7 +42,9 @@ def test_the_choice_is_the_fastest_of_what_was_tried(case, batches, trials):
     assert all(t.bound_s <= t.seconds for t in trials)
     assert any("chain" in t.name for t in trials)
     assert any("replicated" in t.name for t in trials)
-    rules = evaluate_layout(sampled_case(case, batches), "rules", our_layout(case, batches), Evaluations(20), 0)
+    rules = evaluate_layout(
+        sampled_case(case, batches), LayoutDraft("rules", our_layout(case, batches)), Evaluations(20), 0
+    )
     assert trials[0].seconds <= rules.seconds
     with pytest.raises(InputError, match="sampled iteration"):
         choose_layout(case, [])

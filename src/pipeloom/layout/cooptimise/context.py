@@ -24,9 +24,10 @@ class Start:
 
 @dataclass(slots=True, eq=False)
 class Best:
-    """The best makespan of all walks, which each of them lowers."""
+    """The best makespan of all walks, which each of them lowers, and the evaluations that all have made."""
 
     ns: int
+    evaluations: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)

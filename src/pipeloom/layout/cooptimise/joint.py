@@ -6,6 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
+import msgspec
 import numpy as np
 
 from pipeloom.errors import InfeasibleError, InputError, NothingFoundError
@@ -20,7 +21,7 @@ from pipeloom.layout.cooptimise.standard import one_f_one_b_peaks
 from pipeloom.layout.cooptimise.starts import allowed_starts
 from pipeloom.layout.cooptimise.walk import Span, Walk, WalkReport
 from pipeloom.search import Evaluations, OrderRule, Progress
-from pipeloom.search.stopping import StoppingRule, Watch
+from pipeloom.search.stopping import StoppingRule, Until, Watch
 from pipeloom.taskgraph import TaskGraph
 from pipeloom.timeline import LowerBound, Schedule, Timeline, require_feasible, simulate
 
@@ -76,7 +77,20 @@ def cooptimise(
     params: CooptimiseParams | None = None,
     on_progress: Callable[[Progress], None] | None = None,
 ) -> CooptimisedPipeline:
-    """Choose partition, placement, order and strategies of a chain of layers together.
+    """Choose partition, placement, order and strategies of a chain of layers together: the best of `every_walk`."""
+    return every_walk(chain, budget=budget, seed=seed, threads=threads, params=params, on_progress=on_progress)[0]
+
+
+def every_walk(
+    chain: LayerChain,
+    *,
+    budget: StoppingRule,
+    seed: int = 0,
+    threads: int = 1,
+    params: CooptimiseParams | None = None,
+    on_progress: Callable[[Progress], None] | None = None,
+) -> tuple[CooptimisedPipeline, ...]:
+    """Choose partition, placement, order and strategies of a chain of layers together, several times over.
 
     Parameters
     ----------
@@ -90,6 +104,11 @@ def cooptimise(
     on_progress : callable, optional
         Called now and then, from whichever thread.
 
+    Returns
+    -------
+    tuple of CooptimisedPipeline
+        What each walk came to, the fastest first, each placement once.
+
     Raises
     ------
     InfeasibleError
@@ -98,7 +117,8 @@ def cooptimise(
     if threads < 1:
         raise InputError("threads", f"{threads} is below 1")
     params = params or CooptimiseParams()
-    watch = budget.start()
+    whole = budget.start()
+    watch = Until(whole, 0, 1 - params.again.share).start() if params.again.walks else whole
     arrays = arrays_of(chain, max(1, min(chain.num_layers, params.chunks_per_rank * chain.num_ranks)))
     starts, tried = _try_starts(chain, arrays, watch, params)
     if not starts:
@@ -113,22 +133,53 @@ def cooptimise(
         tried=tried,
         target_ns=bound.ns,
         exchanges=_loads_decide(chain, params),
-        best=Best(starts[0].ns),
+        best=Best(starts[0].ns, tried),
         on_progress=on_progress,
     )
     walks = _walk(context, starts, threads)
-    winner = min(walks, key=lambda walk: (walk.best_ns, walk.seed))
-    placement, rule = from_draft(winner.best)
-    if starts[0].ns < winner.best_ns:  # the coarser start was not walked from
-        placement, rule = starts[0].placement, starts[0].rule
+    if params.again.walks:
+        used = tried + sum(walk.evaluations for walk in walks)
+        later = _again(context, Until(whole, used, 1.0).start())
+        walks += _walk(later, _ends(walks)[: params.again.walks], threads)
+    ends = _ends(walks)
+    if starts[0].ns < ends[0].ns:  # the coarser start was not walked from
+        ends.insert(0, starts[0])
     counts = np.sum([walk.counts for walk in walks], axis=0)
-    return replace(
-        answer(chain, placement, rule, bound, "joint annealing"),
-        evaluations=tried + sum(walk.evaluations for walk in walks),
-        elapsed_s=watch.elapsed_s(),
-        reports=tuple(walk.report for walk in walks),
-        moves={move.name: (int(a), int(b), int(c)) for move, a, b, c in zip(MOVES, *counts, strict=True)},
+    moves = {move.name: (int(a), int(b), int(c)) for move, a, b, c in zip(MOVES, *counts, strict=True)}
+    return tuple(
+        replace(
+            answer(chain, end.placement, end.rule, bound, "joint annealing"),
+            evaluations=tried + sum(walk.evaluations for walk in walks),
+            elapsed_s=whole.elapsed_s(),
+            reports=tuple(walk.report for walk in walks),
+            moves=moves,
+        )
+        for end in ends
     )
+
+
+def _ends(walks: list[Walk]) -> list[Start]:
+    """What walks came to, the fastest first, each placement once."""
+    each: dict[PartitionPlacement, Start] = {}
+    for walk in sorted(walks, key=lambda walk: (walk.best_ns, walk.seed)):
+        placement, rule = from_draft(walk.best)
+        each.setdefault(placement, Start(walk.best_ns, placement, rule))
+    return list(each.values())
+
+
+def _again(context: Context, watch: Watch) -> Context:
+    """The same search with what is left of the budget, for walks that go on from where others ended."""
+    params = context.params
+    again = msgspec.structs.replace(
+        params,
+        walks=params.again.walks,
+        starts=msgspec.structs.replace(params.starts, walked=params.again.walks),
+        annealing=msgspec.structs.replace(
+            params.annealing, hot=params.again.hot, cold=min(params.annealing.cold, params.again.hot)
+        ),
+    )
+    # Other random numbers than those of the first round.
+    return replace(context, params=again, watch=watch, tried=0, seed=~context.seed)
 
 
 def _walk(context: Context, starts: list[Start], threads: int) -> list[Walk]:
@@ -137,6 +188,7 @@ def _walk(context: Context, starts: list[Start], threads: int) -> list[Walk]:
     if context.exchanges:
         fine = params.starts.fine_chunks * num_ranks
         starts = [start for start in starts if start.placement.num_chunks >= fine] or starts
+    starts = starts[: params.starts.walked]
     count, tried = max(params.walks, threads), context.watch.share(context.tried)
     rows = [list(range(t, count, threads)) for t in range(threads)]
 
@@ -231,7 +283,7 @@ def warm_up() -> None:
         tried=0,
         target_ns=-1,
         exchanges=True,
-        best=Best(NEVER),
+        best=Best(NEVER, 0),
         on_progress=None,
     )
     Walk(context, Start(4, PartitionPlacement((0, 1, 2), (0, 0)), rule), 0).run(Span(0.0, 1.0, 0, 1))

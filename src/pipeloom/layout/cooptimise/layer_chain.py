@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import numpy as np
 import numpy.typing as npt
 
 from pipeloom.cost.layers import LayerCost, LayerTable
 from pipeloom.errors import InputError
-from pipeloom.spec import Chunk, Layout, ModuleLayout
+from pipeloom.spec import Chunk, Layout, ModelSpec, ModuleLayout
 from pipeloom.taskgraph import (
     BACKWARD,
     FORWARD,
@@ -260,13 +260,29 @@ def rank_work_ns(chain: LayerChain, placement: PartitionPlacement) -> IntArray:
     return work
 
 
-def layout_of(num_ranks: int, placement: PartitionPlacement) -> Layout:
-    """Write a placement as `pipeloom.layout/1`: one module of all layers."""
-    chunks = tuple(
-        Chunk(MODULE, (first, last - 1), rank)
-        for (first, last), rank in zip(pairwise(placement.cuts), placement.ranks, strict=True)
-    )
-    return Layout(num_ranks=num_ranks, modules=(ModuleLayout(MODULE),), chunks=chunks)
+def layout_of(num_ranks: int, placement: PartitionPlacement, model: ModelSpec | None = None) -> Layout:
+    """Write a placement as `pipeloom.layout/1`.
+
+    Parameters
+    ----------
+    num_ranks : int
+    placement : PartitionPlacement
+        No chunk has layers of two modules.
+    model : ModelSpec or None
+        Whose layers, module after module, are those placed; None: one module of all layers.
+    """
+    modules: tuple[ModuleLayout, ...] = (ModuleLayout(MODULE),)
+    ends = {MODULE: placement.cuts[-1]}
+    if model is not None:
+        modules = tuple(ModuleLayout(m.name, m.after, m.frozen) for m in model.modules)
+        lengths = accumulate(len(m.flat_layers) for m in model.modules)
+        ends = {m.name: end for m, end in zip(model.modules, lengths, strict=True)}
+    chunks = []
+    for (first, last), rank in zip(pairwise(placement.cuts), placement.ranks, strict=True):
+        name = next(name for name, end in ends.items() if first < end)
+        begin = max((end for end in ends.values() if end <= first), default=0)
+        chunks.append(Chunk(name, (first - begin, last - 1 - begin), rank))
+    return Layout(num_ranks=num_ranks, modules=modules, chunks=tuple(chunks))
 
 
 def task_number(kind: int, chunk: int, microbatch: int, num_chunks: int, num_microbatches: int) -> int:

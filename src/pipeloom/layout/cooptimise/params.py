@@ -18,6 +18,8 @@ class StartParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
     budget_share: float = 0.3
     """Part of the budget that may go into trying starts."""
+    walked: int = 4
+    """So many of the best starts are walked from, in turns."""
     spreads: tuple[int, ...] = (2, 3)
     """Keys are also tried at so many times a lone microbatch's times: later chunks then run older microbatches, so that
     unlike chunks keep each other supplied."""
@@ -34,6 +36,7 @@ class StartParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         check_share("budget_share", self.budget_share)
         for spread in self.spreads:
             check_count("spreads", spread)
+        check_count("walked", self.walked)
         check_count("many_ranks", self.many_ranks)
         check_count("fine_chunks", self.fine_chunks)
         check_limit("ample_memory", self.ample_memory)
@@ -164,6 +167,24 @@ class WalkPhase(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         check_share("until", self.until)
 
 
+class AgainParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A second round, in which only the best walks go on: many short ones are tried, and few get the rest."""
+
+    walks: int = 0
+    """How many go on; 0: there is one round."""
+    share: float = 0.45
+    """Of the budget, for the second round."""
+    hot: float = 0.002
+    """Its first temperature, relative to the makespan that a walk goes on from."""
+
+    def __post_init__(self) -> None:
+        """Refuse rounds of nothing."""
+        check_not_negative("walks", self.walks)
+        check_share("share", self.share)
+        if not self.hot > 0:
+            raise InputError("hot", f"{self.hot:g} is not above 0")
+
+
 class CooptimiseParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """How partition, placement and schedule are searched."""
 
@@ -182,6 +203,7 @@ class CooptimiseParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     annealing: AnnealParams = AnnealParams()
     refining: RefineParams = RefineParams()
     balance: BalanceParams = BalanceParams()
+    again: AgainParams = AgainParams()
     bound: BoundParams = BoundParams()
     move_weights: dict[str, float] = {}
     """How often moves are tried, by name, where it shall be otherwise than in the table of moves."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -89,6 +90,17 @@ def from_draft(draft: Draft) -> tuple[PartitionPlacement, PriorityRule]:
 def copy_of(draft: Draft) -> Draft:
     """Copy a draft, so that either may be changed alone."""
     return Draft(draft.chunks.copy(), draft.strategy.copy())
+
+
+def cut_at(
+    placement: PartitionPlacement, rule: PriorityRule, boundaries: Collection[int]
+) -> tuple[PartitionPlacement, PriorityRule]:
+    """Cut chunks in two where a layer of ``boundaries`` is inside; both parts stay on the rank, under the same keys."""
+    cuts = sorted({*placement.cuts, *boundaries})
+    of = np.searchsorted(placement.cuts, cuts[:-1], side="right") - 1
+    limits = None if rule.limits is None else rule.limits[of]
+    cut = replace(placement, cuts=tuple(cuts), ranks=tuple(placement.ranks[i] for i in of))
+    return cut, replace(rule, keys=rule.keys[:, of], waits=rule.waits[:, of], limits=limits)
 
 
 def order_rule(chain: LayerChain, placement: PartitionPlacement, rule: PriorityRule) -> OrderRule:

@@ -107,15 +107,17 @@ class Walk:
             if part >= 1:
                 break
             left = NEVER if quota is None else max(1, quota - self.evaluations)
+            before = self.evaluations
             begin, phase = next((begin, phase) for begin, phase in phases if part < phase.until)
             if phase.kind == "anneal":
                 self._anneal(left, (part - begin) / (phase.until - begin))
             else:
                 self._refine(left)
             context.best.ns = min(context.best.ns, self.best_ns)
+            context.best.evaluations += self.evaluations - before
             if context.on_progress is not None and context.watch.elapsed_s() - shown > _SHOW_S:
                 shown = context.watch.elapsed_s()
-                context.on_progress(Progress(shown, self.evaluations, context.best.ns, context.target_ns))
+                context.on_progress(Progress(shown, context.best.evaluations, context.best.ns, context.target_ns))
 
     def _quota(self, span: Span) -> int | None:
         """Evaluations of this walk, where the budget counts them."""
