@@ -22,8 +22,8 @@ from pipeloom.layout.cooptimise.rules import cut_at, order_rule
 from pipeloom.search import Evaluations, Progress
 from pipeloom.spec import Chunk, ModelSpec
 
-WALKS = CooptimiseParams(walks=12, starts=StartParams(walked=2), again=AgainParams(walks=4))
-"""Many short walks from the best two starts: what a walk comes to is luck, and few long ones depend on it."""
+_MOST_WALKS, _WALK = 12, 2000
+"""Walks at most, and the evaluations below which there are fewer."""
 MOST_EVALUATIONS, FEWEST_EVALUATIONS = 176_000, 500
 _MOST_TASKS = 70_000_000
 """So many tasks are run at most while arrangements are searched: some seconds."""
@@ -47,6 +47,12 @@ def arrangement_budget(chain: LayerChain, iterations: int | None = None) -> Eval
     if iterations is not None:
         most = min(most, _SHARE / _TASK_S * iterations * chain.stride_ns / 1e9 * chain.num_microbatches)
     return Evaluations(max(FEWEST_EVALUATIONS, min(MOST_EVALUATIONS, int(most / tasks))))
+
+
+def walks_for(evaluations: int) -> CooptimiseParams:
+    """Many short walks from the best two starts, of which a third go on: what a walk comes to is luck."""
+    walks = max(2, min(_MOST_WALKS, evaluations // _WALK))
+    return CooptimiseParams(walks=walks, starts=StartParams(walked=2), again=AgainParams(walks=walks // 3))
 
 
 def arrangements(
@@ -96,7 +102,7 @@ def arrangements(
         count = max(1, whole.count // len(forms))
         show = None if on_share is None else partial(_show, on_share, number, len(forms), count)
         try:
-            found += every_walk(chain, budget=Evaluations(count), seed=seed, params=WALKS, on_progress=show)
+            found += every_walk(chain, budget=Evaluations(count), seed=seed, params=walks_for(count), on_progress=show)
         except InfeasibleError as error:
             failure = error
     if not found:

@@ -184,10 +184,15 @@ def search_layouts(
 
 def _fitting(trials: Iterable[LayoutEvaluation]) -> list[LayoutEvaluation]:
     """In order; refused where none fits."""
-    order = _in_order(trials)
+    order = in_order(trials)
     if order[0].seconds == float("inf"):
         raise NothingFoundError(f"none of {len(order)} layouts tried fits: {order[0].problem}")
     return order
+
+
+def nearest(order: Sequence[LayoutEvaluation]) -> list[LayoutEvaluation]:
+    """Those that came nearest to the first."""
+    return [t for t in order if t.seconds <= NEAR * order[0].seconds][:MOST_NEAR]
 
 
 def _nearest_again(
@@ -196,17 +201,17 @@ def _nearest_again(
     """Plan the layouts that came nearest once more, if they are to be."""
     if final is None:
         return tuple(order)
-    near = [t for t in order if t.seconds <= NEAR * order[0].seconds][:MOST_NEAR]
+    near = nearest(order)
     drafts = [LayoutDraft(t.name, t.layout, t.rule) for t in near]
     again = [_better(t, evaluate_layout(sampled, d, final, seed)) for t, d in zip(near, drafts, strict=True)]
-    return (*_in_order(again), *(t for t in order if t not in near))
+    return (*in_order(again), *(t for t in order if t not in near))
 
 
 def _better(short: LayoutEvaluation, long: LayoutEvaluation) -> LayoutEvaluation:
     return short if not short.ruled_out and short.seconds < long.seconds else long
 
 
-def _in_order(trials: Iterable[LayoutEvaluation]) -> list[LayoutEvaluation]:
+def in_order(trials: Iterable[LayoutEvaluation]) -> list[LayoutEvaluation]:
     return sorted(trials, key=lambda t: (t.ruled_out, t.seconds))
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import msgspec
@@ -16,6 +18,9 @@ from pipeloom.layout.choose import (
     LayoutDraft,
     LayoutEvaluation,
     Sampled,
+    evaluate_layout,
+    in_order,
+    nearest,
     rank_drafts,
     resized,
     ring_seconds,
@@ -34,6 +39,8 @@ TRIAL = Evaluations(300)
 SHORT = Evaluations(24)
 """Schedules tried for each of many arrangements, of which the best are tried for longer: the rule in several orders of
 the microbatches, and static orders."""
+FEW = 2
+"""Batches under which many layouts are compared, and arrangements that are compared with other layouts."""
 _SHARE_OF_SEARCH = 0.8
 """Of arranging, as it is shown; the rest is judging."""
 
@@ -137,13 +144,22 @@ class Preview:
 
 
 def choose_training_layout(
-    preview: Preview, *, trial: StoppingRule = TRIAL, seed: int = 0, tell: Tell = _nobody
+    preview: Preview,
+    *,
+    budget: Evaluations | None = None,
+    trial: StoppingRule = TRIAL,
+    seed: int = 0,
+    tell: Tell = _nobody,
 ) -> tuple[LayoutEvaluation, ...]:
-    """Plan some batches of a training run under many layouts.
+    """Plan some batches of a training run under many layouts, the best arrangements among them.
+
+    They are compared on the first few batches, and those that come nearest on all, so that the choice is not luck.
 
     Parameters
     ----------
     preview : Preview
+    budget : Evaluations or None
+        Arrangements tried, as in `arrange_training_layout`.
     trial : StoppingRule
         Search for each layout and batch.
     seed : int
@@ -162,9 +178,29 @@ def choose_training_layout(
     InfeasibleError
         Nothing that was tried fits.
     """
-    return search_layouts(
-        preview.sampled(), trial=trial, seed=seed, on_tried=lambda count: tell(f"{count} layouts tried", None)
+    few = dataclasses.replace(preview, batches=preview.batches[:FEW])
+    sampled = preview.sampled()
+    drafts: list[LayoutDraft] = []
+    with suppress(InfeasibleError):
+        found = arrange_training_layout(few, budget=budget, trial=trial, seed=seed, tell=tell)
+        drafts = [LayoutDraft(t.name, t.layout, t.rule) for t in nearest(found)[:FEW]]
+    order = search_layouts(
+        dataclasses.replace(sampled, graphs=few.graphs),
+        trial=trial,
+        seed=seed,
+        drafts=drafts,
+        on_tried=lambda count: tell(f"{count} layouts tried", None),
     )
+    if len(preview.batches) <= FEW:
+        return order
+    near = nearest(order)
+    # Other seeds than those by which they came near.
+    again = [
+        evaluate_layout(sampled, LayoutDraft(t.name, t.layout, t.rule), trial, seed + len(preview.batches))
+        for t in near
+        if not t.ruled_out
+    ]
+    return (*in_order(again), *(t for t in order if t.ruled_out or t not in near))
 
 
 def arrange_training_layout(
@@ -232,7 +268,7 @@ def arrange_training_layout(
             order = (*order, *judged(cut, 0.9, 1.0))
         except InfeasibleError:
             return order
-    return tuple(sorted(order, key=lambda t: (t.ruled_out, t.seconds)))
+    return tuple(in_order(order))
 
 
 def _in_parts(sampled: Sampled, best: LayoutEvaluation) -> Iterator[LayoutDraft]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -30,8 +29,6 @@ class Laid(NamedTuple):
     rule: OrderRule | None = None
 
 
-_PLANNED_BATCHES = 2
-"""Batches under which layouts are compared."""
 _SHOWN_LAYOUTS = 5
 
 
@@ -146,7 +143,7 @@ def _chosen_layout(job: Job, model: Model, profile: Profile, first: FirstBatches
     """Plan the first batches under many layouts, and take the fastest."""
     job.display.say("Choosing a layout ...")
     begin = time.monotonic()
-    coming = replace(preview(job, model, profile, first), batches=first.metadata[:_PLANNED_BATCHES])
+    coming = preview(job, model, profile, first)
     with job.display.working("Choosing a layout") as tell:
         trials = choose_training_layout(coming, seed=job.config.seed, tell=tell)
     _show(job, trials)

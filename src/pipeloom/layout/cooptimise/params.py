@@ -174,7 +174,7 @@ class AgainParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """How many go on; 0: there is one round."""
     share: float = 0.45
     """Of the budget, for the second round."""
-    hot: float = 0.002
+    hot: float = 0.004
     """Its first temperature, relative to the makespan that a walk goes on from."""
 
     def __post_init__(self) -> None:
