@@ -27,7 +27,7 @@ class LayoutConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kind: Literal["separate", "encoder_first", "chosen", "arranged", "file"] = "separate"
     """``separate``: every module over all ranks. ``encoder_first``: encoders whole on rank 0.
     ``chosen``: the fastest of those that are tried on the first batches, sizes and segments included. ``arranged``:
-    partition and placement of a single module chosen together. ``file``: the one at ``path``."""
+    partition and placement of all modules chosen together. ``file``: the one at ``path``."""
     modules: dict[str, ModulePlacement] = {}
     path: str = ""
     """A `pipeloom.layout/1`, relative to the file."""
