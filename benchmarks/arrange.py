@@ -93,8 +93,8 @@ def _in_training(folder: Path | None) -> Iterator[str]:
     if rows:
         header = ["chain", *(f"seed {seed}" for seed in range(_SEEDS)), "median", "processor time each"]
         yield (
-            'As `kind = "arranged"` searches before training, in 1F1B\'s memory, then 0.05 s of search on such a batch with the '
-            f"rule that was found: ms of an iteration.\n\n{markdown_table(header, rows)}"
+            'As `kind = "arranged"` searches before training, in 1F1B\'s memory, then 0.05 s of search on such a batch '
+            f"with the rule that was found: ms of an iteration.\n\n{markdown_table(header, rows)}"
         )
 
 

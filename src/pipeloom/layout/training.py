@@ -182,7 +182,7 @@ def choose_training_layout(
     sampled = preview.sampled()
     drafts: list[LayoutDraft] = []
     with suppress(InfeasibleError):
-        found = arrange_training_layout(few, budget=budget, trial=trial, seed=seed, tell=tell)
+        found = arrange_training_layout(preview, budget=budget, trial=trial, seed=seed, tell=tell)
         drafts = [LayoutDraft(t.name, t.layout, t.rule) for t in nearest(found)[:FEW]]
     order = search_layouts(
         dataclasses.replace(sampled, graphs=few.graphs),
