@@ -25,7 +25,7 @@ from tests.cases import random_batch
 from tests.planner.cases import MemoryStore, random_setup
 
 EVERY = ("keep", "recompute", "selective", "offload")
-FEW = settings(deadline=None, max_examples=8)
+FEW = settings(deadline=None, max_examples=5)
 
 
 def offering(seed: int, capacity_bytes: int | None = None) -> Setup:

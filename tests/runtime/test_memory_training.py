@@ -26,9 +26,9 @@ def offering(setup: Setup, strategies: tuple[Strategy, ...], capacity: int | Non
 
 def least_capacity(setup: Setup, strategies: tuple[Strategy, ...], split: bool = False) -> int:
     """Bytes of a rank under which every batch can just be planned, to two per cent."""
-    low, high = 0, 2**27
-    while high - low > high // 50:
-        middle = (low + high) // 2
+    low, high = 2**18, 0
+    while not high or high - low > high // 50:
+        middle = (low + high) // 2 if high else 2 * low
         problem = offering(setup, strategies, middle, split).problem()
         try:
             for i, samples in enumerate(data.batches(SEED, ITERATIONS, DOCUMENTS)):
