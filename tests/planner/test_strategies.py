@@ -100,6 +100,33 @@ def test_what_is_chosen_fits_and_survives_its_travel(seed: int) -> None:
             assert (again.peak_bytes <= capacity).all()
 
 
+def test_offering_more_refuses_nothing_that_less_would_fit() -> None:
+    """Under the least limit that the others fit, offloading has no room for what is on its way, and is left out."""
+    for seed in range(3):
+        batch = random_batch(seed)
+        everything = offering(seed)
+        lean = msgspec.structs.replace(everything, strategies=EVERY[:3])
+        least = 1000
+        while True:
+            cap = {"cluster": RankSpec(memory_capacity_bytes=least)}
+            try:
+                plan_batch(msgspec.structs.replace(lean, **cap).problem(), batch, budget=Evaluations(1), seed=0)
+                break
+            except InfeasibleError:
+                least = least * 5 // 4
+        problem = msgspec.structs.replace(everything, **cap).problem()
+        planned = plan_batch(problem, batch, budget=Evaluations(20), seed=0)
+        answer = answer_of(planned, search_s=0.0, ready_ns=0)
+        assert answer.offers_offload == planned.offers_offload
+        again = answered_graph(problem, batch, decode(type(answer), encode(answer)), Correction())
+        assert again.duration_ns.tolist() == planned.resolved.graph.duration_ns.tolist()
+        words = {action.strategy for actions in planned.plan.ranks for action in actions if action.verb == "F"}
+        assert planned.offers_offload or not any("offload" in word for word in words)
+        if not planned.offers_offload:
+            return
+    pytest.fail("no limit was so tight that offloading had to be left out")
+
+
 @FEW
 @given(st.integers(0, 10_000))
 def test_the_fallback_fits_too(seed: int) -> None:

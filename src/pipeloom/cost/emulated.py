@@ -23,6 +23,7 @@ from pipeloom.emulator.template import LayerTemplate
 from pipeloom.errors import InputError
 from pipeloom.spec import (
     STRATEGIES,
+    TRAITS,
     Chunk,
     ChunkStrategy,
     LayerSpec,
@@ -119,6 +120,16 @@ class EmulatedCosts:
         whole = copy(self)
         whole.split_backward, whole._parts, whole._known = False, ("F", "B"), OrderedDict()
         return whole
+
+    def without_offload(self) -> EmulatedCosts | None:
+        """Return the same costs without strategies that offload; None where that leaves all, or none."""
+        rest = tuple(s for s in self.strategies if not any(TRAITS[each].offloads for each in (s.first, s.others)))
+        steps = self.ladder._replace(offloading=0) if self.ladder else None
+        if not rest or (rest, steps) == (self.strategies, self.ladder):
+            return None
+        lean = copy(self)
+        lean.strategies, lean.ladder, lean._known = rest, steps, OrderedDict()
+        return lean
 
     def _chunk(self, chunk: Chunk) -> tuple[LayerTemplate, ...]:
         layers = self._layers.get(chunk.module)
@@ -217,7 +228,7 @@ class EmulatedCosts:
             each for each in self.strategies if all(word in layers[0].passes for word in each.layers(len(layers)))
         ]
         used = max(self._stage(chunk, each).workspace_bytes(workload) for each in usable or self.strategies)
-        return used if self.ladder is None else used + staging_bytes(layers, workload)
+        return used + staging_bytes(layers, workload) if self.ladder and self.ladder.offloading else used
 
     def chunk_flops(self, chunk: Chunk, workload: Workload) -> float:
         """Operations of the forward's products on all tensor- and context-parallel devices together."""

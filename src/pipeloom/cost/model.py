@@ -95,3 +95,7 @@ class PlannedCosts(CostModel, Protocol):
     def whole_backwards(self) -> Self:
         """Return the same costs without the halves of backwards."""
         ...
+
+    def without_offload(self) -> Self | None:
+        """Return the same costs without strategies that offload; None where that leaves all, or none."""
+        ...

@@ -124,6 +124,11 @@ class ProfileCosts:
         """Return the same costs without the halves of backwards."""
         return replace(self, split_backward=False) if self.split_backward else self
 
+    def without_offload(self) -> ProfileCosts | None:
+        """Return the same costs without strategies that offload; None where that leaves all, or none."""
+        rest = tuple(each for each in self.strategies if not TRAITS[each].offloads)
+        return replace(self, strategies=rest) if rest and rest != self.strategies else None
+
     def corrected(self, correction: Correction) -> ProfileCosts:
         """Return the same costs corrected by what was measured while training ran."""
         rank = self.rank

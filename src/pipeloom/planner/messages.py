@@ -162,6 +162,7 @@ def answer_of(planned: PlannedBatch, *, search_s: float, ready_ns: int) -> Answe
         method=planned.schedule.method,
         ready_ns=ready_ns,
         peak_bytes=planned.peak_bytes,
+        offers_offload=planned.offers_offload,
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -27,7 +27,8 @@ class PlannedBatch:
     """A plan with all that led to it.
 
     ``resolved`` is the graph with the chosen strategies alone, whose tasks are the plan's compute actions;
-    ``peak_bytes`` what each rank needs at most, workspace and messages included, empty where memory is not limited.
+    ``peak_bytes`` what each rank needs at most, workspace and messages included, empty where memory is not limited;
+    ``offers_offload`` is False where offloading was left out for the room that it puts aside.
     """
 
     packing: Packing
@@ -39,6 +40,7 @@ class PlannedBatch:
     evaluations: int
     resolved: Resolved
     peak_bytes: tuple[int, ...] = ()
+    offers_offload: bool = True
 
     @property
     def gap(self) -> float:
@@ -68,22 +70,31 @@ def plan_batch(
         When the batch cannot be packed, scheduled, or (a defect) lowered to a plan that verifies.
     """
     try:
-        for _ in range(_MOST_TRIALS):
-            planned = _planned(problem, batch, budget, seed, method)
-            over = [max(0, need - (problem.capacity_bytes or 0)) for need in planned.peak_bytes]
-            if not any(over):
-                return planned
-            # What is put aside is a rule's; the plan's own messages are counted, and had no room.
-            problem, budget = problem.sparing(over), Share(budget, _TRIAL_SHARE)
-        rank = int(np.argmax(over))
-        raise NothingFoundError(
-            f"rank {rank}: every plan that was found needs {over[rank]} bytes more than the {problem.capacity_bytes} "
-            "that there are; use smaller microbatches"
-        )
+        return _fitting(problem, batch, budget, seed, method)
     except InfeasibleError as error:
+        # What is on its way to the host and back takes room on every rank, whoever offloads.
+        if (lean := problem.without_offload()) is not None:
+            again = plan_batch(lean, batch, budget=Share(budget, _TRIAL_SHARE), seed=seed, method=method)
+            return replace(again, offers_offload=False)
         if problem.costs.strategies != ("keep",):
             raise
         raise type(error)(f"{error}; offer strategies that hold less, as recompute does") from error
+
+
+def _fitting(problem: Problem, batch: Batch, budget: StoppingRule, seed: int, method: str) -> PlannedBatch:
+    """Plan until the plan, counted along its actions, needs no more than there is."""
+    for _ in range(_MOST_TRIALS):
+        planned = _planned(problem, batch, budget, seed, method)
+        over = [max(0, need - (problem.capacity_bytes or 0)) for need in planned.peak_bytes]
+        if not any(over):
+            return planned
+        # What is put aside is a rule's; the plan's own messages are counted, and had no room.
+        problem, budget = problem.sparing(over), Share(budget, _TRIAL_SHARE)
+    rank = int(np.argmax(over))
+    raise NothingFoundError(
+        f"rank {rank}: every plan that was found needs {over[rank]} bytes more than the {problem.capacity_bytes} "
+        "that there are; use smaller microbatches"
+    )
 
 
 def _planned(problem: Problem, batch: Batch, budget: StoppingRule, seed: int, method: str) -> PlannedBatch:
