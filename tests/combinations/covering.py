@@ -45,7 +45,6 @@ EXCLUDED: tuple[Excluded, ...] = (
     ),
     Excluded(("early", "clusters"), ("strategies", "chosen"), _NO_CHOICE),
     Excluded(("early", "clusters"), ("split", "split"), _NO_CHOICE),
-    Excluded(("layout", "arranged"), ("encoder", "frozen"), "a chain of one module, which then is trained"),
 )
 
 

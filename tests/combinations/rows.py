@@ -34,8 +34,6 @@ _MODULES: Mapping[str, dict[str, Any]] = {
     "encoder_first": {"vision": {"sub_microbatch": 2}},
 }
 _LAYOUT_FILE = "layout.json"
-STATED = (*_MODULES, "file")
-"""Kinds of layout that do not look at memory."""
 
 
 def settings_of(row: Row) -> dict[str, Any]:
@@ -55,7 +53,8 @@ def settings_of(row: Row) -> dict[str, Any]:
         "parallel": _PARALLEL[row["parallel"]],
         # No plan is late: what is told of is what comes, not how fast this machine is.
         "planner": {
-            "budget_s": 0.05,
+            # What may be split is found only once whole backwards have been searched.
+            "budget_s": 0.3 if row["split"] == "split" else 0.05,
             "deadline_s": 120.0,
             "strategies": ["keep", "selective", "recompute", "offload"] if chosen else [row["strategies"]],
             "split_backward": row["split"] == "split",
@@ -75,8 +74,8 @@ def num_ranks(row: Row) -> int:
 
 
 def model_of(row: Row) -> dict[str, Any]:
-    """Arguments of ``build_model``: `arranged` takes one module."""
-    return {"frozen": row["encoder"] == "frozen", "encoder": row["layout"] != "arranged"}
+    """Arguments of ``build_model``."""
+    return {"frozen": row["encoder"] == "frozen"}
 
 
 def invented(row: Row) -> Profile:
