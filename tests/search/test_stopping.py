@@ -98,5 +98,4 @@ def test_a_meter_counts_for_all_that_share_it() -> None:
 def test_a_part_of_a_budget_is_divided_and_cools() -> None:
     stretch = Stretch(0.2, 1.0)
     assert stretch.first(0.25) == pytest.approx((0.2, 0.4))
-    assert [turn.until for turn in stretch.turns(4)] == pytest.approx([0.4, 0.6, 0.8, 1.0])
     assert [stretch.cooling(spent) for spent in (0.2, 0.6, 1.0, 1.1)] == pytest.approx([1.0, 0.5, 0.0, 0.0])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import ceil
 from typing import Literal, NamedTuple, Protocol
@@ -197,14 +197,6 @@ class Stretch(NamedTuple):
     def first(self, share: float) -> Stretch:
         """Its first part."""
         return Stretch(self.since, self.since + share * (self.until - self.since))
-
-    def turns(self, count: int) -> Iterator[Stretch]:
-        """Equal stretches, one after the other."""
-        begin = self.since
-        for left in range(count, 0, -1):
-            end = begin + (self.until - begin) / left
-            yield Stretch(begin, end)
-            begin = end
 
     def cooling(self, spent: float) -> float:
         """What is left of it, from 1 at its begin to 0 at its end."""
