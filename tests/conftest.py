@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import shutil
 import signal
@@ -127,8 +128,11 @@ def bounded(item: pytest.Item) -> Iterator[None]:
 
     before = signal.signal(signal.SIGALRM, give_up)
     signal.setitimer(signal.ITIMER_REAL, bound_s)
+    # Where a thread that waits holds the interpreter's lock, no signal is seen: then the worker ends.
+    faulthandler.dump_traceback_later(bound_s + 30, exit=True)
     try:
         yield
     finally:
+        faulthandler.cancel_dump_traceback_later()
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)

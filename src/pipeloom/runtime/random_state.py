@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from pipeloom.collector import collector_paused
 from pipeloom.packing import Packing
 
 _MASK = 2**63 - 1
@@ -32,7 +33,10 @@ class RandomState:
     def now(cls, device: torch.device) -> RandomState:
         """The state at this moment."""
         on_gpu = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-        return cls(torch.get_rng_state(), on_gpu)
+        # The state is wrapped while the generator is locked. If Python's collector ran in that moment, and a finaliser let
+        # another thread run that asks for the state, it would wait for the generator with the interpreter's lock.
+        with collector_paused():
+            return cls(torch.get_rng_state(), on_gpu)
 
     def equals(self, other: RandomState) -> bool:
         """Whether the same numbers would come."""
