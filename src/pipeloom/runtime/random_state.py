@@ -33,8 +33,8 @@ class RandomState:
     def now(cls, device: torch.device) -> RandomState:
         """The state at this moment."""
         on_gpu = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-        # The state is wrapped while the generator is locked. If Python's collector ran in that moment, and a finaliser let
-        # another thread run that asks for the state, it would wait for the generator with the interpreter's lock.
+        # The state is wrapped while the generator is locked. If Python's collector ran in that moment, and a finaliser
+        # let another thread run that asks for the state, that would wait with the interpreter's lock.
         with collector_paused():
             return cls(torch.get_rng_state(), on_gpu)
 
