@@ -21,8 +21,8 @@ ITERATIONS, SEED, RATE = 3, 28, 1e-3
 _DOCUMENTS = 7
 
 
-def build_model(seed: int, frozen: bool = False, encoder: bool = True) -> pl.Model:
-    whole = small_model(random.Random(seed), frozen, encoder)
+def build_model(seed: int, frozen: bool = False) -> pl.Model:
+    whole = small_model(random.Random(seed), frozen)
     return replace(whole, modules=tuple(replace(module, parallelize=divide) for module in whole.modules))
 
 
@@ -53,8 +53,8 @@ def optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 def evaluate(trained: pl.Model) -> Mapping[str, float]:
     """Of all gradients that training has summed, the largest difference from one process's, relative to the largest."""
     frozen = any(module.frozen for module in trained.modules)
-    begun = build_model(SEED, frozen, len(trained.modules) > 1)
-    whole = build_model(SEED, frozen, len(trained.modules) > 1)
+    begun = build_model(SEED, frozen)
+    whole = build_model(SEED, frozen)
     train_undivided(whole)
     far = largest = 0.0
     for first, wanted, found in zip(weights(begun), weights(whole), weights(trained), strict=True):

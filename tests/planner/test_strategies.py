@@ -18,13 +18,13 @@ from pipeloom.plan import Measured, Verb
 from pipeloom.planner import Planner, Request, Setup, answer_of, plan_batch
 from pipeloom.planner.messages import decode, encode
 from pipeloom.search import Evaluations
-from pipeloom.spec import Batch, RankSpec
+from pipeloom.spec import Batch, RankSpec, Strategy
 from pipeloom.timeline import check
 from pipeloom.tuning import TuningSpec
 from tests.cases import random_batch
 from tests.planner.cases import MemoryStore, random_setup
 
-EVERY = ("keep", "recompute", "selective", "offload")
+EVERY: tuple[Strategy, ...] = ("keep", "recompute", "selective", "offload")
 FEW = settings(deadline=None, max_examples=5)
 
 
@@ -66,11 +66,11 @@ def offering(seed: int, capacity_bytes: int | None = None) -> Setup:
     )
 
 
-def tight(seed: int, batch: Batch) -> Setup:
+def tight(seed: int, batch: Batch, offered: tuple[Strategy, ...] = EVERY) -> Setup:
     """The same with hardly more room than the least that any plan needs."""
     least = 1000
     while True:
-        setup = offering(seed, least)
+        setup = msgspec.structs.replace(offering(seed, least), strategies=offered)
         try:
             plan_batch(setup.problem(), batch, budget=Evaluations(1), seed=0, method="portfolio")
         except InfeasibleError:
@@ -104,17 +104,7 @@ def test_offering_more_refuses_nothing_that_less_would_fit() -> None:
     """Under the least limit that the others fit, offloading has no room for what is on its way, and is left out."""
     for seed in range(3):
         batch = random_batch(seed)
-        everything = offering(seed)
-        lean = msgspec.structs.replace(everything, strategies=EVERY[:3])
-        least = 1000
-        while True:
-            cap = {"cluster": RankSpec(memory_capacity_bytes=least)}
-            try:
-                plan_batch(msgspec.structs.replace(lean, **cap).problem(), batch, budget=Evaluations(1), seed=0)
-                break
-            except InfeasibleError:
-                least = least * 5 // 4
-        problem = msgspec.structs.replace(everything, **cap).problem()
+        problem = msgspec.structs.replace(tight(seed, batch, EVERY[:3]), strategies=EVERY).problem()
         planned = plan_batch(problem, batch, budget=Evaluations(20), seed=0)
         answer = answer_of(planned, search_s=0.0, ready_ns=0)
         assert answer.offers_offload == planned.offers_offload

@@ -74,6 +74,11 @@ class LayoutEvaluation:
     problem: str = ""
     rule: OrderRule | None = None
 
+    @property
+    def draft(self) -> LayoutDraft:
+        """What was tried, to be tried again."""
+        return LayoutDraft(self.name, self.layout, self.rule)
+
 
 @dataclass(frozen=True)
 class Sampled:
@@ -202,8 +207,7 @@ def _nearest_again(
     if final is None:
         return tuple(order)
     near = nearest(order)
-    drafts = [LayoutDraft(t.name, t.layout, t.rule) for t in near]
-    again = [_better(t, evaluate_layout(sampled, d, final, seed)) for t, d in zip(near, drafts, strict=True)]
+    again = [_better(t, evaluate_layout(sampled, t.draft, final, seed)) for t in near]
     return (*in_order(again), *(t for t in order if t not in near))
 
 

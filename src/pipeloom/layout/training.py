@@ -183,7 +183,7 @@ def choose_training_layout(
     drafts: list[LayoutDraft] = []
     with suppress(InfeasibleError):
         found = arrange_training_layout(preview, budget=budget, trial=trial, seed=seed, tell=tell)
-        drafts = [LayoutDraft(t.name, t.layout, t.rule) for t in nearest(found)[:FEW]]
+        drafts = [one.draft for one in nearest(found)[:FEW]]
     order = search_layouts(
         dataclasses.replace(sampled, graphs=few.graphs),
         trial=trial,
@@ -195,11 +195,7 @@ def choose_training_layout(
         return order
     near = nearest(order)
     # Other seeds than those by which they came near.
-    again = [
-        evaluate_layout(sampled, LayoutDraft(t.name, t.layout, t.rule), trial, seed + len(preview.batches))
-        for t in near
-        if not t.ruled_out
-    ]
+    again = [evaluate_layout(sampled, t.draft, trial, seed + len(preview.batches)) for t in near if not t.ruled_out]
     return (*in_order(again), *(t for t in order if t.ruled_out or t not in near))
 
 

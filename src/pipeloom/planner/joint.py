@@ -23,7 +23,7 @@ from pipeloom.search.stopping import Meter, Until
 from pipeloom.spec import Batch, Layout
 from pipeloom.taskgraph import Assignable, TaskGraph
 from pipeloom.taskgraph.iteration import iteration_graph, room_bytes
-from pipeloom.timeline import LowerBound, Schedule, Timeline, assignable_bound, lower_bound, simulate
+from pipeloom.timeline import LowerBound, Schedule, Timeline, assignable_bound, lower_bound, simulate, within_limits
 from pipeloom.tuning import TuningSpec, tune, tuned_plan
 
 
@@ -192,7 +192,7 @@ class _Packings:
             # Its own order holds where the graph has no choice of strategies and leaves room for a computation.
             graph = _graph(self.unsplit, self.problem.layout, made.packing).graph
             timeline = simulate(graph, made.schedule)
-            if graph.capacity_bytes is None or (timeline.peak_bytes <= graph.capacity_bytes).all():
+            if within_limits(graph, made.schedule, timeline):
                 plain = replace(made, graph=graph, timeline=timeline, lower_bound=lower_bound(graph))
                 self.judged.append(_Packed(groups, plain))
 

@@ -41,12 +41,15 @@ def run_undivided(model: Model, batch: Batch, samples: Sequence[Any], *, backwar
             for layer in module.layers:
                 layer.requires_grad_(False)
     outputs: dict[str, Tensor] = {}
+    idle: list[Module] = []
     part: Part | None = None
     with torch.set_grad_enabled(backward):
         for module in model.modules:
             part = _whole(module, batch, samples)
             given = [_rows(outputs[name], model.module(name), module, batch, part) for name in module.after]
             outputs[module.name] = _forward(module, part, given)
+            if not part.instances:
+                idle.append(module)
         assert part is not None
         if not part.instances:
             # Without work for the last module there is no loss.
@@ -54,9 +57,8 @@ def run_undivided(model: Model, batch: Batch, samples: Sequence[Any], *, backwar
         loss = model.loss(outputs[model.modules[-1].name], part) / normaliser
     if backward:
         loss.backward()  # type: ignore[no-untyped-call]
-        for module in model.modules:
-            if not _whole(module, batch, samples).instances:
-                zero_missing(module.layers)
+        for module in idle:
+            zero_missing(module.layers)
     return float(loss.detach())
 
 
