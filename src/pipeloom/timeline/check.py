@@ -1,19 +1,25 @@
-"""An independent judge of schedules: plain Python over the format's rules, nothing shared with the simulator.
+"""An independent judge of schedules: whole columns against the format's rules, nothing shared with the simulator.
 
 Every rule is stated again here, from ``docs/formats.md``: it reads a graph's given arrays, not the closed
-rows and tables that kernels use.
+rows and tables that other kernels use. Only what is broken is looked at one by one, to be put into words.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+import numpy as np
 
 from pipeloom.errors import InputError
-from pipeloom.taskgraph import KIND_NAMES, NS_PER_S, TaskGraph
+from pipeloom.lazy import lazy_module
+from pipeloom.taskgraph import KIND_NAMES, NS_PER_S, IntArray, TaskGraph
 from pipeloom.timeline.schedule import Schedule, Timeline
+
+if TYPE_CHECKING:
+    from pipeloom.timeline import check_kernels as kernels
+else:
+    kernels = lazy_module("pipeloom.timeline.check_kernels")
 
 ViolationKind = Literal[
     "missing task", "doubled task", "wrong rank", "order", "overlap", "edge", "start", "memory", "candidate"
@@ -41,14 +47,30 @@ class Violation:
         return f"{self.kind}: {self.message}"
 
 
-@dataclass(frozen=True, slots=True)
-class _Costs:
-    """Durations and bytes under the chosen candidates, as plain lists."""
+class _Costs(NamedTuple):
+    """Durations by task, and bytes by pair, under the chosen candidates."""
 
-    duration: list[int]
-    activation: list[int]
-    weight_gradient: list[int]
-    host: list[int]
+    duration: IntArray
+    activation: IntArray
+    weight_gradient: IntArray
+    host: IntArray
+
+
+class _Before(NamedTuple):
+    """What comes before every task: row ``t`` is ``task[start[t]:start[t + 1]]``, with delays; ``target`` repeats t."""
+
+    start: IntArray
+    task: IntArray
+    delay: IntArray
+    target: IntArray
+
+
+class _Parts(NamedTuple):
+    """Tasks of every pair: its F, its B or I (its F where it is frozen), and its W (-1: none)."""
+
+    first: IntArray
+    last: IntArray
+    weight: IntArray
 
 
 def check(graph: TaskGraph, schedule: Schedule, timeline: Timeline | None = None) -> tuple[Violation, ...]:
@@ -68,7 +90,8 @@ def check(graph: TaskGraph, schedule: Schedule, timeline: Timeline | None = None
         Empty where the schedule is feasible. Faults of the order hide those that follow from them: times and
         memory are judged only where every task is listed once, on its rank.
     """
-    found = _check_listing(graph, schedule)
+    orders = [np.asarray(tasks, dtype=np.int64).reshape(-1) for tasks in schedule.order]
+    found = _check_listing(graph, orders)
     costs, candidate_faults = _chosen_costs(graph, schedule)
     found += candidate_faults
     if timeline is not None and not (len(timeline.start_ns) == len(timeline.end_ns) == graph.num_tasks):
@@ -76,170 +99,141 @@ def check(graph: TaskGraph, schedule: Schedule, timeline: Timeline | None = None
         return tuple(found)
     if found or costs is None:
         return tuple(found)
-    order = [[int(t) for t in tasks] for tasks in schedule.order]
-    before = _everything_before(graph)
-    earliest, depth = _earliest(graph, order, before, costs.duration)
+    parts = _parts(graph)
+    before = _everything_before(graph, parts)
+    order, rows = np.concatenate(orders), np.cumsum([0, *map(len, orders)])
+    start, depth = np.full(graph.num_tasks, -1, np.int64), np.ones(graph.num_tasks, np.int64)
+    done = kernels.earliest(order, rows, before.start, before.task, before.delay, costs.duration, start, depth)
     if timeline is not None:
         # Seconds in double precision hold some fifteen digits: on very long timelines less than a nanosecond.
-        slack = timeline.makespan_ns >> 50
-        depth = [each + slack for each in depth]
-        found += _check_times(graph, order, before, costs.duration, timeline, depth)
-    if earliest is None:
-        found.append(_deadlock(graph, order, before))
+        depth += timeline.makespan_ns >> 50
+        found += _check_times(graph, orders, before, costs.duration, timeline, depth)
+    if done < graph.num_tasks:
+        found.append(_deadlock(graph, orders, before, start))
         return tuple(found)
     if timeline is not None and not found:
-        found += _check_earliest(graph, timeline, earliest, depth)
-    found += _check_memory(graph, costs, earliest)
-    found += _check_host(graph, costs, earliest)
+        found += _check_earliest(graph, timeline, start, depth)
+    end = start + costs.duration
+    found += _check_memory(graph, costs, parts, start, end)
+    found += _check_host(graph, costs, parts, start, end)
     return tuple(found)
 
 
-def _check_listing(graph: TaskGraph, schedule: Schedule) -> list[Violation]:
+def _check_listing(graph: TaskGraph, orders: list[IntArray]) -> list[Violation]:
     found: list[Violation] = []
-    if len(schedule.order) != graph.num_ranks:
-        found.append(Violation("wrong rank", f"order has {len(schedule.order)} ranks, not {graph.num_ranks}"))
-    times = [0] * graph.num_tasks
-    for rank, tasks in enumerate(schedule.order):
-        for raw in tasks:
-            task = int(raw)
-            if not 0 <= task < graph.num_tasks:
-                found.append(
-                    Violation("missing task", f"order[{rank}] has task {task}, not in 0..{graph.num_tasks - 1}")
-                )
-                continue
-            times[task] += 1
-            if int(graph.rank[task]) != rank:
+    if len(orders) != graph.num_ranks:
+        found.append(Violation("wrong rank", f"order has {len(orders)} ranks, not {graph.num_ranks}"))
+    times = np.zeros(graph.num_tasks, np.int64)
+    for rank, tasks in enumerate(orders):
+        known = (tasks >= 0) & (tasks < graph.num_tasks)
+        times += np.bincount(tasks[known], minlength=graph.num_tasks)
+        wrong = ~known
+        wrong[known] = graph.rank[tasks[known]] != rank
+        for place in np.flatnonzero(wrong).tolist():
+            task = int(tasks[place])
+            if not known[place]:
+                problem = f"order[{rank}] has task {task}, not in 0..{graph.num_tasks - 1}"
+                found.append(Violation("missing task", problem))
+            else:
                 found.append(Violation("wrong rank", f"{graph.describe(task)} is listed on rank {rank}"))
-    for task, count in enumerate(times):
-        if count == 0:
+    for task in np.flatnonzero(times != 1).tolist():
+        if times[task] == 0:
             found.append(Violation("missing task", f"{graph.describe(task)} is not in the order"))
-        elif count > 1:
-            found.append(Violation("doubled task", f"{graph.describe(task)} is in the order {count} times, not once"))
+        else:
+            problem = f"{graph.describe(task)} is in the order {times[task]} times, not once"
+            found.append(Violation("doubled task", problem))
     return found
 
 
 def _chosen_costs(graph: TaskGraph, schedule: Schedule) -> tuple[_Costs | None, list[Violation]]:
-    costs = _Costs(
-        [int(d) for d in graph.duration_ns],
-        [int(b) for b in graph.activation_bytes],
-        [int(b) for b in graph.weight_gradient_bytes],
-        [0] * graph.num_pairs,
-    )
     if graph.candidates is None:
         if schedule.candidate is not None:
             return None, [Violation("candidate", "given, but the instance has no candidates")]
-        return costs, []
+        none = np.zeros(graph.num_pairs, np.int64)
+        return _Costs(graph.duration_ns, graph.activation_bytes, graph.weight_gradient_bytes, none), []
     if schedule.candidate is None:
         return None, [Violation("candidate", "null, but the instance has candidates: choose one for every pair")]
     if len(schedule.candidate) != graph.num_pairs:
         problem = f"has {len(schedule.candidate)} entries, the instance {graph.num_pairs} pairs"
         return None, [Violation("candidate", problem)]
-    found = []
-    for pair, raw in enumerate(schedule.candidate):
-        options = graph.candidates[pair]
-        if not 0 <= int(raw) < len(options):
-            found.append(Violation("candidate", f"pair {pair} has candidate {int(raw)}, not in 0..{len(options) - 1}"))
+    choice = [int(raw) for raw in schedule.candidate]
+    found = [
+        Violation("candidate", f"pair {pair} has candidate {index}, not in 0..{len(options) - 1}")
+        for pair, (index, options) in enumerate(zip(choice, graph.candidates, strict=True))
+        if not 0 <= index < len(options)
+    ]
     if found:
         return None, found
-    for task in range(graph.num_tasks):
-        pair = int(graph.pair[task])
-        option = graph.candidates[pair][int(schedule.candidate[pair])]
-        name = KIND_NAMES[graph.kind[task]]
-        costs.duration[task] = {
-            "F": option.forward_ns,
-            "B": option.backward_ns,
-            "I": option.backward_ns,
-            "W": option.weight_ns,
+    chosen = [options[index] for options, index in zip(graph.candidates, choice, strict=True)]
+    duration = np.zeros(graph.num_tasks, np.int64)
+    for kind, name in enumerate(KIND_NAMES):
+        column = {
+            "F": [option.forward_ns for option in chosen],
+            "B": [option.backward_ns for option in chosen],
+            "I": [option.backward_ns for option in chosen],
+            "W": [option.weight_ns for option in chosen],
         }[name]
-        costs.activation[pair] = option.activation_bytes
-        costs.weight_gradient[pair] = option.weight_gradient_bytes
-        costs.host[pair] = option.host_bytes
-    return costs, []
+        mine = graph.kind == kind
+        duration[mine] = np.array(column, np.int64)[graph.pair[mine]]
+    activation = np.array([option.activation_bytes for option in chosen], np.int64)
+    weight_gradient = np.array([option.weight_gradient_bytes for option in chosen], np.int64)
+    return _Costs(
+        duration, activation, weight_gradient, np.array([option.host_bytes for option in chosen], np.int64)
+    ), []
 
 
-def _everything_before(graph: TaskGraph) -> list[list[tuple[int, int]]]:
-    """Per task its (predecessor, delay), from the given edges and the rules F before B or I, I before W."""
-    before: list[list[tuple[int, int]]] = [[] for _ in range(graph.num_tasks)]
-    for source, target, delay in zip(
-        graph.edge_source.tolist(), graph.edge_target.tolist(), graph.edge_delay_ns.tolist(), strict=True
-    ):
-        before[target].append((source, delay))
-    parts: dict[int, dict[str, int]] = defaultdict(dict)
-    for task, (kind, pair) in enumerate(zip(graph.kind.tolist(), graph.pair.tolist(), strict=True)):
-        parts[pair][KIND_NAMES[kind]] = task
-    for tasks in parts.values():
-        for first, second in (("F", "B"), ("F", "I"), ("I", "W")):
-            if first in tasks and second in tasks:
-                before[tasks[second]].append((tasks[first], 0))
-    return before
+def _parts(graph: TaskGraph) -> _Parts:
+    task = np.arange(graph.num_tasks)
+    of_kind = {}
+    for kind, name in enumerate(KIND_NAMES):
+        mine = graph.kind == kind
+        of_kind[name] = np.full(graph.num_pairs, -1, np.int64)
+        of_kind[name][graph.pair[mine]] = task[mine]
+    last = np.maximum(of_kind["B"], of_kind["I"])
+    return _Parts(of_kind["F"], np.where(last < 0, of_kind["F"], last), of_kind["W"])
 
 
-def _earliest(
-    graph: TaskGraph, order: list[list[int]], before: list[list[tuple[int, int]]], duration: list[int]
-) -> tuple[list[int] | None, list[int]]:
-    """Earliest start of every task (None if the order deadlocks) and the number of tasks on a path to it."""
-    start, depth = [-1] * graph.num_tasks, [1] * graph.num_tasks
-    position = [0] * len(order)
-    moved = True
-    while moved:
-        moved = False
-        for rank, tasks in enumerate(order):
-            while position[rank] < len(tasks):
-                task = tasks[position[rank]]
-                if any(start[p] < 0 for p, _ in before[task]):
-                    break
-                at, deep = 0, 0
-                if position[rank]:
-                    previous = tasks[position[rank] - 1]
-                    at, deep = start[previous] + duration[previous], depth[previous]
-                for p, delay in before[task]:
-                    at = max(at, start[p] + duration[p] + delay)
-                    deep = max(deep, depth[p])
-                start[task], depth[task] = at, deep + 1
-                position[rank] += 1
-                moved = True
-    return (None if -1 in start else start), depth
+def _everything_before(graph: TaskGraph, parts: _Parts) -> _Before:
+    """Predecessors and delays, from the given edges and the rules F before B or I, I before W."""
+    trained, split = parts.last != parts.first, parts.weight >= 0
+    source = np.concatenate([graph.edge_source, parts.first[trained], parts.last[split]])
+    target = np.concatenate([graph.edge_target, parts.last[trained], parts.weight[split]])
+    delay = np.zeros(len(source), np.int64)
+    delay[: len(graph.edge_delay_ns)] = graph.edge_delay_ns
+    by_target = np.argsort(target, kind="stable")
+    start = np.zeros(graph.num_tasks + 1, np.int64)
+    np.cumsum(np.bincount(target, minlength=graph.num_tasks), out=start[1:])
+    return _Before(start, source[by_target], delay[by_target], target[by_target])
 
 
-def _deadlock(graph: TaskGraph, order: list[list[int]], before: list[list[tuple[int, int]]]) -> Violation:
-    done: set[int] = set()
-    heads = [list(tasks) for tasks in order]
-    moved = True
-    while moved:
-        moved = False
-        for tasks in heads:
-            while tasks and all(p in done for p, _ in before[tasks[0]]):
-                done.add(tasks.pop(0))
-                moved = True
+def _deadlock(graph: TaskGraph, orders: list[IntArray], before: _Before, start: IntArray) -> Violation:
+    """The first task that never starts on each rank, and the first that it waits for."""
     waits = []
-    for rank, tasks in enumerate(heads):
-        if tasks:
-            missing = next(p for p, _ in before[tasks[0]] if p not in done)
-            waits.append(f"rank {rank} stops at {graph.describe(tasks[0])}, which waits for {graph.describe(missing)}")
+    for rank, tasks in enumerate(orders):
+        stuck = np.flatnonzero(start[tasks] < 0)
+        if stuck.size:
+            task = int(tasks[stuck[0]])
+            row = before.task[before.start[task] : before.start[task + 1]]
+            missing = int(row[start[row] < 0][0])
+            waits.append(f"rank {rank} stops at {graph.describe(task)}, which waits for {graph.describe(missing)}")
     return Violation("order", "deadlocks: " + "; ".join(waits))
 
 
 def _check_times(
-    graph: TaskGraph,
-    order: list[list[int]],
-    before: list[list[tuple[int, int]]],
-    duration: list[int],
-    timeline: Timeline,
-    depth: list[int],
+    graph: TaskGraph, orders: list[IntArray], before: _Before, duration: IntArray, timeline: Timeline, depth: IntArray
 ) -> list[Violation]:
     found = []
-    start = [int(t) for t in timeline.start_ns]
-    end = [int(t) for t in timeline.end_ns]
-    for task in range(graph.num_tasks):
+    start, end = np.asarray(timeline.start_ns, np.int64), np.asarray(timeline.end_ns, np.int64)
+    other = np.abs(end - start - duration) > 1
+    for task in np.flatnonzero((start < 0) | other).tolist():
         if start[task] < 0:
             found.append(Violation("start", f"{graph.describe(task)} starts at {_s(start[task])}, before 0 s"))
-        if abs(end[task] - start[task] - duration[task]) > 1:
+        if other[task]:
             took, due = _s(end[task] - start[task]), _s(duration[task])
             found.append(Violation("start", f"{graph.describe(task)} lasts {took}, its duration is {due}"))
-    for tasks in order:
-        for first, second in pairwise(tasks):
-            if start[second] >= end[first] - depth[second]:
-                continue
+    for tasks in orders:
+        early = np.flatnonzero(start[tasks[1:]] < end[tasks[:-1]] - depth[tasks[1:]])
+        for first, second in zip(tasks[early].tolist(), tasks[early + 1].tolist(), strict=True):
             a, b = graph.describe(first), graph.describe(second)
             if end[second] <= start[first] + depth[second]:
                 found.append(
@@ -249,108 +243,101 @@ def _check_times(
                 found.append(
                     Violation("overlap", f"{b} starts at {_s(start[second])}, {a} on its rank ends at {_s(end[first])}")
                 )
-    for task in range(graph.num_tasks):
-        for p, delay in before[task]:
-            bound = end[p] + delay
-            if start[task] < bound - depth[task]:
-                found.append(
-                    Violation(
-                        "edge",
-                        f"{graph.describe(task)} starts at {_s(start[task])}, {graph.describe(p)} allows it "
-                        f"from {_s(bound)} (its end plus {_s(delay)})",
-                    )
-                )
-    return found
-
-
-def _check_earliest(graph: TaskGraph, timeline: Timeline, earliest: list[int], depth: list[int]) -> list[Violation]:
-    found = []
-    for task, at in enumerate(earliest):
-        given = int(timeline.start_ns[task])
-        if abs(given - at) > depth[task]:
-            found.append(
-                Violation("start", f"{graph.describe(task)} starts at {_s(given)}, its earliest start is {_s(at)}")
+    allowed = end[before.task] + before.delay
+    for e in np.flatnonzero(start[before.target] < allowed - depth[before.target]).tolist():
+        task, source = int(before.target[e]), int(before.task[e])
+        found.append(
+            Violation(
+                "edge",
+                f"{graph.describe(task)} starts at {_s(start[task])}, {graph.describe(source)} allows it "
+                f"from {_s(allowed[e])} (its end plus {_s(before.delay[e])})",
             )
+        )
     return found
 
 
-def _check_memory(graph: TaskGraph, costs: _Costs, start: list[int]) -> list[Violation]:
+def _check_earliest(graph: TaskGraph, timeline: Timeline, earliest: IntArray, depth: IntArray) -> list[Violation]:
+    given = np.asarray(timeline.start_ns, np.int64)
+    return [
+        Violation(
+            "start", f"{graph.describe(task)} starts at {_s(given[task])}, its earliest start is {_s(earliest[task])}"
+        )
+        for task in np.flatnonzero(np.abs(given - earliest) > depth).tolist()
+    ]
+
+
+class _Spans(NamedTuple):
+    """Bytes that ranks hold from a time to another one."""
+
+    rank: IntArray
+    begin: IntArray
+    end: IntArray
+    held: IntArray
+
+
+def _most(spans: _Spans, static: IntArray) -> list[tuple[int, int]]:
+    """Most bytes that every rank holds at once, and when first; what ends at a time is free for what starts then."""
+    some = spans.begin < spans.end
+    rank = np.tile(spans.rank[some], 2)
+    time = np.concatenate([spans.begin[some], spans.end[some]])
+    change = np.concatenate([spans.held[some], -spans.held[some]])
+    sequence = np.lexsort((time, rank))
+    rows = np.searchsorted(rank[sequence], np.arange(len(static) + 1)).tolist()
+    answer = []
+    for base, begin, end in zip(static.tolist(), rows, rows[1:], strict=False):
+        mine = sequence[begin:end]
+        used = base + np.cumsum(change[mine])
+        # Changes of one moment count together.
+        moment = np.flatnonzero(np.diff(time[mine], append=-1))
+        best = int(moment[np.argmax(used[moment])]) if moment.size else -1
+        above = best >= 0 and used[best] > base
+        answer.append((int(used[best]), int(time[mine[best]])) if above else (base, 0))
+    return answer
+
+
+def _check_memory(graph: TaskGraph, costs: _Costs, parts: _Parts, start: IntArray, end: IntArray) -> list[Violation]:
     """Sum what is held over half-open spans: what ends at a time is free for what starts then."""
     if graph.capacity_bytes is None:
         return []
-    end = [s + d for s, d in zip(start, costs.duration, strict=True)]
-    parts: dict[int, dict[str, int]] = defaultdict(dict)
-    for task, (kind, pair) in enumerate(zip(graph.kind.tolist(), graph.pair.tolist(), strict=True)):
-        parts[pair][KIND_NAMES[kind]] = task
-    spans: list[list[tuple[int, int, int]]] = [[] for _ in range(graph.num_ranks)]
-    for pair, tasks in parts.items():
-        first = tasks["F"]
-        rank = int(graph.rank[first])
-        last = tasks.get("B", tasks.get("I", first))
-        spans[rank].append((start[first], end[last], costs.activation[pair]))
-        if "W" in tasks:
-            spans[rank].append((end[last], end[tasks["W"]], costs.weight_gradient[pair]))
-    for source, target, held in zip(
-        graph.edge_source.tolist(), graph.edge_target.tolist(), graph.edge_bytes.tolist(), strict=True
-    ):
-        if held:
-            spans[int(graph.rank[source])].append((end[source], end[target], held))
+    split, holds = np.flatnonzero(parts.weight >= 0), np.flatnonzero(graph.edge_bytes)
+    source, target = graph.edge_source[holds], graph.edge_target[holds]
+    home = graph.rank[parts.first]
+    spans = _Spans(
+        np.concatenate([home, home[split], graph.rank[source]]),
+        np.concatenate([start[parts.first], end[parts.last[split]], end[source]]),
+        np.concatenate([end[parts.last], end[parts.weight[split]], end[target]]),
+        np.concatenate([costs.activation, costs.weight_gradient[split], graph.edge_bytes[holds]]),
+    )
     found = []
-    for rank in range(graph.num_ranks):
-        change: dict[int, int] = defaultdict(int)
-        for begin, finish, held in spans[rank]:
-            if begin < finish:
-                change[begin] += held
-                change[finish] -= held
-        used, capacity = int(graph.static_bytes[rank]), int(graph.capacity_bytes[rank])
-        worst, when = used, 0
-        for at in sorted(change):
-            used += change[at]
-            if used > worst:
-                worst, when = used, at
+    for rank, (worst, when) in enumerate(_most(spans, graph.static_bytes)):
+        capacity = int(graph.capacity_bytes[rank])
         if worst > capacity:
-            running = next(
-                (t for t in range(graph.num_tasks) if graph.rank[t] == rank and start[t] <= when < end[t]), None
-            )
-            during = "" if running is None else f" during {graph.describe(running)}, pair {int(graph.pair[running])}"
-            found.append(
-                Violation(
-                    "memory", f"rank {rank} holds {worst} bytes at {_s(when)}{during}; its capacity is {capacity}"
-                )
-            )
+            running = np.flatnonzero((graph.rank == rank) & (start <= when) & (when < end))
+            during = ""
+            if running.size:
+                task = int(running[0])
+                during = f" during {graph.describe(task)}, pair {int(graph.pair[task])}"
+            problem = f"rank {rank} holds {worst} bytes at {_s(when)}{during}; its capacity is {capacity}"
+            found.append(Violation("memory", problem))
     return found
 
 
-def _check_host(graph: TaskGraph, costs: _Costs, start: list[int]) -> list[Violation]:
+def _check_host(graph: TaskGraph, costs: _Costs, parts: _Parts, start: IntArray, end: IntArray) -> list[Violation]:
     """Sum what lies on the host, from the start of a pair's F to the end of its B or I."""
     if graph.host_capacity_bytes is None:
         return []
-    change: list[dict[int, int]] = [defaultdict(int) for _ in range(graph.num_ranks)]
-    last: dict[int, int] = {}
-    for task, (kind, pair) in enumerate(zip(graph.kind.tolist(), graph.pair.tolist(), strict=True)):
-        if KIND_NAMES[kind] == "F":
-            change[int(graph.rank[task])][start[task]] += costs.host[pair]
-            last.setdefault(pair, task)
-        elif KIND_NAMES[kind] in ("B", "I"):
-            last[pair] = task
-    for pair, task in last.items():
-        change[int(graph.rank[task])][start[task] + costs.duration[task]] -= costs.host[pair]
+    spans = _Spans(graph.rank[parts.first], start[parts.first], end[parts.last], costs.host)
     found = []
-    for rank, moments in enumerate(change):
-        used, capacity = 0, int(graph.host_capacity_bytes[rank])
-        worst, when = 0, 0
-        for at in sorted(moments):
-            used += moments[at]
-            if used > worst:
-                worst, when = used, at
+    for rank, (worst, when) in enumerate(_most(spans, np.zeros(graph.num_ranks, np.int64))):
+        capacity = int(graph.host_capacity_bytes[rank])
         if worst > capacity:
             problem = f"rank {rank} holds {worst} bytes on the host at {_s(when)}; its capacity there is {capacity}"
             found.append(Violation("memory", problem))
     return found
 
 
-def _s(nanoseconds: int) -> str:
-    return f"{nanoseconds / NS_PER_S:.9f} s"
+def _s(nanoseconds: int | np.int64) -> str:
+    return f"{int(nanoseconds) / NS_PER_S:.9f} s"
 
 
 def require_feasible(graph: TaskGraph, schedule: Schedule, timeline: Timeline | None = None) -> None:
