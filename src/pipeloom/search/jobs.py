@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeloom.errors import InfeasibleError, NothingFoundError
-from pipeloom.search.kernels.graph import sort_topologically
+from pipeloom.search.kernels.graph import join, sort_topologically, walk
 from pipeloom.search.params import DEFAULTS
 from pipeloom.taskgraph import FORWARD, WEIGHT_GRADIENT, IntArray, TaskGraph, topological_order
 from pipeloom.timeline import memory_changes
@@ -68,10 +68,12 @@ class Walks:
 def make_walks(graph: TaskGraph) -> Walks:
     """Split a graph into jobs, and walk through each of them."""
     job_of_task = components(graph)
-    reader = _Reader(graph)
-    none = [0] * graph.num_tasks
-    walks = [_walk(reader, tasks, none, none, greedy=False) for tasks in _members(job_of_task)]
-    return Walks(job_of_task, np.array([task for walk in walks for task in walk], np.int64))
+    members = np.argsort(job_of_task, kind="stable")
+    member_start = np.searchsorted(job_of_task[members], np.arange(int(job_of_task.max(initial=-1)) + 2))
+    order, stacks = np.empty(graph.num_tasks, np.int64), np.empty((2, graph.num_tasks), np.int64)
+    waiting = np.diff(graph.predecessor_start)
+    walk(graph.successor_start, graph.successor, graph.kind, waiting, members, member_start, stacks, order)
+    return Walks(job_of_task, order)
 
 
 def _members(job_of_task: IntArray) -> list[list[int]]:
@@ -215,23 +217,14 @@ class _Reader:
 
 def components(graph: TaskGraph) -> IntArray:
     """Connected parts, numbered by their smallest (microbatch, task)."""
-    parent = list(range(graph.num_tasks))
-
-    def root(task: int) -> int:
-        while parent[task] != task:
-            parent[task] = parent[parent[task]]
-            task = parent[task]
-        return task
-
-    source = np.repeat(np.arange(graph.num_tasks), np.diff(graph.successor_start)).tolist()
-    for a, b in zip(source, graph.successor.tolist(), strict=True):
-        ra, rb = root(a), root(b)
-        if ra != rb:
-            parent[max(ra, rb)] = min(ra, rb)
-    number: dict[int, int] = {}
-    job = np.zeros(graph.num_tasks, np.int64)
-    for task in np.lexsort((np.arange(graph.num_tasks), graph.microbatch)).tolist():
-        job[task] = number.setdefault(root(task), len(number))
+    root = np.arange(graph.num_tasks)
+    join(graph.successor_start, graph.successor, root)
+    by_microbatch = np.argsort(graph.microbatch, kind="stable")
+    roots, first, part = np.unique(root[by_microbatch], return_index=True, return_inverse=True)
+    number = np.empty(len(roots), np.int64)
+    number[np.argsort(first)] = np.arange(len(roots))
+    job = np.empty(graph.num_tasks, np.int64)
+    job[by_microbatch] = number[part]
     return job
 
 

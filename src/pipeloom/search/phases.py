@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pipeloom.search.justify import justify
+from pipeloom.search.kernels import codes
 from pipeloom.search.local import local_search, portfolio
 from pipeloom.search.params import SearchParams
 from pipeloom.search.state import Run, Search
@@ -91,7 +92,8 @@ def default(search: Search, stretch: Stretch) -> None:
     """Run the default phases in what is left of a part of the budget."""
     begin = search.meter.spent
     for phase in default_phases(search.params):
-        if search.done:
+        # Whether a phase concerns a graph may be dear to say, and is not asked once all is spent.
+        if search.done or (search.order_ns < codes.NEVER and search.meter.spent >= 1):
             return
         if not phase.where(search):
             continue

@@ -60,23 +60,25 @@ def _add_waiting(graph: TaskGraph, options: Options, least: IntArray, topologica
     groups = [group for group in np.split(pairs[order], np.flatnonzero(changes)) if len(group) > 1]
     if not groups:
         return
-    for group, (before, between, after) in zip(
-        groups, residence.meetings(graph, least, topological, groups).tolist(), strict=True
-    ):
-        if between < 0:
-            continue
+    found = residence.meetings(graph, least, topological, groups)
+    lengths = np.array([len(group) for group in groups])
+    # All groups of one length at once: a row each.
+    for length in np.unique(lengths[found[:, 1] >= 0]).tolist():
+        chosen = np.flatnonzero((lengths == length) & (found[:, 1] >= 0))
+        group = np.stack([groups[i] for i in chosen.tolist()])
         size = options.activation_bytes[group, 0].astype(np.float64)
-        both = (before + between + after) * size.sum()
+        both = found[chosen].sum(axis=1) * size.sum(axis=1)
         both += _smith(options.forward_ns[group, 0], size) + _smith(options.backward_ns[group, 0], size)
-        alone = held[group, 0].sum()
-        if both > alone:
-            held[group, 0] += (both - alone) / len(group)
+        missing = both - held[group, 0].sum(axis=1)
+        held[group, 0] += np.maximum(missing, 0.0)[:, None] / length
 
 
-def _smith(length: IntArray, weight: FloatArray) -> float:
-    """Least weighted sum of completion times of one machine's jobs."""
-    order = np.argsort(length / np.maximum(weight, 1e-9), kind="stable")
-    return float((np.cumsum(length[order]) * weight[order]).sum())
+def _smith(length: IntArray, weight: FloatArray) -> FloatArray:
+    """Least weighted sum of completion times of one machine's jobs, a row each."""
+    order = np.argsort(length / np.maximum(weight, 1e-9), axis=1, kind="stable")
+    ends = np.cumsum(np.take_along_axis(length, order, axis=1), axis=1)
+    least: FloatArray = (ends * np.take_along_axis(weight, order, axis=1)).sum(axis=1)
+    return least
 
 
 def memory_bound(total: IntArray, held: FloatArray, room: int, first: int, last: int, ends: int) -> int:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 
 from pipeloom.compiled import kernel
+from pipeloom.taskgraph import FORWARD, WEIGHT_GRADIENT
 
 Array = npt.NDArray[Any]
 
@@ -31,6 +33,73 @@ def sort_topologically(start: Array, successor: Array, waiting: Array, stack: Ar
             if waiting[other] == 0:
                 stack[top] = other
                 top += 1
+
+
+@kernel
+def join(start: Array, successor: Array, parent: Array) -> None:
+    """Write for every task the least task of its connected part; ``parent`` is every task itself on entry."""
+    for task in range(len(parent)):
+        for e in range(start[task], start[task + 1]):
+            one, other = task, successor[e]
+            while parent[one] != one:
+                parent[one] = parent[parent[one]]
+                one = parent[one]
+            while parent[other] != other:
+                parent[other] = parent[parent[other]]
+                other = parent[other]
+            parent[max(one, other)] = min(one, other)
+    # A parent is smaller than its children, so by now it has its own root.
+    for task in range(len(parent)):
+        parent[task] = parent[parent[task]]
+
+
+@kernel
+def walk(
+    start: Array,
+    successor: Array,
+    kind: Array,
+    waiting: Array,
+    members: Array,
+    member_start: Array,
+    stacks: Array,
+    order: Array,
+) -> None:
+    """Write the tasks into ``order``, part after part, depth first and with backwards as soon as they can.
+
+    ``members[member_start[j]:member_start[j + 1]]`` are the tasks of part j, ascending. ``waiting``, numbers of
+    predecessors, is used up. ``stacks`` is scratch of two rows, as long as all tasks: forwards, and all else.
+    Of what one task sets free, weight gradients come first, and lower numbers before higher ones.
+    """
+    done = 0
+    opened, top = np.empty(stacks.shape[1], np.int64), np.zeros(2, np.int64)
+    for part in range(len(member_start) - 1):
+        top[0] = top[1] = 0
+        for i in range(member_start[part + 1] - 1, member_start[part] - 1, -1):
+            task = members[i]
+            if waiting[task] == 0:
+                which = int(kind[task] != FORWARD)
+                stacks[which, top[which]] = task
+                top[which] += 1
+        while top[0] + top[1] > 0:
+            which = int(top[1] > 0)
+            top[which] -= 1
+            task = stacks[which, top[which]]
+            order[done] = task
+            done += 1
+            count = 0
+            for e in range(start[task], start[task + 1]):
+                other = successor[e]
+                waiting[other] -= 1
+                if waiting[other] == 0:
+                    opened[count] = other if kind[other] != WEIGHT_GRADIENT else other - len(kind)
+                    count += 1
+            if count > 1:
+                opened[:count].sort()
+            for i in range(count - 1, -1, -1):
+                other = opened[i] if opened[i] >= 0 else opened[i] + len(kind)
+                which = int(kind[other] != FORWARD)
+                stacks[which, top[which]] = other
+                top[which] += 1
 
 
 @kernel
