@@ -21,6 +21,8 @@ SECTIONS = (
     "planning",
     "joint",
     "search",
+    "large",
+    "threads",
     "overtaking",
     "methods",
     "scaling",

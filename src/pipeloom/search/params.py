@@ -134,6 +134,23 @@ class JustificationParams(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
         check_count("justification.lookahead", self.lookahead)
 
 
+class PieceParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Search of large graphs piece by piece, where memory is limited."""
+
+    most_tasks: int = 16_000
+    """Tasks up to which a graph is searched as a whole."""
+    tasks: int = 3000
+    """Of a piece, about."""
+    share: float = 0.8
+    """Part of the time that is left when it begins."""
+
+    def __post_init__(self) -> None:
+        """Refuse shares and counts that are none."""
+        check_not_negative("pieces.most_tasks", self.most_tasks)
+        check_count("pieces.tasks", self.tasks)
+        check_share("pieces.share", self.share)
+
+
 class TurnParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Orders and memory strategies by turns, where pairs have candidates."""
 
@@ -298,6 +315,7 @@ class SearchParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     orders: OrderParams = OrderParams()
     tabu: TabuParams = TabuParams()
     justification: JustificationParams = JustificationParams()
+    pieces: PieceParams = PieceParams()
     turns: TurnParams = TurnParams()
     strategies: StrategyParams = StrategyParams()
     assignment: AssignmentParams = AssignmentParams()

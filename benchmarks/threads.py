@@ -1,0 +1,91 @@
+"""What more threads of the search are worth: the budget in which they come as near to the bound as one thread.
+
+With fewer cores than threads, or busy ones, wall time would say nothing. Then a clock counts the calling thread's
+processor time, and a part of that of all others together, as if each had a core of its own: an *emulated* machine,
+whose cores share neither caches nor memory lanes.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from pipeloom.lab.instances import instance
+from pipeloom.report import markdown_table
+from pipeloom.search import Deadline, StoppingRule, solve, warm_up
+from pipeloom.search.stopping import Watch
+
+TITLE = "Threads of the search"
+THREADS = 8
+_FAMILIES = ("vlm-s-m1.5", "vlm-s-k3-m2.5", "vlm-l-k2-m1.5", "vlm-l-ckpt-k2-m1.5", "vlm-s", "t2v-l")
+_SEEDS = range(5)
+_WHOLE_S = 1.0
+_PARTS = (0.125, 0.25, 0.5, 1.0)
+_BUSY = 0.5
+"""Load of the machine beyond which its cores are not idle."""
+
+
+@dataclass(frozen=True, slots=True)
+class OwnCores:
+    """Stop after some seconds, as they would be if every thread had a core."""
+
+    seconds: float
+    threads: int
+
+    def start(self) -> Watch:
+        """Begin to count; only the thread that does so may ask for the time."""
+
+        def now() -> float:
+            mine = time.thread_time()
+            return mine + (time.process_time() - mine) / self.threads
+
+        return Watch(now, now(), self.seconds, None)
+
+
+def run() -> str:
+    """Measure, and return the section as Markdown."""
+    warm_up()
+    return compare(THREADS)
+
+
+def compare(
+    threads: int, families: Iterable[str] = _FAMILIES, seeds: Iterable[int] = _SEEDS, whole_s: float = _WHOLE_S
+) -> str:
+    """Gaps of one thread, and of more in parts of its time."""
+    cores, load, seeds = len(os.sched_getaffinity(0)), os.getloadavg()[0], list(seeds)
+    real = cores >= threads and load < _BUSY
+    rows = []
+    for kind in families:
+        alone = [_gap(f"{kind}/{seed}", seed, 1, whole_s, real) for seed in seeds]
+        cells, enough = [], "more"
+        for part in _PARTS:
+            together = [_gap(f"{kind}/{seed}", seed, threads, part * whole_s, real) for seed in seeds]
+            cells.append(f"{statistics.median(together):.2f}")
+            if enough == "more" and statistics.median(together) <= statistics.median(alone):
+                enough = f"{part:g}"
+        rows.append([kind, f"{statistics.median(alone):.2f}", *cells, enough])
+    header = ["family", f"1 thread, {whole_s:g} s", *(f"{threads}, {part * whole_s:g} s" for part in _PARTS), "enough"]
+    how = (
+        f"Measured: wall time on {cores} idle cores"
+        if real
+        else f"Emulated, not measured: {cores} cores with load {load:.1f} cannot run {threads} threads at once, so "
+        "processor time of all threads but the calling one counts by that part"
+    )
+    text = (
+        f"{how}. Gap above the lower bound in per cent, default method, medians of {len(seeds)} seeds; the last column "
+        "is the part of the time in which more threads are as good as one. The goal is 0.25:"
+    )
+    return f"{text}\n\n{markdown_table(header, rows)}"
+
+
+def _gap(name: str, seed: int, threads: int, seconds: float, real: bool) -> float:
+    budget: StoppingRule = Deadline(seconds) if real else OwnCores(seconds, threads)
+    return 100 * solve(instance(name), budget=budget, seed=seed, threads=threads).gap
+
+
+if __name__ == "__main__":
+    warm_up()
+    print(compare(max(2, len(os.sched_getaffinity(0)) // 2)))
