@@ -12,7 +12,6 @@ import numpy as np
 from msgspec import structs
 
 from pipeloom.search.kernels.blocks import make_blocks, measure, sequence_of
-from pipeloom.search.lists import wishes_like
 from pipeloom.search.state import Run, Search
 from pipeloom.search.stopping import WHOLE, Meter, Stretch, Until
 from pipeloom.taskgraph import NO_TASK, IntArray, TaskGraph
@@ -22,8 +21,8 @@ from pipeloom.timeline import lower_bound
 def search_pieces(search: Search, stretch: Stretch, run: Run) -> None:
     """Search the pieces one after the other with ``run``, and keep what they give together, if it is better.
 
-    The orders of all pieces, one behind the other, fit whenever each does; run as a rule, a rank that would wait at a
-    seam begins with the next piece.
+    The orders of all pieces, one behind the other, fit whenever each does. A rank begins with the next piece when it
+    has ended the one before; what it waits there is less, the larger the pieces are.
     """
     meter, params, began, found = search.meter, search.params, search.meter.spent, []
     pieces = cut(search, params.pieces.tasks)
@@ -51,7 +50,6 @@ def search_pieces(search: Search, stretch: Stretch, run: Run) -> None:
     makespan = int(measure(search.packed, blocks))
     if makespan < search.best_ns:
         search.keep(makespan, sequence_of(search.packed, blocks))
-    search.try_rule(wishes_like(search.graph, sequence))
 
 
 def cut(search: Search, num_tasks: int) -> list[IntArray]:
