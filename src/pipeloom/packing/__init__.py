@@ -18,7 +18,7 @@ from pipeloom.packing.policies import (
     height_bound,
     least_microbatches,
 )
-from pipeloom.packing.replicas import deal
+from pipeloom.packing.replicas import Dealt, deal, deal_by_time
 from pipeloom.packing.types import Microbatch, Packing, SubMicrobatch
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ __getattr__, __dir__ = lazy_names(__name__, __file__)
 
 __all__ = [
     "POLICIES",
+    "Dealt",
     "Loads",
     "Microbatch",
     "Packing",
@@ -41,6 +42,7 @@ __all__ = [
     "check_budget",
     "cost_loads",
     "deal",
+    "deal_by_time",
     "group",
     "height_bound",
     "least_microbatches",

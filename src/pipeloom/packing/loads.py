@@ -128,6 +128,9 @@ def cost_loads(batch: Batch, model: ModelSpec, layout: Layout, costs: CostModel)
         if not every:
             continue
         chunks = tuple(layout.chunks[i] for i in layout.chunks_of(module.name))
+        if layout.module(module.name).on_ranks == "replicated":
+            # Whole on every rank, and a sample passes one of them.
+            chunks = chunks[:1]
         marginal = marginal_cost(costs, chunks, round(sum(every) / len(every)))
         target = backbone if module is model.modules[-1] else encoder
         target += np.array([marginal.of(each) for each in lengths])

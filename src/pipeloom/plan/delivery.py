@@ -41,6 +41,8 @@ class Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Most that each rank needs, workspace and messages included; empty where memory is not limited."""
     offers_offload: bool = True
     """Whether pairs could offload, where the setup offers that; what it puts aside may have left too little room."""
+    dealt: tuple[int, ...] = ()
+    """The replica of every sample of the global batch after this one; empty where that was not asked for, or failed."""
 
     @property
     def gap(self) -> float:

@@ -7,6 +7,7 @@ static orders, the best of them are searched, and the best of these for the rest
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -97,6 +98,47 @@ def ordered(problem: Problem, packed: Packing, budget: StoppingRule, seed: int, 
     best = min(whole, split, key=lambda made: made.ns)
     bound = min(whole.lower_bound, split.lower_bound, key=lambda bound: bound.ns)
     return replace(best, lower_bound=bound, evaluations=whole.evaluations + split.evaluations)
+
+
+class Glances:
+    """What parts of a batch take by themselves, in milliseconds each: one even packing with static orders.
+
+    Parameters
+    ----------
+    problem : Problem
+    batch : Batch
+    budget : StoppingRule
+        A glance is one evaluation; none is begun after the end.
+    seed : int
+    """
+
+    def __init__(self, problem: Problem, batch: Batch, budget: StoppingRule, seed: int) -> None:
+        self.problem, self.batch, self.seed = problem, batch, seed
+        self.meter = Meter(budget.start())
+        self.setting: int | None = None
+
+    def __call__(self, members: Sequence[int]) -> float | None:
+        """Nanoseconds of the samples at these positions; infinite where they do not fit, None once the budget is spent.
+
+        Raises
+        ------
+        InputError
+            A sample exceeds the token budget by itself.
+        """
+        if self.meter.left(1) == 0:
+            return None
+        self.meter.used += 1
+        batch, problem = self.batch.part(members), self.problem
+        if problem.tuning is not None and not problem.tuning.searches:
+            try:
+                return tuned(problem, batch, self.seed).ns
+            except InfeasibleError:
+                return float("inf")
+        packings = _Packings(problem, batch, Evaluations(1), self.seed, "default")
+        packings.setting = self.setting
+        took = packings.glance()
+        self.setting = packings.setting
+        return took
 
 
 def _graph(problem: Problem, layout: Layout, packed: Packing) -> Assignable:
@@ -207,6 +249,16 @@ class _Packings:
         else:
             start = MICROBATCHES_PER_RANK * self.problem.layout.num_ranks
             walk(numbers(loads, spec), start, self.params.slower, self.params.misses, self.try_number)
+
+    def glance(self) -> float:
+        """Nanoseconds of the packing that is judged first; where that does not fit, of the smallest microbatches."""
+        if not self.problem.plans_packing:
+            return self.judge(group(self.loads, self.packing, self.batch.iteration), self.problem.layout)
+        for number in (MICROBATCHES_PER_RANK * self.problem.layout.num_ranks, len(self.loads)):
+            groups = even_groups(self.loads, self.packing, min(number, len(self.loads)), self.batch.iteration)
+            if (took := self.judge(groups, self.problem.layout)) < float("inf"):
+                return took
+        return float("inf")
 
     def try_number(self, number: int) -> float | None:
         """Judge an even packing into so many microbatches; None: that is enough."""

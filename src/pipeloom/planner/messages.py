@@ -135,9 +135,11 @@ class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     batch: Batch
     correction: Correction = Correction()
+    ahead: Batch | None = None
+    """The global batch after this one, to be dealt to the replicas before this one is planned."""
 
 
-def answer_of(planned: PlannedBatch, *, search_s: float, ready_ns: int) -> Answer:
+def answer_of(planned: PlannedBatch, *, search_s: float, ready_ns: int, dealt: tuple[int, ...] = ()) -> Answer:
     """Reduce a planned batch to what travels."""
     graph, timeline = planned.resolved.graph, planned.resolved.timeline(planned.timeline)
     duration = timeline.end_ns - timeline.start_ns
@@ -163,6 +165,7 @@ def answer_of(planned: PlannedBatch, *, search_s: float, ready_ns: int) -> Answe
         ready_ns=ready_ns,
         peak_bytes=planned.peak_bytes,
         offers_offload=planned.offers_offload,
+        dealt=dealt,
     )
 
 

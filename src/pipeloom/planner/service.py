@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import gc
 import time
+from contextlib import suppress
 from typing import Protocol
 
 from pipeloom.errors import PipeloomError
 from pipeloom.plan import Answer
+from pipeloom.planner.dealing import deal_planned
 from pipeloom.planner.messages import Request, Setup, answer_of, decode, encode
 from pipeloom.planner.planning import plan_batch
 from pipeloom.planner.problem import Problem
@@ -106,13 +108,20 @@ def _refuse(store: Store, iteration: int, reason: str) -> None:
 
 
 def answer_request(problem: Problem, setup: Setup, request: Request) -> Answer:
-    """Plan one batch; the same request gives the same plan up to where the clock ends the search."""
+    """Plan one batch, and deal the one after it where that is asked for.
+
+    The same request gives the same plan up to where the clock ends the search.
+    """
     begin = time.monotonic()
-    planned = plan_batch(
-        problem.corrected(request.correction),
-        request.batch,
-        budget=Deadline(setup.budget_s),
-        seed=setup.seed,
-        method=setup.method,
-    )
-    return answer_of(planned, search_s=time.monotonic() - begin, ready_ns=time.monotonic_ns())
+    corrected, budget_s = problem.corrected(request.correction), setup.budget_s
+    dealt: tuple[int, ...] = ()
+    if request.ahead is not None:
+        # What is wrong with that batch is told when its own time has come; then it is dealt by loads.
+        part = setup.search.packings.dealing_share * budget_s
+        with suppress(PipeloomError):
+            found = deal_planned(corrected, request.ahead, budget=Deadline(part), seed=setup.seed)
+            dealt = found.replicas if found.predicted else ()
+        # This plan is needed first: a glance that took longer than was to be takes nothing from it.
+        budget_s -= min(part, time.monotonic() - begin)
+    planned = plan_batch(corrected, request.batch, budget=Deadline(budget_s), seed=setup.seed, method=setup.method)
+    return answer_of(planned, search_s=time.monotonic() - begin, ready_ns=time.monotonic_ns(), dealt=dealt)

@@ -28,21 +28,24 @@ AT_ONCE = 256 * 1024
 _LENGTH_BYTES = 8
 
 
-def broadcast_bytes(data: bytes | None, group: dist.ProcessGroup | None = None) -> bytes:
-    """Send bytes from the first rank of a group, the only one to give ``data``, to all of it."""
+def broadcast_bytes(data: bytes | None, group: dist.ProcessGroup | None = None, at_once: int = AT_ONCE) -> bytes:
+    """Send bytes from the first rank of a group, the only one to give ``data``, to all of it.
+
+    Up to ``at_once`` bytes, a number that all ranks give alike, travel with their length.
+    """
     # A length sent ahead would put every rank to sleep and wake it twice, which costs more than the empty bytes.
-    first = np.zeros(_LENGTH_BYTES + AT_ONCE, np.uint8)
+    first = np.zeros(_LENGTH_BYTES + at_once, np.uint8)
     if data is not None:
         first[:_LENGTH_BYTES] = np.frombuffer(len(data).to_bytes(_LENGTH_BYTES, "little"), np.uint8)
-        first[_LENGTH_BYTES:][: len(data)] = np.frombuffer(data[:AT_ONCE], np.uint8)
+        first[_LENGTH_BYTES:][: len(data)] = np.frombuffer(data[:at_once], np.uint8)
     dist.broadcast(torch.from_numpy(first), group=group, group_src=0)
     size = int.from_bytes(first[:_LENGTH_BYTES].tobytes(), "little")
     head = first[_LENGTH_BYTES:][:size].tobytes()
-    if size <= AT_ONCE:
+    if size <= at_once:
         return head
-    rest = np.zeros(size - AT_ONCE, np.uint8)
+    rest = np.zeros(size - at_once, np.uint8)
     if data is not None:
-        rest[:] = np.frombuffer(data, np.uint8, offset=AT_ONCE)
+        rest[:] = np.frombuffer(data, np.uint8, offset=at_once)
     dist.broadcast(torch.from_numpy(rest), group=group, group_src=0)
     return head + rest.tobytes()
 

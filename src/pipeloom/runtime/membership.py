@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -58,7 +58,9 @@ class Membership:
         """Whether it talks to the planner, for all processes of its replica."""
         return self.stage == 0 and self.tensor_rank == 0
 
-    def share(self, batch: Batch, model: ModelSpec, loads: BatchLoads | None = None) -> tuple[int, ...]:
+    def share(
+        self, batch: Batch, model: ModelSpec, loads: BatchLoads | None = None, dealt: Sequence[int] = ()
+    ) -> tuple[int, ...]:
         """Which samples of a global batch this replica trains on; all replicas work it out alike.
 
         Dealt so that replicas have about the same work; their numbers of samples and microbatches differ.
@@ -69,6 +71,9 @@ class Membership:
         model : ModelSpec
         loads : callable or None
             What samples weigh; None: their tokens.
+        dealt : sequence of int
+            The replica of every sample, as a planner chose it and all replicas were told; where it does not deal this
+            batch, samples are dealt by what they weigh.
 
         Raises
         ------
@@ -77,6 +82,8 @@ class Membership:
         """
         if self.num_replicas == 1:
             return tuple(range(len(batch.samples)))
+        if len(dealt) == len(batch.samples) and set(dealt) == set(range(self.num_replicas)):
+            return tuple(i for i, replica in enumerate(dealt) if replica == self.replica)
         weighed = loads(batch) if loads is not None else token_loads(batch, model)
         return deal(weighed, self.num_replicas)[self.replica]
 

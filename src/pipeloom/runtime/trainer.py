@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-import msgspec
 import torch
 import torch.distributed as dist
 
@@ -17,16 +17,17 @@ from pipeloom.cost import Correction
 from pipeloom.errors import ExecutionError, InputError, PlanError, check_positive
 from pipeloom.packing import Packing
 from pipeloom.plan import BACKENDS, Answer, Delivery, backend_of, verify
+from pipeloom.runtime.ahead import Ahead, Coming, tell_dealing
 from pipeloom.runtime.coordination import FirstPlan, SameBatch, SharedClock, broadcast_bytes, together, unpack_answer
 from pipeloom.runtime.divide import Sharding, divide_model, gather_layers
 from pipeloom.runtime.executor import Executor
 from pipeloom.runtime.iteration import ExecutorOptions
 from pipeloom.runtime.membership import BatchLoads, join_groups
 from pipeloom.runtime.model import Model, user_code
-from pipeloom.runtime.prefetch import Describe, batch_of, close_reading
+from pipeloom.runtime.prefetch import Describe, close_reading
 from pipeloom.runtime.reduce import Position, counted_parameters, gradient_squares, limit_gradients
 from pipeloom.runtime.result import Calibrator, StepReport, gather_times
-from pipeloom.runtime.resume import Checkpoints, TrainerState, fingerprint
+from pipeloom.runtime.resume import Checkpoints, TrainerState
 from pipeloom.runtime.tied import sums_over_ranks
 from pipeloom.runtime.transport import BatchedTransport, TorchTransport, Transport
 from pipeloom.spec import Batch, Layout
@@ -52,15 +53,25 @@ class PlanSource(Protocol):
         ...
 
 
+@runtime_checkable
+class LooksAhead(Protocol):
+    """A `PlanSource` that also deals batches to replicas, by what their shares will take; `pipeloom.Planner` does."""
+
+    def look_ahead(self, batch: Batch) -> None:
+        """Called on rank 0 before `submit`, with the global batch after the submitted one.
+
+        The answer to the submitted one may say how this one is dealt (`Answer.dealt`).
+        """
+        ...
+
+
 class _Asked(NamedTuple):
     """A batch for which a plan was asked, and what the plan will have been made with.
 
-    ``everything`` are the samples of all replicas, ``samples`` and ``batch`` those of this one.
+    ``whole`` is the batch of all replicas, ``samples`` and ``batch`` are this one's share.
     """
 
-    everything: Sequence[Any]
-    fingerprint: str
-    """Of everything."""
+    whole: Coming
     samples: Sequence[Any]
     batch: Batch
     correction: Correction
@@ -219,7 +230,7 @@ class Trainer:
             last = next(source, None)
         if count and self._resumed is not None:
             wanted, iteration = self._resumed.batch, self._resumed.iteration - 1
-            found = "" if last is None else fingerprint(self._describe_batch(last, iteration))
+            found = "" if last is None else Coming(last, iteration, self._describe).fingerprint
             if found != wanted:
                 raise InputError(
                     f"iteration {iteration}",
@@ -247,17 +258,17 @@ class Trainer:
         ExecutionError
             When a rank cannot run its plan or another rank has died.
         """
-        source = iter(batches)
-        samples = next(source, None)
+        # Where there are replicas, a batch is dealt while the one before it is planned.
+        ahead = Ahead(batches, first_iteration, self._describe, int(self.membership.num_replicas > 1))
         iteration = first_iteration
         first: FirstPlan | None = FirstPlan()
         same: SameBatch | None = None
         try:
             if self._is_planner_rank:
                 self._planner.start()
-            asked = self._submit(samples, iteration)
+            asked = self._submit(ahead.take(), (), ahead.following)
             while True:
-                following = None if asked is None else next(source, None)
+                following = None if asked is None else ahead.take()
                 delivery = self._planner.collect(iteration) if self._is_planner_rank and asked is not None else None
                 if first is not None:
                     first.wait()
@@ -269,13 +280,14 @@ class Trainer:
                 if asked is None:
                     return
                 answer, packing = self._hand_out(asked.batch, delivery, iteration == first_iteration)
+                dealt = tell_dealing(delivery, iteration) if self.membership.num_replicas > 1 else ()
                 iteration += 1
-                current, asked = asked, self._submit(following, iteration)
+                current, asked = asked, self._submit(following, dealt, ahead.following)
                 same = _same_batch(asked)
                 yield self._step(current, delivery, answer, packing)
                 self._save(current, is_last=asked is None)
         finally:
-            close_reading(source)
+            close_reading(ahead.source)
             if first is not None:
                 first.cancel()
             if self._is_planner_rank:
@@ -303,29 +315,29 @@ class Trainer:
             return
         # Of all replicas together: their number may be another when training goes on.
         state = TrainerState(
-            iteration, asked.fingerprint, self.layout.digest, self._calibrator.num_measured, self._calibrator.correction
+            iteration,
+            asked.whole.fingerprint,
+            self.layout.digest,
+            self._calibrator.num_measured,
+            self._calibrator.correction,
         )
         with together(f"iteration {asked.batch.iteration}: saving the checkpoint"):
             checkpoints.save(self._executor, self._optimizer, state)
 
-    def _submit(self, samples: Sequence[Any] | None, iteration: int) -> _Asked | None:
-        if samples is None:
+    def _submit(self, whole: Coming | None, dealt: tuple[int, ...], following: Coming | None) -> _Asked | None:
+        """Ask for a plan of this replica's share, and on rank 0 how to deal the batch after it."""
+        if whole is None:
             return None
-        batch = self._describe_batch(samples, iteration)
-        mark = fingerprint(batch)
-        mine = self.membership.share(batch, self.model.spec, self.options.loads)
-        own = samples if len(mine) == len(samples) else [samples[i] for i in mine]
-        batch = msgspec.structs.replace(batch, samples=tuple(batch.samples[i] for i in mine))
-        asked = _Asked(samples, mark, own, batch, self._calibrator.correction)
+        mine = self.membership.share(whole.batch, self.model.spec, self.options.loads, dealt)
+        own = whole.samples if len(mine) == len(whole.samples) else [whole.samples[i] for i in mine]
+        asked = _Asked(whole, own, whole.batch.part(mine), self._calibrator.correction)
         if self._is_planner_rank:
+            if following is not None and self.rank == 0 and isinstance(self._planner, LooksAhead):
+                # What is wrong with it is told by all ranks when its time has come.
+                with suppress(InputError):
+                    self._planner.look_ahead(following.batch)
             self._planner.submit(asked.batch, asked.correction)
         return asked
-
-    def _describe_batch(self, samples: Sequence[Any], iteration: int) -> Batch:
-        try:
-            return batch_of(samples, self._describe, iteration)
-        except InputError as error:
-            raise InputError(f"iteration {iteration}: {error.entity}", error.problem, error.remedy) from error
 
     def _hand_out(self, batch: Batch, delivery: Delivery | None, is_first: bool) -> tuple[Answer, Packing]:
         """The first rank hands its plan to all of its replica, so that all run the same one."""
@@ -340,7 +352,7 @@ class Trainer:
     def _step(self, asked: _Asked, delivery: Delivery | None, answer: Answer, packing: Packing) -> StepReport:
         batch, correction = asked.batch, asked.correction
         with user_code("num_targets"):
-            normaliser = float(sum(map(self.model.num_targets, asked.everything)))
+            normaliser = float(sum(map(self.model.num_targets, asked.whole.samples)))
         cpu_ns = time.thread_time_ns()
         try:
             result = self._executor.run(answer.plan, packing, asked.samples, normaliser=normaliser)
@@ -411,4 +423,4 @@ def _check_serial(answer: Answer) -> None:
 
 
 def _same_batch(asked: _Asked | None) -> SameBatch:
-    return SameBatch(None if asked is None else asked.fingerprint)
+    return SameBatch(None if asked is None else asked.whole.fingerprint)

@@ -283,6 +283,8 @@ class PackingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """but no more of them than this, for"""
     finalists_share: float = 0.5
     """so large a part of what is left; the rest is for the best of them."""
+    dealing_share: float = 0.25
+    """Part of the budget in which the batch after the next is dealt to replicas."""
 
     def __post_init__(self) -> None:
         """Refuse shares, ratios and counts that are none."""
@@ -290,7 +292,7 @@ class PackingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             check_count(f"packings.{name}", getattr(self, name))
         for name in ("slower", "near"):
             check_ratio(f"packings.{name}", getattr(self, name))
-        for name in ("judging_share", "finalists_share"):
+        for name in ("judging_share", "finalists_share", "dealing_share"):
             check_share(f"packings.{name}", getattr(self, name))
 
 

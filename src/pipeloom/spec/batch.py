@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -64,6 +65,10 @@ class Batch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             if sample.id in seen:
                 raise InputError(f"batch.samples[{i}].id", f"{sample.id!r} occurs twice", "ids must be unique")
             seen.add(sample.id)
+
+    def part(self, members: Sequence[int]) -> Batch:
+        """The samples at some positions, as a batch of their own."""
+        return Batch(tuple(self.samples[i] for i in members), self.iteration)
 
 
 class Workload(msgspec.Struct, frozen=True):
