@@ -20,6 +20,7 @@ from pipeloom.report import join_sections, sections
 SECTIONS = (
     "planning",
     "joint",
+    "replicas",
     "search",
     "large",
     "threads",

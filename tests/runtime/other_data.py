@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,11 +13,11 @@ from pipeloom.errors import InputError
 from pipeloom.plan import Delivery
 from pipeloom.planner import Setup, answer_of, plan_batch
 from pipeloom.planner.messages import encode
-from pipeloom.runtime import Trainer
+from pipeloom.runtime import Trainer, TrainerOptions
 from pipeloom.search import Evaluations
 from pipeloom.spec import Batch, Parallelism
 
-from .training import DOCUMENTS, data, model, optimizer, setup, task
+from .training import CLIP, DOCUMENTS, data, model, optimizer, setup, task
 
 
 class PlansHere:
@@ -42,6 +42,40 @@ class PlansHere:
 
     def close(self) -> None:
         """Nothing to close."""
+
+
+class DealsHere(PlansHere):
+    """And deals the batches to come, well and badly."""
+
+    DEALT: Sequence[tuple[int, ...]] = ((), (1, 0, 1, 1), (0, 1), (1, 1, 1, 1), (0, 1, 2, 0), (1, 0, 0, 0))
+    """How each batch is: not at all, unevenly, of another size, nothing for a replica, a replica too many, unevenly."""
+
+    def __init__(self, made: Setup) -> None:
+        super().__init__(made)
+        self.seen: dict[int, int] = {}
+
+    def look_ahead(self, batch: Batch) -> None:
+        assert len(batch.samples) == DOCUMENTS
+        self.seen[batch.iteration] = len(batch.samples)
+
+    def collect(self, iteration: int) -> Delivery:
+        found = super().collect(iteration)
+        if iteration + 1 not in self.seen:
+            return found
+        answer = msgspec.structs.replace(found.answer, dealt=self.DEALT[iteration + 1])
+        return replace(found, answer=answer, data=encode(answer))
+
+
+def dealt(num_ranks: int, num_replicas: int) -> tuple[list[float], list[tuple[str, ...]]]:
+    """The losses of a training whose batches are dealt so, and on planner ranks the samples of every share."""
+    made = setup(num_ranks)
+    layout = msgspec.structs.replace(made.layout, parallelism=Parallelism(data=num_replicas))
+    made = msgspec.structs.replace(made, layout=layout)
+    options = TrainerOptions(clip_norm=CLIP)
+    trainer = Trainer(model(), layout, DealsHere(made), describe=task.describe, optimizer=optimizer, options=options)
+    reports = list(trainer.run(data.batches(3, len(DealsHere.DEALT), DOCUMENTS)))
+    shares = [tuple(sample.id for sample in report.batch.samples) for report in reports if report.batch is not None]
+    return [report.loss for report in reports], shares
 
 
 def told(num_ranks: int, num_replicas: int, wrongs: list[str]) -> dict[str, tuple[int, str]]:

@@ -29,7 +29,7 @@ _GAIN = 0.99
 """What an exchange must make of the slowest replica's time."""
 _STEPS = (1.0, 0.5, 0.25)
 """Parts of what would even two replicas out that are moved between them, one after the other until one helps."""
-_DRAWS = 256
+_DRAWS = 64
 """Exchanges of samples that are drawn to find one of the wanted load."""
 
 
@@ -211,7 +211,7 @@ class _Dealing:
         """Part of two replicas' load that would even out their times if these were the loads."""
         a, b = self.predicted[slow], self.predicted[quick]
         if not np.isfinite(a):
-            return 0.125
+            return 0.25
         return (a - b) / (2 * (a + b))
 
 

@@ -1,0 +1,102 @@
+"""Dealing by predicted time, on random loads and predictions."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeloom.errors import InputError
+from pipeloom.packing import Loads, deal, deal_by_time
+from pipeloom.packing.replicas import Members, Predict
+
+
+def random_loads(seed: int, num_samples: int) -> Loads:
+    """A few long samples among short ones; some have nothing for the encoder."""
+    random = np.random.default_rng(seed)
+    backbone = random.lognormal(0, 1.2, num_samples)
+    encoder = random.lognormal(0, 1.0, num_samples) * (random.random(num_samples) < 0.5)
+    return Loads(np.ones(num_samples, np.int64), backbone, encoder)
+
+
+def pipelined(loads: Loads, ranks: int = 4, room: float = float("inf")) -> Predict:
+    """All work evenly on all ranks, and the longest sample once through all of them; samples above room do not fit."""
+    work = loads.backbone + loads.encoder
+
+    def predict(members: Members) -> float:
+        own = work[list(members)]
+        return float(own.sum() / ranks + own.max()) if own.sum() <= room else float("inf")
+
+    return predict
+
+
+def limited(predict: Predict, most: int) -> Predict:
+    """So often and no more."""
+    left = most
+
+    def asked(members: Members) -> float | None:
+        nonlocal left
+        left -= 1
+        return predict(members) if left >= 0 else None
+
+    return asked
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.integers(0, 10_000), st.integers(1, 6), st.integers(0, 60))
+def test_no_sample_is_lost_and_no_dealing_predicted_slower_than_by_loads(
+    seed: int, num_replicas: int, most: int
+) -> None:
+    loads = random_loads(seed, num_replicas + seed % 30)
+    predict = pipelined(loads)
+    found = deal_by_time(loads, num_replicas, limited(predict, most), seed)
+    assert sorted(i for members in found.members for i in members) == list(range(len(loads)))
+    assert all(members and list(members) == sorted(members) for members in found.members)
+    assert [found.members[replica].count(i) for i, replica in enumerate(found.replicas)] == [1] * len(loads)
+    assert found == deal_by_time(loads, num_replicas, limited(predict, most), seed)
+    first = deal(loads, num_replicas, seed)
+    slowest = max(predict(members) or 0.0 for members in found.members)
+    assert slowest <= max(predict(members) or 0.0 for members in first)
+    if most < num_replicas or num_replicas == 1:
+        assert found.members == first
+        assert found.predicted == ()
+    else:
+        assert found.predicted == tuple(predict(members) for members in found.members)
+        assert found.slowest == slowest
+
+
+def test_a_replica_with_a_long_sample_gives_others_away() -> None:
+    """By loads it has as much as the other, and then fills its pipeline badly."""
+    gains = []
+    for seed in range(10):
+        loads = random_loads(seed, 24)
+        loads.backbone[0] = 0.3 * loads.backbone.sum()
+        predict = pipelined(loads)
+        by_loads = max(predict(members) or 0.0 for members in deal(loads, 3, seed))
+        gains.append(by_loads / deal_by_time(loads, 3, limited(predict, 60), seed).slowest)
+    assert min(gains) >= 1.0
+    assert sum(gains) / len(gains) > 1.04
+
+
+def test_shares_that_do_not_fit_are_left_while_others_do() -> None:
+    """Loads alone say nothing of room: here there is little for a share of many samples."""
+    mended = 0
+    for seed in range(10):
+        loads = random_loads(seed, 30)
+
+        def predict(members: Members) -> float:
+            return float("inf") if len(members) > 12 else float(len(members))
+
+        found = deal_by_time(loads, 3, limited(predict, 200), seed)
+        crowded = any(len(members) > 12 for members in deal(loads, 3, seed))
+        assert found.slowest < float("inf") or crowded
+        mended += crowded and found.slowest < float("inf")
+    assert mended
+
+
+@pytest.mark.parametrize("num_replicas", [0, 4])
+def test_replicas_without_samples_are_refused(num_replicas: int) -> None:
+    loads = random_loads(0, 3)
+    with pytest.raises(InputError, match=rf"num_replicas.*{num_replicas} is not in 1\.\.3"):
+        deal_by_time(loads, num_replicas, pipelined(loads))

@@ -1,0 +1,97 @@
+"""Dealing to replicas by planned time: sound on random problems, and told with a plan."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeloom.cost import Correction
+from pipeloom.errors import InputError
+from pipeloom.packing import PackingSpec, cost_loads, deal
+from pipeloom.planner import Request, Setup
+from pipeloom.planner.dealing import deal_planned
+from pipeloom.planner.joint import Glances
+from pipeloom.planner.messages import decode, encode
+from pipeloom.planner.service import answer_request
+from pipeloom.search import Evaluations, SearchParams
+from pipeloom.search.params import PackingParams
+from pipeloom.spec import Batch, Parallelism, RankSpec, Sample
+from tests.cases import random_batch
+from tests.planner.cases import random_setup
+from tests.planner.test_strategies import offering, tight
+
+
+def with_replicas(setup: Setup, num_replicas: int, budget_s: float = 0.05) -> Setup:
+    """Replicas, and all the time of a plan for the dealing."""
+    layout = msgspec.structs.replace(setup.layout, parallelism=Parallelism(data=num_replicas))
+    search = SearchParams(packings=PackingParams(dealing_share=1.0))
+    return msgspec.structs.replace(setup, layout=layout, search=search, budget_s=budget_s)
+
+
+@settings(deadline=None, max_examples=10)
+@given(st.integers(0, 10_000), st.booleans(), st.booleans(), st.integers(1, 3))
+def test_never_planned_slower_than_dealt_by_loads(
+    seed: int, everywhere: bool, planned: bool, num_replicas: int
+) -> None:
+    setup, batch = with_replicas(random_setup(seed, everywhere=everywhere), num_replicas), random_batch(seed)
+    if not planned:
+        packing = PackingSpec(setup.packing.token_budget, "first_fit")
+        setup = msgspec.structs.replace(setup, packing=packing)
+    problem = setup.problem()
+    found = deal_planned(problem, batch, budget=Evaluations(20), seed=seed)
+    assert found == deal_planned(problem, batch, budget=Evaluations(20), seed=seed)
+    assert sorted(i for members in found.members for i in members) == list(range(len(batch.samples)))
+    loads = cost_loads(batch, problem.model, problem.layout, problem.costs)
+    glance = Glances(problem, batch, Evaluations(100), seed)
+    slowest = max(glance(members) or 0.0 for members in deal(loads, num_replicas, seed))
+    assert num_replicas == 1 or found.slowest <= slowest
+
+
+def test_where_nothing_fits_it_is_dealt_by_loads() -> None:
+    setup, batch = with_replicas(random_setup(5), 2), random_batch(4)
+    hopeless = msgspec.structs.replace(setup, cluster=RankSpec(memory_capacity_bytes=1)).problem()
+    found = deal_planned(hopeless, batch, budget=Evaluations(20), seed=0)
+    assert found.slowest == float("inf")
+    assert found.members == deal(cost_loads(batch, setup.model, setup.layout, hopeless.costs), 2, 0)
+
+
+def test_a_share_without_room_is_looked_at_again_without_offload() -> None:
+    setup = msgspec.structs.replace(with_replicas(offering(2), 2), cluster=RankSpec(memory_capacity_bytes=1))
+    assert "offload" in setup.strategies
+    glance = Glances(setup.problem(), random_batch(4), Evaluations(10), 0)
+    assert glance((0, 1)) == float("inf")
+    assert "offload" not in glance.problem.costs.strategies
+
+
+@pytest.mark.full
+def test_under_a_tight_cap_shares_are_looked_at_without_what_leaves_no_room() -> None:
+    """Offloading puts room aside on every rank, with which nothing of this batch fits."""
+    batch = random_batch(4)
+    setup = with_replicas(tight(4, batch), 2)
+    glance = Glances(setup.problem(), batch, Evaluations(10), 0)
+    assert (glance(tuple(range(len(batch.samples)))) or 0.0) < float("inf")
+    assert glance.problem.costs.strategies != setup.strategies
+
+
+def test_the_planner_tells_how_the_batch_after_is_dealt() -> None:
+    # Time that never runs out, of which all is the dealing's: what it leaves, the plan has.
+    setup = with_replicas(random_setup(5), 2, budget_s=2.0)
+    now, later = random_batch(1), msgspec.structs.replace(random_batch(2), iteration=1)
+    request = decode(Request, encode(Request(now, Correction(), later)))
+    answer = answer_request(setup.problem(), setup, request)
+    assert len(answer.dealt) == len(later.samples)
+    assert set(answer.dealt) == {0, 1}
+    assert len(answer.packing.samples) >= 1
+    assert answer_request(setup.problem(), with_replicas(setup, 2), Request(now)).dealt == ()
+
+
+def test_a_batch_that_cannot_be_dealt_costs_the_one_before_nothing() -> None:
+    setup = with_replicas(random_setup(5), 2)
+    small = Batch((Sample("alone", 3),), 1)
+    with pytest.raises(InputError, match="num_replicas"):
+        deal_planned(setup.problem(), small, budget=Evaluations(5), seed=0)
+    answer = answer_request(setup.problem(), setup, Request(random_batch(1), Correction(), small))
+    assert answer.dealt == ()
+    assert answer.plan.iteration == random_batch(1).iteration
