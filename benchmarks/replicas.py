@@ -61,7 +61,7 @@ def run() -> str:
     header = ["workload", "replicas", "by tokens, s", "by loads, s", "by planned time, s", "gain", "dealing, CPU s"]
     text = (
         f"Planned seconds of the slowest replica, means of {_SEEDS} batches; every share is planned with packing and "
-        f"order for {_BUDGET.seconds:g} CPU s, however it was dealt. The gain is that of planned time over loads. Up to "
+        f"order for {_BUDGET.seconds:g} CPU s, however it was dealt. The gain is planned time over loads. Up to "
         f"{_GLANCES} shares a replica are looked at; costs are emulated. `python -m benchmarks replicas`."
     )
     return f"{text}\n\n{markdown_table(header, rows)}"

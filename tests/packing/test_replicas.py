@@ -8,8 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeloom.errors import InputError
-from pipeloom.packing import Loads, deal, deal_by_time
+from pipeloom.layout import replicated
+from pipeloom.packing import Loads, cost_loads, deal, deal_by_time
 from pipeloom.packing.replicas import Members, Predict
+from tests.cases import random_batch
+from tests.planner.cases import random_setup
 
 
 def random_loads(seed: int, num_samples: int) -> Loads:
@@ -100,3 +103,12 @@ def test_replicas_without_samples_are_refused(num_replicas: int) -> None:
     loads = random_loads(0, 3)
     with pytest.raises(InputError, match=rf"num_replicas.*{num_replicas} is not in 1\.\.3"):
         deal_by_time(loads, num_replicas, pipelined(loads))
+
+
+def test_an_encoder_that_lies_on_every_rank_weighs_what_one_of_them_does() -> None:
+    setup, batch = random_setup(3), random_batch(3)
+    everywhere = replicated(setup.layout, ["vision"])
+    assert everywhere.num_ranks > 1
+    once, there = (cost_loads(batch, setup.model, layout, setup.costs) for layout in (setup.layout, everywhere))
+    assert there.encoder == pytest.approx(once.encoder)
+    assert there.backbone == pytest.approx(once.backbone)

@@ -153,7 +153,7 @@ def _packed(whole: Batch, spec: PackingSpec, replicas: int, setup: Setup | None)
 
     packed = []
     for replica, members in enumerate(deal(weigh(whole), replicas, spec.seed)):
-        mine = Batch(tuple(whole.samples[i] for i in members), whole.iteration)
+        mine = whole.part(members)
         loads = weigh(mine)
         packed.append(Packed(replica, loads, pack(mine, model, layout, spec, loads)))
     return packed

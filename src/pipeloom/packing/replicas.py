@@ -25,7 +25,7 @@ _EFFORT = 1000
 _NO_LIMIT = np.iinfo(np.int64).max // 4
 _NEAR = 1.03
 """A slowest replica so near to the mean is left alone: predictions are not better than that."""
-_GAIN = 0.99
+_GAIN = 0.998
 """What an exchange must make of the slowest replica's time."""
 _STEPS = (1.0, 0.5, 0.25)
 """Parts of what would even two replicas out that are moved between them, one after the other until one helps."""

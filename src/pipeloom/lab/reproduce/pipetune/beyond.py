@@ -118,8 +118,8 @@ def replicas(options: Options) -> Outcome:
     note = (
         f"{GLOBAL_BATCH} samples a replica, one global batch a seed. Every replica is tuned for itself, in all rows. "
         "'By loads' evens out the seconds of backbone and first rank (`pipeloom pack --replicas`); 'by simulated time' "
-        "deals the slowest and the fastest replica anew where that helps (`--policy tuned`). Nearly all of the gain is "
-        "in even loads."
+        "lets the slowest replica exchange samples with others where that helps (`--policy tuned`). Nearly all of the "
+        "gain is in even loads."
     )
     return Outcome((Table("13B TP4·PP4, replicas", columns, tuple(rows), note),), devices=(case.device,))
 
@@ -136,11 +136,11 @@ def _dealings(case: Emulated, batch: Batch, count: int, seed: int) -> dict[str, 
 
 
 def _tuned(case: Emulated, batch: Batch, dealt: tuple[tuple[int, ...], ...], seed: int) -> tuple[Replica, ...]:
-    made = []
-    for members in dealt:
-        own = Batch(tuple(batch.samples[i] for i in members), batch.iteration)
-        made.append(Replica(members, own, tune(case.pipeline, own, case.token_budget, seed=seed)))
-    return tuple(made)
+    parts = [batch.part(members) for members in dealt]
+    return tuple(
+        Replica(members, own, tune(case.pipeline, own, case.token_budget, seed=seed))
+        for members, own in zip(dealt, parts, strict=True)
+    )
 
 
 def _seconds(case: Emulated, replica: Replica) -> float:
