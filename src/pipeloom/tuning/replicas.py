@@ -14,7 +14,7 @@ from pipeloom.tuning.spec import TuningSpec
 from pipeloom.tuning.tune import Tuned, tune
 
 _TRIAL_EFFORT = 0.1
-_TRIALS = 8
+_TRIALS = 6
 """Shares tuned for a trial, for every replica."""
 
 
