@@ -26,7 +26,7 @@ from pipeloom.spec.parallelism import Degrees
 TITLE = "Dealing to replicas"
 _SEEDS = 3
 _REPLICAS = (2, 4, 8)
-_BUDGET = Deadline(0.2, "cpu")
+_BUDGET = Deadline(0.3, "cpu")
 _GLANCES = 8
 """Shares that may be looked at, for every replica."""
 
