@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from pipeloom.cost import Correction
 from pipeloom.errors import InputError, PlannerError
-from pipeloom.explain.compare import baseline, chain_layouts, compare_systems, fits
+from pipeloom.explain.compare import baseline, chain_layouts, compare_systems
 from pipeloom.explain.replay import answered_graph, timeline_of
 from pipeloom.layout import chain_of_stages, encoder_first
 from pipeloom.layout.layouts import chunk_counts
@@ -19,7 +19,7 @@ from pipeloom.planner.messages import Setup, decode, encode
 from pipeloom.planner.service import LATEST, READY, SETUP, STOP, answer_key, error_key, request_key
 from pipeloom.search import Evaluations
 from pipeloom.spec import RankSpec
-from pipeloom.timeline import check, simulate
+from pipeloom.timeline import check, simulate, within_limits
 from pipeloom.tuning import TuningSpec, tune, tuned_plan
 from tests.cases import random_batch
 from tests.planner.cases import MemoryStore, random_setup
@@ -110,7 +110,7 @@ def test_the_interleaved_baseline_has_the_best_number_of_chunks() -> None:
                 compare_systems(problem, {"interleaved": layout}, batch, budget=Evaluations(1), seed=0)[0]
                 for batch in batches
             ]
-            lacking = sum(not fits(system.graph, system.timeline) for system in systems)
+            lacking = sum(not within_limits(system.graph, system.schedule, system.timeline) for system in systems)
             seconds[layout.chunks] = lacking, sum(system.iteration_s for system in systems)
         assert seconds[chosen.chunks] == min(seconds.values())
         more += len(chosen.chunks) > len(options[0].chunks)

@@ -21,7 +21,7 @@ from pipeloom.search import StoppingRule, gpipe, interleaved_one_f_one_b, one_f_
 from pipeloom.spec import Batch, Layout
 from pipeloom.taskgraph import NS_PER_S, TaskGraph, build_graph
 from pipeloom.taskgraph.iteration import MemoryLimit, iteration_graph
-from pipeloom.timeline import LowerBound, Schedule, Timeline, lower_bound, simulate
+from pipeloom.timeline import LowerBound, Schedule, Timeline, lower_bound, simulate, within_limits
 
 _SCHEDULES = {"gpipe": gpipe, "1f1b": one_f_one_b, "interleaved": interleaved_one_f_one_b}
 
@@ -58,7 +58,7 @@ def chain_layouts(problem: Problem, load: LayerLoad, batches: Sequence[Batch]) -
     def cost(layout: Layout) -> tuple[int, float]:
         """Batches that do not fit into memory, and seconds of all."""
         systems = [baseline(problem, "interleaved", layout, batch) for batch in batches]
-        lacking = sum(not fits(one.graph, one.timeline) for one in systems)
+        lacking = sum(not within_limits(one.graph, one.schedule, one.timeline) for one in systems)
         return lacking, sum(one.iteration_s for one in systems)
 
     counts = chunk_counts(ranks, problem.model.modules)[1:]
@@ -107,10 +107,14 @@ def baseline(problem: Problem, name: str, layout: Layout, batch: Batch) -> Basel
     def judge(number: int) -> float:
         packing = packing_of(batch, model, layout, even_groups(loads, spec, number, batch.iteration))
         found.append(_timed(problem, name, layout, packing))
-        return found[-1].iteration_s if fits(found[-1].graph, found[-1].timeline) else float("inf")
+        return (
+            found[-1].iteration_s
+            if within_limits(found[-1].graph, found[-1].schedule, found[-1].timeline)
+            else float("inf")
+        )
 
     walk(numbers(loads, spec), MICROBATCHES_PER_RANK * layout.num_ranks, params.slower, params.misses, judge)
-    return min(found, key=lambda one: (not fits(one.graph, one.timeline), one.iteration_s))
+    return min(found, key=lambda one: (not within_limits(one.graph, one.schedule, one.timeline), one.iteration_s))
 
 
 def _timed(problem: Problem, name: str, layout: Layout, packing: Packing) -> BaselineResult:
@@ -127,7 +131,7 @@ def _timed(problem: Problem, name: str, layout: Layout, packing: Packing) -> Bas
         schedule = schedule_of(graph)
     timeline = simulate(graph, schedule)
     # What breaks a limit may end before anything could that keeps it.
-    bound = lower_bound(graph if fits(graph, timeline) else replace(graph, capacity_bytes=None))
+    bound = lower_bound(graph if within_limits(graph, schedule, timeline) else replace(graph, capacity_bytes=None))
     return BaselineResult(name, layout, graph, schedule, timeline, bound)
 
 
@@ -170,10 +174,6 @@ def uniform_recomputation(name: str, layout: Layout, graph: TaskGraph, schedule:
     for setting in uniform_settings(graph):
         chosen = Schedule(schedule.order, np.full(graph.num_pairs, setting), name)
         timeline = simulate(graph, chosen)
-        if fits(graph, timeline):
+        if within_limits(graph, chosen, timeline):
             return BaselineResult(name, layout, graph, chosen, timeline, lower_bound(graph))
     raise InfeasibleError(f"{name}: does not fit even with full recomputation")
-
-
-def fits(graph: TaskGraph, timeline: Timeline) -> bool:
-    return graph.capacity_bytes is None or bool((timeline.peak_bytes <= graph.capacity_bytes).all())

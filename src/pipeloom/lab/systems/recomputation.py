@@ -7,13 +7,13 @@ from collections.abc import Sequence
 import numpy as np
 
 from pipeloom.errors import InfeasibleError
-from pipeloom.explain.compare import BaselineResult, fits
+from pipeloom.explain.compare import BaselineResult
 from pipeloom.lab.systems.model_on_cluster import Microbatches, ModelOnCluster, pack_microbatches
 from pipeloom.layout import chain_of_stages
 from pipeloom.search import uniform_settings
 from pipeloom.spec import Chunk, ChunkStrategy, Layout, Strategy
 from pipeloom.taskgraph import IntArray, TaskGraph
-from pipeloom.timeline import Schedule, Timeline, lower_bound, simulate
+from pipeloom.timeline import Schedule, Timeline, lower_bound, simulate, within_limits
 
 
 def per_module_recomputation(name: str, layout: Layout, graph: TaskGraph, schedule: Schedule) -> BaselineResult:
@@ -32,8 +32,9 @@ def per_module_recomputation(name: str, layout: Layout, graph: TaskGraph, schedu
     for encoders in ladder:
         while at >= 0:
             choice = np.where(backbone, ladder[at], encoders)
-            timeline = simulate(graph, Schedule(schedule.order, choice, name))
-            if not fits(graph, timeline):
+            chosen = Schedule(schedule.order, choice, name)
+            timeline = simulate(graph, chosen)
+            if not within_limits(graph, chosen, timeline):
                 break
             if best is None or timeline.makespan_ns < best[0].makespan_ns:
                 best = timeline, choice
