@@ -235,17 +235,21 @@ class _Packings:
         """Where encoders lie whole on the first rank, PipeTune's recurrence tells of thousands of packings at once."""
         if self.problem.pipeline is None:
             return
-        with suppress(InfeasibleError):
+        try:
             made = tuned(self.unsplit, self.batch, self.seed)
             self.meter.used += 1
             groups = tuple(microbatch.samples for microbatch in made.packing.microbatches)
-            self.judge(groups, self.problem.layout)
+            self.is_new(groups, made.packing)
+            assignable = _graph(self.unsplit, self.problem.layout, made.packing)
             # Its own order holds where the graph has no choice of strategies and leaves room for a computation.
-            graph = _graph(self.unsplit, self.problem.layout, made.packing).graph
+            graph = assignable.graph
             timeline = simulate(graph, made.schedule)
             if within_limits(graph, made.schedule, timeline):
                 plain = replace(made, graph=graph, timeline=timeline, lower_bound=lower_bound(graph))
                 self.judged.append(_Packed(groups, plain))
+            self.compare(groups, made.packing, assignable)
+        except InfeasibleError as error:
+            self.failure = error
 
     def try_numbers(self) -> None:
         """Judge packings into more and fewer microbatches: any number, from some a rank on, unless told otherwise."""
@@ -293,18 +297,26 @@ class _Packings:
     def judge(self, groups: Groups, cut: Layout) -> float:
         """Nanoseconds that a packing takes with static orders; infinite where it does not fit or cannot be best."""
         packed = packing_of(self.batch, self.problem.model, cut, groups)
-        counts = tuple(tuple(map(len, microbatch.parts)) for microbatch in packed.microbatches)
-        if (groups, counts) in self.known:
+        if not self.is_new(groups, packed):
             return float("inf")
-        self.known.add((groups, counts))
         try:
-            assignable = _graph(self.unsplit, self.problem.layout, packed)
-            if self.judged and assignable_bound(assignable).ns >= self.best_ns:
-                return float("inf")
-            made = self.with_static_orders(packed, assignable)
+            return self.compare(groups, packed, _graph(self.unsplit, self.problem.layout, packed))
         except InfeasibleError as error:
             self.failure = error
             return float("inf")
+
+    def is_new(self, groups: Groups, packed: Packing) -> bool:
+        """Whether a packing was not judged before; it is known from now on."""
+        key = groups, tuple(tuple(map(len, microbatch.parts)) for microbatch in packed.microbatches)
+        new = key not in self.known
+        self.known.add(key)
+        return new
+
+    def compare(self, groups: Groups, packed: Packing, assignable: Assignable) -> float:
+        """Nanoseconds that a graph takes with static orders; infinite where it cannot be best."""
+        if self.judged and assignable_bound(assignable).ns >= self.best_ns:
+            return float("inf")
+        made = self.with_static_orders(packed, assignable)
         self.meter.used += made.evaluations
         self.judged.append(_Packed(groups, made))
         return made.ns
