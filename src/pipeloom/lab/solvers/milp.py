@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import numpy as np
 
-from pipeloom.errors import InputError
 from pipeloom.lab.solvers import linear
 from pipeloom.lab.solvers.exact import finish
 from pipeloom.search.methods import Exact
@@ -27,10 +25,7 @@ def milp(graph: TaskGraph, *, seconds: float, hint: Schedule, bound_ns: int, wor
         The graph has candidates.
     """
     linear.refuse_candidates(graph, "milp")
-    if "ortools" in sys.modules:
-        raise InputError("method", "milp cannot run in a process that has loaded OR-Tools", "start a new process")
-    import highspy
-
+    highspy = linear.highs()
     model = linear.state(graph, hint, bound_ns)
     num_columns = len(model.low)
     lp = highspy.HighsLp()
@@ -49,7 +44,7 @@ def milp(graph: TaskGraph, *, seconds: float, hint: Schedule, bound_ns: int, wor
     lp.a_matrix_.value_ = np.array([f for _, factors, _ in model.rows for f in factors])
     kinds = highspy.HighsVarType
     lp.integrality_ = [kinds.kInteger if model.is_integer(c) else kinds.kContinuous for c in range(num_columns)]
-    solver: Any = highspy.Highs()  # type: ignore[no-untyped-call]
+    solver: Any = highspy.Highs()
     for name, setting in (
         ("output_flag", False),
         ("threads", workers),
