@@ -102,7 +102,11 @@ def instances(draw: st.DrawFn) -> dict[str, Any]:
         "num_ranks": num_ranks,
         "memory_capacity_bytes": draw(st.none() | st.lists(sizes, min_size=num_ranks, max_size=num_ranks)),
         "memory_static_bytes": draw(st.lists(sizes, min_size=num_ranks, max_size=num_ranks)),
-        **draw(st.just({}) | st.fixed_dictionaries({"host_capacity_bytes": st.just([7] * num_ranks)})),
+        **draw(
+            st.fixed_dictionaries(
+                {}, optional={f"host_{name}_bytes": st.just([7] * num_ranks) for name in ("capacity", "staging")}
+            )
+        ),
         "tasks": tasks,
         "pairs": {
             "activation_bytes": (activation := [draw(sizes) for _ in forms]),

@@ -122,6 +122,7 @@ BAD = [
     ("memory_static_bytes.0", 0.5, "memory_static_bytes[0]: 0.5 is not an integer"),
     ("memory_capacity_bytes", [1], "memory_capacity_bytes: has 1 entries, expected 2"),
     ("host_capacity_bytes", [1], "host_capacity_bytes: has 1 entries, expected 2"),
+    ("host_staging_bytes", [-1, 0], "host_staging_bytes[0]: -1 is negative"),
     ("pairs.activation_bytes", [2**61, 2**61], "pairs.activation_bytes: sums to 4611686018427387904"),
     ("pairs.candidates", [], "pairs.candidates: has 0 lists, there are 2 pairs"),
     ("pairs.candidates", [[], []], "pairs.candidates[0]: is empty"),

@@ -104,7 +104,7 @@ def test_a_module_that_has_nothing_to_do_is_laid_out_too() -> None:
     model = vlm_spec(2, 4)
     texts = [Batch(tuple(Sample(str(i), 5) for i in range(6)))]
     preview = Preview(costs_of(model, 3), PACKING, texts, 2)
-    found = arrangements(preview.layers(), model, budget=Evaluations(200))
+    found = arrangements([preview.layers()], model, budget=Evaluations(200))
     assert all(len(draft.layout.chunks_of("vision")) >= 1 for draft in found)
 
 

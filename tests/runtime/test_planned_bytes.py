@@ -133,8 +133,11 @@ def test_workspaces_bound_what_a_computation_uses(counted: Counted, costs: Profi
         part = counted.packing.parts_of(microbatch, "lm")[0].workload
         for strategy in STRATEGIES:
             planned = options(counted, costs, microbatch, strategy)
-            work = max(costs.workspace_bytes(chunk, part) for chunk in counted.layout.chunks)
             moves = strategy == "offload"
+            work = max(
+                costs.workspace_bytes(chunk, part) + moves * costs.staging_bytes(chunk, part)
+                for chunk in counted.layout.chunks
+            )
             actions = []
             for chunk in (0, 1):
                 actions.append(action("F", chunk, microbatch, strategy))

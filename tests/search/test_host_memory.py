@@ -14,8 +14,9 @@ from pipeloom.errors import InfeasibleError
 from pipeloom.lab.instances import family, generate
 from pipeloom.lab.solvers.integer_program import program_on_rank, program_strategies
 from pipeloom.search import Evaluations, solve
+from pipeloom.search.plain import leanest
 from pipeloom.search.strategies import choose_on_rank, choose_strategies
-from pipeloom.timeline import Schedule, check, host_peaks, memory_changes, simulate, within_limits
+from pipeloom.timeline import Schedule, check, host_peaks, lower_bound, memory_changes, simulate, within_limits
 from tests.lab.solvers.test_tree import with_strategies
 from tests.search.test_strategies import lean_schedule
 from tests.strategies import graphs
@@ -126,3 +127,102 @@ def test_strategies_by_the_integer_program_are_a_method_of_their_own():
     assert check(graph, found.schedule, found.timeline) == ()
     by_program = program_strategies(graph, found.schedule)
     assert found.timeline.makespan_ns <= simulate(graph, by_program).makespan_ns
+
+
+def staging(graph, room, staged):
+    """`offloading`, with so much taken off a rank where a pair offloads; a negative room: the host has no limit."""
+    made = offloading(graph, max(room, 0))
+    return replace(
+        made,
+        host_capacity_bytes=None if room < 0 else made.host_capacity_bytes,
+        staging_bytes=np.full(graph.num_ranks, staged, np.int64),
+    )
+
+
+def without_host(graph):
+    """The graph without candidates that hold something there."""
+    rows = tuple(tuple(option for option in row if not option.host_bytes) for row in graph.candidates)
+    return replace(graph, candidates=rows, host_capacity_bytes=None, staging_bytes=None)
+
+
+def every_choice(graph, rank):
+    """Choices that differ on one rank's pairs."""
+    pairs = [p for p in range(graph.num_pairs) if graph.rank[graph.forward_of[p]] == rank]
+    for picks in product(*(range(len(graph.candidates[p])) for p in pairs)):
+        choice = np.array(leanest(graph))
+        choice[pairs] = picks
+        yield pairs, choice
+
+
+@given(graphs(**SMALL, memory=1.0), st.integers(-1, 40), st.integers(0, 30))
+def test_what_is_staged_counts_on_the_ranks_that_offload(graph, room, staged):
+    """What is chosen fits, takes no longer than without offloading, and lies between bound and optimum."""
+    graph = staging(graph, room, staged)
+    try:
+        schedule = lean_schedule(graph)
+    except InfeasibleError:
+        return
+    chosen = choose_strategies(graph, schedule)
+    assert check(graph, chosen) == ()
+    plain = without_host(graph)
+    for rank in range(graph.num_ranks):
+        found = choose_on_rank(graph, schedule, rank)
+        best = None
+        for pairs, choice in every_choice(graph, rank):
+            tried = replace(schedule, candidate=choice)
+            if within_limits(graph, tried, simulate(graph, tried)):
+                spent = sum(sum(graph.candidates[p][choice[p]][1:4]) for p in pairs)
+                best = spent if best is None else min(best, spent)
+        assert found.bound_ns <= best + 1e-3
+        assert best <= found.total_ns
+        if all(plain.candidates):
+            assert found.total_ns <= choose_on_rank(plain, lean_schedule(plain), rank).total_ns
+
+
+@given(graphs(**SMALL, memory=1.0), st.integers(-1, 40), st.integers(0, 30), st.randoms(use_true_random=False))
+def test_judge_count_and_bound_agree_on_what_is_staged(graph, room, staged, random):
+    graph = staging(graph, room, staged)
+    try:
+        schedule = lean_schedule(graph)
+    except InfeasibleError:
+        return
+    bound = lower_bound(graph).ns
+    for _ in range(4):
+        choice = np.array([random.randrange(len(row)) for row in graph.candidates])
+        tried = replace(schedule, candidate=choice)
+        timeline, faults = simulate(graph, tried), check(graph, tried)
+        if (graph.with_candidates(choice).duration_ns > 0).all():
+            assert within_limits(graph, tried, timeline) == (not faults)
+        if not faults:
+            assert bound <= timeline.makespan_ns
+        away = {
+            int(graph.rank[graph.forward_of[p]]) for p, row in enumerate(graph.candidates) if row[choice[p]].host_bytes
+        }
+        left = graph.capacity_bytes - graph.with_candidates(choice).capacity_bytes
+        assert left.tolist() == [staged * (rank in away) for rank in range(graph.num_ranks)]
+
+
+@pytest.mark.parametrize("staged", [0.05, 0.4, 1.0])
+def test_offering_to_offload_is_no_worse_than_not_to(staged):
+    """Little that is staged pays, much does not: either way the search does as well as without, or better."""
+    plain = with_strategies(generate(family("vlm-s", num_microbatches=8, memory=0.6, num_ranks=3), 2))
+    graph = staging(plain, -1, int(staged * plain.capacity_bytes.max()) + 1)
+    found = solve(graph, budget=Evaluations(400), seed=0)
+    assert check(graph, found.schedule, found.timeline) == ()
+    without = solve(plain, budget=Evaluations(400), seed=0).timeline.makespan_ns
+    assert found.timeline.makespan_ns <= 1.01 * without
+    away = any(row[i].host_bytes for row, i in zip(graph.candidates, found.schedule.candidate.tolist(), strict=True))
+    assert away == (staged < 1.0)
+
+
+def test_where_only_offloading_fits_every_rank_stages():
+    """The leanest that keep off the host are too large."""
+    plain = with_strategies(generate(family("vlm-s", num_microbatches=4, num_ranks=2), 0))
+    rows = tuple((row[0],) for row in plain.candidates)
+    most = max(row[0].activation_bytes for row in rows)
+    tight = replace(plain, candidates=rows, capacity_bytes=plain.static_bytes + most - 1)
+    with pytest.raises(InfeasibleError):
+        solve(tight, budget=Evaluations(5), seed=0)
+    graph = staging(tight, -1, most // 2)
+    found = solve(graph, budget=Evaluations(5), seed=0)
+    assert check(graph, found.schedule, found.timeline) == ()

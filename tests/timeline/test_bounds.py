@@ -137,7 +137,7 @@ def test_fill_and_drain_see_overtaking(ranks, microbatches, delays, seed):
 @given(graphs(num_candidates=0, memory=1.0, max_parts=3), st.integers(0, 2**31))
 def test_what_is_held_is_never_less_than_claimed(graph, seed):
     """By rank, module and microbatch, for orders that may be too full: how long bytes stay needs no limit."""
-    held = held_byte_ns(graph, pair_options(graph), graph.duration_ns)[:, 0]
+    held = held_byte_ns(graph, [pair_options(graph)], graph.duration_ns)[0][:, 0]
     rng = np.random.default_rng(seed)
     forward = graph.forward_of
     group = (graph.rank[forward] * 8 + graph.module[forward]) * 64 + graph.microbatch[forward]
@@ -175,7 +175,7 @@ def test_parts_of_a_microbatch_wait_for_each_other():
         edges=Edges(source=[0, 1, 3, 3], target=[2, 2, 4, 5], delay_ns=[0] * 4),
         capacity_bytes=[100],
     )
-    held = held_byte_ns(graph, pair_options(graph), graph.duration_ns)[:, 0]
+    held = held_byte_ns(graph, [pair_options(graph)], graph.duration_ns)[0][:, 0]
     assert held.sum() == 10 * (8 + 3 + 16) + 30 * (5 + 3 + 10) + 1 * 3
 
 

@@ -121,16 +121,6 @@ class EmulatedCosts:
         whole.split_backward, whole._parts, whole._known = False, ("F", "B"), OrderedDict()
         return whole
 
-    def without_offload(self) -> EmulatedCosts | None:
-        """Return the same costs without strategies that offload; None where that leaves all, or none."""
-        rest = tuple(s for s in self.strategies if not any(TRAITS[each].offloads for each in (s.first, s.others)))
-        steps = self.ladder._replace(offloading=0) if self.ladder else None
-        if not rest or (rest, steps) == (self.strategies, self.ladder):
-            return None
-        lean = copy(self)
-        lean.strategies, lean.ladder, lean._known = rest, steps, OrderedDict()
-        return lean
-
     def _chunk(self, chunk: Chunk) -> tuple[LayerTemplate, ...]:
         layers = self._layers.get(chunk.module)
         if layers is None:
@@ -222,13 +212,26 @@ class EmulatedCosts:
         return update_ps(layers, self.placement) / PS_PER_S
 
     def workspace_bytes(self, chunk: Chunk, workload: Workload) -> int:
-        """Most that a pass of the chunk uses beyond what it takes in, holds and hands on, under any strategy."""
+        """Most that a pass uses beyond what it takes in, holds and hands on, under all strategies but offloading."""
+        return self._workspace_bytes(chunk, workload, self._staying or self.strategies)
+
+    def staging_bytes(self, chunk: Chunk, workload: Workload) -> int:
+        """What it uses more under any strategy, with room for what is on its way to the host and back."""
+        if not self._staying:
+            return 0
+        more = self._workspace_bytes(chunk, workload, self.strategies) - self.workspace_bytes(chunk, workload)
+        moving = self.ladder is not None and self.ladder.offloading > 0
+        return more + (staging_bytes(self._chunk(chunk), workload) if moving else 0)
+
+    @property
+    def _staying(self) -> tuple[ChunkStrategy, ...]:
+        """Strategies that do not offload."""
+        return tuple(s for s in self.strategies if not any(TRAITS[each].offloads for each in (s.first, s.others)))
+
+    def _workspace_bytes(self, chunk: Chunk, workload: Workload, strategies: Sequence[ChunkStrategy]) -> int:
         layers = self._chunk(chunk)
-        usable = [
-            each for each in self.strategies if all(word in layers[0].passes for word in each.layers(len(layers)))
-        ]
-        used = max(self._stage(chunk, each).workspace_bytes(workload) for each in usable or self.strategies)
-        return used + staging_bytes(layers, workload) if self.ladder and self.ladder.offloading else used
+        usable = [each for each in strategies if all(word in layers[0].passes for word in each.layers(len(layers)))]
+        return max(self._stage(chunk, each).workspace_bytes(workload) for each in usable or strategies)
 
     def chunk_flops(self, chunk: Chunk, workload: Workload) -> float:
         """Operations of the forward's products on all tensor- and context-parallel devices together."""

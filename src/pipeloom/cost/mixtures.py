@@ -172,8 +172,8 @@ def _splits(total: int, parts: int) -> list[tuple[int, ...]]:
     return [(first, *rest) for first in range(total, -1, -1) for rest in _splits(total - first, parts - 1)]
 
 
-def ranges(found: Mixtures, most: int) -> list[int]:
-    """The fastest, the leanest, and the fastest in each of ``most - 2`` equal ranges of bytes between the two.
+def ranges(found: Mixtures, front: IntArray, most: int) -> list[int]:
+    """The fastest of a front, the leanest, and the fastest in each of ``most - 2`` equal ranges of bytes between.
 
     Raises
     ------
@@ -182,7 +182,6 @@ def ranges(found: Mixtures, most: int) -> list[int]:
     """
     if most < 2:
         raise InputError("candidates", f"{most} is below 2", "the fastest and the leanest are always there")
-    front = found.front
     held = found.amounts[front, HELD]
     low, high = int(held[0]), int(held[-1])
     places = {0, len(front) - 1}

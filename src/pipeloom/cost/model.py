@@ -55,7 +55,14 @@ class CostModel(Protocol):
         ...
 
     def workspace_bytes(self, chunk: Chunk, workload: Workload) -> int:
-        """Most that a pass of the chunk uses beyond what is held, under any of its strategies."""
+        """Most that a pass of the chunk uses beyond what is held, under any of its strategies that do not offload.
+
+        Where all of them offload: under any, with what that stages.
+        """
+        ...
+
+    def staging_bytes(self, chunk: Chunk, workload: Workload) -> int:
+        """What it uses more under strategies that offload: room for what is on its way to the host and back."""
         ...
 
     def boundary_bytes(self, chunk: Chunk, workload: Workload) -> int:
@@ -94,8 +101,4 @@ class PlannedCosts(CostModel, Protocol):
 
     def whole_backwards(self) -> Self:
         """Return the same costs without the halves of backwards."""
-        ...
-
-    def without_offload(self) -> Self | None:
-        """Return the same costs without strategies that offload; None where that leaves all, or none."""
         ...

@@ -124,11 +124,6 @@ class ProfileCosts:
         """Return the same costs without the halves of backwards."""
         return replace(self, split_backward=False) if self.split_backward else self
 
-    def without_offload(self) -> ProfileCosts | None:
-        """Return the same costs without strategies that offload; None where that leaves all, or none."""
-        rest = tuple(each for each in self.strategies if not TRAITS[each].offloads)
-        return replace(self, strategies=rest) if rest and rest != self.strategies else None
-
     def corrected(self, correction: Correction) -> ProfileCosts:
         """Return the same costs corrected by what was measured while training ran."""
         rank = self.rank
@@ -160,10 +155,16 @@ class ProfileCosts:
             if kind not in known:
                 alone = self._on(Chunk(chunk.module, (number, number), chunk.rank), workload)
                 costs = [alone.cost(strategy, False) for strategy in self.strategies]
-                known[kind] = [LayerOption(c.strategy, c.forward_s, c.backward_s, c.activation_bytes) for c in costs]
+                known[kind] = [
+                    LayerOption(c.strategy, c.forward_s, c.backward_s, c.activation_bytes, c.host_bytes) for c in costs
+                ]
             layers.append(known[kind])
         found = mix(layers)
-        mixed = (cast(tuple[Strategy, ...], found.layers(row)) for row in ranges(found, MOST_MIXTURES + 2))
+        # Those that keep off the host, too, for batches that do better without offloading.
+        rows = dict.fromkeys(
+            row for front in (found.front, found.free_front) for row in ranges(found, front, MOST_MIXTURES + 2)
+        )
+        mixed = (cast(tuple[Strategy, ...], found.layers(row)) for row in rows)
         return tuple(each for each in mixed if len(set(each)) > 1)
 
     def _mixture(self, chunk: Chunk, workload: Workload, layers: tuple[Strategy, ...]) -> StrategyCost:
@@ -188,14 +189,28 @@ class ProfileCosts:
         )
 
     def workspace_bytes(self, chunk: Chunk, workload: Workload) -> int:
-        """Most that a pass of the chunk uses beyond what is held, under any of the offered strategies.
+        """Most that a pass uses beyond what is held, under any of the offered strategies that do not offload.
 
-        Recomputation makes again, inside the backward, what was not held. What is offloaded is there until it has
-        been moved, and is brought back one computation early.
+        Recomputation makes again, inside the backward, what was not held.
         """
+        return self._workspace_bytes(chunk, workload, self._staying or self.strategies)
+
+    def staging_bytes(self, chunk: Chunk, workload: Workload) -> int:
+        """What it uses more where pairs offload: that is there until it was moved, and again one computation early."""
+        if not self._staying:
+            return 0
+        most = self._workspace_bytes(chunk, workload, self.strategies)
+        return most - self.workspace_bytes(chunk, workload)
+
+    @property
+    def _staying(self) -> tuple[Strategy, ...]:
+        """Strategies that do not offload."""
+        return tuple(each for each in self.strategies if not TRAITS[each].offloads)
+
+    def _workspace_bytes(self, chunk: Chunk, workload: Workload, strategies: Sequence[Strategy]) -> int:
         here = self._on(chunk, workload)
-        used = max(here.workspace(strategy, self.split_backward) for strategy in self.strategies)
-        if not self._mixtures(chunk, workload):
+        used = max(here.workspace(strategy, self.split_backward) for strategy in strategies)
+        if not any(set(mixed) <= set(strategies) for mixed in self._mixtures(chunk, workload)):
             return used
         # Gradients between blocks, where the chunk itself may end with the loss.
         return used + max(layer.output.num_bytes(workload) for layer in self._chunk_layers(chunk))

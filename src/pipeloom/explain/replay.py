@@ -17,8 +17,6 @@ from pipeloom.timeline import Timeline, memory_curve, resolve_candidates
 
 def answered_graph(problem: Problem, batch: Batch, answer: Answer, correction: Correction) -> TaskGraph:
     """Build again the graph on which an answer was planned, with the strategies that its plan chose."""
-    if not answer.offers_offload:
-        problem = problem.without_offload() or problem
     packing = packing_from_counts(batch, problem.model, problem.layout, answer.packing.samples, answer.packing.counts)
     costs = problem.corrected(correction).costs
     name = f"iteration {batch.iteration}"

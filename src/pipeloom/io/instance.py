@@ -75,6 +75,7 @@ class _Instance(msgspec.Struct, forbid_unknown_fields=True):
     edges: _Edges
     memory_capacity_bytes: list[int] | None = None
     host_capacity_bytes: list[int] | None = None
+    host_staging_bytes: list[int] | None = None
 
 
 def read_instance(path: PathLike) -> TaskGraph:
@@ -154,11 +155,20 @@ def _graph(data: _Instance) -> TaskGraph:
         static_bytes=static,
         capacity_bytes=None if capacity is None else counts("memory_capacity_bytes", capacity),
     )
-    if data.host_capacity_bytes is not None:
-        host = counts("host_capacity_bytes", data.host_capacity_bytes)
-        check_length("host_capacity_bytes", host, data.num_ranks)
-        graph = replace(graph, host_capacity_bytes=host)
+    graph = replace(
+        graph,
+        host_capacity_bytes=_by_rank("host_capacity_bytes", data.host_capacity_bytes, data.num_ranks),
+        staging_bytes=_by_rank("host_staging_bytes", data.host_staging_bytes, data.num_ranks),
+    )
     return graph if pairs.candidates is None else replace(graph, candidates=_candidates(graph, pairs.candidates))
+
+
+def _by_rank(path: str, values: list[int] | None, num_ranks: int) -> IntArray | None:
+    if values is None:
+        return None
+    found = counts(path, values)
+    check_length(path, found, num_ranks)
+    return found
 
 
 def _sizes(path: str, values: list[int] | None) -> IntArray | None:
@@ -249,7 +259,7 @@ def write_candidate(choice: Candidate, form: Form) -> dict[str, Any]:
 def instance_document(graph: TaskGraph) -> dict[str, Any]:
     """The problem as a JSON document; reading it gives an equal graph."""
     same = bool((graph.weight_gradient_bytes == graph.activation_bytes).all())
-    choices, host = graph.candidates, graph.host_capacity_bytes
+    choices, host, staging = graph.candidates, graph.host_capacity_bytes, graph.staging_bytes
     return {
         "format": FORMAT,
         "name": graph.name,
@@ -257,6 +267,7 @@ def instance_document(graph: TaskGraph) -> dict[str, Any]:
         "memory_capacity_bytes": None if graph.capacity_bytes is None else graph.capacity_bytes.tolist(),
         "memory_static_bytes": graph.static_bytes.tolist(),
         **({} if host is None else {"host_capacity_bytes": host.tolist()}),
+        **({} if staging is None else {"host_staging_bytes": staging.tolist()}),
         "tasks": {
             "kind": [KIND_NAMES[k] for k in graph.kind.tolist()],
             "rank": graph.rank.tolist(),

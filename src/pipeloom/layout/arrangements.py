@@ -6,9 +6,9 @@ second. What is found is judged on real iterations (`pipeloom.layout.choose`), w
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, product
 
 import msgspec
 
@@ -56,7 +56,7 @@ def walks_for(evaluations: int) -> CooptimiseParams:
 
 
 def arrangements(
-    table: LayerTable,
+    tables: Sequence[LayerTable],
     model: ModelSpec,
     *,
     split: bool = False,
@@ -69,8 +69,9 @@ def arrangements(
 
     Parameters
     ----------
-    table : LayerTable
-        The model's layers, as `pipeloom.layout.profiled_layers` writes them.
+    tables : sequence of LayerTable
+        The model's layers, as `pipeloom.layout.profiled_layers` writes them, in one way or several; the budget is
+        divided among them.
     model : ModelSpec
     split : bool
         Whether backwards may be split. Half of the budget then goes to chains that split all of them: halves hold more,
@@ -95,8 +96,8 @@ def arrangements(
     """
     found: list[CooptimisedPipeline] = []
     failure = None
-    forms = (False, True) if split else (False,)
-    for number, halves in enumerate(forms):
+    forms = list(product(tables, (False, True) if split else (False,)))
+    for number, (table, halves) in enumerate(forms):
         chain = chain_of_layers(table, split=halves)
         whole = budget or arrangement_budget(chain, iterations)
         count = max(1, whole.count // len(forms))

@@ -8,7 +8,7 @@ from pipeloom.cost import CostModel, StrategyCost
 from pipeloom.cost.layers import BYTES_PER_PARAMETER, LayerCost, LayerTable, StrategyEntry
 from pipeloom.errors import InfeasibleError, InputError
 from pipeloom.packing import Packing
-from pipeloom.spec import Chunk, Layout, ModelSpec, ModuleLayout, Workload
+from pipeloom.spec import TRAITS, Chunk, Layout, ModelSpec, ModuleLayout, Workload, word_strategies
 from pipeloom.taskgraph.iteration import MemoryLimit, workspace_bytes
 
 _Parts = Sequence[Sequence[Workload]]
@@ -23,6 +23,7 @@ def profiled_layers(
     *,
     num_replicas: int = 1,
     capacity_bytes: int | None = None,
+    offloading: bool = True,
 ) -> LayerTable:
     """Write a profile as the layer table that `arrange` takes: seconds are means over microbatches, bytes the largest.
 
@@ -41,6 +42,8 @@ def profiled_layers(
         Among which the batches are divided.
     capacity_bytes : int or None
         Memory of every rank. The table's is less by what any one layer's computation and its messages need.
+    offloading : bool
+        Offer strategies that offload, too; then the table's memory is less by what they stage, besides.
 
     Raises
     ------
@@ -63,12 +66,15 @@ def profiled_layers(
             key = (layer.kind, 0 if some is None else layer.output.num_bytes(some))
             if key not in known:
                 chunk = Chunk(module.name, (i, i), 0)
-                known[key] = _layer(costs, chunk, parts, single.has_backward(module.name), layer.num_parameters)
+                known[key] = _layer(
+                    costs, chunk, parts, single.has_backward(module.name), layer.num_parameters, offloading
+                )
             named = _name(layer.kind, i, len(module.flat_layers))
             layers.append(_renamed(known[key], named if len(model.modules) == 1 else f"{module.name}.{named}"))
     aside = 0
     if capacity_bytes is not None:
-        aside = max(int(workspace_bytes(single, p, costs, MemoryLimit().num_messages)[0]) for p in packed)
+        needs = [workspace_bytes(single, p, costs, MemoryLimit().num_messages) for p in packed]
+        aside = int(max(need[int(offloading), 0] for need in needs))
         if aside > capacity_bytes:
             raise InfeasibleError(
                 f"a computation of one layer of {model.name!r}, with its messages, needs {aside} bytes of the "
@@ -98,10 +104,16 @@ def _layer_by_layer(model: ModelSpec) -> Layout:
     )
 
 
-def _layer(costs: CostModel, chunk: Chunk, parts: _Parts, has_backward: bool, num_parameters: int) -> LayerCost:
+def _layer(
+    costs: CostModel, chunk: Chunk, parts: _Parts, has_backward: bool, num_parameters: int, offloading: bool
+) -> LayerCost:
     each = [[costs.chunk_costs(chunk, workload) for workload in works] for works in parts]
     names = next((tuple(option.strategy for option in options) for row in each for options in row), ("keep",))
-    made = [_entry(name, [[options[i] for options in row] for row in each]) for i, name in enumerate(names)]
+    made = [
+        _entry(name, [[options[i] for options in row] for row in each])
+        for i, name in enumerate(names)
+        if offloading or not any(TRAITS[one].offloads for one in word_strategies(name))
+    ]
     base = made[0]
     if not has_backward:
         made, base = made[:1], StrategyEntry(base.strategy, base.forward_s, 0, backward_s=0.0)

@@ -30,7 +30,7 @@ from pipeloom.layout.modality import typical_lengths
 from pipeloom.packing import Packing, PackingSpec, packed_batch
 from pipeloom.packing.pack import MICROBATCHES_PER_RANK
 from pipeloom.search import Evaluations, StoppingRule
-from pipeloom.spec import DTYPE_BYTES, Batch, Layout, ModelSpec
+from pipeloom.spec import DTYPE_BYTES, TRAITS, Batch, Layout, ModelSpec
 from pipeloom.taskgraph import Assignable
 from pipeloom.taskgraph.iteration import MemoryLimit, iteration_graph
 
@@ -125,7 +125,7 @@ class Preview:
             lambda layout: ring_seconds(layout, gradient_bytes, self.costs),
         )
 
-    def layers(self) -> LayerTable:
+    def layers(self, *, offloading: bool = True) -> LayerTable:
         """The measured profile as a layer table, all modules one chain, on the mean microbatch."""
         return profiled_layers(
             self.model,
@@ -134,7 +134,24 @@ class Preview:
             self.num_ranks,
             num_replicas=self.num_replicas,
             capacity_bytes=self.capacity_bytes,
+            offloading=offloading,
         )
+
+    def tables(self) -> list[LayerTable]:
+        """Layer tables to arrange for: without offloading, and, where there is room for what it stages, with it.
+
+        Raises
+        ------
+        InfeasibleError
+            One layer's computation does not fit.
+        """
+        away = [TRAITS[each].offloads for each in self.costs.strategies]
+        if self.capacity_bytes is None or all(away) or not any(away):
+            return [self.layers()]
+        found = [self.layers(offloading=False)]
+        with suppress(InfeasibleError):
+            found.append(self.layers())
+        return found
 
     def _share(self, batch: Batch) -> Batch:
         """What one replica gets of a batch, nearly."""
@@ -238,7 +255,7 @@ def arrange_training_layout(
     """
     sampled = preview.sampled()
     drafts = arrangements(
-        preview.layers(),
+        preview.tables(),
         preview.model,
         split=preview.costs.split_backward,
         iterations=preview.iterations,
@@ -293,7 +310,7 @@ def training_layers(preview: Preview) -> LayerTable:
         raise InputError(
             "model", f"has modules {names}", 'arrange takes one chain; in train.toml, use kind = "arranged"'
         )
-    return preview.layers()
+    return preview.tables()[-1]
 
 
 def _gradient_bytes(model: ModelSpec) -> dict[str, int]:

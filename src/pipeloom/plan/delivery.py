@@ -39,8 +39,6 @@ class Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Monotonic clock of the planner's host when the plan was ready."""
     peak_bytes: tuple[int, ...] = ()
     """Most that each rank needs, workspace and messages included; empty where memory is not limited."""
-    offers_offload: bool = True
-    """Whether pairs could offload, where the setup offers that; what it puts aside may have left too little room."""
     dealt: tuple[int, ...] = ()
     """The replica of every sample of the global batch after this one; empty where that was not asked for, or failed."""
 

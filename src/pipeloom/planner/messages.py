@@ -164,7 +164,6 @@ def answer_of(planned: PlannedBatch, *, search_s: float, ready_ns: int, dealt: t
         method=planned.schedule.method,
         ready_ns=ready_ns,
         peak_bytes=planned.peak_bytes,
-        offers_offload=planned.offers_offload,
         dealt=dealt,
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -27,8 +27,7 @@ class PlannedBatch:
     """A plan with all that led to it.
 
     ``resolved`` is the graph with the chosen strategies alone, whose tasks are the plan's compute actions;
-    ``peak_bytes`` what each rank needs at most, workspace and messages included, empty where memory is not limited;
-    ``offers_offload`` is False where offloading was left out for the room that it puts aside.
+    ``peak_bytes`` what each rank needs at most, workspace and messages included, empty where memory is not limited.
     """
 
     packing: Packing
@@ -40,7 +39,6 @@ class PlannedBatch:
     evaluations: int
     resolved: Resolved
     peak_bytes: tuple[int, ...] = ()
-    offers_offload: bool = True
 
     @property
     def gap(self) -> float:
@@ -72,10 +70,6 @@ def plan_batch(
     try:
         return _fitting(problem, batch, budget, seed, method)
     except InfeasibleError as error:
-        # What is on its way to the host and back takes room on every rank, whoever offloads.
-        if (lean := problem.without_offload()) is not None:
-            again = plan_batch(lean, batch, budget=Share(budget, _TRIAL_SHARE), seed=seed, method=method)
-            return replace(again, offers_offload=False)
         if problem.costs.strategies != ("keep",):
             raise
         raise type(error)(f"{error}; offer strategies that hold less, as recompute does") from error

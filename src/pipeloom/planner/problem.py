@@ -78,11 +78,6 @@ class Problem:
         """Return the same problem with no choice of splitting, which is faster to plan."""
         return replace(self, costs=self.costs.whole_backwards()) if self.split_backward else self
 
-    def without_offload(self) -> Problem | None:
-        """Return the same problem with no strategy that offloads; None where that leaves all, or none."""
-        costs = self.costs.without_offload()
-        return None if costs is None else replace(self, costs=costs)
-
     def corrected(self, correction: Correction) -> Problem:
         """Return the same problem with costs corrected by what was measured."""
         return replace(self, costs=self.costs.corrected(correction))

@@ -15,7 +15,8 @@ from pipeloom.search.kernels import codes
 from pipeloom.search.lists import choice_of
 from pipeloom.search.local import portfolio
 from pipeloom.search.plain import leanest
-from pipeloom.search.splitting import Restricted, by_lateness, restrict, split_counts, splittable
+from pipeloom.search.restricted import Restricted
+from pipeloom.search.splitting import by_lateness, restrict, split_counts, splittable
 from pipeloom.search.state import Run, Search
 from pipeloom.search.stopping import Stretch
 from pipeloom.search.strategies import PacedChooser, choose_strategies
@@ -57,7 +58,8 @@ class _Incumbent:
         memory; that is no schedule.
         """
         timeline = simulate(self.graph, schedule)
-        if self.graph.host_capacity_bytes is not None and not within_limits(self.graph, schedule, timeline):
+        limited = self.graph.host_capacity_bytes is not None or self.graph.staging_bytes is not None
+        if limited and not within_limits(self.graph, schedule, timeline):
             return codes.NEVER
         makespan = timeline.makespan_ns
         if makespan < self.ns + or_equal:

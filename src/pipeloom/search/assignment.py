@@ -232,9 +232,9 @@ class _State(NamedTuple):
 
     @property
     def within_ns(self) -> int:
-        """The makespan; never where pairs that offload now lie where the host has no room for them."""
+        """The makespan; never where pairs that offload now lie where the host, or the rank, has no room for that."""
         graph = self.assignable.graph
-        if graph.host_capacity_bytes is None:
+        if graph.host_capacity_bytes is None and graph.staging_bytes is None:
             return self.ns
         return self.ns if within_limits(graph, self.schedule, simulate(graph, self.schedule)) else codes.NEVER
 

@@ -33,7 +33,7 @@ def pair_candidates(layers: list[list[LayerOption]], most: int = 10) -> tuple[Ca
     """
     found = mixtures.mix([[mixtures.LayerOption(*option) for option in options] for options in layers])
     chosen = []
-    for row in mixtures.ranges(found, most):
+    for row in mixtures.ranges(found, found.front, most):
         ahead, back, held = (round(amount) for amount in found.amounts[row, :3])
         names = found.layers(row)
         chosen.append(Candidate(_name(names), ahead, back, 0, held, held, names))

@@ -254,7 +254,7 @@ def schedule_of_last_resort(graph: TaskGraph, failure: InfeasibleError) -> Sched
         found, sure = any_schedule(graph)
         if found is not None:
             return found
-        if sure and off_host(graph, pair_options(graph)).all():
+        if sure and graph.staging_bytes is None and off_host(graph, pair_options(graph)).all():
             raise InfeasibleError(f"no order and choice of candidates fits, of all that there are: {failure}")
         tried = f"{MOST_STATES} states of all orders"
     raise NothingFoundError(f"tried {tried}; not proved impossible: {failure}")

@@ -343,9 +343,9 @@ def refuse_large_pairs(graph: TaskGraph) -> None:
     InfeasibleError
         Naming the rank or pair and the bytes.
     """
-    capacity = graph.room_bytes
-    if capacity is None or graph.capacity_bytes is None:
+    if graph.capacity_bytes is None:
         return
+    capacity = graph.capacity_bytes - graph.static_bytes
     if (capacity < 0).any():
         rank = int(np.flatnonzero(capacity < 0)[0])
         raise InfeasibleError(

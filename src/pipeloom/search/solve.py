@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
-
-import numpy as np
 
 from pipeloom.errors import InfeasibleError, InputError
 from pipeloom.search.alternate import alternate
@@ -21,6 +19,7 @@ from pipeloom.search.local import local_search, portfolio
 from pipeloom.search.methods import METHODS, Method
 from pipeloom.search.params import DEFAULTS, SearchParams
 from pipeloom.search.plain import first_in_first_out, leanest
+from pipeloom.search.restricted import Restricted, keeping
 from pipeloom.search.result import Progress, Solution
 from pipeloom.search.state import Search
 from pipeloom.search.stopping import WHOLE, Evaluations, Meter, StoppingRule
@@ -86,20 +85,26 @@ def solve(
         return attempt(graph)
     except InfeasibleError as error:
         failure = error
-    rows = None if graph.candidates is None else fitting_candidates(graph, params.feasibility.candidate_states)
-    if graph.candidates is not None and rows is not None:
-        # The leanest candidates of all pairs do not fit together, but others do. Without those that are lean in
-        # another way, they are the leanest.
-        left = tuple(tuple(graph.candidates[pair][i] for i in row) for pair, row in enumerate(rows))
+    for other in _others(graph, params.feasibility.candidate_states):
         with suppress(InfeasibleError):
-            found = attempt(replace(graph, candidates=left))
-            assert found.schedule.candidate is not None
-            chosen = zip(rows, found.schedule.candidate.tolist(), strict=True)
-            picked = np.array([row[i] for row, i in chosen], np.int64)
-            return replace(found, schedule=replace(found.schedule, candidate=picked), lower_bound=lower_bound(graph))
+            found = attempt(other.graph)
+            return replace(found, schedule=other.schedule(found.schedule), lower_bound=lower_bound(graph))
     watch = budget.start()
     last = schedule_of_last_resort(graph, failure)
     return Solution(last, simulate(graph, last), lower_bound(graph), 1, watch.elapsed_s(), last.method)
+
+
+def _others(graph: TaskGraph, states: int) -> Iterator[Restricted]:
+    """Where the leanest candidates of all pairs do not fit together: what may fit in their place."""
+    if graph.candidates is None or graph.capacity_bytes is None:
+        return
+    if graph.staging_bytes is not None:
+        # The leanest are of those that keep off the host; with room for what is on its way, the others may be, too.
+        staged = replace(graph, capacity_bytes=graph.capacity_bytes - graph.staging_bytes, staging_bytes=None)
+        yield Restricted(staged, tuple(tuple(range(len(row))) for row in graph.candidates))
+    if (rows := fitting_candidates(graph, states)) is not None:
+        # Without those that are lean in another way, these are the leanest.
+        yield keeping(graph, [tuple(row) for row in rows])
 
 
 def _solve(graph: TaskGraph, context: Context) -> Solution:

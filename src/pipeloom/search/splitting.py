@@ -7,36 +7,14 @@ should not be paid for the others.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-
 import numpy as np
 import numpy.typing as npt
 
-from pipeloom.taskgraph import NO_TASK, Candidate, IntArray, TaskGraph
-from pipeloom.timeline import Schedule, Timeline
+from pipeloom.search.restricted import Restricted, keeping
+from pipeloom.taskgraph import NO_TASK, IntArray, TaskGraph
+from pipeloom.timeline import Timeline
 
 BoolArray = npt.NDArray[np.bool_]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Restricted:
-    """A graph with some of its candidates left out, and the way back.
-
-    Attributes
-    ----------
-    graph : TaskGraph
-    kept : tuple of tuple of int
-        Per pair, the numbers in the full graph of the candidates kept.
-    """
-
-    graph: TaskGraph
-    kept: tuple[tuple[int, ...], ...]
-
-    def schedule(self, found: Schedule) -> Schedule:
-        """A schedule of this graph, as one of the full graph."""
-        assert found.candidate is not None
-        choice = [kept[index] for kept, index in zip(self.kept, found.candidate.tolist(), strict=True)]
-        return Schedule(found.order, np.array(choice, np.int64), found.method)
 
 
 def splittable(graph: TaskGraph) -> BoolArray:
@@ -53,17 +31,14 @@ def restrict(graph: TaskGraph, split: BoolArray) -> Restricted:
     """Keep of every splittable pair only the candidates that are split, or only those that are whole."""
     assert graph.candidates is not None
     can = splittable(graph)
-    # Equal chunks share one row of candidates, and go on sharing.
-    known: dict[tuple[int, bool, bool], tuple[tuple[int, ...], tuple[Candidate, ...]]] = {}
-    both = []
+    known: dict[tuple[int, bool, bool], tuple[int, ...]] = {}
+    kept = []
     for pair, row in enumerate(graph.candidates):
         key = (id(row), bool(can[pair]), bool(split[pair]))
         if key not in known:
-            keep = tuple(i for i, option in enumerate(row) if not can[pair] or (option.weight_ns > 0) == split[pair])
-            known[key] = keep, tuple(row[i] for i in keep)
-        both.append(known[key])
-    kept, rows = tuple(keep for keep, _ in both), tuple(row for _, row in both)
-    return Restricted(replace(graph, candidates=rows), kept)
+            known[key] = tuple(i for i, o in enumerate(row) if not can[pair] or (o.weight_ns > 0) == split[pair])
+        kept.append(known[key])
+    return keeping(graph, kept)
 
 
 def split_counts(graph: TaskGraph) -> list[int]:

@@ -18,7 +18,7 @@ from pipeloom.search.plain import leanest
 from pipeloom.search.stopping import Meter
 from pipeloom.taskgraph import NO_TASK, IntArray, TaskGraph
 from pipeloom.timeline import Schedule
-from pipeloom.timeline.options import pair_options
+from pipeloom.timeline.options import first_of, pair_options
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,9 +193,17 @@ def make_tables(graph: TaskGraph) -> Tables:
     parts = np.stack([options.forward_ns, options.backward_ns, options.weight_ns], axis=2)[pair]
     tasks = np.stack([graph.forward_of, graph.backward_of, graph.weight_of], axis=1)[pair]
     gradient = np.where((graph.weight_of != NO_TASK)[:, None], options.weight_gradient_bytes, 0)[pair]
-    capacity = np.full(graph.num_ranks, 1 << 60, np.int64)
-    if graph.room_bytes is not None:
-        capacity = graph.room_bytes
+    time, activation = parts.sum(axis=2), np.ascontiguousarray(options.activation_bytes[pair])
+    capacity, staging = np.full(graph.num_ranks, 1 << 60, np.int64), np.zeros(graph.num_ranks, np.int64)
+    stays, staying = np.zeros(graph.num_ranks, np.bool_), np.zeros((0, time.shape[1]), np.int64)
+    if graph.capacity_bytes is not None:
+        capacity = graph.capacity_bytes - graph.static_bytes
+        if graph.staging_bytes is not None:
+            staging = graph.staging_bytes
+            tied = np.bincount(home, weights=(options.host_bytes > 0).all(axis=1), minlength=graph.num_ranks)
+            stays = (staging > 0) & (tied == 0)
+            staying = first_of(options.host_bytes == 0)[pair]
+    row = np.arange(len(staying))[:, None]
     holding = np.flatnonzero(graph.edge_bytes > 0)
     host, host_capacity = np.zeros_like(options.host_bytes), np.full(graph.num_ranks, -1, np.int64)
     if graph.host_capacity_bytes is not None:
@@ -203,8 +211,8 @@ def make_tables(graph: TaskGraph) -> Tables:
     return Tables(
         pair=pair,
         rank_start=np.searchsorted(home[pair], np.arange(graph.num_ranks + 1)).astype(np.int64),
-        time=parts.sum(axis=2),
-        activation=np.ascontiguousarray(options.activation_bytes[pair]),
+        time=time,
+        activation=activation,
         gradient=gradient,
         parts=parts,
         lean=np.array(leanest(graph), np.int64)[pair],
@@ -212,6 +220,12 @@ def make_tables(graph: TaskGraph) -> Tables:
         capacity=capacity,
         host=host,
         host_capacity=host_capacity,
+        staging=staging,
+        stays=stays,
+        staying=staying,
+        staying_time=time[row, staying],
+        staying_activation=activation[row, staying],
+        staying_gradient=gradient[row, staying],
         edge_rank=graph.rank[graph.edge_source[holding]],
         edge_source=graph.edge_source[holding],
         edge_target=graph.edge_target[holding],
@@ -239,6 +253,7 @@ def _make_desk(graph: TaskGraph, most_sums: int) -> Desk:
         running=np.zeros(places + 1),
         span=ints(pairs, 3),
         choice=ints(pairs),
+        other=ints(pairs),
         trial=ints(pairs),
         price=np.zeros(pairs),
         host_price=np.zeros(pairs),

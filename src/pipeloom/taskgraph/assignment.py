@@ -88,9 +88,19 @@ class Assignable:
         changed = replace(with_delays(graph, delay), rank=rank, labels=tuple(labels))
         return Assignable(changed, self.homes, self.crossing_ns)
 
-    def within(self, capacity_bytes: IntArray | None, host_capacity_bytes: IntArray | None = None) -> Assignable:
+    def within(
+        self,
+        capacity_bytes: IntArray | None,
+        host_capacity_bytes: IntArray | None = None,
+        staging_bytes: IntArray | None = None,
+    ) -> Assignable:
         """Return the same under other limits of memory, shape (num_ranks,)."""
-        graph = replace(self.graph, capacity_bytes=capacity_bytes, host_capacity_bytes=host_capacity_bytes)
+        graph = replace(
+            self.graph,
+            capacity_bytes=capacity_bytes,
+            host_capacity_bytes=host_capacity_bytes,
+            staging_bytes=staging_bytes,
+        )
         return Assignable(graph, self.homes, self.crossing_ns)
 
     @cached_property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -39,6 +40,20 @@ def candidate_cube(candidates: Sequence[tuple[Candidate, ...]]) -> tuple[npt.NDA
     array, shape (num_pairs,)
         How many candidates each pair has.
     """
+    for known, cube, lengths in list(_cubes):
+        if known is candidates:
+            return cube, lengths
+    cube, lengths = _read(candidates)
+    cube.flags.writeable = lengths.flags.writeable = False
+    _cubes.append((candidates, cube, lengths))
+    return cube, lengths
+
+
+_cubes: deque[tuple[Sequence[tuple[Candidate, ...]], npt.NDArray[np.int64], npt.NDArray[np.int64]]] = deque(maxlen=4)
+"""Of the candidates that were read last: one search asks for the same ones again and again."""
+
+
+def _read(candidates: Sequence[tuple[Candidate, ...]]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     numbers: dict[int, int] = {}
     distinct: list[tuple[Candidate, ...]] = []
     which = np.empty(len(candidates), np.int64)

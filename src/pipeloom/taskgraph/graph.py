@@ -19,6 +19,7 @@ from pipeloom.taskgraph.candidates import (
     ACTIVATION_BYTES,
     BACKWARD_NS,
     FORWARD_NS,
+    HOST_BYTES,
     WEIGHT_GRADIENT_BYTES,
     WEIGHT_NS,
     Candidate,
@@ -78,6 +79,9 @@ class TaskGraph:
     labels : per pair a `PairLabel`, or None for graphs that do not come from a layout
     host_capacity_bytes : array, shape (num_ranks,), or None
         Most that candidates of a rank's pairs may hold on the host at once; None: no limit.
+    staging_bytes : array, shape (num_ranks,), or None
+        Taken off the capacity of a rank where a chosen candidate holds something on the host, for what is on its way
+        there and back; None: nothing. What has no candidates stages nothing.
     forward_of, backward_of, weight_of : array, shape (num_pairs,)
         Task numbers of the pair's F, of its B or I, and of its W; -1 where there is none.
     predecessor_start, predecessor, predecessor_delay_ns
@@ -116,6 +120,7 @@ class TaskGraph:
     successor: IntArray
     successor_delay_ns: IntArray
     host_capacity_bytes: IntArray | None = None
+    staging_bytes: IntArray | None = None
 
     @property
     def num_tasks(self) -> int:
@@ -134,8 +139,11 @@ class TaskGraph:
 
     @property
     def room_bytes(self) -> IntArray | None:
-        """What the capacity leaves for pairs, edges and segments beside the static bytes, shape (num_ranks,)."""
-        return None if self.capacity_bytes is None else self.capacity_bytes - self.static_bytes
+        """What is left for pairs and edges beside the static bytes, whatever is chosen, shape (num_ranks,)."""
+        if self.capacity_bytes is None:
+            return None
+        room: IntArray = self.capacity_bytes - self.static_bytes
+        return room if self.staging_bytes is None else room - self.staging_bytes
 
     def task(self, number: int) -> Task:
         """Readable view of one task."""
@@ -188,9 +196,19 @@ class TaskGraph:
             activation_bytes=taken[:, ACTIVATION_BYTES].copy(),
             weight_gradient_bytes=taken[:, WEIGHT_GRADIENT_BYTES].copy(),
             candidates=None,
+            capacity_bytes=self.capacity_under(taken[:, HOST_BYTES]),
             host_capacity_bytes=None,
+            staging_bytes=None,
             labels=self._chosen_labels(chosen.tolist()),
         )
+
+    def capacity_under(self, host_bytes: IntArray) -> IntArray | None:
+        """Capacity of every rank less what it stages, where pairs hold so much on the host, shape (num_pairs,)."""
+        if self.capacity_bytes is None or self.staging_bytes is None:
+            return self.capacity_bytes
+        away = np.bincount(self.rank[self.forward_of], weights=host_bytes > 0, minlength=self.num_ranks) > 0
+        left: IntArray = self.capacity_bytes - np.where(away, self.staging_bytes, 0)
+        return left
 
     def _chosen_labels(self, choice: list[int]) -> tuple[PairLabel, ...] | None:
         """Labels with the strategy of every pair's chosen candidate."""

@@ -89,13 +89,17 @@ def iteration_graph(
     )
     ranks = made.graph.num_ranks
     host = None if memory.host_bytes is None else np.full(ranks, memory.host_bytes, np.int64)
-    return made.within(room_bytes(made.graph, layout, packed, costs, memory), host)
+    if memory.capacity_bytes is None:
+        return made.within(None, host)
+    work, staged = put_aside(layout, packed, costs, memory)
+    room = _room_bytes(made.graph, work, memory)
+    return made.within(room, host, staged if staged.any() else None)
 
 
 def room_bytes(
     graph: TaskGraph, layout: Layout, packed: Packing, costs: CostModel, memory: MemoryLimit
 ) -> IntArray | None:
-    """Bytes that each rank has for what is static and what pairs hold: all but what it puts aside; None: no limit.
+    """Bytes that each rank has for what is static and what pairs hold, if none offloads; None: no limit.
 
     Raises
     ------
@@ -104,10 +108,12 @@ def room_bytes(
     """
     if memory.capacity_bytes is None:
         return None
-    work = workspace_bytes(layout, packed, costs, memory.num_messages)
-    if memory.even:
-        work[:] = work.max()
-    room = memory.capacity_bytes - work - np.array(memory.spare_bytes or 0, np.int64)
+    return _room_bytes(graph, put_aside(layout, packed, costs, memory)[0], memory)
+
+
+def _room_bytes(graph: TaskGraph, work: IntArray, memory: MemoryLimit) -> IntArray:
+    assert memory.capacity_bytes is not None
+    room: IntArray = memory.capacity_bytes - work - np.array(memory.spare_bytes or 0, np.int64)
     if (graph.static_bytes > room).any():
         rank = int((graph.static_bytes - room).argmax())
         raise InfeasibleError(
@@ -118,9 +124,20 @@ def room_bytes(
     return room
 
 
+def put_aside(layout: Layout, packed: Packing, costs: CostModel, memory: MemoryLimit) -> tuple[IntArray, IntArray]:
+    """What every rank puts aside for a computation, and how much more where it offloads; each of shape (num_ranks,)."""
+    most = workspace_bytes(layout, packed, costs, memory.num_messages)
+    if memory.even:
+        most[:] = most.max(axis=1, keepdims=True)
+    return most[0], most[1] - most[0]
+
+
 def workspace_bytes(layout: Layout, packed: Packing, costs: CostModel, num_messages: int) -> IntArray:
-    """Most that a computation uses beyond what is held, with room for so many of its outputs, shape (num_ranks,)."""
-    most = np.zeros(layout.num_ranks, np.int64)
+    """Most that a computation uses beyond what is held, with room for so many of its outputs.
+
+    Shape (2, num_ranks): under strategies that do not offload; and under all, with what offloading stages.
+    """
+    most = np.zeros((2, layout.num_ranks), np.int64)
     for column, module in enumerate(layout.modules):
         parts = {part.workload for microbatch in packed.microbatches for part in microbatch.parts[column]}
         if not parts:
@@ -133,5 +150,6 @@ def workspace_bytes(layout: Layout, packed: Packing, costs: CostModel, num_messa
                 used = costs.workspace_bytes(chunk, workload)
                 if num_messages:
                     used += num_messages * costs.boundary_bytes(chunk, workload)
-                most[chunk.rank] = max(most[chunk.rank], used)
+                both = used, used + costs.staging_bytes(chunk, workload)
+                most[:, chunk.rank] = np.maximum(most[:, chunk.rank], both)
     return most

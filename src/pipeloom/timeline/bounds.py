@@ -14,7 +14,7 @@ import numpy.typing as npt
 from pipeloom.lazy import lazy_module
 from pipeloom.taskgraph import FORWARD, INPUT_GRADIENT, NO_TASK, IntArray, TaskGraph
 from pipeloom.timeline.bounds_memory import held_byte_ns, memory_bound
-from pipeloom.timeline.options import Options, pair_options, without_too_large
+from pipeloom.timeline.options import Options, keeping_off_host, pair_options, without_too_large
 from pipeloom.timeline.schedule import LowerBound
 
 if TYPE_CHECKING:
@@ -33,7 +33,8 @@ def lower_bound(graph: TaskGraph) -> LowerBound:
       time after its last one.
     - ``fill + work + drain``: the same with stronger ends, see `_fill`.
     - ``memory``: bytes times the least time that they are held, against what the rank can hold in all; with
-      candidates, weighed against work, since a pair cannot be both lean and fast.
+      candidates, weighed against work, since a pair cannot be both lean and fast; the less of offloading, with what it
+      stages taken off the room, and of not offloading.
 
     Parameters
     ----------
@@ -47,8 +48,8 @@ def lower_bound(graph: TaskGraph) -> LowerBound:
     fill = _fill(graph, duration, longest, head)
     drain = _drain(graph, duration, longest, tail)
     total = options.forward_ns + options.backward_ns + options.weight_ns
-    held = held_byte_ns(graph, options, duration)
     pair_rank = graph.rank[graph.forward_of]
+    ways = _ways_to_hold(graph, options, duration)
     for rank in present:
         mine = graph.rank == rank
         of_rank = pair_rank == rank
@@ -57,12 +58,43 @@ def lower_bound(graph: TaskGraph) -> LowerBound:
         found.append(LowerBound(first + work + last, "head + work + tail"))
         strong = max(first, fill[rank]) + work + max(last, drain[rank])
         found.append(LowerBound(strong, "fill + work + drain"))
-        if graph.room_bytes is not None:
-            room = int(graph.room_bytes[rank])
-            if room > 0:
-                ns = memory_bound(total[of_rank], held[of_rank], room, first, last, strong - work)
-                found.append(LowerBound(ns, "memory"))
+        # A way with less than no room is none.
+        under = [
+            memory_bound(
+                way.total_ns[of_rank], way.held[of_rank], int(way.room_bytes[rank]), first, last, strong - work
+            )
+            for way in ways
+            if way.room_bytes[rank] >= 0
+        ]
+        found.append(LowerBound(min(under, default=0), "memory"))
     return max(found, key=lambda bound: bound.ns)
+
+
+class _Way(NamedTuple):
+    """Candidates that a rank's pairs may have, and what room it has for them."""
+
+    total_ns: IntArray
+    held: npt.NDArray[np.float64]
+    room_bytes: IntArray
+
+
+def _ways_to_hold(graph: TaskGraph, options: Options, duration: IntArray) -> list[_Way]:
+    """How a rank may hold its pairs: one way for all, or, where offloading stages something, with it and without.
+
+    Any schedule has, on every rank, pairs that hold nothing on the host, or what is staged taken off its room. So what
+    holds of a rank both ways, holds of it.
+    """
+    if graph.capacity_bytes is None:
+        return []
+    room = graph.capacity_bytes - graph.static_bytes
+    each = [(options, room)]
+    if graph.staging_bytes is not None:
+        each = [(options, room - graph.staging_bytes), (keeping_off_host(options), room)]
+    held = held_byte_ns(graph, [some for some, _ in each], duration)
+    return [
+        _Way(some.forward_ns + some.backward_ns + some.weight_ns, byte_ns, left)
+        for (some, left), byte_ns in zip(each, held, strict=True)
+    ]
 
 
 def extreme_durations(graph: TaskGraph, options: Options) -> tuple[IntArray, IntArray]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,8 +20,8 @@ else:
 FloatArray = npt.NDArray[np.float64]
 
 
-def held_byte_ns(graph: TaskGraph, options: Options, least: IntArray) -> FloatArray:
-    """Bytes times the least nanoseconds they are held, by pair and candidate; 0 where memory is unlimited.
+def held_byte_ns(graph: TaskGraph, several: Sequence[Options], least: IntArray) -> list[FloatArray]:
+    """Bytes times the least nanoseconds they are held, by pair and candidate, for each of several tables of candidates.
 
     Products of large byte counts and times leave 64-bit integers behind, hence floats.
 
@@ -29,16 +30,17 @@ def held_byte_ns(graph: TaskGraph, options: Options, least: IntArray) -> FloatAr
     least : array, shape (num_tasks,)
         Least duration of every task.
     """
-    if graph.capacity_bytes is None:
-        return np.zeros(options.forward_ns.shape)
     topological = topological_order(graph)
     middle = residence.middles(graph, least, topological)
-    held_ns = (options.forward_ns + options.backward_ns + middle[:, None]).astype(np.float64)
-    held: FloatArray = options.activation_bytes * held_ns
-    if options.forward_ns.shape[1] == 1:
-        _add_waiting(graph, options, least, topological, held)
-    gradient = options.weight_gradient_bytes * options.weight_ns.astype(np.float64)
-    return held + np.where((graph.weight_of != NO_TASK)[:, None], gradient, 0.0)
+    found: list[FloatArray] = []
+    for options in several:
+        held_ns = (options.forward_ns + options.backward_ns + middle[:, None]).astype(np.float64)
+        held: FloatArray = options.activation_bytes * held_ns
+        if options.forward_ns.shape[1] == 1:
+            _add_waiting(graph, options, least, topological, held)
+        gradient = options.weight_gradient_bytes * options.weight_ns.astype(np.float64)
+        found.append(held + np.where((graph.weight_of != NO_TASK)[:, None], gradient, 0.0))
+    return found
 
 
 def _add_waiting(graph: TaskGraph, options: Options, least: IntArray, topological: IntArray, held: FloatArray) -> None:
@@ -85,9 +87,11 @@ def memory_bound(total: IntArray, held: FloatArray, room: int, first: int, last:
     """Weigh work against memory.
 
     For any choice, makespan >= ends + work and makespan >= first + held / room + last (nothing is held before
-    the first task or after the last one). So for any weight, the mean of the two is a bound, and the least
-    over the choices of each pair is found pair by pair.
+    the first task or after the last one; without room nothing may be held, which says nothing of time). So for any
+    weight, the mean of the two is a bound, and the least over the choices of each pair is found pair by pair.
     """
+    if room == 0:
+        return 0
     best = 0.0
     weights = (0.0,) if total.shape[1] == 1 else np.linspace(0.0, 1.0, 21)
     for weight in weights:

@@ -311,6 +311,8 @@ def _check_memory(graph: TaskGraph, costs: _Costs, parts: _Parts, start: IntArra
     found = []
     for rank, (worst, when) in enumerate(_most(spans, graph.static_bytes)):
         capacity = int(graph.capacity_bytes[rank])
+        if graph.staging_bytes is not None and (costs.host[home == rank] > 0).any():
+            capacity -= int(graph.staging_bytes[rank])
         if worst > capacity:
             running = np.flatnonzero((graph.rank == rank) & (start <= when) & (when < end))
             during = ""

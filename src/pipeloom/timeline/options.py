@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,10 @@ class Options:
     activation_bytes: IntArray
     weight_gradient_bytes: IntArray
     host_bytes: IntArray
+
+    def only(self, column: IntArray) -> Options:
+        """The same with every candidate replaced by a copy of the one that ``column``, of the same shape, names."""
+        return Options(*(np.take_along_axis(getattr(self, field.name), column, axis=1) for field in fields(self)))
 
 
 def pair_options(graph: TaskGraph) -> Options:
@@ -60,10 +64,20 @@ def least_held(graph: TaskGraph, options: Options) -> IntArray:
 def off_host(graph: TaskGraph, options: Options) -> BoolArray:
     """Candidates that fit whatever other pairs hold on the host, shape as the options'.
 
-    All where the host has no limit; else those that hold nothing there, or all of a pair that has none of these.
+    All where the host has no limit and nothing is staged; else those that hold nothing there, or all of a pair that has
+    none of these.
     """
     free: BoolArray = options.host_bytes == 0
-    return free | (graph.host_capacity_bytes is None) | ~free.any(axis=1, keepdims=True)
+    unlimited = graph.host_capacity_bytes is None and graph.staging_bytes is None
+    return free | unlimited | ~free.any(axis=1, keepdims=True)
+
+
+def keeping_off_host(options: Options) -> Options:
+    """The same, with candidates that hold something on the host replaced by a copy of one that does not.
+
+    A pair that has none of these keeps all.
+    """
+    return options.only(first_of(options.host_bytes == 0))
 
 
 def without_too_large(graph: TaskGraph, options: Options) -> Options:
@@ -71,17 +85,14 @@ def without_too_large(graph: TaskGraph, options: Options) -> Options:
 
     A pair of which none fits keeps all; it has no schedule anyway.
     """
-    if graph.room_bytes is None or options.forward_ns.shape[1] == 1:
+    if graph.capacity_bytes is None:
         return options
-    room = graph.room_bytes[graph.rank[graph.forward_of]]
-    fits = least_held(graph, options) <= room[:, None]
-    column = np.where(fits, np.arange(fits.shape[1]), fits.argmax(axis=1)[:, None])
+    room = (graph.capacity_bytes - graph.static_bytes)[graph.rank[graph.forward_of]]
+    return options.only(first_of(least_held(graph, options) <= room[:, None]))
+
+
+def first_of(fits: BoolArray) -> IntArray:
+    """Per pair and candidate its own number where it fits; else that of the pair's first that does, if there is one."""
+    column: IntArray = np.where(fits, np.arange(fits.shape[1]), fits.argmax(axis=1)[:, None])
     column[~fits.any(axis=1)] = np.arange(fits.shape[1])
-    return Options(
-        forward_ns=np.take_along_axis(options.forward_ns, column, axis=1),
-        backward_ns=np.take_along_axis(options.backward_ns, column, axis=1),
-        weight_ns=np.take_along_axis(options.weight_ns, column, axis=1),
-        activation_bytes=np.take_along_axis(options.activation_bytes, column, axis=1),
-        weight_gradient_bytes=np.take_along_axis(options.weight_gradient_bytes, column, axis=1),
-        host_bytes=np.take_along_axis(options.host_bytes, column, axis=1),
-    )
+    return column

@@ -95,6 +95,6 @@ def resolve_candidates(graph: TaskGraph, choice: IntArray | None) -> Resolved:
             bytes=graph.edge_bytes,
         ),
         static_bytes=graph.static_bytes,
-        capacity_bytes=graph.capacity_bytes,
+        capacity_bytes=chosen.capacity_bytes,
     )
     return Resolved(replace(resolved, host_capacity_bytes=graph.host_capacity_bytes), number)

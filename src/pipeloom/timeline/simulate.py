@@ -132,11 +132,10 @@ def memory_changes(graph: TaskGraph) -> tuple[IntArray, IntArray]:
 def host_peaks(graph: TaskGraph, schedule: Schedule) -> IntArray:
     """Most bytes that the chosen candidates of every rank's pairs hold on the host at once, shape (num_ranks,)."""
     peak = np.zeros(graph.num_ranks, np.int64)
-    if graph.candidates is None or schedule.candidate is None:
+    held = _on_host(graph, schedule)
+    if not held.any():
         return peak
     flat, rows = flatten_order(graph, schedule)
-    options = pair_options(graph)
-    held = options.host_bytes[np.arange(graph.num_pairs), schedule.candidate]
     at_start = np.where(graph.kind == FORWARD, held[graph.pair], 0)
     at_end = np.zeros(graph.num_tasks, np.int64)
     last = np.where(graph.backward_of == NO_TASK, graph.forward_of, graph.backward_of)
@@ -145,10 +144,18 @@ def host_peaks(graph: TaskGraph, schedule: Schedule) -> IntArray:
     return peak
 
 
+def _on_host(graph: TaskGraph, schedule: Schedule) -> IntArray:
+    """Bytes of every pair on the host."""
+    if graph.candidates is None or schedule.candidate is None:
+        return np.zeros(graph.num_pairs, np.int64)
+    held: IntArray = pair_options(graph).host_bytes[np.arange(graph.num_pairs), schedule.candidate]
+    return held
+
+
 def within_limits(graph: TaskGraph, schedule: Schedule, timeline: Timeline) -> bool:
     """Whether a simulated schedule keeps to the limits of memory, on the ranks and on the host."""
-    fits = graph.capacity_bytes is None or bool((timeline.peak_bytes <= graph.capacity_bytes).all())
-    host = graph.host_capacity_bytes
+    room, host = graph.capacity_under(_on_host(graph, schedule)), graph.host_capacity_bytes
+    fits = room is None or bool((timeline.peak_bytes <= room).all())
     return fits and (host is None or bool((host_peaks(graph, schedule) <= host).all()))
 
 

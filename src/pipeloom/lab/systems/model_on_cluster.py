@@ -148,7 +148,7 @@ def assignable_of(
 
 def most_workspace_bytes(costs: EmulatedCosts, layout: Layout, packing: Packing) -> int:
     """Most that any pass of the largest part of each module needs while it runs."""
-    return int(workspace_bytes(layout, packing, costs, num_messages=0).max())
+    return int(workspace_bytes(layout, packing, costs, num_messages=0)[0].max())
 
 
 def layer_seconds(

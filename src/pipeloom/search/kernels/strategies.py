@@ -287,11 +287,14 @@ def ascend(o: Options, w: Work, ascent: Ascent, scale: float, step: float, lower
 
 @kernel
 def lay_out(t: Tables, d: Desk, order: Array, rank: int) -> int:
-    """Places of a rank's tasks in its order, spans of its pairs, and capacities; return how many of these there are."""
+    """Places of a rank's tasks in its order, spans of its pairs, and capacities; return how many of these there are.
+
+    Where a rank stages something, the capacities are those of a rank that does.
+    """
     num_places = len(order)
     for k in range(num_places):
         d.place[order[k]] = k
-        d.capacity[k] = t.capacity[rank]
+        d.capacity[k] = t.capacity[rank] - t.staging[rank]
     for e in range(len(t.edge_rank)):
         if t.edge_rank[e] == rank:
             for k in range(d.place[t.edge_source[e]] + 1, d.place[t.edge_target[e]] + 1):
@@ -307,14 +310,18 @@ def lay_out(t: Tables, d: Desk, order: Array, rank: int) -> int:
     return 2 * num_places
 
 
-@kernel
-def choose_rank(t: Tables, d: Desk, order: Array, rank: int, ascent: Ascent) -> float:
-    """Write the choice of a rank's pairs (rows of the tables) into ``d.choice``; return the bound."""
+@callee
+def choose_way(t: Tables, d: Desk, order: Array, rank: int, staying: bool, ascent: Ascent) -> tuple[float, bool]:
+    """Choose for a rank whose pairs keep off the host, or may offload; the bound, and whether the choice fits."""
     a, b, n = t.rank_start[rank], t.rank_start[rank + 1], len(order)
     places = lay_out(t, d, order, rank)
-    options = Options(
-        t.time[a:b], t.activation[a:b], t.gradient[a:b], t.lean[a:b], d.span[a:b], d.capacity[:places], t.host[a:b], n
-    )
+    time, activation, gradient = t.time[a:b], t.activation[a:b], t.gradient[a:b]
+    if staying:
+        time, activation, gradient = t.staying_time[a:b], t.staying_activation[a:b], t.staying_gradient[a:b]
+        places = n
+        for k in range(n):
+            d.capacity[k] += t.staging[rank]
+    options = Options(time, activation, gradient, t.lean[a:b], d.span[a:b], d.capacity[:places], t.host[a:b], n)
     work = Work(
         d.choice[a:b],
         d.trial[a:b],
@@ -328,7 +335,43 @@ def choose_rank(t: Tables, d: Desk, order: Array, rank: int, ascent: Ascent) -> 
         d.spare,
         d.sums,
     )
-    return lagrangian(options, work, ascent)
+    bound = lagrangian(options, work, ascent)
+    fits = True
+    if t.stays[rank]:
+        fill_allocated(options, work.best, work.allocated)
+        for k in range(places):
+            fits &= work.allocated[k] <= options.capacity[k]
+    return bound, fits
+
+
+@kernel
+def choose_rank(t: Tables, d: Desk, order: Array, rank: int, ascent: Ascent) -> float:
+    """Write the choice of a rank's pairs (rows of the tables) into ``d.choice``; return the bound.
+
+    Where a rank stages something if a pair offloads, there are two ways: all pairs keep off the host and have all of
+    the room, or they may offload in what is left. The one that takes less time is chosen, of those that fit.
+    """
+    if not t.stays[rank]:
+        bound, _ = choose_way(t, d, order, rank, False, ascent)
+        return bound
+    a, b = t.rank_start[rank], t.rank_start[rank + 1]
+    bound, fits = choose_way(t, d, order, rank, True, ascent)
+    total, fastest = 0, 0
+    for i in range(a, b):
+        d.other[i] = t.staying[i, d.choice[i]]
+        d.choice[i] = d.other[i]
+        total += t.time[i, d.choice[i]]
+        least = t.time[i, 0]
+        for j in range(t.time.shape[1]):
+            least = min(least, t.time[i, j])
+        fastest += least
+    if fits and total == fastest:
+        return bound
+    other, other_fits = choose_way(t, d, order, rank, False, ascent)
+    if fits and (not other_fits or total <= total_of(d.choice[a:b], t.time[a:b])):
+        for i in range(a, b):
+            d.choice[i] = d.other[i]
+    return min(bound, other)
 
 
 @callee

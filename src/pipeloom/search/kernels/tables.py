@@ -36,6 +36,15 @@ class Tables(NamedTuple):
         Bytes on the host until the end of B or I.
     host_capacity : array, shape (num_ranks,)
         -1: no limit.
+    staging : array, shape (num_ranks,)
+        Taken off the capacity where a pair offloads.
+    stays : array, shape (num_ranks,)
+        Whether a rank stages something, and every pair of it can keep off the host.
+    staying : array, shape (num_pairs, num_options)
+        Candidates that keep off the host: those that do not are replaced by one that does. Where nothing is staged, of
+        no rows; and so are the next.
+    staying_time, staying_activation, staying_gradient : array, shape (num_pairs, num_options)
+        Of these.
     edge_rank, edge_source, edge_target, edge_bytes : array
         Edges that hold bytes.
     rank, duration : array, shape (num_tasks,)
@@ -54,6 +63,12 @@ class Tables(NamedTuple):
     capacity: Array
     host: Array
     host_capacity: Array
+    staging: Array
+    stays: Array
+    staying: Array
+    staying_time: Array
+    staying_activation: Array
+    staying_gradient: Array
     edge_rank: Array
     edge_source: Array
     edge_target: Array
@@ -75,6 +90,7 @@ class Desk(NamedTuple):
     running: Array
     span: Array
     choice: Array
+    other: Array
     trial: Array
     price: Array
     host_price: Array
