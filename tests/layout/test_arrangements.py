@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 
 from pipeloom.cost import LayerFit, Profile, ProfileCosts, StrategyFit
+from pipeloom.errors import InfeasibleError
 from pipeloom.layout.arrangements import FEWEST_EVALUATIONS, MOST_EVALUATIONS, arrangement_budget, arrangements
 from pipeloom.layout.cooptimise import LayerChain, PartitionPlacement, PriorityRule, chain_of_layers, evaluate
 from pipeloom.layout.cooptimise.joint import every_walk
@@ -21,7 +22,7 @@ from pipeloom.packing import PackingSpec
 from pipeloom.planner.planning import plan_batch
 from pipeloom.planner.problem import Problem
 from pipeloom.search import Evaluations, SearchParams
-from pipeloom.spec import Batch, Chunk, ModelSpec, Sample
+from pipeloom.spec import Batch, Chunk, ModelSpec, Sample, Strategy
 from pipeloom.timeline import check
 from tests.cases import vlm_spec
 from tests.layout.cooptimise.chains import placed_chains, table
@@ -106,6 +107,26 @@ def test_a_module_that_has_nothing_to_do_is_laid_out_too() -> None:
     preview = Preview(costs_of(model, 3), PACKING, texts, 2)
     found = arrangements([preview.layers()], model, budget=Evaluations(200))
     assert all(len(draft.layout.chunks_of("vision")) >= 1 for draft in found)
+
+
+def test_offering_to_offload_refuses_no_arrangement() -> None:
+    """Under the least limit that others fit, there is no room for what would be on its way to the host."""
+    model, limit = vlm_spec(2, 4), 2000
+
+    def arranged(offered: tuple[Strategy, ...]) -> float:
+        costs = costs_of(model, 1, strategies=offered)
+        preview = Preview(costs, PACKING, batches(0)[:1], 2, capacity_bytes=limit)
+        return arrange_training_layout(preview, budget=Evaluations(60), trial=Evaluations(2))[0].seconds
+
+    others: tuple[Strategy, ...] = ("keep", "recompute")
+    while True:
+        try:
+            without = arranged(others)
+            break
+        except InfeasibleError:
+            limit = limit * 5 // 4
+    # Half of the budget goes to arrangements that offload.
+    assert arranged((*others, "offload")) <= 1.2 * without
 
 
 @settings(deadline=None, max_examples=60)

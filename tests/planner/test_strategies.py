@@ -17,9 +17,10 @@ from pipeloom.explain.replay import answered_graph, timeline_of
 from pipeloom.plan import Measured, Verb
 from pipeloom.planner import Planner, Request, Setup, answer_of, plan_batch
 from pipeloom.planner.messages import decode, encode
+from pipeloom.planner.planning import PlannedBatch
 from pipeloom.search import Evaluations
 from pipeloom.spec import Batch, RankSpec, Strategy
-from pipeloom.timeline import check
+from pipeloom.timeline import check, host_peaks
 from pipeloom.tuning import TuningSpec
 from tests.cases import random_batch
 from tests.planner.cases import MemoryStore, random_setup
@@ -110,6 +111,25 @@ def test_offering_more_refuses_nothing_that_less_would_fit() -> None:
         answer = answer_of(planned, search_s=0.0, ready_ns=0)
         again = answered_graph(problem, batch, decode(type(answer), encode(answer)), Correction())
         assert again.duration_ns.tolist() == planned.resolved.graph.duration_ns.tolist()
+
+
+def test_the_host_has_a_limit_too() -> None:
+    """What is offloaded keeps to it, as far as that fits; where nothing does, the line says so."""
+    batch = random_batch(2)
+    setup = msgspec.structs.replace(tight(2, batch, ("keep", "offload")), split_backward=False)
+
+    def planned(host_bytes: int | None) -> tuple[int, PlannedBatch]:
+        cluster = msgspec.structs.replace(setup.cluster, host_capacity_bytes=host_bytes)
+        problem = msgspec.structs.replace(setup, cluster=cluster).problem()
+        made = plan_batch(problem, batch, budget=Evaluations(4), seed=0)
+        assert check(made.graph, made.schedule, made.timeline) == ()
+        return int(host_peaks(made.graph, made.schedule).max()), made
+
+    most, _ = planned(None)
+    assert most > 0
+    assert planned(most)[0] <= most
+    with pytest.raises(InfeasibleError):
+        planned(0)
 
 
 @FEW

@@ -103,7 +103,7 @@ class Preview:
 
     def graphs(self, layout: Layout) -> list[Assignable]:
         """Task graphs of one replica's iterations."""
-        memory = MemoryLimit(self.capacity_bytes)
+        memory = MemoryLimit(self.capacity_bytes, host_bytes=self.costs.rank.host_capacity_bytes)
         packed = (packed_batch(self._share(b), self.model, layout, self.costs, self.packing) for b in self.batches)
         return [iteration_graph(layout, each, self.costs, self.model.name, memory) for each in packed]
 

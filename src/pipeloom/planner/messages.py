@@ -80,6 +80,7 @@ class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             backend=self.backend,
             search=self.search,
             threads=self.threads,
+            host_bytes=self.cluster.host_capacity_bytes,
         )
 
 

@@ -38,6 +38,8 @@ class Problem:
     """Threads that search; 0: half of the cores."""
     spare_bytes: tuple[int, ...] = ()
     """Of every rank, what plans of this batch were found to need more than the rule puts aside."""
+    host_bytes: int | None = None
+    """Of its host's memory, what each rank may fill with offloaded activations; None: no limit."""
 
     def __post_init__(self) -> None:
         """Tabulate the costs for the recurrence, once; calibration scales the tables."""
@@ -58,7 +60,7 @@ class Problem:
     @property
     def memory(self) -> MemoryLimit:
         """What every rank has, and puts aside."""
-        return MemoryLimit(self.capacity_bytes, spare_bytes=self.spare_bytes)
+        return MemoryLimit(self.capacity_bytes, host_bytes=self.host_bytes, spare_bytes=self.spare_bytes)
 
     def sparing(self, more: Sequence[int]) -> Problem:
         """Return the same problem with so much more put aside on every rank."""

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pipeloom.errors import InfeasibleError
+from pipeloom.errors import InfeasibleError, NothingFoundError
 from pipeloom.search.context import Context
 from pipeloom.search.jobs import Walks, make_walks
 from pipeloom.search.kernels import codes
@@ -39,8 +39,7 @@ def alternate(graph: TaskGraph, context: Context, run: Run, stretch: Stretch) ->
     inner = graph if chosen is None else chosen.graph
     found = _take_turns(inner, context, run, stretch)
     best.offer(found if chosen is None else chosen.schedule(found), or_equal=True)
-    assert best.schedule is not None
-    return best.schedule
+    return best.found()
 
 
 class _Incumbent:
@@ -50,6 +49,21 @@ class _Incumbent:
         self.graph = graph
         self.schedule: Schedule | None = None
         self.ns = codes.NEVER
+
+    def found(self) -> Schedule:
+        """The schedule.
+
+        Raises
+        ------
+        NothingFoundError
+            None kept to the limits.
+        """
+        if self.schedule is None:
+            raise NothingFoundError(
+                "every schedule that was tried puts more on some rank's host, or more on its way there, than there is "
+                "room for; offer strategies that hold less on the rank itself, as recompute does"
+            )
+        return self.schedule
 
     def offer(self, schedule: Schedule, or_equal: bool = False) -> int:
         """Take a schedule if it is better; return its makespan.
@@ -242,5 +256,4 @@ def _take_turns(graph: TaskGraph, context: Context, run: Run, stretch: Stretch) 
         plan = _Plan(chosen, rounds, like=search)
         if last or turns.best.ns <= context.bound.ns:
             break
-    assert turns.best.schedule is not None
-    return turns.best.schedule
+    return turns.best.found()

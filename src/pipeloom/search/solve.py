@@ -25,7 +25,7 @@ from pipeloom.search.state import Search
 from pipeloom.search.stopping import WHOLE, Evaluations, Meter, StoppingRule
 from pipeloom.search.tabu import tabu_search
 from pipeloom.taskgraph import Candidate, TaskGraph
-from pipeloom.timeline import LowerBound, Schedule, lower_bound, simulate
+from pipeloom.timeline import LowerBound, Schedule, lower_bound, simulate, within_limits
 
 
 def solve(
@@ -88,7 +88,9 @@ def solve(
     for other in _others(graph, params.feasibility.candidate_states):
         with suppress(InfeasibleError):
             found = attempt(other.graph)
-            return replace(found, schedule=other.schedule(found.schedule), lower_bound=lower_bound(graph))
+            schedule = other.schedule(found.schedule)
+            if within_limits(graph, schedule, found.timeline):
+                return replace(found, schedule=schedule, lower_bound=lower_bound(graph))
     watch = budget.start()
     last = schedule_of_last_resort(graph, failure)
     return Solution(last, simulate(graph, last), lower_bound(graph), 1, watch.elapsed_s(), last.method)
@@ -98,9 +100,10 @@ def _others(graph: TaskGraph, states: int) -> Iterator[Restricted]:
     """Where the leanest candidates of all pairs do not fit together: what may fit in their place."""
     if graph.candidates is None or graph.capacity_bytes is None:
         return
-    if graph.staging_bytes is not None:
-        # The leanest are of those that keep off the host; with room for what is on its way, the others may be, too.
-        staged = replace(graph, capacity_bytes=graph.capacity_bytes - graph.staging_bytes, staging_bytes=None)
+    if graph.staging_bytes is not None or graph.host_capacity_bytes is not None:
+        # The leanest are of those that keep off the host. Where every rank stages, of all; the host may have room.
+        left = graph.capacity_bytes if graph.staging_bytes is None else graph.capacity_bytes - graph.staging_bytes
+        staged = replace(graph, capacity_bytes=left, host_capacity_bytes=None, staging_bytes=None)
         yield Restricted(staged, tuple(tuple(range(len(row))) for row in graph.candidates))
     if (rows := fitting_candidates(graph, states)) is not None:
         # Without those that are lean in another way, these are the leanest.

@@ -122,6 +122,8 @@ class RankSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: str = "local"
     memory_capacity_bytes: int | None = None
     """Memory of each rank; None: no limit."""
+    host_capacity_bytes: int | None = None
+    """Of its host's memory, what each rank may fill with offloaded activations; None: no limit."""
     link_bytes_per_s: float = 1e9
     """Point-to-point bandwidth between two pipeline ranks."""
     link_latency_s: float = 1e-4
@@ -131,6 +133,7 @@ class RankSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Refuse links and memories that cannot exist."""
         if self.memory_capacity_bytes is not None and self.memory_capacity_bytes <= 0:
             raise InputError("cluster.memory_capacity_bytes", f"{self.memory_capacity_bytes} is not positive")
+        check_not_negative("cluster.host_capacity_bytes", self.host_capacity_bytes or 0)
         check_positive("cluster.link_bytes_per_s", self.link_bytes_per_s)
         check_not_negative("cluster.link_latency_s", self.link_latency_s)
 
