@@ -128,16 +128,7 @@ class Glances:
         if self.meter.left(1) == 0:
             return None
         self.meter.used += 1
-        batch = self.batch.part(members)
-        took = self._look(batch)
-        if took == float("inf") and (lean := self.problem.without_offload()) is not None:
-            # As plans are made: what is on its way to the host and back takes room on every rank.
-            self.problem, self.setting = lean, None
-            took = self._look(batch)
-        return took
-
-    def _look(self, batch: Batch) -> float:
-        problem = self.problem
+        batch, problem = self.batch.part(members), self.problem
         if problem.tuning is not None and not problem.tuning.searches:
             try:
                 return tuned(problem, batch, self.seed).ns
