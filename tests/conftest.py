@@ -16,7 +16,7 @@ from types import FrameType
 from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 # Many times what the longest takes on two cores with other work beside it.
 BOUND_S = 600
@@ -31,8 +31,10 @@ os.environ.setdefault("NUMBA_CACHE_DIR", str(KERNELS))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # How many examples a property is tried on, unless it says so itself; `make test-all` asks for many.
-settings.register_profile("few", deadline=None, max_examples=50)
-settings.register_profile("many", deadline=None, max_examples=200)
+# No test asserts a time, and that of drawing an example is none to assert either.
+_ANY_TIME = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("few", max_examples=50, **_ANY_TIME)
+settings.register_profile("many", max_examples=200, **_ANY_TIME)
 settings.load_profile("few")
 
 
