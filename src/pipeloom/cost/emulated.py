@@ -178,7 +178,9 @@ class EmulatedCosts:
         found = mix([self._layer_options(layer, workload) for layer in self._chunk(chunk)])
         keep = self._stage(chunk).cost(workload, self._parts)
         rows = ladder(found, *self.ladder)
-        known = {row: _mixture(keep, found, row) for row in dict.fromkeys(rows)}
+        distinct = list(dict.fromkeys(rows))
+        amounts = found.amounts[distinct, BACKWARD:].tolist()
+        known = {row: _mixture(keep, found, row, each) for row, each in zip(distinct, amounts, strict=True)}
         return tuple(known[row] for row in rows)
 
     def _layer_options(self, layer: LayerTemplate, workload: Workload) -> tuple[LayerOption, ...]:
@@ -270,9 +272,9 @@ class EmulatedCosts:
         return ModelSpec(self.architecture.name, tuple(modules))
 
 
-def _mixture(keep: StageCost, found: Mixtures, row: int) -> StrategyCost:
-    """Cost of one mixture, from that of the chunk that keeps everything."""
-    backward, held, host, copy_out, copy_in = found.amounts[row, BACKWARD:].tolist()
+def _mixture(keep: StageCost, found: Mixtures, row: int, amounts: list[float]) -> StrategyCost:
+    """Cost of one mixture, from that of the chunk that keeps everything; its ``amounts`` without the forward's."""
+    backward, held, host, copy_out, copy_in = amounts
     again = round(backward - found.base[BACKWARD])
     # Copies are on lanes of their own. What a forward computes depends on nothing that it keeps; what is made again is
     # made where gradients of the inputs are, and by the second half of a split backward all is there.

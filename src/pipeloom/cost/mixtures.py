@@ -56,6 +56,8 @@ class Mixtures(NamedTuple):
         Of a forward and a backward, with what copies add.
     groups : tuple of (options, places)
         Equal layers: what they may do, and their places in the chunk.
+    lean_first : per group a list of int
+        What they may do in the order in which it is given to them: the leanest first, what offloads last.
     counts : per group an array, shape (num_mixtures, num_options)
         How many of its layers do what.
     base : array, shape (6,)
@@ -67,6 +69,7 @@ class Mixtures(NamedTuple):
     amounts: FloatArray
     times: FloatArray
     groups: tuple[tuple[tuple[LayerOption, ...], list[int]], ...]
+    lean_first: tuple[list[int], ...]
     counts: tuple[IntArray, ...]
     base: FloatArray
     front: IntArray
@@ -75,12 +78,10 @@ class Mixtures(NamedTuple):
     def layers(self, number: int) -> tuple[str, ...]:
         """Strategy of every layer of one mixture: equal ones side by side, the leanest first, the offloaded last."""
         found = [""] * sum(len(places) for _, places in self.groups)
-        for (options, places), counts in zip(self.groups, self.counts, strict=True):
+        for (options, places), order, counts in zip(self.groups, self.lean_first, self.counts, strict=True):
             names: list[str] = []
             each = counts[number].tolist()
-            for i in sorted(
-                range(len(options)), key=lambda i: (options[i].host_bytes > 0, options[i].activation_bytes)
-            ):
+            for i in order:
                 names += [options[i].strategy] * each[i]
             for place, name in zip(places, names, strict=True):
                 found[place] = name
@@ -122,7 +123,11 @@ def mix(layers: Sequence[Sequence[LayerOption]]) -> Mixtures:
     times = pass_times(amounts).sum(axis=1)
     free = _front(amounts, times, amounts[:, HOST] == 0)
     front = _front(amounts, times) if amounts[:, HOST].any() else free
-    return Mixtures(amounts, times, tuple(groups.items()), tuple(picked), base, front, free)
+    lean_first = tuple(
+        sorted(range(len(options)), key=lambda i: (options[i].host_bytes > 0, options[i].activation_bytes))
+        for options in groups
+    )
+    return Mixtures(amounts, times, tuple(groups.items()), lean_first, tuple(picked), base, front, free)
 
 
 _NOTHING: FloatArray = np.zeros((1, 6))

@@ -174,8 +174,9 @@ class _Packings:
         self.tuning = problem.tuning or TuningSpec()
         policy = problem.packing.policy if problem.tuning is None else problem.tuning.pack
         self.packing = msgspec.structs.replace(problem.packing, policy=policy)
-        # Packings are compared with backwards whole, which is faster; what may be split is found for the best.
-        self.unsplit = problem.whole_backwards()
+        # Packings are compared with backwards whole, which is faster; what may be split is found for the best. So are
+        # strategies chosen more thoroughly for the best alone.
+        self.unsplit = replace(problem.whole_backwards(), search=problem.search.hasty())
         self.loads: Loads = cost_loads(batch, problem.model, problem.layout, problem.costs)
         self.judged: list[_Packed] = []
         self.known: set[tuple[Groups, tuple[tuple[int, ...], ...]]] = set()

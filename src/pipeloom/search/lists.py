@@ -46,9 +46,8 @@ class Chunks(NamedTuple):
 
 def chunks_of(graph: TaskGraph) -> Chunks | None:
     """Read chunks from the labels of a graph that was made from a layout; None where there are none."""
-    if graph.labels is None:
+    if (label := graph.chunk_of) is None:
         return None
-    label = np.array([label.chunk for label in graph.labels], np.int64)
     both, of_pair = np.unique(np.stack([graph.rank[graph.forward_of], label]), axis=1, return_inverse=True)
     of_pair = np.ravel(of_pair)
     num, microbatch = both.shape[1], graph.microbatch[graph.forward_of]

@@ -327,5 +327,11 @@ class SearchParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     rules: tuple[OrderRule, ...] = ()
     """Of the layout of the graphs that are searched: what they give are starts, beside those of every search."""
 
+    def hasty(self) -> SearchParams:
+        """Return the same with strategies chosen as hastily as in a rollout, where many graphs are compared."""
+        rounds = self.strategies.rollout_rounds
+        strategies = msgspec.structs.replace(self.strategies, rounds=rounds, large_rounds=rounds)
+        return msgspec.structs.replace(self, strategies=strategies)
+
 
 DEFAULTS = SearchParams()

@@ -140,7 +140,8 @@ class _Builder:
     held: list[int] = field(default_factory=list)
     crossing: list[int] = field(default_factory=list)
     """Per edge, the delay that it has where its ends are on different ranks, if they ever are."""
-    converted: dict[tuple[int, bool], tuple[Candidate, ...]] = field(default_factory=dict)
+    converted: dict[tuple[int, bool], tuple[tuple[Candidate, ...], str]] = field(default_factory=dict)
+    """Answers of the cost model as candidates, with the word for the first of them."""
     num_segments: int = 0
     load_s: list[float] = field(default_factory=list)
     """Per rank: seconds of the pipelined modules in all, and of what replicated ones have been assigned to it."""
@@ -215,12 +216,13 @@ class _Builder:
         base = options[0]
         split = trained and self.form != "whole" and base.backward_weight_s is not None
         # The same answer of the cost model is one object, and kept by `_memoised`.
-        candidates = self.converted.get((id(options), split))
-        if candidates is None:
+        known = self.converted.get((id(options), split))
+        if known is None:
             forms = (True, False) if split and self.form == "either" else (split,)
             name = f"{self.layout.modules[module].name}, chunk {label.chunk}, microbatch {label.microbatch}"
-            candidates = tuple(_candidate(option, split, form, name) for option in options for form in forms)
-            self.converted[id(options), split] = candidates
+            made = tuple(_candidate(option, split, form, name) for option in options for form in forms)
+            known = self.converted[id(options), split] = made, strategy_word(made[0].strategy, made[0].layers)
+        candidates, word = known
         first = candidates[0]
         self.forward.append(self._add_task(FORWARD, rank, first.forward_ns, pair, segments[0], label, module))
         self.backward.append(-1)
@@ -232,7 +234,7 @@ class _Builder:
         self.activation.append(first.activation_bytes)
         self.weight_gradient.append(first.weight_gradient_bytes)
         self.candidates.append(candidates)
-        self.labels.append(label._replace(strategy=strategy_word(first.strategy, first.layers)))
+        self.labels.append(PairLabel(label.chunk, label.microbatch, label.sub_microbatch, word))
         return pair
 
     def _add_task(

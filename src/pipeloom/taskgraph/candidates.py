@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -40,28 +39,10 @@ def candidate_cube(candidates: Sequence[tuple[Candidate, ...]]) -> tuple[npt.NDA
     array, shape (num_pairs,)
         How many candidates each pair has.
     """
-    for known, cube, lengths in list(_cubes):
-        if known is candidates:
-            return cube, lengths
-    cube, lengths = _read(candidates)
-    cube.flags.writeable = lengths.flags.writeable = False
-    _cubes.append((candidates, cube, lengths))
-    return cube, lengths
-
-
-_cubes: deque[tuple[Sequence[tuple[Candidate, ...]], npt.NDArray[np.int64], npt.NDArray[np.int64]]] = deque(maxlen=4)
-"""Of the candidates that were read last: one search asks for the same ones again and again."""
-
-
-def _read(candidates: Sequence[tuple[Candidate, ...]]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    numbers: dict[int, int] = {}
-    distinct: list[tuple[Candidate, ...]] = []
-    which = np.empty(len(candidates), np.int64)
-    for pair, row in enumerate(candidates):
-        number = numbers.setdefault(id(row), len(distinct))
-        if number == len(distinct):
-            distinct.append(row)
-        which[pair] = number
+    # Told apart by what they are, not by what they hold: comparing thousands of equal ones would take longer.
+    number = np.fromiter(map(id, candidates), np.int64, len(candidates))
+    _, first, which = np.unique(number, return_index=True, return_inverse=True)
+    distinct = [candidates[i] for i in first.tolist()]
     lengths = np.array([len(row) for row in distinct], np.int64)
     # All fields but the words.
     rows = np.array([candidate[1:6] + candidate[7:] for row in distinct for candidate in row], np.int64).reshape(-1, 6)

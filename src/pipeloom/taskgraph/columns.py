@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
@@ -97,7 +98,7 @@ class Pairs:
     activation_bytes: npt.ArrayLike
     weight_gradient_bytes: npt.ArrayLike | None = None
     candidates: tuple[tuple[Candidate, ...], ...] | None = None
-    labels: tuple[PairLabel, ...] | None = None
+    labels: Sequence[PairLabel] | None = None
 
     def __post_init__(self) -> None:
         """Make arrays of the columns and check them."""

@@ -7,6 +7,7 @@ Times are integer nanoseconds and sizes integer bytes, rounded once when the gra
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -14,7 +15,6 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeloom.errors import InputError, check_count
-from pipeloom.spec import strategy_word
 from pipeloom.taskgraph.candidates import (
     ACTIVATION_BYTES,
     BACKWARD_NS,
@@ -36,6 +36,7 @@ from pipeloom.taskgraph.columns import (
     check_range,
     sizes,
 )
+from pipeloom.taskgraph.labels import ChosenLabels
 from pipeloom.taskgraph.rows import close_edges, compressed
 
 KindArray = npt.NDArray[np.int8]
@@ -109,7 +110,7 @@ class TaskGraph:
     static_bytes: IntArray
     capacity_bytes: IntArray | None
     candidates: tuple[tuple[Candidate, ...], ...] | None
-    labels: tuple[PairLabel, ...] | None
+    labels: Sequence[PairLabel] | None
     forward_of: IntArray
     backward_of: IntArray
     weight_of: IntArray
@@ -144,6 +145,12 @@ class TaskGraph:
             return None
         room: IntArray = self.capacity_bytes - self.static_bytes
         return room if self.staging_bytes is None else room - self.staging_bytes
+
+    @property
+    def chunk_of(self) -> IntArray | None:
+        """Chunk of every pair, by its label, shape (num_pairs,); None: there are no labels."""
+        labels = self.labels.given if isinstance(self.labels, ChosenLabels) else self.labels
+        return None if labels is None else np.array([label.chunk for label in labels], np.int64)
 
     def task(self, number: int) -> Task:
         """Readable view of one task."""
@@ -199,7 +206,7 @@ class TaskGraph:
             capacity_bytes=self.capacity_under(taken[:, HOST_BYTES]),
             host_capacity_bytes=None,
             staging_bytes=None,
-            labels=self._chosen_labels(chosen.tolist()),
+            labels=None if self.labels is None else ChosenLabels(self.labels, self.candidates, chosen),
         )
 
     def capacity_under(self, host_bytes: IntArray) -> IntArray | None:
@@ -209,17 +216,6 @@ class TaskGraph:
         away = np.bincount(self.rank[self.forward_of], weights=host_bytes > 0, minlength=self.num_ranks) > 0
         left: IntArray = self.capacity_bytes - np.where(away, self.staging_bytes, 0)
         return left
-
-    def _chosen_labels(self, choice: list[int]) -> tuple[PairLabel, ...] | None:
-        """Labels with the strategy of every pair's chosen candidate."""
-        if self.labels is None or self.candidates is None:
-            return self.labels
-        labels = []
-        for label, row, index in zip(self.labels, self.candidates, choice, strict=True):
-            word = strategy_word(row[index].strategy, row[index].layers)
-            same = word == label.strategy
-            labels.append(label if same else PairLabel(label.chunk, label.microbatch, label.sub_microbatch, word))
-        return tuple(labels)
 
 
 def make_graph(

@@ -86,7 +86,7 @@ def resolve_candidates(graph: TaskGraph, choice: IntArray | None) -> Resolved:
             activation_bytes=chosen.activation_bytes,
             weight_gradient_bytes=chosen.weight_gradient_bytes,
             candidates=tuple((option,) for option in picked),
-            labels=chosen.labels,
+            labels=None if chosen.labels is None else tuple(chosen.labels),
         ),
         edges=Edges(
             source=number[graph.edge_source],
