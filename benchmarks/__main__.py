@@ -1,7 +1,8 @@
 """`make bench`: run every benchmark and write docs/benchmarks.md, a section each.
 
 ``python -m benchmarks planning`` runs one by name; the other sections stay as they are. ``--layers FOLDER`` gives
-``arrange`` the layer files of measured models.
+``arrange`` and ``one_planner`` the layer files of measured models; ``--rows NAMES`` prints some rows of ``one_planner``
+and writes nothing.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from pipeloom.report import join_sections, sections
 
 SECTIONS = (
     "planning",
+    "one_planner",
     "joint",
     "replicas",
     "search",
@@ -43,19 +45,24 @@ machine and the day it was taken. Emulated and planned times are never called me
 """
 
 
-def main(names: list[str], layers: Path | None = None) -> None:
-    """Run the named benchmarks, or all; ``layers`` goes to those that take it."""
+def main(names: list[str], layers: Path | None = None, rows: tuple[str, ...] = ()) -> None:
+    """Run the named benchmarks, or all; ``layers`` and ``rows`` go to those that take them."""
     unknown = set(names) - set(SECTIONS)
     if unknown:
         sys.exit(f"benchmarks: {', '.join(sorted(unknown))} unknown; there are {', '.join(SECTIONS)}")
+    if rows and not names:
+        names = ["one_planner"]
     for name in names or SECTIONS:
         module = import_module(f"benchmarks.{name}")
         if not names and not getattr(module, "available", lambda: True)():
             continue
         print(f"{module.TITLE} ...", flush=True)
-        takes_layers = "layers" in inspect.signature(module.run).parameters
-        body = module.run(layers=layers) if takes_layers else module.run()
+        takes = inspect.signature(module.run).parameters
+        given = {"layers": layers, "rows": rows}
+        body = module.run(**{name: value for name, value in given.items() if name in takes})
         print(body, flush=True)
+        if rows:
+            continue
         # Read only now, and written at once: another run may have written other sections meanwhile.
         bodies = sections(TARGET.read_text()) if TARGET.exists() else {}
         bodies[name] = f"## {module.TITLE}\n\nOn {machine()}, {date.today()}.\n\n{body}"
@@ -66,5 +73,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(SECTIONS))
     parser.add_argument("--layers", type=Path, metavar="FOLDER", help="measured layers, for arrange")
+    parser.add_argument("--rows", default="", metavar="NAMES", help="of one_planner, with commas between")
     given = parser.parse_args()
-    main(given.names, given.layers)
+    main(given.names, given.layers, tuple(filter(None, given.rows.split(","))))

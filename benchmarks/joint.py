@@ -29,19 +29,19 @@ from pipeloom.spec import Batch, Layout
 from pipeloom.tuning import TuningSpec
 
 TITLE = "Packing and order together"
-_BATCHES = 4
-_SIZES = ("3b", "13b")
+BATCHES = 4
+SIZES = ("3b", "13b")
 _BUDGET = Deadline(1.0, "cpu")
 
 
 def run() -> str:
     """Measure, and return the section as Markdown."""
     rows: list[list[str]] = []
-    for size in _SIZES:
+    for size in SIZES:
         case = emulated(ON_A[size])
-        apart = _separate(case)
+        apart = separate_layout(case)
         # The kernels are loaded, and the layers' costs emulated, by what is not counted.
-        _planned(case, apart, batch_of(case.setup, "datamix1", 99), "planned", case.max_contexts)
+        planned_s(case, apart, batch_of(case.setup, "datamix1", 99), "planned", case.max_contexts)
         rows += [[size.upper(), NAMES[mixture], *_row(case, apart, mixture)] for mixture in MIXTURES]
     header = [
         "model",
@@ -56,7 +56,7 @@ def run() -> str:
         "planned over PipeTune",
     ]
     text = (
-        f"Emulated seconds of an iteration, means of {_BATCHES} batches of 128 samples, one CPU second of planning for "
+        f"Emulated seconds of an iteration, means of {BATCHES} batches of 128 samples, one CPU second of planning for "
         "each: PipeTune's workloads on its cluster A. PipeTune, the best static size (balanced, no order) and our "
         "recurrence run on PipeTune's layout, encoders before the first rank's layers; `planned` chooses number, size "
         "and contents of the microbatches with the order, there and under a layout with every module on all ranks. "
@@ -66,17 +66,17 @@ def run() -> str:
 
 
 def _row(case: Emulated, apart: Layout, mixture: str) -> list[str]:
-    options = Options(iterations=_BATCHES, seeds=(0,))
+    options = Options(iterations=BATCHES, seeds=(0,))
     found: dict[str, list[float]] = {}
-    for number in range(_BATCHES):
+    for number in range(BATCHES):
         batch = batch_of(case.setup, mixture, number)
         seconds = {
             "pipetune": run_batch(case, batch, steps_of(case.setup)[PIPETUNE], 0).seconds,
             "recurrence": run_batch(case, batch, TuningSpec(), 0).seconds,
-            "first": _planned(case, case.layout, batch, "planned", case.max_contexts),
-            "largest": _planned(case, apart, batch, "balanced", case.max_contexts),
-            "one": _planned(case, apart, batch, "balanced", 1),
-            "apart": _planned(case, apart, batch, "planned", case.max_contexts),
+            "first": planned_s(case, case.layout, batch, "planned", case.max_contexts),
+            "largest": planned_s(case, apart, batch, "balanced", case.max_contexts),
+            "one": planned_s(case, apart, batch, "balanced", 1),
+            "apart": planned_s(case, apart, batch, "planned", case.max_contexts),
         }
         for name, value in seconds.items():
             found.setdefault(name, []).append(value)
@@ -87,7 +87,7 @@ def _row(case: Emulated, apart: Layout, mixture: str) -> list[str]:
     return [*(f"{value:.3f}" for value in values), f"{gain:+.1%}"]
 
 
-def _separate(case: Emulated) -> Layout:
+def separate_layout(case: Emulated) -> Layout:
     """Every module over all ranks, as DIP's rules have it, for the second mixture's mean composition."""
     model, load = case.costs.model_spec, mean_load(case.setup, case.costs)
     samples = batch_of(case.setup, "datamix2", 98).samples
@@ -96,7 +96,8 @@ def _separate(case: Emulated) -> Layout:
     return separate(model, RANKS, places, lambda module, layer: load[f"{module}/{layer.kind}"])
 
 
-def _planned(case: Emulated, layout: Layout, batch: Batch, policy: str, contexts: int) -> float:
+def planned_s(case: Emulated, layout: Layout, batch: Batch, policy: str, contexts: int) -> float:
+    """Seconds of an iteration that is planned in a CPU second."""
     packing = PackingSpec(contexts * case.setup.context, policy)  # type: ignore[arg-type]
     problem = Problem(case.costs.model_spec, layout, case.costs, packing, case.capacity_bytes)
     return decide(problem, batch, _BUDGET, 0).ns / 1e9

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from pipeloom.compiled import kernel
-from pipeloom.lab.instances import family, generate, instance, run_library
+from pipeloom.lab.instances import Run, family, generate, instance, run_library
 from pipeloom.lab.solvers.integer_program import program_on_rank
 from pipeloom.report import markdown_table
 from pipeloom.search import Deadline, Evaluations, context, first_in_first_out, solve, warm_up
@@ -57,7 +57,7 @@ def run() -> str:
 def _goals() -> str:
     rows = []
     for kind, goal in _GOALS.items():
-        runs = list(run_library([kind], ["default"], seeds=range(_SEEDS)))
+        runs = runs_of(kind)
         gaps = [100 * run.gap for run in runs]
         evaluations = statistics.median(run.evaluations for run in runs)
         rows.append([kind, goal, f"{statistics.median(gaps):.2f}", f"{max(gaps):.2f}", f"{evaluations:.0f}"])
@@ -67,6 +67,11 @@ def _goals() -> str:
         "(`pipeloom bench instances` makes the same runs):"
     )
     return f"{text}\n\n{markdown_table(header, rows)}"
+
+
+def runs_of(kind: str) -> list[Run]:
+    """One second of the default on every instance of a family."""
+    return list(run_library([kind], ["default"], seeds=range(_SEEDS)))
 
 
 @kernel

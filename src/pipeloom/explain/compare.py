@@ -121,7 +121,7 @@ def _timed(problem: Problem, name: str, layout: Layout, packing: Packing) -> Bas
     schedule_of, costs = _SCHEDULES[name], problem.whole_backwards().costs
     try:
         # A computation needs room beside what is held, in a baseline as in the plan.
-        memory = MemoryLimit(problem.capacity_bytes, host_bytes=problem.host_bytes)
+        memory = replace(problem.memory, spare_bytes=())
         graph = iteration_graph(layout, packing, costs, name, memory).graph
         schedule = schedule_of(graph)
         if graph.candidates is not None:

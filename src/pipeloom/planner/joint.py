@@ -79,17 +79,21 @@ def tuned(problem: Problem, batch: Batch, seed: int) -> Decided:
     return Decided(plan.packing, graph, plan.schedule, timeline, lower_bound(graph), found.evaluations)
 
 
-def ordered(problem: Problem, packed: Packing, budget: StoppingRule, seed: int, method: str) -> Decided:
-    """Search an order for one packing.
+def ordered(
+    problem: Problem, packed: Packing, budget: StoppingRule, seed: int, method: str, unsplit: Assignable | None = None
+) -> Decided:
+    """Search an order for one packing; ``unsplit``: its graph with whole backwards, where that has been made.
 
     Where memory is limited, splitting any backward takes room from all: so a half of the budget goes to plans that
     split none, and the faster plan is taken.
     """
-    if not problem.split_backward or problem.capacity_bytes is None:
+    if not problem.split_backward:
+        return _searched(problem, packed, unsplit or _graph(problem, problem.layout, packed), budget, seed, method)
+    if problem.capacity_bytes is None:
         return _searched(problem, packed, _graph(problem, problem.layout, packed), budget, seed, method)
-    watch, unsplit = budget.start(), problem.whole_backwards()
+    watch, lean = budget.start(), problem.whole_backwards()
     half = Until(watch, 0, 0.5)
-    whole = _searched(unsplit, packed, _graph(unsplit, problem.layout, packed), half, seed, method)
+    whole = _searched(lean, packed, unsplit or _graph(lean, problem.layout, packed), half, seed, method)
     try:
         graph = _graph(problem, problem.layout, packed)
         split = _searched(problem, packed, graph, Until(watch, whole.evaluations, 1.0), seed, method)
@@ -161,6 +165,8 @@ class _Packed:
 
     groups: Groups
     made: Decided
+    unsplit: Assignable
+    """Its graph, with whole backwards."""
 
 
 class _Packings:
@@ -219,7 +225,7 @@ class _Packings:
         if self.meter.left(1, until) == 0 or self.meter.spent >= until:
             return packed.made
         rest = Until(self.meter.watch, self.meter.used, until)
-        found = ordered(self.problem, packed.made.packing, rest, self.seed, self.method)
+        found = ordered(self.problem, packed.made.packing, rest, self.seed, self.method, packed.unsplit)
         self.meter.used += found.evaluations
         return found
 
@@ -238,7 +244,7 @@ class _Packings:
             timeline = simulate(graph, made.schedule)
             if within_limits(graph, made.schedule, timeline):
                 plain = replace(made, graph=graph, timeline=timeline, lower_bound=lower_bound(graph))
-                self.judged.append(_Packed(groups, plain))
+                self.judged.append(_Packed(groups, plain, assignable))
             self.compare(groups, made.packing, assignable)
         except InfeasibleError as error:
             self.failure = error
@@ -310,7 +316,7 @@ class _Packings:
             return float("inf")
         made = self.with_static_orders(packed, assignable)
         self.meter.used += made.evaluations
-        self.judged.append(_Packed(groups, made))
+        self.judged.append(_Packed(groups, made, assignable))
         return made.ns
 
     def with_static_orders(self, packed: Packing, assignable: Assignable) -> Decided:

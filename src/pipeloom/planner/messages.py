@@ -15,6 +15,7 @@ from pipeloom.planner.problem import Problem
 from pipeloom.search import SearchParams
 from pipeloom.spec import Batch, Layout, ModelSpec, RankSpec, Strategy
 from pipeloom.taskgraph import FORWARD
+from pipeloom.taskgraph.iteration import MemoryLimit
 from pipeloom.tuning import TuningSpec
 
 _MAX_LAYERS = 100_000
@@ -80,7 +81,7 @@ class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             backend=self.backend,
             search=self.search,
             threads=self.threads,
-            host_bytes=self.cluster.host_capacity_bytes,
+            reckoned=MemoryLimit(host_bytes=self.cluster.host_capacity_bytes),
         )
 
 

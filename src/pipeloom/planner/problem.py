@@ -16,6 +16,9 @@ from pipeloom.taskgraph.iteration import MemoryLimit
 from pipeloom.tuning import TunedPipeline, TuningSpec, is_chain, tuned_pipeline
 
 
+_RECKONED = MemoryLimit()
+
+
 @dataclass(frozen=True)
 class Problem:
     """Everything about planning that does not change from batch to batch."""
@@ -38,8 +41,8 @@ class Problem:
     """Threads that search; 0: half of the cores."""
     spare_bytes: tuple[int, ...] = ()
     """Of every rank, what plans of this batch were found to need more than the rule puts aside."""
-    host_bytes: int | None = None
-    """Of its host's memory, what each rank may fill with offloaded activations; None: no limit."""
+    reckoned: MemoryLimit = _RECKONED
+    """How memory is reckoned: what is put aside for messages, and what of the host's may be filled."""
 
     def __post_init__(self) -> None:
         """Tabulate the costs for the recurrence, once; calibration scales the tables."""
@@ -60,7 +63,7 @@ class Problem:
     @property
     def memory(self) -> MemoryLimit:
         """What every rank has, and puts aside."""
-        return MemoryLimit(self.capacity_bytes, host_bytes=self.host_bytes, spare_bytes=self.spare_bytes)
+        return replace(self.reckoned, capacity_bytes=self.capacity_bytes, spare_bytes=self.spare_bytes)
 
     def sparing(self, more: Sequence[int]) -> Problem:
         """Return the same problem with so much more put aside on every rank."""

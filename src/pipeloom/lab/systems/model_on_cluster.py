@@ -61,6 +61,11 @@ class ModelOnCluster:
         """Pipeline ranks."""
         return self.degrees.pipeline
 
+    @property
+    def memory(self) -> MemoryLimit:
+        """Memory as the papers reckon it: no room for messages, the same for a computation on every rank."""
+        return MemoryLimit(self.capacity_bytes, num_messages=0, even=True, host_bytes=self.cluster.offload_bytes)
+
 
 def put_on_cluster(
     model: str | Architecture, cluster: str | ClusterSpec, degrees: Degrees, *, update: bool = True
@@ -99,14 +104,19 @@ def draw_iteration(case: ModelOnCluster, num_microbatches: int, seed: int, data:
     return draw_microbatches(case.architecture, data or default_data(case.architecture), num_microbatches, seed)
 
 
+def batch_of(groups: Microbatches) -> Batch:
+    """All samples of an iteration; the same document may be drawn twice, and a batch wants names of its own."""
+    return Batch(
+        tuple(
+            msgspec.structs.replace(sample, id=f"{m}.{i}")
+            for m, group in enumerate(groups)
+            for i, sample in enumerate(group)
+        )
+    )
+
+
 def pack_microbatches(case: ModelOnCluster, layout: Layout, groups: Microbatches) -> Packing:
     """Microbatches that are given already, cut into ``ceil(N / B)`` even sub-microbatches per module."""
-    # The same document may be drawn twice; a batch wants names of its own.
-    samples = [
-        msgspec.structs.replace(sample, id=f"{m}.{i}")
-        for m, group in enumerate(groups)
-        for i, sample in enumerate(group)
-    ]
     members, counts, first = [], [], 0
     for group in groups:
         members.append(tuple(range(first, first + len(group))))
@@ -118,7 +128,7 @@ def pack_microbatches(case: ModelOnCluster, layout: Layout, groups: Microbatches
             parts = 0 if total == 0 else 1 if module.sub_microbatch is None else -(-total // module.sub_microbatch)
             row.append(tuple(total // parts + (k < total % parts) for k in range(parts)))
         counts.append(tuple(row))
-    return packing_from_counts(Batch(tuple(samples)), case.model, layout, tuple(members), tuple(counts))
+    return packing_from_counts(batch_of(groups), case.model, layout, tuple(members), tuple(counts))
 
 
 def graph_of(
@@ -141,9 +151,7 @@ def assignable_of(
         The weights alone do not fit.
     """
     packing = pack_microbatches(case, layout, groups)
-    # Systems are compared as their papers reckon: no room for messages, the same for a computation on every rank.
-    memory = MemoryLimit(case.capacity_bytes, num_messages=0, even=True, host_bytes=case.cluster.offload_bytes)
-    return iteration_graph(layout, packing, costs or case.costs, name, memory, or_whole=False)
+    return iteration_graph(layout, packing, costs or case.costs, name, case.memory, or_whole=False)
 
 
 def most_workspace_bytes(costs: EmulatedCosts, layout: Layout, packing: Packing) -> int:

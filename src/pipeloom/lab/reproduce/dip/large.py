@@ -25,7 +25,7 @@ def large(options: Options) -> Outcome:
     for label, setup in LARGE.items():
         numbers = runs.iterations(options, None if options.full else 1)[: None if options.full else 1]
         names = [n for n in (*runs.BASELINES, *FORMS, runs.OURS) if runs.suits(n, setup)]
-        values = {name: _mean_and_mfu(setup, name, numbers, options.search_s) for name in names}
+        values = {name: mean_and_mfu(setup, name, numbers, options.search_s) for name in names}
         ours = values[runs.OURS]
         forms = {name: value[0] for name in FORMS if (value := values[name]) is not None}
         best = min(forms, key=lambda name: forms[name], default="")
@@ -80,7 +80,7 @@ def large(options: Options) -> Outcome:
     )
 
 
-def _mean_and_mfu(
+def mean_and_mfu(
     setup: PaperSetup, name: str, numbers: list[tuple[int, int]], search_s: float
 ) -> tuple[float, float] | None:
     """Mean seconds with the update of the weights, and mean MFU; None: an iteration does not fit."""

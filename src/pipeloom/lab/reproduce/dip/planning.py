@@ -22,7 +22,7 @@ def planning_time(options: Options) -> Outcome:
     for label, setup in {**SETUPS, **LARGE}.items():
         most = runs.planning_s(setup, runs.OURS, options.search_s)
         numbers = runs.iterations(options, 1)
-        found = [_planned(setup, *each, options) for each in (numbers[:1] if setup in LARGE.values() else numbers)]
+        found = [planned(setup, *each, options) for each in (numbers[:1] if setup in LARGE.values() else numbers)]
         each = [one for one in found if one is not None]
         if not each:
             rows.append((label, "", "", "", "", f"{most:g}", "out of memory", "", ""))
@@ -62,7 +62,7 @@ def planning_time(options: Options) -> Outcome:
 
 
 @dataclass(frozen=True, slots=True)
-class _Planned:
+class Planned:
     """Processor seconds before, in and after the search; what it found."""
 
     spent_s: tuple[float, float, float]
@@ -72,7 +72,7 @@ class _Planned:
 
 
 @collector_paused()
-def _planned(setup: PaperSetup, seed: int, number: int, options: Options) -> _Planned | None:
+def planned(setup: PaperSetup, seed: int, number: int, options: Options) -> Planned | None:
     """Plan an iteration under our layout, from its samples to a plan that is proved; None: it does not fit.
 
     Without the collector, which here would look over all the iterations that the evaluation keeps; the planner's own
@@ -100,4 +100,4 @@ def _planned(setup: PaperSetup, seed: int, number: int, options: Options) -> _Pl
     before, searched, after = (b - a for a, b in pairwise(moments))
     seconds = found.timeline.makespan_ns / 1e9
     gap = found.timeline.makespan_ns / max(found.lower_bound.ns, 1) - 1
-    return _Planned((before, searched, after), graph.num_tasks, seconds, gap)
+    return Planned((before, searched, after), graph.num_tasks, seconds, gap)

@@ -18,7 +18,8 @@ from pipeloom.lab.systems.comparison import SYSTEMS
 from pipeloom.lab.systems.model_on_cluster import Microbatches, ModelOnCluster
 from pipeloom.lab.systems.systems import System, dip_layout, partitioned, searched_system, unadaptive_system
 from pipeloom.search import Begun, Deadline, StoppingRule
-from pipeloom.timeline import check
+from pipeloom.taskgraph import TaskGraph
+from pipeloom.timeline import Schedule, Timeline, check
 
 _ENTRIES = {entry.title: entry for entry in SYSTEMS.values()}
 MEGATRON, MEGATRON_EVEN = SYSTEMS["interleaved"].title, SYSTEMS["interleaved-time"].title
@@ -166,9 +167,14 @@ def run(one: System, groups: Microbatches, budget: StoppingRule, seed: int) -> B
 
 def judge(found: BaselineResult) -> None:
     """Refuse what the independent checker refuses."""
-    faults = check(found.graph, found.schedule, found.timeline)
+    refuse_faults(found.name, found.graph, found.schedule, found.timeline)
+
+
+def refuse_faults(name: str, graph: TaskGraph, schedule: Schedule, timeline: Timeline) -> None:
+    """Refuse what the independent checker refuses of somebody's schedule."""
+    faults = check(graph, schedule, timeline)
     if faults:
-        raise AssertionError(f"{found.name}: {faults[0]}")
+        raise AssertionError(f"{name}: {faults[0]}")
 
 
 @functools.cache
