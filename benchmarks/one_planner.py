@@ -111,9 +111,9 @@ def _own(_layers: Path | None) -> Measured:
     table = markdown_table(["workload", "joined, s", "the paper's own, s", "which is", "faster by"], rows)
     words = (
         "The joined planner has one CPU second from the samples on. DIP's tree searches have ten times that, its "
-        "layout is by its rules; ours is chosen before by planning other iterations. PipeTune's recurrence ends by itself. "
-        f"AdaPtis' generator and our arranging have {own_systems.adaptis.MOST_SEARCH:g} CPU s before training; the "
-        "fastest published system stands there where it is faster than AdaPtis."
+        "layout is by its rules; ours is chosen before by planning other iterations. PipeTune's recurrence ends by "
+        f"itself. AdaPtis' generator and our arranging have {own_systems.adaptis.MOST_SEARCH:g} CPU s before training; "
+        "the fastest published system stands there where it is faster than AdaPtis."
     )
     return Measured(text, reached, (words, table))
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pipeloom.errors import InfeasibleError, InputError
 from pipeloom.packing import PackingSpec, budget_tokens, packing_of
 from pipeloom.packing.choices import walk
-from pipeloom.planner import Setup, plan_batch
+from pipeloom.planner import Setup, joint, plan_batch
 from pipeloom.planner.joint import _Packings, ordered
 from pipeloom.search import Evaluations
 from pipeloom.spec import Batch, RankSpec, Sample
@@ -161,6 +161,21 @@ def test_threads_search_together() -> None:
     assert check(planned.graph, planned.schedule, planned.timeline) == ()
     with pytest.raises(InputError, match=r"planner\.threads: -1 is not finite and at least 0"):
         msgspec.structs.replace(setup, threads=-1)
+
+
+@given(st.integers(0, 1000))
+@settings(deadline=None, max_examples=5)
+def test_the_graph_of_a_packing_is_made_once(seed: int) -> None:
+    """Costs and graphs are most of what a large batch's plan takes; a search goes on with the one that was judged."""
+    problem, batch = random_setup(seed).problem().whole_backwards(), random_batch(seed)
+    graph_of, judge = joint._graph, _Packings.judge
+    made, judged = [], []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(joint, "_graph", lambda *given: made.append(given) or graph_of(*given))
+        patch.setattr(_Packings, "judge", lambda *given: judged.append(given) or judge(*given))
+        joint.decide(problem, batch, Evaluations(60), seed)
+    # One more for the recurrence's own plan.
+    assert 0 < len(made) <= len(judged) + (problem.pipeline is not None)
 
 
 def test_a_strategy_that_some_pairs_lack_is_not_judged_under() -> None:

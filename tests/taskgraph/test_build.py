@@ -11,7 +11,7 @@ from pipeloom.errors import InputError
 from pipeloom.layout import ModulePlacement, separate
 from pipeloom.packing import PackingSpec, pack
 from pipeloom.spec import Batch, Chunk, Sample, Workload
-from pipeloom.taskgraph import FORWARD, NO_TASK, build_graph, topological_order
+from pipeloom.taskgraph import FORWARD, NO_TASK, Candidate, build_graph, topological_order
 from tests.cases import ToyCosts, random_case, vlm_spec
 from tests.columns import graph_of_columns
 
@@ -55,6 +55,24 @@ def test_random_graphs_are_closed_and_ordered(seed: int, split: bool) -> None:
         here = graph.microbatch == m
         last = graph.forward_of[[p for p, x in enumerate(graph.labels or ()) if x.microbatch == m][-1]]
         assert position[here & ~forward].min() > position[last]
+
+
+def test_labels_say_the_chosen_strategy() -> None:
+    model, layout, packing = random_case(3)
+    graph = build_graph(layout, packing, ToyCosts(model))
+    keep, mixed = Candidate("keep", 1, 1, 0, 1, 0), Candidate("mixed", 1, 2, 0, 0, 0, ("keep", "recompute"))
+    alike = Candidate("mixed", 1, 3, 0, 0, 0, ("recompute", "recompute"))
+    several = replace(graph, candidates=((keep, mixed, alike),) * graph.num_pairs)
+    choice = np.arange(graph.num_pairs) % 3
+    labels = several.with_candidates(choice).labels
+    assert labels is not None
+    assert graph.labels is not None
+    words = ["keep", "keep,recompute", "recompute"]
+    assert [label.strategy for label in labels] == [words[i] for i in choice]
+    assert [label[:3] for label in labels] == [label[:3] for label in graph.labels]
+    assert labels[-1] == tuple(labels)[-1]
+    assert labels[1:3] == tuple(labels)[1:3]
+    assert several.with_candidates(choice).chunk_of.tolist() == [label.chunk for label in graph.labels]
 
 
 def test_a_boundary_whose_parts_do_not_match_is_refused() -> None:

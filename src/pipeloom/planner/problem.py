@@ -15,7 +15,6 @@ from pipeloom.spec import Layout, ModelSpec
 from pipeloom.taskgraph.iteration import MemoryLimit
 from pipeloom.tuning import TunedPipeline, TuningSpec, is_chain, tuned_pipeline
 
-
 _RECKONED = MemoryLimit()
 
 
