@@ -47,7 +47,7 @@ _DEGREES = Degrees(tensor=2, pipeline=8)
 _CLUSTER = "adaptis-h800-128"
 _SAMPLES, _CONTEXT, _CONTEXTS = 64, 8192, 4
 """Samples of a batch, tokens of the longest, and how many of these a microbatch may hold."""
-_IMAGES, _TOKENS, _PATCHES = (8, 32), 169, 2704
+_IMAGES, _TOKENS, _PATCHES = (8, 32), 81, 729
 _MEMORY = 1.5
 _NUMBERS = (8, 16, 32, 64)
 """Of microbatches, of which every system has its best."""
