@@ -31,15 +31,24 @@ def balances(policy: Policy) -> bool:
 
 
 def numbers(loads: Loads, spec: PackingSpec) -> tuple[int, ...]:
-    """Numbers of microbatches worth trying, ascending: as few as the budget allows, up to one for each sample."""
-    found = [least_microbatches(loads, spec)]
-    while found[-1] < len(loads):
-        found.append(min(len(loads), max(found[-1] + 1, round(found[-1] * _GROWTH))))
-    return tuple(found)
+    """Numbers of microbatches worth trying, ascending: as few as the budget allows, up to one for each sample.
+
+    Where few samples share a microbatch, a number that leaves some of them with one more than others need is uneven for
+    nothing: the fewest with as many samples at most are tried in its place.
+    """
+    least, most = least_microbatches(loads, spec), len(loads)
+    found = [least]
+    while found[-1] < most:
+        found.append(min(most, max(found[-1] + 1, round(found[-1] * _GROWTH))))
+    even = (-(-most // -(-most // number)) for number in found)
+    return tuple(sorted({max(least, number) for number in even}))
 
 
 def walk(ladder: Sequence[int], start: int, slower: float, misses: int, judge: Callable[[int], float | None]) -> None:
     """Judge rungs of a ladder from one of them on, upwards and then downwards, until several are clearly slower.
+
+    First in doublings, for which one that is slower is enough, since time may allow no more than a few; then, from the
+    best of these, rung by rung.
 
     Parameters
     ----------
@@ -54,20 +63,42 @@ def walk(ladder: Sequence[int], start: int, slower: float, misses: int, judge: C
     judge : callable
         What a rung takes; None: judge no more.
     """
-    first = min(range(len(ladder)), key=lambda i: abs(ladder[i] - start))
-    least = judge(ladder[first])
-    if least is None:
-        return
-    for way in (range(first + 1, len(ladder)), range(first - 1, -1, -1)):
-        missed = 0
-        for i in way:
-            if missed == misses:
-                break
+    known: dict[int, float] = {}
+
+    def judged(i: int) -> float | None:
+        if i not in known:
             took = judge(ladder[i])
             if took is None:
-                return
-            missed = missed + 1 if took > slower * least else 0
-            least = min(least, took)
+                return None
+            known[i] = took
+        return known[i]
+
+    middle = min(range(len(ladder)), key=lambda i: abs(ladder[i] - start))
+    if judged(middle) is None:
+        return
+    for stride, most_missed in ((_doubled, 1), (_next, misses)):
+        middle = min(known, key=lambda i: known[i])
+        for way in (1, -1):
+            i, missed = middle, 0
+            while missed < most_missed and 0 <= (i := stride(ladder, i, way)) < len(ladder):
+                least = min(known.values())
+                took = judged(i)
+                if took is None:
+                    return
+                missed = missed + 1 if took > slower * least else 0
+
+
+def _next(_ladder: Sequence[int], i: int, way: int) -> int:
+    return i + way
+
+
+def _doubled(ladder: Sequence[int], i: int, way: int) -> int:
+    """The rung at twice or half of another, or the last before the ladder ends."""
+    far = [j for j in range(len(ladder)) if ladder[max(i, j)] >= 2 * ladder[min(i, j)] and (j - i) * way > 0]
+    last = len(ladder) - 1 if way > 0 else 0
+    if not far:
+        return last if i != last else last + way
+    return min(far) if way > 0 else max(far)
 
 
 def even_groups(loads: Loads, spec: PackingSpec, number: int, iteration: int = 0) -> Groups:
