@@ -80,6 +80,7 @@ def joined_s(setup: PaperSetup, seed: int, number: int, search_s: float) -> floa
     packing = PackingSpec(most, "planned")
     layout = setup.layouts[0].layout
     problem = Problem(case.model, layout, case.costs, packing, case.capacity_bytes, reckoned=case.memory)
+    problem.warm_up()
     made = decide(problem, batch_of(groups), Deadline(search_s, "cpu"), seed)
     runs.refuse_faults("joined", made.graph, made.schedule, made.timeline)
     return made.ns / 1e9

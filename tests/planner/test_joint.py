@@ -176,18 +176,3 @@ def test_the_graph_of_a_packing_is_made_once(seed: int) -> None:
         joint.decide(problem, batch, Evaluations(60), seed)
     # One more for the recurrence's own plan.
     assert 0 < len(made) <= len(judged) + (problem.pipeline is not None)
-
-
-def test_a_strategy_that_some_pairs_lack_is_not_judged_under() -> None:
-    """What suited the first packing best may be a mixture that another packing's pairs do not have."""
-    batch = random_batch(1)
-    packings = _Packings(tight(1, batch).problem(), batch, Evaluations(100), 0, "default")
-    packings.try_numbers()
-    assert packings.setting is not None
-    packings.setting = 10**6
-    packings.known.clear()
-    packings.judged.clear()
-    packings.try_numbers()
-    assert packings.judged
-    for each in packings.judged:
-        assert check(each.made.graph, each.made.schedule, each.made.timeline) == ()

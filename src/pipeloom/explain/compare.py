@@ -20,7 +20,7 @@ from pipeloom.report import Track, layers_by_rank, make_track
 from pipeloom.search import StoppingRule, gpipe, interleaved_one_f_one_b, one_f_one_b, uniform_settings
 from pipeloom.spec import Batch, Layout
 from pipeloom.taskgraph import NS_PER_S, TaskGraph, build_graph
-from pipeloom.taskgraph.iteration import MemoryLimit, iteration_graph
+from pipeloom.taskgraph.iteration import iteration_graph
 from pipeloom.timeline import LowerBound, Schedule, Timeline, lower_bound, simulate, within_limits
 
 _SCHEDULES = {"gpipe": gpipe, "1f1b": one_f_one_b, "interleaved": interleaved_one_f_one_b}

@@ -8,18 +8,16 @@ static orders, the best of them are searched, and the best of these for the rest
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import msgspec
-import numpy as np
 
 from pipeloom.errors import InfeasibleError
 from pipeloom.packing import Loads, Packing, check_budget, cost_loads, group, packed_batch, packing_of
 from pipeloom.packing.choices import Groups, cut_layouts, even_groups, filled_groups, multiples, numbers, walk
 from pipeloom.packing.pack import MICROBATCHES_PER_RANK
 from pipeloom.planner.problem import Problem
-from pipeloom.search import Evaluations, StoppingRule, solve, solve_assignable
+from pipeloom.search import Evaluations, StoppingRule, solve_assignable
 from pipeloom.search.stopping import Meter, Until
 from pipeloom.spec import Batch, Layout
 from pipeloom.taskgraph import Assignable, TaskGraph
@@ -119,7 +117,6 @@ class Glances:
     def __init__(self, problem: Problem, batch: Batch, budget: StoppingRule, seed: int) -> None:
         self.problem, self.batch, self.seed = problem, batch, seed
         self.meter = Meter(budget.start())
-        self.setting: int | None = None
 
     def __call__(self, members: Sequence[int]) -> float | None:
         """Nanoseconds of the samples at these positions; infinite where they do not fit, None once the budget is spent.
@@ -138,11 +135,7 @@ class Glances:
                 return tuned(problem, batch, self.seed).ns
             except InfeasibleError:
                 return float("inf")
-        packings = _Packings(problem, batch, Evaluations(1), self.seed, "default")
-        packings.setting = self.setting
-        took = packings.glance()
-        self.setting = packings.setting
-        return took
+        return _Packings(problem, batch, Evaluations(1), self.seed, "default").glance()
 
 
 def _graph(problem: Problem, layout: Layout, packed: Packing) -> Assignable:
@@ -186,7 +179,6 @@ class _Packings:
         self.loads: Loads = cost_loads(batch, problem.model, problem.layout, problem.costs)
         self.judged: list[_Packed] = []
         self.known: set[tuple[Groups, tuple[tuple[int, ...], ...]]] = set()
-        self.setting: int | None = None
         self.failure: InfeasibleError | None = None
 
     @property
@@ -314,24 +306,8 @@ class _Packings:
         """Nanoseconds that a graph takes with static orders; infinite where it cannot be best."""
         if self.judged and assignable_bound(assignable).ns >= self.best_ns:
             return float("inf")
-        made = self.with_static_orders(packed, assignable)
+        few = Evaluations(self.params.static_orders)
+        made = _searched(self.unsplit, packed, assignable, few, self.seed, self.method)
         self.meter.used += made.evaluations
         self.judged.append(_Packed(groups, made, assignable))
         return made.ns
-
-    def with_static_orders(self, packed: Packing, assignable: Assignable) -> Decided:
-        """The best of a few static orders, under the strategy that suited the first packing best, where that fits."""
-        few, graph = Evaluations(self.params.static_orders), assignable.graph
-        # Mixtures of strategies may be fewer for one pair than for another.
-        shortest = min(map(len, graph.candidates or ()), default=0)
-        if self.setting is not None and self.setting < shortest:
-            setting = np.full(graph.num_pairs, self.setting)
-            chosen = graph.with_candidates(setting)
-            with suppress(InfeasibleError):
-                found = solve(chosen, budget=few, seed=self.seed, method="portfolio", params=self.problem.search)
-                schedule = replace(found.schedule, candidate=setting)
-                return Decided(packed, graph, schedule, found.timeline, found.lower_bound, found.evaluations)
-        made = _searched(self.unsplit, packed, assignable, few, self.seed, self.method)
-        if made.schedule.candidate is not None:
-            self.setting = int(np.bincount(made.schedule.candidate).argmax())
-        return made

@@ -275,7 +275,7 @@ class PackingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """A packing that much slower than the best is a miss."""
     misses: int = 2
     """So many, one after the other, end the row of more microbatches, or of fewer."""
-    judging_share: float = 0.4
+    judging_share: float = 0.5
     """Part of the budget in which another packing is begun to be judged."""
     near: float = 1.06
     """Packings within so many times the best's seconds are searched, too,"""
