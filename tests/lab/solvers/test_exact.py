@@ -6,7 +6,6 @@ from dataclasses import replace
 from importlib.util import find_spec
 
 # Before OR-Tools, with which it cannot share a process: so CP-SAT runs in one of its own here.
-import highspy  # noqa: F401
 import numpy as np
 import pytest
 from hypothesis import given, settings

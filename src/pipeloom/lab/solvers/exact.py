@@ -6,7 +6,6 @@ graphs and for judging the others. They answer with an order per rank, the candi
 
 from __future__ import annotations
 
-import sys
 from importlib.util import find_spec
 from typing import Any
 
@@ -64,14 +63,12 @@ def cp_sat(
     if find_spec("ortools") is None:
         raise InputError("method", "cp-sat needs OR-Tools, which is not installed", "pip install 'pipeloom[exact]'")
     arguments = (graph, seconds, hint, bound_ns, workers, seed)
-    if "highspy" not in sys.modules:
-        return solve_here(*arguments)
     answer: Exact = exact_worker.call("exact.solve_here", *arguments)
     return answer
 
 
 def solve_here(graph: TaskGraph, seconds: float, hint: Schedule, bound_ns: int, workers: int, seed: int) -> Exact:
-    """`cp_sat` in this process."""
+    """`cp_sat`, called in the process that has OR-Tools."""
     from ortools.sat.python import cp_model
 
     unit = unit_of(graph)

@@ -1,6 +1,7 @@
 """A process of its own for CP-SAT: `serve` answers calls over its pipes.
 
-OR-Tools and highspy each bring a HiGHS library under one name, and cannot both be loaded in a process.
+OR-Tools and highspy, which the product loads, each bring a HiGHS library under one name, and cannot both be loaded in
+a process.
 """
 
 from __future__ import annotations

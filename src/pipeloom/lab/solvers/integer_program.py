@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pipeloom.lab.solvers.linear import highs
 from pipeloom.search.kernels.strategies import fill_allocated, lay_out, repair
 from pipeloom.search.kernels.tables import Options, Tables, Work
 from pipeloom.search.methods import Exact
@@ -91,7 +90,8 @@ def _greedy(options: Options) -> IntArray:
 
 def _by_highs(tables: Tables, mine: slice, options: Options) -> Strategies:
     """State and solve the program, started from the greedy answer."""
-    highspy = highs()
+    import highspy
+
     time, activation, gradient, span = options.time, options.activation, options.gradient, options.span
     rank_capacity = options.capacity[: options.host_begin]
     num_pairs, num_options = time.shape
@@ -133,7 +133,7 @@ def _by_highs(tables: Tables, mine: slice, options: Options) -> Strategies:
     lp.a_matrix_.format_ = highspy.MatrixFormat.kColwise
     lp.a_matrix_.start_, lp.a_matrix_.index_, lp.a_matrix_.value_ = starts, index, value
     lp.integrality_ = [highspy.HighsVarType.kInteger] * lp.num_col_
-    solver: Any = highspy.Highs()
+    solver: Any = highspy.Highs()  # type: ignore[no-untyped-call]
     for name, setting in (("output_flag", False), ("mip_rel_gap", HIGHS_GAP), ("threads", 1)):
         solver.setOptionValue(name, setting)
     solver.passModel(lp)

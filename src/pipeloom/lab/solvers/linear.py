@@ -6,12 +6,10 @@ backward is not. Any solver of linear programs with integers can take it; it is 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import combinations
 from math import ceil, isfinite
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -76,21 +74,6 @@ class LinearModel:
         for (a, b), column in self.bits.items():
             before[a, b], before[b, a] = values[column] > 0.5, values[column] <= 0.5
         return Schedule(orders_from_pairs(graph, before), None, method)
-
-
-def highs() -> Any:
-    """HiGHS's module, which cannot be loaded beside OR-Tools: each brings a HiGHS library under one name.
-
-    Raises
-    ------
-    InputError
-        This process has loaded OR-Tools.
-    """
-    if "ortools" in sys.modules:
-        raise InputError("method", "HiGHS cannot run in a process that has loaded OR-Tools", "start a new process")
-    import highspy
-
-    return highspy
 
 
 def refuse_candidates(graph: TaskGraph, method: str) -> None:

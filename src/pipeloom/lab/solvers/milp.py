@@ -25,7 +25,8 @@ def milp(graph: TaskGraph, *, seconds: float, hint: Schedule, bound_ns: int, wor
         The graph has candidates.
     """
     linear.refuse_candidates(graph, "milp")
-    highspy = linear.highs()
+    import highspy
+
     model = linear.state(graph, hint, bound_ns)
     num_columns = len(model.low)
     lp = highspy.HighsLp()
@@ -44,7 +45,7 @@ def milp(graph: TaskGraph, *, seconds: float, hint: Schedule, bound_ns: int, wor
     lp.a_matrix_.value_ = np.array([f for _, factors, _ in model.rows for f in factors])
     kinds = highspy.HighsVarType
     lp.integrality_ = [kinds.kInteger if model.is_integer(c) else kinds.kContinuous for c in range(num_columns)]
-    solver: Any = highspy.Highs()
+    solver: Any = highspy.Highs()  # type: ignore[no-untyped-call]
     for name, setting in (
         ("output_flag", False),
         ("threads", workers),

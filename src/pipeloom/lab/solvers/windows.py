@@ -6,7 +6,6 @@ memory the pairs that are under way hold. Times are coarse there and rounded up,
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from importlib.util import find_spec
 from time import process_time
@@ -222,8 +221,6 @@ def _reorder(
 
 def _ask(window: Window, seed: int) -> tuple[IntArray | None, float]:
     """Starts of the window's tasks, and the processor time of the worker that found them."""
-    if "highspy" not in sys.modules:
-        return solve_window(window, seed), 0.0
     begin_s = exact_worker.spent_s()
     answer: IntArray | None = exact_worker.call("windows.solve_window", window, seed)
     return answer, exact_worker.spent_s() - begin_s
