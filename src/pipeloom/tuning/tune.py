@@ -213,7 +213,9 @@ class _Tuning:
             runs *= 2
             self.seed += 1
             start = best if turn % 2 == 0 else others[turn // 2 % len(others)]
-            found = self._anneal(start, runs)
+            # Where evaluations are counted, a packing into few microbatches has more of them in the same time.
+            most = self.watch.left(self.evaluations, _NEVER) * len(start.order)
+            found = self._anneal(start, min(runs, most))
             if found.makespan < best.makespan:
                 best = found
             now = self.watch.share(self.evaluations)
