@@ -21,21 +21,12 @@ import heapq
 import itertools
 from collections import defaultdict
 from dataclasses import dataclass, field
-
-import msgspec
+from typing import NamedTuple
 
 from pipeloom.errors import InputError, PlanError
 from pipeloom.packing import Packing
 from pipeloom.plan.action import Action, ExecutionPlan, Verb, promised_verbs
-from pipeloom.plan.routes import (
-    BoundaryTransfer,
-    Routes,
-    Shapes,
-    Unit,
-    collective_order,
-    make_routes,
-    transferred_workload,
-)
+from pipeloom.plan.routes import BoundaryTransfer, Shapes, Unit, collective_order, make_routes, transferred_workload
 from pipeloom.spec import Layout, strategy_word
 from pipeloom.taskgraph import BACKWARD, FORWARD, INPUT_GRADIENT, KIND_NAMES, NO_TASK, TaskGraph
 from pipeloom.timeline import Schedule, Timeline
@@ -89,8 +80,11 @@ def lower(
     unit_of_pair = [Unit(*label[:3]) for label in graph.labels]
     routes = make_routes(layout, packing, unit_of_pair)
     _check_pairs(graph, layout, unit_of_pair)
-    writer = _Writer(layout, packing, shapes, routes)
-    return _Lowering(graph, schedule, timeline, unit_of_pair, writer, serial).run(packing.batch.iteration)
+    lowering = _Lowering(graph, schedule, timeline, layout, unit_of_pair, serial)
+    for transfer in routes.transfers:
+        shape, dtype = shapes(transfer.producer.chunk, transferred_workload(transfer, layout, packing))
+        lowering.transfer(transfer, routes.target(transfer, lowering.names), shape, dtype)
+    return lowering.run(packing.batch.iteration)
 
 
 def _check_pairs(graph: TaskGraph, layout: Layout, unit_of_pair: list[Unit]) -> None:
@@ -107,15 +101,27 @@ def _check_pairs(graph: TaskGraph, layout: Layout, unit_of_pair: list[Unit]) -> 
             )
 
 
-@dataclass(frozen=True, slots=True)
-class _Message:
-    transfer: BoundaryTransfer
+class _Message(NamedTuple):
+    """The activation of a boundary transfer, or its gradient, on its way to another rank."""
+
     send: Verb
     """SEND_F for the activation, SEND_B for its gradient."""
     sender: int
     receiver: int
-    producing_task: int
     consuming_task: int
+    name: tuple[str, int, int]
+    """Chunk, microbatch and sub-microbatch of the unit that made the activation."""
+    target: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    def posted(self, verb: Verb, peer: int) -> Action:
+        """A send or receive, with what is sent."""
+        return Action(verb, *self.name, peer, self.target, self.shape, self.dtype)
+
+    def awaited(self, verb: Verb) -> Action:
+        """The wait for one of them."""
+        return Action(verb, *self.name, target=self.target)
 
 
 @dataclass
@@ -158,55 +164,24 @@ class _RankList:
         return max(self.compute_at, last + 1)
 
 
-class _Writer:
-    """Actions in the words of plans."""
-
-    def __init__(self, layout: Layout, packing: Packing, shapes: Shapes, routes: Routes) -> None:
-        self.layout, self.packing, self.shapes, self.routes = layout, packing, shapes, routes
-        self.names = layout.chunk_names
-
-    def unit(self, verb: Verb, unit: Unit, strategy: str = "") -> Action:
-        """What is done with a unit."""
-        return Action(
-            verb=verb,
-            chunk=self.names[unit.chunk],
-            microbatch=unit.microbatch,
-            sub_microbatch=unit.sub_microbatch,
-            strategy=strategy,
-        )
-
-    def message(self, verb: Verb, message: _Message) -> Action:
-        """What is done about a message that is posted already."""
-        producer = message.transfer.producer
-        return Action(
-            verb=verb,
-            chunk=self.names[producer.chunk],
-            microbatch=producer.microbatch,
-            sub_microbatch=producer.sub_microbatch,
-            target=self.routes.target(message.transfer, self.names),
-        )
-
-    def posted(self, verb: Verb, message: _Message, peer: int) -> Action:
-        """A send or receive, with what is sent."""
-        workload = transferred_workload(message.transfer, self.layout, self.packing)
-        shape, dtype = self.shapes(message.transfer.producer.chunk, workload)
-        return msgspec.structs.replace(self.message(verb, message), peer=peer, shape=shape, dtype=dtype)
-
-
 class _Lowering:
     def __init__(
         self,
         graph: TaskGraph,
         schedule: Schedule,
         timeline: Timeline,
+        layout: Layout,
         unit_of_pair: list[Unit],
-        writer: _Writer,
         serial: bool,
     ) -> None:
-        self.graph, self.schedule, self.layout = graph, schedule, writer.layout
-        self.unit_of_pair, self.writer, self.serial = unit_of_pair, writer, serial
+        self.graph, self.schedule, self.layout, self.serial = graph, schedule, layout, serial
+        self.names, self.unit_of_pair = layout.chunk_names, unit_of_pair
+        self.pair_of_unit = {unit: pair for pair, unit in enumerate(unit_of_pair)}
+        # Lists, since one element of an array takes as long as all that is done with it.
+        self.rank, self.pair, self.kind = graph.rank.tolist(), graph.pair.tolist(), graph.kind.tolist()
+        self.forward_of, self.backward_of = graph.forward_of.tolist(), graph.backward_of.tolist()
         self.start_ns, self.end_ns = timeline.start_ns.tolist(), timeline.end_ns.tolist()
-        self.ranks = [_RankList() for _ in range(writer.layout.num_ranks)]
+        self.ranks = [_RankList() for _ in range(layout.num_ranks)]
         self.messages: list[_Message] = []
         self.waiting = [0] * graph.num_tasks
         self.followers: defaultdict[int, list[int]] = defaultdict(list)
@@ -216,48 +191,47 @@ class _Lowering:
         self._connect()
 
     def _connect(self) -> None:
-        """Write down what every task waits for: its rank's order, its own pair, and what is transferred to it."""
+        """Write down what every task waits for on its own rank: the rank's order, and its own pair."""
         graph = self.graph
-        pair_of_unit = {unit: pair for pair, unit in enumerate(self.unit_of_pair)}
         seen = [False] * graph.num_tasks
         for rank, order in enumerate(self.schedule.order):
             tasks = order.tolist()
             for task in tasks:
-                if not 0 <= task < graph.num_tasks or seen[task] or int(graph.rank[task]) != rank:
+                if not 0 <= task < graph.num_tasks or seen[task] or self.rank[task] != rank:
                     raise PlanError(f"order[{rank}]: task {task} is unknown, doubled or of another rank")
                 seen[task] = True
             for before, after in itertools.pairwise(tasks):
                 self._follow(before, after)
         if not all(seen):
             raise PlanError(f"order: {graph.describe(seen.index(False))} is missing")
-        for forward, backward, weight in zip(
-            graph.forward_of.tolist(), graph.backward_of.tolist(), graph.weight_of.tolist(), strict=True
-        ):
+        for forward, backward, weight in zip(self.forward_of, self.backward_of, graph.weight_of.tolist(), strict=True):
             if backward != NO_TASK:
                 self._follow(forward, backward)
             if weight != NO_TASK:
                 self._follow(backward, weight)
-        for transfer in self.writer.routes.transfers:
-            producer, consumer = pair_of_unit[transfer.producer], pair_of_unit[transfer.consumer]
-            self._transfer(transfer, Verb.SEND_F, int(graph.forward_of[producer]), int(graph.forward_of[consumer]))
-            if transfer.gradient:
-                from_task, to_task = int(graph.backward_of[consumer]), int(graph.backward_of[producer])
-                self._transfer(transfer, Verb.SEND_B, from_task, to_task)
 
     def _follow(self, before: int, after: int) -> None:
         self.followers[before].append(after)
         self.waiting[after] += 1
 
-    def _transfer(self, transfer: BoundaryTransfer, send: Verb, source: int, target: int) -> None:
-        sender, receiver = int(self.graph.rank[source]), int(self.graph.rank[target])
-        if sender == receiver:
-            self._follow(source, target)
-            return
-        number = len(self.messages)
-        self.messages.append(_Message(transfer, send, sender, receiver, source, target))
-        self.sends[source].append(number)
-        self.receives[target].append(number)
-        self.waiting[target] += 1
+    def transfer(self, transfer: BoundaryTransfer, target: str, shape: tuple[int, ...], dtype: str) -> None:
+        """Let a consumer wait for its producer, and where a gradient comes back, the producer's backward for that."""
+        producer, consumer = self.pair_of_unit[transfer.producer], self.pair_of_unit[transfer.consumer]
+        directions = [(Verb.SEND_F, self.forward_of[producer], self.forward_of[consumer])]
+        if transfer.gradient:
+            directions.append((Verb.SEND_B, self.backward_of[consumer], self.backward_of[producer]))
+        chunk, microbatch, sub_microbatch = transfer.producer
+        name = (self.names[chunk], microbatch, sub_microbatch)
+        for send, source, sink in directions:
+            sender, receiver = self.rank[source], self.rank[sink]
+            if sender == receiver:
+                self._follow(source, sink)
+                continue
+            number = len(self.messages)
+            self.messages.append(_Message(send, sender, receiver, sink, name, target, shape, dtype))
+            self.sends[source].append(number)
+            self.receives[sink].append(number)
+            self.waiting[sink] += 1
 
     def run(self, iteration: int) -> ExecutionPlan:
         """Walk tasks and messages in planned time, appending each to the lists of its ranks."""
@@ -291,46 +265,49 @@ class _Lowering:
         )
 
     def _append_compute(self, task: int) -> None:
-        graph = self.graph
-        pair, kind = int(graph.pair[task]), int(graph.kind[task])
-        unit, here = self.unit_of_pair[pair], self.ranks[int(graph.rank[task])]
+        pair, kind = self.pair[task], self.kind[task]
+        unit, here = self.unit_of_pair[pair], self.ranks[self.rank[task]]
         strategy = self._strategy(pair)
         promised = promised_verbs(strategy)
         self._append_offload(here)
         if kind in (BACKWARD, INPUT_GRADIENT) and Verb.LOAD in promised:
             # One computation ahead, so that it is back in time; never before its own forward.
             place = len(here.actions) if here.last_unit == unit else here.compute_at
-            here.insert(self.writer.unit(Verb.LOAD, unit), place)
+            here.insert(self._unit_action(Verb.LOAD, unit), place)
         here.compute_at, here.compute_end_ns, here.last_unit = len(here.actions), self.end_ns[task], unit
         if kind in (BACKWARD, INPUT_GRADIENT) and Verb.RECOMPUTE in promised:
             # Before the wait: nothing else runs on this rank until the gradient is here.
-            here.actions.append(self.writer.unit(Verb.RECOMPUTE, unit))
+            here.actions.append(self._unit_action(Verb.RECOMPUTE, unit))
         for number in self.receives[task]:
             message = self.messages[number]
-            here.actions.append(self.writer.message(message.send.other_end.wait, message))
+            here.actions.append(message.awaited(message.send.other_end.wait))
             # By now the message was consumed, so waiting for its send costs nothing and frees its memory.
-            self.ranks[message.sender].actions.append(self.writer.message(message.send.wait, message))
-        action = self.writer.unit(_VERB_OF_KIND[kind], unit, strategy if kind == FORWARD else "")
+            self.ranks[message.sender].actions.append(message.awaited(message.send.wait))
+        action = self._unit_action(_VERB_OF_KIND[kind], unit, strategy if kind == FORWARD else "")
         here.actions.append(action)
-        if kind == FORWARD and Verb.OFFLOAD in promised and graph.backward_of[pair] != NO_TASK:
+        if kind == FORWARD and Verb.OFFLOAD in promised and self.backward_of[pair] != NO_TASK:
             here.to_offload = unit
+
+    def _unit_action(self, verb: Verb, unit: Unit, strategy: str = "") -> Action:
+        """What is done with a unit."""
+        return Action(verb, self.names[unit.chunk], unit.microbatch, unit.sub_microbatch, strategy=strategy)
 
     def _append_offload(self, here: _RankList) -> None:
         if here.to_offload is not None:
-            here.actions.append(self.writer.unit(Verb.OFFLOAD, here.to_offload))
+            here.actions.append(self._unit_action(Verb.OFFLOAD, here.to_offload))
             here.to_offload = None
 
     def _append_message(self, message: _Message, time_ns: int) -> None:
         sender, receiver = self.ranks[message.sender], self.ranks[message.receiver]
-        sender.post(self.writer.posted(message.send, message, message.receiver), message.receiver)
+        sender.post(message.posted(message.send, message.receiver), message.receiver)
         place = receiver.early_place(None if self.serial else message.sender, time_ns)
-        receiver.post(self.writer.posted(message.send.other_end, message, message.sender), message.sender, place)
+        receiver.post(message.posted(message.send.other_end, message.sender), message.sender, place)
 
     def _append_ends(self) -> None:
         """Gather parameters first, reduce gradients as soon as they are whole, and step."""
         for rank, here in enumerate(self.ranks):
             order = collective_order(self.layout, rank)
-            here.actions[:0] = [Action(verb=Verb.UNSHARD, chunk=self.writer.names[chunk]) for chunk in order.unshard]
+            here.actions[:0] = [Action(verb=Verb.UNSHARD, chunk=self.names[chunk]) for chunk in order.unshard]
             ends = {}
             for step, action in enumerate(here.actions):
                 if action.verb.is_compute and action.verb is not Verb.F:
@@ -338,11 +315,11 @@ class _Lowering:
             place = len(order.unshard)
             for chunk in order.reduce:
                 # Never before the reductions that all replicas do first, whatever their plans.
-                place = max(place, ends.get(self.writer.names[chunk], -1) + 1)
+                place = max(place, ends.get(self.names[chunk], -1) + 1)
                 while place < len(here.actions) and here.actions[place].verb.is_send:
                     # Another rank waits for these.
                     place += 1
-                here.actions.insert(place, Action(verb=Verb.REDUCE_GRAD, chunk=self.writer.names[chunk]))
+                here.actions.insert(place, Action(verb=Verb.REDUCE_GRAD, chunk=self.names[chunk]))
                 ends = {name: step + (step >= place) for name, step in ends.items()}
                 place += 1
             here.actions.append(Action(verb=Verb.OPTIMIZER_STEP))

@@ -176,20 +176,24 @@ def _check_layout(plan: ExecutionPlan, layout: Layout) -> None:
     place: dict[_Key, tuple[int, int]] = {}
     optimizer_step = Verb.OPTIMIZER_STEP
     for rank, actions in enumerate(plan.ranks):
-        if not any(action.verb is optimizer_step for action in actions):
-            _fail(plan, rank, len(actions), f"the list ends without an optimiser step '{optimizer_step}'")
+        stepped = False
         for step, action in enumerate(actions):
             verb, chunk = action.verb, action.chunk
             if verb is optimizer_step:
+                stepped = True
                 continue
             if chunk not in rank_of:
                 _fail(plan, rank, step, f"chunk {chunk!r} is not in the layout")
+            if verb.is_message:
+                continue
             if (verb.is_unit or verb.is_chunk) and rank_of[chunk] != rank:
                 _fail(plan, rank, step, f"the chunk is on rank {rank_of[chunk]}")
             if verb.is_unit:
                 key = _key(action)
                 done[key].add(verb)
                 place.setdefault(key, (rank, step))
+        if not stepped:
+            _fail(plan, rank, len(actions), f"the list ends without an optimiser step '{optimizer_step}'")
     for rank in range(plan.num_ranks):
         _check_collectives(plan, layout, rank)
     trained_of = {
