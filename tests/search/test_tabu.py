@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from pipeloom.compiled import kernel
@@ -13,10 +13,10 @@ from pipeloom.lab.instances import family, generate
 from pipeloom.search import Evaluations, solve
 from pipeloom.search.context import begin
 from pipeloom.search.kernels import tabu as kernels
-from pipeloom.search.kernels.blocks import make_blocks, measure, remeasure, sequence_of
+from pipeloom.search.kernels.blocks import make_blocks, measure, open_window, remeasure, replace_window, sequence_of
 from pipeloom.search.kernels.codes import DEADLOCK, NEVER
 from pipeloom.search.local import portfolio
-from pipeloom.search.packed import pack_graph
+from pipeloom.search.packed import DURATION, pack_graph
 from pipeloom.search.state import Search
 from pipeloom.search.tabu import tabu_search
 from pipeloom.timeline import Schedule, check, simulate
@@ -48,7 +48,7 @@ def test_moves_keep_a_schedule_feasible_and_measured(graph, seed):
         assume(False)
     rng = np.random.default_rng(seed)
     blocks = make_blocks(packed, jobs.order)
-    tour = kernels.make_tour(blocks.order, int(measure(packed, blocks)))
+    tour = kernels.make_tour(blocks, int(measure(packed, blocks)))
     for _ in range(12):
         source, goal = rng.integers(0, graph.num_tasks, 2).tolist()
         same = graph.rank[blocks.order[source]] == graph.rank[blocks.order[goal]]
@@ -68,6 +68,68 @@ def test_moves_keep_a_schedule_feasible_and_measured(graph, seed):
             assert column.tolist() == again.tolist()
         sequence = sequence_of(packed, blocks)
         assert make_blocks(packed, sequence).order.tolist() == blocks.order.tolist()
+
+
+@kernel
+def open_some(p, b, low, high):
+    return open_window(p, b, low, high)
+
+
+@kernel
+def go_back(p, b, sequence):
+    return replace_window(p, b, sequence)
+
+
+@settings(max_examples=30)
+@given(graphs(num_candidates=0), st.integers(0, 2**31))
+def test_moves_in_windows_leave_the_rest_as_it_is_and_measured(graph, seed):
+    try:
+        packed, _, jobs = pack_graph(graph)
+    except InfeasibleError:
+        assume(False)
+    rng = np.random.default_rng(seed)
+    blocks = make_blocks(packed, jobs.order)
+    tour = kernels.make_tour(blocks, int(measure(packed, blocks)))
+    for _ in range(4):
+        low, high = np.sort(rng.integers(0, graph.num_tasks + 1, 2)).tolist()
+        if low == high:
+            continue
+        said = open_some(packed, blocks, low, high)
+        assert_window(graph, packed, blocks, said)
+        before, opened = blocks.sorted.copy(), said
+        inside = blocks.place[blocks.sorted[low:high]]
+        for source, goal in rng.choice(inside, (6, 2)).tolist():
+            same = graph.rank[blocks.order[source]] == graph.rank[blocks.order[goal]]
+            if source == goal or not same or judge(packed, blocks, source, goal, NEVER) == DEADLOCK:
+                continue
+            said = make_move(packed, blocks, tour, source, goal)
+            assert sorted(blocks.sorted[low:high]) == sorted(before[low:high])
+            assert_window(graph, packed, blocks, said)
+        if rng.integers(2):
+            assert go_back(packed, blocks, before) == opened
+            assert blocks.sorted.tolist() == before.tolist()
+            assert_window(graph, packed, blocks, opened)
+
+
+def assert_window(graph, packed, blocks, said):
+    """What is known of the window is what the whole says, which is not shorter and holds no byte too many."""
+    low, high = blocks.window
+    inside = blocks.sorted[low:high]
+    whole = make_blocks(packed, blocks.sorted)
+    makespan = measure(packed, whole)
+    schedule = Schedule(tuple(np.split(whole.order, whole.row[1:-1])))
+    timeline = simulate(graph, schedule)
+    assert check(graph, schedule, timeline) == ()
+    assert makespan == timeline.makespan_ns
+    assert blocks.order.tolist() == whole.order.tolist()
+    assert blocks.place.tolist() == whole.place.tolist()
+    assert blocks.level.tolist() == whole.level.tolist()
+    assert blocks.turn[blocks.sorted].tolist() == list(range(graph.num_tasks))
+    assert blocks.start[blocks.sorted[:high]].tolist() == whole.start[blocks.sorted[:high]].tolist()
+    assert blocks.tail[blocks.sorted[low:]].tolist() == whole.tail[blocks.sorted[low:]].tolist()
+    assert blocks.released[inside].tolist() == whole.released[inside].tolist()
+    assert blocks.left[inside].tolist() == whole.left[inside].tolist()
+    assert said == (whole.start + packed.task[:-1, DURATION] + whole.tail)[inside].max() <= makespan
 
 
 @pytest.mark.parametrize("threads", [1, 2])

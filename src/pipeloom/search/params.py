@@ -51,7 +51,7 @@ class OrderParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     far: float = 1.05
     """Above so many times the bound, microbatches must change places, at which this search is better than
     justification."""
-    far_share: float = 0.3
+    far_share: float = 0.1
     """Part of the time that then goes to it."""
     switch_every: int = 64
     """One change in so many is of the policy; 0: none."""
@@ -89,16 +89,21 @@ class TabuParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     tenure: int = 10
     """What a move changed stays for so many moves, and up to twice so many."""
     patience: float = 45.0
-    """Times the root of the number of tasks: moves without anything better after which starts are shifted."""
+    """Times the root of the number of tasks in the window: moves without anything better after which starts are
+    shifted, or another window is opened."""
+    window: int = 150
+    """Tasks of a window, of graphs that are not small. No more move at a time."""
+    sweeps: int = 20
+    """Patience is that only once windows have been everywhere so often; it begins with so small a part of it."""
     reach: int = 32
     """Tasks that a move may pass, at most."""
     shifts: int = 4
-    """Up to so many shifts, one after the other."""
+    """Up to so many shifts, one after the other, where all tasks are in one window."""
     lookahead: int = 4
     """As in `JustificationParams`, after a shift."""
     heat: float = 0.2
-    """What was found since the last shift is the next one's start if it is longer by no more than so many mean
-    durations of a task, times an exponential variate; falling to nothing."""
+    """What was found since the last shift, or in a window, is the next one's start if it is longer by no more than so
+    many mean durations of a task, times an exponential variate; falling to nothing."""
 
     def __post_init__(self) -> None:
         """Refuse shares and counts that are none."""
@@ -106,7 +111,7 @@ class TabuParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         check_share("tabu.small_orders_share", self.small_orders_share)
         check_share("tabu.one_way_orders_share", self.one_way_orders_share)
         check_positive("tabu.patience", self.patience)
-        for name in ("tenure", "reach", "shifts", "lookahead"):
+        for name in ("tenure", "window", "sweeps", "reach", "shifts", "lookahead"):
             check_count(f"tabu.{name}", getattr(self, name))
         check_not_negative("tabu.heat", self.heat)
 

@@ -22,8 +22,13 @@ class _Tour:
         # What moves together: a microbatch, also where memory does not matter and all is one job.
         self.job_of_task = np.unique(search.graph.microbatch, return_inverse=True)[1]
         span = float(search.packed.work.max()) / (int(self.job_of_task.max()) + 1)
-        patience = max(1, round(params.patience * search.graph.num_tasks**0.5))
-        self.rules = kernels.Rules(params.tenure, patience, params.reach, params.shifts, params.lookahead, span)
+        num_tasks = search.graph.num_tasks
+        whole = num_tasks <= max(params.most_tasks, params.window)
+        width, sweeps = (num_tasks, 1) if whole else (params.window, params.sweeps)
+        patience = max(1, round(params.patience * width**0.5))
+        self.rules = kernels.Rules(
+            params.tenure, patience, params.reach, params.shifts, params.lookahead, span, width, sweeps
+        )
         self.ranks = make_ranks(search.packed)
         self.random = np.array([seed | 1], np.uint64)
         self.restart(search)
@@ -33,20 +38,23 @@ class _Tour:
         self.blocks = make_blocks(search.packed, search.sequence)
         makespan = int(measure(search.packed, self.blocks))
         self.table = make_table(self.blocks.order, self.blocks.start, makespan, self.job_of_task, self.random)
-        self.tour = kernels.make_tour(self.blocks.order, makespan)
+        self.tour = kernels.make_tour(self.blocks, makespan)
         self.state = self.tour.state
 
     def climb(self, search: Search, terms: Terms) -> int:
-        """Make so many moves; return how many were made."""
+        """Make as many moves as time as many tasks as so many evaluations; return how many of these it took."""
+        each = max(1, search.graph.num_tasks // self.rules.width)
+        terms = terms._replace(num_evaluations=terms.num_evaluations * each)
         made = kernels.tabu(search.packed, self.blocks, self.ranks, self.table, self.tour, self.rules, terms)
-        return max(1, int(made))
+        return max(1, int(made) // each)
 
     def offer(self, search: Search) -> None:
         """Make the best order the incumbent."""
         blocks = make_blocks(search.packed, self.tour.best)
-        makespan = measure(search.packed, blocks)
-        assert makespan == self.state[1], (makespan, self.state)
-        search.keep(int(makespan), sequence_of(search.packed, blocks))
+        # A longest path may lie outside of the window in which the order was found.
+        self.state[1] = makespan = int(measure(search.packed, blocks))
+        if makespan < search.best_ns:
+            search.keep(makespan, sequence_of(search.packed, blocks))
 
 
 def tabu_search(search: Search, stretch: Stretch = WHOLE) -> None:

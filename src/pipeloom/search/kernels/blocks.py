@@ -38,6 +38,10 @@ class Blocks(NamedTuple):
         Scratch: predecessors left.
     path : array, shape (num_tasks,)
         Places along a longest path, from its end.
+    window : array, shape (2,)
+        Only tasks from the first of these turns to before the second move; see `open_window`.
+    begin : array, shape (num_ranks,)
+        Where in the order every rank's part of the window begins.
     before_start, before, before_delay : array
         Predecessors in compressed rows.
     """
@@ -55,6 +59,8 @@ class Blocks(NamedTuple):
     turn: Array
     waiting: Array
     path: Array
+    window: Array
+    begin: Array
     before_start: Array
     before: Array
     before_delay: Array
@@ -75,7 +81,8 @@ def make_blocks(packed: PackedGraph, sequence: Array) -> Blocks:
     np.cumsum(packed.waiting, out=before_start[1:])
     scratch = [np.zeros(num_tasks, np.int64) for _ in range(10)]
     before = source[by_target], packed.successor[by_target, 1].copy()
-    return Blocks._make([order, place, row, *scratch, before_start, *before])
+    window, begin = np.array([0, num_tasks], np.int64), row[:-1].copy()
+    return Blocks._make([order, place, row, *scratch, window, begin, before_start, *before])
 
 
 def sequence_of(packed: PackedGraph, blocks: Blocks) -> Array:
@@ -134,15 +141,74 @@ def measure(p: PackedGraph, b: Blocks) -> int:
         return DEADLOCK
     for i in range(done):
         b.turn[b.sorted[i]] = i
-    backwards(p, b, done - 1)
+    b.window[0] = 0
+    b.window[1] = done
+    for r in range(len(row) - 1):
+        b.begin[r] = row[r]
+    backwards(p, b, done, done - 1)
     return makespan
 
 
 @callee
-def backwards(p: PackedGraph, b: Blocks, last: int) -> None:
-    """Tails of what comes up to ``last`` in the order that all ranks can follow."""
+def open_window(p: PackedGraph, b: Blocks, low: int, high: int) -> int:
+    """Let only the tasks of some turns move from now on; return the longest path through these.
+
+    A start depends only on what comes before, and a tail only on what comes after: while the window is open, starts
+    before it and tails behind it stay right. The others are made right here, as far as this window needs them.
+    """
+    old_low, old_high = b.window[0], b.window[1]
+    b.window[0] = low
+    b.window[1] = high
+    forwards(p, b, old_high)
+    backwards(p, b, 0, old_low - 1)
+    # The window shall be a stretch of time. Any order by starts that keeps ties can be followed.
+    for i in range(low + 1, high):
+        number = b.sorted[i]
+        at = i
+        while at > low and b.start[b.sorted[at - 1]] > b.start[number]:
+            b.sorted[at] = b.sorted[at - 1]
+            at -= 1
+        b.sorted[at] = number
+    for r in range(len(b.begin)):
+        b.begin[r] = -1
+    longest = 0
+    for i in range(low, high):
+        number = b.sorted[i]
+        b.turn[number] = i
+        rank = p.task[number, PLACE] >> 2
+        if b.begin[rank] < 0:
+            b.begin[rank] = b.place[number]
+        longest = max(longest, b.start[number] + p.task[number, DURATION] + b.tail[number])
+    return int(longest)
+
+
+@callee
+def replace_window(p: PackedGraph, b: Blocks, sequence: Array) -> int:
+    """Give the window another order, that of its turns in a sequence; return the longest path through it."""
+    low, high = b.window[0], b.window[1]
+    for i in range(low, high):
+        number = sequence[i]
+        rank = p.task[number, PLACE] >> 2
+        at = b.begin[rank]
+        b.begin[rank] += 1
+        b.sorted[i] = number
+        b.turn[number] = i
+        b.order[at] = number
+        b.place[number] = at
+        if at + 1 < b.row[rank + 1]:
+            b.level[at + 1] = b.level[at] + p.task[number, NET]
+    for i in range(low, high):
+        b.begin[p.task[sequence[i], PLACE] >> 2] -= 1
+    backwards(p, b, low, high - 1)
+    return int(forwards(p, b, low))
+
+
+@callee
+def backwards(p: PackedGraph, b: Blocks, first: int, last: int) -> int:
+    """Tails of the window's tasks up to ``last``; return the longest path through those before ``first``, if any."""
     task, successor, order, row, place = p.task, p.successor, b.order, b.row, b.place
-    for i in range(last, -1, -1):
+    makespan = 0
+    for i in range(last, b.window[0] - 1, -1):
         number = b.sorted[i]
         after = 0
         for e in range(task[number, FIRST_SUCCESSOR], task[number + 1, FIRST_SUCCESSOR]):
@@ -154,13 +220,17 @@ def backwards(p: PackedGraph, b: Blocks, last: int) -> None:
             other = order[at]
             after = max(after, task[other, DURATION] + b.tail[other])
         b.tail[number] = after
+        if i < first:
+            makespan = max(makespan, b.start[number] + task[number, DURATION] + after)
+    return makespan
 
 
 @callee
 def forwards(p: PackedGraph, b: Blocks, first: int) -> int:
-    """Starts of what comes from ``first`` on in the order that all ranks can follow; return the makespan."""
+    """Starts of the window's tasks from ``first`` on; return the longest path through these."""
     task, order, row, place, start = p.task, b.order, b.row, b.place, b.start
-    for i in range(first, len(order)):
+    makespan = 0
+    for i in range(first, b.window[1]):
         number = b.sorted[i]
         ready = 0
         for e in range(b.before_start[number], b.before_start[number + 1]):
@@ -172,18 +242,15 @@ def forwards(p: PackedGraph, b: Blocks, first: int) -> int:
             other = order[at - 1]
             ready = max(ready, start[other] + task[other, DURATION])
         start[number] = ready
-    makespan = 0
-    for r in range(len(row) - 1):
-        if row[r] < row[r + 1]:
-            other = order[row[r + 1] - 1]
-            makespan = max(makespan, start[other] + task[other, DURATION])
+        makespan = max(makespan, ready + task[number, DURATION] + b.tail[number])
     return makespan
 
 
 @callee
 def remeasure(p: PackedGraph, b: Blocks, source: int, goal: int) -> int:
-    """The same as `measure` after a task has moved from one place to another, which makes no circle.
+    """The longest path through the window after a task has moved from one place to another, which makes no circle.
 
+    If all is in the window, that is the same as `measure`.
     In the order that all ranks can follow, only the task and what depends on it (or what it depends on, if it moved
     ahead) must change places with the others up to the one that it passed last.
     """
@@ -238,24 +305,19 @@ def remeasure(p: PackedGraph, b: Blocks, source: int, goal: int) -> int:
     for i in range(min(source, goal), max(source, goal) + 1):
         b.level[i] = held
         held += task[order[i], NET]
-    backwards(p, b, last)
-    return forwards(p, b, first)
+    before = backwards(p, b, first, last)
+    return int(max(before, forwards(p, b, first)))
 
 
 @callee
 def longest_path(p: PackedGraph, b: Blocks, makespan: int, random: Array) -> int:
-    """Write a longest path into ``b.path``; return its length. Where several meet, one is drawn."""
-    number = -1
-    seen = 0
-    for r in range(len(b.row) - 1):
-        if b.row[r] < b.row[r + 1]:
-            other = b.order[b.row[r + 1] - 1]
-            if b.start[other] + p.task[other, DURATION] == makespan:
-                seen += 1
-                if draw(random) % seen == 0:
-                    number = other
+    """Write a longest path, within the window, into ``b.path``; return its length. Where several meet, one is drawn."""
+    low, at = b.window[0], b.window[1] - 1
+    while at >= low and b.start[b.sorted[at]] + p.task[b.sorted[at], DURATION] + b.tail[b.sorted[at]] < makespan:
+        at -= 1
+    number = b.sorted[at] if at >= low else -1
     length = 0
-    while number >= 0:
+    while number >= 0 and b.turn[number] >= low:
         at = b.place[number]
         b.path[length] = at
         length += 1

@@ -5,7 +5,8 @@ on each longest path some task comes before its block's first or behind its last
 1986); so these are the moves. Each is judged by an estimate that looks at the tasks passed alone (Balas and
 Vazacopoulos 1998). The best one that is not forbidden is made, also if the schedule becomes longer, and is not undone
 for some time. Where that leads to nothing better, starts are shifted as in `pipeloom.search.kernels.shake`, and it
-begins again from what comes of that.
+begins again from what comes of that. In large graphs only a window of tasks moves at a time, so that not all must be
+timed after a move, and it begins again in another window.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import numpy.typing as npt
 from pipeloom.compiled import callee, inlined, kernel
 from pipeloom.compiled.arrays import assign
 from pipeloom.compiled.random import draw
-from pipeloom.search.kernels.blocks import Blocks, longest_path, measure, remeasure
+from pipeloom.search.kernels.blocks import Blocks, longest_path, measure, open_window, remeasure, replace_window
 from pipeloom.search.kernels.by_rank import Ranks, rollout_by_rank
 from pipeloom.search.kernels.codes import DEADLOCK, NEVER
 from pipeloom.search.kernels.shake import Table, wish_for
@@ -29,13 +30,18 @@ Array = npt.NDArray[Any]
 
 FORBIDDEN = 1 << 16
 """Entries of the table of what is forbidden; a power of two."""
-BEST, NOW, SINCE, LOCAL, HOME = range(1, 6)
+BEST, NOW, SINCE, LOCAL, HOME, OPENED = range(1, 7)
 """Entries of ``Tour.state`` after the current makespan: the best one; moves made; when the last restart or its best
-was; the best since; that of the order from which restarts go."""
+was; the best since; that of the order from which restarts go; windows opened."""
+GOLDEN = 0.6180339887498949
+"""Steps of so much of a circle come everywhere about equally often."""
 
 
 class Rules(NamedTuple):
-    """How tabu search goes on; see `pipeloom.search.params.TabuParams`. ``span``: nanoseconds of a shift, about."""
+    """How tabu search goes on; see `pipeloom.search.params.TabuParams`.
+
+    ``span``: nanoseconds of a shift, about; ``width``: tasks of a window, at most.
+    """
 
     tenure: int
     patience: int
@@ -43,6 +49,8 @@ class Rules(NamedTuple):
     shifts: int
     lookahead: int
     span: float
+    width: int
+    sweeps: int
 
 
 class Tour(NamedTuple):
@@ -50,9 +58,11 @@ class Tour(NamedTuple):
 
     Attributes
     ----------
-    state : array, shape (6,)
-    best, local, home : array, shape (num_tasks,)
-        Orders, rank after rank.
+    state : array, shape (7,)
+    best : array, shape (num_tasks,)
+        All tasks in an order that all ranks can follow.
+    local, home : array, shape (num_tasks,)
+        The same, of which only the part in the window counts.
     forbidden : array, shape (FORBIDDEN,)
         Until which move one task may not come before another again, by a hash of the two.
     """
@@ -64,10 +74,12 @@ class Tour(NamedTuple):
     forbidden: Array
 
 
-def make_tour(order: Array, makespan: int) -> Tour:
-    """Begin with an order of all tasks, rank after rank."""
-    state = np.array([makespan, makespan, 0, 0, makespan, makespan], np.int64)
-    return Tour(state, order.copy(), order.copy(), order.copy(), np.zeros(FORBIDDEN, np.int64))
+def make_tour(b: Blocks, makespan: int) -> Tour:
+    """Begin with an order that is measured, and with all tasks in the window."""
+    b.sorted[:] = b.sorted[np.argsort(b.start[b.sorted], kind="stable")]
+    b.turn[b.sorted] = np.arange(len(b.sorted))
+    state = np.array([makespan, makespan, 0, 0, makespan, makespan, 0], np.int64)
+    return Tour(state, b.sorted.copy(), b.sorted.copy(), b.sorted.copy(), np.zeros(FORBIDDEN, np.int64))
 
 
 @inlined
@@ -220,49 +232,81 @@ def shifted(p: PackedGraph, b: Blocks, s: Ranks, t: Table, span: float, lookahea
 
 
 @callee
+def slide(p: PackedGraph, b: Blocks, tour: Tour, width: int) -> None:
+    """Open the next window of up to so many tasks."""
+    state, num_tasks = tour.state, len(b.order)
+    state[OPENED] += 1
+    middle = int(GOLDEN * float(state[OPENED]) % 1.0 * num_tasks)
+    low = middle - width // 2
+    state[0] = open_window(p, b, max(low, 0), min(low + width, num_tasks))
+    state[HOME] = state[0]
+    copy_window(b, b.sorted, tour.home)
+
+
+@inlined
+def patience(rules: Rules, tour: Tour, num_tasks: int) -> Any:
+    """Moves without anything better after which it restarts: fewer as long as windows have not been everywhere."""
+    sweeps = tour.state[OPENED] * rules.width // num_tasks
+    return rules.patience * min(sweeps + 1, rules.sweeps) // rules.sweeps
+
+
+@callee
 def restart(p: PackedGraph, b: Blocks, s: Ranks, t: Table, tour: Tour, rules: Rules, terms: Terms) -> None:
-    """Go on from the home, which is what was found since the last restart if that is not much longer."""
+    """Go on from the home, which is what was found since the last restart if that is not much longer.
+
+    From there to another window; or if all tasks are in one, starts are shifted.
+    """
     state, random = tour.state, t.random
+    note(b, tour)
     if state[LOCAL] <= state[HOME] + allowance(terms, random):
         state[HOME] = state[LOCAL]
-        assign(tour.home, tour.local)
-    take(b, tour.home)
-    state[0] = measure(p, b)
-    for _ in range(1 + draw(random) % rules.shifts):
-        state[0] = shifted(p, b, s, t, rules.span, rules.lookahead)
+        copy_window(b, tour.local, tour.home)
+    state[0] = replace_window(p, b, tour.home)
+    if rules.width < len(b.order):
+        slide(p, b, tour, rules.width)
+    else:
+        for _ in range(1 + draw(random) % rules.shifts):
+            state[0] = shifted(p, b, s, t, rules.span, rules.lookahead)
     state[SINCE] = state[NOW]
     state[LOCAL] = NEVER
 
 
 @callee
+def copy_window(b: Blocks, source: Array, target: Array) -> None:
+    """Copy of a sequence what is in the window."""
+    for i in range(b.window[0], b.window[1]):
+        target[i] = source[i]
+
+
+@callee
 def note(b: Blocks, tour: Tour) -> None:
-    """Note the current schedule, if it is the best since the last restart, or of all."""
+    """Note the best schedule since the last restart, if it is the best of all by what is known of the window."""
     state = tour.state
-    if state[0] < state[LOCAL]:
-        state[LOCAL] = state[0]
-        state[SINCE] = state[NOW]
-        assign(tour.local, b.order)
-    if state[0] < state[BEST]:
-        state[BEST] = state[0]
-        assign(tour.best, b.order)
+    if state[LOCAL] < state[BEST]:
+        state[BEST] = state[LOCAL]
+        assign(tour.best, b.sorted)
+        copy_window(b, tour.local, tour.best)
 
 
 @kernel
 def tabu(p: PackedGraph, b: Blocks, s: Ranks, t: Table, tour: Tour, rules: Rules, terms: Terms) -> int:
     """Make so many moves or restarts; return how many were made."""
     state, random, path = tour.state, t.random, b.path
-    state[0] = measure(p, b)
-    for n in range(terms.num_evaluations):
-        if state[BEST] <= terms.target:
-            return n
+    if b.window[1] - b.window[0] > rules.width:
+        slide(p, b, tour, rules.width)
+    made = 0
+    while made < terms.num_evaluations and state[BEST] > terms.target:
+        made += 1
         state[NOW] += 1
         best = NEVER
         source = -1
         goal = -1
         spare = 0
         ties = 0
-        if state[NOW] - state[SINCE] <= rules.patience:
+        if state[NOW] - state[SINCE] <= patience(rules, tour, len(b.order)):
             length = longest_path(p, b, state[0], random)
+            begins = length > 0 and follows(b.order[path[length - 1]], b.released, b.start)
+            ends = length > 0 and follows(b.order[path[0]], b.left, b.tail)
             last = 0
             # The path runs back in time: a block begins at its last task.
             while last < length:
@@ -274,9 +318,10 @@ def tabu(p: PackedGraph, b: Blocks, s: Ranks, t: Table, tour: Tour, rules: Rules
                 for k in range(1, min(j - i, rules.reach) + 1):
                     for backwards in range(2):
                         # Nothing is gained before the first block or behind the last one.
-                        if backwards == 1 and (first == length - 1 or j == i + 1):
+                        early = first < length - 1 or begins
+                        if backwards == 1 and (not early or j == i + 1):
                             continue
-                        if backwards == 0 and last == 0 and not (first < length - 1 and j == i + 1):
+                        if backwards == 0 and last == 0 and not ends and not (early and j == i + 1):
                             continue
                         if backwards == 1:
                             one = i + k
@@ -308,8 +353,20 @@ def tabu(p: PackedGraph, b: Blocks, s: Ranks, t: Table, tour: Tour, rules: Rules
         else:
             move(b, tour, source, goal, state[NOW] + rules.tenure + draw(random) % rules.tenure)
             state[0] = remeasure(p, b, source, goal)
-        note(b, tour)
-    return terms.num_evaluations
+        if state[0] < state[LOCAL]:
+            state[LOCAL] = state[0]
+            state[SINCE] = state[NOW]
+            copy_window(b, b.sorted, tour.local)
+            if state[0] <= terms.target:
+                break
+    note(b, tour)
+    return made
+
+
+@inlined
+def follows(number: int, alone: Array, all_in_all: Array) -> Any:
+    """Whether a path goes on outside of the window by something else than the task's rank."""
+    return 0 < all_in_all[number] == alone[number]
 
 
 @inlined
