@@ -142,7 +142,7 @@ class JustificationParams(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
 class PieceParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Search of large graphs piece by piece, where memory is limited."""
 
-    most_tasks: int = 16_000
+    most_tasks: int = 40_000
     """Tasks up to which a graph is searched as a whole."""
     tasks: int = 3000
     """Of a piece, about."""
