@@ -40,15 +40,19 @@ def undone(b, tour, source, goal):
     return kernels.is_forbidden(b, tour, source, goal)
 
 
-@given(graphs(num_candidates=0), st.integers(0, 2**31))
-def test_moves_keep_a_schedule_feasible_and_measured(graph, seed):
+def begun(graph, seed):
+    """A graph's jobs one after the other, measured, and what moves them."""
     try:
         packed, _, jobs = pack_graph(graph)
     except InfeasibleError:
         assume(False)
-    rng = np.random.default_rng(seed)
     blocks = make_blocks(packed, jobs.order)
-    tour = kernels.make_tour(blocks, int(measure(packed, blocks)))
+    return packed, blocks, kernels.make_tour(blocks, int(measure(packed, blocks))), np.random.default_rng(seed)
+
+
+@given(graphs(num_candidates=0), st.integers(0, 2**31))
+def test_moves_keep_a_schedule_feasible_and_measured(graph, seed):
+    packed, blocks, tour, rng = begun(graph, seed)
     for _ in range(12):
         source, goal = rng.integers(0, graph.num_tasks, 2).tolist()
         same = graph.rank[blocks.order[source]] == graph.rank[blocks.order[goal]]
@@ -83,13 +87,7 @@ def go_back(p, b, sequence):
 @settings(max_examples=30)
 @given(graphs(num_candidates=0), st.integers(0, 2**31))
 def test_moves_in_windows_leave_the_rest_as_it_is_and_measured(graph, seed):
-    try:
-        packed, _, jobs = pack_graph(graph)
-    except InfeasibleError:
-        assume(False)
-    rng = np.random.default_rng(seed)
-    blocks = make_blocks(packed, jobs.order)
-    tour = kernels.make_tour(blocks, int(measure(packed, blocks)))
+    packed, blocks, tour, rng = begun(graph, seed)
     for _ in range(4):
         low, high = np.sort(rng.integers(0, graph.num_tasks + 1, 2)).tolist()
         if low == high:

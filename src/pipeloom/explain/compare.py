@@ -45,6 +45,11 @@ class BaselineResult:
         """The pipeline, and what this system alone needs after it."""
         return self.timeline.makespan_ns / NS_PER_S + self.after_s
 
+    @property
+    def fits(self) -> bool:
+        """Whether it keeps to the limits of memory."""
+        return within_limits(self.graph, self.schedule, self.timeline)
+
 
 def chain_layouts(problem: Problem, load: LayerLoad, batches: Sequence[Batch]) -> dict[str, Layout]:
     """Layouts under which the baselines run: all modules one chain of stages, cut by ``load``.
@@ -58,7 +63,7 @@ def chain_layouts(problem: Problem, load: LayerLoad, batches: Sequence[Batch]) -
     def cost(layout: Layout) -> tuple[int, float]:
         """Batches that do not fit into memory, and seconds of all."""
         systems = [baseline(problem, "interleaved", layout, batch) for batch in batches]
-        lacking = sum(not within_limits(one.graph, one.schedule, one.timeline) for one in systems)
+        lacking = sum(not one.fits for one in systems)
         return lacking, sum(one.iteration_s for one in systems)
 
     counts = chunk_counts(ranks, problem.model.modules)[1:]
@@ -107,14 +112,10 @@ def baseline(problem: Problem, name: str, layout: Layout, batch: Batch) -> Basel
     def judge(number: int) -> float:
         packing = packing_of(batch, model, layout, even_groups(loads, spec, number, batch.iteration))
         found.append(_timed(problem, name, layout, packing))
-        return (
-            found[-1].iteration_s
-            if within_limits(found[-1].graph, found[-1].schedule, found[-1].timeline)
-            else float("inf")
-        )
+        return found[-1].iteration_s if found[-1].fits else float("inf")
 
     walk(numbers(loads, spec), MICROBATCHES_PER_RANK * layout.num_ranks, params.slower, params.misses, judge)
-    return min(found, key=lambda one: (not within_limits(one.graph, one.schedule, one.timeline), one.iteration_s))
+    return min(found, key=lambda one: (not one.fits, one.iteration_s))
 
 
 def _timed(problem: Problem, name: str, layout: Layout, packing: Packing) -> BaselineResult:

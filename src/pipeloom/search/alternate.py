@@ -72,8 +72,7 @@ class _Incumbent:
         memory; that is no schedule.
         """
         timeline = simulate(self.graph, schedule)
-        limited = self.graph.host_capacity_bytes is not None or self.graph.staging_bytes is not None
-        if limited and not within_limits(self.graph, schedule, timeline):
+        if self.graph.limits_offload and not within_limits(self.graph, schedule, timeline):
             return codes.NEVER
         makespan = timeline.makespan_ns
         if makespan < self.ns + or_equal:

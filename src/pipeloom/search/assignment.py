@@ -234,7 +234,7 @@ class _State(NamedTuple):
     def within_ns(self) -> int:
         """The makespan; never where pairs that offload now lie where the host, or the rank, has no room for that."""
         graph = self.assignable.graph
-        if graph.host_capacity_bytes is None and graph.staging_bytes is None:
+        if not graph.limits_offload:
             return self.ns
         return self.ns if within_limits(graph, self.schedule, simulate(graph, self.schedule)) else codes.NEVER
 

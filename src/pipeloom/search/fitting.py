@@ -34,8 +34,8 @@ def fitting_candidates(graph: TaskGraph, states: int = DEFAULTS.feasibility.cand
     where nothing was found in so many states of a job, which does not prove that there is nothing.
     """
     assert graph.candidates is not None
-    assert graph.capacity_bytes is not None
-    capacity = graph.capacity_bytes - graph.static_bytes
+    capacity = graph.most_room_bytes
+    assert capacity is not None
     chosen: dict[int, Option] = {}
     job_of_task = components(graph)
     for job in range(int(job_of_task.max()) + 1):
@@ -149,8 +149,7 @@ def _options(graph: TaskGraph, pair: int) -> tuple[Option, ...]:
     split = graph.weight_of[pair] != NO_TASK
     assert graph.candidates is not None
     row = graph.candidates[pair]
-    unlimited = graph.host_capacity_bytes is None and graph.staging_bytes is None
-    free = [unlimited or option.host_bytes == 0 for option in row]
+    free = [not graph.limits_offload or option.host_bytes == 0 for option in row]
     fits = free if any(free) else [True] * len(row)
     every = [
         Option(i, option.activation_bytes, option.weight_gradient_bytes if split else 0)

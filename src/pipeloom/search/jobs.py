@@ -76,13 +76,6 @@ def make_walks(graph: TaskGraph) -> Walks:
     return Walks(job_of_task, order)
 
 
-def _members(job_of_task: IntArray) -> list[list[int]]:
-    members: list[list[int]] = [[] for _ in range(int(job_of_task.max(initial=-1)) + 1)]
-    for task, job in enumerate(job_of_task.tolist()):
-        members[job].append(task)
-    return members
-
-
 def find_jobs(graph: TaskGraph, walks: Walks | None = None, states: int = DEFAULTS.feasibility.job_states) -> Jobs:
     """Split a graph without candidates into jobs and find an order for each that fits.
 
@@ -113,11 +106,10 @@ def find_jobs(graph: TaskGraph, walks: Walks | None = None, states: int = DEFAUL
     if failing.size:
         order = order.copy()
         peak, net = (column.tolist() for column in memory_demand(graph))
-        reader, members = _Reader(graph), _members(job_of_task)
+        reader = _Reader(graph)
         for job in failing.tolist():
-            order[job_of_task[order] == job] = _reference_order(
-                graph, reader, members[job], (peak, net), capacity, states
-            )
+            here = job_of_task[order] == job
+            order[here] = _reference_order(graph, reader, order[here].tolist(), (peak, net), capacity, states)
         demand, adds_up = _demand(graph, job_of_task, order)
     # A row for every job and rank: their tasks in the order of the job.
     row = (job_of_task * graph.num_ranks + graph.rank)[order]
@@ -231,15 +223,15 @@ def components(graph: TaskGraph) -> IntArray:
 def _reference_order(
     graph: TaskGraph,
     reader: _Reader,
-    tasks: list[int],
+    first: list[int],
     peak_net: tuple[list[int], list[int]],
     capacity: IntArray,
     states: int,
 ) -> list[int]:
-    """An order of a job whose plain walk does not fit: whatever rises least comes next; or else a search."""
+    """An order of a job whose plain walk, ``first``, does not fit: what rises least comes next; or else a search."""
     peak, net = peak_net
-    first = _walk(reader, tasks, peak, net, greedy=False)
-    greedy = _walk(reader, tasks, peak, net, greedy=True)
+    tasks = sorted(first)
+    greedy = _walk(reader, tasks, peak, net)
     if (np.array(_most(reader, greedy, peak, net, graph.num_ranks)) <= capacity).all():
         return greedy
     searched, exhausted = _search(reader, tasks, peak, net, capacity.tolist(), states)
@@ -273,20 +265,18 @@ def _most(reader: _Reader, sequence: list[int], peak: list[int], net: list[int],
     return most
 
 
-def _walk(reader: _Reader, tasks: list[int], peak: list[int], net: list[int], greedy: bool) -> list[int]:
+def _walk(reader: _Reader, tasks: list[int], peak: list[int], net: list[int]) -> list[int]:
+    """An order in which whatever rises least comes next."""
     waiting = {task: reader.waiting[task] for task in tasks}
     forwards = [task for task in reversed(tasks) if waiting[task] == 0 and reader.kind[task] == FORWARD]
     backwards = [task for task in reversed(tasks) if waiting[task] == 0 and reader.kind[task] != FORWARD]
     sequence: list[int] = []
     while forwards or backwards:
-        if greedy:
-            pool = min(
-                (pool for pool in (backwards, forwards) if pool),
-                key=lambda pool: min((max(net[t], 0), peak[t]) for t in pool),
-            )
-            task = pool.pop(min(range(len(pool)), key=lambda i: (max(net[pool[i]], 0), peak[pool[i]])))
-        else:
-            task = (backwards or forwards).pop()
+        pool = min(
+            (pool for pool in (backwards, forwards) if pool),
+            key=lambda pool: min((max(net[t], 0), peak[t]) for t in pool),
+        )
+        task = pool.pop(min(range(len(pool)), key=lambda i: (max(net[pool[i]], 0), peak[pool[i]])))
         sequence.append(task)
         opened = []
         for e in range(reader.start[task], reader.start[task + 1]):
@@ -343,9 +333,9 @@ def refuse_large_pairs(graph: TaskGraph) -> None:
     InfeasibleError
         Naming the rank or pair and the bytes.
     """
-    if graph.capacity_bytes is None:
+    capacity = graph.most_room_bytes
+    if capacity is None or graph.capacity_bytes is None:
         return
-    capacity = graph.capacity_bytes - graph.static_bytes
     if (capacity < 0).any():
         rank = int(np.flatnonzero(capacity < 0)[0])
         raise InfeasibleError(

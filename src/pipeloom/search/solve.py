@@ -100,7 +100,7 @@ def _others(graph: TaskGraph, states: int) -> Iterator[Restricted]:
     """Where the leanest candidates of all pairs do not fit together: what may fit in their place."""
     if graph.candidates is None or graph.capacity_bytes is None:
         return
-    if graph.staging_bytes is not None or graph.host_capacity_bytes is not None:
+    if graph.limits_offload:
         # The leanest are of those that keep off the host. Where every rank stages, of all; the host may have room.
         left = graph.capacity_bytes if graph.staging_bytes is None else graph.capacity_bytes - graph.staging_bytes
         staged = replace(graph, capacity_bytes=left, host_capacity_bytes=None, staging_bytes=None)

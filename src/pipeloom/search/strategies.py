@@ -196,8 +196,8 @@ def make_tables(graph: TaskGraph) -> Tables:
     time, activation = parts.sum(axis=2), np.ascontiguousarray(options.activation_bytes[pair])
     capacity, staging = np.full(graph.num_ranks, 1 << 60, np.int64), np.zeros(graph.num_ranks, np.int64)
     stays, staying = np.zeros(graph.num_ranks, np.bool_), np.zeros((0, time.shape[1]), np.int64)
-    if graph.capacity_bytes is not None:
-        capacity = graph.capacity_bytes - graph.static_bytes
+    if graph.most_room_bytes is not None:
+        capacity = graph.most_room_bytes
         if graph.staging_bytes is not None:
             staging = graph.staging_bytes
             tied = np.bincount(home, weights=(options.host_bytes > 0).all(axis=1), minlength=graph.num_ranks)

@@ -139,12 +139,20 @@ class TaskGraph:
         return int(self.segment.max()) + 1
 
     @property
+    def most_room_bytes(self) -> IntArray | None:
+        """What is left for pairs and edges beside the static bytes on ranks that stage nothing, shape (num_ranks,)."""
+        return None if self.capacity_bytes is None else self.capacity_bytes - self.static_bytes
+
+    @property
     def room_bytes(self) -> IntArray | None:
         """What is left for pairs and edges beside the static bytes, whatever is chosen, shape (num_ranks,)."""
-        if self.capacity_bytes is None:
-            return None
-        room: IntArray = self.capacity_bytes - self.static_bytes
-        return room if self.staging_bytes is None else room - self.staging_bytes
+        room = self.most_room_bytes
+        return room if room is None or self.staging_bytes is None else room - self.staging_bytes
+
+    @property
+    def limits_offload(self) -> bool:
+        """Whether offloading may ask for more than there is: on a rank's host, or on the way to it."""
+        return self.host_capacity_bytes is not None or self.staging_bytes is not None
 
     @property
     def chunk_of(self) -> IntArray | None:

@@ -84,9 +84,9 @@ def _ways_to_hold(graph: TaskGraph, options: Options, duration: IntArray) -> lis
     Any schedule has, on every rank, pairs that hold nothing on the host, or what is staged taken off its room. So what
     holds of a rank both ways, holds of it.
     """
-    if graph.capacity_bytes is None:
+    room = graph.most_room_bytes
+    if room is None:
         return []
-    room = graph.capacity_bytes - graph.static_bytes
     each = [(options, room)]
     if graph.staging_bytes is not None:
         each = [(options, room - graph.staging_bytes), (keeping_off_host(options), room)]

@@ -68,8 +68,7 @@ def off_host(graph: TaskGraph, options: Options) -> BoolArray:
     none of these.
     """
     free: BoolArray = options.host_bytes == 0
-    unlimited = graph.host_capacity_bytes is None and graph.staging_bytes is None
-    return free | unlimited | ~free.any(axis=1, keepdims=True)
+    return free | (not graph.limits_offload) | ~free.any(axis=1, keepdims=True)
 
 
 def keeping_off_host(options: Options) -> Options:
@@ -85,9 +84,9 @@ def without_too_large(graph: TaskGraph, options: Options) -> Options:
 
     A pair of which none fits keeps all; it has no schedule anyway.
     """
-    if graph.capacity_bytes is None:
+    if graph.most_room_bytes is None:
         return options
-    room = (graph.capacity_bytes - graph.static_bytes)[graph.rank[graph.forward_of]]
+    room = graph.most_room_bytes[graph.rank[graph.forward_of]]
     return options.only(first_of(least_held(graph, options) <= room[:, None]))
 
 
