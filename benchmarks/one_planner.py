@@ -15,23 +15,18 @@ from pathlib import Path
 from statistics import mean, median
 from typing import NamedTuple
 
-from benchmarks import all_four, arrange, joint, overtaking, own_systems, search
-from pipeloom.lab.instances import family, generate
+from benchmarks import all_four, arrange, joint, overtaking, own_systems, search, threads
+from benchmarks import large as large_problems
 from pipeloom.lab.reproduce.dip import large, planning, runs
 from pipeloom.lab.reproduce.dip.setups import LARGE, SETUPS
 from pipeloom.lab.reproduce.part import Options
 from pipeloom.lab.reproduce.pipetune import setups as pipetune
 from pipeloom.report import markdown_table
-from pipeloom.search import Deadline, Evaluations, solve
-from pipeloom.taskgraph import TaskGraph
-from pipeloom.timeline import check
 
 TITLE = "One planner"
 _OPTIONS = Options(iterations=1)
 _TIGHT = ("vlm-s-m1.5", "vlm-s-k3-m2.5", "vlm-l-k2-m1.5")
 _ORDERS_MS = {"gpt-13b": 3060.0, "nemotron-nano-9b": 1880.0}
-_MANY, _FEW = 512_000, 32_000
-"""Tasks."""
 
 
 class Measured(NamedTuple):
@@ -173,36 +168,24 @@ def _planning(_layers: Path | None) -> Measured:
 
 
 def _large(_layers: Path | None) -> Measured:
-    graph = _tasks(_MANY)
-    began = time.process_time()
-    first = solve(graph, budget=Evaluations(1), seed=0)
-    first_s = time.process_time() - began
-    began = time.process_time()
-    faults = check(graph, first.schedule, first.timeline)
-    check_s = time.process_time() - began
-    gaps = [solve(_tasks(count), budget=Deadline(30.0, "cpu"), seed=0).gap for count in (_MANY, _FEW)]
+    of, (_, few, many) = large_problems.SHAPES[large_problems.TIGHT]
+    least, most = (large_problems.measure(of, count) for count in (few, many))
     text = (
-        f"{graph.num_tasks} tasks: check {check_s:.1f} s; first schedule {first_s:.1f} s; gap after 30 s "
-        f"{gaps[0]:.1%}, with {_FEW} tasks {gaps[1]:.1%}"
+        f"{most.num_tasks} tasks: check {most.check_s:.1f} s; first schedule {most.first_s:.1f} s; gap after 30 s "
+        f"{most.gap:.1f} %, with {least.num_tasks} tasks {least.gap:.1f} %"
     )
-    reached = not faults and check_s <= 1.0 and first_s <= 10.0 and gaps[0] <= gaps[1] + 0.001
-    return Measured(text, reached)
-
-
-def _tasks(least: int) -> TaskGraph:
-    """So many tasks at least of a family whose memory is tight."""
-    few = generate(family("vlm-s", num_microbatches=64, memory=1.5), 0).num_tasks
-    return generate(family("vlm-s", num_microbatches=-(-64 * least // few), memory=1.5), 0)
+    return Measured(text, most.check_s <= 1.0 and most.first_s <= 10.0 and most.gap <= least.gap + 0.1)
 
 
 def _threads(_layers: Path | None) -> Measured:
     cores = len(os.sched_getaffinity(0))
-    if cores < 8:
-        return Measured(f"{cores} cores here, 8 are needed", None)
-    graph = generate(family("vlm-s", memory=1.5), 0)
-    one = solve(graph, budget=Deadline(4.0), seed=0)
-    eight = solve(graph, budget=Deadline(1.0), seed=0, threads=8)
-    return Measured(f"{eight.gap:.2%} in 1 s; one thread {one.gap:.2%} in 4 s", eight.gap <= one.gap)
+    if cores < threads.THREADS:
+        return Measured(f"{cores} cores here, {threads.THREADS} are needed", None)
+    one, many = (
+        threads.gap("vlm-s-m1.5/0", 0, count, seconds, real=True)
+        for count, seconds in ((1, 4.0), (threads.THREADS, 1.0))
+    )
+    return Measured(f"{many:.2f} % in 1 s; one thread {one:.2f} % in 4 s", many <= one)
 
 
 ROWS = {

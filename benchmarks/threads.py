@@ -59,10 +59,10 @@ def compare(
     real = cores >= threads and load < _BUSY
     rows = []
     for kind in families:
-        alone = [_gap(f"{kind}/{seed}", seed, 1, whole_s, real) for seed in seeds]
+        alone = [gap(f"{kind}/{seed}", seed, 1, whole_s, real) for seed in seeds]
         cells, enough = [], "more"
         for part in _PARTS:
-            together = [_gap(f"{kind}/{seed}", seed, threads, part * whole_s, real) for seed in seeds]
+            together = [gap(f"{kind}/{seed}", seed, threads, part * whole_s, real) for seed in seeds]
             cells.append(f"{statistics.median(together):.2f}")
             if enough == "more" and statistics.median(together) <= statistics.median(alone):
                 enough = f"{part:g}"
@@ -81,7 +81,8 @@ def compare(
     return f"{text}\n\n{markdown_table(header, rows)}"
 
 
-def _gap(name: str, seed: int, threads: int, seconds: float, real: bool) -> float:
+def gap(name: str, seed: int, threads: int, seconds: float, real: bool) -> float:
+    """Per cent above the bound, of an instance by name; ``real``: in wall time."""
     budget: StoppingRule = Deadline(seconds) if real else OwnCores(seconds, threads)
     return 100 * solve(instance(name), budget=budget, seed=seed, threads=threads).gap
 
