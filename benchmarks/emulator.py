@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 
@@ -13,6 +14,7 @@ from pipeloom.emulator.expand import expand
 from pipeloom.emulator.fit import mean_error
 from pipeloom.emulator.kernels import issue
 from pipeloom.emulator.pipeline import PipelineModel, Work, work_of
+from pipeloom.emulator.result import EmulatedStep
 from pipeloom.emulator.stage import Stage, runs_of
 from pipeloom.emulator.step import Step
 from pipeloom.emulator.sweep import Draw, draw_microbatches, emulate, sweep
@@ -113,7 +115,7 @@ def _speed() -> str:
     chunk = Chunk("lm", (0, 10), 0)
     costs.chunk_costs(chunk, Workload((8192,)))
     shapes = [Workload((n, 8192 - n)) for n in range(1000, 1400, 8)]
-    shape = np.median([_cpu_s(lambda w=w: costs.chunk_costs(chunk, w)) for w in shapes])
+    shape = np.median([_cpu_s(partial(costs.chunk_costs, chunk, workload)) for workload in shapes])
     rows = [
         ["iteration from nothing: tracing, shapes, schedule, timing", f"{whole * 1e3:.0f}", "1000"],
         ["the same again, all subgraphs known", f"{reused * 1e3:.2f}", ""],
@@ -141,7 +143,7 @@ def _large() -> str:
         ("t2v-xl", "dip-h100-6k", Degrees(tensor=8, pipeline=8, data=96), 128, "0.39", None),
     )
     for model, cluster, degrees, count, published, strategy in cases:
-        found = []
+        found: list[EmulatedStep] = []
 
         def once(model=model, cluster=cluster, degrees=degrees, count=count, found=found, strategy=strategy) -> None:  # type: ignore[no-untyped-def]
             forget_templates()

@@ -149,7 +149,7 @@ class _Case:
                 "split backward": pipelining.ScheduleInterleavedZeroBubble,
             }
             first = stages[0] if name == "1F1B" else stages
-            schedule = kinds[name](first, len(self.data), loss_fn=_loss, scale_grads=False)  # type: ignore[abstract,operator]
+            schedule = kinds[name](first, len(self.data), loss_fn=_loss, scale_grads=False)
 
         def step(inputs: Tensor, targets: Tensor) -> object:
             with warnings.catch_warnings():

@@ -15,9 +15,10 @@ from pathlib import Path
 from statistics import mean, median
 from typing import NamedTuple
 
-from benchmarks import all_four, arrange, joint, overtaking, own_systems, search, threads
-from benchmarks import large as large_problems
-from pipeloom.lab.reproduce.dip import large, planning, runs
+from benchmarks import all_four, arrange, joint, large, overtaking, own_systems, search, threads
+from pipeloom.lab.reproduce.adaptis.setups import MOST_SEARCH
+from pipeloom.lab.reproduce.dip import planning, runs
+from pipeloom.lab.reproduce.dip.large import mean_and_mfu
 from pipeloom.lab.reproduce.dip.setups import LARGE, SETUPS
 from pipeloom.lab.reproduce.part import Options
 from pipeloom.lab.reproduce.pipetune import setups as pipetune
@@ -58,7 +59,8 @@ def run(layers: Path | None = None, rows: Sequence[str] = ()) -> str:
     unknown = set(rows) - set(ROWS)
     if unknown:
         sys.exit(f"rows: {', '.join(sorted(unknown))} unknown; there are {', '.join(ROWS)}")
-    lines, details = [], []
+    lines: list[list[str]] = []
+    details: list[str] = []
     for name in rows or ROWS:
         row, began_s = ROWS[name], time.process_time()
         found = row.measure(layers)
@@ -107,7 +109,7 @@ def _own(_layers: Path | None) -> Measured:
     words = (
         "The joined planner has one CPU second from the samples on. DIP's tree searches have ten times that, its "
         "layout is by its rules; ours is chosen before by planning other iterations. PipeTune's recurrence ends by "
-        f"itself. AdaPtis' generator and our arranging have {own_systems.adaptis.MOST_SEARCH:g} CPU s before training; "
+        f"itself. AdaPtis' generator and our arranging have {MOST_SEARCH:g} CPU s before training; "
         "the fastest published system stands there where it is faster than AdaPtis."
     )
     return Measured(text, reached, (words, table))
@@ -134,7 +136,7 @@ def _t2v_l(_layers: Path | None) -> Measured:
 def _t2v_xl(_layers: Path | None) -> Measured:
     found = {}
     for label in ("T2V-XL, 3072 GPUs", "T2V-XL, 6144 GPUs"):
-        values = large.mean_and_mfu(LARGE[label], runs.OURS, runs.iterations(_OPTIONS, 1)[:1], _OPTIONS.search_s)
+        values = mean_and_mfu(LARGE[label], runs.OURS, runs.iterations(_OPTIONS, 1)[:1], _OPTIONS.search_s)
         found[label] = 0.0 if values is None else values[1]
     text = "; ".join(f"{label}: {value:.3f}" for label, value in found.items())
     return Measured(text, max(found.values()) > 0.39)
@@ -168,8 +170,8 @@ def _planning(_layers: Path | None) -> Measured:
 
 
 def _large(_layers: Path | None) -> Measured:
-    of, (_, few, many) = large_problems.SHAPES[large_problems.TIGHT]
-    least, most = (large_problems.measure(of, count) for count in (few, many))
+    of, (_, few, many) = large.SHAPES[large.TIGHT]
+    least, most = (large.measure(of, count) for count in (few, many))
     text = (
         f"{most.num_tasks} tasks: check {most.check_s:.1f} s; first schedule {most.first_s:.1f} s; gap after 30 s "
         f"{most.gap:.1f} %, with {least.num_tasks} tasks {least.gap:.1f} %"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 import time
@@ -298,7 +299,7 @@ def _gradient_norm(model: Model) -> float:
     gradients = [p.grad for layer in model.modules[0].layers for p in layer.parameters() if p.grad is not None]
     total = torch.tensor(sum(float(gradient.double().square().sum()) for gradient in gradients))
     dist.all_reduce(total)
-    return float(total) ** 0.5
+    return math.sqrt(float(total))
 
 
 class _Ours:

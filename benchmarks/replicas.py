@@ -10,7 +10,7 @@ from statistics import mean
 
 import msgspec
 
-from benchmarks.joint import _separate
+from benchmarks.joint import separate_layout
 from pipeloom.lab.reproduce.pipetune.setups import ON_A, batch_of, emulated
 from pipeloom.lab.systems.model_on_cluster import ModelOnCluster, draw_iteration, put_on_cluster
 from pipeloom.lab.systems.systems import our_layout
@@ -70,7 +70,7 @@ def run() -> str:
 def _workloads() -> list[_Workload]:
     case, vlm = emulated(ON_A["13b"]), _vlm_s()
     packing = PackingSpec(case.max_contexts * case.setup.context)
-    paper = Problem(case.costs.model_spec, _separate(case), case.costs, packing, case.capacity_bytes)
+    paper = Problem(case.costs.model_spec, separate_layout(case), case.costs, packing, case.capacity_bytes)
     layout = our_layout(vlm, [draw_iteration(vlm, 16, seed=1000 + seed) for seed in range(2)])
     tokens = max(sum(s.sequence_tokens for s in group) for group in draw_iteration(vlm, 4, 0))
     ours = Problem(vlm.model, layout, vlm.costs, PackingSpec(2 * tokens), vlm.capacity_bytes)
