@@ -15,7 +15,7 @@ from pipeloom.packing import PackingSpec, budget_tokens, packing_of
 from pipeloom.packing.choices import walk
 from pipeloom.planner import Setup, joint, plan_batch
 from pipeloom.planner.joint import _Packings, ordered
-from pipeloom.search import Evaluations
+from pipeloom.search import Deadline, Evaluations
 from pipeloom.spec import Batch, RankSpec, Sample
 from pipeloom.timeline import check
 from pipeloom.tuning import TuningSpec
@@ -176,3 +176,26 @@ def test_the_graph_of_a_packing_is_made_once(seed: int) -> None:
         joint.decide(problem, batch, Evaluations(60), seed)
     # One more for the recurrence's own plan.
     assert 0 < len(made) <= len(judged) + (problem.pipeline is not None)
+
+
+def test_no_more_is_judged_than_there_is_time_to_search() -> None:
+    judged = {1e9: 0, 1.0: 0}
+    for seed in range(3):
+        setup, batch = random_setup(seed, everywhere=True), random_batch(seed)
+        for searching in judged:
+            packings = msgspec.structs.replace(setup.search.packings, searching=searching)
+            search = msgspec.structs.replace(setup.search, packings=packings)
+            problem = msgspec.structs.replace(setup, search=search).problem()
+            found = _Packings(problem, batch, Deadline(1e3), seed, "default")
+            found.try_numbers()
+            judged[searching] += len(found.judged)
+    assert judged[1e9] == 3 < judged[1.0]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_packings_are_compared_between_their_bounds_and_static_orders(seed: int) -> None:
+    setup, batch = random_setup(seed, everywhere=True), random_batch(seed)
+    found = _Packings(setup.problem(), batch, Evaluations(200), seed, "default")
+    found.try_numbers()
+    for each in found.judged:
+        assert each.expected_ns == (each.made.ns + each.made.lower_bound.ns) / 2

@@ -160,6 +160,10 @@ class _Packed:
     made: Decided
     unsplit: Assignable
     """Its graph, with whole backwards."""
+    expected_ns: float
+    """What a search is expected to come to."""
+    judging_s: float
+    """Seconds that its graph and static orders took."""
 
 
 class _Packings:
@@ -189,7 +193,20 @@ class _Packings:
     @property
     def done(self) -> bool:
         """Whether what judging may take is spent; one packing is always found."""
-        return bool(self.judged) and self.meter.spent >= self.params.judging_share
+        return self.ends_with(0)
+
+    def ends_with(self, number: int) -> bool:
+        """Whether there is no time left to judge so many microbatches, and to search them after that."""
+        if not self.judged:
+            return False
+        last = self.judged[-1]
+        needed_s = (1 + self.params.searching) * last.judging_s * number / len(last.groups)
+        return self.meter.spent >= self.params.judging_share or needed_s > self.left_s(1.0)
+
+    def left_s(self, part: float) -> float:
+        """Seconds until a part of the budget is spent; infinite where it has none."""
+        seconds = self.meter.watch.seconds
+        return float("inf") if seconds is None else part * seconds - self.meter.elapsed_s()
 
     def decide(self) -> Decided:
         """Judge, search the best few for a while, and the best of these for what is left."""
@@ -199,18 +216,30 @@ class _Packings:
         if not self.judged:
             assert self.failure is not None
             raise self.failure
-        near = self.params.near * self.best_ns
-        order = sorted((each for each in self.judged if each.made.ns <= near), key=lambda each: each.made.ns)
-        finalists = order[: self.params.finalists]
-        best = min((each.made for each in finalists), key=lambda made: made.ns)
-        if len(finalists) > 1:
-            begin = self.meter.spent
-            for i, each in enumerate(finalists, 1):
-                until = begin + (1 - begin) * self.params.finalists_share * i / len(finalists)
-                best = min(best, self.search(each, until), key=lambda made: made.ns)
-        chosen = next(each for each in finalists if each.made.packing is best.packing)
+        order = sorted(self.judged, key=lambda each: each.expected_ns)
+        near = self.params.near * order[0].expected_ns
+        finalists = [each for each in order[: self.params.finalists] if each.expected_ns <= near]
+        best, chosen = min((each.made for each in self.judged), key=lambda made: made.ns), finalists[0]
+        begin, count = self.meter.spent, len(finalists)
+        while count > 1 and not self.has_time(finalists[:count], begin):
+            count -= 1
+        if count > 1:
+            tried: list[Decided] = []
+            for i, each in enumerate(finalists[:count], 1):
+                until = begin + (1 - begin) * self.params.finalists_share * i / count
+                tried.append(self.search(each, until))
+            chosen = finalists[min(range(count), key=lambda i: tried[i].ns)]
+            best = min(best, *tried, key=lambda made: made.ns)
         best = min(best, self.search(chosen, 1.0), key=lambda made: made.ns)
         return replace(best, evaluations=self.meter.used)
+
+    def has_time(self, finalists: Sequence[_Packed], begin: float) -> bool:
+        """Whether each can be searched for long enough in the part of the budget that they share."""
+        seconds = self.meter.watch.seconds
+        if seconds is None:
+            return True
+        each_s = seconds * (1 - begin) * self.params.finalists_share / len(finalists)
+        return all(each_s >= self.params.searching * each.judging_s for each in finalists)
 
     def search(self, packed: _Packed, until: float) -> Decided:
         """Search orders of a packing until a part of the budget is spent."""
@@ -225,6 +254,7 @@ class _Packings:
         """Where encoders lie whole on the first rank, PipeTune's recurrence tells of thousands of packings at once."""
         if self.problem.pipeline is None:
             return
+        began_s = self.meter.elapsed_s()
         try:
             made = tuned(self.unsplit, self.batch, self.seed)
             self.meter.used += 1
@@ -236,8 +266,8 @@ class _Packings:
             timeline = simulate(graph, made.schedule)
             if within_limits(graph, made.schedule, timeline):
                 plain = replace(made, graph=graph, timeline=timeline, lower_bound=lower_bound(graph))
-                self.judged.append(_Packed(groups, plain, assignable))
-            self.compare(groups, made.packing, assignable)
+                self.note(groups, plain, assignable, began_s)
+            self.compare(groups, made.packing, assignable, began_s)
         except InfeasibleError as error:
             self.failure = error
 
@@ -256,16 +286,18 @@ class _Packings:
     def glance(self) -> float:
         """Nanoseconds of the packing that is judged first; where that does not fit, of the smallest microbatches."""
         if not self.problem.plans_packing:
-            return self.judge(group(self.loads, self.packing, self.batch.iteration), self.problem.layout)
+            self.judge(group(self.loads, self.packing, self.batch.iteration), self.problem.layout)
+            return self.best_ns
         for number in (MICROBATCHES_PER_RANK * self.problem.layout.num_ranks, len(self.loads)):
             groups = even_groups(self.loads, self.packing, min(number, len(self.loads)), self.batch.iteration)
-            if (took := self.judge(groups, self.problem.layout)) < float("inf"):
-                return took
-        return float("inf")
+            self.judge(groups, self.problem.layout)
+            if self.judged:
+                break
+        return self.best_ns
 
     def try_number(self, number: int) -> float | None:
         """Judge an even packing into so many microbatches; None: that is enough."""
-        if self.done:
+        if self.ends_with(number):
             return None
         return self.judge(even_groups(self.loads, self.packing, number, self.batch.iteration), self.problem.layout)
 
@@ -278,19 +310,20 @@ class _Packings:
                 self.judge(groups, self.problem.layout)
         if not self.judged:
             return
-        best = min(self.judged, key=lambda each: each.made.ns)
+        best = min(self.judged, key=lambda each: each.expected_ns)
         for layout in cut_layouts(self.problem.layout):
             if self.done:
                 return
             self.judge(best.groups, layout)
 
     def judge(self, groups: Groups, cut: Layout) -> float:
-        """Nanoseconds that a packing takes with static orders; infinite where it does not fit or cannot be best."""
+        """Nanoseconds that a packing is expected to take; infinite where it does not fit or cannot be best."""
         packed = packing_of(self.batch, self.problem.model, cut, groups)
         if not self.is_new(groups, packed):
             return float("inf")
+        began_s = self.meter.elapsed_s()
         try:
-            return self.compare(groups, packed, _graph(self.unsplit, self.problem.layout, packed))
+            return self.compare(groups, packed, _graph(self.unsplit, self.problem.layout, packed), began_s)
         except InfeasibleError as error:
             self.failure = error
             return float("inf")
@@ -302,12 +335,20 @@ class _Packings:
         self.known.add(key)
         return new
 
-    def compare(self, groups: Groups, packed: Packing, assignable: Assignable) -> float:
-        """Nanoseconds that a graph takes with static orders; infinite where it cannot be best."""
+    def compare(self, groups: Groups, packed: Packing, assignable: Assignable, began_s: float) -> float:
+        """Nanoseconds that a graph is expected to take; infinite where it cannot be best."""
         if self.judged and assignable_bound(assignable).ns >= self.best_ns:
             return float("inf")
         few = Evaluations(self.params.static_orders)
         made = _searched(self.unsplit, packed, assignable, few, self.seed, self.method)
         self.meter.used += made.evaluations
-        self.judged.append(_Packed(groups, made, assignable))
-        return made.ns
+        return self.note(groups, made, assignable, began_s)
+
+    def note(self, groups: Groups, made: Decided, assignable: Assignable, began_s: float) -> float:
+        """Keep a packing, and say what it is expected to take.
+
+        Of two that take the same with static orders, the one that is further from its bound has more to find.
+        """
+        expected_ns = made.ns - self.params.closing * (made.ns - made.lower_bound.ns)
+        self.judged.append(_Packed(groups, made, assignable, expected_ns, self.meter.elapsed_s() - began_s))
+        return expected_ns

@@ -276,12 +276,16 @@ class PackingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
     static_orders: int = 4
     """Orders by which a packing is judged."""
+    closing: float = 0.5
+    """Part of the way from there to its bound that a search is expected to go; where it ends is compared."""
     slower: float = 1.01
     """A packing that much slower than the best is a miss."""
     misses: int = 2
     """So many, one after the other, end the row of more microbatches, or of fewer."""
     judging_share: float = 0.5
     """Part of the budget in which another packing is begun to be judged."""
+    searching: float = 3.0
+    """A search gets at least so many times what judging its packing took; for that, fewer are judged and searched."""
     near: float = 1.06
     """Packings within so many times the best's seconds are searched, too,"""
     finalists: int = 3
@@ -295,9 +299,9 @@ class PackingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         """Refuse shares, ratios and counts that are none."""
         for name in ("static_orders", "misses", "finalists"):
             check_count(f"packings.{name}", getattr(self, name))
-        for name in ("slower", "near"):
+        for name in ("slower", "searching", "near"):
             check_ratio(f"packings.{name}", getattr(self, name))
-        for name in ("judging_share", "finalists_share", "dealing_share"):
+        for name in ("closing", "judging_share", "finalists_share", "dealing_share"):
             check_share(f"packings.{name}", getattr(self, name))
 
 
