@@ -23,6 +23,8 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
+
 from pipeloom.errors import InputError, PlanError
 from pipeloom.packing import Packing
 from pipeloom.plan.action import Action, ExecutionPlan, Verb, promised_verbs
@@ -33,6 +35,8 @@ from pipeloom.timeline import Schedule, Timeline
 
 _MESSAGE, _COMPUTE = 0, 1
 _VERB_OF_KIND = tuple(map(Verb, KIND_NAMES))
+_OTHER_VERBS = {send: (send.other_end, send.other_end.wait, send.wait) for send in Verb if send.is_send}
+"""By what sends: what receives, and what waits for the one and for the other."""
 
 
 def lower(
@@ -88,17 +92,19 @@ def lower(
 
 
 def _check_pairs(graph: TaskGraph, layout: Layout, unit_of_pair: list[Unit]) -> None:
-    for pair, unit in enumerate(unit_of_pair):
-        chunk = layout.chunks[unit.chunk]
-        rank = int(graph.rank[graph.forward_of[pair]])
-        if rank != chunk.rank:
-            raise InputError(f"pair {pair}", f"is on rank {rank}, its chunk on rank {chunk.rank}")
-        if (graph.backward_of[pair] != NO_TASK) != layout.has_backward(chunk.module):
-            raise InputError(
-                f"pair {pair}",
-                f"{'has no' if layout.has_backward(chunk.module) else 'has a'} backward, against the layout",
-                "a chunk has a backward where its module, or one before it, is trained",
-            )
+    chunk_of = np.array([unit.chunk for unit in unit_of_pair], np.int64)
+    rank = graph.rank[graph.forward_of]
+    elsewhere = rank != np.array([chunk.rank for chunk in layout.chunks], np.int64)[chunk_of]
+    trained = np.array([layout.has_backward(chunk.module) for chunk in layout.chunks], np.bool_)[chunk_of]
+    for pair in np.flatnonzero(elsewhere | ((graph.backward_of != NO_TASK) != trained))[:1].tolist():
+        chunk = layout.chunks[unit_of_pair[pair].chunk]
+        if elsewhere[pair]:
+            raise InputError(f"pair {pair}", f"is on rank {rank[pair]}, its chunk on rank {chunk.rank}")
+        raise InputError(
+            f"pair {pair}",
+            f"{'has no' if trained[pair] else 'has a'} backward, against the layout",
+            "a chunk has a backward where its module, or one before it, is trained",
+        )
 
 
 class _Message(NamedTuple):
@@ -121,7 +127,17 @@ class _Message(NamedTuple):
 
     def awaited(self, verb: Verb) -> Action:
         """The wait for one of them."""
-        return Action(verb, *self.name, target=self.target)
+        return Action(verb, *self.name, None, self.target)
+
+
+class _Work(NamedTuple):
+    """What is done with a pair's unit."""
+
+    unit: Unit
+    strategy: str
+    recomputes: bool
+    loads: bool
+    offloads: bool
 
 
 @dataclass
@@ -149,9 +165,13 @@ class _RankList:
 
     def post(self, action: Action, peer: int, at: int | None = None) -> None:
         """Insert a send or receive at a position (default: the end)."""
-        position = len(self.actions) if at is None else at
-        self.insert(action, position)
-        self.last_post[peer] = position
+        if at is None:
+            self.last_post[peer] = len(self.actions)
+            self.compute_at += self.compute_at == len(self.actions)
+            self.actions.append(action)
+        else:
+            self.insert(action, at)
+            self.last_post[peer] = at
 
     def early_place(self, peer: int | None, time_ns: int) -> int | None:
         """Where to post a receive so that it stands before the computation running at ``time_ns``.
@@ -181,6 +201,7 @@ class _Lowering:
         self.rank, self.pair, self.kind = graph.rank.tolist(), graph.pair.tolist(), graph.kind.tolist()
         self.forward_of, self.backward_of = graph.forward_of.tolist(), graph.backward_of.tolist()
         self.start_ns, self.end_ns = timeline.start_ns.tolist(), timeline.end_ns.tolist()
+        self.work = self._work()
         self.ranks = [_RankList() for _ in range(layout.num_ranks)]
         self.messages: list[_Message] = []
         self.waiting = [0] * graph.num_tasks
@@ -243,9 +264,9 @@ class _Lowering:
             if what == _COMPUTE:
                 num_done += 1
                 self._append_compute(number)
-                for message in self.sends[number]:
+                for message in self.sends.get(number, ()):
                     heapq.heappush(heap, (self.end_ns[number], _MESSAGE, message))
-                ready = self.followers[number]
+                ready = self.followers.get(number, [])
             else:
                 self._append_message(self.messages[number], time_ns)
                 ready = [self.messages[number].consuming_task]
@@ -265,43 +286,38 @@ class _Lowering:
         )
 
     def _append_compute(self, task: int) -> None:
-        pair, kind = self.pair[task], self.kind[task]
-        unit, here = self.unit_of_pair[pair], self.ranks[self.rank[task]]
-        strategy = self._strategy(pair)
-        promised = promised_verbs(strategy)
-        self._append_offload(here)
-        if kind in (BACKWARD, INPUT_GRADIENT) and Verb.LOAD in promised:
+        work, kind, here = self.work[self.pair[task]], self.kind[task], self.ranks[self.rank[task]]
+        unit, actions, backward = work.unit, here.actions, kind in (BACKWARD, INPUT_GRADIENT)
+        if here.to_offload is not None:
+            actions.append(self._unit_action(Verb.OFFLOAD, here.to_offload))
+            here.to_offload = None
+        if backward and work.loads:
             # One computation ahead, so that it is back in time; never before its own forward.
-            place = len(here.actions) if here.last_unit == unit else here.compute_at
+            place = len(actions) if here.last_unit == unit else here.compute_at
             here.insert(self._unit_action(Verb.LOAD, unit), place)
-        here.compute_at, here.compute_end_ns, here.last_unit = len(here.actions), self.end_ns[task], unit
-        if kind in (BACKWARD, INPUT_GRADIENT) and Verb.RECOMPUTE in promised:
+        here.compute_at, here.compute_end_ns, here.last_unit = len(actions), self.end_ns[task], unit
+        if backward and work.recomputes:
             # Before the wait: nothing else runs on this rank until the gradient is here.
-            here.actions.append(self._unit_action(Verb.RECOMPUTE, unit))
-        for number in self.receives[task]:
+            actions.append(self._unit_action(Verb.RECOMPUTE, unit))
+        for number in self.receives.get(task, ()):
             message = self.messages[number]
-            here.actions.append(message.awaited(message.send.other_end.wait))
+            _, arrived, sent = _OTHER_VERBS[message.send]
+            actions.append(message.awaited(arrived))
             # By now the message was consumed, so waiting for its send costs nothing and frees its memory.
-            self.ranks[message.sender].actions.append(message.awaited(message.send.wait))
-        action = self._unit_action(_VERB_OF_KIND[kind], unit, strategy if kind == FORWARD else "")
-        here.actions.append(action)
-        if kind == FORWARD and Verb.OFFLOAD in promised and self.backward_of[pair] != NO_TASK:
+            self.ranks[message.sender].actions.append(message.awaited(sent))
+        actions.append(self._unit_action(_VERB_OF_KIND[kind], unit, work.strategy if kind == FORWARD else ""))
+        if kind == FORWARD and work.offloads:
             here.to_offload = unit
 
     def _unit_action(self, verb: Verb, unit: Unit, strategy: str = "") -> Action:
         """What is done with a unit."""
-        return Action(verb, self.names[unit.chunk], unit.microbatch, unit.sub_microbatch, strategy=strategy)
-
-    def _append_offload(self, here: _RankList) -> None:
-        if here.to_offload is not None:
-            here.actions.append(self._unit_action(Verb.OFFLOAD, here.to_offload))
-            here.to_offload = None
+        return Action(verb, self.names[unit.chunk], unit.microbatch, unit.sub_microbatch, None, "", None, "", strategy)
 
     def _append_message(self, message: _Message, time_ns: int) -> None:
         sender, receiver = self.ranks[message.sender], self.ranks[message.receiver]
         sender.post(message.posted(message.send, message.receiver), message.receiver)
         place = receiver.early_place(None if self.serial else message.sender, time_ns)
-        receiver.post(message.posted(message.send.other_end, message.sender), message.sender, place)
+        receiver.post(message.posted(_OTHER_VERBS[message.send][0], message.sender), message.sender, place)
 
     def _append_ends(self) -> None:
         """Gather parameters first, reduce gradients as soon as they are whole, and step."""
@@ -309,7 +325,7 @@ class _Lowering:
             order = collective_order(self.layout, rank)
             here.actions[:0] = [Action(verb=Verb.UNSHARD, chunk=self.names[chunk]) for chunk in order.unshard]
             ends = {}
-            for step, action in enumerate(here.actions):
+            for step, action in enumerate(here.actions if order.reduce else ()):
                 if action.verb.is_compute and action.verb is not Verb.F:
                     ends[action.chunk] = step
             place = len(order.unshard)
@@ -324,10 +340,28 @@ class _Lowering:
                 place += 1
             here.actions.append(Action(verb=Verb.OPTIMIZER_STEP))
 
-    def _strategy(self, pair: int) -> str:
-        assert self.graph.labels is not None
-        if self.graph.candidates is None:
-            return self.graph.labels[pair].strategy
-        chosen = 0 if self.schedule.candidate is None else int(self.schedule.candidate[pair])
-        candidate = self.graph.candidates[pair][chosen]
-        return strategy_word(candidate.strategy, candidate.layers)
+    def _work(self) -> list[_Work]:
+        """What is done with the unit of every pair."""
+        found = []
+        for unit, strategy, backward in zip(self.unit_of_pair, self._strategies(), self.backward_of, strict=True):
+            promised = promised_verbs(strategy)
+            offloads = Verb.OFFLOAD in promised and backward != NO_TASK
+            found.append(_Work(unit, strategy, Verb.RECOMPUTE in promised, Verb.LOAD in promised, offloads))
+        return found
+
+    def _strategies(self) -> list[str]:
+        """Strategy of every pair, as plans write it."""
+        graph = self.graph
+        assert graph.labels is not None
+        if graph.candidates is None:
+            return [label.strategy for label in graph.labels]
+        choice = [0] * graph.num_pairs if self.schedule.candidate is None else self.schedule.candidate.tolist()
+        words: dict[int, str] = {}
+        found = []
+        for row, number in zip(graph.candidates, choice, strict=True):
+            chosen = row[number]
+            word = words.get(id(chosen))
+            if word is None:
+                word = words[id(chosen)] = strategy_word(chosen.strategy, chosen.layers)
+            found.append(word)
+        return found

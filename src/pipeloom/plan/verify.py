@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections.abc import Callable
 from typing import NoReturn
+
+import numpy as np
 
 from pipeloom.errors import InputError, PlanError
 from pipeloom.packing import Packing
-from pipeloom.plan.action import Action, ExecutionPlan, Verb, promised_verbs
-from pipeloom.plan.dryrun import dry_run, grid
-from pipeloom.plan.messages import Messages, messages_of
+from pipeloom.plan.action import ExecutionPlan, Verb, promised_verbs
+from pipeloom.plan.dryrun import dry_run, grid, runs_to_end
+from pipeloom.plan.messages import messages_of
 from pipeloom.plan.routes import (
     Router,
     Unit,
@@ -19,11 +21,22 @@ from pipeloom.plan.routes import (
     target_word,
     transferred_workload,
 )
+from pipeloom.plan.table import (
+    IS_CHUNK,
+    IS_COMPUTE,
+    IS_UNIT,
+    IS_WAIT,
+    VERBS,
+    BoolArray,
+    IntArray,
+    PlanTable,
+    code,
+    joint_numbers,
+    numbered,
+    table_of,
+)
 from pipeloom.plan.text import action_text
 from pipeloom.spec import Layout, ModelSpec
-
-_Key = tuple[str, int, int]
-"""Chunk name, microbatch, sub-microbatch: a unit as plans name it."""
 
 
 def verify(
@@ -54,103 +67,192 @@ def verify(
     """
     if len(plan.ranks) != plan.num_ranks:
         raise PlanError(f"the plan has {len(plan.ranks)} ranks, its header says {plan.num_ranks}")
-    messages = messages_of(plan)
-    for rank in range(plan.num_ranks):
-        _check_steps(plan, messages, rank)
-    _check_dry_run(plan, messages, serial)
+    table = table_of(plan)
+    posts = _check_steps(table)
+    if not runs_to_end(table, posts, serial):
+        _explain_stop(plan, serial)
     if layout is not None:
-        _check_layout(plan, layout)
+        _check_layout(table, layout)
         if packing is not None:
-            _check_transfers(plan, messages, layout, packing)
+            _check_transfers(table, layout, packing)
 
 
-def _check_steps(plan: ExecutionPlan, messages: Messages, rank: int) -> None:
-    """Check what one rank's list can show by itself."""
-    done: defaultdict[_Key, set[Verb]] = defaultdict(set)
-    promised: dict[_Key, frozenset[Verb]] = {}
-    waited: dict[tuple[int, Verb], bool] = {}
-    """By message and the verb that posts this end of it: whether the end was waited for."""
-    stepped = False
-    forward, optimizer_step = Verb.F, Verb.OPTIMIZER_STEP
-    for step, (action, message) in enumerate(zip(plan.ranks[rank], messages.rows[rank], strict=True)):
-        verb = action.verb
-        if message is not None:
-            key = (message, verb.post)
-            if verb.is_wait:
-                if waited.get(key) is not False:
-                    _fail(plan, rank, step, "waits twice" if key in waited else "waits for what was never posted")
-                waited[key] = True
+class _Faults:
+    """What is wrong, of which the first is told: the lowest rank's earliest, and of one action what was asked first."""
+
+    def __init__(self, table: PlanTable) -> None:
+        self.table = table
+        self.found: list[tuple[int, int, int, str]] = []
+
+    def at(self, rows: IntArray, bad: BoolArray, problem: str | Callable[[int], str]) -> None:
+        """Note the first of some rows that are bad."""
+        place = int(bad.argmax()) if len(bad) else 0
+        if not len(bad) or not bad[place]:
+            return
+        row = int(rows[place])
+        text = problem if isinstance(problem, str) else problem(row)
+        self.found.append((int(self.table.rank[row]), self.table.step(row), len(self.found), text))
+
+    def at_end(self, rank: int, problem: str) -> None:
+        """Note what a rank's list ends without."""
+        self.found.append((rank, len(self.table.plan.ranks[rank]), len(self.found), problem))
+
+    def tell(self) -> None:
+        """Refuse the plan where something was noted."""
+        if self.found:
+            rank, step, _, problem = min(self.found)
+            _fail(self.table.plan, rank, step, problem)
+
+
+def _check_steps(table: PlanTable) -> IntArray:
+    """Check what every rank's list can show by itself; per entry of ``table.messages`` the row that posts that end."""
+    faults = _Faults(table)
+    stepped = _check_optimizer(table, faults)
+    units = np.flatnonzero(IS_UNIT[table.verb])
+    group = joint_numbers(table.rank[units], table.unit[units])
+    verb = table.verb[units]
+    late = IS_COMPUTE[verb] & (units > stepped[table.rank[units]])
+    faults.at(units, late, "computes after the optimiser step")
+    done = _Done(units, verb, group)
+    _check_compute(faults, done)
+    _check_memory(faults, done)
+    posts = _check_messages(table, faults)
+    faults.tell()
+    return posts
+
+
+def _check_optimizer(table: PlanTable, faults: _Faults) -> IntArray:
+    """Check that no rank steps twice; the row of every rank's step, beyond all rows where there is none."""
+    rows = np.flatnonzero(table.verb == code(Verb.OPTIMIZER_STEP))
+    ranks = table.rank[rows]
+    faults.at(rows[1:], ranks[1:] == ranks[:-1], "is a second optimiser step")
+    stepped = np.full(table.plan.num_ranks, len(table.verb), np.int64)
+    stepped[ranks[::-1]] = rows[::-1]
+    return stepped
+
+
+class _Done:
+    """What is done with every unit of a rank, and where first."""
+
+    def __init__(self, rows: IntArray, verb: IntArray, group: IntArray) -> None:
+        self.rows, self.verb, self.group = rows, verb, group
+        self.num_groups = int(group.max(initial=-1)) + 1
+        self.never = int(rows.max(initial=0)) + 1
+        self.first = {each: self._first(each) for each in VERBS if each.is_unit}
+
+    def _first(self, verb: Verb) -> IntArray:
+        mine = self.verb == code(verb)
+        found = np.full(self.num_groups, self.never, np.int64)
+        # Of several for one place the last is kept.
+        found[self.group[mine][::-1]] = self.rows[mine][::-1]
+        return found
+
+    def before(self, verb: Verb) -> BoolArray:
+        """Per row, whether its unit did this before."""
+        return self.first[verb][self.group] < self.rows
+
+    def ever(self, verb: Verb) -> BoolArray:
+        """Per group, whether it does this."""
+        return self.first[verb] < self.never
+
+    def is_any(self, *verbs: Verb) -> BoolArray:
+        """Per row, whether it is one of these."""
+        return np.isin(self.verb, [code(verb) for verb in verbs])
+
+
+def _check_compute(faults: _Faults, done: _Done) -> None:
+    """Check computations against those of their units before them."""
+    rows, before = done.rows, done.before
+    twice = np.zeros(len(rows), np.bool_)
+    for verb in done.first:
+        twice |= done.is_any(verb) & before(verb)
+    faults.at(rows, twice, "is done twice")
+    faults.at(rows, ~done.is_any(Verb.F) & ~before(Verb.F), "comes before its F")
+    faults.at(rows, done.is_any(Verb.W) & ~before(Verb.I), "comes before its I")
+    faults.at(rows, done.is_any(Verb.LOAD) & ~before(Verb.OFFLOAD), "loads what was not offloaded")
+    beside = (done.is_any(Verb.I) & before(Verb.B)) | (done.is_any(Verb.B) & before(Verb.I))
+    faults.at(rows, beside, "is a backward beside another one")
+    after = done.is_any(Verb.RECOMPUTE, Verb.OFFLOAD) & (before(Verb.B) | before(Verb.I))
+    faults.at(rows, after, "comes after its backward")
+
+
+def _check_memory(faults: _Faults, done: _Done) -> None:
+    """Check recomputation, offload and load of units against the strategies of their forwards."""
+    table, rows = faults.table, done.rows
+    steps = (rows - table.start[table.rank[rows]]).tolist()
+    ranks, plan = table.rank[rows].tolist(), table.plan.ranks
+    forward = np.flatnonzero(done.is_any(Verb.F) & (done.first[Verb.F][done.group] == rows))
+    words = [plan[ranks[i]][steps[i]].strategy for i in forward.tolist()]
+    which, strategies = numbered(words)
+    promised: dict[Verb, BoolArray] = {verb: np.zeros(done.num_groups, np.bool_) for verb in VERBS if verb.is_memory}
+    for number, strategy in enumerate(strategies):
+        mine = forward[which == number]
+        try:
+            for verb in promised_verbs(strategy):
+                promised[verb][done.group[mine]] = True
+        except InputError as error:
+            faults.at(rows[mine], np.ones(len(mine), np.bool_), str(error))
+    backward = done.is_any(Verb.B, Verb.I)
+    lacking: dict[Verb, BoolArray] = {}
+    for verb, of_group in promised.items():
+        faults.at(rows, done.is_any(verb) & ~of_group[done.group], "is not what the strategy of its F says")
+        lacking[verb] = backward & of_group[done.group] & ~done.before(verb)
+
+    def without(row: int) -> str:
+        place = int(np.searchsorted(rows, row))
+        missing = " and ".join(sorted(verb for verb, lacks in lacking.items() if lacks[place]))
+        return f"comes without {missing}, which the strategy of its F needs"
+
+    faults.at(rows, np.logical_or.reduce(list(lacking.values())), without)
+
+
+def _check_messages(table: PlanTable, faults: _Faults) -> IntArray:
+    """Check that both ends of every message are posted once and waited for once; see `_check_steps`."""
+    rows, plan = table.messages, table.plan
+    waits = IS_WAIT[table.verb[rows]]
+    _check_peers(faults, rows[~waits])
+    by_end = np.argsort(table.end, kind="stable")
+    ends = table.end[by_end]
+    opens = np.ones(len(ends), np.bool_)
+    opens[1:] = ends[1:] != ends[:-1]
+    begin = np.maximum.accumulate(np.where(opens, np.arange(len(ends)), 0))
+    # Where an end was posted twice, its first post; a wait before any post is told anyway.
+    place, posts = np.empty(len(rows), np.int64), np.empty(len(rows), np.int64)
+    place[by_end], posts[by_end] = np.arange(len(ends)) - begin, rows[by_end[begin]]
+    faults.at(rows, ~waits & (place > 0), "is posted twice")
+    faults.at(rows, waits & (place == 0), "waits for what was never posted")
+    faults.at(rows, waits & (place > 1), "waits twice")
+    alone = np.flatnonzero((np.bincount(ends, minlength=1)[table.end] == 1) & ~waits)
+    # Of every rank the first, and only one rank's is told.
+    for i in alone[:1].tolist():
+        row = int(rows[i])
+        rank = int(table.rank[row])
+        action = plan.ranks[rank][table.step(row)]
+        unit = f"{action.chunk} {action.microbatch}.{action.sub_microbatch}"
+        faults.at_end(rank, f"the list ends without '{action.verb.wait} {unit}'")
+    return posts
+
+
+def _check_peers(faults: _Faults, rows: IntArray) -> None:
+    """Check that posts say with whom, and what."""
+    plan, ranks = faults.table.plan, faults.table.rank[rows].tolist()
+    steps = (rows - faults.table.start[faults.table.rank[rows]]).tolist()
+    num_ranks = plan.num_ranks
+    for rank, step in zip(ranks, steps, strict=True):
+        action = plan.ranks[rank][step]
+        peer = action.peer
+        if peer is None or action.shape is None or not action.dtype or peer == rank or not 0 <= peer < num_ranks:
+            row = np.array([faults.table.start[rank] + step])
+            if peer is None or action.shape is None or not action.dtype:
+                faults.at(row, np.ones(1, np.bool_), "needs peer, shape and dtype")
             else:
-                _check_peer(plan, rank, step)
-                if key in waited:
-                    _fail(plan, rank, step, "is posted twice")
-                waited[key] = False
-        elif verb.is_unit:
-            if stepped and verb.is_compute:
-                _fail(plan, rank, step, "computes after the optimiser step")
-            unit = _key(action)
-            before = done[unit]
-            if before or verb is not forward:
-                _check_compute(plan, rank, step, before)
-                _check_memory(plan, rank, step, before, promised[unit])
-            else:
-                promised[unit] = _promised(plan, rank, step)
-            before.add(verb)
-        elif verb is optimizer_step:
-            if stepped:
-                _fail(plan, rank, step, "is a second optimiser step")
-            stepped = True
-    if not all(waited.values()):
-        missing, post = next(key for key, over in waited.items() if not over)
-        name = messages.names()[missing]
-        wait = f"{post.wait} {name.chunk} {name.microbatch}.{name.sub_microbatch}"
-        _fail(plan, rank, len(plan.ranks[rank]), f"the list ends without '{wait}'")
+                faults.at(row, np.ones(1, np.bool_), f"peer {peer} is not another rank of 0..{num_ranks - 1}")
+            return
 
 
-def _check_compute(plan: ExecutionPlan, rank: int, step: int, done: set[Verb]) -> None:
-    """Check one computation against those of its unit before it."""
-    verb = plan.ranks[rank][step].verb
-    if verb in done:
-        _fail(plan, rank, step, "is done twice")
-    if verb is not Verb.F and Verb.F not in done:
-        _fail(plan, rank, step, "comes before its F")
-    if verb is Verb.W and Verb.I not in done:
-        _fail(plan, rank, step, "comes before its I")
-    if verb is Verb.LOAD and Verb.OFFLOAD not in done:
-        _fail(plan, rank, step, "loads what was not offloaded")
-    if (verb is Verb.I and Verb.B in done) or (verb is Verb.B and Verb.I in done):
-        _fail(plan, rank, step, "is a backward beside another one")
-    if verb in (Verb.RECOMPUTE, Verb.OFFLOAD) and (Verb.B in done or Verb.I in done):
-        _fail(plan, rank, step, "comes after its backward")
-
-
-def _promised(plan: ExecutionPlan, rank: int, step: int) -> frozenset[Verb]:
-    """What the strategy of a forward demands before the backward."""
-    try:
-        return promised_verbs(plan.ranks[rank][step].strategy)
-    except InputError as error:
-        _fail(plan, rank, step, str(error))
-
-
-def _check_memory(plan: ExecutionPlan, rank: int, step: int, done: set[Verb], promised: frozenset[Verb]) -> None:
-    """Check recomputation, offload and load of a unit against the strategy of its forward."""
-    verb = plan.ranks[rank][step].verb
-    if verb.is_memory and verb not in promised:
-        _fail(plan, rank, step, "is not what the strategy of its F says")
-    if verb in (Verb.B, Verb.I) and not promised <= done:
-        missing = " and ".join(sorted(promised - done))
-        _fail(plan, rank, step, f"comes without {missing}, which the strategy of its F needs")
-
-
-def _check_peer(plan: ExecutionPlan, rank: int, step: int) -> None:
-    action = plan.ranks[rank][step]
-    if action.peer is None or action.shape is None or not action.dtype:
-        _fail(plan, rank, step, "needs peer, shape and dtype")
-    if action.peer == rank or not 0 <= action.peer < plan.num_ranks:
-        _fail(plan, rank, step, f"peer {action.peer} is not another rank of 0..{plan.num_ranks - 1}")
-
-
-def _check_dry_run(plan: ExecutionPlan, messages: Messages, serial: bool) -> None:
+def _explain_stop(plan: ExecutionPlan, serial: bool) -> None:
+    """Say where a plan stops, by running it on paper."""
+    messages = messages_of(plan)
     stop = dry_run(plan, "nccl", messages)
     if stop is None and serial:
         stop = dry_run(plan, "nccl serial", messages)
@@ -166,46 +268,47 @@ def _check_dry_run(plan: ExecutionPlan, messages: Messages, serial: bool) -> Non
     raise PlanError(f"the plan stops {rules}: {stop.reason}\n{grid(plan, stop.steps)}")
 
 
-def _check_layout(plan: ExecutionPlan, layout: Layout) -> None:
+def _check_layout(table: PlanTable, layout: Layout) -> None:
+    plan = table.plan
     if plan.num_ranks != layout.num_ranks:
         raise PlanError(f"the plan has {plan.num_ranks} ranks, the layout {layout.num_ranks}")
     if plan.layout != layout.digest:
         raise PlanError(f"the plan is for layout {plan.layout}, this one is {layout.digest}")
+    faults = _Faults(table)
     rank_of = {name: chunk.rank for name, chunk in zip(layout.chunk_names, layout.chunks, strict=True)}
-    done: defaultdict[_Key, set[Verb]] = defaultdict(set)
-    place: dict[_Key, tuple[int, int]] = {}
-    optimizer_step = Verb.OPTIMIZER_STEP
-    for rank, actions in enumerate(plan.ranks):
-        stepped = False
-        for step, action in enumerate(actions):
-            verb, chunk = action.verb, action.chunk
-            if verb is optimizer_step:
-                stepped = True
-                continue
-            if chunk not in rank_of:
-                _fail(plan, rank, step, f"chunk {chunk!r} is not in the layout")
-            if verb.is_message:
-                continue
-            if (verb.is_unit or verb.is_chunk) and rank_of[chunk] != rank:
-                _fail(plan, rank, step, f"the chunk is on rank {rank_of[chunk]}")
-            if verb.is_unit:
-                key = _key(action)
-                done[key].add(verb)
-                place.setdefault(key, (rank, step))
-        if not stepped:
-            _fail(plan, rank, len(actions), f"the list ends without an optimiser step '{optimizer_step}'")
+    home = np.array([rank_of.get(name, -1) for name in table.chunks], np.int64)[table.chunk]
+    rows, of_model = np.arange(len(table.verb)), table.verb != code(Verb.OPTIMIZER_STEP)
+    faults.at(rows, of_model & (home < 0), lambda row: f"chunk {table.chunks[table.chunk[row]]!r} is not in the layout")
+    elsewhere = (IS_UNIT | IS_CHUNK)[table.verb] & (home != table.rank)
+    faults.at(rows, elsewhere, lambda row: f"the chunk is on rank {home[row]}")
+    for rank in set(range(plan.num_ranks)) - set(table.rank[~of_model].tolist()):
+        faults.at_end(rank, f"the list ends without an optimiser step '{Verb.OPTIMIZER_STEP}'")
+    faults.tell()
+    collective = set(table.rank[IS_CHUNK[table.verb]].tolist())
     for rank in range(plan.num_ranks):
-        _check_collectives(plan, layout, rank)
+        order = collective_order(layout, rank)
+        if order.unshard or order.reduce or rank in collective:
+            _check_collectives(plan, layout, rank)
+    _check_complete(table, layout)
+
+
+def _check_complete(table: PlanTable, layout: Layout) -> None:
+    """Check that what is trained has its backwards, and nothing else has."""
     trained_of = {
         name: layout.has_backward(chunk.module) for name, chunk in zip(layout.chunk_names, layout.chunks, strict=True)
     }
-    for key, verbs in done.items():
-        rank, step = place[key]
-        trained = trained_of[key[0]]
-        if Verb.F in verbs and trained and not (Verb.B in verbs or {Verb.I, Verb.W} <= verbs):
-            _fail(plan, rank, step, "has no complete backward: neither B, nor I and W")
-        if not trained and verbs - {Verb.F}:
-            _fail(plan, rank, step, "has a backward, but nothing in or before its module is trained")
+    units = np.flatnonzero(IS_UNIT[table.verb])
+    done = _Done(units, table.verb[units], joint_numbers(table.unit[units]))
+    start = np.minimum.reduce(list(done.first.values()))
+    order = np.argsort(start)
+    trained = np.array([trained_of.get(name, False) for name in table.chunks], np.bool_)[table.chunk[start]]
+    whole = done.ever(Verb.B) | (done.ever(Verb.I) & done.ever(Verb.W))
+    lacking = done.ever(Verb.F) & trained & ~whole
+    more = ~trained & np.logical_or.reduce([done.ever(verb) for verb in done.first if verb is not Verb.F])
+    faults = _Faults(table)
+    faults.at(start[order], lacking[order], "has no complete backward: neither B, nor I and W")
+    faults.at(start[order], more[order], "has a backward, but nothing in or before its module is trained")
+    faults.tell()
 
 
 def _check_collectives(plan: ExecutionPlan, layout: Layout, rank: int) -> None:
@@ -239,77 +342,103 @@ def _check_collectives(plan: ExecutionPlan, layout: Layout, rank: int) -> None:
             _fail(plan, rank, len(plan.ranks[rank]), f"the list ends without '{verb} {missing[0]}'")
 
 
-def _check_transfers(plan: ExecutionPlan, messages: Messages, layout: Layout, packing: Packing) -> None:
+def _check_transfers(table: PlanTable, layout: Layout, packing: Packing) -> None:
     names = layout.chunk_names
     number_of = {name: i for i, name in enumerate(names)}
-    forward: dict[Unit, tuple[int, int]] = {}
-    backward: dict[Unit, tuple[int, int]] = {}
-    """Where a unit takes and gives: rank and step of its F, and of its B or I."""
-    at: dict[Verb, dict[int, tuple[int, int]]] = {verb: {} for verb in Verb if verb.is_message}
-    forward_verb, backward_verbs = Verb.F, (Verb.B, Verb.I)
-    for rank, (actions, row) in enumerate(zip(plan.ranks, messages.rows, strict=True)):
-        for step, (action, message) in enumerate(zip(actions, row, strict=True)):
-            verb = action.verb
-            if message is not None:
-                at[verb][message] = (rank, step)
-            elif verb is forward_verb or verb in backward_verbs:
-                unit = Unit(number_of[action.chunk], action.microbatch, action.sub_microbatch)
-                (forward if verb is forward_verb else backward)[unit] = (rank, step)
+    chunks = [number_of.get(name, -1) for name in table.chunks]
+    forward = _rows_of(table, chunks, Verb.F)
+    backward = _rows_of(table, chunks, Verb.B) | _rows_of(table, chunks, Verb.I)
     try:
         routes = make_routes(layout, packing, forward)
     except InputError as error:
         raise PlanError(f"the plan is incomplete: {error}") from error
-    checked = _Transfers(plan, messages, names, at)
+    moves: list[tuple[int, int, int, int, int]] = []
+    """Row that gives, row that takes, a row of the producer, number of the target, and whether it is a gradient."""
     for transfer in routes.transfers:
-        producer, consumer = transfer.producer, transfer.consumer
-        target = routes.target(transfer, names)
-        checked.check(Verb.SEND_F, forward[producer], forward[consumer], producer, target)
+        producer, consumer = forward[transfer.producer], forward[transfer.consumer]
+        target = table.targets.get(routes.target(transfer, names), -1)
+        moves.append((producer, consumer, producer, target, 0))
         if transfer.gradient:
-            checked.check(Verb.SEND_B, backward[consumer], backward[producer], producer, target)
-    if len(checked.used) < len(messages.number_of):
-        for places in at.values():
-            for message, (rank, step) in places.items():
-                if message not in checked.used:
-                    _fail(plan, rank, step, "is a message that nobody needs")
+            moves.append((backward[transfer.consumer], backward[transfer.producer], producer, target, 1))
+    _check_moves(table, np.array(moves, np.int64).reshape(-1, 5).T)
 
 
-class _Transfers:
-    """Checks that what one unit makes is with the other before it starts."""
-
-    def __init__(
-        self,
-        plan: ExecutionPlan,
-        messages: Messages,
-        names: tuple[str, ...],
-        at: dict[Verb, dict[int, tuple[int, int]]],
-    ) -> None:
-        self.plan, self.number_of, self.names, self.at = plan, messages.number_of, names, at
-        self.used: set[int] = set()
-
-    def check(self, send: Verb, giver: tuple[int, int], taker: tuple[int, int], producer: Unit, target: str) -> None:
-        """Check one boundary transfer from one rank and step to another."""
-        (from_rank, from_step), (to_rank, to_step) = giver, taker
-        if from_rank == to_rank:
-            if from_step > to_step:
-                _fail(self.plan, to_rank, to_step, f"starts before step {from_step}, whose result it takes")
-            return
-        name = (send.direction, self.names[producer.chunk], producer.microbatch, producer.sub_microbatch, target)
-        message = self.number_of.get(name, -1)
-        receive, wait = send.other_end, send.other_end.wait
-        for verb, here, step in ((send, from_rank, from_step), (receive, to_rank, to_step), (wait, to_rank, to_step)):
-            places = self.at[verb]
-            if message not in places or places[message][0] != here:
-                what = f"{verb} {name[1]} {name[2]}.{name[3]}"
-                _fail(self.plan, here, step, f"'{what}' is missing on rank {here}")
-        self.used.add(message)
-        if self.at[send][message][1] < from_step:
-            _fail(self.plan, *self.at[send][message], "sends before it is computed")
-        if self.at[wait][message][1] > to_step:
-            _fail(self.plan, to_rank, to_step, "starts before what it takes has arrived")
+def _rows_of(table: PlanTable, chunks: list[int], verb: Verb) -> dict[Unit, int]:
+    """Rows by unit of all that a verb is done with."""
+    found: dict[Unit, int] = {}
+    rows = np.flatnonzero(table.verb == code(verb))
+    steps = (rows - table.start[table.rank[rows]]).tolist()
+    ranks = table.plan.ranks
+    for row, rank, step, chunk in zip(
+        rows.tolist(), table.rank[rows].tolist(), steps, table.chunk[rows].tolist(), strict=True
+    ):
+        action = ranks[rank][step]
+        found[Unit(chunks[chunk], action.microbatch, action.sub_microbatch)] = row
+    return found
 
 
-def _key(action: Action) -> _Key:
-    return (action.chunk, action.microbatch, action.sub_microbatch)
+def _check_moves(table: PlanTable, moves: IntArray) -> None:
+    """Check that what one unit makes is with the other before it starts."""
+    gives, takes, producer, target, back = moves
+    apart = table.rank[gives] != table.rank[takes]
+    message = np.where(apart, table.number_of(table.unit[producer], target, back), -1)
+    faults: list[tuple[int, int, Callable[[int], NoReturn]]] = []
+
+    def note(bad: BoolArray, tell: Callable[[int], NoReturn]) -> None:
+        if len(bad) and bad.any():
+            faults.append((int(bad.argmax()), len(faults), tell))
+
+    def early(i: int) -> NoReturn:
+        problem = f"starts before step {table.step(int(gives[i]))}, whose result it takes"
+        _fail_row(table, int(takes[i]), problem)
+
+    note(~apart & (gives > takes), early)
+    at = {}
+    for ends, here in (("send", gives), ("receive", takes), ("wait", takes)):
+        at[ends] = np.full(len(gives), -1, np.int64)
+        for direction, pair in enumerate(_ENDS[ends]):
+            rows = _last_row(table, pair)
+            mine = apart & (back == direction) & (message >= 0)
+            at[ends][mine] = rows[message[mine]]
+        missing = apart & ((at[ends] < 0) | (table.rank[at[ends]] != table.rank[here]))
+
+        def absent(i: int, ends: str = ends, here: IntArray = here) -> NoReturn:
+            verb, rank, row = _ENDS[ends][int(back[i])], int(table.rank[here[i]]), int(producer[i])
+            unit = table.plan.ranks[table.rank[row]][table.step(row)]
+            what = f"{verb} {unit.chunk} {unit.microbatch}.{unit.sub_microbatch}"
+            _fail_row(table, int(here[i]), f"'{what}' is missing on rank {rank}")
+
+        note(missing, absent)
+    note(apart & (at["send"] < gives), lambda i: _fail_row(table, int(at["send"][i]), "sends before it is computed"))
+    note(
+        apart & (at["wait"] > takes),
+        lambda i: _fail_row(table, int(takes[i]), "starts before what it takes has arrived"),
+    )
+    if faults:
+        place, _, tell = min(faults, key=lambda fault: fault[:2])
+        tell(place)
+    used = np.zeros(len(table.names), np.bool_)
+    used[message[apart]] = True
+    for verb in VERBS:
+        idle = table.messages[(table.verb[table.messages] == code(verb)) & ~used[table.message]]
+        if len(idle):
+            _fail_row(table, int(idle[0]), "is a message that nobody needs")
+
+
+_ENDS = {"send": (Verb.SEND_F, Verb.SEND_B), "receive": (Verb.RECV_F, Verb.RECV_B), "wait": (Verb.WAIT_F, Verb.WAIT_B)}
+"""What is done with a message, of an activation and of a gradient."""
+
+
+def _last_row(table: PlanTable, verb: Verb) -> IntArray:
+    """By message, the last row with a verb; -1: none."""
+    mine = table.verb[table.messages] == code(verb)
+    rows = np.full(len(table.names), -1, np.int64)
+    rows[table.message[mine]] = table.messages[mine]
+    return rows
+
+
+def _fail_row(table: PlanTable, row: int, problem: str) -> NoReturn:
+    _fail(table.plan, int(table.rank[row]), table.step(row), problem)
 
 
 def _fail(plan: ExecutionPlan, rank: int, step: int, problem: str) -> NoReturn:

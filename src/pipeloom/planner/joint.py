@@ -17,7 +17,7 @@ from pipeloom.packing import Loads, Packing, check_budget, cost_loads, group, pa
 from pipeloom.packing.choices import Groups, cut_layouts, even_groups, filled_groups, multiples, numbers, walk
 from pipeloom.packing.pack import MICROBATCHES_PER_RANK
 from pipeloom.planner.problem import Problem
-from pipeloom.search import Evaluations, StoppingRule, solve_assignable
+from pipeloom.search import Begun, Evaluations, StoppingRule, solve_assignable
 from pipeloom.search.stopping import Meter, Until
 from pipeloom.spec import Batch, Layout
 from pipeloom.taskgraph import Assignable, TaskGraph
@@ -55,6 +55,8 @@ def decide(problem: Problem, batch: Batch, budget: StoppingRule, seed: int, meth
         return tuned(problem, batch, seed)
     if problem.plans_packing:
         return _Packings(problem, batch, budget, seed, method).decide()
+    # The watch starts before anything is packed.
+    budget = Begun(budget.start())
     packed = packed_batch(batch, problem.model, problem.layout, problem.costs, problem.packing)
     return ordered(problem, packed, budget, seed, method)
 
@@ -90,8 +92,9 @@ def ordered(
     if problem.capacity_bytes is None:
         return _searched(problem, packed, _graph(problem, problem.layout, packed), budget, seed, method)
     watch, lean = budget.start(), problem.whole_backwards()
-    half = Until(watch, 0, 0.5)
-    whole = _searched(lean, packed, unsplit or _graph(lean, problem.layout, packed), half, seed, method)
+    unsplit = unsplit or _graph(lean, problem.layout, packed)
+    watch = watch.before(unsplit.graph.num_tasks)
+    whole = _searched(lean, packed, unsplit, Until(watch, 0, 0.5), seed, method)
     try:
         graph = _graph(problem, problem.layout, packed)
         split = _searched(problem, packed, graph, Until(watch, whole.evaluations, 1.0), seed, method)
@@ -219,6 +222,7 @@ class _Packings:
         order = sorted(self.judged, key=lambda each: each.expected_ns)
         near = self.params.near * order[0].expected_ns
         finalists = [each for each in order[: self.params.finalists] if each.expected_ns <= near]
+        self.meter.watch = self.meter.watch.before(max(each.made.graph.num_tasks for each in finalists))
         best, chosen = min((each.made for each in self.judged), key=lambda made: made.ns), finalists[0]
         begin, count = self.meter.spent, len(finalists)
         while count > 1 and not self.has_time(finalists[:count], begin):

@@ -13,13 +13,27 @@ from pipeloom.packing import Packing
 from pipeloom.plan import BACKENDS, ExecutionPlan, boundary_shapes, lower, peak_bytes, verify
 from pipeloom.planner.joint import decide
 from pipeloom.planner.problem import Problem
-from pipeloom.search import Share, StoppingRule
+from pipeloom.search import Before, Begun, Share, StoppingRule
 from pipeloom.spec import Batch
 from pipeloom.taskgraph import TaskGraph
 from pipeloom.timeline import LowerBound, Resolved, Schedule, Timeline, resolve_candidates
 
 _MOST_TRIALS, _TRIAL_SHARE = 6, 0.25
 """Plans made where the first ones need more than there is, and the share of the budget that each has of the last."""
+
+
+@dataclass(slots=True)
+class Pace:
+    """How long lowering and proving take, by the last plan that was made; so much earlier the next search ends.
+
+    Attributes
+    ----------
+    task_s : float
+        Seconds for each task of the graph, of the clock by which the budget is counted. The first plan has a cautious
+        guess.
+    """
+
+    task_s: float = 4e-5
 
 
 @dataclass(frozen=True)
@@ -48,7 +62,13 @@ class PlannedBatch:
 
 @collector_paused()
 def plan_batch(
-    problem: Problem, batch: Batch, *, budget: StoppingRule, seed: int, method: str = "default"
+    problem: Problem,
+    batch: Batch,
+    *,
+    budget: StoppingRule,
+    seed: int,
+    method: str = "default",
+    pace: Pace | None = None,
 ) -> PlannedBatch:
     """Pack a batch, search a schedule for it (or tune both together), lower and verify it.
 
@@ -57,10 +77,14 @@ def plan_batch(
     problem : Problem
     batch : Batch
     budget : StoppingRule
-        When the search ends.
+        Of everything, from the batch to the proved plan: the search ends early enough for that. Evaluations are the
+        search's alone. A plan is made however little that is; where the first needs more memory than there is, others
+        are made, each in a quarter of the budget of the one before.
     seed : int
     method : str
         A search method's name.
+    pace : Pace, optional
+        What follows the search took last time, and, afterwards, this time: for who plans batch after batch.
 
     Raises
     ------
@@ -68,17 +92,17 @@ def plan_batch(
         When the batch cannot be packed, scheduled, or (a defect) lowered to a plan that verifies.
     """
     try:
-        return _fitting(problem, batch, budget, seed, method)
+        return _fitting(problem, batch, budget, seed, method, pace or Pace())
     except InfeasibleError as error:
         if problem.costs.strategies != ("keep",):
             raise
         raise type(error)(f"{error}; offer strategies that hold less, as recompute does") from error
 
 
-def _fitting(problem: Problem, batch: Batch, budget: StoppingRule, seed: int, method: str) -> PlannedBatch:
+def _fitting(problem: Problem, batch: Batch, budget: StoppingRule, seed: int, method: str, pace: Pace) -> PlannedBatch:
     """Plan until the plan, counted along its actions, needs no more than there is."""
     for _ in range(_MOST_TRIALS):
-        planned = _planned(problem, batch, budget, seed, method)
+        planned = _planned(problem, batch, budget, seed, method, pace)
         over = [max(0, need - (problem.capacity_bytes or 0)) for need in planned.peak_bytes]
         if not any(over):
             return planned
@@ -91,9 +115,11 @@ def _fitting(problem: Problem, batch: Batch, budget: StoppingRule, seed: int, me
     )
 
 
-def _planned(problem: Problem, batch: Batch, budget: StoppingRule, seed: int, method: str) -> PlannedBatch:
+def _planned(problem: Problem, batch: Batch, budget: StoppingRule, seed: int, method: str, pace: Pace) -> PlannedBatch:
     """Plan under a limit, and count what the plan needs."""
-    made = decide(problem, batch, budget, seed, method)
+    watch = Before(budget, pace.task_s).start()
+    made = decide(problem, batch, Begun(watch), seed, method)
+    decided_s = watch.now()
     resolved = resolve_candidates(made.graph, made.schedule.candidate)
     plan = lower(
         resolved.graph,
@@ -109,6 +135,8 @@ def _planned(problem: Problem, batch: Batch, budget: StoppingRule, seed: int, me
     # What is emulated says nothing of single passes.
     if problem.capacity_bytes is not None and isinstance(problem.costs, ProfileCosts):
         needs = peak_bytes(plan, resolved.graph, problem.layout, made.packing, problem.costs)
+    if watch.seconds is not None:
+        pace.task_s = (watch.now() - decided_s) / made.graph.num_tasks
     return PlannedBatch(
         made.packing,
         made.graph,

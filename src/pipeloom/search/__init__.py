@@ -9,13 +9,14 @@ from pipeloom.search.result import Progress, Solution
 from pipeloom.search.rule import ChunkRule, OrderRule
 from pipeloom.search.solve import solve, warm_up
 from pipeloom.search.static_orders import gpipe, interleaved_one_f_one_b, one_f_one_b
-from pipeloom.search.stopping import Begun, Both, Deadline, Evaluations, Share, StoppingRule
+from pipeloom.search.stopping import Before, Begun, Both, Deadline, Evaluations, Share, StoppingRule
 from pipeloom.search.strategies import Strategies, choose_strategies
 from pipeloom.search.uniform import uniform_settings
 
 __all__ = [
     "METHODS",
     "Assigned",
+    "Before",
     "Begun",
     "Both",
     "ChunkRule",

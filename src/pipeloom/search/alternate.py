@@ -253,6 +253,7 @@ def _take_turns(graph: TaskGraph, context: Context, run: Run, stretch: Stretch) 
         search, last = turns.turn(number, plan, until, run)
         _, chosen = turns.offer(search, plan.candidate)
         plan = _Plan(chosen, rounds, like=search)
-        if last or turns.best.ns <= context.bound.ns:
+        # The choice of strategies takes its time too.
+        if last or turns.best.ns <= context.bound.ns or context.meter.left(1) == 0:
             break
     return turns.best.found()

@@ -91,7 +91,7 @@ def solve_assignable(
     """
     if assignable.free.any():
         warm_up_assignment()
-    meter, steps = Meter(budget.start()), params.assignment
+    meter, steps = Meter(budget.start().before(assignable.graph.num_tasks)), params.assignment
     few = meter.watch.evaluations is not None and meter.watch.evaluations < steps.least_evaluations
     searches = method in METHODS and METHODS[method].assigns
     settings: _Settings = {"seed": seed, "method": method, "threads": threads, "params": params}

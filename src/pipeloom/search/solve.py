@@ -77,9 +77,8 @@ def solve(
     threads = threads or max(1, (os.cpu_count() or 2) // 2)
 
     def attempt(graph: TaskGraph) -> Solution:
-        return _solve(
-            graph, Context(Meter(budget.start()), lower_bound(graph), seed, method, threads, params, on_progress)
-        )
+        meter = Meter(budget.start().before(graph.num_tasks))
+        return _solve(graph, Context(meter, lower_bound(graph), seed, method, threads, params, on_progress))
 
     try:
         return attempt(graph)

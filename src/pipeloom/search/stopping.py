@@ -30,12 +30,21 @@ class Watch:
     began_s : float
     seconds : float, optional
     evaluations : int, optional
+    task_s : float
+        Of the seconds, what is kept for each task of the graph, for what follows the search; see `Before`.
     """
 
     now: Callable[[], float]
     began_s: float
     seconds: float | None
     evaluations: int | None
+    task_s: float = 0.0
+
+    def before(self, num_tasks: int) -> Watch:
+        """Keep the seconds that what follows the search of so many tasks takes; asked again, nothing more."""
+        if self.seconds is None or self.task_s == 0:
+            return self
+        return replace(self, seconds=max(0.0, self.seconds - num_tasks * self.task_s), task_s=0.0)
 
     def elapsed_s(self) -> float:
         """Seconds since the start."""
@@ -186,6 +195,28 @@ class Begun:
     def start(self) -> Watch:
         """Go on counting."""
         return self.watch
+
+
+@dataclass(frozen=True, slots=True)
+class Before:
+    """Stop so long before another rule's seconds are over that what follows the search is done when they are.
+
+    A search knows the size of its graph, and keeps so much for each task (`Watch.before`). Evaluations are not seconds,
+    and stay as they are.
+
+    Attributes
+    ----------
+    rule : StoppingRule
+    task_s : float
+        Seconds that follow for each task.
+    """
+
+    rule: StoppingRule
+    task_s: float
+
+    def start(self) -> Watch:
+        """Begin to count."""
+        return replace(self.rule.start(), task_s=self.task_s)
 
 
 class Stretch(NamedTuple):

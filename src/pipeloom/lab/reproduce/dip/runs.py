@@ -17,7 +17,8 @@ from pipeloom.lab.reproduce.part import Options
 from pipeloom.lab.systems.comparison import SYSTEMS
 from pipeloom.lab.systems.model_on_cluster import Microbatches, ModelOnCluster
 from pipeloom.lab.systems.systems import System, dip_layout, partitioned, searched_system, unadaptive_system
-from pipeloom.search import Begun, Deadline, StoppingRule
+from pipeloom.planner import Pace
+from pipeloom.search import Before, Begun, Deadline, StoppingRule
 from pipeloom.taskgraph import TaskGraph
 from pipeloom.timeline import Schedule, Timeline, check
 
@@ -51,8 +52,6 @@ MOST_SEARCH = 10
 """Times our planning time that DIP's searches get, as the paper gives its planner ten seconds."""
 LARGE_SEARCH = 3
 """Times the planning time of the other models for those on thousands of GPUs."""
-UNTIL_PLAN = 0.6
-"""Part of the planning time after which our search ends; the rest is for the plan and its proof."""
 
 _PARTS: dict[str, Callable[[ModelOnCluster, Sequence[Microbatches]], System]] = {
     STATIC: partitioned,
@@ -91,10 +90,13 @@ def rule(options: Options, *, large: bool = False) -> str:
     return RULE.format(search_s=options.search_s, large=words, threads=threads()).replace("of 1 cores", "of 1 core")
 
 
-def budget_of(setup: PaperSetup, name: str, search_s: float) -> StoppingRule:
-    """The stopping rule of an iteration that is planned from now on."""
-    part = 1.0 if name in SEARCHED else UNTIL_PLAN
-    return Begun(Deadline(part * planning_s(setup, name, search_s), "cpu").start())
+def budget_of(setup: PaperSetup, name: str, search_s: float, pace: Pace | None = None) -> StoppingRule:
+    """The stopping rule of an iteration that is planned from now on.
+
+    Our search ends so early that the plan and its proof have their time too, by ``pace`` or the planner's first guess.
+    """
+    allowed = Deadline(planning_s(setup, name, search_s), "cpu")
+    return Begun((allowed if name in SEARCHED else Before(allowed, (pace or Pace()).task_s)).start())
 
 
 @dataclass(frozen=True, slots=True)
