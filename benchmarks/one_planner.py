@@ -22,7 +22,7 @@ from pipeloom.lab.reproduce.dip.large import mean_and_mfu
 from pipeloom.lab.reproduce.dip.setups import LARGE, SETUPS
 from pipeloom.lab.reproduce.part import Options
 from pipeloom.lab.reproduce.pipetune import setups as pipetune
-from pipeloom.planner import Pace
+from pipeloom.planner import Finishing
 from pipeloom.report import markdown_table
 
 TITLE = "One planner"
@@ -163,9 +163,9 @@ def _chains(_layers: Path | None) -> Measured:
 
 def _planning(_layers: Path | None) -> Measured:
     spent: dict[str, float] = {}
-    pace = Pace()
+    finishing = Finishing()
     for label, setup in SETUPS.items():
-        found = [planning.planned(setup, *each, _OPTIONS, pace) for each in runs.iterations(_OPTIONS, 1)]
+        found = [planning.planned(setup, *each, _OPTIONS, finishing) for each in runs.iterations(_OPTIONS, 1)]
         spent[label] = max(float("inf") if one is None else sum(one.spent_s) for one in found)
     text = ", ".join(f"{label} {seconds:.2f}" for label, seconds in spent.items())
     return Measured(f"{text} (largest of three)", max(spent.values()) <= 1.0)

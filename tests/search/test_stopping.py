@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from pipeloom.errors import InputError
 from pipeloom.search import Share
 from pipeloom.search.params import DEFAULTS
-from pipeloom.search.stopping import Begun, Both, Deadline, Evaluations, Meter, Stretch, Until, Watch
+from pipeloom.search.stopping import Before, Begun, Both, Deadline, Evaluations, Meter, Stretch, Until, Watch
 
 
 @pytest.mark.parametrize(
@@ -99,3 +99,14 @@ def test_a_part_of_a_budget_is_divided_and_cools() -> None:
     stretch = Stretch(0.2, 1.0)
     assert stretch.first(0.25) == pytest.approx((0.2, 0.4))
     assert [stretch.cooling(spent) for spent in (0.2, 0.6, 1.0, 1.1)] == pytest.approx([1.0, 0.5, 0.0, 0.0])
+
+
+def test_what_follows_a_search_is_kept_once_and_of_seconds_alone() -> None:
+    watch = Before(Both(Deadline(8.0), Evaluations(11)), 0.002).start()
+    kept = watch.before(1000)
+    assert (kept.seconds, kept.evaluations) == (6.0, 11)
+    assert kept.before(1000) == kept
+    assert watch.before(10_000).seconds == 0.0
+    assert Deadline(8.0).start().before(1000).seconds == 8.0
+    only_counted = Before(Evaluations(11), 0.002).start().before(1000)
+    assert (only_counted.seconds, only_counted.evaluations) == (None, 11)

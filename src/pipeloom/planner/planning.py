@@ -23,7 +23,7 @@ _MOST_TRIALS, _TRIAL_SHARE = 6, 0.25
 
 
 @dataclass(slots=True)
-class Pace:
+class Finishing:
     """How long lowering and proving take, by the last plan that was made; so much earlier the next search ends.
 
     Attributes
@@ -68,7 +68,7 @@ def plan_batch(
     budget: StoppingRule,
     seed: int,
     method: str = "default",
-    pace: Pace | None = None,
+    finishing: Finishing | None = None,
 ) -> PlannedBatch:
     """Pack a batch, search a schedule for it (or tune both together), lower and verify it.
 
@@ -83,7 +83,7 @@ def plan_batch(
     seed : int
     method : str
         A search method's name.
-    pace : Pace, optional
+    finishing : Finishing, optional
         What follows the search took last time, and, afterwards, this time: for who plans batch after batch.
 
     Raises
@@ -92,17 +92,19 @@ def plan_batch(
         When the batch cannot be packed, scheduled, or (a defect) lowered to a plan that verifies.
     """
     try:
-        return _fitting(problem, batch, budget, seed, method, pace or Pace())
+        return _fitting(problem, batch, budget, seed, method, finishing or Finishing())
     except InfeasibleError as error:
         if problem.costs.strategies != ("keep",):
             raise
         raise type(error)(f"{error}; offer strategies that hold less, as recompute does") from error
 
 
-def _fitting(problem: Problem, batch: Batch, budget: StoppingRule, seed: int, method: str, pace: Pace) -> PlannedBatch:
+def _fitting(
+    problem: Problem, batch: Batch, budget: StoppingRule, seed: int, method: str, finishing: Finishing
+) -> PlannedBatch:
     """Plan until the plan, counted along its actions, needs no more than there is."""
     for _ in range(_MOST_TRIALS):
-        planned = _planned(problem, batch, budget, seed, method, pace)
+        planned = _planned(problem, batch, budget, seed, method, finishing)
         over = [max(0, need - (problem.capacity_bytes or 0)) for need in planned.peak_bytes]
         if not any(over):
             return planned
@@ -115,9 +117,11 @@ def _fitting(problem: Problem, batch: Batch, budget: StoppingRule, seed: int, me
     )
 
 
-def _planned(problem: Problem, batch: Batch, budget: StoppingRule, seed: int, method: str, pace: Pace) -> PlannedBatch:
+def _planned(
+    problem: Problem, batch: Batch, budget: StoppingRule, seed: int, method: str, finishing: Finishing
+) -> PlannedBatch:
     """Plan under a limit, and count what the plan needs."""
-    watch = Before(budget, pace.task_s).start()
+    watch = Before(budget, finishing.task_s).start()
     made = decide(problem, batch, Begun(watch), seed, method)
     decided_s = watch.now()
     resolved = resolve_candidates(made.graph, made.schedule.candidate)
@@ -136,7 +140,7 @@ def _planned(problem: Problem, batch: Batch, budget: StoppingRule, seed: int, me
     if problem.capacity_bytes is not None and isinstance(problem.costs, ProfileCosts):
         needs = peak_bytes(plan, resolved.graph, problem.layout, made.packing, problem.costs)
     if watch.seconds is not None:
-        pace.task_s = (watch.now() - decided_s) / made.graph.num_tasks
+        finishing.task_s = (watch.now() - decided_s) / made.graph.num_tasks
     return PlannedBatch(
         made.packing,
         made.graph,

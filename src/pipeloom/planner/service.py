@@ -17,7 +17,7 @@ from pipeloom.errors import PipeloomError
 from pipeloom.plan import Answer
 from pipeloom.planner.dealing import deal_planned
 from pipeloom.planner.messages import Request, Setup, answer_of, decode, encode
-from pipeloom.planner.planning import Pace, plan_batch
+from pipeloom.planner.planning import Finishing, plan_batch
 from pipeloom.planner.problem import Problem
 from pipeloom.search import Deadline
 
@@ -81,7 +81,7 @@ def serve(store: Store) -> int:
     gc.collect()
     gc.freeze()
     store.put(READY, b"1")
-    answered, num_plans, pace = b"", 0, Pace()
+    answered, num_plans, finishing = b"", 0, Finishing()
     while store.peek(STOP) is None:
         latest = store.peek(LATEST)
         data = None if latest is None or latest == answered else store.take(request_key(int(latest)))
@@ -90,7 +90,7 @@ def serve(store: Store) -> int:
             continue
         answered, iteration = latest, int(latest)
         try:
-            answer = answer_request(problem, setup, decode(Request, data), pace)
+            answer = answer_request(problem, setup, decode(Request, data), finishing)
         except PipeloomError as error:
             _refuse(store, iteration, str(error))
         except Exception as error:
@@ -107,8 +107,8 @@ def _refuse(store: Store, iteration: int, reason: str) -> None:
     store.put(answer_key(iteration), b"")
 
 
-def answer_request(problem: Problem, setup: Setup, request: Request, pace: Pace | None = None) -> Answer:
-    """Plan one batch, and deal the one after it where that is asked for; ``pace`` as in `plan_batch`.
+def answer_request(problem: Problem, setup: Setup, request: Request, finishing: Finishing | None = None) -> Answer:
+    """Plan one batch, and deal the one after it where that is asked for; ``finishing`` as in `plan_batch`.
 
     The same request gives the same plan up to where the clock ends the search.
     """
@@ -124,5 +124,7 @@ def answer_request(problem: Problem, setup: Setup, request: Request, pace: Pace 
         # This plan is needed first: a glance that took longer than was to be takes nothing from it.
         budget_s -= min(part, time.monotonic() - begin)
     budget = Deadline(budget_s)
-    planned = plan_batch(corrected, request.batch, budget=budget, seed=setup.seed, method=setup.method, pace=pace)
+    planned = plan_batch(
+        corrected, request.batch, budget=budget, seed=setup.seed, method=setup.method, finishing=finishing
+    )
     return answer_of(planned, search_s=time.monotonic() - begin, ready_ns=time.monotonic_ns(), dealt=dealt)

@@ -168,6 +168,7 @@ class _Turns:
         if not probes:
             return _Plan(self.lean, params.lean_rounds)
         candidate, probe = min(probes, key=lambda each: each[1].best_ns)
+        self.chooser.order_s = probe.pace.seconds / max(1, probe.pace.evaluations)
         plan = _Plan(candidate, params.uniform_rounds, search=probe)
         if probe.best_ns <= params.far * self.context.bound.ns:
             return plan

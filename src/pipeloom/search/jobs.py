@@ -14,11 +14,12 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeloom.errors import InfeasibleError, NothingFoundError
-from pipeloom.search.kernels.graph import join, sort_topologically, walk
+from pipeloom.search.kernels.graph import join, walk
 from pipeloom.search.params import DEFAULTS
 from pipeloom.taskgraph import FORWARD, WEIGHT_GRADIENT, IntArray, TaskGraph, topological_order
 from pipeloom.timeline import memory_changes
 from pipeloom.timeline.options import least_held, pair_options
+from pipeloom.timeline.residence import quick_topological_order
 
 Array = npt.NDArray[Any]
 
@@ -186,14 +187,6 @@ def _one_job(graph: TaskGraph, capacity: IntArray) -> Jobs:
         np.zeros(graph.num_ranks + 1, np.int64),
         none,
     )
-
-
-def quick_topological_order(graph: TaskGraph) -> IntArray:
-    """The same as `topological_order`, compiled."""
-    order = np.empty(graph.num_tasks, np.int64)
-    stack = np.empty(graph.num_tasks, np.int64)
-    sort_topologically(graph.successor_start, graph.successor, np.diff(graph.predecessor_start), stack, order)
-    return order
 
 
 class _Reader:

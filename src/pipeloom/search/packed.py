@@ -12,12 +12,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from pipeloom.search.jobs import Jobs, Walks, find_jobs, memory_demand, quick_topological_order
+from pipeloom.search.jobs import Jobs, Walks, find_jobs, memory_demand
 from pipeloom.search.kernels.graph import depths, mark_implied
 from pipeloom.search.params import DEFAULTS
 from pipeloom.search.records import pack
 from pipeloom.taskgraph import FORWARD, WEIGHT_GRADIENT, IntArray, TaskGraph
 from pipeloom.timeline import heads_and_tails
+from pipeloom.timeline.residence import quick_topological_order
 
 Array = npt.NDArray[Any]
 

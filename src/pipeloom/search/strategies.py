@@ -127,6 +127,8 @@ class PacedChooser:
         self.meter, self.params, self.chooser = meter, params, StrategyChooser(graph, params)
         self.quick_s: float | None = None
         """Seconds of a choice in the fewest rounds, once there was one."""
+        self.order_s = 0.0
+        """Seconds of a static order, by which the first choice is guessed."""
 
     def choose(self, found: Schedule) -> Schedule:
         """The order with strategies chosen anew."""
@@ -138,11 +140,12 @@ class PacedChooser:
 
     @property
     def share(self) -> float:
-        """Part of the budget's time that the next choice takes; 0 where that is not known."""
+        """Part of the budget's time that the next choice takes; 0 where no clock is in the way."""
         rounds, seconds = self._rounds(), self.meter.watch.seconds
-        if seconds is None or self.quick_s is None or rounds is None:
+        if seconds is None or rounds is None:
             return 0.0
-        return self._cost(rounds) * self.quick_s / max(seconds, 1e-9)
+        quick_s = self.params.quick_cost * self.order_s if self.quick_s is None else self.quick_s
+        return self._cost(rounds) * quick_s / max(seconds, 1e-9)
 
     def turns(self, left: float) -> int:
         """How many turns fit into a part of the budget: each ends with a choice, and searches for as long at least,

@@ -14,28 +14,6 @@ Array = npt.NDArray[Any]
 
 
 @kernel
-def sort_topologically(start: Array, successor: Array, waiting: Array, stack: Array, order: Array) -> None:
-    """Write the tasks depth first into ``order``; ``waiting``, numbers of predecessors, is used up."""
-    top = 0
-    for task in range(len(waiting)):
-        if waiting[task] == 0:
-            stack[top] = task
-            top += 1
-    done = 0
-    while top > 0:
-        top -= 1
-        task = stack[top]
-        order[done] = task
-        done += 1
-        for e in range(start[task], start[task + 1]):
-            other = successor[e]
-            waiting[other] -= 1
-            if waiting[other] == 0:
-                stack[top] = other
-                top += 1
-
-
-@kernel
 def join(start: Array, successor: Array, parent: Array) -> None:
     """Write for every task the least task of its connected part; ``parent`` is every task itself on entry."""
     for task in range(len(parent)):

@@ -13,17 +13,19 @@ from pipeloom.lab.reproduce.dip.setups import LARGE, SETUPS, PaperSetup, device,
 from pipeloom.lab.reproduce.part import Options, Outcome, Table
 from pipeloom.lab.systems.model_on_cluster import graph_of, pack_microbatches
 from pipeloom.plan import boundary_shapes, lower, verify
-from pipeloom.planner import Pace
+from pipeloom.planner import Finishing
 from pipeloom.search import solve
 
 
 def planning_time(options: Options) -> Outcome:
     """Processor time of planning one iteration, everything included, against the iteration that it hides behind."""
-    rows, pace = [], Pace()
+    rows, finishing = [], Finishing()
     for label, setup in {**SETUPS, **LARGE}.items():
         most = runs.planning_s(setup, runs.OURS, options.search_s)
         numbers = runs.iterations(options, 1)
-        found = [planned(setup, *each, options, pace) for each in (numbers[:1] if setup in LARGE.values() else numbers)]
+        found = [
+            planned(setup, *each, options, finishing) for each in (numbers[:1] if setup in LARGE.values() else numbers)
+        ]
         each = [one for one in found if one is not None]
         if not each:
             rows.append((label, "", "", "", "", f"{most:g}", "out of memory", "", ""))
@@ -74,10 +76,10 @@ class Planned:
 
 
 @collector_paused()
-def planned(setup: PaperSetup, seed: int, number: int, options: Options, pace: Pace) -> Planned | None:
+def planned(setup: PaperSetup, seed: int, number: int, options: Options, finishing: Finishing) -> Planned | None:
     """Plan an iteration under our layout, from its samples to a plan that is proved; None: it does not fit.
 
-    ``pace`` is what plan and proof took the last time, as the planner keeps it from batch to batch.
+    ``finishing`` is what plan and proof took the last time, as the planner keeps it from batch to batch.
 
     Without the collector, which here would look over all the iterations that the evaluation keeps; the planner's own
     process has taken what it keeps out of the collector's sight (`pipeloom.planner.service`).
@@ -87,7 +89,7 @@ def planned(setup: PaperSetup, seed: int, number: int, options: Options, pace: P
     except InfeasibleError:
         return None
     case, groups = setup.case, setup.groups(seed, number)
-    budget = runs.budget_of(setup, runs.OURS, options.search_s, pace)
+    budget = runs.budget_of(setup, runs.OURS, options.search_s, finishing)
     moments = [time.process_time()]
     try:
         graph = graph_of(case, layout, groups, "planning")
@@ -102,7 +104,7 @@ def planned(setup: PaperSetup, seed: int, number: int, options: Options, pace: P
     verify(plan, layout, packing)
     moments.append(time.process_time())
     before, searched, after = (b - a for a, b in pairwise(moments))
-    pace.task_s = after / graph.num_tasks
+    finishing.task_s = after / graph.num_tasks
     seconds = found.timeline.makespan_ns / 1e9
     gap = found.timeline.makespan_ns / max(found.lower_bound.ns, 1) - 1
     return Planned((before, searched, after), graph.num_tasks, seconds, gap)

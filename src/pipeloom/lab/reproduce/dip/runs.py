@@ -17,7 +17,7 @@ from pipeloom.lab.reproduce.part import Options
 from pipeloom.lab.systems.comparison import SYSTEMS
 from pipeloom.lab.systems.model_on_cluster import Microbatches, ModelOnCluster
 from pipeloom.lab.systems.systems import System, dip_layout, partitioned, searched_system, unadaptive_system
-from pipeloom.planner import Pace
+from pipeloom.planner import Finishing
 from pipeloom.search import Before, Begun, Deadline, StoppingRule
 from pipeloom.taskgraph import TaskGraph
 from pipeloom.timeline import Schedule, Timeline, check
@@ -90,13 +90,13 @@ def rule(options: Options, *, large: bool = False) -> str:
     return RULE.format(search_s=options.search_s, large=words, threads=threads()).replace("of 1 cores", "of 1 core")
 
 
-def budget_of(setup: PaperSetup, name: str, search_s: float, pace: Pace | None = None) -> StoppingRule:
+def budget_of(setup: PaperSetup, name: str, search_s: float, finishing: Finishing | None = None) -> StoppingRule:
     """The stopping rule of an iteration that is planned from now on.
 
-    Our search ends so early that the plan and its proof have their time too, by ``pace`` or the planner's first guess.
+    Our search ends so early that the plan and its proof have their time too: by ``finishing``, or the planner's guess.
     """
     allowed = Deadline(planning_s(setup, name, search_s), "cpu")
-    return Begun((allowed if name in SEARCHED else Before(allowed, (pace or Pace()).task_s)).start())
+    return Begun((allowed if name in SEARCHED else Before(allowed, (finishing or Finishing()).task_s)).start())
 
 
 @dataclass(frozen=True, slots=True)
