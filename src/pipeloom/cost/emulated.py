@@ -193,7 +193,7 @@ class EmulatedCosts:
 
     def boundary_bytes(self, chunk: Chunk, workload: Workload) -> int:
         """Bytes of the chunk's output on one device."""
-        return self._stage(chunk).output_bytes(workload)
+        return self._chunk(chunk)[-1].on(workload).output_bytes
 
     def transfer_s(self, num_bytes: int) -> float:
         """Seconds that a message takes between neighbouring pipeline ranks."""

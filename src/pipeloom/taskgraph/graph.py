@@ -351,37 +351,41 @@ def topological_order(graph: TaskGraph) -> IntArray:
 
 def _pair_tasks(kind: KindArray, pair: IntArray, rank: IntArray, num_pairs: int) -> tuple[IntArray, IntArray, IntArray]:
     """Task numbers of each pair's F, B or I, and W; refuse pairs that are not one of the allowed forms."""
+    for task in np.flatnonzero((kind < 0) | (kind > 3))[:1].tolist():
+        raise InputError(f"tasks.kind[{task}]", f"{kind[task]} is none of F, B, I, W")
+    for task in np.flatnonzero(_repeated(kind.astype(np.int64) * num_pairs + pair))[:1].tolist():
+        raise InputError(f"tasks.pair[{task}]", f"pair {pair[task]} has a second {KIND_NAMES[kind[task]]}")
     found = np.full((4, num_pairs), NO_TASK, dtype=np.int64)
-    for task, (k, p) in enumerate(zip(kind.tolist(), pair.tolist(), strict=True)):
-        if not 0 <= k < 4:
-            raise InputError(f"tasks.kind[{task}]", f"{k} is none of F, B, I, W")
-        if found[k, p] != NO_TASK:
-            raise InputError(f"tasks.pair[{task}]", f"pair {p} has a second {KIND_NAMES[k]}")
-        found[k, p] = task
+    found[kind, pair] = np.arange(len(kind))
     forward, whole, inputs, weights = found
-    for p in range(num_pairs):
-        if forward[p] == NO_TASK:
+    has, has_whole, has_inputs, has_weights = found != NO_TASK
+    elsewhere = (found != NO_TASK) & (rank[found] != rank[forward])
+    bad = ~has | (has_whole & (has_inputs | has_weights)) | (has_inputs != has_weights) | elsewhere.any(axis=0)
+    for p in np.flatnonzero(bad)[:1].tolist():
+        if not has[p]:
             raise InputError("tasks.pair", f"pair {p} has no F", "every pair has exactly one F")
-        if whole[p] != NO_TASK and (inputs[p] != NO_TASK or weights[p] != NO_TASK):
+        if has_whole[p] and (has_inputs[p] or has_weights[p]):
             raise InputError("tasks.pair", f"pair {p} has a B beside an I or W", "give either B, or I and W")
-        if (inputs[p] == NO_TASK) != (weights[p] == NO_TASK):
+        if has_inputs[p] != has_weights[p]:
             raise InputError("tasks.pair", f"pair {p} has only one of I and W", "give either B, or I and W")
-        for task in (whole[p], inputs[p], weights[p]):
-            if task != NO_TASK and rank[task] != rank[forward[p]]:
-                raise InputError(
-                    f"tasks.rank[{task}]", f"rank {rank[task]}, the F of pair {p} is on rank {rank[forward[p]]}"
-                )
+        task = int(found[elsewhere[:, p], p][0])
+        raise InputError(f"tasks.rank[{task}]", f"rank {rank[task]}, the F of pair {p} is on rank {rank[forward[p]]}")
     return forward, np.maximum(whole, inputs), weights
 
 
 def _check_segments(kind: KindArray, segment: IntArray, rank: IntArray) -> None:
-    kind_of: dict[int, int] = {}
-    seen: set[tuple[int, int]] = set()
-    for task, (k, s, r) in enumerate(zip(kind.tolist(), segment.tolist(), rank.tolist(), strict=True)):
-        if kind_of.setdefault(s, k) != k:
-            raise InputError(
-                f"tasks.segment[{task}]", f"segment {s} has both {KIND_NAMES[kind_of[s]]} and {KIND_NAMES[k]}"
-            )
-        if (s, r) in seen:
-            raise InputError(f"tasks.segment[{task}]", f"segment {s} has a second task on rank {r}")
-        seen.add((s, r))
+    _, first, which = np.unique(segment, return_index=True, return_inverse=True)
+    mixed = kind != kind[first][which]
+    for task in np.flatnonzero(mixed | _repeated(segment * (int(rank.max()) + 1) + rank))[:1].tolist():
+        number = segment[task]
+        if mixed[task]:
+            names = f"{KIND_NAMES[kind[first[which[task]]]]} and {KIND_NAMES[kind[task]]}"
+            raise InputError(f"tasks.segment[{task}]", f"segment {number} has both {names}")
+        raise InputError(f"tasks.segment[{task}]", f"segment {number} has a second task on rank {rank[task]}")
+
+
+def _repeated(values: IntArray) -> npt.NDArray[np.bool_]:
+    """Which entries have an equal one before them."""
+    again = np.ones(len(values), np.bool_)
+    again[np.unique(values, return_index=True)[1]] = False
+    return again
