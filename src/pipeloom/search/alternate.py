@@ -254,7 +254,9 @@ def _take_turns(graph: TaskGraph, context: Context, run: Run, stretch: Stretch) 
         search, last = turns.turn(number, plan, until, run)
         _, chosen = turns.offer(search, plan.candidate)
         plan = _Plan(chosen, rounds, like=search)
-        # The choice of strategies takes its time too.
-        if last or turns.best.ns <= context.bound.ns or context.meter.left(1) == 0:
+        # Another turn ends with another choice, and searches for as long at least.
+        share = turns.chooser.share
+        late = share > 0 and context.meter.spent + 2 * share >= stretch.until
+        if last or late or turns.best.ns <= context.bound.ns:
             break
     return turns.best.found()
