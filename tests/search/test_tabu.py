@@ -7,13 +7,21 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from pipeloom.compiled import kernel
+from pipeloom.compiled import kernel, pointer
 from pipeloom.errors import InfeasibleError
 from pipeloom.lab.instances import family, generate
 from pipeloom.search import Evaluations, solve
 from pipeloom.search.context import begin
 from pipeloom.search.kernels import tabu as kernels
-from pipeloom.search.kernels.blocks import make_blocks, measure, open_window, remeasure, replace_window, sequence_of
+from pipeloom.search.kernels.blocks import (
+    make_blocks,
+    measure,
+    open_window,
+    remeasure,
+    replace_window,
+    sequence_of,
+    sheet,
+)
 from pipeloom.search.kernels.codes import DEADLOCK, NEVER
 from pipeloom.search.local import portfolio
 from pipeloom.search.packed import DURATION, pack_graph
@@ -25,19 +33,20 @@ from tests.strategies import graphs
 
 @kernel
 def judge(p, b, source, goal, most):
-    return kernels.later(p, b, source, goal, most) if source < goal else kernels.earlier(p, b, goal, source, most)
+    s = sheet(p, b)
+    return kernels.later(s, source, goal, most) if source < goal else kernels.earlier(s, goal, source, most)
 
 
 @kernel
 def make_move(p, b, tour, source, goal):
-    kernels.move(b, tour, source, goal, tour.state[kernels.NOW] + 3)
+    kernels.move(sheet(p, b), pointer(tour.forbidden), source, goal, tour.state[kernels.NOW] + 3)
     tour.state[kernels.NOW] += 1
-    return remeasure(p, b, source, goal)
+    return remeasure(sheet(p, b), source, goal)
 
 
 @kernel
-def undone(b, tour, source, goal):
-    return kernels.is_forbidden(b, tour, source, goal)
+def undone(p, b, tour, source, goal):
+    return kernels.is_forbidden(sheet(p, b), pointer(tour.forbidden), tour.state[kernels.NOW], source, goal)
 
 
 def begun(graph, seed):
@@ -60,7 +69,7 @@ def test_moves_keep_a_schedule_feasible_and_measured(graph, seed):
             continue
         makespan = make_move(packed, blocks, tour, source, goal)
         # A neighbour's exchange is moved back by the opposite move, which is forbidden now.
-        assert undone(blocks, tour, goal, source)
+        assert undone(packed, blocks, tour, goal, source)
         schedule = Schedule(tuple(np.split(blocks.order, blocks.row[1:-1])))
         timeline = simulate(graph, schedule)
         assert check(graph, schedule, timeline) == ()
@@ -76,12 +85,12 @@ def test_moves_keep_a_schedule_feasible_and_measured(graph, seed):
 
 @kernel
 def open_some(p, b, low, high):
-    return open_window(p, b, low, high)
+    return open_window(sheet(p, b), low, high)
 
 
 @kernel
 def go_back(p, b, sequence):
-    return replace_window(p, b, sequence)
+    return replace_window(sheet(p, b), sequence)
 
 
 @settings(max_examples=30)

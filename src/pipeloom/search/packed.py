@@ -22,7 +22,8 @@ from pipeloom.timeline.residence import quick_topological_order
 
 Array = npt.NDArray[Any]
 
-DURATION, TAIL, PLACE, FIRST_SUCCESSOR, PEAK, NET, JOB, SEGMENT = range(8)
+COLUMNS = 8
+DURATION, TAIL, PLACE, FIRST_SUCCESSOR, PEAK, NET, JOB, SEGMENT = range(COLUMNS)
 """Columns of ``PackedGraph.task``; PLACE is four times the rank plus the class (0 F, 1 B or I, 2 W)."""
 
 
@@ -31,7 +32,7 @@ class PackedGraph(NamedTuple):
 
     Attributes
     ----------
-    task : array, shape (num_tasks + 1, 8)
+    task : array, shape (num_tasks + 1, COLUMNS)
         Columns as above; PEAK and NET are the bytes a task needs above what its rank holds, and what it
         leaves.
     successor : array, shape (num_edges, 2)
@@ -135,7 +136,7 @@ def pack_graph(
     np.cumsum(np.bincount(source, minlength=graph.num_tasks), out=first_successor[1:])
     waiting = np.bincount(successor[:, 0], minlength=graph.num_tasks).astype(np.int64)
 
-    task = np.zeros((graph.num_tasks + 1, 8), np.int64)
+    task = np.zeros((graph.num_tasks + 1, COLUMNS), np.int64)
     columns = {
         DURATION: graph.duration_ns,
         TAIL: tail,

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from pipeloom.compiled import callee, kernel
+from pipeloom.compiled import callee, inlined, kernel, pointer
 from pipeloom.compiled.random import draw
 from pipeloom.search.kernels.codes import DEADLOCK
-from pipeloom.search.packed import DURATION, FIRST_SUCCESSOR, NET, PLACE, PackedGraph
+from pipeloom.search.packed import COLUMNS, DURATION, FIRST_SUCCESSOR, NET, PLACE, PackedGraph
 
 Array = npt.NDArray[Any]
 
@@ -64,6 +64,86 @@ class Blocks(NamedTuple):
     before_start: Array
     before: Array
     before_delay: Array
+
+
+class Sheet(NamedTuple):
+    """Pointers to the arrays of `Blocks`, and of the graph that they are of; see `sheet`.
+
+    A function that gets arrays counts references to each of them, which took two thirds of the tabu search's time.
+    ``task`` has rows of `COLUMNS` entries, ``successor`` of two.
+    """
+
+    task: Any
+    successor: Any
+    capacity: Any
+    order: Any
+    place: Any
+    row: Any
+    start: Any
+    tail: Any
+    released: Any
+    left: Any
+    level: Any
+    trial: Any
+    sorted: Any
+    turn: Any
+    waiting: Any
+    path: Any
+    window: Any
+    begin: Any
+    before_start: Any
+    before: Any
+    before_delay: Any
+    num_tasks: int
+    num_ranks: int
+
+
+@inlined
+def sheet(p: PackedGraph, b: Blocks) -> Any:
+    """Collect the `Sheet` of an order; the arrays must outlive it."""
+    return Sheet(
+        pointer(p.task),
+        pointer(p.successor),
+        pointer(p.capacity),
+        pointer(b.order),
+        pointer(b.place),
+        pointer(b.row),
+        pointer(b.start),
+        pointer(b.tail),
+        pointer(b.released),
+        pointer(b.left),
+        pointer(b.level),
+        pointer(b.trial),
+        pointer(b.sorted),
+        pointer(b.turn),
+        pointer(b.waiting),
+        pointer(b.path),
+        pointer(b.window),
+        pointer(b.begin),
+        pointer(b.before_start),
+        pointer(b.before),
+        pointer(b.before_delay),
+        len(b.order),
+        len(b.begin),
+    )
+
+
+@inlined
+def entry(s: Sheet, number: int, column: int) -> Any:
+    """What the graph says of a task."""
+    return s.task[number * COLUMNS + column]
+
+
+@inlined
+def length_of(s: Sheet, number: int) -> Any:
+    """Nanoseconds of a task."""
+    return s.task[number * COLUMNS + DURATION]
+
+
+@inlined
+def rank_of(s: Sheet, number: int) -> Any:
+    """Where a task runs."""
+    return s.task[number * COLUMNS + PLACE] >> 2
 
 
 def make_blocks(packed: PackedGraph, sequence: Array) -> Blocks:
@@ -145,194 +225,194 @@ def measure(p: PackedGraph, b: Blocks) -> int:
     b.window[1] = done
     for r in range(len(row) - 1):
         b.begin[r] = row[r]
-    backwards(p, b, done, done - 1)
+    backwards(sheet(p, b), done, done - 1)
     return makespan
 
 
 @callee
-def open_window(p: PackedGraph, b: Blocks, low: int, high: int) -> int:
+def open_window(s: Sheet, low: int, high: int) -> int:
     """Let only the tasks of some turns move from now on; return the longest path through these.
 
     A start depends only on what comes before, and a tail only on what comes after: while the window is open, starts
     before it and tails behind it stay right. The others are made right here, as far as this window needs them.
     """
-    old_low, old_high = b.window[0], b.window[1]
-    b.window[0] = low
-    b.window[1] = high
-    forwards(p, b, old_high)
-    backwards(p, b, 0, old_low - 1)
+    old_low, old_high = s.window[0], s.window[1]
+    s.window[0] = low
+    s.window[1] = high
+    forwards(s, old_high)
+    backwards(s, 0, old_low - 1)
     # The window shall be a stretch of time. Any order by starts that keeps ties can be followed.
     for i in range(low + 1, high):
-        number = b.sorted[i]
+        number = s.sorted[i]
         at = i
-        while at > low and b.start[b.sorted[at - 1]] > b.start[number]:
-            b.sorted[at] = b.sorted[at - 1]
+        while at > low and s.start[s.sorted[at - 1]] > s.start[number]:
+            s.sorted[at] = s.sorted[at - 1]
             at -= 1
-        b.sorted[at] = number
-    for r in range(len(b.begin)):
-        b.begin[r] = -1
+        s.sorted[at] = number
+    for r in range(s.num_ranks):
+        s.begin[r] = -1
     longest = 0
     for i in range(low, high):
-        number = b.sorted[i]
-        b.turn[number] = i
-        rank = p.task[number, PLACE] >> 2
-        if b.begin[rank] < 0:
-            b.begin[rank] = b.place[number]
-        longest = max(longest, b.start[number] + p.task[number, DURATION] + b.tail[number])
+        number = s.sorted[i]
+        s.turn[number] = i
+        rank = rank_of(s, number)
+        if s.begin[rank] < 0:
+            s.begin[rank] = s.place[number]
+        longest = max(longest, s.start[number] + length_of(s, number) + s.tail[number])
     return int(longest)
 
 
 @callee
-def replace_window(p: PackedGraph, b: Blocks, sequence: Array) -> int:
+def replace_window(s: Sheet, sequence: Array) -> int:
     """Give the window another order, that of its turns in a sequence; return the longest path through it."""
-    low, high = b.window[0], b.window[1]
+    low, high = s.window[0], s.window[1]
     for i in range(low, high):
         number = sequence[i]
-        rank = p.task[number, PLACE] >> 2
-        at = b.begin[rank]
-        b.begin[rank] += 1
-        b.sorted[i] = number
-        b.turn[number] = i
-        b.order[at] = number
-        b.place[number] = at
-        if at + 1 < b.row[rank + 1]:
-            b.level[at + 1] = b.level[at] + p.task[number, NET]
+        rank = rank_of(s, number)
+        at = s.begin[rank]
+        s.begin[rank] += 1
+        s.sorted[i] = number
+        s.turn[number] = i
+        s.order[at] = number
+        s.place[number] = at
+        if at + 1 < s.row[rank + 1]:
+            s.level[at + 1] = s.level[at] + entry(s, number, NET)
     for i in range(low, high):
-        b.begin[p.task[sequence[i], PLACE] >> 2] -= 1
-    backwards(p, b, low, high - 1)
-    return int(forwards(p, b, low))
+        s.begin[rank_of(s, sequence[i])] -= 1
+    backwards(s, low, high - 1)
+    return int(forwards(s, low))
 
 
 @callee
-def backwards(p: PackedGraph, b: Blocks, first: int, last: int) -> int:
+def backwards(s: Sheet, first: int, last: int) -> int:
     """Tails of the window's tasks up to ``last``; return the longest path through those before ``first``, if any."""
-    task, successor, order, row, place = p.task, p.successor, b.order, b.row, b.place
+    order, row, place = s.order, s.row, s.place
     makespan = 0
-    for i in range(last, b.window[0] - 1, -1):
-        number = b.sorted[i]
+    for i in range(last, s.window[0] - 1, -1):
+        number = s.sorted[i]
         after = 0
-        for e in range(task[number, FIRST_SUCCESSOR], task[number + 1, FIRST_SUCCESSOR]):
-            other = successor[e, 0]
-            after = max(after, successor[e, 1] + task[other, DURATION] + b.tail[other])
-        b.left[number] = after
+        for e in range(entry(s, number, FIRST_SUCCESSOR), entry(s, number + 1, FIRST_SUCCESSOR)):
+            other = s.successor[2 * e]
+            after = max(after, s.successor[2 * e + 1] + length_of(s, other) + s.tail[other])
+        s.left[number] = after
         at = place[number] + 1
-        if at < row[(task[number, PLACE] >> 2) + 1]:
+        if at < row[rank_of(s, number) + 1]:
             other = order[at]
-            after = max(after, task[other, DURATION] + b.tail[other])
-        b.tail[number] = after
+            after = max(after, length_of(s, other) + s.tail[other])
+        s.tail[number] = after
         if i < first:
-            makespan = max(makespan, b.start[number] + task[number, DURATION] + after)
+            makespan = max(makespan, s.start[number] + length_of(s, number) + after)
     return makespan
 
 
 @callee
-def forwards(p: PackedGraph, b: Blocks, first: int) -> int:
+def forwards(s: Sheet, first: int) -> int:
     """Starts of the window's tasks from ``first`` on; return the longest path through these."""
-    task, order, row, place, start = p.task, b.order, b.row, b.place, b.start
+    order, row, place, start = s.order, s.row, s.place, s.start
     makespan = 0
-    for i in range(first, b.window[1]):
-        number = b.sorted[i]
+    for i in range(first, s.window[1]):
+        number = s.sorted[i]
         ready = 0
-        for e in range(b.before_start[number], b.before_start[number + 1]):
-            other = b.before[e]
-            ready = max(ready, start[other] + task[other, DURATION] + b.before_delay[e])
-        b.released[number] = ready
+        for e in range(s.before_start[number], s.before_start[number + 1]):
+            other = s.before[e]
+            ready = max(ready, start[other] + length_of(s, other) + s.before_delay[e])
+        s.released[number] = ready
         at = place[number]
-        if at > row[task[number, PLACE] >> 2]:
+        if at > row[rank_of(s, number)]:
             other = order[at - 1]
-            ready = max(ready, start[other] + task[other, DURATION])
+            ready = max(ready, start[other] + length_of(s, other))
         start[number] = ready
-        makespan = max(makespan, ready + task[number, DURATION] + b.tail[number])
+        makespan = max(makespan, ready + length_of(s, number) + s.tail[number])
     return makespan
 
 
 @callee
-def remeasure(p: PackedGraph, b: Blocks, source: int, goal: int) -> int:
+def remeasure(s: Sheet, source: int, goal: int) -> int:
     """The longest path through the window after a task has moved from one place to another, which makes no circle.
 
     If all is in the window, that is the same as `measure`.
     In the order that all ranks can follow, only the task and what depends on it (or what it depends on, if it moved
     ahead) must change places with the others up to the one that it passed last.
     """
-    task, order, row, place = p.task, b.order, b.row, b.place
-    moved, marked, count = order[goal], b.waiting, 0
+    order, row, place = s.order, s.row, s.place
+    moved, marked, count = order[goal], s.waiting, 0
     marked[moved] = 1
     if source < goal:
-        first = b.turn[moved]
-        last = b.turn[order[goal - 1]]
+        first = s.turn[moved]
+        last = s.turn[order[goal - 1]]
         free = first
         for i in range(first, last + 1):
-            number = b.sorted[i]
+            number = s.sorted[i]
             at = place[number]
-            if at > row[task[number, PLACE] >> 2] and marked[order[at - 1]] > 0:
+            if at > row[rank_of(s, number)] and marked[order[at - 1]] > 0:
                 marked[number] = 1
-            for e in range(b.before_start[number], b.before_start[number + 1]):
-                if marked[b.before[e]] > 0:
+            for e in range(s.before_start[number], s.before_start[number + 1]):
+                if marked[s.before[e]] > 0:
                     marked[number] = 1
             if marked[number] > 0:
-                b.path[count] = number
+                s.path[count] = number
                 count += 1
             else:
-                b.sorted[free] = number
+                s.sorted[free] = number
                 free += 1
         for k in range(count):
-            b.sorted[free + k] = b.path[k]
+            s.sorted[free + k] = s.path[k]
     else:
-        first = b.turn[order[goal + 1]]
-        last = b.turn[moved]
+        first = s.turn[order[goal + 1]]
+        last = s.turn[moved]
         free = last
         for i in range(last, first - 1, -1):
-            number = b.sorted[i]
+            number = s.sorted[i]
             at = place[number] + 1
-            if at < row[(task[number, PLACE] >> 2) + 1] and marked[order[at]] > 0:
+            if at < row[rank_of(s, number) + 1] and marked[order[at]] > 0:
                 marked[number] = 1
-            for e in range(task[number, FIRST_SUCCESSOR], task[number + 1, FIRST_SUCCESSOR]):
-                if marked[p.successor[e, 0]] > 0:
+            for e in range(entry(s, number, FIRST_SUCCESSOR), entry(s, number + 1, FIRST_SUCCESSOR)):
+                if marked[s.successor[2 * e]] > 0:
                     marked[number] = 1
             if marked[number] > 0:
-                b.path[count] = number
+                s.path[count] = number
                 count += 1
             else:
-                b.sorted[free] = number
+                s.sorted[free] = number
                 free -= 1
         for k in range(count):
-            b.sorted[free - k] = b.path[k]
+            s.sorted[free - k] = s.path[k]
     for k in range(count):
-        marked[b.path[k]] = -1
+        marked[s.path[k]] = -1
     for i in range(first, last + 1):
-        b.turn[b.sorted[i]] = i
-    held = b.level[min(source, goal)]
+        s.turn[s.sorted[i]] = i
+    held = s.level[min(source, goal)]
     for i in range(min(source, goal), max(source, goal) + 1):
-        b.level[i] = held
-        held += task[order[i], NET]
-    before = backwards(p, b, first, last)
-    return int(max(before, forwards(p, b, first)))
+        s.level[i] = held
+        held += entry(s, order[i], NET)
+    before = backwards(s, first, last)
+    return int(max(before, forwards(s, first)))
 
 
 @callee
-def longest_path(p: PackedGraph, b: Blocks, makespan: int, random: Array) -> int:
-    """Write a longest path, within the window, into ``b.path``; return its length. Where several meet, one is drawn."""
-    low, at = b.window[0], b.window[1] - 1
-    while at >= low and b.start[b.sorted[at]] + p.task[b.sorted[at], DURATION] + b.tail[b.sorted[at]] < makespan:
+def longest_path(s: Sheet, makespan: int, random: Array) -> int:
+    """Write a longest path, within the window, into ``s.path``; return its length. Where several meet, one is drawn."""
+    low, at = s.window[0], s.window[1] - 1
+    while at >= low and s.start[s.sorted[at]] + length_of(s, s.sorted[at]) + s.tail[s.sorted[at]] < makespan:
         at -= 1
-    number = b.sorted[at] if at >= low else -1
+    number = s.sorted[at] if at >= low else -1
     length = 0
-    while number >= 0 and b.turn[number] >= low:
-        at = b.place[number]
-        b.path[length] = at
+    while number >= 0 and s.turn[number] >= low:
+        at = s.place[number]
+        s.path[length] = at
         length += 1
-        begin = b.start[number]
+        begin = s.start[number]
         after = -1
         seen = 0
-        if at > b.row[p.task[number, PLACE] >> 2]:
-            neighbour = b.order[at - 1]
-            if b.start[neighbour] + p.task[neighbour, DURATION] == begin:
+        if at > s.row[rank_of(s, number)]:
+            neighbour = s.order[at - 1]
+            if s.start[neighbour] + length_of(s, neighbour) == begin:
                 after = neighbour
                 seen = 1
-        if b.released[number] == begin:
-            for e in range(b.before_start[number], b.before_start[number + 1]):
-                other = b.before[e]
-                if b.start[other] + p.task[other, DURATION] + b.before_delay[e] == begin:
+        if s.released[number] == begin:
+            for e in range(s.before_start[number], s.before_start[number + 1]):
+                other = s.before[e]
+                if s.start[other] + length_of(s, other) + s.before_delay[e] == begin:
                     seen += 1
                     if draw(random) % seen == 0:
                         after = other

@@ -16,15 +16,27 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from pipeloom.compiled import callee, inlined, kernel
+from pipeloom.compiled import callee, inlined, kernel, pointer
 from pipeloom.compiled.arrays import assign
 from pipeloom.compiled.random import draw
-from pipeloom.search.kernels.blocks import Blocks, longest_path, measure, open_window, remeasure, replace_window
+from pipeloom.search.kernels.blocks import (
+    Blocks,
+    Sheet,
+    entry,
+    length_of,
+    longest_path,
+    measure,
+    open_window,
+    rank_of,
+    remeasure,
+    replace_window,
+    sheet,
+)
 from pipeloom.search.kernels.by_rank import Ranks, rollout_by_rank
 from pipeloom.search.kernels.codes import DEADLOCK, NEVER
 from pipeloom.search.kernels.shake import Table, wish_for
 from pipeloom.search.kernels.terms import Terms, allowance
-from pipeloom.search.packed import DURATION, FIRST_SUCCESSOR, NET, PEAK, PLACE, PackedGraph
+from pipeloom.search.packed import FIRST_SUCCESSOR, NET, PEAK, PackedGraph
 
 Array = npt.NDArray[Any]
 
@@ -89,124 +101,123 @@ def slot(first: int, second: int) -> Any:
 
 
 @callee
-def later(p: PackedGraph, b: Blocks, i: int, j: int, most: int) -> int:
+def later(s: Sheet, i: int, j: int, most: int) -> int:
     """Estimated makespan where the task at place ``i`` moves behind that at ``j``, at most ``most`` + 1.
 
     `DEADLOCK` where memory forbids it, or where something that waits for the task may be before the one at ``j``. If
     ``most`` is not `NEVER`, all from ``i`` to ``j`` must run without a gap.
     """
-    task, order, row = p.task, b.order, b.row
+    order, row = s.order, s.row
     moved, last = order[i], order[j]
-    rank = task[moved, PLACE] >> 2
+    rank = rank_of(s, moved)
     end = 0
     if i > row[rank]:
-        end = b.start[order[i - 1]] + task[order[i - 1], DURATION]
+        end = s.start[order[i - 1]] + length_of(s, order[i - 1])
     after = 0
     if j + 1 < row[rank + 1]:
-        after = task[order[j + 1], DURATION] + b.tail[order[j + 1]]
-    after = max(b.left[moved], after)
+        after = length_of(s, order[j + 1]) + s.tail[order[j + 1]]
+    after = max(s.left[moved], after)
     # The moved task ends no sooner than if the others ran without a gap.
-    whole = b.start[last] + task[last, DURATION] - b.start[moved]
-    if max(end, b.released[order[i + 1]]) + whole + after > most:
+    whole = s.start[last] + length_of(s, last) - s.start[moved]
+    if max(end, s.released[order[i + 1]]) + whole + after > most:
         return most + 1
-    for e in range(task[moved, FIRST_SUCCESSOR], task[moved + 1, FIRST_SUCCESSOR]):
-        other = p.successor[e, 0]
-        if other == last or b.start[other] + task[other, DURATION] <= b.start[last]:
+    for e in range(entry(s, moved, FIRST_SUCCESSOR), entry(s, moved + 1, FIRST_SUCCESSOR)):
+        other = s.successor[2 * e]
+        if other == last or s.start[other] + length_of(s, other) <= s.start[last]:
             return DEADLOCK
-    held = b.level[i]
+    held = s.level[i]
     for k in range(i + 1, j + 1):
         number = order[k]
-        if held + task[number, PEAK] > p.capacity[rank]:
+        if held + entry(s, number, PEAK) > s.capacity[rank]:
             return DEADLOCK
-        held += task[number, NET]
-        b.trial[number] = max(end, b.released[number])
-        end = b.trial[number] + task[number, DURATION]
-    if held + task[moved, PEAK] > p.capacity[rank]:
+        held += entry(s, number, NET)
+        s.trial[number] = max(end, s.released[number])
+        end = s.trial[number] + length_of(s, number)
+    if held + entry(s, moved, PEAK) > s.capacity[rank]:
         return DEADLOCK
-    after += task[moved, DURATION]
-    longest = max(end, b.released[moved]) + after
+    after += length_of(s, moved)
+    longest = max(end, s.released[moved]) + after
     k = j
     while k > i and longest <= most:
         number = order[k]
-        after = max(b.left[number], after) + task[number, DURATION]
-        longest = max(longest, b.trial[number] + after)
+        after = max(s.left[number], after) + length_of(s, number)
+        longest = max(longest, s.trial[number] + after)
         k -= 1
     return int(min(longest, most + 1))
 
 
 @callee
-def earlier(p: PackedGraph, b: Blocks, i: int, j: int, most: int) -> int:
+def earlier(s: Sheet, i: int, j: int, most: int) -> int:
     """Estimated makespan where the task at place ``j`` moves before that at ``i``; likewise."""
-    task, order, row = p.task, b.order, b.row
+    order, row = s.order, s.row
     first, moved = order[i], order[j]
-    rank = task[moved, PLACE] >> 2
+    rank = rank_of(s, moved)
     end = 0
     if i > row[rank]:
-        end = b.start[order[i - 1]] + task[order[i - 1], DURATION]
+        end = s.start[order[i - 1]] + length_of(s, order[i - 1])
     after = 0
     if j + 1 < row[rank + 1]:
-        after = task[order[j + 1], DURATION] + b.tail[order[j + 1]]
-    whole = b.start[moved] + task[moved, DURATION] - b.start[first]
-    if max(end, b.released[moved]) + whole + max(b.left[order[j - 1]], after) > most:
+        after = length_of(s, order[j + 1]) + s.tail[order[j + 1]]
+    whole = s.start[moved] + length_of(s, moved) - s.start[first]
+    if max(end, s.released[moved]) + whole + max(s.left[order[j - 1]], after) > most:
         return most + 1
-    for e in range(b.before_start[moved], b.before_start[moved + 1]):
-        other = b.before[e]
-        if other == first or b.start[first] + task[first, DURATION] <= b.start[other]:
+    for e in range(s.before_start[moved], s.before_start[moved + 1]):
+        other = s.before[e]
+        if other == first or s.start[first] + length_of(s, first) <= s.start[other]:
             return DEADLOCK
-    held = b.level[i]
-    if held + task[moved, PEAK] > p.capacity[rank]:
+    held = s.level[i]
+    if held + entry(s, moved, PEAK) > s.capacity[rank]:
         return DEADLOCK
-    held += task[moved, NET]
-    b.trial[moved] = max(end, b.released[moved])
-    end = b.trial[moved] + task[moved, DURATION]
+    held += entry(s, moved, NET)
+    s.trial[moved] = max(end, s.released[moved])
+    end = s.trial[moved] + length_of(s, moved)
     for k in range(i, j):
         number = order[k]
-        if held + task[number, PEAK] > p.capacity[rank]:
+        if held + entry(s, number, PEAK) > s.capacity[rank]:
             return DEADLOCK
-        held += task[number, NET]
-        b.trial[number] = max(end, b.released[number])
-        end = b.trial[number] + task[number, DURATION]
+        held += entry(s, number, NET)
+        s.trial[number] = max(end, s.released[number])
+        end = s.trial[number] + length_of(s, number)
     longest = 0
     k = j - 1
     while k >= i and longest <= most:
         number = order[k]
-        after = max(b.left[number], after) + task[number, DURATION]
-        longest = max(longest, b.trial[number] + after)
+        after = max(s.left[number], after) + length_of(s, number)
+        longest = max(longest, s.trial[number] + after)
         k -= 1
-    after = max(b.left[moved], after) + task[moved, DURATION]
-    return int(min(max(longest, b.trial[moved] + after), most + 1))
+    after = max(s.left[moved], after) + length_of(s, moved)
+    return int(min(max(longest, s.trial[moved] + after), most + 1))
 
 
 @callee
-def is_forbidden(b: Blocks, t: Tour, source: int, goal: int) -> bool:
-    """Whether a move would undo one of late."""
-    moved = b.order[source]
-    now = t.state[NOW]
+def is_forbidden(s: Sheet, forbidden: Any, now: int, source: int, goal: int) -> bool:
+    """Whether a move would undo one of late, by a pointer to ``Tour.forbidden``."""
+    moved = s.order[source]
     if source < goal:
         for k in range(source + 1, goal + 1):
-            if t.forbidden[slot(b.order[k], moved)] > now:
+            if forbidden[slot(s.order[k], moved)] > now:
                 return True
     else:
         for k in range(goal, source):
-            if t.forbidden[slot(moved, b.order[k])] > now:
+            if forbidden[slot(moved, s.order[k])] > now:
                 return True
     return False
 
 
 @callee
-def move(b: Blocks, t: Tour, source: int, goal: int, until: int) -> None:
+def move(s: Sheet, forbidden: Any, source: int, goal: int, until: int) -> None:
     """Move a task from one place to another, those between by one, and forbid to undo it."""
-    moved = b.order[source]
+    moved = s.order[source]
     step = 1 if source < goal else -1
     i = source
     while i != goal:
-        other = b.order[i + step]
-        t.forbidden[slot(moved, other) if step > 0 else slot(other, moved)] = until
-        b.order[i] = other
-        b.place[other] = i
+        other = s.order[i + step]
+        forbidden[slot(moved, other) if step > 0 else slot(other, moved)] = until
+        s.order[i] = other
+        s.place[other] = i
         i += step
-    b.order[goal] = moved
-    b.place[moved] = goal
+    s.order[goal] = moved
+    s.place[moved] = goal
 
 
 @callee
@@ -218,7 +229,7 @@ def take(b: Blocks, order: Array) -> None:
 
 
 @callee
-def shifted(p: PackedGraph, b: Blocks, s: Ranks, t: Table, span: float, lookahead: int) -> int:
+def shifted(p: PackedGraph, b: Blocks, ranks: Ranks, t: Table, span: float, lookahead: int) -> int:
     """Shift starts of the measured order and mend it; return the makespan."""
     assign(t.current, b.order)
     assign(t.when, b.start)
@@ -226,21 +237,21 @@ def shifted(p: PackedGraph, b: Blocks, s: Ranks, t: Table, span: float, lookahea
     assign(t.order, t.made)
     for i in range(len(t.order)):
         t.place[t.order[i]] = i
-    if rollout_by_rank(p, s, t.order, t.place, t.made, 1 + draw(t.random) % lookahead, NEVER) >= 0:
+    if rollout_by_rank(p, ranks, t.order, t.place, t.made, 1 + draw(t.random) % lookahead, NEVER) >= 0:
         take(b, t.made)
     return int(measure(p, b))
 
 
 @callee
-def slide(p: PackedGraph, b: Blocks, tour: Tour, width: int) -> None:
+def slide(s: Sheet, tour: Tour, width: int) -> None:
     """Open the next window of up to so many tasks."""
-    state, num_tasks = tour.state, len(b.order)
+    state, num_tasks = tour.state, s.num_tasks
     state[OPENED] += 1
     middle = int(GOLDEN * float(state[OPENED]) % 1.0 * num_tasks)
     low = middle - width // 2
-    state[0] = open_window(p, b, max(low, 0), min(low + width, num_tasks))
+    state[0] = open_window(s, max(low, 0), min(low + width, num_tasks))
     state[HOME] = state[0]
-    copy_window(b, b.sorted, tour.home)
+    copy_window(s, s.sorted, tour.home)
 
 
 @inlined
@@ -251,49 +262,51 @@ def patience(rules: Rules, tour: Tour, num_tasks: int) -> Any:
 
 
 @callee
-def restart(p: PackedGraph, b: Blocks, s: Ranks, t: Table, tour: Tour, rules: Rules, terms: Terms) -> None:
+def restart(p: PackedGraph, b: Blocks, ranks: Ranks, t: Table, tour: Tour, rules: Rules, terms: Terms) -> None:
     """Go on from the home, which is what was found since the last restart if that is not much longer.
 
     From there to another window; or if all tasks are in one, starts are shifted.
     """
-    state, random = tour.state, t.random
-    note(b, tour)
+    state, random, s = tour.state, t.random, sheet(p, b)
+    note(s, tour)
     if state[LOCAL] <= state[HOME] + allowance(terms, random):
         state[HOME] = state[LOCAL]
-        copy_window(b, tour.local, tour.home)
-    state[0] = replace_window(p, b, tour.home)
-    if rules.width < len(b.order):
-        slide(p, b, tour, rules.width)
+        copy_window(s, tour.local, tour.home)
+    state[0] = replace_window(s, tour.home)
+    if rules.width < s.num_tasks:
+        slide(s, tour, rules.width)
     else:
         for _ in range(1 + draw(random) % rules.shifts):
-            state[0] = shifted(p, b, s, t, rules.span, rules.lookahead)
+            state[0] = shifted(p, b, ranks, t, rules.span, rules.lookahead)
     state[SINCE] = state[NOW]
     state[LOCAL] = NEVER
 
 
 @callee
-def copy_window(b: Blocks, source: Array, target: Array) -> None:
+def copy_window(s: Sheet, source: Any, target: Any) -> None:
     """Copy of a sequence what is in the window."""
-    for i in range(b.window[0], b.window[1]):
+    for i in range(s.window[0], s.window[1]):
         target[i] = source[i]
 
 
 @callee
-def note(b: Blocks, tour: Tour) -> None:
+def note(s: Sheet, tour: Tour) -> None:
     """Note the best schedule since the last restart, if it is the best of all by what is known of the window."""
     state = tour.state
     if state[LOCAL] < state[BEST]:
         state[BEST] = state[LOCAL]
-        assign(tour.best, b.sorted)
-        copy_window(b, tour.local, tour.best)
+        for i in range(s.num_tasks):
+            tour.best[i] = s.sorted[i]
+        copy_window(s, tour.local, tour.best)
 
 
 @kernel
-def tabu(p: PackedGraph, b: Blocks, s: Ranks, t: Table, tour: Tour, rules: Rules, terms: Terms) -> int:
+def tabu(p: PackedGraph, b: Blocks, ranks: Ranks, t: Table, tour: Tour, rules: Rules, terms: Terms) -> int:
     """Make so many moves or restarts; return how many were made."""
-    state, random, path = tour.state, t.random, b.path
-    if b.window[1] - b.window[0] > rules.width:
-        slide(p, b, tour, rules.width)
+    state, random, s = tour.state, t.random, sheet(p, b)
+    order, path, forbidden = s.order, s.path, pointer(tour.forbidden)
+    if s.window[1] - s.window[0] > rules.width:
+        slide(s, tour, rules.width)
     made = 0
     while made < terms.num_evaluations and state[BEST] > terms.target:
         made += 1
@@ -303,15 +316,15 @@ def tabu(p: PackedGraph, b: Blocks, s: Ranks, t: Table, tour: Tour, rules: Rules
         goal = -1
         spare = 0
         ties = 0
-        if state[NOW] - state[SINCE] <= patience(rules, tour, len(b.order)):
-            length = longest_path(p, b, state[0], random)
-            begins = length > 0 and follows(b.order[path[length - 1]], b.released, b.start)
-            ends = length > 0 and follows(b.order[path[0]], b.left, b.tail)
+        if state[NOW] - state[SINCE] <= patience(rules, tour, s.num_tasks):
+            length = longest_path(s, state[0], random)
+            begins = length > 0 and follows(order[path[length - 1]], s.released, s.start)
+            ends = length > 0 and follows(order[path[0]], s.left, s.tail)
             last = 0
             # The path runs back in time: a block begins at its last task.
             while last < length:
                 first = last
-                while first + 1 < length and path[first + 1] == path[first] - 1 and on_one_rank(p, b, path[first]):
+                while first + 1 < length and path[first + 1] == path[first] - 1 and on_one_rank(s, path[first]):
                     first += 1
                 i = path[first]
                 j = path[last]
@@ -326,14 +339,14 @@ def tabu(p: PackedGraph, b: Blocks, s: Ranks, t: Table, tour: Tour, rules: Rules
                         if backwards == 1:
                             one = i + k
                             two = i
-                            guess = earlier(p, b, i, one, best)
+                            guess = earlier(s, i, one, best)
                         else:
                             one = j - k
                             two = j
-                            guess = later(p, b, one, j, best)
+                            guess = later(s, one, j, best)
                         if guess == DEADLOCK:
                             continue
-                        if guess > best or (guess >= state[BEST] and is_forbidden(b, tour, one, two)):
+                        if guess > best or (guess >= state[BEST] and is_forbidden(s, forbidden, state[NOW], one, two)):
                             # Where all is forbidden, one of it is drawn.
                             spare += 1
                             if best == NEVER and draw(random) % spare == 0:
@@ -349,27 +362,27 @@ def tabu(p: PackedGraph, b: Blocks, s: Ranks, t: Table, tour: Tour, rules: Rules
                             goal = two
                 last = first + 1
         if source < 0:
-            restart(p, b, s, t, tour, rules, terms)
+            restart(p, b, ranks, t, tour, rules, terms)
         else:
-            move(b, tour, source, goal, state[NOW] + rules.tenure + draw(random) % rules.tenure)
-            state[0] = remeasure(p, b, source, goal)
+            move(s, forbidden, source, goal, state[NOW] + rules.tenure + draw(random) % rules.tenure)
+            state[0] = remeasure(s, source, goal)
         if state[0] < state[LOCAL]:
             state[LOCAL] = state[0]
             state[SINCE] = state[NOW]
-            copy_window(b, b.sorted, tour.local)
+            copy_window(s, s.sorted, tour.local)
             if state[0] <= terms.target:
                 break
-    note(b, tour)
+    note(s, tour)
     return made
 
 
 @inlined
-def follows(number: int, alone: Array, all_in_all: Array) -> Any:
+def follows(number: int, alone: Any, all_in_all: Any) -> Any:
     """Whether a path goes on outside of the window by something else than the task's rank."""
     return 0 < all_in_all[number] == alone[number]
 
 
 @inlined
-def on_one_rank(p: PackedGraph, b: Blocks, at: int) -> Any:
+def on_one_rank(s: Sheet, at: int) -> Any:
     """Whether the task at a place and the one before it are of one rank."""
-    return p.task[b.order[at], PLACE] >> 2 == p.task[b.order[at - 1], PLACE] >> 2
+    return rank_of(s, s.order[at]) == rank_of(s, s.order[at - 1])
