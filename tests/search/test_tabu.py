@@ -23,10 +23,11 @@ from pipeloom.search.kernels.blocks import (
     sheet,
 )
 from pipeloom.search.kernels.codes import DEADLOCK, NEVER
+from pipeloom.search.kernels.terms import Terms
 from pipeloom.search.local import portfolio
 from pipeloom.search.packed import DURATION, pack_graph
 from pipeloom.search.state import Search
-from pipeloom.search.tabu import tabu_search
+from pipeloom.search.tabu import Tour, tabu_search
 from pipeloom.timeline import Schedule, check, simulate
 from tests.strategies import graphs
 
@@ -158,3 +159,14 @@ def test_ranks_may_begin_with_different_microbatches(num_microbatches, seed, sho
     graph = generate(family("vlm-s", num_microbatches=num_microbatches, memory=1.5), seed)
     found = solve(graph, budget=Evaluations(20_000), seed=0)
     assert found.timeline.makespan_ns <= 1.003e6 * shortest_ms
+
+
+@pytest.mark.parametrize(("num_ranks", "width"), [(2, 106), (4, 150), (8, 212)])
+def test_windows_are_the_wider_the_more_ranks_there_are(num_ranks, width):
+    graph = generate(family("vlm-s", num_ranks=num_ranks, num_microbatches=32, memory=1.5), 0)
+    search = Search(graph, begin(Evaluations(1)))
+    portfolio(search)
+    tour = Tour(search, 1)
+    assert tour.rules.width == width < graph.num_tasks
+    tour.climb(search, Terms(0.0, 0, 2))
+    assert tour.blocks.window[1] - tour.blocks.window[0] <= width

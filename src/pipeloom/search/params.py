@@ -91,8 +91,8 @@ class TabuParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     patience: float = 45.0
     """Times the root of the number of tasks in the window: moves without anything better after which starts are
     shifted, or another window is opened."""
-    window: int = 150
-    """Tasks of a window, of graphs that are not small. No more move at a time."""
+    window: float = 75.0
+    """Times the root of the number of ranks: tasks of a window, of graphs that are not small. No more move at once."""
     sweeps: int = 20
     """Patience is that only once windows have been everywhere so often; it begins with so small a part of it."""
     reach: int = 32
@@ -111,7 +111,8 @@ class TabuParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         check_share("tabu.small_orders_share", self.small_orders_share)
         check_share("tabu.one_way_orders_share", self.one_way_orders_share)
         check_positive("tabu.patience", self.patience)
-        for name in ("tenure", "window", "sweeps", "reach", "shifts", "lookahead"):
+        check_positive("tabu.window", self.window)
+        for name in ("tenure", "sweeps", "reach", "shifts", "lookahead"):
             check_count(f"tabu.{name}", getattr(self, name))
         check_not_negative("tabu.heat", self.heat)
 

@@ -14,7 +14,7 @@ from pipeloom.search.state import Search
 from pipeloom.search.stopping import WHOLE, Stretch
 
 
-class _Tour:
+class Tour:
     """One thread's tabu search."""
 
     def __init__(self, search: Search, seed: int) -> None:
@@ -23,8 +23,9 @@ class _Tour:
         self.job_of_task = np.unique(search.graph.microbatch, return_inverse=True)[1]
         span = float(search.packed.work.max()) / (int(self.job_of_task.max()) + 1)
         num_tasks = search.graph.num_tasks
-        whole = num_tasks <= max(params.most_tasks, params.window)
-        width, sweeps = (num_tasks, 1) if whole else (params.window, params.sweeps)
+        width, sweeps = max(1, round(params.window * search.graph.num_ranks**0.5)), params.sweeps
+        if num_tasks <= max(params.most_tasks, width):
+            width, sweeps = num_tasks, 1
         patience = max(1, round(params.patience * width**0.5))
         self.rules = kernels.Rules(
             params.tenure, patience, params.reach, params.shifts, params.lookahead, span, width, sweeps
@@ -62,4 +63,4 @@ def tabu_search(search: Search, stretch: Stretch = WHOLE) -> None:
     if search.done:
         return
     seeds = search.random.integers(1, 1 << 62, size=search.context.threads)
-    climb_together(search, [_Tour(search, int(seed)) for seed in seeds], stretch, search.params.tabu.heat)
+    climb_together(search, [Tour(search, int(seed)) for seed in seeds], stretch, search.params.tabu.heat)
