@@ -18,6 +18,10 @@ from pipeloom.search.state import Pace, Search
 from pipeloom.search.stopping import WHOLE, Stretch
 from pipeloom.taskgraph import IntArray
 
+_TASKS_PER_OFFER = 2000
+"""What is found is measured as a whole and put in order after every round in graphs of so many tasks, in larger ones as
+many times less often: else that takes most of the time."""
+
 
 def portfolio(search: Search, stretch: Stretch | None = None) -> None:
     """Try the starts, all of them if the budget, or its stretch, allows; up to the first order of groups at least.
@@ -104,7 +108,8 @@ def local_search(search: Search, stretch: Stretch = WHOLE, heat: float = 0.0) ->
 
 def climb_together(search: Search, climbers: Sequence[Climber], stretch: Stretch, heat: float) -> None:
     """Let climbers search side by side, a thread each; after every round those behind go on from the incumbent."""
-    threads = len(climbers)
+    threads, rounds = len(climbers), 0
+    every = max(1, search.graph.num_tasks // _TASKS_PER_OFFER)
     pool = ThreadPoolExecutor(threads) if threads > 1 else None
     try:
         for count in search.rounds(stretch):
@@ -116,14 +121,25 @@ def climb_together(search: Search, climbers: Sequence[Climber], stretch: Stretch
                 terms = Terms(temperature, search.target_ns, share)
                 used = list(pool.map(lambda climber: climber.climb(search, terms), climbers))  # noqa: B023
             search.meter.used += sum(used)
-            best = min(climbers, key=lambda climber: int(climber.state[1]))
-            if best.state[1] < search.best_ns:
-                best.offer(search)
-                for climber in climbers:
-                    if climber is not best and threads > 1:
-                        climber.restart(search)
+            rounds += 1
+            if rounds % every == 0 or min(climber.state[1] for climber in climbers) <= search.target_ns:
+                _meet(search, climbers)
             else:
                 search.report()
     finally:
+        if rounds % every:
+            _meet(search, climbers)
         if pool is not None:
             pool.shutdown()
+
+
+def _meet(search: Search, climbers: Sequence[Climber]) -> None:
+    """Make the best of all the incumbent, from which the others go on."""
+    best = min(climbers, key=lambda climber: int(climber.state[1]))
+    if best.state[1] >= search.best_ns:
+        search.report()
+        return
+    best.offer(search)
+    for climber in climbers:
+        if climber is not best:
+            climber.restart(search)

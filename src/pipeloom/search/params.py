@@ -140,21 +140,24 @@ class JustificationParams(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
         check_count("justification.lookahead", self.lookahead)
 
 
-class PieceParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Search of large graphs piece by piece, where memory is limited."""
+class SampleParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Search of large graphs on a sample, where memory is limited."""
 
     most_tasks: int = 40_000
     """Tasks up to which a graph is searched as a whole."""
-    tasks: int = 3000
-    """Of a piece, about."""
-    share: float = 0.8
-    """Part of the time that is left when it begins."""
+    tasks: int = 16_000
+    """Of the sample, about."""
+    most_filling: float = 1.02
+    """The bounds of all copies of the sample, one after the other, may be so many times that of the whole."""
+    share: float = 0.6
+    """Part of the time that is left when it begins; the rest is for the whole."""
 
     def __post_init__(self) -> None:
         """Refuse shares and counts that are none."""
-        check_not_negative("pieces.most_tasks", self.most_tasks)
-        check_count("pieces.tasks", self.tasks)
-        check_share("pieces.share", self.share)
+        check_not_negative("sample.most_tasks", self.most_tasks)
+        check_count("sample.tasks", self.tasks)
+        check_ratio("sample.most_filling", self.most_filling)
+        check_share("sample.share", self.share)
 
 
 class TurnParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -330,7 +333,7 @@ class SearchParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     orders: OrderParams = OrderParams()
     tabu: TabuParams = TabuParams()
     justification: JustificationParams = JustificationParams()
-    pieces: PieceParams = PieceParams()
+    sample: SampleParams = SampleParams()
     turns: TurnParams = TurnParams()
     strategies: StrategyParams = StrategyParams()
     assignment: AssignmentParams = AssignmentParams()

@@ -12,7 +12,7 @@ from pipeloom.search.justify import justify
 from pipeloom.search.kernels import codes
 from pipeloom.search.local import local_search, portfolio
 from pipeloom.search.params import SearchParams
-from pipeloom.search.pieces import search_pieces
+from pipeloom.search.sample import search_sample
 from pipeloom.search.state import Run, Search
 from pipeloom.search.stopping import Stretch
 from pipeloom.search.tabu import tabu_search
@@ -45,7 +45,7 @@ def default_phases(params: SearchParams) -> tuple[Phase, ...]:
     """Static orders; local search where memory does not matter; where it does, annealing of orders as long as they are
     far from the bound, else justification; and there, and for small graphs, tabu search on the order of tasks.
     """
-    orders, tasks, back, pieces = params.orders, params.tabu, params.justification, params.pieces
+    orders, tasks, back, sample = params.orders, params.tabu, params.justification, params.sample
 
     def small(search: Search) -> bool:
         return search.graph.num_tasks <= tasks.most_tasks
@@ -58,19 +58,20 @@ def default_phases(params: SearchParams) -> tuple[Phase, ...]:
         return not small(search) and (search.limited or search.listed)
 
     def large(search: Search) -> bool:
-        return limited(search) and search.graph.num_tasks > pieces.most_tasks and len(search.packed.job_size) > 1
+        return limited(search) and search.graph.num_tasks > sample.most_tasks
 
-    def piece_by_piece(search: Search, stretch: Stretch) -> None:
-        search_pieces(search, stretch, default)
+    def on_a_sample(search: Search, stretch: Stretch) -> None:
+        search_sample(search, stretch, default)
 
     def far(search: Search) -> bool:
         return limited(search) and search.best_ns > orders.far * search.target_ns
 
     def near(search: Search) -> bool:
-        return limited(search) and not far(search) and search.reverse is not None
+        # A pass over the whole of a large graph is a poor step.
+        return limited(search) and not far(search) and not large(search) and search.reverse is not None
 
     def one_way(search: Search) -> bool:
-        return limited(search) and search.reverse is None
+        return limited(search) and not large(search) and search.reverse is None
 
     def anneal(search: Search, stretch: Stretch) -> None:
         local_search(search, stretch, orders.heat)
@@ -87,7 +88,9 @@ def default_phases(params: SearchParams) -> tuple[Phase, ...]:
         Phase("static orders", portfolio, share=params.static_orders.share, open_end=True),
         Phase("orders, annealed", anneal, share=tasks.small_orders_share, where=small),
         Phase("orders, improved", local_search, where=unlimited),
-        Phase("orders, piece by piece", piece_by_piece, share=pieces.share, where=large),
+        Phase(
+            "sample", on_a_sample, share=sample.share, where=lambda search: large(search) and far(search), open_end=True
+        ),
         # Microbatches must change places, at which the search of group orders is better than the others.
         Phase("orders, annealed the hotter the longer", anneal_long, share=orders.far_share, where=far),
         Phase("justification", back_and_forth, share=back.share, where=near),

@@ -42,11 +42,15 @@ Array = npt.NDArray[Any]
 
 FORBIDDEN = 1 << 16
 """Entries of the table of what is forbidden; a power of two."""
-BEST, NOW, SINCE, LOCAL, HOME, OPENED = range(1, 7)
+BEST, NOW, SINCE, LOCAL, HOME, OPENED, LOW, HIGH = range(1, 9)
 """Entries of ``Tour.state`` after the current makespan: the best one; moves made; when the last restart or its best
-was; the best since; that of the order from which restarts go; windows opened."""
+was; the best since; that of the order from which restarts go; windows opened; between which turns the order may differ
+from the best."""
 GOLDEN = 0.6180339887498949
-"""Steps of so much of a circle come everywhere about equally often."""
+"""Steps of so much of a circle come everywhere about equally often; where windows lie side by side, of a window: then
+the next sweep's borders are elsewhere than this one's."""
+SIDE_BY_SIDE = 10_000
+"""Tasks from which on they do: to time all that lies between two windows again would take longer than the moves."""
 
 
 class Rules(NamedTuple):
@@ -70,7 +74,7 @@ class Tour(NamedTuple):
 
     Attributes
     ----------
-    state : array, shape (7,)
+    state : array, shape (9,)
     best : array, shape (num_tasks,)
         All tasks in an order that all ranks can follow.
     local, home : array, shape (num_tasks,)
@@ -90,7 +94,7 @@ def make_tour(b: Blocks, makespan: int) -> Tour:
     """Begin with an order that is measured, and with all tasks in the window."""
     b.sorted[:] = b.sorted[np.argsort(b.start[b.sorted], kind="stable")]
     b.turn[b.sorted] = np.arange(len(b.sorted))
-    state = np.array([makespan, makespan, 0, 0, makespan, makespan, 0], np.int64)
+    state = np.array([makespan, makespan, 0, 0, makespan, makespan, 0, 0, len(b.sorted)], np.int64)
     return Tour(state, b.sorted.copy(), b.sorted.copy(), b.sorted.copy(), np.zeros(FORBIDDEN, np.int64))
 
 
@@ -247,9 +251,12 @@ def slide(s: Sheet, tour: Tour, width: int) -> None:
     """Open the next window of up to so many tasks."""
     state, num_tasks = tour.state, s.num_tasks
     state[OPENED] += 1
-    middle = int(GOLDEN * float(state[OPENED]) % 1.0 * num_tasks)
+    circle = num_tasks if num_tasks < SIDE_BY_SIDE else width
+    middle = int(GOLDEN * float(circle) * float(state[OPENED])) % num_tasks
     low = middle - width // 2
     state[0] = open_window(s, max(low, 0), min(low + width, num_tasks))
+    state[LOW] = min(state[LOW], s.window[0])
+    state[HIGH] = max(state[HIGH], s.window[1])
     state[HOME] = state[0]
     copy_window(s, s.sorted, tour.home)
 
@@ -295,9 +302,11 @@ def note(s: Sheet, tour: Tour) -> None:
     state = tour.state
     if state[LOCAL] < state[BEST]:
         state[BEST] = state[LOCAL]
-        for i in range(s.num_tasks):
+        for i in range(state[LOW], state[HIGH]):
             tour.best[i] = s.sorted[i]
         copy_window(s, tour.local, tour.best)
+        state[LOW] = s.window[0]
+        state[HIGH] = s.window[1]
 
 
 @kernel

@@ -1,0 +1,261 @@
+"""Search of large graphs on a sample: what is found for some jobs serves all that are like them.
+
+Thousands of jobs (mostly microbatches) are alike but for their lengths. So they are sorted into groups of like ones,
+one job of each is searched, and that schedule is run again and again, each time with other members of the groups. A
+member takes its group's place task by task. Nobody needs more bytes than the sample counted on, so what is put
+together fits.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pipeloom.errors import InfeasibleError
+from pipeloom.search.kernels.blocks import make_blocks, measure, sequence_of
+from pipeloom.search.state import Run, Search
+from pipeloom.search.stopping import WHOLE, Meter, Stretch, Until
+from pipeloom.taskgraph import FORWARD, NO_TASK, IntArray, TaskGraph
+from pipeloom.timeline import lower_bound
+
+_Profiles = npt.NDArray[np.float64]
+
+NOBODY = -1
+"""In place of a job where a group has no member for a copy."""
+
+
+def search_sample(search: Search, stretch: Stretch, run: Run) -> None:
+    """Search a sample with ``run``, and keep what it gives for the whole, if that is better.
+
+    That is not tried where jobs are so unlike that the sample has half of all tasks, nor where it has so few that too
+    much time would go by while ranks fill and drain, each time that the sample is run.
+    """
+    meter, params = search.meter, search.params.sample
+    copies = max(2, search.graph.num_tasks // params.tasks)
+    sample = take_sample(search.graph, search.jobs.job_of_task, copies)
+    graph, bound = sample.graph, lower_bound(sample.graph)
+    if (
+        2 * graph.num_tasks > search.graph.num_tasks
+        or copies * bound.ns > params.most_filling * search.context.bound.ns
+    ):
+        return
+    context = replace(
+        search.context,
+        meter=Meter(Until(meter.watch, meter.used, stretch.until).start()),
+        bound=bound,
+        on_progress=None,
+    )
+    # The most that the members of a group need may be more than there is, though each of them fits.
+    with suppress(InfeasibleError):
+        alone = Search(graph, context)
+        run(alone, WHOLE)
+        meter.used += context.meter.used
+        blocks = make_blocks(search.packed, sample.sequence(alone.sequence))
+        makespan = int(measure(search.packed, blocks))
+        assert makespan >= 0, makespan
+        if makespan < search.best_ns:
+            search.keep(makespan, sequence_of(search.packed, blocks))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sample:
+    """A graph of one job of each group: mean durations of the group, and the most bytes that a member needs.
+
+    Attributes
+    ----------
+    graph : TaskGraph
+    member : array, shape (tasks of the sample, number of copies)
+        The task that takes the place of a task of the sample in a copy, or `NO_TASK`. Every task of the whole is there
+        once.
+    """
+
+    graph: TaskGraph
+    member: IntArray
+
+    def sequence(self, of_sample: IntArray) -> IntArray:
+        """All tasks, copy after copy, each in the order of a sequence of the sample's tasks."""
+        tasks = self.member[of_sample].T.ravel()
+        found: IntArray = tasks[tasks != NO_TASK]
+        return found
+
+
+def take_sample(graph: TaskGraph, job_of_task: IntArray, copies: int) -> Sample:
+    """Take one of about every so many jobs that are alike."""
+    size = np.bincount(job_of_task)
+    of_job, first = np.argsort(job_of_task, kind="stable"), np.cumsum(size) - size
+    turn = np.empty(graph.num_tasks, np.int64)
+    turn[of_job] = _turn_in_row(job_of_task[of_job])
+    groups = _groups(_shapes(graph, job_of_task, turn), _profiles(graph, job_of_task), copies)
+    group_of_job = np.full(len(size), NOBODY, np.int64)
+    group_of_job[[jobs[0] for jobs in groups]] = np.arange(len(groups))
+    tasks = np.flatnonzero(group_of_job[job_of_task] != NOBODY)
+    jobs = _table(groups, copies)[group_of_job[job_of_task[tasks]]]
+    member = np.where(jobs == NOBODY, NO_TASK, of_job[np.where(jobs == NOBODY, 0, first[jobs] + turn[tasks, None])])
+    return Sample(_mean_graph(graph, tasks, member), member)
+
+
+def _mean_graph(graph: TaskGraph, tasks: IntArray, member: IntArray) -> TaskGraph:
+    """The graph of some tasks, each with its members' mean duration and the most bytes that one of them needs."""
+    part, num_copies = Parts(graph)(tasks), member.shape[1]
+    # Where there is no member, the sample's own task counts once more.
+    member = np.where(member == NO_TASK, tasks[:, None], member)
+    activation, weight = part.activation_bytes.copy(), part.weight_gradient_bytes.copy()
+    activation[part.pair] = graph.activation_bytes[graph.pair[member]].max(axis=1)
+    weight[part.pair] = graph.weight_gradient_bytes[graph.pair[member]].max(axis=1)
+    # Alike tasks have their edges in the same order.
+    order, own = (np.argsort(each.edge_source, kind="stable") for each in (graph, part))
+    first, source = np.searchsorted(graph.edge_source[order], member), part.edge_source[own]
+    edges = order[first[source] + _turn_in_row(source)[:, None]]
+    edge_bytes = part.edge_bytes.copy()
+    edge_bytes[own] = graph.edge_bytes[edges].max(axis=1)
+    return replace(
+        part,
+        duration_ns=graph.duration_ns[member].sum(axis=1) // num_copies,
+        activation_bytes=activation,
+        weight_gradient_bytes=weight,
+        edge_bytes=edge_bytes,
+    )
+
+
+def _turn_in_row(row: IntArray) -> IntArray:
+    """By entry of sorted row numbers: how many of its row are before it."""
+    found: IntArray = np.arange(len(row)) - np.searchsorted(row, row)
+    return found
+
+
+def _shapes(graph: TaskGraph, job_of_task: IntArray, turn: IntArray) -> IntArray:
+    """By job: a number of its shape. Task by task, jobs of one shape differ in lengths and bytes alone."""
+    pair = graph.pair
+    of_pair = (np.where(rows[pair] == NO_TASK, -1, turn[rows[pair]]) for rows in (graph.forward_of, graph.backward_of))
+    idle = graph.duration_ns == 0
+    tasks = _mixed(turn, graph.kind, graph.rank, graph.module, idle, *of_pair)
+    order = np.argsort(graph.edge_source, kind="stable")
+    source, target = graph.edge_source[order], graph.edge_target[order]
+    shape = np.zeros(int(job_of_task.max()) + 1, np.uint64)
+    np.add.at(shape, job_of_task, tasks)
+    np.add.at(shape, job_of_task[source], _mixed(turn[source], turn[target], _turn_in_row(source)))
+    found: IntArray = np.unique(shape, return_inverse=True)[1]
+    return found
+
+
+def _mixed(*columns: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:
+    """Rows of numbers as one number each, all but certainly another one for other rows."""
+    mixed = np.zeros(len(columns[0]), np.uint64)
+    for column in columns:
+        mixed += column.astype(np.int64).view(np.uint64)
+        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+            mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
+        mixed ^= mixed >> np.uint64(31)
+    return mixed
+
+
+def _profiles(graph: TaskGraph, job_of_task: IntArray) -> _Profiles:
+    """By job: time of forwards, of all others, and bytes, rank by rank; bytes weigh as much as time in all."""
+    num_jobs, forward = int(job_of_task.max()) + 1, graph.kind == FORWARD
+    activation = np.where(forward, graph.activation_bytes[graph.pair], 0).astype(np.float64)
+    activation *= graph.duration_ns.sum() / max(1.0, activation.sum())
+    column = job_of_task * graph.num_ranks + graph.rank
+    return np.concatenate(
+        [
+            np.bincount(column, weights, num_jobs * graph.num_ranks).reshape(num_jobs, -1)
+            for weights in (graph.duration_ns * forward, graph.duration_ns * ~forward, activation)
+        ],
+        axis=1,
+    )
+
+
+def _groups(shapes: IntArray, profiles: _Profiles, most: int) -> list[IntArray]:
+    """Jobs of one shape in groups of up to so many like ones, short ones first; most groups are full."""
+    length, groups = profiles.sum(axis=1), []
+    left = np.split(np.argsort(shapes, kind="stable"), np.cumsum(np.bincount(shapes))[:-1])
+    while left:
+        jobs = left.pop()
+        if len(jobs) <= most:
+            groups.append(jobs[np.argsort(length[jobs], kind="stable")])
+            continue
+        # Where they differ most; one half gets a whole number of groups.
+        mine = profiles[jobs]
+        jobs = jobs[np.argsort(mine[:, np.ptp(mine, axis=0).argmax()], kind="stable")]
+        half = (len(jobs) // most + 1) // 2 * most
+        left += [jobs[:half], jobs[half:]]
+    return groups
+
+
+def _table(groups: list[IntArray], copies: int) -> IntArray:
+    """By group: its member in every copy, short ones first, so that those of one copy are all rather short or long."""
+    table = np.full((len(groups), copies), NOBODY, np.int64)
+    for number, jobs in enumerate(groups):
+        # Those of a group that is not full are spread out, not all groups' over the same copies.
+        places = (np.arange(len(jobs)) * copies // len(jobs) + number) % copies
+        table[number, np.sort(places)] = jobs
+    return table
+
+
+class Parts:
+    """Takes graphs of some whole jobs out of a graph; what that needs to know of the graph is found once.
+
+    Parameters
+    ----------
+    graph : TaskGraph
+        Without candidates.
+    """
+
+    def __init__(self, graph: TaskGraph) -> None:
+        self.graph = graph
+        self.number = np.full(graph.num_tasks, NO_TASK, np.int64)
+        self.edges = np.argsort(graph.edge_source, kind="stable")
+        self.edge_start = np.searchsorted(graph.edge_source[self.edges], np.arange(graph.num_tasks + 1))
+
+    def __call__(self, tasks: IntArray) -> TaskGraph:
+        """Return the graph of some tasks, ascending, with which nothing else is connected; they are numbered anew."""
+        graph, number = self.graph, self.number
+        number[tasks] = np.arange(len(tasks))
+        pairs, pair = np.unique(graph.pair[tasks], return_inverse=True)
+        edges = np.sort(self.edges[_of_rows(self.edge_start, tasks)])
+
+        def renumbered(of_pair: IntArray) -> IntArray:
+            chosen = of_pair[pairs]
+            return np.where(chosen == NO_TASK, NO_TASK, number[chosen])
+
+        def row_start(start: IntArray) -> IntArray:
+            return np.append(0, np.cumsum(start[tasks + 1] - start[tasks]))
+
+        before, after = _of_rows(graph.predecessor_start, tasks), _of_rows(graph.successor_start, tasks)
+        return replace(
+            graph,
+            kind=graph.kind[tasks],
+            rank=graph.rank[tasks],
+            duration_ns=graph.duration_ns[tasks],
+            pair=pair,
+            segment=np.unique(graph.segment[tasks], return_inverse=True)[1],
+            microbatch=np.unique(graph.microbatch[tasks], return_inverse=True)[1],
+            module=graph.module[tasks],
+            activation_bytes=graph.activation_bytes[pairs],
+            weight_gradient_bytes=graph.weight_gradient_bytes[pairs],
+            edge_source=number[graph.edge_source[edges]],
+            edge_target=number[graph.edge_target[edges]],
+            edge_delay_ns=graph.edge_delay_ns[edges],
+            edge_bytes=graph.edge_bytes[edges],
+            labels=None,
+            forward_of=renumbered(graph.forward_of),
+            backward_of=renumbered(graph.backward_of),
+            weight_of=renumbered(graph.weight_of),
+            predecessor_start=row_start(graph.predecessor_start),
+            predecessor=number[graph.predecessor[before]],
+            predecessor_delay_ns=graph.predecessor_delay_ns[before],
+            successor_start=row_start(graph.successor_start),
+            successor=number[graph.successor[after]],
+            successor_delay_ns=graph.successor_delay_ns[after],
+        )
+
+
+def _of_rows(start: IntArray, rows: IntArray) -> IntArray:
+    """Indices of the entries of some compressed rows, row after row."""
+    length = start[rows + 1] - start[rows]
+    ends = np.cumsum(length)
+    found: IntArray = np.repeat(start[rows] - (ends - length), length) + np.arange(int(ends[-1]) if len(ends) else 0)
+    return found
