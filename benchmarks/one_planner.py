@@ -24,6 +24,7 @@ from pipeloom.lab.reproduce.part import Options
 from pipeloom.lab.reproduce.pipetune import setups as pipetune
 from pipeloom.planner import Finishing
 from pipeloom.report import markdown_table
+from pipeloom.search import warm_up
 
 TITLE = "One planner"
 _OPTIONS = Options(iterations=1)
@@ -62,6 +63,7 @@ def run(layers: Path | None = None, rows: Sequence[str] = ()) -> str:
         sys.exit(f"rows: {', '.join(sorted(unknown))} unknown; there are {', '.join(ROWS)}")
     lines: list[list[str]] = []
     details: list[str] = []
+    warm_up("default")
     for name in rows or ROWS:
         row, began_s = ROWS[name], time.process_time()
         found = row.measure(layers)
