@@ -12,7 +12,7 @@ from pipeloom.errors import InfeasibleError, InputError
 from pipeloom.lab.instances import family, generate
 from pipeloom.search import METHODS, Both, Deadline, Evaluations, local, solve, warm_up
 from pipeloom.taskgraph import TaskGraph
-from pipeloom.timeline import check, lower_bound
+from pipeloom.timeline import check, lower_bound, residence
 from tests.chains import uniform_chain
 from tests.strategies import graphs
 
@@ -116,6 +116,15 @@ def test_warming_up_reaches_both_climbers(monkeypatch):
         monkeypatch.setattr(local, name, lambda *a, real=real, name=name: seen.append(name) or real(*a))
     warm_up()
     assert set(seen) == {"climb", "climb_two"}
+
+
+def test_warming_up_reaches_the_bounds_of_parts(monkeypatch):
+    """These were compiled in the time of the first plan, which then was 20 % above its bound."""
+    seen = []
+    real = residence._meetings
+    monkeypatch.setattr(residence, "_meetings", lambda *a: seen.append(a) or real(*a))
+    warm_up()
+    assert seen
 
 
 def test_times_that_leave_no_room_for_ranks_are_refused():
