@@ -64,7 +64,7 @@ def gradients(model: nn.Module, x: Tensor, split: bool) -> tuple[list[Tensor | N
     gradient = torch.cos(torch.arange(output.numel(), dtype=output.dtype)).view_as(output)
     with CountProducts() as products:
         if split:
-            deferred = backward_inputs(get_gradient_edge(output), gradient, [leaf])
+            deferred = backward_inputs([get_gradient_edge(output)], [gradient], [leaf])
             assert all(p.grad is None for p in model.parameters())
             assert leaf.grad is not None
             del output
@@ -103,7 +103,61 @@ def test_both_halves_together_are_the_whole(layers: list[type[nn.Module]], repea
 def test_without_inputs_all_work_is_deferred() -> None:
     model = Attention()
     output = model(torch.randn(4, 8))
-    deferred = backward_inputs(get_gradient_edge(output), torch.ones_like(output), [])
+    deferred = backward_inputs([get_gradient_edge(output)], [torch.ones_like(output)], [])
     assert all(p.grad is None for p in model.parameters())
     deferred.accumulate()
     assert all(p.grad is not None for p in model.parameters())
+
+
+@pytest.mark.parametrize("leaf_needs_gradient", [True, False])
+def test_weights_that_are_added_keep_gradients_of_their_own(leaf_needs_gradient: bool) -> None:
+    one, other = (nn.Parameter(torch.randn(4, 4, dtype=torch.float64)) for _ in range(2))
+    added = nn.Parameter(torch.randn(3, 4, dtype=torch.float64))
+    wanted = [torch.zeros_like(weight) for weight in (one, other, added)]
+    for _ in range(3):
+        x = torch.randn(3, 4, dtype=torch.float64).requires_grad_(leaf_needs_gradient)
+        gradient = torch.randn(3, 4, dtype=torch.float64)
+        before = gradient.clone()
+        output = x @ (one + other) + added
+        for total, each in zip(wanted, torch.autograd.grad(output, (one, other, added), gradient), strict=True):
+            total += each
+        ends = [get_gradient_edge(x @ (one + other) + added)]
+        backward_inputs(ends, [gradient], [x] if leaf_needs_gradient else []).accumulate()
+        assert torch.equal(gradient, before)
+    for weight, total in zip((one, other, added), wanted, strict=True):
+        torch.testing.assert_close(weight.grad, total)
+
+
+class TwoEnds(nn.Module):
+    """Three outputs: of the input and weights, of weights alone, and the input itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.start, self.scale = nn.Linear(4, 4), nn.Parameter(torch.randn(3, 4)), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        apart = torch.tanh(self.scale(self.start))
+        return self.inner(x) * apart, apart, x
+
+
+@pytest.mark.parametrize("which", [(0,), (1,), (0, 1), (0, 1, 2), (2, 2), (0, 1, 1)])
+def test_a_graph_may_have_several_ends(which: tuple[int, ...]) -> None:
+    model = TwoEnds().double()
+    x = torch.randn(3, 4, dtype=torch.float64).requires_grad_()
+    gradients = [torch.randn(3, 4, dtype=torch.float64) for _ in which]
+    outputs = model(x)
+    torch.autograd.backward([outputs[i] for i in which], gradients)
+    wanted = [p.grad for p in (x, *model.parameters())]
+    for p in (x, *model.parameters()):
+        p.grad = None
+    outputs = model(x)
+    deferred = backward_inputs([get_gradient_edge(outputs[i]) for i in which], gradients, [x])
+    given = x.grad
+    assert all(p.grad is None for p in model.parameters())
+    deferred.accumulate()
+    assert x.grad is given
+    for p, want in zip((x, *model.parameters()), wanted, strict=True):
+        if want is None:
+            assert p.grad is None or not p.grad.any()
+        else:
+            torch.testing.assert_close(p.grad, want)

@@ -245,7 +245,7 @@ class ChunkActivation:
             if flowing is not None and block.edge is not None:
                 leaves = [x for x in block.inputs if isinstance(x, Tensor) and x.requires_grad]
                 edge = block.edge if isinstance(block.edge, GradientEdge) else get_gradient_edge(block.edge)
-                block.deferred = backward_inputs(edge, flowing, leaves)
+                block.deferred = backward_inputs([edge], [flowing], leaves)
             block.edge = None
             flowing = block.inputs[0].grad if number else None
 

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
+from pipeloom.runtime.sharding import awaited, local_part
+
 
 @dataclass(slots=True)
 class _Junction:
@@ -65,36 +67,48 @@ class DeferredWeights:
     """The weight gradients of one graph that are still to be computed."""
 
     junctions: list[_Junction] = field(default_factory=list)
-    whole: tuple[GradientEdge, Tensor, list[Tensor]] | None = None
-    """Output, its gradient and all weights, of a graph without inputs."""
+    whole: tuple[Sequence[GradientEdge], Sequence[Tensor], list[Tensor]] | None = None
+    """Ends of the graph that lead to no input, their gradients, and all weights behind them."""
 
     def accumulate(self) -> None:
         """Compute the weight gradients and add them to ``.grad``."""
         if self.whole is not None:
-            output, gradient, weights = self.whole
+            ends, gradients, weights = self.whole
             if weights:
-                _accumulate(weights, torch.autograd.grad((output,), weights, (gradient,), allow_unused=True))
+                # What lies behind junctions too is needed once more.
+                again = bool(self.junctions)
+                found = torch.autograd.grad(ends, weights, gradients, retain_graph=again, allow_unused=True)
+                _accumulate(weights, found, gradients)
         for junction in self.junctions:
-            _accumulate(junction.weights, junction.weight_gradients())
+            _accumulate(junction.weights, junction.weight_gradients(), junction.gradients)
         self.junctions, self.whole = [], None
 
 
-def backward_inputs(edge: GradientEdge, gradient: Tensor, leaves: Sequence[Tensor]) -> DeferredWeights:
+def backward_inputs(
+    ends: Sequence[GradientEdge], gradients: Sequence[Tensor], leaves: Sequence[Tensor]
+) -> DeferredWeights:
     """Compute the gradients of the leaves into their ``.grad``, and defer those of the weights.
 
     Parameters
     ----------
-    edge : GradientEdge
-        End of the graph.
-    gradient : torch.Tensor
-        Of the graph's output.
+    ends : sequence of GradientEdge
+        Ends of the graph: its output, and whatever else has a gradient.
+    gradients : sequence of torch.Tensor
+        Of each of them.
     leaves : sequence of torch.Tensor
         The inputs that need a gradient; without any, all work is deferred.
     """
-    order, leads_to_leaf, weights_behind = _survey(edge.node, leaves)
-    if not leads_to_leaf:
-        weights = [w for node in order if (w := _variable(node)) is not None]
-        return DeferredWeights(whole=(edge, gradient, weights))
+    order, leads_to_leaf, weights_behind = _survey([end.node for end in ends], leaves)
+    whole = None
+    if apart := [i for i, end in enumerate(ends) if end.node not in leads_to_leaf]:
+        weights = order if len(apart) == len(ends) else _survey([ends[i].node for i in apart], leaves)[0]
+        behind_them = [w for node in weights if (w := _variable(node)) is not None]
+        whole = [ends[i] for i in apart], [gradients[i] for i in apart], behind_them
+        if not leads_to_leaf:
+            return DeferredWeights(whole=whole)
+        ends, gradients = zip(
+            *(x for i, x in enumerate(zip(ends, gradients, strict=True)) if i not in apart), strict=True
+        )
     junctions = [
         _Junction(node, behind, tuple(child in leads_to_leaf for child, _ in node.next_functions))
         for node in order
@@ -105,22 +119,25 @@ def backward_inputs(edge: GradientEdge, gradient: Tensor, leaves: Sequence[Tenso
         junction.shared = any(uses[id(weight)] > 1 for weight in junction.weights)
     hooks: list[Callable[[], None]] = [j.node.register_prehook(j.catch).remove for j in junctions]
     try:
-        found = torch.autograd.grad((edge,), leaves, (gradient,), retain_graph=True, allow_unused=True)
+        found = torch.autograd.grad(ends, leaves, gradients, retain_graph=True, allow_unused=True)
     finally:
         for remove in hooks:
             remove()
-    _accumulate(leaves, found)
-    return DeferredWeights(junctions)
+    for leaf, gradient in zip(leaves, found, strict=True):
+        if gradient is not None:
+            # Never in place: what a sum of several leaves gives each of them is one tensor.
+            leaf.grad = gradient.detach() if leaf.grad is None else leaf.grad + gradient.detach()
+    return DeferredWeights(junctions, whole)
 
 
-def _survey(root: Node, leaves: Sequence[Tensor]) -> tuple[list[Node], set[Node], dict[Node, list[Tensor]]]:
+def _survey(roots: Sequence[Node], leaves: Sequence[Tensor]) -> tuple[list[Node], set[Node], dict[Node, list[Tensor]]]:
     """All nodes, children first; those that lead to a leaf; and the weights behind each node that does not."""
     accumulators = {id(leaf) for leaf in leaves}
     order: list[Node] = []
     leads_to_leaf: set[Node] = set()
     weights_behind: dict[Node, list[Tensor]] = {}
     seen: set[Node] = set()
-    stack: list[tuple[Node, bool]] = [(root, False)]
+    stack: list[tuple[Node, bool]] = [(root, False) for root in roots]
     while stack:
         node, expanded = stack.pop()
         if not expanded:
@@ -160,12 +177,25 @@ def _variable(node: Node) -> Tensor | None:
     return variable if isinstance(variable, Tensor) else None
 
 
-def _accumulate(tensors: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+def _accumulate(
+    weights: Sequence[Tensor], gradients: Sequence[Tensor | None], arrived: Sequence[Tensor | None]
+) -> None:
+    """Add to ``.grad``, which belongs to its weight alone: two weights that are added get one tensor from autograd."""
+    others: set[int] = set()
+    if any(weight.grad is None for weight in weights):
+        others = {_address(gradient) for gradient in arrived if gradient is not None}
     with torch.no_grad():
-        for tensor, gradient in zip(tensors, gradients, strict=True):
+        for weight, gradient in zip(weights, gradients, strict=True):
             if gradient is None:
                 continue
-            if tensor.grad is None:
-                tensor.grad = gradient.detach()
-            else:
-                tensor.grad += gradient
+            if weight.grad is not None:
+                weight.grad += gradient
+                continue
+            address = _address(gradient)
+            weight.grad = gradient.detach().clone() if address in others else gradient.detach()
+            others.add(address)
+
+
+def _address(tensor: Tensor) -> int:
+    """Of its storage."""
+    return local_part(awaited(tensor)).untyped_storage().data_ptr()
