@@ -21,6 +21,9 @@ class ToyCosts:
         halves = (forward, forward) if self.split else (None, None)
         return (StrategyCost("keep", forward, 2 * forward, 10 * workload.num_tokens * chunk.num_layers, *halves),)
 
+    def stream_bytes(self, stream: str, workload: Workload) -> int:
+        raise NotImplementedError
+
     def boundary_bytes(self, chunk: Chunk, workload: Workload) -> int:
         return self.model.module(chunk.module).flat_layers[chunk.layers[1]].output.num_bytes(workload)
 

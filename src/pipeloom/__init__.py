@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from pipeloom.planner.problem import Problem
     from pipeloom.runtime import (
         Checkpoints,
+        Emit,
         Executor,
         Model,
         Module,
@@ -81,6 +82,7 @@ __all__ = [
     "Chunk",
     "Deadline",
     "Edges",
+    "Emit",
     "Evaluations",
     "ExecutionError",
     "ExecutionPlan",

@@ -15,12 +15,14 @@ from pipeloom.plan import ExecutionPlan, Unit, boundary_shapes, lower, make_rout
 from pipeloom.spec import (
     Batch,
     Chunk,
+    EmittedStream,
     LayerSpec,
     Layout,
     ModelSpec,
     ModuleLayout,
     ModuleSpec,
     Sample,
+    StreamEnd,
     TensorShape,
     Workload,
 )
@@ -87,6 +89,9 @@ class RandomCosts:
         )
 
     def boundary_bytes(self, chunk: Chunk, workload: Workload) -> int:
+        return 8
+
+    def stream_bytes(self, stream: str, workload: Workload) -> int:
         return 8
 
     def transfer_s(self, num_bytes: int) -> float:
@@ -156,6 +161,29 @@ def random_model(rng: random.Random) -> ModelSpec:
     )
 
 
+def with_streams(rng: random.Random, model: ModelSpec) -> ModelSpec:
+    """The model with up to four streams, each from any layer to any later ones."""
+    at = [(m, layer) for m, module in enumerate(model.modules) for layer in range(len(module.flat_layers))]
+    emits: list[list[EmittedStream]] = [[] for _ in model.modules]
+    takes: list[list[StreamEnd]] = [[] for _ in model.modules]
+    for number in range(rng.randint(1, 4)):
+        source = rng.randrange(len(at))
+        later = at[source + 1 :]
+        if not later:
+            continue
+        m, layer = at[source]
+        emits[m].append(EmittedStream(f"s{number}", layer, TensorShape(("tokens", WIDTH), DTYPE)))
+        for below, taking in rng.sample(later, rng.randint(1, min(3, len(later)))):
+            takes[below].append(StreamEnd(f"s{number}", taking))
+    modules = zip(model.modules, emits, takes, strict=True)
+    return msgspec.structs.replace(
+        model,
+        modules=tuple(
+            msgspec.structs.replace(m, emits=tuple(given), takes=tuple(taken)) for m, given, taken in modules
+        ),
+    )
+
+
 def random_layout(rng: random.Random, model: ModelSpec, num_ranks: int, replicated: tuple[str, ...] = ()) -> Layout:
     """Cut every module anywhere and put the chunks on any ranks, or the whole module on all of them."""
     chunks: list[Chunk] = []
@@ -177,6 +205,8 @@ def random_layout(rng: random.Random, model: ModelSpec, num_ranks: int, replicat
                 name=module.name,
                 after=module.after,
                 frozen=module.frozen,
+                emits=tuple(StreamEnd(end.stream, end.layer) for end in module.emits),
+                takes=module.takes,
                 sub_microbatch=rng.choice((None, None, 1, 2, 3)) if len(model.modules) > 1 else None,
                 on_ranks="replicated" if module.name in replicated else "pipelined",
             )

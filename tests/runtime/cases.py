@@ -14,13 +14,13 @@ from torch import Tensor, nn
 
 from pipeloom.plan import ExecutionPlan
 from pipeloom.runtime import Executor, ExecutorOptions
-from pipeloom.runtime.model import Model, Module, Part
+from pipeloom.runtime.model import Emit, Model, Module, Part
 from pipeloom.runtime.reference import run_undivided
 from pipeloom.runtime.result import StepResult
 from pipeloom.runtime.transport import MatchOrder, ThreadHub, greet_peers
 from pipeloom.spec import Batch, ModelSpec, ModuleSpec, TensorShape
 from pipeloom.spec.batch import audio_frames
-from tests.plan.cases import WIDTH, Case, random_case, random_model
+from tests.plan.cases import WIDTH, Case, random_case, random_model, with_streams
 
 
 @dataclass(frozen=True)
@@ -116,6 +116,33 @@ class Plain(nn.Module):
         return torch.sin(x)
 
 
+class Streaming(nn.Module):
+    """A layer that takes streams, emits some, and a loss: of its output, of weights alone, or its input or output."""
+
+    def __init__(self, rng: random.Random, inner: nn.Module, takes: Sequence[str], emits: Sequence[str]) -> None:
+        super().__init__()
+        self.inner, self.has_loss = inner, rng.random() < 0.3
+        self.take = nn.ModuleDict({name: nn.Linear(WIDTH, WIDTH, bias=False) for name in takes})
+        self.emit = nn.ModuleDict({name: nn.Linear(WIDTH, WIDTH) for name in emits})
+        ways = ("linear", "linear", "output", "weights") + (() if isinstance(inner, Merge) else ("input",))
+        self.ways = {name: rng.choice(ways) for name in emits}
+
+    def forward(self, *args: Tensor, where: dict[str, Tensor], scale: Tensor, owner: Tensor, **streams: Tensor) -> Any:
+        x = self.inner(*args, scale=scale, owner=owner)
+        for name, take in self.take.items():
+            targets, rows = where[name]
+            x = x.index_add(0, targets, torch.tanh(take(streams.pop(name)))[rows])
+        assert not streams
+        found = {}
+        for name, emit in self.emit.items():
+            way = self.ways[name]
+            found[name] = emit(x) if way == "linear" else args[0] if way == "input" else x
+            if way == "weights":
+                found[name] = torch.tanh(emit.weight).sum(0).expand(len(x), WIDTH)
+        loss = x.square().sum() * 0.1 if self.has_loss else None
+        return Emit(x, found, loss) if found or self.has_loss else x
+
+
 MIDDLE: tuple[Callable[[], nn.Module], ...] = (Residual, Residual, Mean, Tied, Plain)
 
 
@@ -157,6 +184,17 @@ def _module(rng: random.Random, spec: ModelSpec, module: ModuleSpec) -> Module:
     def inputs(part: Part) -> tuple[Tensor, ...]:
         return features(part, module.reads), *(places(part, module.reads, source) for source in sources)
 
+    emits = {i: {e.stream: e.output for e in module.emits if e.layer == i} for i in range(len(layers))}
+    takes = {i: [end.stream for end in module.takes if end.layer == i] for i in range(len(layers))}
+    origin = {end.stream: other.reads for other in spec.modules for end in other.emits}
+    if origin:
+        layers = [Streaming(rng, layer, takes[i], list(emits[i])).double() for i, layer in enumerate(layers)]
+
+    def given(part: Part) -> dict[str, Any]:
+        found = context(part, module.reads)
+        where = {end.stream: places(part, module.reads, origin[end.stream]) for end in module.takes}
+        return found | {"where": where} if origin else found
+
     shape = TensorShape(("tokens", WIDTH), "float64")
     return Module(
         module.name,
@@ -165,9 +203,11 @@ def _module(rng: random.Random, spec: ModelSpec, module: ModuleSpec) -> Module:
         hidden=shape,
         output=shape,
         inputs=None if alone else inputs,
-        context=lambda part: context(part, module.reads),
+        context=given,
         after=module.after,
         frozen=module.frozen,
+        emits={i: streams for i, streams in emits.items() if streams},
+        takes={i: names for i, names in takes.items() if names},
     )
 
 
@@ -194,9 +234,9 @@ def places(part: Part, reads: str, source: str) -> Tensor:
             begin += len(document.sequence)
         else:
             length = len(document.instances(reads)[index])
-            targets += range(begin, begin + length)
-            # Every image looks at its own document, and at no other.
-            rows += [begins[sample] + (index + row) % num_given for row in range(length)]
+            # Every image looks at its own document, and at no other; what is not there gives nothing.
+            targets += range(begin, begin + length) if num_given else ()
+            rows += [begins[sample] + (index + row) % num_given for row in range(length)] if num_given else []
             begin += length
     return torch.tensor([targets, rows], dtype=torch.int64)
 
@@ -236,11 +276,22 @@ class Run:
 
 
 def random_run(
-    seed: int, num_ranks: int | None = None, *, replicate: bool = False, tied: bool = False, **options: Any
+    seed: int,
+    num_ranks: int | None = None,
+    *,
+    replicate: bool = False,
+    tied: bool = False,
+    streams: bool = False,
+    **options: Any,
 ) -> Run:
-    """Everything from a seed; where asked, half of the encoders lie whole on every rank, or layers share weights."""
+    """Everything from a seed; where asked, half of the encoders lie whole on every rank, or layers share weights.
+
+    Or layers emit and take streams.
+    """
     rng = random.Random(f"run {seed}")
     spec = random_model(rng)
+    if streams:
+        spec = with_streams(rng, spec)
     if replicate:
         options["replicated"] = tuple(m.name for m in spec.modules[:-1] if rng.random() < 0.5)
     case = random_case(seed, num_ranks, model=spec, **options)

@@ -195,6 +195,11 @@ class EmulatedCosts:
         """Bytes of the chunk's output on one device."""
         return self._chunk(chunk)[-1].on(workload).output_bytes
 
+    def stream_bytes(self, stream: str, workload: Workload) -> int:
+        """Architectures of the emulator have no streams."""
+        del workload
+        raise InputError(f"stream {stream!r}", "is not in the architecture", "measure the model's layers instead")
+
     def transfer_s(self, num_bytes: int) -> float:
         """Seconds that a message takes between neighbouring pipeline ranks."""
         if num_bytes not in self._transfers:

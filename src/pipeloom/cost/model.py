@@ -69,6 +69,10 @@ class CostModel(Protocol):
         """Bytes of the chunk's output, which is what the next chunk receives."""
         ...
 
+    def stream_bytes(self, stream: str, workload: Workload) -> int:
+        """Bytes of a stream whose emitting layer has this workload."""
+        ...
+
     def transfer_s(self, num_bytes: int) -> float:
         """Seconds that a message takes between two ranks."""
         ...

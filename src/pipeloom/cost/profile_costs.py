@@ -25,6 +25,7 @@ from pipeloom.spec import (
     ModelSpec,
     RankSpec,
     Strategy,
+    TensorShape,
     Workload,
     word_strategies,
 )
@@ -94,6 +95,7 @@ class ProfileCosts:
     split_backward: bool = False
     held_copies: dict[str, float] = field(default_factory=dict)
     _layers: dict[str, tuple[LayerSpec, ...]] = field(init=False, repr=False)
+    _streams: dict[str, TensorShape] = field(init=False, repr=False)
     _sums: dict[tuple[str, tuple[int, int]], _Sums] = field(init=False, repr=False, default_factory=dict)
     _mixed: dict[tuple[str, tuple[int, int], int], tuple[tuple[Strategy, ...], ...]] = field(
         init=False, repr=False, default_factory=dict
@@ -102,6 +104,8 @@ class ProfileCosts:
     def __post_init__(self) -> None:
         """Check once that all was measured that will be asked for, so that planning cannot fail on it later."""
         object.__setattr__(self, "_layers", {m.name: m.flat_layers for m in self.model.modules})
+        streams = {end.stream: end.output for module in self.model.modules for end in module.emits}
+        object.__setattr__(self, "_streams", streams)
         check_strategies("strategies", self.strategies)
         # What keeps or recomputes all is known from the plain passes.
         needed: list[str] = [s for s in self.strategies if TRAITS[s].offloads or TRAITS[s].recomputes == "cheap"]
@@ -223,6 +227,10 @@ class ProfileCosts:
     def boundary_bytes(self, chunk: Chunk, workload: Workload) -> int:
         """Bytes of the chunk's output."""
         return self._chunk_layers(chunk)[-1].output.num_bytes(workload)
+
+    def stream_bytes(self, stream: str, workload: Workload) -> int:
+        """Bytes of a stream whose emitting layer has this workload."""
+        return self._streams[stream].num_bytes(workload)
 
     def transfer_s(self, num_bytes: int) -> float:
         """Seconds of a message between two ranks."""

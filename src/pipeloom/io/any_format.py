@@ -34,6 +34,7 @@ _READERS: dict[str, Callable[[dict[str, Any], str], Loaded]] = {
     instance.FORMAT: instance.instance_from_document,
     schedule.FORMAT: schedule.schedule_from_document,
     layout.FORMAT: layout.layout_from_document,
+    layout.FORMAT_WITH_STREAMS: layout.layout_from_document,
     layers.FORMAT: layers.layers_from_document,
     rule.FORMAT: rule.rule_from_document,
     batches.FORMAT: batches.batches_from_document,

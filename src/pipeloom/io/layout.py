@@ -1,16 +1,16 @@
-"""`pipeloom.layout/1`: the model over the ranks, to and from `Layout`."""
+"""`pipeloom.layout/1`, and with streams `pipeloom.layout/2`: the model over the ranks, to and from `Layout`."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import msgspec
-
+from pipeloom.errors import InputError
 from pipeloom.io.document import check_format, convert, dump, read_document
 from pipeloom.io.files import PathLike, printable, write_text
 from pipeloom.spec import Layout
 
 FORMAT = "pipeloom.layout/1"
+FORMAT_WITH_STREAMS = "pipeloom.layout/2"
 
 
 def read_layout(path: PathLike) -> Layout:
@@ -19,7 +19,7 @@ def read_layout(path: PathLike) -> Layout:
     Parameters
     ----------
     path : path
-        A ``pipeloom.layout/1``.
+        A ``pipeloom.layout/1`` or ``/2``.
 
     Raises
     ------
@@ -31,13 +31,17 @@ def read_layout(path: PathLike) -> Layout:
 
 def layout_from_document(document: dict[str, Any], where: str = "layout") -> Layout:
     """Validate a parsed document as a layout."""
-    check_format(document, FORMAT, where)
-    return convert(document, Layout, where)
+    with_streams = document.get("format") == FORMAT_WITH_STREAMS
+    check_format(document, FORMAT_WITH_STREAMS if with_streams else FORMAT, where)
+    layout = convert(document, Layout, where)
+    if layout.has_streams and not with_streams:
+        raise InputError(f"{where}: format", f"{FORMAT!r} has no streams", f'write "format": "{FORMAT_WITH_STREAMS}"')
+    return layout
 
 
 def layout_document(layout: Layout) -> dict[str, Any]:
     """The layout as a JSON document, defaults written out."""
-    fields: dict[str, Any] = msgspec.to_builtins(layout)
+    fields = layout.document
     head = {name: fields[name] for name in ("format", "num_ranks", "parallelism")}
     return head | {name: fields[name] for name in ("modules", "chunks")}
 

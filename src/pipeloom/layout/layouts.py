@@ -65,7 +65,7 @@ def separate(model: ModelSpec, num_ranks: int, placements: Mapping[str, ModulePl
             )
         runs = partition_chain([load(module.name, layer) for layer in layers], num_chunks)
         chunks += [Chunk(module.name, run, j % num_ranks) for j, run in enumerate(runs)]
-        modules.append(ModuleLayout(module.name, module.after, module.frozen, placement.sub_microbatch))
+        modules.append(ModuleLayout.of(module, placement.sub_microbatch))
     return Layout(num_ranks=num_ranks, modules=tuple(modules), chunks=tuple(chunks))
 
 
@@ -88,11 +88,7 @@ def chain_of_stages(model: ModelSpec, num_ranks: int, chunks_per_rank: int, load
         for name in dict.fromkeys(module for module, _, _ in here):
             indices = [i for module, i, _ in here if module == name]
             chunks.append(Chunk(name, (indices[0], indices[-1]), stage % num_ranks))
-    return Layout(
-        num_ranks=num_ranks,
-        modules=tuple(ModuleLayout(m.name, m.after, m.frozen) for m in model.modules),
-        chunks=tuple(chunks),
-    )
+    return Layout(num_ranks=num_ranks, modules=tuple(ModuleLayout.of(m) for m in model.modules), chunks=tuple(chunks))
 
 
 def encoder_first(
@@ -144,7 +140,7 @@ def encoder_first(
         runs = partition_chain(loads, num_ranks)
     return Layout(
         num_ranks=num_ranks,
-        modules=tuple(ModuleLayout(m.name, m.after, m.frozen, limits.get(m.name)) for m in model.modules),
+        modules=tuple(ModuleLayout.of(m, limits.get(m.name)) for m in model.modules),
         chunks=(
             *(Chunk(module.name, (0, len(module.flat_layers) - 1), 0) for module in encoders),
             *(Chunk(backbone.name, run, rank) for rank, run in enumerate(runs)),
@@ -166,7 +162,7 @@ def single_rank(model: ModelSpec, placements: Mapping[str, ModulePlacement]) -> 
     limits = {name: placement.sub_microbatch for name, placement in placements.items()}
     return Layout(
         num_ranks=1,
-        modules=tuple(ModuleLayout(m.name, m.after, m.frozen, limits.get(m.name)) for m in model.modules),
+        modules=tuple(ModuleLayout.of(m, limits.get(m.name)) for m in model.modules),
         chunks=tuple(Chunk(m.name, (0, len(m.flat_layers) - 1), 0) for m in model.modules),
     )
 
@@ -286,5 +282,6 @@ def layout_for(layout: Layout, model: ModelSpec) -> Layout:
                 f"in the model it has {len(ours.flat_layers)}",
                 "lay out the model that is trained",
             )
-        modules.append(msgspec.structs.replace(theirs, after=ours.after, frozen=ours.frozen))
+        of_model = ModuleLayout.of(ours, theirs.sub_microbatch)
+        modules.append(msgspec.structs.replace(of_model, on_ranks=theirs.on_ranks))
     return msgspec.structs.replace(layout, modules=tuple(modules))

@@ -99,7 +99,7 @@ def _layer_by_layer(model: ModelSpec) -> Layout:
     """Every layer a chunk of its own."""
     return Layout(
         1,
-        tuple(ModuleLayout(m.name, m.after, m.frozen) for m in model.modules),
+        tuple(ModuleLayout.of(m) for m in model.modules),
         tuple(Chunk(m.name, (i, i), 0) for m in model.modules for i in range(len(m.flat_layers))),
     )
 

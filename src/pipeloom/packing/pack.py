@@ -124,6 +124,7 @@ class _Cutter:
     def __init__(self, batch: Batch, samples: tuple[int, ...], model: ModelSpec) -> None:
         self.model, self.samples = model, [batch.samples[i] for i in samples]
         self.lengths = {m.name: module_lengths(batch, samples, m) for m in model.modules}
+        self.sources = {m.name: model.sources(m.name) if m.takes else m.after for m in model.modules}
 
     def cut(self, module: ModuleSpec, sizes: tuple[int, ...], where: str) -> tuple[SubMicrobatch, ...]:
         lengths = self.lengths[module.name]
@@ -131,7 +132,7 @@ class _Cutter:
             raise InputError(where, f"{list(sizes)} does not divide {len(lengths)} instances into non-empty parts")
         parts, first = [], 0
         for size in sizes:
-            given = tuple(self._given(name, module, first, size) for name in module.after)
+            given = tuple(self._given(name, module, first, size) for name in self.sources[module.name])
             parts.append(SubMicrobatch(first, size, Workload(lengths[first : first + size], given)))
             first += size
         return tuple(parts)

@@ -137,7 +137,8 @@ class Action(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     A message is named by the chunk that produced the activation, with that chunk's microbatch and
     sub-microbatch: ``SEND_F vision.3 5.1`` sends the activation, ``SEND_B vision.3 5.1`` sends its gradient back.
     So both directions of one boundary transfer have one name, and a microbatch that gathered several
-    sub-microbatches answers each of them with a message of its own.
+    sub-microbatches answers each of them with a message of its own. A message about a stream of that unit has the
+    stream's name too.
 
     A plan has thousands of them, and none refers to another, so Python's collector is spared them.
     """
@@ -154,6 +155,8 @@ class Action(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     shape: tuple[int, ...] | None = None
     dtype: str = ""
     strategy: str = ""
+    stream: str = ""
+    """Of a message: which of the producer's streams it is about; empty: its output."""
 
 
 class ExecutionPlan(msgspec.Struct, frozen=True):
@@ -164,4 +167,5 @@ class ExecutionPlan(msgspec.Struct, frozen=True):
     layout: str
     """Digest of the layout that the plan is for."""
     ranks: tuple[tuple[Action, ...], ...]
-    format: Literal["pipeloom.plan/2"] = "pipeloom.plan/2"
+    format: Literal["pipeloom.plan/2", "pipeloom.plan/3"] = "pipeloom.plan/2"
+    """The second where any message is about a stream."""

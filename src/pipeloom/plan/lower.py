@@ -61,7 +61,7 @@ def lower(
     layout : Layout
     packing : Packing
     shapes : callable
-        Shape and dtype of a chunk's output for a workload; see `boundary_shapes`.
+        Shape and dtype of a chunk's output or stream for a workload; see `boundary_shapes`.
     serial : bool
         For a backend that serves a rank's messages one after the other, whoever the peers are (see `BACKENDS`): a
         receive is posted no earlier than any other message of its rank.
@@ -86,7 +86,8 @@ def lower(
     _check_pairs(graph, layout, unit_of_pair)
     lowering = _Lowering(graph, schedule, timeline, layout, unit_of_pair, serial)
     for transfer in routes.transfers:
-        shape, dtype = shapes(transfer.producer.chunk, transferred_workload(transfer, layout, packing))
+        workload = transferred_workload(transfer, layout, packing)
+        shape, dtype = shapes(transfer.producer.chunk, workload, transfer.stream)
         lowering.transfer(transfer, routes.target(transfer, lowering.names), shape, dtype)
     return lowering.run(packing.batch.iteration)
 
@@ -120,14 +121,15 @@ class _Message(NamedTuple):
     target: str
     shape: tuple[int, ...]
     dtype: str
+    stream: str
 
     def posted(self, verb: Verb, peer: int) -> Action:
         """A send or receive, with what is sent."""
-        return Action(verb, *self.name, peer, self.target, self.shape, self.dtype)
+        return Action(verb, *self.name, peer, self.target, self.shape, self.dtype, stream=self.stream)
 
     def awaited(self, verb: Verb) -> Action:
         """The wait for one of them."""
-        return Action(verb, *self.name, None, self.target)
+        return Action(verb, *self.name, target=self.target, stream=self.stream)
 
 
 class _Work(NamedTuple):
@@ -249,7 +251,7 @@ class _Lowering:
                 self._follow(source, sink)
                 continue
             number = len(self.messages)
-            self.messages.append(_Message(send, sender, receiver, sink, name, target, shape, dtype))
+            self.messages.append(_Message(send, sender, receiver, sink, name, target, shape, dtype, transfer.stream))
             self.sends[source].append(number)
             self.receives[sink].append(number)
             self.waiting[sink] += 1
@@ -283,6 +285,7 @@ class _Lowering:
             iteration=iteration,
             layout=self.layout.digest,
             ranks=tuple(tuple(rank.actions) for rank in self.ranks),
+            format="pipeloom.plan/3" if any(message.stream for message in self.messages) else "pipeloom.plan/2",
         )
 
     def _append_compute(self, task: int) -> None:

@@ -9,14 +9,15 @@ What counts:
 - weights, gradients and optimiser state (``static_bytes`` of the graph: casts and gathered shards too), all the time
   but for gradients, which a chunk's first backward makes;
 - what a pair holds, from the start of its F to the end of its backward, and between the halves of a split one;
-- an output from the end of its F until all that take it on this rank have begun theirs, and all sends of it are waited
-  for; the gradient of an input likewise, from the end of a backward;
+- an output, or a stream, from the end of its F until all that take it on this rank have begun theirs, and all sends of
+  it are waited for; the gradient of an input likewise, from the end of a backward;
 - a buffer from the post of its receive until the computation that takes it begins;
 - the workspace of the computation that runs, and what offloading has not yet moved out or has brought back early.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -79,6 +80,7 @@ class _Name(NamedTuple):
     microbatch: int
     sub_microbatch: int
     target: str
+    stream: str
 
 
 @dataclass
@@ -99,24 +101,37 @@ class _Problem:
         self.names = self.layout.chunk_names
         self.number_of = {name: number for number, name in enumerate(self.names)}
         self.trained = [self.layout.has_backward(chunk.module) for chunk in self.layout.chunks]
-        sizes: dict[tuple[int, Workload], int] = {}
+        sizes: dict[tuple[int, Workload, str], int] = {}
         for transfer in self.routes.transfers:
             chunk = transfer.producer.chunk
             workload = transferred_workload(transfer, self.layout, self.packing)
-            if (chunk, workload) not in sizes:
-                sizes[chunk, workload] = self.costs.boundary_bytes(self.layout.chunks[chunk], workload)
-            self.sent[transfer] = sizes[chunk, workload]
+            key = chunk, workload, transfer.stream
+            if key not in sizes:
+                sizes[key] = self._num_bytes(*key)
+            self.sent[transfer] = sizes[key]
             siblings = self.routes.out_of[transfer.producer]
             _, microbatch, sub = transfer.producer
             word = target_word(transfer, siblings, self.names)
-            self.named[_Name(self.names[chunk], microbatch, sub, word)] = transfer
+            self.named[_Name(self.names[chunk], microbatch, sub, word, transfer.stream)] = transfer
 
     def workload(self, unit: Unit) -> Workload:
         chunk = self.layout.chunks[unit.chunk]
         return self.packing.parts_of(unit.microbatch, chunk.module)[unit.sub_microbatch].workload
 
-    def output_bytes(self, unit: Unit) -> int:
-        return self.costs.boundary_bytes(self.layout.chunks[unit.chunk], self.workload(unit))
+    def _num_bytes(self, chunk: int, workload: Workload, stream: str) -> int:
+        if stream:
+            return self.costs.stream_bytes(stream, workload)
+        return self.costs.boundary_bytes(self.layout.chunks[chunk], workload)
+
+    def output_bytes(self, unit: Unit, stream: str = "") -> int:
+        return self._num_bytes(unit.chunk, self.workload(unit), stream)
+
+    def takers(self, unit: Unit) -> dict[str, list[BoundaryTransfer]]:
+        """Where a unit's output goes, and each of its streams."""
+        found: dict[str, list[BoundaryTransfer]] = {}
+        for transfer in self.routes.out_of.get(unit, ()):
+            found.setdefault(transfer.stream, []).append(transfer)
+        return found
 
     def pass_bytes(self, unit: Unit, strategy: str) -> PassBytes:
         chunk, workload = self.layout.chunks[unit.chunk], self.workload(unit)
@@ -129,10 +144,10 @@ class _Problem:
         return self.layout.chunks[unit.chunk].rank
 
     def sources(self, unit: Unit) -> list[tuple[BoundaryTransfer, ...]]:
-        """What a unit takes, together what comes from one module, since it is joined into one tensor."""
-        groups: defaultdict[str, list[BoundaryTransfer]] = defaultdict(list)
+        """What a unit takes, together what comes from one module or stream, since it is joined into one tensor."""
+        groups: defaultdict[tuple[str, str], list[BoundaryTransfer]] = defaultdict(list)
         for transfer in self.routes.into.get(unit, ()):
-            groups[self.layout.chunks[transfer.producer.chunk].module].append(transfer)
+            groups[self.layout.chunks[transfer.producer.chunk].module, transfer.stream].append(transfer)
         return [tuple(group) for group in groups.values()]
 
 
@@ -161,7 +176,8 @@ class _Count:
         """Bytes of gradients that no backward has made yet, by chunk."""
         self.now = self.peak = static_bytes - sum(self.ungraded.values()) + 2 * _NUMBER_BYTES
         self.passes: dict[Unit, PassBytes] = {}
-        self.outputs: dict[Unit, _Storage] = {}
+        self.outputs: dict[tuple[Unit, str], _Storage] = {}
+        """By unit and stream."""
         self.gradients: dict[BoundaryTransfer, _Storage] = {}
         self.received: dict[tuple[bool, BoundaryTransfer], int] = {}
         """Whether it is a gradient, and which."""
@@ -190,13 +206,14 @@ class _Count:
     def _message(self, verb: Verb, action: Action) -> None:
         if verb.is_send or verb in (Verb.WAIT_F, Verb.WAIT_B):
             return
-        transfer = self.problem.named[_Name(action.chunk, action.microbatch, action.sub_microbatch, action.target)]
+        name = _Name(action.chunk, action.microbatch, action.sub_microbatch, action.target, action.stream)
+        transfer = self.problem.named[name]
         if verb.is_receive:
             num_bytes = self.received[verb is Verb.RECV_B, transfer] = self.problem.sent[transfer]
             self.now += num_bytes
             self._touch()
         elif verb is Verb.WAIT_SEND_F:
-            self._release(self.outputs[transfer.producer])
+            self._release(self.outputs[transfer.producer, transfer.stream])
         else:
             self._release(self.gradients[transfer])
 
@@ -231,30 +248,31 @@ class _Count:
                 self.now -= self.received.pop((False, transfer))
             elif transfer.piece is not None:
                 # It may be a view, of which all is held.
-                self.kept.setdefault(unit, []).append(self.outputs[transfer.producer])
+                self.kept.setdefault(unit, []).append(self.outputs[transfer.producer, transfer.stream])
             else:
-                self._release(self.outputs[transfer.producer])
+                self._release(self.outputs[transfer.producer, transfer.stream])
         held = problem.held[unit][0] + used.moved_bytes
         self.now += held
         self._touch(used.forward_bytes)
         if not problem.trained[unit.chunk]:
             self.now -= held
             self._let_go(unit)
-        takers = problem.routes.out_of.get(unit, ())
-        if takers:
-            storage = self.outputs[unit] = _Storage(problem.output_bytes(unit), len(takers))
+        takers = problem.takers(unit)
+        for stream, transfers in takers.items():
+            storage = self.outputs[unit, stream] = _Storage(problem.output_bytes(unit, stream), len(transfers))
             self.now += storage.num_bytes
-        else:
+        if "" not in takers:
             self.now += _NUMBER_BYTES
         self._touch()
 
     def _backward(self, unit: Unit, halves: bool) -> None:
         problem, used = self.problem, self.passes[unit]
-        takers = problem.routes.out_of.get(unit, ())
-        if len(takers) > 1 or any(t.piece is not None for t in takers):
-            # Gradients of parts live beside their sum.
-            self._touch(problem.output_bytes(unit))
-        for transfer in takers:
+        takers = problem.takers(unit)
+        for stream, transfers in takers.items():
+            if len(transfers) > 1 or any(t.piece is not None for t in transfers):
+                # Gradients of parts live beside their sum.
+                self._touch(problem.output_bytes(unit, stream))
+        for transfer in itertools.chain.from_iterable(takers.values()):
             if problem.rank_of(transfer.consumer) != self.rank:
                 self.now -= self.received.pop((True, transfer))
             elif self.gradients[transfer].is_joint:

@@ -9,13 +9,14 @@ from pipeloom.plan.action import Action, ExecutionPlan, Verb
 
 
 class Message(NamedTuple):
-    """Name of a message: direction, producer chunk, microbatch, sub-microbatch, consumer chunk if needed."""
+    """Name of a message: direction, producer chunk, microbatch, sub-microbatch, consumer chunk if needed, stream."""
 
     direction: str
     chunk: str
     microbatch: int
     sub_microbatch: int
     target: str
+    stream: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,7 @@ class Messages:
     """
 
     rows: tuple[tuple[int | None, ...], ...]
-    number_of: dict[tuple[str, str, int, int, str], int]
+    number_of: dict[tuple[str, str, int, int, str, str], int]
 
     def names(self) -> list[Message]:
         """Names by number."""
@@ -40,7 +41,7 @@ class Messages:
 
 def messages_of(plan: ExecutionPlan) -> Messages:
     """Number the messages of all actions, in the order in which ranks name them."""
-    number_of: dict[tuple[str, str, int, int, str], int] = {}
+    number_of: dict[tuple[str, str, int, int, str, str], int] = {}
     return Messages(
         tuple(
             tuple(
@@ -53,11 +54,11 @@ def messages_of(plan: ExecutionPlan) -> Messages:
     )
 
 
-def _name(action: Action) -> tuple[str, str, int, int, str]:
-    return (action.verb.direction, action.chunk, action.microbatch, action.sub_microbatch, action.target)
+def _name(action: Action) -> tuple[str, str, int, int, str, str]:
+    return (action.verb.direction, action.chunk, action.microbatch, action.sub_microbatch, action.target, action.stream)
 
 
-_End = tuple[Verb, str, int, int, str]
+_End = tuple[Verb, str, int, int, str, str]
 
 
 def joined_posts(plan: ExecutionPlan, rank: int) -> frozenset[int]:
@@ -103,7 +104,7 @@ def _neighbours(plan: ExecutionPlan, rank: int) -> list[int]:
 
 
 def _end(action: Action) -> _End:
-    return (action.verb, action.chunk, action.microbatch, action.sub_microbatch, action.target)
+    return (action.verb, *_name(action)[1:])
 
 
 def _other_end(action: Action) -> _End:

@@ -111,6 +111,8 @@ def _check_chain(layout: Layout) -> None:
     for before, module in zip((None, *layout.modules), layout.modules, strict=False):
         if module.after != (() if before is None else (before.name,)):
             raise InputError(f"module {module.name!r}.after", "makes no chain", "PyTorch connects a chain only")
+        if module.emits or module.takes:
+            raise InputError(f"module {module.name!r}", "has streams", "PyTorch's stages hand on one state")
         if module.on_ranks == "replicated":
             raise InputError(f"module {module.name!r}", "is replicated", "PyTorch has each stage once")
         if not layout.has_backward(module.name):

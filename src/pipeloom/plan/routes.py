@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 from pipeloom.errors import InputError
 from pipeloom.packing import Packing, Piece, pieces
-from pipeloom.spec import Layout, ModelSpec, Workload
+from pipeloom.spec import Chunk, Layout, ModelSpec, Workload
 
-Shapes = Callable[[int, Workload], tuple[tuple[int, ...], str]]
-"""From a chunk number and a workload to shape and dtype of the chunk's output."""
+Shapes = Callable[[int, Workload, str], tuple[tuple[int, ...], str]]
+"""From a chunk number and a workload to shape and dtype of the chunk's output, or of a stream that it emits."""
 
 
 class Unit(NamedTuple):
@@ -31,17 +31,27 @@ class BoundaryTransfer(NamedTuple):
     """The output of one unit goes into another, and where ``gradient`` is set its gradient comes back.
 
     ``piece`` is None where it is all of the output, else which instances of the producer's part: the first, and how
-    many.
+    many. ``stream`` names what is transferred where it is not the output: the stream that a layer of the one emits and
+    layers of the other take, straight from the one to the other, and once however many of them take it.
     """
 
     producer: Unit
     consumer: Unit
     gradient: bool
     piece: tuple[int, int] | None = None
+    stream: str = ""
+
+
+class StreamPlace(NamedTuple):
+    """The other end of a stream that a chunk takes or gives: its module, and the chunk's place among that module's."""
+
+    stream: str
+    module: int
+    place: int
 
 
 class _Place(NamedTuple):
-    """Where a chunk stands: its module, its neighbours inside it (-1: none), and the modules around it."""
+    """Where a chunk stands: its module, its neighbours inside it (-1: none), the modules around it, and streams."""
 
     module: int
     before: int
@@ -49,6 +59,8 @@ class _Place(NamedTuple):
     sources: tuple[int, ...]
     consumers: tuple[int, ...]
     gradient: bool
+    takes: tuple[StreamPlace, ...]
+    gives: tuple[StreamPlace, ...]
 
 
 class Router:
@@ -66,6 +78,7 @@ class Router:
         gradient = [layout.has_backward(module.name) for module in layout.modules]
         sources = [tuple(number[name] for name in module.after) for module in layout.modules]
         consumers = [tuple(i for i, above in enumerate(sources) if m in above) for m in range(len(sources))]
+        takes, gives = self._streams()
         self.places: list[_Place] = []
         for i, chunk in enumerate(layout.chunks):
             m = number[chunk.module]
@@ -81,8 +94,41 @@ class Router:
                     sources=sources[m] if first else (),
                     consumers=consumers[m] if last else (),
                     gradient=gradient[m],
+                    takes=tuple(takes[i]),
+                    gives=tuple(gives[i]),
                 )
             )
+
+    def _streams(self) -> tuple[list[list[StreamPlace]], list[list[StreamPlace]]]:
+        """Per chunk, the streams that it takes from other chunks, and those that it gives to others."""
+        layout, chunks_of = self.layout, self.chunks_of
+
+        def places(module: int, layer: int) -> list[int]:
+            # Of a replicated module all chunks have all layers; where a part is worked on is known later.
+            row = [place for place, c in enumerate(chunks_of[module]) if _holds(layout.chunks[c], layer)]
+            return row[:1]
+
+        ends = {
+            end.stream: (m, end.layer, places(m, end.layer)[0])
+            for m, module in enumerate(layout.modules)
+            for end in module.emits
+        }
+        takes: list[list[StreamPlace]] = [[] for _ in layout.chunks]
+        gives: list[list[StreamPlace]] = [[] for _ in layout.chunks]
+        for m, module in enumerate(layout.modules):
+            for stream in dict.fromkeys(end.stream for end in module.takes):
+                source, _, above = ends[stream]
+                layers = [end.layer for end in module.takes if end.stream == stream]
+                for below in sorted({place for layer in layers for place in places(m, layer)}):
+                    if (source, above) == (m, below):
+                        continue
+                    everywhere = self.replicated[m]
+                    for chunk in chunks_of[m] if everywhere else (chunks_of[m][below],):
+                        takes[chunk].append(StreamPlace(stream, source, above))
+                    everywhere = self.replicated[source]
+                    for chunk in chunks_of[source] if everywhere else (chunks_of[source][above],):
+                        gives[chunk].append(StreamPlace(stream, m, below))
+        return takes, gives
 
     def of(self, packing: Packing, units: Iterable[Unit]) -> RoutesOf:
         """Bind to one iteration; the units say on which rank each part of a replicated module is worked on."""
@@ -115,30 +161,58 @@ class RoutesOf:
         """What a unit takes, in the order in which it concatenates it."""
         place, (_, microbatch, sub) = self.router.places[unit.chunk], unit
         if place.before >= 0:
-            return (BoundaryTransfer(Unit(place.before, microbatch, sub), unit, place.gradient),)
+            main = BoundaryTransfer(Unit(place.before, microbatch, sub), unit, place.gradient)
+            return (main, *self._streams_into(unit)) if place.takes else (main,)
         found: list[BoundaryTransfer] = []
         for source in place.sources:
             for piece in self._boundary(microbatch, source, place.module):
                 if piece.below == sub:
-                    chunk = self._chunk(source, microbatch, piece.above, first=False)
+                    chunk = self._chunk(source, microbatch, piece.above, -1)
                     producer = Unit(chunk, microbatch, piece.above)
                     flows = self.router.places[chunk].gradient
                     found.append(BoundaryTransfer(producer, unit, flows, _cut(piece)))
+        if place.takes:
+            found += self._streams_into(unit)
         return tuple(found)
+
+    def _streams_into(self, unit: Unit) -> list[BoundaryTransfer]:
+        place, (_, microbatch, sub) = self.router.places[unit.chunk], unit
+        found: list[BoundaryTransfer] = []
+        for stream, source, above in place.takes:
+            for piece in self._boundary(microbatch, source, place.module):
+                if piece.below == sub:
+                    chunk = self._chunk(source, microbatch, piece.above, above)
+                    producer = Unit(chunk, microbatch, piece.above)
+                    flows = self.router.places[chunk].gradient
+                    found.append(BoundaryTransfer(producer, unit, flows, _cut(piece), stream))
+        return found
 
     def out_of(self, unit: Unit) -> tuple[BoundaryTransfer, ...]:
         """Where a unit's output goes."""
         place, (_, microbatch, sub) = self.router.places[unit.chunk], unit
         if place.after >= 0:
-            return (BoundaryTransfer(unit, Unit(place.after, microbatch, sub), place.gradient),)
+            main = BoundaryTransfer(unit, Unit(place.after, microbatch, sub), place.gradient)
+            return (main, *self._streams_out_of(unit)) if place.gives else (main,)
         found: list[BoundaryTransfer] = []
         for module in place.consumers:
             for piece in self._boundary(microbatch, place.module, module):
                 if piece.above == sub:
-                    chunk = self._chunk(module, microbatch, piece.below, first=True)
+                    chunk = self._chunk(module, microbatch, piece.below, 0)
                     consumer = Unit(chunk, microbatch, piece.below)
                     found.append(BoundaryTransfer(unit, consumer, place.gradient, _cut(piece)))
+        if place.gives:
+            found += self._streams_out_of(unit)
         return tuple(found)
+
+    def _streams_out_of(self, unit: Unit) -> list[BoundaryTransfer]:
+        place, (_, microbatch, sub) = self.router.places[unit.chunk], unit
+        found: list[BoundaryTransfer] = []
+        for stream, module, below in place.gives:
+            for piece in self._boundary(microbatch, place.module, module):
+                if piece.above == sub:
+                    consumer = Unit(self._chunk(module, microbatch, piece.below, below), microbatch, piece.below)
+                    found.append(BoundaryTransfer(unit, consumer, place.gradient, _cut(piece), stream))
+        return found
 
     def _boundary(self, microbatch: int, above: int, below: int) -> tuple[Piece, ...]:
         key = (microbatch, above, below)
@@ -147,9 +221,9 @@ class RoutesOf:
             known = self._pieces[key] = pieces(self.packing, microbatch, above, below)
         return known
 
-    def _chunk(self, module: int, microbatch: int, sub: int, *, first: bool) -> int:
+    def _chunk(self, module: int, microbatch: int, sub: int, place: int) -> int:
         if not self.router.replicated[module]:
-            return self.router.chunks_of[module][0 if first else -1]
+            return self.router.chunks_of[module][place]
         try:
             return self.where[module, microbatch, sub]
         except KeyError:
@@ -194,10 +268,13 @@ def target_word(transfer: BoundaryTransfer, siblings: Sequence[BoundaryTransfer]
     ----------
     transfer : BoundaryTransfer
     siblings : sequence of BoundaryTransfer
-        All of the same producer.
+        All of the same producer; those of the same stream matter.
     names : sequence of str
         Of the layout's chunks.
     """
+    if len(siblings) == 1:
+        return ""
+    siblings = [other for other in siblings if other.stream == transfer.stream]
     if len(siblings) == 1:
         return ""
     consumer = transfer.consumer
@@ -256,11 +333,13 @@ def transferred_workload(transfer: BoundaryTransfer, layout: Layout, packing: Pa
 
 
 def boundary_shapes(model: ModelSpec, layout: Layout) -> Shapes:
-    """Shape and dtype of every chunk's output, as the model states it for the chunk's last layer."""
+    """Shape and dtype of every chunk's output, as the model states it for the chunk's last layer, and of streams."""
     outputs = [model.module(chunk.module).flat_layers[chunk.layers[1]].output for chunk in layout.chunks]
+    streams = {end.stream: end.output for module in model.modules for end in module.emits}
 
-    def shapes(chunk: int, workload: Workload) -> tuple[tuple[int, ...], str]:
-        return outputs[chunk].resolve(workload), outputs[chunk].dtype
+    def shapes(chunk: int, workload: Workload, stream: str = "") -> tuple[tuple[int, ...], str]:
+        shape = streams[stream] if stream else outputs[chunk]
+        return shape.resolve(workload), shape.dtype
 
     return shapes
 
@@ -280,6 +359,10 @@ def _units_of(
             "plan every part exactly once",
         )
     return present
+
+
+def _holds(chunk: Chunk, layer: int) -> bool:
+    return chunk.layers[0] <= layer <= chunk.layers[1]
 
 
 def _cut(piece: Piece) -> tuple[int, int] | None:

@@ -60,8 +60,8 @@ class PlanTable:
     message, end : array, shape (len(messages),)
         The same number for the same message; and for the same end of it on the same rank, whether it is posted there or
         waited for.
-    targets : dict of str to int
-        Numbers of the consumers that messages name.
+    targets : dict of (str, str) to int
+        Numbers of the consumers and streams that messages name.
     names : array
         By message, what it is named by, as one number that rises (`number_of`).
     """
@@ -76,11 +76,11 @@ class PlanTable:
     messages: IntArray
     message: IntArray
     end: IntArray
-    targets: dict[str, int]
+    targets: dict[tuple[str, str], int]
     names: IntArray
 
     def number_of(self, units: IntArray, targets: IntArray, back: IntArray) -> IntArray:
-        """Messages by unit, by consumer (a number in ``targets``) and direction; -1: there is none."""
+        """Messages by unit, by consumer and stream (a number in ``targets``) and direction; -1: there is none."""
         names = (units * len(self.targets) + targets) * 2 + back
         if not len(self.names):
             return np.full(len(names), -1)
@@ -113,7 +113,7 @@ def table_of(plan: ExecutionPlan) -> PlanTable:
     rank = np.repeat(np.arange(len(lengths)), lengths)
     messages = np.flatnonzero(IS_MESSAGE[verb])
     verbs = verb[messages]
-    target, targets = numbered([actions[row].target for row in messages.tolist()])
+    target, targets = numbered([(actions[row].target, actions[row].stream) for row in messages.tolist()])
     names, message = np.unique((unit[messages] * len(targets) + target) * 2 + _BACK[verbs], return_inverse=True)
     return PlanTable(
         plan=plan,

@@ -1,9 +1,9 @@
-"""The text and wire forms of plans (`pipeloom.plan/2`): readable, diffable, round-tripping exactly."""
+"""The text and wire forms of plans (`pipeloom.plan/2`, with streams `/3`): readable, diffable, read back exactly."""
 
 from __future__ import annotations
 
 import re
-from typing import NoReturn
+from typing import Literal, NoReturn
 
 import msgspec
 
@@ -11,6 +11,7 @@ from pipeloom.errors import InputError
 from pipeloom.plan.action import Action, ExecutionPlan, Verb
 
 FORMAT = "pipeloom.plan/2"
+FORMAT_WITH_STREAMS = "pipeloom.plan/3"
 _COLUMN = 11
 """Width of the verbs' column: the one verb that is longer stands alone on its line."""
 _SPLITS = re.compile(r"[ \t\r\n=]")
@@ -19,7 +20,7 @@ _SPLITS = re.compile(r"[ \t\r\n=]")
 
 def to_text(plan: ExecutionPlan) -> str:
     """Write a plan as text: a header, then for every rank its number and one action a line."""
-    lines = [f"{FORMAT} ranks={plan.num_ranks} iteration={plan.iteration} layout={plan.layout}"]
+    lines = [f"{plan.format} ranks={plan.num_ranks} iteration={plan.iteration} layout={plan.layout}"]
     for rank, actions in enumerate(plan.ranks):
         lines.append(f"rank {rank}")
         lines += (_line(action, _COLUMN) for action in actions)
@@ -50,6 +51,8 @@ def _line(action: Action, width: int) -> str:
         words.append(f"dtype={action.dtype}")
     if action.target:
         words.append(f"target={action.target}")
+    if action.stream:
+        words.append(f"stream={action.stream}")
     return " ".join(words)
 
 
@@ -62,7 +65,7 @@ def from_text(text: str) -> ExecutionPlan:
         With the number of the line, what is wrong in it, and what is expected.
     """
     lines = text.splitlines()
-    num_ranks, iteration, layout = _header(lines[0] if lines else "")
+    version, num_ranks, iteration, layout = _header(lines[0] if lines else "")
     ranks: list[list[Action]] = []
     for number, line in enumerate(lines[1:], start=2):
         words = line.split()
@@ -75,10 +78,10 @@ def from_text(text: str) -> ExecutionPlan:
         elif not ranks:
             _refuse(number, f"{line!r} stands before any rank", "begin with 'rank 0'")
         else:
-            ranks[-1].append(_action(words, number))
+            ranks[-1].append(_action(words, number, version))
     if len(ranks) != num_ranks:
         raise InputError("plan", f"has {len(ranks)} ranks, its header says {num_ranks}")
-    return ExecutionPlan(num_ranks, iteration, layout, tuple(map(tuple, ranks)))
+    return ExecutionPlan(num_ranks, iteration, layout, tuple(map(tuple, ranks)), version)
 
 
 def to_msgpack(plan: ExecutionPlan) -> bytes:
@@ -102,7 +105,7 @@ def from_msgpack(data: bytes) -> ExecutionPlan:
         raise InputError("plan", f"has {len(plan.ranks)} ranks, its header says {plan.num_ranks}")
     for rank, actions in enumerate(plan.ranks):
         for step, action in enumerate(actions):
-            problem = _problem(action)
+            problem = _problem(action, plan.format)
             if problem:
                 raise InputError(f"rank {rank}, step {step}", problem)
     return plan
@@ -139,19 +142,23 @@ def _remedy(told: str) -> str:
     return f"write a {FORMAT}"
 
 
-def _header(line: str) -> tuple[int, int, str]:
+_Version = Literal["pipeloom.plan/2", "pipeloom.plan/3"]
+
+
+def _header(line: str) -> tuple[_Version, int, int, str]:
     words = line.split()
     told = words[0] if words else ""
-    if told != FORMAT:
+    if told not in (FORMAT, FORMAT_WITH_STREAMS):
         _refuse(1, _wrong_format(told), _remedy(told))
     fields = _fields(words[1:], ("ranks", "iteration", "layout"), 1)
     for name in ("ranks", "iteration", "layout"):
         if name not in fields:
             _refuse(1, f"has no {name}=", f"write '{FORMAT} ranks=N iteration=N layout=DIGEST'")
-    return _number(fields["ranks"], 1), _number(fields["iteration"], 1), fields["layout"]
+    version: _Version = "pipeloom.plan/2" if told == FORMAT else "pipeloom.plan/3"
+    return version, _number(fields["ranks"], 1), _number(fields["iteration"], 1), fields["layout"]
 
 
-def _action(words: list[str], line: int) -> Action:
+def _action(words: list[str], line: int, version: _Version) -> Action:
     try:
         verb = Verb(words[0])
     except ValueError:
@@ -168,7 +175,7 @@ def _action(words: list[str], line: int) -> Action:
         action = Action(verb, words[1])
     else:
         action = _unit_action(verb, words, line)
-    problem = _problem(action)
+    problem = _problem(action, version)
     if problem:
         _refuse(line, problem, "")
     return action
@@ -183,7 +190,7 @@ def _unit_action(verb: Verb, words: list[str], line: int) -> Action:
         _refuse(line, f"{words[2]!r} is no microbatch.sub-microbatch", "for example 3.0")
     rest = words[3:]
     strategy = rest.pop(0) if rest and "=" not in rest[0] else ""
-    fields = _fields(rest, ("to", "from", "shape", "dtype", "target"), line)
+    fields = _fields(rest, ("to", "from", "shape", "dtype", "target", "stream"), line)
     peer_word = _peer_word(verb)
     for name in {"to", "from"} - {peer_word}:
         if name in fields:
@@ -201,17 +208,18 @@ def _unit_action(verb: Verb, words: list[str], line: int) -> Action:
         shape=shape,
         dtype=fields.get("dtype", ""),
         strategy=strategy,
+        stream=fields.get("stream", ""),
     )
 
 
-def _problem(action: Action) -> str:
+def _problem(action: Action, version: _Version) -> str:
     """What an action lacks or has too much, in words; empty where it is whole."""
     verb = action.verb
     message = verb.is_post
     bare = not (verb.is_unit or verb.is_message or verb.is_chunk)
     if bare != (not action.chunk):
         return f"{verb} {'takes no' if action.chunk else 'has no'} chunk"
-    for name in (action.chunk, action.target):
+    for name in (action.chunk, action.target, action.stream):
         if _SPLITS.search(name):
             return f"the name {name!r} contains white space or '='"
     if _SPLITS.search(action.strategy) or _SPLITS.search(action.dtype):
@@ -220,8 +228,10 @@ def _problem(action: Action) -> str:
         return f"{verb} takes no strategy"
     if message != (action.peer is not None) or message != (action.shape is not None) or message != bool(action.dtype):
         return f"{verb} {'needs' if message else 'takes no'} peer, shape and dtype"
-    if action.target and not verb.is_message:
-        return f"{verb} takes no target"
+    if (action.target or action.stream) and not verb.is_message:
+        return f"{verb} takes no {'target' if action.target else 'stream'}"
+    if action.stream and version != FORMAT_WITH_STREAMS:
+        return f"stream={action.stream} in a {version}: those with streams are {FORMAT_WITH_STREAMS}"
     numbers = (action.microbatch, action.sub_microbatch, action.peer or 0, *(action.shape or ()))
     if min(numbers) < 0:
         return f"{min(numbers)} is negative"

@@ -356,7 +356,7 @@ def _check_transfers(table: PlanTable, layout: Layout, packing: Packing) -> None
     """Row that gives, row that takes, a row of the producer, number of the target, and whether it is a gradient."""
     for transfer in routes.transfers:
         producer, consumer = forward[transfer.producer], forward[transfer.consumer]
-        target = table.targets.get(routes.target(transfer, names), -1)
+        target = table.targets.get((routes.target(transfer, names), transfer.stream), -1)
         moves.append((producer, consumer, producer, target, 0))
         if transfer.gradient:
             moves.append((backward[transfer.consumer], backward[transfer.producer], producer, target, 1))
@@ -465,7 +465,7 @@ def check_shapes(plan: ExecutionPlan, model: ModelSpec, layout: Layout, packing:
     units = [Unit(chunks[a.chunk], a.microbatch, a.sub_microbatch) for a in everything if a.verb == "F"]
     routes = Router(layout).of(packing, units)
     # A decoder in smaller parts takes some rows of an output, so messages of one unit may differ.
-    known: dict[Unit, dict[str, tuple[tuple[int, ...], str]]] = {}
+    known: dict[Unit, dict[tuple[str, str], tuple[tuple[int, ...], str]]] = {}
     for action in everything:
         if action.shape is None:
             continue
@@ -473,10 +473,12 @@ def check_shapes(plan: ExecutionPlan, model: ModelSpec, layout: Layout, packing:
         if unit not in known:
             siblings = routes.out_of(unit)
             known[unit] = {
-                target_word(h, siblings, names): shapes(unit.chunk, transferred_workload(h, layout, packing))
+                (target_word(h, siblings, names), h.stream): shapes(
+                    unit.chunk, transferred_workload(h, layout, packing), h.stream
+                )
                 for h in siblings
             }
-        expected = known[unit].get(action.target)
+        expected = known[unit].get((action.target, action.stream))
         if (action.shape, action.dtype) != expected:
             should = "goes nowhere" if expected is None else f"has another shape than {expected[0]} {expected[1]}"
             raise PlanError(f"'{action_text(action)}' {should}")

@@ -13,7 +13,7 @@ from pipeloom.plan import Answer, BackendName, packing_counts
 from pipeloom.planner.planning import PlannedBatch
 from pipeloom.planner.problem import Problem
 from pipeloom.search import SearchParams
-from pipeloom.spec import Batch, Layout, ModelSpec, RankSpec, Strategy
+from pipeloom.spec import Batch, Layout, ModelSpec, ModuleLayout, RankSpec, Strategy
 from pipeloom.taskgraph import FORWARD
 from pipeloom.taskgraph.iteration import MemoryLimit
 from pipeloom.tuning import TuningSpec
@@ -109,6 +109,10 @@ def check_setup(setup: Setup, layout_file: str, profile_file: str) -> None:
         spec = modules[module.name]
         if set(module.after) != set(spec.after):
             raise InputError(f"{where}.after", f"{list(module.after)}, the model says {list(spec.after)}")
+        ours = ModuleLayout.of(spec)
+        for end in ("emits", "takes"):
+            if set(getattr(module, end)) != set(getattr(ours, end)):
+                raise InputError(f"{where}.{end}", "are other streams than the model's", "lay out this model")
         num_layers = sum(layer.count for layer in spec.layers)
         if num_layers > _MAX_LAYERS:
             raise InputError(f"model: module {module.name!r}", f"has {num_layers} layers, more than {_MAX_LAYERS}")

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pipeloom.runtime.iteration import ExecutorOptions
     from pipeloom.runtime.measure import MeasureOptions, ProfileOptions, measure_layers, profile_model
     from pipeloom.runtime.mesh import Mesh, make_mesh
-    from pipeloom.runtime.model import Model, Module, Part, user_code
+    from pipeloom.runtime.model import Emit, Model, Module, Part, user_code
     from pipeloom.runtime.prefetch import DescribedBatch, Prefetched, Size, batch_of
     from pipeloom.runtime.processes import Worker, join_workers, launch, report, this_worker
     from pipeloom.runtime.reduce import all_reduce_gradients, clip_gradients, global_targets, mesh_gradients
@@ -37,6 +37,7 @@ __all__ = [
     "BatchedTransport",
     "Checkpoints",
     "DescribedBatch",
+    "Emit",
     "Executor",
     "ExecutorOptions",
     "MeasureOptions",

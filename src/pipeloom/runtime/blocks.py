@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,11 +15,12 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from pipeloom.errors import ExecutionError, InputError
 from pipeloom.runtime.memory import Offloaded, SelectiveRecompute
+from pipeloom.runtime.model import Emit
 from pipeloom.runtime.random_state import RandomState
 from pipeloom.runtime.split import DeferredWeights, backward_inputs
 from pipeloom.spec import TRAITS, Strategy, word_strategies
 
-Layer = Callable[..., Tensor]
+Layer = Callable[..., Tensor | Emit]
 Bounds = tuple[tuple[int, int, Strategy], ...]
 """Blocks of a chunk: first layer, one past the last, memory strategy."""
 
@@ -82,14 +83,60 @@ def kept_casts(device: torch.device, autocast: torch.dtype | None) -> AbstractCo
     )
 
 
+@dataclass(frozen=True, slots=True)
+class ChunkStreams:
+    """Streams of a chunk, by its layers, counted within it.
+
+    Attributes
+    ----------
+    takes, emits : mapping of int to tuple of str
+        Layers without are absent.
+    gives : frozenset of str
+        Emitted by its layers and taken by other chunks.
+    first : int
+        Number of its first layer within the module, and ``module`` its name: for messages.
+    """
+
+    takes: Mapping[int, tuple[str, ...]]
+    emits: Mapping[int, tuple[str, ...]]
+    gives: frozenset[str] = frozenset()
+    first: int = 0
+    module: str = ""
+
+    def check(self, layer: int, result: object) -> None:
+        """Refuse what a layer returns where it is not what the module states that it emits."""
+        wanted = self.emits.get(layer, ())
+        found = tuple(result.streams) if isinstance(result, Emit) else ()
+        if set(found) != set(wanted):
+            raise ExecutionError(
+                f"module {self.module!r}, layer {self.first + layer}, emits {_listed(found)}, stated is "
+                f"{_listed(wanted)}; correct `emits` of the module, or return Emit(output, streams)"
+            )
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(map(repr, names)) or "no stream"
+
+
+NO_STREAMS = ChunkStreams({}, {})
+
+
 @dataclass(slots=True)
 class _Block:
     layers: Sequence[Layer]
     inputs: tuple[Any, ...]
     """Arguments of its first layer; the tensors that need a gradient are leaves."""
     strategy: Strategy
+    first: int = 0
+    """Number of its first layer within the chunk."""
     edge: GradientEdge | Tensor | None = None
     """End of its graph. The output itself is not held, but for a loss: the graph has what it needs of it."""
+    emitted: dict[str, Tensor] | None = None
+    """Streams of its layers, while it runs."""
+    loss: Tensor | None = None
+    """Sum of the losses that its layers emit; with its graph."""
+    edges: dict[str, GradientEdge] | None = None
+    """Ends of its graph where streams leave it."""
     missing: bool = False
     """Whether it has to be recomputed before its backward."""
     random_state: RandomState | None = None
@@ -114,6 +161,15 @@ class ChunkActivation:
     context: dict[str, Any]
     autocast: torch.dtype | None = None
     """Precision of autocast regions, forward and recomputed alike; None: none."""
+    ports: ChunkStreams = NO_STREAMS
+    streams: dict[str, Tensor] = field(default_factory=dict)
+    """What its layers take from other chunks, and from blocks before their own: leaves."""
+    loss_scale: float = 1.0
+    """Gradient of the losses that layers emit."""
+    losses: list[Tensor] = field(default_factory=list)
+    """Those of the forward, one a block."""
+    given: dict[str, Tensor] = field(default_factory=dict)
+    """Streams for other chunks, without their graphs, to be taken after the forward."""
     blocks: list[_Block] = field(default_factory=list)
     num_recomputed: int = 0
     offloaded_bytes: int = 0
@@ -132,15 +188,19 @@ class ChunkActivation:
             False: nothing is saved, and there will be no backward.
         """
         if not trained:
+            whole = _Block(layers, inputs, "keep")
             with torch.no_grad():
-                return self._run(layers, inputs, keeps_casts=False)
+                last = self._run(whole, keeps_casts=False)
+            self._leave(whole)
+            return last
         output: Tensor | None = None
         flows = False
         for begin, end, strategy in bounds:
             if output is not None:
                 inputs = (output.detach().requires_grad_(flows),)
-            block = _Block(layers if len(bounds) == 1 else layers[begin:end], inputs, strategy)
+            block = _Block(layers if len(bounds) == 1 else layers[begin:end], inputs, strategy, begin)
             output = self._forward(block)
+            self._leave(block)
             # Whether a gradient would flow is not known without a graph; asking for one costs nothing.
             flows = output.is_floating_point() if block.missing else block.edge is not None
             self.blocks.append(block)
@@ -156,41 +216,80 @@ class ChunkActivation:
             if traits.recomputes == "cheap":
                 block.selective = SelectiveRecompute()
             with torch.no_grad() if block.selective is None else block.selective.forward():
-                return self._run(block.layers, block.inputs, keeps_casts=False)
+                return self._run(block, keeps_casts=False)
         if traits.offloads:
             weights = [p for m in block.layers if isinstance(m, nn.Module) for p in m.parameters()]
-            held = [*weights, *block.inputs, *self.context.values()]
+            held = [*weights, *block.inputs, *self.context.values(), *self.streams.values()]
             block.offloaded = Offloaded(held, self.autocast is not None)
             with torch.enable_grad(), block.offloaded.saving():
-                output = self._run(block.layers, block.inputs)
+                output = self._run(block)
         elif torch.is_grad_enabled():
-            output = self._run(block.layers, block.inputs)
+            output = self._run(block)
         else:
             with torch.enable_grad():
-                output = self._run(block.layers, block.inputs)
-        if output.requires_grad:
-            block.edge = output if output.dim() == 0 else get_gradient_edge(output)
+                output = self._run(block)
+        _end(block, output)
         return output
 
-    def _run(self, layers: Sequence[Layer], inputs: tuple[Any, ...], keeps_casts: bool = True) -> Tensor:
-        """Run layers; ``keeps_casts``: casts of weights may be kept for later passes.
+    def _leave(self, block: _Block) -> None:
+        """Take the streams and losses that a block's forward emitted, and hold no graph but by its edges."""
+        if block.emitted is not None:
+            end = block.first + len(block.layers)
+            later = {name for number, names in self.ports.takes.items() if number >= end for name in names}
+            for name, tensor in block.emitted.items():
+                if name in self.ports.gives:
+                    self.given[name] = tensor.detach()
+                if name in later:
+                    # As with outputs between blocks.
+                    flows = tensor.is_floating_point() if block.missing else name in (block.edges or ())
+                    self.streams[name] = tensor.detach().requires_grad_(flows)
+            block.emitted = None
+        if block.loss is not None:
+            self.losses.append(block.loss.detach())
+            if block.missing or not block.loss.requires_grad:
+                block.loss = None
+
+    def _run(self, block: _Block, keeps_casts: bool = True) -> Tensor:
+        """Run a block's layers; ``keeps_casts``: casts of weights may be kept for later passes.
 
         Not where they are made without a graph, in which a later pass would lose its gradient; nor where every
         operation is counted, of which the recomputation must not have more.
         """
         if self.autocast is None:
-            return self._call(layers, inputs)
+            return self._call(block, block.inputs)
         # Torch keeps casts of leaves, weights or not; those of inputs are to go when their microbatch does.
-        inputs = tuple(x.view_as(x) if isinstance(x, Tensor) and x.requires_grad else x for x in inputs)
+        inputs = tuple(x.view_as(x) if isinstance(x, Tensor) and x.requires_grad else x for x in block.inputs)
         with torch.autocast(self.device.type, self.autocast, cache_enabled=keeps_casts):
-            return self._call(layers, inputs)
+            return self._call(block, inputs)
 
-    def _call(self, layers: Sequence[Layer], inputs: tuple[Any, ...]) -> Tensor:
-        context = self.context
-        output = layers[0](*inputs, **context)
-        for layer in layers[1:]:
-            output = layer(output, **context)
-        return output
+    def _call(self, block: _Block, inputs: tuple[Any, ...]) -> Tensor:
+        context, ports = self.context, self.ports
+        output: Any = None
+        for number, layer in enumerate(block.layers, block.first):
+            if number in ports.takes:
+                output = layer(*inputs, **context, **self._taken(block, number))
+            else:
+                output = layer(*inputs, **context)
+            if isinstance(output, Emit):
+                ports.check(number, output)
+                output = _apart(block, output)
+            elif number in ports.emits:
+                ports.check(number, output)
+            inputs = (output,)
+        found: Tensor = output
+        return found
+
+    def _taken(self, block: _Block, number: int) -> dict[str, Tensor]:
+        """Streams that a layer is called with: as emitted within the block, else leaves."""
+        found = {}
+        for name in self.ports.takes[number]:
+            if block.emitted is not None and name in block.emitted:
+                found[name] = block.emitted[name]
+                continue
+            leaf = self.streams[name]
+            # Under autocast as the inputs.
+            found[name] = leaf.view_as(leaf) if self.autocast is not None and leaf.requires_grad else leaf
+        return found
 
     def recompute(self) -> None:
         """Run the blocks that saved nothing once more, now with their graphs."""
@@ -204,11 +303,11 @@ class ChunkActivation:
         if block.random_state is not None:
             block.random_state.set(self.device)
         with torch.enable_grad(), nullcontext() if block.selective is None else block.selective.again():
-            output = self._run(block.layers, block.inputs)
+            output = self._run(block)
         state.set(self.device)
         block.selective = block.random_state = None
-        if output.requires_grad:
-            block.edge = output if output.dim() == 0 else get_gradient_edge(output)
+        _end(block, output)
+        block.emitted = None
         self.num_recomputed += len(block.layers)
 
     def offload(self) -> None:
@@ -224,30 +323,68 @@ class ChunkActivation:
             if block.offloaded is not None:
                 block.offloaded.load()
 
-    def backward(self, gradient: Tensor) -> None:
-        """Whole backward: gradients of the weights are accumulated, those of the inputs lie in their ``.grad``."""
+    def _roots(
+        self, block: _Block, flowing: Tensor | None, arrived: dict[str, Tensor]
+    ) -> tuple[list[GradientEdge], list[Tensor]]:
+        """Ends of a block's graph that have a gradient, and these: of its output, its streams and its losses."""
+        ends: list[GradientEdge] = []
+        gradients: list[Tensor] = []
+        if flowing is not None and block.edge is not None:
+            ends.append(block.edge if isinstance(block.edge, GradientEdge) else get_gradient_edge(block.edge))
+            gradients.append(flowing)
+        for name, edge in (block.edges or {}).items():
+            leaf = self.streams.get(name)
+            for gradient in (arrived.get(name), None if leaf is None else leaf.grad):
+                if gradient is not None:
+                    ends.append(edge)
+                    gradients.append(gradient)
+        if block.loss is not None and block.loss.requires_grad:
+            ends.append(get_gradient_edge(block.loss))
+            gradients.append(torch.full_like(block.loss, self.loss_scale))
+        block.edge = block.edges = block.loss = None
+        return ends, gradients
+
+    def backward(self, gradient: Tensor, arrived: dict[str, Tensor] | None = None) -> None:
+        """Whole backward: gradients of the weights are accumulated, those of the inputs lie in their ``.grad``.
+
+        Parameters
+        ----------
+        gradient : torch.Tensor
+            Of the output.
+        arrived : dict or None
+            Of the streams that other chunks took.
+        """
         flowing: Tensor | None = gradient
         while self.blocks:
             block = self.blocks.pop()
             if block.missing:
                 self._recompute(block)
-            if flowing is not None and block.edge is not None:
-                torch.autograd.backward(block.edge, flowing)
+            ends, gradients = self._roots(block, flowing, arrived or {})
+            if ends:
+                torch.autograd.backward(ends, gradients)
             flowing = block.inputs[0].grad if self.blocks else None
 
-    def backward_input(self, gradient: Tensor) -> None:
+    def backward_input(self, gradient: Tensor, arrived: dict[str, Tensor] | None = None) -> None:
         """First half of a split backward: gradients of the inputs only, each layer recomputed once."""
         flowing: Tensor | None = gradient
         for number in range(len(self.blocks) - 1, -1, -1):
             block = self.blocks[number]
             if block.missing:
                 self._recompute(block)
-            if flowing is not None and block.edge is not None:
-                leaves = [x for x in block.inputs if isinstance(x, Tensor) and x.requires_grad]
-                edge = block.edge if isinstance(block.edge, GradientEdge) else get_gradient_edge(block.edge)
-                block.deferred = backward_inputs([edge], [flowing], leaves)
-            block.edge = None
+            ends, gradients = self._roots(block, flowing, arrived or {})
+            if ends:
+                block.deferred = backward_inputs(ends, gradients, self._leaves(block))
             flowing = block.inputs[0].grad if number else None
+
+    def _leaves(self, block: _Block) -> list[Tensor]:
+        """What a block takes that needs a gradient."""
+        leaves = [x for x in block.inputs if isinstance(x, Tensor) and x.requires_grad]
+        if self.ports is not NO_STREAMS:
+            numbers = range(block.first, block.first + len(block.layers))
+            within = {name for number in numbers for name in self.ports.emits.get(number, ())}
+            taken = dict.fromkeys(name for number in numbers for name in self.ports.takes.get(number, ()))
+            leaves += [self.streams[n] for n in taken if n not in within and self.streams[n].requires_grad]
+        return leaves
 
     def backward_weight(self) -> None:
         """Second half: gradients of the weights, from what the first half left."""
@@ -255,3 +392,23 @@ class ChunkActivation:
             deferred = self.blocks.pop().deferred
             if deferred is not None:
                 deferred.accumulate()
+
+
+def _end(block: _Block, output: Tensor) -> None:
+    """Note where the graph of a block ends."""
+    if output.requires_grad:
+        block.edge = output if output.dim() == 0 else get_gradient_edge(output)
+    if block.emitted is not None:
+        block.edges = {name: get_gradient_edge(x) for name, x in block.emitted.items() if x.requires_grad}
+
+
+def _apart(block: _Block, result: Emit) -> Tensor:
+    """Note what a layer emits, and return its output."""
+    if result.streams:
+        block.emitted = {**(block.emitted or {}), **result.streams}
+    if result.loss is not None:
+        if result.loss.dim() != 0:
+            shape = tuple(result.loss.shape)
+            raise ExecutionError(f"a layer emits a loss of shape {shape}; return the sum over its rows, a scalar")
+        block.loss = result.loss if block.loss is None else block.loss + result.loss
+    return result.output

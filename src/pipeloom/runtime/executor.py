@@ -21,7 +21,7 @@ from pipeloom.runtime.result import StepResult
 from pipeloom.runtime.sharding import is_dtensor, sharded_modules
 from pipeloom.runtime.tied import tied_over_ranks
 from pipeloom.runtime.transport import Transport, joins
-from pipeloom.spec import Layout
+from pipeloom.spec import Layout, ModuleLayout
 
 
 class Executor:
@@ -229,6 +229,8 @@ def _check_layout(model: Model, layout: Layout) -> None:
         here = layout.module(module.name)
         if (here.after, here.frozen) != (module.after, module.frozen):
             raise InputError(f"layout.module {module.name!r}", "has another `after` or `frozen` than the model")
+        if (set(here.emits), set(here.takes)) != (set(ModuleLayout.of(module.spec).emits), set(module.spec.takes)):
+            raise InputError(f"layout.module {module.name!r}", "has other streams than the model", "lay out this model")
         num_layers = layout.chunks[layout.chunks_of(module.name)[-1]].layers[1] + 1
         if num_layers != len(module.layers):
             raise InputError(

@@ -133,10 +133,18 @@ class Iteration:
         layers: list[Callable[..., Tensor]] = self.here.layers[unit.key[0]]  # type: ignore[assignment]
         if role.is_last and part is not None:
             layers = [*layers, _loss_layer(self.here.model.loss, part)]
-        activation = ChunkActivation(self.device, context, self.options.autocast)
+        activation = ChunkActivation(self.device, context, self.options.autocast, role.ports)
+        activation.loss_scale = 1.0 / self.normaliser
+        if role.takes:
+            at = len(inputs) - len(role.takes)
+            activation.streams = {name: leaf for (name, _, _), leaf in zip(role.takes, inputs[at:], strict=True)}
+            inputs = inputs[:at]
         output = activation.forward(layers, unit.bounds, inputs, role.trained)
+        self.losses += activation.losses
         if role.trained:
             unit.activation = activation
+        if unit.outlets is not None:
+            unit.hand_streams(activation.given)
         if role.is_last:
             self._take_loss(unit, output)
             return
@@ -170,12 +178,13 @@ class Iteration:
 
     def backward(self, unit: UnitState) -> None:
         activation = unit.activation_now
-        activation.backward(unit.take_gradient(self.device))
+        activation.backward(unit.take_gradient(self.device), unit.take_stream_gradients(self.device))
         unit.hand_back()
         self._finish(unit, activation)
 
     def backward_input(self, unit: UnitState) -> None:
-        unit.activation_now.backward_input(unit.take_gradient(self.device))
+        arrived = unit.take_stream_gradients(self.device)
+        unit.activation_now.backward_input(unit.take_gradient(self.device), arrived)
         unit.hand_back()
 
     def backward_weight(self, unit: UnitState) -> None:
@@ -202,7 +211,7 @@ class Iteration:
         return part, _NO_CONTEXT if context is None else context
 
     def _inputs(self, unit: UnitState, part: Part | None) -> tuple[Any, ...]:
-        """Arguments of the first layer: the user's own on a module's first chunk, then what was transferred."""
+        """Arguments of the first layer, the user's own on a module's first chunk and what was transferred; streams."""
         role = unit.role
         upstream = unit.take_upstream(self.device) if unit.arrived or unit.groups else ()
         if role.before >= 0 or role.module.inputs is None or part is None:

@@ -23,10 +23,11 @@ from pipeloom.plan import (
     target_word,
     transferred_workload,
 )
-from pipeloom.runtime.blocks import Bounds, block_bounds
+from pipeloom.plan.routes import StreamPlace
+from pipeloom.runtime.blocks import NO_STREAMS, Bounds, ChunkStreams, block_bounds
 from pipeloom.runtime.model import Model, Module, torch_dtype
-from pipeloom.runtime.unit import ChunkRole, Key, MessageState, PartState, Stated, UnitState
-from pipeloom.spec import Layout
+from pipeloom.runtime.unit import ChunkRole, Key, MessageState, Outlet, PartState, Stated, UnitState
+from pipeloom.spec import Layout, TensorShape
 
 # Shapes depend on few numbers and recur; a run over ever new lengths must not gather them for ever.
 _MAX_KNOWN_SHAPES = 50_000
@@ -67,10 +68,16 @@ class Linker:
         self.rank_of = [chunk.rank for chunk in layout.chunks]
         self.router = Router(layout)
         self.shapes = boundary_shapes(model.spec, layout)
+        self.streams = {end.stream: end for module in model.spec.modules for end in module.emits}
         self.roles = [self._role(model, number) for number in range(len(layout.chunks))]
-        self.fan_out = max(1, *(len(place.consumers) for place in self.router.places))
-        self.known_shapes: list[dict[tuple[int, int], Stated]] = [{} for _ in layout.chunks]
-        """By chunk, then by instances and tokens: all that shapes depend on."""
+        self.fan_out = max(
+            1, *(len(place.consumers) + (place.after >= 0) + len(place.gives) for place in self.router.places)
+        )
+        self.known_shapes: list[dict[tuple[int, ...], Stated]] = [{} for _ in layout.chunks]
+        """By chunk, then by instances and tokens: all that shapes depend on; by lengths where they depend on these."""
+        self.by_lengths = [
+            not model.module(chunk.module).spec.flat_layers[chunk.layers[1]].output.is_simple for chunk in layout.chunks
+        ]
         self.known_bounds: list[dict[str, Bounds]] = [{} for _ in layout.chunks]
         """By chunk, then by strategy."""
 
@@ -87,7 +94,7 @@ class Linker:
             sources=tuple(
                 (
                     source,
-                    model.module(self.layout.modules[source].name),
+                    model.module(self.layout.modules[source].name).spec.layers[-1].output,
                     self.router.places[first_chunks[source][-1]].gradient,
                 )
                 for source in place.sources
@@ -97,7 +104,25 @@ class Linker:
             is_last=is_last,
             needs_part=is_last or module.context is not None or (place.before < 0 and module.inputs is not None),
             layer_numbers=chunk.layers,
+            ports=self._ports(module, chunk.layers, place.gives),
+            takes=tuple(
+                (stream, self.streams[stream].output, self.router.places[first_chunks[source][0]].gradient)
+                for stream, source, _ in place.takes
+            ),
         )
+
+    def _ports(self, module: Module, layers: tuple[int, int], gives: tuple[StreamPlace, ...]) -> ChunkStreams:
+        """Streams of a chunk's layers."""
+        begin, end = layers
+        takes: dict[int, tuple[str, ...]] = {}
+        emits: dict[int, tuple[str, ...]] = {}
+        for ends, found in ((module.spec.takes, takes), (module.spec.emits, emits)):
+            for each in ends:
+                if begin <= each.layer <= end:
+                    found[each.layer - begin] = (*found.get(each.layer - begin, ()), each.stream)
+        if not takes and not emits:
+            return NO_STREAMS
+        return ChunkStreams(takes, emits, frozenset(place.stream for place in gives), begin, module.name)
 
     def link(self, plan: ExecutionPlan, packing: Packing, *, joins: bool = False) -> LinkedPlan:
         """Link one rank's actions; where wanted, find out which messages are posted together.
@@ -130,11 +155,14 @@ class _Crossing(NamedTuple):
     producer: Key
     gradient: bool
     place_out: int = 0
-    """Among the producer's consumers."""
+    """Among those that take the same of the producer."""
     target: str = ""
     """How messages name the consumer."""
     cut: Stated | None = None
     """Shape and dtype where it is not the whole output."""
+    stream: str = ""
+    number: int = 0
+    """Among all that the producer gives."""
 
 
 class _Link:
@@ -150,12 +178,12 @@ class _Link:
         self.num_microbatches = len(packing.microbatches)
         self.max_parts = max(map(max, self.routes.counts), default=1)
         self.fan_out = linker.fan_out * self.max_parts
-        self.sizes: dict[tuple[int, int, int], tuple[int, int]] = {}
+        self.sizes: dict[tuple[int, int, int], tuple[int, ...]] = {}
         """By module, microbatch and part: instances and tokens."""
         self.parts: dict[tuple[int, int, int], PartState] = {}
         self.states: dict[Key, UnitState] = {}
-        self.messages: dict[tuple[Verb, Key, str], MessageState] = {}
-        """By verb of its post, producer, and consumer where named."""
+        self.messages: dict[tuple[Verb, Key, str, str], MessageState] = {}
+        """By verb of its post, producer, consumer where named, and stream."""
 
     def linked(self) -> LinkedPlan:
         # Most of what linking costs is here, once for every action: hence the names bound outside of the loop.
@@ -220,19 +248,52 @@ class _Link:
         if role.is_last:
             stated = None
         gradients: list[Tensor | None] = [] if role.after < 0 else [None]
-        if role.before >= 0:
-            return UnitState(key, role, part, bounds, stated, [None], [None], None, gradients)
-        if not role.sources:
-            return UnitState(key, role, part, bounds, stated, _NONE, _NONE, _NO_GROUPS, gradients)
-        into = self.routes.into(Unit(*key))
-        groups = []
-        for source, module, flows in role.sources:
-            places = self.linker.router.places
-            taken = [i for i, h in enumerate(into) if places[h.producer.chunk].module == source]
-            groups.append((taken, module, flows))
-        state = UnitState(key, role, part, bounds, stated, [None] * len(into), [None] * len(into), groups, gradients)
-        state.rows = [self._transferred(transfer)[0][0] for transfer in into]
+        into: Sequence[BoundaryTransfer] = ()
+        groups, num_taken = None, 1
+        if role.before < 0 or role.takes:
+            into = self.routes.into(Unit(*key)) if role.sources or role.takes else ()
+            groups, num_taken = self._groups(role, into), len(into)
+        state = UnitState(
+            stated,
+            gradients,
+            key=key,
+            role=role,
+            part=part,
+            bounds=bounds,
+            arrived=[None] * num_taken,
+            input_gradients=[None] * num_taken,
+            groups=groups,
+        )
+        if into:
+            state.rows = [shape[0] if shape else 0 for shape, _ in map(self._transferred, into)]
+        if role.ports.gives:
+            self._outlets(key, state)
         return state
+
+    def _groups(self, role: ChunkRole, into: Sequence[BoundaryTransfer]) -> list[tuple[list[int], TensorShape, bool]]:
+        """What a unit takes, by argument and stream."""
+        places = self.linker.router.places
+        groups: list[tuple[list[int], TensorShape, bool]] = []
+        if role.before >= 0:
+            groups.append(([0], _ANY_SHAPE, role.trained))
+        for source, shape, flows in role.sources:
+            taken = [i for i, h in enumerate(into) if not h.stream and places[h.producer.chunk].module == source]
+            groups.append((taken, shape, flows))
+        for stream, shape, flows in role.takes:
+            groups.append(([i for i, h in enumerate(into) if h.stream == stream], shape, flows))
+        return groups
+
+    def _outlets(self, key: Key, state: UnitState) -> None:
+        """Make a unit's outlets for streams, before anything is connected to them."""
+        chunk, microbatch, sub = key
+        workload = self.packing.microbatches[microbatch].parts[state.role.column][sub].workload
+        given = self.routes.out_of(Unit(*key))
+        state.outlets = {}
+        for stream in dict.fromkeys(place.stream for place in self.linker.router.places[chunk].gives):
+            shape, dtype = self.linker.shapes(chunk, workload, stream)
+            takers = [transfer for transfer in given if transfer.stream == stream]
+            outlet = Outlet((shape, torch_dtype(dtype)), [None] * len(takers), self._cuts(takers))
+            state.outlets[stream] = outlet
 
     def _stated(self, key: Key) -> Stated:
         """Shape and dtype of a unit's whole output."""
@@ -245,19 +306,21 @@ class _Link:
                 raise ExecutionError(f"microbatch {microbatch} has no part {sub} for its chunk")
             lengths = parts[sub].workload.lengths
             size = self.sizes[column, microbatch, sub] = (len(lengths), sum(lengths))
+        if self.linker.by_lengths[chunk]:
+            size = self.packing.microbatches[microbatch].parts[column][sub].workload.lengths
         stated = self.linker.known_shapes[chunk].get(size)
         if stated is None:
             workload = self.packing.microbatches[microbatch].parts[column][sub].workload
-            shape, dtype = self.linker.shapes(chunk, workload)
+            shape, dtype = self.linker.shapes(chunk, workload, "")
             stated = self.linker.known_shapes[chunk][size] = (shape, torch_dtype(dtype))
         return stated
 
     def _transferred(self, transfer: BoundaryTransfer) -> Stated:
         """Shape and dtype of what is transferred."""
-        if transfer.piece is None:
+        if transfer.piece is None and not transfer.stream:
             return self._stated(transfer.producer)
         workload = transferred_workload(transfer, self.linker.layout, self.packing)
-        shape, dtype = self.linker.shapes(transfer.producer.chunk, workload)
+        shape, dtype = self.linker.shapes(transfer.producer.chunk, workload, transfer.stream)
         return shape, torch_dtype(dtype)
 
     def _cuts(self, given: Sequence[BoundaryTransfer]) -> list[tuple[int, int] | None] | None:
@@ -286,60 +349,78 @@ class _Link:
                 above.below = state
                 if role.trained:
                     state.above = above
-        elif role.sources:
+        if role.sources or role.takes:
             for place, transfer in enumerate(self.routes.into(Unit(*key))):
-                siblings = self.routes.out_of(transfer.producer)
-                place_out = siblings.index(transfer) if len(siblings) > 1 else 0
-                target = target_word(transfer, siblings, self.linker.names)
-                cut = None if transfer.piece is None else self._transferred(transfer)
-                self._take(state, place, _Crossing(transfer.producer, transfer.gradient, place_out, target, cut))
+                if role.before < 0 or transfer.stream:
+                    siblings = self.routes.out_of(transfer.producer)
+                    self._take(state, place, self._crossing(transfer, siblings))
         if role.after >= 0:
             if (role.after, microbatch, sub) not in self.states:
                 self._message(state, 0, _Crossing(key, role.trained), self.linker.rank_of[role.after], False)
                 state.num_sends = 1
-            return
-        if not role.feeds:
+            if state.outlets is None:
+                return
+        elif not role.feeds and state.outlets is None:
             return
         given = self.routes.out_of(Unit(*key))
-        state.gradients = [None] * len(given)
-        state.cuts = self._cuts(given)
-        for place, transfer in enumerate(given):
-            if transfer.consumer not in self.states:
-                target = target_word(transfer, given, self.linker.names)
+        if role.after < 0:
+            mine = [transfer for transfer in given if not transfer.stream]
+            state.gradients = [None] * len(mine)
+            state.cuts = self._cuts(mine)
+        for transfer in given:
+            if (role.after < 0 or transfer.stream) and transfer.consumer not in self.states:
+                crossing = self._crossing(transfer, given)
                 peer = self.linker.rank_of[transfer.consumer.chunk]
-                cut = None if transfer.piece is None else self._transferred(transfer)
-                self._message(state, place, _Crossing(key, transfer.gradient, place, target, cut), peer, False)
-                state.num_sends += 1
+                self._message(state, crossing.place_out, crossing, peer, False)
+                self._outlet(state, crossing).num_sends += 1
+
+    def _crossing(self, transfer: BoundaryTransfer, siblings: Sequence[BoundaryTransfer]) -> _Crossing:
+        """A transfer, given all of its producer."""
+        number = siblings.index(transfer) if len(siblings) > 1 else 0
+        place_out = number
+        if transfer.stream:
+            place_out = [each for each in siblings if each.stream == transfer.stream].index(transfer)
+        target = target_word(transfer, siblings, self.linker.names)
+        cut = None if transfer.piece is None and not transfer.stream else self._transferred(transfer)
+        return _Crossing(transfer.producer, transfer.gradient, place_out, target, cut, transfer.stream, number)
+
+    @staticmethod
+    def _outlet(state: UnitState, crossing: _Crossing) -> Outlet:
+        """What of a producer crosses."""
+        return state.outlets[crossing.stream] if crossing.stream and state.outlets else state
 
     def _take(self, state: UnitState, place: int, crossing: _Crossing) -> None:
-        """Connect a unit to one producer of another module."""
+        """Connect a unit to one outlet of another chunk."""
         producer = self.states.get(crossing.producer)
         if producer is None:
             self._message(state, place, crossing, self.linker.rank_of[crossing.producer[0]], True)
             return
-        if producer.local_consumers is None:
-            producer.local_consumers = []
-        producer.local_consumers.append((place, state, crossing.place_out))
+        outlet = self._outlet(producer, crossing)
+        if outlet.local_consumers is None:
+            outlet.local_consumers = []
+        outlet.local_consumers.append((place, state, crossing.place_out))
         if crossing.gradient:
             if state.local_producers is None:
                 state.local_producers = []
-            state.local_producers.append((place, producer, crossing.place_out))
+            state.local_producers.append((place, outlet, crossing.place_out))
 
     def _message(self, state: UnitState, place: int, crossing: _Crossing, peer: int, receives: bool) -> None:
-        """Make this rank's end of an activation's message, and of its gradient's."""
-        producer, gradient, place_out, target, cut = crossing
+        """Make this rank's end of a message of an activation or stream, and of its gradient's."""
+        producer, gradient, _, target, cut, stream, sibling = crossing
         shape, dtype = self._stated(producer) if cut is None else cut
         chunk, microbatch, sub = producer
         number = chunk * self.num_microbatches + microbatch
-        tag = 2 * ((number * self.max_parts + sub) * self.fan_out + place_out)
+        tag = 2 * ((number * self.max_parts + sub) * self.fan_out + sibling)
         forward, backward = (Verb.RECV_F, Verb.SEND_B) if receives else (Verb.SEND_F, Verb.RECV_B)
-        self.messages[forward, producer, target] = MessageState(state, place, False, peer, tag, shape, dtype)
+        outlet = state if receives else self._outlet(state, crossing)
+        name = producer, target, stream
+        self.messages[forward, *name] = MessageState(state, outlet, place, False, peer, tag, shape, dtype)
         if gradient:
-            self.messages[backward, producer, target] = MessageState(state, place, True, peer, tag + 1, shape, dtype)
+            self.messages[backward, *name] = MessageState(state, outlet, place, True, peer, tag + 1, shape, dtype)
 
     def _message_of(self, action: Action, key: Key) -> MessageState:
         """What an action about a message works on."""
-        message = self.messages.get((action.verb.post, key, action.target))
+        message = self.messages.get((action.verb.post, key, action.target, action.stream))
         if message is None:
             raise ExecutionError(f"'{action_text(action)}' is no message that rank {self.linker.rank} has to do with")
         if action.shape is not None and (
@@ -352,6 +433,5 @@ class _Link:
         return message
 
 
-_NONE: list[Tensor | None] = []
-_NO_GROUPS: list[tuple[list[int], Module, bool]] = []
-"""Of units that take nothing from others; nothing is ever put into these."""
+_ANY_SHAPE = TensorShape(())
+"""Of what is never empty."""

@@ -19,10 +19,20 @@ from pipeloom.cost import LayerMeasurement, Profile, ProfileCosts, fit_profile
 from pipeloom.errors import InputError, check_count
 from pipeloom.layout import ModulePlacement, single_rank, typical_seconds
 from pipeloom.packing import Packing, PackingSpec, budget_tokens, check_budget, pack, packing_of
-from pipeloom.runtime.model import Model, Module, Part, empty_output, make_part, torch_dtype, upstream_rows, user_code
+from pipeloom.runtime.model import (
+    Emit,
+    Model,
+    Module,
+    Part,
+    empty_output,
+    make_part,
+    torch_dtype,
+    upstream_rows,
+    user_code,
+)
 from pipeloom.runtime.prefetch import Describe, batch_of
 from pipeloom.runtime.workbench import Workbench, measure_forward, measure_strategies
-from pipeloom.spec import Batch, Workload
+from pipeloom.spec import Batch, TensorShape, Workload
 
 _WARM_UP = 2
 
@@ -122,21 +132,44 @@ class _Measuring:
         self.seen = {(row.module, row.kind, row.workload) for row in known}
         self.found: list[LayerMeasurement] = []
         self.flows: dict[str, bool] = {}
+        self.ends = {end.stream: (module, end) for module in model.modules for end in module.spec.emits}
         for module in model.modules:
-            self.flows[module.name] = not module.frozen or any(self.flows[name] for name in module.after)
+            sources = model.spec.sources(module.name)
+            self.flows[module.name] = not module.frozen or any(self.flows[name] for name in sources)
 
     def run(self) -> list[LayerMeasurement]:
         for microbatch in range(len(self.packing.microbatches)):
             outputs: dict[str, Tensor] = {}
+            streams: dict[str, Tensor] = {}
+            """Those of whole modules."""
             for module in self.model.modules:
                 parts = range(len(self.packing.parts_of(microbatch, module.name)))
                 upstream = tuple(outputs[name] for name in module.after)
-                pieces = [self._part(module, microbatch, sub, upstream) for sub in parts]
-                outputs[module.name] = torch.cat(pieces) if pieces else empty_output(module.spec, self.bench.device)
+                pieces, emitted = [], []
+                for sub in parts:
+                    here = dict[str, Tensor]()
+                    pieces.append(self._part(module, microbatch, sub, upstream, streams, here))
+                    emitted.append(here)
+                empty = empty_output(module.spec.layers[-1].output, self.bench.device)
+                outputs[module.name] = torch.cat(pieces) if pieces else empty
+                for end in module.spec.emits:
+                    rows = [here[end.stream] for here in emitted]
+                    streams[end.stream] = torch.cat(rows) if rows else empty_output(end.output, self.bench.device)
         return self.found
 
-    def _part(self, module: Module, microbatch: int, sub: int, upstream: tuple[Tensor, ...]) -> Tensor:
-        """Run one part through its module, measuring what is new; return the module's output."""
+    def _part(
+        self,
+        module: Module,
+        microbatch: int,
+        sub: int,
+        upstream: tuple[Tensor, ...],
+        streams: Mapping[str, Tensor],
+        here: dict[str, Tensor],
+    ) -> Tensor:
+        """Run one part through its module, measuring what is new; return the module's output.
+
+        ``streams`` has those of the modules before; ``here`` gets those of this part.
+        """
         part = make_part(module.spec, self.packing, self.samples, microbatch, sub)
         workload = self.packing.parts_of(microbatch, module.name)[sub].workload
         with user_code(f"module {module.name!r}.context"):
@@ -146,7 +179,7 @@ class _Measuring:
         context = {name: self.bench.take(value) for name, value in context.items()}
         inputs = tuple(map(self.bench.take, given if isinstance(given, tuple) else (given,)))
         upstream = tuple(
-            self._rows(tensor, module, name, microbatch, sub)
+            self._rows(tensor, module, self.model.module(name), microbatch, sub)
             for tensor, name in zip(upstream, module.after, strict=True)
         )
         arguments: tuple[Any, ...] = (*inputs, *upstream)
@@ -156,33 +189,74 @@ class _Measuring:
         recurs = module.spec.flat_layers[0].kind in {layer.kind for layer in module.spec.flat_layers[1:]}
         output: Tensor | None = None
         for number, spec in enumerate(module.spec.flat_layers):
-            layer = self.bench.mount(module.layers[number])
+            taken = tuple(end.stream for end in module.spec.takes if end.layer == number)
+            for name in taken:
+                source, end = self.ends[name]
+                given_rows = here[name] if source is module else streams[name]
+                if source is not module:
+                    given_rows = self._rows(given_rows, module, source, microbatch, sub, end.output)
+                arguments = (*arguments, given_rows)
+                needs_gradient = [*needs_gradient, self.flows[source.name]]
+            once = _AsOne(module.layers[number], taken, here)
+            layer = self.bench.mount(once)
             with torch.no_grad(), user_code(f"module {module.name!r}.layers[{number}]"):
                 output = layer(*arguments, **context)
             if not isinstance(output, Tensor):
                 raise InputError(
                     f"module {module.name!r}.layers[{number}]",
                     f"returned a {type(output).__name__}",
-                    "return one tensor",
+                    "return one tensor, or an Emit with more",
                 )
             self._check(module, number, output, spec.output.resolve(workload), torch_dtype(spec.output.dtype))
+            self._check_streams(module, number, here, workload)
             key = (module.name, spec.kind, workload)
             if key not in self.seen and not (number == 0 and recurs):
                 self.seen.add(key)
+                # Without what holds streams; most layers have none.
+                alone: torch.nn.Module = module.layers[number]
+                if taken or once.emits:
+                    alone = _AsOne(alone, taken, None)
                 if number == last and module is self.model.modules[-1]:
-                    layer = self.bench.mount(_WithLoss(module.layers[number], self.model, part))
-                self._measure(key, layer, arguments, needs_gradient, context)
+                    alone = _WithLoss(alone, self.model, part)
+                self._measure(key, self.bench.mount(alone), arguments, needs_gradient, context)
             self.bench.unmount(module.layers[number])
             arguments, needs_gradient = (output,), [self.flows[module.name]]
         assert output is not None
         return output
 
-    def _rows(self, tensor: Tensor, module: Module, source: str, microbatch: int, sub: int) -> Tensor:
-        """The rows of an upstream output that belong to one part."""
+    def _rows(
+        self,
+        tensor: Tensor,
+        module: Module,
+        source: Module,
+        microbatch: int,
+        sub: int,
+        shape: TensorShape | None = None,
+    ) -> Tensor:
+        """The rows of an upstream output, or of a stream, that belong to one part."""
         part = self.packing.parts_of(microbatch, module.name)[sub]
         samples = [self.packing.batch.samples[n] for n in self.packing.microbatches[microbatch].samples]
-        given = self.model.module(source).spec
-        return tensor.narrow(0, *upstream_rows(given, module.spec, samples, part.first, part.count))
+        return tensor.narrow(0, *upstream_rows(source.spec, module.spec, samples, part.first, part.count, shape))
+
+    def _check_streams(self, module: Module, number: int, here: Mapping[str, Tensor], workload: Workload) -> None:
+        wanted = {end.stream: end.output for end in module.spec.emits if end.layer == number}
+        before = {end.stream for end in module.spec.emits if end.layer < number}
+        where = f"module {module.name!r}.emits[{number}]"
+        if here.keys() - before != wanted.keys():
+            found = ", ".join(sorted(here.keys() - before)) or "none"
+            raise InputError(
+                where,
+                f"states {', '.join(wanted) or 'none'}, the layer emitted {found}",
+                "return Emit(output, streams)",
+            )
+        for name, shape in wanted.items():
+            stated, found_shape = (shape.resolve(workload), torch_dtype(shape.dtype)), tuple(here[name].shape)
+            if (found_shape, here[name].dtype) != stated:
+                raise InputError(
+                    where,
+                    f"states {name!r} as {stated[0]} {stated[1]}, the layer emitted {found_shape} {here[name].dtype}",
+                    "correct the stated shape, or the sizes in the samples' metadata",
+                )
 
     def _check(self, module: Module, number: int, output: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         last_of_all = module is self.model.modules[-1] and number == len(module.layers) - 1
@@ -277,6 +351,42 @@ class _WithLoss(torch.nn.Module):
                 "model.loss", "depends on no trained parameter", "compute it from the output, not detached"
             )
         return loss
+
+
+class _AsOne(torch.nn.Module):
+    """A layer that takes streams behind its other arguments, and whose one output stands for all that it emits."""
+
+    def __init__(self, layer: torch.nn.Module, taken: tuple[str, ...], emitted: dict[str, Tensor] | None) -> None:
+        super().__init__()
+        self.layer, self.taken, self.emitted = layer, taken, emitted
+        self.emits = False
+        """Whether it has returned more than its output."""
+
+    def forward(self, *args: Any, **context: Any) -> Any:
+        at = len(args) - len(self.taken)
+        result = self.layer(*args[:at], **context, **dict(zip(self.taken, args[at:], strict=True)))
+        if not isinstance(result, Emit):
+            return result
+        self.emits = True
+        if self.emitted is not None:
+            self.emitted.update((name, tensor.detach()) for name, tensor in result.streams.items())
+        more = [*result.streams.values(), *([] if result.loss is None else [result.loss])]
+        joined: Tensor = _Join.apply(result.output, *more)  # type: ignore[no-untyped-call]
+        return joined
+
+
+class _Join(torch.autograd.Function):
+    """The first of some tensors; in the backward all of them get a gradient, as from those that take them."""
+
+    @staticmethod
+    def forward(ctx: Any, first: Tensor, *more: Tensor) -> Tensor:
+        ctx.shapes = [(tensor.shape, tensor.dtype, tensor.device) for tensor in more]
+        return first.view_as(first)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        ones = [torch.ones(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.shapes]
+        return gradient, *ones
 
 
 def _parameters(layer: Callable[..., Tensor]) -> list[Tensor]:

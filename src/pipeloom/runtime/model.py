@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
@@ -16,8 +16,18 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from pipeloom.errors import InputError, PipeloomError
 from pipeloom.packing import Packing, reach
-from pipeloom.spec import DTYPE_BYTES, LayerSpec, ModelSpec, ModuleSpec, Sample, TensorShape, Workload
-from pipeloom.spec.model import Dimension, Reads, find_module, num_instances
+from pipeloom.spec import (
+    DTYPE_BYTES,
+    EmittedStream,
+    LayerSpec,
+    ModelSpec,
+    ModuleSpec,
+    Sample,
+    StreamEnd,
+    TensorShape,
+    Workload,
+)
+from pipeloom.spec.model import Dimension, Reads, find_module, num_instances, stream_sources
 
 Shape = TensorShape | tuple[Dimension, ...]
 """A stated shape; a bare tuple of extents takes the dtype of the module's parameters."""
@@ -48,6 +58,26 @@ class Part:
         return range(self.instances[0][0], self.instances[-1][0] + 1) if self.instances else range(0)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Emit:
+    """What a layer returns that gives more than its output.
+
+    Attributes
+    ----------
+    output : Tensor
+        What the next layer takes.
+    streams : mapping
+        Tensors by name, as the module's ``emits`` states for this layer.
+    loss : Tensor or None
+        A scalar, a *sum* over the part's rows, that is added to the sum of the model's losses: balancing of experts, a
+        z-loss. It is divided by the targets of the global batch like these, so that no packing changes it.
+    """
+
+    output: Tensor
+    streams: Mapping[str, Tensor] = field(default_factory=dict)
+    loss: Tensor | None = None
+
+
 @dataclass(frozen=True, eq=False)
 class Module:
     """One modality module: layers that are called one after the other.
@@ -56,7 +86,8 @@ class Module:
     tensor for each name in ``after``: the rows of its output (dimension 0) that belong to the part, whichever
     sub-microbatches they come from. If that module reads what this one reads, these are the rows of the part's own
     instances, else those of all samples in ``part.span``; zero rows where there are none. Every later layer
-    is called as ``layer(x, **context(part))`` with the output of the layer before. A layer returns one tensor.
+    is called as ``layer(x, **context(part))`` with the output of the layer before. A layer returns one tensor, or an
+    `Emit` with more.
 
     Attributes
     ----------
@@ -80,6 +111,13 @@ class Module:
     kinds : tuple of str or None
         Kind of every layer; layers of one kind cost the same and are measured once. Default: class name and
         number of parameters.
+    emits : mapping
+        Per number of a layer, the streams that it emits: name and shape, whose dimension 0 grows with the microbatch
+        where another module takes the stream. Names are unique in a model.
+    takes : mapping
+        Per number of a layer, names of the streams that it is called with as keywords: emitted by any layer before it,
+        of this module or of one before. Of another module it gets the rows that belong to its part, as with
+        ``upstream``.
     parallelize : callable or None
         For tensor parallelism: called by `Trainer` with each layer of a rank and the `DeviceMesh` of its
         tensor-parallel ranks, divides the layer in place (`parallelize_module`). A layer that it leaves alone stays
@@ -97,6 +135,8 @@ class Module:
     after: tuple[str, ...] = ()
     frozen: bool = False
     kinds: tuple[str, ...] | None = None
+    emits: Mapping[int, Mapping[str, Shape]] = field(default_factory=dict)
+    takes: Mapping[int, Sequence[str]] = field(default_factory=dict)
     parallelize: Callable[[nn.Module, DeviceMesh], object] | None = None
     spec: ModuleSpec = field(init=False, repr=False)
 
@@ -109,7 +149,7 @@ class Module:
                 raise InputError(
                     f"module {self.name!r}.layers[{i}]", f"is a {type(layer).__name__}", "give a torch.nn.Module"
                 )
-        if self.inputs is None and not self.after:
+        if self.inputs is None and not self.after and not self.takes.get(0):
             raise InputError(
                 f"module {self.name!r}.inputs", "is None, and no module comes before", "give a function of a Part"
             )
@@ -126,16 +166,22 @@ class Module:
         kinds = self.kinds or tuple(
             f"{type(layer).__name__}[{size}]" for layer, size in zip(self.layers, sizes, strict=True)
         )
+        emits = tuple(
+            EmittedStream(name, layer, _as_shape(shape, dtype))
+            for layer, streams in sorted(self.emits.items())
+            for name, shape in streams.items()
+        )
+        takes = tuple(StreamEnd(name, layer) for layer, names in sorted(self.takes.items()) for name in _names(names))
         last = len(self.layers) - 1
         single = [
-            (kind, output if i == last else hidden, size)
+            (_streaming(kind, i, emits, takes), output if i == last else hidden, size)
             for i, (kind, size) in enumerate(zip(kinds, sizes, strict=True))
         ]
         layers = tuple(
             LayerSpec(kind=kind, output=shape, count=len(list(run)), num_parameters=size)
             for (kind, shape, size), run in itertools.groupby(single)
         )
-        return ModuleSpec(name=self.name, reads=self.reads, layers=layers, after=self.after, frozen=self.frozen)
+        return ModuleSpec(self.name, self.reads, layers, self.after, self.frozen, emits, takes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -172,14 +218,14 @@ class Model:
         object.__setattr__(self, "tied", _tied_names(self.modules))
         object.__setattr__(self, "spec", ModelSpec(self.name, tuple(module.spec for module in self.modules)))
         feeding = {source for module in self.modules for source in module.after}
+        streaming = {source for sources in stream_sources(self.spec.modules).values() for source in sources}
         for module in self.modules[:-1]:
-            if module.name not in feeding:
+            if module.name not in feeding | streaming:
                 raise InputError(
                     f"module {module.name!r}", "feeds no module and is not the last", "name it in an `after`"
                 )
         for module in self.modules:
-            rows = module.spec.layers[-1].output.dims[:1]
-            if module.name in feeding and (not rows or isinstance(rows[0], int)):
+            if module.name in feeding and not module.spec.layers[-1].output.grows:
                 raise InputError(
                     f"module {module.name!r}.output",
                     "dimension 0 does not grow with the microbatch",
@@ -232,9 +278,14 @@ def make_part(module: ModuleSpec, packing: Packing, samples: Sequence[Any], micr
 
 
 def upstream_rows(
-    source: ModuleSpec, module: ModuleSpec, samples: Sequence[Sample], first: int, count: int
+    source: ModuleSpec,
+    module: ModuleSpec,
+    samples: Sequence[Sample],
+    first: int,
+    count: int,
+    shape: TensorShape | None = None,
 ) -> tuple[int, int]:
-    """Rows of a module's output that a part of the next one takes: the first, and how many.
+    """Rows of a module's output, or of a stream, that a part of another one takes: the first, and how many.
 
     Parameters
     ----------
@@ -244,17 +295,18 @@ def upstream_rows(
         Metadata of the microbatch whose output it is.
     first, count : int
         The part's instances, counted within the microbatch.
+    shape : TensorShape or None
+        Of the stream; None: that of the output.
     """
     begin, number = reach(samples, source.reads, module.reads, first, count)
     lengths = tuple(n for sample in samples for n in source.instance_lengths(sample))
-    shape = source.layers[-1].output
+    shape = shape or source.layers[-1].output
     before, inside = (Workload(lengths[:begin]), Workload(lengths[begin : begin + number]))
     return shape.resolve(before)[0], shape.resolve(inside)[0]
 
 
-def empty_output(module: ModuleSpec, device: torch.device) -> Tensor:
-    """Return what a module hands on for a microbatch with nothing for it: zero rows of its output's shape."""
-    shape = module.layers[-1].output
+def empty_output(shape: TensorShape, device: torch.device) -> Tensor:
+    """Return what is handed on for a microbatch with nothing for it: zero rows of an output's or stream's shape."""
     return torch.zeros(shape.resolve(Workload(())), dtype=torch_dtype(shape.dtype), device=device)
 
 
@@ -299,6 +351,17 @@ def _dtype_of(layers: Sequence[nn.Module]) -> str:
             if dtype_name(parameter.dtype) in DTYPE_BYTES:
                 return dtype_name(parameter.dtype)
     return dtype_name(torch.get_default_dtype())
+
+
+def _names(names: Sequence[str]) -> Sequence[str]:
+    return (names,) if isinstance(names, str) else names
+
+
+def _streaming(kind: str, layer: int, emits: Sequence[StreamEnd], takes: Sequence[StreamEnd]) -> str:
+    """The kind of a layer with its streams: layers that take others cost otherwise."""
+    taken = [end.stream for end in takes if end.layer == layer]
+    given = [end.stream for end in emits if end.layer == layer]
+    return kind + (f"({','.join(taken)})" if taken else "") + (f"->{','.join(given)}" if given else "")
 
 
 def _as_shape(shape: Shape, dtype: str) -> TensorShape:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from pipeloom.errors import InputError
-from pipeloom.runtime.model import Model, Module, Part, empty_output, upstream_rows
+from pipeloom.runtime.model import Emit, Model, Module, Part, empty_output, upstream_rows
 from pipeloom.runtime.reduce import zero_missing
-from pipeloom.spec import Batch
+from pipeloom.spec import Batch, TensorShape
 from pipeloom.spec.model import num_instances
 
 
@@ -41,21 +41,25 @@ def run_undivided(model: Model, batch: Batch, samples: Sequence[Any], *, backwar
             for layer in module.layers:
                 layer.requires_grad_(False)
     outputs: dict[str, Tensor] = {}
+    streams = _Streams(model, batch)
     idle: list[Module] = []
     part: Part | None = None
     with torch.set_grad_enabled(backward):
         for module in model.modules:
             part = _whole(module, batch, samples)
             given = [_rows(outputs[name], model.module(name), module, batch, part) for name in module.after]
-            outputs[module.name] = _forward(module, part, given)
+            outputs[module.name] = _forward(module, part, given, streams)
             if not part.instances:
                 idle.append(module)
         assert part is not None
-        if not part.instances:
-            # Without work for the last module there is no loss.
+        losses = streams.losses
+        if part.instances:
+            losses.append(model.loss(outputs[model.modules[-1].name], part))
+        if not losses:
+            # Without work for the last module there is no loss but what other layers emit.
             return 0.0
-        loss = model.loss(outputs[model.modules[-1].name], part) / normaliser
-    if backward:
+        loss = sum(losses[1:], losses[0]) / normaliser
+    if backward and loss.requires_grad:
         loss.backward()  # type: ignore[no-untyped-call]
         for module in idle:
             zero_missing(module.layers)
@@ -73,19 +77,55 @@ def _whole(module: Module, batch: Batch, samples: Sequence[Any]) -> Part:
     )
 
 
-def _rows(output: Tensor, source: Module, module: Module, batch: Batch, part: Part) -> Tensor:
-    """What the module takes of another one's output."""
-    first, count = upstream_rows(source.spec, module.spec, batch.samples, 0, len(part.instances))
+def _rows(
+    output: Tensor, source: Module, module: Module, batch: Batch, part: Part, shape: TensorShape | None = None
+) -> Tensor:
+    """What the module takes of another one's output, or of a stream."""
+    first, count = upstream_rows(source.spec, module.spec, batch.samples, 0, len(part.instances), shape)
     return output.narrow(0, first, count)
 
 
-def _forward(module: Module, part: Part, upstream: Sequence[Tensor]) -> Tensor:
+class _Streams:
+    """Streams and losses that layers have emitted so far."""
+
+    def __init__(self, model: Model, batch: Batch) -> None:
+        self.model, self.batch = model, batch
+        self.ends = {end.stream: (module, end) for module in model.modules for end in module.spec.emits}
+        self.found: dict[str, Tensor] = {}
+        self.losses: list[Tensor] = []
+
+    def taken(self, module: Module, layer: int, part: Part) -> dict[str, Tensor]:
+        """What a layer is called with."""
+        found = {}
+        for taken in module.spec.takes:
+            if taken.layer != layer:
+                continue
+            source, end = self.ends[taken.stream]
+            tensor = self.found.get(end.stream)
+            if tensor is None:
+                tensor = empty_output(end.output, torch.device("cpu"))
+            elif source is not module:
+                tensor = _rows(tensor, source, module, self.batch, part, end.output)
+            found[end.stream] = tensor
+        return found
+
+    def apart(self, result: Tensor | Emit) -> Tensor:
+        """Note what a layer emits, and return its output."""
+        if not isinstance(result, Emit):
+            return result
+        self.found |= result.streams
+        if result.loss is not None:
+            self.losses.append(result.loss)
+        return result.output
+
+
+def _forward(module: Module, part: Part, upstream: Sequence[Tensor], streams: _Streams) -> Tensor:
     if not part.instances:
-        return empty_output(module.spec, torch.device("cpu"))
+        return empty_output(module.spec.layers[-1].output, torch.device("cpu"))
     context = {} if module.context is None else module.context(part)
     given: Any = () if module.inputs is None else module.inputs(part)
-    inputs = given if isinstance(given, tuple) else (given,)
-    x: Tensor = module.layers[0](*inputs, *upstream, **context)
-    for layer in module.layers[1:]:
-        x = layer(x, **context)
+    arguments = (*(given if isinstance(given, tuple) else (given,)), *upstream)
+    for number, layer in enumerate(module.layers):
+        x = streams.apart(layer(*arguments, **context, **streams.taken(module, number, part)))
+        arguments = (x,)
     return x

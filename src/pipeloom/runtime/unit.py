@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from pipeloom.errors import ExecutionError
-from pipeloom.runtime.blocks import Bounds, ChunkActivation
+from pipeloom.runtime.blocks import NO_STREAMS, Bounds, ChunkActivation, ChunkStreams
 from pipeloom.runtime.model import Module, Part, empty_output
 from pipeloom.runtime.transport import Handle
+from pipeloom.spec import TensorShape
 
 Stated = tuple[tuple[int, ...], torch.dtype]
 """Shape and dtype, as the model states them."""
@@ -30,24 +31,30 @@ class ChunkRole:
         Number of the module.
     before, after : int
         Neighbours inside the module; -1: none.
-    sources : tuple of (int, Module, bool)
-        Modules whose output it takes: number, module, whether a gradient goes back.
+    sources : tuple of (int, shape, bool)
+        Modules whose output it takes: number, shape of that, whether a gradient goes back.
     feeds : bool
         Whether any other module takes its output.
     needs_part : bool
         Whether any user function is asked: inputs, context or loss.
+    ports : ChunkStreams
+        Streams of its layers.
+    takes : tuple of (str, shape, bool)
+        Streams that it takes from other chunks: name, shape, whether a gradient goes back.
     """
 
     module: Module
     column: int
     before: int
     after: int
-    sources: tuple[tuple[int, Module, bool], ...]
+    sources: tuple[tuple[int, TensorShape, bool], ...]
     feeds: bool
     trained: bool
     is_last: bool
     needs_part: bool
     layer_numbers: tuple[int, int]
+    ports: ChunkStreams = NO_STREAMS
+    takes: tuple[tuple[str, TensorShape, bool], ...] = ()
 
 
 @dataclass(slots=True, eq=False)
@@ -63,53 +70,120 @@ class PartState:
 
 
 @dataclass(slots=True, eq=False)
-class UnitState:
-    """One chunk's work on one (sub-)microbatch, and the tensors that wait for it or for others.
+class Outlet:
+    """A tensor that a unit gives to others, its output or a stream, and the gradients that come back.
 
     Attributes
     ----------
     stated : shape and dtype, or None
-        Of the output, as the model states them; None for the loss.
-    groups : list of (places, producing Module, whether a gradient goes back), or None
-        At a module boundary: transfers that make up each upstream argument, in order; none where the microbatch has
-        nothing for it. None inside a module, where the one upstream argument is what was transferred.
-    rows : list of int
-        Rows of what is transferred at a module boundary, by place.
+        As the model states them; None for the loss.
+    gradients : list
+        Those that came back, by place among the consumers.
     cuts : list of (int, int) or None
-        Rows of the output that each consumer takes, by place among them: the first, and how many; None: all. Empty
-        where all take all.
+        Rows that each consumer takes, by place among them: the first, and how many; None: all. Empty where all take
+        all.
+    local_consumers : list of (int, UnitState, int)
+        Units on this rank that it is given to: the place there, the unit, and the place here.
+    """
+
+    stated: Stated | None
+    gradients: list[Tensor | None]
+    cuts: list[tuple[int, int] | None] | None = None
+    local_consumers: list[tuple[int, UnitState, int]] | None = None
+    num_sends: int = 0
+    output: Tensor | None = None
+
+    def given(self, output: Tensor, place: int) -> Tensor:
+        """What one consumer takes of it."""
+        cut = self.cuts[place] if self.cuts else None
+        return output if cut is None else output.narrow(0, *cut)
+
+    def give(self, output: Tensor) -> None:
+        """Give it to the units on this rank that take it, and keep it for those that do not lie here."""
+        for place, consumer, place_out in self.local_consumers or ():
+            consumer.arrived[place] = self.given(output, place_out)
+        if self.num_sends:
+            self.output = output.contiguous()
+
+    def take_to_send(self, place: int) -> Tensor | None:
+        """What is sent to one consumer; let go with the last."""
+        tensor = self.output
+        if tensor is not None:
+            tensor = self.given(tensor, place)
+        self.num_sends -= 1
+        if self.num_sends == 0:
+            self.output = None
+        return tensor
+
+    def take_gradient(self, device: torch.device) -> Tensor:
+        """Its gradient: the sum of what all consumers sent back."""
+        if len(self.gradients) == 1 and not self.cuts:
+            only, self.gradients[0] = self.gradients[0], None
+            if only is None:
+                raise ExecutionError("the gradient it takes has not arrived; verify the plan")
+            return only
+        total: Tensor | None = None
+        if self.cuts or not self.gradients:
+            # Rows that nobody took, or all of them, have no effect on the loss.
+            if self.stated is None:
+                raise ExecutionError("its loss was not computed; verify the plan")
+            shape, dtype = self.stated
+            total = torch.zeros(shape, dtype=dtype, device=device)
+        for place, gradient in enumerate(self.gradients):
+            if gradient is None:
+                raise ExecutionError("the gradient it takes has not arrived; verify the plan")
+            self.gradients[place] = None
+            cut = self.cuts[place] if self.cuts else None
+            if total is None:
+                total = gradient
+            elif cut is not None:
+                total.narrow(0, *cut).add_(gradient)
+            else:
+                total = total + gradient
+        assert total is not None
+        return total
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class UnitState(Outlet):
+    """One chunk's work on one (sub-)microbatch, and the tensors that wait for it or for others.
+
+    It is itself the outlet of its output.
+
+    Attributes
+    ----------
+    groups : list of (places, shape, whether a gradient goes back), or None
+        At a module boundary, and where streams are taken: transfers that make up each upstream argument, in order, then
+        each stream; none where the microbatch has nothing for it. None inside a module without streams, where the one
+        upstream argument is what was transferred.
+    rows : list of int
+        Rows of what is transferred, by place, where there are groups.
     arrived : list
         What was transferred, by place.
     input_gradients : list
         Gradients of what was transferred, by place, until they are sent or taken.
-    gradients : list
-        Gradients of the output that came back, by place among the unit's consumers.
     above, below : UnitState or None
         The unit of the chunk before, and of the one after, where that is of the same module and on this rank; ``above``
         only where a gradient goes back to it.
-    local_consumers, local_producers : list of (int, UnitState, int)
-        Units of other modules on this rank that it gives to and takes from: the place there, the unit, and the place
-        here of what it gives; the place here, the unit, and the place there of what it takes. A plan has thousands of
-        units: a list is made only where there is something to put into it.
+    local_producers : list of (int, Outlet, int)
+        Outlets on this rank that it takes from, but for ``above``: the place here, the outlet, and the place there. A
+        plan has thousands of units: a list is made only where there is something to put into it.
+    outlets : dict of Outlet, or None
+        By name, streams that other chunks take.
     """
 
     key: Key
     role: ChunkRole
     part: PartState | None
     bounds: Bounds
-    stated: Stated | None
     arrived: list[Tensor | None]
     input_gradients: list[Tensor | None]
-    groups: list[tuple[list[int], Module, bool]] | None
-    gradients: list[Tensor | None]
+    groups: list[tuple[list[int], TensorShape, bool]] | None
     above: UnitState | None = None
     below: UnitState | None = None
     rows: list[int] | None = None
-    cuts: list[tuple[int, int] | None] | None = None
-    local_consumers: list[tuple[int, UnitState, int]] | None = None
-    local_producers: list[tuple[int, UnitState, int]] | None = None
-    num_sends: int = 0
-    output: Tensor | None = None
+    local_producers: list[tuple[int, Outlet, int]] | None = None
+    outlets: dict[str, Outlet] | None = None
     activation: ChunkActivation | None = None
     leaves: Sequence[Tensor] = ()
 
@@ -126,7 +200,7 @@ class UnitState:
         return self.activation
 
     def take_upstream(self, device: torch.device) -> tuple[Tensor, ...]:
-        """Upstream arguments of the first layer: each a leaf, of all its parts concatenated."""
+        """Upstream arguments of the first layer, then streams: each a leaf, of all its parts concatenated."""
         trained = self.role.trained
         if self.groups is None:
             if not trained:
@@ -135,10 +209,10 @@ class UnitState:
             self.leaves = leaves = (self._take(0).requires_grad_(),)
             return leaves
         taken = []
-        for places, module, flows in self.groups:
+        for places, shape, flows in self.groups:
             pieces = [self._take(place) for place in places]
             if not pieces:
-                leaf = empty_output(module.spec, device)
+                leaf = empty_output(shape, device)
             else:
                 leaf = pieces[0].detach() if len(pieces) == 1 else torch.cat(pieces)
             taken.append(leaf.requires_grad_(flows and bool(pieces)))
@@ -167,38 +241,26 @@ class UnitState:
                 f"stated is {shape} {dtype}; correct `{where}` of the module, or the sizes in its samples' metadata"
             )
 
-    def given(self, output: Tensor, place: int) -> Tensor:
-        """What one consumer takes of the output."""
-        cut = self.cuts[place] if self.cuts else None
-        return output if cut is None else output.narrow(0, *cut)
+    def hand_streams(self, given: dict[str, Tensor]) -> None:
+        """Give streams to the chunks that take them."""
+        for name, outlet in (self.outlets or {}).items():
+            tensor = given.pop(name)
+            assert outlet.stated is not None
+            shape, dtype = outlet.stated
+            if tensor.shape != shape or tensor.dtype != dtype:
+                module = self.role.module.spec
+                layer = next(end.layer for end in module.emits if end.stream == name)
+                raise ExecutionError(
+                    f"module {module.name!r}, layer {layer}, emits {name!r} of {tuple(tensor.shape)} {tensor.dtype}, "
+                    f"stated is {shape} {dtype}; correct `emits` of the module"
+                )
+            outlet.give(tensor)
 
-    def take_gradient(self, device: torch.device) -> Tensor:
-        """Gradient of the output: the sum of what all consumers sent back."""
-        if len(self.gradients) == 1 and not self.cuts:
-            only, self.gradients[0] = self.gradients[0], None
-            if only is None:
-                raise ExecutionError("the gradient it takes has not arrived; verify the plan")
-            return only
-        total: Tensor | None = None
-        if self.cuts or not self.gradients:
-            # Rows that nobody took, or all of them, have no effect on the loss.
-            if self.stated is None:
-                raise ExecutionError("its loss was not computed; verify the plan")
-            shape, dtype = self.stated
-            total = torch.zeros(shape, dtype=dtype, device=device)
-        for place, gradient in enumerate(self.gradients):
-            if gradient is None:
-                raise ExecutionError("the gradient it takes has not arrived; verify the plan")
-            self.gradients[place] = None
-            cut = self.cuts[place] if self.cuts else None
-            if total is None:
-                total = gradient
-            elif cut is not None:
-                total.narrow(0, *cut).add_(gradient)
-            else:
-                total = total + gradient
-        assert total is not None
-        return total
+    def take_stream_gradients(self, device: torch.device) -> dict[str, Tensor] | None:
+        """Gradients of the streams that other chunks took."""
+        if self.outlets is None:
+            return None
+        return {name: outlet.take_gradient(device) for name, outlet in self.outlets.items()}
 
     def split_input_gradients(self) -> None:
         """Cut the gradients of the upstream arguments into the pieces that were transferred."""
@@ -226,23 +288,19 @@ class UnitState:
         if self.below is not None:
             self.below.arrived[0] = output
             return
-        for place, consumer, place_out in self.local_consumers or ():
-            consumer.arrived[place] = self.given(output, place_out)
-        if self.num_sends:
-            self.output = output.contiguous()
+        self.give(output)
 
     def hand_back(self) -> None:
         """Cut the gradients of what was transferred and give each piece to its producer, if that is on this rank."""
         self.split_input_gradients()
         if self.above is not None:
             self.above.gradients[0], self.input_gradients[0] = self.input_gradients[0], None
-            return
         for place, producer, place_out in self.local_producers or ():
             producer.gradients[place_out], self.input_gradients[place] = self.input_gradients[place], None
 
     def unlink(self) -> None:
         """Let go of the other units."""
-        self.above = self.below = self.local_consumers = self.local_producers = None
+        self.above = self.below = self.local_consumers = self.local_producers = self.outlets = None
 
 
 def _gradient_of(leaf: Tensor) -> Tensor:
@@ -251,9 +309,10 @@ def _gradient_of(leaf: Tensor) -> Tensor:
 
 @dataclass(slots=True, eq=False)
 class MessageState:
-    """One end of one message, seen from a unit: its ``place`` among what the unit takes or gives."""
+    """One end of one message, seen from a unit: its ``place`` among what the unit takes, or an outlet gives."""
 
     unit: UnitState
+    outlet: Outlet
     place: int
     backward: bool
     peer: int
@@ -271,17 +330,12 @@ class MessageState:
             tensor = self.unit.input_gradients[self.place]
             self.unit.input_gradients[self.place] = None
         else:
-            tensor = self.unit.output
-            if tensor is not None:
-                tensor = self.unit.given(tensor, self.place)
-            self.unit.num_sends -= 1
-            if self.unit.num_sends == 0:
-                self.unit.output = None
+            tensor = self.outlet.take_to_send(self.place)
         if tensor is None:
             raise ExecutionError("what it sends was not computed yet; verify the plan")
         return tensor
 
     def deliver(self) -> None:
         """Give the received tensor to the unit."""
-        (self.unit.gradients if self.backward else self.unit.arrived)[self.place] = self.tensor
+        (self.outlet.gradients if self.backward else self.unit.arrived)[self.place] = self.tensor
         self.tensor = None

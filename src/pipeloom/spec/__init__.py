@@ -3,7 +3,7 @@
 from pipeloom.spec.batch import Batch, Sample, Workload, batch_from_dicts
 from pipeloom.spec.hardware import RankSpec
 from pipeloom.spec.layout import Chunk, Layout, ModuleLayout
-from pipeloom.spec.model import DTYPE_BYTES, LayerSpec, ModelSpec, ModuleSpec, TensorShape
+from pipeloom.spec.model import DTYPE_BYTES, EmittedStream, LayerSpec, ModelSpec, ModuleSpec, StreamEnd, TensorShape
 from pipeloom.spec.parallelism import Parallelism
 from pipeloom.spec.strategies import (
     STRATEGIES,
@@ -23,6 +23,7 @@ __all__ = [
     "Batch",
     "Chunk",
     "ChunkStrategy",
+    "EmittedStream",
     "LayerSpec",
     "Layout",
     "ModelSpec",
@@ -33,6 +34,7 @@ __all__ = [
     "Sample",
     "Strategy",
     "StrategyTraits",
+    "StreamEnd",
     "TensorShape",
     "Workload",
     "batch_from_dicts",

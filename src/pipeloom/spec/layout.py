@@ -1,14 +1,17 @@
-"""Where the model lies: chunks of modules on pipeline ranks (`pipeloom.layout/1`)."""
+"""Where the model lies: chunks of modules on pipeline ranks (`pipeloom.layout/1`, with streams `pipeloom.layout/2`)."""
 
 from __future__ import annotations
 
 import hashlib
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
 from pipeloom.errors import InputError, check_count
+from pipeloom.spec.model import ModuleSpec, StreamEnd, check_streams, stream_sources
 from pipeloom.spec.parallelism import Parallelism
+
+_STREAM_FIELDS = ("emits", "takes")
 
 
 class ModuleLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -20,6 +23,14 @@ class ModuleLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sub_microbatch: int | None = None
     """Instances per sub-microbatch at most; None: the whole microbatch."""
     on_ranks: Literal["pipelined", "replicated"] = "pipelined"
+    emits: tuple[StreamEnd, ...] = ()
+    takes: tuple[StreamEnd, ...] = ()
+
+    @staticmethod
+    def of(module: ModuleSpec, sub_microbatch: int | None = None) -> ModuleLayout:
+        """What a layout repeats of a module."""
+        emits = tuple(StreamEnd(end.stream, end.layer) for end in module.emits)
+        return ModuleLayout(module.name, module.after, module.frozen, sub_microbatch, emits=emits, takes=module.takes)
 
     def __post_init__(self) -> None:
         """Refuse empty sub-microbatches."""
@@ -47,7 +58,8 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     modules: tuple[ModuleLayout, ...]
     chunks: tuple[Chunk, ...]
     parallelism: Parallelism = Parallelism()
-    format: Literal["pipeloom.layout/1"] = "pipeloom.layout/1"
+    format: Literal["pipeloom.layout/1", "pipeloom.layout/2"] = "pipeloom.layout/1"
+    """The second where there are streams."""
 
     def __post_init__(self) -> None:
         """Check that every layer of a pipelined module is in exactly one chunk, and modules form a DAG."""
@@ -60,6 +72,9 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 if source not in known:
                     raise InputError(f"modules[{i}].after", f"{source!r} is not an earlier module")
             known[module.name] = module
+        check_streams(self.modules)
+        version: Literal[1, 2] = 2 if self.has_streams else 1
+        msgspec.structs.force_setattr(self, "format", f"pipeloom.layout/{version}")
         next_layer = dict.fromkeys(known, 0)
         replicas: dict[str, list[int]] = {name: [] for name in known}
         for i, chunk in enumerate(self.chunks):
@@ -87,6 +102,12 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                     raise InputError(f"module {name!r}", "is replicated but has not one chunk on every rank")
             elif next_layer[name] == 0:
                 raise InputError(f"module {name!r}", "has no chunk", "give every module at least one chunk")
+            last = max(chunk.layers[1] for chunk in self.chunks if chunk.module == name)
+            for end in (*module.emits, *module.takes):
+                if not 0 <= end.layer <= last:
+                    raise InputError(
+                        f"module {name!r}", f"has {end.stream!r} at layer {end.layer}, its chunks have layers 0..{last}"
+                    )
 
     def module(self, name: str) -> ModuleLayout:
         """Return the module of that name."""
@@ -117,9 +138,25 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def has_backward(self, module: str) -> bool:
         """Whether gradients flow through a module: it is trained, or something before it is."""
         here = self.module(module)
-        return not here.frozen or any(self.has_backward(source) for source in here.after)
+        sources = (*here.after, *(stream_sources(self.modules)[module] if here.takes else ()))
+        return not here.frozen or any(self.has_backward(source) for source in sources)
+
+    @property
+    def has_streams(self) -> bool:
+        """Whether any layer takes a stream."""
+        return any(module.takes for module in self.modules)
+
+    @property
+    def document(self) -> dict[str, Any]:
+        """All fields as JSON has them; those of streams only where there are streams."""
+        fields: dict[str, Any] = msgspec.to_builtins(self)
+        if not self.has_streams:
+            for module in fields["modules"]:
+                for name in _STREAM_FIELDS:
+                    del module[name]
+        return fields
 
     @property
     def digest(self) -> str:
         """Eight hexadecimal digits that name this layout in plans."""
-        return hashlib.sha256(msgspec.json.encode(self, order="deterministic")).hexdigest()[:8]
+        return hashlib.sha256(msgspec.json.encode(self.document)).hexdigest()[:8]

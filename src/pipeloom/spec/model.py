@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import keyword
 import math
+import re
 from collections.abc import Sequence
 from typing import Literal, Protocol, TypeVar
 
@@ -11,8 +14,9 @@ import msgspec
 from pipeloom.errors import InputError, check_count
 from pipeloom.spec.batch import Sample, Workload, audio_frames, video_tokens
 
-Dimension = int | Literal["instances", "tokens"]
-"""One extent of a tensor: a number, or what the (sub-)microbatch at hand gives."""
+Dimension = int | str
+"""One extent of a tensor: a number, or what the (sub-)microbatch at hand gives: ``"instances"``, ``"tokens"``, or a
+part of them such as ``"tokens/4"``: of each instance by itself, rounded up."""
 
 Reads = Literal["audio", "images", "sequence", "text", "videos"]
 """Which part of a sample goes through a module: each of its recordings (as `audio_frames` reckons their lengths), each
@@ -32,17 +36,44 @@ class TensorShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if self.dtype not in DTYPE_BYTES:
             raise InputError("dtype", f"{self.dtype!r} is not one of {', '.join(sorted(DTYPE_BYTES))}")
         for i, dim in enumerate(self.dims):
-            if isinstance(dim, int) and dim < 1:
-                raise InputError(f"dims[{i}]", f"{dim} is below 1")
+            if isinstance(dim, int):
+                if dim < 1:
+                    raise InputError(f"dims[{i}]", f"{dim} is below 1")
+            elif _divisor(dim) is None and dim != "instances":
+                raise InputError(f"dims[{i}]", f"{dim!r} is no extent", 'a number, "instances", "tokens", "tokens/4"')
+
+    @property
+    def grows(self) -> bool:
+        """Whether dimension 0 grows with the microbatch, so that parts can be concatenated and cut there."""
+        return bool(self.dims) and not isinstance(self.dims[0], int)
+
+    @property
+    def is_simple(self) -> bool:
+        """Whether extents follow from the numbers of instances and tokens alone, whatever the single lengths."""
+        return all(isinstance(dim, int) or dim in ("instances", "tokens") for dim in self.dims)
 
     def resolve(self, workload: Workload) -> tuple[int, ...]:
         """Extents as numbers for one workload."""
-        known = {"instances": workload.num_instances, "tokens": workload.num_tokens}
-        return tuple(dim if isinstance(dim, int) else known[dim] for dim in self.dims)
+        return tuple(dim if isinstance(dim, int) else _extent(dim, workload) for dim in self.dims)
 
     def num_bytes(self, workload: Workload) -> int:
         """Size of the tensor in bytes for one workload."""
         return math.prod(self.resolve(workload)) * DTYPE_BYTES[self.dtype]
+
+
+def _extent(dim: str, workload: Workload) -> int:
+    if dim == "instances":
+        return workload.num_instances
+    divisor = _divisor(dim)
+    assert divisor is not None
+    return workload.num_tokens if divisor == 1 else sum(-(-length // divisor) for length in workload.lengths)
+
+
+@functools.cache
+def _divisor(dim: str) -> int | None:
+    """By what an extent divides tokens; None: it is no extent of them."""
+    found = re.fullmatch(r"tokens(?:/([1-9][0-9]{0,8}))?", dim)
+    return None if found is None else int(found[1] or 1)
 
 
 class LayerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -61,6 +92,20 @@ class LayerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise InputError(f"layer {self.kind!r}.num_parameters", f"{self.num_parameters} is negative")
 
 
+class StreamEnd(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One end of a stream: a layer of a module that emits it or takes it."""
+
+    stream: str
+    """Unique within the model; takers are called with this keyword."""
+    layer: int
+
+
+class EmittedStream(StreamEnd, frozen=True, forbid_unknown_fields=True):
+    """A tensor that a layer emits beside its output, for any later layers."""
+
+    output: TensorShape
+
+
 class ModuleSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One modality module: its layers in order, what it reads, and which modules feed it."""
 
@@ -69,6 +114,8 @@ class ModuleSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     layers: tuple[LayerSpec, ...]
     after: tuple[str, ...] = ()
     frozen: bool = False
+    emits: tuple[EmittedStream, ...] = ()
+    takes: tuple[StreamEnd, ...] = ()
 
     def __post_init__(self) -> None:
         """Refuse names that plan files could not carry and modules without layers."""
@@ -76,6 +123,16 @@ class ModuleSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise InputError(f"module {self.name!r}.name", "is empty or contains '.', '=' or white space")
         if not self.layers:
             raise InputError(f"module {self.name!r}.layers", "is empty", "give at least one layer")
+        num_layers = sum(layer.count for layer in self.layers)
+        for what, ends in (("emits", self.emits), ("takes", self.takes)):
+            for end in ends:
+                if not 0 <= end.layer < num_layers:
+                    raise InputError(
+                        f"module {self.name!r}.{what}",
+                        f"{end.stream!r} is at layer {end.layer}, the module has layers 0..{num_layers - 1}",
+                    )
+                if ends.count(end) > 1:
+                    raise InputError(f"module {self.name!r}.{what}[{end.layer}]", f"{end.stream!r} occurs twice")
 
     @property
     def flat_layers(self) -> tuple[LayerSpec, ...]:
@@ -123,7 +180,70 @@ class NamedModule(Protocol):
         ...
 
 
+class StreamingModule(NamedModule, Protocol):
+    """What every description of a module has that says where streams begin and end."""
+
+    @property
+    def emits(self) -> Sequence[StreamEnd]:
+        """Streams that its layers emit."""
+        ...
+
+    @property
+    def takes(self) -> Sequence[StreamEnd]:
+        """Streams that its layers take."""
+        ...
+
+
 M = TypeVar("M", bound=NamedModule)
+
+
+def check_streams(modules: Sequence[StreamingModule]) -> None:
+    """Refuse streams that could not be named, that come from nowhere or go nowhere, and those that run backwards.
+
+    Raises
+    ------
+    InputError
+        Naming module, stream and layer.
+    """
+    emitted: dict[str, tuple[int, int]] = {}
+    for place, module in enumerate(modules):
+        for end in module.emits:
+            where = f"module {module.name!r}.emits[{end.layer}]"
+            if not end.stream.isidentifier() or keyword.iskeyword(end.stream):
+                raise InputError(where, f"{end.stream!r} is no name of an argument", "takers are called with it")
+            if end.stream in emitted:
+                raise InputError(where, f"a stream {end.stream!r} is emitted twice", "names are unique in a model")
+            emitted[end.stream] = (place, end.layer)
+    taken: set[str] = set()
+    for place, module in enumerate(modules):
+        for end in module.takes:
+            where = f"module {module.name!r}.takes[{end.layer}]"
+            if end.stream not in emitted:
+                known = ", ".join(emitted) or "none"
+                raise InputError(where, f"no layer emits {end.stream!r}", f"emitted are: {known}")
+            if emitted[end.stream] >= (place, end.layer):
+                source, layer = emitted[end.stream]
+                raise InputError(
+                    where,
+                    f"{end.stream!r} is emitted by layer {layer} of {modules[source].name!r}, which comes no earlier",
+                    "a stream goes to later layers",
+                )
+            taken.add(end.stream)
+    for name, (place, layer) in emitted.items():
+        if name not in taken:
+            raise InputError(
+                f"module {modules[place].name!r}.emits[{layer}]", f"no layer takes {name!r}", "name it in a `takes`"
+            )
+
+
+def stream_sources(modules: Sequence[StreamingModule]) -> dict[str, tuple[str, ...]]:
+    """Per module, the other modules whose streams it takes, in model order."""
+    source = {end.stream: module.name for module in modules for end in module.emits}
+    found = {}
+    for module in modules:
+        sources = {source[end.stream] for end in module.takes} - {module.name}
+        found[module.name] = tuple(other.name for other in modules if other.name in sources)
+    return found
 
 
 def check_modules(modules: Sequence[NamedModule], entity: str) -> None:
@@ -166,9 +286,24 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     modules: tuple[ModuleSpec, ...]
 
     def __post_init__(self) -> None:
-        """Refuse doubled names and modules that read what comes later."""
+        """Refuse doubled names, modules that read what comes later, and streams that do not run forward."""
         check_modules(self.modules, "model.modules")
+        check_streams(self.modules)
+        for module in self.modules:
+            elsewhere = {end.stream for other in self.modules if other is not module for end in other.takes}
+            for end in module.emits:
+                if end.stream in elsewhere and not end.output.grows:
+                    raise InputError(
+                        f"module {module.name!r}.emits[{end.layer}]",
+                        f"dimension 0 of {end.stream!r} does not grow with the microbatch",
+                        'make it "instances" or "tokens": other modules take the rows of their own parts',
+                    )
 
     def module(self, name: str) -> ModuleSpec:
         """Return the module of that name; an `InputError` lists the known ones."""
         return find_module(self.modules, name)
+
+    def sources(self, name: str) -> tuple[str, ...]:
+        """Names of the modules that feed one: by their outputs, then those that do by streams alone."""
+        after = self.module(name).after
+        return (*after, *(source for source in stream_sources(self.modules)[name] if source not in after))

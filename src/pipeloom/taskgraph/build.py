@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
 from pipeloom.cost import CostModel, StrategyCost
 from pipeloom.packing import Packing, SubMicrobatch, pieces
-from pipeloom.spec import Chunk, Layout, Workload, strategy_word
+from pipeloom.spec import Chunk, Layout, StreamEnd, Workload, strategy_word
 from pipeloom.taskgraph.assignment import Assignable
 from pipeloom.taskgraph.candidates import Candidate
 from pipeloom.taskgraph.columns import Edges, PairLabel, Pairs, Tasks
@@ -113,6 +113,16 @@ class _Passage:
     workload: Workload
 
 
+class _Ends(NamedTuple):
+    """What is joined: a module's chunk that gives (-1: the last), and one that takes, each by its place; and what."""
+
+    source: str
+    give: int
+    module: str
+    take: int
+    stream: str = ""
+
+
 @dataclass
 class _Builder:
     layout: Layout
@@ -146,8 +156,12 @@ class _Builder:
     load_s: list[float] = field(default_factory=list)
     """Per rank: seconds of the pipelined modules in all, and of what replicated ones have been assigned to it."""
 
+    emitted: dict[str, tuple[str, int]] = field(default_factory=dict)
+    """By stream, the module and the layer that emits it."""
+
     def build(self) -> _Builder:
         """Add everything."""
+        self.emitted = {end.stream: (m.name, end.layer) for m in self.layout.modules for end in m.emits}
         self.weigh_ranks()
         for microbatch in range(len(self.packing.microbatches)):
             self.add_microbatch(microbatch)
@@ -187,7 +201,10 @@ class _Builder:
             parts = self.packing.microbatches[microbatch].parts[m]
             passages[module.name] = [self._pass(microbatch, m, sub, part) for sub, part in enumerate(parts)]
             for source in module.after:
-                self._join(passages[source], passages[module.name], microbatch, source, m)
+                ends = _Ends(source, -1, module.name, 0)
+                self._join(passages[source], passages[module.name], microbatch, ends)
+            for end in module.takes:
+                self._add_stream(passages, microbatch, module.name, end)
 
     def _pass(self, microbatch: int, m: int, sub: int, part: SubMicrobatch) -> _Passage:
         name = self.layout.modules[m].name
@@ -249,29 +266,54 @@ class _Builder:
         self.module.append(module)
         return len(self.kind) - 1
 
-    def _join(self, above: list[_Passage], below: list[_Passage], microbatch: int, source: str, module: int) -> None:
-        """Connect the parts on both sides of a module boundary."""
-        for piece in pieces(self.packing, microbatch, self.packing.modules.index(source), module):
+    def _add_stream(self, passages: dict[str, list[_Passage]], microbatch: int, module: str, end: StreamEnd) -> None:
+        """Connect every part's chunk that emits a stream with those that take it, where they are not one."""
+        source, layer = self.emitted[end.stream]
+        takers = (each.layer for each in self.layout.module(module).takes if each.stream == end.stream)
+        if any(
+            self._chunk_at(module, each) == self._chunk_at(module, end.layer) for each in takers if each < end.layer
+        ):
+            # What the chunk has taken for an earlier layer.
+            return
+        ends = _Ends(source, self._chunk_at(source, layer), module, self._chunk_at(module, end.layer), end.stream)
+        if (ends.source, ends.give) != (ends.module, ends.take):
+            self._join(passages[source], passages[module], microbatch, ends)
+
+    def _chunk_at(self, module: str, layer: int) -> int:
+        """Which of a part's chunks has a layer: of a replicated module there is one."""
+        if self.layout.module(module).on_ranks == "replicated":
+            return 0
+        chunks = self.layout.chunks_of(module)
+        return next(i for i, c in enumerate(chunks) if layer <= self.layout.chunks[c].layers[1])
+
+    def _join(self, above: list[_Passage], below: list[_Passage], microbatch: int, ends: _Ends) -> None:
+        """Connect the parts on both sides of a module boundary, or at both ends of a stream."""
+        number = self.packing.modules.index
+        for piece in pieces(self.packing, microbatch, number(ends.source), number(ends.module)):
             up = above[piece.above]
             lengths = up.workload.lengths[piece.first : piece.first + piece.count]
             workload = up.workload if piece.whole else Workload(lengths)
-            self._edge(up, len(up.chunks) - 1, below[piece.below], 0, workload, hold=self.hold_outputs)
+            give = len(up.chunks) - 1 if ends.give < 0 else ends.give
+            self._edge(up, give, below[piece.below], ends.take, workload, ends.stream)
 
-    def _edge(self, above: _Passage, i: int, below: _Passage, j: int, workload: Workload, hold: bool = False) -> None:
+    def _edge(self, above: _Passage, i: int, below: _Passage, j: int, workload: Workload, stream: str = "") -> None:
         """Connect two pairs: activation forward, gradient back, each after its transfer between ranks."""
         source, target = above.pairs[i], below.pairs[j]
         upper, lower = self.layout.chunks[above.chunks[i]], self.layout.chunks[below.chunks[j]]
         crossing = held = 0
         apart = upper.rank != lower.rank
         if apart or self._moves(upper) or self._moves(lower):
-            num_bytes = self.costs.boundary_bytes(upper, workload)
+            num_bytes = self._num_bytes(upper, workload, stream)
             crossing = to_ns(self.costs.transfer_s(num_bytes), f"a message of {num_bytes} bytes")
-        if hold and not apart:
-            held = self.costs.boundary_bytes(upper, workload)
+        if self.hold_outputs and not apart and (stream or above is not below):
+            held = self._num_bytes(upper, workload, stream)
         delay = crossing if apart else 0
         self._add_edge(self.forward[source], self.forward[target], delay, held, crossing)
         if self.backward[source] >= 0 and self.backward[target] >= 0:
             self._add_edge(self.backward[target], self.backward[source], delay, 0, crossing)
+
+    def _num_bytes(self, chunk: Chunk, workload: Workload, stream: str) -> int:
+        return self.costs.stream_bytes(stream, workload) if stream else self.costs.boundary_bytes(chunk, workload)
 
     def _moves(self, chunk: Chunk) -> bool:
         """Whether a part that is worked on here could be worked on elsewhere."""

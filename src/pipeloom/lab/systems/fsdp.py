@@ -75,14 +75,14 @@ def fsdp(case: ModelOnCluster, _batches: Sequence[Microbatches]) -> System:
 
     modules = case.model.modules
     chunks = tuple(Chunk(m.name, (0, len(m.flat_layers) - 1), 0) for m in modules)
-    return System(NAME, Layout(1, tuple(ModuleLayout(m.name, m.after, m.frozen) for m in modules), chunks), run)
+    return System(NAME, Layout(1, tuple(ModuleLayout.of(m) for m in modules), chunks), run)
 
 
 def _whole(case: ModelOnCluster, groups: Microbatches, num_replicas: int) -> _Whole:
     costs = EmulatedCosts(case.architecture, case.cluster, Degrees(data=num_replicas, zero=3), LEVELS, split=False)
     modules = case.model.modules
     wholes = tuple(Chunk(m.name, (0, len(m.flat_layers) - 1), 0) for m in modules)
-    layout = Layout(1, tuple(ModuleLayout(m.name, m.after, m.frozen) for m in modules), wholes)
+    layout = Layout(1, tuple(ModuleLayout.of(m) for m in modules), wholes)
     packing = pack_microbatches(case, layout, groups)
     static = sum(costs.static_bytes(c) for c in wholes)
     rows = [

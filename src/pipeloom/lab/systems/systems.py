@@ -207,7 +207,7 @@ def static_stages(
         for name in dict.fromkeys(module for module, _, _ in here):
             numbers = [i for module, i, _ in here if module == name]
             chunks.append(Chunk(name, (numbers[0], numbers[-1]), rank))
-    modules = tuple(ModuleLayout(m.name, m.after, m.frozen) for m in case.model.modules)
+    modules = tuple(ModuleLayout.of(m) for m in case.model.modules)
     return Layout(case.num_ranks, modules, tuple(chunks)), levels
 
 

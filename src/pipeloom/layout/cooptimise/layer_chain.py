@@ -274,7 +274,7 @@ def layout_of(num_ranks: int, placement: PartitionPlacement, model: ModelSpec | 
     modules: tuple[ModuleLayout, ...] = (ModuleLayout(MODULE),)
     ends = {MODULE: placement.cuts[-1]}
     if model is not None:
-        modules = tuple(ModuleLayout(m.name, m.after, m.frozen) for m in model.modules)
+        modules = tuple(ModuleLayout.of(m) for m in model.modules)
         lengths = accumulate(len(m.flat_layers) for m in model.modules)
         ends = {m.name: end for m, end in zip(model.modules, lengths, strict=True)}
     chunks = []
