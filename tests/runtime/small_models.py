@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from pipeloom.packing import Packing
 from pipeloom.plan import ExecutionPlan
-from pipeloom.runtime import Executor, ExecutorOptions, Model, Module, Part, ThreadHub
+from pipeloom.runtime import Emit, Executor, ExecutorOptions, Model, Module, Part, ThreadHub
 from pipeloom.spec import Batch, Layout, Sample
 from tests.runtime.cases import copied
 from tests.runtime.test_counts import Live
@@ -78,6 +78,47 @@ class Merge(nn.Module):
 
     def forward(self, x: Tensor, places: Tensor, images: Tensor, lengths: tuple[int, ...] = ()) -> Tensor:
         return self.inner(x).index_add(0, places, images)
+
+
+class Tapped(nn.Module):
+    """A layer that takes streams of the images or of its own module, and emits some."""
+
+    def __init__(self, inner: nn.Module, takes: Sequence[str] = (), emits: Sequence[str] = ()) -> None:
+        super().__init__()
+        self.inner = inner
+        self.take = nn.ModuleDict({name: nn.Linear(WIDTH, WIDTH) for name in takes})
+        self.emit = nn.ModuleDict({name: nn.Linear(WIDTH, WIDTH) for name in emits})
+
+    def forward(self, *args: Tensor, lengths: tuple[int, ...] = (), places: Any = None, **streams: Tensor) -> Any:
+        x = self.inner(*args, lengths=lengths)
+        for name, take in self.take.items():
+            more = torch.tanh(take(streams[name]))
+            x = x + more if name.startswith("skip") else x.index_add(0, places, more)
+        return Emit(x, {name: emit(x) for name, emit in self.emit.items()}) if self.emit else x
+
+
+def streaming_model(rng: random.Random, frozen: bool) -> Model:
+    """The small model with features of two encoder layers for two language layers, and a skip over some of these."""
+    model = small_model(rng, frozen)
+    vision, lm = model.modules
+    last, end = len(vision.layers) - 1, len(lm.layers) - 1
+    emits = {0: ("deep0",), last: ("deep1",)}
+    takes, skips = {1: ("deep0",), 2: ("deep1",), end - 1: ("skip",)}, {1: ("skip",)}
+    shape = ("tokens", WIDTH)
+    above = [Tapped(layer, (), emits.get(i, ())).double() for i, layer in enumerate(vision.layers)]
+    below = [Tapped(x, takes.get(i, ()), skips.get(i, ())).double() for i, x in enumerate(lm.layers)]
+
+    def context(part: Part) -> dict[str, Any]:
+        assert lm.context is not None
+        return lm.context(part) | {"places": _tokens_and_places(part)[1]}
+
+    modules = (
+        replace(vision, layers=above, emits={i: dict.fromkeys(names, shape) for i, names in emits.items()}),
+        replace(
+            lm, layers=below, context=context, takes=takes, emits={i: dict.fromkeys(n, shape) for i, n in skips.items()}
+        ),
+    )
+    return replace(model, modules=modules)
 
 
 def small_model(rng: random.Random, frozen: bool, with_encoder: bool = True) -> Model:

@@ -21,7 +21,7 @@ from pipeloom.runtime import Model, ProfileOptions, profile_model
 from pipeloom.search import Evaluations
 from pipeloom.spec import Batch, Layout, RankSpec, Strategy
 from pipeloom.tuning import TuningSpec
-from tests.runtime.small_models import Document, described, live_peaks, small_documents, small_model
+from tests.runtime.small_models import Document, described, live_peaks, small_documents, small_model, streaming_model
 
 PACKING = PackingSpec(170)
 LEAN: tuple[Strategy, ...] = ("keep", "recompute", "selective")
@@ -31,15 +31,18 @@ CASES = [
     (0, True),
     *(pytest.param(seed, frozen, marks=pytest.mark.full) for seed, frozen in ((0, False), (1, False), (1, True))),
 ]
+ALL_CASES = [(0, True), (0, False), (1, False), (1, True)]
 Found = list[tuple[int, int]]
 Kind = tuple[tuple[Strategy, ...], bool, Callable[[Problem, Batch], PlannedBatch]]
 
 
 @cache
-def measured(seed: int, frozen: bool, with_encoder: bool) -> tuple[Model, tuple[Document, ...], Profile]:
+def measured(
+    seed: int, frozen: bool, with_encoder: bool, streams: bool = False
+) -> tuple[Model, tuple[Document, ...], Profile]:
     """A random model, a batch, and its costs measured here."""
     rng = random.Random(f"peaks {seed} {frozen} {with_encoder}")
-    model = small_model(rng, frozen, with_encoder)
+    model = streaming_model(rng, frozen) if streams else small_model(rng, frozen, with_encoder)
     documents = small_documents(rng, 9, with_encoder)
     profile = profile_model(
         model,
@@ -117,6 +120,17 @@ def test_searched_and_fallback_plans_hold_what_they_say(seed: int, frozen: bool)
     ):
         setup = Setup(model.spec, spread, profile, PACKING, strategies=strategies, split_backward=split)
         found += under_caps(setup, model, documents, plan)
+    close(found)
+
+
+@pytest.mark.parametrize(("seed", "frozen"), [pytest.param(s, f, marks=pytest.mark.full) for s, f in ALL_CASES])
+def test_plans_with_streams_hold_what_they_say(seed: int, frozen: bool) -> None:
+    model, documents, profile = measured(seed, frozen, True, streams=True)
+    spread, _ = layouts(model, random.Random(seed))
+    found: Found = []
+    for strategies, split in ((("keep",), False), (LEAN, True)):
+        setup = Setup(model.spec, spread, profile, PACKING, strategies=strategies, split_backward=split)
+        found += under_caps(setup, model, documents, by_search)
     close(found)
 
 

@@ -262,13 +262,14 @@ class ProfileCosts:
         forward_bytes, backward_bytes, half_bytes = np.maximum.reduceat(values, sums.starts).clip(0).tolist()
         forward_s, backward_s, kept, given, unsaved, *measured = values[: sums.starts[0]].clip(0).tolist()
         forward_s, backward_s = forward_s * f_factor, backward_s * b_factor
+        entering = self._entering_bytes(chunk, workload)
         if not measured:
             # A module's own input is data, and lives anyway.
             layers, first = self._layers[chunk.module], chunk.layers[0]
-            given = layers[first - 1].output.num_bytes(workload) if first else 0
-            return _OnWorkload(forward_s, backward_s, round(kept), given, max(0, round(kept) - given))
+            given = (layers[first - 1].output.num_bytes(workload) if first else 0) + entering
+            return _OnWorkload(forward_s, backward_s, round(kept) + entering, given, max(0, round(kept) - given))
         of = dict(zip(_SUMMED, measured, strict=True))
-        given, unsaved = round(given), round(unsaved)
+        given, unsaved = round(given) + entering, round(unsaved) + entering
         # Arguments of the layers behind the first, where they are saved: those are made inside the chunk.
         inside = of["given_bytes"] - of["unsaved_bytes"] - (given - unsaved)
         held = round(kept) + unsaved
@@ -291,6 +292,31 @@ class ProfileCosts:
             move_s=(of["offload_s"] * more, of["load_s"] * more),
             uses=_Uses(round(forward_bytes), round(backward_bytes), round(half_bytes), seed),
         )
+
+    def _entering_bytes(self, chunk: Chunk, workload: Workload) -> int:
+        """Bytes of streams from other chunks that layers behind the first take: held like what the first is given."""
+        module = self.model.module(chunk.module)
+        begin, end = chunk.layers
+        behind = {each.stream for each in module.takes if begin < each.layer <= end}
+        if not behind:
+            return 0
+        behind -= {each.stream for each in module.takes if each.layer == begin}
+        total = 0
+        for source in self.model.modules:
+            for each in source.emits:
+                if each.stream not in behind or (source is module and begin <= each.layer <= end):
+                    continue
+                works = workload if source is module else self._given_workload(chunk.module, source.name, workload)
+                total += each.output.num_bytes(works)
+        return total
+
+    def _given_workload(self, module: str, source: str, workload: Workload) -> Workload:
+        """What a part takes of another module, as near as it is known."""
+        place = self.model.sources(module).index(source)
+        if place >= len(workload.given):
+            return Workload(())
+        count, tokens = workload.given[place]
+        return Workload(tuple(tokens // count + (i < tokens % count) for i in range(count)))
 
     def _ends(self, chunk: Chunk) -> bool:
         """Whether the loss comes behind it."""

@@ -65,7 +65,8 @@ def build_graph(
     InputError
         For module boundaries whose parts do not match, and for times and sizes too large to be summed.
     """
-    builder = _Builder(layout, packing, _memoised(costs, layout), costs, backward, hold_outputs)
+    holds = hold_outputs or _holds_streams(layout, capacity_bytes)
+    builder = _Builder(layout, packing, _memoised(costs, layout), costs, backward, hold_outputs, holds)
     return builder.build().finish(name, capacity_bytes)
 
 
@@ -79,7 +80,8 @@ def build_assignable(
     backward: BackwardForm = "whole",
 ) -> Assignable:
     """Make the graph of `build_graph`, and what is needed to assign the parts of replicated modules anew."""
-    builder = _Builder(layout, packing, _memoised(costs, layout), costs, backward, False)
+    holds = _holds_streams(layout, capacity_bytes)
+    builder = _Builder(layout, packing, _memoised(costs, layout), costs, backward, False, holds)
     graph = builder.build().finish(name, capacity_bytes)
     homes = tuple(
         tuple(sorted(layout.chunks_of(module.name), key=lambda c: layout.chunks[c].rank))
@@ -88,6 +90,10 @@ def build_assignable(
         for module in layout.modules
     )
     return Assignable(graph, homes, np.array(builder.crossing, dtype=np.int64))
+
+
+def _holds_streams(layout: Layout, capacity_bytes: int | None) -> bool:
+    return capacity_bytes is not None and all(module.on_ranks == "pipelined" for module in layout.modules)
 
 
 def _memoised(costs: CostModel, layout: Layout) -> Callable[[int, Workload], tuple[StrategyCost, ...]]:
@@ -131,6 +137,8 @@ class _Builder:
     costs: CostModel
     form: BackwardForm
     hold_outputs: bool
+    holds_streams: bool
+    """Streams are held until all that take them have run; where memory is limited, and parts stay on their ranks."""
     kind: list[int] = field(default_factory=list)
     rank: list[int] = field(default_factory=list)
     duration: list[int] = field(default_factory=list)
@@ -305,12 +313,12 @@ class _Builder:
         if apart or self._moves(upper) or self._moves(lower):
             num_bytes = self._num_bytes(upper, workload, stream)
             crossing = to_ns(self.costs.transfer_s(num_bytes), f"a message of {num_bytes} bytes")
-        if self.hold_outputs and not apart and (stream or above is not below):
+        if not apart and (self.holds_streams if stream else self.hold_outputs and above is not below):
             held = self._num_bytes(upper, workload, stream)
         delay = crossing if apart else 0
         self._add_edge(self.forward[source], self.forward[target], delay, held, crossing)
         if self.backward[source] >= 0 and self.backward[target] >= 0:
-            self._add_edge(self.backward[target], self.backward[source], delay, 0, crossing)
+            self._add_edge(self.backward[target], self.backward[source], delay, held if stream else 0, crossing)
 
     def _num_bytes(self, chunk: Chunk, workload: Workload, stream: str) -> int:
         return self.costs.stream_bytes(stream, workload) if stream else self.costs.boundary_bytes(chunk, workload)
