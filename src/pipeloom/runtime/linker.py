@@ -26,7 +26,7 @@ from pipeloom.plan import (
 from pipeloom.plan.routes import StreamPlace
 from pipeloom.runtime.blocks import NO_STREAMS, Bounds, ChunkStreams, block_bounds
 from pipeloom.runtime.model import Model, Module, torch_dtype
-from pipeloom.runtime.unit import ChunkRole, Key, MessageState, Outlet, PartState, Stated, UnitState
+from pipeloom.runtime.unit import ChunkRole, Key, MessageState, Outlet, PartState, Stated, StreamOutlet, UnitState
 from pipeloom.spec import Layout, TensorShape
 
 # Shapes depend on few numbers and recur; a run over ever new lengths must not gather them for ever.
@@ -253,17 +253,8 @@ class _Link:
         if role.before < 0 or role.takes:
             into = self.routes.into(Unit(*key)) if role.sources or role.takes else ()
             groups, num_taken = self._groups(role, into), len(into)
-        state = UnitState(
-            stated,
-            gradients,
-            key=key,
-            role=role,
-            part=part,
-            bounds=bounds,
-            arrived=[None] * num_taken,
-            input_gradients=[None] * num_taken,
-            groups=groups,
-        )
+        waiting: list[Tensor | None] = [None] * num_taken
+        state = UnitState(key, role, part, bounds, stated, waiting, waiting.copy(), groups, gradients)
         if into:
             state.rows = [shape[0] if shape else 0 for shape, _ in map(self._transferred, into)]
         if role.ports.gives:
@@ -292,7 +283,7 @@ class _Link:
         for stream in dict.fromkeys(place.stream for place in self.linker.router.places[chunk].gives):
             shape, dtype = self.linker.shapes(chunk, workload, stream)
             takers = [transfer for transfer in given if transfer.stream == stream]
-            outlet = Outlet((shape, torch_dtype(dtype)), [None] * len(takers), self._cuts(takers))
+            outlet = StreamOutlet((shape, torch_dtype(dtype)), [None] * len(takers), self._cuts(takers))
             state.outlets[stream] = outlet
 
     def _stated(self, key: Key) -> Stated:

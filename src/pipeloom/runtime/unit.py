@@ -69,7 +69,6 @@ class PartState:
     context: dict[str, Any] | None = None
 
 
-@dataclass(slots=True, eq=False)
 class Outlet:
     """A tensor that a unit gives to others, its output or a stream, and the gradients that come back.
 
@@ -88,10 +87,10 @@ class Outlet:
 
     stated: Stated | None
     gradients: list[Tensor | None]
-    cuts: list[tuple[int, int] | None] | None = None
-    local_consumers: list[tuple[int, UnitState, int]] | None = None
-    num_sends: int = 0
-    output: Tensor | None = None
+    cuts: list[tuple[int, int] | None] | None
+    local_consumers: list[tuple[int, UnitState, int]] | None
+    num_sends: int
+    output: Tensor | None
 
     def given(self, output: Tensor, place: int) -> Tensor:
         """What one consumer takes of it."""
@@ -144,7 +143,19 @@ class Outlet:
         return total
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
+@dataclass(slots=True, eq=False)
+class StreamOutlet(Outlet):
+    """A stream of a unit that other chunks take."""
+
+    stated: Stated | None
+    gradients: list[Tensor | None]
+    cuts: list[tuple[int, int] | None] | None = None
+    local_consumers: list[tuple[int, UnitState, int]] | None = None
+    num_sends: int = 0
+    output: Tensor | None = None
+
+
+@dataclass(slots=True, eq=False)
 class UnitState(Outlet):
     """One chunk's work on one (sub-)microbatch, and the tensors that wait for it or for others.
 
@@ -168,7 +179,7 @@ class UnitState(Outlet):
     local_producers : list of (int, Outlet, int)
         Outlets on this rank that it takes from, but for ``above``: the place here, the outlet, and the place there. A
         plan has thousands of units: a list is made only where there is something to put into it.
-    outlets : dict of Outlet, or None
+    outlets : dict of StreamOutlet, or None
         By name, streams that other chunks take.
     """
 
@@ -176,14 +187,20 @@ class UnitState(Outlet):
     role: ChunkRole
     part: PartState | None
     bounds: Bounds
+    stated: Stated | None
     arrived: list[Tensor | None]
     input_gradients: list[Tensor | None]
     groups: list[tuple[list[int], TensorShape, bool]] | None
+    gradients: list[Tensor | None]
     above: UnitState | None = None
     below: UnitState | None = None
     rows: list[int] | None = None
+    cuts: list[tuple[int, int] | None] | None = None
+    local_consumers: list[tuple[int, UnitState, int]] | None = None
+    num_sends: int = 0
+    output: Tensor | None = None
     local_producers: list[tuple[int, Outlet, int]] | None = None
-    outlets: dict[str, Outlet] | None = None
+    outlets: dict[str, StreamOutlet] | None = None
     activation: ChunkActivation | None = None
     leaves: Sequence[Tensor] = ()
 
