@@ -162,13 +162,13 @@ class ChunkActivation:
     autocast: torch.dtype | None = None
     """Precision of autocast regions, forward and recomputed alike; None: none."""
     ports: ChunkStreams = NO_STREAMS
-    streams: dict[str, Tensor] = field(default_factory=dict)
+    streams: dict[str, Tensor] | None = None
     """What its layers take from other chunks, and from blocks before their own: leaves."""
     loss_scale: float = 1.0
     """Gradient of the losses that layers emit."""
-    losses: list[Tensor] = field(default_factory=list)
+    losses: tuple[Tensor, ...] = ()
     """Those of the forward, one a block."""
-    given: dict[str, Tensor] = field(default_factory=dict)
+    given: dict[str, Tensor] | None = None
     """Streams for other chunks, without their graphs, to be taken after the forward."""
     blocks: list[_Block] = field(default_factory=list)
     num_recomputed: int = 0
@@ -191,7 +191,8 @@ class ChunkActivation:
             whole = _Block(layers, inputs, "keep")
             with torch.no_grad():
                 last = self._run(whole, keeps_casts=False)
-            self._leave(whole)
+            if whole.emitted is not None or whole.loss is not None:
+                self._leave(whole)
             return last
         output: Tensor | None = None
         flows = False
@@ -200,7 +201,8 @@ class ChunkActivation:
                 inputs = (output.detach().requires_grad_(flows),)
             block = _Block(layers if len(bounds) == 1 else layers[begin:end], inputs, strategy, begin)
             output = self._forward(block)
-            self._leave(block)
+            if block.emitted is not None or block.loss is not None:
+                self._leave(block)
             # Whether a gradient would flow is not known without a graph; asking for one costs nothing.
             flows = output.is_floating_point() if block.missing else block.edge is not None
             self.blocks.append(block)
@@ -219,7 +221,7 @@ class ChunkActivation:
                 return self._run(block, keeps_casts=False)
         if traits.offloads:
             weights = [p for m in block.layers if isinstance(m, nn.Module) for p in m.parameters()]
-            held = [*weights, *block.inputs, *self.context.values(), *self.streams.values()]
+            held = [*weights, *block.inputs, *self.context.values(), *(self.streams or {}).values()]
             block.offloaded = Offloaded(held, self.autocast is not None)
             with torch.enable_grad(), block.offloaded.saving():
                 output = self._run(block)
@@ -236,16 +238,17 @@ class ChunkActivation:
         if block.emitted is not None:
             end = block.first + len(block.layers)
             later = {name for number, names in self.ports.takes.items() if number >= end for name in names}
+            streams, given = dict(self.streams or {}), dict(self.given or {})
             for name, tensor in block.emitted.items():
                 if name in self.ports.gives:
-                    self.given[name] = tensor.detach()
+                    given[name] = tensor.detach()
                 if name in later:
                     # As with outputs between blocks.
                     flows = tensor.is_floating_point() if block.missing else name in (block.edges or ())
-                    self.streams[name] = tensor.detach().requires_grad_(flows)
-            block.emitted = None
+                    streams[name] = tensor.detach().requires_grad_(flows)
+            self.streams, self.given, block.emitted = streams, given, None
         if block.loss is not None:
-            self.losses.append(block.loss.detach())
+            self.losses += (block.loss.detach(),)
             if block.missing or not block.loss.requires_grad:
                 block.loss = None
 
@@ -265,6 +268,14 @@ class ChunkActivation:
     def _call(self, block: _Block, inputs: tuple[Any, ...]) -> Tensor:
         context, ports = self.context, self.ports
         output: Any = None
+        if ports is NO_STREAMS:
+            for layer in block.layers:
+                output = layer(*inputs, **context)
+                if isinstance(output, Emit):
+                    ports.check(0, output)
+                    output = _apart(block, output)
+                inputs = (output,)
+            return output  # type: ignore[no-any-return]
         for number, layer in enumerate(block.layers, block.first):
             if number in ports.takes:
                 output = layer(*inputs, **context, **self._taken(block, number))
@@ -282,11 +293,12 @@ class ChunkActivation:
     def _taken(self, block: _Block, number: int) -> dict[str, Tensor]:
         """Streams that a layer is called with: as emitted within the block, else leaves."""
         found = {}
+        streams = self.streams or {}
         for name in self.ports.takes[number]:
             if block.emitted is not None and name in block.emitted:
                 found[name] = block.emitted[name]
                 continue
-            leaf = self.streams[name]
+            leaf = streams[name]
             # Under autocast as the inputs.
             found[name] = leaf.view_as(leaf) if self.autocast is not None and leaf.requires_grad else leaf
         return found
@@ -324,7 +336,7 @@ class ChunkActivation:
                 block.offloaded.load()
 
     def _roots(
-        self, block: _Block, flowing: Tensor | None, arrived: dict[str, Tensor]
+        self, block: _Block, flowing: Tensor | None, arrived: dict[str, Tensor] | None
     ) -> tuple[list[GradientEdge], list[Tensor]]:
         """Ends of a block's graph that have a gradient, and these: of its output, its streams and its losses."""
         ends: list[GradientEdge] = []
@@ -332,9 +344,12 @@ class ChunkActivation:
         if flowing is not None and block.edge is not None:
             ends.append(block.edge if isinstance(block.edge, GradientEdge) else get_gradient_edge(block.edge))
             gradients.append(flowing)
+        if block.edges is None and block.loss is None:
+            block.edge = None
+            return ends, gradients
         for name, edge in (block.edges or {}).items():
-            leaf = self.streams.get(name)
-            for gradient in (arrived.get(name), None if leaf is None else leaf.grad):
+            leaf = None if self.streams is None else self.streams.get(name)
+            for gradient in ((arrived or {}).get(name), None if leaf is None else leaf.grad):
                 if gradient is not None:
                     ends.append(edge)
                     gradients.append(gradient)
@@ -359,7 +374,7 @@ class ChunkActivation:
             block = self.blocks.pop()
             if block.missing:
                 self._recompute(block)
-            ends, gradients = self._roots(block, flowing, arrived or {})
+            ends, gradients = self._roots(block, flowing, arrived)
             if ends:
                 torch.autograd.backward(ends, gradients)
             flowing = block.inputs[0].grad if self.blocks else None
@@ -371,7 +386,7 @@ class ChunkActivation:
             block = self.blocks[number]
             if block.missing:
                 self._recompute(block)
-            ends, gradients = self._roots(block, flowing, arrived or {})
+            ends, gradients = self._roots(block, flowing, arrived)
             if ends:
                 block.deferred = backward_inputs(ends, gradients, self._leaves(block))
             flowing = block.inputs[0].grad if number else None
@@ -380,10 +395,11 @@ class ChunkActivation:
         """What a block takes that needs a gradient."""
         leaves = [x for x in block.inputs if isinstance(x, Tensor) and x.requires_grad]
         if self.ports is not NO_STREAMS:
+            streams = self.streams or {}
             numbers = range(block.first, block.first + len(block.layers))
             within = {name for number in numbers for name in self.ports.emits.get(number, ())}
             taken = dict.fromkeys(name for number in numbers for name in self.ports.takes.get(number, ()))
-            leaves += [self.streams[n] for n in taken if n not in within and self.streams[n].requires_grad]
+            leaves += [streams[name] for name in taken if name not in within and streams[name].requires_grad]
         return leaves
 
     def backward_weight(self) -> None:

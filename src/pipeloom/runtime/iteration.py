@@ -133,18 +133,21 @@ class Iteration:
         layers: list[Callable[..., Tensor]] = self.here.layers[unit.key[0]]  # type: ignore[assignment]
         if role.is_last and part is not None:
             layers = [*layers, _loss_layer(self.here.model.loss, part)]
-        activation = ChunkActivation(self.device, context, self.options.autocast, role.ports)
-        activation.loss_scale = 1.0 / self.normaliser
+        streams = None
         if role.takes:
             at = len(inputs) - len(role.takes)
-            activation.streams = {name: leaf for (name, _, _), leaf in zip(role.takes, inputs[at:], strict=True)}
+            streams = {name: leaf for (name, _, _), leaf in zip(role.takes, inputs[at:], strict=True)}
             inputs = inputs[:at]
+        activation = ChunkActivation(
+            self.device, context, self.options.autocast, role.ports, streams, 1.0 / self.normaliser
+        )
         output = activation.forward(layers, unit.bounds, inputs, role.trained)
-        self.losses += activation.losses
+        if activation.losses:
+            self.losses += activation.losses
         if role.trained:
             unit.activation = activation
         if unit.outlets is not None:
-            unit.hand_streams(activation.given)
+            unit.hand_streams(activation.given or {})
         if role.is_last:
             self._take_loss(unit, output)
             return

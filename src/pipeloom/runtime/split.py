@@ -181,9 +181,7 @@ def _accumulate(
     weights: Sequence[Tensor], gradients: Sequence[Tensor | None], arrived: Sequence[Tensor | None]
 ) -> None:
     """Add to ``.grad``, which belongs to its weight alone: two weights that are added get one tensor from autograd."""
-    others: set[int] = set()
-    if any(weight.grad is None for weight in weights):
-        others = {_address(gradient) for gradient in arrived if gradient is not None}
+    others: set[int] | None = None
     with torch.no_grad():
         for weight, gradient in zip(weights, gradients, strict=True):
             if gradient is None:
@@ -191,6 +189,8 @@ def _accumulate(
             if weight.grad is not None:
                 weight.grad += gradient
                 continue
+            if others is None:
+                others = {_address(each) for each in arrived if each is not None}
             address = _address(gradient)
             weight.grad = gradient.detach().clone() if address in others else gradient.detach()
             others.add(address)
