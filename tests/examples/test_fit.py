@@ -15,6 +15,7 @@ from pipeloom.spec import batch_from_dicts
 from pipeloom.training import PlannerConfig, Task
 from pipeloom.training.one_call import _build, _portable
 from tests.examples.on_ranks import EXAMPLES
+from tests.runtime import streaming_fit
 
 sys.path.append(str(EXAMPLES))
 
@@ -87,3 +88,25 @@ def test_a_task_travels_with_its_functions() -> None:
     again = pickle.loads(pickle.dumps(task))
     assert again == Task(task.build_model, task.batches, task.describe, None, again.optimizer)
     assert again.optimizer.keywords == {"lr": 0.1}
+
+
+@pytest.mark.ranks
+@pytest.mark.usefixtures("_double")
+def test_a_model_with_streams_and_no_shapes_is_trained_as_by_one_process(tmp_path: Path) -> None:
+    planner = PlannerConfig(budget_s=0.02, deadline_s=60.0)
+    settings = pl.FitSettings(iterations=streaming_fit.ITERATIONS, folder=tmp_path / "run", planner=planner)
+    result = pl.fit(
+        streaming_fit.build_model, streaming_fit.batches, ranks=2, describe=streaming_fit.describe, settings=settings
+    )
+    bare = streaming_fit.build_model()
+    batches = list(streaming_fit.batches())
+    described = [batch_from_dicts([streaming_fit.describe(d) for d in documents]) for documents in batches]
+    model = pl.find_shapes(bare, batches[0], described[0].samples)
+    optimizer = torch.optim.AdamW([p for m in model.modules for layer in m.layers for p in layer.parameters()])
+    losses = []
+    for documents, batch in zip(batches, described, strict=True):
+        losses.append(pl.run_undivided(model, batch, documents))
+        optimizer.step()
+        optimizer.zero_grad()
+    assert result.losses == pytest.approx(losses, rel=1e-9)
+    assert result.summary.plans_fresh == streaming_fit.ITERATIONS

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from pipeloom.runtime.reference import run_undivided
     from pipeloom.runtime.result import ActionTime, StepReport, StepResult
     from pipeloom.runtime.resume import Checkpoints
+    from pipeloom.runtime.shapes import find_shapes, with_shapes
     from pipeloom.runtime.sharding import shard_layers
     from pipeloom.runtime.store import TcpPlanStore
     from pipeloom.runtime.tied import sums_over_ranks
@@ -62,6 +63,7 @@ __all__ = [
     "choose_device",
     "clip_gradients",
     "emulate",
+    "find_shapes",
     "global_targets",
     "group_device",
     "join_workers",
@@ -80,4 +82,5 @@ __all__ = [
     "sums_over_ranks",
     "this_worker",
     "user_code",
+    "with_shapes",
 ]

@@ -108,9 +108,10 @@ class ChunkStreams:
         wanted = self.emits.get(layer, ())
         found = tuple(result.streams) if isinstance(result, Emit) else ()
         if set(found) != set(wanted):
+            where = f"module {self.module!r}, layer {self.first + layer}," if self.module else "a layer"
             raise ExecutionError(
-                f"module {self.module!r}, layer {self.first + layer}, emits {_listed(found)}, stated is "
-                f"{_listed(wanted)}; correct `emits` of the module, or return Emit(output, streams)"
+                f"{where} emits {_listed(found)}, stated is {_listed(wanted)}; correct `emits` of the module, or return "
+                "Emit(output, streams)"
             )
 
 

@@ -58,6 +58,7 @@ class Executor:
     ) -> None:
         if not 0 <= rank < layout.num_ranks:
             raise InputError("rank", f"{rank} is not in 0..{layout.num_ranks - 1}")
+        model.check_stated()
         _check_layout(model, layout)
         tied = tied_over_ranks(model, layout)
         if tied and options.sum_tied is None:

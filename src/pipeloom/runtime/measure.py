@@ -107,6 +107,7 @@ def measure_layers(
     InputError
         When a layer gives another shape than stated; module, layer and both shapes are named.
     """
+    model.check_stated()
     threads_before = torch.get_num_threads()
     torch.set_num_threads(options.threads)
     try:

@@ -96,9 +96,10 @@ class Module:
         Unchanged; a rank trains those of its chunks.
     reads : "audio", "images", "sequence", "text" or "videos"
         Which part of a sample goes through the module: each of its images, or it as a whole.
-    hidden : shape
-        Output of every layer but the last: extents are numbers, ``"instances"`` or ``"tokens"``.
-    output : shape
+    hidden : shape, list of shapes, or None
+        Output of every layer but the last, or of each of them: extents are numbers, ``"instances"``, ``"tokens"`` or a
+        part of these, ``"tokens/4"``. None: `find_shapes` finds it.
+    output : shape or None
         Output of the last layer.
     inputs : callable or None
         From a `Part` to a tensor or a tuple of tensors; None: layer 0 gets nothing but ``upstream``.
@@ -128,14 +129,14 @@ class Module:
     layers: Sequence[nn.Module]
     _: KW_ONLY
     reads: Reads
-    hidden: Shape
-    output: Shape
+    hidden: Shape | Sequence[Shape] | None = None
+    output: Shape | None = None
     inputs: Callable[[Part], Tensor | tuple[Tensor, ...]] | None = None
     context: Callable[[Part], dict[str, Any]] | None = None
     after: tuple[str, ...] = ()
     frozen: bool = False
     kinds: tuple[str, ...] | None = None
-    emits: Mapping[int, Mapping[str, Shape]] = field(default_factory=dict)
+    emits: Mapping[int, Mapping[str, Shape | None]] = field(default_factory=dict)
     takes: Mapping[int, Sequence[str]] = field(default_factory=dict)
     parallelize: Callable[[nn.Module, DeviceMesh], object] | None = None
     spec: ModuleSpec = field(init=False, repr=False)
@@ -161,7 +162,11 @@ class Module:
 
     def _derive_spec(self) -> ModuleSpec:
         dtype = _dtype_of(self.layers)
-        hidden, output = (_as_shape(shape, dtype) for shape in (self.hidden, self.output))
+        last = len(self.layers) - 1
+        hidden = self.hidden if isinstance(self.hidden, list) else [self.hidden] * last
+        if len(hidden) != last:
+            raise InputError(f"module {self.name!r}.hidden", f"has {len(hidden)} shapes for {last} layers and the last")
+        outputs = [_as_shape(shape, dtype) for shape in (*hidden, self.output)]
         sizes = [sum(p.numel() for p in layer.parameters()) for layer in self.layers]
         kinds = self.kinds or tuple(
             f"{type(layer).__name__}[{size}]" for layer, size in zip(self.layers, sizes, strict=True)
@@ -172,9 +177,8 @@ class Module:
             for name, shape in streams.items()
         )
         takes = tuple(StreamEnd(name, layer) for layer, names in sorted(self.takes.items()) for name in _names(names))
-        last = len(self.layers) - 1
         single = [
-            (_streaming(kind, i, emits, takes), output if i == last else hidden, size)
+            (_streaming(kind, i, emits, takes), outputs[i], size)
             for i, (kind, size) in enumerate(zip(kinds, sizes, strict=True))
         ]
         layers = tuple(
@@ -231,6 +235,32 @@ class Model:
                     "dimension 0 does not grow with the microbatch",
                     'make it "instances" or "tokens": sub-microbatches are concatenated there',
                 )
+
+    @property
+    def unstated(self) -> str:
+        """The first module whose shapes are not all stated; empty: all are."""
+        for module in self.modules:
+            shapes = [*(module.hidden if isinstance(module.hidden, list) else [module.hidden]), module.output]
+            if len(module.layers) == 1:
+                shapes = [module.output]
+            if None in (*shapes, *(shape for streams in module.emits.values() for shape in streams.values())):
+                return module.name
+        return ""
+
+    def check_stated(self) -> None:
+        """Refuse a model whose shapes are not known.
+
+        Raises
+        ------
+        InputError
+            Naming the module.
+        """
+        if self.unstated:
+            raise InputError(
+                f"module {self.unstated!r}",
+                "states no shape",
+                "give `hidden`, `output` and the shapes of `emits`, or call find_shapes(model, samples, metadata)",
+            )
 
     def module(self, name: str) -> Module:
         """Return the module of that name."""
@@ -364,5 +394,8 @@ def _streaming(kind: str, layer: int, emits: Sequence[StreamEnd], takes: Sequenc
     return kind + (f"({','.join(taken)})" if taken else "") + (f"->{','.join(given)}" if given else "")
 
 
-def _as_shape(shape: Shape, dtype: str) -> TensorShape:
+def _as_shape(shape: Shape | None, dtype: str) -> TensorShape:
+    if shape is None:
+        # Nobody asks before it was found; it can be joined and cut.
+        return TensorShape(("tokens",), dtype)
     return shape if isinstance(shape, TensorShape) else TensorShape(dims=tuple(shape), dtype=dtype)

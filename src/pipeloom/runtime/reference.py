@@ -33,6 +33,7 @@ def run_undivided(model: Model, batch: Batch, samples: Sequence[Any], *, backwar
     float
         The loss: sum over all targets, divided by their number.
     """
+    model.check_stated()
     normaliser = float(sum(model.num_targets(sample) for sample in samples))
     if not normaliser > 0:
         raise InputError("samples", f"have {normaliser} {model.targets}", "give at least one")
@@ -41,13 +42,13 @@ def run_undivided(model: Model, batch: Batch, samples: Sequence[Any], *, backwar
             for layer in module.layers:
                 layer.requires_grad_(False)
     outputs: dict[str, Tensor] = {}
-    streams = _Streams(model, batch)
+    streams = StreamsOf(model, batch)
     idle: list[Module] = []
     part: Part | None = None
     with torch.set_grad_enabled(backward):
         for module in model.modules:
-            part = _whole(module, batch, samples)
-            given = [_rows(outputs[name], model.module(name), module, batch, part) for name in module.after]
+            part = whole_part(module, batch, samples)
+            given = [rows_of(outputs[name], model.module(name), module, batch, part) for name in module.after]
             outputs[module.name] = _forward(module, part, given, streams)
             if not part.instances:
                 idle.append(module)
@@ -66,7 +67,8 @@ def run_undivided(model: Model, batch: Batch, samples: Sequence[Any], *, backwar
     return float(loss.detach())
 
 
-def _whole(module: Module, batch: Batch, samples: Sequence[Any]) -> Part:
+def whole_part(module: Module, batch: Batch, samples: Sequence[Any]) -> Part:
+    """All that a batch has for a module."""
     return Part(
         tuple(samples),
         tuple(
@@ -77,7 +79,7 @@ def _whole(module: Module, batch: Batch, samples: Sequence[Any]) -> Part:
     )
 
 
-def _rows(
+def rows_of(
     output: Tensor, source: Module, module: Module, batch: Batch, part: Part, shape: TensorShape | None = None
 ) -> Tensor:
     """What the module takes of another one's output, or of a stream."""
@@ -85,7 +87,7 @@ def _rows(
     return output.narrow(0, first, count)
 
 
-class _Streams:
+class StreamsOf:
     """Streams and losses that layers have emitted so far."""
 
     def __init__(self, model: Model, batch: Batch) -> None:
@@ -105,12 +107,20 @@ class _Streams:
             if tensor is None:
                 tensor = empty_output(end.output, torch.device("cpu"))
             elif source is not module:
-                tensor = _rows(tensor, source, module, self.batch, part, end.output)
+                tensor = rows_of(tensor, source, module, self.batch, part, end.output)
             found[end.stream] = tensor
         return found
 
-    def apart(self, result: Tensor | Emit) -> Tensor:
+    def apart(self, module: Module, layer: int, result: Tensor | Emit) -> Tensor:
         """Note what a layer emits, and return its output."""
+        wanted = module.emits.get(layer, {}).keys()
+        found = result.streams.keys() if isinstance(result, Emit) else set[str]()
+        if found != wanted:
+            raise InputError(
+                f"module {module.name!r}.emits[{layer}]",
+                f"states {', '.join(sorted(wanted)) or 'none'}, the layer emitted {', '.join(sorted(found)) or 'none'}",
+                "return Emit(output, streams)",
+            )
         if not isinstance(result, Emit):
             return result
         self.found |= result.streams
@@ -119,13 +129,13 @@ class _Streams:
         return result.output
 
 
-def _forward(module: Module, part: Part, upstream: Sequence[Tensor], streams: _Streams) -> Tensor:
+def _forward(module: Module, part: Part, upstream: Sequence[Tensor], streams: StreamsOf) -> Tensor:
     if not part.instances:
         return empty_output(module.spec.layers[-1].output, torch.device("cpu"))
     context = {} if module.context is None else module.context(part)
     given: Any = () if module.inputs is None else module.inputs(part)
     arguments = (*(given if isinstance(given, tuple) else (given,)), *upstream)
     for number, layer in enumerate(module.layers):
-        x = streams.apart(layer(*arguments, **context, **streams.taken(module, number, part)))
+        x = streams.apart(module, number, layer(*arguments, **context, **streams.taken(module, number, part)))
         arguments = (x,)
     return x

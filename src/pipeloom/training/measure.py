@@ -13,7 +13,7 @@ import msgspec
 from pipeloom.cost import Profile
 from pipeloom.errors import PipeloomError
 from pipeloom.planner import Setup
-from pipeloom.runtime import Model, ProfileOptions, profile_model, user_code
+from pipeloom.runtime import Model, ProfileOptions, find_shapes, profile_model, user_code
 from pipeloom.runtime.device import DeviceType
 from pipeloom.runtime.prefetch import Describe, batch_of, close_reading
 from pipeloom.spec import Batch
@@ -45,6 +45,15 @@ class FirstBatches:
         """What the planner would be told of each."""
         return self._read[1]
 
+    @cached_property
+    def shaped(self) -> Model:
+        """The model with all shapes: those that it does not state are found on these batches."""
+        if not self.model.unstated:
+            return self.model
+        samples = [sample for batch in self.samples for sample in batch]
+        sizes = [sample for batch in self.metadata for sample in batch.samples]
+        return find_shapes(self.model, samples, sizes, autocast=AUTOCAST[self.job.config.runtime.autocast])
+
 
 def typical_batches(
     model: Model, describe: Describe | None, given: Iterable[Any]
@@ -69,7 +78,7 @@ def typical_batches(
 
 def measured_profile(job: Job, first: FirstBatches, device: DeviceType) -> Profile:
     """Time every kind of layer on the first batches."""
-    config, model = job.config, first.model
+    config, model = job.config, first.shaped
     # The user's data first: what is wrong with them is said before anything else.
     samples, metadata = first.samples, first.metadata
     job.display.say(f"Measuring the layers of {model.name} on this machine ...")

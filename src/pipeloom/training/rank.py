@@ -11,7 +11,7 @@ import torch
 
 from pipeloom.packing import cost_loads
 from pipeloom.planner import Planner, Setup
-from pipeloom.runtime import Model, TcpPlanStore, Trainer, TrainerOptions, group_device
+from pipeloom.runtime import Model, TcpPlanStore, Trainer, TrainerOptions, group_device, with_shapes
 from pipeloom.training.config import OptimizerConfig
 from pipeloom.training.finish import finish
 from pipeloom.training.job import AUTOCAST, Job
@@ -33,7 +33,8 @@ def train_rank(job: Job, go_on: bool) -> Summary | None:
     Summary or None
         On rank 0 what the run came to.
     """
-    setup, model = job.read_setup(), job.build_model()
+    setup = job.read_setup()
+    model = with_shapes(job.build_model(), setup.model)
     trainer = _trainer(job, setup, model)
     first = trainer.resume() if go_on else 0
     given, count = job.task.batches_from(first, job.config.iterations, **job.config.data)

@@ -126,7 +126,7 @@ class TrainingRun(Job):
         with _default_dtype_kept():
             first = FirstBatches(self, self._checked_model())
             profile = measured_profile(self, first, choose_device(self.config.runtime.device, 1))
-            return training_layers(preview(self, first.model, profile, first))
+            return training_layers(preview(self, first.shaped, profile, first))
 
     def train(self, *, resume: bool | None = None, max_restarts: int = 0) -> Summary | None:
         """Prepare, then train over ranks: processes of this machine, or those that torchrun started.
@@ -185,6 +185,7 @@ class TrainingRun(Job):
     def _measured_setup(self, model: Model) -> Setup:
         config = self.config
         first = FirstBatches(self, model)
+        model = first.shaped
         given = given_layout(self, model)
         profile = known_profile(self, model) or measured_profile(self, first, self.device)
         laid = given or lay_out(self, model, profile, first)
