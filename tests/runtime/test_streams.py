@@ -12,7 +12,17 @@ from torch import Tensor, nn
 
 from pipeloom.errors import ExecutionError, InputError
 from pipeloom.packing import PackingSpec, pack
-from pipeloom.runtime import Emit, Executor, ExecutorOptions, MeasureOptions, Model, Module, ThreadHub, measure_layers
+from pipeloom.runtime import (
+    Emit,
+    Executor,
+    ExecutorOptions,
+    MeasureOptions,
+    Model,
+    Module,
+    ThreadHub,
+    find_shapes,
+    measure_layers,
+)
 from pipeloom.spec import Batch, Chunk, Layout, ModuleLayout, Sample
 from pipeloom.taskgraph import build_graph
 from tests.plan.cases import Case, RandomCosts, earliest, random_schedule
@@ -155,8 +165,6 @@ def test_a_layout_with_other_streams_is_refused() -> None:
 @pytest.mark.parametrize("strategy", ["keep", "recompute"])
 @pytest.mark.parametrize(("weights", "autocast"), [(torch.float32, torch.bfloat16), (torch.bfloat16, None)])
 def test_streams_in_half_precision(strategy: str, weights: torch.dtype, autocast: Any) -> None:
-    from pipeloom.runtime import find_shapes
-
     plain = skipping()
     for layer in plain.modules[0].layers:
         layer.to(weights)
@@ -173,10 +181,14 @@ def test_streams_in_half_precision(strategy: str, weights: torch.dtype, autocast
     model = find_shapes(
         Model([bare], lambda output, part: output.float().sum(), len), samples, BATCH.samples, autocast=autocast
     )
-    run = run_of(model, [(0, 1, 0), (2, 3, 0)], strategy, False)
+    found = []
     options = ExecutorOptions(autocast=autocast)
-    result = Executor(model, run.case.layout, 0, ThreadHub().transport(0), options=options).run(
-        run.case.plan, run.case.packing, samples
-    )
-    assert result.loss_sum == result.loss_sum
-    assert all(p.grad is not None for layer in module.layers for p in layer.parameters())
+    for cuts, chosen in (([(0, 3, 0)], "keep"), ([(0, 1, 0), (2, 3, 0)], strategy)):
+        case = run_of(model, cuts, chosen, False).case
+        executor = Executor(model, case.layout, 0, ThreadHub().transport(0), options=options)
+        result = executor.run(case.plan, case.packing, samples)
+        found.append((result.loss_sum, take_gradients(model)))
+    (whole, wanted), (parts, gradients) = found
+    assert parts == pytest.approx(whole, rel=1e-2)
+    assert all(gradient is not None for gradient in gradients.values())
+    assert_equal_gradients(gradients, wanted, 2e-2)
