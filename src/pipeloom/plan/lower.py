@@ -125,11 +125,11 @@ class _Message(NamedTuple):
 
     def posted(self, verb: Verb, peer: int) -> Action:
         """A send or receive, with what is sent."""
-        return Action(verb, *self.name, peer, self.target, self.shape, self.dtype, stream=self.stream)
+        return Action(verb, *self.name, peer, self.target, self.shape, self.dtype, "", self.stream)
 
     def awaited(self, verb: Verb) -> Action:
         """The wait for one of them."""
-        return Action(verb, *self.name, target=self.target, stream=self.stream)
+        return Action(verb, *self.name, None, self.target, None, "", "", self.stream)
 
 
 class _Work(NamedTuple):
