@@ -76,6 +76,8 @@ PUBLIC = {
     "FitSettings",
     "Model",
     "Module",
+    "Emit",
+    "find_shapes",
     "ParallelConfig",
     "Part",
     "PlannerConfig",

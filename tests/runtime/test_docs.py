@@ -45,7 +45,7 @@ def test_the_model_of_the_page_runs_and_is_exact() -> None:
 
 def test_the_loader_of_the_page_counts_what_its_description_says() -> None:
     (model_code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    (loader_code,) = re.findall(r"```py\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    loader_code, *_ = re.findall(r"```py\n(.*?)```", PAGE.read_text(), re.DOTALL)
     samples = [
         (torch.tensor([5, 0, 7, 0]), [torch.randn(8), torch.randn(8)], "a"),
         (torch.tensor([9, 3, 8]), [], "b"),

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from pipeloom.errors import ExecutionError, InputError
 from pipeloom.packing import PackingSpec, pack
@@ -153,6 +154,13 @@ def test_layers_that_take_other_streams_are_of_other_kinds() -> None:
     run = run_of(skipping(), CUTS["one chunk"], "keep", False)
     rows = measure_layers(run.model, run.case.packing, SAMPLES, options=MeasureOptions(repeats=1, strategies=True))
     assert {row.kind for row in rows} == set(kinds)
+
+
+def test_what_wraps_a_layer_finds_all_tensors_that_it_returns() -> None:
+    x = torch.ones(2)
+    emit = tree_map(lambda tensor: tensor + 1, Emit(x, {"a": x}, x.sum()))
+    assert [tensor.tolist() for tensor in (emit.output, emit.streams["a"], emit.loss)] == [[2, 2], [2, 2], 3]
+    assert tree_map(lambda tensor: tensor, Emit(x)).loss is None
 
 
 def test_a_layout_with_other_streams_is_refused() -> None:

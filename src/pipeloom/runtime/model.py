@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._pytree import register_pytree_node
 
 from pipeloom.errors import InputError, PipeloomError
 from pipeloom.packing import Packing, reach
@@ -76,6 +77,12 @@ class Emit:
     output: Tensor
     streams: Mapping[str, Tensor] = field(default_factory=dict)
     loss: Tensor | None = None
+
+
+# What wraps layers, as `fully_shard` does, looks into what they return.
+register_pytree_node(
+    Emit, lambda emit: ([emit.output, dict(emit.streams), emit.loss], None), lambda values, _: Emit(*values)
+)
 
 
 @dataclass(frozen=True, eq=False)
