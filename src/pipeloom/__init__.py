@@ -20,6 +20,8 @@ if TYPE_CHECKING:
         PlanError,
         PlannerError,
     )
+    from pipeloom.integrations.transformers.build import from_transformers
+    from pipeloom.integrations.transformers.check import check_gradients
     from pipeloom.io import (
         load,
         read_instance,
@@ -133,8 +135,10 @@ __all__ = [
     "__version__",
     "batch_of",
     "check",
+    "check_gradients",
     "find_shapes",
     "fit",
+    "from_transformers",
     "launch",
     "load",
     "load_weights",

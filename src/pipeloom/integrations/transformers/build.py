@@ -1,0 +1,411 @@
+"""`from_transformers`: a model of the library as a `Model`."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipeloom.errors import InputError
+from pipeloom.integrations.transformers.families import FAMILIES, Image, Sample, Text, Vision
+from pipeloom.integrations.transformers.hollow import Filler, Gap, hollow, probes
+from pipeloom.integrations.transformers.layers import (
+    Block,
+    LibraryLayer,
+    TextFirst,
+    TextLast,
+    VisionFirst,
+    VisionLast,
+    has_mask,
+    record,
+)
+from pipeloom.integrations.transformers.packed import ATTENTION, as_context, register
+from pipeloom.runtime.model import Model, Module, Part
+
+_IGNORED = -100
+"""Label of what is no target."""
+_KNOWN = ("id", "input_ids", "attention_mask", "labels")
+
+
+@dataclass(frozen=True, eq=False)
+class TransformersModel(Model):
+    """A `Model` of the layers of a model of the `transformers` library.
+
+    Attributes
+    ----------
+    describe : callable
+        From a sample to what the planner is told of it: sizes, and as ``id`` the sample's own or a digest of it.
+    """
+
+    describe: Callable[[Sample], dict[str, Any]] = dict
+
+    def library_names(self) -> dict[str, str]:
+        """From the name of every parameter, ``module.layer.parameter``, to the library's name."""
+        names = {}
+        for module in self.modules:
+            for number, layer in enumerate(module.layers):
+                assert isinstance(layer, LibraryLayer)
+                for name, _ in layer.named_parameters():
+                    names[f"{module.name}.{number}.{name}"] = layer.library_name(name)
+        return names
+
+
+def from_transformers(
+    model: Any, *, freeze: Sequence[str] = (), device: torch.device | str | None = None
+) -> TransformersModel:
+    """Make a `Model` of a model of the `transformers` library, of the library's own layers.
+
+    A sample is what the library's processor gives for one: ``input_ids`` and ``labels``, and as the model takes them
+    ``pixel_values``, ``image_grid_thw`` and so on, without padding. The loss is the library's own, over all targets of
+    the batch. The model's own layers are used, and go on working in it.
+
+    Parameters
+    ----------
+    model : transformers.PreTrainedModel, str or pathlib.Path
+        A model with a head for language, or a folder that it was saved in.
+    freeze : sequence of str
+        Modules that are not trained: ``"vision"`` is the encoder with what brings its output to the language model.
+    device : torch.device, str or None
+        Where a folder's model is made; ``"meta"``: shapes alone, for planning. None: on the CPU.
+
+    Returns
+    -------
+    TransformersModel
+        A `Model` with ``describe``, which tells the sizes of a sample.
+
+    Raises
+    ------
+    InputError
+        The architecture, or an option of it, is not supported.
+    """
+    if isinstance(model, (str, Path)):
+        model = _load(model, device)
+    elif device is not None:
+        raise InputError("device", f"is {str(device)!r}, and the model is there already", "leave it out")
+    name = type(model).__name__
+    family = FAMILIES.get(name)
+    if family is None:
+        raise InputError("model", f"is a {name}, which is none of {', '.join(sorted(FAMILIES))}")
+    for option, is_set, remedy in family.refused:
+        if is_set(model.config):
+            raise InputError(f"model.config.{option}", "is set", remedy)
+    _check_loss(model)
+    register()
+    vision = None if family.vision is None else family.vision(model.config)
+    modules = _Builder(model, family.text, vision).modules(freeze)
+    _check_complete(model, vision, modules)
+    sizes = _Sizes(model.config, family.text, vision)
+    return TransformersModel(
+        modules,
+        partial(_loss, model.loss_function, model.config.get_text_config().vocab_size),
+        sizes.num_targets,
+        name=name,
+        targets="target tokens",
+        describe=sizes.describe,
+    )
+
+
+def _load(path: str | Path, device: torch.device | str | None) -> Any:
+    import transformers
+
+    if not Path(path).is_dir():
+        raise InputError(str(path), "is no folder", "give a model, or a folder that one was saved in")
+    config = transformers.AutoConfig.from_pretrained(str(path))
+    names = config.architectures or []
+    kind = getattr(transformers, names[0], None) if names else None
+    if kind is None:
+        raise InputError(f"{path}/config.json", f"has architectures {names}, which transformers does not know")
+    if torch.device(device or "cpu").type == "meta":
+        with torch.device("meta"):
+            return kind(config)
+    return kind.from_pretrained(str(path), config=config).to(device or "cpu")
+
+
+def _check_loss(model: Any) -> None:
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    if model.loss_function is not ForCausalLMLoss:
+        raise InputError("model.loss_function", "is not the library's loss of language models")
+
+
+def _check_complete(model: nn.Module, vision: Vision | None, modules: Sequence[Module]) -> None:
+    """Refuse to leave out a parameter."""
+    held = {id(p) for module in modules for layer in module.layers for p in layer.parameters()}
+    # Blocks behind the one whose output is taken are never run.
+    unused = () if vision is None else tuple(f"{each}." for each in (*vision.unused, vision.blocks))
+    for name, parameter in model.named_parameters():
+        if id(parameter) not in held and not name.startswith(unused):
+            raise InputError(f"parameter {name!r}", "belongs to no layer", "this form of the model is not supported")
+
+
+# ------------------------------------------------------------------ samples
+
+
+def clean(sample: Sample) -> dict[str, Any]:
+    """Return a sample with ids and labels as vectors, and entries that are None left out."""
+    out = {name: value for name, value in sample.items() if value is not None}
+    for name in ("input_ids", "labels"):
+        if name not in out:
+            raise InputError(f"sample.{name}", "is missing", "give what the library's processor gives, and labels")
+        out[name] = torch.as_tensor(out[name]).reshape(-1)
+    if len(out["input_ids"]) != len(out["labels"]):
+        raise InputError("sample.labels", f"has {len(out['labels'])} entries, input_ids {len(out['input_ids'])}")
+    return out
+
+
+class _Sizes:
+    """What is counted in a sample."""
+
+    def __init__(self, config: Any, text: Text, vision: Vision | None) -> None:
+        self.config, self.vision = config, vision
+        self.known = {*_KNOWN, *text.per_token, *(() if vision is None else vision.keys)}
+
+    def num_targets(self, sample: Sample) -> float:
+        """Count the tokens that are predicted."""
+        return float((clean(sample)["labels"][1:] != _IGNORED).sum())
+
+    def describe(self, sample: Sample) -> dict[str, Any]:
+        """Return what the planner is told of a sample."""
+        here = clean(sample)
+        for name in here:
+            if name not in self.known:
+                raise InputError(f"sample.{name}", "is nothing that this model is given here", "leave it out")
+        if "attention_mask" in here and not torch.as_tensor(here["attention_mask"]).all():
+            raise InputError("sample.attention_mask", "has zeros", "give samples without padding")
+        vision, ids = self.vision, here["input_ids"]
+        images = [] if vision is None else vision.images(here)
+        tokens = sum(image.tokens for image in images)
+        if vision is not None:
+            places = int((ids == self.config.image_token_id).sum())
+            if places != tokens:
+                raise InputError("sample.input_ids", f"have {places} places for images, whose tokens are {tokens}")
+        given = here.get("id")
+        found: dict[str, Any] = {
+            "id": str(given) if given is not None else _digest(ids, [image.pixels for image in images]),
+            "text_tokens": len(ids) - tokens,
+        }
+        if images:
+            found["image_tokens"] = [image.tokens for image in images]
+            found["image_patches"] = [image.patches for image in images]
+        return found
+
+
+def _digest(*tensors: Any) -> str:
+    digest = hashlib.sha256()
+    for each in tensors:
+        for tensor in each if isinstance(each, list) else [each]:
+            digest.update(str(tuple(tensor.shape)).encode())
+            digest.update(tensor.detach().contiguous().cpu().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _loss(function: Callable[..., Tensor], num_words: int, logits: Tensor, part: Part) -> Tensor:
+    """Return the library's loss as a sum over the targets of packed samples."""
+    shifted = []
+    for place, _ in part.instances:
+        labels = clean(part.samples[place])["labels"]
+        shifted.append(torch.cat([labels[1:], labels.new_full((1,), _IGNORED)]))
+    targets = torch.cat(shifted).to(logits.device)
+    return function(logits[None], None, num_words, num_items_in_batch=1, shift_labels=targets[None])
+
+
+# ------------------------------------------------------------------ modules
+
+
+class _Builder:
+    """Makes the modules of one model."""
+
+    def __init__(self, model: Any, text: Text, vision: Vision | None) -> None:
+        self.model, self.text, self.vision, self.config = model, text, vision, model.config
+        self.dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
+
+    def modules(self, freeze: Sequence[str]) -> list[Module]:
+        out = [] if self.vision is None else [self._vision(self.vision, "vision" in freeze)]
+        out.append(self._text("lm" in freeze))
+        for name in freeze:
+            if name not in [module.name for module in out]:
+                raise InputError("freeze", f"{name!r} is no module", f"there are {', '.join(m.name for m in out)}")
+        return out
+
+    def _filler(self) -> nn.Module:
+        """A filler that tells the library the dtype of the part."""
+        filler = Filler()
+        filler.dtype_of = nn.Parameter(torch.empty(0, dtype=self.dtype), requires_grad=False)
+        return filler
+
+    def _text(self, frozen: bool) -> Module:
+        text, trunk = self.text, self.text.trunk
+        blocks = self.model.get_submodule(f"{trunk}.{text.blocks}")
+        config = self.model.get_submodule(trunk).config
+        # The library's own way for whatever is not packed, so that the model goes on working.
+        config._attn_implementation = ATTENTION
+        path = f"{trunk}.{text.blocks}"
+
+        def shell(keep: tuple[str, ...], swap: dict[str, nn.Module]) -> nn.Module:
+            # Probes of its own: the library hangs its hooks on them.
+            return hollow(self.model, keep, {path: probes(blocks, text.gives_tuple), **swap})
+
+        first, head = f"{trunk}.{text.first}", text.head
+        last = tuple(f"{trunk}.{name}" for name in text.last)
+        layers: list[nn.Module] = [TextFirst(shell((first,), {}), listed=self.vision is None or self.vision.listed)]
+        for place, block in enumerate(blocks):
+            kind = getattr(block, "block_type", None)
+            layers.append(Block(block, place, f"{path}.{place}", packs=True, alone=kind in text.alone))
+        layers.append(TextLast(shell((*last, head), {first: Gap()})))
+        outline = shell((), {first: self._filler()})
+        vision = () if self.vision is None else ("vision",)
+        return Module(
+            "lm",
+            layers,
+            reads="sequence",
+            hidden=("tokens", config.hidden_size),
+            output=("tokens", config.vocab_size),
+            inputs=_ids,
+            context=_TextContext(outline, text, len(blocks), config.hidden_size, self.dtype),
+            after=vision,
+            frozen=frozen,
+            kinds=("first", *self._kinds(blocks, lambda i: _layer_type(config, blocks[i], i)), "last"),
+        )
+
+    def _vision(self, vision: Vision, frozen: bool) -> Module:
+        config = self.config
+        every: Any = self.model.get_submodule(vision.blocks)
+        blocks = every[: vision.used]
+
+        def shell(keep: tuple[str, ...], swap: dict[str, nn.Module]) -> nn.Module:
+            return hollow(self.model, keep, {vision.blocks: probes(every, False), **swap})
+
+        width = _width(every[0])
+        out = config.get_text_config().hidden_size
+        if vision.tokens is None and out % vision.merge:
+            raise InputError("model.config", f"merges {vision.merge} patches into {out} numbers, which does not divide")
+        # Where patches are merged, the features of a token are stated as a row for every patch.
+        rows = (out // vision.merge,) if vision.tokens is None else (vision.tokens, out)
+        hidden = (width,) if vision.patches is None else (vision.patches, width)
+        layers: list[nn.Module] = [VisionFirst(shell(vision.first, {}), packs=vision.packs)]
+        for place, block in enumerate(blocks):
+            layers.append(Block(block, place, f"{vision.blocks}.{place}", packs=vision.packs, alone=False))
+        behind = shell(vision.last, {path: Filler() for path in (*vision.first, *vision.unused)})
+        layers.append(VisionLast(behind, packs=vision.packs, rows=rows))
+        outline = shell((), {path: self._filler() for path in vision.first})
+        return Module(
+            "vision",
+            layers,
+            reads="images",
+            hidden=("tokens" if vision.patches is None else "instances", *hidden),
+            output=("tokens" if vision.tokens is None else "instances", *rows),
+            inputs=partial(_pixels, vision),
+            context=_VisionContext(outline, vision, len(blocks), hidden, self.dtype),
+            frozen=frozen,
+            kinds=("first", *self._kinds(blocks, lambda i: vision.kinds[i] if vision.kinds else ""), "last"),
+        )
+
+    def _kinds(self, blocks: Sequence[nn.Module], what: Callable[[int], str]) -> list[str]:
+        kinds = []
+        for place, block in enumerate(blocks):
+            size = sum(p.numel() for p in block.parameters())
+            kinds.append(f"{type(block).__name__}[{' '.join(filter(None, (what(place), str(size))))}]")
+        return kinds
+
+
+def _layer_type(config: Any, block: nn.Module, place: int) -> str:
+    """What the configuration calls a block: sliding and full attention cost unlike."""
+    types = getattr(config, "layer_types", None)
+    return str(types[place] if types is not None else getattr(block, "block_type", ""))
+
+
+def _width(block: nn.Module) -> int:
+    """Width of the state: that of the block's first norm."""
+    for part in block.modules():
+        weight = getattr(part, "weight", None)
+        if isinstance(weight, Tensor) and weight.dim() == 1:
+            return int(weight.shape[0])
+    return 0
+
+
+def _ids(part: Part) -> Tensor:
+    return torch.cat([clean(part.samples[place])["input_ids"] for place, _ in part.instances])
+
+
+def _images(vision: Vision, part: Part) -> list[Image]:
+    every = {place: vision.images(clean(part.samples[place])) for place in {p for p, _ in part.instances}}
+    return [every[place][index] for place, index in part.instances]
+
+
+def _pixels(vision: Vision, part: Part) -> Tensor:
+    return torch.cat([image.pixels for image in _images(vision, part)])
+
+
+@dataclass(frozen=True)
+class _TextContext:
+    """What the blocks of a language model are called with, for a part."""
+
+    shell: nn.Module
+    text: Text
+    num_blocks: int
+    width: int
+    dtype: torch.dtype
+
+    def __call__(self, part: Part) -> dict[str, Any]:
+        text = self.text
+        samples = [clean(part.samples[place]) for place, _ in part.instances]
+        lengths = tuple(len(sample["input_ids"]) for sample in samples)
+        outer: dict[str, Any] = {"position_ids": torch.cat([self._positions(sample) for sample in samples], dim=-1)}
+        for name in text.per_token:
+            values = [torch.as_tensor(sample[name]).reshape(1, -1) for sample in samples if name in sample]
+            if values and len(values) != len(samples):
+                raise InputError(f"sample.{name}", "is given in some samples and not in others")
+            if values:
+                outer[name] = torch.cat(values, dim=1)
+        filling = torch.zeros((), dtype=self.dtype).expand(1, sum(lengths), self.width)
+        ones = torch.ones(1, sum(lengths), dtype=torch.int64)
+
+        def call(shell: nn.Module) -> None:
+            shell(inputs_embeds=filling, attention_mask=ones, use_cache=False, **outer)
+
+        found = record(self.shell, call, self.num_blocks, filling, lengths)
+        for block, arguments in zip(self._blocks(), found, strict=True):
+            kind = getattr(block, "block_type", None)
+            if len(lengths) > 1 and not has_mask(arguments) and kind not in (*text.alone, *text.pointwise):
+                raise InputError(f"a {type(block).__name__}", "is given no mask", "it cannot be packed; not supported")
+        return as_context(found, {**outer, "lengths": lengths})
+
+    def _blocks(self) -> Any:
+        return self.shell.get_submodule(f"{self.text.trunk}.{self.text.blocks}")
+
+    def _positions(self, sample: dict[str, Any]) -> Tensor:
+        find = self.text.positions
+        found = None if find is None else find(self.shell, sample)
+        return torch.arange(len(sample["input_ids"]))[None] if found is None else found
+
+
+@dataclass(frozen=True)
+class _VisionContext:
+    """What the blocks of an encoder are called with, for a part."""
+
+    shell: nn.Module
+    vision: Vision
+    num_blocks: int
+    hidden: tuple[int, ...]
+    dtype: torch.dtype
+
+    def __call__(self, part: Part) -> dict[str, Any]:
+        images = _images(self.vision, part)
+        pixels = torch.cat([image.pixels for image in images])
+        given = {name: torch.cat([image.given[name] for image in images]) for name in images[0].given}
+        rows = sum(image.patches for image in images) if self.vision.patches is None else len(images)
+        filling = torch.zeros((), dtype=self.dtype).expand(rows, *self.hidden)
+        if self.vision.packs:
+            filling = filling[None]
+
+        def call(shell: Any) -> None:
+            shell.get_image_features(pixels, **given)
+
+        found = record(self.shell, call, self.num_blocks, filling, None)
+        return as_context(found, {**given, "shape": tuple(pixels.shape)})

@@ -1,0 +1,357 @@
+"""`check_gradients`: the library's own loss and gradients beside those of plans, parameter by parameter."""
+
+from __future__ import annotations
+
+import copy
+import random
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from pipeloom.cost import StrategyCost
+from pipeloom.errors import InputError
+from pipeloom.integrations.transformers.build import TransformersModel, clean, from_transformers
+from pipeloom.packing import Packing, PackingSpec, pack
+from pipeloom.plan import ExecutionPlan, boundary_shapes, lower, verify
+from pipeloom.runtime import Executor, ExecutorOptions, ThreadHub
+from pipeloom.spec import Batch, Chunk, Layout, ModelSpec, ModuleLayout, Workload
+from pipeloom.spec.batch import batch_from_dicts
+from pipeloom.taskgraph import TaskGraph, build_graph
+from pipeloom.timeline import Schedule, simulate
+
+_STRATEGIES = ("keep", "recompute", "selective", "offload")
+_TIMEOUT_S = 120.0
+
+Gradients = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class GradientRow:
+    """One parameter: the library's name of it, the largest entry of its gradient, and by how much a plan's differs.
+
+    ``relative`` is the difference over the largest entry, which is taken to be at least a millionth of the largest of
+    all parameters: some gradients are zero by nature, and what is computed of them is rounding.
+    """
+
+    name: str
+    largest: float
+    difference: float
+    relative: float
+
+
+@dataclass(frozen=True)
+class GradientCheck:
+    """Loss and gradients of the library beside those of the worst of some plans; as text, a table.
+
+    Attributes
+    ----------
+    loss, library_loss : float
+    rows : tuple of GradientRow
+        Every parameter that the library gives a gradient, worst first.
+    """
+
+    loss: float
+    library_loss: float
+    rows: tuple[GradientRow, ...]
+
+    @property
+    def worst(self) -> float:
+        """Largest relative difference of any parameter, and of the loss."""
+        loss = abs(self.loss - self.library_loss) / max(abs(self.library_loss), 1e-300)
+        return max([loss, *(row.relative for row in self.rows)])
+
+    def __str__(self) -> str:
+        """Return the table."""
+        width = max([len(row.name) for row in self.rows] + [9])
+        lines = [f"{'parameter':{width}}  {'largest':>10}  {'difference':>10}  {'relative':>10}"]
+        lines += [
+            f"{row.name:{width}}  {row.largest:10.3e}  {row.difference:10.3e}  {row.relative:10.3e}"
+            for row in self.rows
+        ]
+        lines.append(f"loss {self.loss:.12g}, the library's {self.library_loss:.12g}; worst {self.worst:.3e}")
+        return "\n".join(lines)
+
+
+def check_gradients(
+    model: Any, batch: Sequence[Any], ranks: int = 2, *, freeze: Sequence[str] = (), plans: int = 3, seed: int = 0
+) -> GradientCheck:
+    """Compare the library's own loss and gradients with those of random plans, in double precision, in this process.
+
+    The library runs sample by sample. Each plan has another layout, packing, order, other memory strategies and
+    sub-microbatches; its ranks are threads. Casts to single precision inside the library are made to double precision
+    on both sides, so that differences are rounding or a defect. Without dropout.
+
+    Parameters
+    ----------
+    model : transformers.PreTrainedModel
+        As `from_transformers` takes it; it is copied.
+    batch : sequence
+        Samples, a few and small ones.
+    ranks : int
+    freeze : sequence of str
+        As `from_transformers`.
+    plans : int
+        How many are tried; the worst is told.
+    seed : int
+        From which they are drawn.
+
+    Returns
+    -------
+    GradientCheck
+
+    Raises
+    ------
+    InputError
+        The model or a sample is not supported.
+    """
+    with _double():
+        library_loss, wanted = _library(_twin(model), batch)
+        ours = from_transformers(_twin(model), freeze=freeze)
+    described = batch_from_dicts([ours.describe(sample) for sample in batch])
+    worst: GradientCheck | None = None
+    for number in range(plans):
+        rng = random.Random(f"{seed} {number}")
+        loss, found = _run(ours, _draw(rng, ours.spec, described, ranks), batch)
+        check = _compare(ours, loss, found, library_loss, wanted)
+        worst = check if worst is None or check.worst > worst.worst else worst
+    if worst is None:
+        raise InputError("plans", f"is {plans}", "try at least one")
+    return worst
+
+
+# ------------------------------------------------------------------ double precision
+
+
+class _Double(TorchFunctionMode):
+    """Makes casts to single precision casts to double."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is Tensor.float:
+            return args[0].double()
+        args = tuple(torch.float64 if each is torch.float32 else each for each in args)
+        if kwargs.get("dtype") is torch.float32:
+            kwargs["dtype"] = torch.float64
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def _double() -> Iterator[None]:
+    with _Double():
+        yield
+
+
+def _twin(model: Any) -> Any:
+    """A copy in double precision without dropout."""
+    twin = copy.deepcopy(model).double().eval()
+    if twin._can_set_experts_implementation():
+        # The others are for single precision alone.
+        twin.set_experts_implementation("eager")
+    return twin
+
+
+# ------------------------------------------------------------------ the library's side
+
+
+def _library(model: Any, batch: Sequence[Any]) -> tuple[float, Gradients]:
+    """Loss and gradients of the library's own forward, sample by sample."""
+    losses, total = [], 0.0
+    for sample in batch:
+        here = {name: value for name, value in clean(sample).items() if name != "id"}
+        targets = float((here["labels"][1:] != -100).sum())
+        if not targets:
+            continue
+        total += targets
+        for name, value in here.items():
+            tensor = torch.as_tensor(value)
+            if name in ("input_ids", "labels", "attention_mask", "token_type_ids", "mm_token_type_ids"):
+                tensor = tensor.reshape(1, -1)
+            here[name] = tensor.double() if tensor.is_floating_point() else tensor
+        losses.append(model(**here, use_cache=False).loss * targets)
+    if not total:
+        raise InputError("batch", "has no targets", "give labels")
+    loss = torch.stack(losses).sum() / total
+    torch.autograd.backward(loss)
+    return float(loss.detach()), {
+        name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None
+    }
+
+
+# ------------------------------------------------------------------ a plan's side
+
+
+@dataclass(frozen=True)
+class _Costs:
+    """Costs that mean nothing, so that plans differ."""
+
+    seed: str
+    split: bool
+
+    split_backward = True
+
+    def chunk_costs(self, chunk: Chunk, workload: Workload) -> tuple[StrategyCost, ...]:
+        rng = random.Random(f"{self.seed} {chunk} {workload}")
+        forward, inputs, weights = (rng.randint(1, 5) * 1e-3 for _ in range(3))
+        halves = (inputs, weights) if self.split else (None, None)
+        return tuple(
+            StrategyCost(strategy, forward, inputs + weights, rng.randint(1, 100), *halves) for strategy in _STRATEGIES
+        )
+
+    def boundary_bytes(self, chunk: Chunk, workload: Workload) -> int:
+        del chunk, workload
+        return 8
+
+    def transfer_s(self, num_bytes: int) -> float:
+        del num_bytes
+        return 1e-3
+
+    def static_bytes(self, chunk: Chunk) -> int:
+        del chunk
+        return 0
+
+
+@dataclass(frozen=True)
+class _Drawn:
+    layout: Layout
+    packing: Packing
+    plan: ExecutionPlan
+
+
+def _draw(rng: random.Random, spec: ModelSpec, batch: Batch, ranks: int) -> _Drawn:
+    """Draw a layout, a packing, an order and strategies."""
+    layout = _draw_layout(rng, spec, ranks)
+    longest = max(sample.sequence_tokens for sample in batch.samples)
+    packing = pack(batch, spec, layout, PackingSpec(rng.randint(longest, 3 * longest), "first_fit"))
+    split = rng.random() < 0.5
+    costs: Any = _Costs(str(rng.random()), split)
+    graph = build_graph(layout, packing, costs, backward="split" if split else "whole")
+    schedule = _draw_schedule(rng, graph)
+    timeline = simulate(graph, schedule)
+    plan = lower(graph, schedule, timeline, layout, packing, boundary_shapes(spec, layout))
+    verify(plan, layout, packing)
+    return _Drawn(layout, packing, plan)
+
+
+def _draw_layout(rng: random.Random, spec: ModelSpec, ranks: int) -> Layout:
+    chunks: list[Chunk] = []
+    for module in spec.modules:
+        count = len(module.flat_layers)
+        cuts = sorted(rng.sample(range(1, count), min(count - 1, rng.randint(ranks - 1, 2 * ranks))))
+        runs = list(zip([0, *cuts], [*cuts, count], strict=True))
+        chunks += [Chunk(module.name, (begin, end - 1), rng.randrange(ranks)) for begin, end in runs]
+    # No rank without work.
+    for rank in range(ranks):
+        chunks[-1 - rank] = _on_rank(chunks[-1 - rank], rank)
+    modules = tuple(
+        ModuleLayout(m.name, m.after, m.frozen, rng.choice((None, 1, 2)) if len(spec.modules) > 1 else None)
+        for m in spec.modules
+    )
+    return Layout(ranks, modules, tuple(chunks))
+
+
+def _on_rank(chunk: Chunk, rank: int) -> Chunk:
+    """Return the chunk on another rank."""
+    return Chunk(chunk.module, chunk.layers, rank)
+
+
+def _draw_schedule(rng: random.Random, graph: TaskGraph) -> Schedule:
+    """A random order that keeps to what comes before what, and random strategies."""
+    waiting = np.diff(graph.predecessor_start).tolist()
+    ready = [task for task, count in enumerate(waiting) if count == 0]
+    order: list[list[int]] = [[] for _ in range(graph.num_ranks)]
+    while ready:
+        task = ready.pop(rng.randrange(len(ready)))
+        order[int(graph.rank[task])].append(task)
+        for i in range(graph.successor_start[task], graph.successor_start[task + 1]):
+            after = int(graph.successor[i])
+            waiting[after] -= 1
+            if waiting[after] == 0:
+                ready.append(after)
+    candidate = None
+    if graph.candidates is not None:
+        candidate = np.array([rng.randrange(len(options)) for options in graph.candidates])
+    return Schedule(tuple(np.array(tasks, dtype=np.int64) for tasks in order), candidate)
+
+
+def _run(model: TransformersModel, drawn: _Drawn, batch: Sequence[Any]) -> tuple[float, Gradients]:
+    """Run a plan with a thread for every rank, each with a copy of the layers: loss and gradients by the library's
+    names, summed over the ranks that hold a parameter.
+    """
+    hub = ThreadHub("tags", _TIMEOUT_S)
+    names = model.library_names()
+    sums: Gradients = {}
+    losses, errors = [], []
+    lock = threading.Lock()
+
+    def work(rank: int, mine: TransformersModel) -> None:
+        try:
+            options = ExecutorOptions(sum_tied=lambda *_: None)
+            executor = Executor(mine, drawn.layout, rank, hub.transport(rank), options=options)
+            with _double():
+                result = executor.run(drawn.plan, drawn.packing, batch)
+            with lock:
+                losses.append(result.loss_sum / result.normaliser)
+                seen: set[int] = set()
+                for name, parameter in executor.named_parameters():
+                    if parameter.grad is not None and id(parameter) not in seen:
+                        seen.add(id(parameter))
+                        theirs = names[name]
+                        sums[theirs] = parameter.grad if theirs not in sums else sums[theirs] + parameter.grad
+        except BaseException as error:
+            errors.append(error)
+            hub.fail()
+
+    copies = [replace(model, modules=_copied(model)) for _ in range(drawn.layout.num_ranks)]
+    threads = [threading.Thread(target=work, args=(rank, mine)) for rank, mine in enumerate(copies)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise next((e for e in errors if "another rank failed" not in str(e)), errors[0])
+    return sum(losses), sums
+
+
+def _copied(model: TransformersModel) -> tuple[Any, ...]:
+    """Modules with layers of their own; what layers share they go on sharing."""
+    memo: dict[int, Any] = {}
+    return tuple(
+        replace(module, layers=[copy.deepcopy(layer, memo) for layer in module.layers]) for module in model.modules
+    )
+
+
+def _compare(
+    model: TransformersModel, loss: float, found: Gradients, library_loss: float, wanted: Gradients
+) -> GradientCheck:
+    frozen = {theirs for ours, theirs in model.library_names().items() if model.module(ours.split(".")[0]).frozen}
+    merged = _by_holder(model, found)
+    floor = 1e-6 * max(float(want.abs().max()) for want in wanted.values())
+    rows = []
+    for name, want in wanted.items():
+        if name in frozen:
+            continue
+        have = merged.get(name)
+        difference = want if have is None else have - want
+        largest, apart = float(want.abs().max()), float(difference.abs().max())
+        rows.append(GradientRow(name, largest, apart, apart / max(largest, floor, 1e-300)))
+    return GradientCheck(loss, library_loss, tuple(sorted(rows, key=lambda row: -row.relative)))
+
+
+def _by_holder(model: TransformersModel, found: Gradients) -> Gradients:
+    """Gradients with those of tied parameters under every name of theirs, summed."""
+    names = model.library_names()
+    merged = dict(found)
+    for group in model.tied:
+        theirs = list(dict.fromkeys(names[each] for each in group))
+        parts = [found[each] for each in theirs if each in found]
+        if parts:
+            total = torch.stack(parts).sum(0)
+            merged |= dict.fromkeys(theirs, total)
+    return merged

@@ -1,0 +1,255 @@
+"""Which parts of each architecture are which: all that is particular to a family."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipeloom.errors import InputError
+
+Sample = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Image:
+    """One instance of what the encoder reads.
+
+    ``pixels`` and ``given`` are joined along dimension 0 with those of the other images of a part.
+    """
+
+    pixels: Tensor
+    given: dict[str, Tensor]
+    patches: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Text:
+    """The language model of an architecture; paths begin at the model with the head."""
+
+    trunk: str
+    """Where its blocks are, and what stands before and behind them."""
+    blocks: str = "layers"
+    first: str = "embed_tokens"
+    last: tuple[str, ...] = ("norm",)
+    head: str = "lm_head"
+    per_token: tuple[str, ...] = ()
+    """Entries of a sample that the forward takes, one number a token."""
+    alone: tuple[str, ...] = ()
+    """Types of blocks that mix a sequence in another way than by attention: called for every sequence by itself."""
+    pointwise: tuple[str, ...] = ()
+    """Types of blocks that mix nothing."""
+    gives_tuple: bool = False
+    positions: Callable[[nn.Module, Sample], Tensor | None] | None = None
+    """Of one sample, with the model that has no parts: position ids, or None for 0, 1, 2 ..."""
+
+
+@dataclass(frozen=True)
+class Vision:
+    """The encoder of a model and what brings its output to the language model's width."""
+
+    blocks: str
+    first: tuple[str, ...]
+    last: tuple[str, ...]
+    images: Callable[[Sample], list[Image]]
+    keys: tuple[str, ...] = ("pixel_values",)
+    """Entries of a sample that it reads."""
+    patches: int | None = None
+    """Rows of state that every image has, as a dimension of its own; None: as many as it has patches."""
+    tokens: int | None = None
+    """Tokens that every image has in the sequence; None: patches by ``merge``."""
+    merge: int = 1
+    used: int | None = None
+    """How many blocks are run to any effect; None: all."""
+    unused: tuple[str, ...] = ()
+    """Parts with weights that no loss depends on."""
+    listed: bool = True
+    """Whether the features come as a list with an entry for each image."""
+    packs: bool = False
+    """Whether the library has the patches of all images as one sequence of a batch of one."""
+    kinds: tuple[str, ...] = ()
+    """Per block, what tells it from others of its class and size."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """One architecture."""
+
+    text: Text
+    vision: Callable[[Any], Vision] | None = None
+    """Of the model's config: some take several encoders."""
+    refused: tuple[tuple[str, Callable[[Any], object], str], ...] = ()
+    """Options that are not supported: name, whether a config has it, and what to do instead."""
+
+
+_ROUTER = (
+    "output_router_logits",
+    lambda config: getattr(config.get_text_config(), "output_router_logits", False),
+    "set it to False: a loss that balances experts is not supported",
+)
+_Z_LOSS = ("z_loss_coefficient", lambda config: getattr(config, "z_loss_coefficient", 0), "set it to 0")
+
+_DECODER = Family(Text("model"))
+_EXPERTS = Family(Text("model"), refused=(_ROUTER,))
+
+
+# ------------------------------------------------------------------ Qwen's vision-language models
+
+
+def _grid_images(merged: int, sample: Sample) -> list[Image]:
+    """Images whose patches follow one another, each with its grid."""
+    if sample.get("pixel_values") is None:
+        return []
+    grids = torch.as_tensor(sample["image_grid_thw"]).reshape(-1, 3)
+    counts: list[int] = grids.prod(1).tolist()
+    pixels = torch.as_tensor(sample["pixel_values"])
+    if len(pixels) != sum(counts):
+        raise InputError("sample.pixel_values", f"has {len(pixels)} patches, image_grid_thw says {sum(counts)}")
+    return [
+        Image(part, {"image_grid_thw": grid[None]}, count, count // merged)
+        for part, grid, count in zip(torch.split(pixels, counts), grids, counts, strict=True)
+    ]
+
+
+def _grid_positions(model: nn.Module, sample: Sample) -> Tensor | None:
+    """Positions in time, height and width, as the library's own model finds them."""
+    inner: Any = model.model
+    inner.rope_deltas = None
+    ids = sample["input_ids"][None]
+    given = {
+        name: None if sample.get(name) is None else torch.as_tensor(sample[name])
+        for name in ("image_grid_thw", "mm_token_type_ids")
+    }
+    if given["mm_token_type_ids"] is not None:
+        given["mm_token_type_ids"] = given["mm_token_type_ids"].reshape(1, -1)
+    found: Tensor | None = inner.compute_3d_position_ids(
+        input_ids=ids, video_grid_thw=None, inputs_embeds=None, attention_mask=None, past_key_values=None, **given
+    )
+    return torch.arange(ids.shape[1]).expand(3, 1, -1) if found is None else found
+
+
+def _qwen_vision(config: Any) -> Vision:
+    vision = config.vision_config
+    merged = int(vision.spatial_merge_size) ** 2
+    full = getattr(vision, "fullatt_block_indexes", None)
+    kinds = () if full is None else tuple("full" if i in full else "window" for i in range(vision.depth))
+    return Vision(
+        blocks="model.visual.blocks",
+        first=("model.visual.patch_embed",),
+        last=("model.visual.merger",),
+        images=partial(_grid_images, merged),
+        keys=("pixel_values", "image_grid_thw", "mm_token_type_ids"),
+        merge=merged,
+        kinds=kinds,
+    )
+
+
+_QWEN_TEXT = Text("model.language_model", positions=_grid_positions)
+
+
+# ------------------------------------------------------------------ images of one size
+
+
+def _square_images(patches: int, tokens: int, sample: Sample) -> list[Image]:
+    """Images, or tiles of images, that are all of one size."""
+    if sample.get("pixel_values") is None:
+        return []
+    pixels = torch.as_tensor(sample["pixel_values"])
+    if pixels.dim() != 4:
+        raise InputError("sample.pixel_values", f"has {pixels.dim()} dimensions", "give images x channels x sides")
+    return [Image(each[None], {}, patches, tokens) for each in pixels]
+
+
+def _square_vision(patches: int, tokens: int, **parts: Any) -> Vision:
+    return Vision(images=partial(_square_images, patches, tokens), patches=patches, tokens=tokens, **parts)
+
+
+def _sides(config: Any) -> int:
+    """Patches of an image."""
+    sizes = [config.vision_config.image_size, config.vision_config.patch_size]
+    (height, width), (down, right) = (each if isinstance(each, (list, tuple)) else (each, each) for each in sizes)
+    return int(height // down) * int(width // right)
+
+
+def _until_picked(config: Any) -> int:
+    """Blocks up to the one whose output is taken."""
+    picked, count = config.vision_feature_layer, int(config.vision_config.num_hidden_layers)
+    if not isinstance(picked, int):
+        raise InputError(
+            "model.config.vision_feature_layer", f"is {picked}", "outputs of several layers: not supported"
+        )
+    return picked if picked >= 0 else count + 1 + picked
+
+
+def _llava_vision(config: Any) -> Vision:
+    kind, tower = config.vision_config.model_type, "model.vision_tower"
+    if kind not in ("clip_vision_model", "siglip_vision_model"):
+        raise InputError("model.config.vision_config.model_type", f"{kind!r} is not supported here")
+    is_clip = kind == "clip_vision_model"
+    return _square_vision(
+        _sides(config) + is_clip,
+        _sides(config) + is_clip - (config.vision_feature_select_strategy == "default"),
+        blocks=f"{tower}.encoder.layers",
+        first=(f"{tower}.embeddings", *((f"{tower}.pre_layrnorm",) if is_clip else ())),
+        last=("model.multi_modal_projector",),
+        used=_until_picked(config),
+        unused=(f"{tower}.post_layernorm", f"{tower}.head"),
+    )
+
+
+def _gemma_vision(config: Any) -> Vision:
+    tower = "model.vision_tower"
+    return _square_vision(
+        _sides(config),
+        int(config.mm_tokens_per_image),
+        blocks=f"{tower}.encoder.layers",
+        first=(f"{tower}.embeddings",),
+        last=(f"{tower}.post_layernorm", "model.multi_modal_projector"),
+        listed=False,
+        unused=(f"{tower}.head",),
+    )
+
+
+def _internvl_vision(config: Any) -> Vision:
+    tower = "model.vision_tower"
+    return _square_vision(
+        _sides(config) + 1,
+        round(_sides(config) * float(config.downsample_ratio) ** 2),
+        blocks=f"{tower}.encoder.layer",
+        first=(f"{tower}.embeddings",),
+        last=(f"{tower}.layernorm", "model.multi_modal_projector"),
+        listed=False,
+        used=None if config.vision_feature_layer == -1 else _until_picked(config),
+    )
+
+
+# ------------------------------------------------------------------ Mamba
+
+_BAMBA = Text("model", last=("final_layernorm",), alone=("linear_attention",), pointwise=(), gives_tuple=True)
+_NEMOTRON = Text("model", first="embeddings", last=("norm_f",), alone=("linear_attention",), pointwise=("mlp", "moe"))
+_GEMMA = Text("model.language_model", per_token=("token_type_ids",))
+
+
+FAMILIES: dict[str, Family] = {
+    "LlamaForCausalLM": _DECODER,
+    "MistralForCausalLM": _DECODER,
+    "Qwen2ForCausalLM": _DECODER,
+    "Qwen3ForCausalLM": _DECODER,
+    "Gemma3ForCausalLM": _DECODER,
+    "MixtralForCausalLM": _EXPERTS,
+    "Qwen3MoeForCausalLM": _EXPERTS,
+    "DeepseekV3ForCausalLM": _EXPERTS,
+    "BambaForCausalLM": Family(_BAMBA, refused=(_Z_LOSS,)),
+    "NemotronHForCausalLM": Family(_NEMOTRON, refused=(_ROUTER,)),
+    "Qwen2VLForConditionalGeneration": Family(_QWEN_TEXT, _qwen_vision),
+    "Qwen2_5_VLForConditionalGeneration": Family(_QWEN_TEXT, _qwen_vision),
+    "LlavaForConditionalGeneration": Family(Text("model.language_model"), _llava_vision),
+    "Gemma3ForConditionalGeneration": Family(_GEMMA, _gemma_vision),
+    "InternVLForConditionalGeneration": Family(Text("model.language_model"), _internvl_vision),
+}
+"""By the class of the model with the head."""

@@ -1,0 +1,156 @@
+"""A library's model with holes in it: its own forward runs, but only some of its parts are there."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from pipeloom.errors import PipeloomError
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+Play = Callable[[int, Tensor, Arguments], Tensor]
+
+
+class Reached(Exception):
+    """A forward has come to the block that it was to come to: no error, it is left in the middle."""
+
+    def __init__(self, state: Tensor) -> None:
+        super().__init__()
+        self.state = state
+
+
+@dataclass(frozen=True)
+class Running:
+    """What happens at the holes while a hollow model runs."""
+
+    play: Play
+    """Called for a block, with its place, its input and its further arguments; gives what the block gives."""
+    filling: Tensor | None = None
+    """What parts give that stand before the blocks."""
+    lengths: tuple[int, ...] | None = None
+    """Lengths of the packed sequences; None: masks are of no interest."""
+
+
+class _Here(threading.local):
+    running: Running | None = None
+
+
+_here = _Here()
+
+
+def running() -> Running | None:
+    """Return what happens at the holes of the hollow model that runs in this thread; None: none runs."""
+    return _here.running
+
+
+@contextmanager
+def run_with(now: Running) -> Iterator[None]:
+    """Run hollow models so inside the block; others run as ever."""
+    before, _here.running = _here.running, now
+    try:
+        yield
+    finally:
+        _here.running = before
+
+
+def _now() -> Running:
+    if _here.running is None:
+        raise PipeloomError("a model with holes was called outside of its layers")
+    return _here.running
+
+
+class Probe(nn.Module):
+    """Stands for a block. Also made a subclass of the block's class, by which the library finds blocks."""
+
+    place: int
+    gives_tuple: bool
+
+    def forward(self, state: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Do what the running model is to do at this block."""
+        output = _now().play(self.place, state, (args, kwargs))
+        return (output, None) if self.gives_tuple else output
+
+
+class Filler(nn.Module):
+    """Stands for a part before the blocks."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Give the filling, whatever is asked."""
+        del args, kwargs
+        return _now().filling
+
+
+class Gap(nn.Module):
+    """Stands for a part that is not to be called."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse."""
+        del args, kwargs
+        raise PipeloomError("the library's forward calls a part that lies in another layer")
+
+
+def probes(blocks: Sequence[nn.Module], gives_tuple: bool) -> nn.ModuleList:
+    """Return a probe for every block, with the block's own plain attributes."""
+    classes: dict[type, type] = {}
+    out = nn.ModuleList()
+    for place, block in enumerate(blocks):
+        kind = type(block)
+        if kind not in classes:
+            classes[kind] = type(f"{kind.__name__}Probe", (Probe, kind), {"forward": Probe.forward, "__doc__": ""})
+        probe: Any = object.__new__(classes[kind])
+        nn.Module.__init__(probe)
+        for name, value in vars(block).items():
+            if not name.startswith("_") and not hasattr(nn.Module, name):
+                setattr(probe, name, value)
+        probe.place, probe.gives_tuple = place, gives_tuple
+        out.append(probe)
+    return out
+
+
+def hollow(model: nn.Module, keep: Sequence[str], swap: Mapping[str, nn.Module]) -> nn.Module:
+    """Return a view on a model that has only some of its parts, which it shares.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+    keep : sequence of str
+        Paths of modules or parameters that stay; what has no parameters stays as well.
+    swap : mapping
+        From the path of a module to what stands in its place.
+    """
+    return _hollow(model, "", tuple(keep), swap)
+
+
+def _hollow(module: nn.Module, path: str, keep: tuple[str, ...], swap: Mapping[str, nn.Module]) -> nn.Module:
+    new = copy.copy(module)
+    state = vars(new)
+    for name, value in list(state.items()):
+        if name.startswith("_") and isinstance(value, dict):
+            # Its own dictionaries of parts and hooks; those of the model stay as they are.
+            state[name] = type(value)()
+    # The library's mark that its hooks are on the blocks.
+    state.pop("_output_capturing_hooks_installed", None)
+    new._buffers.update(module._buffers)
+    new._non_persistent_buffers_set = set(module._non_persistent_buffers_set)
+    for name, parameter in module._parameters.items():
+        new._parameters[name] = parameter if path + name in keep else None
+    wanted = [*keep, *swap]
+    for name, child in module._modules.items():
+        here = path + name
+        if child is None or here in keep:
+            new._modules[name] = child
+        elif here in swap:
+            new._modules[name] = swap[here]
+        elif any(each.startswith(here + ".") for each in wanted):
+            new._modules[name] = _hollow(child, here + ".", keep, swap)
+        elif any(True for _ in child.parameters()):
+            new._modules[name] = Gap()
+        else:
+            new._modules[name] = child
+    return new

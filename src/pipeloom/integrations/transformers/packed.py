@@ -1,0 +1,165 @@
+"""Packed sequences: attention within each of them, and the arguments of blocks as a layer's context."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeloom.errors import InputError, PipeloomError
+from pipeloom.integrations.transformers.hollow import Arguments, running
+
+ATTENTION = "pipeloom"
+"""Name under which the library finds the attention of packed sequences."""
+
+
+@dataclass(frozen=True)
+class Mask:
+    """Who attends to whom: each sequence to itself alone, and within it as the library's own mask says."""
+
+    lengths: tuple[int, ...]
+    causal: bool
+    window: int | None = None
+    """A token sees so many, itself included; None: all."""
+    blocks: tuple[Tensor, ...] = ()
+    """Of every sequence its own mask, where neither of these describes it."""
+
+
+def register() -> None:
+    """Make the attention and the masks of packed sequences known to the library; again does nothing."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(ATTENTION, attention)
+    AttentionMaskInterface.register(ATTENTION, make_mask)
+
+
+def make_mask(**asked: Any) -> Any:
+    """Give the mask that the library asks for, as `Mask` where sequences are packed and as a tensor elsewhere."""
+    from transformers.masking_utils import sdpa_mask
+
+    now = running()
+    if now is None:
+        return sdpa_mask(**asked)
+    if now.lengths is None:
+        return None
+    config, window = asked.get("config"), asked.get("local_size")
+    if window is not None and window != getattr(config, "sliding_window", None):
+        raise InputError("model", f"has attention in chunks of {window} tokens", "such models are not supported")
+    if asked.get("allow_is_causal_skip"):
+        return Mask(now.lengths, True, window)
+    if asked.get("allow_is_bidirectional_skip") and window is None:
+        return Mask(now.lengths, False)
+    blocks, begin = [], 0
+    asked |= {"attention_mask": None, "allow_is_bidirectional_skip": False}
+    for length in now.lengths:
+        inside = {"q_length": length, "kv_length": length, "q_offset": begin, "kv_offset": begin}
+        blocks.append(sdpa_mask(**asked | inside))
+        begin += length
+    return Mask(now.lengths, False, blocks=tuple(blocks))
+
+
+def attention(
+    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
+) -> tuple[Tensor, Any]:
+    """Attend within each packed sequence; what is not packed goes the library's own way."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    if not isinstance(attention_mask, Mask):
+        out: tuple[Tensor, Any] = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+        return out
+    mask = attention_mask
+    if sum(mask.lengths) != query.shape[2] or len(query) != 1:
+        raise PipeloomError(f"attention over {tuple(query.shape)} of sequences of {mask.lengths} tokens")
+    kwargs.pop("is_causal", None)
+    outputs, begin = [], 0
+    for number, length in enumerate(mask.lengths):
+        here = slice(begin, begin + length)
+        output, _ = sdpa_attention_forward(
+            module,
+            query[:, :, here],
+            key[:, :, here],
+            value[:, :, here],
+            _inside(mask, number, query.device),
+            is_causal=mask.causal,
+            **kwargs,
+        )
+        outputs.append(output)
+        begin += length
+    return torch.cat(outputs, dim=1), None
+
+
+def _inside(mask: Mask, number: int, device: torch.device) -> Tensor | None:
+    """The mask within one sequence; None: causal or none, as the mask says."""
+    if mask.blocks:
+        return mask.blocks[number]
+    length = mask.lengths[number]
+    if mask.window is None or mask.window >= length:
+        return None
+    places = torch.arange(length, device=device)
+    back = places[:, None] - places
+    return ((back < mask.window) & (back >= 0 if mask.causal else back > -mask.window))[None, None]
+
+
+# ------------------------------------------------------------------ arguments as context
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where a tensor of the context belongs."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Calls:
+    """What each block of a module is called with, and the module's own forward: tensors are slots."""
+
+    blocks: tuple[Any, ...]
+    outer: Any
+
+    def block(self, place: int, tensors: dict[str, Tensor]) -> Arguments:
+        """Return the arguments of a block beside its input."""
+        found: Arguments = _filled(self.blocks[place], tensors)
+        return found
+
+    def forward(self, tensors: dict[str, Tensor]) -> dict[str, Any]:
+        """Return the arguments of the module's own forward."""
+        found: dict[str, Any] = _filled(self.outer, tensors)
+        return found
+
+
+def as_context(blocks: Sequence[Arguments], outer: dict[str, Any]) -> dict[str, Any]:
+    """Return what blocks are called with as the context of layers: every tensor once, and where it belongs."""
+    tensors: dict[int, tuple[str, Tensor]] = {}
+    calls = Calls(tuple(_emptied(block, tensors) for block in blocks), _emptied(outer, tensors))
+    return {"calls": calls, **dict(tensors.values())}
+
+
+def _emptied(value: Any, tensors: dict[int, tuple[str, Tensor]]) -> Any:
+    if isinstance(value, Tensor):
+        name, _ = tensors.setdefault(id(value), (f"t{len(tensors)}", value))
+        return Slot(name)
+    if isinstance(value, Mask):
+        return Mask(value.lengths, value.causal, value.window, _emptied(value.blocks, tensors))
+    if isinstance(value, dict):
+        return {key: _emptied(each, tensors) for key, each in value.items()}
+    if isinstance(value, (tuple, list)):
+        return tuple(_emptied(each, tensors) for each in value)
+    return value
+
+
+def _filled(value: Any, tensors: dict[str, Tensor]) -> Any:
+    if isinstance(value, Slot):
+        return tensors[value.name]
+    if isinstance(value, Mask):
+        return (
+            Mask(value.lengths, value.causal, value.window, _filled(value.blocks, tensors)) if value.blocks else value
+        )
+    if isinstance(value, dict):
+        return {key: _filled(each, tensors) for key, each in value.items()}
+    if isinstance(value, tuple):
+        return tuple(_filled(each, tensors) for each in value)
+    return value

@@ -1,0 +1,187 @@
+"""What `from_transformers` makes of a model, and what it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import pipeloom as pl
+from pipeloom.errors import InputError
+from pipeloom.spec import batch_from_dicts
+
+from . import tiny
+
+
+def logits_of(model: pl.Model, samples: list[Any]) -> torch.Tensor:
+    """Of packed samples, through the layers of a language model."""
+    (module,) = model.modules
+    part = pl.Part(tuple(samples), tuple((i, 0) for i in range(len(samples))))
+    assert module.inputs is not None
+    assert module.context is not None
+    context, x = module.context(part), module.inputs(part)
+    for layer in module.layers:
+        x = layer(x, **context)
+    return x
+
+
+class Largest(TorchDispatchMode):
+    """The largest number of elements of any tensor that is made."""
+
+    most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for each in tree_leaves(out):
+            if isinstance(each, torch.Tensor):
+                self.most = max(self.most, each.numel())
+        return out
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "bamba"])
+def test_a_sample_sees_itself_alone(name: str) -> None:
+    library, batch = tiny.make(name)
+    model = pl.from_transformers(library.eval())
+    with torch.no_grad():
+        packed = logits_of(model, batch)
+        alone = [library(input_ids=sample["input_ids"][None]).logits[0] for sample in batch]
+    torch.testing.assert_close(packed, torch.cat(alone))
+
+
+def test_no_tensor_is_as_large_as_the_square_of_the_packed_length() -> None:
+    library, _ = tiny.make("qwen3")
+    model = pl.from_transformers(library)
+    generator = torch.Generator().manual_seed(0)
+    samples = [tiny.text_sample(generator, i, least=10) for i in range(20)]
+    length = sum(len(sample["input_ids"]) for sample in samples)
+    with Largest() as largest:
+        logits_of(model, samples).sum().backward()
+    assert largest.most < length * length / 2
+
+
+def test_what_costs_unlike_is_of_another_kind() -> None:
+    model = pl.from_transformers(tiny.qwen3())
+    kinds = [layer.kind for layer in model.spec.module("lm").flat_layers]
+    assert kinds[1] == kinds[3] != kinds[2]
+    assert "sliding_attention" in kinds[2]
+    model = pl.from_transformers(tiny.qwen2_5_vl())
+    kinds = [layer.kind for layer in model.spec.module("vision").flat_layers]
+    assert kinds[1] == kinds[3] != kinds[2]
+    assert len(set(kinds)) == 4
+    model = pl.from_transformers(tiny.qwen3_moe())
+    assert len({layer.kind for layer in model.spec.module("lm").flat_layers}) == 4
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2_5_vl"])
+def test_every_parameter_has_the_librarys_name(name: str) -> None:
+    library, _ = tiny.make(name)
+    model = pl.from_transformers(library)
+    parameters = dict(library.named_parameters())
+    names = model.library_names()
+    assert set(names.values()) == set(parameters)
+    for ours, theirs in names.items():
+        module, layer, parameter = ours.split(".", 2)
+        assert model.module(module).layers[int(layer)].get_parameter(parameter) is parameters[theirs]
+
+
+def test_the_librarys_model_goes_on_working() -> None:
+    library, batch = tiny.make("qwen3")
+    length = max(len(sample["input_ids"]) for sample in batch)
+    pad = [(length - len(sample["input_ids"])) for sample in batch]
+    ids = torch.stack([torch.nn.functional.pad(s["input_ids"], (p, 0)) for s, p in zip(batch, pad, strict=True)])
+    mask = torch.stack([(torch.arange(length) >= p).long() for p in pad])
+    with torch.no_grad():
+        before = library.eval()(input_ids=ids, attention_mask=mask).logits
+        pl.from_transformers(library)
+        after = library(input_ids=ids, attention_mask=mask).logits
+    torch.testing.assert_close(before, after)
+
+
+def test_a_saved_folder_is_read_whole_or_as_shapes(tmp_path: Path) -> None:
+    library, batch = tiny.make("qwen2_5_vl")
+    library.save_pretrained(tmp_path)
+    read = pl.from_transformers(tmp_path)
+    assert read.spec == pl.from_transformers(library).spec
+    ours, theirs = (dict(m.modules[1].layers[1].named_parameters()) for m in (read, pl.from_transformers(library)))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    shapes = pl.from_transformers(str(tmp_path), device="meta")
+    assert shapes.spec == read.spec
+    assert all(p.is_meta for m in shapes.modules for layer in m.layers for p in layer.parameters())
+    assert shapes.describe(batch[0]) == read.describe(batch[0])
+
+
+def test_sizes_of_a_sample() -> None:
+    library, batch = tiny.make("qwen2_5_vl")
+    model = pl.from_transformers(library)
+    described = batch_from_dicts([model.describe(sample) for sample in batch]).samples
+    for sample, told in zip(batch, described, strict=True):
+        assert told.sequence_tokens == len(sample["input_ids"])
+        assert sum(told.patches) == len(sample.get("pixel_values", ()))
+        assert len(told.image_tokens) == len(sample.get("image_grid_thw", ()))
+    nameless = {name: value for name, value in batch[0].items() if name != "id"}
+    other = nameless | {"pixel_values": nameless["pixel_values"] + 1}
+    assert model.describe(nameless) == model.describe(dict(nameless))
+    assert model.describe(nameless)["id"] != model.describe(other)["id"]
+
+
+def sampled(**changes: Any) -> dict[str, Any]:
+    _, batch = tiny.make("qwen2_5_vl")
+    return {name: value for name, value in (batch[0] | changes).items() if value is not ...}
+
+
+@pytest.mark.parametrize(
+    ("sample", "message"),
+    [
+        (lambda: sampled(labels=...), "sample.labels: is missing"),
+        (lambda: sampled(labels=torch.zeros(2)), "labels: has 2 entries"),
+        (lambda: sampled(pixel_values_videos=torch.zeros(2)), "pixel_values_videos: is nothing that this model"),
+        (lambda: sampled(attention_mask=torch.tensor([1, 0])), "attention_mask: has zeros"),
+        (lambda: sampled(pixel_values=...), "places for images, whose tokens are 0"),
+        (lambda: sampled(pixel_values=torch.zeros(3, 24)), "has 3 patches, image_grid_thw says"),
+    ],
+)
+def test_a_sample_that_is_not_understood_is_refused(sample: Callable[[], Any], message: str) -> None:
+    model = pl.from_transformers(tiny.qwen2_5_vl())
+    with pytest.raises(InputError, match=message) as raised:
+        model.describe(sample())
+    assert "\n" not in str(raised.value)
+
+
+def gpt2() -> Any:
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=8))
+
+
+def many_layers() -> Any:
+    library = tiny.llava()
+    library.config.vision_feature_layer = [-2, -1]
+    return library
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (gpt2, "is a GPT2LMHeadModel, which is none of"),
+        (lambda: tiny.mixtral(output_router_logits=True), "output_router_logits: is set"),
+        (lambda: tiny.bamba(z_loss_coefficient=0.1), "z_loss_coefficient: is set"),
+        (many_layers, "outputs of several layers"),
+    ],
+)
+def test_a_model_that_is_not_supported_is_refused(build: Callable[[], Any], message: str) -> None:
+    with pytest.raises(InputError, match=message) as raised:
+        pl.from_transformers(build())
+    assert "\n" not in str(raised.value)
+
+
+def test_other_arguments_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="'tower' is no module; there are lm"):
+        pl.from_transformers(tiny.llama(), freeze=("tower",))
+    with pytest.raises(InputError, match="is there already"):
+        pl.from_transformers(tiny.llama(), device="meta")
+    with pytest.raises(InputError, match="is no folder"):
+        pl.from_transformers(tmp_path / "nothing")

@@ -1,0 +1,239 @@
+"""A tiny model of every family with random weights, and batches for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformers as hf
+
+WORDS = 48
+IMAGE, VISION_START, VISION_END = 40, 41, 42
+TEXT = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": WORDS,
+    "max_position_embeddings": 128,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+Batch = list[dict[str, Any]]
+
+
+def draw(generator: torch.Generator, low: int, high: int, size: tuple[int, ...] = ()) -> Any:
+    """Whole numbers."""
+    return torch.randint(low, high, size, generator=generator)
+
+
+def text_sample(generator: torch.Generator, number: int, least: int = 2) -> dict[str, Any]:
+    ids = draw(generator, 0, IMAGE, (int(draw(generator, least, 11)),))
+    labels = ids.clone()
+    labels[: int(draw(generator, 1, 3))] = -100
+    return {"id": str(number), "input_ids": ids, "labels": labels}
+
+
+def text_batch(seed: int = 0, count: int = 6) -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+    return [text_sample(generator, number) for number in range(count)]
+
+
+def image_sample(generator: torch.Generator, number: int, tokens: list[int]) -> dict[str, Any]:
+    """Text with runs of places for images in it."""
+    pieces = [draw(generator, 0, IMAGE, (int(draw(generator, 1, 4)),))]
+    for count in tokens:
+        pieces += [torch.tensor([VISION_START]), torch.full((count,), IMAGE), torch.tensor([VISION_END])]
+        pieces.append(draw(generator, 0, IMAGE, (int(draw(generator, 1, 5)),)))
+    ids = torch.cat(pieces)
+    labels = torch.where(ids >= IMAGE, -100, ids)
+    return {"id": str(number), "input_ids": ids, "labels": labels}
+
+
+def grid_batch(width: int, seed: int = 0, *, types: bool = True) -> Batch:
+    """Images of several sizes, patches one after the other; some samples without any."""
+    generator = torch.Generator().manual_seed(seed)
+    batch = []
+    for number, images in enumerate((1, 0, 2, 1, 0, 3)):
+        grids = [[1, 2 * int(draw(generator, 1, 4)), 2 * int(draw(generator, 1, 4))] for _ in range(images)]
+        sample = image_sample(generator, number, [t * h * w // 4 for t, h, w in grids])
+        if types:
+            sample["mm_token_type_ids"] = (sample["input_ids"] == IMAGE).long()
+        if images:
+            patches = sum(t * h * w for t, h, w in grids)
+            sample["pixel_values"] = torch.randn(patches, width, generator=generator, dtype=torch.float64)
+            sample["image_grid_thw"] = torch.tensor(grids)
+        batch.append(sample)
+    return batch
+
+
+def square_batch(side: int, tokens: int, seed: int = 0, *, types: str = "") -> Batch:
+    """Images of one size."""
+    generator = torch.Generator().manual_seed(seed)
+    batch = []
+    for number, images in enumerate((1, 0, 2, 1, 0, 3)):
+        sample = image_sample(generator, number, [tokens] * images)
+        if types:
+            sample[types] = (sample["input_ids"] == IMAGE).long()
+        if images:
+            sample["pixel_values"] = torch.randn(images, 3, side, side, generator=generator, dtype=torch.float64)
+        batch.append(sample)
+    return batch
+
+
+# ------------------------------------------------------------------ language models
+
+
+def llama(**more: Any) -> Any:
+    return hf.LlamaForCausalLM(hf.LlamaConfig(**TEXT | more))
+
+
+def qwen3(**more: Any) -> Any:
+    sliding = {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}
+    sliding |= {"use_sliding_window": True, "sliding_window": 3}
+    return hf.Qwen3ForCausalLM(hf.Qwen3Config(**TEXT | sliding | {"head_dim": 4} | more))
+
+
+def mistral() -> Any:
+    return hf.MistralForCausalLM(hf.MistralConfig(**TEXT, sliding_window=3))
+
+
+def qwen2() -> Any:
+    return hf.Qwen2ForCausalLM(hf.Qwen2Config(**TEXT))
+
+
+def mixtral(**more: Any) -> Any:
+    return hf.MixtralForCausalLM(hf.MixtralConfig(**TEXT | {"num_local_experts": 4, "num_experts_per_tok": 2} | more))
+
+
+def qwen3_moe() -> Any:
+    return hf.Qwen3MoeForCausalLM(hf.Qwen3MoeConfig(**TEXT | EXPERTS | {"head_dim": 4}, mlp_only_layers=[0]))
+
+
+def deepseek_v3() -> Any:
+    sizes = {
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 12,
+        "n_group": 2,
+        "topk_group": 1,
+    }
+    latent = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 4}
+    heads = {"num_key_value_heads": 4, "first_k_dense_replace": 1}
+    return hf.DeepseekV3ForCausalLM(hf.DeepseekV3Config(**TEXT | sizes | latent | heads))
+
+
+def gemma3_text() -> Any:
+    sizes = {"head_dim": 4, "sliding_window": 3, "tie_word_embeddings": True}
+    types = ["sliding_attention", "full_attention", "sliding_attention"]
+    return hf.Gemma3ForCausalLM(hf.Gemma3TextConfig(**TEXT | sizes, layer_types=types))
+
+
+def bamba(**more: Any) -> Any:
+    mamba = {"mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 4, "mamba_expand": 2, "mamba_n_groups": 1}
+    mamba |= {"mamba_chunk_size": 4, "attn_layer_indices": [1], "z_loss_coefficient": 0.0}
+    return hf.BambaForCausalLM(hf.BambaConfig(**TEXT | mamba | more))
+
+
+def nemotron_h() -> Any:
+    mamba = {
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 8,
+        "ssm_state_size": 4,
+        "n_groups": 1,
+        "chunk_size": 4,
+        "expand": 2,
+    }
+    mamba |= {"head_dim": 4, "conv_kernel": 4, "use_mamba_kernels": False}
+    experts = {
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 12,
+        "n_group": 1,
+        "topk_group": 1,
+    }
+    experts |= {"moe_shared_expert_intermediate_size": 12, "n_shared_experts": 1}
+    sizes = {name: value for name, value in TEXT.items() if name != "num_hidden_layers"}
+    types = ["linear_attention", "full_attention", "moe", "linear_attention"]
+    return hf.NemotronHForCausalLM(hf.NemotronHConfig(**sizes | mamba | experts, layers_block_type=types))
+
+
+# ------------------------------------------------------------------ vision-language models
+
+MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 0]}}
+PLACES = {"image_token_id": IMAGE, "video_token_id": 43, "vision_start_token_id": 41, "vision_end_token_id": 42}
+QWEN_PATCH = 3 * 2 * 2 * 2
+QWEN_VISION = {"depth": 3, "num_heads": 2, "patch_size": 2, "temporal_patch_size": 2, "spatial_merge_size": 2}
+
+
+def qwen2_vl() -> Any:
+    vision = QWEN_VISION | {"embed_dim": 8, "hidden_size": 16, "mlp_ratio": 2}
+    config = hf.Qwen2VLConfig(text_config=TEXT | MROPE, vision_config=vision, **PLACES)
+    return hf.Qwen2VLForConditionalGeneration(config)
+
+
+def qwen2_5_vl(**more: Any) -> Any:
+    vision = QWEN_VISION | {"hidden_size": 8, "out_hidden_size": 16, "intermediate_size": 12}
+    vision |= {"window_size": 8, "fullatt_block_indexes": [1]}
+    config = hf.Qwen2_5_VLConfig(text_config=TEXT | MROPE, vision_config=vision, **PLACES | more)
+    return hf.Qwen2_5_VLForConditionalGeneration(config)
+
+
+VIT = {"hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 3, "num_attention_heads": 2}
+
+
+def llava() -> Any:
+    vision = hf.CLIPVisionConfig(**VIT, image_size=8, patch_size=4)
+    config = hf.LlavaConfig(vision_config=vision, text_config=hf.LlamaConfig(**TEXT), image_token_id=IMAGE)
+    return hf.LlavaForConditionalGeneration(config)
+
+
+def gemma3() -> Any:
+    vision = hf.SiglipVisionConfig(**VIT, image_size=16, patch_size=4, vision_use_head=False)
+    types = ["sliding_attention", "full_attention", "sliding_attention"]
+    text = hf.Gemma3TextConfig(**TEXT | {"head_dim": 4, "sliding_window": 3}, layer_types=types)
+    more = {"mm_tokens_per_image": 4, "image_token_id": IMAGE, "boi_token_id": 41, "eoi_token_id": 42}
+    return hf.Gemma3ForConditionalGeneration(hf.Gemma3Config(text_config=text, vision_config=vision, **more))
+
+
+def internvl() -> Any:
+    vision = hf.InternVLVisionConfig(**VIT, image_size=[8, 8], patch_size=[2, 2], use_absolute_position_embeddings=True)
+    more = {"image_token_id": IMAGE, "downsample_ratio": 0.5}
+    config = hf.InternVLConfig(vision_config=vision, text_config=hf.Qwen2Config(**TEXT), **more)
+    return hf.InternVLForConditionalGeneration(config)
+
+
+CASES: dict[str, tuple[Callable[[], Any], Callable[[int], Batch]]] = {
+    "llama": (llama, text_batch),
+    "qwen3": (qwen3, text_batch),
+    "qwen2": (qwen2, text_batch),
+    "mistral": (mistral, text_batch),
+    "mixtral": (mixtral, text_batch),
+    "qwen3_moe": (qwen3_moe, text_batch),
+    "deepseek_v3": (deepseek_v3, text_batch),
+    "gemma3_text": (gemma3_text, text_batch),
+    "bamba": (bamba, text_batch),
+    "nemotron_h": (nemotron_h, text_batch),
+    "qwen2_vl": (qwen2_vl, lambda seed: grid_batch(QWEN_PATCH, seed)),
+    "qwen2_5_vl": (qwen2_5_vl, lambda seed: grid_batch(QWEN_PATCH, seed)),
+    "llava": (llava, lambda seed: square_batch(8, 4, seed)),
+    "gemma3": (gemma3, lambda seed: square_batch(16, 4, seed, types="token_type_ids")),
+    "internvl": (internvl, lambda seed: square_batch(8, 4, seed)),
+}
+"""Of every family: the model, and batches by seed."""
+
+
+def make(name: str, seed: int = 0) -> tuple[Any, Batch]:
+    """The model of a family, all of its weights random, and a batch."""
+    build, batch = CASES[name]
+    torch.manual_seed(seed)
+    model = build()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            # Zeros and ones, as norms and projectors begin with, hide faults.
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model, batch(seed)
