@@ -212,6 +212,8 @@ class Model:
     name : str
     targets : str
         What the targets are, for messages and reports: ``"target tokens"``, ``"samples"``.
+    describe : callable or None
+        From a sample to its metadata, where training is given no other.
     tied : tuple of tuple of str
         Parameters that several layers share, as ``module.layer.parameter`` each.
     """
@@ -221,6 +223,7 @@ class Model:
     num_targets: Callable[[Any], float]
     name: str = "model"
     targets: str = "targets"
+    describe: Callable[[Any], dict[str, Any]] | None = None
     spec: ModelSpec = field(init=False, repr=False)
     tied: tuple[tuple[str, ...], ...] = field(init=False, repr=False)
 

@@ -128,7 +128,8 @@ class Trainer:
     planner : PlanSource
         Used on the first rank of each replica; the others receive its plans.
     describe : callable or None
-        From one sample to its metadata, see `pipeloom.runtime.prefetch.Describe`; None: batches are `Prefetched`.
+        From one sample to its metadata, see `pipeloom.runtime.prefetch.Describe`; None: the model's own, or batches are
+        `Prefetched`.
     optimizer : callable
         From a rank's parameters to its optimiser.
     options : TrainerOptions
@@ -158,7 +159,7 @@ class Trainer:
         self._is_planner_rank = self.membership.is_planner_rank
         self.model, self.layout = model, layout
         self._running = divide_model(model, layout, self.membership.mesh, options.shard, self.device)
-        self._planner, self._describe = planner, describe
+        self._planner, self._describe = planner, describe or model.describe
         limit = None if options.timeout_s is None else timedelta(seconds=options.timeout_s)
         self._executor = Executor(
             self._running,

@@ -66,7 +66,7 @@ def typical_batches(
         source = iter(given)
         for samples in itertools.islice(source, _MOST_PROFILED_BATCHES):
             batches.append(list(samples))
-            described.append(batch_of(samples, describe, len(described)))
+            described.append(batch_of(samples, describe or model.describe, len(described)))
             for module in model.spec.modules:
                 if any(module.instance_lengths(sample) for sample in described[-1].samples):
                     idle.discard(module.name)

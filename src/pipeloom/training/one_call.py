@@ -134,7 +134,7 @@ def fit(
     ranks : int
         Pipeline ranks.
     describe : callable or None
-        From a sample to its metadata: an ``id``, and its sizes. None: the batches are `Prefetched`.
+        From a sample to its metadata: an ``id``, and its sizes. None: the model's own, or the batches are `Prefetched`.
     optimizer : callable
         From a rank's parameters to its optimiser, e.g. ``functools.partial(torch.optim.AdamW, lr=1e-4)``.
     layout : Layout, mapping or None

@@ -34,7 +34,7 @@ class Task:
         Called as ``batches(num_iterations=..., **config.data)``; gives lists of samples, the same in every process.
         With a parameter ``start``, a resumed run asks for the batches from there on.
     describe : callable or None
-        From a sample to its metadata; None where ``batches`` gives `Prefetched`.
+        From a sample to its metadata; None: the model's own, or ``batches`` gives `Prefetched`.
     evaluate : callable or None
         From the trained model to numbers by name; called once, on rank 0, with the weights of all layers.
     optimizer : callable or None

@@ -37,13 +37,8 @@ _KNOWN = ("id", "input_ids", "attention_mask", "labels")
 class TransformersModel(Model):
     """A `Model` of the layers of a model of the `transformers` library.
 
-    Attributes
-    ----------
-    describe : callable
-        From a sample to what the planner is told of it: sizes, and as ``id`` the sample's own or a digest of it.
+    Its ``describe`` tells the sizes of a sample, and as ``id`` the sample's own or a digest of it.
     """
-
-    describe: Callable[[Sample], dict[str, Any]] = dict
 
     def library_names(self) -> dict[str, str]:
         """From the name of every parameter, ``module.layer.parameter``, to the library's name."""

@@ -20,9 +20,8 @@ from pipeloom.errors import InputError
 from pipeloom.integrations.transformers.build import TransformersModel, clean, from_transformers
 from pipeloom.packing import Packing, PackingSpec, pack
 from pipeloom.plan import ExecutionPlan, boundary_shapes, lower, verify
-from pipeloom.runtime import Executor, ExecutorOptions, ThreadHub
+from pipeloom.runtime import Executor, ExecutorOptions, ThreadHub, batch_of
 from pipeloom.spec import Batch, Chunk, Layout, ModelSpec, ModuleLayout, Workload
-from pipeloom.spec.batch import batch_from_dicts
 from pipeloom.taskgraph import TaskGraph, build_graph
 from pipeloom.timeline import Schedule, simulate
 
@@ -114,7 +113,7 @@ def check_gradients(
     with _double():
         library_loss, wanted = _library(_twin(model), batch)
         ours = from_transformers(_twin(model), freeze=freeze)
-    described = batch_from_dicts([ours.describe(sample) for sample in batch])
+    described = batch_of(batch, ours.describe)
     worst: GradientCheck | None = None
     for number in range(plans):
         rng = random.Random(f"{seed} {number}")
