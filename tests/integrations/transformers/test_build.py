@@ -65,6 +65,22 @@ def test_no_tensor_is_as_large_as_the_square_of_the_packed_length() -> None:
     assert largest.most < length * length / 2
 
 
+def test_an_encoder_makes_no_mask_of_all_its_patches_squared() -> None:
+    library, _ = tiny.make("mistral3")
+    module = pl.from_transformers(library).module("vision")
+    samples = tiny.sized_batch(4, seed=1) * 8
+    part = pl.Part(
+        tuple(samples), tuple((i, j) for i, s in enumerate(samples) for j in range(len(s.get("image_sizes", ()))))
+    )
+    with Largest() as largest:
+        assert module.context is not None
+        assert module.inputs is not None
+        context, x = module.context(part), module.inputs(part)
+        for layer in module.layers[:-1]:
+            x = layer(x, **context)
+    assert largest.most < len(x) ** 2 / 2
+
+
 def test_what_costs_unlike_is_of_another_kind() -> None:
     model = pl.from_transformers(tiny.qwen3())
     kinds = [layer.kind for layer in model.spec.module("lm").flat_layers]
@@ -78,11 +94,11 @@ def test_what_costs_unlike_is_of_another_kind() -> None:
     assert len({layer.kind for layer in model.spec.module("lm").flat_layers}) == 4
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2_5_vl"])
+@pytest.mark.parametrize("name", ["llama", "qwen2_5_vl", "mistral3"])
 def test_every_parameter_has_the_librarys_name(name: str) -> None:
     library, _ = tiny.make(name)
     model = pl.from_transformers(library)
-    parameters = dict(library.named_parameters())
+    parameters = dict(library.named_parameters(remove_duplicate=False))
     names = model.library_names()
     assert set(names.values()) == set(parameters)
     for ours, theirs in names.items():

@@ -207,6 +207,29 @@ def internvl() -> Any:
     return hf.InternVLForConditionalGeneration(config)
 
 
+def mistral3() -> Any:
+    vision = hf.PixtralVisionConfig(**VIT, image_size=16, patch_size=2)
+    text = hf.MistralConfig(**TEXT, sliding_window=None)
+    config = hf.Mistral3Config(vision_config=vision, text_config=text, image_token_id=IMAGE, spatial_merge_size=2)
+    return hf.Mistral3ForConditionalGeneration(config)
+
+
+def sized_batch(unit: int, seed: int = 0) -> Batch:
+    """Images of several sizes in one padded tensor for each sample; a token for every square of so many pixels."""
+    generator = torch.Generator().manual_seed(seed)
+    batch = []
+    for number, images in enumerate((1, 0, 2, 1, 0, 3)):
+        # The library's own forward fails on an image of a single token by itself.
+        sizes = draw(generator, 1, 4, (images, 2)) + torch.tensor([0, 1])
+        sample = image_sample(generator, number, sizes.prod(1).tolist())
+        if images:
+            sample["image_sizes"] = sizes * unit
+            height, width = (sizes * unit).amax(0).tolist()
+            sample["pixel_values"] = torch.randn(images, 3, height, width, generator=generator, dtype=torch.float64)
+        batch.append(sample)
+    return batch
+
+
 CASES: dict[str, tuple[Callable[[], Any], Callable[[int], Batch]]] = {
     "llama": (llama, text_batch),
     "qwen3": (qwen3, text_batch),
@@ -222,6 +245,7 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[int], Batch]]] = {
     "qwen2_5_vl": (qwen2_5_vl, lambda seed: grid_batch(QWEN_PATCH, seed)),
     "llava": (llava, lambda seed: square_batch(8, 4, seed)),
     "gemma3": (gemma3, lambda seed: square_batch(16, 4, seed, types="token_type_ids")),
+    "mistral3": (mistral3, lambda seed: sized_batch(4, seed)),
     "internvl": (internvl, lambda seed: square_batch(8, 4, seed)),
 }
 """Of every family: the model, and batches by seed."""

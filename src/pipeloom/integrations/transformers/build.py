@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from pipeloom.errors import InputError
 from pipeloom.integrations.transformers.families import FAMILIES, Image, Sample, Text, Vision
-from pipeloom.integrations.transformers.hollow import Filler, Gap, hollow, probes
+from pipeloom.integrations.transformers.hollow import ConvolutionFiller, Filler, Gap, hollow, probes
 from pipeloom.integrations.transformers.layers import (
     Block,
     LibraryLayer,
@@ -25,7 +25,7 @@ from pipeloom.integrations.transformers.layers import (
     has_mask,
     record,
 )
-from pipeloom.integrations.transformers.packed import ATTENTION, as_context, register
+from pipeloom.integrations.transformers.packed import ATTENTION, LENGTHS, as_context, register
 from pipeloom.runtime.model import Model, Module, Part
 
 _IGNORED = -100
@@ -228,11 +228,17 @@ class _Builder:
                 raise InputError("freeze", f"{name!r} is no module", f"there are {', '.join(m.name for m in out)}")
         return out
 
-    def _filler(self) -> nn.Module:
-        """A filler that tells the library the dtype of the part."""
-        filler = Filler()
-        filler.dtype_of = nn.Parameter(torch.empty(0, dtype=self.dtype), requires_grad=False)
-        return filler
+    def _fillers(self, paths: Sequence[str]) -> dict[str, nn.Module]:
+        """What stands for parts before the blocks."""
+        there = [path for path in paths if _has(self.model, path)]
+        return {path: _filler(self.model.get_submodule(path)) for path in there}
+
+    def _outline(self, model: nn.Module, paths: Sequence[str]) -> nn.Module:
+        """The same model, without any part: where the library asks for its dtype, it finds an empty parameter."""
+        for path in paths:
+            empty = torch.empty(0, dtype=self.dtype)
+            model.get_submodule(path).register_parameter("like", nn.Parameter(empty, requires_grad=False))
+        return model
 
     def _text(self, frozen: bool) -> Module:
         text, trunk = self.text, self.text.trunk
@@ -253,7 +259,7 @@ class _Builder:
             kind = getattr(block, "block_type", None)
             layers.append(Block(block, place, f"{path}.{place}", packs=True, alone=kind in text.alone))
         layers.append(TextLast(shell((*last, head), {first: Gap()})))
-        outline = shell((), {first: self._filler()})
+        outline = self._outline(shell((), self._fillers((first,))), (first,))
         vision = () if self.vision is None else ("vision",)
         return Module(
             "lm",
@@ -271,6 +277,9 @@ class _Builder:
     def _vision(self, vision: Vision, frozen: bool) -> Module:
         config = self.config
         every: Any = self.model.get_submodule(vision.blocks)
+        if vision.takes_lengths:
+            # Where the library has it from: the tower, above whatever holds the blocks.
+            self.model.get_submodule(".".join(vision.blocks.split(".")[:2])).config._attn_implementation = LENGTHS
         blocks = every[: vision.used]
 
         def shell(keep: tuple[str, ...], swap: dict[str, nn.Module]) -> nn.Module:
@@ -286,9 +295,9 @@ class _Builder:
         layers: list[nn.Module] = [VisionFirst(shell(vision.first, {}), packs=vision.packs)]
         for place, block in enumerate(blocks):
             layers.append(Block(block, place, f"{vision.blocks}.{place}", packs=vision.packs, alone=False))
-        behind = shell(vision.last, {path: Filler() for path in (*vision.first, *vision.unused)})
+        behind = shell(vision.last, self._fillers((*vision.first, *vision.unused)))
         layers.append(VisionLast(behind, packs=vision.packs, rows=rows))
-        outline = shell((), {path: self._filler() for path in vision.first})
+        outline = self._outline(shell((), self._fillers(vision.first)), vision.first)
         return Module(
             "vision",
             layers,
@@ -307,6 +316,18 @@ class _Builder:
             size = sum(p.numel() for p in block.parameters())
             kinds.append(f"{type(block).__name__}[{' '.join(filter(None, (what(place), str(size))))}]")
         return kinds
+
+
+def _has(model: nn.Module, path: str) -> bool:
+    try:
+        model.get_submodule(path)
+    except AttributeError:
+        return False
+    return True
+
+
+def _filler(part: nn.Module) -> nn.Module:
+    return ConvolutionFiller(part) if hasattr(part, "out_channels") else Filler()
 
 
 def _layer_type(config: Any, block: nn.Module, place: int) -> str:
@@ -334,7 +355,20 @@ def _images(vision: Vision, part: Part) -> list[Image]:
 
 
 def _pixels(vision: Vision, part: Part) -> Tensor:
-    return torch.cat([image.pixels for image in _images(vision, part)])
+    return _joined([image.pixels for image in _images(vision, part)])
+
+
+def _joined(pixels: Sequence[Tensor]) -> Tensor:
+    """Join images; those of other sizes are padded on the right and at the bottom."""
+    most = [max(sides) for sides in zip(*(each.shape[1:] for each in pixels), strict=True)]
+    if all(list(each.shape[1:]) == most for each in pixels):
+        return torch.cat(tuple(pixels))
+    out = pixels[0].new_zeros(sum(map(len, pixels)), *most)
+    begin = 0
+    for each in pixels:
+        out[(slice(begin, begin + len(each)), *(slice(side) for side in each.shape[1:]))] = each
+        begin += len(each)
+    return out
 
 
 @dataclass(frozen=True)
@@ -392,7 +426,7 @@ class _VisionContext:
 
     def __call__(self, part: Part) -> dict[str, Any]:
         images = _images(self.vision, part)
-        pixels = torch.cat([image.pixels for image in images])
+        pixels = _joined([image.pixels for image in images])
         given = {name: torch.cat([image.given[name] for image in images]) for name in images[0].given}
         rows = sum(image.patches for image in images) if self.vision.patches is None else len(images)
         filling = torch.zeros((), dtype=self.dtype).expand(rows, *self.hidden)

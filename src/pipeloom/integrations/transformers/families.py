@@ -72,6 +72,8 @@ class Vision:
     """Whether the features come as a list with an entry for each image."""
     packs: bool = False
     """Whether the library has the patches of all images as one sequence of a batch of one."""
+    takes_lengths: bool = False
+    """Whether its attention is to be told of lengths, lest it makes a mask as large as the square of all patches."""
     kinds: tuple[str, ...] = ()
     """Per block, what tells it from others of its class and size."""
 
@@ -228,6 +230,37 @@ def _internvl_vision(config: Any) -> Vision:
     )
 
 
+# ------------------------------------------------------------------ Pixtral
+
+
+def _pixtral_images(patch: int, merged: int, sample: Sample) -> list[Image]:
+    """Images of several sizes in one tensor, padded on the right and at the bottom."""
+    if sample.get("pixel_values") is None:
+        return []
+    pixels, sizes = (torch.as_tensor(sample[name]) for name in ("pixel_values", "image_sizes"))
+    images = []
+    for each, size in zip(pixels, sizes.reshape(-1, 2), strict=True):
+        height, width = (int(side) for side in size)
+        patches = (height // patch) * (width // patch)
+        images.append(Image(each[None, :, :height, :width], {"image_sizes": size[None]}, patches, patches // merged))
+    return images
+
+
+def _pixtral_vision(config: Any) -> Vision:
+    tower, merged = "model.vision_tower", int(config.spatial_merge_size) ** 2
+    return Vision(
+        blocks=f"{tower}.transformer.layers",
+        first=(f"{tower}.patch_conv", f"{tower}.ln_pre"),
+        last=("model.multi_modal_projector",),
+        images=partial(_pixtral_images, int(config.vision_config.patch_size), merged),
+        keys=("pixel_values", "image_sizes"),
+        merge=merged,
+        used=_until_picked(config),
+        packs=True,
+        takes_lengths=True,
+    )
+
+
 # ------------------------------------------------------------------ Mamba
 
 _BAMBA = Text("model", last=("final_layernorm",), alone=("linear_attention",), pointwise=(), gives_tuple=True)
@@ -251,5 +284,6 @@ FAMILIES: dict[str, Family] = {
     "LlavaForConditionalGeneration": Family(Text("model.language_model"), _llava_vision),
     "Gemma3ForConditionalGeneration": Family(_GEMMA, _gemma_vision),
     "InternVLForConditionalGeneration": Family(Text("model.language_model"), _internvl_vision),
+    "Mistral3ForConditionalGeneration": Family(Text("model.language_model"), _pixtral_vision),
 }
 """By the class of the model with the head."""

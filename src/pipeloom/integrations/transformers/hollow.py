@@ -86,6 +86,22 @@ class Filler(nn.Module):
         return _now().filling
 
 
+class ConvolutionFiller(nn.Module):
+    """Stands for a convolution of images into patches: nothing, of the shape that it would have."""
+
+    def __init__(self, convolution: nn.Module) -> None:
+        super().__init__()
+        given: Any = convolution
+        self.width, self.stride = given.out_channels, given.stride
+        # The library asks for its dtype.
+        self.register_buffer("weight", given.weight.detach().new_empty(0, device="cpu"), persistent=False)
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        """Give zeros that take no memory."""
+        sides = [side // stride for side, stride in zip(pixels.shape[2:], self.stride, strict=True)]
+        return pixels.new_zeros(()).expand(len(pixels), self.width, *sides)
+
+
 class Gap(nn.Module):
     """Stands for a part that is not to be called."""
 

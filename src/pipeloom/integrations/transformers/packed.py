@@ -14,6 +14,9 @@ from pipeloom.integrations.transformers.hollow import Arguments, running
 
 ATTENTION = "pipeloom"
 """Name under which the library finds the attention of packed sequences."""
+LENGTHS = "pipeloom_flash"
+"""Another name of it, for encoders that make a mask as large as the square of all their patches unless attention takes
+lengths, which they know by this part of its name."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,7 @@ def register() -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(ATTENTION, attention)
+    AttentionInterface.register(LENGTHS, attention)
     AttentionMaskInterface.register(ATTENTION, make_mask)
 
 
@@ -67,6 +71,10 @@ def attention(
     """Attend within each packed sequence; what is not packed goes the library's own way."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+    ends = kwargs.pop("cu_seq_lens_q", None)
+    if ends is not None and attention_mask is None:
+        lengths = tuple(torch.diff(ends).tolist())
+        attention_mask = Mask(lengths, bool(kwargs.get("is_causal", getattr(module, "is_causal", True))))
     if not isinstance(attention_mask, Mask):
         out: tuple[Tensor, Any] = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
         return out
