@@ -230,6 +230,32 @@ def sized_batch(unit: int, seed: int = 0) -> Batch:
     return batch
 
 
+def llava_onevision() -> Any:
+    vision = hf.SiglipVisionConfig(**VIT, image_size=16, patch_size=4, vision_use_head=False)
+    more = {"image_token_id": IMAGE, "video_token_id": 43, "image_grid_pinpoints": [[16, 32], [32, 16], [32, 32]]}
+    text = hf.Qwen2Config(**TEXT | {"max_position_embeddings": 512})
+    config = hf.LlavaOnevisionConfig(vision_config=vision, text_config=text, vision_feature_layer=-2, **more)
+    return hf.LlavaOnevisionForConditionalGeneration(config)
+
+
+TILED = {(32, 32): (5, 88), (16, 32): (3, 52), (20, 32): (5, 70)}
+"""Tiles of images of some sizes, and their tokens: 16 of the whole; those of the tiles, joined and cut, with line ends."""
+
+
+def tiled_batch(seed: int = 0) -> Batch:
+    """Images cut into tiles, one or none a sample."""
+    generator = torch.Generator().manual_seed(seed)
+    batch = []
+    for number, size in enumerate((*TILED, None, (16, 32))):
+        count, tokens = TILED.get(size or (0, 0), (0, 0))
+        sample = image_sample(generator, number, [tokens] if size else [])
+        if size:
+            sample["image_sizes"] = torch.tensor([size])
+            sample["pixel_values"] = torch.randn(1, count, 3, 16, 16, generator=generator, dtype=torch.float64)
+        batch.append(sample)
+    return batch
+
+
 CASES: dict[str, tuple[Callable[[], Any], Callable[[int], Batch]]] = {
     "llama": (llama, text_batch),
     "qwen3": (qwen3, text_batch),
@@ -245,6 +271,7 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[int], Batch]]] = {
     "qwen2_5_vl": (qwen2_5_vl, lambda seed: grid_batch(QWEN_PATCH, seed)),
     "llava": (llava, lambda seed: square_batch(8, 4, seed)),
     "gemma3": (gemma3, lambda seed: square_batch(16, 4, seed, types="token_type_ids")),
+    "llava_onevision": (llava_onevision, tiled_batch),
     "mistral3": (mistral3, lambda seed: sized_batch(4, seed)),
     "internvl": (internvl, lambda seed: square_batch(8, 4, seed)),
 }

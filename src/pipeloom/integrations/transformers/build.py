@@ -16,6 +16,7 @@ from pipeloom.errors import InputError
 from pipeloom.integrations.transformers.families import FAMILIES, Image, Sample, Text, Vision
 from pipeloom.integrations.transformers.hollow import ConvolutionFiller, Filler, Gap, hollow, probes
 from pipeloom.integrations.transformers.layers import (
+    PACKED,
     Block,
     LibraryLayer,
     TextFirst,
@@ -241,26 +242,31 @@ class _Builder:
         return model
 
     def _text(self, frozen: bool) -> Module:
-        text, trunk = self.text, self.text.trunk
-        blocks = self.model.get_submodule(f"{trunk}.{text.blocks}")
+        text, vision, trunk = self.text, self.vision, self.text.trunk
+        path = f"{trunk}.{text.blocks}"
+        blocks: Any = self.model.get_submodule(path)
         config = self.model.get_submodule(trunk).config
         # The library's own way for whatever is not packed, so that the model goes on working.
         config._attn_implementation = ATTENTION
-        path = f"{trunk}.{text.blocks}"
 
         def shell(keep: tuple[str, ...], swap: dict[str, nn.Module]) -> nn.Module:
             # Probes of its own: the library hangs its hooks on them.
-            return hollow(self.model, keep, {path: probes(blocks, text.gives_tuple), **swap})
+            return hollow(self.model, keep, {path: probes("lm", blocks, text.gives_tuple), **swap})
 
-        first, head = f"{trunk}.{text.first}", text.head
-        last = tuple(f"{trunk}.{name}" for name in text.last)
-        layers: list[nn.Module] = [TextFirst(shell((first,), {}), listed=self.vision is None or self.vision.listed)]
+        first = f"{trunk}.{text.first}"
+        if vision is not None and vision.in_lm:
+            swap = self._fillers((*vision.first, *vision.unused))
+            swap[vision.blocks] = probes("vision", self._encoder(vision))
+            before = TextFirst(shell((first, *vision.last), swap), finishes=vision.form)
+        else:
+            before = TextFirst(shell((first,), {}), listed=vision is None or vision.listed)
+        layers: list[nn.Module] = [before]
         for place, block in enumerate(blocks):
-            kind = getattr(block, "block_type", None)
-            layers.append(Block(block, place, f"{path}.{place}", packs=True, alone=kind in text.alone))
-        layers.append(TextLast(shell((*last, head), {first: Gap()})))
+            alone = getattr(block, "block_type", None) in text.alone
+            layers.append(Block(block, place, f"{path}.{place}", PACKED, alone=alone))
+        last = (*(f"{trunk}.{name}" for name in text.last), text.head)
+        layers.append(TextLast(shell(last, {first: Gap()}), ("position_ids", *text.per_token)))
         outline = self._outline(shell((), self._fillers((first,))), (first,))
-        vision = () if self.vision is None else ("vision",)
         return Module(
             "lm",
             layers,
@@ -268,35 +274,37 @@ class _Builder:
             hidden=("tokens", config.hidden_size),
             output=("tokens", config.vocab_size),
             inputs=_ids,
-            context=_TextContext(outline, text, len(blocks), config.hidden_size, self.dtype),
-            after=vision,
+            context=_TextContext(outline, text, vision, len(blocks), config.hidden_size, self.dtype),
+            after=() if vision is None else ("vision",),
             frozen=frozen,
             kinds=("first", *self._kinds(blocks, lambda i: _layer_type(config, blocks[i], i)), "last"),
         )
 
+    def _encoder(self, vision: Vision) -> Any:
+        return self.model.get_submodule(vision.blocks)
+
     def _vision(self, vision: Vision, frozen: bool) -> Module:
-        config = self.config
-        every: Any = self.model.get_submodule(vision.blocks)
+        every = self._encoder(vision)
         if vision.takes_lengths:
             # Where the library has it from: the tower, above whatever holds the blocks.
             self.model.get_submodule(".".join(vision.blocks.split(".")[:2])).config._attn_implementation = LENGTHS
         blocks = every[: vision.used]
 
         def shell(keep: tuple[str, ...], swap: dict[str, nn.Module]) -> nn.Module:
-            return hollow(self.model, keep, {vision.blocks: probes(every, False), **swap})
+            return hollow(self.model, keep, {vision.blocks: probes("vision", every), **swap})
 
         width = _width(every[0])
-        out = config.get_text_config().hidden_size
-        if vision.tokens is None and out % vision.merge:
-            raise InputError("model.config", f"merges {vision.merge} patches into {out} numbers, which does not divide")
-        # Where patches are merged, the features of a token are stated as a row for every patch.
-        rows = (out // vision.merge,) if vision.tokens is None else (vision.tokens, out)
         hidden = (width,) if vision.patches is None else (vision.patches, width)
-        layers: list[nn.Module] = [VisionFirst(shell(vision.first, {}), packs=vision.packs)]
+        layers: list[nn.Module] = [VisionFirst(shell(vision.first, {}), vision.form)]
         for place, block in enumerate(blocks):
-            layers.append(Block(block, place, f"{vision.blocks}.{place}", packs=vision.packs, alone=False))
-        behind = shell(vision.last, self._fillers((*vision.first, *vision.unused)))
-        layers.append(VisionLast(behind, packs=vision.packs, rows=rows))
+            layers.append(Block(block, place, f"{vision.blocks}.{place}", vision.form))
+        rows: tuple[int, ...] = hidden
+        kinds = self._kinds(blocks, lambda i: vision.kinds[i] if vision.kinds else "")
+        if not vision.in_lm:
+            rows = self._rows(vision)
+            behind = shell(vision.last, self._fillers((*vision.first, *vision.unused)))
+            layers.append(VisionLast(behind, vision.form, rows))
+            kinds = [*kinds, "last"]
         outline = self._outline(shell((), self._fillers(vision.first)), vision.first)
         return Module(
             "vision",
@@ -307,8 +315,20 @@ class _Builder:
             inputs=partial(_pixels, vision),
             context=_VisionContext(outline, vision, len(blocks), hidden, self.dtype),
             frozen=frozen,
-            kinds=("first", *self._kinds(blocks, lambda i: vision.kinds[i] if vision.kinds else ""), "last"),
+            kinds=("first", *kinds),
         )
+
+    def _rows(self, vision: Vision) -> tuple[int, ...]:
+        """The encoder's output beside its first dimension."""
+        width = self.config.get_text_config().hidden_size
+        if vision.tokens is not None:
+            return (vision.tokens, width)
+        if width % vision.merge:
+            raise InputError(
+                "model.config", f"merges {vision.merge} patches into {width} numbers, which does not divide"
+            )
+        # Where patches are merged, the features of a token are stated as a row for every patch.
+        return (width // vision.merge,)
 
     def _kinds(self, blocks: Sequence[nn.Module], what: Callable[[int], str]) -> list[str]:
         kinds = []
@@ -358,12 +378,20 @@ def _pixels(vision: Vision, part: Part) -> Tensor:
     return _joined([image.pixels for image in _images(vision, part)])
 
 
+def _given(images: Sequence[Image]) -> dict[str, Tensor]:
+    return {name: torch.cat([image.given[name] for image in images]) for name in images[0].given}
+
+
+def _joined_shape(pixels: Sequence[Tensor]) -> tuple[int, ...]:
+    return (sum(map(len, pixels)), *(max(sides) for sides in zip(*(each.shape[1:] for each in pixels), strict=True)))
+
+
 def _joined(pixels: Sequence[Tensor]) -> Tensor:
     """Join images; those of other sizes are padded on the right and at the bottom."""
-    most = [max(sides) for sides in zip(*(each.shape[1:] for each in pixels), strict=True)]
-    if all(list(each.shape[1:]) == most for each in pixels):
+    shape = _joined_shape(pixels)
+    if all(each.shape[1:] == shape[1:] for each in pixels):
         return torch.cat(tuple(pixels))
-    out = pixels[0].new_zeros(sum(map(len, pixels)), *most)
+    out = pixels[0].new_zeros(shape)
     begin = 0
     for each in pixels:
         out[(slice(begin, begin + len(each)), *(slice(side) for side in each.shape[1:]))] = each
@@ -377,6 +405,7 @@ class _TextContext:
 
     shell: nn.Module
     text: Text
+    vision: Vision | None
     num_blocks: int
     width: int
     dtype: torch.dtype
@@ -398,12 +427,21 @@ class _TextContext:
         def call(shell: nn.Module) -> None:
             shell(inputs_embeds=filling, attention_mask=ones, use_cache=False, **outer)
 
+        pictures = {} if self.vision is None or not self.vision.in_lm else self._pictures(self.vision, samples)
+
         found = record(self.shell, call, self.num_blocks, filling, lengths)
         for block, arguments in zip(self._blocks(), found, strict=True):
             kind = getattr(block, "block_type", None)
             if len(lengths) > 1 and not has_mask(arguments) and kind not in (*text.alone, *text.pointwise):
                 raise InputError(f"a {type(block).__name__}", "is given no mask", "it cannot be packed; not supported")
-        return as_context(found, {**outer, "lengths": lengths})
+        return as_context(found, {**outer, **pictures, "lengths": lengths})
+
+    def _pictures(self, vision: Vision, samples: Sequence[Sample]) -> dict[str, Any]:
+        """What the encoder's end is called with, which runs in the first layer."""
+        images = [image for sample in samples for image in vision.images(sample)]
+        if not images:
+            return {}
+        return {**_given(images), "shape": _joined_shape([image.pixels for image in images])}
 
     def _blocks(self) -> Any:
         return self.shell.get_submodule(f"{self.text.trunk}.{self.text.blocks}")
@@ -427,11 +465,10 @@ class _VisionContext:
     def __call__(self, part: Part) -> dict[str, Any]:
         images = _images(self.vision, part)
         pixels = _joined([image.pixels for image in images])
-        given = {name: torch.cat([image.given[name] for image in images]) for name in images[0].given}
+        given = _given(images)
         rows = sum(image.patches for image in images) if self.vision.patches is None else len(images)
         filling = torch.zeros((), dtype=self.dtype).expand(rows, *self.hidden)
-        if self.vision.packs:
-            filling = filling[None]
+        filling = self.vision.form.theirs(filling)
 
         def call(shell: Any) -> None:
             shell.get_image_features(pixels, **given)

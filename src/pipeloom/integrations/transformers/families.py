@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from pipeloom.errors import InputError
+from pipeloom.integrations.transformers.layers import PACKED, PLAIN, Form
 
 Sample = Mapping[str, Any]
 
@@ -70,8 +72,11 @@ class Vision:
     """Parts with weights that no loss depends on."""
     listed: bool = True
     """Whether the features come as a list with an entry for each image."""
-    packs: bool = False
-    """Whether the library has the patches of all images as one sequence of a batch of one."""
+    form: Form = PLAIN
+    """How the library has the state of its blocks."""
+    in_lm: bool = False
+    """Whether what stands behind the blocks runs in the first layer of the language model, because the number of rows that
+    it gives is none that an encoder's output can state."""
     takes_lengths: bool = False
     """Whether its attention is to be told of lengths, lest it makes a mask as large as the square of all patches."""
     kinds: tuple[str, ...] = ()
@@ -230,6 +235,47 @@ def _internvl_vision(config: Any) -> Vision:
     )
 
 
+# ------------------------------------------------------------------ LLaVA-OneVision
+
+
+def _tiled_images(config: Any, sample: Sample) -> list[Image]:
+    """Images cut into tiles, as many as their sizes want."""
+    from transformers.models.llava_onevision import modeling_llava_onevision as library
+
+    if sample.get("pixel_values") is None:
+        return []
+    pixels, sizes = (torch.as_tensor(sample[name]) for name in ("pixel_values", "image_sizes"))
+    counts = torch.as_tensor(sample.get("batch_num_images", 1)).reshape(-1)
+    if pixels.dim() != 5 or (len(pixels) > 1 and "batch_num_images" in sample) or int(counts.max()) > 1:
+        raise InputError("sample.pixel_values", "are not tiles of one image", "several images a sample: not supported")
+    side, images = _sides(config), []
+    for each, size in zip(pixels, sizes.reshape(-1, 2), strict=True):
+        tiles = library.image_size_to_num_patches(size, config.image_grid_pinpoints, config.vision_config.image_size)
+        shell, aspect = SimpleNamespace(config=config), config.vision_aspect_ratio
+        _, (tokens,) = library.LlavaOnevisionModel.pack_image_features(
+            shell, [torch.zeros(tiles, side, 1)], size[None], image_newline=torch.zeros(1), vision_aspect_ratio=aspect
+        )
+        images.append(Image(each[None, :tiles], {"image_sizes": size[None]}, tiles * side, int(tokens)))
+    return images
+
+
+def _onevision_vision(config: Any) -> Vision:
+    tower, kind = "model.vision_tower", config.vision_config.model_type
+    if kind != "siglip_vision_model":
+        raise InputError("model.config.vision_config.model_type", f"{kind!r} is not supported here")
+    return Vision(
+        blocks=f"{tower}.encoder.layers",
+        first=(f"{tower}.embeddings",),
+        last=("model.multi_modal_projector", "model.image_newline"),
+        images=partial(_tiled_images, config),
+        keys=("pixel_values", "image_sizes", "batch_num_images"),
+        used=_until_picked(config),
+        unused=(f"{tower}.post_layernorm", f"{tower}.head"),
+        form=Form(group=_sides(config)),
+        in_lm=True,
+    )
+
+
 # ------------------------------------------------------------------ Pixtral
 
 
@@ -256,7 +302,7 @@ def _pixtral_vision(config: Any) -> Vision:
         keys=("pixel_values", "image_sizes"),
         merge=merged,
         used=_until_picked(config),
-        packs=True,
+        form=PACKED,
         takes_lengths=True,
     )
 
@@ -284,6 +330,7 @@ FAMILIES: dict[str, Family] = {
     "LlavaForConditionalGeneration": Family(Text("model.language_model"), _llava_vision),
     "Gemma3ForConditionalGeneration": Family(_GEMMA, _gemma_vision),
     "InternVLForConditionalGeneration": Family(Text("model.language_model"), _internvl_vision),
+    "LlavaOnevisionForConditionalGeneration": Family(Text("model.language_model"), _onevision_vision),
     "Mistral3ForConditionalGeneration": Family(Text("model.language_model"), _pixtral_vision),
 }
 """By the class of the model with the head."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from pipeloom.errors import PipeloomError
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-Play = Callable[[int, Tensor, Arguments], Tensor]
+Play = Callable[["Probe", Tensor, Arguments], Tensor]
 
 
 class Reached(Exception):
@@ -30,7 +30,7 @@ class Running:
     """What happens at the holes while a hollow model runs."""
 
     play: Play
-    """Called for a block, with its place, its input and its further arguments; gives what the block gives."""
+    """Called for a block, with what stands for it, its input and its further arguments; gives what the block gives."""
     filling: Tensor | None = None
     """What parts give that stand before the blocks."""
     lengths: tuple[int, ...] | None = None
@@ -68,12 +68,13 @@ def _now() -> Running:
 class Probe(nn.Module):
     """Stands for a block. Also made a subclass of the block's class, by which the library finds blocks."""
 
+    tower: str
     place: int
     gives_tuple: bool
 
     def forward(self, state: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Do what the running model is to do at this block."""
-        output = _now().play(self.place, state, (args, kwargs))
+        output = _now().play(self, state, (args, kwargs))
         return (output, None) if self.gives_tuple else output
 
 
@@ -111,8 +112,8 @@ class Gap(nn.Module):
         raise PipeloomError("the library's forward calls a part that lies in another layer")
 
 
-def probes(blocks: Sequence[nn.Module], gives_tuple: bool) -> nn.ModuleList:
-    """Return a probe for every block, with the block's own plain attributes."""
+def probes(tower: str, blocks: Sequence[nn.Module], gives_tuple: bool = False) -> nn.ModuleList:
+    """Return a probe for every block of a tower, with the block's own plain attributes."""
     classes: dict[type, type] = {}
     out = nn.ModuleList()
     for place, block in enumerate(blocks):
@@ -124,7 +125,7 @@ def probes(blocks: Sequence[nn.Module], gives_tuple: bool) -> nn.ModuleList:
         for name, value in vars(block).items():
             if not name.startswith("_") and not hasattr(nn.Module, name):
                 setattr(probe, name, value)
-        probe.place, probe.gives_tuple = place, gives_tuple
+        probe.tower, probe.place, probe.gives_tuple = tower, place, gives_tuple
         out.append(probe)
     return out
 

@@ -2,13 +2,39 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from pipeloom.integrations.transformers.hollow import Arguments, Reached, Running, run_with
+from pipeloom.integrations.transformers.hollow import Arguments, Probe, Reached, Running, run_with
 from pipeloom.integrations.transformers.packed import Calls, Mask
+
+
+@dataclass(frozen=True)
+class Form:
+    """How the library has the state of an encoder that passes between layers."""
+
+    packs: bool = False
+    """As one sequence of a batch of one."""
+    group: int | None = None
+    """With so many rows in a dimension of their own, which between layers follow one another."""
+
+    def theirs(self, state: Tensor) -> Tensor:
+        """Return the state as the library has it."""
+        if self.group is not None:
+            return state.reshape(-1, self.group, state.shape[-1])
+        return state[None] if self.packs else state
+
+    def ours(self, state: Tensor) -> Tensor:
+        """Return the state as it passes between layers."""
+        if self.group is not None:
+            return state.reshape(-1, state.shape[-1])
+        return state[0] if self.packs else state
+
+
+PLAIN, PACKED = Form(), Form(packs=True)
 
 
 class LibraryLayer(nn.Module):
@@ -22,10 +48,10 @@ class LibraryLayer(nn.Module):
 class Block(LibraryLayer):
     """A block of the library, called as its own forward calls it."""
 
-    def __init__(self, inner: nn.Module, place: int, path: str, *, packs: bool, alone: bool) -> None:
+    def __init__(self, inner: nn.Module, place: int, path: str, form: Form, *, alone: bool = False) -> None:
         super().__init__()
         self.inner = inner
-        self.place, self.path, self.packs, self.alone = place, path, packs, alone
+        self.place, self.path, self.form, self.alone = place, path, form, alone
 
     def library_name(self, parameter: str) -> str:
         """As `LibraryLayer`."""
@@ -34,10 +60,8 @@ class Block(LibraryLayer):
     def forward(self, x: Tensor, *, calls: Calls, **tensors: Tensor) -> Tensor:
         """Take and give the state, of packed sequences without the library's dimension of batches."""
         arguments = calls.block(self.place, tensors)
-        if not self.packs:
-            return self._call(x, arguments)
         if not self.alone:
-            return self._call(x[None], arguments)[0]
+            return self.form.ours(self._call(self.form.theirs(x), arguments))
         lengths = calls.outer["lengths"]
         return torch.cat([self._call(each[None], arguments)[0] for each in torch.split(x, lengths)])
 
@@ -62,27 +86,41 @@ class _Shell(LibraryLayer):
         return parameter.removeprefix("shell.")
 
 
-def stop(place: int, state: Tensor, arguments: Arguments) -> Tensor:
+def stop(probe: Probe, state: Tensor, arguments: Arguments) -> Tensor:
     """Leave the forward at the first block."""
-    del place, arguments
+    del probe, arguments
     raise Reached(state)
 
 
 class TextFirst(_Shell):
-    """What stands before the blocks of the language model: the embedding, and images put in their places."""
+    """What stands before the blocks of the language model: the embedding, and images put in their places.
 
-    def __init__(self, shell: nn.Module, *, listed: bool) -> None:
+    Where it ``finishes``, it takes the states of the last block of an encoder of that form, and what stands behind the
+    block runs here.
+    """
+
+    def __init__(self, shell: nn.Module, *, listed: bool = True, finishes: Form | None = None) -> None:
         super().__init__(shell)
-        self.listed = listed
+        self.listed, self.finishes = listed, finishes
 
     def forward(self, ids: Tensor, images: Tensor | None = None, *, calls: Calls, **tensors: Tensor) -> Tensor:
         """Take the ids of packed sequences, and the features of their images."""
         given = calls.forward(tensors)
         given.pop("lengths")
-        if images is not None:
+        shape, state = given.pop("shape", None), None
+        if images is not None and self.finishes is None:
             given["mm_encoder_outputs"] = {"image": self._features(images)}
+        elif images is not None and self.finishes is not None and shape is not None:
+            state = self.finishes.theirs(images)
+            given["pixel_values"] = images.new_zeros(()).expand(shape)
+
+        def play(probe: Probe, x: Tensor, _: Arguments) -> Tensor:
+            if state is not None and probe.tower == "vision":
+                return state
+            raise Reached(x)
+
         try:
-            with run_with(Running(stop)):
+            with run_with(Running(play, None if state is None else state.detach())):
                 self.shell(input_ids=ids[None], attention_mask=torch.ones_like(ids)[None], use_cache=False, **given)
         except Reached as reached:
             # Where there are no images, the sum of nothing: whoever gave them gets a gradient all the same.
@@ -100,10 +138,14 @@ class TextFirst(_Shell):
 class TextLast(_Shell):
     """What stands behind the blocks of the language model: norm and head."""
 
+    def __init__(self, shell: nn.Module, takes: tuple[str, ...]) -> None:
+        super().__init__(shell)
+        self.takes = takes
+
     def forward(self, x: Tensor, *, calls: Calls, **tensors: Tensor) -> Tensor:
         """Give logits of packed sequences."""
-        state, given = x[None], calls.forward(tensors)
-        given.pop("lengths")
+        state = x[None]
+        given = {name: value for name, value in calls.forward(tensors).items() if name in self.takes}
         ones = torch.ones(state.shape[:2], dtype=torch.int64, device=x.device)
         with run_with(Running(lambda *_: state, state.detach())):
             out = self.shell(inputs_embeds=state.detach(), attention_mask=ones, use_cache=False, **given)
@@ -114,9 +156,9 @@ class TextLast(_Shell):
 class VisionFirst(_Shell):
     """What stands before the blocks of an encoder."""
 
-    def __init__(self, shell: nn.Module, *, packs: bool) -> None:
+    def __init__(self, shell: nn.Module, form: Form) -> None:
         super().__init__(shell)
-        self.packs = packs
+        self.form = form
 
     def forward(self, pixels: Tensor, *, calls: Calls, **tensors: Tensor) -> Tensor:
         """Take the pixels as the library's processor gives them."""
@@ -126,20 +168,20 @@ class VisionFirst(_Shell):
             with run_with(Running(stop)):
                 self.shell.get_image_features(pixels, **given)
         except Reached as reached:
-            return reached.state[0] if self.packs else reached.state
+            return self.form.ours(reached.state)
         raise AssertionError("the library's forward never came to a block")
 
 
 class VisionLast(_Shell):
     """What stands behind the blocks of an encoder: norm, merger or projector."""
 
-    def __init__(self, shell: nn.Module, *, packs: bool, rows: tuple[int, ...]) -> None:
+    def __init__(self, shell: nn.Module, form: Form, rows: tuple[int, ...]) -> None:
         super().__init__(shell)
-        self.packs, self.rows = packs, rows
+        self.form, self.rows = form, rows
 
     def forward(self, x: Tensor, *, calls: Calls, **tensors: Tensor) -> Tensor:
         """Give the features, reshaped to as many rows as the module states."""
-        state, given = x[None] if self.packs else x, calls.forward(tensors)
+        state, given = self.form.theirs(x), calls.forward(tensors)
         # Of the pixels only the shape is looked at: what would embed them is filled in.
         pixels = x.new_zeros(()).expand(given.pop("shape"))
         with run_with(Running(lambda *_: state, state.detach())):
@@ -156,8 +198,8 @@ def record(
     """Return what the library's forward calls its blocks with; nothing is computed that a block would compute."""
     found: list[Arguments] = []
 
-    def play(place: int, state: Tensor, arguments: Arguments) -> Tensor:
-        assert place == len(found), "blocks run in another order"
+    def play(probe: Probe, state: Tensor, arguments: Arguments) -> Tensor:
+        assert probe.place == len(found), "blocks run in another order"
         found.append(arguments)
         if len(found) == num_blocks:
             raise Reached(state)
