@@ -239,7 +239,7 @@ def llava_onevision() -> Any:
 
 
 TILED = {(32, 32): (5, 88), (16, 32): (3, 52), (20, 32): (5, 70)}
-"""Tiles of images of some sizes, and their tokens: 16 of the whole; those of the tiles, joined and cut, with line ends."""
+"""Tiles of images of some sizes, and tokens: 16 of the whole; those of the tiles, joined and cut, with line ends."""
 
 
 def tiled_batch(seed: int = 0) -> Batch:

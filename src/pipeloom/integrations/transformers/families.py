@@ -75,8 +75,8 @@ class Vision:
     form: Form = PLAIN
     """How the library has the state of its blocks."""
     in_lm: bool = False
-    """Whether what stands behind the blocks runs in the first layer of the language model, because the number of rows that
-    it gives is none that an encoder's output can state."""
+    """Whether what is behind the blocks runs in the first layer of the language model: the number of rows that it gives
+    is none that an encoder's output can state."""
     takes_lengths: bool = False
     """Whether its attention is to be told of lengths, lest it makes a mask as large as the square of all patches."""
     kinds: tuple[str, ...] = ()
