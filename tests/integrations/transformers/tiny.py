@@ -256,6 +256,43 @@ def tiled_batch(seed: int = 0) -> Batch:
     return batch
 
 
+AUDIO = 44
+
+
+def omni_thinker() -> Any:
+    vision = QWEN_VISION | {"hidden_size": 8, "out_hidden_size": 16, "intermediate_size": 12}
+    vision |= {"window_size": 8, "fullatt_block_indexes": [1]}
+    audio = {"num_mel_bins": 4, "encoder_layers": 2, "encoder_attention_heads": 2, "encoder_ffn_dim": 12, "d_model": 8}
+    audio |= {"n_window": 4, "output_dim": 16, "max_source_positions": 32}
+    places = {"image_token_index": IMAGE, "video_token_index": 43, "audio_token_index": AUDIO}
+    places |= {"audio_start_token_id": 45, "audio_end_token_id": 46}
+    text = TEXT | MROPE
+    config = hf.Qwen2_5OmniThinkerConfig(text_config=text, vision_config=vision, audio_config=audio, **places)
+    config.vision_start_token_id = VISION_START
+    return hf.Qwen2_5OmniThinkerForConditionalGeneration(config)
+
+
+def heard_batch(seed: int = 0) -> Batch:
+    """Some samples with images, some with recordings, some with both or neither."""
+    generator = torch.Generator().manual_seed(seed)
+    batch = grid_batch(QWEN_PATCH, seed, types=False)
+    for sample, count in zip(batch, (1, 0, 2, 0, 1, 1), strict=True):
+        steps = [int(draw(generator, 6, 21)) for _ in range(count)]
+        ids, labels = [sample["input_ids"]], [sample["labels"]]
+        for each in steps:
+            tokens = ((each - 1) // 2 + 1 - 2) // 2 + 1
+            run = torch.tensor([45, *[AUDIO] * tokens, 46, *draw(generator, 0, IMAGE, (2,)).tolist()])
+            ids.append(run)
+            labels.append(torch.where(run >= IMAGE, -100, run))
+        sample |= {"input_ids": torch.cat(ids), "labels": torch.cat(labels)}
+        sample["attention_mask"] = torch.ones_like(sample["input_ids"])
+        if count:
+            mask = torch.arange(max(steps)) < torch.tensor(steps)[:, None]
+            sample["feature_attention_mask"] = mask.long()
+            sample["input_features"] = torch.randn(count, 4, max(steps), generator=generator, dtype=torch.float64)
+    return batch
+
+
 CASES: dict[str, tuple[Callable[[], Any], Callable[[int], Batch]]] = {
     "llama": (llama, text_batch),
     "qwen3": (qwen3, text_batch),
@@ -272,6 +309,7 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[int], Batch]]] = {
     "llava": (llava, lambda seed: square_batch(8, 4, seed)),
     "gemma3": (gemma3, lambda seed: square_batch(16, 4, seed, types="token_type_ids")),
     "llava_onevision": (llava_onevision, tiled_batch),
+    "qwen2_5_omni": (omni_thinker, heard_batch),
     "mistral3": (mistral3, lambda seed: sized_batch(4, seed)),
     "internvl": (internvl, lambda seed: square_batch(8, 4, seed)),
 }

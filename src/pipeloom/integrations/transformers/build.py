@@ -13,21 +13,23 @@ import torch
 from torch import Tensor, nn
 
 from pipeloom.errors import InputError
-from pipeloom.integrations.transformers.families import FAMILIES, Image, Sample, Text, Vision
+from pipeloom.integrations.transformers.families import FAMILIES, Encoder, Instance, Sample, Text
 from pipeloom.integrations.transformers.hollow import ConvolutionFiller, Filler, Gap, hollow, probes
 from pipeloom.integrations.transformers.layers import (
     PACKED,
     Block,
+    EncoderFirst,
+    EncoderLast,
     LibraryLayer,
+    Taken,
     TextFirst,
     TextLast,
-    VisionFirst,
-    VisionLast,
     has_mask,
     record,
 )
 from pipeloom.integrations.transformers.packed import ATTENTION, LENGTHS, as_context, register
 from pipeloom.runtime.model import Model, Module, Part
+from pipeloom.spec.batch import AUDIO_FRAMES_PER_SECOND, AUDIO_FRAMES_PER_TOKEN
 
 _IGNORED = -100
 """Label of what is no target."""
@@ -93,10 +95,10 @@ def from_transformers(
             raise InputError(f"model.config.{option}", "is set", remedy)
     _check_loss(model)
     register()
-    vision = None if family.vision is None else family.vision(model.config)
-    modules = _Builder(model, family.text, vision).modules(freeze)
-    _check_complete(model, vision, modules)
-    sizes = _Sizes(model.config, family.text, vision)
+    encoders = tuple(make(model.config) for make in family.encoders)
+    modules = _Builder(model, family.text, encoders).modules(freeze)
+    _check_complete(model, encoders, modules)
+    sizes = _Sizes(model.config, family.text, encoders)
     return TransformersModel(
         modules,
         partial(_loss, model.loss_function, model.config.get_text_config().vocab_size),
@@ -130,11 +132,11 @@ def _check_loss(model: Any) -> None:
         raise InputError("model.loss_function", "is not the library's loss of language models")
 
 
-def _check_complete(model: nn.Module, vision: Vision | None, modules: Sequence[Module]) -> None:
+def _check_complete(model: nn.Module, encoders: Sequence[Encoder], modules: Sequence[Module]) -> None:
     """Refuse to leave out a parameter."""
     held = {id(p) for module in modules for layer in module.layers for p in layer.parameters()}
     # Blocks behind the one whose output is taken are never run.
-    unused = () if vision is None else tuple(f"{each}." for each in (*vision.unused, vision.blocks))
+    unused = tuple(f"{path}." for each in encoders for path in (*each.unused, each.blocks))
     for name, parameter in model.named_parameters():
         if id(parameter) not in held and not name.startswith(unused):
             raise InputError(f"parameter {name!r}", "belongs to no layer", "this form of the model is not supported")
@@ -158,9 +160,9 @@ def clean(sample: Sample) -> dict[str, Any]:
 class _Sizes:
     """What is counted in a sample."""
 
-    def __init__(self, config: Any, text: Text, vision: Vision | None) -> None:
-        self.config, self.vision = config, vision
-        self.known = {*_KNOWN, *text.per_token, *(() if vision is None else vision.keys)}
+    def __init__(self, config: Any, text: Text, encoders: Sequence[Encoder]) -> None:
+        self.config, self.encoders = config, encoders
+        self.known = {*_KNOWN, *text.per_token, *(key for encoder in encoders for key in encoder.keys)}
 
     def num_targets(self, sample: Sample) -> float:
         """Count the tokens that are predicted."""
@@ -174,22 +176,29 @@ class _Sizes:
                 raise InputError(f"sample.{name}", "is nothing that this model is given here", "leave it out")
         if "attention_mask" in here and not torch.as_tensor(here["attention_mask"]).all():
             raise InputError("sample.attention_mask", "has zeros", "give samples without padding")
-        vision, ids = self.vision, here["input_ids"]
-        images = [] if vision is None else vision.images(here)
-        tokens = sum(image.tokens for image in images)
-        if vision is not None:
-            places = int((ids == self.config.image_token_id).sum())
+        ids, rest = here["input_ids"], len(here["input_ids"])
+        found: dict[str, Any] = {}
+        pixels: list[Tensor] = []
+        for encoder in self.encoders:
+            instances = encoder.images(here)
+            tokens = sum(each.tokens for each in instances)
+            places = int((ids == getattr(self.config, encoder.places)).sum())
             if places != tokens:
-                raise InputError("sample.input_ids", f"have {places} places for images, whose tokens are {tokens}")
-        given = here.get("id")
-        found: dict[str, Any] = {
-            "id": str(given) if given is not None else _digest(ids, [image.pixels for image in images]),
-            "text_tokens": len(ids) - tokens,
-        }
-        if images:
-            found["image_tokens"] = [image.tokens for image in images]
-            found["image_patches"] = [image.patches for image in images]
-        return found
+                what = encoder.reads
+                raise InputError("sample.input_ids", f"have {places} places for {what}, whose tokens are {tokens}")
+            if not instances:
+                continue
+            pixels += [each.pixels for each in instances]
+            if encoder.reads == "images":
+                found["image_tokens"] = [each.tokens for each in instances]
+                found["image_patches"] = [each.patches for each in instances]
+                rest -= tokens
+            else:
+                found["audio_seconds"] = [each.patches / AUDIO_FRAMES_PER_SECOND for each in instances]
+                # As many as are reckoned from the seconds; what differs is told as text.
+                rest -= sum(-(-each.patches // AUDIO_FRAMES_PER_TOKEN) for each in instances)
+        own = here.get("id")
+        return {"id": _digest(ids, pixels) if own is None else str(own), "text_tokens": rest, **found}
 
 
 def _digest(*tensors: Any) -> str:
@@ -217,12 +226,12 @@ def _loss(function: Callable[..., Tensor], num_words: int, logits: Tensor, part:
 class _Builder:
     """Makes the modules of one model."""
 
-    def __init__(self, model: Any, text: Text, vision: Vision | None) -> None:
-        self.model, self.text, self.vision, self.config = model, text, vision, model.config
+    def __init__(self, model: Any, text: Text, encoders: Sequence[Encoder]) -> None:
+        self.model, self.text, self.encoders, self.config = model, text, encoders, model.config
         self.dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
 
     def modules(self, freeze: Sequence[str]) -> list[Module]:
-        out = [] if self.vision is None else [self._vision(self.vision, "vision" in freeze)]
+        out = [self._encoder(encoder, encoder.name in freeze) for encoder in self.encoders]
         out.append(self._text("lm" in freeze))
         for name in freeze:
             if name not in [module.name for module in out]:
@@ -242,7 +251,7 @@ class _Builder:
         return model
 
     def _text(self, frozen: bool) -> Module:
-        text, vision, trunk = self.text, self.vision, self.text.trunk
+        text, trunk = self.text, self.text.trunk
         path = f"{trunk}.{text.blocks}"
         blocks: Any = self.model.get_submodule(path)
         config = self.model.get_submodule(trunk).config
@@ -254,12 +263,15 @@ class _Builder:
             return hollow(self.model, keep, {path: probes("lm", blocks, text.gives_tuple), **swap})
 
         first = f"{trunk}.{text.first}"
-        if vision is not None and vision.in_lm:
-            swap = self._fillers((*vision.first, *vision.unused))
-            swap[vision.blocks] = probes("vision", self._encoder(vision))
-            before = TextFirst(shell((first, *vision.last), swap), finishes=vision.form)
-        else:
-            before = TextFirst(shell((first,), {}), listed=vision is None or vision.listed)
+        keep, taken = [first], []
+        swap: dict[str, nn.Module] = {}
+        for each in self.encoders:
+            taken.append(Taken(each.name, each.given, each.listed, each.form if each.in_lm else None))
+            if each.in_lm:
+                keep += each.last
+                swap |= self._fillers((*each.first, *each.unused))
+                swap[each.blocks] = self._probes(each)
+        before = TextFirst(shell(tuple(keep), swap), tuple(taken))
         layers: list[nn.Module] = [before]
         for place, block in enumerate(blocks):
             alone = getattr(block, "block_type", None) in text.alone
@@ -274,28 +286,29 @@ class _Builder:
             hidden=("tokens", config.hidden_size),
             output=("tokens", config.vocab_size),
             inputs=_ids,
-            context=_TextContext(outline, text, vision, len(blocks), config.hidden_size, self.dtype),
-            after=() if vision is None else ("vision",),
+            context=_TextContext(outline, text, tuple(self.encoders), len(blocks), config.hidden_size, self.dtype),
+            after=tuple(encoder.name for encoder in self.encoders),
             frozen=frozen,
             kinds=("first", *self._kinds(blocks, lambda i: _layer_type(config, blocks[i], i)), "last"),
         )
 
-    def _encoder(self, vision: Vision) -> Any:
-        return self.model.get_submodule(vision.blocks)
+    def _probes(self, encoder: Encoder) -> nn.Module:
+        blocks: Any = self.model.get_submodule(encoder.blocks)
+        return probes(encoder.name, blocks, encoder.gives_tuple)
 
-    def _vision(self, vision: Vision, frozen: bool) -> Module:
-        every = self._encoder(vision)
+    def _encoder(self, vision: Encoder, frozen: bool) -> Module:
+        every: Any = self.model.get_submodule(vision.blocks)
         if vision.takes_lengths:
             # Where the library has it from: the tower, above whatever holds the blocks.
             self.model.get_submodule(".".join(vision.blocks.split(".")[:2])).config._attn_implementation = LENGTHS
         blocks = every[: vision.used]
 
         def shell(keep: tuple[str, ...], swap: dict[str, nn.Module]) -> nn.Module:
-            return hollow(self.model, keep, {vision.blocks: probes("vision", every), **swap})
+            return hollow(self.model, keep, {vision.blocks: self._probes(vision), **swap})
 
         width = _width(every[0])
         hidden = (width,) if vision.patches is None else (vision.patches, width)
-        layers: list[nn.Module] = [VisionFirst(shell(vision.first, {}), vision.form)]
+        layers: list[nn.Module] = [EncoderFirst(shell(vision.first, {}), vision.form, vision.features)]
         for place, block in enumerate(blocks):
             layers.append(Block(block, place, f"{vision.blocks}.{place}", vision.form))
         rows: tuple[int, ...] = hidden
@@ -303,13 +316,13 @@ class _Builder:
         if not vision.in_lm:
             rows = self._rows(vision)
             behind = shell(vision.last, self._fillers((*vision.first, *vision.unused)))
-            layers.append(VisionLast(behind, vision.form, rows))
+            layers.append(EncoderLast(behind, vision.form, vision.features, rows))
             kinds = [*kinds, "last"]
         outline = self._outline(shell((), self._fillers(vision.first)), vision.first)
         return Module(
-            "vision",
+            vision.name,
             layers,
-            reads="images",
+            reads=vision.reads,
             hidden=("tokens" if vision.patches is None else "instances", *hidden),
             output=("tokens" if vision.tokens is None else "instances", *rows),
             inputs=partial(_pixels, vision),
@@ -318,7 +331,7 @@ class _Builder:
             kinds=("first", *kinds),
         )
 
-    def _rows(self, vision: Vision) -> tuple[int, ...]:
+    def _rows(self, vision: Encoder) -> tuple[int, ...]:
         """The encoder's output beside its first dimension."""
         width = self.config.get_text_config().hidden_size
         if vision.tokens is not None:
@@ -369,17 +382,17 @@ def _ids(part: Part) -> Tensor:
     return torch.cat([clean(part.samples[place])["input_ids"] for place, _ in part.instances])
 
 
-def _images(vision: Vision, part: Part) -> list[Image]:
+def _images(vision: Encoder, part: Part) -> list[Instance]:
     every = {place: vision.images(clean(part.samples[place])) for place in {p for p, _ in part.instances}}
     return [every[place][index] for place, index in part.instances]
 
 
-def _pixels(vision: Vision, part: Part) -> Tensor:
+def _pixels(vision: Encoder, part: Part) -> Tensor:
     return _joined([image.pixels for image in _images(vision, part)])
 
 
-def _given(images: Sequence[Image]) -> dict[str, Tensor]:
-    return {name: torch.cat([image.given[name] for image in images]) for name in images[0].given}
+def _given(images: Sequence[Instance]) -> dict[str, Tensor]:
+    return {name: _joined([image.given[name] for image in images]) for name in images[0].given}
 
 
 def _joined_shape(pixels: Sequence[Tensor]) -> tuple[int, ...]:
@@ -405,7 +418,7 @@ class _TextContext:
 
     shell: nn.Module
     text: Text
-    vision: Vision | None
+    encoders: tuple[Encoder, ...]
     num_blocks: int
     width: int
     dtype: torch.dtype
@@ -427,18 +440,18 @@ class _TextContext:
         def call(shell: nn.Module) -> None:
             shell(inputs_embeds=filling, attention_mask=ones, use_cache=False, **outer)
 
-        pictures = {} if self.vision is None or not self.vision.in_lm else self._pictures(self.vision, samples)
+        called = {each.name: self._called(each, samples) for each in self.encoders if each.in_lm}
 
         found = record(self.shell, call, self.num_blocks, filling, lengths)
         for block, arguments in zip(self._blocks(), found, strict=True):
             kind = getattr(block, "block_type", None)
             if len(lengths) > 1 and not has_mask(arguments) and kind not in (*text.alone, *text.pointwise):
                 raise InputError(f"a {type(block).__name__}", "is given no mask", "it cannot be packed; not supported")
-        return as_context(found, {**outer, **pictures, "lengths": lengths})
+        return as_context(found, {**outer, "encoders": called, "lengths": lengths})
 
-    def _pictures(self, vision: Vision, samples: Sequence[Sample]) -> dict[str, Any]:
+    def _called(self, encoder: Encoder, samples: Sequence[Sample]) -> dict[str, Any]:
         """What the encoder's end is called with, which runs in the first layer."""
-        images = [image for sample in samples for image in vision.images(sample)]
+        images = [image for sample in samples for image in encoder.images(sample)]
         if not images:
             return {}
         return {**_given(images), "shape": _joined_shape([image.pixels for image in images])}
@@ -457,7 +470,7 @@ class _VisionContext:
     """What the blocks of an encoder are called with, for a part."""
 
     shell: nn.Module
-    vision: Vision
+    vision: Encoder
     num_blocks: int
     hidden: tuple[int, ...]
     dtype: torch.dtype
@@ -471,7 +484,7 @@ class _VisionContext:
         filling = self.vision.form.theirs(filling)
 
         def call(shell: Any) -> None:
-            shell.get_image_features(pixels, **given)
+            getattr(shell, self.vision.features)(pixels, **given)
 
         found = record(self.shell, call, self.num_blocks, filling, None)
         return as_context(found, {**given, "shape": tuple(pixels.shape)})

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -18,10 +18,11 @@ Sample = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Image:
-    """One instance of what the encoder reads.
+class Instance:
+    """An image or a recording: one instance of what an encoder reads.
 
-    ``pixels`` and ``given`` are joined along dimension 0 with those of the other images of a part.
+    ``pixels`` (of a recording, its spectrum) and ``given`` are joined along dimension 0 with those of the other
+    instances of a part; ``patches`` are the rows of state that it has between layers.
     """
 
     pixels: Tensor
@@ -52,13 +53,22 @@ class Text:
 
 
 @dataclass(frozen=True)
-class Vision:
+class Encoder:
     """The encoder of a model and what brings its output to the language model's width."""
 
     blocks: str
     first: tuple[str, ...]
     last: tuple[str, ...]
-    images: Callable[[Sample], list[Image]]
+    images: Callable[[Sample], list[Instance]]
+    """What of a sample goes through it, one by one: images, or recordings."""
+    name: str = "vision"
+    reads: Literal["images", "audio"] = "images"
+    features: str = "get_image_features"
+    """The library's function that runs it and what stands behind it."""
+    given: str = "pixel_values"
+    """What that function is given; further entries of a sample besides."""
+    places: str = "image_token_id"
+    """Where the config has the id of its tokens."""
     keys: tuple[str, ...] = ("pixel_values",)
     """Entries of a sample that it reads."""
     patches: int | None = None
@@ -74,6 +84,8 @@ class Vision:
     """Whether the features come as a list with an entry for each image."""
     form: Form = PLAIN
     """How the library has the state of its blocks."""
+    gives_tuple: bool = False
+    """Whether its blocks give a tuple."""
     in_lm: bool = False
     """Whether what is behind the blocks runs in the first layer of the language model: the number of rows that it gives
     is none that an encoder's output can state."""
@@ -88,8 +100,8 @@ class Family:
     """One architecture."""
 
     text: Text
-    vision: Callable[[Any], Vision] | None = None
-    """Of the model's config: some take several encoders."""
+    encoders: tuple[Callable[[Any], Encoder], ...] = ()
+    """Each of the model's config: some take encoders of several kinds."""
     refused: tuple[tuple[str, Callable[[Any], object], str], ...] = ()
     """Options that are not supported: name, whether a config has it, and what to do instead."""
 
@@ -108,7 +120,7 @@ _EXPERTS = Family(Text("model"), refused=(_ROUTER,))
 # ------------------------------------------------------------------ Qwen's vision-language models
 
 
-def _grid_images(merged: int, sample: Sample) -> list[Image]:
+def _grid_images(merged: int, sample: Sample) -> list[Instance]:
     """Images whose patches follow one another, each with its grid."""
     if sample.get("pixel_values") is None:
         return []
@@ -118,7 +130,7 @@ def _grid_images(merged: int, sample: Sample) -> list[Image]:
     if len(pixels) != sum(counts):
         raise InputError("sample.pixel_values", f"has {len(pixels)} patches, image_grid_thw says {sum(counts)}")
     return [
-        Image(part, {"image_grid_thw": grid[None]}, count, count // merged)
+        Instance(part, {"image_grid_thw": grid[None]}, count, count // merged)
         for part, grid, count in zip(torch.split(pixels, counts), grids, counts, strict=True)
     ]
 
@@ -140,12 +152,12 @@ def _grid_positions(model: nn.Module, sample: Sample) -> Tensor | None:
     return torch.arange(ids.shape[1]).expand(3, 1, -1) if found is None else found
 
 
-def _qwen_vision(config: Any) -> Vision:
+def _qwen_vision(config: Any) -> Encoder:
     vision = config.vision_config
     merged = int(vision.spatial_merge_size) ** 2
     full = getattr(vision, "fullatt_block_indexes", None)
     kinds = () if full is None else tuple("full" if i in full else "window" for i in range(vision.depth))
-    return Vision(
+    return Encoder(
         blocks="model.visual.blocks",
         first=("model.visual.patch_embed",),
         last=("model.visual.merger",),
@@ -159,21 +171,76 @@ def _qwen_vision(config: Any) -> Vision:
 _QWEN_TEXT = Text("model.language_model", positions=_grid_positions)
 
 
+# ------------------------------------------------------------------ Qwen's model that hears
+
+
+def _recordings(sample: Sample) -> list[Instance]:
+    """Recordings as spectra in one tensor, padded; two steps to a frame, two frames to a token."""
+    if sample.get("input_features") is None:
+        return []
+    spectra, masks = (torch.as_tensor(sample[name]) for name in ("input_features", "feature_attention_mask"))
+    out = []
+    for spectrum, mask in zip(spectra, masks, strict=True):
+        steps = int(mask.sum())
+        frames = (steps - 1) // 2 + 1
+        given = {"feature_attention_mask": mask[None, :steps]}
+        out.append(Instance(spectrum[None, :, :steps], given, frames, (frames - 2) // 2 + 1))
+    return out
+
+
+def _hearing(config: Any) -> Encoder:
+    del config
+    tower = "model.audio_tower"
+    return Encoder(
+        name="audio",
+        reads="audio",
+        features="get_audio_features",
+        given="input_features",
+        places="audio_token_id",
+        blocks=f"{tower}.layers",
+        first=(f"{tower}.conv1", f"{tower}.conv2"),
+        last=(f"{tower}.ln_post", f"{tower}.proj"),
+        unused=(f"{tower}.audio_bos_eos_token",),
+        images=_recordings,
+        keys=("input_features", "feature_attention_mask"),
+        gives_tuple=True,
+        in_lm=True,
+    )
+
+
+def _omni_positions(model: nn.Module, sample: Sample) -> Tensor | None:
+    """Positions in time, height and width: of the library's model only where a sample has its ``attention_mask``."""
+    inner: Any = model.model
+    inner.rope_deltas = None
+    ids, heard = sample["input_ids"][None], sample.get("feature_attention_mask")
+    mask, grids = sample.get("attention_mask"), sample.get("image_grid_thw")
+    found: Tensor | None = inner.compute_3d_position_ids(
+        input_ids=ids,
+        image_grid_thw=None if grids is None else torch.as_tensor(grids),
+        video_grid_thw=None,
+        inputs_embeds=None,
+        attention_mask=None if mask is None else torch.as_tensor(mask).reshape(1, -1),
+        past_key_values=None,
+        audio_feature_lengths=None if heard is None else torch.as_tensor(heard).sum(1),
+    )
+    return torch.arange(ids.shape[1]).expand(3, 1, -1) if found is None else found
+
+
 # ------------------------------------------------------------------ images of one size
 
 
-def _square_images(patches: int, tokens: int, sample: Sample) -> list[Image]:
+def _square_images(patches: int, tokens: int, sample: Sample) -> list[Instance]:
     """Images, or tiles of images, that are all of one size."""
     if sample.get("pixel_values") is None:
         return []
     pixels = torch.as_tensor(sample["pixel_values"])
     if pixels.dim() != 4:
         raise InputError("sample.pixel_values", f"has {pixels.dim()} dimensions", "give images x channels x sides")
-    return [Image(each[None], {}, patches, tokens) for each in pixels]
+    return [Instance(each[None], {}, patches, tokens) for each in pixels]
 
 
-def _square_vision(patches: int, tokens: int, **parts: Any) -> Vision:
-    return Vision(images=partial(_square_images, patches, tokens), patches=patches, tokens=tokens, **parts)
+def _square_vision(patches: int, tokens: int, **parts: Any) -> Encoder:
+    return Encoder(images=partial(_square_images, patches, tokens), patches=patches, tokens=tokens, **parts)
 
 
 def _sides(config: Any) -> int:
@@ -193,7 +260,7 @@ def _until_picked(config: Any) -> int:
     return picked if picked >= 0 else count + 1 + picked
 
 
-def _llava_vision(config: Any) -> Vision:
+def _llava_vision(config: Any) -> Encoder:
     kind, tower = config.vision_config.model_type, "model.vision_tower"
     if kind not in ("clip_vision_model", "siglip_vision_model"):
         raise InputError("model.config.vision_config.model_type", f"{kind!r} is not supported here")
@@ -209,7 +276,7 @@ def _llava_vision(config: Any) -> Vision:
     )
 
 
-def _gemma_vision(config: Any) -> Vision:
+def _gemma_vision(config: Any) -> Encoder:
     tower = "model.vision_tower"
     return _square_vision(
         _sides(config),
@@ -222,7 +289,7 @@ def _gemma_vision(config: Any) -> Vision:
     )
 
 
-def _internvl_vision(config: Any) -> Vision:
+def _internvl_vision(config: Any) -> Encoder:
     tower = "model.vision_tower"
     return _square_vision(
         _sides(config) + 1,
@@ -238,7 +305,7 @@ def _internvl_vision(config: Any) -> Vision:
 # ------------------------------------------------------------------ LLaVA-OneVision
 
 
-def _tiled_images(config: Any, sample: Sample) -> list[Image]:
+def _tiled_images(config: Any, sample: Sample) -> list[Instance]:
     """Images cut into tiles, as many as their sizes want."""
     from transformers.models.llava_onevision import modeling_llava_onevision as library
 
@@ -255,15 +322,15 @@ def _tiled_images(config: Any, sample: Sample) -> list[Image]:
         _, (tokens,) = library.LlavaOnevisionModel.pack_image_features(
             shell, [torch.zeros(tiles, side, 1)], size[None], image_newline=torch.zeros(1), vision_aspect_ratio=aspect
         )
-        images.append(Image(each[None, :tiles], {"image_sizes": size[None]}, tiles * side, int(tokens)))
+        images.append(Instance(each[None, :tiles], {"image_sizes": size[None]}, tiles * side, int(tokens)))
     return images
 
 
-def _onevision_vision(config: Any) -> Vision:
+def _onevision_vision(config: Any) -> Encoder:
     tower, kind = "model.vision_tower", config.vision_config.model_type
     if kind != "siglip_vision_model":
         raise InputError("model.config.vision_config.model_type", f"{kind!r} is not supported here")
-    return Vision(
+    return Encoder(
         blocks=f"{tower}.encoder.layers",
         first=(f"{tower}.embeddings",),
         last=("model.multi_modal_projector", "model.image_newline"),
@@ -279,7 +346,7 @@ def _onevision_vision(config: Any) -> Vision:
 # ------------------------------------------------------------------ Pixtral
 
 
-def _pixtral_images(patch: int, merged: int, sample: Sample) -> list[Image]:
+def _pixtral_images(patch: int, merged: int, sample: Sample) -> list[Instance]:
     """Images of several sizes in one tensor, padded on the right and at the bottom."""
     if sample.get("pixel_values") is None:
         return []
@@ -288,13 +355,13 @@ def _pixtral_images(patch: int, merged: int, sample: Sample) -> list[Image]:
     for each, size in zip(pixels, sizes.reshape(-1, 2), strict=True):
         height, width = (int(side) for side in size)
         patches = (height // patch) * (width // patch)
-        images.append(Image(each[None, :, :height, :width], {"image_sizes": size[None]}, patches, patches // merged))
+        images.append(Instance(each[None, :, :height, :width], {"image_sizes": size[None]}, patches, patches // merged))
     return images
 
 
-def _pixtral_vision(config: Any) -> Vision:
+def _pixtral_vision(config: Any) -> Encoder:
     tower, merged = "model.vision_tower", int(config.spatial_merge_size) ** 2
-    return Vision(
+    return Encoder(
         blocks=f"{tower}.transformer.layers",
         first=(f"{tower}.patch_conv", f"{tower}.ln_pre"),
         last=("model.multi_modal_projector",),
@@ -325,12 +392,15 @@ FAMILIES: dict[str, Family] = {
     "DeepseekV3ForCausalLM": _EXPERTS,
     "BambaForCausalLM": Family(_BAMBA, refused=(_Z_LOSS,)),
     "NemotronHForCausalLM": Family(_NEMOTRON, refused=(_ROUTER,)),
-    "Qwen2VLForConditionalGeneration": Family(_QWEN_TEXT, _qwen_vision),
-    "Qwen2_5_VLForConditionalGeneration": Family(_QWEN_TEXT, _qwen_vision),
-    "LlavaForConditionalGeneration": Family(Text("model.language_model"), _llava_vision),
-    "Gemma3ForConditionalGeneration": Family(_GEMMA, _gemma_vision),
-    "InternVLForConditionalGeneration": Family(Text("model.language_model"), _internvl_vision),
-    "LlavaOnevisionForConditionalGeneration": Family(Text("model.language_model"), _onevision_vision),
-    "Mistral3ForConditionalGeneration": Family(Text("model.language_model"), _pixtral_vision),
+    "Qwen2VLForConditionalGeneration": Family(_QWEN_TEXT, (_qwen_vision,)),
+    "Qwen2_5_VLForConditionalGeneration": Family(_QWEN_TEXT, (_qwen_vision,)),
+    "Qwen2_5OmniThinkerForConditionalGeneration": Family(
+        Text("model.language_model", positions=_omni_positions), (_qwen_vision, _hearing)
+    ),
+    "LlavaForConditionalGeneration": Family(Text("model.language_model"), (_llava_vision,)),
+    "Gemma3ForConditionalGeneration": Family(_GEMMA, (_gemma_vision,)),
+    "InternVLForConditionalGeneration": Family(Text("model.language_model"), (_internvl_vision,)),
+    "LlavaOnevisionForConditionalGeneration": Family(Text("model.language_model"), (_onevision_vision,)),
+    "Mistral3ForConditionalGeneration": Family(Text("model.language_model"), (_pixtral_vision,)),
 }
 """By the class of the model with the head."""

@@ -93,13 +93,17 @@ class ConvolutionFiller(nn.Module):
     def __init__(self, convolution: nn.Module) -> None:
         super().__init__()
         given: Any = convolution
-        self.width, self.stride = given.out_channels, given.stride
+        self.width = given.out_channels
+        self.sizes = tuple(zip(given.kernel_size, given.stride, given.padding, strict=True))
         # The library asks for its dtype.
         self.register_buffer("weight", given.weight.detach().new_empty(0, device="cpu"), persistent=False)
 
     def forward(self, pixels: Tensor) -> Tensor:
         """Give zeros that take no memory."""
-        sides = [side // stride for side, stride in zip(pixels.shape[2:], self.stride, strict=True)]
+        sides = [
+            (side + 2 * padding - kernel) // stride + 1
+            for side, (kernel, stride, padding) in zip(pixels.shape[2:], self.sizes, strict=True)
+        ]
         return pixels.new_zeros(()).expand(len(pixels), self.width, *sides)
 
 

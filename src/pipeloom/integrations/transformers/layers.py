@@ -92,47 +92,59 @@ def stop(probe: Probe, state: Tensor, arguments: Arguments) -> Tensor:
     raise Reached(state)
 
 
+@dataclass(frozen=True)
+class Taken:
+    """How the first layer of a language model takes what an encoder gives."""
+
+    name: str
+    given: str
+    listed: bool = True
+    """Whether the library has features as a list."""
+    finishes: Form | None = None
+    """What is given is the state of the encoder's last block, of this form, and what stands behind that runs here."""
+
+
 class TextFirst(_Shell):
-    """What stands before the blocks of the language model: the embedding, and images put in their places.
+    """What stands before the blocks of the language model: the embedding, and images put in their places."""
 
-    Where it ``finishes``, it takes the states of the last block of an encoder of that form, and what stands behind the
-    block runs here.
-    """
-
-    def __init__(self, shell: nn.Module, *, listed: bool = True, finishes: Form | None = None) -> None:
+    def __init__(self, shell: nn.Module, encoders: tuple[Taken, ...] = ()) -> None:
         super().__init__(shell)
-        self.listed, self.finishes = listed, finishes
+        self.encoders = encoders
 
-    def forward(self, ids: Tensor, images: Tensor | None = None, *, calls: Calls, **tensors: Tensor) -> Tensor:
-        """Take the ids of packed sequences, and the features of their images."""
+    def forward(self, ids: Tensor, *upstream: Tensor, calls: Calls, **tensors: Tensor) -> Tensor:
+        """Take the ids of packed sequences, and what the encoders give of them."""
         given = calls.forward(tensors)
         given.pop("lengths")
-        shape, state = given.pop("shape", None), None
-        if images is not None and self.finishes is None:
-            given["mm_encoder_outputs"] = {"image": self._features(images)}
-        elif images is not None and self.finishes is not None and shape is not None:
-            state = self.finishes.theirs(images)
-            given["pixel_values"] = images.new_zeros(()).expand(shape)
+        called, states = given.pop("encoders"), {}
+        for encoder, rows in zip(self.encoders, upstream, strict=True):
+            if encoder.finishes is None:
+                given.setdefault("mm_encoder_outputs", {})["image"] = self._features(rows, encoder.listed)
+            elif called[encoder.name]:
+                states[encoder.name] = encoder.finishes.theirs(rows)
+                given |= called[encoder.name]
+                given[encoder.given] = rows.new_zeros(()).expand(given.pop("shape"))
 
         def play(probe: Probe, x: Tensor, _: Arguments) -> Tensor:
-            if state is not None and probe.tower == "vision":
-                return state
+            if probe.tower in states:
+                return states[probe.tower]
             raise Reached(x)
 
+        # Only one encoder of a model is finished here.
+        filling = next(iter(states.values())).detach() if states else None
         try:
-            with run_with(Running(play, None if state is None else state.detach())):
+            with run_with(Running(play, filling)):
                 self.shell(input_ids=ids[None], attention_mask=torch.ones_like(ids)[None], use_cache=False, **given)
         except Reached as reached:
             # Where there are no images, the sum of nothing: whoever gave them gets a gradient all the same.
-            return reached.state[0] if images is None else reached.state[0] + images.sum() * 0
+            return reached.state[0] + sum(rows.sum() for rows in upstream) * 0 if upstream else reached.state[0]
         raise AssertionError("the library's forward never came to a block")
 
-    def _features(self, images: Tensor) -> Any:
+    def _features(self, rows: Tensor, listed: bool) -> Any:
         from transformers.modeling_outputs import BaseModelOutputWithPooling
 
         width = self.shell.config.get_text_config().hidden_size
-        rows = images.reshape(-1, width)
-        return BaseModelOutputWithPooling(pooler_output=[rows] if self.listed else rows[None])
+        rows = rows.reshape(-1, width)
+        return BaseModelOutputWithPooling(pooler_output=[rows] if listed else rows[None])
 
 
 class TextLast(_Shell):
@@ -153,12 +165,12 @@ class TextLast(_Shell):
         return logits
 
 
-class VisionFirst(_Shell):
+class EncoderFirst(_Shell):
     """What stands before the blocks of an encoder."""
 
-    def __init__(self, shell: nn.Module, form: Form) -> None:
+    def __init__(self, shell: nn.Module, form: Form, features: str) -> None:
         super().__init__(shell)
-        self.form = form
+        self.form, self.features = form, features
 
     def forward(self, pixels: Tensor, *, calls: Calls, **tensors: Tensor) -> Tensor:
         """Take the pixels as the library's processor gives them."""
@@ -166,18 +178,18 @@ class VisionFirst(_Shell):
         given.pop("shape")
         try:
             with run_with(Running(stop)):
-                self.shell.get_image_features(pixels, **given)
+                getattr(self.shell, self.features)(pixels, **given)
         except Reached as reached:
             return self.form.ours(reached.state)
         raise AssertionError("the library's forward never came to a block")
 
 
-class VisionLast(_Shell):
+class EncoderLast(_Shell):
     """What stands behind the blocks of an encoder: norm, merger or projector."""
 
-    def __init__(self, shell: nn.Module, form: Form, rows: tuple[int, ...]) -> None:
+    def __init__(self, shell: nn.Module, form: Form, features: str, rows: tuple[int, ...]) -> None:
         super().__init__(shell)
-        self.form, self.rows = form, rows
+        self.form, self.features, self.rows = form, features, rows
 
     def forward(self, x: Tensor, *, calls: Calls, **tensors: Tensor) -> Tensor:
         """Give the features, reshaped to as many rows as the module states."""
@@ -185,7 +197,7 @@ class VisionLast(_Shell):
         # Of the pixels only the shape is looked at: what would embed them is filled in.
         pixels = x.new_zeros(()).expand(given.pop("shape"))
         with run_with(Running(lambda *_: state, state.detach())):
-            features = self.shell.get_image_features(pixels, **given).pooler_output
+            features = getattr(self.shell, self.features)(pixels, **given).pooler_output
         if isinstance(features, (tuple, list)):
             features = torch.cat(tuple(features))
         out: Tensor = features.reshape(-1, *self.rows)
