@@ -198,7 +198,8 @@ class _Measuring:
                     given_rows = self._rows(given_rows, module, source, microbatch, sub, end.output)
                 arguments = (*arguments, given_rows)
                 needs_gradient = [*needs_gradient, self.flows[source.name]]
-            once = _AsOne(module.layers[number], taken, here)
+            real = self.bench.real(module.layers[number])
+            once = _AsOne(real, taken, here)
             layer = self.bench.mount(once)
             with torch.no_grad(), user_code(f"module {module.name!r}.layers[{number}]"):
                 output = layer(*arguments, **context)
@@ -214,7 +215,7 @@ class _Measuring:
             if key not in self.seen and not (number == 0 and recurs):
                 self.seen.add(key)
                 # Without what holds streams; most layers have none.
-                alone: torch.nn.Module = module.layers[number]
+                alone: torch.nn.Module = real
                 if taken or once.emits:
                     alone = _AsOne(alone, taken, None)
                 if number == last and module is self.model.modules[-1]:
@@ -447,10 +448,12 @@ def profile_model(
     Parameters
     ----------
     model : Model
+        One of shapes alone (on ``meta``) gets random weights, a layer at a time.
     batches : sequence of sequence of samples
         A few batches as training will see them; the more they differ, the better the fit.
     describe : callable or None
-        From a sample to its metadata; None: the batches are those of `Prefetched`, or ``metadata`` is given.
+        From a sample to its metadata; None: the model's own, or the batches are those of `Prefetched`, or
+        ``metadata`` is given.
     packing : PackingSpec
     placements : dict
         Sub-microbatch sizes, so that layers are timed on the parts that they will get.
@@ -466,7 +469,7 @@ def profile_model(
     """
     layout = single_rank(model.spec, placements)
     if metadata is None:
-        metadata = [batch_of(samples, describe, i) for i, samples in enumerate(batches)]
+        metadata = [batch_of(samples, describe or model.describe, i) for i, samples in enumerate(batches)]
     measured: list[LayerMeasurement] = []
     for number, (batch, samples) in enumerate(zip(metadata, batches, strict=True)):
         size = packing

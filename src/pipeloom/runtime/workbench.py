@@ -5,6 +5,7 @@ All is done as the executor does it, on a device with its clock, with or without
 
 from __future__ import annotations
 
+import copy
 import itertools
 import statistics
 import time
@@ -103,6 +104,21 @@ class Workbench:
         """Around all measuring: casts of a layer's weights are kept from run to run, as in an iteration."""
         return kept_casts(self.device, self.autocast)
 
+    def real(self, layer: nn.Module) -> nn.Module:
+        """The layer; of one that has shapes alone (on ``meta``), a copy with random weights on the device."""
+        if not any(parameter.is_meta for parameter in layer.parameters()):
+            return layer
+        layer = copy.deepcopy(layer)
+        made: dict[int, nn.Parameter] = {}
+        for part in layer.modules():
+            for name, parameter in part.named_parameters(recurse=False):
+                if parameter.is_meta:
+                    if id(parameter) not in made:
+                        weights = torch.empty_like(parameter, device=self.device).normal_(std=_STD)
+                        made[id(parameter)] = nn.Parameter(weights, parameter.requires_grad)
+                    setattr(part, name, made[id(parameter)])
+        return layer
+
     def mount(self, layer: nn.Module) -> nn.Module:
         """The layer as training runs it, on the device."""
         layer.to(self.device)
@@ -110,7 +126,7 @@ class Workbench:
 
     def unmount(self, layer: nn.Module) -> None:
         """Give the device's memory back: a pipeline's model need not fit on one device."""
-        if self.device.type != "cpu":
+        if self.device.type != "cpu" and not any(parameter.is_meta for parameter in layer.parameters()):
             layer.to("cpu")
         if self.autocast is not None:
             torch.clear_autocast_cache()
@@ -135,6 +151,8 @@ class _UnderAutocast(nn.Module):
 
 
 _WARM_UP = 2
+_STD = 0.02
+"""Of weights that a layer has none of, while it is measured."""
 
 
 def measure_strategies(

@@ -201,3 +201,30 @@ def test_other_arguments_are_refused(tmp_path: Path) -> None:
         pl.from_transformers(tiny.llama(), device="meta")
     with pytest.raises(InputError, match="is no folder"):
         pl.from_transformers(tmp_path / "nothing")
+
+
+@pytest.mark.parametrize(
+    "name", ["qwen2_5_vl", *(pytest.param(n, marks=pytest.mark.full) for n in ("gemma3", "llava"))]
+)
+def test_shapes_alone_are_called_and_measured_as_the_model_is(name: str, tmp_path: Path) -> None:
+    library, batch = tiny.make(name)
+    library.save_pretrained(tmp_path)
+    real, shapes = pl.from_transformers(tmp_path), pl.from_transformers(tmp_path, device="meta")
+    samples = [{k: v.float() if v.dtype == torch.float64 else v for k, v in s.items() if k != "id"} for s in batch]
+    metadata = pl.batch_of(samples, real.describe)
+    for ours, theirs in zip(shapes.modules, real.modules, strict=True):
+        images = [(i, j) for i, s in enumerate(metadata.samples) for j in range(len(s.image_tokens))]
+        part = pl.Part(
+            tuple(samples), tuple(images if ours.reads == "images" else [(i, 0) for i in range(len(samples))])
+        )
+        assert ours.context is not None
+        assert theirs.context is not None
+        found, wanted = ours.context(part), theirs.context(part)
+        assert found.keys() == wanted.keys()
+        for key in found.keys() - {"calls"}:
+            torch.testing.assert_close(found[key], wanted[key], rtol=0, atol=0)
+    profile = pl.profile_model(
+        shapes, [samples], packing=pl.PackingSpec(80), placements={}, options=pl.ProfileOptions(repeats=1)
+    )
+    assert profile.layers.keys() == {f"{m.name}/{layer.kind}" for m in real.spec.modules for layer in m.flat_layers}
+    assert all(p.is_meta for m in shapes.modules for layer in m.layers for p in layer.parameters())

@@ -121,8 +121,22 @@ def _load(path: str | Path, device: torch.device | str | None) -> Any:
         raise InputError(f"{path}/config.json", f"has architectures {names}, which transformers does not know")
     if torch.device(device or "cpu").type == "meta":
         with torch.device("meta"):
-            return kind(config)
+            model = kind(config)
+        return _with_buffers(model)
     return kind.from_pretrained(str(path), config=config).to(device or "cpu")
+
+
+def _with_buffers(model: Any) -> Any:
+    """Give a model of shapes alone its buffers: positions and the like are computed with them."""
+    for module in model.modules():
+        module._is_hf_initialized = False
+        for name, buffer in module.named_buffers(recurse=False):
+            persistent = name not in module._non_persistent_buffers_set
+            module.register_buffer(name, torch.zeros_like(buffer, device="cpu"), persistent=persistent)
+    for parameter in model.parameters():
+        parameter._is_hf_initialized = True
+    model.initialize_weights()
+    return model
 
 
 def _check_loss(model: Any) -> None:
