@@ -491,14 +491,16 @@ class _VisionContext:
 
     def __call__(self, part: Part) -> dict[str, Any]:
         images = _images(self.vision, part)
-        pixels = _joined([image.pixels for image in images])
+        # Neither their numbers nor those of the state matter to what the blocks are called with.
+        shape = _joined_shape([image.pixels for image in images])
+        pixels = images[0].pixels.new_zeros(()).expand(shape)
         given = _given(images)
         rows = sum(image.patches for image in images) if self.vision.patches is None else len(images)
-        filling = torch.zeros((), dtype=self.dtype).expand(rows, *self.hidden)
+        filling = torch.zeros((), dtype=self.dtype).expand(rows, *self.hidden[:-1], 1)
         filling = self.vision.form.theirs(filling)
 
         def call(shell: Any) -> None:
             getattr(shell, self.vision.features)(pixels, **given)
 
         found = record(self.shell, call, self.num_blocks, filling, None)
-        return as_context(found, {**given, "shape": tuple(pixels.shape)})
+        return as_context(found, {**given, "shape": shape})
