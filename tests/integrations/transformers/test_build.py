@@ -186,6 +186,10 @@ def many_layers() -> Any:
         (lambda: tiny.mixtral(output_router_logits=True), "output_router_logits: is set"),
         (lambda: tiny.bamba(z_loss_coefficient=0.1), "z_loss_coefficient: is set"),
         (many_layers, "outputs of several layers"),
+        (
+            lambda: tiny.llama(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
+            "'dynamic', which packing would change",
+        ),
     ],
 )
 def test_a_model_that_is_not_supported_is_refused(build: Callable[[], Any], message: str) -> None:

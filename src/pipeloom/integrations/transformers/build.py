@@ -94,6 +94,7 @@ def from_transformers(
         if is_set(model.config):
             raise InputError(f"model.config.{option}", "is set", remedy)
     _check_loss(model)
+    _check_rotary(model.config.get_text_config())
     register()
     encoders = tuple(make(model.config) for make in family.encoders)
     modules = _Builder(model, family.text, encoders).modules(freeze)
@@ -144,6 +145,15 @@ def _check_loss(model: Any) -> None:
 
     if model.loss_function is not ForCausalLMLoss:
         raise InputError("model.loss_function", "is not the library's loss of language models")
+
+
+def _check_rotary(config: Any) -> None:
+    """Refuse rotary embeddings that depend on the longest sequence: packed, samples would change each other's."""
+    given = getattr(config, "rope_parameters", None) or {}
+    for each in (given, *(inner for inner in given.values() if isinstance(inner, dict))):
+        kind = str(each.get("rope_type"))
+        if "dynamic" in kind or kind == "longrope":
+            raise InputError("model.config.rope_parameters", f"are of type {kind!r}, which packing would change")
 
 
 def _check_complete(model: nn.Module, encoders: Sequence[Encoder], modules: Sequence[Module]) -> None:
