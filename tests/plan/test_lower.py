@@ -237,6 +237,23 @@ def test_a_chain_of_two_by_hand() -> None:
     ]
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_a_message_that_is_there_twice_is_refused(seed: int) -> None:
+    """One of the same name between two other ranks was taken for it."""
+    case = crossing_case(seed, 4)
+    plan = case.plan
+    ranks = [list(actions) for actions in plan.ranks]
+    sender, sent = next((r, a) for r, actions in enumerate(ranks) for a in actions if a.verb == Verb.SEND_F)
+    name = (sent.chunk, sent.microbatch, sent.sub_microbatch, sent.target)
+    waits = {a.verb: a for r in ranks for a in r if (a.chunk, a.microbatch, a.sub_microbatch, a.target) == name}
+    first, second = (r for r in range(4) if r not in (sender, sent.peer))
+    ranks[first] = [with_fields(sent, peer=second), waits[Verb.WAIT_SEND_F], *ranks[first]]
+    ranks[second] = [with_fields(sent, verb=Verb.RECV_F, peer=first), waits[Verb.WAIT_F], *ranks[second]]
+    twice = ExecutionPlan(plan.num_ranks, plan.iteration, plan.layout, tuple(map(tuple, ranks)))
+    with pytest.raises(PlanError, match="nobody needs|is missing on"):
+        verify(twice, case.layout, case.packing)
+
+
 def test_receives_are_posted_before_the_computation_that_runs_when_they_arrive() -> None:
     early = 0
     for seed in range(40):

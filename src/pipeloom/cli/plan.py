@@ -47,7 +47,7 @@ def plan(
     profile: Path | None = typer.Option(None, metavar="FILE", help="Measured layer costs, a pipeloom.profile/1."),
     tokens: int = typer.Option(0, metavar="N", help="Tokens of a microbatch at most; 0: as the setup says."),
     cluster: Path | None = typer.Option(None, metavar="FILE", help="Links and memory of the ranks, TOML or JSON."),
-    budget: float = typer.Option(1.0, metavar="SECONDS", help="Seconds of search."),
+    budget: float = typer.Option(1.0, metavar="SECONDS", help="Seconds of planning, up to the proved plan."),
     method: str = typer.Option("default", metavar="NAME", help="How to search, as in pipeloom solve."),
     seed: int = typer.Option(0, metavar="N", help="Seed of all random choices."),
     iteration: int = typer.Option(0, min=0, metavar="N", help="Number of the iteration, written into the plan."),

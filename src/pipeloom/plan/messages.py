@@ -3,20 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from pipeloom.plan.action import Action, ExecutionPlan, Verb
-
-
-class Message(NamedTuple):
-    """Name of a message: direction, producer chunk, microbatch, sub-microbatch, consumer chunk if needed, stream."""
-
-    direction: str
-    chunk: str
-    microbatch: int
-    sub_microbatch: int
-    target: str
-    stream: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,15 +16,11 @@ class Messages:
     rows : tuple of tuple of int or None
         Per rank and step the message that the action is about; None for other actions.
     number_of : dict of tuple to int
-        By name, a `Message` or the plain tuple.
+        By name: direction, producer chunk, microbatch, sub-microbatch, consumer chunk if needed, stream.
     """
 
     rows: tuple[tuple[int | None, ...], ...]
     number_of: dict[tuple[str, str, int, int, str, str], int]
-
-    def names(self) -> list[Message]:
-        """Names by number."""
-        return [Message(*name) for name in self.number_of]
 
 
 def messages_of(plan: ExecutionPlan) -> Messages:

@@ -26,7 +26,6 @@ def verbs_that(holds: Iterable[bool]) -> BoolArray:
 
 
 IS_COMPUTE = verbs_that(verb.is_compute for verb in VERBS)
-IS_MEMORY = verbs_that(verb.is_memory for verb in VERBS)
 IS_UNIT = verbs_that(verb.is_unit for verb in VERBS)
 IS_CHUNK = verbs_that(verb.is_chunk for verb in VERBS)
 IS_MESSAGE = verbs_that(verb.is_message for verb in VERBS)

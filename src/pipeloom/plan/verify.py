@@ -420,7 +420,11 @@ def _check_moves(table: PlanTable, moves: IntArray) -> None:
     used = np.zeros(len(table.names), np.bool_)
     used[message[apart]] = True
     for verb in VERBS:
-        idle = table.messages[(table.verb[table.messages] == code(verb)) & ~used[table.message]]
+        mine = table.verb[table.messages] == code(verb)
+        rows, name = table.messages[mine], table.message[mine]
+        again = np.ones(len(rows), np.bool_)
+        again[np.unique(name, return_index=True)[1]] = False
+        idle = rows[~used[name] | again]
         if len(idle):
             _fail_row(table, int(idle[0]), "is a message that nobody needs")
 

@@ -93,7 +93,7 @@ def ordered(
         return _searched(problem, packed, _graph(problem, problem.layout, packed), budget, seed, method)
     watch, lean = budget.start(), problem.whole_backwards()
     unsplit = unsplit or _graph(lean, problem.layout, packed)
-    watch = watch.before(unsplit.graph.num_tasks)
+    watch = watch.before(_most_tasks(problem, unsplit.graph))
     whole = _searched(lean, packed, unsplit, Until(watch, 0, 0.5), seed, method)
     try:
         graph = _graph(problem, problem.layout, packed)
@@ -139,6 +139,11 @@ class Glances:
             except InfeasibleError:
                 return float("inf")
         return _Packings(problem, batch, Evaluations(1), self.seed, "default").glance()
+
+
+def _most_tasks(problem: Problem, graph: TaskGraph) -> int:
+    """Tasks of a plan that a graph with whole backwards may lead to: lowering and proving take their time by these."""
+    return graph.num_tasks + (graph.num_pairs if problem.split_backward else 0)
 
 
 def _graph(problem: Problem, layout: Layout, packed: Packing) -> Assignable:
@@ -203,13 +208,11 @@ class _Packings:
         if not self.judged:
             return False
         last = self.judged[-1]
+        if self.meter.spent >= self.params.judging_share:
+            return True
+        seconds = self.meter.watch.before(_most_tasks(self.problem, last.made.graph)).seconds
         needed_s = (1 + self.params.searching) * last.judging_s * number / len(last.groups)
-        return self.meter.spent >= self.params.judging_share or needed_s > self.left_s(1.0)
-
-    def left_s(self, part: float) -> float:
-        """Seconds until a part of the budget is spent; infinite where it has none."""
-        seconds = self.meter.watch.seconds
-        return float("inf") if seconds is None else part * seconds - self.meter.elapsed_s()
+        return seconds is not None and self.meter.elapsed_s() + needed_s > seconds
 
     def decide(self) -> Decided:
         """Judge, search the best few for a while, and the best of these for what is left."""
@@ -222,7 +225,9 @@ class _Packings:
         order = sorted(self.judged, key=lambda each: each.expected_ns)
         near = self.params.near * order[0].expected_ns
         finalists = [each for each in order[: self.params.finalists] if each.expected_ns <= near]
-        self.meter.watch = self.meter.watch.before(max(each.made.graph.num_tasks for each in finalists))
+        self.meter.watch = self.meter.watch.before(
+            max(_most_tasks(self.problem, each.made.graph) for each in finalists)
+        )
         best, chosen = min((each.made for each in self.judged), key=lambda made: made.ns), finalists[0]
         begin, count = self.meter.spent, len(finalists)
         while count > 1 and not self.has_time(finalists[:count], begin):
@@ -258,12 +263,12 @@ class _Packings:
         """Where encoders lie whole on the first rank, PipeTune's recurrence tells of thousands of packings at once."""
         if self.problem.pipeline is None:
             return
-        began_s = self.meter.elapsed_s()
         try:
             made = tuned(self.unsplit, self.batch, self.seed)
             self.meter.used += 1
             groups = tuple(microbatch.samples for microbatch in made.packing.microbatches)
             self.is_new(groups, made.packing)
+            began_s = self.meter.elapsed_s()
             assignable = _graph(self.unsplit, self.problem.layout, made.packing)
             # Its own order holds where the graph has no choice of strategies and leaves room for a computation.
             graph = assignable.graph

@@ -142,7 +142,7 @@ class _Measuring:
         for microbatch in range(len(self.packing.microbatches)):
             outputs: dict[str, Tensor] = {}
             streams: dict[str, Tensor] = {}
-            """Those of whole modules."""
+            """Those of whole modules that others take."""
             for module in self.model.modules:
                 parts = range(len(self.packing.parts_of(microbatch, module.name)))
                 upstream = tuple(outputs[name] for name in module.after)
@@ -153,7 +153,10 @@ class _Measuring:
                     emitted.append(here)
                 empty = empty_output(module.spec.layers[-1].output, self.bench.device)
                 outputs[module.name] = torch.cat(pieces) if pieces else empty
+                others = [end.stream for other in self.model.modules if other is not module for end in other.spec.takes]
                 for end in module.spec.emits:
+                    if end.stream not in others:
+                        continue
                     rows = [here[end.stream] for here in emitted]
                     streams[end.stream] = torch.cat(rows) if rows else empty_output(end.output, self.bench.device)
         return self.found

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from pipeloom.cost import StrategyMeasurement
+from pipeloom.errors import InputError
 from pipeloom.runtime.blocks import ChunkActivation, kept_casts
 from pipeloom.runtime.device import synchronise
 from pipeloom.runtime.memory import cast_leaf
@@ -117,6 +118,9 @@ class Workbench:
                         weights = torch.empty_like(parameter, device=self.device).normal_(std=_STD)
                         made[id(parameter)] = nn.Parameter(weights, parameter.requires_grad)
                     setattr(part, name, made[id(parameter)])
+        for name, buffer in layer.named_buffers():
+            if buffer.is_meta:
+                raise InputError(f"buffer {name!r} of a {type(layer).__name__}", "is on meta", "compute it on the CPU")
         return layer
 
     def mount(self, layer: nn.Module) -> nn.Module:

@@ -107,7 +107,7 @@ def local_search(search: Search, stretch: Stretch = WHOLE, heat: float = 0.0) ->
 
 
 def climb_together(search: Search, climbers: Sequence[Climber], stretch: Stretch, heat: float) -> None:
-    """Let climbers search side by side, a thread each; after every round those behind go on from the incumbent."""
+    """Let climbers search side by side, a thread each; now and then those behind go on from the incumbent."""
     threads, rounds = len(climbers), 0
     every = max(1, search.graph.num_tasks // _TASKS_PER_OFFER)
     pool = ThreadPoolExecutor(threads) if threads > 1 else None
@@ -127,10 +127,11 @@ def climb_together(search: Search, climbers: Sequence[Climber], stretch: Stretch
             else:
                 search.report()
     finally:
-        if rounds % every:
-            _meet(search, climbers)
+        # After Ctrl-C others still climb.
         if pool is not None:
             pool.shutdown()
+        if rounds % every:
+            _meet(search, climbers)
 
 
 def _meet(search: Search, climbers: Sequence[Climber]) -> None:

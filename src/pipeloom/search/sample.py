@@ -35,6 +35,8 @@ def search_sample(search: Search, stretch: Stretch, run: Run) -> None:
     much time would go by while ranks fill and drain, each time that the sample is run.
     """
     meter, params = search.meter, search.params.sample
+    if meter.spent >= stretch.until:
+        return
     copies = max(2, search.graph.num_tasks // params.tasks)
     sample = take_sample(search.graph, search.jobs.job_of_task, copies)
     graph, bound = sample.graph, lower_bound(sample.graph)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeloom.errors import InputError
-from pipeloom.integrations.transformers.families import FAMILIES, Encoder, Instance, Sample, Text
+from pipeloom.integrations.transformers.families import FAMILIES, Encoder, Family, Instance, Sample, Text
 from pipeloom.integrations.transformers.hollow import ConvolutionFiller, Filler, Gap, hollow, probes
 from pipeloom.integrations.transformers.layers import (
     PACKED,
@@ -87,9 +87,10 @@ def from_transformers(
     elif device is not None:
         raise InputError("device", f"is {str(device)!r}, and the model is there already", "leave it out")
     name = type(model).__name__
-    family = FAMILIES.get(name)
-    if family is None:
-        raise InputError("model", f"is a {name}, which is none of {', '.join(sorted(FAMILIES))}")
+    family = _family(name)
+    if getattr(model, "is_gradient_checkpointing", False):
+        remedy = "turn it off by model.gradient_checkpointing_disable(); plans choose what is recomputed"
+        raise InputError("model", "recomputes its blocks itself", remedy)
     for option, is_set, remedy in family.refused:
         if is_set(model.config):
             raise InputError(f"model.config.{option}", "is set", remedy)
@@ -110,21 +111,38 @@ def from_transformers(
     )
 
 
-def _load(path: str | Path, device: torch.device | str | None) -> Any:
-    import transformers
+def _family(name: str) -> Family:
+    if name not in FAMILIES:
+        raise InputError("model", f"is a {name}, which is none of {', '.join(sorted(FAMILIES))}")
+    return FAMILIES[name]
 
-    if not Path(path).is_dir():
-        raise InputError(str(path), "is no folder", "give a model, or a folder that one was saved in")
+
+def _load(path: str | Path, device: torch.device | str | None) -> Any:
+    """Load a model as it is trained: with its dropout, which the library turns off."""
+    try:
+        import transformers
+    except ImportError as error:
+        raise InputError(
+            "model", "is a folder of the transformers library", "pip install 'pipeloom[transformers]'"
+        ) from error
+
+    if not (Path(path) / "config.json").is_file():
+        raise InputError(
+            str(path), "is no folder with a config.json", "give a model, or a folder that one was saved in"
+        )
     config = transformers.AutoConfig.from_pretrained(str(path))
     names = config.architectures or []
     kind = getattr(transformers, names[0], None) if names else None
     if kind is None:
         raise InputError(f"{path}/config.json", f"has architectures {names}, which transformers does not know")
+    # Before weights are read.
+    _family(names[0])
     if torch.device(device or "cpu").type == "meta":
         with torch.device("meta"):
-            model = kind(config)
+            # With the folder's dtype.
+            model = kind._from_config(config)
         return _with_buffers(model)
-    return kind.from_pretrained(str(path), config=config).to(device or "cpu")
+    return kind.from_pretrained(str(path), config=config).to(device or "cpu").train()
 
 
 def _with_buffers(model: Any) -> Any:
@@ -222,7 +240,7 @@ class _Sizes:
                 # As many as are reckoned from the seconds; what differs is told as text.
                 rest -= sum(-(-each.patches // AUDIO_FRAMES_PER_TOKEN) for each in instances)
         own = here.get("id")
-        return {"id": _digest(ids, pixels) if own is None else str(own), "text_tokens": rest, **found}
+        return {"id": _digest(ids, here["labels"], pixels) if own is None else str(own), "text_tokens": rest, **found}
 
 
 def _digest(*tensors: Any) -> str:
@@ -255,12 +273,11 @@ class _Builder:
         self.dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
 
     def modules(self, freeze: Sequence[str]) -> list[Module]:
-        out = [self._encoder(encoder, encoder.name in freeze) for encoder in self.encoders]
-        out.append(self._text("lm" in freeze))
+        known = [*(encoder.name for encoder in self.encoders), "lm"]
         for name in freeze:
-            if name not in [module.name for module in out]:
-                raise InputError("freeze", f"{name!r} is no module", f"there are {', '.join(m.name for m in out)}")
-        return out
+            if name not in known:
+                raise InputError("freeze", f"{name!r} is no module", f"there are {', '.join(known)}")
+        return [*(self._encoder(each, each.name in freeze) for each in self.encoders), self._text("lm" in freeze)]
 
     def _fillers(self, paths: Sequence[str]) -> dict[str, nn.Module]:
         """What stands for parts before the blocks."""

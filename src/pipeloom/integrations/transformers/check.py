@@ -110,6 +110,8 @@ def check_gradients(
     InputError
         The model or a sample is not supported.
     """
+    if not hasattr(model, "config"):
+        raise InputError("model", f"is a {type(model).__name__}", "give the library's own model")
     with _double():
         library_loss, wanted = _library(_twin(model), batch)
         ours = from_transformers(_twin(model), freeze=freeze)

@@ -257,7 +257,10 @@ def _until_picked(config: Any) -> int:
         raise InputError(
             "model.config.vision_feature_layer", f"is {picked}", "outputs of several layers: not supported"
         )
-    return picked if picked >= 0 else count + 1 + picked
+    used = picked if picked >= 0 else count + 1 + picked
+    if not 0 < used <= count:
+        raise InputError("model.config.vision_feature_layer", f"is {picked}", f"give one of the {count} blocks")
+    return used
 
 
 def _llava_vision(config: Any) -> Encoder:

@@ -141,7 +141,7 @@ def hollow(model: nn.Module, keep: Sequence[str], swap: Mapping[str, nn.Module])
     ----------
     model : torch.nn.Module
     keep : sequence of str
-        Paths of modules or parameters that stay; what has no parameters stays as well.
+        Paths of modules or parameters that stay; of what has no parameters there is a copy.
     swap : mapping
         From the path of a module to what stands in its place.
     """
@@ -173,5 +173,6 @@ def _hollow(module: nn.Module, path: str, keep: tuple[str, ...], swap: Mapping[s
         elif any(True for _ in child.parameters()):
             new._modules[name] = Gap()
         else:
-            new._modules[name] = child
+            # Each its own: a layer may be moved to another device.
+            new._modules[name] = copy.deepcopy(child)
     return new

@@ -136,7 +136,7 @@ class TextFirst(_Shell):
                 self.shell(input_ids=ids[None], attention_mask=torch.ones_like(ids)[None], use_cache=False, **given)
         except Reached as reached:
             # Where there are no images, the sum of nothing: whoever gave them gets a gradient all the same.
-            return reached.state[0] + sum(rows.sum() for rows in upstream) * 0 if upstream else reached.state[0]
+            return reached.state[0] + sum(rows[:0].sum() for rows in upstream) if upstream else reached.state[0]
         raise AssertionError("the library's forward never came to a block")
 
     def _features(self, rows: Tensor, listed: bool) -> Any:
