@@ -203,8 +203,34 @@ def test_other_arguments_are_refused(tmp_path: Path) -> None:
         pl.from_transformers(tiny.llama(), freeze=("tower",))
     with pytest.raises(InputError, match="is there already"):
         pl.from_transformers(tiny.llama(), device="meta")
-    with pytest.raises(InputError, match="is no folder"):
+    with pytest.raises(InputError, match="no config.json"):
         pl.from_transformers(tmp_path / "nothing")
+    checkpointed = tiny.llama()
+    checkpointed.activation_checkpointing_enable()
+    with pytest.raises(InputError, match="recomputes its blocks itself"):
+        pl.from_transformers(checkpointed)
+
+
+def test_a_folder_keeps_its_dtype_and_trains_with_its_dropout(tmp_path: Path) -> None:
+    tiny.llama().to(torch.bfloat16).save_pretrained(tmp_path)
+    real, shapes = pl.from_transformers(tmp_path), pl.from_transformers(tmp_path, device="meta")
+    assert real.spec == shapes.spec
+    assert all(layer.training for module in real.modules for layer in module.layers)
+
+
+def test_layers_move_to_other_devices_one_by_one() -> None:
+    """As where they are divided: the first layer's positions were the last one's and the context's too."""
+    library, batch = tiny.make("qwen3")
+    model = pl.from_transformers(library)
+    (module,) = model.modules
+    part = pl.Part(tuple(batch), tuple((i, 0) for i in range(len(batch))))
+    assert module.context is not None
+    before = module.context(part)
+    for layer in module.layers:
+        layer.to("meta")
+    after = module.context(part)
+    for key in before.keys() - {"calls"}:
+        torch.testing.assert_close(after[key], before[key], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(

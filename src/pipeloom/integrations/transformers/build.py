@@ -88,8 +88,8 @@ def from_transformers(
         raise InputError("device", f"is {str(device)!r}, and the model is there already", "leave it out")
     name = type(model).__name__
     family = _family(name)
-    if getattr(model, "is_gradient_checkpointing", False):
-        remedy = "turn it off by model.gradient_checkpointing_disable(); plans choose what is recomputed"
+    if getattr(model, "is_activation_checkpointing", False):
+        remedy = "turn it off by model.activation_checkpointing_disable(); plans choose what is recomputed"
         raise InputError("model", "recomputes its blocks itself", remedy)
     for option, is_set, remedy in family.refused:
         if is_set(model.config):
