@@ -92,9 +92,13 @@ def test_what_costs_unlike_is_of_another_kind() -> None:
     assert len(set(kinds)) == 4
     model = pl.from_transformers(tiny.qwen3_moe())
     assert len({layer.kind for layer in model.spec.module("lm").flat_layers}) == 4
+    model = pl.from_transformers(tiny.qwen3_vl_moe())
+    kinds = [layer.kind for layer in model.spec.module("lm").flat_layers]
+    assert len(set(kinds)) == len(kinds) == 6
+    assert ["(deep" in kind for kind in kinds] == [False, True, True, False, False, False]
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2_5_vl", "mistral3"])
+@pytest.mark.parametrize("name", ["llama", "qwen2_5_vl", "qwen3_vl_moe", "mistral3"])
 def test_every_parameter_has_the_librarys_name(name: str) -> None:
     library, _ = tiny.make(name)
     model = pl.from_transformers(library)
@@ -186,6 +190,10 @@ def many_layers() -> Any:
         (lambda: tiny.mixtral(output_router_logits=True), "output_router_logits: is set"),
         (lambda: tiny.bamba(z_loss_coefficient=0.1), "z_loss_coefficient: is set"),
         (many_layers, "outputs of several layers"),
+        (lambda: tiny.qwen3_vl_moe(output_router_logits=True), "output_router_logits: is set"),
+        (lambda: tiny.qwen3_vl(deepstack_visual_indexes=[0, 3]), "deepstack_merger_list.1.* belongs to no layer"),
+        (lambda: tiny.qwen3_vl(deepstack_visual_indexes=[1, 1]), "deepstack_merger_list.1.* belongs to no layer"),
+        (lambda: tiny.qwen3_vl_moe(num_hidden_layers=1), "deepstack_merger_list.1.* belongs to no layer"),
         (
             lambda: tiny.llama(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
             "'dynamic', which packing would change",
@@ -234,7 +242,7 @@ def test_layers_move_to_other_devices_one_by_one() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["qwen2_5_vl", *(pytest.param(n, marks=pytest.mark.full) for n in ("gemma3", "llava"))]
+    "name", ["qwen2_5_vl", "qwen3_vl", *(pytest.param(n, marks=pytest.mark.full) for n in ("gemma3", "llava"))]
 )
 def test_shapes_alone_are_called_and_measured_as_the_model_is(name: str, tmp_path: Path) -> None:
     library, batch = tiny.make(name)

@@ -9,17 +9,18 @@ import torch
 import transformers
 
 import pipeloom as pl
-from pipeloom.integrations.transformers import packed
+from pipeloom.integrations.transformers import check, layers, packed
+from pipeloom.packing import pack
 
 from . import tiny
 
 TOLERANCE = 1e-9
-TWO = ("qwen3", "qwen2_5_vl")
-"""In `make test`: a language model with two kinds of attention, and images of free sizes with windows."""
+SOME = ("qwen3", "qwen2_5_vl", "qwen3_vl")
+"""In `make test`: a language model with two kinds of attention, images of free sizes with windows, and streams."""
 
 
-@pytest.mark.parametrize("name", TWO)
-def test_of_two_families(name: str) -> None:
+@pytest.mark.parametrize("name", SOME)
+def test_of_some_families(name: str) -> None:
     model, batch = tiny.make(name)
     found = pl.check_gradients(model, batch, ranks=2, plans=3)
     assert found.worst < TOLERANCE, str(found)
@@ -36,7 +37,7 @@ def test_of_every_family(name: str, ranks: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["qwen2_5_vl", *(pytest.param(n, marks=pytest.mark.full) for n in ("llava", "gemma3"))]
+    "name", ["qwen2_5_vl", "qwen3_vl", *(pytest.param(n, marks=pytest.mark.full) for n in ("llava", "gemma3"))]
 )
 def test_of_a_frozen_encoder(name: str) -> None:
     model, batch = tiny.make(name)
@@ -52,11 +53,57 @@ def test_of_an_embedding_that_is_the_head_too() -> None:
     assert "lm_head.weight" not in [row.name for row in found.rows]
 
 
-def test_a_batch_without_images_leaves_the_encoder_without_gradients() -> None:
-    model, batch = tiny.make("qwen2_5_vl")
+@pytest.mark.parametrize("name", [pytest.param("qwen2_5_vl", marks=pytest.mark.full), "qwen3_vl"])
+def test_of_microbatches_of_text_alone_beside_others(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch = tiny.make(name)
+    generator = torch.Generator().manual_seed(1)
+    for number in range(6, 9):
+        ids = tiny.draw(generator, 0, tiny.IMAGE, (50,))
+        batch.append({"id": str(number), "input_ids": ids, "labels": ids, "mm_token_type_ids": torch.zeros_like(ids)})
+    mixed = 0
+
+    def notes(*args: Any) -> Any:
+        nonlocal mixed
+        packing = pack(*args)
+        images = [sum("pixel_values" in batch[i] for i in each.samples) for each in packing.microbatches]
+        mixed += min(images) == 0 < max(images)
+        return packing
+
+    monkeypatch.setattr(check, "pack", notes)
+    found = pl.check_gradients(model, batch, ranks=2, plans=3)
+    assert mixed > 0
+    assert found.worst < TOLERANCE, str(found)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("indexes", [[2, 0], [0, 1, 2], []])
+def test_of_features_of_other_blocks(indexes: list[int]) -> None:
+    """In another order than the blocks', of every block and behind every block, and of none."""
+    torch.manual_seed(0)
+    model = tiny.qwen3_vl(deepstack_visual_indexes=indexes)
+    found = pl.check_gradients(model, tiny.grid_batch(tiny.QWEN_PATCH, seed=1), ranks=3, plans=4)
+    assert found.worst < TOLERANCE, str(found)
+    assert sum("deepstack" in row.name for row in found.rows) == 6 * len(indexes)
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])
+def test_a_batch_without_images_leaves_the_encoder_without_gradients(name: str) -> None:
+    model, batch = tiny.make(name)
     found = pl.check_gradients(model, [sample for sample in batch if "pixel_values" not in sample], ranks=2, plans=2)
     assert found.worst < TOLERANCE, str(found)
     assert all("visual" not in row.name for row in found.rows)
+
+
+def test_features_at_other_tokens_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch = tiny.make("qwen3_vl")
+
+    def shifts(self: layers.AddingBlock, x: Any, **context: Any) -> Any:
+        name = self.added.stream
+        return forward(self, x, **context | {name: context[name].roll(1, 0)})
+
+    forward = layers.AddingBlock.forward
+    monkeypatch.setattr(layers.AddingBlock, "forward", shifts)
+    assert pl.check_gradients(model, batch, ranks=2, plans=1).worst > 1e-3
 
 
 def test_a_fault_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

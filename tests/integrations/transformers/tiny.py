@@ -166,8 +166,12 @@ def nemotron_h() -> Any:
 
 MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 0]}}
 PLACES = {"image_token_id": IMAGE, "video_token_id": 43, "vision_start_token_id": 41, "vision_end_token_id": 42}
+INTERLEAVED = {"head_dim": 8, "rope_parameters": MROPE["rope_parameters"] | {"mrope_section": [2, 1, 1]}}
 QWEN_PATCH = 3 * 2 * 2 * 2
 QWEN_VISION = {"depth": 3, "num_heads": 2, "patch_size": 2, "temporal_patch_size": 2, "spatial_merge_size": 2}
+
+QWEN3_VISION = QWEN_VISION | {"hidden_size": 8, "out_hidden_size": 16, "intermediate_size": 12}
+QWEN3_VISION |= {"num_position_embeddings": 16, "deepstack_visual_indexes": [0, 2]}
 
 
 def qwen2_vl() -> Any:
@@ -181,6 +185,18 @@ def qwen2_5_vl(**more: Any) -> Any:
     vision |= {"window_size": 8, "fullatt_block_indexes": [1]}
     config = hf.Qwen2_5_VLConfig(text_config=TEXT | MROPE, vision_config=vision, **PLACES | more)
     return hf.Qwen2_5_VLForConditionalGeneration(config)
+
+
+def qwen3_vl(**more: Any) -> Any:
+    config = hf.Qwen3VLConfig(text_config=TEXT | INTERLEAVED, vision_config=QWEN3_VISION | more, **PLACES)
+    return hf.Qwen3VLForConditionalGeneration(config)
+
+
+def qwen3_vl_moe(**more: Any) -> Any:
+    """Two dense layers, one of which takes features, and experts between them."""
+    text = TEXT | INTERLEAVED | EXPERTS | {"num_hidden_layers": 4, "mlp_only_layers": [0, 3]} | more
+    config = hf.Qwen3VLMoeConfig(text_config=text, vision_config=QWEN3_VISION, **PLACES)
+    return hf.Qwen3VLMoeForConditionalGeneration(config)
 
 
 VIT = {"hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 3, "num_attention_heads": 2}
@@ -306,6 +322,8 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[int], Batch]]] = {
     "nemotron_h": (nemotron_h, text_batch),
     "qwen2_vl": (qwen2_vl, lambda seed: grid_batch(QWEN_PATCH, seed)),
     "qwen2_5_vl": (qwen2_5_vl, lambda seed: grid_batch(QWEN_PATCH, seed)),
+    "qwen3_vl": (qwen3_vl, lambda seed: grid_batch(QWEN_PATCH, seed)),
+    "qwen3_vl_moe": (qwen3_vl_moe, lambda seed: grid_batch(QWEN_PATCH, seed)),
     "llava": (llava, lambda seed: square_batch(8, 4, seed)),
     "gemma3": (gemma3, lambda seed: square_batch(16, 4, seed, types="token_type_ids")),
     "llava_onevision": (llava_onevision, tiled_batch),

@@ -13,22 +13,25 @@ import torch
 from torch import Tensor, nn
 
 from pipeloom.errors import InputError
-from pipeloom.integrations.transformers.families import FAMILIES, Encoder, Family, Instance, Sample, Text
-from pipeloom.integrations.transformers.hollow import ConvolutionFiller, Filler, Gap, hollow, probes
+from pipeloom.integrations.transformers.families import FAMILIES, Encoder, Family, Instance, Sample, Taps, Text
+from pipeloom.integrations.transformers.hollow import ConvolutionFiller, EmbeddingFiller, Filler, Gap, hollow, probes
 from pipeloom.integrations.transformers.layers import (
     PACKED,
+    Added,
+    AddingBlock,
     Block,
     EncoderFirst,
     EncoderLast,
     LibraryLayer,
     Taken,
+    TappedBlock,
     TextFirst,
     TextLast,
     has_mask,
     record,
 )
 from pipeloom.integrations.transformers.packed import ATTENTION, LENGTHS, as_context, register
-from pipeloom.runtime.model import Model, Module, Part
+from pipeloom.runtime.model import Model, Module, Part, Shape
 from pipeloom.spec.batch import AUDIO_FRAMES_PER_SECOND, AUDIO_FRAMES_PER_TOKEN
 
 _IGNORED = -100
@@ -307,16 +310,19 @@ class _Builder:
         keep, taken = [first], []
         swap: dict[str, nn.Module] = {}
         for each in self.encoders:
-            taken.append(Taken(each.name, each.given, each.listed, each.form if each.in_lm else None))
+            tapped = each.taps.features if each.taps else ""
+            taken.append(Taken(each.name, each.given, each.listed, tapped, each.form if each.in_lm else None))
             if each.in_lm:
                 keep += each.last
                 swap |= self._fillers((*each.first, *each.unused))
                 swap[each.blocks] = self._probes(each)
         before = TextFirst(shell(tuple(keep), swap), tuple(taken))
         layers: list[nn.Module] = [before]
+        added = self._added()
         for place, block in enumerate(blocks):
             alone = getattr(block, "block_type", None) in text.alone
-            layers.append(Block(block, place, f"{path}.{place}", PACKED, alone=alone))
+            layer = Block(block, place, f"{path}.{place}", PACKED, alone=alone)
+            layers.append(AddingBlock(layer, added[place]) if place in added else layer)
         last = (*(f"{trunk}.{name}" for name in text.last), text.head)
         layers.append(TextLast(shell(last, {first: Gap()}), ("position_ids", *text.per_token)))
         outline = self._outline(shell((), self._fillers((first,))), (first,))
@@ -331,7 +337,19 @@ class _Builder:
             after=tuple(encoder.name for encoder in self.encoders),
             frozen=frozen,
             kinds=("first", *self._kinds(blocks, lambda i: _layer_type(config, blocks[i], i)), "last"),
+            takes={place + 1: (each.stream,) for place, each in added.items()},
         )
+
+    def _added(self) -> dict[int, Added]:
+        """What is added behind which block of the language model."""
+        found: dict[int, Added] = {}
+        for encoder in self.encoders:
+            if encoder.taps is not None:
+                method = getattr(type(self.model.get_submodule(self.text.trunk)), encoder.taps.add)
+                # It asks nothing of the trunk, which no layer has as a whole.
+                add = partial(method, None)
+                found |= {i: Added(_stream(i), encoder.name, add) for i in range(len(encoder.taps.ends))}
+        return found
 
     def _probes(self, encoder: Encoder) -> nn.Module:
         blocks: Any = self.model.get_submodule(encoder.blocks)
@@ -342,16 +360,19 @@ class _Builder:
         if vision.takes_lengths:
             # Where the library has it from: the tower, above whatever holds the blocks.
             self.model.get_submodule(".".join(vision.blocks.split(".")[:2])).config._attn_implementation = LENGTHS
-        blocks = every[: vision.used]
+        blocks, taps = every[: vision.used], vision.taps
 
         def shell(keep: tuple[str, ...], swap: dict[str, nn.Module]) -> nn.Module:
-            return hollow(self.model, keep, {vision.blocks: self._probes(vision), **swap})
+            found = hollow(self.model, keep, {vision.blocks: self._probes(vision), **swap})
+            if taps is not None:
+                setattr(found.get_submodule(taps.tower), taps.switch, ())
+            return found
 
         width = _width(every[0])
         hidden = (width,) if vision.patches is None else (vision.patches, width)
         layers: list[nn.Module] = [EncoderFirst(shell(vision.first, {}), vision.form, vision.features)]
         for place, block in enumerate(blocks):
-            layers.append(Block(block, place, f"{vision.blocks}.{place}", vision.form))
+            layers.append(self._tapped(Block(block, place, f"{vision.blocks}.{place}", vision.form), taps))
         rows: tuple[int, ...] = hidden
         kinds = self._kinds(blocks, lambda i: vision.kinds[i] if vision.kinds else "")
         if not vision.in_lm:
@@ -370,7 +391,20 @@ class _Builder:
             context=_VisionContext(outline, vision, len(blocks), hidden, self.dtype),
             frozen=frozen,
             kinds=("first", *kinds),
+            emits={} if taps is None else self._emits(taps, vision.merge),
         )
+
+    def _tapped(self, block: Block, taps: Taps | None) -> Block:
+        if taps is None or block.place not in taps.ends:
+            return block
+        path = taps.ends[block.place]
+        stream = _stream(list(taps.ends).index(block.place))
+        return TappedBlock(block, self.model.get_submodule(path), path, stream)
+
+    def _emits(self, taps: Taps, merge: int) -> dict[int, dict[str, Shape | None]]:
+        """The streams of each layer; layer 0 is before the blocks."""
+        shape = ("tokens" if merge == 1 else f"tokens/{merge}", self.config.get_text_config().hidden_size)
+        return {place + 1: {_stream(number): shape} for number, place in enumerate(taps.ends)}
 
     def _rows(self, vision: Encoder) -> tuple[int, ...]:
         """The encoder's output beside its first dimension."""
@@ -400,7 +434,13 @@ def _has(model: nn.Module, path: str) -> bool:
     return True
 
 
+def _stream(number: int) -> str:
+    return f"deep{number}"
+
+
 def _filler(part: nn.Module) -> nn.Module:
+    if isinstance(part, nn.Embedding):
+        return EmbeddingFiller()
     return ConvolutionFiller(part) if hasattr(part, "out_channels") else Filler()
 
 
@@ -482,7 +522,10 @@ class _TextContext:
             shell(inputs_embeds=filling, attention_mask=ones, use_cache=False, **outer)
 
         called = {each.name: self._called(each, samples) for each in self.encoders if each.in_lm}
-
+        for each in self.encoders:
+            if each.taps is not None:
+                ids = torch.cat([sample["input_ids"] for sample in samples])[None]
+                called[each.name] = {"places": ids == getattr(self.shell.config, each.places)}
         found = record(self.shell, call, self.num_blocks, filling, lengths)
         for block, arguments in zip(self._blocks(), found, strict=True):
             kind = getattr(block, "block_type", None)

@@ -209,6 +209,10 @@ class _Costs:
         del chunk, workload
         return 8
 
+    def stream_bytes(self, stream: str, workload: Workload) -> int:
+        del stream, workload
+        return 8
+
     def transfer_s(self, num_bytes: int) -> float:
         del num_bytes
         return 1e-3
@@ -251,8 +255,7 @@ def _draw_layout(rng: random.Random, spec: ModelSpec, ranks: int) -> Layout:
     for rank in range(ranks):
         chunks[-1 - rank] = _on_rank(chunks[-1 - rank], rank)
     modules = tuple(
-        ModuleLayout(m.name, m.after, m.frozen, rng.choice((None, 1, 2)) if len(spec.modules) > 1 else None)
-        for m in spec.modules
+        ModuleLayout.of(m, rng.choice((None, 1, 2)) if len(spec.modules) > 1 else None) for m in spec.modules
     )
     return Layout(ranks, modules, tuple(chunks))
 

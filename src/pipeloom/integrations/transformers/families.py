@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -53,6 +53,21 @@ class Text:
 
 
 @dataclass(frozen=True)
+class Taps:
+    """Features of inner blocks of an encoder, which are added behind the first blocks of the language model."""
+
+    ends: dict[int, str]
+    """From the number of a block to the path of what its features go through."""
+    tower: str
+    """Where the library has the numbers of these blocks, under ``switch``: without them it runs no taps."""
+    switch: str
+    features: str
+    """Where the encoder's output has them."""
+    add: str
+    """The method of the language model's trunk that adds them."""
+
+
+@dataclass(frozen=True)
 class Encoder:
     """The encoder of a model and what brings its output to the language model's width."""
 
@@ -93,6 +108,7 @@ class Encoder:
     """Whether its attention is to be told of lengths, lest it makes a mask as large as the square of all patches."""
     kinds: tuple[str, ...] = ()
     """Per block, what tells it from others of its class and size."""
+    taps: Taps | None = None
 
 
 @dataclass(frozen=True)
@@ -166,6 +182,21 @@ def _qwen_vision(config: Any) -> Encoder:
         merge=merged,
         kinds=kinds,
     )
+
+
+def _tapped_vision(config: Any) -> Encoder:
+    """As Qwen's other encoders, with an embedding of positions, and with features of inner blocks."""
+    tower, asked = "model.visual", list(config.vision_config.deepstack_visual_indexes)
+    # As many as there are blocks to add them to. A merger that the library never calls is refused: it is in no layer.
+    used = sorted(set(asked) & set(range(config.vision_config.depth)))[: config.text_config.num_hidden_layers]
+    taps = Taps(
+        ends={block: f"{tower}.deepstack_merger_list.{asked.index(block)}" for block in used},
+        tower=tower,
+        switch="deepstack_visual_indexes",
+        features="deepstack_features",
+        add="_deepstack_process",
+    )
+    return replace(_qwen_vision(config), first=(f"{tower}.patch_embed", f"{tower}.pos_embed"), taps=taps)
 
 
 _QWEN_TEXT = Text("model.language_model", positions=_grid_positions)
@@ -397,6 +428,8 @@ FAMILIES: dict[str, Family] = {
     "NemotronHForCausalLM": Family(_NEMOTRON, refused=(_ROUTER,)),
     "Qwen2VLForConditionalGeneration": Family(_QWEN_TEXT, (_qwen_vision,)),
     "Qwen2_5_VLForConditionalGeneration": Family(_QWEN_TEXT, (_qwen_vision,)),
+    "Qwen3VLForConditionalGeneration": Family(_QWEN_TEXT, (_tapped_vision,)),
+    "Qwen3VLMoeForConditionalGeneration": Family(_QWEN_TEXT, (_tapped_vision,), refused=(_ROUTER,)),
     "Qwen2_5OmniThinkerForConditionalGeneration": Family(
         Text("model.language_model", positions=_omni_positions), (_qwen_vision, _hearing)
     ),

@@ -87,6 +87,16 @@ class Filler(nn.Module):
         return _now().filling
 
 
+class EmbeddingFiller(nn.Module):
+    """Stands for an embedding of positions: zeros, a number for each."""
+
+    def forward(self, places: Tensor) -> Tensor:
+        """Give zeros that take no memory."""
+        filling = _now().filling
+        assert filling is not None
+        return filling.new_zeros(()).expand(*places.shape, 1)
+
+
 class ConvolutionFiller(nn.Module):
     """Stands for a convolution of images into patches: nothing, of the shape that it would have."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from pipeloom.integrations.transformers.hollow import Arguments, Probe, Reached, Running, run_with
 from pipeloom.integrations.transformers.packed import Calls, Mask
+from pipeloom.runtime.model import Emit
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,52 @@ class Block(LibraryLayer):
         return out
 
 
+class TappedBlock(Block):
+    """A block of an encoder whose output goes to the language model too, through a merger of its own, as a stream."""
+
+    def __init__(self, block: Block, tap: nn.Module, tap_path: str, stream: str) -> None:
+        super().__init__(block.inner, block.place, block.path, block.form)
+        self.tap = tap
+        self.tap_path, self.stream = tap_path, stream
+
+    def library_name(self, parameter: str) -> str:
+        """As `LibraryLayer`."""
+        if parameter.startswith("tap."):
+            return f"{self.tap_path}.{parameter.removeprefix('tap.')}"
+        return super().library_name(parameter)
+
+    def forward(self, x: Tensor, *, calls: Calls, **tensors: Tensor) -> Any:
+        """Give the state, and the features as a stream."""
+        state = super().forward(x, calls=calls, **tensors)
+        return Emit(state, {self.stream: self.tap(self.form.theirs(state))})
+
+
+@dataclass(frozen=True)
+class Added:
+    """What is added to the state behind a block of the language model."""
+
+    stream: str
+    encoder: str
+    """At whose tokens."""
+    add: Callable[[Tensor, Tensor, Tensor], Tensor]
+    """The library's own function of the state, of where those tokens are, and of the stream."""
+
+
+class AddingBlock(Block):
+    """A block of the language model behind which features of an encoder are added, which come as a stream."""
+
+    def __init__(self, block: Block, added: Added) -> None:
+        super().__init__(block.inner, block.place, block.path, block.form, alone=block.alone)
+        self.added = added
+
+    def forward(self, x: Tensor, *, calls: Calls, **tensors: Tensor) -> Tensor:
+        """As `Block`; among the tensors is the stream."""
+        features = tensors.pop(self.added.stream)
+        state = self.form.theirs(super().forward(x, calls=calls, **tensors))
+        places = calls.forward(tensors)["encoders"][self.added.encoder]["places"]
+        return self.form.ours(self.added.add(state, places, features))
+
+
 class _Shell(LibraryLayer):
     """A part of the library's model that its own forward reaches before or behind the blocks."""
 
@@ -100,6 +148,8 @@ class Taken:
     given: str
     listed: bool = True
     """Whether the library has features as a list."""
+    tapped: str = ""
+    """Where the library has features of inner blocks beside those; empty: there are none."""
     finishes: Form | None = None
     """What is given is the state of the encoder's last block, of this form, and what stands behind that runs here."""
 
@@ -118,7 +168,7 @@ class TextFirst(_Shell):
         called, states = given.pop("encoders"), {}
         for encoder, rows in zip(self.encoders, upstream, strict=True):
             if encoder.finishes is None:
-                given.setdefault("mm_encoder_outputs", {})["image"] = self._features(rows, encoder.listed)
+                given.setdefault("mm_encoder_outputs", {})["image"] = self._features(rows, encoder)
             elif called[encoder.name]:
                 states[encoder.name] = encoder.finishes.theirs(rows)
                 given |= called[encoder.name]
@@ -139,12 +189,16 @@ class TextFirst(_Shell):
             return reached.state[0] + sum(rows[:0].sum() for rows in upstream) if upstream else reached.state[0]
         raise AssertionError("the library's forward never came to a block")
 
-    def _features(self, rows: Tensor, listed: bool) -> Any:
+    def _features(self, rows: Tensor, encoder: Taken) -> Any:
         from transformers.modeling_outputs import BaseModelOutputWithPooling
 
         width = self.shell.config.get_text_config().hidden_size
         rows = rows.reshape(-1, width)
-        return BaseModelOutputWithPooling(pooler_output=[rows] if listed else rows[None])
+        features = BaseModelOutputWithPooling(pooler_output=[rows] if encoder.listed else rows[None])
+        if encoder.tapped:
+            # They go as streams to the blocks behind which they are added.
+            setattr(features, encoder.tapped, [])
+        return features
 
 
 class TextLast(_Shell):
