@@ -40,7 +40,7 @@ from pipeloom.taskgraph import (
     build_graph,
     make_graph,
 )
-from pipeloom.timeline import Schedule, Timeline
+from pipeloom.timeline import Schedule, Timeline, random_schedule
 
 WIDTH = 3
 DTYPE = "float64"
@@ -316,25 +316,6 @@ def graph_of_units(layout: Layout, packing: Packing, units: list[Unit], costs: R
         ),
         edges=Edges(source=[a for a, _ in edges], target=[b for _, b in edges], delay_ns=[0] * len(edges)),
     )
-
-
-def random_schedule(rng: random.Random, graph: TaskGraph) -> Schedule:
-    """A random topological order, seen by each rank, and a random strategy for every pair."""
-    waiting = np.diff(graph.predecessor_start).tolist()
-    ready = [t for t, n in enumerate(waiting) if n == 0]
-    order: list[list[int]] = [[] for _ in range(graph.num_ranks)]
-    while ready:
-        task = ready.pop(rng.randrange(len(ready)))
-        order[int(graph.rank[task])].append(task)
-        for i in range(graph.successor_start[task], graph.successor_start[task + 1]):
-            after = int(graph.successor[i])
-            waiting[after] -= 1
-            if waiting[after] == 0:
-                ready.append(after)
-    candidate = None
-    if graph.candidates is not None:
-        candidate = np.array([rng.randrange(len(options)) for options in graph.candidates])
-    return Schedule(tuple(np.array(tasks, dtype=np.int64) for tasks in order), candidate)
 
 
 def in_order(graph: TaskGraph, schedule: Schedule) -> Schedule:

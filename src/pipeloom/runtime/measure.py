@@ -24,6 +24,7 @@ from pipeloom.runtime.model import (
     Model,
     Module,
     Part,
+    check_emitted,
     empty_output,
     make_part,
     torch_dtype,
@@ -247,13 +248,7 @@ class _Measuring:
         wanted = {end.stream: end.output for end in module.spec.emits if end.layer == number}
         before = {end.stream for end in module.spec.emits if end.layer < number}
         where = f"module {module.name!r}.emits[{number}]"
-        if here.keys() - before != wanted.keys():
-            found = ", ".join(sorted(here.keys() - before)) or "none"
-            raise InputError(
-                where,
-                f"states {', '.join(wanted) or 'none'}, the layer emitted {found}",
-                "return Emit(output, streams)",
-            )
+        check_emitted(module, number, here.keys() - before)
         for name, shape in wanted.items():
             stated, found_shape = (shape.resolve(workload), torch_dtype(shape.dtype)), tuple(here[name].shape)
             if (found_shape, here[name].dtype) != stated:

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from pipeloom.errors import ExecutionError
-from pipeloom.runtime.sharding import awaited, is_dtensor, local_part
+from pipeloom.runtime.sharding import awaited, is_dtensor, local_part, storage_address
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import Placement
@@ -169,7 +169,7 @@ class Offloaded:
 
     def __init__(self, held_anyway: Iterable[Any], under_autocast: bool = False) -> None:
         held = [tensor for tensor in held_anyway if isinstance(tensor, Tensor)]
-        self._held = {local_part(awaited(tensor)).untyped_storage().data_ptr() for tensor in held}
+        self._held = {storage_address(tensor) for tensor in held}
         self._leaves = {id(x) for x in held if under_autocast and x.is_leaf and x.requires_grad}
         self._storages: dict[int, _Storage] = {}
         self._away: list[_Storage] = []

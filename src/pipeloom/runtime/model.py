@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
@@ -315,6 +315,22 @@ def make_part(module: ModuleSpec, packing: Packing, samples: Sequence[Any], micr
         every = [(position, index) for position, count in enumerate(counts) for index in range(count)]
         instances = tuple(every[cut.first : end])
     return Part(tuple([samples[number] for number in chosen]), instances)
+
+
+def check_emitted(module: Module, layer: int, found: Collection[str]) -> None:
+    """Refuse other streams of a layer than those that its module states.
+
+    Raises
+    ------
+    InputError
+    """
+    wanted = module.emits.get(layer, {})
+    if set(found) != set(wanted):
+        raise InputError(
+            f"module {module.name!r}.emits[{layer}]",
+            f"states {', '.join(sorted(wanted)) or 'none'}, the layer emitted {', '.join(sorted(found)) or 'none'}",
+            "return Emit(output, streams)",
+        )
 
 
 def upstream_rows(

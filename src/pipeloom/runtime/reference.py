@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pipeloom.errors import InputError
-from pipeloom.runtime.model import Emit, Model, Module, Part, empty_output, upstream_rows
+from pipeloom.runtime.model import Emit, Model, Module, Part, check_emitted, empty_output, upstream_rows
 from pipeloom.runtime.reduce import zero_missing
 from pipeloom.spec import Batch, TensorShape
 from pipeloom.spec.model import num_instances
@@ -113,14 +113,7 @@ class StreamsOf:
 
     def apart(self, module: Module, layer: int, result: Tensor | Emit) -> Tensor:
         """Note what a layer emits, and return its output."""
-        wanted = module.emits.get(layer, {}).keys()
-        found = result.streams.keys() if isinstance(result, Emit) else set[str]()
-        if found != wanted:
-            raise InputError(
-                f"module {module.name!r}.emits[{layer}]",
-                f"states {', '.join(sorted(wanted)) or 'none'}, the layer emitted {', '.join(sorted(found)) or 'none'}",
-                "return Emit(output, streams)",
-            )
+        check_emitted(module, layer, result.streams if isinstance(result, Emit) else ())
         if not isinstance(result, Emit):
             return result
         self.found |= result.streams

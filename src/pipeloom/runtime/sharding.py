@@ -199,3 +199,8 @@ def _local_gradient(parameter: nn.Parameter) -> Tensor:
             gradient = gradient.redistribute(placements=parameter.placements)
         return local_part(gradient)
     return gradient
+
+
+def storage_address(tensor: Tensor) -> int:
+    """Where the memory begins that a tensor, or this rank's part of it, is a view of."""
+    return local_part(awaited(tensor)).untyped_storage().data_ptr()

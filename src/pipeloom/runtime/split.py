@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from pipeloom.runtime.sharding import awaited, local_part
+from pipeloom.runtime.sharding import storage_address
 
 
 @dataclass(slots=True)
@@ -190,12 +190,7 @@ def _accumulate(
                 weight.grad += gradient
                 continue
             if others is None:
-                others = {_address(each) for each in arrived if each is not None}
-            address = _address(gradient)
+                others = {storage_address(each) for each in arrived if each is not None}
+            address = storage_address(gradient)
             weight.grad = gradient.detach().clone() if address in others else gradient.detach()
             others.add(address)
-
-
-def _address(tensor: Tensor) -> int:
-    """Of its storage."""
-    return local_part(awaited(tensor)).untyped_storage().data_ptr()

@@ -43,7 +43,8 @@ class Phase:
 
 def default_phases(params: SearchParams) -> tuple[Phase, ...]:
     """Static orders; local search where memory does not matter; where it does, annealing of orders as long as they are
-    far from the bound, else justification; and there, and for small graphs, tabu search on the order of tasks.
+    far from the bound, else justification; and there, and for small graphs, tabu search on the order of tasks. Large
+    graphs far from the bound are first searched on a sample.
     """
     orders, tasks, back, sample = params.orders, params.tabu, params.justification, params.sample
 

@@ -5,7 +5,7 @@ from pipeloom.timeline.bounds_assignable import assignable_bound
 from pipeloom.timeline.bubbles import Bubbles, bubbles
 from pipeloom.timeline.check import Violation, check, require_feasible
 from pipeloom.timeline.resolve import Resolved, resolve_candidates
-from pipeloom.timeline.schedule import LowerBound, Schedule, Timeline
+from pipeloom.timeline.schedule import LowerBound, Schedule, Timeline, random_schedule
 from pipeloom.timeline.simulate import host_peaks, memory_changes, memory_curve, running_order, simulate, within_limits
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "lower_bound",
     "memory_changes",
     "memory_curve",
+    "random_schedule",
     "require_feasible",
     "resolve_candidates",
     "running_order",

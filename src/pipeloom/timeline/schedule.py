@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from pipeloom.taskgraph import IntArray
+from pipeloom.taskgraph import IntArray, TaskGraph
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,3 +56,25 @@ class LowerBound:
 
     ns: int
     name: str
+
+
+def random_schedule(rng: random.Random, graph: TaskGraph) -> Schedule:
+    """A random topological order, seen by each rank, and a random strategy for every pair: to check what runs plans.
+
+    It keeps to no limit of memory.
+    """
+    waiting = np.diff(graph.predecessor_start).tolist()
+    ready = [t for t, n in enumerate(waiting) if n == 0]
+    order: list[list[int]] = [[] for _ in range(graph.num_ranks)]
+    while ready:
+        task = ready.pop(rng.randrange(len(ready)))
+        order[int(graph.rank[task])].append(task)
+        for i in range(graph.successor_start[task], graph.successor_start[task + 1]):
+            after = int(graph.successor[i])
+            waiting[after] -= 1
+            if waiting[after] == 0:
+                ready.append(after)
+    candidate = None
+    if graph.candidates is not None:
+        candidate = np.array([rng.randrange(len(options)) for options in graph.candidates])
+    return Schedule(tuple(np.array(tasks, dtype=np.int64) for tasks in order), candidate)

@@ -107,7 +107,7 @@ def from_transformers(
     return TransformersModel(
         modules,
         partial(_loss, model.loss_function, model.config.get_text_config().vocab_size),
-        sizes.num_targets,
+        num_targets,
         name=name,
         targets="target tokens",
         describe=sizes.describe,
@@ -202,16 +202,17 @@ def clean(sample: Sample) -> dict[str, Any]:
     return out
 
 
+def num_targets(sample: Sample) -> float:
+    """Count the tokens that are predicted."""
+    return float((clean(sample)["labels"][1:] != _IGNORED).sum())
+
+
 class _Sizes:
     """What is counted in a sample."""
 
     def __init__(self, config: Any, text: Text, encoders: Sequence[Encoder]) -> None:
         self.config, self.encoders = config, encoders
         self.known = {*_KNOWN, *text.per_token, *(key for encoder in encoders for key in encoder.keys)}
-
-    def num_targets(self, sample: Sample) -> float:
-        """Count the tokens that are predicted."""
-        return float((clean(sample)["labels"][1:] != _IGNORED).sum())
 
     def describe(self, sample: Sample) -> dict[str, Any]:
         """Return what the planner is told of a sample."""

@@ -10,22 +10,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from pipeloom.cost import StrategyCost
 from pipeloom.errors import InputError
-from pipeloom.integrations.transformers.build import TransformersModel, clean, from_transformers
+from pipeloom.integrations.transformers.build import TransformersModel, clean, from_transformers, num_targets
 from pipeloom.packing import Packing, PackingSpec, pack
 from pipeloom.plan import ExecutionPlan, boundary_shapes, lower, verify
 from pipeloom.runtime import Executor, ExecutorOptions, ThreadHub, batch_of
-from pipeloom.spec import Batch, Chunk, Layout, ModelSpec, ModuleLayout, Workload
-from pipeloom.taskgraph import TaskGraph, build_graph
-from pipeloom.timeline import Schedule, simulate
+from pipeloom.spec import STRATEGIES, Batch, Chunk, Layout, ModelSpec, ModuleLayout, Workload
+from pipeloom.taskgraph import build_graph
+from pipeloom.timeline import random_schedule, simulate
 
-_STRATEGIES = ("keep", "recompute", "selective", "offload")
 _TIMEOUT_S = 120.0
 
 Gradients = dict[str, Tensor]
@@ -166,7 +164,7 @@ def _library(model: Any, batch: Sequence[Any]) -> tuple[float, Gradients]:
     losses, total = [], 0.0
     for sample in batch:
         here = {name: value for name, value in clean(sample).items() if name != "id"}
-        targets = float((here["labels"][1:] != -100).sum())
+        targets = num_targets(sample)
         if not targets:
             continue
         total += targets
@@ -202,7 +200,7 @@ class _Costs:
         forward, inputs, weights = (rng.randint(1, 5) * 1e-3 for _ in range(3))
         halves = (inputs, weights) if self.split else (None, None)
         return tuple(
-            StrategyCost(strategy, forward, inputs + weights, rng.randint(1, 100), *halves) for strategy in _STRATEGIES
+            StrategyCost(strategy, forward, inputs + weights, rng.randint(1, 100), *halves) for strategy in STRATEGIES
         )
 
     def boundary_bytes(self, chunk: Chunk, workload: Workload) -> int:
@@ -237,7 +235,7 @@ def _draw(rng: random.Random, spec: ModelSpec, batch: Batch, ranks: int) -> _Dra
     split = rng.random() < 0.5
     costs: Any = _Costs(str(rng.random()), split)
     graph = build_graph(layout, packing, costs, backward="split" if split else "whole")
-    schedule = _draw_schedule(rng, graph)
+    schedule = random_schedule(rng, graph)
     timeline = simulate(graph, schedule)
     plan = lower(graph, schedule, timeline, layout, packing, boundary_shapes(spec, layout))
     verify(plan, layout, packing)
@@ -263,25 +261,6 @@ def _draw_layout(rng: random.Random, spec: ModelSpec, ranks: int) -> Layout:
 def _on_rank(chunk: Chunk, rank: int) -> Chunk:
     """Return the chunk on another rank."""
     return Chunk(chunk.module, chunk.layers, rank)
-
-
-def _draw_schedule(rng: random.Random, graph: TaskGraph) -> Schedule:
-    """A random order that keeps to what comes before what, and random strategies."""
-    waiting = np.diff(graph.predecessor_start).tolist()
-    ready = [task for task, count in enumerate(waiting) if count == 0]
-    order: list[list[int]] = [[] for _ in range(graph.num_ranks)]
-    while ready:
-        task = ready.pop(rng.randrange(len(ready)))
-        order[int(graph.rank[task])].append(task)
-        for i in range(graph.successor_start[task], graph.successor_start[task + 1]):
-            after = int(graph.successor[i])
-            waiting[after] -= 1
-            if waiting[after] == 0:
-                ready.append(after)
-    candidate = None
-    if graph.candidates is not None:
-        candidate = np.array([rng.randrange(len(options)) for options in graph.candidates])
-    return Schedule(tuple(np.array(tasks, dtype=np.int64) for tasks in order), candidate)
 
 
 def _run(model: TransformersModel, drawn: _Drawn, batch: Sequence[Any]) -> tuple[float, Gradients]:

@@ -410,7 +410,7 @@ def _pixtral_vision(config: Any) -> Encoder:
 
 # ------------------------------------------------------------------ Mamba
 
-_BAMBA = Text("model", last=("final_layernorm",), alone=("linear_attention",), pointwise=(), gives_tuple=True)
+_BAMBA = Text("model", last=("final_layernorm",), alone=("linear_attention",), gives_tuple=True)
 _NEMOTRON = Text("model", first="embeddings", last=("norm_f",), alone=("linear_attention",), pointwise=("mlp", "moe"))
 _GEMMA = Text("model.language_model", per_token=("token_type_ids",))
 
