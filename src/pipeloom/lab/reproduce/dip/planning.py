@@ -104,7 +104,7 @@ def planned(setup: PaperSetup, seed: int, number: int, options: Options, finishi
     verify(plan, layout, packing)
     moments.append(time.process_time())
     before, searched, after = (b - a for a, b in pairwise(moments))
-    finishing.task_s = after / graph.num_tasks
+    finishing.took(after, graph.num_tasks)
     seconds = found.timeline.makespan_ns / 1e9
     gap = found.timeline.makespan_ns / max(found.lower_bound.ns, 1) - 1
     return Planned((before, searched, after), graph.num_tasks, seconds, gap)
