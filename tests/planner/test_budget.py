@@ -55,10 +55,10 @@ def test_a_plan_is_proved_within_its_budget(seed: int, policy: str, monkeypatch:
         began_s = clock.now_s
         planned = plan_batch(problem, batch, budget=clock, seed=seed, finishing=finishing)
         took.append(clock.now_s - began_s)
-        assert finishing.task_s * planned.graph.num_tasks == pytest.approx(PROVING_S, abs=2 * READING_S)
+        assert PROVING_S <= finishing.task_s * planned.graph.num_tasks <= 1.5 * PROVING_S
     # The first plan could not know; a search looks at the clock a few times more before it ends.
     assert took[0] > SECONDS + 0.6 * PROVING_S
-    assert max(took[1:]) <= SECONDS + 0.4 * PROVING_S
+    assert max(took[1:]) <= SECONDS + 0.1 * PROVING_S
 
 
 def test_evaluations_are_the_search_s_alone() -> None:
