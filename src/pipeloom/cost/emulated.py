@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from copy import copy
 from typing import cast
 
@@ -14,7 +14,7 @@ from pipeloom.cost.correction import Correction
 from pipeloom.cost.emulated_mixtures import Ladder, layer_options, staging_bytes
 from pipeloom.cost.mixtures import BACKWARD, LayerOption, Mixtures, ladder, mix
 from pipeloom.cost.model import StrategyCost
-from pipeloom.emulator.build import Placement, layer_template, module_templates
+from pipeloom.emulator.build import Placement, layer_template, module_templates, single_layer, stream_template
 from pipeloom.emulator.program import Part
 from pipeloom.emulator.rules import PS_PER_S, RuleTable
 from pipeloom.emulator.stage import Stage, StageCost, runs_of
@@ -26,6 +26,7 @@ from pipeloom.spec import (
     TRAITS,
     Chunk,
     ChunkStrategy,
+    EmittedStream,
     LayerSpec,
     ModelSpec,
     ModuleSpec,
@@ -92,6 +93,12 @@ class EmulatedCosts:
         self._parts: tuple[Part, ...] = ("F", "B", "I", "W") if split else ("F", "B")
         self._layers = {
             m.name: module_templates(self.architecture, m, self.placement) for m in self.architecture.modules
+        }
+        self._streams = {
+            layer.emits: stream_template(layer, self.placement)
+            for module in self.architecture.modules
+            for layer in module.layers
+            if isinstance(layer, ResidualLayer) and layer.emits is not None
         }
         self._stages: dict[tuple[str, tuple[int, int], tuple[Strategy, ...]], Stage] = {}
         self._options: OrderedDict[tuple[int, Workload], tuple[LayerOption, ...]] = OrderedDict()
@@ -196,9 +203,8 @@ class EmulatedCosts:
         return self._chunk(chunk)[-1].on(workload).output_bytes
 
     def stream_bytes(self, stream: str, workload: Workload) -> int:
-        """Architectures of the emulator have no streams."""
-        del workload
-        raise InputError(f"stream {stream!r}", "is not in the architecture", "measure the model's layers instead")
+        """Bytes of a stream, on one device, whose emitting layer has this workload."""
+        return self._streams[stream].on(workload).output_bytes
 
     def transfer_s(self, num_bytes: int) -> float:
         """Seconds that a message takes between neighbouring pipeline ranks."""
@@ -260,20 +266,22 @@ class EmulatedCosts:
     def model_spec(self) -> ModelSpec:
         """The planner's view of the model; shapes are those of the whole activation."""
         modules = []
+        alone = Placement(self.cluster, Degrees())
         for module in self.architecture.modules:
             layers: list[LayerSpec] = []
+            names: dict[Layer, str] = {}
             for layer in module.layers:
-                single, count = _one_of(layer)
-                whole = layer_template(single, Placement(self.cluster, Degrees()))
-                layers.append(
-                    LayerSpec(
-                        kind=_kind(layer, len(layers)),
-                        output=_shape(whole),
-                        count=count,
-                        num_parameters=whole.num_parameters,
-                    )
-                )
-            modules.append(ModuleSpec(module.name, module.reads, tuple(layers), module.after, module.frozen))
+                single, count = single_layer(layer)
+                whole = layer_template(single, alone)
+                kind = names.setdefault(single, _kind(single, len(layers), names.values()))
+                layers.append(LayerSpec(kind, _shape(whole), count, whole.num_parameters))
+            flat = module.flat_layers
+            emits = tuple(
+                EmittedStream(end.stream, end.layer, _stream_shape(flat[end.layer], alone)) for end in module.emits
+            )
+            modules.append(
+                ModuleSpec(module.name, module.reads, tuple(layers), module.after, module.frozen, emits, module.takes)
+            )
         return ModelSpec(self.architecture.name, tuple(modules))
 
 
@@ -309,17 +317,17 @@ def _cost(strategy: str, layers: tuple[Strategy, ...], cost: StageCost) -> Strat
     )
 
 
-def _one_of(layer: Layer) -> tuple[Layer, int]:
-    if isinstance(layer, ResidualLayer):
-        return ResidualLayer(**{f: getattr(layer, f) for f in layer.__struct_fields__} | {"count": 1}), layer.count
-    return layer, 1
-
-
-def _kind(layer: Layer, number: int) -> str:
+def _kind(layer: Layer, number: int, taken: Collection[str]) -> str:
     """Name of a layer's kind: blocks are numbered, since a module may have several sorts of them."""
-    if isinstance(layer, ResidualLayer):
-        return f"block{number}"
-    return type(layer).__name__.removesuffix("Layer").lower()
+    plain = "block" if isinstance(layer, ResidualLayer) else type(layer).__name__.removesuffix("Layer").lower()
+    return f"{plain}{number}" if plain == "block" or plain in taken else plain
+
+
+def _stream_shape(layer: Layer, placement: Placement) -> TensorShape:
+    assert isinstance(layer, ResidualLayer)
+    stream = stream_template(layer, placement)
+    joined = round(1 / stream.output_rows.tokens)
+    return TensorShape(("tokens" if joined == 1 else f"tokens/{joined}", int(stream.output_width)), "bfloat16")
 
 
 def _shape(layer: LayerTemplate) -> TensorShape:

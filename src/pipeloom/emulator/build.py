@@ -3,33 +3,43 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
 
 from pipeloom.emulator import modules
 from pipeloom.emulator.rules import Curve, Device, Efficiency
-from pipeloom.emulator.tape import DEVICE_NAMES, NIC, NVLINK, Context
+from pipeloom.emulator.tape import DEVICE_NAMES, NIC, NVLINK, Context, Tape
 from pipeloom.emulator.template import LayerTemplate
 from pipeloom.errors import InputError
 from pipeloom.spec.architecture import (
+    ActivationStep,
+    AdapterLayer,
     Architecture,
     AttentionMixer,
+    AudioEmbeddingLayer,
+    AverageStep,
     CrossAttentionMixer,
     DenoisingHeadLayer,
     ExpertsMixer,
+    JoinStep,
     LanguageHeadLayer,
     LatentAttentionMixer,
     Layer,
+    LinearStep,
     Mamba2Mixer,
     Mixer,
     MLPMixer,
     ModuleArchitecture,
+    NormStep,
     PatchEmbeddingLayer,
     PatchMergerLayer,
     ProjectorLayer,
     ResidualLayer,
+    Step,
     TokenEmbeddingLayer,
+    VectorsStep,
 )
 from pipeloom.spec.hardware import ClusterSpec, DeviceSpec, EfficiencySpec, Points
 from pipeloom.spec.parallelism import Degrees
@@ -45,9 +55,12 @@ def mixer_module(mixer: Mixer, hidden: int) -> modules.Module:
             mixer.head_width,
             causal=mixer.causal,
             bias=mixer.qkv_bias,
+            key_bias=mixer.key_bias,
             output_bias=mixer.output_bias,
             rotary=mixer.rotary,
             norm_heads=mixer.norm_heads,
+            norm_whole=mixer.norm_whole,
+            window=mixer.window,
         )
     if isinstance(mixer, CrossAttentionMixer):
         return modules.CrossAttention(
@@ -55,35 +68,98 @@ def mixer_module(mixer: Mixer, hidden: int) -> modules.Module:
         )
     if isinstance(mixer, LatentAttentionMixer):
         return modules.LatentAttention(
-            hidden, mixer.heads, mixer.kv_rank, mixer.query_rank, mixer.nope_width, mixer.rope_width, mixer.value_width
+            hidden,
+            mixer.heads,
+            mixer.kv_rank,
+            mixer.query_rank,
+            mixer.nope_width,
+            mixer.rope_width,
+            mixer.value_width,
+            bias=mixer.bias,
         )
     if isinstance(mixer, MLPMixer):
         return modules.MLP(hidden, mixer.inner, gated=mixer.gated, bias=mixer.bias)
     if isinstance(mixer, ExpertsMixer):
         return modules.MixtureOfExperts(
-            hidden, mixer.inner, mixer.experts, mixer.chosen, mixer.shared_inner, mixer.imbalance
+            hidden,
+            mixer.inner,
+            mixer.experts,
+            mixer.chosen,
+            mixer.shared_inner,
+            mixer.imbalance,
+            gated=mixer.gated,
+            latent=mixer.latent,
+            shared_gate=mixer.shared_gate,
+            bias=mixer.bias,
         )
     assert isinstance(mixer, Mamba2Mixer)
-    return modules.Mamba2(hidden, mixer.heads, mixer.head_width, mixer.state, mixer.groups, mixer.kernel, mixer.chunk)
+    return modules.Mamba2(
+        hidden,
+        mixer.heads,
+        mixer.head_width,
+        mixer.state,
+        mixer.groups,
+        mixer.kernel,
+        mixer.chunk,
+        bias=mixer.bias,
+        kernel_bias=mixer.kernel_bias,
+    )
+
+
+def _steps_module(hidden: int, steps: Sequence[Step]) -> modules.Module:
+    """The module that an adapter's steps describe."""
+    parts: list[modules.Module] = []
+    width = hidden
+    for step in steps:
+        if isinstance(step, NormStep):
+            parts.append(modules.Norm(step.kind))
+        elif isinstance(step, JoinStep):
+            parts.append(modules.Join(step.factor))
+            width *= step.factor
+        elif isinstance(step, AverageStep):
+            parts.append(modules.Average(step.factor))
+        elif isinstance(step, LinearStep):
+            parts.append(modules.Linear(width, step.out_width, step.bias))
+            width = step.out_width
+        elif isinstance(step, ActivationStep):
+            parts.append(modules.Activation())
+        else:
+            assert isinstance(step, VectorsStep)
+            parts.append(modules.Vectors(step.count))
+    return modules.Sequential(tuple(parts))
+
+
+def _residual_module(layer: ResidualLayer) -> modules.Module:
+    parts: list[modules.Module] = []
+    for mixer in layer.mixers:
+        inner = mixer_module(mixer, layer.hidden)
+        if layer.post_norm:
+            inner = modules.Sequential((inner, modules.Norm(layer.norm)))
+        if layer.scaled:
+            inner = modules.Scaled(inner)
+        if layer.modulated:
+            parts.append(modules.Modulated(inner, layer.norm, layer.modulation_projection))
+        else:
+            parts.append(modules.Residual(inner, layer.norm))
+    whole: modules.Module = modules.Sequential(tuple(parts))
+    if layer.takes is not None:
+        whole = modules.Taking(whole)
+    return whole if layer.emits is None else modules.Emitting(whole, _steps_module(layer.hidden, layer.tap))
 
 
 def layer_module(layer: Layer) -> tuple[modules.Module, int]:
     """The module that one layer's sizes describe, and the width of its input."""
     if isinstance(layer, ResidualLayer):
-        parts: list[modules.Module] = []
-        for mixer in layer.mixers:
-            inner = mixer_module(mixer, layer.hidden)
-            if layer.post_norm:
-                inner = modules.Sequential((inner, modules.Norm(layer.norm)))
-            if layer.modulated:
-                parts.append(modules.Modulated(inner, layer.norm, layer.modulation_projection))
-            else:
-                parts.append(modules.Residual(inner, layer.norm))
-        return modules.Sequential(tuple(parts)), layer.hidden
+        return _residual_module(layer), layer.hidden
+    if isinstance(layer, AdapterLayer):
+        return _steps_module(layer.hidden, layer.steps), layer.hidden
+    if isinstance(layer, AudioEmbeddingLayer):
+        return modules.AudioEmbedding(layer.bins, layer.hidden), layer.hidden
     if isinstance(layer, TokenEmbeddingLayer):
         return modules.TokenEmbedding(layer.vocabulary, layer.hidden, layer.positions), layer.hidden
     if isinstance(layer, PatchEmbeddingLayer):
-        return modules.PatchEmbedding(layer.patch_numbers, layer.hidden, layer.positions, layer.bias), layer.hidden
+        pixels = layer.patch_numbers, layer.hidden, layer.positions, layer.bias, layer.norm
+        return modules.PatchEmbedding(*pixels), layer.hidden
     if isinstance(layer, PatchMergerLayer):
         return modules.PatchMerger(layer.hidden, layer.factor, layer.out_width, layer.inner, layer.norm), layer.hidden
     if isinstance(layer, ProjectorLayer):
@@ -208,11 +284,34 @@ def forget_templates() -> None:
     _template.cache_clear()
 
 
+def single_layer(layer: Layer) -> tuple[Layer, int]:
+    """One of the layers that an entry stands for, without the names of its streams, and how many there are."""
+    if not isinstance(layer, ResidualLayer):
+        return layer, 1
+    return msgspec.structs.replace(unnamed(layer), count=1), layer.count
+
+
+def stream_template(layer: ResidualLayer, placement: Placement) -> LayerTemplate:
+    """The template of what the features of a layer's stream go through, whose output is the stream."""
+    steps = layer.tap or (JoinStep(1),)
+    return layer_template(AdapterLayer(layer.hidden, steps), placement)
+
+
+def unnamed(layer: Layer) -> Layer:
+    """The layer without the names of its streams: what tells its cost from others'."""
+    if not isinstance(layer, ResidualLayer) or (layer.emits is None and layer.takes is None):
+        return layer
+    ends = {field: "" for field in ("emits", "takes") if getattr(layer, field) is not None}
+    return msgspec.structs.replace(layer, **ends)
+
+
 def layer_template(
     layer: Layer, placement: Placement, *, trainable: bool = True, input_gradient: bool = True
 ) -> LayerTemplate:
     """The traced template of one layer, traced once for each structure, parallelism and device."""
-    return _template(layer, placement.context, msgspec.json.encode(placement.cluster), trainable, input_gradient)
+    return _template(
+        unnamed(layer), placement.context, msgspec.json.encode(placement.cluster), trainable, input_gradient
+    )
 
 
 def module_templates(
@@ -233,15 +332,16 @@ def _trains(architecture: Architecture, name: str) -> bool:
 
 
 def count_parameters(architecture: Architecture) -> int:
-    """Parameters of a whole model."""
+    """Parameters of a whole model, those included that nothing runs."""
     total = 0
-    device = Device("compute", flops_per_s=1.0, memory_bytes_per_s=1.0)
-    links = tuple(Device(name, network_bytes_per_s=1.0) for name in DEVICE_NAMES[1:])
     known: dict[Layer, int] = {}
     for module in architecture.modules:
-        for layer in module.flat_layers:
+        for each in (*module.layers, *module.unused):
+            layer, count = single_layer(each)
             if layer not in known:
                 built, width = layer_module(layer)
-                known[layer] = LayerTemplate(built, width, Context(), (device, *links)).num_parameters
-            total += known[layer]
+                tape = Tape(Context())
+                built(tape.input(width))
+                known[layer] = round(sum(p.total for p in tape.parameters))
+            total += known[layer] * count
     return total

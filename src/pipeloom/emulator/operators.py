@@ -23,16 +23,20 @@ INDEX_BYTES = 8
 
 
 def linear(
-    x: Tensor, in_width: int, out_width: int, *, bias: bool = False, split: int = 1, name: str = "matmul"
+    x: Tensor, in_width: int, out_width: int, *, bias: bool | int = False, split: int = 1, name: str = "matmul"
 ) -> Tensor:
-    """Matrix product with a weight of ``in_width`` x ``out_width`` numbers (this device's part of ``split``)."""
+    """Matrix product with a weight of ``in_width`` x ``out_width`` numbers (this device's part of ``split``).
+
+    ``bias``: whether every column has one, or how many have.
+    """
     tape, dtype = x.tape, x.dtype_bytes
     weight = in_width * out_width
-    tape.parameter((weight + (out_width if bias else 0)) * split, split)
+    biases = out_width if bias is True else int(bias)
+    tape.parameter((weight + biases) * split, split)
     flops = x.rows * (2 * weight)
     moved = x.rows * ((in_width + out_width) * dtype)
     return tape.record(
-        Cost(name, flops, moved + (weight + (out_width if bias else 0)) * dtype),
+        Cost(name, flops, moved + (weight + biases) * dtype),
         [x],
         (x.rows, out_width),
         backward=Backward(
@@ -110,6 +114,28 @@ def multiply(x: Tensor, y: Tensor) -> Tensor:
         backward=Backward(saved=[x, y], input_gradient=Cost("multiply", elements * 2, x.num_bytes * 5)),
         again="cheap",
     )
+
+
+def scale(x: Tensor) -> Tensor:
+    """A learned factor for each column; saves its input."""
+    elements = x.rows * x.width
+    x.tape.parameter(x.width)
+    return x.tape.record(
+        Cost("multiply", elements, x.num_bytes * 2),
+        [x],
+        (x.rows, x.width),
+        backward=Backward(
+            saved_for_weight=[x],
+            input_gradient=Cost("multiply", elements, x.num_bytes * 2),
+            weight_gradient=Cost("multiply", elements * 2, x.num_bytes * 2),
+        ),
+        again="cheap",
+    )
+
+
+def hand_on(x: Tensor, feature: Tensor) -> Tensor:
+    """``x`` as it is, beside a stream that leaves the layer; the stream's gradient comes back with that of ``x``."""
+    return x.tape.record(Cost("view"), [x, feature], (x.rows, x.width), backward=Backward(passes_gradient=True))
 
 
 def gated_activation(x: Tensor) -> Tensor:
@@ -202,10 +228,10 @@ def scan(x: Tensor, *, heads: int, head_width: int, groups: int, state: int, chu
     )
 
 
-def depthwise(x: Tensor, width: float, kernel: int) -> Tensor:
+def depthwise(x: Tensor, width: float, kernel: int, *, bias: bool = True) -> Tensor:
     """Causal depthwise convolution over ``width`` of the columns; saves its input."""
     split = x.context.tensor
-    x.tape.parameter(width * (kernel + 1) * split, split)
+    x.tape.parameter(width * (kernel + bias) * split, split)
     moved = x.rows * (width * x.dtype_bytes)
     flops = x.rows * (2 * width * kernel)
     return x.tape.record(
@@ -273,6 +299,12 @@ def regroup(x: Tensor, factor: int, *, moves: bool = False) -> Tensor:
         backward=Backward(input_gradient=cost),
         again="cheap" if moves else "as kept",
     )
+
+
+def average(x: Tensor, factor: int) -> Tensor:
+    """Mean of ``factor`` rows each; saves nothing."""
+    cost = Cost("copy", x.rows * x.width, x.num_bytes * (1 + 1 / factor))
+    return x.tape.record(cost, [x], (x.rows / factor, x.width), backward=Backward(input_gradient=cost), again="cheap")
 
 
 def gather_rows(x: Tensor, rows: Size) -> Tensor:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
-from pipeloom.emulator.build import Placement, module_templates
+from pipeloom.emulator.build import Placement, module_templates, stream_template
 from pipeloom.emulator.stage import Run, Stage, runs_of
 from pipeloom.emulator.static import static_bytes
 from pipeloom.emulator.template import LayerTemplate
 from pipeloom.errors import InputError
 from pipeloom.spec import ChunkStrategy, Sample, Strategy, Workload, chunk_strategy
-from pipeloom.spec.architecture import Architecture
+from pipeloom.spec.architecture import Architecture, ResidualLayer
 
 Work = Mapping[str, Sequence[Workload]]
 """One microbatch: per module its sub-microbatches (none: the module has nothing to do)."""
@@ -31,6 +33,15 @@ def work_of(
         bounds = [round(len(lengths) * k / parts) for k in range(parts + 1)] if parts else []
         out[module.name] = tuple(Workload(tuple(lengths[a:b])) for a, b in itertools.pairwise(bounds) if b > a)
     return out
+
+
+class Stream(NamedTuple):
+    """What goes from a chunk of one module to a chunk of another, beside the modules' outputs."""
+
+    source: tuple[str, int]
+    target: tuple[str, int]
+    template: LayerTemplate
+    """Whose output it is, on the source's workload."""
 
 
 class PipelineModel:
@@ -68,6 +79,24 @@ class PipelineModel:
             static_bytes([t for name in self.layers for t in self.layers_of(name, rank)], placement.degrees)
             for rank in range(self.num_ranks)
         )
+
+        self.streams = self._streams()
+
+    def _streams(self) -> tuple[Stream, ...]:
+        modules = self.architecture.modules
+        takers = {end.stream: (module.name, end.layer) for module in modules for end in module.takes}
+        found = []
+        for module in modules:
+            for end in module.emits:
+                layer, (taker, taking) = module.flat_layers[end.layer], takers[end.stream]
+                assert isinstance(layer, ResidualLayer)
+                source, target = self._chunk_of(module.name, end.layer), self._chunk_of(taker, taking)
+                if source != target:
+                    found.append(Stream(source, target, stream_template(layer, self.placement)))
+        return tuple(found)
+
+    def _chunk_of(self, module: str, layer: int) -> tuple[str, int]:
+        return module, bisect.bisect_right(self.cuts[module], layer) - 1
 
     def chunks(self, module: str) -> range:
         """Chunk numbers of a module; chunk i lies on rank i modulo the number of ranks."""

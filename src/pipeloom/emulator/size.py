@@ -1,14 +1,16 @@
 """Size: a count that follows from a workload, kept symbolic so that a module is traced only once.
 
-Every count of the emulator (operations, bytes) is linear in four features of a (sub-)microbatch: a constant,
-its instances, its tokens and its query-key pairs. Tracing a module gives coefficients; a new workload then
-costs one small matrix product.
+Every count of the emulator (operations, bytes) is linear in a few features of a (sub-)microbatch: a constant,
+its instances, its tokens, its query-key pairs, and those within each window that its attention has. Tracing a
+module gives coefficients; a new workload then costs one small matrix product.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from operator import mul
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,34 +18,59 @@ import numpy.typing as npt
 from pipeloom.spec import Workload
 
 FloatArray = npt.NDArray[np.float64]
-NUM_FEATURES = 4
+
+
+class Window(NamedTuple):
+    """What a query sees of its sequence: the last ``length`` keys up to itself, or those of its own block."""
+
+    length: int
+    slides: bool
+
+    def pairs(self, lengths: Iterable[int]) -> int:
+        """Query-key pairs of sequences; blocks are full but the last of each sequence."""
+        width, total = self.length, 0
+        for n in lengths:
+            inside, rest = min(n, width), n % width
+            total += inside * (inside + 1) // 2 + (n - inside) * width if self.slides else (n - rest) * width + rest**2
+        return total
+
+
+Windowed = tuple[tuple[Window, float], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """``one + instances * I + tokens * T + token_pairs * P`` for a workload with I, T and P of them."""
+    """``one + instances * I + tokens * T + token_pairs * P`` for a workload with I, T and P of them.
+
+    ``windowed``: further coefficients, of the pairs within windows.
+    """
 
     one: float = 0.0
     instances: float = 0.0
     tokens: float = 0.0
     token_pairs: float = 0.0
+    windowed: Windowed = ()
 
     def __add__(self, other: Size | float) -> Size:
         """Sum of two sizes, or of a size and a constant."""
         if not isinstance(other, Size):
-            return Size(self.one + other, self.instances, self.tokens, self.token_pairs)
+            return Size(self.one + other, self.instances, self.tokens, self.token_pairs, self.windowed)
         return Size(
             self.one + other.one,
             self.instances + other.instances,
             self.tokens + other.tokens,
             self.token_pairs + other.token_pairs,
+            _sum(self.windowed, other.windowed) if self.windowed and other.windowed else self.windowed + other.windowed,
         )
 
     __radd__ = __add__
 
     def __mul__(self, factor: float) -> Size:
         """Size times a number."""
-        return Size(self.one * factor, self.instances * factor, self.tokens * factor, self.token_pairs * factor)
+        windowed = tuple((window, part * factor) for window, part in self.windowed)
+        return Size(
+            self.one * factor, self.instances * factor, self.tokens * factor, self.token_pairs * factor, windowed
+        )
 
     __rmul__ = __mul__
 
@@ -51,14 +78,25 @@ class Size:
         """Size over a number."""
         return self * (1.0 / divisor)
 
-    @property
-    def row(self) -> tuple[float, float, float, float]:
-        """Coefficients in feature order."""
-        return (self.one, self.instances, self.tokens, self.token_pairs)
+    def row(self, windows: tuple[Window, ...] = ()) -> tuple[float, ...]:
+        """Coefficients in feature order; ``windows`` are all those that it may have."""
+        plain = (self.one, self.instances, self.tokens, self.token_pairs)
+        if not windows:
+            return plain
+        found = dict(self.windowed)
+        return (*plain, *(found.get(window, 0.0) for window in windows))
 
     def of(self, workload: Workload) -> float:
         """Value for one workload."""
-        return sum(a * b for a, b in zip(self.row, feature_row(workload), strict=True))
+        windows = tuple(window for window, _ in self.windowed)
+        return sum(a * b for a, b in zip(self.row(windows), feature_row(workload, windows), strict=True))
+
+
+def _sum(one: Windowed, other: Windowed) -> Windowed:
+    total = dict(one)
+    for window, part in other:
+        total[window] = total.get(window, 0.0) + part
+    return tuple(total.items())
 
 
 ZERO = Size()
@@ -70,13 +108,14 @@ CAUSAL_PAIRS = (TOKEN_PAIRS + TOKENS) / 2
 """Query-key pairs that a causal mask leaves: n (n + 1) / 2 for each sequence of n tokens."""
 
 
-def feature_row(workload: Workload) -> tuple[float, float, float, float]:
+def window_pairs(length: int, *, causal: bool) -> Size:
+    """Query-key pairs within a window: causal ones slide, others are blocks."""
+    return Size(windowed=((Window(length, causal), 1.0),))
+
+
+def feature_row(workload: Workload, windows: tuple[Window, ...] = ()) -> tuple[float, ...]:
     """Features of a workload, in the order of `Size.row`."""
     lengths = workload.lengths  # not its properties: this is asked for at every look-up
     pairs = sum(map(mul, lengths, lengths))
-    return (1.0, float(len(lengths)), float(sum(lengths)), float(pairs))
-
-
-def features(workload: Workload) -> FloatArray:
-    """Features of a workload as an array, shape (4,)."""
-    return np.array(feature_row(workload))
+    plain = (1.0, float(len(lengths)), float(sum(lengths)), float(pairs))
+    return (*plain, *(float(window.pairs(lengths)) for window in windows)) if windows else plain

@@ -188,8 +188,7 @@ class Step:
             self.session.replace(self._call[i], Call(graph, call.devices, call.inputs))
             self._all.renew(i)
         for source, target in self._sends_of.get(number, ()):
-            carrier = self.tasks[self._all.carrier(source, target)]
-            size = self._all.cost(carrier).output_bytes
+            size = self._all.bytes_between(source, target)
             send = self._send_call[source, target]
             call = self.session.calls[send]
             self.session.replace(send, Call(self._all.send(size), call.devices, call.inputs))

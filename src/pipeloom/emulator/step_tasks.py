@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pipeloom.emulator.pipeline import PipelineModel, Work
+from pipeloom.emulator.pipeline import PipelineModel, Stream, Work
 from pipeloom.emulator.result import StageTask
 from pipeloom.emulator.rules import RuleTable
 from pipeloom.emulator.schedule import PipelineTask, task_arrays
@@ -71,6 +71,8 @@ class StepTasks:
             model.placement.devices, ("send",), np.array([model.placement.pipeline_link]), np.array([1.0])
         )
         self._sends: dict[int, Leaf] = {}
+        self._joined: dict[tuple[int, int], list[tuple[int, Stream | None]]] = {}
+        """Edges that carry streams, by their ends: forward tasks and what of theirs travels; None: the output."""
         self._costs: dict[tuple[int, Workload], TaskCost] = {}
         self.tasks: list[StageTask] = []
         self.plans: list[PipelineTask] = []
@@ -119,9 +121,18 @@ class StepTasks:
             )
         return self._sends[num_bytes]
 
-    def carrier(self, source: int, target: int) -> int:
-        """The forward task whose output (or its gradient) travels from ``source`` to ``target``."""
-        return self.forward_of[target] if self.tasks[target].backward else source
+    def bytes_between(self, source: int, target: int) -> int:
+        """What travels from one task to another: a forward's output, its streams, or their gradients."""
+        carriers = self._joined.get((source, target))
+        if carriers is None:
+            carriers = [(self.forward_of[target] if self.tasks[target].backward else source, None)]
+        return sum(self._bytes(*carrier) for carrier in carriers)
+
+    def _bytes(self, carrier: int, stream: Stream | None) -> int:
+        task = self.tasks[carrier]
+        if stream is None:
+            return self.cost(task).output_bytes
+        return stream.template.on(self.workload(task)).output_bytes
 
     def renew(self, i: int) -> None:
         """Read a task's cost anew, after its microbatch has changed."""
@@ -148,7 +159,7 @@ class StepTasks:
         """Take over tasks and edges; durations and bytes are this strategy's."""
         self.tasks, self.edges, self.forward_of = like.tasks, like.edges, like.forward_of
         self.arrays, self.rank, self.of_microbatch = like.arrays, like.rank, like.of_microbatch
-        self.takes, self.gives = like.takes, like.gives
+        self.takes, self.gives, self._joined = like.takes, like.gives, like._joined
         costs: list[TaskCost] = []
         # Workloads are long; those at hand are told apart by identity before they are compared.
         known: dict[tuple[int, int], TaskCost] = {}
@@ -183,6 +194,19 @@ class StepTasks:
                         for above in chains[source]:
                             if above.backward and below.backward:
                                 self._link(below.backward[-1], above.backward[0], above.forward[-1])
+            for stream in self._model.streams:
+                self._link_stream(stream, chains)
+
+    def _link_stream(self, stream: Stream, chains: dict[str, list[_Chain]]) -> None:
+        (source, chunk), (target, taking) = stream.source, stream.target
+        for above in chains[source]:
+            for below in chains[target]:
+                carrier = above.forward[chunk]
+                self._link(carrier, below.forward[taking], carrier, stream)
+                # Backwards are in the order in which they run, the last chunk's first.
+                back, down = len(above.forward) - 1 - chunk, len(below.forward) - 1 - taking
+                if back < len(above.backward) and down < len(below.backward):
+                    self._link(below.backward[down], above.backward[back], carrier, stream)
 
     def _chain(self, name: str, microbatch: int, part: int) -> _Chain:
         chain = _Chain()
@@ -217,11 +241,19 @@ class StepTasks:
         self.flops.append(0.0 if task.backward else cost.flops)
         self.plans.append(PipelineTask(task.rank, task.microbatch, task.backward, duration, cost.held_bytes, before))
 
-    def _link(self, source: int, target: int, carrier: int) -> None:
-        """``target`` waits for ``source``; what travels has the size of ``carrier``'s output."""
+    def _link(self, source: int, target: int, carrier: int, stream: Stream | None = None) -> None:
+        """``target`` waits for ``source``; what travels has the size of ``carrier``'s output, or of a stream of its."""
         a, b = self.tasks[source], self.tasks[target]
-        size = 0
-        if a.rank != b.rank:
-            size = self.cost(self.tasks[carrier]).output_bytes
-        self.edges[target].append((source, size))
-        self.plans[target].before.append((source, int(self.send(size).duration_ps[0]) if size else 0))
+        size = self._bytes(carrier, stream) if a.rank != b.rank else 0
+        edges, before, place = self.edges[target], self.plans[target].before, len(self.edges[target])
+        if stream is not None:
+            # A stream goes with what travels between the same tasks anyway.
+            joined = self._joined.setdefault((source, target), [])
+            for number, (other, known) in enumerate(edges):
+                if other == source:
+                    joined[:0] = [] if joined else [(carrier, None)]
+                    size, place = size + known, number
+            joined.append((carrier, stream))
+        edge = (source, size)
+        delay = (source, int(self.send(size).duration_ps[0]) if size else 0)
+        edges[place : place + 1], before[place : place + 1] = [edge], [delay]

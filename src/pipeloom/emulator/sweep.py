@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 from pipeloom.emulator.build import Placement
 from pipeloom.emulator.fastest import fastest_step
@@ -210,7 +210,7 @@ def sweep(
 
     entries = []
     for degrees in grid(devices, min(points.max_tensor, hardware.devices_per_node)):
-        entry = _entry(architecture, hardware, degrees, works(degrees.tensor, 1), points.strategies)
+        entry = _entry(architecture, hardware, degrees, partial(works, degrees.tensor, 1), points.strategies)
         entries.append(entry)
         if progress is not None:
             progress(entry)
@@ -218,7 +218,7 @@ def sweep(
         near = _NEAR * min(entry.iteration_s for entry in entries)
         for i, entry in enumerate(entries):
             if entry.result is not None and entry.iteration_s <= near:
-                parts = works(entry.degrees.tensor, 2)
+                parts = partial(works, entry.degrees.tensor, 2)
                 larger = _entry(architecture, hardware, entry.degrees, parts, (entry.result.strategy,))
                 entries[i] = min(entry, larger, key=lambda e: e.iteration_s)
     return sorted(entries, key=lambda e: e.iteration_s)
@@ -228,14 +228,15 @@ def _entry(
     architecture: Architecture,
     hardware: ClusterSpec,
     degrees: Degrees,
-    works: Sequence[Work],
+    find_works: Callable[[], Sequence[Work]],
     strategies: Sequence[ChunkStrategy | str],
 ) -> SweepEntry:
-    if degrees.data > len(works):
-        return SweepEntry(degrees, None, f"{len(works)} microbatches for {degrees.data} replicas")
-    replicas = [works[r :: degrees.data] for r in range(degrees.data)]
-    largest = max(replicas, key=lambda r: sum(w.num_tokens for work in r for parts in work.values() for w in parts))
     try:
+        works = find_works()
+        if degrees.data > len(works):
+            return SweepEntry(degrees, None, f"{len(works)} microbatches for {degrees.data} replicas")
+        replicas = [works[r :: degrees.data] for r in range(degrees.data)]
+        largest = max(replicas, key=lambda r: sum(w.num_tokens for work in r for parts in work.values() for w in parts))
         pipeline = PipelineModel(architecture, Placement(hardware, degrees), _typical(works))
         return SweepEntry(degrees, fastest_step(pipeline, largest, strategies))
     except (InputError, InfeasibleError) as error:

@@ -19,7 +19,7 @@ from pipeloom.emulator.kernels import issue
 from pipeloom.emulator.modules import Module
 from pipeloom.emulator.program import ALIVE, Part, Passes, Program, make_passes
 from pipeloom.emulator.rules import Device, IntArray, RuleTable
-from pipeloom.emulator.size import NUM_FEATURES, FloatArray, Size, feature_row
+from pipeloom.emulator.size import ZERO, FloatArray, Size, Window, feature_row
 from pipeloom.emulator.subgraph import Leaf
 from pipeloom.emulator.tape import DEVICE_NAMES, NUM_DEVICES, PCIE, Context, Parameters, Tape
 from pipeloom.errors import InputError
@@ -115,7 +115,7 @@ class LayerTemplate:
     def _compile(self) -> None:
         self._slices: dict[tuple[Strategy, Part], tuple[int, int]] = {}
         self._shapes: dict[tuple[Strategy, Part], tuple[IntArray, IntArray, IntArray, IntArray, IntArray]] = {}
-        rows: list[tuple[tuple[float, ...], ...]] = []
+        rows: list[tuple[Size, Size, Size]] = []
         kinds: list[str] = []
         devices: list[int] = []
         steps: list[float] = []
@@ -123,24 +123,29 @@ class LayerTemplate:
             for part, program in passes.programs.items():
                 begin = len(kinds)
                 for cost in program.costs:
-                    rows.append((cost.flops.row, cost.memory.row, cost.network.row))
+                    rows.append((cost.flops, cost.memory, cost.network))
                     kinds.append(cost.kind)
                     devices.append(cost.device)
                     steps.append(cost.steps)
                 self._slices[strategy, part] = (begin, len(kinds))
                 self._shapes[strategy, part] = _shape(program)
-        self._amounts = np.array(rows, np.float64).reshape(-1, 3, NUM_FEATURES)
-        self._table = RuleTable(self.devices, tuple(kinds), np.array(devices, np.int64), np.array(steps, np.float64))
-        sizes = [self._output.row]
+        sizes = [self._output]
         for passes in self.passes.values():
-            sizes += [passes.activation_bytes.row, passes.weight_gradient_bytes.row, passes.host_bytes.row]
-        self._sizes = np.array(sizes)
-        products = [r.forward.flops.row for r in self.tape.records if r.forward.kind in PRODUCTS]
-        self._flops = np.sum(products, axis=0) if products else np.zeros(NUM_FEATURES)
+            sizes += [passes.activation_bytes, passes.weight_gradient_bytes, passes.host_bytes]
+        products = [r.forward.flops for r in self.tape.records if r.forward.kind in PRODUCTS]
+        known = dict.fromkeys(window for row in rows for size in row for window, _ in size.windowed)
+        self._windows: tuple[Window, ...] = tuple(known)
+        row = ZERO.row(self._windows)
+        self._amounts = np.array([[size.row(self._windows) for size in sizes_of] for sizes_of in rows]).reshape(
+            -1, 3, len(row)
+        )
+        self._table = RuleTable(self.devices, tuple(kinds), np.array(devices, np.int64), np.array(steps, np.float64))
+        self._sizes = np.array([size.row(self._windows) for size in sizes])
+        self._flops = np.sum([row, *(size.row(self._windows) for size in products)], axis=0)
 
     def on(self, workload: Workload) -> EvaluatedLayer:
         """The layer on one workload, looked up or evaluated."""
-        row = feature_row(workload)
+        row = feature_row(workload, self._windows)
         known = self._known.get(row)
         if known is not None:
             self._known.move_to_end(row)
@@ -152,7 +157,7 @@ class LayerTemplate:
 
     def amounts(self, workload: Workload) -> FloatArray:
         """Operations, memory bytes and network bytes of every operator, shape (num_operators, 3)."""
-        out: FloatArray = self._amounts @ np.array(feature_row(workload))
+        out: FloatArray = self._amounts @ np.array(feature_row(workload, self._windows))
         return out
 
     def _evaluate(self, feature: FloatArray) -> EvaluatedLayer:
@@ -195,8 +200,7 @@ class LayerTemplate:
             leaf.device, leaf.predecessor_start, leaf.predecessor, leaf.duration_ps, zero, np.zeros(2, np.int64)
         )
         begin = end - leaf.duration_ps
-        feature = np.array(feature_row(workload))
-        size = np.array([np.rint(np.dot(b.num_bytes.row, feature)) for b in program.buffers], np.int64)
+        size = np.array([np.rint(b.num_bytes.of(workload)) for b in program.buffers], np.int64)
         made = np.array([0 if b.made == ALIVE else begin[b.made] for b in program.buffers], np.int64)
         gone = np.array(
             [

@@ -12,7 +12,7 @@ import msgspec
 
 from pipeloom.errors import InputError
 from pipeloom.spec.batch import Sample
-from pipeloom.spec.model import Reads, check_modules, find_module, instance_lengths
+from pipeloom.spec.model import Reads, StreamEnd, check_modules, check_streams, find_module, instance_lengths
 
 Norm = Literal["layer", "rms"]
 
@@ -25,9 +25,21 @@ class AttentionMixer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, ta
     head_width: int
     causal: bool = True
     qkv_bias: bool = False
+    key_bias: bool = True
+    """Whether, where queries and values have biases, keys have them too."""
     output_bias: bool = False
     rotary: bool = True
     norm_heads: bool = False
+    """Whether each head's queries and keys are normed, by two vectors of its width."""
+    norm_whole: bool = False
+    """Whether all heads' are normed together, by two vectors of their joint width."""
+    window: int | None = None
+    """Causal: the keys that a query sees, itself included. Otherwise sequences are cut into blocks of so many."""
+
+    def __post_init__(self) -> None:
+        """Refuse windows that see nothing."""
+        if self.window is not None and self.window < 1:
+            raise InputError("attention.window", f"{self.window} is below 1", "leave it out for full attention")
 
 
 class CrossAttentionMixer(
@@ -53,6 +65,8 @@ class LatentAttentionMixer(
     rope_width: int
     value_width: int
     query_rank: int | None = None
+    bias: bool = False
+    """Of the projections from the hidden width down, and of the output."""
 
 
 class MLPMixer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="mixer", tag="mlp"):
@@ -64,13 +78,20 @@ class MLPMixer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
 
 
 class ExpertsMixer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="mixer", tag="experts"):
-    """Mixture of gated experts of width ``inner`` each, ``shared_inner`` for all tokens."""
+    """Mixture of experts of width ``inner`` each, gated or not, ``shared_inner`` for all tokens."""
 
     inner: int
     experts: int
     chosen: int
     shared_inner: int = 0
     imbalance: float = 1.0
+    gated: bool = True
+    latent: int | None = None
+    """Width that tokens are brought down to before the experts and up from behind them; None: they are not."""
+    shared_gate: bool = False
+    """Whether a number for each token, from a linear layer, scales what the shared expert gives."""
+    bias: bool = False
+    """Of the shared expert, and of the layers down to ``latent`` and up."""
 
 
 class Mamba2Mixer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="mixer", tag="mamba2"):
@@ -82,16 +103,58 @@ class Mamba2Mixer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_f
     groups: int = 1
     kernel: int = 4
     chunk: int = 256
+    bias: bool = False
+    """Of both projections."""
+    kernel_bias: bool = True
 
 
 Mixer = AttentionMixer | CrossAttentionMixer | LatentAttentionMixer | MLPMixer | ExpertsMixer | Mamba2Mixer
 
 
+class NormStep(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="step", tag="norm"):
+    """Norm over the width."""
+
+    kind: Norm = "layer"
+
+
+class JoinStep(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="step", tag="join"):
+    """Join ``factor`` rows into one of so many times the width."""
+
+    factor: int
+
+
+class AverageStep(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="step", tag="average"):
+    """Replace ``factor`` rows by their mean."""
+
+    factor: int
+
+
+class LinearStep(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="step", tag="linear"):
+    """Linear layer."""
+
+    out_width: int
+    bias: bool = True
+
+
+class ActivationStep(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="step", tag="activation"):
+    """Elementwise function."""
+
+
+class VectorsStep(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="step", tag="vectors"):
+    """``count`` learned vectors of the width there, such as the end of a line of patches; only their weights count."""
+
+    count: int = 1
+
+
+Step = NormStep | JoinStep | AverageStep | LinearStep | ActivationStep | VectorsStep
+
+
 class ResidualLayer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="layer", tag="residual"):
     """``count`` layers, each of some mixers with a norm before and a residual connection around each.
 
-    ``post_norm``: one more norm after each mixer. ``modulated``: shift, scale and gate by a condition (DiT),
-    from a table, or with ``modulation_projection`` from a linear layer of each block's own.
+    ``post_norm``: one more norm after each mixer. ``scaled``: a learned factor for each column of what a mixer gives.
+    ``modulated``: shift, scale and gate by a condition (DiT), from a table, or with ``modulation_projection`` from a
+    linear layer of each block's own.
     """
 
     hidden: int
@@ -99,8 +162,21 @@ class ResidualLayer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag
     count: int = 1
     norm: Norm = "rms"
     post_norm: bool = False
+    scaled: bool = False
     modulated: bool = False
     modulation_projection: bool = False
+    emits: str | None = None
+    """Stream of its output's features, which go through ``tap``, to a later layer that ``takes`` it."""
+    tap: tuple[Step, ...] = ()
+    takes: str | None = None
+    """Stream of the model's width that is added to its output."""
+
+    def __post_init__(self) -> None:
+        """Refuse taps whose features go nowhere, and streams with several ends."""
+        if self.tap and self.emits is None:
+            raise InputError("residual.tap", "is given without `emits`", "name the stream")
+        if self.count != 1 and (self.emits is not None or self.takes is not None):
+            raise InputError("residual.count", f"{self.count} layers share a stream's end", "give each its own")
 
 
 class TokenEmbeddingLayer(
@@ -116,12 +192,26 @@ class TokenEmbeddingLayer(
 class PatchEmbeddingLayer(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="layer", tag="patch_embedding"
 ):
-    """Linear layer from ``patch_numbers`` pixel values of a patch."""
+    """Linear layer from ``patch_numbers`` pixel values of a patch.
+
+    ``positions``: learned vectors, of positions and of a class.
+    """
 
     patch_numbers: int
     hidden: int
     positions: int = 0
     bias: bool = True
+    norm: Norm | None = None
+    """Of what it gives."""
+
+
+class AudioEmbeddingLayer(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="layer", tag="audio_embedding"
+):
+    """Two convolutions over a spectrum of ``bins``, three steps wide; the second halves the number of steps."""
+
+    bins: int
+    hidden: int
 
 
 class PatchMergerLayer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="layer", tag="patch_merger"):
@@ -142,6 +232,18 @@ class ProjectorLayer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, ta
 
     in_width: int
     out_width: int
+
+
+class AdapterLayer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="layer", tag="adapter"):
+    """Steps one after another, each on what the one before gives; weights are whole on every device."""
+
+    hidden: int
+    steps: tuple[Step, ...]
+
+    def __post_init__(self) -> None:
+        """Refuse adapters that do nothing."""
+        if not self.steps:
+            raise InputError("adapter.steps", "is empty", "give at least one step")
 
 
 class LanguageHeadLayer(
@@ -168,8 +270,10 @@ Layer = (
     ResidualLayer
     | TokenEmbeddingLayer
     | PatchEmbeddingLayer
+    | AudioEmbeddingLayer
     | PatchMergerLayer
     | ProjectorLayer
+    | AdapterLayer
     | LanguageHeadLayer
     | DenoisingHeadLayer
 )
@@ -183,6 +287,8 @@ class ModuleArchitecture(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     layers: tuple[Layer, ...]
     after: tuple[str, ...] = ()
     frozen: bool = False
+    unused: tuple[Layer, ...] = ()
+    """Layers that the model has and nothing runs; only their weights count, and only where a model's are counted."""
 
     def __post_init__(self) -> None:
         """Refuse modules without layers."""
@@ -200,6 +306,24 @@ class ModuleArchitecture(msgspec.Struct, frozen=True, forbid_unknown_fields=True
                 out.append(layer)
         return tuple(out)
 
+    @property
+    def emits(self) -> tuple[StreamEnd, ...]:
+        """Streams that its layers emit."""
+        return self._ends("emits")
+
+    @property
+    def takes(self) -> tuple[StreamEnd, ...]:
+        """Streams that its layers take."""
+        return self._ends("takes")
+
+    def _ends(self, field: str) -> tuple[StreamEnd, ...]:
+        found = []
+        for number, layer in enumerate(self.flat_layers):
+            stream = getattr(layer, field, None)
+            if stream is not None:
+                found.append(StreamEnd(stream, number))
+        return tuple(found)
+
     def lengths(self, sample: Sample) -> tuple[int, ...]:
         """Lengths of the sequences that one sample sends through this module (maybe none)."""
         return tuple(n for n in instance_lengths(self.reads, sample) if n)
@@ -214,8 +338,9 @@ class Architecture(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     published_parameters: int | None = None
 
     def __post_init__(self) -> None:
-        """Refuse doubled names and modules that read what comes later."""
+        """Refuse doubled names, modules that read what comes later, and streams that do not run forward."""
         check_modules(self.modules, "architecture.modules")
+        check_streams(self.modules)
 
     def module(self, name: str) -> ModuleArchitecture:
         """Return the module of that name; an `InputError` lists the known ones."""

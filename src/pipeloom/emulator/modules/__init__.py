@@ -5,6 +5,7 @@ Write one's own by subclassing `Module` and composing others in ``forward``.
 """
 
 from pipeloom.emulator.modules.ends import (
+    AudioEmbedding,
     DenoisingHead,
     LanguageHead,
     PatchEmbedding,
@@ -14,13 +15,32 @@ from pipeloom.emulator.modules.ends import (
 )
 from pipeloom.emulator.modules.feed_forward import MLP, MixtureOfExperts
 from pipeloom.emulator.modules.mixing import Attention, CrossAttention, LatentAttention, Mamba2
-from pipeloom.emulator.modules.plain import Linear, Modulated, Module, Norm, Residual, Sequential
+from pipeloom.emulator.modules.plain import (
+    Activation,
+    Average,
+    Emitting,
+    Join,
+    Linear,
+    Modulated,
+    Module,
+    Norm,
+    Residual,
+    Scaled,
+    Sequential,
+    Taking,
+    Vectors,
+)
 
 __all__ = [
     "MLP",
+    "Activation",
     "Attention",
+    "AudioEmbedding",
+    "Average",
     "CrossAttention",
     "DenoisingHead",
+    "Emitting",
+    "Join",
     "LanguageHead",
     "LatentAttention",
     "Linear",
@@ -33,6 +53,9 @@ __all__ = [
     "PatchMerger",
     "Projector",
     "Residual",
+    "Scaled",
     "Sequential",
+    "Taking",
     "TokenEmbedding",
+    "Vectors",
 ]

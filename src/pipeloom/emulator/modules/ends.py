@@ -34,13 +34,29 @@ class PatchEmbedding:
     hidden: int
     positions: int = 0
     bias: bool = True
+    norm: ops.NormKind | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
         """``x`` gives tape and rows; no gradient flows to pixels."""
         pixels = x.tape.input(self.patch_numbers, x.rows, needs_gradient=False)
         if self.positions:
             x.tape.parameter(self.positions * self.hidden)
-        return ops.linear(pixels, self.patch_numbers, self.hidden, bias=self.bias)
+        y = ops.linear(pixels, self.patch_numbers, self.hidden, bias=self.bias)
+        return y if self.norm is None else ops.norm(y, self.norm)
+
+
+@dataclass(frozen=True)
+class AudioEmbedding:
+    """Two convolutions over a spectrum, three steps wide; the second halves the number of steps (Whisper)."""
+
+    bins: int
+    hidden: int
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """``x`` gives tape and rows, those of the halved spectrum; no gradient flows to it."""
+        spectrum = x.tape.input(self.bins, x.rows * 2, needs_gradient=False)
+        y = ops.activation(ops.linear(spectrum, 3 * self.bins, self.hidden, bias=True))
+        return ops.activation(ops.linear(ops.regroup(y, 2), 3 * self.hidden, self.hidden, bias=True))
 
 
 @dataclass(frozen=True)

@@ -38,10 +38,11 @@ class MLP:
 
 @dataclass(frozen=True)
 class MixtureOfExperts:
-    """Gated experts, ``chosen`` of ``experts`` for each token, and shared ones for all.
+    """Experts, gated or not, ``chosen`` of ``experts`` for each token, and shared ones for all.
 
     With expert parallelism tokens travel to their experts; without it the experts are divided over tensor
     parallelism like a dense MLP. ``imbalance`` is how many times the mean load the fullest device gets.
+    With ``latent`` tokens are brought down to that width before the experts and up behind them, whole on every device.
     """
 
     hidden: int
@@ -50,6 +51,10 @@ class MixtureOfExperts:
     chosen: int
     shared_inner: int = 0
     imbalance: float = 1.0
+    gated: bool = True
+    latent: int | None = None
+    shared_gate: bool = False
+    bias: bool = False
 
     def __call__(self, x: Tensor) -> Tensor:
         """Same shape."""
@@ -61,13 +66,19 @@ class MixtureOfExperts:
         local = max(1, self.experts // context.expert)
         tokens = x if spread else ops.enter_tensor_parallel(x)
         rows = tokens.rows * (self.chosen * self.imbalance)
-        y = ops.exchange(ops.gather_rows(tokens, rows))
-        up = ops.grouped_linear(y, self.hidden, 2 * inner, groups=self.experts, local_groups=local, split=split)
-        y = ops.gated_activation(up)
-        y = ops.grouped_linear(y, inner, self.hidden, groups=self.experts, local_groups=local, split=split)
+        width, wide = self.latent or self.hidden, (2 if self.gated else 1) * inner
+        narrow = tokens if self.latent is None else ops.linear(tokens, self.hidden, width, bias=self.bias)
+        y = ops.exchange(ops.gather_rows(narrow, rows))
+        up = ops.grouped_linear(y, width, wide, groups=self.experts, local_groups=local, split=split)
+        y = ops.gated_activation(up) if self.gated else ops.activation(up)
+        y = ops.grouped_linear(y, inner, width, groups=self.experts, local_groups=local, split=split)
         y = ops.weighted_sum(ops.exchange(y), scores, tokens.rows)
+        if self.latent is not None:
+            y = ops.linear(y, width, self.hidden, bias=self.bias)
         if not spread:
             y = ops.leave_tensor_parallel(y)
-        if self.shared_inner:
-            y = y + MLP(self.hidden, self.shared_inner)(x)
-        return y
+        return y + self._shared(x) if self.shared_inner else y
+
+    def _shared(self, x: Tensor) -> Tensor:
+        y = MLP(self.hidden, self.shared_inner, gated=self.gated, bias=self.bias)(x)
+        return ops.multiply(y, ops.linear(x, self.hidden, 1)) if self.shared_gate else y

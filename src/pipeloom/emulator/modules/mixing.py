@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pipeloom.emulator import operators as ops
-from pipeloom.emulator.size import CAUSAL_PAIRS, INSTANCES, TOKEN_PAIRS, Size
+from pipeloom.emulator.size import CAUSAL_PAIRS, INSTANCES, TOKEN_PAIRS, Size, window_pairs
 from pipeloom.emulator.tape import Tensor
 
 
@@ -14,7 +14,8 @@ class Attention:
     """Self-attention with ``kv_heads`` groups (equal to ``heads``: multi-head), causal or not.
 
     Lengths come from the workload: each of its sequences attends within itself, so packed sequences of
-    unequal length need nothing more.
+    unequal length need nothing more. ``window``: causal, the keys that a query sees, itself included; otherwise
+    sequences are cut into blocks of so many.
     """
 
     hidden: int
@@ -23,9 +24,12 @@ class Attention:
     head_width: int
     causal: bool = True
     bias: bool = False
+    key_bias: bool = True
     output_bias: bool = False
     rotary: bool = True
     norm_heads: bool = False
+    norm_whole: bool = False
+    window: int | None = None
     fused: bool = True
     """Whether queries, keys and values come from one product."""
 
@@ -37,21 +41,30 @@ class Attention:
         kv_heads = max(1, self.kv_heads // context.tensor)
         x = ops.enter_tensor_parallel(x)
         widths = [heads * self.head_width, kv_heads * self.head_width, kv_heads * self.head_width]
+        biases = [w * self.bias for w in widths]
+        if not self.key_bias:
+            biases[1] = 0
         if self.fused:
-            widths = [sum(widths)]
-        inputs = [ops.linear(x, self.hidden, w, bias=self.bias, split=context.tensor) for w in widths]
+            widths, biases = [sum(widths)], [sum(biases)]
+        inputs = [
+            ops.linear(x, self.hidden, w, bias=b, split=context.tensor) for w, b in zip(widths, biases, strict=True)
+        ]
         if self.norm_heads:
             x.tape.parameter(2 * self.head_width)
+        if self.norm_whole:
+            x.tape.parameter((self.heads + self.kv_heads) * self.head_width, context.tensor)
         if self.rotary:
             turned = (heads + kv_heads) * self.head_width
             parts = [turned] if self.fused else [widths[0], widths[1]]
             inputs = [ops.rotary(t, w) for t, w in zip(inputs, parts, strict=False)] + inputs[len(parts) :]
         last = inputs[-1]
         inputs = [*inputs[:-1], ops.share_keys(last, 2 * kv_heads * self.head_width)]
-        pairs = (CAUSAL_PAIRS if self.causal else TOKEN_PAIRS) / context.context
+        pairs = CAUSAL_PAIRS if self.causal else TOKEN_PAIRS
+        if self.window is not None:
+            pairs = window_pairs(self.window, causal=self.causal)
         y = ops.attention(
             inputs,
-            pairs,
+            pairs / context.context,
             heads=heads,
             query_key_width=self.head_width,
             value_width=self.head_width,
@@ -102,6 +115,7 @@ class LatentAttention:
     rope_width: int
     value_width: int
     causal: bool = True
+    bias: bool = False
 
     def __call__(self, x: Tensor) -> Tensor:
         """Same shape."""
@@ -114,9 +128,9 @@ class LatentAttention:
             query = ops.linear(x, self.hidden, heads * query_key, split=split)
         else:
             # The narrow projections are whole on every device, on its own tokens.
-            narrow = ops.norm(ops.linear(x, self.hidden, self.query_rank), "rms")
+            narrow = ops.norm(ops.linear(x, self.hidden, self.query_rank, bias=self.bias), "rms")
             query = ops.linear(ops.enter_tensor_parallel(narrow), self.query_rank, heads * query_key, split=split)
-        latent = ops.linear(x, self.hidden, self.kv_rank + self.rope_width)
+        latent = ops.linear(x, self.hidden, self.kv_rank + self.rope_width, bias=self.bias)
         wide = latent if self.query_rank is None else ops.enter_tensor_parallel(latent)
         x.tape.parameter(self.kv_rank)  # the norm of the latent, fused with its projection
         keys = ops.linear(wide, self.kv_rank, heads * (self.nope_width + self.value_width), split=split)
@@ -132,7 +146,8 @@ class LatentAttention:
             rows=query.rows,
             causal=self.causal,
         )
-        return ops.leave_tensor_parallel(ops.linear(y, heads * self.value_width, self.hidden, split=split))
+        out = ops.linear(y, heads * self.value_width, self.hidden, bias=self.bias, split=split)
+        return ops.leave_tensor_parallel(out)
 
 
 @dataclass(frozen=True)
@@ -146,6 +161,8 @@ class Mamba2:
     groups: int = 1
     kernel: int = 4
     chunk: int = 256
+    bias: bool = False
+    kernel_bias: bool = True
 
     def __call__(self, x: Tensor) -> Tensor:
         """Same shape."""
@@ -156,8 +173,8 @@ class Mamba2:
         inner = heads * self.head_width
         x = ops.enter_tensor_parallel(x)
         mixed = inner + 2 * groups * self.state
-        y = ops.linear(x, self.hidden, inner + mixed + heads, split=split)
-        y = ops.activation(ops.depthwise(y, mixed, self.kernel))
+        y = ops.linear(x, self.hidden, inner + mixed + heads, bias=self.bias, split=split)
+        y = ops.activation(ops.depthwise(y, mixed, self.kernel, bias=self.kernel_bias))
         y = ops.scan(y, heads=heads, head_width=self.head_width, groups=groups, state=self.state, chunk=self.chunk)
         y = ops.norm(y, "rms", split=split)
-        return ops.leave_tensor_parallel(ops.linear(y, inner, self.hidden, split=split))
+        return ops.leave_tensor_parallel(ops.linear(y, inner, self.hidden, bias=self.bias, split=split))

@@ -68,6 +68,85 @@ class Residual:
 
 
 @dataclass(frozen=True)
+class Scaled:
+    """What a module gives, each column times a learned factor."""
+
+    body: Module
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Same shape as the module's."""
+        return ops.scale(self.body(x))
+
+
+@dataclass(frozen=True)
+class Join:
+    """``factor`` rows as one of so many times the width."""
+
+    factor: int
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Rows over ``factor``."""
+        return ops.regroup(x, self.factor)
+
+
+@dataclass(frozen=True)
+class Average:
+    """The mean of ``factor`` rows each."""
+
+    factor: int
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Rows over ``factor``."""
+        return ops.average(x, self.factor)
+
+
+@dataclass(frozen=True)
+class Activation:
+    """Elementwise function."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Same shape."""
+        return ops.activation(x)
+
+
+@dataclass(frozen=True)
+class Vectors:
+    """``count`` learned vectors of the width; only their weights count."""
+
+    count: int = 1
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The same tensor."""
+        x.tape.parameter(self.count * x.width)
+        return x
+
+
+@dataclass(frozen=True)
+class Emitting:
+    """A module with a stream of its output's features, which go through ``tap`` and leave the layer."""
+
+    body: Module
+    tap: Module
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Same shape as the module's."""
+        y = self.body(x)
+        return ops.hand_on(y, self.tap(y))
+
+
+@dataclass(frozen=True)
+class Taking:
+    """A module to whose output a stream of its width is added."""
+
+    body: Module
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Same shape as the module's."""
+        y = self.body(x)
+        return y + x.tape.input(y.width, y.rows, needs_gradient=y.needs_gradient)
+
+
+@dataclass(frozen=True)
 class Modulated:
     """``x + gate * mixer(modulate(norm(x)))`` of diffusion transformers (adaLN).
 

@@ -1,0 +1,71 @@
+"""A Hugging Face `config.json` as an `Architecture`, without torch or transformers.
+
+A config is read by its model type: `families.FAMILIES` has those that are known, and every other is refused. What a
+config leaves out has the default of its model type, as in the library.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from pipeloom.errors import InputError
+from pipeloom.integrations.huggingface.families import FAMILIES
+from pipeloom.integrations.huggingface.fields import Config
+from pipeloom.spec.architecture import Architecture
+
+__all__ = ["architecture_of", "read_huggingface"]
+
+
+def read_huggingface(path: str | Path) -> Architecture:
+    """Read a `config.json`, or the one in a folder.
+
+    Raises
+    ------
+    InputError
+        No such file, no JSON, a model that is not known, or a field that cannot be; the field is named.
+    """
+    file = Path(path)
+    file = file / "config.json" if file.is_dir() else file
+    if not file.is_file():
+        raise InputError(str(path), "is not a config.json nor a folder with one")
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise InputError(str(file), f"is not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise InputError(str(file), "is not a JSON object")
+    try:
+        return architecture_of(config, str(config.get("_name_or_path") or file.resolve().parent.name))
+    except InputError as error:
+        raise InputError(f"{file}: {error.entity}", error.problem, error.remedy) from error
+
+
+def architecture_of(config: Config, name: str) -> Architecture:
+    """Turn a config into an architecture.
+
+    Parameters
+    ----------
+    config : mapping
+        As transformers writes it.
+    name : str
+        Used where it is not empty.
+
+    Raises
+    ------
+    InputError
+        A model type or class that is not known, or a field that cannot be.
+    """
+    kind = config.get("model_type")
+    if kind is None:
+        raise InputError("model_type", "is missing", "give the config of a model of the transformers library")
+    family = FAMILIES.get(str(kind))
+    if family is None:
+        raise InputError(
+            "model_type", f"{kind!r} is not known", f"known are {', '.join(FAMILIES)}; or describe it in a .toml file"
+        )
+    classes = config.get("architectures")
+    if classes and family.architecture not in classes:
+        given = ", ".join(map(str, classes)) if isinstance(classes, list) else repr(classes)
+        raise InputError("architectures", f"{given} is not known", f"of {kind}, {family.architecture} is")
+    return Architecture(name or str(kind), f"Hugging Face config, model type {kind}", family.read(config))
