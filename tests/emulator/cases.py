@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 from hypothesis import strategies as st
 
 from pipeloom.emulator.rules import Device
@@ -39,11 +40,15 @@ MIXERS = (
     a.AttentionMixer(heads=4, kv_heads=4, head_width=8, causal=False, qkv_bias=True, rotary=False),
     a.CrossAttentionMixer(heads=4, head_width=8, condition_tokens=5, condition_width=32),
     a.LatentAttentionMixer(heads=4, kv_rank=16, nope_width=8, rope_width=4, value_width=8, query_rank=24),
-    a.LatentAttentionMixer(heads=4, kv_rank=16, nope_width=8, rope_width=4, value_width=8),
+    a.AttentionMixer(heads=4, kv_heads=2, head_width=8, window=16),
+    a.AttentionMixer(heads=4, kv_heads=4, head_width=8, causal=False, qkv_bias=True, key_bias=False, window=12),
+    a.LatentAttentionMixer(heads=4, kv_rank=16, nope_width=8, rope_width=4, value_width=8, bias=True),
     a.MLPMixer(inner=64),
     a.MLPMixer(inner=64, gated=False, bias=True),
     a.ExpertsMixer(inner=16, experts=8, chosen=2, shared_inner=32),
+    a.ExpertsMixer(inner=16, experts=8, chosen=2, shared_inner=32, shared_gate=True, gated=False, latent=8, bias=True),
     a.Mamba2Mixer(heads=8, head_width=8, state=16, groups=4),
+    a.Mamba2Mixer(heads=8, head_width=8, state=16, groups=4, bias=True, kernel_bias=False),
 )
 
 
@@ -57,6 +62,7 @@ def residual_layers(draw):
         count=draw(st.integers(1, 3)),
         norm=draw(st.sampled_from(["layer", "rms"])),
         post_norm=draw(st.booleans()),
+        scaled=draw(st.booleans()),
         modulated=modulated,
         modulation_projection=modulated and draw(st.booleans()),
     )
@@ -64,8 +70,15 @@ def residual_layers(draw):
 
 @st.composite
 def architectures(draw):
-    """A language model of random layers, with or without a random vision encoder before it."""
+    """A language model of random layers, with or without a random vision encoder before it.
+
+    Features of a block of the encoder may be added in the language model.
+    """
     body = draw(st.lists(residual_layers(), min_size=1, max_size=3))
+    vision, taps = draw(st.booleans()), draw(st.booleans())
+    plain = a.ResidualLayer(hidden=32, mixers=(ATTENTION,))
+    if vision and taps:
+        body.insert(draw(st.integers(0, len(body))), msgspec.structs.replace(plain, takes="features"))
     lm = a.ModuleArchitecture(
         "lm",
         "sequence",
@@ -74,20 +87,22 @@ def architectures(draw):
             *body,
             a.LanguageHeadLayer(hidden=32, vocabulary=64, tied=draw(st.booleans())),
         ),
-        after=("vision",) if (vision := draw(st.booleans())) else (),
+        after=("vision",) if vision else (),
         frozen=vision and draw(st.booleans()),
     )
     if not vision:
         return a.Architecture("random", "drawn", (lm,))
     layers = draw(st.lists(residual_layers(), min_size=1, max_size=2))
+    if taps:
+        steps = (a.JoinStep(4), a.NormStep(), a.LinearStep(48), a.ActivationStep(), a.LinearStep(32))
+        tapped = msgspec.structs.replace(plain, emits="features", tap=steps)
+        layers.insert(draw(st.integers(0, len(layers))), tapped)
+    merger = a.PatchMergerLayer(hidden=32, factor=4, out_width=32, inner=64)
+    averaged = a.AdapterLayer(32, (a.AverageStep(4), a.NormStep("rms"), a.VectorsStep(), a.LinearStep(32)))
     encoder = a.ModuleArchitecture(
         "vision",
         "images",
-        (
-            a.PatchEmbeddingLayer(patch_numbers=12, hidden=32),
-            *layers,
-            a.PatchMergerLayer(hidden=32, factor=4, out_width=32, inner=64),
-        ),
+        (a.PatchEmbeddingLayer(patch_numbers=12, hidden=32), *layers, draw(st.sampled_from([merger, averaged]))),
         frozen=draw(st.booleans()),
     )
     return a.Architecture("random", "drawn", (encoder, lm))

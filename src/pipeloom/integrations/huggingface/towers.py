@@ -101,7 +101,7 @@ def qwen3_vision(fields: Fields, takers: int) -> tuple[Tower, tuple[str, ...]]:
         msgspec.structs.replace(block, emits=streams[i], tap=tap) if i in streams else block for i in range(depth)
     ]
     pixels = PatchEmbeddingLayer(_pixels(fields), hidden, fields.size("num_position_embeddings"))
-    layers = (pixels, *counted(blocks), PatchMergerLayer(hidden, factor, out))
+    layers: tuple[Layer, ...] = (pixels, *counted(blocks), PatchMergerLayer(hidden, factor, out))
     unused = (AdapterLayer(hidden, tap),) * (len(asked) - len(used))
     return Tower(layers, out, unused), tuple(streams.values())
 
@@ -216,7 +216,7 @@ def omni_audio(fields: Fields) -> Tower:
     block = _windowed(_block(hidden, fields.size("encoder_attention_heads"), feed), fields.size("n_window"))
     attention, *rest = block.mixers
     block = msgspec.structs.replace(block, mixers=(msgspec.structs.replace(attention, key_bias=False), *rest))
-    layers = (
+    layers: tuple[Layer, ...] = (
         AudioEmbeddingLayer(fields.size("num_mel_bins"), hidden),
         *counted([block] * fields.size("encoder_layers")),
         AdapterLayer(hidden, (AverageStep(2), NormStep(), LinearStep(out))),
