@@ -9,6 +9,7 @@ import pytest
 
 from pipeloom.cli.app import run
 from pipeloom.spec.catalog import load_cluster, names
+from tests.integrations.published import PUBLISHED, QWEN2_5_VL_7B
 
 
 @pytest.mark.parametrize("model", names("models"))
@@ -45,6 +46,7 @@ def test_pictures_and_own_samples(tmp_path: Path, capsys: pytest.CaptureFixture[
     ("line", "message"),
     [
         ("emulate nope", "models 'nope': is unknown"),
+        ("emulate vlm-m --freeze audio", "module 'audio': is unknown; the model has vision, lm"),
         ("emulate vlm-m --tp 3 --pp 4", "heads: 16 is not a multiple of tensor parallelism 3"),
         ("emulate vlm-m --cluster x", "clusters 'x': is unknown"),
         ("emulate vlm-m --strategy wild", "strategy: 'wild' is not one of keep"),
@@ -127,3 +129,31 @@ def test_links_are_left_out_when_asked(tmp_path: Path, capsys: pytest.CaptureFix
     assert "Links were not measured, as asked." in shown.out
     assert "between 2 processes" not in shown.err
     assert "nvlink_bytes_per_s = 0.0" in table.read_text()
+
+
+def test_a_config_is_swept_and_points_that_cannot_be_are_listed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(QWEN2_5_VL_7B))
+    line = ["sweep", str(config), "--gpus", "8", "--microbatches", "2", "--freeze", "vision"]
+    assert run([*line, "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert sum(document["parameters"].values()) == PUBLISHED["Qwen2.5-VL-7B"][1]
+    ran = [entry for entry in document["entries"] if "problem" not in entry]
+    refused = {entry["tensor"]: entry["problem"] for entry in document["entries"] if "problem" in entry}
+    assert all(entry["tokens_per_s_per_device"] > 0 for entry in ran)
+    assert [span for chunks in ran[0]["layers"] for spans in chunks.values() for span in spans]
+    assert refused[8].startswith("mlp width: 3420 is not a multiple of tensor parallelism 8")
+    assert run(line) == 0
+    out = capsys.readouterr().out
+    assert "8,292,166,656 parameters (vision 676,550,144 frozen, lm 7,615,616,512)" in out
+    assert "tp 8 pp 1: mlp width: 3420 is not a multiple of tensor parallelism 8" in out
+
+
+def test_layers_of_each_rank_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["emulate", "vlm-s", "--tp", "4", "--pp", "2", "--microbatches", "2", "--strategy", "full"]) == 0
+    out = capsys.readouterr().out
+    assert "vision 0-" in out
+    assert "lm 0-" in out
+    assert "tokens/s" in out

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from pipeloom.cli.options import check_budget
+from pipeloom.cli.options import FREEZE_HELP, check_budget
 from pipeloom.cli.output import JSON_HELP, check_targets, draw, print_json, stderr, stdout
 from pipeloom.report import share_text, size_text, time_text
 
@@ -35,6 +35,7 @@ def compare(
     tp: int = typer.Option(1, min=1, help="Tensor parallelism."),
     pp: int = typer.Option(4, min=1, help="Pipeline ranks."),
     dp: int = typer.Option(1, min=1, help="Data-parallel replicas."),
+    freeze: list[str] = typer.Option([], metavar="MODULE", help=FREEZE_HELP),
     microbatches: int = typer.Option(16, min=1, metavar="N", help="Of one replica."),
     tokens: int = typer.Option(8192, min=1, metavar="N", help="Tokens of a microbatch at most, of your own samples."),
     budget: float = typer.Option(1.0, metavar="SECONDS", help="Seconds of search, for the systems that search."),
@@ -59,7 +60,7 @@ def compare(
 
     check_budget(budget)
     check_targets(html)
-    case = put_on_cluster(load_model(model), cluster, Degrees(tensor=tp, pipeline=pp, data=dp))
+    case = put_on_cluster(load_model(model, freeze), cluster, Degrees(tensor=tp, pipeline=pp, data=dp))
     names = suitable(case, None if systems == "all" else systems.split(","))
     typical, groups = sampled_iterations(case, data, microbatches, tokens, seed)
     with stderr().status("compiling ...") as status:

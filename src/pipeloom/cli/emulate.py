@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import typer
 
+from pipeloom.cli.options import FREEZE_HELP
 from pipeloom.cli.output import JSON_HELP, check_targets, draw, print_json, stdout
-from pipeloom.emulator import Draw, EmulatedStep
+from pipeloom.emulator import Draw, EmulatedStep, module_parameters
 from pipeloom.emulator import emulate as run_emulation
 from pipeloom.errors import InputError
 from pipeloom.integrations.models import load_model
@@ -38,6 +40,7 @@ def emulate(
     dp: int = typer.Option(1, min=1, help="Data-parallel replicas."),
     cp: int = typer.Option(1, min=1, help="Context parallelism."),
     ep: int = typer.Option(1, min=1, help="Expert parallelism."),
+    freeze: list[str] = typer.Option([], metavar="MODULE", help=FREEZE_HELP),
     zero: int = typer.Option(1, min=0, max=3, help="0, 1 or 3: what ZeRO shards over the replicas."),
     data: str | None = typer.Option(
         None, help="A data set of the zoo, or your own samples (.jsonl, .parquet, .tar); default: the papers' mixture."
@@ -63,7 +66,7 @@ def emulate(
     check_targets(trace, html)
     if zero == 2:
         raise InputError("--zero", "2 is not supported", "use 0, 1 or 3")
-    architecture, hardware = load_model(model), load_cluster(cluster)
+    architecture, hardware = load_model(model, freeze), load_cluster(cluster)
     degrees = Degrees(tensor=tp, pipeline=pp, data=dp, context=cp, expert=ep, zero=zero)  # type: ignore[arg-type]
     own = own_microbatches(architecture, data, microbatches) if is_file(data) else None
     result = run_emulation(
@@ -79,12 +82,14 @@ def emulate(
             document(result)
             | {
                 "model": architecture.name,
+                "parameters": module_parameters(architecture),
                 "cluster": hardware.name,
                 "device_basis": hardware.device.basis,
                 "written": written,
             }
         )
         return
+    stdout().print(parameters_text(architecture), markup=False, highlight=False, soft_wrap=True)
     _print(result, title, hardware.device.basis)
     for target in written:
         stdout().print(f"wrote {target}", markup=False, highlight=False, soft_wrap=True)
@@ -115,6 +120,14 @@ def own_microbatches(architecture: Architecture, data: str | None, count: int) -
     return groups[:count]
 
 
+def parameters_text(architecture: Architecture) -> str:
+    """Parameters of a model and of its modules, in one line."""
+    counts = module_parameters(architecture)
+    frozen = {module.name for module in architecture.modules if module.frozen}
+    parts = [f"{name} {number:,}{' frozen' if name in frozen else ''}" for name, number in counts.items()]
+    return f"{architecture.name}: {sum(counts.values()):,} parameters ({', '.join(parts)})"
+
+
 def document(result: EmulatedStep) -> dict[str, Any]:
     """An emulated iteration for ``--json``."""
     return {
@@ -127,6 +140,8 @@ def document(result: EmulatedStep) -> dict[str, Any]:
         "fits": result.fits,
         "strategy": result.strategy,
         "microbatches_in_flight": result.in_flight,
+        "tokens_per_s_per_device": result.tokens_per_s,
+        "layers": result.layers,
         "kind_of_time": "emulated",
     }
 
@@ -136,23 +151,31 @@ def _print(result: EmulatedStep, title: str, basis: str) -> None:
 
     console = stdout()
     table = Table(title=title, title_justify="left")
-    for name in ("iteration", "MFU", "bubbles", "strategy", "fits"):
+    for name in ("iteration", "MFU", "tokens/s", "bubbles", "strategy", "fits"):
         table.add_column(name, justify="right")
     table.add_row(
         f"{result.iteration_s:.4g} s",
         f"{result.mfu:.3f}",
+        f"{result.tokens_per_s:,.0f}",
         share_text(result.bubble),
         result.strategy,
         "yes" if result.fits else "no",
     )
     console.print(table)
-    memory = Table(title="Peak memory", title_justify="left")
-    for name in ("rank", "peak", "of it static"):
-        memory.add_column(name, justify="right")
-    for rank, (peak, static) in enumerate(zip(result.peak_bytes, result.static_bytes, strict=True)):
-        memory.add_row(str(rank), size_text(peak), size_text(static))
+    memory = Table(title="Peak memory, and layers", title_justify="left")
+    for name in ("rank", "peak", "of it static", "layers"):
+        memory.add_column(name, justify="left" if name == "layers" else "right")
+    ranks = zip(result.peak_bytes, result.static_bytes, result.layers, strict=True)
+    for rank, (peak, static, layers) in enumerate(ranks):
+        memory.add_row(str(rank), size_text(peak), size_text(static), layers_text(layers))
     console.print(memory)
-    console.print(f"Emulated, not measured; device table: {basis}.", style="dim")
+    console.print(f"Emulated, not measured; device table: {basis}. tokens/s are of one device.", style="dim")
+
+
+def layers_text(layers: Mapping[str, Sequence[tuple[int, int]]]) -> str:
+    """A rank's layers: ``vision 0-13, lm 0-17``."""
+    spans = {name: " ".join(f"{a}-{b}" if b > a else f"{a}" for a, b in chunks) for name, chunks in layers.items()}
+    return ", ".join(f"{name} {span}" for name, span in spans.items() if span)
 
 
 def _list(json: bool) -> None:

@@ -10,6 +10,7 @@ from pipeloom.errors import InputError
 if TYPE_CHECKING:
     from pipeloom.search import SearchParams
 
+FREEZE_HELP = "A module that is not trained; may be given again for others."
 PARAMS_HELP = "Parameters of the search, TOML or JSON: a table for each group, with what it changes."
 
 _NEVER_S = 1e7

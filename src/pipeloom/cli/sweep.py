@@ -6,9 +6,10 @@ from typing import Any
 
 import typer
 
-from pipeloom.cli.emulate import document, is_file, own_microbatches
+from pipeloom.cli.emulate import document, is_file, own_microbatches, parameters_text
+from pipeloom.cli.options import FREEZE_HELP
 from pipeloom.cli.output import JSON_HELP, print_json, stderr, stdout
-from pipeloom.emulator import Draw, Points, SweepEntry
+from pipeloom.emulator import Draw, Points, SweepEntry, module_parameters
 from pipeloom.emulator import sweep as run_sweep
 from pipeloom.integrations.models import load_model
 from pipeloom.report import share_text, size_text
@@ -26,11 +27,12 @@ def sweep(
     ),
     max_tp: int = typer.Option(8, min=1, help="Largest degree of tensor parallelism."),
     top: int = typer.Option(10, min=1, metavar="N", help="Rows to show of those that run, and of those that cannot."),
+    freeze: list[str] = typer.Option([], metavar="MODULE", help=FREEZE_HELP),
     seed: int = typer.Option(0, help="Seed of the samples drawn."),
     json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
     """Emulate every combination of tensor, pipeline and data parallelism on one global batch, fastest first."""
-    architecture = load_model(model)
+    architecture = load_model(model, freeze)
     own = own_microbatches(architecture, data, microbatches) if is_file(data) else None
     with stderr().status("emulating ...") as status:
 
@@ -45,8 +47,16 @@ def sweep(
             progress=show,
         )
     if json:
-        print_json({"model": model, "cluster": cluster, "entries": [_document(entry) for entry in entries]})
+        print_json(
+            {
+                "model": model,
+                "parameters": module_parameters(architecture),
+                "cluster": cluster,
+                "entries": [_document(entry) for entry in entries],
+            }
+        )
         return
+    stdout().print(parameters_text(architecture), markup=False, highlight=False, soft_wrap=True)
     _print(entries, f"{model} on {cluster}", top)
 
 
@@ -65,7 +75,7 @@ def _print(entries: list[SweepEntry], title: str, top: int) -> None:
     from rich.table import Table
 
     table = Table(title=title, title_justify="left")
-    for name in ("degrees", "iteration", "MFU", "bubbles", "peak memory", "strategy"):
+    for name in ("degrees", "iteration", "MFU", "tokens/s", "bubbles", "peak memory", "strategy"):
         table.add_column(name, justify="left" if name in ("degrees", "strategy") else "right")
     problems = [entry for entry in entries if entry.result is None]
     runnable = len(entries) - len(problems)
@@ -76,6 +86,7 @@ def _print(entries: list[SweepEntry], title: str, top: int) -> None:
             _name(entry),
             f"{r.iteration_s:.4g} s",
             f"{r.mfu:.3f}",
+            f"{r.tokens_per_s:,.0f}",
             share_text(r.bubble),
             size_text(max(r.peak_bytes)),
             r.strategy,
@@ -83,7 +94,8 @@ def _print(entries: list[SweepEntry], title: str, top: int) -> None:
     console = stdout()
     if runnable:
         console.print(table)
-        console.print(f"Emulated, not measured; {min(top, runnable)} of {runnable} combinations that run.", style="dim")
+        shown = f"{min(top, runnable)} of {runnable} combinations that run"
+        console.print(f"Emulated, not measured; {shown}. tokens/s are of one device.", style="dim")
     if problems:
         console.print(f"{len(problems)} combinations cannot run:", style="dim")
     for entry in problems[:top]:

@@ -1,6 +1,6 @@
 """SEMU: the step emulator, from operators to whole clusters (`pipeweaver.txt` §4, `dip.txt` §6.1)."""
 
-from pipeloom.emulator.build import Placement, count_parameters, layer_template, local_devices
+from pipeloom.emulator.build import Placement, count_parameters, layer_template, local_devices, module_parameters
 from pipeloom.emulator.expand import expand
 from pipeloom.emulator.fastest import fastest_step
 from pipeloom.emulator.fit import Calibration, CalibrationRow, Measurement, fit_device, mean_error
@@ -59,6 +59,7 @@ __all__ = [
     "layer_template",
     "local_devices",
     "mean_error",
+    "module_parameters",
     "sweep",
     "work_of",
 ]

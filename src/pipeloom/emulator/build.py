@@ -333,9 +333,15 @@ def _trains(architecture: Architecture, name: str) -> bool:
 
 def count_parameters(architecture: Architecture) -> int:
     """Parameters of a whole model, those included that nothing runs."""
-    total = 0
+    return sum(module_parameters(architecture).values())
+
+
+def module_parameters(architecture: Architecture) -> dict[str, int]:
+    """The same by module."""
+    totals: dict[str, int] = {}
     known: dict[Layer, int] = {}
     for module in architecture.modules:
+        totals[module.name] = 0
         for each in (*module.layers, *module.unused):
             layer, count = single_layer(each)
             if layer not in known:
@@ -343,5 +349,5 @@ def count_parameters(architecture: Architecture) -> int:
                 tape = Tape(Context())
                 built(tape.input(width))
                 known[layer] = round(sum(p.total for p in tape.parameters))
-            total += known[layer] * count
-    return total
+            totals[module.name] += known[layer] * count
+    return totals

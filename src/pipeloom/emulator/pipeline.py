@@ -112,6 +112,13 @@ class PipelineModel:
         mine = [c for c in self.chunks(module) if c % self.num_ranks == rank]
         return tuple(t for c in mine for t in self.chunk_layers(module, c))
 
+    def layers_on(self, rank: int) -> dict[str, tuple[tuple[int, int], ...]]:
+        """First and last layer of each of a rank's chunks, by module."""
+        return {
+            name: tuple((cuts[c], cuts[c + 1] - 1) for c in self.chunks(name) if c % self.num_ranks == rank)
+            for name, cuts in self.cuts.items()
+        }
+
     def stages(self, strategy: ChunkStrategy | str) -> dict[str, list[Stage]]:
         """Stages of every module, each under one strategy."""
         chosen = chunk_strategy(strategy)

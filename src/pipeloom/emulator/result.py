@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -63,6 +63,12 @@ class EmulatedStep:
         Text of a `ChunkStrategy`.
     in_flight : int
         Microbatches between their first and last task at once.
+    num_tokens : int
+        Of the last module's sequences, in this replica's microbatches.
+    num_devices : int
+        Of this replica.
+    layers : per rank
+        First and last layer of every chunk, by module.
     """
 
     iteration_s: float
@@ -79,6 +85,14 @@ class EmulatedStep:
     strategy: str
     in_flight: int
     num_calls: int = 0
+    num_tokens: int = 0
+    num_devices: int = 1
+    layers: tuple[Mapping[str, tuple[tuple[int, int], ...]], ...] = ()
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens that each device of this replica gets done in a second."""
+        return self.num_tokens / self.iteration_s / self.num_devices
 
 
 def union(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:

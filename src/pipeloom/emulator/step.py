@@ -213,6 +213,7 @@ class Step:
         spread_over = degrees.tensor * degrees.context  # each device's share is what was counted
         available = ranks * spread_over * device.flops_per_s * total / PS_PER_S
         bubble = max(0.0, 1 - busy / (ranks * pipeline))
+        last_module = self.model.architecture.modules[-1].name
         return EmulatedStep(
             iteration_s=total / PS_PER_S,
             pipeline_s=pipeline / PS_PER_S,
@@ -228,6 +229,9 @@ class Step:
             strategy=str(self.strategy),
             in_flight=self.in_flight,
             num_calls=len(self.session.calls),
+            num_tokens=sum(w.num_tokens for work in self.microbatches for w in work.get(last_module, ())),
+            num_devices=ranks * spread_over,
+            layers=tuple(self.model.layers_on(rank) for rank in range(ranks)),
         )
 
     def _times(self) -> tuple[IntArray, IntArray]:
