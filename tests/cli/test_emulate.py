@@ -148,6 +148,8 @@ def test_a_config_is_swept_and_points_that_cannot_be_are_listed(
     assert run(line) == 0
     out = capsys.readouterr().out
     assert "8,292,166,656 parameters (vision 676,550,144 frozen, lm 7,615,616,512)" in out
+    assert "2 microbatches of " in out
+    assert " tokens of text, " in out
     assert "tp 8 pp 1: mlp width: 3420 is not a multiple of tensor parallelism 8" in out
 
 

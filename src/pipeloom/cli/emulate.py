@@ -68,10 +68,8 @@ def emulate(
         raise InputError("--zero", "2 is not supported", "use 0, 1 or 3")
     architecture, hardware = load_model(model, freeze), load_cluster(cluster)
     degrees = Degrees(tensor=tp, pipeline=pp, data=dp, context=cp, expert=ep, zero=zero)  # type: ignore[arg-type]
-    own = own_microbatches(architecture, data, microbatches) if is_file(data) else None
-    result = run_emulation(
-        architecture, hardware, degrees, batch=own or Draw(microbatches, data, seed), strategy=strategy
-    )
+    groups = microbatches_of(architecture, data, microbatches, seed)
+    result = run_emulation(architecture, hardware, degrees, batch=groups, strategy=strategy)
     title = f"{architecture.name} on {hardware.name}, tp {tp} pp {pp} dp {dp}"
     written = []
     if trace is not None or html is not None:
@@ -89,6 +87,7 @@ def emulate(
             }
         )
         return
+    stdout().print(samples_text(groups), markup=False, highlight=False, soft_wrap=True)
     stdout().print(parameters_text(architecture), markup=False, highlight=False, soft_wrap=True)
     _print(result, title, hardware.device.basis)
     for target in written:
@@ -118,6 +117,30 @@ def own_microbatches(architecture: Architecture, data: str | None, count: int) -
             data, f"gives {len(groups)} microbatches, {count} are wanted", "use --microbatches, or more samples"
         )
     return groups[:count]
+
+
+def microbatches_of(architecture: Architecture, data: str | None, count: int, seed: int) -> Sequence[Sequence[Sample]]:
+    """Microbatches of a user's own samples, or drawn from a data set of the zoo."""
+    if is_file(data):
+        return own_microbatches(architecture, data, count)
+    return Draw(count, data, seed).of(architecture)
+
+
+def samples_text(groups: Sequence[Sequence[Sample]]) -> str:
+    """What some microbatches hold, in one line."""
+    samples = [sample for group in groups for sample in group]
+    images = [tokens for sample in samples for tokens in sample.image_tokens]
+    parts = [f"{sum(sample.text_tokens for sample in samples):,} tokens of text"]
+    if images:
+        parts.append(f"{len(images):,} images of {sum(images):,} tokens")
+    for kind, number in (("videos", sum(len(s.video_seconds) for s in samples)), ("recordings", _recordings(samples))):
+        if number:
+            parts.append(f"{number:,} {kind}")
+    return f"{len(groups)} microbatches of {len(samples):,} samples: {', '.join(parts)}"
+
+
+def _recordings(samples: Sequence[Sample]) -> int:
+    return sum(len(sample.audio_seconds) for sample in samples)
 
 
 def parameters_text(architecture: Architecture) -> str:

@@ -83,6 +83,7 @@ def plan(
             tp,
             pp,
             dp,
+            [],
             microbatches,
             tokens or 8192,
             budget,

@@ -6,10 +6,10 @@ from typing import Any
 
 import typer
 
-from pipeloom.cli.emulate import document, is_file, own_microbatches, parameters_text
+from pipeloom.cli.emulate import document, microbatches_of, parameters_text, samples_text
 from pipeloom.cli.options import FREEZE_HELP
 from pipeloom.cli.output import JSON_HELP, print_json, stderr, stdout
-from pipeloom.emulator import Draw, Points, SweepEntry, module_parameters
+from pipeloom.emulator import Points, SweepEntry, module_parameters
 from pipeloom.emulator import sweep as run_sweep
 from pipeloom.integrations.models import load_model
 from pipeloom.report import share_text, size_text
@@ -33,7 +33,7 @@ def sweep(
 ) -> None:
     """Emulate every combination of tensor, pipeline and data parallelism on one global batch, fastest first."""
     architecture = load_model(model, freeze)
-    own = own_microbatches(architecture, data, microbatches) if is_file(data) else None
+    groups = microbatches_of(architecture, data, microbatches, seed)
     with stderr().status("emulating ...") as status:
 
         def show(entry: SweepEntry) -> None:
@@ -42,7 +42,7 @@ def sweep(
         entries = run_sweep(
             architecture,
             cluster,
-            batch=own or Draw(microbatches, data, seed),
+            batch=groups,
             points=Points(num_devices=gpus or None, max_tensor=max_tp),
             progress=show,
         )
@@ -56,6 +56,7 @@ def sweep(
             }
         )
         return
+    stdout().print(samples_text(groups), markup=False, highlight=False, soft_wrap=True)
     stdout().print(parameters_text(architecture), markup=False, highlight=False, soft_wrap=True)
     _print(entries, f"{model} on {cluster}", top)
 

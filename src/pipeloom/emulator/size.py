@@ -67,7 +67,7 @@ class Size:
 
     def __mul__(self, factor: float) -> Size:
         """Size times a number."""
-        windowed = tuple((window, part * factor) for window, part in self.windowed)
+        windowed = self.windowed and tuple((window, part * factor) for window, part in self.windowed)
         return Size(
             self.one * factor, self.instances * factor, self.tokens * factor, self.token_pairs * factor, windowed
         )

@@ -57,6 +57,12 @@ def architecture_of(config: Config, name: str) -> Architecture:
         A model type or class that is not known, or a field that cannot be.
     """
     kind = config.get("model_type")
+    if kind is None and "_class_name" in config:
+        raise InputError(
+            "_class_name",
+            f"{config['_class_name']!r} is of the diffusers library, whose configs are not read",
+            "describe the model in a .toml file, as dit-5b of the zoo is",
+        )
     if kind is None:
         raise InputError("model_type", "is missing", "give the config of a model of the transformers library")
     family = FAMILIES.get(str(kind))
