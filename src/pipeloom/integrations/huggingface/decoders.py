@@ -55,12 +55,17 @@ def _attention(
     norm_heads: bool = False,
     window: int | None = None,
 ) -> AttentionMixer:
-    heads = fields.size("num_attention_heads")
-    width = fields.size("hidden_size") // heads
+    if own_width and fields.says("head_dim"):
+        heads, width = fields.size("num_attention_heads"), fields.size("head_dim")
+    else:
+        heads, width = fields.heads("num_attention_heads", fields.size("hidden_size"))
+    kv_heads = fields.size("num_key_value_heads", otherwise=heads)
+    if heads % kv_heads:
+        raise fields.refuse("num_key_value_heads", f"{kv_heads} does not divide {heads} heads")
     return AttentionMixer(
         heads=heads,
-        kv_heads=fields.size("num_key_value_heads", otherwise=heads),
-        head_width=fields.size("head_dim", otherwise=width) if own_width else width,
+        kv_heads=kv_heads,
+        head_width=width,
         qkv_bias=qkv_bias,
         output_bias=output_bias,
         norm_heads=norm_heads,

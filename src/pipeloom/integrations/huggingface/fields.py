@@ -33,6 +33,10 @@ class Fields:
         """Whether the config itself says something."""
         return self._config.get(name) is not None
 
+    def says(self, name: str) -> bool:
+        """Whether there is a value, the config's or its model type's."""
+        return self._config.get(name, self._defaults.get(name)) is not None
+
     def refuse(self, name: str, problem: str, remedy: str = _REMEDY) -> InputError:
         """An error that names a field."""
         return InputError(f"{self._where}{name}", problem, remedy)
@@ -60,6 +64,13 @@ class Fields:
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise self.refuse(names[0], f"{value!r} is not a whole number of at least {least}")
         return value
+
+    def heads(self, name: str, hidden: int) -> tuple[int, int]:
+        """Heads, and the width that each has of a hidden width."""
+        heads = self.size(name)
+        if hidden % heads:
+            raise self.refuse(name, f"{heads} does not divide the width {hidden}")
+        return heads, hidden // heads
 
     def flag(self, name: str) -> bool:
         """A truth value; null is false."""

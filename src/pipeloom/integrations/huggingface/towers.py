@@ -39,11 +39,16 @@ class Tower:
 
 
 def _block(
-    hidden: int, heads: int, feed: MLPMixer, *, norm: Norm = "layer", rotary: bool = False, bias: bool = True
+    hidden: int,
+    heads: tuple[int, int],
+    feed: MLPMixer,
+    *,
+    norm: Norm = "layer",
+    rotary: bool = False,
+    bias: bool = True,
 ) -> ResidualLayer:
-    attention = AttentionMixer(
-        heads, heads, hidden // heads, causal=False, qkv_bias=bias, output_bias=bias, rotary=rotary
-    )
+    count, width = heads
+    attention = AttentionMixer(count, count, width, causal=False, qkv_bias=bias, output_bias=bias, rotary=rotary)
     return ResidualLayer(hidden, (attention, feed), norm=norm)
 
 
@@ -64,7 +69,7 @@ def qwen2_vision(fields: Fields) -> Tower:
     """Qwen2-VL's tower."""
     hidden, out = fields.size("embed_dim"), fields.size("hidden_size")
     feed = MLPMixer(int(hidden * fields.number("mlp_ratio")), gated=False, bias=True)
-    block = _block(hidden, fields.size("num_heads"), feed, rotary=True)
+    block = _block(hidden, fields.heads("num_heads", hidden), feed, rotary=True)
     merger = PatchMergerLayer(hidden, fields.size("spatial_merge_size") ** 2, out)
     pixels = PatchEmbeddingLayer(_pixels(fields), hidden, bias=False)
     return Tower((pixels, *counted([block] * fields.size("depth")), merger), out)
@@ -74,7 +79,7 @@ def qwen2_5_vision(fields: Fields) -> Tower:
     """Qwen2.5-VL's tower: most blocks attend within windows."""
     hidden, out = fields.size("hidden_size"), fields.size("out_hidden_size")
     feed = MLPMixer(fields.size("intermediate_size"), bias=True)
-    full = _block(hidden, fields.size("num_heads"), feed, norm="rms", rotary=True)
+    full = _block(hidden, fields.heads("num_heads", hidden), feed, norm="rms", rotary=True)
     merged, (down, _) = fields.size("spatial_merge_size"), fields.pair("patch_size")
     side = fields.size("window_size") // merged // down * merged
     if side < 1:
@@ -90,7 +95,7 @@ def qwen3_vision(fields: Fields, takers: int) -> tuple[Tower, tuple[str, ...]]:
     """Qwen3-VL's tower, and the streams of its inner blocks' features, at most as many as ``takers``."""
     hidden, out = fields.size("hidden_size"), fields.size("out_hidden_size")
     feed = MLPMixer(fields.size("intermediate_size"), gated=False, bias=True)
-    block = _block(hidden, fields.size("num_heads"), feed, rotary=True)
+    block = _block(hidden, fields.heads("num_heads", hidden), feed, rotary=True)
     factor, depth = fields.size("spatial_merge_size") ** 2, fields.size("depth")
     joined = hidden * factor
     tap: tuple[Step, ...] = (JoinStep(factor), NormStep(), LinearStep(joined), ActivationStep(), LinearStep(out))
@@ -121,8 +126,8 @@ def _cut(block: ResidualLayer, count: int, used: int) -> tuple[tuple[Layer, ...]
 
 
 def _plain_block(fields: Fields) -> ResidualLayer:
-    feed = MLPMixer(fields.size("intermediate_size"), gated=False, bias=True)
-    return _block(fields.size("hidden_size"), fields.size("num_attention_heads"), feed)
+    hidden, feed = fields.size("hidden_size"), MLPMixer(fields.size("intermediate_size"), gated=False, bias=True)
+    return _block(hidden, fields.heads("num_attention_heads", hidden), feed)
 
 
 def _clip(fields: Fields, used: int) -> Tower:
@@ -155,7 +160,7 @@ def _siglip(fields: Fields, used: int) -> Tower:
 def _pixtral(fields: Fields, used: int) -> Tower:
     hidden, (down, right) = fields.size("hidden_size"), fields.pair("patch_size")
     feed = MLPMixer(fields.size("intermediate_size"))
-    block = _block(hidden, fields.size("num_attention_heads"), feed, norm="rms", rotary=True, bias=False)
+    block = _block(hidden, fields.heads("num_attention_heads", hidden), feed, norm="rms", rotary=True, bias=False)
     run, rest = _cut(block, fields.size("num_hidden_layers"), used)
     numbers = fields.size("num_channels") * down * right
     return Tower((PatchEmbeddingLayer(numbers, hidden, bias=False, norm="rms"), *run), hidden, rest)
@@ -164,13 +169,13 @@ def _pixtral(fields: Fields, used: int) -> Tower:
 def internvl(fields: Fields, used: int, *, last: bool) -> Tower:
     """InternVL's tower; ``last``: whether what is handed on comes from its end."""
     hidden, (numbers, patches) = fields.size("hidden_size"), _patches(fields)
-    heads, kind = fields.size("num_attention_heads"), fields.get("norm_type")
+    (heads, width), kind = fields.heads("num_attention_heads", hidden), fields.get("norm_type")
     if kind not in ("layer_norm", "rms_norm"):
         raise fields.refuse("norm_type", f"{kind!r} is not known", "known are layer_norm, rms_norm")
     attention = AttentionMixer(
         heads,
         heads,
-        hidden // heads,
+        width,
         causal=False,
         qkv_bias=fields.flag("attention_bias"),
         output_bias=True,
@@ -213,7 +218,7 @@ def omni_audio(fields: Fields) -> Tower:
     """Qwen2.5-Omni's audio tower: blocks attend within chunks of a spectrum."""
     hidden, out = fields.size("d_model"), fields.size("output_dim")
     feed = MLPMixer(fields.size("encoder_ffn_dim"), gated=False, bias=True)
-    block = _windowed(_block(hidden, fields.size("encoder_attention_heads"), feed), fields.size("n_window"))
+    block = _windowed(_block(hidden, fields.heads("encoder_attention_heads", hidden), feed), fields.size("n_window"))
     attention, *rest = block.mixers
     block = msgspec.structs.replace(block, mixers=(msgspec.structs.replace(attention, key_bias=False), *rest))
     layers: tuple[Layer, ...] = (
