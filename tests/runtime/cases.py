@@ -332,6 +332,7 @@ def run_threads(
     *,
     lazy: bool = False,
     greets: bool = False,
+    autocast: torch.dtype | None = None,
 ) -> list[StepResult]:
     """Run an iteration with a thread per rank, each with a copy of the model; gradients are summed up in it."""
     case = run.case
@@ -345,7 +346,7 @@ def run_threads(
         try:
             if greets:
                 greet_peers(hub.transport(rank), rank, case.layout.num_ranks, "cpu")
-            options = ExecutorOptions(reduce_gradients=lambda *_: None)
+            options = ExecutorOptions(reduce_gradients=lambda *_: None, autocast=autocast)
             executor = Executor(models[rank], case.layout, rank, hub.transport(rank), options=options)
             results[rank] = executor.run(plan or case.plan, case.packing, run.documents)
         except BaseException as error:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
@@ -18,11 +20,12 @@ import pipeloom as pl
 from pipeloom.errors import InputError
 from pipeloom.packing import PackingSpec, cost_loads
 from pipeloom.planner import Planner, Setup
-from pipeloom.runtime import Checkpoints, TcpPlanStore, Trainer, TrainerOptions
-from pipeloom.runtime.divide import Sharding
-from pipeloom.spec import Parallelism
+from pipeloom.planner.forwards import forward_problem, plan_forwards
+from pipeloom.runtime import Checkpoints, TcpPlanStore, Trainer, TrainerOptions, load_weights
+from pipeloom.runtime.divide import Sharding, layers_with_tied
+from pipeloom.spec import Parallelism, batch_from_dicts
 
-from .training import CLIP, check_report, model, optimizer, prefetched, setup, task
+from .training import CLIP, check_report, data, model, optimizer, prefetched, setup, task
 
 DOCUMENTS = 6
 """Of a batch: enough that replicas have different numbers of microbatches."""
@@ -49,6 +52,10 @@ class Found(NamedTuple):
     """Elements of parameters on this process."""
     digest: float
     """Of all weights, as every rank has gathered them after training."""
+    evaluated: tuple[float, float]
+    """Losses on other documents after the last iteration: of the weights, and of their average."""
+    wanted: tuple[float, float]
+    """The same by one process."""
 
 
 def divide(layer: nn.Module, mesh: DeviceMesh) -> None:
@@ -83,6 +90,7 @@ def trainer_of(degrees: Degrees, folder: str, trained: pl.Model | None = None) -
         optimizer=optimizer,
         options=TrainerOptions(
             clip_norm=CLIP,
+            ema_decay=0.5,
             checkpoints=Checkpoints(Path(folder)),
             timeout_s=120.0,
             shard=degrees.shard,
@@ -91,27 +99,47 @@ def trainer_of(degrees: Degrees, folder: str, trained: pl.Model | None = None) -
     )
 
 
+def others_as_shapes(whole: pl.Model, degrees: Degrees) -> pl.Model:
+    """The model with memory for this rank's own layers alone, and for tied ones."""
+    layout, stage = setup_of(degrees).layout, dist.get_rank() // (degrees.data * degrees.tensor)
+    kept = layers_with_tied(whole)
+    for chunk in layout.chunks:
+        for number in range(chunk.layers[0], chunk.layers[1] + 1):
+            if chunk.rank != stage and (chunk.module, number) not in kept:
+                whole.module(chunk.module).layers[number].to("meta")
+    return whole
+
+
 def train_divided(all_degrees: list[Degrees], until: list[int], folder: str) -> list[Found]:
     """Train so far under every degrees, each going on from where the one before ended."""
     found: list[Found] = []
     before: dict[str, Tensor] = {}
     first = 0
     for degrees, end in zip(all_degrees, until, strict=True):
-        trainer = trainer_of(degrees, folder)
+        trainer = trainer_of(degrees, folder, others_as_shapes(divisible(), degrees))
         assert trainer.resume() == first
         if first:
             assert_same(before, gathered(trainer))
         # Read ahead: what is left out is that which was trained.
         batches = trainer.skip_trained(prefetched(end, DOCUMENTS), first)
         reports = []
+        plan = partial(plan_forwards, forward_problem(setup_of(degrees)))
         for report in trainer.run(batches, first):
             reports.append(report)
+            evaluated = [
+                trainer.evaluate(held_out(), plan, report.iteration + 1, averaged=averaged).loss
+                for averaged in (False, True)
+            ]
             if trainer.membership.is_planner_rank:
                 check_report(setup_of(degrees), report)
             else:
                 assert report.answer is None
         held = sum(local_size(p) for _, p in trainer._executor.named_parameters())
         before, first = gathered(trainer), end
+        newest = Checkpoints(Path(folder)).newest()
+        assert newest is not None
+        averages = divisible()
+        load_weights(newest, averages, weights="ema")
         found.append(
             Found(
                 [report.loss for report in reports],
@@ -120,9 +148,27 @@ def train_divided(all_degrees: list[Degrees], until: list[int], folder: str) -> 
                 all(report.fresh for report in reports) or not trainer.membership.is_planner_rank,
                 held,
                 sum(float(tensor.double().abs().sum()) for tensor in before.values()),
+                (evaluated[0], evaluated[1]),
+                (loss_of(trainer.model), loss_of(averages)),
             )
         )
     return found
+
+
+def held_out() -> Iterator[Sequence[data.Document]]:
+    """Batches that are not trained on."""
+    return iter(data.batches(11, 2, DOCUMENTS))
+
+
+def loss_of(whole: pl.Model) -> float:
+    """Of one process on these: a mean over all of their targets."""
+    total = count = 0.0
+    for samples in held_out():
+        targets = sum(map(whole.num_targets, samples))
+        batch = batch_from_dicts([task.describe(sample) for sample in samples])
+        total += targets * pl.run_undivided(whole, batch, samples, backward=False)
+        count += targets
+    return total / count
 
 
 def gathered(trainer: Trainer) -> dict[str, Tensor]:

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from pipeloom.packing import Packing
 from pipeloom.plan import ExecutionPlan
 from pipeloom.runtime import Emit, Executor, ExecutorOptions, Model, Module, Part, ThreadHub
+from pipeloom.runtime.evaluate import forwards_of
 from pipeloom.spec import Batch, Layout, Sample
 from tests.runtime.cases import copied
 from tests.runtime.test_counts import Live
@@ -219,7 +220,12 @@ class MostLive(Live):
 
 
 def live_peaks(
-    model: Model, layout: Layout, plan: ExecutionPlan, packing: Packing, documents: Sequence[Document]
+    model: Model,
+    layout: Layout,
+    plan: ExecutionPlan,
+    packing: Packing,
+    documents: Sequence[Document],
+    forward_only: bool = False,
 ) -> list[int]:
     """Bytes that lived at most on each rank: weights, moments, and all tensors that were made, ranks being threads."""
     hub = ThreadHub()
@@ -235,6 +241,8 @@ def live_peaks(
             for number, layers in executor.layers.items():
                 copies = 1 if layout.module(layout.chunks[number].module).frozen else _COPIES_OUTSIDE
                 outside += copies * sum(p.nbytes for layer in layers for p in layer.parameters())
+            if forward_only:
+                executor = forwards_of(executor)
             with MostLive() as live:
                 executor.run(plan, packing, documents)
             peaks[rank] = outside + live.peak_bytes

@@ -35,6 +35,8 @@ def assert_undivided(ranks: list[list[Found]]) -> None:
             assert found.norms == pytest.approx(first.norms, rel=1e-12)
             assert found.digest == first.digest
             assert found.all_fresh
+            assert found.evaluated == pytest.approx(found.wanted, rel=1e-9)
+            assert found.evaluated[0] != pytest.approx(found.evaluated[1], rel=1e-6)
 
 
 def test_divided_training_equals_undivided_training(trained: list[tuple[list[Found], list[str]]]) -> None:

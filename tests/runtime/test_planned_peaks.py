@@ -17,6 +17,7 @@ from pipeloom.layout.training import Preview, arrange_training_layout
 from pipeloom.packing import PackingSpec
 from pipeloom.planner import PlannedBatch, Problem, Setup, plan_batch
 from pipeloom.planner.client import fallback_plan
+from pipeloom.planner.forwards import forward_problem, plan_forwards
 from pipeloom.runtime import Model, ProfileOptions, profile_model
 from pipeloom.search import Evaluations
 from pipeloom.spec import Batch, Layout, RankSpec, Strategy
@@ -69,15 +70,7 @@ def under_caps(
         cluster = RankSpec(memory_capacity_bytes=capacity)
         return plan(msgspec.structs.replace(setup, cluster=cluster).problem(), batch)
 
-    low, high = 0, 2**25
-    while high - low > high // 50:
-        middle = (low + high) // 2
-        try:
-            planned(middle)
-        except InfeasibleError:
-            low = middle
-        else:
-            high = middle
+    high = least(planned)
     found = []
     for tight in TIGHT:
         capacity = int(tight * high)
@@ -121,6 +114,42 @@ def test_searched_and_fallback_plans_hold_what_they_say(seed: int, frozen: bool)
         setup = Setup(model.spec, spread, profile, PACKING, strategies=strategies, split_backward=split)
         found += under_caps(setup, model, documents, plan)
     close(found)
+
+
+@pytest.mark.parametrize(("seed", "streams"), [(0, True), pytest.param(1, False, marks=pytest.mark.full)])
+def test_plans_of_forwards_hold_what_they_say_and_less_than_training(seed: int, streams: bool) -> None:
+    model, documents, profile = measured(seed, True, True, streams=streams)
+    layout, _ = layouts(model, random.Random(seed))
+    setup = Setup(model.spec, layout, profile, PACKING, strategies=LEAN)
+    batch = described(documents)
+
+    def planned(capacity: int, forwards: bool) -> Sequence[int]:
+        limited = msgspec.structs.replace(setup, cluster=RankSpec(memory_capacity_bytes=capacity))
+        if not forwards:
+            return fallback_plan(limited.problem(), batch).peak_bytes
+        made = plan_forwards(forward_problem(limited), batch)
+        live = live_peaks(model, setup.layout, made.answer.plan, made.packing, documents, forward_only=True)
+        assert all(lived <= said for said, lived in zip(made.answer.peak_bytes, live, strict=True))
+        close(list(zip(made.answer.peak_bytes, live, strict=True)))
+        return made.answer.peak_bytes
+
+    smallest = least(lambda c: planned(c, True))
+    planned(int(TIGHT[1] * smallest), True)
+    assert smallest < least(lambda c: planned(c, False))
+
+
+def least(plan: Callable[[int], object]) -> int:
+    """The least memory for which there is a plan."""
+    low, high = 0, 2**25
+    while high - low > high // 50:
+        middle = (low + high) // 2
+        try:
+            plan(middle)
+        except InfeasibleError:
+            low = middle
+        else:
+            high = middle
+    return high
 
 
 @pytest.mark.parametrize(("seed", "frozen"), [pytest.param(s, f, marks=pytest.mark.full) for s, f in ALL_CASES])

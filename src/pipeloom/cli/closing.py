@@ -28,6 +28,10 @@ def closing_tables(summary: Summary) -> Group:
     compared.caption_justify = "left"
     numbers = Table(title="This run", title_justify="left", show_header=False)
     share = summary.plans_fresh / max(summary.iterations, 1)
+    evaluated = {}
+    if summary.evaluations:
+        iteration, loss = summary.evaluations[-1]
+        evaluated["evaluation loss"] = f"{loss:.4f}, after {iteration} iterations"
     rows = {
         "loss, first and last iteration": f"{summary.loss_first:.4f}, {summary.loss_last:.4f}",
         "fresh plans": f"{summary.plans_fresh} of {summary.iterations} ({share:.1%})",
@@ -36,13 +40,14 @@ def closing_tables(summary: Summary) -> Group:
             f"{summary.mean_planned_bubble_share:.1%}, {summary.mean_measured_bubble_share:.1%}"
         ),
         "plan ready before its use": f"{summary.mean_lead_s * 1e3:.0f} ms",
+        **evaluated,
         **{name.replace("_", " "): f"{value:.4g}" for name, value in summary.evaluation.items()},
     }
     for name, text in rows.items():
         numbers.add_row(Text(name), Text(text))
-    if summary.difference is None:
-        return Group(compared, numbers)
-    return Group(compared, difference_table(summary.difference), numbers)
+    found = [] if summary.difference is None else [difference_table(summary.difference)]
+    told = [Text(summary.advice, style="yellow")] if summary.advice else []
+    return Group(compared, *found, numbers, *told)
 
 
 def difference_table(found: Difference) -> Table:

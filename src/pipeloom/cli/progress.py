@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -24,16 +25,33 @@ from pipeloom.training import Summary
 _NUM_ROWS = 12
 _PLAIN_EVERY = 20
 
-COLUMNS = ("iteration", "loss", "microbatches", "planned", "measured", "gap", "bubbles", "plan ready", "plan")
+COLUMNS = (
+    "iteration",
+    "loss",
+    "rate",
+    "tokens/s",
+    "microbatches",
+    "planned",
+    "measured",
+    "gap",
+    "bubbles",
+    "plan ready",
+    "plan",
+)
 
 
 def cells(report: StepReport) -> tuple[str, ...]:
     """One iteration in words, a cell per column."""
     answer = report.answer
     assert answer is not None
+    speed = f"{report.num_tokens / report.step_s:,.0f}" if report.step_s else ""
+    if report.mfu is not None:
+        speed += f" ({report.mfu:.1%} MFU)"
     return (
         str(report.iteration),
         f"{report.loss:.4f}",
+        "" if report.learning_rate is None else f"{report.learning_rate:.3g}",
+        speed,
         str(report.num_microbatches),
         f"{answer.planned_ns / 1e6:.0f} ms",
         f"{report.measured_s * 1e3:.0f} ms",
@@ -84,7 +102,13 @@ class Terminal:
         self._console().print(closing_tables(summary))
 
     def _console(self) -> Console:
-        return Console(stderr=self.to_stderr, markup=False)
+        return _console_to(self.to_stderr)
+
+
+@functools.cache
+def _console_to(to_stderr: bool) -> Console:
+    """One for all, so that lines are printed above a table that is live."""
+    return Console(stderr=to_stderr, markup=False)
 
 
 class Progress:

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from pipeloom.errors import InputError
+from pipeloom.runtime.ema import Averages
 from pipeloom.runtime.executor import Executor
 from pipeloom.runtime.model import Model
 from pipeloom.runtime.optimizer_options import give_options, options_by_name
@@ -28,6 +29,40 @@ if TYPE_CHECKING:
     from pipeloom.runtime.checkpoint_files import PlainReader
 
 _MODEL, _OPTIMIZER, _OPTIONS, _ITERATION = "model", "optimizer", "optimizer_options", "iteration"
+_EMA = "ema"
+Weights = Literal["trained", "ema"]
+"""Which weights of a checkpoint: as they were trained, or their average."""
+
+
+def weight_keys(path: Path | str, names: Iterable[str], weights: Weights = "trained") -> dict[str, str]:
+    """Under which key a checkpoint has each parameter and buffer of a model, whoever reads it.
+
+    Averages are kept of trained parameters alone: all else is the same in both.
+
+    Parameters
+    ----------
+    path : path
+        A folder that `save_checkpoint` left.
+    names : iterable of str
+        ``module.layer.parameter`` each.
+    weights : "trained" or "ema"
+
+    Returns
+    -------
+    dict
+        From name to key, of ``torch.distributed.checkpoint``.
+
+    Raises
+    ------
+    InputError
+        When averages are asked for, and there are none.
+    """
+    if weights == "trained":
+        return {name: f"{_MODEL}.{name}" for name in names}
+    _, stored, _ = _opened(path, {})
+    if not any(key.startswith(f"{_EMA}.") for key in stored):
+        raise InputError(f"{path}: {_EMA}", "is missing: no average was kept", "take the trained weights, or add [ema]")
+    return {name: key if (key := f"{_EMA}.{name}") in stored else f"{_MODEL}.{name}" for name in names}
 
 
 def save_checkpoint(
@@ -36,6 +71,7 @@ def save_checkpoint(
     optimizer: torch.optim.Optimizer | None,
     iteration: int,
     *,
+    averages: Averages | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> None:
     """Write parameters, buffers and optimiser state; all processes call it together.
@@ -49,6 +85,8 @@ def save_checkpoint(
         None on a rank without trained parameters.
     iteration : int
         The next one to run.
+    averages : Averages or None
+        Of the weights, saved with them.
     group : torch.distributed.ProcessGroup or None
         All processes that train; None: the default group, or a single process.
 
@@ -63,6 +101,7 @@ def save_checkpoint(
 
     state = {f"{_MODEL}.{name}": tensor for name, tensor in _tensors(executor).items()}
     state |= _optimizer_tensors(executor, optimizer)
+    state |= _average_tensors(executor, averages)
     for name, options in options_by_name(executor, optimizer).items():
         state[f"{_OPTIONS}.{name}"] = torch.frombuffer(bytearray(json.dumps(options).encode()), dtype=torch.uint8)
     state[_ITERATION] = torch.tensor(iteration)
@@ -75,11 +114,13 @@ def load_checkpoint(
     executor: Executor,
     optimizer: torch.optim.Optimizer | None,
     *,
+    averages: Averages | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> int:
     """Read what this rank's chunks and optimiser need; all processes call it together.
 
-    Nothing that a file says is run, and every file is compared with the digest that was written with it.
+    Nothing that a file says is run, and every file is compared with the digest that was written with it. Averages of
+    the weights that the checkpoint does not have begin with the weights.
 
     Returns
     -------
@@ -102,12 +143,17 @@ def load_checkpoint(
     state |= slots
     texts = _empty_texts(executor, optimizer, stored)
     state |= texts
+    # Stored in the precision of the averages; whoever averages from now on begins with the weights.
+    averaged = {key: tensor for key, tensor in _average_tensors(executor, averages).items() if key in stored}
+    state |= averaged
     if _ITERATION not in stored:
         raise InputError(f"{path}: {_ITERATION}", "is missing", "give a folder that save_checkpoint finished")
     state[_ITERATION] = torch.tensor(0)
     check_digests(Path(path), {file for name, file in files if name in state})
     with _quiet_alone():
         dcp.load(state, storage_reader=reader, process_group=group)  # type: ignore[attr-defined]
+    if averages is not None and not averaged:
+        averages.begin()
     if optimizer is not None:
         options = {key.removeprefix(f"{_OPTIONS}."): json.loads(text.numpy().tobytes()) for key, text in texts.items()}
         for name, parameter in executor.named_parameters():
@@ -122,7 +168,7 @@ def load_checkpoint(
     return int(state[_ITERATION])
 
 
-def load_weights(path: Path | str, model: Model) -> None:
+def load_weights(path: Path | str, model: Model, *, weights: Weights = "trained") -> None:
     """Read trained weights into a whole model, in one process, e.g. to evaluate it.
 
     Parameters
@@ -131,6 +177,8 @@ def load_weights(path: Path | str, model: Model) -> None:
         A folder that `save_checkpoint` or a training run left.
     model : Model
         Built as it was for training.
+    weights : "trained" or "ema"
+        Those of the last iteration, or their average.
 
     Raises
     ------
@@ -141,13 +189,15 @@ def load_weights(path: Path | str, model: Model) -> None:
 
     from pipeloom.runtime.checkpoint_files import check_digests
 
-    state = {
-        f"{_MODEL}.{module.name}.{i}.{name}": tensor
+    tensors = {
+        f"{module.name}.{i}.{name}": tensor
         for module in model.modules
         for i, layer in enumerate(module.layers)
         for name, tensor in layer.state_dict().items()
         if isinstance(tensor, Tensor)
     }
+    keys = weight_keys(path, tensors, weights)
+    state = {keys[name]: tensor for name, tensor in tensors.items()}
     reader, _, files = _opened(path, state)
     check_digests(Path(path), {file for name, file in files if name in state})
     with _quiet_alone():
@@ -210,6 +260,14 @@ def _optimizer_tensors(executor: Executor, optimizer: torch.optim.Optimizer | No
         for slot, value in optimizer.state.get(parameter, {}).items()
         if isinstance(value, Tensor)
     }
+
+
+def _average_tensors(executor: Executor, averages: Averages | None) -> dict[str, Tensor]:
+    """Averages of this rank's trained parameters, under all of their names."""
+    if averages is None:
+        return {}
+    found = ((name, averages.of(parameter)) for name, parameter in executor.named_parameters())
+    return {f"{_EMA}.{name}": average for name, average in found if average is not None}
 
 
 def _empty_texts(

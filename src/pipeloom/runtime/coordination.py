@@ -79,8 +79,13 @@ class SameBatch:
         with together("comparing the batches of all ranks"):
             self._work = dist.all_gather(self._all, self._mine, async_op=True)
 
-    def check(self, iteration: int) -> None:
+    def check(self, iteration: int | str) -> None:
         """Return where all ranks have the same batch, or none has one.
+
+        Parameters
+        ----------
+        iteration : int or str
+            For which it is, or what it is.
 
         Raises
         ------
@@ -88,8 +93,9 @@ class SameBatch:
             On all ranks alike, naming those that have another batch than rank 0: they would take inputs from one
             batch and targets from another.
         """
+        named = iteration if isinstance(iteration, str) else f"iteration {iteration}"
         if self._work is not None:
-            with together(f"iteration {iteration}: comparing the batches of all ranks"):
+            with together(f"{named}: comparing the batches of all ranks"):
                 self._work.wait()
         marks = [each.numpy().tobytes() for each in self._all]
         others = [rank for rank, mark in enumerate(marks) if mark != marks[0]]
@@ -98,12 +104,12 @@ class SameBatch:
         ended = [rank for rank, mark in enumerate(marks) if not any(mark)]
         if ended:
             raise InputError(
-                f"iteration {iteration}",
+                named,
                 f"{_ranks(ended)} no more batches, but other ranks have",
                 "give all ranks the same batches: none of them takes a part of the data for itself",
             )
         raise InputError(
-            f"iteration {iteration}",
+            named,
             f"{_ranks(others)} other samples than rank 0, or in another order",
             "give all ranks the same batches: seed what shuffles them alike, divide no data by rank, and let "
             "`describe` return ids that name a sample in every process",

@@ -13,6 +13,7 @@ from pipeloom.packing import Packing
 from pipeloom.plan import ExecutionPlan, action_text, collective_order
 from pipeloom.runtime.blocks import kept_casts
 from pipeloom.runtime.device import StalledError, queues_of
+from pipeloom.runtime.flops import FlopCounts
 from pipeloom.runtime.iteration import ExecutorOptions, Iteration
 from pipeloom.runtime.linker import LinkedPlan, Linker
 from pipeloom.runtime.model import Model
@@ -44,6 +45,8 @@ class Executor:
         Parameters of this rank that other ranks hold too.
     held_before : frozenset of str
         Their names where a rank before this one holds them: what counts once counts there.
+    flops : FlopCounts or None
+        Given, it counts the operations of forwards.
     """
 
     def __init__(
@@ -73,6 +76,7 @@ class Executor:
         self.model, self.layout, self.rank, self.transport, self.options = model, layout, rank, transport, options
         self.device = _with_index(torch.device(device))
         self.queues = queues_of(transport, self.device)
+        self.flops: FlopCounts | None = None
         seed = options.random_seed
         self.forward_seeds = None if seed is None else ForwardSeeds(seed, self.device)
         self._linker = Linker(layout, model, rank)
@@ -84,7 +88,13 @@ class Executor:
             if chunk.rank == rank:
                 module = model.module(chunk.module)
                 layers = list(module.layers[chunk.layers[0] : chunk.layers[1] + 1])
-                for layer in layers:
+                for place, layer in enumerate(layers, chunk.layers[0]):
+                    if any(parameter.is_meta for parameter in layer.parameters()):
+                        raise InputError(
+                            f"module {chunk.module!r}.layers[{place}]",
+                            f"is shapes alone (on meta), and rank {rank} is to run it",
+                            "give the layers of a rank's own chunks their weights before training",
+                        )
                     layer.to(self.device)
                     if module.frozen:
                         layer.requires_grad_(False)
@@ -107,10 +117,17 @@ class Executor:
                 for name, parameter in layer.named_parameters():
                     yield f"{chunk.module}.{i}.{name}", parameter
 
+    def trained_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """Trained parameters of this rank's chunks, each once, by the first of its names."""
+        unique: dict[int, tuple[str, nn.Parameter]] = {}
+        for name, parameter in self.named_parameters():
+            if parameter.requires_grad:
+                unique.setdefault(id(parameter), (name, parameter))
+        return list(unique.values())
+
     def parameters(self) -> list[nn.Parameter]:
         """Trained parameters of this rank's chunks, each once."""
-        unique = {id(p): p for _, p in self.named_parameters() if p.requires_grad}
-        return list(unique.values())
+        return [parameter for _, parameter in self.trained_parameters()]
 
     def prepare(self, plan: ExecutionPlan, packing: Packing) -> LinkedPlan:
         """Link a plan's actions of this rank to what they work on; may be done ahead of `run_linked`.

@@ -15,6 +15,7 @@ from pipeloom.errors import ExecutionError
 from pipeloom.plan import Verb
 from pipeloom.runtime.blocks import ChunkActivation
 from pipeloom.runtime.device import DeviceQueues
+from pipeloom.runtime.flops import FlopCounts
 from pipeloom.runtime.linker import LinkedPlan
 from pipeloom.runtime.model import Model, Part, make_part
 from pipeloom.runtime.random_state import ForwardSeeds
@@ -23,6 +24,7 @@ from pipeloom.runtime.sharding import complete_gradients, reshard, unshard
 from pipeloom.runtime.tied import SumOver, Tied, sum_tied
 from pipeloom.runtime.transport import Post, Transport, joins
 from pipeloom.runtime.unit import MessageState, PartState, UnitState
+from pipeloom.spec import Layout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +52,7 @@ class RankParts(Protocol):
     """What an iteration needs of the rank that it runs on; an `Executor` has it."""
 
     model: Model
+    layout: Layout
     device: torch.device
     transport: Transport
     queues: DeviceQueues
@@ -63,6 +66,8 @@ class RankParts(Protocol):
     """Parameters that other ranks hold too."""
     has_shards: bool
     """Whether any parameter is divided over other processes."""
+    flops: FlopCounts | None
+    """Counts operations of forwards; None: nobody asks."""
 
 
 class Iteration:
@@ -119,6 +124,14 @@ class Iteration:
     # ---------------------------------------------------------------- computation
 
     def forward(self, unit: UnitState) -> None:
+        flops, (chunk, microbatch, sub) = self.here.flops, unit.key
+        if flops is None or not flops.wants(chunk):
+            self._seeded(unit)
+            return
+        with flops.counted(chunk, self.linked.packing.microbatches[microbatch].parts[unit.role.column][sub].workload):
+            self._seeded(unit)
+
+    def _seeded(self, unit: UnitState) -> None:
         seeds, (chunk, microbatch, sub) = self.here.forward_seeds, unit.key
         if seeds is None or chunk in seeds.silent:
             self._forward(unit)
@@ -325,8 +338,9 @@ class Iteration:
             parameter.grad = gradient if parameter.grad is None else gradient + parameter.grad
         self.earlier = []
         busy = {unit.key[0] for unit in self.linked.units}
+        layout = self.here.layout
         for chunk, layers in self.here.layers.items():
-            if chunk not in busy:
+            if chunk not in busy and layout.has_backward(layout.chunks[chunk].module):
                 zero_missing(layers)
 
     def step(self, _: None) -> None:

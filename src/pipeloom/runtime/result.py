@@ -88,6 +88,16 @@ class StepReport:
         When every action of every rank ran.
     correction : Correction
         With which the plan was made.
+    learning_rate : float or None
+        Of this rank's first group of parameters; None where it trains none.
+    num_tokens : int
+        In the sequences of the batch of all replicas.
+    step_s : float
+        Wall time of the iteration, all that belongs to it included: reading ahead, the plan, the optimiser.
+    flops : float
+        Operations of the model's own forward and backward over all replicas; 0 where they are not counted.
+    mfu : float or None
+        These over what all devices could do in the wall time; None where that is not known.
     """
 
     iteration: int
@@ -103,6 +113,11 @@ class StepReport:
     batch: Batch | None
     correction: Correction
     measured: Measured | None
+    learning_rate: float | None = None
+    num_tokens: int = 0
+    step_s: float = 0.0
+    flops: float = 0.0
+    mfu: float | None = None
 
     @property
     def measured_ns(self) -> tuple[tuple[int, int], ...]:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from pipeloom.cost import Correction
 from pipeloom.errors import ExecutionError, InputError
 from pipeloom.runtime.checkpoint import load_checkpoint, save_checkpoint
+from pipeloom.runtime.ema import Averages
 from pipeloom.runtime.executor import Executor
 from pipeloom.spec import Batch
 
@@ -34,6 +35,8 @@ class TrainerState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     num_measured: int = 0
     """Iterations that the calibration has learned from."""
     correction: Correction = Correction()
+    evaluations: tuple[tuple[int, float], ...] = ()
+    """Of every evaluation before, after how many iterations it was made, and the loss."""
     format: str = "pipeloom.trainer/1"
 
 
@@ -81,8 +84,19 @@ class Checkpoints:
         """Folder of the newest whole checkpoint; None where there is none."""
         return next((self._path(step) for step in reversed(self.steps())), None)
 
-    def save(self, executor: Executor, optimizer: torch.optim.Optimizer | None, state: TrainerState) -> None:
+    def save(
+        self,
+        executor: Executor,
+        optimizer: torch.optim.Optimizer | None,
+        state: TrainerState,
+        averages: Averages | None = None,
+    ) -> Path:
         """Write a checkpoint, then drop those that are too old; all ranks call it together.
+
+        Returns
+        -------
+        Path
+            Its folder.
 
         Raises
         ------
@@ -94,7 +108,7 @@ class Checkpoints:
         if rank == 0:
             self._attempt(lambda: _make_empty(partial))
         dist.barrier()
-        self._write(partial, executor, optimizer, state.iteration)
+        self._write(partial, executor, optimizer, state.iteration, averages)
         contents = {
             f"{name}-{rank}": generator.get_state().numpy().tobytes()
             for name, generator in _generators(executor.device).items()
@@ -110,8 +124,11 @@ class Checkpoints:
             for step in self.steps()[: -self.keep]:
                 _remove(self._path(step))
         dist.barrier()
+        return target
 
-    def load(self, executor: Executor, optimizer: torch.optim.Optimizer | None) -> TrainerState | None:
+    def load(
+        self, executor: Executor, optimizer: torch.optim.Optimizer | None, averages: Averages | None = None
+    ) -> TrainerState | None:
         """Read the newest whole checkpoint, None where there is none; all ranks call it together.
 
         Raises
@@ -127,7 +144,7 @@ class Checkpoints:
         from pipeloom.runtime.checkpoint_files import check_digests  # slow to import, and seldom needed
 
         path = self._path(int(newest))
-        load_checkpoint(path, executor, optimizer)
+        load_checkpoint(path, executor, optimizer, averages=averages)
         check_digests(path, [_STATE])
         try:
             state = msgspec.json.decode((path / _STATE).read_bytes(), type=TrainerState)
@@ -149,11 +166,18 @@ class Checkpoints:
     def _path(self, iteration: int) -> Path:
         return self.folder / f"step-{iteration:08d}"
 
-    def _write(self, path: Path, executor: Executor, optimizer: torch.optim.Optimizer | None, iteration: int) -> None:
+    def _write(
+        self,
+        path: Path,
+        executor: Executor,
+        optimizer: torch.optim.Optimizer | None,
+        iteration: int,
+        averages: Averages | None,
+    ) -> None:
         from torch.distributed.checkpoint.api import CheckpointException  # slow to import, and seldom needed
 
         try:
-            save_checkpoint(path, executor, optimizer, iteration)
+            save_checkpoint(path, executor, optimizer, iteration, averages=averages)
         except CheckpointException as error:  # a BaseException, which no caller would expect
             raise ExecutionError(f"checkpoint {path} cannot be written: {error}") from error
 

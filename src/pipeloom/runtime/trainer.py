@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -20,11 +21,15 @@ from pipeloom.plan import BACKENDS, Answer, Delivery, backend_of, verify
 from pipeloom.runtime.ahead import Ahead, Coming, tell_dealing
 from pipeloom.runtime.coordination import FirstPlan, SameBatch, SharedClock, broadcast_bytes, together, unpack_answer
 from pipeloom.runtime.divide import Sharding, divide_model, gather_layers
+from pipeloom.runtime.ema import Averages
+from pipeloom.runtime.evaluate import Evaluated, Evaluator, PlanForwards
 from pipeloom.runtime.executor import Executor
+from pipeloom.runtime.flops import FlopCounts
 from pipeloom.runtime.iteration import ExecutorOptions
 from pipeloom.runtime.membership import BatchLoads, join_groups
 from pipeloom.runtime.model import Model, user_code
 from pipeloom.runtime.prefetch import Describe, close_reading
+from pipeloom.runtime.rates import MakeOptimizer, MakeScheduler, Rates, make_optimizer
 from pipeloom.runtime.reduce import Position, counted_parameters, gradient_squares, limit_gradients
 from pipeloom.runtime.result import Calibrator, StepReport, gather_times
 from pipeloom.runtime.resume import Checkpoints, TrainerState
@@ -81,12 +86,20 @@ class _Asked(NamedTuple):
 class TrainerOptions:
     """How a `Trainer` trains, where the defaults do not fit."""
 
-    learning_rate: Callable[[int], float] | None = None
-    """From the iteration to the learning rate; None leaves the optimiser's own."""
+    scheduler: MakeScheduler | None = None
+    """From a rank's optimiser to torch's scheduler of it, which takes a step after each of the optimiser; None leaves
+    the optimiser's rates. It is made anew when training goes on, and takes the steps that it took."""
+    ema_decay: float | None = None
+    """Keep an exponential moving average of the weights, of which an iteration leaves this share; None: none."""
     clip_norm: float | None = None
     """Largest norm of the gradient over all ranks; None: any."""
     checkpoints: Checkpoints | None = None
     """Where training is saved, and goes on from after `Trainer.resume`; None: nowhere."""
+    on_checkpoint: Callable[[int, Path], None] | None = None
+    """Called after a checkpoint with the iteration to go on with, and the folder."""
+    count_flops: bool = False
+    """Report the operations of every iteration (`StepReport.flops`); not with tensor parallelism, where torch's counter
+    says nothing of parts."""
     timeout_s: float | None = None
     """With replicas or divided layers: after which a rank that waits for another gives up; None: torch's own. On GPUs
     also after which an iteration that comes to no further action has failed."""
@@ -131,7 +144,8 @@ class Trainer:
         From one sample to its metadata, see `pipeloom.runtime.prefetch.Describe`; None: the model's own, or batches are
         `Prefetched`.
     optimizer : callable
-        From a rank's parameters to its optimiser.
+        From a rank's parameters to its optimiser; from pairs of name and parameter where its own first parameter is
+        called ``named_parameters``. Its groups keep their rates, which the scheduler scales.
     options : TrainerOptions
         Learning rate, clipping, checkpoints, device, precision, sharding.
 
@@ -150,7 +164,7 @@ class Trainer:
         planner: PlanSource,
         *,
         describe: Describe | None = None,
-        optimizer: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer],
+        optimizer: MakeOptimizer,
         options: TrainerOptions = TrainerOptions(),
     ) -> None:
         self.options, self.device = options, torch.device(options.device)
@@ -175,14 +189,21 @@ class Trainer:
                 random_seed=options.random_seed,
             ),
         )
-        self._parameters = self._executor.parameters()
+        trained = self._executor.trained_parameters()
+        self._parameters = [parameter for _, parameter in trained]
         self._counted = counted_parameters(
             self._executor.named_parameters(),
             layout,
             Position(self.membership.stage, self.membership.replica, self.membership.tensor_rank),
             self._executor.held_before,
         )
-        self._optimizer = optimizer(self._parameters) if self._parameters else None
+        if options.count_flops and layout.parallelism.tensor == 1:
+            self._executor.flops = FlopCounts(layout, self.membership.stage)
+        self._optimizer = make_optimizer(optimizer, trained)
+        self._rates = Rates(options.scheduler, self._optimizer)
+        self._averages = None if options.ema_decay is None else Averages(trained, options.ema_decay)
+        self._evaluator: Evaluator | None = None
+        self._evaluations: tuple[tuple[int, float], ...] = ()
         self._calibrator = Calibrator()
         self._clock = SharedClock(self.membership.collectives)
         self._resumed: TrainerState | None = None
@@ -209,10 +230,11 @@ class Trainer:
             When the checkpoint is of another model.
         """
         checkpoints = self.options.checkpoints
-        state = None if checkpoints is None else checkpoints.load(self._executor, self._optimizer)
+        state = None if checkpoints is None else checkpoints.load(self._executor, self._optimizer, self._averages)
         self._resumed = state
         if state is None:
             return 0
+        self._evaluations = state.evaluations
         self._calibrator = Calibrator(state.correction, state.num_measured)
         return state.iteration
 
@@ -264,11 +286,13 @@ class Trainer:
         iteration = first_iteration
         first: FirstPlan | None = FirstPlan()
         same: SameBatch | None = None
+        self._rates.begin(first_iteration, self._evaluations)
         try:
             if self._is_planner_rank:
                 self._planner.start()
             asked = self._submit(ahead.take(), (), ahead.following)
             while True:
+                begin = time.monotonic()
                 following = None if asked is None else ahead.take()
                 delivery = self._planner.collect(iteration) if self._is_planner_rank and asked is not None else None
                 if first is not None:
@@ -285,7 +309,8 @@ class Trainer:
                 iteration += 1
                 current, asked = asked, self._submit(following, dealt, ahead.following)
                 same = _same_batch(asked)
-                yield self._step(current, delivery, answer, packing)
+                report = self._step(current, delivery, answer, packing)
+                yield replace(report, step_s=time.monotonic() - begin)
                 self._save(current, is_last=asked is None)
         finally:
             close_reading(ahead.source)
@@ -294,15 +319,61 @@ class Trainer:
             if self._is_planner_rank:
                 self._planner.close()
 
+    def evaluate(
+        self,
+        batches: Iterable[Sequence[Any]],
+        plan: PlanForwards,
+        iteration: int,
+        *,
+        most: int | None = None,
+        averaged: bool = False,
+    ) -> Evaluated:
+        """Measure the loss on other batches, forward only; all ranks call it together, between iterations.
+
+        Training goes on as if it had not been: random states and the modes of layers are put back.
+
+        Parameters
+        ----------
+        batches : iterable of sequence of samples
+            The same on every rank.
+        plan : callable
+            From a batch to a plan of its forwards, called on the first rank of each replica.
+        iteration : int
+            How many iterations have been trained.
+        most : int or None
+            How many batches are taken at most; None: all.
+        averaged : bool
+            With the average of the weights in their place.
+
+        Raises
+        ------
+        InputError
+            When there is no batch, ranks have different ones, or no average is kept.
+        ExecutionError
+            When a rank cannot run its plan or another rank has died.
+        """
+        if self._evaluator is None:
+            loads, described = self.options.loads, self._describe
+            self._evaluator = Evaluator(self._executor, self.model, self.membership, described, loads)
+        if averaged and self._averages is None:
+            raise InputError("averaged", "is asked for, and no average is kept", "give options.ema_decay")
+        with nullcontext() if not averaged or self._averages is None else self._averages.in_place():
+            found = self._evaluator.run(batches, plan, iteration, most)
+        self._evaluations = (*self._evaluations, (iteration, found.loss))
+        self._rates.evaluated(found.loss)
+        return replace(found, weights="ema" if averaged else "trained")
+
     def gather_model(self) -> None:
         """Give every rank the trained weights of all layers on the CPU, e.g. to evaluate or save the whole model.
 
-        After training: a layer that was on a GPU is there no more.
+        After training: a layer that was on a GPU is there no more, and one that was shapes alone has memory.
         """
         with together("gathering the model"):
             gather_layers(self.model, self._running, self.layout, self.membership.stage)
             for chunk in self.layout.chunks:
                 for layer in self.model.module(chunk.module).layers[chunk.layers[0] : chunk.layers[1] + 1]:
+                    if any(tensor.is_meta for tensor in (*layer.parameters(), *layer.buffers())):
+                        layer.to_empty(device="cpu")
                     for tensor in (*layer.parameters(), *layer.buffers()):
                         dist.broadcast(tensor.data, group=self.membership.collectives, group_src=chunk.rank)
 
@@ -321,9 +392,12 @@ class Trainer:
             self.layout.digest,
             self._calibrator.num_measured,
             self._calibrator.correction,
+            self._evaluations,
         )
         with together(f"iteration {asked.batch.iteration}: saving the checkpoint"):
-            checkpoints.save(self._executor, self._optimizer, state)
+            path = checkpoints.save(self._executor, self._optimizer, state, self._averages)
+        if self.options.on_checkpoint is not None:
+            self.options.on_checkpoint(iteration, path)
 
     def _submit(self, whole: Coming | None, dealt: tuple[int, ...], following: Coming | None) -> _Asked | None:
         """Ask for a plan of this replica's share, and on rank 0 how to deal the batch after it."""
@@ -363,7 +437,9 @@ class Trainer:
         # Tensor-parallel ranks have the same loss, which counts once.
         loss_sum = 0.0 if self.membership.tensor_rank else result.loss_sum
         loss = torch.tensor(loss_sum / result.normaliser, dtype=torch.float64)
-        totals = torch.stack((loss, gradient_squares(self._counted, self.device).cpu()))
+        flops = self._executor.flops
+        done = torch.tensor(0.0 if flops is None else flops.of(answer.plan, packing), dtype=torch.float64)
+        totals = torch.stack((loss, gradient_squares(self._counted, self.device).cpu(), done))
         with together(f"iteration {batch.iteration}: the sum of losses"):
             dist.all_reduce(totals)
         norm = totals[1].sqrt()
@@ -374,7 +450,8 @@ class Trainer:
                     f"iteration {batch.iteration}: the {what} is {value}; lower the learning rate, clip the gradient, "
                     "or look for the sample that does it"
                 )
-        self._update(batch.iteration, norm)
+        learning_rate = self._rates.now
+        self._update(norm)
         with together(f"iteration {batch.iteration}: measured times"):
             measured = gather_times(
                 answer.plan, result.moments_ns, cpu_ns, self.membership.collectives, self._clock.offset_ns()
@@ -397,18 +474,21 @@ class Trainer:
             batch=batch if self._is_planner_rank else None,
             correction=correction,
             measured=measured,
+            learning_rate=learning_rate,
+            flops=float(totals[2]),
+            num_tokens=sum(sample.sequence_tokens for sample in asked.whole.batch.samples),
         )
 
-    def _update(self, iteration: int, norm: torch.Tensor) -> None:
+    def _update(self, norm: torch.Tensor) -> None:
         if self._optimizer is None:
             return
-        if self.options.learning_rate is not None:
-            for group in self._optimizer.param_groups:
-                group["lr"] = self.options.learning_rate(iteration)
         if self.options.clip_norm is not None:
             limit_gradients(self._parameters, norm, self.options.clip_norm)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
+        self._rates.step()
+        if self._averages is not None:
+            self._averages.update()
 
 
 def _check_serial(answer: Answer) -> None:

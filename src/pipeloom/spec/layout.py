@@ -141,6 +141,11 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         sources = (*here.after, *(stream_sources(self.modules)[module] if here.takes else ()))
         return not here.frozen or any(self.has_backward(source) for source in sources)
 
+    def forward_only(self) -> Layout:
+        """The layout of the same chunks with nothing trained: no gradient flows anywhere."""
+        modules = tuple(msgspec.structs.replace(module, frozen=True) for module in self.modules)
+        return msgspec.structs.replace(self, modules=modules)
+
     @property
     def has_streams(self) -> bool:
         """Whether any layer takes a stream."""

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 from pipeloom.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from pipeloom.training.callbacks import Callback
     from pipeloom.training.config import (
         CheckpointConfig,
         LayoutConfig,
-        OptimizerConfig,
         ParallelConfig,
         PlannerConfig,
         RuntimeConfig,
@@ -18,6 +18,15 @@ if TYPE_CHECKING:
         read_config,
     )
     from pipeloom.training.display import Display, Quiet
+    from pipeloom.training.loop_config import (
+        EmaConfig,
+        EvaluationConfig,
+        LogConfig,
+        OptimizerConfig,
+        OptimizerGroup,
+        RestConfig,
+        SchedulerConfig,
+    )
     from pipeloom.training.one_call import FitResult, FitSettings, fit
     from pipeloom.training.record import Row, Summary, read_history
     from pipeloom.training.run import TrainingRun
@@ -26,17 +35,24 @@ if TYPE_CHECKING:
 __getattr__, __dir__ = lazy_names(__name__, __file__)
 
 __all__ = [
+    "Callback",
     "CheckpointConfig",
     "Display",
+    "EmaConfig",
+    "EvaluationConfig",
     "FitResult",
     "FitSettings",
     "LayoutConfig",
+    "LogConfig",
     "OptimizerConfig",
+    "OptimizerGroup",
     "ParallelConfig",
     "PlannerConfig",
     "Quiet",
+    "RestConfig",
     "Row",
     "RuntimeConfig",
+    "SchedulerConfig",
     "Summary",
     "Task",
     "TrainConfig",

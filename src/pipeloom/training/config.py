@@ -14,6 +14,14 @@ from pipeloom.layout import ModulePlacement
 from pipeloom.packing import PackingSpec, check_always_packs
 from pipeloom.planner.client import DEADLINE_S
 from pipeloom.spec import Parallelism, RankSpec, Strategy
+from pipeloom.training.loop_config import (
+    EmaConfig,
+    EvaluationConfig,
+    LogConfig,
+    OptimizerConfig,
+    SchedulerConfig,
+    check_loop,
+)
 from pipeloom.tuning import TuningSpec
 
 _LONGEST_S = 1e7
@@ -85,27 +93,6 @@ class ParallelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             )
 
 
-class OptimizerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """AdamW with linear warm-up and cosine decay to zero."""
-
-    learning_rate: float = 1e-3
-    weight_decay: float = 0.01
-    betas: tuple[float, float] = (0.9, 0.999)
-    warmup_iterations: int = 0
-    clip_norm: float | None = None
-
-    def __post_init__(self) -> None:
-        """Refuse rates that cannot train."""
-        check_positive("optimizer.learning_rate", self.learning_rate)
-        if self.warmup_iterations < 0:
-            raise InputError("optimizer.warmup_iterations", f"{self.warmup_iterations} is negative")
-        check_not_negative("optimizer.weight_decay", self.weight_decay)
-        if not all(0 <= beta < 1 for beta in self.betas):
-            raise InputError("optimizer.betas", f"{list(self.betas)} are not in [0, 1)")
-        if self.clip_norm is not None and not self.clip_norm > 0:
-            raise InputError("optimizer.clip_norm", f"{self.clip_norm} is not positive", "leave it out for no clipping")
-
-
 class PlannerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How long plans are searched and waited for."""
 
@@ -164,18 +151,24 @@ class TrainConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
     name: str
     task: str = ""
-    """Python file with ``build_model``, ``batches``, ``describe`` and, if wanted, ``evaluate``; needed in a file."""
+    """Python file with ``build_model``, ``batches``, ``describe`` and, if wanted, others; needed in a file."""
     iterations: int
     layout: LayoutConfig
     packing: PackingSpec
     parallel: ParallelConfig = ParallelConfig()
     seed: int = 0
-    dtype: Literal["float32", "float64"] = "float32"
+    dtype: Literal["float32", "float64", "bfloat16"] = "float32"
     model: dict[str, Any] = {}
     """Keyword arguments of ``build_model``."""
     data: dict[str, Any] = {}
     """Keyword arguments of ``batches``."""
     optimizer: OptimizerConfig = OptimizerConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    evaluation: EvaluationConfig | None = None
+    """Leave out: no evaluation while training runs."""
+    ema: EmaConfig | None = None
+    """Leave out: no average of the weights."""
+    log: LogConfig = LogConfig()
     cluster: RankSpec = RankSpec()
     planner: PlannerConfig = PlannerConfig()
     runtime: RuntimeConfig = RuntimeConfig()
@@ -204,6 +197,7 @@ class TrainConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         if not self.name or any(c in self.name for c in "/\\\0") or self.name in (".", ".."):
             raise InputError("name", f"{self.name!r} is no folder name", "use letters, digits, '-' and '_'")
         check_always_packs("packing.policy", self.packing.policy)
+        check_loop(self.optimizer, self.scheduler, self.evaluation, self.ema)
         if self.tuning is not None:
             if not self.tuning.searches and self.layout.kind not in ("encoder_first", "file"):
                 raise InputError(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import statistics
+from collections.abc import Mapping
 from pathlib import Path
 
 from pipeloom.explain.compare import BaselineResult, chain_layouts, compare_systems, track_of
@@ -19,8 +21,23 @@ from pipeloom.training.record import Recorder, RunFacts, Summary
 _NUM_COMPARED = 40
 
 
-def finish(recorder: Recorder, setup: Setup, run: RunFacts, elapsed_s: float) -> Summary:
-    """Compare with the baselines, draw one iteration, and write everything but the evaluation."""
+_LEAST_GAIN = 0.0005
+"""Below which nobody would see it in the table."""
+
+
+def finish(recorder: Recorder, setup: Setup, run: RunFacts, elapsed_s: float, kind: str = "separate") -> Summary:
+    """Compare with the baselines, draw one iteration, and write everything but the evaluation.
+
+    Parameters
+    ----------
+    recorder : Recorder
+    setup : Setup
+    run : RunFacts
+    elapsed_s : float
+        Wall time of all iterations.
+    kind : str
+        How the layout was come by, ``layout.kind``.
+    """
     reports = recorder.reports
     systems: dict[str, list[BaselineResult]] = {}
     explained = None
@@ -34,7 +51,39 @@ def finish(recorder: Recorder, setup: Setup, run: RunFacts, elapsed_s: float) ->
     comparison = {
         name: [system.timeline.makespan_ns / 1e9 for system in systems_of] for name, systems_of in systems.items()
     }
-    return recorder.summarise(run, elapsed_s, comparison, explained)
+    means = {name: statistics.fmean(seconds) for name, seconds in comparison.items()}
+    return recorder.summarise(run, elapsed_s, comparison, explained, advice(means, kind))
+
+
+_PLAN = "per-batch plan"
+_WHAT_TO_DO = {
+    "chosen": "the layout was chosen already: give the planner more time (planner.budget_s) or threads, or let "
+    'layout.kind = "arranged"',
+    "arranged": 'give the planner more time (planner.budget_s) or threads, or let layout.kind = "chosen"',
+}
+
+
+def advice(comparison: Mapping[str, float], kind: str) -> str:
+    """What to do where a baseline is planned to be faster than the per-batch plans; empty where none is.
+
+    Parameters
+    ----------
+    comparison : mapping
+        Mean planned seconds of each system on the same batches.
+    kind : str
+        How the run's layout was come by, ``layout.kind``.
+    """
+    own = comparison.get(_PLAN)
+    others = {name: seconds for name, seconds in comparison.items() if name != _PLAN}
+    if own is None or not others:
+        return ""
+    best = min(others, key=others.__getitem__)
+    gain = own / others[best] - 1
+    if gain < _LEAST_GAIN:
+        return ""
+    names = {"1f1b": "1F1B", "interleaved": "interleaved 1F1B"}
+    remedy = _WHAT_TO_DO.get(kind, 'let layout.kind = "chosen", or train with --choose-layout')
+    return f"{names.get(best, best)} on its own layout is planned to be {gain:.1%} faster on these batches; {remedy}"
 
 
 def compared_systems(setup: Setup, reports: list[StepReport]) -> dict[str, list[BaselineResult]]:

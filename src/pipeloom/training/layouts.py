@@ -70,7 +70,8 @@ def given_layout(job: Job, model: Model) -> Laid | None:
 def held_copies(job: Job, model: Model) -> dict[str, float]:
     """How many times a layer's weights, counted in the dtype of its output, a process holds, where not as usual.
 
-    Replicas may hold shards; and under autocast weights are wider than outputs, and their casts live for an iteration.
+    Replicas may hold shards; an average of the weights is held beside them; and under autocast weights are wider than
+    outputs, and their casts live for an iteration.
     """
     parallel, autocast = job.config.parallel, AUTOCAST[job.config.runtime.autocast]
     whole = {(name, model.module(name).spec.flat_layers[number].kind) for name, number in layers_with_tied(model)}
@@ -81,6 +82,10 @@ def held_copies(job: Job, model: Model) -> dict[str, float]:
             stated = spec.num_parameters * DTYPE_BYTES[spec.output.dtype]
             sharded = parallel.shard is not None and (module.name, spec.kind) not in whole
             copies = sharded_copies(parallel.dp, module.frozen) if sharded else usual
+            if job.config.ema is not None and not module.frozen:
+                # In single precision at least; under autocast weights are, and copies are counted in them.
+                wide = 1.0 if autocast is not None else max(1.0, 4 / DTYPE_BYTES[spec.output.dtype])
+                copies += wide / (parallel.dp if sharded else 1)
             if autocast is not None and stated:
                 weights = list(layer.parameters())
                 # Only casts of what needs a gradient are kept.

@@ -20,25 +20,28 @@ from pipeloom.layout import ModulePlacement
 from pipeloom.packing import PackingSpec, budget_tokens
 from pipeloom.runtime import Model, this_worker
 from pipeloom.runtime.prefetch import Describe
+from pipeloom.runtime.rates import MakeOptimizer, MakeScheduler
 from pipeloom.spec import Layout, RankSpec
+from pipeloom.training.callbacks import Callback
 from pipeloom.training.config import (
     CheckpointConfig,
     LayoutConfig,
-    OptimizerConfig,
     ParallelConfig,
     PlannerConfig,
     RuntimeConfig,
     TrainConfig,
 )
 from pipeloom.training.display import Display, Quiet
+from pipeloom.training.loop_config import EmaConfig, EvaluationConfig, LogConfig, OptimizerConfig, SchedulerConfig
 from pipeloom.training.measure import typical_batches
 from pipeloom.training.record import HISTORY, Row, Summary, read_history
 from pipeloom.training.run import TrainingRun
-from pipeloom.training.task import MakeOptimizer, Task
+from pipeloom.training.task import Task
 
 Batches = Iterable[Sequence[Any]]
 _MICROBATCHES_PER_RANK = 2
 _UNTIL_THE_END = 2**31 - 1
+_EVALUATE_EVERY = 100
 
 
 class FitSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,6 +60,19 @@ class FitSettings(msgspec.Struct, frozen=True, kw_only=True):
     runtime: RuntimeConfig = RuntimeConfig()
     """CPU or GPUs, and precision."""
     checkpoint: CheckpointConfig = CheckpointConfig()
+    scheduler: SchedulerConfig | MakeScheduler | None = None
+    """What becomes of the learning rates, which scale together: a config; or a function from a rank's optimiser to
+    torch's scheduler of it, e.g. ``functools.partial(CosineAnnealingLR, T_max=1000)``. None: they stay."""
+    evaluate_on: Batches | Callable[[], Batches] | None = None
+    """Batches whose loss is measured while training runs, given like those that are trained on."""
+    evaluation: EvaluationConfig | None = None
+    """How often; None: every 100 iterations where there is something to evaluate on."""
+    ema: EmaConfig | None = None
+    """Keep an average of the weights; None: none."""
+    callbacks: tuple[Callback, ...] = ()
+    """Told of steps, evaluations and checkpoints, on rank 0."""
+    log: LogConfig = LogConfig()
+    """TensorBoard, and the peak of the devices."""
     clip_norm: float | None = None
     """Largest norm of the gradient over all ranks; None: any."""
     iterations: int | None = None
@@ -114,7 +130,7 @@ def fit(
     *,
     ranks: int = 4,
     describe: Describe | None = None,
-    optimizer: MakeOptimizer = torch.optim.AdamW,
+    optimizer: MakeOptimizer | OptimizerConfig = torch.optim.AdamW,
     layout: Layout | Mapping[str, ModulePlacement] | None = None,
     settings: FitSettings = FitSettings(),  # noqa: B008 - frozen
 ) -> FitResult:
@@ -135,8 +151,10 @@ def fit(
         Pipeline ranks.
     describe : callable or None
         From a sample to its metadata: an ``id``, and its sizes. None: the model's own, or the batches are `Prefetched`.
-    optimizer : callable
-        From a rank's parameters to its optimiser, e.g. ``functools.partial(torch.optim.AdamW, lr=1e-4)``.
+    optimizer : callable or OptimizerConfig
+        From a rank's parameters to its optimiser, e.g. ``functools.partial(torch.optim.AdamW, lr=1e-4)``, whose groups
+        keep their rates; one whose own parameter is called ``named_parameters`` gets pairs of name and parameter. Or
+        an optimiser of torch's by name.
     layout : Layout, mapping or None
         Where the model lies; or by module its segments and sub-microbatch size; None: chosen by planning.
     settings : FitSettings
@@ -160,15 +178,12 @@ def fit(
         raise InputError("fit", "starts its ranks itself, and torchrun started this process", "use a TrainingRun")
     if isinstance(layout, Layout) and layout.num_ranks != ranks:
         raise InputError("ranks", f"is {ranks}, the layout has {layout.num_ranks}")
-    task = Task(
-        partial(_build, _portable(model, "model")),
-        partial(_batches, _portable(batches, "batches"), settings.iterations),
-        describe,
-        optimizer=optimizer,
-    )
+    task = _task(model, batches, describe, optimizer, settings)
     built = task.model(_dtype(), settings.seed)
     count = settings.iterations or (len(batches) if isinstance(batches, Sized) else _UNTIL_THE_END)
+    described = optimizer if isinstance(optimizer, OptimizerConfig) else OptimizerConfig()
     config = _config(built, task, settings, _layout_config(ranks, layout), count)
+    config = _with_loop(config, described, settings)
     folder = settings.folder or _new_folder(built.name)
     run = TrainingRun(
         config,
@@ -187,6 +202,26 @@ def fit(
     return FitResult(folder, checkpoint, summary, tuple(read_history(folder / HISTORY)))
 
 
+def _task(
+    model: Model | Callable[[], Model],
+    batches: Batches | Callable[[], Batches],
+    describe: Describe | None,
+    optimizer: MakeOptimizer | OptimizerConfig,
+    settings: FitSettings,
+) -> Task:
+    """What is given, in a form in which other processes can have it."""
+    held_out = settings.evaluate_on
+    return Task(
+        partial(_build, _portable(model, "model")),
+        partial(_batches, _portable(batches, "batches"), settings.iterations),
+        describe,
+        optimizer=None if isinstance(optimizer, OptimizerConfig) else optimizer,
+        scheduler=None if isinstance(settings.scheduler, SchedulerConfig) else settings.scheduler,
+        eval_batches=None if held_out is None else partial(_given, _portable(held_out, "settings.evaluate_on")),
+        callbacks=settings.callbacks,
+    )
+
+
 def _config(model: Model, task: Task, settings: FitSettings, layout: LayoutConfig, iterations: int) -> TrainConfig:
     """What a file would say of the run."""
     return TrainConfig(
@@ -197,12 +232,31 @@ def _config(model: Model, task: Task, settings: FitSettings, layout: LayoutConfi
         parallel=settings.parallel,
         seed=settings.seed,
         dtype=_dtype(),
-        optimizer=OptimizerConfig(clip_norm=settings.clip_norm),
         cluster=settings.cluster,
         planner=settings.planner,
         runtime=settings.runtime,
         checkpoint=settings.checkpoint,
         timeout_s=settings.timeout_s,
+    )
+
+
+def _with_loop(config: TrainConfig, optimizer: OptimizerConfig, settings: FitSettings) -> TrainConfig:
+    """The config with what the loop does beside plans."""
+    clip_norm = optimizer.clip_norm if settings.clip_norm is None else settings.clip_norm
+    scheduler = settings.scheduler if isinstance(settings.scheduler, SchedulerConfig) else SchedulerConfig("constant")
+    if scheduler.name in ("cosine", "linear") and config.iterations == _UNTIL_THE_END:
+        problem = f"{scheduler.name!r} goes by the length of the run, which is not known"
+        raise InputError("settings.scheduler", problem, "give settings.iterations")
+    evaluation = settings.evaluation
+    if evaluation is None and settings.evaluate_on is not None:
+        evaluation = EvaluationConfig(_EVALUATE_EVERY)
+    return msgspec.structs.replace(
+        config,
+        optimizer=msgspec.structs.replace(optimizer, clip_norm=clip_norm),
+        scheduler=scheduler,
+        evaluation=evaluation,
+        ema=settings.ema,
+        log=settings.log,
     )
 
 
@@ -212,9 +266,10 @@ def _layout_config(ranks: int, layout: Layout | Mapping[str, ModulePlacement] | 
     return LayoutConfig(ranks, modules=dict(layout) if isinstance(layout, Mapping) else {})
 
 
-def _dtype() -> Literal["float32", "float64"]:
+def _dtype() -> Literal["float32", "float64", "bfloat16"]:
     """The dtype in which the caller makes tensors, and so do the ranks."""
-    return "float64" if torch.get_default_dtype() == torch.float64 else "float32"
+    known: dict[torch.dtype, Literal["float64", "bfloat16"]] = {torch.float64: "float64", torch.bfloat16: "bfloat16"}
+    return known.get(torch.get_default_dtype(), "float32")
 
 
 def _portable(given: Any, what: str) -> Any:
@@ -247,6 +302,12 @@ def _batches(batches: Callable[[], Batches] | bytes, most: int | None, *, num_it
     """Give the batches; `num_iterations` says no more than ``most`` where there is one."""
     given = pickle.loads(batches) if isinstance(batches, bytes) else batches()
     return given if most is None else itertools.islice(given, most)
+
+
+def _given(batches: Callable[[], Batches] | bytes) -> Batches:
+    """Give evaluation batches."""
+    found: Batches = pickle.loads(batches) if isinstance(batches, bytes) else batches()
+    return found
 
 
 def _packing(model: Model, task: Task, ranks: int) -> PackingSpec:

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
 import msgspec
-import torch
 
 from pipeloom.packing import cost_loads
 from pipeloom.planner import Planner, Setup
-from pipeloom.runtime import Model, TcpPlanStore, Trainer, TrainerOptions, group_device, with_shapes
-from pipeloom.training.config import OptimizerConfig
+from pipeloom.planner.forwards import forward_problem, plan_forwards
+from pipeloom.runtime import Model, StepReport, TcpPlanStore, Trainer, TrainerOptions, group_device, with_shapes
+from pipeloom.runtime.evaluate import Evaluated
+from pipeloom.runtime.flops import known_peak
+from pipeloom.runtime.model import torch_dtype
+from pipeloom.training.callbacks import Callbacks
 from pipeloom.training.finish import finish
 from pipeloom.training.job import AUTOCAST, Job
-from pipeloom.training.record import Recorder, RunFacts, Summary
+from pipeloom.training.optimizers import ConfiguredOptimizer, configured_scheduler
+from pipeloom.training.record import TENSORBOARD, Recorder, RunFacts, Summary
+from pipeloom.training.tensorboard import TensorBoardLog
 
 
 def train_rank(job: Job, go_on: bool) -> Summary | None:
@@ -35,47 +42,130 @@ def train_rank(job: Job, go_on: bool) -> Summary | None:
     """
     setup = job.read_setup()
     model = with_shapes(job.build_model(), setup.model)
-    trainer = _trainer(job, setup, model)
+    # Rank 0 has them once it is known where the run begins.
+    listeners: list[Listener] = []
+    trainer = _trainer(job, setup, model, listeners)
     first = trainer.resume() if go_on else 0
     given, count = job.task.batches_from(first, job.config.iterations, **job.config.data)
     batches = trainer.skip_trained(given, count)
-    if trainer.rank != 0:
-        for _ in trainer.run(batches, first):
-            pass
-        trainer.gather_model()
-        return None
-    recorder = Recorder(job.folder, first)
-    if first:
-        job.display.say(f"Going on from the checkpoint after {first} iterations.")
-    begin = time.monotonic()
-    with job.display.iterations(job.config.iterations, first) as show:
+    listener = Listener(job, first) if trainer.rank == 0 else None
+    if listener is not None:
+        listeners.append(listener)
+        if first:
+            job.display.say(f"Going on from the checkpoint after {first} iterations.")
+    begin, done = time.monotonic(), first
+    evaluate = _Evaluations(job, setup, trainer, listener, first)
+    with ExitStack() as shown:
+        show = None if listener is None else shown.enter_context(job.display.iterations(job.config.iterations, first))
         for report in trainer.run(batches, first):
-            show(report)
-            recorder.add(report)
+            done = report.iteration + 1
+            if listener is not None and show is not None:
+                show(listener.step(report))
+            evaluate.after(done)
+        evaluate.after(done, is_last=True)
     elapsed_s = time.monotonic() - begin
     trainer.gather_model()
+    if listener is None:
+        return None
     # Everything is on disk before the user's evaluation, in which anything may happen.
-    summary = finish(recorder, setup, _facts(job, setup, model), elapsed_s)
+    summary = finish(listener.recorder, setup, _facts(job, setup, model), elapsed_s, job.config.layout.kind)
     scores = job.task.scores(model)
     if scores:
-        summary = recorder.write(msgspec.structs.replace(summary, evaluation=scores))
+        summary = listener.recorder.write(msgspec.structs.replace(summary, evaluation=scores))
+    listener.callbacks.tell("on_end", summary)
     job.display.close(summary)
     return summary
 
 
-def _trainer(job: Job, setup: Setup, model: Model) -> Trainer:
-    config, costs = job.config, setup.costs
-    optimizer = config.optimizer
+class Listener:
+    """What rank 0 does with the run's events: it records them, and tells callbacks.
+
+    Parameters
+    ----------
+    job : Job
+    first : int
+        Iteration with which this start begins.
+    """
+
+    def __init__(self, job: Job, first: int) -> None:
+        peak = peak_flops(job)
+        self._peak_flops = None if peak is None else peak * job.config.num_processes
+        self.recorder, self._display = Recorder(job.folder, first), job.display
+        logs = [TensorBoardLog(job.folder / TENSORBOARD, first)] if job.config.log.tensorboard else []
+        self.callbacks = Callbacks([*logs, *job.task.made_callbacks()])
+
+    def step(self, report: StepReport) -> StepReport:
+        """After an iteration; returns the report with the utilisation of the devices, where that is known."""
+        if self._peak_flops is not None and report.flops and report.step_s:
+            report = replace(report, mfu=report.flops / (report.step_s * self._peak_flops))
+        self.callbacks.tell("on_step", self.recorder.add(report))
+        return report
+
+    def evaluated(self, evaluated: Evaluated) -> None:
+        """After an evaluation."""
+        self.recorder.add_evaluation(evaluated)
+        weights = ", averaged weights" if evaluated.weights == "ema" else ""
+        self._display.say(
+            f"Evaluation after {evaluated.iteration} iterations: loss {evaluated.loss:.4f} on {evaluated.num_batches} "
+            f"batches, {evaluated.elapsed_s:.1f} s{weights}"
+        )
+        self.callbacks.tell("on_evaluation", evaluated)
+
+    def saved(self, iteration: int, path: Path) -> None:
+        """After a checkpoint."""
+        self.callbacks.tell("on_checkpoint", iteration, path)
+
+
+def peak_flops(job: Job) -> float | None:
+    """Of one process's device, in the precision of the run: as the config says, or by its data sheet."""
+    config = job.config
+    computed = AUTOCAST[config.runtime.autocast] or torch_dtype(config.dtype)
+    return config.log.peak_flops or known_peak(group_device(), computed)
+
+
+class _Evaluations:
+    """The evaluations of a run; all ranks use it alike."""
+
+    def __init__(self, job: Job, setup: Setup, trainer: Trainer, listener: Listener | None, first: int) -> None:
+        self.config, self.job, self.trainer, self.listener = job.config.evaluation, job, trainer, listener
+        # With which this start begins, the one before has evaluated where it was time to.
+        self._last = first
+        if self.config is not None:
+            self._plan = partial(plan_forwards, forward_problem(setup))
+
+    def after(self, done: int, *, is_last: bool = False) -> None:
+        """Evaluate after so many iterations, where it is time to."""
+        config = self.config
+        if config is None or done == self._last or (done % config.every and not is_last):
+            return
+        self._last = done
+        batches = self.job.task.evaluation_batches(self.job.config.data, config.data)
+        averaged = config.weights == "ema"
+        found = self.trainer.evaluate(batches, self._plan, done, most=config.batches, averaged=averaged)
+        if self.listener is not None:
+            self.listener.evaluated(found)
+
+
+def _trainer(job: Job, setup: Setup, model: Model, listeners: list[Listener]) -> Trainer:
+    config, costs, task = job.config, setup.costs, job.task
+
+    def saved(iteration: int, path: Path) -> None:
+        for listener in listeners:
+            listener.saved(iteration, path)
+
     return Trainer(
         model,
         setup.layout,
         Planner(setup, TcpPlanStore.host, deadline_s=config.planner.deadline_s),
-        describe=job.task.describe,
-        optimizer=job.task.optimizer or _adamw(optimizer, config.parallel.divides_nothing),
+        describe=task.describe,
+        optimizer=task.optimizer or ConfiguredOptimizer(config.optimizer, not config.parallel.divides_nothing),
         options=TrainerOptions(
-            learning_rate=None if job.task.optimizer else learning_rates(optimizer, config.iterations),
-            clip_norm=optimizer.clip_norm,
+            scheduler=task.scheduler or configured_scheduler(config.scheduler, config.optimizer, config.iterations),
+            count_flops=peak_flops(job) is not None,
+            ema_decay=None if config.ema is None else config.ema.decay,
+            clip_norm=config.optimizer.clip_norm,
             checkpoints=job.checkpoints,
+            on_checkpoint=saved,
             timeout_s=config.timeout_s,
             loads=lambda batch: cost_loads(batch, setup.model, setup.layout, costs),
             device=group_device(),
@@ -84,29 +174,6 @@ def _trainer(job: Job, setup: Setup, model: Model) -> Trainer:
             shard=config.parallel.shard,
         ),
     )
-
-
-def _adamw(config: OptimizerConfig, divides_nothing: bool) -> Callable[[list[torch.nn.Parameter]], torch.optim.AdamW]:
-    return lambda parameters: torch.optim.AdamW(
-        parameters,
-        lr=config.learning_rate,
-        weight_decay=config.weight_decay,
-        betas=config.betas,
-        # Divided and whole parameters do not go through one call together.
-        foreach=None if divides_nothing else False,
-    )
-
-
-def learning_rates(config: OptimizerConfig, iterations: int) -> Callable[[int], float]:
-    """Linear warm-up, then a cosine to zero."""
-
-    def rate(iteration: int) -> float:
-        if iteration < config.warmup_iterations:
-            return config.learning_rate * (iteration + 1) / config.warmup_iterations
-        done = (iteration - config.warmup_iterations) / max(1, iterations - config.warmup_iterations)
-        return config.learning_rate * 0.5 * (1 + math.cos(math.pi * done))
-
-    return rate
 
 
 def _facts(job: Job, setup: Setup, model: Model) -> RunFacts:

@@ -8,6 +8,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
@@ -16,6 +17,7 @@ from pipeloom.explain.difference import Difference
 from pipeloom.io import write_text
 from pipeloom.plan import to_text
 from pipeloom.runtime import StepReport
+from pipeloom.runtime.evaluate import Evaluated
 
 
 class Summary(msgspec.Struct, frozen=True):
@@ -61,6 +63,10 @@ class Summary(msgspec.Struct, frozen=True):
     comparison: dict[str, float] = {}
     """Mean planned seconds of each system on the same batches, costs and simulator."""
     comparison_batches: int = 0
+    advice: str = ""
+    """What to do, where a baseline is planned to be faster; empty where none is."""
+    evaluations: tuple[tuple[int, float], ...] = ()
+    """Of every evaluation while training ran, after how many iterations, and the loss."""
     difference: Difference | None = None
     """Where measured and planned time differ, over the iterations that were looked at; null where none was."""
     format: str = "pipeloom.summary/1"
@@ -87,6 +93,16 @@ class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     reason: str
     start: int
     """How often the run had been started again when this iteration ran."""
+    learning_rate: float | None = None
+    """Of the first group of parameters on rank 0."""
+    num_tokens: int = 0
+    """In the sequences of the whole batch."""
+    step_s: float = 0.0
+    """Wall time: waiting for the plan and the optimiser's step included."""
+    tokens_per_s: float | None = None
+    """Over the wall time."""
+    mfu: float | None = None
+    """Operations of the model over what the devices could do in that time; absent where these are not known."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +118,8 @@ class RunFacts:
 
 
 HISTORY = "history.jsonl"
+EVALUATIONS = "evaluations.jsonl"
+TENSORBOARD = "tensorboard"
 WRITTEN = (
     "summary.json",
     "trace.json",
@@ -113,6 +131,7 @@ WRITTEN = (
     "layout.json",
     "layers.json",
     HISTORY,
+    EVALUATIONS,
 )
 # Whole reports are kept of so many iterations, evenly spread; the numbers are kept of all.
 _MOST_REPORTS = 64
@@ -132,11 +151,12 @@ def fresh_folder(folder: Path, *, go_on: bool = False) -> None:
     InputError
         When the folder cannot be made or emptied.
     """
-    kept = {HISTORY, "setup.json"} if go_on else set()
+    kept = {HISTORY, EVALUATIONS, "setup.json"} if go_on else set()
     stale = [folder / name for name in WRITTEN if name not in kept]
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for old in (*stale, *(() if go_on else (folder / "plans").glob("*.plan"))):
+        events = (*(folder / "plans").glob("*.plan"), *(folder / TENSORBOARD).glob("events.out.tfevents.*"))
+        for old in (*stale, *(() if go_on else events)):
             old.unlink(missing_ok=True)
     except OSError as error:
         raise InputError(str(folder), f"cannot be made or emptied ({error.strerror})", "give another --runs") from error
@@ -157,6 +177,7 @@ class Recorder:
     first_iteration: int = 0
     rows: list[Row] = field(init=False, default_factory=list)
     reports: list[StepReport] = field(init=False, default_factory=list)
+    evaluations: list[Evaluated] = field(init=False, default_factory=list)
     _stride: int = field(init=False, default=1)
     _start: int = field(init=False, default=0)
 
@@ -169,9 +190,14 @@ class Recorder:
             self._start = 1 + max((row.start for row in found), default=0)
             self.rows = [row for row in found if row.iteration < self.first_iteration]
         write_text(path, "".join(_line(row) for row in self.rows))
+        path = self.folder / EVALUATIONS
+        if self.first_iteration and path.exists():
+            known = read_lines(path, Evaluated)
+            self.evaluations = [each for each in known if each.iteration <= self.first_iteration]
+            write_text(path, "".join(_line(each) for each in self.evaluations))
 
-    def add(self, report: StepReport) -> None:
-        """Keep a report, and write its plan and its line of the history."""
+    def add(self, report: StepReport) -> Row:
+        """Keep a report, write its plan and its line of the history, and return that."""
         answer = report.answer
         assert answer is not None
         row = Row(
@@ -189,14 +215,18 @@ class Recorder:
             fresh=report.fresh,
             reason=report.reason,
             start=self._start,
+            learning_rate=report.learning_rate,
+            num_tokens=report.num_tokens,
+            step_s=report.step_s,
+            tokens_per_s=report.num_tokens / report.step_s if report.step_s else None,
+            mfu=report.mfu,
         )
         path = self.folder / "plans" / f"{report.iteration:05d}.plan"
         try:
             path.write_text(to_text(answer.plan))
-            with (self.folder / HISTORY).open("a") as history:
-                history.write(_line(row))
         except OSError as error:
-            raise InputError(str(path), f"cannot be written ({error.strerror})", "make room, or use --runs") from error
+            raise _unwritable(path, error) from error
+        self._append(HISTORY, row)
         self.rows.append(row)
         if report.iteration % self._stride == 0:
             self.reports.append(report)
@@ -204,6 +234,20 @@ class Recorder:
             self._stride *= 2
             kept = [each for each in self.reports if each.iteration % self._stride == 0]
             self.reports = kept or self.reports[-1:]
+        return row
+
+    def add_evaluation(self, evaluated: Evaluated) -> None:
+        """Keep an evaluation, and write its line."""
+        self.evaluations.append(evaluated)
+        self._append(EVALUATIONS, evaluated)
+
+    def _append(self, name: str, line: Row | Evaluated) -> None:
+        path = self.folder / name
+        try:
+            with path.open("a") as lines:
+                lines.write(_line(line))
+        except OSError as error:
+            raise _unwritable(path, error) from error
 
     def summarise(
         self,
@@ -211,6 +255,7 @@ class Recorder:
         elapsed_s: float,
         comparison: Mapping[str, Sequence[float]] | None = None,
         difference: Difference | None = None,
+        advice: str = "",
     ) -> Summary:
         """Write ``summary.json`` and return it.
 
@@ -223,6 +268,8 @@ class Recorder:
             Planned seconds of every compared batch under each system.
         difference : Difference or None
             Where measured and planned time differ.
+        advice : str
+            What to do, where a baseline is planned to be faster.
         """
         rows = self.rows
         fresh = [row for row in rows if row.fresh]
@@ -255,6 +302,8 @@ class Recorder:
                 comparison={name: statistics.fmean(seconds) for name, seconds in compared.items()},
                 comparison_batches=len(next(iter(compared.values()), ())),
                 difference=difference,
+                advice=advice,
+                evaluations=tuple((each.iteration, each.loss) for each in self.evaluations),
             )
         )
 
@@ -265,16 +314,30 @@ class Recorder:
         return summary
 
 
+_Line = TypeVar("_Line", Row, Evaluated)
+
+
 def read_history(path: Path) -> list[Row]:
     """Read a ``history.jsonl``; a last line that was cut off when the process died is left out."""
-    rows = []
+    return read_lines(path, Row)
+
+
+def read_lines(path: Path, kind: type[_Line]) -> list[_Line]:
+    """Read a file of lines of JSON; a last line that was cut off when the process died is left out.
+
+    Raises
+    ------
+    InputError
+        Naming the line that is none.
+    """
+    found = []
     for line in path.read_bytes().splitlines(keepends=True):
         if line.endswith(b"\n"):
             try:
-                rows.append(msgspec.json.decode(line, type=Row))
+                found.append(msgspec.json.decode(line, type=kind))
             except msgspec.MsgspecError as error:
-                raise InputError(f"{path}: line {len(rows) + 1}", str(error), "remove the file") from error
-    return rows
+                raise InputError(f"{path}: line {len(found) + 1}", str(error), "remove the file") from error
+    return found
 
 
 def num_cores() -> int:
@@ -282,5 +345,9 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _line(row: Row) -> str:
+def _unwritable(path: Path, error: OSError) -> InputError:
+    return InputError(str(path), f"cannot be written ({error.strerror})", "make room, or use --runs")
+
+
+def _line(row: Row | Evaluated) -> str:
     return msgspec.json.encode(row).decode() + "\n"

@@ -27,9 +27,11 @@ from pipeloom.training.display import Display, Quiet
 from pipeloom.training.job import Job
 from pipeloom.training.layouts import given_layout, held_copies, lay_out, preview
 from pipeloom.training.measure import FirstBatches, known_profile, measured_profile
+from pipeloom.training.optimizers import check_optimizer, check_scheduler
 from pipeloom.training.rank import train_rank
 from pipeloom.training.record import Summary, fresh_folder
 from pipeloom.training.task import Task
+from pipeloom.training.tensorboard import check_tensorboard
 
 
 @dataclass(frozen=True)
@@ -106,6 +108,7 @@ class TrainingRun(Job):
         with _default_dtype_kept():
             model = self._checked_model()
             check_divisible(model, config.parallel.degrees, config.parallel.shard)
+            self._check_loop(model)
             setup = self._measured_setup(model)
         path = self.folder / "layout.json"
         write_layout(path, setup.layout)
@@ -181,6 +184,24 @@ class TrainingRun(Job):
         for name in self.config.layout.modules:
             model.spec.module(name)
         return model
+
+    def _check_loop(self, model: Model) -> None:
+        """Refuse, before any rank is started, what the ranks could not do beside plans."""
+        config, task = self.config, self.task
+        if task.optimizer is None:
+            names = (
+                f"{module.name}.{i}.{name}"
+                for module in model.modules
+                for i, layer in enumerate(module.layers)
+                for name, _ in layer.named_parameters()
+            )
+            check_optimizer(config.optimizer, names)
+        if task.scheduler is None:
+            check_scheduler(config.scheduler, config.optimizer)
+        if config.evaluation is not None:
+            task.check_evaluation(config.data, config.evaluation.data)
+        if config.log.tensorboard:
+            check_tensorboard()
 
     def _measured_setup(self, model: Model) -> Setup:
         config = self.config

@@ -7,7 +7,7 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,9 +17,8 @@ import torch
 from pipeloom.errors import InputError
 from pipeloom.runtime import Model, user_code
 from pipeloom.runtime.prefetch import Describe
-
-MakeOptimizer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
-"""From a rank's parameters to its optimiser."""
+from pipeloom.runtime.rates import MakeOptimizer, MakeScheduler
+from pipeloom.training.callbacks import Callback
 
 
 @dataclass(frozen=True)
@@ -38,9 +37,19 @@ class Task:
     evaluate : callable or None
         From the trained model to numbers by name; called once, on rank 0, with the weights of all layers.
     optimizer : callable or None
-        From a rank's parameters to its optimiser, instead of the one that the run's config describes.
+        From a rank's parameters, or from pairs of name and parameter where its own parameter is called
+        ``named_parameters``, to its optimiser, instead of the one that the run's config describes. In a task file:
+        ``make_optimizer``.
     file : Path or None
         Where the functions come from: other processes read it again.
+    scheduler : callable or None
+        From a rank's optimiser to torch's scheduler of it, instead of that of the config. In a task file:
+        ``make_scheduler``.
+    eval_batches : callable or None
+        Called before every evaluation, with what ``config.evaluation.data`` has, and with those of ``config.data`` that
+        it has parameters for; gives the batches.
+    callbacks : tuple of Callback, or callable
+        Told of the run on rank 0; or a function that returns them, called there alone. In a task file: ``callbacks()``.
     """
 
     build_model: Callable[..., Model]
@@ -49,10 +58,13 @@ class Task:
     evaluate: Callable[[Model], Mapping[str, float]] | None = None
     optimizer: MakeOptimizer | None = None
     file: Path | None = None
+    scheduler: MakeScheduler | None = None
+    eval_batches: Callable[..., Iterable[Sequence[Any]]] | None = None
+    callbacks: tuple[Callback, ...] | Callable[[], Sequence[Callback]] = ()
 
     @classmethod
     def from_file(cls, file: Path, optimizer: MakeOptimizer | None = None) -> Task:
-        """Import a task file; one inside a package is imported as part of it.
+        """Import a task file; one inside a package is imported as part of it. An optimiser given goes before its own.
 
         Raises
         ------
@@ -74,15 +86,19 @@ class Task:
             module.batches,
             getattr(module, "describe", None),
             getattr(module, "evaluate", None),
-            optimizer,
+            optimizer or getattr(module, "make_optimizer", None),
             file,
+            getattr(module, "make_scheduler", None),
+            getattr(module, "eval_batches", None),
+            getattr(module, "callbacks", ()),
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Travel as the file's name where there is one: what was imported from it has no name elsewhere."""
         if self.file is not None:
-            return Task.from_file, (self.file, self.optimizer)
-        return Task, (self.build_model, self.batches, self.describe, self.evaluate, self.optimizer)
+            own = getattr(self.optimizer, "__module__", "") == self.build_model.__module__
+            return Task.from_file, (self.file, None if own else self.optimizer)
+        return Task, tuple(getattr(self, field.name) for field in fields(self))
 
     @property
     def name(self) -> str:
@@ -122,6 +138,46 @@ class Task:
             arguments["start"], count = start - 1, 1
         with user_code(f"{self.name}: batches({_names(arguments, 'num_iterations')})"):
             return self.batches(num_iterations=num_iterations, **arguments), count
+
+    def evaluation_batches(self, given: Mapping[str, Any], own: Mapping[str, Any]) -> Iterable[Sequence[Any]]:
+        """Give the batches of one evaluation.
+
+        Parameters
+        ----------
+        given : mapping
+            Arguments of ``batches``, of which those are taken that there are parameters for.
+        own : mapping
+            Arguments of ``eval_batches``.
+        """
+        arguments = self.check_evaluation(given, own)
+        assert self.eval_batches is not None
+        with user_code(f"{self.name}: eval_batches({', '.join(arguments)})"):
+            return self.eval_batches(**arguments)
+
+    def check_evaluation(self, given: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+        """Give the arguments of ``eval_batches``, see `evaluation_batches`.
+
+        Raises
+        ------
+        InputError
+            When there is no such function, or it does not take these.
+        """
+        if self.eval_batches is None:
+            raise InputError(f"{self.name}: eval_batches", "is missing", "add it, or leave [evaluation] out")
+        signature = inspect.signature(self.eval_batches)
+        takes_all = any(each.kind is each.VAR_KEYWORD for each in signature.parameters.values())
+        taken = {name: value for name, value in given.items() if takes_all or name in signature.parameters}
+        arguments = taken | dict(own)
+        with user_code(f"{self.name}: eval_batches({', '.join(arguments)})"):
+            signature.bind(**arguments)
+        return arguments
+
+    def made_callbacks(self) -> Sequence[Callback]:
+        """The callbacks, made now where a function makes them."""
+        if not callable(self.callbacks):
+            return self.callbacks
+        with user_code(f"{self.name}: callbacks()"):
+            return list(self.callbacks())
 
     def scores(self, model: Model) -> dict[str, float]:
         """Evaluate a trained model: numbers by name, none where the task does not say how.

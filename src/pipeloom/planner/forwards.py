@@ -1,0 +1,77 @@
+"""Plans of forwards alone: for batches on which a model is evaluated and not trained."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import msgspec
+
+from pipeloom.cost import usual_copies
+from pipeloom.errors import InfeasibleError
+from pipeloom.packing import budget_tokens
+from pipeloom.plan import Delivery
+from pipeloom.planner.client import fallback_plan
+from pipeloom.planner.messages import Setup, answer_of, encode
+from pipeloom.planner.problem import Problem
+from pipeloom.spec import Batch
+
+_HALVINGS = 8
+
+
+def forward_problem(setup: Setup) -> Problem:
+    """The problem of planning forwards alone, on the layout and under the memory of a training.
+
+    Weights and optimiser state are there as in training, gradients are not, and nothing is held for a backward. The
+    strategy is recomputation, of which a forward without a backward is the first half: it saves nothing.
+    """
+    frozen = tuple(msgspec.structs.replace(module, frozen=True) for module in setup.model.modules)
+    model = msgspec.structs.replace(setup.model, modules=frozen)
+    held = {}
+    for module in setup.model.modules:
+        for layer in module.flat_layers:
+            key = f"{module.name}/{layer.kind}"
+            held[key] = setup.held_copies.get(key, usual_copies(module.frozen)) - (0.0 if module.frozen else 1.0)
+    costs = replace(setup.costs, model=model, strategies=("recompute",), split_backward=False, held_copies=held)
+    # The number of microbatches matters little where nothing is held, and PipeTune's recurrence is of backwards too.
+    policy = "balanced" if setup.packing.policy == "planned" else setup.packing.policy
+    packing = msgspec.structs.replace(setup.packing, policy=policy)
+    layout = setup.layout.forward_only()
+    return Problem(
+        model,
+        layout,
+        costs,
+        packing,
+        setup.cluster.memory_capacity_bytes,
+        backend=setup.backend,
+        search=msgspec.structs.replace(setup.search, rules=()),
+    )
+
+
+def plan_forwards(problem: Problem, batch: Batch) -> Delivery:
+    """Plan a batch's forwards by a fixed heuristic, in milliseconds; smaller microbatches where larger do not fit.
+
+    Parameters
+    ----------
+    problem : Problem
+        From `forward_problem`.
+    batch : Batch
+
+    Raises
+    ------
+    InputError, InfeasibleError
+        When the batch cannot be packed, or does not fit into memory.
+    """
+    begin = time.monotonic()
+    most = problem.packing.token_budget
+    longest = min(most, int(budget_tokens(batch, problem.model).max()))
+    for halving in range(_HALVINGS + 1):
+        packing = msgspec.structs.replace(problem.packing, token_budget=max(most >> halving, longest, 1))
+        try:
+            planned = fallback_plan(replace(problem, packing=packing), batch)
+            break
+        except InfeasibleError:
+            if halving == _HALVINGS or problem.capacity_bytes is None:
+                raise
+    answer = answer_of(planned, search_s=time.monotonic() - begin, ready_ns=time.monotonic_ns())
+    return Delivery(answer, planned.packing, encode(answer), True, 0.0)

@@ -1,0 +1,89 @@
+"""Operations of a model's own forward and backward: counted in one iteration, reckoned for all others.
+
+Torch's counter knows matrix products, convolutions and attention. In the first iteration in which a chunk runs, its
+forwards are counted, microbatch by microbatch; from then on they are reckoned from tokens and token pairs. A backward
+of what is trained is twice its forward, one through what is frozen as much as its forward; what recomputation does
+again is no work of the model and not counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from pipeloom.packing import Packing
+from pipeloom.plan import ExecutionPlan, Verb
+from pipeloom.spec import Layout, Workload
+from pipeloom.spec.catalog import load_device, names
+
+
+class FlopCounts:
+    """Counts and reckons one rank's operations.
+
+    Parameters
+    ----------
+    layout : Layout
+    rank : int
+        Pipeline rank.
+    """
+
+    def __init__(self, layout: Layout, rank: int) -> None:
+        self._layout, self._rank = layout, rank
+        self._names = {name: number for number, name in enumerate(layout.chunk_names)}
+        self._columns = {module.name: column for column, module in enumerate(layout.modules)}
+        self._seen: dict[int, list[tuple[Workload, float]]] = {}
+        self._rates: dict[int, np.ndarray] = {}
+
+    def wants(self, chunk: int) -> bool:
+        """Whether a chunk is to be counted in the iteration that runs."""
+        return chunk not in self._rates
+
+    @contextmanager
+    def counted(self, chunk: int, workload: Workload) -> Iterator[None]:
+        """Around a forward of a chunk."""
+        with FlopCounterMode(display=False) as counter:
+            yield
+        self._seen.setdefault(chunk, []).append((workload, float(counter.get_total_flops())))
+
+    def of(self, plan: ExecutionPlan, packing: Packing) -> float:
+        """Operations of an iteration that was run on this rank."""
+        for chunk, seen in self._seen.items():
+            features = np.array([_features(workload) for workload, _ in seen])
+            scale = features.max(axis=0).clip(1.0)
+            found = np.linalg.lstsq(features / scale, np.array([flops for _, flops in seen]), rcond=None)[0]
+            self._rates[chunk] = found / scale
+        self._seen = {}
+        total = 0.0
+        for action in plan.ranks[self._rank]:
+            chunk = self._names.get(action.chunk, -1)
+            if action.verb is Verb.F and chunk in self._rates:
+                module = self._layout.chunks[chunk].module
+                parts = packing.microbatches[action.microbatch].parts[self._columns[module]]
+                forward = float(self._rates[chunk] @ _features(parts[action.sub_microbatch].workload))
+                total += max(0.0, forward) * self._ways(module)
+        return total
+
+    def _ways(self, module: str) -> float:
+        if not self._layout.has_backward(module):
+            return 1.0
+        return 2.0 if self._layout.module(module).frozen else 3.0
+
+
+def _features(workload: Workload) -> np.ndarray:
+    return np.array([workload.num_tokens, workload.num_token_pairs], float)
+
+
+def known_peak(device: torch.device, precision: torch.dtype) -> float | None:
+    """Operations a second of a device in a precision, by its data sheet; None where that is not known here."""
+    if device.type != "cuda" or precision != torch.bfloat16:
+        return None
+    words = torch.cuda.get_device_name(device).upper().replace("-", " ").split()
+    if "PCIE" in words:
+        # Of the same name, and slower.
+        return None
+    found = next((name for name in names("devices") if name.upper() in words), None)
+    return None if found is None else load_device(found).flops_per_s

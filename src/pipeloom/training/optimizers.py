@@ -1,0 +1,220 @@
+"""Optimisers and schedulers of torch, made as train.toml says."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+
+from pipeloom.errors import InputError
+from pipeloom.runtime.rates import MakeScheduler
+from pipeloom.training.loop_config import BUILT_IN, OptimizerConfig, OptimizerGroup, RestConfig, SchedulerConfig
+
+Named = Sequence[tuple[str, nn.Parameter]]
+"""A rank's trained parameters, each once, by the name of one of its layers."""
+_CLOSURES = ("LBFGS",)
+_MATRICES = "Muon"
+
+
+class Together(torch.optim.Optimizer):
+    """Several optimisers as one: groups one after the other, states in one dictionary."""
+
+    def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
+        super().__init__([group for part in parts for group in part.param_groups], {})
+        self.parts = tuple(parts)
+        for part in parts:
+            part.state = self.state
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # noqa: ARG002
+        """Take a step with each."""
+        for part in self.parts:
+            part.step()
+
+
+class ConfiguredOptimizer:
+    """Makes an optimiser as a config says, of a rank's named parameters.
+
+    Parameters
+    ----------
+    config : OptimizerConfig
+    divides : bool
+        Parameters may lie in shards, which do not go through one call together with whole ones.
+    """
+
+    def __init__(self, config: OptimizerConfig, divides: bool = False) -> None:
+        self.config, self.divides = config, divides
+
+    def __call__(self, named_parameters: Named) -> torch.optim.Optimizer:
+        """Make it.
+
+        Raises
+        ------
+        InputError
+            When torch has no such optimiser, or it does not take these options.
+        """
+        config = self.config
+        if config.name != _MATRICES:
+            return self._one(config, named_parameters, "optimizer")
+        rest = config.rest or RestConfig()
+        apart = [_matches(name, rest.match) or parameter.dim() != 2 for name, parameter in named_parameters]
+        parts: list[tuple[OptimizerConfig | RestConfig, Named, str]] = [
+            (config, [each for each, other in zip(named_parameters, apart, strict=True) if not other], "optimizer"),
+            (rest, [each for each, other in zip(named_parameters, apart, strict=True) if other], "optimizer.rest"),
+        ]
+        made = [self._one(one, named, where) for one, named, where in parts if named]
+        return made[0] if len(made) == 1 else Together(made)
+
+    def _one(self, config: OptimizerConfig | RestConfig, named: Named, where: str) -> torch.optim.Optimizer:
+        kind = _class_of(torch.optim, torch.optim.Optimizer, config.name, f"{where}.name", (*_CLOSURES, "Optimizer"))
+        known = inspect.signature(kind).parameters
+        options = dict(config.options)
+        if config.weight_decay is not None:
+            options["weight_decay"] = config.weight_decay
+        if isinstance(config, OptimizerConfig) and config.betas is not None:
+            options["betas"] = config.betas
+        for name in (
+            *options,
+            *(name for number in range(len(self.config.groups)) for name in self._own(number, False)),
+        ):
+            if name == "lr" and name not in options:
+                continue
+            if name not in known or name in ("params", "lr"):
+                raise InputError(f"{where}: {name}", f"is no option of {kind.__name__}", _listed(known))
+        if self.divides and "foreach" in known:
+            options.setdefault("foreach", False)
+        decays = "weight_decay" in known
+        rate = self.config.learning_rate if config.learning_rate is None else config.learning_rate
+        try:
+            made: torch.optim.Optimizer = kind(self._groups(named, decays), lr=rate, **options)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise InputError(
+                where, f"{kind.__name__} says: {error}", "see its page in torch's documentation"
+            ) from error
+        return made
+
+    def _groups(self, named: Named, decays: bool) -> list[dict[str, Any]]:
+        """Parameters of one rate and one decay together, in the order in which they first come."""
+        found: defaultdict[tuple[int, bool], list[nn.Parameter]] = defaultdict(list)
+        for name, parameter in named:
+            number = next((i for i, group in enumerate(self.config.groups) if _matches(name, group.match)), -1)
+            spared = decays and not self.config.decay_vectors and parameter.dim() < 2
+            found[number, spared].append(parameter)
+        return [{"params": parameters, **self._own(*key)} for key, parameters in found.items()]
+
+    def _own(self, number: int, spared: bool) -> dict[str, Any]:
+        """What a group has of its own."""
+        group = OptimizerGroup(()) if number < 0 else self.config.groups[number]
+        own = dict(group.options)
+        if group.learning_rate is not None:
+            own["lr"] = group.learning_rate
+        if group.weight_decay is not None:
+            own["weight_decay"] = group.weight_decay
+        if spared:
+            own["weight_decay"] = 0.0
+        return own
+
+
+def check_optimizer(config: OptimizerConfig, names: Iterable[str]) -> None:
+    """Refuse an optimiser that no rank could make, before any is started.
+
+    Parameters
+    ----------
+    config : OptimizerConfig
+    names : iterable of str
+        Of all parameters of the model.
+
+    Raises
+    ------
+    InputError
+        Naming the field.
+    """
+    every = list(names)
+    for number, group in enumerate(config.groups):
+        _check_match(f"optimizer.groups[{number}].match", group.match, every)
+    if config.rest is not None:
+        _check_match("optimizer.rest.match", config.rest.match, every)
+    ConfiguredOptimizer(config)([("", nn.Parameter(torch.zeros(2, 2))), ("", nn.Parameter(torch.zeros(2)))])
+
+
+def _check_match(where: str, patterns: Sequence[str], names: Sequence[str]) -> None:
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise InputError(where, f"{pattern!r} matches no parameter", f"names are as {names[0]!r}" if names else "")
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def configured_scheduler(config: SchedulerConfig, optimizer: OptimizerConfig, iterations: int) -> MakeScheduler | None:
+    """Make the scheduler of a config, a function from an optimiser to torch's; None where rates stay as they are.
+
+    Raises
+    ------
+    InputError
+        When torch has no such scheduler.
+    """
+    if config.name == "constant" and not optimizer.warmup_iterations:
+        return None
+    if config.name in BUILT_IN:
+        factor = rate_factor(config, optimizer.warmup_iterations, iterations)
+        return lambda made: lr_scheduler.LambdaLR(made, factor)
+    kind = _class_of(lr_scheduler, lr_scheduler.LRScheduler, config.name, "scheduler.name", ("LRScheduler",))
+    known = inspect.signature(kind).parameters
+    for name in config.options:
+        if name not in known or name == "optimizer":
+            raise InputError(f"scheduler.options: {name}", f"is no option of {config.name}", _listed(known))
+
+    def make(made: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
+        try:
+            scheduler: lr_scheduler.LRScheduler = kind(made, **config.options)
+        except (TypeError, ValueError) as error:
+            raise InputError("scheduler", f"{config.name} says: {error}", "correct scheduler.options") from error
+        return scheduler
+
+    return make
+
+
+def check_scheduler(config: SchedulerConfig, optimizer: OptimizerConfig) -> None:
+    """Refuse a scheduler that no rank could make, before any is started."""
+    sample = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0, momentum=0.5)
+    make = configured_scheduler(config, optimizer, 1)
+    if make is not None:
+        make(sample)
+
+
+def rate_factor(config: SchedulerConfig, warmup: int, iterations: int) -> Callable[[int], float]:
+    """Share of the learning rate by iteration: a linear warm-up, then towards the final share."""
+
+    def factor(iteration: int) -> float:
+        if iteration < warmup:
+            return (iteration + 1) / warmup
+        done = min(1.0, (iteration - warmup) / max(1, iterations - warmup))
+        left = {"cosine": 0.5 * (1 + math.cos(math.pi * done)), "linear": 1 - done, "constant": 1.0}[config.name]
+        return config.final_share + (1 - config.final_share) * left
+
+    return factor
+
+
+def _class_of(module: Any, base: type, name: str, where: str, but: Sequence[str]) -> Any:
+    """A class by name."""
+    known = sorted(
+        each
+        for each, found in vars(module).items()
+        if inspect.isclass(found) and issubclass(found, base) and each not in but and not each.startswith("_")
+    )
+    if name not in known:
+        problem = f"{name!r} wants a closure, which no plan gives" if name in _CLOSURES else f"{name!r} is unknown"
+        raise InputError(where, problem, f"one of {', '.join(known)}")
+    return getattr(module, name)
+
+
+def _listed(known: Mapping[str, Any]) -> str:
+    return "it has " + ", ".join(each for each in known if each not in ("params", "lr", "optimizer"))

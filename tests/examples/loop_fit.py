@@ -1,0 +1,103 @@
+"""A model with dropout, its batches, optimiser, scheduler and callbacks, for ranks and for one process."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import pipeloom as pl
+
+WORDS, WIDTH, ITERATIONS = 20, 8, 6
+Text = tuple[str, Tensor]
+
+
+class Block(nn.Module):
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.norm, self.inner, self.drop = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = x + self.drop(torch.tanh(self.inner(self.norm(x))))
+        return output
+
+
+def build_model(dropout: float = 0.0) -> pl.Model:
+    layers = [nn.Embedding(WORDS, WIDTH), *(Block(dropout) for _ in range(3)), nn.Linear(WIDTH, WORDS)]
+    module = pl.Module(
+        "lm", layers, reads="sequence", inputs=words_of, hidden=("tokens", WIDTH), output=("tokens", WORDS)
+    )
+    return pl.Model([module], loss, lambda text: len(text[1]), name="loop", describe=describe)
+
+
+def build_dropping() -> pl.Model:
+    return build_model(0.3)
+
+
+def words_of(part: pl.Part) -> Tensor:
+    return torch.cat([words for _, words in part.samples])
+
+
+def loss(output: Tensor, part: pl.Part) -> Tensor:
+    return nn.functional.cross_entropy(output, (words_of(part) + 1) % WORDS, reduction="sum")
+
+
+def describe(text: Text) -> dict[str, Any]:
+    return {"id": text[0], "text_tokens": len(text[1])}
+
+
+def batches(first: int = 0, count: int = ITERATIONS) -> Iterator[list[Text]]:
+    for i in range(first, first + count):
+        generator = torch.Generator().manual_seed(i)
+        lengths = torch.randint(2, 9, (6,), generator=generator).tolist()
+        yield [(f"{i}.{j}", torch.randint(WORDS, (n,), generator=generator)) for j, n in enumerate(lengths)]
+
+
+def held_out() -> Iterator[list[Text]]:
+    # What it draws is nobody else's business.
+    torch.rand(3)
+    random.random()
+    return batches(100, 2)
+
+
+def grouped(named_parameters: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    """Two groups of different rates; a rank may have parameters of one of them alone."""
+    first = [p for name, p in named_parameters if name.startswith(("lm.0.", "lm.1."))]
+    second = [p for name, p in named_parameters if not name.startswith(("lm.0.", "lm.1."))]
+    groups = [{"params": first, "lr": 0.02}, {"params": second, "lr": 0.005, "weight_decay": 0.1}]
+    return torch.optim.AdamW([group for group in groups if group["params"]])
+
+
+def halving(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    """Goes by its own last rate, not by a formula of the iteration."""
+    return torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
+
+
+class Told(pl.Callback):
+    """Writes what it is told into a file."""
+
+    def __init__(self, file: Path, fails: bool = False) -> None:
+        self.file, self.fails = file, fails
+
+    def _write(self, text: str) -> None:
+        with self.file.open("a") as file:
+            file.write(text + "\n")
+
+    def on_step(self, row: Any) -> None:
+        self._write(f"step {row.iteration} {row.learning_rate:g}")
+
+    def on_evaluation(self, evaluated: Any) -> None:
+        self._write(f"evaluation {evaluated.iteration}")
+
+    def on_checkpoint(self, iteration: int, path: Path) -> None:
+        if self.fails:
+            raise ValueError("no more of this")
+        assert (path / "trainer.json").exists()
+        self._write(f"checkpoint {iteration}")
+
+    def on_end(self, summary: Any) -> None:
+        self._write(f"end {summary.iterations}")

@@ -1,0 +1,103 @@
+"""Evaluation runs forwards alone, has the undivided model's loss, and leaves training as it was."""
+
+from __future__ import annotations
+
+import random
+import threading
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeloom.plan import ExecutionPlan, boundary_shapes, lower, verify
+from pipeloom.runtime import Executor, ExecutorOptions, StepResult, ThreadHub, run_undivided
+from pipeloom.runtime.evaluate import evaluating, forwards_of, random_kept
+from pipeloom.taskgraph import build_graph
+from tests.plan.cases import RandomCosts, earliest, random_schedule
+from tests.runtime.cases import Run, copied, random_run, take_gradients, total_loss
+
+
+def forward_plan(run: Run, seed: int) -> ExecutionPlan:
+    """A random plan of the forwards of a random iteration."""
+    case, layout = run.case, run.case.layout.forward_only()
+    graph = build_graph(layout, case.packing, RandomCosts(seed, False))
+    schedule = random_schedule(random.Random(seed), graph)
+    timeline = earliest(graph, schedule)
+    plan = lower(graph, schedule, timeline, layout, case.packing, boundary_shapes(case.model, layout))
+    verify(plan, layout, case.packing)
+    return plan
+
+
+def evaluate_threads(run: Run, plan: ExecutionPlan) -> list[StepResult]:
+    """With a thread per rank, each with a copy of the model and an executor that could train it."""
+    num_ranks, hub = run.case.layout.num_ranks, ThreadHub("tags", 20.0)
+    models = [replace(run.model, modules=copied(run.model)) for _ in range(num_ranks)]
+    results: dict[int, StepResult] = {}
+    errors: list[BaseException] = []
+
+    def work(rank: int) -> None:
+        try:
+            options = ExecutorOptions(reduce_gradients=lambda *_: None)
+            executor = Executor(models[rank], run.case.layout, rank, hub.transport(rank), options=options)
+            before = [p.requires_grad for _, p in executor.named_parameters()]
+            results[rank] = forwards_of(executor).run(plan, run.case.packing, run.documents)
+            assert [p.requires_grad for _, p in executor.named_parameters()] == before
+        except BaseException as error:
+            errors.append(error)
+            hub.fail()
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(num_ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    for model in models:
+        assert all(gradient is None for gradient in take_gradients(model).values())
+    return [results[rank] for rank in range(num_ranks)]
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.integers(0, 10**9), st.booleans(), st.booleans())
+def test_any_plan_of_forwards_has_the_loss_of_the_undivided_model(seed: int, streams: bool, replicate: bool) -> None:
+    run = random_run(seed, streams=streams, replicate=replicate)
+    wanted = run_undivided(run.model, run.case.packing.batch, run.documents, backward=False)
+    plan = forward_plan(run, seed)
+    verbs = {action.verb for actions in plan.ranks for action in actions}
+    assert not {verb for verb in verbs if verb.direction == "B"} | (verbs & {"B", "I", "W", "RECOMPUTE", "REDUCE_GRAD"})
+    results = evaluate_threads(run, plan)
+    assert total_loss(results) == pytest.approx(wanted, abs=1e-10 * (1 + abs(wanted)), rel=0)
+
+
+class Mixed(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop, self.norm = torch.nn.Dropout(0.5), torch.nn.BatchNorm1d(3)
+
+
+def test_modes_and_random_states_are_put_back() -> None:
+    layers: list[torch.nn.Module] = [Mixed(), Mixed()]
+    layers[1].norm.eval()
+    before = [module.training for layer in layers for module in layer.modules()]
+    with evaluating(layers):
+        assert not any(module.training for layer in layers for module in layer.modules())
+    assert [module.training for layer in layers for module in layer.modules()] == before
+
+    def draw() -> list[Any]:
+        return [float(torch.rand(())), random.random(), float(np.random.random())]  # noqa: NPY002
+
+    torch.manual_seed(1)
+    random.seed(1)
+    np.random.seed(1)  # noqa: NPY002
+    wanted = draw()
+    torch.manual_seed(1)
+    random.seed(1)
+    np.random.seed(1)  # noqa: NPY002
+    with random_kept(torch.device("cpu")):
+        assert draw() == wanted
+    assert draw() == wanted

@@ -1,0 +1,193 @@
+"""Optimisers and schedulers by name: what goes into which group, what rates become, and what is refused."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, OneCycleLR, ReduceLROnPlateau, StepLR
+
+from pipeloom.errors import InputError
+from pipeloom.runtime.rates import Rates, make_optimizer
+from pipeloom.training import OptimizerConfig, OptimizerGroup, RestConfig, SchedulerConfig
+from pipeloom.training.loop_config import EvaluationConfig, check_loop
+from pipeloom.training.optimizers import (
+    ConfiguredOptimizer,
+    Together,
+    check_optimizer,
+    check_scheduler,
+    configured_scheduler,
+    rate_factor,
+)
+
+
+def named() -> list[tuple[str, nn.Parameter]]:
+    shapes = {"vision.0.weight": (4, 3), "vision.0.bias": (4,), "lm.0.word": (9, 4), "lm.1.weight": (4, 4)}
+    return [(name, nn.Parameter(torch.ones(shape))) for name, shape in {**shapes, "lm.1.norm": (4,)}.items()]
+
+
+def rates_of(optimizer: torch.optim.Optimizer) -> list[tuple[int, float, float]]:
+    return [(len(g["params"]), g["lr"], g["weight_decay"]) for g in optimizer.param_groups]
+
+
+def test_any_optimiser_is_made_with_its_groups() -> None:
+    adam = ConfiguredOptimizer(OptimizerConfig(3e-3))(named())
+    assert type(adam) is torch.optim.AdamW
+    assert rates_of(adam) == [(5, 3e-3, 0.01)]
+    config = OptimizerConfig(
+        0.1,
+        name="SGD",
+        options={"momentum": 0.9},
+        weight_decay=0.2,
+        decay_vectors=False,
+        groups=(OptimizerGroup(("vision.*",), 0.01), OptimizerGroup(("*.word",), weight_decay=0.0)),
+    )
+    found = ConfiguredOptimizer(config)(named())
+    assert rates_of(found) == [(1, 0.01, 0.2), (1, 0.01, 0.0), (1, 0.1, 0.0), (1, 0.1, 0.2), (1, 0.1, 0.0)]
+    assert {group["momentum"] for group in found.param_groups} == {0.9}
+    check_optimizer(config, [name for name, _ in named()])
+    assert ConfiguredOptimizer(OptimizerConfig(), divides=True)(named()).param_groups[0]["foreach"] is False
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch has no Muon")
+def test_muon_takes_matrices_and_another_the_rest() -> None:
+    config = OptimizerConfig(0.02, name="Muon", rest=RestConfig(match=("*.word",), learning_rate=1e-3))
+    check_optimizer(config, [name for name, _ in named()])
+    parameters = named()
+    both = ConfiguredOptimizer(config)(parameters)
+    assert isinstance(both, Together)
+    assert [type(part).__name__ for part in both.parts] == ["Muon", "AdamW"]
+    assert [(len(g["params"]), g["lr"]) for g in both.param_groups] == [(2, 0.02), (3, 1e-3)]
+    scheduler = StepLR(both, 1, 0.5)
+    for _, parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    both.step()
+    scheduler.step()
+    assert [part.param_groups[0]["lr"] for part in both.parts] == [0.01, 5e-4]
+    assert len(both.state) == 5
+    assert all((parameter != 1).any() for _, parameter in parameters)
+    both.zero_grad()
+    assert all(parameter.grad is None for _, parameter in parameters)
+
+
+def test_a_function_gets_names_where_it_asks_for_them() -> None:
+    asked: list[Any] = []
+
+    def by_name(named_parameters: Any) -> torch.optim.Optimizer:
+        asked.extend(name for name, _ in named_parameters)
+        return torch.optim.SGD([parameter for _, parameter in named_parameters], 0.1)
+
+    make_optimizer(by_name, named())
+    assert asked == [name for name, _ in named()]
+    assert make_optimizer(torch.optim.AdamW, []) is None
+    assert isinstance(make_optimizer(partial(torch.optim.AdamW, lr=0.1), named()), torch.optim.AdamW)
+    with pytest.raises(InputError, match=r"^optimizer: returned a int; return a torch.optim.Optimizer"):
+        make_optimizer(lambda parameters: 3, named())  # type: ignore[arg-type, return-value]
+    with pytest.raises(InputError, match=r"^optimizer: raised KeyError"):
+        make_optimizer(lambda parameters: {}[0], named())
+
+
+def test_the_rates_of_groups_scale_together() -> None:
+    factor = rate_factor(SchedulerConfig(), 2, 10)
+    assert [factor(0), factor(1), factor(2), factor(6), factor(10), factor(99)] == pytest.approx([0.5, 1, 1, 0.5, 0, 0])
+    linear = rate_factor(SchedulerConfig("linear", 0.1), 0, 10)
+    assert [linear(i) for i in (0, 5, 10)] == pytest.approx([1, 0.55, 0.1])
+    config = OptimizerConfig(0.4, groups=(OptimizerGroup(("vision.*",), 0.1),), warmup_iterations=2)
+    optimizer = ConfiguredOptimizer(config)(named())
+    rates = Rates(configured_scheduler(SchedulerConfig("linear"), config, 10), optimizer)
+    rates.begin(6)
+    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.05, 0.2])
+    assert rates.now == pytest.approx(0.05)
+    assert configured_scheduler(SchedulerConfig("constant"), OptimizerConfig(), 10) is None
+
+
+MAKERS = [
+    partial(CosineAnnealingLR, T_max=7),
+    partial(StepLR, step_size=2, gamma=0.3),
+    partial(OneCycleLR, max_lr=0.7, total_steps=20),
+]
+
+
+@pytest.mark.parametrize("make", MAKERS, ids=lambda make: make.func.__name__)
+def test_a_scheduler_goes_on_as_if_it_had_not_ended(make: Any) -> None:
+    def optimizer() -> torch.optim.Optimizer:
+        groups = [{"params": [p], "lr": 0.1 * (i + 1)} for i, (_, p) in enumerate(named())]
+        return torch.optim.AdamW(groups)
+
+    one, other = optimizer(), optimizer()
+    whole, resumed = Rates(make, one), Rates(make, other)
+    whole.begin(0)
+    for _ in range(5):
+        one.step()
+        whole.step()
+    # As a checkpoint leaves them.
+    for group, saved in zip(other.param_groups, one.param_groups, strict=True):
+        group |= {"lr": saved["lr"], "initial_lr": saved["initial_lr"]}
+    resumed.begin(5)
+    for _ in range(4):
+        assert [g["lr"] for g in other.param_groups] == [g["lr"] for g in one.param_groups]
+        for optimiser, rates in ((one, whole), (other, resumed)):
+            optimiser.step()
+            rates.step()
+
+
+def test_a_plateau_is_found_by_evaluations_those_before_too() -> None:
+    losses = [(2, 1.0), (4, 0.9), (6, 0.95), (8, 0.95)]
+
+    def rates_after(resumed: int) -> float:
+        optimizer = torch.optim.SGD([named()[0][1]], 0.8)
+        rates = Rates(partial(ReduceLROnPlateau, patience=1, factor=0.5), optimizer)
+        rates.begin(resumed, losses)
+        for after, loss in losses:
+            if after > resumed:
+                rates.evaluated(loss)
+        rates.step()
+        return float(optimizer.param_groups[0]["lr"])
+
+    assert [rates_after(resumed) for resumed in (0, 4, 6, 8)] == [0.4] * 4
+
+
+def refused(call: Any, *args: Any) -> str:
+    with pytest.raises(InputError) as error:
+        call(*args)
+    text = str(error.value)
+    assert "\n" not in text
+    return text
+
+
+def test_what_torch_does_not_have_is_refused_in_one_line() -> None:
+    names = [name for name, _ in named()]
+    made: Any = OptimizerConfig
+    assert "optimizer.name: 'Adamm' is unknown; one of " in refused(check_optimizer, made(name="Adamm"), names)
+    assert "wants a closure" in refused(check_optimizer, made(name="LBFGS"), names)
+    found = refused(check_optimizer, made(options={"momentum": 1}), names)
+    assert "optimizer: momentum: is no option of AdamW; it has betas" in found
+    assert "is no option of Adafactor" in refused(check_optimizer, made(name="Adafactor", betas=(0.9, 0.9)), names)
+    assert "AdamW says: Invalid epsilon" in refused(check_optimizer, made(options={"eps": -1.0}), names)
+    groups = (OptimizerGroup(("visoin.*",)),)
+    found = refused(check_optimizer, made(groups=groups), names)
+    assert found == ("optimizer.groups[0].match: 'visoin.*' matches no parameter; names are as 'vision.0.weight'")
+    found = refused(check_optimizer, made(groups=(OptimizerGroup(("*",), options={"bates": 1}),)), names)
+    assert "bates: is no option of AdamW" in found
+    assert "optimizer.rest: is for Muon" in refused(lambda: made(rest=RestConfig()))
+    assert "scheduler.name: 'Cosine' is unknown" in refused(check_scheduler, SchedulerConfig("Cosine"), made())
+    assert "T_mix: is no option" in refused(
+        check_scheduler, SchedulerConfig("CosineAnnealingLR", options={"T_mix": 1}), made()
+    )
+    assert "CosineAnnealingLR says: " in refused(check_scheduler, SchedulerConfig("CosineAnnealingLR"), made())
+    check_scheduler(SchedulerConfig("OneCycleLR", options={"max_lr": 0.1, "total_steps": 5}), made())
+    plateau = SchedulerConfig("ReduceLROnPlateau")
+    assert "goes by evaluations, and there are none" in refused(check_loop, made(), plateau, None, None)
+    assert "has no warm-up" in refused(check_loop, made(warmup_iterations=3), SchedulerConfig("StepLR"), None, None)
+    averaged = EvaluationConfig(1, weights="ema")
+    assert "no average is kept; add [ema]" in refused(check_loop, made(), SchedulerConfig(), averaged, None)
+
+
+def test_a_function_that_makes_no_scheduler_is_refused() -> None:
+    rates = Rates(lambda optimizer: math.pi, torch.optim.SGD([named()[0][1]], 0.1))  # type: ignore[arg-type, return-value]
+    assert "scheduler: returned a float" in refused(rates.begin, 0)
+    assert issubclass(StepLR, LRScheduler)
