@@ -129,8 +129,8 @@ def test_plans_of_forwards_hold_what_they_say_and_less_than_training(seed: int, 
             return fallback_plan(limited.problem(), batch).peak_bytes
         made = plan_forwards(forward_problem(limited), batch)
         live = live_peaks(model, setup.layout, made.answer.plan, made.packing, documents, forward_only=True)
+        # Counted like forwards that recompute: as if all that is made in a chunk lived at once.
         assert all(lived <= said for said, lived in zip(made.answer.peak_bytes, live, strict=True))
-        close(list(zip(made.answer.peak_bytes, live, strict=True)))
         return made.answer.peak_bytes
 
     smallest = least(lambda c: planned(c, True))

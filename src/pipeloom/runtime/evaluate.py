@@ -6,6 +6,7 @@ forwards alone, and the executor runs such a plan as it runs a frozen encoder: w
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -123,7 +124,7 @@ class Evaluator:
         InputError
             When there is no batch, or ranks have different ones; then on all of them.
         ExecutionError
-            When a rank cannot run its plan or another rank has died.
+            When the loss is no number, a rank cannot run its plan, or another rank has died.
         """
         begin = time.monotonic()
         layers = [layer for of_chunk in self.executor.layers.values() for layer in of_chunk]
@@ -131,8 +132,9 @@ class Evaluator:
         with random_kept(self.executor.device), evaluating(layers):
             source = iter(batches)
             try:
-                while num_batches != most and (samples := self._next(source, num_batches)) is not None:
-                    loss_sum += self._loss_sum(samples, plan, num_batches)
+                while num_batches != most and (given := self._next(source, num_batches)) is not None:
+                    samples, batch = given
+                    loss_sum += self._loss_sum(samples, batch, plan)
                     with user_code("num_targets"):
                         num_targets += float(sum(map(self.model.num_targets, samples)))
                     num_batches, num_samples = num_batches + 1, num_samples + len(samples)
@@ -145,31 +147,31 @@ class Evaluator:
         with together("the sum of evaluation losses"):
             dist.all_reduce(total)
         loss = float(total) / num_targets
+        if not math.isfinite(loss):
+            raise ExecutionError(
+                f"the evaluation after {iteration} iterations: the loss is {loss}; look for the sample that does it, "
+                "or go on from an earlier checkpoint"
+            )
         return Evaluated(iteration, loss, num_batches, num_samples, num_targets, time.monotonic() - begin)
 
-    def _next(self, source: Iterator[Sequence[Any]], number: int) -> Sequence[Any] | None:
-        """The next batch, the same on all ranks; None after the last."""
+    def _next(self, source: Iterator[Sequence[Any]], number: int) -> tuple[Sequence[Any], Batch] | None:
+        """The next batch with its metadata, the same on all ranks; None after the last."""
         with user_code("evaluation batches"):
             samples = next(source, None)
-        mark = None if samples is None else fingerprint(self._batch(samples, number))
-        SameBatch(mark).check(_named(number))
-        return samples
+        batch = None
+        if samples is not None:
+            with _named_errors(number):
+                batch = batch_of(samples, self._describe, number)
+        SameBatch(None if batch is None else fingerprint(batch)).check(_named(number))
+        return None if samples is None or batch is None else (samples, batch)
 
-    def _batch(self, samples: Sequence[Any], number: int) -> Batch:
-        try:
-            return batch_of(samples, self._describe, number)
-        except InputError as error:
-            raise InputError(f"{_named(number)}: {error.entity}", error.problem, error.remedy) from error
-
-    def _loss_sum(self, samples: Sequence[Any], plan: PlanForwards, number: int) -> float:
+    def _loss_sum(self, samples: Sequence[Any], whole: Batch, plan: PlanForwards) -> float:
         """What this process has of a batch's sum of losses."""
-        here, whole = self.membership, self._batch(samples, number)
-        try:
+        here, number = self.membership, whole.iteration
+        with _named_errors(number):
             mine = here.share(whole, self.model.spec, self._loads)
-        except InputError as error:
-            raise InputError(f"{_named(number)}: {error.entity}", error.problem, error.remedy) from error
-        batch = whole.part(mine)
-        delivery = plan(batch) if here.is_planner_rank else None
+            batch = whole.part(mine)
+            delivery = plan(batch) if here.is_planner_rank else None
         with together(f"{_named(number)}: the plan's delivery"):
             data = broadcast_bytes(None if delivery is None else delivery.data, here.team)
         if delivery is None:
@@ -186,6 +188,15 @@ class Evaluator:
 
 def _named(number: int) -> str:
     return f"evaluation batch {number}"
+
+
+@contextmanager
+def _named_errors(number: int) -> Iterator[None]:
+    """What is wrong with a batch is said to be."""
+    try:
+        yield
+    except InputError as error:
+        raise InputError(f"{_named(number)}: {error.entity}", error.problem, error.remedy) from error
 
 
 @contextmanager

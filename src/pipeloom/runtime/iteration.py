@@ -98,7 +98,7 @@ class Iteration:
         self.finished = False
         self.num_recomputed = self.offloaded_bytes = self.sent_bytes = self.received_bytes = 0
         self.verbs: dict[Verb, Callable[[Any], None]] = {
-            Verb.F: self.forward,
+            Verb.F: self.forward if here.flops is None else self.counted_forward,
             Verb.B: self.backward,
             Verb.I: self.backward_input,
             Verb.W: self.backward_weight,
@@ -123,15 +123,15 @@ class Iteration:
 
     # ---------------------------------------------------------------- computation
 
-    def forward(self, unit: UnitState) -> None:
+    def counted_forward(self, unit: UnitState) -> None:
         flops, (chunk, microbatch, sub) = self.here.flops, unit.key
         if flops is None or not flops.wants(chunk):
-            self._seeded(unit)
+            self.forward(unit)
             return
         with flops.counted(chunk, self.linked.packing.microbatches[microbatch].parts[unit.role.column][sub].workload):
-            self._seeded(unit)
+            self.forward(unit)
 
-    def _seeded(self, unit: UnitState) -> None:
+    def forward(self, unit: UnitState) -> None:
         seeds, (chunk, microbatch, sub) = self.here.forward_seeds, unit.key
         if seeds is None or chunk in seeds.silent:
             self._forward(unit)

@@ -14,7 +14,7 @@ from pipeloom.packing import cost_loads
 from pipeloom.planner import Planner, Setup
 from pipeloom.planner.forwards import forward_problem, plan_forwards
 from pipeloom.runtime import Model, StepReport, TcpPlanStore, Trainer, TrainerOptions, group_device, with_shapes
-from pipeloom.runtime.evaluate import Evaluated
+from pipeloom.runtime.evaluate import Evaluated, random_kept
 from pipeloom.runtime.flops import known_peak
 from pipeloom.runtime.model import torch_dtype
 from pipeloom.training.callbacks import Callbacks
@@ -139,7 +139,8 @@ class _Evaluations:
         if config is None or done == self._last or (done % config.every and not is_last):
             return
         self._last = done
-        batches = self.job.task.evaluation_batches(self.job.config.data, config.data)
+        with random_kept(group_device()):
+            batches = self.job.task.evaluation_batches(self.job.config.data, config.data)
         averaged = config.weights == "ema"
         found = self.trainer.evaluate(batches, self._plan, done, most=config.batches, averaged=averaged)
         if self.listener is not None:
