@@ -12,7 +12,8 @@ What counts:
 - an output, or a stream, from the end of its F until all that take it on this rank have begun theirs, and all sends of
   it are waited for; the gradient of an input likewise, from the end of a backward;
 - a buffer from the post of its receive until the computation that takes it begins;
-- the workspace of the computation that runs, and what offloading has not yet moved out or has brought back early.
+- the workspace of the computation that runs, what it emits for others included, and what offloading has not yet moved
+  out or has brought back early.
 """
 
 from __future__ import annotations
@@ -253,11 +254,12 @@ class _Count:
                 self._release(self.outputs[transfer.producer, transfer.stream])
         held = problem.held[unit][0] + used.moved_bytes
         self.now += held
-        self._touch(used.forward_bytes)
+        takers = problem.takers(unit)
+        # What a layer emits lives while the layers behind it run.
+        self._touch(used.forward_bytes + sum(problem.output_bytes(unit, stream) for stream in takers if stream))
         if not problem.trained[unit.chunk]:
             self.now -= held
             self._let_go(unit)
-        takers = problem.takers(unit)
         for stream, transfers in takers.items():
             storage = self.outputs[unit, stream] = _Storage(problem.output_bytes(unit, stream), len(transfers))
             self.now += storage.num_bytes
