@@ -24,6 +24,7 @@ from pipeloom.runtime.executor import Executor
 from pipeloom.runtime.model import Model
 from pipeloom.runtime.optimizer_options import give_options, options_by_name
 from pipeloom.runtime.sharding import is_dtensor
+from pipeloom.runtime.weights import give_memory
 
 if TYPE_CHECKING:
     from pipeloom.runtime.checkpoint_files import PlainReader
@@ -176,7 +177,7 @@ def load_weights(path: Path | str, model: Model, *, weights: Weights = "trained"
     path : path
         A folder that `save_checkpoint` or a training run left.
     model : Model
-        Built as it was for training.
+        Built as it was for training, perhaps on ``meta``.
     weights : "trained" or "ema"
         Those of the last iteration, or their average.
 
@@ -189,6 +190,7 @@ def load_weights(path: Path | str, model: Model, *, weights: Weights = "trained"
 
     from pipeloom.runtime.checkpoint_files import check_digests
 
+    give_memory(model)
     tensors = {
         f"{module.name}.{i}.{name}": tensor
         for module in model.modules
@@ -202,6 +204,55 @@ def load_weights(path: Path | str, model: Model, *, weights: Weights = "trained"
     check_digests(Path(path), {file for name, file in files if name in state})
     with _quiet_alone():
         dcp.load(state, storage_reader=reader)  # type: ignore[attr-defined]
+
+
+class SavedWeights:
+    """The weights of a checkpoint, read a few at a time.
+
+    Parameters
+    ----------
+    path : path
+        A folder that `save_checkpoint` or a training run left.
+    wanted : mapping
+        What is going to be read by name, as tensors of the right shape; they may be on ``meta``.
+
+    Raises
+    ------
+    InputError
+        When there is no whole checkpoint, or it is of another model.
+    """
+
+    def __init__(self, path: Path | str, wanted: Mapping[str, Tensor]) -> None:
+        self._path = Path(path)
+        _, self._stored, self._files = _opened(path, {f"{_MODEL}.{name}": each for name, each in wanted.items()})
+        self._checked: set[str] = set()
+
+    def num_bytes(self, name: str) -> int:
+        """Return the size of one."""
+        entry = self._stored[f"{_MODEL}.{name}"]
+        return int(entry.size.numel() * entry.properties.dtype.itemsize)
+
+    def read(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Read some, in the dtypes that they were trained in.
+
+        Raises
+        ------
+        InputError
+            When a file is damaged.
+        """
+        import torch.distributed.checkpoint as dcp  # slow to import, and seldom needed
+
+        from pipeloom.runtime.checkpoint_files import PlainReader, check_digests
+
+        keys = {f"{_MODEL}.{name}": name for name in names}
+        entries = {key: self._stored[key] for key in keys}
+        state = {key: torch.empty(each.size, dtype=each.properties.dtype) for key, each in entries.items()}
+        files = {file for name, file in self._files if name in state} - self._checked
+        check_digests(self._path, files)
+        self._checked |= files
+        with _quiet_alone():
+            dcp.load(state, storage_reader=PlainReader(str(self._path)))  # type: ignore[attr-defined]
+        return {keys[key]: tensor for key, tensor in state.items()}
 
 
 def _opened(path: Path | str, wanted: Mapping[str, Tensor]) -> tuple[PlainReader, dict[str, Any], set[tuple[str, str]]]:

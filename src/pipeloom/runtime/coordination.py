@@ -142,6 +142,20 @@ def together(what: str) -> Iterator[None]:
         raise ExecutionError(f"{what} failed, another rank is gone or hangs: {error}") from error
 
 
+class Patience:
+    """Waits for the slowest rank for an hour: files take as long as they take. All ranks make one, and wait once."""
+
+    def __init__(self) -> None:
+        with together("making a group of all ranks"):
+            self._group = dist.new_group(backend="gloo", timeout=_START_TIMEOUT)
+
+    def wait(self, what: str) -> None:
+        """Return when all ranks are here."""
+        with together(what):
+            dist.barrier(group=self._group)
+            dist.destroy_process_group(self._group)
+
+
 class FirstPlan:
     """Lets rank 0 take as long as it needs until it has the first plan: it may have to compile kernels.
 

@@ -22,6 +22,7 @@ from pipeloom.runtime.result import StepResult
 from pipeloom.runtime.sharding import is_dtensor, sharded_modules
 from pipeloom.runtime.tied import tied_over_ranks
 from pipeloom.runtime.transport import Transport, joins
+from pipeloom.runtime.weights import give_weights
 from pipeloom.spec import Layout, ModuleLayout
 
 
@@ -31,7 +32,7 @@ class Executor:
     Parameters
     ----------
     model : Model
-        Only the layers of this rank's chunks are used, and moved to ``device``.
+        Only the layers of this rank's chunks are used, and moved to ``device``; on ``meta``, they are given weights.
     layout : Layout
     rank : int
     transport : Transport
@@ -63,6 +64,7 @@ class Executor:
             raise InputError("rank", f"{rank} is not in 0..{layout.num_ranks - 1}")
         model.check_stated()
         _check_layout(model, layout)
+        give_weights(model, layout, rank, device)
         tied = tied_over_ranks(model, layout)
         if tied and options.sum_tied is None:
             raise InputError(

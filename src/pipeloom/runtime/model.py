@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,9 @@ from pipeloom.spec import (
     Workload,
 )
 from pipeloom.spec.model import Dimension, Reads, find_module, num_instances, stream_sources
+
+if TYPE_CHECKING:
+    from pipeloom.runtime.pretrained import Pretrained
 
 Shape = TensorShape | tuple[Dimension, ...]
 """A stated shape; a bare tuple of extents takes the dtype of the module's parameters."""
@@ -214,6 +217,8 @@ class Model:
         What the targets are, for messages and reports: ``"target tokens"``, ``"samples"``.
     describe : callable or None
         From a sample to its metadata, where training is given no other.
+    pretrained : Pretrained or None
+        Where the weights of layers lie that are on ``meta``, and how another library reads them when they are trained.
     tied : tuple of tuple of str
         Parameters that several layers share, as ``module.layer.parameter`` each.
     """
@@ -224,6 +229,7 @@ class Model:
     name: str = "model"
     targets: str = "targets"
     describe: Callable[[Any], dict[str, Any]] | None = None
+    pretrained: Pretrained | None = field(default=None, repr=False)
     spec: ModelSpec = field(init=False, repr=False)
     tied: tuple[tuple[str, ...], ...] = field(init=False, repr=False)
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from pipeloom.errors import InputError
 from pipeloom.runtime.model import Emit, Model, Module, Part, check_emitted, empty_output, upstream_rows
 from pipeloom.runtime.reduce import zero_missing
+from pipeloom.runtime.weights import give_all_weights
 from pipeloom.spec import Batch, TensorShape
 from pipeloom.spec.model import num_instances
 
@@ -21,6 +22,7 @@ def run_undivided(model: Model, batch: Batch, samples: Sequence[Any], *, backwar
     Parameters
     ----------
     model : Model
+        Layers on ``meta`` are given their weights.
     batch : Batch
         Metadata of ``samples``, in the same order.
     samples : sequence
@@ -34,6 +36,7 @@ def run_undivided(model: Model, batch: Batch, samples: Sequence[Any], *, backwar
         The loss: sum over all targets, divided by their number.
     """
     model.check_stated()
+    give_all_weights(model)
     normaliser = float(sum(model.num_targets(sample) for sample in samples))
     if not normaliser > 0:
         raise InputError("samples", f"have {normaliser} {model.targets}", "give at least one")

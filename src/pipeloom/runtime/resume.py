@@ -20,7 +20,8 @@ from pipeloom.runtime.ema import Averages
 from pipeloom.runtime.executor import Executor
 from pipeloom.spec import Batch
 
-_STATE = "trainer.json"
+STATE = "trainer.json"
+"""File of a checkpoint with its `TrainerState`."""
 _WHOLE = re.compile(r"step-(\d+)")
 
 
@@ -37,6 +38,8 @@ class TrainerState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     correction: Correction = Correction()
     evaluations: tuple[tuple[int, float], ...] = ()
     """Of every evaluation before, after how many iterations it was made, and the loss."""
+    origin: str = ""
+    """Where the model came from before it was trained, see `pipeloom.runtime.pretrained.Pretrained`."""
     format: str = "pipeloom.trainer/1"
 
 
@@ -114,7 +117,9 @@ class Checkpoints:
             for name, generator in _generators(executor.device).items()
         }
         if rank == 0:
-            contents[_STATE] = msgspec.json.encode(state)
+            contents[STATE] = msgspec.json.encode(state)
+            if executor.model.pretrained is not None:
+                contents |= {name: text.encode() for name, text in executor.model.pretrained.kept().items()}
         self._attempt(lambda: _write_files(partial, rank, contents))
         dist.barrier()
         if rank == 0:
@@ -145,11 +150,11 @@ class Checkpoints:
 
         path = self._path(int(newest))
         load_checkpoint(path, executor, optimizer, averages=averages)
-        check_digests(path, [_STATE])
+        check_digests(path, [STATE])
         try:
-            state = msgspec.json.decode((path / _STATE).read_bytes(), type=TrainerState)
+            state = msgspec.json.decode((path / STATE).read_bytes(), type=TrainerState)
         except (OSError, msgspec.MsgspecError) as error:
-            raise InputError(str(path / _STATE), f"cannot be read ({error})", "remove this checkpoint") from error
+            raise InputError(str(path / STATE), f"cannot be read ({error})", "remove this checkpoint") from error
         for name, generator in _generators(executor.device).items():
             saved = path / f"{name}-{dist.get_rank()}"
             # In another layout other layers draw the numbers; then there is nothing to go on with.

@@ -19,7 +19,15 @@ from pipeloom.errors import ExecutionError, InputError, PlanError, check_positiv
 from pipeloom.packing import Packing
 from pipeloom.plan import BACKENDS, Answer, Delivery, backend_of, verify
 from pipeloom.runtime.ahead import Ahead, Coming, tell_dealing
-from pipeloom.runtime.coordination import FirstPlan, SameBatch, SharedClock, broadcast_bytes, together, unpack_answer
+from pipeloom.runtime.coordination import (
+    FirstPlan,
+    Patience,
+    SameBatch,
+    SharedClock,
+    broadcast_bytes,
+    together,
+    unpack_answer,
+)
 from pipeloom.runtime.divide import Sharding, divide_model, gather_layers
 from pipeloom.runtime.ema import Averages
 from pipeloom.runtime.evaluate import Evaluated, Evaluator, PlanForwards
@@ -33,8 +41,11 @@ from pipeloom.runtime.rates import MakeOptimizer, MakeScheduler, Rates, make_opt
 from pipeloom.runtime.reduce import Position, counted_parameters, gradient_squares, limit_gradients
 from pipeloom.runtime.result import Calibrator, StepReport, gather_times
 from pipeloom.runtime.resume import Checkpoints, TrainerState
+from pipeloom.runtime.safetensors_files import SHARD_BYTES
+from pipeloom.runtime.save_pretrained import save_pretrained
 from pipeloom.runtime.tied import sums_over_ranks
 from pipeloom.runtime.transport import BatchedTransport, TorchTransport, Transport
+from pipeloom.runtime.weights import give_memory, give_weights
 from pipeloom.spec import Batch, Layout
 
 
@@ -117,6 +128,8 @@ class TrainerOptions:
     shard: Sharding | None = None
     """With replicas: ``"fsdp"`` holds parameters, gradients and optimiser state in shards over them (`fully_shard`);
     None: every replica holds all of its layers."""
+    resumes: bool = False
+    """`Trainer.resume` will find a checkpoint: weights of layers on ``meta`` are not read from the model's folder."""
 
     def __post_init__(self) -> None:
         for name in ("clip_norm", "timeout_s"):
@@ -172,6 +185,7 @@ class Trainer:
         self.rank, self.membership = dist.get_rank(), join_groups(layout, options.timeout_s, self.device.type)
         self._is_planner_rank = self.membership.is_planner_rank
         self.model, self.layout = model, layout
+        self._give_weights()
         self._running = divide_model(model, layout, self.membership.mesh, options.shard, self.device)
         self._planner, self._describe = planner, describe or model.describe
         limit = None if options.timeout_s is None else timedelta(seconds=options.timeout_s)
@@ -208,6 +222,15 @@ class Trainer:
         self._clock = SharedClock(self.membership.collectives)
         self._resumed: TrainerState | None = None
 
+    def _give_weights(self) -> None:
+        """Give layers of this rank that are on ``meta`` memory and weights, before anything divides them."""
+        on_meta = any(p.is_meta for module in self.model.modules for layer in module.layers for p in layer.parameters())
+        if not on_meta:
+            return
+        patience = Patience()
+        give_weights(self.model, self.layout, self.membership.stage, self.device, fill=not self.options.resumes)
+        patience.wait("reading the weights")
+
     def _make_transport(self) -> Transport:
         """What carries the messages of plans between the ranks of this replica."""
         kind = BatchedTransport if self._backend.joins else TorchTransport
@@ -233,6 +256,8 @@ class Trainer:
         state = None if checkpoints is None else checkpoints.load(self._executor, self._optimizer, self._averages)
         self._resumed = state
         if state is None:
+            if self.options.resumes:
+                raise InputError("options.resumes", "is set, and there is no checkpoint", "leave it out")
             return 0
         self._evaluations = state.evaluations
         self._calibrator = Calibrator(state.correction, state.num_measured)
@@ -364,18 +389,40 @@ class Trainer:
         return replace(found, weights="ema" if averaged else "trained")
 
     def gather_model(self) -> None:
-        """Give every rank the trained weights of all layers on the CPU, e.g. to evaluate or save the whole model.
+        """Give every rank the trained weights of all layers on the CPU, e.g. to evaluate the whole model.
 
         After training: a layer that was on a GPU is there no more, and one that was shapes alone has memory.
         """
         with together("gathering the model"):
             gather_layers(self.model, self._running, self.layout, self.membership.stage)
+            give_memory(self.model)
             for chunk in self.layout.chunks:
                 for layer in self.model.module(chunk.module).layers[chunk.layers[0] : chunk.layers[1] + 1]:
                     if any(tensor.is_meta for tensor in (*layer.parameters(), *layer.buffers())):
                         layer.to_empty(device="cpu")
                     for tensor in (*layer.parameters(), *layer.buffers()):
                         dist.broadcast(tensor.data, group=self.membership.collectives, group_src=chunk.rank)
+
+    def save_pretrained(self, folder: Path | str, *, shard_bytes: int = SHARD_BYTES) -> None:
+        """Write the trained weights into a folder that the model's own library reads; all processes call it together.
+
+        For a model of `pipeloom.from_transformers`: safetensors with the library's keys, its configuration, and the
+        files of processor and tokenizer of the folder that the model came from. Every rank writes its own layers.
+
+        Parameters
+        ----------
+        folder : path
+            New or empty; all processes share it.
+        shard_bytes : int
+            Most bytes of one file.
+
+        Raises
+        ------
+        InputError
+            When the folder is not empty, or the model is of no library. Training can go on.
+        """
+        writes = self.membership.replica == 0 and self.membership.tensor_rank == 0
+        save_pretrained(self.model, self._executor, writes, Path(folder), shard_bytes)
 
     def _save(self, asked: _Asked, is_last: bool) -> None:
         """Write a checkpoint after an iteration, where one is due."""
@@ -393,6 +440,7 @@ class Trainer:
             self._calibrator.num_measured,
             self._calibrator.correction,
             self._evaluations,
+            origin="" if self.model.pretrained is None else self.model.pretrained.origin,
         )
         with together(f"iteration {asked.batch.iteration}: saving the checkpoint"):
             path = checkpoints.save(self._executor, self._optimizer, state, self._averages)

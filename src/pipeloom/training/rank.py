@@ -44,7 +44,7 @@ def train_rank(job: Job, go_on: bool) -> Summary | None:
     model = with_shapes(job.build_model(), setup.model)
     # Rank 0 has them once it is known where the run begins.
     listeners: list[Listener] = []
-    trainer = _trainer(job, setup, model, listeners)
+    trainer = _trainer(job, setup, model, listeners, go_on)
     first = trainer.resume() if go_on else 0
     given, count = job.task.batches_from(first, job.config.iterations, **job.config.data)
     batches = trainer.skip_trained(given, count)
@@ -64,7 +64,7 @@ def train_rank(job: Job, go_on: bool) -> Summary | None:
             evaluate.after(done)
         evaluate.after(done, is_last=True)
     elapsed_s = time.monotonic() - begin
-    trainer.gather_model()
+    _gather(job, trainer)
     if listener is None:
         return None
     # Everything is on disk before the user's evaluation, in which anything may happen.
@@ -147,7 +147,13 @@ class _Evaluations:
             self.listener.evaluated(found)
 
 
-def _trainer(job: Job, setup: Setup, model: Model, listeners: list[Listener]) -> Trainer:
+def _gather(job: Job, trainer: Trainer) -> None:
+    """Bring the whole model together where somebody asks for it: it may be larger than a rank's memory."""
+    if job.task.evaluate is not None:
+        trainer.gather_model()
+
+
+def _trainer(job: Job, setup: Setup, model: Model, listeners: list[Listener], go_on: bool) -> Trainer:
     config, costs, task = job.config, setup.costs, job.task
 
     def saved(iteration: int, path: Path) -> None:
@@ -173,6 +179,7 @@ def _trainer(job: Job, setup: Setup, model: Model, listeners: list[Listener]) ->
             autocast=AUTOCAST[config.runtime.autocast],
             random_seed=config.seed,
             shard=config.parallel.shard,
+            resumes=go_on,
         ),
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,7 +31,9 @@ from pipeloom.integrations.transformers.layers import (
     record,
 )
 from pipeloom.integrations.transformers.packed import ATTENTION, LENGTHS, as_context, register
+from pipeloom.integrations.transformers.weights import TransformersWeights, load
 from pipeloom.runtime.model import Model, Module, Part, Shape
+from pipeloom.runtime.safetensors_files import TensorFiles
 from pipeloom.spec.batch import AUDIO_FRAMES_PER_SECOND, AUDIO_FRAMES_PER_TOKEN
 
 _IGNORED = -100
@@ -48,17 +50,34 @@ class TransformersModel(Model):
 
     def library_names(self) -> dict[str, str]:
         """From the name of every parameter, ``module.layer.parameter``, to the library's name."""
-        names = {}
-        for module in self.modules:
-            for number, layer in enumerate(module.layers):
-                assert isinstance(layer, LibraryLayer)
-                for name, _ in layer.named_parameters():
-                    names[f"{module.name}.{number}.{name}"] = layer.library_name(name)
-        return names
+        return {ours: theirs for ours, theirs, tensor in _named(self.modules) if isinstance(tensor, nn.Parameter)}
+
+
+def shapes(folder: Path | str) -> TransformersModel:
+    """Make a model of shapes of a folder that need not have weights: to be saved, not to be filled."""
+    if TensorFiles.are_in(Path(folder)):
+        return from_transformers(folder, device="meta")
+    made = from_transformers(load(folder, _family, "meta", None))
+    assert isinstance(made.pretrained, TransformersWeights)
+    made.pretrained.folder = Path(folder)
+    return made
+
+
+def _named(modules: Sequence[Module]) -> Iterator[tuple[str, str, Tensor]]:
+    """All parameters and saved buffers: their names, the library's, and they themselves."""
+    for module in modules:
+        for number, layer in enumerate(module.layers):
+            assert isinstance(layer, LibraryLayer)
+            for name, tensor in layer.state_dict(keep_vars=True).items():
+                yield f"{module.name}.{number}.{name}", layer.library_name(name), tensor
 
 
 def from_transformers(
-    model: Any, *, freeze: Sequence[str] = (), device: torch.device | str | None = None
+    model: Any,
+    *,
+    freeze: Sequence[str] = (),
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
 ) -> TransformersModel:
     """Make a `Model` of a model of the `transformers` library, of the library's own layers.
 
@@ -73,7 +92,10 @@ def from_transformers(
     freeze : sequence of str
         Modules that are not trained: ``"vision"`` is the encoder with what brings its output to the language model.
     device : torch.device, str or None
-        Where a folder's model is made; ``"meta"``: shapes alone, for planning. None: on the CPU.
+        Where a folder's model is made. ``"meta"``: shapes alone; in training every rank then reads the weights of its
+        own layers from the folder. None: on the CPU.
+    dtype : torch.dtype or None
+        Of a folder's model, whatever the folder has; None: torch's default, which training sets to the run's.
 
     Returns
     -------
@@ -83,12 +105,16 @@ def from_transformers(
     Raises
     ------
     InputError
-        The architecture, or an option of it, is not supported.
+        The architecture, or an option of it, is not supported, or the folder's files are not those of the model.
     """
-    if isinstance(model, (str, Path)):
-        model = _load(model, device)
-    elif device is not None:
-        raise InputError("device", f"is {str(device)!r}, and the model is there already", "leave it out")
+    folder = Path(model) if isinstance(model, (str, Path)) else None
+    is_loaded = torch.device(device or "cpu").type != "meta"
+    if folder is not None:
+        model = load(folder, _family, device, dtype)
+    else:
+        for option, given in (("device", device), ("dtype", dtype)):
+            if given is not None:
+                raise InputError(option, f"is {str(given)!r}, and the model is there already", "leave it out")
     name = type(model).__name__
     family = _family(name)
     if getattr(model, "is_activation_checkpointing", False):
@@ -104,6 +130,7 @@ def from_transformers(
     modules = _Builder(model, family.text, encoders).modules(freeze)
     _check_complete(model, encoders, modules)
     sizes = _Sizes(model.config, family.text, encoders)
+    names = {ours: theirs for ours, theirs, _ in _named(modules)}
     return TransformersModel(
         modules,
         partial(_loss, model.loss_function, model.config.get_text_config().vocab_size),
@@ -111,6 +138,7 @@ def from_transformers(
         name=name,
         targets="target tokens",
         describe=sizes.describe,
+        pretrained=TransformersWeights(model, names, folder, is_loaded=is_loaded),
     )
 
 
@@ -118,47 +146,6 @@ def _family(name: str) -> Family:
     if name not in FAMILIES:
         raise InputError("model", f"is a {name}, which is none of {', '.join(sorted(FAMILIES))}")
     return FAMILIES[name]
-
-
-def _load(path: str | Path, device: torch.device | str | None) -> Any:
-    """Load a model as it is trained: with its dropout, which the library turns off."""
-    try:
-        import transformers
-    except ImportError as error:
-        raise InputError(
-            "model", "is a folder of the transformers library", "pip install 'pipeloom[transformers]'"
-        ) from error
-
-    if not (Path(path) / "config.json").is_file():
-        raise InputError(
-            str(path), "is no folder with a config.json", "give a model, or a folder that one was saved in"
-        )
-    config = transformers.AutoConfig.from_pretrained(str(path))
-    names = config.architectures or []
-    kind = getattr(transformers, names[0], None) if names else None
-    if kind is None:
-        raise InputError(f"{path}/config.json", f"has architectures {names}, which transformers does not know")
-    # Before weights are read.
-    _family(names[0])
-    if torch.device(device or "cpu").type == "meta":
-        with torch.device("meta"):
-            # With the folder's dtype.
-            model = kind._from_config(config)
-        return _with_buffers(model)
-    return kind.from_pretrained(str(path), config=config).to(device or "cpu").train()
-
-
-def _with_buffers(model: Any) -> Any:
-    """Give a model of shapes alone its buffers: positions and the like are computed with them."""
-    for module in model.modules():
-        module._is_hf_initialized = False
-        for name, buffer in module.named_buffers(recurse=False):
-            persistent = name not in module._non_persistent_buffers_set
-            module.register_buffer(name, torch.zeros_like(buffer, device="cpu"), persistent=persistent)
-    for parameter in model.parameters():
-        parameter._is_hf_initialized = True
-    model.initialize_weights()
-    return model
 
 
 def _check_loss(model: Any) -> None:

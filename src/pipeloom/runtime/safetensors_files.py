@@ -1,0 +1,259 @@
+"""Files of safetensors: one, or shards with an index, as Hugging Face's libraries lay them into a folder."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch import Tensor
+
+from pipeloom.errors import InputError
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_AT_ONCE_BYTES = 32 * 2**20
+SHARD_BYTES = 5 * 10**9
+"""Most bytes of one file that is written."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Where one tensor lies."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    begin: int
+    """Its first byte in the file."""
+
+
+class TensorFiles:
+    """The tensors of a folder; only heads are read until one is asked for.
+
+    Parameters
+    ----------
+    folder : Path
+    stem : str
+        How the files are called: ``STEM.safetensors``, or ``STEM.safetensors.index.json`` and what it names.
+
+    Attributes
+    ----------
+    tensors : dict of str to Stored
+
+    Raises
+    ------
+    InputError
+        When there is none, one that the index names is missing, or one is damaged.
+    """
+
+    def __init__(self, folder: Path, stem: str = "model") -> None:
+        self.folder = folder
+        self.tensors: dict[str, Stored] = {}
+        single, index = folder / f"{stem}.safetensors", folder / f"{stem}.safetensors.index.json"
+        if single.is_file():
+            self._add(single)
+            return
+        if not index.is_file():
+            found = next((each.name for each in sorted(folder.glob("*.bin"))), "")
+            problem = f"has no {single.name} and no {index.name}" + (f", but {found}" if found else "")
+            raise InputError(str(folder), problem, "save the model there as safetensors")
+        named = _names(index)
+        for name in sorted(set(named.values())):
+            if not (folder / name).is_file():
+                raise InputError(str(folder / name), f"is missing, {index.name} names it", "fetch the folder again")
+            self._add(folder / name)
+        for key, name in named.items():
+            if key not in self.tensors:
+                raise InputError(f"{folder / name}: {key}", f"is missing, {index.name} names it", "fetch it again")
+
+    @staticmethod
+    def are_in(folder: Path, stem: str = "model") -> bool:
+        """Whether a folder has any."""
+        return any((folder / f"{stem}.safetensors{end}").is_file() for end in ("", ".index.json"))
+
+    def _add(self, file: Path) -> None:
+        for key, entry, begin in _head(file):
+            kind = entry["dtype"]
+            if kind not in _DTYPES:
+                raise InputError(f"{file}: {key}", f"is of dtype {kind}", "quantised weights cannot be trained")
+            if key in self.tensors:
+                raise InputError(f"{file}: {key}", f"is in {self.tensors[key].file.name} too", "remove one of them")
+            self.tensors[key] = Stored(file, tuple(entry["shape"]), _DTYPES[kind], begin)
+
+    def read(self, key: str, dtype: torch.dtype | None = None) -> Tensor:
+        """Return a tensor in memory of its own, in the file's dtype or another."""
+        stored = self.tensors[key]
+        tensor = torch.empty(stored.shape, dtype=dtype or stored.dtype)
+        self.read_into(key, tensor)
+        return tensor
+
+    def read_into(self, key: str, target: Tensor) -> None:
+        """Write a tensor into one of the same shape, perhaps of another dtype or elsewhere, a few rows at a time."""
+        stored = self.tensors[key]
+        # Plain reads: pages that are mapped count as this process's memory, and the library's slices read all rows.
+        with stored.file.open("rb", buffering=0) as file, torch.no_grad():
+            file.seek(stored.begin)
+            if target.dtype == stored.dtype and target.device.type == "cpu" and target.is_contiguous():
+                _read(file, target, stored.file)
+                return
+            for rows in _runs(stored):
+                part = torch.empty_like(target[rows], dtype=stored.dtype, device="cpu").contiguous()
+                _read(file, part, stored.file)
+                target[rows].copy_(part)
+
+
+def _read(file: IO[bytes], target: Tensor, name: Path) -> None:
+    raw: Any = target.detach().reshape(-1).view(torch.uint8).numpy()
+    left = memoryview(raw)
+    while len(left):
+        count = file.readinto(left)  # type: ignore[attr-defined]
+        if not count:
+            raise InputError(str(name), "ends too early", "fetch it again")
+        left = left[count:]
+
+
+def _runs(stored: Stored) -> Iterable[Any]:
+    """Runs of rows that are read at once."""
+    if not stored.shape:
+        return (...,)
+    row_bytes = stored.dtype.itemsize * math.prod(stored.shape[1:])
+    step = max(1, _AT_ONCE_BYTES // max(1, row_bytes))
+    return [slice(begin, min(begin + step, stored.shape[0])) for begin in range(0, stored.shape[0], step)]
+
+
+def _head(file: Path) -> Iterator[tuple[str, dict[str, Any], int]]:
+    """What a file says of its tensors: key, entry, and where in the file it begins."""
+    import safetensors  # an extra
+
+    try:
+        # It sees that the head is whole, that tensors cover the file, and that none overlaps another.
+        with safetensors.safe_open(str(file), framework="pt"):
+            pass
+        with file.open("rb") as opened:
+            size = int.from_bytes(opened.read(8), "little")
+            head: dict[str, Any] = json.loads(opened.read(size))
+    except (OSError, ValueError, safetensors.SafetensorError) as error:
+        raise InputError(str(file), f"is damaged ({error})", "fetch it again") from error
+    for key, entry in head.items():
+        if key != "__metadata__":
+            yield key, entry, 8 + size + int(entry["data_offsets"][0])
+
+
+def _names(index: Path) -> dict[str, str]:
+    try:
+        named: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        # Nothing outside of the folder.
+        if any(Path(name).name != name for name in named.values()):
+            raise ValueError("it names files elsewhere")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InputError(str(index), f"is no index of shards ({error})", "fetch the folder again") from error
+    return named
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A file that was written under a name of its own until it is known how many there are."""
+
+    name: str
+    stem: str
+    keys: tuple[str, ...]
+    num_bytes: dict[str, int]
+    """By dtype."""
+
+
+@dataclass
+class ShardWriter:
+    """Writes tensors into files of at most so many bytes; a tensor is let go of once its file is written.
+
+    Parameters
+    ----------
+    folder : Path
+    tag : str
+        Unlike that of every other process that writes there.
+    most_bytes : int
+        Of one file.
+    """
+
+    folder: Path
+    tag: str
+    most_bytes: int = SHARD_BYTES
+    shards: list[Shard] = field(default_factory=list)
+    _waiting: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+
+    def add(self, stem: str, key: str, tensor: Tensor) -> None:
+        """Take a tensor for the files of a stem."""
+        waiting = self._waiting.setdefault(stem, {})
+        if waiting and sum(each.nbytes for each in waiting.values()) + tensor.nbytes > self.most_bytes:
+            self._write(stem)
+        self._waiting.setdefault(stem, {})[key] = tensor
+
+    def close(self) -> list[Shard]:
+        """Write what is left, and return all files."""
+        for stem in list(self._waiting):
+            self._write(stem)
+        return self.shards
+
+    def _write(self, stem: str) -> None:
+        import safetensors.torch  # an extra
+
+        tensors = {key: tensor.detach().contiguous() for key, tensor in self._waiting.pop(stem).items()}
+        name = f"{stem}.{self.tag}-{len(self.shards)}.part"
+        try:
+            (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
+            safetensors.torch.save_file(tensors, str(self.folder / name), metadata={"format": "pt"})
+        except (OSError, safetensors.SafetensorError) as error:
+            raise InputError(str(self.folder), f"cannot be written ({error})", "make room, or name another") from error
+        sizes: Counter[str] = Counter()
+        for tensor in tensors.values():
+            sizes[str(tensor.dtype)] += tensor.nbytes
+        self.shards.append(Shard(name, stem, tuple(tensors), dict(sizes)))
+
+
+def finish_shards(folder: Path, shards: Sequence[Shard]) -> None:
+    """Give files their names, and write an index where a stem has several."""
+    by_stem: dict[str, list[Shard]] = {}
+    for shard in shards:
+        by_stem.setdefault(shard.stem, []).append(shard)
+    for stem, parts in by_stem.items():
+        names = [f"{stem}-{number:05}-of-{len(parts):05}.safetensors" for number in range(1, len(parts) + 1)]
+        if len(parts) == 1:
+            names = [f"{stem}.safetensors"]
+        for part, name in zip(parts, names, strict=True):
+            try:
+                (folder / part.name).rename(folder / name)
+            except OSError as error:
+                remedy = "with several hosts, name a folder that all of them share"
+                raise InputError(str(folder / name), f"cannot be written ({error.strerror})", remedy) from error
+        if len(parts) > 1:
+            files = {key: Path(name).name for part, name in zip(parts, names, strict=True) for key in part.keys}
+            total = sum(sum(part.num_bytes.values()) for part in parts)
+            index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(files.items()))}
+            (folder / f"{stem}.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+
+def most_common_dtype(shards: Sequence[Shard]) -> torch.dtype:
+    """Return the floating dtype of most bytes."""
+    sizes: Counter[str] = Counter()
+    for shard in shards:
+        sizes.update(shard.num_bytes)
+    floating = [
+        name for name, _ in sizes.most_common() if getattr(torch, name.removeprefix("torch.")).is_floating_point
+    ]
+    found: torch.dtype = getattr(torch, (floating or ["torch.float32"])[0].removeprefix("torch."))
+    return found
