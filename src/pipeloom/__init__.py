@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         PlanError,
         PlannerError,
     )
+    from pipeloom.integrations.export import export
     from pipeloom.integrations.transformers.build import from_transformers
     from pipeloom.integrations.transformers.check import check_gradients
     from pipeloom.io import (
@@ -148,6 +149,7 @@ __all__ = [
     "batch_of",
     "check",
     "check_gradients",
+    "export",
     "find_shapes",
     "fit",
     "from_transformers",

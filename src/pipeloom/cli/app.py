@@ -34,6 +34,7 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "train": Command("train", "Train a model over pipeline ranks, each iteration with a schedule made for its batch."),
+    "export": Command("export", "Write a run's trained weights as the model's own library reads them."),
     "plan": Command("plan", "Make the plan of one batch from files: packing, instance, schedule, plan text."),
     "compare": Command("compare", "Time one iteration of a described model under a dozen systems."),
     "pack": Command("pack", "Pack samples into microbatches of even load, and show the loads."),
@@ -61,6 +62,8 @@ _EXTRAS = {
     "ortools": "exact",
     "z3": "exact",
     "gurobipy": "exact",
+    "transformers": "transformers",
+    "safetensors": "transformers",
 }
 """Which extra brings a package that the core does without."""
 _HIDDEN = frozenset({"planner"})

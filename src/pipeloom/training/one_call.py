@@ -113,6 +113,12 @@ class FitResult:
         """Loss of every iteration."""
         return tuple(row.loss for row in self.iterations)
 
+    def save_pretrained(self, folder: Path | str, source: Path | str | None = None) -> None:
+        """Write the trained weights into a folder that the model's own library reads; see `pipeloom.export`."""
+        from pipeloom.integrations.export import export  # a library's reader, and seldom needed
+
+        export(self.checkpoint, folder, source)
+
     @property
     def planned_s(self) -> tuple[float, ...]:
         """Seconds of every iteration, simulated from measured costs."""

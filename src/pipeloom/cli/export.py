@@ -1,0 +1,32 @@
+"""`pipeloom export`: a checkpoint as a folder that the model's own library reads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import typer
+
+_BYTES_A_GB = 10**9
+
+
+def export(
+    checkpoint: Path = typer.Argument(
+        ..., metavar="CHECKPOINT", help="A checkpoint of a run, or the run's folder: then its newest."
+    ),
+    to: Path = typer.Option(..., "--to", metavar="FOLDER", help="New or empty folder."),
+    source: Path | None = typer.Option(
+        None, "--source", metavar="FOLDER", help="Folder that the model came from; by default as the run noted it."
+    ),
+    shard_gb: float = typer.Option(5.0, "--shard-gb", min=0.001, help="Most GB of one file."),
+) -> None:
+    """Write trained weights as the model's own library has them, so that its from_pretrained reads them.
+
+    For runs of models of the transformers library. FOLDER gets safetensors with the library's keys, config.json, and
+    the source's files of processor and tokenizer. Weights are read and written a few at a time.
+
+    Example: pipeloom export runs/my_run --to my_model
+    """
+    from pipeloom.integrations.export import export as write
+
+    taken = write(checkpoint, to, source, shard_bytes=round(shard_gb * _BYTES_A_GB))
+    typer.echo(f"{to}: the weights of {taken}")
