@@ -99,6 +99,7 @@ PUBLIC = {
     "Trainer",
     "TrainerOptions",
     "TrainingRun",
+    "export",
     "fit",
     "from_transformers",
     "launch",
