@@ -105,7 +105,13 @@ class TensorFiles:
 
     def read_into(self, key: str, target: Tensor) -> None:
         """Write a tensor into one of the same shape, perhaps of another dtype or elsewhere, a few rows at a time."""
-        stored = self.tensors[key]
+        try:
+            self._read_into(self.tensors[key], target)
+        except OSError as error:
+            file = self.tensors[key].file
+            raise InputError(f"{file}: {key}", f"cannot be read ({error.strerror})", "fetch the file again") from error
+
+    def _read_into(self, stored: Stored, target: Tensor) -> None:
         # Plain reads: pages that are mapped count as this process's memory, and the library's slices read all rows.
         with stored.file.open("rb", buffering=0) as file, torch.no_grad():
             file.seek(stored.begin)

@@ -243,6 +243,15 @@ def test_a_folder_that_is_not_whole_is_refused(damage: Callable[[Path], object],
     assert "\n" not in str(raised.value)
 
 
+def test_a_file_that_goes_away_is_named(tmp_path: Path) -> None:
+    saved("llama", tmp_path, shards="1GB")
+    model = pl.from_transformers(tmp_path, device="meta")
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(InputError, match=r"model.safetensors: .*weight: cannot be read .No such file") as raised:
+        give_weights(model, separate(model.spec, 2, {}, lambda module, layer: 1.0), 0)
+    assert "\n" not in str(raised.value)
+
+
 def lose_a_shard(folder: Path) -> None:
     next(iter(sorted(folder.glob("*.safetensors")))).unlink()
 
