@@ -17,6 +17,7 @@ def export(
     source: Path | None = typer.Option(
         None, "--source", metavar="FOLDER", help="Folder that the model came from; by default as the run noted it."
     ),
+    ema: bool = typer.Option(False, "--ema", help="Take the average of the weights ([ema] in train.toml)."),
     shard_gb: float = typer.Option(5.0, "--shard-gb", min=0.001, help="Most GB of one file."),
 ) -> None:
     """Write trained weights as the model's own library has them, so that its from_pretrained reads them.
@@ -28,5 +29,7 @@ def export(
     """
     from pipeloom.integrations.export import export as write
 
-    taken = write(checkpoint, to, source, shard_bytes=round(shard_gb * _BYTES_A_GB))
+    taken = write(
+        checkpoint, to, source, weights="ema" if ema else "trained", shard_bytes=round(shard_gb * _BYTES_A_GB)
+    )
     typer.echo(f"{to}: the weights of {taken}")

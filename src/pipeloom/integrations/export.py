@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pipeloom.errors import InputError
 from pipeloom.runtime import Model
-from pipeloom.runtime.checkpoint import SavedWeights
+from pipeloom.runtime.checkpoint import SavedWeights, Weights
 from pipeloom.runtime.pretrained import Pretrained
 from pipeloom.runtime.resume import STATE, TrainerState
 from pipeloom.runtime.safetensors_files import SHARD_BYTES, ShardWriter
@@ -23,7 +23,12 @@ _REMEDY = "give the folder that the model came from, by --source or source="
 
 
 def export(
-    checkpoint: Path | str, folder: Path | str, source: Path | str | None = None, *, shard_bytes: int = SHARD_BYTES
+    checkpoint: Path | str,
+    folder: Path | str,
+    source: Path | str | None = None,
+    *,
+    weights: Weights = "trained",
+    shard_bytes: int = SHARD_BYTES,
 ) -> Path:
     """Write the weights of a checkpoint as the model's own library has them, a few at a time.
 
@@ -36,6 +41,8 @@ def export(
         and tokenizer.
     source : path or None
         The folder that the model came from, or one with its config.json; None: as the run noted it.
+    weights : "trained" or "ema"
+        Those of the last iteration, or their average.
     shard_bytes : int
         Most bytes of one file.
 
@@ -57,7 +64,7 @@ def export(
         model = _model(found, source)
         pretrained = pretrained_of(model)
         writer = ShardWriter(partial_of(target), "0", shard_bytes)
-        for piece in _pieces(found, model, pretrained, shard_bytes):
+        for piece in _pieces(SavedWeights(found, _shapes(model), weights), pretrained, shard_bytes):
             add(writer, [pretrained.saved(piece)])
         add(writer, pretrained.others())
         finish(target, pretrained, writer.close())
@@ -113,19 +120,21 @@ _KINDS: dict[str, Callable[[str], Model]] = {"transformers": _transformers}
 """From the first word of `Pretrained.origin` to what builds the model's shapes from the folder behind it."""
 
 
-def _pieces(checkpoint: Path, model: Model, pretrained: Pretrained, most_bytes: int) -> Iterator[dict[str, Tensor]]:
-    """Weights that are saved together, read some pieces at a time."""
-    shapes = {
+def _shapes(model: Model) -> dict[str, Tensor]:
+    """What a checkpoint has of a model, by name."""
+    return {
         f"{module.name}.{number}.{name}": tensor
         for module in model.modules
         for number, layer in enumerate(module.layers)
         for name, tensor in layer.state_dict().items()
     }
-    pieces = pretrained.pieces()
-    weights = SavedWeights(checkpoint, {name: shapes[name] for piece in pieces for name in piece})
+
+
+def _pieces(weights: SavedWeights, pretrained: Pretrained, most_bytes: int) -> Iterator[dict[str, Tensor]]:
+    """Weights that are saved together, read some pieces at a time."""
     waiting: list[tuple[str, ...]] = []
     size = 0
-    for piece in pieces:
+    for piece in pretrained.pieces():
         num_bytes = sum(map(weights.num_bytes, piece))
         if waiting and size + num_bytes > min(most_bytes, _AT_ONCE_BYTES):
             yield from _read(weights, waiting)

@@ -215,6 +215,8 @@ class SavedWeights:
         A folder that `save_checkpoint` or a training run left.
     wanted : mapping
         What is going to be read by name, as tensors of the right shape; they may be on ``meta``.
+    weights : "trained" or "ema"
+        Those of the last iteration, or their average.
 
     Raises
     ------
@@ -222,9 +224,11 @@ class SavedWeights:
         When there is no whole checkpoint, or it is of another model.
     """
 
-    def __init__(self, path: Path | str, wanted: Mapping[str, Tensor]) -> None:
+    def __init__(self, path: Path | str, wanted: Mapping[str, Tensor], weights: Weights = "trained") -> None:
         self._path = Path(path)
-        _, self._stored, self._files = _opened(path, {f"{_MODEL}.{name}": each for name, each in wanted.items()})
+        self._keys = weight_keys(path, wanted, weights)
+        asked = {key: each for name, each in wanted.items() for key in (f"{_MODEL}.{name}", self._keys[name])}
+        _, self._stored, self._files = _opened(path, asked)
         self._checked: set[str] = set()
 
     def num_bytes(self, name: str) -> int:
@@ -244,9 +248,10 @@ class SavedWeights:
 
         from pipeloom.runtime.checkpoint_files import PlainReader, check_digests
 
-        keys = {f"{_MODEL}.{name}": name for name in names}
-        entries = {key: self._stored[key] for key in keys}
-        state = {key: torch.empty(each.size, dtype=each.properties.dtype) for key, each in entries.items()}
+        keys = {self._keys[name]: name for name in names}
+        # Averages are kept in higher precision.
+        trained = {key: self._stored[f"{_MODEL}.{name}"] for key, name in keys.items()}
+        state = {key: torch.empty(each.size, dtype=each.properties.dtype) for key, each in trained.items()}
         files = {file for name, file in self._files if name in state} - self._checked
         check_digests(self._path, files)
         self._checked |= files
