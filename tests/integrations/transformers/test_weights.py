@@ -374,7 +374,7 @@ def fitted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, pl.FitResult
     folder = tmp_path_factory.mktemp("fitted")
     saved("llama", folder / "from", tie_word_embeddings=True)
     (folder / "from" / "tokenizer.json").write_text("{}")
-    return folder, fit(folder)
+    return folder, fit(folder, ema=pl.EmaConfig(0.5))
 
 
 @pytest.mark.ranks
@@ -398,6 +398,11 @@ def test_a_checkpoint_is_exported(fitted: tuple[Path, pl.FitResult], tmp_path: P
     assert not any(torch.equal(start[name], tensor) for name, tensor in wanted.items())
     assert "tokenizer.json" in {file.name for file in (tmp_path / "to").iterdir()}
     assert again.lm_head.weight is again.model.embed_tokens.weight
+    averaged = pl.from_transformers(folder / "from", device="meta")
+    pl.load_weights(result.checkpoint, averaged, weights="ema")
+    pl.export(result.checkpoint, tmp_path / "averaged", weights="ema")
+    on_ranks.assert_saved(averaged, tmp_path / "averaged")
+    assert any(not torch.equal(wanted[name], tensor) for name, tensor in state_of(averaged).items())
     assert len(load_file(tmp_path / "to" / "model.safetensors")) == len(found) - 1
 
 
