@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeloom.errors import InputError
-from pipeloom.layout import ModulePlacement, chain_of_stages, encoder_first, partition_chain, separate
+from pipeloom.layout import ModulePlacement, chain_of_stages, encoder_first, partition_chain, segment_counts, separate
 from tests.cases import vlm_spec
 
 
@@ -31,6 +31,16 @@ def test_separate_gives_each_module_segments_of_its_own() -> None:
         separate(vlm_spec(4, 8), 4, {"vision": ModulePlacement(2)}, lambda module, layer: 1.0)
     with pytest.raises(InputError, match="'visoin': is unknown"):
         separate(vlm_spec(4, 8), 4, {"visoin": ModulePlacement(1)}, lambda module, layer: 1.0)
+
+
+def test_a_module_of_fewer_layers_than_ranks_has_a_chunk_for_each() -> None:
+    """As what brings a prompt to a transformer's width; the last module has to have layers for all ranks."""
+    layout = separate(vlm_spec(2, 8), 4, {}, lambda module, layer: 1.0)
+    assert [(c.module, c.layers, c.rank) for c in layout.chunks[:2]] == [("vision", (0, 0), 0), ("vision", (1, 1), 1)]
+    assert len(layout.chunks) == 6
+    assert segment_counts({"vision": 1.0, "lm": 3.0}, {"vision": 2, "lm": 8}, 4) == {"vision": 1, "lm": 2}
+    with pytest.raises(InputError, match="'lm': has 3 layers for 4 ranks x 1 segments"):
+        separate(vlm_spec(4, 3), 4, {}, lambda module, layer: 1.0)
 
 
 def test_chain_cuts_across_modules() -> None:

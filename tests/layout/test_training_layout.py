@@ -72,7 +72,7 @@ def test_what_cannot_be_chosen_is_named():
     with pytest.raises(InputError, match="module 'vision': has nothing to do in any sampled"):
         choose_training_layout(Preview(COSTS, PackingSpec(30), texts, 2), budget=FEW)
     with pytest.raises(InputError, match="use fewer ranks"):
-        choose_training_layout(Preview(COSTS, PackingSpec(30), batches(0), 5), budget=FEW)
+        choose_training_layout(Preview(COSTS, PackingSpec(30), batches(0), 7), budget=FEW)
 
 
 def test_the_nearest_are_compared_on_all_batches():

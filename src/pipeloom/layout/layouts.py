@@ -34,7 +34,8 @@ def separate(model: ModelSpec, num_ranks: int, placements: Mapping[str, ModulePl
     """Give each module pipeline segments of its own (DIP section 3.1, separated partitioning).
 
     Every module is cut into ``num_ranks * segments`` chunks, chunk ``j`` on rank ``j % num_ranks``. Where its
-    layers do not divide evenly, chunks are balanced by load.
+    layers do not divide evenly, chunks are balanced by load. A module before the last that has fewer layers than there
+    are ranks has a chunk for each.
 
     Parameters
     ----------
@@ -57,6 +58,8 @@ def separate(model: ModelSpec, num_ranks: int, placements: Mapping[str, ModulePl
         placement = placements.get(module.name, ModulePlacement())
         layers = module.flat_layers
         num_chunks = num_ranks * placement.segments
+        if placement.segments == 1 and module is not model.modules[-1]:
+            num_chunks = min(num_chunks, len(layers))
         if len(layers) < num_chunks:
             raise InputError(
                 f"module {module.name!r}",

@@ -68,7 +68,7 @@ def _seconds(costs: CostModel, module: str, num_layers: int, workload: Workload)
 
 
 def segment_counts(seconds: Mapping[str, float], num_layers: Mapping[str, int], num_ranks: int) -> dict[str, int]:
-    """Segments of every module, ``floor(T_i / T_1)``, at most as many as its layers allow.
+    """Segments of every module, ``floor(T_i / T_1)``, at most as many as its layers allow, and at least one.
 
     Parameters
     ----------
@@ -78,11 +78,11 @@ def segment_counts(seconds: Mapping[str, float], num_layers: Mapping[str, int], 
     Raises
     ------
     InputError
-        A module has fewer layers than there are ranks.
+        The last module has fewer layers than there are ranks.
     """
-    for name, layers in num_layers.items():
-        if layers < num_ranks:
-            raise InputError(f"module {name!r}", f"has {layers} layers for {num_ranks} ranks", "use fewer ranks")
+    name, layers = list(num_layers.items())[-1]
+    if layers < num_ranks:
+        raise InputError(f"module {name!r}", f"has {layers} layers for {num_ranks} ranks", "use fewer ranks")
     least = min((s for s in seconds.values() if s > 0), default=1.0)
     return {name: max(1, min(int(s / least), num_layers[name] // num_ranks)) for name, s in seconds.items()}
 
