@@ -48,10 +48,13 @@ class Part:
     instances : tuple of (int, int)
         The instances that this part covers: position of the sample in ``samples``, and index of the instance
         within that sample (of its images, videos or recordings for a module that reads those, else 0).
+    iteration : int
+        Number of the batch: with it and a sample's id, what is drawn anew every time is the same under any plan.
     """
 
     samples: tuple[Any, ...]
     instances: tuple[tuple[int, int], ...]
+    iteration: int = 0
 
     @property
     def span(self) -> range:
@@ -320,7 +323,7 @@ def make_part(module: ModuleSpec, packing: Packing, samples: Sequence[Any], micr
     else:
         every = [(position, index) for position, count in enumerate(counts) for index in range(count)]
         instances = tuple(every[cut.first : end])
-    return Part(tuple([samples[number] for number in chosen]), instances)
+    return Part(tuple([samples[number] for number in chosen]), instances, packing.batch.iteration)
 
 
 def check_emitted(module: Module, layer: int, found: Collection[str]) -> None:

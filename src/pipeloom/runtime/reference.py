@@ -79,6 +79,7 @@ def whole_part(module: Module, batch: Batch, samples: Sequence[Any]) -> Part:
             for position, sample in enumerate(batch.samples)
             for index in range(num_instances(module.reads, sample))
         ),
+        batch.iteration,
     )
 
 
