@@ -101,6 +101,8 @@ PUBLIC = {
     "TrainingRun",
     "export",
     "fit",
+    "FlowMatching",
+    "from_diffusers",
     "from_transformers",
     "launch",
     "load_weights",

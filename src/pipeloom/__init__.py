@@ -20,6 +20,8 @@ if TYPE_CHECKING:
         PlanError,
         PlannerError,
     )
+    from pipeloom.integrations.diffusers.build import from_diffusers
+    from pipeloom.integrations.diffusers.flow import FlowMatching
     from pipeloom.integrations.export import export
     from pipeloom.integrations.transformers.build import from_transformers
     from pipeloom.integrations.transformers.check import check_gradients
@@ -102,6 +104,7 @@ __all__ = [
     "Executor",
     "FitResult",
     "FitSettings",
+    "FlowMatching",
     "InfeasibleError",
     "InputError",
     "Layout",
@@ -152,6 +155,7 @@ __all__ = [
     "export",
     "find_shapes",
     "fit",
+    "from_diffusers",
     "from_transformers",
     "launch",
     "load",

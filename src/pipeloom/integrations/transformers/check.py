@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from pipeloom.cost import StrategyCost
 from pipeloom.errors import InputError
 from pipeloom.integrations.transformers.build import TransformersModel, clean, from_transformers, num_targets
-from pipeloom.packing import Packing, PackingSpec, pack
+from pipeloom.packing import Packing, PackingSpec, budget_tokens, pack
 from pipeloom.plan import ExecutionPlan, boundary_shapes, lower, verify
 from pipeloom.runtime import Executor, ExecutorOptions, ThreadHub, batch_of
 from pipeloom.spec import STRATEGIES, Batch, Chunk, Layout, ModelSpec, ModuleLayout, Workload
@@ -87,13 +87,13 @@ def check_gradients(
 
     Parameters
     ----------
-    model : transformers.PreTrainedModel
-        As `from_transformers` takes it; it is copied.
+    model : transformers.PreTrainedModel or DiffusersModel
+        As `from_transformers` takes it, or what `from_diffusers` made; it is copied.
     batch : sequence
         Samples, a few and small ones.
     ranks : int
     freeze : sequence of str
-        As `from_transformers`.
+        As `from_transformers`; what `from_diffusers` made has its own.
     plans : int
         How many are tried; the worst is told.
     seed : int
@@ -108,11 +108,17 @@ def check_gradients(
     InputError
         The model or a sample is not supported.
     """
-    if not hasattr(model, "config"):
-        raise InputError("model", f"is a {type(model).__name__}", "give the library's own model")
+    beside = getattr(model, "beside_library", None)
     with _double():
-        library_loss, wanted = _library(_twin(model), batch)
-        ours = from_transformers(_twin(model), freeze=freeze)
+        if beside is not None:
+            if freeze:
+                raise InputError("freeze", f"is {tuple(freeze)}, and the model is made already", "make it so")
+            ours, library_loss, wanted = beside(batch)
+        elif hasattr(model, "config"):
+            library_loss, wanted = _library(_twin(model), batch)
+            ours = from_transformers(_twin(model), freeze=freeze)
+        else:
+            raise InputError("model", f"is a {type(model).__name__}", "give the library's own model")
     described = batch_of(batch, ours.describe)
     worst: GradientCheck | None = None
     for number in range(plans):
@@ -230,7 +236,7 @@ class _Drawn:
 def _draw(rng: random.Random, spec: ModelSpec, batch: Batch, ranks: int) -> _Drawn:
     """Draw a layout, a packing, an order and strategies."""
     layout = _draw_layout(rng, spec, ranks)
-    longest = max(sample.sequence_tokens for sample in batch.samples)
+    longest = int(budget_tokens(batch, spec).max())
     packing = pack(batch, spec, layout, PackingSpec(rng.randint(longest, 3 * longest), "first_fit"))
     split = rng.random() < 0.5
     costs: Any = _Costs(str(rng.random()), split)

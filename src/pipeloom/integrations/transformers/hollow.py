@@ -6,13 +6,15 @@ import copy
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
 from pipeloom.errors import PipeloomError
 
+_PARTS_AND_HOOKS = frozenset(name for name, value in vars(nn.Module()).items() if isinstance(value, dict))
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Play = Callable[["Probe", Tensor, Arguments], Tensor]
 
@@ -35,6 +37,8 @@ class Running:
     """What parts give that stand before the blocks."""
     lengths: tuple[int, ...] | None = None
     """Lengths of the packed sequences; None: masks are of no interest."""
+    values: dict[str, Any] = field(default_factory=dict)
+    """What parts give that are `Given`, and what `note` has noted, by name."""
 
 
 class _Here(threading.local):
@@ -70,12 +74,14 @@ class Probe(nn.Module):
 
     tower: str
     place: int
-    gives_tuple: bool
+    extras: int
+    """How many things the block gives beside its state."""
 
-    def forward(self, state: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Do what the running model is to do at this block."""
-        output = _now().play(self, state, (args, kwargs))
-        return (output, None) if self.gives_tuple else output
+        state, *others = args or (kwargs.pop("hidden_states"),)
+        output = _now().play(self, state, (tuple(others), kwargs))
+        return (output, *[None] * self.extras) if self.extras else output
 
 
 class Filler(nn.Module):
@@ -100,10 +106,10 @@ class EmbeddingFiller(nn.Module):
 class ConvolutionFiller(nn.Module):
     """Stands for a convolution of images into patches: nothing, of the shape that it would have."""
 
-    def __init__(self, convolution: nn.Module) -> None:
+    def __init__(self, convolution: nn.Module, width: int | None = None) -> None:
         super().__init__()
         given: Any = convolution
-        self.width = given.out_channels
+        self.width = width or given.out_channels
         self.sizes = tuple(zip(given.kernel_size, given.stride, given.padding, strict=True))
         # The library asks for its dtype.
         self.register_buffer("weight", given.weight.detach().new_empty(0, device="cpu"), persistent=False)
@@ -126,7 +132,33 @@ class Gap(nn.Module):
         raise PipeloomError("the library's forward calls a part that lies in another layer")
 
 
-def probes(tower: str, blocks: Sequence[nn.Module], gives_tuple: bool = False) -> nn.ModuleList:
+class Given(nn.Module):
+    """Stands for a part: gives values of the running model, one or, of several names, a tuple."""
+
+    def __init__(self, names: str | tuple[str, ...]) -> None:
+        super().__init__()
+        self.names = names
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Give them; None where there are none."""
+        del args, kwargs
+        values = _now().values
+        if isinstance(self.names, str):
+            return values.get(self.names)
+        return tuple(values.get(name) for name in self.names)
+
+
+def note(part: nn.Module, names: tuple[str, ...]) -> None:
+    """Have what a part gives noted as values of the running model."""
+    part.register_forward_hook(partial(_note, names))
+
+
+def _note(names: tuple[str, ...], part: nn.Module, given: Any, output: tuple[Any, ...]) -> None:
+    del part, given
+    _now().values.update(zip(names, output, strict=True))
+
+
+def probes(tower: str, blocks: Sequence[nn.Module], extras: int = 0) -> nn.ModuleList:
     """Return a probe for every block of a tower, with the block's own plain attributes."""
     classes: dict[type, type] = {}
     out = nn.ModuleList()
@@ -139,7 +171,7 @@ def probes(tower: str, blocks: Sequence[nn.Module], gives_tuple: bool = False) -
         for name, value in vars(block).items():
             if not name.startswith("_") and not hasattr(nn.Module, name):
                 setattr(probe, name, value)
-        probe.tower, probe.place, probe.gives_tuple = tower, place, gives_tuple
+        probe.tower, probe.place, probe.extras = tower, place, extras
         out.append(probe)
     return out
 
@@ -162,8 +194,8 @@ def _hollow(module: nn.Module, path: str, keep: tuple[str, ...], swap: Mapping[s
     new = copy.copy(module)
     state = vars(new)
     for name, value in list(state.items()):
-        if name.startswith("_") and isinstance(value, dict):
-            # Its own dictionaries of parts and hooks; those of the model stay as they are.
+        if name in _PARTS_AND_HOOKS:
+            # Its own; those of the model stay as they are.
             state[name] = type(value)()
     # The library's mark that its hooks are on the blocks.
     state.pop("_output_capturing_hooks_installed", None)

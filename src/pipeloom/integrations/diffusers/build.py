@@ -1,0 +1,308 @@
+"""`from_diffusers`: a transformer of the library, and its text encoder, as a `Model`."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipeloom.errors import InputError
+from pipeloom.integrations.diffusers.families import Family, family_of
+from pipeloom.integrations.diffusers.flow import FlowMatching, Noising, noising, wide
+from pipeloom.integrations.diffusers.layers import (
+    TransformerBlock,
+    TransformerContext,
+    TransformerFirst,
+    TransformerLast,
+    Words,
+)
+from pipeloom.integrations.diffusers.library import library_gradients
+from pipeloom.integrations.diffusers.load import load
+from pipeloom.integrations.diffusers.samples import Inputs, Reader, noised_items
+from pipeloom.integrations.diffusers.text import check_encoder, text_module
+from pipeloom.integrations.transformers.hollow import ConvolutionFiller, Filler, Given, hollow, note, probes
+from pipeloom.runtime.model import Model, Module, Part
+from pipeloom.spec import TensorShape
+
+MODULES = ("text", "condition", "transformer")
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """What a model was made of: the library's own parts, and what was asked for."""
+
+    transformer: Any
+    text_encoder: Any
+    noising: Noising
+    freeze: tuple[str, ...]
+
+    def doubled(self) -> Source:
+        """Return a copy in double precision without dropout."""
+        transformer, text_encoder = copy.deepcopy((self.transformer, self.text_encoder))
+        for each in (transformer, text_encoder):
+            if each is not None:
+                nn.Module.double(each).eval()
+        return replace(self, transformer=transformer, text_encoder=text_encoder)
+
+
+@dataclass(frozen=True, eq=False)
+class DiffusersModel(Model):
+    """A `Model` of the layers of a transformer of the `diffusers` library.
+
+    Its ``describe`` tells the sizes of a sample, and as ``id`` the sample's own or a digest of it.
+    """
+
+    _: KW_ONLY
+    source: Source
+    reader: Reader
+    names: dict[str, str] = field(repr=False)
+
+    def library_names(self) -> dict[str, str]:
+        """From the name of every parameter, ``module.layer.parameter``, to the library's name.
+
+        That begins with the part's folder in a pipeline: ``transformer`` or ``text_encoder``.
+        """
+        return dict(self.names)
+
+    def beside_library(self, batch: Sequence[Any]) -> tuple[DiffusersModel, float, dict[str, Tensor]]:
+        """Return a copy in double precision without dropout, and the library's own loss and gradients of a batch."""
+        source = self.source.doubled()
+        loss, gradients = library_gradients(source.transformer, source.text_encoder, self.reader, source.noising, batch)
+        return build(self.source.doubled()), loss, gradients
+
+
+def from_diffusers(
+    model: Any,
+    text_encoder: Any = None,
+    *,
+    scheduler: Any = None,
+    freeze: Sequence[str] = ("text",),
+    device: torch.device | str | None = None,
+    flow: FlowMatching = FlowMatching(),  # noqa: B008 - frozen
+) -> DiffusersModel:
+    """Make a `Model` of a diffusion transformer of the `diffusers` library, of the library's own layers.
+
+    It is trained by flow matching: from a sample with noise and the time, the transformer predicts the velocity from
+    the sample to the noise. The loss is the mean over samples of the mean squared error, as in the library's training
+    scripts. A sample is a mapping: ``latents`` (channels, frames, height, width) as the auto-encoder gives them, and
+    the prompt: ``input_ids`` and perhaps ``attention_mask`` as the pipeline's tokenizer gives them, or
+    ``prompt_embeds`` where there is no text encoder. The library's own layers are used, and go on working in it.
+
+    Parameters
+    ----------
+    model : diffusers.ModelMixin, diffusers.DiffusionPipeline, str or pathlib.Path
+        A transformer, a pipeline with one, or a folder that either was saved in.
+    text_encoder : transformers.PreTrainedModel or None
+        T5 or UMT5, for a transformer without a pipeline; None: samples have ``prompt_embeds``.
+    scheduler : diffusers.SchedulerMixin or None
+        Whose times and sigmas are trained on; None: the pipeline's, or one with the library's defaults.
+    freeze : sequence of str
+        Modules that are not trained, of ``"text"``, ``"condition"`` (what brings the prompt to the transformer's
+        width) and ``"transformer"``.
+    device : torch.device, str or None
+        Where a folder's parts are made; ``"meta"``: shapes alone, for planning. None: on the CPU.
+    flow : FlowMatching
+        How times are drawn and weighted, and the seed.
+
+    Returns
+    -------
+    DiffusersModel
+        A `Model` with ``describe``, which tells the sizes of a sample.
+
+    Raises
+    ------
+    InputError
+        The architecture, or an option of it, is not supported.
+    """
+    if isinstance(model, (str, Path)):
+        parts = load(Path(model), device, trains_text="text" not in freeze)
+    elif device is not None:
+        raise InputError("device", f"is {str(device)!r}, and the model is there already", "leave it out")
+    else:
+        parts = dict(getattr(model, "components", {"transformer": model}))
+    for name in freeze:
+        if name not in MODULES:
+            raise InputError("freeze", f"{name!r} is no module", f"there are {', '.join(MODULES)}")
+    if parts.get("transformer_2") is not None:
+        raise InputError("model", "has two transformers, each for some of the times", "give one of them")
+    transformer = parts.get("transformer")
+    encoder = parts.get("text_encoder") if text_encoder is None else text_encoder
+    drawing = noising(flow, parts.get("scheduler") if scheduler is None else scheduler)
+    return build(Source(transformer, encoder, drawing, tuple(freeze)))
+
+
+def build(source: Source) -> DiffusersModel:
+    """Make the model of what there is."""
+    transformer, encoder = source.transformer, source.text_encoder
+    family = family_of(type(transformer).__name__)
+    for option, is_set, remedy in family.refused:
+        if is_set(transformer.config):
+            raise InputError(f"model.config.{option}", f"is {transformer.config[option]}", remedy)
+    if transformer.is_gradient_checkpointing:
+        remedy = "turn it off by model.disable_gradient_checkpointing(); plans choose what is recomputed"
+        raise InputError("model", "recomputes its blocks itself", remedy)
+    if transformer.is_cache_enabled:
+        raise InputError("model", "keeps what its blocks gave for later steps", "turn it off by model.disable_cache()")
+    projection = transformer.get_submodule(family.words)
+    width = int(next(projection.parameters()).shape[1])
+    if encoder is not None:
+        check_encoder(encoder, width)
+    reader = Reader(transformer.config, family, width, encoder is not None)
+    modules = [] if encoder is None else [text_module(encoder, reader.prompt, "text" in source.freeze)]
+    modules += _Builder(source, family, reader).modules()
+    return DiffusersModel(
+        modules,
+        _Loss(reader, source.noising),
+        _one,
+        name=type(transformer).__name__,
+        targets="samples",
+        describe=reader.describe,
+        source=source,
+        reader=reader,
+        names=_names(source, modules),
+    )
+
+
+def _one(sample: Any) -> float:
+    del sample
+    return 1.0
+
+
+def _names(source: Source, modules: Sequence[Module]) -> dict[str, str]:
+    """The library's name of every parameter; refused is a model of which one would be left out."""
+    theirs: dict[int, str] = {}
+    for folder, part in (("transformer", source.transformer), ("text_encoder", source.text_encoder)):
+        for name, parameter in part.named_parameters() if part is not None else ():
+            theirs[id(parameter)] = f"{folder}.{name}"
+    names, held = {}, set()
+    for module in modules:
+        for number, layer in enumerate(module.layers):
+            for name, parameter in layer.named_parameters():
+                names[f"{module.name}.{number}.{name}"] = theirs[id(parameter)]
+                held.add(id(parameter))
+    for key, name in theirs.items():
+        # An encoder's table beside the one that it embeds with, where they are not one.
+        if key not in held and name != "text_encoder.shared.weight":
+            raise InputError(f"parameter {name!r}", "belongs to no layer", "this form of the model is not supported")
+    return names
+
+
+@dataclass(frozen=True, eq=False)
+class _Loss:
+    """Sum over samples of the mean squared error of what is predicted, weighted."""
+
+    reader: Reader
+    noising: Noising
+
+    def __call__(self, output: Tensor, part: Part) -> Tensor:
+        items = self.reader.items(part)
+        losses, begin = [], 0
+        for item, noised in zip(items, noised_items(self.noising, items, part), strict=True):
+            target = self.reader.enter(noised.target).to(output.device)
+            predicted = output[begin : begin + item.video.tokens].reshape(target.shape)
+            losses.append((noised.weight.to(output.device) * (wide(predicted) - target) ** 2).mean())
+            begin += item.video.tokens
+        return torch.stack(losses).sum()
+
+
+class _Builder:
+    """Makes the modules of one transformer."""
+
+    def __init__(self, source: Source, family: Family, reader: Reader) -> None:
+        self.model, self.freeze, self.family, self.reader = source.transformer, source.freeze, family, reader
+        self.noising = source.noising
+        self.encodes = source.text_encoder is not None
+        first = self.model.get_submodule(family.first)
+        self.dtype = first.weight.dtype
+        self.width = int(first.weight.shape[0])
+        self.blocks: Any = self.model.get_submodule(family.blocks)
+
+    def modules(self) -> list[Module]:
+        return [self._condition(), self._transformer()]
+
+    def _shape(self, *dims: int | str) -> TensorShape:
+        return TensorShape(dims, str(self.dtype)[6:])
+
+    def _condition(self) -> Module:
+        family, rows = self.family, self._shape("tokens", self.width)
+        emits: dict[str, Any] = {"words": rows}
+        if family.pads:
+            emits["padding"] = self._shape("instances", self.width)
+        return Module(
+            "condition",
+            [Words(self.model.get_submodule(family.words), self.dtype, family.pads)],
+            reads="text",
+            output=rows,
+            inputs=None if self.encodes else _Embeddings(self.reader),
+            context=_count,
+            after=("text",) if self.encodes else (),
+            frozen="condition" in self.freeze,
+            kinds=("words",),
+            emits={0: emits},
+        )
+
+    def _transformer(self) -> Module:
+        family = self.family
+        layers: list[nn.Module] = [TransformerFirst(self._first(), self.dtype)]
+        layers += [TransformerBlock(block, self.dtype) for block in self.blocks]
+        layers.append(TransformerLast(self._shell(family.last, family.given), self.dtype))
+        numbers = self.model.get_submodule("proj_out").out_features
+        taken = ("words", "modulation", "padding") if family.pads else ("words", "modulation")
+        sizes = [sum(p.numel() for p in block.parameters()) for block in self.blocks]
+        blocks = zip(self.blocks, sizes, strict=True)
+        outline = self._shell((), family.given, with_rope=True)
+        return Module(
+            "transformer",
+            layers,
+            reads="videos",
+            hidden=self._shape("tokens", self.width),
+            output=self._shape("tokens", numbers),
+            inputs=Inputs(self.reader, self.noising, self.dtype),
+            context=TransformerContext(outline, family, self.reader, len(self.blocks), self.width, self.dtype),
+            frozen="transformer" in self.freeze,
+            kinds=("first", *(f"{type(block).__name__}[{size}]" for block, size in blocks), "last"),
+            emits={
+                0: {
+                    "modulation": self._shape("instances", 6 * self.width),
+                    "time": self._shape("instances", self.width),
+                }
+            },
+            takes={**{1 + i: taken for i in range(len(self.blocks))}, 1 + len(self.blocks): ("time",)},
+        )
+
+    def _first(self) -> nn.Module:
+        family = self.family
+        shell = self._shell((family.first, *family.clock_parts), {family.words: "words"})
+        names = family.given[family.clock]
+        assert isinstance(names, tuple)
+        note(shell.get_submodule(family.clock), names)
+        return shell
+
+    def _shell(self, keep: tuple[str, ...], given: Any, with_rope: bool = False) -> nn.Module:
+        """The transformer with some of its parts, and what stands for others."""
+        family = self.family
+        swap: dict[str, nn.Module] = {path: Given(names) for path, names in given.items()}
+        swap[family.blocks] = probes("transformer", self.blocks)
+        if not with_rope:
+            swap["rope"] = Given("rope")
+        if family.first not in keep:
+            first = self.model.get_submodule(family.first)
+            swap[family.first] = ConvolutionFiller(first, width=1) if hasattr(first, "out_channels") else Filler()
+        return hollow(self.model, keep, swap)
+
+
+@dataclass(frozen=True)
+class _Embeddings:
+    reader: Reader
+
+    def __call__(self, part: Part) -> Tensor:
+        return torch.cat([self.reader.prompt(part.samples[place]) for place, _ in part.instances])
+
+
+def _count(part: Part) -> dict[str, Any]:
+    return {"count": len(part.instances)}

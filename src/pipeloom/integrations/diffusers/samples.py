@@ -1,0 +1,203 @@
+"""Samples: latents and a prompt, what is counted in them, and which of them go through the transformer together."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeloom.errors import InputError
+from pipeloom.integrations.diffusers.families import Family, Video
+from pipeloom.integrations.diffusers.flow import Noised, Noising
+from pipeloom.runtime.model import Part
+from pipeloom.spec.batch import FRAME_COMPRESSION, FRAMES_PER_SECOND, PIXEL_COMPRESSION
+
+Sample = Mapping[str, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Item:
+    """One sample that was understood.
+
+    Attributes
+    ----------
+    name : str
+        Its id.
+    latents : Tensor
+        (channels, frames, height, width).
+    prompt : Tensor
+        Ids of its tokens, or its embedding; those of padding left out where the text encoder does not see them.
+    video : Video
+    """
+
+    name: str
+    latents: Tensor
+    video: Video
+
+
+@dataclass(frozen=True, eq=False)
+class Reader:
+    """Understands samples.
+
+    Attributes
+    ----------
+    config
+        The transformer's.
+    family : Family
+    text_width : int
+        Of the prompt's embedding.
+    encodes : bool
+        Whether there is a text encoder, so that prompts are ids.
+    """
+
+    config: Any
+    family: Family
+    text_width: int
+    encodes: bool
+
+    @property
+    def prompt_key(self) -> str:
+        """Entry of a sample that has its prompt."""
+        return "input_ids" if self.encodes else "prompt_embeds"
+
+    def read(self, sample: Sample) -> Item:
+        """Return what is in a sample.
+
+        Raises
+        ------
+        InputError
+            Naming the entry.
+        """
+        known = ["id", "latents", self.prompt_key]
+        if self.encodes or self.family.attends_to_padding:
+            known.append("attention_mask")
+        if self.family.scale:
+            known.append("rope_interpolation_scale")
+        for name in sample:
+            if name not in known:
+                raise InputError(f"sample.{name}", "is nothing that this model is given", f"it is {', '.join(known)}")
+        latents, (prompt, mask) = torch.as_tensor(_entry(sample, "latents")), self._prompt(sample)
+        own = sample.get("id")
+        name = _digest(latents, prompt) if own is None else str(own)
+        seen = tuple(int(each) for each in mask.tolist()) if self.family.attends_to_padding else ()
+        rows = self._rows(prompt, mask)
+        video = Video(*self._sizes(latents), len(rows), len(prompt), seen, self._scale(sample))
+        return Item(name, latents, video)
+
+    def prompt(self, sample: Sample) -> Tensor:
+        """Return ids of a prompt's tokens, or its embedding, without the padding that the text encoder is not shown."""
+        return self._rows(*self._prompt(sample))
+
+    def _rows(self, prompt: Tensor, mask: Tensor) -> Tensor:
+        count = len(mask) if self.family.attends_to_padding else int(mask.sum())
+        if not mask[:count].all() and not self.family.attends_to_padding:
+            raise InputError("sample.attention_mask", "has a zero before a one", "pad prompts at their end")
+        if not mask.any():
+            raise InputError(f"sample.{self.prompt_key}", "has no token", "an empty prompt has the one that ends it")
+        return prompt[:count]
+
+    def _prompt(self, sample: Sample) -> tuple[Tensor, Tensor]:
+        """The prompt as it is given, and which of its rows are no padding."""
+        prompt = torch.as_tensor(_entry(sample, self.prompt_key))
+        width = 1 if self.encodes else self.text_width
+        if not self.encodes and prompt.shape[-1] != width:
+            raise InputError("sample.prompt_embeds", f"are {prompt.shape[-1]} wide, the model takes {width}")
+        prompt = prompt.reshape(-1) if self.encodes else prompt.reshape(-1, width)
+        given = sample.get("attention_mask")
+        mask = torch.ones(len(prompt), dtype=torch.int64) if given is None else torch.as_tensor(given).reshape(-1)
+        if len(mask) != len(prompt):
+            raise InputError("sample.attention_mask", f"has {len(mask)} entries, {self.prompt_key} {len(prompt)}")
+        return prompt, mask
+
+    def _sizes(self, latents: Tensor) -> tuple[tuple[int, ...], tuple[int, int, int]]:
+        channels, patch = self.family.channels(self.config), self.family.patch(self.config)
+        shape = tuple(latents.shape)
+        if len(shape) != 4 or shape[0] != channels or 0 in shape:
+            remedy = f"give ({channels}, frames, height, width), as the library's auto-encoder has them"
+            raise InputError("sample.latents", f"have the shape {shape}", remedy)
+        if any(side % of for side, of in zip(shape[1:], patch, strict=True)):
+            raise InputError("sample.latents", f"of {shape[1:]} do not divide into tokens of {patch}", "crop them")
+        frames, height, width = (side // of for side, of in zip(shape[1:], patch, strict=True))
+        most = self.family.longest(self.config)
+        if most is not None and max(frames, height, width) > most:
+            raise InputError(
+                "sample.latents", f"have {max(frames, height, width)} tokens along a side", f"cut to {most}"
+            )
+        # Without its numbers.
+        form = self.family.enter(self.config, latents.new_zeros(()).expand(shape)).shape
+        return tuple(form), (frames, height, width)
+
+    def _scale(self, sample: Sample) -> tuple[float, ...]:
+        scale = tuple(float(each) for each in sample.get("rope_interpolation_scale", self.family.scale))
+        if len(scale) != len(self.family.scale):
+            raise InputError("sample.rope_interpolation_scale", f"has {len(scale)} numbers", "give three")
+        return scale
+
+    def describe(self, sample: Sample) -> dict[str, Any]:
+        """Return what the planner is told of a sample."""
+        item = self.read(sample)
+        frames, height, width = item.video.grid
+        return {
+            "id": item.name,
+            "text_tokens": item.video.words,
+            # Such that as many tokens are reckoned from them as there are.
+            "video_seconds": [frames * FRAME_COMPRESSION / FRAMES_PER_SECOND],
+            "video_height": [height * PIXEL_COMPRESSION],
+            "video_width": [width * PIXEL_COMPRESSION],
+        }
+
+    def items(self, part: Part) -> list[Item]:
+        """Return the samples of a part."""
+        return [self.read(part.samples[place]) for place, _ in part.instances]
+
+    def enter(self, latents: Tensor) -> Tensor:
+        """Return latents as the transformer takes them."""
+        return self.family.enter(self.config, latents)
+
+
+def _entry(sample: Sample, name: str) -> Any:
+    if sample.get(name) is None:
+        raise InputError(f"sample.{name}", "is missing", "give it with every sample")
+    return sample[name]
+
+
+def runs_of(items: Sequence[Item]) -> list[Video]:
+    """Return samples that follow one another and are of one size as batches."""
+    return [replace(video, count=len(list(run))) for video, run in groupby(item.video for item in items)]
+
+
+@dataclass(frozen=True, eq=False)
+class Inputs:
+    """What a part gives the transformer's first layer: times, and latents with noise, a batch for each run."""
+
+    reader: Reader
+    noising: Noising
+    dtype: torch.dtype
+
+    def __call__(self, part: Part) -> tuple[Tensor, ...]:
+        items = self.reader.items(part)
+        noised = noised_items(self.noising, items, part)
+        entered = [self.reader.enter(each.noisy).to(self.dtype) for each in noised]
+        batches, begin = [], 0
+        for run in runs_of(items):
+            batches.append(torch.stack(entered[begin : begin + run.count]))
+            begin += run.count
+        return (torch.cat([each.time for each in noised]), *batches)
+
+
+def noised_items(noising: Noising, items: Sequence[Item], part: Part) -> list[Noised]:
+    """Return the noise of samples in the part's iteration."""
+    return [noising.of(item.latents, item.name, part.iteration) for item in items]
+
+
+def _digest(*tensors: Tensor) -> str:
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        digest.update(str(tuple(tensor.shape)).encode())
+        digest.update(tensor.detach().contiguous().cpu().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,178 @@
+"""The text encoder in front of a transformer: T5 or UMT5 of the `transformers` library, prompt by prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipeloom.errors import InputError
+from pipeloom.integrations.diffusers.samples import Sample
+from pipeloom.integrations.transformers.hollow import (
+    Arguments,
+    EmbeddingFiller,
+    Reached,
+    Running,
+    hollow,
+    probes,
+    run_with,
+)
+from pipeloom.integrations.transformers.layers import stop
+from pipeloom.runtime.model import Module, Part, Shape
+from pipeloom.spec import TensorShape
+
+_BIAS = 2
+"""Place among what a block is called with where T5 has the position bias that its first block gives all others."""
+_T5, _UMT5 = "T5EncoderModel", "UMT5EncoderModel"
+
+
+class TextFirst(nn.Module):
+    """The embedding of tokens."""
+
+    def __init__(self, shell: nn.Module) -> None:
+        super().__init__()
+        self.shell = shell
+
+    def forward(self, ids: Tensor, *, lengths: tuple[int, ...]) -> Tensor:
+        """Take the ids of all prompts, one after the other."""
+        del lengths
+        try:
+            with run_with(Running(stop)):
+                self.shell(input_ids=ids[None])
+        except Reached as reached:
+            return reached.state[0]
+        raise AssertionError("the library's forward never came to a block")
+
+
+class TextBlock(nn.Module):
+    """A block of the encoder, called for every prompt by itself: it reckons positions from what it is given."""
+
+    def __init__(self, inner: nn.Module, outline: nn.Module, bias: Any = None) -> None:
+        super().__init__()
+        self.inner, self.outline, self.bias = inner, outline, bias
+
+    def forward(self, x: Tensor, *, lengths: tuple[int, ...]) -> Tensor:
+        """Take and give the states of all prompts."""
+        return torch.cat([self._one(each[None])[0] for each in torch.split(x, list(lengths))])
+
+    def _one(self, x: Tensor) -> Tensor:
+        args, kwargs = self._arguments(x)
+        if self.bias is not None:
+            length = x.shape[1]
+            bias = self.bias.compute_bias(length, length, device=x.device)
+            args = (*args[: _BIAS - 1], bias, *args[_BIAS:])
+        output = self.inner(x, *args, **kwargs)
+        out: Tensor = output[0] if isinstance(output, tuple) else output
+        return out
+
+    def _arguments(self, x: Tensor) -> Arguments:
+        """What the library's forward calls its first block with."""
+        found: list[Arguments] = []
+
+        def play(_: nn.Module, state: Tensor, arguments: Arguments) -> Tensor:
+            found.append(arguments)
+            raise Reached(state)
+
+        try:
+            with torch.no_grad(), run_with(Running(play)):
+                self.outline(inputs_embeds=x)
+        except Reached:
+            return found[0]
+        raise AssertionError("the library's forward never came to a block")
+
+
+class TextLast(nn.Module):
+    """The norm behind the blocks."""
+
+    def __init__(self, shell: nn.Module) -> None:
+        super().__init__()
+        self.shell = shell
+
+    def forward(self, x: Tensor, *, lengths: tuple[int, ...]) -> Tensor:
+        """Give the embeddings of all prompts."""
+        del lengths
+        state = x[None]
+        with run_with(Running(lambda *_: state)):
+            found: Tensor = self.shell(inputs_embeds=state.detach()).last_hidden_state
+        return found[0]
+
+
+@dataclass(frozen=True)
+class _Ids:
+    prompt: Callable[[Sample], Tensor]
+
+    def __call__(self, part: Part) -> Tensor:
+        return torch.cat([self.prompt(part.samples[place]) for place, _ in part.instances])
+
+
+@dataclass(frozen=True)
+class _Lengths:
+    prompt: Callable[[Sample], Tensor]
+
+    def __call__(self, part: Part) -> dict[str, Any]:
+        return {"lengths": tuple(len(self.prompt(part.samples[place])) for place, _ in part.instances)}
+
+
+def check_encoder(encoder: nn.Module, width: int) -> None:
+    """Refuse an encoder that is not known, or that another transformer was made for.
+
+    Raises
+    ------
+    InputError
+    """
+    name = type(encoder).__name__
+    if name not in (_T5, _UMT5):
+        raise InputError("text_encoder", f"is a {name}", f"there are {_T5}, {_UMT5}; or give samples prompt_embeds")
+    config: Any = encoder.config
+    if config.d_model != width:
+        raise InputError("text_encoder", f"gives {config.d_model} numbers a token, the transformer takes {width}")
+    if getattr(encoder, "is_activation_checkpointing", False):
+        raise InputError("text_encoder", "recomputes its blocks itself", "turn it off; plans choose what is recomputed")
+
+
+def text_module(encoder: Any, prompt: Callable[[Sample], Tensor], frozen: bool) -> Module:
+    """Return the encoder as the module ``text``.
+
+    Parameters
+    ----------
+    encoder : transformers.T5EncoderModel or UMT5EncoderModel
+    prompt : callable
+        From a sample to the ids of its prompt.
+    frozen : bool
+    """
+    stack, is_t5 = encoder.encoder, type(encoder).__name__ == _T5
+    blocks = stack.block
+
+    def shell(*keep: str, embedding: nn.Module | None = None) -> nn.Module:
+        swap = {"block": probes("text", blocks, 2 if is_t5 else 0)}
+        return hollow(stack, keep, swap if embedding is None else {**swap, "embed_tokens": embedding})
+
+    outline = shell(embedding=EmbeddingFiller()).eval()
+    layers: list[nn.Module] = [TextFirst(shell("embed_tokens"))]
+    for place, block in enumerate(blocks):
+        bias = None
+        if is_t5 and place:
+            # The table of the first block's, and nothing else of it.
+            bias = hollow(blocks[0].layer[0].SelfAttention, ("relative_attention_bias",), {})
+        layers.append(TextBlock(block, outline, bias))
+    layers.append(TextLast(shell("final_layer_norm")))
+    shape: Shape = TensorShape(("tokens", encoder.config.d_model), str(stack.embed_tokens.weight.dtype)[6:])
+    sizes = [sum(p.numel() for p in layer.parameters()) for layer in layers[1:-1]]
+    return Module(
+        "text",
+        layers,
+        reads="text",
+        hidden=shape,
+        output=shape,
+        inputs=_Ids(prompt),
+        context=_Lengths(prompt),
+        frozen=frozen,
+        kinds=(
+            "first",
+            *(f"{type(block).__name__}[{size}]" for block, size in zip(blocks, sizes, strict=True)),
+            "last",
+        ),
+    )

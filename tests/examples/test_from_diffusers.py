@@ -1,0 +1,56 @@
+"""The example of `pl.from_diffusers` trains as one process would, and the page shows it."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import pipeloom as pl
+from pipeloom.training import PlannerConfig
+from tests.examples.on_ranks import EXAMPLES
+
+sys.path.append(str(EXAMPLES))
+
+import from_diffusers as example
+
+ITERATIONS = 2
+
+
+def test_the_page_shows_the_example() -> None:
+    page = (EXAMPLES.parent / "docs" / "from-diffusers.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert (EXAMPLES / "from_diffusers.py").read_text().endswith("\n\n" + code)
+
+
+def test_it_learns() -> None:
+    torch.manual_seed(0)
+    model = example.build_model()
+    optimizer = torch.optim.AdamW([p for m in model.modules for layer in m.layers for p in layer.parameters()])
+    losses = []
+    for number, samples in zip(range(15), example.batches(), strict=False):
+        losses.append(pl.run_undivided(model, pl.batch_of(samples, model.describe, number), samples))
+        optimizer.step()
+        optimizer.zero_grad()
+    assert sum(losses[-3:]) < 0.8 * sum(losses[:3])
+
+
+@pytest.mark.full
+@pytest.mark.ranks
+def test_losses_are_those_of_one_process(tmp_path: Path) -> None:
+    settings = pl.FitSettings(
+        iterations=ITERATIONS, folder=tmp_path / "run", planner=PlannerConfig(budget_s=0.02, deadline_s=60.0)
+    )
+    result = pl.fit(example.build_model, example.batches, ranks=2, settings=settings)
+    torch.manual_seed(0)
+    model = example.build_model()
+    optimizer = torch.optim.AdamW([p for m in model.modules for layer in m.layers for p in layer.parameters()])
+    losses = []
+    for number, samples in zip(range(ITERATIONS), example.batches(), strict=False):
+        losses.append(pl.run_undivided(model, pl.batch_of(samples, model.describe, number), samples))
+        optimizer.step()
+        optimizer.zero_grad()
+    assert result.losses == pytest.approx(losses, rel=1e-4)
