@@ -12,7 +12,7 @@ import msgspec
 
 from pipeloom.errors import InputError
 from pipeloom.spec.batch import Sample
-from pipeloom.spec.model import Reads, StreamEnd, check_modules, check_streams, find_module, instance_lengths
+from pipeloom.spec.model import Reads, StreamEnd, check_modules, check_streams, find_module, lengths_in
 
 Norm = Literal["layer", "rms"]
 
@@ -326,7 +326,7 @@ class ModuleArchitecture(msgspec.Struct, frozen=True, forbid_unknown_fields=True
 
     def lengths(self, sample: Sample) -> tuple[int, ...]:
         """Lengths of the sequences that one sample sends through this module (maybe none)."""
-        return tuple(n for n in instance_lengths(self.reads, sample) if n)
+        return tuple(n for n in lengths_in(self.name, self.reads, sample) if n)
 
 
 class Architecture(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

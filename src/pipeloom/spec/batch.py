@@ -23,6 +23,9 @@ class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     video_height: tuple[int, ...] = ()
     video_width: tuple[int, ...] = ()
     audio_seconds: tuple[float, ...] = ()
+    lengths: dict[str, tuple[int, ...]] | msgspec.UnsetType = msgspec.UNSET
+    """By a module's name, lengths of the sequences that go through it, where what it reads does not tell them: one for
+    each document, image, video or recording of the sample that it reads."""
 
     def __post_init__(self) -> None:
         """Refuse sizes that no batch can have."""
@@ -32,6 +35,10 @@ class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             for i, value in enumerate(getattr(self, name) or ()):
                 if not 0 < value < float("inf"):
                     raise InputError(f"sample {self.id!r}.{name}[{i}]", f"{value} is not positive and finite")
+        for name, lengths in ({} if self.lengths is msgspec.UNSET else self.lengths).items():
+            for i, length in enumerate(lengths):
+                if length < 1:
+                    raise InputError(f"sample {self.id!r}.lengths[{name!r}][{i}]", f"{length} is below 1")
         if self.image_patches is not None and len(self.image_patches) != len(self.image_tokens):
             raise InputError(
                 f"sample {self.id!r}.image_patches",

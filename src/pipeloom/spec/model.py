@@ -141,7 +141,25 @@ class ModuleSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def instance_lengths(self, sample: Sample) -> tuple[int, ...]:
         """Lengths of the sequences that one sample sends through this module (maybe none)."""
-        return instance_lengths(self.reads, sample)
+        return lengths_in(self.name, self.reads, sample)
+
+
+def lengths_in(name: str, reads: Reads, sample: Sample) -> tuple[int, ...]:
+    """Lengths of the sequences that a sample sends through a module: its own, or those of what the module reads.
+
+    Raises
+    ------
+    InputError
+        There are more or fewer than the sample has of what the module reads.
+    """
+    if sample.lengths is msgspec.UNSET or name not in sample.lengths:
+        return instance_lengths(reads, sample)
+    found, count = sample.lengths[name], num_instances(reads, sample)
+    if len(found) != count:
+        raise InputError(
+            f"sample {sample.id!r}.lengths[{name!r}]", f"has {len(found)} entries, the sample {count} of {reads}"
+        )
+    return found
 
 
 def instance_lengths(reads: Reads, sample: Sample) -> tuple[int, ...]:
