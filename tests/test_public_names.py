@@ -69,6 +69,13 @@ PUBLIC = {
     "Setup",
     "plan_batch",
     "verify",
+    # data
+    "ArrowDataset",
+    "Batches",
+    "CorruptSampleError",
+    "Dataset",
+    "ParquetDataset",
+    "WebDataset",
     # training
     "Callback",
     "CheckpointConfig",

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         PlanError,
         PlannerError,
     )
+    from pipeloom.integrations.data.processed import ArrowDataset, ParquetDataset, WebDataset
     from pipeloom.integrations.diffusers.build import from_diffusers
     from pipeloom.integrations.diffusers.flow import FlowMatching
     from pipeloom.integrations.export import export
@@ -42,7 +43,10 @@ if TYPE_CHECKING:
     from pipeloom.planner.planning import PlannedBatch, plan_batch
     from pipeloom.planner.problem import Problem
     from pipeloom.runtime import (
+        Batches,
         Checkpoints,
+        CorruptSampleError,
+        Dataset,
         Emit,
         Executor,
         Model,
@@ -88,11 +92,15 @@ __version__ = "0.1.0"
 __getattr__, __dir__ = lazy_names(__name__, __file__)
 
 __all__ = [
+    "ArrowDataset",
     "Batch",
+    "Batches",
     "Callback",
     "CheckpointConfig",
     "Checkpoints",
     "Chunk",
+    "CorruptSampleError",
+    "Dataset",
     "Deadline",
     "Edges",
     "EmaConfig",
@@ -119,6 +127,7 @@ __all__ = [
     "Pairs",
     "ParallelConfig",
     "Parallelism",
+    "ParquetDataset",
     "Part",
     "PipeloomError",
     "PlanError",
@@ -148,6 +157,7 @@ __all__ = [
     "Trainer",
     "TrainerOptions",
     "TrainingRun",
+    "WebDataset",
     "__version__",
     "batch_of",
     "check",

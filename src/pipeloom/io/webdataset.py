@@ -35,9 +35,7 @@ def read_shard(path: PathLike) -> list[tuple[str, dict[str, Any]]]:
             for member in shard:
                 if not member.isfile():
                     continue
-                folder, _, base = member.name.rpartition("/")
-                stem, _, extension = base.partition(".")
-                name = f"{folder}/{stem}" if folder else stem
+                name, extension = split_member(member.name)
                 found.setdefault(name, None)
                 if extension == "json":
                     found[name] = _object(shard, member, name, f"{where}: {printable(member.name)}")
@@ -53,6 +51,13 @@ def read_shard(path: PathLike) -> list[tuple[str, dict[str, Any]]]:
                 "write its sizes into one, see docs/formats.md",
             )
     return [(name, row) for name, row in found.items() if row is not None]
+
+
+def split_member(member: str) -> tuple[str, str]:
+    """The sample's name and the extension of a file in a shard: the extension begins at the first dot."""
+    folder, _, base = member.rpartition("/")
+    stem, _, extension = base.partition(".")
+    return (f"{folder}/{stem}" if folder else stem), extension
 
 
 def _object(shard: tarfile.TarFile, member: tarfile.TarInfo, name: str, where: str) -> dict[str, Any]:

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING
 from pipeloom.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from pipeloom.runtime.batches import Batches
     from pipeloom.runtime.checkpoint import load_checkpoint, load_weights, save_checkpoint
+    from pipeloom.runtime.dataset import CorruptSampleError, Dataset, LazySample
     from pipeloom.runtime.device import choose_device, group_device
     from pipeloom.runtime.emulation import emulate, step_durations
     from pipeloom.runtime.executor import Executor
@@ -36,11 +38,15 @@ __getattr__, __dir__ = lazy_names(__name__, __file__)
 __all__ = [
     "ActionTime",
     "BatchedTransport",
+    "Batches",
     "Checkpoints",
+    "CorruptSampleError",
+    "Dataset",
     "DescribedBatch",
     "Emit",
     "Executor",
     "ExecutorOptions",
+    "LazySample",
     "MeasureOptions",
     "Mesh",
     "Model",

@@ -21,7 +21,9 @@ from torch import nn
 
 from pipeloom.errors import ExecutionError, InputError
 from pipeloom.plan import Delivery
+from pipeloom.runtime.batches import bound
 from pipeloom.runtime.coordination import SameBatch, broadcast_bytes, together, unpack_answer
+from pipeloom.runtime.dataset import count_targets
 from pipeloom.runtime.executor import Executor
 from pipeloom.runtime.membership import BatchLoads, Membership
 from pipeloom.runtime.model import Model, user_code
@@ -130,13 +132,13 @@ class Evaluator:
         layers = [layer for of_chunk in self.executor.layers.values() for layer in of_chunk]
         num_batches, num_samples, loss_sum, num_targets = 0, 0, 0.0, 0.0
         with random_kept(self.executor.device), evaluating(layers):
-            source = iter(batches)
+            source = iter(bound(batches, self.model))
             try:
                 while num_batches != most and (given := self._next(source, num_batches)) is not None:
                     samples, batch = given
                     loss_sum += self._loss_sum(samples, batch, plan)
                     with user_code("num_targets"):
-                        num_targets += float(sum(map(self.model.num_targets, samples)))
+                        num_targets += count_targets(self.model, samples)
                     num_batches, num_samples = num_batches + 1, num_samples + len(samples)
             finally:
                 close_reading(source)

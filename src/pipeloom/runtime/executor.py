@@ -12,10 +12,12 @@ from pipeloom.errors import ExecutionError, InputError, PipeloomError
 from pipeloom.packing import Packing
 from pipeloom.plan import ExecutionPlan, action_text, collective_order
 from pipeloom.runtime.blocks import kept_casts
+from pipeloom.runtime.dataset import count_targets
 from pipeloom.runtime.device import StalledError, queues_of
 from pipeloom.runtime.flops import FlopCounts
 from pipeloom.runtime.iteration import ExecutorOptions, Iteration
 from pipeloom.runtime.linker import LinkedPlan, Linker
+from pipeloom.runtime.loads import Loader
 from pipeloom.runtime.model import Model
 from pipeloom.runtime.random_state import ForwardSeeds
 from pipeloom.runtime.result import StepResult
@@ -79,6 +81,7 @@ class Executor:
         self.device = _with_index(torch.device(device))
         self.queues = queues_of(transport, self.device)
         self.flops: FlopCounts | None = None
+        self.loader = Loader(options.workers)
         seed = options.random_seed
         self.forward_seeds = None if seed is None else ForwardSeeds(seed, self.device)
         self._linker = Linker(layout, model, rank)
@@ -191,7 +194,7 @@ class Executor:
             raise ExecutionError(f"rank {self.rank}: a linked plan runs once; prepare it anew")
         linked.was_run = True
         if normaliser is None:
-            normaliser = float(sum(self.model.num_targets(sample) for sample in samples))
+            normaliser = count_targets(self.model, samples)
         if not 0 < normaliser < float("inf"):
             raise ExecutionError(
                 f"rank {self.rank}: the batch has {normaliser} {self.model.targets}; give it at least one"
@@ -219,6 +222,7 @@ class Executor:
             raise ExecutionError(f"{self._where(linked, len(stamps) - 1)}: {type(error).__name__}: {error}") from error
         finally:
             linked.unlink()
+            iteration.close()
         return StepResult(
             iteration.loss_sum,
             normaliser,

@@ -17,6 +17,7 @@ from pipeloom.runtime.blocks import ChunkActivation
 from pipeloom.runtime.device import DeviceQueues
 from pipeloom.runtime.flops import FlopCounts
 from pipeloom.runtime.linker import LinkedPlan
+from pipeloom.runtime.loads import Loader
 from pipeloom.runtime.model import Model, Part, make_part
 from pipeloom.runtime.random_state import ForwardSeeds
 from pipeloom.runtime.reduce import Finish, ReduceGradients, zero_missing
@@ -46,6 +47,8 @@ class ExecutorOptions:
     random_seed: int | None = 0
     """What layers draw at random depends on this, the iteration, the samples and the layers, and not on the plan; the
     same on all ranks. None: they draw from the process's generator in the order of the plan."""
+    workers: int = 2
+    """Threads that load samples of a `Dataset` ahead; 0: none."""
 
 
 class RankParts(Protocol):
@@ -55,6 +58,7 @@ class RankParts(Protocol):
     layout: Layout
     device: torch.device
     transport: Transport
+    loader: Loader
     queues: DeviceQueues
     options: ExecutorOptions
     forward_seeds: ForwardSeeds | None
@@ -82,6 +86,7 @@ class Iteration:
         normaliser: float,
     ) -> None:
         self.linked, self.samples = linked, samples
+        self.loads = here.loader.begin(linked, samples)
         self.here, self.queues, self.device, self.options = here, here.queues, here.device, here.options
         self.optimizer_step = optimizer_step
         self.normaliser = normaliser
@@ -217,7 +222,10 @@ class Iteration:
         part, context = state.part, state.context
         if part is None:
             module = state.module
-            part = make_part(module.spec, self.linked.packing, self.samples, state.microbatch, state.sub_microbatch)
+            if self.loads is not None:
+                part = self.loads.take(state)
+            else:
+                part = make_part(module.spec, self.linked.packing, self.samples, state.microbatch, state.sub_microbatch)
             if module.context is not None:
                 context = {name: self._to_device(value) for name, value in module.context(part).items()}
             state.part, state.context = part, context
@@ -316,6 +324,11 @@ class Iteration:
                 earlier.append((parameter, parameter.grad))
                 parameter.grad = None
         return earlier
+
+    def close(self) -> None:
+        """Give up what is being loaded."""
+        if self.loads is not None:
+            self.loads.close()
 
     def finish(self) -> None:
         """Wait for reductions, and let go of whole parameters: afterwards an optimiser may step."""

@@ -238,6 +238,7 @@ class _Link:
             if part is None:
                 part = self.parts[part_key] = PartState(role.module, microbatch, sub)
             part.num_users += 1
+            part.contents |= role.before < 0
         bounds = self.linker.known_bounds[chunk].get(action.strategy)
         if bounds is None:
             first, last = role.layer_numbers

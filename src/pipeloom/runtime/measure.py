@@ -19,6 +19,7 @@ from pipeloom.cost import LayerMeasurement, Profile, ProfileCosts, fit_profile
 from pipeloom.errors import InputError, check_count
 from pipeloom.layout import ModulePlacement, single_rank, typical_seconds
 from pipeloom.packing import Packing, PackingSpec, budget_tokens, check_budget, pack, packing_of
+from pipeloom.runtime.dataset import load_part
 from pipeloom.runtime.model import (
     Emit,
     Model,
@@ -175,7 +176,7 @@ class _Measuring:
 
         ``streams`` has those of the modules before; ``here`` gets those of this part.
         """
-        part = make_part(module.spec, self.packing, self.samples, microbatch, sub)
+        part = load_part(make_part(module.spec, self.packing, self.samples, microbatch, sub), module.name)
         workload = self.packing.parts_of(microbatch, module.name)[sub].workload
         with user_code(f"module {module.name!r}.context"):
             context = {} if module.context is None else module.context(part)

@@ -44,7 +44,8 @@ class Part:
     Attributes
     ----------
     samples : tuple
-        The user's own sample objects: all samples of the microbatch.
+        The user's own sample objects: all samples of the microbatch. Of a `Dataset`, those in ``span`` are loaded,
+        others are not.
     instances : tuple of (int, int)
         The instances that this part covers: position of the sample in ``samples``, and index of the instance
         within that sample (of its images, videos or recordings for a module that reads those, else 0).
@@ -296,7 +297,7 @@ def _tied_names(modules: Sequence[Module]) -> tuple[tuple[str, ...], ...]:
 
 
 def make_part(module: ModuleSpec, packing: Packing, samples: Sequence[Any], microbatch: int, sub: int) -> Part:
-    """Cut from the real samples what one sub-microbatch gives a module.
+    """Cut from the samples what one sub-microbatch gives a module; those of a `Dataset` are not loaded yet.
 
     Parameters
     ----------

@@ -92,6 +92,8 @@ class DescribedBatch(list[Any]):
     """The samples of a batch, with their metadata."""
 
     metadata: tuple[Sample, ...] = ()
+    num_skipped: int = 0
+    """Damaged samples that were left out of it."""
 
 
 def batch_of(samples: Sequence[Any], describe: Describe | None, iteration: int = 0) -> Batch:
@@ -198,7 +200,8 @@ class _Shared:
     """What the thread and its reader have in common; the thread must not hold the reader itself."""
 
     source: Iterator[Iterable[Any]] | None
-    describe: Describe
+    describe: Describe | None
+    """None: the source gives described batches."""
     batches: queue.Queue[Any]
     stopped: threading.Event = field(default_factory=threading.Event)
 
@@ -206,7 +209,7 @@ class _Shared:
 class Reading(Iterator[DescribedBatch]):
     """One pass over a loader; `close` it where it is left before its end."""
 
-    def __init__(self, source: Iterator[Iterable[Any]], describe: Describe, depth: int) -> None:
+    def __init__(self, source: Iterator[Iterable[Any]], describe: Describe | None, depth: int) -> None:
         self._shared = _Shared(source, describe, queue.Queue(depth))
         self._thread = threading.Thread(target=_read, args=(self._shared,), name="pipeloom-prefetch", daemon=True)
         self._ended = False
@@ -265,9 +268,12 @@ def _next_batch(shared: _Shared) -> Any:
     """The next batch with its metadata, or the end."""
     assert shared.source is not None
     try:
-        batch = DescribedBatch(next(shared.source))
+        given = next(shared.source)
     except StopIteration:
         return _END
+    if shared.describe is None:
+        return given
+    batch = DescribedBatch(given)
     rows = []
     for place, sample in enumerate(batch):
         try:

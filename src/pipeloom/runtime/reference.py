@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from pipeloom.errors import InputError
+from pipeloom.runtime.dataset import count_targets, load_part
 from pipeloom.runtime.model import Emit, Model, Module, Part, check_emitted, empty_output, upstream_rows
 from pipeloom.runtime.reduce import zero_missing
 from pipeloom.runtime.weights import give_all_weights
@@ -37,7 +38,7 @@ def run_undivided(model: Model, batch: Batch, samples: Sequence[Any], *, backwar
     """
     model.check_stated()
     give_all_weights(model)
-    normaliser = float(sum(model.num_targets(sample) for sample in samples))
+    normaliser = count_targets(model, samples)
     if not normaliser > 0:
         raise InputError("samples", f"have {normaliser} {model.targets}", "give at least one")
     for module in model.modules:
@@ -71,16 +72,13 @@ def run_undivided(model: Model, batch: Batch, samples: Sequence[Any], *, backwar
 
 
 def whole_part(module: Module, batch: Batch, samples: Sequence[Any]) -> Part:
-    """All that a batch has for a module."""
-    return Part(
-        tuple(samples),
-        tuple(
-            (position, index)
-            for position, sample in enumerate(batch.samples)
-            for index in range(num_instances(module.reads, sample))
-        ),
-        batch.iteration,
+    """All that a batch has for a module, loaded."""
+    instances = tuple(
+        (position, index)
+        for position, sample in enumerate(batch.samples)
+        for index in range(num_instances(module.reads, sample))
     )
+    return load_part(Part(tuple(samples), instances, batch.iteration), module.name)
 
 
 def rows_of(

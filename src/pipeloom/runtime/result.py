@@ -98,6 +98,8 @@ class StepReport:
         Operations of the model's own forward and backward over all replicas; 0 where they are not counted.
     mfu : float or None
         These over what all devices could do in the wall time; None where that is not known.
+    num_skipped : int
+        Damaged samples that were left out of the batch.
     """
 
     iteration: int
@@ -118,6 +120,7 @@ class StepReport:
     step_s: float = 0.0
     flops: float = 0.0
     mfu: float | None = None
+    num_skipped: int = 0
 
     @property
     def measured_ns(self) -> tuple[tuple[int, int], ...]:

@@ -19,6 +19,7 @@ from pipeloom.errors import ExecutionError, InputError, PlanError, check_positiv
 from pipeloom.packing import Packing
 from pipeloom.plan import BACKENDS, Answer, Delivery, backend_of, verify
 from pipeloom.runtime.ahead import Ahead, Coming, tell_dealing
+from pipeloom.runtime.batches import bound
 from pipeloom.runtime.coordination import (
     FirstPlan,
     Patience,
@@ -28,6 +29,7 @@ from pipeloom.runtime.coordination import (
     together,
     unpack_answer,
 )
+from pipeloom.runtime.dataset import count_targets
 from pipeloom.runtime.divide import Sharding, divide_model, gather_layers
 from pipeloom.runtime.ema import Averages
 from pipeloom.runtime.evaluate import Evaluated, Evaluator, PlanForwards
@@ -123,6 +125,8 @@ class TrainerOptions:
     autocast: torch.dtype | None = None
     """Run layers and loss under `torch.autocast` with this dtype; the shapes that modules state must then have the
     dtypes that come out of it."""
+    workers: int = 2
+    """Threads of every rank that load samples of a `Dataset` ahead; 0: none."""
     random_seed: int | None = 0
     """Of what layers draw at random, see `ExecutorOptions`."""
     shard: Sharding | None = None
@@ -201,6 +205,7 @@ class Trainer:
                 timeout_s=options.timeout_s,
                 sum_tied=sums_over_ranks(self._running, layout, limit, self.device.type),
                 random_seed=options.random_seed,
+                workers=options.workers,
             ),
         )
         trained = self._executor.trained_parameters()
@@ -272,7 +277,7 @@ class Trainer:
             When that one is not the batch that was trained then: the data has changed, and going on would train some
             samples twice and others never.
         """
-        source = iter(batches)
+        source = iter(bound(batches, self.model))
         last: Sequence[Any] | None = None
         for _ in range(count):
             last = next(source, None)
@@ -307,7 +312,9 @@ class Trainer:
             When a rank cannot run its plan or another rank has died.
         """
         # Where there are replicas, a batch is dealt while the one before it is planned.
-        ahead = Ahead(batches, first_iteration, self._describe, int(self.membership.num_replicas > 1))
+        ahead = Ahead(
+            bound(batches, self.model), first_iteration, self._describe, int(self.membership.num_replicas > 1)
+        )
         iteration = first_iteration
         first: FirstPlan | None = FirstPlan()
         same: SameBatch | None = None
@@ -475,7 +482,7 @@ class Trainer:
     def _step(self, asked: _Asked, delivery: Delivery | None, answer: Answer, packing: Packing) -> StepReport:
         batch, correction = asked.batch, asked.correction
         with user_code("num_targets"):
-            normaliser = float(sum(map(self.model.num_targets, asked.whole.samples)))
+            normaliser = count_targets(self.model, asked.whole.samples)
         cpu_ns = time.thread_time_ns()
         try:
             result = self._executor.run(answer.plan, packing, asked.samples, normaliser=normaliser)
@@ -525,6 +532,7 @@ class Trainer:
             learning_rate=learning_rate,
             flops=float(totals[2]),
             num_tokens=sum(sample.sequence_tokens for sample in asked.whole.batch.samples),
+            num_skipped=getattr(asked.whole.samples, "num_skipped", 0),
         )
 
     def _update(self, norm: torch.Tensor) -> None:

@@ -65,6 +65,8 @@ class PartState:
     microbatch: int
     sub_microbatch: int
     num_users: int = 0
+    contents: bool = False
+    """Whether the module's first layer runs here, so that contents are loaded."""
     part: Part | None = None
     context: dict[str, Any] | None = None
 

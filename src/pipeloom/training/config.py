@@ -128,6 +128,12 @@ class RuntimeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """``cuda``: a GPU for each rank, messages by NCCL; ``auto``: so where there are enough, else the CPU."""
     autocast: Literal["bf16"] | None = None
     """Run layers and loss under autocast; the model must state the dtypes of shapes that come out of it."""
+    workers: int = 2
+    """Threads of every rank that load samples of a data set ahead; 0: none."""
+
+    def __post_init__(self) -> None:
+        """Refuse negative counts."""
+        check_not_negative("runtime.workers", self.workers)
 
 
 class CheckpointConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -151,7 +157,8 @@ class TrainConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
     name: str
     task: str = ""
-    """Python file with ``build_model``, ``batches``, ``describe`` and, if wanted, others; needed in a file."""
+    """Python file with ``build_model``, ``batches``, ``describe`` and, if wanted, others; a file needs it, or
+    ``model.transformers``."""
     iterations: int
     layout: LayoutConfig
     packing: PackingSpec
@@ -237,6 +244,7 @@ def read_config(path: Path) -> TrainConfig:
         Naming the file and the field.
     """
     config = read_spec(path, TrainConfig)
-    if not config.task:
-        raise InputError(f"{path}: task", "is missing", "name a Python file; see docs/train.md for what it offers")
+    if not config.task and "transformers" not in config.model:
+        remedy = "name a Python file, or a model's folder in [model] transformers; see docs/train.md"
+        raise InputError(f"{path}: task", "is missing", remedy)
     return config

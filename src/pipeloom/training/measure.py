@@ -14,6 +14,7 @@ from pipeloom.cost import Profile
 from pipeloom.errors import PipeloomError
 from pipeloom.planner import Setup
 from pipeloom.runtime import Model, ProfileOptions, find_shapes, profile_model, user_code
+from pipeloom.runtime.batches import bound
 from pipeloom.runtime.device import DeviceType
 from pipeloom.runtime.prefetch import Describe, batch_of, close_reading
 from pipeloom.spec import Batch
@@ -63,7 +64,7 @@ def typical_batches(
     described: list[Batch] = []
     idle = {module.name for module in model.spec.modules}
     with user_code("batches"):
-        source = iter(given)
+        source = iter(bound(given, model))
         for samples in itertools.islice(source, _MOST_PROFILED_BATCHES):
             batches.append(list(samples))
             described.append(batch_of(samples, describe or model.describe, len(described)))

@@ -6,7 +6,7 @@ import itertools
 import pickle
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -18,6 +18,7 @@ from pipeloom.cost import Profile
 from pipeloom.errors import InputError
 from pipeloom.layout import ModulePlacement
 from pipeloom.packing import PackingSpec, budget_tokens
+from pipeloom.runtime import Batches as LoadedBatches
 from pipeloom.runtime import Model, this_worker
 from pipeloom.runtime.prefetch import Describe
 from pipeloom.runtime.rates import MakeOptimizer, MakeScheduler
@@ -307,6 +308,8 @@ def _build(model: Callable[[], Model] | bytes, *, seed: int) -> Any:
 def _batches(batches: Callable[[], Batches] | bytes, most: int | None, *, num_iterations: int) -> Batches:  # noqa: ARG001
     """Give the batches; `num_iterations` says no more than ``most`` where there is one."""
     given = pickle.loads(batches) if isinstance(batches, bytes) else batches()
+    if isinstance(given, LoadedBatches):
+        return given if most is None else replace(given, limit=min(most, len(given)))
     return given if most is None else itertools.islice(given, most)
 
 

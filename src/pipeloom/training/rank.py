@@ -178,6 +178,7 @@ def _trainer(job: Job, setup: Setup, model: Model, listeners: list[Listener], go
             device=group_device(),
             autocast=AUTOCAST[config.runtime.autocast],
             random_seed=config.seed,
+            workers=config.runtime.workers,
             shard=config.parallel.shard,
             resumes=go_on,
         ),

@@ -69,6 +69,8 @@ class Summary(msgspec.Struct, frozen=True):
     """Of every evaluation while training ran, after how many iterations, and the loss."""
     difference: Difference | None = None
     """Where measured and planned time differ, over the iterations that were looked at; null where none was."""
+    samples_skipped: int = 0
+    """Damaged samples that were left out of batches."""
     format: str = "pipeloom.summary/1"
 
 
@@ -103,6 +105,8 @@ class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Over the wall time."""
     mfu: float | None = None
     """Operations of the model over what the devices could do in that time; absent where these are not known."""
+    num_skipped: int = 0
+    """Damaged samples that were left out of the batch."""
 
 
 @dataclass(frozen=True)
@@ -214,6 +218,7 @@ class Recorder:
             lead_s=report.lead_s,
             fresh=report.fresh,
             reason=report.reason,
+            num_skipped=report.num_skipped,
             start=self._start,
             learning_rate=report.learning_rate,
             num_tokens=report.num_tokens,
@@ -304,6 +309,7 @@ class Recorder:
                 difference=difference,
                 advice=advice,
                 evaluations=tuple((each.iteration, each.loss) for each in self.evaluations),
+                samples_skipped=sum(row.num_skipped for row in rows),
             )
         )
 

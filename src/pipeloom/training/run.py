@@ -24,6 +24,7 @@ from pipeloom.runtime.divide import check_divisible
 from pipeloom.search import METHODS, SearchParams
 from pipeloom.training.config import read_config
 from pipeloom.training.display import Display, Quiet
+from pipeloom.training.folder_task import folder_task
 from pipeloom.training.job import Job
 from pipeloom.training.layouts import given_layout, held_copies, lay_out, preview
 from pipeloom.training.measure import FirstBatches, known_profile, measured_profile
@@ -67,7 +68,7 @@ class TrainingRun(Job):
 
     @classmethod
     def from_toml(cls, path: Path | str, *, runs: Path | str = "runs", display: Display | None = None) -> TrainingRun:
-        """Read a train.toml and import its task file.
+        """Read a train.toml and import its task file, or the folder of a model and the data that it names.
 
         Parameters
         ----------
@@ -84,6 +85,8 @@ class TrainingRun(Job):
         """
         file = Path(path)
         config = read_config(file)
+        if not config.task:
+            return cls(config, folder_task(config, file), Path(runs) / config.name, file, display or Quiet())
         source = (file.parent / config.task).resolve()
         if not source.is_file():
             raise InputError(f"{file}: task", f"{str(source)!r} is not a file", "give a Python file beside train.toml")

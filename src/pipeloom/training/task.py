@@ -7,7 +7,7 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from pipeloom.errors import InputError
-from pipeloom.runtime import Model, user_code
+from pipeloom.runtime import Batches, Model, user_code
 from pipeloom.runtime.prefetch import Describe
 from pipeloom.runtime.rates import MakeOptimizer, MakeScheduler
 from pipeloom.training.callbacks import Callback
@@ -137,7 +137,10 @@ class Task:
         if start and "start" in inspect.signature(self.batches).parameters:
             arguments["start"], count = start - 1, 1
         with user_code(f"{self.name}: batches({_names(arguments, 'num_iterations')})"):
-            return self.batches(num_iterations=num_iterations, **arguments), count
+            given = self.batches(num_iterations=num_iterations, **arguments)
+        if start and isinstance(given, Batches):
+            return replace(given, first=start - 1), 1
+        return given, count
 
     def evaluation_batches(self, given: Mapping[str, Any], own: Mapping[str, Any]) -> Iterable[Sequence[Any]]:
         """Give the batches of one evaluation.

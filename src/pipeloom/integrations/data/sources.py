@@ -1,0 +1,243 @@
+"""Where examples come from: shards of WebDataset, Parquet files, folders of the `datasets` library; each by number."""
+
+from __future__ import annotations
+
+import copy
+import glob
+import tarfile
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from pipeloom.errors import InputError
+from pipeloom.integrations.data.blobs import Blob
+from pipeloom.io.webdataset import split_member
+
+Paths = str | Path | Sequence[str | Path]
+
+
+class Source(Protocol):
+    """Examples by number: fields by name, of which large ones are a `Blob`."""
+
+    def __len__(self) -> int:
+        """How many there are."""
+        ...
+
+    def __getitem__(self, i: int) -> Mapping[str, Any]:
+        """One of them."""
+        ...
+
+    def name(self, i: int) -> str:
+        """What names it in messages, and in the metadata."""
+        ...
+
+    @property
+    def fields(self) -> Sequence[str]:
+        """Fields that any example has."""
+        ...
+
+    @property
+    def title(self) -> str:
+        """What it is, for messages."""
+        ...
+
+
+def find_files(given: Paths, what: str) -> list[Path]:
+    """Files by name, pattern (``*``, ``?``, ``**``) or range in braces (``{000..009}``), in order.
+
+    Raises
+    ------
+    InputError
+        When a name or a pattern has none.
+    """
+    found: list[Path] = []
+    for each in [given] if isinstance(given, (str, Path)) else given:
+        for pattern in _without_braces(str(each)):
+            files = sorted(glob.glob(pattern, recursive=True)) if glob.has_magic(pattern) else [pattern]
+            here = [Path(file) for file in files if Path(file).is_file()]
+            if not here:
+                raise InputError(f"{what} = {str(each)!r}", f"no such file: {pattern}", "name files that are there")
+            found += here
+    if not found:
+        raise InputError(what, "names no file", "name at least one")
+    return found
+
+
+def _without_braces(pattern: str) -> list[str]:
+    if "{" not in pattern:
+        return [pattern]
+    try:
+        from webdataset.shardlists import expand_urls
+    except ImportError as error:
+        raise InputError(pattern, "has braces", "pip install 'pipeloom[webdataset]', or use *") from error
+    return list(expand_urls(pattern))
+
+
+class Shards:
+    """Samples in tar files, as WebDataset has them: files that share a name up to the first dot are one sample.
+
+    The `webdataset` library reads shards from front to end, as streams. Here samples are asked for by number, on each
+    rank others; so the headers are read once, and contents where they stand.
+
+    Parameters
+    ----------
+    files : path, pattern or sequence of these
+    """
+
+    def __init__(self, files: Paths) -> None:
+        self.title = str(files) if isinstance(files, (str, Path)) else f"{files[0]} ..."
+        self._shards = [path.absolute() for path in find_files(files, "webdataset")]
+        self._names: list[str] = []
+        self._extensions: dict[str, int] = {}
+        shard: list[int] = []
+        first: list[int] = []
+        extension: list[int] = []
+        places: list[tuple[int, int]] = []
+        for number, path in enumerate(self._shards):
+            last = None
+            for member in _headers(path):
+                name, kind = split_member(member.name)
+                if name != last:
+                    self._names.append(name)
+                    shard.append(number)
+                    first.append(len(places))
+                    last = name
+                extension.append(self._extensions.setdefault(kind.lower(), len(self._extensions)))
+                places.append((member.offset_data, member.size))
+        if not places:
+            raise InputError(self.title, "has no samples", "give shards with files in them")
+        # As numbers in a row: there may be millions, and every rank is sent them.
+        self._shard = np.array(shard, np.int32)
+        self._first = np.array([*first, len(places)], np.int64)
+        self._extension = np.array(extension, np.int32)
+        self._place = np.array(places, np.int64)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def name(self, i: int) -> str:
+        """Shard and sample."""
+        return f"{self._shards[self._shard[i]].name}/{self._names[i]}"
+
+    @cached_property
+    def fields(self) -> tuple[str, ...]:
+        """Extensions."""
+        return tuple(self._extensions)
+
+    def __getitem__(self, i: int) -> dict[str, Blob]:
+        path, where = self._shards[self._shard[i]], self.name(i)
+        known = tuple(self._extensions)
+        found = {}
+        for at in range(int(self._first[i]), int(self._first[i + 1])):
+            kind = known[self._extension[at]]
+            begin, size = map(int, self._place[at])
+            found[kind] = Blob(f"{where}.{kind}", path, begin, size)
+        return found
+
+
+def _headers(path: Path) -> list[tarfile.TarInfo]:
+    try:
+        with tarfile.open(path, "r:") as shard:
+            found = [member for member in shard if member.isfile()]
+    except tarfile.ReadError as error:
+        raise InputError(str(path), f"is no plain tar file ({error})", "give shards that are not compressed") from error
+    except (tarfile.TarError, EOFError, OSError, ValueError) as error:
+        raise InputError(str(path), f"cannot be read as a tar file ({error})", "give a WebDataset shard") from error
+    return found
+
+
+class Table:
+    """Rows of Parquet files, or of a folder of the `datasets` library (``save_to_disk``).
+
+    Rows are asked for in any order, which Parquet is not made for: a row group is read and unpacked as a whole. So the
+    `datasets` library writes Parquet files once as Arrow files into its cache, which are mapped into memory.
+
+    Parameters
+    ----------
+    kind : "parquet" or "datasets"
+    files : path, pattern or sequence of these
+        Of ``"datasets"`` a folder, or a split in it.
+    """
+
+    def __init__(self, kind: str, files: Paths) -> None:
+        self.title = str(files) if isinstance(files, (str, Path)) else f"{files[0]} ..."
+        if kind == "parquet":
+            self._files = [str(path.absolute()) for path in find_files(files, kind)]
+        else:
+            self._files = [str(Path(str(files)).absolute())]
+        self._kind = kind
+        if not len(self._table):
+            raise InputError(self.title, "has no rows", "give at least one")
+
+    @cached_property
+    def _table(self) -> Any:
+        try:
+            import datasets
+        except ImportError as error:
+            raise InputError(self.title, "needs the datasets library", "pip install 'pipeloom[datasets]'") from error
+        try:
+            if self._kind == "parquet":
+                bars = datasets.are_progress_bars_disabled()
+                datasets.disable_progress_bars()
+                try:
+                    table = datasets.Dataset.from_parquet(self._files)
+                finally:
+                    if not bars:
+                        datasets.enable_progress_bars()
+            else:
+                table = datasets.load_from_disk(self._files[0])
+        except Exception as error:
+            what = "Parquet files" if self._kind == "parquet" else "a folder that save_to_disk wrote"
+            raise InputError(self.title, f"cannot be read ({error})".replace("\n", " "), f"give {what}") from error
+        if isinstance(table, datasets.DatasetDict):
+            splits = ", ".join(table)
+            raise InputError(self.title, f"has splits {splits}", f"name one, as {self._files[0]}/{next(iter(table))}")
+        # Bytes as they are: nothing is decoded here.
+        for name, feature in copy.deepcopy(table.features).items():
+            table = table.cast_column(name, feature) if _undecoded(feature) else table
+        return table
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the table: every process maps it for itself."""
+        return {name: value for name, value in vars(self).items() if name != "_table"}
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def name(self, i: int) -> str:
+        """The row."""
+        return f"{Path(self._files[0]).name}[{i}]" if len(self._files) == 1 else f"{self.title}[{i}]"
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """Columns."""
+        return tuple(self._table.column_names)
+
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        where = self.name(i)
+        return {name: _blobs(value, f"{where}.{name}") for name, value in self._table[i].items()}
+
+
+def _undecoded(feature: Any) -> bool:
+    """Make a column of images or sounds give bytes; whether it is one."""
+    inner = getattr(feature, "feature", feature)
+    if isinstance(inner, list):
+        inner = inner[0]
+    if hasattr(inner, "decode"):
+        inner.decode = False
+        return True
+    return False
+
+
+def _blobs(value: Any, name: str) -> Any:
+    """Bytes, and the library's pairs of bytes and path, as blobs."""
+    if isinstance(value, bytes):
+        return Blob(name, data=value)
+    if isinstance(value, dict) and set(value) == {"bytes", "path"}:
+        return Blob(name, data=value["bytes"]) if value["bytes"] is not None else Blob(name, Path(value["path"]))
+    if isinstance(value, list):
+        return [_blobs(each, f"{name}[{i}]") for i, each in enumerate(value)]
+    return value

@@ -1,0 +1,119 @@
+"""Dataset: samples by number, of which sizes are known before anything is decoded, and a rank loads what it needs."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pipeloom.errors import InputError
+from pipeloom.runtime.model import Model, Part, user_code
+
+
+class CorruptSampleError(InputError):
+    """A sample is damaged: it can be left out and counted, where the user says so."""
+
+
+class Dataset(ABC):
+    """Samples by number. Every process has it, so it can be pickled; threads of one process call it at the same time.
+
+    The planner needs the sizes of a whole batch on every rank, so `sizes` reads headers and counts tokens. Images are
+    decoded in `load`, which is called on those ranks alone whose layers take them, once the plan is known.
+    """
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """How many samples there are."""
+
+    @abstractmethod
+    def sizes(self, i: int) -> Mapping[str, Any]:
+        """Sizes of sample ``i``: fields of the sample metadata, and ``targets``, what it counts in the loss.
+
+        The same in every process. Without an ``id`` the number is one. For a damaged sample it raises
+        `CorruptSampleError`.
+        """
+
+    @abstractmethod
+    def load(self, i: int, module: str, instances: tuple[int, ...]) -> Any:
+        """What a module's ``inputs`` and ``context`` take of sample ``i``, of the last module also the loss.
+
+        Parameters
+        ----------
+        i : int
+        module : str
+            Name of the module.
+        instances : tuple of int
+            Which of the sample's images (videos, recordings; 0 of one that goes through as a whole) enter the module's
+            first layer on this rank. Of others ``context`` may ask sizes, and never contents. Empty on ranks that have
+            only later layers, and of a sample between others that has nothing for the module.
+
+        Returns
+        -------
+        object
+            The sample, with its instances at their own places. More than was asked for does no harm.
+        """
+
+    def bind(self, model: Model) -> Dataset:
+        """Return the dataset for a model, where what it gives depends on that; itself by default."""
+        del model
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class LazySample:
+    """A sample of a `Dataset` in a batch: loaded where a layer takes it."""
+
+    dataset: Dataset
+    index: int
+    targets: float
+
+    def load(self, module: str, instances: tuple[int, ...]) -> Any:
+        """Load what a module takes of it."""
+        return self.dataset.load(self.index, module, instances)
+
+
+def count_targets(model: Model, samples: Sequence[Any]) -> float:
+    """Targets of samples in the loss."""
+    return float(sum(s.targets if isinstance(s, LazySample) else model.num_targets(s) for s in samples))
+
+
+def wanted_of(part: Part, contents: bool) -> dict[int, tuple[int, ...]]:
+    """Per place of a sample of a `Dataset` in a part, the instances whose contents are to be loaded."""
+    wanted: dict[int, list[int]] = {place: [] for place in part.span if isinstance(part.samples[place], LazySample)}
+    if contents:
+        for place, instance in part.instances:
+            if place in wanted:
+                wanted[place].append(instance)
+    return {place: tuple(each) for place, each in wanted.items()}
+
+
+def load_one(sample: LazySample, module: str, instances: tuple[int, ...]) -> Any:
+    """Load what a module takes of a sample.
+
+    Raises
+    ------
+    InputError
+    """
+    with user_code(f"dataset.load({sample.index}, {module!r}, {instances})"):
+        return sample.load(module, instances)
+
+
+def with_loaded(part: Part, found: Mapping[int, Any]) -> Part:
+    """The part with loaded samples at some places."""
+    return replace(part, samples=tuple(found.get(i, s) for i, s in enumerate(part.samples))) if found else part
+
+
+def load_part(part: Part, module: str, contents: bool = True) -> Part:
+    """Load what a module takes of a part's samples, where they come from a `Dataset`.
+
+    Parameters
+    ----------
+    part : Part
+    module : str
+    contents : bool
+        Whether the module's first layer is run; else nothing is decoded.
+    """
+    return with_loaded(
+        part, {place: load_one(part.samples[place], module, each) for place, each in wanted_of(part, contents).items()}
+    )

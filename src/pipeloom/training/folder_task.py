@@ -1,0 +1,214 @@
+"""A task without a task file: a model of the `transformers` library from its folder, and data with a processor."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from pipeloom.errors import InputError, check_count
+from pipeloom.integrations.data.processed import ArrowDataset, ParquetDataset, ProcessedDataset, WebDataset
+from pipeloom.io.document import convert
+from pipeloom.runtime import Batches, Dataset, Model, user_code
+from pipeloom.training.config import TrainConfig
+from pipeloom.training.task import Task
+
+_KINDS: dict[str, type[ProcessedDataset]] = {
+    "webdataset": WebDataset,
+    "parquet": ParquetDataset,
+    "datasets": ArrowDataset,
+}
+
+
+class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """``[model]`` without a task file."""
+
+    transformers: str
+    """Folder, relative to the file."""
+    freeze: tuple[str, ...] = ()
+    """Modules that are not trained."""
+
+
+class DataConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """``[data]`` without a task file. Paths are relative to the file."""
+
+    batch: int
+    """Samples of every batch."""
+    webdataset: str | list[str] | None = None
+    """Shards: names, patterns, ranges in braces."""
+    parquet: str | list[str] | None = None
+    """Parquet files: names, patterns."""
+    datasets: str | None = None
+    """Folder that ``save_to_disk`` of the `datasets` library wrote."""
+    processor: str = ""
+    """Folder of the processor or tokenizer; empty: the model's."""
+    shuffle: bool = True
+    skip_corrupt: bool = False
+    """Leave damaged samples out and count them, instead of ending training."""
+    exclude: tuple[str, ...] = ()
+    """Samples that only decoding shows to be damaged, as messages name them; left out with ``skip_corrupt``."""
+    train_on: Literal["assistant", "all"] = "assistant"
+    function: str = ""
+    """``file.py:name``: from an example's fields to messages or text, prompt, image, audio."""
+    messages: str | None = None
+    text: str | None = None
+    prompt: str | None = None
+    image: str | None = None
+    audio: str | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse no source, and several."""
+        check_count("batch", self.batch)
+        if self.exclude and not self.skip_corrupt:
+            raise InputError("exclude", "names samples, and skip_corrupt is false", "let skip_corrupt be true")
+        given = [name for name in _KINDS if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise InputError(
+                ", ".join(given) or "webdataset", f"{len(given)} sources", f"give one of {', '.join(_KINDS)}"
+            )
+
+    @property
+    def fields(self) -> dict[str, str]:
+        """Fields that are named."""
+        names = ("messages", "text", "prompt", "image", "audio")
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
+
+
+@dataclass(frozen=True)
+class _Build:
+    """Builds the model; what the config says of it is known."""
+
+    folder: str
+    freeze: tuple[str, ...]
+
+    def __call__(self, *, seed: int, **_: Any) -> Model:
+        import torch
+
+        from pipeloom.integrations.transformers.build import from_transformers
+
+        torch.manual_seed(seed)
+        # The place where ranks would read only their own chunks' weights: device="meta".
+        return from_transformers(self.folder, freeze=self.freeze)
+
+
+@dataclass(frozen=True)
+class _Batches:
+    """Gives as many batches as a run has iterations."""
+
+    dataset: Dataset
+    data: DataConfig
+    seed: int
+
+    def __call__(self, *, num_iterations: int, **_: Any) -> Batches:
+        size, data = len(self.dataset), self.data
+        return Batches(
+            self.dataset,
+            data.batch,
+            shuffle=data.shuffle,
+            seed=self.seed,
+            epochs=-(-num_iterations * data.batch // size),
+            limit=num_iterations,
+            skip_corrupt=data.skip_corrupt,
+        )
+
+
+def folder_task(config: TrainConfig, file: Path) -> Task:
+    """Make the task of a config that names a model's folder.
+
+    Raises
+    ------
+    InputError
+        Naming the file and the field.
+    """
+    model = convert(config.model, ModelConfig, f"{file}: model")
+    data = convert(config.data, DataConfig, f"{file}: data")
+    folder = str((file.parent / model.transformers).resolve())
+    if not Path(folder).is_dir():
+        raise InputError(f"{file}: model.transformers", f"{folder!r} is no folder", "name one beside the file")
+    try:
+        dataset = _dataset(data, file, folder)
+    except InputError as error:
+        raise InputError(f"{file}: data: {error.entity}", error.problem, error.remedy) from error
+    build, batches = _Build(folder, model.freeze), _Batches(dataset, data, config.seed)
+    return Task(build, batches, eval_batches=_EvaluationBatches(file, folder))
+
+
+def _dataset(data: DataConfig, file: Path, folder: str) -> ProcessedDataset:
+    kind = next(name for name in _KINDS if getattr(data, name) is not None)
+    return _KINDS[kind](
+        _beside(file, getattr(data, kind)),
+        str((file.parent / data.processor).resolve()) if data.processor else folder,
+        data.fields,
+        train_on=data.train_on,
+        function=_function(file, data.function),
+        exclude=data.exclude,
+    )
+
+
+@dataclass(frozen=True)
+class _EvaluationBatches:
+    """Gives one pass over the data of ``[evaluation.data]``; what that leaves out is as ``[data]`` says."""
+
+    file: Path
+    folder: str
+
+    def __call__(self, **given: Any) -> Batches:
+        data = convert(given, DataConfig, f"{self.file}: evaluation.data")
+        dataset = _evaluated(msgspec.json.encode(data), self.file, self.folder)
+        return Batches(dataset, data.batch, shuffle=False, skip_corrupt=data.skip_corrupt)
+
+
+@lru_cache(maxsize=1)
+def _evaluated(data: bytes, file: Path, folder: str) -> ProcessedDataset:
+    """The data set, read once by each process for all evaluations."""
+    return _dataset(msgspec.json.decode(data, type=DataConfig), file, folder)
+
+
+def _beside(file: Path, given: Any) -> Any:
+    """Paths relative to the file."""
+    return [str(file.parent / each) for each in given] if isinstance(given, list) else str(file.parent / given)
+
+
+def _function(file: Path, given: str) -> Any:
+    if not given:
+        return None
+    source, _, name = given.rpartition(":")
+    path = (file.parent / source).resolve()
+    if not source or not path.is_file():
+        raise InputError(f"function = {given!r}", f"{str(path)!r} is not a file", 'give "file.py:name"')
+    return _Function(str(path), name)
+
+
+@dataclass(frozen=True)
+class _Function:
+    """A function of a file, which every process imports for itself."""
+
+    path: str
+    name: str
+
+    def __call__(self, fields: Mapping[str, Any]) -> Any:
+        return _imported(self.path, self.name)(fields)
+
+
+_IMPORTED: dict[tuple[str, str], Any] = {}
+
+
+def _imported(path: str, name: str) -> Any:
+    known = _IMPORTED.get((path, name))
+    if known is None:
+        found = importlib.util.spec_from_file_location(f"pipeloom_data_{Path(path).stem}", path)
+        assert found is not None
+        assert found.loader is not None
+        module = importlib.util.module_from_spec(found)
+        with user_code(f"{path}: import"):
+            found.loader.exec_module(module)
+        known = getattr(module, name, None)
+        if not callable(known):
+            raise InputError(path, f"has no function {name}", 'give "file.py:name"')
+        _IMPORTED[path, name] = known
+    return known

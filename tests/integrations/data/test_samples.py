@@ -1,0 +1,366 @@
+"""What samples are made of examples: fields, conversations, targets, images of every processor; and what is refused."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import random
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import pipeloom as pl
+from pipeloom.errors import InputError
+from pipeloom.integrations.data.blobs import Blob
+from pipeloom.integrations.data.chat import conversation
+from pipeloom.integrations.data.processed import ProcessedDataset, _Media, _Outline
+from pipeloom.integrations.data.processors import Outline, SizedImages, decode, decode_wave, image_size, load_processor
+from pipeloom.integrations.data.sources import Shards
+from pipeloom.runtime.dataset import CorruptSampleError
+
+from . import made
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return made.save_processor(tmp_path_factory.mktemp("processor"))
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return pl.from_transformers(made.vlm())
+
+
+def samples_of(shard: Path, folder: Path, model: Any, **options: Any) -> Any:
+    return pl.WebDataset(shard, folder, **options).bind(model)
+
+
+def words(folder: Path, ids: torch.Tensor) -> str:
+    return str(made.tokenizer().decode(ids))
+
+
+def said(*turns: tuple[str, str]) -> bytes:
+    return json.dumps([{"role": role, "content": content} for role, content in turns]).encode()
+
+
+def test_outlines_are_what_the_processor_gives_without_pixels(tmp_path: Path, folder: Path, model: Any) -> None:
+    data = samples_of(made.write_shard(tmp_path / "0.tar", made.talks(3)), folder, model)
+    processor = load_processor(folder)
+    for i in range(3):
+        outline, whole = data.load(i, "lm", (0,)), data.load(i, "vision", (0, 1))
+        assert data.sizes(i)["id"] == f"0.tar/{i:03d}"
+        for name, value in outline.items():
+            if name == "pixel_values":
+                assert value.shape == whole[name].shape
+                # One number for all of it.
+                assert value.untyped_storage().nbytes() == 4
+            elif name != "id":
+                assert torch.equal(value, whole[name])
+    assert data.num_decoded == 3
+    # As the library's processor makes it of the decoded images.
+    import io
+
+    from PIL import Image
+
+    whole = data.load(2, "vision", (0, 1))
+    blobs = data.source[2]
+    images = [Image.open(io.BytesIO(blobs[f"{k}.png"].read())).convert("RGB") for k in range(2)]
+    text = processor.apply_chat_template(
+        conversation(json.loads(blobs["json"].read()), "", {"image": 2}), tokenize=False
+    )
+    wanted = processor(text=[text], images=images, return_tensors="pt")
+    for name in wanted:
+        assert torch.equal(wanted[name].reshape(whole[name].shape), whole[name]), name
+
+
+def test_only_what_the_assistant_says_is_a_target(tmp_path: Path, folder: Path, model: Any) -> None:
+    turns = said(("system", "be kind"), ("user", "a?"), ("assistant", "b"), ("user", "c?"), ("assistant", "d"))
+    shard = made.write_shard(tmp_path / "0.tar", [{"json": turns}])
+    sample = samples_of(shard, folder, model).load(0, "lm", (0,))
+    targets = sample["input_ids"][sample["labels"] != -100]
+    assert words(folder, targets) == "b<stop>\nd<stop>\n"
+    every = samples_of(shard, folder, model, train_on="all").load(0, "lm", (0,))
+    assert torch.equal(every["labels"], every["input_ids"])
+
+
+def test_captions_answer_their_images(tmp_path: Path, folder: Path, model: Any) -> None:
+    shard = made.write_shard(tmp_path / "0.tar", [{"png": made.png(0), "txt": b"a cat", "ask.txt": b"what?"}])
+    data = samples_of(shard, folder, model, fields={"text": "txt", "prompt": "ask.txt"})
+    sample = data.load(0, "lm", (0,))
+    assert words(folder, sample["input_ids"]) == (
+        "<turn>user\n<see>" + "<image_pad>" * data.sizes(0)["image_tokens"][0] + "<seen>what?<stop>\n"
+        "<turn>assistant\na cat<stop>\n"
+    )
+    assert words(folder, sample["input_ids"][sample["labels"] != -100]) == "a cat<stop>\n"
+
+
+def test_both_forms_of_conversations_are_read() -> None:
+    given = {"conversations": [{"from": "human", "value": "<image>\nwhat?"}, {"from": "gpt", "value": "a cat"}]}
+    found = conversation(given, "x", {"image": 1})
+    assert found == [
+        {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "\nwhat?"}]},
+        {"role": "assistant", "content": "a cat"},
+    ]
+    # Nowhere placed, images stand first.
+    plain = conversation([{"role": "user", "content": "what?"}], "x", {"image": 2})
+    assert [part["type"] for part in plain[0]["content"]] == ["image", "image", "text"]
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ("words", "no list of messages"),
+        ([], "no list of messages"),
+        ([{"role": "cat", "content": "x"}], "'cat' is none of"),
+        ([{"role": "user", "content": 3}], "content: is a int"),
+        ([{"role": "user", "content": [{"type": "smell"}]}], "of type 'smell'"),
+        ([{"role": "user", "content": "<image><image>"}], "2 places for 1 of image"),
+    ],
+)
+def test_other_conversations_are_damaged(given: Any, problem: str) -> None:
+    with pytest.raises(CorruptSampleError, match=problem):
+        conversation(given, "x", {"image": 1})
+
+
+def test_texts_alone_need_a_tokenizer_and_end_with_its_end(tmp_path: Path) -> None:
+    made.tokenizer(chat=False).save_pretrained(tmp_path / "words")
+    shard = made.write_shard(tmp_path / "0.tar", [{"txt": b"a cat"}])
+    from tests.integrations.transformers import tiny
+
+    library, _ = tiny.make("llama")
+    sample = samples_of(shard, tmp_path / "words", pl.from_transformers(library)).load(0, "lm", (0,))
+    assert words(tmp_path, sample["input_ids"]) == "a cat<stop>"
+    assert torch.equal(sample["labels"], sample["input_ids"])
+
+
+def test_a_photograph_taken_upright_has_the_size_it_is_seen_in() -> None:
+    from PIL import Image
+
+    turned = Image.Exif()
+    turned[0x0112] = 6
+    blob = Blob("x.jpg", data=made.png(0, 40, 20, "JPEG", exif=turned))
+    assert image_size(blob) == (20, 40)
+
+
+def test_a_data_set_travels_to_other_processes(tmp_path: Path, folder: Path, model: Any) -> None:
+    data = samples_of(made.write_shard(tmp_path / "0.tar", made.talks(3)), folder, model)
+    other = pickle.loads(pickle.dumps(pl.WebDataset(tmp_path / "0.tar", folder))).bind(model)
+    assert [other.sizes(i) for i in range(3)] == [data.sizes(i) for i in range(3)]
+
+
+@pytest.mark.parametrize(
+    "name", ["CLIPImageProcessorPil", "Gemma3ImageProcessorPil", "GotOcr2ImageProcessorPil", "PixtralImageProcessorPil"]
+)
+def test_sizes_of_every_image_processor_are_known_without_contents(name: str) -> None:
+    import transformers
+    from PIL import Image
+
+    small = {"CLIPImageProcessorPil": {"size": {"shortest_edge": 28}, "crop_size": 28}}
+    small["Gemma3ImageProcessorPil"] = {"size": {"height": 28, "width": 28}}
+    small["GotOcr2ImageProcessorPil"] = {"size": {"height": 28, "width": 28}, "crop_to_patches": True}
+    small["PixtralImageProcessorPil"] = {"size": {"longest_edge": 64}, "patch_size": 16}
+    real = getattr(transformers, name)(**small[name])
+    images = [Image.new("RGB", (40, 90), "red"), Image.new("RGB", (70, 30), "blue")]
+    sized, wanted = SizedImages(real)(images), real(images, return_tensors="pt")
+    assert set(sized) == set(wanted)
+    for key, value in wanted.items():
+        assert tuple(torch.as_tensor(value).shape) == tuple(sized[key].shape), key
+        if key != "pixel_values":
+            assert torch.equal(torch.as_tensor(value), sized[key]), key
+
+
+def test_images_that_are_resized_to_one_size_are_asked_for_once(folder: Path) -> None:
+    from PIL import Image
+
+    real = load_processor(folder).image_processor
+    sized, draw = SizedImages(real), random.Random(0)
+    sizes = [(draw.randint(20, 400), draw.randint(20, 400)) for _ in range(60)]
+    for size in sizes:
+        wanted = real([Image.new("RGB", size)], return_tensors="pt")
+        found = sized.outline(size)
+        assert found.shape == tuple(wanted["pixel_values"].shape)
+        assert torch.equal(found.given["image_grid_thw"], wanted["image_grid_thw"])
+    assert len(sized._known) < len(set(sizes)) / 2
+    with pytest.raises(ValueError, match="aspect ratio"):
+        sized.outline((6000, 2))
+
+
+def test_tables_are_read_as_shards_are(
+    tmp_path: Path, folder: Path, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    rows = [
+        {"image": {"bytes": talk["0.png"], "path": None}, "messages": json.loads(talk["json"])}
+        for talk in made.talks(4)
+        if "0.png" in talk and "1.png" not in talk
+    ]
+    table = datasets.Dataset.from_list(rows).cast_column("image", datasets.Image())
+    table.to_parquet(tmp_path / "rows.parquet")
+    table.save_to_disk(tmp_path / "disk")
+    shard = made.write_shard(tmp_path / "0.tar", [t for t in made.talks(4) if "0.png" in t and "1.png" not in t])
+    wanted = samples_of(shard, folder, model)
+    for data in (
+        pl.ParquetDataset(tmp_path / "*.parquet", folder).bind(model),
+        pl.ArrowDataset(tmp_path / "disk", folder).bind(model),
+    ):
+        assert len(data) == len(wanted) == 2
+        # Every process maps it for itself.
+        assert "_table" not in pickle.loads(pickle.dumps(data.source)).__dict__
+        for i in range(2):
+            have, want = data.load(i, "vision", (0,)), wanted.load(i, "vision", (0,))
+            assert have.keys() == want.keys()
+            assert all(torch.equal(have[name], want[name]) for name in have if name != "id")
+
+
+def test_a_function_makes_other_forms_known(tmp_path: Path, folder: Path, model: Any) -> None:
+    shard = made.write_shard(tmp_path / "0.tar", [{"a.png": made.png(0), "q": b"what?", "a": b"a cat"}])
+    fields = samples_of(shard, folder, model, function=answered).load(0, "lm", (0,))
+    assert words(folder, fields["input_ids"][fields["labels"] != -100]) == "a cat<stop>\n"
+
+
+def answered(fields: Any) -> dict[str, Any]:
+    return {"prompt": fields["q"].read().decode(), "text": fields["a"].read().decode(), "image": fields["a.png"]}
+
+
+def test_recordings_are_as_the_processor_makes_them(tmp_path: Path) -> None:
+    processor, waves = made.hearing(), [made.wav(0, 3000), made.wav(1, 1700, channels=2)]
+    sample = {"0.wav": waves[0], "1.wav": waves[1], "png": made.png(0), "txt": b"a cat"}
+    shards = Shards(made.write_shard(tmp_path / "0.tar", [sample]))
+    model: Any = Hearer(["images", "audio", "sequence"])
+    data: Any = ProcessedDataset(shards, processor).bind(model)
+    outline, heard = data.load(0, "lm", (0,)), data.load(0, "audio", (1,))
+    assert data.num_decoded == 1
+    assert outline["input_features"].untyped_storage().nbytes() == 4
+    assert not heard["input_features"][0].any()
+    assert not heard["pixel_values"].any()
+    both = data.load(0, "audio", (0, 1))
+    blobs = data.source[0]
+    said = [{"role": "user", "content": [{"type": "image"}, *[{"type": "audio"}] * 2]}]
+    text = processor.apply_chat_template([*said, {"role": "assistant", "content": "a cat"}], tokenize=False)
+    sounds = [decode_wave(blobs[f"{k}.wav"]) for k in range(2)]
+    wanted = processor(text=[text], images=[decode(blobs["png"])], audio=sounds, return_tensors="pt")
+    for name in set(wanted) - {"pixel_values"}:
+        assert torch.equal(wanted[name].reshape(both[name].shape), both[name]), name
+    assert torch.equal(both["input_features"][1], heard["input_features"][1])
+
+
+class Hearer:
+    """What a data set asks of a model."""
+
+    def __init__(self, reads: list[Any]) -> None:
+        self.modules = [SimpleNamespace(reads=each) for each in reads]
+
+    def module(self, name: str) -> Any:
+        return self.modules[("vision", "audio", "lm").index(name)]
+
+    def describe(self, sample: Any) -> dict[str, Any]:
+        return {"id": sample["id"]}
+
+
+@pytest.mark.parametrize(
+    ("sound", "problem"),
+    [
+        (b"no sound", "cannot be read as a WAV file"),
+        (made.wav(0, 300)[:-100], "its header says 600"),
+        (made.wav(0, 300, rate=8000), "has 8000 samples a second, and the processor wants 16000"),
+    ],
+)
+def test_recordings_that_cannot_be_heard_are_refused(tmp_path: Path, sound: bytes, problem: str) -> None:
+    shards = Shards(made.write_shard(tmp_path / "0.tar", [{"wav": sound, "txt": b"a"}]))
+    model: Any = Hearer(["images", "audio", "sequence"])
+    with pytest.raises(InputError, match=problem):
+        ProcessedDataset(shards, made.hearing()).bind(model).sizes(0)
+
+
+# ------------------------------------------------------------------ what is refused
+
+
+@pytest.mark.parametrize(
+    ("sample", "problem"),
+    [
+        ({"png": b"no image", "txt": b"a"}, r"0.tar/000.png: cannot be read as an image \(is no image"),
+        ({"png": made.png(0)[:-200], "txt": b"a"}, r"0.tar/000.png: cannot be read as an image \(.*truncated"),
+        ({"jpg": made.png(0, kind="JPEG")[:-200], "txt": b"a"}, r"0.tar/000.jpg: cannot be read .*truncated"),
+        ({"png": made.png(0), "txt": b"\xff\xfe"}, "is not UTF-8"),
+        ({"png": made.png(0)}, "has no 'txt'"),
+    ],
+)
+def test_a_damaged_sample_is_found_before_it_is_planned(
+    tmp_path: Path, folder: Path, model: Any, sample: Any, problem: str
+) -> None:
+    # Another one, so that the fields are there.
+    shard = made.write_shard(tmp_path / "0.tar", [sample, {"png": made.png(1), "txt": b"b"}])
+    data = samples_of(shard, folder, model)
+    with pytest.raises(CorruptSampleError, match=problem) as caught:
+        data.sizes(0)
+    assert "\n" not in str(caught.value)
+    assert data.sizes(1)["targets"] == 3
+
+
+def test_what_is_not_there_is_told_before_training(tmp_path: Path, folder: Path) -> None:
+    shard = made.write_shard(tmp_path / "0.tar", made.talks(2))
+    with pytest.raises(InputError, match="no such file"):
+        pl.WebDataset(tmp_path / "1*.tar", folder)
+    with pytest.raises(InputError, match="is no folder"):
+        pl.WebDataset(shard, tmp_path / "nothing")
+    with pytest.raises(InputError, match=r"text = 'txt': no sample of .* has it; there are 0.png, json"):
+        pl.WebDataset(shard, folder, {"text": "txt"})
+    with pytest.raises(InputError, match=r"fields\['picture'\]: is none"):
+        pl.WebDataset(shard, folder, {"picture": "png"})
+    (tmp_path / "2.tar").write_bytes(b"x" * 600)
+    with pytest.raises(InputError, match="is no plain tar file"):
+        pl.WebDataset(tmp_path / "2.tar", folder)
+
+
+def test_a_processor_that_breaks_its_promise_is_refused(tmp_path: Path, folder: Path, model: Any) -> None:
+    shard = made.write_shard(tmp_path / "0.tar", [{"png": made.png(0), "txt": b"a"}])
+    data = samples_of(shard, folder, model)
+    data.sizes(0)
+    real = data._sized["images"].real
+    data._sized["images"].real = lambda images, **options: real([image.resize((90, 90)) for image in images], **options)
+    with pytest.raises(InputError, match=r"0.tar/000.png: .*the processor gives .*, and promised"):
+        data.load(0, "vision", (0,))
+
+
+def test_what_only_decoding_shows_ends_training_and_can_be_excluded(tmp_path: Path, folder: Path, model: Any) -> None:
+    broken = bytearray(made.png(0))
+    # Inside the compressed pixels, of a file that is whole.
+    broken[200:260] = bytes(60)
+    shard = made.write_shard(
+        tmp_path / "0.tar", [{"png": bytes(broken), "txt": b"a"}, {"png": made.png(1), "txt": b"b"}]
+    )
+    data = samples_of(shard, folder, model)
+    assert data.sizes(0)["targets"] == 3
+    with pytest.raises(InputError, match=r"0.tar/000.png: cannot be read .*; mend it, or exclude the sample") as caught:
+        data.load(0, "vision", (0,))
+    assert not isinstance(caught.value, CorruptSampleError)
+    less = pl.Batches(samples_of(shard, folder, model, exclude=["0.tar/000"]), 2, skip_corrupt=True)
+    (batch,) = less
+    assert [sample.id for sample in batch.metadata] == ["0.tar/001"]
+    assert batch.num_skipped == 1
+
+
+def test_a_tile_is_decoded_with_its_image(tmp_path: Path, folder: Path) -> None:
+    shard = made.write_shard(tmp_path / "0.tar", [{"png": made.png(0), "txt": b"a"}])
+    model: Any = Hearer(["images", "audio", "sequence"])
+    data: Any = pl.WebDataset(shard, folder).bind(model)
+    blob = Blob("x", data=b"")
+    # Two images of three tiles and of one.
+    outline = _Outline(
+        {}, {"images": _Media((blob, blob), tuple(Outline((rows, 2), torch.float32, {}) for rows in (3, 1)))}
+    )
+    model.describe = lambda _: {"id": "x", "image_tokens": [4, 4, 4, 4]}
+    assert [data._asked(outline, "images", "vision", (k,)) for k in range(4)] == [{0}, {0}, {0}, {1}]
+    # Two images of three patches and of one.
+    model.describe = lambda _: {"id": "x", "image_tokens": [3, 1]}
+    assert [data._asked(outline, "images", "vision", (k,)) for k in range(2)] == [{0}, {1}]
+    assert data._asked(outline, "images", "lm", (0,)) == set()
+    assert data._asked(outline, "images", "vision", ()) == set()
+    # A model in one piece takes all with the sample.
+    model.modules = [SimpleNamespace(reads="sequence")] * 3
+    assert data._asked(outline, "images", "lm", (0,)) == {0, 1}

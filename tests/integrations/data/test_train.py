@@ -1,0 +1,140 @@
+"""A model's folder and shards are trained from a file alone, or in a few lines."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import pipeloom as pl
+from pipeloom.errors import InputError
+from pipeloom.runtime.batches import bound
+from pipeloom.training import read_history
+
+from . import made
+
+CONFIG = """
+name = "talks"
+iterations = 4
+[model]
+transformers = "model"
+freeze = ["vision"]
+[data]
+webdataset = "shards/*.tar"
+batch = 5
+{data}
+[layout]
+ranks = 2
+[packing]
+token_budget = 130
+[planner]
+deadline_s = 30.0
+[checkpoint]
+every = 2
+keep = 4
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("run")
+    made.save_processor(path / "model")
+    made.vlm(torch.float32).save_pretrained(path / "model")
+    (path / "shards").mkdir()
+    talks = made.talks(9)
+    # Cut off: found by its end.
+    talks[3]["0.png"] = talks[3]["0.png"][:-100]
+    made.write_shard(path / "shards" / "0.tar", talks)
+    return path
+
+
+def config(folder: Path, data: str = "", **lines: str) -> Path:
+    text = CONFIG.format(data=data)
+    for old, new in lines.items():
+        text = text.replace(old, new)
+    file = folder / "train.toml"
+    file.write_text(text)
+    return file
+
+
+@pytest.mark.ranks
+def test_a_file_alone_trains_and_goes_on_where_it_was(folder: Path) -> None:
+    run = pl.TrainingRun.from_toml(config(folder, "skip_corrupt = true"), runs=folder / "runs")
+    summary = run.train()
+    assert summary is not None
+    assert summary.iterations == 4
+    # Two passes of nine samples and two more: the damaged one comes at least twice.
+    assert summary.samples_skipped >= 2
+    history = folder / "runs" / "talks" / "history.jsonl"
+    before = [row.loss for row in read_history(history)]
+    saved = run.checkpoints
+    assert saved is not None
+    newest = saved.newest()
+    assert newest is not None
+    shutil.rmtree(newest)
+    resumed = run.resume()
+    assert resumed is not None
+    assert resumed.resumed_at == (2,)
+    assert [row.loss for row in read_history(history)] == pytest.approx(before, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("data", "problem"),
+    [
+        ("pictures = 3", "data: pictures: is not a known field"),
+        ('parquet = "x.parquet"', "data: .*2 sources; give one of webdataset, parquet, datasets"),
+        ('text = "txt"', r"data: text = 'txt': no sample of .* has it; there are 0.png, json, 1.png"),
+        ('processor = "nowhere"', "data: processor = .*nowhere': is no folder"),
+        ('exclude = ["0.tar/003"]', "data: exclude: names samples, and skip_corrupt is false"),
+        ('function = "nowhere.py:f"', "is not a file"),
+    ],
+)
+def test_what_is_wrong_with_the_data_is_one_line(folder: Path, data: str, problem: str) -> None:
+    with pytest.raises(InputError, match=problem) as caught:
+        pl.TrainingRun.from_toml(config(folder, data))
+    assert "\n" not in str(caught.value)
+    assert "train.toml" in str(caught.value)
+
+
+def test_other_paths_that_are_not_there_are_one_line(folder: Path) -> None:
+    for old, new, problem in (
+        ("shards/*.tar", "nowhere/*.tar", r"webdataset.* = .*: no such file: .*nowhere/\*.tar"),
+        ('"model"', '"nowhere"', "model.transformers: .*nowhere' is no folder"),
+        ("freeze", "thaw", "model: thaw: is not a known field"),
+    ):
+        with pytest.raises(InputError, match=problem):
+            pl.TrainingRun.from_toml(config(folder, **{old: new}))
+
+
+def test_a_damaged_sample_ends_training_in_one_line(folder: Path) -> None:
+    run = pl.TrainingRun.from_toml(config(folder), runs=folder / "other")
+    batches: Any
+    batches, _ = run.task.batches_from(0, 4)
+    with pytest.raises(InputError, match=r"0.tar/003.0.png: cannot be read as an image \(.*truncated"):
+        list(bound(batches, run.build_model()))
+
+
+def test_a_sample_longer_than_the_token_budget_is_named(folder: Path) -> None:
+    file = config(folder, "skip_corrupt = true", **{"token_budget = 130": "token_budget = 20"})
+    run = pl.TrainingRun.from_toml(file, runs=folder / "longer")
+    with pytest.raises(InputError, match=r"'0.tar/00\d'\): \d+ tokens exceed the token budget of 20; raise"):
+        run.prepare()
+
+
+def test_evaluation_reads_other_data_in_order(folder: Path) -> None:
+    made.write_shard(folder / "held_out.tar", made.talks(4, seed=1))
+    run = pl.TrainingRun.from_toml(config(folder, "skip_corrupt = true"))
+    batches: Any = run.task.evaluation_batches(run.config.data, {"webdataset": "held_out.tar", "batch": 3})
+    found = list(bound(batches, run.build_model()))
+    names = [[sample.id for sample in batch.metadata] for batch in found]
+    assert names == [[f"held_out.tar/{i:03d}" for i in range(3)], ["held_out.tar/003"]]
+
+
+def test_a_resumed_run_begins_with_the_batch_before(folder: Path) -> None:
+    run = pl.TrainingRun.from_toml(config(folder))
+    batches: Any
+    batches, count = run.task.batches_from(3, 4)
+    assert (batches.first, count, len(batches)) == (2, 1, 4)
