@@ -62,10 +62,14 @@ def config(folder: Path, data: str = "", **lines: str) -> Path:
 
 @pytest.mark.ranks
 def test_a_file_alone_trains_and_goes_on_where_it_was(folder: Path) -> None:
-    run = pl.TrainingRun.from_toml(config(folder, "skip_corrupt = true"), runs=folder / "runs")
+    made.write_shard(folder / "held_out.tar", made.talks(4, seed=1))
+    held_out = '[evaluation]\nevery = 2\n[evaluation.data]\nwebdataset = "held_out.tar"\n[layout]'
+    file = config(folder, "skip_corrupt = true", **{"[layout]": held_out})
+    run = pl.TrainingRun.from_toml(file, runs=folder / "runs")
     summary = run.train()
     assert summary is not None
     assert summary.iterations == 4
+    assert [iteration for iteration, _ in summary.evaluations] == [2, 4]
     # Two passes of nine samples and two more: the damaged one comes at least twice.
     assert summary.samples_skipped >= 2
     history = folder / "runs" / "talks" / "history.jsonl"
