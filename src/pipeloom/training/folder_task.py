@@ -92,8 +92,8 @@ class _Build:
         from pipeloom.integrations.transformers.build import from_transformers
 
         torch.manual_seed(seed)
-        # The place where ranks would read only their own chunks' weights: device="meta".
-        return from_transformers(self.folder, freeze=self.freeze)
+        # Shapes alone: each rank reads the weights of its own layers.
+        return from_transformers(self.folder, freeze=self.freeze, device="meta")
 
 
 @dataclass(frozen=True)
