@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from pipeloom.errors import ExecutionError
-from pipeloom.runtime import Dataset, LazySample
+from pipeloom.runtime import Dataset, LazySample, Part
+from pipeloom.runtime.dataset import load_part
 
 from .cases import Run, assert_equal_gradients, expected, random_run, run_threads, take_gradients, total_loss
 
@@ -68,3 +69,8 @@ def test_what_a_load_raises_ends_the_iteration_in_one_line() -> None:
     ) as caught:
         run_threads(lazy)
     assert "\n" not in str(caught.value)
+
+
+def test_a_loaded_part_is_of_the_same_iteration() -> None:
+    part = Part((LazySample(Held(["a"]), 0, 1.0),), ((0, 0),), 7)
+    assert load_part(part, "lm") == Part(("a",), ((0, 0),), 7)
