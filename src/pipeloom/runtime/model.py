@@ -425,8 +425,9 @@ def _names(names: Sequence[str]) -> Sequence[str]:
 
 def _streaming(kind: str, layer: int, emits: Sequence[StreamEnd], takes: Sequence[StreamEnd]) -> str:
     """The kind of a layer with its streams: layers that take others cost otherwise."""
-    taken = [end.stream for end in takes if end.layer == layer]
-    given = [end.stream for end in emits if end.layer == layer]
+    # What stands behind two underscores is a number: layers whose streams differ in it alone cost alike.
+    taken = [end.stream.partition("__")[0] for end in takes if end.layer == layer]
+    given = [end.stream.partition("__")[0] for end in emits if end.layer == layer]
     return kind + (f"({','.join(taken)})" if taken else "") + (f"->{','.join(given)}" if given else "")
 
 

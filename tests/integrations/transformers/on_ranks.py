@@ -10,7 +10,7 @@ import torch
 
 import pipeloom as pl
 from pipeloom.cost import LayerFit, Profile
-from pipeloom.integrations.transformers.build import clean, num_targets
+from pipeloom.integrations.transformers.samples import clean, num_targets
 from pipeloom.layout import separate
 from pipeloom.planner import Planner, Setup
 from pipeloom.runtime import TcpPlanStore, Trainer, TrainerOptions

@@ -15,6 +15,7 @@ from pipeloom.packing import pack
 from . import tiny
 
 TOLERANCE = 1e-9
+BALANCED = ("qwen3_moe", "qwen3_vl_moe")
 SOME = ("qwen3", "qwen2_5_vl", "qwen3_vl")
 """In `make test`: a language model with two kinds of attention, images of free sizes with windows, and streams."""
 
@@ -72,6 +73,35 @@ def test_of_microbatches_of_text_alone_beside_others(name: str, monkeypatch: pyt
     monkeypatch.setattr(check, "pack", notes)
     found = pl.check_gradients(model, batch, ranks=2, plans=3)
     assert mixed > 0
+    assert found.worst < TOLERANCE, str(found)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("mixtral", {"router_aux_loss_coef": 0.7}),
+        *(pytest.param(name, {"router_aux_loss_coef": 0.7}, marks=pytest.mark.full) for name in BALANCED),
+        pytest.param("bamba", {"z_loss_coefficient": 0.3}, marks=pytest.mark.full),
+    ],
+)
+def test_of_losses_beside_that_of_words(name: str, settings: dict[str, Any]) -> None:
+    """Balancing of experts, over all layers of a sample, and the z-loss: not of each packing, but of each sample."""
+    torch.manual_seed(0)
+    more = {"output_router_logits": True} if "router_aux_loss_coef" in settings else {}
+    model = getattr(tiny, name)(**settings, **more)
+    found = pl.check_gradients(model, tiny.CASES[name][1](0), ranks=2, plans=3)
+    assert found.worst < TOLERANCE, str(found)
+    without = pl.check_gradients(getattr(tiny, name)(**dict.fromkeys(settings, 0.0)), tiny.CASES[name][1](0), plans=1)
+    assert abs(found.loss - without.loss) > 0.01
+
+
+@pytest.mark.parametrize(
+    "name", [*(pytest.param(n, marks=pytest.mark.full) for n in ("qwen2_vl", "qwen2_5_vl")), "qwen3_vl"]
+)
+def test_of_images_and_videos(name: str) -> None:
+    model, _ = tiny.make(name)
+    batch = tiny.video_batch(name == "qwen3_vl", seconds=name == "qwen2_5_vl")
+    found = pl.check_gradients(model, batch, ranks=2, plans=3)
     assert found.worst < TOLERANCE, str(found)
 
 

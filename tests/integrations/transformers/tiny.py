@@ -71,6 +71,39 @@ def grid_batch(width: int, seed: int = 0, *, types: bool = True) -> Batch:
     return batch
 
 
+VIDEO = 43
+
+
+def video_batch(frames_apart: bool, seed: int = 0, *, seconds: bool = False) -> Batch:
+    """Images and videos of several sizes, in several orders; with text between a video's frames or without."""
+    generator = torch.Generator().manual_seed(seed)
+    batch = []
+    for number, kinds in enumerate(("v", "iv", "", "viiv", "i", "vi")):
+        ids, grids = [torch.tensor([1, 2])], {"i": [], "v": []}
+        for kind in kinds:
+            t, h, w = (int(draw(generator, 1, 4)) if kind == "v" else 1, *(2 * draw(generator, 1, 3, (2,))).tolist())
+            grids[kind].append([t, h, w])
+            frame = torch.full((h * w // 4,), VIDEO if kind == "v" else IMAGE)
+            for place in range(t):
+                ids += [torch.tensor([VISION_START])] if place == 0 or frames_apart else []
+                ids.append(frame)
+                ids += [torch.tensor([VISION_END, 5])] if place == t - 1 or frames_apart else []
+        ids.append(draw(generator, 0, IMAGE, (3,)))
+        words = torch.cat(ids)
+        sample = {"id": str(number), "input_ids": words, "labels": torch.where(words >= IMAGE, -100, words)}
+        sample["mm_token_type_ids"] = (words == IMAGE).long() + 2 * (words == VIDEO).long()
+        names = {"i": ("pixel_values", "image_grid_thw"), "v": ("pixel_values_videos", "video_grid_thw")}
+        for kind, (pixels, grid) in names.items():
+            if grids[kind]:
+                sample[grid] = torch.tensor(grids[kind])
+                count = int(sample[grid].prod(1).sum())
+                sample[pixels] = torch.randn(count, QWEN_PATCH, generator=generator, dtype=torch.float64)
+        if seconds and grids["v"]:
+            sample["second_per_grid_ts"] = torch.tensor([0.5 + 0.5 * i for i in range(len(grids["v"]))])
+        batch.append(sample)
+    return batch
+
+
 def square_batch(side: int, tokens: int, seed: int = 0, *, types: str = "") -> Batch:
     """Images of one size."""
     generator = torch.Generator().manual_seed(seed)
@@ -110,11 +143,12 @@ def mixtral(**more: Any) -> Any:
     return hf.MixtralForCausalLM(hf.MixtralConfig(**TEXT | {"num_local_experts": 4, "num_experts_per_tok": 2} | more))
 
 
-def qwen3_moe() -> Any:
-    return hf.Qwen3MoeForCausalLM(hf.Qwen3MoeConfig(**TEXT | EXPERTS | {"head_dim": 4}, mlp_only_layers=[0]))
+def qwen3_moe(**more: Any) -> Any:
+    settings = TEXT | EXPERTS | {"head_dim": 4, "mlp_only_layers": [0]} | more
+    return hf.Qwen3MoeForCausalLM(hf.Qwen3MoeConfig(**settings))
 
 
-def deepseek_v3() -> Any:
+def deepseek_v3(**more: Any) -> Any:
     sizes = {
         "n_routed_experts": 4,
         "num_experts_per_tok": 2,
@@ -124,7 +158,7 @@ def deepseek_v3() -> Any:
     }
     latent = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 4}
     heads = {"num_key_value_heads": 4, "first_k_dense_replace": 1}
-    return hf.DeepseekV3ForCausalLM(hf.DeepseekV3Config(**TEXT | sizes | latent | heads))
+    return hf.DeepseekV3ForCausalLM(hf.DeepseekV3Config(**TEXT | sizes | latent | heads | more))
 
 
 def gemma3_text() -> Any:

@@ -5,18 +5,23 @@ from __future__ import annotations
 import copy
 import random
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from pipeloom.cost import StrategyCost
 from pipeloom.errors import InputError
-from pipeloom.integrations.transformers.build import TransformersModel, clean, from_transformers, num_targets
+from pipeloom.integrations.transformers.build import TransformersModel, from_transformers
+from pipeloom.integrations.transformers.reference import (
+    GradientRow,
+    Gradients,
+    double,
+    library_gradients,
+    rows_of,
+    twin,
+)
 from pipeloom.packing import Packing, PackingSpec, budget_tokens, pack
 from pipeloom.plan import ExecutionPlan, boundary_shapes, lower, verify
 from pipeloom.runtime import Executor, ExecutorOptions, ThreadHub, batch_of
@@ -25,22 +30,6 @@ from pipeloom.taskgraph import build_graph
 from pipeloom.timeline import random_schedule, simulate
 
 _TIMEOUT_S = 120.0
-
-Gradients = dict[str, Tensor]
-
-
-@dataclass(frozen=True)
-class GradientRow:
-    """One parameter: the library's name of it, the largest entry of its gradient, and by how much a plan's differs.
-
-    ``relative`` is the difference over the largest entry, which is taken to be at least a millionth of the largest of
-    all parameters: some gradients are zero by nature, and what is computed of them is rounding.
-    """
-
-    name: str
-    largest: float
-    difference: float
-    relative: float
 
 
 @dataclass(frozen=True)
@@ -109,14 +98,14 @@ def check_gradients(
         The model or a sample is not supported.
     """
     beside = getattr(model, "beside_library", None)
-    with _double():
+    with double():
         if beside is not None:
             if freeze:
                 raise InputError("freeze", f"is {tuple(freeze)}, and the model is made already", "make it so")
             ours, library_loss, wanted = beside(batch)
         elif hasattr(model, "config"):
-            library_loss, wanted = _library(_twin(model), batch)
-            ours = from_transformers(_twin(model), freeze=freeze)
+            ours = from_transformers(twin(model), freeze=freeze)
+            library_loss, wanted = library_gradients(twin(model), batch, ours.per_token)
         else:
             raise InputError("model", f"is a {type(model).__name__}", "give the library's own model")
     described = batch_of(batch, ours.describe)
@@ -129,64 +118,6 @@ def check_gradients(
     if worst is None:
         raise InputError("plans", f"is {plans}", "try at least one")
     return worst
-
-
-# ------------------------------------------------------------------ double precision
-
-
-class _Double(TorchFunctionMode):
-    """Makes casts to single precision casts to double."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if func is Tensor.float:
-            return args[0].double()
-        args = tuple(torch.float64 if each is torch.float32 else each for each in args)
-        if kwargs.get("dtype") is torch.float32:
-            kwargs["dtype"] = torch.float64
-        return func(*args, **kwargs)
-
-
-@contextmanager
-def _double() -> Iterator[None]:
-    with _Double():
-        yield
-
-
-def _twin(model: Any) -> Any:
-    """A copy in double precision without dropout."""
-    twin = copy.deepcopy(model).double().eval()
-    if twin._can_set_experts_implementation():
-        # The others are for single precision alone.
-        twin.set_experts_implementation("eager")
-    return twin
-
-
-# ------------------------------------------------------------------ the library's side
-
-
-def _library(model: Any, batch: Sequence[Any]) -> tuple[float, Gradients]:
-    """Loss and gradients of the library's own forward, sample by sample."""
-    losses, total = [], 0.0
-    for sample in batch:
-        here = {name: value for name, value in clean(sample).items() if name != "id"}
-        targets = num_targets(sample)
-        if not targets:
-            continue
-        total += targets
-        for name, value in here.items():
-            tensor = torch.as_tensor(value)
-            if name in ("input_ids", "labels", "attention_mask", "token_type_ids", "mm_token_type_ids"):
-                tensor = tensor.reshape(1, -1)
-            here[name] = tensor.double() if tensor.is_floating_point() else tensor
-        losses.append(model(**here, use_cache=False).loss * targets)
-    if not total:
-        raise InputError("batch", "has no targets", "give labels")
-    loss = torch.stack(losses).sum() / total
-    torch.autograd.backward(loss)
-    return float(loss.detach()), {
-        name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None
-    }
 
 
 # ------------------------------------------------------------------ a plan's side
@@ -283,7 +214,7 @@ def _run(model: TransformersModel, drawn: _Drawn, batch: Sequence[Any]) -> tuple
         try:
             options = ExecutorOptions(sum_tied=lambda *_: None)
             executor = Executor(mine, drawn.layout, rank, hub.transport(rank), options=options)
-            with _double():
+            with double():
                 result = executor.run(drawn.plan, drawn.packing, batch)
             with lock:
                 losses.append(result.loss_sum / result.normaliser)
@@ -320,17 +251,8 @@ def _compare(
     model: TransformersModel, loss: float, found: Gradients, library_loss: float, wanted: Gradients
 ) -> GradientCheck:
     frozen = {theirs for ours, theirs in model.library_names().items() if model.module(ours.split(".")[0]).frozen}
-    merged = _by_holder(model, found)
-    floor = 1e-6 * max(float(want.abs().max()) for want in wanted.values())
-    rows = []
-    for name, want in wanted.items():
-        if name in frozen:
-            continue
-        have = merged.get(name)
-        difference = want if have is None else have - want
-        largest, apart = float(want.abs().max()), float(difference.abs().max())
-        rows.append(GradientRow(name, largest, apart, apart / max(largest, floor, 1e-300)))
-    return GradientCheck(loss, library_loss, tuple(sorted(rows, key=lambda row: -row.relative)))
+    rows = rows_of(_by_holder(model, found), wanted, frozen)
+    return GradientCheck(loss, library_loss, rows)
 
 
 def _by_holder(model: TransformersModel, found: Gradients) -> Gradients:

@@ -29,20 +29,22 @@ class Instance:
     given: dict[str, Tensor]
     patches: int
     tokens: int
+    is_video: bool = False
 
 
 @dataclass(frozen=True)
 class Text:
     """The language model of an architecture; paths begin at the model with the head."""
 
-    trunk: str
-    """Where its blocks are, and what stands before and behind them."""
-    blocks: str = "layers"
-    first: str = "embed_tokens"
-    last: tuple[str, ...] = ("norm",)
-    head: str = "lm_head"
+    blocks: str
+    first: tuple[str, ...]
+    """What has parameters before the blocks."""
+    last: tuple[str, ...]
+    """What has parameters behind the blocks, the head too."""
     per_token: tuple[str, ...] = ()
     """Entries of a sample that the forward takes, one number a token."""
+    placing: tuple[str, ...] = ()
+    """The same, where only positions depend on them."""
     alone: tuple[str, ...] = ()
     """Types of blocks that mix a sequence in another way than by attention: called for every sequence by itself."""
     pointwise: tuple[str, ...] = ()
@@ -50,6 +52,22 @@ class Text:
     gives_tuple: bool = False
     positions: Callable[[nn.Module, Sample], Tensor | None] | None = None
     """Of one sample, with the model that has no parts: position ids, or None for 0, 1, 2 ..."""
+    one_by_one: bool = False
+    """Whether every layer is called for every sequence by itself, as the library calls it for a batch of that one."""
+    eager: bool = False
+    """Whether attention within a sequence is the model's own function: with sinks or caps, which others have not."""
+
+    @property
+    def trunk(self) -> str:
+        """Path of what holds the blocks."""
+        return self.blocks.rpartition(".")[0]
+
+
+def decoder(
+    trunk: str, first: str = "embed_tokens", last: str = "norm", *, blocks: str = "layers", **more: Any
+) -> Text:
+    """Return a language model whose parts have the usual names; those of ``more`` are `Text`'s."""
+    return Text(f"{trunk}.{blocks}", (f"{trunk}.{first}",), (f"{trunk}.{last}", "lm_head"), **more)
 
 
 @dataclass(frozen=True)
@@ -84,6 +102,8 @@ class Encoder:
     """What that function is given; further entries of a sample besides."""
     places: str = "image_token_id"
     """Where the config has the id of its tokens."""
+    video_places: str = ""
+    """The same of videos, where it reads these too, each as one instance; empty: it does not."""
     keys: tuple[str, ...] = ("pixel_values",)
     """Entries of a sample that it reads."""
     patches: int | None = None
@@ -95,6 +115,8 @@ class Encoder:
     """How many blocks are run to any effect; None: all."""
     unused: tuple[str, ...] = ()
     """Parts with weights that no loss depends on."""
+    nested: bool = False
+    """Whether its pixels have a dimension of samples before that of images."""
     listed: bool = True
     """Whether the features come as a list with an entry for each image."""
     form: Form = PLAIN
@@ -109,6 +131,10 @@ class Encoder:
     kinds: tuple[str, ...] = ()
     """Per block, what tells it from others of its class and size."""
     taps: Taps | None = None
+
+    def ids(self, config: Any) -> tuple[int, ...]:
+        """Return the ids of its tokens."""
+        return tuple(getattr(config, name) for name in (self.places, self.video_places) if name)
 
 
 @dataclass(frozen=True)
@@ -125,30 +151,52 @@ class Family:
 _ROUTER = (
     "output_router_logits",
     lambda config: getattr(config.get_text_config(), "output_router_logits", False),
-    "set it to False: a loss that balances experts is not supported",
+    "set it to False: the library has no loss for it here",
 )
-_Z_LOSS = ("z_loss_coefficient", lambda config: getattr(config, "z_loss_coefficient", 0), "set it to 0")
 
-_DECODER = Family(Text("model"))
-_EXPERTS = Family(Text("model"), refused=(_ROUTER,))
+_DECODER = Family(decoder("model"))
 
 
 # ------------------------------------------------------------------ Qwen's vision-language models
 
 
+_VIDEO_KEYS = ("pixel_values_videos", "video_grid_thw", "second_per_grid_ts")
+
+
 def _grid_images(merged: int, sample: Sample) -> list[Instance]:
     """Images whose patches follow one another, each with its grid."""
-    if sample.get("pixel_values") is None:
+    return _gridded(merged, sample, "pixel_values", "image_grid_thw")
+
+
+def _gridded(merged: int, sample: Sample, pixel_key: str, grid_key: str) -> list[Instance]:
+    if sample.get(pixel_key) is None:
         return []
-    grids = torch.as_tensor(sample["image_grid_thw"]).reshape(-1, 3)
+    grids = torch.as_tensor(sample[grid_key]).reshape(-1, 3)
     counts: list[int] = grids.prod(1).tolist()
-    pixels = torch.as_tensor(sample["pixel_values"])
+    pixels = torch.as_tensor(sample[pixel_key])
     if len(pixels) != sum(counts):
-        raise InputError("sample.pixel_values", f"has {len(pixels)} patches, image_grid_thw says {sum(counts)}")
+        raise InputError(f"sample.{pixel_key}", f"has {len(pixels)} patches, {grid_key} says {sum(counts)}")
+    is_video = grid_key == "video_grid_thw"
     return [
-        Instance(part, {"image_grid_thw": grid[None]}, count, count // merged)
+        Instance(part, {"image_grid_thw": grid[None]}, count, count // merged, is_video)
         for part, grid, count in zip(torch.split(pixels, counts), grids, counts, strict=True)
     ]
+
+
+def _grid_images_and_videos(merged: int, image_id: int, video_id: int, sample: Sample) -> list[Instance]:
+    """Images and videos, which the library encodes alike, in the order of their places."""
+    images = _grid_images(merged, sample)
+    videos = _gridded(merged, sample, "pixel_values_videos", "video_grid_thw")
+    if not videos or not images:
+        return images or videos
+    waiting, out = {image_id: images, video_id: videos}, []
+    ids = [word for word in sample["input_ids"].tolist() if word in waiting]
+    while ids and waiting[ids[0]]:
+        # A video's places have text between its frames, never another instance.
+        out.append(waiting[ids[0]].pop(0))
+        ids = ids[out[-1].tokens :]
+    # What has no places is counted, and refused.
+    return [*out, *images, *videos]
 
 
 def _grid_positions(model: nn.Module, sample: Sample) -> Tensor | None:
@@ -158,17 +206,26 @@ def _grid_positions(model: nn.Module, sample: Sample) -> Tensor | None:
     ids = sample["input_ids"][None]
     given = {
         name: None if sample.get(name) is None else torch.as_tensor(sample[name])
-        for name in ("image_grid_thw", "mm_token_type_ids")
+        for name in ("image_grid_thw", "video_grid_thw", "mm_token_type_ids")
     }
+    if sample.get("second_per_grid_ts") is not None:
+        given["second_per_grid_ts"] = torch.as_tensor(sample["second_per_grid_ts"])
     if given["mm_token_type_ids"] is not None:
         given["mm_token_type_ids"] = given["mm_token_type_ids"].reshape(1, -1)
     found: Tensor | None = inner.compute_3d_position_ids(
-        input_ids=ids, video_grid_thw=None, inputs_embeds=None, attention_mask=None, past_key_values=None, **given
+        input_ids=ids, inputs_embeds=None, attention_mask=None, past_key_values=None, **given
     )
     return torch.arange(ids.shape[1]).expand(3, 1, -1) if found is None else found
 
 
 def _qwen_vision(config: Any) -> Encoder:
+    encoder = _qwen_images(config)
+    images = partial(_grid_images_and_videos, encoder.merge, config.image_token_id, config.video_token_id)
+    keys = (*encoder.keys, *_VIDEO_KEYS)
+    return replace(encoder, images=images, keys=keys, video_places="video_token_id")
+
+
+def _qwen_images(config: Any) -> Encoder:
     vision = config.vision_config
     merged = int(vision.spatial_merge_size) ** 2
     full = getattr(vision, "fullatt_block_indexes", None)
@@ -178,8 +235,9 @@ def _qwen_vision(config: Any) -> Encoder:
         first=("model.visual.patch_embed",),
         last=("model.visual.merger",),
         images=partial(_grid_images, merged),
-        keys=("pixel_values", "image_grid_thw", "mm_token_type_ids"),
+        keys=("pixel_values", "image_grid_thw"),
         merge=merged,
+        takes_lengths=True,
         kinds=kinds,
     )
 
@@ -199,7 +257,7 @@ def _tapped_vision(config: Any) -> Encoder:
     return replace(_qwen_vision(config), first=(f"{tower}.patch_embed", f"{tower}.pos_embed"), taps=taps)
 
 
-_QWEN_TEXT = Text("model.language_model", positions=_grid_positions)
+_QWEN_TEXT = decoder("model.language_model", placing=("mm_token_type_ids",), positions=_grid_positions)
 
 
 # ------------------------------------------------------------------ Qwen's model that hears
@@ -260,18 +318,21 @@ def _omni_positions(model: nn.Module, sample: Sample) -> Tensor | None:
 # ------------------------------------------------------------------ images of one size
 
 
-def _square_images(patches: int, tokens: int, sample: Sample) -> list[Instance]:
-    """Images, or tiles of images, that are all of one size."""
+def square_images(patches: int, tokens: int, sample: Sample, *, nested: bool = False) -> list[Instance]:
+    """Images, or tiles of images, that are all of one size; nested: behind a dimension of one sample."""
     if sample.get("pixel_values") is None:
         return []
     pixels = torch.as_tensor(sample["pixel_values"])
-    if pixels.dim() != 4:
-        raise InputError("sample.pixel_values", f"has {pixels.dim()} dimensions", "give images x channels x sides")
-    return [Instance(each[None], {}, patches, tokens) for each in pixels]
+    if pixels.dim() != 4 + nested or (nested and len(pixels) != 1):
+        what = "1 x images x channels x sides" if nested else "images x channels x sides"
+        raise InputError("sample.pixel_values", f"is of shape {tuple(pixels.shape)}", f"give {what}")
+    if not torch.as_tensor(sample.get("pixel_attention_mask", 1)).all():
+        raise InputError("sample.pixel_attention_mask", "has zeros", "give images that fill their size")
+    return [Instance(each[None, None] if nested else each[None], {}, patches, tokens) for each in pixels.flatten(0, -4)]
 
 
 def _square_vision(patches: int, tokens: int, **parts: Any) -> Encoder:
-    return Encoder(images=partial(_square_images, patches, tokens), patches=patches, tokens=tokens, **parts)
+    return Encoder(images=partial(square_images, patches, tokens), patches=patches, tokens=tokens, **parts)
 
 
 def _sides(config: Any) -> int:
@@ -410,9 +471,9 @@ def _pixtral_vision(config: Any) -> Encoder:
 
 # ------------------------------------------------------------------ Mamba
 
-_BAMBA = Text("model", last=("final_layernorm",), alone=("linear_attention",), gives_tuple=True)
-_NEMOTRON = Text("model", first="embeddings", last=("norm_f",), alone=("linear_attention",), pointwise=("mlp", "moe"))
-_GEMMA = Text("model.language_model", per_token=("token_type_ids",))
+_BAMBA = decoder("model", last="final_layernorm", alone=("linear_attention",), gives_tuple=True)
+_NEMOTRON = decoder("model", first="embeddings", last="norm_f", alone=("linear_attention",), pointwise=("mlp", "moe"))
+_GEMMA = decoder("model.language_model", per_token=("token_type_ids",))
 
 
 FAMILIES: dict[str, Family] = {
@@ -421,22 +482,22 @@ FAMILIES: dict[str, Family] = {
     "Qwen2ForCausalLM": _DECODER,
     "Qwen3ForCausalLM": _DECODER,
     "Gemma3ForCausalLM": _DECODER,
-    "MixtralForCausalLM": _EXPERTS,
-    "Qwen3MoeForCausalLM": _EXPERTS,
-    "DeepseekV3ForCausalLM": _EXPERTS,
-    "BambaForCausalLM": Family(_BAMBA, refused=(_Z_LOSS,)),
+    "MixtralForCausalLM": _DECODER,
+    "Qwen3MoeForCausalLM": _DECODER,
+    "DeepseekV3ForCausalLM": Family(decoder("model"), refused=(_ROUTER,)),
+    "BambaForCausalLM": Family(_BAMBA),
     "NemotronHForCausalLM": Family(_NEMOTRON, refused=(_ROUTER,)),
     "Qwen2VLForConditionalGeneration": Family(_QWEN_TEXT, (_qwen_vision,)),
     "Qwen2_5_VLForConditionalGeneration": Family(_QWEN_TEXT, (_qwen_vision,)),
     "Qwen3VLForConditionalGeneration": Family(_QWEN_TEXT, (_tapped_vision,)),
-    "Qwen3VLMoeForConditionalGeneration": Family(_QWEN_TEXT, (_tapped_vision,), refused=(_ROUTER,)),
+    "Qwen3VLMoeForConditionalGeneration": Family(_QWEN_TEXT, (_tapped_vision,)),
     "Qwen2_5OmniThinkerForConditionalGeneration": Family(
-        Text("model.language_model", positions=_omni_positions), (_qwen_vision, _hearing)
+        decoder("model.language_model", positions=_omni_positions), (_qwen_images, _hearing)
     ),
-    "LlavaForConditionalGeneration": Family(Text("model.language_model"), (_llava_vision,)),
+    "LlavaForConditionalGeneration": Family(decoder("model.language_model"), (_llava_vision,)),
     "Gemma3ForConditionalGeneration": Family(_GEMMA, (_gemma_vision,)),
-    "InternVLForConditionalGeneration": Family(Text("model.language_model"), (_internvl_vision,)),
-    "LlavaOnevisionForConditionalGeneration": Family(Text("model.language_model"), (_onevision_vision,)),
-    "Mistral3ForConditionalGeneration": Family(Text("model.language_model"), (_pixtral_vision,)),
+    "InternVLForConditionalGeneration": Family(decoder("model.language_model"), (_internvl_vision,)),
+    "LlavaOnevisionForConditionalGeneration": Family(decoder("model.language_model"), (_onevision_vision,)),
+    "Mistral3ForConditionalGeneration": Family(decoder("model.language_model"), (_pixtral_vision,)),
 }
 """By the class of the model with the head."""

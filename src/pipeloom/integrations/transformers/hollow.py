@@ -96,8 +96,9 @@ class Filler(nn.Module):
 class EmbeddingFiller(nn.Module):
     """Stands for an embedding of positions: zeros, a number for each."""
 
-    def forward(self, places: Tensor) -> Tensor:
+    def forward(self, places: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Give zeros that take no memory."""
+        del args, kwargs
         filling = _now().filling
         assert filling is not None
         return filling.new_zeros(()).expand(*places.shape, 1)
@@ -110,7 +111,8 @@ class ConvolutionFiller(nn.Module):
         super().__init__()
         given: Any = convolution
         self.width = width or given.out_channels
-        self.sizes = tuple(zip(given.kernel_size, given.stride, given.padding, strict=True))
+        padding = (0,) * len(given.stride) if given.padding == "valid" else given.padding
+        self.sizes = tuple(zip(given.kernel_size, given.stride, padding, strict=True))
         # The library asks for its dtype.
         self.register_buffer("weight", given.weight.detach().new_empty(0, device="cpu"), persistent=False)
 

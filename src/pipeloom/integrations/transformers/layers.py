@@ -74,6 +74,31 @@ class Block(LibraryLayer):
         return out
 
 
+class OneByOne(LibraryLayer):
+    """A layer of a language model that is called for every sequence by itself."""
+
+    def __init__(self, inner: LibraryLayer) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def library_name(self, parameter: str) -> str:
+        """As `LibraryLayer`."""
+        return self.inner.library_name(parameter.removeprefix("inner."))
+
+    def forward(self, x: Tensor, *upstream: Tensor, calls: tuple[Calls, ...], **tensors: Tensor) -> Tensor:
+        """Take and give rows of all sequences; each has calls of its own, and rows of what encoders give."""
+        pieces = torch.split(x, [length for each in calls for length in each.outer["lengths"]])
+        counts = [each.outer["counts"] for each in calls]
+        given = [torch.split(rows, [count[i] for count in counts]) for i, rows in enumerate(upstream)]
+        rows_of = zip(*given, strict=True) if given else ((),) * len(calls)
+        return torch.cat(
+            [
+                self.inner(piece, *rows, calls=each, **tensors)
+                for piece, rows, each in zip(pieces, rows_of, calls, strict=True)
+            ]
+        )
+
+
 class TappedBlock(Block):
     """A block of an encoder whose output goes to the language model too, through a merger of its own, as a stream."""
 
@@ -164,11 +189,13 @@ class TextFirst(_Shell):
     def forward(self, ids: Tensor, *upstream: Tensor, calls: Calls, **tensors: Tensor) -> Tensor:
         """Take the ids of packed sequences, and what the encoders give of them."""
         given = calls.forward(tensors)
-        given.pop("lengths")
+        del given["lengths"], given["counts"]
+        given.pop("targets", None)
         called, states = given.pop("encoders"), {}
         for encoder, rows in zip(self.encoders, upstream, strict=True):
             if encoder.finishes is None:
-                given.setdefault("mm_encoder_outputs", {})["image"] = self._features(rows, encoder)
+                videos = called[encoder.name].get("videos", ())
+                given.setdefault("mm_encoder_outputs", {}).update(self._features(rows, encoder, videos))
             elif called[encoder.name]:
                 states[encoder.name] = encoder.finishes.theirs(rows)
                 given |= called[encoder.name]
@@ -189,16 +216,25 @@ class TextFirst(_Shell):
             return reached.state[0] + sum(rows[:0].sum() for rows in upstream) if upstream else reached.state[0]
         raise AssertionError("the library's forward never came to a block")
 
-    def _features(self, rows: Tensor, encoder: Taken) -> Any:
+    def _features(self, rows: Tensor, encoder: Taken, videos: tuple[tuple[int, bool], ...]) -> dict[str, Any]:
+        """Features as the library has them, of videos apart: of every instance its rows, and whether it is a video."""
         from transformers.modeling_outputs import BaseModelOutputWithPooling
 
-        width = self.shell.config.get_text_config().hidden_size
-        rows = rows.reshape(-1, width)
-        features = BaseModelOutputWithPooling(pooler_output=[rows] if encoder.listed else rows[None])
-        if encoder.tapped:
-            # They go as streams to the blocks behind which they are added.
-            setattr(features, encoder.tapped, [])
-        return features
+        rows = rows.reshape(-1, self.shell.config.get_text_config().hidden_size)
+        kinds = {"image": rows}
+        if videos:
+            pieces = list(zip(torch.split(rows, [count for count, _ in videos]), videos, strict=True))
+            kinds = {
+                name: torch.cat([rows[:0], *(piece for piece, (_, is_video) in pieces if is_video is wanted)])
+                for name, wanted in (("image", False), ("video", True))
+            }
+        found = {}
+        for name, each in kinds.items():
+            found[name] = BaseModelOutputWithPooling(pooler_output=[each] if encoder.listed else each[None])
+            if encoder.tapped:
+                # They go as streams to the blocks behind which they are added.
+                setattr(found[name], encoder.tapped, [])
+        return found
 
 
 class TextLast(_Shell):
@@ -248,8 +284,8 @@ class EncoderLast(_Shell):
     def forward(self, x: Tensor, *, calls: Calls, **tensors: Tensor) -> Tensor:
         """Give the features, reshaped to as many rows as the module states."""
         state, given = self.form.theirs(x), calls.forward(tensors)
-        # Of the pixels only the shape is looked at: what would embed them is filled in.
-        pixels = x.new_zeros(()).expand(given.pop("shape"))
+        # Of the pixels only the shape is looked at: what would embed them is filled in. Zeros may be taken for padding.
+        pixels = x.new_ones(()).expand(given.pop("shape"))
         with run_with(Running(lambda *_: state, state.detach())):
             features = getattr(self.shell, self.features)(pixels, **given).pooler_output
         if isinstance(features, (tuple, list)):

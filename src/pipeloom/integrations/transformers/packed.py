@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,10 +11,13 @@ import torch
 from torch import Tensor
 
 from pipeloom.errors import InputError, PipeloomError
+from pipeloom.integrations.transformers import varlen
 from pipeloom.integrations.transformers.hollow import Arguments, running
 
 ATTENTION = "pipeloom"
 """Name under which the library finds the attention of packed sequences."""
+EAGER = "pipeloom_eager"
+"""Another name of it, for models whose attention has terms that only their own function knows."""
 LENGTHS = "pipeloom_flash"
 """Another name of it, for encoders that make a mask as large as the square of all their patches unless attention takes
 lengths, which they know by this part of its name."""
@@ -37,7 +41,9 @@ def register() -> None:
 
     AttentionInterface.register(ATTENTION, attention)
     AttentionInterface.register(LENGTHS, attention)
+    AttentionInterface.register(EAGER, eager_attention)
     AttentionMaskInterface.register(ATTENTION, make_mask)
+    AttentionMaskInterface.register(EAGER, make_eager_mask)
 
 
 def make_mask(**asked: Any) -> Any:
@@ -49,20 +55,50 @@ def make_mask(**asked: Any) -> Any:
         return sdpa_mask(**asked)
     if now.lengths is None:
         return None
-    config, window = asked.get("config"), asked.get("local_size")
-    if window is not None and window != getattr(config, "sliding_window", None):
-        raise InputError("model", f"has attention in chunks of {window} tokens", "such models are not supported")
+    window = _window(asked)
     if asked.get("allow_is_causal_skip"):
         return Mask(now.lengths, True, window)
     if asked.get("allow_is_bidirectional_skip") and window is None:
         return Mask(now.lengths, False)
+    return _inner_masks(sdpa_mask, now.lengths, asked)
+
+
+def make_eager_mask(**asked: Any) -> Any:
+    """As `make_mask`, in the form that the models' own functions take."""
+    from transformers.masking_utils import eager_mask
+
+    now = running()
+    if now is None:
+        return eager_mask(**asked)
+    _window(asked)
+    return None if now.lengths is None else _inner_masks(eager_mask, now.lengths, asked)
+
+
+def _window(asked: dict[str, Any]) -> int | None:
+    """Return how many tokens each sees; None: all."""
+    window: int | None = asked.get("local_size")
+    if window is not None and window != getattr(asked.get("config"), "sliding_window", None):
+        # Where a chunk begins depends on where its sequence does.
+        raise InputError("model", f"has attention in chunks of {window} tokens", "it cannot be packed")
+    return window
+
+
+def _inner_masks(make: Callable[..., Tensor], lengths: tuple[int, ...], asked: dict[str, Any]) -> Mask:
     blocks, begin = [], 0
     asked |= {"attention_mask": None, "allow_is_bidirectional_skip": False}
-    for length in now.lengths:
+    for length in lengths:
         inside = {"q_length": length, "kv_length": length, "q_offset": begin, "kv_offset": begin}
-        blocks.append(sdpa_mask(**asked | inside))
+        blocks.append(make(**asked | inside))
         begin += length
-    return Mask(now.lengths, False, blocks=tuple(blocks))
+    return Mask(lengths, False, blocks=tuple(blocks))
+
+
+def eager_attention(
+    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
+) -> tuple[Tensor, Any]:
+    """Attend within each packed sequence by the function that the model's own file has."""
+    inner = sys.modules[type(module).__module__].eager_attention_forward
+    return _attend(inner, module, (query, key, value), attention_mask, kwargs)
 
 
 def attention(
@@ -71,29 +107,49 @@ def attention(
     """Attend within each packed sequence; what is not packed goes the library's own way."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+    attention_mask = _as_mask(module, attention_mask, kwargs)
+    if isinstance(attention_mask, Mask) and not attention_mask.blocks:
+        asked = {name: value for name, value in kwargs.items() if name != "is_causal"}
+        kernel = varlen.choose(query, key, value, asked)
+        if kernel is not None:
+            _check(attention_mask, query)
+            mask = attention_mask
+            packed = varlen.Packed(mask.lengths, mask.causal, mask.window, kwargs.get("scaling"))
+            return varlen.attend(kernel, packed, query, key, value), None
+    return _attend(sdpa_attention_forward, module, (query, key, value), attention_mask, kwargs)
+
+
+def _as_mask(module: torch.nn.Module, mask: Any, kwargs: dict[str, Any]) -> Any:
+    """Return the mask, of an encoder that tells lengths instead of one too."""
     ends = kwargs.pop("cu_seq_lens_q", None)
-    if ends is not None and attention_mask is None:
-        lengths = tuple(torch.diff(ends).tolist())
-        attention_mask = Mask(lengths, bool(kwargs.get("is_causal", getattr(module, "is_causal", True))))
-    if not isinstance(attention_mask, Mask):
-        out: tuple[Tensor, Any] = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
-        return out
-    mask = attention_mask
+    if ends is None or mask is not None:
+        return mask
+    for name in ("cu_seq_lens_k", "max_length_q", "max_length_k"):
+        kwargs.pop(name, None)
+    causal = bool(kwargs.get("is_causal", getattr(module, "is_causal", True)))
+    return Mask(tuple(torch.diff(ends).tolist()), causal)
+
+
+def _check(mask: Mask, query: Tensor) -> None:
     if sum(mask.lengths) != query.shape[2] or len(query) != 1:
         raise PipeloomError(f"attention over {tuple(query.shape)} of sequences of {mask.lengths} tokens")
+
+
+def _attend(
+    inner: Callable[..., Any], module: torch.nn.Module, states: Sequence[Tensor], mask: Any, kwargs: dict[str, Any]
+) -> tuple[Tensor, Any]:
+    if not isinstance(mask, Mask):
+        out: tuple[Tensor, Any] = inner(module, *states, mask, **kwargs)
+        return out
+    query = states[0]
+    _check(mask, query)
     kwargs.pop("is_causal", None)
     outputs, begin = [], 0
     for number, length in enumerate(mask.lengths):
         here = slice(begin, begin + length)
-        output, _ = sdpa_attention_forward(
-            module,
-            query[:, :, here],
-            key[:, :, here],
-            value[:, :, here],
-            _inside(mask, number, query.device),
-            is_causal=mask.causal,
-            **kwargs,
-        )
+        masked = _inside(mask, number, query.device)
+        each = (state[:, :, here] for state in states)
+        output, _ = inner(module, *each, masked, is_causal=mask.causal, **kwargs)
         outputs.append(output)
         begin += length
     return torch.cat(outputs, dim=1), None
@@ -141,8 +197,16 @@ class Calls:
 
 def as_context(blocks: Sequence[Arguments], outer: dict[str, Any]) -> dict[str, Any]:
     """Return what blocks are called with as the context of layers: every tensor once, and where it belongs."""
+    found = as_contexts([(blocks, outer)])
+    return found | {"calls": found["calls"][0]}
+
+
+def as_contexts(each: Sequence[tuple[Sequence[Arguments], dict[str, Any]]]) -> dict[str, Any]:
+    """Return the same of several calls, of which each is to be told for itself."""
     tensors: dict[int, tuple[str, Tensor]] = {}
-    calls = Calls(tuple(_emptied(block, tensors) for block in blocks), _emptied(outer, tensors))
+    calls = tuple(
+        Calls(tuple(_emptied(block, tensors) for block in blocks), _emptied(outer, tensors)) for blocks, outer in each
+    )
     return {"calls": calls, **dict(tensors.values())}
 
 

@@ -30,14 +30,14 @@ _NOT_BESIDE = (CONFIG, "*.index.json")
 _AT_ONCE_BYTES = 16 * 2**20
 
 
-def load(path: str | Path, check: Callable[[str], object], device: torch.device | str | None, dtype: Any) -> Any:
+def load(path: str | Path, check: Callable[[type, Any], object], device: torch.device | str | None, dtype: Any) -> Any:
     """Load the library's model of a folder as it is trained: with its dropout, which the library turns off.
 
     Parameters
     ----------
     path : path
     check : callable
-        Called with the class's name before weights are read; refuses what is not supported.
+        Called with the class and the configuration before weights are read; refuses what is not supported.
     device : torch.device, str or None
         ``"meta"``: shapes alone, and buffers.
     dtype : torch.dtype or None
@@ -59,7 +59,7 @@ def load(path: str | Path, check: Callable[[str], object], device: torch.device 
     kind = getattr(transformers, names[0], None) if names else None
     if kind is None:
         raise InputError(f"{path}/config.json", f"has architectures {names}, which transformers does not know")
-    check(names[0])
+    check(kind, config)
     if getattr(config, "quantization_config", None) is not None:
         raise InputError(f"{path}/config.json", "says that weights are quantised", "give the folder of whole ones")
     dtype = dtype or torch.get_default_dtype()

@@ -1,0 +1,339 @@
+"""Models not known by name: their parts are found on a small model of the same configuration, and tried on it."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import PurePosixPath
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipeloom.errors import InputError
+from pipeloom.integrations.transformers.families import Encoder, Family, Text, square_images
+from pipeloom.integrations.transformers.reference import Gradients, double, library_gradients, rows_of
+from pipeloom.integrations.transformers.smaller import line, smaller, words_of
+from pipeloom.runtime import batch_of
+from pipeloom.runtime.model import Emit, Part
+from pipeloom.spec.model import num_instances
+
+_TOLERANCE = 1e-9
+_LENGTHS = (7, 4, 11, 5)
+"""Of samples that are tried: longer than windows, and none begins where a window's multiple would."""
+_PER_TOKEN = "token_type_ids"
+"""Where attention depends on what kind a token is of."""
+_REMEDY = "write its layers as docs/bring-your-own-model.md says"
+
+
+def find_family(kind: type, config: Any, assemble: Callable[[Any, Family], Any]) -> Family:
+    """Find which parts of a model are which, and try whether its layers give the library's own gradients.
+
+    Parameters
+    ----------
+    kind : type
+        Class of the model with the head.
+    config : transformers.PreTrainedConfig
+    assemble : callable
+        Makes a `TransformersModel` of a library's model and a `Family`.
+
+    Returns
+    -------
+    Family
+        What was tried: on a small model of the same configuration, loss and gradients are the library's own.
+
+    Raises
+    ------
+    InputError
+        In one line, what could not be found or what differs.
+    """
+    try:
+        with double(), torch.random.fork_rng(devices=[]), _quietly():
+            return _find(kind, config, assemble)
+    except Exception as error:
+        problem = error.problem if isinstance(error, InputError) else f"cannot be tried: {line(error)}"
+        raise InputError("model", f"is a {kind.__name__}, not known by name, and {problem}", _REMEDY) from error
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Say nothing of models that nobody asked for."""
+    from transformers.utils import logging
+
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+
+
+def _find(kind: type, config: Any, assemble: Callable[[Any, Family], Any]) -> Family:
+    if config.is_encoder_decoder:
+        raise InputError("model", "has an encoder whose output every block of its decoder takes")
+    if getattr(config.get_text_config(), "layerdrop", 0):
+        raise InputError("model", "leaves out layers at random (layerdrop)")
+    small, towers, reached = smaller(kind, config, lambda model: _run(model, _samples(model)[0]))
+    samples = _samples(small)
+    encoders: tuple[Callable[[Any], Encoder], ...] = ()
+    text = _find_text(small, towers, samples[0])
+    if getattr(config, "vision_config", None) is not None:
+        encoder = _find_encoder(small, towers)
+        samples = _with_images(small, samples, encoder)
+        encoders = (lambda _: encoder,)
+    wanted = library_gradients(copy.deepcopy(small), samples, frozenset(("input_ids", "labels", *text.per_token)))
+    problem = ""
+    # What short samples do not reach cannot be tried: then each is called as the library would.
+    for each in (*((text, replace(text, eager=True)) if reached else ()), replace(text, one_by_one=True)):
+        family = Family(each, encoders)
+        problem = _try(copy.deepcopy(small), samples, wanted, family, assemble)
+        if not problem:
+            return family
+    raise InputError("model", problem)
+
+
+def _run(model: Any, sample: dict[str, Tensor]) -> None:
+    with torch.no_grad():
+        model(**{name: each[None] for name, each in sample.items()}, use_cache=False)
+
+
+def _samples(model: Any) -> list[dict[str, Tensor]]:
+    """Samples of text, random and always the same."""
+    words = torch.tensor(words_of(model.config))
+    draw = torch.Generator().manual_seed(0)
+    every = [words[torch.randint(len(words), (length,), generator=draw)] for length in _LENGTHS]
+    samples = [{"input_ids": ids, "labels": ids.clone()} for ids in every]
+    for sample in samples if _PER_TOKEN in inspect.signature(model.forward).parameters else []:
+        sample[_PER_TOKEN] = (torch.arange(len(sample["input_ids"])) > 1).long()
+    return samples
+
+
+def _with_images(model: Any, samples: Sequence[dict[str, Tensor]], encoder: Encoder) -> list[dict[str, Tensor]]:
+    """Samples with as many images as their places in the list say, but the last, which is of text."""
+    draw, out = torch.Generator().manual_seed(1), []
+    place = getattr(model.config, encoder.places)
+    for number, sample in enumerate(samples):
+        count = number + 1 if number < 2 else 0
+        run = torch.full((count * (encoder.tokens or 0),), place)
+        runs = dict.fromkeys(sample, 0 * run) | {"input_ids": run, "labels": 0 * run - 100}
+        told = {name: torch.cat([each[:1], runs[name], each[1:]]) for name, each in sample.items()}
+        if count:
+            pixels = torch.randn(count, *_image_shape(model.config), generator=draw, dtype=torch.float64)
+            told["pixel_values"] = pixels[None] if encoder.nested else pixels
+        out.append(told)
+    return out
+
+
+# ------------------------------------------------------------------ parts
+
+
+class _Trace:
+    """Which modules of a model a call enters and leaves, and what they take and give."""
+
+    def __init__(self, model: nn.Module, call: Callable[[], Any]) -> None:
+        self.model = model
+        self.moments: list[tuple[str, bool]] = []
+        self.taken: dict[str, Any] = {}
+        self.given: dict[str, Any] = {}
+        names = {module: path for path, module in model.named_modules()}
+
+        def enter(module: nn.Module, args: Any) -> None:
+            self.moments.append((names[module], True))
+            self.taken[names[module]] = args
+
+        def leave(module: nn.Module, _: Any, output: Any) -> None:
+            self.moments.append((names[module], False))
+            self.given[names[module]] = output
+
+        hooks = [module.register_forward_pre_hook(enter) for module in names]
+        hooks += [module.register_forward_hook(leave) for module in names]
+        try:
+            self.output = call()
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def tower(self, paths: Sequence[str]) -> str:
+        """Return the list of blocks that is called in order from end to end.
+
+        Raises
+        ------
+        InputError
+            None is, or several are.
+        """
+        entered = [path for path, enters in self.moments if enters]
+        found = []
+        for path in paths:
+            called = [each for each in entered if each.rpartition(".")[0] == path]
+            if called == [f"{path}.{i}" for i in range(len(called))] and called:
+                found.append(path)
+        if len(found) != 1:
+            which = "none is" if not found else "not one alone is"
+            raise InputError("model", f"of its lists of layers, {', '.join(paths)}, {which} called from end to end")
+        return found[0]
+
+    def around(self, tower: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Say what has parameters before and behind the blocks."""
+        count = self.count(tower)
+        begin, end = self.moments.index((f"{tower}.0", True)), self.moments.index((f"{tower}.{count - 1}", False))
+        first: dict[str, None] = {}
+        last: dict[str, None] = {}
+        for moment, (path, enters) in enumerate(self.moments):
+            own = [name for name, _ in self.model.get_submodule(path).named_parameters(recurse=False)]
+            if not enters or not own or path.startswith(f"{tower}."):
+                continue
+            if tower.startswith(f"{path}." if path else ""):
+                # It holds the blocks; its own parameters may be of either side.
+                both = dict.fromkeys(f"{path}.{name}" if path else name for name in own)
+                first, last = first | both, last | both
+            elif moment < begin:
+                first[path] = None
+            elif moment > end:
+                last[path] = None
+            else:
+                raise InputError("model", f"calls {path!r} between its blocks")
+        return self._lifted(tower, first, last), self._lifted(tower, last, first)
+
+    def _lifted(self, tower: str, paths: Iterable[str], others: Iterable[str]) -> tuple[str, ...]:
+        """Name instead of parts whatever called them and neither the blocks nor any of the others."""
+        called = {path for path, _ in self.moments}
+        found: dict[str, None] = {}
+        for path in paths:
+            names = path.split(".")
+            above = [".".join(names[:i]) for i in range(1, len(names))]
+            whole = [a for a in above if a in called and not any(f"{o}.".startswith(f"{a}.") for o in (tower, *others))]
+            found[whole[0] if whole else path] = None
+        return tuple(found)
+
+    def count(self, tower: str) -> int:
+        """Return how many of its blocks are called."""
+        return sum(enters and path.rpartition(".")[0] == tower for path, enters in self.moments)
+
+    def gives_tuple(self, tower: str) -> bool:
+        """Say whether the blocks of a tower give tuples."""
+        found = {isinstance(self.given[f"{tower}.{number}"], tuple) for number in range(self.count(tower))}
+        if len(found) > 1:
+            raise InputError("model", f"has blocks in {tower!r} that give a tuple and others that do not")
+        return found.pop()
+
+
+def _find_text(model: Any, towers: Sequence[str], sample: dict[str, Tensor]) -> Text:
+    """Find the blocks, and what has parameters before and behind them, as a forward calls them."""
+    trace = _Trace(model, lambda: _run(model, sample))
+    tower = trace.tower(towers)
+    per_token = tuple(name for name in sample if name not in ("input_ids", "labels"))
+    return Text(tower, *trace.around(tower), gives_tuple=trace.gives_tuple(tower), per_token=per_token)
+
+
+def _image_shape(config: Any) -> tuple[int, int, int]:
+    vision = config.vision_config
+    size = getattr(vision, "image_size", None)
+    if size is None:
+        raise InputError("model", "has an encoder of images of no one size")
+    height, width = size if isinstance(size, (list, tuple)) else (size, size)
+    return getattr(vision, "num_channels", 3), height, width
+
+
+def _find_encoder(model: Any, towers: Sequence[str]) -> Encoder:
+    """Find the blocks of the encoder of images, and what is around them, where all images are of one size."""
+    if not hasattr(model, "get_image_features"):
+        raise InputError("model", "has a vision_config, and no get_image_features")
+    draw = torch.Generator().manual_seed(0)
+    pixels = torch.randn(2, *_image_shape(model.config), generator=draw, dtype=torch.float64)
+    try:
+        model.get_image_features(pixels)
+        nested = False
+    except ValueError:
+        # Some models have a dimension of samples before that of images.
+        pixels, nested = pixels[:, None], True
+    trace = _Trace(model, lambda: model.get_image_features(pixels, return_dict=True).pooler_output)
+    tower = trace.tower(towers)
+    features, state = trace.output, trace.taken[f"{tower}.0"][0]
+    listed = isinstance(features, (list, tuple))
+    rows = torch.cat(tuple(features)) if listed else features
+    rows = rows.reshape(-1, rows.shape[-1])
+    if state.dim() != 3 or len(state) != len(pixels) or len(rows) % len(pixels):
+        raise InputError("model", f"has an encoder whose state is of shape {tuple(state.shape)} for 2 images")
+    torch.autograd.backward((rows * torch.randn(rows.shape, generator=draw, dtype=rows.dtype)).sum())
+    idle = [name for name, each in model.named_parameters() if each.grad is None]
+    blocks = [any(f"{tower}.{i}." in name for name in idle) for i in range(trace.count(tower))]
+    first, last = trace.around(tower)
+    places = [name for name in ("image_token_id", "image_token_index") if hasattr(model.config, name)]
+    model.zero_grad(set_to_none=True)
+    if not places:
+        raise InputError("model", "has an encoder of images, and no image_token_id")
+    # Of the encoder's own parts, those that no feature depends on.
+    own = PurePosixPath(os.path.commonpath([path.replace(".", "/") for path in (tower, *first)]))
+    idle_parts = dict.fromkeys(name.rpartition(".")[0] for name in idle if not name.startswith(f"{tower}."))
+    unused = tuple(path for path in idle_parts if own in PurePosixPath(path.replace(".", "/")).parents)
+    return Encoder(
+        blocks=tower,
+        first=tuple(path for path in first if path not in unused),
+        last=tuple(path for path in last if path not in unused),
+        images=partial(square_images, state.shape[1], len(rows) // len(pixels), nested=nested),
+        nested=nested,
+        keys=("pixel_values", *(("pixel_attention_mask",) if nested else ())),
+        places=places[0],
+        patches=state.shape[1],
+        tokens=len(rows) // len(pixels),
+        used=None if True not in blocks else blocks.index(True) - len(blocks),
+        unused=unused,
+        listed=listed,
+        gives_tuple=trace.gives_tuple(tower),
+    )
+
+
+# ------------------------------------------------------------------ trial
+
+
+def _try(
+    small: Any,
+    samples: Sequence[Any],
+    wanted: tuple[float, Gradients],
+    family: Family,
+    assemble: Callable[[Any, Family], Any],
+) -> str:
+    """Compare layers with the library's forward; say what differs, or nothing."""
+    try:
+        loss = _train(assemble(small, family), samples)
+    except InputError as error:
+        return str(error)
+    except Exception as error:
+        return f"its layers cannot be called one after the other: {line(error)}"
+    found = {name: each.grad for name, each in small.named_parameters() if each.grad is not None}
+    apart = abs(loss - wanted[0]) / max(abs(wanted[0]), 1e-300)
+    if not apart < _TOLERANCE:
+        return f"the loss of its layers differs from the library's by {apart:.1e}"
+    worst = rows_of(found, wanted[1])[0]
+    if not worst.relative < _TOLERANCE:
+        return f"the gradient of {worst.name!r} differs from the library's by {worst.relative:.1e}"
+    extra = [name for name, each in found.items() if name not in wanted[1] and bool((each != 0).any())]
+    return f"{extra[0]!r} has a gradient that the library's has not" if extra else ""
+
+
+def _train(model: Any, samples: Sequence[Any]) -> float:
+    """Return the loss, and leave gradients, of the layers called one after the other with all samples packed."""
+    described = batch_of(samples, model.describe).samples
+    given: dict[str, Tensor] = {}
+    beside: Any = 0.0
+    for module in model.modules:
+        counts = [num_instances(module.reads, each) for each in described]
+        part = Part(tuple(samples), tuple((place, i) for place, count in enumerate(counts) for i in range(count)))
+        context, x = module.context(part), module.inputs(part)
+        upstream = tuple(given[name] for name in module.after)
+        for number, layer in enumerate(module.layers):
+            taken = {name: given[name] for name in module.takes.get(number, ())}
+            x = layer(x, *upstream, **context, **taken)
+            upstream = ()
+            if isinstance(x, Emit):
+                given |= x.streams
+                beside, x = beside + (0.0 if x.loss is None else x.loss), x.output
+        given[module.name] = x
+    loss = (model.loss(x, part) + beside) / sum(map(model.num_targets, samples))
+    torch.autograd.backward(loss)
+    return float(loss.detach())

@@ -1,0 +1,102 @@
+"""The library's own loss and gradients in double precision, and how others differ from them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from pipeloom.errors import InputError
+from pipeloom.integrations.transformers.samples import clean, num_targets
+
+Gradients = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class GradientRow:
+    """One parameter: the library's name of it, the largest entry of its gradient, and by how much a plan's differs.
+
+    ``relative`` is the difference over the largest entry, which is taken to be at least a millionth of the largest of
+    all parameters: some gradients are zero by nature, and what is computed of them is rounding.
+    """
+
+    name: str
+    largest: float
+    difference: float
+    relative: float
+
+
+def rows_of(found: Gradients, wanted: Gradients, skip: Collection[str] = ()) -> tuple[GradientRow, ...]:
+    """Return how gradients differ, worst first; one that the library has not is not looked at."""
+    floor = 1e-6 * max(float(want.abs().max()) for want in wanted.values())
+    rows = []
+    for name, want in wanted.items():
+        if name in skip:
+            continue
+        have = found.get(name)
+        difference = want if have is None else have - want
+        largest, apart = float(want.abs().max()), float(difference.abs().max())
+        rows.append(GradientRow(name, largest, apart, apart / max(largest, floor, 1e-300)))
+    return tuple(sorted(rows, key=lambda row: -row.relative))
+
+
+class _Double(TorchFunctionMode):
+    """Makes casts to single precision casts to double."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is Tensor.float:
+            return args[0].double()
+        args = tuple(torch.float64 if each is torch.float32 else each for each in args)
+        if kwargs.get("dtype") is torch.float32:
+            kwargs["dtype"] = torch.float64
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def double() -> Iterator[None]:
+    """Make casts to single precision casts to double inside the block."""
+    with _Double():
+        yield
+
+
+def twin(model: Any) -> Any:
+    """A copy in double precision without dropout."""
+    other = copy.deepcopy(model).double().eval()
+    if other._can_set_experts_implementation():
+        # The others are for single precision alone.
+        other.set_experts_implementation("eager")
+    return other
+
+
+# ------------------------------------------------------------------ the library's side
+
+
+def library_gradients(model: Any, batch: Sequence[Any], per_token: frozenset[str]) -> tuple[float, Gradients]:
+    """Loss and gradients of the library's own forward, sample by sample."""
+    losses, total = [], 0.0
+    for sample in batch:
+        here = {name: value for name, value in clean(sample).items() if name != "id"}
+        targets = num_targets(sample)
+        if not targets:
+            continue
+        total += targets
+        for name, value in here.items():
+            tensor = torch.as_tensor(value)
+            if name in per_token:
+                tensor = tensor.reshape(1, -1)
+            here[name] = tensor.double() if tensor.is_floating_point() else tensor
+        losses.append(model(**here, use_cache=False).loss * targets)
+    if not total:
+        raise InputError("batch", "has no targets", "give labels")
+    loss = torch.stack(losses).sum() / total
+    torch.autograd.backward(loss)
+    return float(loss.detach()), {
+        name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None
+    }

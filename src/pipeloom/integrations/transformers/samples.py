@@ -1,0 +1,104 @@
+"""Samples as the library's processor gives them: what is counted in them, and the loss of their labels."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeloom.errors import InputError
+from pipeloom.integrations.transformers.families import Encoder, Sample, Text
+from pipeloom.runtime.model import Part
+from pipeloom.spec.batch import AUDIO_FRAMES_PER_SECOND, AUDIO_FRAMES_PER_TOKEN
+
+_IGNORED = -100
+"""Label of what is no target."""
+_KNOWN = ("id", "input_ids", "attention_mask", "labels")
+_PER_TOKEN = ("input_ids", "labels", "attention_mask")
+
+
+def clean(sample: Sample) -> dict[str, Any]:
+    """Return a sample with ids and labels as vectors, and entries that are None left out."""
+    out = {name: value for name, value in sample.items() if value is not None}
+    for name in ("input_ids", "labels"):
+        if name not in out:
+            raise InputError(f"sample.{name}", "is missing", "give what the library's processor gives, and labels")
+        out[name] = torch.as_tensor(out[name]).reshape(-1)
+    if len(out["input_ids"]) != len(out["labels"]):
+        raise InputError("sample.labels", f"has {len(out['labels'])} entries, input_ids {len(out['input_ids'])}")
+    return out
+
+
+def num_targets(sample: Sample) -> float:
+    """Count the tokens that are predicted."""
+    return float((clean(sample)["labels"][1:] != _IGNORED).sum())
+
+
+class Sizes:
+    """What is counted in a sample."""
+
+    def __init__(self, config: Any, text: Text, encoders: Sequence[Encoder]) -> None:
+        self.config, self.encoders = config, encoders
+        self.per_token = frozenset((*_PER_TOKEN, *text.per_token, *text.placing))
+        """Entries of a sample with a number for each token."""
+        self.known = {*_KNOWN, *self.per_token, *(key for encoder in encoders for key in encoder.keys)}
+
+    def describe(self, sample: Sample) -> dict[str, Any]:
+        """Return what the planner is told of a sample."""
+        here = clean(sample)
+        for name in here:
+            if name not in self.known:
+                raise InputError(f"sample.{name}", "is nothing that this model is given here", "leave it out")
+        if "attention_mask" in here and not torch.as_tensor(here["attention_mask"]).all():
+            raise InputError("sample.attention_mask", "has zeros", "give samples without padding")
+        ids, rest = here["input_ids"], len(here["input_ids"])
+        found: dict[str, Any] = {}
+        pixels: list[Tensor] = []
+        for encoder in self.encoders:
+            instances = encoder.images(here)
+            tokens = sum(each.tokens for each in instances)
+            places = sum(int((ids == each).sum()) for each in encoder.ids(self.config))
+            if places != tokens:
+                what = encoder.reads
+                raise InputError("sample.input_ids", f"have {places} places for {what}, whose tokens are {tokens}")
+            if not instances:
+                continue
+            pixels += [each.pixels for each in instances]
+            if encoder.reads == "images":
+                found["image_tokens"] = [each.tokens for each in instances]
+                found["image_patches"] = [each.patches for each in instances]
+                rest -= tokens
+            else:
+                found["audio_seconds"] = [each.patches / AUDIO_FRAMES_PER_SECOND for each in instances]
+                # As many as are reckoned from the seconds; what differs is told as text.
+                rest -= sum(-(-each.patches // AUDIO_FRAMES_PER_TOKEN) for each in instances)
+        own = here.get("id")
+        return {"id": _digest(ids, here["labels"], pixels) if own is None else str(own), "text_tokens": rest, **found}
+
+
+def _digest(*tensors: Any) -> str:
+    digest = hashlib.sha256()
+    for each in tensors:
+        for tensor in each if isinstance(each, list) else [each]:
+            digest.update(str(tuple(tensor.shape)).encode())
+            digest.update(tensor.detach().contiguous().cpu().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def summed_loss(function: Callable[..., Tensor], num_words: int, z_weight: float, logits: Tensor, part: Part) -> Tensor:
+    """Return the library's loss as a sum over the targets of packed samples.
+
+    A z-loss is of each sample the library's own, a mean over its tokens, as often as the sample has targets.
+    """
+    every = [clean(part.samples[place])["labels"] for place, _ in part.instances]
+    shifted = [torch.cat([labels[1:], labels.new_full((1,), _IGNORED)]) for labels in every]
+    targets = torch.cat(shifted).to(logits.device)
+    loss = function(logits[None], None, num_words, num_items_in_batch=1, shift_labels=targets[None])
+    if z_weight:
+        squares = torch.split(logits.logsumexp(-1).pow(2), [len(labels) for labels in every])
+        counts = [float((labels != _IGNORED).sum()) for labels in shifted]
+        loss = loss + z_weight * torch.stack([n * each.mean() for n, each in zip(counts, squares, strict=True)]).sum()
+    return loss

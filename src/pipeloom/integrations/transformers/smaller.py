@@ -1,0 +1,301 @@
+"""A model of the same configuration with fewer and narrower layers, in which nothing that a forward does is missing."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from pipeloom.errors import InputError
+from pipeloom.integrations.transformers.reference import twin
+
+_ENOUGH, _MOST = 2_000_000, 15_000_000
+"""Parameters: where a form of the model has no more than the first, no smaller one is wanted; none is to have more than
+the second, which takes some seconds of one core."""
+_NUM_WORDS = 128
+_WINDOW = 3
+_EXTENTS = re.compile(r"window|chunk|block_(size|len)|index_topk|local_att|compress|stride|segment|bucket")
+"""Numbers of tokens that samples may be longer than."""
+_WIDTHS = re.compile(r"(size|dim|width|inner|embd|intermediate|rank|channels)")
+_NO_WIDTHS = re.compile(
+    r"(vocab|head_dim|window|chunk|image_size|patch|kernel|conv|state_size|d_state|rope|rotary|v_head|cache|batch)"
+)
+
+
+def smaller(kind: type, config: Any, runs: Callable[[Any], object]) -> tuple[Any, list[str], bool]:
+    """Return a model with random weights that has a layer of every kind that the configuration's has, and where.
+
+    Parameters
+    ----------
+    kind : type
+        Class of the model.
+    config : transformers.PreTrainedConfig
+        Not changed.
+    runs : callable
+        Called with the model; what cannot be called is passed over.
+
+    Returns
+    -------
+    model, list of str, bool
+        The model, the paths of its lists of layers, and whether a few tokens reach beyond all of its windows.
+
+    Raises
+    ------
+    InputError
+        None can be made.
+    """
+    whole = _towers(_shapes(kind, config), config)
+    wanted = {path: [signature(block) for block in blocks] for path, blocks in whole.items()}
+    if not wanted:
+        raise InputError("model", "has no list of its layers that could be found")
+    counts = {len(each) for each in wanted.values()}
+    fewest = {n: max(1 + e.index(kind) for e in wanted.values() if len(e) == n for kind in set(e)) for n in counts}
+    cuts = [{n: min(n, max(2, fewest[n]) + more) for n in counts} for more in (0, 1, max(counts))]
+    reason = "all of its forms are large"
+    for reach in (True, False):
+        for cut in cuts:
+            sized, why = _sized(kind, _candidates(config, cut, reach), wanted)
+            reason = why or reason
+            for candidate in sized:
+                try:
+                    model = _random(kind, candidate)
+                    runs(model)
+                    return model, list(wanted), not _extends(candidate.get_text_config())
+                except Exception as error:
+                    reason = line(error)
+            if sized:
+                break
+    raise InputError("model", f"cannot be tried on a small model: {reason}")
+
+
+def _extends(given: Any, name: str = "") -> bool:
+    """Whether a window or the like is left that the samples that are tried do not reach beyond."""
+    if hasattr(given, "to_dict"):
+        given = vars(given)
+    if name == "quantization_config":
+        return False
+    if isinstance(given, Mapping):
+        return any(_extends(value, str(key)) for key, value in given.items() if not str(key).startswith("_"))
+    if isinstance(given, (list, tuple)):
+        return any(_extends(each, name) for each in given)
+    return type(given) is int and given > _WINDOW and _EXTENTS.search(name) is not None
+
+
+def _sized(kind: type, makers: Sequence[Callable[[], Any]], wanted: dict[str, list[Any]]) -> tuple[list[Any], str]:
+    """Return configurations with all kinds of layers, the best first, and why the last of the others is none."""
+    sized: list[tuple[int, int, Any]] = []
+    reason = ""
+    for number, make in enumerate(makers):
+        try:
+            candidate = make()
+            shapes = _shapes(kind, candidate)
+        except Exception as error:
+            reason = line(error)
+            continue
+        size = sum(p.numel() for p in shapes.parameters())
+        if any({signature(b) for b in _blocks(shapes, path)} != set(each) for path, each in wanted.items()):
+            reason = "narrower or with fewer layers, it has others"
+        elif size <= _MOST:
+            sized.append((max(size, _ENOUGH), number, candidate))
+    return [each[2] for each in sorted(sized, key=lambda each: each[:2])], reason
+
+
+def line(error: Exception) -> str:
+    """Return an error in one line."""
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+
+
+def _parts(config: Any) -> list[Any]:
+    """The configurations of the language model and of the encoder of images."""
+    vision = getattr(config, "vision_config", None)
+    return [config.get_text_config(), *([] if vision is None else [vision])]
+
+
+def _count_name(config: Any) -> str:
+    return "num_hidden_layers" if hasattr(config, "num_hidden_layers") else "depth"
+
+
+def _towers(model: nn.Module, config: Any) -> dict[str, nn.ModuleList]:
+    """Lists of as many modules as a tower has layers, by path; none inside of another."""
+    counts = {getattr(each, _count_name(each), None) for each in _parts(config)}
+    found: dict[str, nn.ModuleList] = {}
+    for path, module in model.named_modules():
+        inside = any(path.startswith(f"{other}.") for other in found)
+        if isinstance(module, nn.ModuleList) and len(module) in counts and not inside:
+            found[path] = module
+    return found
+
+
+def _blocks(model: nn.Module, path: str) -> Any:
+    return model.get_submodule(path)
+
+
+def signature(block: nn.Module) -> tuple[Any, ...]:
+    """Return what tells a block from those that do something else: its parts and their switches, not their sizes."""
+    parts = []
+    for name, module in block.named_modules():
+        switches = tuple(
+            (key, value if isinstance(value, (bool, str)) else value is None)
+            for key, value in sorted(vars(module).items())
+            if not key.startswith("_") and key != "training" and isinstance(value, (bool, str, int, float, type(None)))
+        )
+        own = tuple((key, p.dim()) for key, p in module.named_parameters(recurse=False))
+        parts.append((name, type(module), switches, own))
+    return tuple(parts)
+
+
+def check_as_configured(model: Any) -> None:
+    """Refuse a model that has other parameters than one of its configuration: adapters, say.
+
+    Raises
+    ------
+    InputError
+    """
+    wanted = {name for name, _ in _shapes(type(model), model.config).named_parameters()}
+    odd = sorted(wanted ^ {name for name, _ in model.named_parameters()})
+    if odd:
+        what = "lacks" if odd[0] in wanted else "has"
+        raise InputError("model", f"{what} {odd[0]!r}, unlike a {type(model).__name__} of its configuration")
+
+
+def _shapes(kind: Any, config: Any) -> Any:
+    with torch.device("meta"):
+        return kind._from_config(_copied(config))
+
+
+def _copied(config: Any) -> Any:
+    new = copy.deepcopy(config)
+    # As the library chooses: a kernel for GPUs is of no use here.
+    new._attn_implementation = None
+    return new
+
+
+def _random(kind: Any, config: Any) -> Any:
+    """Return the model on the CPU in double precision, no weight of which is zero or one."""
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        torch.manual_seed(0)
+        model = twin(kind._from_config(_copied(config)))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                scale = 0.1 if parameter.dim() < 2 else 0.5 * parameter[0].numel() ** -0.5
+                parameter.add_(torch.randn_like(parameter) * scale)
+    return model
+
+
+# ------------------------------------------------------------------ configurations
+
+
+def _candidates(config: Any, layers: dict[int, int], reach: bool) -> list[Callable[[], Any]]:
+    """Makers of configurations with other numbers of layers, the least changed first."""
+    ways = [(few, head_dim) for few in (False, True) for head_dim in (None, 32, 16)]
+    return [partial(_cut, config, layers, reach), *(partial(_narrow_all, config, layers, reach, *way) for way in ways)]
+
+
+def _cut(config: Any, layers: dict[int, int], reach: bool) -> Any:
+    """Fewer layers and words, and windows so short that a few tokens reach beyond them."""
+    new = copy.deepcopy(config)
+    for part in _parts(new):
+        count = getattr(part, _count_name(part))
+        for name, value in list(vars(part).items()):
+            if isinstance(value, (list, tuple)) and len(value) == count and not name.startswith("_"):
+                setattr(part, name, value[: layers[count]])
+        setattr(part, _count_name(part), layers[count])
+    text = new.get_text_config()
+    for name, value in list(vars(text).items()):
+        if reach and _EXTENTS.search(name) and type(value) is int and value > _WINDOW:
+            setattr(text, name, _WINDOW)
+        elif name.startswith("vocab_size_") and type(value) is int:
+            setattr(text, name, min(value, _NUM_WORDS))
+    rope = getattr(text, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":
+        # Longer samples are turned otherwise: some of those that are tried are to be.
+        rope["original_max_position_embeddings"] = _WINDOW
+    if text.vocab_size > _NUM_WORDS:
+        text.vocab_size = _NUM_WORDS
+        for each in {id(new): new, id(text): text}.values():
+            _renumber(each)
+    return new
+
+
+def _narrow_all(config: Any, layers: dict[int, int], reach: bool, few_experts: bool, head_dim: int | None) -> Any:
+    """Narrower towers too, and what brings the one to the other's width."""
+    config = _cut(config, layers, reach)
+    parts = _parts(config)
+    others = {id(each): each for each in (config, *parts)}.values()
+    same = [
+        (each, name, part)
+        for each in others
+        for part in parts
+        for name, value in vars(each).items()
+        if each is not part and value == part.hidden_size and _WIDTHS.search(name) and type(value) is int
+    ]
+    for part in parts:
+        _narrow(part, head_dim)
+    for each, name, part in same:
+        setattr(each, name, part.hidden_size)
+    if few_experts:
+        _lessen(config.get_text_config())
+    return config
+
+
+def _renumber(config: Any) -> None:
+    """Give special tokens numbers that there are."""
+    last = _NUM_WORDS - 1
+    for name, value in list(vars(config).items()):
+        if name.endswith(("_token_id", "_token_index")) and type(value) is int and value > last:
+            setattr(config, name, last)
+            last -= 1
+        elif name.endswith("_token_id") and isinstance(value, list):
+            setattr(config, name, [min(each, last) for each in value])
+
+
+def _narrow(config: Any, head_dim: int | None) -> None:
+    """Fewer heads, still with several queries to one of keys where there are, and all else in proportion."""
+    width = config.hidden_size
+    heads = next((getattr(config, name) for name in ("num_attention_heads", "num_heads") if hasattr(config, name)), 1)
+    keys = getattr(config, "num_key_value_heads", None) or heads
+    before = getattr(config, "head_dim", None) or width // heads
+    after = min(before, head_dim or before)
+    few_keys = min(keys, 2)
+    few = few_keys * (1 if heads == keys else 2)
+    factor = heads * before / (few * after)
+    for name, value in list(vars(config).items()):
+        if type(value) is not int or name.startswith("_"):
+            continue
+        if re.fullmatch(r"(num|n)_(attention_)?heads?", name) and value == heads:
+            setattr(config, name, few)
+        elif re.fullmatch(r"(num|n)_(key_value|kv)_heads|n_head_kv", name) and value == keys:
+            setattr(config, name, few_keys)
+        elif name == "head_dim":
+            setattr(config, name, after)
+        elif _WIDTHS.search(name) and not _NO_WIDTHS.search(name) and value >= 64:
+            setattr(config, name, max(8, 8 * round(value / factor / 8)))
+        elif "heads" in name and value > 2:
+            setattr(config, name, max(2, round(value * few / heads)))
+        elif name.endswith("n_groups"):
+            setattr(config, name, min(value, 2))
+    config.hidden_size = max(8, round(width / factor))
+
+
+def _lessen(config: Any) -> None:
+    """Fewer experts."""
+    groups = getattr(config, "n_group", None) or 1
+    chosen = max([v for k, v in vars(config).items() if k.endswith("_per_tok") and type(v) is int], default=2)
+    for name, value in list(vars(config).items()):
+        if re.search(r"(num|n)_.*experts$", name) and "shared" not in name and type(value) is int and value > 8:
+            setattr(config, name, min(value, groups * max(2, -(-2 * chosen // groups))))
+
+
+def words_of(config: Any) -> list[int]:
+    """Return the ids that mean nothing special."""
+    special: set[int] = set()
+    for each in (config, config.get_text_config()):
+        for name, value in vars(each).items():
+            if name.endswith(("_token_id", "_token_index")):
+                special |= {v for v in (value if isinstance(value, list) else [value]) if isinstance(v, int)}
+    return [word for word in range(min(_NUM_WORDS, config.get_text_config().vocab_size)) if word not in special]

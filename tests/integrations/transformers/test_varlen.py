@@ -1,0 +1,99 @@
+"""One kernel for packed sequences: called as its definition says, and on a GPU the numbers of sample by sample."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import pipeloom as pl
+from pipeloom.integrations.transformers import packed, varlen
+
+from . import tiny
+
+ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+
+
+def by_definition(said: varlen.Packed, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """What a kernel computes, from its arguments as kernels take them."""
+    before, behind = said.sides
+    ends, places = said.ends(query.device), torch.arange(len(query))
+    sequence = torch.bucketize(places, ends[1:].long(), right=True)
+    back = places[:, None] - places
+    seen = sequence[:, None] == sequence
+    seen &= (back <= before if before >= 0 else True) & (-back <= behind if behind >= 0 else True)
+    groups = query.shape[1] // key.shape[1]
+    key, value = (each.repeat_interleave(groups, dim=1) for each in (key, value))
+    scale = query.shape[-1] ** -0.5 if said.scale is None else said.scale
+    scores = torch.einsum("qhd,khd->hqk", query, key) * scale
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), value)
+
+
+MANY = [pytest.param(name, marks=pytest.mark.full) for name in ("mistral3", "qwen2_5_vl")]
+
+
+@pytest.mark.parametrize("name", ["qwen3", *MANY])
+def test_kernels_are_called_as_they_are_defined(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows, several queries to one of keys, encoders that tell lengths."""
+    said: list[varlen.Packed] = []
+
+    def notes(*args: Any) -> Tensor:
+        said.append(args[0])
+        return by_definition(*args)
+
+    monkeypatch.setattr(varlen, "choose", lambda *_: notes)
+    model, batch = tiny.make(name)
+    found = pl.check_gradients(model, batch, ranks=2, plans=2)
+    assert found.worst < 1e-9, str(found)
+    assert max(len(each.lengths) for each in said) > 1
+    assert {each.causal for each in said} == ({True} if name == "qwen3" else {True, False})
+    assert ({each.window for each in said} == {None, 3}) == (name == "qwen3")
+
+
+def states(device: str, dtype: torch.dtype, heads: int = 4) -> list[Tensor]:
+    draw = torch.Generator().manual_seed(0)
+    shapes = [(1, each, 50, 64) for each in (4, heads, heads)]
+    return [torch.randn(shape, generator=draw).to(device, dtype).requires_grad_() for shape in shapes]
+
+
+def test_without_such_a_kernel_none_is_chosen() -> None:
+    assert varlen.choose(*states("cpu", torch.bfloat16), {}) is None
+
+
+@ON_GPU
+def test_what_no_kernel_knows_is_left_to_the_library() -> None:
+    given = states("cuda", torch.bfloat16)
+    if varlen.choose(*given, {}) is None:
+        pytest.skip("this torch has no such kernel, or the GPU is old")
+    assert varlen.choose(*given, {"sliding_window": 3, "dropout": 0.0}) is not None
+    assert varlen.choose(*given, {"softcap": 30.0}) is None
+    assert varlen.choose(*given, {"dropout": 0.1}) is None
+    assert varlen.choose(*states("cuda", torch.float32), {}) is None
+
+
+class Module(torch.nn.Module):
+    num_key_value_groups = 2
+    is_causal = True
+
+
+@ON_GPU
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window", [None, 5])
+def test_numbers_and_gradients_are_those_of_sample_by_sample(
+    causal: bool, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = states("cuda", torch.bfloat16, heads=2)
+    if varlen.choose(*given, {}) is None:
+        pytest.skip("this torch has no such kernel, or the GPU is old")
+    mask = packed.Mask((17, 1, 32), causal, window)
+
+    def run() -> list[Tensor]:
+        out, _ = packed.attention(Module(), *given, mask, scaling=0.1)
+        return [out, *torch.autograd.grad(out.float().square().sum(), given)]
+
+    by_kernel = run()
+    monkeypatch.setattr(varlen, "choose", lambda *_: None)
+    for one, other in zip(by_kernel, run(), strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
