@@ -374,7 +374,7 @@ class WebDataset(ProcessedDataset):
     ----------
     shards : path, pattern or sequence of these
         Tar files that are not compressed.
-    processor, fields, train_on, function, exclude
+    processor, fields, **options
         As `ProcessedDataset`.
     """
 
@@ -388,7 +388,7 @@ class ParquetDataset(ProcessedDataset):
     Parameters
     ----------
     files : path, pattern or sequence of these
-    processor, fields, train_on, function, exclude
+    processor, fields, **options
         As `ProcessedDataset`.
     """
 
@@ -402,7 +402,7 @@ class ArrowDataset(ProcessedDataset):
     Parameters
     ----------
     folder : path
-    processor, fields, train_on, function, exclude
+    processor, fields, **options
         As `ProcessedDataset`.
     """
 
