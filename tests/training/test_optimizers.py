@@ -163,6 +163,7 @@ def test_what_torch_does_not_have_is_refused_in_one_line() -> None:
     names = [name for name, _ in named()]
     made: Any = OptimizerConfig
     assert "optimizer.name: 'Adamm' is unknown; one of " in refused(check_optimizer, made(name="Adamm"), names)
+    assert "takes sparse gradients" in refused(check_optimizer, made(name="SparseAdam"), names)
     assert "wants a closure" in refused(check_optimizer, made(name="LBFGS"), names)
     found = refused(check_optimizer, made(options={"momentum": 1}), names)
     assert "optimizer: momentum: is no option of AdamW; it has betas" in found

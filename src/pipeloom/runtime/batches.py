@@ -109,8 +109,9 @@ class Batches:
                     _LOG.warning("batch %d: skipped %s: %s", number, error.entity, error.problem)
                 continue
             name = str(row.get("id", index))
-            # The end of a pass and the beginning of the next may have the same sample.
-            row["id"] = f"{name}#{epoch}" if name in seen else name
+            # The end of a pass and the beginning of the next may have the same sample, and two samples one name.
+            names = (name, f"{name}#{epoch}")
+            row["id"] = next((each for each in names if each not in seen), f"{name}#{epoch}.{index}")
             seen.add(row["id"])
             try:
                 targets = float(row.pop("targets"))

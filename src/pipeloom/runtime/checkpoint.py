@@ -153,8 +153,8 @@ def load_checkpoint(
     check_digests(Path(path), {file for name, file in files if name in state})
     with _quiet_alone():
         dcp.load(state, storage_reader=reader, process_group=group)  # type: ignore[attr-defined]
-    if averages is not None and not averaged:
-        averages.begin()
+    if averages is not None:
+        averages.begin(known={id(tensor) for tensor in averaged.values()})
     if optimizer is not None:
         options = {key.removeprefix(f"{_OPTIONS}."): json.loads(text.numpy().tobytes()) for key, text in texts.items()}
         for name, parameter in executor.named_parameters():

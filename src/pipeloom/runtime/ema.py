@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -33,10 +33,11 @@ class Averages:
         return self._of.get(id(parameter))
 
     @torch.no_grad()
-    def begin(self) -> None:
-        """Begin with the weights as they are."""
+    def begin(self, known: Collection[int] = ()) -> None:
+        """Begin with the weights as they are, but for averages that are known, by their ids."""
         for parameter, average in self._pairs:
-            local_part(average).copy_(local_part(parameter))
+            if id(average) not in known:
+                local_part(average).copy_(local_part(parameter))
 
     @torch.no_grad()
     def update(self) -> None:

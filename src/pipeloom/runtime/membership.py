@@ -82,6 +82,12 @@ class Membership:
         """
         if self.num_replicas == 1:
             return tuple(range(len(batch.samples)))
+        if len(batch.samples) < self.num_replicas:
+            raise InputError(
+                "batch",
+                f"has {len(batch.samples)} samples for {self.num_replicas} replicas",
+                "give every replica one: leave a short last batch out",
+            )
         if len(dealt) == len(batch.samples) and set(dealt) == set(range(self.num_replicas)):
             return tuple(i for i, replica in enumerate(dealt) if replica == self.replica)
         weighed = loads(batch) if loads is not None else token_loads(batch, model)

@@ -128,9 +128,11 @@ def save_pretrained(
     if rank == 0:
         add(writer, pretrained.others())
     shards: list[list[Shard]] = [[] for _ in range(dist.get_world_size())]
+    # Before the wait, which is a long one: the last file may be as large as any.
+    written = writer.close()
     patience.wait("writing the trained weights")
     with together("writing the trained weights"):
-        dist.all_gather_object(shards, writer.close())
+        dist.all_gather_object(shards, written)
     if rank == 0:
         finish(folder, pretrained, [shard for each in shards for shard in each])
     with together("writing the trained weights"):

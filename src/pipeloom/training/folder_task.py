@@ -135,7 +135,22 @@ def folder_task(config: TrainConfig, file: Path) -> Task:
     except InputError as error:
         raise InputError(f"{file}: data: {error.entity}", error.problem, error.remedy) from error
     build, batches = _Build(folder, model.freeze), _Batches(dataset, data, config.seed)
-    return Task(build, batches, eval_batches=_EvaluationBatches(file, folder))
+    evaluation = None
+    if config.evaluation is not None:
+        own = config.evaluation.data
+        sources = tuple(kind for kind in _KINDS if kind in own)
+        if not sources:
+            remedy = f"name held-out data there: one of {', '.join(_KINDS)}"
+            raise InputError(f"{file}: evaluation.data", "names no source", remedy)
+        evaluation = _EvaluationBatches(file, folder, sources)
+        # Before any rank is started: heads are read, nothing else.
+        try:
+            evaluation(**config.data | own)
+        except InputError as error:
+            where = f"{file}: evaluation.data"
+            entity = error.entity if error.entity.startswith(where) else f"{where}: {error.entity}"
+            raise InputError(entity, error.problem, error.remedy) from error
+    return Task(build, batches, eval_batches=evaluation)
 
 
 def _dataset(data: DataConfig, file: Path, folder: str) -> ProcessedDataset:
@@ -156,8 +171,11 @@ class _EvaluationBatches:
 
     file: Path
     folder: str
+    sources: tuple[str, ...]
+    """What ``[evaluation.data]`` names itself."""
 
     def __call__(self, **given: Any) -> Batches:
+        given = {name: value for name, value in given.items() if name not in _KINDS or name in self.sources}
         data = convert(given, DataConfig, f"{self.file}: evaluation.data")
         dataset = _evaluated(msgspec.json.encode(data), self.file, self.folder)
         return Batches(dataset, data.batch, shuffle=False, skip_corrupt=data.skip_corrupt)

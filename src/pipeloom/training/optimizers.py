@@ -20,6 +20,8 @@ from pipeloom.training.loop_config import BUILT_IN, OptimizerConfig, OptimizerGr
 Named = Sequence[tuple[str, nn.Parameter]]
 """A rank's trained parameters, each once, by the name of one of its layers."""
 _CLOSURES = ("LBFGS",)
+_SPARSE = "SparseAdam"
+_UNFIT = (*_CLOSURES, _SPARSE, "Optimizer")
 _MATRICES = "Muon"
 
 
@@ -72,7 +74,9 @@ class ConfiguredOptimizer:
         return made[0] if len(made) == 1 else Together(made)
 
     def _one(self, config: OptimizerConfig | RestConfig, named: Named, where: str) -> torch.optim.Optimizer:
-        kind = _class_of(torch.optim, torch.optim.Optimizer, config.name, f"{where}.name", (*_CLOSURES, "Optimizer"))
+        kind = _class_of(
+            torch.optim, torch.optim.Optimizer, config.name, f"{where}.name", (*_CLOSURES, _SPARSE, "Optimizer")
+        )
         known = inspect.signature(kind).parameters
         options = dict(config.options)
         if config.weight_decay is not None:
@@ -211,7 +215,11 @@ def _class_of(module: Any, base: type, name: str, where: str, but: Sequence[str]
         if inspect.isclass(found) and issubclass(found, base) and each not in but and not each.startswith("_")
     )
     if name not in known:
-        problem = f"{name!r} wants a closure, which no plan gives" if name in _CLOSURES else f"{name!r} is unknown"
+        problem = f"{name!r} is unknown"
+        if name in _CLOSURES:
+            problem = f"{name!r} wants a closure, which no plan gives"
+        elif name == _SPARSE:
+            problem = f"{name!r} takes sparse gradients, which no layer gives here"
         raise InputError(where, problem, f"one of {', '.join(known)}")
     return getattr(module, name)
 

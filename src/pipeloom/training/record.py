@@ -195,8 +195,8 @@ class Recorder:
             self.rows = [row for row in found if row.iteration < self.first_iteration]
         write_text(path, "".join(_line(row) for row in self.rows))
         path = self.folder / EVALUATIONS
-        if self.first_iteration and path.exists():
-            known = read_lines(path, Evaluated)
+        if path.exists():
+            known = read_lines(path, Evaluated) if self.first_iteration else []
             self.evaluations = [each for each in known if each.iteration <= self.first_iteration]
             write_text(path, "".join(_line(each) for each in self.evaluations))
 

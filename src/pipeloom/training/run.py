@@ -191,6 +191,9 @@ class TrainingRun(Job):
     def _check_loop(self, model: Model) -> None:
         """Refuse, before any rank is started, what the ranks could not do beside plans."""
         config, task = self.config, self.task
+        if all(module.frozen for module in model.modules):
+            frozen = ", ".join(module.name for module in model.modules)
+            raise InputError("freeze", f"leaves nothing to train: {frozen} are frozen", "train one of them")
         if task.optimizer is None:
             names = (
                 f"{module.name}.{i}.{name}"

@@ -14,7 +14,8 @@ import torch
 
 import pipeloom as pl
 from pipeloom.integrations.data.processed import ProcessedDataset
-from pipeloom.integrations.transformers.check import _copied, _Costs, _double
+from pipeloom.integrations.transformers.check import _copied, _Costs
+from pipeloom.integrations.transformers.reference import double
 from pipeloom.packing import PackingSpec, pack
 from pipeloom.plan import boundary_shapes, lower
 from pipeloom.runtime import ExecutorOptions, ThreadHub
@@ -52,7 +53,7 @@ def run(model: Any, layout: Layout, plan: Any, packing: Any, samples: list[Any])
             # None loads ahead, one, and two.
             options = ExecutorOptions(reduce_gradients=lambda *_: None, workers=rank)
             executor = pl.Executor(mine, layout, rank, hub.transport(rank), options=options)
-            with _double():
+            with double():
                 result = executor.run(plan, packing, samples[rank])
             losses.append(result.loss_sum / result.normaliser)
             with lock:
@@ -117,7 +118,7 @@ def test_a_rank_decodes_what_its_own_layers_need(folder: Path, chunks: tuple[Chu
         assert sum(decoded) == 6
         assert 0 not in decoded
     whole = [sample.dataset.load(sample.index, "vision", (0, 1)) for sample in batches[0]]
-    with _double():
+    with double():
         alone = pl.run_undivided(model, batch, whole)
     assert loss == pytest.approx(alone, rel=1e-12)
     for name, gradient in gradients.items():

@@ -85,6 +85,29 @@ def test_a_file_alone_trains_and_goes_on_where_it_was(folder: Path) -> None:
     assert [row.loss for row in read_history(history)] == pytest.approx(before, rel=1e-5)
 
 
+EVALUATION = "[evaluation]\nevery = 2\n"
+
+
+@pytest.mark.parametrize(
+    ("lines", "problem"),
+    [
+        ("", "evaluation.data: names no source; name held-out data there"),
+        ("[evaluation.data]\nbatchh = 3\nwebdataset = '0.tar'\n", "evaluation.data: batchh: is not a known field"),
+        ("[evaluation.data]\nwebdataset = 'no.tar'\n", "evaluation.data: webdataset = .*no such file"),
+        ("[evaluation.data]\nparquet = 'no.parquet'\n", "evaluation.data: parquet = .*no such file"),
+    ],
+)
+def test_what_is_wrong_with_the_held_out_data_is_said_before_training(folder: Path, lines: str, problem: str) -> None:
+    with pytest.raises(InputError, match=problem):
+        pl.TrainingRun.from_toml(config(folder, **{"[layout]": f"{EVALUATION}{lines}[layout]"}))
+
+
+def test_a_run_that_trains_nothing_is_refused(folder: Path) -> None:
+    frozen = config(folder, **{'freeze = ["vision"]': 'freeze = ["vision", "lm"]'})
+    with pytest.raises(InputError, match="freeze: leaves nothing to train: vision, lm are frozen"):
+        pl.TrainingRun.from_toml(frozen, runs=folder / "nothing").train()
+
+
 @pytest.mark.parametrize(
     ("data", "problem"),
     [
@@ -94,11 +117,15 @@ def test_a_file_alone_trains_and_goes_on_where_it_was(folder: Path) -> None:
         ('processor = "nowhere"', "data: processor = .*nowhere': is no folder"),
         ('exclude = ["0.tar/003"]', "data: exclude: names samples, and skip_corrupt is false"),
         ('function = "nowhere.py:f"', "is not a file"),
+        ("SHARDS = []", "webdataset: names no file"),
+        ('SHARDS = "a-{000..001.tar"', "has braces that name nothing"),
     ],
 )
 def test_what_is_wrong_with_the_data_is_one_line(folder: Path, data: str, problem: str) -> None:
+    shards = 'webdataset = "shards/*.tar"'
+    lines = {} if "SHARDS" not in data else {shards: "", "SHARDS": "webdataset"}
     with pytest.raises(InputError, match=problem) as caught:
-        pl.TrainingRun.from_toml(config(folder, data))
+        pl.TrainingRun.from_toml(config(folder, data, **lines))
     assert "\n" not in str(caught.value)
     assert "train.toml" in str(caught.value)
 
@@ -130,8 +157,10 @@ def test_a_sample_longer_than_the_token_budget_is_named(folder: Path) -> None:
 
 def test_evaluation_reads_other_data_in_order(folder: Path) -> None:
     made.write_shard(folder / "held_out.tar", made.talks(4, seed=1))
-    run = pl.TrainingRun.from_toml(config(folder, "skip_corrupt = true"))
-    batches: Any = run.task.evaluation_batches(run.config.data, {"webdataset": "held_out.tar", "batch": 3})
+    own = '[evaluation]\nevery = 2\n[evaluation.data]\nwebdataset = "held_out.tar"\nbatch = 3\n[layout]'
+    run = pl.TrainingRun.from_toml(config(folder, "skip_corrupt = true", **{"[layout]": own}))
+    assert run.config.evaluation is not None
+    batches: Any = run.task.evaluation_batches(run.config.data, run.config.evaluation.data)
     found = list(bound(batches, run.build_model()))
     names = [[sample.id for sample in batch.metadata] for batch in found]
     assert names == [[f"held_out.tar/{i:03d}" for i in range(3)], ["held_out.tar/003"]]

@@ -73,7 +73,10 @@ def _without_braces(pattern: str) -> list[str]:
         from webdataset.shardlists import expand_urls
     except ImportError as error:
         raise InputError(pattern, "has braces", "pip install 'pipeloom[webdataset]', or use *") from error
-    return list(expand_urls(pattern))
+    try:
+        return list(expand_urls(pattern))
+    except ValueError as error:  # braces that do not close
+        raise InputError(pattern, f"has braces that name nothing ({error})", "as in a-{000..099}.tar") from error
 
 
 class Shards:
@@ -88,8 +91,8 @@ class Shards:
     """
 
     def __init__(self, files: Paths) -> None:
-        self.title = str(files) if isinstance(files, (str, Path)) else f"{files[0]} ..."
         self._shards = [path.absolute() for path in find_files(files, "webdataset")]
+        self.title = str(files) if isinstance(files, (str, Path)) else f"{files[0]} ..."
         self._names: list[str] = []
         self._extensions: dict[str, int] = {}
         shard: list[int] = []
@@ -163,11 +166,11 @@ class Table:
     """
 
     def __init__(self, kind: str, files: Paths) -> None:
-        self.title = str(files) if isinstance(files, (str, Path)) else f"{files[0]} ..."
         if kind == "parquet":
             self._files = [str(path.absolute()) for path in find_files(files, kind)]
         else:
             self._files = [str(Path(str(files)).absolute())]
+        self.title = str(files) if isinstance(files, (str, Path)) else f"{files[0]} ..."
         self._kind = kind
         if not len(self._table):
             raise InputError(self.title, "has no rows", "give at least one")

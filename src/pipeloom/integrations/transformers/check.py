@@ -186,6 +186,8 @@ def _draw_layout(rng: random.Random, spec: ModelSpec, ranks: int) -> Layout:
         cuts = sorted(rng.sample(range(1, count), min(count - 1, rng.randint(ranks - 1, 2 * ranks))))
         runs = list(zip([0, *cuts], [*cuts, count], strict=True))
         chunks += [Chunk(module.name, (begin, end - 1), rng.randrange(ranks)) for begin, end in runs]
+    if len(chunks) < ranks:
+        raise InputError("ranks", f"is {ranks}, the model was cut into {len(chunks)} chunks", "take fewer ranks")
     # No rank without work.
     for rank in range(ranks):
         chunks[-1 - rank] = _on_rank(chunks[-1 - rank], rank)

@@ -171,6 +171,8 @@ def _grid_images(merged: int, sample: Sample) -> list[Instance]:
 def _gridded(merged: int, sample: Sample, pixel_key: str, grid_key: str) -> list[Instance]:
     if sample.get(pixel_key) is None:
         return []
+    if sample.get(grid_key) is None:
+        raise InputError(f"sample.{grid_key}", f"is missing beside {pixel_key}", "use the model's own processor")
     grids = torch.as_tensor(sample[grid_key]).reshape(-1, 3)
     counts: list[int] = grids.prod(1).tolist()
     pixels = torch.as_tensor(sample[pixel_key])
