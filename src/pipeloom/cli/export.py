@@ -22,8 +22,9 @@ def export(
 ) -> None:
     """Write trained weights as the model's own library has them, so that its from_pretrained reads them.
 
-    For runs of models of the transformers library. FOLDER gets safetensors with the library's keys, config.json, and
-    the source's files of processor and tokenizer. Weights are read and written a few at a time.
+    For runs of models of the transformers and diffusers libraries. FOLDER gets safetensors with the library's keys,
+    configurations, and what else the source has of processors or a pipeline. Weights are read and written a few at a
+    time.
 
     Example: pipeloom export runs/my_run --to my_model
     """

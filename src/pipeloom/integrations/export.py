@@ -105,8 +105,11 @@ def _model(checkpoint: Path, source: Path | str | None) -> Model:
 
 def _kind_of(folder: Path) -> str:
     """Which library a folder is of."""
-    if (folder / "config.json").is_file():
-        return "transformers"
+    if (folder / "model_index.json").is_file() or (folder / "transformer").is_dir():
+        return "diffusers"
+    config = folder / "config.json"
+    if config.is_file():
+        return "diffusers" if '"_class_name"' in config.read_text(encoding="utf-8") else "transformers"
     raise InputError(str(folder), "has no config.json", "give a folder that the model's library saved it in")
 
 
@@ -116,7 +119,13 @@ def _transformers(folder: str) -> Model:
     return shapes(folder)
 
 
-_KINDS: dict[str, Callable[[str], Model]] = {"transformers": _transformers}
+def _diffusers(folder: str) -> Model:
+    from pipeloom.integrations.diffusers.build import from_diffusers
+
+    return from_diffusers(folder, device="meta")
+
+
+_KINDS: dict[str, Callable[[str], Model]] = {"transformers": _transformers, "diffusers": _diffusers}
 """From the first word of `Pretrained.origin` to what builds the model's shapes from the folder behind it."""
 
 

@@ -45,9 +45,9 @@ class Pretrained(Protocol):
         ...
 
     def kept(self) -> Mapping[str, str]:
-        """Return small files that every checkpoint keeps: what says of which shapes the model is."""
+        """Return small files that every checkpoint keeps, by name: what says of which shapes the model is."""
         ...
 
-    def write_beside(self, folder: Path, dtype: torch.dtype) -> None:
-        """Write what the library wants beside weights, which are of that dtype: configuration and the like."""
+    def write_beside(self, folder: Path, dtypes: Mapping[str, torch.dtype]) -> None:
+        """Write what the library wants beside weights, configuration and the like; dtypes are of files, by stem."""
         ...

@@ -210,6 +210,7 @@ def _write_files(folder: Path, rank: int, contents: dict[str, bytes]) -> None:
     from pipeloom.runtime.checkpoint_files import write_digests  # slow to import, and seldom needed
 
     for name, content in contents.items():
+        (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(content)
     write_digests(folder, f"beside-{rank}", contents)
 

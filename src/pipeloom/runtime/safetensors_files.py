@@ -253,11 +253,15 @@ def finish_shards(folder: Path, shards: Sequence[Shard]) -> None:
             (folder / f"{stem}.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
 
 
-def most_common_dtype(shards: Sequence[Shard]) -> torch.dtype:
-    """Return the floating dtype of most bytes."""
-    sizes: Counter[str] = Counter()
+def most_common_dtypes(shards: Sequence[Shard]) -> dict[str, torch.dtype]:
+    """Return the floating dtype of most bytes, by stem."""
+    sizes: dict[str, Counter[str]] = {}
     for shard in shards:
-        sizes.update(shard.num_bytes)
+        sizes.setdefault(shard.stem, Counter()).update(shard.num_bytes)
+    return {stem: _most_common(each) for stem, each in sizes.items()}
+
+
+def _most_common(sizes: Counter[str]) -> torch.dtype:
     floating = [
         name for name, _ in sizes.most_common() if getattr(torch, name.removeprefix("torch.")).is_floating_point
     ]

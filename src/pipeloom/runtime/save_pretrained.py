@@ -14,7 +14,7 @@ from pipeloom.runtime.coordination import Patience, together
 from pipeloom.runtime.executor import Executor
 from pipeloom.runtime.model import Model
 from pipeloom.runtime.pretrained import Pretrained, Saved
-from pipeloom.runtime.safetensors_files import SHARD_BYTES, Shard, ShardWriter, finish_shards, most_common_dtype
+from pipeloom.runtime.safetensors_files import SHARD_BYTES, Shard, ShardWriter, finish_shards, most_common_dtypes
 from pipeloom.runtime.sharding import is_dtensor
 
 
@@ -30,7 +30,7 @@ def pretrained_of(model: Model) -> Pretrained:
         raise InputError(
             f"model {model.name!r}",
             "is of no library that could read it",
-            "pl.from_transformers makes models that are; others are read by load_weights",
+            "pl.from_transformers and pl.from_diffusers make models that are; others are read by load_weights",
         )
     return model.pretrained
 
@@ -84,7 +84,7 @@ def add(writer: ShardWriter, saved: Iterable[Saved]) -> None:
 def finish(folder: Path, pretrained: Pretrained, shards: Sequence[Shard]) -> None:
     """Name the files, write what belongs beside them, and give the folder its name; one process does."""
     partial = partial_of(folder)
-    pretrained.write_beside(partial, most_common_dtype(shards))
+    pretrained.write_beside(partial, most_common_dtypes(shards))
     finish_shards(partial, shards)
     if folder.exists():
         folder.rmdir()

@@ -413,8 +413,9 @@ class Trainer:
     def save_pretrained(self, folder: Path | str, *, shard_bytes: int = SHARD_BYTES) -> None:
         """Write the trained weights into a folder that the model's own library reads; all processes call it together.
 
-        For a model of `pipeloom.from_transformers`: safetensors with the library's keys, its configuration, and the
-        files of processor and tokenizer of the folder that the model came from. Every rank writes its own layers.
+        For a model of `pipeloom.from_transformers` or `from_diffusers`: safetensors with the library's keys, its
+        configuration, and files of processor or pipeline of the folder that the model came from. Every rank
+        writes its own layers.
 
         Parameters
         ----------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -22,11 +22,14 @@ from pipeloom.integrations.diffusers.layers import (
     Words,
 )
 from pipeloom.integrations.diffusers.library import library_gradients
-from pipeloom.integrations.diffusers.load import load
+from pipeloom.integrations.diffusers.load import is_pipeline, load, parts_of
 from pipeloom.integrations.diffusers.samples import Inputs, Reader, noised_items
 from pipeloom.integrations.diffusers.text import check_encoder, text_module
+from pipeloom.integrations.diffusers.weights import INDEX, KIND, STEM, DiffusersWeights, PartWeights, TransformerWeights
 from pipeloom.integrations.transformers.hollow import ConvolutionFiller, Filler, Given, hollow, note, probes
+from pipeloom.integrations.transformers.weights import TransformersWeights
 from pipeloom.runtime.model import Model, Module, Part
+from pipeloom.runtime.safetensors_files import TensorFiles
 from pipeloom.spec import TensorShape
 
 MODULES = ("text", "condition", "transformer")
@@ -69,8 +72,15 @@ class DiffusersModel(Model):
         """
         return dict(self.names)
 
+    def part_names(self, part: str) -> dict[str, str]:
+        """Return those of one part, as that calls them."""
+        begin = f"{part}."
+        return {ours: name.removeprefix(begin) for ours, name in self.names.items() if name.startswith(begin)}
+
     def beside_library(self, batch: Sequence[Any]) -> tuple[DiffusersModel, float, dict[str, Tensor]]:
         """Return a copy in double precision without dropout, and the library's own loss and gradients of a batch."""
+        if any(p.is_meta for module in self.modules for layer in module.layers for p in layer.parameters()):
+            raise InputError("model", "has layers of shapes alone", 'make it without device="meta"')
         source = self.source.doubled()
         loss, gradients = library_gradients(source.transformer, source.text_encoder, self.reader, source.noising, batch)
         return build(self.source.doubled()), loss, gradients
@@ -105,7 +115,8 @@ def from_diffusers(
         Modules that are not trained, of ``"text"``, ``"condition"`` (what brings the prompt to the transformer's
         width) and ``"transformer"``.
     device : torch.device, str or None
-        Where a folder's parts are made; ``"meta"``: shapes alone, for planning. None: on the CPU.
+        Where a folder's parts are made. ``"meta"``: shapes alone; in training every rank then reads the weights of its
+        own layers from the folder. None: on the CPU.
     flow : FlowMatching
         How times are drawn and weighted, and the seed.
 
@@ -119,8 +130,9 @@ def from_diffusers(
     InputError
         The architecture, or an option of it, is not supported.
     """
-    if isinstance(model, (str, Path)):
-        parts = load(Path(model), device, trains_text="text" not in freeze)
+    folder = Path(model) if isinstance(model, (str, Path)) else None
+    if folder is not None:
+        parts = load(folder, device, trains_text="text" not in freeze)
     elif device is not None:
         raise InputError("device", f"is {str(device)!r}, and the model is there already", "leave it out")
     else:
@@ -132,8 +144,46 @@ def from_diffusers(
         raise InputError("model", "has two transformers, each for some of the times", "give one of them")
     transformer = parts.get("transformer")
     encoder = parts.get("text_encoder") if text_encoder is None else text_encoder
-    drawing = noising(flow, parts.get("scheduler") if scheduler is None else scheduler)
-    return build(Source(transformer, encoder, drawing, tuple(freeze)))
+    own = parts.get("scheduler")
+    drawing = noising(flow, own if scheduler is None else scheduler)
+    made = build(Source(transformer, encoder, drawing, tuple(freeze)))
+    # What trains on other times is sampled from as ever.
+    written = {**parts, "scheduler": scheduler if own is None else own}
+    return replace(made, pretrained=_weights(made, written, folder))
+
+
+def _weights(made: DiffusersModel, parts: Mapping[str, Any], folder: Path | None) -> DiffusersWeights:
+    """What knows of the weights of a model that was made of a pipeline's parts, perhaps of those of a folder."""
+    source = made.source
+    pipeline = folder is not None and is_pipeline(folder)
+    place = "transformer/" if pipeline or source.text_encoder is not None else ""
+    own = folder / "transformer" if folder is not None and pipeline else folder
+    read = _files_to_read(source.transformer, own, STEM)
+    found: dict[str, PartWeights] = {
+        place: TransformerWeights(source.transformer, made.part_names("transformer"), read)
+    }
+    unread = set() if read else {place}
+    is_whole = source.text_encoder is parts.get("text_encoder")
+    if source.text_encoder is not None:
+        own = folder / "text_encoder" if folder is not None and is_whole else None
+        read = _files_to_read(source.text_encoder, own)
+        names = made.part_names("text_encoder")
+        found["text_encoder/"] = TransformersWeights(source.text_encoder, names, own, is_loaded=read is None)
+        unread |= set() if read else {"text_encoder/"}
+    beside, others = {}, list[str]()
+    if place and parts.get("scheduler") is not None:
+        beside["scheduler/scheduler_config.json"] = parts["scheduler"].to_json_string()
+    if folder is not None and (folder / INDEX).is_file():
+        beside[INDEX] = (folder / INDEX).read_text(encoding="utf-8")
+        others = [name for name in parts_of(folder) if (folder / name).is_dir() and f"{name}/" not in found]
+    origin = f"{KIND}:{folder.resolve() if folder is not None and is_whole else ''}"
+    return DiffusersWeights(found, folder, origin, frozenset(unread), beside, tuple(others))
+
+
+def _files_to_read(model: Any, folder: Path | None, stem: str = "model") -> Path | None:
+    """The folder, where a part is of shapes alone and weights are there."""
+    is_shapes = any(parameter.is_meta for parameter in model.parameters())
+    return folder if folder is not None and is_shapes and TensorFiles.are_in(folder, stem) else None
 
 
 def build(source: Source) -> DiffusersModel:
@@ -177,14 +227,14 @@ def _names(source: Source, modules: Sequence[Module]) -> dict[str, str]:
     """The library's name of every parameter; refused is a model of which one would be left out."""
     theirs: dict[int, str] = {}
     for folder, part in (("transformer", source.transformer), ("text_encoder", source.text_encoder)):
-        for name, parameter in part.named_parameters() if part is not None else ():
-            theirs[id(parameter)] = f"{folder}.{name}"
+        for name, tensor in part.state_dict(keep_vars=True).items() if part is not None else ():
+            theirs.setdefault(id(tensor), f"{folder}.{name}")
     names, held = {}, set()
     for module in modules:
         for number, layer in enumerate(module.layers):
-            for name, parameter in layer.named_parameters():
-                names[f"{module.name}.{number}.{name}"] = theirs[id(parameter)]
-                held.add(id(parameter))
+            for name, tensor in layer.state_dict(keep_vars=True).items():
+                names[f"{module.name}.{number}.{name}"] = theirs[id(tensor)]
+                held.add(id(tensor))
     for key, name in theirs.items():
         # An encoder's table beside the one that it embeds with, where they are not one.
         if key not in held and name != "text_encoder.shared.weight":

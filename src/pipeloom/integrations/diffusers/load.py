@@ -10,8 +10,9 @@ import torch
 
 from pipeloom.errors import InputError
 from pipeloom.integrations.diffusers.families import family_of
-
-_STEM = "diffusion_pytorch_model"
+from pipeloom.integrations.diffusers.text import check_kind
+from pipeloom.integrations.diffusers.weights import CONFIG, INDEX, load_into
+from pipeloom.integrations.transformers.weights import load as load_text
 
 
 def load(path: Path, device: torch.device | str | None, *, trains_text: bool) -> dict[str, Any]:
@@ -39,31 +40,49 @@ def load(path: Path, device: torch.device | str | None, *, trains_text: bool) ->
         ) from error
 
     place = torch.device(device or "cpu")
-    index = path / "model_index.json"
-    if not index.is_file():
+    if not is_pipeline(path):
         return {"transformer": _transformer(path, place)}
-    parts = _read(index)
-    if (parts.get("transformer_2") or [None])[0] is not None:
-        raise InputError(str(index), "has two transformers, each for some of the times", "give one of their folders")
+    parts = parts_of(path)
+    if "transformer_2" in parts:
+        raise InputError(str(path), "has two transformers, each for some of the times", "give one of their folders")
     found: dict[str, Any] = {"transformer": _transformer(path / "transformer", place)}
-    if (parts.get("text_encoder") or [None])[0] is not None:
-        kind = _class(transformers, parts["text_encoder"][1], index)
-        folder = str(path / "text_encoder")
-        if place.type == "meta":
-            with torch.device("meta"):
-                found["text_encoder"] = kind._from_config(kind.config_class.from_pretrained(folder))
-        else:
-            found["text_encoder"] = kind.from_pretrained(folder).to(place).train(trains_text)
-    if (parts.get("scheduler") or [None])[0] is not None:
-        kind = _class(diffusers, parts["scheduler"][1], index)
-        found["scheduler"] = kind.from_pretrained(str(path / "scheduler"))
+    if "text_encoder" in parts:
+        folder = path / "text_encoder"
+        # As its files are: it is mostly frozen, and large.
+        dtype = transformers.AutoConfig.from_pretrained(str(folder)).dtype if (folder / CONFIG).is_file() else None
+        encoder = load_text(folder, lambda kind, _: check_kind(kind), place, dtype)
+        found["text_encoder"] = encoder.train(trains_text)
+    if "scheduler" in parts:
+        file = path / "scheduler" / "scheduler_config.json"
+        named = str(_read(file).get("_class_name"))
+        kind = _class(diffusers, parts["scheduler"] or named, file)
+        found["scheduler"] = kind.from_pretrained(str(file.parent))
     return found
+
+
+def is_pipeline(path: Path) -> bool:
+    """Whether a folder is a pipeline's, or a transformer's alone."""
+    return (path / INDEX).is_file() or (path / "transformer").is_dir()
+
+
+def parts_of(path: Path) -> dict[str, str | None]:
+    """From the parts of a pipeline's folder to their classes; None: only the part's own folder says.
+
+    Raises
+    ------
+    InputError
+    """
+    index = path / INDEX
+    if not index.is_file():
+        return {each.name: None for each in sorted(path.iterdir()) if each.is_dir()}
+    named = {name: each for name, each in _read(index).items() if isinstance(each, list)}
+    return {name: str(each[1]) for name, each in named.items() if len(each) > 1 and each[0] is not None}
 
 
 def _transformer(path: Path, place: torch.device) -> Any:
     import diffusers
 
-    file = path / "config.json"
+    file = path / CONFIG
     if not file.is_file():
         raise InputError(str(path), "is no folder with a config.json or model_index.json", "give a saved pipeline's")
     name = str(_read(file).get("_class_name"))
@@ -76,37 +95,8 @@ def _transformer(path: Path, place: torch.device) -> Any:
         model.rope = family.rope(model.config)
     if place.type == "meta":
         return model
-    _fill(model, path)
+    load_into(model, path)
     return model.to(place).train()
-
-
-def _fill(model: Any, path: Path) -> None:
-    """Give a model of shapes the weights of a folder, in torch's default dtype.
-
-    By the library's own way some families cannot be loaded without another package.
-    """
-    from safetensors import safe_open
-
-    index = path / f"{_STEM}.safetensors.index.json"
-    files = sorted(set(_read(index)["weight_map"].values())) if index.is_file() else [f"{_STEM}.safetensors"]
-    wanted, found = set(model.state_dict()), dict[str, torch.Tensor]()
-    for name in files:
-        file = path / name
-        if not file.is_file():
-            raise InputError(str(file), "is not there", "fetch the folder again, its weights as safetensors")
-        with safe_open(file, "pt") as tensors:
-            found |= {key: tensors.get_tensor(key).to(torch.get_default_dtype()) for key in tensors.keys()}  # noqa: SIM118
-    for problem, keys in (("is in none of the files", wanted - set(found)), ("is too many", set(found) - wanted)):
-        if keys:
-            raise InputError(f"{path}: {min(keys)}", problem, "let config.json and weights be of one model")
-    for key, tensor in model.state_dict().items():
-        if tensor.shape != found[key].shape:
-            raise InputError(
-                f"{path}: {key}",
-                f"has the shape {tuple(found[key].shape)}, the model's is {tuple(tensor.shape)}",
-                "let config.json and weights be of one model",
-            )
-    model.load_state_dict(found, assign=True)
 
 
 def _class(library: Any, name: str, file: Path) -> Any:
@@ -119,6 +109,8 @@ def _class(library: Any, name: str, file: Path) -> Any:
 def _read(file: Path) -> dict[str, Any]:
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(str(file), f"cannot be read ({error.strerror})", "fetch the folder again") from error
     except ValueError as error:
         raise InputError(str(file), f"is not JSON: {error}") from error
     if not isinstance(found, dict):

@@ -116,6 +116,18 @@ class _Lengths:
         return {"lengths": tuple(len(self.prompt(part.samples[place])) for place, _ in part.instances)}
 
 
+def check_kind(kind: type) -> None:
+    """Refuse an encoder's class that is not known.
+
+    Raises
+    ------
+    InputError
+    """
+    if kind.__name__ not in (_T5, _UMT5):
+        remedy = f"there are {_T5}, {_UMT5}; or give samples prompt_embeds"
+        raise InputError("text_encoder", f"is a {kind.__name__}", remedy)
+
+
 def check_encoder(encoder: nn.Module, width: int) -> None:
     """Refuse an encoder that is not known, or that another transformer was made for.
 
@@ -123,9 +135,7 @@ def check_encoder(encoder: nn.Module, width: int) -> None:
     ------
     InputError
     """
-    name = type(encoder).__name__
-    if name not in (_T5, _UMT5):
-        raise InputError("text_encoder", f"is a {name}", f"there are {_T5}, {_UMT5}; or give samples prompt_embeds")
+    check_kind(type(encoder))
     config: Any = encoder.config
     if config.d_model != width:
         raise InputError("text_encoder", f"gives {config.d_model} numbers a token, the transformer takes {width}")

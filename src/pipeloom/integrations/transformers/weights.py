@@ -245,7 +245,7 @@ class TransformersWeights:
                 for _, key in each.sources:
                     yield {_STEM: {key: self._files.read(key)}}
 
-    def write_beside(self, folder: Path, dtype: torch.dtype) -> None:
+    def write_beside(self, folder: Path, dtypes: Mapping[str, torch.dtype]) -> None:
         """As `Pretrained`."""
         beside = (
             [] if self.folder is None else [each for pattern in _BESIDE for each in sorted(self.folder.glob(pattern))]
@@ -253,7 +253,7 @@ class TransformersWeights:
         for file in beside:
             if file.is_file() and not any(file.match(each) for each in _NOT_BESIDE):
                 shutil.copyfile(file, folder / file.name)
-        self._config(dtype).save_pretrained(str(folder))
+        self._config(dtypes[_STEM]).save_pretrained(str(folder))
         if self.model.can_generate() and not (folder / "generation_config.json").exists():
             self.model.generation_config.save_pretrained(str(folder))
 
