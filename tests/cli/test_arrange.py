@@ -124,7 +124,7 @@ def test_a_model_of_the_zoo_within_its_devices_memory(tmp_path: Path, capsys: py
 
 
 HUGGING_FACE: dict[str, Any] = {
-    "model_type": "deepseek_v2",
+    "model_type": "deepseek_v3",
     "hidden_size": 512,
     "num_attention_heads": 8,
     "num_hidden_layers": 9,
@@ -155,9 +155,16 @@ def test_a_hugging_face_config(tmp_path: Path, capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"num_hidden_layers": None}, "num_hidden_layers: is missing"),
+        ({"num_hidden_layers": None}, "num_hidden_layers: None is not"),
         ({"hidden_size": -4}, "hidden_size: -4 is not"),
-        ({"vision_config": {"hidden_size": 64, "num_heads": 4, "depth": 2, "patch_size": 14}}, "one language module"),
+        (
+            {
+                "model_type": "llava",
+                "text_config": {"model_type": "llama"},
+                "vision_config": {"model_type": "clip_vision_model"},
+            },
+            "one language module",
+        ),
     ],
 )
 def test_what_is_no_chain_of_layers_is_refused_in_one_line(

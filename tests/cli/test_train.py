@@ -94,7 +94,7 @@ def test_losses_do_not_depend_on_degrees_of_parallelism(tmp_path: Path) -> None:
             '[parallel]\nshard = "fsdp"\n[layout]\n',
             "parallel.shard: 'fsdp' shards over replicas, and parallel.dp is 1; let parallel.dp be 2 or more",
         ),
-        ("ranks = 2", "ranks = 50", "has 6 layers for 50 ranks"),
+        ("ranks = 2", "ranks = 50", "has 10 layers for 50 ranks"),
         ("iterations = 250", 'iterations = "x"', "iterations: 'x' is not an integer"),
         ("seed = 0", "seed = 0\nsede = 1", "sede: is not a known field; did you mean seed?"),
         ("modules.vision]", "modules.visoin]", "module 'visoin': is unknown; the model has vision, lm"),

@@ -18,7 +18,7 @@ from pipeloom.spec import Batch
 from pipeloom.taskgraph import TaskGraph
 from pipeloom.timeline import LowerBound, Resolved, Schedule, Timeline, resolve_candidates
 
-_MOST_TRIALS, _TRIAL_SHARE = 6, 0.25
+_MOST_TRIALS, _TRIAL_SHARE = 12, 0.25
 """Plans made where the first ones need more than there is, and the share of the budget that each has of the last."""
 
 

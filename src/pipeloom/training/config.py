@@ -170,7 +170,8 @@ class TrainConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     data: dict[str, Any] = {}
     """Keyword arguments of ``batches``."""
     optimizer: OptimizerConfig = OptimizerConfig()
-    scheduler: SchedulerConfig = SchedulerConfig()
+    scheduler: SchedulerConfig | None = None
+    """Leave out: a cosine for the optimiser of this file, and none for the task's own."""
     evaluation: EvaluationConfig | None = None
     """Leave out: no evaluation while training runs."""
     ema: EmaConfig | None = None

@@ -21,6 +21,7 @@ from pipeloom.spec import Layout
 from pipeloom.training.config import TrainConfig
 from pipeloom.training.display import Display, Quiet
 from pipeloom.training.lock import locked
+from pipeloom.training.loop_config import SchedulerConfig
 from pipeloom.training.task import Task
 
 AUTOCAST = {None: None, "bf16": torch.bfloat16}
@@ -60,6 +61,12 @@ class Job:
         worker = this_worker()
         num_local = self.config.num_processes if worker is None else worker.num_local
         return choose_device(self.config.runtime.device, num_local)
+
+    @property
+    def scheduler(self) -> SchedulerConfig:
+        """What becomes of the rates: as the config says; else a cosine, and nothing for an optimiser of the task's."""
+        usual = "cosine" if self.task.optimizer is None else "constant"
+        return self.config.scheduler or SchedulerConfig(usual)
 
     @property
     def setup_path(self) -> Path:

@@ -153,7 +153,10 @@ class LogConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def check_loop(
-    optimizer: OptimizerConfig, scheduler: SchedulerConfig, evaluation: EvaluationConfig | None, ema: EmaConfig | None
+    optimizer: OptimizerConfig,
+    scheduler: SchedulerConfig | None,
+    evaluation: EvaluationConfig | None,
+    ema: EmaConfig | None,
 ) -> None:
     """Refuse tables that ask for one another in vain.
 
@@ -161,6 +164,7 @@ def check_loop(
     ------
     InputError
     """
+    scheduler = scheduler or SchedulerConfig()
     if optimizer.warmup_iterations and scheduler.name not in BUILT_IN:
         raise InputError(
             "optimizer.warmup_iterations",

@@ -167,7 +167,7 @@ def _trainer(job: Job, setup: Setup, model: Model, listeners: list[Listener], go
         describe=task.describe,
         optimizer=task.optimizer or ConfiguredOptimizer(config.optimizer, not config.parallel.divides_nothing),
         options=TrainerOptions(
-            scheduler=task.scheduler or configured_scheduler(config.scheduler, config.optimizer, config.iterations),
+            scheduler=task.scheduler or configured_scheduler(job.scheduler, config.optimizer, config.iterations),
             count_flops=peak_flops(job) is not None,
             ema_decay=None if config.ema is None else config.ema.decay,
             clip_norm=config.optimizer.clip_norm,

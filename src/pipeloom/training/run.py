@@ -203,7 +203,7 @@ class TrainingRun(Job):
             )
             check_optimizer(config.optimizer, names)
         if task.scheduler is None:
-            check_scheduler(config.scheduler, config.optimizer)
+            check_scheduler(self.scheduler, config.optimizer)
         if config.evaluation is not None:
             task.check_evaluation(config.data, config.evaluation.data)
         if config.log.tensorboard:
