@@ -65,6 +65,19 @@ def losses_over_ranks(names: list[str], num_ranks: int, iterations: int) -> dict
     return found
 
 
+def losses_by_one_process(example: ModuleType, count: int) -> list[float]:
+    """Of a script with ``build_model`` and ``batches``, as `pl.fit` would train it."""
+    torch.manual_seed(0)
+    model = example.build_model()
+    optimizer = torch.optim.AdamW([p for m in model.modules for layer in m.layers for p in layer.parameters()])
+    losses = []
+    for number, samples in zip(range(count), example.batches(), strict=False):
+        losses.append(run_undivided(model, pl.batch_of(samples, model.describe, number), samples))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
 def losses_undivided(name: str, iterations: int) -> list[tuple[float, float]]:
     """The same in one process, without pipeline, packing or planner."""
     task, model = task_of(name), in_double(name)

@@ -7,11 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 import pipeloom as pl
 from pipeloom.training import PlannerConfig
-from tests.examples.on_ranks import EXAMPLES
+from tests.examples.on_ranks import EXAMPLES, losses_by_one_process
 
 sys.path.append(str(EXAMPLES))
 
@@ -27,14 +26,7 @@ def test_the_page_shows_the_example() -> None:
 
 
 def test_it_learns() -> None:
-    torch.manual_seed(0)
-    model = example.build_model()
-    optimizer = torch.optim.AdamW([p for m in model.modules for layer in m.layers for p in layer.parameters()])
-    losses = []
-    for number, samples in zip(range(15), example.batches(), strict=False):
-        losses.append(pl.run_undivided(model, pl.batch_of(samples, model.describe, number), samples))
-        optimizer.step()
-        optimizer.zero_grad()
+    losses = losses_by_one_process(example, 15)
     assert sum(losses[-3:]) < 0.8 * sum(losses[:3])
 
 
@@ -45,12 +37,5 @@ def test_losses_are_those_of_one_process(tmp_path: Path) -> None:
         iterations=ITERATIONS, folder=tmp_path / "run", planner=PlannerConfig(budget_s=0.02, deadline_s=60.0)
     )
     result = pl.fit(example.build_model, example.batches, ranks=2, settings=settings)
-    torch.manual_seed(0)
-    model = example.build_model()
-    optimizer = torch.optim.AdamW([p for m in model.modules for layer in m.layers for p in layer.parameters()])
-    losses = []
-    for number, samples in zip(range(ITERATIONS), example.batches(), strict=False):
-        losses.append(pl.run_undivided(model, pl.batch_of(samples, model.describe, number), samples))
-        optimizer.step()
-        optimizer.zero_grad()
+    losses = losses_by_one_process(example, ITERATIONS)
     assert result.losses == pytest.approx(losses, rel=1e-4)

@@ -64,7 +64,7 @@ def export(
         model = _model(found, source)
         pretrained = pretrained_of(model)
         writer = ShardWriter(partial_of(target), "0", shard_bytes)
-        for piece in _pieces(SavedWeights(found, _shapes(model), weights), pretrained, shard_bytes):
+        for piece in _pieces(SavedWeights(found, model.saved_tensors(), weights), pretrained, shard_bytes):
             add(writer, [pretrained.saved(piece)])
         add(writer, pretrained.others())
         finish(target, pretrained, writer.close())
@@ -127,16 +127,6 @@ def _diffusers(folder: str) -> Model:
 
 _KINDS: dict[str, Callable[[str], Model]] = {"transformers": _transformers, "diffusers": _diffusers}
 """From the first word of `Pretrained.origin` to what builds the model's shapes from the folder behind it."""
-
-
-def _shapes(model: Model) -> dict[str, Tensor]:
-    """What a checkpoint has of a model, by name."""
-    return {
-        f"{module.name}.{number}.{name}": tensor
-        for module in model.modules
-        for number, layer in enumerate(module.layers)
-        for name, tensor in layer.state_dict().items()
-    }
 
 
 def _pieces(weights: SavedWeights, pretrained: Pretrained, most_bytes: int) -> Iterator[dict[str, Tensor]]:

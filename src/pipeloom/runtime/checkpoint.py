@@ -100,7 +100,7 @@ def save_checkpoint(
 
     from pipeloom.runtime.checkpoint_files import DigestingWriter
 
-    state = {f"{_MODEL}.{name}": tensor for name, tensor in _tensors(executor).items()}
+    state = {f"{_MODEL}.{name}": tensor for name, tensor in executor.saved_tensors().items()}
     state |= _optimizer_tensors(executor, optimizer)
     state |= _average_tensors(executor, averages)
     for name, options in options_by_name(executor, optimizer).items():
@@ -138,7 +138,7 @@ def load_checkpoint(
 
     from pipeloom.runtime.checkpoint_files import check_digests
 
-    state = {f"{_MODEL}.{name}": tensor for name, tensor in _tensors(executor).items()}
+    state = {f"{_MODEL}.{name}": tensor for name, tensor in executor.saved_tensors().items()}
     reader, stored, files = _opened(path, state)
     slots = _empty_slots(executor, optimizer, stored)
     state |= slots
@@ -191,13 +191,7 @@ def load_weights(path: Path | str, model: Model, *, weights: Weights = "trained"
     from pipeloom.runtime.checkpoint_files import check_digests
 
     give_memory(model)
-    tensors = {
-        f"{module.name}.{i}.{name}": tensor
-        for module in model.modules
-        for i, layer in enumerate(module.layers)
-        for name, tensor in layer.state_dict().items()
-        if isinstance(tensor, Tensor)
-    }
+    tensors = model.saved_tensors()
     keys = weight_keys(path, tensors, weights)
     state = {keys[name]: tensor for name, tensor in tensors.items()}
     reader, _, files = _opened(path, state)
@@ -293,18 +287,6 @@ def _quiet_alone() -> Iterator[None]:
         if not dist.is_initialized():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
         yield
-
-
-def _tensors(executor: Executor) -> dict[str, Tensor]:
-    """Parameters and buffers of this rank's layers, by module, layer and name."""
-    found: dict[str, Tensor] = {}
-    for number, layers in executor.layers.items():
-        chunk = executor.layout.chunks[number]
-        for i, layer in enumerate(layers, start=chunk.layers[0]):
-            for name, tensor in layer.state_dict().items():
-                if isinstance(tensor, Tensor):
-                    found[f"{chunk.module}.{i}.{name}"] = tensor
-    return found
 
 
 def _optimizer_tensors(executor: Executor, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:

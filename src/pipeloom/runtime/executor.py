@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from pipeloom.errors import ExecutionError, InputError, PipeloomError
 from pipeloom.packing import Packing
@@ -18,7 +18,7 @@ from pipeloom.runtime.flops import FlopCounts
 from pipeloom.runtime.iteration import ExecutorOptions, Iteration
 from pipeloom.runtime.linker import LinkedPlan, Linker
 from pipeloom.runtime.loads import Loader
-from pipeloom.runtime.model import Model
+from pipeloom.runtime.model import Model, saved_tensors
 from pipeloom.runtime.random_state import ForwardSeeds
 from pipeloom.runtime.result import StepResult
 from pipeloom.runtime.sharding import is_dtensor, sharded_modules
@@ -121,6 +121,15 @@ class Executor:
             for i, layer in enumerate(layers, start=chunk.layers[0]):
                 for name, parameter in layer.named_parameters():
                     yield f"{chunk.module}.{i}.{name}", parameter
+
+    def saved_tensors(self) -> dict[str, Tensor]:
+        """Parameters and buffers of this rank's chunks that are saved, named like `named_parameters`."""
+        found: dict[str, Tensor] = {}
+        for number, layers in self.layers.items():
+            chunk = self.layout.chunks[number]
+            for i, layer in enumerate(layers, start=chunk.layers[0]):
+                found |= saved_tensors(layer, f"{chunk.module}.{i}")
+        return found
 
     def trained_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Trained parameters of this rank's chunks, each once, by the first of its names."""

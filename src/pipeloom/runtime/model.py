@@ -282,9 +282,22 @@ class Model:
                 "give `hidden`, `output` and the shapes of `emits`, or call find_shapes(model, samples, metadata)",
             )
 
+    def saved_tensors(self) -> dict[str, Tensor]:
+        """Parameters and buffers of all layers that are saved, named ``module.layer.parameter``."""
+        found: dict[str, Tensor] = {}
+        for module in self.modules:
+            for number, layer in enumerate(module.layers):
+                found |= saved_tensors(layer, f"{module.name}.{number}")
+        return found
+
     def module(self, name: str) -> Module:
         """Return the module of that name."""
         return find_module(self.modules, name)
+
+
+def saved_tensors(layer: nn.Module, prefix: str) -> dict[str, Tensor]:
+    """Parameters and buffers of a layer that are saved, ``prefix.name`` each."""
+    return {f"{prefix}.{name}": each for name, each in layer.state_dict().items() if isinstance(each, Tensor)}
 
 
 def _tied_names(modules: Sequence[Module]) -> tuple[tuple[str, ...], ...]:

@@ -64,7 +64,7 @@ class Rates:
         if make is not None:
             for group in self._groups:
                 # A checkpoint may have another one.
-                group.setdefault("initial_lr", _number(group["lr"]))
+                group.setdefault("initial_lr", float(group["lr"]))
 
     def begin(self, iteration: int, evaluations: Evaluations = ()) -> None:
         """Come to an iteration, after the optimiser's own state was read."""
@@ -105,8 +105,4 @@ class Rates:
     @property
     def now(self) -> float | None:
         """Rate of the first group of this rank; None without one."""
-        return _number(self._groups[0]["lr"]) if self._groups and "lr" in self._groups[0] else None
-
-
-def _number(value: Any) -> float:
-    return float(value)
+        return float(self._groups[0]["lr"]) if self._groups and "lr" in self._groups[0] else None

@@ -161,14 +161,12 @@ def _own(executor: Executor) -> Mapping[str, Tensor]:
         for number in range(chunk.layers[0], chunk.layers[1] + 1):
             place = (chunk.module, number)
             first[place] = min(chunk.rank, first.get(place, chunk.rank))
-    found = {}
-    for number, layers in executor.layers.items():
-        chunk = layout.chunks[number]
-        for i, layer in enumerate(layers, start=chunk.layers[0]):
-            if first[chunk.module, i] == executor.rank:
-                for name, tensor in layer.state_dict().items():
-                    found[f"{chunk.module}.{i}.{name}"] = tensor
-    return found
+
+    def is_own(name: str) -> bool:
+        module, layer, _ = name.split(".", 2)
+        return first[module, int(layer)] == executor.rank
+
+    return {name: tensor for name, tensor in executor.saved_tensors().items() if is_own(name)}
 
 
 def _whole(tensor: Tensor) -> Tensor:

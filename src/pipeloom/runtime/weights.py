@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeloom.errors import InputError
-from pipeloom.runtime.model import Model
+from pipeloom.runtime.model import Model, saved_tensors
 from pipeloom.spec import Layout
 
 
@@ -99,11 +99,10 @@ def give_memory(
         for module in model.modules:
             for layer in module.layers:
                 _replace(layer, made, None)
-    return {
-        f"{module}.{number}.{name}": tensor
-        for (module, number), layer in empty.items()
-        for name, tensor in layer.state_dict().items()
-    }
+    filled: dict[str, Tensor] = {}
+    for (name, number), layer in empty.items():
+        filled |= saved_tensors(layer, f"{name}.{number}")
+    return filled
 
 
 def _tied_with_memory(model: Model) -> dict[int, nn.Parameter]:

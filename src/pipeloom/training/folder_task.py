@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -16,7 +15,7 @@ from pipeloom.integrations.data.processed import ArrowDataset, ParquetDataset, P
 from pipeloom.io.document import convert
 from pipeloom.runtime import Batches, Dataset, Model, user_code
 from pipeloom.training.config import TrainConfig
-from pipeloom.training.task import Task
+from pipeloom.training.task import Task, import_file
 
 _KINDS: dict[str, type[ProcessedDataset]] = {
     "webdataset": WebDataset,
@@ -130,10 +129,7 @@ def folder_task(config: TrainConfig, file: Path) -> Task:
     folder = str((file.parent / model.transformers).resolve())
     if not Path(folder).is_dir():
         raise InputError(f"{file}: model.transformers", f"{folder!r} is no folder", "name one beside the file")
-    try:
-        dataset = _dataset(data, file, folder)
-    except InputError as error:
-        raise InputError(f"{file}: data: {error.entity}", error.problem, error.remedy) from error
+    dataset = _dataset(data, file, folder, "data")
     build, batches = _Build(folder, model.freeze), _Batches(dataset, data, config.seed)
     evaluation = None
     if config.evaluation is not None:
@@ -144,25 +140,24 @@ def folder_task(config: TrainConfig, file: Path) -> Task:
             raise InputError(f"{file}: evaluation.data", "names no source", remedy)
         evaluation = _EvaluationBatches(file, folder, sources)
         # Before any rank is started: heads are read, nothing else.
-        try:
-            evaluation(**config.data | own)
-        except InputError as error:
-            where = f"{file}: evaluation.data"
-            entity = error.entity if error.entity.startswith(where) else f"{where}: {error.entity}"
-            raise InputError(entity, error.problem, error.remedy) from error
+        evaluation(**config.data | own)
     return Task(build, batches, eval_batches=evaluation)
 
 
-def _dataset(data: DataConfig, file: Path, folder: str) -> ProcessedDataset:
+def _dataset(data: DataConfig, file: Path, folder: str, table: str) -> ProcessedDataset:
+    """Open what a table of the file names."""
     kind = next(name for name in _KINDS if getattr(data, name) is not None)
-    return _KINDS[kind](
-        _beside(file, getattr(data, kind)),
-        str((file.parent / data.processor).resolve()) if data.processor else folder,
-        data.fields,
-        train_on=data.train_on,
-        function=_function(file, data.function),
-        exclude=data.exclude,
-    )
+    try:
+        return _KINDS[kind](
+            _beside(file, getattr(data, kind)),
+            str((file.parent / data.processor).resolve()) if data.processor else folder,
+            data.fields,
+            train_on=data.train_on,
+            function=_function(file, data.function),
+            exclude=data.exclude,
+        )
+    except InputError as error:
+        raise InputError(f"{file}: {table}: {error.entity}", error.problem, error.remedy) from error
 
 
 @dataclass(frozen=True)
@@ -184,7 +179,7 @@ class _EvaluationBatches:
 @lru_cache(maxsize=1)
 def _evaluated(data: bytes, file: Path, folder: str) -> ProcessedDataset:
     """The data set, read once by each process for all evaluations."""
-    return _dataset(msgspec.json.decode(data, type=DataConfig), file, folder)
+    return _dataset(msgspec.json.decode(data, type=DataConfig), file, folder, "evaluation.data")
 
 
 def _beside(file: Path, given: Any) -> Any:
@@ -213,20 +208,10 @@ class _Function:
         return _imported(self.path, self.name)(fields)
 
 
-_IMPORTED: dict[tuple[str, str], Any] = {}
-
-
+@lru_cache
 def _imported(path: str, name: str) -> Any:
-    known = _IMPORTED.get((path, name))
-    if known is None:
-        found = importlib.util.spec_from_file_location(f"pipeloom_data_{Path(path).stem}", path)
-        assert found is not None
-        assert found.loader is not None
-        module = importlib.util.module_from_spec(found)
-        with user_code(f"{path}: import"):
-            found.loader.exec_module(module)
-        known = getattr(module, name, None)
-        if not callable(known):
-            raise InputError(path, f"has no function {name}", 'give "file.py:name"')
-        _IMPORTED[path, name] = known
-    return known
+    with user_code(f"{path}: import"):
+        found = getattr(import_file(Path(path)), name, None)
+    if not callable(found):
+        raise InputError(path, f"has no function {name}", 'give "file.py:name"')
+    return found

@@ -74,9 +74,7 @@ class ConfiguredOptimizer:
         return made[0] if len(made) == 1 else Together(made)
 
     def _one(self, config: OptimizerConfig | RestConfig, named: Named, where: str) -> torch.optim.Optimizer:
-        kind = _class_of(
-            torch.optim, torch.optim.Optimizer, config.name, f"{where}.name", (*_CLOSURES, _SPARSE, "Optimizer")
-        )
+        kind = _class_of(torch.optim, torch.optim.Optimizer, config.name, f"{where}.name", _UNFIT)
         known = inspect.signature(kind).parameters
         options = dict(config.options)
         if config.weight_decay is not None:

@@ -77,7 +77,7 @@ class Task:
             # Last, so that files beside the task never hide a library.
             sys.path.append(str(root))
         with user_code(f"{file}: import"):
-            module = _import_file(file, package)
+            module = import_file(file, package)
         for name in ("build_model", "batches"):
             if not callable(getattr(module, name, None)):
                 raise InputError(f"{file}", f"has no function {name}", "see docs/train.md for what a task file offers")
@@ -207,7 +207,7 @@ def _names(arguments: Mapping[str, Any], first: str) -> str:
     return ", ".join((first, *arguments))
 
 
-def _import_file(file: Path, package: bool) -> ModuleType:
+def import_file(file: Path, package: bool = False) -> ModuleType:
     """Import by path: a file called json.py must not give the library of that name."""
     if package:
         return importlib.import_module(f"{file.parent.name}.{file.stem}")
