@@ -7,7 +7,7 @@ from statistics import median
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pipeloom.errors import InfeasibleError, InputError
@@ -61,6 +61,7 @@ def test_what_is_planned_together_is_sound(seed: int, everywhere: bool, evaluati
 
 @settings(deadline=None, max_examples=3)
 @given(st.integers(0, 250).map(lambda number: 4 * number))
+@example(208)  # Twice what its first plans lack leaves no order at all.
 def test_under_a_tight_cap_with_every_strategy(seed: int) -> None:
     batch, setup = random_batch(seed), tight(seed, random_batch(seed))
     assert setup.packing.policy == "planned"

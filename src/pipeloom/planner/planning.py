@@ -106,19 +106,32 @@ def plan_batch(
 def _fitting(
     problem: Problem, batch: Batch, budget: StoppingRule, seed: int, method: str, finishing: Finishing
 ) -> PlannedBatch:
-    """Plan until the plan, counted along its actions, needs no more than there is."""
-    for _ in range(_MOST_TRIALS):
-        planned = _planned(problem, batch, budget, seed, method, finishing)
-        over = [max(0, need - (problem.capacity_bytes or 0)) for need in planned.peak_bytes]
-        if not any(over):
-            return planned
-        # What is put aside is a rule's; the plan's own messages are counted, and had no room.
-        problem, budget = problem.sparing(over), Share(budget, _TRIAL_SHARE)
-    rank = int(np.argmax(over))
+    """Plan until the plan, counted along its actions, needs no more than there is.
+
+    What is put aside is a rule's; a plan's own messages are counted, and what they had no room for is put aside for the
+    next. Where no order is found beside that, half of what was added goes back, and other random choices are made: what
+    a plan needs differs from order to order.
+    """
+    spared = last = np.zeros(problem.layout.num_ranks, np.int64)
+    failure: InfeasibleError | None = None
+    for trial in range(_MOST_TRIALS):
+        try:
+            planned = _planned(problem.sparing(spared.tolist()), batch, budget, seed + trial, method, finishing)
+        except InfeasibleError as error:
+            if trial == 0:
+                raise
+            failure, spared = error, (spared + last) // 2
+        else:
+            over = np.array([max(0, need - (problem.capacity_bytes or 0)) for need in planned.peak_bytes], np.int64)
+            if not over.any():
+                return planned
+            last, spared = spared, spared + over
+        budget = Share(budget, _TRIAL_SHARE)
+    rank = int(over.argmax())
     raise NothingFoundError(
         f"rank {rank}: every plan that was found needs {over[rank]} bytes more than the {problem.capacity_bytes} "
         "that there are; use smaller microbatches"
-    )
+    ) from failure
 
 
 def _planned(
