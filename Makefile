@@ -6,7 +6,8 @@ PYTHON ?= python3
 VENV := .venv
 CONSTRAINTS := constraints.txt
 BIN := $(VENV)/bin
-PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS)
+# Without byte code: of thousands of modules, hundreds are imported, and those are compiled when they are
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --constraint $(CONSTRAINTS)
 
 # Tests start many processes that import the same modules
 export PYTHONDONTWRITEBYTECODE :=
