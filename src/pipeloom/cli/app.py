@@ -37,6 +37,7 @@ COMMANDS = {
     "export": Command("export", "Write a run's trained weights as the model's own library reads them."),
     "plan": Command("plan", "Make the plan of one batch from files: packing, instance, schedule, plan text."),
     "compare": Command("compare", "Time one iteration of a described model under a dozen systems."),
+    "megatron": Command("megatron", "Find the fastest pipeline that Megatron can be told, as text to paste."),
     "pack": Command("pack", "Pack samples into microbatches of even load, and show the loads."),
     "solve": Command("solve", "Search a schedule for an instance."),
     "arrange": Command("arrange", "Choose partition, placement and schedule of a chain of layers together."),
@@ -64,6 +65,7 @@ _EXTRAS = {
     "gurobipy": "exact",
     "transformers": "transformers",
     "safetensors": "transformers",
+    "yaml": "megatron",
 }
 """Which extra brings a package that the core does without."""
 _HIDDEN = frozenset({"planner"})

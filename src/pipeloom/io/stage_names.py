@@ -1,13 +1,15 @@
 """Layouts as others write them: Megatron's pipeline layout string, and torchtitan's module names per stage.
 
-Megatron (``--pipeline-model-parallel-layout``): ``E`` embedding, ``t`` one layer, ``L`` loss; ``|`` parts the stages,
-``x*3`` and ``(x)*3`` repeat. Stage i lies on rank ``i % p``. torchtitan (``module_fqns_per_model_part``): a list of
-module names for every stage, dealt to the ranks in turn or in a V.
+Megatron (``--pipeline-model-parallel-layout``): ``E`` embedding, ``t`` one layer, ``m`` multi-token prediction, ``L``
+loss; ``|`` parts the stages, ``x*3`` and ``(x)*3`` repeat. Stage i lies on rank ``i % p``. torchtitan
+(``module_fqns_per_model_part``): a list of module names for every stage, dealt to the ranks in turn or in a V.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
+from collections.abc import Sequence
 
 from pipeloom.errors import InputError
 from pipeloom.spec import Chunk, Layout, ModuleLayout
@@ -64,11 +66,37 @@ def megatron_layout(layout: Layout, layer_names: tuple[str, ...]) -> str:
     if len(stages) % p:
         raise InputError("layout", f"has {len(stages)} stages, which is no multiple of {p} ranks")
     letters = _letters(layer_names)
-    parts = []
-    for first, last, _ in stages:
-        text = "".join(letters[first : last + 1])
-        parts.append(re.sub("t{3,}", lambda run: f"t*{len(run[0])}", text))
-    return "|".join(parts)
+    return megatron_text(["".join(letters[first : last + 1]) for first, last, _ in stages])
+
+
+def megatron_text(stages: Sequence[str]) -> str:
+    """Write stages of letters as Megatron's string; three or more alike in a row as ``t*3`` and ``(tt|)*3``."""
+    parts: list[str] = []
+    for stage, run in itertools.groupby(stages):
+        text, count = re.sub("t{3,}", lambda layers: f"t*{len(layers[0])}", stage), len(list(run))
+        parts.append(f"({text}|)*{count}" if count > 2 else f"{text}|" * count)
+    whole = "".join(parts)
+    # The last stage has no bar behind it, so a run that ends the string is one shorter, and the stage stands there.
+    ended = re.fullmatch(r"(.*)\(([^()]*)\|\)\*(\d+)", whole)
+    if ended is None:
+        return whole.removesuffix("|")
+    before, text, left = ended[1], ended[2], int(ended[3]) - 1
+    return before + (f"({text}|)*{left}" if left > 2 else f"{text}|" * left) + text
+
+
+def megatron_stages(text: str) -> tuple[str, ...]:
+    """Read Megatron's string as the letters of every stage, repetitions written out.
+
+    Raises
+    ------
+    InputError
+        A letter is unknown, a bracket is open, or there are too many stages.
+    """
+    stages = tuple(_expand(text.replace(" ", "").replace(",", "")).split("|"))
+    for stage in stages:
+        if unknown := set(stage) - set("EtLm"):
+            raise InputError("layout", f"{min(unknown)!r} is not known", "use E, t, m, L, |, * and brackets")
+    return stages
 
 
 def read_megatron_layout(text: str, num_ranks: int) -> Layout:
@@ -79,14 +107,11 @@ def read_megatron_layout(text: str, num_ranks: int) -> Layout:
     InputError
         A letter is unknown, a bracket is open, or there are no layers or too many stages.
     """
-    plain = _expand(text.replace(" ", "").replace(",", ""))
-    stages = plain.split("|")
+    stages = megatron_stages(text)
     if len(stages) % num_ranks:
         raise InputError("layout", f"{len(stages)} stages are no multiple of {num_ranks} ranks")
     chunks, first = [], 0
     for i, stage in enumerate(stages):
-        if unknown := set(stage) - set("EtLm"):
-            raise InputError("layout", f"{min(unknown)!r} is not known", "use E, t, m, L, |, * and brackets")
         size = stage.count("t")
         if size:
             chunks.append(Chunk("lm", (first, first + size - 1), i % num_ranks))

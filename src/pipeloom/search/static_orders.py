@@ -58,43 +58,56 @@ def one_f_one_b(graph: TaskGraph) -> Schedule:
     return as_schedule(graph, order, "1f1b")
 
 
-def interleaved_one_f_one_b(graph: TaskGraph) -> Schedule:
-    """Run v stages on each of p ranks, taking microbatches in groups of p.
+def interleaved_one_f_one_b(graph: TaskGraph, group_size: int | None = None) -> Schedule:
+    """Run v stages on each of p ranks, taking microbatches in groups of g.
 
-    Rank r runs (p - r - 1) * 2 + (v - 1) * p forwards ahead. Stages go to the ranks in turn; where the
-    layout skips a rank in its turn, an empty stage stands in, and where the number of microbatches is no
-    multiple of p (which Megatron refuses), empty microbatches fill the last group.
+    Rank r runs (p - r - 1) * 2 + (v - 1) * g forwards ahead. Stages go to the ranks in turn; where the
+    layout skips a rank in its turn, an empty stage stands in, and where the last group has fewer microbatches than
+    there are ranks (which Megatron refuses), empty ones fill it up to p.
+
+    Parameters
+    ----------
+    graph : TaskGraph
+    group_size : int or None
+        Microbatches that a stage takes in turn, at least p; None: p. Megatron's ``microbatch_group_size_per_vp_stage``.
 
     Raises
     ------
     InputError
-        The graph has no labels.
+        The graph has no labels, or groups are smaller than p.
     """
-    return as_schedule(graph, interleaved_orders(chain_of(graph), graph.num_ranks), "interleaved 1f1b")
+    orders = interleaved_orders(chain_of(graph), graph.num_ranks, group_size)
+    return as_schedule(graph, orders, "interleaved 1f1b")
 
 
-def interleaved_orders(chain: Chain, num_ranks: int) -> list[list[int]]:
+def interleaved_orders(chain: Chain, num_ranks: int, group_size: int | None = None) -> list[list[int]]:
     """Tasks per rank of the stages of a chain, interleaved."""
+    size = num_ranks if group_size is None else group_size
+    if size < num_ranks:
+        raise InputError("group_size", f"{size} is below {num_ranks} ranks", "use at least as many")
     column: list[int | None] = []
     for stage, rank in enumerate(chain.rank_of_stage):
         column += [None] * ((rank - len(column)) % num_ranks)
         column.append(stage)
     column += [None] * (-len(column) % num_ranks)
     depth = len(column) // num_ranks
-    groups = range(-(-chain.num_microbatches // num_ranks))
+    groups = [
+        range(first, max(min(first + size, chain.num_microbatches), first + num_ranks))
+        for first in range(0, chain.num_microbatches, size)
+    ]
     order = []
     for rank in range(num_ranks):
         mine = column[rank::num_ranks]
         forwards, backwards = (
             [
-                (stage if stage is not None else -1, group * num_ranks + m)
+                (stage if stage is not None else -1, microbatch)
                 for group in groups
                 for stage in stages
-                for m in range(num_ranks)
+                for microbatch in group
             ]
             for stages in (mine, mine[::-1])
         )
-        ahead = (num_ranks - rank - 1) * 2 + (depth - 1) * num_ranks
+        ahead = (num_ranks - rank - 1) * 2 + (depth - 1) * size
         order.append(_tasks(chain, forwards, backwards, ahead))
     return order
 

@@ -1,0 +1,135 @@
+"""`pipeloom megatron`: the fastest pipeline that Megatron can be told, as text to paste."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from pipeloom.cli.options import check_budget, check_seed
+from pipeloom.cli.output import JSON_HELP, check_targets, draw, note_compiling, print_json, stdout
+from pipeloom.report import Track, make_track, share_text, size_text, time_text
+
+if TYPE_CHECKING:
+    from pipeloom.integrations.megatron import MegatronAnswer, Timed
+
+EPILOG = (
+    "Examples: pipeloom megatron train.sh --cluster h100-64. pipeloom megatron recipe.yaml --cluster my_cluster.toml "
+    "--html pipeline.html. A recipe of Megatron Bridge is saved with ConfigContainer.to_yaml. What is read: "
+    "docs/megatron.md."
+)
+_SHOWN = 12
+"""Names of ignored arguments that are printed; --json has all."""
+
+
+def megatron(
+    arguments: str = typer.Argument(
+        ..., metavar="ARGUMENTS", help="Megatron's arguments: a text file, a shell script, or a .yaml."
+    ),
+    cluster: str = typer.Option("h100-64", help="A cluster of the zoo, or a .toml file."),
+    gpus: int | None = typer.Option(
+        None, min=1, metavar="N", help="Devices of the job; default: torchrun's in the file, or else the cluster's."
+    ),
+    budget: float = typer.Option(10.0, metavar="SECONDS", help="Seconds of search."),
+    seed: int = typer.Option(0, metavar="N", help="Seed of all random choices."),
+    html: Path | None = typer.Option(None, metavar="FILE", help="Write an offline page with both timelines."),
+    json: bool = typer.Option(False, "--json", help=JSON_HELP),
+) -> None:
+    """Find the fastest pipeline layout, recomputation and microbatch group size that Megatron can be told.
+
+    Reads a run from Megatron's own arguments, emulates its iteration as it is now, and searches what Megatron can
+    express, under Megatron's own order of tasks. Degrees, batch and model stay as they are. Times are emulated, not
+    measured.
+    """
+    from pipeloom.integrations.megatron import best_layout, read_megatron
+    from pipeloom.search import Deadline
+    from pipeloom.spec.catalog import load_cluster
+
+    check_budget(budget)
+    check_seed(seed)
+    check_targets(html)
+    hardware = load_cluster(cluster)
+    run = read_megatron(arguments, num_devices=gpus, default_devices=hardware.num_devices)
+    with note_compiling():
+        found = best_layout(run, hardware, budget=Deadline(budget), seed=seed)
+    written = []
+    if html is not None:
+        written = draw(_tracks(found), title=_title(found), note=_note(found), html_file=html, ranked=True)
+    if json:
+        print_json(found.document() | {"seed": seed, "written": written})
+        return
+    _print(found)
+    for name in written:
+        typer.echo(f"wrote {name}")
+
+
+def _title(found: MegatronAnswer) -> str:
+    d = found.run.degrees
+    degrees = f"tp {d.tensor} pp {d.pipeline} dp {d.data}" + (f" cp {d.context}" if d.context > 1 else "")
+    return f"{found.run.source} on {found.cluster.name}, {degrees}" + (f" ep {d.expert}" if d.expert > 1 else "")
+
+
+def _note(found: MegatronAnswer) -> str:
+    device = found.cluster.device
+    return f"Emulated, not measured: {device.name}, {device.basis} table."
+
+
+def _tracks(found: MegatronAnswer) -> list[Track]:
+    """Both timelines, with the numbers that are printed."""
+    tracks = []
+    for name, one in (("now", found.now), ("best", found.best)):
+        timeline = replace(one.timeline, peak_bytes=one.peak_bytes)
+        track = make_track(name, one.graph, one.schedule, timeline)
+        after = round((one.iteration_s - one.pipeline_s) * 1e9)
+        tracks.append(replace(track, after_ns=after, num_tokens=found.run.global_batch_size * found.run.seq_length))
+    return tracks
+
+
+def _peak(one: Timed) -> str:
+    peak = size_text(int(one.peak_bytes.max()))
+    return peak if one.fits else f"{peak}, does not fit"
+
+
+def _print(found: MegatronAnswer) -> None:
+    from rich.table import Table
+
+    console, timing, run = stdout(), found.timing, found.run
+    console.print(_title(found), style="bold", markup=False, highlight=False, soft_wrap=True)
+    table = Table()
+    for name in ("", "now", "best"):
+        table.add_column(name, justify="right" if name else "left")
+    rows: dict[str, Callable[[Timed], str]] = {
+        "iteration": lambda one: time_text(round(one.iteration_s * 1e9)),
+        "tokens/s": lambda one: f"{timing.tokens_per_s(one):,.0f}",
+        "MFU": lambda one: f"{timing.mfu(one):.3f}",
+        "bubbles": lambda one: share_text(one.bubble_share),
+        "peak memory, fullest rank": _peak,
+        "virtual stages a rank": lambda one: str(one.setup.virtual),
+        "microbatches in a group": lambda one: str(one.setup.group_size) if one.setup.virtual > 1 else "",
+        "recomputed": lambda one: str(one.setup.recompute),
+    }
+    for name, text in rows.items():
+        table.add_row(name, text(found.now), text(found.best))
+    console.print(table)
+    lines = [
+        f"now:  {found.now.setup.layout}",
+        f"best: {found.best.setup.layout}",
+        f"faster by {share_text(found.gain)}" if found.gain > 0 else "nothing faster was found",
+    ]
+    if found.best is not found.now:
+        out = f"Leave out {' '.join(run.replaced)}, and write:" if run.replaced else "Write:"
+        lines += ["", out, *(f"  {line}" for line in found.arguments())]
+    lines += ["", f"{timing.costs.num_parameters:,} parameters, {run.num_microbatches} microbatches a replica."]
+    if run.ignored:
+        more = len(run.ignored) - _SHOWN
+        shown = " ".join(run.ignored[:_SHOWN]) + (f" and {more} more, in --json" if more > 0 else "")
+        lines.append(f"Change nothing here: {shown}")
+    lines += [f"Note: {note}." for note in run.notes]
+    for line in lines:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    console.print(
+        f"{_note(found)} {found.evaluations} iterations simulated.", style="dim", markup=False, soft_wrap=True
+    )

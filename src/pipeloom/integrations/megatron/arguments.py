@@ -1,0 +1,217 @@
+"""Megatron's arguments by name, wherever they were written, and what is asked of them."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import resources
+from typing import NoReturn
+
+from pipeloom.errors import InputError
+
+JOINED = ("pipeline-model-parallel-layout", "moe-layer-freq", "window-attn-skip-freq")
+"""Arguments whose value may hold brackets and bars, which a shell would part."""
+_MOST_LAYERS = 100_000
+
+
+@functools.cache
+def known_names() -> frozenset[str]:
+    """Names of Megatron-LM's arguments, with dashes: those of release 0.16.1 up to the main branch of August 2026."""
+    return _names("arguments.txt")
+
+
+@functools.cache
+def known_fields() -> frozenset[str]:
+    """The same, with fields that only configuration files have."""
+    return known_names() | {name.replace("_", "-") for name in _names("fields.txt")}
+
+
+def _names(file: str) -> frozenset[str]:
+    return frozenset(resources.files(__package__).joinpath("names", file).read_text("utf-8").split())
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """One argument as it was written: what it is called there, and its values (none: a flag)."""
+
+    label: str
+    values: tuple[str, ...] = ()
+    clash: tuple[str, ...] | None = None
+    """Other values that it was given too."""
+
+
+@dataclass(slots=True)
+class Arguments:
+    """Arguments of one source, asked by Megatron's name without dashes in front; remembers what was asked for.
+
+    Attributes
+    ----------
+    source : str
+        File, for messages.
+    given : mapping
+        By name, with dashes between words.
+    is_recipe : bool
+        Whether the source has fields of a configuration, not arguments.
+    """
+
+    source: str
+    given: Mapping[str, Given]
+    is_recipe: bool = False
+    asked: set[str] = field(default_factory=set)
+
+    @property
+    def read(self) -> tuple[str, ...]:
+        """Labels of what was given and asked for."""
+        return tuple(self.given[name].label for name in self.given if name in self.asked)
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        """Labels of what was given and never asked for."""
+        return tuple(self.given[name].label for name in self.given if name not in self.asked)
+
+    def label(self, name: str) -> str:
+        """What an argument is called in the source, for messages."""
+        return self.given[name].label if name in self.given else f"--{name}"
+
+    def refuse(self, name: str, problem: str, remedy: str = "") -> InputError:
+        """Make an error about one argument."""
+        return InputError(f"{self.source}: {self.label(name)}", problem, remedy)
+
+    def values(self, name: str) -> tuple[str, ...] | None:
+        """Its values; None where it is not given.
+
+        Raises
+        ------
+        InputError
+            It is given twice, with different values.
+        """
+        self.asked.add(name)
+        if name not in self.given:
+            return None
+        one = self.given[name]
+        if one.clash is not None:
+            both = f"{' '.join(one.values) or 'nothing'} and {' '.join(one.clash) or 'nothing'}"
+            raise self.refuse(name, f"is given twice, with {both}", "leave one")
+        return one.values
+
+    def text(self, name: str) -> str | None:
+        """Its value, without what follows; what an unquoted bracket or bar has parted is joined again."""
+        values = self.values(name)
+        if values is None:
+            return None
+        if not values:
+            raise self.refuse(name, "has no value")
+        value = "".join(values) if name in JOINED else values[0]
+        if "$" in value:
+            raise self.refuse(name, f"{value} is not set in this file", "write its value in its place")
+        return value
+
+    def flag(self, name: str) -> bool:
+        """Whether it is given, or given as true."""
+        values = self.values(name)
+        return values is not None and (not values or values[0].lower() != "false")
+
+    def count(self, name: str, default: int | None = None, least: int = 1) -> int | None:
+        """Its value, a whole number."""
+        value = self.text(name)
+        if value is None:
+            return default
+        try:
+            number = int(value)
+        except ValueError:
+            raise self.refuse(name, f"{value!r} is not a whole number") from None
+        if number < least:
+            raise self.refuse(name, f"{number} is below {least}")
+        return number
+
+    def size(self, name: str, default: int | None = None) -> int:
+        """Its value, which there must be where nothing stands for it."""
+        found = self.count(name, default)
+        if found is None:
+            self.missing(name)
+        return found
+
+    def missing(self, name: str, remedy: str = "") -> NoReturn:
+        """Refuse a source that lacks an argument."""
+        remedy = remedy or (
+            "add it; a Megatron Bridge recipe has all of them once it is saved with ConfigContainer.to_yaml"
+        )
+        raise self.refuse(name, "is missing", remedy)
+
+    def pattern(self, name: str, num_layers: int) -> tuple[bool, ...] | None:
+        """What Megatron writes as a frequency of layers, as an entry for each layer.
+
+        It is ``N``, every N-th from the first, or a list such as ``([0]*3+[1]*5)``.
+        """
+        value = self.text(name)
+        if value is None:
+            return None
+        try:
+            found = _number_or_list(ast.parse(value.strip(), mode="eval").body)
+        except (ValueError, SyntaxError, RecursionError, MemoryError):
+            raise self.refuse(name, f"{value!r} is no number and no list of 0 and 1") from None
+        if isinstance(found, int):
+            if found < 1:
+                raise self.refuse(name, f"{found} is below 1")
+            return tuple(i % found == 0 for i in range(num_layers))
+        if len(found) != num_layers:
+            raise self.refuse(name, f"has {len(found)} entries, the model {num_layers} layers")
+        return tuple(map(bool, found))
+
+
+def _number_or_list(node: ast.expr) -> int | list[int]:
+    """Whole numbers and lists of them, added and repeated."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, int):
+        return int(node.value)
+    if isinstance(node, ast.List):
+        entries = [_number_or_list(entry) for entry in node.elts]
+        if all(isinstance(entry, int) for entry in entries):
+            return [entry for entry in entries if isinstance(entry, int)]
+    if isinstance(node, ast.BinOp):
+        left, right = _number_or_list(node.left), _number_or_list(node.right)
+        if isinstance(node.op, ast.Add) and isinstance(left, list) and isinstance(right, list):
+            return left + right
+        if isinstance(node.op, ast.Mult) and isinstance(left, int) != isinstance(right, int):
+            times, row = (left, right) if isinstance(left, int) else (right, left)
+            if isinstance(times, int) and isinstance(row, list) and times * len(row) <= _MOST_LAYERS:
+                return row * times
+    raise ValueError(ast.dump(node))
+
+
+def check_known(labels: Iterable[tuple[str, str]], known: frozenset[str], source: str) -> None:
+    """Refuse an argument that Megatron does not know, naming the nearest that it does.
+
+    Parameters
+    ----------
+    labels : pairs of name and label
+    known : set of str
+    source : str
+
+    Raises
+    ------
+    InputError
+        Naming source and argument.
+    """
+    for name, label in labels:
+        if name not in known:
+            near = nearest(name, sorted(known))
+            advice = f"did you mean {_styled(near, label)}? " if near else ""
+            raise InputError(
+                f"{source}: {label}",
+                "is no argument of Megatron",
+                f"{advice}leave out what only a script of your own knows",
+            )
+
+
+def nearest(name: str, known: Sequence[str]) -> str | None:
+    """Return the known name that is most like a given one, if any is."""
+    found = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
+    return found[0] if found else None
+
+
+def _styled(name: str, label: str) -> str:
+    """A name written as the label is: with two dashes, or as a field."""
+    return f"--{name}" if label.startswith("--") else name.replace("-", "_")

@@ -1,0 +1,193 @@
+"""Seconds and bytes of Megatron's stages, emulated."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from pipeloom.emulator.build import Placement, layer_template
+from pipeloom.emulator.rules import PS_PER_S, RuleTable
+from pipeloom.emulator.stage import Stage, runs_of
+from pipeloom.emulator.static import static_bytes, update_ps
+from pipeloom.emulator.template import LayerTemplate
+from pipeloom.integrations.megatron.model import Block
+from pipeloom.integrations.megatron.recomputing import Saving, layer_saving
+from pipeloom.integrations.megatron.run import MegatronRun
+from pipeloom.integrations.megatron.setup import Recompute, Setup
+from pipeloom.spec import Strategy
+from pipeloom.spec.architecture import MLPMixer
+from pipeloom.spec.hardware import ClusterSpec
+
+PS_PER_NS = PS_PER_S // 1_000_000_000
+
+
+class StageNumbers(NamedTuple):
+    """One virtual stage on one microbatch: nanoseconds, bytes held between its passes, bytes that a pass needs."""
+
+    forward_ns: int
+    backward_ns: int
+    held_bytes: int
+    workspace_bytes: int
+
+
+class RankNumbers(NamedTuple):
+    """What lies on a rank: weights, gradients and optimiser state, and what an iteration's end takes for them.
+
+    That is: gradients reduced over the replicas, weights updated, and gathered where they are divided.
+    """
+
+    static_bytes: int
+    update_ns: int
+
+
+class _Part(NamedTuple):
+    """A layer of a stage: a template, whether it is one of the decoder's, and what selective recomputation saves."""
+
+    template: LayerTemplate
+    block: Block | None
+
+
+class StageCosts:
+    """Costs of any stage of a run on a cluster; remembered by what the stage is made of.
+
+    Parameters
+    ----------
+    run : MegatronRun
+    cluster : ClusterSpec
+
+    Notes
+    -----
+    Embedding and loss are never recomputed. The last stage has weights of its own for the product with the vocabulary,
+    also where they are tied to the embedding: it lies on another rank. A multi-token prediction layer is an embedding
+    with weights of its own, a projection of two hidden states to one (emulated as two products of half the width, which
+    have as many weights and operations), a block, and the product with the vocabulary.
+    """
+
+    def __init__(self, run: MegatronRun, cluster: ClusterSpec) -> None:
+        self.run, self.cluster = run, cluster
+        self.placement = Placement(cluster, run.degrees)
+        model = run.model
+        hidden = model.embedding.hidden
+        head = msgspec.structs.replace(model.head, tied=False)
+        self._embedding = _Part(layer_template(model.embedding, self.placement, input_gradient=False), None)
+        self._head = _Part(layer_template(head, self.placement), None)
+        self._shared_head = _Part(layer_template(msgspec.structs.replace(head, tied=True), self.placement), None)
+        square = MLPMixer(hidden, gated=False)
+        joining = msgspec.structs.replace(model.blocks[0].attention, mixers=(square,))
+        self._joining = _Part(layer_template(joining, self.placement), None)
+        self._blocks = [_Part(layer_template(block.whole, self.placement), block) for block in model.blocks]
+        self._predictors = [_Part(layer_template(block.whole, self.placement), block) for block in model.predictors]
+        self._known: dict[tuple[object, ...], StageNumbers] = {}
+        self._ranks: dict[tuple[int, ...], RankNumbers] = {}
+        self._savings: dict[tuple[Block, tuple[str, ...]], Saving] = {}
+
+    @property
+    def boundary_bytes(self) -> int:
+        """Bytes of what goes from stage to stage, on one device."""
+        return self._blocks[0].template.on(self.run.workload).output_bytes
+
+    @property
+    def delay_ns(self) -> int:
+        """Nanoseconds of such a message."""
+        wire = RuleTable(self.placement.devices, ("send",), np.array([self.placement.pipeline_link]), np.array([1.0]))
+        return int(wire.durations_ps(np.array([[0.0, 0.0, float(self.boundary_bytes)]]))[0]) // PS_PER_NS
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters of the whole model."""
+        blocks = sum(part.template.num_parameters for part in (*self._blocks, *self._predictors))
+        joining = len(self._predictors) * self._joining.template.num_parameters
+        head = (self._shared_head if self.run.model.head.tied else self._head).template.num_parameters
+        return self._embedding.template.num_parameters + blocks + joining + head
+
+    def model_flops(self) -> float:
+        """Operations of one microbatch's products on one device, forward and backward, recomputation not counted."""
+        work = self.run.workload
+        parts = [*self._blocks, self._head]
+        for part in self._predictors:
+            parts += [part, self._joining, self._head]
+        return 3 * sum(part.template.on(work).model_flops for part in parts)
+
+    def of(self, setup: Setup) -> tuple[StageNumbers, ...]:
+        """Numbers of every stage."""
+        return tuple(self._stage(parts, setup.recompute) for parts in self._parts(setup))
+
+    def _parts(self, setup: Setup) -> list[list[_Part]]:
+        blocks = iter(self._blocks)
+        out = []
+        for letters in setup.stages:
+            parts: list[_Part] = []
+            for letter in letters:
+                if letter == "E":
+                    parts.append(self._embedding)
+                elif letter == "t":
+                    parts.append(next(blocks))
+                elif letter == "m":
+                    head = self._shared_head if "L" in letters or parts[-1:] == [self._head] else self._head
+                    parts += [self._embedding, self._joining, self._predictors[0], head]
+                else:
+                    parts.append(self._head)
+            out.append(parts)
+        return out
+
+    def _stage(self, parts: Sequence[_Part], recompute: Recompute) -> StageNumbers:
+        if not parts:
+            return StageNumbers(0, 0, 0, 0)
+        again = recompute.recomputed(sum(part.block is not None for part in parts))
+        predicts = sum(part is self._joining for part in parts)
+        if recompute.method == "block":
+            # Megatron recomputes no multi-token prediction by blocks.
+            again = min(again, sum(part.block is not None for part in parts) - predicts)
+        key = (tuple(id(part.template) for part in parts), again, recompute.modules)
+        known = self._known.get(key)
+        if known is None:
+            known = self._known[key] = self._numbers(parts, again, recompute.modules)
+        return known
+
+    def _numbers(self, parts: Sequence[_Part], again: int, modules: tuple[str, ...]) -> StageNumbers:
+        strategies: list[Strategy] = []
+        saving, most = Saving(), 0
+        for part in parts:
+            recomputed = part.block is not None and again > 0
+            strategies.append("recompute" if recomputed else "keep")
+            again -= recomputed
+            if part.block is not None and modules:
+                one = self.saving(part.block, modules)
+                saving, most = saving.and_(one), max(most, one.bytes)
+        work = self.run.workload
+        stage = Stage(runs_of([part.template for part in parts], strategies))
+        cost = stage.cost(work, ("F", "B"))
+        return StageNumbers(
+            cost.duration_ps["F"] // PS_PER_NS,
+            (cost.duration_ps.get("B", 0) + saving.more_ps) // PS_PER_NS,
+            cost.activation_bytes - saving.bytes,
+            # What is made again in the backward is in memory while one layer needs it.
+            stage.workspace_bytes(work) + most,
+        )
+
+    def saving(self, block: Block, modules: tuple[str, ...]) -> Saving:
+        """What recomputing some modules of a block takes and frees."""
+        key = (block, modules)
+        if key not in self._savings:
+            attention, feed_forward = (
+                layer_template(half, self.placement) for half in (block.attention, block.feed_forward)
+            )
+            self._savings[key] = layer_saving(attention, feed_forward, modules, self.run.workload)
+        return self._savings[key]
+
+    def of_ranks(self, setup: Setup) -> tuple[RankNumbers, ...]:
+        """Numbers of every rank."""
+        mine: list[list[LayerTemplate]] = [[] for _ in range(setup.num_ranks)]
+        for i, parts in enumerate(self._parts(setup)):
+            mine[i % setup.num_ranks] += [part.template for part in parts]
+        return tuple(map(self._rank, mine))
+
+    def _rank(self, templates: Sequence[LayerTemplate]) -> RankNumbers:
+        key = tuple(map(id, templates))
+        if key not in self._ranks:
+            static = static_bytes(templates, self.run.degrees)
+            self._ranks[key] = RankNumbers(static, update_ps(templates, self.placement) // PS_PER_NS)
+        return self._ranks[key]

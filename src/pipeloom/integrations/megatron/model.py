@@ -1,0 +1,232 @@
+"""Megatron's sizes as an architecture: what its GPT models are made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+
+from pipeloom.integrations.megatron.arguments import Arguments
+from pipeloom.spec.architecture import (
+    AttentionMixer,
+    ExpertsMixer,
+    LanguageHeadLayer,
+    LatentAttentionMixer,
+    MLPMixer,
+    Norm,
+    ResidualLayer,
+    TokenEmbeddingLayer,
+)
+
+_OTHER_MODELS = {
+    "hybrid-layer-pattern": "a hybrid model has its stages in this pattern, not in a layout",
+    "hybrid-override-pattern": "a hybrid model has its stages in its pattern, not in a layout",
+    "heterogeneous-layers-config-path": "layers of unlike sizes are described in a .toml file for pipeloom arrange",
+    "heterogeneous-layers-config-encoded-json": "layers of unlike sizes are described in a .toml file for arrange",
+    "experimental-attention-variant": "its cost is not known to the emulator",
+    "encoder-num-layers": "only GPT models, decoders alone, are read",
+    "decoder-num-layers": "only GPT models, decoders alone, are read",
+    "use-torch-fsdp2": "with it there is no pipeline",
+    "use-megatron-fsdp": "its memory is not that of the distributed optimizer, which is what is emulated",
+}
+"""What makes another model of it than can be planned, and why."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """One decoder layer, as its two halves: each can be recomputed without the other."""
+
+    attention: ResidualLayer
+    feed_forward: ResidualLayer
+
+    @property
+    def whole(self) -> ResidualLayer:
+        """Both halves as one layer."""
+        return msgspec.structs.replace(self.attention, mixers=self.attention.mixers + self.feed_forward.mixers)
+
+    @property
+    def routed(self) -> bool:
+        """Whether it has experts."""
+        return isinstance(self.feed_forward.mixers[0], ExpertsMixer)
+
+    @property
+    def latent(self) -> bool:
+        """Whether its attention is latent."""
+        return isinstance(self.attention.mixers[0], LatentAttentionMixer)
+
+
+@dataclass(frozen=True)
+class GptModel:
+    """A GPT model's parts.
+
+    Attributes
+    ----------
+    blocks : tuple of Block
+        Every decoder layer.
+    predictors : tuple of Block
+        Every multi-token prediction layer's own block.
+    """
+
+    embedding: TokenEmbeddingLayer
+    blocks: tuple[Block, ...]
+    predictors: tuple[Block, ...]
+    head: LanguageHeadLayer
+
+
+def gpt_model(arguments: Arguments, tensor: int) -> GptModel:
+    """Read a GPT model's sizes.
+
+    Parameters
+    ----------
+    arguments : Arguments
+    tensor : int
+        Tensor parallelism, whose multiple the vocabulary is padded to.
+
+    Raises
+    ------
+    InputError
+        A size is missing or impossible, or it is another kind of model.
+    """
+    for name, why in _OTHER_MODELS.items():
+        if arguments.values(name) is not None:
+            raise arguments.refuse(name, "cannot be planned", why)
+    layers, hidden = arguments.size("num-layers"), arguments.size("hidden-size")
+    norm: Norm = "rms" if _normalization(arguments) == "RMSNorm" else "layer"
+    windows = _windows(arguments, layers)
+    experts = _experts(arguments, layers)
+    attention, dense = _attention(arguments, hidden), _mlp(arguments, hidden)
+    blocks = []
+    for window, routed in zip(windows, experts, strict=True):
+        mixer = attention
+        if window is not None and isinstance(mixer, AttentionMixer):
+            mixer = msgspec.structs.replace(mixer, window=window)
+        blocks.append(
+            Block(ResidualLayer(hidden, (mixer,), norm=norm), ResidualLayer(hidden, (routed or dense,), norm=norm))
+        )
+    tied = not arguments.flag("untie-embeddings-and-output-weights")
+    words = _vocabulary(arguments, tensor)
+    position = _position(arguments)
+    positions = arguments.size("max-position-embeddings") if position == "learned_absolute" else 0
+    predictors = arguments.count("mtp-num-layers", 0, least=0) or 0
+    return GptModel(
+        TokenEmbeddingLayer(words, hidden, positions),
+        tuple(blocks),
+        (blocks[-1],) * predictors,
+        LanguageHeadLayer(hidden, words, tied, norm),
+    )
+
+
+def _normalization(arguments: Arguments) -> str:
+    found = arguments.text("normalization") or "LayerNorm"
+    if found not in ("LayerNorm", "RMSNorm"):
+        raise arguments.refuse("normalization", f"{found!r} is neither LayerNorm nor RMSNorm")
+    return found
+
+
+def _position(arguments: Arguments) -> str:
+    if arguments.flag("use-rotary-position-embeddings"):
+        return "rope"
+    known = ("learned_absolute", "rope", "yarn", "mrope", "none")
+    found = arguments.text("position-embedding-type") or "learned_absolute"
+    if found not in known:
+        raise arguments.refuse("position-embedding-type", f"{found!r} is none of {', '.join(known)}")
+    return "none" if arguments.flag("no-position-embedding") else found
+
+
+def _attention(arguments: Arguments, hidden: int) -> AttentionMixer | LatentAttentionMixer:
+    heads = arguments.size("num-attention-heads")
+    width = arguments.count("kv-channels")
+    if width is None and hidden % heads:
+        raise arguments.refuse("num-attention-heads", f"{heads} does not divide --hidden-size {hidden}")
+    biased = not arguments.flag("disable-bias-linear")
+    if arguments.flag("multi-latent-attention"):
+        return LatentAttentionMixer(
+            heads=heads,
+            kv_rank=arguments.size("kv-lora-rank", 32),
+            nope_width=arguments.size("qk-head-dim", 128),
+            rope_width=arguments.size("qk-pos-emb-head-dim", 64),
+            value_width=arguments.size("v-head-dim", 128),
+            query_rank=arguments.count("q-lora-rank"),
+            bias=biased,
+        )
+    groups = arguments.size("num-query-groups", 1) if arguments.flag("group-query-attention") else heads
+    if heads % groups:
+        raise arguments.refuse("num-query-groups", f"{groups} does not divide {heads} attention heads")
+    return AttentionMixer(
+        heads=heads,
+        kv_heads=groups,
+        head_width=width or hidden // heads,
+        qkv_bias=biased or arguments.flag("add-qkv-bias"),
+        output_bias=biased,
+        rotary=_position(arguments) not in ("learned_absolute", "none"),
+        norm_heads=arguments.flag("qk-layernorm"),
+    )
+
+
+def _inner(arguments: Arguments, hidden: int) -> int:
+    gated = _gated(arguments)
+    # A gated perceptron has three matrices: Megatron makes it narrower, so that it has no more weights than two.
+    default = int(4 * hidden * 2 / 3 / 64) * 64 if gated and arguments.flag("swiglu") else 4 * hidden
+    return arguments.size("ffn-hidden-size", default)
+
+
+def _gated(arguments: Arguments) -> bool:
+    return arguments.flag("swiglu") or arguments.flag("quick-geglu")
+
+
+def _mlp(arguments: Arguments, hidden: int) -> MLPMixer:
+    biased = not arguments.flag("disable-bias-linear")
+    return MLPMixer(_inner(arguments, hidden), gated=_gated(arguments), bias=biased)
+
+
+def _experts(arguments: Arguments, layers: int) -> list[ExpertsMixer | None]:
+    """Of every layer its experts, or None where it has one dense perceptron."""
+    number = arguments.count("num-experts", 0, least=0)
+    if not number:
+        return [None] * layers
+    chosen = arguments.size("moe-router-topk", 2)
+    if chosen > number:
+        raise arguments.refuse("moe-router-topk", f"{chosen} is more than {number} experts")
+    mixer = ExpertsMixer(
+        inner=arguments.size("moe-ffn-hidden-size", _inner(arguments, arguments.size("hidden-size"))),
+        experts=number,
+        chosen=chosen,
+        shared_inner=arguments.count("moe-shared-expert-intermediate-size", 0, least=0) or 0,
+        gated=_gated(arguments),
+        latent=arguments.count("moe-latent-size"),
+        shared_gate=arguments.flag("moe-shared-expert-gate"),
+    )
+    routed = arguments.pattern("moe-layer-freq", layers) or (True,) * layers
+    return [mixer if here else None for here in routed]
+
+
+def _windows(arguments: Arguments, layers: int) -> list[int | None]:
+    """Of every layer the keys that a query sees, itself included; None: all before it."""
+    values = arguments.values("window-size")
+    if values is None:
+        return [None] * layers
+    numbers = "".join(values).strip("()[] ").replace(" ", "").split(",")
+    try:
+        left = int(numbers[0])
+    except ValueError:
+        raise arguments.refuse("window-size", f"{' '.join(values)!r} is no pair of numbers, e.g. (127,0)") from None
+    if left < 0:
+        return [None] * layers
+    freq = arguments.pattern("window-attn-skip-freq", layers)
+    if freq is None:
+        return [left + 1] * layers
+    # As a number N, every N-th layer sees everything; as a list, 1 is a window.
+    skips = arguments.text("window-attn-skip-freq") or ""
+    slides = [(i + 1) % int(skips) != 0 for i in range(layers)] if skips.isdigit() else list(freq)
+    return [left + 1 if each else None for each in slides]
+
+
+def _vocabulary(arguments: Arguments, tensor: int) -> int:
+    padded = arguments.count("padded-vocab-size")
+    if padded is not None:
+        return padded
+    words = arguments.count("vocab-size")
+    if words is None:
+        arguments.missing("vocab-size", "add it: how many tokens the tokenizer has")
+    multiple = arguments.size("make-vocab-size-divisible-by", 128) * tensor
+    return -(-words // multiple) * multiple

@@ -1,0 +1,100 @@
+"""What recomputing single modules of a layer takes and frees, from the operators that the emulator traced.
+
+Layers hold what their backward reads. Megatron drops what a module gives and makes it again when the backward comes to
+it: the operators run twice, and their results are held no longer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from pipeloom.emulator.program import kept_tensors
+from pipeloom.emulator.rules import RuleTable
+from pipeloom.emulator.stage import Stage, runs_of
+from pipeloom.emulator.tape import Record, Tensor
+from pipeloom.emulator.template import LayerTemplate
+from pipeloom.spec import Workload
+
+_ATTENTION = ("attention", "causal_attention")
+
+
+class Saving(NamedTuple):
+    """What recomputation adds to a backward, and what it frees between forward and backward."""
+
+    more_ps: int = 0
+    bytes: int = 0
+
+    def and_(self, other: Saving) -> Saving:
+        """Both together."""
+        return Saving(self.more_ps + other.more_ps, self.bytes + other.bytes)
+
+
+def layer_saving(
+    attention: LayerTemplate, feed_forward: LayerTemplate, modules: Sequence[str], workload: Workload
+) -> Saving:
+    """What recomputing some modules of a layer takes and frees.
+
+    Parameters
+    ----------
+    attention, feed_forward : LayerTemplate
+        The layer's halves.
+    modules : sequence of str
+        Megatron's names; those that the layer lacks count nothing, nor do ``shared_experts``, which are not told apart.
+    workload : Workload
+        One microbatch.
+    """
+    routed = any(record.forward.kind == "route" for record in feed_forward.tape.records)
+    found = Saving()
+    whole = ("moe" if routed else "mlp") in modules
+    if whole:
+        keep, again = (Stage(runs_of([feed_forward], how)).cost(workload, ("B",)) for how in ("keep", "recompute"))
+        more = again.duration_ps["B"] - keep.duration_ps["B"]
+        found = found.and_(Saving(more, keep.activation_bytes - again.activation_bytes))
+    if "layernorm" in modules:
+        for half in (attention,) if whole else (attention, feed_forward):
+            first = half.tape.records[0]
+            found = found.and_(_dropped(half, [first], first.outputs, workload))
+    if "core_attn" in modules:
+        core = _first(attention, _ATTENTION)
+        # Its result stays: the projection behind it reads it.
+        found = found.and_(_dropped(attention, [core], core.outputs[1:], workload))
+    if "moe_act" in modules and routed and not whole:
+        act = _first(feed_forward, ("activation",))
+        found = found.and_(_dropped(feed_forward, [act], act.outputs[:1], workload))
+    if "mla_up_proj" in modules and len(_first(attention, _ATTENTION).inputs) == 2:
+        core = _first(attention, _ATTENTION)
+        found = found.and_(_dropped(attention, _up_to_products(core.inputs), core.inputs, workload))
+    return found
+
+
+def _first(half: LayerTemplate, kinds: Sequence[str]) -> Record:
+    return next(record for record in half.tape.records if record.forward.kind in kinds)
+
+
+def _up_to_products(tensors: Sequence[Tensor]) -> list[Record]:
+    """What makes some tensors, back to the matrix product that each comes from."""
+    found: list[Record] = []
+    for tensor in tensors:
+        record = tensor.producer
+        while record is not None:
+            found.append(record)
+            record = None if record.forward.kind == "matmul" else record.inputs[0].producer
+    return found
+
+
+def _dropped(half: LayerTemplate, records: Sequence[Record], tensors: Sequence[Tensor], workload: Workload) -> Saving:
+    """Run some operators again, and hold some tensors no longer."""
+    costs = [record.forward for record in records]
+    table = RuleTable(
+        half.devices,
+        tuple(cost.kind for cost in costs),
+        np.array([cost.device for cost in costs]),
+        np.array([float(cost.steps) for cost in costs]),
+    )
+    amounts = np.array([[size.of(workload) for size in (c.flops, c.memory, c.network)] for c in costs])
+    kept = kept_tensors(half.tape, "keep")
+    freed = sum(tensor.num_bytes.of(workload) for tensor in tensors if tensor in kept)
+    return Saving(int(table.durations_ps(amounts).sum()), round(freed))

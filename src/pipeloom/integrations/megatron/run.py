@@ -1,0 +1,257 @@
+"""A run of Megatron as it is described now: model, degrees, batch, and how its pipeline is set up."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from pipeloom.errors import InputError, check_count
+from pipeloom.integrations.megatron.arguments import Arguments
+from pipeloom.integrations.megatron.files import read_arguments
+from pipeloom.integrations.megatron.model import GptModel, gpt_model
+from pipeloom.integrations.megatron.setup import SETUP_ARGUMENTS, Setup, group_sizes, read_recompute, read_stages
+from pipeloom.spec import Workload
+from pipeloom.spec.architecture import Architecture, Layer, ModuleArchitecture
+from pipeloom.spec.parallelism import Degrees
+
+_NOT_EMULATED = {
+    "fp8-format": "bfloat16 is emulated in its place",
+    "fp4-format": "bfloat16 is emulated in its place",
+    "cpu-offloading": "emulated without",
+    "cpu-offloading-num-layers": "emulated without",
+    "fine-grained-activation-offloading": "emulated without",
+    "optimizer-cpu-offload": "emulated without",
+    "overlap-moe-expert-parallel-comm": "its schedule is not emulated",
+    "delay-wgrad-compute": "its schedule is not emulated",
+    "defer-embedding-wgrad-compute": "its schedule is not emulated",
+    "overlap-grad-reduce": "the reduction is emulated behind the pipeline",
+    "overlap-param-gather": "the gathering is emulated behind the pipeline",
+    "tp-comm-overlap": "emulated without",
+    "rampup-batch-size": "the whole batch is emulated",
+    "step-batch-size-schedule": "a batch of one microbatch for each replica is emulated",
+    "tensor-parallel-num-weight-shards": "emulated without",
+    "cuda-graph-impl": "emulated without",
+    "sft": "sequences are emulated full",
+}
+"""What changes time or memory and is not reckoned with; users are told."""
+_HALF = ("bf16", "fp16", "fp8-format", "fp4-format", "params-dtype")
+
+
+@dataclass(frozen=True)
+class MegatronRun:
+    """What a source of Megatron's arguments says.
+
+    Attributes
+    ----------
+    source : str
+    model : GptModel
+    degrees : Degrees
+    micro_batch_size, global_batch_size : int
+        Sequences of a microbatch, and of an iteration on all replicas.
+    seq_length : int
+        Tokens of every sequence.
+    now : Setup
+        The pipeline as it is set up now.
+    recomputable : tuple of str
+        Modules that selective recomputation can take here, and that hold something worth it.
+    replaced : tuple of str
+        Arguments that say how the pipeline is set up now.
+    is_recipe : bool
+        Whether the source has fields of a configuration, not arguments.
+    read, ignored, notes : tuple of str
+        Arguments that were read; those that change nothing here; and what is emulated otherwise than it runs.
+    """
+
+    source: str
+    model: GptModel
+    degrees: Degrees
+    micro_batch_size: int
+    global_batch_size: int
+    seq_length: int
+    now: Setup
+    recomputable: tuple[str, ...] = ()
+    replaced: tuple[str, ...] = ()
+    is_recipe: bool = False
+    read: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def num_microbatches(self) -> int:
+        """Microbatches of one replica's iteration."""
+        return self.global_batch_size // (self.micro_batch_size * self.degrees.data)
+
+    @property
+    def workload(self) -> Workload:
+        """One microbatch."""
+        return Workload((self.seq_length,) * self.micro_batch_size)
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers, multi-token prediction not counted."""
+        return len(self.model.blocks)
+
+    @property
+    def architecture(self) -> Architecture:
+        """The model as the emulator and other commands read it, decoder layers whole."""
+        layers: tuple[Layer, ...] = (self.model.embedding, *(b.whole for b in self.model.blocks), self.model.head)
+        module = ModuleArchitecture("lm", "sequence", layers)
+        return Architecture(Path(self.source).stem, "Megatron's arguments", (module,))
+
+
+def read_megatron(
+    source: str | Path | Sequence[str], *, num_devices: int | None = None, default_devices: int | None = None
+) -> MegatronRun:
+    """Read a run from Megatron's arguments.
+
+    Parameters
+    ----------
+    source : str, Path or sequence of str
+        A file: an argument list, a shell script that has one, Megatron-LM's YAML, or a saved recipe of Megatron
+        Bridge; or the arguments themselves.
+    num_devices : int or None
+        Devices of the job; None: what the source says (``torchrun``'s ``--nproc_per_node`` and ``--nnodes``).
+    default_devices : int or None
+        Where neither says; None: as many as one replica and the experts need.
+
+    Raises
+    ------
+    InputError
+        An argument that Megatron does not know, a size that is missing, degrees that contradict each other or the
+        number of devices, a layout of another model.
+    """
+    arguments = read_arguments(source)
+    degrees = _degrees(arguments, num_devices, default_devices)
+    model = gpt_model(arguments, degrees.tensor)
+    if degrees.pipeline < 2:
+        raise arguments.refuse("pipeline-model-parallel-size", "1 is no pipeline", "there is nothing to lay out")
+    micro = arguments.size("micro-batch-size")
+    batch = arguments.size("global-batch-size", micro * degrees.data)
+    if batch % (micro * degrees.data):
+        raise arguments.refuse(
+            "global-batch-size",
+            f"{batch} is no multiple of {micro} sequences a microbatch on {degrees.data} replicas",
+            f"take a multiple of {micro * degrees.data}",
+        )
+    length = arguments.size("seq-length")
+    for name, number in (
+        ("context-parallel-size", 2 * degrees.context),
+        ("tensor-model-parallel-size", degrees.tensor),
+    ):
+        if (degrees.context > 1 or name != "context-parallel-size") and length % number:
+            raise arguments.refuse("seq-length", f"{length} is no multiple of {number}", f"as --{name} wants it")
+    stages = read_stages(arguments, degrees.pipeline, len(model.blocks), len(model.predictors))
+    count = batch // (micro * degrees.data)
+    size = arguments.size("microbatch-group-size-per-virtual-pipeline-stage", degrees.pipeline)
+    now = Setup(stages, degrees.pipeline, size, read_recompute(arguments))
+    _check_schedule(arguments, now, count)
+    modules, notes = _recomputable(arguments, model), _notes(arguments, degrees)
+    return MegatronRun(
+        arguments.source,
+        model,
+        degrees,
+        micro,
+        batch,
+        length,
+        now,
+        modules,
+        replaced=tuple(arguments.given[name].label for name in SETUP_ARGUMENTS if name in arguments.given),
+        is_recipe=arguments.is_recipe,
+        read=arguments.read,
+        ignored=arguments.ignored,
+        notes=notes,
+    )
+
+
+def _recomputable(arguments: Arguments, model: GptModel) -> tuple[str, ...]:
+    """Modules that Megatron could recompute alone; without Transformer Engine it can none of these."""
+    if arguments.text("transformer-impl") == "local":
+        return ()
+    found = ["layernorm"]
+    if not all(block.routed for block in model.blocks):
+        found.append("mlp")
+    if any(block.routed for block in model.blocks):
+        found += ["moe_act", "moe"] if arguments.flag("moe-grouped-gemm") else ["moe"]
+    if any(block.latent for block in model.blocks):
+        found.append("mla_up_proj")
+    return tuple(found)
+
+
+def _degrees(arguments: Arguments, num_devices: int | None, default_devices: int | None) -> Degrees:
+    tensor = arguments.size("tensor-model-parallel-size", 1)
+    pipeline = arguments.size("pipeline-model-parallel-size", 1)
+    context = arguments.size("context-parallel-size", 1)
+    expert = arguments.size("expert-model-parallel-size", 1)
+    one = tensor * pipeline * context
+    devices = num_devices
+    if devices is None and arguments.count("nproc-per-node") is not None:
+        devices = arguments.size("nproc-per-node") * arguments.size("nnodes", 1)
+    devices = default_devices if devices is None else devices
+    if devices is None:
+        devices = one * (expert // math.gcd(expert, tensor * context))
+    check_count("num_devices", devices)
+    if devices % one:
+        raise InputError(
+            f"{arguments.source}: degrees",
+            f"tensor {tensor} x pipeline {pipeline} x context {context} = {one} does not divide {devices} devices",
+            "change a degree or the number of devices",
+        )
+    data = devices // one
+    experts = arguments.count("num-experts", 0, least=0) or 0
+    if expert > 1 and (not experts or experts % expert):
+        raise arguments.refuse("expert-model-parallel-size", f"{expert} does not divide {experts} experts")
+    if (data * context * tensor) % expert:
+        raise arguments.refuse(
+            "expert-model-parallel-size",
+            f"{expert} does not divide data {data} x context {context} x tensor {tensor}",
+            "lower it, or use more devices",
+        )
+    zero: Literal[0, 1] = 1 if arguments.flag("use-distributed-optimizer") else 0
+    return Degrees(
+        tensor=tensor,
+        pipeline=pipeline,
+        data=data,
+        context=context,
+        expert=expert,
+        sequence_parallel=arguments.flag("sequence-parallel"),
+        zero=zero,
+    )
+
+
+def _check_schedule(arguments: Arguments, now: Setup, num_microbatches: int) -> None:
+    """Refuse what Megatron's interleaved schedule refuses."""
+    if now.virtual == 1:
+        return
+    sizes = group_sizes(now.num_ranks, num_microbatches)
+    if now.group_size not in sizes:
+        raise arguments.refuse(
+            "microbatch-group-size-per-virtual-pipeline-stage",
+            f"{now.group_size} does not suit {num_microbatches} microbatches on {now.num_ranks} ranks",
+            f"use {' or '.join(map(str, sizes[:3]))}" if sizes else "use a larger --global-batch-size",
+        )
+    if arguments.flag("no-overlap-p2p-communication") and now.num_ranks == 2:
+        raise arguments.refuse(
+            "no-overlap-p2p-communication", "does not go with virtual stages on 2 ranks", "leave it out"
+        )
+
+
+def _notes(arguments: Arguments, degrees: Degrees) -> tuple[str, ...]:
+    found = []
+    for name, what in _NOT_EMULATED.items():
+        values = arguments.values(name)
+        if values is not None and values[:1] not in (("none",), ("0",), ("False",)):
+            found.append(f"{arguments.label(name)}: {what}")
+    method, number = arguments.text("recompute-method"), arguments.count("recompute-num-layers")
+    if method == "uniform" and number is not None and number > 1:
+        found.append("full recomputation of several layers at once is emulated layer by layer")
+    if "shared_experts" in (arguments.values("recompute-modules") or ()):
+        found.append("shared_experts are emulated without recomputation")
+    if not any(arguments.values(name) is not None for name in _HALF) and "mixed_precision.*" not in arguments.given:
+        found.append("without --bf16 or --fp16 Megatron trains in float32; bfloat16 is emulated in its place")
+    wide = arguments.size("expert-tensor-parallel-size", degrees.tensor)
+    if degrees.expert > 1 and wide > 1:
+        found.append("experts are emulated whole on each device, without tensor parallelism inside them")
+    return tuple(found)

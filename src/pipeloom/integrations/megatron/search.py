@@ -1,0 +1,249 @@
+"""The fastest setup that Megatron can express and that fits into memory.
+
+Stages, their virtual number, the group size and recomputation are chosen together; every candidate is timed under
+Megatron's own order. There is a start for every number of virtual stages, balanced by time, with the recomputation
+under which it is fastest, and for the best of them one for every group size; from the best of all, layers move from
+stage to stage as long as that helps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from pipeloom.errors import InfeasibleError
+from pipeloom.integrations.megatron.answer import MegatronAnswer
+from pipeloom.integrations.megatron.run import MegatronRun
+from pipeloom.integrations.megatron.setup import Recompute, Setup, group_sizes
+from pipeloom.integrations.megatron.timing import Timed, Timing
+from pipeloom.report import size_text
+from pipeloom.search import Deadline, StoppingRule
+from pipeloom.search.stopping import Watch
+from pipeloom.spec.hardware import ClusterSpec
+
+GROUPS = (1.0, 1.5, 2.0, 3.0, 4.0)
+"""Group sizes that are tried, as multiples of the number of ranks, where Megatron takes them; and all microbatches."""
+GROUPED = 3
+"""Numbers of virtual stages, the fastest, for which they are."""
+STARTS = 6
+"""Starts from which layers move."""
+CLIMBING = 0.5
+"""Part of the budget that is for moving layers, at least."""
+
+
+def best_layout(
+    run: MegatronRun, cluster: ClusterSpec, *, budget: StoppingRule | None = None, seed: int = 0
+) -> MegatronAnswer:
+    """Search stages, virtual stages, group size and recomputation of a run.
+
+    Parameters
+    ----------
+    run : MegatronRun
+    cluster : ClusterSpec
+    budget : StoppingRule or None
+        None: five seconds. An evaluation is one simulated iteration.
+    seed : int
+
+    Raises
+    ------
+    InputError
+        The cluster is too small, or a width does not divide over tensor parallelism.
+    InfeasibleError
+        Nothing fits into memory, with all layers recomputed.
+    """
+    timing = Timing(run, cluster)
+    watch = (budget or Deadline(5.0)).start()
+    now = timing.of(run.now)
+    search = _Search(timing, watch, np.random.default_rng(seed))
+    starts = search.starts()
+    if now.fits:
+        starts.append(now)
+    if not starts:
+        least = search.leanest or now
+        needs, has = size_text(int(least.peak_bytes.max())), size_text(least.capacity_bytes)
+        raise InfeasibleError(
+            f"{run.source}: no layout fits, with all layers recomputed a rank needs {needs} of {has}; use more tensor, "
+            "context or pipeline parallelism, or --use-distributed-optimizer"
+        )
+    starts.sort(key=lambda one: one.iteration_s)
+    best = starts[0]
+    for number, start in enumerate(starts[:STARTS]):
+        part = CLIMBING + (1 - CLIMBING) * (number + 1) / min(STARTS, len(starts))
+        found = search.climb(start, part)
+        if found.iteration_s < best.iteration_s:
+            best = found
+    return MegatronAnswer(run, cluster, timing, now, best, timing.evaluations)
+
+
+@dataclass(slots=True)
+class _Search:
+    """What a search carries along."""
+
+    timing: Timing
+    watch: Watch
+    random: np.random.Generator
+    leanest: Timed | None = None
+    """Of what does not fit, what needs least."""
+
+    @property
+    def run(self) -> MegatronRun:
+        return self.timing.run
+
+    def starts(self) -> list[Timed]:
+        """Balanced starts: every number of virtual stages, and for those that do best every group size."""
+        p, sizes = self.run.degrees.pipeline, self._sizes()
+        most = (self.run.num_layers + 2) // p if sizes else 1
+        setups = [Setup(stages, p, p) for v in range(1, most + 1) for stages in self._balanced(v)]
+        first = self._in_turn([replace(one, group_size=min(sizes, default=p)) for one in setups])
+        best = sorted((one for one in first if one.setup.virtual > 1), key=lambda one: one.iteration_s)[:GROUPED]
+        larger = [replace(one.setup, group_size=n) for one in best for n in sizes if n != one.setup.group_size]
+        return first + self._in_turn(larger)
+
+    def _in_turn(self, setups: Sequence[Setup]) -> list[Timed]:
+        found: list[Timed] = []
+        for setup in setups:
+            if found and self.watch.share(self.timing.evaluations) >= 1 - CLIMBING:
+                break
+            one = self.with_recompute(setup)
+            if one is not None:
+                found.append(one)
+        return found
+
+    def _sizes(self) -> tuple[int, ...]:
+        p, m = self.run.degrees.pipeline, self.run.num_microbatches
+        allowed = group_sizes(p, m)
+        near = {min(allowed, key=lambda n: abs(n - p * share)) for share in GROUPS} if allowed else set()
+        return tuple(sorted(near | ({m} if m in allowed else set())))
+
+    def _balanced(self, virtual: int) -> list[tuple[str, ...]]:
+        """Stages of equal time: layers go, one after the other, to the rank that has least, and there to the stage."""
+        p, predictors = self.run.degrees.pipeline, len(self.run.model.predictors)
+        count = p * virtual
+        ends = [(count - 1, "m" * predictors + "L")]
+        if predictors:
+            ends.append((count - 2, "L"))
+        found = []
+        for last, tail in ends:
+            letters = [""] * count
+            letters[0], letters[-1] = "E", tail
+            if last < count - 1:
+                letters[last] += "m" * predictors
+            stages = self._filled(letters, last)
+            if stages is not None:
+                found.append(stages)
+        return found
+
+    def _filled(self, letters: list[str], last: int) -> tuple[str, ...] | None:
+        """Deal the layers to stages 0 to ``last``; None: there are too few to leave no stage empty."""
+        p, layers = self.run.degrees.pipeline, self.run.num_layers
+        numbers = self.timing.costs.of(Setup(("E" + "t" * layers, *letters[1:-1], letters[-1]), 1, 1))
+        load = np.array([n.forward_ns + n.backward_ns for n in numbers], np.float64)
+        whole, load[0] = load[0], 0.0
+        each = whole / max(1, layers)
+        sizes = np.array([not letter for letter in letters[: last + 1]], np.int64)
+        left = layers - int(sizes.sum())
+        if left < 0:
+            return None
+        load[: last + 1] += sizes * each
+        for _ in range(left):
+            of_rank = np.array([load[r::p].sum() for r in range(p)])
+            stage = min(range(last + 1), key=lambda i: (of_rank[i % p], load[i], i))
+            sizes[stage] += 1
+            load[stage] += each
+        return written(letters, sizes.tolist())
+
+    def with_recompute(self, setup: Setup) -> Timed | None:
+        """The fastest recomputation under which some stages fit; None: none does."""
+        found: list[Timed] = []
+        for recompute in (Recompute(), *self._selective()):
+            one = self.timing.of(replace(setup, recompute=recompute))
+            self._note(one)
+            if one.fits:
+                found.append(one)
+                if recompute.granularity is None:
+                    return one
+        most = max(stage.count("t") + stage.count("m") for stage in setup.stages)
+        # The more layers are recomputed, the less is held: the fewest that do, by halving.
+        few, many = 1, most
+        kept: Timed | None = None
+        while few <= many:
+            middle = (few + many) // 2
+            one = self.timing.of(replace(setup, recompute=whole_layers(middle, most)))
+            self._note(one)
+            if one.fits:
+                kept, many = one, middle - 1
+            else:
+                few = middle + 1
+        found += [] if kept is None else [kept]
+        return min(found, key=lambda one: one.iteration_s, default=None)
+
+    def _selective(self) -> list[Recompute]:
+        """Modules to recompute: first that which frees most for its time, then the next beside it."""
+        block = self.run.model.blocks[-1]
+        savings = {name: self.timing.costs.saving(block, (name,)) for name in self.run.recomputable}
+        useful = [name for name, saving in savings.items() if saving.bytes > 0]
+        useful.sort(key=lambda name: savings[name].more_ps / savings[name].bytes)
+        return [Recompute("selective", modules=tuple(useful[: i + 1])) for i in range(len(useful))]
+
+    def _note(self, one: Timed) -> None:
+        if not one.fits and (self.leanest is None or one.peak_bytes.max() < self.leanest.peak_bytes.max()):
+            self.leanest = one
+
+    def climb(self, best: Timed, part: float) -> Timed:
+        """Move layers between stages, and change recomputation and group size, as long as it helps.
+
+        ``part`` of the budget may be spent in the end; a walk over all neighbours that finds nothing ends it before.
+        """
+        while True:
+            moved = False
+            for setup in self._neighbours(best.setup):
+                if self.watch.share(self.timing.evaluations) >= part:
+                    return best
+                one = self.timing.of(setup)
+                if one.fits and one.iteration_s < best.iteration_s:
+                    best, moved = one, True
+                    break
+            if not moved:
+                return best
+
+    def _neighbours(self, setup: Setup) -> Sequence[Setup]:
+        """Every setup one step away, in random order."""
+        letters = [stage.replace("t", "") for stage in setup.stages]
+        sizes = [stage.count("t") for stage in setup.stages]
+        last = max(i for i, stage in enumerate(setup.stages) if "m" in stage or i == len(sizes) - 1)
+        if any("m" in stage for stage in setup.stages):
+            last = min(i for i, stage in enumerate(setup.stages) if "m" in stage)
+        found: list[Setup] = []
+        for i, size in enumerate(sizes):
+            if size - (not letters[i]) < 1:
+                continue
+            for j in range(last + 1):
+                if i != j:
+                    changed = [n - (k == i) + (k == j) for k, n in enumerate(sizes)]
+                    found.append(replace(setup, stages=written(letters, changed)))
+        found += [replace(setup, recompute=one) for one in self._recomputes(setup)]
+        if setup.virtual > 1:
+            found += [replace(setup, group_size=n) for n in self._sizes() if n != setup.group_size]
+        return [found[i] for i in self.random.permutation(len(found))]
+
+    def _recomputes(self, setup: Setup) -> list[Recompute]:
+        now, most = setup.recompute, max(stage.count("t") for stage in setup.stages)
+        if now.granularity != "full":
+            return [one for one in (Recompute(), *self._selective()) if one != now]
+        number = now.recomputed(most)
+        return [whole_layers(n, most) if n else Recompute() for n in (number - 1, number + 1) if 0 <= n <= most]
+
+
+def whole_layers(number: int, most: int) -> Recompute:
+    """Full recomputation of so many layers of every virtual stage, where none has more than ``most``."""
+    return Recompute("full", "uniform", 1) if number >= most else Recompute("full", "block", number)
+
+
+def written(letters: Sequence[str], sizes: Sequence[int]) -> tuple[str, ...]:
+    """Stages of letters with so many layers each: behind the embedding, before all else."""
+    return tuple(
+        ("E" if "E" in stage else "") + "t" * size + stage.replace("E", "")
+        for stage, size in zip(letters, [*sizes, *[0] * (len(letters) - len(sizes))], strict=True)
+    )

@@ -1,0 +1,263 @@
+"""What of a pipeline Megatron can be told: stages, virtual stages, groups of microbatches, recomputation."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from pipeloom.errors import InputError
+from pipeloom.integrations.megatron.arguments import Arguments
+from pipeloom.io.stage_names import megatron_stages, megatron_text
+
+Granularity = Literal["full", "selective"]
+Method = Literal["uniform", "block"]
+MODULES = ("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts")
+"""Modules that selective recomputation can take, of every layer that has them."""
+
+LAYOUT, GROUP = "pipeline-model-parallel-layout", "microbatch-group-size-per-virtual-pipeline-stage"
+EACH, VIRTUAL = "num-layers-per-virtual-pipeline-stage", "num-virtual-stages-per-pipeline-rank"
+FIRST, LAST = "decoder-first-pipeline-num-layers", "decoder-last-pipeline-num-layers"
+ENDS = ("account-for-embedding-in-pipeline-split", "account-for-loss-in-pipeline-split")
+SETUP_ARGUMENTS = (
+    *(LAYOUT, GROUP, EACH, VIRTUAL, FIRST, LAST, *ENDS, "recompute-activations", "moe-layer-recompute"),
+    *("recompute-granularity", "recompute-method", "recompute-num-layers", "recompute-modules"),
+)
+"""What says a `Setup`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recompute:
+    """Megatron's recomputation, the same on all ranks.
+
+    Attributes
+    ----------
+    granularity : "full", "selective" or None
+        None: nothing is recomputed.
+    method : "uniform", "block" or None
+        Of ``full``: all layers, or the first ``num_layers`` of every virtual stage.
+    num_layers : int or None
+    modules : tuple of str
+        Of ``selective``.
+    """
+
+    granularity: Granularity | None = None
+    method: Method | None = None
+    num_layers: int | None = None
+    modules: tuple[str, ...] = ()
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """What to write; nothing where nothing is recomputed."""
+        if self.granularity is None:
+            return ()
+        if self.granularity == "selective":
+            return ("--recompute-granularity selective", f"--recompute-modules {' '.join(self.modules)}")
+        method, number = f"--recompute-method {self.method}", f"--recompute-num-layers {self.num_layers}"
+        return ("--recompute-granularity full", method, number)
+
+    def recomputed(self, num_layers: int) -> int:
+        """How many of a virtual stage's layers are recomputed whole, from its first one."""
+        if self.granularity != "full":
+            return 0
+        return num_layers if self.method == "uniform" else min(num_layers, self.num_layers or 0)
+
+    def __str__(self) -> str:
+        """In words."""
+        if self.granularity is None:
+            return "nothing"
+        if self.granularity == "selective":
+            return " and ".join(self.modules)
+        return "every layer" if self.method == "uniform" else f"{self.num_layers} layers a virtual stage"
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """How a pipeline is laid out and run.
+
+    Attributes
+    ----------
+    stages : tuple of str
+        Letters of every virtual stage, in model order: ``E`` embedding, ``t`` layer, ``m`` multi-token prediction,
+        ``L`` loss; stage i lies on rank ``i % num_ranks``.
+    num_ranks : int
+    group_size : int
+        Microbatches that a virtual stage takes in turn; the number of ranks where it is not said.
+    recompute : Recompute
+    """
+
+    stages: tuple[str, ...]
+    num_ranks: int
+    group_size: int
+    recompute: Recompute = Recompute()
+
+    @property
+    def virtual(self) -> int:
+        """Virtual stages a rank."""
+        return len(self.stages) // self.num_ranks
+
+    @property
+    def layout(self) -> str:
+        """As Megatron writes it."""
+        return megatron_text(self.stages)
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """Arguments that say all of it, one a line."""
+        lines = [f"--{LAYOUT} '{self.layout}'"]
+        if self.virtual > 1:
+            lines.append(f"--{GROUP} {self.group_size}")
+        return (*lines, *self.recompute.arguments)
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """The same as fields of a recipe's model, in YAML, one a line; what does not hold is null."""
+        again = self.recompute
+        values = {
+            "pipeline_model_parallel_layout": f"'{self.layout}'",
+            "virtual_pipeline_model_parallel_size": self.virtual if self.virtual > 1 else None,
+            "microbatch_group_size_per_vp_stage": self.group_size if self.virtual > 1 else None,
+            "recompute_granularity": again.granularity,
+            "recompute_method": again.method,
+            "recompute_num_layers": again.num_layers,
+            "recompute_modules": f"[{', '.join(again.modules)}]" if again.modules else None,
+        }
+        return tuple(f"model.{name}: {'null' if value is None else value}" for name, value in values.items())
+
+
+def group_sizes(num_ranks: int, num_microbatches: int) -> tuple[int, ...]:
+    """Group sizes that Megatron's interleaved schedule takes, rising.
+
+    From the number of ranks up to that of microbatches; what is left over for a last group is nothing, or no less than
+    the number of ranks.
+    """
+    sizes = range(num_ranks, num_microbatches + 1)
+    return tuple(n for n in sizes if num_microbatches % n == 0 or num_microbatches % n >= num_ranks)
+
+
+def read_recompute(arguments: Arguments) -> Recompute:
+    """Read what is recomputed now.
+
+    Raises
+    ------
+    InputError
+        Settings that contradict each other.
+    """
+    granularity = arguments.text("recompute-granularity")
+    if arguments.flag("recompute-activations"):
+        if granularity == "full":
+            raise arguments.refuse("recompute-activations", "contradicts --recompute-granularity full", "leave one")
+        granularity = "selective"
+    if arguments.flag("moe-layer-recompute"):
+        if granularity == "full":
+            raise arguments.refuse("moe-layer-recompute", "contradicts --recompute-granularity full", "leave one")
+        return Recompute("selective", modules=(*_modules(arguments, ()), "moe"))
+    method, number = arguments.text("recompute-method"), arguments.count("recompute-num-layers")
+    if granularity is None:
+        if method is not None:
+            raise arguments.refuse("recompute-method", "has no granularity", "add --recompute-granularity full")
+        return Recompute()
+    if granularity == "selective":
+        if method is not None:
+            raise arguments.refuse("recompute-method", "contradicts selective recomputation", "leave one")
+        return Recompute("selective", modules=_modules(arguments, ("core_attn",)))
+    if granularity != "full":
+        raise arguments.refuse("recompute-granularity", f"{granularity!r} is neither full nor selective")
+    if method not in get_args(Method):
+        raise arguments.refuse("recompute-method", f"{method or 'nothing'} is neither uniform nor block")
+    if number is None:
+        raise arguments.refuse("recompute-num-layers", "is missing", "full recomputation needs it")
+    return Recompute("full", "uniform" if method == "uniform" else "block", number)
+
+
+def _modules(arguments: Arguments, default: tuple[str, ...]) -> tuple[str, ...]:
+    values = tuple(
+        w for value in arguments.values("recompute-modules") or () for w in re.split(r"[\s,\[\]]+", value) if w
+    )
+    for value in values:
+        if value not in MODULES:
+            raise arguments.refuse("recompute-modules", f"{value!r} is none of {', '.join(MODULES)}")
+    return values or default
+
+
+def read_stages(arguments: Arguments, num_ranks: int, num_layers: int, predictors: int) -> tuple[str, ...]:
+    """Read the stages that a run has now: its layout, or what Megatron makes of its numbers of layers.
+
+    Raises
+    ------
+    InputError
+        A layout of another model, or numbers that do not divide.
+    """
+    text = arguments.text(LAYOUT)
+    each, virtual, first, last = (arguments.count(name) for name in (EACH, VIRTUAL, FIRST, LAST))
+    ends = [arguments.flag(name) for name in ENDS]
+    if text is not None:
+        stages = _stages_of(arguments, text, num_ranks, num_layers, predictors)
+        # The number of virtual stages may stand beside a layout that has as many.
+        agrees = {VIRTUAL: virtual in (None, len(stages) // num_ranks), EACH: each is None}
+        agrees |= {FIRST: first is None, LAST: last is None} | {n: not e for n, e in zip(ENDS, ends, strict=True)}
+        for name, good in agrees.items():
+            if not good:
+                raise arguments.refuse(name, f"contradicts --{LAYOUT}", "leave one")
+        return stages
+    if each is not None and virtual is not None:
+        raise arguments.refuse(EACH, f"contradicts --{VIRTUAL}", "leave one")
+    counts = _counts(arguments, num_ranks, num_layers + sum(ends), (first, last))
+    if each is not None:
+        if counts[0] % each:
+            raise arguments.refuse(EACH, f"{each} does not divide the {counts[0]} layers of a rank")
+        virtual = counts[0] // each
+    virtual = virtual or 1
+    for count in counts:
+        if count % virtual:
+            raise arguments.refuse(VIRTUAL, f"{virtual} does not divide the {count} layers of a rank")
+    sizes = [count // virtual for _ in range(virtual) for count in counts]
+    sizes[0] -= ends[0]
+    sizes[-1] -= ends[1]
+    if min(sizes) < 0:
+        raise arguments.refuse("num-layers", f"{num_layers} are too few for {len(sizes)} stages", "use fewer stages")
+    letters = ["t" * size for size in sizes]
+    letters[0], letters[-1] = "E" + letters[0], letters[-1] + "m" * predictors + "L"
+    return tuple(letters)
+
+
+def _counts(arguments: Arguments, num_ranks: int, num_layers: int, given: tuple[int | None, int | None]) -> list[int]:
+    """Layers of every rank, embedding and loss counted where they are to be."""
+    first, last = given
+    middle = num_ranks - (first is not None) - (last is not None)
+    left = num_layers - (first or 0) - (last or 0)
+    if left < 0 or (middle <= 0 and left) or (middle > 0 and left % middle):
+        raise arguments.refuse(
+            "num-layers",
+            f"{left} layers cannot be dealt evenly to {max(0, middle)} ranks",
+            f"change the pipeline's size, or give a --{LAYOUT}",
+        )
+    each = left // middle if middle > 0 else 0
+    counts = [each] * num_ranks
+    if first is not None:
+        counts[0] = first
+    if last is not None:
+        counts[-1] = last
+    return counts
+
+
+def _stages_of(arguments: Arguments, text: str, num_ranks: int, num_layers: int, predictors: int) -> tuple[str, ...]:
+    name = LAYOUT
+    try:
+        stages = megatron_stages(text)
+    except InputError as error:
+        raise arguments.refuse(name, error.problem, error.remedy) from None
+    if len(stages) % num_ranks:
+        raise arguments.refuse(name, f"has {len(stages)} stages, which is no multiple of {num_ranks} ranks")
+    letters = "".join(stages)
+    if letters.count("t") != num_layers:
+        raise arguments.refuse(name, f"has {letters.count('t')} layers, --num-layers says {num_layers}")
+    if letters != "E" + "t" * num_layers + "m" * predictors + "L":
+        raise arguments.refuse(
+            name,
+            f"{text!r} is not the model in its order",
+            f"write one E first, then {num_layers} t, {predictors} m, and one L last",
+        )
+    if sum("m" in stage for stage in stages) > 1:
+        raise arguments.refuse(name, "has its multi-token prediction in several stages", "put all m into one stage")
+    return stages

@@ -1,0 +1,161 @@
+"""One iteration of a run under a setup: Megatron's own order of tasks, simulated."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from pipeloom.integrations.megatron.costs import StageCosts, StageNumbers
+from pipeloom.integrations.megatron.run import MegatronRun
+from pipeloom.integrations.megatron.setup import Setup
+from pipeloom.layout.cooptimise import LayerChain, PartitionPlacement, graph_of
+from pipeloom.search import interleaved_one_f_one_b, one_f_one_b
+from pipeloom.spec.hardware import ClusterSpec
+from pipeloom.taskgraph import NS_PER_S, IntArray, TaskGraph
+from pipeloom.timeline import Schedule, Timeline, simulate
+
+
+@dataclass(frozen=True, eq=False)
+class Timed:
+    """A setup, and the iteration that it makes. Times are emulated.
+
+    Attributes
+    ----------
+    setup : Setup
+    iteration_s : float
+        With the reduction of gradients and the update behind the pipeline.
+    pipeline_s : float
+    bubble_share : float
+        Of the pipeline's time, what the mean rank waits.
+    peak_bytes : array, shape (num_ranks,)
+        Static, held, and what the largest pass needs, with the activations that wait in receive buffers.
+    capacity_bytes : int
+        Of each device.
+    graph, schedule, timeline
+        What was simulated.
+    """
+
+    setup: Setup
+    iteration_s: float
+    pipeline_s: float
+    bubble_share: float
+    peak_bytes: IntArray
+    capacity_bytes: int
+    graph: TaskGraph
+    schedule: Schedule
+    timeline: Timeline
+
+    @property
+    def fits(self) -> bool:
+        """Whether every rank has the memory."""
+        return bool(self.peak_bytes.max() <= self.capacity_bytes)
+
+
+class Timing:
+    """Times setups of one run on one cluster; graphs and orders are shared by setups of as many stages.
+
+    Parameters
+    ----------
+    run : MegatronRun
+    cluster : ClusterSpec
+
+    Raises
+    ------
+    InputError
+        The cluster has fewer devices than the run needs, or a width does not divide over tensor parallelism.
+    """
+
+    def __init__(self, run: MegatronRun, cluster: ClusterSpec) -> None:
+        self.run, self.cluster = run, cluster
+        self.costs = StageCosts(run, cluster)
+        self.evaluations = 0
+        self._delay_ns, self._boundary_bytes = self.costs.delay_ns, self.costs.boundary_bytes
+        self._graphs: dict[int, TaskGraph] = {}
+        self._orders: dict[tuple[int, int], Schedule] = {}
+
+    def of(self, setup: Setup) -> Timed:
+        """Time one setup."""
+        self.evaluations += 1
+        numbers, p, m = self.costs.of(setup), setup.num_ranks, self.run.num_microbatches
+        ranks = self.costs.of_ranks(setup)
+        graph = self._graph(setup, numbers, np.array([rank.static_bytes for rank in ranks], np.int64))
+        schedule = self._order(setup, graph)
+        timeline = simulate(graph, schedule)
+        # A rank updates its weights as soon as its own last task is done.
+        end = [
+            int(timeline.end_ns[tasks[-1]]) + rank.update_ns for tasks, rank in zip(schedule.order, ranks, strict=True)
+        ]
+        work = m * sum(n.forward_ns + n.backward_ns for n in numbers)
+        pipeline = timeline.makespan_ns
+        return Timed(
+            setup,
+            iteration_s=max(end) / NS_PER_S,
+            pipeline_s=pipeline / NS_PER_S,
+            bubble_share=1 - work / (p * pipeline),
+            peak_bytes=timeline.peak_bytes + self._aside(setup, numbers),
+            capacity_bytes=self.cluster.device.usable_bytes,
+            graph=graph,
+            schedule=schedule,
+            timeline=timeline,
+        )
+
+    def mfu(self, timed: Timed) -> float:
+        """Share of the devices' peak that the model's products use."""
+        available = self.run.degrees.pipeline * self.cluster.device.flops_per_s * timed.iteration_s
+        return self.costs.model_flops() * self.run.num_microbatches / available
+
+    def tokens_per_s(self, timed: Timed) -> float:
+        """Tokens of all replicas in a second."""
+        return self.run.global_batch_size * self.run.seq_length / timed.iteration_s
+
+    def _graph(self, setup: Setup, numbers: Sequence[StageNumbers], static: IntArray) -> TaskGraph:
+        m, count = self.run.num_microbatches, len(numbers)
+        forward, backward, held = (np.array([n[i] for n in numbers], np.int64) for i in range(3))
+        if count not in self._graphs:
+            column = np.zeros((count, 1), np.int64)
+            chain = LayerChain(
+                name="megatron",
+                layer_names=tuple(setup.stages),
+                num_ranks=setup.num_ranks,
+                num_microbatches=m,
+                delay_ns=self._delay_ns,
+                forward_ns=forward[:, None],
+                backward_ns=backward[:, None],
+                weight_ns=column,
+                activation_bytes=held[:, None],
+                gradient_bytes=held[:, None],
+                static_bytes=column[:, 0],
+                strategies=(("keep",),) * count,
+            )
+            ranks = tuple(i % setup.num_ranks for i in range(count))
+            self._graphs[count] = graph_of(chain, PartitionPlacement(tuple(range(count + 1)), ranks))
+        return replace(
+            self._graphs[count],
+            duration_ns=np.concatenate([forward, backward]).repeat(m),
+            activation_bytes=held.repeat(m),
+            weight_gradient_bytes=held.repeat(m),
+            static_bytes=static,
+        )
+
+    def _order(self, setup: Setup, graph: TaskGraph) -> Schedule:
+        key = (len(setup.stages), setup.group_size if setup.virtual > 1 else 0)
+        if key not in self._orders:
+            interleaved = setup.virtual > 1
+            made = interleaved_one_f_one_b(graph, setup.group_size) if interleaved else one_f_one_b(graph)
+            self._orders[key] = made
+        return self._orders[key]
+
+    def _aside(self, setup: Setup, numbers: Sequence[StageNumbers]) -> IntArray:
+        """What every rank needs beside what is held: its largest pass, a message each way, and those that wait.
+
+        Where groups are larger than the number of ranks, the first rank has received the outputs of the last before
+        it comes to them, and the last rank the gradients of the first.
+        """
+        p = setup.num_ranks
+        aside = np.array([max(n.workspace_bytes for n in numbers[r::p]) for r in range(p)], np.int64)
+        messages = np.full(p, 2, np.int64)
+        if setup.virtual > 1:
+            messages[[0, -1]] += setup.group_size - p
+        return aside + messages * self._boundary_bytes
