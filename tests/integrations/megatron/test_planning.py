@@ -189,6 +189,16 @@ def replace_memory(cluster, gibibytes):
     return msgspec.structs.replace(cluster, device=device)
 
 
+def test_a_model_with_nothing_to_move():
+    """One layer between ends that are alone: no layer can move, and the search ends all the same."""
+    more = {"transformer_impl": "local", "num_layers": 1, "pipeline_model_parallel_size": 3}
+    run = run_of(**more, pipeline_model_parallel_layout="E|t|L", position_embedding_type="rope")
+    found = best_layout(run, H100, budget=Evaluations(50))
+    assert found.best.iteration_s <= found.now.iteration_s
+    assert found.best.setup.stages == ("E", "t", "L")
+    assert found.evaluations < 60
+
+
 def test_clusters_that_are_too_small_are_refused():
     run = read_megatron(listed(), num_devices=16)
     with pytest.raises(InputError, match="'h100-8' has 8 devices"):

@@ -3,13 +3,14 @@
 Stages, their virtual number, the group size and recomputation are chosen together; every candidate is timed under
 Megatron's own order. There is a start for every number of virtual stages, balanced by time, with the recomputation
 under which it is fastest, and for the best of them one for every group size; from the best of all, layers move from
-stage to stage as long as that helps.
+stage to stage as long as that helps, and again from a few random steps away while the budget lasts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
@@ -29,6 +30,8 @@ GROUPED = 3
 """Numbers of virtual stages, the fastest, for which they are."""
 STARTS = 6
 """Starts from which layers move."""
+SHAKES = 3
+"""Steps in any direction before layers move again, where all starts have ended early."""
 CLIMBING = 0.5
 """Part of the budget that is for moving layers, at least."""
 
@@ -71,9 +74,9 @@ def best_layout(
     best = starts[0]
     for number, start in enumerate(starts[:STARTS]):
         part = CLIMBING + (1 - CLIMBING) * (number + 1) / min(STARTS, len(starts))
-        found = search.climb(start, part)
-        if found.iteration_s < best.iteration_s:
-            best = found
+        best = min(best, search.climb(start, part), key=lambda one: one.iteration_s)
+    while watch.share(timing.evaluations) < 1 and search.steps(best.setup):
+        best = min(best, search.climb(search.shaken(best), 1.0), key=lambda one: one.iteration_s)
     return MegatronAnswer(run, cluster, timing, now, best, timing.evaluations)
 
 
@@ -194,44 +197,50 @@ class _Search:
     def climb(self, best: Timed, part: float) -> Timed:
         """Move layers between stages, and change recomputation and group size, as long as it helps.
 
-        ``part`` of the budget may be spent in the end; a walk over all neighbours that finds nothing ends it before.
+        ``part`` of the budget may be spent in the end; a walk over all steps that finds nothing ends it before.
         """
         while True:
-            moved = False
-            for setup in self._neighbours(best.setup):
+            steps = self.steps(best.setup)
+            for number in self.random.permutation(len(steps)):
                 if self.watch.share(self.timing.evaluations) >= part:
                     return best
-                one = self.timing.of(setup)
+                one = self.timing.of(steps[number]())
                 if one.fits and one.iteration_s < best.iteration_s:
-                    best, moved = one, True
+                    best = one
                     break
-            if not moved:
+            else:
                 return best
 
-    def _neighbours(self, setup: Setup) -> Sequence[Setup]:
-        """Every setup one step away, in random order."""
+    def shaken(self, best: Timed) -> Timed:
+        """A few steps away from a setup, in any direction that fits."""
+        for _ in range(SHAKES):
+            steps = self.steps(best.setup)
+            one = self.timing.of(steps[self.random.integers(len(steps))]()) if steps else best
+            best = one if one.fits else best
+        return best
+
+    def steps(self, setup: Setup) -> list[Callable[[], Setup]]:
+        """All that is one step away."""
         letters = [stage.replace("t", "") for stage in setup.stages]
         sizes = [stage.count("t") for stage in setup.stages]
-        last = max(i for i, stage in enumerate(setup.stages) if "m" in stage or i == len(sizes) - 1)
-        if any("m" in stage for stage in setup.stages):
-            last = min(i for i, stage in enumerate(setup.stages) if "m" in stage)
-        found: list[Setup] = []
-        for i, size in enumerate(sizes):
-            if size - (not letters[i]) < 1:
-                continue
-            for j in range(last + 1):
-                if i != j:
-                    changed = [n - (k == i) + (k == j) for k, n in enumerate(sizes)]
-                    found.append(replace(setup, stages=written(letters, changed)))
-        found += [replace(setup, recompute=one) for one in self._recomputes(setup)]
+        last = next((i for i, stage in enumerate(setup.stages) if "m" in stage), len(sizes) - 1)
+
+        def moved(source: int, target: int) -> Setup:
+            changed = [size - (i == source) + (i == target) for i, size in enumerate(sizes)]
+            return replace(setup, stages=written(letters, changed))
+
+        # A stage keeps its last layer, unless embedding or loss is left.
+        sources = [i for i, size in enumerate(sizes) if size > (not letters[i])]
+        found: list[Callable[[], Setup]] = [partial(moved, i, j) for i in sources for j in range(last + 1) if i != j]
+        found += [partial(replace, setup, recompute=one) for one in self._recomputes(setup)]
         if setup.virtual > 1:
-            found += [replace(setup, group_size=n) for n in self._sizes() if n != setup.group_size]
-        return [found[i] for i in self.random.permutation(len(found))]
+            found += [partial(replace, setup, group_size=n) for n in self._sizes() if n != setup.group_size]
+        return found
 
     def _recomputes(self, setup: Setup) -> list[Recompute]:
         now, most = setup.recompute, max(stage.count("t") for stage in setup.stages)
         if now.granularity != "full":
-            return [one for one in (Recompute(), *self._selective()) if one != now]
+            return [one for one in (Recompute(), *self._selective(), whole_layers(1, most)) if one != now]
         number = now.recomputed(most)
         return [whole_layers(n, most) if n else Recompute() for n in (number - 1, number + 1) if 0 <= n <= most]
 

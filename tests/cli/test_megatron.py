@@ -1,0 +1,73 @@
+"""`pipeloom megatron`."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+
+from pipeloom.cli.app import run
+from pipeloom.integrations.megatron import read_megatron
+from pipeloom.report import size_text, time_text
+from tests.integrations.megatron.cases import listed
+
+SCRIPT = Path(__file__).parents[2] / "examples" / "megatron" / "llama3_70b.sh"
+
+
+def test_now_and_best_are_printed_with_the_text_to_paste(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["megatron", str(SCRIPT), "--budget", "0.3"]) == 0
+    out = capsys.readouterr().out
+    for word in (
+        "tp 4 pp 8 dp 2",
+        "iteration",
+        "MFU",
+        "every layer",
+        "now:  Et*10|",
+        "faster by",
+        "Leave out --recompute",
+    ):
+        assert word in out
+    assert "70,557,900,800 parameters, 64 microbatches a replica." in out
+    assert "Change nothing here: --use-mcore-models" in out
+    assert "Emulated, not measured" in out
+
+
+def test_as_json_and_what_it_says_can_be_read_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, page = tmp_path / "arguments.txt", tmp_path / "pipeline.html"
+    file.write_text(" ".join(listed(recompute_activations=True, position_embedding_type="rope")))
+    command = ["megatron", str(file), "--cluster", "h100-8", "--budget", "0.3", "--json", "--html", str(page)]
+    assert run(command) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["kind_of_time"] == "emulated"
+    assert document["replaced"] == ["--recompute-activations"]
+    assert document["now"]["recompute"] == ["--recompute-granularity selective", "--recompute-modules core_attn"]
+    assert document["best"]["iteration_s"] <= document["now"]["iteration_s"]
+    assert document["num_microbatches"] == 8
+    again = read_megatron([*listed(position_embedding_type="rope"), *shlex.split(" ".join(document["arguments"]))])
+    assert again.now.layout == document["best"]["layout"]
+    # The page has the numbers that are printed.
+    text = page.read_text()
+    for one in ("now", "best"):
+        assert time_text(round(document[one]["iteration_s"] * 1e9)) in text
+        assert size_text(max(document[one]["peak_memory_bytes"])) in text
+
+
+@pytest.mark.parametrize(
+    ("text", "more", "message"),
+    [
+        ("--num-layer 3", [], "--num-layer: is no argument of Megatron; did you mean --num-layers?"),
+        (None, ["--gpus", "12"], "--global-batch-size: 16 is no multiple of 1 sequences a microbatch on 3 replicas"),
+        (None, ["--gpus", "6"], "degrees: tensor 1 x pipeline 4 x context 1 = 4 does not divide 6 devices"),
+        (None, ["--budget", "-1"], "--budget: -1 is not between"),
+        (None, ["--cluster", "nowhere"], "nowhere"),
+    ],
+)
+def test_bad_input_is_one_line(text, more, message, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "arguments.txt"
+    file.write_text(" ".join(listed()) if text is None else text)
+    assert run(["megatron", str(file), *more]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
