@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from pathlib import Path
 
@@ -13,11 +14,15 @@ from pipeloom.integrations.megatron import read_megatron
 from pipeloom.report import size_text, time_text
 from tests.integrations.megatron.cases import listed
 
-SCRIPT = Path(__file__).parents[2] / "examples" / "megatron" / "llama3_70b.sh"
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "megatron.md").read_text()
 
 
-def test_now_and_best_are_printed_with_the_text_to_paste(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["megatron", str(SCRIPT), "--budget", "0.3"]) == 0
+def test_the_page_runs_as_written(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command, with a shorter search, and the lines of Python."""
+    monkeypatch.chdir(ROOT)
+    (command,) = (shlex.split(c)[1:] for c in re.findall(r"```sh\n(pipeloom .*)\n```", PAGE))
+    assert run([*command, "--budget", "0.3"]) == 0
     out = capsys.readouterr().out
     for word in (
         "tp 4 pp 8 dp 2",
@@ -32,6 +37,9 @@ def test_now_and_best_are_printed_with_the_text_to_paste(capsys: pytest.CaptureF
     assert "70,557,900,800 parameters, 64 microbatches a replica." in out
     assert "Change nothing here: --use-mcore-models" in out
     assert "Emulated, not measured" in out
+    (script,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    exec(script.replace("Deadline(1.0)", "Deadline(0.1)"), {})
+    assert "--pipeline-model-parallel-layout" in capsys.readouterr().out
 
 
 def test_as_json_and_what_it_says_can_be_read_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
