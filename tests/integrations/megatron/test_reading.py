@@ -199,6 +199,58 @@ def test_a_recipe_of_megatron_bridge(tmp_path, layout, first):
     assert "logger.*" in run.ignored
 
 
+def test_what_a_recipe_leaves_empty_or_says_otherwise(tmp_path):
+    pytest.importorskip("yaml")
+    text = textwrap.dedent(BRIDGE).replace("LAYOUT", "''").replace("ffn_hidden_size: 5632", "ffn_hidden_size: null")
+    file = tmp_path / "recipe.yaml"
+    file.write_text(text.replace("kv_channels: null", "window_size: [127, 0]\n  recompute_modules: []"))
+    run = read_megatron(file)
+    # Megatron Core's configuration does not narrow a gated perceptron, as Megatron-LM's arguments do.
+    assert run.model.blocks[0].feed_forward.mixers[0].inner == 4 * 2048
+    assert run.model.blocks[0].attention.mixers[0].window == 128
+    assert run.now.virtual == 3
+    assert run.is_recipe
+    assert run.replaced[:2] == (
+        "model.microbatch_group_size_per_vp_stage",
+        "model.virtual_pipeline_model_parallel_size",
+    )
+    assert run.now.fields[:2] == (
+        "model.pipeline_model_parallel_layout: 'Et|(t|)*10tL'",
+        "model.virtual_pipeline_model_parallel_size: 3",
+    )
+    assert run.now.fields[-1] == "model.recompute_modules: null"
+    file.write_text(text + "dist: {use_megatron_fsdp: true}\n")
+    with pytest.raises(InputError, match="dist.use_megatron_fsdp: cannot be planned"):
+        read_megatron(file)
+
+
+LANGUAGE_MODEL = """
+    language_model:
+      num_layers: 12
+      hidden_size: 2048
+      num_attention_heads: 16
+      activation_func: swiglu
+      add_bias_linear: false
+      normalization: RMSNorm
+    model_parallel: {pipeline_model_parallel_size: 4, tensor_model_parallel_size: 1}
+    micro_batch_size: 1
+    global_batch_size: 16
+    seq_length: 4096
+    vocab_size: 50257
+    max_position_embeddings: 4096
+    bf16: true
+"""
+
+
+def test_the_yaml_of_megatron_lm(tmp_path):
+    pytest.importorskip("yaml")
+    file = tmp_path / "config.yml"
+    file.write_text(textwrap.dedent(LANGUAGE_MODEL))
+    run = read_megatron(file)
+    assert run.model.blocks[0].feed_forward.mixers[0] == MLPMixer(5440)
+    assert (run.now.layout, run.notes, run.is_recipe) == ("Et*3|t*3|t*3|t*3L", (), False)
+
+
 def test_arguments_in_a_test_recipe(tmp_path):
     pytest.importorskip("yaml")
     file = tmp_path / "model_config.yaml"

@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from pipeloom.errors import InputError
 
-JOINED = ("pipeline-model-parallel-layout", "moe-layer-freq", "window-attn-skip-freq")
+JOINED = ("pipeline-model-parallel-layout", "moe-layer-freq", "window-attn-skip-freq", "window-size")
 """Arguments whose value may hold brackets and bars, which a shell would part."""
 _MOST_LAYERS = 100_000
 
@@ -54,7 +54,7 @@ class Arguments:
     given : mapping
         By name, with dashes between words.
     is_recipe : bool
-        Whether the source has fields of a configuration, not arguments.
+        Whether the source is a recipe of Megatron Bridge, which has fields of a configuration.
     """
 
     source: str

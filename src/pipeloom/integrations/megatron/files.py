@@ -33,7 +33,7 @@ _OTHERS = re.compile(r"\$\{?\w+(\[[@*]\])?\}?")
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 _VARIABLE = re.compile(r"\$(?:\{([A-Za-z_]\w*|\d)(?::-([^}]*))?\}|([A-Za-z_]\w*))")
 
-_SECTIONS = ("model", "language_model", "model_parallel", "train", "dataset", "ddp", "optimizer")
+_SECTIONS = ("model", "language_model", "model_parallel", "train", "dataset", "ddp", "dist", "optimizer")
 """Sections of configuration files that are read; fields of the first three must be known."""
 _RENAMED = {
     "num-moe-experts": "num-experts",
@@ -176,7 +176,7 @@ def _from_yaml(source: str, text: str) -> Arguments:
     model = document.get("model")
     if isinstance(model, dict) and model.get("should_pad_vocab") is False and "vocab-size" in found:
         found["padded-vocab-size"] = found["vocab-size"]
-    return Arguments(source, found, is_recipe=True)
+    return Arguments(source, found, is_recipe=isinstance(model, dict))
 
 
 def _argument_words(listed: Mapping[Any, Any]) -> Iterator[str]:
@@ -196,7 +196,7 @@ def _merge(found: dict[str, Given], name: str, one: Given) -> None:
 
 def _field(name: str, label: str, value: Any) -> tuple[str, Given] | None:
     """A field of a configuration file as the argument that says the same; None: it says nothing."""
-    if value is None:
+    if value is None or value in ("", [], {}):
         return None
     if name in _INVERTED:
         return None if value is True else (_INVERTED[name], Given(label))

@@ -164,9 +164,10 @@ def _attention(arguments: Arguments, hidden: int) -> AttentionMixer | LatentAtte
 
 
 def _inner(arguments: Arguments, hidden: int) -> int:
-    gated = _gated(arguments)
     # A gated perceptron has three matrices: Megatron makes it narrower, so that it has no more weights than two.
-    default = int(4 * hidden * 2 / 3 / 64) * 64 if gated and arguments.flag("swiglu") else 4 * hidden
+    # A recipe of Megatron Bridge is Megatron Core's own configuration, which does not.
+    narrow = arguments.flag("swiglu") and not arguments.is_recipe
+    default = int(4 * hidden * 2 / 3 / 64) * 64 if narrow else 4 * hidden
     return arguments.size("ffn-hidden-size", default)
 
 
@@ -202,14 +203,13 @@ def _experts(arguments: Arguments, layers: int) -> list[ExpertsMixer | None]:
 
 def _windows(arguments: Arguments, layers: int) -> list[int | None]:
     """Of every layer the keys that a query sees, itself included; None: all before it."""
-    values = arguments.values("window-size")
-    if values is None:
+    text = arguments.text("window-size")
+    if text is None:
         return [None] * layers
-    numbers = "".join(values).strip("()[] ").replace(" ", "").split(",")
     try:
-        left = int(numbers[0])
+        left = int(text.strip("()[] ").split(",")[0])
     except ValueError:
-        raise arguments.refuse("window-size", f"{' '.join(values)!r} is no pair of numbers, e.g. (127,0)") from None
+        raise arguments.refuse("window-size", f"{text!r} is no pair of numbers, e.g. (127,0)") from None
     if left < 0:
         return [None] * layers
     freq = arguments.pattern("window-attn-skip-freq", layers)

@@ -60,7 +60,7 @@ class MegatronRun:
     replaced : tuple of str
         Arguments that say how the pipeline is set up now.
     is_recipe : bool
-        Whether the source has fields of a configuration, not arguments.
+        Whether the source is a recipe of Megatron Bridge, which has fields of a configuration.
     read, ignored, notes : tuple of str
         Arguments that were read; those that change nothing here; and what is emulated otherwise than it runs.
     """
