@@ -220,7 +220,7 @@ def test_what_a_recipe_leaves_empty_or_says_otherwise(tmp_path):
     )
     assert run.now.fields[-1] == "model.recompute_modules: null"
     file.write_text(text + "dist: {use_megatron_fsdp: true}\n")
-    with pytest.raises(InputError, match="dist.use_megatron_fsdp: cannot be planned"):
+    with pytest.raises(InputError, match=r"dist\.use_megatron_fsdp: cannot be planned"):
         read_megatron(file)
 
 

@@ -138,7 +138,7 @@ def _listed(source: str, words: Iterator[str] | list[str]) -> Arguments:
 
 def _from_yaml(source: str, text: str) -> Arguments:
     try:
-        import yaml  # type: ignore[import-untyped]
+        import yaml
     except ImportError as error:
         raise InputError(source, "needs PyYAML to be read", 'pip install "pipeloom[megatron]"') from error
     try:
