@@ -9,7 +9,7 @@ from pipeloom.cost import CostModel
 from pipeloom.cost.emulated import EmulatedCosts
 from pipeloom.cost.emulated_mixtures import Ladder
 from pipeloom.errors import InfeasibleError, InputError, PlanError
-from pipeloom.layout import separate, typical_seconds
+from pipeloom.layout import separate, single_rank, typical_seconds
 from pipeloom.packing import Microbatch, Packing, PackingSpec, SubMicrobatch, pack
 from pipeloom.plan import Verb, boundary_shapes, lower, verify
 from pipeloom.planner import Problem, plan_batch
@@ -148,7 +148,8 @@ def test_a_text_to_video_batch_is_packed_planned_and_checked():
     clips = [clip for group in group_clips(draw_samples("dip-t2v", 24, seed=5)) for clip in group]
     batch = Batch(tuple(clips))
     budget = 2 * max(video_tokens(clip)[0] for clip in clips)
-    seconds = typical_seconds(model, costs, [batch], PackingSpec(budget), {})
+    packed = pack(batch, model, single_rank(model, {}), PackingSpec(budget))
+    seconds = typical_seconds(model, costs, [packed])
     layout = separate(model, 2, {}, lambda module, layer: seconds[f"{module}/{layer.kind}"])
     problem = Problem(model, layout, costs, PackingSpec(budget), costs.rank.memory_capacity_bytes)  # type: ignore[arg-type]
     planned = plan_batch(problem, batch, budget=Evaluations(20), seed=0)

@@ -68,11 +68,16 @@ def test_replicated_modules_pay_for_their_gradients():
 def test_what_cannot_be_chosen_is_named():
     with pytest.raises(InputError, match="give at least one batch"):
         choose_training_layout(Preview(COSTS, PackingSpec(30), [], 2), budget=FEW)
-    texts = [Batch((Sample("a", 5), Sample("b", 6)))]
-    with pytest.raises(InputError, match="module 'vision': has nothing to do in any sampled"):
-        choose_training_layout(Preview(COSTS, PackingSpec(30), texts, 2), budget=FEW)
     with pytest.raises(InputError, match="use fewer ranks"):
         choose_training_layout(Preview(COSTS, PackingSpec(30), batches(0), 7), budget=FEW)
+
+
+def test_a_module_with_nothing_to_do_is_laid_out_with_the_others():
+    texts = [Batch((Sample("a", 5), Sample("b", 6)))]
+    trials = choose_training_layout(Preview(COSTS, PackingSpec(30), texts, 2), budget=FEW, trial=Evaluations(20))
+    layout = trials[0].layout
+    assert [module.name for module in layout.modules] == ["vision", "lm"]
+    assert layout.module("vision").sub_microbatch is None
 
 
 def test_the_nearest_are_compared_on_all_batches():

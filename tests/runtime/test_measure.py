@@ -140,7 +140,7 @@ def test_small_microbatches_are_measured_for_tuning(monkeypatch: pytest.MonkeyPa
         options=measure.ProfileOptions(repeats=1, all_sizes=True),
     )
     longest = [max(len(document.inputs) for document in batch) for batch in batches]
-    assert seen == [max(400 >> k, longest[k]) for k in range(4)]
+    assert seen[: len(batches)] == [max(400 >> k, longest[k]) for k in range(4)]
 
 
 @pytest.mark.parametrize("frozen", [pytest.param(False, marks=pytest.mark.full), True])

@@ -9,8 +9,8 @@ import msgspec
 
 from pipeloom.cost import CostModel
 from pipeloom.errors import InputError
-from pipeloom.packing import PackingSpec, pack
-from pipeloom.spec import Batch, Chunk, LayerSpec, Layout, ModelSpec, ModuleLayout, ModuleSpec
+from pipeloom.packing import Packing
+from pipeloom.spec import Chunk, LayerSpec, Layout, ModelSpec, ModuleLayout, ModuleSpec
 
 LayerLoad = Callable[[str, LayerSpec], float]
 """Load of one layer (module name, layer): seconds on typical data, or its number of parameters."""
@@ -170,20 +170,12 @@ def single_rank(model: ModelSpec, placements: Mapping[str, ModulePlacement]) -> 
     )
 
 
-def typical_seconds(
-    model: ModelSpec,
-    costs: CostModel,
-    batches: Sequence[Batch],
-    packing: PackingSpec,
-    placements: Mapping[str, ModulePlacement],
-) -> dict[str, float]:
+def typical_seconds(model: ModelSpec, costs: CostModel, packed: Sequence[Packing]) -> dict[str, float]:
     """Seconds of one layer of each kind, forward and backward, on the mean of some batches.
 
-    Batches are packed and split as they would be in training, so that a layer's constant cost counts as often as
+    They are packed and split as they would be in training, so that a layer's constant cost counts as often as
     it will be paid. Keys are ``module/kind``, as in a profile.
     """
-    layout = single_rank(model, placements)
-    packed = [pack(batch, model, layout, packing) for batch in batches]
     seconds: dict[str, float] = {}
     for column, module in enumerate(model.modules):
         parts = [part for p in packed for microbatch in p.microbatches for part in microbatch.parts[column]]
@@ -191,7 +183,7 @@ def typical_seconds(
             key = f"{module.name}/{layer.kind}"
             if key not in seconds:
                 each = (costs.chunk_costs(Chunk(module.name, (i, i), 0), part.workload)[0] for part in parts)
-                seconds[key] = sum(cost.forward_s + cost.backward_s for cost in each) / len(batches)
+                seconds[key] = sum(cost.forward_s + cost.backward_s for cost in each) / len(packed)
     return seconds
 
 

@@ -95,16 +95,16 @@ def modality_placements(
     Parameters
     ----------
     typical : mapping
-        Per module the instance lengths of a full microbatch. The last module is the backbone and takes whole
-        microbatches unless it reads videos.
+        Per module the instance lengths of a full microbatch; one that has none takes whole microbatches, once over the
+        ranks. The last module is the backbone and takes whole microbatches unless it reads videos.
     """
     sizes: dict[str, int | None] = {}
     seconds = {}
     for module in model.modules:
         layers, lengths = len(module.flat_layers), typical[module.name]
         if not lengths:
-            raise InputError(f"module {module.name!r}", "has no instances in the sampled batches")
-        if module.reads in ("sequence", "text"):
+            sizes[module.name], seconds[module.name] = None, 0.0
+        elif module.reads in ("sequence", "text"):
             # Documents of one pack go through the backbone together.
             sizes[module.name] = None
             seconds[module.name] = _seconds(costs, module.name, layers, Workload(tuple(lengths)))
@@ -183,15 +183,15 @@ def _gain(
 def typical_lengths(model: ModelSpec, groups: Sequence[Sequence[Sample]]) -> dict[str, tuple[int, ...]]:
     """Per module the instance lengths of its fullest microbatch, for measuring sizes.
 
-    For the backbone of documents: of the microbatch with middling work.
+    For the backbone of documents: of the microbatch with middling work. For a module with nothing to do in any: none.
     """
-    out = {}
+    out: dict[str, tuple[int, ...]] = {}
     for module in model.modules:
         each = [tuple(joined(*(module.instance_lengths(s) for s in group))) for group in groups]
         each = [lengths for lengths in each if lengths]
         if not each:
-            raise InputError(f"module {module.name!r}", "has nothing to do in any sampled microbatch")
-        if module.reads in ("sequence", "text"):
+            out[module.name] = ()
+        elif module.reads in ("sequence", "text"):
             out[module.name] = sorted(each, key=sum)[len(each) // 2]
         else:
             longest = max(each, key=len)

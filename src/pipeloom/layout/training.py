@@ -191,7 +191,7 @@ def choose_training_layout(
     Raises
     ------
     InputError
-        No batches; a module that has nothing to do in any, or fewer layers than ranks.
+        No batches, or a module has fewer layers than ranks.
     InfeasibleError
         Nothing that was tried fits.
     """
@@ -249,7 +249,7 @@ def arrange_training_layout(
     Raises
     ------
     InputError
-        No batches, or a module that has nothing to do in any.
+        No batches.
     InfeasibleError
         Nothing that was tried fits.
     """
@@ -287,9 +287,9 @@ def arrange_training_layout(
 def _in_parts(sampled: Sampled, best: LayoutEvaluation) -> Iterator[LayoutDraft]:
     """The best arrangement with sub-microbatches of the modules before the last."""
     for module in sampled.model.modules[:-1]:
-        if module.reads in ("sequence", "text"):
-            continue
         lengths = sampled.typical[module.name]
+        if module.reads in ("sequence", "text") or not lengths:
+            continue
         size = sub_microbatch_size(sampled.costs, module.name, len(module.flat_layers), lengths).chosen
         for each in (size, 2 * size):
             if each < len(lengths):

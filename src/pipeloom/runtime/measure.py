@@ -32,9 +32,9 @@ from pipeloom.runtime.model import (
     upstream_rows,
     user_code,
 )
-from pipeloom.runtime.prefetch import Describe, batch_of
+from pipeloom.runtime.prefetch import Describe, batch_of, idle_modules, made_up
 from pipeloom.runtime.workbench import Workbench, measure_forward, measure_strategies
-from pipeloom.spec import Batch, TensorShape, Workload
+from pipeloom.spec import Batch, Layout, TensorShape, Workload
 
 _WARM_UP = 2
 
@@ -464,7 +464,8 @@ def profile_model(
     Raises
     ------
     InputError
-        When a layer gives another shape than the model states, or a batch cannot be packed.
+        When a layer gives another shape than the model states, a batch cannot be packed, or no batch has anything for a
+        module of which the model makes no samples up.
     """
     layout = single_rank(model.spec, placements)
     if metadata is None:
@@ -482,15 +483,31 @@ def profile_model(
             packings.append(packing_of(batch, model.spec, layout, _extremes(batch, model, packing.token_budget)))
         for packed in packings:
             measured += measure_layers(model, packed, samples, known=measured, options=options)
-    seen = {row.module for row in measured}
-    for module in model.spec.modules:
-        if module.name not in seen:
+    idle: dict[str, Packing] = {}
+    for name in idle_modules(model, metadata):
+        found = made_up(model, name)
+        if found is None:
             raise InputError(
-                f"module {module.name!r}",
+                f"module {name!r}",
                 f"had nothing to do in the {len(batches)} batches that were measured",
-                "measure batches in which it has: shuffle the data, or begin with such a batch",
+                "shuffle the data, or begin with a batch in which it has; or give the model `examples`",
             )
+        idle[name] = _one_by_one(model, layout, found[1], packing.token_budget)
+        measured += measure_layers(model, idle[name], found[0], known=measured, options=options)
     profile = fit_profile(measured, options.machine or f"{platform.machine()} {platform.processor()}".strip())
     costs = ProfileCosts(model.spec, profile)
-    typical = typical_seconds(model.spec, costs, metadata, packing, placements)
+    typical = typical_seconds(model.spec, costs, [pack(batch, model.spec, layout, packing) for batch in metadata])
+    for name, packed in idle.items():
+        # As if a batch had one such sample: the layers of such a module are even among themselves, and weigh little.
+        made = typical_seconds(model.spec, costs, [packed])
+        typical |= {
+            key: seconds / len(packed.microbatches) for key, seconds in made.items() if key.startswith(f"{name}/")
+        }
     return msgspec.structs.replace(profile, typical_s=typical)
+
+
+def _one_by_one(model: Model, layout: Layout, batch: Batch, token_budget: int) -> Packing:
+    """Each sample a microbatch; those that no microbatch holds are left out, but not the first."""
+    tokens = budget_tokens(batch, model.spec)
+    fitting = [i for i, count in enumerate(tokens) if count <= token_budget] or [0]
+    return packing_of(batch, model.spec, layout, tuple((i,) for i in fitting))

@@ -221,6 +221,9 @@ class Model:
         What the targets are, for messages and reports: ``"target tokens"``, ``"samples"``.
     describe : callable or None
         From a sample to its metadata, where training is given no other.
+    examples : callable or None
+        From a module's name to a few samples, made up, of several sizes, in which it has something to do: where the
+        first batches have nothing for it, it is measured on these, as ``describe`` tells their sizes.
     pretrained : Pretrained or None
         Where the weights of layers lie that are on ``meta``, and how another library reads them when they are trained.
     tied : tuple of tuple of str
@@ -233,6 +236,7 @@ class Model:
     name: str = "model"
     targets: str = "targets"
     describe: Callable[[Any], dict[str, Any]] | None = None
+    examples: Callable[[str], Sequence[Any]] | None = None
     pretrained: Pretrained | None = field(default=None, repr=False)
     spec: ModelSpec = field(init=False, repr=False)
     tied: tuple[tuple[str, ...], ...] = field(init=False, repr=False)

@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from pipeloom.errors import InputError, check_count
-from pipeloom.runtime.model import user_code
+from pipeloom.runtime.model import Model, user_code
 from pipeloom.spec import Batch, Sample, batch_from_dicts
 
 _POLL_S = 0.05
@@ -122,6 +122,19 @@ def batch_of(samples: Sequence[Any], describe: Describe | None, iteration: int =
     with user_code("describe"):
         rows = [describe(sample) for sample in samples]
     return batch_from_dicts(rows, iteration)
+
+
+def idle_modules(model: Model, metadata: Iterable[Batch]) -> list[str]:
+    """Modules that have nothing to do in some batches."""
+    samples = [sample for batch in metadata for sample in batch.samples]
+    return [m.name for m in model.spec.modules if not any(any(m.instance_lengths(sample)) for sample in samples)]
+
+
+def made_up(model: Model, name: str) -> tuple[list[Any], Batch] | None:
+    """Samples that the model makes up for a module, with their sizes; None where it makes up none."""
+    with user_code("model.examples"):
+        samples = [] if model.examples is None else list(model.examples(name))
+    return (samples, batch_of(samples, model.describe)) if samples else None
 
 
 def close_reading(source: object) -> None:

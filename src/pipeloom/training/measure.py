@@ -16,7 +16,7 @@ from pipeloom.planner import Setup
 from pipeloom.runtime import Model, ProfileOptions, find_shapes, profile_model, user_code
 from pipeloom.runtime.batches import bound
 from pipeloom.runtime.device import DeviceType
-from pipeloom.runtime.prefetch import Describe, batch_of, close_reading
+from pipeloom.runtime.prefetch import Describe, batch_of, close_reading, idle_modules, made_up
 from pipeloom.spec import Batch
 from pipeloom.training.job import AUTOCAST, Job
 
@@ -47,31 +47,41 @@ class FirstBatches:
         return self._read[1]
 
     @cached_property
+    def idle(self) -> list[str]:
+        """Modules that have nothing to do in any of them."""
+        return idle_modules(self.model, self.metadata)
+
+    @cached_property
     def shaped(self) -> Model:
         """The model with all shapes: those that it does not state are found on these batches."""
         if not self.model.unstated:
             return self.model
         samples = [sample for batch in self.samples for sample in batch]
         sizes = [sample for batch in self.metadata for sample in batch.samples]
+        for name in self.idle:
+            more = made_up(self.model, name)
+            if more is not None:
+                samples, sizes = [*samples, *more[0]], [*sizes, *more[1].samples]
         return find_shapes(self.model, samples, sizes, autocast=AUTOCAST[self.job.config.runtime.autocast])
 
 
 def typical_batches(
     model: Model, describe: Describe | None, given: Iterable[Any]
 ) -> tuple[list[list[Any]], list[Batch]]:
-    """The first few batches with their metadata; more of them while some module has had nothing to do in any."""
+    """The first few batches with their metadata, and later ones with something for modules that had nothing to do."""
     batches: list[list[Any]] = []
     described: list[Batch] = []
-    idle = {module.name for module in model.spec.modules}
+    idle = [module.name for module in model.spec.modules]
     with user_code("batches"):
         source = iter(bound(given, model))
-        for samples in itertools.islice(source, _MOST_PROFILED_BATCHES):
-            batches.append(list(samples))
-            described.append(batch_of(samples, describe or model.describe, len(described)))
-            for module in model.spec.modules:
-                if any(module.instance_lengths(sample) for sample in described[-1].samples):
-                    idle.discard(module.name)
-            if len(batches) >= _PROFILED_BATCHES and not idle:
+        for number, samples in enumerate(itertools.islice(source, _MOST_PROFILED_BATCHES)):
+            batch = batch_of(samples, describe or model.describe, number)
+            still_idle = [name for name in idle if name in idle_modules(model, [batch])]
+            if number < _PROFILED_BATCHES or still_idle != idle:
+                batches.append(list(samples))
+                described.append(batch)
+            idle = still_idle
+            if number + 1 >= _PROFILED_BATCHES and not idle:
                 break
         close_reading(source)
     return batches, described
@@ -83,6 +93,8 @@ def measured_profile(job: Job, first: FirstBatches, device: DeviceType) -> Profi
     # The user's data first: what is wrong with them is said before anything else.
     samples, metadata = first.samples, first.metadata
     job.display.say(f"Measuring the layers of {model.name} on this machine ...")
+    if first.idle:
+        job.display.say(f"The first batches have nothing for {', '.join(first.idle)}: measured on made-up samples.")
     profile = profile_model(
         model,
         samples,

@@ -12,6 +12,7 @@ import torch
 import pipeloom as pl
 from pipeloom.errors import InputError
 from pipeloom.runtime.batches import bound
+from pipeloom.spec import Workload
 from pipeloom.training import read_history
 
 from . import made
@@ -83,6 +84,33 @@ def test_a_file_alone_trains_and_goes_on_where_it_was(folder: Path) -> None:
     assert resumed is not None
     assert resumed.resumed_at == (2,)
     assert [row.loss for row in read_history(history)] == pytest.approx(before, rel=1e-5)
+
+
+@pytest.fixture(scope="module")
+def texts(folder: Path) -> str:
+    """Shards of conversations without images, as a config names them."""
+    talks = [{"json": talk["json"]} for talk in made.talks(20) if "0.png" not in talk]
+    made.write_shard(folder / "texts.tar", talks)
+    return 'webdataset = "texts.tar"'
+
+
+IMAGES = 'webdataset = "shards/*.tar"'
+
+
+@pytest.mark.parametrize("kind", ["separate", "encoder_first", "chosen"])
+def test_a_model_that_sees_is_prepared_for_texts_alone(folder: Path, texts: str, kind: str) -> None:
+    layout = f'ranks = 2\nkind = "{kind}"'
+    run = pl.TrainingRun.from_toml(
+        config(folder, **{IMAGES: texts, 'freeze = ["vision"]': "", "ranks = 2": layout}), runs=folder / kind
+    )
+    run.folder.mkdir(parents=True)
+    setup = run.prepare()
+    # An image that comes in a later batch has a cost that grows with it.
+    costs = setup.costs
+    block = setup.layout.chunks[setup.layout.chunks_of("vision")[0]]
+    small, large = (costs.chunk_costs(block, Workload((size,)))[0] for size in (64, 4096))
+    assert 0 < small.forward_s <= large.forward_s
+    assert 0 < 2 * small.activation_bytes < large.activation_bytes
 
 
 EVALUATION = "[evaluation]\nevery = 2\n"

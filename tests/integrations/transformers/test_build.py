@@ -53,6 +53,45 @@ def test_a_sample_sees_itself_alone(name: str) -> None:
     torch.testing.assert_close(packed, torch.cat(alone))
 
 
+_FEW = ("qwen2_5_vl", "qwen2_5_omni", "llava_onevision")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in _FEW else pytest.mark.full)
+        for name, (_, batch) in tiny.CASES.items()
+        if batch is not tiny.text_batch
+    ],
+)
+def test_modules_that_no_sample_needs_are_measured_on_samples_that_are_made_up(name: str) -> None:
+    library, _ = tiny.make(name)
+    model = pl.from_transformers(library)
+    texts = tiny.text_batch()
+    encoders = [module.name for module in model.modules[:-1]]
+    for encoder in encoders:
+        assert model.examples is not None
+        assert model.describe is not None
+        described = batch_from_dicts([model.describe(sample) for sample in model.examples(encoder)])
+        spec = model.module(encoder).spec
+        sizes = [sum(spec.instance_lengths(sample)) for sample in described.samples]
+        assert sizes[0] > 0
+        assert sizes == sorted(sizes)
+    profile = pl.profile_model(
+        model,
+        [texts],
+        packing=pl.PackingSpec(2000),
+        placements={},
+        options=pl.ProfileOptions(repeats=1, strategies=name == "qwen3_vl"),
+    )
+    assert all(seconds > 0 for seconds in profile.typical_s.values())
+    assert len(profile.layers) == len({(m.name, layer.kind) for m in model.spec.modules for layer in m.layers})
+    for encoder in encoders:
+        block = profile.layers[f"{encoder}/{model.module(encoder).spec.flat_layers[1].kind}"]
+        # No constant alone: images that come later cost by their size.
+        assert sum(block.activation_bytes[1:]) > 0
+
+
 def test_no_tensor_is_as_large_as_the_square_of_the_packed_length() -> None:
     library, _ = tiny.make("qwen3")
     model = pl.from_transformers(library)

@@ -121,6 +121,12 @@ def test_gradients_are_the_librarys(name: str) -> None:
     assert (ONE_BY_ONE if text.one_by_one else EAGER if text.eager else PACKED) == way
     found = pl.check_gradients(model, batch, ranks=2, plans=2)
     assert found.worst < TOLERANCE, str(found)
+    if name in SEEING:
+        whole = pl.from_transformers(model)
+        assert whole.describe is not None
+        assert whole.examples is not None
+        made_up = [whole.describe(sample)["image_tokens"] for sample in whole.examples("vision")]
+        assert [len(images) for images in made_up] == [1, 2, 4]
 
 
 class Llama(hf.LlamaForCausalLM):

@@ -140,6 +140,7 @@ def _assemble(model: Any, family: Family, freeze: Sequence[str] = ()) -> Transfo
         name=type(model).__name__,
         targets="target tokens",
         describe=sizes.describe,
+        examples=sizes.examples if encoders else None,
         per_token=sizes.per_token,
     )
 

@@ -12,6 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from pipeloom.errors import InputError
+from pipeloom.integrations.transformers.blanks import (
+    blank_grid,
+    blank_recording,
+    blank_sized,
+    blank_squares,
+    blank_tiles,
+    image_shape,
+)
 from pipeloom.integrations.transformers.layers import PACKED, PLAIN, Form
 
 Sample = Mapping[str, Any]
@@ -94,6 +102,8 @@ class Encoder:
     last: tuple[str, ...]
     images: Callable[[Sample], list[Instance]]
     """What of a sample goes through it, one by one: images, or recordings."""
+    blank: Callable[[int], dict[str, Tensor]]
+    """Entries of a sample with something to read, made up, with nothing in it: more of it for larger numbers."""
     name: str = "vision"
     reads: Literal["images", "audio"] = "images"
     features: str = "get_image_features"
@@ -237,6 +247,7 @@ def _qwen_images(config: Any) -> Encoder:
         first=("model.visual.patch_embed",),
         last=("model.visual.merger",),
         images=partial(_grid_images, merged),
+        blank=partial(blank_grid, config),
         keys=("pixel_values", "image_grid_thw"),
         merge=merged,
         takes_lengths=True,
@@ -280,7 +291,6 @@ def _recordings(sample: Sample) -> list[Instance]:
 
 
 def _hearing(config: Any) -> Encoder:
-    del config
     tower = "model.audio_tower"
     return Encoder(
         name="audio",
@@ -293,6 +303,7 @@ def _hearing(config: Any) -> Encoder:
         last=(f"{tower}.ln_post", f"{tower}.proj"),
         unused=(f"{tower}.audio_bos_eos_token",),
         images=_recordings,
+        blank=partial(blank_recording, config),
         keys=("input_features", "feature_attention_mask"),
         gives_tuple=True,
         in_lm=True,
@@ -333,8 +344,14 @@ def square_images(patches: int, tokens: int, sample: Sample, *, nested: bool = F
     return [Instance(each[None, None] if nested else each[None], {}, patches, tokens) for each in pixels.flatten(0, -4)]
 
 
-def _square_vision(patches: int, tokens: int, **parts: Any) -> Encoder:
-    return Encoder(images=partial(square_images, patches, tokens), patches=patches, tokens=tokens, **parts)
+def _square_vision(config: Any, patches: int, tokens: int, **parts: Any) -> Encoder:
+    return Encoder(
+        images=partial(square_images, patches, tokens),
+        blank=partial(blank_squares, image_shape(config)),
+        patches=patches,
+        tokens=tokens,
+        **parts,
+    )
 
 
 def _sides(config: Any) -> int:
@@ -363,6 +380,7 @@ def _llava_vision(config: Any) -> Encoder:
         raise InputError("model.config.vision_config.model_type", f"{kind!r} is not supported here")
     is_clip = kind == "clip_vision_model"
     return _square_vision(
+        config,
         _sides(config) + is_clip,
         _sides(config) + is_clip - (config.vision_feature_select_strategy == "default"),
         blocks=f"{tower}.encoder.layers",
@@ -376,6 +394,7 @@ def _llava_vision(config: Any) -> Encoder:
 def _gemma_vision(config: Any) -> Encoder:
     tower = "model.vision_tower"
     return _square_vision(
+        config,
         _sides(config),
         int(config.mm_tokens_per_image),
         blocks=f"{tower}.encoder.layers",
@@ -389,6 +408,7 @@ def _gemma_vision(config: Any) -> Encoder:
 def _internvl_vision(config: Any) -> Encoder:
     tower = "model.vision_tower"
     return _square_vision(
+        config,
         _sides(config) + 1,
         round(_sides(config) * float(config.downsample_ratio) ** 2),
         blocks=f"{tower}.encoder.layer",
@@ -432,6 +452,7 @@ def _onevision_vision(config: Any) -> Encoder:
         first=(f"{tower}.embeddings",),
         last=("model.multi_modal_projector", "model.image_newline"),
         images=partial(_tiled_images, config),
+        blank=partial(blank_tiles, config),
         keys=("pixel_values", "image_sizes", "batch_num_images"),
         used=_until_picked(config),
         unused=(f"{tower}.post_layernorm", f"{tower}.head"),
@@ -463,6 +484,7 @@ def _pixtral_vision(config: Any) -> Encoder:
         first=(f"{tower}.patch_conv", f"{tower}.ln_pre"),
         last=("model.multi_modal_projector",),
         images=partial(_pixtral_images, int(config.vision_config.patch_size), merged),
+        blank=partial(blank_sized, config),
         keys=("pixel_values", "image_sizes"),
         merge=merged,
         used=_until_picked(config),

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeloom.errors import InputError
+from pipeloom.integrations.transformers.blanks import blank_squares, image_shape
 from pipeloom.integrations.transformers.families import Encoder, Family, Text, square_images
 from pipeloom.integrations.transformers.reference import Gradients, double, library_gradients, rows_of
 from pipeloom.integrations.transformers.smaller import line, smaller, words_of
@@ -123,7 +124,7 @@ def _with_images(model: Any, samples: Sequence[dict[str, Tensor]], encoder: Enco
         runs = dict.fromkeys(sample, 0 * run) | {"input_ids": run, "labels": 0 * run - 100}
         told = {name: torch.cat([each[:1], runs[name], each[1:]]) for name, each in sample.items()}
         if count:
-            pixels = torch.randn(count, *_image_shape(model.config), generator=draw, dtype=torch.float64)
+            pixels = torch.randn(count, *image_shape(model.config), generator=draw, dtype=torch.float64)
             told["pixel_values"] = pixels[None] if encoder.nested else pixels
         out.append(told)
     return out
@@ -230,21 +231,12 @@ def _find_text(model: Any, towers: Sequence[str], sample: dict[str, Tensor]) -> 
     return Text(tower, *trace.around(tower), gives_tuple=trace.gives_tuple(tower), per_token=per_token)
 
 
-def _image_shape(config: Any) -> tuple[int, int, int]:
-    vision = config.vision_config
-    size = getattr(vision, "image_size", None)
-    if size is None:
-        raise InputError("model", "has an encoder of images of no one size")
-    height, width = size if isinstance(size, (list, tuple)) else (size, size)
-    return getattr(vision, "num_channels", 3), height, width
-
-
 def _find_encoder(model: Any, towers: Sequence[str]) -> Encoder:
     """Find the blocks of the encoder of images, and what is around them, where all images are of one size."""
     if not hasattr(model, "get_image_features"):
         raise InputError("model", "has a vision_config, and no get_image_features")
     draw = torch.Generator().manual_seed(0)
-    pixels = torch.randn(2, *_image_shape(model.config), generator=draw, dtype=torch.float64)
+    pixels = torch.randn(2, *image_shape(model.config), generator=draw, dtype=torch.float64)
     try:
         model.get_image_features(pixels)
         nested = False
@@ -276,6 +268,7 @@ def _find_encoder(model: Any, towers: Sequence[str]) -> Encoder:
         first=tuple(path for path in first if path not in unused),
         last=tuple(path for path in last if path not in unused),
         images=partial(square_images, state.shape[1], len(rows) // len(pixels), nested=nested),
+        blank=partial(blank_squares, image_shape(model.config), nested=nested),
         nested=nested,
         keys=("pixel_values", *(("pixel_attention_mask",) if nested else ())),
         places=places[0],

@@ -18,6 +18,8 @@ _IGNORED = -100
 """Label of what is no target."""
 _KNOWN = ("id", "input_ids", "attention_mask", "labels")
 _PER_TOKEN = ("input_ids", "labels", "attention_mask")
+_EXAMPLES = (1, 2, 4)
+"""Sizes of samples that are made up, so that costs can be told from sizes."""
 
 
 def clean(sample: Sample) -> dict[str, Any]:
@@ -77,6 +79,21 @@ class Sizes:
                 rest -= sum(-(-each.patches // AUDIO_FRAMES_PER_TOKEN) for each in instances)
         own = here.get("id")
         return {"id": _digest(ids, here["labels"], pixels) if own is None else str(own), "text_tokens": rest, **found}
+
+    def examples(self, name: str) -> list[dict[str, Any]]:
+        """Return samples, made up, each with more for an encoder than the one before; for others none."""
+        return [self._example(each, size) for each in self.encoders if each.name == name for size in _EXAMPLES]
+
+    def _example(self, encoder: Encoder, size: int) -> dict[str, Any]:
+        given = encoder.blank(size)
+        count = sum(each.tokens for each in encoder.images({"input_ids": torch.zeros(0), **given}))
+        places = [each for other in self.encoders for each in other.ids(self.config)]
+        word = next(each for each in range(len(places) + 1) if each not in places)
+        ids = torch.tensor([word, *[encoder.ids(self.config)[0]] * count, word])
+        is_place = ids != word
+        told = {key: is_place.long() for key in sorted(self.per_token - {*_PER_TOKEN})}
+        labels = torch.where(is_place, _IGNORED, ids)
+        return {"id": f"made up {size}", "input_ids": ids, "labels": labels, **told, **given}
 
 
 def _digest(*tensors: Any) -> str:
