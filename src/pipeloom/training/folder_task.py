@@ -130,6 +130,10 @@ def folder_task(config: TrainConfig, file: Path) -> Task:
     if not Path(folder).is_dir():
         raise InputError(f"{file}: model.transformers", f"{folder!r} is no folder", "name one beside the file")
     dataset = _dataset(data, file, folder, "data")
+    if data.batch > len(dataset):
+        raise InputError(
+            f"{file}: data.batch", f"{data.batch} is above the {len(dataset)} samples of the data", "give at most as many"
+        )
     build, batches = _Build(folder, model.freeze), _Batches(dataset, data, config.seed)
     evaluation = None
     if config.evaluation is not None:

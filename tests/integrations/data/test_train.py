@@ -145,6 +145,7 @@ def test_a_run_that_trains_nothing_is_refused(folder: Path) -> None:
         ('processor = "nowhere"', "data: processor = .*nowhere': is no folder"),
         ('exclude = ["0.tar/003"]', "data: exclude: names samples, and skip_corrupt is false"),
         ('function = "nowhere.py:f"', "is not a file"),
+        ("BATCH", "data.batch: 10000000 is above the 9 samples of the data; give at most as many"),
         ("SHARDS = []", "webdataset: names no file"),
         ('SHARDS = "a-{000..001.tar"', "has braces that name nothing"),
     ],
@@ -152,6 +153,8 @@ def test_a_run_that_trains_nothing_is_refused(folder: Path) -> None:
 def test_what_is_wrong_with_the_data_is_one_line(folder: Path, data: str, problem: str) -> None:
     shards = 'webdataset = "shards/*.tar"'
     lines = {} if "SHARDS" not in data else {shards: "", "SHARDS": "webdataset"}
+    if data == "BATCH":
+        data, lines = "", {"batch = 5": "batch = 10000000"}
     with pytest.raises(InputError, match=problem) as caught:
         pl.TrainingRun.from_toml(config(folder, data, **lines))
     assert "\n" not in str(caught.value)
