@@ -175,17 +175,49 @@ def test_what_torch_does_not_have_is_refused_in_one_line() -> None:
     found = refused(check_optimizer, made(groups=(OptimizerGroup(("*",), options={"bates": 1}),)), names)
     assert "bates: is no option of AdamW" in found
     assert "optimizer.rest: is for Muon" in refused(lambda: made(rest=RestConfig()))
-    assert "scheduler.name: 'Cosine' is unknown" in refused(check_scheduler, SchedulerConfig("Cosine"), made())
-    assert "T_mix: is no option" in refused(
-        check_scheduler, SchedulerConfig("CosineAnnealingLR", options={"T_mix": 1}), made()
-    )
-    assert "CosineAnnealingLR says: " in refused(check_scheduler, SchedulerConfig("CosineAnnealingLR"), made())
-    check_scheduler(SchedulerConfig("OneCycleLR", options={"max_lr": 0.1, "total_steps": 5}), made())
+    # Torch finds the first when it is made, the second in its first step.
+    for name, options in (("AdamW", {"eps": [1]}), ("ASGD", {"lambd": "x"})):
+        assert f"optimizer: {name} says: " in refused(check_optimizer, made(name=name, options=options), names)
     plateau = SchedulerConfig("ReduceLROnPlateau")
     assert "goes by evaluations, and there are none" in refused(check_loop, made(), plateau, None, None)
     assert "has no warm-up" in refused(check_loop, made(warmup_iterations=3), SchedulerConfig("StepLR"), None, None)
     averaged = EvaluationConfig(1, weights="ema")
     assert "no average is kept; add [ema]" in refused(check_loop, made(), SchedulerConfig(), averaged, None)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "problem"),
+    [
+        ("Cosine", {}, "scheduler.name: 'Cosine' is unknown"),
+        ("CosineAnnealingLR", {"T_mix": 1}, "T_mix: is no option"),
+        ("CosineAnnealingLR", {}, "CosineAnnealingLR says: "),
+        ("CosineAnnealingLR", {"T_max": "ten"}, "CosineAnnealingLR says: "),
+        ("CosineAnnealingLR", {"T_max": 0}, "CosineAnnealingLR says: ZeroDivisionError"),
+        ("StepLR", {"step_size": 0}, "StepLR says: "),
+        ("StepLR", {"step_size": 2, "gamma": "half"}, "StepLR says: "),
+        ("MultiStepLR", {"milestones": 3}, "MultiStepLR says: "),
+        ("ReduceLROnPlateau", {"mode": "least"}, "ReduceLROnPlateau says: "),
+        ("ReduceLROnPlateau", {"patience": "long"}, "ReduceLROnPlateau says: "),
+        (
+            "OneCycleLR",
+            {"max_lr": 0.1, "total_steps": 5},
+            "scheduler.options: OneCycleLR ends after 5 of 20 iterations",
+        ),
+    ],
+)
+def test_a_scheduler_that_would_fail_on_the_ranks_is_refused(name: str, options: dict[str, Any], problem: str) -> None:
+    found = refused(check_scheduler, SchedulerConfig(name, options=options), OptimizerConfig(), 20)
+    assert problem in found
+    assert (
+        found.endswith(("correct scheduler.options", "at least as many")) or "no option" in found or "unknown" in found
+    )
+
+
+def test_a_scheduler_is_tried_with_the_optimiser_of_the_run() -> None:
+    cycle = SchedulerConfig("CyclicLR", options={"base_lr": 0.01, "max_lr": 0.1})
+    check_scheduler(cycle, OptimizerConfig(name="SGD", options={"momentum": 0.9}), 20)
+    assert "momentum" in refused(check_scheduler, cycle, OptimizerConfig(name="Adagrad"), 20)
+    check_scheduler(SchedulerConfig("OneCycleLR", options={"max_lr": 0.1, "total_steps": 20}), None, 20)
 
 
 def test_a_function_that_makes_no_scheduler_is_refused() -> None:

@@ -82,6 +82,7 @@ class DataConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 class _Build:
     """Builds the model; what the config says of it is known."""
 
+    file: Path
     folder: str
     freeze: tuple[str, ...]
 
@@ -92,7 +93,11 @@ class _Build:
 
         torch.manual_seed(seed)
         # Shapes alone: each rank reads the weights of its own layers.
-        return from_transformers(self.folder, freeze=self.freeze, device="meta")
+        try:
+            return from_transformers(self.folder, freeze=self.freeze, device="meta")
+        except InputError as error:
+            field = "model.freeze" if error.entity == "freeze" else f"model.transformers: {error.entity}"
+            raise InputError(f"{self.file}: {field}", error.problem, error.remedy) from error
 
 
 @dataclass(frozen=True)
@@ -132,9 +137,11 @@ def folder_task(config: TrainConfig, file: Path) -> Task:
     dataset = _dataset(data, file, folder, "data")
     if data.batch > len(dataset):
         raise InputError(
-            f"{file}: data.batch", f"{data.batch} is above the {len(dataset)} samples of the data", "give at most as many"
+            f"{file}: data.batch",
+            f"{data.batch} is above the {len(dataset)} samples of the data",
+            "give at most as many",
         )
-    build, batches = _Build(folder, model.freeze), _Batches(dataset, data, config.seed)
+    build, batches = _Build(file, folder, model.freeze), _Batches(dataset, data, config.seed)
     evaluation = None
     if config.evaluation is not None:
         own = config.evaluation.data

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -23,6 +24,8 @@ _CLOSURES = ("LBFGS",)
 _SPARSE = "SparseAdam"
 _UNFIT = (*_CLOSURES, _SPARSE, "Optimizer")
 _MATRICES = "Muon"
+_TRIED_STEPS = 1000
+"""Of a scheduler, before ranks are started."""
 
 
 class Together(torch.optim.Optimizer):
@@ -142,7 +145,19 @@ def check_optimizer(config: OptimizerConfig, names: Iterable[str]) -> None:
         _check_match(f"optimizer.groups[{number}].match", group.match, every)
     if config.rest is not None:
         _check_match("optimizer.rest.match", config.rest.match, every)
-    ConfiguredOptimizer(config)([("", nn.Parameter(torch.zeros(2, 2))), ("", nn.Parameter(torch.zeros(2)))])
+    sample = _sample()
+    made = ConfiguredOptimizer(config)(sample)
+    for _, parameter in sample:
+        parameter.grad = torch.zeros_like(parameter)
+    try:
+        made.step()
+    except Exception as error:
+        remedy = "correct optimizer.options"
+        raise InputError("optimizer", f"{config.name} says: {type(error).__name__}: {error}", remedy) from error
+
+
+def _sample() -> Named:
+    return [("", nn.Parameter(torch.zeros(2, 2))), ("", nn.Parameter(torch.zeros(2)))]
 
 
 def _check_match(where: str, patterns: Sequence[str], names: Sequence[str]) -> None:
@@ -177,19 +192,53 @@ def configured_scheduler(config: SchedulerConfig, optimizer: OptimizerConfig, it
     def make(made: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
         try:
             scheduler: lr_scheduler.LRScheduler = kind(made, **config.options)
-        except (TypeError, ValueError) as error:
-            raise InputError("scheduler", f"{config.name} says: {error}", "correct scheduler.options") from error
+        except Exception as error:
+            raise _unfit(config.name, error) from error
         return scheduler
 
     return make
 
 
-def check_scheduler(config: SchedulerConfig, optimizer: OptimizerConfig) -> None:
-    """Refuse a scheduler that no rank could make, before any is started."""
-    sample = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0, momentum=0.5)
-    make = configured_scheduler(config, optimizer, 1)
-    if make is not None:
-        make(sample)
+def _unfit(name: str, error: Exception) -> InputError:
+    message = str(error) if isinstance(error, (TypeError, ValueError)) else f"{type(error).__name__}: {error}"
+    return InputError("scheduler", f"{name} says: {message}", "correct scheduler.options")
+
+
+def check_scheduler(config: SchedulerConfig, optimizer: OptimizerConfig | None, iterations: int) -> None:
+    """Refuse a scheduler that no rank could make, or that ends before the run, before any rank is started.
+
+    Parameters
+    ----------
+    config : SchedulerConfig
+    optimizer : OptimizerConfig or None
+        Whose rates it schedules; None: the task's own optimiser, which only ranks make.
+    iterations : int
+        Of the run.
+
+    Raises
+    ------
+    InputError
+    """
+    if optimizer is None:
+        sample: torch.optim.Optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0, momentum=0.5)
+    else:
+        sample = ConfiguredOptimizer(optimizer)(_sample())
+    make = configured_scheduler(config, optimizer or OptimizerConfig(), iterations)
+    if make is None:
+        return
+    made = make(sample)
+    total = getattr(made, "total_steps", None)
+    if total is not None and total < iterations:
+        remedy = "let total_steps be at least as many"
+        raise InputError("scheduler.options", f"{config.name} ends after {total} of {iterations} iterations", remedy)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            for _ in range(min(iterations, _TRIED_STEPS)):
+                sample.step()
+                made.step(0.0) if isinstance(made, lr_scheduler.ReduceLROnPlateau) else made.step()
+        except Exception as error:
+            raise _unfit(config.name, error) from error
 
 
 def rate_factor(config: SchedulerConfig, warmup: int, iterations: int) -> Callable[[int], float]:

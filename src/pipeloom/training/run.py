@@ -110,8 +110,9 @@ class TrainingRun(Job):
             raise InputError(f"{self.file}: planner.method", f"{config.planner.method!r} is none of {known}")
         with _default_dtype_kept():
             model = self._checked_model()
-            check_divisible(model, config.parallel.degrees, config.parallel.shard)
-            self._check_loop(model)
+            with self._in_file():
+                check_divisible(model, config.parallel.degrees, config.parallel.shard)
+                self._check_loop(model)
             setup = self._measured_setup(model)
         path = self.folder / "layout.json"
         write_layout(path, setup.layout)
@@ -184,16 +185,27 @@ class TrainingRun(Job):
 
     def _checked_model(self) -> Model:
         model = self.build_model()
-        for name in self.config.layout.modules:
-            model.spec.module(name)
+        with self._in_file("layout.modules: "):
+            for name in self.config.layout.modules:
+                model.spec.module(name)
         return model
+
+    @contextmanager
+    def _in_file(self, field: str = "") -> Iterator[None]:
+        """What is wrong with a field of the run's file is said to be in it; a run of `fit` has none."""
+        try:
+            yield
+        except InputError as error:
+            if not self.file.is_file():
+                raise
+            raise InputError(f"{self.file}: {field}{error.entity}", error.problem, error.remedy) from error
 
     def _check_loop(self, model: Model) -> None:
         """Refuse, before any rank is started, what the ranks could not do beside plans."""
         config, task = self.config, self.task
         if all(module.frozen for module in model.modules):
             frozen = ", ".join(module.name for module in model.modules)
-            raise InputError("freeze", f"leaves nothing to train: {frozen} are frozen", "train one of them")
+            raise InputError("model.freeze", f"leaves nothing to train: {frozen} are frozen", "train one of them")
         if task.optimizer is None:
             names = (
                 f"{module.name}.{i}.{name}"
@@ -203,7 +215,7 @@ class TrainingRun(Job):
             )
             check_optimizer(config.optimizer, names)
         if task.scheduler is None:
-            check_scheduler(self.scheduler, config.optimizer)
+            check_scheduler(self.scheduler, config.optimizer if task.optimizer is None else None, config.iterations)
         if config.evaluation is not None:
             task.check_evaluation(config.data, config.evaluation.data)
         if config.log.tensorboard:

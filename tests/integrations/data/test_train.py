@@ -132,8 +132,25 @@ def test_what_is_wrong_with_the_held_out_data_is_said_before_training(folder: Pa
 
 def test_a_run_that_trains_nothing_is_refused(folder: Path) -> None:
     frozen = config(folder, **{'freeze = ["vision"]': 'freeze = ["vision", "lm"]'})
-    with pytest.raises(InputError, match="freeze: leaves nothing to train: vision, lm are frozen"):
+    with pytest.raises(InputError, match=r"train.toml: model.freeze: leaves nothing to train: vision, lm are frozen"):
         pl.TrainingRun.from_toml(frozen, runs=folder / "nothing").train()
+
+
+def test_what_is_wrong_with_the_model_is_said_of_the_file(folder: Path) -> None:
+    def refused(**lines: str) -> str:
+        with pytest.raises(InputError) as caught:
+            pl.TrainingRun.from_toml(config(folder, **lines), runs=folder / "refused").train()
+        return str(caught.value).partition("train.toml: ")[2]
+
+    misspelt = refused(**{'freeze = ["vision"]': 'freeze = ["visoin"]'})
+    assert misspelt == "model.freeze: 'visoin' is no module; there are vision, lm"
+    placed = refused(**{"[packing]": "[layout.modules.visoin]\nsegments = 1\n[packing]"})
+    assert placed == "layout.modules: module 'visoin': is unknown; the model has vision, lm"
+    shutil.copytree(folder / "model", folder / "cut")
+    weights = folder / "cut" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    assert "model.transformers: " in (cut := refused(**{'"model"': '"cut"'}))
+    assert "model.safetensors" in cut
 
 
 @pytest.mark.parametrize(
