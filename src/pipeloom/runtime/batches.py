@@ -103,7 +103,8 @@ class Batches:
                     row = dict(self.dataset.sizes(index))
             except CorruptSampleError as error:
                 if not self.skip_corrupt:
-                    raise
+                    remedy = f"{error.remedy or 'mend it'}; or skip_corrupt leaves damaged samples out"
+                    raise CorruptSampleError(error.entity, error.problem, remedy) from error
                 skipped.append(str(error))
                 if not (dist.is_initialized() and dist.get_rank()):
                     _LOG.warning("batch %d: skipped %s: %s", number, error.entity, error.problem)

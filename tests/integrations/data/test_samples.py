@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bz2
+import gzip
 import json
 import pickle
 import random
@@ -312,9 +314,48 @@ def test_what_is_not_there_is_told_before_training(tmp_path: Path, folder: Path)
         pl.WebDataset(shard, folder, {"text": "txt"})
     with pytest.raises(InputError, match=r"fields\['picture'\]: is none"):
         pl.WebDataset(shard, folder, {"picture": "png"})
-    (tmp_path / "2.tar").write_bytes(b"x" * 600)
-    with pytest.raises(InputError, match="is no plain tar file"):
-        pl.WebDataset(tmp_path / "2.tar", folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda whole: b"x" * 600, "is no tar file .*; give a WebDataset shard"),
+        (lambda whole: b"", "is no tar file .*; give a WebDataset shard"),
+        (gzip.compress, r"is compressed \(gzip\); unpack it: give plain tar files"),
+        (bz2.compress, r"is compressed \(bzip2\); unpack it: give plain tar files"),
+        (
+            lambda whole: whole[:900],
+            "is damaged: unexpected end of data, in a file of 900 bytes; copy or write it again",
+        ),
+        (lambda whole: whole[:512] + b"x" * 1024, "is damaged: .*; copy or write it again"),
+    ],
+)
+def test_what_is_wrong_with_a_shard_is_said(tmp_path: Path, folder: Path, change: Any, problem: str) -> None:
+    path = made.write_shard(tmp_path / "0.tar", [{"png": made.png(0), "txt": b"a"}])
+    path.write_bytes(change(path.read_bytes()))
+    with pytest.raises(InputError, match=f"0.tar: {problem}"):
+        pl.WebDataset(path, folder)
+
+
+@pytest.mark.parametrize("file", ["config.json", "processor_config.json", "tokenizer_config.json", "tokenizer.json"])
+def test_a_damaged_file_of_a_processor_is_named(tmp_path: Path, file: str) -> None:
+    folder = made.save_processor(tmp_path / "p")
+    (folder / "config.json").write_text('{"model_type": "qwen2_5_vl"}')
+    (folder / file).write_text((folder / file).read_text()[:20])
+    with pytest.raises(InputError, match=f"p/{file}: cannot be read as JSON .*; copy or save it again"):
+        load_processor(folder)
+
+
+def test_a_sample_that_the_processor_refuses_is_left_out(tmp_path: Path, folder: Path, model: Any, caplog: Any) -> None:
+    thin = {"png": made.png(0, 2000, 5), "txt": b"a"}
+    shard = made.write_shard(tmp_path / "0.tar", [thin, {"png": made.png(1), "txt": b"b"}])
+    data = samples_of(shard, folder, model)
+    with pytest.raises(CorruptSampleError, match=r"0.tar/000: .*aspect ratio.*; or skip_corrupt leaves damaged samples"):
+        list(pl.Batches(data, 2, shuffle=False))
+    (batch,) = pl.Batches(data, 2, shuffle=False, skip_corrupt=True)
+    assert [sample.id for sample in batch.metadata] == ["0.tar/001"]
+    assert batch.num_skipped == 1
+    assert "0.tar/000" in caplog.text
 
 
 def test_a_processor_that_breaks_its_promise_is_refused(tmp_path: Path, folder: Path, model: Any) -> None:

@@ -214,7 +214,11 @@ class ProcessedDataset(Dataset):
             raise InputError(error.entity, error.problem, remedy) from error
         with self._lock:
             self.num_decoded += 1
-        contents, given = sized.run(item)
+        try:
+            contents, given = sized.run(item)
+        except Exception as error:
+            remedy = "mend it, or exclude the sample with skip_corrupt, and resume"
+            raise InputError(blob.name, _raised(error), remedy) from error
         have = {sized.content: tuple(contents.shape), **{name: value.tolist() for name, value in given.items()}}
         want = {sized.content: promised.shape, **{name: value.tolist() for name, value in promised.given.items()}}
         for name, value in want.items():
@@ -263,8 +267,8 @@ class ProcessedDataset(Dataset):
         except PipeloomError:
             raise
         except Exception as error:
-            message = str(error).replace("\n", " ")
-            raise InputError(example.name, f"the processor raised {type(error).__name__}: {message}") from error
+            # It refuses some samples for what they are: images of odd shapes, texts that it cannot write.
+            raise CorruptSampleError(example.name, _raised(error)) from error
         found = {}
         for reads, each in blanks.items():
             sized = self._sized[reads]
@@ -355,6 +359,11 @@ class ProcessedDataset(Dataset):
                 if token is not None:
                     labels[ids == token] = _IGNORED
         return labels
+
+
+def _raised(error: Exception) -> str:
+    message = str(error).replace("\n", " ")
+    return f"the processor raised {type(error).__name__}: {message}"
 
 
 def _longer(row: Tensor, name: str, end: int) -> Tensor:

@@ -26,7 +26,7 @@ from pipeloom.errors import InputError
 from pipeloom.integrations.data.blobs import Blob
 from pipeloom.runtime.dataset import CorruptSampleError
 
-_MEND = "mend it, or leave the sample out"
+_MEND = "mend it"
 
 
 @dataclass(frozen=True)
@@ -68,21 +68,38 @@ def load_processor(folder: str | Path) -> Any:
             return transformers.AutoProcessor.from_pretrained(where)
         return _without_videos(kind, where)
     except Exception as error:
+        # The library's message blames whatever it missed in the end.
+        for file in sorted(Path(where).glob("*.json")):
+            _read_json(file)
         message = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise InputError(f"processor = {where!r}", f"cannot be loaded ({message})", "save a processor there") from error
+
+
+def _read_json(file: Path) -> Any:
+    """Read a file of a processor or a model.
+
+    Raises
+    ------
+    InputError
+        It is damaged.
+    """
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(str(file), f"cannot be read as JSON ({error})", "copy or save it again") from error
 
 
 def _class_name(folder: Path) -> str | None:
     for file in ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json"):
         path = folder / file
-        if path.is_file() and (name := json.loads(path.read_text()).get("processor_class")):
+        if path.is_file() and (name := _read_json(path).get("processor_class")):
             return str(name)
     path = folder / "config.json"
     if not path.is_file():
         return None
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
-    found: str | None = PROCESSOR_MAPPING_NAMES.get(json.loads(path.read_text()).get("model_type"))
+    found: str | None = PROCESSOR_MAPPING_NAMES.get(_read_json(path).get("model_type"))
     return found
 
 

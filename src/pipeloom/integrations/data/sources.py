@@ -141,14 +141,24 @@ class Shards:
         return found
 
 
+_HEADER_BYTES, _MAGIC_AT = 512, 257
+_COMPRESSED = {"gzip": b"\x1f\x8b", "bzip2": b"BZh", "xz": b"\xfd7zXZ", "zstd": b"\x28\xb5\x2f\xfd"}
+
+
 def _headers(path: Path) -> list[tarfile.TarInfo]:
     try:
         with tarfile.open(path, "r:") as shard:
             found = [member for member in shard if member.isfile()]
-    except tarfile.ReadError as error:
-        raise InputError(str(path), f"is no plain tar file ({error})", "give shards that are not compressed") from error
     except (tarfile.TarError, EOFError, OSError, ValueError) as error:
-        raise InputError(str(path), f"cannot be read as a tar file ({error})", "give a WebDataset shard") from error
+        with path.open("rb") as file:
+            begin = file.read(_HEADER_BYTES)
+        packed = next((name for name, magic in _COMPRESSED.items() if begin.startswith(magic)), None)
+        if packed is not None:
+            raise InputError(str(path), f"is compressed ({packed})", "unpack it: give plain tar files") from error
+        if begin[_MAGIC_AT:].startswith(b"ustar"):
+            problem = f"is damaged: {error}, in a file of {path.stat().st_size} bytes"
+            raise InputError(str(path), problem, "copy or write it again") from error
+        raise InputError(str(path), f"is no tar file ({error})", "give a WebDataset shard") from error
     return found
 
 
