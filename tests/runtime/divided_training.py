@@ -29,6 +29,8 @@ from .training import CLIP, check_report, data, model, optimizer, prefetched, se
 
 DOCUMENTS = 6
 """Of a batch: enough that replicas have different numbers of microbatches."""
+SHORT = (1, 4)
+"""Batches with fewer samples than there are replicas: one each under replicas and under shards."""
 
 
 class Degrees(NamedTuple):
@@ -121,7 +123,7 @@ def train_divided(all_degrees: list[Degrees], until: list[int], folder: str) -> 
         if first:
             assert_same(before, gathered(trainer))
         # Read ahead: what is left out is that which was trained.
-        batches = trainer.skip_trained(prefetched(end, DOCUMENTS), first)
+        batches = trainer.skip_trained(prefetched(end, DOCUMENTS, SHORT), first)
         reports = []
         plan = partial(plan_forwards, forward_problem(setup_of(degrees)))
         for report in trainer.run(batches, first):

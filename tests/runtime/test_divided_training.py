@@ -11,7 +11,7 @@ from pipeloom.runtime import launch
 from pipeloom.runtime.divide import check_divisible
 from pipeloom.spec import Parallelism
 
-from .divided_training import DOCUMENTS, Degrees, Found, divided_and_refused, divisible, train_divided
+from .divided_training import DOCUMENTS, SHORT, Degrees, Found, divided_and_refused, divisible, train_divided
 from .training import losses_undivided
 
 pytestmark = pytest.mark.ranks
@@ -28,7 +28,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[list[Found],
 
 def assert_undivided(ranks: list[list[Found]]) -> None:
     """Losses are those of undivided training, and all ranks have the same norms and, in the end, weights."""
-    wanted = losses_undivided(sum(len(found.losses) for found in ranks[0]), tied=True, documents=DOCUMENTS)
+    count = sum(len(found.losses) for found in ranks[0])
+    wanted = losses_undivided(count, tied=True, documents=DOCUMENTS, short=SHORT)
     for rank in ranks:
         assert [loss for found in rank for loss in found.losses] == pytest.approx(wanted, abs=1e-8, rel=0)
         for found, first in zip(rank, ranks[0], strict=True):

@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -114,9 +114,15 @@ class TagZeroTrainer(Trainer):
         return TorchTransport(self.membership.messages, use_tags=False)
 
 
-def prefetched(iterations: int, documents: int = DOCUMENTS) -> Prefetched:
+def drawn(iterations: int, documents: int, short: Collection[int]) -> list[Any]:
+    """The batches; some of a single document."""
+    batches = enumerate(data.batches(3, iterations, documents))
+    return [samples[:1] if number in short else samples for number, samples in batches]
+
+
+def prefetched(iterations: int, documents: int = DOCUMENTS, short: Collection[int] = ()) -> Prefetched:
     """The batches by a loader of torch's, read and described ahead."""
-    batches = list(data.batches(3, iterations, documents))
+    batches = drawn(iterations, documents, short)
     loader: DataLoader[Any] = DataLoader(batches, batch_size=None, collate_fn=list)  # type: ignore[arg-type]
     return Prefetched(loader, describe=task.describe)
 
@@ -139,14 +145,16 @@ def check_report(made: Setup, report: StepReport) -> None:
         assert message.num_bytes > 0
 
 
-def losses_undivided(iterations: int, tied: bool = False, documents: int = DOCUMENTS) -> list[float]:
+def losses_undivided(
+    iterations: int, tied: bool = False, documents: int = DOCUMENTS, short: Collection[int] = ()
+) -> list[float]:
     """The same training in one process, without pipeline, packing or planner."""
     whole = model(tied)
     vision, language = whole.modules
     every = [p for module in whole.modules for layer in module.layers for p in layer.parameters()]
     parameters = list({id(p): p for p in every}.values())
     adam, found = optimizer(parameters), []
-    for samples in data.batches(3, iterations, documents):
+    for samples in drawn(iterations, documents, short):
         everything = pl.Part(
             tuple(samples), tuple((i, j) for i, document in enumerate(samples) for j in range(len(document.images)))
         )

@@ -170,11 +170,8 @@ class Evaluator:
     def _loss_sum(self, samples: Sequence[Any], whole: Batch, plan: PlanForwards) -> float:
         """What this process has of a batch's sum of losses."""
         here, number = self.membership, whole.iteration
-        # A replica without a sample takes another's and counts nothing: all take part in what they do together.
-        is_short = len(samples) < here.num_replicas
-        counts = not is_short or here.replica < len(samples)
         with _named_errors(number):
-            mine = (here.replica % len(samples),) if is_short else here.share(whole, self.model.spec, self._loads)
+            mine = here.share(whole, self.model.spec, self._loads)
             batch = whole.part(mine)
             delivery = plan(batch) if here.is_planner_rank else None
         with together(f"{_named(number)}: the plan's delivery"):
@@ -188,7 +185,7 @@ class Evaluator:
         except ExecutionError as error:
             raise ExecutionError(f"{_named(number)}, {error}") from error
         # Tensor-parallel ranks have the same loss, which counts once.
-        return result.loss_sum if counts and not here.tensor_rank else 0.0
+        return result.loss_sum if here.counts(whole) and not here.tensor_rank else 0.0
 
 
 def _named(number: int) -> str:

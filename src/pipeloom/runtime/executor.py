@@ -161,6 +161,7 @@ class Executor:
         *,
         optimizer_step: Callable[[], None] | None = None,
         normaliser: float | None = None,
+        counts: bool = True,
     ) -> StepResult:
         """Run one iteration; gradients are added to ``.grad`` of the parameters.
 
@@ -175,6 +176,8 @@ class Executor:
             What OPTIMIZER_STEP does; None: nothing.
         normaliser : float or None
             Targets of the global batch; None: the sum over ``samples``. Give it where there are replicas.
+        counts : bool
+            False: another replica runs these samples too, and theirs are the gradients; here they are zero.
 
         Raises
         ------
@@ -182,7 +185,7 @@ class Executor:
             Naming rank, step and action.
         """
         return self.run_linked(
-            self.prepare(plan, packing), samples, optimizer_step=optimizer_step, normaliser=normaliser
+            self.prepare(plan, packing), samples, optimizer_step=optimizer_step, normaliser=normaliser, counts=counts
         )
 
     def run_linked(
@@ -192,6 +195,7 @@ class Executor:
         *,
         optimizer_step: Callable[[], None] | None = None,
         normaliser: float | None = None,
+        counts: bool = True,
     ) -> StepResult:
         """Run what `prepare` made; as `run`."""
         if len(samples) != len(linked.packing.batch.samples):
@@ -208,7 +212,7 @@ class Executor:
             raise ExecutionError(
                 f"rank {self.rank}: the batch has {normaliser} {self.model.targets}; give it at least one"
             )
-        iteration = Iteration(self, linked, samples, optimizer_step, normaliser)
+        iteration = Iteration(self, linked, samples, optimizer_step, 1.0 / normaliser if counts else 0.0)
         if self.forward_seeds is not None:
             self.forward_seeds.begin(linked.plan.iteration, linked.packing)
         verbs, clock = iteration.verbs, self.queues.stamp

@@ -83,16 +83,17 @@ class Iteration:
         linked: LinkedPlan,
         samples: Sequence[Any],
         optimizer_step: Callable[[], None] | None,
-        normaliser: float,
+        weight: float,
     ) -> None:
         self.linked, self.samples = linked, samples
         self.loads = here.loader.begin(linked, samples)
         self.here, self.queues, self.device, self.options = here, here.queues, here.device, here.options
         self.optimizer_step = optimizer_step
-        self.normaliser = normaliser
+        self.weight = weight
+        """Of each loss: one over the normaliser, or nothing."""
         self.losses: list[Tensor] = []
         self.seed: Tensor | None = None
-        """Gradient of each loss: one over the normaliser."""
+        """Gradient of each loss: the weight, as a tensor."""
         self.reductions: list[Finish] = []
         self.pending: list[tuple[MessageState, Post]] = []
         """Sends and receives to be posted together."""
@@ -156,9 +157,7 @@ class Iteration:
             at = len(inputs) - len(role.takes)
             streams = {name: leaf for (name, _, _), leaf in zip(role.takes, inputs[at:], strict=True)}
             inputs = inputs[:at]
-        activation = ChunkActivation(
-            self.device, context, self.options.autocast, role.ports, streams, 1.0 / self.normaliser
-        )
+        activation = ChunkActivation(self.device, context, self.options.autocast, role.ports, streams, self.weight)
         output = activation.forward(layers, unit.bounds, inputs, role.trained)
         if activation.losses:
             self.losses += activation.losses
@@ -177,7 +176,7 @@ class Iteration:
             raise ExecutionError(f"the loss has shape {tuple(loss.shape)}; return the sum, a scalar")
         self.losses.append(loss)
         if self.seed is None or self.seed.dtype != loss.dtype:
-            self.seed = torch.full_like(loss, 1.0 / self.normaliser)
+            self.seed = torch.full_like(loss, self.weight)
         unit.gradients = [self.seed]
 
     @property

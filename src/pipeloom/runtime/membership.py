@@ -61,9 +61,10 @@ class Membership:
     def share(
         self, batch: Batch, model: ModelSpec, loads: BatchLoads | None = None, dealt: Sequence[int] = ()
     ) -> tuple[int, ...]:
-        """Which samples of a global batch this replica trains on; all replicas work it out alike.
+        """Which samples of a global batch this replica runs; all replicas work it out alike.
 
-        Dealt so that replicas have about the same work; their numbers of samples and microbatches differ.
+        Dealt so that replicas have about the same work; their numbers of samples and microbatches differ. Of a batch
+        with fewer samples than replicas, some run what others run too, and `counts` says whose counts.
 
         Parameters
         ----------
@@ -74,24 +75,19 @@ class Membership:
         dealt : sequence of int
             The replica of every sample, as a planner chose it and all replicas were told; where it does not deal this
             batch, samples are dealt by what they weigh.
-
-        Raises
-        ------
-        InputError
-            When there are fewer samples than replicas.
         """
         if self.num_replicas == 1:
             return tuple(range(len(batch.samples)))
         if len(batch.samples) < self.num_replicas:
-            raise InputError(
-                "batch",
-                f"has {len(batch.samples)} samples for {self.num_replicas} replicas",
-                "give every replica one: leave a short last batch out",
-            )
+            return (self.replica % len(batch.samples),)
         if len(dealt) == len(batch.samples) and set(dealt) == set(range(self.num_replicas)):
             return tuple(i for i, replica in enumerate(dealt) if replica == self.replica)
         weighed = loads(batch) if loads is not None else token_loads(batch, model)
         return deal(weighed, self.num_replicas)[self.replica]
+
+    def counts(self, batch: Batch) -> bool:
+        """Whether what this replica runs of a global batch counts: all run something, for all do much together."""
+        return self.replica < len(batch.samples)
 
 
 def join_groups(layout: Layout, timeout_s: float | None = None, device_type: str = "cpu") -> Membership:

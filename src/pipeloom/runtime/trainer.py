@@ -463,7 +463,8 @@ class Trainer:
         own = whole.samples if len(mine) == len(whole.samples) else [whole.samples[i] for i in mine]
         asked = _Asked(whole, own, whole.batch.part(mine), self._calibrator.correction)
         if self._is_planner_rank:
-            if following is not None and self.rank == 0 and isinstance(self._planner, LooksAhead):
+            deals = following is not None and len(following.samples) >= self.membership.num_replicas
+            if deals and following is not None and self.rank == 0 and isinstance(self._planner, LooksAhead):
                 # What is wrong with it is told by all ranks when its time has come.
                 with suppress(InputError):
                     self._planner.look_ahead(following.batch)
@@ -484,17 +485,18 @@ class Trainer:
         batch, correction = asked.batch, asked.correction
         with user_code("num_targets"):
             normaliser = count_targets(self.model, asked.whole.samples)
+        counts = self.membership.counts(asked.whole.batch)
         cpu_ns = time.thread_time_ns()
         try:
-            result = self._executor.run(answer.plan, packing, asked.samples, normaliser=normaliser)
+            result = self._executor.run(answer.plan, packing, asked.samples, normaliser=normaliser, counts=counts)
         except ExecutionError as error:
             raise ExecutionError(f"iteration {batch.iteration}, {error}") from error
         cpu_ns = time.thread_time_ns() - cpu_ns if self.device.type == "cpu" else -1
         # Tensor-parallel ranks have the same loss, which counts once.
-        loss_sum = 0.0 if self.membership.tensor_rank else result.loss_sum
+        loss_sum = 0.0 if self.membership.tensor_rank or not counts else result.loss_sum
         loss = torch.tensor(loss_sum / result.normaliser, dtype=torch.float64)
         flops = self._executor.flops
-        done = torch.tensor(0.0 if flops is None else flops.of(answer.plan, packing), dtype=torch.float64)
+        done = torch.tensor(0.0 if flops is None or not counts else flops.of(answer.plan, packing), dtype=torch.float64)
         totals = torch.stack((loss, gradient_squares(self._counted, self.device).cpu(), done))
         with together(f"iteration {batch.iteration}: the sum of losses"):
             dist.all_reduce(totals)

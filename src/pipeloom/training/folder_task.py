@@ -141,6 +141,9 @@ def folder_task(config: TrainConfig, file: Path) -> Task:
             f"{data.batch} is above the {len(dataset)} samples of the data",
             "give at most as many",
         )
+    if data.batch < config.parallel.dp:
+        problem = f"{data.batch} is below parallel.dp, {config.parallel.dp} replicas"
+        raise InputError(f"{file}: data.batch", problem, "give every replica a sample")
     build, batches = _Build(file, folder, model.freeze), _Batches(dataset, data, config.seed)
     evaluation = None
     if config.evaluation is not None:

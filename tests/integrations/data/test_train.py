@@ -162,6 +162,7 @@ def test_what_is_wrong_with_the_model_is_said_of_the_file(folder: Path) -> None:
         ('processor = "nowhere"', "data: processor = .*nowhere': is no folder"),
         ('exclude = ["0.tar/003"]', "data: exclude: names samples, and skip_corrupt is false"),
         ('function = "nowhere.py:f"', "is not a file"),
+        ("REPLICAS", "data.batch: 1 is below parallel.dp, 2 replicas; give every replica a sample"),
         ("BATCH", "data.batch: 10000000 is above the 9 samples of the data; give at most as many"),
         ("SHARDS = []", "webdataset: names no file"),
         ('SHARDS = "a-{000..001.tar"', "has braces that name nothing"),
@@ -172,6 +173,8 @@ def test_what_is_wrong_with_the_data_is_one_line(folder: Path, data: str, proble
     lines = {} if "SHARDS" not in data else {shards: "", "SHARDS": "webdataset"}
     if data == "BATCH":
         data, lines = "", {"batch = 5": "batch = 10000000"}
+    if data == "REPLICAS":
+        data, lines = "", {"batch = 5": "batch = 1", "[packing]": "[parallel]\ndp = 2\n[packing]"}
     with pytest.raises(InputError, match=problem) as caught:
         pl.TrainingRun.from_toml(config(folder, data, **lines))
     assert "\n" not in str(caught.value)
