@@ -9,6 +9,8 @@ from functools import partial
 from pathlib import Path
 
 import msgspec
+import torch
+import torch.distributed as dist
 
 from pipeloom.packing import cost_loads
 from pipeloom.planner import Planner, Setup
@@ -54,7 +56,7 @@ def train_rank(job: Job, go_on: bool) -> Summary | None:
         if first:
             job.display.say(f"Going on from the checkpoint after {first} iterations.")
     begin, done = time.monotonic(), first
-    evaluate = _Evaluations(job, setup, trainer, listener, first)
+    evaluate = _Evaluations(job, setup, trainer, listener)
     with ExitStack() as shown:
         show = None if listener is None else shown.enter_context(job.display.iterations(job.config.iterations, first))
         for report in trainer.run(batches, first):
@@ -126,11 +128,11 @@ def peak_flops(job: Job) -> float | None:
 class _Evaluations:
     """The evaluations of a run; all ranks use it alike."""
 
-    def __init__(self, job: Job, setup: Setup, trainer: Trainer, listener: Listener | None, first: int) -> None:
+    def __init__(self, job: Job, setup: Setup, trainer: Trainer, listener: Listener | None) -> None:
         self.config, self.job, self.trainer, self.listener = job.config.evaluation, job, trainer, listener
-        # With which this start begins, the one before has evaluated where it was time to.
-        self._last = first
+        self._last = 0
         if self.config is not None:
+            self._last = _agreed(0 if listener is None else listener.recorder.last_evaluated)
             self._plan = partial(plan_forwards, forward_problem(setup))
 
     def after(self, done: int, *, is_last: bool = False) -> None:
@@ -145,6 +147,13 @@ class _Evaluations:
         found = self.trainer.evaluate(batches, self._plan, done, most=config.batches, averaged=averaged)
         if self.listener is not None:
             self.listener.evaluated(found)
+
+
+def _agreed(number: int) -> int:
+    """What rank 0 says, on all ranks."""
+    told = torch.tensor(number)
+    dist.broadcast(told, src=0)
+    return int(told)
 
 
 def _gather(job: Job, trainer: Trainer) -> None:

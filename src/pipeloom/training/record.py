@@ -241,6 +241,11 @@ class Recorder:
             self.reports = kept or self.reports[-1:]
         return row
 
+    @property
+    def last_evaluated(self) -> int:
+        """After how many iterations the last evaluation was made; 0: there is none."""
+        return self.evaluations[-1].iteration if self.evaluations else 0
+
     def add_evaluation(self, evaluated: Evaluated) -> None:
         """Keep an evaluation, and write its line."""
         self.evaluations.append(evaluated)

@@ -84,6 +84,12 @@ def test_a_file_alone_trains_and_goes_on_where_it_was(folder: Path) -> None:
     assert resumed is not None
     assert resumed.resumed_at == (2,)
     assert [row.loss for row in read_history(history)] == pytest.approx(before, rel=1e-5)
+    # As if the run had been killed in its last evaluation.
+    evaluations = history.with_name("evaluations.jsonl")
+    evaluations.write_text(evaluations.read_text().splitlines(keepends=True)[0])
+    again = run.resume()
+    assert again is not None
+    assert again.evaluations == resumed.evaluations
 
 
 @pytest.fixture(scope="module")
