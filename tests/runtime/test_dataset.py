@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from pipeloom.errors import ExecutionError
 from pipeloom.runtime import Dataset, LazySample, Part
 from pipeloom.runtime.dataset import load_part
+from pipeloom.runtime.loads import Loader
 
 from .cases import Run, assert_equal_gradients, expected, random_run, run_threads, take_gradients, total_loss
 
@@ -74,3 +76,15 @@ def test_what_a_load_raises_ends_the_iteration_in_one_line() -> None:
 def test_a_loaded_part_is_of_the_same_iteration() -> None:
     part = Part((LazySample(Held(["a"]), 0, 1.0),), ((0, 0),), 7)
     assert load_part(part, "lm") == Part(("a",), ((0, 0),), 7)
+
+
+def test_a_loader_ends_its_threads_and_may_begin_again() -> None:
+    loader = Loader(2)
+    linked: Any = SimpleNamespace(packing=None, units=[])
+    for _ in range(2):
+        assert loader.begin(linked, [LazySample(Held(["a"]), 0, 1.0)]) is not None
+        pool = loader._pool
+        assert pool is not None
+        pool.submit(int).result()
+        loader.close()
+        assert not any(thread.is_alive() for thread in pool._threads)

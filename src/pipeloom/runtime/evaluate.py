@@ -142,6 +142,7 @@ class Evaluator:
                     num_batches, num_samples = num_batches + 1, num_samples + len(samples)
             finally:
                 close_reading(source)
+                self.executor.loader.close()
         if not num_targets > 0:
             problem = f"has {num_targets:g} {self.model.targets} in {num_batches} batches"
             raise InputError("the evaluation", problem, "give evaluation batches with at least one")

@@ -28,6 +28,12 @@ class Loader:
         self.workers = workers
         self._pool: ThreadPoolExecutor | None = None
 
+    def close(self) -> None:
+        """End the threads; `begin` starts others."""
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+            self._pool = None
+
     def begin(self, linked: LinkedPlan, samples: Sequence[Any]) -> Loads | None:
         """Begin with what a plan takes first; None where there is nothing to load."""
         if not any(isinstance(sample, LazySample) for sample in samples):

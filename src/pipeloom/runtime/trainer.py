@@ -346,6 +346,7 @@ class Trainer:
                 self._save(current, is_last=asked is None)
         finally:
             close_reading(ahead.source)
+            self._executor.loader.close()
             if first is not None:
                 first.cancel()
             if self._is_planner_rank:

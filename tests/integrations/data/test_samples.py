@@ -350,12 +350,22 @@ def test_a_sample_that_the_processor_refuses_is_left_out(tmp_path: Path, folder:
     thin = {"png": made.png(0, 2000, 5), "txt": b"a"}
     shard = made.write_shard(tmp_path / "0.tar", [thin, {"png": made.png(1), "txt": b"b"}])
     data = samples_of(shard, folder, model)
-    with pytest.raises(CorruptSampleError, match=r"0.tar/000: .*aspect ratio.*; or skip_corrupt leaves damaged samples"):
+    with pytest.raises(
+        CorruptSampleError, match=r"0.tar/000: .*aspect ratio.*; or skip_corrupt leaves damaged samples"
+    ):
         list(pl.Batches(data, 2, shuffle=False))
     (batch,) = pl.Batches(data, 2, shuffle=False, skip_corrupt=True)
     assert [sample.id for sample in batch.metadata] == ["0.tar/001"]
     assert batch.num_skipped == 1
     assert "0.tar/000" in caplog.text
+
+
+def test_headers_are_read_once_for_all_that_is_bound(tmp_path: Path, folder: Path, model: Any) -> None:
+    shard = made.write_shard(tmp_path / "0.tar", [{"png": made.png(0), "txt": b"a"}])
+    data = pl.WebDataset(shard, folder)
+    sizes = data.bind(model).sizes(0)
+    shard.unlink()
+    assert data.bind(model).sizes(0) == sizes
 
 
 def test_a_processor_that_breaks_its_promise_is_refused(tmp_path: Path, folder: Path, model: Any) -> None:

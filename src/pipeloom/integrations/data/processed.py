@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -63,6 +62,31 @@ class _Outline:
     media: dict[str, _Media]
 
 
+class _Outlines:
+    """Those that were made last, by number, for all threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[int, _Outline] = OrderedDict()
+        self._bytes = 0
+
+    def get(self, i: int) -> _Outline | None:
+        with self._lock:
+            found = self._kept.get(i)
+            if found is not None:
+                self._kept.move_to_end(i)
+            return found
+
+    def add(self, i: int, made: _Outline) -> _Outline:
+        with self._lock:
+            if i not in self._kept:
+                self._kept[i] = made
+                self._bytes += _held_bytes(made)
+            while self._bytes > _KEPT_BYTES and len(self._kept) > 1:
+                self._bytes -= _held_bytes(self._kept.popitem(last=False)[1])
+        return made
+
+
 class ProcessedDataset(Dataset):
     """Examples of a source, as a processor makes samples of them.
 
@@ -114,12 +138,9 @@ class ProcessedDataset(Dataset):
         # Tokenizers bear no two threads at a time.
         self._speaking = threading.Lock()
         self._model: Model | None = None
-        self._forget()
-
-    def _forget(self) -> None:
+        # Of data and processor alone: whatever is bound to a model has them with it.
+        self._known = _Outlines()
         self._lock = threading.Lock()
-        self._known: OrderedDict[int, _Outline] = OrderedDict()
-        self._known_bytes = 0
         self.num_decoded = 0
 
     def __getstate__(self) -> dict[str, Any]:
@@ -146,9 +167,10 @@ class ProcessedDataset(Dataset):
         """
         if model.describe is None:
             raise InputError("model.describe", "is None", "let it tell the sizes of what the processor gives")
-        bound = copy.copy(self)
-        bound._model = model
-        bound._forget()
+        # Not by copy, which goes as to another process, and loads the processor anew.
+        bound = object.__new__(type(self))
+        vars(bound).update(vars(self))
+        bound._model, bound.num_decoded = model, 0
         return bound
 
     def sizes(self, i: int) -> dict[str, Any]:
@@ -233,20 +255,8 @@ class ProcessedDataset(Dataset):
     # ---------------------------------------------------------------- outlines
 
     def _outline(self, i: int) -> _Outline:
-        with self._lock:
-            known = self._known.get(i)
-            if known is not None:
-                self._known.move_to_end(i)
-                return known
         # Two threads may make one; they make the same.
-        made = self._make(i)
-        with self._lock:
-            if i not in self._known:
-                self._known[i] = made
-                self._known_bytes += _held_bytes(made)
-            while self._known_bytes > _KEPT_BYTES and len(self._known) > 1:
-                self._known_bytes -= _held_bytes(self._known.popitem(last=False)[1])
-        return made
+        return self._known.get(i) or self._known.add(i, self._make(i))
 
     def _make(self, i: int) -> _Outline:
         if self.source.name(i) in self.exclude:
