@@ -45,7 +45,7 @@ def test_pictures_and_own_samples(tmp_path: Path, capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("emulate nope", "models 'nope': is unknown"),
+        ("emulate nope", "model 'nope': is unknown"),
         ("emulate vlm-m --freeze audio", "module 'audio': is unknown; the model has vision, lm"),
         ("emulate vlm-m --tp 3 --pp 4", "heads: 16 is not a multiple of tensor parallelism 3"),
         ("emulate vlm-m --cluster x", "clusters 'x': is unknown"),

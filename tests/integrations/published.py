@@ -1,229 +1,33 @@
-"""Published models: their configs, without what costs and parameters do not follow from, and their parameters.
-
-Parameters are those of the library's own classes for these configs.
-"""
+"""Published models: their configs, and their parameters, which are those of the library's own classes for them."""
 
 from __future__ import annotations
 
 from typing import Any
 
-QWEN2_VL_7B: dict[str, Any] = {
-    "model_type": "qwen2_vl",
-    "hidden_size": 3584,
-    "intermediate_size": 18944,
-    "num_attention_heads": 28,
-    "num_hidden_layers": 28,
-    "num_key_value_heads": 4,
-    "max_window_layers": 28,
-    "vocab_size": 152064,
-    "tie_word_embeddings": False,
-    "vision_config": {
-        "depth": 32,
-        "embed_dim": 1280,
-        "mlp_ratio": 4,
-        "num_heads": 16,
-        "in_chans": 3,
-        "hidden_size": 3584,
-        "patch_size": 14,
-        "spatial_merge_size": 2,
-        "spatial_patch_size": 14,
-        "temporal_patch_size": 2,
-    },
-}
-QWEN2_5_VL_7B: dict[str, Any] = {
-    "model_type": "qwen2_5_vl",
-    "architectures": ["Qwen2_5_VLForConditionalGeneration"],
-    "hidden_size": 3584,
-    "intermediate_size": 18944,
-    "num_attention_heads": 28,
-    "num_hidden_layers": 28,
-    "num_key_value_heads": 4,
-    "use_sliding_window": False,
-    "sliding_window": 32768,
-    "vocab_size": 152064,
-    "tie_word_embeddings": False,
-    "vision_config": {
-        "depth": 32,
-        "hidden_size": 1280,
-        "intermediate_size": 3420,
-        "num_heads": 16,
-        "out_hidden_size": 3584,
-        "patch_size": 14,
-        "window_size": 112,
-        "fullatt_block_indexes": [7, 15, 23, 31],
-    },
-}
-LLAVA_7B: dict[str, Any] = {
-    "model_type": "llava",
-    "vision_feature_layer": -2,
-    "tie_word_embeddings": False,
-    # The rest of its language model is the library's default.
-    "text_config": {"model_type": "llama", "vocab_size": 32064},
-    "vision_config": {
-        "model_type": "clip_vision_model",
-        "hidden_size": 1024,
-        "intermediate_size": 4096,
-        "num_attention_heads": 16,
-        "num_hidden_layers": 24,
-        "patch_size": 14,
-        "image_size": 336,
-    },
-}
-QWEN3_30B_A3B: dict[str, Any] = {
-    "model_type": "qwen3_moe",
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "moe_intermediate_size": 768,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "num_hidden_layers": 48,
-    "vocab_size": 151936,
-    "tie_word_embeddings": False,
-}
-QWEN3_VL_8B: dict[str, Any] = {
-    "model_type": "qwen3_vl",
-    "architectures": ["Qwen3VLForConditionalGeneration"],
-    "tie_word_embeddings": False,
-    "text_config": {
-        "model_type": "qwen3_vl_text",
-        "attention_bias": False,
-        "head_dim": 128,
-        "hidden_size": 4096,
-        "intermediate_size": 12288,
-        "num_attention_heads": 32,
-        "num_hidden_layers": 36,
-        "num_key_value_heads": 8,
-        "vocab_size": 151936,
-    },
-    "vision_config": {
-        "deepstack_visual_indexes": [8, 16, 24],
-        "depth": 27,
-        "hidden_size": 1152,
-        "intermediate_size": 4304,
-        "num_heads": 16,
-        "num_position_embeddings": 2304,
-        "out_hidden_size": 4096,
-        "patch_size": 16,
-    },
-}
-DEEPSEEK_V3: dict[str, Any] = {
-    "model_type": "deepseek_v3",
-    "architectures": ["DeepseekV3ForCausalLM"],
-    "attention_bias": False,
-    "first_k_dense_replace": 3,
-    "hidden_size": 7168,
-    "intermediate_size": 18432,
-    "kv_lora_rank": 512,
-    "moe_intermediate_size": 2048,
-    "n_routed_experts": 256,
-    "n_shared_experts": 1,
-    "num_attention_heads": 128,
-    "num_experts_per_tok": 8,
-    "num_hidden_layers": 61,
-    "num_nextn_predict_layers": 1,
-    "q_lora_rank": 1536,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "vocab_size": 129280,
-}
-BAMBA_9B: dict[str, Any] = {
-    "model_type": "bamba",
-    "architectures": ["BambaForCausalLM"],
-    "attn_layer_indices": [9, 18, 27],
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "mamba_d_conv": 4,
-    "mamba_d_head": 64,
-    "mamba_d_state": 128,
-    "mamba_expand": 2,
-    "mamba_n_groups": 1,
-    "mamba_n_heads": 128,
-    "num_attention_heads": 32,
-    "num_hidden_layers": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-    "tie_word_embeddings": False,
-}
-NEMOTRON_H_8B: dict[str, Any] = {
-    "model_type": "nemotron_h",
-    "architectures": ["NemotronHForCausalLM"],
-    "hybrid_override_pattern": "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-",
-    "hidden_size": 4096,
-    "intermediate_size": 21504,
-    "head_dim": 128,
-    "mamba_head_dim": 64,
-    "mamba_num_heads": 128,
-    "n_groups": 8,
-    "ssm_state_size": 128,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 131072,
-}
-GEMMA_3_4B: dict[str, Any] = {
-    "model_type": "gemma3",
-    "mm_tokens_per_image": 256,
-    "text_config": {
-        "model_type": "gemma3_text",
-        "hidden_size": 2560,
-        "intermediate_size": 10240,
-        "num_hidden_layers": 34,
-        "sliding_window": 1024,
-    },
-    "vision_config": {
-        "model_type": "siglip_vision_model",
-        "hidden_size": 1152,
-        "image_size": 896,
-        "intermediate_size": 4304,
-        "num_attention_heads": 16,
-        "num_hidden_layers": 27,
-        "patch_size": 14,
-        "vision_use_head": False,
-    },
-}
-MISTRAL_SMALL_24B: dict[str, Any] = {
-    "model_type": "mistral3",
-    "architectures": ["Mistral3ForConditionalGeneration"],
-    "multimodal_projector_bias": False,
-    "spatial_merge_size": 2,
-    "tie_word_embeddings": False,
-    "text_config": {
-        "model_type": "mistral",
-        "head_dim": 128,
-        "hidden_size": 5120,
-        "intermediate_size": 32768,
-        "num_attention_heads": 32,
-        "num_hidden_layers": 40,
-        "num_key_value_heads": 8,
-        "sliding_window": None,
-        "vocab_size": 131072,
-    },
-    "vision_config": {
-        "model_type": "pixtral",
-        "head_dim": 64,
-        "hidden_size": 1024,
-        "image_size": 1540,
-        "intermediate_size": 4096,
-        "num_attention_heads": 16,
-        "num_hidden_layers": 24,
-        "patch_size": 14,
-    },
-}
+from pipeloom.integrations.huggingface.known import known_config
 
+_PARAMETERS = {
+    "Qwen2-VL-7B": 8_291_375_616,
+    "Qwen2.5-VL-3B": 3_754_622_976,
+    "Qwen2.5-VL-7B": 8_292_166_656,
+    "Qwen2.5-VL-32B": 33_452_718_336,
+    "Qwen2.5-VL-72B": 73_410_777_344,
+    "LLaVA-1.5-7B": 7_063_427_072,
+    "Llama-3.1-8B": 8_030_261_248,
+    "Llama-3.1-70B": 70_553_706_496,
+    "Qwen3-30B-A3B": 30_532_122_624,
+    "Qwen3-VL-8B": 8_767_123_696,
+    "DeepSeek-V3": 671_026_404_352,
+    "Bamba-9B": 9_780_235_392,
+    "Nemotron-H-8B": 8_100_852_736,
+    "Gemma-3-4B": 4_300_079_472,
+    "Mistral-Small-3.1-24B": 24_011_361_280,
+}
 PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
-    "Qwen2-VL-7B": (QWEN2_VL_7B, 8_291_375_616),
-    "Qwen2.5-VL-7B": (QWEN2_5_VL_7B, 8_292_166_656),
-    "LLaVA-1.5-7B": (LLAVA_7B, 7_063_427_072),
-    "Qwen3-30B-A3B": (QWEN3_30B_A3B, 30_532_122_624),
-    "Qwen3-VL-8B": (QWEN3_VL_8B, 8_767_123_696),
-    "DeepSeek-V3": (DEEPSEEK_V3, 671_026_404_352),
-    "Bamba-9B": (BAMBA_9B, 9_780_235_392),
-    "Nemotron-H-8B": (NEMOTRON_H_8B, 8_100_852_736),
-    "Gemma-3-4B": (GEMMA_3_4B, 4_300_079_472),
-    "Mistral-Small-3.1-24B": (MISTRAL_SMALL_24B, 24_011_361_280),
+    name: (known_config(name.lower()), number) for name, number in _PARAMETERS.items()
 }
 """Config and parameters by name."""
+QWEN2_VL_7B, QWEN2_5_VL_7B = PUBLISHED["Qwen2-VL-7B"][0], PUBLISHED["Qwen2.5-VL-7B"][0]
+QWEN3_VL_8B, QWEN3_30B_A3B = PUBLISHED["Qwen3-VL-8B"][0], PUBLISHED["Qwen3-30B-A3B"][0]
+LLAVA_7B, BAMBA_9B = PUBLISHED["LLaVA-1.5-7B"][0], PUBLISHED["Bamba-9B"][0]
+GEMMA_3_4B, NEMOTRON_H_8B = PUBLISHED["Gemma-3-4B"][0], PUBLISHED["Nemotron-H-8B"][0]

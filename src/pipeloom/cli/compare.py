@@ -1,162 +1,218 @@
-"""`pipeloom compare`: systems on one iteration of a described model."""
+"""`pipeloom compare`: what would I gain? Systems on one iteration of a described model, beside what I run now."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 
 from pipeloom.cli.options import FREEZE_HELP, check_budget
-from pipeloom.cli.output import JSON_HELP, check_targets, draw, print_json, stderr, stdout
-from pipeloom.report import share_text, size_text, time_text
+from pipeloom.cli.output import JSON_HELP, check_targets, print_json, stderr
+from pipeloom.errors import InputError
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
+    from pipeloom.lab.systems.answer import Question
+    from pipeloom.lab.systems.iterations import Grouping
     from pipeloom.lab.systems.outcome import Outcome
+    from pipeloom.report.table_page import Section
+    from pipeloom.spec.current_run import CurrentRun
+    from pipeloom.spec.hardware import ClusterSpec
+    from pipeloom.spec.parallelism import Degrees
 
 EPILOG = (
-    "Examples: pipeloom compare vlm-s --cluster dip-h800-64 --tp 4 --pp 4 --data dip-vlm --html systems.html. "
-    "pipeloom compare config.json --data samples.jsonl --systems interleaved,dip,pipeloom. Models, clusters and data "
-    "sets: names of the zoo (pipeloom emulate list), or your own files."
+    'Examples: pipeloom compare Qwen2.5-VL-7B --cluster 8xH100 --data samples.jsonl --now "pp=4 recompute=full" --out '
+    "answer. pipeloom compare config.json --cluster cluster.toml --systems interleaved,dip,pipeloom. All names: "
+    "pipeloom emulate list."
 )
-OTHERS = 5
-"""Layouts shown beside the chosen one."""
+PIPELINE = 4
+"""Ranks at most, where nobody says."""
+MICROBATCHES = 16
+WIDTH = 120
+"""Columns of what is no terminal."""
 
 
 def compare(
     model: str = typer.Argument(
-        ..., metavar="MODEL", help="A model of the zoo, a .toml file, or a Hugging Face config.json."
+        ..., metavar="MODEL", help="A model's name, a Hugging Face folder or config.json, or a .toml file."
     ),
     systems: str = typer.Option("all", metavar="NAMES", help="Which, with commas between; all: every one that can."),
-    cluster: str = typer.Option("dip-h800-64", help="A cluster of the zoo, or a .toml file."),
+    cluster: str = typer.Option("8xH100", help="In words (8xH100, '2x8xB200 ib400'), a name, or a .toml file."),
     data: str | None = typer.Option(
         None, help="A data set of the zoo, or samples (.jsonl, .parquet, .tar); default: the model's own data set."
     ),
-    tp: int = typer.Option(1, min=1, help="Tensor parallelism."),
-    pp: int = typer.Option(4, min=1, help="Pipeline ranks."),
-    dp: int = typer.Option(1, min=1, help="Data-parallel replicas."),
+    now: str | None = typer.Option(
+        None, metavar="RUN", help="What you run now: words as 'tp=2 pp=4 recompute=full', or a file (docs/compare.md)."
+    ),
+    tp: int | None = typer.Option(None, min=1, help="Tensor parallelism; default: as you run now, or 1."),
+    pp: int | None = typer.Option(None, min=1, help="Pipeline ranks; default: as you run now, or up to 4."),
+    dp: int | None = typer.Option(None, min=1, help="Replicas; default: as many as there are devices for."),
     freeze: list[str] = typer.Option([], metavar="MODULE", help=FREEZE_HELP),
-    microbatches: int = typer.Option(16, min=1, metavar="N", help="Of one replica."),
-    tokens: int = typer.Option(8192, min=1, metavar="N", help="Tokens of a microbatch at most, of your own samples."),
+    microbatches: int | None = typer.Option(None, min=1, metavar="N", help="Of one replica; default: 16."),
+    tokens: int | None = typer.Option(
+        None, min=1, metavar="N", help="Of a microbatch at most; default: 8192, or as a data set's paper has it."
+    ),
     budget: float = typer.Option(1.0, metavar="SECONDS", help="Seconds of search, for the systems that search."),
+    processes: int = typer.Option(2, min=1, max=2, help="2: Pipeloom's layout is chosen beside what others do."),
     seed: int = typer.Option(0, metavar="N", help="Seed of all random choices."),
     html: Path | None = typer.Option(None, metavar="FILE", help="Write an offline page with all timelines."),
-    out: Path | None = typer.Option(None, metavar="FOLDER", help="Folder for the page; it is created."),
+    out: Path | None = typer.Option(None, metavar="FOLDER", help="Folder for page and layout; it is created."),
     json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
-    """Time one iteration of a described model under a dozen systems, each with its own layout.
+    """Say what you would gain: one iteration of your model, data and cluster under a dozen systems and your own setup.
 
-    All have the same data, memory and costs: one table, and with --html one page with all timelines on one time axis.
-    Times are emulated, not measured.
+    All have the same data, memory and costs. One screen, and with --out or --html one page, have the same numbers:
+    a ranking with the gain over what you run now, where the gain comes from, what the samples contain, what to change,
+    and how sure it is. Times are emulated, not measured.
     """
+    from pipeloom.integrations.current_runs import load_run
     from pipeloom.integrations.models import load_model
-    from pipeloom.io import make_folder
-    from pipeloom.lab.systems.comparison import compare_case, suitable
+    from pipeloom.lab.systems.answer import Question
+    from pipeloom.lab.systems.comparison import suitable
     from pipeloom.lab.systems.iterations import sampled_iterations
     from pipeloom.lab.systems.model_on_cluster import put_on_cluster
-    from pipeloom.lab.systems.outcome import Outcome
-    from pipeloom.search import Deadline, warm_up
-    from pipeloom.spec.parallelism import Degrees
+    from pipeloom.lab.systems.now import now_system
+    from pipeloom.spec.catalog import load_cluster
 
     check_budget(budget)
-    check_targets(html)
-    case = put_on_cluster(load_model(model, freeze), cluster, Degrees(tensor=tp, pipeline=pp, data=dp))
+    page = html or (None if out is None else out / "comparison.html")
+    check_targets(page if out is None else html)
+    _check_pages(page)
+    architecture, hardware = load_model(model, freeze), load_cluster(cluster)
+    run = None if now is None else load_run(now, hardware.num_devices)
+    case = put_on_cluster(architecture, hardware, _degrees(run, hardware, tp, pp, dp))
+    if run is not None:
+        now_system(case, run)  # refuses a layout that is none of the model before anything is timed
     names = suitable(case, None if systems == "all" else systems.split(","))
-    typical, groups = sampled_iterations(case, data, microbatches, tokens, seed)
-    with stderr().status("compiling ...") as status:
-        warm_up()
-        compared = compare_case(
-            case,
-            typical,
-            groups,
-            names,
-            budget=Deadline(budget),
-            seed=seed,
-            on_system=lambda title: status.update(f"{title} ..."),
-        )
-    found = Outcome(case, groups, compared)
-    written = []
+    grouping = _grouping(run, microbatches, tokens)
+    iterations = sampled_iterations(case, data, grouping, seed)
+    found = _answered(Question(case, iterations, grouping, names, run, budget, seed), processes, quiet=json)
+    _tell(found, page, out, json)
+
+
+def _check_pages(page: Path | None) -> None:
+    """Refuse a page that cannot be drawn before any work is done for it."""
+    from importlib.util import find_spec
+
+    if page is not None and find_spec("bokeh") is None:
+        raise InputError("--html", "needs Bokeh", "pip install 'pipeloom[report]'")
+
+
+def _degrees(run: CurrentRun | None, hardware: ClusterSpec, tp: int | None, pp: int | None, dp: int | None) -> Degrees:
+    from pipeloom.spec.current_run import CurrentRun
+
+    if run is not None:
+        for name, flag, said in (("tp", tp, run.tp), ("pp", pp, run.pp), ("dp", dp, run.dp)):
+            if flag is not None and flag != said:
+                raise InputError(f"--{name}", f"{flag} beside --now, which has {said}", "leave it out")
+        return run.degrees(hardware.num_devices)
+    room = hardware.num_devices // (tp or 1)
+    ranks = next((n for n in (PIPELINE, 2) if n <= room), 1)
+    return CurrentRun(tp=tp or 1, pp=pp or ranks, dp=dp).degrees(hardware.num_devices)
+
+
+def _grouping(run: CurrentRun | None, microbatches: int | None, tokens: int | None) -> Grouping:
+    from pipeloom.lab.systems.iterations import Grouping
+
+    if run is None:
+        return Grouping(microbatches or MICROBATCHES, tokens)
+    if microbatches is not None and run.microbatches is not None:
+        raise InputError("--microbatches", "is given beside --now, which says them", "leave it out")
+    if tokens is not None and (run.microbatch_tokens is not None or run.microbatch_samples is not None):
+        raise InputError("--tokens", "is given beside --now, which says what a microbatch is", "leave it out")
+    count = run.microbatches or microbatches or MICROBATCHES
+    return Grouping(count, run.microbatch_tokens or tokens, run.microbatch_samples, run.pad_to)
+
+
+def _answered(question: Question, processes: int, *, quiet: bool) -> Outcome:
+    """Ask, with every system told on standard error as it comes."""
+    from pipeloom.cli.compare_answer import COLUMNS, row_cells
+    from pipeloom.lab.systems.answer import answers
+    from pipeloom.lab.systems.comparison import Comparison
+    from pipeloom.lab.systems.gain import GainStep
+    from pipeloom.lab.systems.outcome import Outcome
+
+    console = stderr()
+    systems: list[Comparison] = []
+    steps: tuple[GainStep, ...] = ()
+    with console.status("preparing ...") as status:
+        for each in answers(question, processes=processes, on_system=lambda title: status.update(f"{title} ...")):
+            if not isinstance(each, Comparison):
+                steps = each
+                continue
+            systems.append(each)
+            if not quiet:
+                if len(systems) == 1:
+                    console.print(_line(COLUMNS), highlight=False, soft_wrap=True)
+                row = Outcome(question, (each,)).row(each)
+                console.print(_line(row_cells(row, each.name)), highlight=False, soft_wrap=True)
+    return Outcome(question, tuple(systems), steps)
+
+
+def _line(cells: Sequence[str]) -> str:
+    """A row while rows come one by one: no gain is known yet."""
+    name, iteration, _, *rest = cells
+    return f"{name:<20}{iteration:>12}" + "".join(f"{cell:>11}" for cell in rest)
+
+
+def _tell(found: Outcome, page: Path | None, out: Path | None, json: bool) -> None:
+    """Write the files, and print the same."""
+    from pipeloom.cli.compare_answer import document, problem_lines, sections
+    from pipeloom.io import make_folder, write_layout, write_text
+    from pipeloom.lab.systems.comparison import OURS
+    from pipeloom.report import timeline_html
+
+    layout = next((one.layout for one in found.systems if one.name == OURS and one.result is not None), None)
+    written: list[str] = []
+    file = None
     if out is not None:
         make_folder(out)
-    page = html or (None if out is None else out / "comparison.html")
+        if layout is not None:
+            file = out / "layout.json"
+            write_layout(file, layout)
+            written.append(str(file))
+    made = sections(found, file)
     if page is not None:
-        written = draw(found.tracks(), title=found.title, note=found.note, html_file=page, ranked=True)
+        note = "; ".join(problem_lines(found))
+        write_text(page, timeline_html(found.tracks(), title=found.title, note=note, sections=made))
+        written.append(str(page))
     if json:
-        print_json(_document(found, seed) | {"written": written})
+        print_json(document(found, made) | {"written": written})
         return
-    _print(found, seed)
-    for name in written:
-        typer.echo(f"wrote {name}")
+    console = _console()
+    for section in made:
+        _print(console, section)
+    for line in (*problem_lines(found), *(f"wrote {name}" for name in written)):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def _document(found: Outcome, seed: int) -> dict[str, Any]:
-    hardware = found.case.cluster
-    return {
-        "model": found.case.architecture.name,
-        "cluster": hardware.name,
-        "kind_of_time": "emulated",
-        "device": hardware.device.name,
-        "device_basis": hardware.device.basis,
-        "seed": seed,
-        "num_microbatches": len(found.groups),
-        "systems": found.rows(),
-    }
+def _console() -> Console:
+    from rich.console import Console
+
+    console = Console(markup=False, highlight=False)
+    return console if console.is_terminal else Console(markup=False, highlight=False, width=WIDTH)
 
 
-def _print(found: Outcome, seed: int) -> None:
+def _print(console: Console, section: Section) -> None:
+    """A section as the page has it."""
     from rich.table import Table
-    from rich.text import Text
 
-    rows = found.rows()
-    table = Table(title=Text(found.title), title_justify="left")
-    table.add_column("system", no_wrap=True)
-    for name in ("iteration", "MFU", "bubbles", "peak memory", "gap"):
-        table.add_column(name, justify="right", no_wrap=True)
-    best = min((row["iteration_s"] for row in rows if "problem" not in row), default=0.0)
-    for row in rows:
-        if "problem" in row:
-            table.add_row(row["system"], "does not fit", "", "", "", "")
-            continue
-        table.add_row(
-            row["system"],
-            time_text(round(row["iteration_s"] * 1e9)),
-            f"{row['mfu']:.3f}",
-            share_text(row["bubble_share"]),
-            size_text(row["peak_memory_bytes"]),
-            share_text(row["gap"]),
-            style="bold" if row["iteration_s"] == best else "",
-        )
-    console = stdout()
-    console.print(table)
-    for row in rows:
-        if "problem" in row:
-            console.print(f"{row['system']}: {row['problem']}", markup=False, highlight=False, soft_wrap=True)
-    for row in rows:
-        for line in _layout_lines(row):
-            console.print(line, markup=False, highlight=False, soft_wrap=True)
-    device, count = found.case.cluster.device, len(found.groups)
-    console.print(
-        f"{count} microbatches a replica, seed {seed}. Emulated, not measured: {device.name}, {device.basis} table.",
-        style="dim",
-        markup=False,
-        soft_wrap=True,
-    )
+    from pipeloom.report.table_page import TextSection
 
-
-def _layout_lines(row: dict[str, Any]) -> list[str]:
-    """The layout that a system chose, and what the next ones would cost on the same sampled iterations."""
-    layouts = row.get("layouts", [])
-    if not layouts:
-        return []
-    chosen, *others = layouts
-    lines = [f"{row['system']}: layout {chosen['layout']}, of {len(layouts)} tried on sampled iterations:"]
-    for one in (chosen, *others[:OTHERS]):
-        value = (
-            f"{one['planned_s']:.4g} s"
-            if "planned_s" in one
-            else ("does not fit" if "problem" in one else f"more than {one['more_than_s']:.4g} s")
-        )
-        lines.append(f"  {one['layout']}: {value}")
-    if len(others) > OTHERS:
-        lines.append(f"  and {len(others) - OTHERS} more, in --json")
-    return lines
+    console.print(section.heading, style="bold")
+    if isinstance(section, TextSection):
+        for line in section.lines:
+            console.print(line, soft_wrap=True)
+    else:
+        table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="dim")
+        for number, name in enumerate(section.header):
+            table.add_column(name, justify="right" if number else "left", no_wrap=True)
+        for number, row in enumerate(section.rows):
+            table.add_row(*row, style="bold" if number in section.totals else "")
+        console.print(table)
+    if section.note:
+        console.print(section.note, style="dim", soft_wrap=True)
+    console.print()

@@ -13,6 +13,7 @@ from pipeloom.cli.output import JSON_HELP, check_targets, draw, print_json, stdo
 from pipeloom.emulator import Draw, EmulatedStep, module_parameters
 from pipeloom.emulator import emulate as run_emulation
 from pipeloom.errors import InputError
+from pipeloom.integrations.huggingface.known import known_models
 from pipeloom.integrations.models import load_model
 from pipeloom.io import SAMPLE_SUFFIXES, read_samples
 from pipeloom.report import emulated_track, share_text, size_text
@@ -32,9 +33,9 @@ def emulate(
     model: str = typer.Argument(
         ...,
         metavar="MODEL",
-        help="A model of the zoo, a .toml file, a Hugging Face config.json, or 'list' for all names.",
+        help="A model's name, a Hugging Face config.json or folder, a .toml file, or 'list' for all names.",
     ),
-    cluster: str = typer.Option("dip-h800-64", help="A cluster of the zoo, or a .toml file."),
+    cluster: str = typer.Option("dip-h800-64", help="A cluster's name, in words (8xH100), or a .toml file."),
     tp: int = typer.Option(1, min=1, help="Tensor parallelism."),
     pp: int = typer.Option(1, min=1, help="Pipeline ranks."),
     dp: int = typer.Option(1, min=1, help="Data-parallel replicas."),
@@ -203,7 +204,7 @@ def layers_text(layers: Mapping[str, Sequence[tuple[int, int]]]) -> str:
 
 def _list(json: bool) -> None:
     found = {
-        "models": names("models"),
+        "models": (*names("models"), *known_models()),
         "clusters": names("clusters"),
         "devices": names("devices"),
         "datasets": names("datasets"),

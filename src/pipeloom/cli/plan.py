@@ -54,12 +54,6 @@ def plan(
     params: Path | None = typer.Option(None, metavar="FILE", help=PARAMS_HELP),
     html: Path | None = typer.Option(None, metavar="FILE", help="Write an offline timeline page too."),
     json: bool = typer.Option(False, "--json", help=JSON_HELP),
-    compare: str | None = typer.Option(None, hidden=True, help="Old name of `pipeloom compare SAMPLES --systems`."),
-    data: str | None = typer.Option(None, hidden=True, help="With --compare, as the four below."),
-    tp: int = typer.Option(1, min=1, hidden=True),
-    pp: int = typer.Option(4, min=1, hidden=True),
-    dp: int = typer.Option(1, min=1, hidden=True),
-    microbatches: int = typer.Option(16, min=1, hidden=True),
 ) -> None:
     """Make the plan of one batch: packing, instance, schedule and execution plan.
 
@@ -68,33 +62,6 @@ def plan(
     complete and free of deadlock before it is written).
     """
     check_budget(budget)
-    if compare is not None:
-        from pipeloom.cli.compare import compare as compare_systems
-
-        given = {"--setup": setup, "--model": model, "--layout": layout, "--profile": profile}
-        if wrong := next((name for name, value in given.items() if value is not None), None):
-            raise InputError(wrong, "given beside --compare, which takes MODEL and --cluster", "leave it out")
-        cluster_name = "dip-h800-64" if cluster is None else str(cluster)
-        compare_systems(
-            str(samples),
-            compare,
-            cluster_name,
-            data,
-            tp,
-            pp,
-            dp,
-            [],
-            microbatches,
-            tokens or 8192,
-            budget,
-            seed,
-            html,
-            out,
-            json,
-        )
-        return
-    if data is not None:
-        raise InputError("--data", "given without --compare", "use pipeloom compare, or name the samples alone")
     if out is None:
         raise InputError("--out", "is missing", "name a folder for the plan")
     check_method("--method", method)

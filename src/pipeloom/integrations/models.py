@@ -7,13 +7,18 @@ from pathlib import Path
 
 import msgspec
 
-from pipeloom.integrations.huggingface import read_huggingface
+from pipeloom.errors import InputError
+from pipeloom.integrations.huggingface import architecture_of, read_huggingface
+from pipeloom.integrations.huggingface.known import known_config, known_models, known_name
 from pipeloom.spec.architecture import Architecture
-from pipeloom.spec.catalog import load_architecture
+from pipeloom.spec.catalog import load_architecture, names
 
 
 def load_model(name: str, freeze: Sequence[str] = ()) -> Architecture:
-    """A model of the zoo, a TOML file, a Hugging Face `config.json`, or a folder that holds one.
+    """A model by its name or description.
+
+    A name is the zoo's, or that of a published model (`known_models`; ``Qwen/Qwen2.5-VL-7B-Instruct`` is one of them
+    too); a description is a TOML file, a Hugging Face `config.json`, or a folder that holds one.
 
     Parameters
     ----------
@@ -25,9 +30,21 @@ def load_model(name: str, freeze: Sequence[str] = ()) -> Architecture:
     InputError
         A module that the model does not have, or what reading raises.
     """
-    huggingface = name.endswith(".json") or Path(name).is_dir()
-    model = read_huggingface(name) if huggingface else load_architecture(name)
+    model = _described(name)
     for each in freeze:
         model.module(each)
     frozen = tuple(msgspec.structs.replace(m, frozen=m.frozen or m.name in freeze) for m in model.modules)
     return msgspec.structs.replace(model, modules=frozen) if freeze else model
+
+
+def _described(name: str) -> Architecture:
+    if name.endswith(".json") or Path(name).is_dir():
+        return read_huggingface(name)
+    if name.endswith(".toml") or name in names("models"):
+        return load_architecture(name)
+    known = known_name(name)
+    if known is None:
+        there = ", ".join((*names("models"), *known_models()))
+        remedy = f"known are {there}; or give a config.json, its folder or a .toml file"
+        raise InputError(f"model {name!r}", "is unknown", remedy)
+    return architecture_of(known_config(known), known)

@@ -21,16 +21,20 @@ from pipeloom.layout.layouts import (
 )
 from pipeloom.layout.modality import SizeChoice, even_layout, modality_placements, segment_counts, sub_microbatch_size
 from pipeloom.layout.profiled_layers import profiled_layers
+from pipeloom.layout.stages import blocks_of_stages, encoders_in_first_stage, layout_of_stages
 
 __all__ = [
     "LayerLoad",
     "ModulePlacement",
     "SizeChoice",
+    "blocks_of_stages",
     "by_count",
     "chain_of_stages",
     "encoder_first",
+    "encoders_in_first_stage",
     "even_layout",
     "layout_for",
+    "layout_of_stages",
     "modality_placements",
     "partition_chain",
     "profiled_layers",

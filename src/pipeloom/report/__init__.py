@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from pipeloom.report.emulated import emulated_track
     from pipeloom.report.markdown import join_sections, markdown_table, sections
     from pipeloom.report.svg_picture import timeline_svg
+    from pipeloom.report.table_page import Section
     from pipeloom.report.tables import comparison_table, summary_table
 
 __getattr__, __dir__ = lazy_names(__name__, __file__)
@@ -43,7 +44,12 @@ __all__ = [
 
 
 def timeline_html(
-    tracks: Sequence[Track], *, title: str = "Pipeloom timeline", note: str = "", ranked: bool = False
+    tracks: Sequence[Track],
+    *,
+    title: str = "Pipeloom timeline",
+    note: str = "",
+    ranked: bool = False,
+    sections: Sequence[Section] = (),
 ) -> str:
     """Draw tracks on one offline HTML page; see `pipeloom.report.html_page.html_page`.
 
@@ -58,4 +64,4 @@ def timeline_html(
         if error.name is None or not error.name.startswith("bokeh"):
             raise
         raise InputError("timeline_html", "needs Bokeh", "pip install 'pipeloom[report]'") from error
-    return html_page(tracks, title=title, note=note, ranked=ranked)
+    return html_page(tracks, title=title, note=note, ranked=ranked, sections=sections)

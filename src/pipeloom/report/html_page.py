@@ -22,6 +22,7 @@ from bokeh.resources import INLINE
 from pipeloom.errors import InputError
 from pipeloom.report import colours
 from pipeloom.report.ranking import by_time, ranking_table
+from pipeloom.report.table_page import STYLE, Section, sections_html
 from pipeloom.report.track import Track, boxes, key_figures
 from pipeloom.report.units import share_text, size_text, size_unit, time_text, time_unit
 from pipeloom.taskgraph import KIND_NAMES
@@ -58,7 +59,9 @@ _PAGE_STYLE = f"""
 """
 
 
-def html_page(tracks: Sequence[Track], *, title: str, note: str = "", ranked: bool = False) -> str:
+def html_page(
+    tracks: Sequence[Track], *, title: str, note: str = "", ranked: bool = False, sections: Sequence[Section] = ()
+) -> str:
     """Draw tracks under one another on one time axis.
 
     Every track is a Gantt of its ranks (light: forward, dark: backward, one hue a module, hatched: idle)
@@ -73,6 +76,8 @@ def html_page(tracks: Sequence[Track], *, title: str, note: str = "", ranked: bo
         Heading of the page and the line below it.
     ranked : bool
         The tracks are systems on one batch: the page opens with their ranking, and shows them in that order.
+    sections : sequence of Section
+        What stands above the tracks.
 
     Returns
     -------
@@ -92,7 +97,9 @@ def html_page(tracks: Sequence[Track], *, title: str, note: str = "", ranked: bo
     # One track's box is compared with the first track's: measured with planned, where they show one graph.
     reference = tracks[0]
     crosshair = Span(dimension="height", line_color=colours.FAINT, line_width=1, line_dash="dotted")
-    children: list[Any] = [Div(text=_heading(title, note, tracks, hues), sizing_mode="stretch_width")]
+    above = sections_html(sections, title=title, note=note) if sections else ""
+    heading = _heading("Timelines", "", tracks, hues) if above else _heading(title, note, tracks, hues)
+    children: list[Any] = [Div(text=heading, sizing_mode="stretch_width")]
     if ranking:
         children.append(Div(text=ranking, sizing_mode="stretch_width"))
     sources: list[ColumnDataSource] = []
@@ -112,6 +119,8 @@ def html_page(tracks: Sequence[Track], *, title: str, note: str = "", ranked: bo
     span.js_on_change("end", fit)
     frames[0].js_on_change("inner_width", fit)
     page = file_html(column(children, sizing_mode="stretch_width", spacing=0), INLINE, title)
+    if above:
+        page = page.replace("<body>", f"<body>{above}<hr>", 1).replace("<head>", f"<head><style>{STYLE}</style>", 1)
     return page.replace("<head>", f"<head>{_PAGE_STYLE}", 1)
 
 

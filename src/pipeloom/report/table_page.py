@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from pipeloom.report import colours
 
-_STYLE = f"""
+STYLE = f"""
  body {{ margin: 22px 28px; background: {colours.PAPER}; color: {colours.INK};
         font: 13.5px Inter, 'Helvetica Neue', 'Segoe UI', Arial, sans-serif; max-width: 62em; }}
  h1 {{ font-size: 22px; font-weight: 600; margin: 0 0 4px; }}
@@ -19,6 +19,7 @@ _STYLE = f"""
  th {{ color: {colours.FAINT}; }}
  th:first-child, td:first-child {{ text-align: left; }}
  tr.total td {{ font-weight: 600; border-bottom: 2px solid {colours.INK}; }}
+ pre {{ background: {colours.LANE}; padding: 8px 12px; margin: 4px 0 10px; overflow-x: auto; font-size: 12.5px; }}
 """
 
 
@@ -32,25 +33,41 @@ class TableSection(NamedTuple):
     totals: frozenset[int] = frozenset()
 
 
-def table_page(sections: Sequence[TableSection], *, title: str, note: str = "") -> str:
-    """Draw tables under one another on one offline HTML page; the first column is text, the others numbers."""
-    body = "".join(map(_section, sections))
+class TextSection(NamedTuple):
+    """A heading, a line of text, and lines that are copied as they stand."""
+
+    heading: str
+    note: str
+    lines: Sequence[str]
+
+
+Section = TableSection | TextSection
+
+
+def table_page(sections: Sequence[Section], *, title: str, note: str = "") -> str:
+    """Draw sections under one another on one offline HTML page; a table's first column is text, the others numbers."""
     return (
         f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>'
-        f"<style>{_STYLE}</style></head>\n<body><h1>{html.escape(title)}</h1><p>{html.escape(note)}</p>{body}</body></html>\n"
+        f"<style>{STYLE}</style></head>\n<body>{sections_html(sections, title=title, note=note)}</body></html>\n"
     )
 
 
-def _section(section: TableSection) -> str:
+def sections_html(sections: Sequence[Section], *, title: str, note: str = "") -> str:
+    """Heading and sections, for a page that has `STYLE`."""
+    return f"<h1>{html.escape(title)}</h1><p>{html.escape(note)}</p>{''.join(map(_section, sections))}"
+
+
+def _section(section: Section) -> str:
+    top = f"\n<h2>{html.escape(section.heading)}</h2><p>{html.escape(section.note)}</p>"
+    if isinstance(section, TextSection):
+        text = html.escape("\n".join(section.lines))
+        return f"{top}<pre>{text}</pre>" if text else top
     head = "".join(f"<th>{html.escape(cell)}</th>" for cell in section.header)
     rows = "".join(
         f'<tr class="total">{_cells(row)}</tr>' if number in section.totals else f"<tr>{_cells(row)}</tr>"
         for number, row in enumerate(section.rows)
     )
-    return (
-        f"\n<h2>{html.escape(section.heading)}</h2><p>{html.escape(section.note)}</p>"
-        f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
-    )
+    return f"{top}<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
 
 
 def _cells(row: Sequence[str]) -> str:

@@ -12,6 +12,7 @@ from pipeloom.errors import InputError
 from pipeloom.spec.architecture import Architecture, Layer, ModuleArchitecture
 from pipeloom.spec.hardware import ClusterSpec, DeviceSpec
 from pipeloom.spec.model import Reads
+from pipeloom.spec.plain_cluster import is_plain, read_plain
 
 Kind = Literal["devices", "clusters", "models", "datasets"]
 T = TypeVar("T")
@@ -63,11 +64,35 @@ def load_device(name: str) -> DeviceSpec:
 
 
 def load_cluster(name: str) -> ClusterSpec:
-    """A cluster by its zoo name or file; its ``device`` is a table, or the name or file of a device."""
+    """A cluster by its zoo name or file, or in words (`read_plain`).
+
+    In a file, ``device`` is a table, or the name or file of a device.
+    """
+    if is_plain(name):
+        return _plain_cluster(name)
     content = read("clusters", name)
     if isinstance(content.get("device"), str):
         content["device"] = msgspec.to_builtins(load_device(content["device"]))
     return convert(content, ClusterSpec, name)
+
+
+def _plain_cluster(text: str) -> ClusterSpec:
+    plain = read_plain(text)
+    if plain.device not in names("devices"):
+        raise InputError(
+            f"cluster {text!r}",
+            f"device {plain.device!r} is unknown",
+            f"known are {', '.join(names('devices'))}; for another, name it in a .toml file of a cluster",
+        )
+    return ClusterSpec(
+        name=text,
+        source=plain.source,
+        device=load_device(plain.device),
+        devices_per_node=plain.devices_per_node,
+        num_nodes=plain.num_nodes,
+        nic_bytes_per_s=plain.nic_bytes_per_s,
+        host_memory_bytes=plain.host_memory_bytes,
+    )
 
 
 def device_toml(device: DeviceSpec) -> str:

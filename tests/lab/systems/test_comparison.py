@@ -13,7 +13,7 @@ from pipeloom.lab.systems.systems import megatron_1f1b
 from pipeloom.search import Evaluations
 from pipeloom.spec.parallelism import Degrees
 
-PAGE = Path(__file__).parents[3] / "docs" / "own-model-table.md"
+PAGE = Path(__file__).parents[3] / "docs" / "compare.md"
 
 
 def _on_cluster(model: str) -> ModelOnCluster:
@@ -28,8 +28,10 @@ def test_a_system_is_one_entry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(SYSTEMS, "never", SystemEntry("Suits nothing", megatron_1f1b, lambda _model: False))
     assert suitable(case) == (*before, "mine")
     told: list[str] = []
-    compared = compare_case(
-        case, typical, draw_iteration(case, 3, 0), ["1f1b", "mine"], budget=Evaluations(1), on_system=told.append
+    compared = list(
+        compare_case(
+            case, typical, draw_iteration(case, 3, 0), ["1f1b", "mine"], budget=Evaluations(1), on_system=told.append
+        )
     )
     assert [one.title for one in compared] == told == [SYSTEMS["1f1b"].title, "Mine, as an example"]
     theirs, mine = (one.result for one in compared)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from pipeloom.errors import InfeasibleError, InputError
 from pipeloom.explain.compare import BaselineResult
@@ -76,6 +77,7 @@ class Comparison:
     layout: Layout | None
     result: BaselineResult | None
     problem: str = ""
+    """Why there is no result."""
     tried: tuple[LayoutEvaluation, ...] = ()
     """Layouts that its own was chosen among, and what each would cost; the chosen one first."""
 
@@ -104,8 +106,8 @@ def compare_case(
     budget: StoppingRule,
     seed: int = 0,
     on_system: Callable[[str], None] = lambda _: None,
-) -> tuple[Comparison, ...]:
-    """Time one iteration under every system.
+) -> Iterator[Comparison]:
+    """Time one iteration under every system, one after the other.
 
     Parameters
     ----------
@@ -122,27 +124,30 @@ def compare_case(
     on_system : callable
         Told the title of each system before its turn.
 
-    Returns
-    -------
-    tuple of Comparison
+    Yields
+    ------
+    Comparison
         In the order of ``names``.
     """
-    out = []
     for name in suitable(case, names):
         entry = SYSTEMS[name]
-        title = entry.title
-        on_system(title)
-        layout: Layout | None = None
-        tried: tuple[LayoutEvaluation, ...] = ()
-        try:
-            one = entry.make(case, typical)
-            layout, tried = one.layout, one.tried
-            found = one.run(groups, budget, seed)
-        except InfeasibleError as error:
-            out.append(Comparison(name, title, layout, None, str(error), tried))
-            continue
-        out.append(Comparison(name, title, layout, replace(found, name=title), tried=tried))
-    return tuple(out)
+        on_system(entry.title)
+        yield compared(name, entry.title, partial(entry.make, case, typical), groups, budget, seed)
+
+
+def compared(
+    name: str, title: str, make: Callable[[], System], groups: Microbatches, budget: StoppingRule, seed: int
+) -> Comparison:
+    """Make a system, and time one iteration under it."""
+    layout: Layout | None = None
+    tried: tuple[LayoutEvaluation, ...] = ()
+    try:
+        one = make()
+        layout, tried = one.layout, one.tried
+        found = one.run(groups, budget, seed)
+    except InfeasibleError as error:
+        return Comparison(name, title, layout, None, str(error), tried)
+    return Comparison(name, title, layout, replace(found, name=title), tried=tried)
 
 
 def _ours(case: ModelOnCluster, typical: Sequence[Microbatches]) -> System:

@@ -2,20 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
+import msgspec
+
+from pipeloom.emulator.sweep import default_data
 from pipeloom.errors import InputError
 from pipeloom.io import SAMPLE_SUFFIXES, read_samples
 from pipeloom.lab.systems.model_on_cluster import Microbatches, ModelOnCluster, draw_iteration
 from pipeloom.spec import Sample
 from pipeloom.spec.architecture import Architecture
-from pipeloom.spec.datasets import clips_of_iterations, pack_documents
+from pipeloom.spec.datasets import clips_of_iterations, draw_samples, pack_documents
+
+TOKENS = 8192
+"""Of a microbatch at most, where nobody says."""
 
 
-def sampled_iterations(
-    case: ModelOnCluster, data: str | None, num_microbatches: int, tokens: int, seed: int
-) -> tuple[Sequence[Microbatches], Microbatches]:
-    """Iterations to choose layouts on, and the one to compare.
+@dataclass(frozen=True)
+class Grouping:
+    """How samples in order become microbatches."""
+
+    num_microbatches: int = 16
+    """Of one iteration of one replica."""
+    tokens: int | None = None
+    """Of a microbatch at most; None: `TOKENS`, or of a data set of the zoo, what its papers have."""
+    samples: int | None = None
+    """Of a microbatch, whatever their tokens; None: by tokens."""
+    pad_to: int | None = None
+    """Tokens that every sample is padded to; None: not."""
+
+
+@dataclass(frozen=True)
+class Iterations:
+    """One iteration to compare systems on, and others to choose layouts on before it.
+
+    ``groups`` are padded where they are; ``real`` are the same without: what is learnt from.
+    """
+
+    typical: Sequence[Microbatches]
+    groups: Microbatches
+    real: Microbatches
+
+
+def sampled_iterations(case: ModelOnCluster, data: str | None, grouping: Grouping, seed: int) -> Iterations:
+    """Take the iteration to compare systems on, and those to choose layouts on.
 
     Of a user's own samples the first make the iteration, the rest those before it; where there are not enough for
     another, layouts are chosen on the iteration itself.
@@ -25,41 +56,45 @@ def sampled_iterations(
     case : ModelOnCluster
     data : str or None
         A data set of the zoo, or a file of samples (``.jsonl``, ``.parquet``, ``.tar``); None: the model's own set.
-    num_microbatches : int
-        Of one iteration of one replica.
-    tokens : int
-        Of a microbatch at most, where samples are a user's own.
+    grouping : Grouping
     seed : int
 
     Raises
     ------
     InputError
-        Too few samples, or one that is longer than a microbatch.
+        Too few samples, or one that is longer than a microbatch or what samples are padded to.
     """
+    count = grouping.num_microbatches
     if data is None or not data.endswith(SAMPLE_SUFFIXES):
-        typical = [draw_iteration(case, num_microbatches, seed + 1_000_003 + i) for i in range(2)]
-        return typical, draw_iteration(case, num_microbatches, seed, data)
-    groups = own_groups(case.architecture, read_samples(data), tokens, num_microbatches)
-    if len(groups) < num_microbatches:
-        raise InputError(
-            data,
-            f"gives {len(groups)} microbatches, {num_microbatches} are wanted",
-            "ask for fewer microbatches, or give more samples",
-        )
-    rest = [
-        groups[i : i + num_microbatches]
-        for i in range(num_microbatches, len(groups) - num_microbatches + 1, num_microbatches)
-    ][:2]
-    return rest or [groups[:num_microbatches]], groups[:num_microbatches]
+        typical: Sequence[Microbatches] = [_drawn(case, data, grouping, seed + 1_000_003 + i) for i in range(2)]
+        real = _drawn(case, data, grouping, seed)
+    else:
+        groups = own_groups(case.architecture, read_samples(data), grouping)
+        if len(groups) < count:
+            raise InputError(
+                data,
+                f"gives {len(groups)} microbatches, {count} are wanted",
+                "ask for fewer microbatches, or give more samples",
+            )
+        real = groups[:count]
+        rest = [groups[i : i + count] for i in range(count, len(groups) - count + 1, count)][:2]
+        typical = rest or [real]
+    if grouping.pad_to is None:
+        return Iterations(typical, real, real)
+    return Iterations([_padded(each, grouping.pad_to) for each in typical], _padded(real, grouping.pad_to), real)
 
 
-def own_groups(architecture: Architecture, samples: Sequence[Sample], tokens: int, count: int) -> list[list[Sample]]:
-    """Pack a user's own samples as the papers do: in order, up to a number of tokens, or clips by their length.
+def own_groups(architecture: Architecture, samples: Sequence[Sample], grouping: Grouping) -> list[list[Sample]]:
+    """Make microbatches of a user's own samples, in order; clips by their length, as the papers do.
 
-    Clips are grouped iteration by iteration, of ``count`` microbatches each.
+    Clips are grouped iteration by iteration.
     """
-    if any(module.reads == "videos" for module in architecture.modules):
-        return [group for groups in clips_of_iterations(list(samples), count) for group in groups]
+    if _reads_videos(architecture):
+        clips = clips_of_iterations(list(samples), grouping.num_microbatches)
+        return [group for groups in clips for group in groups]
+    if grouping.samples is not None:
+        return _by_number(samples, grouping.samples)
+    tokens = grouping.tokens or TOKENS
     longest = max(samples, key=lambda s: s.sequence_tokens)
     if longest.sequence_tokens > tokens:
         raise InputError(
@@ -68,3 +103,52 @@ def own_groups(architecture: Architecture, samples: Sequence[Sample], tokens: in
             "allow more tokens, or shorten the sample",
         )
     return pack_documents(list(samples), tokens, max_images=tokens)
+
+
+def _drawn(case: ModelOnCluster, data: str | None, grouping: Grouping, seed: int) -> Microbatches:
+    """An iteration of a data set of the zoo, as its papers pack it where nothing else is said."""
+    count, architecture = grouping.num_microbatches, case.architecture
+    if _reads_videos(architecture) or (grouping.samples is None and grouping.tokens is None):
+        return draw_iteration(case, count, seed, data)
+    group: Callable[[list[Sample]], list[list[Sample]]]
+    if grouping.samples is None:
+        tokens = grouping.tokens or TOKENS
+        # The last one is not full.
+        factor, group = max(24, tokens // 256), lambda s: pack_documents(s, tokens, max_images=tokens)[:-1]
+    else:
+        size = grouping.samples
+        factor, group = size, lambda s: _by_number(s, size)
+    name = data or default_data(architecture)
+    images = any(module.reads == "images" for module in architecture.modules)
+    while True:
+        samples = draw_samples(name, count * factor, seed)
+        if not images:
+            samples = [Sample(s.id, s.text_tokens) for s in samples if s.text_tokens]
+        if len(groups := group(samples)) >= count:
+            return groups[:count]
+        factor *= 2
+
+
+def _by_number(samples: Sequence[Sample], size: int) -> list[list[Sample]]:
+    """Whole groups alone."""
+    return [list(samples[i : i + size]) for i in range(0, len(samples) - size + 1, size)]
+
+
+def _reads_videos(architecture: Architecture) -> bool:
+    return any(module.reads == "videos" for module in architecture.modules)
+
+
+def _padded(groups: Microbatches, pad_to: int) -> list[list[Sample]]:
+    """The same samples with text up to so many tokens each."""
+    return [[_padded_sample(sample, pad_to) for sample in group] for group in groups]
+
+
+def _padded_sample(sample: Sample, pad_to: int) -> Sample:
+    missing = pad_to - sample.sequence_tokens
+    if missing < 0:
+        raise InputError(
+            f"sample {sample.id!r}",
+            f"has {sample.sequence_tokens} tokens, samples are padded to {pad_to}",
+            "pad to more, or shorten the sample",
+        )
+    return msgspec.structs.replace(sample, text_tokens=sample.text_tokens + missing)

@@ -7,12 +7,18 @@ from typing import Any
 
 from pipeloom.errors import InfeasibleError
 from pipeloom.explain.compare import track_of
+from pipeloom.lab.systems.answer import Question
 from pipeloom.lab.systems.comparison import Comparison
+from pipeloom.lab.systems.gain import GainStep
 from pipeloom.lab.systems.model_on_cluster import Microbatches, ModelOnCluster
+from pipeloom.lab.systems.now import NOW
 from pipeloom.lab.systems.systems import mfu
 from pipeloom.layout.choose import LayoutEvaluation
 from pipeloom.report import Track, key_figures
 from pipeloom.taskgraph import NS_PER_S
+
+UNTOLD = "interleaved"
+"""Over which system gains are, where nobody says what he runs."""
 
 
 @dataclass(frozen=True)
@@ -21,49 +27,111 @@ class Outcome:
 
     Attributes
     ----------
-    groups : Microbatches
-        The iteration that was compared.
+    question : Question
     systems : tuple of Comparison
+    steps : tuple of GainStep
+        From what somebody runs now to Pipeloom's; empty where neither or only one of them is there.
     """
 
-    case: ModelOnCluster
-    groups: Microbatches
+    question: Question
     systems: tuple[Comparison, ...]
+    steps: tuple[GainStep, ...] = ()
+
+    @property
+    def case(self) -> ModelOnCluster:
+        """What was compared on."""
+        return self.question.case
 
     @property
     def title(self) -> str:
         """Model, cluster and degrees."""
-        degrees = self.case.degrees
-        where = f"tp {degrees.tensor} pp {degrees.pipeline} dp {degrees.data}"
+        d = self.case.degrees
+        more = "".join(f" {word} {n}" for word, n in (("cp", d.context), ("ep", d.expert)) if n > 1)
+        where = f"tp {d.tensor} pp {d.pipeline} dp {d.data}{more}"
         return f"{self.case.architecture.name} on {self.case.cluster.name}, {where}"
 
     @property
-    def note(self) -> str:
-        """Where the seconds come from, and which systems do not fit."""
-        device = self.case.cluster.device
-        missing = "".join(f" {one.title}: {one.problem}." for one in self.systems if one.result is None)
-        return f"Emulated from the {device.basis} table of {device.name}.{missing}"
+    def baseline(self) -> Comparison | None:
+        """Over which gains are: what somebody runs now; untold, Megatron-LM's interleaved, or the first that fits."""
+        fitting = {one.name: one for one in self.systems if one.result is not None}
+        if NOW in {one.name for one in self.systems}:
+            return fitting.get(NOW)
+        return fitting.get(UNTOLD) or next(iter(fitting.values()), None)
 
     def rows(self) -> list[dict[str, Any]]:
-        """Numbers of every system, as ``pipeloom compare --json`` prints them."""
-        return [row_of(self.case, self.groups, one) for one in self.systems]
+        """Numbers of every system, fastest first and behind them those that do not fit."""
+        rows = [self.row(one) for one in self.systems]
+        return sorted(rows, key=lambda row: row.get("iteration_s", float("inf")))
+
+    def row(self, one: Comparison) -> dict[str, Any]:
+        """Numbers of one system, as ``pipeloom compare --json`` prints them."""
+        tried = {"layouts": [_tried(trial) for trial in one.tried]} if one.tried else {}
+        if one.result is None:
+            return {"system": one.name, "title": one.title, "problem": one.problem} | tried
+        numbers = key_figures(self.track(one))
+        base = self.baseline
+        capacity = self.case.capacity_bytes
+        return {
+            "system": one.name,
+            "title": one.title,
+            "iteration_s": numbers.iteration_ns / NS_PER_S,
+            "gain": None if base is None else self.iteration_s(base) / self.iteration_s(one) - 1,
+            "tokens_per_s": numbers.tokens_per_s,
+            "tokens_per_s_per_device": (numbers.tokens_per_s or 0.0) / self.case.degrees.num_devices,
+            "mfu": mfu(self.case, self.question.iterations.real, one.result.iteration_s),
+            "bubble_share": numbers.bubble_share,
+            "peak_memory_bytes": numbers.peak_bytes,
+            "fits": numbers.peak_bytes <= capacity,
+            "gap": numbers.gap,
+        } | tried
+
+    def iteration_s(self, one: Comparison) -> float:
+        """Seconds of an iteration with what follows the pipeline."""
+        assert one.result is not None
+        return one.result.iteration_s + self.case.update_s
+
+    def step_rows(self) -> list[dict[str, Any]]:
+        """Seconds after every step from what is run now to Pipeloom's, what each saves, and its part of all saved."""
+        base = self.baseline
+        if not self.steps or base is None or base.name != NOW:
+            return []
+        before = first = self.iteration_s(base)
+        saved_all = first - (self.steps[-1].iteration_s + self.case.update_s)
+        rows = []
+        for step in self.steps:
+            seconds = step.iteration_s + self.case.update_s
+            share = (before - seconds) / saved_all if saved_all else 0.0
+            rows.append(
+                {
+                    "step": step.name,
+                    "iteration_s": seconds,
+                    "saved_s": before - seconds,
+                    "share": share,
+                    "note": step.note,
+                }
+            )
+            before = seconds
+        return rows
+
+    def track(self, one: Comparison) -> Track:
+        """A system that fits, to be drawn."""
+        assert one.result is not None
+        named = replace(one.result, name=f"{one.name}: {one.title}")
+        tokens = backbone_tokens(self.case, self.question.iterations.real)
+        return track_of(named, update_s=self.case.update_s, num_tokens=tokens)
 
     def tracks(self) -> list[Track]:
-        """What can be drawn: the systems that fit.
+        """What can be drawn: the systems that fit, fastest first.
 
         Raises
         ------
         InfeasibleError
             None does.
         """
-        num_tokens = backbone_tokens(self.case, self.groups)
-        fitting = [(one.title, one.result) for one in self.systems if one.result is not None]
+        fitting = [one for one in self.systems if one.result is not None]
         if not fitting:
             raise InfeasibleError(f"{self.title}: no system fits: {self.systems[-1].problem}")
-        return [
-            track_of(replace(result, name=title), update_s=self.case.update_s, num_tokens=num_tokens)
-            for title, result in fitting
-        ]
+        return [self.track(one) for one in sorted(fitting, key=self.iteration_s)]
 
 
 def backbone_tokens(case: ModelOnCluster, groups: Microbatches) -> int:
@@ -71,25 +139,6 @@ def backbone_tokens(case: ModelOnCluster, groups: Microbatches) -> int:
     backbone = case.model.modules[-1]
     one = sum(sum(backbone.instance_lengths(sample)) for group in groups for sample in group)
     return one * case.degrees.data
-
-
-def row_of(case: ModelOnCluster, groups: Microbatches, one: Comparison) -> dict[str, Any]:
-    tried = {"layouts": [_tried(trial) for trial in one.tried]} if one.tried else {}
-    if one.result is None:
-        return {"system": one.name, "title": one.title, "problem": one.problem} | tried
-    r = one.result
-    track = track_of(replace(r, name=one.title), update_s=case.update_s, num_tokens=backbone_tokens(case, groups))
-    numbers = key_figures(track)
-    return {
-        "system": one.name,
-        "title": one.title,
-        "iteration_s": numbers.iteration_ns / NS_PER_S,
-        "tokens_per_s": numbers.tokens_per_s,
-        "mfu": mfu(case, groups, r.iteration_s),
-        "bubble_share": numbers.bubble_share,
-        "peak_memory_bytes": numbers.peak_bytes,
-        "gap": numbers.gap,
-    } | tried
 
 
 def _tried(trial: LayoutEvaluation) -> dict[str, Any]:

@@ -310,11 +310,16 @@ def mfu(case: ModelOnCluster, groups: Microbatches, seconds: float) -> float:
 
 
 def _loads(case: ModelOnCluster, batches: Sequence[Microbatches], balance: str) -> list[LayerLoad]:
-    """By parameters; or by time and, since stages of equal time may not fit, nearer and nearer to by parameters."""
+    """By parameters; or by time, as `loads_by_time`."""
     if balance == "parameters":
         return [by_parameters(case, batches)]
     if balance != "time":
         raise InputError("balance", f"{balance!r} is none of parameters, time")
+    return loads_by_time(case, batches)
+
+
+def loads_by_time(case: ModelOnCluster, batches: Sequence[Microbatches]) -> list[LayerLoad]:
+    """Balance by time, then nearer and nearer to by parameters, since stages of equal time may not fit."""
     layers = [(m.name, layer) for m in case.model.modules for layer in m.flat_layers]
     time, size = by_time(case, batches), by_parameters(case, batches)
     all_time, all_size = (sum(load(*layer) for layer in layers) or 1.0 for load in (time, size))

@@ -1,0 +1,269 @@
+"""What `pipeloom compare` says: the same sections on the console, on the page, and in ``--json``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pipeloom.cli.emulate import parameters_text
+from pipeloom.lab.systems.comparison import OURS, Comparison
+from pipeloom.lab.systems.gain import PACKED
+from pipeloom.lab.systems.iterations import TOKENS
+from pipeloom.lab.systems.now import MOVED, NOW, held_as, run_costs
+from pipeloom.layout import blocks_of_stages
+from pipeloom.report import share_text, size_text, time_text
+from pipeloom.report.table_page import Section, TableSection, TextSection
+
+if TYPE_CHECKING:
+    from pipeloom.lab.systems.outcome import Outcome
+    from pipeloom.spec import Sample
+
+COLUMNS = ("system", "iteration", "gain", "tok/s/GPU", "MFU", "bubbles", "memory", "bound")
+STEPS = {
+    "layout": "layout, and how images are divided",
+    "packing": "packing",
+    "order": "order",
+    "memory": "what is held in memory",
+}
+KNOWN_ERRORS = (
+    "Against published figures, H800 and H100 tables gave 3.92 s for 4.068 s (a 7B language model on 8 devices), "
+    "MFU 0.314 for 0.36 (VLM-XL on 16,384) and 0.18 for 0.39 (T2V-XL on 6,144)."
+)
+"""Those of docs/emulator.md, "How good it is"."""
+_COMPARED = ("H800", "H100")
+
+
+def seconds_text(seconds: float) -> str:
+    """Seconds as every report writes them."""
+    return time_text(round(seconds * 1e9))
+
+
+def gain_text(gain: float) -> str:
+    """A gain as percent, with its sign."""
+    return f"{100 * gain:+.1f} %"
+
+
+def row_cells(row: dict[str, Any], baseline: str = "") -> tuple[str, ...]:
+    """One system's row of `COLUMNS`; the gain is left out of the row of the ``baseline``, and where there is none."""
+    if "problem" in row:
+        return (row["system"], "does not fit", *[""] * (len(COLUMNS) - 2))
+    gain = row["gain"]
+    return (
+        row["system"],
+        seconds_text(row["iteration_s"]),
+        "" if gain is None or row["system"] == baseline else gain_text(gain),
+        f"{row['tokens_per_s_per_device']:,.0f}",
+        f"{row['mfu']:.3f}",
+        share_text(row["bubble_share"]),
+        size_text(row["peak_memory_bytes"]) + ("" if row["fits"] else "!"),
+        "" if row["gap"] is None else share_text(row["gap"]),
+    )
+
+
+def sections(outcome: Outcome, layout_file: Path | None = None) -> list[Section]:
+    """The answer; ``layout_file``: where Pipeloom's layout was written."""
+    made = [_ranking(outcome), _steps(outcome), _samples(outcome), _change(outcome, layout_file), _confidence(outcome)]
+    return [section for section in made if section is not None]
+
+
+def _ranking(outcome: Outcome) -> Section:
+    rows, base = outcome.rows(), outcome.baseline
+    best = frozenset(i for i, row in enumerate(rows) if row["system"] in (NOW, OURS, PACKED))
+    name = "" if base is None else base.name
+    count = len(outcome.question.iterations.groups)
+    notes = [f"{count} microbatches a replica, seed {outcome.question.seed}"]
+    if base is not None:
+        notes.append(f"gain over {base.name} ({base.title})")
+    notes.append("bound: above a time that no schedule of that layout can beat")
+    if any(not row.get("fits", True) for row in rows):
+        notes.append(f"!: more than the {size_text(outcome.case.capacity_bytes)} that there are, by the emulator")
+    return TableSection(outcome.title, "; ".join(notes), COLUMNS, [row_cells(row, name) for row in rows], best)
+
+
+def _steps(outcome: Outcome) -> Section | None:
+    rows, base = outcome.step_rows(), outcome.baseline
+    if not rows or base is None:
+        return None
+    cells = [("as you run it", seconds_text(outcome.iteration_s(base)), "", "", "")]
+    cells += [
+        (
+            STEPS[row["step"]],
+            seconds_text(row["iteration_s"]),
+            ("-" if row["saved_s"] < 0 else "") + seconds_text(abs(row["saved_s"])),
+            share_text(row["share"]) if row["share"] >= 0 else f"-{share_text(-row['share'])}",
+            row["note"],
+        )
+        for row in rows
+    ]
+    note = "One thing after the other is Pipeloom's; what comes first has what several could have."
+    return TableSection("Where the gain comes from", note, ("", "iteration", "saved", "of all", ""), cells)
+
+
+def _samples(outcome: Outcome) -> Section:
+    groups = outcome.question.iterations.real
+    samples = [sample for group in groups for sample in group]
+    measures: list[tuple[str, Callable[[Sample], Sequence[float]]]] = [
+        ("tokens of a sample", lambda s: [s.sequence_tokens]),
+        ("text of a sample", lambda s: [s.text_tokens]),
+        ("images of a sample", lambda s: [len(s.image_tokens)]),
+        ("tokens of an image", lambda s: s.image_tokens),
+        ("patches of an image", lambda s: s.patches),
+        ("seconds of a video", lambda s: s.video_seconds),
+        ("seconds of a recording", lambda s: s.audio_seconds),
+    ]
+    rows = [_spread(name, [value for sample in samples for value in of(sample)]) for name, of in measures]
+    rows.append(_spread("samples of a microbatch", [len(group) for group in groups]))
+    rows.append(_spread("tokens of a microbatch", [sum(s.sequence_tokens for s in group) for group in groups]))
+    shown = [row for row in rows if row is not None and row[2] != "0"]
+    note = f"{len(samples):,} samples in {len(groups):,} microbatches. {parameters_text(outcome.case.architecture)}."
+    header = ("one iteration of a replica", "number", "sum", "5 %", "median", "95 %", "most")
+    return TableSection("What is trained on what", note, header, shown)
+
+
+def _spread(name: str, values: Sequence[float]) -> tuple[str, ...] | None:
+    if not values:
+        return None
+    low, middle, high = np.percentile(values, (5, 50, 95))
+    numbers = (len(values), sum(values), low, middle, high, max(values))
+    return (name, *(f"{number:,.0f}" for number in numbers))
+
+
+def _change(outcome: Outcome, layout_file: Path | None) -> Section | None:
+    found = {one.name: one for one in outcome.systems if one.result is not None}
+    lines = []
+    if MOVED in found and NOW in found:
+        lines += _trainer_lines(outcome, found[MOVED])
+    if OURS in found:
+        lines += ["", *_pipeloom_lines(outcome, found, layout_file)]
+    if not lines:
+        return None
+    note = "Above: what your trainer can do. Below: a train.toml of Pipeloom." if MOVED in found else ""
+    return TextSection("What to change", note, lines)
+
+
+def _trainer_lines(outcome: Outcome, moved: Comparison) -> list[str]:
+    """The moved layers as words that ``--now`` reads, and as Megatron's string."""
+    run, case = outcome.question.run, outcome.case
+    assert run is not None
+    assert moved.result is not None
+    layout = moved.result.layout
+    row = outcome.row(moved)
+    lines = [f"# your trainer, layers moved: {seconds_text(row['iteration_s'])}, {gain_text(row['gain'])}"]
+    stages = blocks_of_stages(layout, case.model)
+    if stages is None:
+        return lines
+    backbone = case.model.modules[-1].name
+    counts = [stage.get(backbone, 0) for stage in stages]
+    order = "interleaved" if len(counts) > case.num_ranks else "1f1b" if run.order == "interleaved" else run.order
+    words = {
+        "tp": run.tp,
+        "pp": run.pp,
+        "dp": case.degrees.data,
+        "cp": run.cp if run.cp > 1 else None,
+        "ep": run.ep if run.ep > 1 else None,
+        "zero": run.zero if run.zero != 1 else None,
+        "schedule": order,
+        "layout": ",".join(map(str, counts)),
+        "recompute": _recompute_word(str(held_as(run_costs(case, run), moved.result))),
+        "microbatch_samples": run.microbatch_samples,
+        "microbatch_tokens": run.microbatch_tokens,
+        "pad_to": run.pad_to,
+        "microbatches": run.microbatches,
+    }
+    lines.append(" ".join(f"{name}={value}" for name, value in words.items() if value is not None))
+    lines.append(f'--pipeline-model-parallel-layout "{_megatron(counts)}"')
+    return lines
+
+
+def _recompute_word(strategy: str) -> str:
+    return {"keep": "none"}.get(strategy, strategy.replace("recompute", "full"))
+
+
+def _megatron(counts: Sequence[int]) -> str:
+    """Blocks of stages as Megatron writes them: E embedding, t block, L loss."""
+    letters = ["t" * count for count in counts]
+    letters[0], letters[-1] = "E" + letters[0], letters[-1] + "L"
+    return "|".join(re.sub("t{3,}", lambda run: f"t*{len(run[0])}", text) for text in letters)
+
+
+def _pipeloom_lines(outcome: Outcome, found: dict[str, Comparison], layout_file: Path | None) -> list[str]:
+    case, degrees = outcome.case, outcome.case.degrees
+    best = min((found[name] for name in (OURS, PACKED) if name in found), key=outcome.iteration_s)
+    row = outcome.row(best)
+    chosen = found[OURS].tried[0].name if found[OURS].tried else ""
+    gain = "" if row["gain"] is None else f", {gain_text(row['gain'])}"
+    host = case.cluster.offload_bytes
+    strategies = ["keep", "selective", "recompute", *(["offload"] if host else [])]
+    return [
+        f"# Pipeloom: {seconds_text(row['iteration_s'])}{gain}; layout {chosen}, of {len(found[OURS].tried)} tried",
+        "[layout]",
+        f"ranks = {degrees.pipeline}",
+        *(['kind = "chosen"'] if layout_file is None else ['kind = "file"', f'path = "{layout_file.name}"']),
+        "[parallel]",
+        f"dp = {degrees.data}",
+        f"tp = {degrees.tensor}",
+        "[packing]",
+        f"token_budget = {outcome.question.grouping.tokens or TOKENS}",
+        "[cluster]",
+        f"memory_capacity_bytes = {case.capacity_bytes}",
+        *([f"host_capacity_bytes = {host}"] if host else []),
+        "[planner]",
+        f"strategies = [{', '.join(map(repr, strategies))}]".replace("'", '"'),
+    ]
+
+
+def _confidence(outcome: Outcome) -> Section:
+    cluster, device = outcome.case.cluster, outcome.case.cluster.device
+    lines = [
+        f"Emulated, not measured: {device.name}, {device.basis} table ({device.source}); cluster {cluster.source}."
+    ]
+    if device.basis == "measured":
+        lines.append("The table was measured; its error on other sizes stands in the report of pipeloom calibrate.")
+    else:
+        known = device.name.startswith(_COMPARED)
+        lines.append(
+            "Efficiencies are assumed, and Pipeloom was never run on a GPU. "
+            + (KNOWN_ERRORS if known else "No published time was compared with the table of this device.")
+        )
+        lines.append("pipeloom calibrate --device cuda measures one device, and its table makes these times yours.")
+    if outcome.question.run is not None:
+        lines += [f"Of your setup, {note}." for note in outcome.question.run.notes]
+    lines.append(
+        "One replica stands for all; pipeloom sweep compares degrees of parallelism. "
+        "Not modelled: links shared by ranks, jitter, gradients reduced beside the backward."
+    )
+    return TextSection("How sure this is", " ".join(lines), ())
+
+
+def problem_lines(outcome: Outcome) -> list[str]:
+    """Why systems do not fit, a line each."""
+    return [f"{one.name}: {one.problem}" for one in outcome.systems if one.result is None]
+
+
+def document(outcome: Outcome, made: Sequence[Section]) -> dict[str, Any]:
+    """The answer for ``--json``: numbers, and the sections as they are printed."""
+    case, question = outcome.case, outcome.question
+    return {
+        "model": case.architecture.name,
+        "cluster": case.cluster.name,
+        "kind_of_time": "emulated",
+        "device": case.cluster.device.name,
+        "device_basis": case.cluster.device.basis,
+        "seed": question.seed,
+        "num_microbatches": len(question.iterations.groups),
+        "gain_over": None if outcome.baseline is None else outcome.baseline.name,
+        "systems": outcome.rows(),
+        "steps": outcome.step_rows(),
+        "sections": [_section_document(section) for section in made],
+    }
+
+
+def _section_document(section: Section) -> dict[str, Any]:
+    fields: dict[str, Any] = {"heading": section.heading, "note": section.note}
+    if isinstance(section, TextSection):
+        return fields | {"lines": list(section.lines)}
+    return fields | {"header": list(section.header), "rows": [list(row) for row in section.rows]}

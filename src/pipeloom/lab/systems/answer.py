@@ -1,0 +1,150 @@
+"""What would I gain? Systems, what somebody runs now, and where Pipeloom's gain comes from, in two processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, replace
+from multiprocessing import get_context
+
+from pipeloom.errors import ExecutionError, InfeasibleError
+from pipeloom.explain.compare import BaselineResult
+from pipeloom.lab.systems.comparison import OURS, Comparison, compare_case, compared, suitable
+from pipeloom.lab.systems.gain import PACKED, PACKED_TITLE, GainStep, Packed, packed_anew, packs_anew, split_gain
+from pipeloom.lab.systems.iterations import TOKENS, Grouping, Iterations
+from pipeloom.lab.systems.model_on_cluster import ModelOnCluster, put_on_cluster
+from pipeloom.lab.systems.now import MOVED, MOVED_TITLE, NOW, NOW_TITLE, moved_system, now_system
+from pipeloom.search import Deadline
+from pipeloom.spec import Layout
+from pipeloom.spec.architecture import Architecture
+from pipeloom.spec.current_run import CurrentRun
+from pipeloom.spec.hardware import ClusterSpec
+from pipeloom.spec.parallelism import Degrees
+
+PACKING_TIMES = 4
+"""Of the seconds that an order is searched, to choose a packing with its order: several are searched."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is compared: systems on iterations of a case, beside what somebody runs now."""
+
+    case: ModelOnCluster
+    iterations: Iterations
+    grouping: Grouping
+    names: tuple[str, ...]
+    """Keys of `SYSTEMS`."""
+    run: CurrentRun | None = None
+    budget_s: float = 1.0
+    """Processor seconds of search, for the systems that search."""
+    seed: int = 0
+
+    @property
+    def budget(self) -> Deadline:
+        """The rule by which searches end."""
+        return Deadline(self.budget_s, "cpu")
+
+
+@dataclass(frozen=True)
+class Ours:
+    """Pipeloom on given microbatches, on its own, and what it gains by what."""
+
+    systems: tuple[Comparison, ...]
+    steps: tuple[GainStep, ...] = ()
+
+
+def answers(
+    question: Question, *, processes: int = 2, on_system: Callable[[str], None] = lambda _: None
+) -> Iterator[Comparison | tuple[GainStep, ...]]:
+    """Compare, and give every system as soon as it is known; the steps of the gain come last, where there are any.
+
+    Parameters
+    ----------
+    question : Question
+    processes : int
+        1 or 2: Pipeloom's layout is chosen beside what others do.
+    on_system : callable
+        Told the title of each system before its turn.
+
+    Raises
+    ------
+    ExecutionError
+        The other process died.
+    """
+    case, wanted = question.case, suitable(question.case, question.names)
+    ours = OURS in wanted
+    if not ours or processes < 2:
+        yield from _others(question, on_system)
+        if ours:
+            on_system("Pipeloom")
+            yield from _in_order(our_answer(question))
+        return
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        rest = replace(question, case=None)  # type: ignore[arg-type]
+        coming = pool.submit(_our_answer_for, case.architecture, case.cluster, case.degrees, rest)
+        try:
+            yield from _others(question, on_system)
+            on_system("Pipeloom")
+            yield from _in_order(coming.result())
+        except BrokenProcessPool as error:
+            raise ExecutionError("the process that plans for Pipeloom died; give the machine more memory") from error
+        finally:
+            coming.cancel()
+
+
+def _in_order(found: Ours) -> Iterator[Comparison | tuple[GainStep, ...]]:
+    yield from found.systems
+    if found.steps:
+        yield found.steps
+
+
+def _others(question: Question, on_system: Callable[[str], None]) -> Iterator[Comparison]:
+    """What somebody runs now, and all systems but Pipeloom."""
+    case, given, run = question.case, question.iterations, question.run
+    if run is not None:
+        on_system(NOW_TITLE)
+        yield compared(NOW, NOW_TITLE, lambda: now_system(case, run), given.groups, question.budget, question.seed)
+        on_system(MOVED_TITLE)
+        yield compared(
+            MOVED, MOVED_TITLE, lambda: moved_system(case, run, given.typical), given.groups, question.budget, 0
+        )
+    names = [name for name in question.names if name != OURS]
+    yield from compare_case(
+        case, given.typical, given.groups, names, budget=question.budget, seed=question.seed, on_system=on_system
+    )
+
+
+def _our_answer_for(architecture: Architecture, cluster: ClusterSpec, degrees: Degrees, rest: Question) -> Ours:
+    """In a process of its own, which is not sent what has been emulated."""
+    return our_answer(replace(rest, case=put_on_cluster(architecture, cluster, degrees)))
+
+
+def our_answer(question: Question) -> Ours:
+    """Pipeloom: its layout, a searched schedule on the given microbatches, a plan of its own, and the gain in steps."""
+    case, given = question.case, question.iterations
+    (one,) = compare_case(case, given.typical, given.groups, [OURS], budget=question.budget, seed=question.seed)
+    if one.result is None or one.layout is None:
+        return Ours((one,))
+    systems, last = [one], one.result
+    best: Packed | BaselineResult = last
+    if packs_anew(case):
+        packed = _packed(question, one.layout)
+        if isinstance(packed, Packed):
+            systems.append(Comparison(PACKED, PACKED_TITLE, one.layout, packed.result))
+            best = packed if packed.result.iteration_s < last.iteration_s else last
+        else:
+            systems.append(packed)
+    if question.run is None:
+        return Ours(tuple(systems))
+    steps = split_gain(case, question.run, given.groups, (one.layout, best), question.budget, question.seed)
+    return Ours(tuple(systems), steps)
+
+
+def _packed(question: Question, layout: Layout) -> Packed | Comparison:
+    budget = Deadline(PACKING_TIMES * question.budget_s, "cpu")
+    tokens = question.grouping.tokens or TOKENS
+    try:
+        return packed_anew(question.case, layout, question.iterations.real, tokens, budget, question.seed)
+    except InfeasibleError as error:
+        return Comparison(PACKED, PACKED_TITLE, layout, None, str(error))

@@ -1,0 +1,144 @@
+"""Layouts written as blocks of each stage, as other trainers' users do: one chain, stage ``j`` on rank ``j % p``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from pipeloom.errors import InputError
+from pipeloom.layout.layouts import LayerLoad, by_count, partition_chain
+from pipeloom.spec import Chunk, Layout, ModelSpec, ModuleLayout, ModuleSpec
+
+Spans = dict[str, tuple[int, int]]
+"""Of one stage: first and last layer of each module that it has."""
+
+
+def encoders_in_first_stage(
+    model: ModelSpec, num_ranks: int, chunks_per_rank: int, load: LayerLoad = by_count, *, counted: bool = True
+) -> Layout:
+    """Encoders whole in the first stage, the last module's layers in all stages: what trainers of others can do.
+
+    Parameters
+    ----------
+    load : callable
+        Makes stages even; by default by numbers of blocks.
+    counted : bool
+        The encoders' load is the first stage's, too; False: as trainers divide untold.
+
+    Raises
+    ------
+    InputError
+        The last module has fewer layers than there are stages.
+    """
+    *encoders, backbone = model.modules
+    num_stages = num_ranks * chunks_per_rank
+    if len(backbone.flat_layers) < num_stages:
+        raise InputError(
+            "chunks", f"{num_stages} stages, {backbone.name} has {len(backbone.flat_layers)} layers", "use fewer"
+        )
+    loads = [load(backbone.name, layer) for layer in backbone.flat_layers]
+    if counted:
+        loads[0] += sum(load(module.name, layer) for module in encoders for layer in module.flat_layers)
+    spans: list[Spans] = [{backbone.name: run} for run in partition_chain(loads, num_stages)]
+    spans[0].update(_whole(model))
+    return _layout(model, num_ranks, spans)
+
+
+def layout_of_stages(model: ModelSpec, num_ranks: int, stages: Sequence[int | Mapping[str, int]]) -> Layout:
+    """Lay a model out as one chain of stages of so many blocks.
+
+    Parameters
+    ----------
+    stages : sequence of int or mapping
+        In model order. A number is of the last module's blocks, with all encoders whole in the first stage; a mapping
+        has a number for each module. Of what is no block, embeddings are in the first stage that names their module,
+        heads in the last, and others with the block before them. In a module without blocks every layer is one.
+
+    Raises
+    ------
+    InputError
+        An unknown module, or numbers that are not those of the model.
+    """
+    backbone = model.modules[-1]
+    plain = [stage for stage in stages if isinstance(stage, int)]
+    if plain and len(plain) < len(stages):
+        raise InputError("layout", "mixes numbers and tables", "write all stages one way")
+    tables = [{backbone.name: stage} if isinstance(stage, int) else stage for stage in stages]
+    for name in {name for table in tables for name in table}:
+        model.module(name)
+    spans: list[Spans] = [{} for _ in stages]
+    last_stage = 0
+    for module in (backbone,) if plain else model.modules:
+        counts = {j: table[module.name] for j, table in enumerate(tables) if module.name in table}
+        _check(module, counts, last_stage)
+        last_stage = max(last_stage, *counts)
+        for j, span in _cut(module, counts).items():
+            spans[j][module.name] = span
+    if plain:
+        spans[0].update(_whole(model))
+    return _layout(model, num_ranks, spans)
+
+
+def blocks_of_stages(layout: Layout, model: ModelSpec) -> list[dict[str, int]] | None:
+    """The same the other way: blocks of each module in every stage; None: the layout cannot be written so."""
+    stages: list[dict[str, int]] = []
+    ranks: list[int] = []
+    for chunk in layout.chunks:
+        if not ranks or ranks[-1] != chunk.rank:
+            ranks.append(chunk.rank)
+            stages.append({})
+        count = sum(chunk.layers[0] <= block <= chunk.layers[1] for block in _blocks(model.module(chunk.module)))
+        stages[-1][chunk.module] = stages[-1].get(chunk.module, 0) + count
+    try:
+        again = layout_of_stages(model, layout.num_ranks, stages)
+    except InputError:
+        return None
+    return stages if again.chunks == layout.chunks else None
+
+
+def _blocks(module: ModuleSpec) -> list[int]:
+    """Positions of the blocks among a module's layers; of all layers where it has none."""
+    layers = module.flat_layers
+    return [i for i, layer in enumerate(layers) if layer.kind.startswith("block")] or list(range(len(layers)))
+
+
+def _check(module: ModuleSpec, counts: Mapping[int, int], last_stage: int) -> None:
+    total, blocks = sum(counts.values()), len(_blocks(module))
+    if not counts or total != blocks or min(counts.values()) < 0:
+        raise InputError("layout", f"has {total} blocks of {module.name}, the model {blocks}", "give all of them")
+    if module.after and min(counts) < last_stage:
+        raise InputError(
+            "layout",
+            f"{module.name} begins in stage {min(counts)}, before stage {last_stage} ends {', '.join(module.after)}",
+            "write stages in model order",
+        )
+
+
+def _cut(module: ModuleSpec, counts: Mapping[int, int]) -> dict[int, tuple[int, int]]:
+    """First and last layer in every stage that has any."""
+    blocks, last = _blocks(module), len(module.flat_layers) - 1
+    # Where block d begins; behind the last one, what follows it.
+    begins = [*blocks, blocks[-1] + 1]
+    spans: dict[int, tuple[int, int]] = {}
+    first, done = 0, 0
+    for j, count in counts.items():
+        done += count
+        end = last if j == max(counts) else begins[done] - 1
+        if first <= end:
+            spans[j] = (first, end)
+            first = end + 1
+    return spans
+
+
+def _whole(model: ModelSpec) -> Spans:
+    """All encoders."""
+    return {module.name: (0, len(module.flat_layers) - 1) for module in model.modules[:-1]}
+
+
+def _layout(model: ModelSpec, num_ranks: int, stages: Sequence[Spans]) -> Layout:
+    chunks = [
+        Chunk(module.name, stage[module.name], j % num_ranks)
+        for j, stage in enumerate(stages)
+        for module in model.modules
+        if module.name in stage
+    ]
+    return Layout(num_ranks, tuple(ModuleLayout.of(m) for m in model.modules), tuple(chunks))

@@ -1,0 +1,106 @@
+"""What somebody trains with now: degrees, schedule, layout, recomputation and microbatches, whoever's trainer it is."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from pipeloom.errors import InputError, check_count
+from pipeloom.spec.parallelism import Degrees
+from pipeloom.spec.strategies import ChunkStrategy, chunk_strategy
+
+RunSchedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
+Stage = int | dict[str, int]
+"""Blocks of a stage: of the last module, or of each module named."""
+
+_COUNTS = ("tp", "pp", "dp", "cp", "ep", "chunks", "microbatch_samples", "microbatch_tokens", "pad_to", "microbatches")
+
+
+class CurrentRun(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What somebody trains with now. Files and words have these names (docs/compare.md)."""
+
+    tp: int = 1
+    pp: int = 1
+    dp: int | None = None
+    """None: as many replicas as the cluster has devices for."""
+    cp: int = 1
+    ep: int = 1
+    zero: Literal[0, 1, 3] = 1
+    schedule: RunSchedule | None = None
+    """None: interleaved 1F1B where there are several chunks a rank, 1F1B where not."""
+    chunks: int | None = None
+    """Stages of each rank; None: as many as ``layout`` has, or one."""
+    layout: tuple[Stage, ...] = ()
+    """Blocks of every stage in model order, stage ``j`` on rank ``j % pp``. A number is of the last module; then encoders
+    are whole in the first stage. Embeddings are in the first stage, heads in the last. Empty: equal numbers."""
+    recompute: str | None = None
+    """``none``, ``selective``, ``full``, or of a share of each chunk's layers ``full:0.5``; None: as little as fits."""
+    microbatch_samples: int | None = None
+    microbatch_tokens: int | None = None
+    """Of a microbatch at most: samples in order, packed end to end."""
+    pad_to: int | None = None
+    """Tokens that every sample is padded to; None: not padded."""
+    microbatches: int | None = None
+    """Of one replica in one iteration."""
+    source: str = ""
+    """What it was read from."""
+    notes: tuple[str, ...] = ()
+    """What of it is emulated otherwise than it runs."""
+
+    def __post_init__(self) -> None:
+        """Refuse what no trainer runs."""
+        for name in _COUNTS:
+            value = getattr(self, name)
+            if value is not None:
+                check_count(name, value)
+        if self.microbatch_samples is not None and self.microbatch_tokens is not None:
+            raise InputError("microbatch_tokens", "is given beside microbatch_samples", "give one of them")
+        if len(self.layout) % self.pp:
+            raise InputError(
+                "layout", f"has {len(self.layout)} stages, no multiple of pp = {self.pp}", "give one for each stage"
+            )
+        if self.layout and self.chunks not in (None, len(self.layout) // self.pp):
+            raise InputError(
+                "chunks",
+                f"{self.chunks} a rank, layout has {len(self.layout)} stages for pp = {self.pp}",
+                "leave it out",
+            )
+        if self.order in ("1f1b", "zero_bubble") and self.num_chunks > 1:
+            raise InputError(
+                "schedule", f"{self.order!r} takes one stage a rank, here are {self.num_chunks}", "use 'interleaved'"
+            )
+        if self.recompute is not None:
+            self.strategy  # noqa: B018  refused where it is none
+
+    @property
+    def num_chunks(self) -> int:
+        """Stages of each rank."""
+        return self.chunks or max(1, len(self.layout) // self.pp)
+
+    @property
+    def order(self) -> RunSchedule:
+        """The schedule."""
+        return self.schedule or ("interleaved" if self.num_chunks > 1 else "1f1b")
+
+    @property
+    def strategy(self) -> ChunkStrategy | None:
+        """How activations are held; None: the fastest way that fits."""
+        if self.recompute is None:
+            return None
+        try:
+            return ChunkStrategy("keep") if self.recompute == "none" else chunk_strategy(self.recompute)
+        except InputError as error:
+            raise InputError("recompute", error.problem, "write none, selective, full or full:0.5") from error
+
+    def degrees(self, num_devices: int) -> Degrees:
+        """Degrees of parallelism on a cluster of so many devices."""
+        one = self.tp * self.pp * self.cp
+        return Degrees(
+            tensor=self.tp,
+            pipeline=self.pp,
+            data=self.dp or max(1, num_devices // one),
+            context=self.cp,
+            expert=self.ep,
+            zero=self.zero,
+        )

@@ -1,0 +1,109 @@
+"""What somebody runs now: words, a file of ours, torchtitan's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pipeloom.errors import InputError
+from pipeloom.integrations.current_runs import load_run
+from pipeloom.integrations.models import load_model
+from pipeloom.spec import ChunkStrategy
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "compare"
+
+
+def test_words_and_files_say_the_same(tmp_path: Path) -> None:
+    said = load_run("tp=2 pp=2 layout=4,8,8,8 recompute=full:0.5 microbatch_samples=2 pad_to=4096 zero=3")
+    file = tmp_path / "now.toml"
+    file.write_text(
+        '[now]\ntp = 2\npp = 2\nlayout = [4, 8, 8, 8]\nrecompute = "full:0.5"\nmicrobatch_samples = 2\npad_to = 4096\nzero = 3\n'
+    )
+    read = load_run(str(file))
+    assert (read.source, said.source) == (str(file), "words")
+    for name in set(said.__struct_fields__) - {"source"}:
+        assert getattr(said, name) == getattr(read, name)
+    assert (said.order, said.num_chunks) == ("interleaved", 2)
+    assert said.strategy == ChunkStrategy("recompute", 0.5)
+    degrees = said.degrees(16)
+    assert (degrees.tensor, degrees.pipeline, degrees.data, degrees.zero) == (2, 2, 4, 3)
+    assert load_run("pp=4 recompute=none").strategy == ChunkStrategy("keep")
+    assert load_run("pp=4").strategy is None
+
+
+def test_the_examples() -> None:
+    run = load_run(str(EXAMPLES / "now.toml"))
+    assert (run.layout, run.order) == ((4, 8, 8, 8), "1f1b")
+    titan = load_run(str(EXAMPLES / "torchtitan.toml"))
+    assert (titan.pp, titan.order, titan.recompute, titan.dp) == (4, "1f1b", "full", None)
+    assert (titan.microbatch_tokens, titan.microbatches) == (8192, 8)
+    assert titan.notes
+
+
+def test_torchtitan_names_of_stages(tmp_path: Path) -> None:
+    file = tmp_path / "titan.toml"
+    file.write_text(
+        "[parallelism]\npipeline_parallel_degree = 2\ntensor_parallel_degree = 4\ndata_parallel_shard_degree = 2\n"
+        'data_parallel_replicate_degree = 3\nfsdp_reshard_after_forward = "always"\n'
+        'module_fqns_per_model_part = [["tok_embeddings", "layers.0"], ["layers.1", "layers.2"], ["layers.3"], '
+        '["norm", "output"]]\n'
+    )
+    run = load_run(str(file))
+    assert (run.layout, run.num_chunks, run.order) == ((1, 2, 1, 0), 2, "interleaved")
+    assert (run.tp, run.dp, run.zero, run.recompute) == (4, 6, 3, "selective")
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("nofile.toml", "is neither a file nor words; write 'tp=2"),
+        ("tp=2 pp", "'pp' is not name=value"),
+        ("tp=2 tp=4", "tp is given twice"),
+        ("tp=two", "tp"),
+        ("pp=0", "pp: 0 is below 1"),
+        ("color=red", r"unknown field `color`; fields are tp, pp"),
+        ("pp=4 schedule=zb", "schedule"),
+        ("pp=4 recompute=some", "recompute: 'some' is not one of"),
+        ("pp=4 layout=1,2,3", "layout: has 3 stages, no multiple of pp = 4"),
+        ("pp=2 schedule=1f1b chunks=2", "schedule: '1f1b' takes one stage a rank, here are 2; use 'interleaved'"),
+        ("pp=2 layout=1,2,3,4 chunks=1", "chunks: 1 a rank, layout has 4 stages"),
+        ("microbatch_samples=1 microbatch_tokens=5", "is given beside microbatch_samples"),
+        ("\0=1", "unknown field|not name=value"),
+    ],
+)
+def test_what_is_no_run_is_named(given: str, words: str) -> None:
+    with pytest.raises(InputError, match=words) as refused:
+        load_run(given)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[model]\nname = 1", r"has no table \[now\]"),
+        ("now = 3", r"now: is not a table"),
+        ("a =", "is not TOML"),
+        ('[parallelism]\npipeline_parallel_degree = "4"', "parallelism.pipeline_parallel_degree: '4' is not understood"),
+        (
+            '[parallelism]\npipeline_parallel_degree = 4\npipeline_parallel_schedule = "DualPipeV"',
+            "'DualPipeV' is not understood; emulated are gpipe, 1f1b, interleaved1f1b",
+        ),
+        ("[parallelism]\npipeline_parallel_layers_per_stage = 4", "give module_fqns_per_model_part instead"),
+        ('[training]\n[activation_checkpoint]\nmode = "memory_budget"', "emulated are none, selective, full"),
+        ("[parallelism]\npipeline_parallel_degree = 2\nmodule_fqns_per_model_part = [[1]]", "give a list of names"),
+    ],
+)
+def test_what_is_no_file_of_a_run_is_named(tmp_path: Path, text: str, words: str) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(text)
+    with pytest.raises(InputError, match=words) as refused:
+        load_run(str(file))
+    assert str(file) in str(refused.value)
+
+
+def test_published_models_have_many_spellings() -> None:
+    names = ("Qwen2.5-VL-7B", "qwen2.5-vl-7b", "Qwen/Qwen2.5-VL-7B-Instruct")
+    assert len({load_model(name) for name in names}) == 1
+    with pytest.raises(InputError, match=r"model 'Qwen9': is unknown; known are .*vlm-m.*qwen2.5-vl-7b.* or give a config"):
+        load_model("Qwen9")

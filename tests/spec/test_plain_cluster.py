@@ -1,0 +1,50 @@
+"""Clusters in a few words."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipeloom.errors import InputError
+from pipeloom.spec.catalog import load_cluster, names
+
+
+@pytest.mark.parametrize("device", names("devices"))
+def test_every_device_of_the_zoo_makes_a_cluster(device: str) -> None:
+    cluster = load_cluster(f"16x{device.upper()}")
+    assert (cluster.num_nodes, cluster.devices_per_node) == (2, 8)
+    assert cluster.device.basis == "datasheet"
+    assert cluster.host_memory_bytes == 2_000_000_000_000
+    assert "assumed" in cluster.source
+
+
+def test_words() -> None:
+    cluster = load_cluster("2x8xB200 ib800 ram1000")
+    assert (cluster.num_nodes, cluster.devices_per_node, cluster.name) == (2, 8, "2x8xB200 ib800 ram1000")
+    assert cluster.device.name.startswith("B200")
+    assert cluster.nic_bytes_per_s == 100e9
+    assert cluster.host_memory_bytes == 1_000_000_000_000
+    assert "assumed" not in cluster.source
+    assert load_cluster("64xH200").num_nodes == 8
+    assert load_cluster("6xL40S").devices_per_node == 6
+    assert load_cluster("3x4xA100").num_devices == 12
+    assert load_cluster("16xA100").nic_bytes_per_s == 25e9
+    # The same as the zoo's own, but for what it is called.
+    assert load_cluster("64xH100").nic_bytes_per_s == load_cluster("h100-64").nic_bytes_per_s
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("8xH1000", r"device 'h1000' is unknown; known are .*b200"),
+        ("12xH100", r"12 devices do not fill hosts of 8; say the hosts, as in 3x4xH100"),
+        ("8H100", r"'8H100' is not a number of devices; write 8xH100"),
+        ("0xH100", r"0 is below 1"),
+        ("8xH100 nvlink", r"'nvlink' is no word of it"),
+        ("8xH100 ib0", r"'ib0' is no word of it"),
+        ("99999999999999999999xH100", r"is not a number of devices"),
+    ],
+)
+def test_what_is_no_cluster_is_named(text: str, words: str) -> None:
+    with pytest.raises(InputError, match=words) as refused:
+        load_cluster(text)
+    assert text in str(refused.value)
