@@ -1,130 +1,187 @@
-"""`pipeloom compare`, and the worked page for a user's own model."""
+"""`pipeloom compare`: one answer on the console, the page and in --json; its page's commands run as written."""
 
 from __future__ import annotations
 
 import functools
+import html
 import json
 import re
 import shlex
 import shutil
+import tomllib
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from pipeloom.cli.app import run
-from pipeloom.lab.systems import comparison
+from pipeloom.cli.compare_answer import KNOWN_ERRORS
+from pipeloom.integrations.current_runs import load_run
+from pipeloom.io import read_layout
+from pipeloom.io.stage_names import read_megatron_layout
+from pipeloom.lab.systems import answer, comparison
 from pipeloom.lab.systems.chosen_layout import choose_layout
 from pipeloom.search import Evaluations
+from pipeloom.spec import RankSpec
+from pipeloom.training.config import LayoutConfig, ParallelConfig, PlannerConfig
 
 ROOT = Path(__file__).parents[2]
-EXAMPLE = ROOT / "examples" / "own_model_table"
+EXAMPLE = ROOT / "examples" / "compare"
+SMALL = ["config.json", "--data", "samples.jsonl", "--cluster", "2xH100", "--microbatches", "3", "--processes", "1"]
+NOW = "pp=2 layout=2,4 recompute=full"
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The example's files where the commands run, with a model of a few layers so that this is fast."""
-    shutil.copy(EXAMPLE / "samples.jsonl", tmp_path)
+    shutil.copytree(EXAMPLE, tmp_path, dirs_exist_ok=True)
     config = json.loads((EXAMPLE / "config.json").read_text())
     config["num_hidden_layers"], config["vision_config"]["depth"] = 6, 6
     (tmp_path / "config.json").write_text(json.dumps(config))
+    now = (tmp_path / "now.toml").read_text()
+    (tmp_path / "now.toml").write_text(now.replace("[4, 8, 8, 8]", "[0, 2, 2, 2]"))
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
-def test_the_worked_page_runs_as_written(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Three commands; the last with fewer systems and a shorter search."""
-    page = (ROOT / "docs" / "own-model-table.md").read_text()
-    commands = [shlex.split(c)[1:] for c in re.findall(r"```sh\n(pipeloom .*)\n```", page)]
-    assert [command[0] for command in commands] == ["emulate", "sweep", "compare"]
-    last = commands[-1]
-    last += ["--systems", "interleaved,nnscaler,optimus,dip,pipeloom-dip-layout", "--budget", "0.05"]
-    for command in commands:
-        assert run(command) == 0, command
-    out = capsys.readouterr().out
-    for word in ("iteration", "dp ", "interleaved", "optimus", "pipeloom-dip-layout", "wrote systems.html"):
-        assert word in out
-    html = (folder / "systems.html").read_text()
-    for title in ("Megatron-LM interleaved, by parameters", "nnScaler*", "DIP as published"):
-        assert title in html
-
-
-def test_as_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command = [
-        "compare",
-        "config.json",
-        "--systems",
-        "1f1b,interleaved-time,fsdp",
-        "--pp",
-        "2",
-        "--microbatches",
-        "3",
-        "--data",
-        "samples.jsonl",
-        "--seed",
-        "5",
-        "--json",
-    ]
-    assert run(command) == 0
-    document = json.loads(capsys.readouterr().out)
-    assert [row["system"] for row in document["systems"]] == ["1f1b", "interleaved-time", "fsdp"]
-    assert all(0 < row["mfu"] < 1 and row["iteration_s"] > 0 for row in document["systems"])
-    assert document["seed"] == 5
-    assert (document["device"], document["device_basis"]) == ("H800 SXM5 80GB", "datasheet")
-    # The command's old name gives the same.
-    old = ["plan", "config.json", "--compare", *command[3:]]
-    assert run(old) == 0
-    assert json.loads(capsys.readouterr().out) == document
-
-
-def test_the_chosen_layout_stands_beside_what_others_would_cost(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    quick = functools.partial(choose_layout, trial=Evaluations(3), rounds=1)
-    monkeypatch.setattr(comparison, "choose_layout", quick)
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layouts are chosen by few evaluations."""
+    monkeypatch.setattr(comparison, "choose_layout", functools.partial(choose_layout, trial=Evaluations(3), rounds=1))
     monkeypatch.setattr(comparison, "FINAL", Evaluations(3))
-    command = [
-        "compare",
-        "config.json",
-        "--systems",
-        "pipeloom",
-        "--pp",
-        "2",
-        "--microbatches",
-        "3",
-        "--budget",
-        "0.05",
-        "--data",
-        "samples.jsonl",
-    ]
-    assert run([*command, "--json"]) == 0
-    (row,) = json.loads(capsys.readouterr().out)["systems"]
-    chosen, *others = row["layouts"]
-    known = [one["planned_s"] for one in row["layouts"] if "planned_s" in one]
-    assert chosen["planned_s"] == min(known)
-    assert len(others) > 5
-    assert run(command) == 0
+    monkeypatch.setattr(answer, "PACKING_TIMES", 1)
+
+
+def test_the_worked_page_runs_as_written(folder: Path, quick: None, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its commands, with fewer systems and a shorter search; the first with a smaller model."""
+    page = (ROOT / "docs" / "compare.md").read_text()
+    commands = [shlex.split(c)[1:] for c in re.findall(r"```sh\n(pipeloom .*)\n```", page)]
+    assert {command[0] for command in commands} == {"emulate", "sweep", "compare"}
+    for command in commands:
+        if command[0] == "compare":
+            command += ["--systems", "1f1b,optimus", "--budget", "0.05", "--processes", "1"]
+        assert run([word.replace("Qwen2.5-VL-7B", "config.json") for word in command]) == 0, command
     out = capsys.readouterr().out
-    assert f"layout {chosen['layout']}, of {len(row['layouts'])} tried" in out
-    assert "more, in --json" in out
-    assert "seed 0. Emulated, not measured: H800 SXM5 80GB, datasheet table." in out
+    for word in ("iteration", "dp ", "now-moved", "optimus", "wrote answer/comparison.html"):
+        assert word in out
+
+
+def test_any_number_on_the_console_is_on_the_page_and_in_json(
+    folder: Path, quick: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["compare", *SMALL, "--now", NOW, "--systems", "1f1b,zero-bubble,fsdp,pipeloom", "--out", "answer"]
+    assert run([*command, "--budget", "0.02"]) == 0
+    shown = capsys.readouterr()
+    page = html.unescape((folder / "answer" / "comparison.html").read_text())
+    lines = [line for line in shown.out.splitlines() if not line.startswith("wrote ")]
+    numbers = [word for line in lines for word in line.split() if re.search(r"\d", word)]
+    assert len(numbers) > 150
+    assert [word for word in numbers if word not in page] == []
+    # What was told on the way, row by row, is in the answer.
+    assert [word for word in shown.err.split() if re.search(r"\d", word) and word not in shown.out] == []
+
+    assert run([*command, "--budget", "0", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    page = html.unescape((folder / "answer" / "comparison.html").read_text())
+    cells = [cell for section in document["sections"] for row in section.get("rows", []) for cell in row]
+    assert [cell for cell in cells if f"<td>{cell}</td>" not in page] == []
+    rows = {row["system"]: row for row in document["systems"]}
+    assert {"now", "now-moved", "1f1b", "pipeloom", "pipeloom-packed"} <= set(rows)
+    times = [row["iteration_s"] for row in document["systems"] if "problem" not in row]
+    assert times == sorted(times)
+    assert rows["now"]["gain"] == 0
+    assert rows["1f1b"]["gain"] == pytest.approx(rows["now"]["iteration_s"] / rows["1f1b"]["iteration_s"] - 1)
+    # The steps lead from what is run now to the faster of Pipeloom's rows, and their parts are the whole.
+    steps = document["steps"]
+    best = min(rows[name]["iteration_s"] for name in ("pipeloom", "pipeloom-packed"))
+    assert steps[-1]["iteration_s"] == pytest.approx(best)
+    assert sum(step["share"] for step in steps) == pytest.approx(1)
+    assert sum(step["saved_s"] for step in steps) == pytest.approx(rows["now"]["iteration_s"] - best)
+
+
+def test_what_is_to_be_pasted_does_what_it_says(folder: Path, quick: None, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["compare", *SMALL, "--systems", "pipeloom", "--budget", "0.02", "--out", "answer", "--json"]
+    assert run([*command, "--now", NOW]) == 0
+    document = json.loads(capsys.readouterr().out)
+    rows = {row["system"]: row for row in document["systems"]}
+    (lines,) = (section["lines"] for section in document["sections"] if section["heading"] == "What to change")
+    blank = lines.index("")
+    said, words, megatron = lines[:blank]
+    assert said.startswith("# your trainer, layers moved")
+    assert load_run(words).layout
+    _, string = shlex.split(megatron)
+    assert sum(chunk.num_layers for chunk in read_megatron_layout(string, 2).chunks) == 6
+    assert run([*command, "--now", words]) == 0
+    again = {row["system"]: row for row in json.loads(capsys.readouterr().out)["systems"]}
+    assert again["now"]["iteration_s"] == pytest.approx(rows["now-moved"]["iteration_s"])
+    # The rest is of a train.toml.
+    tables = tomllib.loads("\n".join(lines[blank:]))
+    layout = msgspec.convert(tables["layout"], LayoutConfig)
+    assert read_layout(folder / "answer" / str(layout.path)).num_ranks == layout.ranks == 2
+    msgspec.convert(tables["parallel"], ParallelConfig)
+    msgspec.convert(tables["cluster"], RankSpec)
+    assert "offload" in msgspec.convert(tables["planner"], PlannerConfig).strategies
+    assert tables["packing"] == {"token_budget": 8192}
+
+
+def test_without_what_is_run_now(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["compare", *SMALL, "--systems", "1f1b,interleaved,fsdp", "--seed", "5"]
+    assert run([*command, "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert {row["system"] for row in document["systems"]} == {"1f1b", "interleaved", "fsdp"}
+    assert all(0 < row["mfu"] < 1 and row["iteration_s"] > 0 for row in document["systems"])
+    assert (document["seed"], document["gain_over"], document["steps"]) == (5, "interleaved", [])
+    assert (document["device"], document["device_basis"]) == ("H100 SXM5 80GB", "datasheet")
+    assert run([*command, "--freeze", "vision", "--json"]) == 0
+    frozen = json.loads(capsys.readouterr().out)
+    slow, fast = (next(r["iteration_s"] for r in d["systems"] if r["system"] == "1f1b") for d in (document, frozen))
+    assert fast < slow
+
+
+@pytest.mark.full
+def test_two_processes_find_what_one_finds(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["compare", *SMALL[:-2], "--now", NOW, "--systems", "1f1b,pipeloom", "--budget", "0.02", "--json"]
+    found = []
+    for processes in ("1", "2"):
+        assert run([*command, "--processes", processes]) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    one, two = ({row["system"]: row for row in each["systems"]} for each in found)
+    assert set(one) == set(two)
+    for name in ("now", "now-moved", "1f1b"):
+        assert one[name] == two[name]
+    assert two["pipeloom"]["iteration_s"] < two["now"]["iteration_s"]
+    assert [step["step"] for step in found[1]["steps"] if step["step"] != "packing"] == ["layout", "order", "memory"]
+
+
+def test_known_errors_are_those_of_the_page_of_the_emulator() -> None:
+    page = (ROOT / "docs" / "emulator.md").read_text()
+    for number in re.findall(r"\d+\.\d+|\d+,\d+", KNOWN_ERRORS):
+        assert number in page, number
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--compare", "nobody"], "'nobody' is none of"),
-        (["--compare", "1f1b", "--setup", "x.json"], "given beside --compare"),
-        (["--compare", "1f1b", "--data", "samples.jsonl", "--microbatches", "999"], "999 are wanted"),
-        (["--compare", "1f1b", "--data", "samples.jsonl", "--tokens", "50"], "a microbatch 50"),
-        (["--compare", "1f1b", "--tp", "64", "--pp", "4"], "need 256 devices"),
-        (["--data", "samples.jsonl"], "given without --compare"),
-        ([], "--out: is missing"),
+        (["--systems", "nobody"], "'nobody' is none of"),
+        (["--data", "samples.jsonl", "--microbatches", "999"], "999 are wanted"),
+        (["--data", "samples.jsonl", "--tokens", "50"], "a microbatch 50"),
+        (["--tp", "64", "--pp", "4"], "need 256 devices"),
+        (["--cluster", "8xZ9"], "device 'z9' is unknown; known are a100"),
+        (["--now", "pp=4 layout=1,2"], "--now: layout: has 2 stages, no multiple of pp = 4"),
+        (["--now", "pp=2 layout=1,2"], "layout: has 3 blocks of lm, the model 6"),
+        (["--now", "pp=4 chunks=3"], "chunks: 12 stages, lm has 8 layers"),
+        (["--now", "pp=2", "--pp", "4"], "--pp: 4 beside --now, which has 2; leave it out"),
+        (["--now", "pp=2 microbatches=3", "--microbatches", "4"], "--microbatches: is given beside --now"),
+        (["--now", "pp=2 microbatch_samples=3", "--tokens", "4"], "--tokens: is given beside --now"),
+        (["--now", "pp=2 pad_to=64", "--data", "samples.jsonl"], "samples are padded to 64"),
+        (["--now", "nothing.toml"], "is neither a file nor words"),
+        (["--out", "config.json"], "config.json"),
     ],
 )
 def test_wrong_input_is_one_line(
     folder: Path, arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(["plan", str(folder / "config.json"), *arguments]) == 2
+    assert run(["compare", "config.json", "--systems", "1f1b", *arguments]) == 2
     error = capsys.readouterr().err.strip()
     assert words in error
     assert len(error.splitlines()) == 1

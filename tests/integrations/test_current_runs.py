@@ -18,7 +18,8 @@ def test_words_and_files_say_the_same(tmp_path: Path) -> None:
     said = load_run("tp=2 pp=2 layout=4,8,8,8 recompute=full:0.5 microbatch_samples=2 pad_to=4096 zero=3")
     file = tmp_path / "now.toml"
     file.write_text(
-        '[now]\ntp = 2\npp = 2\nlayout = [4, 8, 8, 8]\nrecompute = "full:0.5"\nmicrobatch_samples = 2\npad_to = 4096\nzero = 3\n'
+        '[now]\ntp = 2\npp = 2\nlayout = [4, 8, 8, 8]\nrecompute = "full:0.5"\n'
+        "microbatch_samples = 2\npad_to = 4096\nzero = 3\n"
     )
     read = load_run(str(file))
     assert (read.source, said.source) == (str(file), "words")
@@ -84,7 +85,10 @@ def test_what_is_no_run_is_named(given: str, words: str) -> None:
         ("[model]\nname = 1", r"has no table \[now\]"),
         ("now = 3", r"now: is not a table"),
         ("a =", "is not TOML"),
-        ('[parallelism]\npipeline_parallel_degree = "4"', "parallelism.pipeline_parallel_degree: '4' is not understood"),
+        (
+            '[parallelism]\npipeline_parallel_degree = "4"',
+            "parallelism.pipeline_parallel_degree: '4' is not understood",
+        ),
         (
             '[parallelism]\npipeline_parallel_degree = 4\npipeline_parallel_schedule = "DualPipeV"',
             "'DualPipeV' is not understood; emulated are gpipe, 1f1b, interleaved1f1b",
@@ -105,5 +109,5 @@ def test_what_is_no_file_of_a_run_is_named(tmp_path: Path, text: str, words: str
 def test_published_models_have_many_spellings() -> None:
     names = ("Qwen2.5-VL-7B", "qwen2.5-vl-7b", "Qwen/Qwen2.5-VL-7B-Instruct")
     assert len({load_model(name) for name in names}) == 1
-    with pytest.raises(InputError, match=r"model 'Qwen9': is unknown; known are .*vlm-m.*qwen2.5-vl-7b.* or give a config"):
+    with pytest.raises(InputError, match=r"model 'Qwen9': is unknown; known are .*vlm-m.*qwen2.5-vl-7b.*config"):
         load_model("Qwen9")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from pipeloom.cli.options import FREEZE_HELP, check_budget
-from pipeloom.cli.output import JSON_HELP, check_targets, print_json, stderr
+from pipeloom.cli.output import JSON_HELP, check_targets, note_compiling, print_json, stderr
 from pipeloom.errors import InputError
 
 if TYPE_CHECKING:
@@ -70,6 +70,7 @@ def compare(
     """
     from pipeloom.integrations.current_runs import load_run
     from pipeloom.integrations.models import load_model
+    from pipeloom.io import make_folder
     from pipeloom.lab.systems.answer import Question
     from pipeloom.lab.systems.comparison import suitable
     from pipeloom.lab.systems.iterations import sampled_iterations
@@ -89,6 +90,8 @@ def compare(
     names = suitable(case, None if systems == "all" else systems.split(","))
     grouping = _grouping(run, microbatches, tokens)
     iterations = sampled_iterations(case, data, grouping, seed)
+    if out is not None:
+        make_folder(out)
     found = _answered(Question(case, iterations, grouping, names, run, budget, seed), processes, quiet=json)
     _tell(found, page, out, json)
 
@@ -138,7 +141,7 @@ def _answered(question: Question, processes: int, *, quiet: bool) -> Outcome:
     console = stderr()
     systems: list[Comparison] = []
     steps: tuple[GainStep, ...] = ()
-    with console.status("preparing ...") as status:
+    with note_compiling(), console.status("preparing ...") as status:
         for each in answers(question, processes=processes, on_system=lambda title: status.update(f"{title} ...")):
             if not isinstance(each, Comparison):
                 steps = each
@@ -161,19 +164,17 @@ def _line(cells: Sequence[str]) -> str:
 def _tell(found: Outcome, page: Path | None, out: Path | None, json: bool) -> None:
     """Write the files, and print the same."""
     from pipeloom.cli.compare_answer import document, problem_lines, sections
-    from pipeloom.io import make_folder, write_layout, write_text
+    from pipeloom.io import write_layout, write_text
     from pipeloom.lab.systems.comparison import OURS
     from pipeloom.report import timeline_html
 
     layout = next((one.layout for one in found.systems if one.name == OURS and one.result is not None), None)
     written: list[str] = []
     file = None
-    if out is not None:
-        make_folder(out)
-        if layout is not None:
-            file = out / "layout.json"
-            write_layout(file, layout)
-            written.append(str(file))
+    if out is not None and layout is not None:
+        file = out / "layout.json"
+        write_layout(file, layout)
+        written.append(str(file))
     made = sections(found, file)
     if page is not None:
         note = "; ".join(problem_lines(found))

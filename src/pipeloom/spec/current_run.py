@@ -32,8 +32,8 @@ class CurrentRun(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     chunks: int | None = None
     """Stages of each rank; None: as many as ``layout`` has, or one."""
     layout: tuple[Stage, ...] = ()
-    """Blocks of every stage in model order, stage ``j`` on rank ``j % pp``. A number is of the last module; then encoders
-    are whole in the first stage. Embeddings are in the first stage, heads in the last. Empty: equal numbers."""
+    """Blocks of every stage in model order, stage ``j`` on rank ``j % pp``. A number is of the last module, encoders
+    are whole in the first stage then. Embeddings are in the first stage, heads in the last. Empty: equal numbers."""
     recompute: str | None = None
     """``none``, ``selective``, ``full``, or of a share of each chunk's layers ``full:0.5``; None: as little as fits."""
     microbatch_samples: int | None = None

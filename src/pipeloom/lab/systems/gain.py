@@ -67,6 +67,7 @@ def packed_anew(
     problem = Problem(
         case.model, layout, case.costs, PackingSpec(most), capacity_bytes=case.capacity_bytes, reckoned=case.memory
     )
+    problem.warm_up()
     made = decide(problem, batch, budget, seed)
     after_s = replica_seconds(case, layout)
     result = BaselineResult(PACKED_TITLE, layout, made.graph, made.schedule, made.timeline, made.lower_bound, after_s)

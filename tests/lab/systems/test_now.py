@@ -1,0 +1,116 @@
+"""What is run now beside the systems, and Pipeloom's gain over it in steps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from pipeloom.lab.systems.gain import packed_anew, split_gain
+from pipeloom.lab.systems.iterations import Grouping, sampled_iterations
+from pipeloom.lab.systems.model_on_cluster import ModelOnCluster, put_on_cluster
+from pipeloom.lab.systems.now import held_as, moved_system, now_system, run_costs
+from pipeloom.lab.systems.systems import megatron_1f1b, our_layout
+from pipeloom.layout import layout_of_stages
+from pipeloom.search import Evaluations
+from pipeloom.spec import ChunkStrategy
+from pipeloom.spec.current_run import CurrentRun
+from pipeloom.timeline import check
+from tests.lab.systems.cases import shallow
+
+ONE = Evaluations(1)
+
+
+def case_of(run: CurrentRun) -> ModelOnCluster:
+    return put_on_cluster(shallow("vlm-7b", vision=6, lm=6), "8xH100", run.degrees(2))
+
+
+def test_what_is_run_now_is_what_it_says() -> None:
+    """The layout, order and recomputation of the words, and nothing else, on a graph that the checker accepts."""
+    run = CurrentRun(pp=2, layout=(2, 4), recompute="full:0.5")
+    case = case_of(run)
+    given = sampled_iterations(case, None, Grouping(3), 0)
+    found = now_system(case, run).run(given.groups, ONE, 0)
+    assert found.layout == layout_of_stages(case.model, 2, (2, 4))
+    assert held_as(run_costs(case, run), found) == ChunkStrategy("recompute", 0.5)
+    assert not check(found.graph, found.schedule, found.timeline)
+    # 1F1B: rank 0 runs one forward ahead, then alternates.
+    kinds = [int(found.graph.kind[task]) for task in found.schedule.order[1]]
+    assert kinds[0] != kinds[-1]
+    least = CurrentRun(pp=2, layout=(2, 4))
+    assert now_system(case, least).run(given.groups, ONE, 0).iteration_s <= found.iteration_s
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zero_bubble"])
+def test_every_schedule_runs(schedule: str) -> None:
+    run = CurrentRun(pp=2, schedule=schedule, chunks=2 if schedule == "interleaved" else None)  # type: ignore[arg-type]
+    case = case_of(run)
+    given = sampled_iterations(case, None, Grouping(3), 0)
+    found = now_system(case, run).run(given.groups, ONE, 0)
+    assert found.fits
+    moved = moved_system(case, run, given.typical).run(given.groups, ONE, 0)
+    assert moved.fits
+    assert all(chunk.rank == 0 for chunk in moved.layout.chunks if chunk.module == "vision")
+
+
+def test_a_run_that_needs_too_much_is_timed_all_the_same() -> None:
+    run = CurrentRun(pp=2, recompute="none")
+    case = case_of(run)
+    given = sampled_iterations(case, None, Grouping(3), 0)
+    needs = now_system(case, run).run(given.groups, ONE, 0)
+    small = replace(case, capacity_bytes=int(0.8 * needs.timeline.peak_bytes.max()))
+    found = now_system(small, run).run(given.groups, ONE, 0)
+    assert not found.fits
+    assert found.iteration_s == needs.iteration_s
+
+
+def test_moved_layers_are_no_worse_on_what_they_were_moved_for() -> None:
+    run = CurrentRun(pp=2, recompute="full")
+    case = case_of(run)
+    given = sampled_iterations(case, None, Grouping(4), 0)
+    both = [given.groups]
+    now, moved = now_system(case, run), moved_system(case, run, both)
+    assert moved.run(given.groups, ONE, 0).iteration_s <= now.run(given.groups, ONE, 0).iteration_s
+
+
+def test_steps_begin_with_the_layout_and_end_with_the_plan() -> None:
+    run = CurrentRun(pp=2, recompute="full", microbatch_samples=1, pad_to=8192)
+    case = case_of(run)
+    given = sampled_iterations(case, None, Grouping(6, samples=1, pad_to=8192), 0)
+    layout = our_layout(case, given.typical)
+    packed = packed_anew(case, layout, given.real, 8192, Evaluations(20), 0)
+    assert not check(packed.result.graph, packed.result.schedule, packed.result.timeline)
+    steps = split_gain(case, run, given.groups, (layout, packed), ONE)
+    assert [step.name for step in steps] == ["layout", "packing", "order", "memory"]
+    assert steps[-1].iteration_s == packed.result.iteration_s
+    # The first step has my layout replaced alone; with my own layout it would be what I run.
+    mine = now_system(case, run)
+    (first, *_), now = split_gain(case, run, given.groups, (mine.layout, packed), ONE), mine.run(given.groups, ONE, 0)
+    assert first.iteration_s == pytest.approx(now.iteration_s)
+    # Samples that are no longer padded are a third as long.
+    assert steps[1].iteration_s < steps[0].iteration_s
+    assert steps[2].iteration_s <= steps[1].iteration_s
+
+
+def test_padding_changes_what_is_computed_and_not_what_is_learnt() -> None:
+    run = CurrentRun(pp=2)
+    case = case_of(run)
+    plain = sampled_iterations(case, None, Grouping(4, samples=2), 0)
+    padded = sampled_iterations(case, None, Grouping(4, samples=2, pad_to=9000), 0)
+    assert padded.real == plain.real == plain.groups
+    assert all(s.sequence_tokens == 9000 for group in padded.groups for s in group)
+    assert [len(group) for group in padded.groups] == [2] * 4
+    ours, theirs = (now_system(case, run).run(each.groups, ONE, 0) for each in (plain, padded))
+    assert ours.iteration_s < theirs.iteration_s
+
+
+def test_untold_it_is_megatrons_layout_of_a_language_model() -> None:
+    run = CurrentRun(pp=2)
+    case = put_on_cluster(shallow("llama3-8b", lm=6), "8xH100", run.degrees(2))
+    given = sampled_iterations(case, None, Grouping(3), 0)
+    mine = now_system(case, run)
+    theirs = megatron_1f1b(case, given.typical)
+    assert [c.rank for c in mine.layout.chunks] == [c.rank for c in theirs.layout.chunks]
+    blocks = np.array([chunk.num_layers for chunk in mine.layout.chunks])
+    assert blocks.tolist() == [4, 4]  # three blocks each, embedding or head
