@@ -62,7 +62,7 @@ def test_the_worked_page_runs_as_written(folder: Path, quick: None, capsys: pyte
             command += ["--systems", "1f1b,optimus", "--budget", "0.05", "--processes", "1"]
         assert run([word.replace("Qwen2.5-VL-7B", "config.json") for word in command]) == 0, command
     out = capsys.readouterr().out
-    for word in ("iteration", "dp ", "now-moved", "optimus", "wrote answer/comparison.html"):
+    for word in ("iteration", "dp ", "now-tuned", "optimus", "wrote answer/comparison.html"):
         assert word in out
 
 
@@ -86,7 +86,7 @@ def test_any_number_on_the_console_is_on_the_page_and_in_json(
     cells = [cell for section in document["sections"] for row in section.get("rows", []) for cell in row]
     assert [cell for cell in cells if f"<td>{cell}</td>" not in page] == []
     rows = {row["system"]: row for row in document["systems"]}
-    assert {"now", "now-moved", "1f1b", "pipeloom", "pipeloom-packed"} <= set(rows)
+    assert {"now", "now-tuned", "1f1b", "pipeloom", "pipeloom-packed"} <= set(rows)
     times = [row["iteration_s"] for row in document["systems"] if "problem" not in row]
     assert times == sorted(times)
     assert rows["now"]["gain"] == 0
@@ -107,13 +107,13 @@ def test_what_is_to_be_pasted_does_what_it_says(folder: Path, quick: None, capsy
     (lines,) = (section["lines"] for section in document["sections"] if section["heading"] == "What to change")
     blank = lines.index("")
     said, words, megatron = lines[:blank]
-    assert said.startswith("# your trainer, layers moved")
+    assert said.startswith("# your trainer, set anew")
     assert load_run(words).layout
     _, string = shlex.split(megatron)
     assert sum(chunk.num_layers for chunk in read_megatron_layout(string, 2).chunks) == 6
     assert run([*command, "--now", words]) == 0
     again = {row["system"]: row for row in json.loads(capsys.readouterr().out)["systems"]}
-    assert again["now"]["iteration_s"] == pytest.approx(rows["now-moved"]["iteration_s"])
+    assert again["now"]["iteration_s"] == pytest.approx(rows["now-tuned"]["iteration_s"])
     # The rest is of a train.toml.
     tables = tomllib.loads("\n".join(lines[blank:]))
     layout = msgspec.convert(tables["layout"], LayoutConfig)
@@ -147,7 +147,7 @@ def test_two_processes_find_what_one_finds(folder: Path, capsys: pytest.CaptureF
         found.append(json.loads(capsys.readouterr().out))
     one, two = ({row["system"]: row for row in each["systems"]} for each in found)
     assert set(one) == set(two)
-    for name in ("now", "now-moved", "1f1b"):
+    for name in ("now", "now-tuned", "1f1b"):
         assert one[name] == two[name]
     assert two["pipeloom"]["iteration_s"] < two["now"]["iteration_s"]
     assert [step["step"] for step in found[1]["steps"] if step["step"] != "packing"] == ["layout", "order", "memory"]

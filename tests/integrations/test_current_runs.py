@@ -106,6 +106,21 @@ def test_what_is_no_file_of_a_run_is_named(tmp_path: Path, text: str, words: str
     assert str(file) in str(refused.value)
 
 
+def test_a_file_of_megatron(tmp_path: Path) -> None:
+    pytest.importorskip("pipeloom.integrations.megatron", reason="not there yet", exc_type=ImportError)
+    file = tmp_path / "train.sh"
+    file.write_text(
+        "--num-layers 8 --hidden-size 256 --num-attention-heads 8 --seq-length 512 --max-position-embeddings 512 "
+        "--vocab-size 1000 --pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Ett|ttt|tt|tL --bf16 "
+        "--micro-batch-size 2 --global-batch-size 16 --recompute-granularity full --recompute-method block "
+        "--recompute-num-layers 1\n"
+    )
+    run = load_run(str(file), 4)
+    assert (run.layout, run.pp, run.dp, run.order) == ((2, 3, 2, 1), 2, 2, "interleaved")
+    assert (run.microbatch_tokens, run.microbatches, run.recompute) == (1024, 4, "full:0.5")
+    assert len(load_model(str(file)).modules) == 1
+
+
 def test_published_models_have_many_spellings() -> None:
     names = ("Qwen2.5-VL-7B", "qwen2.5-vl-7b", "Qwen/Qwen2.5-VL-7B-Instruct")
     assert len({load_model(name) for name in names}) == 1

@@ -68,7 +68,7 @@ def compare(
     a ranking with the gain over what you run now, where the gain comes from, what the samples contain, what to change,
     and how sure it is. Times are emulated, not measured.
     """
-    from pipeloom.integrations.current_runs import load_run
+    from pipeloom.integrations.current_runs import is_megatron, load_run
     from pipeloom.integrations.models import load_model
     from pipeloom.io import make_folder
     from pipeloom.lab.systems.answer import Question
@@ -83,6 +83,8 @@ def compare(
     check_targets(page if out is None else html)
     _check_pages(page)
     architecture, hardware = load_model(model, freeze), load_cluster(cluster)
+    if now is None and is_megatron(model):
+        now = model
     run = None if now is None else load_run(now, hardware.num_devices)
     case = put_on_cluster(architecture, hardware, _degrees(run, hardware, tp, pp, dp))
     if run is not None:

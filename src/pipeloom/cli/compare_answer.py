@@ -7,13 +7,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 
 from pipeloom.cli.emulate import parameters_text
 from pipeloom.lab.systems.comparison import OURS, Comparison
 from pipeloom.lab.systems.gain import PACKED
 from pipeloom.lab.systems.iterations import TOKENS
-from pipeloom.lab.systems.now import MOVED, NOW, held_as, run_costs
+from pipeloom.lab.systems.now import NOW, TUNED, held_as, run_costs
 from pipeloom.layout import blocks_of_stages
 from pipeloom.report import share_text, size_text, time_text
 from pipeloom.report.table_page import Section, TableSection, TextSection
@@ -135,24 +136,26 @@ def _spread(name: str, values: Sequence[float]) -> tuple[str, ...] | None:
 def _change(outcome: Outcome, layout_file: Path | None) -> Section | None:
     found = {one.name: one for one in outcome.systems if one.result is not None}
     lines = []
-    if MOVED in found and NOW in found:
-        lines += _trainer_lines(outcome, found[MOVED])
+    if TUNED in found and NOW in found:
+        lines += _trainer_lines(outcome, found[TUNED])
     if OURS in found:
         lines += ["", *_pipeloom_lines(outcome, found, layout_file)]
     if not lines:
         return None
-    note = "Above: what your trainer can do. Below: a train.toml of Pipeloom." if MOVED in found else ""
+    note = "Above: what your trainer can do. Below: a train.toml of Pipeloom." if TUNED in found else ""
     return TextSection("What to change", note, lines)
 
 
-def _trainer_lines(outcome: Outcome, moved: Comparison) -> list[str]:
-    """The moved layers as words that ``--now`` reads, and as Megatron's string."""
+def _trainer_lines(outcome: Outcome, tuned: Comparison) -> list[str]:
+    """Other settings of the trainer as words that ``--now`` reads, and as Megatron's string."""
     run, case = outcome.question.run, outcome.case
     assert run is not None
-    assert moved.result is not None
-    layout = moved.result.layout
-    row = outcome.row(moved)
-    lines = [f"# your trainer, layers moved: {seconds_text(row['iteration_s'])}, {gain_text(row['gain'])}"]
+    assert tuned.result is not None
+    layout = tuned.result.layout
+    row = outcome.row(tuned)
+    lines = [f"# your trainer, set anew: {seconds_text(row['iteration_s'])}, {gain_text(row['gain'])}"]
+    if run.source.endswith("of Megatron"):
+        lines.append("# all that Megatron can be told: pipeloom megatron, with the same file")
     stages = blocks_of_stages(layout, case.model)
     if stages is None:
         return lines
@@ -168,7 +171,9 @@ def _trainer_lines(outcome: Outcome, moved: Comparison) -> list[str]:
         "zero": run.zero if run.zero != 1 else None,
         "schedule": order,
         "layout": ",".join(map(str, counts)),
-        "recompute": _recompute_word(str(held_as(run_costs(case, run), moved.result))),
+        "recompute": _recompute_word(
+            str(held_as(run_costs(case, msgspec.structs.replace(run, recompute=None)), tuned.result))
+        ),
         "microbatch_samples": run.microbatch_samples,
         "microbatch_tokens": run.microbatch_tokens,
         "pad_to": run.pad_to,

@@ -41,25 +41,37 @@ def load_run(given: str, num_devices: int | None = None) -> CurrentRun:
     InputError
         Neither, or a field that cannot be; it is named.
     """
-    path = Path(given)
-    try:
-        is_file = path.is_file()
-    except OSError:
-        is_file = False
-    if is_file and path.suffix == ".toml":
-        return _of_toml(path)
-    if is_file:
-        return _of_megatron(path, num_devices)
+    if given.endswith(".toml") and Path(given).is_file():
+        return _of_toml(Path(given))
+    if is_megatron(given):
+        return _of_megatron(Path(given), num_devices)
     if "=" in given and not given.lstrip().startswith("-"):
         return _convert(_words(given), "--now", strict=False, source="words")
     raise InputError(f"--now {given!r}", "is neither a file nor words", f"write {WORDS!r}, or name a file")
 
 
-def _of_megatron(path: Path, num_devices: int | None) -> CurrentRun:
-    """The one place where a run as Megatron describes it becomes ours."""
+def megatron_file(path: Path, num_devices: int | None = None) -> Any:
+    """What `pipeloom.integrations.megatron` reads from a file of Megatron's arguments.
+
+    Raises
+    ------
+    InputError
+        That is not there, or what reading raises.
+    """
     if find_spec("pipeloom.integrations.megatron") is None:
         raise InputError(str(path), "is no .toml file, and nothing else is read", f"say it in words, {WORDS!r}")
-    megatron = import_module("pipeloom.integrations.megatron").read_megatron(path, default_devices=num_devices)
+    return import_module("pipeloom.integrations.megatron").read_megatron(path, default_devices=num_devices)
+
+
+def is_megatron(name: str) -> bool:
+    """Whether a file is read as Megatron's arguments: one that no other reader takes by its name."""
+    path = Path(name)
+    return not name.endswith((".toml", ".json")) and len(name) < 4096 and "\0" not in name and path.is_file()
+
+
+def _of_megatron(path: Path, num_devices: int | None) -> CurrentRun:
+    """The one place where a run as Megatron describes it becomes ours."""
+    megatron = megatron_file(path, num_devices)
     degrees, setup, recompute = megatron.degrees, megatron.now, megatron.now.recompute
     counts = [stage.count("t") for stage in setup.stages]
     notes = list(megatron.notes)

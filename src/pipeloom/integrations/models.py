@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 
 from pipeloom.errors import InputError
+from pipeloom.integrations.current_runs import is_megatron, megatron_file
 from pipeloom.integrations.huggingface import architecture_of, read_huggingface
 from pipeloom.integrations.huggingface.known import known_config, known_models, known_name
 from pipeloom.spec.architecture import Architecture
@@ -18,7 +19,8 @@ def load_model(name: str, freeze: Sequence[str] = ()) -> Architecture:
     """A model by its name or description.
 
     A name is the zoo's, or that of a published model (`known_models`; ``Qwen/Qwen2.5-VL-7B-Instruct`` is one of them
-    too); a description is a TOML file, a Hugging Face `config.json`, or a folder that holds one.
+    too); a description is a TOML file, a Hugging Face `config.json`, a folder that holds one, or a file of
+    Megatron's arguments.
 
     Parameters
     ----------
@@ -42,6 +44,9 @@ def _described(name: str) -> Architecture:
         return read_huggingface(name)
     if name.endswith(".toml") or name in names("models"):
         return load_architecture(name)
+    if is_megatron(name):
+        found: Architecture = megatron_file(Path(name)).architecture
+        return found
     known = known_name(name)
     if known is None:
         there = ", ".join((*names("models"), *known_models()))

@@ -10,7 +10,7 @@ import pytest
 from pipeloom.lab.systems.gain import packed_anew, split_gain
 from pipeloom.lab.systems.iterations import Grouping, sampled_iterations
 from pipeloom.lab.systems.model_on_cluster import ModelOnCluster, put_on_cluster
-from pipeloom.lab.systems.now import held_as, moved_system, now_system, run_costs
+from pipeloom.lab.systems.now import held_as, now_system, run_costs, tuned_system
 from pipeloom.lab.systems.systems import megatron_1f1b, our_layout
 from pipeloom.layout import layout_of_stages
 from pipeloom.search import Evaluations
@@ -49,9 +49,9 @@ def test_every_schedule_runs(schedule: str) -> None:
     given = sampled_iterations(case, None, Grouping(3), 0)
     found = now_system(case, run).run(given.groups, ONE, 0)
     assert found.fits
-    moved = moved_system(case, run, given.typical).run(given.groups, ONE, 0)
-    assert moved.fits
-    assert all(chunk.rank == 0 for chunk in moved.layout.chunks if chunk.module == "vision")
+    tuned = tuned_system(case, run, given.typical).run(given.groups, ONE, 0)
+    assert tuned.fits
+    assert all(chunk.rank == 0 for chunk in tuned.layout.chunks if chunk.module == "vision")
 
 
 def test_a_run_that_needs_too_much_is_timed_all_the_same() -> None:
@@ -65,13 +65,13 @@ def test_a_run_that_needs_too_much_is_timed_all_the_same() -> None:
     assert found.iteration_s == needs.iteration_s
 
 
-def test_moved_layers_are_no_worse_on_what_they_were_moved_for() -> None:
+def test_a_trainer_set_anew_is_no_slower_on_what_it_was_set_for() -> None:
     run = CurrentRun(pp=2, recompute="full")
     case = case_of(run)
     given = sampled_iterations(case, None, Grouping(4), 0)
     both = [given.groups]
-    now, moved = now_system(case, run), moved_system(case, run, both)
-    assert moved.run(given.groups, ONE, 0).iteration_s <= now.run(given.groups, ONE, 0).iteration_s
+    now, tuned = now_system(case, run), tuned_system(case, run, both)
+    assert tuned.run(given.groups, ONE, 0).iteration_s <= now.run(given.groups, ONE, 0).iteration_s
 
 
 def test_steps_begin_with_the_layout_and_end_with_the_plan() -> None:

@@ -14,7 +14,7 @@ from pipeloom.lab.systems.comparison import OURS, Comparison, compare_case, comp
 from pipeloom.lab.systems.gain import PACKED, PACKED_TITLE, GainStep, Packed, packed_anew, packs_anew, split_gain
 from pipeloom.lab.systems.iterations import TOKENS, Grouping, Iterations
 from pipeloom.lab.systems.model_on_cluster import ModelOnCluster, put_on_cluster
-from pipeloom.lab.systems.now import MOVED, MOVED_TITLE, NOW, NOW_TITLE, moved_system, now_system
+from pipeloom.lab.systems.now import NOW, NOW_TITLE, TUNED, TUNED_TITLE, now_system, tuned_system
 from pipeloom.search import Deadline, warm_up
 from pipeloom.spec import Layout
 from pipeloom.spec.architecture import Architecture
@@ -105,9 +105,9 @@ def _others(question: Question, on_system: Callable[[str], None]) -> Iterator[Co
     if run is not None:
         on_system(NOW_TITLE)
         yield compared(NOW, NOW_TITLE, lambda: now_system(case, run), given.groups, question.budget, question.seed)
-        on_system(MOVED_TITLE)
+        on_system(TUNED_TITLE)
         yield compared(
-            MOVED, MOVED_TITLE, lambda: moved_system(case, run, given.typical), given.groups, question.budget, 0
+            TUNED, TUNED_TITLE, lambda: tuned_system(case, run, given.typical), given.groups, question.budget, 0
         )
     names = [name for name in question.names if name != OURS]
     yield from compare_case(

@@ -1,4 +1,4 @@
-"""What somebody runs now as a system, and the same trainer with its layers moved."""
+"""What somebody runs now as a system, and the same trainer with other settings."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from pipeloom.taskgraph.iteration import iteration_graph
 from pipeloom.timeline import Schedule, lower_bound, simulate, within_limits
 
 NOW, NOW_TITLE = "now", "Your setup"
-MOVED, MOVED_TITLE = "now-moved", "Your trainer, layers moved"
+TUNED, TUNED_TITLE = "now-tuned", "Your trainer, set anew"
 MOST_CHUNKS = 8
-"""Stages a rank that a trainer's layers are moved into at most."""
+"""Stages a rank that are tried with a trainer's other settings, at most."""
 
 
 def now_system(case: ModelOnCluster, run: CurrentRun) -> System:
@@ -47,22 +47,22 @@ def now_system(case: ModelOnCluster, run: CurrentRun) -> System:
     return _timed_as(run, NOW_TITLE, case, layout, anyway=True)
 
 
-def moved_system(case: ModelOnCluster, run: CurrentRun, batches: Sequence[Microbatches]) -> System:
-    """The same trainer with the last module's layers balanced by time, encoders in the first stage still.
+def tuned_system(case: ModelOnCluster, run: CurrentRun, batches: Sequence[Microbatches]) -> System:
+    """The same trainer with the last module's layers balanced by time, recomputing as little as fits.
 
-    1F1B may become interleaved and the other way round, with the number of stages a rank that is fastest on the sampled
-    iterations. What does not fit under the run's recomputation recomputes more.
+    Encoders are in the first stage still. 1F1B may become interleaved and the other way round, with the number of stages
+    a rank that is fastest on the sampled iterations.
     """
     several = run.order in ("1f1b", "interleaved")
     most = min(MOST_CHUNKS, len(case.model.modules[-1].flat_layers) // case.num_ranks) if several else run.num_chunks
     systems: dict[object, System] = {}
     for chunks in range(1 if several else most, most + 1):
         schedule = ("interleaved" if chunks > 1 else "1f1b") if several else run.order
-        same = msgspec.structs.replace(run, schedule=schedule, chunks=chunks, layout=())
+        same = msgspec.structs.replace(run, schedule=schedule, chunks=chunks, layout=(), recompute=None)
         for load in loads_by_time(case, batches):
             layout = encoders_in_first_stage(case.model, case.num_ranks, chunks, load)
-            systems.setdefault(layout.chunks, _timed_as(same, MOVED_TITLE, case, layout))
-    return in_turn(MOVED_TITLE, list(systems.values()), batches)
+            systems.setdefault(layout.chunks, _timed_as(same, TUNED_TITLE, case, layout))
+    return in_turn(TUNED_TITLE, list(systems.values()), batches)
 
 
 def _timed_as(run: CurrentRun, name: str, case: ModelOnCluster, layout: Layout, *, anyway: bool = False) -> System:
