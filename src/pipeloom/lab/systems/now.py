@@ -50,8 +50,8 @@ def now_system(case: ModelOnCluster, run: CurrentRun) -> System:
 def tuned_system(case: ModelOnCluster, run: CurrentRun, batches: Sequence[Microbatches]) -> System:
     """The same trainer with the last module's layers balanced by time, recomputing as little as fits.
 
-    Encoders are in the first stage still. 1F1B may become interleaved and the other way round, with the number of stages
-    a rank that is fastest on the sampled iterations.
+    Encoders are in the first stage still. 1F1B may become interleaved and the other way round, with the number of
+    stages a rank that is fastest on the sampled iterations.
     """
     several = run.order in ("1f1b", "interleaved")
     most = min(MOST_CHUNKS, len(case.model.modules[-1].flat_layers) // case.num_ranks) if several else run.num_chunks
