@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from pipeloom.errors import InputError
 from pipeloom.lab.systems.gain import packed_anew, split_gain
 from pipeloom.lab.systems.iterations import Grouping, sampled_iterations
 from pipeloom.lab.systems.model_on_cluster import ModelOnCluster, put_on_cluster
@@ -103,6 +104,12 @@ def test_padding_changes_what_is_computed_and_not_what_is_learnt() -> None:
     assert [len(group) for group in padded.groups] == [2] * 4
     ours, theirs = (now_system(case, run).run(each.groups, ONE, 0) for each in (plain, padded))
     assert ours.iteration_s < theirs.iteration_s
+
+
+def test_videos_go_together_by_their_size() -> None:
+    case = put_on_cluster("t2v-s", "8xH100", CurrentRun(pp=2, tp=4).degrees(8))
+    with pytest.raises(InputError, match="reads videos, which go together by size"):
+        sampled_iterations(case, None, Grouping(3, pad_to=100), 0)
 
 
 def test_untold_it_is_megatrons_layout_of_a_language_model() -> None:

@@ -62,9 +62,14 @@ def sampled_iterations(case: ModelOnCluster, data: str | None, grouping: Groupin
     Raises
     ------
     InputError
-        Too few samples, or one that is longer than a microbatch or what samples are padded to.
+        Too few samples, one that is longer than a microbatch or what samples are padded to, or a size of microbatches
+        of videos.
     """
     count = grouping.num_microbatches
+    if _reads_videos(case.architecture) and (grouping.tokens or grouping.samples or grouping.pad_to):
+        raise InputError(
+            "microbatches", f"{case.architecture.name} reads videos, which go together by size", "say nothing of a size"
+        )
     if data is None or not data.endswith(SAMPLE_SUFFIXES):
         typical: Sequence[Microbatches] = [_drawn(case, data, grouping, seed + 1_000_003 + i) for i in range(2)]
         real = _drawn(case, data, grouping, seed)
