@@ -67,7 +67,7 @@ def forwards_of(executor: Executor) -> Executor:
     layers = [layer for of_chunk in executor.layers.values() for layer in of_chunk]
     trained = [(p, p.requires_grad) for layer in layers for p in layer.parameters()]
     model = executor.model
-    made = Executor(
+    made = type(executor)(
         replace(model, modules=[replace(module, frozen=True) for module in model.modules]),
         executor.layout.forward_only(),
         executor.rank,

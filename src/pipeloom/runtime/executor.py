@@ -52,6 +52,9 @@ class Executor:
         Given, it counts the operations of forwards.
     """
 
+    iteration_type: type[Iteration] = Iteration
+    """What the verbs of its plans do."""
+
     def __init__(
         self,
         model: Model,
@@ -212,7 +215,8 @@ class Executor:
             raise ExecutionError(
                 f"rank {self.rank}: the batch has {normaliser} {self.model.targets}; give it at least one"
             )
-        iteration = Iteration(self, linked, samples, optimizer_step, 1.0 / normaliser if counts else 0.0)
+        each = 1.0 / normaliser if counts else 0.0
+        iteration = self.iteration_type(self, linked, samples, optimizer_step, each)
         if self.forward_seeds is not None:
             self.forward_seeds.begin(linked.plan.iteration, linked.packing)
         verbs, clock = iteration.verbs, self.queues.stamp

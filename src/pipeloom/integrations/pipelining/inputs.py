@@ -1,0 +1,138 @@
+"""What a step is given, on one rank: whole batches or microbatches, as PyTorch's schedules take them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.pipelining.microbatch import TensorChunkSpec, merge_chunks, split_args_kwargs_into_chunks
+from torch.utils._pytree import tree_flatten, tree_leaves
+
+from pipeloom.errors import InputError
+from pipeloom.integrations.pipelining.running import StageMicrobatch
+from pipeloom.integrations.pipelining.shapes import Signature
+
+Args = tuple[Any, ...]
+Keywords = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Splitting:
+    """How whole batches become microbatches, and outputs become one again; as PyTorch's schedules are told."""
+
+    count: int | None
+    args_spec: tuple[TensorChunkSpec, ...] | None
+    kwargs_spec: dict[str, TensorChunkSpec] | None
+    merge_spec: Any
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """What `PlannedSchedule.step` was called with on this rank."""
+
+    args: Args
+    kwargs: Keywords
+    target: Any = None
+    arg_mbs: Sequence[Args] | None = None
+    kwarg_mbs: Sequence[Keywords] | None = None
+    target_mbs: Sequence[Any] | None = None
+
+    def split(self, how: Splitting, count: int | None = None) -> list[tuple[Args, Keywords]]:
+        """Inputs by microbatch.
+
+        Parameters
+        ----------
+        how : Splitting
+        count : int or None
+            How many microbatches the step has; None: this rank decides.
+
+        Raises
+        ------
+        InputError
+            When there are others than that, or it is not said how many.
+        """
+        if self.arg_mbs is None and self.kwarg_mbs is None:
+            return self._split_whole(how, count)
+        if self.args or self.kwargs:
+            raise InputError("step()", "was given microbatches and whole-batch inputs", "give either")
+        num = len(self.arg_mbs if self.arg_mbs is not None else self.kwarg_mbs or ())
+        for name, given in (("arg_mbs", self.arg_mbs), ("kwarg_mbs", self.kwarg_mbs)):
+            if given is not None and len(given) != (count or num):
+                raise InputError(name, f"has {len(given)} microbatches, the step {count or num}", "give one for each")
+        if not num:
+            raise InputError("arg_mbs", "is empty", "give at least one microbatch")
+        args = self.arg_mbs if self.arg_mbs is not None else [()] * num
+        kwargs = self.kwarg_mbs if self.kwarg_mbs is not None else [{}] * num
+        return [(tuple(a), dict(k)) for a, k in zip(args, kwargs, strict=True)]
+
+    def _split_whole(self, how: Splitting, count: int | None) -> list[tuple[Args, Keywords]]:
+        count = count or how.count
+        if count is None:
+            raise InputError("n_microbatches", "is None, and no microbatches are given", "give one of both")
+        if not self.args and not self.kwargs:
+            return [((), {}) for _ in range(count)]
+        args, kwargs = split_args_kwargs_into_chunks(self.args, self.kwargs, count, how.args_spec, how.kwargs_spec)
+        if len(args) != count:
+            raise InputError("the batch", f"splits into {len(args)} microbatches, not {count}", "give more rows")
+        return list(zip(args, kwargs, strict=True))
+
+    def targets(self, count: int) -> list[Any] | None:
+        """Targets by microbatch; None: there are none.
+
+        Raises
+        ------
+        InputError
+            When there are others than microbatches.
+        """
+        if self.target_mbs is not None:
+            found = list(self.target_mbs)
+        elif isinstance(self.target, Tensor):
+            found = list(torch.tensor_split(self.target, count))
+        elif self.target is None:
+            return None
+        else:
+            raise InputError("target", f"is a {type(self.target).__name__}", "give a tensor, or target_mbs")
+        if len(found) != count:
+            raise InputError("target_mbs", f"has {len(found)} microbatches, the step {count}", "give one for each")
+        return found
+
+
+def signature(args: Args, kwargs: Keywords) -> Signature:
+    """Extents and types of the tensors of one microbatch's inputs, as numbers."""
+    numbers: list[int] = []
+    for leaf in tree_leaves((args, kwargs)):
+        if isinstance(leaf, Tensor):
+            numbers += [*leaf.shape, leaf.dtype.itemsize]
+    return tuple(numbers)
+
+
+def default_size(*args: Any, **kwargs: Any) -> int:
+    """Numbers in the first tensor: tokens of token numbers; of floats without the last dimension, which is width."""
+    for leaf in tree_leaves((args, kwargs)):
+        if isinstance(leaf, Tensor):
+            shape = leaf.shape[:-1] if leaf.is_floating_point() and leaf.dim() > 1 else leaf.shape
+            return max(1, math.prod(shape))
+    return 1
+
+
+def merged(microbatches: Sequence[StageMicrobatch], how: Splitting) -> Any:
+    """Outputs of the microbatches as one, or a list of them where that cannot be."""
+    outputs = [microbatch.output for microbatch in microbatches]
+    if how.merge_spec is None and not _can_merge(outputs):
+        return outputs
+    return merge_chunks(outputs, how.merge_spec)
+
+
+def _can_merge(outputs: Sequence[Any]) -> bool:
+    """Whether all are alike but for dimension 0."""
+    forms = set()
+    for output in outputs:
+        leaves, form = tree_flatten(output)
+        if not all(isinstance(leaf, Tensor) and leaf.dim() for leaf in leaves):
+            return False
+        forms.add((str(form), tuple((leaf.shape[1:], leaf.dtype) for leaf in leaves)))
+    return len(forms) == 1

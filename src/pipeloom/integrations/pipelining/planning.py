@@ -1,0 +1,288 @@
+"""Which order a step's microbatches run in: decided on the rank that has the step's inputs, told to all."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import msgspec
+import numpy as np
+
+from pipeloom.cost import Correction, LayerFit, Profile, StrategyFit
+from pipeloom.cost.fits import aligned, fit_seconds, workload_features
+from pipeloom.errors import InputError, PipeloomError, check_not_negative
+from pipeloom.integrations.pipelining.running import MODULE, stage_kind
+from pipeloom.packing import Microbatch, Packing, PackingSpec, SubMicrobatch
+from pipeloom.plan import BACKENDS, Answer, BackendName, ExecutionPlan, boundary_shapes, lower, verify
+from pipeloom.planner import Planner
+from pipeloom.planner.client import DEADLINE_S, fallback_plan
+from pipeloom.planner.forwards import forward_problem
+from pipeloom.planner.messages import Setup
+from pipeloom.planner.problem import Problem
+from pipeloom.runtime.store import TcpPlanStore
+from pipeloom.spec import Batch, Layout, LayerSpec, ModelSpec, ModuleSpec, RankSpec, Sample, TensorShape, Workload
+from pipeloom.taskgraph import TaskGraph
+from pipeloom.taskgraph.iteration import iteration_graph
+from pipeloom.timeline import Schedule, resolve_candidates, simulate
+
+Sizes = tuple[int, ...]
+"""Of every microbatch of a step."""
+Row = tuple[int, str, int, float]
+"""Measured: stage, what was computed (F, B, I or W), size of the microbatch, seconds."""
+
+_EVERY_SAMPLE_ALONE = 1 << 30
+_ANY_SIZE = 1 << 40
+_UNMEASURED_S = 1e-6
+_MOST_KNOWN = 256
+"""Orders that are kept for sizes that come again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planning:
+    """How a `PlannedSchedule` comes to its plans."""
+
+    budget_s: float = 0.5
+    """Seconds that the planner, a process of its own, searches for a step's plan; 0: no search, a fixed heuristic."""
+    deadline_s: float = DEADLINE_S
+    """How long a step waits for a plan that was asked for before; then the heuristic's runs."""
+    backward: Literal["whole", "split", "either"] = "whole"
+    """Whether backwards are split into input and weight gradients: never, always, or where that is faster. The search
+    takes ``"split"`` for ``"either"``."""
+    order: Callable[[TaskGraph], Schedule] | None = None
+    """An order of your own, from a step's task graph, in place of heuristic and search."""
+    profile: Profile | None = None
+    """Costs of the stages, ``"stages/stage0"`` and so on; None: measured in the second to fourth step."""
+    rank: RankSpec = RankSpec()
+    """Links between ranks."""
+
+    def __post_init__(self) -> None:
+        """Refuse times that are none."""
+        check_not_negative("planner.budget_s", self.budget_s)
+        check_not_negative("planner.deadline_s", self.deadline_s)
+
+
+class Order(msgspec.Struct, frozen=True):
+    """A plan with what it is for, as it travels."""
+
+    plan: ExecutionPlan
+    samples: tuple[int, ...]
+    """By microbatch of the plan, which of the step's."""
+    sizes: Sizes
+
+    def packing(self) -> Packing:
+        """Microbatches as plans have them."""
+        return single_packing(self.sizes, self.samples)
+
+
+def single_packing(sizes: Sizes, samples: Sequence[int]) -> Packing:
+    """A packing in which every microbatch is one sample."""
+    parts = {size: ((SubMicrobatch(0, 1, Workload((size,))),),) for size in set(sizes)}
+    microbatches = tuple(Microbatch((i,), parts[sizes[i]]) for i in samples)
+    return Packing(step_batch(sizes), (MODULE,), microbatches, ("sequence",))
+
+
+def step_batch(sizes: Sizes, iteration: int = 0) -> Batch:
+    """Metadata of a step."""
+    return Batch(tuple(Sample(str(i), text_tokens=size) for i, size in enumerate(sizes)), iteration)
+
+
+def chain_spec(widths: Sequence[float]) -> ModelSpec:
+    """Stages as layers of one module; ``widths``: what each hands on, in numbers of four bytes for one of size."""
+    layers = tuple(LayerSpec(kind=stage_kind(i), output=shape) for i, shape in enumerate(planned_shapes(widths)))
+    return ModelSpec("pipeline", (ModuleSpec(MODULE, "sequence", layers),))
+
+
+def planned_shapes(widths: Sequence[float]) -> tuple[TensorShape, ...]:
+    """Shapes by which plans are made, of what each stage hands on."""
+    return tuple(TensorShape(("tokens", max(1, round(width)))) for width in widths)
+
+
+class StepPlanner:
+    """Decides orders, on one rank.
+
+    Parameters
+    ----------
+    layout : Layout
+    planning : Planning
+    backend : str
+        Over which the plans' messages go.
+    """
+
+    def __init__(self, layout: Layout, planning: Planning, backend: BackendName) -> None:
+        self.layout, self.planning, self.backend = layout, planning, backend
+        self.widths = [1.0] * len(layout.chunks)
+        self._known: dict[tuple[bool, Sizes], Order] = {}
+        self._asked: dict[Sizes, int] = {}
+        """Sizes for which a plan was asked, and as which iteration."""
+        self._searched: set[Sizes] = set()
+        """Sizes whose known order was searched."""
+        self._planner: Planner | None = None
+        self._num_asked = 0
+        self._rows: list[Row] = []
+        self.is_measured = planning.profile is not None
+        """Whether the costs of the stages are known."""
+        self._set_up(planning.profile or _profile([], len(layout.chunks)))
+        if planning.profile is not None:
+            self._start()
+
+    def _set_up(self, profile: Profile) -> None:
+        self._known.clear()
+        self._searched.clear()
+        split = self.planning.backward != "whole"
+        self.setup = Setup(
+            chain_spec(self.widths),
+            self.layout,
+            profile,
+            PackingSpec(_ANY_SIZE, policy="balanced", num_microbatches=_EVERY_SAMPLE_ALONE),
+            self.planning.rank,
+            budget_s=self.planning.budget_s or 1.0,
+            backend=self.backend,
+            split_backward=split,
+        )
+        self.problem = self.setup.problem()
+        self.forwards = forward_problem(self.setup)
+
+    def _start(self) -> None:
+        """Start the planner's process, without waiting for it."""
+        if self.planning.order is None and self.planning.budget_s:
+            self._planner = Planner(self.setup, TcpPlanStore.host, deadline_s=self.planning.deadline_s)
+            threading.Thread(target=self._planner.start, name="pipeloom-planner-start", daemon=True).start()
+
+    def close(self) -> None:
+        """Stop the planner's process."""
+        if self._planner is not None:
+            self._planner.close()
+            self._planner = None
+
+    def note(self, rows: Sequence[Row], widths: Mapping[int, float]) -> None:
+        """Note what was measured on a rank, for `take_measured`."""
+        self._rows += rows
+        for stage, width in widths.items():
+            self.widths[stage] = width
+
+    def take_measured(self) -> None:
+        """Plan with measured costs from here on, and start the planner's process."""
+        self._set_up(_profile(self._rows, len(self.layout.chunks)))
+        self.is_measured = True
+        self._start()
+
+    def ask(self, sizes: Sizes) -> None:
+        """Have a plan made for sizes that are to come; returns at once."""
+        planner = self._planner
+        if planner is None or not planner.ready or sizes in self._asked or sizes in self._searched:
+            return
+        self._num_asked += 1
+        self._asked[sizes] = self._num_asked
+        planner.submit(step_batch(sizes, self._num_asked), _NO_CORRECTION)
+
+    def order(self, sizes: Sizes, trains: bool) -> Order:
+        """Return the order of a step.
+
+        Raises
+        ------
+        PipeloomError
+            When there is none.
+        """
+        known = self._known.get((trains, sizes))
+        if not trains:
+            return known or self._keep(trains, sizes, _first(self.forwards, sizes))
+        if self.planning.order is not None:
+            return known or self._keep(trains, sizes, self._own(sizes))
+        asked = self._asked.pop(sizes, None)
+        if asked is not None and self._planner is not None:
+            delivery = self._planner.collect(asked)
+            if delivery.fresh:
+                self._searched.add(sizes)
+            if delivery.fresh or known is None:
+                return self._keep(trains, sizes, _order_of(delivery.answer, sizes))
+        if known is not None:
+            # They have come again, and may once more.
+            self.ask(sizes)
+            return known
+        return self._keep(trains, sizes, _first(self.problem, sizes))
+
+    def _keep(self, trains: bool, sizes: Sizes, order: Order) -> Order:
+        if len(self._known) >= _MOST_KNOWN:
+            self._known.clear()
+            self._searched.clear()
+        self._known[trains, sizes] = order
+        return order
+
+    def _own(self, sizes: Sizes) -> Order:
+        """By the user's order."""
+        assert self.planning.order is not None
+        packing = single_packing(sizes, range(len(sizes)))
+        graph = iteration_graph(
+            self.layout, packing, self.problem.costs, "step", or_whole=self.planning.backward == "either"
+        ).graph
+        schedule = self.planning.order(graph)
+        timeline = simulate(graph, schedule)
+        resolved = resolve_candidates(graph, schedule.candidate)
+        serial = BACKENDS[self.backend].serial
+        plan = lower(
+            resolved.graph,
+            resolved.schedule(schedule),
+            resolved.timeline(timeline),
+            self.layout,
+            packing,
+            boundary_shapes(self.problem.model, self.layout),
+            serial=serial,
+        )
+        verify(plan, self.layout, packing, serial=serial)
+        return Order(plan, tuple(range(len(sizes))), sizes)
+
+
+def _first(problem: Problem, sizes: Sizes) -> Order:
+    """By the fixed heuristic."""
+    planned = fallback_plan(problem, step_batch(sizes))
+    return Order(planned.plan, tuple(m.samples[0] for m in planned.packing.microbatches), sizes)
+
+
+def _order_of(answer: Answer, sizes: Sizes) -> Order:
+    samples = answer.packing.samples
+    if any(len(members) != 1 for members in samples):
+        raise PipeloomError("a plan put two microbatches together; plan with one sample in each")
+    return Order(answer.plan, tuple(members[0] for members in samples), sizes)
+
+
+def _profile(rows: Sequence[Row], num_stages: int) -> Profile:
+    """Costs of the stages from what was measured; without that, the same for all, in proportion to sizes."""
+    layers, typical = {}, {}
+    for stage in range(num_stages):
+        fits = {verb: _fit([row for row in rows if row[:2] == (stage, verb)]) for verb in "FBIW"}
+        forward = fits["F"] or (0.0, 0.0, _UNMEASURED_S, 0.0)
+        halves = fits["I"], fits["W"]
+        if fits["B"] is not None:
+            backward = fits["B"]
+        elif halves[0] is not None and halves[1] is not None:
+            backward = tuple(a + b for a, b in zip(*halves, strict=True))
+        else:
+            backward = tuple(2.0 * each for each in forward)
+        half = tuple(0.5 * each for each in backward)
+        nothing = (0.0, 0.0, 0.0, 0.0)
+        strategies = StrategyFit(
+            input_gradient_s=halves[0] or half,
+            weight_gradient_s=halves[1] or half,
+            **dict.fromkeys(_NOT_MEASURED, nothing),
+        )
+        key = f"{MODULE}/{stage_kind(stage)}"
+        layers[key] = LayerFit(forward, backward, nothing, strategies)
+        typical[key] = 1.0
+    return Profile(machine="this one", layers=layers, typical_s=typical)
+
+
+_NOT_MEASURED = (
+    *("weight_gradient_bytes", "selective_forward_s", "selective_backward_s", "selective_bytes", "offload_s"),
+    *("load_s", "given_bytes", "unsaved_bytes", "workspace_bytes"),
+)
+"""Of strategies that are not offered here, and memory, which is not limited."""
+_NO_CORRECTION = Correction()
+
+
+def _fit(rows: Sequence[Row]) -> tuple[float, ...] | None:
+    if not rows:
+        return None
+    features = aligned([workload_features(Workload((size,))) for _, _, size, _ in rows])
+    return fit_seconds(features, np.array([seconds for *_, seconds in rows]))
