@@ -16,7 +16,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.microbatch import TensorChunkSpec
 from torch.nn.parallel import DistributedDataParallel
 
-from pipeloom.errors import InputError
+from pipeloom.errors import InputError, PipeloomError
 from pipeloom.integrations.pipelining.inputs import Splitting, StepInputs, default_size, merged, signature
 from pipeloom.integrations.pipelining.planning import Order, Planning, Row, Sizes, StepPlanner, planned_shapes
 from pipeloom.integrations.pipelining.running import MODULE, StageExecutor, StageMicrobatch, StepLoss, stage_executor
@@ -111,9 +111,6 @@ class PlannedSchedule:
         """On the rank that tells: what was told, by number."""
         self._num_steps = self._num_told = 0
         self._has_last = any(stage.is_last for stage in self.stages)
-        self._splitting = Splitting(
-            self.n_microbatches, self.args_chunk_spec, self.kwargs_chunk_spec, self.output_merge_spec
-        )
         mine = set(self._by_number)
         self._crossed = [b for b in range(1, len(self.layout.chunks)) if len(mine & {b - 1, b}) == 1]
         """Boundaries between this rank and another."""
@@ -200,6 +197,11 @@ class PlannedSchedule:
 
     # ---------------------------------------------------------------- one step
 
+    @property
+    def _splitting(self) -> Splitting:
+        # Asked anew: the number may be set from step to step.
+        return Splitting(self.n_microbatches, self.args_chunk_spec, self.kwargs_chunk_spec, self.output_merge_spec)
+
     def _run(self, inputs: StepInputs, losses: list[Any] | None, trains: bool) -> Any:
         message = self._telling.tell(self._decided(inputs, trains) if self._planner is not None else None)
         if message.widths is not None:
@@ -230,7 +232,8 @@ class PlannedSchedule:
         try:
             return self._decide(inputs, trains)
         except Exception as error:
-            self._telling.tell(StepMessage(failure=f"{type(error).__name__}: {error}".partition("\n")[0]))
+            text = str(error) if isinstance(error, PipeloomError) else f"{type(error).__name__}: {error}"
+            self._telling.tell(StepMessage(failure=text.partition("\n")[0]))
             raise
 
     def _decide(self, inputs: StepInputs, trains: bool) -> StepMessage:

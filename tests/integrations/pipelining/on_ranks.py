@@ -1,0 +1,273 @@
+"""What the tests of `PlannedSchedule` run inside launched processes."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
+
+from pipeloom.errors import ExecutionError, InputError
+from pipeloom.integrations.pipelining import PlannedSchedule, Planning
+from pipeloom.taskgraph import TaskGraph
+from pipeloom.timeline import Schedule
+from pipeloom.timeline.schedule import random_schedule
+
+WIDTH = 5
+ENOUGH = 1e-10
+
+
+class Block(nn.Module):
+    """A stage that mixes neighbouring rows, so that microbatches' lengths matter."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(depth))
+
+    def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x)) + 0.5 * x.roll(1, dims=1)
+        return x if scale is None else x * scale[:, None, None]
+
+
+class Several(nn.Module):
+    """A stage that takes and hands on floats of two types, numbers and truths, and folds the rows' length."""
+
+    def __init__(self, number: int, last: int) -> None:
+        super().__init__()
+        self.number, self.last = number, last
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, half: Any = None, ids: Any = None, mask: Any = None) -> Any:
+        if half is None:
+            ids = torch.arange(x.shape[1] * x.shape[0]).view(x.shape[:2])
+            mask = ids % 3 == 0
+            half = x.float().mean(dim=-1)
+        x = torch.tanh(self.linear(x)) + half.double()[..., None] * mask[..., None] + 0.01 * ids[..., None]
+        if self.number == self.last:
+            return x
+        return x, half * 2, ids + 1, ~mask
+
+
+def loss(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).square().mean()
+
+
+def modules(count: int, several: bool = False) -> list[nn.Module]:
+    torch.manual_seed(count)
+    made = [Several(i, count - 1) if several else Block(1 + i % 2) for i in range(count)]
+    return [module.double() if not several else module.double() for module in made]
+
+
+def my_stages(whole: list[nn.Module], ranks: list[int]) -> list[PipelineStage]:
+    return [
+        PipelineStage(module, number, len(whole), torch.device("cpu"))
+        for number, module in enumerate(whole)
+        if ranks[number] == dist.get_rank()
+    ]
+
+
+def given(ranks: list[int], inputs: Tensor, target: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What this rank's step takes."""
+    here = dist.get_rank()
+    return ((inputs,) if ranks[0] == here else ()), {"target": target if ranks[-1] == here else None}
+
+
+def taken(whole: list[nn.Module], ranks: list[int] | None = None) -> list[Tensor | None]:
+    """Take the gradients of all stages, or of this rank's; over all ranks where none are given."""
+    found: list[Tensor | None] = []
+    for number, module in enumerate(whole):
+        for parameter in module.parameters():
+            gradient = parameter.grad
+            parameter.grad = None
+            if ranks is None:
+                gradient = torch.zeros_like(parameter) if gradient is None else gradient
+                dist.all_reduce(gradient)
+            elif ranks[number] != dist.get_rank():
+                assert gradient is None
+            found.append(gradient)
+    return found
+
+
+def error(found: list[Tensor | None], wanted: list[Tensor | None], ranks: list[int], whole: list[nn.Module]) -> float:
+    """Largest difference of this rank's gradients."""
+    owners = [ranks[number] for number, module in enumerate(whole) for _ in module.parameters()]
+    worst = 0.0
+    for owner, one, other in zip(owners, found, wanted, strict=True):
+        if owner == dist.get_rank():
+            assert one is not None
+            assert other is not None
+            worst = max(worst, float((one - other).abs().max()))
+    return worst
+
+
+def theirs(kind: str, count: int, n: int, inputs: Tensor, target: Tensor, whole: list[nn.Module]) -> list[Tensor | None]:
+    """Gradients by one of PyTorch's schedules, on the stages' places that it wants."""
+    size = dist.get_world_size()
+    loop = [number % size for number in range(count)]
+    vee = [min(number, 2 * size - 1 - number) for number in range(count)]
+    classes = {
+        "1f1b": (Schedule1F1B, loop),
+        "interleaved": (ScheduleInterleaved1F1B, loop),
+        "zero bubble": (ScheduleInterleavedZeroBubble, loop),
+        "v": (ScheduleZBVZeroBubble, vee),
+    }
+    schedule_class, ranks = classes[kind]
+    stages = my_stages(whole, ranks)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        schedule = schedule_class(stages[0] if kind == "1f1b" else stages, n, loss_fn=loss)
+        args, kwargs = given(ranks, inputs, target)
+        schedule.step(*args, **kwargs)
+    return taken(whole)
+
+
+def against_theirs(seeds: list[int]) -> dict[str, Any]:
+    """Random plans on random places, beside PyTorch's schedules; each step of several with other microbatches.
+
+    Raises for the first whose gradients differ.
+    """
+    size, worst, kinds = dist.get_world_size(), 0.0, set()
+    for seed in seeds:
+        rng = random.Random(seed)
+        kind = ("1f1b", "interleaved", "zero bubble", "v")[seed % 4]
+        count = size if kind == "1f1b" else 2 * size
+        whole = modules(count)
+        ranks = random_ranks(rng, count, size)
+        # Only one rank asks for orders, and all draw the rest alike.
+        orders = random.Random(seed + 1)
+        planning = Planning(
+            order=lambda graph, orders=orders: random_schedule(orders, graph),  # type: ignore[misc]
+            backward=("whole", "split", "either")[rng.randrange(3)],
+        )
+        schedule = PlannedSchedule(my_stages(whole, ranks), planning, loss)
+        for step in range(2):
+            # PyTorch's runtime needs one number for one schedule, at least as many as ranks, in rounds of these.
+            n = size * rng.randint(1, 3)
+            torch.manual_seed(seed * 7 + step)
+            shape = n * rng.randint(1, 2), rng.randint(1, 4), WIDTH
+            inputs, target = torch.randn(*shape).double(), torch.randn(*shape).double()
+            wanted = theirs(kind, count, n, inputs, target, whole)
+            args, kwargs = given(ranks, inputs, target)
+            schedule.n_microbatches = n
+            schedule.step(*args, **kwargs)
+            off = error(taken(whole, ranks), wanted, ranks, whole)
+            if off > ENOUGH:
+                raise AssertionError(f"seed {seed}, step {step}, {kind}: gradients differ by {off}")
+            worst = max(worst, off)
+            kinds.add(kind)
+    return {"plans": 2 * len(seeds), "worst": worst, "kinds": sorted(kinds)}
+
+
+def random_ranks(rng: random.Random, count: int, size: int) -> list[int]:
+    """Places of stages, such that every rank has one."""
+    ranks = list(range(size)) + [rng.randrange(size) for _ in range(count - size)]
+    rng.shuffle(ranks)
+    return ranks
+
+
+def undivided(whole: list[nn.Module], batches: list[tuple[Tensor, Tensor]]) -> tuple[list[Tensor | None], list[float]]:
+    """Gradients and losses of the modules one after the other, on this process alone."""
+    losses = []
+    for inputs, target in batches:
+        x: Any = (inputs,)
+        for module in whole:
+            x = module(*x) if isinstance(x, tuple) else module(x)
+        value = loss(x, target)
+        losses.append(value.item())
+        (value / len(batches)).backward()
+    found: list[Tensor | None] = []
+    for module in whole:
+        for parameter in module.parameters():
+            found.append(parameter.grad)
+            parameter.grad = None
+    return found, losses
+
+
+def changing(several: bool) -> dict[str, Any]:
+    """Unequal microbatches, others in every step; outputs, losses, evaluation; with a planner that is given sizes."""
+    rng, here = random.Random(0), dist.get_rank()
+    size = dist.get_world_size()
+    count = 2 * size
+    whole = modules(count, several)
+    ranks = random_ranks(rng, count, size)
+    steps = [[rng.randint(1, 8) for _ in range(rng.randint(1, 5))] for _ in range(8)]
+    schedule = PlannedSchedule(
+        my_stages(whole, ranks), Planning(backward="either", budget_s=0.0), loss, sizes=[[*sizes] for sizes in steps]
+    )
+    unknown = []
+    for number, lengths in enumerate(steps):
+        torch.manual_seed(number)
+        batches = [(torch.randn(2, n, WIDTH).double(), torch.randn(2, n, WIDTH).double()) for n in lengths]
+        wanted, losses_wanted = undivided(whole, batches)
+        losses: list[Any] = []
+        mine = {
+            "arg_mbs": [(x,) for x, _ in batches] if ranks[0] == here else None,
+            "target_mbs": [y for _, y in batches] if ranks[-1] == here else None,
+        }
+        if ranks[0] != here:
+            mine["arg_mbs"] = None
+        outputs = schedule.step(**mine, losses=losses)
+        unknown.append(sum(b.foretell((2, 9, WIDTH, 8)) is None for b in schedule._boundaries[1:]))
+        assert error(taken(whole, ranks), wanted, ranks, whole) <= ENOUGH
+        if ranks[-1] == here:
+            assert [float(value) for value in losses] == losses_wanted
+            rows = outputs if isinstance(outputs, list) else outputs.split(2)
+            assert [row.shape[1] for row in rows] == lengths
+        again: list[Any] = []
+        schedule.eval(**mine, losses=again)
+        assert [float(value) for value in again] == ([] if ranks[-1] != here else losses_wanted)
+        assert all(parameter.grad is None for module in whole for parameter in module.parameters())
+    return {"steps": len(steps), "crossed": len(schedule._crossed), "unknown": unknown[-1]}
+
+
+def refused() -> list[str]:
+    """What users are told."""
+    here, told = dist.get_rank(), []
+    whole = modules(4)
+
+    def tell(call: Any) -> None:
+        try:
+            call()
+        except (InputError, ExecutionError) as problem:
+            told.append(str(problem))
+        else:
+            told.append("nothing")
+
+    cpu = torch.device("cpu")
+    numbers = [0, 1] if here == 0 else [1, 2]
+    tell(lambda: PlannedSchedule([PipelineStage(whole[i], i, 4, cpu) for i in numbers]))
+    numbers = [0] if here == 0 else [2, 3]
+    tell(lambda: PlannedSchedule([PipelineStage(whole[i], i, 4, cpu) for i in numbers]))
+    tell(lambda: PlannedSchedule([PipelineStage(whole[here], here, 2 + here, cpu)]))
+    tell(lambda: PlannedSchedule([whole[here]]))  # type: ignore[list-item]
+    tell(lambda: PlannedSchedule([]))
+    schedule = PlannedSchedule([PipelineStage(whole[here], here, 2, cpu)], Planning(budget_s=0.0), loss)
+    x, y = torch.randn(2, 3, WIDTH).double(), torch.randn(2, 3, WIDTH).double()
+    tell(lambda: schedule.step(*((x,) if here == 0 else ()), target=y if here else None))
+    tell(lambda: schedule.step(arg_mbs=[] if here == 0 else None, target_mbs=[y] if here else None))
+    sized = PlannedSchedule([PipelineStage(whole[here], here, 2, cpu)], Planning(budget_s=0.0), loss, sizes=[[3, 4]])
+    tell(lambda: sized.step(arg_mbs=[(x,)] if here == 0 else None, target_mbs=[y] if here else None))
+    with torch.no_grad():
+        tell(lambda: schedule.step())
+    return told
+
+
+def planned_by_the_process() -> dict[str, Any]:
+    """Plans that were searched while the step before ran; then the planner is stopped."""
+    raise NotImplementedError
+
+
+def first_order(graph: TaskGraph) -> Schedule:
+    """Any order, always the same."""
+    return random_schedule(random.Random(0), graph)
