@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.pipelining.microbatch import TensorChunkSpec, merge_chunks, split_args_kwargs_into_chunks
-from torch.utils._pytree import tree_flatten, tree_leaves
+from torch.utils._pytree import tree_flatten
 
 from pipeloom.errors import InputError
 from pipeloom.integrations.pipelining.running import StageMicrobatch
@@ -101,27 +100,45 @@ class StepInputs:
         return found
 
 
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """Tensors of nested inputs, in order."""
+    # Asked for every microbatch of every step; torch's own walk takes many times longer.
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for each in value:
+            yield from _tensors(each)
+    elif isinstance(value, dict):
+        for each in value.values():
+            yield from _tensors(each)
+
+
 def signature(args: Args, kwargs: Keywords) -> Signature:
     """Extents and types of the tensors of one microbatch's inputs, as numbers."""
     numbers: list[int] = []
-    for leaf in tree_leaves((args, kwargs)):
-        if isinstance(leaf, Tensor):
-            numbers += [*leaf.shape, leaf.dtype.itemsize]
+    for tensor in _tensors((args, kwargs)):
+        numbers += tensor.shape
+        numbers.append(tensor.dtype.itemsize)
     return tuple(numbers)
 
 
 def default_size(*args: Any, **kwargs: Any) -> int:
     """Numbers in the first tensor: tokens of token numbers; of floats without the last dimension, which is width."""
-    for leaf in tree_leaves((args, kwargs)):
-        if isinstance(leaf, Tensor):
-            shape = leaf.shape[:-1] if leaf.is_floating_point() and leaf.dim() > 1 else leaf.shape
-            return max(1, math.prod(shape))
-    return 1
+    tensor = next(_tensors((args, kwargs)), None)
+    if tensor is None:
+        return 1
+    size = tensor.numel()
+    if tensor.is_floating_point() and tensor.dim() > 1:
+        size //= max(1, tensor.shape[-1])
+    return max(1, size)
 
 
 def merged(microbatches: Sequence[StageMicrobatch], how: Splitting) -> Any:
     """Outputs of the microbatches as one, or a list of them where that cannot be."""
     outputs = [microbatch.output for microbatch in microbatches]
+    if how.merge_spec is None and all(type(output) is Tensor and output.dim() for output in outputs):
+        alike = len({(output.shape[1:], output.dtype) for output in outputs}) == 1
+        return torch.cat(outputs) if alike else outputs
     if how.merge_spec is None and not _can_merge(outputs):
         return outputs
     return merge_chunks(outputs, how.merge_spec)

@@ -87,6 +87,8 @@ class StepLoss:
 
 
 def _detached(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach()
     return torch.utils._pytree.tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, value)
 
 

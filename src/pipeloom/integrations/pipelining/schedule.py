@@ -107,9 +107,10 @@ class PlannedSchedule:
         self._boundaries = [Boundary() for _ in self.layout.chunks]
         """By the number of the stage behind."""
         self._known: dict[int, _Known] = {}
-        self._orders: dict[int, Order] = {}
-        """On the rank that tells: what was told, by number."""
+        self._numbers: dict[int, int] = {}
+        """On the rank that tells: numbers of the orders that are known, by their identity."""
         self._num_steps = self._num_told = 0
+        self._given: list[tuple[tuple[Any, ...], dict[str, Any]]] | None = None
         self._has_last = any(stage.is_last for stage in self.stages)
         mine = set(self._by_number)
         self._crossed = [b for b in range(1, len(self.layout.chunks)) if len(mine & {b - 1, b}) == 1]
@@ -239,7 +240,7 @@ class PlannedSchedule:
     def _decide(self, inputs: StepInputs, trains: bool) -> StepMessage:
         planner = self._planner
         assert planner is not None
-        given = inputs.split(self._splitting)
+        given = self._given = inputs.split(self._splitting)
         sizes = self._sizes(given, trains)
         widths = None
         if trains and self._num_steps == _MEASURED_STEPS.stop and not planner.is_measured:
@@ -248,15 +249,12 @@ class PlannedSchedule:
         order = planner.order(sizes, trains)
         if trains and self._following is not None:
             planner.ask(self._following)
-        number = next((n for n, each in self._orders.items() if each is order), None)
+        number = self._numbers.get(id(order))
         signatures: tuple[Signature, ...] | None = tuple(signature(*each) for each in given)
         measures = trains and self._num_steps in _MEASURED_STEPS and not planner.is_measured
         if number is None:
-            if len(self._orders) >= _MOST_KNOWN:
-                self._orders.clear()
             self._num_told += 1
-            number = self._num_told
-            self._orders[number] = order
+            number = self._numbers[id(order)] = self._num_told
             return StepMessage(number, measures, order, signatures, widths)
         if signatures == self._known[number].signatures:
             signatures = None
@@ -286,6 +284,7 @@ class PlannedSchedule:
             assert message.signatures is not None
             if len(self._known) >= _MOST_KNOWN:
                 self._known.clear()
+                self._numbers.clear()
             order = message.order
             self._known[message.number] = _Known(order, order.packing(), message.signatures)
         known = self._known[message.number]
@@ -296,7 +295,8 @@ class PlannedSchedule:
     def _microbatches(self, inputs: StepInputs, known: _Known) -> list[StageMicrobatch]:
         """What this rank works on."""
         count = len(known.order.sizes)
-        given = inputs.split(self._splitting, count)
+        # Where the step was decided, its inputs are split already.
+        given, self._given = self._given or inputs.split(self._splitting, count), None
         targets = inputs.targets(count) if self._has_last else None
         self._loss.has_target = targets is not None
         metas: list[Metas | None] = [None] * (len(self.layout.chunks) + 1)
