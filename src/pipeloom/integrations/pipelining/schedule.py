@@ -124,7 +124,8 @@ class PlannedSchedule:
             backend = backend_of(torch.device(first.device).type)
             self._planner = StepPlanner(self.layout, self.planner or Planning(), backend)
             weakref.finalize(self, self._planner.close)
-        self._executor = self._made_executor([1.0] * len(self.layout.chunks))
+        # Made with the first step: by then weights are where they will be.
+        self._executor: StageExecutor | None = None
         self._evaluator: StageExecutor | None = None
 
     # ---------------------------------------------------------------- what users call
@@ -205,8 +206,9 @@ class PlannedSchedule:
 
     def _run(self, inputs: StepInputs, losses: list[Any] | None, trains: bool) -> Any:
         message = self._telling.tell(self._decided(inputs, trains) if self._planner is not None else None)
-        if message.widths is not None:
-            self._executor, self._evaluator = self._made_executor(message.widths), None
+        if message.widths is not None or self._executor is None:
+            widths = message.widths or [1.0] * len(self.layout.chunks)
+            self._executor, self._evaluator = self._made_executor(widths), None
         known = self._heard(message)
         microbatches = self._microbatches(inputs, known)
         self._loss.scale = len(microbatches) if self.scale_grads else 1
@@ -351,6 +353,7 @@ class PlannedSchedule:
         )
 
     def _evaluating(self) -> StageExecutor:
+        assert self._executor is not None
         if self._evaluator is None:
             made = forwards_of(self._executor)
             assert isinstance(made, StageExecutor)
