@@ -7,6 +7,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -62,7 +63,7 @@ def _overheads(repeats: int) -> str:
                 ]
             )
     text = (
-        f"CPU microseconds of a rank per computation above a plain loop over the same stages (medians of {repeats} "
+        f"CPU microseconds of a rank's own thread per computation above a plain loop over the same stages (medians of {repeats} "
         f"alternated steps, mean of the ranks). Stages are linear layers of {_WIDTH} by {_WIDTH}, {_NUM_MICROBATCHES} "
         "microbatches; both run the same order, PyTorch's. A step of ours has all that it takes: looking at the "
         "inputs' sizes, telling the ranks which plan runs, linking it, running it, and losses and outputs."
@@ -110,10 +111,10 @@ def _overhead(name: str, per_rank: int, split: bool, repeats: int) -> dict[str, 
             for layer in layers:
                 layer.zero_grad()
             dist.barrier()
-            begin = time.process_time()
+            begin = time.thread_time()
             steps[key]()
             if repeat >= 5:
-                times[key].append(time.process_time() - begin)
+                times[key].append(time.thread_time() - begin)
     found = {key: statistics.median(each) for key, each in times.items()}
     return found | {"actions": float(len(mine) * _NUM_MICROBATCHES * (3 if split else 2))}
 
@@ -141,7 +142,7 @@ def _plain_1f1b(graph: TaskGraph) -> Schedule:
 
 def _plain(layers: Sequence[nn.Module], inputs: Tensor, target: Tensor, split: bool) -> None:
     """The same computation without any runtime."""
-    for x, y in zip(inputs.split(_ROWS), target.split(_ROWS), strict=True):
+    for x, y in zip(torch.split(inputs, _ROWS), torch.split(target, _ROWS), strict=True):
         passed = []
         for layer in layers:
             x = x.detach().requires_grad_()
@@ -185,9 +186,11 @@ class _Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         batch, length, _ = x.shape
         parts = self.qkv(self.norms[0](x)).view(batch, length, 3, _HEADS, -1).permute(2, 0, 3, 1, 4)
-        seen = F.scaled_dot_product_attention(*parts, is_causal=True).transpose(1, 2).reshape(x.shape)
+        q, k, v = parts
+        seen = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(x.shape)
         x = x + self.out(seen)
-        return x + self.down(F.gelu(self.up(self.norms[1](x))))
+        out: Tensor = x + self.down(F.gelu(self.up(self.norms[1](x))))
+        return out
 
 
 def _unequal(steps: int) -> str:
@@ -206,10 +209,11 @@ def _unequal(steps: int) -> str:
         for name, times in found.items()
     ]
     text = (
-        f"Real computation on 2 ranks of one thread: {_BLOCKS} transformer blocks (width {_MODEL}) in 4 stages, or 2 for "
-        f"1F1B, {_PER_STEP} microbatches a step of one sequence each, lengths of 1 to {_LONGEST} times {_UNIT} drawn anew "
-        f"for every step. PyTorch's schedules must pad every microbatch of a step to its longest. Wall time of a step, "
-        f"medians of {steps} steps, on the same lengths by turns; gain: median of the ratios step by step. The plans are "
+        f"Real computation on 2 ranks of one thread: {_BLOCKS} transformer blocks (width {_MODEL}) in 4 stages, or 2 "
+        f"for 1F1B, {_PER_STEP} microbatches a step of one sequence each, lengths of 1 to {_LONGEST} times {_UNIT} "
+        "drawn anew for every step. PyTorch's schedules must pad every microbatch of a step to its longest. Wall time "
+        f"of a step, medians of {steps} steps, on the same lengths by turns; gain: median of the ratios step by step. "
+        "The plans are "
         "searched by the planner while the step before runs."
     )
     return f"{text}\n\n{markdown_table(['schedule', 'ms a step', 'gain of PlannedSchedule'], rows)}"
@@ -227,7 +231,7 @@ def _race(steps: int) -> dict[str, list[float]]:
     warm_up = 8
     lengths = [[int(n) * _UNIT for n in rng.integers(1, _LONGEST + 1, _PER_STEP)] for _ in range(warm_up + steps)]
 
-    def stages(count: int) -> list[pipelining.PipelineStage]:
+    def stages(count: int) -> list[Any]:
         size = _BLOCKS // count
         parts = [nn.Sequential(*blocks[i * size : (i + 1) * size]) for i in range(count)]
         return [pipelining.PipelineStage(part, i, count, _CPU) for i, part in enumerate(parts) if i % 2 == here]
@@ -237,9 +241,7 @@ def _race(steps: int) -> dict[str, list[float]]:
         real = ~target.isnan()
         return torch.where(real, output - target.nan_to_num(), 0.0).square().sum()
 
-    ours = PlannedSchedule(
-        stages(4), Planning(budget_s=0.2), masked, sizes=[*lengths], scale_grads=False
-    )
+    ours = PlannedSchedule(stages(4), Planning(budget_s=0.2), masked, sizes=[*lengths], scale_grads=False)
     # PyTorch's runtime keeps the first shape that it sees, so there is one for every longest length.
     kinds: dict[str, Any] = {
         "1F1B": lambda: pipelining.Schedule1F1B(stages(2)[0], _PER_STEP, masked, scale_grads=False),
@@ -261,11 +263,11 @@ def _race(steps: int) -> dict[str, list[float]]:
                 made[name, longest] = make()
                 # The first step finds shapes, and is not counted.
                 _their_step(made[name, longest], padded, here)
-            runs[name] = lambda name=name: _their_step(made[name, longest], padded, here)  # type: ignore[misc]
-        arg_mbs, target_mbs = [(x,) for x, _ in data], [y for _, y in data]
-        runs["ours"] = lambda: ours.step(
-            arg_mbs=arg_mbs if here == 0 else None, target_mbs=target_mbs if here else None, return_outputs=False
+            runs[name] = partial(_their_step, made[name, longest], padded, here)
+        mine: dict[str, Any] = (
+            {"arg_mbs": [(x,) for x, _ in data]} if here == 0 else {"target_mbs": [y for _, y in data]}
         )
+        runs["ours"] = partial(ours.step, return_outputs=False, **mine)
         gradients = {}
         keys = list(runs)[step % len(runs) :] + list(runs)[: step % len(runs)]
         for key in keys:
@@ -279,7 +281,10 @@ def _race(steps: int) -> dict[str, list[float]]:
             if step >= warm_up:
                 times[key].append(time.perf_counter() - begin)
             gradients[key] = {
-                (i, n): p.grad.clone() for i, b in enumerate(blocks) for n, p in b.named_parameters() if p.grad is not None
+                (i, n): p.grad.clone()
+                for i, b in enumerate(blocks)
+                for n, p in b.named_parameters()
+                if p.grad is not None
             }
         for place, gradient in gradients["ours"].items():
             torch.testing.assert_close(gradient, gradients["interleaved 1F1B"][place], rtol=1e-3, atol=1e-3)

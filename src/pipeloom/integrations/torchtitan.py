@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
 from pipeloom.errors import InputError
-from pipeloom.integrations.pipelining import PlannedSchedule, Planning
+from pipeloom.integrations.pipelining import PlannedSchedule
 from pipeloom.layout.layouts import partition_chain
 
 _VISION = "vision_encoder"
@@ -28,7 +28,7 @@ Costs = Mapping[str, float]
 
 
 def pipeline_planned(
-    model: nn.Module,
+    model: Any,
     *,
     parallel_dims: Any,
     parallelism: Any,
@@ -63,8 +63,9 @@ def pipeline_planned(
     """
     if parallelism.pipeline_parallel_schedule_csv:
         raise InputError(
-            "parallelism.pipeline_parallel_schedule_csv", "names a file, and steps are planned", "leave it out, or use "
-            "pipeline_llm for schedules from files"
+            "parallelism.pipeline_parallel_schedule_csv",
+            "names a file, and steps are planned",
+            "leave it out, or use pipeline_llm for schedules from files",
         )
     own = {name: config.pop(name) for name in ("costs", "vision_tokens", "planner") if name in config}
     parallelize = config.pop("parallelize_fn")
@@ -77,9 +78,7 @@ def pipeline_planned(
     stages, parts = [], []
     for number in range(pp_mesh.get_local_rank(), len(names), pp_mesh.size()):
         part = model_part(model, names, number)
-        part = parallelize(
-            part, parallel_dims=parallel_dims, training=training, parallelism=parallelism, **config
-        )
+        part = parallelize(part, parallel_dims=parallel_dims, training=training, parallelism=parallelism, **config)
         stages.append(PipelineStage(part, number, len(names), device, group=pp_mesh.get_group("pp")))
         parts.append(part)
     schedule = PlannedSchedule(
@@ -95,7 +94,7 @@ def pipeline_planned(
 
 
 def _scalar(loss_fn: Callable[..., Any]) -> Callable[..., Tensor]:
-    """torchtitan's losses return more than the loss."""
+    """Losses of torchtitan return more than the loss."""
 
     def loss(*args: Any, **kwargs: Any) -> Tensor:
         found = loss_fn(*args, **kwargs)
@@ -111,7 +110,8 @@ def _num_stages(parallelism: Any, num_ranks: int, num_layers: int) -> int:
 
     per_stage = parallelism.pipeline_parallel_layers_per_stage
     if per_stage is not None:
-        return num_ranks * -(-num_layers // (per_stage * num_ranks))
+        count: int = num_ranks * -(-num_layers // (per_stage * num_ranks))
+        return count
     single = issubclass(get_schedule_class(parallelism.pipeline_parallel_schedule), PipelineScheduleSingle)
     return num_ranks * (1 if single else 2)
 
@@ -119,7 +119,7 @@ def _num_stages(parallelism: Any, num_ranks: int, num_layers: int) -> int:
 # ------------------------------------------------------------------ where stages are cut
 
 
-def reckoned_costs(model: nn.Module, seq_len: int, vision_tokens: float = 1.0) -> dict[str, float]:
+def reckoned_costs(model: Any, seq_len: int, vision_tokens: float = 1.0) -> dict[str, float]:
     """Operations of a forward for each token of the sequence, by part, in the order in which parts run.
 
     Two for each weight of a matrix that a token meets; of experts, of those that it is sent to; and those of
@@ -147,7 +147,7 @@ def reckoned_costs(model: nn.Module, seq_len: int, vision_tokens: float = 1.0) -
     return costs
 
 
-def _operations(module: nn.Module) -> float:
+def _operations(module: Any) -> float:
     """Of matrices: two a weight and token, and of experts' weights their share."""
     total = 0.0
     for part in module.modules():
@@ -163,16 +163,17 @@ def _operations(module: nn.Module) -> float:
     return total
 
 
-def _top_k(module: nn.Module) -> float:
+def _top_k(module: Any) -> float:
     found = [part.top_k for part in module.modules() if isinstance(getattr(part, "top_k", None), int)]
     return float(found[0]) if found else 1.0
 
 
-def _attention(layer: nn.Module, seq_len: int) -> float:
+def _attention(layer: Any, seq_len: int) -> float:
     """Scores and their sums over half of a sequence."""
-    if getattr(layer, "attention", None) is None:
+    attention = getattr(layer, "attention", None) or getattr(layer, "attn", None)
+    if attention is None:
         return 0.0
-    widths = [weight.shape[0] for weight in layer.attention.parameters() if weight.dim() == 2]
+    widths = [weight.shape[0] for weight in attention.parameters() if weight.dim() == 2]
     return 2.0 * seq_len * min(widths, default=0)
 
 
@@ -194,7 +195,8 @@ def split_by_costs(costs: Costs, num_stages: int) -> list[list[str]]:
             groups.append([name])
     if len(groups) < num_stages:
         raise InputError(
-            "pipeline_parallel_degree", f"asks for {num_stages} stages, the model has {len(groups)} parts to cut",
+            "pipeline_parallel_degree",
+            f"asks for {num_stages} stages, the model has {len(groups)} parts to cut",
             "use fewer stages",
         )
     loads = [sum(costs[name] for name in group) for group in groups]
@@ -205,7 +207,7 @@ def split_by_costs(costs: Costs, num_stages: int) -> list[list[str]]:
 # ------------------------------------------------------------------ one stage
 
 
-def model_part(model: nn.Module, names: Sequence[Sequence[str]], number: int) -> nn.Module:
+def model_part(model: Any, names: Sequence[Sequence[str]], number: int) -> Any:
     """The model with what one stage has of it, as torchtitan cuts models; a vision encoder may be cut too.
 
     The rank of a stage that has a part of the encoder gets the model with the encoder's layers of that stage; stages
@@ -218,7 +220,7 @@ def model_part(model: nn.Module, names: Sequence[Sequence[str]], number: int) ->
     cut = [i for i, stage in enumerate(names) if any(name.startswith(f"{_VISION}.") for name in stage)]
     begins_text = "tok_embeddings" in mine
     whole = [_VISION] if vision or (begins_text and cut) else []
-    part: nn.Module = _split_module(model, [*(name for name in mine if name not in vision), *whole])
+    part: Any = _split_module(model, [*(name for name in mine if name not in vision), *whole])
     if not whole or (cut == [number] and begins_text):
         return part
     if not hasattr(part.vision_encoder, "compute_position_embeddings"):
@@ -245,7 +247,7 @@ class _PassedOn(nn.Module):
         return x
 
 
-def _cut_encoder(encoder: nn.Module, layers: set[str], *, begins: bool, ends: bool) -> None:
+def _cut_encoder(encoder: Any, layers: set[str], *, begins: bool, ends: bool) -> None:
     """Leave an encoder some of its layers, its beginning, its end."""
     for name in list(encoder.layers):
         if name not in layers:

@@ -19,8 +19,6 @@ from torch.distributed.pipelining import (
 
 from pipeloom.errors import ExecutionError, InputError
 from pipeloom.integrations.pipelining import PlannedSchedule, Planning
-from pipeloom.taskgraph import TaskGraph
-from pipeloom.timeline import Schedule
 from pipeloom.timeline.schedule import random_schedule
 
 WIDTH = 5
@@ -66,7 +64,7 @@ def loss(output: Tensor, target: Tensor) -> Tensor:
 def modules(count: int, several: bool = False) -> list[nn.Module]:
     torch.manual_seed(count)
     made = [Several(i, count - 1) if several else Block(1 + i % 2) for i in range(count)]
-    return [module.double() if not several else module.double() for module in made]
+    return [module.double() for module in made]
 
 
 def my_stages(whole: list[nn.Module], ranks: list[int]) -> list[PipelineStage]:
@@ -111,7 +109,9 @@ def error(found: list[Tensor | None], wanted: list[Tensor | None], ranks: list[i
     return worst
 
 
-def theirs(kind: str, count: int, n: int, inputs: Tensor, target: Tensor, whole: list[nn.Module]) -> list[Tensor | None]:
+def theirs(
+    kind: str, count: int, n: int, inputs: Tensor, target: Tensor, whole: list[nn.Module]
+) -> list[Tensor | None]:
     """Gradients by one of PyTorch's schedules, on the stages' places that it wants."""
     size = dist.get_world_size()
     loop = [number % size for number in range(count)]
@@ -261,13 +261,3 @@ def refused() -> list[str]:
     with torch.no_grad():
         tell(lambda: schedule.step())
     return told
-
-
-def planned_by_the_process() -> dict[str, Any]:
-    """Plans that were searched while the step before ran; then the planner is stopped."""
-    raise NotImplementedError
-
-
-def first_order(graph: TaskGraph) -> Schedule:
-    """Any order, always the same."""
-    return random_schedule(random.Random(0), graph)

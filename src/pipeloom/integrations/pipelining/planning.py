@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
 
 from pipeloom.cost import Correction, LayerFit, Profile, StrategyFit
 from pipeloom.cost.fits import aligned, fit_seconds, workload_features
-from pipeloom.errors import InputError, PipeloomError, check_not_negative
+from pipeloom.errors import PipeloomError, check_not_negative
 from pipeloom.integrations.pipelining.running import MODULE, stage_kind
 from pipeloom.packing import Microbatch, Packing, PackingSpec, SubMicrobatch
 from pipeloom.plan import BACKENDS, Answer, BackendName, ExecutionPlan, boundary_shapes, lower, verify
@@ -22,7 +22,7 @@ from pipeloom.planner.forwards import forward_problem
 from pipeloom.planner.messages import Setup
 from pipeloom.planner.problem import Problem
 from pipeloom.runtime.store import TcpPlanStore
-from pipeloom.spec import Batch, Layout, LayerSpec, ModelSpec, ModuleSpec, RankSpec, Sample, TensorShape, Workload
+from pipeloom.spec import Batch, LayerSpec, Layout, ModelSpec, ModuleSpec, RankSpec, Sample, TensorShape, Workload
 from pipeloom.taskgraph import TaskGraph
 from pipeloom.taskgraph.iteration import iteration_graph
 from pipeloom.timeline import Schedule, resolve_candidates, simulate
@@ -54,7 +54,7 @@ class Planning:
     """An order of your own, from a step's task graph, in place of heuristic and search."""
     profile: Profile | None = None
     """Costs of the stages, ``"stages/stage0"`` and so on; None: measured in the second to fourth step."""
-    rank: RankSpec = RankSpec()
+    rank: RankSpec = field(default_factory=RankSpec)
     """Links between ranks."""
 
     def __post_init__(self) -> None:
@@ -253,20 +253,15 @@ def _profile(rows: Sequence[Row], num_stages: int) -> Profile:
     for stage in range(num_stages):
         fits = {verb: _fit([row for row in rows if row[:2] == (stage, verb)]) for verb in "FBIW"}
         forward = fits["F"] or (0.0, 0.0, _UNMEASURED_S, 0.0)
-        halves = fits["I"], fits["W"]
-        if fits["B"] is not None:
-            backward = fits["B"]
-        elif halves[0] is not None and halves[1] is not None:
-            backward = tuple(a + b for a, b in zip(*halves, strict=True))
-        else:
+        inputs, weights, backward = fits["I"], fits["W"], fits["B"]
+        if backward is None and inputs is not None and weights is not None:
+            backward = tuple(a + b for a, b in zip(inputs, weights, strict=True))
+        elif backward is None:
             backward = tuple(2.0 * each for each in forward)
         half = tuple(0.5 * each for each in backward)
         nothing = (0.0, 0.0, 0.0, 0.0)
-        strategies = StrategyFit(
-            input_gradient_s=halves[0] or half,
-            weight_gradient_s=halves[1] or half,
-            **dict.fromkeys(_NOT_MEASURED, nothing),
-        )
+        zeros: dict[str, Any] = dict.fromkeys(_NOT_MEASURED, nothing)
+        strategies = StrategyFit(input_gradient_s=inputs or half, weight_gradient_s=weights or half, **zeros)
         key = f"{MODULE}/{stage_kind(stage)}"
         layers[key] = LayerFit(forward, backward, nothing, strategies)
         typical[key] = 1.0

@@ -32,6 +32,9 @@ from pipeloom.spec import Layout, TensorShape
 
 MODULE = "stages"
 """Name of the one module, whose layers are the stages."""
+UNKNOWN = (-1,)
+"""In the place of a message's shape: it comes with the message."""
+_UNKNOWN_META = UNKNOWN, torch.float32
 _SHAPE_TAGS = 1 << 28
 """Added to a message's tag for the shapes that are sent ahead of it."""
 
@@ -139,16 +142,16 @@ class _StageIteration(Iteration):
         return 0.0
 
     def receive(self, message: MessageState) -> None:
-        if message.shape is None and message.backward:
+        if message.shape is UNKNOWN and message.backward:
             # Of what this rank gave: by now it has run.
             metas = self._microbatch(message).metas[message.unit.chunk + 1]
             assert metas is not None
             message.shape, message.dtype = flat_meta(metas)
-        if message.shape is not None:
+        if message.shape is not UNKNOWN:
             super().receive(message)
 
     def arrive(self, message: MessageState) -> None:
-        if message.shape is None:
+        if message.shape is UNKNOWN:
             numbers = empty_header()
             self.here.transport.receive(numbers, message.peer, message.tag + _SHAPE_TAGS).wait()
             metas = read_header(numbers)
@@ -158,7 +161,7 @@ class _StageIteration(Iteration):
         super().arrive(message)
 
     def send(self, message: MessageState) -> None:
-        if message.shape is None and not message.backward:
+        if message.shape is UNKNOWN and not message.backward:
             metas = self._microbatch(message).metas[message.unit.chunk + 1]
             assert metas is not None
             numbers = header(metas)
@@ -194,7 +197,7 @@ class StageExecutor(Executor):
                 # What a unit takes goes over the boundary before it, what it gives over the one behind.
                 boundary = chunk + (action.verb in (Verb.SEND_F, Verb.RECV_B))
                 metas = microbatches[members[microbatch]].metas[boundary]
-                message.shape, message.dtype = (None, None) if metas is None else flat_meta(metas)
+                message.shape, message.dtype = _UNKNOWN_META if metas is None else flat_meta(metas)
         return linked
 
 

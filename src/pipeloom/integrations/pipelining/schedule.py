@@ -274,11 +274,15 @@ class PlannedSchedule:
             found, self._following = following, _next(self._coming)
             if len(found) != len(given):
                 raise InputError(
-                    "sizes", f"step {self._num_steps} has {len(found)}, and {len(given)} microbatches", "give one for each"
+                    "sizes",
+                    f"step {self._num_steps} has {len(found)}, and {len(given)} microbatches",
+                    "give one for each",
                 )
         for number, size in enumerate(found):
             if size < 1:
-                raise InputError(f"sizes, microbatch {number}", f"{size} is below 1", "give tokens, or what costs grow with")
+                raise InputError(
+                    f"sizes, microbatch {number}", f"{size} is below 1", "give tokens, or what costs grow with"
+                )
         return found
 
     def _heard(self, message: StepMessage) -> _Known:
@@ -326,7 +330,12 @@ class PlannedSchedule:
         sizes, samples = known.order.sizes, known.order.samples
         number_of = {name: i for i, name in enumerate(self.layout.chunk_names)}
         rows: list[Row] = [
-            (number_of[time.chunk], str(time.verb), sizes[samples[time.microbatch]], (time.end_ns - time.start_ns) * 1e-9)
+            (
+                number_of[time.chunk],
+                str(time.verb),
+                sizes[samples[time.microbatch]],
+                (time.end_ns - time.start_ns) * 1e-9,
+            )
             for time in result.compute_times
         ]
         widths = {}
@@ -372,7 +381,7 @@ def _next(coming: Iterator[Sequence[int]]) -> Sizes | None:
 
 
 def _checked(stages: Sequence[PipelineStage]) -> tuple[PipelineStage, ...]:
-    """This rank's stages in their order; refuse what is none, or is run in another way."""
+    """Stages of this rank in their order; refuse what is none, or is run in another way."""
     if isinstance(stages, PipelineStage):
         stages = [stages]
     if not stages:
@@ -382,7 +391,9 @@ def _checked(stages: Sequence[PipelineStage]) -> tuple[PipelineStage, ...]:
         if not isinstance(stage, PipelineStage):
             raise InputError(where, f"is a {type(stage).__name__}", "give torch.distributed.pipelining.PipelineStage")
         if isinstance(stage.submod, DistributedDataParallel):
-            raise InputError(where, "is under DistributedDataParallel", "use fully_shard, or sum gradients after step()")
+            raise InputError(
+                where, "is under DistributedDataParallel", "use fully_shard, or sum gradients after step()"
+            )
         if stage.dw_builder is not None:
             raise InputError(where, "has a dw_builder", "leave it out: backwards are split by autograd's graph")
         if stage.group is not stages[0].group:

@@ -1,4 +1,4 @@
-"""What crosses from one stage to the next: one tensor per boundary, whose shape is known before it comes, or comes first.
+"""What crosses from one stage to the next: one tensor a boundary, whose shape is known before it comes, or comes first.
 
 A stage of PyTorch's may hand on several tensors of any type; they travel as one. Its shapes follow from the sizes of
 the step's inputs in a way that nobody states. So both ends of a boundary note what they have seen, and foretell the

@@ -84,7 +84,11 @@ class Telling:
         size = int.from_bytes(first[:_LENGTH].tobytes(), "little")
         rest = np.zeros(0, np.uint8)
         if size > _FRAME:
-            rest = np.frombuffer(data[_FRAME:], np.uint8).copy() if message is not None else np.zeros(size - _FRAME, np.uint8)
+            rest = (
+                np.frombuffer(data[_FRAME:], np.uint8).copy()
+                if message is not None
+                else np.zeros(size - _FRAME, np.uint8)
+            )
             rest = self._broadcast(rest)
         if message is not None:
             return message

@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pipeloom.errors import InputError
+from pipeloom.integrations.torchtitan import split_by_costs
+from pipeloom.runtime import launch
+
+COSTS = {"vision_encoder.layers.0": 4.0, "vision_encoder.layers.1": 4.0, "tok_embeddings": 0.0} | {
+    f"layers.{i}": 1.0 for i in range(6)
+}
+COSTS |= {"norm": 0.0, "lm_head": 2.0}
+
+
+def test_an_encoder_is_cut_like_the_rest() -> None:
+    assert split_by_costs(COSTS, 4) == [
+        ["vision_encoder.layers.0"],
+        ["vision_encoder.layers.1"],
+        ["tok_embeddings", "layers.0", "layers.1", "layers.2", "layers.3"],
+        ["layers.4", "layers.5", "norm", "lm_head"],
+    ]
+
+
+def test_more_stages_than_parts_are_refused() -> None:
+    with pytest.raises(InputError, match="asks for 9 stages, the model has 8 parts to cut"):
+        split_by_costs(COSTS, 9)
+
+
+@pytest.mark.full
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("kind", "num_ranks", "shards", "experts", "schedule"),
+    [
+        ("dense", 2, 1, 1, "1F1B"),
+        ("dense", 4, 2, 1, "Interleaved1F1B"),
+        ("sparse", 4, 2, 2, "1F1B"),
+        ("seeing", 2, 1, 1, "Interleaved1F1B"),
+    ],
+)
+def test_losses_and_gradients_are_torchtitans(
+    kind: str, num_ranks: int, shards: int, experts: int, schedule: str
+) -> None:
+    pytest.importorskip("torchtitan", reason="pip install 'pipeloom[torchtitan]'")
+    from .torchtitan_on_ranks import compared
+
+    for found in launch(compared, num_ranks, kind, shards, experts, schedule, timeout_s=300.0):
+        theirs, ours = found["losses"]
+        assert ours == [[pytest.approx(one, rel=1e-6) for one in step] for step in theirs]
+        assert found["worst"] <= 1e-6
+        assert found["num_gradients"] > 40
+        if kind == "seeing":
+            # In two stages at least, of which one has nothing else.
+            assert sum(bool(part) for part in found["parts"]) >= 2
+
+
+@pytest.mark.full
+@pytest.mark.ranks
+def test_torchtitan_runs_a_plan_from_a_file(tmp_path: Path) -> None:
+    pytest.importorskip("torchtitan", reason="pip install 'pipeloom[torchtitan]'")
+    from .torchtitan_on_ranks import by_file
+
+    for found in launch(by_file, 2, str(tmp_path), timeout_s=300.0):
+        theirs, ours = found["losses"]
+        assert ours == [[pytest.approx(one, rel=1e-6) for one in step] for step in theirs]
+        assert found["worst"] <= 1e-6
