@@ -35,7 +35,7 @@ def test_more_stages_than_parts_are_refused() -> None:
     [
         ("dense", 2, 1, 1, "1F1B"),
         ("dense", 4, 2, 1, "Interleaved1F1B"),
-        ("sparse", 4, 2, 2, "1F1B"),
+        ("sparse", 4, 2, 1, "1F1B"),
         ("seeing", 2, 1, 1, "Interleaved1F1B"),
     ],
 )

@@ -37,7 +37,7 @@ def use_cpus() -> None:
     from torchtitan.distributed import parallel_dims, utils
 
     parallel_dims.device_type = "cpu"
-    utils.set_spmd_backend("spmd_types")
+    utils.set_spmd_backend("partial_dtensor")
 
 
 def settings(*, shards: int = 1, experts: int = 1, schedule: str = "1F1B", csv: str = "") -> dict[str, Any]:
@@ -51,7 +51,7 @@ def settings(*, shards: int = 1, experts: int = 1, schedule: str = "1F1B", csv: 
         expert_parallel_degree=experts,
         pipeline_parallel_schedule=schedule,
         pipeline_parallel_schedule_csv=csv,
-        spmd_backend="spmd_types",
+        spmd_backend="partial_dtensor",
     )
     training = TrainingConfig(
         local_batch_size=ROWS, seq_len=LENGTH, mixed_precision_param="float32", mixed_precision_reduce="float32"
@@ -83,12 +83,26 @@ def dense() -> Any:
 
 
 def sparse() -> Any:
-    """Its debug Qwen 3 with experts, of fewer layers and experts."""
-    from torchtitan.models.qwen3 import model_registry
+    """Its debug Qwen 3 with experts, of fewer and smaller ones."""
+    from torchtitan.models import qwen3
 
-    spec = _on_cpu(model_registry("debugmodel_moe"))
-    spec.model.layers = spec.model.layers[:4]
-    return spec
+    spec = qwen3.model_registry("debugmodel_moe")
+    attention = spec.model.layers[0].attention
+    spec.model.layers = qwen3._build_qwen3_moe_layers(
+        fuse_qkv=True,
+        n_layers=4,
+        dim=spec.model.dim,
+        n_heads=4,
+        n_kv_heads=2,
+        head_dim=128,
+        moe_hidden_dim=32,
+        num_experts=8,
+        top_k=2,
+        attn_backend="flex",
+        rope=attention.rope,
+        moe_comm_backend="standard",
+    )
+    return _on_cpu(spec)
 
 
 def seeing() -> Any:
