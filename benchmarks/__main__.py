@@ -31,6 +31,7 @@ SECTIONS = (
     "scaling",
     "arrange",
     "executor",
+    "pipelining",
     "emulated",
     "beside",
     "real",

@@ -1,4 +1,4 @@
-"""`PlannedSchedule` on PyTorch's stages, beside PyTorch's own schedules: what it costs, and what unequal lengths gain."""
+"""`PlannedSchedule` on PyTorch's stages beside PyTorch's schedules: what it costs, and what unequal lengths gain."""
 
 from __future__ import annotations
 
@@ -63,9 +63,9 @@ def _overheads(repeats: int) -> str:
                 ]
             )
     text = (
-        f"CPU microseconds of a rank's own thread per computation above a plain loop over the same stages (medians of {repeats} "
-        f"alternated steps, mean of the ranks). Stages are linear layers of {_WIDTH} by {_WIDTH}, {_NUM_MICROBATCHES} "
-        "microbatches; both run the same order, PyTorch's. A step of ours has all that it takes: looking at the "
+        "CPU microseconds of a rank's own thread per computation above a plain loop over the same stages (medians of "
+        f"{repeats} alternated steps, mean of the ranks). Stages are linear layers of {_WIDTH} by {_WIDTH}, "
+        f"{_NUM_MICROBATCHES} microbatches; both run the same order, PyTorch's. A step of ours has all that it takes: looking at the "
         "inputs' sizes, telling the ranks which plan runs, linking it, running it, and losses and outputs."
     )
     header = ["schedule", "ranks", "computations", "plain loop", "PyTorch", "Pipeloom", "ratio"]

@@ -8,7 +8,8 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, Protocol, TypeGuard
+from functools import cached_property
+from typing import Any, Literal, NamedTuple, Protocol, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -82,15 +83,22 @@ class TorchTransport:
     def __init__(self, group: dist.ProcessGroup | None = None, *, use_tags: bool = True) -> None:
         self.group, self.use_tags = group, use_tags
 
+    @cached_property
+    def _ways(self) -> Any:
+        """The group itself: what isend and irecv come to, without all that they ask of every message anew."""
+        if dist.get_rank(self.group) < 0:
+            raise ExecutionError("this process is not in the group of its messages")
+        return dist.group.WORLD if self.group is None else self.group
+
     def send(self, tensor: Tensor, peer: int, tag: int) -> Handle:
         """Post the send of a contiguous tensor to a pipeline rank."""
-        work = dist.isend(tensor, group=self.group, group_dst=peer, tag=tag if self.use_tags else 0)
-        return _posted(work, "send to", peer)
+        handle: Handle = self._ways.send([tensor], peer, tag if self.use_tags else 0)
+        return handle
 
     def receive(self, tensor: Tensor, peer: int, tag: int) -> Handle:
         """Post the receive into a contiguous tensor of the sender's shape and dtype."""
-        work = dist.irecv(tensor, group=self.group, group_src=peer, tag=tag if self.use_tags else 0)
-        return _posted(work, "receive from", peer)
+        handle: Handle = self._ways.recv([tensor], peer, tag if self.use_tags else 0)
+        return handle
 
     def connect(self, device: torch.device | str) -> None:
         """Exchange something with every peer; all ranks of the group call it together, before the first plan.
@@ -123,12 +131,6 @@ def greet_peers(transport: Transport, rank: int, num_ranks: int, device: torch.d
             continue
         for sends in (rank == low, rank != low):
             (transport.send(out, peer, 0) if sends else transport.receive(into, peer, 0)).wait()
-
-
-def _posted(work: dist.Work | None, what: str, peer: int) -> Handle:
-    if work is None:
-        raise ExecutionError(f"{what} pipeline rank {peer}: this process is not in the group")
-    return work
 
 
 class BatchedTransport(TorchTransport):

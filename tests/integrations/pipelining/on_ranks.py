@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 import warnings
 from typing import Any
 
@@ -261,3 +262,29 @@ def refused() -> list[str]:
     with torch.no_grad():
         tell(lambda: schedule.step())
     return told
+
+
+def searched(ahead: bool) -> dict[str, Any]:
+    """Train until steps run plans that the planner's process has searched; gradients stay what they were."""
+    here, whole, ranks = dist.get_rank(), modules(4), [0, 1, 0, 1]
+    lengths = [[3, 1, 7, 2], [5, 5, 1, 1]]
+    coming = (lengths[step % 2] for step in range(10_000))
+    # Longer than it ever takes, so that a plan that was asked for is the one that runs.
+    planning = Planning(budget_s=0.05, deadline_s=30.0, backward="either")
+    schedule = PlannedSchedule(my_stages(whole, ranks), planning, loss, sizes=coming if ahead else None)
+    num_steps, done, worst = 0, torch.zeros(1), 0.0
+    while not done and num_steps < 2000:
+        torch.manual_seed(0)
+        batches = [
+            (torch.randn(1, n, WIDTH).double(), torch.randn(1, n, WIDTH).double()) for n in lengths[num_steps % 2]
+        ]
+        mine = {"arg_mbs": [(x,) for x, _ in batches]} if here == 0 else {"target_mbs": [y for _, y in batches]}
+        schedule.step(**mine)
+        worst = max(worst, error(taken(whole, ranks), undivided(whole, batches)[0], ranks, whole))
+        num_steps += 1
+        planner = schedule._planner
+        done = torch.tensor([float(planner is not None and len(planner._searched) == len(lengths))])
+        dist.broadcast(done, 0)
+        time.sleep(0.05)
+    schedule.close()
+    return {"done": bool(done), "worst": worst}

@@ -4,7 +4,7 @@ import pytest
 
 from pipeloom.runtime import launch
 
-from .on_ranks import against_theirs, changing, refused
+from .on_ranks import against_theirs, changing, refused, searched
 
 pytestmark = pytest.mark.ranks
 
@@ -29,5 +29,27 @@ def test_microbatches_differ_from_step_to_step(several: bool) -> None:
 
 
 def test_nonsense_is_told_in_one_line_on_every_rank() -> None:
-    for told in launch(refused, 2, timeout_s=60.0):
-        print(told)
+    first, second = launch(refused, 2, timeout_s=60.0)
+    told = [
+        "stage 1: is on ranks 0 and 1; give every stage of the chain to one rank",
+        "stage 1: of 0..3 is on no rank; give every stage of the chain to one rank",
+        "stages: disagree on num_stages: [2, 3]; give all of them the same",
+        "stages[0]: is a Block; give torch.distributed.pipelining.PipelineStage",
+        "stages: is empty; give every rank of the group at least one stage",
+        "n_microbatches: is None, and no microbatches are given; give one of both",
+        "arg_mbs: is empty; give at least one microbatch",
+        "sizes: step 0 has 2, and 1 microbatches; give one for each",
+        "step(): needs gradients, and they are switched off; call eval()",
+    ]
+    assert first == told
+    # What only the rank of the first stage can know, the others hear from it.
+    heard = [f"rank 0, of the first stage: {each}" if 5 <= i <= 7 else each for i, each in enumerate(told)]
+    assert second == heard
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("ahead", [False, True])
+def test_the_planners_plans_run(ahead: bool) -> None:
+    for found in launch(searched, 2, ahead, timeout_s=120.0):
+        assert found["done"]
+        assert found["worst"] <= 1e-10

@@ -114,8 +114,9 @@ class StepPlanner:
         self.layout, self.planning, self.backend = layout, planning, backend
         self.widths = [1.0] * len(layout.chunks)
         self._known: dict[tuple[bool, Sizes], Order] = {}
-        self._asked: dict[Sizes, int] = {}
-        """Sizes for which a plan was asked, and as which iteration."""
+        self._asked: tuple[Sizes, int] = _NOTHING
+        """Sizes for which a plan was asked last and is not taken, and as which iteration."""
+        self._patience = 0
         self._searched: set[Sizes] = set()
         """Sizes whose known order was searched."""
         self._planner: Planner | None = None
@@ -169,12 +170,12 @@ class StepPlanner:
         self._start()
 
     def ask(self, sizes: Sizes) -> None:
-        """Have a plan made for sizes that are to come; returns at once."""
+        """Have a plan made for sizes that are to come; returns at once. The planner works on what was asked last."""
         planner = self._planner
-        if planner is None or not planner.ready or sizes in self._asked or sizes in self._searched:
+        if planner is None or not planner.ready or sizes in self._searched or sizes == self._asked[0]:
             return
         self._num_asked += 1
-        self._asked[sizes] = self._num_asked
+        self._asked, self._patience = (sizes, self._num_asked), _PATIENCE
         planner.submit(step_batch(sizes, self._num_asked), _NO_CORRECTION)
 
     def order(self, sizes: Sizes, trains: bool) -> Order:
@@ -190,18 +191,20 @@ class StepPlanner:
             return known or self._keep(trains, sizes, _first(self.forwards, sizes))
         if self.planning.order is not None:
             return known or self._keep(trains, sizes, self._own(sizes))
-        asked = self._asked.pop(sizes, None)
-        if asked is not None and self._planner is not None:
-            delivery = self._planner.collect(asked)
+        if sizes == self._asked[0] and self._planner is not None:
+            delivery = self._planner.collect(self._asked[1])
+            self._asked = _NOTHING
             if delivery.fresh:
+                self._keep(trains, sizes, _order_of(delivery.answer, sizes))
                 self._searched.add(sizes)
-            if delivery.fresh or known is None:
-                return self._keep(trains, sizes, _order_of(delivery.answer, sizes))
-        if known is not None:
-            # They have come again, and may once more.
+                return self._known[trains, sizes]
+        if known is None:
+            return self._keep(trains, sizes, _first(self.problem, sizes))
+        # They have come again, and may once more; what was asked for is waited for first, if not for ever.
+        self._patience -= 1
+        if self._asked is _NOTHING or self._patience < 0:
             self.ask(sizes)
-            return known
-        return self._keep(trains, sizes, _first(self.problem, sizes))
+        return known
 
     def _keep(self, trains: bool, sizes: Sizes, order: Order) -> Order:
         if len(self._known) >= _MOST_KNOWN:
@@ -274,6 +277,9 @@ _NOT_MEASURED = (
 )
 """Of strategies that are not offered here, and memory, which is not limited."""
 _NO_CORRECTION = Correction()
+_NOTHING: tuple[Sizes, int] = ((), 0)
+_PATIENCE = 16
+"""Steps of other sizes after which a plan that was asked for is given up."""
 
 
 def _fit(rows: Sequence[Row]) -> tuple[float, ...] | None:

@@ -16,6 +16,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.microbatch import TensorChunkSpec
 from torch.nn.parallel import DistributedDataParallel
 
+from pipeloom.collector import collector_paused
 from pipeloom.errors import InputError, PipeloomError
 from pipeloom.integrations.pipelining.inputs import Splitting, StepInputs, default_size, merged, signature
 from pipeloom.integrations.pipelining.planning import Order, Planning, Row, Sizes, StepPlanner, planned_shapes
@@ -209,11 +210,12 @@ class PlannedSchedule:
         if message.widths is not None or self._executor is None:
             widths = message.widths or [1.0] * len(self.layout.chunks)
             self._executor, self._evaluator = self._made_executor(widths), None
-        known = self._heard(message)
-        microbatches = self._microbatches(inputs, known)
-        self._loss.scale = len(microbatches) if self.scale_grads else 1
         executor = self._executor if trains else self._evaluating()
-        linked = executor.with_shapes(executor.prepare(known.order.plan, known.packing), microbatches)
+        with collector_paused():
+            known = self._heard(message)
+            microbatches = self._microbatches(inputs, known)
+            linked = executor.with_shapes(executor.prepare(known.order.plan, known.packing), microbatches)
+        self._loss.scale = len(microbatches) if self.scale_grads else 1
         result = executor.run_linked(linked, microbatches, normaliser=1.0)
         self._learn(known, microbatches)
         if trains:
