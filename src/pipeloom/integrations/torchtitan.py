@@ -134,7 +134,9 @@ def reckoned_costs(model: Any, seq_len: int, vision_tokens: float = 1.0) -> dict
     """
     costs: dict[str, float] = {}
     encoder = getattr(model, _VISION, None)
-    if encoder is not None:
+    if encoder is not None and not _can_be_cut(encoder):
+        costs[_VISION] = vision_tokens * _operations(encoder)
+    elif encoder is not None:
         ends = sum(_operations(child) for name, child in encoder.named_children() if name != "layers")
         layers = {name: _operations(layer) for name, layer in encoder.layers.items()}
         for name, operations in layers.items():
@@ -189,7 +191,7 @@ def split_by_costs(costs: Costs, num_stages: int) -> list[list[str]]:
     # What takes nothing stays with its neighbour: a stage of it alone would be none.
     groups: list[list[str]] = []
     for name in names:
-        if groups and (name in _BEHIND_LAYERS or groups[-1] == ["tok_embeddings"]):
+        if groups and (name in _BEHIND_LAYERS or groups[-1][-1] in (_VISION, "tok_embeddings")):
             groups[-1].append(name)
         else:
             groups.append([name])
@@ -223,7 +225,7 @@ def model_part(model: Any, names: Sequence[Sequence[str]], number: int) -> Any:
     part: Any = _split_module(model, [*(name for name in mine if name not in vision), *whole])
     if not whole or (cut == [number] and begins_text):
         return part
-    if not hasattr(part.vision_encoder, "compute_position_embeddings"):
+    if not _can_be_cut(part.vision_encoder):
         raise InputError(
             f"vision encoder {type(part.vision_encoder).__name__}",
             "is none that can be cut",
@@ -233,6 +235,12 @@ def model_part(model: Any, names: Sequence[Sequence[str]], number: int) -> Any:
     _cut_encoder(part.vision_encoder, layers, begins=number == cut[0], ends=begins_text)
     part.forward = functools.partial(_text_forward if begins_text else _vision_forward, part, number == cut[0])
     return part
+
+
+def _can_be_cut(encoder: Any) -> bool:
+    """Whether it is built as Qwen 3.5's."""
+    names = ("patch_embed", "pos_embed", "layers", "merger", "compute_position_embeddings")
+    return all(hasattr(encoder, name) for name in names)
 
 
 class _PassedOn(nn.Module):
