@@ -66,7 +66,8 @@ def _overheads(repeats: int) -> str:
         "CPU microseconds of a rank's own thread per computation above a plain loop over the same stages (medians of "
         f"{repeats} alternated steps, mean of the ranks). Stages are linear layers of {_WIDTH} by {_WIDTH}, "
         f"{_NUM_MICROBATCHES} microbatches; both run the same order, PyTorch's. A step of ours has all that "
-        "it takes: looking at the inputs' sizes, telling the ranks which plan runs, linking it, running it, and losses and outputs."
+        "it takes: looking at the inputs' sizes, telling the ranks which plan runs, linking it, running it, and "
+        "losses and outputs."
     )
     header = ["schedule", "ranks", "computations", "plain loop", "PyTorch", "Pipeloom", "ratio"]
     return f"{text}\n\n{markdown_table(header, rows)}"

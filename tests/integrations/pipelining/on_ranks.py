@@ -261,6 +261,9 @@ def refused() -> list[str]:
     tell(lambda: sized.step(arg_mbs=[(x,)] if here == 0 else None, target_mbs=[y] if here else None))
     with torch.no_grad():
         tell(lambda: schedule.step())
+    alone = dist.new_group([here], use_local_synchronization=True)
+    stages = [PipelineStage(module, number, 2, cpu, group=alone) for number, module in enumerate(whole[:2])]
+    tell(lambda: PlannedSchedule(stages, Planning(budget_s=0.0), loss, n_microbatches=2).step(x))
     return told
 
 

@@ -40,6 +40,7 @@ def test_nonsense_is_told_in_one_line_on_every_rank() -> None:
         "arg_mbs: is empty; give at least one microbatch",
         "sizes: step 0 has 2, and 1 microbatches; give one for each",
         "step(): needs gradients, and they are switched off; call eval()",
+        "target: is not given on the rank of the last stage; give target or target_mbs there",
     ]
     assert first == told
     # What only the rank of the first stage can know, the others hear from it.

@@ -83,7 +83,7 @@ def test_what_is_foretold_is_true(divisor: int, apart: int, lengths: list[int]) 
 @pytest.mark.parametrize(("tensor", "size"), [(torch.zeros(2, 3, dtype=torch.long), 6), (torch.zeros(2, 3, 4), 6)])
 def test_sizes_are_tokens(tensor: torch.Tensor, size: int) -> None:
     assert default_size(tensor, scale=1) == size
-    assert signature((tensor,), {"more": [tensor]}) == signature((tensor, tensor), {})
+    assert signature((tensor,), {"more": [tensor], "so": True}) == signature((tensor, tensor), {})
 
 
 def test_what_a_plan_is_made_for() -> None:

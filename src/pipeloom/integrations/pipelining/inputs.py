@@ -116,15 +116,17 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 def signature(args: Args, kwargs: Keywords) -> Signature:
     """Extents and types of the tensors of one microbatch's inputs, as numbers."""
     numbers: list[int] = []
-    for tensor in _tensors((args, kwargs)):
-        numbers += tensor.shape
-        numbers.append(tensor.dtype.itemsize)
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        for tensor in (value,) if isinstance(value, Tensor) else _tensors(value):
+            numbers += tensor.shape
+            numbers.append(tensor.dtype.itemsize)
     return tuple(numbers)
 
 
 def default_size(*args: Any, **kwargs: Any) -> int:
     """Numbers in the first tensor: tokens of token numbers; of floats without the last dimension, which is width."""
-    tensor = next(_tensors((args, kwargs)), None)
+    first = args[0] if args else None
+    tensor = first if isinstance(first, Tensor) else next(_tensors((args, kwargs)), None)
     if tensor is None:
         return 1
     size = tensor.numel()

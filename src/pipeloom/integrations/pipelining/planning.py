@@ -35,7 +35,7 @@ Row = tuple[int, str, int, float]
 _EVERY_SAMPLE_ALONE = 1 << 30
 _ANY_SIZE = 1 << 40
 _UNMEASURED_S = 1e-6
-_MOST_KNOWN = 256
+_MOST_KNOWN = 128
 """Orders that are kept for sizes that come again."""
 
 

@@ -36,7 +36,7 @@ SizeOf = Callable[..., int]
 
 _MEASURED_STEPS = range(1, 4)
 """Steps in which the costs of the stages are measured; in the first, memory is still being got."""
-_MOST_KNOWN = 1024
+_MOST_KNOWN = 128
 """Orders that all ranks keep."""
 
 
@@ -213,7 +213,7 @@ class PlannedSchedule:
         executor = self._executor if trains else self._evaluating()
         with collector_paused():
             known = self._heard(message)
-            microbatches = self._microbatches(inputs, known)
+            microbatches = self._microbatches(inputs, known, trains)
             linked = executor.with_shapes(executor.prepare(known.order.plan, known.packing), microbatches)
         self._loss.scale = len(microbatches) if self.scale_grads else 1
         result = executor.run_linked(linked, microbatches, normaliser=1.0)
@@ -300,13 +300,15 @@ class PlannedSchedule:
             known.signatures = message.signatures
         return known
 
-    def _microbatches(self, inputs: StepInputs, known: _Known) -> list[StageMicrobatch]:
+    def _microbatches(self, inputs: StepInputs, known: _Known, trains: bool) -> list[StageMicrobatch]:
         """What this rank works on."""
         count = len(known.order.sizes)
         # Where the step was decided, its inputs are split already.
         given, self._given = self._given or inputs.split(self._splitting, count), None
         targets = inputs.targets(count) if self._has_last else None
         self._loss.has_target = targets is not None
+        if trains and self._has_last and targets is None:
+            raise InputError("target", "is not given on the rank of the last stage", "give target or target_mbs there")
         metas: list[Metas | None] = [None] * (len(self.layout.chunks) + 1)
         found = []
         for i, (args, kwargs) in enumerate(given):
