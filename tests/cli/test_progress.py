@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import io
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from rich.console import Console
 
-from pipeloom.cli.progress import Terminal
+from pipeloom.cli.progress import COLUMNS, LEGEND, Progress, Terminal
 
 
 @pytest.mark.parametrize("terminal", [False, True])
@@ -25,3 +27,48 @@ def test_work_is_shown_with_the_time_it_took_on_a_terminal_only(
         assert all(text in shown for text in ("Choosing a layout", "0:00:0", "arrangements are judged"))
     else:
         assert shown == ""
+
+
+def report(iteration: int, **others: Any) -> Any:
+    """What the console is told of a step: large numbers everywhere."""
+    answer = SimpleNamespace(planned_ns=45_678_000_000, gap=0.1234, bubble_share=1.0)
+    values = {
+        "iteration": iteration,
+        "answer": answer,
+        "loss": 11.23456,
+        "learning_rate": 1.2345e-5,
+        "num_tokens": 123_456_789,
+        "step_s": 45.7,
+        "num_microbatches": 128,
+        "measured_s": 45.7,
+        "measured_bubble_share": 1.0,
+        "mfu": 0.456,
+        "fresh": True,
+        "lead_s": 12.345,
+        "reason": None,
+    }
+    return SimpleNamespace(**(values | others))
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_iterations_fit_into_eighty_columns(terminal: bool) -> None:
+    written = io.StringIO()
+    console = Console(file=written, force_terminal=terminal, width=80, color_system=None, legacy_windows=False)
+    with Progress(console, 99_999) as progress:
+        progress.show(report(99_998))
+        progress.show(report(99_999, fresh=False, reason="late", mfu=None, learning_rate=None))
+    lines = written.getvalue().splitlines()
+    assert max(map(len, LEGEND.splitlines())) <= 80
+    told = [line for line in lines if "99998" in line or "99999" in line]
+    assert any(
+        "45678/45700" in line and "12.3%" in line and line.endswith("fresh, 12345 ms") for line in map(str.rstrip, told)
+    )
+    assert any("fallback: late" in line for line in told)
+    if not terminal:
+        assert max(map(len, lines)) <= 80
+        # Headings stand above their numbers.
+        heading = next(line for line in lines if "tok/s" in line)
+        for name in list(COLUMNS)[:-1]:
+            end = heading.index(name) + len(name)
+            assert all(line[end : end + 1] == " " for line in told), name
+    assert not any("\u2026" in line for line in lines)

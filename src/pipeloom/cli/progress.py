@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
@@ -25,18 +25,22 @@ from pipeloom.training import Summary
 _NUM_ROWS = 12
 _PLAIN_EVERY = 20
 
-COLUMNS = (
-    "iteration",
-    "loss",
-    "rate",
-    "tokens/s",
-    "microbatches",
-    "planned",
-    "measured",
-    "gap",
-    "bubbles",
-    "plan ready",
-    "plan",
+COLUMNS = {
+    "step": 5,
+    "loss": 6,
+    "rate": 7,
+    "tok/s": 5,
+    "mb": 3,
+    "plan/run ms": 11,
+    "gap": 5,
+    "idle %": 7,
+    "MFU": 3,
+    "plan, ahead by": 0,
+}
+"""What is told of an iteration, and the characters it takes: 80 a line with what is between them."""
+LEGEND = (
+    "mb: microbatches; plan/run: planned, measured time; gap: above the lower bound;\n"
+    "idle: bubbles, planned and measured"
 )
 
 
@@ -44,22 +48,37 @@ def cells(report: StepReport) -> tuple[str, ...]:
     """One iteration in words, a cell per column."""
     answer = report.answer
     assert answer is not None
-    speed = f"{report.num_tokens / report.step_s:,.0f}" if report.step_s else ""
-    if report.mfu is not None:
-        speed += f" ({report.mfu:.1%} MFU)"
     return (
         str(report.iteration),
-        f"{report.loss:.4f}",
-        "" if report.learning_rate is None else f"{report.learning_rate:.3g}",
-        speed,
+        f"{report.loss:.4f}"[:6],
+        "" if report.learning_rate is None else f"{report.learning_rate:.2g}",
+        _short(report.num_tokens / report.step_s) if report.step_s else "",
         str(report.num_microbatches),
-        f"{answer.planned_ns / 1e6:.0f} ms",
-        f"{report.measured_s * 1e3:.0f} ms",
-        f"{answer.gap:.2%}",
-        f"{answer.bubble_share:.0%} / {report.measured_bubble_share:.0%}",
-        f"{report.lead_s * 1e3:.0f} ms before" if report.lead_s >= 0 else f"waited {-report.lead_s * 1e3:.0f} ms",
-        "fresh" if report.fresh else f"fallback: {report.reason}",
+        f"{answer.planned_ns / 1e6:.0f}/{report.measured_s * 1e3:.0f}",
+        f"{answer.gap:.1%}",
+        f"{answer.bubble_share * 100:.0f}/{report.measured_bubble_share * 100:.0f}",
+        "" if report.mfu is None else f"{report.mfu:.0%}",
+        _plan(report),
     )
+
+
+def _short(number: float) -> str:
+    for unit in ("", "k", "M"):
+        if number < 9999.5:
+            return f"{number:.0f}{unit}"
+        number /= 1000
+    return f"{number:.0f}G"
+
+
+def _plan(report: StepReport) -> str:
+    if not report.fresh:
+        return f"fallback: {report.reason}"
+    lead_ms = report.lead_s * 1e3
+    return f"fresh, {lead_ms:.0f} ms" if lead_ms >= 0 else f"fresh, late by {-lead_ms:.0f} ms"
+
+
+def _line(words: Iterable[str]) -> str:
+    return " ".join(f"{word:>{width}}" for word, width in zip(words, COLUMNS.values(), strict=True))
 
 
 @dataclass(frozen=True)
@@ -126,7 +145,8 @@ class Progress:
         if self._live is not None:
             self._live.start()
         else:
-            self._console.print("  ".join(COLUMNS))
+            self._console.print(LEGEND)
+            self._console.print(_line(COLUMNS))
         return self
 
     def __exit__(
@@ -150,14 +170,14 @@ class Progress:
             or self._count == self._total
             or not report.fresh
         ):
-            self._console.print("  ".join(row), soft_wrap=True)
+            self._console.print(_line(row), soft_wrap=True)
 
     def _render(self) -> Group:
-        table = Table(box=None, header_style="bold", padding=(0, 1))
-        for name in COLUMNS:
-            table.add_column(name, justify="left" if name == "plan" else "right", no_wrap=True)
+        table = Table(box=None, header_style="bold", padding=(0, 1, 0, 0))
+        for name, width in COLUMNS.items():
+            table.add_column(name, justify="right" if width else "left", no_wrap=True, min_width=width)
         for row in self._rows:
-            table.add_row(*map(Text, row), style="" if row[-1] == "fresh" else "yellow")
+            table.add_row(*map(Text, row), style="yellow" if row[-1].startswith("fallback") else "")
         elapsed = time.monotonic() - self._begin
         left = elapsed / (self._count - self._first) * (self._total - self._count)
         status = Text(f" {self._count}/{self._total} iterations, {elapsed:.0f} s, about {left:.0f} s left; ")
@@ -169,4 +189,4 @@ class Progress:
         # A bar alone ends without a line break.
         bar = Table.grid(padding=(0, 1))
         bar.add_row(ProgressBar(total=self._total, completed=self._count, width=60))
-        return Group(table, bar, status, Text(" bubbles: planned / measured share of idle time", style="dim"))
+        return Group(table, bar, status, Text(LEGEND, style="dim"))
