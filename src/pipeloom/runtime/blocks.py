@@ -338,12 +338,15 @@ class ChunkActivation:
 
     def _roots(
         self, block: _Block, flowing: Tensor | None, arrived: dict[str, Tensor] | None
-    ) -> tuple[list[GradientEdge], list[Tensor]]:
-        """Ends of a block's graph that have a gradient, and these: of its output, its streams and its losses."""
-        ends: list[GradientEdge] = []
+    ) -> tuple[list[GradientEdge | Tensor], list[Tensor]]:
+        """Ends of a block's graph that have a gradient, and these: of its output, its streams and its losses.
+
+        A loss is its own end: autograd asks much more of an edge than of a scalar.
+        """
+        ends: list[GradientEdge | Tensor] = []
         gradients: list[Tensor] = []
         if flowing is not None and block.edge is not None:
-            ends.append(block.edge if isinstance(block.edge, GradientEdge) else get_gradient_edge(block.edge))
+            ends.append(block.edge)
             gradients.append(flowing)
         if block.edges is None and block.loss is None:
             block.edge = None
@@ -355,7 +358,7 @@ class ChunkActivation:
                     ends.append(edge)
                     gradients.append(gradient)
         if block.loss is not None and block.loss.requires_grad:
-            ends.append(get_gradient_edge(block.loss))
+            ends.append(block.loss)
             gradients.append(torch.full_like(block.loss, self.loss_scale))
         block.edge = block.edges = block.loss = None
         return ends, gradients
@@ -377,7 +380,7 @@ class ChunkActivation:
                 self._recompute(block)
             ends, gradients = self._roots(block, flowing, arrived)
             if ends:
-                torch.autograd.backward(ends, gradients)
+                torch.autograd.backward(ends, gradients)  # type: ignore[arg-type]
             flowing = block.inputs[0].grad if self.blocks else None
 
     def backward_input(self, gradient: Tensor, arrived: dict[str, Tensor] | None = None) -> None:
@@ -389,7 +392,8 @@ class ChunkActivation:
                 self._recompute(block)
             ends, gradients = self._roots(block, flowing, arrived)
             if ends:
-                block.deferred = backward_inputs(ends, gradients, self._leaves(block))
+                edges = [end if isinstance(end, GradientEdge) else get_gradient_edge(end) for end in ends]
+                block.deferred = backward_inputs(edges, gradients, self._leaves(block))
             flowing = block.inputs[0].grad if number else None
 
     def _leaves(self, block: _Block) -> list[Tensor]:
