@@ -30,6 +30,7 @@ SECTIONS = (
     "methods",
     "scaling",
     "arrange",
+    "streams",
     "executor",
     "pipelining",
     "emulated",

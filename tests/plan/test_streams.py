@@ -117,7 +117,11 @@ def deepstack_plan(model: ModelSpec, parts: int | None = None) -> tuple[Any, Lay
     """On two ranks, each with a half of either module."""
     modules = (ModuleLayout.of(model.modules[0], parts), ModuleLayout.of(model.modules[1]))
     cuts = (("vision", (0, 3), 0), ("vision", (4, 7), 1), ("lm", (0, 1), 0), ("lm", (2, 3), 1))
-    layout = Layout(2, modules, tuple(Chunk(*cut) for cut in cuts))
+    return planned(model, Layout(2, modules, tuple(Chunk(*cut) for cut in cuts)))
+
+
+def planned(model: ModelSpec, layout: Layout) -> tuple[Any, Layout, Any]:
+    """A random schedule of two samples, one without an image."""
     batch = Batch((Sample("a", 3, (2, 3), (8, 12)), Sample("b", 5)))
     packing = pack(batch, model, layout, PackingSpec(9))
     graph = build_graph(layout, packing, RandomCosts(1, False))
@@ -125,6 +129,33 @@ def deepstack_plan(model: ModelSpec, parts: int | None = None) -> tuple[Any, Lay
     plan = lower(graph, schedule, earliest(graph, schedule), layout, packing, boundary_shapes(model, layout))
     verify(plan, layout, packing)
     return plan, layout, packing
+
+
+@given(SEEDS)
+def test_a_feature_travels_once_and_only_between_ranks(seed: int) -> None:
+    rng = random.Random(f"cuts {seed}")
+    model, num_ranks = deepstack(), rng.randint(1, 4)
+    chunks = []
+    for module in model.modules:
+        last = len(module.flat_layers) - 1
+        ends = [*sorted(rng.sample(range(last), rng.randint(0, last))), last]
+        for first, end in zip((0, *(end + 1 for end in ends)), ends, strict=False):
+            chunks.append(Chunk(module.name, (first, end), rng.randrange(num_ranks)))
+    modules = (ModuleLayout.of(model.modules[0], rng.randint(1, 3)), ModuleLayout.of(model.modules[1]))
+    plan, _, packing = planned(model, Layout(num_ranks, modules, tuple(chunks)))
+
+    def rank(module: int, layer: int) -> int:
+        name = model.modules[module].name
+        return next(c.rank for c in chunks if c.module == name and c.layers[0] <= layer <= c.layers[1])
+
+    rows = sum(part.workload.num_tokens // 4 for m in packing.microbatches for part in m.parts[0])
+    assert rows == (8 + 12) // 4
+    for emitted, taken in zip(model.modules[0].emits, model.modules[1].takes, strict=True):
+        crosses = rank(0, emitted.layer) != rank(1, taken.layer)
+        for verb in (Verb.SEND_F, Verb.SEND_B):
+            sent = [a.shape for r in plan.ranks for a in r if a.verb == verb and a.stream == emitted.stream]
+            assert sum(shape[0] for shape in sent) == crosses * rows
+            assert {shape[1] for shape in sent} <= {8}
 
 
 def test_streams_go_from_the_emitting_chunk_to_the_taking_one() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -42,6 +42,15 @@ class Degrees(NamedTuple):
     shard: Sharding | None = None
 
 
+class Asked(NamedTuple):
+    """Of a document, as `Dataset.load` is."""
+
+    document: str
+    module: str
+    instances: tuple[int, ...]
+    loss: bool
+
+
 class Found(NamedTuple):
     """Of one rank's training."""
 
@@ -58,6 +67,41 @@ class Found(NamedTuple):
     """Losses on other documents after the last iteration: of the weights, and of their average."""
     wanted: tuple[float, float]
     """The same by one process."""
+    asked: list[Asked]
+    """What this process has loaded of the documents that were trained on."""
+    asked_to_evaluate: list[Asked]
+    """Likewise of one evaluation."""
+
+
+class Unjudged(data.Document):
+    """A document without what the loss alone takes."""
+
+    @property
+    def targets(self) -> tuple[int, ...]:
+        raise AssertionError("the loss is taken elsewhere")
+
+
+class Counted(pl.Dataset):
+    """Documents, of which nothing is there that was not asked for; it keeps what was."""
+
+    def __init__(self, documents: Iterable[data.Document]) -> None:
+        self.documents = list(documents)
+        self.asked: list[Asked] = []
+
+    def __len__(self) -> int:
+        return len(self.documents)
+
+    def sizes(self, i: int) -> Mapping[str, Any]:
+        return {**task.describe(self.documents[i]), "targets": len(self.documents[i].targets)}
+
+    def load(self, i: int, module: str, instances: tuple[int, ...], loss: bool) -> data.Document:
+        found = self.documents[i]
+        self.asked.append(Asked(found.identifier, module, instances, loss))
+        images: Any = [image if k in instances else None for k, image in enumerate(found.images)]
+        kind = data.Document if loss else Unjudged
+        return kind(
+            found.identifier, found.prompt, found.prompt_lines, images if module == "vision" else (), found.digits
+        )
 
 
 def divide(layer: nn.Module, mesh: DeviceMesh) -> None:
@@ -122,15 +166,20 @@ def train_divided(all_degrees: list[Degrees], until: list[int], folder: str) -> 
         assert trainer.resume() == first
         if first:
             assert_same(before, gathered(trainer))
+        counted = Counted(document for batch in data.batches(3, end, DOCUMENTS) for document in batch)
+        lazily = pl.Batches(counted, DOCUMENTS, shuffle=False)
         # Read ahead: what is left out is that which was trained.
-        batches = trainer.skip_trained(prefetched(end, DOCUMENTS, SHORT), first)
+        batches = trainer.skip_trained(lazily if degrees.data > 1 else prefetched(end, DOCUMENTS), first)
+        held_back = Counted(document for batch in held_out() for document in batch)
         reports = []
         plan = partial(plan_forwards, forward_problem(setup_of(degrees)))
         for report in trainer.run(batches, first):
             reports.append(report)
+            held_back.asked.clear()
+            lazily = pl.Batches(held_back, DOCUMENTS, shuffle=False)
             evaluated = [
-                trainer.evaluate(held_out(), plan, report.iteration + 1, averaged=averaged).loss
-                for averaged in (False, True)
+                trainer.evaluate(given, plan, report.iteration + 1, averaged=averaged).loss
+                for given, averaged in ((lazily, False), (held_out(), True))
             ]
             if trainer.membership.is_planner_rank:
                 check_report(setup_of(degrees), report)
@@ -152,6 +201,8 @@ def train_divided(all_degrees: list[Degrees], until: list[int], folder: str) -> 
                 sum(float(tensor.double().abs().sum()) for tensor in before.values()),
                 (evaluated[0], evaluated[1]),
                 (loss_of(trainer.model), loss_of(averages)),
+                counted.asked,
+                held_back.asked,
             )
         )
     return found

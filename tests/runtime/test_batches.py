@@ -26,7 +26,7 @@ class Numbers(Dataset):
             raise CorruptSampleError(f"sample {i}", "is damaged")
         return {"id": f"s{i}", "text_tokens": i + 1, **self.stated}
 
-    def load(self, i: int, module: str, instances: tuple[int, ...]) -> int:
+    def load(self, i: int, module: str, instances: tuple[int, ...], loss: bool) -> int:
         return i
 
 

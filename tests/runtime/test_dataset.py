@@ -30,7 +30,7 @@ class Held(Dataset):
     def sizes(self, i: int) -> Mapping[str, Any]:
         raise NotImplementedError
 
-    def load(self, i: int, module: str, instances: tuple[int, ...]) -> Any:
+    def load(self, i: int, module: str, instances: tuple[int, ...], loss: bool) -> Any:
         if self.broken:
             raise OSError("the disk is gone")
         self.asked.append((i, module, instances))

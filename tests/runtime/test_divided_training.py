@@ -11,8 +11,8 @@ from pipeloom.runtime import launch
 from pipeloom.runtime.divide import check_divisible
 from pipeloom.spec import Parallelism
 
-from .divided_training import DOCUMENTS, SHORT, Degrees, Found, divided_and_refused, divisible, train_divided
-from .training import losses_undivided
+from .divided_training import DOCUMENTS, Asked, Degrees, Found, divided_and_refused, divisible, held_out, train_divided
+from .training import data, losses_undivided
 
 pytestmark = pytest.mark.ranks
 
@@ -54,6 +54,40 @@ def test_replicas_have_plans_of_their_own_and_tensor_parallel_ranks_share_them(
         assert counts[1] == counts[3]
     assert replicas[0] != replicas[1]
     assert tensors == [tensors[0]] * 4
+
+
+def assert_loaded_once(ranks: list[list[Asked]], documents: list[data.Document]) -> None:
+    """Of two stages of two replicas: what was loaded is what their own layers take of their own documents."""
+    for stage, (first, second) in enumerate((ranks[:2], ranks[2:])):
+        # A document is a replica's own, on both of its stages.
+        both = [{each.document for each in asked} for asked in (first, second)]
+        assert not both[0] & both[1]
+        assert both[0] | both[1] == {document.identifier for document in documents}
+        assert [{each.document for each in asked} for asked in ranks[:2]] == both
+        of_lm = sorted(each for each in (*first, *second) if each.module == "lm")
+        wanted = ((0,), False) if stage == 0 else ((), True)
+        assert of_lm == sorted(Asked(document.identifier, "lm", *wanted) for document in documents)
+        images = sorted(
+            (each.document, n) for each in (*first, *second) if each.module == "vision" for n in each.instances
+        )
+        every = sorted((document.identifier, n) for document in documents for n in range(len(document.images)))
+        assert images == (every if stage == 0 else [])
+        assert stage == 0 or all(each.module == "lm" for each in (*first, *second))
+
+
+def test_a_process_loads_what_its_own_layers_take_of_its_replicas_samples(
+    trained: list[tuple[list[Found], list[str]]],
+) -> None:
+    for number, (begin, end) in ((0, (0, 3)), (2, (4, 5))):
+        documents = [document for batch in data.batches(3, end, DOCUMENTS, begin) for document in batch]
+        assert sum(len(document.images) for document in documents) > 4
+        assert_loaded_once([found[number].asked for found, _ in trained], documents)
+        *documents, alone = (document for batch in held_out() for document in batch)
+        evaluated = [found[number].asked_to_evaluate for found, _ in trained]
+        # The one sample of the last batch is both replicas'.
+        mine = [[each for each in asked if each.document != alone.identifier] for asked in evaluated]
+        assert_loaded_once(mine, documents)
+        assert all({each.document for each in asked} > {alone.identifier} for asked in evaluated)
 
 
 def test_divided_layers_hold_less(trained: list[tuple[list[Found], list[str]]]) -> None:

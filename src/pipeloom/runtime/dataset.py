@@ -35,8 +35,8 @@ class Dataset(ABC):
         """
 
     @abstractmethod
-    def load(self, i: int, module: str, instances: tuple[int, ...]) -> Any:
-        """What a module's ``inputs`` and ``context`` take of sample ``i``, of the last module also the loss.
+    def load(self, i: int, module: str, instances: tuple[int, ...], loss: bool) -> Any:
+        """What a module's ``inputs`` and ``context`` take of sample ``i``, and the loss.
 
         Parameters
         ----------
@@ -47,6 +47,9 @@ class Dataset(ABC):
             Which of the sample's images (videos, recordings; 0 of one that goes through as a whole) enter the module's
             first layer on this rank. Of others ``context`` may ask sizes, and never contents. Empty on ranks that have
             only later layers, and of a sample between others that has nothing for the module.
+        loss : bool
+            Whether the loss is taken of it here. False on ranks without the model's last layer: of what the loss alone
+            takes, nothing need be there.
 
         Returns
         -------
@@ -68,9 +71,9 @@ class LazySample:
     index: int
     targets: float
 
-    def load(self, module: str, instances: tuple[int, ...]) -> Any:
-        """Load what a module takes of it."""
-        return self.dataset.load(self.index, module, instances)
+    def load(self, module: str, instances: tuple[int, ...], loss: bool) -> Any:
+        """Load what a module takes of it, and whether the loss does."""
+        return self.dataset.load(self.index, module, instances, loss)
 
 
 def count_targets(model: Model, samples: Sequence[Any]) -> float:
@@ -88,15 +91,15 @@ def wanted_of(part: Part, contents: bool) -> dict[int, tuple[int, ...]]:
     return {place: tuple(each) for place, each in wanted.items()}
 
 
-def load_one(sample: LazySample, module: str, instances: tuple[int, ...]) -> Any:
-    """Load what a module takes of a sample.
+def load_one(sample: LazySample, module: str, instances: tuple[int, ...], loss: bool) -> Any:
+    """Load what a module takes of a sample, and whether the loss does.
 
     Raises
     ------
     InputError
     """
-    with user_code(f"dataset.load({sample.index}, {module!r}, {instances})"):
-        return sample.load(module, instances)
+    with user_code(f"dataset.load({sample.index}, {module!r}, {instances}, {loss})"):
+        return sample.load(module, instances, loss)
 
 
 def with_loaded(part: Part, found: Mapping[int, Any]) -> Part:
@@ -104,7 +107,7 @@ def with_loaded(part: Part, found: Mapping[int, Any]) -> Part:
     return replace(part, samples=tuple(found.get(i, s) for i, s in enumerate(part.samples))) if found else part
 
 
-def load_part(part: Part, module: str, contents: bool = True) -> Part:
+def load_part(part: Part, module: str, contents: bool = True, loss: bool = True) -> Part:
     """Load what a module takes of a part's samples, where they come from a `Dataset`.
 
     Parameters
@@ -113,7 +116,8 @@ def load_part(part: Part, module: str, contents: bool = True) -> Part:
     module : str
     contents : bool
         Whether the module's first layer is run; else nothing is decoded.
+    loss : bool
+        Whether the loss is taken of it.
     """
-    return with_loaded(
-        part, {place: load_one(part.samples[place], module, each) for place, each in wanted_of(part, contents).items()}
-    )
+    wanted = wanted_of(part, contents).items()
+    return with_loaded(part, {place: load_one(part.samples[place], module, each, loss) for place, each in wanted})

@@ -239,6 +239,7 @@ class _Link:
                 part = self.parts[part_key] = PartState(role.module, microbatch, sub)
             part.num_users += 1
             part.contents |= role.before < 0
+            part.loss |= role.is_last
         bounds = self.linker.known_bounds[chunk].get(action.strategy)
         if bounds is None:
             first, last = role.layer_numbers

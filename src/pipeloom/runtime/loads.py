@@ -66,7 +66,7 @@ class Loads:
     def take(self, state: PartState) -> Part:
         """Return a part, loaded; waits where it is not there yet."""
         if self._pool is None:
-            return load_part(self._make(state), state.module.name, state.contents)
+            return load_part(self._make(state), state.module.name, state.contents, state.loss)
         while state not in self._begun:
             self._begin(next(self._coming))
         part, futures = self._begun.pop(state)
@@ -96,5 +96,5 @@ class Loads:
         wanted = wanted_of(part, state.contents)
         self._begun[state] = (
             part,
-            {i: self._pool.submit(load_one, part.samples[i], name, each) for i, each in wanted.items()},
+            {i: self._pool.submit(load_one, part.samples[i], name, each, state.loss) for i, each in wanted.items()},
         )

@@ -67,6 +67,8 @@ class PartState:
     num_users: int = 0
     contents: bool = False
     """Whether the module's first layer runs here, so that contents are loaded."""
+    loss: bool = False
+    """Whether the loss is taken of it here."""
     part: Part | None = None
     context: dict[str, Any] | None = None
 

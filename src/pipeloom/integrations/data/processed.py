@@ -182,8 +182,10 @@ class ProcessedDataset(Dataset):
         except InputError as error:
             raise InputError(f"{self.source.name(i)}: {error.entity}", error.problem, error.remedy) from error
 
-    def load(self, i: int, module: str, instances: tuple[int, ...]) -> dict[str, Any]:
+    def load(self, i: int, module: str, instances: tuple[int, ...], loss: bool = True) -> dict[str, Any]:
         """As `Dataset.load`: the sample with the contents that are asked for, and zeros for others."""
+        # Labels are tokens, which sizes want on every rank.
+        del loss
         outline = self._outline(i)
         found = {}
         for reads, given in outline.media.items():
