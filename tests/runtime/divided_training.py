@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import pipeloom as pl
 from pipeloom.errors import InputError
@@ -228,12 +229,7 @@ def loss_of(whole: pl.Model) -> float:
 def gathered(trainer: Trainer) -> dict[str, Tensor]:
     """All weights, copied."""
     trainer.gather_model()
-    return {
-        f"{module.name}.{number}.{name}": tensor.clone()
-        for module in trainer.model.modules
-        for number, layer in enumerate(module.layers)
-        for name, tensor in layer.state_dict().items()
-    }
+    return saved_tensors_of(trainer.model)
 
 
 def assert_same(wanted: dict[str, Tensor], found: dict[str, Tensor]) -> None:
@@ -275,6 +271,55 @@ def refusals(folder: str) -> list[str]:
     return found
 
 
-def divided_and_refused(all_degrees: list[Degrees], until: list[int], folder: str) -> tuple[list[Found], list[str]]:
-    """Both: starting ranks takes longer than running them."""
-    return train_divided(all_degrees, until, folder), refusals(folder)
+class Reading:
+    """Weights that are read; keeps which parameters, read before, were whole here whenever some have been read."""
+
+    origin = "a test"
+
+    def __init__(self, weights: Mapping[str, Tensor]) -> None:
+        self.weights = weights
+        self.read: list[str] = []
+        self.whole: list[list[str]] = []
+        self._memory: dict[str, StorageWeakRef] = {}
+
+    def fill(self, tensors: Mapping[str, Tensor]) -> None:
+        self.whole.append([name for name, memory in self._memory.items() if not memory.expired()])
+        for name, tensor in tensors.items():
+            tensor.copy_(self.weights[name])
+            self.read.append(name)
+            self._memory[name] = StorageWeakRef(tensor.untyped_storage())
+
+
+def read_divided(degrees: Degrees, folder: str) -> Reading:
+    """A model of shapes alone, whose weights are read and divided."""
+    reading = Reading(saved_tensors_of(divisible()))
+    with torch.device("meta"):
+        shapes = replace(divisible(), pretrained=reading)
+    trainer = trainer_of(degrees, folder, shapes)
+    assert_same(dict(reading.weights), gathered(trainer))
+    return reading
+
+
+def saved_tensors_of(whole: pl.Model) -> dict[str, Tensor]:
+    return {
+        f"{module.name}.{number}.{name}": tensor.clone()
+        for module in whole.modules
+        for number, layer in enumerate(module.layers)
+        for name, tensor in layer.state_dict().items()
+    }
+
+
+class Tried(NamedTuple):
+    """All that is tried by one start of ranks, which takes longer than running them."""
+
+    found: list[Found]
+    refused: list[str]
+    read: list[tuple[list[str], list[list[str]]]]
+    """What was read under each degrees, and what of it was whole at every reading."""
+
+
+def train_refuse_and_read(all_degrees: list[Degrees], until: list[int], folder: str) -> Tried:
+    """Train under some degrees, break their rules, and read weights under them."""
+    readings = [read_divided(degrees, folder) for degrees in all_degrees]
+    reads = [(reading.read, reading.whole) for reading in readings]
+    return Tried(train_divided(all_degrees, until, folder), refusals(folder), reads)

@@ -11,7 +11,18 @@ from pipeloom.runtime import launch
 from pipeloom.runtime.divide import check_divisible
 from pipeloom.spec import Parallelism
 
-from .divided_training import DOCUMENTS, Asked, Degrees, Found, divided_and_refused, divisible, held_out, train_divided
+from .divided_training import (
+    DOCUMENTS,
+    Asked,
+    Degrees,
+    Found,
+    Tried,
+    divisible,
+    held_out,
+    setup_of,
+    train_divided,
+    train_refuse_and_read,
+)
 from .training import data, losses_undivided
 
 pytestmark = pytest.mark.ranks
@@ -20,10 +31,10 @@ REPLICAS, TENSORS, SHARDS = Degrees(2, 2, 1), Degrees(2, 1, 2), Degrees(2, 2, 1,
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[list[Found], list[str]]]:
+def trained(tmp_path_factory: pytest.TempPathFactory) -> list[Tried]:
     """Four ranks that go from one kind of parallelism to the next, with a checkpoint in between."""
     folder = str(tmp_path_factory.mktemp("divided"))
-    return launch(divided_and_refused, 4, [REPLICAS, TENSORS, SHARDS], [3, 4, 5], folder)
+    return launch(train_refuse_and_read, 4, [REPLICAS, TENSORS, SHARDS], [3, 4, 5], folder)
 
 
 def assert_undivided(ranks: list[list[Found]]) -> None:
@@ -40,14 +51,12 @@ def assert_undivided(ranks: list[list[Found]]) -> None:
             assert found.evaluated[0] != pytest.approx(found.evaluated[1], rel=1e-6)
 
 
-def test_divided_training_equals_undivided_training(trained: list[tuple[list[Found], list[str]]]) -> None:
-    assert_undivided([found for found, _ in trained])
+def test_divided_training_equals_undivided_training(trained: list[Tried]) -> None:
+    assert_undivided([found for found, _, _ in trained])
 
 
-def test_replicas_have_plans_of_their_own_and_tensor_parallel_ranks_share_them(
-    trained: list[tuple[list[Found], list[str]]],
-) -> None:
-    replicas, tensors, shards = ([found[i].counts for found, _ in trained] for i in range(3))
+def test_replicas_have_plans_of_their_own_and_tensor_parallel_ranks_share_them(trained: list[Tried]) -> None:
+    replicas, tensors, shards = ([found[i].counts for found, _, _ in trained] for i in range(3))
     # Neighbouring ranks are replicas of one pipeline rank, or share its tensors.
     for counts in (replicas, shards):
         assert counts[0] == counts[2]
@@ -75,29 +84,44 @@ def assert_loaded_once(ranks: list[list[Asked]], documents: list[data.Document])
         assert stage == 0 or all(each.module == "lm" for each in (*first, *second))
 
 
-def test_a_process_loads_what_its_own_layers_take_of_its_replicas_samples(
-    trained: list[tuple[list[Found], list[str]]],
-) -> None:
+def test_a_process_loads_what_its_own_layers_take_of_its_replicas_samples(trained: list[Tried]) -> None:
     for number, (begin, end) in ((0, (0, 3)), (2, (4, 5))):
         documents = [document for batch in data.batches(3, end, DOCUMENTS, begin) for document in batch]
         assert sum(len(document.images) for document in documents) > 4
-        assert_loaded_once([found[number].asked for found, _ in trained], documents)
+        assert_loaded_once([found[number].asked for found, _, _ in trained], documents)
         *documents, alone = (document for batch in held_out() for document in batch)
-        evaluated = [found[number].asked_to_evaluate for found, _ in trained]
+        evaluated = [found[number].asked_to_evaluate for found, _, _ in trained]
         # The one sample of the last batch is both replicas'.
         mine = [[each for each in asked if each.document != alone.identifier] for asked in evaluated]
         assert_loaded_once(mine, documents)
         assert all({each.document for each in asked} > {alone.identifier} for asked in evaluated)
 
 
-def test_divided_layers_hold_less(trained: list[tuple[list[Found], list[str]]]) -> None:
-    for (whole, tensors, shards), _ in trained:
+def test_no_layer_that_is_divided_is_whole_when_the_next_is_read(trained: list[Tried]) -> None:
+    for process, (_, _, reads) in enumerate(trained):
+        for degrees, (read, whole) in zip((REPLICAS, TENSORS, SHARDS), reads, strict=True):
+            mine = [chunk for chunk in setup_of(degrees).layout.chunks if chunk.rank == process // 2]
+            own = {f"{c.module}.{number}" for c in mine for number in range(c.layers[0], c.layers[1] + 1)}
+            assert {".".join(name.split(".")[:2]) for name in read} == own
+            assert len(read) == len(set(read))
+            names = [name for each in whole for name in each]
+            if degrees == TENSORS:
+                # Of a block the perceptron is divided; its norms stay whole.
+                assert any("_norm." in name for name in names)
+                assert not any(".widen." in name or name.endswith(".narrow.weight") for name in names)
+            elif degrees == SHARDS:
+                assert len(whole) > 1
+                assert not names
+
+
+def test_divided_layers_hold_less(trained: list[Tried]) -> None:
+    for (whole, tensors, shards), _, _ in trained:
         assert tensors.held < 0.8 * whole.held
         assert shards.held < 0.6 * whole.held
 
 
-def test_rules_that_cannot_be_followed_are_named(trained: list[tuple[list[Found], list[str]]]) -> None:
-    for _, (uneven, renaming, raising, nothing, missing, size) in trained:
+def test_rules_that_cannot_be_followed_are_named(trained: list[Tried]) -> None:
+    for _, (uneven, renaming, raising, nothing, missing, size), _ in trained:
         assert "project.weight: has 7 in dimension 0, not a multiple of the 2 tensor-parallel ranks" in uneven
         assert "layers[1]: has parameters of other names after parallelize" in renaming
         assert "layers[0]: parallelize: raised RuntimeError: no idea how" in raising

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 
 from pipeloom.errors import InputError
 from pipeloom.runtime.mesh import Mesh
-from pipeloom.runtime.model import Model, user_code
-from pipeloom.runtime.sharding import is_dtensor, shard_layers
+from pipeloom.runtime.model import Model, Module, user_code
+from pipeloom.runtime.sharding import is_dtensor, shard_layer
+from pipeloom.runtime.weights import give_weights_to
 from pipeloom.spec import Layout, Parallelism
 
 Sharding = Literal["fsdp"]
@@ -27,11 +28,19 @@ Sharding = Literal["fsdp"]
 
 
 def divide_model(
-    model: Model, layout: Layout, mesh: Mesh | None, shard: Sharding | None, device: torch.device | str = "cpu"
+    model: Model,
+    layout: Layout,
+    mesh: Mesh | None,
+    shard: Sharding | None,
+    device: torch.device | str = "cpu",
+    *,
+    fill: bool = True,
 ) -> Model:
     """Return the model that this process runs; all processes call it together, before the optimiser is made.
 
-    Layers that share a parameter with another layer stay whole and the user's own, as do those of other ranks.
+    Layers that share a parameter with another layer stay whole and the user's own, as do those of other ranks. Layers
+    that are on ``meta`` are given weights one after the other, and divided before the next: a process never holds
+    more than one of them whole. Those that are not divided are left to `give_weights`.
 
     Parameters
     ----------
@@ -44,6 +53,8 @@ def divide_model(
         Apply `fully_shard` to every layer, over the replicas.
     device : torch.device or str
         To which the layers of this rank are moved.
+    fill : bool
+        As of `give_weights`.
 
     Returns
     -------
@@ -64,15 +75,29 @@ def divide_model(
     for module in model.modules:
         layers = list(module.layers)
         for number in _of_rank(layout, module.name, mesh.pipeline_rank):
-            if (module.name, number) not in whole and any(True for _ in layers[number].parameters()):
-                layers[number] = _lend(layers[number], device)
+            if (module.name, number) not in whole and _has_parameters(layers[number]):
+                layers[number] = _lend(layers[number])
         modules.append(replace(module, layers=layers))
     divided = replace(model, modules=modules)
+    num_divided = 0
+    for module in divided.modules:
+        for number in _of_rank(layout, module.name, mesh.pipeline_rank):
+            if (module.name, number) in whole:
+                continue
+            layer = module.layers[number]
+            give_weights_to(divided, [(module.name, number)], device, fill=fill)
+            layer.to(device)
+            if tensor > 1:
+                num_divided += _over_tensor_ranks(module, number, mesh)
+            if shard is not None and _has_parameters(layer):
+                shard_layer(layer, mesh, frozen=module.frozen)
     if tensor > 1:
-        _over_tensor_ranks(divided, layout, mesh, whole)
-    if shard is not None:
-        shard_layers(divided, layout, mesh, leave_out=whole)
+        _check_divided(num_divided, tensor)
     return divided
+
+
+def _has_parameters(layer: nn.Module) -> bool:
+    return any(True for _ in layer.parameters())
 
 
 def check_divisible(model: Model, parallelism: Parallelism, shard: Sharding | None) -> None:
@@ -123,36 +148,34 @@ def gather_layers(model: Model, running: Model, layout: Layout, stage: int) -> N
                 tensors[name].copy_(tensor.full_tensor() if is_dtensor(tensor) else tensor)
 
 
-def _lend(layer: nn.Module, device: torch.device | str) -> nn.Module:
-    """Return a copy on a device; the layer itself keeps its form but no memory."""
-    copied = copy.deepcopy(layer).to(device)
+def _lend(layer: nn.Module) -> nn.Module:
+    """Return a copy; the layer itself keeps its form but no memory."""
+    copied = copy.deepcopy(layer)
     layer.to("meta")
     return copied
 
 
-def _over_tensor_ranks(model: Model, layout: Layout, mesh: Mesh, whole: set[tuple[str, int]]) -> None:
-    """Call every module's ``parallelize`` on the layers of this rank, and see that it did something somewhere."""
-    over = mesh.device_mesh["tp"]
-    num_divided = 0
-    for module in model.modules:
-        if module.parallelize is None:
-            continue
-        for number in _of_rank(layout, module.name, mesh.pipeline_rank):
-            layer, where = module.layers[number], f"module {module.name!r}.layers[{number}]"
-            if (module.name, number) in whole:
-                continue
-            names = [name for name, _ in layer.named_parameters()]
-            with user_code(f"{where}: parallelize"):
-                module.parallelize(layer, over)
-            if [name for name, _ in layer.named_parameters()] != names:
-                raise InputError(where, "has parameters of other names after parallelize", "divide them in place")
-            num_divided += _check_even(layer, where, over.size())
+def _over_tensor_ranks(module: Module, number: int, mesh: Mesh) -> int:
+    """Call ``parallelize`` on a layer of this rank; returns how many parameters are divided."""
+    if module.parallelize is None:
+        return 0
+    layer, where, over = module.layers[number], f"module {module.name!r}.layers[{number}]", mesh.device_mesh["tp"]
+    names = [name for name, _ in layer.named_parameters()]
+    with user_code(f"{where}: parallelize"):
+        module.parallelize(layer, over)
+    if [name for name, _ in layer.named_parameters()] != names:
+        raise InputError(where, "has parameters of other names after parallelize", "divide them in place")
+    return _check_even(layer, where, over.size())
+
+
+def _check_divided(num_divided: int, tensor: int) -> None:
+    """See that ``parallelize`` did something somewhere."""
     total = torch.tensor(num_divided)
     dist.all_reduce(total)
     if not int(total):
         raise InputError(
             "layout.parallelism.tensor",
-            f"{over.size()}, but parallelize divided no parameter of any layer",
+            f"{tensor}, but parallelize divided no parameter of any layer",
             "call parallelize_module with a plan that names submodules of the layer",
         )
 

@@ -52,15 +52,10 @@ def shard_layers(model: Model, layout: Layout, mesh: Mesh, *, leave_out: Collect
     InputError
         When the layout has no replicas.
     """
-    import torch.distributed.fsdp as fsdp  # slow to import, and seldom needed
-
     if layout.parallelism.data < 2:
         raise InputError(
             "layout.parallelism.data", f"{layout.parallelism.data} is below 2", "there is nothing to shard over"
         )
-    # Torch warns of layers that return views, for fear that its hook before a backward is lost. Parameters are whole
-    # from UNSHARD to REDUCE_GRAD here, so that no such hook is relied on.
-    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view", category=UserWarning)
     done: set[int] = set()
     for chunk in layout.chunks:
         if chunk.rank != mesh.pipeline_rank:
@@ -73,9 +68,19 @@ def shard_layers(model: Model, layout: Layout, mesh: Mesh, *, leave_out: Collect
             if (chunk.module, number) in leave_out:
                 continue
             done.add(id(layer))
-            if module.frozen:
-                layer.requires_grad_(False)
-            fsdp.fully_shard(layer, mesh=mesh.device_mesh["dp"])
+            shard_layer(layer, mesh, frozen=module.frozen)
+
+
+def shard_layer(layer: nn.Module, mesh: Mesh, *, frozen: bool) -> None:
+    """Apply `fully_shard` to a layer, over the data-parallel replicas."""
+    import torch.distributed.fsdp as fsdp  # slow to import, and seldom needed
+
+    # Torch warns of layers that return views, for fear that its hook before a backward is lost. Parameters are whole
+    # from UNSHARD to REDUCE_GRAD here, so that no such hook is relied on.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view", category=UserWarning)
+    if frozen:
+        layer.requires_grad_(False)
+    fsdp.fully_shard(layer, mesh=mesh.device_mesh["dp"])
 
 
 def sharded_modules(layers: Iterable[nn.Module]) -> Iterator[Any]:

@@ -189,8 +189,7 @@ class Trainer:
         self.rank, self.membership = dist.get_rank(), join_groups(layout, options.timeout_s, self.device.type)
         self._is_planner_rank = self.membership.is_planner_rank
         self.model, self.layout = model, layout
-        self._give_weights()
-        self._running = divide_model(model, layout, self.membership.mesh, options.shard, self.device)
+        self._running = self._make_running()
         self._planner, self._describe = planner, describe or model.describe
         limit = None if options.timeout_s is None else timedelta(seconds=options.timeout_s)
         self._executor = Executor(
@@ -227,14 +226,16 @@ class Trainer:
         self._clock = SharedClock(self.membership.collectives)
         self._resumed: TrainerState | None = None
 
-    def _give_weights(self) -> None:
-        """Give layers of this rank that are on ``meta`` memory and weights, before anything divides them."""
+    def _make_running(self) -> Model:
+        """Divide the layers of this rank, and give those that are on ``meta`` memory and weights."""
+        here, shard, fill = self.membership, self.options.shard, not self.options.resumes
         on_meta = any(p.is_meta for module in self.model.modules for layer in module.layers for p in layer.parameters())
-        if not on_meta:
-            return
-        patience = Patience()
-        give_weights(self.model, self.layout, self.membership.stage, self.device, fill=not self.options.resumes)
-        patience.wait("reading the weights")
+        patience = Patience() if on_meta else None
+        running = divide_model(self.model, self.layout, here.mesh, shard, self.device, fill=fill)
+        give_weights(running, self.layout, here.stage, self.device, fill=fill)
+        if patience is not None:
+            patience.wait("reading the weights")
+        return running
 
     def _make_transport(self) -> Transport:
         """What carries the messages of plans between the ranks of this replica."""

@@ -47,6 +47,13 @@ def give_weights(
         if chunk.rank == rank
         for number in range(chunk.layers[0], chunk.layers[1] + 1)
     ]
+    return give_weights_to(model, places, device, fill=fill)
+
+
+def give_weights_to(
+    model: Model, places: Iterable[tuple[str, int]], device: torch.device | str = "cpu", *, fill: bool = True
+) -> bool:
+    """As `give_weights`, to some layers: module and number of each."""
     given = give_memory(model, places, device)
     if fill:
         _fill(model, given)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import pipeloom as pl
 from pipeloom.cost import LayerFit, Profile
@@ -70,6 +74,45 @@ def train_and_save(
     trainer.gather_model()
     assert_saved(model, to)
     return held
+
+
+def read_divided(folder: Path, replicas: int, tensor: int, shard: Sharding | None) -> list[tuple[int, list[str]]]:
+    """Divide a folder's model over two processes.
+
+    Whenever a layer has been read: its number of elements, and which parameters of those before are still whole here.
+    """
+    model = pl.from_transformers(folder, device="meta")
+    model = replace(model, modules=[replace(module, parallelize=_divide_mlp) for module in model.modules])
+    made = setup(model, 1)
+    layout = msgspec.structs.replace(made.layout, parallelism=Parallelism(tensor, replicas))
+    found: list[tuple[int, list[str]]] = []
+    kept: dict[str, StorageWeakRef] = {}
+    read = model.pretrained.fill
+
+    def watched(tensors: Mapping[str, torch.Tensor]) -> None:
+        read(tensors)
+        found.append(
+            (sum(each.numel() for each in tensors.values()), [n for n, ref in kept.items() if not ref.expired()])
+        )
+        kept.update((name, StorageWeakRef(each.untyped_storage())) for name, each in tensors.items())
+
+    model.pretrained.fill = watched
+    planner = Planner(made, TcpPlanStore.host)
+    trainer = Trainer(model, layout, planner, optimizer=sgd, options=TrainerOptions(shard=shard, timeout_s=60.0))
+    trainer.gather_model()
+    assert_saved(model, folder)
+    return found
+
+
+def read_both_ways(folder: Path) -> list[list[tuple[int, list[str]]]]:
+    """In shards of two replicas, then over two tensor-parallel ranks."""
+    return [read_divided(folder, 2, 1, "fsdp"), read_divided(folder, 1, 2, None)]
+
+
+def _divide_mlp(layer: torch.nn.Module, mesh: Any) -> None:
+    ways = {"gate_proj": ColwiseParallel, "up_proj": ColwiseParallel, "down_proj": RowwiseParallel}
+    names = [name for name, _ in layer.named_modules() if name.rpartition(".")[2] in ways]
+    parallelize_module(layer, mesh, {name: ways[name.rpartition(".")[2]]() for name in names})
 
 
 def state_of(model: pl.Model) -> dict[str, torch.Tensor]:

@@ -353,6 +353,19 @@ def test_ranks_train_from_a_folder_and_save_for_the_library(name: str, tmp_path:
 
 @pytest.mark.ranks
 @pytest.mark.full
+def test_a_process_that_keeps_a_part_of_its_layers_never_holds_two_whole(tmp_path: Path) -> None:
+    library = saved("llama", tmp_path)
+    for shards, tensors in launch(on_ranks.read_both_ways, 2, tmp_path):
+        assert not any(whole for _, whole in shards)
+        # Over tensor-parallel ranks this model divides the products of its blocks, and nothing else.
+        assert not any("_proj." in name and ".mlp." in name for _, whole in tensors for name in whole)
+        for found in (shards, tensors):
+            assert sum(elements for elements, _ in found) == sum(p.numel() for p in library.parameters())
+            assert len(found) == 1 + library.config.num_hidden_layers + 1
+
+
+@pytest.mark.ranks
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["gemma3_text", "qwen2_5_vl"])
 def test_shards_of_replicas_train_from_a_folder(name: str, tmp_path: Path) -> None:
     library = saved(name, tmp_path / "from")
