@@ -23,10 +23,12 @@ from pipeloom.packing import PackingSpec, cost_loads
 from pipeloom.planner import Planner, Setup
 from pipeloom.planner.forwards import forward_problem, plan_forwards
 from pipeloom.runtime import Checkpoints, TcpPlanStore, Trainer, TrainerOptions, load_weights
+from pipeloom.runtime.dataset import LazySample
 from pipeloom.runtime.divide import Sharding, layers_with_tied
+from pipeloom.runtime.prefetch import DescribedBatch
 from pipeloom.spec import Parallelism, batch_from_dicts
 
-from .training import CLIP, check_report, data, model, optimizer, prefetched, setup, task
+from .training import CLIP, check_report, data, drawn, model, optimizer, prefetched, setup, task
 
 DOCUMENTS = 6
 """Of a batch: enough that replicas have different numbers of microbatches."""
@@ -83,17 +85,25 @@ class Unjudged(data.Document):
 
 
 class Counted(pl.Dataset):
-    """Documents, of which nothing is there that was not asked for; it keeps what was."""
+    """Batches of documents, of which nothing is there that was not asked for; it keeps what was."""
 
-    def __init__(self, documents: Iterable[data.Document]) -> None:
-        self.documents = list(documents)
+    def __init__(self, batches: Iterable[Sequence[data.Document]]) -> None:
+        self.batches = [list(batch) for batch in batches]
+        self.documents = [document for batch in self.batches for document in batch]
         self.asked: list[Asked] = []
 
     def __len__(self) -> int:
         return len(self.documents)
 
+    def __iter__(self) -> Iterator[DescribedBatch]:
+        for batch in self.batches:
+            places = [self.documents.index(document) for document in batch]
+            found = DescribedBatch(LazySample(self, i, len(self.documents[i].targets)) for i in places)
+            found.metadata = batch_from_dicts([self.sizes(i) for i in places]).samples
+            yield found
+
     def sizes(self, i: int) -> Mapping[str, Any]:
-        return {**task.describe(self.documents[i]), "targets": len(self.documents[i].targets)}
+        return task.describe(self.documents[i])
 
     def load(self, i: int, module: str, instances: tuple[int, ...], loss: bool) -> data.Document:
         found = self.documents[i]
@@ -167,20 +177,17 @@ def train_divided(all_degrees: list[Degrees], until: list[int], folder: str) -> 
         assert trainer.resume() == first
         if first:
             assert_same(before, gathered(trainer))
-        counted = Counted(document for batch in data.batches(3, end, DOCUMENTS) for document in batch)
-        lazily = pl.Batches(counted, DOCUMENTS, shuffle=False)
+        counted, held_back = Counted(drawn(end, DOCUMENTS, SHORT)), Counted(held_out())
         # Read ahead: what is left out is that which was trained.
-        batches = trainer.skip_trained(lazily if degrees.data > 1 else prefetched(end, DOCUMENTS), first)
-        held_back = Counted(document for batch in held_out() for document in batch)
+        batches = trainer.skip_trained(counted if degrees.data > 1 else prefetched(end, DOCUMENTS, SHORT), first)
         reports = []
         plan = partial(plan_forwards, forward_problem(setup_of(degrees)))
         for report in trainer.run(batches, first):
             reports.append(report)
             held_back.asked.clear()
-            lazily = pl.Batches(held_back, DOCUMENTS, shuffle=False)
             evaluated = [
                 trainer.evaluate(given, plan, report.iteration + 1, averaged=averaged).loss
-                for given, averaged in ((lazily, False), (held_out(), True))
+                for given, averaged in ((held_back, False), (held_out(), True))
             ]
             if trainer.membership.is_planner_rank:
                 check_report(setup_of(degrees), report)
