@@ -46,6 +46,9 @@ COMMANDS = {
     "simulate": Command("simulate", "Run a schedule in the simulator: times, bubbles, memory; draw it."),
     "verify": Command("verify", "Prove an execution plan complete and free of deadlock, or show where it stops."),
     "report": Command("report", "Show a training run, or compare schedules: table, timeline page, trace, picture."),
+    "explain": Command(
+        "explain", "Explain a run that you have, from its profiler traces: bubbles by cause, what to gain."
+    ),
     "emulate": Command("emulate", "Predict time and memory of an iteration on a cluster, from operators."),
     "sweep": Command("sweep", "Rank the degrees of parallelism for a model on a cluster."),
     "bench": Command("bench", "Run search methods over the public instance library: gaps in a table."),

@@ -1,0 +1,117 @@
+"""Train with one of PyTorch's pipeline schedules under torch.profiler, and explain the traces that it leaves.
+
+Usage: python examples/explain_trace.py [--schedule 1f1b] [--ranks 2] [--microbatches 8] [--out runs/traces]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+)
+from torch.profiler import ProfilerActivity, profile, record_function, schedule
+
+from pipeloom.cli.app import run
+
+SINGLE = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+"""One stage a rank."""
+MULTI = {"interleaved": ScheduleInterleaved1F1B, "zero-bubble": ScheduleInterleavedZeroBubble}
+"""Several stages a rank."""
+STAGES_PER_RANK = 2
+WARM_UP = 2
+
+
+class Block(torch.nn.Module):
+    """A residual perceptron: real matrix products, and the same shape in and out."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(width)
+        self.up = torch.nn.Linear(width, 4 * width)
+        self.down = torch.nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Shapes (rows, width) to (rows, width)."""
+        out: torch.Tensor = x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
+        return out
+
+
+def stage_of(index: int, blocks: int, width: int) -> torch.nn.Module:
+    """Blocks of one stage; the first has half as many again as the others, so that stages are not equal."""
+    torch.manual_seed(index)
+    return torch.nn.Sequential(*(Block(width) for _ in range(blocks + (blocks // 2 if index == 0 else 0))))
+
+
+def train(rank: int, port: int, asked: argparse.Namespace) -> None:
+    """Run a few iterations on one rank, and write the trace of the last ones."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(asked.ranks))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    per_rank = STAGES_PER_RANK if asked.schedule in MULTI else 1
+    num_stages = per_rank * asked.ranks
+    modules = [stage_of(i, asked.blocks, asked.width) for i in range(rank, num_stages, asked.ranks)]
+    stages = [
+        PipelineStage(module, index, num_stages, torch.device("cpu"))
+        for index, module in zip(range(rank, num_stages, asked.ranks), modules, strict=True)
+    ]
+    if asked.schedule in MULTI:
+        pipeline = MULTI[asked.schedule](stages, asked.microbatches, loss_fn=torch.nn.functional.mse_loss)
+    else:
+        pipeline = SINGLE[asked.schedule](stages[0], asked.microbatches, loss_fn=torch.nn.functional.mse_loss)
+    optimizer = torch.optim.SGD([p for module in modules for p in module.parameters()], lr=1e-3)
+    whole = torch.randn(asked.rows * asked.microbatches, asked.width, generator=torch.Generator().manual_seed(0))
+
+    with profile(
+        activities=[ProfilerActivity.CPU],
+        schedule=schedule(wait=0, warmup=WARM_UP, active=asked.iterations),
+        on_trace_ready=lambda found: found.export_chrome_trace(str(asked.out / f"rank{rank}.json.gz")),
+        record_shapes=asked.shapes,
+        with_stack=asked.modules,
+    ) as profiler:
+        for _ in range(WARM_UP + asked.iterations):
+            inputs = (whole,) if rank == 0 else ()
+            target = whole if rank == asked.ranks - 1 else None
+            pipeline.step(*inputs, target=target)
+            with record_function("optimizer"):
+                optimizer.step()
+                optimizer.zero_grad()
+            profiler.step()
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    """Start the ranks."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--schedule", choices=[*SINGLE, *MULTI], default="1f1b")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--microbatches", type=int, default=8)
+    parser.add_argument("--iterations", type=int, default=3, help="that are recorded, after two that are not")
+    parser.add_argument("--rows", type=int, default=64, help="rows of a microbatch")
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--blocks", type=int, default=4, help="blocks of a stage")
+    parser.add_argument("--shapes", action="store_true", help="record shapes: bytes of messages, size of microbatches")
+    parser.add_argument("--modules", action="store_true", help="record calls of modules: costs of layers")
+    parser.add_argument("--out", type=Path, default=Path("runs/traces"))
+    asked = parser.parse_args()
+    asked.out.mkdir(parents=True, exist_ok=True)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    multiprocessing.spawn(train, args=(port, asked), nprocs=asked.ranks)
+    print(f"wrote {asked.ranks} files to {asked.out}; explained by: pipeloom explain {asked.out}")
+    raise SystemExit(run(["explain", str(asked.out), "--out", str(asked.out.with_suffix(".layers.json"))]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,202 @@
+"""What `pipeloom explain` says: lines, tables, a document."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pipeloom.report import share_text, time_text
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from pipeloom.explain.traces.explained import Explanation, WhatIf
+    from pipeloom.explain.traces.timers import TimersExplained
+    from pipeloom.timeline import Timeline
+
+_RANKS_A_TABLE = 6
+
+
+def headline(found: Explanation) -> list[str]:
+    """What was read, and what was done to it."""
+    run = found.run
+    where = "kernels of devices" if run.on_device else "operators on the host"
+    lines = [
+        f"{run.num_ranks} ranks, {run.num_stages} stages, {run.num_microbatches} microbatches, "
+        f"{len(run.iterations)} iterations; computations are {where}"
+    ]
+    if run.between_ns:
+        lines.append(f"between iterations {time_text(run.between_ns)}: optimiser, data; no part of what follows")
+    if any(run.clock_shift_ns):
+        shifts = ", ".join(time_text(shift) for shift in run.clock_shift_ns)
+        lines.append(f"clocks brought into line by messages, rank by rank: {shifts}")
+    return lines
+
+
+def trace_answer(found: Explanation) -> tuple[list[str], list[Table]]:
+    """Lines and tables for people."""
+    return headline(found), [
+        iterations_table(found),
+        *idle_tables(found),
+        orders_table(found.what_if, found.mean_measured_ns),
+    ]
+
+
+def iterations_table(found: Explanation) -> Table:
+    """Measured and replayed."""
+    from rich.table import Table
+
+    table = Table(title="Iterations", title_justify="left")
+    for name in ("iteration", "measured", "replayed", "difference", "bubbles", "of them replayed"):
+        table.add_column(name, justify="right")
+    for one in found.replays:
+        table.add_row(
+            str(one.number),
+            time_text(one.measured_ns),
+            time_text(one.replayed_ns),
+            f"{one.error:+.2%}",
+            share_text(float(one.measured_idle_ns.sum()) / (one.measured_ns * found.run.num_ranks)),
+            f"{max(one.bubble_errors, key=abs):+.2%}",
+        )
+    return table
+
+
+def idle_tables(found: Explanation) -> list[Table]:
+    """Idle time by cause, mean over iterations; as many ranks a table as a terminal is wide."""
+    from rich.table import Table
+
+    from pipeloom.explain.traces.idle import CAUSES
+
+    ranks = range(found.run.num_ranks)
+    idle = np.mean([one.measured_idle_ns for one in found.replays], axis=0)
+    compute = np.mean([one.compute_ns for one in found.replays], axis=0)
+    tables = []
+    for first in ranks[::_RANKS_A_TABLE]:
+        shown = ranks[first : first + _RANKS_A_TABLE]
+        table = Table(title="Time of ranks by cause, mean of an iteration, ms", title_justify="left")
+        table.add_column("")
+        for rank in shown:
+            table.add_column(f"rank {rank}", justify="right")
+        stages = [[str(stage) for stage, of in enumerate(found.run.stage_rank) if of == rank] for rank in shown]
+        table.add_row("stages", *(", ".join(row) for row in stages))
+        table.add_row("computing", *(f"{compute[rank] / 1e6:.2f}" for rank in shown), end_section=True)
+        for number, cause in enumerate(CAUSES):
+            table.add_row(cause, *(f"{idle[rank, number] / 1e6:.2f}" for rank in shown))
+        table.add_section()
+        table.add_row("idle in all", *(f"{idle[rank].sum() / 1e6:.2f}" for rank in shown))
+        tables.append(table)
+    return tables
+
+
+def orders_table(what: WhatIf, measured_ns: int = 0) -> Table:
+    """The traced order and better ones on mean costs, below what was measured."""
+    from rich.table import Table
+
+    table = Table(title="Orders of the same tasks, on their mean costs", title_justify="left")
+    for name in ("order", "iteration", "less by", "above a bound by at most"):
+        table.add_column(name, justify="left" if name == "order" else "right")
+    if measured_ns:
+        table.add_row("measured, mean", time_text(measured_ns), "", "-")
+    for row in _orders(what):
+        gain = f"{row['less_by']:.1%}"
+        table.add_row(row["order"], time_text(row["ns"]), gain, "-" if row["gap"] is None else share_text(row["gap"]))
+    held = ", ".join(str(number) for number in what.in_flight.tolist())
+    table.caption = f"Activations that the ranks held at once, of a microbatch on a stage: {held}."
+    table.caption_justify = "left"
+    return table
+
+
+def _orders(what: WhatIf) -> list[dict[str, Any]]:
+    base = what.as_traced_timeline.makespan_ns
+    rows: list[tuple[str, Timeline, float | None]] = [("as traced, simulated", what.as_traced_timeline, None)]
+    rows += [
+        (title, solution.timeline, max(0.0, solution.timeline.makespan_ns / solution.lower_bound.ns - 1))
+        for title, solution in (("best, as many activations", what.best), ("best, no limit", what.unlimited))
+    ]
+    return [
+        {"order": title, "ns": timeline.makespan_ns, "less_by": 1 - timeline.makespan_ns / base, "gap": gap}
+        for title, timeline, gap in rows
+    ]
+
+
+def trace_document(found: Explanation) -> dict[str, Any]:
+    """Everything that is printed, for ``--json``."""
+    from pipeloom.explain.traces.idle import CAUSES
+
+    def by_cause(rows: Any) -> list[dict[str, float]]:
+        return [{cause: int(ns) / 1e9 for cause, ns in zip(CAUSES, row, strict=True)} for row in rows]
+
+    run = found.run
+    return {
+        "name": found.layers.name,
+        "num_ranks": run.num_ranks,
+        "num_microbatches": run.num_microbatches,
+        "rank_of_stage": list(run.stage_rank),
+        "on_device": run.on_device,
+        "between_iterations_s": run.between_ns / 1e9,
+        "clock_shift_s": [shift / 1e9 for shift in run.clock_shift_ns],
+        "iterations": [
+            {
+                "iteration": one.number,
+                "measured_s": one.measured_ns / 1e9,
+                "replayed_s": one.replayed_ns / 1e9,
+                "error": one.error,
+                "compute_s": [int(ns) / 1e9 for ns in one.compute_ns],
+                "idle_s": by_cause(one.measured_idle_ns),
+                "replayed_idle_s": by_cause(one.replayed_idle_ns),
+            }
+            for one in found.replays
+        ],
+        "orders": [
+            {"order": row["order"], "iteration_s": row["ns"] / 1e9, "gap": row["gap"]} for row in _orders(found.what_if)
+        ],
+        "activations_held": found.what_if.in_flight.tolist(),
+    }
+
+
+def timers_answer(found: TimersExplained) -> tuple[list[str], list[Table]]:
+    """Lines and tables for people."""
+    from rich.table import Table
+
+    timers = found.timers
+    chunks = f", {timers.chunks_per_rank} chunks a rank" if timers.chunks_per_rank > 1 else ""
+    lines = [
+        f"{len(timers.forward_s)} pipeline ranks{chunks}, {timers.num_microbatches} microbatches, timers logged "
+        f"{timers.num_logged} times; messages and order are not in timers: 1F1B is assumed, and messages in no time"
+    ]
+    simulated = f"simulated {time_text(round(found.simulated_s * 1e9))}"
+    if timers.forward_backward_s:
+        error = found.simulated_s / timers.forward_backward_s - 1
+        measured = time_text(round(timers.forward_backward_s * 1e9))
+        lines.append(f"forward-backward measured {measured}, {simulated} ({error:+.2%})")
+    else:
+        lines.append(f"forward-backward is not in the log; {simulated}")
+    table = Table(title="Pipeline ranks, ms", title_justify="left")
+    for name in ("rank", "forward of a microbatch", "backward", "computing", "idle"):
+        table.add_column(name, justify="right")
+    for rank, compute in enumerate(found.compute_s):
+        each = (timers.forward_s[rank], timers.backward_s[rank])
+        idle = f"{(timers.forward_backward_s - compute) * 1e3:.2f}" if timers.forward_backward_s else "-"
+        cells = [f"{seconds / timers.num_microbatches * 1e3:.3f}" for seconds in each]
+        table.add_row(str(rank), *cells, f"{compute * 1e3:.2f}", idle)
+    return lines, [table, orders_table(found.what_if)]
+
+
+def timers_document(found: TimersExplained) -> dict[str, Any]:
+    """The same for ``--json``."""
+    timers = found.timers
+    return {
+        "name": found.layers.name,
+        "num_ranks": len(timers.forward_s),
+        "num_microbatches": timers.num_microbatches,
+        "chunks_per_rank": timers.chunks_per_rank,
+        "forward_s": list(timers.forward_s),
+        "backward_s": list(timers.backward_s),
+        "measured_s": timers.forward_backward_s or None,
+        "simulated_s": found.simulated_s,
+        "orders": [
+            {"order": row["order"], "iteration_s": row["ns"] / 1e9, "gap": row["gap"]} for row in _orders(found.what_if)
+        ],
+        "activations_held": found.what_if.in_flight.tolist(),
+    }

@@ -1,0 +1,89 @@
+"""One clock for all ranks: a message cannot be received before what it carries was computed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pipeloom.errors import InputError
+from pipeloom.explain.traces.dependencies import input_of
+from pipeloom.explain.traces.traced import Iteration
+from pipeloom.io.kineto import RankTrace
+
+SLACK_NS = 20_000
+"""What times of one clock may contradict one another by."""
+_MOST_NS = 1_000_000_000
+
+
+def clock_shifts(
+    traces: Sequence[RankTrace], iterations: Sequence[Iteration], stage_rank: Sequence[int]
+) -> tuple[int, ...]:
+    """Nanoseconds to add to every rank's clock; all 0 where times already agree, as on one host.
+
+    Between two clocks messages in one direction bound the difference from above, those in the other from below; where
+    0 is not between the bounds, their middle is taken, as if both directions were equally fast.
+
+    Raises
+    ------
+    InputError
+        No shift makes all messages causal, or clocks differ by more than a second and an iteration: ranks of two runs.
+    """
+    bounds = _bounds(iterations, stage_rank)
+    shifts = {0: 0}
+    waiting = [0]
+    while waiting:
+        rank = waiting.pop()
+        for (source, target), least in bounds.items():
+            if source != rank or target in shifts:
+                continue
+            # Of the target's clock against the source's: at least this, at most that.
+            lowest, highest = -least, bounds.get((target, source))
+            if highest is not None and highest + 2 * SLACK_NS < lowest:
+                raise InputError(
+                    traces[target].source,
+                    f"has messages to and from {traces[source].source} that would end before they began, by "
+                    f"{(lowest - highest) / 1e6:.3f} ms on any clock",
+                    "give traces of one run",
+                )
+            shifts[target] = shifts[rank] + _between(lowest, highest)
+            waiting.append(target)
+    found = tuple(shifts.get(rank, 0) for rank in range(len(traces)))
+    longest = max(iteration.measured_ns for iteration in _rows(iterations))
+    for trace, shift in zip(traces, found, strict=True):
+        if abs(shift) > max(_MOST_NS, longest):
+            raise InputError(
+                trace.source,
+                f"is {abs(shift) / 1e9:.3f} s {'behind' if shift > 0 else 'ahead of'} {traces[0].source}",
+                "give traces of one run, from hosts whose clocks agree within a second",
+            )
+    return found
+
+
+def _rows(iterations: Sequence[Iteration]) -> list[Iteration]:
+    """Each rank by itself, so that lengths do not depend on clocks."""
+    return [
+        Iteration(iteration.number, (rank,), (posted,))
+        for iteration in iterations
+        for rank, posted in zip(iteration.ranks, iteration.posted, strict=True)
+    ]
+
+
+def _between(lowest: int, highest: int | None) -> int:
+    if lowest <= SLACK_NS and (highest is None or highest >= -SLACK_NS):
+        return 0
+    return lowest if highest is None else (lowest + highest) // 2
+
+
+def _bounds(iterations: Sequence[Iteration], stage_rank: Sequence[int]) -> dict[tuple[int, int], int]:
+    """Least time from the end of a computation to the start of what it feeds, of every two ranks with messages."""
+    least: dict[tuple[int, int], int] = {}
+    for iteration in iterations:
+        ends = {one.unit: one.end_ns for rank in iteration.ranks for one in rank}
+        for target, rank in enumerate(iteration.ranks):
+            for one in rank:
+                source = input_of(one.unit, ends, len(stage_rank))
+                if source is None or stage_rank[source.stage] == target:
+                    continue
+                key = (stage_rank[source.stage], target)
+                taken = one.start_ns - ends[source]
+                least[key] = min(taken, least.get(key, taken))
+    return least

@@ -1,0 +1,53 @@
+"""From files to an explanation: the whole way in one function."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from pipeloom.explain.traces.explained import Explanation, explain_run
+from pipeloom.explain.traces.layers import layer_shares
+from pipeloom.explain.traces.run import ordered_traces, traced_run
+from pipeloom.explain.traces.timers import TimersExplained, explain_timers
+from pipeloom.io.files import PathLike
+from pipeloom.io.kineto import SUFFIXES, read_kineto, trace_files
+from pipeloom.io.megatron_log import read_megatron_log
+from pipeloom.search import StoppingRule
+
+
+def is_log(paths: Sequence[PathLike]) -> bool:
+    """Whether it is one log of Megatron-LM, by its name: traces end in ``.json`` or ``.json.gz``."""
+    return len(paths) == 1 and Path(paths[0]).is_file() and not Path(paths[0]).name.endswith(SUFFIXES)
+
+
+def explain_traces(paths: Sequence[PathLike], *, budget: StoppingRule, seed: int = 0, name: str = "") -> Explanation:
+    """Read the traces of a pipeline's ranks and explain them.
+
+    Parameters
+    ----------
+    paths : sequence of path
+        Files of torch.profiler, one a rank, or a folder of them.
+    budget : StoppingRule
+        Of the search for better orders.
+    seed : int
+    name : str
+        Of the layers; default: that of the first file's folder.
+
+    Raises
+    ------
+    InputError
+        Files that cannot be read, or ranks that do not belong together.
+    """
+    files = trace_files(paths)
+    traces = ordered_traces([read_kineto(file) for file in files])
+    run = traced_run(traces)
+    shares = layer_shares(traces, run)
+    return explain_run(run, name or files[0].resolve().parent.name, budget=budget, seed=seed, shares=shares)
+
+
+def explain_log(
+    path: PathLike, *, budget: StoppingRule, seed: int = 0, num_microbatches: int | None = None
+) -> TimersExplained:
+    """Read a log of Megatron-LM and explain its timers; see `explain_timers`."""
+    timers = read_megatron_log(path, num_microbatches=num_microbatches)
+    return explain_timers(timers, Path(path).stem, budget=budget, seed=seed)

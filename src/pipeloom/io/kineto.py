@@ -1,0 +1,234 @@
+"""Traces of torch.profiler (Kineto's Chrome trace JSON), one file a rank: what of them tells of a pipeline."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from pipeloom.errors import InputError
+from pipeloom.io.files import PathLike, printable, read_bytes
+
+SUFFIXES = (".json", ".json.gz")
+_CPU = frozenset({"cpu_op", "user_annotation", "python_function"})
+_DEVICE = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
+_LAUNCH = frozenset({"cuda_runtime", "cuda_driver"})
+_MODULE = "nn.Module: "
+_MESSAGES = ("c10d::send", "c10d::recv_", "gloo:")
+_OURS = ("F,", "B,", "I,", "W,")
+"""How categories of Pipeloom's own traces begin."""
+_LOOKED_AT = 1000
+_AGAIN = "record it again, and let the profiler end before the job does"
+
+
+class TraceEvent(NamedTuple):
+    """One box of a trace."""
+
+    start_ns: int
+    end_ns: int
+    name: str
+    is_range: bool
+    """An annotation (`torch.profiler.record_function`), not an operator."""
+    shape: tuple[int, ...] = ()
+    """Of the tensor that an operator of c10d sends or receives; empty: not recorded, or another operator."""
+    dtype: str = ""
+    """Of the same, as gloo's own event says it."""
+
+
+class Kernel(NamedTuple):
+    """Work of a device, and when the host launched it."""
+
+    start_ns: int
+    end_ns: int
+    name: str
+    launched_ns: int
+
+
+class Link(NamedTuple):
+    """An operator of a forward and the node of its backward."""
+
+    forward_ns: int
+    backward_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankTrace:
+    """The trace of one rank.
+
+    Attributes
+    ----------
+    source : str
+        Its file.
+    rank, world_size : int or None
+        As the profiler wrote them down; None: it did not, for `torch.distributed` was not initialised.
+    host : str
+        Name of its machine; empty: not known.
+    events : tuple of TraceEvent
+        Operators and annotations, by start and then the longer first, so that what encloses comes before.
+    modules : tuple of TraceEvent
+        Calls of ``nn.Module``, where stacks were recorded (``with_stack=True``).
+    kernels : tuple of Kernel
+        By start.
+    links : tuple of Link
+        By the forward's time.
+    """
+
+    source: str
+    rank: int | None
+    world_size: int | None
+    host: str
+    events: tuple[TraceEvent, ...]
+    modules: tuple[TraceEvent, ...] = ()
+    kernels: tuple[Kernel, ...] = ()
+    links: tuple[Link, ...] = ()
+
+
+class _Args(msgspec.Struct):
+    correlation: int | None = None
+    dims: msgspec.Raw = msgspec.field(name="Input Dims", default_factory=msgspec.Raw)
+    types: msgspec.Raw = msgspec.field(name="Input type", default_factory=msgspec.Raw)
+
+
+class _Event(msgspec.Struct):
+    ph: str = ""
+    cat: str = ""
+    name: str = ""
+    ts: float = 0.0
+    dur: float = 0.0
+    id: int | str | None = None
+    args: _Args | None = None
+
+
+class _Distributed(msgspec.Struct):
+    rank: int | None = None
+    world_size: int | None = None
+
+
+class _File(msgspec.Struct):
+    events: list[_Event] = msgspec.field(name="traceEvents")
+    info: _Distributed | None = msgspec.field(name="distributedInfo", default=None)
+    host: str = msgspec.field(name="host_name", default="")
+    base_ns: int = msgspec.field(name="baseTimeNanoseconds", default=0)
+
+
+def trace_files(paths: Sequence[PathLike]) -> tuple[Path, ...]:
+    """Name the files of traces: those given, and of a folder all that end in ``.json`` or ``.json.gz``.
+
+    Raises
+    ------
+    InputError
+        A folder without any, or a file given twice.
+    """
+    files: list[Path] = []
+    for path in map(Path, paths):
+        found = sorted(one for one in path.iterdir() if one.name.endswith(SUFFIXES)) if path.is_dir() else [path]
+        if not found:
+            raise InputError(printable(str(path)), "is a folder without .json or .json.gz", "give traces, one a rank")
+        files += found
+    for one in files:
+        if files.count(one) > 1:
+            raise InputError(printable(str(one)), "is given twice", "give every rank's trace once")
+    return tuple(files)
+
+
+def read_kineto(path: PathLike) -> RankTrace:
+    """Read one rank's trace.
+
+    Parameters
+    ----------
+    path : path
+        As ``prof.export_chrome_trace`` or ``torch.profiler.tensorboard_trace_handler`` wrote it; ``.gz`` is unpacked.
+
+    Raises
+    ------
+    InputError
+        Naming the file: it cannot be read, is cut short, or is JSON of something else.
+    """
+    where = printable(str(path))
+    data = read_bytes(path)
+    if data[:2] == b"\x1f\x8b":
+        raise InputError(where, "is gzip data", "give it a name that ends in .gz")
+    try:
+        file = msgspec.json.decode(data, type=_File)
+    except msgspec.ValidationError as error:
+        raise InputError(
+            where, f"is no trace of torch.profiler: {_lower(str(error))}", "give a trace a rank"
+        ) from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        problem = "is empty" if not data.strip() else f"is not whole JSON: {_lower(str(error))}"
+        raise InputError(where, problem, _AGAIN) from error
+    if any(event.ph == "X" and event.cat[:2] in _OURS for event in file.events[:_LOOKED_AT]):
+        raise InputError(where, "is a trace that Pipeloom wrote", "see difference.html beside it, or pipeloom report")
+    info = file.info or _Distributed()
+    rank = info.rank if info.rank is not None else _rank_in_name(Path(path).name)
+    launches = {e.args.correlation: _ns(e.ts, file) for e in file.events if e.cat in _LAUNCH and e.args is not None}
+    boxes = sorted(_boxes(file, _CPU), key=lambda box: (box.start_ns, -box.end_ns))
+    return RankTrace(
+        source=where,
+        rank=rank,
+        world_size=info.world_size,
+        host=file.host,
+        events=tuple(box for box in boxes if not box.name.startswith(_MODULE)),
+        modules=tuple(box._replace(name=box.name[len(_MODULE) :]) for box in boxes if box.name.startswith(_MODULE)),
+        kernels=tuple(sorted(_kernels(file, launches))),
+        links=_links(file),
+    )
+
+
+def _lower(text: str) -> str:
+    return text[:1].lower() + text[1:]
+
+
+def _ns(ts: float, file: _File) -> int:
+    """Microseconds since the trace's base, as nanoseconds of the host's clock."""
+    return file.base_ns + round(ts * 1000)
+
+
+def _rank_in_name(name: str) -> int | None:
+    found = re.search(r"rank[-_.]?(\d+)", name)
+    return int(found[1]) if found else None
+
+
+def _boxes(file: _File, categories: frozenset[str]) -> Iterator[TraceEvent]:
+    for event in file.events:
+        if event.ph == "X" and event.cat in categories:
+            if event.cat == "python_function" and not event.name.startswith(_MODULE):
+                continue
+            start = _ns(event.ts, file)
+            shape, dtype = _message(event) if event.name.startswith(_MESSAGES) else ((), "")
+            end = start + round(event.dur * 1000)
+            yield TraceEvent(start, end, event.name, event.cat == "user_annotation", shape, dtype)
+
+
+def _message(event: _Event) -> tuple[tuple[int, ...], str]:
+    """Shape and type of the first tensor of a message, where shapes were recorded."""
+    dims, types = (_first(raw) for raw in ((event.args.dims, event.args.types) if event.args else (b"", b"")))
+    while isinstance(dims, list) and dims and isinstance(dims[0], list):
+        dims = dims[0]
+    shape = tuple(dims) if isinstance(dims, list) and all(isinstance(n, int) for n in dims) else ()
+    return shape, types if isinstance(types, str) else ""
+
+
+def _first(raw: bytes | msgspec.Raw) -> Any:
+    values = msgspec.json.decode(raw) if len(raw) else None
+    return values[0] if isinstance(values, list) and values else None
+
+
+def _kernels(file: _File, launches: dict[int | None, int]) -> Iterator[Kernel]:
+    for event in file.events:
+        if event.ph == "X" and event.cat in _DEVICE and event.args is not None:
+            launched = launches.get(event.args.correlation)
+            if launched is not None:
+                start = _ns(event.ts, file)
+                yield Kernel(start, start + round(event.dur * 1000), event.name, launched)
+
+
+def _links(file: _File) -> tuple[Link, ...]:
+    """Pair the two ends of every arrow from an operator to its node of the backward."""
+    begins = {e.id: _ns(e.ts, file) for e in file.events if e.ph == "s" and e.cat == "fwdbwd"}
+    ends = {e.id: _ns(e.ts, file) for e in file.events if e.ph == "f" and e.cat == "fwdbwd"}
+    return tuple(sorted(Link(begin, ends[number]) for number, begin in begins.items() if number in ends))

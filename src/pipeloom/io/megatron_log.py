@@ -1,0 +1,151 @@
+"""Timers in the log of a Megatron-LM run: seconds of forwards and backwards, rank by rank."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from statistics import fmean
+
+from pipeloom.errors import InputError
+from pipeloom.io.files import PathLike, printable, read_text
+
+FORWARD_BACKWARD = "forward-backward"
+_NAMES = ("forward-compute", "backward-compute", FORWARD_BACKWARD)
+_ARGUMENT = re.compile(r"\b([a-z][a-z0-9_]*) \.{3,} (\S+)\s*$")
+_HEADING = re.compile(r"([a-z][a-z0-9/-]*):\s*$")
+_RANK = re.compile(r"\brank\s+(\d+): (\d+(?:\.\d+)?)\s*$")
+_EXTREMES = re.compile(r"\(min, max\) time across ranks|\bmax time across ranks")
+_ELAPSED = re.compile(r"elapsed time per iteration \(ms\): (\d+(?:\.\d+)?)")
+_WHY = "run Megatron-LM with --timing-log-level 2 --timing-log-option all"
+
+
+@dataclass(frozen=True, slots=True)
+class MegatronTimers:
+    """What timers say of an iteration, mean over what was logged.
+
+    Attributes
+    ----------
+    source : str
+    forward_s, backward_s : tuple of float
+        Of every pipeline rank, for all microbatches and all its chunks; mean over its replicas and tensor ranks.
+    forward_backward_s : float
+        The whole pipeline, by the slowest rank; 0: not logged.
+    num_microbatches : int
+    chunks_per_rank : int
+        Virtual pipeline stages of a rank.
+    num_logged : int
+        How often timers were logged; of more than one the first, which has the warm-up, does not count.
+    """
+
+    source: str
+    forward_s: tuple[float, ...]
+    backward_s: tuple[float, ...]
+    forward_backward_s: float
+    num_microbatches: int
+    chunks_per_rank: int
+    num_logged: int
+
+
+def read_megatron_log(path: PathLike, *, num_microbatches: int | None = None) -> MegatronTimers:
+    """Read the timers of a log.
+
+    Parameters
+    ----------
+    path : path
+        What rank 0 or the last rank printed, with the arguments that Megatron-LM prints at its start.
+    num_microbatches : int, optional
+        Of an iteration and replica; default: by the printed arguments.
+
+    Raises
+    ------
+    InputError
+        Naming the file and the timer or argument that is missing, and how to get it.
+    """
+    where = printable(str(path))
+    lines = read_text(path).splitlines()
+    arguments = {found[1]: found[2] for line in lines if (found := _ARGUMENT.search(line))}
+    logged = list(_logged(lines))
+    if not logged:
+        if any(_EXTREMES.search(line) for line in lines):
+            raise InputError(where, "has only the least and most of all ranks, not each rank's time", _WHY)
+        raise InputError(where, "has no timers of Megatron-LM", _WHY)
+    for name in _NAMES[:2]:
+        if any(name not in one for one in logged):
+            raise InputError(where, f"has no timer {name}", _WHY)
+    counted = logged[1:] or logged
+    world = 1 + max(rank for one in counted for times in one.values() for rank in times)
+    pipeline = _number(arguments, "pipeline_model_parallel_size", where)
+    if world % pipeline:
+        raise InputError(
+            where, f"times {world} ranks, pipeline_model_parallel_size is {pipeline}", "give the log of one whole run"
+        )
+    forward, backward = (_per_rank(counted, name, world, pipeline) for name in _NAMES[:2])
+    whole = [max(one[FORWARD_BACKWARD].values()) for one in counted if FORWARD_BACKWARD in one]
+    return MegatronTimers(
+        source=where,
+        forward_s=forward,
+        backward_s=backward,
+        forward_backward_s=fmean(whole) / 1e3 if whole else 0.0,
+        num_microbatches=num_microbatches or _microbatches(arguments, where, world, pipeline),
+        chunks_per_rank=_optional(arguments, "virtual_pipeline_model_parallel_size"),
+        num_logged=len(logged),
+    )
+
+
+def _logged(lines: list[str]) -> Iterator[dict[str, dict[int, float]]]:
+    """Every block of timers: by name, milliseconds of each rank."""
+    block: dict[str, dict[int, float]] = {}
+    name = ""
+    for line in lines:
+        if found := _RANK.search(line):
+            if name in _NAMES:
+                block.setdefault(name, {})[int(found[1])] = float(found[2])
+        elif found := _HEADING.search(line):
+            name = found[1]
+        elif _ELAPSED.search(line):
+            if block:
+                yield block
+            block, name = {}, ""
+    if block:
+        yield block
+
+
+def _per_rank(logged: list[dict[str, dict[int, float]]], name: str, world: int, pipeline: int) -> tuple[float, ...]:
+    """Mean seconds of each pipeline rank; pipeline ranks are the outermost, as Megatron-LM numbers them."""
+    width = world // pipeline
+    rows: list[list[float]] = [[] for _ in range(pipeline)]
+    for one in logged:
+        for rank, milliseconds in one[name].items():
+            rows[rank // width].append(milliseconds / 1e3)
+    return tuple(fmean(row) if row else 0.0 for row in rows)
+
+
+def _microbatches(arguments: dict[str, str], where: str, world: int, pipeline: int) -> int:
+    whole, one = (_number(arguments, name, where) for name in ("global_batch_size", "micro_batch_size"))
+    tensor, context = (_optional(arguments, f"{name}_parallel_size") for name in ("tensor_model", "context"))
+    replicas = max(1, world // (pipeline * tensor * context))
+    if whole % (one * replicas):
+        raise InputError(
+            where,
+            f"global_batch_size {whole} is no multiple of micro_batch_size {one} times {replicas} replicas",
+            "give --microbatches",
+        )
+    return whole // (one * replicas)
+
+
+def _number(arguments: dict[str, str], name: str, where: str) -> int:
+    value = arguments.get(name, "")
+    if not value.isdigit() or int(value) < 1:
+        raise InputError(
+            f"{where}: {name}",
+            f"{value or 'is missing'}",
+            "give the whole log, with the arguments printed at its start",
+        )
+    return int(value)
+
+
+def _optional(arguments: dict[str, str], name: str) -> int:
+    """An argument that stands for 1 where it is not a number."""
+    value = arguments.get(name, "")
+    return int(value) if value.isdigit() and int(value) > 0 else 1

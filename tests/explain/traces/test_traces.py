@@ -1,0 +1,248 @@
+"""Traces that are written from simulated timelines come back as they were; broken ones are refused in one line."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeloom.errors import InputError
+from pipeloom.explain.traces.explained import explain_run
+from pipeloom.explain.traces.idle import CAUSES, idle_by_cause
+from pipeloom.explain.traces.replay import replayable
+from pipeloom.explain.traces.run import traced_run
+from pipeloom.explain.traces.traced import TracedRun
+from pipeloom.io.kineto import read_kineto, trace_files
+from pipeloom.search import Evaluations
+from pipeloom.timeline import simulate
+from tests.explain.traces.made import TICK_NS, Pipeline, documents, random_pipeline, write
+
+SEEDS = st.integers(0, 2**32 - 1)
+SOME = settings(max_examples=25)
+
+
+def run_of(folder: Path) -> TracedRun:
+    return traced_run([read_kineto(file) for file in trace_files([folder])])
+
+
+def measured_ns(pipeline: Pipeline) -> int:
+    """From the first start of a computation."""
+    return pipeline.timeline.makespan_ns - int(pipeline.timeline.start_ns.min())
+
+
+@SOME
+@given(SEEDS)
+def test_replay_is_the_timeline_that_was_traced(tmp_path_factory: pytest.TempPathFactory, seed: int) -> None:
+    pipeline = random_pipeline(seed)
+    run = run_of(write(tmp_path_factory.mktemp("t"), documents(pipeline)))
+    assert run.num_stages == pipeline.num_stages
+    assert [iteration.number for iteration in run.iterations] == [3, 4]
+    for iteration in run.iterations:
+        assert iteration.measured_ns == measured_ns(pipeline)
+        made = replayable(run, iteration)
+        again = simulate(made.graph, made.schedule)
+        assert again.makespan_ns == iteration.measured_ns
+        assert np.array_equal(again.start_ns, made.kept.start_ns)
+        idle = idle_by_cause(made, made.kept)
+        busy = np.bincount(made.graph.rank, weights=made.graph.duration_ns, minlength=run.num_ranks)
+        assert (idle.sum(axis=1) + busy == iteration.measured_ns).all()
+        assert idle[:, CAUSES.index("host")].sum() == 0
+
+
+@SOME
+@given(SEEDS, st.integers(1, 5))
+def test_host_time_is_told_from_waits(tmp_path_factory: pytest.TempPathFactory, seed: int, ticks: int) -> None:
+    pipeline, host_ns = random_pipeline(seed), ticks * TICK_NS // 10
+    run = run_of(write(tmp_path_factory.mktemp("t"), documents(pipeline, host_ns=host_ns)))
+    iteration = run.iterations[0]
+    made = replayable(run, iteration)
+    assert simulate(made.graph, made.schedule).makespan_ns == iteration.measured_ns
+    host = idle_by_cause(made, made.kept)[:, CAUSES.index("host")]
+    counts = np.array([len(order) - 1 for order in made.schedule.order])
+    assert host.tolist() == (counts * host_ns).tolist()
+
+
+@SOME
+@given(SEEDS)
+def test_kernels_are_taken_where_there_are_any(tmp_path_factory: pytest.TempPathFactory, seed: int) -> None:
+    """Made by hand: no trace of a device was there to be recorded."""
+    pipeline = random_pipeline(seed)
+    run = run_of(write(tmp_path_factory.mktemp("t"), documents(pipeline, device=True)))
+    assert run.on_device
+    for iteration in run.iterations:
+        made = replayable(run, iteration)
+        assert iteration.measured_ns == measured_ns(pipeline)
+        assert simulate(made.graph, made.schedule).makespan_ns == iteration.measured_ns
+
+
+@SOME
+@given(SEEDS)
+def test_ranges_without_a_stage_are_of_the_ranks_own(tmp_path_factory: pytest.TempPathFactory, seed: int) -> None:
+    pipeline = random_pipeline(seed, single=True)
+    # The first operator comes a moment after the receive was posted, as it does.
+    run = run_of(write(tmp_path_factory.mktemp("t"), documents(pipeline, named=False, host_ns=1000)))
+    assert run.stage_rank == tuple(range(pipeline.graph.num_ranks))
+    made = replayable(run, run.iterations[1])
+    assert simulate(made.graph, made.schedule).makespan_ns == run.iterations[1].measured_ns
+
+
+@SOME
+@given(SEEDS, st.integers(1, 9))
+def test_clocks_of_other_hosts_are_brought_into_line(
+    tmp_path_factory: pytest.TempPathFactory, seed: int, millis: int
+) -> None:
+    pipeline = random_pipeline(seed, single=True)
+    shifts = tuple(rank % 2 * millis * 50_000_000 for rank in range(pipeline.graph.num_ranks))
+    run = run_of(write(tmp_path_factory.mktemp("t"), documents(pipeline, shifts=shifts)))
+    slack = 8 * TICK_NS * pipeline.graph.num_ranks + int(pipeline.timeline.makespan_ns)
+    for found, ahead in zip(run.clock_shift_ns, shifts, strict=True):
+        assert abs(found + ahead) <= slack
+    for iteration in run.iterations:
+        for made in (replayable(run, iteration),):
+            assert simulate(made.graph, made.schedule).makespan_ns <= iteration.measured_ns
+
+
+@settings(max_examples=5)
+@given(SEEDS)
+def test_better_orders_hold_no_more_and_costs_are_means(tmp_path_factory: pytest.TempPathFactory, seed: int) -> None:
+    pipeline = random_pipeline(seed)
+    run = run_of(write(tmp_path_factory.mktemp("t"), documents(pipeline)))
+    found = explain_run(run, "made", budget=Evaluations(40), seed=0, shares={})
+    what = found.what_if
+    assert what.unlimited.timeline.makespan_ns <= what.best.timeline.makespan_ns
+    assert what.best.timeline.makespan_ns <= what.as_traced_timeline.makespan_ns
+    assert what.unlimited.lower_bound.ns <= what.unlimited.timeline.makespan_ns
+    duration, kind = pipeline.graph.duration_ns, pipeline.graph.kind
+    for stage, layer in enumerate(found.layers.layers):
+        mine = np.array(pipeline.stage_of) == stage
+        assert layer.forward_s == pytest.approx(duration[mine & (kind == 0)].mean() / 1e9)
+        assert layer.total_backward_s == pytest.approx(
+            sum(duration[mine & (kind == k)].mean() for k in set(kind[mine].tolist()) - {0}) / 1e9
+        )
+
+
+Change = Callable[[list[dict[str, Any]]], None]
+
+
+def drop_ranges(made: list[dict[str, Any]]) -> None:
+    made[0]["traceEvents"] = [e for e in made[0]["traceEvents"] if not e["name"].startswith("PP:")]
+
+
+def other_world(made: list[dict[str, Any]]) -> None:
+    made[1]["distributedInfo"]["world_size"] = 64
+
+
+def same_rank(made: list[dict[str, Any]]) -> None:
+    made[1]["distributedInfo"]["rank"] = 0
+
+
+def other_stage(made: list[dict[str, Any]]) -> None:
+    for event in made[1]["traceEvents"]:
+        event["name"] = event["name"].replace("PP:1", "PP:7")
+
+
+def same_stage(made: list[dict[str, Any]]) -> None:
+    for event in made[1]["traceEvents"]:
+        event["name"] = event["name"].replace("PP:1", "PP:0")
+
+
+def fewer_microbatches(made: list[dict[str, Any]]) -> None:
+    made[1]["traceEvents"] = [e for e in made[1]["traceEvents"] if not e["name"].endswith(("F0", "B0"))]
+
+
+def other_steps(made: list[dict[str, Any]]) -> None:
+    for event in made[1]["traceEvents"]:
+        event["name"] = event["name"].replace("ProfilerStep#", "ProfilerStep#10")
+
+
+def other_run(made: list[dict[str, Any]]) -> None:
+    made[1]["baseTimeNanoseconds"] += 3_600_000_000_000
+
+
+def other_speed(made: list[dict[str, Any]]) -> None:
+    """Its second iteration begins before the other rank's first one is over: no clock mends that."""
+    for event in made[1]["traceEvents"]:
+        event["ts"] *= 0.1
+        event["dur"] *= 0.1
+
+
+def no_backward(made: list[dict[str, Any]]) -> None:
+    for rank in made:
+        rank["traceEvents"] = [
+            e for e in rank["traceEvents"] if not (e["name"].startswith("PP:") and e["name"].endswith("B1"))
+        ]
+
+
+def no_events(made: list[dict[str, Any]]) -> None:
+    made[0].pop("traceEvents")
+
+
+def overlapped(made: list[dict[str, Any]]) -> None:
+    made[0]["traceEvents"][1]["name"] = "PP:(0F1;1B0)OVERLAP_F_B"
+
+
+def odd_time(made: list[dict[str, Any]]) -> None:
+    made[0]["traceEvents"][1]["ts"] = "soon"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (drop_ranges, "no forward or backward of a pipeline"),
+        (other_world, "of a job of 64 ranks"),
+        (same_rank, "is rank 0, and so is"),
+        (other_stage, "stage 1 is in none of them"),
+        (same_stage, "has stage 0, and so has"),
+        (fewer_microbatches, "microbatches in iteration"),
+        (other_steps, "no iteration is in all of them"),
+        (other_run, "give traces of one run"),
+        (other_speed, "would end before they began"),
+        (no_backward, "has no whole iteration"),
+        (no_events, "is no trace of torch.profiler"),
+        (overlapped, "a forward and a backward in one"),
+        (odd_time, "is no trace of torch.profiler"),
+    ],
+)
+def test_traces_that_do_not_fit_are_refused(tmp_path: Path, change: Change, words: str) -> None:
+    pipeline = next(
+        one
+        for one in (random_pipeline(seed, single=True) for seed in range(100))
+        if one.graph.num_ranks == 2 and one.graph.microbatch.max() >= 2
+    )
+    made = documents(pipeline)
+    change(made)
+    with pytest.raises(InputError, match=words) as caught:
+        run_of(write(tmp_path, made))
+    assert "\n" not in str(caught.value)
+    assert caught.value.remedy
+
+
+def test_files_that_are_no_traces_are_refused(tmp_path: Path) -> None:
+    made = documents(random_pipeline(3, single=True))
+    whole = json.dumps(made[0]).encode()
+    cases = {
+        "cut.json": (whole[: len(whole) // 2], "not whole JSON"),
+        "empty.json": (b"", "is empty"),
+        "packed.json": (gzip.compress(whole), "gzip data"),
+        "cut.json.gz": (gzip.compress(whole)[:-20], "not a whole gzip file"),
+        "list.json": (b"[1, 2]", "no trace of torch.profiler"),
+        "bytes.json": (b"\xff\xfe\x00", "not whole JSON"),
+    }
+    for name, (data, words) in cases.items():
+        (tmp_path / name).write_bytes(data)
+        with pytest.raises(InputError, match=words):
+            read_kineto(tmp_path / name)
+    with pytest.raises(InputError, match="cannot be read"):
+        read_kineto(tmp_path / "missing.json")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(InputError, match=r"without \.json"):
+        trace_files([tmp_path / "folder"])
+    with pytest.raises(InputError, match="given twice"):
+        trace_files([tmp_path / "cut.json", tmp_path / "cut.json"])
