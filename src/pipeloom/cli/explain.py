@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
 import typer
 
 from pipeloom.cli.explain_answer import timers_answer, timers_document, trace_answer, trace_document
@@ -12,7 +13,7 @@ from pipeloom.cli.options import check_budget, check_seed
 from pipeloom.cli.output import JSON_HELP, check_targets, draw, note_compiling, print_json, stdout
 from pipeloom.cli.solve import interruptible
 from pipeloom.errors import InputError
-from pipeloom.io import write_layers
+from pipeloom.io import write_layers, write_text
 
 if TYPE_CHECKING:
     from pipeloom.explain.traces.timers import TimersExplained
@@ -31,6 +32,12 @@ def explain(
     ),
     budget: float = typer.Option(2.0, metavar="SECONDS", help="Time to search for better orders."),
     out: Path | None = typer.Option(None, metavar="LAYERS", help="Write the measured costs, a pipeloom.layers/1."),
+    profile: Path | None = typer.Option(
+        None, metavar="FILE", help="Write the stages' costs by the size of microbatches, a pipeloom.profile/1."
+    ),
+    also: list[Path] | None = typer.Option(
+        None, metavar="FOLDER", help="For --profile: traces of the same stages with other sizes; may be given again."
+    ),
     html: Path | None = typer.Option(None, metavar="FILE", help="Write an offline timeline page."),
     trace: Path | None = typer.Option(None, metavar="FILE", help="Write a Chrome trace of tasks, for Perfetto."),
     microbatches: int | None = typer.Option(
@@ -47,12 +54,15 @@ def explain(
     With a log of Megatron-LM (--timing-log-level 2 --timing-log-option all): what each pipeline rank computes, its
     schedule simulated on that, and the best order.
     """
+    from pipeloom.explain.traces.costs import stage_profile
     from pipeloom.explain.traces.explained import Explanation, tracks, what_if_tracks
-    from pipeloom.explain.traces.read import explain_log, explain_traces, is_log
+    from pipeloom.explain.traces.read import explain_log, explain_traces, is_log, read_run
 
     check_budget(budget)
     check_seed(seed)
-    check_targets(out, html, trace)
+    check_targets(out, profile, html, trace)
+    if also and profile is None:
+        raise InputError("--also", "is for --profile, which is not given", "add --profile FILE")
     found: Explanation | TimersExplained
     with interruptible(budget) as rule, note_compiling():
         if is_log(traces):
@@ -66,6 +76,12 @@ def explain(
     if out is not None:
         write_layers(out, found.layers)
         written.append(str(out))
+    if profile is not None:
+        if not isinstance(found, Explanation):
+            raise InputError("--profile", "cannot be made from a log: timers have no sizes", "give traces")
+        fitted = stage_profile([found.run, *(read_run([folder]) for folder in also or ())], found.layers.name)
+        write_text(profile, msgspec.json.format(msgspec.json.encode(fitted)).decode() + "\n")
+        written.append(str(profile))
     if html is not None or trace is not None:
         drawn = (
             tracks(found) if isinstance(found, Explanation) else what_if_tracks(found.what_if, len(found.layers.layers))

@@ -80,7 +80,7 @@ def _seconds(trace: RankTrace, nodes: Sequence[TraceEvent], calls: Sequence[Trac
     node_starts = [node.start_ns for node in nodes]
     backward = 0
     for call in calls:
-        mine = trace.links[bisect_left(begins, call.start_ns) : bisect_right(begins, call.end_ns)]
+        mine = trace.links[bisect_left(begins, call.start_ns) : bisect_left(begins, call.end_ns)]
         numbers = {bisect_right(node_starts, link.backward_ns) - 1 for link in mine}
         backward += sum(nodes[i].end_ns - nodes[i].start_ns for i in numbers if i >= 0)
     return forward, backward

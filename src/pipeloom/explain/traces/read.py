@@ -9,8 +9,9 @@ from pipeloom.explain.traces.explained import Explanation, explain_run
 from pipeloom.explain.traces.layers import layer_shares
 from pipeloom.explain.traces.run import ordered_traces, traced_run
 from pipeloom.explain.traces.timers import TimersExplained, explain_timers
+from pipeloom.explain.traces.traced import TracedRun
 from pipeloom.io.files import PathLike
-from pipeloom.io.kineto import SUFFIXES, read_kineto, trace_files
+from pipeloom.io.kineto import SUFFIXES, RankTrace, read_kineto, trace_files
 from pipeloom.io.megatron_log import read_megatron_log
 from pipeloom.search import StoppingRule
 
@@ -39,10 +40,19 @@ def explain_traces(paths: Sequence[PathLike], *, budget: StoppingRule, seed: int
         Files that cannot be read, or ranks that do not belong together.
     """
     files = trace_files(paths)
-    traces = ordered_traces([read_kineto(file) for file in files])
-    run = traced_run(traces)
+    traces, run = _read(files)
     shares = layer_shares(traces, run)
     return explain_run(run, name or files[0].resolve().parent.name, budget=budget, seed=seed, shares=shares)
+
+
+def read_run(paths: Sequence[PathLike]) -> TracedRun:
+    """Read the traces of a pipeline's ranks; see `explain_traces`."""
+    return _read(trace_files(paths))[1]
+
+
+def _read(files: Sequence[PathLike]) -> tuple[list[RankTrace], TracedRun]:
+    traces = ordered_traces([read_kineto(file) for file in files])
+    return traces, traced_run(traces)
 
 
 def explain_log(

@@ -1,0 +1,75 @@
+"""Costs from traces: of the layers of a stage, and by the size of microbatches."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeloom.errors import InputError
+from pipeloom.explain.traces.costs import stage_profile
+from pipeloom.explain.traces.layers import layer_shares
+from pipeloom.explain.traces.run import traced_run
+from pipeloom.explain.traces.traced import TracedRun
+from pipeloom.io.kineto import read_kineto, trace_files
+from tests.explain.traces.made import documents, random_pipeline, write
+
+
+def box(name: str, begin: float, end: float, category: str = "cpu_op") -> dict[str, Any]:
+    return {"ph": "X", "cat": category, "name": name, "ts": begin * 1e3, "dur": (end - begin) * 1e3}
+
+
+def link(number: int, forward: float, backward: float) -> list[dict[str, Any]]:
+    ends = (("s", forward), ("f", backward))
+    return [{"ph": ph, "cat": "fwdbwd", "name": "fwdbwd", "id": number, "ts": at * 1e3} for ph, at in ends]
+
+
+def test_layers_share_a_stage_by_their_calls_and_nodes(tmp_path: Path) -> None:
+    node = "autograd::engine::evaluate_function: AddmmBackward0"
+    events = [
+        box("PP:0F0", 0, 10, "user_annotation"),
+        box("nn.Module: Sequential_0", 0, 10, "python_function"),
+        box("nn.Module: Block_0", 0, 4, "python_function"),
+        box("nn.Module: Linear_0", 1, 3, "python_function"),
+        box("nn.Module: Block_1", 4, 10, "python_function"),
+        box("model.py(3): forward", 0, 10, "python_function"),
+        box("aten::addmm", 0, 4),
+        box("aten::addmm", 4, 10),
+        box("PP:0B0", 12, 20, "user_annotation"),
+        box(node, 12, 18),
+        box(node, 18, 20),
+        *link(1, 0, 18.5),
+        *link(2, 4, 12.5),
+    ]
+    path = tmp_path / "rank0.json"
+    path.write_text(json.dumps({"traceEvents": events}))
+    traces = [read_kineto(path)]
+    run = traced_run(traces)
+    shares = layer_shares(traces, run)[0]
+    assert [name for name, _, _ in shares] == ["stage.0.0.Block_0", "stage.0.1.Block_1"]
+    assert [share[1:] for share in shares] == [(pytest.approx(0.4), pytest.approx(0.25)), (0.6, 0.75)]
+
+
+def sized(folder: Path, rows: int | None) -> TracedRun:
+    """A run whose microbatch ``m`` has ``rows + m`` sequences of 16 tokens."""
+    pipeline = next(p for p in map(lambda s: random_pipeline(s, single=True), range(99)) if p.graph.num_ranks == 2)
+    made = documents(pipeline)
+    for document in made:
+        microbatch = 0
+        for event in document["traceEvents"]:
+            if "RECV" in event["name"]:
+                microbatch = int(event["name"][-1])
+            if event["name"] == "c10d::recv_" and rows is not None:
+                event["args"] = {"Input Dims": [[[rows + microbatch, 16, 8]], [], [], []]}
+    return traced_run([read_kineto(file) for file in trace_files([write(folder, made)])])
+
+
+def test_stages_are_fitted_over_sizes(tmp_path: Path) -> None:
+    runs = [sized(tmp_path / "small", 1), sized(tmp_path / "large", 7)]
+    profile = stage_profile(runs, "made")
+    assert list(profile.layers) == ["model/stage.0", "model/stage.1"]
+    assert all(min(fit.forward_s) >= 0 and sum(fit.forward_s) > 0 for fit in profile.layers.values())
+    with pytest.raises(InputError, match="record_shapes=True"):
+        stage_profile([sized(tmp_path / "none", None)], "made")

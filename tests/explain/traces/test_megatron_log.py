@@ -1,0 +1,96 @@
+"""Timers of Megatron-LM: each rank's mean as a cost, and what a log may lack."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pipeloom.errors import InputError
+from pipeloom.explain.traces.timers import explain_timers
+from pipeloom.io.megatron_log import read_megatron_log
+from pipeloom.search import Evaluations
+
+PIPELINE, TENSOR, MICROBATCHES = 4, 2, 8
+
+
+def log(*, chunks: str = "None", intervals: int = 3, whole: bool = True) -> str:
+    """What a run of 16 ranks prints, two replicas of four pipeline ranks of two tensor ranks."""
+    lines = [
+        "------------------------ arguments ------------------------",
+        "  global_batch_size ............................... 32",
+        "  micro_batch_size ................................ 2",
+        f"  pipeline_model_parallel_size .................... {PIPELINE}",
+        f"  tensor_model_parallel_size ...................... {TENSOR}",
+        f"  virtual_pipeline_model_parallel_size ............ {chunks}",
+    ]
+    for interval in range(intervals):
+        slow = 10.0 if interval == 0 else 1.0
+        lines.append(
+            f" iteration {interval} | elapsed time per iteration (ms): {900.0 * slow:.1f} | lm loss: 1.0E+01 |"
+        )
+        lines.append("times across ranks (ms):")
+        for name, unit in (("forward-backward", 0.0), ("forward-compute", 8.0), ("backward-compute", 16.0)):
+            if name == "forward-backward" and not whole:
+                continue
+            lines.append(f"  {name}:")
+            for rank in range(16):
+                mean = (unit * (rank // 4 + 1) + rank % 2 if unit else 700.0) * slow
+                lines.append(f"     rank {rank:2d}: {mean:.2f}")
+        lines.append("  optimizer:")
+        lines.append("     rank  0: 5.00")
+    return "\n".join(lines)
+
+
+def test_costs_are_means_of_each_pipeline_rank(tmp_path: Path) -> None:
+    (tmp_path / "a.log").write_text(log())
+    timers = read_megatron_log(tmp_path / "a.log")
+    assert timers.num_microbatches == MICROBATCHES
+    assert timers.num_logged == 3
+    assert timers.forward_s == pytest.approx([0.0085, 0.0165, 0.0245, 0.0325])
+    assert timers.backward_s == pytest.approx([0.0165, 0.0325, 0.0485, 0.0645])
+    assert timers.forward_backward_s == pytest.approx(0.7)
+    found = explain_timers(timers, "a", budget=Evaluations(20))
+    # 1F1B with a last rank that is slowest: it works without a pause once the first microbatch has come.
+    work = sum(timers.forward_s[:3]) / 8 + timers.forward_s[3] + timers.backward_s[3] + sum(timers.backward_s[:3]) / 8
+    assert found.simulated_s == pytest.approx(work)
+    assert [layer.forward_s for layer in found.layers.layers] == pytest.approx([f / 8 for f in timers.forward_s])
+
+
+def test_chunks_of_a_rank_are_taken_for_equal(tmp_path: Path) -> None:
+    (tmp_path / "a.log").write_text(log(chunks="2", whole=False))
+    timers = read_megatron_log(tmp_path / "a.log", num_microbatches=4)
+    found = explain_timers(timers, "a", budget=Evaluations(20))
+    assert (timers.forward_backward_s, timers.num_microbatches) == (0.0, 4)
+    assert len(found.layers.layers) == 8
+    assert sum(layer.forward_s for layer in found.layers.layers) * 4 == pytest.approx(sum(timers.forward_s))
+    assert found.simulated_s >= max(found.compute_s)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "words"),
+    [
+        ("times across ranks (ms):", "", ""),
+        ("backward-compute", "backward", "no timer backward-compute"),
+        ("pipeline_model_parallel_size", "pipeline", "pipeline_model_parallel_size: is missing"),
+        ("pipeline_model_parallel_size .................... 4", "pipeline_model_parallel_size ... 5", "times 16 ranks"),
+        ("global_batch_size ............................... 32", "global_batch_size ... 33", "give --microbatches"),
+        ("micro_batch_size ................................ 2", "micro_batch_size ... two", "micro_batch_size: two"),
+        ("rank ", "", "no timers of Megatron-LM"),
+    ],
+)
+def test_what_a_log_lacks_is_named(tmp_path: Path, before: str, after: str, words: str) -> None:
+    (tmp_path / "a.log").write_text(log().replace(before, after))
+    if not words:  # the heading above the timers says nothing that they do not say
+        assert read_megatron_log(tmp_path / "a.log").num_microbatches == MICROBATCHES
+        return
+    with pytest.raises(InputError, match=words) as caught:
+        read_megatron_log(tmp_path / "a.log")
+    assert caught.value.remedy
+
+
+def test_least_and_most_of_all_ranks_are_no_costs(tmp_path: Path) -> None:
+    text = "(min, max) time across ranks (ms):\n    forward-compute ......: (12.00, 13.00)\n"
+    (tmp_path / "a.log").write_text(text)
+    with pytest.raises(InputError, match="not each rank's time; run Megatron-LM with"):
+        read_megatron_log(tmp_path / "a.log")
