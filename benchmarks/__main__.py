@@ -36,6 +36,7 @@ SECTIONS = (
     "emulated",
     "beside",
     "real",
+    "traces",
     "emulator",
     "gpu",
 )

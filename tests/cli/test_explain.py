@@ -9,6 +9,7 @@ import pytest
 
 from pipeloom import load
 from pipeloom.cli.app import run
+from pipeloom.cost import Profile
 from pipeloom.cost.layers import LayerTable
 from pipeloom.layout.cooptimise import chain_of_layers
 from tests.explain.traces.made import documents, random_pipeline, write
@@ -43,6 +44,22 @@ def test_console_page_and_document_have_one_iteration(
     assert chain_of_layers(table).num_layers == len(table.layers)
     assert run(["explain", trace]) == 2
     assert "a trace that Pipeloom wrote" in capsys.readouterr().err
+
+
+def test_a_profile_over_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from tests.explain.traces.test_costs import sized
+
+    small, large, target = tmp_path / "small", tmp_path / "large", tmp_path / "p.json"
+    sized(small, 1)
+    sized(large, 7)
+    base = ["explain", str(small), "--budget", "0.05", "--json", "--also", str(large)]
+    assert run([*base, "--profile", str(target)]) == 0
+    capsys.readouterr()
+    profile = load(target)
+    assert isinstance(profile, Profile)
+    assert list(profile.layers) == ["model/stage.0", "model/stage.1"]
+    assert run(base) == 2
+    assert "--also" in capsys.readouterr().err
 
 
 def test_a_lacking_rank_is_named(traces: Path, capsys: pytest.CaptureFixture[str]) -> None:

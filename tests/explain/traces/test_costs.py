@@ -54,7 +54,7 @@ def test_layers_share_a_stage_by_their_calls_and_nodes(tmp_path: Path) -> None:
 
 def sized(folder: Path, rows: int | None) -> TracedRun:
     """A run whose microbatch ``m`` has ``rows + m`` sequences of 16 tokens."""
-    pipeline = next(p for p in map(lambda s: random_pipeline(s, single=True), range(99)) if p.graph.num_ranks == 2)
+    pipeline = next(p for p in (random_pipeline(s, single=True) for s in range(99)) if p.graph.num_ranks == 2)
     made = documents(pipeline)
     for document in made:
         microbatch = 0
