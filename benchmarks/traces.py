@@ -41,8 +41,9 @@ def run(repeats: int = 5) -> str:
     text = (
         "`examples/explain_trace.py`: PyTorch's schedules on gloo, 8 microbatches, real computation on one thread a "
         f"rank, {repeats} recordings of three iterations each, on four ranks two. Replayed: every task and message as "
-        "long as it was measured, so that what differs is what the reader did not understand; the largest difference "
-        "of any iteration, and of any rank's bubbles. Mean costs: the same order with every task at the mean of its "
+        "long as it was measured, and time that no message explains counted as the host's: a difference is an order, a "
+        "dependency or a clock that was not understood, and there is little else that could differ; the largest one of "
+        "any iteration, and of any rank's bubbles. Mean costs: the same order with every task at the mean of its "
         "stage and every message at the median of its link, against the mean of a recording's iterations. Other's "
         "costs: the same with the costs of another schedule's trace on the same stages, which is what a prediction is "
         "worth."

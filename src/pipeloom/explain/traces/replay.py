@@ -5,7 +5,6 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 
@@ -46,27 +45,14 @@ class Replayable:
 def replayable(run: TracedRun, iteration: Iteration) -> Replayable:
     """Make the graph that, run in the order of the trace, is the iteration again.
 
-    A task keeps its rank from the moment its input was there until the rank waits for a message again, but no longer
-    than until what it feeds began. What comes between two tasks are messages as long as they were measured, of the
-    median time where a receiver came later, and where a rank waited for its own message to be taken, what its receiver
-    did before it posted its receive.
+    A task keeps its rank until the rank waits again for something that the graph knows: a message, or the taking of an
+    own one. Any other time between two computations is the host's, and goes to the task after it. Messages take as
+    long as they were measured, and the median time where a receiver came later.
     """
     origin = iteration.start_ns
-    begin: dict[Unit, int] = {}
-    free: dict[Unit, int] = {}
-    compute: dict[Unit, tuple[int, int]] = {}
-    for rank in iteration.ranks:
-        for one in rank:
-            compute[one.unit] = (one.start_ns - origin, one.end_ns - origin)
-            begin[one.unit] = one.received_ns - origin
-        if rank[0].arrived_ns is None:
-            begin[rank[0].unit] = compute[rank[0].unit][0]
-    for rank in iteration.ranks:
-        for one, after in pairwise(rank):
-            taker = output_of(one.unit, begin, run.num_stages)
-            until = after.entered_ns - origin if taker is None else min(after.entered_ns - origin, begin[taker])
-            free[one.unit] = max(compute[one.unit][1], until)
-        free[rank[-1].unit] = compute[rank[-1].unit][1]
+    compute = {one.unit: (one.start_ns - origin, one.end_ns - origin) for rank in iteration.ranks for one in rank}
+    held = _held(run, iteration)
+    begin, free = _kept(run, iteration, held)
     units = sorted(compute)
     messages = _messages(run, iteration, begin, free)
     usual = link_medians(run, [messages])
@@ -79,7 +65,7 @@ def replayable(run: TracedRun, iteration: Iteration) -> Replayable:
         f"iteration {iteration.number}",
         {unit: free[unit] - begin[unit] for unit in units},
         delays,
-        extra=_held_edges(run, iteration, begin, free),
+        extra=[(source, unit, begin[unit] - free[source]) for unit, source in held.items()],
     )
     number = {unit: i for i, unit in enumerate(units)}
     order = tuple(np.array([number[one.unit] for one in rank], np.int64) for rank in iteration.ranks)
@@ -140,41 +126,74 @@ def chain_graph(
     )
 
 
+def _kept(run: TracedRun, iteration: Iteration, held: Mapping[Unit, Unit]) -> tuple[dict[Unit, int], dict[Unit, int]]:
+    """From when and until when each task keeps its rank, from the first start of a computation."""
+    ends = {one.unit: one.end_ns for rank in iteration.ranks for one in rank}
+    waited: dict[Unit, int] = {}
+    """End of a wait that the graph explains."""
+    latest: dict[Unit, int] = {}
+    """Until when a task may keep its rank at most, for what it feeds began then."""
+    for rank in iteration.ranks:
+        for before, one in zip((None, *rank), rank, strict=False):
+            source = input_of(one.unit, ends, run.num_stages)
+            moments = [] if one.arrived_ns is None else [one.arrived_ns]
+            if one.unit in held:
+                moments.append(one.received_ns)
+                latest[held[one.unit]] = min(one.received_ns, latest.get(held[one.unit], one.received_ns))
+            if source is not None and (before is None or ends[source] > before.end_ns):
+                moments.append(ends[source])
+            if moments or before is None:
+                waited[one.unit] = max(moments, default=one.start_ns)
+            if source is not None:
+                until = waited[one.unit] if one.unit in waited or before is None else before.end_ns
+                latest[source] = min(until, latest.get(source, until))
+    begin: dict[Unit, int] = {}
+    free: dict[Unit, int] = {}
+    for rank in iteration.ranks:
+        for one, after in zip(rank, (*rank[1:], None), strict=True):
+            until = one.end_ns if after is None else after.entered_ns
+            free[one.unit] = max(one.end_ns, min(until, latest.get(one.unit, until)))
+        last: Unit | None = None
+        for one in rank:
+            begin[one.unit] = waited[one.unit] if last is None or one.unit in waited else free[last]
+            last = one.unit
+    origin = iteration.start_ns
+    return ({unit: t - origin for unit, t in begin.items()}, {unit: t - origin for unit, t in free.items()})
+
+
 def _messages(
     run: TracedRun, iteration: Iteration, begin: Mapping[Unit, int], free: Mapping[Unit, int]
 ) -> dict[Unit, Message]:
     """Times of all messages between ranks."""
     found = {}
+    origin = iteration.start_ns
     for target, rank in enumerate(iteration.ranks):
         for one in rank:
             source = input_of(one.unit, begin, run.num_stages)
-            if source is not None and run.stage_rank[source.stage] != target:
-                posted = iteration.posted[target].get(one.unit)
-                could_go = free[source] if posted is None else max(free[source], posted.at_ns - iteration.start_ns)
-                found[one.unit] = Message(
-                    max(0, begin[one.unit] - could_go),
-                    one.arrived_ns is not None,
-                    max(0, begin[one.unit] - free[source]),
-                )
+            if source is None or run.stage_rank[source.stage] == target:
+                continue
+            posted = iteration.posted[target].get(one.unit)
+            could_go = free[source] if posted is None else max(free[source], posted.at_ns - origin)
+            was_waited_for = one.arrived_ns is not None
+            there = begin[one.unit] if was_waited_for else max(begin[one.unit], one.received_ns - origin)
+            since_made = max(0, begin[one.unit] - free[source])
+            found[one.unit] = Message(max(0, there - could_go), was_waited_for, since_made)
     return found
 
 
-def _held_edges(
-    run: TracedRun, iteration: Iteration, begin: Mapping[Unit, int], free: Mapping[Unit, int]
-) -> list[Edge]:
-    """What a rank waited for that waited until an own message was taken: what its receiver did before it posted."""
-    edges: list[Edge] = []
+def _held(run: TracedRun, iteration: Iteration) -> dict[Unit, Unit]:
+    """Units before which a rank waited until an own message was taken: what its receiver did before it posted."""
+    found: dict[Unit, Unit] = {}
     ends = [[one.end_ns for one in rank] for rank in iteration.ranks]
+    known = {one.unit for rank in iteration.ranks for one in rank}
     for rank in iteration.ranks:
         for one in rank:
-            taker = None if one.held_by is None else output_of(one.held_by, begin, run.num_stages)
+            taker = None if one.held_by is None else output_of(one.held_by, known, run.num_stages)
             if taker is None:
                 continue
             receiver = run.stage_rank[taker.stage]
             posted = iteration.posted[receiver].get(taker)
             at = -1 if posted is None else bisect_right(ends[receiver], posted.at_ns) - 1
-            if at >= 0:
-                source = iteration.ranks[receiver][at].unit
-                if free[source] <= begin[one.unit]:
-                    edges.append((source, one.unit, begin[one.unit] - free[source]))
-    return edges
+            if at >= 0 and ends[receiver][at] <= one.received_ns:
+                found[one.unit] = iteration.ranks[receiver][at].unit
+    return found
