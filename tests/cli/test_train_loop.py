@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -80,7 +81,8 @@ def test_a_file_says_all_that_the_loop_does(tmp_path: Path, capfd: pytest.Captur
     out = capfd.readouterr().out
     assert "told 2" in out
     assert "Evaluation after 2 iterations: loss" in out
-    assert "% MFU)" in out
+    # The share of the peak, in its column before the plan's.
+    assert re.search(r" \d+% fresh, ", out)
     assert json.loads((folder / "summary.json").read_text())["evaluations"] == [
         [e["iteration"], e["loss"]] for e in lines
     ]
