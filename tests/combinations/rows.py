@@ -21,7 +21,7 @@ from . import task
 from .covering import Row
 
 PROCESSES, TOKENS = 4, 110
-CAPACITY_BYTES = 2_000_000
+CAPACITY_BYTES = 1_920_000
 """Of all pipeline ranks where strategies are chosen: too little to keep everything, where layouts are stated."""
 _PARALLEL: Mapping[str, dict[str, Any]] = {
     "none": {},
