@@ -50,6 +50,13 @@ def broadcast_bytes(data: bytes | None, group: dist.ProcessGroup | None = None, 
     return head + rest.tobytes()
 
 
+def first_says(number: int) -> int:
+    """A number of rank 0's, on all ranks; all call it together."""
+    told = torch.tensor(number)
+    dist.broadcast(told, src=0)
+    return int(told)
+
+
 def unpack_answer(data: bytes, batch: Batch, model: ModelSpec, layout: Layout) -> tuple[Answer, Packing]:
     """What a rank makes of the bytes that rank 0 hands out; rank 0 has checked them."""
     answer = msgspec.msgpack.decode(data, type=Answer)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from pipeloom.cost import Correction
 from pipeloom.errors import ExecutionError, InputError
 from pipeloom.runtime.checkpoint import load_checkpoint, save_checkpoint
+from pipeloom.runtime.coordination import first_says
 from pipeloom.runtime.ema import Averages
 from pipeloom.runtime.executor import Executor
 from pipeloom.spec import Batch
@@ -141,14 +142,13 @@ class Checkpoints:
         InputError
             When it is of another model, or damaged.
         """
-        newest = torch.tensor(self.steps()[-1:] or [-1])
         # One rank decides: another may see a folder a moment later.
-        dist.broadcast(newest, src=0)
-        if int(newest) < 0:
+        newest = first_says((self.steps()[-1:] or [-1])[0])
+        if newest < 0:
             return None
         from pipeloom.runtime.checkpoint_files import check_digests  # slow to import, and seldom needed
 
-        path = self._path(int(newest))
+        path = self._path(newest)
         load_checkpoint(path, executor, optimizer, averages=averages)
         check_digests(path, [STATE])
         try:

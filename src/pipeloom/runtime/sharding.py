@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import torch
@@ -34,7 +34,7 @@ def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
-def shard_layers(model: Model, layout: Layout, mesh: Mesh, *, leave_out: Collection[tuple[str, int]] = ()) -> None:
+def shard_layers(model: Model, layout: Layout, mesh: Mesh) -> None:
     """Apply `fully_shard` to every layer of this pipeline rank's chunks, over the data-parallel replicas.
 
     Call it after `parallelize_module`, and before the optimiser is made.
@@ -44,8 +44,6 @@ def shard_layers(model: Model, layout: Layout, mesh: Mesh, *, leave_out: Collect
     model : Model
     layout : Layout
     mesh : Mesh
-    leave_out : collection of (str, int)
-        Module and number of layers that stay whole on every replica, such as those that share a parameter.
 
     Raises
     ------
@@ -64,8 +62,6 @@ def shard_layers(model: Model, layout: Layout, mesh: Mesh, *, leave_out: Collect
         for number in range(chunk.layers[0], chunk.layers[1] + 1):
             layer = module.layers[number]
             if id(layer) in done or not any(True for _ in layer.parameters()):
-                continue
-            if (chunk.module, number) in leave_out:
                 continue
             done.add(id(layer))
             shard_layer(layer, mesh, frozen=module.frozen)

@@ -9,13 +9,12 @@ from functools import partial
 from pathlib import Path
 
 import msgspec
-import torch
-import torch.distributed as dist
 
 from pipeloom.packing import cost_loads
 from pipeloom.planner import Planner, Setup
 from pipeloom.planner.forwards import forward_problem, plan_forwards
 from pipeloom.runtime import Model, StepReport, TcpPlanStore, Trainer, TrainerOptions, group_device, with_shapes
+from pipeloom.runtime.coordination import first_says
 from pipeloom.runtime.evaluate import Evaluated, random_kept
 from pipeloom.runtime.flops import known_peak
 from pipeloom.runtime.model import torch_dtype
@@ -132,7 +131,7 @@ class _Evaluations:
         self.config, self.job, self.trainer, self.listener = job.config.evaluation, job, trainer, listener
         self._last = 0
         if self.config is not None:
-            self._last = _agreed(0 if listener is None else listener.recorder.last_evaluated)
+            self._last = first_says(0 if listener is None else listener.recorder.last_evaluated)
             self._plan = partial(plan_forwards, forward_problem(setup))
 
     def after(self, done: int, *, is_last: bool = False) -> None:
@@ -147,13 +146,6 @@ class _Evaluations:
         found = self.trainer.evaluate(batches, self._plan, done, most=config.batches, averaged=averaged)
         if self.listener is not None:
             self.listener.evaluated(found)
-
-
-def _agreed(number: int) -> int:
-    """What rank 0 says, on all ranks."""
-    told = torch.tensor(number)
-    dist.broadcast(told, src=0)
-    return int(told)
 
 
 def _gather(job: Job, trainer: Trainer) -> None:
