@@ -233,6 +233,10 @@ KEY = "model.layers.1.mlp.up_proj.weight"
         (lambda folder: change(folder, lambda t: t.pop(KEY)), f"parameter '{KEY}': is in none of the files"),
         (lambda folder: change(folder, lambda t: t.update({KEY: torch.ones(3, 2)})), "the shape .3, 2., the model's"),
         (quantised, "says that weights are quantised"),
+        (
+            lambda folder: change(folder, lambda t: t.update({KEY: t[KEY].to(torch.int8)})),
+            f"{KEY}: is of dtype int8, and the model's parameter is a fraction; quantised weights cannot be trained",
+        ),
     ],
 )
 def test_a_folder_that_is_not_whole_is_refused(damage: Callable[[Path], object], message: str, tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ def load_processor(folder: str | Path) -> Any:
         # The library's message blames whatever it missed in the end.
         for file in sorted(Path(where).glob("*.json")):
             _read_json(file)
-        message = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        message = " ".join(str(error).split()) or type(error).__name__
         raise InputError(f"processor = {where!r}", f"cannot be loaded ({message})", "save a processor there") from error
 
 

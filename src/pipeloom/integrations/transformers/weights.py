@@ -28,6 +28,37 @@ _BESIDE = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
 """Files of a folder that processors and tokenizers are made of."""
 _NOT_BESIDE = (CONFIG, "*.index.json")
 _AT_ONCE_BYTES = 16 * 2**20
+_SAVE_AGAIN = "fetch the folder again, or save the model there by its library"
+
+
+def load_config(path: str | Path) -> Any:
+    """Load the library's configuration of a folder.
+
+    Raises
+    ------
+    InputError
+        There is none, or it is damaged or of an architecture that the library does not know.
+    """
+    try:
+        import transformers
+    except ImportError as error:
+        raise InputError(
+            "model", "is a folder of the transformers library", "pip install 'pipeloom[transformers]'"
+        ) from error
+
+    if not (Path(path) / CONFIG).is_file():
+        raise InputError(
+            str(path), "is no folder with a config.json", "give a model, or a folder that one was saved in"
+        )
+    try:
+        return transformers.AutoConfig.from_pretrained(str(path))
+    except Exception as error:
+        # The library raises whatever its classes do: errors of JSON, of types, of validation.
+        raise InputError(f"{path}/{CONFIG}", f"is no configuration ({_said(error)})", _SAVE_AGAIN) from error
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def load(path: str | Path, check: Callable[[type, Any], object], device: torch.device | str | None, dtype: Any) -> Any:
@@ -43,30 +74,24 @@ def load(path: str | Path, check: Callable[[type, Any], object], device: torch.d
     dtype : torch.dtype or None
         None: torch's default.
     """
-    try:
-        import transformers
-    except ImportError as error:
-        raise InputError(
-            "model", "is a folder of the transformers library", "pip install 'pipeloom[transformers]'"
-        ) from error
+    config = load_config(path)
+    import transformers
 
-    if not (Path(path) / "config.json").is_file():
-        raise InputError(
-            str(path), "is no folder with a config.json", "give a model, or a folder that one was saved in"
-        )
-    config = transformers.AutoConfig.from_pretrained(str(path))
     names = config.architectures or []
     kind = getattr(transformers, names[0], None) if names else None
     if kind is None:
-        raise InputError(f"{path}/config.json", f"has architectures {names}, which transformers does not know")
+        raise InputError(f"{path}/config.json", f"has architectures {names}, which transformers does not know", _SAVE_AGAIN)
     check(kind, config)
     if getattr(config, "quantization_config", None) is not None:
         raise InputError(f"{path}/config.json", "says that weights are quantised", "give the folder of whole ones")
     dtype = dtype or torch.get_default_dtype()
     if torch.device(device or "cpu").type != "meta":
         return kind.from_pretrained(str(path), config=config, dtype=dtype).to(device or "cpu").train()
-    with torch.device("meta"):
-        model = kind._from_config(config, dtype=dtype)
+    try:
+        with torch.device("meta"):
+            model = kind._from_config(config, dtype=dtype)
+    except Exception as error:
+        raise InputError(f"{path}/{CONFIG}", f"makes no {kind.__name__} ({_said(error)})", _SAVE_AGAIN) from error
     return _with_buffers(_with_plan(model, dtype))
 
 
@@ -423,6 +448,11 @@ class _Planner:
         """Convert tensors on meta, and compare shapes."""
         files, state = self.files, self.state
         where = f"{files.tensors[each.sources[0][1]].file}: {each.sources[0][1]}"
+        for _, key in each.sources:
+            kind, wanted = files.tensors[key].dtype, state[each.target].dtype
+            if wanted.is_floating_point and not kind.is_floating_point:
+                problem = f"is of dtype {str(kind).removeprefix('torch.')}, and the model's parameter is a fraction"
+                raise InputError(f"{files.tensors[key].file}: {key}", problem, "quantised weights cannot be trained")
         given = [torch.empty(files.tensors[key].shape, device="meta") for _, key in each.sources]
         try:
             found = {each.target: given[0]} if each.converter is None else each.convert(self.model, given)
