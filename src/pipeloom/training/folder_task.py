@@ -134,6 +134,7 @@ def folder_task(config: TrainConfig, file: Path) -> Task:
     folder = str((file.parent / model.transformers).resolve())
     if not Path(folder).is_dir():
         raise InputError(f"{file}: model.transformers", f"{folder!r} is no folder", "name one beside the file")
+    _check_model(folder, file)
     dataset = _dataset(data, file, folder, "data")
     if data.batch > len(dataset):
         raise InputError(
@@ -145,7 +146,7 @@ def folder_task(config: TrainConfig, file: Path) -> Task:
         problem = f"{data.batch} is below parallel.dp, {config.parallel.dp} replicas"
         raise InputError(f"{file}: data.batch", problem, "give every replica a sample")
     build, batches = _Build(file, folder, model.freeze), _Batches(dataset, data, config.seed)
-    evaluation = None
+    evaluation, unknown = None, dataset.unknown(data.exclude)
     if config.evaluation is not None:
         own = config.evaluation.data
         sources = tuple(kind for kind in _KINDS if kind in own)
@@ -154,8 +155,23 @@ def folder_task(config: TrainConfig, file: Path) -> Task:
             raise InputError(f"{file}: evaluation.data", "names no source", remedy)
         evaluation = _EvaluationBatches(file, folder, sources)
         # Before any rank is started: heads are read, nothing else.
-        evaluation(**config.data | own)
+        held_out = evaluation(**config.data | own).dataset
+        assert isinstance(held_out, ProcessedDataset)
+        unknown = held_out.unknown(unknown)
+    if unknown:
+        remedy = f"name samples as messages do, such as {dataset.source.name(0)!r}"
+        raise InputError(f"{file}: data.exclude", f"{unknown[0]!r} is no sample of the data", remedy)
     return Task(build, batches, eval_batches=evaluation)
+
+
+def _check_model(folder: str, file: Path) -> None:
+    """Refuse a configuration that makes no model, for which a processor of the same folder would be blamed."""
+    from pipeloom.integrations.transformers.weights import load_config
+
+    try:
+        load_config(folder)
+    except InputError as error:
+        raise InputError(f"{file}: model.transformers: {error.entity}", error.problem, error.remedy) from error
 
 
 def _dataset(data: DataConfig, file: Path, folder: str, table: str) -> ProcessedDataset:

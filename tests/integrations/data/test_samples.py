@@ -7,6 +7,7 @@ import gzip
 import json
 import pickle
 import random
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +22,7 @@ from pipeloom.integrations.data.chat import conversation
 from pipeloom.integrations.data.processed import ProcessedDataset, _Media, _Outline
 from pipeloom.integrations.data.processors import Outline, SizedImages, decode, decode_wave, image_size, load_processor
 from pipeloom.integrations.data.sources import Shards
+from pipeloom.runtime.batches import bound
 from pipeloom.runtime.dataset import CorruptSampleError
 
 from . import made
@@ -387,7 +389,7 @@ def test_what_only_decoding_shows_ends_training_and_can_be_excluded(tmp_path: Pa
     )
     data = samples_of(shard, folder, model)
     assert data.sizes(0)["targets"] == 3
-    with pytest.raises(InputError, match=r"0.tar/000.png: cannot be read .*; mend it, or exclude the sample") as caught:
+    with pytest.raises(InputError, match=r"0.tar/000.png: cannot be read .*; mend it, or leave the sample out by") as caught:
         data.load(0, "vision", (0,))
     assert not isinstance(caught.value, CorruptSampleError)
     less = pl.Batches(samples_of(shard, folder, model, exclude=["0.tar/000"]), 2, skip_corrupt=True)
@@ -415,3 +417,70 @@ def test_a_tile_is_decoded_with_its_image(tmp_path: Path, folder: Path) -> None:
     # A model in one piece takes all with the sample.
     model.modules = [SimpleNamespace(reads="sequence")] * 3
     assert data._asked(outline, "images", "lm", (0,)) == {0, 1}
+
+
+def refusal(tmp_path: Path, folder: Path, model: Any, example: dict[str, bytes], **options: Any) -> str:
+    """Why an example can be left out; an image stands beside it, so that the data have a field for images."""
+    shard = made.write_shard(tmp_path / "0.tar", [example, {"png": made.png(0), "json": said(("user", "x"))}])
+    with pytest.raises(CorruptSampleError) as caught:
+        samples_of(shard, folder, model, **options).sizes(0)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        ("see <image_pad>?", r"0.tar/000: messages\[0\].content: has the processor's token for image, '<image_pad>', at"),
+        ("see <video_pad>?", "token for video, '<video_pad>', at character 4; write the word otherwise"),
+        ("see <image>?", "0.tar/000: has 1 places for 0 of image; give as many"),
+    ],
+)
+def test_a_user_who_writes_a_place_of_contents_loses_that_sample_alone(
+    tmp_path: Path, folder: Path, model: Any, content: str, problem: str
+) -> None:
+    asked = {"json": said(("user", content), ("assistant", "no"))}
+    assert re.search(problem, refusal(tmp_path, folder, model, asked))
+    # Left out and counted, with the others trained on.
+    data = pl.Batches(pl.WebDataset(tmp_path / "0.tar", folder), batch=2, shuffle=False, skip_corrupt=True)
+    (batch,) = list(bound(data, model))
+    assert (len(batch), batch.num_skipped) == (1, 1)
+
+
+def test_words_that_place_nothing_in_the_data_are_words(tmp_path: Path, folder: Path, model: Any) -> None:
+    shard = made.write_shard(tmp_path / "0.tar", [{"json": said(("user", "an <image> tag"), ("assistant", "yes"))}])
+    assert samples_of(shard, folder, model).sizes(0)["text_tokens"] > 0
+
+
+def test_a_description_that_does_not_fit_its_contents_is_a_damaged_sample(model: Any) -> None:
+    ids = torch.tensor([1, 5, 2])
+    with pytest.raises(CorruptSampleError, match="sample.input_ids: have 1 places for images, whose tokens are 0; let"):
+        model.describe({"input_ids": ids, "labels": ids})
+
+
+@pytest.mark.parametrize(
+    ("example", "problem"),
+    [
+        ({"json": b"[" * 100_000}, "0.tar/000: has messages in too many brackets"),
+        ({"json": said(("assistant", "a"), ("user", "b"))}, "0.tar/000: messages: begins with the assistant"),
+    ],
+)
+def test_what_the_processor_would_stumble_over_is_a_damaged_sample(
+    tmp_path: Path, folder: Path, model: Any, example: dict[str, bytes], problem: str
+) -> None:
+    assert problem in refusal(tmp_path, folder, model, example)
+
+
+def test_texts_that_are_empty_or_place_other_images_are_damaged(tmp_path: Path, folder: Path, model: Any) -> None:
+    for text, problem in ((b"", "0.tar/000: has no words"), (b"a <image_pad>", "'<image_pad>', 1 times for 0 of them")):
+        shard = made.write_shard(tmp_path / "0.tar", [{"txt": text}])
+        with pytest.raises(CorruptSampleError, match=problem):
+            samples_of(shard, folder, model).sizes(0)
+
+
+def test_a_field_that_is_null_is_said_to_be() -> None:
+    from pipeloom.integrations.data.examples import Fields, read_example
+
+    source: Any = type("Rows", (), {"name": lambda _, i: f"rows[{i}]", "__getitem__": lambda _, i: {"text": None}})()
+    with pytest.raises(CorruptSampleError, match=r"rows\[0\]: has nothing in 'text' \(text\); mend it"):
+        read_example(source, 0, Fields(text="text"), None)

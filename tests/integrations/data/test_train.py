@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -166,6 +167,9 @@ def test_what_is_wrong_with_the_model_is_said_of_the_file(folder: Path) -> None:
         ('parquet = "x.parquet"', "data: .*2 sources; give one of webdataset, parquet, datasets"),
         ('text = "txt"', r"data: text = 'txt': no sample of .* has it; there are 0.png, json, 1.png"),
         ('processor = "nowhere"', "data: processor = .*nowhere': is no folder"),
+        ('skip_corrupt = true\nexclude = ["0.tar/9"]', "data.exclude: '0.tar/9' is no sample of the data; .*'0.tar/000'"),
+        ('messages = "json"\ntext = "json"', "data: text: = 'json' is named beside messages = 'json'; name one"),
+        ('train_on = "both"', "data: train_on: 'both' is not one of 'all', 'assistant'"),
         ('exclude = ["0.tar/003"]', "data: exclude: names samples, and skip_corrupt is false"),
         ('function = "nowhere.py:f"', "is not a file"),
         ("REPLICAS", "data.batch: 1 is below parallel.dp, 2 replicas; give every replica a sample"),
@@ -195,6 +199,28 @@ def test_other_paths_that_are_not_there_are_one_line(folder: Path) -> None:
     ):
         with pytest.raises(InputError, match=problem):
             pl.TrainingRun.from_toml(config(folder, **{old: new}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"model_type": "frobnicate"}, "config.json: is no configuration .*frobnicate"),
+        ({"num_hidden_layers": 3}, "config.json: is no configuration .*must be equal to the number of `layer_types`"),
+        ({"num_attention_heads": 0}, "config.json: makes no Qwen2_5_VLForConditionalGeneration .*ZeroDivisionError"),
+    ],
+)
+def test_a_configuration_that_makes_no_model_is_said_of_it_and_not_of_the_processor(
+    folder: Path, tmp_path: Path, changes: dict[str, Any], problem: str
+) -> None:
+    for name in ("model", "shards"):
+        shutil.copytree(folder / name, tmp_path / name)
+    file = tmp_path / "model" / "config.json"
+    config_of = json.loads(file.read_text())
+    (config_of if "model_type" in changes else config_of["text_config"]).update(changes)
+    file.write_text(json.dumps(config_of))
+    with pytest.raises(InputError, match=f"train.toml: model.transformers: .*{problem}") as caught:
+        pl.TrainingRun.from_toml(config(tmp_path)).build_model()
+    assert "\n" not in str(caught.value)
 
 
 def test_a_damaged_sample_ends_training_in_one_line(folder: Path) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 
 from pipeloom.runtime.dataset import CorruptSampleError
 
-_MARK = re.compile(r"(<image>|<audio>)")
 _ROLES = {
     "human": "user",
     "gpt": "assistant",
@@ -35,7 +34,8 @@ def conversation(given: Any, where: str, counts: Mapping[str, int]) -> list[Mess
     where : str
         For messages.
     counts : mapping
-        How many images and recordings the sample has.
+        How many images and recordings the sample has; of a kind that is not in it the data have none at all, and its
+        place is a word like others.
 
     Raises
     ------
@@ -54,9 +54,39 @@ def conversation(given: Any, where: str, counts: Mapping[str, int]) -> list[Mess
             continue
         first = next((m for m in messages if m["role"] == "user"), None)
         if places or first is None:
-            raise CorruptSampleError(where, f"has {places} places for {counts.get(kind, 0)} of {kind}")
+            have = counts.get(kind, 0)
+            raise CorruptSampleError(
+                where, f"has {places} places for {have} of {kind}", f"give as many, or name none by <{kind}>"
+            )
         first["content"] = [*({"type": kind} for _ in range(counts[kind])), *_parts(first)]
     return messages
+
+
+def check_words(messages: Sequence[Message], tokens: Mapping[str, str], where: str) -> None:
+    """Refuse texts that have a processor's own tokens in them: it would look for images that are not there.
+
+    Parameters
+    ----------
+    messages : sequence of dict
+        As `conversation` makes them.
+    tokens : mapping
+        From a token to what it stands for.
+    where : str
+        For messages.
+
+    Raises
+    ------
+    CorruptSampleError
+    """
+    for number, message in enumerate(messages):
+        for text in (part["text"] for part in _parts(message) if part["type"] == "text"):
+            for token, kind in tokens.items():
+                if token in text:
+                    raise CorruptSampleError(
+                        f"{where}: messages[{number}].content",
+                        f"has the processor's token for {kind}, {token!r}, at character {text.index(token)}",
+                        "write the word otherwise; contents are placed by <image> and <audio>",
+                    )
 
 
 def media(messages: Sequence[Message], kind: str) -> int:
@@ -86,17 +116,18 @@ def _message(given: Any, where: str, counts: Mapping[str, int]) -> Message:
     if role not in _ROLES:
         raise CorruptSampleError(f"{where}.role", f"{role!r} is none of {', '.join(_ROLES)}")
     if isinstance(content, str):
-        return {"role": _ROLES[role], "content": _split(content) if any(counts.values()) else content}
+        return {"role": _ROLES[role], "content": _split(content, counts)}
     if not isinstance(content, Sequence):
         raise CorruptSampleError(f"{where}.content", f"is a {type(content).__name__}", "give text, or a list of parts")
     return {"role": _ROLES[role], "content": [_part(each, f"{where}.content[{i}]") for i, each in enumerate(content)]}
 
 
-def _split(text: str) -> list[dict[str, Any]] | str:
-    pieces = [piece for piece in _MARK.split(text) if piece]
-    if not any(_MARK.fullmatch(piece) for piece in pieces):
+def _split(text: str, counts: Mapping[str, int]) -> list[dict[str, Any]] | str:
+    marks = {f"<{kind}>": kind for kind in counts}
+    if not any(mark in text for mark in marks):
         return text
-    return [{"type": piece[1:-1]} if _MARK.fullmatch(piece) else {"type": "text", "text": piece} for piece in pieces]
+    pieces = re.split("(" + "|".join(marks) + ")", text)
+    return [{"type": marks[each]} if each in marks else {"type": "text", "text": each} for each in pieces if each]
 
 
 def _part(given: Any, where: str) -> dict[str, Any]:

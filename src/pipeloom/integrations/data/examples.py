@@ -30,6 +30,8 @@ class Example:
         What is to be said; without messages.
     prompt : str
         What it answers.
+    kinds : tuple of str
+        What the data have fields for, ``images`` and ``audio``, also where this one has none.
     """
 
     name: str
@@ -38,6 +40,7 @@ class Example:
     messages: Any = None
     text: str | None = None
     prompt: str = ""
+    kinds: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +83,8 @@ class Fields:
             When no example has a field.
         """
         there = source.fields
+        if self.messages is not None and self.text is not None:
+            raise InputError("text", f"= {self.text!r} is named beside messages = {self.messages!r}", "name one of them")
         for name, stated in vars(self).items():
             if stated is not None and not _matching(stated, there):
                 raise InputError(
@@ -143,12 +148,16 @@ def read_example(source: Source, i: int, fields: Fields, function: Callable[[Any
     messages = None if fields.messages is None else _json(_one(row, fields.messages, name, "messages"), name)
     text = None if fields.text is None else _text(_one(row, fields.text, name, "text"), name)
     prompt = "" if fields.prompt is None else _text(_one(row, fields.prompt, name, "prompt"), name)
-    return Example(name, images, audio, messages, text, prompt)
+    named = {"images": fields.image, "audio": fields.audio}
+    kinds = tuple(kind for kind, field in named.items() if field is not None)
+    return Example(name, images, audio, messages, text, prompt, kinds)
 
 
 def _one(row: Mapping[str, Any], stated: str, name: str, what: str) -> Any:
     found = _matching(stated, list(row))
-    if not found or row[found[0]] is None:
+    if found and row[found[0]] is None:
+        raise CorruptSampleError(name, f"has nothing in {found[0]!r} ({what})", "mend it")
+    if not found:
         raise CorruptSampleError(name, f"has no {stated!r} ({what}), but {', '.join(row)}", "mend it")
     return row[found[0]]
 
@@ -182,6 +191,8 @@ def _json(value: Any, name: str) -> Any:
         return value
     try:
         return json.loads(_text(value, name))
+    except RecursionError as error:
+        raise CorruptSampleError(name, "has messages in too many brackets", "mend it") from error
     except ValueError as error:
         if isinstance(error, InputError):
             raise

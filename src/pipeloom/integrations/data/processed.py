@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pipeloom.errors import InputError, PipeloomError
 from pipeloom.integrations.data.blobs import Blob
-from pipeloom.integrations.data.chat import conversation, media, plain
+from pipeloom.integrations.data.chat import check_words, conversation, media, plain
 from pipeloom.integrations.data.examples import Example, Fields, read_example
 from pipeloom.integrations.data.processors import Outline as SizedOutline
 from pipeloom.integrations.data.processors import Sized, load_processor, with_sizes
@@ -134,6 +134,14 @@ class ProcessedDataset(Dataset):
         self.processor = load_processor(self._given) if isinstance(self._given, str) else self._given
         self._half, self._sized = with_sizes(self.processor)
         self._tokenizer = getattr(self.processor, "tokenizer", self.processor)
+        holders = (self.processor, self._tokenizer)
+        self._tokens = {
+            token: kind
+            for kind in ("image", "audio", "video")
+            for token in (getattr(holder, f"{kind}_token", None) for holder in holders)
+            if token
+        }
+        """What stands for contents in a text, and of which kind."""
         self._chats = bool(getattr(self.processor, "chat_template", None) or self._tokenizer.chat_template)
         # Tokenizers bear no two threads at a time.
         self._speaking = threading.Lock()
@@ -156,6 +164,10 @@ class ProcessedDataset(Dataset):
     def __len__(self) -> int:
         """As many as the source has examples."""
         return len(self.source)
+
+    def unknown(self, names: Collection[str]) -> list[str]:
+        """Return those names that no sample has."""
+        return sorted(set(names) - {self.source.name(i) for i in range(len(self))}) if names else []
 
     def bind(self, model: Model) -> Dataset:
         """Know the model: what it says of sizes and targets, and which modules read images.
@@ -180,7 +192,8 @@ class ProcessedDataset(Dataset):
         try:
             return {**model.describe(sample), "targets": model.num_targets(sample)}
         except InputError as error:
-            raise InputError(f"{self.source.name(i)}: {error.entity}", error.problem, error.remedy) from error
+            # A sample that can be left out stays one.
+            raise type(error)(f"{self.source.name(i)}: {error.entity}", error.problem, error.remedy) from error
 
     def load(self, i: int, module: str, instances: tuple[int, ...], loss: bool = True) -> dict[str, Any]:
         """As `Dataset.load`: the sample with the contents that are asked for, and zeros for others."""
@@ -192,7 +205,7 @@ class ProcessedDataset(Dataset):
             asked = self._asked(outline, reads, module, instances)
             if asked:
                 name = self._sized[reads].content
-                found[name] = self._contents(reads, given, asked, outline.sample[name])
+                found[name] = self._contents(reads, outline, asked)
         return {**outline.sample, **found}
 
     def _of_model(self) -> Model:
@@ -219,37 +232,37 @@ class ProcessedDataset(Dataset):
         of_row = [number for number, rows in enumerate(given.rows) for _ in range(rows)]
         return {of_row[each] for each in instances} if count == len(of_row) else every
 
-    def _contents(self, reads: str, given: _Media, asked: set[int], promised: Tensor) -> Tensor:
+    def _contents(self, reads: str, outline: _Outline, asked: set[int]) -> Tensor:
+        given, promised = outline.media[reads], outline.sample[self._sized[reads].content]
         contents = torch.zeros(promised.shape, dtype=promised.dtype)
         begin = 0
         for number, (blob, rows) in enumerate(zip(given.blobs, given.rows, strict=True)):
             if number in asked:
-                one = self._decoded(self._sized[reads], blob, given.promised[number])
+                one = self._decoded(self._sized[reads], blob, given.promised[number], outline.sample["id"])
                 contents[(slice(begin, begin + rows), *(slice(side) for side in one.shape[1:]))] = one
             begin += rows
         return contents
 
-    def _decoded(self, sized: Sized, blob: Blob, promised: SizedOutline) -> Tensor:
+    def _decoded(self, sized: Sized, blob: Blob, promised: SizedOutline, name: str) -> Tensor:
+        remedy = f'mend it, or leave the sample out by skip_corrupt and exclude = ["{name}"], and resume'
         try:
             item = sized.decode(blob)
         except CorruptSampleError as error:
             # The plan and the other ranks count with it.
-            remedy = "mend it, or exclude the sample with skip_corrupt, and resume"
             raise InputError(error.entity, error.problem, remedy) from error
         with self._lock:
             self.num_decoded += 1
         try:
             contents, given = sized.run(item)
         except Exception as error:
-            remedy = "mend it, or exclude the sample with skip_corrupt, and resume"
             raise InputError(blob.name, _raised(error), remedy) from error
         have = {sized.content: tuple(contents.shape), **{name: value.tolist() for name, value in given.items()}}
         want = {sized.content: promised.shape, **{name: value.tolist() for name, value in promised.given.items()}}
-        for name, value in want.items():
-            if have.get(name) != value:
+        for entry, value in want.items():
+            if have.get(entry) != value:
                 raise InputError(
-                    f"{blob.name}: {name}",
-                    f"the processor gives {have.get(name)}, and promised {value} for its size",
+                    f"{blob.name}: {entry}",
+                    f"the processor gives {have.get(entry)}, and promised {value} for its size",
                     "use a processor that looks at sizes alone",
                 )
         return contents
@@ -293,18 +306,25 @@ class ProcessedDataset(Dataset):
     def _sample(self, example: Example, blanks: _Blanks) -> dict[str, Any]:
         chat = example.messages is not None
         if chat and not self._chats:
-            raise InputError("processor", "has no chat template, and the data has messages", "give one that has")
+            given = self._given if isinstance(self._given, str) else type(self._given).__name__
+            remedy = "set tokenizer.chat_template and save it there, or name a processor that has one"
+            raise InputError(f"processor = {given!r}", f"has no chat template, and {example.name} has messages", remedy)
         if not chat and not (self._chats and (blanks or example.prompt)):
             return self._plain(example, blanks)
         given = example.messages
         if given is None:
             given = [{"role": "user", "content": example.prompt}, {"role": "assistant", "content": example.text}]
-        counts = {_SPOKEN[reads]: len(each) for reads, each in blanks.items()}
-        return self._chat(conversation(given, example.name, counts), blanks, example.name)
+        counts = {_SPOKEN[reads]: len(blanks.get(reads, ())) for reads in (*example.kinds, *blanks)}
+        messages = conversation(given, example.name, counts)
+        check_words(messages, self._tokens, example.name)
+        return self._chat(messages, blanks, example.name)
 
     def _plain(self, example: Example, blanks: _Blanks) -> dict[str, Any]:
         """Images, what is asked, and the answer, one after the other."""
         before, text = example.prompt, example.text or ""
+        if not before + text and not blanks:
+            raise CorruptSampleError(example.name, "has no words", "give it some")
+        self._check_places(before + text, blanks, example.name)
         for reads, each in reversed(blanks.items()):
             place = getattr(self.processor, f"{_SPOKEN[reads]}_token", None) or ""
             if place not in before + text:
@@ -318,6 +338,14 @@ class ProcessedDataset(Dataset):
         if before and self.train_on == "assistant":
             begin = len(self._process(before, blanks, special=True)["input_ids"])
         return {**sample, "labels": self._labels(ids, [(begin, len(ids))])}
+
+    def _check_places(self, text: str, blanks: _Blanks, where: str) -> None:
+        """Refuse a text that places contents by the processor's own tokens, and others than there are."""
+        for token, kind in self._tokens.items():
+            have = sum(len(each) for reads, each in blanks.items() if _SPOKEN[reads] == kind)
+            if (places := text.count(token)) not in (0, have):
+                problem = f"has the processor's token for {kind}, {token!r}, {places} times for {have} of them"
+                raise CorruptSampleError(where, problem, "write the word otherwise, or as often as there are")
 
     def _chat(self, messages: list[dict[str, Any]], blanks: _Blanks, where: str) -> dict[str, Any]:
         whole = self._render(messages)
@@ -343,6 +371,9 @@ class ProcessedDataset(Dataset):
                 'train_on = "all", or a template that does not',
             )
 
+        if messages[0]["role"] == "assistant":
+            remedy = 'let a user or the system speak first, or train_on = "all"'
+            raise CorruptSampleError(f"{where}: messages", "begins with the assistant, whom nobody asked", remedy)
         said = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
         return {**sample, "labels": self._labels(ids, [(length(i, True), length(i + 1, False)) for i in said])}
 

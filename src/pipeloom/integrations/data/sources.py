@@ -203,7 +203,9 @@ class Table:
             else:
                 table = datasets.load_from_disk(self._files[0])
         except Exception as error:
-            what = "Parquet files" if self._kind == "parquet" else "a folder that save_to_disk wrote"
+            # The library's own message says no more than that it failed.
+            error = error.__cause__ if isinstance(error.__cause__, Exception) else error
+            what = "Parquet files with rows" if self._kind == "parquet" else "a folder that save_to_disk wrote"
             raise InputError(self.title, f"cannot be read ({error})".replace("\n", " "), f"give {what}") from error
         if isinstance(table, datasets.DatasetDict):
             splits = ", ".join(table)

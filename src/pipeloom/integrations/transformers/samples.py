@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pipeloom.errors import InputError
 from pipeloom.integrations.transformers.families import Encoder, Sample, Text
+from pipeloom.runtime.dataset import CorruptSampleError
 from pipeloom.runtime.model import Part
 from pipeloom.spec.batch import AUDIO_FRAMES_PER_SECOND, AUDIO_FRAMES_PER_TOKEN
 
@@ -65,7 +66,8 @@ class Sizes:
             places = sum(int((ids == each).sum()) for each in encoder.ids(self.config))
             if places != tokens:
                 what = encoder.reads
-                raise InputError("sample.input_ids", f"have {places} places for {what}, whose tokens are {tokens}")
+                problem = f"have {places} places for {what}, whose tokens are {tokens}"
+                raise CorruptSampleError("sample.input_ids", problem, "let texts have no such token themselves")
             if not instances:
                 continue
             pixels += [each.pixels for each in instances]
