@@ -18,7 +18,7 @@ def export(
         None, "--source", metavar="FOLDER", help="Folder that the model came from; by default as the run noted it."
     ),
     ema: bool = typer.Option(False, "--ema", help="Take the average of the weights ([ema] in train.toml)."),
-    shard_gb: float = typer.Option(5.0, "--shard-gb", min=0.001, help="Most GB of one file."),
+    shard_gb: float = typer.Option(5.0, "--shard-gb", min=0.001, max=1e6, help="Most GB of one file."),
 ) -> None:
     """Write trained weights as the model's own library has them, so that its from_pretrained reads them.
 

@@ -154,7 +154,7 @@ def _explain(message: str, path: str, document: Any, kind: type, where: str) -> 
         expected = " or ".join(_JSON_NAMES.get(name, name) for name in found[1].split(" | "))
         return InputError(entity, f"{value} is not {expected}")
     if message.startswith("Invalid enum value"):
-        return InputError(entity, f"{value} is not one of the allowed words")
+        return InputError(entity, f"{value} is not one of {', '.join(_words_at(kind, path))}")
     return InputError(entity, f"{value}: {message[:1].lower()}{message[1:]}")
 
 
@@ -174,6 +174,22 @@ def _known_fields(kind: type) -> set[str]:
         if isinstance(item := getattr(info, "item_types", None), tuple):
             todo.extend(item)
     return names
+
+
+def _words_at(kind: type, path: str) -> list[str]:
+    """The words that a type allows at a path."""
+    infos: list[Any] = [msgspec.inspect.type_info(kind)]
+    for name, index in re.findall(r"([^.\[\]]+)|\[(\d+|\.\.\.)\]", path):
+        found: list[Any] = []
+        for info in (each for one in infos for each in (one, *getattr(one, "types", ()))):
+            if index:
+                found += [info.item_type] if hasattr(info, "item_type") else getattr(info, "item_types", ())
+            elif isinstance(info, msgspec.inspect.StructType):
+                found += [field.type for field in info.fields if field.encode_name == name]
+            else:
+                found += [info.value_type] if hasattr(info, "value_type") else ()
+        infos = found
+    return [repr(word) for one in infos for each in (one, *getattr(one, "types", ())) for word in getattr(each, "values", ())]
 
 
 def _at(document: Any, path: str) -> Any:

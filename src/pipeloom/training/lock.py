@@ -32,7 +32,7 @@ def locked(folder: Path) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         number = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
-        raise InputError(str(folder), f"cannot be made or emptied ({error.strerror})", "give another --runs") from error
+        raise InputError(str(folder), f"cannot be made or emptied ({error.strerror})", "name another folder") from error
     with os.fdopen(number, "r+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -42,7 +42,7 @@ def locked(folder: Path) -> Iterator[None]:
             raise InputError(str(folder), f"is in use by the run of process {holder}", remedy) from error
         except OSError as error:
             if error.errno not in _NO_LOCKS:
-                raise InputError(str(folder), f"cannot be locked ({error.strerror})", "give another --runs") from error
+                raise InputError(str(folder), f"cannot be locked ({error.strerror})", "name another folder") from error
         file.truncate(0)
         file.write(str(os.getpid()))
         file.flush()

@@ -163,7 +163,7 @@ def fresh_folder(folder: Path, *, go_on: bool = False) -> None:
         for old in (*stale, *(() if go_on else events)):
             old.unlink(missing_ok=True)
     except OSError as error:
-        raise InputError(str(folder), f"cannot be made or emptied ({error.strerror})", "give another --runs") from error
+        raise InputError(str(folder), f"cannot be made or emptied ({error.strerror})", "name another folder") from error
 
 
 @dataclass
