@@ -189,7 +189,8 @@ def _words_at(kind: type, path: str) -> list[str]:
             else:
                 found += [info.value_type] if hasattr(info, "value_type") else ()
         infos = found
-    return [repr(word) for one in infos for each in (one, *getattr(one, "types", ())) for word in getattr(each, "values", ())]
+    every = (each for one in infos for each in (one, *getattr(one, "types", ())))
+    return [repr(word) for each in every for word in getattr(each, "values", ())]
 
 
 def _at(document: Any, path: str) -> Any:

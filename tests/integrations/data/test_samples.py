@@ -389,7 +389,7 @@ def test_what_only_decoding_shows_ends_training_and_can_be_excluded(tmp_path: Pa
     )
     data = samples_of(shard, folder, model)
     assert data.sizes(0)["targets"] == 3
-    with pytest.raises(InputError, match=r"0.tar/000.png: cannot be read .*; mend it, or leave the sample out by") as caught:
+    with pytest.raises(InputError, match=r"0.tar/000.png: cannot be read .*; mend it, or leave the sample") as caught:
         data.load(0, "vision", (0,))
     assert not isinstance(caught.value, CorruptSampleError)
     less = pl.Batches(samples_of(shard, folder, model, exclude=["0.tar/000"]), 2, skip_corrupt=True)
@@ -431,7 +431,10 @@ def refusal(tmp_path: Path, folder: Path, model: Any, example: dict[str, bytes],
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
-        ("see <image_pad>?", r"0.tar/000: messages\[0\].content: has the processor's token for image, '<image_pad>', at"),
+        (
+            "see <image_pad>?",
+            r"0.tar/000: messages\[0\].content: has the processor's token for image, '<image_pad>', at",
+        ),
         ("see <video_pad>?", "token for video, '<video_pad>', at character 4; write the word otherwise"),
         ("see <image>?", "0.tar/000: has 1 places for 0 of image; give as many"),
     ],
@@ -454,7 +457,9 @@ def test_words_that_place_nothing_in_the_data_are_words(tmp_path: Path, folder: 
 
 def test_a_description_that_does_not_fit_its_contents_is_a_damaged_sample(model: Any) -> None:
     ids = torch.tensor([1, 5, 2])
-    with pytest.raises(CorruptSampleError, match="sample.input_ids: have 1 places for images, whose tokens are 0; let"):
+    with pytest.raises(
+        CorruptSampleError, match=r"sample.input_ids: have 1 places for images, whose tokens are 0; let"
+    ):
         model.describe({"input_ids": ids, "labels": ids})
 
 

@@ -167,8 +167,11 @@ def test_what_is_wrong_with_the_model_is_said_of_the_file(folder: Path) -> None:
         ('parquet = "x.parquet"', "data: .*2 sources; give one of webdataset, parquet, datasets"),
         ('text = "txt"', r"data: text = 'txt': no sample of .* has it; there are 0.png, json, 1.png"),
         ('processor = "nowhere"', "data: processor = .*nowhere': is no folder"),
-        ('skip_corrupt = true\nexclude = ["0.tar/9"]', "data.exclude: '0.tar/9' is no sample of the data; .*'0.tar/000'"),
-        ('messages = "json"\ntext = "json"', "data: text: = 'json' is named beside messages = 'json'; name one"),
+        (
+            'skip_corrupt = true\nexclude = ["0.tar/9"]',
+            "data.exclude: '0.tar/9' is no sample of the data; .*'0.tar/000'",
+        ),
+        ('messages = "json"\ntext = "json"', "data: text = 'json': is named beside messages = 'json'; name one"),
         ('train_on = "both"', "data: train_on: 'both' is not one of 'all', 'assistant'"),
         ('exclude = ["0.tar/003"]', "data: exclude: names samples, and skip_corrupt is false"),
         ('function = "nowhere.py:f"', "is not a file"),

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
 import shutil
+import signal
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -482,3 +485,44 @@ def test_export_of_a_model_that_came_from_no_folder(fitted: tuple[Path, pl.FitRe
         pl.export(checkpoint, tmp_path / "third")
     with pytest.raises(InputError, match=r"has no config.json; give a folder that"):
         pl.export(checkpoint, tmp_path / "third", tmp_path)
+
+
+@pytest.mark.parametrize("place", [0, 2])
+def test_of_a_process_killed_while_it_writes_nothing_is_taken_for_whole(place: int, tmp_path: Path) -> None:
+    saved("llama", tmp_path / "from")
+    model, to = pl.from_transformers(tmp_path / "from"), tmp_path / "to"
+    state, pretrained = state_of(model), model.pretrained
+    assert pretrained is not None
+
+    def write() -> None:
+        begin(to)
+        writer = ShardWriter(partial_of(to), "0", 10_000)
+        add(writer, (pretrained.saved({each: state[each] for each in piece}) for piece in pretrained.pieces()))
+        finish(to, pretrained, writer.close())
+
+    child = os.fork()
+    if child == 0:
+        names = itertools.count()
+        rename = Path.rename
+
+        def killed(path: Path, target: Path) -> Path:
+            if next(names) == place:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return rename(path, target)
+
+        Path.rename = killed  # type: ignore[method-assign]
+        write()
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    assert not to.exists()
+    with pytest.raises(InputError, match=r"to.partial: has no model.safetensors and no model.safetensors.index.json"):
+        pl.from_transformers(partial_of(to), device="meta")
+    write()
+    assert not partial_of(to).exists()
+    assert TensorFiles(to).tensors.keys() == TensorFiles(tmp_path / "from").tensors.keys()
+
+
+def test_a_size_of_files_that_is_none_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    for size in ("inf", "nan", "-1"):
+        assert run(["export", "nowhere", "--to", "there", "--shard-gb", size]) == 2
+        assert "Invalid value for '--shard-gb'" in capsys.readouterr().err

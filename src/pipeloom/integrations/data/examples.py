@@ -84,7 +84,9 @@ class Fields:
         """
         there = source.fields
         if self.messages is not None and self.text is not None:
-            raise InputError("text", f"= {self.text!r} is named beside messages = {self.messages!r}", "name one of them")
+            raise InputError(
+                f"text = {self.text!r}", f"is named beside messages = {self.messages!r}", "name one of them"
+            )
         for name, stated in vars(self).items():
             if stated is not None and not _matching(stated, there):
                 raise InputError(

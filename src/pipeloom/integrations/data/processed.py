@@ -201,7 +201,7 @@ class ProcessedDataset(Dataset):
         del loss
         outline = self._outline(i)
         found = {}
-        for reads, given in outline.media.items():
+        for reads in outline.media:
             asked = self._asked(outline, reads, module, instances)
             if asked:
                 name = self._sized[reads].content

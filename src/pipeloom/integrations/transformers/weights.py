@@ -80,7 +80,8 @@ def load(path: str | Path, check: Callable[[type, Any], object], device: torch.d
     names = config.architectures or []
     kind = getattr(transformers, names[0], None) if names else None
     if kind is None:
-        raise InputError(f"{path}/config.json", f"has architectures {names}, which transformers does not know", _SAVE_AGAIN)
+        problem = f"has architectures {names}, which transformers does not know"
+        raise InputError(f"{path}/{CONFIG}", problem, _SAVE_AGAIN)
     check(kind, config)
     if getattr(config, "quantization_config", None) is not None:
         raise InputError(f"{path}/config.json", "says that weights are quantised", "give the folder of whole ones")
