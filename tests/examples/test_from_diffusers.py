@@ -1,8 +1,7 @@
-"""The example of `pl.from_diffusers` trains as one process would, and the page shows it."""
+"""The example of `pl.from_diffusers` trains as one process would."""
 
 from __future__ import annotations
 
-import re
 import sys
 from pathlib import Path
 
@@ -17,12 +16,6 @@ sys.path.append(str(EXAMPLES))
 import from_diffusers as example
 
 ITERATIONS = 2
-
-
-def test_the_page_shows_the_example() -> None:
-    page = (EXAMPLES.parent / "docs" / "from-diffusers.md").read_text()
-    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    assert (EXAMPLES / "from_diffusers.py").read_text().endswith("\n\n" + code)
 
 
 def test_it_learns() -> None:

@@ -24,7 +24,7 @@ def test_the_model_of_the_page_runs_and_is_exact() -> None:
     torch.manual_seed(0)
     names: dict[str, Any] = {}
     exec(code, names)
-    model: Model = names["model"]
+    model: Model = names["build_model"]()
     samples = [
         (torch.tensor([5, 0, 7, 0]), [torch.randn(8), torch.randn(8)], "a"),
         (torch.tensor([9, 3, 8]), [], "b"),

@@ -1,0 +1,103 @@
+"""A model of one's own, as docs/bring-your-own-model.md describes it, over two ranks."""
+
+from functools import partial
+
+import torch
+from torch import nn
+
+import pipeloom as pl
+from pipeloom.runtime import Model, Module, Part
+
+
+class Merge(nn.Module):
+    """Embeds the tokens and puts the images in their places: your code, not Pipeloom's."""
+
+    def __init__(self):
+        super().__init__()
+        self.word = nn.Embedding(100, 16)
+
+    def forward(self, ids, places, images, **_):  # the owners are no affair of it
+        return self.word(ids).index_add(0, places, images)
+
+
+class Mixer(nn.Module):
+    """Adds to every token the mean of its document."""
+
+    def forward(self, x, *, owner):
+        total = torch.zeros(int(owner.max()) + 1, x.shape[1]).index_add(0, owner, x)
+        return x + total[owner] / torch.bincount(owner)[owner, None]
+
+
+class Head(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.out = nn.Linear(16, 100)
+
+    def forward(self, x, **_):
+        return self.out(x)
+
+
+# A sample is whatever your loader gives; here (token ids, pictures of 8 numbers, its name), a picture for each id 0.
+def pictures(part: Part):
+    return torch.stack([part.samples[sample][1][index] for sample, index in part.instances])
+
+
+def tokens(part: Part):
+    ids = torch.cat([ids for ids, _, _ in part.samples])
+    return ids, (ids == 0).nonzero()[:, 0]
+
+
+def owner(part: Part):
+    lengths = torch.tensor([len(ids) for ids, _, _ in part.samples])
+    return {"owner": torch.repeat_interleave(torch.arange(len(lengths)), lengths)}
+
+
+def loss(logits, part: Part):
+    return nn.functional.cross_entropy(logits, tokens(part)[0], reduction="sum")
+
+
+def build_model():
+    vision = Module(
+        "vision",
+        [nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16)],
+        reads="images",
+        inputs=pictures,
+        hidden=("instances", 16),
+        output=("instances", 16),
+    )
+    language = Module(
+        "lm",
+        [Merge(), Mixer(), Mixer(), Head()],
+        reads="sequence",
+        after=("vision",),
+        inputs=tokens,
+        context=owner,
+        hidden=("tokens", 16),
+        output=("tokens", 100),
+    )
+    return Model([vision, language], loss, num_targets=lambda sample: len(sample[0]), name="own_model")
+
+
+def describe(sample):
+    """What the planner is told about a sample: sizes, never data."""
+    ids, images, name = sample
+    return {"id": name, "text_tokens": len(ids) - len(images), "image_tokens": [1] * len(images)}
+
+
+def batches():
+    """Ten batches, the same in every process."""
+    draw = torch.Generator().manual_seed(0)
+    for number in range(10):
+        yield [sample(f"{number}.{place}", draw) for place in range(12)]
+
+
+def sample(name, draw):
+    count, words = (int(torch.randint(1, 5, (), generator=draw)) for _ in range(2))
+    ids = torch.cat([torch.zeros(count, dtype=torch.long), torch.randint(1, 100, (3 * words,), generator=draw)])
+    return ids, list(torch.randn(count, 8, generator=draw)), name
+
+
+if __name__ == "__main__":
+    adam = partial(torch.optim.AdamW, lr=1e-2)
+    result = pl.fit(build_model, batches, ranks=2, describe=describe, optimizer=adam)
+    print(f"loss {result.losses[0]:.3f} to {result.losses[-1]:.3f}, weights in {result.checkpoint}")
