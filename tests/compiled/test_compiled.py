@@ -10,6 +10,8 @@ import sys
 import types
 from pathlib import Path
 
+import numpy as np
+
 from pipeloom import compiled
 from pipeloom.compiled.decorators import _Index
 from pipeloom.compiled.stamp import ROOT, files_of
@@ -89,7 +91,7 @@ def test_all_compiled_code_has_the_stamp():
 CACHED = """
 import sys
 import types
-from pipeloom.compiled import kernel
+from pipeloom.compiled import allocating, kernel
 @kernel
 def total(numbers):
     result = 0
@@ -98,7 +100,7 @@ def total(numbers):
     return result
 import numpy as np
 print(total(np.arange(4)), sum(total.stats.cache_hits.values()), "numba.np.arraymath" in sys.modules)
-@kernel
+@allocating
 def other(numbers):
     return 2 * numbers.max()
 print(other(np.arange(4)) if len(sys.argv) > 1 else "")
@@ -118,6 +120,38 @@ def test_cached_code_runs_without_what_only_compiling_needs_and_others_can_still
     assert lines()[0] == "6 0 True"
     assert lines()[0] == "6 1 False"
     assert lines("other") == ["6 1 False", "6"]
+
+
+def test_a_literal_is_compiled_for_as_any_number_of_its_type():
+    """Also where a variable is a literal at first: type inference asks for that before it knows better."""
+
+    @compiled.callee
+    def add(x, y):
+        return x + y
+
+    @compiled.kernel
+    def add_up(numbers):
+        result = 0
+        for number in numbers:
+            result = add(result, number)
+        return result
+
+    assert add_up(np.arange(4)) == 6
+    assert len(add.signatures) == 1
+
+
+def test_what_a_kernel_borrows_is_counted_once_it_makes_arrays():
+    @compiled.allocating
+    def squares(numbers):
+        made = numbers.copy()
+        for i in range(len(made)):
+            made[i] *= made[i]
+        return made
+
+    numbers = np.arange(4)
+    references = sys.getrefcount(numbers)
+    assert squares(numbers).tolist() == [0, 1, 4, 9]
+    assert sys.getrefcount(numbers) == references
 
 
 def test_what_was_compiled_for_types_that_are_gone_is_compiled_anew(tmp_path, monkeypatch):

@@ -21,13 +21,17 @@ from numba.core.caching import FunctionCache, IndexDataCacheFile
 from numba.core.runtime.nrt import rtsys
 from numba.extending import intrinsic
 
+from pipeloom.compiled.libraries import CalleeCompiler, KernelCompiler
 from pipeloom.compiled.stamp import stamp
 
+_njit: Any = numba.njit
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 _OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True}
 """Nothing here is called by C, so no code is made for that."""
-_CALLEE_OPTIONS: dict[str, Any] = {**_OPTIONS, "no_cpython_wrapper": True}
+_BORROWING: dict[str, Any] = {**_OPTIONS, "_nrt": False}
+"""References to arrays are not counted: those who call from Python hold all arrays until the call returns."""
+_CALLEE_OPTIONS: dict[str, Any] = {**_BORROWING, "no_cpython_wrapper": True, "pipeline_class": CalleeCompiler}
 
 
 class _Index(IndexDataCacheFile):
@@ -82,10 +86,17 @@ class _StampedCache(FunctionCache):
 
 
 def kernel(function: Function) -> Function:
-    """Compile a function at its first call, without the interpreter's lock, and keep the code on disk."""
-    compiled: Any = numba.njit(**_OPTIONS)(function)
-    compiled._cache = _StampedCache(function, stamp(Path(function.__code__.co_filename)))
-    return cast(Function, compiled)
+    """Compile a function at its first call, without the interpreter's lock, and keep the code on disk.
+
+    It and what it calls may make no arrays, nor call what does so in NumPy, only views of those that it gets: see
+    `allocating`.
+    """
+    return cast(Function, _kept(_njit(**_BORROWING, pipeline_class=KernelCompiler)(function)))
+
+
+def allocating(function: Function) -> Function:
+    """Compile a `kernel` that makes arrays of its own, and therefore counts references to all arrays."""
+    return cast(Function, _kept(_njit(**_OPTIONS, _nrt=True, pipeline_class=KernelCompiler)(function)))
 
 
 def callee(function: Function) -> Function:
@@ -94,12 +105,34 @@ def callee(function: Function) -> Function:
     Where it gets dozens of arrays, that is longer than the function. It is no file of its own on disk: whoever calls
     it contains it.
     """
-    return cast(Function, numba.njit(**_CALLEE_OPTIONS)(function))
+    return cast(Function, _for_types(_njit(**_CALLEE_OPTIONS)(function)))
 
 
 def inlined(function: Function) -> Function:
-    """Compile a function into its callers: a call counts references to all its arrays, which takes longer."""
-    return cast(Function, numba.njit(nogil=True, error_model="numpy", inline="always")(function))
+    """Compile a `callee` that has no code of its own in whoever calls it."""
+    return cast(Function, _for_types(_njit(**_CALLEE_OPTIONS, forceinline=True)(function)))
+
+
+def _kept(compiled: Any) -> Any:
+    """Keep code on disk."""
+    compiled._cache = _StampedCache(compiled.py_func, stamp(Path(compiled.py_func.__code__.co_filename)))
+    return _for_types(compiled)
+
+
+def _for_types(compiled: Any) -> Any:
+    """Let a function be compiled for types of arguments alone, not for literals.
+
+    A variable that begins with a literal has its type for one round of type inference, and numba compiled whatever it
+    is given to for that, too.
+    """
+    compile_for = compiled.compile
+
+    def compile_types(signature: Any) -> Any:
+        unliteral: Any = types.unliteral
+        return compile_for(tuple(unliteral(each) for each in signature))
+
+    compiled.compile = compile_types
+    return compiled
 
 
 def _pointer(_typing: Any, array: Any) -> Any:

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from pipeloom.compiled import kernel
+from pipeloom.compiled import allocating, kernel
 
 NEVER = -(1 << 60)
 """Minus infinity of max-plus algebra; sums of two of them still fit 64 bits."""
@@ -41,7 +41,7 @@ def efficiency_at(size: float, points: Array, values: Array, count: int) -> floa
     return float(values[count - 1])
 
 
-@kernel
+@allocating
 def latencies(
     amounts: Array, rule: Array, steps: Array, rates: Array, points: Array, values: Array, counts: Array, fixed: Array
 ) -> Array:
@@ -75,7 +75,7 @@ def latencies(
     return out
 
 
-@kernel
+@allocating
 def issue(
     device: Array, predecessor_start: Array, predecessor: Array, duration: Array, free: Array, ready: Array
 ) -> Array:
@@ -92,7 +92,7 @@ def issue(
     return end
 
 
-@kernel
+@allocating
 def transfer(
     device: Array,
     predecessor_start: Array,
@@ -142,7 +142,7 @@ def transfer(
     return matrix, ends
 
 
-@kernel
+@allocating
 def compose(after: Array, before: Array) -> Array:
     """Max-plus product: first ``before``, then ``after``."""
     out = np.full((after.shape[0], before.shape[1]), NEVER, np.int64)
@@ -157,7 +157,7 @@ def compose(after: Array, before: Array) -> Array:
     return out
 
 
-@kernel
+@allocating
 def run_calls(
     first: int,
     matrices: Array,

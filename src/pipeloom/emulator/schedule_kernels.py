@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from pipeloom.compiled import kernel
+from pipeloom.compiled import allocating, kernel
 from pipeloom.emulator.rules import IntArray
 
 Array = Any
@@ -74,7 +74,7 @@ def _pop(heap: Array, base: int, size: int) -> None:
     heap[base + at, 0], heap[base + at, 1] = key, value
 
 
-@kernel
+@allocating
 def run(tasks: TaskArrays, duration: Array, num_ranks: int, in_flight: int) -> tuple[Array, Array]:
     """Event-driven list scheduling; every heap orders pairs (time or place, number)."""
     rank, microbatch, place = tasks.rank, tasks.microbatch, tasks.place

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pipeloom.compiled import kernel
+from pipeloom.compiled import allocating, kernel
 from pipeloom.compiled.random import below
 
 Array = npt.NDArray[Any]
@@ -34,7 +34,7 @@ def next_fit(order: Array, tokens: Array, budget: int, bin_of: Array) -> int:
     return current + 1
 
 
-@kernel
+@allocating
 def first_fit(order: Array, tokens: Array, budget: int, bin_of: Array) -> int:
     """Put each sample into the first bin with room; return the number of bins."""
     room = np.empty(len(order), np.int64)
@@ -54,7 +54,7 @@ def first_fit(order: Array, tokens: Array, budget: int, bin_of: Array) -> int:
     return count
 
 
-@kernel
+@allocating
 def lightest_fit(order: Array, tokens: Array, loads: Array, budget: int, opened: int, limit: int, bin_of: Array) -> int:
     """Put each sample into the bin with room that is lowest with it: ``opened`` ones, and more for want of room.
 
@@ -209,7 +209,7 @@ def _exchange(
         _move(come, b, h, tokens, loads, height, used, first, after, before, bin_of)
 
 
-@kernel
+@allocating
 def level(
     tokens: Array, loads: Array, budget: int, num_bins: int, goal: float, effort: int, seed: int, bin_of: Array
 ) -> float:
@@ -289,7 +289,7 @@ def level(
             tops[best_bin] = _height(height, best_bin)
 
 
-@kernel
+@allocating
 def branch_and_bound(
     order: Array, tokens: Array, load: Array, budget: int, num_bins: int, bound: float, max_nodes: int, bin_of: Array
 ) -> tuple[float, bool]:

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pipeloom.compiled import kernel
+from pipeloom.compiled import allocating
 
 Array = npt.NDArray[Any]
 
 
-@kernel
+@allocating
 def earliest(
     order: Array,
     rows: Array,

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from pipeloom.compiled import callee, kernel
+from pipeloom.compiled import allocating, callee
 from pipeloom.compiled.arrays import assign
 from pipeloom.compiled.random import below
 from pipeloom.search.kernels.terms import Terms, allowance
@@ -113,7 +113,7 @@ def wander(d: Deck, task: int, random: Array) -> Any:
     return source
 
 
-@kernel
+@allocating
 def anneal(d: Deck, state: Array, random: Array, terms: Terms) -> int:
     """Try changes, and keep those that do not lengthen the makespan much; return how many were tried.
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pipeloom.compiled import kernel
+from pipeloom.compiled import allocating, kernel
 from pipeloom.taskgraph import FORWARD, WEIGHT_GRADIENT
 
 Array = npt.NDArray[Any]
@@ -31,7 +31,7 @@ def join(start: Array, successor: Array, parent: Array) -> None:
         parent[task] = parent[parent[task]]
 
 
-@kernel
+@allocating
 def walk(
     start: Array,
     successor: Array,

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from pipeloom.compiled import kernel
+from pipeloom.compiled import allocating, kernel
 from pipeloom.compiled.random import below, uniform
 from pipeloom.tuning.kernels.chain import Chain, Scratch
 from pipeloom.tuning.kernels.one_f_one_b import EXTRA, INFEASIBLE, LATE, OVERRUN, run
@@ -72,7 +72,7 @@ def _exchange(chain: Chain, marginal: Marginal, source: int, target: int, out: i
         _add(chain, source, marginal, come, sign)
 
 
-@kernel
+@allocating
 def anneal(
     chain: Chain,
     order: Array,

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pipeloom.compiled import kernel
+from pipeloom.compiled import allocating, kernel
 
 Array = npt.NDArray[Any]
 
@@ -23,7 +23,7 @@ def sum_sizes(length: Array, owner: Array, home: Array, instances: Array, tokens
         pairs[group] += size * size
 
 
-@kernel
+@allocating
 def count_parts(owner: Array, bin_of: Array, limit: int, counts: Array) -> Array:
     """Instances of every microbatch into ``counts``, and where its parts of at most ``limit`` (0: all) begin."""
     for k in range(len(owner)):
@@ -37,7 +37,7 @@ def count_parts(owner: Array, bin_of: Array, limit: int, counts: Array) -> Array
     return start
 
 
-@kernel
+@allocating
 def sum_parts(
     length: Array,
     owner: Array,

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from pipeloom.compiled import kernel
+from pipeloom.compiled import allocating
 from pipeloom.compiled.arrays import assign
 from pipeloom.compiled.random import below, uniform
 from pipeloom.layout.cooptimise.kernels.draft import NUM_ROWS, Draft, copy_chunks, copy_rows
@@ -49,7 +49,7 @@ class Cooling(NamedTuple):
     cold: float
 
 
-@kernel
+@allocating
 def anneal(walk: WalkArrays, context: MoveContext, scratch: Scratch, cooling: Cooling, target: int) -> int:
     """Anneal a draft for some proposals; return how many were run. Stops at ``target`` ns."""
     trial, present, best = walk.trial, walk.present, walk.best

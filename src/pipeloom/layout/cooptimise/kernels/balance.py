@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from pipeloom.compiled import kernel
+from pipeloom.compiled import allocating, kernel
 from pipeloom.compiled.arrays import assign
 from pipeloom.compiled.random import below, uniform
 from pipeloom.layout.cooptimise.kernels.draft import (
@@ -72,7 +72,7 @@ def layer_sums(draft: Draft, chain: ChainArrays, sums: Array) -> bool:
     return fillable
 
 
-@kernel
+@allocating
 def rebalance(draft: Draft, chain: ChainArrays, balance: Balance, ranks_too: bool | np.bool_, rng: Array) -> bool:
     """Move a few boundaries (and ranks) so that the rank with the most to do has less; say whether that was found."""
     chunks, num_ranks = draft.chunks, len(chain.capacity_bytes)
@@ -108,7 +108,7 @@ def rebalance(draft: Draft, chain: ChainArrays, balance: Balance, ranks_too: boo
     return False
 
 
-@kernel
+@allocating
 def repartition(draft: Draft, chain: ChainArrays, balance: Balance, ranks_too: bool, goal: int, rng: Array) -> int:
     """Anneal boundaries (and ranks) on loads alone, until the largest load + head + tail is at most ``goal``.
 
@@ -182,7 +182,7 @@ def repartition(draft: Draft, chain: ChainArrays, balance: Balance, ranks_too: b
     return int(least)
 
 
-@kernel
+@allocating
 def exchange_layers(draft: Draft, chain: ChainArrays, balance: Balance, limit: int, rng: Array) -> bool:
     """Let two or three single layers of different ranks change places, or two of one rank and one of another.
 
@@ -277,7 +277,7 @@ def _ends_fit(home: Array, sums: Array, load: Array, num_microbatches: int, dela
     return True
 
 
-@kernel
+@allocating
 def _regroup(chunks: Array, home: Array, origin: Array) -> None:
     """Make chunks of the layers' ranks; each has the keys of the chunk that its layers came from."""
     old = np.empty((SCALARS, chunks.shape[1]), np.int64)

@@ -1,0 +1,54 @@
+"""How much of a compiled function is made when: a callee is machine code only within the kernels that contain it.
+
+numba optimises every function together with all that it calls, makes machine code of it, and does so again with
+whoever calls it. Of functions that only kernels call, nobody ever runs that code. So here a callee is linked, and it
+is the kernel that is optimised and made machine code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from numba import _dynfunc
+from numba.core.codegen import JITCodeLibrary
+from numba.core.compiler import Compiler
+
+
+class _CalleeLibrary(JITCodeLibrary):
+    """Code that is linked only."""
+
+    def _optimize_final_module(self) -> None:
+        pass
+
+    def _finalize_final_module(self) -> None:
+        self._finalized = True
+
+
+def _no_executable(_library: Any, description: Any, environment: Any) -> Any:
+    """What stands for the function inside numba, in place of what Python could call."""
+    name = description.qualname.split(".")[-1]
+    return _dynfunc.make_function(description.lookup_module(), name, "only linked", 0, environment, ())
+
+
+class CalleeCompiler(Compiler):
+    """Compiles a function that only compiled functions call."""
+
+    def compile_extra(self, func: Callable[..., Any]) -> Any:
+        """Compile as far as it takes to link it."""
+        target = self.state.targetctx
+        self.state.targetctx = target.subtarget(get_executable=_no_executable)
+        self.state.library = _CalleeLibrary(target.codegen(), func.__qualname__)
+        return super().compile_extra(func)
+
+
+class KernelCompiler(Compiler):
+    """Compiles a function that Python calls."""
+
+    def compile_extra(self, func: Callable[..., Any]) -> Any:
+        """Compile, and give what was linked the environments that numba gives to code that can be called."""
+        codegen = self.state.targetctx.codegen()
+        result = super().compile_extra(func)
+        for environment in result._find_referenced_environments():
+            codegen.set_env(environment.env_name, environment)
+        return result
