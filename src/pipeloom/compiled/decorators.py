@@ -23,6 +23,7 @@ from numba.extending import intrinsic
 
 from pipeloom.compiled.libraries import CalleeCompiler, KernelCompiler
 from pipeloom.compiled.stamp import stamp
+from pipeloom.compiled.turn import Turn
 
 _njit: Any = numba.njit
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -70,14 +71,23 @@ class _StampedCache(FunctionCache):
             Path(self._cache_path).mkdir(parents=True, exist_ok=True)
         place = {"cache_path": self.cache_path, "filename_base": self._impl.filename_base}
         self._cache_file = _Index(**place, source_stamp=stamp)  # type: ignore[no-untyped-call]
+        self.turn = Turn(Path(self.cache_path, f"{self._impl.filename_base}.lock"))
 
     def load_overload(self, signature: Any, target_context: Any) -> Any:
         """Load cached code; unlike numba's own way, without all that only compiling needs.
 
         numba first registers whatever code could call, half a second with its search for SciPy's BLAS. Code that is
         compiled already only needs the runtime for arrays. What is not in the cache takes numba's way.
+        What another process is compiling is waited for; see `pipeloom.compiled.turn`.
         """
         rtsys.initialize(target_context)
+        found = self._found(signature, target_context)
+        if found is None:
+            self.turn.take()
+            found = self._found(signature, target_context)
+        return found
+
+    def _found(self, signature: Any, target_context: Any) -> Any:
         with self._guard_against_spurious_io_errors():
             found = self._load_overload(signature, target_context)  # type: ignore[no-untyped-call]
             if found is not None:
@@ -115,8 +125,18 @@ def inlined(function: Function) -> Function:
 
 def _kept(compiled: Any) -> Any:
     """Keep code on disk."""
-    compiled._cache = _StampedCache(compiled.py_func, stamp(Path(compiled.py_func.__code__.co_filename)))
-    return _for_types(compiled)
+    cache = _StampedCache(compiled.py_func, stamp(Path(compiled.py_func.__code__.co_filename)))
+    compiled._cache = cache
+    compile_for = _for_types(compiled).compile
+
+    def compile_in_turn(signature: Any) -> Any:
+        try:
+            return compile_for(signature)
+        finally:
+            cache.turn.end()
+
+    compiled.compile = compile_in_turn
+    return compiled
 
 
 def _for_types(compiled: Any) -> Any:
