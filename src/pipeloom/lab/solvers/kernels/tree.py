@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeloom.compiled import kernel
+from pipeloom.compiled.arrays import assign_run
 from pipeloom.compiled.random import draw
 from pipeloom.search.kernels.climb import evaluate
 from pipeloom.search.kernels.codes import NEVER
@@ -161,7 +162,7 @@ def select(t: Tree, d: Desk, c: Chains, by_place: bool, alpha: float, beta: floa
         node = 0
         depth = 0
         d.path[0] = 0
-        d.left[: len(c.size)] = c.size
+        assign_run(d.left, 0, c.size, 0, len(c.size))
         while True:
             if depth == length:
                 t.closed[node] = True
@@ -227,7 +228,7 @@ def complete(d: Desk, c: Chains, depth: int, by_place: bool, orders: Array) -> N
     length = len(c.chain)
     for row in range(len(orders)):
         if by_place:
-            d.next_group[: len(c.size)] = c.size
+            assign_run(d.next_group, 0, c.size, 0, len(c.size))
             for i in range(depth):
                 d.sequence[i] = d.prefix[i]
                 d.next_group[d.prefix[i]] -= 1
@@ -275,7 +276,7 @@ def fill_around(d: Desk, chain: Array, depth: int) -> None:
 @kernel
 def write_order(c: Chains, sequence: Array, next_group: Array, order: Array) -> None:
     """Order of groups, forward groups first, of a sequence of chains."""
-    next_group[: len(c.start)] = c.start
+    assign_run(next_group, 0, c.start, 0, len(c.start))
     ahead = 0
     behind = c.num_forward
     for i in range(len(sequence)):
