@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from numba import _dynfunc
+from numba import _dynfunc  # type: ignore[attr-defined]
 from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler import Compiler
 
@@ -38,8 +38,8 @@ class CalleeCompiler(Compiler):
         """Compile as far as it takes to link it."""
         target = self.state.targetctx
         self.state.targetctx = target.subtarget(get_executable=_no_executable)
-        self.state.library = _CalleeLibrary(target.codegen(), func.__qualname__)
-        return super().compile_extra(func)
+        self.state.library = _CalleeLibrary(target.codegen(), func.__qualname__)  # type: ignore[no-untyped-call]
+        return super().compile_extra(func)  # type: ignore[no-untyped-call]
 
 
 class KernelCompiler(Compiler):
@@ -48,7 +48,7 @@ class KernelCompiler(Compiler):
     def compile_extra(self, func: Callable[..., Any]) -> Any:
         """Compile, and give what was linked the environments that numba gives to code that can be called."""
         codegen = self.state.targetctx.codegen()
-        result = super().compile_extra(func)
+        result: Any = super().compile_extra(func)  # type: ignore[no-untyped-call]
         for environment in result._find_referenced_environments():
             codegen.set_env(environment.env_name, environment)
         return result
