@@ -6,6 +6,7 @@ import pytest
 
 from pipeloom.errors import InputError
 from pipeloom.integrations.torchtitan import split_by_costs
+from pipeloom.integrations.torchtitan.costs import completed
 from pipeloom.runtime import launch
 
 COSTS = {"vision_encoder.layers.0": 4.0, "vision_encoder.layers.1": 4.0, "tok_embeddings": 0.0} | {
@@ -35,31 +36,47 @@ def test_more_stages_than_parts_are_refused() -> None:
         split_by_costs(COSTS, 9)
 
 
+def test_costs_that_are_not_given_are_reckoned_in_the_unit_of_those_that_are() -> None:
+    reckoned = {name: 1e9 * cost for name, cost in COSTS.items()}
+    seconds = {f"layers.{i}": 0.002 for i in range(6)}
+    assert completed(seconds, reckoned) == pytest.approx({name: 0.002 * cost for name, cost in COSTS.items()})
+
+
+def test_costs_of_what_the_model_has_not_are_refused() -> None:
+    with pytest.raises(InputError, match=r"costs\['layers.6'\]: is no part of the model; its parts are vision_encoder"):
+        completed({"layers.6": 1.0}, COSTS)
+
+
 @pytest.mark.full
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    ("kind", "num_ranks", "shards", "experts", "schedule"),
+    ("kind", "num_ranks", "shards", "experts", "schedule", "precision"),
     [
-        ("dense", 2, 1, 1, "1F1B"),
-        ("dense", 4, 2, 1, "Interleaved1F1B"),
-        ("sparse", 4, 2, 1, "1F1B"),
-        ("seeing", 2, 1, 1, "Interleaved1F1B"),
+        ("dense", 4, 2, 1, "Interleaved1F1B", "float32"),
+        ("unequal", 2, 1, 1, "1F1B", "float32"),
+        ("sparse", 4, 2, 1, "1F1B", "float32"),
+        # What a cut encoder hands on stays in the type in which it is computed.
+        ("seeing", 2, 1, 1, "Interleaved1F1B", "bfloat16"),
     ],
 )
 def test_losses_and_gradients_are_torchtitans(
-    kind: str, num_ranks: int, shards: int, experts: int, schedule: str
+    kind: str, num_ranks: int, shards: int, experts: int, schedule: str, precision: str
 ) -> None:
     pytest.importorskip("torchtitan", reason="pip install 'pipeloom[torchtitan]'")
     from .torchtitan_on_ranks import compared
 
-    for found in launch(compared, num_ranks, kind, shards, experts, schedule, timeout_s=300.0):
+    for found in launch(compared, num_ranks, kind, shards, experts, schedule, precision, timeout_s=300.0):
         theirs, ours = found["losses"]
         assert ours == [[pytest.approx(one, rel=1e-6) for one in step] for step in theirs]
         assert found["worst"] <= 1e-6
         assert found["num_gradients"] > 40
         if kind == "seeing":
             # In two stages at least, of which one has nothing else.
-            assert sum(bool(part) for part in found["parts"]) >= 2
+            assert sum(any("vision" in name for name in part) for part in found["parts"]) >= 2
+        if kind == "unequal":
+            # The slow layer is alone, though by weights there would be three on either side.
+            first, second = ({name.split(".")[1] for name in part if "layers" in name} for part in found["parts"])
+            assert (first, second) == ({"0"}, set("12345"))
 
 
 @pytest.mark.full

@@ -14,6 +14,7 @@ import sys
 import warnings
 import zlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -40,7 +41,9 @@ def use_cpus() -> None:
     utils.set_spmd_backend("partial_dtensor")
 
 
-def settings(*, shards: int = 1, experts: int = 1, schedule: str = "1F1B", csv: str = "") -> dict[str, Any]:
+def settings(
+    *, shards: int = 1, experts: int = 1, schedule: str = "1F1B", csv: str = "", precision: str = "float32"
+) -> dict[str, Any]:
     """What torchtitan's trainer gives a pipelining function beside model and loss."""
     from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
     from torchtitan.distributed.parallel_dims import ParallelDims
@@ -54,7 +57,7 @@ def settings(*, shards: int = 1, experts: int = 1, schedule: str = "1F1B", csv: 
         spmd_backend="partial_dtensor",
     )
     training = TrainingConfig(
-        local_batch_size=ROWS, seq_len=LENGTH, mixed_precision_param="float32", mixed_precision_reduce="float32"
+        local_batch_size=ROWS, seq_len=LENGTH, mixed_precision_param=precision, mixed_precision_reduce="float32"
     )
     dims = ParallelDims.from_config(parallelism, dist.get_world_size())
     dims.build_mesh()
@@ -80,6 +83,25 @@ def dense() -> Any:
     from torchtitan.models.llama3 import model_registry
 
     return _on_cpu(model_registry("debugmodel"))
+
+
+def unequal() -> Any:
+    """Its debug Llama with a first layer that takes many times longer than the rest, of no more weights."""
+    from torchtitan.models.common.attention import ScaledDotProductAttention
+
+    class Repeated(ScaledDotProductAttention):
+        """Attention that is computed over and over."""
+
+        @dataclass(kw_only=True, slots=True)
+        class Config(ScaledDotProductAttention.Config):
+            """Nothing more."""
+
+        def forward(self, *given: Any, **more: Any) -> Tensor:
+            return torch.stack([super(Repeated, self).forward(*given, **more) for _ in range(400)]).mean(0)
+
+    spec = dense()
+    spec.model.layers[0].attention.inner_attention = Repeated.Config()
+    return spec
 
 
 def sparse() -> Any:
@@ -233,16 +255,16 @@ def _gradients(parts: list[nn.Module]) -> dict[str, Tensor]:
     return found
 
 
-def compared(kind: str, shards: int, experts: int, schedule: str) -> dict[str, Any]:
+def compared(kind: str, shards: int, experts: int, schedule: str, precision: str = "float32") -> dict[str, Any]:
     """The same training with torchtitan's pipelining function and with ours."""
     use_cpus()
     from torchtitan.distributed.pipeline_parallel import pipeline_llm, pipeline_vlm
 
     from pipeloom.integrations.torchtitan import pipeline_planned
 
-    spec = {"dense": dense, "sparse": sparse, "seeing": seeing}[kind]()
+    spec = {"dense": dense, "unequal": unequal, "sparse": sparse, "seeing": seeing}[kind]()
     images = kind == "seeing"
-    given = settings(shards=shards, experts=experts, schedule=schedule)
+    given = settings(shards=shards, experts=experts, schedule=schedule, precision=precision)
     theirs = train(pipeline_vlm if images else pipeline_llm, spec, given, images)
     ours = train(functools.partial(pipeline_planned, vision_tokens=4.0), spec, given, images)
     worst = 0.0
@@ -253,7 +275,7 @@ def compared(kind: str, shards: int, experts: int, schedule: str) -> dict[str, A
         "losses": (theirs["losses"], ours["losses"]),
         "worst": worst,
         "num_gradients": len(theirs["gradients"][0]),
-        "parts": [[name for name in part if "vision" in name] for part in ours["parts"]],
+        "parts": ours["parts"],
     }
 
 

@@ -1,0 +1,119 @@
+"""What the parts of a model of torchtitan cost, reckoned from their weights, and where that cuts stages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from pipeloom.errors import InputError
+from pipeloom.integrations.torchtitan.parts import VISION, can_be_cut
+from pipeloom.layout.layouts import partition_chain
+
+_BEHIND_LAYERS = ("norm", "lm_head")
+Costs = Mapping[str, float]
+"""By name of a part of the model, ``"layers.3"`` or ``"vision_encoder.layers.0"``, what it takes, in any one unit."""
+
+
+def reckoned_costs(model: Any, seq_len: int, vision_tokens: float = 1.0) -> dict[str, float]:
+    """Operations of a forward for each token of the sequence, by part, in the order in which parts run.
+
+    Two for each weight of a matrix that a token meets; of experts, of those that it is sent to; and those of
+    attention over the sequence, which is taken to be as wide as the layer's largest square. It may lie on ``meta``.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+    seq_len : int
+    vision_tokens : float
+        Patches for each token of the sequence.
+    """
+    costs: dict[str, float] = {}
+    encoder = getattr(model, VISION, None)
+    if encoder is not None and not can_be_cut(encoder):
+        costs[VISION] = vision_tokens * _operations(encoder)
+    elif encoder is not None:
+        ends = sum(_operations(child) for name, child in encoder.named_children() if name != "layers")
+        layers = {name: _operations(layer) for name, layer in encoder.layers.items()}
+        for name, operations in layers.items():
+            costs[f"{VISION}.layers.{name}"] = vision_tokens * (operations + ends / len(layers))
+    costs["tok_embeddings"] = 0.0
+    for name, layer in model.layers.items():
+        costs[f"layers.{name}"] = _operations(layer) + _attention(layer, seq_len)
+    costs["norm"] = 0.0
+    costs["lm_head"] = _operations(model.lm_head)
+    return costs
+
+
+def _operations(module: Any) -> float:
+    """Of matrices: two a weight and token, and of experts' weights their share."""
+    total = 0.0
+    for part in module.modules():
+        if isinstance(part, nn.Embedding):
+            continue
+        share = 1.0
+        num_experts = getattr(part, "num_experts", None)
+        if num_experts:
+            share = _top_k(module) / num_experts
+        for weight in part.parameters(recurse=False):
+            if weight.dim() >= 2:
+                total += 2.0 * weight.numel() * (share if weight.dim() == 3 else 1.0)
+    return total
+
+
+def _top_k(module: Any) -> float:
+    found = [part.top_k for part in module.modules() if isinstance(getattr(part, "top_k", None), int)]
+    return float(found[0]) if found else 1.0
+
+
+def _attention(layer: Any, seq_len: int) -> float:
+    """Scores and their sums over half of a sequence."""
+    attention = getattr(layer, "attention", None) or getattr(layer, "attn", None)
+    if attention is None:
+        return 0.0
+    widths = [weight.shape[0] for weight in attention.parameters() if weight.dim() == 2]
+    return 2.0 * seq_len * min(widths, default=0)
+
+
+def completed(known: Costs, reckoned: Costs) -> dict[str, float]:
+    """Costs of all parts, in their order: what is known, and the rest as reckoned, in the unit of what is known.
+
+    Raises
+    ------
+    InputError
+        When the model has no such part.
+    """
+    for name in known:
+        if name not in reckoned:
+            raise InputError(f"costs[{name!r}]", "is no part of the model", f"its parts are {', '.join(reckoned)}")
+    base = sum(reckoned[name] for name in known)
+    unit = sum(known.values()) / base if base else 1.0
+    return {name: known.get(name, unit * operations) for name, operations in reckoned.items()}
+
+
+def split_by_costs(costs: Costs, num_stages: int) -> list[list[str]]:
+    """Cut parts, in their order, into stages whose heaviest is as light as can be.
+
+    Raises
+    ------
+    InputError
+        When there are fewer parts than stages.
+    """
+    names = list(costs)
+    # What takes nothing stays with its neighbour: a stage of it alone would be none.
+    groups: list[list[str]] = []
+    for name in names:
+        if groups and (name in _BEHIND_LAYERS or groups[-1][-1] in (VISION, "tok_embeddings")):
+            groups[-1].append(name)
+        else:
+            groups.append([name])
+    if len(groups) < num_stages:
+        raise InputError(
+            "pipeline_parallel_degree",
+            f"asks for {num_stages} stages, the model has {len(groups)} parts to cut",
+            "use fewer stages",
+        )
+    loads = [sum(costs[name] for name in group) for group in groups]
+    cuts = partition_chain(loads, num_stages)
+    return [[name for group in groups[first : last + 1] for name in group] for first, last in cuts]

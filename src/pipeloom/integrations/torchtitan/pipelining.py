@@ -1,0 +1,128 @@
+"""`pipeline_planned`, in the place of torchtitan's ``pipeline_llm`` and ``pipeline_vlm``."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+
+from pipeloom.errors import InputError
+from pipeloom.integrations.pipelining import PlannedSchedule
+from pipeloom.integrations.torchtitan.costs import completed, reckoned_costs, split_by_costs
+from pipeloom.integrations.torchtitan.measured import Trial, measured_costs
+from pipeloom.integrations.torchtitan.parts import model_part
+
+_LOG = logging.getLogger(__name__)
+
+
+def pipeline_planned(
+    model: Any,
+    *,
+    parallel_dims: Any,
+    parallelism: Any,
+    model_config: Any,
+    training: Any,
+    device: torch.device,
+    loss_fn: Callable[..., Any],
+    **config: Any,
+) -> tuple[PlannedSchedule, list[nn.Module], bool, bool]:
+    """Split a model of torchtitan into stages and make their schedule; called by its trainer, as ``pipeline_llm`` is.
+
+    Options of its own are bound before: ``functools.partial(pipeline_planned, costs=..., planner=...)``.
+
+    Parameters
+    ----------
+    model, parallel_dims, parallelism, model_config, training, device, loss_fn
+        As torchtitan gives them.
+    config
+        ``parallelize_fn`` with ``compile_config``, ``ac_config`` and ``dump_folder`` that are for it, as torchtitan
+        gives them; and of one's own ``costs``, by which stages are cut: ``"measured"`` (the default, see
+        `measured_costs`), ``"reckoned"`` (see `reckoned_costs`) or `Costs`, of which what is missing is reckoned;
+        ``vision_tokens`` (patches for each token of the sequence, for measuring and reckoning, 1 where left out); and
+        ``planner`` (`Planning`).
+
+    Returns
+    -------
+    schedule, model parts of this rank, whether it has the first stage, whether it has the last
+
+    Raises
+    ------
+    InputError
+        When there are fewer parts than stages, costs are of no part, or a CSV schedule is asked for.
+    """
+    if parallelism.pipeline_parallel_schedule_csv:
+        raise InputError(
+            "parallelism.pipeline_parallel_schedule_csv",
+            "names a file, and steps are planned",
+            "leave it out, or use pipeline_llm for schedules from files",
+        )
+    own = {name: config.pop(name) for name in ("costs", "vision_tokens", "planner") if name in config}
+    parallelize = config.pop("parallelize_fn")
+    pp_mesh = parallel_dims.get_mesh("pp")
+    num_stages = _num_stages(parallelism, parallel_dims.pp, len(model_config.layers))
+    names = parallelism.module_fqns_per_model_part
+    if names is None:
+        trial = Trial(
+            parallelism.pipeline_parallel_microbatch_size,
+            training.seq_len,
+            device,
+            getattr(torch, training.mixed_precision_param),
+            own.get("vision_tokens", 1.0),
+        )
+        names = split_by_costs(_costs(model, own.get("costs", "measured"), trial), num_stages)
+        _LOG.info("parallelism.module_fqns_per_model_part: %s", names)
+    stages, parts = [], []
+    for number in range(pp_mesh.get_local_rank(), len(names), pp_mesh.size()):
+        part = model_part(model, names, number)
+        part = parallelize(part, parallel_dims=parallel_dims, training=training, parallelism=parallelism, **config)
+        stages.append(PipelineStage(part, number, len(names), device, group=pp_mesh.get_group("pp")))
+        parts.append(part)
+    schedule = PlannedSchedule(
+        stages,
+        own.get("planner"),
+        _scalar(loss_fn),
+        n_microbatches=training.local_batch_size // parallelism.pipeline_parallel_microbatch_size,
+        scale_grads=False,
+        # Experts and shards compute together over replicas, so all of these run one plan.
+        together=torch.distributed.group.WORLD,
+    )
+    return schedule, parts, any(stage.is_first for stage in stages), any(stage.is_last for stage in stages)
+
+
+def _costs(model: Any, asked: Any, trial: Trial) -> dict[str, float]:
+    """By what is asked for; the same on all ranks."""
+    reckoned = reckoned_costs(model, trial.length, trial.vision_tokens)
+    if asked == "measured":
+        return measured_costs(model, reckoned, trial)
+    if asked == "reckoned":
+        return reckoned
+    if not isinstance(asked, Mapping):
+        raise InputError("costs", f"is {asked!r}", "give 'measured', 'reckoned', or seconds by part of the model")
+    return completed(asked, reckoned)
+
+
+def _scalar(loss_fn: Callable[..., Any]) -> Callable[..., Tensor]:
+    """Losses of torchtitan return more than the loss."""
+
+    def loss(*args: Any, **kwargs: Any) -> Tensor:
+        found = loss_fn(*args, **kwargs)
+        value: Tensor = found[0] if isinstance(found, tuple) else found
+        return value
+
+    return loss
+
+
+def _num_stages(parallelism: Any, num_ranks: int, num_layers: int) -> int:
+    """As torchtitan reckons: from layers a stage, else one stage a rank, or two where the schedule has several."""
+    from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
+
+    per_stage = parallelism.pipeline_parallel_layers_per_stage
+    if per_stage is not None:
+        count: int = num_ranks * -(-num_layers // (per_stage * num_ranks))
+        return count
+    single = issubclass(get_schedule_class(parallelism.pipeline_parallel_schedule), PipelineScheduleSingle)
+    return num_ranks * (1 if single else 2)
