@@ -50,26 +50,31 @@ def test_costs_of_what_the_model_has_not_are_refused() -> None:
 @pytest.mark.full
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    ("kind", "num_ranks", "shards", "experts", "schedule", "precision"),
+    ("kind", "num_ranks", "schedule", "precision", "degrees"),
     [
-        ("dense", 4, 2, 1, "Interleaved1F1B", "float32"),
-        ("unequal", 2, 1, 1, "1F1B", "float32"),
-        ("sparse", 4, 2, 1, "1F1B", "float32"),
+        ("dense", 4, "Interleaved1F1B", "float32", {"data_parallel_shard_degree": 2}),
+        # Stages hand on DTensors, and the head is divided by its vocabulary.
+        ("dense", 4, "Interleaved1F1B", "float32", {"tensor_parallel_degree": 2}),
+        ("unequal", 2, "1F1B", "float32", {}),
+        ("sparse", 4, "1F1B", "float32", {"data_parallel_shard_degree": 2}),
+        ("sparse", 4, "1F1B", "float32", {"data_parallel_shard_degree": 2, "expert_parallel_degree": 2}),
         # What a cut encoder hands on stays in the type in which it is computed.
-        ("seeing", 2, 1, 1, "Interleaved1F1B", "bfloat16"),
+        ("seeing", 2, "Interleaved1F1B", "bfloat16", {}),
     ],
 )
 def test_losses_and_gradients_are_torchtitans(
-    kind: str, num_ranks: int, shards: int, experts: int, schedule: str, precision: str
+    kind: str, num_ranks: int, schedule: str, precision: str, degrees: dict[str, int]
 ) -> None:
     pytest.importorskip("torchtitan", reason="pip install 'pipeloom[torchtitan]'")
     from .torchtitan_on_ranks import compared
 
-    for found in launch(compared, num_ranks, kind, shards, experts, schedule, precision, timeout_s=300.0):
+    for found in launch(compared, num_ranks, kind, schedule, precision, degrees, timeout_s=400.0):
         theirs, ours = found["losses"]
         assert ours == [[pytest.approx(one, rel=1e-6) for one in step] for step in theirs]
         assert found["worst"] <= 1e-6
         assert found["num_gradients"] > 40
+        assert ("tp" in found["meshes"]) == ("tensor_parallel_degree" in degrees)
+        assert ("ep" in found["meshes"]) == ("expert_parallel_degree" in degrees)
         if kind == "seeing":
             # In two stages at least, of which one has nothing else.
             assert sum(any("vision" in name for name in part) for part in found["parts"]) >= 2

@@ -41,20 +41,16 @@ def use_cpus() -> None:
     utils.set_spmd_backend("partial_dtensor")
 
 
-def settings(
-    *, shards: int = 1, experts: int = 1, schedule: str = "1F1B", csv: str = "", precision: str = "float32"
-) -> dict[str, Any]:
+def settings(schedule: str = "1F1B", csv: str = "", precision: str = "float32", **degrees: Any) -> dict[str, Any]:
     """What torchtitan's trainer gives a pipelining function beside model and loss."""
     from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
     from torchtitan.distributed.parallel_dims import ParallelDims
 
     parallelism = ParallelismConfig(
         pipeline_parallel_degree=2,
-        data_parallel_shard_degree=shards,
-        expert_parallel_degree=experts,
         pipeline_parallel_schedule=schedule,
         pipeline_parallel_schedule_csv=csv,
-        spmd_backend="partial_dtensor",
+        **{"data_parallel_shard_degree": 1, "spmd_backend": "partial_dtensor"} | degrees,
     )
     training = TrainingConfig(
         local_batch_size=ROWS, seq_len=LENGTH, mixed_precision_param=precision, mixed_precision_reduce="float32"
@@ -72,10 +68,13 @@ def settings(
     }
 
 
-def loss(output: Tensor, labels: Tensor, global_valid_tokens: Tensor, **_: Any) -> tuple[Tensor, dict[str, Any]]:
-    """As torchtitan's: a sum over the global number of tokens, and something beside it."""
-    total = F.cross_entropy(output.flatten(0, 1).float(), labels.flatten(0, 1), reduction="sum")
-    return total / global_valid_tokens, {}
+def loss() -> Any:
+    """torchtitan's: a sum over the global number of tokens, and something beside it."""
+    from torchtitan.components.loss import CrossEntropyLoss
+    from torchtitan.config import CompileConfig
+
+    config = CrossEntropyLoss.Config(global_vocab_size=VOCABULARY)
+    return config.build(compile_config=CompileConfig(enable=False))
 
 
 def dense() -> Any:
@@ -173,7 +172,7 @@ def built(pipelining: Callable[..., Any], spec: Any, given: dict[str, Any]) -> t
     with torch.device("meta"):
         model = spec.model.build()
     schedule, parts, first, last = pipelining(
-        model, **given, model_config=spec.model, parallelize_fn=spec.parallelize_fn, loss_fn=loss
+        model, **given, model_config=spec.model, parallelize_fn=spec.parallelize_fn, loss_fn=loss()
     )
     for part in parts:
         for module in part.modules():
@@ -210,6 +209,7 @@ def batch(step: int, replica: int, images: bool) -> tuple[Tensor, Tensor, dict[s
 
 def train(pipelining: Callable[..., Any], spec: Any, given: dict[str, Any], images: bool = False) -> dict[str, Any]:
     """Several steps with AdamW; of every step losses and gradients of all ranks."""
+    from torch.distributed.tensor import DTensor
     from torchtitan.distributed.utils import get_spmd_context
 
     schedule, parts, first, last = built(pipelining, spec, given)
@@ -236,12 +236,20 @@ def train(pipelining: Callable[..., Any], spec: Any, given: dict[str, Any], imag
     if hasattr(schedule, "close"):
         schedule.close()
     mine = [[name for name, _ in part.named_parameters()] for part in parts]
+    over = {
+        axis
+        for part in parts
+        for parameter in part.parameters()
+        if isinstance(parameter, DTensor)
+        for axis in parameter.device_mesh.mesh_dim_names or ()
+    }
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, (steps, mine))
     return {
         "losses": [[here[0][step][0] for here in every] for step in range(STEPS)],
         "gradients": [{n: g for here in every for n, g in here[0][step][1].items()} for step in range(STEPS)],
         "parts": [part for here in every for part in here[1]],
+        "meshes": over,
     }
 
 
@@ -255,7 +263,7 @@ def _gradients(parts: list[nn.Module]) -> dict[str, Tensor]:
     return found
 
 
-def compared(kind: str, shards: int, experts: int, schedule: str, precision: str = "float32") -> dict[str, Any]:
+def compared(kind: str, schedule: str, precision: str, degrees: dict[str, Any]) -> dict[str, Any]:
     """The same training with torchtitan's pipelining function and with ours."""
     use_cpus()
     from torchtitan.distributed.pipeline_parallel import pipeline_llm, pipeline_vlm
@@ -264,7 +272,7 @@ def compared(kind: str, shards: int, experts: int, schedule: str, precision: str
 
     spec = {"dense": dense, "unequal": unequal, "sparse": sparse, "seeing": seeing}[kind]()
     images = kind == "seeing"
-    given = settings(shards=shards, experts=experts, schedule=schedule, precision=precision)
+    given = settings(schedule, precision=precision, **degrees)
     theirs = train(pipeline_vlm if images else pipeline_llm, spec, given, images)
     ours = train(functools.partial(pipeline_planned, vision_tokens=4.0), spec, given, images)
     worst = 0.0
@@ -276,6 +284,7 @@ def compared(kind: str, shards: int, experts: int, schedule: str, precision: str
         "worst": worst,
         "num_gradients": len(theirs["gradients"][0]),
         "parts": ours["parts"],
+        "meshes": ours["meshes"],
     }
 
 

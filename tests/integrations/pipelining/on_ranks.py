@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import time
 import warnings
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
@@ -17,6 +19,7 @@ from torch.distributed.pipelining import (
     ScheduleInterleavedZeroBubble,
     ScheduleZBVZeroBubble,
 )
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from pipeloom.errors import ExecutionError, InputError
 from pipeloom.integrations.pipelining import PlannedSchedule, Planning
@@ -291,3 +294,55 @@ def searched(ahead: bool) -> dict[str, Any]:
         time.sleep(0.05)
     schedule.close()
     return {"done": bool(done), "worst": worst}
+
+
+class Divided(nn.Module):
+    """A stage that hands on a DTensor, divided over the mesh, and takes one."""
+
+    def __init__(self, mesh: Any, number: int) -> None:
+        super().__init__()
+        self.mesh, self.number = mesh, number
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Any) -> Any:
+        if self.number:
+            assert isinstance(x, DTensor)
+            assert x.placements == (Shard(1),)
+            return self.linear(x.redistribute(placements=[Replicate()]).to_local())
+        x = torch.tanh(self.linear(x))
+        return DTensor.from_local(x, self.mesh, [Replicate()], run_check=False).redistribute(placements=[Shard(1)])
+
+
+def divided() -> list[float]:
+    """Two stages on two meshes of two ranks; the farthest gradient from that of the undivided model."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    number = mesh["pp"].get_local_rank()
+    torch.manual_seed(0)
+    stages = [Divided(mesh["tp"], i).double() for i in range(2)]
+    group = mesh["pp"].get_group()
+
+    def made(**more: Any) -> PlannedSchedule:
+        stage = PipelineStage(stages[number], number, 2, torch.device("cpu"), group=group, **more)
+        return PlannedSchedule(
+            [stage], Planning(budget_s=0.0), loss_fn=lambda y, t: ((y - t) ** 2).sum(), together=dist.group.WORLD
+        )
+
+    schedule = made(get_mesh=lambda names, _: mesh[names])
+    worst = []
+    for lengths in ((4, 6, 2), (8, 2, 6)):
+        inputs = [torch.randn(3, length, WIDTH, dtype=torch.float64) for length in lengths]
+        schedule.n_microbatches = len(inputs)
+        schedule.step(arg_mbs=[(x,) for x in inputs] if number == 0 else None, target_mbs=inputs, kwarg_mbs=[{}] * 3)
+        alone = [copy.deepcopy(stage) for stage in stages]
+        for stage in alone:
+            stage.zero_grad()
+        for x in inputs:
+            y = alone[1].linear(torch.tanh(alone[0].linear(x)))
+            (((y - x) ** 2).sum() / len(inputs)).backward()
+        wanted, found = alone[number].linear.weight.grad, stages[number].linear.weight.grad
+        assert wanted is not None
+        assert found is not None
+        worst.append(float((wanted - found).abs().max()))
+        stages[number].zero_grad()
+    schedule.close()
+    return worst

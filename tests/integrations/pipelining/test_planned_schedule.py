@@ -4,7 +4,7 @@ import pytest
 
 from pipeloom.runtime import launch
 
-from .on_ranks import against_theirs, changing, refused, searched
+from .on_ranks import against_theirs, changing, divided, refused, searched
 
 pytestmark = pytest.mark.ranks
 
@@ -26,6 +26,11 @@ def test_gradients_of_many_random_plans(num_ranks: int) -> None:
 def test_microbatches_differ_from_step_to_step(several: bool) -> None:
     for found in launch(changing, 2, several, timeout_s=60.0):
         assert found["steps"] == 8
+
+
+def test_stages_hand_on_tensors_that_lie_over_a_mesh() -> None:
+    for found in launch(divided, 4, timeout_s=60.0):
+        assert max(found) <= 1e-12
 
 
 def test_nonsense_is_told_in_one_line_on_every_rank() -> None:

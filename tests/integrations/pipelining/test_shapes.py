@@ -11,6 +11,7 @@ from pipeloom.integrations.pipelining.running import StepLoss
 from pipeloom.integrations.pipelining.shapes import (
     Boundary,
     Meta,
+    Spread,
     bundle,
     flat_meta,
     header,
@@ -46,6 +47,16 @@ def test_several_tensors_travel_as_one(kinds: list[tuple[torch.dtype, list[int]]
     for found, wanted in zip(unbundle(flat, metas), tensors, strict=True):
         assert found.dtype == wanted.dtype
         assert torch.equal(found, wanted)
+
+
+def test_how_tensors_lie_over_a_mesh_is_told_and_foretold() -> None:
+    spread = Spread(("dp_shard", "tp"), (-2, 1))
+    metas = (Meta((2, 7), F32, spread), Meta((3,), torch.int64), Meta((2,), F32, Spread(("tp",), (-1,))))
+    assert read_header(header(metas)) == metas
+    boundary = Boundary()
+    for length in (7, 40):
+        boundary.learn((2, length), (Meta((2, length), F32, spread),))
+    assert boundary.foretell((2, 11)) == (Meta((2, 11), F32, spread),)
 
 
 def test_shapes_are_foretold_where_all_rules_agree() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
 
 from pipeloom.errors import ExecutionError
@@ -102,13 +103,25 @@ class _StageLayer(nn.Module):
         super().__init__()
         self.submod, self.number = stage.submod, stage.stage_index
         self.is_first, self.is_last = stage.is_first, stage.is_last
+        self._meshes = getattr(stage, "_mesh_cache", None)
+
+    def _mesh(self, names: tuple[str, ...]) -> DeviceMesh:
+        """By the callback that the stage was given, as PyTorch finds it."""
+        try:
+            mesh: DeviceMesh = self._meshes.get_mesh((names, None))
+        except Exception as error:
+            raise ExecutionError(
+                f"stage {self.number} takes a DTensor over the mesh of {', '.join(names)}, which is not known; "
+                "give PipelineStage its get_mesh"
+            ) from error
+        return mesh
 
     def forward(self, *given: Any, microbatch: StageMicrobatch) -> Any:
         """Run the stage on one microbatch."""
         if not self.is_first:
             metas = microbatch.metas[self.number]
             assert metas is not None
-            given = unbundle(given[0], metas)
+            given = unbundle(given[0], metas, self._mesh)
         output = self.submod(*given, **microbatch.kwargs)
         if self.is_last:
             return output

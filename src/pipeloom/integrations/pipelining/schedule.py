@@ -21,7 +21,7 @@ from pipeloom.errors import InputError, PipeloomError
 from pipeloom.integrations.pipelining.inputs import Splitting, StepInputs, default_size, merged, signature
 from pipeloom.integrations.pipelining.planning import Order, Planning, Row, Sizes, StepPlanner, planned_shapes
 from pipeloom.integrations.pipelining.running import MODULE, StageExecutor, StageMicrobatch, StepLoss, stage_executor
-from pipeloom.integrations.pipelining.shapes import Boundary, Meta, Metas, Signature, flat_meta
+from pipeloom.integrations.pipelining.shapes import Boundary, Flat, Metas, Signature, flat_meta
 from pipeloom.integrations.pipelining.telling import StepMessage, Telling
 from pipeloom.packing import Packing
 from pipeloom.plan import backend_of
@@ -374,7 +374,7 @@ class PlannedSchedule:
         return self._evaluator
 
 
-def _words(meta: Meta) -> float:
+def _words(meta: Flat) -> float:
     """Size of a tensor in numbers of four bytes."""
     return math.prod(meta.shape) * meta.dtype.itemsize / 4
 

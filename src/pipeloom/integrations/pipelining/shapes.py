@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import reduce
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from pipeloom.errors import ExecutionError
 
@@ -22,11 +25,31 @@ Signature = tuple[int, ...]
 """Extents and types of a microbatch's inputs, one after the other."""
 
 
+class Spread(NamedTuple):
+    """How a DTensor lies over a mesh: by name of each of its dimensions, where that divides it."""
+
+    mesh: tuple[str, ...]
+    divided: tuple[int, ...]
+    """The tensor's dimension; `_REPLICATED`, `_PARTIAL`: it is whole on every rank, or each has a summand."""
+
+
 class Meta(NamedTuple):
-    """Shape and type of one tensor."""
+    """Shape and type of one tensor; of a DTensor those of this rank's part, which alone travels."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+    spread: Spread | None = None
+
+
+class Flat(NamedTuple):
+    """Shape and type of the one tensor that travels."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+MeshOf = Callable[[tuple[str, ...]], DeviceMesh]
+"""This rank's mesh by the names of its dimensions."""
 
 
 Metas = tuple[Meta, ...]
@@ -42,6 +65,7 @@ _HEADER = 256
 _MOST_SEEN = 512
 """Signatures that are noted; later ones send their shapes ahead."""
 _MOST_DIVISOR = 64
+_REPLICATED, _PARTIAL = -1, -2
 
 
 def metas_of(outputs: Sequence[object], stage: int) -> Metas:
@@ -57,8 +81,43 @@ def metas_of(outputs: Sequence[object], stage: int) -> Metas:
         if not isinstance(output, Tensor) or output.dtype not in _CODES:
             what = f"a {type(output).__name__}" if not isinstance(output, Tensor) else f"of {output.dtype}"
             raise ExecutionError(f"stage {stage}: output {number} is {what}; hand on tensors of floats or integers")
-        metas.append(Meta(tuple(output.shape), output.dtype))
+        spread, here = None, output
+        if isinstance(output, DTensor):
+            spread, here = _spread_of(output, stage), output._local_tensor
+        metas.append(Meta(tuple(here.shape), here.dtype, spread))
     return tuple(metas)
+
+
+def _spread_of(output: DTensor, stage: int) -> Spread:
+    divided = []
+    for placement in output.placements:
+        if type(placement) is Shard:
+            divided.append(placement.dim)
+        elif type(placement) is Replicate:
+            divided.append(_REPLICATED)
+        elif type(placement) is Partial and placement.reduce_op == "sum":
+            divided.append(_PARTIAL)
+        else:
+            raise ExecutionError(f"stage {stage} hands on a DTensor placed as {placement}; redistribute it before")
+    names = output.device_mesh.mesh_dim_names
+    if names is None:
+        raise ExecutionError(f"stage {stage} hands on a DTensor over a mesh without names; give mesh_dim_names")
+    return Spread(tuple(names), tuple(divided))
+
+
+def _placement(divided: int) -> Placement:
+    if divided == _REPLICATED:
+        return Replicate()
+    return Partial() if divided == _PARTIAL else Shard(divided)
+
+
+def _local(output: Tensor) -> Tensor:
+    """Part of a DTensor on this rank."""
+    if not isinstance(output, DTensor):
+        return output
+    part: Tensor = output.to_local()
+    # One that is still being gathered cannot be sent.
+    return part.clone() if isinstance(part, AsyncCollectiveTensor) else part
 
 
 def is_plain(metas: Metas) -> bool:
@@ -66,12 +125,12 @@ def is_plain(metas: Metas) -> bool:
     return len(metas) == 1 and metas[0].dtype.is_floating_point
 
 
-def flat_meta(metas: Metas) -> Meta:
-    """Shape and type of what travels."""
+def flat_meta(metas: Metas) -> Flat:
+    """Of what travels."""
     if is_plain(metas):
-        return metas[0]
+        return Flat(metas[0].shape, metas[0].dtype)
     dtype = _common(metas)
-    return Meta((sum(_length(meta, dtype) for meta in metas),), dtype)
+    return Flat((sum(_length(meta, dtype) for meta in metas),), dtype)
 
 
 def bundle(outputs: Sequence[Tensor], metas: Metas) -> Tensor:
@@ -80,10 +139,11 @@ def bundle(outputs: Sequence[Tensor], metas: Metas) -> Tensor:
     Integers travel as the bits of floats, which nobody computes with.
     """
     if is_plain(metas):
-        return outputs[0]
+        return _local(outputs[0])
     dtype = _common(metas)
     pieces = []
-    for output, meta in zip(outputs, metas, strict=True):
+    for whole, meta in zip(outputs, metas, strict=True):
+        output = _local(whole)
         if meta.dtype.is_floating_point:
             pieces.append(output.reshape(-1).to(dtype))
             continue
@@ -94,10 +154,21 @@ def bundle(outputs: Sequence[Tensor], metas: Metas) -> Tensor:
     return torch.cat(pieces)
 
 
-def unbundle(flat: Tensor, metas: Metas) -> tuple[Tensor, ...]:
-    """Take apart what `bundle` made."""
-    if is_plain(metas):
-        return (flat,)
+def unbundle(flat: Tensor, metas: Metas, mesh_of: MeshOf | None = None) -> tuple[Tensor, ...]:
+    """Take apart what `bundle` made; DTensors come on the meshes that ``mesh_of`` gives."""
+    found = (flat,) if is_plain(metas) else _pieces(flat, metas)
+    return tuple(_spread(part, meta, mesh_of) for part, meta in zip(found, metas, strict=True))
+
+
+def _spread(part: Tensor, meta: Meta, mesh_of: MeshOf | None) -> Tensor:
+    if meta.spread is None:
+        return part
+    assert mesh_of is not None
+    placements = [_placement(divided) for divided in meta.spread.divided]
+    return DTensor.from_local(part, mesh_of(meta.spread.mesh), placements, run_check=False)
+
+
+def _pieces(flat: Tensor, metas: Metas) -> tuple[Tensor, ...]:
     found, begin = [], 0
     for meta in metas:
         length = _length(meta, flat.dtype)
@@ -128,6 +199,10 @@ def header(metas: Metas) -> Tensor:
     numbers = [len(metas)]
     for meta in metas:
         numbers += [_CODES[meta.dtype], len(meta.shape), *meta.shape]
+        names, divided = meta.spread or ((), ())
+        numbers.append(len(names))
+        for name, each in zip(names, divided, strict=True):
+            numbers += [each, len(name), *map(ord, name)]
     if len(numbers) > _HEADER:
         raise ExecutionError(f"a stage hands on {len(metas)} tensors; hand on fewer, {_HEADER} numbers tell of them")
     return torch.tensor(numbers + [0] * (_HEADER - len(numbers)), dtype=torch.int64)
@@ -144,7 +219,13 @@ def read_header(numbers: Tensor) -> Metas:
     metas = []
     for _ in range(next(left)):
         dtype, count = _DTYPES[next(left)], next(left)
-        metas.append(Meta(tuple(itertools.islice(left, count)), dtype))
+        shape = tuple(itertools.islice(left, count))
+        axes = []
+        for _ in range(next(left)):
+            divided, length = next(left), next(left)
+            axes.append(("".join(map(chr, itertools.islice(left, length))), divided))
+        spread = Spread(tuple(name for name, _ in axes), tuple(each for _, each in axes)) if axes else None
+        metas.append(Meta(shape, dtype, spread))
     return tuple(metas)
 
 
@@ -192,12 +273,12 @@ class Boundary:
                 if len(values) != 1:
                     return None
                 shape.append(values.pop())
-            found.append(Meta(tuple(shape), first.dtype))
+            found.append(first._replace(shape=tuple(shape)))
         return tuple(found)
 
 
-def _form(metas: Metas) -> tuple[tuple[torch.dtype, int], ...]:
-    return tuple((meta.dtype, len(meta.shape)) for meta in metas)
+def _form(metas: Metas) -> tuple[tuple[torch.dtype, int, Spread | None], ...]:
+    return tuple((meta.dtype, len(meta.shape), meta.spread) for meta in metas)
 
 
 def _values(column: Sequence[tuple[Signature, int]], signature: Signature) -> Iterator[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -75,11 +76,13 @@ def pipeline_planned(
         )
         names = split_by_costs(_costs(model, own.get("costs", "measured"), trial), num_stages)
         _LOG.info("parallelism.module_fqns_per_model_part: %s", names)
+    mesh_of = functools.partial(_mesh, parallel_dims)
     stages, parts = [], []
     for number in range(pp_mesh.get_local_rank(), len(names), pp_mesh.size()):
         part = model_part(model, names, number)
         part = parallelize(part, parallel_dims=parallel_dims, training=training, parallelism=parallelism, **config)
-        stages.append(PipelineStage(part, number, len(names), device, group=pp_mesh.get_group("pp")))
+        group = pp_mesh.get_group("pp")
+        stages.append(PipelineStage(part, number, len(names), device, group=group, get_mesh=mesh_of))
         parts.append(part)
     schedule = PlannedSchedule(
         stages,
@@ -91,6 +94,11 @@ def pipeline_planned(
         together=torch.distributed.group.WORLD,
     )
     return schedule, parts, any(stage.is_first for stage in stages), any(stage.is_last for stage in stages)
+
+
+def _mesh(parallel_dims: Any, names: tuple[str, ...], _: Any) -> Any:
+    """Where a DTensor lies that the stage before hands on."""
+    return parallel_dims.get_mesh(list(names))
 
 
 def _costs(model: Any, asked: Any, trial: Trial) -> dict[str, float]:
