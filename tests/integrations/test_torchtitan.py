@@ -94,3 +94,22 @@ def test_torchtitan_runs_a_plan_from_a_file(tmp_path: Path) -> None:
         theirs, ours = found["losses"]
         assert ours == [[pytest.approx(one, rel=1e-6) for one in step] for step in theirs]
         assert found["worst"] <= 1e-6
+
+
+@pytest.mark.full
+@pytest.mark.ranks
+def test_torchtitans_trainer_trains_as_with_its_own(tmp_path: Path) -> None:
+    """Losses, gradient norms and validation, also after a checkpoint is taken up with stages cut elsewhere."""
+    pytest.importorskip("torchtitan", reason="pip install 'pipeloom[torchtitan]'")
+    from .torchtitan_trainer import both
+
+    for found in launch(both, 2, str(tmp_path), "1F1B", timeout_s=400.0):
+        theirs, ours = found["theirs"], found["ours"]
+        steps = [row[:2] for row in theirs["logged"]]
+        assert [row for row in steps if row[0] == "step"] == [("step", i) for i in (1, 2, 3, 4)]
+        assert steps[-1] == ("validation", 4)
+        assert [row[:2] for row in ours["logged"]] == steps
+        for wanted, got in zip(theirs["logged"], ours["logged"], strict=True):
+            assert got[2:] == pytest.approx(wanted[2:], rel=1e-6)
+        before, after = ours["parts"]
+        assert before != after
