@@ -12,7 +12,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-v
 # Tests start many processes that import the same modules
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo setup test test-all test-lowest soak lint docs bench dev clean
+.PHONY: demo setup test test-all test-torchtitan test-lowest soak lint docs bench dev clean
 
 demo: setup
 	$(BIN)/pipeloom train examples/digits_vlm/train.toml
@@ -30,6 +30,14 @@ test: dev
 
 test-all: dev
 	$(PYTEST) --cold --hypothesis-profile=many -m "not soak"
+
+# In an environment of their own: torchtitan asks for an older datasets than the other tests
+test-torchtitan:
+	$(MAKE) torchtitan-tests VENV=.venv-torchtitan CONSTRAINTS=constraints-torchtitan.txt
+
+.PHONY: torchtitan-tests
+torchtitan-tests: $(VENV)/.torchtitan-installed
+	$(BIN)/python -m pytest tests/integrations/test_torchtitan.py
 
 # With the lowest version of torch that pyproject.toml claims
 test-lowest:
@@ -63,10 +71,14 @@ $(VENV)/.dev-installed: pyproject.toml $(CONSTRAINTS) | $(BIN)/python
 	$(PIP_INSTALL) --editable '.[dev]'
 	touch $@
 
+$(VENV)/.torchtitan-installed: pyproject.toml $(CONSTRAINTS) | $(BIN)/python
+	$(PIP_INSTALL) --editable '.[torchtitan]' hypothesis pytest pytest-xdist
+	touch $@
+
 $(VENV)/.docs-installed: pyproject.toml $(CONSTRAINTS) | $(BIN)/python
 	$(PIP_INSTALL) --editable '.[docs]'
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-lowest runs build site src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-lowest .venv-torchtitan runs build site src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
