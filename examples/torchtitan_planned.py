@@ -77,7 +77,7 @@ def main(theirs: bool, steps: int) -> None:
         )
         optimizer.step()
         if last:
-            print(f"step {step}: loss {sum(map(float, losses)):.4f}", flush=True)
+            print(f"step {step}: loss {float(torch.stack(losses).detach().sum()):.4f}", flush=True)
     if not theirs:
         schedule.close()
     dist.destroy_process_group()
