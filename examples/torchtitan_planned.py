@@ -1,8 +1,8 @@
 """torchtitan's debug Llama over two CPU ranks: torchrun --nproc-per-node 2 examples/torchtitan_planned.py.
 
-Needs the extra ``pipeloom[torchtitan]``. In torchtitan's trainer, which asks for GPUs, one line of a model's spec is all
-that changes: ``dataclasses.replace(spec, pipelining_fn=pipeline_planned)``. Here the part of it that pipelining is made
-of runs on CPUs, with plain attention in the place of Triton's. ``--theirs`` takes torchtitan's own function.
+Needs the extra ``pipeloom[torchtitan]``. In torchtitan's trainer, which asks for GPUs, one line of a model's spec is
+all that changes: ``dataclasses.replace(spec, pipelining_fn=pipeline_planned)``. Here the part of it that pipelining is
+made of runs on CPUs, with plain attention in the place of Triton's. ``--theirs`` takes torchtitan's own function.
 """
 
 import argparse

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -55,6 +56,8 @@ def test_costs_of_what_the_model_has_not_are_refused() -> None:
         ("dense", 4, "Interleaved1F1B", "float32", {"data_parallel_shard_degree": 2}),
         # Stages hand on DTensors, and the head is divided by its vocabulary.
         ("dense", 4, "Interleaved1F1B", "float32", {"tensor_parallel_degree": 2}),
+        # torchtitan's default; the others have "partial_dtensor".
+        ("dense", 2, "1F1B", "float32", {"spmd_backend": "spmd_types"}),
         ("unequal", 2, "1F1B", "float32", {}),
         ("sparse", 4, "1F1B", "float32", {"data_parallel_shard_degree": 2}),
         ("sparse", 4, "1F1B", "float32", {"data_parallel_shard_degree": 2, "expert_parallel_degree": 2}),
@@ -63,7 +66,7 @@ def test_costs_of_what_the_model_has_not_are_refused() -> None:
     ],
 )
 def test_losses_and_gradients_are_torchtitans(
-    kind: str, num_ranks: int, schedule: str, precision: str, degrees: dict[str, int]
+    kind: str, num_ranks: int, schedule: str, precision: str, degrees: dict[str, Any]
 ) -> None:
     pytest.importorskip("torchtitan", reason="pip install 'pipeloom[torchtitan]'")
     from .torchtitan_on_ranks import compared
@@ -73,8 +76,8 @@ def test_losses_and_gradients_are_torchtitans(
         assert ours == [[pytest.approx(one, rel=1e-6) for one in step] for step in theirs]
         assert found["worst"] <= 1e-6
         assert found["num_gradients"] > 40
-        assert ("tp" in found["meshes"]) == ("tensor_parallel_degree" in degrees)
-        assert ("ep" in found["meshes"]) == ("expert_parallel_degree" in degrees)
+        assert "tp" in found["meshes"] or "tensor_parallel_degree" not in degrees
+        assert "ep" in found["meshes"] or "expert_parallel_degree" not in degrees
         if kind == "seeing":
             # In two stages at least, of which one has nothing else.
             assert sum(any("vision" in name for name in part) for part in found["parts"]) >= 2

@@ -35,15 +35,15 @@ def use_cpus() -> None:
     """Let torchtitan make meshes of CPUs."""
     warnings.simplefilter("ignore")
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-    from torchtitan.distributed import parallel_dims, utils
+    from torchtitan.distributed import parallel_dims
 
     parallel_dims.device_type = "cpu"
-    utils.set_spmd_backend("partial_dtensor")
 
 
 def settings(schedule: str = "1F1B", csv: str = "", precision: str = "float32", **degrees: Any) -> dict[str, Any]:
     """What torchtitan's trainer gives a pipelining function beside model and loss."""
     from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
+    from torchtitan.distributed import utils
     from torchtitan.distributed.parallel_dims import ParallelDims
 
     parallelism = ParallelismConfig(
@@ -52,6 +52,7 @@ def settings(schedule: str = "1F1B", csv: str = "", precision: str = "float32", 
         pipeline_parallel_schedule_csv=csv,
         **{"data_parallel_shard_degree": 1, "spmd_backend": "partial_dtensor"} | degrees,
     )
+    utils.set_spmd_backend(parallelism.spmd_backend)
     training = TrainingConfig(
         local_batch_size=ROWS, seq_len=LENGTH, mixed_precision_param=precision, mixed_precision_reduce="float32"
     )

@@ -103,7 +103,7 @@ class _StageLayer(nn.Module):
         super().__init__()
         self.submod, self.number = stage.submod, stage.stage_index
         self.is_first, self.is_last = stage.is_first, stage.is_last
-        self._meshes = getattr(stage, "_mesh_cache", None)
+        self._meshes: Any = getattr(stage, "_mesh_cache", None)
 
     def _mesh(self, names: tuple[str, ...]) -> DeviceMesh:
         """By the callback that the stage was given, as PyTorch finds it."""
