@@ -107,7 +107,6 @@ def test_what_is_no_file_of_a_run_is_named(tmp_path: Path, text: str, words: str
 
 
 def test_a_file_of_megatron(tmp_path: Path) -> None:
-    pytest.importorskip("pipeloom.integrations.megatron", reason="not there yet", exc_type=ImportError)
     file = tmp_path / "train.sh"
     file.write_text(
         "--num-layers 8 --hidden-size 256 --num-attention-heads 8 --seq-length 512 --max-position-embeddings 512 "

@@ -201,9 +201,10 @@ def test_tables() -> None:
     [
         (0, "0 ns"),
         (999, "999 ns"),
-        (1000, "1 µs"),
+        (1000, "1.000 µs"),
         (12_345_678, "12.35 ms"),
-        (6_020_000_000, "6.02 s"),
+        (6_020_000_000, "6.020 s"),
+        (999_960_000, "1000 ms"),
         (12_345_678_901_234, "12346 s"),
     ],
 )
@@ -240,6 +241,7 @@ def test_a_comparison_opens_with_its_ranking() -> None:
     assert rows[0][3] == f"{gain:+.1%}"
     assert rows[0][6] == f"{10 / (found['1f1b'].makespan_ns / 1e9):,.0f}"
     page = timeline_html([slow, fast], title="systems", ranked=True)
+    assert 'name="viewport"' in page
     assert page.index("gain over") < page.index("layers on each rank")
     assert "a 2-3" in page
     assert "<slow>" not in page

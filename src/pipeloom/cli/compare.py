@@ -165,7 +165,7 @@ def _line(cells: Sequence[str]) -> str:
 
 def _tell(found: Outcome, page: Path | None, out: Path | None, json: bool) -> None:
     """Write the files, and print the same."""
-    from pipeloom.cli.compare_answer import document, problem_lines, sections
+    from pipeloom.cli.compare_answer import answer, document, sections
     from pipeloom.io import write_layout, write_text
     from pipeloom.lab.systems.comparison import OURS
     from pipeloom.report import timeline_html
@@ -179,17 +179,19 @@ def _tell(found: Outcome, page: Path | None, out: Path | None, json: bool) -> No
         written.append(str(file))
     made = sections(found, file)
     if page is not None:
-        note = "; ".join(problem_lines(found))
-        write_text(page, timeline_html(found.tracks(), title=found.title, note=note, sections=made))
+        write_text(page, timeline_html(found.tracks(), title=found.title, note=answer(found), sections=made))
         written.append(str(page))
     if json:
         print_json(document(found, made) | {"written": written})
         return
     console = _console()
+    console.print(found.title, style="bold")
+    console.print(answer(found), soft_wrap=True)
+    console.print()
     for section in made:
         _print(console, section)
-    for line in (*problem_lines(found), *(f"wrote {name}" for name in written)):
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    for name in written:
+        console.print(f"wrote {name}", soft_wrap=True)
 
 
 def _console() -> Console:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,19 +10,20 @@ import msgspec
 import numpy as np
 
 from pipeloom.cli.emulate import parameters_text
+from pipeloom.io.stage_names import megatron_text
 from pipeloom.lab.systems.comparison import OURS, Comparison
 from pipeloom.lab.systems.gain import PACKED
 from pipeloom.lab.systems.iterations import TOKENS
 from pipeloom.lab.systems.now import NOW, TUNED, held_as, run_costs
 from pipeloom.layout import blocks_of_stages
-from pipeloom.report import share_text, size_text, time_text
+from pipeloom.report import seconds_text, share_text, size_text
 from pipeloom.report.table_page import Section, TableSection, TextSection
 
 if TYPE_CHECKING:
     from pipeloom.lab.systems.outcome import Outcome
     from pipeloom.spec import Sample
 
-COLUMNS = ("system", "iteration", "gain", "tok/s/GPU", "MFU", "bubbles", "memory", "bound")
+COLUMNS = ("system", "iteration", "gain", "tok/s/GPU", "MFU", "bubbles", "memory", "above bound")
 STEPS = {
     "layout": "layout, and how images are divided",
     "packing": "packing",
@@ -36,11 +36,6 @@ KNOWN_ERRORS = (
 )
 """Those of docs/emulator.md, "How good it is"."""
 _COMPARED = ("H800", "H100")
-
-
-def seconds_text(seconds: float) -> str:
-    """Seconds as every report writes them."""
-    return time_text(round(seconds * 1e9))
 
 
 def gain_text(gain: float) -> str:
@@ -66,9 +61,34 @@ def row_cells(row: dict[str, Any], baseline: str = "") -> tuple[str, ...]:
 
 
 def sections(outcome: Outcome, layout_file: Path | None = None) -> list[Section]:
-    """The answer; ``layout_file``: where Pipeloom's layout was written."""
-    made = [_ranking(outcome), _steps(outcome), _samples(outcome), _change(outcome, layout_file), _confidence(outcome)]
+    """What stands below the `answer`; ``layout_file``: where Pipeloom's layout was written."""
+    made = [
+        _ranking(outcome),
+        _unfit(outcome),
+        _steps(outcome),
+        *_changes(outcome, layout_file),
+        _samples(outcome),
+        _confidence(outcome),
+    ]
     return [section for section in made if section is not None]
+
+
+def answer(outcome: Outcome) -> str:
+    """The one answer in a line: the fastest system beside what is run now, and what the own trainer can do of it."""
+    base = outcome.baseline
+    if base is None:
+        return "No system fits." if outcome.question.run is None else "What you run now cannot be emulated."
+    fitting = sorted((one for one in outcome.systems if one.result is not None), key=outcome.iteration_s)
+    names = [one.name for one in fitting]
+    told = [] if names[0] == base.name else [fitting[0]]
+    told += [one for one in fitting[1:] if one.name == TUNED and base.name == NOW]
+    times = {one.name: seconds_text(outcome.iteration_s(one)) for one in fitting}
+    said = f"Emulated: {'you take' if base.name == NOW else f'{base.title} takes'} {times[base.name]} an iteration"
+    parts = [
+        f"{one.title} takes {times[one.name]}, {gain_text(outcome.row(one)['gain'])} throughput ({one.name})"
+        for one in told
+    ]
+    return f"{said}. {'. '.join(parts)}." if parts else f"{said}, and no other system is faster."
 
 
 def _ranking(outcome: Outcome) -> Section:
@@ -79,10 +99,17 @@ def _ranking(outcome: Outcome) -> Section:
     notes = [f"{count} microbatches a replica, seed {outcome.question.seed}"]
     if base is not None:
         notes.append(f"gain over {base.name} ({base.title})")
-    notes.append("bound: above a time that no schedule of that layout can beat")
+    notes.append("above bound: than a time that no schedule of that layout can beat")
     if any(not row.get("fits", True) for row in rows):
         notes.append(f"!: more than the {size_text(outcome.case.capacity_bytes)} that there are, by the emulator")
-    return TableSection(outcome.title, "; ".join(notes), COLUMNS, [row_cells(row, name) for row in rows], best)
+    return TableSection(
+        "Systems, fastest first", "; ".join(notes), COLUMNS, [row_cells(row, name) for row in rows], best
+    )
+
+
+def _unfit(outcome: Outcome) -> Section | None:
+    lines = [f"{one.name}: {one.problem}" for one in outcome.systems if one.result is None]
+    return TextSection("What does not fit", "", lines) if lines else None
 
 
 def _steps(outcome: Outcome) -> Section | None:
@@ -133,17 +160,14 @@ def _spread(name: str, values: Sequence[float]) -> tuple[str, ...] | None:
     return (name, *(f"{number:,.0f}" for number in numbers))
 
 
-def _change(outcome: Outcome, layout_file: Path | None) -> Section | None:
+def _changes(outcome: Outcome, layout_file: Path | None) -> list[Section]:
     found = {one.name: one for one in outcome.systems if one.result is not None}
-    lines = []
+    made: list[Section] = []
     if TUNED in found and NOW in found:
-        lines += _trainer_lines(outcome, found[TUNED])
+        made.append(TextSection("What to change in your trainer", "", _trainer_lines(outcome, found[TUNED])))
     if OURS in found:
-        lines += ["", *_pipeloom_lines(outcome, found, layout_file)]
-    if not lines:
-        return None
-    note = "Above: what your trainer can do. Below: a train.toml of Pipeloom." if TUNED in found else ""
-    return TextSection("What to change", note, lines)
+        made.append(TextSection("The same run as a train.toml", "", _pipeloom_lines(outcome, found, layout_file)))
+    return made
 
 
 def _trainer_lines(outcome: Outcome, tuned: Comparison) -> list[str]:
@@ -153,7 +177,7 @@ def _trainer_lines(outcome: Outcome, tuned: Comparison) -> list[str]:
     assert tuned.result is not None
     layout = tuned.result.layout
     row = outcome.row(tuned)
-    lines = [f"# your trainer, set anew: {seconds_text(row['iteration_s'])}, {gain_text(row['gain'])}"]
+    lines = [f"# your trainer with other settings: {seconds_text(row['iteration_s'])}, {gain_text(row['gain'])}"]
     if run.source.endswith("of Megatron"):
         lines.append("# all that Megatron can be told: pipeloom megatron, with the same file")
     stages = blocks_of_stages(layout, case.model)
@@ -180,19 +204,14 @@ def _trainer_lines(outcome: Outcome, tuned: Comparison) -> list[str]:
         "microbatches": run.microbatches,
     }
     lines.append(" ".join(f"{name}={value}" for name, value in words.items() if value is not None))
-    lines.append(f'--pipeline-model-parallel-layout "{_megatron(counts)}"')
+    letters = ["t" * count for count in counts]
+    letters[0], letters[-1] = "E" + letters[0], letters[-1] + "L"
+    lines.append(f'--pipeline-model-parallel-layout "{megatron_text(letters)}"')
     return lines
 
 
 def _recompute_word(strategy: str) -> str:
     return {"keep": "none"}.get(strategy, strategy.replace("recompute", "full"))
-
-
-def _megatron(counts: Sequence[int]) -> str:
-    """Blocks of stages as Megatron writes them: E embedding, t block, L loss."""
-    letters = ["t" * count for count in counts]
-    letters[0], letters[-1] = "E" + letters[0], letters[-1] + "L"
-    return "|".join(re.sub("t{3,}", lambda run: f"t*{len(run[0])}", text) for text in letters)
 
 
 def _pipeloom_lines(outcome: Outcome, found: dict[str, Comparison], layout_file: Path | None) -> list[str]:
@@ -241,12 +260,7 @@ def _confidence(outcome: Outcome) -> Section:
         "One replica stands for all; pipeloom sweep compares degrees of parallelism. "
         "Not modelled: links shared by ranks, jitter, gradients reduced beside the backward."
     )
-    return TextSection("How sure this is", " ".join(lines), ())
-
-
-def problem_lines(outcome: Outcome) -> list[str]:
-    """Why systems do not fit, a line each."""
-    return [f"{one.name}: {one.problem}" for one in outcome.systems if one.result is None]
+    return TextSection("How sure this is", "\n".join(lines), ())
 
 
 def document(outcome: Outcome, made: Sequence[Section]) -> dict[str, Any]:
@@ -261,6 +275,7 @@ def document(outcome: Outcome, made: Sequence[Section]) -> dict[str, Any]:
         "seed": question.seed,
         "num_microbatches": len(question.iterations.groups),
         "gain_over": None if outcome.baseline is None else outcome.baseline.name,
+        "answer": answer(outcome),
         "systems": outcome.rows(),
         "steps": outcome.step_rows(),
         "sections": [_section_document(section) for section in made],

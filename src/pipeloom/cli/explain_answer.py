@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pipeloom.report import share_text, time_text
+from pipeloom.report import seconds_text, share_text, time_text
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -120,6 +120,13 @@ def _orders(what: WhatIf) -> list[dict[str, Any]]:
     ]
 
 
+def _orders_document(what: WhatIf) -> dict[str, Any]:
+    return {
+        "orders": [{"order": row["order"], "iteration_s": row["ns"] / 1e9, "gap": row["gap"]} for row in _orders(what)],
+        "activations_held": what.in_flight.tolist(),
+    }
+
+
 def trace_document(found: Explanation) -> dict[str, Any]:
     """Everything that is printed, for ``--json``."""
     from pipeloom.explain.traces.idle import CAUSES
@@ -148,11 +155,7 @@ def trace_document(found: Explanation) -> dict[str, Any]:
             }
             for one in found.replays
         ],
-        "orders": [
-            {"order": row["order"], "iteration_s": row["ns"] / 1e9, "gap": row["gap"]} for row in _orders(found.what_if)
-        ],
-        "activations_held": found.what_if.in_flight.tolist(),
-    }
+    } | _orders_document(found.what_if)
 
 
 def timers_answer(found: TimersExplained) -> tuple[list[str], list[Table]]:
@@ -165,10 +168,10 @@ def timers_answer(found: TimersExplained) -> tuple[list[str], list[Table]]:
         f"{len(timers.forward_s)} pipeline ranks{chunks}, {timers.num_microbatches} microbatches, timers logged "
         f"{timers.num_logged} times; messages and order are not in timers: 1F1B is assumed, and messages in no time"
     ]
-    simulated = f"simulated {time_text(round(found.simulated_s * 1e9))}"
+    simulated = f"simulated {seconds_text(found.simulated_s)}"
     if timers.forward_backward_s:
         error = found.simulated_s / timers.forward_backward_s - 1
-        measured = time_text(round(timers.forward_backward_s * 1e9))
+        measured = seconds_text(timers.forward_backward_s)
         lines.append(f"forward-backward measured {measured}, {simulated} ({error:+.2%})")
     else:
         lines.append(f"forward-backward is not in the log; {simulated}")
@@ -195,8 +198,4 @@ def timers_document(found: TimersExplained) -> dict[str, Any]:
         "backward_s": list(timers.backward_s),
         "measured_s": timers.forward_backward_s or None,
         "simulated_s": found.simulated_s,
-        "orders": [
-            {"order": row["order"], "iteration_s": row["ns"] / 1e9, "gap": row["gap"]} for row in _orders(found.what_if)
-        ],
-        "activations_held": found.what_if.in_flight.tolist(),
-    }
+    } | _orders_document(found.what_if)

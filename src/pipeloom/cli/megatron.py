@@ -11,7 +11,7 @@ import typer
 
 from pipeloom.cli.options import check_budget, check_seed
 from pipeloom.cli.output import JSON_HELP, check_targets, draw, note_compiling, print_json, stdout
-from pipeloom.report import Track, make_track, share_text, size_text, time_text
+from pipeloom.report import Track, make_track, seconds_text, share_text, size_text
 
 if TYPE_CHECKING:
     from pipeloom.integrations.megatron import MegatronAnswer, Timed
@@ -102,7 +102,7 @@ def _print(found: MegatronAnswer) -> None:
     for name in ("", "now", "best"):
         table.add_column(name, justify="right" if name else "left")
     rows: dict[str, Callable[[Timed], str]] = {
-        "iteration": lambda one: time_text(round(one.iteration_s * 1e9)),
+        "iteration": lambda one: seconds_text(one.iteration_s),
         "tokens/s": lambda one: f"{timing.tokens_per_s(one):,.0f}",
         "MFU": lambda one: f"{timing.mfu(one):.3f}",
         "bubbles": lambda one: share_text(one.bubble_share),

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 import tomllib
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -50,19 +48,6 @@ def load_run(given: str, num_devices: int | None = None) -> CurrentRun:
     raise InputError(f"--now {given!r}", "is neither a file nor words", f"write {WORDS!r}, or name a file")
 
 
-def megatron_file(path: Path, num_devices: int | None = None) -> Any:
-    """What `pipeloom.integrations.megatron` reads from a file of Megatron's arguments.
-
-    Raises
-    ------
-    InputError
-        That is not there, or what reading raises.
-    """
-    if find_spec("pipeloom.integrations.megatron") is None:
-        raise InputError(str(path), "is no .toml file, and nothing else is read", f"say it in words, {WORDS!r}")
-    return import_module("pipeloom.integrations.megatron").read_megatron(path, default_devices=num_devices)
-
-
 def is_megatron(name: str) -> bool:
     """Whether a file is read as Megatron's arguments: one that no other reader takes by its name."""
     path = Path(name)
@@ -71,7 +56,9 @@ def is_megatron(name: str) -> bool:
 
 def _of_megatron(path: Path, num_devices: int | None) -> CurrentRun:
     """The one place where a run as Megatron describes it becomes ours."""
-    megatron = megatron_file(path, num_devices)
+    from pipeloom.integrations.megatron import read_megatron
+
+    megatron = read_megatron(path, default_devices=num_devices)
     degrees, setup, recompute = megatron.degrees, megatron.now, megatron.now.recompute
     counts = [stage.count("t") for stage in setup.stages]
     notes = list(megatron.notes)

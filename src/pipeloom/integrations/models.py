@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from pipeloom.errors import InputError
-from pipeloom.integrations.current_runs import is_megatron, megatron_file
+from pipeloom.integrations.current_runs import is_megatron
 from pipeloom.integrations.huggingface import architecture_of, read_huggingface
 from pipeloom.integrations.huggingface.known import known_config, known_models, known_name
 from pipeloom.spec.architecture import Architecture
@@ -45,8 +45,9 @@ def _described(name: str) -> Architecture:
     if name.endswith(".toml") or name in names("models"):
         return load_architecture(name)
     if is_megatron(name):
-        found: Architecture = megatron_file(Path(name)).architecture
-        return found
+        from pipeloom.integrations.megatron import read_megatron
+
+        return read_megatron(Path(name)).architecture
     known = known_name(name)
     if known is None:
         there = ", ".join((*names("models"), *known_models()))

@@ -22,7 +22,7 @@ from bokeh.resources import INLINE
 from pipeloom.errors import InputError
 from pipeloom.report import colours
 from pipeloom.report.ranking import by_time, ranking_table
-from pipeloom.report.table_page import STYLE, Section, sections_html
+from pipeloom.report.table_page import FONT, STYLE, VIEWPORT, Section, sections_html
 from pipeloom.report.track import Track, boxes, key_figures
 from pipeloom.report.units import share_text, size_text, size_unit, time_text, time_unit
 from pipeloom.taskgraph import KIND_NAMES
@@ -30,7 +30,6 @@ from pipeloom.timeline import memory_curve
 
 LANE_HEIGHT, MEMORY_HEIGHT, TOOLBAR_HEIGHT, MARGIN_LEFT, MARGIN_RIGHT = 36, 158, 32, 78, 24
 _KIND_WORDS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
-_FONT = "Inter, 'Helvetica Neue', 'Segoe UI', Arial, sans-serif"
 
 # Labels are shown where they fit at the present zoom: "3.1", else "3", else nothing.
 _FIT_LABELS = """
@@ -52,10 +51,10 @@ if (width > 0) {
 }
 """
 
-_PAGE_STYLE = f"""
-<style>
- body {{ margin: 22px 28px !important; background: {colours.PAPER}; font-family: {_FONT}; color: {colours.INK}; }}
-</style>
+# Blocks of Bokeh's own template: its scripts hold the tags of a page as text, so a page is not changed once it is made.
+_TEMPLATE = """
+{% block postamble %}{{ head }}{% endblock %}
+{% block inner_body %}{{ above }}{{ super() }}{% endblock %}
 """
 
 
@@ -118,10 +117,14 @@ def html_page(
     span.js_on_change("start", fit)
     span.js_on_change("end", fit)
     frames[0].js_on_change("inner_width", fit)
-    page = file_html(column(children, sizing_mode="stretch_width", spacing=0), INLINE, title)
-    if above:
-        page = page.replace("<body>", f"<body>{above}<hr>", 1).replace("<head>", f"<head><style>{STYLE}</style>", 1)
-    return page.replace("<head>", f"<head>{_PAGE_STYLE}", 1)
+    page: str = file_html(
+        column(children, sizing_mode="stretch_width", spacing=0),
+        INLINE,
+        title,
+        template=_TEMPLATE,
+        template_variables={"head": f"{VIEWPORT}<style>{STYLE}</style>", "above": above},
+    )
+    return page
 
 
 def _gantt(
@@ -164,7 +167,7 @@ def _gantt(
         source=source,
         text_color="ink",
         text_font_size="10.5px",
-        text_font=value(_FONT),
+        text_font=value(FONT),
         text_align="center",
         text_baseline="middle",
     )
@@ -211,7 +214,7 @@ def _task_hover(bars: Any, reference: Track | None) -> HoverTool:
         renderers=[bars],
         point_policy="follow_mouse",
         tooltips=(
-            f'<div style="font: 12px {_FONT}; line-height: 1.45"><b>@name</b> &middot; @words'
+            f'<div style="font: 12px {FONT}; line-height: 1.45"><b>@name</b> &middot; @words'
             "<br>start @start, end @end, <b>@duration</b>"
             f"{compared}<br>rank @rank, strategy @strategy, @activation held<br>"
             f'<span style="color:{colours.FAINT}">task @task of @module</span></div>'
@@ -320,18 +323,17 @@ def _memory(track: Track, span: Range1d, unit_ns: int, unit: str) -> Any:
         )
     look: Any = {
         "orientation": "horizontal",
-        "location": "top_right",
+        "location": "left",
         "label_text_font_size": "10px",
         "spacing": 10,
-        "label_text_font": _FONT,
+        "label_text_font": FONT,
         "glyph_width": 14,
         "padding": 2,
         "margin": 2,
         "border_line_color": None,
-        "background_fill_alpha": 0.75,
         "click_policy": "mute",
     }
-    plot.add_layout(Legend(items=items, **look))
+    plot.add_layout(Legend(items=items, **look), "above")  # above: curves fill the plot up to the capacity
     return plot
 
 
@@ -343,8 +345,8 @@ def _plain(plot: Any) -> None:
     plot.axis.major_tick_line_color = "#c3c8d2"
     plot.axis.minor_tick_line_color = None
     plot.axis.major_label_text_color = colours.INK
-    plot.axis.major_label_text_font = _FONT
-    plot.axis.axis_label_text_font = _FONT
+    plot.axis.major_label_text_font = FONT
+    plot.axis.axis_label_text_font = FONT
     plot.axis.axis_label_text_font_style = "normal"
     plot.axis.axis_label_text_font_size = "11px"
     plot.axis.axis_label_text_color = colours.FAINT
@@ -369,11 +371,12 @@ def _heading(title: str, note: str, tracks: Sequence[Track], hues: dict[str, str
     bound = f'<span style="color:{colours.BOUND};letter-spacing:-1px">- - -</span> lower bound'
     note = f'<div style="color:{colours.FAINT};margin-top:3px">{html.escape(note)}</div>' if note else ""
     return (
-        f'<div style="font-family:{_FONT};color:{colours.INK}">'
+        f'<div style="font-family:{FONT};color:{colours.INK}">'
         f'<div style="font-size:22px;font-weight:600">{html.escape(title)}</div>{note}'
         f'<div style="font-size:12.5px;margin:12px 0 4px">{"".join(entries)}'
-        f'<span style="color:{colours.FAINT};margin-right:22px">({order})</span>'
-        f'<span style="margin-right:22px">{idle}</span><span>{bound}</span></div></div>'
+        f'<span style="color:{colours.FAINT};margin-right:22px;display:inline-block">({order})</span>'
+        f'<span style="margin-right:22px;white-space:nowrap">{idle}</span>'
+        f'<span style="white-space:nowrap">{bound}</span></div></div>'
     )
 
 
@@ -389,12 +392,13 @@ def _numbers(track: Track) -> str:
         fields.append(("gap", share_text(n.gap)))
     fields += [("bubbles", share_text(n.bubble_share)), ("peak memory", size_text(n.peak_bytes))]
     shown = "".join(
-        f'<span style="margin-left:22px"><span style="color:{colours.FAINT}">{name}</span> <b>{value}</b></span>'
+        f'<span style="display:inline-block;white-space:nowrap;margin-right:22px">'
+        f'<span style="color:{colours.FAINT}">{name}</span> <b>{value}</b></span>'
         for name, value in fields
     )
     return (
-        f'<div style="font-family:{_FONT};color:{colours.INK};font-size:13px">'
-        f'<span style="font-size:15px;font-weight:600">{html.escape(track.title)}</span>'
+        f'<div style="font-family:{FONT};color:{colours.INK};font-size:13px">'
+        f'<span style="font-size:15px;font-weight:600;margin-right:22px">{html.escape(track.title)}</span>'
         f"{shown}{_layers(track)}</div>"
     )
 

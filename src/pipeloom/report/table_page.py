@@ -8,23 +8,32 @@ from typing import NamedTuple
 
 from pipeloom.report import colours
 
+FONT = "Inter, 'Helvetica Neue', 'Segoe UI', Arial, sans-serif"
 STYLE = f"""
- body {{ margin: 22px 28px; background: {colours.PAPER}; color: {colours.INK};
-        font: 13.5px Inter, 'Helvetica Neue', 'Segoe UI', Arial, sans-serif; max-width: 62em; }}
+ html body {{ margin: 22px 28px; background: {colours.PAPER}; color: {colours.INK}; font: 13.5px {FONT}; }}
+ @media (max-width: 600px) {{ html body {{ margin: 14px 12px; }} }}
+ main {{ max-width: 64em; line-height: 1.4; margin-bottom: 34px; }}
  h1 {{ font-size: 22px; font-weight: 600; margin: 0 0 4px; }}
  h2 {{ font-size: 15px; font-weight: 600; margin: 26px 0 6px; }}
  p {{ color: {colours.FAINT}; margin: 3px 0 8px; }}
- table {{ border-collapse: collapse; }}
- th, td {{ padding: 3px 16px 3px 0; text-align: right; border-bottom: 1px solid #e6e8ed; font-weight: normal; }}
+ p.lead {{ color: {colours.INK}; font-size: 15px; }}
+ .wide {{ overflow-x: auto; }}
+ table {{ border-collapse: collapse; font-variant-numeric: tabular-nums; }}
+ th, td {{ padding: 3px 16px 3px 0; text-align: right; border-bottom: 1px solid #e6e8ed; font-weight: normal;
+          white-space: nowrap; }}
  th {{ color: {colours.FAINT}; }}
  th:first-child, td:first-child {{ text-align: left; }}
- tr.total td {{ font-weight: 600; border-bottom: 2px solid {colours.INK}; }}
+ tr.total td {{ font-weight: 600; }}
  pre {{ background: {colours.LANE}; padding: 8px 12px; margin: 4px 0 10px; overflow-x: auto; font-size: 12.5px; }}
 """
 
 
+VIEWPORT = '<meta name="viewport" content="width=device-width, initial-scale=1">'
+"""Without it a phone draws a page as wide as a desk's, and small."""
+
+
 class TableSection(NamedTuple):
-    """A heading, a line of text, and a table; rows whose number is in ``totals`` stand out."""
+    """A heading, text whose lines are paragraphs, and a table; rows whose number is in ``totals`` stand out."""
 
     heading: str
     note: str
@@ -34,7 +43,7 @@ class TableSection(NamedTuple):
 
 
 class TextSection(NamedTuple):
-    """A heading, a line of text, and lines that are copied as they stand."""
+    """A heading, text whose lines are paragraphs, and lines that are copied as they stand."""
 
     heading: str
     note: str
@@ -47,18 +56,20 @@ Section = TableSection | TextSection
 def table_page(sections: Sequence[Section], *, title: str, note: str = "") -> str:
     """Draw sections under one another on one offline HTML page; a table's first column is text, the others numbers."""
     return (
-        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>'
+        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>{VIEWPORT}'
         f"<style>{STYLE}</style></head>\n<body>{sections_html(sections, title=title, note=note)}</body></html>\n"
     )
 
 
 def sections_html(sections: Sequence[Section], *, title: str, note: str = "") -> str:
-    """Heading and sections, for a page that has `STYLE`."""
-    return f"<h1>{html.escape(title)}</h1><p>{html.escape(note)}</p>{''.join(map(_section, sections))}"
+    """Heading, a line that stands out, and sections, for a page that has `STYLE`."""
+    lead = f'<p class="lead">{html.escape(note)}</p>' if note else ""
+    return f"<main><h1>{html.escape(title)}</h1>{lead}{''.join(map(_section, sections))}</main>"
 
 
 def _section(section: Section) -> str:
-    top = f"\n<h2>{html.escape(section.heading)}</h2><p>{html.escape(section.note)}</p>"
+    note = "".join(f"<p>{html.escape(line)}</p>" for line in section.note.splitlines())
+    top = f"\n<h2>{html.escape(section.heading)}</h2>{note}"
     if isinstance(section, TextSection):
         text = html.escape("\n".join(section.lines))
         return f"{top}<pre>{text}</pre>" if text else top
@@ -67,7 +78,7 @@ def _section(section: Section) -> str:
         f'<tr class="total">{_cells(row)}</tr>' if number in section.totals else f"<tr>{_cells(row)}</tr>"
         for number, row in enumerate(section.rows)
     )
-    return f"{top}<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
+    return f'{top}<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
 
 
 def _cells(row: Sequence[str]) -> str:

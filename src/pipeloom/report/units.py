@@ -17,9 +17,16 @@ def size_unit(num_bytes: int) -> tuple[int, str]:
 
 
 def time_text(nanoseconds: int) -> str:
-    """Four significant digits and a unit: ``6.02 s``, ``12.34 ms``."""
+    """Four significant digits and a unit: ``6.020 s``, ``12.34 ms``; nanoseconds are whole."""
     scale, name = time_unit(nanoseconds)
-    return f"{_four(nanoseconds / scale)} {name}"
+    value = nanoseconds / scale
+    # With its zeros, so that a column of times can be compared digit by digit.
+    return f"{value:.0f} {name}" if scale == 1 or value >= 999.95 else f"{value:#.4g} {name}"
+
+
+def seconds_text(seconds: float) -> str:
+    """Seconds as `time_text` writes them."""
+    return time_text(round(seconds * 1e9))
 
 
 def size_text(num_bytes: int) -> str:

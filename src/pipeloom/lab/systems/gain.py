@@ -19,7 +19,7 @@ from pipeloom.spec import Layout
 from pipeloom.spec.current_run import CurrentRun
 from pipeloom.timeline import Schedule, simulate
 
-PACKED, PACKED_TITLE = "pipeloom-packed", "Pipeloom, own microbatches"
+PACKED, PACKED_TITLE = "pipeloom-packed", "Pipeloom with its own microbatches"
 
 
 @dataclass(frozen=True)

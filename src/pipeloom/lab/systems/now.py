@@ -25,7 +25,7 @@ from pipeloom.taskgraph.iteration import iteration_graph
 from pipeloom.timeline import Schedule, lower_bound, simulate, within_limits
 
 NOW, NOW_TITLE = "now", "Your setup"
-TUNED, TUNED_TITLE = "now-tuned", "Your trainer, set anew"
+TUNED, TUNED_TITLE = "now-tuned", "Your trainer with other settings"
 MOST_CHUNKS = 8
 """Stages a rank that are tried with a trainer's other settings, at most."""
 
