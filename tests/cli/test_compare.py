@@ -144,6 +144,23 @@ def test_without_what_is_run_now(folder: Path, capsys: pytest.CaptureFixture[str
     assert fast < slow
 
 
+def test_samples_in_several_files(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = (folder / "samples.jsonl").read_text().splitlines(keepends=True)
+    (folder / "parts").mkdir()
+    for number, part in enumerate((lines[:40], lines[40:])):
+        (folder / "parts" / f"{number}.jsonl").write_text("".join(part))
+    found = []
+    for data in ("samples.jsonl", "parts", "parts/*.jsonl"):
+        assert (
+            run(["compare", "config.json", "--data", data, "--cluster", "2xH100", "--systems", "1f1b", "--json"]) == 0
+        )
+        found.append(json.loads(capsys.readouterr().out)["systems"])
+    assert found[0] == found[1] == found[2]
+    (folder / "none").mkdir()
+    assert run(["compare", "config.json", "--data", "none"]) == 2
+    assert "none: has no file of samples; they end in .jsonl" in capsys.readouterr().err
+
+
 @pytest.mark.full
 def test_two_processes_find_what_one_finds(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["compare", *SMALL[:-2], "--now", NOW, "--systems", "1f1b,pipeloom", "--budget", "0.02", "--json"]

@@ -42,7 +42,8 @@ def compare(
     systems: str = typer.Option("all", metavar="NAMES", help="Which, with commas between; all: every one that can."),
     cluster: str = typer.Option("8xH100", help="In words (8xH100, '2x8xB200 ib400'), a name, or a .toml file."),
     data: str | None = typer.Option(
-        None, help="A data set of the zoo, or samples (.jsonl, .parquet, .tar); default: the model's own data set."
+        None,
+        help="A data set of the zoo, or samples (.jsonl, .parquet, .tar, a pattern, a folder); default: the model's own.",
     ),
     now: str | None = typer.Option(
         None, metavar="RUN", help="What you run now: words as 'tp=2 pp=4 recompute=full', or a file (docs/compare.md)."
@@ -160,7 +161,7 @@ def _answered(question: Question, processes: int, *, quiet: bool) -> Outcome:
 def _line(cells: Sequence[str]) -> str:
     """A row while rows come one by one: no gain is known yet."""
     name, iteration, _, *rest = cells
-    return f"{name:<20}{iteration:>12}" + "".join(f"{cell:>11}" for cell in rest)
+    return f"{name:<20}{iteration:>12}" + "".join(f"{cell:>12}" for cell in rest)
 
 
 def _tell(found: Outcome, page: Path | None, out: Path | None, json: bool) -> None:

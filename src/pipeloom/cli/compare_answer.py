@@ -88,7 +88,9 @@ def answer(outcome: Outcome) -> str:
         f"{one.title} takes {times[one.name]}, {gain_text(outcome.row(one)['gain'])} throughput ({one.name})"
         for one in told
     ]
-    return f"{said}. {'. '.join(parts)}." if parts else f"{said}, and no other system is faster."
+    if len(fitting) > 1 and not parts:
+        return f"{said}, and no other system is faster."
+    return ". ".join([said, *parts]) + "."
 
 
 def _ranking(outcome: Outcome) -> Section:

@@ -13,9 +13,9 @@ from pipeloom.cli.output import JSON_HELP, check_targets, draw, print_json, stdo
 from pipeloom.emulator import Draw, EmulatedStep, module_parameters
 from pipeloom.emulator import emulate as run_emulation
 from pipeloom.errors import InputError
+from pipeloom.integrations.data.sources import names_samples, read_all_samples
 from pipeloom.integrations.huggingface.known import known_models
 from pipeloom.integrations.models import load_model
-from pipeloom.io import SAMPLE_SUFFIXES, read_samples
 from pipeloom.report import emulated_track, share_text, size_text
 from pipeloom.spec import Sample
 from pipeloom.spec.architecture import Architecture
@@ -97,7 +97,7 @@ def emulate(
 
 def is_file(data: str | None) -> bool:
     """Whether ``--data`` names sample metadata rather than a data set of the zoo."""
-    return data is not None and data.endswith(SAMPLE_SUFFIXES)
+    return data is not None and names_samples(data)
 
 
 def own_microbatches(architecture: Architecture, data: str | None, count: int) -> list[list[Sample]]:
@@ -109,7 +109,7 @@ def own_microbatches(architecture: Architecture, data: str | None, count: int) -
         When there are not enough samples.
     """
     assert data is not None
-    samples = list(read_samples(data))
+    samples = list(read_all_samples(data))
     videos = any(module.reads == "videos" for module in architecture.modules)
     iterations = clips_of_iterations(samples, count) if videos else []
     groups = next(iter(iterations), []) if videos else pack_documents(samples)

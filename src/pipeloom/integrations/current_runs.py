@@ -10,10 +10,14 @@ from typing import Any
 import msgspec
 
 from pipeloom.errors import InputError
+from pipeloom.io.document import convert
+from pipeloom.io.files import printable
 from pipeloom.spec.current_run import CurrentRun, RunSchedule
 
 WORDS = "tp=2 pp=4 schedule=1f1b recompute=full microbatch_tokens=8192"
 """An example."""
+FIELDS = tuple(name for name in CurrentRun.__struct_fields__ if name not in ("source", "notes"))
+"""What may be said."""
 _TITAN_TABLES = ("parallelism", "training", "job")
 _TITAN_SCHEDULES: dict[str, tuple[RunSchedule, int]] = {
     "gpipe": ("gpipe", 1),
@@ -106,17 +110,12 @@ def _number(text: str) -> Any:
 
 
 def _convert(fields: dict[str, Any], entity: str, *, strict: bool, source: str) -> CurrentRun:
-    try:
-        run = msgspec.convert(fields, CurrentRun, strict=strict)
-    except InputError as error:
-        raise InputError(f"{entity}: {error.entity}", error.problem, error.remedy) from error
-    except msgspec.ValidationError as error:
-        cause = error.__cause__
-        if isinstance(cause, InputError):
-            raise InputError(f"{entity}: {cause.entity}", cause.problem, cause.remedy) from error
-        names = ", ".join(name for name in CurrentRun.__struct_fields__ if name not in ("source", "notes"))
-        raise InputError(entity, str(error), f"fields are {names}") from error
-    return msgspec.structs.replace(run, source=source)
+    unknown = [name for name in fields if name not in FIELDS and name != "notes"]
+    if unknown:
+        raise InputError(
+            f"{entity}: {printable(unknown[0])}", "is no field of a run", f"fields are {', '.join(FIELDS)}"
+        )
+    return msgspec.structs.replace(convert(fields, CurrentRun, entity, strict=strict), source=source)
 
 
 def _of_toml(path: Path) -> CurrentRun:

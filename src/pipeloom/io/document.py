@@ -121,10 +121,13 @@ def check_format(document: dict[str, Any], expected: str, where: str) -> None:
         raise InputError(f"{where}: format", f"{show(found)} is not {expected!r}")
 
 
-def convert(document: Any, kind: type[T], where: str) -> T:
-    """Validate a parsed document against a msgspec type; errors name file, path, value and expectation."""
+def convert(document: Any, kind: type[T], where: str, *, strict: bool = True) -> T:
+    """Validate a parsed document against a msgspec type; errors name file, path, value and expectation.
+
+    Where it is not ``strict``, numbers may be written as text.
+    """
     try:
-        return msgspec.convert(document, kind)
+        return msgspec.convert(document, kind, strict=strict)
     except msgspec.ValidationError as error:
         message, _, path = str(error).partition(" - at `$")
         path = path.rstrip("`").lstrip(".")

@@ -24,7 +24,8 @@ STYLE = f"""
  th {{ color: {colours.FAINT}; }}
  th:first-child, td:first-child {{ text-align: left; }}
  tr.total td {{ font-weight: 600; }}
- pre {{ background: {colours.LANE}; padding: 8px 12px; margin: 4px 0 10px; overflow-x: auto; font-size: 12.5px; }}
+ pre {{ background: {colours.LANE}; padding: 8px 12px; margin: 4px 0 10px; font-size: 12.5px; white-space: pre-wrap;
+       overflow-wrap: anywhere; }}
 """
 
 

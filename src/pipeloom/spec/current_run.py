@@ -91,7 +91,8 @@ class CurrentRun(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         try:
             return ChunkStrategy("keep") if self.recompute == "none" else chunk_strategy(self.recompute)
         except InputError as error:
-            raise InputError("recompute", error.problem, "write none, selective, full or full:0.5") from error
+            problem = f"{self.recompute!r} is no way of recomputing that trainers have"
+            raise InputError("recompute", problem, "write none, selective, full or full:0.5") from error
 
     def degrees(self, num_devices: int) -> Degrees:
         """Degrees of parallelism on a cluster of so many devices."""

@@ -11,8 +11,9 @@ HOST = 8
 """Devices of a host, where a cluster has more and does not say."""
 NETWORK_GBIT, NETWORK_GBIT_OF = 400.0, {"a100": 200.0, "a100-40gb": 200.0}
 """Of each device, where nothing is said: what the vendor's own hosts have (DGX A100: 200, DGX H100 and later: 400)."""
-RAM_GB_PER_DEVICE = 250.0
-"""Where nothing is said: a DGX of eight has 2 TB."""
+RAM_GB, RAM_GB_OF = 250.0, {"a100-40gb": 125.0, "gh200": 480.0}
+"""For each device, where nothing is said: 2 TB in a DGX A100 640GB, H100, H200 or B200, 1 TB in a DGX A100 320GB; the
+GH200's own."""
 FORM = "write 8xH100, or hosts x devices 2x8xB200, and after it ib400 (Gbit/s a device) or ram1000 (GB a host)"
 
 _COUNTS = re.compile(r"(?:(\d{1,6})x)?(\d{1,7})x([a-z][\w.-]*)", re.IGNORECASE)
@@ -39,7 +40,7 @@ class PlainCluster:
     @property
     def host_memory_bytes(self) -> int:
         """Of each host."""
-        return int((self.ram_gb or RAM_GB_PER_DEVICE * self.devices_per_node) * 1e9)
+        return int((self.ram_gb or RAM_GB_OF.get(self.device, RAM_GB) * self.devices_per_node) * 1e9)
 
     @property
     def source(self) -> str:

@@ -14,7 +14,9 @@ import numpy as np
 
 from pipeloom.errors import InputError
 from pipeloom.integrations.data.blobs import Blob
+from pipeloom.io import SAMPLE_SUFFIXES, read_samples
 from pipeloom.io.webdataset import split_member
+from pipeloom.spec import Sample
 
 Paths = str | Path | Sequence[str | Path]
 
@@ -64,6 +66,30 @@ def find_files(given: Paths, what: str) -> list[Path]:
     if not found:
         raise InputError(what, "names no file", "name at least one")
     return found
+
+
+def names_samples(data: str) -> bool:
+    """Whether a word names files of sample metadata, rather than a data set of the zoo."""
+    return data.endswith(SAMPLE_SUFFIXES) or Path(data).is_dir()
+
+
+def read_all_samples(data: str) -> tuple[Sample, ...]:
+    """Sample metadata of a file, a pattern, a range of shards, or all files of a folder, in order.
+
+    Raises
+    ------
+    InputError
+        No such file, or what `read_samples` raises.
+    """
+    if Path(data).is_dir():
+        found = sorted(file for file in Path(data).iterdir() if file.name.endswith(SAMPLE_SUFFIXES))
+        if not found:
+            raise InputError(data, "has no file of samples", f"they end in {', '.join(SAMPLE_SUFFIXES)}")
+    elif glob.has_magic(data) or "{" in data:
+        found = find_files(data, "--data")
+    else:
+        found = [Path(data)]
+    return tuple(sample for file in found for sample in read_samples(file))
 
 
 def _without_braces(pattern: str) -> list[str]:

@@ -9,7 +9,7 @@ import msgspec
 
 from pipeloom.emulator.sweep import default_data
 from pipeloom.errors import InputError
-from pipeloom.io import SAMPLE_SUFFIXES, read_samples
+from pipeloom.integrations.data.sources import names_samples, read_all_samples
 from pipeloom.lab.systems.model_on_cluster import Microbatches, ModelOnCluster, draw_iteration
 from pipeloom.spec import Sample
 from pipeloom.spec.architecture import Architecture
@@ -55,7 +55,8 @@ def sampled_iterations(case: ModelOnCluster, data: str | None, grouping: Groupin
     ----------
     case : ModelOnCluster
     data : str or None
-        A data set of the zoo, or a file of samples (``.jsonl``, ``.parquet``, ``.tar``); None: the model's own set.
+        A data set of the zoo, or samples (``.jsonl``, ``.parquet``, ``.tar``): a file, a pattern, a folder; None: the
+        model's own set.
     grouping : Grouping
     seed : int
 
@@ -70,11 +71,11 @@ def sampled_iterations(case: ModelOnCluster, data: str | None, grouping: Groupin
         raise InputError(
             "microbatches", f"{case.architecture.name} reads videos, which go together by size", "say nothing of a size"
         )
-    if data is None or not data.endswith(SAMPLE_SUFFIXES):
+    if data is None or not names_samples(data):
         typical: Sequence[Microbatches] = [_drawn(case, data, grouping, seed + 1_000_003 + i) for i in range(2)]
         real = _drawn(case, data, grouping, seed)
     else:
-        groups = own_groups(case.architecture, read_samples(data), grouping)
+        groups = own_groups(case.architecture, read_all_samples(data), grouping)
         if len(groups) < count:
             raise InputError(
                 data,
