@@ -71,6 +71,8 @@ def test_torchtitan_names_of_stages(tmp_path: Path) -> None:
         ("pp=4 recompute=some", "recompute: .some. is no way of recomputing"),
         ("pp=4 layout=1,2,3", "layout: has 3 stages, no multiple of pp = 4"),
         ("pp=2 schedule=1f1b chunks=2", "schedule: '1f1b' takes one stage a rank, here are 2; use 'interleaved'"),
+        ("pp=2 group=4", "group: 4 microbatches, with schedule '1f1b' on pp = 2 ranks; leave it out"),
+        ("pp=4 chunks=2 group=2", "group: 2 microbatches, with schedule 'interleaved' on pp = 4 ranks"),
         ("pp=2 layout=1,2,3,4 chunks=1", "chunks: 1 a rank, layout has 4 stages"),
         ("microbatch_samples=1 microbatch_tokens=5", "is given beside microbatch_samples"),
         ("\0=1", "is no field|not name=value"),
@@ -120,7 +122,13 @@ def test_a_file_of_megatron(tmp_path: Path) -> None:
     run = load_run(str(file), 4)
     assert (run.layout, run.pp, run.dp, run.order) == ((2, 3, 2, 1), 2, 2, "interleaved")
     assert (run.microbatch_tokens, run.microbatches, run.recompute) == (1024, 4, "full:0.5")
+    assert (run.group, run.notes[-1:]) == (
+        2,
+        ("recomputing 1 layers a virtual stage is emulated as recompute=full:0.5",),
+    )
     assert len(load_model(str(file)).modules) == 1
+    file.write_text(file.read_text().replace("--bf16", "--bf16 --microbatch-group-size-per-virtual-pipeline-stage 4"))
+    assert load_run(str(file), 4).group == 4
 
 
 def test_published_models_have_many_spellings() -> None:

@@ -43,7 +43,7 @@ def compare(
     cluster: str = typer.Option("8xH100", help="In words (8xH100, '2x8xB200 ib400'), a name, or a .toml file."),
     data: str | None = typer.Option(
         None,
-        help="A data set of the zoo, or samples (.jsonl, .parquet, .tar, a pattern, a folder); default: the model's own.",
+        help="A data set of the zoo, or samples (.jsonl, .parquet, .tar, pattern, folder); default: the model's own.",
     ),
     now: str | None = typer.Option(
         None, metavar="RUN", help="What you run now: words as 'tp=2 pp=4 recompute=full', or a file (docs/compare.md)."

@@ -66,12 +66,12 @@ def _of_megatron(path: Path, num_devices: int | None) -> CurrentRun:
     degrees, setup, recompute = megatron.degrees, megatron.now, megatron.now.recompute
     counts = [stage.count("t") for stage in setup.stages]
     notes = list(megatron.notes)
-    if setup.virtual > 1 and setup.group_size != setup.num_ranks:
-        notes.append(f"groups of {setup.group_size} microbatches are emulated as {setup.num_ranks}")
     word = "none"
     if recompute.granularity == "full":
         share = sum(map(recompute.recomputed, counts)) / max(1, sum(counts))
         word = "full" if share == 1 else f"full:{share:.4g}"
+        if any(recompute.recomputed(count) != round(share * count) for count in counts):
+            notes.append(f"recomputing {recompute} is emulated as recompute={word}")
     elif recompute.granularity == "selective":
         cheap = bool({"layernorm", "moe_act", "mlp", "moe"} & set(recompute.modules))
         word = "selective" if cheap else "none"
@@ -84,6 +84,7 @@ def _of_megatron(path: Path, num_devices: int | None) -> CurrentRun:
         "ep": degrees.expert,
         "zero": degrees.zero,
         "schedule": "interleaved" if setup.virtual > 1 else "1f1b",
+        "group": setup.group_size if setup.virtual > 1 else None,
         "layout": counts,
         "recompute": word,
         "microbatch_tokens": megatron.micro_batch_size * megatron.seq_length,

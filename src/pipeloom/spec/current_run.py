@@ -14,7 +14,19 @@ RunSchedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
 Stage = int | dict[str, int]
 """Blocks of a stage: of the last module, or of each module named."""
 
-_COUNTS = ("tp", "pp", "dp", "cp", "ep", "chunks", "microbatch_samples", "microbatch_tokens", "pad_to", "microbatches")
+_COUNTS = (
+    "tp",
+    "pp",
+    "dp",
+    "cp",
+    "ep",
+    "chunks",
+    "group",
+    "microbatch_samples",
+    "microbatch_tokens",
+    "pad_to",
+    "microbatches",
+)
 
 
 class CurrentRun(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -31,6 +43,8 @@ class CurrentRun(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """None: interleaved 1F1B where there are several chunks a rank, 1F1B where not."""
     chunks: int | None = None
     """Stages of each rank; None: as many as ``layout`` has, or one."""
+    group: int | None = None
+    """Microbatches that each stage of a rank takes in turn, interleaved; None: as many as there are ranks."""
     layout: tuple[Stage, ...] = ()
     """Blocks of every stage in model order, stage ``j`` on rank ``j % pp``. A number is of the last module, encoders
     are whole in the first stage then. Embeddings are in the first stage, heads in the last. Empty: equal numbers."""
@@ -65,6 +79,12 @@ class CurrentRun(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
                 "chunks",
                 f"{self.chunks} a rank, layout has {len(self.layout)} stages for pp = {self.pp}",
                 "leave it out",
+            )
+        if self.group is not None and (self.order != "interleaved" or self.group < self.pp):
+            raise InputError(
+                "group",
+                f"{self.group} microbatches, with schedule {self.order!r} on pp = {self.pp} ranks",
+                "leave it out, or use 'interleaved' and at least pp",
             )
         if self.order in ("1f1b", "zero_bubble") and self.num_chunks > 1:
             raise InputError(

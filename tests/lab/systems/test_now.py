@@ -121,3 +121,13 @@ def test_untold_it_is_megatrons_layout_of_a_language_model() -> None:
     assert [c.rank for c in mine.layout.chunks] == [c.rank for c in theirs.layout.chunks]
     blocks = np.array([chunk.num_layers for chunk in mine.layout.chunks])
     assert blocks.tolist() == [4, 4]  # three blocks each, embedding or head
+
+
+def test_groups_of_microbatches_change_the_order() -> None:
+    orders = []
+    for group in (None, 2, 4):
+        run = CurrentRun(pp=2, chunks=2, recompute="full", group=group)
+        case = case_of(run)
+        found = now_system(case, run).run(sampled_iterations(case, None, Grouping(4), 0).groups, ONE, 0)
+        orders.append([tasks.tolist() if hasattr(tasks, "tolist") else list(tasks) for tasks in found.schedule.order])
+    assert orders[0] == orders[1] != orders[2]

@@ -58,7 +58,7 @@ def tuned_system(case: ModelOnCluster, run: CurrentRun, batches: Sequence[Microb
     systems: dict[object, System] = {}
     for chunks in range(1 if several else most, most + 1):
         schedule = ("interleaved" if chunks > 1 else "1f1b") if several else run.order
-        same = msgspec.structs.replace(run, schedule=schedule, chunks=chunks, layout=(), recompute=None)
+        same = msgspec.structs.replace(run, schedule=schedule, chunks=chunks, group=None, layout=(), recompute=None)
         for load in loads_by_time(case, batches):
             layout = encoders_in_first_stage(case.model, case.num_ranks, chunks, load)
             systems.setdefault(layout.chunks, _timed_as(same, TUNED_TITLE, case, layout))
@@ -134,7 +134,7 @@ def static_orders(run: CurrentRun, layout: Layout) -> list[Callable[[TaskGraph],
     if run.order == "gpipe":
         return [gpipe]
     if run.order == "interleaved" or len(set(stages)) < len(stages):
-        return [interleaved_one_f_one_b]
+        return [partial(interleaved_one_f_one_b, group_size=run.group)]
     if run.order == "1f1b":
         return [one_f_one_b]
     # Weight gradients as late as is best, since with recomputation much memory waits for them.
