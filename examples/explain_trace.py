@@ -78,6 +78,7 @@ def train(rank: int, port: int, asked: argparse.Namespace) -> None:
         on_trace_ready=lambda found: found.export_chrome_trace(str(asked.out / f"rank{rank}.json.gz")),
         record_shapes=asked.shapes,
         with_stack=asked.modules,
+        profile_memory=asked.memory,
     ) as profiler:
         for _ in range(WARM_UP + asked.iterations):
             inputs = (whole,) if rank == 0 else ()
@@ -102,6 +103,7 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=4, help="blocks of a stage")
     parser.add_argument("--shapes", action="store_true", help="record shapes: bytes of messages, size of microbatches")
     parser.add_argument("--modules", action="store_true", help="record calls of modules: costs of layers")
+    parser.add_argument("--memory", action="store_true", help="record memory: bytes of activations and parameters")
     parser.add_argument("--out", type=Path, default=Path("runs/traces"))
     asked = parser.parse_args()
     asked.out.mkdir(parents=True, exist_ok=True)

@@ -17,6 +17,8 @@ SUFFIXES = (".json", ".json.gz")
 _CPU = frozenset({"cpu_op", "user_annotation", "python_function"})
 _DEVICE = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
 _LAUNCH = frozenset({"cuda_runtime", "cuda_driver"})
+_HOST = 0
+"""The processor among the profiler's types of devices."""
 _MODULE = "nn.Module: "
 _MESSAGES = ("c10d::send", "c10d::recv_", "gloo:")
 _OURS = ("F,", "B,", "I,", "W,")
@@ -55,6 +57,13 @@ class Link(NamedTuple):
     backward_ns: int
 
 
+class Allocation(NamedTuple):
+    """Memory that was taken, or given back where it is negative; by the host's clock."""
+
+    at_ns: int
+    num_bytes: int
+
+
 @dataclass(frozen=True, slots=True)
 class RankTrace:
     """The trace of one rank.
@@ -75,6 +84,9 @@ class RankTrace:
         By start.
     links : tuple of Link
         By the forward's time.
+    allocations : tuple of Allocation
+        By time, where memory was recorded (``profile_memory=True``): of the device where there are kernels, otherwise
+        of the host.
     """
 
     source: str
@@ -85,10 +97,13 @@ class RankTrace:
     modules: tuple[TraceEvent, ...] = ()
     kernels: tuple[Kernel, ...] = ()
     links: tuple[Link, ...] = ()
+    allocations: tuple[Allocation, ...] = ()
 
 
 class _Args(msgspec.Struct):
     correlation: int | None = None
+    num_bytes: Any = msgspec.field(name="Bytes", default=None)
+    device: Any = msgspec.field(name="Device Type", default=None)
     dims: msgspec.Raw = msgspec.field(name="Input Dims", default_factory=msgspec.Raw)
     types: msgspec.Raw = msgspec.field(name="Input type", default_factory=msgspec.Raw)
 
@@ -167,6 +182,7 @@ def read_kineto(path: PathLike) -> RankTrace:
     rank = info.rank if info.rank is not None else _rank_in_name(Path(path).name)
     launches = {e.args.correlation: _ns(e.ts, file) for e in file.events if e.cat in _LAUNCH and e.args is not None}
     boxes = sorted(_boxes(file, _CPU), key=lambda box: (box.start_ns, -box.end_ns))
+    kernels = tuple(sorted(_kernels(file, launches)))
     return RankTrace(
         source=where,
         rank=rank,
@@ -174,8 +190,9 @@ def read_kineto(path: PathLike) -> RankTrace:
         host=file.host,
         events=tuple(box for box in boxes if not box.name.startswith(_MODULE)),
         modules=tuple(box._replace(name=box.name[len(_MODULE) :]) for box in boxes if box.name.startswith(_MODULE)),
-        kernels=tuple(sorted(_kernels(file, launches))),
+        kernels=kernels,
         links=_links(file),
+        allocations=tuple(sorted(_allocations(file, on_host=not kernels))),
     )
 
 
@@ -225,6 +242,13 @@ def _kernels(file: _File, launches: dict[int | None, int]) -> Iterator[Kernel]:
             if launched is not None:
                 start = _ns(event.ts, file)
                 yield Kernel(start, start + round(event.dur * 1000), event.name, launched)
+
+
+def _allocations(file: _File, *, on_host: bool) -> Iterator[Allocation]:
+    for event in file.events:
+        args = event.args if event.name == "[memory]" else None
+        if args is not None and isinstance(args.num_bytes, int) and (args.device == _HOST) == on_host:
+            yield Allocation(_ns(event.ts, file), args.num_bytes)
 
 
 def _links(file: _File) -> tuple[Link, ...]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pipeloom.errors import InputError
-from pipeloom.explain.traces.costs import stage_profile
+from pipeloom.explain.traces.costs import layer_table, stage_profile
 from pipeloom.explain.traces.layers import layer_shares
 from pipeloom.explain.traces.run import traced_run
 from pipeloom.explain.traces.traced import TracedRun
@@ -73,3 +73,38 @@ def test_stages_are_fitted_over_sizes(tmp_path: Path) -> None:
     assert all(min(fit.forward_s) >= 0 and sum(fit.forward_s) > 0 for fit in profile.layers.values())
     with pytest.raises(InputError, match="record_shapes=True"):
         stage_profile([sized(tmp_path / "none", None)], "made")
+
+
+def allocation(at: float, num_bytes: int, device: int = 0) -> dict[str, Any]:
+    args = {"Bytes": num_bytes, "Device Type": device}
+    return {"ph": "i", "cat": "cpu_instant_event", "name": "[memory]", "ts": at * 1e3, "args": args}
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_memory_gives_bytes_of_activations_and_parameters(tmp_path: Path, split: bool) -> None:
+    """A forward leaves 100 bytes and frees what else it took; the first backward makes gradients of 1000 bytes."""
+    events, begin = [], 0.0
+    kinds = ("I", "W") if split else ("B",)
+    for step in range(2):
+        events.append(box(f"ProfilerStep#{step}", begin, begin + 99, "user_annotation"))
+        for microbatch in range(3):
+            for kind in ("F", *kinds):
+                events += [
+                    box(f"PP:0{kind}{microbatch}", begin + 1, begin + 8, "user_annotation"),
+                    box("aten::addmm", begin + 1, begin + 8),
+                ]
+                if kind == "F":
+                    events += [
+                        allocation(begin + 2, 140),
+                        allocation(begin + 3, -40),
+                        allocation(begin + 4, 7, device=1),
+                    ]
+                elif kind == kinds[-1]:
+                    events.append(allocation(begin + 2, 900 if microbatch == 0 else -100))
+                begin += 10
+    made: dict[str, Any] = {"traceEvents": events, "distributedInfo": {"rank": 0, "world_size": 1}}
+    run = traced_run([read_kineto(path) for path in trace_files([write(tmp_path, [made])])])
+    (layer,) = layer_table(run, "run", 0.0, {}).layers
+    assert (layer.activation_bytes, layer.parameter_bytes) == (100, 1000)
+    shared = layer_table(run, "run", 0.0, {0: (("a", 0.25, 0.1), ("b", 0.75, 0.9))}).layers
+    assert [(one.activation_bytes, one.parameter_bytes) for one in shared] == [(25, 100), (75, 900)]

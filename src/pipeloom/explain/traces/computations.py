@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
+from itertools import accumulate
 from math import prod
 from typing import NamedTuple
 
@@ -42,6 +43,7 @@ class RankRun(NamedTuple):
 
     iterations: dict[int, tuple[Computation, ...]]
     posted: dict[int, dict[Unit, Posted]]
+    allocated: dict[int, dict[Unit, int]]
 
 
 def rank_run(trace: RankTrace, stage: int) -> RankRun:
@@ -61,17 +63,32 @@ def rank_run(trace: RankTrace, stage: int) -> RankRun:
     by_step = _by_step(trace, _found(trace))
     transfers = _transfers(trace)
     ranges = [event.start_ns for event in trace.events if event.is_range and not event.name.startswith("gloo:")]
-    iterations, posted = {}, {}
+    iterations, posted, allocated = {}, {}, {}
     before_ns = 0
     for number, found in by_step.items():
         last_ns = max(one.left_ns for one in found)
         if len({one.named for one in found}) == len(found) and _is_whole(found):
             mine = [one for one in transfers if before_ns <= one.posted_ns <= last_ns]
             iterations[number], posted[number] = _waits(found, stage, mine, ranges, bool(trace.kernels))
+            allocated[number] = _allocated(trace, found, iterations[number])
         before_ns = last_ns
     if not iterations:
         raise InputError(trace.source, "has no whole iteration of a pipeline", "record at least one whole step")
-    return RankRun(iterations, posted)
+    return RankRun(iterations, posted, allocated)
+
+
+def _allocated(trace: RankTrace, found: Sequence[Found], made: Sequence[Computation]) -> dict[Unit, int]:
+    """Bytes that each computation leaves allocated, from when the host enters its range to when it leaves it."""
+    if not trace.allocations:
+        return {}
+    moments = [one.at_ns for one in trace.allocations]
+    sums = [0, *accumulate(one.num_bytes for one in trace.allocations)]
+    taken = {}
+    for one, computation in zip(found, made, strict=True):
+        # A loss that belongs to its forward may be computed behind the range; a device runs behind the host.
+        until = one.left_ns if trace.kernels else max(one.left_ns, one.end_ns)
+        taken[computation.unit] = sums[bisect_right(moments, until)] - sums[bisect_left(moments, one.entered_ns)]
+    return taken
 
 
 def _found(trace: RankTrace) -> list[Found]:

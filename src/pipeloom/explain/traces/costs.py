@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from math import prod
-from statistics import fmean
+from statistics import fmean, median
 
 from pipeloom.cost import LayerMeasurement, Profile, fit_profile
 from pipeloom.cost.layers import LayerCost, LayerTable
@@ -80,7 +80,8 @@ def layer_table(
     Returns
     -------
     LayerTable
-        Bytes of activations and parameters are 0: a trace does not say them.
+        Bytes are `stage_bytes`, shared among layers as the forward's time (activations) and the backward's
+        (parameters); 0 where memory was not recorded.
     """
     means = compute_means(run)
     shape = Counter(shape for _, _, shape in means).most_common(1)[0][0]
@@ -88,16 +89,18 @@ def layer_table(
         one.num_bytes for it in run.iterations for rank in it.posted for one in rank.values() if one.shape == shape
     ]
     layers = []
+    num_bytes = stage_bytes(run, shape)
     for stage in range(run.num_stages):
         seconds = {kind: means.get((kind, stage, shape), 0.0) / NS_PER_S for kind in range(4)}
         split = (WEIGHT_GRADIENT, stage, shape) in means
+        held, parameters = num_bytes.get(stage, (0, 0))
         for layer, forward, backward in shares.get(stage, ((f"stage.{stage}", 1.0, 1.0),)):
             layers.append(
                 LayerCost(
                     name=layer,
                     forward_s=seconds[FORWARD] * forward,
-                    activation_bytes=0,
-                    parameter_bytes=0,
+                    activation_bytes=round(held * forward),
+                    parameter_bytes=round(parameters * backward),
                     backward_s=None if split else seconds[BACKWARD] * backward,
                     backward_input_s=seconds[INPUT_GRADIENT] * backward if split else None,
                     backward_weight_s=seconds[WEIGHT_GRADIENT] * backward if split else None,
@@ -111,6 +114,38 @@ def layer_table(
         boundary_bytes=max(sizes, default=0),
         layers=tuple(layers),
     )
+
+
+def stage_bytes(run: TracedRun, shape: Shape) -> dict[int, tuple[int, int]]:
+    """Bytes of every stage, where memory was recorded: what a forward leaves allocated, and the parameters.
+
+    The first backward of an iteration makes the gradients, which have the bytes of their parameters; so these are what
+    it takes above the backwards behind it. Where gradients were kept since the last iteration they are not seen.
+
+    Parameters
+    ----------
+    run : TracedRun
+    shape : tuple of int
+        Of the microbatches that activations are asked of.
+    """
+    held: dict[int, list[int]] = defaultdict(list)
+    made: dict[int, list[int]] = defaultdict(list)
+    for iteration in run.iterations:
+        shapes = shapes_of(iteration)
+        for computations, allocated in zip(iteration.ranks, iteration.allocated, strict=False):
+            backwards: dict[tuple[int, int], list[int]] = defaultdict(list)
+            for unit in (one.unit for one in computations if one.unit in allocated):
+                if unit.kind != FORWARD:
+                    backwards[unit.stage, unit.kind].append(allocated[unit])
+                elif shapes.get(unit.microbatch, ()) == shape:
+                    held[unit.stage].append(allocated[unit])
+            for (stage, kind), taken in backwards.items():
+                if kind != INPUT_GRADIENT and len(taken) > 1:
+                    made[stage].append(round(taken[0] - median(taken[1:])))
+    return {
+        stage: (max(0, round(median(taken))), max(0, round(median(made[stage]))) if made[stage] else 0)
+        for stage, taken in held.items()
+    }
 
 
 def stage_profile(runs: Sequence[TracedRun], machine: str) -> Profile:

@@ -38,7 +38,10 @@ def traced_run(traces: Sequence[RankTrace]) -> TracedRun:
         raise InputError("traces", f"no iteration is in all of them: {had}", "record the same steps on every rank")
     iterations = tuple(
         Iteration(
-            number, tuple(rank.iterations[number] for rank in ranks), tuple(rank.posted[number] for rank in ranks)
+            number,
+            tuple(rank.iterations[number] for rank in ranks),
+            tuple(rank.posted[number] for rank in ranks),
+            tuple(rank.allocated[number] for rank in ranks),
         )
         for number in numbers
     )
@@ -155,7 +158,7 @@ def _shifted(iteration: Iteration, shifts: Sequence[int]) -> Iteration:
         {unit: one._replace(at_ns=one.at_ns + by) for unit, one in of_rank.items()}
         for of_rank, by in zip(iteration.posted, shifts, strict=True)
     )
-    return Iteration(iteration.number, ranks, posted)
+    return Iteration(iteration.number, ranks, posted, iteration.allocated)
 
 
 def _moved(one: Computation, by: int) -> Computation:

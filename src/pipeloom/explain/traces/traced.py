@@ -55,6 +55,8 @@ class Iteration:
     ranks: tuple[tuple[Computation, ...], ...]
     posted: tuple[dict[Unit, Posted], ...]
     """Per rank, the receives of units' inputs, where the trace has them."""
+    allocated: tuple[dict[Unit, int], ...] = ()
+    """Per rank, bytes that a unit takes and does not give back (negative: gives back); empty: not recorded."""
 
     @property
     def start_ns(self) -> int:
