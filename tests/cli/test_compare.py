@@ -112,7 +112,10 @@ def test_what_is_to_be_pasted_does_what_it_says(folder: Path, quick: None, capsy
     document = json.loads(capsys.readouterr().out)
     rows = {row["system"]: row for row in document["systems"]}
     lines = {section["heading"]: section.get("lines") for section in document["sections"]}
-    said, words, megatron = lines["What to change in your trainer"]
+    said, words, megatron, *recompute = lines["What to change in your trainer"]
+    recomputes = "recompute=none" not in words
+    assert bool(recompute) == recomputes
+    assert not recomputes or recompute[0].startswith("--recompute-granularity ")
     assert said.startswith("# your trainer with other settings")
     assert load_run(words).layout
     _, string = shlex.split(megatron)

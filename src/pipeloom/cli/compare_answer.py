@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 
 from pipeloom.cli.emulate import parameters_text
+from pipeloom.integrations.megatron.setup import Recompute
 from pipeloom.io.stage_names import megatron_text
 from pipeloom.lab.systems.comparison import OURS, Comparison
 from pipeloom.lab.systems.gain import PACKED
@@ -21,7 +22,7 @@ from pipeloom.report.table_page import Section, TableSection, TextSection
 
 if TYPE_CHECKING:
     from pipeloom.lab.systems.outcome import Outcome
-    from pipeloom.spec import Sample
+    from pipeloom.spec import ChunkStrategy, Sample
 
 COLUMNS = ("system", "iteration", "gain", "tok/s/GPU", "MFU", "bubbles", "memory", "above bound")
 STEPS = {
@@ -188,6 +189,7 @@ def _trainer_lines(outcome: Outcome, tuned: Comparison) -> list[str]:
     backbone = case.model.modules[-1].name
     counts = [stage.get(backbone, 0) for stage in stages]
     order = "interleaved" if len(counts) > case.num_ranks else "1f1b" if run.order == "interleaved" else run.order
+    held = held_as(run_costs(case, msgspec.structs.replace(run, recompute=None)), tuned.result)
     words = {
         "tp": run.tp,
         "pp": run.pp,
@@ -197,9 +199,7 @@ def _trainer_lines(outcome: Outcome, tuned: Comparison) -> list[str]:
         "zero": run.zero if run.zero != 1 else None,
         "schedule": order,
         "layout": ",".join(map(str, counts)),
-        "recompute": _recompute_word(
-            str(held_as(run_costs(case, msgspec.structs.replace(run, recompute=None)), tuned.result))
-        ),
+        "recompute": {"keep": "none"}.get(str(held), str(held).replace("recompute", "full")),
         "microbatch_samples": run.microbatch_samples,
         "microbatch_tokens": run.microbatch_tokens,
         "pad_to": run.pad_to,
@@ -209,11 +209,17 @@ def _trainer_lines(outcome: Outcome, tuned: Comparison) -> list[str]:
     letters = ["t" * count for count in counts]
     letters[0], letters[-1] = "E" + letters[0], letters[-1] + "L"
     lines.append(f'--pipeline-model-parallel-layout "{megatron_text(letters)}"')
+    lines += _recompute(held, counts).arguments
     return lines
 
 
-def _recompute_word(strategy: str) -> str:
-    return {"keep": "none"}.get(strategy, strategy.replace("recompute", "full"))
+def _recompute(held: ChunkStrategy, counts: Sequence[int]) -> Recompute:
+    """What Megatron is told: of a share of each stage's layers, the number of the stage that has most of them."""
+    if held.first == "recompute":
+        if held.share == 1:
+            return Recompute("full", "uniform", 1)
+        return Recompute("full", "block", max(round(held.share * count) for count in counts))
+    return Recompute("selective", modules=("layernorm",)) if held.first == "selective" else Recompute()
 
 
 def _pipeloom_lines(outcome: Outcome, found: dict[str, Comparison], layout_file: Path | None) -> list[str]:
