@@ -255,3 +255,18 @@ def test_layers_of_each_rank() -> None:
     chunks = (Chunk("vision", (0, 3), 0), Chunk("vision", (4, 7), 1), Chunk("lm", (0, 0), 0), Chunk("lm", (1, 2), 1))
     layout = Layout(2, modules, chunks)
     assert layers_by_rank(layout) == ("vision 0-3, lm 0-0", "vision 4-7, lm 1-2")
+
+
+def test_without_bytes_no_memory_is_drawn() -> None:
+    graph = uniform_chain(2, 3)
+    none = replace(
+        graph,
+        activation_bytes=np.zeros_like(graph.activation_bytes),
+        weight_gradient_bytes=np.zeros_like(graph.weight_gradient_bytes),
+        static_bytes=np.zeros_like(graph.static_bytes),
+    )
+    for shown, drawn in ((graph, True), (none, False)):
+        timeline = simulate(shown, one_f_one_b(shown))
+        page = timeline_html([make_track("one", shown, None, timeline)], title="page")
+        assert ("memory, " in page) == ("peak memory" in page) == drawn
+        assert "time, " in page

@@ -29,6 +29,7 @@ from pipeloom.taskgraph import KIND_NAMES
 from pipeloom.timeline import memory_curve
 
 LANE_HEIGHT, MEMORY_HEIGHT, TOOLBAR_HEIGHT, MARGIN_LEFT, MARGIN_RIGHT = 36, 158, 32, 78, 24
+AXIS_HEIGHT = 46
 _KIND_WORDS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
 
 # Labels are shown where they fit at the present zoom: "3.1", else "3", else nothing.
@@ -64,8 +65,8 @@ def html_page(
     """Draw tracks under one another on one time axis.
 
     Every track is a Gantt of its ranks (light: forward, dark: backward, one hue a module, hatched: idle)
-    with its memory curve beneath, a dashed line at its lower bound, and its numbers above. Hovering a task
-    shows what it is; all tracks zoom and pan together.
+    with its memory curve beneath where bytes are known, a dashed line at its lower bound, and its numbers above.
+    Hovering a task shows what it is; all tracks zoom and pan together.
 
     Parameters
     ----------
@@ -107,10 +108,16 @@ def html_page(
         ruled: dict[str, Any] = {"border-top": "1px solid #d9dce2", "padding-top": "8px", "margin-top": "14px"}
         children.append(Div(text=_numbers(track), sizing_mode="stretch_width", styles=ruled))
         gantt, source = _gantt(track, span, unit_ns, hues, reference if i else None)
-        memory = _memory(track, span, unit_ns, unit)
-        for plot in (gantt, memory):
+        plots = [gantt]
+        if key_figures(track).peak_bytes:
+            plots.append(_memory(track, span, unit_ns, unit))
+        else:
+            gantt.height += AXIS_HEIGHT
+            gantt.xaxis.visible = True
+            gantt.xaxis.axis_label = f"time, {unit}"
+        for plot in plots:
             plot.add_tools(CrosshairTool(overlay=crosshair))
-        children += [gantt, memory]
+        children += plots
         sources.append(source)
         frames.append(gantt)
     fit = CustomJS(args={"sources": sources, "range": span, "frame": frames[0]}, code=_FIT_LABELS)
@@ -390,7 +397,9 @@ def _numbers(track: Track) -> str:
         fields.append(("lower bound", f"{time_text(n.lower_bound_ns)} ({html.escape(n.lower_bound_name)})"))
     if n.gap is not None:
         fields.append(("gap", share_text(n.gap)))
-    fields += [("bubbles", share_text(n.bubble_share)), ("peak memory", size_text(n.peak_bytes))]
+    fields.append(("bubbles", share_text(n.bubble_share)))
+    if n.peak_bytes:
+        fields.append(("peak memory", size_text(n.peak_bytes)))
     shown = "".join(
         f'<span style="display:inline-block;white-space:nowrap;margin-right:22px">'
         f'<span style="color:{colours.FAINT}">{name}</span> <b>{value}</b></span>'
