@@ -59,7 +59,7 @@ def _schedule(folder: Path, name: str = "s.json", **change: Any) -> Path:
 def test_check_accepts_the_example(invoke: Invoke, tiny: Path, tmp_path: Path) -> None:
     done = invoke("check", tiny, _schedule(tmp_path))
     assert (done.code, done.err) == (0, "")
-    assert done.out.startswith("feasible: makespan 6.02 s, lower bound 6.02 s (critical path), gap 0.0 %")
+    assert done.out.startswith("feasible: makespan 6.020 s, lower bound 6.020 s (critical path), gap 0.0 %")
     document = json.loads(invoke("check", tiny, _schedule(tmp_path), "--json").out)
     assert document["feasible"] is True
     assert document["violations"] == []
