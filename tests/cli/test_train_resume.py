@@ -31,6 +31,7 @@ ranks = 2
 token_budget = 6
 [checkpoint]
 every = 2
+asynchronous = false
 [planner]
 budget_s = 0.02
 """

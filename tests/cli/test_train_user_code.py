@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from pipeloom.cli.app import run
-from pipeloom.errors import InputError
-from pipeloom.training import TrainingRun
 
 pytestmark = pytest.mark.ranks
 
@@ -124,8 +121,3 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path, capsys: pytest.Ca
     (tmp_path / "file").touch()
     assert run(["train", str(config(tmp_path)), "--runs", str(tmp_path / "file")]) == 2
     assert "cannot be made or emptied" in capsys.readouterr().err
-
-
-def test_a_setup_that_this_host_does_not_have_is_told_of(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"setup.json: cannot be read on host .*, rank 0 wrote it; .* --runs"):
-        replace(TrainingRun.from_toml(config(tmp_path)), folder=tmp_path).read_setup()

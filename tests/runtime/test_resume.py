@@ -51,7 +51,7 @@ def test_a_damaged_file_is_refused_by_name(tmp_path: Path, name: str) -> None:
     executor = Executor(run.model, run.case.layout, 0, ThreadHub().transport(0))
     checkpoints = Checkpoints(tmp_path)
     state = TrainerState(7, "", executor.layout.digest)
-    checkpoints.save(executor, None, state)
+    checkpoints.save(executor, None, state).wait()
     assert checkpoints.load(executor, None) == state
     file = tmp_path / "step-00000007" / name
     content = bytearray(file.read_bytes())

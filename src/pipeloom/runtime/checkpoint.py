@@ -96,18 +96,30 @@ def save_checkpoint(
     InputError
         When the optimiser has state or options that no checkpoint holds: anything but tensors, numbers and strings.
     """
-    import torch.distributed.checkpoint as dcp  # slow to import, and seldom needed
+    write_state(path, state_tensors(executor, optimizer, iteration, averages=averages), group=group)
 
-    from pipeloom.runtime.checkpoint_files import DigestingWriter
 
+def state_tensors(
+    executor: Executor, optimizer: torch.optim.Optimizer | None, iteration: int, *, averages: Averages | None = None
+) -> dict[str, Tensor]:
+    """Return all that a checkpoint holds of this rank, by its keys; the tensors are those that training changes."""
     state = {f"{_MODEL}.{name}": tensor for name, tensor in executor.saved_tensors().items()}
     state |= _optimizer_tensors(executor, optimizer)
     state |= _average_tensors(executor, averages)
     for name, options in options_by_name(executor, optimizer).items():
         state[f"{_OPTIONS}.{name}"] = torch.frombuffer(bytearray(json.dumps(options).encode()), dtype=torch.uint8)
     state[_ITERATION] = torch.tensor(iteration)
+    return state
+
+
+def write_state(path: Path | str, state: Mapping[str, Tensor], *, group: dist.ProcessGroup | None = None) -> None:
+    """Write what `state_tensors` returned, or copies of it; all processes call it together."""
+    import torch.distributed.checkpoint as dcp  # slow to import, and seldom needed
+
+    from pipeloom.runtime.checkpoint_files import DigestingWriter
+
     with _quiet_alone():
-        dcp.save(state, storage_writer=DigestingWriter(str(path), overwrite=True), process_group=group)  # type: ignore[attr-defined]
+        dcp.save(dict(state), storage_writer=DigestingWriter(str(path), overwrite=True), process_group=group)  # type: ignore[attr-defined]
 
 
 def load_checkpoint(

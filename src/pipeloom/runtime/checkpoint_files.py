@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 import pickle
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +120,23 @@ def write_digests(folder: Path, writer: str, names: Iterable[str]) -> None:
         os.fsync(stream.fileno())
 
 
+def known_digests(folder: Path) -> dict[str, str]:
+    """What was written into a checkpoint: names of files, and the digest of each; empty where there are none.
+
+    Raises
+    ------
+    InputError
+        Naming a file of digests that cannot be read.
+    """
+    known: dict[str, str] = {}
+    for file in sorted(folder.glob("digests-*.json")):
+        try:
+            known |= json.loads(file.read_text())
+        except (OSError, ValueError, TypeError) as error:
+            raise InputError(str(file), f"cannot be read ({error})", _REMEDY) from error
+    return known
+
+
 def check_digests(folder: Path, names: Iterable[str]) -> None:
     """Refuse files of a checkpoint that are not as they were written.
 
@@ -130,14 +147,8 @@ def check_digests(folder: Path, names: Iterable[str]) -> None:
     InputError
         Naming the file.
     """
-    known: dict[str, str] = {}
-    files = sorted(folder.glob("digests-*.json"))
-    for file in files:
-        try:
-            known |= json.loads(file.read_text())
-        except (OSError, ValueError, TypeError) as error:
-            raise InputError(str(file), f"cannot be read ({error})", _REMEDY) from error
-    for name in sorted(names) if files else ():
+    known = known_digests(folder)
+    for name in sorted(names) if known else ():
         try:
             found = _digest(folder / name)
         except OSError as error:
@@ -145,6 +156,36 @@ def check_digests(folder: Path, names: Iterable[str]) -> None:
         if known.get(name) != found:
             problem = "is damaged: it is not what was written" if name in known else "has no digest beside it"
             raise InputError(str(folder / name), problem, _REMEDY)
+
+
+def find_damage(folder: Path, needed: Iterable[str], share: Callable[[Sequence[str]], Sequence[str]]) -> dict[str, str]:
+    """Files of a whole checkpoint that are missing, or not as they were written, and what is wrong with each.
+
+    Parameters
+    ----------
+    folder : Path
+    needed : iterable of str
+        Files that must be there beside tensors.
+    share : callable
+        Which of the files to look at, where several processes do.
+    """
+    try:
+        known = known_digests(folder)
+        # What is unlike its digest is found below.
+        stored = PlainReader(str(folder)).read_metadata().storage_data.values() if METADATA in known else ()
+    except InputError as error:
+        return {Path(error.entity).name: error.problem}
+    names = sorted({METADATA, *needed, *known, *(info.relative_path for info in stored)})
+    damage = {}
+    for name in share(names):
+        if name not in known:
+            damage[name] = "has no digest beside it"
+            continue
+        try:
+            check_digests(folder, [name])
+        except InputError as error:
+            damage[name] = error.problem
+    return damage
 
 
 def _digest(file: Path) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import socket
 import threading
 import time
@@ -28,8 +29,10 @@ AT_ONCE = 256 * 1024
 _LENGTH_BYTES = 8
 
 
-def broadcast_bytes(data: bytes | None, group: dist.ProcessGroup | None = None, at_once: int = AT_ONCE) -> bytes:
-    """Send bytes from the first rank of a group, the only one to give ``data``, to all of it.
+def broadcast_bytes(
+    data: bytes | None, group: dist.ProcessGroup | None = None, at_once: int = AT_ONCE, source: int = 0
+) -> bytes:
+    """Send bytes from one rank of a group, the only one to give ``data``, to all of it.
 
     Up to ``at_once`` bytes, a number that all ranks give alike, travel with their length.
     """
@@ -38,7 +41,7 @@ def broadcast_bytes(data: bytes | None, group: dist.ProcessGroup | None = None, 
     if data is not None:
         first[:_LENGTH_BYTES] = np.frombuffer(len(data).to_bytes(_LENGTH_BYTES, "little"), np.uint8)
         first[_LENGTH_BYTES:][: len(data)] = np.frombuffer(data[:at_once], np.uint8)
-    dist.broadcast(torch.from_numpy(first), group=group, group_src=0)
+    dist.broadcast(torch.from_numpy(first), group=group, group_src=source)
     size = int.from_bytes(first[:_LENGTH_BYTES].tobytes(), "little")
     head = first[_LENGTH_BYTES:][:size].tobytes()
     if size <= at_once:
@@ -46,14 +49,14 @@ def broadcast_bytes(data: bytes | None, group: dist.ProcessGroup | None = None, 
     rest = np.zeros(size - at_once, np.uint8)
     if data is not None:
         rest[:] = np.frombuffer(data, np.uint8, offset=at_once)
-    dist.broadcast(torch.from_numpy(rest), group=group, group_src=0)
+    dist.broadcast(torch.from_numpy(rest), group=group, group_src=source)
     return head + rest.tobytes()
 
 
-def first_says(number: int) -> int:
-    """A number of rank 0's, on all ranks; all call it together."""
+def first_says(number: int, group: dist.ProcessGroup | None = None) -> int:
+    """A number of the first rank's, on all ranks of a group; all call it together."""
     told = torch.tensor(number)
-    dist.broadcast(told, src=0)
+    dist.broadcast(told, group=group, group_src=0)
     return int(told)
 
 
@@ -149,18 +152,32 @@ def together(what: str) -> Iterator[None]:
         raise ExecutionError(f"{what} failed, another rank is gone or hangs: {error}") from error
 
 
+def long_group(ranks: Sequence[int] | None = None) -> dist.ProcessGroup:
+    """Make a group whose ranks wait for one another for an hour: files take as long as they take; all call it."""
+    with together("making a group of ranks"):
+        group: dist.ProcessGroup = dist.new_group(
+            None if ranks is None else list(ranks), backend="gloo", timeout=_START_TIMEOUT
+        )
+    return group
+
+
 class Patience:
-    """Waits for the slowest rank for an hour: files take as long as they take. All ranks make one, and wait once."""
+    """Waits for the slowest rank for an hour. All ranks make one, and wait once."""
 
     def __init__(self) -> None:
-        with together("making a group of all ranks"):
-            self._group = dist.new_group(backend="gloo", timeout=_START_TIMEOUT)
+        self._group = long_group()
 
     def wait(self, what: str) -> None:
         """Return when all ranks are here."""
+        self.hear(what, 0)
+
+    def hear(self, what: str, number: int) -> int:
+        """The number of rank 0, when all ranks are here."""
         with together(what):
             dist.barrier(group=self._group)
+            said = first_says(number, self._group)
             dist.destroy_process_group(self._group)
+        return said
 
 
 class FirstPlan:
@@ -172,8 +189,7 @@ class FirstPlan:
     """
 
     def __init__(self) -> None:
-        with together("the start of training"):
-            self._group = dist.new_group(backend="gloo", timeout=_START_TIMEOUT)
+        self._group = long_group()
         self._told = threading.Timer(_TELL_AFTER_S, self._tell)
         self._told.daemon = True
         if dist.get_rank() == 0:
@@ -202,6 +218,7 @@ _ROUNDS = 8
 # Clocks drift apart by some microseconds in a second.
 _ITERATIONS_BETWEEN = 20
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_TIME_NAMESPACE = "/proc/self/ns/time"
 
 Clock = Callable[[], int]
 """Nanoseconds since a moment of its own."""
@@ -298,5 +315,8 @@ class SharedClock:
 
 
 def _this_host() -> bytes:
-    # Containers have names of their own, but the clock is the kernel's.
-    return _BOOT_ID.read_bytes() if _BOOT_ID.exists() else socket.gethostname().encode()
+    # Containers have names of their own, but the clock is the kernel's, or that of a time namespace.
+    if not _BOOT_ID.exists():
+        return socket.gethostname().encode()
+    clock = os.readlink(_TIME_NAMESPACE) if os.path.lexists(_TIME_NAMESPACE) else ""
+    return _BOOT_ID.read_bytes() + clock.encode()

@@ -6,9 +6,12 @@ restarts are left; where training goes on then is for the checkpoints to say.
 
 from __future__ import annotations
 
+import fcntl
 import multiprocessing
 import os
 import pickle
+import socket
+import struct
 import sys
 import tempfile
 import threading
@@ -272,7 +275,7 @@ def _environment(threads: int) -> Iterator[None]:
     """Environment of the ranks while they are started: threads, and gloo on the loopback device."""
     wanted = dict.fromkeys(_THREAD_VARIABLES, str(threads))
     if "GLOO_SOCKET_IFNAME" not in os.environ:
-        wanted["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
+        wanted["GLOO_SOCKET_IFNAME"] = _loopback()
     before = {name: os.environ.get(name) for name in wanted}
     os.environ.update(wanted)
     try:
@@ -285,9 +288,7 @@ def _environment(threads: int) -> Iterator[None]:
                 os.environ[name] = value
 
 
-# Rank 0 measures layers and compiles kernels first; the others are not to give up meanwhile.
-_PREPARE_TIMEOUT = timedelta(hours=1)
-_PREPARED = "prepared"
+_JOIN_TIMEOUT = timedelta(hours=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,31 +332,68 @@ def this_worker(environment: Mapping[str, str] | None = None) -> Worker | None:
         raise InputError("torchrun's environment", f"lacks a rank or world size ({error})", "use torchrun") from error
 
 
-def join_workers(worker: Worker, prepare: Callable[[], Any], timeout_s: float, device: DeviceType = "cpu") -> None:
-    """Join the process group of all workers, once rank 0 has prepared what all of them read.
+def join_workers(worker: Worker, timeout_s: float, device: DeviceType = "cpu") -> None:
+    """Join the process group of all workers.
 
     Parameters
     ----------
     worker : Worker
-    prepare : callable
-        Called on rank 0 alone, while the others wait.
     timeout_s : float
-        After which a rank that waits for another gives up, from then on.
+        After which a rank that waits for another gives up.
     device : {"cpu", "cuda"}
         ``"cuda"``: each process has a GPU of its own, and tensors there go by NCCL.
+
+    Raises
+    ------
+    ExecutionError
+        When not all come.
     """
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    if worker.on_one_host:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-    shared, rank, size = next(iter(dist.rendezvous("env://", timeout=_PREPARE_TIMEOUT)))  # type: ignore[attr-defined]
+    if "GLOO_SOCKET_IFNAME" not in os.environ:
+        name = _loopback() if worker.on_one_host else interface_towards(os.environ.get("MASTER_ADDR", ""))
+        if name:
+            os.environ["GLOO_SOCKET_IFNAME"] = name
+    shared, rank, size = next(iter(dist.rendezvous("env://", timeout=_JOIN_TIMEOUT)))  # type: ignore[attr-defined]
     # torchrun keeps its store over a restart: what the ranks before left there, their addresses too, is not ours.
     store = dist.PrefixStore(f"pipeloom/{worker.num_restarts}", shared)  # type: ignore[attr-defined]
-    if rank == 0:
-        prepare()
-        store.set(_PREPARED, "1")
-    else:
-        try:
-            store.wait([_PREPARED], _PREPARE_TIMEOUT)
-        except RuntimeError as error:
-            raise ExecutionError(f"rank {rank}: rank 0 did not get ready: {error}") from error
+    try:
+        # Some hosts come late; from here on ranks wait for no longer than they are told to.
+        store.set(f"here/{rank}", "1")
+        store.wait([f"here/{each}" for each in range(size)], _JOIN_TIMEOUT)
+    except RuntimeError as error:
+        raise ExecutionError(f"rank {rank}: not all of {size} ranks came: {error}") from error
     join_group(device, store, rank, size, timeout_s, worker.local_rank)
+
+
+def interface_towards(address: str) -> str | None:
+    """Name of the network interface by which another host is reached; None where that cannot be told.
+
+    Without being told, gloo takes the interface that the host's own name stands for: often the loopback device.
+    """
+    try:
+        family, _, _, _, target = socket.getaddrinfo(address, 1, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(target)  # nothing is sent
+            own = probe.getsockname()[0]
+            for _, name in socket.if_nameindex():
+                if family == socket.AF_INET and _address_of(probe, name) == own:
+                    return name
+    except OSError:
+        pass
+    return None
+
+
+_SIOCGIFADDR = 0x8915
+
+
+def _address_of(probe: socket.socket, interface: str) -> str | None:
+    """IPv4 address of an interface (Linux); None where it has none."""
+    try:
+        answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
+    except OSError:
+        return None
+    return socket.inet_ntoa(answer[20:24])
+
+
+def _loopback() -> str:
+    return "lo0" if sys.platform == "darwin" else "lo"

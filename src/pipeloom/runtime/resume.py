@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import re
 import shutil
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import msgspec
@@ -15,14 +18,17 @@ import torch.distributed as dist
 
 from pipeloom.cost import Correction
 from pipeloom.errors import ExecutionError, InputError
-from pipeloom.runtime.checkpoint import load_checkpoint, save_checkpoint
-from pipeloom.runtime.coordination import first_says
+from pipeloom.runtime.checkpoint import load_checkpoint, state_tensors, write_state
+from pipeloom.runtime.copies import Copies, find_copies
 from pipeloom.runtime.ema import Averages
 from pipeloom.runtime.executor import Executor
 from pipeloom.spec import Batch
 
 STATE = "trainer.json"
 """File of a checkpoint with its `TrainerState`."""
+RECORD = ("history.jsonl", "evaluations.jsonl", "setup.json")
+"""Files of a run that go on with it, and so follow its checkpoints."""
+_LOG = logging.getLogger(__name__)
 _WHOLE = re.compile(r"step-(\d+)")
 
 
@@ -50,9 +56,62 @@ def fingerprint(batch: Batch) -> str:
     return hashlib.blake2b(content, digest_size=12).hexdigest()
 
 
+class Saving:
+    """A checkpoint that is being written beside training; it holds copies of all that it writes.
+
+    Parameters
+    ----------
+    iteration : int
+        With which to go on from it.
+    write : callable
+        Writes it, and returns its folder.
+    asynchronous : bool
+        Write in a thread of its own; False: at once.
+    """
+
+    def __init__(self, iteration: int, write: Callable[[], Path], *, asynchronous: bool) -> None:
+        self.iteration = iteration
+        self._write, self._path, self._error = write, Path(), None
+        self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True) if asynchronous else None
+        if self._thread is None:
+            self._path = write()
+        else:
+            self._thread.start()
+
+    _error: BaseException | None
+
+    @property
+    def ended(self) -> bool:
+        """Whether it is written, or has failed."""
+        return self._thread is None or not self._thread.is_alive()
+
+    def wait(self) -> Path:
+        """Return its folder once it is whole.
+
+        Raises
+        ------
+        PipeloomError
+            It could not be written.
+        """
+        if self._thread is not None:
+            self._thread.join()
+        if self._error is not None:
+            raise self._error
+        return self._path
+
+    def _run(self) -> None:
+        try:
+            self._path = self._write()
+        except BaseException as error:  # told to who waits
+            self._error = error
+
+
 @dataclass(frozen=True)
 class Checkpoints:
-    """Where and how often training is saved. All ranks read and write one folder.
+    """Where and how often training is saved.
+
+    All ranks read and write one folder, or where hosts do not share it, each host a copy that is kept whole: a host
+    that is lost takes none away.
 
     A checkpoint is written under another name and gets its own once everything is there, so that whatever happens
     meanwhile, a folder ``step-N`` is whole.
@@ -65,11 +124,14 @@ class Checkpoints:
         Iterations from one to the next; the end of a run is always saved.
     keep : int
         How many of the newest are kept.
+    asynchronous : bool
+        Write while training goes on, from copies in host memory; False: training waits.
     """
 
     folder: Path
     every: int = 100
     keep: int = 2
+    asynchronous: bool = True
 
     def __post_init__(self) -> None:
         """Refuse what never saves."""
@@ -77,15 +139,24 @@ class Checkpoints:
             if getattr(self, name) < 1:
                 raise InputError(f"checkpoint.{name}", f"{getattr(self, name)} is below 1")
 
+    @cached_property
+    def copies(self) -> Copies:
+        """Which ranks see which copy of the folder; all ranks ask for it together, at first."""
+        return find_copies(self.folder)
+
     def steps(self) -> list[int]:
-        """Iterations with which the whole checkpoints go on, oldest first."""
+        """Iterations with which the whole checkpoints of this copy go on, oldest first."""
         if not self.folder.is_dir():
             return []
         found = (_WHOLE.fullmatch(entry.name) for entry in self.folder.iterdir())
         return sorted(int(match[1]) for match in found if match is not None)
 
+    def all_steps(self) -> list[int]:
+        """The same of all copies; all ranks call it together."""
+        return sorted(set().union(*self.copies.gather(self.steps())))
+
     def newest(self) -> Path | None:
-        """Folder of the newest whole checkpoint; None where there is none."""
+        """Folder of the newest whole checkpoint of this copy; None where there is none."""
         return next((self._path(step) for step in reversed(self.steps())), None)
 
     def save(
@@ -94,63 +165,124 @@ class Checkpoints:
         optimizer: torch.optim.Optimizer | None,
         state: TrainerState,
         averages: Averages | None = None,
-    ) -> Path:
-        """Write a checkpoint, then drop those that are too old; all ranks call it together.
+        record: Path | None = None,
+    ) -> Saving:
+        """Begin to write a checkpoint, and drop those that are too old when it is there; all ranks call it together.
 
-        Returns
-        -------
-        Path
-            Its folder.
+        One is written at a time: wait for one before the next is begun.
+
+        Parameters
+        ----------
+        executor, optimizer, state, averages
+            What is saved.
+        record : Path or None
+            The folder in which rank 0 writes what the run tells of itself; hosts that do not share it get its files
+            with the checkpoint.
 
         Raises
         ------
         InputError
             When the folder cannot be written.
         """
-        target, rank = self._path(state.iteration), dist.get_rank()
-        partial = target.with_name(f"{target.name}.partial")
-        if rank == 0:
-            self._attempt(lambda: _make_empty(partial))
-        dist.barrier()
-        self._write(partial, executor, optimizer, state.iteration, averages)
+        copies, asynchronous = self.copies, self.asynchronous
+        # Training changes tensors; what is written at once needs no copies.
+        tensors = {
+            name: tensor.detach().to("cpu", copy=True) if asynchronous else tensor
+            for name, tensor in state_tensors(executor, optimizer, state.iteration, averages=averages).items()
+        }
         contents = {
-            f"{name}-{rank}": generator.get_state().numpy().tobytes()
+            f"{name}-{dist.get_rank()}": generator.get_state().numpy().tobytes()
             for name, generator in _generators(executor.device).items()
         }
-        if rank == 0:
+        if dist.get_rank() == 0:
             contents[STATE] = msgspec.json.encode(state)
             if executor.model.pretrained is not None:
                 contents |= {name: text.encode() for name, text in executor.model.pretrained.kept().items()}
-        self._attempt(lambda: _write_files(partial, rank, contents))
-        dist.barrier()
-        if rank == 0:
+        return Saving(
+            state.iteration,
+            lambda: self._save(copies, state.iteration, tensors, contents, record),
+            asynchronous=asynchronous,
+        )
+
+    def _save(
+        self,
+        copies: Copies,
+        iteration: int,
+        tensors: Mapping[str, torch.Tensor],
+        contents: dict[str, bytes],
+        record: Path | None,
+    ) -> Path:
+        target = self._path(iteration)
+        partial = target.with_name(f"{target.name}.partial")
+        if copies.is_first:
+            self._attempt(lambda: _make_empty(partial))
+        copies.wait()
+        self._write(partial, tensors, copies)
+        self._attempt(lambda: _write_files(partial, dist.get_rank(), contents))
+        copies.wait()
+        copies.complete(partial, partial)
+        if copies.is_first:
             # A checkpoint of the same iteration can only be of this run's earlier life: the same content.
             _remove(target)
             self._attempt(lambda: partial.rename(target))
             for step in self.steps()[: -self.keep]:
                 _remove(self._path(step))
-        dist.barrier()
+        if record is not None:
+            copies.follow(record, RECORD)
+        copies.wait()
         return target
 
     def load(
         self, executor: Executor, optimizer: torch.optim.Optimizer | None, averages: Averages | None = None
     ) -> TrainerState | None:
-        """Read the newest whole checkpoint, None where there is none; all ranks call it together.
+        """Read the newest checkpoint that is not damaged, None where there is none; all ranks call it together.
 
         Raises
         ------
         InputError
-            When it is of another model, or damaged.
+            When it is of another model, or all are damaged: what is wrong with the newest.
         """
-        # One rank decides: another may see a folder a moment later.
-        newest = first_says((self.steps()[-1:] or [-1])[0])
-        if newest < 0:
-            return None
-        from pipeloom.runtime.checkpoint_files import check_digests  # slow to import, and seldom needed
+        steps = self.all_steps()
+        damaged: InputError | None = None
+        for step in reversed(steps):
+            path, problem = self._path(step), self._damage(step)
+            if problem is None:
+                return self._read(path, executor, optimizer, averages)
+            if dist.get_rank() == 0 and step != steps[0]:
+                _LOG.warning("%s: %s; going on from an older checkpoint", problem.entity, problem.problem)
+            damaged = damaged or problem
+        if damaged is not None:
+            raise damaged
+        return None
 
-        path = self._path(newest)
-        load_checkpoint(path, executor, optimizer, averages=averages)
-        check_digests(path, [STATE])
+    def _damage(self, step: int) -> InputError | None:
+        """What is wrong with a checkpoint, where no copy of what is wrong is good; copies are mended from others."""
+        from pipeloom.runtime.checkpoint_files import find_damage  # slow to import, and seldom needed
+
+        copies, path = self.copies, self._path(step)
+        if not all(copies.gather(path.is_dir())):
+            partial = path.with_name(f"{path.name}.partial")
+            lacks = copies.is_first and not path.is_dir()
+            if lacks:
+                self._attempt(lambda: _make_empty(partial))
+            copies.complete(path, partial)
+            if lacks:
+                self._attempt(lambda: partial.rename(path))
+            copies.wait()
+        for is_mended in (len(copies.firsts) == 1, True):
+            damage = copies.gather(find_damage(path, [STATE], copies.share))
+            if not any(damage):
+                return None
+            if is_mended:
+                break
+            copies.complete(path, path, set().union(*(damage[rank] for rank in copies.sharers)))
+        name, problem = next(iter(next(each for each in damage if each).items()))
+        return InputError(str(path / name), problem, "remove this checkpoint, and begin anew or from another")
+
+    def _read(
+        self, path: Path, executor: Executor, optimizer: torch.optim.Optimizer | None, averages: Averages | None
+    ) -> TrainerState:
+        load_checkpoint(path, executor, optimizer, averages=averages, group=self.copies.everyone)
         try:
             state = msgspec.json.decode((path / STATE).read_bytes(), type=TrainerState)
         except (OSError, msgspec.MsgspecError) as error:
@@ -159,30 +291,22 @@ class Checkpoints:
             saved = path / f"{name}-{dist.get_rank()}"
             # In another layout other layers draw the numbers; then there is nothing to go on with.
             if state.layout == executor.layout.digest and saved.exists():
-                check_digests(path, [saved.name])
                 generator.set_state(torch.frombuffer(bytearray(saved.read_bytes()), dtype=torch.uint8))
         return state
 
     def clear(self) -> None:
-        """Remove all checkpoints."""
+        """Remove all checkpoints of this copy."""
         for step in self.steps():
             _remove(self._path(step))
 
     def _path(self, iteration: int) -> Path:
         return self.folder / f"step-{iteration:08d}"
 
-    def _write(
-        self,
-        path: Path,
-        executor: Executor,
-        optimizer: torch.optim.Optimizer | None,
-        iteration: int,
-        averages: Averages | None,
-    ) -> None:
+    def _write(self, path: Path, tensors: Mapping[str, torch.Tensor], copies: Copies) -> None:
         from torch.distributed.checkpoint.api import CheckpointException  # slow to import, and seldom needed
 
         try:
-            save_checkpoint(path, executor, optimizer, iteration, averages=averages)
+            write_state(path, tensors, group=copies.everyone)
         except CheckpointException as error:  # a BaseException, which no caller would expect
             raise ExecutionError(f"checkpoint {path} cannot be written: {error}") from error
 

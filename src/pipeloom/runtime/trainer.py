@@ -42,7 +42,7 @@ from pipeloom.runtime.prefetch import Describe, close_reading
 from pipeloom.runtime.rates import MakeOptimizer, MakeScheduler, Rates, make_optimizer
 from pipeloom.runtime.reduce import Position, counted_parameters, gradient_squares, limit_gradients
 from pipeloom.runtime.result import Calibrator, StepReport, gather_times
-from pipeloom.runtime.resume import Checkpoints, TrainerState
+from pipeloom.runtime.resume import Checkpoints, Saving, TrainerState
 from pipeloom.runtime.safetensors_files import SHARD_BYTES
 from pipeloom.runtime.save_pretrained import save_pretrained
 from pipeloom.runtime.tied import sums_over_ranks
@@ -110,6 +110,8 @@ class TrainerOptions:
     """Where training is saved, and goes on from after `Trainer.resume`; None: nowhere."""
     on_checkpoint: Callable[[int, Path], None] | None = None
     """Called after a checkpoint with the iteration to go on with, and the folder."""
+    record: Path | None = None
+    """Folder in which rank 0 keeps the run's history; hosts that do not share it get it with each checkpoint."""
     count_flops: bool = False
     """Report the operations of every iteration (`StepReport.flops`); not with tensor parallelism, where torch's counter
     says nothing of parts."""
@@ -225,6 +227,7 @@ class Trainer:
         self._calibrator = Calibrator()
         self._clock = SharedClock(self.membership.collectives)
         self._resumed: TrainerState | None = None
+        self._saving: Saving | None = None
 
     def _make_running(self) -> Model:
         """Divide the layers of this rank, and give those that are on ``meta`` memory and weights."""
@@ -345,6 +348,10 @@ class Trainer:
                 report = self._step(current, delivery, answer, packing)
                 yield replace(report, step_s=time.monotonic() - begin)
                 self._save(current, is_last=asked is None)
+        except GeneratorExit:
+            # Whoever stops here wants what was trained.
+            self._end_saving()
+            raise
         finally:
             close_reading(ahead.source)
             self._executor.loader.close()
@@ -439,6 +446,8 @@ class Trainer:
         checkpoints = self.options.checkpoints
         if checkpoints is None:
             return
+        if self._saving is not None and self._saving.ended:
+            self._end_saving()
         iteration = asked.batch.iteration + 1
         if iteration % checkpoints.every and not is_last:
             return
@@ -452,10 +461,21 @@ class Trainer:
             self._evaluations,
             origin="" if self.model.pretrained is None else self.model.pretrained.origin,
         )
+        self._end_saving()
         with together(f"iteration {asked.batch.iteration}: saving the checkpoint"):
-            path = checkpoints.save(self._executor, self._optimizer, state, self._averages)
+            self._saving = checkpoints.save(self._executor, self._optimizer, state, self._averages, self.options.record)
+        if is_last or not checkpoints.asynchronous:
+            self._end_saving()
+
+    def _end_saving(self) -> None:
+        """Wait until the checkpoint that is being written is whole, and tell of it."""
+        saving, self._saving = self._saving, None
+        if saving is None:
+            return
+        with together(f"saving the checkpoint after {saving.iteration} iterations"):
+            path = saving.wait()
         if self.options.on_checkpoint is not None:
-            self.options.on_checkpoint(iteration, path)
+            self.options.on_checkpoint(saving.iteration, path)
 
     def _submit(self, whole: Coming | None, dealt: tuple[int, ...], following: Coming | None) -> _Asked | None:
         """Ask for a plan of this replica's share, and on rank 0 how to deal the batch after it."""

@@ -145,6 +145,8 @@ class CheckpointConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Folder, relative to the file; empty: ``checkpoints`` in the run's folder."""
     keep: int = 2
     """How many of the newest are kept."""
+    asynchronous: bool = True
+    """Write while training goes on, from copies in host memory; false: training waits."""
 
     def __post_init__(self) -> None:
         """Refuse what never saves."""

@@ -11,11 +11,13 @@ from pathlib import Path
 
 import msgspec
 import torch
+import torch.distributed as dist
 
 from pipeloom.cost import Profile
 from pipeloom.errors import InputError
 from pipeloom.planner import Setup
 from pipeloom.runtime import Checkpoints, Model, choose_device, this_worker
+from pipeloom.runtime.coordination import broadcast_bytes, together
 from pipeloom.runtime.device import DeviceType
 from pipeloom.spec import Layout
 from pipeloom.training.config import TrainConfig
@@ -37,7 +39,7 @@ class Job:
     config : TrainConfig
     task : Task
     folder : Path
-        Everything that the run leaves; several hosts share it.
+        Everything that the run leaves, on rank 0's host.
     file : Path
         The config's file, to which paths in it are relative; need not be there.
     display : Display
@@ -80,7 +82,7 @@ class Job:
         if saved is None:
             return None
         where = self.file.parent / saved.path if saved.path else self.folder / "checkpoints"
-        return Checkpoints(where, saved.every, saved.keep)
+        return Checkpoints(where, saved.every, saved.keep, saved.asynchronous)
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -103,14 +105,32 @@ class Job:
         Raises
         ------
         InputError
-            When it is not there: on another host, most likely.
+            When it is not there, or is none.
         """
         path = self.setup_path
         try:
             return msgspec.json.decode(path.read_bytes(), type=Setup)
-        except OSError as error:
-            raise InputError(
-                str(path.absolute()),
-                f"cannot be read on host {socket.gethostname()} ({error.strerror}), rank 0 wrote it",
-                "with several hosts, let --runs be a folder that all of them share",
-            ) from error
+        except (OSError, msgspec.MsgspecError) as error:
+            raise InputError(str(path.absolute()), f"cannot be read ({error})", "prepare the run first") from error
+
+    def shared_setup(self) -> Setup:
+        """What rank 0 has prepared, on all ranks, which may be on hosts without its files; all call it together.
+
+        Raises
+        ------
+        InputError
+            Where a rank has another config than rank 0.
+        """
+        with together("handing out the setup"):
+            mine = msgspec.json.encode(self.config)
+            theirs = broadcast_bytes(mine if dist.get_rank() == 0 else None)
+            setup = broadcast_bytes(msgspec.json.encode(self.read_setup()) if dist.get_rank() == 0 else None)
+        here, there = msgspec.json.decode(mine), msgspec.json.decode(theirs)
+        for field_name, value in here.items():
+            if value != there[field_name]:
+                raise InputError(
+                    f"{self.file}: {field_name}",
+                    f"is another on host {socket.gethostname()} than on rank 0's",
+                    "give all hosts the same file",
+                )
+        return msgspec.json.decode(setup, type=Setup)

@@ -41,7 +41,7 @@ def train_rank(job: Job, go_on: bool) -> Summary | None:
     Summary or None
         On rank 0 what the run came to.
     """
-    setup = job.read_setup()
+    setup = job.shared_setup()
     model = with_shapes(job.build_model(), setup.model)
     # Rank 0 has them once it is known where the run begins.
     listeners: list[Listener] = []
@@ -174,6 +174,7 @@ def _trainer(job: Job, setup: Setup, model: Model, listeners: list[Listener], go
             clip_norm=config.optimizer.clip_norm,
             checkpoints=job.checkpoints,
             on_checkpoint=saved,
+            record=job.folder,
             timeout_s=config.timeout_s,
             loads=lambda batch: cost_loads(batch, setup.model, setup.layout, costs),
             device=group_device(),

@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 import torch
+import torch.distributed as dist
 
 from pipeloom.cost.layers import LayerTable
 from pipeloom.errors import ExecutionError, InputError, PipeloomError
@@ -20,6 +21,7 @@ from pipeloom.layout.training import training_layers
 from pipeloom.plan import backend_of
 from pipeloom.planner import Setup
 from pipeloom.runtime import Model, Worker, choose_device, join_workers, launch, this_worker
+from pipeloom.runtime.coordination import Patience
 from pipeloom.runtime.divide import check_divisible
 from pipeloom.search import METHODS, SearchParams
 from pipeloom.training.config import read_config
@@ -49,7 +51,7 @@ class TrainingRun(Job):
     task : Task
         The user's functions; every process imports them.
     folder : Path
-        Everything that the run leaves; several hosts share it.
+        Everything that the run leaves, on rank 0's host.
     file : Path
         The config's file, to which paths in it are relative; need not be there.
     display : Display
@@ -260,13 +262,14 @@ class TrainingRun(Job):
         self.display.say("Compiling the planner's kernels; they are kept for later runs ...")
         setup.problem().warm_up()
 
-    def _goes_on(self, resume: bool | None) -> bool:
+    def _goes_on(self, resume: bool | None, steps: Sequence[int] | None = None) -> bool:
         """Whether to go on from a checkpoint; where there is one, somebody must have said what becomes of it."""
         if self.checkpoints is None:
             if resume:
                 raise InputError(f"{self.file}: checkpoint", "is missing", "add [checkpoint] to save and resume")
             return False
-        steps = self.checkpoints.steps()
+        if steps is None:
+            steps = self.checkpoints.steps()
         if steps and resume is None:
             raise InputError(
                 str(self.checkpoints.folder),
@@ -313,15 +316,35 @@ class TrainingRun(Job):
         try:
             # One process locks the folder for all of them.
             with self.alone() if worker.rank == 0 else nullcontext():
+                join_workers(worker, self.config.timeout_s, self.device)
                 # Restarted, it goes on; what is there was saved by this very run.
-                go_on = self._goes_on(True if worker.num_restarts and self.config.checkpoint is not None else resume)
-                join_workers(worker, lambda: self._begin(go_on), self.config.timeout_s, self.device)
+                go_on = self._prepare_as_worker(True if worker.num_restarts and self.config.checkpoint else resume)
                 return train_rank(self, go_on)
         except PipeloomError as error:
             message = str(error) if str(error).startswith("rank ") else f"rank {worker.rank}: {error}"
             print(f"pipeloom: {message}", file=sys.stderr, flush=True)
             # The group's threads may hang on a dead peer; nothing here is worth waiting for.
             os._exit(2)
+
+    def _prepare_as_worker(self, resume: bool | None) -> bool:
+        """Have rank 0 prepare while the others wait; return whether to go on from a checkpoint."""
+        prepared, checkpoints = Patience(), self.checkpoints
+        go_on = self._goes_on(resume, None if checkpoints is None else checkpoints.all_steps())
+        if checkpoints is not None and not go_on and checkpoints.copies.is_first:
+            checkpoints.clear()
+        failure: PipeloomError | None = None
+        if dist.get_rank() == 0:
+            try:
+                self._begin(go_on)
+            except PipeloomError as error:
+                failure = error
+        failed = prepared.hear("waiting for rank 0 to prepare the run", int(failure is not None))
+        if failure is not None:
+            raise failure
+        if failed:
+            # Rank 0 says why.
+            os._exit(2)
+        return go_on
 
 
 @contextmanager
