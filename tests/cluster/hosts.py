@@ -42,12 +42,12 @@ class Host:
                 text=True,
             )
 
-    def torchrun(self, num_hosts: str, per_host: int, *more: str) -> list[str]:
+    def torchrun(self, num_hosts: str, per_host: int, *more: str, conf: str = "") -> list[str]:
         """The beginning of a command that starts this host's ranks; the first host has the meeting point."""
         return [
             *(sys.executable, "-m", "torch.distributed.run", "--nnodes", num_hosts),
             *("--nproc-per-node", str(per_host), "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{SUBNET}.1:29471"),
-            *("--rdzv-id", "pipeloom", "--rdzv-conf", f"is_host={self.number == 0}".lower()),
+            *("--rdzv-id", "pipeloom", "--rdzv-conf", f"is_host={self.number == 0},{conf}".lower().rstrip(",")),
             *("--local-addr", self.address, *more),
         ]
 
@@ -87,10 +87,15 @@ def hosts(count: int, mbit_per_s: int = 1000) -> Iterator[list[Host]]:
         _end(made)
 
 
-def stop(host: Host, signal: str = "KILL") -> None:
-    """End everything that runs on a host, as when it loses power."""
+def stop(host: Host) -> None:
+    """End everything that runs on a host at once; its kernel still says so."""
     found = subprocess.run(["ip", "netns", "pids", host.name], capture_output=True, text=True).stdout.split()
-    subprocess.run(["kill", f"-{signal}", *found], capture_output=True)
+    subprocess.run(["kill", "-KILL", *found], capture_output=True)
+
+
+def cut(host: Host) -> None:
+    """Take a host off the network, as when it loses power: nobody says anything."""
+    _ip(f"link set pl-out-{host.number} down")
 
 
 def _end(made: Sequence[Host]) -> None:

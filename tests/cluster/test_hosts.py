@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,7 @@ import pytest
 from pipeloom.cli.app import run
 from tests.cli.test_train_resume import CONFIG, ITERATIONS, config, losses
 
-from .hosts import Host, hosts, why_not
+from .hosts import Host, cut, hosts, stop, why_not
 
 pytestmark = [pytest.mark.ranks, pytest.mark.full, pytest.mark.skipif(bool(why_not()), reason=why_not())]
 
@@ -50,3 +52,46 @@ def test_hosts_that_share_nothing_train_as_one(count: int, tmp_path: Path) -> No
         assert all(".metadata" in " ".join(each) for each in saved)
         names = [name for name in saved[0] if "step-" in name]
         assert all({name: each[name] for name in names} == {name: saved[0][name] for name in names} for each in saved)
+
+
+@pytest.mark.parametrize("how", [stop, cut])
+def test_a_host_is_lost_and_training_goes_on_on_the_others(how: Callable[[Host], None], tmp_path: Path) -> None:
+    path = config(tmp_path / "task", crash=False)
+    task = (tmp_path / "task" / "task.py").read_text()
+    task = task.replace("nn.Linear(4, 4)", "nn.Linear(4, 4), nn.Linear(4, 4)")
+    (tmp_path / "task" / "task.py").write_text(task.replace("return 0.0", "import time; time.sleep(0.2); return 0.0"))
+    text = CONFIG.replace("iterations = 7", "iterations = 30").replace("ranks = 2", "ranks = 3\nelastic = true")
+    path.write_text(text)
+    assert run(["train", str(path), "--runs", str(tmp_path / "alone")]) == 0
+    with hosts(3) as machines:
+        command = ["-m", "pipeloom", "train", str(path), "--runs"]
+        conf = "join_timeout=120,last_call_timeout=5,keep_alive_interval=1,keep_alive_max_attempt=3"
+        started = []
+        for host in machines:
+            own = tmp_path / f"host-{host.number}"
+            own.mkdir()
+            begin = host.torchrun("2:3", 1, "--max-restarts", "3", conf=conf)
+            started.append(host.start([*begin, *command, str(own)], tmp_path))
+        history = tmp_path / "host-0" / "t" / "history.jsonl"
+        wait_for(lambda: history.exists() and len(history.read_text().splitlines()) > 8)
+        how(machines[2])
+        lost_at = time.monotonic()
+        said = tmp_path / "host-0.txt"
+        wait_for(lambda: "rank 2 is gone" in said.read_text() + (tmp_path / "host-1.txt").read_text())
+        assert time.monotonic() - lost_at < TIMEOUT_S
+        for process in started[:2]:
+            assert process.wait(TIMEOUT_S) == 0, said.read_text()[-3000:]
+        stop(machines[2])
+        started[2].wait()
+    rows = [json.loads(line) for line in history.read_text().splitlines()]
+    assert [row["iteration"] for row in rows] == list(range(30))
+    alone = [json.loads(line) for line in (tmp_path / "alone" / "t" / "history.jsonl").read_text().splitlines()]
+    assert [row["loss"] for row in rows] == pytest.approx([row["loss"] for row in alone], rel=1e-9)
+    assert "2 processes in place of 3: 2 pipeline ranks, 1 replicas" in said.read_text()
+
+
+def wait_for(done: Callable[[], bool]) -> None:
+    give_up = time.monotonic() + TIMEOUT_S
+    while not done():
+        assert time.monotonic() < give_up
+        time.sleep(0.1)

@@ -2,9 +2,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from random import Random
 
 import msgspec
 import pytest
+import torch
 import torch.distributed as dist
 
 from pipeloom.errors import InputError
@@ -59,6 +61,91 @@ def test_a_damaged_file_is_refused_by_name(tmp_path: Path, name: str) -> None:
     file.write_bytes(content)
     with pytest.raises(InputError, match=f"{file}: is damaged"):
         checkpoints.load(executor, None)
+
+
+@pytest.mark.usefixtures("alone")
+def test_the_newest_checkpoint_that_is_not_damaged_is_taken(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run = random_run(3, 1)
+    executor = Executor(run.model, run.case.layout, 0, ThreadHub().transport(0))
+    parameters = [parameter for _, parameter in executor.named_parameters()]
+    checkpoints = Checkpoints(tmp_path, keep=20)
+    random, values = Random(5), []
+    damages = [truncate, flip, remove, empty, drop_digests, half]
+    for step in range(len(damages) + 1):
+        saving = checkpoints.save(executor, None, TrainerState(step, "", executor.layout.digest))
+        values.append([parameter.detach().clone() for parameter in parameters])
+        with torch.no_grad():
+            for parameter in parameters:
+                parameter.add_(1)  # what is being written is not what is being trained
+        saving.wait()
+    for step in range(len(damages), 0, -1):
+        damages[step - 1](tmp_path / f"step-{step:08d}", random)
+        caplog.clear()
+        state = checkpoints.load(executor, None)
+        assert state is not None
+        assert state.iteration == step - 1
+        assert all(torch.equal(found, kept) for found, kept in zip(parameters, values[step - 1], strict=True))
+        assert f"step-{step:08d}" in caplog.text
+        assert "going on from an older checkpoint" in caplog.text
+    flip(tmp_path / "step-00000000", random)
+    with pytest.raises(InputError, match=r"step-0000000\d/.*: .*; remove this checkpoint"):
+        checkpoints.load(executor, None)
+
+
+def files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if path.stat().st_size)
+
+
+def truncate(folder: Path, random: Random) -> None:
+    file = random.choice(files(folder))
+    file.write_bytes(file.read_bytes()[: random.randrange(file.stat().st_size)])
+
+
+def flip(folder: Path, random: Random) -> None:
+    file = random.choice(files(folder))
+    content = bytearray(file.read_bytes())
+    content[random.randrange(len(content))] ^= 1 << random.randrange(8)
+    file.write_bytes(content)
+
+
+def remove(folder: Path, random: Random) -> None:
+    random.choice(files(folder)).unlink()
+
+
+def empty(folder: Path, random: Random) -> None:
+    random.choice(files(folder)).write_bytes(b"")
+
+
+def drop_digests(folder: Path, _: Random) -> None:
+    for file in folder.glob("digests-*.json"):
+        file.unlink()
+
+
+def half(folder: Path, random: Random) -> None:
+    found = files(folder)
+    for file in random.sample(found, (len(found) + 1) // 2):
+        file.unlink()
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("seed", range(200))
+def test_no_damage_gives_a_wrong_weight(tmp_path: Path, seed: int, caplog: pytest.LogCaptureFixture) -> None:
+    run, random = random_run(3, 1), Random(seed)
+    executor = Executor(run.model, run.case.layout, 0, ThreadHub().transport(0))
+    parameters = [parameter for _, parameter in executor.named_parameters()]
+    checkpoints = Checkpoints(tmp_path, asynchronous=False)
+    checkpoints.save(executor, None, TrainerState(1, "", executor.layout.digest)).wait()
+    before = [parameter.detach().clone() for parameter in parameters]
+    with torch.no_grad():
+        for parameter in parameters:
+            parameter.add_(1)
+    checkpoints.save(executor, None, TrainerState(2, "", executor.layout.digest)).wait()
+    random.choice([truncate, flip, remove, empty, drop_digests, half])(tmp_path / "step-00000002", random)
+    state = checkpoints.load(executor, None)
+    assert state is not None
+    assert state.iteration == 1
+    assert all(torch.equal(found, kept) for found, kept in zip(parameters, before, strict=True))
 
 
 @pytest.mark.parametrize("wrong", [{"every": 0}, {"keep": 0}])

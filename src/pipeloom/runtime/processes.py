@@ -6,12 +6,10 @@ restarts are left; where training goes on then is for the checkpoints to say.
 
 from __future__ import annotations
 
-import fcntl
 import multiprocessing
 import os
 import pickle
-import socket
-import struct
+import secrets
 import sys
 import tempfile
 import threading
@@ -24,13 +22,15 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from pipeloom.errors import ExecutionError, InputError, PipeloomError
+from pipeloom.runtime.addresses import interface_towards
 from pipeloom.runtime.device import DeviceType, join_group
+from pipeloom.runtime.watch import Watch, watch
 
 # One core each: ranks on one machine would otherwise all start a thread per core.
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
@@ -289,6 +289,8 @@ def _environment(threads: int) -> Iterator[None]:
 
 
 _JOIN_TIMEOUT = timedelta(hours=1)
+_MEET_S = 0.05
+_STARTED = "pipeloom/started"
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,7 +300,7 @@ class Worker:
     Attributes
     ----------
     num_restarts : int
-        How often all of them were started again, because one had failed.
+        How often torchrun started this host's processes again, because one had failed.
     on_one_host : bool
     local_rank, num_local : int
         Its number among the processes of this host, and theirs.
@@ -332,7 +334,22 @@ def this_worker(environment: Mapping[str, str] | None = None) -> Worker | None:
         raise InputError("torchrun's environment", f"lacks a rank or world size ({error})", "use torchrun") from error
 
 
-def join_workers(worker: Worker, timeout_s: float, device: DeviceType = "cpu") -> None:
+class Joined(NamedTuple):
+    """What a worker finds.
+
+    Attributes
+    ----------
+    again : bool
+        Ranks of this job were here before: torchrun has started them again. Rank 0 knows it.
+    watch : Watch
+        Of the other ranks.
+    """
+
+    again: bool
+    watch: Watch
+
+
+def join_workers(worker: Worker, timeout_s: float, device: DeviceType = "cpu") -> Joined:
     """Join the process group of all workers.
 
     Parameters
@@ -353,46 +370,69 @@ def join_workers(worker: Worker, timeout_s: float, device: DeviceType = "cpu") -
         name = _loopback() if worker.on_one_host else interface_towards(os.environ.get("MASTER_ADDR", ""))
         if name:
             os.environ["GLOO_SOCKET_IFNAME"] = name
-    shared, rank, size = next(iter(dist.rendezvous("env://", timeout=_JOIN_TIMEOUT)))  # type: ignore[attr-defined]
-    # torchrun keeps its store over a restart: what the ranks before left there, their addresses too, is not ours.
-    store = dist.PrefixStore(f"pipeloom/{worker.num_restarts}", shared)  # type: ignore[attr-defined]
+    shared, rank, size = _shared_store(worker), worker.rank, worker.num_ranks
     try:
-        # Some hosts come late; from here on ranks wait for no longer than they are told to.
-        store.set(f"here/{rank}", "1")
-        store.wait([f"here/{each}" for each in range(size)], _JOIN_TIMEOUT)
+        store, again = _meet(shared, rank, size)
     except RuntimeError as error:
         raise ExecutionError(f"rank {rank}: not all of {size} ranks came: {error}") from error
     join_group(device, store, rank, size, timeout_s, worker.local_rank)
+    return Joined(again or bool(worker.num_restarts), watch(store, rank, size))
 
 
-def interface_towards(address: str) -> str | None:
-    """Name of the network interface by which another host is reached; None where that cannot be told.
+def _shared_store(worker: Worker) -> Any:
+    """The store of torchrun's own process, or of rank 0's where that has none."""
+    its_own = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    hosts_it = worker.rank == 0 and not its_own
+    try:
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    except (KeyError, ValueError) as error:
+        raise InputError("torchrun's environment", f"lacks where rank 0 is ({error})", "use torchrun") from error
+    try:
+        return dist.TCPStore(  # type: ignore[attr-defined]
+            address, port, is_master=hosts_it, timeout=_JOIN_TIMEOUT, wait_for_workers=False
+        )
+    except RuntimeError as error:
+        reason = str(error).partition("\n")[0]
+        raise ExecutionError(f"rank {worker.rank}: no store answers at {address}:{port}: {reason}") from error
 
-    Without being told, gloo takes the interface that the host's own name stands for: often the loopback device.
+
+def _meet(shared: Any, rank: int, size: int) -> tuple[Any, bool]:
+    """Agree on a name under which these ranks, and none that were there before, find each other.
+
+    torchrun keeps its store when it starts ranks again: what earlier ones left there, their addresses too, is not ours.
+    How often it started them is no name, for a host that comes back counts anew. So every rank asks under a number of
+    its own, and rank 0 answers until all have heard it.
+
+    Returns
+    -------
+    store
+        For the process group.
+    bool
+        Whether ranks were here before.
     """
-    try:
-        family, _, _, _, target = socket.getaddrinfo(address, 1, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(target)  # nothing is sent
-            own = probe.getsockname()[0]
-            for _, name in socket.if_nameindex():
-                if family == socket.AF_INET and _address_of(probe, name) == own:
-                    return name
-    except OSError:
-        pass
-    return None
-
-
-_SIOCGIFADDR = 0x8915
-
-
-def _address_of(probe: socket.socket, interface: str) -> str | None:
-    """IPv4 address of an interface (Linux); None where it has none."""
-    try:
-        answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
-    except OSError:
-        return None
-    return socket.inet_ntoa(answer[20:24])
+    if rank == 0:
+        again, token = shared.check([_STARTED]), secrets.token_hex(8)
+        shared.set(_STARTED, "1")
+        answer = f"{token} {int(again)}"
+        give_up = time.monotonic() + _JOIN_TIMEOUT.total_seconds()
+        missing = set(range(1, size))
+        while missing:
+            for each in sorted(missing):
+                if shared.check([f"pipeloom/{token}/heard/{each}"]):
+                    missing.discard(each)
+                elif shared.check([f"pipeloom/ask/{each}"]):
+                    shared.set(f"pipeloom/answer/{shared.get(f'pipeloom/ask/{each}').decode()}", answer)
+            if time.monotonic() > give_up:
+                raise RuntimeError(f"ranks {sorted(missing)} are missing")
+            time.sleep(_MEET_S if missing else 0)
+    else:
+        number = secrets.token_hex(8)
+        shared.set(f"pipeloom/ask/{rank}", number)
+        shared.wait([f"pipeloom/answer/{number}"], _JOIN_TIMEOUT)
+        answer = shared.get(f"pipeloom/answer/{number}").decode()
+        token = answer.split()[0]
+        shared.set(f"pipeloom/{token}/heard/{rank}", "1")
+    return dist.PrefixStore(f"pipeloom/{token}/group", shared), answer.endswith("1")  # type: ignore[attr-defined]
 
 
 def _loopback() -> str:

@@ -39,6 +39,9 @@ class LayoutConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     modules: dict[str, ModulePlacement] = {}
     path: str = ""
     """A `pipeloom.layout/1`, relative to the file."""
+    elastic: bool = False
+    """Train on as many processes as torchrun starts, under a layout made for them; false: there must be as many as the
+    file says."""
 
     def __post_init__(self) -> None:
         """Refuse layouts without ranks, and choices that are made already."""
@@ -52,6 +55,11 @@ class LayoutConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             )
         if self.kind == "file" and not self.path:
             raise InputError("layout.path", "is missing", "name a layout that `pipeloom arrange` wrote")
+        if self.elastic and (self.modules or self.kind == "file"):
+            named = ", ".join(self.modules) or self.path
+            raise InputError(
+                "layout.elastic", f"is true, but {named} is for {self.ranks} ranks", 'use kind = "chosen" or "separate"'
+            )
         if self.path and self.kind != "file":
             raise InputError("layout.path", f"is given, kind is {self.kind!r}", 'use kind = "file"')
 

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -21,8 +21,9 @@ from pipeloom.layout.training import training_layers
 from pipeloom.plan import backend_of
 from pipeloom.planner import Setup
 from pipeloom.runtime import Model, Worker, choose_device, join_workers, launch, this_worker
-from pipeloom.runtime.coordination import Patience
+from pipeloom.runtime.coordination import Patience, first_says
 from pipeloom.runtime.divide import check_divisible
+from pipeloom.runtime.processes import Joined
 from pipeloom.search import METHODS, SearchParams
 from pipeloom.training.config import read_config
 from pipeloom.training.display import Display, Quiet
@@ -305,31 +306,70 @@ class TrainingRun(Job):
 
     def _train_as_worker(self, worker: Worker, resume: bool | None) -> Summary | None:
         """Train as one of the processes that torchrun started."""
-        ranks, parallel = self.config.num_processes, self.config.parallel
-        if worker.num_ranks != ranks:
-            what = "layout.ranks" + " x parallel.dp" * (parallel.dp > 1) + " x parallel.tp" * (parallel.tp > 1)
-            raise InputError(
-                f"{self.file}: {what}",
-                f"{ranks}, but torchrun started {worker.num_ranks} processes",
-                f"use torchrun --nproc-per-node {ranks}",
-            )
+        run = self._fitted(worker.num_ranks)
+        joined: Joined | None = None
         try:
             # One process locks the folder for all of them.
-            with self.alone() if worker.rank == 0 else nullcontext():
-                join_workers(worker, self.config.timeout_s, self.device)
-                # Restarted, it goes on; what is there was saved by this very run.
-                go_on = self._prepare_as_worker(True if worker.num_restarts and self.config.checkpoint else resume)
-                return train_rank(self, go_on)
+            with run.alone() if worker.rank == 0 else nullcontext():
+                joined = join_workers(worker, run.config.timeout_s, run.device)
+                # Started again, it goes on; what is there was saved by this very run.
+                again = bool(first_says(int(joined.again))) and run.config.checkpoint is not None
+                go_on = run._prepare_as_worker(True if again else resume)
+                summary = train_rank(run, go_on)
+                joined.watch.end()
+                return summary
         except PipeloomError as error:
-            message = str(error) if str(error).startswith("rank ") else f"rank {worker.rank}: {error}"
-            print(f"pipeloom: {message}", file=sys.stderr, flush=True)
+            message = str(error) if joined is None else joined.watch.fail(error)
+            if message:
+                message = message if message.startswith("rank ") else f"rank {worker.rank}: {message}"
+                print(f"pipeloom: {message}", file=sys.stderr, flush=True)
             # The group's threads may hang on a dead peer; nothing here is worth waiting for.
             os._exit(2)
+
+    def _fitted(self, num_processes: int) -> TrainingRun:
+        """Return the run over as many processes as there are, where its config lets that be.
+
+        Of the degrees the tensor-parallel one stays, for layers are divided by it; then the number of pipeline ranks
+        where more or fewer replicas of them fill all processes; else that of replicas, or as many as leave none idle.
+        """
+        config = self.config
+        layout, parallel = config.layout, config.parallel
+        if num_processes == config.num_processes:
+            return self
+        what = "layout.ranks" + " x parallel.dp" * (parallel.dp > 1) + " x parallel.tp" * (parallel.tp > 1)
+        if not layout.elastic or num_processes % parallel.tp:
+            remedy = f"use torchrun --nproc-per-node {config.num_processes}"
+            if not layout.elastic:
+                remedy += ", or layout.elastic = true"
+            raise InputError(
+                f"{self.file}: {what}",
+                f"{config.num_processes}, but torchrun started {num_processes} processes",
+                remedy,
+            )
+        whole = num_processes // parallel.tp
+        dp = whole // layout.ranks
+        if whole % layout.ranks:
+            dp = next(each for each in range(parallel.dp, 0, -1) if whole % each == 0)
+        ranks = whole // dp
+        shard = parallel.shard if dp > 1 else None
+        self.display.say(
+            f"{num_processes} processes in place of {config.num_processes}: {ranks} pipeline ranks, {dp} replicas.",
+            warning=True,
+        )
+        return replace(
+            self,
+            config=msgspec.structs.replace(
+                config,
+                layout=msgspec.structs.replace(layout, ranks=ranks),
+                parallel=msgspec.structs.replace(parallel, dp=dp, shard=shard),
+            ),
+        )
 
     def _prepare_as_worker(self, resume: bool | None) -> bool:
         """Have rank 0 prepare while the others wait; return whether to go on from a checkpoint."""
         prepared, checkpoints = Patience(), self.checkpoints
-        go_on = self._goes_on(resume, None if checkpoints is None else checkpoints.all_steps())
+        steps = None if checkpoints is None else checkpoints.all_steps()
+        go_on = self._goes_on(resume, steps)
         if checkpoints is not None and not go_on and checkpoints.copies.is_first:
             checkpoints.clear()
         failure: PipeloomError | None = None

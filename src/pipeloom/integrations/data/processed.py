@@ -306,9 +306,9 @@ class ProcessedDataset(Dataset):
     def _sample(self, example: Example, blanks: _Blanks) -> dict[str, Any]:
         chat = example.messages is not None
         if chat and not self._chats:
-            given = self._given if isinstance(self._given, str) else type(self._given).__name__
+            shown = self._given if isinstance(self._given, str) else type(self._given).__name__
             remedy = "set tokenizer.chat_template and save it there, or name a processor that has one"
-            raise InputError(f"processor = {given!r}", f"has no chat template, and {example.name} has messages", remedy)
+            raise InputError(f"processor = {shown!r}", f"has no chat template, and {example.name} has messages", remedy)
         if not chat and not (self._chats and (blanks or example.prompt)):
             return self._plain(example, blanks)
         given = example.messages

@@ -1,0 +1,109 @@
+"""A rank that is lost is named by the others at once, whatever their main threads do."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from pipeloom.errors import ExecutionError, InputError
+from pipeloom.runtime.addresses import address_towards, interface_towards
+from pipeloom.runtime.processes import _meet
+from pipeloom.runtime.watch import Watch, watch
+
+RANK = """
+import sys, time
+import torch.distributed as dist
+from pipeloom.errors import InputError
+from pipeloom.runtime.watch import watch
+rank, size, how = int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+found = watch(dist.FileStore(sys.argv[1], size), rank, size)
+print("here", flush=True)
+if how == "fails" and rank == 1:
+    time.sleep(0.5)
+    print("said:", found.fail(InputError("batch", "is bad")), file=sys.stderr)
+    sys.exit(2)
+if how == "ends" and rank == 1:
+    found.end()
+    sys.exit(0)
+time.sleep(6 if how == "ends" else 60)
+found.end()
+"""
+
+
+def start(tmp_path: Path, how: str, size: int = 3) -> list[subprocess.Popen[str]]:
+    command = [sys.executable, "-c", RANK, str(tmp_path / "store")]
+    started = [
+        subprocess.Popen(
+            [*command, str(rank), str(size), how], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        for rank in range(size)
+    ]
+    for each in started:
+        assert each.stdout is not None
+        assert each.stdout.readline() == "here\n"
+    return started
+
+
+@pytest.mark.parametrize("lost", [0, 2])
+def test_a_killed_rank_is_named_once_and_all_end(tmp_path: Path, lost: int) -> None:
+    ranks = start(tmp_path, "sleeps")
+    ranks[lost].send_signal(signal.SIGKILL)
+    said = [each.communicate(timeout=30)[1] for each in ranks]
+    assert [each.returncode for rank, each in enumerate(ranks) if rank != lost] == [2, 2]
+    tell = [rank for rank, text in enumerate(said) if f"rank {lost} is gone" in text]
+    assert tell == ([1, 2] if lost == 0 else [0])
+
+
+def test_a_rank_that_fails_speaks_for_all(tmp_path: Path) -> None:
+    ranks = start(tmp_path, "fails")
+    said = [each.communicate(timeout=30)[1] for each in ranks]
+    assert [each.returncode for each in ranks] == [2, 2, 2]
+    assert "said: batch: is bad" in said[1]
+    assert "gone" not in "".join(said)
+
+
+def test_a_rank_that_ends_in_peace_is_not_missed(tmp_path: Path) -> None:
+    ranks = start(tmp_path, "ends")
+    for each in ranks:
+        each.communicate(timeout=60)
+    assert [each.returncode for each in ranks] == [0, 0, 0]
+
+
+def test_an_error_of_waiting_is_told_as_the_loss_behind_it() -> None:
+    alone = Watch(0)
+    assert alone.fail(ExecutionError("iteration 3: another rank is gone")) == "iteration 3: another rank is gone"
+    assert watch(dist.HashStore(), 0, 1).fail(InputError("a", "b")) == "a: b"
+
+
+def test_ranks_that_are_started_again_meet_under_a_name_of_their_own() -> None:
+    store, found = dist.HashStore(), {}
+    # What an earlier round left: a rank that asked and never heard.
+    store.set("pipeloom/ask/1", "stale")
+
+    def meet(rank: int) -> None:
+        found[rank] = _meet(store, rank, 3)
+
+    for again in (False, True):
+        threads = [threading.Thread(target=meet, args=(rank,)) for rank in (1, 0, 2)]
+        for thread in threads:
+            thread.start()
+            time.sleep(0.05)
+        for thread in threads:
+            thread.join(30)
+        assert [found[rank][1] for rank in range(3)] == [again] * 3
+        found[0][0].set("key", str(again))
+        assert {bytes(found[rank][0].get("key")).decode() for rank in range(3)} == {str(again)}
+
+
+def test_this_host_knows_its_address_and_interface() -> None:
+    assert address_towards("127.0.0.1")[1] == "127.0.0.1"
+    if sys.platform == "linux":
+        assert interface_towards("127.0.0.1") == "lo"
+    assert interface_towards("no.such.host.invalid") is None
