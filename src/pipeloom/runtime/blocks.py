@@ -17,7 +17,7 @@ from pipeloom.errors import ExecutionError, InputError
 from pipeloom.runtime.memory import Offloaded, SelectiveRecompute
 from pipeloom.runtime.model import Emit
 from pipeloom.runtime.random_state import RandomState
-from pipeloom.runtime.split import DeferredWeights, backward_inputs
+from pipeloom.runtime.split import DeferredWeights, backward_inputs, run_backward
 from pipeloom.spec import TRAITS, Strategy, word_strategies
 
 Layer = Callable[..., Tensor | Emit]
@@ -380,7 +380,7 @@ class ChunkActivation:
                 self._recompute(block)
             ends, gradients = self._roots(block, flowing, arrived)
             if ends:
-                torch.autograd.backward(ends, gradients)  # type: ignore[arg-type]
+                run_backward(ends, gradients)
             flowing = block.inputs[0].grad if self.blocks else None
 
     def backward_input(self, gradient: Tensor, arrived: dict[str, Tensor] | None = None) -> None:

@@ -18,6 +18,21 @@ from torch.autograd.graph import GradientEdge, Node
 from pipeloom.runtime.sharding import storage_address
 
 
+def run_backward(ends: Sequence[GradientEdge | Tensor], gradients: Sequence[Tensor]) -> None:
+    """Whole backward from the ends of a graph, each with a gradient of its shape, into ``.grad`` of all leaves.
+
+    As `torch.autograd.backward`, but for what that looks at before: edges and gradients one by one in Python, which
+    takes as long as the engine does for a small graph. The engine checks shapes itself.
+    """
+    if all(type(each) is Tensor for each in gradients):
+        # Ends, gradients, not retained, no graph of the backward, no inputs: all leaves.
+        torch.autograd.Variable._execution_engine.run_backward(  # type: ignore[attr-defined]
+            tuple(ends), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True
+        )
+    else:
+        torch.autograd.backward(ends, gradients)  # type: ignore[arg-type]
+
+
 @dataclass(slots=True)
 class _Junction:
     """A node that leads both to an input and to weights, and what arrived at it."""

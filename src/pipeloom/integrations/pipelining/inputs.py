@@ -74,6 +74,10 @@ class StepInputs:
             raise InputError("n_microbatches", "is None, and no microbatches are given", "give one of both")
         if not self.args and not self.kwargs:
             return [((), {}) for _ in range(count)]
+        if how.args_spec is None and not self.kwargs and all(_splits_plainly(value, count) for value in self.args):
+            # What torch does in the end, without its walk over nested inputs.
+            columns = [torch.tensor_split(value, count) for value in self.args]
+            return [(row, {}) for row in zip(*columns, strict=True)]
         args, kwargs = split_args_kwargs_into_chunks(self.args, self.kwargs, count, how.args_spec, how.kwargs_spec)
         if len(args) != count:
             raise InputError("the batch", f"splits into {len(args)} microbatches, not {count}", "give more rows")
@@ -98,6 +102,11 @@ class StepInputs:
         if len(found) != count:
             raise InputError("target_mbs", f"has {len(found)} microbatches, the step {count}", "give one for each")
         return found
+
+
+def _splits_plainly(value: Any, count: int) -> bool:
+    # A leaf's pieces are to keep their gradients, which torch sees to.
+    return type(value) is Tensor and not value.requires_grad and value.dim() > 0 and len(value) >= count
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

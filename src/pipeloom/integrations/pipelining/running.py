@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,7 +29,7 @@ from pipeloom.runtime.iteration import ExecutorOptions, Iteration
 from pipeloom.runtime.linker import LinkedPlan
 from pipeloom.runtime.model import Model, Module, Part
 from pipeloom.runtime.transport import Handle, Transport
-from pipeloom.runtime.unit import MessageState
+from pipeloom.runtime.unit import MessageState, PartState
 from pipeloom.spec import Layout, TensorShape
 
 MODULE = "stages"
@@ -36,6 +37,10 @@ MODULE = "stages"
 UNKNOWN = (-1,)
 """In the place of a message's shape: it comes with the message."""
 _UNKNOWN_META = UNKNOWN, torch.float32
+_WHOLE = ((0, 0),)
+"""Instances of a part that is one sample."""
+_MOST_LEAVING = 8
+"""Messages of a rank that are held though the plan waits for them to have left."""
 _SHAPE_TAGS = 1 << 28
 """Added to a message's tag for the shapes that are sent ahead of it."""
 
@@ -116,8 +121,9 @@ class _StageLayer(nn.Module):
             ) from error
         return mesh
 
-    def forward(self, *given: Any, microbatch: StageMicrobatch) -> Any:
+    def __call__(self, *given: Any, microbatch: StageMicrobatch) -> Any:
         """Run the stage on one microbatch."""
+        # The call itself, not `forward` under torch's: hooks are on the stage's module, whose call is torch's.
         if not self.is_first:
             metas = microbatch.metas[self.number]
             assert metas is not None
@@ -148,11 +154,19 @@ class _StageIteration(Iteration):
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
         self.ahead: list[tuple[Handle, Tensor]] = []
+        self.leaving: deque[tuple[Handle, Tensor | None]] = deque()
+        """Sent, and not waited for yet though the plan does: on the CPU."""
 
     @property
     def loss_sum(self) -> float:
         """Nobody asks: losses are the microbatches'."""
         return 0.0
+
+    def _part(self, state: PartState) -> tuple[Part, dict[str, Any]]:
+        # Every microbatch is one sample, which is looked up and no more: there is nothing to cut.
+        members = self.linked.packing.microbatches[state.microbatch].samples
+        microbatch = self.samples[members[0]]
+        return Part((microbatch,), _WHOLE, 0), {"microbatch": microbatch}
 
     def receive(self, message: MessageState) -> None:
         if message.shape is UNKNOWN and message.backward:
@@ -182,10 +196,23 @@ class _StageIteration(Iteration):
             self.ahead.append((handle, numbers))
         super().send(message)
 
+    def sent(self, message: MessageState) -> None:
+        if self.device.type != "cpu" or message.handle is None:
+            super().sent(message)
+            return
+        # A wait on the CPU puts this rank to sleep until the other end has taken the message, and waking costs more
+        # than what a plan gains by it: memory. Later than the plan is as free of deadlock: the other end takes the
+        # message whatever this rank does after the plan's wait.
+        self.leaving.append((message.handle, message.tensor))
+        message.handle = message.tensor = None
+        if len(self.leaving) > _MOST_LEAVING:
+            self.leaving.popleft()[0].wait()
+
     def finish(self) -> None:
-        for handle, _ in self.ahead:
+        for handle, _ in (*self.ahead, *self.leaving):
             handle.wait()
         self.ahead = []
+        self.leaving.clear()
         super().finish()
 
     def _microbatch(self, message: MessageState) -> StageMicrobatch:

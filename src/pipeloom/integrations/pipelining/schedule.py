@@ -211,12 +211,15 @@ class PlannedSchedule:
             widths = message.widths or [1.0] * len(self.layout.chunks)
             self._executor, self._evaluator = self._made_executor(widths), None
         executor = self._executor if trains else self._evaluating()
+        # Linked plans are many small objects that go when the step is over. Looking for cycles among them in the middle
+        # of it takes longer than linking does.
         with collector_paused():
             known = self._heard(message)
             microbatches = self._microbatches(inputs, known, trains)
             linked = executor.with_shapes(executor.prepare(known.order.plan, known.packing), microbatches)
-        self._loss.scale = len(microbatches) if self.scale_grads else 1
-        result = executor.run_linked(linked, microbatches, normaliser=1.0)
+            self._loss.scale = len(microbatches) if self.scale_grads else 1
+            result = executor.run_linked(linked, microbatches, normaliser=1.0)
+            del linked
         self._learn(known, microbatches)
         if trains:
             if self.layout.parallelism.data == 1 and self._loss.scale != 1:
