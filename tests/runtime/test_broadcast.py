@@ -18,8 +18,13 @@ def _content(size: int) -> bytes:
 
 
 def _receive() -> list[bool]:
-    return [broadcast_bytes(_content(size) if dist.get_rank() == 0 else None) == _content(size) for size in SIZES]
+    found = []
+    for size in SIZES:
+        for source in (0, 2):
+            mine = _content(size) if dist.get_rank() == source else None
+            found.append(broadcast_bytes(mine, source=source) == _content(size))
+    return found
 
 
 def test_bytes_of_any_size_arrive_on_every_rank() -> None:
-    assert launch(_receive, 3) == [[True] * len(SIZES)] * 3
+    assert launch(_receive, 3) == [[True] * 2 * len(SIZES)] * 3

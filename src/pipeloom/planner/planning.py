@@ -134,6 +134,36 @@ def _fitting(
     ) from failure
 
 
+def proved_plan(
+    problem: Problem, packing: Packing, graph: TaskGraph, schedule: Schedule, timeline: Timeline
+) -> tuple[Resolved, ExecutionPlan]:
+    """Lower a schedule of a packing's tasks to a plan, and verify it.
+
+    Returns
+    -------
+    tuple of Resolved, ExecutionPlan
+        The graph with the chosen strategies alone, and its plan.
+
+    Raises
+    ------
+    PlanError
+        When the schedule runs a task before what it waits for.
+    """
+    resolved = resolve_candidates(graph, schedule.candidate)
+    serial = BACKENDS[problem.backend].serial
+    plan = lower(
+        resolved.graph,
+        resolved.schedule(schedule),
+        resolved.timeline(timeline),
+        problem.layout,
+        packing,
+        boundary_shapes(problem.model, problem.layout),
+        serial=serial,
+    )
+    verify(plan, problem.layout, packing, serial=serial)
+    return resolved, plan
+
+
 def _planned(
     problem: Problem, batch: Batch, budget: StoppingRule, seed: int, method: str, finishing: Finishing
 ) -> PlannedBatch:
@@ -141,17 +171,7 @@ def _planned(
     watch = Before(budget, finishing.task_s).start()
     made = decide(problem, batch, Begun(watch), seed, method)
     decided_s = watch.now()
-    resolved = resolve_candidates(made.graph, made.schedule.candidate)
-    plan = lower(
-        resolved.graph,
-        resolved.schedule(made.schedule),
-        resolved.timeline(made.timeline),
-        problem.layout,
-        made.packing,
-        boundary_shapes(problem.model, problem.layout),
-        serial=BACKENDS[problem.backend].serial,
-    )
-    verify(plan, problem.layout, made.packing, serial=BACKENDS[problem.backend].serial)
+    resolved, plan = proved_plan(problem, made.packing, made.graph, made.schedule, made.timeline)
     needs: tuple[int, ...] = ()
     # What is emulated says nothing of single passes.
     if problem.capacity_bytes is not None and isinstance(problem.costs, ProfileCosts):

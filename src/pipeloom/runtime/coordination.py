@@ -30,18 +30,32 @@ _LENGTH_BYTES = 8
 
 
 def broadcast_bytes(
-    data: bytes | None, group: dist.ProcessGroup | None = None, at_once: int = AT_ONCE, source: int = 0
+    data: bytes | None,
+    group: dist.ProcessGroup | None = None,
+    at_once: int = AT_ONCE,
+    *,
+    source: int = 0,
+    device: torch.device | str = "cpu",
 ) -> bytes:
     """Send bytes from one rank of a group, the only one to give ``data``, to all of it.
 
-    Up to ``at_once`` bytes, a number that all ranks give alike, travel with their length.
+    Parameters
+    ----------
+    data : bytes or None
+    group : torch.distributed.ProcessGroup or None
+    at_once : int
+        Bytes that travel with their length; the same on all ranks.
+    source : int
+        Rank in the group that gives them.
+    device : torch.device or str
+        What the group serves.
     """
     # A length sent ahead would put every rank to sleep and wake it twice, which costs more than the empty bytes.
     first = np.zeros(_LENGTH_BYTES + at_once, np.uint8)
     if data is not None:
         first[:_LENGTH_BYTES] = np.frombuffer(len(data).to_bytes(_LENGTH_BYTES, "little"), np.uint8)
         first[_LENGTH_BYTES:][: len(data)] = np.frombuffer(data[:at_once], np.uint8)
-    dist.broadcast(torch.from_numpy(first), group=group, group_src=source)
+    first = _broadcast(first, group, source, device)
     size = int.from_bytes(first[:_LENGTH_BYTES].tobytes(), "little")
     head = first[_LENGTH_BYTES:][:size].tobytes()
     if size <= at_once:
@@ -49,8 +63,16 @@ def broadcast_bytes(
     rest = np.zeros(size - at_once, np.uint8)
     if data is not None:
         rest[:] = np.frombuffer(data, np.uint8, offset=at_once)
-    dist.broadcast(torch.from_numpy(rest), group=group, group_src=source)
-    return head + rest.tobytes()
+    return head + _broadcast(rest, group, source, device).tobytes()
+
+
+def _broadcast(
+    numbers: np.ndarray, group: dist.ProcessGroup | None, source: int, device: torch.device | str
+) -> np.ndarray:
+    tensor = torch.from_numpy(numbers).to(device)
+    dist.broadcast(tensor, group=group, group_src=source)
+    found: np.ndarray = tensor.cpu().numpy()
+    return found
 
 
 def first_says(number: int, group: dist.ProcessGroup | None = None) -> int:

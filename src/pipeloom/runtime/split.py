@@ -26,7 +26,7 @@ def run_backward(ends: Sequence[GradientEdge | Tensor], gradients: Sequence[Tens
     """
     if all(type(each) is Tensor for each in gradients):
         # Ends, gradients, not retained, no graph of the backward, no inputs: all leaves.
-        torch.autograd.Variable._execution_engine.run_backward(  # type: ignore[attr-defined]
+        torch.autograd.Variable._execution_engine.run_backward(
             tuple(ends), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True
         )
     else:

@@ -15,17 +15,18 @@ from pipeloom.cost.fits import aligned, fit_seconds, workload_features
 from pipeloom.errors import PipeloomError, check_not_negative
 from pipeloom.integrations.pipelining.running import MODULE, stage_kind
 from pipeloom.packing import Microbatch, Packing, PackingSpec, SubMicrobatch
-from pipeloom.plan import BACKENDS, Answer, BackendName, ExecutionPlan, boundary_shapes, lower, verify
+from pipeloom.plan import Answer, BackendName, ExecutionPlan
 from pipeloom.planner import Planner
 from pipeloom.planner.client import DEADLINE_S, fallback_plan
 from pipeloom.planner.forwards import forward_problem
 from pipeloom.planner.messages import Setup
+from pipeloom.planner.planning import proved_plan
 from pipeloom.planner.problem import Problem
 from pipeloom.runtime.store import TcpPlanStore
 from pipeloom.spec import Batch, LayerSpec, Layout, ModelSpec, ModuleSpec, RankSpec, Sample, TensorShape, Workload
 from pipeloom.taskgraph import TaskGraph
 from pipeloom.taskgraph.iteration import iteration_graph
-from pipeloom.timeline import Schedule, resolve_candidates, simulate
+from pipeloom.timeline import Schedule, simulate
 
 Sizes = tuple[int, ...]
 """Of every microbatch of a step."""
@@ -35,8 +36,8 @@ Row = tuple[int, str, int, float]
 _EVERY_SAMPLE_ALONE = 1 << 30
 _ANY_SIZE = 1 << 40
 _UNMEASURED_S = 1e-6
-_MOST_KNOWN = 128
-"""Orders that are kept for sizes that come again."""
+MOST_KNOWN = 128
+"""Orders that are kept for sizes that come again, here and on all ranks that were told."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,7 +208,7 @@ class StepPlanner:
         return known
 
     def _keep(self, trains: bool, sizes: Sizes, order: Order) -> Order:
-        if len(self._known) >= _MOST_KNOWN:
+        if len(self._known) >= MOST_KNOWN:
             self._known.clear()
             self._searched.clear()
         self._known[trains, sizes] = order
@@ -221,19 +222,7 @@ class StepPlanner:
             self.layout, packing, self.problem.costs, "step", or_whole=self.planning.backward == "either"
         ).graph
         schedule = self.planning.order(graph)
-        timeline = simulate(graph, schedule)
-        resolved = resolve_candidates(graph, schedule.candidate)
-        serial = BACKENDS[self.backend].serial
-        plan = lower(
-            resolved.graph,
-            resolved.schedule(schedule),
-            resolved.timeline(timeline),
-            self.layout,
-            packing,
-            boundary_shapes(self.problem.model, self.layout),
-            serial=serial,
-        )
-        verify(plan, self.layout, packing, serial=serial)
+        _, plan = proved_plan(self.problem, packing, graph, schedule, simulate(graph, schedule))
         return Order(plan, tuple(range(len(sizes))), sizes)
 
 

@@ -19,7 +19,15 @@ from torch.nn.parallel import DistributedDataParallel
 from pipeloom.collector import collector_paused
 from pipeloom.errors import InputError, PipeloomError
 from pipeloom.integrations.pipelining.inputs import Splitting, StepInputs, default_size, merged, signature
-from pipeloom.integrations.pipelining.planning import Order, Planning, Row, Sizes, StepPlanner, planned_shapes
+from pipeloom.integrations.pipelining.planning import (
+    MOST_KNOWN,
+    Order,
+    Planning,
+    Row,
+    Sizes,
+    StepPlanner,
+    planned_shapes,
+)
 from pipeloom.integrations.pipelining.running import MODULE, StageExecutor, StageMicrobatch, StepLoss, stage_executor
 from pipeloom.integrations.pipelining.shapes import Boundary, Flat, Metas, Signature, flat_meta
 from pipeloom.integrations.pipelining.telling import StepMessage, Telling
@@ -36,8 +44,6 @@ SizeOf = Callable[..., int]
 
 _MEASURED_STEPS = range(1, 4)
 """Steps in which the costs of the stages are measured; in the first, memory is still being got."""
-_MOST_KNOWN = 128
-"""Orders that all ranks keep."""
 
 
 @dataclass(slots=True)
@@ -293,7 +299,7 @@ class PlannedSchedule:
     def _heard(self, message: StepMessage) -> _Known:
         if message.order is not None:
             assert message.signatures is not None
-            if len(self._known) >= _MOST_KNOWN:
+            if len(self._known) >= MOST_KNOWN:
                 self._known.clear()
                 self._numbers.clear()
             order = message.order

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import msgspec
-import numpy as np
 import torch
 import torch.distributed as dist
 
 from pipeloom.errors import ExecutionError
 from pipeloom.integrations.pipelining.planning import Order
 from pipeloom.integrations.pipelining.shapes import Signature
+from pipeloom.runtime.coordination import broadcast_bytes
 
 _FRAME = 4096
 """Bytes that travel with their length."""
-_LENGTH = 8
 
 
 class StepMessage(msgspec.Struct, frozen=True, array_like=True):
@@ -59,6 +58,8 @@ class Telling:
             dist.all_gather_object(every, leaders, group=together)
             self.source = min(rank for rank in every if rank is not None)
         self.tells = dist.get_rank() == self.source
+        self._place = self.source if self.group is None else dist.get_group_rank(self.group, self.source)
+        """Of who tells, in the group."""
         self.is_alone = dist.get_world_size(self.group) == 1
         # Where the group serves the host too, nothing is moved to the device.
         serves_host = "gloo" in str(dist.get_backend_config(self.group))
@@ -74,30 +75,11 @@ class Telling:
         """
         if message is not None and self.is_alone:
             return message
-        first = np.zeros(_LENGTH + _FRAME, np.uint8)
-        data = b""
-        if message is not None:
-            data = msgspec.msgpack.encode(message)
-            first[:_LENGTH] = np.frombuffer(len(data).to_bytes(_LENGTH, "little"), np.uint8)
-            first[_LENGTH:][: len(data)] = np.frombuffer(data[:_FRAME], np.uint8)
-        first = self._broadcast(first)
-        size = int.from_bytes(first[:_LENGTH].tobytes(), "little")
-        rest = np.zeros(0, np.uint8)
-        if size > _FRAME:
-            rest = (
-                np.frombuffer(data[_FRAME:], np.uint8).copy()
-                if message is not None
-                else np.zeros(size - _FRAME, np.uint8)
-            )
-            rest = self._broadcast(rest)
+        data = None if message is None else msgspec.msgpack.encode(message)
+        data = broadcast_bytes(data, self.group, _FRAME, source=self._place, device=self.device)
         if message is not None:
             return message
-        heard = msgspec.msgpack.decode(first[_LENGTH:][:size].tobytes() + rest.tobytes(), type=StepMessage)
+        heard = msgspec.msgpack.decode(data, type=StepMessage)
         if heard.failure:
             raise ExecutionError(f"rank {self.source}, of the first stage: {heard.failure}")
         return heard
-
-    def _broadcast(self, numbers: np.ndarray) -> np.ndarray:
-        tensor = torch.from_numpy(numbers).to(self.device)
-        dist.broadcast(tensor, self.source, group=self.group)
-        return tensor.cpu().numpy()
