@@ -262,12 +262,35 @@ def refused() -> list[str]:
     tell(lambda: schedule.step(arg_mbs=[] if here == 0 else None, target_mbs=[y] if here else None))
     sized = PlannedSchedule([PipelineStage(whole[here], here, 2, cpu)], Planning(budget_s=0.0), loss, sizes=[[3, 4]])
     tell(lambda: sized.step(arg_mbs=[(x,)] if here == 0 else None, target_mbs=[y] if here else None))
+    # Known on the other rank alone: all end at once, and the next step runs.
+    tell(lambda: schedule.step(arg_mbs=[(x,)] if here == 0 else None))
+    tell(lambda: schedule.step(arg_mbs=[(x,)] * 2 if here == 0 else None, target_mbs=[y] if here else None))
+    tell(lambda: schedule.step(arg_mbs=[(x,)] if here == 0 else None, target_mbs=[y] if here else None))
     with torch.no_grad():
         tell(lambda: schedule.step())
     alone = dist.new_group([here], use_local_synchronization=True)
     stages = [PipelineStage(module, number, 2, cpu, group=alone) for number, module in enumerate(whole[:2])]
     tell(lambda: PlannedSchedule(stages, Planning(budget_s=0.0), loss, n_microbatches=2).step(x))
     return told
+
+
+def traced(folder: str) -> dict[str, Any]:
+    """Train three steps of unequal microbatches under torch's profiler, and write its trace."""
+    here, whole, ranks = dist.get_rank(), modules(4), [0, 1, 0, 1]
+    schedule = PlannedSchedule(my_stages(whole, ranks), Planning(budget_s=0.0, backward="split"), loss)
+    lengths = [3, 1, 7]
+    batches = [(torch.randn(2, n, WIDTH).double(), torch.randn(2, n, WIDTH).double()) for n in lengths]
+    mine: dict[str, Any] = (
+        {"arg_mbs": [(x,) for x, _ in batches]} if here == 0 else {"target_mbs": [y for _, y in batches]}
+    )
+    schedule.step(**mine)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        for _ in range(3):
+            schedule.step(**mine)
+            profiler.step()
+    profiler.export_chrome_trace(f"{folder}/rank{here}.json")
+    schedule.close()
+    return {}
 
 
 def searched(ahead: bool) -> dict[str, Any]:

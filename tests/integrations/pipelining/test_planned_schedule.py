@@ -1,10 +1,15 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from pipeloom.explain.traces.read import explain_traces
 from pipeloom.runtime import launch
+from pipeloom.search import Evaluations
+from pipeloom.taskgraph import KIND_NAMES
 
-from .on_ranks import against_theirs, changing, divided, refused, searched
+from .on_ranks import against_theirs, changing, divided, refused, searched, traced
 
 pytestmark = pytest.mark.ranks
 
@@ -44,13 +49,30 @@ def test_nonsense_is_told_in_one_line_on_every_rank() -> None:
         "n_microbatches: is None, and no microbatches are given; give one of both",
         "arg_mbs: is empty; give at least one microbatch",
         "sizes: step 0 has 2, and 1 microbatches; give one for each",
+        "target: is not given on the rank of the last stage; give target or target_mbs there",
+        "rank 1: target_mbs: has 1 microbatches, the step 2; give one for each",
+        "nothing",
         "step(): needs gradients, and they are switched off; call eval()",
         "target: is not given on the rank of the last stage; give target or target_mbs there",
     ]
-    assert first == told
+    # What only the rank of the last stage can know, the others hear, too.
+    assert first == [f"rank 1: {each}" if i == 8 else each for i, each in enumerate(told)]
     # What only the rank of the first stage can know, the others hear from it.
     heard = [f"rank 0, of the first stage: {each}" if 5 <= i <= 7 else each for i, each in enumerate(told)]
     assert second == heard
+
+
+def test_a_trace_of_planned_steps_is_explained(tmp_path: Path) -> None:
+    launch(traced, 2, str(tmp_path), timeout_s=60.0)
+    explained = explain_traces([tmp_path], budget=Evaluations(20))
+    assert len(explained.run.iterations) >= 2
+    for iteration in explained.run.iterations:
+        for rank, found in enumerate(iteration.ranks):
+            done = sorted((one.unit.stage, KIND_NAMES[one.unit.kind], one.unit.microbatch) for one in found)
+            assert {kind for _, kind, _ in done} <= {"F", "B", "I", "W"}
+            assert {(stage, m) for stage, kind, m in done if kind == "F"} == {
+                (stage, m) for stage in (rank, rank + 2) for m in range(3)
+            }
 
 
 @pytest.mark.full

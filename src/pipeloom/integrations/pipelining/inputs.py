@@ -40,6 +40,40 @@ class StepInputs:
     kwarg_mbs: Sequence[Keywords] | None = None
     target_mbs: Sequence[Any] | None = None
 
+    def check(self, wants_target: bool) -> tuple[str, int]:
+        """Find what does not belong together before anybody says how many microbatches there are.
+
+        Parameters
+        ----------
+        wants_target : bool
+            The loss is computed here, and there is to be one.
+
+        Returns
+        -------
+        tuple of str and int
+            What was given by microbatch, and how many; none: 0.
+
+        Raises
+        ------
+        InputError
+        """
+        if (self.arg_mbs is not None or self.kwarg_mbs is not None) and (self.args or self.kwargs):
+            raise InputError("step()", "was given microbatches and whole-batch inputs", "give either")
+        if self.target is not None and self.target_mbs is None and not isinstance(self.target, Tensor):
+            raise InputError("target", f"is a {type(self.target).__name__}", "give a tensor, or target_mbs")
+        if wants_target and self.target is None and self.target_mbs is None:
+            raise InputError("target", "is not given on the rank of the last stage", "give target or target_mbs there")
+        given = {"arg_mbs": self.arg_mbs, "kwarg_mbs": self.kwarg_mbs, "target_mbs": self.target_mbs}
+        counts = [(name, len(each)) for name, each in given.items() if each is not None]
+        for name, count in counts:
+            if not count:
+                raise InputError(name, "is empty", "give at least one microbatch")
+            if count != counts[0][1]:
+                raise InputError(
+                    name, f"has {count} microbatches, {counts[0][0]} has {counts[0][1]}", "give one for each"
+                )
+        return counts[0] if counts else ("", 0)
+
     def split(self, how: Splitting, count: int | None = None) -> list[tuple[Args, Keywords]]:
         """Inputs by microbatch.
 
@@ -56,14 +90,10 @@ class StepInputs:
         """
         if self.arg_mbs is None and self.kwarg_mbs is None:
             return self._split_whole(how, count)
-        if self.args or self.kwargs:
-            raise InputError("step()", "was given microbatches and whole-batch inputs", "give either")
         num = len(self.arg_mbs if self.arg_mbs is not None else self.kwarg_mbs or ())
         for name, given in (("arg_mbs", self.arg_mbs), ("kwarg_mbs", self.kwarg_mbs)):
             if given is not None and len(given) != (count or num):
                 raise InputError(name, f"has {len(given)} microbatches, the step {count or num}", "give one for each")
-        if not num:
-            raise InputError("arg_mbs", "is empty", "give at least one microbatch")
         args = self.arg_mbs if self.arg_mbs is not None else [()] * num
         kwargs = self.kwarg_mbs if self.kwarg_mbs is not None else [{}] * num
         return [(tuple(a), dict(k)) for a, k in zip(args, kwargs, strict=True)]
@@ -84,24 +114,20 @@ class StepInputs:
         return list(zip(args, kwargs, strict=True))
 
     def targets(self, count: int) -> list[Any] | None:
-        """Targets by microbatch; None: there are none.
+        """Targets by microbatch; None: there are none. `check` has seen them.
 
         Raises
         ------
         InputError
             When there are others than microbatches.
         """
-        if self.target_mbs is not None:
-            found = list(self.target_mbs)
-        elif isinstance(self.target, Tensor):
-            found = list(torch.tensor_split(self.target, count))
-        elif self.target is None:
-            return None
-        else:
-            raise InputError("target", f"is a {type(self.target).__name__}", "give a tensor, or target_mbs")
-        if len(found) != count:
-            raise InputError("target_mbs", f"has {len(found)} microbatches, the step {count}", "give one for each")
-        return found
+        if self.target_mbs is None:
+            return None if self.target is None else list(torch.tensor_split(self.target, count))
+        if len(self.target_mbs) != count:
+            raise InputError(
+                "target_mbs", f"has {len(self.target_mbs)} microbatches, the step {count}", "give one for each"
+            )
+        return list(self.target_mbs)
 
 
 def _splits_plainly(value: Any, count: int) -> bool:

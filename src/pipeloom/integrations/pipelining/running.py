@@ -29,7 +29,7 @@ from pipeloom.runtime.iteration import ExecutorOptions, Iteration
 from pipeloom.runtime.linker import LinkedPlan
 from pipeloom.runtime.model import Model, Module, Part
 from pipeloom.runtime.transport import Handle, Transport
-from pipeloom.runtime.unit import MessageState, PartState
+from pipeloom.runtime.unit import MessageState, PartState, UnitState
 from pipeloom.spec import Layout, TensorShape
 
 MODULE = "stages"
@@ -156,6 +156,21 @@ class _StageIteration(Iteration):
         self.ahead: list[tuple[Handle, Tensor]] = []
         self.leaving: deque[tuple[Handle, Tensor | None]] = deque()
         """Sent, and not waited for yet though the plan does: on the CPU."""
+        if torch.autograd._profiler_enabled():
+            computed = {verb: self._named(verb) for verb in (Verb.F, Verb.B, Verb.I, Verb.W)}
+            self.verbs |= computed
+
+    def _named(self, verb: Verb) -> Callable[[Any], None]:
+        """What a verb calls, in a range named as PyTorch names its own, by which `pipeloom explain` finds it."""
+        call = self.verbs[verb]
+
+        def called(unit: UnitState) -> None:
+            chunk, microbatch, _ = unit.key
+            number = self.linked.packing.microbatches[microbatch].samples[0]
+            with torch.profiler.record_function(f"PP:{chunk}{verb}{number}"):
+                call(unit)
+
+        return called
 
     @property
     def loss_sum(self) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.distributed.pipelining.microbatch import TensorChunkSpec
 from torch.nn.parallel import DistributedDataParallel
 
 from pipeloom.collector import collector_paused
-from pipeloom.errors import InputError, PipeloomError
+from pipeloom.errors import ExecutionError, InputError, PipeloomError
 from pipeloom.integrations.pipelining.inputs import Splitting, StepInputs, default_size, merged, signature
 from pipeloom.integrations.pipelining.planning import (
     MOST_KNOWN,
@@ -30,7 +31,7 @@ from pipeloom.integrations.pipelining.planning import (
 )
 from pipeloom.integrations.pipelining.running import MODULE, StageExecutor, StageMicrobatch, StepLoss, stage_executor
 from pipeloom.integrations.pipelining.shapes import Boundary, Flat, Metas, Signature, flat_meta
-from pipeloom.integrations.pipelining.telling import StepMessage, Telling
+from pipeloom.integrations.pipelining.telling import StepMessage, StepReport, Telling
 from pipeloom.packing import Packing
 from pipeloom.plan import backend_of
 from pipeloom.runtime.evaluate import forwards_of
@@ -176,13 +177,12 @@ class PlannedSchedule:
         Raises
         ------
         InputError
-            When inputs do not belong together.
+            When this rank's inputs do not belong together.
         ExecutionError
-            When a rank cannot run its plan.
+            When a rank cannot run its plan, or another rank's inputs do not belong together: before anything runs, on
+            all ranks.
         """
         trains = self.loss_fn is not None
-        if trains and not torch.is_grad_enabled():
-            raise InputError("step()", "needs gradients, and they are switched off", "call eval()")
         inputs = StepInputs(args, kwargs, target, arg_mbs, kwarg_mbs, target_mbs)
         self._loss.arguments, self._loss.keeps_outputs = loss_kwargs or {}, return_outputs
         return self._run(inputs, losses, trains)
@@ -212,7 +212,7 @@ class PlannedSchedule:
         return Splitting(self.n_microbatches, self.args_chunk_spec, self.kwargs_chunk_spec, self.output_merge_spec)
 
     def _run(self, inputs: StepInputs, losses: list[Any] | None, trains: bool) -> Any:
-        message = self._telling.tell(self._decided(inputs, trains) if self._planner is not None else None)
+        message = self._agreed(inputs, trains)
         if message.widths is not None or self._executor is None:
             widths = message.widths or [1.0] * len(self.layout.chunks)
             self._executor, self._evaluator = self._made_executor(widths), None
@@ -221,7 +221,7 @@ class PlannedSchedule:
         # of it takes longer than linking does.
         with collector_paused():
             known = self._heard(message)
-            microbatches = self._microbatches(inputs, known, trains)
+            microbatches = self._microbatches(inputs, known)
             linked = executor.with_shapes(executor.prepare(known.order.plan, known.packing), microbatches)
             self._loss.scale = len(microbatches) if self.scale_grads else 1
             result = executor.run_linked(linked, microbatches, normaliser=1.0)
@@ -241,19 +241,56 @@ class PlannedSchedule:
                 return merged(microbatches, self._splitting)
         return None
 
-    def _decided(self, inputs: StepInputs, trains: bool) -> StepMessage:
+    def _agreed(self, inputs: StepInputs, trains: bool) -> StepMessage:
+        """What all ranks will run, once all have looked at what they are given."""
+        failure: InputError | None = None
+        try:
+            if trains and not torch.is_grad_enabled():
+                raise InputError("step()", "needs gradients, and they are switched off", "call eval()")
+            report = StepReport(*inputs.check(trains and self._has_last))
+        except InputError as error:
+            failure, report = error, StepReport(failure=str(error))
+        reports = self._telling.gather(report)
+        if failure is None:
+            return self._telling.tell(self._decided(inputs, trains, reports) if self._planner is not None else None)
+        if self._planner is not None:
+            self._telling.tell(self._failed(failure))
+        else:
+            # Whatever is heard, this is what is wrong here.
+            with suppress(ExecutionError):
+                self._telling.tell(None)
+        raise failure
+
+    def _decided(self, inputs: StepInputs, trains: bool, reports: Sequence[StepReport]) -> StepMessage:
         """On the rank that tells: what all will run. A failure is told, too, and raised here."""
         try:
-            return self._decide(inputs, trains)
+            for place, report in enumerate(reports):
+                if report.failure:
+                    raise ExecutionError(f"rank {self._telling.global_rank(place)}: {report.failure}")
+            return self._decide(inputs, trains, reports)
         except Exception as error:
-            text = str(error) if isinstance(error, PipeloomError) else f"{type(error).__name__}: {error}"
-            self._telling.tell(StepMessage(failure=text.partition("\n")[0]))
+            self._telling.tell(self._failed(error))
             raise
 
-    def _decide(self, inputs: StepInputs, trains: bool) -> StepMessage:
+    def _failed(self, error: Exception) -> StepMessage:
+        """A failure as the others hear it: with the rank that has it."""
+        text = str(error) if isinstance(error, PipeloomError) else f"{type(error).__name__}: {error}"
+        if not text.startswith("rank "):
+            text = f"rank {self._telling.source}, of the first stage: {text}"
+        return StepMessage(failure=text.partition("\n")[0])
+
+    def _decide(self, inputs: StepInputs, trains: bool, reports: Sequence[StepReport]) -> StepMessage:
         planner = self._planner
         assert planner is not None
-        given = self._given = inputs.split(self._splitting)
+        given = inputs.split(self._splitting)
+        for place, report in enumerate(reports):
+            if report.count not in (0, len(given)):
+                raise InputError(
+                    f"rank {self._telling.global_rank(place)}: {report.name}",
+                    f"has {report.count} microbatches, the step {len(given)}",
+                    "give one for each",
+                )
+        self._given = given
         sizes = self._sizes(given, trains)
         widths = None
         if trains and self._num_steps == _MEASURED_STEPS.stop and not planner.is_measured:
@@ -309,15 +346,13 @@ class PlannedSchedule:
             known.signatures = message.signatures
         return known
 
-    def _microbatches(self, inputs: StepInputs, known: _Known, trains: bool) -> list[StageMicrobatch]:
+    def _microbatches(self, inputs: StepInputs, known: _Known) -> list[StageMicrobatch]:
         """What this rank works on."""
         count = len(known.order.sizes)
         # Where the step was decided, its inputs are split already.
         given, self._given = self._given or inputs.split(self._splitting, count), None
         targets = inputs.targets(count) if self._has_last else None
         self._loss.has_target = targets is not None
-        if trains and self._has_last and targets is None:
-            raise InputError("target", "is not given on the rank of the last stage", "give target or target_mbs there")
         metas: list[Metas | None] = [None] * (len(self.layout.chunks) + 1)
         found = []
         for i, (args, kwargs) in enumerate(given):

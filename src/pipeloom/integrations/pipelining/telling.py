@@ -11,6 +11,10 @@ from pipeloom.integrations.pipelining.planning import Order
 from pipeloom.integrations.pipelining.shapes import Signature
 from pipeloom.runtime.coordination import broadcast_bytes
 
+_REPORT = 1024
+"""Bytes of a report."""
+_MOST_TOLD = 900
+"""Bytes of a failure in it."""
 _FRAME = 4096
 """Bytes that travel with their length."""
 
@@ -27,11 +31,22 @@ class StepMessage(msgspec.Struct, frozen=True, array_like=True):
     widths: tuple[float, ...] | None = None
     """New ones, by which plans are made from here on."""
     failure: str = ""
-    """Why there is no step."""
+    """Why there is no step, and on which rank."""
+
+
+class StepReport(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank says of its inputs before there is a step."""
+
+    name: str = ""
+    """What was given by microbatch; empty: nothing."""
+    count: int = 0
+    """How many of it."""
+    failure: str = ""
+    """Why this rank cannot take part."""
 
 
 class Telling:
-    """One rank tells, all others hear.
+    """All ranks report to one, which tells them what they will do.
 
     Parameters
     ----------
@@ -65,6 +80,28 @@ class Telling:
         serves_host = "gloo" in str(dist.get_backend_config(self.group))
         self.device = torch.device("cpu") if serves_host else torch.device(device)
 
+    def global_rank(self, place: int) -> int:
+        """Of a rank of the group, the number by which users know it."""
+        return place if self.group is None else dist.get_global_rank(self.group, place)
+
+    def gather(self, report: StepReport) -> list[StepReport]:
+        """Give the rank that tells what all ranks report, by rank of the group; to all others nothing.
+
+        A rank that only found out later that it cannot run would leave the others waiting until their group gives up.
+        """
+        if self.is_alone:
+            return [report]
+        failure = report.failure.encode()[:_MOST_TOLD].decode(errors="ignore")
+        data = msgspec.msgpack.encode(StepReport(report.name, report.count, failure))
+        frame = torch.zeros(_REPORT, dtype=torch.uint8)
+        frame[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        frame = frame.to(self.device)
+        every = [torch.empty_like(frame) for _ in range(dist.get_world_size(self.group))] if self.tells else None
+        dist.gather(frame, every, group=self.group, group_dst=self._place)
+        decoder = msgspec.msgpack.Decoder(StepReport)
+        # Its last field is text: what is zero behind it is room.
+        return [decoder.decode(each.cpu().numpy().tobytes().rstrip(b"\0")) for each in every or ()]
+
     def tell(self, message: StepMessage | None) -> StepMessage:
         """Give all ranks a message; one gives it.
 
@@ -81,5 +118,5 @@ class Telling:
             return message
         heard = msgspec.msgpack.decode(data, type=StepMessage)
         if heard.failure:
-            raise ExecutionError(f"rank {self.source}, of the first stage: {heard.failure}")
+            raise ExecutionError(heard.failure)
         return heard
