@@ -156,7 +156,7 @@ class _StageIteration(Iteration):
         self.ahead: list[tuple[Handle, Tensor]] = []
         self.leaving: deque[tuple[Handle, Tensor | None]] = deque()
         """Sent, and not waited for yet though the plan does: on the CPU."""
-        if torch.autograd._profiler_enabled():
+        if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
             computed = {verb: self._named(verb) for verb in (Verb.F, Verb.B, Verb.I, Verb.W)}
             self.verbs |= computed
 
