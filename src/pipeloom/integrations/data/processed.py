@@ -311,9 +311,8 @@ class ProcessedDataset(Dataset):
             raise InputError(f"processor = {shown!r}", f"has no chat template, and {example.name} has messages", remedy)
         if not chat and not (self._chats and (blanks or example.prompt)):
             return self._plain(example, blanks)
-        given = example.messages
-        if given is None:
-            given = [{"role": "user", "content": example.prompt}, {"role": "assistant", "content": example.text}]
+        asked = [{"role": "user", "content": example.prompt}, {"role": "assistant", "content": example.text}]
+        given = asked if example.messages is None else example.messages
         counts = {_SPOKEN[reads]: len(blanks.get(reads, ())) for reads in (*example.kinds, *blanks)}
         messages = conversation(given, example.name, counts)
         check_words(messages, self._tokens, example.name)
