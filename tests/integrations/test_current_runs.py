@@ -64,10 +64,7 @@ def test_torchtitan_names_of_stages(tmp_path: Path) -> None:
         ("tp=two", "tp: .two. is not an integer"),
         ("pp=0", "pp: 0 is below 1"),
         ("color=red", r"color: is no field of a run; fields are tp, pp"),
-        (
-            "pp=4 schedule=zb",
-            "schedule: .zb. is not one of '1f1b', 'gpipe', 'interleaved', 'zero_bubble'",
-        ),
+        ("pp=4 schedule=zb", "schedule: .zb. is not one of '1f1b', 'gpipe', 'interleaved', 'zero_bubble'"),
         ("pp=4 recompute=some", "recompute: .some. is no way of recomputing"),
         ("pp=4 layout=1,2,3", "layout: has 3 stages, no multiple of pp = 4"),
         ("pp=2 schedule=1f1b chunks=2", "schedule: '1f1b' takes one stage a rank, here are 2; use 'interleaved'"),
