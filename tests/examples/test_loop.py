@@ -29,7 +29,7 @@ def _double() -> Iterator[None]:
 
 def fitted(folder: Path, model: Any = loop_fit.build_model, ranks: int = 2, **settings: Any) -> pl.FitResult:
     planner = pl.PlannerConfig(budget_s=0.02, deadline_s=60.0)
-    settings = {"checkpoint": pl.CheckpointConfig(every=2, keep=9), "planner": planner, **settings}
+    settings = {"checkpoint": pl.CheckpointConfig(every=2, keep=9, asynchronous=False), "planner": planner, **settings}
     return pl.fit(
         model,
         loop_fit.batches,
