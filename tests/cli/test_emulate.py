@@ -83,6 +83,7 @@ def test_sweep_prints_what_runs_and_lists_what_cannot(capsys: pytest.CaptureFixt
     assert "dp 4 tp 1 pp 1: 2 microbatches for 4 replicas" in shown
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_calibrate_writes_a_table_that_can_be_emulated_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     table, plot = tmp_path / "cpu.toml", tmp_path / "plot.html"

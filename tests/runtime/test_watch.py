@@ -25,7 +25,7 @@ from pipeloom.runtime.watch import watch
 rank, size, how = int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 
 class Store:
-    """In a file: torch takes longer to import than all that is tested here."""
+    # In a file: torch takes longer to import than all that is tested here.
 
     def set(self, key, value):
         Path(sys.argv[1] + ".new").write_text(value)
