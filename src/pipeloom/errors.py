@@ -15,6 +15,10 @@ A command-line program turns each of them into one line and exit code 2.
 
 from __future__ import annotations
 
+import re
+
+_LONG_WORD = re.compile(r"\S{300,}")
+
 
 class PipeloomError(Exception):
     """Root of every error that Pipeloom raises on purpose."""
@@ -37,7 +41,13 @@ class InputError(PipeloomError, ValueError):
         self.entity = entity
         self.problem = problem
         self.remedy = remedy
-        super().__init__(f"{entity}: {problem}" + (f"; {remedy}" if remedy else ""))
+        super().__init__(_line(f"{entity}: {problem}" + (f"; {remedy}" if remedy else "")))
+
+
+def _line(text: str) -> str:
+    """One line, whatever a value or another library's message brings, and no word so long that it hides the rest."""
+    line = " ".join(text.split()) if len(text.splitlines()) > 1 else text
+    return _LONG_WORD.sub(lambda found: f"{found[0][:200]}...{found[0][-60:]}", line)
 
 
 def check_positive(entity: str, value: float) -> None:

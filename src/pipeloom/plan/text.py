@@ -142,6 +142,7 @@ def _remedy(told: str) -> str:
     return f"write a {FORMAT}"
 
 
+_MOST_LETTERS = 200
 _Version = Literal["pipeloom.plan/2", "pipeloom.plan/3"]
 
 
@@ -219,6 +220,9 @@ def _problem(action: Action, version: _Version) -> str:
     bare = not (verb.is_unit or verb.is_message or verb.is_chunk)
     if bare != (not action.chunk):
         return f"{verb} {'takes no' if action.chunk else 'has no'} chunk"
+    for name in (action.chunk, action.target, action.stream, action.strategy, action.dtype):
+        if len(name) > _MOST_LETTERS:
+            return f"the name {name[:40]!r}... has {len(name)} letters, more than {_MOST_LETTERS}"
     for name in (action.chunk, action.target, action.stream):
         if _SPLITS.search(name):
             return f"the name {name!r} contains white space or '='"
