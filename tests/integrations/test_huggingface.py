@@ -106,6 +106,8 @@ def changed(config, part=None, /, **fields):
         (changed(QWEN2_VL_7B, "vision_config", depth="32"), "vision_config.depth: '32' is not a whole number"),
         (changed(QWEN2_5_VL_7B, "vision_config", window_size=7), "vision_config.window_size: 7 is less than"),
         (changed(QWEN3_30B_A3B, num_hidden_layers=0), "num_hidden_layers: 0 is not a whole number of at least 1"),
+        (changed(QWEN3_30B_A3B, num_hidden_layers=27_000_000), "num_hidden_layers: 27000000 is above 100000"),
+        (changed(QWEN3_30B_A3B, hidden_size=10**18), "hidden_size: 1000000000000000000 is above 2147483648"),
         (changed(QWEN3_30B_A3B, num_key_value_heads=3), "num_key_value_heads: 3 does not divide 32 heads"),
         ({"model_type": "llama", "num_attention_heads": 7}, "num_attention_heads: 7 does not divide the width 4096"),
         (changed(QWEN3_VL_8B, "vision_config", num_heads=7), "vision_config.num_heads: 7 does not divide the width"),

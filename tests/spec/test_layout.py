@@ -1,7 +1,18 @@
 import pytest
 
 from pipeloom.errors import InputError
-from pipeloom.spec import Batch, Chunk, Layout, ModuleLayout, Sample, TensorShape, Workload, batch_from_dicts
+from pipeloom.spec import (
+    Batch,
+    Chunk,
+    LayerSpec,
+    Layout,
+    ModuleLayout,
+    ModuleSpec,
+    Sample,
+    TensorShape,
+    Workload,
+    batch_from_dicts,
+)
 
 LM = (ModuleLayout("lm"),)
 
@@ -57,3 +68,9 @@ def test_shapes_resolve_from_the_workload() -> None:
     assert shape.resolve(Workload((3, 5))) == (2, 4, 8)
     assert shape.num_bytes(Workload((3, 5))) == 2 * 4 * 8 * 2
     assert shape.resolve(Workload(())) == (0, 4, 0)
+
+
+def test_more_layers_than_any_model_has_are_refused_before_room_is_made_for_them() -> None:
+    block = LayerSpec("block", TensorShape(("tokens", 8)), 10**15)
+    with pytest.raises(InputError, match=r"module 'lm'.layers: 1000000000000000 layers are more than 100000"):
+        ModuleSpec("lm", "sequence", (block,))

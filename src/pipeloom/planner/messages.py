@@ -18,8 +18,6 @@ from pipeloom.taskgraph import FORWARD
 from pipeloom.taskgraph.iteration import MemoryLimit
 from pipeloom.tuning import TuningSpec
 
-_MAX_LAYERS = 100_000
-
 
 class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Sent once: the problem, and how long to search."""
@@ -114,8 +112,6 @@ def check_setup(setup: Setup, layout_file: str, profile_file: str) -> None:
             if set(getattr(module, end)) != set(getattr(ours, end)):
                 raise InputError(f"{where}.{end}", "are other streams than the model's", "lay out this model")
         num_layers = sum(layer.count for layer in spec.layers)
-        if num_layers > _MAX_LAYERS:
-            raise InputError(f"model: module {module.name!r}", f"has {num_layers} layers, more than {_MAX_LAYERS}")
         if num_laid[module.name] != num_layers:
             problem = f"chunks of {module.name!r} have {num_laid[module.name]} layers, the model {num_layers}"
             raise InputError(f"{layout_file}: chunks", problem)

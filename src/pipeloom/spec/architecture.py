@@ -12,9 +12,33 @@ import msgspec
 
 from pipeloom.errors import InputError
 from pipeloom.spec.batch import Sample
-from pipeloom.spec.model import Reads, StreamEnd, check_modules, check_streams, find_module, lengths_in
+from pipeloom.spec.model import Reads, StreamEnd, check_layers, check_modules, check_streams, find_module, lengths_in
 
 Norm = Literal["layer", "rms"]
+
+
+MOST_SIZE = 2**31
+"""Of anything that a layer has: widths, heads, experts, words."""
+
+
+def check_sizes(node: msgspec.Struct, where: str) -> None:
+    """Refuse sizes that no layer has; those that may be left out may be 0.
+
+    Raises
+    ------
+    InputError
+        Naming the field.
+    """
+    for field in msgspec.structs.fields(node):
+        value = getattr(node, field.name)
+        entity = f"{where}.{field.name}"
+        if isinstance(value, int) and not isinstance(value, bool):
+            least = 0 if field.default == 0 else 1
+            if not least <= value <= MOST_SIZE:
+                raise InputError(entity, f"{value} is not from {least} to {MOST_SIZE}")
+        for i, each in enumerate(value if isinstance(value, tuple) else (value,)):
+            if isinstance(each, msgspec.Struct):
+                check_sizes(each, f"{entity}[{i}]" if isinstance(value, tuple) else entity)
 
 
 class AttentionMixer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="mixer", tag="attention"):
@@ -294,6 +318,10 @@ class ModuleArchitecture(msgspec.Struct, frozen=True, forbid_unknown_fields=True
         """Refuse modules without layers."""
         if not self.layers:
             raise InputError(f"module {self.name!r}.layers", "is empty", "give at least one layer")
+        for field in ("layers", "unused"):
+            for i, layer in enumerate(getattr(self, field)):
+                check_sizes(layer, f"module {self.name!r}.{field}[{i}]")
+        check_layers(f"module {self.name!r}.layers", sum(getattr(layer, "count", 1) for layer in self.layers))
 
     @property
     def flat_layers(self) -> tuple[Layer, ...]:

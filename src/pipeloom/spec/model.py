@@ -76,6 +76,16 @@ def _divisor(dim: str) -> int | None:
     return None if found is None else int(found[1] or 1)
 
 
+MOST_LAYERS = 100_000
+"""Of a module: each is looked at by itself."""
+
+
+def check_layers(entity: str, count: int) -> None:
+    """Refuse more layers than any model has, before room is made for them."""
+    if count > MOST_LAYERS:
+        raise InputError(entity, f"{count} layers are more than {MOST_LAYERS}", "give fewer")
+
+
 class LayerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """``count`` equal layers in a row."""
 
@@ -124,6 +134,7 @@ class ModuleSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if not self.layers:
             raise InputError(f"module {self.name!r}.layers", "is empty", "give at least one layer")
         num_layers = sum(layer.count for layer in self.layers)
+        check_layers(f"module {self.name!r}.layers", num_layers)
         for what, ends in (("emits", self.emits), ("takes", self.takes)):
             for end in ends:
                 if not 0 <= end.layer < num_layers:

@@ -167,7 +167,8 @@ def check_layout(layout: Layout) -> None:
                 "tune a layout of layout.encoder_first, or leave tuning.order at 'search'",
             )
     homes = [layout.chunks[i].rank for i in layout.chunks_of(backbone.name)]
-    if homes != list(range(layout.num_ranks)):
+    # The length first: the number of ranks may be any number that a file can hold.
+    if len(homes) != layout.num_ranks or homes != list(range(layout.num_ranks)):
         raise InputError(
             f"layout: module {backbone.name!r}",
             f"has chunks on ranks {homes}, not one on each in order",

@@ -31,7 +31,7 @@ def read_huggingface(path: str | Path) -> Architecture:
         raise InputError(str(path), "is not a config.json nor a folder with one")
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(str(file), f"is not JSON: {error}") from error
     if not isinstance(config, dict):
         raise InputError(str(file), "is not a JSON object")
@@ -71,7 +71,7 @@ def architecture_of(config: Config, name: str) -> Architecture:
             "model_type", f"{kind!r} is not known", f"known are {', '.join(FAMILIES)}; or describe it in a .toml file"
         )
     classes = config.get("architectures")
-    if classes and family.architecture not in classes:
+    if classes and not (isinstance(classes, list) and family.architecture in classes):
         given = ", ".join(map(str, classes)) if isinstance(classes, list) else repr(classes)
         raise InputError("architectures", f"{given} is not known", f"of {kind}, {family.architecture} is")
     return Architecture(name or str(kind), f"Hugging Face config, model type {kind}", family.read(config))

@@ -43,7 +43,7 @@ def counted(blocks: Sequence[ResidualLayer]) -> tuple[ResidualLayer, ...]:
 
 def num_blocks(fields: Fields) -> int:
     """Blocks of a language model whose config counts them."""
-    return fields.size("num_hidden_layers")
+    return fields.blocks("num_hidden_layers")
 
 
 def _attention(

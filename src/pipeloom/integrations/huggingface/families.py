@@ -140,7 +140,7 @@ def _gemma3(config: Config) -> Modules:
     whole = Fields(config, "gemma3")
     text = whole.part("text_config", "gemma3_text")
     vision = whole.part("vision_config", "siglip_vision_model", known=("siglip_vision_model",))
-    tower = siglip(vision, vision.size("num_hidden_layers"), normed=True)
+    tower = siglip(vision, vision.blocks("num_hidden_layers"), normed=True)
     tokens, (size, _), (patch, _) = whole.size(_PER_IMAGE), vision.pair("image_size"), vision.pair("patch_size")
     side = size // patch // int(tokens**0.5)
     if side < 1:

@@ -7,6 +7,8 @@ from typing import Any
 
 from pipeloom.errors import InputError
 from pipeloom.integrations.huggingface.defaults import DEFAULTS
+from pipeloom.spec.architecture import MOST_SIZE
+from pipeloom.spec.model import MOST_LAYERS
 
 Config = Mapping[str, Any]
 _REMEDY = "see the config of a published model of this type"
@@ -63,7 +65,16 @@ class Fields:
             value = otherwise
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise self.refuse(names[0], f"{value!r} is not a whole number of at least {least}")
+        if value > MOST_SIZE:
+            raise self.refuse(names[0], f"{value} is above {MOST_SIZE}")
         return value
+
+    def blocks(self, name: str) -> int:
+        """How many layers a part has."""
+        count = self.size(name)
+        if count > MOST_LAYERS:
+            raise self.refuse(name, f"{count} is above {MOST_LAYERS}")
+        return count
 
     def heads(self, name: str, hidden: int) -> tuple[int, int]:
         """Heads, and the width that each has of a hidden width."""

@@ -72,7 +72,7 @@ def qwen2_vision(fields: Fields) -> Tower:
     block = _block(hidden, fields.heads("num_heads", hidden), feed, rotary=True)
     merger = PatchMergerLayer(hidden, fields.size("spatial_merge_size") ** 2, out)
     pixels = PatchEmbeddingLayer(_pixels(fields), hidden, bias=False)
-    return Tower((pixels, *counted([block] * fields.size("depth")), merger), out)
+    return Tower((pixels, *counted([block] * fields.blocks("depth")), merger), out)
 
 
 def qwen2_5_vision(fields: Fields) -> Tower:
@@ -85,7 +85,7 @@ def qwen2_5_vision(fields: Fields) -> Tower:
     if side < 1:
         raise fields.refuse("window_size", f"{fields.size('window_size')} is less than {merged} patches of {down}")
     attending = fields.numbers("fullatt_block_indexes")
-    blocks = [full if i in attending else _windowed(full, side**2) for i in range(fields.size("depth"))]
+    blocks = [full if i in attending else _windowed(full, side**2) for i in range(fields.blocks("depth"))]
     pixels = PatchEmbeddingLayer(_pixels(fields), hidden, bias=False)
     merger = PatchMergerLayer(hidden, merged**2, out, norm="rms")
     return Tower((pixels, *counted(blocks), merger), out)
@@ -96,7 +96,7 @@ def qwen3_vision(fields: Fields, takers: int) -> tuple[Tower, tuple[str, ...]]:
     hidden, out = fields.size("hidden_size"), fields.size("out_hidden_size")
     feed = MLPMixer(fields.size("intermediate_size"), gated=False, bias=True)
     block = _block(hidden, fields.heads("num_heads", hidden), feed, rotary=True)
-    factor, depth = fields.size("spatial_merge_size") ** 2, fields.size("depth")
+    factor, depth = fields.size("spatial_merge_size") ** 2, fields.blocks("depth")
     joined = hidden * factor
     tap: tuple[Step, ...] = (JoinStep(factor), NormStep(), LinearStep(joined), ActivationStep(), LinearStep(out))
     asked = fields.numbers("deepstack_visual_indexes")
@@ -132,7 +132,7 @@ def _plain_block(fields: Fields) -> ResidualLayer:
 
 def _clip(fields: Fields, used: int) -> Tower:
     hidden, (numbers, patches) = fields.size("hidden_size"), _patches(fields)
-    run, rest = _cut(_plain_block(fields), fields.size("num_hidden_layers"), used)
+    run, rest = _cut(_plain_block(fields), fields.blocks("num_hidden_layers"), used)
     # A class token, with a position of its own.
     pixels = PatchEmbeddingLayer(numbers, hidden, patches + 2, bias=False, norm="layer")
     return Tower((pixels, *run), hidden, (*rest, AdapterLayer(hidden, (NormStep(),))))
@@ -142,7 +142,7 @@ def siglip(fields: Fields, used: int, *, normed: bool = False) -> Tower:
     """SigLIP's tower, with or without the norm behind its blocks."""
     hidden, (numbers, patches) = fields.size("hidden_size"), _patches(fields)
     block = _plain_block(fields)
-    run, rest = _cut(block, fields.size("num_hidden_layers"), used)
+    run, rest = _cut(block, fields.blocks("num_hidden_layers"), used)
     norm = AdapterLayer(hidden, (NormStep(),))
     head: tuple[Layer, ...] = ()
     if fields.flag("vision_use_head"):
@@ -161,7 +161,7 @@ def _pixtral(fields: Fields, used: int) -> Tower:
     hidden, (down, right) = fields.size("hidden_size"), fields.pair("patch_size")
     feed = MLPMixer(fields.size("intermediate_size"))
     block = _block(hidden, fields.heads("num_attention_heads", hidden), feed, norm="rms", rotary=True, bias=False)
-    run, rest = _cut(block, fields.size("num_hidden_layers"), used)
+    run, rest = _cut(block, fields.blocks("num_hidden_layers"), used)
     numbers = fields.size("num_channels") * down * right
     return Tower((PatchEmbeddingLayer(numbers, hidden, bias=False, norm="rms"), *run), hidden, rest)
 
@@ -184,7 +184,7 @@ def internvl(fields: Fields, used: int, *, last: bool) -> Tower:
     )
     feed = MLPMixer(fields.size("intermediate_size"), gated=False, bias=True)
     block = ResidualLayer(hidden, (attention, feed), norm="rms" if kind == "rms_norm" else "layer", scaled=True)
-    run, rest = _cut(block, fields.size("num_hidden_layers"), used)
+    run, rest = _cut(block, fields.blocks("num_hidden_layers"), used)
     vectors = 1 + fields.flag("use_mask_token")  # the class token's
     vectors += (patches + 1) * fields.flag("use_absolute_position_embeddings")
     layers: tuple[Layer, ...] = (PatchEmbeddingLayer(numbers, hidden, vectors), *run)
@@ -202,7 +202,7 @@ TOWERS: dict[str, Callable[[Fields, int], Tower]] = {
 
 def picked_blocks(whole: Fields, vision: Fields) -> int:
     """Blocks up to the one whose output a model takes."""
-    picked, count = whole.get("vision_feature_layer"), vision.size("num_hidden_layers")
+    picked, count = whole.get("vision_feature_layer"), vision.blocks("num_hidden_layers")
     if isinstance(picked, bool) or not isinstance(picked, int):
         raise whole.refuse("vision_feature_layer", f"{picked!r} is not one number", "outputs of one block are read")
     used = picked if picked >= 0 else count + 1 + picked

@@ -11,6 +11,7 @@ from importlib import resources
 from typing import NoReturn
 
 from pipeloom.errors import InputError
+from pipeloom.spec.architecture import MOST_SIZE
 
 JOINED = ("pipeline-model-parallel-layout", "moe-layer-freq", "window-attn-skip-freq", "window-size")
 """Arguments whose value may hold brackets and bars, which a shell would part."""
@@ -125,6 +126,8 @@ class Arguments:
             raise self.refuse(name, f"{value!r} is not a whole number") from None
         if number < least:
             raise self.refuse(name, f"{number} is below {least}")
+        if number > MOST_SIZE:
+            raise self.refuse(name, f"{number} is above {MOST_SIZE}")
         return number
 
     def size(self, name: str, default: int | None = None) -> int:

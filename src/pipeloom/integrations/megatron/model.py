@@ -17,6 +17,7 @@ from pipeloom.spec.architecture import (
     ResidualLayer,
     TokenEmbeddingLayer,
 )
+from pipeloom.spec.model import MOST_LAYERS
 
 _OTHER_MODELS = {
     "hybrid-layer-pattern": "a hybrid model has its stages in this pattern, not in a layout",
@@ -91,6 +92,8 @@ def gpt_model(arguments: Arguments, tensor: int) -> GptModel:
         if arguments.values(name) is not None:
             raise arguments.refuse(name, "cannot be planned", why)
     layers, hidden = arguments.size("num-layers"), arguments.size("hidden-size")
+    if layers > MOST_LAYERS:
+        raise arguments.refuse("num-layers", f"{layers} is above {MOST_LAYERS}")
     norm: Norm = "rms" if _normalization(arguments) == "RMSNorm" else "layer"
     windows = _windows(arguments, layers)
     experts = _experts(arguments, layers)
