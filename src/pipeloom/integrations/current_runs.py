@@ -122,7 +122,8 @@ def _convert(fields: dict[str, Any], entity: str, *, strict: bool, source: str) 
 def _of_toml(path: Path) -> CurrentRun:
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    # ValueError: no TOML, no UTF-8, or a number of thousands of digits.
+    except (OSError, ValueError, RecursionError) as error:
         raise InputError(str(path), f"is not TOML: {error}") from error
     if "now" in content:
         table = content["now"]

@@ -214,7 +214,8 @@ def show(value: Any) -> str:
         return f"a list of {len(value)}" if value else "an empty list"
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 10**20:
         return "an integer of more than 20 digits"
-    text = json.dumps(value, ensure_ascii=False) if not isinstance(value, str) else repr(value)
+    # Parquet has values that JSON has not.
+    text = json.dumps(value, ensure_ascii=False, default=repr) if not isinstance(value, str) else repr(value)
     return text if len(text) <= 60 else f"{text[:50]}..."
 
 

@@ -14,7 +14,7 @@ FORWARD_BACKWARD = "forward-backward"
 _NAMES = ("forward-compute", "backward-compute", FORWARD_BACKWARD)
 _ARGUMENT = re.compile(r"\b([a-z][a-z0-9_]*) \.{3,} (\S+)\s*$")
 _HEADING = re.compile(r"([a-z][a-z0-9/-]*):\s*$")
-_RANK = re.compile(r"\brank\s+(\d+): (\d+(?:\.\d+)?)\s*$")
+_RANK = re.compile(r"\brank\s+(\d{1,9}): (\d+(?:\.\d+)?)\s*$")
 _EXTREMES = re.compile(r"\(min, max\) time across ranks|\bmax time across ranks")
 _ELAPSED = re.compile(r"elapsed time per iteration \(ms\): (\d+(?:\.\d+)?)")
 _WHY = "run Megatron-LM with --timing-log-level 2 --timing-log-option all"
@@ -136,16 +136,21 @@ def _microbatches(arguments: dict[str, str], where: str, world: int, pipeline: i
 
 def _number(arguments: dict[str, str], name: str, where: str) -> int:
     value = arguments.get(name, "")
-    if not value.isdigit() or int(value) < 1:
+    number = _whole(value)
+    if number < 1:
         raise InputError(
             f"{where}: {name}",
             f"{value or 'is missing'}",
             "give the whole log, with the arguments printed at its start",
         )
-    return int(value)
+    return number
 
 
 def _optional(arguments: dict[str, str], name: str) -> int:
     """An argument that stands for 1 where it is not a number."""
-    value = arguments.get(name, "")
-    return int(value) if value.isdigit() and int(value) > 0 else 1
+    return _whole(arguments.get(name, "")) or 1
+
+
+def _whole(value: str) -> int:
+    """What a word says as a number; 0 where it is none, or of more digits than any of a run."""
+    return int(value) if re.fullmatch("[0-9]{1,12}", value) else 0

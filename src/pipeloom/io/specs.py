@@ -29,11 +29,14 @@ def read_spec(path: PathLike, kind: type[T]) -> T:
     where = printable(str(path))
     if not str(path).removesuffix(".gz").endswith(".toml"):
         return convert(read_document(path), kind, where)
+    text = read_text(path)
     try:
-        document: dict[str, Any] = tomllib.loads(read_text(path))
+        document: dict[str, Any] = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         message = printable(str(error))
         raise InputError(where, f"is not valid TOML: {message[:1].lower()}{message[1:]}") from error
     except RecursionError as error:
         raise InputError(where, "is nested too deeply to be a spec") from error
+    except ValueError as error:  # an integer of thousands of digits
+        raise InputError(where, "has a number with too many digits") from error
     return convert(document, kind, where)

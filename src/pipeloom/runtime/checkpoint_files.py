@@ -132,7 +132,7 @@ def known_digests(folder: Path) -> dict[str, str]:
     for file in sorted(folder.glob("digests-*.json")):
         try:
             known |= json.loads(file.read_text())
-        except (OSError, ValueError, TypeError) as error:
+        except (OSError, ValueError, TypeError, RecursionError) as error:
             raise InputError(str(file), f"cannot be read ({error})", _REMEDY) from error
     return known
 

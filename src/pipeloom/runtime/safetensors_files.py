@@ -165,9 +165,9 @@ def _names(index: Path) -> dict[str, str]:
     try:
         named: dict[str, str] = json.loads(index.read_text())["weight_map"]
         # Nothing outside of the folder.
-        if any(Path(name).name != name for name in named.values()):
+        if any(Path(name).name != name or len(name) > 250 for name in named.values()):
             raise ValueError("it names files elsewhere")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise InputError(str(index), f"is no index of shards ({error})", "fetch the folder again") from error
     return named
 

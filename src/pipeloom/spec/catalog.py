@@ -30,17 +30,18 @@ def read(kind: Kind, name: str) -> dict[str, Any]:
         path = Path(name)
         if not path.is_file():
             raise InputError(name, "is not a file")
-        text = path.read_text(encoding="utf-8")
+        data = path.read_bytes()
     else:
         entry = resources.files("pipeloom.spec").joinpath("zoo", kind, f"{name}.toml")
         if not entry.is_file():
             raise InputError(
                 f"{kind} {name!r}", "is unknown", f"the zoo has {', '.join(names(kind))}; or give a .toml file"
             )
-        text = entry.read_text(encoding="utf-8")
+        data = entry.read_bytes()
     try:
-        content: dict[str, Any] = msgspec.toml.decode(text)
-    except msgspec.DecodeError as error:
+        content: dict[str, Any] = msgspec.toml.decode(data)
+    # ValueError: what is no UTF-8, or a number of thousands of digits.
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise InputError(name, f"is not TOML: {error}") from error
     return content
 

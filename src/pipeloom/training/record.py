@@ -346,7 +346,7 @@ def read_lines(path: Path, kind: type[_Line]) -> list[_Line]:
         if line.endswith(b"\n"):
             try:
                 found.append(msgspec.json.decode(line, type=kind))
-            except msgspec.MsgspecError as error:
+            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
                 raise InputError(f"{path}: line {len(found) + 1}", str(error), "remove the file") from error
     return found
 

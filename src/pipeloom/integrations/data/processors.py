@@ -85,7 +85,7 @@ def _read_json(file: Path) -> Any:
     """
     try:
         return json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InputError(str(file), f"cannot be read as JSON ({error})", "copy or save it again") from error
 
 
@@ -411,6 +411,8 @@ def decode_wave(blob: Blob) -> Any:
     kinds: dict[int, Any] = {1: np.uint8, 2: np.int16, 4: np.int32}
     if width not in kinds:
         raise InputError(blob.name, f"has {8 * width} bits a sample", "give 8, 16 or 32")
+    if len(data) % (width * channels):
+        raise CorruptSampleError(blob.name, "ends in the middle of a sample", _MEND)
     values: Any = np.frombuffer(data, kinds[width]).astype(np.float32)
     values = values / 128 - 1 if width == 1 else values / np.float32(2 ** (8 * width - 1))
     return values.reshape(-1, channels).mean(1)
@@ -424,7 +426,8 @@ def _wave(blob: Blob) -> Iterator[tuple[Any, int]]:
             file.seek(0)
             with wave.open(file) as recording:
                 yield recording, size
-    except (wave.Error, EOFError, OSError) as error:
+    # RuntimeError: a chunk that ends behind the file.
+    except (wave.Error, EOFError, OSError, RuntimeError) as error:
         message = str(error) or "it ends early"
         raise CorruptSampleError(blob.name, f"cannot be read as a WAV file ({message})", _MEND) from error
 

@@ -111,7 +111,7 @@ def _read(file: Path) -> dict[str, Any]:
         found = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise InputError(str(file), f"cannot be read ({error.strerror})", "fetch the folder again") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(str(file), f"is not JSON: {error}") from error
     if not isinstance(found, dict):
         raise InputError(str(file), "is not a JSON object")

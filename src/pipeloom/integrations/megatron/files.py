@@ -144,7 +144,8 @@ def _from_yaml(source: str, text: str) -> Arguments:
     try:
         # Recipes name classes and functions as text, so nothing has to be built.
         document = yaml.safe_load(text)
-    except (yaml.YAMLError, RecursionError) as error:
+    # ValueError: dates that are none, numbers of thousands of digits.
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise InputError(source, f"is not YAML: {error}", "save it again, or give an argument list") from error
     if not isinstance(document, dict):
         raise InputError(source, "is no table of settings", "give a recipe, or an argument list")
