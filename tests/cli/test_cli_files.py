@@ -334,6 +334,24 @@ def test_reader_that_goes_away_is_no_error(tiny: Path, tmp_path: Path) -> None:
     assert done.stderr == ""
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize(
+    ("how", "code", "said"), [(">/dev/full", 2, "standard output cannot be written"), (">&-", 0, "")]
+)
+def test_an_output_that_takes_nothing_is_told(how: str, code: int, said: str, tiny: Path, tmp_path: Path) -> None:
+    command = f"{sys.executable} -m pipeloom check {tiny} {_schedule(tmp_path)} {how}"
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False)
+    assert done.returncode == code
+    assert said in done.stderr
+    assert done.stderr.count("\n") == bool(said)
+
+
+def test_a_pipe_is_written_through_its_device(tmp_path: Path) -> None:
+    code = "from pipeloom.io import write_text; write_text('/dev/stdout', 'text')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr) == ("text", "")
+
+
 def test_defects_are_one_line_unless_asked_for(
     invoke: Invoke, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from pipeloom.errors import InputError
+from pipeloom.errors import InputError, PlannerError
 from pipeloom.planner.service import STOP, answer_key
 from pipeloom.runtime import TcpPlanStore
 
@@ -78,3 +78,10 @@ def test_a_value_serves_under_its_own_key_alone() -> None:
 def test_an_address_that_leads_nowhere_is_refused() -> None:
     with pytest.raises(InputError, match="'nowhere' is not host:port"):
         TcpPlanStore.connect("nowhere", "")
+
+
+def test_a_store_that_is_not_there_is_told_in_one_line() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    with pytest.raises(PlannerError, match=rf"^no plan store answers at 127.0.0.1:{port}: [^\n]*$"):
+        TcpPlanStore.connect(f"127.0.0.1:{port}", "")

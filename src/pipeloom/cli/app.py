@@ -6,6 +6,7 @@ Exit codes: 0 done; 1 a check or a verification failed; 2 wrong input, or nothin
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import sys
@@ -127,6 +128,8 @@ def _not_loaded() -> None:
 
 def run(arguments: Sequence[str]) -> int:
     """Run one command line and return its exit code; nothing but a defect leaves a traceback."""
+    # A program that is started with a stream closed has none.
+    sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         # A terminal without Unicode gets escapes, not an error.
         if isinstance(stream, io.TextIOWrapper):
@@ -165,6 +168,12 @@ def run(arguments: Sequence[str]) -> int:
         if extra is None:
             return _defect(error)
         return _refuse(f"{error.name} is not installed, and this command needs it; pip install 'pipeloom[{extra}]'")
+    except OSError as error:
+        # Files have names; what has none is the output.
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO) or error.filename is not None:
+            return _defect(error)
+        _forget_stdout()
+        return _refuse(f"standard output cannot be written: {error.strerror}")
     except MemoryError:
         return _refuse("the input needs more memory than there is")
     except Exception as error:

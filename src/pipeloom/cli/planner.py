@@ -24,8 +24,9 @@ def planner(store: str = typer.Option(..., help="Address of the trainer's store,
 
     if hasattr(os, "nice"):
         os.nice(_NICENESS)
+    reached = TcpPlanStore.connect(store, os.environ.get(STORE_SECRET, ""))
     try:
-        serve(TcpPlanStore.connect(store, os.environ.get(STORE_SECRET, "")))
+        serve(reached)
     except PlannerError as error:
         # The store lives with the trainer: when it is gone, so is whoever wanted plans.
         raise typer.Exit(0) from error

@@ -69,12 +69,12 @@ def write_bytes(path: PathLike, data: bytes) -> None:
     if name.endswith(".gz"):
         data = gzip.compress(data, mtime=0)
     try:
-        target = os.path.realpath(name)
-        if _is_special(target):
-            with open(target, "wb") as file:
+        # By its own name: where standard output is a pipe, what /dev/stdout leads to has none.
+        if _is_special(name):
+            with open(name, "wb") as file:
                 file.write(data)
         else:
-            _replace(target, data)
+            _replace(os.path.realpath(name), data)
     except (OSError, ValueError) as error:
         raise InputError(printable(name), f"cannot be written: {_reason(error)}") from error
 
@@ -86,16 +86,16 @@ def write_text(path: PathLike, text: str) -> None:
 
 def keeps_company(path: PathLike) -> bool:
     """Whether other files can lie beside it: it is no terminal, pipe or device."""
-    return not _is_special(os.path.realpath(os.fspath(path)))
+    return not _is_special(os.fspath(path))
 
 
 def check_writable(path: PathLike) -> None:
     """Refuse a target that `write_bytes` could not write, before long work is done for it."""
     name = os.fspath(path)
     try:
-        target = os.path.realpath(name)
-        if _is_special(target):
+        if _is_special(name):
             return
+        target = os.path.realpath(name)
         folder, base = os.path.split(target)
         is_folder, has_folder, may_write = (os.path.isdir(target), os.path.isdir(folder), os.access(folder, os.W_OK))
         too_long = has_folder and len(os.fsencode(base)) > os.pathconf(folder, "PC_NAME_MAX")

@@ -73,7 +73,8 @@ def _parquet_rows(path: PathLike, where: str) -> list[tuple[int, dict[str, Any]]
         raise InputError(where, "needs pyarrow to be read", "pip install 'pipeloom[data]'") from error
     data = read_bytes(path)
     try:
-        table = pyarrow.parquet.read_table(io.BytesIO(data))
+        # Its threads do not always end where an error ends this process.
+        table = pyarrow.parquet.read_table(io.BytesIO(data), use_threads=False)
         rows: list[dict[str, Any]] = table.to_pylist()
     except (pyarrow.ArrowException, OSError, ValueError, TypeError) as error:
         raise InputError(where, "is not a readable Parquet file") from error

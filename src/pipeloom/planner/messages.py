@@ -189,4 +189,5 @@ def decode(kind: type[Message], data: bytes) -> Message:
     try:
         return msgspec.msgpack.decode(data, type=kind)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise PlannerError(f"{kind.__name__} message of {len(data)} bytes is not valid: {error}") from error
+        reason = " ".join(str(error).split())
+        raise PlannerError(f"{kind.__name__} message of {len(data)} bytes is not valid: {reason}") from error

@@ -17,6 +17,7 @@ from pipeloom.errors import InputError, PlannerError
 
 # Every call is answered at once or the store is gone; this bounds how long a gone store can hold us up.
 _TIMEOUT = timedelta(seconds=30)
+_ANSWER_S = 10.0
 _MARK_BYTES = 32
 
 
@@ -66,9 +67,12 @@ class TcpPlanStore:
         if not host or not port.isdigit() or not 0 < int(port) < 65536:
             raise InputError("store", f"{address!r} is not host:port", "give the address that the trainer printed")
         try:
+            # torch tries a closed port for longer than its timeout, and prints where in its code it stands.
+            socket.create_connection((host, int(port)), _ANSWER_S).close()
             store = dist.TCPStore(host, int(port), is_master=False, timeout=_TIMEOUT)  # type: ignore[attr-defined]
-        except RuntimeError as error:
-            raise PlannerError(f"no plan store answers at {address}: {error}") from error
+        except (OSError, RuntimeError) as error:
+            reason = str(error).partition("\n")[0]
+            raise PlannerError(f"no plan store answers at {address}: {reason}") from error
         return cls(store, address, secret)
 
     def put(self, key: str, value: bytes) -> None:
