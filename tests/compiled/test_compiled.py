@@ -11,6 +11,7 @@ import types
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from pipeloom import compiled
 from pipeloom.compiled.decorators import _Index
@@ -99,6 +100,7 @@ def total(numbers):
         result += number
     return result
 import numpy as np
+import pytest
 print(total(np.arange(4)), sum(total.stats.cache_hits.values()), "numba.np.arraymath" in sys.modules)
 @allocating
 def other(numbers):
@@ -179,3 +181,38 @@ def test_processes_that_compile_at_once_never_take_one_anothers_code(tmp_path):
 
     assert not files_after_saving("float64") & files_after_saving("int64")
     assert len(files_after_saving("int64")) == 1
+
+
+@pytest.mark.parametrize("damage", [b"", b"\x80\x05cut", None])
+def test_what_is_kept_and_damaged_is_as_good_as_nothing(tmp_path, monkeypatch, damage):
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
+
+    def double(number):
+        return 2 * number
+
+    for expected in (0, 0, 1):
+        found = compiled.kernel(double)
+        assert found(3) == 6
+        assert sum(found.stats.cache_hits.values()) == expected
+        if expected == 0:
+            kept = [path for path in tmp_path.rglob("*") if path.suffix in (".nbi", ".nbc")]
+            assert len(kept) == 2
+            if damage is not None and not (tmp_path / "damaged").exists():
+                for path in kept:
+                    path.write_bytes(damage)
+                (tmp_path / "damaged").touch()
+            elif damage is None and not (tmp_path / "damaged").exists():
+                data = next(path for path in kept if path.suffix == ".nbc")
+                data.write_bytes(data.read_bytes()[:-100])
+                (tmp_path / "damaged").touch()
+
+
+def test_where_nothing_can_be_kept_code_is_compiled(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "file" / "folder"))
+    monkeypatch.setattr("numba.core.config.CACHE_DIR", str(tmp_path / "file" / "folder"))
+
+    def triple(number):
+        return 3 * number
+
+    assert compiled.kernel(triple)(3) == 9

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -42,8 +43,16 @@ class _Index(IndexDataCacheFile):
         """Load the index. Its keys name the types of arguments, which may have moved since it was written."""
         try:
             return super()._load_index()  # type: ignore[no-untyped-call]
-        except (ImportError, AttributeError):
+        # A damaged pickle may raise anything.
+        except Exception:
             return {}
+
+    def load(self, key: Any) -> Any:
+        """Load code."""
+        try:
+            return super().load(key)  # type: ignore[no-untyped-call]
+        except Exception:
+            return None
 
     def save(self, key: Any, data: Any) -> None:
         """Save code under a name that its key alone decides.
@@ -87,6 +96,11 @@ class _StampedCache(FunctionCache):
             found = self._found(signature, target_context)
         return found
 
+    def save_overload(self, signature: Any, data: Any) -> None:
+        """Keep code, where there is room for it: whoever finds none compiles."""
+        with suppress(OSError):
+            super().save_overload(signature, data)  # type: ignore[no-untyped-call]
+
     def _found(self, signature: Any, target_context: Any) -> Any:
         with self._guard_against_spurious_io_errors():
             found = self._load_overload(signature, target_context)  # type: ignore[no-untyped-call]
@@ -124,8 +138,11 @@ def inlined(function: Function) -> Function:
 
 
 def _kept(compiled: Any) -> Any:
-    """Keep code on disk."""
-    cache = _StampedCache(compiled.py_func, stamp(Path(compiled.py_func.__code__.co_filename)))
+    """Keep code on disk, where there is a place that can be written."""
+    try:
+        cache = _StampedCache(compiled.py_func, stamp(Path(compiled.py_func.__code__.co_filename)))
+    except (RuntimeError, OSError):  # numba's word for no such place
+        return _for_types(compiled)
     compiled._cache = cache
     compile_for = _for_types(compiled).compile
 
