@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
-from pipeloom.runtime import launch
+from pipeloom.errors import ExecutionError
+from pipeloom.runtime import coordination, launch
 from pipeloom.runtime.coordination import AT_ONCE, broadcast_bytes
 
 pytestmark = pytest.mark.ranks
@@ -24,6 +25,22 @@ def _receive() -> list[bool]:
             mine = _content(size) if dist.get_rank() == source else None
             found.append(broadcast_bytes(mine, source=source) == _content(size))
     return found
+
+
+def _receive_too_many() -> list[str]:
+    found = []
+    for rank in (0, 1):
+        coordination.MOST_BYTES = 100
+        try:
+            broadcast_bytes(bytes(101) if dist.get_rank() == rank else None, at_once=50, source=rank)
+        except ExecutionError as error:
+            found.append(str(error))
+    return found
+
+
+def test_for_a_length_that_cannot_be_no_room_is_made() -> None:
+    told = "a message of 101 bytes is larger than 100, the most that is sent at once"
+    assert launch(_receive_too_many, 2) == [[told] * 2] * 2
 
 
 def test_bytes_of_any_size_arrive_on_every_rank() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -87,6 +88,34 @@ def test_a_rank_that_ends_in_peace_is_not_missed(tmp_path: Path) -> None:
     for each in ranks:
         each.communicate(timeout=60)
     assert [each.returncode for each in ranks] == [0, 0, 0]
+
+
+def test_strangers_hold_nobody_up_and_are_none_of_us() -> None:
+    store, found = dist.HashStore(), {}
+
+    def join(rank: int) -> None:
+        found[rank] = watch(store, rank, 3)
+
+    threads = [threading.Thread(target=join, args=(rank,)) for rank in (0, 1, 2)]
+    threads[0].start()
+    host, port, _ = store.get("watch").decode().split()
+    strangers = [socket.create_connection((host, int(port))) for _ in range(4)]
+    strangers[1].sendall(b"half of a sec")
+    strangers[2].sendall(bytes(36))
+    strangers[3].close()
+    for thread in threads[1:]:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert sorted(found[0].others) == [1, 2]
+    assert strangers[2].recv(1) == b""
+    for rank in (1, 2, 0):
+        found[rank].end()
+    for thread in threading.enumerate():
+        if thread.name == "watch":
+            thread.join(60)
+    for each in (*strangers, *(connection for one in found.values() for connection in one._connections.values())):
+        each.close()
 
 
 def test_an_error_of_waiting_is_told_as_the_loss_behind_it() -> None:

@@ -27,6 +27,8 @@ from pipeloom.spec import Batch, Layout, ModelSpec
 AT_ONCE = 256 * 1024
 """Bytes that travel with their length: about 5000 actions."""
 _LENGTH_BYTES = 8
+MOST_BYTES = 1 << 30
+"""Of a message: room is made for no more, whatever its length says."""
 
 
 def broadcast_bytes(
@@ -49,6 +51,11 @@ def broadcast_bytes(
         Rank in the group that gives them.
     device : torch.device or str
         What the group serves.
+
+    Raises
+    ------
+    ExecutionError
+        On all ranks, where the length is above `MOST_BYTES`.
     """
     # A length sent ahead would put every rank to sleep and wake it twice, which costs more than the empty bytes.
     first = np.zeros(_LENGTH_BYTES + at_once, np.uint8)
@@ -60,6 +67,8 @@ def broadcast_bytes(
     head = first[_LENGTH_BYTES:][:size].tobytes()
     if size <= at_once:
         return head
+    if size > MOST_BYTES:
+        raise ExecutionError(f"a message of {size} bytes is larger than {MOST_BYTES}, the most that is sent at once")
     rest = np.zeros(size - at_once, np.uint8)
     if data is not None:
         rest[:] = np.frombuffer(data, np.uint8, offset=at_once)

@@ -220,15 +220,15 @@ class Checkpoints:
         self._write(partial, tensors, copies)
         self._attempt(lambda: _write_files(partial, dist.get_rank(), contents))
         copies.wait()
-        copies.complete(partial, partial)
+        self._attempt(copies.complete, partial, partial)
         if copies.is_first:
             # A checkpoint of the same iteration can only be of this run's earlier life: the same content.
-            _remove(target)
+            self._attempt(_remove, target)
             self._attempt(lambda: partial.rename(target))
             for step in self.steps()[: -self.keep]:
-                _remove(self._path(step))
+                self._attempt(_remove, self._path(step))
         if record is not None:
-            copies.follow(record, RECORD)
+            self._attempt(copies.follow, record, RECORD)
         copies.wait()
         return target
 
@@ -265,7 +265,7 @@ class Checkpoints:
             lacks = copies.is_first and not path.is_dir()
             if lacks:
                 self._attempt(lambda: _make_empty(partial))
-            copies.complete(path, partial)
+            self._attempt(copies.complete, path, partial)
             if lacks:
                 self._attempt(lambda: partial.rename(path))
             copies.wait()
@@ -275,7 +275,8 @@ class Checkpoints:
                 return None
             if is_mended:
                 break
-            copies.complete(path, path, set().union(*(damage[rank] for rank in copies.sharers)))
+            lacking = set().union(*(damage[rank] for rank in copies.sharers))
+            self._attempt(copies.complete, path, path, lacking)
         name, problem = next(iter(next(each for each in damage if each).items()))
         return InputError(str(path / name), problem, "remove this checkpoint, and begin anew or from another")
 

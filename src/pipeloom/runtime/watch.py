@@ -14,7 +14,8 @@ import selectors
 import socket
 import sys
 import threading
-from collections.abc import Collection
+import time
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -28,6 +29,8 @@ _FAILED, _ENDED = 1 << 31, (1 << 32) - 1
 # Seconds without a word, between questions, and how many go unanswered until a host is lost.
 _QUIET_S, _ASK_S, _MOST_ASKED = 2, 2, 3
 _JOIN_S = 120.0
+# Connections that have not said yet who they are.
+_MOST_WAITING = 1024
 _PATIENCE_S = 1.0
 
 
@@ -134,20 +137,14 @@ def watch(store: Any, rank: int, size: int) -> Watch:
         with socket.create_server((own, 0), family=family, backlog=size) as listening:
             host, port = listening.getsockname()[:2]
             store.set(_ADDRESS, f"{host} {port} {secret.hex()}")
-            listening.settimeout(_JOIN_S)
-            while len(found.others) < size - 1:
-                try:
-                    connection, _ = listening.accept()
-                    connection.settimeout(_JOIN_S)
-                    hello = _read(connection, _SECRET_BYTES + _WORD_BYTES)
-                except OSError as error:
-                    missing = sorted(set(range(1, size)) - set(found.others))
-                    raise ExecutionError(f"rank 0: ranks {missing} do not reach this host: {error}") from error
-                # Whoever does not know the secret is none of us.
-                if hmac.compare_digest(hello[:_SECRET_BYTES], secret):
-                    found.add(int.from_bytes(hello[_SECRET_BYTES:], "big"), connection)
-                else:
-                    connection.close()
+            for rank_there, connection in _arrivals(listening, secret):
+                if 0 < rank_there < size:
+                    found.add(rank_there, connection)
+                if len(found.others) == size - 1:
+                    break
+            else:
+                missing = sorted(set(range(1, size)) - set(found.others))
+                raise ExecutionError(f"rank 0: ranks {missing} do not reach this host within {_JOIN_S:g} s")
     else:
         host, port, secret_text = store.get(_ADDRESS).decode().split()
         try:
@@ -158,6 +155,67 @@ def watch(store: Any, rank: int, size: int) -> Watch:
         found.add(0, connection)
     found.start()
     return found
+
+
+def _arrivals(listening: socket.socket, secret: bytes) -> Iterator[tuple[int, socket.socket]]:
+    """Ranks that connect and know the secret, until none has for long.
+
+    Whoever does not know it is none of us, and holds nobody up by saying it slowly, or nothing.
+    """
+    begun: dict[socket.socket, bytes] = {}
+    give_up = time.monotonic() + _JOIN_S
+    listening.setblocking(False)
+    with selectors.DefaultSelector() as selector:
+        selector.register(listening, selectors.EVENT_READ)
+        try:
+            while (left := give_up - time.monotonic()) > 0:
+                for key, _ in selector.select(left):
+                    if key.fileobj is listening:
+                        connection = _accepted(listening)
+                        if connection is None:
+                            continue
+                        if len(begun) >= _MOST_WAITING:
+                            oldest = next(iter(begun))
+                            selector.unregister(oldest)
+                            del begun[oldest]
+                            oldest.close()
+                        begun[connection] = b""
+                        selector.register(connection, selectors.EVENT_READ)
+                        continue
+                    connection = key.fileobj  # type: ignore[assignment]
+                    if connection not in begun:
+                        continue
+                    piece = _piece(connection, _SECRET_BYTES + _WORD_BYTES - len(begun[connection]))
+                    said = begun[connection] = begun[connection] + piece
+                    if piece and len(said) < _SECRET_BYTES + _WORD_BYTES:
+                        continue
+                    selector.unregister(connection)
+                    del begun[connection]
+                    if piece and hmac.compare_digest(said[:_SECRET_BYTES], secret):
+                        yield int.from_bytes(said[_SECRET_BYTES:], "big"), connection
+                    else:
+                        connection.close()
+        finally:
+            for connection in begun:
+                connection.close()
+
+
+def _accepted(listening: socket.socket) -> socket.socket | None:
+    """Who connects; None where he has gone again."""
+    try:
+        connection, _ = listening.accept()
+    except OSError:
+        return None
+    connection.setblocking(False)
+    return connection
+
+
+def _piece(connection: socket.socket, most: int) -> bytes:
+    """What has come; nothing where the connection has ended."""
+    try:
+        return connection.recv(most)
+    except OSError:
+        return b""
 
 
 def _read(connection: Any, size: int) -> bytes:
