@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from pipeloom.cost import StrategyCost
+from pipeloom.cost import StrategyCost, slowness_of
 from pipeloom.layout import ModulePlacement, separate
 from pipeloom.packing import Packing, PackingSpec, pack
 from pipeloom.spec import Batch, Chunk, LayerSpec, Layout, ModelSpec, ModuleSpec, Sample, TensorShape, Workload
@@ -13,11 +13,15 @@ from pipeloom.spec import Batch, Chunk, LayerSpec, Layout, ModelSpec, ModuleSpec
 class ToyCosts:
     """Costs in whole milliseconds that anybody can work out by hand: tokens times layers."""
 
-    def __init__(self, model: ModelSpec, transfer_s: float = 0.0, split: bool = False) -> None:
-        self.model, self._transfer_s, self.split = model, transfer_s, split
+    slowness: tuple[float, ...] = ()
+
+    def __init__(
+        self, model: ModelSpec, transfer_s: float = 0.0, split: bool = False, slowness: tuple[float, ...] = ()
+    ) -> None:
+        self.model, self._transfer_s, self.split, self.slowness = model, transfer_s, split, slowness
 
     def chunk_costs(self, chunk: Chunk, workload: Workload) -> tuple[StrategyCost, ...]:
-        forward = workload.num_tokens * chunk.num_layers * 1e-3
+        forward = workload.num_tokens * chunk.num_layers * 1e-3 * slowness_of(self, chunk.rank)
         halves = (forward, forward) if self.split else (None, None)
         return (StrategyCost("keep", forward, 2 * forward, 10 * workload.num_tokens * chunk.num_layers, *halves),)
 

@@ -10,6 +10,7 @@ import pytest
 from rich.console import Console
 
 from pipeloom.cli.progress import COLUMNS, LEGEND, Progress, Terminal
+from pipeloom.cost import Correction
 
 
 @pytest.mark.parametrize("terminal", [False, True])
@@ -46,6 +47,7 @@ def report(iteration: int, **others: Any) -> Any:
         "fresh": True,
         "lead_s": 12.345,
         "reason": None,
+        "correction": Correction(),
     }
     return SimpleNamespace(**(values | others))
 
@@ -72,3 +74,15 @@ def test_iterations_fit_into_eighty_columns(terminal: bool) -> None:
             end = heading.index(name) + len(name)
             assert all(line[end : end + 1] == " " for line in told), name
     assert not any("\u2026" in line for line in lines)
+
+
+def test_ranks_that_become_slow_are_told_once() -> None:
+    written = io.StringIO()
+    with Progress(Console(file=written, width=80), 99) as progress:
+        for i, slowness in enumerate(((), (1.0, 1.5), (1.0, 1.52), ())):
+            progress.show(report(i, correction=Correction(slowness=slowness)))
+    told = [line for line in written.getvalue().splitlines() if "plan" in line and "iteration" in line]
+    assert told == [
+        "iteration 1: planned so that rank 1 takes 1.50 times as long as most",
+        "iteration 3: all ranks are planned to be alike",
+    ]

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import random
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -33,8 +34,14 @@ def test_few_messages_give_what_they_can() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"modules": {"lm": (0.0, 1.0)}}, {"link": (-1.0, 0.0)}, {"link": (0.0, float("inf"))}]
+    "wrong",
+    [{"modules": {"lm": (0.0, 1.0)}}, {"link": (-1.0, 0.0)}, {"link": (0.0, float("inf"))}, {"slowness": (1.0, 0.0)}],
 )
 def test_corrections_that_cannot_be_are_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(InputError, match="finite"):
         Correction(**wrong)
+
+
+def test_corrections_of_older_checkpoints_are_read() -> None:
+    older = b'{"modules": {"lm": [1.1, 0.9]}, "link": [0.001, 1e-9]}'
+    assert msgspec.json.decode(older, type=Correction) == Correction({"lm": (1.1, 0.9)}, (0.001, 1e-9))

@@ -69,6 +69,7 @@ class RandomCosts:
     seed: int
     split: bool
     strategies: tuple[str, ...] = ("keep", "recompute")
+    slowness: tuple[float, ...] = ()
 
     def chunk_costs(self, chunk: Chunk, workload: Workload) -> tuple[StrategyCost, ...]:
         rng = random.Random(f"{self.seed} {chunk} {workload}")

@@ -26,11 +26,14 @@ from tests.planner.cases import MemoryStore, random_setup
 
 
 @settings(deadline=None, max_examples=25)
-@given(st.integers(0, 10_000), st.booleans())
-def test_a_plan_is_feasible_bounded_and_survives_its_travel(seed: int, everywhere: bool) -> None:
-    """Also where the encoder is on every rank, and the plan says which rank encodes what."""
+@given(st.integers(0, 10_000), st.booleans(), st.sampled_from(((), (1.5,), (1.0, 0.8, 2.0))))
+def test_a_plan_is_feasible_bounded_and_survives_its_travel(
+    seed: int, everywhere: bool, slowness: tuple[float, ...]
+) -> None:
+    """Also where the encoder is on every rank, and the plan says which rank encodes what; and where ranks are slow."""
     setup, batch = random_setup(seed, everywhere=everywhere), random_batch(seed)
-    problem = setup.problem()
+    correction = Correction(slowness=slowness)
+    problem = setup.problem().corrected(correction)
     planned = plan_batch(problem, batch, budget=Evaluations(50), seed=seed)
     assert check(planned.graph, planned.schedule, planned.timeline) == ()
     assert planned.lower_bound.ns <= planned.timeline.makespan_ns
@@ -38,7 +41,7 @@ def test_a_plan_is_feasible_bounded_and_survives_its_travel(seed: int, everywher
     answer = answer_of(planned, search_s=0.0, ready_ns=0)
     back = decode(type(answer), encode(answer))
     assert back == answer
-    graph = answered_graph(problem, batch, back, Correction())
+    graph = answered_graph(setup.problem(), batch, back, correction)
     again = timeline_of(graph, problem, back, back.planned_start_ns)
     assert again.makespan_ns == planned.timeline.makespan_ns == back.planned_ns
     assert again.peak_bytes.tolist() == planned.timeline.peak_bytes.tolist()

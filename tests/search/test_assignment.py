@@ -32,10 +32,12 @@ def random_laid_out(seed: int) -> tuple[ModelSpec, Layout, Packing]:
     return model, layout, pack(random_batch(seed), model, layout, PackingSpec(40))
 
 
-def random_assignable(seed: int, *, limited: bool = False, split: bool = False) -> Assignable:
+def random_assignable(
+    seed: int, *, limited: bool = False, split: bool = False, slowness: tuple[float, ...] = ()
+) -> Assignable:
     model, layout, packing = random_laid_out(seed)
     rng = random.Random(seed)
-    costs = ToyCosts(model, transfer_s=rng.choice((0.0, 1e-3)), split=split)
+    costs = ToyCosts(model, transfer_s=rng.choice((0.0, 1e-3)), split=split, slowness=slowness)
     made = build_assignable(layout, packing, costs, backward="split" if split else "whole")
     if limited:
         graph = made.graph
@@ -86,6 +88,24 @@ def test_a_graph_assigned_anew_is_the_graph_that_would_be_built(seed: int, split
         assert layout.chunks[label.chunk].rank == other.assignment[pair]
     apart = graph.rank[graph.edge_source] != graph.rank[graph.edge_target]
     assert (graph.edge_delay_ns == np.where(apart, round(wire.transfer_s(1) * 1e9), 0)).all()
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.integers(0, 10_000), st.booleans(), st.lists(st.sampled_from((0.7, 1.0, 1.5, 2.0)), min_size=2, max_size=4))
+def test_parts_take_as_long_as_on_the_rank_they_are_assigned_to(seed: int, split: bool, speeds: list[float]) -> None:
+    even = random_assignable(seed, split=split)
+    made = random_assignable(seed, split=split, slowness=tuple(speeds))
+    slowness = np.array(([*speeds, 1.0, 1.0])[: made.graph.num_ranks])
+    drawn = random_assignment(made, seed)
+    other = made.assigned(random_assignment(made, seed + 1)).assigned(drawn)
+    wanted = even.assigned(drawn).graph.duration_ns * slowness[drawn[made.graph.pair]]
+    assert other.graph.duration_ns.tolist() == pytest.approx(wanted.tolist(), abs=1)
+    found = solve_assignable(made, budget=Evaluations(200), seed=seed)
+    graph, solution = found.assignable.graph, found.solution
+    assert check(graph, solution.schedule, solution.timeline) == ()
+    bound = assignable_bound(made)
+    assert bound.ns == assignable_bound(other).ns <= solution.timeline.makespan_ns
+    assert solve(other.graph, budget=Evaluations(30), seed=0).timeline.makespan_ns >= bound.ns
 
 
 @settings(deadline=None, max_examples=25)

@@ -137,6 +137,7 @@ class Progress:
         self._console, self._total, self._first = console, total, first
         self._rows: deque[tuple[str, ...]] = deque(maxlen=_NUM_ROWS)
         self._fallbacks: list[int] = []
+        self._slow: dict[int, float] = {}
         self._begin = time.monotonic()
         self._count = first
         self._live = Live(console=console, auto_refresh=False, transient=False) if console.is_terminal else None
@@ -160,6 +161,7 @@ class Progress:
         self._count += 1
         row = cells(report)
         self._rows.append(row)
+        self._tell_speeds(report)
         if not report.fresh:
             self._fallbacks.append(report.iteration)
         if self._live is not None:
@@ -171,6 +173,15 @@ class Progress:
             or not report.fresh
         ):
             self._console.print(_line(row), soft_wrap=True)
+
+    def _tell_speeds(self, report: StepReport) -> None:
+        """Say which ranks plans take to be slow or quick from now on, where these are others than before."""
+        found = {rank: factor for rank, factor in enumerate(report.correction.slowness) if factor != 1.0}
+        if found.keys() != self._slow.keys():
+            ranks = ", ".join(f"rank {rank} takes {factor:.2f} times as long" for rank, factor in found.items())
+            text = f"iteration {report.iteration}: planned so that {ranks} as most"
+            self._console.print(text if found else f"iteration {report.iteration}: all ranks are planned to be alike")
+        self._slow = found
 
     def _render(self) -> Group:
         table = Table(box=None, header_style="bold", padding=(0, 1, 0, 0))

@@ -1,7 +1,7 @@
 """CostModel: seconds and bytes of a chunk, from a measured profile or the emulator."""
 
 from pipeloom.cost.correction import Correction, fit_link
-from pipeloom.cost.model import CostModel, PassBytes, PlannedCosts, StrategyCost
+from pipeloom.cost.model import CostModel, PassBytes, PlannedCosts, StrategyCost, slowness_of
 from pipeloom.cost.profile import LayerFit, LayerMeasurement, Profile, StrategyFit, StrategyMeasurement, fit_profile
 from pipeloom.cost.profile_costs import ProfileCosts, check_strategies, sharded_copies, usual_copies
 
@@ -21,5 +21,6 @@ __all__ = [
     "fit_link",
     "fit_profile",
     "sharded_copies",
+    "slowness_of",
     "usual_copies",
 ]

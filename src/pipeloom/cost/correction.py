@@ -23,10 +23,13 @@ class Correction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     link : (float, float) or None
         Measured seconds of an empty message between two ranks, and seconds per byte; None: nothing was measured
         yet, and the cluster's own links hold.
+    slowness : tuple of float
+        Per pipeline rank, how many times longer it computes than the modules' factors say; beyond its end 1.
     """
 
     modules: dict[str, tuple[float, float]] = {}
     link: tuple[float, float] | None = None
+    slowness: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         """Refuse factors and links that cannot be."""
@@ -35,6 +38,8 @@ class Correction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 raise InputError(f"correction.modules[{name!r}]", f"{pair} are not positive and finite")
         if self.link is not None and not all(0 <= part < float("inf") for part in self.link):
             raise InputError("correction.link", f"{self.link} are not finite and at least 0")
+        if not all(0 < factor < float("inf") for factor in self.slowness):
+            raise InputError("correction.slowness", f"{self.slowness} are not positive and finite")
 
 
 def fit_link(messages: Sequence[tuple[int, float]]) -> tuple[float, float] | None:

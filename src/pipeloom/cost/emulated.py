@@ -90,6 +90,7 @@ class EmulatedCosts:
         self.strategies = tuple(map(chunk_strategy, strategies))
         self.split_backward, self.ladder = split, ladder
         self.factors: dict[str, tuple[float, float]] = {}
+        self.slowness: tuple[float, ...] = ()
         self._parts: tuple[Part, ...] = ("F", "B", "I", "W") if split else ("F", "B")
         self._layers = {
             m.name: module_templates(self.architecture, m, self.placement) for m in self.architecture.modules

@@ -42,6 +42,11 @@ class PassBytes(NamedTuple):
     """On the device before they have been moved to the host, and again once they were brought back."""
 
 
+def slowness_of(costs: CostModel, rank: int) -> float:
+    """How many times longer a rank computes than most."""
+    return costs.slowness[rank] if rank < len(costs.slowness) else 1.0
+
+
 class CostModel(Protocol):
     """What planning asks about the machine; behind it is a measured profile or the emulator."""
 
@@ -50,8 +55,13 @@ class CostModel(Protocol):
         """Whether the halves of backwards are known, so that a plan may split them."""
         ...
 
+    @property
+    def slowness(self) -> Sequence[float]:
+        """Per rank, how many times longer it computes than most; beyond its end 1, so that empty says: all alike."""
+        ...
+
     def chunk_costs(self, chunk: Chunk, workload: Workload) -> tuple[StrategyCost, ...]:
-        """Costs of a chunk on a workload, one per memory strategy; the first is the base (keep)."""
+        """Costs of a chunk on a workload, on its rank, one per memory strategy; the first is the base (keep)."""
         ...
 
     def workspace_bytes(self, chunk: Chunk, workload: Workload) -> int:
@@ -96,7 +106,7 @@ class PlannedCosts(CostModel, Protocol):
         ...
 
     def uncorrected(self) -> Self:
-        """Return the same costs with no factors."""
+        """Return the same costs with no factors, and all ranks alike."""
         ...
 
     def corrected(self, correction: Correction) -> Self:

@@ -14,7 +14,7 @@ import numpy as np
 from pipeloom.cost.correction import Correction
 from pipeloom.cost.fits import Coefficients, FloatArray, aligned, sum_over, workload_features
 from pipeloom.cost.mixtures import LayerOption, mix, ranges
-from pipeloom.cost.model import PassBytes, StrategyCost
+from pipeloom.cost.model import PassBytes, StrategyCost, slowness_of
 from pipeloom.cost.profile import LayerFit, Profile, StrategyFit
 from pipeloom.errors import InputError
 from pipeloom.spec import (
@@ -80,6 +80,8 @@ class ProfileCosts:
     factors : dict
         Per module, measured over predicted seconds of (forward, backward): what calibration learned while
         training ran. Absent means 1.
+    slowness : tuple of float
+        Per rank, how many times longer it computes than most, learned likewise; beyond its end 1.
     split_backward : bool
         Whether the halves of a split backward are offered too.
     held_copies : dict
@@ -92,6 +94,7 @@ class ProfileCosts:
     rank: RankSpec = field(default_factory=RankSpec)
     strategies: tuple[Strategy, ...] = ("keep",)
     factors: dict[str, tuple[float, float]] = field(default_factory=dict)
+    slowness: tuple[float, ...] = ()
     split_backward: bool = False
     held_copies: dict[str, float] = field(default_factory=dict)
     _layers: dict[str, tuple[LayerSpec, ...]] = field(init=False, repr=False)
@@ -122,7 +125,7 @@ class ProfileCosts:
 
     def uncorrected(self) -> ProfileCosts:
         """Return the costs as measured before training."""
-        return replace(self, factors={})
+        return replace(self, factors={}, slowness=())
 
     def whole_backwards(self) -> ProfileCosts:
         """Return the same costs without the halves of backwards."""
@@ -136,11 +139,11 @@ class ProfileCosts:
             rank = msgspec.structs.replace(
                 rank, link_latency_s=latency_s, link_bytes_per_s=1.0 / max(s_per_byte, _LEAST_S_PER_BYTE)
             )
-        return replace(self, factors=correction.modules, rank=rank)
+        return replace(self, factors=correction.modules, slowness=correction.slowness, rank=rank)
 
     def chunk_costs(self, chunk: Chunk, workload: Workload) -> tuple[StrategyCost, ...]:
         """Costs of a chunk under each offered strategy, then under mixtures of them over its layers."""
-        here = self._on(chunk, workload)
+        here = self._on_rank(chunk, workload)
         found = [here.cost(strategy, self.split_backward) for strategy in self.strategies]
         return (*found, *(self._mixture(chunk, workload, layers) for layers in self._mixtures(chunk, workload)))
 
@@ -176,7 +179,7 @@ class ProfileCosts:
         parts, begin = [], chunk.layers[0]
         for strategy, run in itertools.groupby(layers):
             end = begin + len(list(run))
-            here = self._on(Chunk(chunk.module, (begin, end - 1), chunk.rank), workload)
+            here = self._on_rank(Chunk(chunk.module, (begin, end - 1), chunk.rank), workload)
             parts.append(here.cost(strategy, self.split_backward))
             begin = end
         split = all(part.backward_input_s is not None for part in parts)
@@ -250,6 +253,10 @@ class ProfileCosts:
         if self.model.module(chunk.module).frozen:
             return 0
         return sum(layer.num_parameters * DTYPE_BYTES[layer.output.dtype] for layer in self._chunk_layers(chunk))
+
+    def _on_rank(self, chunk: Chunk, workload: Workload) -> _OnWorkload:
+        here, slowness = self._on(chunk, workload), slowness_of(self, chunk.rank)
+        return here if slowness == 1.0 else here.slowed(slowness)
 
     def _on(self, chunk: Chunk, workload: Workload) -> _OnWorkload:
         key = chunk.module, chunk.layers
@@ -410,6 +417,17 @@ class _OnWorkload:
     move_s: tuple[float, float] = (0.0, 0.0)
     """To the host and back."""
     uses: _Uses = _NO_USES
+
+    def slowed(self, slowness: float) -> _OnWorkload:
+        """On a rank that computes so many times longer; what moves to the host and back takes as long."""
+        forward_s, backward_s = self.selective_s
+        return replace(
+            self,
+            forward_s=self.forward_s * slowness,
+            backward_s=self.backward_s * slowness,
+            halves_s=None if self.halves_s is None else (self.halves_s[0] * slowness, self.halves_s[1] * slowness),
+            selective_s=(forward_s * slowness, backward_s * slowness),
+        )
 
     def cost(self, strategy: Strategy, split: bool) -> StrategyCost:
         """Under one strategy."""

@@ -111,7 +111,8 @@ def difference(
     messages = measured.messages(answer.plan)
     waited_for = [message for message in messages if message.was_waited_for]
     link = fit_link([(m.num_bytes, m.under_way_ns / 1e9) for m in waited_for])
-    really = answered_graph(problem, batch, answer, Correction(correction.modules, link or correction.link))
+    linked = msgspec.structs.replace(correction, link=link or correction.link)
+    really = answered_graph(problem, batch, answer, linked)
     on_shared = (planned * _stretch(graph, correction, shares)).astype(np.int64)
     ends = [
         _replayed(where, durations, order)
@@ -220,7 +221,10 @@ def _stretch(graph: TaskGraph, correction: Correction, shares: Sequence[float]) 
     """
     learned = np.array([correction.modules.get(name, (1.0, 1.0)) for name in graph.module_names])
     half = (graph.kind != FORWARD).astype(np.int64)
-    stretch: npt.NDArray[np.float64] = 1 / np.array(shares)[graph.rank] / np.maximum(1.0, learned[graph.module, half])
+    slowness = np.ones(graph.num_ranks)
+    slowness[: len(correction.slowness)] = correction.slowness
+    known = np.maximum(1.0, learned[graph.module, half] * slowness[graph.rank])
+    stretch: npt.NDArray[np.float64] = 1 / np.array(shares)[graph.rank] / known
     return np.maximum(1.0, stretch)
 
 

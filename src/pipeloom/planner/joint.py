@@ -70,7 +70,7 @@ def tuned(problem: Problem, batch: Batch, seed: int) -> Decided:
         Not even the smallest microbatches fit into memory.
     """
     assert problem.pipeline is not None
-    pipeline = problem.pipeline.scaled(problem.costs.factors).sparing(problem.spare_bytes)
+    pipeline = problem.pipeline.scaled(problem.costs.factors, problem.costs.slowness).sparing(problem.spare_bytes)
     found = tune(pipeline, batch, problem.packing.token_budget, problem.tuning, seed)
     plan = tuned_plan(pipeline, batch, found, problem.costs)
     room = room_bytes(plan.graph, problem.layout, plan.packing, problem.costs, problem.memory)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
 from pipeloom.cost import Correction, fit_link
 from pipeloom.plan import Action, Answer, ExecutionPlan, Measured, Verb
 from pipeloom.spec import Batch
+
+FloatArray = npt.NDArray[np.float64]
 
 
 class ActionTime(NamedTuple):
@@ -132,6 +136,11 @@ class StepReport:
 
 # Weight of the newest iteration in the moving average of measured over planned time.
 _RATE = 0.1
+# A rank's speed is the median of so many iterations, so that one alone says nothing, and that of most ranks where it
+# is as near to it. So two iterations teach it, and as the next plan is on its way by then, the fourth is the first to
+# know.
+_SPEEDS = 3
+_ALIKE = 0.1
 
 
 def gather_times(
@@ -168,8 +177,50 @@ def gather_times(
     return Measured(tuple(t - begin for t in times), tuple(int(each[0, 0]) for each in blocks))
 
 
+class _Times(NamedTuple):
+    """What computation took and would take without corrections: by module, half (F, backward) and rank."""
+
+    names: tuple[str, ...]
+    measured_ns: FloatArray
+    predicted_ns: FloatArray
+
+    @staticmethod
+    def of(answer: Answer, used: Correction, measured: Measured) -> _Times:
+        names, plan = tuple(answer.planned_module_ns), answer.plan
+        found, planned = (np.zeros((len(names), 2, len(plan.ranks))) for _ in range(2))
+        spent = iter(zip(measured.compute_ns(plan), answer.planned_start_ns, strict=True))
+        number = {name: m for m, name in enumerate(names)}
+        for rank, actions in enumerate(plan.ranks):
+            for action in actions:
+                if action.verb.is_compute:
+                    place = number[action.chunk.rpartition(".")[0]], int(action.verb != "F"), rank
+                    (start, end), (begin, finish) = next(spent)
+                    found[place] += end - start
+                    planned[place] += finish - begin
+        factors = np.array([used.modules.get(name, (1.0, 1.0)) for name in names])
+        slowness = np.ones(len(plan.ranks))
+        slowness[: len(used.slowness)] = used.slowness
+        return _Times(names, found, planned / factors[:, :, None] / slowness)
+
+    def slowness(self, factors: Mapping[str, tuple[float, float]] | None) -> FloatArray:
+        """Per rank, how many times longer it computed than most, given the modules' factors; None: not known yet."""
+        ones = np.ones(self.measured_ns.shape[-1])
+        if factors is None:
+            # What one module takes on one rank may be either's; it is the module's first.
+            return ones
+        known = np.array([factors.get(name, (1.0, 1.0)) for name in self.names])
+        expected, found = (known[:, :, None] * self.predicted_ns).sum(axis=(0, 1)), self.measured_ns.sum(axis=(0, 1))
+        ran = (expected > 0) & (found > 0)
+        ratio = np.divide(found, expected, out=ones, where=ran)
+        # The lower of two in the middle, so that of two ranks the quicker one is as most are.
+        most = np.sort(ratio[ran])[(int(ran.sum()) - 1) // 2] if ran.any() else 1.0
+        return np.where(ran, ratio / most, 1.0)
+
+
 class Calibrator:
-    """Learns how measured times compare with predicted ones, as a moving average over iterations.
+    """Learns how measured times compare with predicted ones.
+
+    Modules and messages are moving averages over iterations, ranks' speeds medians of the last few.
 
     Attributes
     ----------
@@ -182,9 +233,10 @@ class Calibrator:
     def __init__(self, correction: Correction | None = None, num_measured: int = 0) -> None:
         self.correction = correction or Correction()
         self.num_measured = num_measured
+        self._speeds: deque[FloatArray] = deque(maxlen=_SPEEDS)
 
     def learn(self, answer: Answer, used: Correction, measured: Measured) -> None:
-        """Move every module's factors, and the link, towards what an iteration measured.
+        """Move every module's factors, and the link, towards what an iteration measured, and take ranks' speeds anew.
 
         Parameters
         ----------
@@ -200,22 +252,35 @@ class Calibrator:
             return
         # The next ones weigh more, so that a wrong start is left quickly.
         rate = max(_RATE, 1 / (self.num_measured - 1))
-        self.correction = Correction(self._modules(answer, used, measured, rate), self._link(answer, measured, rate))
+        times = _Times.of(answer, used, measured)
+        slowness = self._slowness(times.slowness(self.correction.modules or None))
+        modules = self._modules(answer, used, times, slowness, rate)
+        self.correction = Correction(modules, self._link(answer, measured, rate), slowness)
+
+    def _slowness(self, now: FloatArray) -> tuple[float, ...]:
+        """Per rank, how many times longer it computes than most; empty where all are alike."""
+        if not self._speeds:
+            before = np.ones(len(now))
+            before[: len(self.correction.slowness)] = self.correction.slowness
+            self._speeds.extend([before] * (_SPEEDS - 1))
+        self._speeds.append(now)
+        found = np.median(self._speeds, axis=0)
+        alike = np.abs(found - 1) <= _ALIKE
+        return () if alike.all() else tuple(np.where(alike, 1.0, found).tolist())
 
     def _modules(
-        self, answer: Answer, used: Correction, measured: Measured, rate: float
+        self, answer: Answer, used: Correction, times: _Times, slowness: Sequence[float], rate: float
     ) -> dict[str, tuple[float, float]]:
-        sums: dict[str, list[int]] = {name: [0, 0] for name in answer.planned_module_ns}
-        compute = [a for actions in answer.plan.ranks for a in actions if a.verb.is_compute]
-        for action, (start, end) in zip(compute, measured.compute_ns(answer.plan), strict=True):
-            sums[action.chunk.rpartition(".")[0]][action.verb != "F"] += end - start
+        total = (times.measured_ns / (np.array(slowness) if slowness else 1.0)).sum(axis=-1)
+        promised = times.predicted_ns.sum(axis=-1)
         updated = dict(self.correction.modules)
-        for name, planned in answer.planned_module_ns.items():
-            before = used.modules.get(name, (1.0, 1.0))
-            old = self.correction.modules.get(name, before)
+        for m, name in enumerate(answer.planned_module_ns):
+            old = self.correction.modules.get(name, used.modules.get(name, (1.0, 1.0)))
             new = [
-                factor + rate * (base * total / promised - factor) if promised and total else factor
-                for factor, base, total, promised in zip(old, before, sums[name], planned, strict=True)
+                factor + rate * (float(total[m, half] / promised[m, half]) - factor)
+                if promised[m, half] and total[m, half]
+                else factor
+                for half, factor in enumerate(old)
             ]
             updated[name] = (new[0], new[1])
         return updated

@@ -269,7 +269,10 @@ class Trainer:
                 raise InputError("options.resumes", "is set, and there is no checkpoint", "leave it out")
             return 0
         self._evaluations = state.evaluations
-        self._calibrator = Calibrator(state.correction, state.num_measured)
+        # Ranks of another layout are others.
+        same = state.layout == self.layout.digest
+        correction = state.correction if same else Correction(state.correction.modules, state.correction.link)
+        self._calibrator = Calibrator(correction, state.num_measured)
         return state.iteration
 
     def skip_trained(self, batches: Iterable[Sequence[Any]], count: int) -> Iterator[Sequence[Any]]:

@@ -145,31 +145,29 @@ def rebalanced(
 
     Parts move, or two change places, from the rank that has most to do, as long as the sum of the squares falls.
     """
-    graph = assignable.graph.with_candidates(schedule.candidate)
-    time = np.bincount(graph.pair, weights=graph.duration_ns, minlength=graph.num_pairs)
+    graph = assignable.graph
+    time = np.zeros((graph.num_pairs, graph.num_ranks))
+    np.add.at(time, graph.pair, assignable.durations_ns(schedule.candidate))
     home = assignable.assignment.copy()
-    load = np.bincount(home, weights=time, minlength=graph.num_ranks)
+    everywhere = np.arange(graph.num_ranks)
+    load = np.array([time[home == rank, rank].sum() for rank in everywhere])
     free = np.flatnonzero(assignable.free)
     for _ in range(most_swaps):
         full = int(load.argmax())
         mine, others = free[home[free] == full], free[home[free] != full]
-        # A part on its own, or for another part: what the full rank gives away.
-        given = np.concatenate(
-            [
-                np.broadcast_to(time[mine][:, None], (len(mine), graph.num_ranks)),
-                time[mine][:, None] - time[others][None, :],
-            ],
-            axis=1,
-        )
-        goal = np.concatenate([np.arange(graph.num_ranks), home[others]])
-        gain = given * (load[full] - load[goal] - given)
+        goal = np.concatenate([everywhere, home[others]])
+        # A part on its own, or for another part: what the full rank gives away, and the other one gets.
+        back = np.concatenate([np.zeros((graph.num_ranks, 2)), time[others][:, [full, full]]])
+        back[graph.num_ranks :, 1] = time[others, home[others]]
+        given = time[mine, full][:, None] - back[:, 0]
+        got = time[mine][:, goal] - back[:, 1]
+        gain = given * (2 * load[full] - given) - got * (2 * load[goal] + got)
         gain[:, full] = 0.0
         row, column = np.unravel_index(int(gain.argmax()), gain.shape) if gain.size else (0, 0)
         if not gain.size or gain[row, column] <= 0.0:
             break
-        amount = given[row, column]
-        load[full] -= amount
-        load[goal[column]] += amount
+        load[full] -= given[row, column]
+        load[goal[column]] += got[row, column]
         home[mine[row]] = goal[column]
         if column >= graph.num_ranks:
             home[others[column - graph.num_ranks]] = full
@@ -266,7 +264,7 @@ def warm_up_assignment() -> None:
     """Compile the kernel of the annealing, or load what was compiled."""
     graph = small_pipeline(num_ranks=2, num_microbatches=2)
     homes = tuple((0, 1) for _ in graph.module_names)
-    made = Assignable(graph, homes, graph.edge_delay_ns)
+    made = Assignable(graph, homes, graph.edge_delay_ns, np.ones(graph.num_ranks))
     deck, _ = _deck(made, first_in_first_out(graph))
     state, random = np.array([1, 1], np.int64), np.array([1], np.uint64)
     kernels.anneal(deck, state, random, Terms(0.0, 0, 1))
@@ -293,14 +291,15 @@ def _deck(assignable: Assignable, schedule: Schedule) -> tuple[kernels.Deck, flo
     place[listed] = np.arange(graph.num_tasks)
     never = np.iinfo(np.int64).max // 4
     capacity = np.full(graph.num_ranks, never) if graph.room_bytes is None else graph.room_bytes
-    _, tail = heads_and_tails(assignable.relaxed, graph.duration_ns)
+    duration = assignable.durations_ns(schedule.candidate)
+    _, tail = heads_and_tails(assignable.relaxed, duration.min(axis=1))
     home = assignable.assignment.copy()
     deck = kernels.Deck(
         home=home,
         listed=listed,
         place=place,
         pair=graph.pair,
-        duration=graph.duration_ns,
+        duration=duration,
         tail=tail,
         at_start=at_start.astype(np.int64),
         at_end=at_end,

@@ -9,8 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeloom.errors import InputError
+from pipeloom.taskgraph.candidates import Candidate
 from pipeloom.taskgraph.columns import IntArray
-from pipeloom.taskgraph.graph import TaskGraph
+from pipeloom.taskgraph.graph import NO_TASK, TaskGraph
 from pipeloom.taskgraph.rows import close_edges, compressed
 
 
@@ -28,11 +29,17 @@ class Assignable:
         Chunk numbers by rank of a replicated module; nothing for a pipelined one.
     crossing_ns : array, shape (num_edges,)
         Delay of every edge where its ends are on different ranks. Of no meaning for edges that never change.
+    slowness : array, shape (num_ranks,)
+        How many times longer each rank computes than most.
+    options : tuple, one entry per pair
+        Candidates of every free pair by rank, nothing for the others; empty where all ranks are alike.
     """
 
     graph: TaskGraph
     homes: tuple[tuple[int, ...], ...]
     crossing_ns: IntArray
+    slowness: npt.NDArray[np.float64]
+    options: tuple[tuple[tuple[Candidate, ...], ...], ...] = ()
 
     @cached_property
     def free(self) -> npt.NDArray[np.bool_]:
@@ -86,7 +93,37 @@ class Assignable:
             home = self.homes[graph.module[graph.forward_of[pair]]]
             labels[pair] = labels[pair]._replace(chunk=home[assignment[pair]])
         changed = replace(with_delays(graph, delay), rank=rank, labels=tuple(labels))
-        return Assignable(changed, self.homes, self.crossing_ns)
+        return replace(self, graph=self._timed(changed, assignment))
+
+    def as_if_on(self, rank: int) -> TaskGraph:
+        """The graph where all free pairs take as long as on one rank, wherever they are."""
+        return self._timed(self.graph, np.full(self.graph.num_pairs, rank))
+
+    def _timed(self, graph: TaskGraph, rank_of: IntArray) -> TaskGraph:
+        """The graph with free pairs as fast as on these ranks, shape (num_pairs,)."""
+        if not self.options:
+            return graph
+        given = graph.candidates or ((),) * graph.num_pairs
+        found = tuple(
+            options[rank] if options else own
+            for options, own, rank in zip(self.options, given, rank_of.tolist(), strict=True)
+        )
+        duration = graph.duration_ns.copy()
+        for pair in np.flatnonzero(self.free).tolist():
+            first = found[pair][0]
+            times = (first.forward_ns, first.backward_ns, first.weight_ns)
+            for tasks, ns in zip((graph.forward_of, graph.backward_of, graph.weight_of), times, strict=True):
+                if tasks[pair] != NO_TASK:
+                    duration[tasks[pair]] = ns
+        return replace(graph, duration_ns=duration, candidates=None if graph.candidates is None else found)
+
+    def durations_ns(self, choice: npt.ArrayLike | None) -> IntArray:
+        """Nanoseconds of every task on every rank under chosen candidates, shape (num_tasks, num_ranks)."""
+        if not self.options:
+            own = self.graph.with_candidates(choice).duration_ns
+            return np.repeat(own[:, None], self.graph.num_ranks, axis=1)
+        columns = [self.as_if_on(r).with_candidates(choice).duration_ns for r in range(self.graph.num_ranks)]
+        return np.stack(columns, axis=1)
 
     def within(
         self,
@@ -101,12 +138,16 @@ class Assignable:
             host_capacity_bytes=host_capacity_bytes,
             staging_bytes=staging_bytes,
         )
-        return Assignable(graph, self.homes, self.crossing_ns)
+        return replace(self, graph=graph)
 
     @cached_property
     def relaxed(self) -> TaskGraph:
-        """The graph as if nothing were ever sent to or from free pairs: its longest paths bound every assignment's."""
-        return with_delays(self.graph, np.where(self.loose, 0, self.graph.edge_delay_ns))
+        """The graph as if nothing were ever sent to or from free pairs, and all these on the quickest rank.
+
+        Its longest paths bound every assignment's.
+        """
+        quickest = self.as_if_on(int(self.slowness.argmin()))
+        return with_delays(quickest, np.where(self.loose, 0, self.graph.edge_delay_ns))
 
 
 def with_delays(graph: TaskGraph, edge_delay_ns: IntArray) -> TaskGraph:

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from pipeloom.cost import CostModel, StrategyCost
+from pipeloom.cost import CostModel, StrategyCost, slowness_of
 from pipeloom.packing import Packing, SubMicrobatch, pieces
 from pipeloom.spec import Chunk, Layout, StreamEnd, Workload, strategy_word
 from pipeloom.taskgraph.assignment import Assignable
@@ -89,7 +89,9 @@ def build_assignable(
         else ()
         for module in layout.modules
     )
-    return Assignable(graph, homes, np.array(builder.crossing, dtype=np.int64))
+    options = tuple(builder.options) if any(builder.options) else ()
+    slowness = np.array([slowness_of(costs, rank) for rank in range(layout.num_ranks)])
+    return Assignable(graph, homes, np.array(builder.crossing, dtype=np.int64), slowness, options)
 
 
 def _holds_streams(layout: Layout, capacity_bytes: int | None) -> bool:
@@ -98,11 +100,11 @@ def _holds_streams(layout: Layout, capacity_bytes: int | None) -> bool:
 
 def _memoised(costs: CostModel, layout: Layout) -> Callable[[int, Workload], tuple[StrategyCost, ...]]:
     """Ask the cost model once per chunk shape and workload: equal chunks recur on every microbatch."""
-    known: dict[tuple[str, tuple[int, int], Workload], tuple[StrategyCost, ...]] = {}
+    known: dict[tuple[str, tuple[int, int], float, Workload], tuple[StrategyCost, ...]] = {}
 
     def chunk_costs(chunk: int, workload: Workload) -> tuple[StrategyCost, ...]:
         here = layout.chunks[chunk]
-        key = (here.module, here.layers, workload)
+        key = (here.module, here.layers, slowness_of(costs, here.rank), workload)
         if key not in known:
             known[key] = costs.chunk_costs(here, workload)
         return known[key]
@@ -149,6 +151,8 @@ class _Builder:
     activation: list[int] = field(default_factory=list)
     weight_gradient: list[int] = field(default_factory=list)
     candidates: list[tuple[Candidate, ...]] = field(default_factory=list)
+    options: list[tuple[tuple[Candidate, ...], ...]] = field(default_factory=list)
+    """Per pair that could be on any rank, its candidates on each; nothing where it could not, or ranks are alike."""
     labels: list[PairLabel] = field(default_factory=list)
     forward: list[int] = field(default_factory=list)
     backward: list[int] = field(default_factory=list)
@@ -198,7 +202,8 @@ class _Builder:
         chunks = self.layout.chunks_of(module.name)
         if module.on_ranks == "pipelined":
             return chunks
-        chunk = min(chunks, key=lambda c: self.load_s[self.layout.chunks[c].rank])
+        own = {c: self._seconds(c, workload) if self.costs.slowness else 0.0 for c in chunks}
+        chunk = min(chunks, key=lambda c: self.load_s[self.layout.chunks[c].rank] + own[c])
         self.load_s[self.layout.chunks[chunk].rank] += self._seconds(chunk, workload)
         return (chunk,)
 
@@ -237,17 +242,16 @@ class _Builder:
         self, label: PairLabel, module: int, rank: int, segments: tuple[int, ...], workload: Workload, trained: bool
     ) -> int:
         pair = len(self.activation)
-        options = self.chunk_costs(label.chunk, workload)
-        base = options[0]
+        base = self.chunk_costs(label.chunk, workload)[0]
         split = trained and self.form != "whole" and base.backward_weight_s is not None
-        # The same answer of the cost model is one object, and kept by `_memoised`.
-        known = self.converted.get((id(options), split))
-        if known is None:
-            forms = (True, False) if split and self.form == "either" else (split,)
-            name = f"{self.layout.modules[module].name}, chunk {label.chunk}, microbatch {label.microbatch}"
-            made = tuple(_candidate(option, split, form, name) for option in options for form in forms)
-            known = self.converted[id(options), split] = made, strategy_word(made[0].strategy, made[0].layers)
-        candidates, word = known
+        candidates, word = self._candidates(label, workload, split)
+        elsewhere: tuple[tuple[Candidate, ...], ...] = ()
+        if self.costs.slowness and self._moves(self.layout.chunks[label.chunk]):
+            chunks = sorted(
+                self.layout.chunks_of(self.layout.modules[module].name), key=lambda c: self.layout.chunks[c].rank
+            )
+            elsewhere = tuple(self._candidates(label._replace(chunk=c), workload, split)[0] for c in chunks)
+        self.options.append(elsewhere)
         first = candidates[0]
         self.forward.append(self._add_task(FORWARD, rank, first.forward_ns, pair, segments[0], label, module))
         self.backward.append(-1)
@@ -261,6 +265,18 @@ class _Builder:
         self.candidates.append(candidates)
         self.labels.append(PairLabel(label.chunk, label.microbatch, label.sub_microbatch, word))
         return pair
+
+    def _candidates(self, label: PairLabel, workload: Workload, split: bool) -> tuple[tuple[Candidate, ...], str]:
+        """What a chunk may do with a workload, with the word for the first of that."""
+        options = self.chunk_costs(label.chunk, workload)
+        # The same answer of the cost model is one object, and kept by `_memoised`.
+        known = self.converted.get((id(options), split))
+        if known is None:
+            forms = (True, False) if split and self.form == "either" else (split,)
+            name = f"{self.layout.chunks[label.chunk].module}, chunk {label.chunk}, microbatch {label.microbatch}"
+            made = tuple(_candidate(option, split, form, name) for option in options for form in forms)
+            known = self.converted[id(options), split] = made, strategy_word(made[0].strategy, made[0].layers)
+        return known
 
     def _add_task(
         self, kind: int, rank: int, duration: int, pair: int, segment: int, label: PairLabel, module: int

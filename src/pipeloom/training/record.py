@@ -107,6 +107,8 @@ class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Operations of the model over what the devices could do in that time; absent where these are not known."""
     num_skipped: int = 0
     """Damaged samples that were left out of the batch."""
+    slowness: tuple[float, ...] = ()
+    """Per pipeline rank, how many times longer than most the plan took it to compute; empty: all alike."""
 
 
 @dataclass(frozen=True)
@@ -219,6 +221,7 @@ class Recorder:
             fresh=report.fresh,
             reason=report.reason,
             num_skipped=report.num_skipped,
+            slowness=report.correction.slowness,
             start=self._start,
             learning_rate=report.learning_rate,
             num_tokens=report.num_tokens,

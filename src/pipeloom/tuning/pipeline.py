@@ -61,13 +61,16 @@ class TunedPipeline:
         """Pipeline ranks."""
         return self.layout.num_ranks
 
-    def scaled(self, factors: Mapping[str, tuple[float, float]]) -> TunedPipeline:
-        """The same with each module's seconds of (forward, backward) multiplied, as calibration learns them."""
+    def scaled(self, factors: Mapping[str, tuple[float, float]], slowness: Sequence[float] = ()) -> TunedPipeline:
+        """The same with seconds of (forward, backward) multiplied per module, and per rank, as calibration learns."""
 
         def scale(table: CostTable, name: str) -> CostTable:
-            rows = np.ones(NUM_ROWS)
-            rows[[FORWARD, BACKWARD]] = factors.get(name, (1.0, 1.0))
-            return replace(table, values=table.values * rows[:, None, None], per_instance=table.per_instance * rows)
+            chunks = [self.layout.chunks[i] for i in self.layout.chunks_of(name)]
+            rows = np.ones((len(chunks), NUM_ROWS))
+            rows[:, [FORWARD, BACKWARD]] = factors.get(name, (1.0, 1.0))
+            for row, chunk in zip(rows, chunks, strict=True):
+                row[[FORWARD, BACKWARD]] *= slowness[chunk.rank] if chunk.rank < len(slowness) else 1.0
+            return replace(table, values=table.values * rows[:, :, None, None], per_instance=table.per_instance * rows)
 
         names = [module.name for module in self.layout.modules]
         return replace(

@@ -131,6 +131,7 @@ class _Costs:
     split: bool
 
     split_backward = True
+    slowness = ()
 
     def chunk_costs(self, chunk: Chunk, workload: Workload) -> tuple[StrategyCost, ...]:
         rng = random.Random(f"{self.seed} {chunk} {workload}")

@@ -26,7 +26,8 @@ class Deck(NamedTuple):
 
     ``home`` is the rank of every pair; ``listed`` the order, ``place`` its inverse. ``before`` are the predecessors
     in compressed rows, with their delays where both ends are on one rank and where they are not; ``after`` the
-    successors. ``own`` are the free pairs; ``tasks`` has F, B or I, and W of every pair (-1: none).
+    successors. ``duration`` is by task and rank. ``own`` are the free pairs; ``tasks`` has F, B or I, and W of every
+    pair (-1: none).
     """
 
     home: Array
@@ -68,7 +69,7 @@ def retime(d: Deck, limit: int) -> Any:
             other = d.before[e]
             delay = d.together[e] if d.home[d.pair[other]] == rank else d.apart[e]
             begin = max(begin, d.end[other] + delay)
-        end = begin + d.duration[task]
+        end = begin + d.duration[task, rank]
         if end + d.tail[task] >= limit or d.allocated[rank] + d.at_start[task] > d.capacity[rank]:
             return REFUSED
         d.allocated[rank] += d.at_start[task] + d.at_end[task]
