@@ -57,14 +57,14 @@ def measured_from(plan: ExecutionPlan, compute: list[tuple[int, int]], problem: 
 
 
 def explained(
-    seed: int, factor: int, cpu_share: float, learned: float = 1.0
+    seed: int, factor: int, cpu_share: float, learned: float = 1.0, slowness: tuple[float, ...] = ()
 ) -> tuple[Difference, Answer, Problem, Batch]:
     """A plan whose computation takes so many times as long as planned, with a share of a core.
 
-    Iterations before have taught that computation takes ``learned`` times as long as profiled.
+    Iterations before have taught that computation takes ``learned`` times as long as profiled, and ranks' slowness.
     """
     problem, batch = random_setup(seed).problem(), random_batch(seed)
-    correction = Correction({module.name: (learned, learned) for module in problem.model.modules})
+    correction = Correction({module.name: (learned, learned) for module in problem.model.modules}, slowness=slowness)
     planned = plan_batch(problem.corrected(correction), batch, budget=Evaluations(5), seed=seed)
     answer = answer_of(planned, search_s=0.0, ready_ns=0)
     slow = replace(planned.graph, duration_ns=planned.graph.duration_ns * factor)
@@ -81,9 +81,9 @@ def explained(
 
 
 @SOME
-@given(st.integers(0, 10_000))
-def test_nothing_differs_where_all_is_as_planned(seed: int) -> None:
-    found, answer, problem, _ = explained(seed, 1, 1.0)
+@given(st.integers(0, 10_000), st.sampled_from(((), (1.5,), (1.0, 0.7))))
+def test_nothing_differs_where_all_is_as_planned(seed: int, slowness: tuple[float, ...]) -> None:
+    found, answer, problem, _ = explained(seed, 1, 1.0, slowness=slowness)
     assert found.measured_s == pytest.approx(found.planned_s)
     for cause in (found.computation_s, found.shared_cores_s, found.messages_s, found.rest_s, found.posting_s):
         assert cause == pytest.approx(0.0, abs=found.planned_s * 1e-3)

@@ -31,6 +31,10 @@ class Correction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     link: tuple[float, float] | None = None
     slowness: tuple[float, ...] = ()
 
+    def slowness_of(self, num_ranks: int) -> tuple[float, ...]:
+        """Of so many ranks, how many times longer each computes than most."""
+        return (*self.slowness, *(1.0,) * num_ranks)[:num_ranks]
+
     def __post_init__(self) -> None:
         """Refuse factors and links that cannot be."""
         for name, pair in self.modules.items():

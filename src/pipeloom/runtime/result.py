@@ -198,9 +198,7 @@ class _Times(NamedTuple):
                     found[place] += end - start
                     planned[place] += finish - begin
         factors = np.array([used.modules.get(name, (1.0, 1.0)) for name in names])
-        slowness = np.ones(len(plan.ranks))
-        slowness[: len(used.slowness)] = used.slowness
-        return _Times(names, found, planned / factors[:, :, None] / slowness)
+        return _Times(names, found, planned / factors[:, :, None] / np.array(used.slowness_of(len(plan.ranks))))
 
     def slowness(self, factors: Mapping[str, tuple[float, float]] | None) -> FloatArray:
         """Per rank, how many times longer it computed than most, given the modules' factors; None: not known yet."""
@@ -260,8 +258,7 @@ class Calibrator:
     def _slowness(self, now: FloatArray) -> tuple[float, ...]:
         """Per rank, how many times longer it computes than most; empty where all are alike."""
         if not self._speeds:
-            before = np.ones(len(now))
-            before[: len(self.correction.slowness)] = self.correction.slowness
+            before = np.array(self.correction.slowness_of(len(now)))
             self._speeds.extend([before] * (_SPEEDS - 1))
         self._speeds.append(now)
         found = np.median(self._speeds, axis=0)
