@@ -93,11 +93,6 @@ def stop(host: Host) -> None:
     subprocess.run(["kill", "-KILL", *found], capture_output=True)
 
 
-def cut(host: Host) -> None:
-    """Take a host off the network, as when it loses power: nobody says anything."""
-    _ip(f"link set pl-out-{host.number} down")
-
-
 def _end(made: Sequence[Host]) -> None:
     for host in made:
         stop(host)
