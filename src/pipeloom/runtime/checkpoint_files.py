@@ -149,12 +149,8 @@ def check_digests(folder: Path, names: Iterable[str]) -> None:
     """
     known = known_digests(folder)
     for name in sorted(names) if known else ():
-        try:
-            found = _digest(folder / name)
-        except OSError as error:
-            raise InputError(str(folder / name), f"cannot be read ({error.strerror})", _REMEDY) from error
-        if known.get(name) != found:
-            problem = "is damaged: it is not what was written" if name in known else "has no digest beside it"
+        problem = _problem(folder / name, known.get(name))
+        if problem:
             raise InputError(str(folder / name), problem, _REMEDY)
 
 
@@ -176,16 +172,18 @@ def find_damage(folder: Path, needed: Iterable[str], share: Callable[[Sequence[s
     except InputError as error:
         return {Path(error.entity).name: error.problem}
     names = sorted({METADATA, *needed, *known, *(info.relative_path for info in stored)})
-    damage = {}
-    for name in share(names):
-        if name not in known:
-            damage[name] = "has no digest beside it"
-            continue
-        try:
-            check_digests(folder, [name])
-        except InputError as error:
-            damage[name] = error.problem
-    return damage
+    return {name: problem for name in share(names) if (problem := _problem(folder / name, known.get(name)))}
+
+
+def _problem(file: Path, written: str | None) -> str:
+    """What is wrong with a file that was written with a digest; empty where nothing is."""
+    try:
+        found = _digest(file)
+    except OSError as error:
+        return f"cannot be read ({error.strerror})"
+    if written is None:
+        return "has no digest beside it"
+    return "" if found == written else "is damaged: it is not what was written"
 
 
 def _digest(file: Path) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pipeloom.errors import ExecutionError, InputError
+from pipeloom.errors import ExecutionError
 from pipeloom.runtime.coordination import broadcast_bytes, first_says, long_group
 
 _PIECE_BYTES = 16 << 20
@@ -75,13 +75,13 @@ class Copies:
                     self._send(name, source, target, has.index(True), wants=name not in here)
         self.wait()
 
-    def follow(self, folder: Path, names: Sequence[str]) -> None:
-        """Give the other copies some files of a folder of rank 0's host; all ranks call it together."""
+    def follow(self, files: Sequence[Path]) -> None:
+        """Give the hosts of the other copies some files of rank 0's; all ranks call it together."""
         if len(self.firsts) > 1 and self.is_first:
             is_source = dist.get_rank() == 0
-            for name in names:
-                if first_says(int(is_source and (folder / name).is_file()), self.between):
-                    self._send(name, folder, folder, 0, wants=not is_source)
+            for file in files:
+                if first_says(int(is_source and file.is_file()), self.between):
+                    self._send(file.name, file.parent, file.parent, 0, wants=not is_source)
         self.wait()
 
     def wait(self) -> None:
@@ -116,17 +116,19 @@ class Copies:
 
 
 def find_copies(folder: Path) -> Copies:
-    """Find which ranks of the default group share a folder, which is made; all call it together."""
+    """Find which ranks of the default group share a folder, which is made; all call it together.
+
+    Raises
+    ------
+    OSError
+        The folder cannot be written.
+    """
     rank, size = dist.get_rank(), dist.get_world_size()
     everyone = long_group()
     token = broadcast_bytes(secrets.token_hex(8).encode() if rank == 0 else None).decode()
     marks = [folder / f".rank-{each}-{token}" for each in range(size)]
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        marks[rank].touch()
-    except OSError as error:
-        remedy = "make room, or give another checkpoint.path"
-        raise InputError(f"checkpoint folder {folder}", f"cannot be written ({error.strerror})", remedy) from error
+    folder.mkdir(parents=True, exist_ok=True)
+    marks[rank].touch()
     dist.barrier(everyone)
     sharers = tuple(each for each, mark in enumerate(marks) if mark.exists())
     if rank not in sharers:

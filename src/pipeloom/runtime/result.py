@@ -8,15 +8,13 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
 from pipeloom.cost import Correction, fit_link
+from pipeloom.cost.fits import FloatArray
 from pipeloom.plan import Action, Answer, ExecutionPlan, Measured, Verb
 from pipeloom.spec import Batch
-
-FloatArray = npt.NDArray[np.float64]
 
 
 class ActionTime(NamedTuple):

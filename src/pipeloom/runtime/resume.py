@@ -7,10 +7,11 @@ import logging
 import re
 import shutil
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 import torch
@@ -24,10 +25,10 @@ from pipeloom.runtime.ema import Averages
 from pipeloom.runtime.executor import Executor
 from pipeloom.spec import Batch
 
+T = TypeVar("T")
+
 STATE = "trainer.json"
 """File of a checkpoint with its `TrainerState`."""
-RECORD = ("history.jsonl", "evaluations.jsonl", "setup.json")
-"""Files of a run that go on with it, and so follow its checkpoints."""
 _LOG = logging.getLogger(__name__)
 _WHOLE = re.compile(r"step-(\d+)")
 
@@ -71,14 +72,13 @@ class Saving:
 
     def __init__(self, iteration: int, write: Callable[[], Path], *, asynchronous: bool) -> None:
         self.iteration = iteration
-        self._write, self._path, self._error = write, Path(), None
+        self._write, self._path = write, Path()
+        self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True) if asynchronous else None
         if self._thread is None:
             self._path = write()
         else:
             self._thread.start()
-
-    _error: BaseException | None
 
     @property
     def ended(self) -> bool:
@@ -142,7 +142,7 @@ class Checkpoints:
     @cached_property
     def copies(self) -> Copies:
         """Which ranks see which copy of the folder; all ranks ask for it together, at first."""
-        return find_copies(self.folder)
+        return self._attempt(find_copies, self.folder)
 
     def steps(self) -> list[int]:
         """Iterations with which the whole checkpoints of this copy go on, oldest first."""
@@ -165,7 +165,7 @@ class Checkpoints:
         optimizer: torch.optim.Optimizer | None,
         state: TrainerState,
         averages: Averages | None = None,
-        record: Path | None = None,
+        record: Sequence[Path] = (),
     ) -> Saving:
         """Begin to write a checkpoint, and drop those that are too old when it is there; all ranks call it together.
 
@@ -175,9 +175,9 @@ class Checkpoints:
         ----------
         executor, optimizer, state, averages
             What is saved.
-        record : Path or None
-            The folder in which rank 0 writes what the run tells of itself; hosts that do not share it get its files
-            with the checkpoint.
+        record : sequence of Path
+            Files in which rank 0 writes what the run tells of itself; hosts that do not share them get them with the
+            checkpoint.
 
         Raises
         ------
@@ -210,25 +210,24 @@ class Checkpoints:
         iteration: int,
         tensors: Mapping[str, torch.Tensor],
         contents: dict[str, bytes],
-        record: Path | None,
+        record: Sequence[Path],
     ) -> Path:
         target = self._path(iteration)
         partial = target.with_name(f"{target.name}.partial")
         if copies.is_first:
-            self._attempt(lambda: _make_empty(partial))
+            self._attempt(_make_empty, partial)
         copies.wait()
         self._write(partial, tensors, copies)
-        self._attempt(lambda: _write_files(partial, dist.get_rank(), contents))
+        self._attempt(_write_files, partial, dist.get_rank(), contents)
         copies.wait()
         self._attempt(copies.complete, partial, partial)
         if copies.is_first:
             # A checkpoint of the same iteration can only be of this run's earlier life: the same content.
             self._attempt(_remove, target)
-            self._attempt(lambda: partial.rename(target))
+            self._attempt(partial.rename, target)
             for step in self.steps()[: -self.keep]:
                 self._attempt(_remove, self._path(step))
-        if record is not None:
-            self._attempt(copies.follow, record, RECORD)
+        self._attempt(copies.follow, record)
         copies.wait()
         return target
 
@@ -264,10 +263,10 @@ class Checkpoints:
             partial = path.with_name(f"{path.name}.partial")
             lacks = copies.is_first and not path.is_dir()
             if lacks:
-                self._attempt(lambda: _make_empty(partial))
+                self._attempt(_make_empty, partial)
             self._attempt(copies.complete, path, partial)
             if lacks:
-                self._attempt(lambda: partial.rename(path))
+                self._attempt(partial.rename, path)
             copies.wait()
         for is_mended in (len(copies.firsts) == 1, True):
             damage = copies.gather(find_damage(path, [STATE], copies.share))
@@ -311,9 +310,9 @@ class Checkpoints:
         except CheckpointException as error:  # a BaseException, which no caller would expect
             raise ExecutionError(f"checkpoint {path} cannot be written: {error}") from error
 
-    def _attempt(self, write: Callable[..., object], *arguments: object) -> None:
+    def _attempt(self, write: Callable[..., T], *arguments: object) -> T:
         try:
-            write(*arguments)
+            return write(*arguments)
         except OSError as error:
             raise InputError(
                 f"checkpoint folder {self.folder}",

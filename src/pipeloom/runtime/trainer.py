@@ -110,8 +110,8 @@ class TrainerOptions:
     """Where training is saved, and goes on from after `Trainer.resume`; None: nowhere."""
     on_checkpoint: Callable[[int, Path], None] | None = None
     """Called after a checkpoint with the iteration to go on with, and the folder."""
-    record: Path | None = None
-    """Folder in which rank 0 keeps the run's history; hosts that do not share it get it with each checkpoint."""
+    record: Sequence[Path] = ()
+    """Files in which rank 0 keeps the run's history; hosts that do not share them get them with each checkpoint."""
     count_flops: bool = False
     """Report the operations of every iteration (`StepReport.flops`); not with tensor parallelism, where torch's counter
     says nothing of parts."""

@@ -22,7 +22,7 @@ from pipeloom.training.callbacks import Callbacks
 from pipeloom.training.finish import finish
 from pipeloom.training.job import AUTOCAST, Job
 from pipeloom.training.optimizers import ConfiguredOptimizer, configured_scheduler
-from pipeloom.training.record import TENSORBOARD, Recorder, RunFacts, Summary
+from pipeloom.training.record import EVALUATIONS, HISTORY, TENSORBOARD, Recorder, RunFacts, Summary
 from pipeloom.training.tensorboard import TensorBoardLog
 
 
@@ -174,7 +174,7 @@ def _trainer(job: Job, setup: Setup, model: Model, listeners: list[Listener], go
             clip_norm=config.optimizer.clip_norm,
             checkpoints=job.checkpoints,
             on_checkpoint=saved,
-            record=job.folder,
+            record=(job.folder / HISTORY, job.folder / EVALUATIONS, job.setup_path),
             timeout_s=config.timeout_s,
             loads=lambda batch: cost_loads(batch, setup.model, setup.layout, costs),
             device=group_device(),
