@@ -34,7 +34,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # How many examples a property is tried on, unless it says so itself; `make test-all` asks for many.
 # No test asserts a time, and that of drawing an example is none to assert either.
 _ANY_TIME = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
-settings.register_profile("few", max_examples=50, **_ANY_TIME)
+settings.register_profile("few", max_examples=25, **_ANY_TIME)
 settings.register_profile("many", max_examples=200, **_ANY_TIME)
 settings.load_profile("few")
 

@@ -52,10 +52,16 @@ def assert_undivided(ranks: list[list[Found]]) -> None:
             assert found.evaluated[0] != pytest.approx(found.evaluated[1], rel=1e-6)
 
 
+def test_replicas_equal_undivided_training(tmp_path: Path) -> None:
+    assert_undivided(launch(train_divided, 2, [Degrees(1, 2, 1, "fsdp")], [2], str(tmp_path)))
+
+
+@pytest.mark.full
 def test_divided_training_equals_undivided_training(trained: list[Tried]) -> None:
     assert_undivided([found for found, _, _ in trained])
 
 
+@pytest.mark.full
 def test_replicas_have_plans_of_their_own_and_tensor_parallel_ranks_share_them(trained: list[Tried]) -> None:
     replicas, tensors, shards = ([found[i].counts for found, _, _ in trained] for i in range(3))
     # Neighbouring ranks are replicas of one pipeline rank, or share its tensors.
@@ -85,6 +91,7 @@ def assert_loaded_once(ranks: list[list[Asked]], documents: list[data.Document])
         assert stage == 0 or all(each.module == "lm" for each in (*first, *second))
 
 
+@pytest.mark.full
 def test_a_process_loads_what_its_own_layers_take_of_its_replicas_samples(trained: list[Tried]) -> None:
     for number, begin, end in ((0, 0, 3), (2, 4, 5)):
         of_training = [found[number].asked for found, _, _ in trained]
@@ -98,6 +105,7 @@ def test_a_process_loads_what_its_own_layers_take_of_its_replicas_samples(traine
             assert not dealt or sum(len(document.images) for document in dealt) > 4  # of a part at most
 
 
+@pytest.mark.full
 def test_no_layer_that_is_divided_is_whole_when_the_next_is_read(trained: list[Tried]) -> None:
     for process, (_, _, reads) in enumerate(trained):
         for degrees, (read, whole) in zip((REPLICAS, TENSORS, SHARDS), reads, strict=True):
@@ -115,12 +123,14 @@ def test_no_layer_that_is_divided_is_whole_when_the_next_is_read(trained: list[T
                 assert not names
 
 
+@pytest.mark.full
 def test_divided_layers_hold_less(trained: list[Tried]) -> None:
     for (whole, tensors, shards), _, _ in trained:
         assert tensors.held < 0.8 * whole.held
         assert shards.held < 0.6 * whole.held
 
 
+@pytest.mark.full
 def test_rules_that_cannot_be_followed_are_named(trained: list[Tried]) -> None:
     for _, (uneven, renaming, raising, nothing, missing, size), _ in trained:
         assert "project.weight: has 7 in dimension 0, not a multiple of the 2 tensor-parallel ranks" in uneven

@@ -12,7 +12,7 @@ from typing import Any
 
 from numba import _dynfunc  # type: ignore[attr-defined]
 from numba.core.codegen import JITCodeLibrary
-from numba.core.compiler import Compiler
+from numba.core.compiler import Compiler, Flags
 
 
 class _CalleeLibrary(JITCodeLibrary):
@@ -31,7 +31,33 @@ def _no_executable(_library: Any, description: Any, environment: Any) -> Any:
     return _dynfunc.make_function(description.lookup_module(), name, "only linked", 0, environment, ())
 
 
-class CalleeCompiler(Compiler):
+class _Flags(Flags):
+    """numba's flags, of which copies are equal without asking for every option.
+
+    For each call inside a function, numba looks up what it has compiled by the flags of that function too: a fifth of
+    all compiling was comparing these.
+    """
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        return (isinstance(other, Flags) and self._values == other._values) or super().__eq__(other)  # type: ignore[no-untyped-call]
+
+    def __hash__(self) -> int:
+        return _FLAGS_HASH
+
+
+# Of the options' names, and so the same for all.
+_FLAGS_HASH = hash(Flags())  # type: ignore[no-untyped-call]
+
+
+class _Compiler(Compiler):
+    def compile_extra(self, func: Callable[..., Any]) -> Any:
+        self.state.flags = _Flags(self.state.flags)  # type: ignore[no-untyped-call]
+        return super().compile_extra(func)  # type: ignore[no-untyped-call]
+
+
+class CalleeCompiler(_Compiler):
     """Compiles a function that only compiled functions call."""
 
     def compile_extra(self, func: Callable[..., Any]) -> Any:
@@ -39,16 +65,16 @@ class CalleeCompiler(Compiler):
         target = self.state.targetctx
         self.state.targetctx = target.subtarget(get_executable=_no_executable)
         self.state.library = _CalleeLibrary(target.codegen(), func.__qualname__)  # type: ignore[no-untyped-call]
-        return super().compile_extra(func)  # type: ignore[no-untyped-call]
+        return super().compile_extra(func)
 
 
-class KernelCompiler(Compiler):
+class KernelCompiler(_Compiler):
     """Compiles a function that Python calls."""
 
     def compile_extra(self, func: Callable[..., Any]) -> Any:
         """Compile, and give what was linked the environments that numba gives to code that can be called."""
         codegen = self.state.targetctx.codegen()
-        result: Any = super().compile_extra(func)  # type: ignore[no-untyped-call]
+        result: Any = super().compile_extra(func)
         for environment in result._find_referenced_environments():
             codegen.set_env(environment.env_name, environment)
         return result

@@ -62,18 +62,31 @@ def config(folder: Path, data: str = "", **lines: str) -> Path:
     return file
 
 
-@pytest.mark.ranks
-def test_a_file_alone_trains_and_goes_on_where_it_was(folder: Path) -> None:
+@pytest.fixture(scope="module")
+def trained(folder: Path) -> tuple[pl.TrainingRun, pl.Summary]:
+    """A run of a file alone, with evaluations."""
     made.write_shard(folder / "held_out.tar", made.talks(4, seed=1))
     held_out = '[evaluation]\nevery = 2\n[evaluation.data]\nwebdataset = "held_out.tar"\n[layout]'
     file = config(folder, "skip_corrupt = true", **{"[layout]": held_out})
     run = pl.TrainingRun.from_toml(file, runs=folder / "runs")
     summary = run.train()
     assert summary is not None
+    return run, summary
+
+
+@pytest.mark.ranks
+def test_a_file_alone_trains(trained: tuple[pl.TrainingRun, pl.Summary]) -> None:
+    _, summary = trained
     assert summary.iterations == 4
     assert [iteration for iteration, _ in summary.evaluations] == [2, 4]
     # Two passes of nine samples and two more: the damaged one comes at least twice.
     assert summary.samples_skipped >= 2
+
+
+@pytest.mark.full
+@pytest.mark.ranks
+def test_a_file_alone_goes_on_where_it_was(folder: Path, trained: tuple[pl.TrainingRun, pl.Summary]) -> None:
+    run, _ = trained
     history = folder / "runs" / "talks" / "history.jsonl"
     before = [row.loss for row in read_history(history)]
     saved = run.checkpoints
