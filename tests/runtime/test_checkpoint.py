@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
-from pipeloom.errors import InputError
+from pipeloom.errors import ExecutionError, InputError
 from pipeloom.runtime import Executor, ThreadHub, launch, load_checkpoint, save_checkpoint
 
 from .cases import Run, random_run
@@ -168,6 +168,21 @@ def test_a_damaged_file_is_refused_by_name(tmp_path: Path) -> None:
         load_checkpoint(tmp_path, executor, None)
     without_digests(tmp_path)
     assert load_checkpoint(tmp_path, executor, None) == 3
+
+
+def test_what_torch_says_of_a_file_is_told_in_one_line(tmp_path: Path) -> None:
+    executor = executor_of(random_run(3, 1))
+    save_checkpoint(tmp_path / "saved", executor, None, 3)
+    without_digests(tmp_path / "saved")
+    (tmp_path / "saved" / "__0_0.distcp").write_bytes(b"")
+    with pytest.raises(InputError, match=r"saved: cannot be read: rank 0: \w+: ") as read:
+        load_checkpoint(tmp_path / "saved", executor, None)
+    (tmp_path / "file").touch()
+    with pytest.raises(ExecutionError, match=r"file/a cannot be written: rank 0: \w+: ") as written:
+        save_checkpoint(tmp_path / "file" / "a", executor, None, 3)
+    for error in (read, written):
+        assert "\n" not in str(error.value)
+        assert len(str(error.value)) < 400
 
 
 def test_state_that_no_checkpoint_holds_is_refused(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
@@ -11,6 +12,7 @@ import torch.distributed as dist
 
 from pipeloom.errors import InputError
 from pipeloom.runtime import Checkpoints, Executor, ThreadHub
+from pipeloom.runtime.checkpoint_files import write_digests
 from pipeloom.runtime.resume import TrainerState, fingerprint
 from tests.cases import random_batch
 
@@ -60,6 +62,22 @@ def test_a_damaged_file_is_refused_by_name(tmp_path: Path, name: str) -> None:
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
     with pytest.raises(InputError, match=f"{file}: is damaged"):
+        checkpoints.load(executor, None)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("iteration", [0, 10**12])
+def test_an_iteration_that_is_not_the_checkpoints_is_refused(tmp_path: Path, iteration: int) -> None:
+    """Training would skip so many batches."""
+    run = random_run(3, 1)
+    executor = Executor(run.model, run.case.layout, 0, ThreadHub().transport(0))
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(executor, None, TrainerState(7, "", executor.layout.digest)).wait()
+    folder = tmp_path / "step-00000007"
+    state = json.loads((folder / "trainer.json").read_text())
+    (folder / "trainer.json").write_text(json.dumps(state | {"iteration": iteration}))
+    write_digests(folder, "beside-0", ["trainer.json", "random-0"])
+    with pytest.raises(InputError, match=rf"trainer.json: iteration: says {iteration}, its tensors 7, its folder 7; "):
         checkpoints.load(executor, None)
 
 

@@ -27,6 +27,11 @@ def test_every_layer_belongs_to_exactly_one_chunk() -> None:
         Layout(1, (*LM, ModuleLayout("vision")), (Chunk("lm", (0, 3), 0),))
 
 
+def test_more_ranks_than_any_pipeline_has_are_refused() -> None:
+    with pytest.raises(InputError, match="num_ranks: 2000000 is above 4096"):
+        Layout(2_000_000, LM, (Chunk("lm", (0, 3), 0),))
+
+
 def test_a_replicated_module_has_a_chunk_on_every_rank() -> None:
     modules = (ModuleLayout("vision", on_ranks="replicated"),)
     Layout(2, modules, (Chunk("vision", (0, 3), 0), Chunk("vision", (0, 3), 1)))

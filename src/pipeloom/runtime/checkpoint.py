@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeloom.errors import InputError
+from pipeloom.errors import ExecutionError, InputError, PipeloomError
 from pipeloom.runtime.ema import Averages
 from pipeloom.runtime.executor import Executor
 from pipeloom.runtime.model import Model
@@ -113,12 +113,18 @@ def state_tensors(
 
 
 def write_state(path: Path | str, state: Mapping[str, Tensor], *, group: dist.ProcessGroup | None = None) -> None:
-    """Write what `state_tensors` returned, or copies of it; all processes call it together."""
+    """Write what `state_tensors` returned, or copies of it; all processes call it together.
+
+    Raises
+    ------
+    ExecutionError
+        On all of them, when one cannot write its part.
+    """
     import torch.distributed.checkpoint as dcp  # slow to import, and seldom needed
 
     from pipeloom.runtime.checkpoint_files import DigestingWriter
 
-    with _quiet_alone():
+    with _quiet_alone(), _told(lambda reason: ExecutionError(f"checkpoint {path} cannot be written: {reason}")):
         dcp.save(dict(state), storage_writer=DigestingWriter(str(path), overwrite=True), process_group=group)  # type: ignore[attr-defined]
 
 
@@ -163,7 +169,7 @@ def load_checkpoint(
         raise InputError(f"{path}: {_ITERATION}", "is missing", "give a folder that save_checkpoint finished")
     state[_ITERATION] = torch.tensor(0)
     check_digests(Path(path), {file for name, file in files if name in state})
-    with _quiet_alone():
+    with _quiet_alone(), _read_of(path):
         dcp.load(state, storage_reader=reader, process_group=group)  # type: ignore[attr-defined]
     if averages is not None:
         averages.begin(known={id(tensor) for tensor in averaged.values()})
@@ -208,7 +214,7 @@ def load_weights(path: Path | str, model: Model, *, weights: Weights = "trained"
     state = {keys[name]: tensor for name, tensor in tensors.items()}
     reader, _, files = _opened(path, state)
     check_digests(Path(path), {file for name, file in files if name in state})
-    with _quiet_alone():
+    with _quiet_alone(), _read_of(path):
         dcp.load(state, storage_reader=reader)  # type: ignore[attr-defined]
 
 
@@ -261,7 +267,7 @@ class SavedWeights:
         files = {file for name, file in self._files if name in state} - self._checked
         check_digests(self._path, files)
         self._checked |= files
-        with _quiet_alone():
+        with _quiet_alone(), _read_of(self._path):
             dcp.load(state, storage_reader=PlainReader(str(self._path)))  # type: ignore[attr-defined]
         return {keys[key]: tensor for key, tensor in state.items()}
 
@@ -299,6 +305,24 @@ def _quiet_alone() -> Iterator[None]:
         if not dist.is_initialized():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
         yield
+
+
+@contextmanager
+def _told(make: Callable[[str], PipeloomError]) -> Iterator[None]:
+    """Turn what torch raises, a BaseException with the tracebacks of all ranks, into the cause in one line."""
+    from torch.distributed.checkpoint.api import CheckpointException  # slow to import, and seldom needed
+
+    try:
+        yield
+    except CheckpointException as error:
+        rank, (cause, _) = min(error.failures.items())
+        first = str(cause).partition("\n")[0]
+        raise make(f"rank {rank}: {type(cause).__name__}: {first}") from error
+
+
+def _read_of(path: Path | str) -> AbstractContextManager[None]:
+    remedy = "give a whole checkpoint, or an older one"
+    return _told(lambda reason: InputError(str(path), f"cannot be read: {reason}", remedy))
 
 
 def _optimizer_tensors(executor: Executor, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:

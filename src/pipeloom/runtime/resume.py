@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from pipeloom.cost import Correction
-from pipeloom.errors import ExecutionError, InputError
+from pipeloom.errors import InputError
 from pipeloom.runtime.checkpoint import load_checkpoint, state_tensors, write_state
 from pipeloom.runtime.copies import Copies, find_copies
 from pipeloom.runtime.ema import Averages
@@ -217,7 +217,7 @@ class Checkpoints:
         if copies.is_first:
             self._attempt(_make_empty, partial)
         copies.wait()
-        self._write(partial, tensors, copies)
+        write_state(partial, tensors, group=copies.everyone)
         self._attempt(_write_files, partial, dist.get_rank(), contents)
         copies.wait()
         self._attempt(copies.complete, partial, partial)
@@ -246,7 +246,7 @@ class Checkpoints:
         for step in reversed(steps):
             path, problem = self._path(step), self._damage(step)
             if problem is None:
-                return self._read(path, executor, optimizer, averages)
+                return self._read(step, executor, optimizer, averages)
             if dist.get_rank() == 0 and step != steps[0]:
                 _LOG.warning("%s: %s; going on from an older checkpoint", problem.entity, problem.problem)
             damaged = damaged or problem
@@ -280,13 +280,17 @@ class Checkpoints:
         return InputError(str(path / name), problem, "remove this checkpoint, and begin anew or from another")
 
     def _read(
-        self, path: Path, executor: Executor, optimizer: torch.optim.Optimizer | None, averages: Averages | None
+        self, step: int, executor: Executor, optimizer: torch.optim.Optimizer | None, averages: Averages | None
     ) -> TrainerState:
-        load_checkpoint(path, executor, optimizer, averages=averages, group=self.copies.everyone)
+        path = self._path(step)
+        iteration = load_checkpoint(path, executor, optimizer, averages=averages, group=self.copies.everyone)
         try:
             state = msgspec.json.decode((path / STATE).read_bytes(), type=TrainerState)
         except (OSError, msgspec.MsgspecError) as error:
             raise InputError(str(path / STATE), f"cannot be read ({error})", "remove this checkpoint") from error
+        if not state.iteration == iteration == step:
+            told = f"says {state.iteration}, its tensors {iteration}, its folder {step}"
+            raise InputError(f"{path / STATE}: iteration", told, "remove this checkpoint")
         for name, generator in _generators(executor.device).items():
             saved = path / f"{name}-{dist.get_rank()}"
             # In another layout other layers draw the numbers; then there is nothing to go on with.
@@ -301,14 +305,6 @@ class Checkpoints:
 
     def _path(self, iteration: int) -> Path:
         return self.folder / f"step-{iteration:08d}"
-
-    def _write(self, path: Path, tensors: Mapping[str, torch.Tensor], copies: Copies) -> None:
-        from torch.distributed.checkpoint.api import CheckpointException  # slow to import, and seldom needed
-
-        try:
-            write_state(path, tensors, group=copies.everyone)
-        except CheckpointException as error:  # a BaseException, which no caller would expect
-            raise ExecutionError(f"checkpoint {path} cannot be written: {error}") from error
 
     def _attempt(self, write: Callable[..., T], *arguments: object) -> T:
         try:

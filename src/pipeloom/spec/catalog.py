@@ -147,14 +147,21 @@ def load_architecture(name: str) -> Architecture:
     InputError
         Naming the file, the field and what is wrong with it.
     """
+    return _load_architecture(name, ())
+
+
+def _load_architecture(name: str, within: tuple[str, ...]) -> Architecture:
+    """A model that is a part of others, each of the one before it."""
     content = read("models", name)
     if "part" not in content:
         content["modules"] = content.pop("module", content.get("modules", []))
         return convert(content, Architecture, name)
     combination = convert(content, Combination, name)
-    modules = []
+    modules, within = [], (*within, name)
     for part in combination.part:
-        source = load_architecture(part.model)
+        if part.model in within:
+            raise InputError(f"{name}: part {part.name!r}", f"{part.model!r} is a part of itself", "name another model")
+        source = _load_architecture(part.model, within)
         if len(source.modules) != 1:
             raise InputError(
                 f"{name}: part {part.name!r}", f"{part.model!r} has {len(source.modules)} modules, not one"

@@ -12,6 +12,8 @@ from pipeloom.spec.model import ModuleSpec, StreamEnd, check_streams, stream_sou
 from pipeloom.spec.parallelism import Parallelism
 
 _STREAM_FIELDS = ("emits", "takes")
+MOST_RANKS = 4096
+"""Of a pipeline. A file may name any number, and room is made for every rank."""
 
 
 class ModuleLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -64,6 +66,8 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         """Check that every layer of a pipelined module is in exactly one chunk, and modules form a DAG."""
         check_count("num_ranks", self.num_ranks)
+        if self.num_ranks > MOST_RANKS:
+            raise InputError("num_ranks", f"{self.num_ranks} is above {MOST_RANKS}")
         known: dict[str, ModuleLayout] = {}
         for i, module in enumerate(self.modules):
             if module.name in known:

@@ -14,6 +14,7 @@ from pipeloom.layout import ModulePlacement
 from pipeloom.packing import PackingSpec, check_always_packs
 from pipeloom.planner.client import DEADLINE_S
 from pipeloom.spec import Parallelism, RankSpec, Strategy
+from pipeloom.spec.layout import MOST_RANKS
 from pipeloom.training.loop_config import (
     EmaConfig,
     EvaluationConfig,
@@ -46,6 +47,8 @@ class LayoutConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         """Refuse layouts without ranks, and choices that are made already."""
         check_count("layout.ranks", self.ranks)
+        if self.ranks > MOST_RANKS:
+            raise InputError("layout.ranks", f"{self.ranks} is above {MOST_RANKS}")
         decided = {"chosen": "is to be chosen", "arranged": "is to be arranged", "file": "is in a file"}
         if self.kind in decided and self.modules:
             raise InputError(

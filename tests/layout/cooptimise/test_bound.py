@@ -5,11 +5,14 @@ from __future__ import annotations
 from itertools import product
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeloom.cost.layers import LayerCost, LayerTable
 from pipeloom.layout.cooptimise import LayerChain, chain_of_layers, placement_bound
+
+from .chains import table
 
 MOST_TRIED = 3000
 
@@ -115,3 +118,24 @@ def test_the_search_would_notice_a_bound_that_is_too_high() -> None:
     assert not any_faster(chain, (0, 1), 9)
     assert any_faster(chain, (0, 1), 10)
     assert np.array_equal(chain.weight_ns, np.zeros((2, 1)))
+
+
+@pytest.mark.parametrize("capacity", [7, 10**6, 10**13, 10**15, 10**16, 10**18, 2**60])
+@pytest.mark.parametrize("seed", [1, 2, 5])
+def test_capacities_far_from_what_layers_hold_are_bounds_too(seed: int, capacity: int) -> None:
+    """The solver takes no coefficients below 1e-9 or from 1e15 on: what is loosened for it stays true."""
+    chain = chain_of_layers(table(seed, 5, 3, 4, candidates=True), split=True)
+    free, tight = placement_bound(chain), placement_bound(chain.with_capacity(10))
+    found = placement_bound(chain.with_capacity(capacity))
+    # The less room, the more is proved; what ten bytes prove is not proved for more of them.
+    assert found.ns >= free.ns
+    assert capacity < 10 or found.ns <= tight.ns
+
+
+def test_bytes_beyond_any_room_are_taken_by_the_solver() -> None:
+    layers = tuple(
+        LayerCost(f"layer.{i}", 0.003, 10 ** (i % 3 * 7), 0, backward_s=0.005, static_bytes=10 ** (i % 2 * 16))
+        for i in range(6)
+    )
+    given = LayerTable("wide", 3, 4, 0.0, 0, layers, memory_capacity_bytes=(100, 10**3, 10**2))
+    assert placement_bound(chain_of_layers(given)).ns > 0

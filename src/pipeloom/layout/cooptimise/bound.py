@@ -28,6 +28,9 @@ from pipeloom.layout.cooptimise.params import BoundParams
 from pipeloom.taskgraph import IntArray
 from pipeloom.timeline import LowerBound
 
+# HiGHS refuses a row with smaller or larger coefficients (small_matrix_value, large_matrix_value).
+_LEAST_SHARE, _MOST_SHARE = 1e-8, 1e12
+
 
 @dataclass(frozen=True, slots=True)
 class _Ends:
@@ -171,11 +174,9 @@ def _program(chain: LayerChain, ends: _Ends, params: BoundParams, *, memory: boo
             for t in range(len(count)):
                 solver.addConstr(mine[t] <= float(m) * given[k][t])
             bytes_unit = max(1.0, room / 1e3)
-            solver.addConstr(
-                sum(float(kinds[size, t]) / bytes_unit * mine[t] for t in range(len(count)))
-                + sum(float(kinds[5, t]) / bytes_unit * given[k][t] for t in range(len(count)))
-                <= room / bytes_unit
-            )
+            held = [_share(kinds[size, t], bytes_unit) * mine[t] for t in range(len(count))]
+            held += [_share(kinds[5, t], bytes_unit) * given[k][t] for t in range(len(count))]
+            solver.addConstr(sum(held) <= room / bytes_unit)
             busy = sum(float(kinds[duration, t]) / unit * mine[t] for t in range(len(count)))
             least = idle[side]
             if used is None:
@@ -197,3 +198,9 @@ def _program(chain: LayerChain, ends: _Ends, params: BoundParams, *, memory: boo
         step = math.gcd(*(int(w) * m for w in work), *ends.head, *ends.tail)
         ns = -(-ns // step) * step if step else ns
     return LowerBound(ns, "layers over ranks, memory" if memory else "layers over ranks")
+
+
+def _share(size: int, bytes_unit: float) -> float:
+    """Bytes as a coefficient that the solver takes: tiny ones are nothing and huge ones less, which loosens the bound."""
+    share = float(size) / bytes_unit
+    return min(share, _MOST_SHARE) if share >= _LEAST_SHARE else 0.0

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from pipeloom.cost.layers import LayerCost, LayerTable
 from pipeloom.errors import InputError
 from pipeloom.spec import Chunk, Layout, ModelSpec, ModuleLayout
+from pipeloom.spec.layout import MOST_RANKS
 from pipeloom.taskgraph import (
     BACKWARD,
     FORWARD,
@@ -32,7 +33,7 @@ MODULE = "lm"
 """The one module of a layer table in layouts, instances and plans."""
 NO_LIMIT = 2**60
 """Bytes of a rank without a limit."""
-_MOST_RANKS, _MOST_PASSES = 4096, 20_000_000
+_MOST_PASSES = 20_000_000
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -159,8 +160,8 @@ def chain_of_layers(table: LayerTable, *, split: bool = False) -> LayerChain:
     InputError
         When a layer's strategy lacks the fields that its base has.
     """
-    if table.num_ranks > _MOST_RANKS:
-        raise InputError("num_ranks", f"{table.num_ranks} is above {_MOST_RANKS}")
+    if table.num_ranks > MOST_RANKS:
+        raise InputError("num_ranks", f"{table.num_ranks} is above {MOST_RANKS}")
     if table.num_microbatches * len(table.layers) > _MOST_PASSES:
         raise InputError(
             "num_microbatches", f"{table.num_microbatches} times {len(table.layers)} layers is above {_MOST_PASSES}"
