@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -332,6 +333,29 @@ def test_reader_that_goes_away_is_no_error(tiny: Path, tmp_path: Path) -> None:
     )
     os.close(writer)
     assert done.stderr == ""
+
+
+@pytest.mark.parametrize("under_torchrun", [False, True])
+def test_sigterm_is_told_and_leaves_no_temporary_files(tmp_path: Path, under_torchrun: bool) -> None:
+    code = """
+import tempfile, time
+from pipeloom.cli.app import leave_on_sigterm
+leave_on_sigterm()
+with tempfile.TemporaryDirectory(prefix="pipeloom-"):
+    print("here", flush=True)
+    time.sleep(600)
+"""
+    environment = os.environ | {"TMPDIR": str(tmp_path)} | ({"TORCHELASTIC_RUN_ID": "none"} if under_torchrun else {})
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    ) as started:
+        assert started.stdout is not None
+        assert started.stdout.readline() == "here\n"
+        started.terminate()
+        said = started.communicate(timeout=60)[1]
+    # A rank of torchrun's may wait for another and hear nothing: it ends at once.
+    assert (started.returncode, said) == ((-signal.SIGTERM, "") if under_torchrun else (143, "pipeloom: terminated\n"))
+    assert under_torchrun or not list(tmp_path.iterdir())
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -181,3 +182,41 @@ def test_other_data_than_before_the_checkpoint_is_refused(
     task.write_text(task.read_text().replace('f"{i}.{j}"', 'f"{i}.{j}x"'))
     assert run(["train", str(path), "--runs", str(undisturbed[0]), "--resume", "--iterations", "9"]) == 2
     assert "iteration 6: has other samples than when it was trained" in capfd.readouterr().err
+
+
+@pytest.mark.full
+def test_sigterm_ends_all_ranks_and_leaves_no_temporary_files(tmp_path: Path) -> None:
+    path, scratch = config(tmp_path, crash=False), tmp_path / "scratch"
+    scratch.mkdir()
+    path.write_text(path.read_text().replace("iterations = 7", "iterations = 100000"))
+    command = [sys.executable, "-m", "pipeloom", "train", str(path), "--runs", str(tmp_path)]
+    history = tmp_path / "t" / "history.jsonl"
+    environment = os.environ | {"TMPDIR": str(scratch), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    with subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True
+    ) as started:
+        while not (history.exists() and history.read_text().count("\n") > 2):
+            assert started.poll() is None
+            time.sleep(0.1)
+        started.terminate()
+        said = started.communicate(timeout=120)[1]
+    assert (started.returncode, said) == (143, "pipeloom: terminated\n")
+    assert not list(scratch.glob("pipeloom-*"))
+    # The planner leaves when rank 0 is gone.
+    give_up = time.monotonic() + 120
+    while members(started.pid):
+        assert time.monotonic() < give_up
+        time.sleep(0.1)
+
+
+def members(session: int) -> list[int]:
+    """Processes of a session that still run."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[3]) == session and fields[0] != "Z":
+            found.append(int(stat.parent.name))
+    return found

@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from pipeloom.errors import InputError
+from pipeloom.runtime.ahead import Ahead
 from pipeloom.runtime import DescribedBatch, Prefetched, Size
 from pipeloom.runtime.prefetch import batch_of
 
@@ -112,6 +113,18 @@ def test_no_more_than_the_depth_waits() -> None:
         assert next(reading) == [wanted]
     del reading
     assert ends(), "dropped without being closed, its thread ends too"
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_loader_that_gives_none_is_told_and_ends_nothing_early(ahead: bool) -> None:
+    given: list[Any] = [["a"], None, ["b"]]
+    source: Any = Prefetched(given, sizes={"text_tokens": len}) if ahead else given
+    batches = Ahead(source, 5, None, 0)
+    first = batches.take()
+    assert first is not None
+    assert list(first.samples) == ["a"]
+    with pytest.raises(InputError, match="is None, not a batch" if ahead else "iteration 6: is None, not a batch"):
+        batches.take()
 
 
 def test_a_wrong_rule_names_the_sample() -> None:

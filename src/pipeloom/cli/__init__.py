@@ -8,8 +8,9 @@ from collections.abc import Sequence
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and leave with its exit code: 0 done, 1 a check failed, 2 wrong input."""
-    from pipeloom.cli.app import run
+    from pipeloom.cli.app import leave_on_sigterm, run
 
+    leave_on_sigterm()
     sys.exit(run(sys.argv[1:] if arguments is None else list(arguments)))
 
 

@@ -1,7 +1,7 @@
 """The command line's frame: commands imported when called, errors as one line and an exit code.
 
 Exit codes: 0 done; 1 a check or a verification failed; 2 wrong input, or nothing can satisfy it;
-70 a defect of Pipeloom itself; 130 interrupted.
+70 a defect of Pipeloom itself; 130 interrupted; 143 terminated by SIGTERM.
 """
 
 from __future__ import annotations
@@ -9,9 +9,11 @@ from __future__ import annotations
 import errno
 import io
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from types import FrameType
 from typing import Any, NamedTuple
 
 import typer
@@ -23,7 +25,7 @@ from pipeloom.errors import PipeloomError
 UsageError: Any = typer.BadParameter.__bases__[0]
 ClickException: Any = UsageError.__bases__[0]
 
-FAILED, WRONG_INPUT, DEFECT, INTERRUPTED = 1, 2, 70, 130
+FAILED, WRONG_INPUT, DEFECT, INTERRUPTED, TERMINATED = 1, 2, 70, 130, 143
 
 
 class Command(NamedTuple):
@@ -124,6 +126,24 @@ def _root(
 
 def _not_loaded() -> None:
     """Stand in for a command in the overview; `run` imports a command before it is called."""
+
+
+def leave_on_sigterm() -> None:
+    """Have SIGTERM end this process as Ctrl-C does, with a word and without temporary files; a second one at once.
+
+    Not under torchrun, nor in processes forked from this one: a rank that waits for another would not hear it.
+    """
+    own = os.getpid()
+
+    def leave(number: int, _: FrameType | None) -> None:
+        signal.signal(number, signal.SIG_DFL)
+        if os.getpid() != own:
+            os.kill(os.getpid(), number)
+        _say("terminated")
+        sys.exit(TERMINATED)
+
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        signal.signal(signal.SIGTERM, leave)
 
 
 def run(arguments: Sequence[str]) -> int:

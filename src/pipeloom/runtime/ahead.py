@@ -13,7 +13,7 @@ import msgspec
 from pipeloom.errors import InputError
 from pipeloom.plan import Delivery
 from pipeloom.runtime.coordination import broadcast_bytes, together
-from pipeloom.runtime.prefetch import Describe, batch_of
+from pipeloom.runtime.prefetch import Describe, batch_of, next_samples
 from pipeloom.runtime.resume import fingerprint
 from pipeloom.spec import Batch
 
@@ -74,7 +74,7 @@ class Ahead:
     def take(self) -> Coming | None:
         """The next batch; None after the last."""
         while not self._ended and len(self._read) <= self._more:
-            samples = next(self.source, None)
+            samples = next_samples(self.source, f"iteration {self._next}")
             if samples is None:
                 self._ended = True
             else:

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from pipeloom.errors import ExecutionError
 from pipeloom.runtime.coordination import broadcast_bytes, first_says, long_group
 
 _PIECE_BYTES = 16 << 20
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,7 +55,8 @@ class Copies:
     def complete(self, source: Path, target: Path, lacking: Collection[str] = ()) -> None:
         """Bring every file that some copy has into all; all ranks call it together.
 
-        A file is there whole or not at all. What copies have alike is not sent.
+        A file is there whole or not at all. What copies have alike is not sent. What cannot be read or written on one
+        rank is an `OSError` on all of them.
 
         Parameters
         ----------
@@ -65,24 +67,40 @@ class Copies:
         lacking : collection of str
             Files that this copy has, but that are to be taken from another, since they are damaged here.
         """
-        if len(self.firsts) > 1 and self.is_first:
-            here = {name for name in _files(source) if name not in lacking}
-            theirs: list[set[str]] = [set() for _ in self.firsts]
-            dist.all_gather_object(theirs, here, group=self.between)
-            for name in sorted(set().union(*theirs)):
-                has = [name in each for each in theirs]
-                if not all(has):
-                    self._send(name, source, target, has.index(True), wants=name not in here)
-        self.wait()
+        self.all_do(lambda: self._complete(source, target, lacking))
+
+    def _complete(self, source: Path, target: Path, lacking: Collection[str]) -> None:
+        if len(self.firsts) == 1 or not self.is_first:
+            return
+        here, failure = _attempted(lambda: {name for name in _files(source) if name not in lacking})
+        theirs = _agreed(here or set(), failure, self.between)
+        for name in sorted(set().union(*theirs)):
+            has = [name in each for each in theirs]
+            if not all(has):
+                self._send(name, source, target, has.index(True), wants=not has[dist.get_rank(self.between)])
 
     def follow(self, files: Sequence[Path]) -> None:
         """Give the hosts of the other copies some files of rank 0's; all ranks call it together."""
-        if len(self.firsts) > 1 and self.is_first:
-            is_source = dist.get_rank() == 0
-            for file in files:
-                if first_says(int(is_source and file.is_file()), self.between):
-                    self._send(file.name, file.parent, file.parent, 0, wants=not is_source)
-        self.wait()
+        self.all_do(lambda: self._follow(files))
+
+    def _follow(self, files: Sequence[Path]) -> None:
+        if len(self.firsts) == 1 or not self.is_first:
+            return
+        is_source = dist.get_rank() == 0
+        for file in files:
+            if first_says(int(is_source and file.is_file()), self.between):
+                self._send(file.name, file.parent, file.parent, 0, wants=not is_source)
+
+    def all_do(self, action: Callable[[], object] | None) -> None:
+        """Do something on this rank, or nothing, and return when all ranks have done theirs; all call it together.
+
+        Raises
+        ------
+        OSError
+            On all ranks, where one cannot: nobody waits for a rank that has failed.
+        """
+        _, failure = _attempted(action or (lambda: None))
+        _agreed(None, failure, self.everyone)
 
     def wait(self) -> None:
         """Return when all ranks are here."""
@@ -95,24 +113,67 @@ class Copies:
         return found
 
     def _send(self, name: str, source: Path, target: Path, holder: int, wants: bool) -> None:
-        """Send a file of one copy to those that lack it, a piece at a time."""
-        holds = dist.get_rank(self.between) == holder
-        pieces = _pieces(source / name) if holds else None
+        """Send a file of one copy to those that lack it, a piece at a time.
+
+        Who cannot go on reading or writing stays until the last piece, for the others count on it.
+        """
         part = target / f"{name}.part"
+        failures: list[OSError] = []
+        pieces = self._coming(_pieces(source / name), holder, failures)
         if wants:
-            part.parent.mkdir(parents=True, exist_ok=True)
-        with part.open("wb") if wants else open(os.devnull, "wb") as written:
-            while True:
-                given = next(pieces, b"") if pieces is not None else None
-                piece = broadcast_bytes(given, self.between, at_once=0, source=holder)
-                written.write(piece)
-                if not piece:
-                    break
-            written.flush()
+            _, failure = _attempted(lambda: _write_pieces(part, pieces))
+            failures += [] if failure is None else [failure]
+        for _ in pieces:
+            pass
+        try:
+            _agreed(None, next(iter(failures), None), self.between)
+        except OSError:
             if wants:
-                os.fsync(written.fileno())
+                part.unlink(missing_ok=True)
+            raise
         if wants:
             part.replace(target / name)
+
+
+    def _coming(self, source: Iterator[bytes], holder: int, failures: list[OSError]) -> Iterator[bytes]:
+        """Pieces of a file that one rank reads, on all ranks of `between`; what it cannot read ends them."""
+        holds, piece = dist.get_rank(self.between) == holder, b""
+        while True:
+            if holds:
+                try:
+                    piece = next(source, b"")
+                except OSError as error:
+                    failures.append(error)
+                    piece = b""
+            piece = broadcast_bytes(piece if holds else None, self.between, at_once=0, source=holder)
+            if not piece:
+                return
+            yield piece
+
+
+def _attempted(action: Callable[[], T]) -> tuple[T | None, OSError | None]:
+    """What an action returns, or why it cannot be done."""
+    try:
+        return action(), None
+    except OSError as error:
+        return None, error
+
+
+def _agreed(mine: T, failure: OSError | None, group: dist.ProcessGroup | None) -> list[T]:
+    """What every rank of a group gives, in order, on all of them.
+
+    Raises
+    ------
+    OSError
+        On all, where one has failed: the first's.
+    """
+    told = None if failure is None else (failure.errno or 0, failure.strerror or str(failure), failure.filename)
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, (mine, told), group=group)
+    for _, problem in found:
+        if problem is not None:
+            raise OSError(*problem) from failure
+    return [each for each, _ in found]
 
 
 def find_copies(folder: Path) -> Copies:
@@ -121,15 +182,14 @@ def find_copies(folder: Path) -> Copies:
     Raises
     ------
     OSError
-        The folder cannot be written.
+        The folder cannot be written by one of them.
     """
     rank, size = dist.get_rank(), dist.get_world_size()
     everyone = long_group()
     token = broadcast_bytes(secrets.token_hex(8).encode() if rank == 0 else None).decode()
     marks = [folder / f".rank-{each}-{token}" for each in range(size)]
-    folder.mkdir(parents=True, exist_ok=True)
-    marks[rank].touch()
-    dist.barrier(everyone)
+    _, failure = _attempted(lambda: _leave_mark(marks[rank]))
+    _agreed(None, failure, everyone)
     sharers = tuple(each for each, mark in enumerate(marks) if mark.exists())
     if rank not in sharers:
         raise ExecutionError(f"{folder}: a file that rank {rank} has made there is not there; give another folder")
@@ -146,6 +206,20 @@ def _files(folder: Path) -> Iterator[str]:
         for path in folder.rglob("*"):
             if path.is_file() and path.suffix != ".part":
                 yield str(path.relative_to(folder))
+
+
+def _leave_mark(path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch()
+
+
+def _write_pieces(path: Path, pieces: Iterator[bytes]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("wb") as written:
+        for piece in pieces:
+            written.write(piece)
+        written.flush()
+        os.fsync(written.fileno())
 
 
 def _pieces(path: Path) -> Iterator[bytes]:

@@ -27,7 +27,7 @@ from pipeloom.runtime.dataset import count_targets
 from pipeloom.runtime.executor import Executor
 from pipeloom.runtime.membership import BatchLoads, Membership
 from pipeloom.runtime.model import Model, user_code
-from pipeloom.runtime.prefetch import Describe, batch_of, close_reading
+from pipeloom.runtime.prefetch import Describe, batch_of, close_reading, next_samples
 from pipeloom.runtime.random_state import RandomState
 from pipeloom.runtime.resume import fingerprint
 from pipeloom.spec import Batch
@@ -160,7 +160,7 @@ class Evaluator:
     def _next(self, source: Iterator[Sequence[Any]], number: int) -> tuple[Sequence[Any], Batch] | None:
         """The next batch with its metadata, the same on all ranks; None after the last."""
         with user_code("evaluation batches"):
-            samples = next(source, None)
+            samples = next_samples(source, _named(number))
         batch = None
         if samples is not None:
             with _named_errors(number):

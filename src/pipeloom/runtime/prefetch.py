@@ -124,6 +124,27 @@ def batch_of(samples: Sequence[Any], describe: Describe | None, iteration: int =
     return batch_from_dicts(rows, iteration)
 
 
+def next_samples(source: Iterator[Sequence[Any]], named: str) -> Sequence[Any] | None:
+    """The next batch of a loader; None after its last.
+
+    Raises
+    ------
+    InputError
+        When it gives None: that is no end, and training would end early without a word.
+    """
+    try:
+        given = next(source)
+    except StopIteration:
+        return None
+    return _given(given, named)
+
+
+def _given(batch: Any, named: str) -> Any:
+    if batch is None:
+        raise InputError(named, "is None, not a batch", "give samples, or end the loop where there are no more")
+    return batch
+
+
 def idle_modules(model: Model, metadata: Iterable[Batch]) -> list[str]:
     """Modules that have nothing to do in some batches."""
     samples = [sample for batch in metadata for sample in batch.samples]
@@ -286,7 +307,7 @@ def _next_batch(shared: _Shared) -> Any:
         return _END
     if shared.describe is None:
         return given
-    batch = DescribedBatch(given)
+    batch = DescribedBatch(_given(given, "what the loader gives"))
     rows = []
     for place, sample in enumerate(batch):
         try:

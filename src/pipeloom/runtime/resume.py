@@ -9,7 +9,7 @@ import shutil
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -213,23 +213,22 @@ class Checkpoints:
         record: Sequence[Path],
     ) -> Path:
         target = self._path(iteration)
-        partial = target.with_name(f"{target.name}.partial")
-        if copies.is_first:
-            self._attempt(_make_empty, partial)
-        copies.wait()
-        write_state(partial, tensors, group=copies.everyone)
-        self._attempt(_write_files, partial, dist.get_rank(), contents)
-        copies.wait()
-        self._attempt(copies.complete, partial, partial)
-        if copies.is_first:
-            # A checkpoint of the same iteration can only be of this run's earlier life: the same content.
-            self._attempt(_remove, target)
-            self._attempt(partial.rename, target)
-            for step in self.steps()[: -self.keep]:
-                self._attempt(_remove, self._path(step))
+        beside = target.with_name(f"{target.name}.partial")
+        self._attempt(copies.all_do, partial(_make_empty, beside) if copies.is_first else None)
+        write_state(beside, tensors, group=copies.everyone)
+        self._attempt(copies.all_do, partial(_write_files, beside, dist.get_rank(), contents))
+        self._attempt(copies.complete, beside, beside)
+        self._attempt(copies.all_do, partial(self._take_over, beside, target) if copies.is_first else None)
         self._attempt(copies.follow, record)
-        copies.wait()
         return target
+
+    def _take_over(self, beside: Path, target: Path) -> None:
+        """Give a checkpoint that is whole its name, and drop those that are too old."""
+        # One of the same iteration can only be of this run's earlier life: the same content.
+        _remove(target)
+        beside.rename(target)
+        for step in self.steps()[: -self.keep]:
+            _remove(self._path(step))
 
     def load(
         self, executor: Executor, optimizer: torch.optim.Optimizer | None, averages: Averages | None = None
@@ -260,14 +259,11 @@ class Checkpoints:
 
         copies, path = self.copies, self._path(step)
         if not all(copies.gather(path.is_dir())):
-            partial = path.with_name(f"{path.name}.partial")
+            beside = path.with_name(f"{path.name}.partial")
             lacks = copies.is_first and not path.is_dir()
-            if lacks:
-                self._attempt(_make_empty, partial)
-            self._attempt(copies.complete, path, partial)
-            if lacks:
-                self._attempt(partial.rename, path)
-            copies.wait()
+            self._attempt(copies.all_do, partial(_make_empty, beside) if lacks else None)
+            self._attempt(copies.complete, path, beside)
+            self._attempt(copies.all_do, partial(beside.rename, path) if lacks else None)
         for is_mended in (len(copies.firsts) == 1, True):
             damage = copies.gather(find_damage(path, [STATE], copies.share))
             if not any(damage):

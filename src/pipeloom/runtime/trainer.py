@@ -38,7 +38,7 @@ from pipeloom.runtime.flops import FlopCounts
 from pipeloom.runtime.iteration import ExecutorOptions
 from pipeloom.runtime.membership import BatchLoads, join_groups
 from pipeloom.runtime.model import Model, user_code
-from pipeloom.runtime.prefetch import Describe, close_reading
+from pipeloom.runtime.prefetch import Describe, close_reading, next_samples
 from pipeloom.runtime.rates import MakeOptimizer, MakeScheduler, Rates, make_optimizer
 from pipeloom.runtime.reduce import Position, counted_parameters, gradient_squares, limit_gradients
 from pipeloom.runtime.result import Calibrator, StepReport, gather_times
@@ -286,8 +286,10 @@ class Trainer:
         """
         source = iter(bound(batches, self.model))
         last: Sequence[Any] | None = None
-        for _ in range(count):
-            last = next(source, None)
+        for iteration in range(count):
+            last = next_samples(source, f"iteration {iteration}")
+            if last is None:
+                break
         if count and self._resumed is not None:
             wanted, iteration = self._resumed.batch, self._resumed.iteration - 1
             found = "" if last is None else Coming(last, iteration, self._describe).fingerprint

@@ -68,11 +68,12 @@ class _Incumbent:
     def offer(self, schedule: Schedule, or_equal: bool = False) -> int:
         """Take a schedule if it is better; return its makespan.
 
-        An order that was found under strategies that offload may leave the host, or without it the rank, too little
-        memory; that is no schedule.
+        An order that fits under the strategies that it was found under may leave others too little memory: those that
+        offload on the host, or without it on the rank, and of split pairs those that are lean in another way. That is no
+        schedule.
         """
         timeline = simulate(self.graph, schedule)
-        if self.graph.limits_offload and not within_limits(self.graph, schedule, timeline):
+        if not within_limits(self.graph, schedule, timeline):
             return codes.NEVER
         makespan = timeline.makespan_ns
         if makespan < self.ns + or_equal:
@@ -221,7 +222,9 @@ class _Turns:
         chosen = self.chooser.choose(found)
         self.best.offer(found)
         assert chosen.candidate is not None
-        return self.best.offer(chosen), chosen.candidate
+        if (makespan := self.best.offer(chosen)) == codes.NEVER:
+            return self.best.offer(found), candidate
+        return makespan, chosen.candidate
 
     def turn(self, number: int, plan: _Plan, until: float, run: Run) -> tuple[Search, bool]:
         """Search orders under the plan's strategies; the search, and whether it is the last."""

@@ -96,6 +96,8 @@ class ParallelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Refuse none at all, and shards for one."""
         for name in ("dp", "tp"):
             check_count(f"parallel.{name}", getattr(self, name))
+            if getattr(self, name) > MOST_RANKS:
+                raise InputError(f"parallel.{name}", f"{getattr(self, name)} is above {MOST_RANKS}")
         if self.shard is not None and self.dp < 2:
             raise InputError(
                 "parallel.shard",
