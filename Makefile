@@ -12,7 +12,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-v
 # Tests start many processes that import the same modules
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo setup test test-all test-torchtitan test-lowest soak lint docs bench dev clean
+.PHONY: demo setup test test-all test-torchtitan test-lowest soak lint docs bench gpu dev clean
 
 demo: setup
 	$(BIN)/pipeloom train examples/digits_vlm/train.toml
@@ -55,6 +55,11 @@ lint: dev
 
 bench: dev
 	$(BIN)/python -m benchmarks
+
+# All that waits for a GPU, or PART=NAME of it; DRY=--dry rehearses on the CPU. Installs nothing: GPU_PYTHON has torch
+GPU_PYTHON ?= $(BIN)/python
+gpu:
+	PYTHONPATH=src:$$PYTHONPATH $(GPU_PYTHON) -m benchmarks.on_gpu $(if $(PART),--part $(PART)) $(DRY) $(if $(OUT),--out $(OUT))
 
 # The site, in site/; made from docs/ and docstrings without a network
 docs: $(VENV)/.docs-installed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,11 +13,21 @@ from pipeloom.packing import Packing, PackingSpec, pack
 from pipeloom.plan import Action, ExecutionPlan, Verb
 from pipeloom.report import markdown_table
 from pipeloom.runtime import Executor, ExecutorOptions, Model, Module, ThreadHub
+from pipeloom.runtime.device import DeviceType, synchronise
 from pipeloom.spec import Batch, Chunk, Layout, ModuleLayout, Sample, TensorShape
 
 TITLE = "One GPU"
-_WIDTH, _ROWS, _LAYERS, _NUM_MICROBATCHES, _REPEATS = 2048, 4096, 8, 4, 10
 _STRATEGIES = ("keep", "selective", "recompute", "offload")
+
+
+class Size(NamedTuple):
+    """What is computed, and how often."""
+
+    width: int = 2048
+    rows: int = 4096
+    layers: int = 8
+    num_microbatches: int = 4
+    repeats: int = 10
 
 
 def available() -> bool:
@@ -28,11 +39,17 @@ def run() -> str:
     """Measure, and return the section as Markdown."""
     if not available():
         return "There is no GPU on this machine."
-    rows = [_row(strategy, split) for strategy in _STRATEGIES for split in (False, True)]
-    name = torch.cuda.get_device_name()
+    return measure(Size(), "cuda")
+
+
+def measure(size: Size, device: DeviceType) -> str:
+    """The same of any size; on a CPU, where no memory is counted, to try it out."""
+    rows = [_row(strategy, split, size, device) for strategy in _STRATEGIES for split in (False, True)]
+    name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
     text = (
-        f"{name}, bfloat16 autocast, {_LAYERS} feed-forward layers {_WIDTH} wide in two chunks, {_NUM_MICROBATCHES} "
-        f"microbatches of {_ROWS} tokens, all forwards before all backwards: medians of {_REPEATS} iterations. The "
+        f"{name}, bfloat16 autocast, {size.layers} feed-forward layers {size.width} wide in two chunks, "
+        f"{size.num_microbatches} microbatches of {size.rows} tokens, all forwards before all backwards: medians of "
+        f"{size.repeats} iterations. The "
         "plain loop is the same without any runtime, activations kept."
     )
     header = ["strategy", "backward", "ms", "plain loop, ms", "peak, MB", "offloaded, MB", "GB/s moved", "recomputed"]
@@ -40,36 +57,38 @@ def run() -> str:
 
 
 class _Feed(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(_WIDTH)
-        self.up, self.down = nn.Linear(_WIDTH, 4 * _WIDTH), nn.Linear(4 * _WIDTH, _WIDTH)
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         output: Tensor = self.down(nn.functional.gelu(self.up(self.norm(x))))
         return output
 
 
-def _row(strategy: str, split: bool) -> list[str]:
+def _row(strategy: str, split: bool, size: Size, device: DeviceType) -> list[str]:
     torch.manual_seed(0)
-    layers = [_Feed().cuda() for _ in range(_LAYERS)]
-    samples = [torch.randn(_ROWS, _WIDTH, device="cuda", dtype=torch.bfloat16) for _ in range(_NUM_MICROBATCHES)]
-    executor, plan, packing = _case(layers, strategy, split)
+    layers = [_Feed(size.width).to(device) for _ in range(size.layers)]
+    shape = (size.num_microbatches, size.rows, size.width)
+    samples = list(torch.randn(shape, device=device, dtype=torch.bfloat16))
+    executor, plan, packing = _case(layers, strategy, split, size, device)
     ours: list[float] = []
     plain: list[float] = []
     peak = 0
-    for repeat in range(2 + _REPEATS):
+    for repeat in range(2 + size.repeats):
         linked = executor.prepare(plan, packing)
         _clear(layers)
-        torch.cuda.reset_peak_memory_stats()
-        begin = _now()
+        if device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        begin = _now(device)
         result = executor.run_linked(linked, samples)
-        end = _now()
-        peak = torch.cuda.max_memory_allocated()
+        end = _now(device)
+        peak = torch.cuda.max_memory_allocated() if device == "cuda" else 0
         _clear(layers)
-        middle = _now()
-        _plain(layers, samples)
-        last = _now()
+        middle = _now(device)
+        _plain(layers, samples, device)
+        last = _now(device)
         if repeat >= 2:
             ours.append(end - begin)
             plain.append(last - middle)
@@ -87,23 +106,25 @@ def _row(strategy: str, split: bool) -> list[str]:
     ]
 
 
-def _case(layers: list[_Feed], strategy: str, split: bool) -> tuple[Executor, ExecutionPlan, Packing]:
-    shape = TensorShape(("tokens", _WIDTH), "bfloat16")
+def _case(
+    layers: list[_Feed], strategy: str, split: bool, size: Size, device: DeviceType
+) -> tuple[Executor, ExecutionPlan, Packing]:
+    shape = TensorShape(("tokens", size.width), "bfloat16")
     module = Module("lm", layers, reads="sequence", hidden=shape, output=shape, inputs=lambda part: part.samples[0])
     model = Model([module], lambda output, _: output.float().square().mean(), lambda _: 1.0)
-    half = _LAYERS // 2
-    chunks = (Chunk("lm", (0, half - 1), 0), Chunk("lm", (half, _LAYERS - 1), 0))
+    half = size.layers // 2
+    chunks = (Chunk("lm", (0, half - 1), 0), Chunk("lm", (half, size.layers - 1), 0))
     layout = Layout(1, (ModuleLayout("lm"),), chunks)
-    batch = Batch(tuple(Sample(str(i), _ROWS) for i in range(_NUM_MICROBATCHES)))
-    packing = pack(batch, model.spec, layout, PackingSpec(_ROWS))
+    batch = Batch(tuple(Sample(str(i), size.rows) for i in range(size.num_microbatches)))
+    packing = pack(batch, model.spec, layout, PackingSpec(size.rows))
     verbs = ("I", "W") if split else ("B",)
     actions: list[Action] = []
-    for m in range(_NUM_MICROBATCHES):
+    for m in range(size.num_microbatches):
         for c in (0, 1):
             actions.append(_act("F", c, m, strategy))
             if strategy == "offload":
                 actions.append(_act(Verb.OFFLOAD, c, m))
-    order = [(m, c) for m in reversed(range(_NUM_MICROBATCHES)) for c in (1, 0)]
+    order = [(m, c) for m in reversed(range(size.num_microbatches)) for c in (1, 0)]
     for step, (m, c) in enumerate(order):
         if strategy == "offload":
             # One backward ahead, as lowering does it.
@@ -112,7 +133,7 @@ def _case(layers: list[_Feed], strategy: str, split: bool) -> tuple[Executor, Ex
         actions += [_act(verb, c, m) for verb in verbs]
     plan = ExecutionPlan(1, 0, layout.digest, (tuple(actions),))
     executor = Executor(
-        model, layout, 0, ThreadHub().transport(0), "cuda", options=ExecutorOptions(autocast=torch.bfloat16)
+        model, layout, 0, ThreadHub().transport(0), device, options=ExecutorOptions(autocast=torch.bfloat16)
     )
     return executor, plan, packing
 
@@ -121,9 +142,9 @@ def _act(verb: str, chunk: int, microbatch: int, strategy: str = "") -> Action:
     return Action(verb=Verb(verb), chunk=f"lm.{chunk}", microbatch=microbatch, strategy=strategy)
 
 
-def _plain(layers: list[_Feed], samples: list[Tensor]) -> None:
+def _plain(layers: list[_Feed], samples: list[Tensor], device: DeviceType) -> None:
     losses = []
-    with torch.autocast("cuda", torch.bfloat16):
+    with torch.autocast(device, torch.bfloat16):
         for x in samples:
             for layer in layers:
                 x = layer(x)
@@ -137,6 +158,6 @@ def _clear(layers: list[_Feed]) -> None:
         layer.zero_grad(set_to_none=True)
 
 
-def _now() -> float:
-    torch.cuda.synchronize()
+def _now(device: DeviceType) -> float:
+    synchronise(torch.device(device))
     return time.perf_counter()

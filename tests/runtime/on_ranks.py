@@ -18,6 +18,7 @@ from pipeloom.runtime import (
     BatchedTransport,
     Executor,
     ExecutorOptions,
+    HostTransport,
     TorchTransport,
     all_reduce_gradients,
     load_checkpoint,
@@ -62,8 +63,8 @@ def run_many(seeds: list[int], options: dict[str, Any], fewest: int = 1, tag_zer
             sum_tied = sums_over_ranks(run.model, run.case.layout) or sum_tied
         _, wanted = expected(run)
         use_tags = not tag_zero and seed // len(sizes) % 2 == 0
-        # With and without joining messages; the plans for it are legal for the others too.
-        kind = BatchedTransport if seed // len(sizes) % 3 == 0 else TorchTransport
+        # With and without joining messages, and by way of the host; the plans for joining are legal for the others too.
+        kind = (BatchedTransport, TorchTransport, HostTransport)[seed // len(sizes) % 3]
         transport = kind(groups[num_ranks], use_tags=use_tags)
         if seed < 2 * len(sizes):
             transport.connect("cpu")

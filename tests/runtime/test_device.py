@@ -16,5 +16,8 @@ def test_a_gpu_for_each_process_or_none(monkeypatch: pytest.MonkeyPatch, num_gpu
     if num_gpus >= 2:
         assert choose_device("cuda", 2) == "cuda"
     else:
+        if num_gpus:
+            # By way of the host several processes can share one.
+            assert choose_device("cuda", 2, "host") == choose_device("auto", 2, "host") == "cuda"
         with pytest.raises(InputError, match=f"'cuda' for 2 ranks, and this host has {num_gpus} GPUs"):
             choose_device("cuda", 2)

@@ -20,10 +20,10 @@ def foreign(store: TcpPlanStore) -> Any:
     return dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=5))
 
 
-def write(stranger: Any, key: str, value: bytes) -> None:
-    """Set a key, and wait until it is: a store answers no write."""
-    stranger.set(key, value)
-    assert bytes(stranger.get(key)) == value
+def write(store: TcpPlanStore, stranger: Any, key: str, value: bytes) -> None:
+    """Set a key by a name that has become known, and wait until it is: a store answers no write."""
+    stranger.set(store.name_of(key), value)
+    assert bytes(stranger.get(store.name_of(key))) == value
 
 
 def test_only_the_host_asked_for_is_listened_on() -> None:
@@ -49,9 +49,9 @@ def test_values_pass_between_those_who_know_the_secret() -> None:
 def test_what_a_foreign_process_writes_counts_as_nothing() -> None:
     store = TcpPlanStore.host()
     stranger = foreign(store)
-    write(stranger, STOP, b"1")
+    write(store, stranger, STOP, b"1")
     assert store.peek(STOP) is None
-    write(stranger, "short", b"")
+    write(store, stranger, "short", b"")
     assert store.take("short") is None
     # Another secret is no secret.
     guess = TcpPlanStore.connect(store.address, "guess")
@@ -61,17 +61,27 @@ def test_what_a_foreign_process_writes_counts_as_nothing() -> None:
     assert TcpPlanStore.connect(store.address, "").peek(STOP) is None
 
 
+def test_a_key_has_another_name_under_every_secret() -> None:
+    store, other = TcpPlanStore.host(), TcpPlanStore.host()
+    assert len({store.name_of(STOP), other.name_of(STOP), store.name_of(answer_key(3)), STOP}) == 4
+    store.put(answer_key(3), b"plan")
+    stranger = foreign(store)
+    stranger.set(answer_key(3), b"nonsense")
+    stranger.delete_key(answer_key(3))
+    assert store.take(answer_key(3)) == b"plan"
+
+
 def test_a_value_serves_under_its_own_key_alone() -> None:
     store = TcpPlanStore.host()
     store.put(answer_key(3), b"plan")
     stranger = foreign(store)
-    write(stranger, answer_key(5), bytes(stranger.get(answer_key(3))))
+    write(store, stranger, answer_key(5), bytes(stranger.get(store.name_of(answer_key(3)))))
     assert store.take(answer_key(5)) is None
     assert store.take(answer_key(3)) == b"plan"
     store.put(answer_key(3), b"plan")
-    signed = bytearray(stranger.get(answer_key(3)))
+    signed = bytearray(stranger.get(store.name_of(answer_key(3))))
     signed[-1] ^= 1
-    write(stranger, answer_key(3), bytes(signed))
+    write(store, stranger, answer_key(3), bytes(signed))
     assert store.take(answer_key(3)) is None
 
 

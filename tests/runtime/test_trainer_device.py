@@ -19,7 +19,7 @@ from pipeloom.plan import Delivery, backend_of
 from pipeloom.planner import Problem, answer_of, plan_batch
 from pipeloom.planner.messages import encode
 from pipeloom.runtime import Checkpoints, Model, Module, Trainer, TrainerOptions
-from pipeloom.runtime.device import join_group
+from pipeloom.runtime.device import Place, join_group
 from pipeloom.search import Evaluations
 from pipeloom.spec import Batch, TensorShape
 
@@ -66,7 +66,7 @@ class Plans:
 def device(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[torch.device]:
     """A device with a process group of this process alone."""
     store = dist.FileStore(str(tmp_path / "store"), 1)  # type: ignore[attr-defined]
-    join_group(request.param, store, 0, 1, 60.0, local_rank=0)
+    join_group(Place(request.param), store, 0, 1, 60.0, local_rank=0)
     yield torch.device(request.param)
     dist.destroy_process_group()
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from pipeloom.runtime.store import TcpPlanStore
     from pipeloom.runtime.tied import sums_over_ranks
     from pipeloom.runtime.trainer import Trainer, TrainerOptions
-    from pipeloom.runtime.transport import BatchedTransport, ThreadHub, TorchTransport, Transport
+    from pipeloom.runtime.transport import BatchedTransport, HostTransport, ThreadHub, TorchTransport, Transport
 
 __getattr__, __dir__ = lazy_names(__name__, __file__)
 
@@ -46,6 +46,7 @@ __all__ = [
     "Emit",
     "Executor",
     "ExecutorOptions",
+    "HostTransport",
     "LazySample",
     "MeasureOptions",
     "Mesh",

@@ -15,22 +15,27 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from pipeloom.errors import ExecutionError, InputError
-from pipeloom.runtime.transport import Handle, Post, Transport, joins
+from pipeloom.runtime.transport import Handle, Post, Transport, TransportName, joins
 
 DeviceType = Literal["cpu", "cuda"]
 
-# Whatever the host sends (plans, times, checkpoints) goes by gloo; what GPUs send, by NCCL.
-_BACKENDS: dict[DeviceType, str] = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
+# Whatever the host sends (plans, times, checkpoints) goes by gloo; what GPUs send, by NCCL, or by the host too.
+_BACKENDS: dict[DeviceType, dict[TransportName, str]] = {
+    "cpu": {"direct": "gloo", "host": "gloo"},
+    "cuda": {"direct": "cpu:gloo,cuda:nccl", "host": "cpu:gloo,cuda:gloo"},
+}
 
 
-def choose_device(wanted: Literal["cpu", "cuda", "auto"], num_local: int) -> DeviceType:
+def choose_device(
+    wanted: Literal["cpu", "cuda", "auto"], num_local: int, transport: TransportName = "direct"
+) -> DeviceType:
     """Type of the device of all ranks; ``"auto"``: a GPU each where there are enough on this host, else the CPU.
 
     Parameters
@@ -38,6 +43,8 @@ def choose_device(wanted: Literal["cpu", "cuda", "auto"], num_local: int) -> Dev
     wanted : {"cpu", "cuda", "auto"}
     num_local : int
         Processes of this host, each of which computes.
+    transport : {"direct", "host"}
+        With ``"host"`` processes may share a GPU.
 
     Raises
     ------
@@ -45,33 +52,45 @@ def choose_device(wanted: Literal["cpu", "cuda", "auto"], num_local: int) -> Dev
         When GPUs are wanted and there are too few: NCCL serves one process a GPU.
     """
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if wanted == "cpu" or (wanted == "auto" and num_gpus < num_local):
+    num_wanted = num_local if transport == "direct" else 1
+    if wanted == "cpu" or (wanted == "auto" and num_gpus < num_wanted):
         return "cpu"
-    if num_gpus < num_local:
+    if num_gpus < num_wanted:
         raise InputError(
             "runtime.device",
             f"'cuda' for {num_local} ranks, and this host has {num_gpus} GPUs",
-            "start as many ranks as there are GPUs, or use 'cpu' or 'auto'",
+            "start as many ranks as there are GPUs, or use 'cpu' or 'auto', or runtime.transport = 'host'",
         )
     return "cuda"
 
 
-def join_group(device: DeviceType, store: Any, rank: int, num_ranks: int, timeout_s: float, local_rank: int) -> None:
+class Place(NamedTuple):
+    """What a process computes on, and how messages leave it."""
+
+    device: DeviceType = "cpu"
+    transport: TransportName = "direct"
+
+
+def join_group(place: Place, store: Any, rank: int, num_ranks: int, timeout_s: float, local_rank: int) -> None:
     """Join the default process group, on a GPU of this process's own where it computes on one.
+
+    With the transport ``"host"`` processes take the GPUs that there are in turn.
 
     NCCL's communicators are made when they are first used, not here: a group that is bound to a device serves all
     messages of a rank, whoever the peers are, in one stream.
     """
-    if device == "cuda":
-        torch.cuda.set_device(local_rank)
+    if place.device == "cuda":
+        shares = place.transport == "host"
+        torch.cuda.set_device(local_rank % torch.cuda.device_count() if shares else local_rank)
+    backends = _BACKENDS[place.device][place.transport]
     dist.init_process_group(
-        _BACKENDS[device], store=store, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=timeout_s)
+        backends, store=store, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=timeout_s)
     )
 
 
 def group_device() -> torch.device:
     """The device of this process, as `join_group` was told."""
-    if "cuda:nccl" in dist.get_backend_config():
+    if "cuda:" in dist.get_backend_config():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 

@@ -29,7 +29,8 @@ import torch.distributed as dist
 
 from pipeloom.errors import ExecutionError, InputError, PipeloomError
 from pipeloom.runtime.addresses import interface_towards
-from pipeloom.runtime.device import DeviceType, join_group
+from pipeloom.runtime.device import DeviceType, Place, join_group
+from pipeloom.runtime.transport import TransportName
 from pipeloom.runtime.watch import Watch, watch
 
 # One core each: ranks on one machine would otherwise all start a thread per core.
@@ -74,7 +75,7 @@ class _Start:
     store_path: str
     timeout_s: float
     threads: int
-    device: DeviceType
+    place: Place
 
 
 def launch(
@@ -84,6 +85,7 @@ def launch(
     timeout_s: float = 120.0,
     threads: int = 1,
     device: DeviceType = "cpu",
+    transport: TransportName = "direct",
     on_report: Callable[[int, Any], None] | None = None,
 ) -> list[Any]:
     """Run ``function(*args)`` in a new process for each rank, joined by gloo over the loopback device.
@@ -103,6 +105,8 @@ def launch(
         Threads that torch uses in each rank.
     device : {"cpu", "cuda"}
         ``"cuda"``: each rank has a GPU of its own, and tensors there go by NCCL.
+    transport : {"direct", "host"}
+        ``"host"``: ranks may share a GPU, and tensors there go by way of the host.
     on_report : callable or None
         Called here with (rank, value) for whatever a rank gives to `report`.
 
@@ -123,7 +127,7 @@ def launch(
         with _environment(threads):
             for rank in range(num_ranks):
                 here, there = spawn.Pipe(duplex=False)
-                start = _Start(rank, num_ranks, str(Path(folder) / "store"), timeout_s, threads, device)
+                start = _Start(rank, num_ranks, str(Path(folder) / "store"), timeout_s, threads, Place(device, transport))
                 process = spawn.Process(
                     target=_run_rank, args=(function, args, start, there), name=f"pipeloom rank {rank}", daemon=False
                 )
@@ -241,7 +245,7 @@ def _run_rank(function: Callable[..., Any], args: tuple[Any, ...], start: _Start
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         store = dist.FileStore(start.store_path, num_ranks)  # type: ignore[attr-defined]
-        join_group(start.device, store, rank, num_ranks, start.timeout_s, local_rank=rank)
+        join_group(start.place, store, rank, num_ranks, start.timeout_s, local_rank=rank)
         result = function(*args)
         # Nobody leaves while others still talk to it; one may go on for long by itself, to evaluate for example.
         done = [f"done/{each}" for each in range(num_ranks)]
@@ -349,7 +353,7 @@ class Joined(NamedTuple):
     watch: Watch
 
 
-def join_workers(worker: Worker, timeout_s: float, device: DeviceType = "cpu") -> Joined:
+def join_workers(worker: Worker, timeout_s: float, device: DeviceType = "cpu", transport: TransportName = "direct") -> Joined:
     """Join the process group of all workers.
 
     Parameters
@@ -359,6 +363,8 @@ def join_workers(worker: Worker, timeout_s: float, device: DeviceType = "cpu") -
         After which a rank that waits for another gives up.
     device : {"cpu", "cuda"}
         ``"cuda"``: each process has a GPU of its own, and tensors there go by NCCL.
+    transport : {"direct", "host"}
+        ``"host"``: processes may share a GPU, and tensors there go by way of the host.
 
     Raises
     ------
@@ -375,7 +381,7 @@ def join_workers(worker: Worker, timeout_s: float, device: DeviceType = "cpu") -
         store, again = _meet(shared, rank, size)
     except RuntimeError as error:
         raise ExecutionError(f"rank {rank}: not all of {size} ranks came: {error}") from error
-    join_group(device, store, rank, size, timeout_s, worker.local_rank)
+    join_group(Place(device, transport), store, rank, size, timeout_s, worker.local_rank)
     return Joined(again or bool(worker.num_restarts), watch(store, rank, size))
 
 

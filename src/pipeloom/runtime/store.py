@@ -27,7 +27,8 @@ class TcpPlanStore:
     It is hosted by the training side, so that the planner may die and come back without taking them along.
 
     Whoever reaches the port may write into it. So every value carries a mark that only those who know the secret can
-    make, of the key and the value; a value without the right mark counts as none.
+    make, of the key and the value; a value without the right mark counts as none. Nor are keys known to others: what
+    they are called in the store is such a mark as well, so that nobody overwrites a plan by its number.
 
     Attributes
     ----------
@@ -78,12 +79,13 @@ class TcpPlanStore:
     def put(self, key: str, value: bytes) -> None:
         """Set a key."""
         with self._reached():
-            self._store.set(key, self._mark(key, value) + value)
+            self._store.set(self.name_of(key), self._mark(key, value) + value)
 
     def peek(self, key: str) -> bytes | None:
         """Return the value of a key and leave it; None at once where there is none, or not by one of us."""
+        name = self.name_of(key)
         with self._reached():
-            found = bytes(self._store.get(key)) if self._store.check([key]) else b""
+            found = bytes(self._store.get(name)) if self._store.check([name]) else b""
         mark, value = found[:_MARK_BYTES], found[_MARK_BYTES:]
         return value if hmac.compare_digest(mark, self._mark(key, value)) else None
 
@@ -92,8 +94,12 @@ class TcpPlanStore:
         value = self.peek(key)
         if value is not None:
             with self._reached():
-                self._store.delete_key(key)
+                self._store.delete_key(self.name_of(key))
         return value
+
+    def name_of(self, key: str) -> str:
+        """What a key is called in the store."""
+        return hmac.digest(self.secret.encode(), b"name\0" + key.encode(), hashlib.sha256).hex()
 
     def _mark(self, key: str, value: bytes) -> bytes:
         """What only those who know the secret can make; of the key too, so that no value serves under another key."""

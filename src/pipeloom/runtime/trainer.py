@@ -46,7 +46,7 @@ from pipeloom.runtime.resume import Checkpoints, Saving, TrainerState
 from pipeloom.runtime.safetensors_files import SHARD_BYTES
 from pipeloom.runtime.save_pretrained import save_pretrained
 from pipeloom.runtime.tied import sums_over_ranks
-from pipeloom.runtime.transport import BatchedTransport, TorchTransport, Transport
+from pipeloom.runtime.transport import BatchedTransport, HostTransport, TorchTransport, Transport, TransportName
 from pipeloom.runtime.weights import give_memory, give_weights
 from pipeloom.spec import Batch, Layout
 
@@ -121,6 +121,9 @@ class TrainerOptions:
     loads: BatchLoads | None = None
     """With replicas: what the samples of a batch weigh when they are divided, the same on every rank
     (`pipeloom.packing.cost_loads`); None: their tokens."""
+    transport: TransportName = "direct"
+    """``"host"``: messages by way of the host's memory, so that ranks may share a GPU; the default group must then serve
+    it by gloo."""
     device: torch.device | str = "cpu"
     """On which this process computes. On ``"cuda"`` messages go by NCCL, and the planner's setup says so with
     ``backend="nccl"``; the default group must serve both, see `pipeloom.runtime.launch`."""
@@ -187,7 +190,7 @@ class Trainer:
         options: TrainerOptions = TrainerOptions(),
     ) -> None:
         self.options, self.device = options, torch.device(options.device)
-        self._backend = BACKENDS[backend_of(self.device.type)]
+        self._backend = BACKENDS[backend_of(self.device.type if options.transport == "direct" else "cpu")]
         self.rank, self.membership = dist.get_rank(), join_groups(layout, options.timeout_s, self.device.type)
         self._is_planner_rank = self.membership.is_planner_rank
         self.model, self.layout = model, layout
@@ -242,7 +245,9 @@ class Trainer:
 
     def _make_transport(self) -> Transport:
         """What carries the messages of plans between the ranks of this replica."""
-        kind = BatchedTransport if self._backend.joins else TorchTransport
+        kind: type[TorchTransport] = BatchedTransport if self._backend.joins else TorchTransport
+        if self.options.transport == "host":
+            kind = HostTransport
         transport = kind(self.membership.messages)
         if self.device.type != "cpu":
             transport.connect(self.device)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import queue
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, Protocol, TypeGuard
@@ -131,6 +133,76 @@ def greet_peers(transport: Transport, rank: int, num_ranks: int, device: torch.d
             continue
         for sends in (rank == low, rank != low):
             (transport.send(out, peer, 0) if sends else transport.receive(into, peer, 0)).wait()
+
+
+TransportName = Literal["direct", "host"]
+"""``direct``: messages from device to device. ``host``: by way of the host's memory."""
+
+
+class _Staged:
+    """A message under way by the host's memory."""
+
+    def __init__(self, device: Tensor, host: Tensor) -> None:
+        self.device, self.host = device, host
+        self.posted: Future[Handle] = Future()
+
+    def wait(self) -> None:
+        """Return when it is done."""
+        self.posted.result().wait()
+
+
+class _StagedReceive(_Staged):
+    def wait(self) -> None:
+        """Return when it is there, on its way from the host in the current stream."""
+        super().wait()
+        self.device.copy_(self.host, non_blocking=True)
+        if self.device.is_cuda:
+            # Given back to whoever pins memory next, it must have been read.
+            self.host.record_stream(torch.cuda.current_stream(self.device.device))
+
+
+class HostTransport(TorchTransport):
+    """Messages by gloo between copies in the host's memory, whatever the tensors are on.
+
+    So several processes can share a GPU, which NCCL refuses. A thread posts the sends, in their order, each when its
+    tensor is there; waiting for a message is waiting on the host. Copies are made on the CPU as well, for that is how
+    this is tested where there is no GPU.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None, *, use_tags: bool = True) -> None:
+        super().__init__(group, use_tags=use_tags)
+        self._sends: queue.SimpleQueue[tuple[_Staged, Any, int, int]] = queue.SimpleQueue()
+        threading.Thread(target=self._post_sends, name="host transport", daemon=True).start()
+
+    def send(self, tensor: Tensor, peer: int, tag: int) -> Handle:
+        """Post the send of a contiguous tensor to a pipeline rank."""
+        staged = _Staged(tensor, torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda))
+        staged.host.copy_(tensor.detach(), non_blocking=True)
+        copied = None
+        if tensor.is_cuda:
+            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            copied.record()
+        self._sends.put((staged, copied, peer, tag))
+        return staged
+
+    def receive(self, tensor: Tensor, peer: int, tag: int) -> Handle:
+        """Post the receive into a contiguous tensor of the sender's shape and dtype."""
+        staged = _StagedReceive(tensor, torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda))
+        staged.posted.set_result(super().receive(staged.host, peer, tag))
+        return staged
+
+    def connect(self, device: torch.device | str) -> None:
+        """Nothing to make: gloo has its ways from the beginning."""
+
+    def _post_sends(self) -> None:
+        while True:
+            staged, copied, peer, tag = self._sends.get()
+            try:
+                if copied is not None:
+                    copied.synchronize()
+                staged.posted.set_result(super().send(staged.host, peer, tag))
+            except BaseException as error:  # told to who waits
+                staged.posted.set_exception(error)
 
 
 class BatchedTransport(TorchTransport):

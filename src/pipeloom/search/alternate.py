@@ -22,7 +22,7 @@ from pipeloom.search.stopping import Stretch
 from pipeloom.search.strategies import PacedChooser, choose_strategies
 from pipeloom.search.uniform import downhill, uniform_settings
 from pipeloom.taskgraph import IntArray, TaskGraph
-from pipeloom.timeline import Schedule, lower_bound, simulate, within_limits
+from pipeloom.timeline import Schedule, check, lower_bound, simulate, within_limits
 
 
 def alternate(graph: TaskGraph, context: Context, run: Run, stretch: Stretch) -> Schedule:
@@ -73,7 +73,8 @@ class _Incumbent:
         schedule.
         """
         timeline = simulate(self.graph, schedule)
-        if not within_limits(self.graph, schedule, timeline):
+        # What tasks hold that last no time does not count, but that the peaks do not know.
+        if not within_limits(self.graph, schedule, timeline) and check(self.graph, schedule):
             return codes.NEVER
         makespan = timeline.makespan_ns
         if makespan < self.ns + or_equal:

@@ -27,7 +27,7 @@ from pipeloom.search.state import Search
 from pipeloom.search.stopping import WHOLE, Evaluations, Meter, StoppingRule
 from pipeloom.search.tabu import tabu_search
 from pipeloom.taskgraph import Candidate, TaskGraph
-from pipeloom.timeline import LowerBound, Schedule, lower_bound, simulate, within_limits
+from pipeloom.timeline import LowerBound, Schedule, check, lower_bound, simulate, within_limits
 
 
 def solve(
@@ -156,6 +156,7 @@ def warm_up(method: str = "default", graph: TaskGraph | None = None) -> None:
     """
     example = small_pipeline(num_ranks=2, num_microbatches=3, capacity=True)
     simulate(example, first_in_first_out(example))
+    check(example, first_in_first_out(example))
     # One microbatch in several parts, whose bounds are other kernels.
     lower_bound(replace(example, microbatch=np.zeros_like(example.microbatch)))
     if graph is None or graph.candidates is not None:

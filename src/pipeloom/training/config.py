@@ -139,6 +139,8 @@ class RuntimeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     device: Literal["cpu", "cuda", "auto"] = "cpu"
     """``cuda``: a GPU for each rank, messages by NCCL; ``auto``: so where there are enough, else the CPU."""
+    transport: Literal["direct", "host"] = "direct"
+    """``host``: messages by way of the host's memory, so that ranks may share a GPU."""
     autocast: Literal["bf16"] | None = None
     """Run layers and loss under autocast; the model must state the dtypes of shapes that come out of it."""
     workers: int = 2

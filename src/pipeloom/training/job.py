@@ -62,7 +62,8 @@ class Job:
         """What every rank computes on."""
         worker = this_worker()
         num_local = self.config.num_processes if worker is None else worker.num_local
-        return choose_device(self.config.runtime.device, num_local)
+        runtime = self.config.runtime
+        return choose_device(runtime.device, num_local, runtime.transport)
 
     @property
     def scheduler(self) -> SchedulerConfig:

@@ -178,6 +178,7 @@ def _trainer(job: Job, setup: Setup, model: Model, listeners: list[Listener], go
             timeout_s=config.timeout_s,
             loads=lambda batch: cost_loads(batch, setup.model, setup.layout, costs),
             device=group_device(),
+            transport=config.runtime.transport,
             autocast=AUTOCAST[config.runtime.autocast],
             random_seed=config.seed,
             workers=config.runtime.workers,
