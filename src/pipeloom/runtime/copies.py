@@ -134,7 +134,6 @@ class Copies:
         if wants:
             part.replace(target / name)
 
-
     def _coming(self, source: Iterator[bytes], holder: int, failures: list[OSError]) -> Iterator[bytes]:
         """Pieces of a file that one rank reads, on all ranks of `between`; what it cannot read ends them."""
         holds, piece = dist.get_rank(self.between) == holder, b""

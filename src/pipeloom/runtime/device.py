@@ -64,6 +64,10 @@ def choose_device(
     return "cuda"
 
 
+_shares_gpu = False
+"""Whether this process has joined others that may compute on its GPU."""
+
+
 class Place(NamedTuple):
     """What a process computes on, and how messages leave it."""
 
@@ -79,9 +83,10 @@ def join_group(place: Place, store: Any, rank: int, num_ranks: int, timeout_s: f
     NCCL's communicators are made when they are first used, not here: a group that is bound to a device serves all
     messages of a rank, whoever the peers are, in one stream.
     """
+    global _shares_gpu
+    _shares_gpu = place == Place("cuda", "host")
     if place.device == "cuda":
-        shares = place.transport == "host"
-        torch.cuda.set_device(local_rank % torch.cuda.device_count() if shares else local_rank)
+        torch.cuda.set_device(local_rank % torch.cuda.device_count() if _shares_gpu else local_rank)
     backends = _BACKENDS[place.device][place.transport]
     dist.init_process_group(
         backends, store=store, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=timeout_s)
@@ -90,7 +95,8 @@ def join_group(place: Place, store: Any, rank: int, num_ranks: int, timeout_s: f
 
 def group_device() -> torch.device:
     """The device of this process, as `join_group` was told."""
-    if "cuda:" in dist.get_backend_config():
+    # Gloo is named for GPUs too, whether or not there is one.
+    if _shares_gpu or "cuda:nccl" in dist.get_backend_config():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 

@@ -127,7 +127,9 @@ def launch(
         with _environment(threads):
             for rank in range(num_ranks):
                 here, there = spawn.Pipe(duplex=False)
-                start = _Start(rank, num_ranks, str(Path(folder) / "store"), timeout_s, threads, Place(device, transport))
+                start = _Start(
+                    rank, num_ranks, str(Path(folder) / "store"), timeout_s, threads, Place(device, transport)
+                )
                 process = spawn.Process(
                     target=_run_rank, args=(function, args, start, there), name=f"pipeloom rank {rank}", daemon=False
                 )
@@ -353,7 +355,9 @@ class Joined(NamedTuple):
     watch: Watch
 
 
-def join_workers(worker: Worker, timeout_s: float, device: DeviceType = "cpu", transport: TransportName = "direct") -> Joined:
+def join_workers(
+    worker: Worker, timeout_s: float, device: DeviceType = "cpu", transport: TransportName = "direct"
+) -> Joined:
     """Join the process group of all workers.
 
     Parameters
