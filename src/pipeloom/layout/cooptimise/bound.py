@@ -201,6 +201,6 @@ def _program(chain: LayerChain, ends: _Ends, params: BoundParams, *, memory: boo
 
 
 def _share(size: int, bytes_unit: float) -> float:
-    """Bytes as a coefficient that the solver takes: tiny ones are nothing and huge ones less, which loosens the bound."""
+    """Bytes as a coefficient for the solver: tiny ones are nothing and huge ones less, which loosens the bound."""
     share = float(size) / bytes_unit
     return min(share, _MOST_SHARE) if share >= _LEAST_SHARE else 0.0
