@@ -1,4 +1,4 @@
-"""A process that knows no secret talks to every port of a whole run: refused, and the run is as if it were not there."""
+"""A process that knows no secret talks to every port of a whole run, which goes on as if it were not there."""
 
 from __future__ import annotations
 
@@ -40,9 +40,8 @@ GROWN_BYTES = 256 << 20
 def config(folder: Path) -> Path:
     text = TASK.replace("[nn.Linear(3, 4)]", "[nn.Linear(3, 4), nn.Linear(4, 4)]")
     # Long enough for a stranger to come by between iterations.
-    text = text.replace(
-        "    for i in range(num_iterations):", "    for i in range(num_iterations):\n        time.sleep(0.1)"
-    )
+    loop = "    for i in range(num_iterations):"
+    text = text.replace(loop, f"{loop}\n        time.sleep(0.1)")
     for name, code in GOOD.items():
         text = text.replace(name, code)
     folder.mkdir(exist_ok=True)

@@ -75,6 +75,11 @@ class Place(NamedTuple):
     transport: TransportName = "direct"
 
 
+def place_of(device: DeviceType | Place) -> Place:
+    """A place; of a device alone, one whose messages go from device to device."""
+    return device if isinstance(device, Place) else Place(device)
+
+
 def join_group(place: Place, store: Any, rank: int, num_ranks: int, timeout_s: float, local_rank: int) -> None:
     """Join the default process group, on a GPU of this process's own where it computes on one.
 

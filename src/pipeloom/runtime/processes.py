@@ -29,8 +29,7 @@ import torch.distributed as dist
 
 from pipeloom.errors import ExecutionError, InputError, PipeloomError
 from pipeloom.runtime.addresses import interface_towards
-from pipeloom.runtime.device import DeviceType, Place, join_group
-from pipeloom.runtime.transport import TransportName
+from pipeloom.runtime.device import DeviceType, Place, join_group, place_of
 from pipeloom.runtime.watch import Watch, watch
 
 # One core each: ranks on one machine would otherwise all start a thread per core.
@@ -84,8 +83,7 @@ def launch(
     *args: Any,
     timeout_s: float = 120.0,
     threads: int = 1,
-    device: DeviceType = "cpu",
-    transport: TransportName = "direct",
+    device: DeviceType | Place = "cpu",
     on_report: Callable[[int, Any], None] | None = None,
 ) -> list[Any]:
     """Run ``function(*args)`` in a new process for each rank, joined by gloo over the loopback device.
@@ -103,10 +101,9 @@ def launch(
         After which a rank that waits for another gives up: the process group's timeout.
     threads : int
         Threads that torch uses in each rank.
-    device : {"cpu", "cuda"}
-        ``"cuda"``: each rank has a GPU of its own, and tensors there go by NCCL.
-    transport : {"direct", "host"}
-        ``"host"``: ranks may share a GPU, and tensors there go by way of the host.
+    device : {"cpu", "cuda"} or Place
+        ``"cuda"``: each rank has a GPU of its own, and tensors there go by NCCL. ``Place("cuda", "host")``: ranks may
+        share a GPU, and tensors there go by way of the host.
     on_report : callable or None
         Called here with (rank, value) for whatever a rank gives to `report`.
 
@@ -127,9 +124,7 @@ def launch(
         with _environment(threads):
             for rank in range(num_ranks):
                 here, there = spawn.Pipe(duplex=False)
-                start = _Start(
-                    rank, num_ranks, str(Path(folder) / "store"), timeout_s, threads, Place(device, transport)
-                )
+                start = _Start(rank, num_ranks, str(Path(folder) / "store"), timeout_s, threads, place_of(device))
                 process = spawn.Process(
                     target=_run_rank, args=(function, args, start, there), name=f"pipeloom rank {rank}", daemon=False
                 )
@@ -355,9 +350,7 @@ class Joined(NamedTuple):
     watch: Watch
 
 
-def join_workers(
-    worker: Worker, timeout_s: float, device: DeviceType = "cpu", transport: TransportName = "direct"
-) -> Joined:
+def join_workers(worker: Worker, timeout_s: float, device: DeviceType | Place = "cpu") -> Joined:
     """Join the process group of all workers.
 
     Parameters
@@ -365,10 +358,8 @@ def join_workers(
     worker : Worker
     timeout_s : float
         After which a rank that waits for another gives up.
-    device : {"cpu", "cuda"}
-        ``"cuda"``: each process has a GPU of its own, and tensors there go by NCCL.
-    transport : {"direct", "host"}
-        ``"host"``: processes may share a GPU, and tensors there go by way of the host.
+    device : {"cpu", "cuda"} or Place
+        As for `launch`.
 
     Raises
     ------
@@ -385,7 +376,7 @@ def join_workers(
         store, again = _meet(shared, rank, size)
     except RuntimeError as error:
         raise ExecutionError(f"rank {rank}: not all of {size} ranks came: {error}") from error
-    join_group(Place(device, transport), store, rank, size, timeout_s, worker.local_rank)
+    join_group(place_of(device), store, rank, size, timeout_s, worker.local_rank)
     return Joined(again or bool(worker.num_restarts), watch(store, rank, size))
 
 

@@ -243,7 +243,7 @@ class Checkpoints:
         steps = self.all_steps()
         damaged: InputError | None = None
         for step in reversed(steps):
-            path, problem = self._path(step), self._damage(step)
+            problem = self._damage(step)
             if problem is None:
                 return self._read(step, executor, optimizer, averages)
             if dist.get_rank() == 0 and step != steps[0]:

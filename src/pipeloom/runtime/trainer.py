@@ -122,8 +122,8 @@ class TrainerOptions:
     """With replicas: what the samples of a batch weigh when they are divided, the same on every rank
     (`pipeloom.packing.cost_loads`); None: their tokens."""
     transport: TransportName = "direct"
-    """``"host"``: messages by way of the host's memory, so that ranks may share a GPU; the default group must then serve
-    it by gloo."""
+    """``"host"``: messages by way of the host's memory, so that ranks may share a GPU; the default group must serve that
+    by gloo."""
     device: torch.device | str = "cpu"
     """On which this process computes. On ``"cuda"`` messages go by NCCL, and the planner's setup says so with
     ``backend="nccl"``; the default group must serve both, see `pipeloom.runtime.launch`."""

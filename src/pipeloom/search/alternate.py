@@ -69,8 +69,8 @@ class _Incumbent:
         """Take a schedule if it is better; return its makespan.
 
         An order that fits under the strategies that it was found under may leave others too little memory: those that
-        offload on the host, or without it on the rank, and of split pairs those that are lean in another way. That is no
-        schedule.
+        offload on the host, or without it on the rank, and of split pairs those that are lean in another way. That is
+        no schedule.
         """
         timeline = simulate(self.graph, schedule)
         # What tasks hold that last no time does not count, but that the peaks do not know.

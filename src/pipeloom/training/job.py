@@ -18,7 +18,7 @@ from pipeloom.errors import InputError
 from pipeloom.planner import Setup
 from pipeloom.runtime import Checkpoints, Model, choose_device, this_worker
 from pipeloom.runtime.coordination import broadcast_bytes, together
-from pipeloom.runtime.device import DeviceType
+from pipeloom.runtime.device import DeviceType, Place
 from pipeloom.spec import Layout
 from pipeloom.training.config import TrainConfig
 from pipeloom.training.display import Display, Quiet
@@ -64,6 +64,11 @@ class Job:
         num_local = self.config.num_processes if worker is None else worker.num_local
         runtime = self.config.runtime
         return choose_device(runtime.device, num_local, runtime.transport)
+
+    @property
+    def place(self) -> Place:
+        """The same, and how messages leave it."""
+        return Place(self.device, self.config.runtime.transport)
 
     @property
     def scheduler(self) -> SchedulerConfig:

@@ -289,13 +289,7 @@ class TrainingRun(Job):
             self.display.say(f"Starting {config.num_processes} ranks and {planners} ...")
             try:
                 found = launch(
-                    train_rank,
-                    config.num_processes,
-                    self,
-                    go_on,
-                    timeout_s=config.timeout_s,
-                    device=self.device,
-                    transport=config.runtime.transport,
+                    train_rank, config.num_processes, self, go_on, timeout_s=config.timeout_s, device=self.place
                 )
             except ExecutionError as error:
                 if restart > max_restarts or self.checkpoints is None:
@@ -317,7 +311,7 @@ class TrainingRun(Job):
         try:
             # One process locks the folder for all of them.
             with run.alone() if worker.rank == 0 else nullcontext():
-                joined = join_workers(worker, run.config.timeout_s, run.device, run.config.runtime.transport)
+                joined = join_workers(worker, run.config.timeout_s, run.place)
                 # Started again, it goes on; what is there was saved by this very run.
                 again = bool(first_says(int(joined.again))) and run.config.checkpoint is not None
                 go_on = run._prepare_as_worker(True if again else resume)
