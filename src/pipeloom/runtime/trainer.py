@@ -122,7 +122,7 @@ class TrainerOptions:
     """With replicas: what the samples of a batch weigh when they are divided, the same on every rank
     (`pipeloom.packing.cost_loads`); None: their tokens."""
     transport: TransportName = "direct"
-    """``"host"``: messages by way of the host's memory, so that ranks may share a GPU; the default group must serve that
+    """``"host"``: messages by way of the host's memory, so that ranks may share a GPU; the default group serves that
     by gloo."""
     device: torch.device | str = "cpu"
     """On which this process computes. On ``"cuda"`` messages go by NCCL, and the planner's setup says so with
