@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ import msgspec
 
 from pipeloom.errors import InputError
 from pipeloom.plan import Delivery
+from pipeloom.runtime.contents import contents_digest
 from pipeloom.runtime.coordination import broadcast_bytes, together
 from pipeloom.runtime.prefetch import Describe, batch_of, next_samples
 from pipeloom.runtime.resume import fingerprint
@@ -44,6 +46,13 @@ class Coming:
     def fingerprint(self) -> str:
         """By which ranks compare what they have read."""
         return fingerprint(self.batch)
+
+    def compared(self, contents: bool) -> str:
+        """By which ranks compare it, with what is in its samples where that is asked for."""
+        if not contents:
+            return self.fingerprint
+        whole = f"{self.fingerprint} {contents_digest(self.samples)}"
+        return hashlib.blake2b(whole.encode(), digest_size=12).hexdigest()
 
 
 class Ahead:

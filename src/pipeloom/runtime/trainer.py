@@ -121,6 +121,9 @@ class TrainerOptions:
     loads: BatchLoads | None = None
     """With replicas: what the samples of a batch weigh when they are divided, the same on every rank
     (`pipeloom.packing.cost_loads`); None: their tokens."""
+    compare_contents: int = 0
+    """Of so many batches ranks compare what is in the samples too, not their ids and sizes alone; of a `Dataset`, whose
+    samples every rank loads in part, nothing more."""
     transport: TransportName = "direct"
     """``"host"``: messages by way of the host's memory, so that ranks may share a GPU; the default group serves that
     by gloo."""
@@ -346,7 +349,7 @@ class Trainer:
                     first = None
                 if same is None:
                     # The first plan may be waited for longer than a rank, so this comes after it.
-                    same = _same_batch(asked)
+                    same = self._same_batch(asked, first_iteration)
                 same.check(iteration)
                 if asked is None:
                     return
@@ -354,7 +357,7 @@ class Trainer:
                 dealt = tell_dealing(delivery, iteration) if self.membership.num_replicas > 1 else ()
                 iteration += 1
                 current, asked = asked, self._submit(following, dealt, ahead.following)
-                same = _same_batch(asked)
+                same = self._same_batch(asked, first_iteration)
                 report = self._step(current, delivery, answer, packing)
                 yield replace(report, step_s=time.monotonic() - begin)
                 self._save(current, is_last=asked is None)
@@ -450,6 +453,12 @@ class Trainer:
         """
         writes = self.membership.replica == 0 and self.membership.tensor_rank == 0
         save_pretrained(self.model, self._executor, writes, Path(folder), shard_bytes)
+
+    def _same_batch(self, asked: _Asked | None, first_iteration: int) -> SameBatch:
+        if asked is None:
+            return SameBatch(None)
+        number = asked.batch.iteration - first_iteration
+        return SameBatch(asked.whole.compared(number < self.options.compare_contents))
 
     def _save(self, asked: _Asked, is_last: bool) -> None:
         """Write a checkpoint after an iteration, where one is due."""
@@ -592,7 +601,3 @@ def _check_serial(answer: Answer) -> None:
             f"makes plans that NCCL may not finish ({str(error).splitlines()[0]})",
             'give its Setup backend="nccl"',
         ) from error
-
-
-def _same_batch(asked: _Asked | None) -> SameBatch:
-    return SameBatch(None if asked is None else asked.whole.fingerprint)

@@ -143,12 +143,15 @@ class RuntimeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """``host``: messages by way of the host's memory, so that ranks may share a GPU."""
     autocast: Literal["bf16"] | None = None
     """Run layers and loss under autocast; the model must state the dtypes of shapes that come out of it."""
+    compare_contents: int = 0
+    """Of so many batches from the start on, ranks compare what is in the samples too, not their ids and sizes alone."""
     workers: int = 2
     """Threads of every rank that load samples of a data set ahead; 0: none."""
 
     def __post_init__(self) -> None:
         """Refuse negative counts."""
         check_not_negative("runtime.workers", self.workers)
+        check_not_negative("runtime.compare_contents", self.compare_contents)
 
 
 class CheckpointConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

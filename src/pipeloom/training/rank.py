@@ -179,6 +179,7 @@ def _trainer(job: Job, setup: Setup, model: Model, listeners: list[Listener], go
             loads=lambda batch: cost_loads(batch, setup.model, setup.layout, costs),
             device=group_device(),
             transport=config.runtime.transport,
+            compare_contents=config.runtime.compare_contents,
             autocast=AUTOCAST[config.runtime.autocast],
             random_seed=config.seed,
             workers=config.runtime.workers,
