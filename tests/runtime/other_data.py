@@ -87,7 +87,8 @@ def _told(num_ranks: int, num_replicas: int, wrong: str) -> tuple[int, str]:
     made = setup(num_ranks)
     layout = msgspec.structs.replace(made.layout, parallelism=Parallelism(data=num_replicas))
     made = msgspec.structs.replace(made, layout=layout)
-    trainer = Trainer(model(), layout, PlansHere(made), describe=task.describe, optimizer=optimizer)
+    options = TrainerOptions(compare_contents=3)
+    trainer = Trainer(model(), layout, PlansHere(made), describe=task.describe, optimizer=optimizer, options=options)
     count = 0
     try:
         for _ in trainer.run(batches(wrong)):
@@ -104,6 +105,9 @@ def batches(wrong: str) -> Iterator[list[Any]]:
         if last and i == 2:
             if wrong == "other samples of equal sizes":
                 documents = [replace(d, identifier=f"{d.identifier}, another") for d in documents]
+            if wrong == "other contents":
+                digits = tuple((digit + 1) % 10 for digit in documents[0].digits)
+                documents = [replace(documents[0], digits=digits), *documents[1:]]
             if wrong == "another order":
                 documents = [documents[1], documents[0], *documents[2:]]
             if wrong == "an early end":

@@ -15,7 +15,7 @@ from tests.runtime.training import DOCUMENTS, losses_undivided
 pytestmark = pytest.mark.ranks
 
 AHEAD_NS = 10**12
-WRONGS = ["nothing", "other samples of equal sizes", "another order", "an early end", "none at all"]
+WRONGS = ["nothing", "other samples of equal sizes", "other contents", "another order", "an early end", "none at all"]
 Told = dict[str, tuple[int, str]]
 Shares = tuple[list[float], list[tuple[str, ...]]]
 Asked = tuple[tuple[int, ...], int, int]
@@ -59,7 +59,7 @@ def test_ranks_with_other_data_are_named_by_all_of_them(ranks: list[tuple[Asked,
     found = ranks[0][1]
     assert all(rank == found for _, rank, _ in ranks)
     assert found["nothing"] == (3, "")
-    for wrong in ("other samples of equal sizes", "another order"):
+    for wrong in ("other samples of equal sizes", "other contents", "another order"):
         count, message = found[wrong]
         assert count == 2
         assert message.startswith("iteration 2: rank 3 has other samples than rank 0, or in another order; give all")
