@@ -37,15 +37,21 @@ GROWN_BYTES = 256 << 20
 """Memory that a process may take in any run from its first iterations to its last."""
 
 
+WAIT = """
+        while i == 20 and not Path(__file__).with_name("go").exists():
+            time.sleep(0.05)
+        time.sleep(0.05)"""
+
+
 def config(folder: Path) -> Path:
+    """A run that waits in its middle until it is told to go on, and takes its time otherwise."""
     text = TASK.replace("[nn.Linear(3, 4)]", "[nn.Linear(3, 4), nn.Linear(4, 4)]")
-    # Long enough for a stranger to come by between iterations.
     loop = "    for i in range(num_iterations):"
-    text = text.replace(loop, f"{loop}\n        time.sleep(0.1)")
+    text = text.replace(loop, loop + WAIT)
     for name, code in GOOD.items():
         text = text.replace(name, code)
-    folder.mkdir(exist_ok=True)
-    (folder / "task.py").write_text("import time\n" + text)
+    folder.mkdir()
+    (folder / "task.py").write_text("import time\nfrom pathlib import Path\n" + text)
     (folder / "train.toml").write_text(CONFIG)
     return folder / "train.toml"
 
@@ -97,8 +103,7 @@ class Stranger:
     def __init__(self) -> None:
         self.random = random.Random(0)
         self.held: list[socket.socket] = []
-        self.asked: set[int] = set()
-        self.refused = self.spoken = self.written = 0
+        self.refused = self.spoken = 0
 
     def visit(self, port: int) -> None:
         """Come by once."""
@@ -122,15 +127,19 @@ class Stranger:
         else:
             there.close()
 
-    def write(self, port: int) -> None:
+    def begin_to_write(self, port: int) -> subprocess.Popen[str]:
         """Where a store answers, set and remove what a run is steered by."""
-        if port in self.asked:
-            return
-        self.asked.add(port)
-        code = f"""
+        return subprocess.Popen(
+            [sys.executable, "-c", WRITE, str(port)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        )
+
+
+WRITE = f"""
 import sys
+from datetime import timedelta
 import torch.distributed as dist
-store = dist.TCPStore("127.0.0.1", {port}, is_master=False, timeout=timedelta(seconds=3), wait_for_workers=False)
+few = timedelta(seconds=3)
+store = dist.TCPStore("127.0.0.1", int(sys.argv[1]), is_master=False, timeout=few, wait_for_workers=False)
 for _ in range(5):
     for key in ("stop", "setup", "latest", "ready", "watch", *(f"answer/{{i}}" for i in range({ITERATIONS}))):
         store.set(key, b"1")
@@ -138,42 +147,58 @@ for _ in range(5):
         store.set(key, bytes(1 << 16))
 print("written")
 """
+
+
+def written(writing: list[subprocess.Popen[str]]) -> int:
+    """How many of those who write found a store; others wait for an answer of what is none, and are ended."""
+    count = 0
+    for each in writing:
         try:
-            done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=40, check=False)
+            count += "written" in each.communicate(timeout=60)[0]
         except subprocess.TimeoutExpired:
-            return
-        self.written += "written" in done.stdout
+            each.kill()
+            each.communicate()
+    return count
 
 
 @pytest.mark.full
 def test_a_stranger_at_every_port_disturbs_no_run(tmp_path: Path) -> None:
     alone = tmp_path / "alone"
-    assert run(["train", str(config(alone)), "--runs", str(alone)]) == 0
-    path, history = config(tmp_path / "there"), tmp_path / "there" / "t" / "history.jsonl"
+    path = config(alone)
+    (alone / "go").touch()
+    assert run(["train", str(path), "--runs", str(alone)]) == 0
+    path, there = config(tmp_path / "there"), tmp_path / "there"
+    history, said = there / "t" / "history.jsonl", there / "said"
     stranger, at_first, at_last = Stranger(), {}, {}
-    command = [sys.executable, "-m", "pipeloom", "train", str(path), "--runs", str(path.parent)]
+    command = [sys.executable, "-m", "pipeloom", "train", str(path), "--runs", str(there)]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    with subprocess.Popen(
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True
-    ) as started:
+    writing: dict[int, subprocess.Popen[str]] = {}
+    num_written = 0
+    with (
+        said.open("w") as stderr,
+        subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=stderr, env=environment, start_new_session=True
+        ) as started,
+    ):
         while started.poll() is None:
-            there = members(started.pid)
-            listening = ports(there)
+            processes = members(started.pid)
+            listening = ports(processes)
             # Nothing of a run on one host is offered to other hosts.
-            assert all(address in ("0100007F", "00000000000000000000000001000000") for address in listening.values())
-            begun = history.exists() and history.read_text().count("\n") >= 3
+            assert set(listening.values()) <= {"0100007F", "00000000000000000000000001000000"}
             for port in listening:
                 stranger.visit(port)
-                if begun:
-                    stranger.write(port)
-            if begun:
-                at_last = memory(there) or at_last
+            if history.exists() and history.read_text().count("\n") >= 3:
+                for port in listening.keys() - writing.keys():
+                    writing[port] = stranger.begin_to_write(port)
+                at_last = memory(processes) or at_last
                 at_first = at_first or at_last
+                if len(writing) == len(listening) and stranger.spoken > 100 and not (there / "go").exists():
+                    num_written = written(list(writing.values()))
+                    (there / "go").touch()
             time.sleep(0.02)
-        said = started.stderr.read() if started.stderr is not None else ""
-    assert started.returncode == 0, said
-    assert stranger.spoken > 100
-    assert stranger.written >= 1
+    assert started.returncode == 0, said.read_text()
+    # The plan store is one of the ports.
+    assert num_written >= 1
     rows = [json.loads(line) for line in history.read_text().splitlines()]
     undisturbed = [json.loads(line) for line in (alone / "t" / "history.jsonl").read_text().splitlines()]
     assert [row["loss"] for row in rows] == [row["loss"] for row in undisturbed]
