@@ -136,7 +136,8 @@ def next_samples(source: Iterator[Sequence[Any]], named: str) -> Sequence[Any] |
         given = next(source)
     except StopIteration:
         return None
-    return _given(given, named)
+    found: Sequence[Any] = _given(given, named)
+    return found
 
 
 def _given(batch: Any, named: str) -> Any:
