@@ -188,7 +188,7 @@ def main(arguments: list[str] | None = None) -> int:
         code, printed = _run(part.dry if given.dry else part.commands, given.out, begin + given.seconds)
         seconds = time.monotonic() - begin
         failed += code != 0
-        results["parts"][name] = {"exit": code, "seconds": round(seconds, 1)}  # type: ignore[index]
+        results["parts"][name] = {"exit": code, "seconds": round(seconds, 1)}
         how = "done" if code == 0 else f"FAILED, exit {code}"
         print(f"{printed}\n{name}: {how} after {seconds:.0f} s", flush=True)
         bodies.append(f"## {name}: {part.question}\n\n{how}, {seconds:.0f} s\n\n```\n{printed.strip()}\n```")
