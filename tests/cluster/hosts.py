@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -91,6 +91,27 @@ def stop(host: Host) -> None:
     """End everything that runs on a host at once; its kernel still says so."""
     found = subprocess.run(["ip", "netns", "pids", host.name], capture_output=True, text=True).stdout.split()
     subprocess.run(["kill", "-KILL", *found], capture_output=True)
+
+
+def cut(host: Host) -> None:
+    """Take a host off the network: nobody says anything, and what runs there runs on."""
+    _ip(f"link set pl-out-{host.number} down")
+
+
+def join(host: Host) -> None:
+    """Put it back."""
+    _ip(f"link set pl-out-{host.number} up")
+
+
+def runs_ranks(host: Host) -> bool:
+    """Whether a rank or a planner runs there; torchrun itself is none."""
+    found = subprocess.run(["ip", "netns", "pids", host.name], capture_output=True, text=True).stdout.split()
+    commands = []
+    for pid in found:
+        # One that has just ended has no command any more.
+        with suppress(OSError):
+            commands.append(Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " "))
+    return any("-m pipeloom" in each and "--rdzv-backend" not in each for each in commands)
 
 
 def _end(made: Sequence[Host]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import signal
 import socket
 import subprocess
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from pipeloom.errors import ExecutionError, InputError
 from pipeloom.runtime.addresses import address_towards, interface_towards
 from pipeloom.runtime.processes import _meet
-from pipeloom.runtime.watch import Watch, watch
+from pipeloom.runtime.watch import Watch, _read, watch
 
 RANK = """
 import sys, time
@@ -73,6 +74,15 @@ def test_a_killed_rank_is_named_once_and_all_end(tmp_path: Path, lost: int) -> N
     assert [each.returncode for rank, each in enumerate(ranks) if rank != lost] == [2, 2]
     tell = [rank for rank, text in enumerate(said) if f"rank {lost} is gone" in text]
     assert tell == ([1, 2] if lost == 0 else [0])
+
+
+def test_a_host_that_no_longer_answers_is_as_one_that_has_ended() -> None:
+    # What the system says of a connection whose other end answers no question of keep-alive.
+    class Silent:
+        def recv(self, size: int) -> bytes:
+            raise TimeoutError(errno.ETIMEDOUT, f"no {size} bytes: Connection timed out")
+
+    assert _read(Silent(), 4) == b""
 
 
 def test_a_rank_that_fails_speaks_for_all(tmp_path: Path) -> None:

@@ -224,9 +224,7 @@ def _read(connection: Any, size: int) -> bytes:
     while len(found) < size:
         try:
             piece = connection.recv(size - len(found))
-        except TimeoutError:
-            raise
-        except OSError:
+        except OSError:  # that nobody answered for too long is a TimeoutError
             return found
         if not piece:
             return found
