@@ -13,6 +13,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from multiprocessing import forkserver
 from multiprocessing.reduction import DupFd
@@ -50,6 +51,8 @@ class _Target:
 def _join() -> None:
     """Let a process of the server's ask it for further ones."""
     forkserver._forkserver.ensure_running = lambda: None  # type: ignore[attr-defined]
+    # As `_start_server` leaves it: whoever begins warm here starts no server of its own.
+    forkserver._forkserver._preload_modules = ["tests.warm"]  # type: ignore[attr-defined]
     PlannerProcess.start = _start_planner  # type: ignore[method-assign]
 
 
@@ -104,8 +107,17 @@ class _Planner:
 def _plan(address: str, secret: str) -> None:
     from pipeloom.cli.app import run
 
+    # Its parent as the system sees it is the server, which stays.
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ.update(_QUIET, **{STORE_SECRET: secret})
     sys.exit(run(["planner", "--store", address]))
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _start_planner(self: PlannerProcess) -> None:

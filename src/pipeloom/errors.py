@@ -109,3 +109,6 @@ class PlannerError(PipeloomError):
 
 class ExecutionError(PipeloomError):
     """A rank could not run its plan."""
+
+    comes_again = False
+    """A rank has refused what it was given, and would refuse it again; a rank that is lost need not be lost again."""

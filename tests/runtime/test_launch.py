@@ -1,6 +1,10 @@
 from __future__ import annotations
 
 import multiprocessing
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -59,6 +63,49 @@ def test_a_broken_rank_ends_all_with_its_message(how: str, message: str) -> None
 def test_a_rank_that_died_is_the_cause_even_where_others_complain_first() -> None:
     with pytest.raises(ExecutionError, match="rank 0: the process exited with code 7"):
         launch(die_after_the_complaint, 2, 0.2)
+
+
+def test_a_rank_that_cannot_be_started_ends_those_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = multiprocessing.get_context
+    started: list[Any] = []
+
+    def fail() -> None:
+        raise EOFError
+
+    def process(**named: Any) -> Any:
+        made = usual("spawn").Process(**named)
+        if started:
+            made.start = fail
+        started.append(made)
+        return made
+
+    def get_context(method: str | None = None) -> Any:
+        given = usual(method)
+        return SimpleNamespace(Pipe=given.Pipe, Process=process) if method == "spawn" else given
+
+    monkeypatch.setattr(multiprocessing, "get_context", get_context)
+    with pytest.raises(ExecutionError, match="rank 1: the process could not be started: it has ended"):
+        launch(tensors_of, 2, 3.0)
+    assert not started[0].is_alive()
+
+
+STARTER = """
+import subprocess, sys
+child = "import time; from pipeloom.runtime.processes import end_with_starter as end; "
+child += "end('gone'); print(1, flush=True); time.sleep(600)"
+subprocess.Popen([sys.executable, "-c", child]).wait()
+"""
+
+
+def test_a_process_ends_with_the_one_that_started_it() -> None:
+    starter = subprocess.Popen(
+        [sys.executable, "-c", STARTER], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert starter.stdout is not None
+    assert starter.stdout.readline() == "1\n"
+    starter.kill()
+    # Ends when nobody has the other end of the pipe any more.
+    assert "pipeloom: gone" in starter.communicate(timeout=60)[1]
 
 
 def test_ranks_give_tensors_back() -> None:

@@ -41,7 +41,9 @@ def train(
         help="Go on from the newest checkpoint, or remove what an earlier run saved. Needed where there is one.",
     ),
     max_restarts: int = typer.Option(
-        0, min=0, help="Start all ranks again from the newest checkpoint, so often, when one of them dies."
+        0,
+        min=0,
+        help="Start all ranks again from the newest good checkpoint, at most so often, when one of them dies or fails.",
     ),
     json: bool = typer.Option(False, "--json", help="Print summary.json on standard output, and nothing else there."),
 ) -> None:

@@ -10,13 +10,14 @@ import multiprocessing
 import os
 import pickle
 import secrets
+import shutil
 import sys
 import tempfile
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -38,6 +39,8 @@ _POLL_S = 0.2
 # The end of a rank that died may be read a moment after its peers' complaints of it.
 _ECHO_S = 0.5
 _GRACE_S = 5.0
+# How often a process looks whether the one that started it is still there.
+_LOOK_S = 1.0
 _FOREVER = timedelta(days=365)
 
 
@@ -63,6 +66,7 @@ class _Failure:
     message: str
     trace: str
     at_s: float
+    comes_again: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,25 +119,30 @@ def launch(
     Raises
     ------
     ExecutionError
-        When a rank fails or dies: the first one's message. All others are ended first.
+        When a rank fails or dies: the first one's message. All others are ended first. ``comes_again`` where it has
+        refused what it was given.
     """
     spawn = multiprocessing.get_context("spawn")
     results: list[Any] = [None] * num_ranks
     with tempfile.TemporaryDirectory(prefix="pipeloom-") as folder:
-        pipes, processes = [], []
-        with _environment(threads):
-            for rank in range(num_ranks):
-                here, there = spawn.Pipe(duplex=False)
-                start = _Start(rank, num_ranks, str(Path(folder) / "store"), timeout_s, threads, place_of(device))
-                process = spawn.Process(
-                    target=_run_rank, args=(function, args, start, there), name=f"pipeloom rank {rank}", daemon=False
-                )
-                process.start()
-                there.close()
-                pipes.append(here)
-                processes.append(process)
+        pipes: list[Connection] = []
+        processes: list[BaseProcess] = []
         done = False
         try:
+            with _environment(threads):
+                for rank in range(num_ranks):
+                    here, there = spawn.Pipe(duplex=False)
+                    pipes.append(here)
+                    start = _Start(rank, num_ranks, str(Path(folder) / "store"), timeout_s, threads, place_of(device))
+                    process = spawn.Process(
+                        target=_run_rank,
+                        args=(function, args, start, there),
+                        name=f"pipeloom rank {rank}",
+                        daemon=False,
+                    )
+                    with there, _started(rank):
+                        process.start()
+                    processes.append(process)
             _watch(pipes, processes, results, on_report)
             done = True
         finally:
@@ -141,6 +150,15 @@ def launch(
             for pipe in pipes:
                 pipe.close()
     return results
+
+
+@contextmanager
+def _started(rank: int) -> Iterator[None]:
+    """Around the start of a process, which may end before it has heard what it is for."""
+    try:
+        yield
+    except (OSError, EOFError) as error:
+        raise ExecutionError(f"rank {rank}: the process could not be started: {error or 'it has ended'}") from error
 
 
 def _watch(
@@ -213,6 +231,7 @@ def _more_failures(
 def _raise(failures: list[_Failure]) -> None:
     first = min(failures, key=lambda failure: failure.at_s)
     error = ExecutionError(first.message)
+    error.comes_again = first.comes_again
     if first.trace:
         error.add_note(first.trace)
     raise error
@@ -239,7 +258,7 @@ def _run_rank(function: Callable[..., Any], args: tuple[Any, ...], start: _Start
     _launcher = pipe
     rank, num_ranks = start.rank, start.num_ranks
     torch.set_num_threads(start.threads)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=_end_with_parent, args=(Path(start.store_path).parent,), daemon=True).start()
     try:
         store = dist.FileStore(start.store_path, num_ranks)  # type: ignore[attr-defined]
         join_group(start.place, store, rank, num_ranks, start.timeout_s, local_rank=rank)
@@ -253,8 +272,10 @@ def _run_rank(function: Callable[..., Any], args: tuple[Any, ...], start: _Start
         message = str(error) if isinstance(error, PipeloomError) else f"{type(error).__name__}: {error}"
         if not message.startswith("rank "):
             message = f"rank {rank}: {message}"
-        _send(pipe, "failure", _Failure(rank, message, traceback.format_exc(), time.monotonic()))
-        pipe.close()
+        failure = _Failure(rank, message, traceback.format_exc(), time.monotonic(), _comes_again(error))
+        with suppress(OSError):  # the launching process may be gone
+            _send(pipe, "failure", failure)
+            pipe.close()
         # The group's threads may hang on a dead peer; nothing here is worth waiting for.
         sys.stdout.flush()
         sys.stderr.flush()
@@ -263,12 +284,40 @@ def _run_rank(function: Callable[..., Any], args: tuple[Any, ...], start: _Start
     dist.destroy_process_group()
 
 
-def _end_with_parent() -> None:
-    """Never outlive the launching process, however it ends."""
+def _comes_again(error: BaseException) -> bool:
+    """Whether a rank has refused what it was given: that is found by Pipeloom itself, and not in waiting for others."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return isinstance(error, PipeloomError) and not isinstance(error, ExecutionError)
+
+
+def _end_with_parent(folder: Path) -> None:
+    """Never outlive the launching process, however it ends, nor leave its folder behind."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         wait([parent.sentinel])
+        shutil.rmtree(folder, ignore_errors=True)
         os._exit(1)
+
+
+def end_with_starter(problem: str = "") -> None:
+    """From here on this process ends when the one that has started it is gone, however that ended.
+
+    Parameters
+    ----------
+    problem : str
+        What is then said on standard error; nothing where it is empty.
+    """
+    starter = os.getppid()
+
+    def look() -> None:
+        while os.getppid() == starter:
+            time.sleep(_LOOK_S)
+        if problem:
+            print(f"pipeloom: {problem}", file=sys.stderr, flush=True)
+        os._exit(1)
+
+    threading.Thread(target=look, name="starter", daemon=True).start()
 
 
 @contextmanager
@@ -367,6 +416,7 @@ def join_workers(worker: Worker, timeout_s: float, device: DeviceType | Place = 
         When not all come.
     """
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    end_with_starter(f"rank {worker.rank}: torchrun's process on this host is gone")
     if "GLOO_SOCKET_IFNAME" not in os.environ:
         name = _loopback() if worker.on_one_host else interface_towards(os.environ.get("MASTER_ADDR", ""))
         if name:

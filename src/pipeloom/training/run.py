@@ -147,8 +147,8 @@ class TrainingRun(Job):
             Go on from the newest checkpoint (from the beginning where there is none), or remove what an earlier run
             saved. None: there must be none.
         max_restarts : int
-            So often all ranks are started again from the newest checkpoint when one of them dies; torchrun counts
-            its own.
+            So often all ranks are started again from the newest good checkpoint, or the beginning where there is none,
+            when one of them dies or fails; but not where one refuses what it was given. torchrun counts its own.
 
         Returns
         -------
@@ -160,7 +160,7 @@ class TrainingRun(Job):
         InputError
             When something given is wrong, or there is a checkpoint and ``resume`` does not say what to do about it.
         ExecutionError
-            When a rank fails or dies, and no restart is left.
+            When a rank fails or dies, and no restart is left or would help.
         """
         worker = this_worker()
         if worker is not None:
@@ -292,9 +292,9 @@ class TrainingRun(Job):
                     train_rank, config.num_processes, self, go_on, timeout_s=config.timeout_s, device=self.place
                 )
             except ExecutionError as error:
-                if restart > max_restarts or self.checkpoints is None:
+                if restart > max_restarts or error.comes_again:
                     raise
-                go_on = bool(self.checkpoints.steps())
+                go_on = self.checkpoints is not None and bool(self.checkpoints.steps())
                 where = "the newest checkpoint" if go_on else "the beginning"
                 again = f"{error}; starting again from {where}, {restart} of {max_restarts}"
                 self.display.say(again, warning=True)
