@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import statistics
 import time
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -19,10 +20,10 @@ from pipeloom.plan import Delivery
 from pipeloom.planner import Planner, Request, Setup, answer_of, plan_batch
 from pipeloom.planner.messages import encode
 from pipeloom.report import markdown_table
-from pipeloom.runtime import Model, Module, TcpPlanStore, Trainer, launch
-from pipeloom.runtime.coordination import broadcast_bytes, unpack_answer
+from pipeloom.runtime import Executor, Model, Module, TcpPlanStore, TorchTransport, Trainer, launch
+from pipeloom.runtime.coordination import PLAN_AT_ONCE, hand_out, scatter_bytes
 from pipeloom.search import Evaluations
-from pipeloom.spec import Batch
+from pipeloom.spec import Batch, ModelSpec
 
 TITLE = "Planning beside training, and delivering plans"
 _RANKS, _FORWARD_S, _BACKWARD_S = 4, 0.01, 0.02
@@ -179,19 +180,33 @@ def _delivery(repeats: int) -> str:
     data = encode(answer_of(planned, search_s=0.0, ready_ns=0))
     actions = sum(map(len, planned.plan.ranks))
     by_rank = launch(_deliver, _RANKS, setup, batch, data, repeats)
-    # Rank 0 checks, and it is the one that the others wait for.
-    checked = statistics.median(by_rank[0][i].checked_s for i in range(1, repeats))
-    travelled = statistics.median(
-        max(rank[i].end_s for rank in by_rank) - by_rank[0][i].begin_s for i in range(1, repeats)
-    )
+    turns = range(1, repeats)
+
+    def median(of: Callable[[int], float]) -> str:
+        return f"{statistics.median(map(of, turns)) * 1e3:.2f}"
+
+    def last(name: str, begin: str = "begin_s") -> Callable[[int], float]:
+        return lambda i: max(getattr(rank[i], name) for rank in by_rank) - getattr(by_rank[0][i], begin)
+
+    waking = last("woken_s", "woken_begin_s")
+
+    def spent(name: str) -> Callable[[int], float]:
+        return lambda i: max(getattr(rank[i], name) for rank in by_rank[1:])
+
     rows = [
-        ["out of the store, decoded, checked and verified, while the iteration before runs", f"{checked * 1e3:.2f}"],
-        ["from rank 0 to all ranks, decoded there", f"{travelled * 1e3:.2f}"],
-    ]
+        ["out of the store, decoded, checked, verified, encoded for every rank, while the iteration before runs",
+         median(lambda i: by_rank[0][i].checked_s)],
+        ["waking all ranks with an empty message", median(waking)],
+        ["from rank 0 until all ranks have their own actions, decoded", median(last("there_s"))],
+        ["from rank 0 until all ranks have linked them and are ready to run", median(last("ready_s"))],
+        ["of this beyond waking; to reach: 5", median(lambda i: last("ready_s")(i) - waking(i))],
+        ["processor time of a rank that receives: decoding and packing", median(spent("decode_cpu_s"))],
+        ["and linking", median(spent("link_cpu_s"))],
+    ]  # fmt: skip
     text = (
         f"One plan of {actions} actions for {_RANKS} ranks, {len(data) / 1e3:.0f} kB, medians of {repeats - 1}, the "
-        "last rank counts. Only the second step is between two iterations: from when rank 0 begins, for which the "
-        "others wait as they do in training, until all have the plan. To reach: 5 ms for 2000 actions."
+        "last rank counts. Only what comes from rank 0 is between two iterations: from when rank 0 begins, for which "
+        "the others wait as they do in training. Every rank receives, decodes and links its own actions alone."
     )
     return f"{text}\n\n{markdown_table(['step', 'ms'], rows)}"
 
@@ -200,31 +215,75 @@ class _Delivered(NamedTuple):
     checked_s: float
     """Until rank 0 may use a plan."""
     begin_s: float
-    end_s: float
-    """On the clock that all processes of a host share: when this rank began to send or to wait, and had the plan."""
+    woken_begin_s: float
+    woken_s: float
+    there_s: float
+    ready_s: float
+    """On the clock that all processes of a host share: when this rank began to send or to wait, for the plan and for an
+    empty message; when the empty message was there, when its own actions were there, and when they were linked."""
+    decode_cpu_s: float
+    link_cpu_s: float
+
+
+def _standing_in(spec: ModelSpec) -> Model:
+    """A model of such a spec whose layers do nothing: they are linked, and never run."""
+    modules = [
+        Module(
+            module.name,
+            [nn.Identity() for _ in module.flat_layers],
+            reads=module.reads,
+            hidden=module.flat_layers[0].output,
+            output=module.flat_layers[-1].output,
+            inputs=lambda part: torch.empty(0),  # noqa: ARG005
+            after=module.after,
+            kinds=tuple(layer.kind for layer in module.flat_layers),
+        )
+        for module in spec.modules
+    ]
+    return Model(modules, lambda out, _: out.sum(), lambda _: 1.0, name=spec.name)
 
 
 def _deliver(setup: Setup, batch: Batch, data: bytes, repeats: int) -> list[_Delivered]:
     """On one rank: the times of every delivery."""
     torch.set_num_threads(1)
     planner = Planner(setup, TcpPlanStore.host)
-    planner._submitted[batch.iteration] = Request(batch)
-    store = TcpPlanStore.host()
+    store, rank = TcpPlanStore.host(), dist.get_rank()
+    executor = Executor(_standing_in(setup.model), setup.layout, rank, TorchTransport())
     found = []
     for _ in range(repeats):
         gc.collect()
         dist.barrier()
-        checked = 0.0
-        if dist.get_rank() == 0:
+        delivery, checked = None, 0.0
+        if rank == 0:
+            planner._submitted[batch.iteration] = Request(batch)
             store.put("answer", data)
             begin = time.perf_counter()
-            planner._accept(batch.iteration, store.take("answer") or b"")
+            delivery = planner._accept(batch.iteration, store.take("answer") or b"")
             checked = time.perf_counter() - begin
+        woken_begin, woken = _woken(rank)
+        dist.barrier()
+        if rank == 0:
             # In training rank 0 asks the planner while the others already wait for the plan; so they do here.
             time.sleep(_APART_S)
         begin = time.monotonic()
-        received = broadcast_bytes(data if dist.get_rank() == 0 else None)
-        if dist.get_rank() != 0:
-            unpack_answer(received, batch, setup.model, setup.layout)
-        found.append(_Delivered(checked, begin, time.monotonic()))
+        cpu = [time.thread_time()]
+        handed = hand_out(delivery, batch, setup.model, setup.layout)
+        there = time.monotonic()
+        cpu.append(time.thread_time())
+        linked = executor.prepare(handed.plan, handed.packing)
+        ready = time.monotonic()
+        cpu.append(time.thread_time())
+        linked.unlink()
+        found.append(_Delivered(checked, begin, woken_begin, woken, there, ready, cpu[1] - cpu[0], cpu[2] - cpu[1]))
     return found
+
+
+def _woken(rank: int) -> tuple[float, float]:
+    """When a message without content is sent or waited for, and when it is here."""
+    dist.barrier()
+    if rank == 0:
+        time.sleep(_APART_S)
+    begin = time.monotonic()
+    parts = [b""] * _RANKS if rank == 0 else None
+    scatter_bytes(parts, None, PLAN_AT_ONCE)
+    return begin, time.monotonic()

@@ -10,9 +10,8 @@ import msgspec
 import torch.distributed as dist
 
 from pipeloom.errors import InputError
-from pipeloom.plan import Delivery
+from pipeloom.plan import Delivery, delivery_of
 from pipeloom.planner import Setup, answer_of, plan_batch
-from pipeloom.planner.messages import encode
 from pipeloom.runtime import Trainer, TrainerOptions
 from pipeloom.search import Evaluations
 from pipeloom.spec import Batch, Parallelism
@@ -38,7 +37,7 @@ class PlansHere:
             self.problem, self.batches.pop(iteration), budget=Evaluations(1), seed=0, method="portfolio"
         )
         answer = answer_of(planned, search_s=0.0, ready_ns=0)
-        return Delivery(answer, planned.packing, encode(answer), True, 0.0)
+        return delivery_of(answer, planned.packing, self.problem.layout)
 
     def close(self) -> None:
         """Nothing to close."""
@@ -63,7 +62,7 @@ class DealsHere(PlansHere):
         if iteration + 1 not in self.seen:
             return found
         answer = msgspec.structs.replace(found.answer, dealt=self.DEALT[iteration + 1])
-        return replace(found, answer=answer, data=encode(answer))
+        return replace(found, answer=answer)
 
 
 def dealt(num_ranks: int, num_replicas: int) -> tuple[list[float], list[tuple[str, ...]]]:

@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from pipeloom.cost import Correction, LayerFit, Profile, ProfileCosts
 from pipeloom.layout import ModulePlacement, separate
 from pipeloom.packing import PackingSpec
-from pipeloom.plan import Delivery, backend_of
+from pipeloom.plan import Delivery, backend_of, delivery_of
 from pipeloom.planner import Problem, answer_of, plan_batch
-from pipeloom.planner.messages import encode
 from pipeloom.runtime import Checkpoints, Model, Module, Trainer, TrainerOptions
 from pipeloom.runtime.device import Place, join_group
 from pipeloom.search import Evaluations
@@ -56,7 +55,7 @@ class Plans:
         batch = self.batches.pop(iteration)
         planned = plan_batch(self.problem, batch, budget=Evaluations(1), seed=0, method="portfolio")
         answer = answer_of(planned, search_s=0.0, ready_ns=0)
-        return Delivery(answer, planned.packing, encode(answer), True, 0.0)
+        return delivery_of(answer, planned.packing, self.problem.layout)
 
     def close(self) -> None:
         pass

@@ -1,13 +1,14 @@
 """Execution plans: actions, lowering from a schedule, verification, text form."""
 
 from pipeloom.plan.action import Action, ExecutionPlan, Verb, promised_verbs
-from pipeloom.plan.delivery import Answer, Delivery, PackingCounts, packing_counts
+from pipeloom.plan.delivery import Answer, Delivery, PackingCounts, RankAnswer, delivery_of, packing_counts
 from pipeloom.plan.dryrun import BACKENDS, Backend, BackendName, backend_of
 from pipeloom.plan.lower import lower
 from pipeloom.plan.measured import Measured, MessageTime
 from pipeloom.plan.memory import peak_bytes
 from pipeloom.plan.messages import joined_posts
 from pipeloom.plan.pytorch import schedule_from_pytorch_csv, to_pytorch_csv
+from pipeloom.plan.rank_plan import RankPlan, rank_plan, rank_plans
 from pipeloom.plan.routes import (
     BoundaryTransfer,
     Router,
@@ -35,6 +36,8 @@ __all__ = [
     "Measured",
     "MessageTime",
     "PackingCounts",
+    "RankAnswer",
+    "RankPlan",
     "Router",
     "Routes",
     "Shapes",
@@ -48,11 +51,14 @@ __all__ = [
     "from_msgpack",
     "from_text",
     "joined_posts",
+    "delivery_of",
     "lower",
     "make_routes",
     "packing_counts",
     "peak_bytes",
     "promised_verbs",
+    "rank_plan",
+    "rank_plans",
     "schedule_from_pytorch_csv",
     "target_word",
     "to_msgpack",

@@ -8,6 +8,9 @@ import msgspec
 
 from pipeloom.packing import Packing
 from pipeloom.plan.action import ExecutionPlan
+from pipeloom.plan.dryrun import BACKENDS, BackendName
+from pipeloom.plan.rank_plan import RankPlan, rank_plans
+from pipeloom.spec import Layout
 
 
 class PackingCounts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -48,14 +51,23 @@ class Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.planned_ns / max(self.lower_bound_ns, 1) - 1.0
 
 
+class RankAnswer(msgspec.Struct, frozen=True):
+    """What a rank is given to run an iteration, as it travels."""
+
+    plan: RankPlan
+    packing: PackingCounts
+
+
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """A plan that may be run, and where it came from."""
+    """A plan that may be run, and where it came from; see `delivery_of`."""
 
     answer: Answer
     packing: Packing
-    data: bytes
-    """The answer as it travels to all ranks."""
+    first: RankPlan
+    """What the first rank runs."""
+    by_rank: tuple[bytes, ...]
+    """What travels to every rank: its own `RankAnswer`, encoded."""
     fresh: bool
     """Made by the planner for this batch; else the fallback."""
     lead_s: float
@@ -66,6 +78,37 @@ class Delivery:
     def needed_at(self, moment_ns: int) -> Delivery:
         """The same, with its lead counted to the moment at which the plan was needed (monotonic clock)."""
         return replace(self, lead_s=(moment_ns - self.answer.ready_ns) / 1e9)
+
+
+def delivery_of(
+    answer: Answer,
+    packing: Packing,
+    layout: Layout,
+    *,
+    backend: BackendName = "gloo",
+    fresh: bool = True,
+    lead_s: float = 0.0,
+    reason: str = "",
+) -> Delivery:
+    """Make a plan ready to be handed out: every rank's part of it is encoded, so that none decodes another's.
+
+    Parameters
+    ----------
+    answer : Answer
+        Verified.
+    packing : Packing
+        The answer's, of the batch at hand.
+    layout : Layout
+        The plan's.
+    backend : str
+        Over which the ranks' messages go.
+    fresh, lead_s, reason
+        As in `Delivery`.
+    """
+    encode = msgspec.msgpack.Encoder().encode
+    plans = rank_plans(answer.plan, layout, joins=BACKENDS[backend].joins)
+    by_rank = tuple(encode(RankAnswer(plan, answer.packing)) for plan in plans)
+    return Delivery(answer, packing, plans[0], by_rank, fresh, lead_s, reason)
 
 
 def packing_counts(packing: Packing) -> PackingCounts:

@@ -11,7 +11,7 @@ from pipeloom.collector import collector_paused
 from pipeloom.cost import Correction
 from pipeloom.errors import PipeloomError, PlannerError, check_count, check_not_negative
 from pipeloom.packing import packing_from_counts
-from pipeloom.plan import BACKENDS, Answer, Delivery, check_shapes, verify
+from pipeloom.plan import BACKENDS, Answer, Delivery, check_shapes, delivery_of, verify
 from pipeloom.planner.mailbox import Mailbox
 from pipeloom.planner.messages import Request, Setup, answer_of, decode, encode
 from pipeloom.planner.planning import PlannedBatch, plan_batch
@@ -223,14 +223,22 @@ class Planner:
             check_shapes(answer.plan, self.setup.model, layout, packing)
         except PipeloomError as error:
             raise PlannerError(f"the plan does not fit the batch: {error}") from error
-        return Delivery(answer, packing, data, True, 0.0)
+        return delivery_of(answer, packing, layout, backend=self.setup.backend)
 
     def _fallback(self, request: Request, reason: str) -> Delivery:
         begin = time.monotonic()
         planned = fallback_plan(self._problem.corrected(request.correction), request.batch)
         elapsed = time.monotonic() - begin
         answer = answer_of(planned, search_s=elapsed, ready_ns=time.monotonic_ns())
-        return Delivery(answer, planned.packing, encode(answer), False, -elapsed, reason)
+        return delivery_of(
+            answer,
+            planned.packing,
+            self.setup.layout,
+            backend=self.setup.backend,
+            fresh=False,
+            lead_s=-elapsed,
+            reason=reason,
+        )
 
 
 def fallback_plan(problem: Problem, batch: Batch) -> PlannedBatch:

@@ -10,9 +10,9 @@ import msgspec
 from pipeloom.cost import usual_copies
 from pipeloom.errors import InfeasibleError
 from pipeloom.packing import budget_tokens
-from pipeloom.plan import Delivery
+from pipeloom.plan import Delivery, delivery_of
 from pipeloom.planner.client import fallback_plan
-from pipeloom.planner.messages import Setup, answer_of, encode
+from pipeloom.planner.messages import Setup, answer_of
 from pipeloom.planner.problem import Problem
 from pipeloom.spec import Batch
 
@@ -74,4 +74,4 @@ def plan_forwards(problem: Problem, batch: Batch) -> Delivery:
             if halving == _HALVINGS or problem.capacity_bytes is None:
                 raise
     answer = answer_of(planned, search_s=time.monotonic() - begin, ready_ns=time.monotonic_ns())
-    return Delivery(answer, planned.packing, encode(answer), True, 0.0)
+    return delivery_of(answer, planned.packing, problem.layout, backend=problem.backend)

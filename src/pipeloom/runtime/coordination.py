@@ -21,11 +21,11 @@ import torch.distributed as dist
 
 from pipeloom.errors import ExecutionError, InputError
 from pipeloom.packing import Packing, packing_from_counts
-from pipeloom.plan import Answer
+from pipeloom.plan import Delivery, RankAnswer, RankPlan
 from pipeloom.spec import Batch, Layout, ModelSpec
 
 AT_ONCE = 256 * 1024
-"""Bytes that travel with their length: about 5000 actions."""
+"""Bytes that travel with their length."""
 _LENGTH_BYTES = 8
 MOST_BYTES = 1 << 30
 """Of a message: room is made for no more, whatever its length says."""
@@ -91,11 +91,103 @@ def first_says(number: int, group: dist.ProcessGroup | None = None) -> int:
     return int(told)
 
 
-def unpack_answer(data: bytes, batch: Batch, model: ModelSpec, layout: Layout) -> tuple[Answer, Packing]:
-    """What a rank makes of the bytes that rank 0 hands out; rank 0 has checked them."""
-    answer = msgspec.msgpack.decode(data, type=Answer)
-    counts = answer.packing
-    return answer, packing_from_counts(batch, model, layout, counts.samples, counts.counts)
+def scatter_bytes(
+    data: Sequence[bytes] | None, group: dist.ProcessGroup | None = None, at_once: int = AT_ONCE
+) -> bytes:
+    """Send from the first rank of a group, the only one to give ``data``, to every rank what is its own.
+
+    Parameters
+    ----------
+    data : sequence of bytes or None
+        By rank of the group.
+    group : torch.distributed.ProcessGroup or None
+    at_once : int
+        Bytes for each rank that travel with their lengths; the same on all ranks.
+
+    Raises
+    ------
+    ExecutionError
+        On all ranks, where one is to get more than `MOST_BYTES`.
+    """
+    lengths = [] if data is None else [len(each) for each in data]
+    heads = None
+    if data is not None:
+        # As in `broadcast_bytes`; each rank is also told the most of all, for what follows is of one size.
+        heads = np.zeros((len(data), 2 * _LENGTH_BYTES + at_once), np.uint8)
+        for row, each in zip(heads, data, strict=True):
+            row[: 2 * _LENGTH_BYTES] = np.array([len(each), max(lengths)], "<i8").view(np.uint8)
+            row[2 * _LENGTH_BYTES :][: len(each)] = np.frombuffer(each[:at_once], np.uint8)
+    first = _scatter(2 * _LENGTH_BYTES + at_once, heads, group)
+    size, most = first[: 2 * _LENGTH_BYTES].view("<i8").tolist()
+    head = first[2 * _LENGTH_BYTES :][:size].tobytes()
+    if most <= at_once:
+        return head
+    if most > MOST_BYTES:
+        raise ExecutionError(f"a message of {most} bytes is larger than {MOST_BYTES}, the most that is sent at once")
+    tails = None
+    if data is not None:
+        tails = np.zeros((len(data), most - at_once), np.uint8)
+        for row, each in zip(tails, data, strict=True):
+            row[: max(0, len(each) - at_once)] = np.frombuffer(each[at_once:], np.uint8)
+    return head + _scatter(most - at_once, tails, group)[: max(0, size - at_once)].tobytes()
+
+
+def _scatter(size: int, rows: np.ndarray | None, group: dist.ProcessGroup | None) -> np.ndarray:
+    mine = torch.empty(size, dtype=torch.uint8)
+    given = None if rows is None else list(torch.from_numpy(rows).unbind())
+    dist.scatter(mine, given, group=group, group_src=0)
+    return mine.numpy()
+
+
+PLAN_AT_ONCE = 64 * 1024
+"""Bytes of a rank's plan that travel with their length: about 1200 actions."""
+
+
+class HandedOut(NamedTuple):
+    """What a rank runs in an iteration."""
+
+    plan: RankPlan
+    packing: Packing
+
+
+def hand_out(
+    delivery: Delivery | None,
+    batch: Batch,
+    model: ModelSpec,
+    layout: Layout,
+    *,
+    group: dist.ProcessGroup | None = None,
+    stages: Sequence[int] = (),
+) -> HandedOut:
+    """Give every process of a replica its own part of the plan; all of them call it together.
+
+    Each receives, decodes and later links its own actions alone. Nothing is checked again: the first rank has verified
+    all of the plan.
+
+    Parameters
+    ----------
+    delivery : Delivery or None
+        On the first rank of the group, the only one to give it.
+    batch : Batch
+        The replica's, which all have read.
+    model : ModelSpec
+    layout : Layout
+    group : torch.distributed.ProcessGroup or None
+        All processes of the replica; None: the default group.
+    stages : sequence of int
+        Pipeline rank of each of them; empty: each its own.
+    """
+    parts = None
+    if delivery is not None:
+        by_rank = delivery.by_rank
+        # The first rank has its own.
+        parts = [b"", *(by_rank[stage] for stage in (stages or range(len(by_rank)))[1:])]
+    data = scatter_bytes(parts, group, PLAN_AT_ONCE)
+    if delivery is not None:
+        return HandedOut(delivery.first, delivery.packing)
+    mine = msgspec.msgpack.decode(data, type=RankAnswer)
+    counts = mine.packing
+    return HandedOut(mine.plan, packing_from_counts(batch, model, layout, counts.samples, counts.counts))
 
 
 _MARK_BYTES = 12

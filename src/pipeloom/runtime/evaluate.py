@@ -22,7 +22,7 @@ from torch import nn
 from pipeloom.errors import ExecutionError, InputError
 from pipeloom.plan import Delivery
 from pipeloom.runtime.batches import bound
-from pipeloom.runtime.coordination import SameBatch, broadcast_bytes, together, unpack_answer
+from pipeloom.runtime.coordination import SameBatch, hand_out, together
 from pipeloom.runtime.dataset import count_targets
 from pipeloom.runtime.executor import Executor
 from pipeloom.runtime.membership import BatchLoads, Membership
@@ -176,13 +176,11 @@ class Evaluator:
             batch = whole.part(mine)
             delivery = plan(batch) if here.is_planner_rank else None
         with together(f"{_named(number)}: the plan's delivery"):
-            data = broadcast_bytes(None if delivery is None else delivery.data, here.team)
-        if delivery is None:
-            answer, packing = unpack_answer(data, batch, self.model.spec, self.executor.layout)
-        else:
-            answer, packing = delivery.answer, delivery.packing
+            forwards, packing = hand_out(
+                delivery, batch, self.model.spec, self.executor.layout, group=here.team, stages=here.stages
+            )
         try:
-            result = self.executor.run(answer.plan, packing, [samples[i] for i in mine], normaliser=1.0)
+            result = self.executor.run(forwards, packing, [samples[i] for i in mine], normaliser=1.0)
         except ExecutionError as error:
             raise ExecutionError(f"{_named(number)}, {error}") from error
         # Tensor-parallel ranks have the same loss, which counts once.

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from pipeloom.errors import ExecutionError, InputError, PipeloomError
 from pipeloom.packing import Packing
-from pipeloom.plan import ExecutionPlan, action_text, collective_order
+from pipeloom.plan import ExecutionPlan, RankPlan, action_text, collective_order
 from pipeloom.runtime.blocks import kept_casts
 from pipeloom.runtime.dataset import count_targets
 from pipeloom.runtime.device import StalledError, queues_of
@@ -146,7 +146,7 @@ class Executor:
         """Trained parameters of this rank's chunks, each once."""
         return [parameter for _, parameter in self.trained_parameters()]
 
-    def prepare(self, plan: ExecutionPlan, packing: Packing) -> LinkedPlan:
+    def prepare(self, plan: ExecutionPlan | RankPlan, packing: Packing) -> LinkedPlan:
         """Link a plan's actions of this rank to what they work on; may be done ahead of `run_linked`.
 
         Raises
@@ -158,7 +158,7 @@ class Executor:
 
     def run(
         self,
-        plan: ExecutionPlan,
+        plan: ExecutionPlan | RankPlan,
         packing: Packing,
         samples: Sequence[Any],
         *,
@@ -170,7 +170,8 @@ class Executor:
 
         Parameters
         ----------
-        plan : ExecutionPlan
+        plan : ExecutionPlan or RankPlan
+            Of all ranks, or this one's.
         packing : Packing
             The one that the plan was lowered with.
         samples : sequence

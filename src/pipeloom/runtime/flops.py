@@ -8,7 +8,7 @@ again is no work of the model and not counted.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -16,7 +16,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from pipeloom.packing import Packing
-from pipeloom.plan import ExecutionPlan, Verb
+from pipeloom.plan import Action, Verb
 from pipeloom.spec import Layout, Workload
 from pipeloom.spec.catalog import load_device, names
 
@@ -27,12 +27,10 @@ class FlopCounts:
     Parameters
     ----------
     layout : Layout
-    rank : int
-        Pipeline rank.
     """
 
-    def __init__(self, layout: Layout, rank: int) -> None:
-        self._layout, self._rank = layout, rank
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
         self._names = {name: number for number, name in enumerate(layout.chunk_names)}
         self._columns = {module.name: column for column, module in enumerate(layout.modules)}
         self._seen: dict[int, list[tuple[Workload, float]]] = {}
@@ -49,8 +47,8 @@ class FlopCounts:
             yield
         self._seen.setdefault(chunk, []).append((workload, float(counter.get_total_flops())))
 
-    def of(self, plan: ExecutionPlan, packing: Packing) -> float:
-        """Operations of an iteration that was run on this rank."""
+    def of(self, actions: Sequence[Action], packing: Packing) -> float:
+        """Operations of this rank's actions of an iteration that was run."""
         for chunk, seen in self._seen.items():
             features = np.array([_features(workload) for workload, _ in seen])
             scale = features.max(axis=0).clip(1.0)
@@ -58,7 +56,7 @@ class FlopCounts:
             self._rates[chunk] = found / scale
         self._seen = {}
         total = 0.0
-        for action in plan.ranks[self._rank]:
+        for action in actions:
             chunk = self._names.get(action.chunk, -1)
             if action.verb is Verb.F and chunk in self._rates:
                 module = self._layout.chunks[chunk].module

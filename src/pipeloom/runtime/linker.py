@@ -14,12 +14,13 @@ from pipeloom.plan import (
     Action,
     BoundaryTransfer,
     ExecutionPlan,
+    RankPlan,
     Router,
     Unit,
     Verb,
     action_text,
     boundary_shapes,
-    joined_posts,
+    rank_plan,
     target_word,
     transferred_workload,
 )
@@ -37,7 +38,7 @@ _MAX_KNOWN_SHAPES = 50_000
 class LinkedPlan:
     """Actions and what each works on: a `UnitState`, a `MessageState`, a chunk number, or None. Runs once."""
 
-    plan: ExecutionPlan
+    plan: RankPlan
     packing: Packing
     actions: tuple[Action, ...]
     arguments: Sequence[Any]
@@ -124,8 +125,8 @@ class Linker:
             return NO_STREAMS
         return ChunkStreams(takes, emits, frozenset(place.stream for place in gives), begin, module.name)
 
-    def link(self, plan: ExecutionPlan, packing: Packing, *, joins: bool = False) -> LinkedPlan:
-        """Link one rank's actions; where wanted, find out which messages are posted together.
+    def link(self, plan: ExecutionPlan | RankPlan, packing: Packing, *, joins: bool = False) -> LinkedPlan:
+        """Link one rank's actions; where ``joins``, with those messages together that are posted as one operation.
 
         Raises
         ------
@@ -140,11 +141,18 @@ class Linker:
         if sum(map(len, self.known_shapes)) > _MAX_KNOWN_SHAPES:
             for known in self.known_shapes:
                 known.clear()
+        mine = plan if isinstance(plan, RankPlan) else rank_plan(plan, self.layout, self.rank, joins=joins)
+        if mine.rank != self.rank or (joins and mine.joined is None):
+            raise ExecutionError(
+                f"the plan is rank {mine.rank}'s, "
+                + ("made for messages that are posted one by one" if mine.rank == self.rank else f"not {self.rank}'s")
+                + "; deliver it with delivery_of for the backend that runs"
+            )
         try:
-            linked = _Link(self, plan, packing).linked()
+            linked = _Link(self, mine, packing).linked()
         except InputError as error:
             raise ExecutionError(f"the plan does not fit the packing: {error}") from error
-        for step in joined_posts(plan, self.rank) if joins else ():
+        for step in (mine.joined or ()) if joins else ():
             linked.arguments[step].joins_next = True
         return linked
 
@@ -168,13 +176,9 @@ class _Crossing(NamedTuple):
 class _Link:
     """One plan being linked. Inside modules, where most units are, without going through `BoundaryTransfer`."""
 
-    def __init__(self, linker: Linker, plan: ExecutionPlan, packing: Packing) -> None:
+    def __init__(self, linker: Linker, plan: RankPlan, packing: Packing) -> None:
         self.linker, self.plan, self.packing = linker, plan, packing
-        units: list[Unit] = []
-        if any(linker.router.replicated):
-            # Only the plan says on which rank each part of a replicated module is worked on.
-            units = [Unit(*self._key(a)) for actions in plan.ranks for a in actions if a.verb == "F"]
-        self.routes = linker.router.of(packing, units)
+        self.routes = linker.router.of(packing, plan.placed)
         self.num_microbatches = len(packing.microbatches)
         self.max_parts = max(map(max, self.routes.counts), default=1)
         self.fan_out = linker.fan_out * self.max_parts
@@ -188,7 +192,7 @@ class _Link:
     def linked(self) -> LinkedPlan:
         # Most of what linking costs is here, once for every action: hence the names bound outside of the loop.
         linker, states, number_of = self.linker, self.states, self.linker.number_of
-        actions = self.plan.ranks[linker.rank]
+        actions = self.plan.actions
         arguments: list[Any] = []
         messages: list[tuple[int, Action, Key]] = []
         forward, optimizer_step = Verb.F, Verb.OPTIMIZER_STEP
@@ -219,12 +223,6 @@ class _Link:
         for at, action, key in messages:
             arguments[at] = self._message_of(action, key)
         return LinkedPlan(self.plan, self.packing, actions, arguments, tuple(states.values()))
-
-    def _key(self, action: Action) -> Key:
-        number = self.linker.number_of.get(action.chunk)
-        if number is None:
-            raise ExecutionError(f"'{action_text(action)}': the layout has no chunk {action.chunk!r}")
-        return (number, action.microbatch, action.sub_microbatch)
 
     def _state(self, key: Key, action: Action) -> UnitState:
         chunk, microbatch, sub = key

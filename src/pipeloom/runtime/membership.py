@@ -39,6 +39,8 @@ class Membership:
         Which of the tensor-parallel ranks of its pipeline rank it is.
     team : ProcessGroup or None
         All processes of this replica, which run one plan.
+    stages : tuple of int
+        Pipeline rank of every process of the team.
     mesh : Mesh or None
         None where there is nothing but a pipeline.
     """
@@ -51,6 +53,7 @@ class Membership:
     reduce_gradients: ReduceGradients | None
     tensor_rank: int = 0
     team: dist.ProcessGroup | None = None
+    stages: tuple[int, ...] = ()
     mesh: Mesh | None = None
 
     @property
@@ -118,7 +121,7 @@ def join_groups(layout: Layout, timeout_s: float | None = None, device_type: str
     if num_replicas * num_tensor == 1 and device_type == "cpu":
         replicated = any(module.on_ranks == "replicated" for module in layout.modules)
         reduce_gradients = all_reduce_gradients(layout) if replicated else None
-        return Membership(dist.get_rank(), 0, 1, None, None, reduce_gradients)
+        return Membership(dist.get_rank(), 0, 1, None, None, reduce_gradients, stages=tuple(range(size)))
     mesh = make_mesh(layout, device_type, None if timeout_s is None else timedelta(seconds=timeout_s))
     return Membership(
         mesh.pipeline_rank,
@@ -129,5 +132,6 @@ def join_groups(layout: Layout, timeout_s: float | None = None, device_type: str
         mesh_gradients(layout, mesh),
         mesh.tensor_rank,
         mesh.replica,
+        tuple(rank // (num_replicas * num_tensor) for rank in dist.get_process_group_ranks(mesh.replica)),
         mesh,
     )

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from pipeloom.cost import Correction, fit_link
 from pipeloom.cost.fits import FloatArray
-from pipeloom.plan import Action, Answer, ExecutionPlan, Measured, Verb
+from pipeloom.plan import Action, Answer, ExecutionPlan, Measured, RankPlan, Verb
 from pipeloom.spec import Batch
 
 
@@ -142,13 +142,18 @@ _ALIKE = 0.1
 
 
 def gather_times(
-    plan: ExecutionPlan, own_ns: Sequence[int], cpu_ns: int, group: dist.ProcessGroup | None = None, ahead_ns: int = 0
+    plan: ExecutionPlan | RankPlan,
+    own_ns: Sequence[int],
+    cpu_ns: int,
+    group: dist.ProcessGroup | None = None,
+    ahead_ns: int = 0,
 ) -> Measured | None:
     """Bring the measured times of a pipeline's ranks to its first; None on the others. All ranks call it together.
 
     Parameters
     ----------
-    plan : ExecutionPlan
+    plan : ExecutionPlan or RankPlan
+        On the first rank, of all; elsewhere this rank's is enough.
     own_ns : sequence of int
         Of this rank: when its first action began, and when each was done, see `StepResult`.
     cpu_ns : int
@@ -159,16 +164,18 @@ def gather_times(
         By how much this rank's clock is ahead of the first one's: on one host, where all share the monotonic clock, not
         at all; else see `SharedClock`.
     """
-    counts = [len(actions) for actions in plan.ranks]
-    block = torch.zeros((max(counts) + 1, 2), dtype=torch.int64)
+    longest = plan.longest if isinstance(plan, RankPlan) else max(map(len, plan.ranks))
+    block = torch.zeros((longest + 1, 2), dtype=torch.int64)
     block[0, 0] = cpu_ns
     moments = torch.tensor(own_ns, dtype=torch.int64) - ahead_ns
     block[1 : len(moments), 0], block[1 : len(moments), 1] = moments[:-1], moments[1:]
     on_root = dist.get_rank(group) == 0
-    blocks = [torch.zeros_like(block) for _ in counts] if on_root else None
+    blocks = [torch.zeros_like(block) for _ in range(plan.num_ranks)] if on_root else None
     dist.gather(block, blocks, group=group, group_dst=0)
     if blocks is None:
         return None
+    assert isinstance(plan, ExecutionPlan)
+    counts = [len(actions) for actions in plan.ranks]
     times = [each[1 : count + 1].numpy() for each, count in zip(blocks, counts, strict=True)]
     computing = [np.array([a.verb.is_compute for a in actions], bool) for actions in plan.ranks]
     begin = min(int(t[c, 0].min()) for t, c in zip(times, computing, strict=True) if c.any())

@@ -6,7 +6,6 @@ import hashlib
 import logging
 import re
 import shutil
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -23,6 +22,7 @@ from pipeloom.runtime.checkpoint import load_checkpoint, state_tensors, write_st
 from pipeloom.runtime.copies import Copies, find_copies
 from pipeloom.runtime.ema import Averages
 from pipeloom.runtime.executor import Executor
+from pipeloom.runtime.saving import Saving
 from pipeloom.spec import Batch
 
 T = TypeVar("T")
@@ -55,55 +55,6 @@ def fingerprint(batch: Batch) -> str:
     """A batch as its samples' ids and sizes, in few letters; the iteration is no part of it."""
     content = msgspec.json.encode(msgspec.structs.replace(batch, iteration=0))
     return hashlib.blake2b(content, digest_size=12).hexdigest()
-
-
-class Saving:
-    """A checkpoint that is being written beside training; it holds copies of all that it writes.
-
-    Parameters
-    ----------
-    iteration : int
-        With which to go on from it.
-    write : callable
-        Writes it, and returns its folder.
-    asynchronous : bool
-        Write in a thread of its own; False: at once.
-    """
-
-    def __init__(self, iteration: int, write: Callable[[], Path], *, asynchronous: bool) -> None:
-        self.iteration = iteration
-        self._write, self._path = write, Path()
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True) if asynchronous else None
-        if self._thread is None:
-            self._path = write()
-        else:
-            self._thread.start()
-
-    @property
-    def ended(self) -> bool:
-        """Whether it is written, or has failed."""
-        return self._thread is None or not self._thread.is_alive()
-
-    def wait(self) -> Path:
-        """Return its folder once it is whole.
-
-        Raises
-        ------
-        PipeloomError
-            It could not be written.
-        """
-        if self._thread is not None:
-            self._thread.join()
-        if self._error is not None:
-            raise self._error
-        return self._path
-
-    def _run(self) -> None:
-        try:
-            self._path = self._write()
-        except BaseException as error:  # told to who waits
-            self._error = error
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -16,18 +17,17 @@ import torch.distributed as dist
 
 from pipeloom.cost import Correction
 from pipeloom.errors import ExecutionError, InputError, PlanError, check_positive
-from pipeloom.packing import Packing
 from pipeloom.plan import BACKENDS, Answer, Delivery, backend_of, verify
 from pipeloom.runtime.ahead import Ahead, Coming, tell_dealing
 from pipeloom.runtime.batches import bound
 from pipeloom.runtime.coordination import (
     FirstPlan,
+    HandedOut,
     Patience,
     SameBatch,
     SharedClock,
-    broadcast_bytes,
+    hand_out,
     together,
-    unpack_answer,
 )
 from pipeloom.runtime.dataset import count_targets
 from pipeloom.runtime.divide import Sharding, divide_model, gather_layers
@@ -38,13 +38,14 @@ from pipeloom.runtime.flops import FlopCounts
 from pipeloom.runtime.iteration import ExecutorOptions
 from pipeloom.runtime.membership import BatchLoads, join_groups
 from pipeloom.runtime.model import Model, user_code
-from pipeloom.runtime.prefetch import Describe, close_reading, next_samples
+from pipeloom.runtime.prefetch import Describe, close_reading
 from pipeloom.runtime.rates import MakeOptimizer, MakeScheduler, Rates, make_optimizer
 from pipeloom.runtime.reduce import Position, counted_parameters, gradient_squares, limit_gradients
 from pipeloom.runtime.result import Calibrator, StepReport, gather_times
-from pipeloom.runtime.resume import Checkpoints, Saving, TrainerState
+from pipeloom.runtime.resume import Checkpoints, TrainerState
 from pipeloom.runtime.safetensors_files import SHARD_BYTES
 from pipeloom.runtime.save_pretrained import save_pretrained
+from pipeloom.runtime.saver import Saver
 from pipeloom.runtime.tied import sums_over_ranks
 from pipeloom.runtime.transport import BatchedTransport, HostTransport, TorchTransport, Transport, TransportName
 from pipeloom.runtime.weights import give_memory, give_weights
@@ -224,7 +225,7 @@ class Trainer:
             self._executor.held_before,
         )
         if options.count_flops and layout.parallelism.tensor == 1:
-            self._executor.flops = FlopCounts(layout, self.membership.stage)
+            self._executor.flops = FlopCounts(layout)
         self._optimizer = make_optimizer(optimizer, trained)
         self._rates = Rates(options.scheduler, self._optimizer)
         self._averages = None if options.ema_decay is None else Averages(trained, options.ema_decay)
@@ -232,8 +233,14 @@ class Trainer:
         self._evaluations: tuple[tuple[int, float], ...] = ()
         self._calibrator = Calibrator()
         self._clock = SharedClock(self.membership.collectives)
-        self._resumed: TrainerState | None = None
-        self._saving: Saving | None = None
+        self._saver = Saver(
+            options.checkpoints,
+            self._executor,
+            self._optimizer,
+            self._averages,
+            options.record,
+            options.on_checkpoint,
+        )
 
     def _make_running(self) -> Model:
         """Divide the layers of this rank, and give those that are on ``meta`` memory and weights."""
@@ -269,12 +276,8 @@ class Trainer:
         InputError
             When the checkpoint is of another model.
         """
-        checkpoints = self.options.checkpoints
-        state = None if checkpoints is None else checkpoints.load(self._executor, self._optimizer, self._averages)
-        self._resumed = state
+        state = self._saver.load(must=self.options.resumes)
         if state is None:
-            if self.options.resumes:
-                raise InputError("options.resumes", "is set, and there is no checkpoint", "leave it out")
             return 0
         self._evaluations = state.evaluations
         # Ranks of another layout are others.
@@ -293,21 +296,7 @@ class Trainer:
             samples twice and others never.
         """
         source = iter(bound(batches, self.model))
-        last: Sequence[Any] | None = None
-        for iteration in range(count):
-            last = next_samples(source, f"iteration {iteration}")
-            if last is None:
-                break
-        if count and self._resumed is not None:
-            wanted, iteration = self._resumed.batch, self._resumed.iteration - 1
-            found = "" if last is None else Coming(last, iteration, self._describe).fingerprint
-            if found != wanted:
-                raise InputError(
-                    f"iteration {iteration}",
-                    "has other samples than when it was trained, before the checkpoint",
-                    "give the data of the run that wrote it, or begin anew",
-                )
-        return source
+        return self._saver.skip_trained(source, count, lambda b, i: Coming(b, i, self._describe).fingerprint)
 
     def run(self, batches: Iterable[Sequence[Any]], first_iteration: int = 0) -> Iterator[StepReport]:
         """Train on every batch, yielding a report after each.
@@ -353,17 +342,17 @@ class Trainer:
                 same.check(iteration)
                 if asked is None:
                     return
-                answer, packing = self._hand_out(asked.batch, delivery, iteration == first_iteration)
+                given = self._hand_out(asked.batch, delivery, iteration == first_iteration)
                 dealt = tell_dealing(delivery, iteration) if self.membership.num_replicas > 1 else ()
                 iteration += 1
                 current, asked = asked, self._submit(following, dealt, ahead.following)
                 same = self._same_batch(asked, first_iteration)
-                report = self._step(current, delivery, answer, packing)
+                report = self._step(current, delivery, given)
                 yield replace(report, step_s=time.monotonic() - begin)
-                self._save(current, is_last=asked is None)
+                self._saver.after(iteration, partial(self._state, current), is_last=asked is None)
         except GeneratorExit:
             # Whoever stops here wants what was trained.
-            self._end_saving()
+            self._saver.end()
             raise
         finally:
             close_reading(ahead.source)
@@ -460,19 +449,11 @@ class Trainer:
         number = asked.batch.iteration - first_iteration
         return SameBatch(asked.whole.compared(number < self.options.compare_contents))
 
-    def _save(self, asked: _Asked, is_last: bool) -> None:
-        """Write a checkpoint after an iteration, where one is due."""
-        checkpoints = self.options.checkpoints
-        if checkpoints is None:
-            return
-        if self._saving is not None and self._saving.ended:
-            self._end_saving()
-        iteration = asked.batch.iteration + 1
-        if iteration % checkpoints.every and not is_last:
-            return
-        # Of all replicas together: their number may be another when training goes on.
-        state = TrainerState(
-            iteration,
+    def _state(self, asked: _Asked) -> TrainerState:
+        """What a checkpoint after an iteration has of this trainer."""
+        return TrainerState(
+            asked.batch.iteration + 1,
+            # Of all replicas together: their number may be another when training goes on.
             asked.whole.fingerprint,
             self.layout.digest,
             self._calibrator.num_measured,
@@ -480,21 +461,6 @@ class Trainer:
             self._evaluations,
             origin="" if self.model.pretrained is None else self.model.pretrained.origin,
         )
-        self._end_saving()
-        with together(f"iteration {asked.batch.iteration}: saving the checkpoint"):
-            self._saving = checkpoints.save(self._executor, self._optimizer, state, self._averages, self.options.record)
-        if is_last or not checkpoints.asynchronous:
-            self._end_saving()
-
-    def _end_saving(self) -> None:
-        """Wait until the checkpoint that is being written is whole, and tell of it."""
-        saving, self._saving = self._saving, None
-        if saving is None:
-            return
-        with together(f"saving the checkpoint after {saving.iteration} iterations"):
-            path = saving.wait()
-        if self.options.on_checkpoint is not None:
-            self.options.on_checkpoint(saving.iteration, path)
 
     def _submit(self, whole: Coming | None, dealt: tuple[int, ...], following: Coming | None) -> _Asked | None:
         """Ask for a plan of this replica's share, and on rank 0 how to deal the batch after it."""
@@ -512,24 +478,23 @@ class Trainer:
             self._planner.submit(asked.batch, asked.correction)
         return asked
 
-    def _hand_out(self, batch: Batch, delivery: Delivery | None, is_first: bool) -> tuple[Answer, Packing]:
-        """The first rank hands its plan to all of its replica, so that all run the same one."""
+    def _hand_out(self, batch: Batch, delivery: Delivery | None, is_first: bool) -> HandedOut:
+        """The first rank hands its plan to all of its replica, to each its own actions."""
+        if delivery is not None and is_first and self._backend.serial:
+            # Before the others have it, so that none begins what rank 0 refuses.
+            _check_serial(delivery.answer)
+        team = self.membership
         with together(f"iteration {batch.iteration}: the plan's delivery"):
-            data = broadcast_bytes(None if delivery is None else delivery.data, self.membership.team)
-        if delivery is not None:
-            if is_first and self._backend.serial:
-                _check_serial(delivery.answer)
-            return delivery.answer, delivery.packing
-        return unpack_answer(data, batch, self.model.spec, self.layout)
+            return hand_out(delivery, batch, self.model.spec, self.layout, group=team.team, stages=team.stages)
 
-    def _step(self, asked: _Asked, delivery: Delivery | None, answer: Answer, packing: Packing) -> StepReport:
-        batch, correction = asked.batch, asked.correction
+    def _step(self, asked: _Asked, delivery: Delivery | None, given: HandedOut) -> StepReport:
+        batch, correction, packing = asked.batch, asked.correction, given.packing
         with user_code("num_targets"):
             normaliser = count_targets(self.model, asked.whole.samples)
         counts = self.membership.counts(asked.whole.batch)
         cpu_ns = time.thread_time_ns()
         try:
-            result = self._executor.run(answer.plan, packing, asked.samples, normaliser=normaliser, counts=counts)
+            result = self._executor.run(given.plan, packing, asked.samples, normaliser=normaliser, counts=counts)
         except ExecutionError as error:
             raise ExecutionError(f"iteration {batch.iteration}, {error}") from error
         cpu_ns = time.thread_time_ns() - cpu_ns if self.device.type == "cpu" else -1
@@ -537,8 +502,9 @@ class Trainer:
         loss_sum = 0.0 if self.membership.tensor_rank or not counts else result.loss_sum
         loss = torch.tensor(loss_sum / result.normaliser, dtype=torch.float64)
         flops = self._executor.flops
-        done = torch.tensor(0.0 if flops is None or not counts else flops.of(answer.plan, packing), dtype=torch.float64)
-        totals = torch.stack((loss, gradient_squares(self._counted, self.device).cpu(), done))
+        done = 0.0 if flops is None or not counts else flops.of(result.actions, packing)
+        squares = gradient_squares(self._counted, self.device).cpu()
+        totals = torch.stack((loss, squares, torch.tensor(done, dtype=torch.float64)))
         with together(f"iteration {batch.iteration}: the sum of losses"):
             dist.all_reduce(totals)
         norm = totals[1].sqrt()
@@ -552,11 +518,12 @@ class Trainer:
         learning_rate = self._rates.now
         self._update(norm)
         with together(f"iteration {batch.iteration}: measured times"):
+            plan = given.plan if delivery is None else delivery.answer.plan
             measured = gather_times(
-                answer.plan, result.moments_ns, cpu_ns, self.membership.collectives, self._clock.offset_ns()
+                plan, result.moments_ns, cpu_ns, self.membership.collectives, self._clock.offset_ns()
             )
-        makespan, share = 0, 0.0
-        if measured is not None:
+        makespan, share, answer = 0, 0.0, None if delivery is None else delivery.answer
+        if measured is not None and answer is not None:
             makespan, share = measured.makespan_ns(answer.plan), measured.bubble_share(answer.plan)
             self._calibrator.learn(answer, correction, measured)
         return StepReport(
@@ -569,7 +536,7 @@ class Trainer:
             fresh=delivery is not None and delivery.fresh,
             lead_s=0.0 if delivery is None else delivery.lead_s,
             reason="" if delivery is None else delivery.reason,
-            answer=answer if self._is_planner_rank else None,
+            answer=answer,
             batch=batch if self._is_planner_rank else None,
             correction=correction,
             measured=measured,
