@@ -3,7 +3,8 @@
 A rank is an interpreter of its own, and importing torch takes it longer than most tests take. So here ranks and
 planners are forked from a server (`multiprocessing.forkserver`) which starts with the first of them. They are
 processes like any other: they can be killed and can hang. What a fork leaves untried, that an interpreter starts from
-nothing, is tried by tests marked ``cold``, and by all of them with ``--cold``.
+nothing, is tried by tests marked ``cold``, and by all of them with ``--cold``. Training runs fork their processes
+themselves (`pipeloom.forks`); this is for all that tests start, and from one server.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any
 
 import pytest
 
+from pipeloom import forks
 from pipeloom.planner.process import STORE_SECRET, PlannerProcess
 
 _QUIET = {"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "FATAL"}
@@ -139,5 +141,7 @@ def begin_warm(patch: pytest.MonkeyPatch) -> None:
         _start_server()
         _start_planner(self)
 
+    # A run's own server would be a second one, and has not imported what tests do.
+    patch.setattr(forks._SERVER, "ready", False)
     patch.setattr(multiprocessing, "get_context", get_context)
     patch.setattr(PlannerProcess, "start", start)

@@ -14,11 +14,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from sklearn.datasets import load_digits
 from torch import Tensor
 
 _NAME_WORDS = "zero one two three four five six seven eight nine"
@@ -73,8 +74,12 @@ class Clip:
 @functools.cache
 def digits() -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
     """Pixels, ``(1797, 8, 8)`` between 0 and 1, and labels."""
-    data = load_digits()
-    return (data.images / 16.0).astype(np.float32), data.target.astype(np.int64)
+    found = find_spec("sklearn")
+    if found is None or found.origin is None:
+        raise ModuleNotFoundError("No module named 'sklearn'", name="sklearn")
+    # What `load_digits` reads: importing scikit-learn would take every process seconds.
+    rows = np.loadtxt(Path(found.origin).parent / "datasets" / "data" / "digits.csv.gz", delimiter=",")
+    return (rows[:, :-1].reshape(-1, 8, 8) / 16.0).astype(np.float32), rows[:, -1].astype(np.int64)
 
 
 @functools.cache

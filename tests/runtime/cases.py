@@ -9,10 +9,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor, nn
 
-from pipeloom.plan import ExecutionPlan
+from pipeloom.plan import ExecutionPlan, RankPlan, rank_plan
 from pipeloom.runtime import Executor, ExecutorOptions
 from pipeloom.runtime.model import Emit, Model, Module, Part
 from pipeloom.runtime.reference import run_undivided
@@ -348,7 +349,10 @@ def run_threads(
                 greet_peers(hub.transport(rank), rank, case.layout.num_ranks, "cpu")
             options = ExecutorOptions(reduce_gradients=lambda *_: None, autocast=autocast)
             executor = Executor(models[rank], case.layout, rank, hub.transport(rank), options=options)
-            results[rank] = executor.run(plan or case.plan, case.packing, run.documents)
+            # As in training: a rank has its own actions, and they have travelled.
+            mine = rank_plan(plan or case.plan, case.layout, rank, joins=joins)
+            travelled = msgspec.msgpack.decode(msgspec.msgpack.encode(mine), type=RankPlan)
+            results[rank] = executor.run(travelled, case.packing, run.documents)
         except BaseException as error:
             errors[rank] = error
             hub.fail()

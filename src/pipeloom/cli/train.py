@@ -11,6 +11,7 @@ import typer
 
 from pipeloom.cli.options import check_method
 from pipeloom.errors import InputError
+from pipeloom.training.warm import begin_warm
 
 if TYPE_CHECKING:
     from pipeloom.training import TrainConfig
@@ -57,6 +58,9 @@ def train(
 
     Example: pipeloom train examples/digits_vlm/train.toml
     """
+    # First of all: what ranks and planner import is imported while this process imports it, too.
+    typer.echo("Importing PyTorch ...", err=json)
+    begin_warm()
     from pipeloom.cli.progress import Terminal
     from pipeloom.training import TrainingRun
 

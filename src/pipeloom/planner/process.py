@@ -8,6 +8,8 @@ import sys
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from pipeloom.forks import ForkedCommand, can_fork
+
 # A killed process is gone at once, unless the system itself is stuck with it; then it is left to the system.
 _KILLED_S = 1.0
 STORE_SECRET = "PIPELOOM_STORE_SECRET"
@@ -32,14 +34,18 @@ class PlannerProcess:
     secret: str
     max_restarts: int = 3
     num_restarts: int = field(init=False, default=0)
-    _process: subprocess.Popen[bytes] | None = field(init=False, default=None)
+    _process: subprocess.Popen[bytes] | ForkedCommand | None = field(init=False, default=None)
 
     def start(self) -> None:
         """Start the process. It has one thread for numerics, so that it takes one core from training at most."""
         # A store that is gone is no news to a planner: it leaves, without a stack of the store's own.
         quiet = {"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "FATAL"}
         environment = {**os.environ, **quiet, STORE_SECRET: self.secret}
-        command = [sys.executable, "-m", "pipeloom", "planner", "--store", self.address]
+        arguments = ["planner", "--store", self.address]
+        if can_fork():
+            self._process = ForkedCommand(arguments, environment)
+            return
+        command = [sys.executable, "-m", "pipeloom", *arguments]
         self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment)
 
     @property

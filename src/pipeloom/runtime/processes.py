@@ -29,6 +29,8 @@ import torch
 import torch.distributed as dist
 
 from pipeloom.errors import ExecutionError, InputError, PipeloomError
+from pipeloom.forks import can_fork, environment
+from pipeloom.forks import process as new_process
 from pipeloom.runtime.addresses import interface_towards
 from pipeloom.runtime.device import DeviceType, Place, join_group, place_of
 from pipeloom.runtime.watch import Watch, watch
@@ -92,7 +94,8 @@ def launch(
 ) -> list[Any]:
     """Run ``function(*args)`` in a new process for each rank, joined by gloo over the loopback device.
 
-    The default process group is ready when the function is called.
+    The default process group is ready when the function is called. Every rank is an interpreter of its own, or forked
+    where `pipeloom.forks` has begun.
 
     Parameters
     ----------
@@ -122,7 +125,8 @@ def launch(
         When a rank fails or dies: the first one's message. All others are ended first. ``comes_again`` where it has
         refused what it was given.
     """
-    spawn = multiprocessing.get_context("spawn")
+    # A GPU's driver wants a process of its own from the beginning.
+    forked = device == "cpu" and can_fork()
     results: list[Any] = [None] * num_ranks
     with tempfile.TemporaryDirectory(prefix="pipeloom-") as folder:
         pipes: list[Connection] = []
@@ -131,14 +135,12 @@ def launch(
         try:
             with _environment(threads):
                 for rank in range(num_ranks):
-                    here, there = spawn.Pipe(duplex=False)
+                    here, there = multiprocessing.Pipe(duplex=False)
                     pipes.append(here)
                     start = _Start(rank, num_ranks, str(Path(folder) / "store"), timeout_s, threads, place_of(device))
-                    process = spawn.Process(
-                        target=_run_rank,
-                        args=(function, args, start, there),
-                        name=f"pipeloom rank {rank}",
-                        daemon=False,
+                    name = f"pipeloom rank {rank}"
+                    process = new_process(
+                        _run_rank, (function, args, start, there), forked=forked, name=name, daemon=False
                     )
                     with there, _started(rank):
                         process.start()
@@ -326,16 +328,8 @@ def _environment(threads: int) -> Iterator[None]:
     wanted = dict.fromkeys(_THREAD_VARIABLES, str(threads))
     if "GLOO_SOCKET_IFNAME" not in os.environ:
         wanted["GLOO_SOCKET_IFNAME"] = _loopback()
-    before = {name: os.environ.get(name) for name in wanted}
-    os.environ.update(wanted)
-    try:
+    with environment(wanted):
         yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 _JOIN_TIMEOUT = timedelta(hours=1)

@@ -230,7 +230,10 @@ class Checkpoints:
         self, step: int, executor: Executor, optimizer: torch.optim.Optimizer | None, averages: Averages | None
     ) -> TrainerState:
         path = self._path(step)
-        iteration = load_checkpoint(path, executor, optimizer, averages=averages, group=self.copies.everyone)
+        # The ranks have divided the digests of all files among them in `_damage`.
+        iteration = load_checkpoint(
+            path, executor, optimizer, averages=averages, group=self.copies.everyone, checked=True
+        )
         try:
             state = msgspec.json.decode((path / STATE).read_bytes(), type=TrainerState)
         except (OSError, msgspec.MsgspecError) as error:

@@ -20,15 +20,7 @@ from pipeloom.errors import ExecutionError, InputError, PlanError, check_positiv
 from pipeloom.plan import BACKENDS, Answer, Delivery, backend_of, verify
 from pipeloom.runtime.ahead import Ahead, Coming, tell_dealing
 from pipeloom.runtime.batches import bound
-from pipeloom.runtime.coordination import (
-    FirstPlan,
-    HandedOut,
-    Patience,
-    SameBatch,
-    SharedClock,
-    hand_out,
-    together,
-)
+from pipeloom.runtime.coordination import FirstPlan, HandedOut, Patience, SameBatch, SharedClock, hand_out, together
 from pipeloom.runtime.dataset import count_targets
 from pipeloom.runtime.divide import Sharding, divide_model, gather_layers
 from pipeloom.runtime.ema import Averages
@@ -234,12 +226,7 @@ class Trainer:
         self._calibrator = Calibrator()
         self._clock = SharedClock(self.membership.collectives)
         self._saver = Saver(
-            options.checkpoints,
-            self._executor,
-            self._optimizer,
-            self._averages,
-            options.record,
-            options.on_checkpoint,
+            options.checkpoints, self._executor, self._optimizer, self._averages, options.record, options.on_checkpoint
         )
 
     def _make_running(self) -> Model:

@@ -113,11 +113,22 @@ class Job:
         InputError
             When it is not there, or is none.
         """
-        path = self.setup_path
+        return self._setup_of(self._setup_file())
+
+    def _setup_file(self) -> bytes:
         try:
-            return msgspec.json.decode(path.read_bytes(), type=Setup)
-        except (OSError, msgspec.MsgspecError) as error:
-            raise InputError(str(path.absolute()), f"cannot be read ({error})", "prepare the run first") from error
+            return self.setup_path.read_bytes()
+        except OSError as error:
+            raise self._no_setup(error) from error
+
+    def _setup_of(self, data: bytes) -> Setup:
+        try:
+            return msgspec.json.decode(data, type=Setup)
+        except msgspec.MsgspecError as error:
+            raise self._no_setup(error) from error
+
+    def _no_setup(self, error: Exception) -> InputError:
+        return InputError(str(self.setup_path.absolute()), f"cannot be read ({error})", "prepare the run first")
 
     def shared_setup(self) -> Setup:
         """What rank 0 has prepared, on all ranks, which may be on hosts without its files; all call it together.
@@ -127,10 +138,12 @@ class Job:
         InputError
             Where a rank has another config than rank 0.
         """
+        is_first = dist.get_rank() == 0
+        mine = msgspec.json.encode(self.config)
         with together("handing out the setup"):
-            mine = msgspec.json.encode(self.config)
-            theirs = broadcast_bytes(mine if dist.get_rank() == 0 else None)
-            setup = broadcast_bytes(msgspec.json.encode(self.read_setup()) if dist.get_rank() == 0 else None)
+            theirs = broadcast_bytes(mine if is_first else None)
+            # As it lies in the file, which rank 0 of this very run has written.
+            data = broadcast_bytes(self._setup_file() if is_first else None)
         here, there = msgspec.json.decode(mine), msgspec.json.decode(theirs)
         for field_name, value in here.items():
             if value != there[field_name]:
@@ -139,4 +152,4 @@ class Job:
                     f"is another on host {socket.gethostname()} than on rank 0's",
                     "give all hosts the same file",
                 )
-        return msgspec.json.decode(setup, type=Setup)
+        return self._setup_of(data)

@@ -36,6 +36,7 @@ from pipeloom.training.rank import train_rank
 from pipeloom.training.record import Summary, fresh_folder
 from pipeloom.training.task import Task
 from pipeloom.training.tensorboard import check_tensorboard
+from pipeloom.training.warm import begin_warm
 
 
 @dataclass(frozen=True)
@@ -165,6 +166,7 @@ class TrainingRun(Job):
         worker = this_worker()
         if worker is not None:
             return self._train_as_worker(worker, resume)
+        begin_warm()
         with self.alone():
             return self._train_here(resume, max_restarts)
 
@@ -187,6 +189,7 @@ class TrainingRun(Job):
             raise InputError(str(path), f"cannot be read ({error})", "train the run to its end first") from error
 
     def _checked_model(self) -> Model:
+        self.display.say(f"Building {self.config.name} ...")
         model = self.build_model()
         with self._in_file("layout.modules: "):
             for name in self.config.layout.modules:
@@ -255,12 +258,10 @@ class TrainingRun(Job):
 
     def _begin(self, go_on: bool) -> None:
         """Make the folder, and prepare all that the ranks read."""
-        if self.checkpoints is not None and not go_on:
-            self.checkpoints.clear()
         fresh_folder(self.folder, go_on=go_on)
         setup = self.prepare()
         # Here, once, so that neither the planner nor rank 0 compiles while the others wait.
-        self.display.say("Compiling the planner's kernels; they are kept for later runs ...")
+        self.display.say("Loading the planner's kernels; a first run compiles them, which takes minutes ...")
         setup.problem().warm_up()
 
     def _goes_on(self, resume: bool | None, steps: Sequence[int] | None = None) -> bool:
@@ -283,6 +284,8 @@ class TrainingRun(Job):
         """Start the ranks as processes of this machine; again from a checkpoint while restarts are left."""
         config = self.config
         go_on = self._goes_on(resume)
+        if self.checkpoints is not None and not go_on:
+            self.checkpoints.clear()
         self._begin(go_on)
         for restart in itertools.count(1):
             planners = "the planner" if config.parallel.dp == 1 else f"{config.parallel.dp} planners"

@@ -1,0 +1,201 @@
+"""Processes that begin warm: forked from one that has imported everything already.
+
+A rank and a planner import PyTorch and much else, which takes each of them seconds of a core, and where ranks are more
+than cores, all of them as long as they have cores to wait for. So a training run starts one process that imports all
+this once, while the run itself reads its data and measures layers; ranks and planner are forked from it when they are
+wanted, and begin at once. It runs nothing but imports, and is Python's own `multiprocessing.forkserver`. Whoever has
+begun none, or has one that cannot be forked (with threads: some library has begun them), starts interpreters.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from importlib import import_module
+from multiprocessing import forkserver
+from multiprocessing.process import BaseProcess
+from multiprocessing.reduction import DupFd
+from pathlib import Path
+from typing import Any
+
+ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS"), "1")
+_FOLDER = "PIPELOOM_FORKS"
+"""Environment variable: where the server finds what to import, and says how that went."""
+_NAMES, _SAID = "names", "said"
+_PATIENCE_S = 3600.0
+_POLL_S = 0.005
+
+
+class _Server:
+    """What this process knows of the server of its forks."""
+
+    folder: tempfile.TemporaryDirectory[str] | None = None
+    ready: bool | None = None
+    """Whether processes can be forked; None: nobody has asked yet."""
+
+
+_SERVER = _Server()
+
+
+def begin_forks(names: Sequence[str]) -> None:
+    """Start the process from which others will be forked; returns at once, and does nothing the second time.
+
+    Parameters
+    ----------
+    names : sequence of str
+        Modules to import, in this order; ``module:function``: a function to call, without arguments.
+    """
+    server: Any = forkserver._forkserver
+    if _SERVER.ready is not None or _SERVER.folder is not None:
+        return
+    if sys.platform != "linux" or server._forkserver_pid is not None:
+        # Elsewhere a fork may break what the system's libraries hold; and another's server has not imported this.
+        _SERVER.ready = False
+        return
+    _SERVER.folder = tempfile.TemporaryDirectory(prefix="pipeloom-forks-")
+    Path(_SERVER.folder.name, _NAMES).write_text("\n".join(names))
+    with environment({**ONE_THREAD, _FOLDER: _SERVER.folder.name}):
+        forkserver.set_forkserver_preload([f"{__name__}_preload"])
+        forkserver.ensure_running()
+
+
+@contextmanager
+def environment(wanted: dict[str, str]) -> Iterator[None]:
+    """Have these environment variables while other processes are started."""
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def can_fork() -> bool:
+    """Whether processes can be forked here; waits until the server has imported what it was told."""
+    if _SERVER.ready is None and _SERVER.folder is not None:
+        said, give_up = Path(_SERVER.folder.name, _SAID), time.monotonic() + _PATIENCE_S
+        while not said.exists() and _is_alive() and time.monotonic() < give_up:
+            time.sleep(_POLL_S)
+        _SERVER.ready = said.exists() and said.read_text() == "ready"
+        _SERVER.folder.cleanup()
+    return bool(_SERVER.ready)
+
+
+def _is_alive() -> bool:
+    server: Any = forkserver._forkserver
+    return os.waitpid(server._forkserver_pid, os.WNOHANG)[0] == 0
+
+
+def serve_imports() -> None:
+    """In the server: import what it is told, and say whether it can be forked."""
+    folder = Path(os.environ.pop(_FOLDER))
+    for name in (folder / _NAMES).read_text().split("\n"):
+        module, _, function = name.partition(":")
+        # What cannot be imported here is told by whoever imports it there.
+        with suppress(Exception):
+            imported = import_module(module)
+            if function:
+                getattr(imported, function)()
+    # A process with threads must not be forked: what they hold is held for ever in the copy.
+    tasks = len(list(Path("/proc/self/task").iterdir()))
+    with suppress(OSError):  # whoever wanted to know is gone
+        part = folder / f"{_SAID}.part"
+        part.write_text("ready" if tasks == threading.active_count() == 1 else f"has {tasks} threads")
+        part.replace(folder / _SAID)
+
+
+class _Target:
+    """What a forked process calls: with environment and output of the one that asks for it, not with the server's."""
+
+    def __init__(self, function: Callable[..., None]) -> None:
+        self.function = function
+
+    def __getstate__(self) -> Any:
+        return self.function, dict(os.environ), [DupFd(number) for number in (1, 2)]
+
+    def __setstate__(self, state: Any) -> None:
+        self.function, self.environment, self.outputs = state
+
+    def __call__(self, *args: Any) -> None:
+        for number, given in enumerate(self.outputs, start=1):
+            os.dup2(given.detach(), number)
+        os.environ.clear()
+        os.environ.update(self.environment)
+        # It asks the same server for further ones.
+        forkserver._forkserver.ensure_running = lambda: None  # type: ignore[method-assign]
+        _SERVER.ready = True
+        self.function(*args)
+
+
+def process(target: Callable[..., None], args: tuple[Any, ...], *, forked: bool, **named: Any) -> BaseProcess:
+    """Return a process that is not started yet.
+
+    Parameters
+    ----------
+    target : callable
+    args : tuple
+        What it is called with.
+    forked : bool
+        Fork it, where `can_fork`; False: an interpreter of its own.
+    named
+        As of `multiprocessing.Process`.
+    """
+    if forked:
+        made: BaseProcess = multiprocessing.get_context("forkserver").Process(
+            target=_Target(target), args=args, **named
+        )
+        return made
+    return multiprocessing.get_context("spawn").Process(target=target, args=args, **named)
+
+
+class ForkedCommand:
+    """A command line of Pipeloom, forked; has what of `subprocess.Popen` is used here.
+
+    Parameters
+    ----------
+    arguments : sequence of str
+    environment : dict
+        Beside this process's own.
+    """
+
+    def __init__(self, arguments: Sequence[str], environment: dict[str, str]) -> None:
+        # A daemon: whoever leaves does not wait for it.
+        self._process = process(_run_command, (tuple(arguments), environment), forked=True, daemon=True)
+        self._process.start()
+        self.pid = self._process.pid
+
+    def poll(self) -> int | None:
+        """Exit code; None while it runs."""
+        return self._process.exitcode
+
+    def kill(self) -> None:
+        """End it at once."""
+        self._process.kill()
+
+    def wait(self, timeout: float) -> int:
+        """Wait for its end.
+
+        Raises
+        ------
+        subprocess.TimeoutExpired
+        """
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired("pipeloom", timeout)
+        return self._process.exitcode
+
+
+def _run_command(arguments: Sequence[str], environment: dict[str, str]) -> None:
+    os.environ.update(environment)
+    sys.exit(import_module("pipeloom.cli.app").run(list(arguments)))

@@ -1,0 +1,71 @@
+"""A program whose processes begin warm; what they say is a line of JSON each."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+
+from pipeloom import forks
+
+
+def say(*, nested: bool = True) -> None:
+    """Tell what this process finds, and have a further one do so."""
+    sys.stdout.write(
+        json.dumps(
+            {
+                "warm": "colorsys" in sys.modules,
+                "given": os.environ.get("GIVEN"),
+                "folder": os.environ.get("PIPELOOM_FORKS"),
+                "threads": threading.active_count(),
+                "forks": forks.can_fork(),
+            }
+        )
+        + "\n"
+    )
+    sys.stdout.flush()
+    if nested:
+        further = forks.process(say_no_more, (), forked=forks.can_fork())
+        further.start()
+        further.join()
+
+
+def say_no_more() -> None:
+    """Tell it once."""
+    say(nested=False)
+
+
+def end(code: int) -> None:
+    """Leave so."""
+    os._exit(code)
+
+
+def call() -> None:
+    """What the server is to call."""
+    threading.Event()
+    import colorsys  # noqa: F401
+
+
+def begin_a_thread() -> None:
+    """What makes a server that must not be forked."""
+    threading.Thread(target=threading.Event().wait, daemon=True).start()
+
+
+def main(function: str) -> None:
+    """Begin, change the environment, and start two processes."""
+    forks.begin_forks(["pipeloom.no_such_module", f"tests.forked:{function}", "pipeloom.errors"])
+    forks.begin_forks(["never"])
+    os.environ["GIVEN"] = "later"
+    forked = forks.can_fork()
+    first = forks.process(say, (), forked=forked)
+    second = forks.process(end, (7,), forked=forked)
+    for each in (first, second):
+        each.start()
+    for each in (first, second):
+        each.join()
+    sys.stdout.write(json.dumps({"forked": forked, "codes": [first.exitcode, second.exitcode]}) + "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

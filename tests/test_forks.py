@@ -1,0 +1,37 @@
+"""Processes that begin warm have what was imported, and otherwise all that is given to an interpreter of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are forked on Linux only")
+
+
+def run(function: str) -> list[dict[str, Any]]:
+    """What the processes of `tests.forked` say."""
+    root = Path(__file__).parents[1]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), str(root / "src")])}
+    command = [sys.executable, "-m", "tests.forked", function]
+    ended = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=True)
+    return [json.loads(line) for line in ended.stdout.splitlines()]
+
+
+def test_forked_processes_have_the_imports_and_the_environment_and_output_of_who_asks() -> None:
+    first, further, summary = run("call")
+    wanted = {"warm": True, "given": "later", "folder": None, "threads": 1, "forks": True}
+    assert [first, further] == [wanted, wanted]
+    assert summary == {"forked": True, "codes": [0, 7]}
+
+
+def test_a_process_with_threads_is_not_forked() -> None:
+    first, further, summary = run("begin_a_thread")
+    wanted = {"warm": False, "given": "later", "folder": None, "threads": 1, "forks": False}
+    assert [first, further] == [wanted, wanted]
+    assert summary == {"forked": False, "codes": [0, 7]}
