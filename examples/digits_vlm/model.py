@@ -18,7 +18,6 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional
 
 from . import data
@@ -87,6 +86,9 @@ class Block(nn.Module):
 
 def divide(layer: nn.Module, mesh: DeviceMesh) -> None:
     """Divide the perceptron of a block over tensor-parallel ranks; its attention and all other layers stay whole."""
+    # Slow to import, and wanted with tensor parallelism alone.
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
     if isinstance(layer, Block):
         parallelize_module(layer, mesh, {"widen": ColwiseParallel(), "narrow": RowwiseParallel()})
 

@@ -99,7 +99,11 @@ def _is_alive() -> bool:
 
 def serve_imports() -> None:
     """In the server: import what it is told, and say whether it can be forked."""
-    folder = Path(os.environ.pop(_FOLDER))
+    told = os.environ.pop(_FOLDER, "")
+    if not told:
+        # A second server, in the place of one that was killed: what it forks imports for itself.
+        return
+    folder = Path(told)
     for name in (folder / _NAMES).read_text().split("\n"):
         module, _, function = name.partition(":")
         # What cannot be imported here is told by whoever imports it there.
