@@ -35,6 +35,7 @@ SECTIONS = (
     "pipelining",
     "emulated",
     "beside",
+    "startup",
     "real",
     "traces",
     "emulator",

@@ -1,0 +1,54 @@
+"""How long `pipeloom train` takes until it trains, and where the seconds go."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from pipeloom.report import markdown_table
+
+TITLE = "Start of a training run"
+_ROOT = Path(__file__).parents[1]
+_STEPS = {
+    "Importing PyTorch": "interpreter",
+    "Building": "importing PyTorch, kernels' compiler, and the task",
+    "Measuring": "building the model, checking the optimiser, reading the first batches",
+    "Loading": "measuring the layers",
+    "Starting": "loading the planner's kernels",
+    " step": "waiting for imports, forking ranks",
+    "     0": "first plan and first iteration",
+}
+"""By the beginning of a line that is printed, what came before it."""
+
+
+def run(example: str = "examples/digits_vlm/train.toml") -> str:
+    """Measure, and return the section as Markdown; kernels are compiled by a first start."""
+    with tempfile.TemporaryDirectory() as folder:
+        _start(example, folder)
+        moments = _start(example, folder)
+    before, rows = 0.0, []
+    for what, moment in moments:
+        rows.append([what, f"{moment - before:.1f}", f"{moment:.1f}"])
+        before = moment
+    text = (
+        f"`pipeloom train {example} --iterations 1`, kernels compiled before, output piped: seconds of wall time until "
+        "each line is printed. Beside it, one process imports what ranks and planner are then forked with."
+    )
+    return f"{text}\n\n{markdown_table(['until then', 's', 'since the start, s'], rows)}"
+
+
+def _start(example: str, folder: str) -> list[tuple[str, float]]:
+    command = [sys.executable, "-u", "-m", "pipeloom", "train", example, "--runs", folder, "--iterations", "1"]
+    begin, found, left = time.monotonic(), [], dict(_STEPS)
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(command, cwd=_ROOT, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            name = next((name for name in left if line.startswith(name)), None)
+            if name is not None:
+                found.append((left.pop(name), time.monotonic() - begin))
+    return found
