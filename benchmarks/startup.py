@@ -43,7 +43,8 @@ def run(example: str = "examples/digits_vlm/train.toml") -> str:
 
 def _start(example: str, folder: str) -> list[tuple[str, float]]:
     command = [sys.executable, "-u", "-m", "pipeloom", "train", example, "--runs", folder, "--iterations", "1"]
-    begin, found, left = time.monotonic(), [], dict(_STEPS)
+    begin, left = time.monotonic(), dict(_STEPS)
+    found: list[tuple[str, float]] = []
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     with subprocess.Popen(command, cwd=_ROOT, env=environment, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
