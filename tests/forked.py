@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import threading
+from multiprocessing import forkserver
 
 from pipeloom import forks
 
@@ -52,12 +54,22 @@ def begin_a_thread() -> None:
     threading.Thread(target=threading.Event().wait, daemon=True).start()
 
 
+def kill_the_server() -> None:
+    """What a server is after this was called; whoever asked for it does not know yet."""
+    threading.Event()
+
+
 def main(function: str) -> None:
     """Begin, change the environment, and start two processes."""
     forks.begin_forks(["pipeloom.no_such_module", f"tests.forked:{function}", "pipeloom.errors"])
     forks.begin_forks(["never"])
     os.environ["GIVEN"] = "later"
     forked = forks.can_fork()
+    if function == "kill_the_server":
+        pid = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+        os.kill(pid, signal.SIGKILL)
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        forked = forks.can_fork()
     first = forks.process(say, (), forked=forked)
     second = forks.process(end, (7,), forked=forked)
     for each in (first, second):

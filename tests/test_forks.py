@@ -35,3 +35,9 @@ def test_a_process_with_threads_is_not_forked() -> None:
     wanted = {"warm": False, "given": "later", "folder": None, "threads": 1, "forks": False}
     assert [first, further] == [wanted, wanted]
     assert summary == {"forked": False, "codes": [0, 7]}
+
+
+def test_where_the_server_was_killed_interpreters_begin() -> None:
+    first, further, summary = run("kill_the_server")
+    assert (first["warm"], first["given"], further["warm"]) == (False, "later", False)
+    assert summary == {"forked": False, "codes": [0, 7]}

@@ -89,12 +89,16 @@ def can_fork() -> bool:
             time.sleep(_POLL_S)
         _SERVER.ready = said.exists() and said.read_text() == "ready"
         _SERVER.folder.cleanup()
+    if _SERVER.ready and not _is_alive():
+        # Killed, as any process may be. Python would start another, which knows nothing of what to import.
+        _SERVER.ready = False
     return bool(_SERVER.ready)
 
 
 def _is_alive() -> bool:
     server: Any = forkserver._forkserver
-    return os.waitpid(server._forkserver_pid, os.WNOHANG)[0] == 0
+    # A forked process asks the server of the one that began it.
+    return server._forkserver_pid is None or os.waitpid(server._forkserver_pid, os.WNOHANG)[0] == 0
 
 
 def serve_imports() -> None:
