@@ -31,7 +31,10 @@ class ToyCosts:
     def boundary_bytes(self, chunk: Chunk, workload: Workload) -> int:
         return self.model.module(chunk.module).flat_layers[chunk.layers[1]].output.num_bytes(workload)
 
-    def transfer_s(self, num_bytes: int) -> float:
+    def link_between(self, first: int, second: int) -> int:
+        return 0
+
+    def transfer_s(self, num_bytes: int, link: int = 0) -> float:
         return self._transfer_s if num_bytes else 0.0
 
     def static_bytes(self, chunk: Chunk) -> int:

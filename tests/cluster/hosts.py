@@ -80,7 +80,7 @@ def hosts(count: int, mbit_per_s: int = 1000) -> Iterator[list[Host]]:
             _ip(f"-n {host.name} link set lo up")
             _ip(f"-n {host.name} addr add {host.address}/24 dev eth0")
             _ip(f"-n {host.name} link set eth0 up")
-            limit = f"qdisc add dev eth0 root tbf rate {mbit_per_s}mbit burst 256kb latency 100ms"
+            limit = f"qdisc add dev eth0 root tbf rate {mbit_per_s}mbit burst 64kb latency 100ms"
             _run(["tc", "-n", host.name, *limit.split()])
         yield made
     finally:
@@ -118,6 +118,7 @@ def _end(made: Sequence[Host]) -> None:
     for host in made:
         stop(host)
         subprocess.run(["ip", "netns", "delete", host.name], capture_output=True)
+        subprocess.run(["ip", "link", "delete", f"pl-out-{host.number}"], capture_output=True)
     subprocess.run(["ip", "link", "delete", "pl-switch"], capture_output=True)
 
 

@@ -19,13 +19,14 @@ pytestmark = [pytest.mark.ranks, pytest.mark.full, pytest.mark.skipif(bool(why_n
 TIMEOUT_S = 600
 
 
-def train(machines: list[Host], path: Path, folder: Path, *more: str, expect: int = 0) -> None:
-    """Run a config with a rank on each host, each in a folder of its own."""
+def train(machines: list[Host], path: Path, folder: Path, *more: str, per_host: int = 1, expect: int = 0) -> None:
+    """Run a config with as many ranks on each host, each in a folder of its own."""
     started = []
     for host in machines:
         own = folder / f"host-{host.number}"
         own.mkdir(exist_ok=True, parents=True)
-        command = [*host.torchrun(str(len(machines)), 1), "-m", "pipeloom", "train", str(path), "--runs", str(own)]
+        begin = host.torchrun(str(len(machines)), per_host)
+        command = [*begin, "-m", "pipeloom", "train", str(path), "--runs", str(own)]
         started.append(host.start([*command, *more], folder))
     for process in started:
         assert process.wait(TIMEOUT_S) == expect, (folder / "host-0.txt").read_text()[-3000:]
@@ -52,6 +53,26 @@ def test_hosts_that_share_nothing_train_as_one(count: int, tmp_path: Path) -> No
         assert all(".metadata" in " ".join(each) for each in saved)
         names = [name for name in saved[0] if "step-" in name]
         assert all({name: each[name] for name in names} == {name: saved[0][name] for name in names} for each in saved)
+
+
+def test_links_are_measured_and_planned_with(tmp_path: Path) -> None:
+    path = config(tmp_path / "task", crash=False)
+    task = (tmp_path / "task" / "task.py").read_text()
+    (tmp_path / "task" / "task.py").write_text(task.replace("nn.Tanh(), ", "nn.Tanh(), nn.Tanh(), nn.Tanh(), "))
+    path.write_text(CONFIG.replace("ranks = 2", 'ranks = 4\nkind = "chosen"'))
+    assert run(["train", str(path), "--runs", str(tmp_path / "alone")]) == 0
+    with hosts(2) as machines:
+        train(machines, path, tmp_path, per_host=2)
+    assert losses(tmp_path / "host-0") == pytest.approx(losses(tmp_path / "alone"), rel=1e-10)
+    summary = json.loads((tmp_path / "host-0" / "t" / "summary.json").read_text())
+    assert (summary["plans_fresh"], summary["plans_fallback"]) == (ITERATIONS, 0)
+    cluster = json.loads((tmp_path / "host-0" / "t" / "setup.json").read_text())["cluster"]
+    assert cluster["hosts"] == [0, 0, 1, 1]
+    speed = {tuple(link["hosts"]): link["bytes_per_s"] for link in cluster["links"]}
+    assert sorted(speed) == [(0, 0), (0, 1), (1, 1)]
+    assert speed[0, 1] < min(speed[0, 0], speed[1, 1])
+    alone = json.loads((tmp_path / "alone" / "t" / "setup.json").read_text())["cluster"]
+    assert (alone["hosts"], alone["links"]) == ([], [])
 
 
 @pytest.mark.parametrize(("how", "comes_back"), [(stop, False), (cut, False), (cut, True)])

@@ -95,7 +95,10 @@ class RandomCosts:
     def stream_bytes(self, stream: str, workload: Workload) -> int:
         return 8
 
-    def transfer_s(self, num_bytes: int) -> float:
+    def link_between(self, first: int, second: int) -> int:
+        return 0
+
+    def transfer_s(self, num_bytes: int, link: int = 0) -> float:
         return 1e-3 * random.Random(f"{self.seed} {num_bytes}").randint(0, 2)
 
     def static_bytes(self, chunk: Chunk) -> int:

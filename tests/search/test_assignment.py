@@ -90,6 +90,32 @@ def test_a_graph_assigned_anew_is_the_graph_that_would_be_built(seed: int, split
     assert (graph.edge_delay_ns == np.where(apart, round(wire.transfer_s(1) * 1e9), 0)).all()
 
 
+class FarApart(ToyCosts):
+    """Even and odd ranks are on two hosts."""
+
+    def link_between(self, first: int, second: int) -> int:
+        return 1 + (first + second) % 2
+
+    def transfer_s(self, num_bytes: int, link: int = 0) -> float:
+        return (0.0, 1e-3, 1e-2)[link]
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.integers(0, 10_000))
+def test_messages_of_assigned_parts_take_as_long_as_on_the_link_of_their_ranks(seed: int) -> None:
+    model, layout, packing = random_laid_out(seed)
+    costs = FarApart(model)
+    made = build_assignable(layout, packing, costs)
+    found = solve_assignable(made, budget=Evaluations(200), seed=seed)
+    graph, solution = found.assignable.graph, found.solution
+    assert check(graph, solution.schedule, solution.timeline) == ()
+    assert assignable_bound(made).ns <= solution.timeline.makespan_ns
+    for assigned in (graph, made.assigned(random_assignment(made, seed)).graph):
+        ends = zip(assigned.rank[assigned.edge_source], assigned.rank[assigned.edge_target], strict=True)
+        wanted = [0 if a == b else round(costs.transfer_s(1, costs.link_between(a, b)) * 1e9) for a, b in ends]
+        assert assigned.edge_delay_ns.tolist() == wanted
+
+
 @settings(deadline=None, max_examples=25)
 @given(st.integers(0, 10_000), st.booleans(), st.lists(st.sampled_from((0.7, 1.0, 1.5, 2.0)), min_size=2, max_size=4))
 def test_parts_take_as_long_as_on_the_rank_they_are_assigned_to(seed: int, split: bool, speeds: list[float]) -> None:

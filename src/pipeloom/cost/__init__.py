@@ -1,7 +1,7 @@
 """CostModel: seconds and bytes of a chunk, from a measured profile or the emulator."""
 
-from pipeloom.cost.correction import Correction, fit_link
-from pipeloom.cost.model import CostModel, PassBytes, PlannedCosts, StrategyCost, slowness_of
+from pipeloom.cost.correction import Correction, fit_link, host_link
+from pipeloom.cost.model import CostModel, PassBytes, PlannedCosts, StrategyCost, between_s, link_table, slowness_of
 from pipeloom.cost.profile import LayerFit, LayerMeasurement, Profile, StrategyFit, StrategyMeasurement, fit_profile
 from pipeloom.cost.profile_costs import ProfileCosts, check_strategies, sharded_copies, usual_copies
 
@@ -17,9 +17,12 @@ __all__ = [
     "StrategyCost",
     "StrategyFit",
     "StrategyMeasurement",
+    "between_s",
     "check_strategies",
     "fit_link",
     "fit_profile",
+    "host_link",
+    "link_table",
     "sharded_copies",
     "slowness_of",
     "usual_copies",

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 import numpy as np
 
 from pipeloom.errors import InputError
+from pipeloom.spec import HostLink, RankSpec
 
 _MOST_SIZES = 8
+# A measured rate of nothing stands for a link that no message of this size could fill.
+_LEAST_S_PER_BYTE = 1e-15
+
+Line = tuple[float, float]
+"""A link: seconds of an empty message, and seconds per byte."""
 
 
 class Correction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -22,14 +28,44 @@ class Correction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Per module, measured over predicted seconds of (forward, backward). Absent means 1.
     link : (float, float) or None
         Measured seconds of an empty message between two ranks, and seconds per byte; None: nothing was measured
-        yet, and the cluster's own links hold.
+        yet, and the cluster's own link holds.
+    hosts : tuple of int
+        Number of the host of every pipeline rank where they are on several; empty: as the cluster says.
+    links : tuple of HostLink
+        What was measured of links by the hosts of their ends, in place of the cluster's own.
     slowness : tuple of float
         Per pipeline rank, how many times longer it computes than the modules' factors say; beyond its end 1.
     """
 
     modules: dict[str, tuple[float, float]] = {}
-    link: tuple[float, float] | None = None
+    link: Line | None = None
     slowness: tuple[float, ...] = ()
+    hosts: tuple[int, ...] = ()
+    links: tuple[HostLink, ...] = ()
+
+    def corrected(self, rank: RankSpec) -> RankSpec:
+        """A cluster's ranks with the links that were measured."""
+        changes: dict[str, object] = {}
+        if self.link is not None:
+            latency_s, s_per_byte = self.link
+            changes |= {"link_latency_s": latency_s, "link_bytes_per_s": 1.0 / max(s_per_byte, _LEAST_S_PER_BYTE)}
+        if self.hosts:
+            changes["hosts"] = self.hosts
+        if self.links:
+            found = {link.hosts: link for link in (*rank.links, *self.links)}
+            changes["links"] = tuple(found[pair] for pair in sorted(found))
+        return msgspec.structs.replace(rank, **changes) if changes else rank
+
+    def towards(self, lines: Mapping[tuple[int, int] | None, Line], rate: float = 1.0) -> Correction:
+        """Move links towards what was found of some, by the hosts of their ends; None: the one for all pairs."""
+        links = {link.hosts: link for link in self.links}
+        link = self.link
+        for pair, line in lines.items():
+            if pair is None:
+                link = _towards(link, line, rate)
+            else:
+                links[pair] = host_link(pair, _towards(links[pair].line if pair in links else None, line, rate))
+        return msgspec.structs.replace(self, link=link, links=tuple(links[pair] for pair in sorted(links)))
 
     def slowness_of(self, num_ranks: int) -> tuple[float, ...]:
         """Of so many ranks, how many times longer each computes than most."""
@@ -46,7 +82,18 @@ class Correction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise InputError("correction.slowness", f"{self.slowness} are not positive and finite")
 
 
-def fit_link(messages: Sequence[tuple[int, float]]) -> tuple[float, float] | None:
+def _towards(old: Line | None, new: Line, rate: float) -> Line:
+    if old is None or rate == 1.0:
+        return new
+    return old[0] + rate * (new[0] - old[0]), old[1] + rate * (new[1] - old[1])
+
+
+def host_link(hosts: tuple[int, int], line: Line) -> HostLink:
+    """A link between hosts from seconds of an empty message and seconds per byte."""
+    return HostLink(hosts, 1.0 / max(line[1], _LEAST_S_PER_BYTE), line[0])
+
+
+def fit_link(messages: Sequence[tuple[int, float]]) -> Line | None:
     """Fit a link to messages: (bytes, seconds under way) to seconds of an empty one, and seconds per byte.
 
     Of the lines through the medians of any two sizes, level ones and those without latency included, the one that

@@ -6,6 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, Self
 
+import numpy as np
+import numpy.typing as npt
+
 from pipeloom.cost.correction import Correction
 from pipeloom.spec import Chunk, Workload
 
@@ -47,6 +50,17 @@ def slowness_of(costs: CostModel, rank: int) -> float:
     return costs.slowness[rank] if rank < len(costs.slowness) else 1.0
 
 
+def link_table(costs: CostModel, num_ranks: int) -> npt.NDArray[np.int64]:
+    """Number of the link between any two ranks, shape (num_ranks, num_ranks)."""
+    ranks = range(num_ranks)
+    return np.array([[costs.link_between(a, b) for b in ranks] for a in ranks], np.int64)
+
+
+def between_s(costs: CostModel, num_bytes: int, first: int, second: int) -> float:
+    """Seconds that a message takes between two ranks."""
+    return costs.transfer_s(num_bytes, costs.link_between(first, second))
+
+
 class CostModel(Protocol):
     """What planning asks about the machine; behind it is a measured profile or the emulator."""
 
@@ -83,8 +97,12 @@ class CostModel(Protocol):
         """Bytes of a stream whose emitting layer has this workload."""
         ...
 
-    def transfer_s(self, num_bytes: int) -> float:
-        """Seconds that a message takes between two ranks."""
+    def link_between(self, first: int, second: int) -> int:
+        """Number of the link between two ranks; links are numbered from 0."""
+        ...
+
+    def transfer_s(self, num_bytes: int, link: int = 0) -> float:
+        """Seconds that a message takes over a link."""
         ...
 
     def static_bytes(self, chunk: Chunk) -> int:

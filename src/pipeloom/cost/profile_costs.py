@@ -8,7 +8,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, assert_never, cast
 
-import msgspec
 import numpy as np
 
 from pipeloom.cost.correction import Correction
@@ -32,8 +31,6 @@ from pipeloom.spec import (
 
 # Weights, gradients and two moments of Adam, each as large as the weights.
 _STATIC_COPIES = 4.0
-# A measured rate of nothing stands for a link that no message of this size could fill.
-_LEAST_S_PER_BYTE = 1e-15
 MOST_MIXTURES = 4
 """Beside the strategies themselves."""
 
@@ -133,13 +130,9 @@ class ProfileCosts:
 
     def corrected(self, correction: Correction) -> ProfileCosts:
         """Return the same costs corrected by what was measured while training ran."""
-        rank = self.rank
-        if correction.link is not None:
-            latency_s, s_per_byte = correction.link
-            rank = msgspec.structs.replace(
-                rank, link_latency_s=latency_s, link_bytes_per_s=1.0 / max(s_per_byte, _LEAST_S_PER_BYTE)
-            )
-        return replace(self, factors=correction.modules, slowness=correction.slowness, rank=rank)
+        return replace(
+            self, factors=correction.modules, slowness=correction.slowness, rank=correction.corrected(self.rank)
+        )
 
     def chunk_costs(self, chunk: Chunk, workload: Workload) -> tuple[StrategyCost, ...]:
         """Costs of a chunk under each offered strategy, then under mixtures of them over its layers."""
@@ -235,9 +228,13 @@ class ProfileCosts:
         """Bytes of a stream whose emitting layer has this workload."""
         return self._streams[stream].num_bytes(workload)
 
-    def transfer_s(self, num_bytes: int) -> float:
-        """Seconds of a message between two ranks."""
-        return self.rank.transfer_s(num_bytes)
+    def link_between(self, first: int, second: int) -> int:
+        """Number of the link between two ranks; by their hosts."""
+        return self.rank.link_between(first, second)
+
+    def transfer_s(self, num_bytes: int, link: int = 0) -> float:
+        """Seconds of a message over a link."""
+        return self.rank.transfer_s(num_bytes, link)
 
     def static_bytes(self, chunk: Chunk) -> int:
         """Weights, of what is trained also gradients and Adam's moments, in the dtype of the layer's output."""

@@ -12,10 +12,10 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from pipeloom.cost import Correction, StrategyCost, fit_link
+from pipeloom.cost import Correction, StrategyCost, between_s
 from pipeloom.explain.replay import answered_graph, task_numbers
 from pipeloom.packing import Packing, packing_from_counts
-from pipeloom.plan import Answer, Measured, MessageTime
+from pipeloom.plan import Answer, Measured, MessageTime, fit_links
 from pipeloom.planner.problem import Problem
 from pipeloom.spec import Batch, Chunk, Workload
 from pipeloom.taskgraph import FORWARD, IntArray, TaskGraph
@@ -68,7 +68,7 @@ class Difference(msgspec.Struct, frozen=True):
     posting_s: float
     """Time of a rank in actions that neither compute nor wait."""
     message_planned_s: float
-    """A message of median size, as planned."""
+    """Median of the messages, as planned."""
     message_measured_s: float
     """Median of the messages that their receivers were there for before they came."""
     num_messages: int
@@ -110,9 +110,7 @@ def difference(
 
     messages = measured.messages(answer.plan)
     waited_for = [message for message in messages if message.was_waited_for]
-    link = fit_link([(m.num_bytes, m.under_way_ns / 1e9) for m in waited_for])
-    linked = msgspec.structs.replace(correction, link=link or correction.link)
-    really = answered_graph(problem, batch, answer, linked)
+    really = answered_graph(problem, batch, answer, correction.towards(fit_links(messages, correction.hosts)))
     on_shared = (planned * _stretch(graph, correction, shares)).astype(np.int64)
     ends = [
         _replayed(where, durations, order)
@@ -234,7 +232,8 @@ def _replayed(graph: TaskGraph, durations: IntArray, order: tuple[IntArray, ...]
 
 
 def _planned_message(problem: Problem, messages: Sequence[MessageTime]) -> float:
-    return problem.costs.transfer_s(round(median([m.num_bytes for m in messages]))) if messages else 0.0
+    costs = problem.costs
+    return median([between_s(costs, m.num_bytes, m.sender, m.receiver) for m in messages] or [0.0])
 
 
 def _by_kind(

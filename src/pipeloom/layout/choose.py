@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from pipeloom.cost import CostModel
+from pipeloom.cost import CostModel, between_s
+from pipeloom.cost.fits import FloatArray
 from pipeloom.errors import InfeasibleError, NothingFoundError
 from pipeloom.layout import (
     LayerLoad,
@@ -25,12 +26,14 @@ from pipeloom.layout import (
     separate,
 )
 from pipeloom.layout.layouts import by_count, chunk_counts
+from pipeloom.layout.links import closer, links_differ, neighbours, on_ranks, rank_distances
 from pipeloom.search import Deadline, OrderRule, SearchParams, StoppingRule, solve_assignable
 from pipeloom.search.params import DEFAULTS
 from pipeloom.spec import Layout, ModelSpec
 from pipeloom.taskgraph import NS_PER_S, Assignable
 from pipeloom.timeline import assignable_bound
 
+_CHAIN = "one chain"
 TRIAL = Deadline(0.25, "cpu")
 """Search for each layout and iteration while layouts are compared."""
 FINAL = Deadline(1.0, "cpu")
@@ -146,6 +149,8 @@ def search_layouts(
     model, num_ranks, load = sampled.model, sampled.num_ranks, sampled.load
     start = modality_placements(model, sampled.costs, num_ranks, sampled.typical)
     known: dict[str, LayoutEvaluation] = {}
+    distances = rank_distances(sampled.costs, num_ranks)
+    order = neighbours(distances)
 
     def tried(name: str, layout: Layout, rule: OrderRule | None = None) -> LayoutEvaluation:
         if name not in known:
@@ -154,8 +159,11 @@ def search_layouts(
             on_tried(len(known))
         return known[name]
 
+    def placed(name: str, layout: Layout) -> LayoutEvaluation:
+        return tried(name, on_ranks(layout, order))
+
     def separated(places: Mapping[str, ModulePlacement]) -> LayoutEvaluation:
-        return tried(placement_name(places), even_layout(model, num_ranks, places, load))
+        return placed(placement_name(places), even_layout(model, num_ranks, places, load))
 
     places = dict(start)
     best = separated(places)
@@ -168,23 +176,45 @@ def search_layouts(
                     best, places = trial_of, option
         if best.seconds >= before:
             break
+    for name, layout in _other_shapes(sampled, places, start):
+        placed(name, layout)
+    for draft in drafts:
+        tried(draft.name, draft.layout, draft.rule)
+    given = _fitting(known.values())
+    chains = [t for t in given if t.name.startswith(_CHAIN) and t not in nearest(given)]
+    for draft in closer_drafts([*nearest(given), *chains], distances):
+        tried(*draft)
+    return _nearest_again(sampled, _fitting(known.values()), final, seed)
+
+
+def _other_shapes(
+    sampled: Sampled, places: Mapping[str, ModulePlacement], start: Mapping[str, ModulePlacement]
+) -> Iterator[tuple[str, Layout]]:
+    """Chains of stages, encoders whole on every rank, and layers by number."""
+    model, num_ranks, load = sampled.model, sampled.num_ranks, sampled.load
     # Every number of chunks that interleaved schedules are tried with; bounds rule most of them out unplanned.
     for v in chunk_counts(num_ranks, model.modules):
-        tried(f"one chain, {v} chunks a rank", chain_of_stages(model, num_ranks, v, load))
+        yield f"{_CHAIN}, {v} chunks a rank", chain_of_stages(model, num_ranks, v, load)
     if num_ranks > 1:
         for module in model.modules[:-1]:
             layout = replicated(even_layout(model, num_ranks, places, load), [module.name])
             for size in {places[module.name].sub_microbatch, 4, 2, 1}:
                 if size is not None:
                     name = f"{placement_name(places)}; {module.name} replicated, {size} each"
-                    tried(name, resized(layout, module.name, size))
+                    yield name, resized(layout, module.name, size)
     # As published: the rules' sizes and segments with as many layers everywhere. Where memory is tight, that may suit
     # other sizes too.
     for sizes in (start, places):
-        tried(f"{placement_name(sizes)}, layers by number", separate(model, num_ranks, sizes, by_count))
-    for draft in drafts:
-        tried(draft.name, draft.layout, draft.rule)
-    return _nearest_again(sampled, _fitting(known.values()), final, seed)
+        yield f"{placement_name(sizes)}, layers by number", separate(model, num_ranks, sizes, by_count)
+
+
+def closer_drafts(trials: Sequence[LayoutEvaluation], distances: FloatArray) -> Iterator[LayoutDraft]:
+    """What was tried, with the same chunks on other ranks; nothing where all ranks are as close."""
+    if links_differ(distances):
+        for trial in trials:
+            for words, layout in closer(trial.layout, distances):
+                rule = None if trial.rule is None else trial.rule.on_ranks_of(layout)
+                yield LayoutDraft(f"{trial.name}; {words}", layout, rule)
 
 
 def _fitting(trials: Iterable[LayoutEvaluation]) -> list[LayoutEvaluation]:
@@ -306,4 +336,6 @@ def ring_seconds(layout: Layout, gradient_bytes: Mapping[str, int], costs: CostM
     total = sum(gradient_bytes[m.name] for m in layout.modules if m.on_ranks == "replicated" and not m.frozen)
     if not total or layout.num_ranks == 1:
         return 0.0
-    return 2 * (layout.num_ranks - 1) * costs.transfer_s(total // layout.num_ranks)
+    ring = range(layout.num_ranks)
+    slowest = max(between_s(costs, total // len(ring), rank, (rank + 1) % len(ring)) for rank in ring)
+    return 2 * (len(ring) - 1) * slowest

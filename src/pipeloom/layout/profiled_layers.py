@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import mean
 
-from pipeloom.cost import CostModel, StrategyCost
+from pipeloom.cost import CostModel, StrategyCost, between_s
 from pipeloom.cost.layers import BYTES_PER_PARAMETER, LayerCost, LayerTable, StrategyEntry
 from pipeloom.errors import InfeasibleError, InputError
 from pipeloom.packing import Packing
@@ -88,7 +89,7 @@ def profiled_layers(
         name=f"{model.name}, measured",
         num_ranks=num_ranks,
         num_microbatches=max(1, round(count / len(packed) / num_replicas)),
-        boundary_s=costs.transfer_s(boundary),
+        boundary_s=mean(between_s(costs, boundary, rank, rank + 1) for rank in range(num_ranks - 1) or (0,)),
         boundary_bytes=boundary,
         layers=tuple(layers),
         memory_capacity_bytes=None if capacity_bytes is None else (capacity_bytes - aside,) * num_ranks,

@@ -18,6 +18,7 @@ from pipeloom.layout.choose import (
     LayoutDraft,
     LayoutEvaluation,
     Sampled,
+    closer_drafts,
     evaluate_layout,
     in_order,
     nearest,
@@ -26,6 +27,7 @@ from pipeloom.layout.choose import (
     ring_seconds,
     search_layouts,
 )
+from pipeloom.layout.links import neighbours, on_ranks, rank_distances
 from pipeloom.layout.modality import typical_lengths
 from pipeloom.packing import Packing, PackingSpec, packed_batch
 from pipeloom.packing.pack import MICROBATCHES_PER_RANK
@@ -254,7 +256,8 @@ def arrange_training_layout(
         Nothing that was tried fits.
     """
     sampled = preview.sampled()
-    drafts = arrangements(
+    distances = rank_distances(sampled.costs, sampled.num_ranks)
+    found = arrangements(
         preview.tables(),
         preview.model,
         split=preview.costs.split_backward,
@@ -263,6 +266,13 @@ def arrange_training_layout(
         seed=seed,
         on_share=lambda share: tell("layers are arranged", _SHARE_OF_SEARCH * share),
     )
+
+    # Arranged for ranks that are all as far from the next; then in the order in which they are close.
+    ranks = neighbours(distances)
+    drafts = []
+    for draft in found:
+        placed = on_ranks(draft.layout, ranks)
+        drafts.append(LayoutDraft(draft.name, placed, None if draft.rule is None else draft.rule.on_ranks_of(placed)))
 
     def judged(rows: Sequence[LayoutDraft], since: float, until: float) -> tuple[LayoutEvaluation, ...]:
         return rank_drafts(
@@ -275,7 +285,7 @@ def arrange_training_layout(
         )
 
     order = judged(drafts, _SHARE_OF_SEARCH, 0.9)
-    cut = list(_in_parts(sampled, order[0]))
+    cut = [*_in_parts(sampled, order[0]), *closer_drafts(nearest(order), distances)]
     if cut:
         try:
             order = (*order, *judged(cut, 0.9, 1.0))

@@ -4,7 +4,7 @@ from pipeloom.plan.action import Action, ExecutionPlan, Verb, promised_verbs
 from pipeloom.plan.delivery import Answer, Delivery, PackingCounts, RankAnswer, delivery_of, packing_counts
 from pipeloom.plan.dryrun import BACKENDS, Backend, BackendName, backend_of
 from pipeloom.plan.lower import lower
-from pipeloom.plan.measured import Measured, MessageTime
+from pipeloom.plan.measured import Measured, MessageTime, fit_links
 from pipeloom.plan.memory import peak_bytes
 from pipeloom.plan.messages import joined_posts
 from pipeloom.plan.pytorch import schedule_from_pytorch_csv, to_pytorch_csv
@@ -49,6 +49,7 @@ __all__ = [
     "check_shapes",
     "collective_order",
     "delivery_of",
+    "fit_links",
     "from_msgpack",
     "from_text",
     "joined_posts",

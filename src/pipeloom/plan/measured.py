@@ -3,29 +3,34 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from pipeloom.cost import fit_link
 from pipeloom.plan.action import ExecutionPlan, Verb
 from pipeloom.plan.messages import messages_of
-from pipeloom.spec import DTYPE_BYTES
+from pipeloom.spec import DTYPE_BYTES, host_pair
 
 IntArray = npt.NDArray[np.int64]
 
-# A wait that is over sooner found its message there: nothing is known of how long that was under way.
-_WAITED_NS = 20_000
+# A wait that is over sooner, or sooner than this part of the time since the message could leave, found it there:
+# nothing is known of how long that was under way.
+_WAITED_NS, _WAITED_SHARE = 20_000, 0.05
 
 
 class MessageTime(NamedTuple):
     """One message between two ranks as it was measured."""
 
+    sender: int
     receiver: int
     num_bytes: int
     sent_ns: int
-    """When the send was posted."""
+    """When the later of its send and its receive began to be posted: it leaves no sooner."""
     wait_ns: int
     """When the receiver began to wait."""
     arrived_ns: int
@@ -34,11 +39,12 @@ class MessageTime(NamedTuple):
     @property
     def was_waited_for(self) -> bool:
         """Whether the receiver was there before the message, so that its time under way is known."""
-        return self.arrived_ns - self.wait_ns > _WAITED_NS and self.arrived_ns > self.sent_ns
+        least = max(_WAITED_NS, _WAITED_SHARE * self.under_way_ns)
+        return self.arrived_ns - self.wait_ns > least and self.arrived_ns > self.sent_ns
 
     @property
     def under_way_ns(self) -> int:
-        """From the send to the end of the wait; at least 0."""
+        """From when it could leave to the end of the wait; at least 0."""
         return max(0, self.arrived_ns - self.sent_ns)
 
 
@@ -89,7 +95,8 @@ class Measured:
 
     def messages(self, plan: ExecutionPlan) -> list[MessageTime]:
         """Every message that the plan sends from rank to rank, except those without rows, which never travel."""
-        sent: dict[tuple[int, int], tuple[int, int]] = {}
+        sent: dict[tuple[int, int], tuple[int, int, int]] = {}
+        posted: dict[int, int] = {}
         waited: dict[int, tuple[int, int, int]] = {}
         for rank, (actions, messages) in enumerate(zip(plan.ranks, messages_of(plan).rows, strict=True)):
             times = self.times_ns[rank].tolist()
@@ -98,12 +105,31 @@ class Measured:
                     continue
                 if action.verb.is_send and action.shape is not None and action.peer is not None:
                     size = math.prod(action.shape) * DTYPE_BYTES[action.dtype]
-                    sent[message, action.peer] = (size, end)
+                    # Posting may write a part of it.
+                    sent[message, action.peer] = (rank, size, start)
+                elif action.verb.is_receive:
+                    posted[message] = start
                 elif action.verb.is_wait and action.verb.post.is_receive:
                     waited[message] = (rank, start, end)
         found = []
-        for (message, _), (size, moment) in sent.items():
+        for (message, _), (sender, size, moment) in sent.items():
             if size and message in waited:
                 rank, start, end = waited[message]
-                found.append(MessageTime(rank, size, moment, start, end))
+                found.append(MessageTime(sender, rank, size, max(moment, posted[message]), start, end))
         return found
+
+
+def fit_links(
+    messages: Sequence[MessageTime], hosts: Sequence[int]
+) -> dict[tuple[int, int] | None, tuple[float, float]]:
+    """Fit the links that measured messages took: by the hosts of their ends, or one, None, where all are on one host.
+
+    Only messages that were waited for say how long they were under way.
+    """
+    taken: dict[tuple[int, int] | None, list[tuple[int, float]]] = defaultdict(list)
+    for each in messages:
+        if each.was_waited_for:
+            pair = host_pair(hosts, each.sender, each.receiver) if hosts else None
+            taken[pair].append((each.num_bytes, each.under_way_ns / 1e9))
+    lines = {pair: fit_link(found) for pair, found in taken.items()}
+    return {pair: line for pair, line in lines.items() if line is not None}

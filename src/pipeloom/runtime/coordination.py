@@ -418,7 +418,7 @@ class SharedClock:
         self, group: dist.ProcessGroup | None, host: bytes | None = None, clock: Clock = time.monotonic_ns
     ) -> None:
         self._group, self._clock = group, clock
-        name = hashlib.blake2b(_this_host() if host is None else host, digest_size=8).digest()
+        name = hashlib.blake2b(this_host() if host is None else host, digest_size=8).digest()
         mine = torch.frombuffer(bytearray(name), dtype=torch.uint8)
         hosts = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
         with together("the start of training"):
@@ -437,7 +437,8 @@ class SharedClock:
         return self._offset.ns
 
 
-def _this_host() -> bytes:
+def this_host() -> bytes:
+    """What names this host: its kernel, and the clock that its processes see."""
     # Containers have names of their own, but the clock is the kernel's, or that of a time namespace.
     if not _BOOT_ID.exists():
         return socket.gethostname().encode()

@@ -7,13 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from pipeloom.cost import Correction, fit_link
+from pipeloom.cost import Correction
 from pipeloom.cost.fits import FloatArray
-from pipeloom.plan import Action, Answer, ExecutionPlan, Measured, RankPlan, Verb
+from pipeloom.plan import Action, Answer, ExecutionPlan, Measured, RankPlan, Verb, fit_links
 from pipeloom.spec import Batch
 
 
@@ -228,7 +229,7 @@ class Calibrator:
     Attributes
     ----------
     correction : Correction
-        What is known so far.
+        What is known so far; its ``hosts`` are those of the pipeline.
     num_measured : int
         Iterations that it has seen.
     """
@@ -239,7 +240,7 @@ class Calibrator:
         self._speeds: deque[FloatArray] = deque(maxlen=_SPEEDS)
 
     def learn(self, answer: Answer, used: Correction, measured: Measured) -> None:
-        """Move every module's factors, and the link, towards what an iteration measured, and take ranks' speeds anew.
+        """Move every module's factors, and the links, towards what an iteration measured, and take ranks' speeds anew.
 
         Parameters
         ----------
@@ -258,7 +259,9 @@ class Calibrator:
         times = _Times.of(answer, used, measured)
         slowness = self._slowness(times.slowness(self.correction.modules or None))
         modules = self._modules(answer, used, times, slowness, rate)
-        self.correction = Correction(modules, self._link(answer, measured, rate), slowness)
+        lines = fit_links(measured.messages(answer.plan), self.correction.hosts)
+        learned = msgspec.structs.replace(self.correction, modules=modules, slowness=slowness)
+        self.correction = learned.towards(lines, rate)
 
     def _slowness(self, now: FloatArray) -> tuple[float, ...]:
         """Per rank, how many times longer it computes than most; empty where all are alike."""
@@ -286,11 +289,3 @@ class Calibrator:
             ]
             updated[name] = (new[0], new[1])
         return updated
-
-    def _link(self, answer: Answer, measured: Measured, rate: float) -> tuple[float, float] | None:
-        old = self.correction.link
-        messages = measured.messages(answer.plan)
-        found = fit_link([(m.num_bytes, m.under_way_ns / 1e9) for m in messages if m.was_waited_for])
-        if found is None or old is None:
-            return found or old
-        return old[0] + rate * (found[0] - old[0]), old[1] + rate * (found[1] - old[1])

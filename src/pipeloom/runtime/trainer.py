@@ -28,6 +28,7 @@ from pipeloom.runtime.evaluate import Evaluated, Evaluator, PlanForwards
 from pipeloom.runtime.executor import Executor
 from pipeloom.runtime.flops import FlopCounts
 from pipeloom.runtime.iteration import ExecutorOptions
+from pipeloom.runtime.links import find_hosts
 from pipeloom.runtime.membership import BatchLoads, join_groups
 from pipeloom.runtime.model import Model, user_code
 from pipeloom.runtime.prefetch import Describe, close_reading
@@ -223,7 +224,12 @@ class Trainer:
         self._averages = None if options.ema_decay is None else Averages(trained, options.ema_decay)
         self._evaluator: Evaluator | None = None
         self._evaluations: tuple[tuple[int, float], ...] = ()
-        self._calibrator = Calibrator()
+        hosts = find_hosts()
+        # Of this replica's pipeline, nothing where there is one host.
+        pipeline = self.membership.collectives
+        members = range(len(hosts)) if pipeline is None else dist.get_process_group_ranks(pipeline)
+        self._hosts = tuple(hosts[each] for each in members) if max(hosts) else ()
+        self._calibrator = Calibrator(Correction(hosts=self._hosts))
         self._clock = SharedClock(self.membership.collectives)
         self._saver = Saver(
             options.checkpoints, self._executor, self._optimizer, self._averages, options.record, options.on_checkpoint
@@ -267,9 +273,11 @@ class Trainer:
         if state is None:
             return 0
         self._evaluations = state.evaluations
-        # Ranks of another layout are others.
-        same = state.layout == self.layout.digest
-        correction = state.correction if same else Correction(state.correction.modules, state.correction.link)
+        known = state.correction
+        # Ranks of another layout are others, and so are links of other hosts.
+        slowness = known.slowness if state.layout == self.layout.digest else ()
+        links = known.links if known.hosts == self._hosts else ()
+        correction = Correction(known.modules, known.link, slowness, self._hosts, links)
         self._calibrator = Calibrator(correction, state.num_measured)
         return state.iteration
 

@@ -264,7 +264,8 @@ def warm_up_assignment() -> None:
     """Compile the kernel of the annealing, or load what was compiled."""
     graph = small_pipeline(num_ranks=2, num_microbatches=2)
     homes = tuple((0, 1) for _ in graph.module_names)
-    made = Assignable(graph, homes, graph.edge_delay_ns, np.ones(graph.num_ranks))
+    link = np.zeros((graph.num_ranks, graph.num_ranks), np.int64)
+    made = Assignable(graph, homes, graph.edge_delay_ns[:, None], link, np.ones(graph.num_ranks))
     deck, _ = _deck(made, first_in_first_out(graph))
     state, random = np.array([1, 1], np.int64), np.array([1], np.uint64)
     kernels.anneal(deck, state, random, Terms(0.0, 0, 1))
@@ -272,16 +273,18 @@ def warm_up_assignment() -> None:
 
 def _deck(assignable: Assignable, schedule: Schedule) -> tuple[kernels.Deck, float]:
     graph = assignable.graph.with_candidates(schedule.candidate)
-    together = np.where(assignable.loose, 0, graph.edge_delay_ns)
-    apart = np.where(assignable.loose, assignable.crossing_ns, graph.edge_delay_ns)
+    # A column for ends on one rank, and one for each link.
+    columns = np.column_stack([np.zeros_like(graph.edge_delay_ns), assignable.crossing_ns])
     rows = []
-    for delay in (together, apart):
+    for column in columns.T:
+        delay = np.where(assignable.loose, column, graph.edge_delay_ns)
         source, target, closed = close_edges(
             graph.edge_source, graph.edge_target, delay, graph.forward_of, graph.backward_of, graph.weight_of
         )
         rows.append(compressed(target, source, closed, graph.num_tasks))
-    before_start, before, near = rows[0]
-    far = rows[1][2]
+    before_start, before, _ = rows[0]
+    column_of = assignable.link + 1
+    np.fill_diagonal(column_of, 0)
     at_start, at_end = memory_changes(graph)
     # A task that lasts no time may start with those that come after it.
     depth = np.empty(graph.num_tasks, np.int64)
@@ -306,8 +309,8 @@ def _deck(assignable: Assignable, schedule: Schedule) -> tuple[kernels.Deck, flo
         capacity=capacity,
         before_start=before_start,
         before=before,
-        together=near,
-        apart=far,
+        delay=np.column_stack([row[2] for row in rows]),
+        column=column_of,
         after_start=graph.successor_start,
         after=graph.successor,
         own=np.flatnonzero(assignable.free),

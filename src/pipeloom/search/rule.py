@@ -69,6 +69,13 @@ class OrderRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if not self.chunks:
             raise InputError("chunks", "are none", "give one for every chunk of the layout")
 
+    def on_ranks_of(self, layout: Layout) -> OrderRule:
+        """The same rule for a layout of the same chunks on other ranks."""
+        pairs = zip(self.chunks, layout.chunks, strict=True)
+        return msgspec.structs.replace(
+            self, chunks=tuple(msgspec.structs.replace(mine, rank=theirs.rank) for mine, theirs in pairs)
+        )
+
     def check_layout(self, layout: Layout) -> None:
         """Refuse another layout than the one that the rule is for, whatever its modules are called.
 

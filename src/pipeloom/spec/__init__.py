@@ -1,7 +1,7 @@
 """Specs: what is trained, on what, with which data, laid out how."""
 
 from pipeloom.spec.batch import Batch, Sample, Workload, batch_from_dicts
-from pipeloom.spec.hardware import RankSpec
+from pipeloom.spec.hardware import HostLink, RankSpec, host_pair
 from pipeloom.spec.layout import Chunk, Layout, ModuleLayout
 from pipeloom.spec.model import DTYPE_BYTES, EmittedStream, LayerSpec, ModelSpec, ModuleSpec, StreamEnd, TensorShape
 from pipeloom.spec.parallelism import Parallelism
@@ -24,6 +24,7 @@ __all__ = [
     "Chunk",
     "ChunkStrategy",
     "EmittedStream",
+    "HostLink",
     "LayerSpec",
     "Layout",
     "ModelSpec",
@@ -39,6 +40,7 @@ __all__ = [
     "Workload",
     "batch_from_dicts",
     "chunk_strategy",
+    "host_pair",
     "strategy_word",
     "word_strategies",
 ]

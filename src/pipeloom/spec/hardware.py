@@ -113,8 +113,31 @@ class ClusterSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.devices_per_node * self.num_nodes
 
 
+class HostLink(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The link between two hosts, or inside one: what it does between two of their ranks."""
+
+    hosts: tuple[int, int]
+    """Numbers of the hosts, the smaller first; the same twice: inside this one."""
+    bytes_per_s: float
+    latency_s: float
+
+    def __post_init__(self) -> None:
+        """Refuse links that cannot exist."""
+        if not 0 <= self.hosts[0] <= self.hosts[1]:
+            raise InputError("link.hosts", f"{list(self.hosts)} are not two numbers from 0, the smaller first")
+        check_positive(f"link of hosts {list(self.hosts)}: bytes_per_s", self.bytes_per_s)
+        check_not_negative(f"link of hosts {list(self.hosts)}: latency_s", self.latency_s)
+
+    @property
+    def line(self) -> tuple[float, float]:
+        """Seconds of an empty message, and seconds per byte."""
+        return self.latency_s, 1.0 / self.bytes_per_s
+
+
 class RankSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What the planner knows of the hardware: the memory of every pipeline rank, and the link between any two.
+
+    Links are numbered: 0 is the one for all pairs of ranks of which nothing else is known, then come ``links``.
 
     A training file has it as its table ``[cluster]``; of a `ClusterSpec`, `EmulatedCosts` makes it.
     """
@@ -128,6 +151,10 @@ class RankSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Point-to-point bandwidth between two pipeline ranks."""
     link_latency_s: float = 1e-4
     """Time of an empty message between two pipeline ranks."""
+    hosts: tuple[int, ...] = ()
+    """Number of the host on which each pipeline rank is; beyond its end 0, so that empty says: all on one."""
+    links: tuple[HostLink, ...] = ()
+    """Links that are known by the hosts of their ends. A run over several hosts measures them at its start."""
 
     def __post_init__(self) -> None:
         """Refuse links and memories that cannot exist."""
@@ -136,7 +163,25 @@ class RankSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         check_not_negative("cluster.host_capacity_bytes", self.host_capacity_bytes or 0)
         check_positive("cluster.link_bytes_per_s", self.link_bytes_per_s)
         check_not_negative("cluster.link_latency_s", self.link_latency_s)
+        for host in self.hosts:
+            check_not_negative("cluster.hosts", host)
+        pairs = [link.hosts for link in self.links]
+        if len(set(pairs)) < len(pairs):
+            raise InputError("cluster.links", f"{list(map(list, pairs))} name a pair of hosts twice", "give each once")
 
-    def transfer_s(self, num_bytes: int) -> float:
-        """Seconds that a message of ``num_bytes`` takes between two ranks."""
+    def link_between(self, first: int, second: int) -> int:
+        """Number of the link between two ranks."""
+        pair = host_pair(self.hosts, first, second)
+        return next((number for number, link in enumerate(self.links, 1) if link.hosts == pair), 0)
+
+    def transfer_s(self, num_bytes: int, link: int = 0) -> float:
+        """Seconds that a message of ``num_bytes`` takes over a link."""
+        if link:
+            return self.links[link - 1].latency_s + num_bytes / self.links[link - 1].bytes_per_s
         return self.link_latency_s + num_bytes / self.link_bytes_per_s
+
+
+def host_pair(hosts: Sequence[int], first: int, second: int) -> tuple[int, int]:
+    """Hosts of two ranks, the smaller first; beyond the end of ``hosts`` they are 0."""
+    a, b = (hosts[rank] if rank < len(hosts) else 0 for rank in (first, second))
+    return min(a, b), max(a, b)

@@ -27,8 +27,11 @@ class Assignable:
         Under the assignment it has.
     homes : tuple, one entry per module
         Chunk numbers by rank of a replicated module; nothing for a pipelined one.
-    crossing_ns : array, shape (num_edges,)
-        Delay of every edge where its ends are on different ranks. Of no meaning for edges that never change.
+    crossing_ns : array, shape (num_edges, num_links)
+        Delay of every edge where its ends are on different ranks, by the link between these. Of no meaning for edges
+        that never change.
+    link : array, shape (num_ranks, num_ranks)
+        Number of the link between any two ranks.
     slowness : array, shape (num_ranks,)
         How many times longer each rank computes than most.
     options : tuple, one entry per pair
@@ -38,6 +41,7 @@ class Assignable:
     graph: TaskGraph
     homes: tuple[tuple[int, ...], ...]
     crossing_ns: IntArray
+    link: IntArray
     slowness: npt.NDArray[np.float64]
     options: tuple[tuple[tuple[Candidate, ...], ...], ...] = ()
 
@@ -86,8 +90,9 @@ class Assignable:
                 "assign parts of replicated modules, to ranks that there are",
             )
         rank = assignment[graph.pair]
-        apart = rank[graph.edge_source] != rank[graph.edge_target]
-        delay = np.where(self.loose, np.where(apart, self.crossing_ns, 0), graph.edge_delay_ns)
+        source, target = rank[graph.edge_source], rank[graph.edge_target]
+        crossing = np.take_along_axis(self.crossing_ns, self.link[source, target][:, None], axis=1)[:, 0]
+        delay = np.where(self.loose, np.where(source != target, crossing, 0), graph.edge_delay_ns)
         labels = list(graph.labels)
         for pair in np.flatnonzero(self.free & moved).tolist():
             home = self.homes[graph.module[graph.forward_of[pair]]]

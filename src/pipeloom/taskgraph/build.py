@@ -8,12 +8,12 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from pipeloom.cost import CostModel, StrategyCost, slowness_of
+from pipeloom.cost import CostModel, StrategyCost, link_table, slowness_of
 from pipeloom.packing import Packing, SubMicrobatch, pieces
 from pipeloom.spec import Chunk, Layout, StreamEnd, Workload, strategy_word
 from pipeloom.taskgraph.assignment import Assignable
 from pipeloom.taskgraph.candidates import Candidate
-from pipeloom.taskgraph.columns import Edges, PairLabel, Pairs, Tasks
+from pipeloom.taskgraph.columns import Edges, IntArray, PairLabel, Pairs, Tasks
 from pipeloom.taskgraph.graph import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, TaskGraph, make_graph
 from pipeloom.taskgraph.totals import summable, to_ns
 
@@ -91,7 +91,8 @@ def build_assignable(
     )
     options = tuple(builder.options) if any(builder.options) else ()
     slowness = np.array([slowness_of(costs, rank) for rank in range(layout.num_ranks)])
-    return Assignable(graph, homes, np.array(builder.crossing, dtype=np.int64), slowness, options)
+    crossing = np.array(builder.crossing, dtype=np.int64).reshape(-1, builder.num_links)
+    return Assignable(graph, homes, crossing, builder.link, slowness, options)
 
 
 def _holds_streams(layout: Layout, capacity_bytes: int | None) -> bool:
@@ -160,8 +161,12 @@ class _Builder:
     target: list[int] = field(default_factory=list)
     delay: list[int] = field(default_factory=list)
     held: list[int] = field(default_factory=list)
-    crossing: list[int] = field(default_factory=list)
-    """Per edge, the delay that it has where its ends are on different ranks, if they ever are."""
+    crossing: list[tuple[int, ...]] = field(default_factory=list)
+    """Per edge, the delay that it has over each link where its ends are on different ranks, if they ever are."""
+    link: IntArray = field(init=False)
+    """Of any two ranks."""
+    num_links: int = field(init=False)
+    known_ns: dict[int, tuple[int, ...]] = field(default_factory=dict)
     converted: dict[tuple[int, bool], tuple[tuple[Candidate, ...], str]] = field(default_factory=dict)
     """Answers of the cost model as candidates, with the word for the first of them."""
     num_segments: int = 0
@@ -170,6 +175,11 @@ class _Builder:
 
     emitted: dict[str, tuple[str, int]] = field(default_factory=dict)
     """By stream, the module and the layer that emits it."""
+
+    def __post_init__(self) -> None:
+        """Number the links."""
+        self.link = link_table(self.costs, self.layout.num_ranks)
+        self.num_links = int(self.link.max()) + 1
 
     def build(self) -> _Builder:
         """Add everything."""
@@ -324,17 +334,27 @@ class _Builder:
         """Connect two pairs: activation forward, gradient back, each after its transfer between ranks."""
         source, target = above.pairs[i], below.pairs[j]
         upper, lower = self.layout.chunks[above.chunks[i]], self.layout.chunks[below.chunks[j]]
-        crossing = held = 0
+        delay = held = 0
+        crossing = (0,) * self.num_links
         apart = upper.rank != lower.rank
         if apart or self._moves(upper) or self._moves(lower):
             num_bytes = self._num_bytes(upper, workload, stream)
-            crossing = to_ns(self.costs.transfer_s(num_bytes), f"a message of {num_bytes} bytes")
+            crossing = self._crossing(num_bytes)
         if not apart and (self.holds_streams if stream else self.hold_outputs and above is not below):
             held = self._num_bytes(upper, workload, stream)
-        delay = crossing if apart else 0
+        if apart:
+            delay = crossing[self.link[upper.rank, lower.rank]]
         self._add_edge(self.forward[source], self.forward[target], delay, held, crossing)
         if self.backward[source] >= 0 and self.backward[target] >= 0:
             self._add_edge(self.backward[target], self.backward[source], delay, held if stream else 0, crossing)
+
+    def _crossing(self, num_bytes: int) -> tuple[int, ...]:
+        """Nanoseconds of a message over each link."""
+        if num_bytes not in self.known_ns:
+            name = f"a message of {num_bytes} bytes"
+            every = range(self.num_links)
+            self.known_ns[num_bytes] = tuple(to_ns(self.costs.transfer_s(num_bytes, link), name) for link in every)
+        return self.known_ns[num_bytes]
 
     def _num_bytes(self, chunk: Chunk, workload: Workload, stream: str) -> int:
         return self.costs.stream_bytes(stream, workload) if stream else self.costs.boundary_bytes(chunk, workload)
@@ -343,7 +363,7 @@ class _Builder:
         """Whether a part that is worked on here could be worked on elsewhere."""
         return self.layout.module(chunk.module).on_ranks == "replicated"
 
-    def _add_edge(self, source: int, target: int, delay: int, held: int, crossing: int) -> None:
+    def _add_edge(self, source: int, target: int, delay: int, held: int, crossing: tuple[int, ...]) -> None:
         self.source.append(source)
         self.target.append(target)
         self.delay.append(delay)
@@ -359,7 +379,7 @@ class _Builder:
         several = any(len(options) > 1 for options in self.candidates)
         # Segment numbers may have gaps (W segments of parts that are not split); close them.
         # Parts that are assigned to other ranks have these delays instead.
-        summable("edges.delay_s", self.crossing)
+        summable("edges.delay_s", [max(each) for each in self.crossing])
         segment = np.unique(np.array(self.segment, dtype=np.int64), return_inverse=True)[1]
         return make_graph(
             name=name,

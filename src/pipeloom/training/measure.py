@@ -18,6 +18,7 @@ from pipeloom.runtime.batches import bound
 from pipeloom.runtime.device import DeviceType
 from pipeloom.runtime.prefetch import Describe, batch_of, close_reading, idle_modules, made_up
 from pipeloom.spec import Batch
+from pipeloom.training.config import TrainConfig
 from pipeloom.training.job import AUTOCAST, Job
 
 _PROFILED_BATCHES, _MOST_PROFILED_BATCHES = 4, 64
@@ -120,12 +121,30 @@ def known_profile(job: Job, model: Model) -> Profile | None:
     """
     if job.profile is not None:
         return job.profile
-    try:
-        setup = msgspec.json.decode(job.setup_path.read_bytes(), type=Setup)
-    except (OSError, msgspec.MsgspecError, PipeloomError):
+    setup = _known_setup(job)
+    if setup is None:
         return None
     lacks = any(fit.strategies is None for fit in setup.profile.layers.values())
     return setup.profile if setup.model == model.spec and not (lacks and _needs_strategies(job)) else None
+
+
+def known_links(job: Job) -> TrainConfig:
+    """The job's config with the links of the run that is resumed, where its ranks are on hosts as they were then.
+
+    So it has the same layout.
+    """
+    setup, config = _known_setup(job), job.config
+    if setup is None or not config.cluster.hosts or setup.cluster.hosts != config.cluster.hosts:
+        return config
+    cluster = msgspec.structs.replace(config.cluster, links=setup.cluster.links)
+    return msgspec.structs.replace(config, cluster=cluster)
+
+
+def _known_setup(job: Job) -> Setup | None:
+    try:
+        return msgspec.json.decode(job.setup_path.read_bytes(), type=Setup)
+    except (OSError, msgspec.MsgspecError, PipeloomError):
+        return None
 
 
 def _needs_strategies(job: Job) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -23,6 +24,7 @@ from pipeloom.planner import Setup
 from pipeloom.runtime import Model, Worker, choose_device, join_workers, launch, this_worker
 from pipeloom.runtime.coordination import Patience, first_says
 from pipeloom.runtime.divide import check_divisible
+from pipeloom.runtime.links import find_hosts, measure_links
 from pipeloom.runtime.processes import Joined
 from pipeloom.search import METHODS, SearchParams
 from pipeloom.training.config import read_config
@@ -30,7 +32,7 @@ from pipeloom.training.display import Display, Quiet
 from pipeloom.training.folder_task import folder_task
 from pipeloom.training.job import Job
 from pipeloom.training.layouts import given_layout, held_copies, lay_out, preview
-from pipeloom.training.measure import FirstBatches, known_profile, measured_profile
+from pipeloom.training.measure import FirstBatches, known_links, known_profile, measured_profile
 from pipeloom.training.optimizers import check_optimizer, check_scheduler
 from pipeloom.training.rank import train_rank
 from pipeloom.training.record import Summary, fresh_folder
@@ -259,7 +261,7 @@ class TrainingRun(Job):
     def _begin(self, go_on: bool) -> None:
         """Make the folder, and prepare all that the ranks read."""
         fresh_folder(self.folder, go_on=go_on)
-        setup = self.prepare()
+        setup = (replace(self, config=known_links(self)) if go_on else self).prepare()
         # Here, once, so that neither the planner nor rank 0 compiles while the others wait.
         self.display.say("Loading the planner's kernels; a first run compiles them, which takes minutes ...")
         setup.problem().warm_up()
@@ -315,6 +317,7 @@ class TrainingRun(Job):
             # One process locks the folder for all of them.
             with run.alone() if worker.rank == 0 else nullcontext():
                 joined = join_workers(worker, run.config.timeout_s, run.place)
+                run = run._linked()
                 # Started again, it goes on; what is there was saved by this very run.
                 again = bool(first_says(int(joined.again))) and run.config.checkpoint is not None
                 go_on = run._prepare_as_worker(True if again else resume)
@@ -328,6 +331,25 @@ class TrainingRun(Job):
                 print(f"pipeloom: {message}", file=sys.stderr, flush=True)
             # The group's threads may hang on a dead peer; nothing here is worth waiting for.
             os._exit(2)
+
+    def _linked(self) -> TrainingRun:
+        """Return the run with what messages take between its hosts; all ranks call it together."""
+        config, hosts = self.config, find_hosts()
+        if not max(hosts):
+            return self
+        begin = time.monotonic()
+        links = config.cluster.links or measure_links(hosts, self.device)
+        if dist.get_rank() == 0:
+            self.display.say(f"Links of {max(hosts) + 1} hosts, measured in {time.monotonic() - begin:.1f} s:")
+            for link in links:
+                first, second = link.hosts
+                where = f"inside host {first}" if first == second else f"between hosts {first} and {second}"
+                took = f"{link.bytes_per_s / 1e6:.0f} MB/s, {link.latency_s * 1e6:.0f} us"
+                self.display.say(f"  {where}: {took}")
+        # Of the first replica; the others have hosts of their own.
+        stages = hosts[:: config.parallel.num_beside]
+        cluster = msgspec.structs.replace(config.cluster, hosts=stages, links=links)
+        return replace(self, config=msgspec.structs.replace(config, cluster=cluster))
 
     def _fitted(self, num_processes: int) -> TrainingRun:
         """Return the run over as many processes as there are, where its config lets that be.

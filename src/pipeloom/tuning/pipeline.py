@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from pipeloom.cost import CostModel
+from pipeloom.cost import CostModel, between_s
 from pipeloom.errors import InputError
 from pipeloom.packing import Loads, budget_tokens
 from pipeloom.spec import Batch, Layout, ModelSpec
@@ -42,16 +42,16 @@ class TunedPipeline:
         Its chunks are those of the ranks, in order.
     encoders : tuple of CostTable
         Per module before the backbone, its chunks in order.
-    latency_s, seconds_per_byte : float
-        Of a message between two ranks.
+    latency_s, seconds_per_byte : array, shape (num_ranks,)
+        Of a message from each rank to the next; 0 from the last.
     """
 
     model: ModelSpec
     layout: Layout
     backbone: CostTable
     encoders: tuple[CostTable, ...]
-    latency_s: float
-    seconds_per_byte: float
+    latency_s: FloatArray
+    seconds_per_byte: FloatArray
     static_bytes: IntArray
     capacity_bytes: IntArray
     trained: bool
@@ -134,8 +134,11 @@ def tuned_pipeline(
     encoders = tuple(table(module.name, 2 * max_tokens) for module in layout.modules[:-1])
     backbone = table(layout.modules[-1].name, max_tokens)
     small, large = 1 << 20, 1 << 26
-    per_byte = (costs.transfer_s(large) - costs.transfer_s(small)) / (large - small)
-    latency = costs.transfer_s(small) - per_byte * small
+    per_byte, latency = np.zeros(layout.num_ranks), np.zeros(layout.num_ranks)
+    for rank in range(layout.num_ranks - 1):
+        slow, quick = (between_s(costs, size, rank, rank + 1) for size in (large, small))
+        per_byte[rank] = (slow - quick) / (large - small)
+        latency[rank] = quick - per_byte[rank] * small
     return TunedPipeline(
         model,
         layout,
@@ -241,7 +244,6 @@ def marginal_of(pipeline: TunedPipeline, sizes: BatchSizes, num_microbatches: in
 
     rows = added(pipeline.backbone, sizes.length[-1], sizes.owner[-1]).transpose(1, 2, 0)
     delay = _ns(rows[OUTPUT] * pipeline.seconds_per_byte)
-    delay[:, -1] = 0
     parts = np.zeros((NUM_ROWS, len(every)))
     for table, length, owner in zip(pipeline.encoders, sizes.length, sizes.owner, strict=False):
         parts += _in_turn(added(table, length, owner))
@@ -263,7 +265,6 @@ def chain_of(pipeline: TunedPipeline, sizes: BatchSizes, bin_of: IntArray) -> Ch
     num = int(bin_of.max()) + 1
     rows = pipeline.backbone.estimate(_sums(sizes.length[-1], sizes.owner[-1], bin_of, num)).transpose(1, 2, 0)
     delay = _ns(pipeline.latency_s + rows[OUTPUT] * pipeline.seconds_per_byte)
-    delay[:, -1] = 0
     aside = rows[ASIDE].max(axis=0)
     starts, costs = [np.zeros(num + 1, np.int64)], [np.zeros((NUM_ROWS, 0))]
     for table, length, owner, module in zip(

@@ -149,8 +149,12 @@ class _Costs:
         del stream, workload
         return 8
 
-    def transfer_s(self, num_bytes: int) -> float:
-        del num_bytes
+    def link_between(self, first: int, second: int) -> int:
+        del first, second
+        return 0
+
+    def transfer_s(self, num_bytes: int, link: int = 0) -> float:
+        del num_bytes, link
         return 1e-3
 
     def static_bytes(self, chunk: Chunk) -> int:

@@ -25,9 +25,9 @@ class Deck(NamedTuple):
     """What annealing reads and writes, int64.
 
     ``home`` is the rank of every pair; ``listed`` the order, ``place`` its inverse. ``before`` are the predecessors
-    in compressed rows, with their delays where both ends are on one rank and where they are not; ``after`` the
-    successors. ``duration`` is by task and rank. ``own`` are the free pairs; ``tasks`` has F, B or I, and W of every
-    pair (-1: none).
+    in compressed rows, with their delays in columns, of which ``column`` says which holds for any two ranks;
+    ``after`` the successors. ``duration`` is by task and rank. ``own`` are the free pairs; ``tasks`` has F, B or I,
+    and W of every pair (-1: none).
     """
 
     home: Array
@@ -41,8 +41,8 @@ class Deck(NamedTuple):
     capacity: Array
     before_start: Array
     before: Array
-    together: Array
-    apart: Array
+    delay: Array
+    column: Array
     after_start: Array
     after: Array
     own: Array
@@ -67,7 +67,7 @@ def retime(d: Deck, limit: int) -> Any:
         begin = d.clock[rank]
         for e in range(d.before_start[task], d.before_start[task + 1]):
             other = d.before[e]
-            delay = d.together[e] if d.home[d.pair[other]] == rank else d.apart[e]
+            delay = d.delay[e, d.column[d.home[d.pair[other]], rank]]
             begin = max(begin, d.end[other] + delay)
         end = begin + d.duration[task, rank]
         if end + d.tail[task] >= limit or d.allocated[rank] + d.at_start[task] > d.capacity[rank]:
