@@ -27,7 +27,7 @@ def pipelined(loads: Loads, ranks: int = 4, room: float = float("inf")) -> Predi
     """All work evenly on all ranks, and the longest sample once through all of them; samples above room do not fit."""
     work = loads.backbone + loads.encoder
 
-    def predict(members: Members) -> float:
+    def predict(members: Members, replica: int = 0) -> float:
         own = work[list(members)]
         return float(own.sum() / ranks + own.max()) if own.sum() <= room else float("inf")
 
@@ -38,10 +38,10 @@ def limited(predict: Predict, most: int) -> Predict:
     """So often and no more."""
     left = most
 
-    def asked(members: Members) -> float | None:
+    def asked(members: Members, replica: int) -> float | None:
         nonlocal left
         left -= 1
-        return predict(members) if left >= 0 else None
+        return predict(members, replica) if left >= 0 else None
 
     return asked
 
@@ -59,13 +59,13 @@ def test_no_sample_is_lost_and_no_dealing_predicted_slower_than_by_loads(
     assert [found.members[replica].count(i) for i, replica in enumerate(found.replicas)] == [1] * len(loads)
     assert found == deal_by_time(loads, num_replicas, limited(predict, most), seed)
     first = deal(loads, num_replicas, seed)
-    slowest = max(predict(members) or 0.0 for members in found.members)
-    assert slowest <= max(predict(members) or 0.0 for members in first)
+    slowest = max(predict(members, 0) or 0.0 for members in found.members)
+    assert slowest <= max(predict(members, 0) or 0.0 for members in first)
     if most < num_replicas or num_replicas == 1:
         assert found.members == first
         assert found.predicted == ()
     else:
-        assert found.predicted == tuple(predict(members) for members in found.members)
+        assert found.predicted == tuple(predict(members, 0) for members in found.members)
         assert found.slowest == slowest
 
 
@@ -76,7 +76,7 @@ def test_a_replica_with_a_long_sample_gives_others_away() -> None:
         loads = random_loads(seed, 24)
         loads.backbone[0] = 0.3 * loads.backbone.sum()
         predict = pipelined(loads)
-        by_loads = max(predict(members) or 0.0 for members in deal(loads, 3, seed))
+        by_loads = max(predict(members, 0) or 0.0 for members in deal(loads, 3, seed))
         gains.append(by_loads / deal_by_time(loads, 3, limited(predict, 60), seed).slowest)
     assert min(gains) >= 1.0
     assert sum(gains) / len(gains) > 1.04
@@ -88,7 +88,7 @@ def test_shares_that_do_not_fit_are_left_while_others_do() -> None:
     for seed in range(10):
         loads = random_loads(seed, 30)
 
-        def predict(members: Members) -> float:
+        def predict(members: Members, replica: int = 0) -> float:
             return float("inf") if len(members) > 12 else float(len(members))
 
         found = deal_by_time(loads, 3, limited(predict, 200), seed)

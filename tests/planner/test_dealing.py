@@ -44,8 +44,8 @@ def test_never_planned_slower_than_dealt_by_loads(
     assert found == deal_planned(problem, batch, budget=Evaluations(20), seed=seed)
     assert sorted(i for members in found.members for i in members) == list(range(len(batch.samples)))
     loads = cost_loads(batch, problem.model, problem.layout, problem.costs)
-    glance = Glances(problem, batch, Evaluations(100), seed)
-    slowest = max(glance(members) or 0.0 for members in deal(loads, num_replicas, seed))
+    glance = Glances([problem] * num_replicas, batch, Evaluations(100), seed)
+    slowest = max(glance(members, 0) or 0.0 for members in deal(loads, num_replicas, seed))
     assert num_replicas == 1 or found.slowest <= slowest
 
 
@@ -62,8 +62,8 @@ def test_under_a_tight_cap_offering_to_offload_takes_no_room_from_shares() -> No
     batch = random_batch(4)
     setup = with_replicas(tight(4, batch), 2)
     assert "offload" in setup.strategies
-    glance = Glances(setup.problem(), batch, Evaluations(10), 0)
-    assert (glance(tuple(range(len(batch.samples)))) or 0.0) < float("inf")
+    glance = Glances([setup.problem()], batch, Evaluations(10), 0)
+    assert (glance(tuple(range(len(batch.samples))), 0) or 0.0) < float("inf")
 
 
 def test_the_planner_tells_how_the_batch_after_is_dealt() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import torch.distributed as dist
 
+from pipeloom.cost import Correction
 from pipeloom.errors import InputError
 from pipeloom.plan import Delivery, delivery_of
 from pipeloom.planner import Setup, answer_of, plan_batch
@@ -53,8 +54,9 @@ class DealsHere(PlansHere):
         super().__init__(made)
         self.seen: dict[int, int] = {}
 
-    def look_ahead(self, batch: Batch) -> None:
+    def look_ahead(self, batch: Batch, corrections: Sequence[Correction] = ()) -> None:
         assert len(batch.samples) == DOCUMENTS
+        assert len(corrections) in (0, 2)
         self.seen[batch.iteration] = len(batch.samples)
 
     def collect(self, iteration: int) -> Delivery:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -17,6 +18,20 @@ _LEAST_S_PER_BYTE = 1e-15
 
 Line = tuple[float, float]
 """A link: seconds of an empty message, and seconds per byte."""
+
+
+class Slowed(Protocol):
+    """What says how slow ranks are: a correction, or costs that were corrected by it."""
+
+    @property
+    def slowness(self) -> Sequence[float]:
+        """Per rank, how many times longer it computes than most; beyond its end 1, so that empty says: all alike."""
+        ...
+
+
+def slowness_of(slowed: Slowed, rank: int) -> float:
+    """How many times longer a rank computes than most."""
+    return slowed.slowness[rank] if rank < len(slowed.slowness) else 1.0
 
 
 class Correction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -67,9 +82,9 @@ class Correction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 links[pair] = host_link(pair, _towards(links[pair].line if pair in links else None, line, rate))
         return msgspec.structs.replace(self, link=link, links=tuple(links[pair] for pair in sorted(links)))
 
-    def slowness_of(self, num_ranks: int) -> tuple[float, ...]:
-        """Of so many ranks, how many times longer each computes than most."""
-        return (*self.slowness, *(1.0,) * num_ranks)[:num_ranks]
+    def of_ranks(self, num_ranks: int) -> tuple[float, ...]:
+        """The slowness of so many ranks."""
+        return tuple(slowness_of(self, rank) for rank in range(num_ranks))
 
     def __post_init__(self) -> None:
         """Refuse factors and links that cannot be."""

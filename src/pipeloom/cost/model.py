@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol, Self
 import numpy as np
 import numpy.typing as npt
 
-from pipeloom.cost.correction import Correction
+from pipeloom.cost.correction import Correction, Slowed
 from pipeloom.spec import Chunk, Workload
 
 
@@ -45,11 +45,6 @@ class PassBytes(NamedTuple):
     """On the device before they have been moved to the host, and again once they were brought back."""
 
 
-def slowness_of(costs: CostModel, rank: int) -> float:
-    """How many times longer a rank computes than most."""
-    return costs.slowness[rank] if rank < len(costs.slowness) else 1.0
-
-
 def link_table(costs: CostModel, num_ranks: int) -> npt.NDArray[np.int64]:
     """Number of the link between any two ranks, shape (num_ranks, num_ranks)."""
     ranks = range(num_ranks)
@@ -61,17 +56,12 @@ def between_s(costs: CostModel, num_bytes: int, first: int, second: int) -> floa
     return costs.transfer_s(num_bytes, costs.link_between(first, second))
 
 
-class CostModel(Protocol):
+class CostModel(Slowed, Protocol):
     """What planning asks about the machine; behind it is a measured profile or the emulator."""
 
     @property
     def split_backward(self) -> bool:
         """Whether the halves of backwards are known, so that a plan may split them."""
-        ...
-
-    @property
-    def slowness(self) -> Sequence[float]:
-        """Per rank, how many times longer it computes than most; beyond its end 1, so that empty says: all alike."""
         ...
 
     def chunk_costs(self, chunk: Chunk, workload: Workload) -> tuple[StrategyCost, ...]:

@@ -10,10 +10,10 @@ from typing import NamedTuple, assert_never, cast
 
 import numpy as np
 
-from pipeloom.cost.correction import Correction
+from pipeloom.cost.correction import Correction, slowness_of
 from pipeloom.cost.fits import Coefficients, FloatArray, aligned, sum_over, workload_features
 from pipeloom.cost.mixtures import LayerOption, mix, ranges
-from pipeloom.cost.model import PassBytes, StrategyCost, slowness_of
+from pipeloom.cost.model import PassBytes, StrategyCost
 from pipeloom.cost.profile import LayerFit, Profile, StrategyFit
 from pipeloom.errors import InputError
 from pipeloom.spec import (

@@ -219,7 +219,7 @@ def _stretch(graph: TaskGraph, correction: Correction, shares: Sequence[float]) 
     """
     learned = np.array([correction.modules.get(name, (1.0, 1.0)) for name in graph.module_names])
     half = (graph.kind != FORWARD).astype(np.int64)
-    slowness = np.array(correction.slowness_of(graph.num_ranks))
+    slowness = np.array(correction.of_ranks(graph.num_ranks))
     known = np.maximum(1.0, learned[graph.module, half] * slowness[graph.rank])
     stretch: npt.NDArray[np.float64] = 1 / np.array(shares)[graph.rank] / known
     return np.maximum(1.0, stretch)

@@ -205,11 +205,21 @@ def by_count(_module: str, layer: LayerSpec) -> float:
     return 1.0 if layer.kind.startswith("block") else 0.01
 
 
-def partition_chain(loads: Sequence[float], num_parts: int) -> tuple[tuple[int, int], ...]:
+def partition_chain(
+    loads: Sequence[float], num_parts: int, slowness: Sequence[float] | None = None
+) -> tuple[tuple[int, int], ...]:
     """Cut a chain into ``num_parts`` non-empty runs with the least possible largest load.
 
     Dynamic programming over the position of the last cut; among optimal answers the one with the
     smallest sum of squared loads, so that slack is spread.
+
+    Parameters
+    ----------
+    loads : sequence of float
+        Of every layer.
+    num_parts : int
+    slowness : sequence of float or None
+        How many times a layer's load counts in each part; None: once in all.
 
     Returns
     -------
@@ -221,7 +231,7 @@ def partition_chain(loads: Sequence[float], num_parts: int) -> tuple[tuple[int, 
     InputError
         When there are fewer layers than parts.
     """
-    n = len(loads)
+    n, times = len(loads), (1.0,) * num_parts if slowness is None else slowness
     if not 1 <= num_parts <= n:
         raise InputError("num_parts", f"{num_parts} is not in 1..{n}", "use fewer chunks than there are layers")
     total = [0.0, *accumulate(loads)]
@@ -235,7 +245,7 @@ def partition_chain(loads: Sequence[float], num_parts: int) -> tuple[tuple[int, 
             for cut in range(part - 1, end):
                 before = best[cut]
                 if before is not None:
-                    load = total[end] - total[cut]
+                    load = (total[end] - total[cut]) * times[part - 1]
                     options.append((max(before[0], load), before[1] + load * load, (*before[2], cut)))
             following[end] = min(options)
         best = following

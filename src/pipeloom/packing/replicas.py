@@ -18,8 +18,8 @@ from pipeloom.packing.policies import assign_bins
 
 Members = tuple[int, ...]
 """Positions of the samples of one replica, ascending."""
-Predict = Callable[[Members], float | None]
-"""What a replica's share takes, in any unit; infinite where it does not fit, None: predict no more."""
+Predict = Callable[[Members, int], float | None]
+"""What a share takes a replica, in any unit; infinite where it does not fit, None: predict no more."""
 
 _EFFORT = 1000
 _NO_LIMIT = np.iinfo(np.int64).max // 4
@@ -113,14 +113,15 @@ def deal_by_time(loads: Loads, num_replicas: int, predict: Predict, seed: int = 
         Of all samples.
     num_replicas : int
     predict : callable
-        The same share must always be predicted to take as long. Its None ends the exchanges: how often it is asked is
-        up to the one who gives it.
+        The same share must always be predicted to take a replica as long. Its None ends the exchanges: how often it is
+        asked is up to the one who gives it.
     seed : int
 
     Returns
     -------
     Dealt
-        Never predicted to be slower than the dealing by loads. With the same predictions, always the same.
+        Never predicted to be slower than the dealing by loads. With the same predictions, always the same. A replica
+        that is predicted to be slow at everything has less.
 
     Raises
     ------
@@ -129,8 +130,8 @@ def deal_by_time(loads: Loads, num_replicas: int, predict: Predict, seed: int = 
     """
     first = deal(loads, num_replicas, seed)
     predicted: list[float] = []
-    for members in first:
-        took = predict(members) if num_replicas > 1 else None
+    for replica, members in enumerate(first):
+        took = predict(members, replica) if num_replicas > 1 else None
         if took is None:
             return Dealt(first)
         predicted.append(took)
@@ -148,7 +149,7 @@ class _Dealing:
     members: list[Members]
     predicted: list[float]
     random: np.random.Generator
-    tried: set[tuple[Members, Members]] = field(default_factory=set)
+    tried: set[tuple[int, int, Members, Members]] = field(default_factory=set)
 
     def improve(self, predict: Predict) -> bool:
         """Make the slowest replica faster by one exchange; False where none helps, or there is no need."""
@@ -160,12 +161,12 @@ class _Dealing:
         for part in _STEPS:
             for quick in order[:-1]:
                 pair = self.exchanged(slow, quick, part)
-                if pair is None or pair in self.tried:
+                if pair is None or (slow, quick, *pair) in self.tried:
                     continue
-                self.tried.add(pair)
+                self.tried.add((slow, quick, *pair))
                 times = []
-                for members in pair:
-                    took = predict(members)
+                for replica, members in zip((slow, quick), pair, strict=True):
+                    took = predict(members, replica)
                     if took is None:
                         return False
                     times.append(took)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -72,7 +72,7 @@ class Planner:
     _mailbox: Mailbox[Delivery] | None = field(init=False, default=None, repr=False)
     _problem: Problem = field(init=False, repr=False)
     _submitted: dict[int, Request] = field(init=False, default_factory=dict, repr=False)
-    _ahead: Batch | None = field(init=False, default=None, repr=False)
+    _ahead: tuple[Batch | None, tuple[Correction, ...]] = field(init=False, default=(None, ()), repr=False)
     _num_missed: int = field(init=False, default=0, repr=False)
     _given_up: str = field(init=False, default="the plan store is lost", repr=False)
     """Why there is no mailbox, where there is none."""
@@ -100,14 +100,21 @@ class Planner:
         """Whether the planner runs, has compiled its kernels and takes requests."""
         return self._is_alive() and self._mailbox is not None and self._mailbox.ready
 
-    def look_ahead(self, batch: Batch) -> None:
-        """Have the global batch after the next submitted one dealt to the replicas; `collect` of that one says how."""
-        self._ahead = batch
+    def look_ahead(self, batch: Batch, corrections: Sequence[Correction] = ()) -> None:
+        """Have the global batch after the next submitted one dealt to the replicas; `collect` of that one says how.
+
+        Parameters
+        ----------
+        batch : Batch
+        corrections : sequence of Correction
+            Of every replica, as its ranks were measured; empty: all are alike.
+        """
+        self._ahead = batch, tuple(corrections)
 
     def submit(self, batch: Batch, correction: Correction) -> None:
         """Hand over the metadata of a coming batch; a dead or hanging planner is started again. Returns at once."""
-        request = Request(batch, correction, self._ahead)
-        self._ahead = None
+        request = Request(batch, correction, *self._ahead)
+        self._ahead = None, ()
         self._submitted[batch.iteration] = request
         self._mend()
         if self._mailbox is not None:

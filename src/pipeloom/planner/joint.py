@@ -110,19 +110,22 @@ class Glances:
 
     Parameters
     ----------
-    problem : Problem
+    problems : sequence of Problem
+        Of every replica.
     batch : Batch
     budget : StoppingRule
         A glance is one evaluation; none is begun after the end.
     seed : int
     """
 
-    def __init__(self, problem: Problem, batch: Batch, budget: StoppingRule, seed: int) -> None:
-        self.problem, self.batch, self.seed = problem, batch, seed
+    def __init__(self, problems: Sequence[Problem], batch: Batch, budget: StoppingRule, seed: int) -> None:
+        self.problems, self.batch, self.seed = problems, batch, seed
         self.meter = Meter(budget.start())
 
-    def __call__(self, members: Sequence[int]) -> float | None:
-        """Nanoseconds of the samples at these positions; infinite where they do not fit, None once the budget is spent.
+    def __call__(self, members: Sequence[int], replica: int) -> float | None:
+        """Nanoseconds of the samples at these positions on a replica; infinite where they do not fit there.
+
+        None once the budget is spent.
 
         Raises
         ------
@@ -132,7 +135,7 @@ class Glances:
         if self.meter.left(1) == 0:
             return None
         self.meter.used += 1
-        batch, problem = self.batch.part(members), self.problem
+        batch, problem = self.batch.part(members), self.problems[replica]
         if problem.tuning is not None and not problem.tuning.searches:
             try:
                 return tuned(problem, batch, self.seed).ns

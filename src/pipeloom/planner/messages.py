@@ -139,6 +139,8 @@ class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     correction: Correction = Correction()
     ahead: Batch | None = None
     """The global batch after this one, to be dealt to the replicas before this one is planned."""
+    replicas: tuple[Correction, ...] = ()
+    """The same of every replica, for the dealing; links left out."""
 
 
 def answer_of(planned: PlannedBatch, *, search_s: float, ready_ns: int, dealt: tuple[int, ...] = ()) -> Answer:

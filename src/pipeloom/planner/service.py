@@ -119,7 +119,9 @@ def answer_request(problem: Problem, setup: Setup, request: Request, finishing: 
         # What is wrong with that batch is told when its own time has come; then it is dealt by loads.
         part = setup.search.packings.dealing_share * budget_s
         with suppress(PipeloomError):
-            found = deal_planned(corrected, request.ahead, budget=Deadline(part), seed=setup.seed)
+            found = deal_planned(
+                corrected, request.ahead, budget=Deadline(part), seed=setup.seed, corrections=request.replicas
+            )
             dealt = found.replicas if found.predicted else ()
         # This plan is needed first: a glance that took longer than was to be takes nothing from it.
         budget_s -= min(part, time.monotonic() - begin)

@@ -15,7 +15,8 @@ import torch.distributed as dist
 from pipeloom.cost import Correction
 from pipeloom.cost.fits import FloatArray
 from pipeloom.plan import Action, Answer, ExecutionPlan, Measured, RankPlan, Verb, fit_links
-from pipeloom.spec import Batch
+from pipeloom.runtime.membership import Membership
+from pipeloom.spec import Batch, Layout
 
 
 class ActionTime(NamedTuple):
@@ -91,6 +92,9 @@ class StepReport:
         When every action of every rank ran.
     correction : Correction
         With which the plan was made.
+    replicas : tuple of Correction
+        Of every replica, on all ranks: what was known when the iteration ended, without what that has taught; links are
+        left out.
     learning_rate : float or None
         Of this rank's first group of parameters; None where it trains none.
     num_tokens : int
@@ -118,6 +122,7 @@ class StepReport:
     batch: Batch | None
     correction: Correction
     measured: Measured | None
+    replicas: tuple[Correction, ...] = ()
     learning_rate: float | None = None
     num_tokens: int = 0
     step_s: float = 0.0
@@ -204,7 +209,7 @@ class _Times(NamedTuple):
                     found[place] += end - start
                     planned[place] += finish - begin
         factors = np.array([used.modules.get(name, (1.0, 1.0)) for name in names])
-        return _Times(names, found, planned / factors[:, :, None] / np.array(used.slowness_of(len(plan.ranks))))
+        return _Times(names, found, planned / factors[:, :, None] / np.array(used.of_ranks(len(plan.ranks))))
 
     def slowness(self, factors: Mapping[str, tuple[float, float]] | None) -> FloatArray:
         """Per rank, how many times longer it computed than most, given the modules' factors; None: not known yet."""
@@ -219,6 +224,41 @@ class _Times(NamedTuple):
         # The lower of two in the middle, so that of two ranks the quicker one is as most are.
         most = np.sort(ratio[ran])[(int(ran.sum()) - 1) // 2] if ran.any() else 1.0
         return np.where(ran, ratio / most, 1.0)
+
+
+class Replicas:
+    """What all ranks know of the corrections of all replicas: sums over all ranks, in which each first rank has a row.
+
+    Attributes
+    ----------
+    corrections : tuple of Correction
+        Empty until they were told for the first time.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        self.corrections: tuple[Correction, ...] = ()
+        self._names = [module.name for module in layout.modules]
+        self._shape = layout.parallelism.data, 2 * len(self._names) + layout.num_ranks
+
+    def row(self, here: Membership, correction: Correction) -> torch.Tensor:
+        """What this rank adds to the sums, one-dimensional."""
+        rows = torch.zeros(self._shape, dtype=torch.float64)
+        if here.is_planner_rank:
+            factors = [factor for name in self._names for factor in correction.modules.get(name, (1.0, 1.0))]
+            num_ranks = self._shape[1] - len(factors)
+            rows[here.replica] = torch.tensor([*factors, *correction.of_ranks(num_ranks)], dtype=torch.float64)
+        return rows.flatten()
+
+    def take(self, sums: torch.Tensor) -> None:
+        """Note what all ranks have added up."""
+        count = 2 * len(self._names)
+        self.corrections = tuple(
+            Correction(
+                {name: (row[2 * m], row[2 * m + 1]) for m, name in enumerate(self._names)},
+                slowness=() if set(row[count:]) == {1.0} else tuple(row[count:]),
+            )
+            for row in sums.reshape(self._shape).tolist()
+        )
 
 
 class Calibrator:
@@ -266,7 +306,7 @@ class Calibrator:
     def _slowness(self, now: FloatArray) -> tuple[float, ...]:
         """Per rank, how many times longer it computes than most; empty where all are alike."""
         if not self._speeds:
-            before = np.array(self.correction.slowness_of(len(now)))
+            before = np.array(self.correction.of_ranks(len(now)))
             self._speeds.extend([before] * (_SPEEDS - 1))
         self._speeds.append(now)
         found = np.median(self._speeds, axis=0)

@@ -94,7 +94,7 @@ class Saver:
                 )
         return source
 
-    def after(self, iteration: int, state: Callable[[], TrainerState], *, is_last: bool) -> None:
+    def after(self, iteration: int, state: Callable[[], TrainerState], *, is_last: bool) -> bool:
         """After an iteration: begin a checkpoint where one is due, and end one that is written.
 
         Parameters
@@ -105,19 +105,25 @@ class Saver:
             Says what is saved beside tensors.
         is_last : bool
             The last one is always saved, and waited for.
+
+        Returns
+        -------
+        bool
+            Whether one was due.
         """
         checkpoints = self.checkpoints
         if checkpoints is None:
-            return
+            return False
         if self._saving is not None and self._saving.ended:
             self.end()
         if iteration % checkpoints.every and not is_last:
-            return
+            return False
         self.end()
         with together(f"iteration {iteration - 1}: saving the checkpoint"):
             self._saving = checkpoints.save(self.executor, self.optimizer, state(), self.averages, self.record)
         if is_last or not checkpoints.asynchronous:
             self.end()
+        return True
 
     def end(self) -> None:
         """Wait until the checkpoint that is being written is whole, and tell of it."""

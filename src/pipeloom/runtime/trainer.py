@@ -34,7 +34,7 @@ from pipeloom.runtime.model import Model, user_code
 from pipeloom.runtime.prefetch import Describe, close_reading
 from pipeloom.runtime.rates import MakeOptimizer, MakeScheduler, Rates, make_optimizer
 from pipeloom.runtime.reduce import Position, counted_parameters, gradient_squares, limit_gradients
-from pipeloom.runtime.result import Calibrator, StepReport, gather_times
+from pipeloom.runtime.result import Calibrator, Replicas, StepReport, gather_times
 from pipeloom.runtime.resume import Checkpoints, TrainerState
 from pipeloom.runtime.safetensors_files import SHARD_BYTES
 from pipeloom.runtime.save_pretrained import save_pretrained
@@ -69,8 +69,8 @@ class PlanSource(Protocol):
 class LooksAhead(Protocol):
     """A `PlanSource` that also deals batches to replicas, by what their shares will take; `pipeloom.Planner` does."""
 
-    def look_ahead(self, batch: Batch) -> None:
-        """Called on rank 0 before `submit`, with the global batch after the submitted one.
+    def look_ahead(self, batch: Batch, corrections: Sequence[Correction] = ()) -> None:
+        """Called on rank 0 before `submit`, with the global batch after the submitted one, and how replicas are.
 
         The answer to the submitted one may say how this one is dealt (`Answer.dealt`).
         """
@@ -104,6 +104,9 @@ class TrainerOptions:
     """Where training is saved, and goes on from after `Trainer.resume`; None: nowhere."""
     on_checkpoint: Callable[[int, Path], None] | None = None
     """Called after a checkpoint with the iteration to go on with, and the folder."""
+    ends_after: Callable[[int], bool] | None = None
+    """Asked on all ranks together after a checkpoint was begun, with the iteration to go on with: whether `Trainer.run`
+    ends there, the checkpoint being whole. So another trainer can go on with it under another layout."""
     record: Sequence[Path] = ()
     """Files in which rank 0 keeps the run's history; hosts that do not share them get them with each checkpoint."""
     count_flops: bool = False
@@ -230,6 +233,7 @@ class Trainer:
         members = range(len(hosts)) if pipeline is None else dist.get_process_group_ranks(pipeline)
         self._hosts = tuple(hosts[each] for each in members) if max(hosts) else ()
         self._calibrator = Calibrator(Correction(hosts=self._hosts))
+        self._learned_of = Replicas(layout)
         self._clock = SharedClock(self.membership.collectives)
         self._saver = Saver(
             options.checkpoints, self._executor, self._optimizer, self._averages, options.record, options.on_checkpoint
@@ -256,8 +260,18 @@ class Trainer:
             transport.connect(self.device)
         return transport
 
-    def resume(self) -> int:
+    @property
+    def learned(self) -> Calibrator:
+        """What was learned of costs while training ran, on the first rank of each replica."""
+        return self._calibrator
+
+    def resume(self, learned: Calibrator | None = None) -> int:
         """Read the newest checkpoint; all ranks call it together, before `run`.
+
+        Parameters
+        ----------
+        learned : Calibrator or None
+            Of another trainer of the same processes, whatever its layout; None: what the checkpoint has of it.
 
         Returns
         -------
@@ -278,7 +292,7 @@ class Trainer:
         slowness = known.slowness if state.layout == self.layout.digest else ()
         links = known.links if known.hosts == self._hosts else ()
         correction = Correction(known.modules, known.link, slowness, self._hosts, links)
-        self._calibrator = Calibrator(correction, state.num_measured)
+        self._calibrator = learned or Calibrator(correction, state.num_measured)
         return state.iteration
 
     def skip_trained(self, batches: Iterable[Sequence[Any]], count: int) -> Iterator[Sequence[Any]]:
@@ -344,7 +358,11 @@ class Trainer:
                 same = self._same_batch(asked, first_iteration)
                 report = self._step(current, delivery, given)
                 yield replace(report, step_s=time.monotonic() - begin)
-                self._saver.after(iteration, partial(self._state, current), is_last=asked is None)
+                saved = self._saver.after(iteration, partial(self._state, current), is_last=asked is None)
+                if saved and asked is not None and self._ends_after(iteration):
+                    same.check(iteration)
+                    self._saver.end()
+                    return
         except GeneratorExit:
             # Whoever stops here wants what was trained.
             self._saver.end()
@@ -444,6 +462,9 @@ class Trainer:
         number = asked.batch.iteration - first_iteration
         return SameBatch(asked.whole.compared(number < self.options.compare_contents))
 
+    def _ends_after(self, iteration: int) -> bool:
+        return self.options.ends_after is not None and self.options.ends_after(iteration)
+
     def _state(self, asked: _Asked) -> TrainerState:
         """What a checkpoint after an iteration has of this trainer."""
         return TrainerState(
@@ -469,7 +490,7 @@ class Trainer:
             if deals and following is not None and self.rank == 0 and isinstance(self._planner, LooksAhead):
                 # What is wrong with it is told by all ranks when its time has come.
                 with suppress(InputError):
-                    self._planner.look_ahead(following.batch)
+                    self._planner.look_ahead(following.batch, self._learned_of.corrections)
             self._planner.submit(asked.batch, asked.correction)
         return asked
 
@@ -497,12 +518,13 @@ class Trainer:
         loss_sum = 0.0 if self.membership.tensor_rank or not counts else result.loss_sum
         loss = torch.tensor(loss_sum / result.normaliser, dtype=torch.float64)
         flops = self._executor.flops
-        done = 0.0 if flops is None or not counts else flops.of(result.actions, packing)
-        squares = gradient_squares(self._counted, self.device).cpu()
-        totals = torch.stack((loss, squares, torch.tensor(done, dtype=torch.float64)))
+        done = torch.tensor(0.0 if flops is None or not counts else flops.of(result.actions, packing), dtype=torch.float64)
+        sums = torch.stack((loss, gradient_squares(self._counted, self.device).cpu(), done))
+        totals = torch.cat((sums, self._learned_of.row(self.membership, self._calibrator.correction)))
         with together(f"iteration {batch.iteration}: the sum of losses"):
             dist.all_reduce(totals)
         norm = totals[1].sqrt()
+        self._learned_of.take(totals[len(sums) :])
         # Every rank has the same sums, so all of them stop here together.
         for what, value in (("loss", float(totals[0])), ("norm of the gradient", float(norm))):
             if not math.isfinite(value):
@@ -534,6 +556,7 @@ class Trainer:
             answer=answer,
             batch=batch if self._is_planner_rank else None,
             correction=correction,
+            replicas=self._learned_of.corrections,
             measured=measured,
             learning_rate=learning_rate,
             flops=float(totals[2]),

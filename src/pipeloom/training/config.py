@@ -43,6 +43,9 @@ class LayoutConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     elastic: bool = False
     """Train on as many processes as torchrun starts, under a layout made for them; false: there must be as many as the
     file says."""
+    adapt: bool | None = None
+    """Move layers at a checkpoint where a rank stays slow and another layout is planned to pay; leave out: yes, but not
+    where the layout is given."""
 
     def __post_init__(self) -> None:
         """Refuse layouts without ranks, and choices that are made already."""

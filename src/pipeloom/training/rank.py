@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -22,7 +24,8 @@ from pipeloom.training.callbacks import Callbacks
 from pipeloom.training.finish import finish
 from pipeloom.training.job import AUTOCAST, Job
 from pipeloom.training.optimizers import ConfiguredOptimizer, configured_scheduler
-from pipeloom.training.record import EVALUATIONS, HISTORY, TENSORBOARD, Recorder, RunFacts, Summary
+from pipeloom.training.record import EVALUATIONS, HISTORY, LAYOUTS, TENSORBOARD, Recorder, RunFacts, Summary
+from pipeloom.training.relayout import Relayout
 from pipeloom.training.tensorboard import TensorBoardLog
 
 
@@ -41,35 +44,36 @@ def train_rank(job: Job, go_on: bool) -> Summary | None:
     Summary or None
         On rank 0 what the run came to.
     """
-    setup = job.shared_setup()
-    model = with_shapes(job.build_model(), setup.model)
+    relayout = Relayout(job, job.shared_setup())
     # Rank 0 has them once it is known where the run begins.
     listeners: list[Listener] = []
-    trainer = _trainer(job, setup, model, listeners, go_on)
-    first = trainer.resume() if go_on else 0
-    given, count = job.task.batches_from(first, job.config.iterations, **job.config.data)
-    batches = trainer.skip_trained(given, count)
-    listener = Listener(job, first) if trainer.rank == 0 else None
-    if listener is not None:
-        listeners.append(listener)
-        if first:
-            job.display.say(f"Going on from the checkpoint after {first} iterations.")
-    begin, done = time.monotonic(), first
-    evaluate = _Evaluations(job, setup, trainer, listener)
     with ExitStack() as shown:
-        show = None if listener is None else shown.enter_context(job.display.iterations(job.config.iterations, first))
-        for report in trainer.run(batches, first):
-            done = report.iteration + 1
-            if listener is not None and show is not None:
-                show(listener.step(report))
-            evaluate.after(done)
-        evaluate.after(done, is_last=True)
-    elapsed_s = time.monotonic() - begin
+        learned = None
+        while True:
+            model = with_shapes(job.build_model(), relayout.setup.model)
+            trainer = _trainer(job, relayout, model, listeners, go_on)
+            first = trainer.resume(learned) if go_on else 0
+            given, count = job.task.batches_from(first, job.config.iterations, **job.config.data)
+            batches = trainer.skip_trained(given, count)
+            if not listeners and trainer.rank == 0:
+                if first:
+                    job.display.say(f"Going on from the checkpoint after {first} iterations.")
+                show = shown.enter_context(job.display.iterations(job.config.iterations, first))
+                listeners.append(Listener(job, first, show))
+            _train(_Evaluations(job, relayout.setup, trainer, next(iter(listeners), None)), batches, first, relayout)
+            if not relayout.changed:
+                break
+            learned, go_on = trainer.learned, True
+            # They take no memory from those that come.
+            del model, trainer, batches
     _gather(job, trainer)
-    if listener is None:
+    if not listeners:
         return None
+    [listener] = listeners
     # Everything is on disk before the user's evaluation, in which anything may happen.
-    summary = finish(listener.recorder, setup, _facts(job, setup, model), elapsed_s, job.config.layout.kind)
+    setup = relayout.setup
+    facts = _facts(job, setup, model)
+    summary = finish(listener.recorder, setup, facts, listener.elapsed_s, job.config.layout.kind)
     scores = job.task.scores(model)
     if scores:
         summary = listener.recorder.write(msgspec.structs.replace(summary, evaluation=scores))
@@ -78,29 +82,54 @@ def train_rank(job: Job, go_on: bool) -> Summary | None:
     return summary
 
 
+def _train(evaluate: _Evaluations, batches: Iterable[Sequence[Any]], first: int, relayout: Relayout) -> None:
+    """Train under one layout, until the end or until another one is to come."""
+    listener, done = evaluate.listener, first
+    for report in evaluate.trainer.run(batches, first):
+        if done == first:
+            relayout.started(report)
+        done = report.iteration + 1
+        if listener is not None:
+            listener.step(report)
+        relayout.note(report)
+        evaluate.after(done)
+    if not relayout.changed:
+        evaluate.after(done, is_last=True)
+    elif listener is not None:
+        listener.recorder.relaid()
+
+
 class Listener:
-    """What rank 0 does with the run's events: it records them, and tells callbacks.
+    """What rank 0 does with the run's events: it records them, shows them, and tells callbacks.
 
     Parameters
     ----------
     job : Job
     first : int
         Iteration with which this start begins.
+    show : callable
+        Shows the report of an iteration.
     """
 
-    def __init__(self, job: Job, first: int) -> None:
+    def __init__(self, job: Job, first: int, show: Callable[[StepReport], None]) -> None:
+        self._begin, self._show = time.monotonic(), show
         peak = peak_flops(job)
         self._peak_flops = None if peak is None else peak * job.config.num_processes
         self.recorder, self._display = Recorder(job.folder, first), job.display
         logs = [TensorBoardLog(job.folder / TENSORBOARD, first)] if job.config.log.tensorboard else []
         self.callbacks = Callbacks([*logs, *job.task.made_callbacks()])
 
-    def step(self, report: StepReport) -> StepReport:
-        """After an iteration; returns the report with the utilisation of the devices, where that is known."""
+    @property
+    def elapsed_s(self) -> float:
+        """Since this start began to train."""
+        return time.monotonic() - self._begin
+
+    def step(self, report: StepReport) -> None:
+        """After an iteration; the utilisation of the devices is reported too, where that is known."""
         if self._peak_flops is not None and report.flops and report.step_s:
             report = replace(report, mfu=report.flops / (report.step_s * self._peak_flops))
         self.callbacks.tell("on_step", self.recorder.add(report))
-        return report
+        self._show(report)
 
     def evaluated(self, evaluated: Evaluated) -> None:
         """After an evaluation."""
@@ -154,8 +183,9 @@ def _gather(job: Job, trainer: Trainer) -> None:
         trainer.gather_model()
 
 
-def _trainer(job: Job, setup: Setup, model: Model, listeners: list[Listener], go_on: bool) -> Trainer:
-    config, costs, task = job.config, setup.costs, job.task
+def _trainer(job: Job, relayout: Relayout, model: Model, listeners: list[Listener], go_on: bool) -> Trainer:
+    config, setup, task = job.config, relayout.setup, job.task
+    costs = setup.costs
 
     def saved(iteration: int, path: Path) -> None:
         for listener in listeners:
@@ -174,7 +204,8 @@ def _trainer(job: Job, setup: Setup, model: Model, listeners: list[Listener], go
             clip_norm=config.optimizer.clip_norm,
             checkpoints=job.checkpoints,
             on_checkpoint=saved,
-            record=(job.folder / HISTORY, job.folder / EVALUATIONS, job.setup_path),
+            ends_after=relayout.ends_after,
+            record=(*(job.folder / name for name in (HISTORY, EVALUATIONS, LAYOUTS)), job.setup_path),
             timeout_s=config.timeout_s,
             loads=lambda batch: cost_loads(batch, setup.model, setup.layout, costs),
             device=group_device(),

@@ -125,6 +125,7 @@ class RunFacts:
 
 HISTORY = "history.jsonl"
 EVALUATIONS = "evaluations.jsonl"
+LAYOUTS = "layouts.jsonl"
 TENSORBOARD = "tensorboard"
 WRITTEN = (
     "summary.json",
@@ -138,6 +139,7 @@ WRITTEN = (
     "layers.json",
     HISTORY,
     EVALUATIONS,
+    LAYOUTS,
 )
 # Whole reports are kept of so many iterations, evenly spread; the numbers are kept of all.
 _MOST_REPORTS = 64
@@ -157,7 +159,7 @@ def fresh_folder(folder: Path, *, go_on: bool = False) -> None:
     InputError
         When the folder cannot be made or emptied.
     """
-    kept = {HISTORY, EVALUATIONS, "setup.json"} if go_on else set()
+    kept = {HISTORY, EVALUATIONS, LAYOUTS, "setup.json"} if go_on else set()
     stale = [folder / name for name in WRITTEN if name not in kept]
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -234,7 +236,7 @@ class Recorder:
             path.write_text(to_text(answer.plan))
         except OSError as error:
             raise _unwritable(path, error) from error
-        self._append(HISTORY, row)
+        append_line(self.folder / HISTORY, row)
         self.rows.append(row)
         if report.iteration % self._stride == 0:
             self.reports.append(report)
@@ -252,15 +254,11 @@ class Recorder:
     def add_evaluation(self, evaluated: Evaluated) -> None:
         """Keep an evaluation, and write its line."""
         self.evaluations.append(evaluated)
-        self._append(EVALUATIONS, evaluated)
+        append_line(self.folder / EVALUATIONS, evaluated)
 
-    def _append(self, name: str, line: Row | Evaluated) -> None:
-        path = self.folder / name
-        try:
-            with path.open("a") as lines:
-                lines.write(_line(line))
-        except OSError as error:
-            raise _unwritable(path, error) from error
+    def relaid(self) -> None:
+        """Training goes on under another layout: reports of plans under the one before are kept no more."""
+        self.reports.clear()
 
     def summarise(
         self,
@@ -328,7 +326,22 @@ class Recorder:
         return summary
 
 
-_Line = TypeVar("_Line", Row, Evaluated)
+_Line = TypeVar("_Line")
+
+
+def append_line(path: Path, line: object) -> None:
+    """Add a line of JSON to a file.
+
+    Raises
+    ------
+    InputError
+        When it cannot be written.
+    """
+    try:
+        with path.open("a") as lines:
+            lines.write(_line(line))
+    except OSError as error:
+        raise _unwritable(path, error) from error
 
 
 def read_history(path: Path) -> list[Row]:
@@ -363,5 +376,5 @@ def _unwritable(path: Path, error: OSError) -> InputError:
     return InputError(str(path), f"cannot be written ({error.strerror})", "make room, or use --runs")
 
 
-def _line(row: Row | Evaluated) -> str:
+def _line(row: object) -> str:
     return msgspec.json.encode(row).decode() + "\n"

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from pipeloom.cost.layers import LayerTable
 from pipeloom.errors import ExecutionError, InputError, PipeloomError
-from pipeloom.io import read_spec, rule_path, write_layout, write_rule, write_text
+from pipeloom.io import read_spec
 from pipeloom.layout.training import training_layers
 from pipeloom.plan import backend_of
 from pipeloom.planner import Setup
@@ -36,6 +36,7 @@ from pipeloom.training.measure import FirstBatches, known_links, known_profile, 
 from pipeloom.training.optimizers import check_optimizer, check_scheduler
 from pipeloom.training.rank import train_rank
 from pipeloom.training.record import Summary, fresh_folder
+from pipeloom.training.relayout import newest_change, write_setup
 from pipeloom.training.task import Task
 from pipeloom.training.tensorboard import check_tensorboard
 from pipeloom.training.warm import begin_warm
@@ -101,7 +102,8 @@ class TrainingRun(Job):
     def prepare(self) -> Setup:
         """Measure the layers, choose the layout, and write what all ranks read: the planner's setup.
 
-        What was measured before the run was interrupted is taken again, so that a resumed run has the same layout.
+        What was measured before the run was interrupted is taken again, so that a resumed run has the same layout; one
+        that was changed meanwhile holds.
 
         Raises
         ------
@@ -120,12 +122,7 @@ class TrainingRun(Job):
                 check_divisible(model, config.parallel.degrees, config.parallel.shard)
                 self._check_loop(model)
             setup = self._measured_setup(model)
-        path = self.folder / "layout.json"
-        write_layout(path, setup.layout)
-        rule_path(path).unlink(missing_ok=True)
-        for rule in setup.search.rules[-1:]:
-            write_rule(path, rule)
-        write_text(self.setup_path, msgspec.json.format(msgspec.json.encode(setup), indent=1).decode() + "\n")
+        write_setup(self, setup)
         return setup
 
     def measure_layers(self) -> LayerTable:
@@ -240,7 +237,7 @@ class TrainingRun(Job):
         search = read_spec(self.file.parent / params, SearchParams) if params else SearchParams()
         if laid.rule is not None:
             search = msgspec.structs.replace(search, rules=(*search.rules, laid.rule))
-        return Setup(
+        setup = Setup(
             model=model.spec,
             layout=msgspec.structs.replace(laid.layout, parallelism=config.parallel.degrees),
             profile=profile,
@@ -257,6 +254,9 @@ class TrainingRun(Job):
             threads=config.planner.threads,
             search=search,
         )
+        # What an earlier start of this run has changed holds, where it began with this layout.
+        change = newest_change(self, setup.layout.digest)
+        return setup if change is None else change.applied(setup)
 
     def _begin(self, go_on: bool) -> None:
         """Make the folder, and prepare all that the ranks read."""

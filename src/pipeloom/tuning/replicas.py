@@ -60,7 +60,7 @@ def tune_replicas(
     trial = msgspec.structs.replace(spec, effort=min(spec.effort, _TRIAL_EFFORT))
     left = _TRIALS * num_replicas
 
-    def predict(members: tuple[int, ...]) -> float | None:
+    def predict(members: tuple[int, ...], _replica: int) -> float | None:
         nonlocal left
         if not left:
             return None

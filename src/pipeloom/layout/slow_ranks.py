@@ -1,0 +1,208 @@
+"""A layout for ranks of which some are slow: fewer layers on those, by what training has measured.
+
+Chunks stay on their ranks, and as many as there are; what changes is at which layers they begin. Some cuts are made by
+arithmetic; from the one that is planned to be fastest on real batches, layers go over one at a time while that helps.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from pipeloom.cost import slowness_of
+from pipeloom.errors import InfeasibleError
+from pipeloom.layout.choose import LayoutDraft, LayoutEvaluation, evaluate_layout
+from pipeloom.layout.layouts import partition_chain, typical_seconds
+from pipeloom.layout.training import TRIAL, Preview
+from pipeloom.packing import packed_batch
+from pipeloom.search import OrderRule, StoppingRule
+from pipeloom.spec import Chunk, Layout
+
+LayerSeconds = Mapping[str, Sequence[float]]
+"""Of every module's layers, on a rank that is as most are."""
+
+_ROUNDS = 3
+"""Times that a layer goes over from one chunk to its neighbour, planned on real batches."""
+
+
+class Relaid(NamedTuple):
+    """A layout as it is, and the fastest that was found; these are one where no other is faster."""
+
+    before: LayoutEvaluation
+    best: LayoutEvaluation
+
+    @property
+    def gain(self) -> float:
+        """The part of a planned iteration that the other one spares."""
+        return 1.0 - self.best.seconds / self.before.seconds
+
+
+def relaid(
+    previews: Sequence[Preview],
+    layout: Layout,
+    rule: OrderRule | None = None,
+    others: Iterable[Layout] = (),
+    *,
+    trial: StoppingRule = TRIAL,
+    seed: int = 0,
+) -> Relaid:
+    """Look for a layout that is faster than the one at hand, on ranks as they were measured.
+
+    Parameters
+    ----------
+    previews : sequence of Preview
+        One for each replica, with a share of some batches; their costs say how slow its ranks are. Dealing evens
+        replicas out, so what counts is how much they do together in a time.
+    layout : Layout
+    rule : OrderRule or None
+        That was found with it.
+    others : iterable of Layout
+        To be tried too; as many chunks, on the same ranks.
+    trial : StoppingRule
+        Search for each layout and batch.
+    seed : int
+
+    Raises
+    ------
+    InfeasibleError
+        The layout at hand does not fit.
+    """
+    sampled = [preview.sampled() for preview in previews]
+    known: dict[tuple[Chunk, ...], LayoutEvaluation] = {}
+
+    def tried(made: Layout, incumbent_s: float = float("inf")) -> LayoutEvaluation:
+        if made.chunks not in known:
+            draft = LayoutDraft("", made, None if rule is None else moved_rule(rule, made))
+            # What one replica takes says nothing of all.
+            most_s = incumbent_s if len(sampled) == 1 else float("inf")
+            each = [evaluate_layout(one, draft, trial, seed, most_s) for one in sampled]
+            together = statistics.harmonic_mean([one.seconds for one in each])
+            seconds = max(one.seconds for one in each) if any(one.problem for one in each) else together
+            known[made.chunks] = dataclasses.replace(each[0], seconds=seconds)
+        return known[made.chunks]
+
+    before = best = tried(layout)
+    if before.problem:
+        raise InfeasibleError(before.problem)
+    seconds = layer_seconds(previews, layout)
+    slowness = [statistics.fmean(slowness_of(one.costs, rank) for one in previews) for rank in range(layout.num_ranks)]
+    by_module = rebalanced(layout, seconds, slowness)
+    for made in (by_module, *others, evened(layout, seconds, slowness), evened(by_module, seconds, slowness)):
+        best = min(best, tried(made, best.seconds), key=_planned)
+    for _ in range(_ROUNDS):
+        centre = best
+        for made in shifted(centre.layout):
+            best = min(best, tried(made, best.seconds), key=_planned)
+        if best is centre:
+            break
+    return Relaid(before, best)
+
+
+def _planned(found: LayoutEvaluation) -> float:
+    """Its seconds; of what was ruled out nobody knows them."""
+    return float("inf") if found.ruled_out else found.seconds
+
+
+def layer_seconds(previews: Sequence[Preview], layout: Layout) -> dict[str, list[float]]:
+    """What every layer takes in an iteration, packed as in training, were its rank as most are."""
+    found: dict[str, list[float]] = {}
+    for preview in previews:
+        model, costs = preview.model, dataclasses.replace(preview.costs, slowness=())
+        packed = [packed_batch(batch, model, layout, preview.costs, preview.packing) for batch in preview.batches]
+        seconds = typical_seconds(model, costs, packed)
+        for module in model.modules:
+            here = [seconds[f"{module.name}/{layer.kind}"] for layer in module.flat_layers]
+            before = found.get(module.name, [0.0] * len(here))
+            found[module.name] = [a + b for a, b in zip(before, here, strict=True)]
+    return found
+
+
+def _cut(layout: Layout, name: str, firsts: Sequence[int]) -> Layout:
+    """The same layout with a module's chunks beginning at other layers."""
+    numbers, chunks = layout.chunks_of(name), list(layout.chunks)
+    last = chunks[numbers[-1]].layers[1]
+    for number, first, behind in zip(numbers, firsts, (*firsts[1:], last + 1), strict=True):
+        chunks[number] = msgspec.structs.replace(chunks[number], layers=(first, behind - 1))
+    return msgspec.structs.replace(layout, chunks=tuple(chunks))
+
+
+def _divided(layout: Layout) -> list[str]:
+    """Modules whose layers lie on several chunks."""
+    pipelined = (module.name for module in layout.modules if module.on_ranks != "replicated")
+    return [name for name in pipelined if len(layout.chunks_of(name)) > 1]
+
+
+def rebalanced(layout: Layout, seconds: LayerSeconds, slowness: Sequence[float]) -> Layout:
+    """Cut every module by itself, so that its chunks take the same on their ranks, as nearly as that can be."""
+    for name in _divided(layout):
+        times = [slowness[layout.chunks[number].rank] for number in layout.chunks_of(name)]
+        layout = _cut(layout, name, [first for first, _ in partition_chain(seconds[name], len(times), times)])
+    return layout
+
+
+def shifted(layout: Layout) -> Iterator[Layout]:
+    """Every layout in which one layer goes over from a chunk to its neighbour."""
+    for name in _divided(layout):
+        chunks = [layout.chunks[number] for number in layout.chunks_of(name)]
+        firsts = [chunk.layers[0] for chunk in chunks]
+        for behind, (left, right) in enumerate(itertools.pairwise(chunks), 1):
+            for step, giver in ((1, right), (-1, left)):
+                if giver.num_layers > 1:
+                    yield _cut(layout, name, [first + step * (i == behind) for i, first in enumerate(firsts)])
+
+
+def evened(layout: Layout, seconds: LayerSeconds, slowness: Sequence[float]) -> Layout:
+    """Shift layers, whatever their modules, as long as what the slowest rank takes falls."""
+
+    def taken(made: Layout) -> tuple[float, float]:
+        times = rank_seconds(made, seconds, slowness)
+        return max(times), sum(time * time for time in times)
+
+    best = taken(layout)
+    while True:
+        made = min(shifted(layout), key=taken, default=layout)
+        if not taken(made) < best:
+            return layout
+        layout, best = made, taken(made)
+
+
+def rank_seconds(layout: Layout, seconds: LayerSeconds, slowness: Sequence[float]) -> list[float]:
+    """What every rank computes in an iteration; replicated modules are dealt out so that all end together."""
+    whole = [module.name for module in layout.modules if module.on_ranks == "replicated"]
+    times = [0.0] * layout.num_ranks
+    for chunk in layout.chunks:
+        if chunk.module not in whole:
+            first, last = chunk.layers
+            times[chunk.rank] += slowness[chunk.rank] * sum(seconds[chunk.module][first : last + 1])
+    shared, speed = sum(sum(seconds[name]) for name in whole), 0.0
+    # Ranks take part from the one that has least beside it, as long as they end later than the next one has begun.
+    for time, slow in sorted(zip(times, slowness, strict=True)):
+        if speed and shared / speed <= time:
+            break
+        shared, speed = shared + time / slow, speed + 1 / slow
+    return [max(time, shared / speed) for time in times] if whole else times
+
+
+def moved_rule(rule: OrderRule, made: Layout) -> OrderRule:
+    """The rule of a layout for another one with the same chunks on the same ranks."""
+    chunks = [
+        said if said.layers == chunk.layers else msgspec.structs.replace(said, layers=chunk.layers, strategies=())
+        for said, chunk in zip(rule.chunks, made.chunks, strict=True)
+    ]
+    return msgspec.structs.replace(rule, chunks=tuple(chunks))
+
+
+def layers_in_words(layout: Layout) -> str:
+    """How many layers every rank has of each module that is divided: ``vision 1+1, lm 4+3``."""
+    words = []
+    for name in _divided(layout):
+        counts = [0] * layout.num_ranks
+        for number in layout.chunks_of(name):
+            counts[layout.chunks[number].rank] += layout.chunks[number].num_layers
+        words.append(f"{name} {'+'.join(map(str, counts))}")
+    return ", ".join(words)
