@@ -50,8 +50,9 @@ def train_rank(job: Job, go_on: bool) -> Summary | None:
     with ExitStack() as shown:
         learned = None
         while True:
-            model = with_shapes(job.build_model(), relayout.setup.model)
-            trainer = _trainer(job, relayout, model, listeners, go_on)
+            setup = relayout.begin()
+            model = with_shapes(job.build_model(), setup.model)
+            trainer = _trainer(job, setup, relayout, model, listeners, go_on)
             first = trainer.resume(learned) if go_on else 0
             given, count = job.task.batches_from(first, job.config.iterations, **job.config.data)
             batches = trainer.skip_trained(given, count)
@@ -60,7 +61,7 @@ def train_rank(job: Job, go_on: bool) -> Summary | None:
                     job.display.say(f"Going on from the checkpoint after {first} iterations.")
                 show = shown.enter_context(job.display.iterations(job.config.iterations, first))
                 listeners.append(Listener(job, first, show))
-            _train(_Evaluations(job, relayout.setup, trainer, next(iter(listeners), None)), batches, first, relayout)
+            _train(_Evaluations(job, setup, trainer, next(iter(listeners), None)), batches, first, relayout)
             if not relayout.changed:
                 break
             learned, go_on = trainer.learned, True
@@ -71,7 +72,6 @@ def train_rank(job: Job, go_on: bool) -> Summary | None:
         return None
     [listener] = listeners
     # Everything is on disk before the user's evaluation, in which anything may happen.
-    setup = relayout.setup
     facts = _facts(job, setup, model)
     summary = finish(listener.recorder, setup, facts, listener.elapsed_s, job.config.layout.kind)
     scores = job.task.scores(model)
@@ -183,9 +183,10 @@ def _gather(job: Job, trainer: Trainer) -> None:
         trainer.gather_model()
 
 
-def _trainer(job: Job, relayout: Relayout, model: Model, listeners: list[Listener], go_on: bool) -> Trainer:
-    config, setup, task = job.config, relayout.setup, job.task
-    costs = setup.costs
+def _trainer(
+    job: Job, setup: Setup, relayout: Relayout, model: Model, listeners: list[Listener], go_on: bool
+) -> Trainer:
+    config, costs, task = job.config, setup.costs, job.task
 
     def saved(iteration: int, path: Path) -> None:
         for listener in listeners:

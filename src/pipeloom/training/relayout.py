@@ -109,7 +109,7 @@ class Relayout:
     setup : Setup
         With which it goes on.
     changed : bool
-        Whether that is another than before the last checkpoint.
+        Whether that is another than training has begun with (`begin`).
     """
 
     def __init__(self, job: Job, setup: Setup) -> None:
@@ -129,6 +129,11 @@ class Relayout:
         self._batches: deque[Batch] = deque(maxlen=_PREVIEWED)
         self._began, self._start_s = time.monotonic(), 0.0
 
+    def begin(self) -> Setup:
+        """The setup to train with from here on."""
+        self.changed = False
+        return self.setup
+
     def started(self, report: StepReport) -> None:
         """After the first iteration under a layout: what came before it is what a change costs."""
         self._start_s = max(self._start_s, time.monotonic() - self._began - report.step_s)
@@ -142,7 +147,6 @@ class Relayout:
 
     def ends_after(self, iteration: int) -> bool:
         """Whether the run is to go on under another layout; all ranks call it together after a checkpoint."""
-        self.changed = False
         if not self._may:
             return False
         slowness = self._lasting() if self._is_first else None

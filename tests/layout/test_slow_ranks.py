@@ -1,0 +1,103 @@
+"""Layouts for slow ranks, on random models, batches and ranks."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeloom.cost import Correction
+from pipeloom.errors import InfeasibleError
+from pipeloom.layout import encoder_first, partition_chain
+from pipeloom.layout.slow_ranks import evened, layer_seconds, rank_seconds, rebalanced, relaid, shifted
+from pipeloom.layout.training import Preview
+from pipeloom.planner import Setup
+from pipeloom.search import Evaluations
+from pipeloom.spec import RankSpec
+from tests.cases import random_batch
+from tests.planner.cases import random_setup
+
+
+def preview(setup: Setup, slowness: tuple[float, ...]) -> Preview:
+    costs = setup.costs.corrected(Correction(slowness=slowness))
+    return Preview(costs, setup.packing, [random_batch(0), random_batch(1)], setup.layout.num_ranks)
+
+
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=8), st.data())
+def test_a_chain_is_cut_for_slow_parts_as_well_as_can_be(loads: list[int], data: st.DataObject) -> None:
+    parts = data.draw(st.integers(1, len(loads)))
+    slowness = data.draw(st.lists(st.sampled_from([0.5, 1.0, 1.5, 2.0]), min_size=parts, max_size=parts))
+
+    def largest(cuts: tuple[int, ...]) -> float:
+        edges = pairwise((0, *cuts, len(loads)))
+        return max(slow * sum(loads[a:b]) for slow, (a, b) in zip(slowness, edges, strict=True))
+
+    def all_cuts(first: int, count: int) -> list[tuple[int, ...]]:
+        if count == 0:
+            return [()]
+        return [(cut, *rest) for cut in range(first, len(loads)) for rest in all_cuts(cut + 1, count - 1)]
+
+    runs = partition_chain(loads, parts, slowness)
+    assert largest(tuple(first for first, _ in runs[1:])) == min(map(largest, all_cuts(1, parts - 1)))
+
+
+@settings(deadline=None, max_examples=10)
+@given(st.integers(0, 10_000), st.booleans(), st.booleans(), st.sampled_from([1.2, 1.5, 2.0]))
+def test_a_new_layout_is_planned_no_slower_and_has_all_layers(
+    seed: int, everywhere: bool, first: bool, slow: float
+) -> None:
+    setup = random_setup(seed, everywhere=everywhere)
+    layout = setup.layout
+    if first:
+        layout = encoder_first(setup.model, layout.num_ranks, setup.profile.load)
+    rank = seed % layout.num_ranks
+    seen = preview(setup, tuple(slow if each == rank else 1.0 for each in range(layout.num_ranks)))
+    few = Evaluations(10)
+    found = relaid([seen], layout, trial=few, seed=seed)
+    assert found == relaid([seen], layout, trial=few, seed=seed)
+    assert found.gain >= 0
+    best = found.best.layout
+    assert [(c.module, c.rank) for c in best.chunks] == [(c.module, c.rank) for c in layout.chunks]
+    assert best.modules == layout.modules
+    # As two replicas that are alike.
+    assert relaid([seen, seen], layout, trial=few, seed=seed).best.seconds <= found.before.seconds
+
+
+@settings(deadline=None)
+@given(st.integers(0, 10_000), st.booleans())
+def test_what_ranks_compute_is_evened_out(seed: int, everywhere: bool) -> None:
+    setup, rng = random_setup(seed, everywhere=everywhere), random.Random(seed)
+    layout = setup.layout
+    slowness = [rng.choice([1.0, 1.5, 2.0]) for _ in range(layout.num_ranks)]
+    seconds = layer_seconds([preview(setup, ())], layout)
+    before, after = (max(rank_seconds(made, seconds, slowness)) for made in (layout, evened(layout, seconds, slowness)))
+    assert after <= before
+    # Work is neither lost nor done before it is there: all ranks together, as if they never waited, are no later.
+    total = sum(map(sum, seconds.values()))
+    assert after >= total / sum(1 / slow for slow in slowness) * (1 - 1e-9)
+    if layout.num_ranks > 1:
+        assert len({made.chunks for made in shifted(layout)}) == len(list(shifted(layout)))
+        assert rebalanced(layout, seconds, slowness).modules == layout.modules
+
+
+def test_several_slow_ranks_of_many_gain_what_arithmetic_says() -> None:
+    gains = []
+    for seed in range(400):
+        setup = random_setup(seed)
+        if setup.layout.num_ranks == 4 and len(setup.model.module("lm").flat_layers) > 9:
+            slow = (1.0, 2.0, 1.0, 1.0)
+            gains.append(relaid([preview(setup, slow)], setup.layout, trial=Evaluations(10)).gain)
+    assert len(gains) >= 5
+    assert sorted(gains)[len(gains) // 2] > 0.02
+
+
+def test_a_layout_that_does_not_fit_is_refused() -> None:
+    setup = random_setup(5)
+    tight = msgspec.structs.replace(setup, cluster=RankSpec(memory_capacity_bytes=1))
+    seen = Preview(tight.costs, tight.packing, [random_batch(0)], tight.layout.num_ranks, capacity_bytes=1)
+    with pytest.raises(InfeasibleError):
+        relaid([seen], tight.layout, trial=Evaluations(5))

@@ -1,0 +1,101 @@
+"""A training whose layout is changed since a rank stays slow: the same losses, and nothing trained twice or never."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from pipeloom.layout.slow_ranks import layers_in_words
+from pipeloom.planner import Setup
+from pipeloom.spec import Layout
+from pipeloom.training import TrainingRun
+from pipeloom.training.record import LAYOUTS, read_history, read_lines
+from pipeloom.training.relayout import LayoutChange, lasting
+
+TASK = Path(__file__).parent / "slow_task.py"
+CONFIG = """
+name = "slow"
+task = "{task}"
+iterations = {iterations}
+dtype = "float64"
+[layout]
+ranks = {ranks}
+adapt = {adapt}
+[packing]
+token_budget = 60
+[parallel]
+dp = {dp}
+[model.slowness]
+{slowness}
+[scheduler]
+name = "constant"
+[checkpoint]
+every = 12
+"""
+
+
+def trained(
+    folder: Path, *, slowness: str = "", iterations: int = 28, adapt: bool = True, dp: int = 1, ranks: int = 2
+) -> TrainingRun:
+    """Train, or go on where ``folder`` has been trained in before."""
+    file = folder / "train.toml"
+    known = file.exists()
+    folder.mkdir(exist_ok=True)
+    fields = {"task": os.path.relpath(TASK, folder), "iterations": iterations, "slowness": slowness, "ranks": ranks}
+    file.write_text(CONFIG.format(**fields, adapt=str(adapt).lower(), dp=dp))
+    run = TrainingRun.from_toml(file, runs=folder / "runs")
+    run.train(resume=known)
+    return run
+
+
+def losses(run: TrainingRun) -> list[float]:
+    rows = read_history(run.folder / "history.jsonl")
+    assert [row.iteration for row in rows] == list(range(len(rows)))
+    return [row.loss for row in rows]
+
+
+def layout_of(run: TrainingRun) -> Layout:
+    return msgspec.json.decode(run.setup_path.read_bytes(), type=Setup).layout
+
+
+@pytest.mark.ranks
+def test_a_layout_that_changes_changes_nothing_that_is_learned(tmp_path: Path) -> None:
+    even = trained(tmp_path / "even", iterations=30, adapt=False)
+    run = trained(tmp_path / "slow", slowness="1 = 2.0", iterations=28)
+    changes = read_lines(run.folder / LAYOUTS, LayoutChange)
+    assert [change.iteration for change in changes] == [24]
+    assert changes[0].planned_s < 0.95 * changes[0].before_s
+    assert layers_in_words(layout_of(even)) == "lm 5+5"
+    assert layout_of(run) == changes[0].layout
+    assert sum(chunk.num_layers for chunk in layout_of(run).chunks if chunk.rank == 1) < 5
+    assert losses(run) == pytest.approx(losses(even)[:28], abs=1e-9, rel=0)
+    # Started again, it goes on under the layout that it had changed to.
+    run = trained(tmp_path / "slow", slowness="1 = 2.0", iterations=30)
+    assert layout_of(run) == changes[0].layout
+    assert losses(run) == pytest.approx(losses(even), abs=1e-9, rel=0)
+
+
+@pytest.mark.ranks
+@pytest.mark.full
+def test_replicas_change_their_layout_together(tmp_path: Path) -> None:
+    even = trained(tmp_path / "even", adapt=False, dp=2)
+    run = trained(tmp_path / "slow", slowness="2 = 2.5\n3 = 2.5", dp=2)
+    assert [change.iteration for change in read_lines(run.folder / LAYOUTS, LayoutChange)] == [24]
+    assert losses(run) == pytest.approx(losses(even), abs=1e-9, rel=0)
+
+
+def test_a_rank_that_is_now_slow_now_quick_does_not_stay_slow() -> None:
+    random = np.random.default_rng(0)
+    for _ in range(50):
+        steady = random.uniform(1.4, 1.6, 20)
+        half = np.where(np.arange(20) % 2, steady, 1.0)
+        quick = random.uniform(0.5, 0.7, 20)
+        found = lasting(list(zip(steady.tolist(), half.tolist(), quick.tolist(), [1.0] * 20, strict=True)))
+        assert 1.4 < found[0] < 1.6
+        assert found[1] == 1.0
+        assert 0.5 < found[2] < 0.7
+        assert found[3] == 1.0
