@@ -49,6 +49,26 @@ def test_never_planned_slower_than_dealt_by_loads(
     assert num_replicas == 1 or found.slowest <= slowest
 
 
+@settings(deadline=None, max_examples=10)
+@given(st.integers(0, 10_000), st.integers(0, 1), st.sampled_from([1.5, 2.0]))
+def test_a_replica_with_a_slow_rank_has_less_to_do(seed: int, slow: int, factor: float) -> None:
+    setup, batch = with_replicas(random_setup(seed), 2), random_batch(seed, num_samples=24)
+    problem = setup.problem()
+    ranks = tuple(factor if rank == seed % setup.layout.num_ranks else 1.0 for rank in range(setup.layout.num_ranks))
+    corrections = [Correction(slowness=ranks if replica == slow else ()) for replica in range(2)]
+    glance = Glances([problem.corrected(each) for each in corrections], batch, Evaluations(200), seed)
+
+    def slowest(members: tuple[tuple[int, ...], ...]) -> float:
+        return max(glance(share, replica) or 0.0 for replica, share in enumerate(members))
+
+    found = deal_planned(problem, batch, budget=Evaluations(40), seed=seed, corrections=corrections)
+    alike = deal_planned(problem, batch, budget=Evaluations(40), seed=seed)
+    assert found.slowest == slowest(found.members) <= slowest(alike.members)
+    # As two replicas that are slow in the same way.
+    both = deal_planned(problem, batch, budget=Evaluations(40), seed=seed, corrections=[corrections[slow]] * 2)
+    assert both.slowest >= found.slowest * 0.99
+
+
 def test_where_nothing_fits_it_is_dealt_by_loads() -> None:
     setup, batch = with_replicas(random_setup(5), 2), random_batch(4)
     hopeless = msgspec.structs.replace(setup, cluster=RankSpec(memory_capacity_bytes=1)).problem()

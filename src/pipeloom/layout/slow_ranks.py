@@ -26,8 +26,8 @@ from pipeloom.spec import Chunk, Layout
 LayerSeconds = Mapping[str, Sequence[float]]
 """Of every module's layers, on a rank that is as most are."""
 
-_ROUNDS = 3
-"""Times that a layer goes over from one chunk to its neighbour, planned on real batches."""
+_ROUNDS, _SHIFTS = 3, 6
+"""Times that a layer goes over from one chunk to its neighbour, and so many of these that look best are planned."""
 
 
 class Relaid(NamedTuple):
@@ -96,7 +96,8 @@ def relaid(
         best = min(best, tried(made, best.seconds), key=_planned)
     for _ in range(_ROUNDS):
         centre = best
-        for made in shifted(centre.layout):
+        near = sorted(shifted(centre.layout), key=lambda made: _slowest(rank_seconds(made, seconds, slowness)))
+        for made in near[:_SHIFTS]:
             best = min(best, tried(made, best.seconds), key=_planned)
         if best is centre:
             break
@@ -160,8 +161,7 @@ def evened(layout: Layout, seconds: LayerSeconds, slowness: Sequence[float]) -> 
     """Shift layers, whatever their modules, as long as what the slowest rank takes falls."""
 
     def taken(made: Layout) -> tuple[float, float]:
-        times = rank_seconds(made, seconds, slowness)
-        return max(times), sum(time * time for time in times)
+        return _slowest(rank_seconds(made, seconds, slowness))
 
     best = taken(layout)
     while True:
@@ -169,6 +169,11 @@ def evened(layout: Layout, seconds: LayerSeconds, slowness: Sequence[float]) -> 
         if not taken(made) < best:
             return layout
         layout, best = made, taken(made)
+
+
+def _slowest(times: Sequence[float]) -> tuple[float, float]:
+    """The slowest rank's time; of layouts with the same, the one that leaves all ranks most alike comes first."""
+    return max(times), sum(time * time for time in times)
 
 
 def rank_seconds(layout: Layout, seconds: LayerSeconds, slowness: Sequence[float]) -> list[float]:

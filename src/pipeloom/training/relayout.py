@@ -125,6 +125,7 @@ class Relayout:
         self._judged = alike if found is None else found.slowness
         self._others = [setup.layout]
         self._link: tuple[float, float] | None = None
+        self._newest: tuple[Correction, ...] = ()
         self._seen: list[tuple[Correction, ...]] = []
         self._batches: deque[Batch] = deque(maxlen=_PREVIEWED)
         self._began, self._start_s = time.monotonic(), 0.0
@@ -142,7 +143,7 @@ class Relayout:
         """After every iteration."""
         if self._may and self._is_first and report.replicas and report.batch is not None:
             self._seen.append(report.replicas)
-            self._link = report.correction.link
+            self._newest, self._link = report.replicas, report.correction.link
             self._batches.append(report.batch)
 
     def ends_after(self, iteration: int) -> bool:
@@ -166,10 +167,11 @@ class Relayout:
         """How slow the ranks of every replica have stayed, where that is not what the layout was judged for."""
         if len(self._seen) < _LEAST_ITERATIONS:
             return None
-        num_ranks = self.setup.layout.num_ranks
+        num_ranks, seen = self.setup.layout.num_ranks, self._seen
+        self._seen = []
         found = tuple(
             lasting([correction.of_ranks(num_ranks) for correction in of_replica])
-            for of_replica in zip(*self._seen, strict=True)
+            for of_replica in zip(*seen, strict=True)
         )
         ratio = np.array(found) / np.array(self._judged)
         return found if (np.abs(ratio - 1) > _OTHER).any() else None
@@ -179,9 +181,8 @@ class Relayout:
         setup, self._judged = self.setup, slowness
         corrections = [
             msgspec.structs.replace(newest, slowness=each, link=self._link)
-            for newest, each in zip(self._seen[-1], slowness, strict=True)
+            for newest, each in zip(self._newest, slowness, strict=True)
         ]
-        self._seen.clear()
         previews = [
             Preview(
                 setup.costs.corrected(correction),
