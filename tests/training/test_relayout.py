@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 import numpy as np
 import pytest
 
-from pipeloom.layout.slow_ranks import layers_in_words
+import pipeloom as pl
+from pipeloom.layout.choose import LayoutEvaluation
+from pipeloom.layout.slow_ranks import Relaid, layers_in_words
+from pipeloom.packing import PackingSpec
 from pipeloom.planner import Setup
 from pipeloom.spec import Layout
 from pipeloom.training import TrainingRun
+from pipeloom.training.config import CheckpointConfig, LayoutConfig, TrainConfig
+from pipeloom.training.job import Job
 from pipeloom.training.record import LAYOUTS, read_history, read_lines
-from pipeloom.training.relayout import LayoutChange, lasting
+from pipeloom.training.relayout import LayoutChange, lasting, may_change, why_not
+from pipeloom.training.task import Task
+from tests.planner.cases import random_setup
 
 TASK = Path(__file__).parent / "slow_task.py"
 CONFIG = """
@@ -88,6 +96,37 @@ def test_replicas_change_their_layout_together(tmp_path: Path) -> None:
     run = trained(tmp_path / "slow", slowness="2 = 2.5\n3 = 2.5", dp=2)
     assert [change.iteration for change in read_lines(run.folder / LAYOUTS, LayoutChange)] == [24]
     assert losses(run) == pytest.approx(losses(even), abs=1e-9, rel=0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "adapt", "wanted"),
+    [
+        ("separate", None, True),
+        ("chosen", None, True),
+        ("chosen", False, False),
+        ("file", None, False),
+        ("file", True, True),
+    ],
+)
+def test_a_layout_that_was_given_changes_only_where_that_is_asked_for(
+    kind: Literal["separate", "chosen", "file"], adapt: bool | None, wanted: bool
+) -> None:
+    layout = LayoutConfig(2, kind=kind, path="layout.json" if kind == "file" else "", adapt=adapt)
+    saved = TrainConfig(
+        name="run", task="task.py", iterations=9, layout=layout, packing=PackingSpec(9), checkpoint=CheckpointConfig()
+    )
+    task = Task(pl.Model, list)
+    assert may_change(Job(saved, task, Path("run"))) == wanted
+    assert may_change(Job(saved, task, Path("run"), layout=random_setup(3).layout)) == bool(adapt)
+    assert not may_change(Job(msgspec.structs.replace(saved, checkpoint=None), task, Path("run")))
+
+
+def test_a_change_must_gain_enough_and_pay_for_the_new_start() -> None:
+    layout = random_setup(3).layout
+    before, better, hardly = (LayoutEvaluation("", layout, seconds, seconds) for seconds in (1.0, 0.8, 0.96))
+    assert why_not(Relaid(before, better), left=100, start_s=10.0) == ""
+    assert "40 iterations are left" in why_not(Relaid(before, better), left=40, start_s=10.0)
+    assert "less than 5%" in why_not(Relaid(before, hardly), left=10**6, start_s=0.0)
 
 
 def test_a_rank_that_is_now_slow_now_quick_does_not_stay_slow() -> None:

@@ -199,10 +199,10 @@ class Relayout:
         except InfeasibleError:
             return None
         left = self.job.config.iterations - iteration
-        why_not = _why_not(found, left, self._start_s)
-        verdict = f"stays, {why_not}" if why_not else "changed"
+        refusal = why_not(found, left, self._start_s)
+        verdict = f"stays, {refusal}" if refusal else "changed"
         self.job.display.say(f"iteration {iteration}: {_in_words(slowness)}; {_figures(found)}: {verdict}")
-        if why_not:
+        if refusal:
             return None
         rules = tuple(moved_rule(each, found.best.layout) for each in setup.search.rules)
         change = LayoutChange(
@@ -214,7 +214,7 @@ class Relayout:
         return change
 
 
-def _why_not(found: Relaid, left: int, start_s: float) -> str:
+def why_not(found: Relaid, left: int, start_s: float) -> str:
     """Why a layout is not changed; empty where it is to be."""
     if found.gain < _LEAST_GAIN:
         return f"less than {_LEAST_GAIN:.0%} shorter"
