@@ -518,7 +518,9 @@ class Trainer:
         loss_sum = 0.0 if self.membership.tensor_rank or not counts else result.loss_sum
         loss = torch.tensor(loss_sum / result.normaliser, dtype=torch.float64)
         flops = self._executor.flops
-        done = torch.tensor(0.0 if flops is None or not counts else flops.of(result.actions, packing), dtype=torch.float64)
+        done = torch.tensor(
+            0.0 if flops is None or not counts else flops.of(result.actions, packing), dtype=torch.float64
+        )
         sums = torch.stack((loss, gradient_squares(self._counted, self.device).cpu(), done))
         totals = torch.cat((sums, self._learned_of.row(self.membership, self._calibrator.correction)))
         with together(f"iteration {batch.iteration}: the sum of losses"):
