@@ -125,8 +125,9 @@ def launch(
         When a rank fails or dies: the first one's message. All others are ended first. ``comes_again`` where it has
         refused what it was given.
     """
+    place = place_of(device)
     # A GPU's driver wants a process of its own from the beginning.
-    forked = device == "cpu" and can_fork()
+    forked = place.device == "cpu" and can_fork()
     results: list[Any] = [None] * num_ranks
     with tempfile.TemporaryDirectory(prefix="pipeloom-") as folder:
         pipes: list[Connection] = []
@@ -137,7 +138,7 @@ def launch(
                 for rank in range(num_ranks):
                     here, there = multiprocessing.Pipe(duplex=False)
                     pipes.append(here)
-                    start = _Start(rank, num_ranks, str(Path(folder) / "store"), timeout_s, threads, place_of(device))
+                    start = _Start(rank, num_ranks, str(Path(folder) / "store"), timeout_s, threads, place)
                     name = f"pipeloom rank {rank}"
                     process = new_process(
                         _run_rank, (function, args, start, there), forked=forked, name=name, daemon=False
@@ -160,7 +161,7 @@ def _started(rank: int) -> Iterator[None]:
     try:
         yield
     except (OSError, EOFError) as error:
-        raise ExecutionError(f"rank {rank}: the process could not be started: {error or 'it has ended'}") from error
+        raise ExecutionError(f"rank {rank}: the process could not be started: {str(error) or 'it has ended'}") from error
 
 
 def _watch(
