@@ -161,7 +161,9 @@ def _started(rank: int) -> Iterator[None]:
     try:
         yield
     except (OSError, EOFError) as error:
-        raise ExecutionError(f"rank {rank}: the process could not be started: {str(error) or 'it has ended'}") from error
+        raise ExecutionError(
+            f"rank {rank}: the process could not be started: {str(error) or 'it has ended'}"
+        ) from error
 
 
 def _watch(
