@@ -410,5 +410,5 @@ def test_a_package_that_is_missing_is_named_with_what_brings_it(
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "torch", None)
     done = invoke("train", path)
-    assert (done.code, done.out) == (2, "")
+    assert (done.code, done.out) == (2, "Importing PyTorch ...\n")
     assert done.err == "pipeloom: torch is not installed, and this command needs it; pip install 'pipeloom[torch]'\n"

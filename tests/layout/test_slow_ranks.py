@@ -84,6 +84,7 @@ def test_what_ranks_compute_is_evened_out(seed: int, everywhere: bool) -> None:
         assert rebalanced(layout, seconds, slowness).modules == layout.modules
 
 
+@pytest.mark.full
 def test_several_slow_ranks_of_many_gain_what_arithmetic_says() -> None:
     gains = []
     for seed in range(400):

@@ -98,9 +98,8 @@ def train(encoded: bytes, waits: bool) -> Capped:
             result = run(plan, *args, **kwargs)
         found.peaks.append(outside + live.peak_bytes)
         recomputed += result.num_recomputed
-        mine = plan.ranks[trainer.rank]
-        found.strategies.extend(action.strategy for action in mine if action.verb == "F")
-        halves += sum(action.verb == "W" for action in mine)
+        found.strategies.extend(action.strategy for action in plan.actions if action.verb == "F")
+        halves += sum(action.verb == "W" for action in plan.actions)
         return result
 
     executor.run = watched  # type: ignore[method-assign]
