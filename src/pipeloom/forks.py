@@ -28,6 +28,7 @@ from typing import Any
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS"), "1")
 _FOLDER = "PIPELOOM_FORKS"
 """Environment variable: where the server finds what to import, and says how that went."""
+_LEVEL = "TORCH_CPP_LOG_LEVEL"
 _NAMES, _SAID = "names", "said"
 _PATIENCE_S = 3600.0
 _POLL_S = 0.005
@@ -61,7 +62,9 @@ def begin_forks(names: Sequence[str]) -> None:
         return
     _SERVER.folder = tempfile.TemporaryDirectory(prefix="pipeloom-forks-")
     Path(_SERVER.folder.name, _NAMES).write_text("\n".join(names))
-    with environment({**ONE_THREAD, _FOLDER: _SERVER.folder.name}):
+    # A store that is gone is no news to a planner, and a level is set when torch is imported.
+    level = os.environ.get(_LEVEL, "ERROR")
+    with environment({**ONE_THREAD, _FOLDER: _SERVER.folder.name, _LEVEL: level}):
         forkserver.set_forkserver_preload([f"{__name__}_preload"])
         forkserver.ensure_running()
 

@@ -218,7 +218,7 @@ def test_sigterm_ends_all_ranks_and_leaves_no_temporary_files(tmp_path: Path) ->
         command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True
     ) as started:
         while not (history.exists() and history.read_text().count("\n") > 2):
-            assert started.poll() is None
+            assert started.poll() is None, started.communicate()[1]
             time.sleep(0.1)
         started.terminate()
         said = started.communicate(timeout=120)[1]

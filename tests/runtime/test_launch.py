@@ -11,7 +11,7 @@ import torch
 
 from pipeloom.errors import ExecutionError
 from pipeloom.plan import Verb
-from pipeloom.runtime import launch
+from pipeloom.runtime import launch, processes
 from tests.plan.cases import EVERY_STRATEGY
 
 from .cases import random_run
@@ -84,6 +84,7 @@ def test_a_rank_that_cannot_be_started_ends_those_before_it(monkeypatch: pytest.
         return SimpleNamespace(Pipe=given.Pipe, Process=process) if method == "spawn" else given
 
     monkeypatch.setattr(multiprocessing, "get_context", get_context)
+    monkeypatch.setattr(processes, "can_fork", lambda: False)
     with pytest.raises(ExecutionError, match="rank 1: the process could not be started: it has ended"):
         launch(tensors_of, 2, 3.0)
     assert not started[0].is_alive()

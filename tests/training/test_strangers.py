@@ -201,7 +201,8 @@ def test_a_stranger_at_every_port_disturbs_no_run(tmp_path: Path) -> None:
     assert num_written >= 1
     rows = [json.loads(line) for line in history.read_text().splitlines()]
     undisturbed = [json.loads(line) for line in (alone / "t" / "history.jsonl").read_text().splitlines()]
-    assert [row["loss"] for row in rows] == [row["loss"] for row in undisturbed]
+    # Plans follow measured times, and their order of sums is not the same in two runs.
+    assert [row["loss"] for row in rows] == pytest.approx([row["loss"] for row in undisturbed], rel=1e-6)
     assert len(rows) == ITERATIONS
     summary = json.loads((history.parent / "summary.json").read_text())
     assert summary["plans_fresh"] == ITERATIONS

@@ -154,12 +154,12 @@ def gather_times(
     group: dist.ProcessGroup | None = None,
     ahead_ns: int = 0,
 ) -> Measured | None:
-    """Bring the measured times of a pipeline's ranks to its first; None on the others. All ranks call it together.
+    """Bring the measured times of a pipeline's ranks to its first; None elsewhere. All ranks call it together.
 
     Parameters
     ----------
     plan : ExecutionPlan or RankPlan
-        On the first rank, of all; elsewhere this rank's is enough.
+        Of all ranks where times are wanted; this rank's is enough elsewhere.
     own_ns : sequence of int
         Of this rank: when its first action began, and when each was done, see `StepResult`.
     cpu_ns : int
@@ -178,9 +178,9 @@ def gather_times(
     on_root = dist.get_rank(group) == 0
     blocks = [torch.zeros_like(block) for _ in range(plan.num_ranks)] if on_root else None
     dist.gather(block, blocks, group=group, group_dst=0)
-    if blocks is None:
+    # Of tensor-parallel ranks, which do all things alike, one has the whole plan.
+    if blocks is None or isinstance(plan, RankPlan):
         return None
-    assert isinstance(plan, ExecutionPlan)
     counts = [len(actions) for actions in plan.ranks]
     times = [each[1 : count + 1].numpy() for each, count in zip(blocks, counts, strict=True)]
     computing = [np.array([a.verb.is_compute for a in actions], bool) for actions in plan.ranks]
