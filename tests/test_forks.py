@@ -14,10 +14,10 @@ import pytest
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are forked on Linux only")
 
 
-def run(function: str) -> list[dict[str, Any]]:
+def run(function: str, **more: str) -> list[dict[str, Any]]:
     """What the processes of `tests.forked` say."""
     root = Path(__file__).parents[1]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), str(root / "src")])}
+    environment = {**os.environ, **more, "PYTHONPATH": os.pathsep.join([str(root), str(root / "src")])}
     command = [sys.executable, "-m", "tests.forked", function]
     ended = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=True)
     return [json.loads(line) for line in ended.stdout.splitlines()]
@@ -41,3 +41,12 @@ def test_where_the_server_was_killed_interpreters_begin() -> None:
     first, further, summary = run("kill_the_server")
     assert (first["warm"], first["given"], further["warm"]) == (False, "later", False)
     assert summary == {"forked": False, "codes": [0, 7]}
+
+
+def test_where_the_folder_for_temporary_files_has_a_long_name_interpreters_begin(tmp_path: Path) -> None:
+    folder = tmp_path / ("x" * 120)
+    folder.mkdir()
+    first, further, summary = run("call", TMPDIR=str(folder))
+    assert (first["warm"], further["warm"]) == (False, False)
+    assert summary == {"forked": False, "codes": [0, 7]}
+    assert not list(folder.glob("pipeloom-*"))

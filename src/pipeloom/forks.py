@@ -66,7 +66,12 @@ def begin_forks(names: Sequence[str]) -> None:
     level = os.environ.get(_LEVEL, "ERROR")
     with environment({**ONE_THREAD, _FOLDER: _SERVER.folder.name, _LEVEL: level}):
         forkserver.set_forkserver_preload([f"{__name__}_preload"])
-        forkserver.ensure_running()
+        try:
+            forkserver.ensure_running()
+        except OSError:
+            # Its socket lies in the folder for temporary files, whose name may be too long for a socket.
+            _SERVER.ready = False
+            _SERVER.folder.cleanup()
 
 
 @contextmanager
