@@ -196,6 +196,8 @@ def test_a_stranger_at_every_port_disturbs_no_run(tmp_path: Path) -> None:
                     num_written = written(list(writing.values()))
                     (there / "go").touch()
             time.sleep(0.02)
+    for each in stranger.held:
+        each.close()
     assert started.returncode == 0, said.read_text()
     # The plan store is one of the ports.
     assert num_written >= 1
