@@ -161,7 +161,7 @@ def written(writing: list[subprocess.Popen[str]]) -> int:
     return count
 
 
-@pytest.mark.full
+@pytest.mark.soak
 def test_a_stranger_at_every_port_disturbs_no_run(tmp_path: Path) -> None:
     alone = tmp_path / "alone"
     path = config(alone)
