@@ -17,7 +17,6 @@ import sys
 import threading
 from collections.abc import Callable
 from multiprocessing import forkserver
-from multiprocessing.reduction import DupFd
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,33 +28,14 @@ from pipeloom.planner.process import STORE_SECRET, PlannerProcess
 _QUIET = {"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "FATAL"}
 
 
-class _Target:
-    """What a new process calls: with the environment and the output of the one that asks for it, not the server's."""
+class _Target(forks.ForkTarget):
+    """What a new process calls."""
 
-    def __init__(self, function: Callable[..., None]) -> None:
-        self.function = function
-
-    def __getstate__(self) -> Any:
-        return self.function, dict(os.environ), [DupFd(number) for number in (1, 2)]
-
-    def __setstate__(self, state: Any) -> None:
-        self.function, self.environment, self.outputs = state
-
-    def __call__(self, *args: Any) -> None:
-        for number, given in enumerate(self.outputs, start=1):
-            os.dup2(given.detach(), number)
-        os.environ.clear()
-        os.environ.update(self.environment)
-        _join()
-        self.function(*args)
-
-
-def _join() -> None:
-    """Let a process of the server's ask it for further ones."""
-    forkserver._forkserver.ensure_running = lambda: None  # type: ignore[attr-defined]
-    # As `_start_server` leaves it: whoever begins warm here starts no server of its own.
-    forkserver._forkserver._preload_modules = ["tests.warm"]  # type: ignore[attr-defined]
-    PlannerProcess.start = _start_planner  # type: ignore[method-assign]
+    def begin(self) -> None:
+        """Let it ask the tests' server for further ones."""
+        # As `_start_server` leaves it: whoever begins warm here starts no server of its own.
+        forkserver._forkserver._preload_modules = ["tests.warm"]  # type: ignore[attr-defined]
+        PlannerProcess.start = _start_planner  # type: ignore[method-assign]
 
 
 def _start_server() -> None:

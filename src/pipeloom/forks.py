@@ -131,7 +131,7 @@ def serve_imports() -> None:
         part.replace(folder / _SAID)
 
 
-class _Target:
+class ForkTarget:
     """What a forked process calls: with environment and output of the one that asks for it, not with the server's."""
 
     def __init__(self, function: Callable[..., None]) -> None:
@@ -150,8 +150,12 @@ class _Target:
         os.environ.update(self.environment)
         # It asks the same server for further ones.
         forkserver._forkserver.ensure_running = lambda: None  # type: ignore[method-assign]
-        _SERVER.ready = True
+        self.begin()
         self.function(*args)
+
+    def begin(self) -> None:
+        """In the forked process, before it calls the function."""
+        _SERVER.ready = True
 
 
 def process(target: Callable[..., None], args: tuple[Any, ...], *, forked: bool, **named: Any) -> BaseProcess:
@@ -169,7 +173,7 @@ def process(target: Callable[..., None], args: tuple[Any, ...], *, forked: bool,
     """
     if forked:
         made: BaseProcess = multiprocessing.get_context("forkserver").Process(
-            target=_Target(target), args=args, **named
+            target=ForkTarget(target), args=args, **named
         )
         return made
     return multiprocessing.get_context("spawn").Process(target=target, args=args, **named)

@@ -76,13 +76,17 @@ def test_iterations_fit_into_eighty_columns(terminal: bool) -> None:
     assert not any("\u2026" in line for line in lines)
 
 
-def test_ranks_that_become_slow_are_told_once() -> None:
+def test_ranks_that_stay_slow_are_told_once() -> None:
     written = io.StringIO()
-    with Progress(Console(file=written, width=80), 99) as progress:
-        for i, slowness in enumerate(((), (1.0, 1.5), (1.0, 1.52), ())):
+    slow, more, alike = (1.0, 1.5), (1.0, 1.52), ()
+    now_and_then = [slow if i % 10 < 5 else alike for i in range(40)]
+    with Progress(Console(file=written, width=80), 999) as progress:
+        for i, slowness in enumerate(
+            (*now_and_then, *[slow] * 10, *[more] * 20, *[alike] * 5, *[more] * 5, *[alike] * 25)
+        ):
             progress.show(report(i, correction=Correction(slowness=slowness)))
-    told = [line for line in written.getvalue().splitlines() if "plan" in line and "iteration" in line]
+    told = [line for line in written.getvalue().splitlines() if "since" in line]
     assert told == [
-        "iteration 1: planned so that rank 1 takes 1.50 times as long as most",
-        "iteration 3: all ranks are planned to be alike",
+        "iteration 59: since iteration 40 planned so that rank 1 takes 1.52 times as long as most",
+        "iteration 99: since iteration 80 planned as if all ranks were alike",
     ]

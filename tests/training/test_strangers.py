@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from pipeloom.cli.app import run
+from tests.cli.test_train_resume import members
 from tests.cli.test_train_user_code import GOOD, TASK
 
 pytestmark = [pytest.mark.ranks, pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")]
@@ -54,19 +55,6 @@ def config(folder: Path) -> Path:
     (folder / "task.py").write_text("import time\nfrom pathlib import Path\n" + text)
     (folder / "train.toml").write_text(CONFIG)
     return folder / "train.toml"
-
-
-def members(session: int) -> list[int]:
-    """Processes of a session."""
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        if int(fields[3]) == session and fields[0] != "Z":
-            found.append(int(stat.parent.name))
-    return found
 
 
 def ports(processes: list[int]) -> dict[int, str]:

@@ -24,6 +24,8 @@ from pipeloom.training import Summary
 
 _NUM_ROWS = 12
 _PLAIN_EVERY = 20
+_LASTING = 20
+"""Iterations that ranks must have been slow for before it is told."""
 
 COLUMNS = {
     "step": 5,
@@ -137,7 +139,9 @@ class Progress:
         self._console, self._total, self._first = console, total, first
         self._rows: deque[tuple[str, ...]] = deque(maxlen=_NUM_ROWS)
         self._fallbacks: list[int] = []
-        self._slow: dict[int, float] = {}
+        self._slow: frozenset[int] = frozenset()
+        self._slow_told = self._slow
+        self._slow_since = first
         self._begin = time.monotonic()
         self._count = first
         self._live = Live(console=console, auto_refresh=False, transient=False) if console.is_terminal else None
@@ -175,13 +179,19 @@ class Progress:
             self._console.print(_line(row), soft_wrap=True)
 
     def _tell_speeds(self, report: StepReport) -> None:
-        """Say which ranks plans take to be slow or quick from now on, where these are others than before."""
+        """Say which ranks plans take to be slow or quick, once that has lasted and where it is news."""
         found = {rank: factor for rank, factor in enumerate(report.correction.slowness) if factor != 1.0}
-        if found.keys() != self._slow.keys():
-            ranks = ", ".join(f"rank {rank} takes {factor:.2f} times as long" for rank, factor in found.items())
-            text = f"iteration {report.iteration}: planned so that {ranks} as most"
-            self._console.print(text if found else f"iteration {report.iteration}: all ranks are planned to be alike")
-        self._slow = found
+        if found.keys() != self._slow:
+            self._slow, self._slow_since = frozenset(found), report.iteration
+        # Where ranks share cores, now one is slow and now the other: a line for each would bury the rows.
+        if self._slow == self._slow_told or report.iteration < self._slow_since + _LASTING - 1:
+            return
+        self._slow_told = self._slow
+        ranks = ", ".join(f"rank {rank} takes {factor:.2f} times as long" for rank, factor in found.items())
+        what = f"so that {ranks} as most" if found else "as if all ranks were alike"
+        self._console.print(
+            f"iteration {report.iteration}: since iteration {self._slow_since} planned {what}", soft_wrap=True
+        )
 
     def _render(self) -> Group:
         table = Table(box=None, header_style="bold", padding=(0, 1, 0, 0))

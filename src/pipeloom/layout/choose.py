@@ -213,7 +213,7 @@ def closer_drafts(trials: Sequence[LayoutEvaluation], distances: FloatArray) -> 
     if links_differ(distances):
         for trial in trials:
             for words, layout in closer(trial.layout, distances):
-                rule = None if trial.rule is None else trial.rule.on_ranks_of(layout)
+                rule = None if trial.rule is None else trial.rule.moved_to(layout)
                 yield LayoutDraft(f"{trial.name}; {words}", layout, rule)
 
 

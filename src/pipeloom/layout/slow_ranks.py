@@ -77,7 +77,7 @@ def relaid(
 
     def tried(made: Layout, incumbent_s: float = float("inf")) -> LayoutEvaluation:
         if made.chunks not in known:
-            draft = LayoutDraft("", made, None if rule is None else moved_rule(rule, made))
+            draft = LayoutDraft("", made, None if rule is None else rule.moved_to(made))
             # What one replica takes says nothing of all.
             most_s = incumbent_s if len(sampled) == 1 else float("inf")
             each = [evaluate_layout(one, draft, trial, seed, most_s) for one in sampled]
@@ -191,15 +191,6 @@ def rank_seconds(layout: Layout, seconds: LayerSeconds, slowness: Sequence[float
             break
         shared, speed = shared + time / slow, speed + 1 / slow
     return [max(time, shared / speed) for time in times] if whole else times
-
-
-def moved_rule(rule: OrderRule, made: Layout) -> OrderRule:
-    """The rule of a layout for another one with the same chunks on the same ranks."""
-    chunks = [
-        said if said.layers == chunk.layers else msgspec.structs.replace(said, layers=chunk.layers, strategies=())
-        for said, chunk in zip(rule.chunks, made.chunks, strict=True)
-    ]
-    return msgspec.structs.replace(rule, chunks=tuple(chunks))
 
 
 def layers_in_words(layout: Layout) -> str:

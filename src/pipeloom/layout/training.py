@@ -272,7 +272,7 @@ def arrange_training_layout(
     drafts = []
     for draft in found:
         placed = on_ranks(draft.layout, ranks)
-        drafts.append(LayoutDraft(draft.name, placed, None if draft.rule is None else draft.rule.on_ranks_of(placed)))
+        drafts.append(LayoutDraft(draft.name, placed, None if draft.rule is None else draft.rule.moved_to(placed)))
 
     def judged(rows: Sequence[LayoutDraft], since: float, until: float) -> tuple[LayoutEvaluation, ...]:
         return rank_drafts(

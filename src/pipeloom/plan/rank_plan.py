@@ -39,6 +39,16 @@ def rank_plan(plan: ExecutionPlan, layout: Layout, rank: int, *, joins: bool) ->
     joins : bool
         Whether messages that are neighbours on both ends are posted as one operation (`BACKENDS`).
     """
+    return _part(plan, rank, _placed(plan, layout), joins)
+
+
+def rank_plans(plan: ExecutionPlan, layout: Layout, *, joins: bool) -> tuple[RankPlan, ...]:
+    """Return what every rank needs of a plan; see `rank_plan`."""
+    placed = _placed(plan, layout)
+    return tuple(_part(plan, rank, placed, joins) for rank in range(plan.num_ranks))
+
+
+def _part(plan: ExecutionPlan, rank: int, placed: tuple[Unit, ...], joins: bool) -> RankPlan:
     return RankPlan(
         plan.num_ranks,
         plan.iteration,
@@ -47,13 +57,8 @@ def rank_plan(plan: ExecutionPlan, layout: Layout, rank: int, *, joins: bool) ->
         plan.ranks[rank],
         max(map(len, plan.ranks)),
         tuple(sorted(joined_posts(plan, rank))) if joins else None,
-        _placed(plan, layout),
+        placed,
     )
-
-
-def rank_plans(plan: ExecutionPlan, layout: Layout, *, joins: bool) -> tuple[RankPlan, ...]:
-    """Return what every rank needs of a plan; see `rank_plan`."""
-    return tuple(rank_plan(plan, layout, rank, joins=joins) for rank in range(plan.num_ranks))
 
 
 def _placed(plan: ExecutionPlan, layout: Layout) -> tuple[Unit, ...]:

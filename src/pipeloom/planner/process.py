@@ -40,13 +40,13 @@ class PlannerProcess:
         """Start the process. It has one thread for numerics, so that it takes one core from training at most."""
         # A store that is gone is no news to a planner: it leaves, without a stack of the store's own.
         quiet = {"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "FATAL"}
-        environment = {**os.environ, **quiet, STORE_SECRET: self.secret}
+        environment = {**quiet, STORE_SECRET: self.secret}
         arguments = ["planner", "--store", self.address]
         if can_fork():
             self._process = ForkedCommand(arguments, environment)
             return
         command = [sys.executable, "-m", "pipeloom", *arguments]
-        self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment)
+        self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, env={**os.environ, **environment})
 
     @property
     def pid(self) -> int | None:

@@ -67,8 +67,7 @@ def broadcast_bytes(
     head = first[_LENGTH_BYTES:][:size].tobytes()
     if size <= at_once:
         return head
-    if size > MOST_BYTES:
-        raise ExecutionError(f"a message of {size} bytes is larger than {MOST_BYTES}, the most that is sent at once")
+    _check_size(size)
     rest = np.zeros(size - at_once, np.uint8)
     if data is not None:
         rest[:] = np.frombuffer(data, np.uint8, offset=at_once)
@@ -122,14 +121,18 @@ def scatter_bytes(
     head = first[2 * _LENGTH_BYTES :][:size].tobytes()
     if most <= at_once:
         return head
-    if most > MOST_BYTES:
-        raise ExecutionError(f"a message of {most} bytes is larger than {MOST_BYTES}, the most that is sent at once")
+    _check_size(most)
     tails = None
     if data is not None:
         tails = np.zeros((len(data), most - at_once), np.uint8)
         for row, each in zip(tails, data, strict=True):
             row[: max(0, len(each) - at_once)] = np.frombuffer(each[at_once:], np.uint8)
     return head + _scatter(most - at_once, tails, group)[: max(0, size - at_once)].tobytes()
+
+
+def _check_size(size: int) -> None:
+    if size > MOST_BYTES:
+        raise ExecutionError(f"a message of {size} bytes is larger than {MOST_BYTES}, the most that is sent at once")
 
 
 def _scatter(size: int, rows: np.ndarray | None, group: dist.ProcessGroup | None) -> np.ndarray:
@@ -418,12 +421,9 @@ class SharedClock:
         self, group: dist.ProcessGroup | None, host: bytes | None = None, clock: Clock = time.monotonic_ns
     ) -> None:
         self._group, self._clock = group, clock
-        name = hashlib.blake2b(this_host() if host is None else host, digest_size=8).digest()
-        mine = torch.frombuffer(bytearray(name), dtype=torch.uint8)
-        hosts = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
         with together("the start of training"):
-            dist.all_gather(hosts, mine, group=group)
-        self.asking = tuple(rank for rank, each in enumerate(hosts) if not torch.equal(each, hosts[0]))
+            hosts = gather_hosts(group, host)
+        self.asking = tuple(rank for rank, each in enumerate(hosts) if each != hosts[0])
         """Ranks of the group on other hosts than the first one's."""
         self._offset = Offset(0, 0)
         self._num_asked = 0
@@ -437,7 +437,23 @@ class SharedClock:
         return self._offset.ns
 
 
-def this_host() -> bytes:
+def gather_hosts(group: dist.ProcessGroup | None = None, host: bytes | None = None) -> list[bytes]:
+    """What names the host of every rank of a group; all of them call it together.
+
+    Parameters
+    ----------
+    group : ProcessGroup or None
+    host : bytes or None
+        This rank's; None: its kernel, and the clock that its processes see.
+    """
+    name = hashlib.blake2b(_this_host() if host is None else host, digest_size=8).digest()
+    mine = torch.frombuffer(bytearray(name), dtype=torch.uint8)
+    names = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(names, mine, group=group)
+    return [each.numpy().tobytes() for each in names]
+
+
+def _this_host() -> bytes:
     """What names this host: its kernel, and the clock that its processes see."""
     # Containers have names of their own, but the clock is the kernel's, or that of a time namespace.
     if not _BOOT_ID.exists():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Iterator, Sequence
 from itertools import combinations_with_replacement
@@ -12,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from pipeloom.cost import fit_link, host_link
-from pipeloom.runtime.coordination import this_host, together
+from pipeloom.runtime.coordination import gather_hosts, together
 from pipeloom.spec import HostLink
 
 SIZES = (8, 1 << 15, 1 << 18, 1 << 20, 1 << 22)
@@ -24,13 +23,10 @@ _PAIR_S = 0.4
 
 def find_hosts() -> tuple[int, ...]:
     """Number the hosts in the order of their first ranks; of every rank, its host's. All ranks call it together."""
-    name = hashlib.blake2b(this_host(), digest_size=8).digest()
-    mine = torch.frombuffer(bytearray(name), dtype=torch.uint8)
-    all_names = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     with together("finding the hosts of all ranks"):
-        dist.all_gather(all_names, mine)
+        names = gather_hosts()
     number: dict[bytes, int] = {}
-    return tuple(number.setdefault(each.numpy().tobytes(), len(number)) for each in all_names)
+    return tuple(number.setdefault(name, len(number)) for name in names)
 
 
 def measure_links(hosts: Sequence[int], device: torch.device | str = "cpu") -> tuple[HostLink, ...]:

@@ -69,12 +69,16 @@ class OrderRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if not self.chunks:
             raise InputError("chunks", "are none", "give one for every chunk of the layout")
 
-    def on_ranks_of(self, layout: Layout) -> OrderRule:
-        """The same rule for a layout of the same chunks on other ranks."""
-        pairs = zip(self.chunks, layout.chunks, strict=True)
-        return msgspec.structs.replace(
-            self, chunks=tuple(msgspec.structs.replace(mine, rank=theirs.rank) for mine, theirs in pairs)
-        )
+    def moved_to(self, layout: Layout) -> OrderRule:
+        """The same rule for a layout of as many chunks, on other ranks or with other layers.
+
+        Strategies by layer are left out where the layers are others.
+        """
+        chunks = []
+        for mine, theirs in zip(self.chunks, layout.chunks, strict=True):
+            strategies = mine.strategies if mine.layers == theirs.layers else ()
+            chunks.append(msgspec.structs.replace(mine, rank=theirs.rank, layers=theirs.layers, strategies=strategies))
+        return msgspec.structs.replace(self, chunks=tuple(chunks))
 
     def check_layout(self, layout: Layout) -> None:
         """Refuse another layout than the one that the rule is for, whatever its modules are called.

@@ -142,8 +142,8 @@ def known_links(job: Job) -> TrainConfig:
 
 def _known_setup(job: Job) -> Setup | None:
     try:
-        return msgspec.json.decode(job.setup_path.read_bytes(), type=Setup)
-    except (OSError, msgspec.MsgspecError, PipeloomError):
+        return job.read_setup()
+    except PipeloomError:
         return None
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from pipeloom.cost import Correction
 from pipeloom.errors import InfeasibleError
 from pipeloom.io import rule_path, write_layout, write_rule, write_text
-from pipeloom.layout.slow_ranks import Relaid, layers_in_words, moved_rule, relaid
+from pipeloom.layout.slow_ranks import Relaid, layers_in_words, relaid
 from pipeloom.layout.training import Preview
 from pipeloom.planner import Setup
 from pipeloom.runtime import StepReport
@@ -204,7 +204,7 @@ class Relayout:
         self.job.display.say(f"iteration {iteration}: {_in_words(slowness)}; {_figures(found)}: {verdict}")
         if refusal:
             return None
-        rules = tuple(moved_rule(each, found.best.layout) for each in setup.search.rules)
+        rules = tuple(each.moved_to(found.best.layout) for each in setup.search.rules)
         change = LayoutChange(
             iteration, self._first, slowness, found.before.seconds, found.best.seconds, found.best.layout, rules
         )
