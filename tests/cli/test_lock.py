@@ -58,13 +58,28 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
         locked(tmp_path / "file" / "r").__enter__()
 
 
+TASK = "def build_model(seed): ...\ndef batches(num_iterations): ...\n"
+CONFIG = 'name = "t"\ntask = "task.py"\niterations = 1\n[layout]\nranks = 1\n[packing]\ntoken_budget = 6\n[checkpoint]\n'
+
+
+@pytest.mark.parametrize(("where", "field"), [("saved", 'path = "saved"'), ("runs/t/checkpoints", "")])
+def test_checkpoints_that_cannot_be_written_are_told_before_training(
+    tmp_path: Path, where: str, field: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "task.py").write_text(TASK)
+    (tmp_path / "train.toml").write_text(CONFIG + field)
+    (tmp_path / where).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / where).touch()
+    assert run(["train", str(tmp_path / "train.toml"), "--runs", str(tmp_path / "runs"), "--from-scratch"]) == 2
+    message = re.sub(r"\s+", " ", capsys.readouterr().err)
+    assert f"{tmp_path / where}" in message
+    assert re.search("cannot be (written|made or emptied) [(](File exists|Not a directory)[)]", message), message
+
+
 @pytest.mark.parametrize("where", ["runs/t", "saved"])
 def test_a_second_run_in_a_folder_is_refused(tmp_path: Path, where: str, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "task.py").write_text("def build_model(seed): ...\ndef batches(num_iterations): ...\n")
-    (tmp_path / "train.toml").write_text(
-        'name = "t"\ntask = "task.py"\niterations = 1\n[layout]\nranks = 1\n[packing]\ntoken_budget = 6\n'
-        '[checkpoint]\npath = "saved"\n'
-    )
+    (tmp_path / "task.py").write_text(TASK)
+    (tmp_path / "train.toml").write_text(CONFIG + 'path = "saved"\n')
     kept = tmp_path / where / "history.jsonl"
     kept.parent.mkdir(parents=True)
     kept.write_text("of the other run")

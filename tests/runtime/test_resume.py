@@ -30,6 +30,21 @@ def test_only_whole_checkpoints_count(tmp_path: Path) -> None:
     assert (checkpoints.folder / "notes").exists()
 
 
+def test_what_is_removed_is_the_folder_or_the_link_and_not_what_that_leads_to(tmp_path: Path) -> None:
+    elsewhere, folder = tmp_path / "elsewhere", tmp_path / "saved"
+    for path in (elsewhere, folder / "step-00000002"):
+        path.mkdir(parents=True)
+        (path / "file").touch()
+    (folder / "step-00000004").symlink_to(elsewhere)
+    (folder / "step-00000006").symlink_to(tmp_path / "gone")
+    (folder / "step-00000008").touch()
+    checkpoints = Checkpoints(folder, every=2)
+    checkpoints.make()
+    checkpoints.clear()
+    assert list(folder.iterdir()) == []
+    assert (elsewhere / "file").exists()
+
+
 def test_a_fingerprint_is_of_the_samples_and_not_of_the_iteration() -> None:
     batch = random_batch(3)
     assert fingerprint(batch) == fingerprint(msgspec.structs.replace(batch, iteration=batch.iteration + 1))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import logging
+import os
 import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -248,10 +250,14 @@ class Checkpoints:
                 generator.set_state(torch.frombuffer(bytearray(saved.read_bytes()), dtype=torch.uint8))
         return state
 
+    def make(self) -> None:
+        """Make the folder, so that one that cannot be written is known before anything is trained."""
+        self._attempt(_make_writable, self.folder)
+
     def clear(self) -> None:
         """Remove all checkpoints of this copy."""
         for step in self.steps():
-            _remove(self._path(step))
+            self._attempt(_remove, self._path(step))
 
     def _path(self, iteration: int) -> Path:
         return self.folder / f"step-{iteration:08d}"
@@ -285,11 +291,20 @@ def _write_files(folder: Path, rank: int, contents: dict[str, bytes]) -> None:
     write_digests(folder, f"beside-{rank}", contents)
 
 
+def _make_writable(folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    if not os.access(folder, os.W_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+
 def _make_empty(path: Path) -> None:
     _remove(path)
     path.mkdir(parents=True)
 
 
 def _remove(path: Path) -> None:
-    if path.exists():
+    # What a link leads to is somebody else's.
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    elif path.exists():
         shutil.rmtree(path)

@@ -99,6 +99,8 @@ class Job:
             saved = self.checkpoints
             if saved is not None and self.folder.resolve() not in saved.folder.resolve().parents:
                 locks.enter_context(locked(saved.folder))
+            if saved is not None:
+                saved.make()
             yield
 
     def build_model(self) -> Model:
