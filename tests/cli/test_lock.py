@@ -59,7 +59,9 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
 
 
 TASK = "def build_model(seed): ...\ndef batches(num_iterations): ...\n"
-CONFIG = 'name = "t"\ntask = "task.py"\niterations = 1\n[layout]\nranks = 1\n[packing]\ntoken_budget = 6\n[checkpoint]\n'
+CONFIG = (
+    'name = "t"\ntask = "task.py"\niterations = 1\n[layout]\nranks = 1\n[packing]\ntoken_budget = 6\n[checkpoint]\n'
+)
 
 
 @pytest.mark.parametrize(("where", "field"), [("saved", 'path = "saved"'), ("runs/t/checkpoints", "")])

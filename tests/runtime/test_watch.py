@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import signal
 import socket
 import subprocess
@@ -18,6 +19,8 @@ from pipeloom.errors import ExecutionError, InputError
 from pipeloom.runtime.addresses import address_towards, interface_towards
 from pipeloom.runtime.processes import _meet
 from pipeloom.runtime.watch import Watch, _read, watch
+
+from .test_torchrun import STARTED
 
 RANK = """
 import sys, time
@@ -74,6 +77,39 @@ def test_a_killed_rank_is_named_once_and_all_end(tmp_path: Path, lost: int) -> N
     assert [each.returncode for rank, each in enumerate(ranks) if rank != lost] == [2, 2]
     tell = [rank for rank, text in enumerate(said) if f"rank {lost} is gone" in text]
     assert tell == ([1, 2] if lost == 0 else [0])
+
+
+JOINING = """
+import os, sys, time
+from pipeloom.errors import PipeloomError
+from pipeloom.runtime import processes
+if os.environ["RANK"] == "1":
+    processes.join_group = lambda *_: os._exit(9)
+try:
+    processes.join_workers(processes.this_worker(), 600.0)
+except PipeloomError as error:
+    print(error, file=sys.stderr)
+    os._exit(2)
+"""
+
+
+@pytest.mark.ranks
+def test_a_rank_that_is_lost_while_ranks_join_is_named_too() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    given = {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", JOINING],
+            env={**os.environ, **STARTED, **given, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(3)
+    ]
+    said = [each.communicate(timeout=120)[1] for each in started]
+    assert [each.returncode for each in started] == [2, 9, 2], said
+    assert [rank for rank, text in enumerate(said) if "rank 1 is gone" in text] == [0]
 
 
 def test_a_host_that_no_longer_answers_is_as_one_that_has_ended() -> None:

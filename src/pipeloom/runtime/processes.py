@@ -335,7 +335,8 @@ def _environment(threads: int) -> Iterator[None]:
         yield
 
 
-_JOIN_TIMEOUT = timedelta(hours=1)
+_JOIN_TIMEOUT = timedelta(minutes=10)
+"""For ranks to come that torchrun has started at once; on a host whose files are far, imports take minutes."""
 _MEET_S = 0.05
 _STARTED = "pipeloom/started"
 
@@ -423,8 +424,13 @@ def join_workers(worker: Worker, timeout_s: float, device: DeviceType | Place = 
         store, again = _meet(shared, rank, size)
     except RuntimeError as error:
         raise ExecutionError(f"rank {rank}: not all of {size} ranks came: {error}") from error
-    join_group(place_of(device), store, rank, size, timeout_s, worker.local_rank)
-    return Joined(again or bool(worker.num_restarts), watch(store, rank, size))
+    # Watched first: in joining the group, a rank waits as long as for any message for one that is lost meanwhile.
+    seen = watch(store, rank, size)
+    try:
+        join_group(place_of(device), store, rank, size, timeout_s, worker.local_rank)
+    except RuntimeError as error:
+        raise ExecutionError(seen.fail(ExecutionError(f"rank {rank}: not joined by all others: {error}"))) from error
+    return Joined(again or bool(worker.num_restarts), seen)
 
 
 def _shared_store(worker: Worker) -> Any:
