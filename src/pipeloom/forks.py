@@ -9,6 +9,7 @@ begun none, or has one that cannot be forked (with threads: some library has beg
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing
 import os
 import subprocess
@@ -115,6 +116,8 @@ def serve_imports() -> None:
     if not told:
         # A second server, in the place of one that was killed: what it forks imports for itself.
         return
+    # It holds the output of who began it, and whoever reads that to its end would wait while it takes modules apart.
+    atexit.register(_leave_at_once, os.getpid())
     folder = Path(told)
     for name in (folder / _NAMES).read_text().split("\n"):
         module, _, function = name.partition(":")
@@ -129,6 +132,11 @@ def serve_imports() -> None:
         part = folder / f"{_SAID}.part"
         part.write_text("ready" if tasks == threading.active_count() == 1 else f"has {tasks} threads")
         part.replace(folder / _SAID)
+
+
+def _leave_at_once(server: int) -> None:
+    if os.getpid() == server:
+        os._exit(0)
 
 
 class ForkTarget:
