@@ -1,0 +1,134 @@
+"""Sleeping ranks of which one is slow: plans that do not know it, plans that do, and a layout that is made for it."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from benchmarks.slow_task import build_model
+from pipeloom.io import write_layout
+from pipeloom.layout import ModulePlacement, by_count, replicated, separate
+from pipeloom.report import markdown_table
+from pipeloom.training import TrainingRun
+from pipeloom.training.record import LAYOUTS, Row, read_history, read_lines
+from pipeloom.training.relayout import LayoutChange
+
+TITLE = "One rank slower than the others"
+_TASK = Path(__file__).parent / "slow_task.py"
+_LAYERS = 4
+_BLIND, _KNOWN = 12, 24
+"""Iterations until speeds are learned, and until a checkpoint at which the layout may change."""
+_LAST, _SETTLED = 37, 6
+"""All iterations, and those of each stretch that are left out: what was learned before is still being left."""
+_BRIEF = 42
+"""Iteration at which a rank that was slow for 30 is quick again, after it was known to be slow from the 12th on."""
+_CONFIG = """
+name = "slow"
+task = "{task}"
+iterations = {iterations}
+[data]
+samples = {samples}
+[layout]
+ranks = {ranks}
+kind = "file"
+path = "layout.json"
+adapt = true
+[packing]
+token_budget = 300
+[model]
+layers = {layers}
+slower = {slower}
+blind = {blind}
+until = {until}
+[planner]
+budget_s = 0.3
+deadline_s = 5.0
+[scheduler]
+name = "constant"
+[checkpoint]
+every = {every}
+"""
+
+
+class Case(NamedTuple):
+    """Ranks, how much slower one of them is, and where the encoder lies."""
+
+    ranks: int
+    slower: float
+    where: Literal["divided", "on every rank"]
+
+
+CASES = tuple(
+    Case(ranks, slower, where)
+    for where in ("divided", "on every rank")
+    for ranks, slower in ((4, 1.2), (4, 1.5), (4, 2.0), (8, 1.5))
+)
+
+
+def run(cases: Sequence[Case] = CASES) -> str:
+    """Measure, and return the section as Markdown."""
+    rows = [_row(case) for case in cases]
+    header = [
+        "encoder", "ranks", "slower", "blind, ms", "knows it, ms", "new layout, ms", "shorter: knows it", "new layout",
+        "changed", "above the bound", "iterations to adapt",
+    ]  # fmt: skip
+    text = (
+        f"Ranks whose layers sleep ({_LAYERS} layers of each module a rank), the trainer itself, messages of some "
+        "bytes over gloo; batches of six documents a rank, of equal sizes in every iteration. In one training, until "
+        f"iteration {_BLIND} plans do not know that rank 1 is slow, then they do, from {_KNOWN} on the layout may have "
+        "changed (a change is let cost nothing). Medians of the host's clock over iterations. The bound is of the last "
+        "stretch's plans, and knows rank and layout; waking late on busy cores is in the measured times. "
+        "Iterations to adapt: from the first in which speeds are learned until the first planned with them."
+    )
+    return f"{text}\n\n{markdown_table(header, rows)}\n\n{_brief(Case(4, 1.5, 'on every rank'))}"
+
+
+def _row(case: Case) -> list[str]:
+    rows, changes = _train(case, _LAST, _BLIND)
+    blind, known, new = (
+        _median(rows[first + _SETTLED : last]) for first, last in itertools.pairwise((0, _BLIND, _KNOWN, _LAST))
+    )
+    bound = statistics.median(row.planned_s / (1 + row.gap) for row in rows[_KNOWN + _SETTLED :])
+    adapted = next((row.iteration for row in rows if row.slowness), None)
+    return [
+        case.where, str(case.ranks), f"x{case.slower:g}", *(f"{each * 1e3:.0f}" for each in (blind, known, new)),
+        f"{1 - known / blind:.1%}", f"{1 - new / blind:.1%}", "yes" if changes else "no", f"{new / bound - 1:.1%}",
+        "never" if adapted is None else str(adapted - _BLIND),
+    ]  # fmt: skip
+
+
+def _brief(case: Case) -> str:
+    rows, _ = _train(case, _BRIEF + _BLIND, 10**6, until=_BRIEF)
+    slow = [row.iteration for row in rows if row.slowness]
+    return (
+        f"Slow for 30 iterations from when speeds are learned (4 ranks, x1.5, {case.where}; until iteration {_BRIEF}): "
+        f"planned so in iterations {min(slow)} to {max(slow)}; "
+        f"{_median(rows[_SETTLED:_BLIND]) * 1e3:.0f} ms blind, "
+        f"{_median(rows[_BLIND + _SETTLED : _BRIEF]) * 1e3:.0f} ms known, "
+        f"{_median(rows[_BRIEF + _SETTLED :]) * 1e3:.0f} ms when it is quick again."
+    )
+
+
+def _median(rows: Sequence[Row]) -> float:
+    return statistics.median(row.measured_s for row in rows)
+
+
+def _train(case: Case, iterations: int, every: int, until: int = 10**6) -> tuple[list[Row], list[LayoutChange]]:
+    layers = _LAYERS * case.ranks
+    layout = separate(build_model(0, layers).spec, case.ranks, {"vision": ModulePlacement(sub_microbatch=4)}, by_count)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "train.toml")
+        write_layout(
+            file.with_name("layout.json"), layout if case.where == "divided" else replicated(layout, ["vision"])
+        )
+        fields = {"samples": 6 * case.ranks, "ranks": case.ranks, "layers": layers, "slower": case.slower}
+        rest = {"iterations": iterations, "every": every, "until": until, "blind": _BLIND}
+        file.write_text(_CONFIG.format(task=_TASK, **fields, **rest))
+        run = TrainingRun.from_toml(file, runs=Path(folder, "runs"))
+        run.train()
+        changes = read_lines(run.folder / LAYOUTS, LayoutChange) if (run.folder / LAYOUTS).is_file() else []
+        return read_history(run.folder / "history.jsonl"), changes
