@@ -21,8 +21,10 @@ from . import task
 from .covering import Row
 
 PROCESSES, TOKENS = 4, 110
-CAPACITY_BYTES = 1_920_000
-"""Of all pipeline ranks where strategies are chosen: too little to keep everything, where layouts are stated."""
+CAPACITY_BYTES = {"tp": 1_600_000}
+MOST_BYTES = 1_920_000
+"""Of all pipeline ranks where strategies are chosen, by parallelism or of all others: too little to keep everything
+where layouts are stated."""
 _PARALLEL: Mapping[str, dict[str, Any]] = {
     "none": {},
     "dp": {"dp": 2},
@@ -39,6 +41,7 @@ _LAYOUT_FILE = "layout.json"
 def settings_of(row: Row) -> dict[str, Any]:
     """What train.toml says."""
     chosen = row["strategies"] == "chosen"
+    capacity = CAPACITY_BYTES.get(row["parallel"], MOST_BYTES)
     layout = {"ranks": num_ranks(row), "kind": row["layout"], "modules": _MODULES.get(row["layout"], {})}
     if row["layout"] == "file":
         layout["path"] = _LAYOUT_FILE
@@ -59,7 +62,7 @@ def settings_of(row: Row) -> dict[str, Any]:
             "strategies": ["keep", "selective", "recompute", "offload"] if chosen else [row["strategies"]],
             "split_backward": row["split"] == "split",
         },
-        "cluster": {"memory_capacity_bytes": CAPACITY_BYTES // num_ranks(row)} if chosen else {},
+        "cluster": {"memory_capacity_bytes": capacity // num_ranks(row)} if chosen else {},
     }
     if row["early"] == "clusters":
         made["tuning"] = {"pack": row["policy"], "order": "clusters"}

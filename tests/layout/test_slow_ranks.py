@@ -64,7 +64,7 @@ def test_a_new_layout_is_planned_no_slower_and_has_all_layers(
     assert [(c.module, c.rank) for c in best.chunks] == [(c.module, c.rank) for c in layout.chunks]
     assert best.modules == layout.modules
     # As two replicas that are alike.
-    assert relaid([seen, seen], layout, trial=few, seed=seed).best.seconds <= found.before.seconds
+    assert relaid([seen, seen], layout, trial=few, seed=seed).best.seconds <= found.before.seconds * (1 + 1e-12)
 
 
 @settings(deadline=None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -49,24 +50,30 @@ def test_never_planned_slower_than_dealt_by_loads(
     assert num_replicas == 1 or found.slowest <= slowest
 
 
-@settings(deadline=None, max_examples=10)
-@given(st.integers(0, 10_000), st.integers(0, 1), st.sampled_from([1.5, 2.0]))
-def test_a_replica_with_a_slow_rank_has_less_to_do(seed: int, slow: int, factor: float) -> None:
-    setup, batch = with_replicas(random_setup(seed), 2), random_batch(seed, num_samples=24)
-    problem = setup.problem()
-    ranks = tuple(factor if rank == seed % setup.layout.num_ranks else 1.0 for rank in range(setup.layout.num_ranks))
-    corrections = [Correction(slowness=ranks if replica == slow else ()) for replica in range(2)]
-    glance = Glances([problem.corrected(each) for each in corrections], batch, Evaluations(200), seed)
+def test_a_replica_with_a_slow_rank_has_less_to_do() -> None:
+    shorter = []
+    for seed in range(12):
+        slow = seed % 2
+        setup, batch = with_replicas(random_setup(seed), 2), random_batch(seed, num_samples=24)
+        problem, few = setup.problem(), Evaluations(40)
+        ranks = tuple(2.0 if rank == seed % setup.layout.num_ranks else 1.0 for rank in range(setup.layout.num_ranks))
+        corrections = [Correction(slowness=ranks if replica == slow else ()) for replica in range(2)]
+        glance = Glances([problem.corrected(each) for each in corrections], batch, Evaluations(200), seed)
 
-    def slowest(members: tuple[tuple[int, ...], ...]) -> float:
-        return max(glance(share, replica) or 0.0 for replica, share in enumerate(members))
+        def slowest(members: tuple[tuple[int, ...], ...], glance: Glances = glance) -> float:
+            return max(glance(share, replica) or 0.0 for replica, share in enumerate(members))
 
-    found = deal_planned(problem, batch, budget=Evaluations(40), seed=seed, corrections=corrections)
-    alike = deal_planned(problem, batch, budget=Evaluations(40), seed=seed)
-    assert found.slowest == slowest(found.members) <= slowest(alike.members)
-    # As two replicas that are slow in the same way.
-    both = deal_planned(problem, batch, budget=Evaluations(40), seed=seed, corrections=[corrections[slow]] * 2)
-    assert both.slowest >= found.slowest * 0.99
+        found = deal_planned(problem, batch, budget=few, seed=seed, corrections=corrections)
+        by_loads = deal(cost_loads(batch, problem.model, problem.layout, problem.costs), 2, seed)
+        assert found.slowest == slowest(found.members) <= slowest(by_loads)
+        # Looks are few, so that not knowing may be luckier once, but never by much, and not on average.
+        alike = slowest(deal_planned(problem, batch, budget=few, seed=seed).members)
+        shorter.append(found.slowest / alike)
+        # As two replicas that are slow in the same way.
+        both = deal_planned(problem, batch, budget=few, seed=seed, corrections=[corrections[slow]] * 2)
+        assert both.slowest >= found.slowest * 0.99
+    assert max(shorter) < 1.05
+    assert np.mean(shorter) < 0.8
 
 
 def test_where_nothing_fits_it_is_dealt_by_loads() -> None:
