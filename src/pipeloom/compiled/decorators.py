@@ -22,6 +22,7 @@ from numba.core.caching import FunctionCache, IndexDataCacheFile
 from numba.core.runtime.nrt import rtsys
 from numba.extending import intrinsic
 
+from pipeloom.collector import collector_paused
 from pipeloom.compiled.libraries import CalleeCompiler, KernelCompiler
 from pipeloom.compiled.stamp import stamp
 from pipeloom.compiled.turn import Turn
@@ -148,7 +149,9 @@ def _kept(compiled: Any) -> Any:
 
     def compile_in_turn(signature: Any) -> Any:
         try:
-            return compile_for(signature)
+            # A ninth of compiling would be looks at all that the process has imported.
+            with collector_paused():
+                return compile_for(signature)
         finally:
             cache.turn.end()
 

@@ -15,7 +15,22 @@ from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler import Compiler, Flags
 
 
-class _CalleeLibrary(JITCodeLibrary):
+class _Library(JITCodeLibrary):
+    """Code whose functions are optimised with the module that they end up in, and not one by one before."""
+
+    def _optimize_functions(self, ll_module: Any) -> None:
+        ll_module.data_layout = self._codegen._data_layout
+
+
+class _KernelLibrary(_Library):
+    """Code of a kernel that counts no references: nothing is to be tidied up for the sake of pruning those."""
+
+    def _optimize_final_module(self) -> None:
+        passes, builder = self._codegen._module_pass_manager()
+        passes.run(self._final_module, builder)
+
+
+class _CalleeLibrary(_Library):
     """Code that is linked only."""
 
     def _optimize_final_module(self) -> None:
@@ -32,7 +47,7 @@ def _no_executable(_library: Any, description: Any, environment: Any) -> Any:
 
 
 class _Flags(Flags):
-    """numba's flags, of which copies are equal without asking for every option.
+    """numba's flags, compared without asking for every option.
 
     For each call inside a function, numba looks up what it has compiled by the flags of that function too: a fifth of
     all compiling was comparing these.
@@ -41,12 +56,16 @@ class _Flags(Flags):
     __slots__ = ()
 
     def __eq__(self, other: object) -> bool:
-        return (isinstance(other, Flags) and self._values == other._values) or super().__eq__(other)  # type: ignore[no-untyped-call]
+        if not isinstance(other, Flags):
+            return NotImplemented
+        mine, theirs = self._values, other._values
+        return bool(mine == theirs or {**_DEFAULTS, **mine} == {**_DEFAULTS, **theirs})
 
     def __hash__(self) -> int:
         return _FLAGS_HASH
 
 
+_DEFAULTS: dict[str, Any] = Flags().values()  # type: ignore[no-untyped-call]
 # Of the options' names, and so the same for all.
 _FLAGS_HASH = hash(Flags())  # type: ignore[no-untyped-call]
 
@@ -74,6 +93,9 @@ class KernelCompiler(_Compiler):
     def compile_extra(self, func: Callable[..., Any]) -> Any:
         """Compile, and give what was linked the environments that numba gives to code that can be called."""
         codegen = self.state.targetctx.codegen()
+        if not self.state.flags.nrt:
+            self.state.library = _KernelLibrary(codegen, func.__qualname__)  # type: ignore[no-untyped-call]
+            self.state.library.enable_object_caching()
         result: Any = super().compile_extra(func)
         for environment in result._find_referenced_environments():
             codegen.set_env(environment.env_name, environment)
