@@ -26,7 +26,7 @@ class _KernelLibrary(_Library):
     """Code of a kernel that counts no references: nothing is to be tidied up for the sake of pruning those."""
 
     def _optimize_final_module(self) -> None:
-        passes, builder = self._codegen._module_pass_manager()
+        passes, builder = self._codegen._module_pass_manager()  # type: ignore[no-untyped-call]
         passes.run(self._final_module, builder)
 
 
