@@ -96,7 +96,16 @@ def _row(case: Case) -> list[str]:
     shorter = [f"{1 - each / blind:.1%}" for each in (known, new)]
     changed = "yes" if changes else "no"
     after = "never" if adapted is None else str(adapted - _BLIND)
-    return [case.where, str(case.ranks), f"x{case.slower:g}", *times, *shorter, changed, f"{new / bound - 1:.1%}", after]
+    return [
+        case.where,
+        str(case.ranks),
+        f"x{case.slower:g}",
+        *times,
+        *shorter,
+        changed,
+        f"{new / bound - 1:.1%}",
+        after,
+    ]
 
 
 def _brief(case: Case) -> str:
