@@ -15,7 +15,7 @@ from importlib import import_module
 from pathlib import Path
 
 from pipeloom.io import write_text
-from pipeloom.lab.reproduce.write import machine
+from pipeloom.lab.reproduce.provenance import machine
 from pipeloom.report import join_sections, sections
 
 SECTIONS = (

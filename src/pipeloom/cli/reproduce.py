@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,16 +13,16 @@ from pipeloom.cli.output import JSON_HELP, print_json, print_note
 from pipeloom.errors import InputError
 
 if TYPE_CHECKING:
-    from pipeloom.lab.reproduce import Progress
+    from pipeloom.lab.reproduce import Progress, Record
 
 EPILOG = (
     "Examples: pipeloom reproduce dip --list; pipeloom reproduce dip table-5 --seeds 1; "
-    "pipeloom reproduce pipetune --out docs/results."
+    "pipeloom reproduce all --out docs/results."
 )
 
 
 def reproduce(
-    paper: str = typer.Argument(..., metavar="PAPER", help="dip, pipetune or adaptis."),
+    paper: str = typer.Argument(..., metavar="PAPER", help="dip, pipetune, adaptis, or all."),
     part: list[str] = typer.Argument(None, metavar="[PART]...", help="Some of its tables and figures; default: all."),
     show: bool = typer.Option(False, "--list", help="Name the parts and leave."),
     seeds: int | None = typer.Option(None, metavar="N", help="Seeds 0 to N-1; default: 0 to 2."),
@@ -35,20 +36,28 @@ def reproduce(
         None, metavar="SECONDS", help="Seconds after which an exact solver is cut; default: 60."
     ),
     full: bool = typer.Option(False, "--full", help="All defaults as large as in the paper; may take days."),
-    out: Path = typer.Option(Path("docs/results"), metavar="FOLDER", help="Where the page and the pictures go."),
+    processes: int | None = typer.Option(
+        None, metavar="N", help="Parts made at a time; those that read the clock run alone; default: as many as cores."
+    ),
+    again: bool = typer.Option(False, "--again", help="Make also what is recorded of this source with these options."),
+    out: Path = typer.Option(Path("docs/results"), metavar="FOLDER", help="Where data, pages and pictures go."),
     json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
-    """Run a paper's evaluation again and write its tables and figures.
+    """Run a paper's evaluation again, record its tables and figures, and write the pages.
 
-    Leaves FOLDER/PAPER.md and FOLDER/PAPER/*.svg. Every section is written as soon as it is there; those that are not
-    run stay. The paper's own numbers stand beside ours, and enter no computation.
+    Leaves FOLDER/PAPER/PART.json, the pictures beside it, FOLDER/PAPER.md, and FOLDER/index.md with every claim of the
+    papers beside ours. A part is recorded as soon as it has ended; after an interruption the same command goes on from
+    there. The paper's own numbers stand beside ours, and enter no computation.
     """
-    from pipeloom.lab.reproduce import Options, full_of, parts_of, reproduce
+    from pipeloom.lab.reproduce import PAPERS, Options, full_of, parts_of, reproduce
 
-    parts = parts_of(paper)
+    papers = list(PAPERS) if paper == "all" else [paper]
+    if paper == "all" and part:
+        raise InputError("PART", f"{part[0]!r} is of one paper", f"say which: {', '.join(PAPERS)}")
     if show:
-        for one in parts:
-            typer.echo(f"{one.name:24} {one.title} ({one.source})")
+        for each in papers:
+            for one in parts_of(each):
+                typer.echo(f"{one.name:24} {one.title} ({one.source})")
         return
     if seeds is not None and not 1 <= seeds <= 10_000:
         raise InputError("--seeds", f"{seeds} is not between 1 and 10000")
@@ -59,19 +68,27 @@ def reproduce(
         "solver_s": solver,
     }
     known = {name: value for name, value in given.items() if value is not None}
-    options = replace(full_of(paper) if full else Options(), **known)
-    page, outcomes = reproduce(paper, part or (), options, out, _tell)
+    wanted = [(each, replace(full_of(each) if full else Options(), **known)) for each in papers]
+    count = len(os.sched_getaffinity(0)) if processes is None else processes
+    made = reproduce(wanted, part or (), out, processes=count, again=again, on_progress=_tell)
+    page = out / ("index.md" if paper == "all" else f"{paper}.md")
     if json:
-        print_json({"page": str(page), "parts": {name: _document(asdict(o)) for name, o in outcomes.items()}})
+        found = made if paper == "all" else made[paper]
+        print_json({"page": str(page), "parts": _documents(found)})
     else:
         typer.echo(f"wrote {page}")
 
 
-def _document(outcome: dict[str, object]) -> dict[str, object]:
+def _documents(found: dict[str, Any]) -> dict[str, Any]:
+    return {name: _documents(one) if isinstance(one, dict) else _document(one) for name, one in found.items()}
+
+
+def _document(record: Record) -> dict[str, object]:
     """Tables and notes; pictures are in their files."""
-    return {name: outcome[name] for name in ("tables", "notes", "devices")}
+    parts = asdict(record)
+    return {name: parts[name] for name in ("tables", "notes", "devices")}
 
 
 def _tell(progress: Progress) -> None:
-    state = "..." if progress.elapsed_s is None else f"done in {progress.elapsed_s:.0f} s"
-    print_note(f"{progress.part.name}: {progress.part.title} {state}")
+    took = f" {progress.elapsed_s:.0f} s" if progress.elapsed_s else ""
+    print_note(f"{progress.paper} {progress.part.name}: {progress.state}{took}; {progress.left}")

@@ -8,16 +8,17 @@ from collections.abc import Mapping, Sequence
 _SECTION = re.compile(r"^<!-- ([\w-]+) -->\n(.*?)(?=^<!-- [\w-]+ -->\n|\Z)", re.MULTILINE | re.DOTALL)
 
 
-def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table; the first column is aligned left, the others right.
+def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, words: bool = False) -> str:
+    """A table; the first column is aligned left, the others right, or left where they are ``words``.
 
     Parameters
     ----------
     columns : sequence of str
     rows : sequence of sequence of str
         Each as long as ``columns``.
+    words : bool
     """
-    lines = [_row(columns), "|" + "---|" + "---:|" * (len(columns) - 1)]
+    lines = [_row(columns), "|" + "---|" + ("---|" if words else "---:|") * (len(columns) - 1)]
     return "\n".join([*lines, *(_row(row) for row in rows)])
 
 

@@ -48,6 +48,17 @@ class Options:
 
 
 @dataclass(frozen=True, slots=True)
+class Settings:
+    """Options as one part has used them; None: it makes no use of that one."""
+
+    seeds: tuple[int, ...] | None = None
+    iterations: int | None = None
+    search_s: float | None = None
+    solver_s: float | None = None
+    full: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Table:
     """Rows of text; ours and the paper's numbers in columns of their own."""
 
@@ -58,7 +69,9 @@ class Table:
     """Why numbers differ, assumptions."""
 
     def __post_init__(self) -> None:
-        """Refuse rows that do not fit."""
+        """Refuse rows that do not fit, and columns of one name, which nobody could look up."""
+        if len(set(self.columns)) < len(self.columns):
+            raise ValueError(f"table {self.title!r}: two columns of {self.columns} have the same name")
         for row in self.rows:
             if len(row) != len(self.columns):
                 raise ValueError(f"table {self.title!r}: {row} has not {len(self.columns)} cells")
@@ -102,6 +115,20 @@ class Part:
     """What our search is given its time for."""
     search_factor: float = 1.0
     """Times ``search_s`` that this gets."""
+    shares: str = ""
+    """Parts with the same word time the same things, so that one process makes them one after the other."""
+    alone: bool = False
+    """It reads a clock that other work on the machine disturbs, so nothing runs beside it."""
+
+    def settings(self, options: Options) -> Settings:
+        """Those of the options that make a difference to it."""
+        return Settings(
+            options.seeds if "seeds" in self.uses else None,
+            options.iterations if "iterations" in self.uses else None,
+            self.search_factor * options.search_s if "search" in self.uses else None,
+            options.solver_s if "solver" in self.uses else None,
+            options.full,
+        )
 
 
 def parts_of(paper: str) -> tuple[Part, ...]:
@@ -114,11 +141,6 @@ def parts_of(paper: str) -> tuple[Part, ...]:
     """
     parts: tuple[Part, ...] = _package(paper).PARTS
     return parts
-
-
-def preface_of(paper: str) -> str:
-    """What a reader must know before the first part; may be empty."""
-    return str(getattr(_package(paper), "PREFACE", ""))
 
 
 def full_of(paper: str) -> Options:

@@ -11,7 +11,9 @@ from pipeloom.lab.reproduce.adaptis.throughput import figure_8, figure_9, figure
 from pipeloom.lab.reproduce.part import Options, Outcome, Part
 
 
-def _searched(number: int, title: str, run: Callable[[Options], Outcome]) -> Part:
+def _searched(
+    number: int, title: str, run: Callable[[Options], Outcome], shares: str = "", alone: bool = False
+) -> Part:
     """A part whose placements are made once, for no batch in particular."""
     return Part(
         f"figure-{number}",
@@ -22,6 +24,8 @@ def _searched(number: int, title: str, run: Callable[[Options], Outcome]) -> Par
         ("seeds", "search"),
         "a placement",
         MOST_SEARCH,
+        shares,
+        alone,
     )
 
 
@@ -30,11 +34,13 @@ PARTS: tuple[Part, ...] = (
     _searched(3, "Three steps of tuning", figure_3),
     Part("figure-4", "Size of the search space", "`adaptis.txt` Fig. 4", "emulated", figure_4, ()),
     _searched(8, "Throughput of nine models", figure_8),
-    _searched(9, "Sequence lengths", figure_9),
+    _searched(9, "Sequence lengths", figure_9, "64 microbatches"),
     _searched(10, "Ablation of the three phases", figure_10),
-    _searched(11, "Traces", figure_11),
-    _searched(12, "Prediction against execution", figure_12),
-    Part("figure-13", "Generation time", "`adaptis.txt` Fig. 13", "processor", figure_13, ("seeds", "solver")),
+    _searched(11, "Traces", figure_11, "64 microbatches"),
+    _searched(12, "Prediction against execution", figure_12, alone=True),
+    Part(
+        "figure-13", "Generation time", "`adaptis.txt` Fig. 13", "processor", figure_13, ("seeds", "solver"), alone=True
+    ),
     _searched(14, "Strong scaling", figure_14),
     _searched(15, "Weak scaling", figure_15),
 )

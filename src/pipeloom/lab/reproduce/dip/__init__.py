@@ -12,6 +12,8 @@ FULL = Options(tuple(range(10)), 100, 1.0, 3 * 3600.0, True)
 """As in the paper: means over 100 iterations (Fig. 8a) and ten runs (section 7.1), ten seconds for its search
 (Fig. 11), solvers cut after three hours (Fig. 12)."""
 
+FIVE = "five models"
+"""What parts share that time the five models under the layouts that were chosen for them."""
 ONE: tuple[Setting, ...] = ("seeds", "search")
 """Options of parts that time one iteration for each seed, or a fixed number."""
 PARTS: tuple[Part, ...] = (
@@ -27,14 +29,20 @@ PARTS: tuple[Part, ...] = (
         uses=("seeds", "iterations"),
     ),
     Part(
-        "layouts", "Layouts, and what each would have cost", "`dip.txt` section 4", "emulated", tried_layouts, uses=()
+        "layouts",
+        "Layouts, and what each would have cost",
+        "`dip.txt` section 4",
+        "emulated",
+        tried_layouts,
+        uses=(),
+        shares=FIVE,
     ),
     Part("table-4", "FSDP, Megatron-LM and DIP on 16 H20", "`dip.txt` Table 4", "emulated", table_4, uses=ONE),
-    Part("figure-8a", "Five models on mixed data", "`dip.txt` Fig. 8a", "emulated", figure_8a),
-    Part("figure-8b", "Changing data", "`dip.txt` Fig. 8b", "emulated", figure_8b, uses=("search",)),
-    Part("table-5", "What each technique brings", "`dip.txt` Table 5", "emulated", table_5, uses=ONE),
+    Part("figure-8a", "Five models on mixed data", "`dip.txt` Fig. 8a", "emulated", figure_8a, shares=FIVE),
+    Part("figure-8b", "Changing data", "`dip.txt` Fig. 8b", "emulated", figure_8b, uses=("search",), shares=FIVE),
+    Part("table-5", "What each technique brings", "`dip.txt` Table 5", "emulated", table_5, uses=ONE, shares=FIVE),
     Part("figure-9", "Sub-microbatch sizes", "`dip.txt` Fig. 9", "emulated", figure_9),
-    Part("figure-10", "Memory of the first rank", "`dip.txt` Fig. 10", "emulated", figure_10, uses=ONE),
+    Part("figure-10", "Memory of the first rank", "`dip.txt` Fig. 10", "emulated", figure_10, uses=ONE, shares=FIVE),
     Part(
         "published",
         "DIP's searches with ten times the time",
@@ -42,8 +50,9 @@ PARTS: tuple[Part, ...] = (
         "emulated",
         published_search,
         uses=ONE,
+        shares=FIVE,
     ),
-    Part("planning", "Planning time", "`dip.txt` section 7.4", "processor", planning_time, uses=ONE),
+    Part("planning", "Planning time", "`dip.txt` section 7.4", "processor", planning_time, uses=ONE, alone=True),
     Part("figure-11", "Search progress", "`dip.txt` Fig. 11", "emulated", figure_11, uses=ONE),
     Part(
         "figure-12",
@@ -52,6 +61,7 @@ PARTS: tuple[Part, ...] = (
         "processor",
         figure_12,
         uses=("seeds", "search", "solver"),
+        alone=True,
     ),
     Part("figure-13", "Degrees of parallelism", "`dip.txt` Fig. 13", "emulated", figure_13, uses=ONE),
     Part("dealing", "Dealing microbatches to replicas", "nothing in the papers", "emulated", dealing, uses=ONE),
@@ -62,6 +72,7 @@ PARTS: tuple[Part, ...] = (
         "emulated",
         ordering_consistency,
         uses=("seeds",),
+        alone=True,
     ),
     Part("figure-14", "Thousands of GPUs", "`dip.txt` Fig. 14, Table 6", "emulated", large, uses=ONE),
 )

@@ -107,7 +107,7 @@ def section_3_1(options: Options) -> Outcome:
         "seconds",
         "over mixed 1F1B",
         "memory not limited: seconds",
-        "over mixed 1F1B",
+        "memory not limited: over mixed 1F1B",
         "paper: over the best mixed",
     )
     title = "ViT 2B + LM 5B, dynamic data"

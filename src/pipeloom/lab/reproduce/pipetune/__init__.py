@@ -2,31 +2,24 @@
 
 from collections.abc import Callable
 
-from pipeloom.lab.reproduce.part import Options, Outcome, Part, Setting
+from pipeloom.lab.reproduce.part import Options, Outcome, Part, Setting, TimeKind
 from pipeloom.lab.reproduce.pipetune.analysis import figure_5, figure_8, figure_10, packing
 from pipeloom.lab.reproduce.pipetune.beyond import replicas, trained
 from pipeloom.lab.reproduce.pipetune.execution import figure_11
 from pipeloom.lab.reproduce.pipetune.performance import figure_2, figure_6, figure_7, table_2
 from pipeloom.lab.reproduce.pipetune.sensitivity import sensitivity
 
-PREFACE = """\
-Reductions against an untuned run depend on how large its microbatches are, which memory decides and the paper does not
-say. Here ranks recompute norms and activation functions, layers are divided as TorchTitan divides them, and
-microbatches are as large as then fit, at most 8 contexts.
-[What the reductions rest on](#what-the-reductions-rest-on) shows them for smaller and larger ones beside the paper's:
-where memory holds two contexts neither PipeTune's techniques nor ours reach those, nor do they for 13B PP4, which holds
-one ([sizes](#three-sizes-two-clusters-three-mixtures)). Against a static size that is well chosen for its mixture a
-size that adapts gains about 1 % here by itself, where the paper has 9.27 % ([Fig. 7](#microbatch-sizes)).
-"""
-"""Stands at the head of the page."""
-
 _DRAWN: tuple[Setting, ...] = ("seeds", "iterations")
+
+_ALONE = ("figure-8", "figure-11")
+"""Tuning is timed, and ranks sleep."""
 
 
 def _part(
     name: str, title: str, source: str, run: Callable[[Options], Outcome], uses: tuple[Setting, ...] = _DRAWN
 ) -> Part:
-    return Part(name, title, source, "processor" if name == "figure-8" else "emulated", run, uses)
+    kind: TimeKind = "processor" if name == "figure-8" else "emulated"
+    return Part(name, title, source, kind, run, uses, alone=name in _ALONE)
 
 
 _ALL: tuple[Setting, ...] = (*_DRAWN, "search")

@@ -1,0 +1,401 @@
+"""What AdaPtis claims."""
+
+from __future__ import annotations
+
+from pipeloom.lab.reproduce.claims import Claim, Found
+
+_SYSTEMS = ("S-1F1B", "I-1F1B", "ZB", "Mist")
+_HETEROGENEOUS = ("Gemma", "DeepSeek", "Nemotron-H")
+_UNSTATED = (
+    "The paper states neither P nor the number of microbatches; half of ours have two a rank, where this system idles "
+    "most. The paper's generator, written again, has {generator}."
+)
+_SLEEP = "Ranks that sleep as long as they would compute; no kernel was timed."
+_GRID = "Every system has the best degrees of its own grid here; the paper fixes them and does not state them."
+_DEVICES = ("8", "16", "32", "64", "128")
+_OWN_GENERATOR = "Share of the full tuning's throughput: AdaPtis"
+
+
+def _over(system: str, column: str) -> Found:
+    return Found("figure-8", column, (system,), "Speedup over each system")
+
+
+def _figure_1() -> tuple[Claim, ...]:
+    """One claim for each model."""
+    paper = {
+        "LLaMA-2": "18.0, 2.7, 11.5, 6.8 %",
+        "Gemma": "36.2, 30.3, 34.9, 20.7 %",
+        "DeepSeek": "44.7, 39.5, 43.8, 25.6 %",
+        "Nemotron-H": "47.9, 51.1, 47.2, 41.5 %",
+    }
+    return tuple(
+        Claim(
+            f"figure-1-{model.lower()}",
+            f"{model}: bubbles under S-1F1B, I-1F1B, ZB, Mist",
+            "AdaPtis Fig. 1",
+            figures,
+            tuple(Found("figure-1", system, (model,)) for system in _SYSTEMS),
+            "near",
+            "Costs are of a device table, sequences of 4096 tokens; the paper does not state its own. Pipeloom has "
+            "{ours} %.",
+            "%",
+            {"ours": Found("figure-1", "ours", (model,))},
+        )
+        for model, figures in paper.items()
+    )
+
+
+def _figure_8() -> tuple[Claim, ...]:
+    """Averages and largest, over each system."""
+    paper = {"S-1F1B": (1.34, 1.54), "I-1F1B": (1.42, 2.14), "ZB": (1.34, 1.51), "Mist": (1.20, 1.27)}
+    likewise = {
+        "I-1F1B": "It has the number of chunks that suits it best here.",
+        "Mist": "Both cut layers by their time; Mist's is its partition only.",
+    }
+    claims = []
+    for system, figures in paper.items():
+        unlike = system in ("S-1F1B", "ZB")
+        for how, figure in zip(("average", "largest"), figures, strict=True):
+            claims.append(
+                Claim(
+                    f"figure-8-{system.lower()}-{how}",
+                    f"Throughput over {system}, {how}",
+                    "AdaPtis Fig. 8, §5.2, abstract",
+                    f"{figure:.2f} times",
+                    (_over(system, f"ours, {how}"),),
+                    "at least",
+                    _UNSTATED
+                    if unlike
+                    else f"Pipeloom's; the paper's generator, written again, has {{generator}}. {likewise[system]}",
+                    "times",
+                    {"generator": _over(system, f"AdaPtis, {how}")},
+                    speedup=True,
+                    incomparable=unlike,
+                )
+            )
+    return tuple(claims)
+
+
+def _figure_9() -> tuple[Claim, ...]:
+    paper = {"S-1F1B": "1.54", "I-1F1B": "2.14", "ZB": "1.51", "Mist": "1.27"}
+    return tuple(
+        Claim(
+            f"figure-9-{system.lower()}",
+            f"Sequences of 1K to 32K tokens: throughput over {system}, largest",
+            "AdaPtis Fig. 9, §5.3",
+            f"{figure} times",
+            (Found("figure-9", f"over {system}", how="most"),),
+            "at least",
+            "At 32K tokens it is {last}: the head no longer counts, and equal stages suffice.",
+            "times",
+            {"last": Found("figure-9", f"over {system}", ("32768",))},
+            speedup=True,
+        )
+        for system, figure in paper.items()
+    )
+
+
+def _figure_10() -> tuple[Claim, ...]:
+    paper = {
+        "baseline": (76, 73, 75),
+        "+1": (72, 75, 63),
+        "+2": (78, 74, 76),
+        "+3": (88, 84, 84),
+        "+1+2": (92, 89, 70),
+        "+1+3": (95, 95, 92),
+        "+2+3": (96, 91, 92),
+    }
+    phases = {"1": "placement", "2": "schedule", "3": "partition"}
+    claims = []
+    for name, shares in paper.items():
+        words = " and ".join(phases[digit] for digit in name if digit in phases) or "nothing"
+        claims.append(
+            Claim(
+                f"figure-10-{name.replace('+', '') or 'none'}",
+                f"Tuned {words}: share of the whole's throughput on Gemma, DeepSeek, Nemotron-H",
+                "AdaPtis Fig. 10, §5.4",
+                f"{', '.join(map(str, shares))} %",
+                tuple(Found("figure-10", family, (name,), _OWN_GENERATOR) for family in _HETEROGENEOUS),
+                "near",
+                "The paper's generator, written again. Size and microbatches are not stated.",
+                "%",
+            )
+        )
+    return tuple(claims)
+
+
+def _figure_12() -> tuple[Claim, ...]:
+    paper = {"AdaPtis": "4.42", "I-1F1B": "4.55", "ZB": "2.12", "Mist": "6.57"}
+    return tuple(
+        Claim(
+            f"figure-12-{system.lower()}",
+            f"Predicted throughput of {system}, largest error",
+            "AdaPtis Fig. 12, §5.5",
+            f"{error} %",
+            (Found("figure-12", "error", (("Small", "Medium", "Large"), system), how="most"),),
+            "at most",
+            _SLEEP,
+            "%",
+            incomparable=True,
+        )
+        for system, error in paper.items()
+    )
+
+
+def _scaling(number: int, kind: str, paper: str, grown: str) -> tuple[Claim, ...]:
+    part, table = f"figure-{number}", "nemotron-h-large"
+    return (
+        Claim(
+            f"{part}-gains",
+            f"{kind} scaling, 8 to 128 GPUs: throughput over S-1F1B",
+            f"AdaPtis Fig. {number}, §5.7",
+            f"{paper} times",
+            tuple(Found(part, "ours", (devices,), table) for devices in _DEVICES),
+            "at least",
+            _GRID,
+            "times",
+            speedup=True,
+            incomparable=True,
+        ),
+        Claim(
+            f"{part}-grows",
+            f"{kind} scaling, from 8 to 128 GPUs: throughput grows to",
+            f"AdaPtis §5.7, Fig. {number}",
+            f"{grown} times",
+            (Found(part, "our throughput over 8 devices", ("128",), table),),
+            "at least",
+            _GRID,
+            "times",
+            incomparable=True,
+        ),
+        Claim(
+            f"{part}-highest",
+            f"{kind} scaling: the highest throughput in every configuration",
+            f"AdaPtis §5.7, Fig. {number}",
+            "above 1.00 times",
+            (Found(part, "ours over the best of eight", how="least", table=table),),
+            "at least",
+            "Pipeloom over the fastest of eight systems, each on the best of its own grid: the least.",
+            "times",
+            speedup=True,
+        ),
+    )
+
+
+_MOTIVATION = (
+    Claim(
+        "figure-1-heterogeneous",
+        "Heterogeneous models have larger bubbles than LLaMA-2 (S-1F1B)",
+        "AdaPtis Fig. 1, §1, §3.1",
+        "larger",
+        (Found("figure-1", "S-1F1B", ("LLaMA-2",)), Found("figure-1", "S-1F1B", (_HETEROGENEOUS,), how="least")),
+        "rises",
+        "LLaMA-2, and the least of the others.",
+        "%",
+    ),
+    Claim(
+        "figure-1-interleaved",
+        "On Nemotron-H I-1F1B has larger bubbles than S-1F1B",
+        "AdaPtis Fig. 1, §1",
+        "larger",
+        (Found("figure-1", "S-1F1B", ("Nemotron-H",)), Found("figure-1", "I-1F1B", ("Nemotron-H",))),
+        "rises",
+        "I-1F1B has the number of chunks that suits it best here.",
+        "%",
+    ),
+    *(
+        Claim(
+            f"figure-3-{step}",
+            f"Gemma: with {words} tuned, over S-1F1B",
+            "AdaPtis Fig. 3, §3.2",
+            f"{figure} times",
+            (Found("figure-3", "ours", (f"+ {step}",)),),
+            "at least",
+            "Pipeloom's; the paper's generator, written again, has {generator}.",
+            "times",
+            {"generator": Found("figure-3", "AdaPtis", (f"+ {step}",))},
+            speedup=True,
+        )
+        for step, words, figure in (
+            ("schedule", "the schedule", "1.28"),
+            ("partition", "the partition too", "1.49"),
+            ("placement", "the placement too", "1.74"),
+        )
+    ),
+    Claim(
+        "figure-4",
+        "The search space: digits of the numbers of partitions, placements and schedules",
+        "AdaPtis Fig. 4, §3.3",
+        "23, 109, 100 digits",
+        (
+            Found("figure-4", "partitions", how="most", table="log10 of the cases"),
+            Found("figure-4", "placements", how="most", table="log10 of the cases"),
+            Found("figure-4", "orders", ("30",), "log10 of the orders"),
+        ),
+        "near",
+        "The paper does not say how it counts; its figures are the ends of its curves.",
+        "digits",
+    ),
+)
+
+_THROUGHPUT = (
+    Claim(
+        "figure-8-superior",
+        "The highest throughput for all models and sizes",
+        "AdaPtis §5.2, Fig. 8",
+        "above 1.00 times",
+        (Found("figure-8", "ours over the best of eight", how="least"),),
+        "at least",
+        "Pipeloom over the fastest of eight systems that fits, the least of all cases.",
+        "times",
+        speedup=True,
+    ),
+    Claim(
+        "figure-8-range",
+        "Throughput is higher by, least and most",
+        "AdaPtis §5.2",
+        "1.11 to 1.59 times",
+        (
+            Found("figure-8", "ours over the best of eight", how="least"),
+            Found("figure-8", "ours", how="most", table="Throughput over S-1F1B"),
+        ),
+        "at least",
+        "Of all cases the least over the best of eight systems, the most over S-1F1B. The paper states neither P nor "
+        "microbatches, and does not say over which system; two microbatches a rank flatter the most.",
+        "times",
+        speedup=True,
+        incomparable=True,
+    ),
+    Claim(
+        "figure-8-zb",
+        "ZB gains only marginally over S-1F1B",
+        "AdaPtis §5.2",
+        "1.02 times",
+        (Found("figure-8", "ZB", how="mean", table="Throughput over S-1F1B"),),
+        "near",
+        "ZB here is H1 or greedy order, whichever is faster, and few microbatches leave it more to fill.",
+        "times",
+        speedup=True,
+    ),
+    Claim(
+        "figure-8-interleaved",
+        "I-1F1B loses throughput on Nemotron-H large",
+        "AdaPtis §5.2",
+        "0.78 times",
+        (Found("figure-8", "I-1F1B", ("Nemotron-H Large",), "Throughput over S-1F1B", "least"),),
+        "near",
+        "It has the number of chunks that suits it best here, and never falls behind S-1F1B by so much.",
+        "times",
+        speedup=True,
+    ),
+    Claim(
+        "figure-9-mist-average",
+        "Sequences of 1K to 32K tokens: throughput over Mist, average",
+        "AdaPtis §5.3",
+        "1.15 times",
+        (Found("figure-9", "over Mist", how="mean"),),
+        "at least",
+        "With P = 8 and 64 microbatches, as the paper has them, Mist's partition leaves little.",
+        "times",
+        speedup=True,
+    ),
+    Claim(
+        "figure-9-grows",
+        "Gains over S-1F1B grow from 1K to 32K tokens",
+        "AdaPtis §5.3",
+        "grow",
+        (Found("figure-9", "over S-1F1B", ("1024",)), Found("figure-9", "over S-1F1B", ("32768",))),
+        "rises",
+        "With the length the layers grow and the head does not, so that the model becomes more even.",
+        "times",
+    ),
+    Claim(
+        "figure-10-placement",
+        "Placement alone slows Nemotron-H down",
+        "AdaPtis §5.4, Fig. 10",
+        "slower",
+        tuple(Found("figure-10", "Nemotron-H", (name,), _OWN_GENERATOR) for name in ("+1", "baseline")),
+        "rises",
+        "Share of the whole's throughput, with placement tuned and with nothing: chunks are as many as suit.",
+        "%",
+    ),
+    Claim(
+        "figure-11-bubbles",
+        "Bubbles shrink from S-1F1B to Mist to AdaPtis",
+        "AdaPtis Fig. 11, §5.4",
+        "shrink",
+        tuple(Found("figure-11", "bubbles", (name,)) for name in ("AdaPtis", "Mist", "S-1F1B")),
+        "rises",
+        "AdaPtis, Mist, S-1F1B; the generator is the paper's, written again.",
+        "%",
+    ),
+    Claim(
+        "figure-11-real",
+        "Simulated traces match real ones",
+        "AdaPtis Fig. 11, §5.5",
+        "match",
+        (),
+        "says",
+        "Needs GPUs; none was at hand.",
+        command="make gpu",
+    ),
+)
+
+_PERFORMANCE_MODEL = (
+    Claim(
+        "figure-12-average",
+        "Predicted throughput, average error",
+        "AdaPtis Fig. 12, §5.5",
+        "2.12 %",
+        (Found("figure-12", "error", how="mean"),),
+        "at most",
+        _SLEEP,
+        "%",
+        incomparable=True,
+    ),
+    *_figure_12(),
+    Claim(
+        "figure-13-generation",
+        "Generating a pipeline of 256 microbatches takes, for S, M, L",
+        "AdaPtis Fig. 13, §5.6",
+        "100, 100, 100 s",
+        tuple(Found("figure-13", "ours", (f"{size}, 256",), "Generation time") for size in "SML"),
+        "at most",
+        "Pipeloom's, processor time; the paper's generator, written again, takes {generator} s at most.",
+        "s",
+        {"generator": Found("figure-13", "AdaPtis", how="most", table="Generation time")},
+    ),
+    Claim(
+        "figure-13-simple",
+        "An integer program for the schedule alone takes exponentially long",
+        "AdaPtis Fig. 13, §5.6",
+        "cut",
+        (Found("figure-13", "result", ("S, P = 2, 5",), "Integer program"),),
+        "says",
+        "HiGHS on one fixed partition and placement, cut at five microbatches; larger ones are extrapolated.",
+    ),
+    Claim(
+        "figure-13-whole",
+        "An integer program for partition and placement too takes longer still",
+        "AdaPtis Fig. 13, §5.6",
+        "cut",
+        (),
+        "says",
+        "Partition and placement are not put to the integer program yet.",
+        command="pipeloom reproduce adaptis figure-13",
+    ),
+)
+
+CLAIMS: tuple[Claim, ...] = (
+    *_figure_1(),
+    *_MOTIVATION,
+    *_figure_8(),
+    *_THROUGHPUT[:4],
+    *_figure_9(),
+    *_THROUGHPUT[4:6],
+    *_figure_10(),
+    *_THROUGHPUT[6:],
+    *_PERFORMANCE_MODEL,
+    *_scaling(14, "Strong", "1.22, 1.35, 1.43, 1.41, 1.47", "5.34"),
+    *_scaling(15, "Weak", "1.22, 1.33, 1.33, 1.40, 1.26", "5.19"),
+)
