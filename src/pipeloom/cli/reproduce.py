@@ -91,4 +91,5 @@ def _document(record: Record) -> dict[str, object]:
 
 def _tell(progress: Progress) -> None:
     took = f" {progress.elapsed_s:.0f} s" if progress.elapsed_s else ""
-    print_note(f"{progress.paper} {progress.part.name}: {progress.state}{took}; {progress.left}")
+    left = f"; {progress.left}" if progress.left else ""
+    print_note(f"{progress.paper} {progress.part.name} ({progress.part.title}): {progress.state}{took}{left}")

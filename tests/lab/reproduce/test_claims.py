@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -168,11 +169,17 @@ def _blocks(text: str) -> list[str]:
     return found
 
 
+@functools.cache
+def _lines() -> dict[str, str]:
+    """What the index has as ours, by the name of the line."""
+    lines = {f"{p}-{j.claim.name}": j.ours for p, found in judged_claims(RECORDS).items() for j in found}
+    return lines | {name: text for name, (_, text, _) in own_figures(RECORDS).items()}
+
+
 @pytest.mark.parametrize("path", TEXTS, ids=lambda path: path.name)
 def test_a_quoted_figure_is_the_recorded_one(path: Path) -> None:
     """A result of the evaluation is quoted as the text of a link to its line in the index, and nowhere else."""
-    lines = {f"{p}-{j.claim.name}": j.ours for p, found in judged_claims(RECORDS).items() for j in found}
-    lines |= {name: text for name, (_, text, _) in own_figures(RECORDS).items()}
+    lines = _lines()
     for block in _blocks(path.read_text()):
         links = LINK.findall(block)
         for words, target in links:
@@ -183,6 +190,7 @@ def test_a_quoted_figure_is_the_recorded_one(path: Path) -> None:
             assert page.endswith("results/index.md"), f"{path.name} quotes {words!r}: link it to its line in the index"
             assert name in lines, f"{path.name} quotes {words!r} of {name!r}, which is none of the index"
             recorded = [float(figure) for figure in FIGURE.findall(lines[name])]
+            assert len(figures) == len(recorded), f"{path.name} quotes {words!r} of {name}, recorded is {lines[name]}"
             said = [
                 f"{round(value, len(text.partition('.')[2])):.{len(text.partition('.')[2])}f}"
                 for value, text in zip(recorded, figures, strict=True)

@@ -182,8 +182,12 @@ def _named(paper: str, names: Sequence[str]) -> list[Part]:
 def write_pages(out: Path, paper: str) -> None:
     """Write a paper's page, its long tables and the index from the records in a folder."""
     found = {each: read_records(out, each) for each in PAPERS}
-    for path, text in page_files(found, paper).items():
-        write_text(out / path, text)
+    files = page_files(found, paper)
+    for path in (out / paper).glob("*.csv"):
+        if f"{paper}/{path.name}" not in files and path.stem.rpartition("-")[0] in found[paper]:
+            path.unlink()  # of a table that has become short
+    for name, text in files.items():
+        write_text(out / name, text)
 
 
 def page_files(records: Mapping[str, Mapping[str, Record]], paper: str) -> dict[str, str]:

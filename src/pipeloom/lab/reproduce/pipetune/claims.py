@@ -333,6 +333,21 @@ OWN: tuple[OwnFigure, ...] = (
         "%",
     ),
     OwnFigure(
+        "random-balance",
+        "Random packs of DataMix2 and 3, where two or four contexts fit: mean above the bound, least and most",
+        tuple(Found("packing", "random", (_MIXES[1:], ("2", "4")), how=how) for how in ("least", "most")),
+        "%",
+    ),
+    OwnFigure(
+        "trained-encoder",
+        "13B, trained encoder moved forward and back: shorter by, least and most",
+        tuple(
+            Found("trained", "against the first", (_MIXES, "the same, encoder moved"), how=how, negated=True)
+            for how in ("least", "most")
+        ),
+        "%",
+    ),
+    OwnFigure(
         "even-loads",
         "Replicas: slowest shorter by even loads than by chance, least and most",
         tuple(
