@@ -155,12 +155,12 @@ def test_parts_run_in_processes_and_some_alone(tmp_path: Path, monkeypatch: pyte
 
 @pytest.mark.full
 def test_papers_are_made_in_fresh_processes(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    words = ["reproduce", "adaptis", "figure-4", "figure-1", "--seeds", "1", "--search", "0.02", "--json"]
+    words = ["reproduce", "pipetune", "figure-5", "figure-10", "--seeds", "1", "--json"]
     assert run([*words, "--out", str(tmp_path), "--processes", "2"]) == 0
     said = capfd.readouterr()
     assert '"title": "Bubble ratio"' in said.out
     assert "0 of 2 parts left" in said.err
-    assert set(read_records(tmp_path, "adaptis")) == {"figure-1", "figure-4"}
+    assert set(read_records(tmp_path, "pipetune")) == {"figure-5", "figure-10"}
     assert run([*words, "--out", str(tmp_path)]) == 0
     assert capfd.readouterr().err.count("recorded already") == 2
 

@@ -29,8 +29,8 @@ class Making:
     version: str
     commit: str
     """Empty: not known."""
-    source: str
-    """`source_digest`; empty: not known."""
+    source_digest: str
+    """`provenance.source_digest`; empty: not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,4 +117,8 @@ def read_records(out: Path, paper: str) -> dict[str, Record]:
 
 def is_made(record: Record | None, part: Part, options: Options) -> bool:
     """Whether a record is of this source and these options, so that the part would give the same again."""
-    return record is not None and record.made.source == source_digest() and record.settings == part.settings(options)
+    return (
+        record is not None
+        and record.made.source_digest == source_digest()
+        and record.settings == part.settings(options)
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import multiprocessing.connection
+import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -269,6 +270,7 @@ def _received(
 
 def _work(connection: Connection, paper: str, names: Sequence[str], options: Options, out: Path) -> None:
     """Make parts in a process of its own, telling of each."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who is interrupted is who waits for this, and ends it
     known = {part.name: part for part in parts_of(paper)}
     for name in names:
         connection.send(("begins", 0.0))
