@@ -208,7 +208,7 @@ def test_a_long_table_is_a_file_beside_the_page() -> None:
     assert name == "one-2.csv"
     assert long_tables(one)[name].splitlines()[:2] == ["n,word", '0,"a, b"']
     page = paper_page("dip", {"one": one})
-    assert f"[{MOST_ROWS + 1} rows](dip/one-2.csv): n, word." in page
+    assert f"[{MOST_ROWS + 1} rows](dip/one-2.csv): n; word." in page
     assert "Its note." in page
     assert "| 1 |" in page
     assert "a, b" not in page

@@ -44,7 +44,7 @@ def section(paper: str, record: Record) -> str:
     blocks += [f"![{title}]({paper}/{name}.svg)\n\n*{title}*" for name, title in record.figures.items()]
     for table in record.tables:
         if len(table.rows) > MOST_ROWS:
-            rows = f"[{len(table.rows)} rows]({paper}/{_file_of(record, table)}): {', '.join(table.columns)}."
+            rows = f"[{len(table.rows)} rows]({paper}/{_file_of(record, table)}): {'; '.join(table.columns)}."
             blocks.append(f"**{table.title}**: {rows}")
         else:
             blocks.append(f"**{table.title}**\n\n{markdown_table(table.columns, table.rows)}")
