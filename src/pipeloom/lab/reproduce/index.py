@@ -31,11 +31,11 @@ from the recorded data, which the pages of [DIP and PipeWeaver](dip.md), [PipeTu
 [AdaPtis](adaptis.md) show in full; no figure of ours and no verdict is typed by hand. Times are emulated: no claim is
 measured on GPUs. What two papers say alike is one claim.
 
-`pipeloom reproduce PAPER PART` makes a line again, `pipeloom reproduce all` everything. A part is recorded as soon as it
-has ended, in `PAPER/PART.json` beside these pages; after an interruption the same command goes on from there, for what is
-recorded of the same source with the same options is not made again (`--again` makes it). As many parts run at a time as
-there are cores (`--processes`). Searches have processor time, not time of the clock; parts that read the clock run alone.
-The time left is told as parts begin and end, by what they took the last time.
+`pipeloom reproduce PAPER PART` makes a line again, `pipeloom reproduce all` everything. A part is recorded as soon as
+it has ended, in `PAPER/PART.json` beside these pages; after an interruption the same command goes on from there, for
+what is recorded of the same source with the same options is not made again (`--again` makes it). As many parts run at
+a time as there are cores (`--processes`). Searches have processor time, not time of the clock; parts that read the
+clock run alone. The time left is told as parts begin and end, by what they took the last time.
 """
 
 
