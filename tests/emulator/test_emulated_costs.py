@@ -89,6 +89,32 @@ def test_boundaries_and_transfers(costs):
     assert costs.chunk_flops(Chunk("lm", (1, 1), 0), work) > 6e12 / 3 * 0.2
 
 
+@pytest.mark.parametrize(
+    ("degrees", "inside"),
+    [
+        (Degrees(tensor=4, pipeline=4), {(0, 1), (2, 3)}),
+        (Degrees(tensor=8, pipeline=4), set()),
+        (Degrees(tensor=2, pipeline=4), {(a, b) for a in range(4) for b in range(a + 1, 4)}),
+        (Degrees(tensor=2, pipeline=4, data=2), {(0, 1), (2, 3)}),
+        (Degrees(tensor=3, pipeline=4), {(0, 1)}),
+    ],
+)
+def test_a_message_takes_the_link_between_the_nodes_of_its_ranks(degrees, inside):
+    priced = EmulatedCosts("lm-5b", "dip-h800-64", degrees, ("keep",))
+    size, nvlink, nic = 10**8, 10**8 / 200e9, 10**8 / 25e9
+    for first in range(4):
+        for second in range(first + 1, 4):
+            seconds = priced.transfer_s(size, priced.link_between(first, second))
+            least = nvlink if (first, second) in inside else nic
+            assert least < seconds < 2 * least
+            assert priced.link_between(second, first) == priced.link_between(first, second)
+            if degrees.tensor != 3:  # whose ranks lie on two nodes, for which the planner's view has no number
+                told = priced.rank.transfer_s(size, priced.rank.link_between(first, second))
+                assert least <= told < 1.1 * least
+    # Without a number, the slowest.
+    assert priced.transfer_s(size) == max(priced.transfer_s(size, link) for link in (0, 1))
+
+
 def test_wrong_chunks_are_told(costs):
     with pytest.raises(InputError, match=r"module 'audio': is unknown; the model has vision, lm"):
         costs.chunk_costs(Chunk("audio", (0, 0), 0), Workload((1,)))
@@ -104,6 +130,7 @@ def test_the_planners_view_of_model_and_cluster(costs):
     assert block.num_parameters * 4 > costs.static_bytes(Chunk("lm", (1, 1), 0)) / 18
     assert block.output.num_bytes(Workload((8192,))) == 8192 * 4096 * 2
     assert costs.rank.memory_capacity_bytes == 80 * 2**30 - 5 * 10**9
+    assert costs.rank.host_capacity_bytes == 256 * 10**9 * 4 // 5 // 8
 
 
 def test_a_task_graph_is_built_from_emulated_costs(costs):
@@ -259,6 +286,20 @@ def test_room_is_kept_for_what_is_on_its_way_to_the_host(mixing):
     whole = plain.chunk_costs(chunk, work)[-1].host_bytes
     assert mixing.workspace_bytes(chunk, work) == plain.workspace_bytes(chunk, work)
     assert mixing.staging_bytes(chunk, work) == plain.staging_bytes(chunk, work) + 4 * whole // 8
+
+
+def test_copies_of_all_devices_share_the_memory_of_their_host():
+    cluster = load_cluster("dip-h800-64")
+    assert cluster.copy_bytes_per_s == 400e9 / 8 / 2 < cluster.device.pcie_bytes_per_s
+    alone = msgspec.structs.replace(cluster, host_bytes_per_s=0.0)
+    assert alone.copy_bytes_per_s == cluster.device.pcie_bytes_per_s
+    chunk, work = Chunk("lm", (1, 4), 0), Workload((8192,))
+    shared, free = (
+        EmulatedCosts("lm-5b", each, Degrees(tensor=4), ("offload",)).chunk_costs(chunk, work)[0]
+        for each in (cluster, alone)
+    )
+    assert shared.forward_s > free.forward_s
+    assert shared.host_bytes == free.host_bytes > 0
 
 
 def test_a_device_without_a_link_to_the_host_offloads_nothing():

@@ -26,12 +26,20 @@ def test_latency_is_the_largest_of_the_three_metrics():
     assert run.start_ps.tolist() == [0, 2 * 10**9, 0]  # one at a time on the GPU, overlap with the link
 
 
+def test_what_has_anything_to_do_takes_its_launch():
+    builder = GraphBuilder([Device("gpu", flops_per_s=1e9, memory_bytes_per_s=1e9, launch_s=5e-6)])
+    for flops in (0.0, 1.0, 5e3, 1e4):
+        builder.operator("m", "matmul", "gpu", Amounts(flops=flops))
+    run = emulate_graph(builder.build())
+    assert (run.end_ps - run.start_ps).tolist() == [0, 5 * 10**6, 5 * 10**6, 10**7]
+
+
 def test_efficiency_depends_on_kind_and_size_and_may_be_overridden():
     device = Device(
         "gpu",
         flops_per_s=1e9,
         memory_bytes_per_s=1e12,
-        efficiency={"matmul": Efficiency(flops=((2.0**10, 0.25), (2.0**20, 0.75)))},
+        efficiency={"matmul": Efficiency(flops=((2.0**10 / 1e9, 0.25), (2.0**20 / 1e9, 0.75)))},
         overrides={"special": lambda counts: 1e-3 + counts.flops * 1e-9},
     )
     builder = GraphBuilder([device])

@@ -82,12 +82,32 @@ def test_iteration_of_dip_table_1():
     assert result.mfu == pytest.approx(0.400, rel=0.1)
 
 
+def test_a_slower_device_comes_nearer_to_its_peak():
+    """A kernel lasts longer on it, so what keeps kernels from the peak counts less; below what it sustains, always."""
+
+    def reached(cluster, tensor):
+        device = catalog.load_cluster(cluster).device
+        layer = catalog.load_architecture("vit-5b").modules[0].flat_layers[1]
+        template = layer_template(layer, Placement(catalog.load_cluster(cluster), Degrees(tensor=tensor)))
+        stage, work = Stage(runs_of([template])), Workload((2704,) * 8)
+        cost = stage.cost(work)
+        seconds = (cost.duration_ps["F"] + cost.duration_ps["B"]) / 1e12
+        return 3 * stage.model_flops(work) / seconds / device.sustained_flops_per_s
+
+    for tensor in (1, 4, 8):
+        assert reached("dip-h800-64", tensor) < reached("dip-h20-16", tensor) < 1.0
+
+
 def test_devices_say_what_they_are_based_on():
     for name in catalog.names("devices"):
         device = catalog.load_device(name)
         assert device.basis in ("datasheet", "measured")
         assert device.source
         assert ("data sheet" in device.source) == (device.basis == "datasheet")
+        assert device.error in device.label
+    # What is assumed of data sheets is one table.
+    assumed = [catalog.load_device(name) for name in catalog.names("devices")]
+    assert all(device.efficiency == assumed[0].efficiency for device in assumed if device.basis == "datasheet")
     assert {"h800", "h100", "h20", "h200", "gh200", "a100"} <= set(catalog.names("devices"))
     for name in catalog.names("clusters"):
         assert catalog.load_cluster(name).host_cores > 0
@@ -154,10 +174,15 @@ def test_bad_names_and_files_are_told(tmp_path):
     path.write_text("colour = 1\n" + text)
     with pytest.raises(InputError, match="colour"):
         catalog.load_device(str(path))
-    with pytest.raises(InputError, match=r"sizes .* are not positive and rising"):
+    with pytest.raises(InputError, match=r"seconds at the peak .* are not positive and rising"):
         catalog.convert(
             content | {"efficiency": {"nic": {"*": {"network": [[2.0, 0.5], [1.0, 0.4]]}}}}, DeviceSpec, "x"
         )
+    sizes = {"efficiency": {"nic": {"*": {"network": [[1e5, 0.2], [1e6, 0.4]]}}}}
+    with pytest.raises(InputError, match=r"network: 1e\+06 s at the peak is above 1000; divide sizes by the peak"):
+        catalog.convert(content | sizes, DeviceSpec, "x")
+    with pytest.raises(InputError, match=r"sustained_flops_per_s: 1e\+18 is above the peak"):
+        catalog.convert(content | {"efficiency": {}, "sustained_flops_per_s": 1e18}, DeviceSpec, "x")
 
 
 # Data sets.

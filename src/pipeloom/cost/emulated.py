@@ -8,17 +8,16 @@ from collections.abc import Collection, Sequence
 from copy import copy
 from typing import cast
 
-import numpy as np
-
 from pipeloom.cost.correction import Correction
 from pipeloom.cost.emulated_mixtures import Ladder, layer_options, staging_bytes
 from pipeloom.cost.mixtures import BACKWARD, LayerOption, Mixtures, ladder, mix
 from pipeloom.cost.model import StrategyCost
 from pipeloom.emulator.build import Placement, layer_template, module_templates, single_layer, stream_template
 from pipeloom.emulator.program import Part
-from pipeloom.emulator.rules import PS_PER_S, RuleTable
+from pipeloom.emulator.rules import PS_PER_S
 from pipeloom.emulator.stage import Stage, StageCost, runs_of
 from pipeloom.emulator.static import static_bytes, update_ps
+from pipeloom.emulator.tape import NVLINK
 from pipeloom.emulator.template import LayerTemplate
 from pipeloom.errors import InputError
 from pipeloom.spec import (
@@ -38,7 +37,7 @@ from pipeloom.spec import (
 )
 from pipeloom.spec.architecture import Architecture, Layer, ResidualLayer
 from pipeloom.spec.catalog import load_architecture, load_cluster
-from pipeloom.spec.hardware import ClusterSpec
+from pipeloom.spec.hardware import ClusterSpec, HostLink
 from pipeloom.spec.parallelism import Degrees
 
 CACHE_SIZE = 16384
@@ -57,7 +56,7 @@ class EmulatedCosts:
     architecture : Architecture or zoo name
     cluster : ClusterSpec or zoo name
     degrees : Degrees
-        Tensor, context, expert and data parallelism of one pipeline; ``pipeline`` says how far ranks lie apart.
+        Tensor, context, expert and data parallelism of one pipeline, and its ranks.
     strategies : sequence of ChunkStrategy or their texts
         Candidates of every chunk, the base first.
     split : bool
@@ -106,10 +105,8 @@ class EmulatedCosts:
         self._shared: dict[tuple[tuple[int, str, int], ...], Stage] = {}
         self._known: OrderedDict[tuple[_Shape, Workload], tuple[StrategyCost, ...]] = OrderedDict()
         self._shapes: dict[tuple[str, tuple[int, int]], _Shape] = {}
-        self._transfers: dict[int, float] = {}
-        self._wire = RuleTable(
-            self.placement.devices, ("send",), np.array([self.placement.pipeline_link]), np.array([1.0])
-        )
+        self._transfers: dict[tuple[int, int], float] = {}
+        self._slowest = self.placement.slowest_pipeline_link
 
     def uncorrected(self) -> EmulatedCosts:
         """Return these costs: what is emulated is not corrected."""
@@ -208,19 +205,17 @@ class EmulatedCosts:
         return self._streams[stream].on(workload).output_bytes
 
     def link_between(self, first: int, second: int) -> int:
-        """Number of the link between two ranks: there is one, the slowest between neighbours."""
-        del first, second
-        return 0
+        """Number of the link between two ranks: 0 the slowest between neighbours, 1 the one inside a node."""
+        return int(self.placement.pipeline_link(first, second) != self._slowest)
 
     def transfer_s(self, num_bytes: int, link: int = 0) -> float:
-        """Seconds that a message takes between neighbouring pipeline ranks."""
-        del link
-        if num_bytes not in self._transfers:
+        """Seconds that a message takes over a link between pipeline ranks."""
+        if (num_bytes, link) not in self._transfers:
             if len(self._transfers) >= CACHE_SIZE:
                 self._transfers.clear()
-            amounts = np.array([[0.0, 0.0, float(num_bytes)]])
-            self._transfers[num_bytes] = float(self._wire.durations_ps(amounts)[0]) / PS_PER_S
-        return self._transfers[num_bytes]
+            seconds = self.placement.send_ps(num_bytes, NVLINK if link else self._slowest) / PS_PER_S
+            self._transfers[num_bytes, link] = seconds
+        return self._transfers[num_bytes, link]
 
     def static_bytes(self, chunk: Chunk) -> int:
         """Bytes of the chunk's weights, gradients and optimiser state on one device."""
@@ -261,12 +256,21 @@ class EmulatedCosts:
     @property
     def rank(self) -> RankSpec:
         """The planner's view of the cluster."""
-        link = self.placement.devices[self.placement.pipeline_link]
+        slowest, inside = (self.placement.devices[link] for link in (self._slowest, NVLINK))
+        span, node = self.placement.rank_span, self.cluster.devices_per_node
+        hosts: tuple[int, ...] = ()
+        if self._slowest != NVLINK and node % span == 0 and inside.network_bytes_per_s:
+            hosts = tuple(rank * span // node for rank in range(self.placement.degrees.pipeline))
         return RankSpec(
             name=self.cluster.name,
             memory_capacity_bytes=self.cluster.device.usable_bytes,
-            link_bytes_per_s=link.network_bytes_per_s,
-            link_latency_s=link.latency_s,
+            host_capacity_bytes=self.cluster.offload_bytes,
+            link_bytes_per_s=slowest.network_bytes_per_s,
+            link_latency_s=slowest.latency_s,
+            hosts=hosts,
+            links=tuple(
+                HostLink((host, host), inside.network_bytes_per_s, inside.latency_s) for host in sorted(set(hosts))
+            ),
         )
 
     @property

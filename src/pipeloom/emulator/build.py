@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
+import numpy as np
 
 from pipeloom.emulator import modules
-from pipeloom.emulator.rules import Curve, Device, Efficiency
+from pipeloom.emulator.rules import Curve, Device, Efficiency, RuleTable
 from pipeloom.emulator.tape import DEVICE_NAMES, NIC, NVLINK, Context, Tape
 from pipeloom.emulator.template import LayerTemplate
 from pipeloom.errors import InputError
@@ -179,8 +180,13 @@ def _curve(points: Points) -> Curve:
     return ((1.0, points),) if isinstance(points, float) else points
 
 
-def local_devices(device: DeviceSpec, nic_bytes_per_s: float, nic_latency_s: float) -> tuple[Device, ...]:
-    """Compute, NVLink, NIC and PCIe of one accelerator, in the order of `DEVICE_NAMES`."""
+def local_devices(
+    device: DeviceSpec, nic_bytes_per_s: float, nic_latency_s: float, copy_bytes_per_s: float | None = None
+) -> tuple[Device, ...]:
+    """Compute, NVLink, NIC and PCIe of one accelerator, in the order of `DEVICE_NAMES`.
+
+    ``copy_bytes_per_s`` is what its host leaves of PCIe; None: all.
+    """
     tables = {
         part: {kind: efficiency(spec) for kind, spec in device.efficiency.get(part, {}).items()}
         for part in ("compute", "nvlink", "nic", "pcie")
@@ -188,12 +194,13 @@ def local_devices(device: DeviceSpec, nic_bytes_per_s: float, nic_latency_s: flo
     links = (
         ("nvlink", device.nvlink_bytes_per_s, device.nvlink_latency_s),
         ("nic", nic_bytes_per_s, nic_latency_s),
-        ("pcie", device.pcie_bytes_per_s, device.pcie_latency_s),
+        ("pcie", device.pcie_bytes_per_s if copy_bytes_per_s is None else copy_bytes_per_s, device.pcie_latency_s),
     )
     compute = Device(
         DEVICE_NAMES[0],
-        flops_per_s=device.flops_per_s,
+        flops_per_s=device.sustained_flops_per_s or device.flops_per_s,
         memory_bytes_per_s=device.memory_bytes_per_s,
+        launch_s=device.launch_s,
         capacity_bytes=device.usable_bytes,
         efficiency=tables["compute"],
     )
@@ -204,6 +211,11 @@ def local_devices(device: DeviceSpec, nic_bytes_per_s: float, nic_latency_s: flo
             for name, rate, latency in links
         ),
     )
+
+
+def cluster_devices(cluster: ClusterSpec) -> tuple[Device, ...]:
+    """The same of a cluster's accelerators."""
+    return local_devices(cluster.device, cluster.nic_bytes_per_s, cluster.nic_latency_s, cluster.copy_bytes_per_s)
 
 
 @dataclass(frozen=True)
@@ -253,27 +265,41 @@ class Placement:
         return self.link(self.degrees.tensor * self.degrees.context * self.degrees.data)
 
     @property
-    def pipeline_link(self) -> int:
-        """Link between neighbouring pipeline ranks."""
-        d = self.degrees
-        return self.link(d.tensor * d.context * d.data * (2 if d.pipeline > 1 else 1))
+    def rank_span(self) -> int:
+        """Consecutive devices of one pipeline rank, all replicas of it together."""
+        return self.degrees.tensor * self.degrees.context * self.degrees.data
+
+    def pipeline_link(self, first: int, second: int) -> int:
+        """Link between two pipeline ranks: what joins nodes where any device of one has its peer on another node."""
+        span, node = self.rank_span, self.cluster.devices_per_node
+        crosses = any((first * span + k) // node != (second * span + k) // node for k in range(min(span, node)))
+        return NIC if crosses or not self.cluster.device.nvlink_bytes_per_s else NVLINK
+
+    @property
+    def slowest_pipeline_link(self) -> int:
+        """The slowest link between neighbouring pipeline ranks, the last and the first among them."""
+        ranks = max(2, self.degrees.pipeline)
+        return max(self.pipeline_link(rank, (rank + 1) % ranks) for rank in range(ranks))
 
     @functools.cached_property
     def devices(self) -> tuple[Device, ...]:
         """One accelerator's local devices."""
-        m = self.cluster
-        return local_devices(m.device, m.nic_bytes_per_s, m.nic_latency_s)
+        return cluster_devices(self.cluster)
+
+    def send_ps(self, num_bytes: int, link: int) -> int:
+        """Picoseconds of one message of so many bytes over a link."""
+        table = RuleTable(self.devices, ("send",), np.array([link]), np.array([1.0]))
+        return int(table.durations_ps(np.array([[0.0, 0.0, float(num_bytes)]]))[0])
 
 
 @functools.lru_cache(maxsize=512)
 def _template(layer: Layer, context: Context, cluster: bytes, trainable: bool, input_gradient: bool) -> LayerTemplate:
-    spec = msgspec.json.decode(cluster, type=ClusterSpec)
     module, width = layer_module(layer)
     return LayerTemplate(
         module,
         width,
         context,
-        local_devices(spec.device, spec.nic_bytes_per_s, spec.nic_latency_s),
+        cluster_devices(msgspec.json.decode(cluster, type=ClusterSpec)),
         trainable=trainable,
         input_gradient=input_gradient,
     )

@@ -193,7 +193,7 @@ def _line(size: FloatArray, seconds: FloatArray) -> tuple[float, float]:
 def _curve(
     measurements: Sequence[Measurement], peak: float, most_points: int = MOST_POINTS
 ) -> tuple[tuple[float, float], ...]:
-    """Points of an efficiency curve: medians of groups of like size."""
+    """Points of an efficiency curve over seconds at the peak: medians of groups of like size."""
     ordered = sorted(measurements, key=lambda m: m.amount)
     size = np.log2([m.amount for m in ordered])
     share = np.log([m.amount / m.seconds / peak for m in ordered])
@@ -205,7 +205,7 @@ def _curve(
     for k in range(count):
         inside = (size >= edges[k] - 0.01) & ((size < edges[k + 1] - 0.01) | (k == count - 1))
         if inside.any():
-            x = float(2.0 ** np.median(size[inside]))
+            x = float(2.0 ** np.median(size[inside])) / peak
             if not points or x > points[-1][0] * 1.001:
                 points.append((x, float(np.exp(np.median(share[inside])))))
     return tuple(points)

@@ -27,11 +27,11 @@ Array = Any
 
 
 @kernel
-def efficiency_at(size: float, points: Array, values: Array, count: int) -> float:
-    """Efficiency at a size: linear in log2(size) between the points, constant outside them."""
-    if count == 1 or size <= 0.0:
+def efficiency_at(seconds: float, points: Array, values: Array, count: int) -> float:
+    """Efficiency by seconds at the peak: linear in their log2 between the points, constant outside them."""
+    if count == 1 or seconds <= 0.0:
         return float(values[0])
-    x = np.log2(size)
+    x = np.log2(seconds)
     if x <= points[0]:
         return float(values[0])
     for k in range(1, count):
@@ -45,7 +45,7 @@ def efficiency_at(size: float, points: Array, values: Array, count: int) -> floa
 def latencies(
     amounts: Array, rule: Array, steps: Array, rates: Array, points: Array, values: Array, counts: Array, fixed: Array
 ) -> Array:
-    """Picoseconds of every operator: the largest of its three metrics over what its device gives.
+    """Picoseconds of every operator: the largest of its three metrics over what its device gives, or its launch.
 
     Parameters
     ----------
@@ -58,9 +58,9 @@ def latencies(
     rates : float array, shape (num_rules, 3)
         Peak operations and bytes per second; 0 where the device has none of it.
     points, values : float array, shape (num_rules, 3, num_points)
-        Efficiency curves over log2 of the size; ``counts`` says how many points are used.
-    fixed : float array, shape (num_rules,)
-        Seconds per step.
+        Efficiency curves over log2 of the seconds at the peak; ``counts`` says how many points are used.
+    fixed : float array, shape (num_rules, 2)
+        Seconds per step, and the least that an operator with anything to do takes.
     """
     out = np.empty(len(rule), np.int64)
     for i in range(len(rule)):
@@ -69,9 +69,12 @@ def latencies(
         for m in range(3):
             amount = amounts[i, m]
             if amount > 0.0:
-                e = efficiency_at(amount, points[r, m], values[r, m], counts[r, m])
-                seconds = max(seconds, amount / (rates[r, m] * e))
-        out[i] = np.int64(np.rint((seconds + fixed[r] * steps[i]) * 1e12))
+                at_peak = amount / rates[r, m]
+                e = efficiency_at(at_peak, points[r, m], values[r, m], counts[r, m])
+                seconds = max(seconds, at_peak / e)
+        if seconds > 0.0:
+            seconds = max(seconds, fixed[r, 1])
+        out[i] = np.int64(np.rint((seconds + fixed[r, 0] * steps[i]) * 1e12))
     return out
 
 

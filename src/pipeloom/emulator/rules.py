@@ -1,9 +1,9 @@
 """Rules: what a device gives, and how an operator's three metrics become picoseconds.
 
 An operator takes the largest of operations over speed, memory bytes over bandwidth and network bytes over
-throughput, each divided by an efficiency (the paper's scaling factor is its inverse; `dip.txt` §6.1). An
-efficiency may depend on the size, since small matrices and short messages are slow, and a rule of one's own
-may replace all this for one kind of operator.
+throughput, each divided by an efficiency (the paper's scaling factor is its inverse; `dip.txt` §6.1), and no less
+than issuing it takes. An efficiency may depend on how long the operator would take at the peak, since small matrices
+and short messages are slow, and a rule of one's own may replace all this for one kind of operator.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PS_PER_S = 1_000_000_000_000
 METRICS = ("flops", "memory", "network")
 
 Curve = tuple[tuple[float, float], ...]
-"""Points (size, efficiency) in rising order of size; one point: the same everywhere."""
+"""Points (seconds at the peak, efficiency), rising; one point: the same everywhere."""
 
 FULL: Curve = ((1.0, 1.0),)
 
@@ -62,6 +62,8 @@ class Device:
     flops_per_s, memory_bytes_per_s, network_bytes_per_s : float
     latency_s : float
         Added once per step (message) of an operator that states steps.
+    launch_s : float
+        The least that an operator with anything to do takes.
     capacity_bytes : int or None
     efficiency : mapping from operator kind to `Efficiency`
         ``"*"`` stands for every other kind.
@@ -73,6 +75,7 @@ class Device:
     memory_bytes_per_s: float = 0.0
     network_bytes_per_s: float = 0.0
     latency_s: float = 0.0
+    launch_s: float = 0.0
     capacity_bytes: int | None = None
     efficiency: Mapping[str, Efficiency] = field(default_factory=dict)
     overrides: Mapping[str, Callable[[Counts], float]] = field(default_factory=dict)
@@ -125,10 +128,10 @@ class RuleTable:
             for m, metric in enumerate(METRICS):
                 curve: Curve = getattr(e, metric)
                 self.counts[r, m] = len(curve)
-                self.points[r, m, : len(curve)] = np.log2([size for size, _ in curve])
+                self.points[r, m, : len(curve)] = np.log2([seconds for seconds, _ in curve])
                 self.values[r, m, : len(curve)] = [value for _, value in curve]
         self.rates = np.array([devices[d].rates for d, _ in rows]).reshape(-1, 3)
-        self.fixed = np.array([devices[d].latency_s for d, _ in rows])
+        self.fixed = np.array([(devices[d].latency_s, devices[d].launch_s) for d, _ in rows]).reshape(-1, 2)
         self.overridden = tuple(
             (i, devices[d].overrides[k])
             for i, (d, k) in enumerate(zip(device.tolist(), kind, strict=True))

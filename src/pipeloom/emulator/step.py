@@ -166,7 +166,7 @@ class Step:
                 wire = task.rank * DEVICES_PER_RANK + (BACKWARD_WIRE if task.backward else FORWARD_WIRE)
                 self._sends_of.setdefault(task.microbatch, []).append((i, target))
                 self._send_call[i, target] = self.session.call(
-                    self._all.send(size), (wire,), [[Port(self._call[i], 0)]]
+                    self._all.send(size, i, target), (wire,), [[Port(self._call[i], 0)]]
                 )
 
         self._issued = True
@@ -191,7 +191,7 @@ class Step:
             size = self._all.bytes_between(source, target)
             send = self._send_call[source, target]
             call = self.session.calls[send]
-            self.session.replace(send, Call(self._all.send(size), call.devices, call.inputs))
+            self.session.replace(send, Call(self._all.send(size, source, target), call.devices, call.inputs))
 
     @collector_paused()
     def run(self) -> EmulatedStep:

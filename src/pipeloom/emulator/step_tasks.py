@@ -9,7 +9,6 @@ import numpy as np
 
 from pipeloom.emulator.pipeline import PipelineModel, Stream, Work
 from pipeloom.emulator.result import StageTask
-from pipeloom.emulator.rules import RuleTable
 from pipeloom.emulator.schedule import PipelineTask, task_arrays
 from pipeloom.emulator.stage import Stage
 from pipeloom.emulator.subgraph import Leaf, Subgraph
@@ -67,10 +66,7 @@ class StepTasks:
     ) -> None:
         self._model, self._microbatches = model, microbatches
         self.stages = model.stages(strategy)
-        self._wire = RuleTable(
-            model.placement.devices, ("send",), np.array([model.placement.pipeline_link]), np.array([1.0])
-        )
-        self._sends: dict[int, Leaf] = {}
+        self._sends: dict[tuple[int, int], Leaf] = {}
         self._joined: dict[tuple[int, int], list[tuple[int, Stream | None]]] = {}
         """Edges that carry streams, by their ends: forward tasks and what of theirs travels; None: the output."""
         self._costs: dict[tuple[int, Workload], TaskCost] = {}
@@ -112,14 +108,16 @@ class StepTasks:
             )
         return self._costs[key]
 
-    def send(self, num_bytes: int) -> Leaf:
-        """One message to the next rank, as a subgraph on its wire."""
-        if num_bytes not in self._sends:
-            duration = self._wire.durations_ps(np.array([[0.0, 0.0, float(num_bytes)]]))
-            self._sends[num_bytes] = Leaf(
-                1, 1, np.array([0]), duration, np.array([0, 1]), np.array([-1]), np.array([0])
+    def send(self, num_bytes: int, source: int, target: int) -> Leaf:
+        """One message from a task's rank to another's, as a subgraph on its wire."""
+        placement = self._model.placement
+        link = placement.pipeline_link(self.tasks[source].rank, self.tasks[target].rank)
+        if (num_bytes, link) not in self._sends:
+            duration = placement.send_ps(num_bytes, link)
+            self._sends[num_bytes, link] = Leaf(
+                1, 1, np.array([0]), np.array([duration]), np.array([0, 1]), np.array([-1]), np.array([0])
             )
-        return self._sends[num_bytes]
+        return self._sends[num_bytes, link]
 
     def bytes_between(self, source: int, target: int) -> int:
         """What travels from one task to another: a forward's output, its streams, or their gradients."""
@@ -255,5 +253,5 @@ class StepTasks:
                     size, place = size + known, number
             joined.append((carrier, stream))
         edge = (source, size)
-        delay = (source, int(self.send(size).duration_ps[0]) if size else 0)
+        delay = (source, int(self.send(size, source, target).duration_ps[0]) if size else 0)
         edges[place : place + 1], before[place : place + 1] = [edge], [delay]

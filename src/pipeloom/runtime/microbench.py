@@ -12,13 +12,14 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
+import msgspec
 import torch
 from torch import nn
 from torch.nn import functional
 
 from pipeloom.emulator import modules
 from pipeloom.emulator.build import local_devices
-from pipeloom.emulator.fit import Calibration, CalibrationRow, Measurement, compare, fit_device
+from pipeloom.emulator.fit import Calibration, CalibrationRow, Measurement, compare, fit_device, mean_error
 from pipeloom.emulator.rules import PS_PER_S, Device
 from pipeloom.emulator.stage import Stage, runs_of
 from pipeloom.emulator.tape import DEVICE_NAMES, Context
@@ -376,10 +377,12 @@ def calibrate(
             memory_bytes=_memory_bytes(device),
         )
         say(f"checking {len(shapes.layers)} layers")
+        layers = tuple(measure_layers(bench, table, shapes.layers))
+        error = f"{mean_error(layers):.1%} on average over {len(layers)} passes of layers, none of them fitted"
         return Calibration(
-            table,
+            msgspec.structs.replace(table, error=error),
             compare(table, checked),
-            tuple(measure_layers(bench, table, shapes.layers)),
+            layers,
             compare(table, over_links[len(fitted_links) :]),
             note,
         )

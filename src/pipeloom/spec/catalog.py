@@ -14,7 +14,7 @@ from pipeloom.spec.hardware import ClusterSpec, DeviceSpec
 from pipeloom.spec.model import Reads
 from pipeloom.spec.plain_cluster import is_plain, read_plain
 
-Kind = Literal["devices", "clusters", "models", "datasets"]
+Kind = Literal["devices", "efficiencies", "clusters", "models", "datasets"]
 T = TypeVar("T")
 
 
@@ -60,8 +60,14 @@ def convert(content: Any, target: type[T], name: str) -> T:
 
 
 def load_device(name: str) -> DeviceSpec:
-    """A device by its zoo name or file."""
-    return convert(read("devices", name), DeviceSpec, name)
+    """A device by its zoo name or file.
+
+    In a file, ``efficiency`` is a table, or the name or file of one.
+    """
+    content = read("devices", name)
+    if isinstance(content.get("efficiency"), str):
+        content["efficiency"] = read("efficiencies", content["efficiency"])
+    return convert(content, DeviceSpec, name)
 
 
 def load_cluster(name: str) -> ClusterSpec:
@@ -93,6 +99,7 @@ def _plain_cluster(text: str) -> ClusterSpec:
         num_nodes=plain.num_nodes,
         nic_bytes_per_s=plain.nic_bytes_per_s,
         host_memory_bytes=plain.host_memory_bytes,
+        host_bytes_per_s=plain.host_bytes_per_s,
     )
 
 

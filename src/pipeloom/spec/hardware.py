@@ -12,26 +12,34 @@ from pipeloom.errors import InputError, check_not_negative, check_positive
 Link = Literal["nvlink", "nic", "pcie"]
 DevicePart = Literal["compute", "nvlink", "nic", "pcie"]
 Points = float | tuple[tuple[float, float], ...]
-"""An efficiency, or one that depends on the size: points (size, efficiency)."""
+"""An efficiency, or one that depends on how long an operator would take at the peak: points (seconds, efficiency).
 
+So that one table says what devices of any speed reach: what keeps a kernel or a message from the peak takes about as
+long on all of them.
+"""
+LONGEST_S = 1e3
+"""Of a point of an efficiency; more is no time but a size."""
 
 HOST_SHARE = 0.8
 """Part of a node's memory for offloaded activations; data loading, the system and pinned buffers have the rest."""
 
 
 def check_points(name: str, points: Sequence[tuple[float, float]]) -> None:
-    """Refuse an efficiency over sizes that is no function, or promises nothing; ``name`` says whose it is.
+    """Refuse an efficiency over times that is no function, or promises nothing; ``name`` says whose it is.
 
     Raises
     ------
     InputError
-        When there is none, when sizes are not positive and rising, or an efficiency is not positive and finite.
+        When there is none, when times are not positive, rising and below `LONGEST_S`, or an efficiency is not positive
+        and finite.
     """
-    sizes = [size for size, _ in points]
-    if not points or sizes != sorted(set(sizes)) or sizes[0] <= 0:
-        raise InputError(name, f"sizes {sizes} are not positive and rising")
-    for size, efficiency in points:
-        check_positive(f"{name} at {size:g}", efficiency)
+    times = [time for time, _ in points]
+    if not points or times != sorted(set(times)) or times[0] <= 0:
+        raise InputError(name, f"seconds at the peak {times} are not positive and rising")
+    if times[-1] > LONGEST_S:
+        raise InputError(name, f"{times[-1]:g} s at the peak is above {LONGEST_S:g}", "divide sizes by the peak")
+    for time, efficiency in points:
+        check_positive(f"{name} at {time:g} s", efficiency)
 
 
 class EfficiencySpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -54,7 +62,8 @@ class DeviceSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ``basis`` says whether the table was measured on the device or put together from its data sheet, with
     efficiencies assumed. ``flops_per_s`` is dense bfloat16 (float32 on a CPU); links are per direction.
     ``efficiency`` goes from part (compute, nvlink, nic, pcie) to operator kind to shares of the peak, ``*``
-    standing for every other kind.
+    standing for every other kind; of operations, shares of what the device sustains. In a file it may be the name of
+    one of the zoo's.
     """
 
     name: str
@@ -67,6 +76,14 @@ class DeviceSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     nvlink_latency_s: float = 0.0
     pcie_bytes_per_s: float = 0.0
     pcie_latency_s: float = 0.0
+    sustained_flops_per_s: float = 0.0
+    """What long matrix products reach within the device's power; 0: the peak."""
+    launch_s: float = 0.0
+    """Least time from one operator to the next: what issuing a kernel takes."""
+    jitter: float = 0.0
+    """Relative standard deviation of the time of a pass from one run to the next."""
+    error: str = "not known"
+    """How far the table is off, and on what that was found."""
     reserved_bytes: int = 0
     """Memory that no tensor can have: the driver's context, communication buffers, fragmentation."""
     efficiency: dict[DevicePart, dict[str, EfficiencySpec]] = {}
@@ -75,8 +92,19 @@ class DeviceSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Refuse devices that cannot exist."""
         for name in ("flops_per_s", "memory_bytes", "memory_bytes_per_s"):
             check_positive(f"device {self.name!r}.{name}", getattr(self, name))
-        for name in ("nvlink_bytes_per_s", "nvlink_latency_s", "pcie_bytes_per_s", "pcie_latency_s", "reserved_bytes"):
+        links = ("nvlink_bytes_per_s", "nvlink_latency_s", "pcie_bytes_per_s", "pcie_latency_s")
+        for name in (*links, "sustained_flops_per_s", "launch_s", "jitter", "reserved_bytes"):
             check_not_negative(f"device {self.name!r}.{name}", getattr(self, name))
+        if self.sustained_flops_per_s > self.flops_per_s:
+            raise InputError(
+                f"device {self.name!r}.sustained_flops_per_s",
+                f"{self.sustained_flops_per_s:g} is above the peak of {self.flops_per_s:g}",
+            )
+
+    @property
+    def label(self) -> str:
+        """Its name, and what its table rests on."""
+        return f"{self.name} ({self.basis}, error {self.error})"
 
     @property
     def usable_bytes(self) -> int:
@@ -95,12 +123,21 @@ class ClusterSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     nic_bytes_per_s: float
     nic_latency_s: float = 5e-6
     host_memory_bytes: int = 0
+    host_bytes_per_s: float = 0.0
+    """Of a node's memory, reads and writes together; 0: not known, and no limit to copies."""
     host_cores: int = 0
 
     def __post_init__(self) -> None:
         """Refuse empty clusters."""
         for name in ("devices_per_node", "num_nodes", "nic_bytes_per_s"):
             check_positive(f"cluster {self.name!r}.{name}", getattr(self, name))
+        check_not_negative(f"cluster {self.name!r}.host_bytes_per_s", self.host_bytes_per_s)
+
+    @property
+    def copy_bytes_per_s(self) -> float:
+        """Of each device's copies to its host, or back, where all devices of a node copy both ways at once."""
+        share = self.host_bytes_per_s / self.devices_per_node / 2
+        return min(self.device.pcie_bytes_per_s, share) if share else self.device.pcie_bytes_per_s
 
     @property
     def offload_bytes(self) -> int:

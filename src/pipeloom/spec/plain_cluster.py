@@ -14,6 +14,9 @@ NETWORK_GBIT, NETWORK_GBIT_OF = 400.0, {"a100": 200.0, "a100-40gb": 200.0}
 RAM_GB, RAM_GB_OF = 250.0, {"a100-40gb": 125.0, "gh200": 480.0}
 """For each device, where nothing is said: 2 TB in a DGX A100 640GB, H100, H200 or B200, 1 TB in a DGX A100 320GB; the
 GH200's own."""
+MEMORY_BYTES_PER_S, MEMORY_BYTES_PER_S_OF = 75e9, {"a100": 50e9, "a100-40gb": 50e9, "gh200": 500e9}
+"""Of the host's memory, for each device: two sockets of eight channels, DDR5-4800 in a DGX H100 and later, DDR4-3200 in
+a DGX A100; the GH200's own."""
 FORM = "write 8xH100, or hosts x devices 2x8xB200, and after it ib400 (Gbit/s a device) or ram1000 (GB a host)"
 
 _COUNTS = re.compile(r"(?:(\d{1,6})x)?(\d{1,7})x([a-z][\w.-]*)", re.IGNORECASE)
@@ -41,6 +44,11 @@ class PlainCluster:
     def host_memory_bytes(self) -> int:
         """Of each host."""
         return int((self.ram_gb or RAM_GB_OF.get(self.device, RAM_GB) * self.devices_per_node) * 1e9)
+
+    @property
+    def host_bytes_per_s(self) -> float:
+        """Of each host's memory."""
+        return MEMORY_BYTES_PER_S_OF.get(self.device, MEMORY_BYTES_PER_S) * self.devices_per_node
 
     @property
     def source(self) -> str:

@@ -13,6 +13,7 @@ from pipeloom.errors import InfeasibleError, InputError
 from pipeloom.explain.compare import uniform_recomputation
 from pipeloom.lab.baselines import optimus_coarse
 from pipeloom.lab.systems.fsdp import fsdp, fsdp_time
+from pipeloom.lab.systems.jitter import jittered_s
 from pipeloom.lab.systems.model_on_cluster import (
     deal_microbatches,
     draw_iteration,
@@ -86,6 +87,14 @@ def test_systems_are_sound(timed, name):
     assert check(system.graph, system.schedule, system.timeline) == ()
     assert (system.timeline.peak_bytes <= system.graph.capacity_bytes).all()
     assert system.timeline.makespan_ns >= system.lower_bound.ns
+
+
+def test_jitter_lengthens_what_waits_for_the_slowest(timed):
+    for one in timed.values():
+        seconds = one.iteration_s
+        assert jittered_s(one, 0.0, 0) == pytest.approx(seconds)
+        assert jittered_s(one, 0.3, 0, draws=20) > seconds
+        assert jittered_s(one, 0.3, 0) == jittered_s(one, 0.3, 0) != jittered_s(one, 0.3, 1)
 
 
 def test_ours_is_ahead_of_all(timed):

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
-import numpy as np
 
 from pipeloom.emulator.build import Placement, layer_template
-from pipeloom.emulator.rules import PS_PER_S, RuleTable
+from pipeloom.emulator.rules import PS_PER_S
 from pipeloom.emulator.stage import Stage, runs_of
 from pipeloom.emulator.static import static_bytes, update_ps
 from pipeloom.emulator.template import LayerTemplate
@@ -91,9 +90,8 @@ class StageCosts:
 
     @property
     def delay_ns(self) -> int:
-        """Nanoseconds of such a message."""
-        wire = RuleTable(self.placement.devices, ("send",), np.array([self.placement.pipeline_link]), np.array([1.0]))
-        return int(wire.durations_ps(np.array([[0.0, 0.0, float(self.boundary_bytes)]]))[0]) // PS_PER_NS
+        """Nanoseconds of such a message over the slowest link that one takes."""
+        return self.placement.send_ps(self.boundary_bytes, self.placement.slowest_pipeline_link) // PS_PER_NS
 
     @property
     def num_parameters(self) -> int:

@@ -201,7 +201,7 @@ def mean(values: Iterable[float]) -> float:
 def device() -> tuple[str, ...]:
     """Device table that the times rest on."""
     hardware = load_cluster(CLUSTER)
-    return (f"{hardware.device.name} ({hardware.device.basis})",)
+    return (hardware.device.label,)
 
 
 def with_tokens(setup: PaperSetup, tokens: int) -> PaperSetup:

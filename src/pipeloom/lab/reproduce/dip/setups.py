@@ -109,5 +109,5 @@ def device(*setups: PaperSetup) -> tuple[str, ...]:
 
 
 def device_text(case: ModelOnCluster) -> str:
-    """The device of a case, and whether its table is of a data sheet or calibrated."""
-    return f"{case.cluster.device.name} ({case.cluster.device.basis})"
+    """The device of a case, whether its table is of a data sheet or calibrated, and its error."""
+    return case.cluster.device.label

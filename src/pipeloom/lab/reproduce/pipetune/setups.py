@@ -73,8 +73,7 @@ class Emulated:
     @property
     def device(self) -> str:
         """The device table that times rest on."""
-        device = self.costs.cluster.device
-        return f"{device.name} ({device.basis})"
+        return self.costs.cluster.device.label
 
 
 @cache
