@@ -15,11 +15,11 @@ from pipeloom.explain.compare import BaselineResult
 from pipeloom.lab.baselines import optimus_coarse, optimus_fine
 from pipeloom.lab.systems.model_on_cluster import Microbatches, ModelOnCluster, graph_of
 from pipeloom.lab.systems.recomputation import per_module_recomputation
-from pipeloom.lab.systems.systems import System, by_time, fixed_system, in_turn, replica_seconds
+from pipeloom.lab.systems.systems import System, by_parameters, by_time, fixed_system, in_turn, replica_seconds
 from pipeloom.layout import ModulePlacement, replicated, separate
 from pipeloom.layout.layouts import chunk_counts
 from pipeloom.layout.modality import typical_lengths
-from pipeloom.search import StoppingRule, uniform_settings
+from pipeloom.search import StoppingRule, interleaved_one_f_one_b, uniform_settings
 from pipeloom.spec import Chunk, Layout, ModelSpec
 
 PIECES = 4
@@ -34,11 +34,9 @@ def has_encoders(model: ModelSpec) -> bool:
 def optimus(case: ModelOnCluster, batches: Sequence[Microbatches]) -> System:
     """Optimus, coarse-grained: encoders over all ranks before the backbone, their gradients after it."""
     name = "Optimus coarse"
-    options = [
-        fixed_system(name, case, layout, optimus_coarse, per_module_recomputation)
-        for layout in _encoders_apart(case, batches)
-    ]
-    return in_turn(name, options, batches)
+    layouts = _encoders_apart(case, batches)
+    options = [fixed_system(name, case, layout, optimus_coarse, per_module_recomputation) for layout in layouts]
+    return in_turn(name, options, batches, _last(name, case, layouts))
 
 
 def optimus_bubbles(case: ModelOnCluster, batches: Sequence[Microbatches]) -> System:
@@ -73,16 +71,29 @@ def optimus_bubbles(case: ModelOnCluster, batches: Sequence[Microbatches]) -> Sy
     layouts = [_in_pieces(layout, PIECES) for layout in apart]
     if case.num_ranks > 1:
         layouts += [_on_every_rank(case, batches, layout, PIECES) for layout in apart]
-    return in_turn(name, [system(layout) for layout in layouts], batches)
+    return in_turn(name, [system(layout) for layout in layouts], batches, _last(name, case, apart))
+
+
+def _last(name: str, case: ModelOnCluster, layouts: Sequence[Layout]) -> list[System]:
+    """For an iteration whose encodings cannot be held all at once: interleaved 1F1B, each made when it is wanted."""
+    return [fixed_system(name, case, layout, interleaved_one_f_one_b, per_module_recomputation) for layout in layouts]
 
 
 def _encoders_apart(case: ModelOnCluster, batches: Sequence[Microbatches]) -> list[Layout]:
-    """Encoders and backbone over all ranks, the backbone with every number of chunks a rank that it has layers for."""
+    """Encoders and backbone over all ranks, the backbone with every number of chunks a rank that it has layers for.
+
+    Modules are cut by time, and by parameters.
+    """
     if len(case.model.modules) < 2:
         raise InputError("model", "has one module", "Optimus wants encoders and a backbone")
-    load, backbone = by_time(case, batches), case.model.modules[-1]
+    backbone = case.model.modules[-1]
     counts = chunk_counts(case.num_ranks, [backbone])
-    return [separate(case.model, case.num_ranks, {backbone.name: ModulePlacement(v)}, load) for v in counts]
+    made = [
+        separate(case.model, case.num_ranks, {backbone.name: ModulePlacement(v)}, load)
+        for load in (by_time(case, batches), by_parameters(case, batches))
+        for v in counts
+    ]
+    return list({layout.chunks: layout for layout in made}.values())
 
 
 def _in_pieces(layout: Layout, pieces: int) -> Layout:

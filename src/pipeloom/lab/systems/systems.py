@@ -60,7 +60,7 @@ Order = Callable[[TaskGraph], Schedule]
 Recompute = Callable[[str, Layout, TaskGraph, Schedule], BaselineResult]
 SHARES = (0.25, 0.5, 0.75, 1.0)
 """Of parameters in what stages are cut by, where stages of equal time do not fit."""
-ROOMS = (0.95, 0.9, 0.85, 0.8)
+ROOMS = (0.95, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5)
 """Shares of memory that static stages are also planned for, to leave room for microbatches larger than the mean."""
 
 
@@ -94,14 +94,27 @@ def megatron_1f1b(case: ModelOnCluster, batches: Sequence[Microbatches], balance
     """Megatron-LM's 1F1B: one chain of stages.
 
     Where stages of equal time do not fit, it cuts partly by parameters, or as nnScaler does with one setting of
-    recomputation for all.
+    recomputation for all; where those of equal parameters do not, as nnScaler does.
     """
     name = f"1F1B by {balance}"
     layouts = [chain_of_stages(case.model, case.num_ranks, 1, load) for load in _loads(case, batches, balance)]
+    fitting = _stages_that_fit(case, batches)
     if balance == "time":
+        layouts += fitting
+    return in_turn(name, _fixed(name, case, layouts, one_f_one_b), batches, _fixed(name, case, fitting, one_f_one_b))
+
+
+def _stages_that_fit(case: ModelOnCluster, batches: Sequence[Microbatches]) -> list[Layout]:
+    """The best stages with one setting of recomputation for all, in all memory and in less and less; what there is."""
+    found = []
+    for share in (1.0, *ROOMS):
         with suppress(InfeasibleError):
-            layouts.append(static_stages(case, batches, alike=True)[0])
-    return in_turn(name, [fixed_system(name, case, one, one_f_one_b) for one in _distinct(layouts)], batches)
+            found.append(static_stages(case, batches, alike=True, room_share=share)[0])
+    return found
+
+
+def _fixed(name: str, case: ModelOnCluster, layouts: Sequence[Layout], order: Order) -> list[System]:
+    return [fixed_system(name, case, layout, order) for layout in _distinct(layouts)]
 
 
 def megatron_interleaved(case: ModelOnCluster, batches: Sequence[Microbatches], balance: str = "parameters") -> System:
@@ -109,22 +122,23 @@ def megatron_interleaved(case: ModelOnCluster, batches: Sequence[Microbatches], 
 
     Every number from two up to as many as there are layers for is tried, with every cut: the time of an iteration jumps
     from one number to the next, where stages divide evenly or less has to be recomputed, so no few of them stand for
-    the rest.
+    the rest. An iteration that fits none of these runs by 1F1B, which holds less.
     """
     name = f"interleaved by {balance}"
     counts = chunk_counts(case.num_ranks, case.model.modules)[1:] or [1]
     loads = _loads(case, batches, balance)
     layouts = [chain_of_stages(case.model, case.num_ranks, v, load) for load in loads for v in counts]
-    return in_turn(
-        name, [fixed_system(name, case, one, interleaved_one_f_one_b) for one in _distinct(layouts)], batches
-    )
+    whole = [chain_of_stages(case.model, case.num_ranks, 1, load) for load in loads] + _stages_that_fit(case, batches)
+    options = _fixed(name, case, layouts, interleaved_one_f_one_b)
+    return in_turn(name, options, batches, _fixed(name, case, whole, one_f_one_b))
 
 
 def zero_bubble(case: ModelOnCluster, batches: Sequence[Microbatches], balance: str = "time") -> System:
     """Zero-bubble H1: 1F1B's chain of stages with split backwards, weight gradients filling the idle time.
 
     Recomputed activations wait for the weight gradients, so these come as late as memory allows, whichever number
-    of microbatches behind is best for the iteration. Every rank recomputes as little as fits.
+    of microbatches behind is best for the iteration. Every rank recomputes as little as fits. An iteration that does
+    not fit so runs by 1F1B with whole backwards.
     """
     costs = EmulatedCosts(case.architecture, case.cluster, case.degrees, LEVELS)
 
@@ -146,14 +160,15 @@ def zero_bubble(case: ModelOnCluster, batches: Sequence[Microbatches], balance: 
         return System("zero-bubble H1", layout, run)
 
     layouts = [chain_of_stages(case.model, case.num_ranks, 1, load) for load in _loads(case, batches, balance)]
-    return in_turn("zero-bubble H1", [system(layout) for layout in _distinct(layouts)], batches)
+    whole = _fixed("zero-bubble H1", case, [*layouts, *_stages_that_fit(case, batches)], one_f_one_b)
+    return in_turn("zero-bubble H1", [system(layout) for layout in _distinct(layouts)], batches, whole)
 
 
 def nnscaler(case: ModelOnCluster, batches: Sequence[Microbatches]) -> System:
     """nnScaler*: the best static stages and recomputation for the mean microbatch, run by 1F1B.
 
     Stages made for the mean may leave too little memory for an iteration of large microbatches, so others are made for
-    less memory, to be taken where the first do not fit.
+    less memory, to be taken where the first do not fit; and at last stages of equal parameters.
     """
 
     def system(layout: Layout, levels: tuple[int, ...]) -> System:
@@ -167,7 +182,9 @@ def nnscaler(case: ModelOnCluster, batches: Sequence[Microbatches]) -> System:
     for share in ROOMS:
         with suppress(InfeasibleError):
             planned.append(static_stages(case, batches, room_share=share))
-    return in_turn("nnScaler*", [system(*one) for one in dict.fromkeys(planned)], batches)
+    even = chain_of_stages(case.model, case.num_ranks, 1, by_parameters(case, batches))
+    last = _fixed("nnScaler*", case, [even], one_f_one_b)
+    return in_turn("nnScaler*", [system(*one) for one in dict.fromkeys(planned)], batches, last)
 
 
 def static_stages(
@@ -336,13 +353,16 @@ def _distinct(layouts: Sequence[Layout]) -> list[Layout]:
     return list({layout.chunks: layout for layout in layouts}.values())
 
 
-def in_turn(name: str, options: Sequence[System], batches: Sequence[Microbatches]) -> System:
+def in_turn(
+    name: str, options: Sequence[System], batches: Sequence[Microbatches], last: Sequence[System] = ()
+) -> System:
     """A system of several layouts: the one that is fastest on the sampled iterations, by the mean of all.
 
     A layout that some sampled iteration does not fit comes after those that fit more of them. A later iteration that
-    does not fit the first layout runs under the next that it fits.
+    does not fit the first layout runs under the next that it fits; those of ``last`` come after all others.
     """
     order = [options[0]] if len(options) == 1 else sorted(options, key=lambda option: _standing(option, batches))
+    order += last
 
     def run(groups: Microbatches, budget: StoppingRule, seed: int) -> BaselineResult:
         problem: InfeasibleError | None = None

@@ -15,6 +15,7 @@ from pipeloom.explain.compare import BaselineResult
 from pipeloom.lab.reproduce.dip.setups import LARGE, PaperSetup
 from pipeloom.lab.reproduce.part import Options
 from pipeloom.lab.systems.comparison import SYSTEMS
+from pipeloom.lab.systems.jitter import jittered_s
 from pipeloom.lab.systems.model_on_cluster import Microbatches, ModelOnCluster
 from pipeloom.lab.systems.systems import System, dip_layout, partitioned, searched_system, unadaptive_system
 from pipeloom.planner import Finishing
@@ -112,12 +113,18 @@ class Timed:
     num_tasks : int
     gap : float
         Above the lower bound of the system's own graph, relative to it.
+    jittered_s : float
+        Mean seconds where passes take longer or shorter than planned, as the device's table says.
+    as_chosen : bool
+        Whether it ran under the layout that was chosen; it did not fit that otherwise.
     """
 
     seconds: float
     processor_s: float
     num_tasks: int
     gap: float
+    jittered_s: float
+    as_chosen: bool
 
 
 def suits(name: str, setup: PaperSetup) -> bool:
@@ -195,7 +202,14 @@ def timed(setup: PaperSetup, name: str, seed: int, number: int, search_s: float)
     spent = time.process_time() - begin
     judge(found)
     gap = found.timeline.makespan_ns / max(found.lower_bound.ns, 1) - 1
-    return Timed(found.iteration_s, spent, found.graph.num_tasks, gap)
+    return Timed(
+        found.iteration_s,
+        spent,
+        found.graph.num_tasks,
+        gap,
+        jittered_s(found, setup.case.cluster.device.jitter, number),
+        found.layout == one.layout,
+    )
 
 
 def iterations(options: Options, count: int | None = None) -> list[tuple[int, int]]:
@@ -224,11 +238,16 @@ def best_form(
     return name, value
 
 
+def each_timed(setup: PaperSetup, name: str, numbers: Sequence[tuple[int, int]], search_s: float) -> list[Timed | None]:
+    """Time several iterations under a system; None in the place of one that does not fit."""
+    return [timed(setup, name, *number, search_s) for number in numbers]
+
+
 def all_timed(setup: PaperSetup, name: str, numbers: Sequence[tuple[int, int]], search_s: float) -> list[Timed] | None:
     """Time several iterations under a system; None: one of them does not fit."""
     out = []
-    for seed, number in numbers:
-        found = timed(setup, name, seed, number, search_s)
+    for number in numbers:
+        found = timed(setup, name, *number, search_s)
         if found is None:
             return None
         out.append(found)
