@@ -7,6 +7,7 @@ from pipeloom.lab.reproduce.pipetune.analysis import figure_5, figure_8, figure_
 from pipeloom.lab.reproduce.pipetune.beyond import replicas, trained
 from pipeloom.lab.reproduce.pipetune.execution import figure_11
 from pipeloom.lab.reproduce.pipetune.performance import figure_2, figure_6, figure_7, table_2
+from pipeloom.lab.reproduce.pipetune.regime import own_regime
 from pipeloom.lab.reproduce.pipetune.sensitivity import sensitivity
 
 _DRAWN: tuple[Setting, ...] = ("seeds", "iterations")
@@ -30,6 +31,7 @@ PARTS: tuple[Part, ...] = (
     _part("table-2", "What each technique brings", "`pipetune.txt` Table 2", table_2, _ALL),
     _part("figure-6", "Three sizes, two clusters, three mixtures", "`pipetune.txt` Fig. 6", figure_6),
     _part("sensitivity", "What the reductions rest on", "`pipetune.txt` Table 2, under other assumptions", sensitivity),
+    _part("regime", "The paper's regime", "`pipetune.txt` section 5", own_regime, _ALL),
     _part("figure-7", "Microbatch sizes", "`pipetune.txt` Fig. 7", figure_7, _ALL),
     _part("figure-8", "Tuning time", "`pipetune.txt` Fig. 8", figure_8),
     _part("figure-10", "Time of one layer by length", "`pipetune.txt` Fig. 10", figure_10, ()),

@@ -99,7 +99,7 @@ def emulated(
     load = mean_load(setup, costs)
     layout = encoder_first(model, RANKS, lambda module, layer: load[f"{module}/{layer.kind}"], even_layers=even)
     capacity = costs.cluster.device.usable_bytes
-    contexts = max_contexts(setup, costs, layout, capacity, most_contexts)
+    contexts = max(1, max_contexts(setup, costs, layout, capacity, most_contexts))
     pipeline = tuned_pipeline(
         model,
         layout,
@@ -127,22 +127,30 @@ def mean_load(setup: PaperSetup, costs: EmulatedCosts) -> dict[str, float]:
     return load
 
 
-def max_contexts(setup: PaperSetup, costs: EmulatedCosts, layout: Layout, capacity: int, most: int) -> int:
-    """Largest microbatch, in contexts, of which 1F1B can hold as many as it has in flight on every rank."""
-    fits = 1
-    backbone = layout.modules[-1].name
+def held_bytes(setup: PaperSetup, costs: EmulatedCosts, layout: Layout, contexts: int) -> list[tuple[int, int]]:
+    """Static bytes of every rank, and what it holds under 1F1B of microbatches of so many contexts."""
+    whole, found = Workload((setup.context,) * contexts), []
+    for i in layout.chunks_of(layout.modules[-1].name):
+        chunk = layout.chunks[i]
+        static = sum(costs.static_bytes(c) for c in layout.chunks if c.rank == chunk.rank)
+        held = costs.chunk_costs(chunk, whole)[0].activation_bytes * (RANKS - chunk.rank)
+        if chunk.rank == 0:
+            held += costs.boundary_bytes(layout.chunks[0], whole)
+        found.append((static, held))
+    return found
+
+
+def max_contexts(
+    setup: PaperSetup, costs: EmulatedCosts, layout: Layout, capacity: int, most: int, times: float = 1.0
+) -> int:
+    """Largest microbatch, in contexts, of which every rank can hold as many as it has in flight under 1F1B.
+
+    0: none fits. Activations take ``times`` as many bytes as emulated.
+    """
     for contexts in range(1, most + 1):
-        whole = Workload((setup.context,) * contexts)
-        for i in layout.chunks_of(backbone):
-            chunk = layout.chunks[i]
-            static = sum(costs.static_bytes(c) for c in layout.chunks if c.rank == chunk.rank)
-            held = costs.chunk_costs(chunk, whole)[0].activation_bytes * (RANKS - chunk.rank)
-            if chunk.rank == 0:
-                held += costs.boundary_bytes(layout.chunks[0], whole)
-            if static + held > capacity:
-                return fits
-        fits = contexts
-    return fits
+        if any(static + times * held > capacity for static, held in held_bytes(setup, costs, layout, contexts)):
+            return contexts - 1
+    return most
 
 
 def batches(setup: PaperSetup, mixture: str, options: Options, size: int = GLOBAL_BATCH) -> Iterator[tuple[int, Batch]]:
