@@ -21,11 +21,14 @@ from pipeloom.lab.systems.model_on_cluster import (
     model_flops,
     pack_microbatches,
     put_on_cluster,
+    resized,
 )
 from pipeloom.lab.systems.optimus import optimus, optimus_bubbles
 from pipeloom.lab.systems.recomputation import per_module_recomputation
 from pipeloom.lab.systems.systems import (
+    SIZES,
     System,
+    any_size,
     by_parameters,
     by_time,
     dip_layout,
@@ -221,6 +224,20 @@ def test_an_iteration_that_does_not_fit_runs_under_the_next_layout(case, typical
     assert [picked.run([()] * n, Evaluations(1), 0).name for n in (2, 6, 9)] == ["middling", "middling", "slow"]
     with pytest.raises(InfeasibleError, match="middling is full"):
         picked.run([()] * 10, Evaluations(1), 0)
+
+
+def test_microbatches_of_any_size_have_all_samples_and_are_no_slower(case, typical):
+    groups = draw_iteration(case, 7, 5)
+    names = sorted(s.id for g in groups for s in g)
+    for together in SIZES:
+        other = resized(groups, together)
+        assert sorted(s.id for g in other for s in g) == names
+        assert all(other)
+    assert [len(resized(groups, n)) for n in (1, 2, 4)] == [7, 4, 2]
+    assert len(resized(groups, 0)) > 7
+    plain = megatron_1f1b(case, typical)
+    each = [plain.run(resized(groups, n), Evaluations(1), 0).iteration_s for n in SIZES]
+    assert any_size(plain).run(groups, Evaluations(1), 0).iteration_s == min(each)
 
 
 def test_what_does_not_fit_is_told(case, typical):

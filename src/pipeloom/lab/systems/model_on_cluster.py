@@ -131,6 +131,16 @@ def pack_microbatches(case: ModelOnCluster, layout: Layout, groups: Microbatches
     return packing_from_counts(batch_of(groups), case.model, layout, tuple(members), tuple(counts))
 
 
+def resized(groups: Microbatches, together: int) -> Microbatches:
+    """Put so many microbatches in a row into one; 0: halve each that has several samples, between samples."""
+    if together:
+        return [
+            [sample for group in groups[i : i + together] for sample in group] for i in range(0, len(groups), together)
+        ]
+    halves = [half for group in groups for half in (group[: len(group) // 2], group[len(group) // 2 :])]
+    return [half for half in halves if half]
+
+
 def graph_of(
     case: ModelOnCluster, layout: Layout, groups: Microbatches, name: str, costs: EmulatedCosts | None = None
 ) -> TaskGraph:

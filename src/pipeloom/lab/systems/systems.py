@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -29,6 +29,7 @@ from pipeloom.lab.systems.model_on_cluster import (
     model_flops,
     most_workspace_bytes,
     pack_microbatches,
+    resized,
 )
 from pipeloom.lab.systems.recomputation import level_tables, per_rank_recomputation
 from pipeloom.layout import (
@@ -62,6 +63,9 @@ SHARES = (0.25, 0.5, 0.75, 1.0)
 """Of parameters in what stages are cut by, where stages of equal time do not fit."""
 ROOMS = (0.95, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5)
 """Shares of memory that static stages are also planned for, to leave room for microbatches larger than the mean."""
+
+SIZES = (1, 0, 2, 4)
+"""Microbatches that may become one, 0: each becomes two."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,7 +111,7 @@ def megatron_1f1b(case: ModelOnCluster, batches: Sequence[Microbatches], balance
 def _stages_that_fit(case: ModelOnCluster, batches: Sequence[Microbatches]) -> list[Layout]:
     """The best stages with one setting of recomputation for all, in all memory and in less and less; what there is."""
     found = []
-    for share in (1.0, *ROOMS):
+    for share in (1.0, *ROOMS) if batches else ():
         with suppress(InfeasibleError):
             found.append(static_stages(case, batches, alike=True, room_share=share)[0])
     return found
@@ -375,6 +379,24 @@ def in_turn(
         raise problem
 
     return System(name, order[0].layout, run)
+
+
+def any_size(system: System) -> System:
+    """The same system with every iteration's microbatches halved, as they are, or so many together: the fastest."""
+
+    def run(groups: Microbatches, budget: StoppingRule, seed: int) -> BaselineResult:
+        found, problem = list[BaselineResult](), None
+        for size in SIZES:
+            try:
+                found.append(system.run(resized(groups, size), budget, seed))
+            except InfeasibleError as error:
+                problem = problem or error
+        if not found:
+            assert problem is not None
+            raise problem
+        return min(found, key=lambda one: one.iteration_s)
+
+    return replace(system, run=run)
 
 
 def _standing(option: System, batches: Sequence[Microbatches]) -> tuple[int, float]:

@@ -113,9 +113,10 @@ def _gain_table(rows: Sequence[tuple[str, ...]], options: Options) -> Table:
     jitter = max(setup.case.cluster.device.jitter for setup in SETUPS.values())
     note = (
         "All systems have the same costs, data and memory. Baselines get the best recomputation for every single "
-        "iteration and, of all numbers of chunks a rank that there are layers for, the one that is best on the sampled "
-        "iterations; an iteration that does not fit it runs under the next. Cut by time, they are cut partly by "
-        "parameters where equal times do not fit. With jitter every pass takes another time than planned, by "
+        "iteration and its microbatches halved, as they are, or two or four together, whichever is fastest; and of all "
+        "numbers of chunks a rank that there are layers for the one that is best on the sampled iterations. An "
+        "iteration that does not fit it runs under the next. Cut by time, they are cut partly by parameters where equal "
+        "times do not fit. With jitter every pass takes another time than planned, by "
         f"{jitter * 100:.0f} % (standard deviation), in the planned order. Room is what the best baseline is above the "
         "least lower bound of the layouts that we tried. The paper's Megatron-LM is interleaved with stages of like "
         "parameters; it does not say how many chunks a rank, nor the mixture of its data, on which gains depend. "

@@ -17,7 +17,7 @@ from pipeloom.lab.reproduce.part import Options
 from pipeloom.lab.systems.comparison import SYSTEMS
 from pipeloom.lab.systems.jitter import jittered_s
 from pipeloom.lab.systems.model_on_cluster import Microbatches, ModelOnCluster
-from pipeloom.lab.systems.systems import System, dip_layout, partitioned, searched_system, unadaptive_system
+from pipeloom.lab.systems.systems import System, any_size, dip_layout, partitioned, searched_system, unadaptive_system
 from pipeloom.planner import Finishing
 from pipeloom.search import Before, Begun, Deadline, StoppingRule
 from pipeloom.taskgraph import TaskGraph
@@ -135,7 +135,7 @@ def suits(name: str, setup: PaperSetup) -> bool:
 
 @functools.lru_cache(maxsize=256)
 def system(setup: PaperSetup, name: str) -> System:
-    """A system by its title, with its layout chosen on the typical iterations.
+    """A system by its title, with its layout chosen on the typical iterations; baselines with microbatches of any size.
 
     Raises
     ------
@@ -146,7 +146,8 @@ def system(setup: PaperSetup, name: str) -> System:
     if name == OURS:
         return searched_system(OURS, case, setup.layouts[0].layout)
     make = _PARTS.get(name) or _ENTRIES[name].make
-    return make(case, setup.typical)
+    made = make(case, setup.typical)
+    return any_size(made) if name in BASELINES else made
 
 
 def chunks_a_rank(setup: PaperSetup, name: str) -> int:
