@@ -54,9 +54,9 @@ WORDS = dict(
 PAPER = {"datamix1": 40.7, "datamix2": 28.9, "datamix3": 16.1}
 """Per cent by which PipeTune is shorter than Original, Table 2: quoted beside ours."""
 PAPERS = "the paper's"
-CHUNKS = (2, 3, 4)
+CHUNKS = (2, 4, 8)
 """Of a rank, in the other layouts that the planner may be given."""
-CONTEXTS = (1, 2, 3, 4, 6, 8)
+CONTEXTS = range(1, MOST_CONTEXTS + 1)
 """Of the largest microbatch."""
 SAMPLED = 2
 """Batches that layouts are chosen on."""
@@ -83,10 +83,6 @@ class Regime:
 
     case: Emulated
     max_contexts: int
-
-    def token_budget(self, contexts: int | None = None) -> int:
-        """Tokens of the largest microbatch that fits, or of so many contexts."""
-        return (self.max_contexts if contexts is None else contexts) * self.case.setup.context
 
 
 @cache
@@ -157,18 +153,22 @@ def tuned_seconds(
         if not 1 <= most <= here.max_contexts:
             continue
         try:
-            each = [_tuned(here, seed, batch, spec, most, pad) for seed, batch in batches]
+            each = [_tuned(setup, recomputed, seed, batch, spec, most, pad) for seed, batch in batches]
         except NothingFoundError:
             continue
         found.append((float(np.mean(each)), recomputed, most))
     return min(found, default=None)
 
 
-def _tuned(here: Regime, seed: int, batch: Batch, spec: TuningSpec, contexts: int, pad: bool) -> float:
+@cache
+def _tuned(
+    setup: PaperSetup, recomputed: str, seed: int, batch: Batch, spec: TuningSpec, contexts: int, pad: bool
+) -> float:
+    case = regime(setup, recomputed).case
     if pad:
-        batch = padded(here.case, batch, spec.pack, seed)
-        spec = TuningSpec("first_fit", spec.micro_batch, spec.order, spec.precompute, here.case.setup.context)
-    return run_batch(here.case, batch, spec, seed, here.token_budget(contexts)).seconds
+        batch = padded(case, batch, spec.pack, seed)
+        spec = TuningSpec("first_fit", spec.micro_batch, spec.order, spec.precompute, setup.context)
+    return run_batch(case, batch, spec, seed, contexts * setup.context).seconds
 
 
 @cache
@@ -266,15 +266,16 @@ def _by_setup(options: Options) -> Table:
                 drawn = list(batches(setup, mixture, options))
                 name = chosen_layout(setup, mixture, options.search_s)
                 ours = {each: joined_seconds(setup, drawn, options.search_s, each) for each in {PAPERS, name}}
-                for rule, strategies in (("best", STRATEGIES), ("largest microbatch", (_largest(setup),))):
+                for rule, strategies in _rules(setup).items():
                     cells = _settings(setup, drawn, strategies=strategies)
                     seconds = [ours[PAPERS], ours[name]]
                     rows.append((setup.name, cluster, NAMES[mixture], rule, *_cells(cells, seconds), name))
     note = (
         "All settings take the recomputation of the row's rule: the one that is fastest for each of them, as they "
-        "would be run; or, for all, the one under which the largest microbatches fit, which is how the paper says that "
-        "it chose sizes. Ours are the joined planner's plans in the same memory, with a strategy of its own for every "
-        f"layer, on the paper's layout and on the one that does best on {SAMPLED} other batches."
+        f"would be run; or, for all, {WORDS[RECOMPUTED]}, with which memory was calibrated; or, for all, the one under "
+        "which the largest microbatches fit, which is how the paper says that it chose sizes. Ours are the joined "
+        "planner's plans in the same memory, with a strategy of its own for every layer, on the paper's layout and on "
+        f"the one that does best on {SAMPLED} other batches."
     )
     columns = ("model", "cluster", "mixture", "recomputation", *_COLUMNS, "layout")
     return Table("Models, clusters and mixtures", columns, tuple(rows), note)
@@ -307,9 +308,10 @@ _COLUMNS = ("Original, s", "recomputes", "Balanced", "PipeTune", "ours, paper's 
 _Cell = tuple[float, str, int] | None
 
 
-def _largest(setup: PaperSetup) -> str:
-    """The recomputation under which the largest microbatches fit, the least where several do."""
-    return max(STRATEGIES, key=lambda each: (regime(setup, each).max_contexts, -STRATEGIES.index(each)))
+def _rules(setup: PaperSetup) -> dict[str, tuple[str, ...]]:
+    """Recomputations that settings choose the fastest of, by what the choice is called."""
+    largest = max(STRATEGIES, key=lambda each: (regime(setup, each).max_contexts, -STRATEGIES.index(each)))
+    return {"the fastest": STRATEGIES, "as calibrated": (RECOMPUTED,), "for the largest microbatch": (largest,)}
 
 
 def _settings(
