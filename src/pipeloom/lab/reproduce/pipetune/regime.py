@@ -306,8 +306,8 @@ def _by_size(options: Options) -> Table:
         f"Memory as calibrated holds {regime(setup).max_contexts} of this model where ranks recompute "
         f"{WORDS[RECOMPUTED]}. PipeTune is nearest to the paper's three reductions, "
         f"{least:.1f} points off on average, with {size} contexts that are {FILLED[filled]}. The paper says neither "
-        "whether contexts are filled up nor how random packs are closed; the latter decides what balance brings where a "
-        "batch has few contexts."
+        "whether contexts are filled up nor how random packs are closed; the latter decides what balance brings where "
+        "a batch has few contexts."
     )
     columns = ("mixture", "contexts are", "contexts", *_COLUMNS, "paper: PipeTune", "PipeTune is")
     return Table(f"{setup.name} by the largest microbatch", columns, tuple(rows), note)
