@@ -266,19 +266,18 @@ def _by_setup(options: Options) -> Table:
             for mixture in MIXTURES:
                 drawn = list(batches(setup, mixture, options))
                 name = chosen_layout(setup, mixture, options.search_s)
-                ours = {each: joined_seconds(setup, drawn, options.search_s, each) for each in {PAPERS, name}}
+                ours = joined_seconds(setup, drawn, options.search_s, name)
                 for (rule, pad), strategies in _rules(setup).items():
                     cells = _settings(setup, drawn, pad=pad, strategies=strategies)
-                    seconds = [ours[PAPERS], ours[name]]
-                    rows.append((setup.name, cluster, NAMES[mixture], rule, FILLED[pad], *_cells(cells, seconds), name))
+                    rows.append((setup.name, cluster, NAMES[mixture], rule, FILLED[pad], *_cells(cells, [ours]), name))
     note = (
         "All settings take the recomputation of the row's rule: the one that is fastest for each of them, as they "
         f"would be run; or, for all, {WORDS[RECOMPUTED]}, with which memory was calibrated; or, for all, the one under "
         "which the largest microbatches fit, which is how the paper says that it chose sizes. Ours are the joined "
-        "planner's plans in the same memory, with a strategy of its own for every layer, on the paper's layout and on "
-        f"the one that does best on {SAMPLED} other batches; their contexts are never filled up."
+        "planner's plans in the same memory, with a strategy of its own for every layer, on the layout that "
+        f"does best on {SAMPLED} other batches; their contexts are never filled up."
     )
-    columns = ("model", "cluster", "mixture", "recomputation", "contexts are", *_COLUMNS, "layout")
+    columns = ("model", "cluster", "mixture", "recomputation", "contexts are", *_COLUMNS, "ours", "layout")
     return Table("Models, clusters and mixtures", columns, tuple(rows), note)
 
 
@@ -309,11 +308,20 @@ def _by_size(options: Options) -> Table:
         "whether contexts are filled up nor how random packs are closed; the latter decides what balance brings where "
         "a batch has few contexts."
     )
-    columns = ("mixture", "contexts are", "contexts", *_COLUMNS, "paper: PipeTune", "PipeTune is")
+    columns = (
+        "mixture",
+        "contexts are",
+        "contexts",
+        *_COLUMNS,
+        "ours, paper's layout",
+        "ours",
+        "paper: PipeTune",
+        "PipeTune is",
+    )
     return Table(f"{setup.name} by the largest microbatch", columns, tuple(rows), note)
 
 
-_COLUMNS = ("Original, s", "recomputes", "Balanced", "PipeTune", "ours, paper's layout", "ours")
+_COLUMNS = ("Original, s", "recomputes", "Balanced", "PipeTune")
 _Cell = tuple[float, str, int] | None
 
 
@@ -340,7 +348,7 @@ def _settings(
 def _cells(found: Sequence[_Cell], ours: Sequence[float]) -> tuple[str, ...]:
     first = found[0]
     if first is None:
-        return ("does not fit", *[""] * (len(_COLUMNS) - 1))
+        return ("does not fit", *[""] * (len(_COLUMNS) + len(ours) - 1))
     others = [change(first[0], each[0]) if each else "" for each in found[1:]]
     contexts = f"{first[2]} context{'s' if first[2] > 1 else ''}"
     return (
