@@ -57,7 +57,8 @@ def test_setups_are_emulated_and_named_systems_run() -> None:
     whole, split = chains(setup)
     assert not whole.weight_ns.any()
     assert split.weight_ns.any()
-    assert (whole.total_ns == split.total_ns).all()
+    # Halves of a backward are rounded each.
+    assert abs(whole.total_ns - split.total_ns).max() <= 1
     assert whole.layer_names[0] == "embedding"
     assert whole.layer_names[-1] == "head"
     shares = {name: bubble_share(run_system(system, whole)) for name, system in BASELINES.items()}
