@@ -31,6 +31,10 @@ from the recorded data, which the pages of [DIP and PipeWeaver](dip.md), [PipeTu
 [AdaPtis](adaptis.md) show in full; no figure of ours and no verdict is typed by hand. Times are emulated: no claim is
 measured on GPUs. What two papers say alike is one claim.
 
+Every section of these pages names the commit that made it. All but Fig. 4 were recorded before device tables went by
+duration and links by nodes ([emulator](../emulator.md)), and before baselines chose the size of their microbatches;
+PipeTune's own regime (`pipetune regime`) is not recorded yet.
+
 `pipeloom reproduce PAPER PART` makes a line again, `pipeloom reproduce all` everything. A part is recorded as soon as
 it has ended, in `PAPER/PART.json` beside these pages; after an interruption the same command goes on from there, for
 what is recorded of the same source with the same options is not made again (`--again` makes it). As many parts run at
