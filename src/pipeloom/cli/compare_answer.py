@@ -31,12 +31,6 @@ STEPS = {
     "order": "order",
     "memory": "what is held in memory",
 }
-KNOWN_ERRORS = (
-    "Against published figures, H800 and H100 tables gave 3.92 s for 4.068 s (a 7B language model on 8 devices), "
-    "MFU 0.325 for 0.36 (VLM-XL on 16,384) and 0.18 for 0.39 (T2V-XL on 6,144)."
-)
-"""Those of docs/emulator.md, "How good it is"."""
-_COMPARED = ("H800", "H100")
 
 
 def gain_text(gain: float) -> str:
@@ -256,10 +250,8 @@ def _confidence(outcome: Outcome) -> Section:
     if device.basis == "measured":
         lines.append("The table was measured; its error on other sizes stands in the report of pipeloom calibrate.")
     else:
-        known = device.name.startswith(_COMPARED)
         lines.append(
-            "Efficiencies are assumed, and Pipeloom was never run on a GPU. "
-            + (KNOWN_ERRORS if known else "No published time was compared with the table of this device.")
+            f"Efficiencies are assumed, and Pipeloom was never run on a GPU. Error of the table: {device.error}."
         )
         lines.append("pipeloom calibrate --device cuda measures one device, and its table makes these times yours.")
     if outcome.question.run is not None:
