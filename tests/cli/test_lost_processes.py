@@ -149,7 +149,7 @@ def test_whoever_is_killed_the_others_end_and_no_sample_is_lost(
     choose = random.Random(seed)
     restarts = choose.random() < 0.7
     arguments = ["train", str(begin(tmp_path)), "--runs", str(tmp_path)]
-    again = ["--max-restarts", "1"] * restarts
+    again = ["--restarts", "1"] * restarts
     life = Life([*arguments, *again], tmp_path, not request.config.getoption("--cold"))
     moment = choose.random() * undisturbed[1]
     life.wait(moment)

@@ -97,7 +97,7 @@ def test_all_ranks_are_started_again_where_that_is_asked_for(
     undisturbed: tuple[Path, list[float]], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     path = config(tmp_path, crash=True)
-    assert run(["train", str(path), "--runs", str(tmp_path), "--max-restarts", "1"]) == 0
+    assert run(["train", str(path), "--runs", str(tmp_path), "--restarts", "1"]) == 0
     shown = " ".join(capfd.readouterr().out.split())
     assert "killed by signal 9; starting again from the newest checkpoint, 1 of 1" in shown
     assert losses(tmp_path) == pytest.approx(undisturbed[1], rel=1e-10)
@@ -109,7 +109,7 @@ def test_what_a_rank_refuses_is_not_tried_again(tmp_path: Path, capfd: pytest.Ca
     # A rank refuses batches that are other than its peers' whenever it is started.
     other = "import torch.distributed as dist; me = dist.is_initialized() and dist.get_rank()\n    for i in range("
     task.write_text(task.read_text().replace("for i in range(", other).replace('f"{i}.{j}"', 'f"{i}.{j}.{me}"'))
-    assert run(["train", str(path), "--runs", str(tmp_path), "--max-restarts", "3"]) == 2
+    assert run(["train", str(path), "--runs", str(tmp_path), "--restarts", "3"]) == 2
     said = capfd.readouterr()
     assert "rank 1 has other samples than rank 0" in said.err
     assert "starting again" not in said.out
@@ -120,7 +120,7 @@ def test_without_checkpoints_a_run_is_started_again_from_the_beginning(
 ) -> None:
     path = config(tmp_path, crash=True)
     path.write_text(path.read_text().replace("[checkpoint]\nevery = 2\nasynchronous = false\n", ""))
-    assert run(["train", str(path), "--runs", str(tmp_path), "--max-restarts", "1"]) == 0
+    assert run(["train", str(path), "--runs", str(tmp_path), "--restarts", "1"]) == 0
     assert "starting again from the beginning, 1 of 1" in " ".join(capfd.readouterr().out.split())
     assert losses(tmp_path) == pytest.approx(undisturbed[1], rel=1e-10)
 

@@ -41,7 +41,7 @@ def train(
         "--resume/--from-scratch",
         help="Go on from the newest checkpoint, or remove what an earlier run saved. Needed where there is one.",
     ),
-    max_restarts: int = typer.Option(
+    restarts: int = typer.Option(
         0,
         min=0,
         help="Start all ranks again from the newest good checkpoint, at most so often, when one of them dies or fails.",
@@ -69,7 +69,7 @@ def train(
     settings = msgspec.structs.replace(run.config, iterations=iterations or run.config.iterations)
     run = replace(run, config=with_chosen_layout(settings) if choose_layout else settings)
     check_method(f"{config}: planner.method", settings.planner.method)
-    summary = run.train(resume=resume, max_restarts=max_restarts)
+    summary = run.train(resume=resume, restarts=restarts)
     if summary is None:
         return
     if json:

@@ -138,7 +138,7 @@ class TrainingRun(Job):
             profile = measured_profile(self, first, choose_device(self.config.runtime.device, 1))
             return training_layers(preview(self, first.shaped, profile, first))
 
-    def train(self, *, resume: bool | None = None, max_restarts: int = 0) -> Summary | None:
+    def train(self, *, resume: bool | None = None, restarts: int = 0) -> Summary | None:
         """Prepare, then train over ranks: processes of this machine, or those that torchrun started.
 
         Parameters
@@ -146,7 +146,7 @@ class TrainingRun(Job):
         resume : bool or None
             Go on from the newest checkpoint (from the beginning where there is none), or remove what an earlier run
             saved. None: there must be none.
-        max_restarts : int
+        restarts : int
             So often all ranks are started again from the newest good checkpoint, or the beginning where there is none,
             when one of them dies or fails; but not where one refuses what it was given. torchrun counts its own.
 
@@ -167,11 +167,11 @@ class TrainingRun(Job):
             return self._train_as_worker(worker, resume)
         begin_warm()
         with self.alone():
-            return self._train_here(resume, max_restarts)
+            return self._train_here(resume, restarts)
 
-    def resume(self, *, max_restarts: int = 0) -> Summary | None:
+    def resume(self, *, restarts: int = 0) -> Summary | None:
         """Go on from the newest checkpoint, or begin where there is none; see `train`."""
-        return self.train(resume=True, max_restarts=max_restarts)
+        return self.train(resume=True, restarts=restarts)
 
     def summary(self) -> Summary:
         """Read what a finished run came to.
@@ -282,7 +282,7 @@ class TrainingRun(Job):
             )
         return bool(resume and steps)
 
-    def _train_here(self, resume: bool | None, max_restarts: int) -> Summary:
+    def _train_here(self, resume: bool | None, restarts: int) -> Summary:
         """Start the ranks as processes of this machine; again from a checkpoint while restarts are left."""
         config = self.config
         go_on = self._goes_on(resume)
@@ -297,11 +297,11 @@ class TrainingRun(Job):
                     train_rank, config.num_processes, self, go_on, timeout_s=config.timeout_s, device=self.place
                 )
             except ExecutionError as error:
-                if restart > max_restarts or error.comes_again:
+                if restart > restarts or error.comes_again:
                     raise
                 go_on = self.checkpoints is not None and bool(self.checkpoints.steps())
                 where = "the newest checkpoint" if go_on else "the beginning"
-                again = f"{error}; starting again from {where}, {restart} of {max_restarts}"
+                again = f"{error}; starting again from {where}, {restart} of {restarts}"
                 self.display.say(again, warning=True)
             else:
                 summary = found[0]
