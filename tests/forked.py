@@ -59,6 +59,22 @@ def kill_the_server() -> None:
     threading.Event()
 
 
+def wait_for_a_signal() -> None:
+    """Say who waits, and which signal has come."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda sent, _: sys.exit(sent))
+    sys.stdout.write(f"{os.getpid()}\n")
+    sys.stdout.flush()
+    threading.Event().wait()
+
+
+def stand_in() -> None:
+    """Have a fork do all."""
+    forks.begin_forks(["pipeloom.errors"])
+    assert forks.can_fork()
+    sys.exit(forks.run_in_fork(wait_for_a_signal))
+
+
 def main(function: str) -> None:
     """Begin, change the environment, and start two processes."""
     forks.begin_forks(["pipeloom.no_such_module", f"tests.forked:{function}", "pipeloom.errors"])
@@ -80,4 +96,6 @@ def main(function: str) -> None:
 
 
 if __name__ == "__main__":
+    if sys.argv[1] == "stand_in":
+        stand_in()
     main(sys.argv[1])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,12 +15,17 @@ import pytest
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are forked on Linux only")
 
 
+ROOT = Path(__file__).parents[1]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "src")])}
+COMMAND = [sys.executable, "-m", "tests.forked"]
+
+
 def run(function: str, **more: str) -> list[dict[str, Any]]:
     """What the processes of `tests.forked` say."""
-    root = Path(__file__).parents[1]
-    environment = {**os.environ, **more, "PYTHONPATH": os.pathsep.join([str(root), str(root / "src")])}
-    command = [sys.executable, "-m", "tests.forked", function]
-    ended = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=True)
+    environment = {**ENVIRONMENT, **more}
+    ended = subprocess.run(
+        [*COMMAND, function], capture_output=True, text=True, env=environment, timeout=300, check=True
+    )
     return [json.loads(line) for line in ended.stdout.splitlines()]
 
 
@@ -50,3 +56,26 @@ def test_where_the_folder_for_temporary_files_has_a_long_name_interpreters_begin
     assert (first["warm"], further["warm"]) == (False, False)
     assert summary == {"forked": False, "codes": [0, 7]}
     assert not list(folder.glob("pipeloom-*"))
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_fork_that_stands_in_has_the_signals_and_the_end_of_its_process(sent: signal.Signals) -> None:
+    command = [*COMMAND, "stand_in"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT
+    ) as started:
+        assert started.stdout is not None
+        assert int(started.stdout.readline()) != started.pid
+        started.send_signal(sent)
+        # Both hold the output: it ends when both are gone.
+        assert started.communicate(timeout=300) == ("", "")
+    assert started.returncode == (-sent if sent == signal.SIGKILL else sent)
+
+
+def test_a_fork_that_was_killed_is_told_by_its_code() -> None:
+    command = [*COMMAND, "stand_in"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT) as started:
+        assert started.stdout is not None
+        os.kill(int(started.stdout.readline()), signal.SIGKILL)
+        started.communicate(timeout=300)
+    assert started.returncode == 128 + signal.SIGKILL

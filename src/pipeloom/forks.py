@@ -12,6 +12,7 @@ from __future__ import annotations
 import atexit
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -21,6 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from multiprocessing import forkserver
+from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import DupFd
 from pathlib import Path
@@ -41,26 +43,33 @@ class _Server:
     folder: tempfile.TemporaryDirectory[str] | None = None
     ready: bool | None = None
     """Whether processes can be forked; None: nobody has asked yet."""
+    fork: bool = False
+    """Whether this process is a fork itself."""
 
 
 _SERVER = _Server()
 
 
-def begin_forks(names: Sequence[str]) -> None:
+def begin_forks(names: Sequence[str]) -> bool:
     """Start the process from which others will be forked; returns at once, and does nothing the second time.
 
     Parameters
     ----------
     names : sequence of str
         Modules to import, in this order; ``module:function``: a function to call, without arguments.
+
+    Returns
+    -------
+    bool
+        Whether it was started by this call.
     """
     server: Any = forkserver._forkserver
     if _SERVER.ready is not None or _SERVER.folder is not None:
-        return
+        return False
     if sys.platform != "linux" or server._forkserver_pid is not None:
         # Elsewhere a fork may break what the system's libraries hold; and another's server has not imported this.
         _SERVER.ready = False
-        return
+        return False
     _SERVER.folder = tempfile.TemporaryDirectory(prefix="pipeloom-forks-")
     Path(_SERVER.folder.name, _NAMES).write_text("\n".join(names))
     # A store that is gone is no news to a planner, and a level is set when torch is imported.
@@ -73,6 +82,8 @@ def begin_forks(names: Sequence[str]) -> None:
             # Its socket lies in the folder for temporary files, whose name may be too long for a socket.
             _SERVER.ready = False
             _SERVER.folder.cleanup()
+            return False
+    return True
 
 
 @contextmanager
@@ -102,6 +113,11 @@ def can_fork() -> bool:
         # Killed, as any process may be. Python would start another, which knows nothing of what to import.
         _SERVER.ready = False
     return bool(_SERVER.ready)
+
+
+def is_fork() -> bool:
+    """Whether this process was forked from one that has imported everything."""
+    return _SERVER.fork
 
 
 def _is_alive() -> bool:
@@ -163,7 +179,7 @@ class ForkTarget:
 
     def begin(self) -> None:
         """In the forked process, before it calls the function."""
-        _SERVER.ready = True
+        _SERVER.ready = _SERVER.fork = True
 
 
 def process(target: Callable[..., None], args: tuple[Any, ...], *, forked: bool, **named: Any) -> BaseProcess:
@@ -222,6 +238,60 @@ class ForkedCommand:
         if self._process.exitcode is None:
             raise subprocess.TimeoutExpired("pipeloom", timeout)
         return self._process.exitcode
+
+
+def run_in_fork(target: Callable[..., None], args: tuple[Any, ...] = ()) -> int:
+    """Run a function in a forked process that stands in for this one.
+
+    SIGINT and SIGTERM go on to it, and it ends when this process is gone, however that ended.
+
+    Parameters
+    ----------
+    target : callable
+    args : tuple
+        What it is called with.
+
+    Returns
+    -------
+    int
+        Its exit code; 128 and the signal's number where a signal ended it.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    stand_in = process(_stand_in, (target, args), forked=True)
+    stand_in.start()
+    number = stand_in.pid
+    assert number is not None
+    before = {}
+    for one in (signal.SIGINT, signal.SIGTERM):
+        before[one] = signal.signal(one, lambda sent, _: _send(number, sent))
+    try:
+        stand_in.join()
+    finally:
+        for one, handler in before.items():
+            signal.signal(one, handler)
+    code = stand_in.exitcode
+    assert code is not None
+    return code if code >= 0 else 128 - code
+
+
+def _send(process_id: int, number: int) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(process_id, number)
+
+
+def _stand_in(target: Callable[..., None], args: tuple[Any, ...]) -> None:
+    # A terminal's Ctrl-C reaches it once: from the process that it stands in for.
+    os.setpgid(0, 0)
+    threading.Thread(target=_end_with_parent, name="parent", daemon=True).start()
+    target(*args)
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    os._exit(1)
 
 
 def _run_command(arguments: Sequence[str], environment: dict[str, str]) -> None:

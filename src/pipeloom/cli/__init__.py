@@ -11,7 +11,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from pipeloom.cli.app import leave_on_sigterm, run
 
     leave_on_sigterm()
-    sys.exit(run(sys.argv[1:] if arguments is None else list(arguments)))
+    sys.exit(run(sys.argv[1:] if arguments is None else list(arguments), whole_process=True))
 
 
 __all__ = ["main"]

@@ -146,8 +146,16 @@ def leave_on_sigterm() -> None:
         signal.signal(signal.SIGTERM, leave)
 
 
-def run(arguments: Sequence[str]) -> int:
-    """Run one command line and return its exit code; nothing but a defect leaves a traceback."""
+def run(arguments: Sequence[str], *, whole_process: bool = False) -> int:
+    """Run one command line and return its exit code; nothing but a defect leaves a traceback.
+
+    Parameters
+    ----------
+    arguments : sequence of str
+    whole_process : bool
+        This process is there for nothing else, so that another may do its work: commands find ``arguments`` in their
+        context.
+    """
     # A program that is started with a stream closed has none.
     sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
@@ -158,7 +166,10 @@ def run(arguments: Sequence[str]) -> int:
     try:
         app = make_app([named] if named in COMMANDS else [])
         command = typer.main.get_command(app)
-        result = command.main(list(arguments), prog_name="pipeloom", standalone_mode=False)
+        given = list(arguments)
+        result = command.main(
+            given, prog_name="pipeloom", standalone_mode=False, obj=list(given) if whole_process else None
+        )
         sys.stdout.flush()
         code = result if isinstance(result, int) else 0
         if code == INTERRUPTED:  # some versions of Typer turn Ctrl-C into this code, without a word

@@ -46,8 +46,17 @@ def note_compiling() -> AbstractContextManager[None]:
     """A context that says so when something is compiled in it, as after an installation."""
     from pipeloom.compiled.telling import before_compiling
 
-    text = "compiling, once after an installation: about half a minute ..."
+    text = "compiling, once after an installation: up to a minute ..."
     return before_compiling(lambda: print_note(text))
+
+
+def load_kernels() -> None:
+    """Load the planner's kernels, and say so when they are compiled."""
+    from pipeloom import packing, search
+
+    with note_compiling():
+        packing.warm_up()
+        search.warm_up()
 
 
 def figures_text(numbers: Figures) -> str:

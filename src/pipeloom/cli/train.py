@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING
 import msgspec
 import typer
 
+from pipeloom.cli import main
 from pipeloom.cli.options import check_method
 from pipeloom.errors import InputError
+from pipeloom.forks import can_fork, is_fork, run_in_fork
 from pipeloom.training.warm import begin_warm
 
 if TYPE_CHECKING:
@@ -25,9 +27,11 @@ LEFT_BEHIND = {
     "plans/": "every iteration's plan as text; pipeloom verify reads them",
     "summary.json": "the run in numbers",
 }
+_KERNELS = ("pipeloom.cli.output:load_kernels",)
 
 
 def train(
+    context: typer.Context,
     config: Path = typer.Argument(..., metavar="CONFIG", help="A train.toml, see docs/train.md."),
     runs: Path = typer.Option(Path("runs"), help="Folder under which the run's own folder is made."),
     iterations: int = typer.Option(
@@ -58,9 +62,11 @@ def train(
 
     Example: pipeloom train examples/digits_vlm/train.toml
     """
-    # First of all: what ranks and planner import is imported while this process imports it, too.
-    typer.echo("Importing PyTorch ...", err=json)
-    begin_warm()
+    # First of all: what ranks and planner are forked with is imported once, and this command goes on in a fork, too.
+    if not is_fork():
+        typer.echo("Importing PyTorch ...", err=json)
+        if begin_warm(_KERNELS) and context.obj is not None and can_fork():
+            raise typer.Exit(run_in_fork(main, (context.obj,)))
     from pipeloom.cli.progress import Terminal
     from pipeloom.training import TrainingRun
 
