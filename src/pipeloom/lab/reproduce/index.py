@@ -16,7 +16,7 @@ from pipeloom.lab.reproduce.claims import (
     judge,
     told,
 )
-from pipeloom.lab.reproduce.part import PAPERS
+from pipeloom.lab.reproduce.part import PAPERS, parts_of
 from pipeloom.lab.reproduce.record import Record
 from pipeloom.report import markdown_table
 
@@ -31,9 +31,8 @@ from the recorded data, which the pages of [DIP and PipeWeaver](dip.md), [PipeTu
 [AdaPtis](adaptis.md) show in full; no figure of ours and no verdict is typed by hand. Times are emulated: no claim is
 measured on GPUs. What two papers say alike is one claim.
 
-Every section of these pages names the commit that made it. All but Fig. 4 were recorded before device tables went by
-duration and links by nodes ([emulator](../emulator.md)), and before baselines chose the size of their microbatches;
-PipeTune's own regime (`pipetune regime`) is not recorded yet.
+Not all sections were made by one state of the source: [when each was made](#when-each-was-made). Since 2026-11-23 device
+tables go by duration and links by nodes ([emulator](../emulator.md)), and baselines choose the size of their microbatches.
 
 `pipeloom reproduce PAPER PART` makes a line again, `pipeloom reproduce all` everything. A part is recorded as soon as
 it has ended, in `PAPER/PART.json` beside these pages; after an interruption the same command goes on from there, for
@@ -95,7 +94,20 @@ def index_page(records: Records) -> str:
     ]
     table = markdown_table(("figure", "ours", "command"), own, words=True)
     blocks += ["## Our own figures", "No paper claims these.", table]
+    blocks += ["## When each was made", _makings(records)]
     return "\n\n".join(blocks) + "\n"
+
+
+def _makings(records: Records) -> str:
+    """Which parts were made by which state of the source, the newest first, and those that were not made."""
+    names: dict[tuple[str, str], list[str]] = {}
+    for paper in PAPERS:
+        for part in parts_of(paper):
+            record = records.get(paper, {}).get(part.name)
+            made = ("", "not made") if record is None else (record.made.day, record.made.commit or "not recorded")
+            names.setdefault(made, []).append(f"{paper} {part.name}")
+    rows = [(day, commit, ", ".join(parts)) for (day, commit), parts in sorted(names.items(), reverse=True)]
+    return markdown_table(("day", "commit", "parts"), rows, words=True)
 
 
 def _row(paper: str, one: Judged) -> tuple[str, ...]:
