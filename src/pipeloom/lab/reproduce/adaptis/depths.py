@@ -161,7 +161,8 @@ def _headline(groups: Sequence[tuple[str, str, list[Cell]]]) -> Table:
     note = (
         f"Nine models (three families, three sizes), T = 2, microbatches of one sequence of {TOKENS} tokens. The paper "
         "evaluates P = 4, 8 and 16 and does not say which of them its figure has. AdaPtis is its generator written "
-        "again from the paper, with as much time as ours. No placement is shorter than the lower bound, so that the "
+        "again from the paper, with as much time as ours, which is of the first seed. No placement is shorter than "
+        "the lower bound, so that the "
         "last column but one is the most that anything can be ahead of that generator."
     )
     return Table("Over Mist, and over AdaPtis' own generator", columns, tuple(rows), note)

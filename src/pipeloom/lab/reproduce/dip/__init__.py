@@ -3,6 +3,7 @@
 from pipeloom.lab.reproduce.dip.ablation import figure_9, figure_10, section_3_1, table_5
 from pipeloom.lab.reproduce.dip.characterise import figure_4, section_2_2, table_1
 from pipeloom.lab.reproduce.dip.end_to_end import figure_8a, figure_8b, published_search, table_4, tried_layouts
+from pipeloom.lab.reproduce.dip.images import over_images
 from pipeloom.lab.reproduce.dip.large import large
 from pipeloom.lab.reproduce.dip.literal import programs, to_the_letter
 from pipeloom.lab.reproduce.dip.planner_parts import dealing, figure_11, figure_12, figure_13, ordering_consistency
@@ -19,6 +20,14 @@ ONE: tuple[Setting, ...] = ("seeds", "search")
 """Options of parts that time one iteration for each seed, or a fixed number."""
 PARTS: tuple[Part, ...] = (
     Part("table-1", "Static and dynamic imbalance", "`dip.txt` Table 1", "emulated", table_1, uses=("seeds",)),
+    Part(
+        "images",
+        "Images a microbatch",
+        "`dip.txt` Table 1, Fig. 8a, Fig. 9, over an axis that it does not state",
+        "emulated",
+        over_images,
+        uses=ONE,
+    ),
     Part("section-2-2", "The best cut is uneven", "`dip.txt` section 2.2", "emulated", section_2_2, uses=()),
     Part("figure-4", "How data differ", "`dip.txt` Fig. 4", "emulated", figure_4, uses=("seeds",)),
     Part(

@@ -76,7 +76,8 @@ def programs(options: Options) -> Outcome:
         "ours: above the best bound, most",
     )
     note = (
-        "One program for each rank, under the order of first in, first out with the leanest candidates, which leaves "
+        "One program for each rank of an iteration of the first seed, under the order of first in, first out with the "
+        "leanest candidates, which leaves "
         "the most room: medians over the ranks, in processor time of one core. Ten candidates a pair, by DIP's "
         "knapsack, offload included, under the device's memory and the host's. HiGHS solves, warm from the greedy "
         f"choice; it is cut after {EXACT_S:g} s of the clock. Stating the program is Python and is not the "
@@ -198,7 +199,8 @@ def to_the_letter(options: Options) -> Outcome:
     rows = [_PAPER, *((*workload.words, *_effects(workload, options)) for workload in WORKLOADS)]
     cores = len(os.sched_getaffinity(0))
     note = (
-        "DIP's layout. Reordering: the first order over the best that the tree search finds, both under the best "
+        "DIP's layout, one iteration of the first seed. Reordering: the first order over the best that the tree "
+        "search finds, both under the best "
         "uniform strategies. Strategies: that over DIP to the letter, whose rollouts have a program for every rank, "
         f"by HiGHS, warm, to {100 * HIGHS_GAP:g} %, of ten knapsack candidates with offload, and whose memory rule is "
         "the paper's; an order that comes to a standstill by it is rejected. Its orders are made for the leanest "
@@ -276,7 +278,7 @@ def _effects(workload: Workload, options: Options) -> tuple[str, ...]:
 
 def _with_programs(graph: TaskGraph, schedule: Schedule) -> int | None:
     """Nanoseconds of an order with strategies by the programs; None: it does not fit with the leanest either."""
-    lean = Schedule(schedule.order, leanest(graph), "")
+    lean = Schedule(schedule.order, np.array(leanest(graph), np.int64), "")
     if not within_limits(graph, lean, simulate(graph, lean)):
         return None
     found = program_strategies(graph, schedule)
