@@ -203,7 +203,7 @@ _CHARACTER = (
         "below 10 ms",
         (Found("program", "to 5 %, warm, ms", ("VLM-S", "64")),),
         "at most",
-        "HiGHS, one rank of VLM-S with 64 microbatches, of which the paper counts; with 4 it is {few} ms, and our "
+        "HiGHS, one rank of VLM-S with 64 microbatches, as the paper has; with 4 it is {few} ms, and our "
         "Lagrangian takes {ours} ms with 64. The paper does not say for how many pairs.",
         "ms",
         {
