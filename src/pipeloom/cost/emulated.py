@@ -182,11 +182,16 @@ class EmulatedCosts:
         assert self.ladder is not None
         found = mix([self._layer_options(layer, workload) for layer in self._chunk(chunk)])
         keep = self._stage(chunk).cost(workload, self._parts)
-        rows = ladder(found, *self.ladder)
+        rows = self._offered(found)
         distinct = list(dict.fromkeys(rows))
         amounts = found.amounts[distinct, BACKWARD:].tolist()
         known = {row: _mixture(keep, found, row, each) for row, each in zip(distinct, amounts, strict=True)}
         return tuple(known[row] for row in rows)
+
+    def _offered(self, found: Mixtures) -> list[int]:
+        """Mixtures that a chunk is offered; keeping everything comes first."""
+        assert self.ladder is not None
+        return ladder(found, *self.ladder)
 
     def _layer_options(self, layer: LayerTemplate, workload: Workload) -> tuple[LayerOption, ...]:
         key = (id(layer), workload)

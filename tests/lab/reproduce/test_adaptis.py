@@ -10,6 +10,7 @@ from pipeloom.lab.adaptis.systems import run_system
 from pipeloom.lab.reproduce import Options
 from pipeloom.lab.reproduce.adaptis import PARTS
 from pipeloom.lab.reproduce.adaptis.characterise import figure_3, figure_4, partitions, placements, schedules
+from pipeloom.lab.reproduce.adaptis.depths import Cell, _headline
 from pipeloom.lab.reproduce.adaptis.execution import execute
 from pipeloom.lab.reproduce.adaptis.generation import continued
 from pipeloom.lab.reproduce.adaptis.scaling import grid
@@ -24,12 +25,13 @@ from pipeloom.lab.reproduce.adaptis.setups import (
     seconds_of,
     setup_of,
 )
+from pipeloom.lab.reproduce.adaptis.throughput import _extremes
 from pipeloom.lab.reproduce.part import Part
 from tests.lab.adaptis.test_systems import uniform
 
 
 def test_every_figure_of_the_evaluation_has_a_part() -> None:
-    numbers = (1, 3, 4, 8, 9, 10, 11, 12, 13, 14, 15)
+    numbers = (1, 3, 4, 8, "8-depths", 9, 10, 11, 12, 13, "13-programs", 14, 15)
     assert [part.name for part in PARTS] == [f"figure-{n}" for n in numbers]
 
 
@@ -77,6 +79,25 @@ def test_an_exponential_is_continued_beyond_what_was_solved() -> None:
     beyond, times = continued(counts, [0.01 * 3**x for x in counts])
     assert beyond == [16.0, 32.0]
     assert times == pytest.approx([0.01 * 3**16, 0.01 * 3**32])
+
+
+def test_gains_are_averaged_over_what_fits() -> None:
+    cells = [
+        Cell("one", 4, 2, {"Mist": 1.2, "AdaPtis": 1.1, "ours": 1.0}, 0.5, "Mist"),
+        Cell("two", 4, 2, {"AdaPtis": 2.0, "ours": 2.0}, 2.0, ""),  # Mist does not fit
+        Cell("three", 4, 2, {"Mist": 3.0}, 1.0, "Mist"),  # what is searched does not
+    ]
+    (row,) = _headline([("4", "2", cells)]).rows
+    over_mist, largest, theirs, own, least, most, bound = row[2:9]
+    assert (over_mist, largest, theirs) == ("1.200", "1.200", "1.091")
+    assert (own, least, most) == ("1.050", "1.000", "1.100")
+    assert bound == "1.600"
+    assert _headline([("4", "2", [])]).rows[0][2] == ""
+
+
+def test_extremes_are_of_what_fits() -> None:
+    table = _extremes({"Mist": [1.2, 1.0, 1.1], "ZB": []})
+    assert table.rows == (("Mist", "3", "1.00", "1.20", "1.10", "1.27"),)
 
 
 @pytest.mark.parametrize(("family", "devices"), [("Nemotron-H", 8), ("DeepSeek", 32), ("DeepSeek", 128)])

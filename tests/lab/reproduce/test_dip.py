@@ -16,6 +16,8 @@ from pipeloom.lab.reproduce import Options
 from pipeloom.lab.reproduce.dip import FULL, PARTS, end_to_end, planner_parts, runs, setups
 from pipeloom.lab.reproduce.dip.characterise import section_2_2, table_1
 from pipeloom.lab.reproduce.dip.end_to_end import bounded_microbatches, image_bounds
+from pipeloom.lab.reproduce.dip.images import AXIS, MOST_IMAGES, _appears, _nearest, spread_around
+from pipeloom.lab.reproduce.dip.literal import Workload, _shows
 from pipeloom.lab.reproduce.dip.setups import LARGE, SETUPS, PaperSetup
 from pipeloom.lab.solvers.exact import Exact
 from pipeloom.lab.systems.chosen_layout import choose_layout
@@ -169,3 +171,27 @@ def test_images_rise_then_fall_to_none() -> None:
         means.append(sum(counts) / len(counts))
     assert means[0] < max(means[:6])
     assert means[19] == 0
+
+
+def test_images_spread_around_every_number_of_the_axis_and_fit_the_context() -> None:
+    for count in AXIS:
+        low, high = spread_around(count)
+        assert 0 <= low <= count <= high <= MOST_IMAGES
+        assert low + high == 2 * count
+        assert low == 0 or high == MOST_IMAGES
+        groups = bounded_microbatches(4, low, high, 0)
+        assert all(sum(sample.sequence_tokens for sample in group) == 8192 for group in groups)
+
+
+def test_where_the_papers_figures_appear_is_told() -> None:
+    rows = [("1", "2.0", "0.39", "5.0 %"), ("4", "3.0", "0.35", "12.0 %"), ("8", "4.0", "0.20", "40.0 %")]
+    assert _nearest(rows, (1, 2, 3), 12.5) == ("3.0", "0.35", "12.0 % (4 images)")
+    assert "with 8 images" in _appears([("4", "", "", "+12.0 %"), ("8", "", "", "+70.0 %"), ("9", "", "", "out")])
+    assert "On no number" in _appears([("4", "", "", "+12.0 %")])
+
+
+def test_an_effect_shows_from_a_hundredth() -> None:
+    assert _shows("1.0 %")
+    assert not _shows("0.9 %")
+    assert not _shows("does not fit")
+    assert Workload("VLM-S", 8, (0, 44), 0.5).words == ("VLM-S", "8", "0 to 44 images", "50 %")

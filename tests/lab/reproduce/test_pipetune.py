@@ -26,7 +26,7 @@ from pipeloom.timeline import check
 from pipeloom.tuning import TuningSpec
 
 SMALL = Options(seeds=(0,), iterations=1, search_s=0.1)
-SLOW = ("figure-6", "regime", "figure-8", "figure-11", "sensitivity", "replicas", "table-2")
+SLOW = ("figure-6", "regime", "figure-8", "figure-9", "figure-11", "sensitivity", "replicas", "table-2")
 
 
 @pytest.mark.parametrize("part", [p for p in PARTS if p.name not in SLOW], ids=lambda part: part.name)

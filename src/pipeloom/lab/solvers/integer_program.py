@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from pipeloom.search.kernels.strategies import fill_allocated, lay_out, repair
-from pipeloom.search.kernels.tables import Options, Tables, Work
+from pipeloom.search.kernels.tables import Options, Work
 from pipeloom.search.methods import Exact
 from pipeloom.search.strategies import Strategies, StrategyChooser, total_ns
 from pipeloom.taskgraph import IntArray, TaskGraph
@@ -20,21 +21,7 @@ HIGHS_GAP = 0.05
 
 def program_on_rank(graph: TaskGraph, schedule: Schedule, rank: int) -> Strategies:
     """Candidates of one rank's pairs under the order that the schedule gives it."""
-    chooser = StrategyChooser(graph)
-    t, d, order = chooser.tables, chooser.desk, schedule.order[rank]
-    rows = slice(int(t.rank_start[rank]), int(t.rank_start[rank + 1]))
-    capacity = d.capacity[: lay_out(t, d, order, rank)]
-    options = Options(
-        t.time[rows],
-        t.activation[rows],
-        t.gradient[rows],
-        t.lean[rows],
-        d.span[rows],
-        capacity,
-        t.host[rows],
-        len(order),
-    )
-    return _by_highs(t, rows, options)
+    return solve_program(state_program(StrategyChooser(graph), schedule.order[rank], rank))
 
 
 def program_strategies(graph: TaskGraph, schedule: Schedule) -> Schedule:
@@ -88,37 +75,57 @@ def _greedy(options: Options) -> IntArray:
     return found
 
 
-def _by_highs(tables: Tables, mine: slice, options: Options) -> Strategies:
-    """State and solve the program, started from the greedy answer."""
+@dataclass(frozen=True, slots=True, eq=False)
+class StatedProgram:
+    """One rank's program, ready to be solved.
+
+    Attributes
+    ----------
+    pairs : array
+        Pairs of the rank.
+    options : Options
+        Times and bytes of their candidates, and what memory is free at every place of the order.
+    greedy : array
+        A choice that fits, to start from.
+    lp : highspy.HighsLp
+    """
+
+    pairs: IntArray
+    options: Options
+    greedy: IntArray
+    lp: Any
+
+
+def state_program(chooser: StrategyChooser, order: IntArray, rank: int) -> StatedProgram:
+    """State the program of one rank under its order; the leanest candidates must fit."""
     import highspy
 
-    time, activation, gradient, span = options.time, options.activation, options.gradient, options.span
-    rank_capacity = options.capacity[: options.host_begin]
-    num_pairs, num_options = time.shape
-    greedy, allocated = _greedy(options), np.zeros(len(options.capacity) + 1, np.int64)
+    t, d = chooser.tables, chooser.desk
+    mine = slice(int(t.rank_start[rank]), int(t.rank_start[rank + 1]))
+    free = d.capacity[: lay_out(t, d, order, rank)].copy()
+    options = Options(
+        t.time[mine],
+        t.activation[mine],
+        t.gradient[mine],
+        t.lean[mine],
+        d.span[mine].copy(),
+        free,
+        t.host[mine],
+        len(order),
+    )
+    rank_capacity, span = options.capacity[: options.host_begin], options.span
+    num_pairs = len(options.time)
     # Memory only gets tighter where a pair begins to hold or an edge does, so the other places need no row.
     shrinks = np.flatnonzero(np.diff(rank_capacity) < 0) + 1
     rises = np.minimum(span[:, 1] + 1, len(rank_capacity) - 1)
     places = np.unique(np.concatenate([span[:, 0], rises, shrinks]))
     # The host's begin where a pair begins to lie there.
     host_places = np.unique(span[:, 0]) if len(options.capacity) > options.host_begin else places[:0]
-    first_host_row = num_pairs + len(places)
-    columns: list[npt.NDArray[np.int64]] = []
-    values: list[npt.NDArray[np.float64]] = []
-    for i in range(num_pairs):
-        held = np.searchsorted(places, span[i, 0]), np.searchsorted(places, span[i, 1], "right")
-        after = np.searchsorted(places, span[i, 2], "right")
-        there = np.searchsorted(host_places, span[i, 0]), np.searchsorted(host_places, span[i, 1], "right")
-        rows = np.concatenate([[i], num_pairs + np.arange(held[0], after), first_host_row + np.arange(*there)])
-        for j in range(num_options):
-            columns.append(rows)
-            amounts = np.where(np.arange(held[0], after) < held[1], activation[i, j], gradient[i, j])
-            away = np.full(there[1] - there[0], options.host[i, j], np.float64)
-            values.append(np.concatenate([[1.0], amounts.astype(np.float64), away]))
+    columns, values = _columns(options, places, host_places)
     lp = highspy.HighsLp()
-    lp.num_col_, lp.num_row_ = num_pairs * num_options, first_host_row + len(host_places)
+    lp.num_col_, lp.num_row_ = options.time.size, num_pairs + len(places) + len(host_places)
     # Milliseconds and shares of the room, so that the solver's tolerances mean something.
-    lp.col_cost_ = time.ravel() / 1e6
+    lp.col_cost_ = options.time.ravel() / 1e6
     lp.col_lower_, lp.col_upper_ = np.zeros(lp.num_col_), np.ones(lp.num_col_)
     limits = np.concatenate([rank_capacity[places], options.capacity[options.host_begin + host_places]])
     capacity = np.maximum(limits, 1).astype(np.float64)
@@ -133,27 +140,74 @@ def _by_highs(tables: Tables, mine: slice, options: Options) -> Strategies:
     lp.a_matrix_.format_ = highspy.MatrixFormat.kColwise
     lp.a_matrix_.start_, lp.a_matrix_.index_, lp.a_matrix_.value_ = starts, index, value
     lp.integrality_ = [highspy.HighsVarType.kInteger] * lp.num_col_
+    return StatedProgram(t.pair[mine], options, _greedy(options), lp)
+
+
+def _columns(
+    options: Options, places: IntArray, host_places: IntArray
+) -> tuple[list[npt.NDArray[np.int64]], list[npt.NDArray[np.float64]]]:
+    """Rows and amounts of every candidate of every pair: its pair's choice, then memory, then the host's."""
+    activation, gradient, span = options.activation, options.gradient, options.span
+    num_pairs, num_options = options.time.shape
+    first_host_row = num_pairs + len(places)
+    columns: list[npt.NDArray[np.int64]] = []
+    values: list[npt.NDArray[np.float64]] = []
+    for i in range(num_pairs):
+        held = np.searchsorted(places, span[i, 0]), np.searchsorted(places, span[i, 1], "right")
+        after = np.searchsorted(places, span[i, 2], "right")
+        there = np.searchsorted(host_places, span[i, 0]), np.searchsorted(host_places, span[i, 1], "right")
+        rows = np.concatenate([[i], num_pairs + np.arange(held[0], after), first_host_row + np.arange(*there)])
+        for j in range(num_options):
+            columns.append(rows)
+            amounts = np.where(np.arange(held[0], after) < held[1], activation[i, j], gradient[i, j])
+            away = np.full(there[1] - there[0], options.host[i, j], np.float64)
+            values.append(np.concatenate([[1.0], amounts.astype(np.float64), away]))
+    return columns, values
+
+
+def solve_program(
+    stated: StatedProgram, *, gap: float = HIGHS_GAP, warm: bool = True, seconds: float | None = None
+) -> Strategies:
+    """Solve with HiGHS on one core.
+
+    Parameters
+    ----------
+    stated : StatedProgram
+    gap : float
+        Distance from the solver's bound at which it may stop.
+    warm : bool
+        Start from the greedy answer.
+    seconds : float, optional
+        Of the clock, after which it is cut.
+    """
+    import highspy
+
+    options, greedy, time = stated.options, stated.greedy, stated.options.time
+    num_pairs, num_options = time.shape
     solver: Any = highspy.Highs()  # type: ignore[no-untyped-call]
-    for name, setting in (("output_flag", False), ("mip_rel_gap", HIGHS_GAP), ("threads", 1)):
+    for name, setting in (("output_flag", False), ("mip_rel_gap", gap), ("threads", 1)):
         solver.setOptionValue(name, setting)
-    solver.passModel(lp)
-    chosen = np.zeros((num_pairs, num_options))
-    chosen[np.arange(num_pairs), greedy] = 1.0
-    known = highspy.HighsSolution()
-    known.col_value = chosen.ravel().tolist()
-    solver.setSolution(known)
+    if seconds is not None:
+        solver.setOptionValue("time_limit", max(0.01, seconds))
+    solver.passModel(stated.lp)
+    if warm:
+        chosen = np.zeros((num_pairs, num_options))
+        chosen[np.arange(num_pairs), greedy] = 1.0
+        known = highspy.HighsSolution()
+        known.col_value = chosen.ravel().tolist()
+        solver.setSolution(known)
     solver.run()
     answer = np.array(solver.getSolution().col_value)
-    choice = greedy
-    if len(answer) == lp.num_col_:
+    choice, allocated = greedy, np.zeros(len(options.capacity) + 1, np.int64)
+    if len(answer) == time.size:
         found: IntArray = answer.reshape(num_pairs, num_options).argmax(axis=1)
         fill_allocated(options, found, allocated)
         # The solver's tolerance could let a few bytes too many through.
         if (allocated[:-1] <= options.capacity).all() and total_ns(time, found) < total_ns(time, greedy):
             choice = found
     # Rows of candidates are padded with copies of the base.
-    copies = (time == time[:, :1]) & (activation == activation[:, :1])
-    copies &= (gradient == gradient[:, :1]) & (options.host == options.host[:, :1])
+    copies = (time == time[:, :1]) & (options.activation == options.activation[:, :1])
+    copies &= (options.gradient == options.gradient[:, :1]) & (options.host == options.host[:, :1])
     choice = np.where(copies[np.arange(num_pairs), choice], 0, choice)
     bound = float(solver.getInfo().mip_dual_bound) * 1e6
-    return Strategies(tables.pair[mine], choice, total_ns(time, choice), bound)
+    return Strategies(stated.pairs, choice, total_ns(time, choice), bound)

@@ -20,8 +20,8 @@ _SMALL = {2: (1, 2, 3, 4, 5, 6, 7, 8), 4: (1, 2, 3, 4)}
 """Ranks, and the microbatches that the integer program is tried with, until it is cut."""
 _BEYOND = (8, 16, 32)
 """Microbatches to which its times are continued."""
-_MODELS = {"S": ("nemotron-h-small", 4), "M": ("nemotron-h-medium", 8), "L": ("nemotron-h-large", 8)}
-_ENOUGH = 3
+MODELS = {"S": ("nemotron-h-small", 4), "M": ("nemotron-h-medium", 8), "L": ("nemotron-h-large", 8)}
+ENOUGH = 3
 """Sizes that a fit asks for."""
 _TRIED = 4000
 
@@ -30,7 +30,7 @@ def figure_13(options: Options) -> Outcome:
     """Processor time of our search by microbatches, and of an integer program for the order alone."""
     lines: dict[str, tuple[list[float], list[float]]] = {}
     rows = []
-    for label, (model, depth) in _MODELS.items():
+    for label, (model, depth) in MODELS.items():
         lines[f"{label}, ours"] = ([], [])
         lines[f"{label}, {GENERATOR}"] = ([], [])
         for count in _COUNTS:
@@ -60,7 +60,7 @@ def figure_13(options: Options) -> Outcome:
         solver_rows += more
         if solved[0]:
             lines[f"S, P = {ranks}, solver"] = solved
-        if len(solved[0]) >= _ENOUGH:
+        if len(solved[0]) >= ENOUGH:
             beyond, times = continued(*solved)
             lines[f"S, P = {ranks}, solver, extrapolated"] = beyond, times
             solver_rows += [
@@ -75,7 +75,7 @@ def figure_13(options: Options) -> Outcome:
     solver_note = (
         f"HiGHS, cut after {options.solver_s:g} s of the clock, orders the tasks of one fixed placement (equal "
         "stages, whole backwards), without a bound or a hint of ours; partition and placement are not put to it. S is "
-        f"Nemotron-H small. Where {_ENOUGH} or more sizes were solved, an exponential fit to their times continues "
+        f"Nemotron-H small. Where {ENOUGH} or more sizes were solved, an exponential fit to their times continues "
         "them, marked as extrapolated; in the paper most points are of that kind."
     )
     svg = line_figure(lines, x=Axis("microbatches", log=True), y=Axis("processor seconds", log=True))

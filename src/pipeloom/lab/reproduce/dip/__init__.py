@@ -3,7 +3,9 @@
 from pipeloom.lab.reproduce.dip.ablation import figure_9, figure_10, section_3_1, table_5
 from pipeloom.lab.reproduce.dip.characterise import figure_4, section_2_2, table_1
 from pipeloom.lab.reproduce.dip.end_to_end import figure_8a, figure_8b, published_search, table_4, tried_layouts
+from pipeloom.lab.reproduce.dip.images import over_images
 from pipeloom.lab.reproduce.dip.large import large
+from pipeloom.lab.reproduce.dip.literal import programs, to_the_letter
 from pipeloom.lab.reproduce.dip.planner_parts import dealing, figure_11, figure_12, figure_13, ordering_consistency
 from pipeloom.lab.reproduce.dip.planning import planning_time
 from pipeloom.lab.reproduce.part import Options, Part, Setting
@@ -18,6 +20,14 @@ ONE: tuple[Setting, ...] = ("seeds", "search")
 """Options of parts that time one iteration for each seed, or a fixed number."""
 PARTS: tuple[Part, ...] = (
     Part("table-1", "Static and dynamic imbalance", "`dip.txt` Table 1", "emulated", table_1, uses=("seeds",)),
+    Part(
+        "images",
+        "Images a microbatch",
+        "`dip.txt` Table 1, Fig. 8a, Fig. 9, over an axis that it does not state",
+        "emulated",
+        over_images,
+        uses=ONE,
+    ),
     Part("section-2-2", "The best cut is uneven", "`dip.txt` section 2.2", "emulated", section_2_2, uses=()),
     Part("figure-4", "How data differ", "`dip.txt` Fig. 4", "emulated", figure_4, uses=("seeds",)),
     Part(
@@ -51,6 +61,24 @@ PARTS: tuple[Part, ...] = (
         published_search,
         uses=ONE,
         shares=FIVE,
+    ),
+    Part(
+        "program",
+        "The program for one rank's strategies",
+        "`dip.txt` section 5.3",
+        "processor",
+        programs,
+        uses=("seeds",),
+        alone=True,
+    ),
+    Part(
+        "literal",
+        "DIP to the letter, and where its steps show",
+        "`dip.txt` Table 5, Fig. 11, section 5",
+        "emulated",
+        to_the_letter,
+        uses=ONE,
+        searched="a batch, and each search of DIP twice as much on every core",
     ),
     Part("planning", "Planning time", "`dip.txt` section 7.4", "processor", planning_time, uses=ONE, alone=True),
     Part("figure-11", "Search progress", "`dip.txt` Fig. 11", "emulated", figure_11, uses=ONE),

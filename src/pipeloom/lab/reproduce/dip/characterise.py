@@ -41,7 +41,7 @@ def table_1(options: Options) -> Outcome:
     rows: dict[str, list[tuple[float, float, float, float]]] = {}
     counts = []
     for seed in options.seeds:
-        drawn = _up_to(both, draw_iteration(both, 3 * LM_MICROBATCHES, 10_000 * (1 + seed)), target)
+        drawn = up_to(both, draw_iteration(both, 3 * LM_MICROBATCHES, 10_000 * (1 + seed)), target)
         counts.append(images_of(drawn))
         images = round(counts[-1])
         static = _bounded(both, images, images, seed, target)
@@ -105,10 +105,10 @@ def table_1(options: Options) -> Outcome:
 
 
 def _bounded(case: ModelOnCluster, low: int, high: int, seed: int, flops: float) -> Microbatches:
-    return _up_to(case, bounded_microbatches(3 * LM_MICROBATCHES, low, high, seed), flops)
+    return up_to(case, bounded_microbatches(3 * LM_MICROBATCHES, low, high, seed), flops)
 
 
-def _up_to(case: ModelOnCluster, groups: Microbatches, flops: float) -> Microbatches:
+def up_to(case: ModelOnCluster, groups: Microbatches, flops: float) -> Microbatches:
     """As many of the microbatches as together have about so many operations."""
     each = [model_flops(case, [group]) for group in groups]
     total = np.cumsum(each)

@@ -9,17 +9,20 @@ from pipeloom.lab.reproduce.pipetune.execution import figure_11
 from pipeloom.lab.reproduce.pipetune.performance import figure_2, figure_6, figure_7, table_2
 from pipeloom.lab.reproduce.pipetune.regime import own_regime
 from pipeloom.lab.reproduce.pipetune.sensitivity import sensitivity
+from pipeloom.lab.reproduce.pipetune.training import figure_9
 
 _DRAWN: tuple[Setting, ...] = ("seeds", "iterations")
 
-_ALONE = ("figure-8", "figure-11")
-"""Tuning is timed, and ranks sleep."""
+_ALONE = ("figure-8", "figure-9", "figure-11")
+"""Tuning is timed, ranks train, and ranks sleep."""
+
+_KINDS: dict[str, TimeKind] = {"figure-8": "processor", "figure-9": "measured"}
 
 
 def _part(
     name: str, title: str, source: str, run: Callable[[Options], Outcome], uses: tuple[Setting, ...] = _DRAWN
 ) -> Part:
-    kind: TimeKind = "processor" if name == "figure-8" else "emulated"
+    kind = _KINDS.get(name, "emulated")
     return Part(name, title, source, kind, run, uses, alone=name in _ALONE)
 
 
@@ -34,6 +37,7 @@ PARTS: tuple[Part, ...] = (
     _part("regime", "The paper's regime", "`pipetune.txt` section 5", own_regime, _ALL),
     _part("figure-7", "Microbatch sizes", "`pipetune.txt` Fig. 7", figure_7, _ALL),
     _part("figure-8", "Tuning time", "`pipetune.txt` Fig. 8", figure_8),
+    _part("figure-9", "Losses, tuned and untuned", "`pipetune.txt` Fig. 9, A.2", figure_9),
     _part("figure-10", "Time of one layer by length", "`pipetune.txt` Fig. 10", figure_10, ()),
     _part("figure-11", "Estimated, emulated and executed times", "`pipetune.txt` Fig. 11", figure_11),
     _part("trained", "A trained encoder", "beyond `pipetune.txt` section 3.3", trained),
