@@ -56,8 +56,8 @@ def settings_of(row: Row) -> dict[str, Any]:
         "parallel": _PARALLEL[row["parallel"]],
         # No plan is late: what is told of is what comes, not how fast this machine is.
         "planner": {
-            # What may be split is found only once whole backwards have been searched.
-            "budget_s": 0.3 if row["split"] == "split" else 0.05,
+            # What may be split is found only once whole backwards have been searched, beside other work too.
+            "budget_s": 1.0 if row["split"] == "split" else 0.05,
             "deadline_s": 120.0,
             "strategies": ["keep", "selective", "recompute", "offload"] if chosen else [row["strategies"]],
             "split_backward": row["split"] == "split",
