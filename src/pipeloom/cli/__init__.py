@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 
@@ -11,7 +12,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from pipeloom.cli.app import leave_on_sigterm, run
 
     leave_on_sigterm()
-    sys.exit(run(sys.argv[1:] if arguments is None else list(arguments), whole_process=True))
+    code = run(sys.argv[1:] if arguments is None else list(arguments), whole_process=True)
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        # A rank of torchrun's. Threads that libraries have left would run while the interpreter takes itself apart, and
+        # now and then one ends the process with an abort; torchrun then takes what was trained for failed.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 __all__ = ["main"]

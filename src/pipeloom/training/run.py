@@ -323,6 +323,8 @@ class TrainingRun(Job):
                 go_on = run._prepare_as_worker(True if again else resume)
                 summary = train_rank(run, go_on)
                 joined.watch.end()
+                # Its threads would outlive the interpreter.
+                dist.destroy_process_group()
                 return summary
         except PipeloomError as error:
             message = str(error) if joined is None else joined.watch.fail(error)

@@ -31,8 +31,9 @@ from the recorded data, which the pages of [DIP and PipeWeaver](dip.md), [PipeTu
 [AdaPtis](adaptis.md) show in full; no figure of ours and no verdict is typed by hand. Times are emulated: no claim is
 measured on GPUs. What two papers say alike is one claim.
 
-Not all sections were made by one state of the source: [when each was made](#when-each-was-made). Since 2026-11-23 device
-tables go by duration and links by nodes ([emulator](../emulator.md)), and baselines choose the size of their microbatches.
+Not all sections were made by one state of the source: [when each was made](#when-each-was-made). Since 2026-11-23
+device tables go by duration and links by nodes ([emulator](../emulator.md)), and baselines choose the size of their
+microbatches.
 
 `pipeloom reproduce PAPER PART` makes a line again, `pipeloom reproduce all` everything. A part is recorded as soon as
 it has ended, in `PAPER/PART.json` beside these pages; after an interruption the same command goes on from there, for
