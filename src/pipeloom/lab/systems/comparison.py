@@ -9,6 +9,7 @@ from functools import partial
 from pipeloom.errors import InfeasibleError, InputError
 from pipeloom.explain.compare import BaselineResult
 from pipeloom.lab.systems.chosen_layout import choose_layout
+from pipeloom.lab.systems.dynapipe import dynapipe
 from pipeloom.lab.systems.fsdp import NAME as FSDP_NAME
 from pipeloom.lab.systems.fsdp import fsdp
 from pipeloom.lab.systems.megascale_omni import megascale_omni
@@ -54,6 +55,7 @@ SYSTEMS: dict[str, SystemEntry] = {
     "optimus": SystemEntry("Optimus, coarse", optimus, has_encoders),
     "optimus-fine": SystemEntry("Optimus, fine", optimus_bubbles, has_encoders),
     "megascale-omni": SystemEntry("MegaScale-Omni", megascale_omni, has_encoders),
+    "dynapipe": SystemEntry("DynaPipe", dynapipe),
     "fsdp": SystemEntry(FSDP_NAME, fsdp),
     "dip": SystemEntry(
         "DIP as published", lambda c, t: searched_system("DIP as published", c, dip_layout(c, t), "mcts")
