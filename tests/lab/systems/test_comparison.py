@@ -49,8 +49,8 @@ def test_titles_tell_systems_apart() -> None:
     ("model", "missing"),
     [
         ("vlm-7b", set()),
-        ("t2v-s", {"optimus", "optimus-fine"}),  # text before videos
-        ("dit-5b", {"optimus", "optimus-fine"}),  # one module
+        ("t2v-s", {"optimus", "optimus-fine", "megascale-omni"}),  # text before videos
+        ("dit-5b", {"optimus", "optimus-fine", "megascale-omni"}),  # one module
     ],
 )
 def test_optimus_wants_encoders(model: str, missing: set[str]) -> None:

@@ -2,6 +2,7 @@
 
 from pipeloom.lab.baselines.dualpipev import dual_pipe_v
 from pipeloom.lab.baselines.fsdp import fsdp_seconds
+from pipeloom.lab.baselines.joint_pipeline import joint_pipeline
 from pipeloom.lab.baselines.nnscaler import StaticStages, best_stages
 from pipeloom.lab.baselines.optimus import optimus_coarse
 from pipeloom.lab.baselines.optimus_fine import optimus_fine
@@ -12,6 +13,7 @@ __all__ = [
     "best_stages",
     "dual_pipe_v",
     "fsdp_seconds",
+    "joint_pipeline",
     "optimus_coarse",
     "optimus_fine",
     "zero_bubble_h1",

@@ -38,7 +38,7 @@ def optimus_fine(graph: TaskGraph) -> Schedule:
     encodes = graph.module != len(graph.module_names) - 1
     place = np.empty(graph.num_tasks, np.int64)
     place[running_order(graph, coarse)] = np.arange(graph.num_tasks)
-    start = _backbone_alone(graph, coarse, encodes)
+    start = backbone_alone(graph, coarse)
     # Whatever nothing reads may wait until the backbone has ended.
     end = int((start + graph.duration_ns)[~encodes].max(initial=0))
     bubbles = [
@@ -63,8 +63,9 @@ def optimus_fine(graph: TaskGraph) -> Schedule:
     return as_schedule(graph, order, "optimus fine")
 
 
-def _backbone_alone(graph: TaskGraph, coarse: Schedule, encodes: IntArray) -> IntArray:
-    """Starts of the backbone's tasks as if encoders took no time; the others' mean nothing."""
+def backbone_alone(graph: TaskGraph, coarse: Schedule) -> IntArray:
+    """Starts of the last module's tasks under an order, as if all others took no time; these others' mean nothing."""
+    encodes = graph.module != len(graph.module_names) - 1
     touched = encodes[graph.edge_source] | encodes[graph.edge_target]
     alone = replace(
         with_delays(graph, np.where(touched, 0, graph.edge_delay_ns)),

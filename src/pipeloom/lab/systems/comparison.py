@@ -9,8 +9,10 @@ from functools import partial
 from pipeloom.errors import InfeasibleError, InputError
 from pipeloom.explain.compare import BaselineResult
 from pipeloom.lab.systems.chosen_layout import choose_layout
+from pipeloom.lab.systems.dynapipe import dynapipe
 from pipeloom.lab.systems.fsdp import NAME as FSDP_NAME
 from pipeloom.lab.systems.fsdp import fsdp
+from pipeloom.lab.systems.megascale_omni import megascale_omni
 from pipeloom.lab.systems.model_on_cluster import Microbatches, ModelOnCluster
 from pipeloom.lab.systems.optimus import has_encoders, optimus, optimus_bubbles
 from pipeloom.lab.systems.systems import (
@@ -52,6 +54,8 @@ SYSTEMS: dict[str, SystemEntry] = {
     "nnscaler": SystemEntry("nnScaler*", nnscaler),
     "optimus": SystemEntry("Optimus, coarse", optimus, has_encoders),
     "optimus-fine": SystemEntry("Optimus, fine", optimus_bubbles, has_encoders),
+    "megascale-omni": SystemEntry("MegaScale-Omni", megascale_omni, has_encoders),
+    "dynapipe": SystemEntry("DynaPipe", dynapipe),
     "fsdp": SystemEntry(FSDP_NAME, fsdp),
     "dip": SystemEntry(
         "DIP as published", lambda c, t: searched_system("DIP as published", c, dip_layout(c, t), "mcts")

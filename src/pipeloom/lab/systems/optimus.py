@@ -34,9 +34,9 @@ def has_encoders(model: ModelSpec) -> bool:
 def optimus(case: ModelOnCluster, batches: Sequence[Microbatches]) -> System:
     """Optimus, coarse-grained: encoders over all ranks before the backbone, their gradients after it."""
     name = "Optimus coarse"
-    layouts = _encoders_apart(case, batches)
+    layouts = encoders_apart(case, batches)
     options = [fixed_system(name, case, layout, optimus_coarse, per_module_recomputation) for layout in layouts]
-    return in_turn(name, options, batches, _last(name, case, layouts))
+    return in_turn(name, options, batches, encoders_first(name, case, layouts))
 
 
 def optimus_bubbles(case: ModelOnCluster, batches: Sequence[Microbatches]) -> System:
@@ -67,19 +67,19 @@ def optimus_bubbles(case: ModelOnCluster, batches: Sequence[Microbatches]) -> Sy
 
         return System(name, layout, run)
 
-    apart = _encoders_apart(case, batches)
+    apart = encoders_apart(case, batches)
     layouts = [_in_pieces(layout, PIECES) for layout in apart]
     if case.num_ranks > 1:
         layouts += [_on_every_rank(case, batches, layout, PIECES) for layout in apart]
-    return in_turn(name, [system(layout) for layout in layouts], batches, _last(name, case, apart))
+    return in_turn(name, [system(layout) for layout in layouts], batches, encoders_first(name, case, apart))
 
 
-def _last(name: str, case: ModelOnCluster, layouts: Sequence[Layout]) -> list[System]:
+def encoders_first(name: str, case: ModelOnCluster, layouts: Sequence[Layout]) -> list[System]:
     """For an iteration whose encodings cannot be held all at once: interleaved 1F1B, each made when it is wanted."""
     return [fixed_system(name, case, layout, interleaved_one_f_one_b, per_module_recomputation) for layout in layouts]
 
 
-def _encoders_apart(case: ModelOnCluster, batches: Sequence[Microbatches]) -> list[Layout]:
+def encoders_apart(case: ModelOnCluster, batches: Sequence[Microbatches]) -> list[Layout]:
     """Encoders and backbone over all ranks, the backbone with every number of chunks a rank that it has layers for.
 
     Modules are cut by time, and by parameters.

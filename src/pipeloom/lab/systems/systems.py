@@ -102,13 +102,13 @@ def megatron_1f1b(case: ModelOnCluster, batches: Sequence[Microbatches], balance
     """
     name = f"1F1B by {balance}"
     layouts = [chain_of_stages(case.model, case.num_ranks, 1, load) for load in _loads(case, batches, balance)]
-    fitting = _stages_that_fit(case, batches)
+    fitting = stages_that_fit(case, batches)
     if balance == "time":
         layouts += fitting
     return in_turn(name, _fixed(name, case, layouts, one_f_one_b), batches, _fixed(name, case, fitting, one_f_one_b))
 
 
-def _stages_that_fit(case: ModelOnCluster, batches: Sequence[Microbatches]) -> list[Layout]:
+def stages_that_fit(case: ModelOnCluster, batches: Sequence[Microbatches]) -> list[Layout]:
     """The best stages with one setting of recomputation for all, in all memory and in less and less; what there is."""
     found = []
     for share in (1.0, *ROOMS) if batches else ():
@@ -132,7 +132,7 @@ def megatron_interleaved(case: ModelOnCluster, batches: Sequence[Microbatches], 
     counts = chunk_counts(case.num_ranks, case.model.modules)[1:] or [1]
     loads = _loads(case, batches, balance)
     layouts = [chain_of_stages(case.model, case.num_ranks, v, load) for load in loads for v in counts]
-    whole = [chain_of_stages(case.model, case.num_ranks, 1, load) for load in loads] + _stages_that_fit(case, batches)
+    whole = [chain_of_stages(case.model, case.num_ranks, 1, load) for load in loads] + stages_that_fit(case, batches)
     options = _fixed(name, case, layouts, interleaved_one_f_one_b)
     return in_turn(name, options, batches, _fixed(name, case, whole, one_f_one_b))
 
@@ -164,7 +164,7 @@ def zero_bubble(case: ModelOnCluster, batches: Sequence[Microbatches], balance: 
         return System("zero-bubble H1", layout, run)
 
     layouts = [chain_of_stages(case.model, case.num_ranks, 1, load) for load in _loads(case, batches, balance)]
-    whole = _fixed("zero-bubble H1", case, [*layouts, *_stages_that_fit(case, batches)], one_f_one_b)
+    whole = _fixed("zero-bubble H1", case, [*layouts, *stages_that_fit(case, batches)], one_f_one_b)
     return in_turn("zero-bubble H1", [system(layout) for layout in _distinct(layouts)], batches, whole)
 
 
@@ -365,7 +365,7 @@ def in_turn(
     A layout that some sampled iteration does not fit comes after those that fit more of them. A later iteration that
     does not fit the first layout runs under the next that it fits; those of ``last`` come after all others.
     """
-    order = [options[0]] if len(options) == 1 else sorted(options, key=lambda option: _standing(option, batches))
+    order = [options[0]] if len(options) == 1 else sorted(options, key=lambda option: standing(option, batches))
     order += last
 
     def run(groups: Microbatches, budget: StoppingRule, seed: int) -> BaselineResult:
@@ -399,7 +399,7 @@ def any_size(system: System) -> System:
     return replace(system, run=run)
 
 
-def _standing(option: System, batches: Sequence[Microbatches]) -> tuple[int, float]:
+def standing(option: System, batches: Sequence[Microbatches]) -> tuple[int, float]:
     """How many sampled iterations do not fit, and the mean seconds of the others."""
     seconds = []
     for groups in batches:
