@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pipeloom.errors import printable_line
 from pipeloom.io import check_writable, write_text
 from pipeloom.report import Figures, Track, key_figures, share_text, size_text, time_text
 
@@ -50,7 +51,7 @@ def console_to(*, to_stderr: bool) -> Console:
 
 def print_note(text: str) -> None:
     """One line beside the result, on standard error."""
-    print(text, file=sys.stderr)
+    print(printable_line(text), file=sys.stderr)
 
 
 def note_compiling() -> AbstractContextManager[None]:
