@@ -18,6 +18,7 @@ from __future__ import annotations
 import re
 
 _LONG_WORD = re.compile(r"\S{300,}")
+_LONGEST_LINE = 2000
 
 
 class PipeloomError(Exception):
@@ -41,13 +42,21 @@ class InputError(PipeloomError, ValueError):
         self.entity = entity
         self.problem = problem
         self.remedy = remedy
-        super().__init__(_line(f"{entity}: {problem}" + (f"; {remedy}" if remedy else "")))
+        super().__init__(one_line(f"{entity}: {problem}" + (f"; {remedy}" if remedy else "")))
 
 
-def _line(text: str) -> str:
+def one_line(text: str) -> str:
     """One line, whatever a value or another library's message brings, and no word so long that it hides the rest."""
     line = " ".join(text.split()) if len(text.splitlines()) > 1 else text
     return _LONG_WORD.sub(lambda found: f"{found[0][:200]}...{found[0][-60:]}", line)
+
+
+def printable_line(text: str) -> str:
+    """One line of characters that a terminal shows, neither too long to be read nor able to change its colours."""
+    line = one_line(" ".join(text.split()))
+    if len(line) > _LONGEST_LINE:
+        line = f"{line[: _LONGEST_LINE - 404]} ... {line[-399:]}"
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)
 
 
 def check_positive(entity: str, value: float) -> None:

@@ -401,6 +401,38 @@ def test_names_that_look_like_markup_are_text(invoke: Invoke, tiny: Path, tmp_pa
     assert "[/x] [red]" in done.out
 
 
+@pytest.mark.parametrize("length", [300, 5000])
+def test_a_name_that_is_too_long_is_told_by_every_command(length: int, invoke: Invoke, tiny: Path) -> None:
+    name = "x" * length
+    for arguments in [
+        ("check", name, tiny),
+        ("report", name),
+        ("report", name, tiny),
+        ("emulate", name),
+        ("emulate", "vlm-s", "--cluster", name),
+        ("sweep", name),
+        ("compare", name),
+        ("compare", "vlm-s", "--data", name),
+        ("explain", name),
+        ("export", name, "--to", "x"),
+        ("megatron", name),
+        ("solve", tiny, "--out", name),
+    ]:
+        done = invoke(*arguments)
+        assert (done.code, done.out, done.err.count("\n")) == (2, "", 1), arguments
+        assert len(done.err) < 2100
+    done = invoke("report", name)
+    assert done.err.startswith("pipeloom: xxx")
+    assert done.err.endswith("xxx: cannot be used: File name too long\n")
+
+
+def test_a_long_name_in_a_file_makes_no_long_note(invoke: Invoke, tiny: Path, tmp_path: Path) -> None:
+    done = invoke("check", tiny, _schedule(tmp_path, instance="x" * 5000))
+    assert done.code == 0
+    assert done.err.startswith("note: ")
+    assert len(done.err) < 1000
+
+
 def test_a_package_that_is_missing_is_named_with_what_brings_it(
     invoke: Invoke, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -90,3 +90,15 @@ def test_ranks_that_stay_slow_are_told_once() -> None:
         "iteration 59: since iteration 40 planned so that rank 1 takes 1.52 times as long as most",
         "iteration 99: since iteration 80 planned as if all ranks were alike",
     ]
+
+
+@pytest.mark.parametrize("width", [40, 50, 60])
+def test_a_narrow_terminal_has_fewer_columns_and_whole_ones(width: int) -> None:
+    written = io.StringIO()
+    console = Console(file=written, force_terminal=True, width=width, color_system=None, legacy_windows=False)
+    with Progress(console, 99_999) as progress:
+        progress.show(report(99_998, lead_s=0.123))
+    told = next(line.rstrip() for line in written.getvalue().splitlines() if "99998" in line and "fresh" in line)
+    assert told.startswith("99998 11.234")
+    assert told.endswith("fresh, 123 ms")
+    assert max(len(line) for line in written.getvalue().splitlines() if "\x1b" not in line) <= width

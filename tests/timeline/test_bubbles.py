@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeloom.timeline import Schedule, Timeline, bubbles, simulate
+from pipeloom.timeline.simulate import memory_changes
 from tests.chains import uniform_chain
 from tests.strategies import graphs, random_order
 
@@ -61,3 +62,38 @@ def test_a_late_rank_in_a_measured_timeline():
     graph = uniform_chain(1, 1)
     measured = Timeline(np.array([0, 5]), np.array([1, 7]))
     assert bubbles(graph, measured).order_ns.tolist() == [4]
+
+
+def stalled_by_definition(graph, timeline):
+    """Of every rank, how long a task that was ready did not fit, and how long one that fitted was made to wait."""
+    memory, order = np.zeros(graph.num_ranks, np.int64), np.zeros(graph.num_ranks, np.int64)
+    ready = np.zeros(graph.num_tasks, np.int64)
+    for task in range(graph.num_tasks):
+        row = slice(graph.predecessor_start[task], graph.predecessor_start[task + 1])
+        before = graph.predecessor[row]
+        ready[task] = (timeline.end_ns[before] + graph.predecessor_delay_ns[row]).max(initial=0)
+    takes, gives = memory_changes(graph)
+    for rank in range(graph.num_ranks):
+        tasks = np.flatnonzero(graph.rank == rank)
+        tasks = tasks[np.lexsort((tasks, timeline.end_ns[tasks], timeline.start_ns[tasks]))]
+        used, free = graph.static_bytes[rank], timeline.start_ns[tasks[:1]].sum()
+        for place, task in enumerate(tasks):
+            start = timeline.start_ns[task]
+            others = [other for other in tasks[place:] if ready[other] < start]
+            if start > free and others:
+                capacity = None if graph.capacity_bytes is None else graph.capacity_bytes[rank]
+                fits = capacity is None or any(used + takes[other] <= capacity for other in others)
+                (order if fits else memory)[rank] += start - max(free, min(ready[others]))
+            used, free = used + takes[task] + gives[task], max(free, timeline.end_ns[task])
+    return memory.tolist(), order.tolist()
+
+
+@given(graphs(), st.integers(0, 2**31), st.lists(st.integers(0, 9), min_size=1, max_size=8))
+def test_what_could_have_run_instead_is_found_as_defined(graph, seed, late):
+    """Also in measured times, where a task starts later than its order allows."""
+    schedule = random_order(graph, np.random.default_rng(seed))
+    planned, chosen = simulate(graph, schedule), graph.with_candidates(schedule.candidate)
+    later = np.sort(np.resize(late, graph.num_tasks))[np.argsort(np.argsort(planned.start_ns, kind="stable"))]
+    for timeline in (planned, Timeline(planned.start_ns + later, planned.end_ns + later)):
+        found = bubbles(chosen, timeline)
+        assert (found.memory_ns.tolist(), found.order_ns.tolist()) == stalled_by_definition(chosen, timeline)

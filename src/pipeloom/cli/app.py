@@ -19,11 +19,15 @@ from typing import Any, NamedTuple
 import typer
 
 from pipeloom import __version__
-from pipeloom.errors import PipeloomError
+from pipeloom.errors import PipeloomError, printable_line
 
 # Newer versions of Typer carry their own click; its public names lead to whichever it uses.
 UsageError: Any = typer.BadParameter.__bases__[0]
 ClickException: Any = UsageError.__bases__[0]
+
+# What a disk refuses, and what names in a user's command lead to: no defects, wherever they come up.
+_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
+_NAMES = (errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EPERM)
 
 FAILED, WRONG_INPUT, DEFECT, INTERRUPTED, TERMINATED = 1, 2, 70, 130, 143
 
@@ -201,7 +205,9 @@ def run(arguments: Sequence[str], *, whole_process: bool = False) -> int:
         return _refuse(f"{error.name} is not installed, and this command needs it; pip install 'pipeloom[{extra}]'")
     except OSError as error:
         # Files have names; what has none is the output.
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO) or error.filename is not None:
+        if error.filename is not None and error.errno in (*_DISK, *_NAMES):
+            return _refuse(f"{error.filename}: cannot be used: {error.strerror}")
+        if error.errno not in _DISK:
             return _defect(error)
         _forget_stdout()
         return _refuse(f"standard output cannot be written: {error.strerror}")
@@ -225,8 +231,7 @@ def _refuse(message: str) -> int:
 
 def _say(message: str, place: str = "pipeloom") -> None:
     """One line on standard error, whatever the message holds."""
-    line = " ".join(message.split())
-    print(f"{place}: {''.join(c if c.isprintable() else repr(c)[1:-1] for c in line)}", file=sys.stderr)
+    print(f"{place}: {printable_line(message)}", file=sys.stderr)
 
 
 def _forget_stdout() -> None:

@@ -90,7 +90,7 @@ def _document(row: CalibrationRow) -> dict[str, Any]:
 
 
 def _print(rows: tuple[CalibrationRow, ...], title: str) -> None:
-    from rich.table import Table
+    from pipeloom.report.any_width import Table
 
     table = Table(title=title, title_justify="left")
     for name in ("what", "predicted", "measured", "error"):

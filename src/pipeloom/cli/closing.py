@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from rich.console import Group
-from rich.table import Table
 from rich.text import Text
 
 from pipeloom.explain.difference import Difference
 from pipeloom.explain.difference_page import core_words, steps
+from pipeloom.report.any_width import Table
 from pipeloom.training import Summary
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from pipeloom.cli.options import FREEZE_HELP, check_budget
-from pipeloom.cli.output import JSON_HELP, check_targets, note_compiling, print_json, stderr
+from pipeloom.cli.output import JSON_HELP, check_targets, note_compiling, print_json, stderr, stdout
 from pipeloom.errors import InputError
 
 if TYPE_CHECKING:
@@ -31,8 +31,6 @@ EPILOG = (
 PIPELINE = 4
 """Ranks at most, where nobody says."""
 MICROBATCHES = 16
-WIDTH = 120
-"""Columns of what is no terminal."""
 
 
 def compare(
@@ -152,16 +150,17 @@ def _answered(question: Question, processes: int, *, quiet: bool) -> Outcome:
             systems.append(each)
             if not quiet:
                 if len(systems) == 1:
-                    console.print(_line(COLUMNS), highlight=False, soft_wrap=True)
+                    console.print(_line(COLUMNS, console.width), soft_wrap=True)
                 row = Outcome(question, (each,)).row(each)
-                console.print(_line(row_cells(row, each.name)), highlight=False, soft_wrap=True)
+                console.print(_line(row_cells(row, each.name), console.width), soft_wrap=True)
     return Outcome(question, tuple(systems), steps)
 
 
-def _line(cells: Sequence[str]) -> str:
-    """A row while rows come one by one: no gain is known yet."""
+def _line(cells: Sequence[str], room: int) -> str:
+    """A row while rows come one by one, with as many cells as there is room for: no gain is known yet."""
     name, iteration, _, *rest = cells
-    return f"{name:<20}{iteration:>12}" + "".join(f"{cell:>12}" for cell in rest)
+    shown = [iteration, *rest][: max(1, (room - 20) // 12)]
+    return f"{name:<20}" + "".join(f"{cell:>12}" for cell in shown)
 
 
 def _tell(found: Outcome, page: Path | None, out: Path | None, json: bool) -> None:
@@ -185,7 +184,7 @@ def _tell(found: Outcome, page: Path | None, out: Path | None, json: bool) -> No
     if json:
         print_json(document(found, made) | {"written": written})
         return
-    console = _console()
+    console = stdout()
     console.print(found.title, style="bold")
     console.print(answer(found), soft_wrap=True)
     console.print()
@@ -195,17 +194,9 @@ def _tell(found: Outcome, page: Path | None, out: Path | None, json: bool) -> No
         console.print(f"wrote {name}", soft_wrap=True)
 
 
-def _console() -> Console:
-    from rich.console import Console
-
-    console = Console(markup=False, highlight=False)
-    return console if console.is_terminal else Console(markup=False, highlight=False, width=WIDTH)
-
-
 def _print(console: Console, section: Section) -> None:
     """A section as the page has it."""
-    from rich.table import Table
-
+    from pipeloom.report.any_width import Table
     from pipeloom.report.table_page import TextSection
 
     console.print(section.heading, style="bold")
@@ -215,7 +206,7 @@ def _print(console: Console, section: Section) -> None:
     else:
         table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="dim")
         for number, name in enumerate(section.header):
-            table.add_column(name, justify="right" if number else "left", no_wrap=True)
+            table.add_column(name, justify="right" if number else "left")
         for number, row in enumerate(section.rows):
             table.add_row(*row, style="bold" if number in section.totals else "")
         console.print(table)

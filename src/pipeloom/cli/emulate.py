@@ -171,7 +171,7 @@ def document(result: EmulatedStep) -> dict[str, Any]:
 
 
 def _print(result: EmulatedStep, title: str, basis: str) -> None:
-    from rich.table import Table
+    from pipeloom.report.any_width import Table
 
     console = stdout()
     table = Table(title=title, title_justify="left")

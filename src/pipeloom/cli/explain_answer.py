@@ -9,10 +9,9 @@ import numpy as np
 from pipeloom.report import seconds_text, share_text, time_text
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from pipeloom.explain.traces.explained import Explanation, WhatIf
     from pipeloom.explain.traces.timers import TimersExplained
+    from pipeloom.report.any_width import Table
     from pipeloom.timeline import Timeline
 
 _RANKS_A_TABLE = 6
@@ -45,7 +44,7 @@ def trace_answer(found: Explanation) -> tuple[list[str], list[Table]]:
 
 def iterations_table(found: Explanation) -> Table:
     """Measured and replayed."""
-    from rich.table import Table
+    from pipeloom.report.any_width import Table
 
     table = Table(title="Iterations", title_justify="left")
     for name in ("iteration", "measured", "replayed", "difference", "bubbles", "of them replayed"):
@@ -64,9 +63,8 @@ def iterations_table(found: Explanation) -> Table:
 
 def idle_tables(found: Explanation) -> list[Table]:
     """Idle time by cause, mean over iterations; as many ranks a table as a terminal is wide."""
-    from rich.table import Table
-
     from pipeloom.explain.traces.idle import CAUSES
+    from pipeloom.report.any_width import Table
 
     ranks = range(found.run.num_ranks)
     idle = np.mean([one.measured_idle_ns for one in found.replays], axis=0)
@@ -91,7 +89,7 @@ def idle_tables(found: Explanation) -> list[Table]:
 
 def orders_table(what: WhatIf, measured_ns: int = 0) -> Table:
     """The traced order and better ones on mean costs, below what was measured."""
-    from rich.table import Table
+    from pipeloom.report.any_width import Table
 
     table = Table(title="Orders of the same tasks, on their mean costs", title_justify="left")
     for name in ("order", "iteration", "less by", "above a bound by at most"):
@@ -160,7 +158,7 @@ def trace_document(found: Explanation) -> dict[str, Any]:
 
 def timers_answer(found: TimersExplained) -> tuple[list[str], list[Table]]:
     """Lines and tables for people."""
-    from rich.table import Table
+    from pipeloom.report.any_width import Table
 
     timers = found.timers
     chunks = f", {timers.chunks_per_rank} chunks a rank" if timers.chunks_per_rank > 1 else ""

@@ -94,7 +94,7 @@ def _peak(one: Timed) -> str:
 
 
 def _print(found: MegatronAnswer) -> None:
-    from rich.table import Table
+    from pipeloom.report.any_width import Table
 
     console, timing, run = stdout(), found.timing, found.run
     console.print(_title(found), style="bold", markup=False, highlight=False, soft_wrap=True)

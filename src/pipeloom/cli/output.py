@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pipeloom.errors import printable_line
 from pipeloom.io import check_writable, write_text
 from pipeloom.report import Figures, Track, key_figures, share_text, size_text, time_text
 
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 JSON_HELP = "Print one JSON document on standard output and nothing else there."
+_NO_WIDTH = 1 << 16
 
 
 def print_json(document: Any) -> None:
@@ -24,22 +27,31 @@ def print_json(document: Any) -> None:
 
 
 def stdout() -> Console:
-    """A console for people. Names come from files: what looks like markup in them is text."""
-    from rich.console import Console
-
-    return Console(markup=False)
+    """A console for people."""
+    return console_to(to_stderr=False)
 
 
 def stderr() -> Console:
     """A console for progress and notes."""
+    return console_to(to_stderr=True)
+
+
+def console_to(*, to_stderr: bool) -> Console:
+    """A console on one of the streams. Names come from files: what looks like markup in them is text.
+
+    A pipe or a file has no width: there a table is as wide as it needs, unless ``COLUMNS`` says otherwise.
+    """
     from rich.console import Console
 
-    return Console(stderr=True, markup=False)
+    console = Console(stderr=to_stderr, markup=False, highlight=False)
+    if not console.is_terminal and not os.environ.get("COLUMNS", "").isdigit():
+        console.width = _NO_WIDTH
+    return console
 
 
 def print_note(text: str) -> None:
     """One line beside the result, on standard error."""
-    print(text, file=sys.stderr)
+    print(printable_line(text), file=sys.stderr)
 
 
 def note_compiling() -> AbstractContextManager[None]:

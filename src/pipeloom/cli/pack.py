@@ -236,9 +236,8 @@ def _summary(one: Packed) -> dict[str, Any]:
 
 
 def _print(packed: list[Packed], unit: str, replicas: int) -> None:
-    from rich.table import Table
-
     from pipeloom.report import share_text
+    from pipeloom.report.any_width import Table
 
     console = stdout()
     for one in packed:

@@ -19,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pipeloom.cli.closing import closing_tables
+from pipeloom.cli.output import console_to
 from pipeloom.runtime import StepReport
 from pipeloom.training import Summary
 
@@ -40,6 +41,10 @@ COLUMNS = {
     "plan, ahead by": 0,
 }
 """What is told of an iteration, and the characters it takes: 80 a line with what is between them."""
+LEFT_OUT = ("MFU", "rate", "mb", "tok/s", "gap", "idle %", "plan/run ms")
+"""Which of them a narrow terminal does without, the first one first."""
+_LAST = 14
+"""Characters that the last column wants at least."""
 LEGEND = (
     "mb: microbatches; plan/run: planned, measured time; gap: above the lower bound;\n"
     "idle: bubbles, planned and measured"
@@ -62,6 +67,16 @@ def cells(report: StepReport) -> tuple[str, ...]:
         "" if report.mfu is None else f"{report.mfu:.0%}",
         _plan(report),
     )
+
+
+def visible(width: int) -> list[int]:
+    """Numbers of the columns that a terminal of this width has room for."""
+    names = list(COLUMNS)
+    for name in LEFT_OUT:
+        if sum(COLUMNS[kept] + 1 for kept in names) + _LAST <= width:
+            break
+        names.remove(name)
+    return [number for number, name in enumerate(COLUMNS) if name in names]
 
 
 def _short(number: float) -> str:
@@ -129,7 +144,7 @@ class Terminal:
 @functools.cache
 def _console_to(to_stderr: bool) -> Console:
     """One for all, so that lines are printed above a table that is live."""
-    return Console(stderr=to_stderr, markup=False)
+    return console_to(to_stderr=to_stderr)
 
 
 class Progress:
@@ -195,10 +210,13 @@ class Progress:
 
     def _render(self) -> Group:
         table = Table(box=None, header_style="bold", padding=(0, 1, 0, 0))
-        for name, width in COLUMNS.items():
+        numbers = visible(self._console.width)
+        for name, width in (list(COLUMNS.items())[number] for number in numbers):
             table.add_column(name, justify="right" if width else "left", no_wrap=True, min_width=width)
         for row in self._rows:
-            table.add_row(*map(Text, row), style="yellow" if row[-1].startswith("fallback") else "")
+            table.add_row(
+                *(Text(row[number]) for number in numbers), style="yellow" if row[-1].startswith("fallback") else ""
+            )
         elapsed = time.monotonic() - self._begin
         left = elapsed / (self._count - self._first) * (self._total - self._count)
         status = Text(f" {self._count}/{self._total} iterations, {elapsed:.0f} s, about {left:.0f} s left; ")
@@ -209,5 +227,5 @@ class Progress:
             status.append("every plan fresh", style="green")
         # A bar alone ends without a line break.
         bar = Table.grid(padding=(0, 1))
-        bar.add_row(ProgressBar(total=self._total, completed=self._count, width=60))
+        bar.add_row(ProgressBar(total=self._total, completed=self._count, width=min(60, self._console.width - 2)))
         return Group(table, bar, status, Text(LEGEND, style="dim"))

@@ -73,7 +73,7 @@ def bubbles_document(idle: Bubbles) -> list[dict[str, Any]]:
 
 def bubbles_table(graph: TaskGraph, idle: Bubbles) -> Any:
     """Idle time of every rank by cause, for people."""
-    from rich.table import Table
+    from pipeloom.report.any_width import Table
 
     table = Table(title="Idle time by cause", title_justify="left")
     columns = ("rank", "warm-up", "waiting for ranks", "transfer", "memory", "order", "cool-down", "all")

@@ -73,7 +73,7 @@ def _document(entry: SweepEntry) -> dict[str, Any]:
 
 
 def _print(entries: list[SweepEntry], title: str, top: int) -> None:
-    from rich.table import Table
+    from pipeloom.report.any_width import Table
 
     table = Table(title=title, title_justify="left")
     for name in ("degrees", "iteration", "MFU", "tokens/s", "bubbles", "peak memory", "strategy"):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from rich.table import Table
 from rich.text import Text
 
+from pipeloom.report.any_width import Table
 from pipeloom.report.track import Track, key_figures
 from pipeloom.report.units import share_text, size_text, time_text
 

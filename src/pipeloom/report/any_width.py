@@ -1,0 +1,92 @@
+"""Tables that can be read at any width: where the columns do not fit, every row becomes a block of lines."""
+
+from __future__ import annotations
+
+from itertools import zip_longest
+from typing import Any
+
+from rich import table
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.measure import Measurement
+from rich.padding import Padding
+from rich.text import Text
+
+_LONGEST_WORD = 24
+"""Characters of a word, of a path say, that its column is as wide as; of longer ones, the rest is on the next line."""
+
+
+class Table(table.Table):
+    """A table of which nothing is ever cut.
+
+    Where it is too wide, heads and texts are broken between words, numbers never. Where it still is, every row is a
+    block: its first cell, then a line ``head: cell`` for every other cell that is not empty. Its cells are texts.
+    """
+
+    def add_column(self, header: Any = "", *arguments: Any, **options: Any) -> None:
+        """Add a column, as to any table of rich."""
+        super().add_column(header, *arguments, **({"overflow": "fold"} | options))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Render as columns or as blocks, by the width that there is."""
+        for column in self.columns:
+            column.width = None
+        whole = options.update(width=1 << 20)
+        natural = Measurement.get(console, whole, self).maximum
+        if natural > options.max_width:
+            widths = self._widths(natural, options.max_width)
+            if widths is None:
+                yield from self._blocks()
+                return
+            for column, width in zip(self.columns, widths, strict=True):
+                column.width = width
+        yield from super().__rich_console__(console, options)
+
+    def _widths(self, natural: int, room: int) -> list[int] | None:
+        """Widths of the columns that are as wide as they can be in this room; None: words or numbers do not fit."""
+        widths, least = [], []
+        for column in self.columns:
+            head, cells = str(column.header), [_plain(cell) for cell in column.cells]
+            lines = [line for cell in (*cells, head) for line in cell.splitlines()]
+            widths.append(max(map(cell_len, lines), default=0))
+            whole = cells if column.justify == "right" else []
+            words = [word for cell in (*cells, head) for word in cell.split()]
+            longest = min(max(map(cell_len, words), default=0), _LONGEST_WORD)
+            least.append(max(longest, *map(cell_len, whole), cell_len(head) if len(self.columns) == 1 else 0, 1))
+        room -= natural - sum(widths)
+        if sum(least) > room:
+            return None
+        while sum(widths) > room:
+            # The widest of those that can be narrower gives a character.
+            widest = max((width, number) for number, width in enumerate(widths) if width > least[number])[1]
+            widths[widest] -= 1
+        return widths
+
+    def _blocks(self) -> RenderResult:
+        if self.title:
+            yield _text(self.title, "table.title")
+        heads = [str(column.header) if self.show_header else "" for column in self.columns]
+        for row, cells in zip(self.rows, zip_longest(*(column.cells for column in self.columns)), strict=True):
+            first, *rest = (_plain(cell) for cell in cells)
+            style = row.style or ""
+            if not self.show_header:
+                yield Text(": ".join(filter(None, (first, ", ".join(filter(None, rest))))), style)
+                continue
+            yield Text(_field(heads[0], first), style)
+            for head, cell in zip(heads[1:], rest, strict=True):
+                if cell:
+                    yield Padding(Text(_field(head, cell), style), (0, 0, 0, 2), expand=False)
+        if self.caption:
+            yield _text(self.caption, "table.caption")
+
+
+def _field(head: str, cell: str) -> str:
+    return f"{head}: {cell}" if head else cell
+
+
+def _plain(cell: Any) -> str:
+    return cell.plain if isinstance(cell, Text) else str(cell)
+
+
+def _text(of: Any, style: str) -> Text:
+    return Text(_plain(of), style)
