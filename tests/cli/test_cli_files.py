@@ -426,6 +426,21 @@ def test_a_name_that_is_too_long_is_told_by_every_command(length: int, invoke: I
     assert done.err.endswith("xxx: cannot be used: File name too long\n")
 
 
+@pytest.mark.skipif(not Path("/dev/zero").exists(), reason="needs /dev/zero")
+def test_what_has_no_end_is_not_read_for_ever(invoke: Invoke, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeloom.io.files.MAX_FILE_BYTES", 1000)
+    for arguments in [
+        ("check", "/dev/zero", tiny),
+        ("verify", "/dev/zero"),
+        ("megatron", "/dev/zero"),
+        ("compare", "/dev/zero"),
+        ("emulate", "/dev/zero"),
+    ]:
+        done = invoke(*arguments)
+        assert (done.code, done.out, done.err.count("\n")) == (2, "", 1), arguments
+        assert "/dev/zero" in done.err
+
+
 def test_a_long_name_in_a_file_makes_no_long_note(invoke: Invoke, tiny: Path, tmp_path: Path) -> None:
     done = invoke("check", tiny, _schedule(tmp_path, instance="x" * 5000))
     assert done.code == 0

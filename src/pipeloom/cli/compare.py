@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from pipeloom.cli.options import FREEZE_HELP, check_budget
+from pipeloom.cli.options import FREEZE_HELP, MOST_MICROBATCHES, check_budget
 from pipeloom.cli.output import JSON_HELP, check_targets, note_compiling, print_json, stderr, stdout
 from pipeloom.errors import InputError
 
@@ -50,7 +50,9 @@ def compare(
     pp: int | None = typer.Option(None, min=1, help="Pipeline ranks; default: as you run now, or up to 4."),
     dp: int | None = typer.Option(None, min=1, help="Replicas; default: as many as there are devices for."),
     freeze: list[str] = typer.Option([], metavar="MODULE", help=FREEZE_HELP),
-    microbatches: int | None = typer.Option(None, min=1, metavar="N", help="Of one replica; default: 16."),
+    microbatches: int | None = typer.Option(
+        None, min=1, max=MOST_MICROBATCHES, metavar="N", help="Of one replica; default: 16."
+    ),
     tokens: int | None = typer.Option(
         None, min=1, metavar="N", help="Of a microbatch at most; default: 8192, or as a data set's paper has it."
     ),

@@ -8,7 +8,7 @@ from typing import Any
 
 import typer
 
-from pipeloom.cli.options import FREEZE_HELP
+from pipeloom.cli.options import FREEZE_HELP, MOST_MICROBATCHES
 from pipeloom.cli.output import JSON_HELP, check_targets, draw, print_json, stdout
 from pipeloom.emulator import Draw, EmulatedStep, module_parameters
 from pipeloom.emulator import emulate as run_emulation
@@ -46,7 +46,9 @@ def emulate(
     data: str | None = typer.Option(
         None, help="A data set of the zoo, or your own samples (.jsonl, .parquet, .tar); default: the papers' mixture."
     ),
-    microbatches: int = typer.Option(16, min=1, metavar="N", help="Microbatches of one replica."),
+    microbatches: int = typer.Option(
+        16, min=1, max=MOST_MICROBATCHES, metavar="N", help="Microbatches of one replica."
+    ),
     strategy: str | None = typer.Option(
         None,
         help="keep, selective, recompute, offload, or of a share of layers, recompute:0.5; default: fastest that fits.",

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 FREEZE_HELP = "A module that is not trained; may be given again for others."
 PARAMS_HELP = "Parameters of the search, TOML or JSON: a table for each group, with what it changes."
 
+MOST_MICROBATCHES = 1_000_000
 _NEVER_S = 1e7
 
 

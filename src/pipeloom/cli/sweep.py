@@ -7,7 +7,7 @@ from typing import Any
 import typer
 
 from pipeloom.cli.emulate import document, microbatches_of, parameters_text, samples_text
-from pipeloom.cli.options import FREEZE_HELP
+from pipeloom.cli.options import FREEZE_HELP, MOST_MICROBATCHES
 from pipeloom.cli.output import JSON_HELP, print_json, stderr, stdout
 from pipeloom.emulator import Points, SweepEntry, module_parameters
 from pipeloom.emulator import sweep as run_sweep
@@ -21,7 +21,9 @@ def sweep(
     model: str = typer.Argument(..., metavar="MODEL", help="A model of the zoo, a .toml file, or a config.json."),
     cluster: str = typer.Option("dip-h800-64", help="A cluster of the zoo, or a .toml file."),
     gpus: int = typer.Option(0, min=0, help="Devices to use; 0: all of the cluster."),
-    microbatches: int = typer.Option(128, min=1, metavar="N", help="Microbatches of the global batch."),
+    microbatches: int = typer.Option(
+        128, min=1, max=MOST_MICROBATCHES, metavar="N", help="Microbatches of the global batch."
+    ),
     data: str | None = typer.Option(
         None, help="A data set of the zoo, or your own samples (.jsonl, .parquet, .tar); default: the papers' mixture."
     ),

@@ -11,7 +11,7 @@ import msgspec
 
 from pipeloom.errors import InputError
 from pipeloom.io.document import convert
-from pipeloom.io.files import printable
+from pipeloom.io.files import printable, read_text
 from pipeloom.spec.current_run import CurrentRun, RunSchedule
 
 WORDS = "tp=2 pp=4 schedule=1f1b recompute=full microbatch_tokens=8192"
@@ -121,9 +121,11 @@ def _convert(fields: dict[str, Any], entity: str, *, strict: bool, source: str) 
 
 def _of_toml(path: Path) -> CurrentRun:
     try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
-    # ValueError: no TOML, no UTF-8, or a number of thousands of digits.
-    except (OSError, ValueError, RecursionError) as error:
+        content = tomllib.loads(read_text(path))
+    except InputError:
+        raise
+    # ValueError: no TOML, or a number of thousands of digits.
+    except (ValueError, RecursionError) as error:
         raise InputError(str(path), f"is not TOML: {error}") from error
     if "now" in content:
         table = content["now"]

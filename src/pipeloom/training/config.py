@@ -271,4 +271,17 @@ def read_config(path: Path) -> TrainConfig:
     if not config.task and "transformers" not in config.model:
         remedy = "name a Python file, or a model's folder in [model] transformers; see docs/train.md"
         raise InputError(f"{path}: task", "is missing", remedy)
+    _refuse_zeros(msgspec.to_builtins(config), str(path))
     return config
+
+
+def _refuse_zeros(value: Any, entity: str) -> None:
+    """Refuse a text with a character of number 0: no name of a file may have one."""
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            _refuse_zeros(inner, f"{entity}: {name}" if ": " not in entity else f"{entity}.{name}")
+    elif isinstance(value, list | tuple):
+        for number, inner in enumerate(value):
+            _refuse_zeros(inner, f"{entity}[{number}]")
+    elif isinstance(value, str) and "\0" in value:
+        raise InputError(entity, f"{value!r} has a character of number 0", "leave it out")

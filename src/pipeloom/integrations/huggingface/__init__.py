@@ -12,6 +12,7 @@ from pathlib import Path
 from pipeloom.errors import InputError
 from pipeloom.integrations.huggingface.families import FAMILIES
 from pipeloom.integrations.huggingface.fields import Config
+from pipeloom.io.files import read_text
 from pipeloom.spec.architecture import Architecture
 
 __all__ = ["architecture_of", "read_huggingface"]
@@ -30,7 +31,9 @@ def read_huggingface(path: str | Path) -> Architecture:
     if not file.is_file():
         raise InputError(str(path), "is not a config.json nor a folder with one")
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
+        config = json.loads(read_text(file))
+    except InputError:
+        raise
     except (ValueError, RecursionError) as error:
         raise InputError(str(file), f"is not JSON: {error}") from error
     if not isinstance(config, dict):

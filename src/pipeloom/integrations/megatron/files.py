@@ -15,6 +15,7 @@ from typing import Any
 
 from pipeloom.errors import InputError
 from pipeloom.integrations.megatron.arguments import JOINED, Arguments, Given, check_known, known_fields, known_names
+from pipeloom.io.files import read_text
 
 _COUNTED = ("nproc-per-node", "nnodes")
 _LAUNCHER = frozenset(
@@ -68,9 +69,9 @@ def read_arguments(source: str | Path | Sequence[str]) -> Arguments:
         return _listed("arguments", list(source))
     path = Path(source)
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(str(source), f"cannot be read: {error}", "give a file of Megatron's arguments") from error
+        text = read_text(path)
+    except InputError as error:
+        raise InputError(error.entity, error.problem, "give a file of Megatron's arguments") from error
     if path.suffix in (".yaml", ".yml"):
         return _from_yaml(str(source), text)
     return _listed(str(source), _words(str(source), text))
