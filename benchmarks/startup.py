@@ -20,7 +20,7 @@ _STEPS = {
     "Loading": "measuring the layers",
     "Starting": "loading the planner's kernels",
     " step": "waiting for imports, forking ranks",
-    "     0": "first plan and first iteration",
+    "    0 ": "first plan and first iteration",
 }
 """By the beginning of a line that is printed, what came before it."""
 
@@ -36,7 +36,8 @@ def run(example: str = "examples/digits_vlm/train.toml") -> str:
         before = moment
     text = (
         f"`pipeloom train {example} --iterations 1`, kernels compiled before, output piped: seconds of wall time until "
-        "each line is printed. Beside it, one process imports what ranks and planner are then forked with."
+        "each line is printed. One process imports everything; the command, ranks and planner are forked from it. To "
+        "reach: the first iteration runs within 10 s. Before 2026-11-24 the command imported for itself: 13.0 s."
     )
     return f"{text}\n\n{markdown_table(['until then', 's', 'since the start, s'], rows)}"
 
