@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 import json
 import os
 import signal
@@ -392,6 +393,18 @@ def test_defects_are_one_line_unless_asked_for(
         invoke("check", tiny, _schedule(tmp_path))
 
 
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EACCES, errno.ELOOP])
+def test_what_a_disk_or_a_name_refuses_is_no_defect(
+    number: int, invoke: Invoke, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object) -> None:
+        raise OSError(number, os.strerror(number), "a.bin")
+
+    monkeypatch.setattr("pipeloom.cli.check.judge", refused)
+    done = invoke("check", tiny, _schedule(tmp_path))
+    assert (done.code, done.err) == (2, f"pipeloom: a.bin: cannot be used: {os.strerror(number)}\n")
+
+
 def test_names_that_look_like_markup_are_text(invoke: Invoke, tiny: Path, tmp_path: Path) -> None:
     document = json.loads(tiny.read_text()) | {"name": "[/x] [red]"}
     path = tmp_path / "[red].json"
@@ -439,6 +452,13 @@ def test_what_has_no_end_is_not_read_for_ever(invoke: Invoke, tiny: Path, monkey
         done = invoke(*arguments)
         assert (done.code, done.out, done.err.count("\n")) == (2, "", 1), arguments
         assert "/dev/zero" in done.err
+
+
+@pytest.mark.parametrize("command", ["emulate", "sweep", "compare"])
+def test_microbatches_beyond_any_iteration_are_refused(command: str, invoke: Invoke) -> None:
+    done = invoke(command, "vlm-s", "--microbatches", 10**20)
+    assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
+    assert "--microbatches" in done.err
 
 
 def test_a_long_name_in_a_file_makes_no_long_note(invoke: Invoke, tiny: Path, tmp_path: Path) -> None:

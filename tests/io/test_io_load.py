@@ -186,6 +186,22 @@ def test_samples_round_trip_and_defaults(tmp_path: Path) -> None:
     assert pipeloom.load(tmp_path / "y.jsonl.gz") == samples
 
 
+def test_parquet_is_read_without_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that ends on an error while pyarrow's threads run may end in C++'s `terminate` instead."""
+    parquet = pytest.importorskip("pyarrow.parquet")
+    given: list[dict[str, Any]] = []
+
+    def read_table(*_: Any, **options: Any) -> None:
+        given.append(options)
+        raise ValueError("no table")
+
+    monkeypatch.setattr(parquet, "read_table", read_table)
+    (tmp_path / "s.parquet").write_bytes(b"PAR1")
+    with pytest.raises(InputError):
+        pipeloom.load(tmp_path / "s.parquet")
+    assert [options["use_threads"] for options in given] == [False]
+
+
 def test_parquet_gives_the_same_samples_as_json_lines(tmp_path: Path) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     pytest.importorskip("pyarrow.parquet")
