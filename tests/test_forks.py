@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -58,14 +59,17 @@ def test_where_the_folder_for_temporary_files_has_a_long_name_interpreters_begin
     assert not list(folder.glob("pipeloom-*"))
 
 
+@pytest.mark.parametrize("server", ["lives", "kill_the_server"])
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_a_fork_that_stands_in_has_the_signals_and_the_end_of_its_process(sent: signal.Signals) -> None:
-    command = [*COMMAND, "stand_in"]
+def test_a_fork_that_stands_in_has_the_signals_and_the_end_of_its_process(sent: signal.Signals, server: str) -> None:
+    command = [*COMMAND, "stand_in", server]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT
     ) as started:
         assert started.stdout is not None
         assert int(started.stdout.readline()) != started.pid
+        if server == "kill_the_server":
+            time.sleep(2.0)
         started.send_signal(sent)
         # Both hold the output: it ends when both are gone.
         assert started.communicate(timeout=300) == ("", "")

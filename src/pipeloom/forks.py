@@ -12,6 +12,7 @@ from __future__ import annotations
 import atexit
 import multiprocessing
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,7 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from multiprocessing import forkserver
-from multiprocessing.connection import wait
+from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import DupFd
 from pathlib import Path
@@ -133,8 +134,8 @@ def serve_imports() -> None:
         # A second server, in the place of one that was killed: what it forks imports for itself.
         return
     # It holds the output of who began it, and whoever reads that to its end would wait while it takes modules apart.
-    atexit.register(_leave_at_once, os.getpid())
     folder = Path(told)
+    atexit.register(_leave_at_once, os.getpid(), folder)
     for name in (folder / _NAMES).read_text().split("\n"):
         module, _, function = name.partition(":")
         # What cannot be imported here is told by whoever imports it there.
@@ -150,8 +151,10 @@ def serve_imports() -> None:
         part.replace(folder / _SAID)
 
 
-def _leave_at_once(server: int) -> None:
+def _leave_at_once(server: int, folder: Path) -> None:
     if os.getpid() == server:
+        # There still where who began it was killed before it had looked.
+        shutil.rmtree(folder, ignore_errors=True)
         os._exit(0)
 
 
@@ -258,21 +261,27 @@ def run_in_fork(target: Callable[..., None], args: tuple[Any, ...] = ()) -> int:
     """
     sys.stdout.flush()
     sys.stderr.flush()
-    stand_in = process(_stand_in, (target, args), forked=True)
+    # Told by itself: who asks the server for it hears nothing where the server was killed.
+    here, there = multiprocessing.Pipe(duplex=False)
+    stand_in = process(_stand_in, (target, args, there), forked=True)
     stand_in.start()
+    there.close()
     number = stand_in.pid
     assert number is not None
     before = {}
     for one in (signal.SIGINT, signal.SIGTERM):
         before[one] = signal.signal(one, lambda sent, _: _send(number, sent))
     try:
+        code: int = here.recv()
+    except EOFError:
+        # A signal has ended it; which one, the server knows.
         stand_in.join()
+        known = stand_in.exitcode
+        code = 128 + (-known if known is not None and known < 0 else signal.SIGKILL)
     finally:
         for one, handler in before.items():
             signal.signal(one, handler)
-    code = stand_in.exitcode
-    assert code is not None
-    return code if code >= 0 else 128 - code
+    return code
 
 
 def _send(process_id: int, number: int) -> None:
@@ -280,11 +289,20 @@ def _send(process_id: int, number: int) -> None:
         os.kill(process_id, number)
 
 
-def _stand_in(target: Callable[..., None], args: tuple[Any, ...]) -> None:
+def _stand_in(target: Callable[..., None], args: tuple[Any, ...], ended: Connection) -> None:
     # A terminal's Ctrl-C reaches it once: from the process that it stands in for.
     os.setpgid(0, 0)
     threading.Thread(target=_end_with_parent, name="parent", daemon=True).start()
-    target(*args)
+    code: object = 1
+    try:
+        target(*args)
+        code = 0
+    except SystemExit as leave:
+        code = leave.code
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        ended.send(code if isinstance(code, int) else int(code is not None))
 
 
 def _end_with_parent() -> None:

@@ -73,8 +73,9 @@ class Life:
 
     @property
     def said(self) -> str:
-        """What it has printed, on one line."""
-        return " ".join((self.folder / "said.txt").read_text().split())
+        """What it has printed, on one line; nothing where it was killed before it could."""
+        path = self.folder / "said.txt"
+        return " ".join(path.read_text().split()) if path.exists() else ""
 
     def alive(self) -> list[int]:
         """Its processes but the launching one, as far as they run; to be asked often, lest one is never seen."""
