@@ -133,8 +133,8 @@ def serve_imports() -> None:
     if not told:
         # A second server, in the place of one that was killed: what it forks imports for itself.
         return
-    # It holds the output of who began it, and whoever reads that to its end would wait while it takes modules apart.
     folder = Path(told)
+    # It holds the output of who began it, and whoever reads that to its end would wait while it takes modules apart.
     atexit.register(_leave_at_once, os.getpid(), folder)
     for name in (folder / _NAMES).read_text().split("\n"):
         module, _, function = name.partition(":")
@@ -292,7 +292,7 @@ def _send(process_id: int, number: int) -> None:
 def _stand_in(target: Callable[..., None], args: tuple[Any, ...], ended: Connection) -> None:
     # A terminal's Ctrl-C reaches it once: from the process that it stands in for.
     os.setpgid(0, 0)
-    threading.Thread(target=_end_with_parent, name="parent", daemon=True).start()
+    threading.Thread(target=end_with_parent, name="parent", daemon=True).start()
     code: object = 1
     try:
         target(*args)
@@ -305,11 +305,20 @@ def _stand_in(target: Callable[..., None], args: tuple[Any, ...], ended: Connect
         ended.send(code if isinstance(code, int) else int(code is not None))
 
 
-def _end_with_parent() -> None:
+def end_with_parent(folder: Path | None = None) -> None:
+    """Wait until the process that asked for this one is gone, however it ended, and end; to be called in a thread.
+
+    Parameters
+    ----------
+    folder : Path, optional
+        Of that process, which nobody else removes then.
+    """
     parent = multiprocessing.parent_process()
-    assert parent is not None
-    wait([parent.sentinel])
-    os._exit(1)
+    if parent is not None:
+        wait([parent.sentinel])
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+        os._exit(1)
 
 
 def _run_command(arguments: Sequence[str], environment: dict[str, str]) -> None:

@@ -15,6 +15,7 @@ import signal
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing import forkserver
 from pathlib import Path
@@ -111,12 +112,14 @@ class Life:
 
 def children_of(parent: int | None) -> list[int]:
     """All that it has started, and what those have."""
-    found: list[int] = []
-    for task in Path(f"/proc/{parent}/task").glob("*/children"):
-        try:
+    found, tasks = list[int](), list[Path]()
+    # Any of them may end while it is looked at.
+    with suppress(OSError):
+        tasks = list(Path(f"/proc/{parent}/task").glob("*/children"))
+    for task in tasks:
+        mine = list[int]()
+        with suppress(OSError):
             mine = [int(pid) for pid in task.read_text().split()]
-        except OSError:
-            continue
         found += [*mine, *(each for pid in mine for each in children_of(pid))]
     return found
 

@@ -170,9 +170,8 @@ def run(arguments: Sequence[str], *, whole_process: bool = False) -> int:
     try:
         app = make_app([named] if named in COMMANDS else [])
         command = typer.main.get_command(app)
-        given = list(arguments)
         result = command.main(
-            given, prog_name="pipeloom", standalone_mode=False, obj=list(given) if whole_process else None
+            list(arguments), prog_name="pipeloom", standalone_mode=False, obj=arguments if whole_process else None
         )
         sys.stdout.flush()
         code = result if isinstance(result, int) else 0

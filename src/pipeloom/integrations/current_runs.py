@@ -120,10 +120,9 @@ def _convert(fields: dict[str, Any], entity: str, *, strict: bool, source: str) 
 
 
 def _of_toml(path: Path) -> CurrentRun:
+    text = read_text(path)
     try:
-        content = tomllib.loads(read_text(path))
-    except InputError:
-        raise
+        content = tomllib.loads(text)
     # ValueError: no TOML, or a number of thousands of digits.
     except (ValueError, RecursionError) as error:
         raise InputError(str(path), f"is not TOML: {error}") from error

@@ -10,7 +10,6 @@ import multiprocessing
 import os
 import pickle
 import secrets
-import shutil
 import sys
 import tempfile
 import threading
@@ -29,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from pipeloom.errors import ExecutionError, InputError, PipeloomError
-from pipeloom.forks import can_fork, environment
+from pipeloom.forks import can_fork, end_with_parent, environment
 from pipeloom.forks import process as new_process
 from pipeloom.runtime.addresses import interface_towards
 from pipeloom.runtime.device import DeviceType, Place, join_group, place_of
@@ -263,7 +262,7 @@ def _run_rank(function: Callable[..., Any], args: tuple[Any, ...], start: _Start
     _launcher = pipe
     rank, num_ranks = start.rank, start.num_ranks
     torch.set_num_threads(start.threads)
-    threading.Thread(target=_end_with_parent, args=(Path(start.store_path).parent,), daemon=True).start()
+    threading.Thread(target=end_with_parent, args=(Path(start.store_path).parent,), daemon=True).start()
     try:
         store = dist.FileStore(start.store_path, num_ranks)  # type: ignore[attr-defined]
         join_group(start.place, store, rank, num_ranks, start.timeout_s, local_rank=rank)
@@ -294,15 +293,6 @@ def _comes_again(error: BaseException) -> bool:
     while error.__cause__ is not None:
         error = error.__cause__
     return isinstance(error, PipeloomError) and not isinstance(error, ExecutionError)
-
-
-def _end_with_parent(folder: Path) -> None:
-    """Never outlive the launching process, however it ends, nor leave its folder behind."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        wait([parent.sentinel])
-        shutil.rmtree(folder, ignore_errors=True)
-        os._exit(1)
 
 
 def end_with_starter(problem: str = "") -> None:
