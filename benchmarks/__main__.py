@@ -36,6 +36,8 @@ SECTIONS = (
     "emulated",
     "beside",
     "startup",
+    "slow_ranks",
+    "hosts",
     "real",
     "traces",
     "emulator",

@@ -1,15 +1,16 @@
-"""Sleeping ranks of which one is slow: plans that do not know it, plans that do, and a layout that is made for it."""
+"""Ranks of which one is slow: plans that do not know it, plans that do, and a layout that is made for it."""
 
 from __future__ import annotations
 
 import itertools
 import statistics
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from benchmarks.slow_task import build_model
+from benchmarks.slow_task import QUOTAS, build_model, quota_folder
 from pipeloom.io import write_layout
 from pipeloom.layout import ModulePlacement, by_count, replicated, separate
 from pipeloom.report import markdown_table
@@ -44,6 +45,8 @@ layers = {layers}
 slower = {slower}
 blind = {blind}
 until = {until}
+share = {share}
+last = {iterations}
 [planner]
 budget_s = 0.3
 deadline_s = 5.0
@@ -55,11 +58,12 @@ every = {every}
 
 
 class Case(NamedTuple):
-    """Ranks, how much slower one of them is, and where the encoder lies."""
+    """Ranks, how much slower one of them is, where the encoder lies, and what each has of a core (0: layers sleep)."""
 
     ranks: int
     slower: float
     where: Literal["divided", "on every rank"]
+    share: float = 0.0
 
 
 CASES = tuple(
@@ -68,10 +72,11 @@ CASES = tuple(
     for ranks, slower in ((4, 1.2), (4, 1.5), (4, 2.0), (8, 1.5))
 )
 
+COMPUTED = tuple(Case(4, slower, where, 0.2) for where in ("divided", "on every rank") for slower in (1.5, 2.0))
 
-def run(cases: Sequence[Case] = CASES) -> str:
+
+def run(cases: Sequence[Case] = CASES, computed: Sequence[Case] = COMPUTED) -> str:
     """Measure, and return the section as Markdown."""
-    rows = [_row(case) for case in cases]
     times = ["blind, ms", "knows it, ms", "new layout, ms", "shorter: knows it", "new layout"]
     header = ["encoder", "ranks", "slower", *times, "changed", "above the bound", "iterations to adapt"]
     text = (
@@ -82,7 +87,16 @@ def run(cases: Sequence[Case] = CASES) -> str:
         "stretch's plans, and knows rank and layout; waking late on busy cores is in the measured times. "
         "Iterations to adapt: from the first in which speeds are learned until the first planned with them."
     )
-    return f"{text}\n\n{markdown_table(header, rows)}\n\n{_brief(Case(4, 1.5, 'on every rank'))}"
+    parts = [text, markdown_table(header, [_row(case) for case in cases]), _brief(Case(4, 1.5, "on every rank"))]
+    if computed and (QUOTAS / "cpu.cfs_quota_us").is_file():
+        share = computed[0].share
+        text = (
+            f"Real computation (layers of 128 by 512) under a quota of the kernel: each rank has {share:.0%} of a "
+            "core, the slow one that over its factor, so that four ranks on two cores do not hold each other up, and "
+            "the planner has what is left. The rest as above."
+        )
+        parts += [text, markdown_table(header, [_row(case) for case in computed])]
+    return "\n\n".join(parts)
 
 
 def _row(case: Case) -> list[str]:
@@ -133,9 +147,23 @@ def _train(case: Case, iterations: int, every: int, until: int = 10**6) -> tuple
             file.with_name("layout.json"), layout if case.where == "divided" else replicated(layout, ["vision"])
         )
         fields = {"samples": 6 * case.ranks, "ranks": case.ranks, "layers": layers, "slower": case.slower}
+        fields["share"] = case.share
         rest = {"iterations": iterations, "every": every, "until": until, "blind": _BLIND}
         file.write_text(_CONFIG.format(task=_TASK, **fields, **rest))
         run = TrainingRun.from_toml(file, runs=Path(folder, "runs"))
-        run.train()
+        with _quotas(case):
+            run.train()
         changes = read_lines(run.folder / LAYOUTS, LayoutChange) if (run.folder / LAYOUTS).is_file() else []
         return read_history(run.folder / "history.jsonl"), changes
+
+
+@contextmanager
+def _quotas(case: Case) -> Iterator[None]:
+    folders = [quota_folder(rank) for rank in range(case.ranks)] if case.share else []
+    for each in folders:
+        each.mkdir(exist_ok=True)
+    try:
+        yield
+    finally:
+        for each in folders:
+            each.rmdir()

@@ -1,9 +1,14 @@
-"""A vision-language model whose layers sleep, on one rank longer than elsewhere: for `benchmarks.slow_ranks`."""
+"""A vision-language model that takes longer on one rank than elsewhere: for `benchmarks.slow_ranks`.
+
+Its layers sleep; or they compute, and every rank has a share of a core, the slow one a smaller share.
+"""
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -18,10 +23,15 @@ from pipeloom.cost.fits import FloatArray
 from pipeloom.runtime.result import Calibrator
 from pipeloom.training.relayout import Relayout
 
-WIDTH = 4
 _ROW_S = {"vision": 8e-4, "lm": 2e-5}
 """Of a layer's forward, for each image or token that it gets; the backward takes twice as long."""
 _IMAGES, _TEXT = (1, 6), (40, 200)
+
+
+_COMPUTED_WIDTH, _COMPUTED_ROWS = 128, {"vision": 40, "lm": 1}
+"""Of layers that compute: numbers in a row, and how often each row is computed."""
+QUOTAS = Path("/sys/fs/cgroup/cpu")
+_PERIOD_US = 10_000
 
 
 class Document(NamedTuple):
@@ -40,12 +50,28 @@ class Document(NamedTuple):
 class _Clock:
     """Iterations that this process has ended."""
 
-    iteration = 0
+    iteration, last = 0, 0
 
     @classmethod
     def tick(cls, *_: object) -> None:
         """After the optimiser's step."""
         cls.iteration += 1
+        if cls.iteration == cls.last:
+            # Reports are written with a whole core.
+            (quota_folder(dist.get_rank()) / "cpu.cfs_quota_us").write_text("-1")
+
+
+def quota_folder(rank: int) -> Path:
+    """Of the control group of a rank, which the benchmark makes."""
+    return QUOTAS / f"pipeloom-slow-{rank}"
+
+
+def _limit(share: float) -> None:
+    """Give this process so much of a core."""
+    folder = quota_folder(dist.get_rank())
+    (folder / "cpu.cfs_period_us").write_text(str(_PERIOD_US))
+    (folder / "cpu.cfs_quota_us").write_text(str(round(share * _PERIOD_US)))
+    (folder / "cgroup.procs").write_text(str(os.getpid()))
 
 
 class _Sleep(torch.autograd.Function):
@@ -64,21 +90,43 @@ class _Sleep(torch.autograd.Function):
 class Sleeper(nn.Module):
     """A layer that takes time and no core; on one rank longer, from one iteration until another."""
 
-    def __init__(self, row_s: float, rank: int, slower: float, until: int) -> None:
+    def __init__(self, row_s: float, rank: int, slower: float, until: int, width: int) -> None:
         super().__init__()
         self.row_s, self.rank, self.slower, self.until = row_s, rank, slower, until
-        self.scale = nn.Parameter(torch.rand(WIDTH))
+        self.scale = nn.Parameter(torch.rand(width))
 
     def forward(self, x: Tensor, *images: Tensor) -> Tensor:
-        """Take and return ``(rows, WIDTH)``; the first layer that has images, too, adds their mean to all rows."""
+        """Take and return ``(rows, width)``; the first layer that has images, too, adds their mean to all rows."""
         is_slow = dist.is_initialized() and dist.get_rank() == self.rank and _Clock.iteration < self.until
         seconds = self.row_s * len(x) * (self.slower if is_slow else 1.0)
         slept: Tensor = _Sleep.apply(x * self.scale, seconds)  # type: ignore[no-untyped-call]
         return sum((each.mean() for each in images), slept)
 
 
+class Computer(nn.Module):
+    """A layer that computes each of its rows so many times."""
+
+    def __init__(self, times: int, width: int) -> None:
+        super().__init__()
+        self.times = times
+        self.inner = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor, *images: Tensor) -> Tensor:
+        """Take and return ``(rows, width)``; the first layer that has images, too, adds their mean to all rows."""
+        computed = self.inner(x.repeat_interleave(self.times, 0)).unflatten(0, (-1, self.times)).mean(1)
+        return sum((each.mean() for each in images), x + computed)
+
+
 def build_model(
-    seed: int, layers: int = 16, rank: int = 1, slower: float = 1.5, until: int = 10**9, blind: int = 0
+    seed: int,
+    layers: int = 16,
+    rank: int = 1,
+    slower: float = 1.5,
+    until: int = 10**9,
+    blind: int = 0,
+    width: int = 4,
+    share: float = 0.0,
+    last: int = 0,
 ) -> pl.Model:
     """Build the model.
 
@@ -96,30 +144,43 @@ def build_model(
         Iteration from which on it is as quick as the others.
     blind : int
         So many first iterations learn no rank's speed.
+    width : int
+        Numbers in a row, which say what messages weigh.
+    share : float
+        Of a core, what each rank has, and layers compute; the slow rank has its share over ``slower``. 0: they sleep.
+    last : int
+        So many iterations have quotas.
     """
     torch.manual_seed(seed)
     if dist.is_initialized():
         _prepare_rank(blind)
+        if share:
+            torch.set_num_threads(1)
+            _Clock.last = last
+            _limit(share / slower if dist.get_rank() == rank else share)
+    width = _COMPUTED_WIDTH if share else width
 
-    def chain(row_s: float) -> list[nn.Module]:
-        return [Sleeper(row_s, rank, slower, until) for _ in range(layers)]
+    def chain(name: str) -> list[nn.Module]:
+        if share:
+            return [Computer(_COMPUTED_ROWS[name], width) for _ in range(layers)]
+        return [Sleeper(_ROW_S[name], rank, slower, until, width) for _ in range(layers)]
 
     vision = pl.Module(
         "vision",
-        chain(_ROW_S["vision"]),
+        chain("vision"),
         reads="images",
-        inputs=lambda part: torch.ones(len(part.instances), WIDTH),
-        hidden=("instances", WIDTH),
-        output=("instances", WIDTH),
+        inputs=lambda part: torch.ones(len(part.instances), width),
+        hidden=("instances", width),
+        output=("instances", width),
     )
     language = pl.Module(
         "lm",
-        chain(_ROW_S["lm"]),
+        chain("lm"),
         reads="sequence",
         after=("vision",),
-        inputs=lambda part: torch.ones(sum(each.tokens for each in part.samples), WIDTH),
-        hidden=("tokens", WIDTH),
-        output=("tokens", WIDTH),
+        inputs=lambda part: torch.ones(sum(each.tokens for each in part.samples), width),
+        hidden=("tokens", width),
+        output=("tokens", width),
     )
     return pl.Model(
         [vision, language], lambda out, _: out.sum() * 1e-9, lambda each: each.tokens, name="slow", describe=describe

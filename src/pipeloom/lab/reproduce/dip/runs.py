@@ -37,6 +37,7 @@ BASELINE_NAMES = (
     "nnscaler",
     "optimus",
     "optimus-fine",
+    "megascale-omni",
 )
 """Systems that the evaluation holds DIP and ours against. Named one by one: what is published must not change when
 somebody adds a system to compare with."""

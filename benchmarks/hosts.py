@@ -1,0 +1,169 @@
+"""Several hosts, in network namespaces: what messages take against their plan, and what plans gain that know links."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import tempfile
+from collections import defaultdict
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from benchmarks.slow_task import build_model
+from pipeloom.io import write_layout
+from pipeloom.layout import by_count, chain_of_stages, separate
+from pipeloom.report import markdown_table
+from pipeloom.training.record import Row, read_history
+from tests.cluster.hosts import hosts, why_not
+
+TITLE = "Several hosts"
+_TASK = Path(__file__).parent / "hosts_task.py"
+_ROOT = Path(__file__).parents[1]
+_LAYERS = 2
+"""Of each module on a rank."""
+_STRETCH, _SETTLED, _TURNS = 10, 4, 2
+"""Iterations of a kind in a row, those of them that are left out, and how often both kinds come."""
+_CONFIG = """
+name = "hosts"
+task = "{task}"
+iterations = {iterations}
+[data]
+samples = {samples}
+[layout]
+ranks = {ranks}
+kind = "file"
+path = "layout.json"
+[packing]
+token_budget = 300
+[model]
+layers = {layers}
+width = {width}
+stretch = {stretch}
+file = "{file}"
+[planner]
+budget_s = 0.3
+deadline_s = 10.0
+[scheduler]
+name = "constant"
+"""
+_SIZES = ((0, "below 0.1 MB"), (100_000, "0.1 to 0.5 MB"), (500_000, "0.5 to 2 MB"), (2_000_000, "2 to 8 MB"))
+
+
+class Case(NamedTuple):
+    """Hosts, ranks on each, how modules lie, and numbers in a row."""
+
+    num_hosts: int
+    per_host: int
+    layout: Literal["divided", "one chain, two chunks a rank"]
+    width: int
+
+
+MESSAGES = (
+    Case(2, 1, "divided", 1200),
+    Case(3, 1, "divided", 1200),
+    Case(2, 2, "divided", 1200),
+    Case(2, 2, "divided", 300),
+)
+GAINS = (
+    Case(2, 2, "divided", 300),
+    Case(2, 2, "divided", 1200),
+    Case(2, 2, "one chain, two chunks a rank", 1200),
+    Case(3, 2, "divided", 1200),
+)
+
+
+def available() -> bool:
+    """Whether this machine allows network namespaces."""
+    return not why_not()
+
+
+def run(messages: tuple[Case, ...] = MESSAGES, gains: tuple[Case, ...] = GAINS) -> str:
+    """Measure, and return the section as Markdown."""
+    header = [
+        "hosts x ranks",
+        "row, kB",
+        "messages",
+        "number",
+        "planned, ms",
+        "measured, ms",
+        "half are off by at most",
+    ]
+    rows = [row for case in messages for row in _message_rows(case)]
+    text = (
+        "Network namespaces of one machine, 1 Gbit/s between them, loopback inside; torchrun on each, ranks whose "
+        f"layers sleep ({_LAYERS} layers of each module a rank), real messages over gloo. Messages that their receiver "
+        "waited for, from when both ends were posting them; planned with the links as they were known. Medians."
+    )
+    parts = [text, markdown_table(header, rows)]
+    header = ["hosts x ranks", "layout", "row, kB", "one link for all, ms", "links known, ms", "shorter", "planned, ms"]
+    text = (
+        "The same ranks, planned with one link that is fitted to all messages, and with the links known, "
+        f"{_STRETCH} iterations each by turns, {_TURNS} times; batches of equal sizes. 300 tokens are a microbatch, "
+        "so that a row of 4.8 kB makes a message between hosts as long as a chunk's forward, one of 1.2 kB a quarter. "
+        "Measured, medians of iterations; planned: with the links known."
+    )
+    return "\n\n".join([*parts, text, markdown_table(header, [_gain_row(case) for case in gains])])
+
+
+def _message_rows(case: Case) -> list[list[str]]:
+    _, lines = _train(case, 16, 0)
+    found: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
+    for line in lines[_SETTLED:]:
+        for first, second, num_bytes, planned_s, measured_s in line["messages"]:
+            where = "inside a host" if first == second else "between hosts"
+            size = next(name for least, name in reversed(_SIZES) if num_bytes >= least)
+            found[where, size].append((planned_s, measured_s))
+    rows = []
+    for (where, size), pairs in sorted(found.items()):
+        planned, measured = (statistics.median(column) * 1e3 for column in zip(*pairs, strict=True))
+        off = statistics.median(abs(m / p - 1) for p, m in pairs)
+        row = f"{case.width * 4 / 1e3:.1f}"
+        name = f"{case.num_hosts} x {case.per_host}"
+        rows.append([name, row, f"{where}, {size}", str(len(pairs)), f"{planned:.2f}", f"{measured:.2f}", f"{off:.0%}"])
+    return rows
+
+
+def _gain_row(case: Case) -> list[str]:
+    rows, lines = _train(case, 2 * _STRETCH * _TURNS, _STRETCH)
+    kinds: dict[bool, list[Row]] = {True: [], False: []}
+    for number, (row, line) in enumerate(zip(rows, lines, strict=False)):
+        if number % _STRETCH >= _SETTLED:
+            kinds[line["blind"]].append(row)
+    blind, known = (statistics.median(row.measured_s for row in kinds[kind]) for kind in (True, False))
+    planned = statistics.median(row.planned_s for row in kinds[False])
+    times = [f"{each * 1e3:.0f}" for each in (blind, known)]
+    name = f"{case.num_hosts} x {case.per_host}"
+    return [
+        name,
+        case.layout,
+        f"{case.width * 4 / 1e3:.1f}",
+        *times,
+        f"{1 - known / blind:.1%}",
+        f"{planned * 1e3:.0f}",
+    ]
+
+
+def _train(case: Case, iterations: int, stretch: int) -> tuple[list[Row], list[dict[str, Any]]]:
+    ranks = case.num_hosts * case.per_host
+    layers = _LAYERS * ranks
+    spec = build_model(0, layers).spec
+    is_divided = case.layout == "divided"
+    layout = separate(spec, ranks, {}, by_count) if is_divided else chain_of_stages(spec, ranks, 2, by_count)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_layout(folder / "layout.json", layout)
+        fields = {"samples": 6 * ranks, "ranks": ranks, "layers": layers, "width": case.width, "stretch": stretch}
+        file = folder / "messages.jsonl"
+        text = _CONFIG.format(task=_TASK, iterations=iterations, file=file, **fields)
+        (folder / "train.toml").write_text(text)
+        with hosts(case.num_hosts) as machines:
+            started = []
+            for host in machines:
+                command = [*host.torchrun(str(case.num_hosts), case.per_host), "-m", "pipeloom", "train"]
+                rest = [str(folder / "train.toml"), "--runs", str(folder / f"runs-{host.number}")]
+                started.append(host.start([*command, *rest], folder, {"PYTHONPATH": str(_ROOT)}))
+            codes = [process.wait(600) for process in started]
+        if any(codes):
+            raise RuntimeError((folder / "host-0.txt").read_text()[-2000:])
+        lines = [json.loads(line) for line in file.read_text().splitlines()]
+        return read_history(folder / "runs-0" / "hosts" / "history.jsonl"), lines
