@@ -51,6 +51,7 @@ class _Clock:
     """Iterations that this process has ended."""
 
     iteration, last = 0, 0
+    is_running = False
 
     @classmethod
     def tick(cls, *_: object) -> None:
@@ -196,7 +197,10 @@ def _prepare_rank(blind: int) -> None:
     patch.object(Calibrator, "_slowness", learn_later).start()
     # What a start takes, hundreds of such iterations, would keep a short run from ever changing its layout.
     patch.object(Relayout, "started", lambda _self, _report: None).start()
-    register_optimizer_step_post_hook(_Clock.tick)
+    if not _Clock.is_running:
+        # A layout that is changed builds the model again in the same process.
+        _Clock.is_running = True
+        register_optimizer_step_post_hook(_Clock.tick)
 
 
 def describe(document: Document) -> dict[str, Any]:

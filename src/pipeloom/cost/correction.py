@@ -15,6 +15,7 @@ from pipeloom.spec import HostLink, RankSpec
 _MOST_SIZES = 8
 # A measured rate of nothing stands for a link that no message of this size could fill.
 _LEAST_S_PER_BYTE = 1e-15
+_LEAST_S = 1e-9
 
 Line = tuple[float, float]
 """A link: seconds of an empty message, and seconds per byte."""
@@ -112,8 +113,9 @@ def fit_link(messages: Sequence[tuple[int, float]]) -> Line | None:
     """Fit a link to messages: (bytes, seconds under way) to seconds of an empty one, and seconds per byte.
 
     Of the lines through the medians of any two sizes, level ones and those without latency included, the one that
-    is least off (sum of absolute relative errors): messages that were held up by something else do not bend it. None
-    where there is no message.
+    is least off: messages that were held up by something else do not bend it. Off is the logarithm of the ratio, for
+    which twice as long is as far as half as long; relative errors would favour lines that are too quick. None where
+    there is no message.
     """
     if not messages:
         return None
@@ -127,5 +129,9 @@ def fit_link(messages: Sequence[tuple[int, float]]) -> Line | None:
             rate = (slow - quick) / (large - small)
             if quick >= rate * small:
                 lines.append((quick - rate * small, rate))
-    scale = np.maximum(seconds, 1e-9)
-    return min(lines, key=lambda line: float((np.abs(line[0] + line[1] * size - seconds) / scale).sum()))
+    measured = np.log(np.maximum(seconds, _LEAST_S))
+
+    def off(line: Line) -> float:
+        return float(np.abs(np.log(np.maximum(line[0] + line[1] * size, _LEAST_S)) - measured).sum())
+
+    return min(lines, key=off)
