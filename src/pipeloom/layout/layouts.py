@@ -288,5 +288,7 @@ def layout_for(layout: Layout, model: ModelSpec) -> Layout:
                 "lay out the model that is trained",
             )
         of_model = ModuleLayout.of(ours, theirs.sub_microbatch)
-        modules.append(msgspec.structs.replace(of_model, on_ranks=theirs.on_ranks))
+        modules.append(
+            msgspec.structs.replace(of_model, on_ranks=theirs.on_ranks, on_tensor_ranks=theirs.on_tensor_ranks)
+        )
     return msgspec.structs.replace(layout, modules=tuple(modules))
