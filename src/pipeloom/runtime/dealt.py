@@ -2,8 +2,8 @@
 
 Outside of the module nothing shows of it: a chunk takes whole tensors, alike on all of these ranks, and gives such, and
 so it is with their gradients. All collectives are outside of the graphs of autograd, in forwards and where gradients of
-inputs are handed back, which all ranks of the group come to in the order of their one plan; recomputation and the second
-half of a split backward have none.
+inputs are handed back; all ranks of the group come to these in the order of their one plan. Recomputation and the
+second half of a split backward have none.
 """
 
 from __future__ import annotations
@@ -67,12 +67,12 @@ class Share:
         return self.output[self.ranks.rank][1]
 
     def cut(self, argument: int, whole: Tensor) -> Tensor:
-        """This rank's rows of an upstream argument; a copy, which does not hold the others'."""
+        """Cut this rank's rows out of an upstream argument: a copy, which does not hold the others'."""
         self.extents.append(whole.shape[0])
         return whole.detach().narrow(0, *self.inputs[argument][self.ranks.rank]).clone()
 
     def own(self, gradient: Tensor) -> Tensor:
-        """This rank's rows of the gradient of the output."""
+        """Cut this rank's rows out of the gradient of the output."""
         return gradient.narrow(0, *self.output[self.ranks.rank])
 
     def whole_output(self, own: Tensor) -> Tensor:
@@ -163,11 +163,11 @@ class Dealer:
     def _check(self, model: Model, layout: Layout) -> None:
         for chunk in layout.chunks:
             shape = model.module(chunk.module).spec.flat_layers[chunk.layers[1]].output
-            if chunk.module in self.names and not (shape.grows and all(isinstance(dim, int) for dim in shape.dims[1:])):
+            if chunk.module in self.names and not shape.is_rows:
                 raise InputError(
                     f"module {chunk.module!r}",
-                    f"is dealt, and layer {chunk.layers[1]} at the end of a chunk gives {list(shape.dims)}: rows of single "
-                    "instances cannot be told",
+                    f"is dealt, and layer {chunk.layers[1]} at the end of a chunk gives {list(shape.dims)}: rows of "
+                    "single instances cannot be told",
                     "leave on_tensor_ranks 'divided', or end no chunk there",
                 )
         for names in model.tied:
@@ -180,9 +180,7 @@ class Dealer:
                         "leave on_tensor_ranks 'divided', or share nothing",
                     )
 
-    def share(
-        self, module: ModuleSpec, part: SubMicrobatch, output: TensorShape, taken: Sequence[Taken]
-    ) -> Share:
+    def share(self, module: ModuleSpec, part: SubMicrobatch, output: TensorShape, taken: Sequence[Taken]) -> Share:
         """What this rank has of a part in one chunk.
 
         Parameters

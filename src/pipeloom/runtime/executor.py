@@ -74,7 +74,7 @@ class Executor:
         if dealer.names and options.random_seed is None:
             raise InputError(
                 "random_seed",
-                f"is None, and instances of {min(dealer.names)!r} are dealt: what their ranks draw would not be alike after",
+                f"is None, and instances of {min(dealer.names)!r} are dealt: ranks would draw unlike numbers after",
                 "give a seed",
             )
         give_weights(model, layout, rank, device)

@@ -188,7 +188,7 @@ class Iteration:
         output = activation.forward(self.here.layers[unit.key[0]], unit.bounds, inputs, unit.role.trained)
         if activation.losses:
             raise ExecutionError(
-                f"a layer of module {unit.role.module.name!r}, which is dealt, emits a loss, of its own rank's instances "
+                f"a layer of module {unit.role.module.name!r}, which is dealt, emits a loss, of its rank's instances "
                 "alone; leave on_tensor_ranks 'divided'"
             )
         return output

@@ -115,10 +115,7 @@ def _all_reduce(bucket: list[Share], groups: Sequence[dist.ProcessGroup | None])
 
 
 def _reduce_scatter(
-    bucket: list[Share],
-    data: dist.ProcessGroup | None,
-    num_replicas: int,
-    then: Sequence[dist.ProcessGroup | None],
+    bucket: list[Share], data: dist.ProcessGroup | None, num_replicas: int, then: Sequence[dist.ProcessGroup | None]
 ) -> Finish:
     """Each replica gets its rows of every gradient, as `fully_shard` cuts them."""
     shapes = []

@@ -113,7 +113,7 @@ class Workload(msgspec.Struct, frozen=True):
 
 
 def dealt(lengths: Sequence[int], num_ranks: int) -> tuple[tuple[int, int], ...]:
-    """Deal instances to tensor-parallel ranks in their order, so that the most tokens any rank has are as few as can be.
+    """Deal instances to tensor-parallel ranks, in order and so that the most tokens any rank has are as few as can be.
 
     Costs, memory and the runtime all deal by this, so that what is planned is what runs.
 

@@ -12,6 +12,7 @@ from pipeloom.spec.model import ModuleSpec, StreamEnd, check_streams, stream_sou
 from pipeloom.spec.parallelism import Parallelism
 
 _STREAM_FIELDS = ("emits", "takes")
+OnTensorRanks = Literal["divided", "dealt"]
 MOST_RANKS = 4096
 """Of a pipeline. A file may name any number, and room is made for every rank."""
 
@@ -27,7 +28,7 @@ class ModuleLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     on_ranks: Literal["pipelined", "replicated"] = "pipelined"
     emits: tuple[StreamEnd, ...] = ()
     takes: tuple[StreamEnd, ...] = ()
-    on_tensor_ranks: Literal["divided", "dealt"] = "divided"
+    on_tensor_ranks: OnTensorRanks = "divided"
     """What the tensor-parallel ranks of a pipeline rank share: every layer, or the instances of each part. Where these
     are dealt, each runs the module's layers whole on its own; without tensor parallelism it makes no difference."""
 
@@ -181,7 +182,7 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def document(self) -> dict[str, Any]:
-        """All fields as JSON has them; those of streams only where there are streams, what is dealt only where it is."""
+        """All fields as JSON has them; those of streams only where there are streams, `on_tensor_ranks` where dealt."""
         fields: dict[str, Any] = msgspec.to_builtins(self)
         for module in fields["modules"]:
             if module["on_tensor_ranks"] == "divided":
