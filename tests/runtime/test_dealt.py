@@ -7,14 +7,17 @@ import random
 from pathlib import Path
 
 import pytest
+import torch
 from msgspec.structs import replace
 
 from pipeloom.errors import InputError
-from pipeloom.layout import separate
+from pipeloom.layout import ModulePlacement, separate
 from pipeloom.layout.layouts import dealt
+from pipeloom.packing import PackingSpec, pack
 from pipeloom.runtime import Executor, launch
 from pipeloom.runtime.dealt import Dealer
-from pipeloom.spec import Chunk, Parallelism, TensorShape
+from pipeloom.runtime.random_state import ForwardSeeds
+from pipeloom.spec import Batch, Chunk, Parallelism, Sample, TensorShape
 from tests.cases import vlm_spec
 
 from .cases import real_model
@@ -73,3 +76,18 @@ def test_what_cannot_be_dealt_is_refused() -> None:
     assert weight is None
     with pytest.raises(InputError, match=r"parameter 'vision.1.shared': is one with that of another layer"):
         Dealer(dataclasses.replace(model, modules=[vision, lm]), layout, None)
+
+
+def test_a_share_draws_as_a_part_of_its_own_would() -> None:
+    spec, batch = vlm_spec(), Batch((Sample("a", 5, (1, 1, 1)),))
+    drawn = []
+    for size, sub, own in ((None, 0, (1, 1)), (1, 1, None), (None, 0, (0, 1))):
+        layout = separate(spec, 1, {"vision": ModulePlacement(1, size)}, lambda *_: 1.0)
+        seeds = ForwardSeeds(3, torch.device("cpu"))
+        seeds.begin(0, pack(batch, spec, layout, PackingSpec(60)))
+        with seeds.seeded(0, (0, 3), 0, (0, sub), own):
+            drawn.append(float(torch.rand(())))
+        seeds.end()
+        # A rank without a share of one part may have one of the next.
+        assert seeds.silent == set()
+    assert drawn[0] == drawn[1] != drawn[2]
