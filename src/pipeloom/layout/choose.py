@@ -28,7 +28,7 @@ from pipeloom.layout import (
 )
 from pipeloom.layout.layouts import by_count, chunk_counts, dealt
 from pipeloom.layout.links import closer, links_differ, neighbours, on_ranks, rank_distances
-from pipeloom.search import Deadline, OrderRule, SearchParams, StoppingRule, solve_assignable
+from pipeloom.search import Deadline, Evaluations, OrderRule, SearchParams, StoppingRule, solve_assignable
 from pipeloom.search.params import DEFAULTS
 from pipeloom.spec import Layout, ModelSpec
 from pipeloom.taskgraph import NS_PER_S, Assignable
@@ -40,7 +40,7 @@ TRIAL = Deadline(0.25, "cpu")
 FINAL = Deadline(1.0, "cpu")
 """The same for those that came nearest, which are planned once more."""
 MOST_DEALT_CHAINS = 4
-"""Chains that are tried with dealt instances: those that were nearest without."""
+"""Chains that are tried with dealt instances: those of the least bounds."""
 NEAR, MOST_NEAR = 1.05, 5
 """Layouts within so many times the best's seconds are near it; so many of them are planned once more at most."""
 
@@ -191,11 +191,9 @@ def search_layouts(
         return placed(placement_name(places), even_layout(model, num_ranks, places, load))
 
     places = _improved(sampled, start, separated, rounds)
-    of_dealt: Iterator[tuple[str, Layout]] = iter(())
-    if sampled.dealing is not None:
-        # Before the other shapes: where dealing pays, their bounds rule most of them out.
-        of_dealt = _dealt_shapes(sampled, sampled.dealing, places, placed, known)
-    for name, layout in itertools.chain(_other_shapes(sampled, places, start), of_dealt):
+    # Dealt ones first: where dealing pays, their seconds rule most of the others out by bounds.
+    of_dealt = () if sampled.dealing is None else _dealt_shapes(sampled, sampled.dealing, places, placed)
+    for name, layout in itertools.chain(of_dealt, _other_shapes(sampled, places, start)):
         placed(name, layout)
     for draft in drafts:
         tried(draft.name, draft.layout, draft.rule)
@@ -236,11 +234,10 @@ def _dealt_shapes(
     dealing: Dealing,
     places: Mapping[str, ModulePlacement],
     placed: Callable[[str, Layout], LayoutEvaluation],
-    known: Mapping[str, LayoutEvaluation],
 ) -> Iterator[tuple[str, Layout]]:
-    """Try modules in segments of their own with dealt instances; what is given then is to be tried after all others.
+    """Try modules in segments of their own with dealt instances, and give other shapes with these.
 
-    That is the chains that were nearest without, and dealt modules whole on every rank.
+    That is the chains of stages with the least bounds, and dealt modules whole on every rank.
     """
     model, num_ranks, names = sampled.model, sampled.num_ranks, dealing.names
 
@@ -252,15 +249,17 @@ def _dealt_shapes(
     rule = modality_placements(model, dealing.costs, num_ranks, sampled.typical)
     found = _improved(sampled, rule, separated, 1)
 
-    def others() -> Iterator[tuple[str, Layout]]:
-        chains = {v: known[_chain_name(v)] for v in chunk_counts(num_ranks, model.modules)}
-        for v in sorted(chains, key=lambda v: (chains[v].seconds, chains[v].bound_s))[:MOST_DEALT_CHAINS]:
-            yield f"{_chain_name(v)}{_DEALT}", dealt(chain_of_stages(model, num_ranks, v, dealing.load), names)
-        if num_ranks > 1:
-            layout = dealt(replicated(even_layout(model, num_ranks, found, dealing.load), names), names)
-            yield f"{placement_name(found)}; {', '.join(names)} replicated{_DEALT}", layout
-
-    return others()
+    chains = []
+    for v in chunk_counts(num_ranks, model.modules):
+        layout = dealt(chain_of_stages(model, num_ranks, v, dealing.load), names)
+        # Nothing is faster than at once, so that this only bounds it.
+        least = evaluate_layout(sampled, LayoutDraft("", layout), Evaluations(1), 0, incumbent_s=0.0)
+        chains.append((least.bound_s, v, layout))
+    for _, v, layout in sorted(chains, key=lambda each: each[:2])[:MOST_DEALT_CHAINS]:
+        yield f"{_chain_name(v)}{_DEALT}", layout
+    if num_ranks > 1:
+        layout = dealt(replicated(even_layout(model, num_ranks, found, dealing.load), names), names)
+        yield f"{placement_name(found)}; {', '.join(names)} replicated{_DEALT}", layout
 
 
 def _improved(
