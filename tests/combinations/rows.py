@@ -13,6 +13,7 @@ from pipeloom.cost import LayerFit, Profile, StrategyFit
 from pipeloom.errors import ExecutionError, PipeloomError
 from pipeloom.io import write_layout
 from pipeloom.layout import ModulePlacement, replicated, separate
+from pipeloom.layout.layouts import dealt
 from pipeloom.training import Summary, Task, TrainConfig, TrainingRun, finish
 from pipeloom.training.job import Job
 from pipeloom.training.rank import train_rank
@@ -32,7 +33,8 @@ _PARALLEL: Mapping[str, dict[str, Any]] = {
     "fsdp": {"dp": 2, "shard": "fsdp"},
 }
 _MODULES: Mapping[str, dict[str, Any]] = {
-    "separate": {"vision": {"sub_microbatch": 2}, "lm": {"segments": 2}},
+    # Dealt where there are tensor-parallel ranks, pipelined here, whole on every pipeline rank in the file.
+    "separate": {"vision": {"sub_microbatch": 2, "on_tensor_ranks": "dealt"}, "lm": {"segments": 2}},
     "encoder_first": {"vision": {"sub_microbatch": 2}},
 }
 _LAYOUT_FILE = "layout.json"
@@ -116,7 +118,7 @@ def run_of(row: Row, folder: Path) -> TrainingRun:
     if row["layout"] == "file":
         spec = task.build_model(task.SEED, **model_of(row)).spec
         places = {"vision": ModulePlacement(1, 2), "lm": ModulePlacement(2)}
-        layout = replicated(separate(spec, num_ranks(row), places, lambda *_: 1.0), ["vision"])
+        layout = dealt(replicated(separate(spec, num_ranks(row), places, lambda *_: 1.0), ["vision"]), ["vision"])
         write_layout(here / _LAYOUT_FILE, layout)
     given = Task(task.build_model, task.batches, task.describe, task.evaluate, task.optimizer)
     return TrainingRun(config, given, here / "run", here / "train.toml", profile=invented(row))

@@ -8,7 +8,7 @@ import pytest
 
 from pipeloom.cost import LayerFit, Profile, ProfileCosts
 from pipeloom.errors import InputError
-from pipeloom.layout import replicated
+from pipeloom.layout import ModulePlacement, encoder_first, layout_for, replicated, separate
 from pipeloom.layout.choose import LayoutDraft, evaluate_layout
 from pipeloom.layout.training import Preview, choose_training_layout
 from pipeloom.packing import PackingSpec
@@ -87,3 +87,22 @@ def test_the_nearest_are_compared_on_all_batches():
     trials = choose_training_layout(preview, budget=FEW, trial=Evaluations(10))
     draft = LayoutDraft(trials[0].name, trials[0].layout, trials[0].rule)
     assert trials[0] == evaluate_layout(preview.sampled(), draft, Evaluations(10), 3)
+
+
+def test_layers_that_tensor_parallel_ranks_would_run_alike_are_dealt() -> None:
+    preview = Preview(COSTS, PackingSpec(30), batches(0), 2, num_tensor=2, dealable=("vision",))
+    trials = choose_training_layout(preview, budget=FEW, trial=Evaluations(20))
+    chosen = trials[0]
+    assert chosen.layout.dealt == {"vision"}
+    assert all(t.seconds > chosen.seconds for t in trials if not t.layout.dealt)
+    whole = [t for t in trials if t.layout.dealt and t.layout.module("vision").on_ranks == "replicated"]
+    assert whole
+    plain = Preview(COSTS, PackingSpec(30), batches(0), 2, num_tensor=2)
+    assert not any(t.layout.dealt for t in choose_training_layout(plain, budget=FEW, trial=Evaluations(20)))
+
+
+def test_a_placement_says_what_is_dealt() -> None:
+    layout = separate(MODEL, 2, {"vision": ModulePlacement(1, 2, "dealt")}, lambda *_: 1.0)
+    assert layout.dealt == {"vision"}
+    assert layout_for(layout, MODEL) == layout
+    assert encoder_first(MODEL, 2, lambda *_: 1.0, placements={"vision": ModulePlacement(1, 2, "dealt")}).dealt

@@ -19,6 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import pipeloom as pl
 from pipeloom.errors import InputError
+from pipeloom.layout.layouts import dealt
 from pipeloom.packing import PackingSpec, cost_loads
 from pipeloom.planner import Planner, Setup
 from pipeloom.planner.forwards import forward_problem, plan_forwards
@@ -37,12 +38,13 @@ SHORT = (1, 4)
 
 
 class Degrees(NamedTuple):
-    """Of parallelism, and how replicas hold their layers."""
+    """Of parallelism, how replicas hold their layers, and whether images are dealt to tensor-parallel ranks."""
 
     pipeline: int
     data: int
     tensor: int
     shard: Sharding | None = None
+    dealt: bool = False
 
 
 class Asked(NamedTuple):
@@ -132,6 +134,8 @@ def divisible(parallelize: Callable[[nn.Module, DeviceMesh], None] | None = divi
 def setup_of(degrees: Degrees) -> Setup:
     made = setup(degrees.pipeline)
     layout = msgspec.structs.replace(made.layout, parallelism=Parallelism(degrees.tensor, degrees.data))
+    if degrees.dealt:
+        layout = dealt(layout, ["vision"])
     # A budget with which replicas have different numbers of microbatches.
     return msgspec.structs.replace(made, layout=layout, packing=PackingSpec(80, "first_fit_decreasing"))
 

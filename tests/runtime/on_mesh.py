@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -59,18 +60,31 @@ CLIP = 0.01
 
 @dataclass(frozen=True)
 class Shape:
-    """Degrees of parallelism, and whether replicas hold shards (FSDP2) or everything."""
+    """Degrees of parallelism, and whether replicas hold shards (FSDP2) or everything.
+
+    Where it is dealt, instances of most encoders are, to the tensor-parallel ranks.
+    """
 
     pipeline: int
     data: int
     tensor: int
     sharded: bool = False
+    dealt: bool = False
 
 
-def replica_of(seed: int, number: int, num_ranks: int = 2, data: int = 2, tensor: int = 1) -> Run:
+def layout_of(seed: int, drawn: Layout, shape: Shape) -> Layout:
+    """The drawn one with the shape's degrees, some of its encoders dealt."""
+    rng, modules = random.Random(f"dealt {seed}"), list(drawn.modules)
+    for i, module in enumerate(modules[:-1]):
+        if shape.dealt and rng.random() < 0.8:
+            modules[i] = msgspec.structs.replace(module, on_tensor_ranks="dealt")
+    return Layout(shape.pipeline, tuple(modules), drawn.chunks, Parallelism(shape.tensor, shape.data))
+
+
+def replica_of(seed: int, number: int, shape: Shape) -> Run:
     """One of several replicas: the same model and chunks, another batch."""
-    first = random_run(seed, num_ranks, replicate=seed % 2 == 0)
-    layout = Layout(num_ranks, first.case.layout.modules, first.case.layout.chunks, Parallelism(tensor, data))
+    first = random_run(seed, shape.pipeline, replicate=seed % 2 == 0)
+    layout = layout_of(seed, first.case.layout, shape)
     rng = random.Random(f"replica {seed} {number}")
     batch = random_batch(rng)
     packing = pack(batch, first.case.model, layout, PackingSpec(rng.choice((15, 25, 60))))
@@ -106,10 +120,10 @@ def plan_of(run: Run, seed: int) -> ExecutionPlan:
     return plan
 
 
-def tensor_parallel(model: Model, mesh: Mesh) -> None:
+def tensor_parallel(model: Model, layout: Layout, mesh: Mesh) -> None:
     """Divide what can be divided: as a user would, layer by layer."""
     for module in model.modules:
-        for layer in module.layers:
+        for layer in () if layout.deals(module.name) else module.layers:
             plan: dict[str, Any] = {}
             if isinstance(layer, Residual):
                 plan = {"inner": ColwiseParallel(output_layouts=Replicate())}
@@ -126,10 +140,11 @@ def executor_on(run: Run, mesh: Mesh, shape: Shape) -> Executor:
     layout = run.case.layout
     model = replace(run.model, modules=copied(run.model))
     if shape.tensor > 1:
-        tensor_parallel(model, mesh)
+        tensor_parallel(model, layout, mesh)
     if shape.sharded:
         shard_layers(model, layout, mesh)
-    options = ExecutorOptions(reduce_gradients=mesh_gradients(layout, mesh))
+    group = mesh.device_mesh.get_group("tp")
+    options = ExecutorOptions(reduce_gradients=mesh_gradients(layout, mesh), tensor_group=group)
     return Executor(model, layout, mesh.pipeline_rank, TorchTransport(mesh.pipeline), options=options)
 
 
@@ -137,7 +152,7 @@ def run_on_mesh(shapes: list[Shape], seeds: list[int]) -> int:
     """Run random iterations under every shape; raise for the first that is not exact. Returns their number."""
     count = 0
     for shape in shapes:
-        mesh = make_mesh(replica_of(0, 0, shape.pipeline, shape.data, shape.tensor).case.layout)
+        mesh = make_mesh(replica_of(0, 0, shape).case.layout)
         for seed in seeds:
             try:
                 run_once(shape, mesh, seed)
@@ -148,7 +163,7 @@ def run_on_mesh(shapes: list[Shape], seeds: list[int]) -> int:
 
 
 def run_once(shape: Shape, mesh: Mesh, seed: int) -> None:
-    runs = [replica_of(seed, n, shape.pipeline, shape.data, shape.tensor) for n in range(shape.data)]
+    runs = [replica_of(seed, n, shape) for n in range(shape.data)]
     loss, wanted = expected_of_all(runs)
     run = replace(runs[mesh.data_rank], model=runs[0].model)
     executor = executor_on(run, mesh, shape)
@@ -177,8 +192,7 @@ def share_of(seed: int, shape: Shape, replica: int) -> Run:
     """A replica's share of a global batch that, like the model, depends on the seed alone."""
     first = random_run(seed, 2)
     rng = random.Random(f"{seed} {shape}")
-    drawn = random_layout(rng, first.case.model, shape.pipeline)
-    layout = Layout(shape.pipeline, drawn.modules, drawn.chunks, Parallelism(shape.tensor, shape.data))
+    layout = layout_of(seed, random_layout(rng, first.case.model, shape.pipeline), shape)
     samples = first.case.packing.batch.samples
     mine = list(range(len(samples)))[replica :: shape.data]
     packing = pack(Batch(tuple(samples[i] for i in mine)), first.case.model, layout, PackingSpec(60))

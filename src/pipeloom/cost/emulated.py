@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from copy import copy
 from typing import cast
+
+import msgspec
 
 from pipeloom.cost.correction import Correction
 from pipeloom.cost.emulated_mixtures import Ladder, layer_options, staging_bytes
@@ -108,6 +111,18 @@ class EmulatedCosts:
         self._transfers: dict[tuple[int, int], float] = {}
         self._slowest = self.placement.slowest_pipeline_link
 
+    @property
+    def num_tensor(self) -> int:
+        """Devices that share a layer."""
+        return self.placement.degrees.tensor
+
+    @functools.cached_property
+    def undivided(self) -> EmulatedCosts:
+        """The same costs of layers that lie whole on a device; experts too."""
+        alone = msgspec.structs.replace(self.placement.degrees, tensor=1, expert=1)
+        ladder, split = self.ladder, self.split_backward
+        return type(self)(self.architecture, self.cluster, alone, self.strategies, split=split, ladder=ladder)
+
     def uncorrected(self) -> EmulatedCosts:
         """Return these costs: what is emulated is not corrected."""
         return self
@@ -124,6 +139,7 @@ class EmulatedCosts:
             return self
         whole = copy(self)
         whole.split_backward, whole._parts, whole._known = False, ("F", "B"), OrderedDict()
+        whole.__dict__.pop("undivided", None)
         return whole
 
     def _chunk(self, chunk: Chunk) -> tuple[LayerTemplate, ...]:

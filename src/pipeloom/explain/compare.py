@@ -6,11 +6,12 @@ import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import msgspec
 import numpy as np
 
 from pipeloom.errors import InfeasibleError
 from pipeloom.layout import LayerLoad, chain_of_stages
-from pipeloom.layout.layouts import chunk_counts
+from pipeloom.layout.layouts import chunk_counts, dealt
 from pipeloom.packing import Packing, check_budget, cost_loads, packed_batch, packing_of
 from pipeloom.packing.choices import even_groups, numbers, walk
 from pipeloom.packing.pack import MICROBATCHES_PER_RANK
@@ -58,7 +59,16 @@ def chain_layouts(problem: Problem, load: LayerLoad, batches: Sequence[Batch]) -
     over ``batches``. A model with fewer layers than stages has none, and that baseline is left out.
     """
     ranks = problem.layout.num_ranks
-    layouts = {"1f1b": chain_of_stages(problem.model, ranks, 1, load)}
+
+    def chain(chunks_per_rank: int) -> Layout:
+        layout = chain_of_stages(problem.model, ranks, chunks_per_rank, load)
+        if not problem.layout.dealt:
+            return layout
+        # Tensor parallelism is not what baselines differ in: what the run deals, they do.
+        layout = msgspec.structs.replace(layout, parallelism=problem.layout.parallelism)
+        return dealt(layout, problem.layout.dealt)
+
+    layouts = {"1f1b": chain(1)}
 
     def cost(layout: Layout) -> tuple[int, float]:
         """Batches that do not fit into memory, and seconds of all."""
@@ -68,7 +78,7 @@ def chain_layouts(problem: Problem, load: LayerLoad, batches: Sequence[Batch]) -
 
     counts = chunk_counts(ranks, problem.model.modules)[1:]
     if counts:
-        layouts["interleaved"] = min((chain_of_stages(problem.model, ranks, v, load) for v in counts), key=cost)
+        layouts["interleaved"] = min(map(chain, counts), key=cost)
     return layouts
 
 

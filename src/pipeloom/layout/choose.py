@@ -7,6 +7,7 @@ every rank. Everything is planned with memory and with strategies, as it will be
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -25,19 +26,21 @@ from pipeloom.layout import (
     replicated,
     separate,
 )
-from pipeloom.layout.layouts import by_count, chunk_counts
+from pipeloom.layout.layouts import by_count, chunk_counts, dealt
 from pipeloom.layout.links import closer, links_differ, neighbours, on_ranks, rank_distances
-from pipeloom.search import Deadline, OrderRule, SearchParams, StoppingRule, solve_assignable
+from pipeloom.search import Deadline, Evaluations, OrderRule, SearchParams, StoppingRule, solve_assignable
 from pipeloom.search.params import DEFAULTS
 from pipeloom.spec import Layout, ModelSpec
 from pipeloom.taskgraph import NS_PER_S, Assignable
 from pipeloom.timeline import assignable_bound
 
-_CHAIN = "one chain"
+_CHAIN, _DEALT = "one chain", "; instances dealt"
 TRIAL = Deadline(0.25, "cpu")
 """Search for each layout and iteration while layouts are compared."""
 FINAL = Deadline(1.0, "cpu")
 """The same for those that came nearest, which are planned once more."""
+MOST_DEALT_CHAINS = 4
+"""Chains that are tried with dealt instances: those of the least bounds."""
 NEAR, MOST_NEAR = 1.05, 5
 """Layouts within so many times the best's seconds are near it; so many of them are planned once more at most."""
 
@@ -84,6 +87,25 @@ class LayoutEvaluation:
 
 
 @dataclass(frozen=True)
+class Dealing:
+    """Modules whose instances may be dealt to the tensor-parallel ranks of a pipeline rank, and what layers cost then.
+
+    Attributes
+    ----------
+    names : tuple of str
+        All of them are dealt, or none.
+    costs : CostModel
+        With these dealt.
+    load : callable
+        Seconds of a layer on typical data, with these dealt.
+    """
+
+    names: tuple[str, ...]
+    costs: CostModel
+    load: LayerLoad
+
+
+@dataclass(frozen=True)
 class Sampled:
     """What layouts are tried on: a model, and a few iterations like those of the training to come.
 
@@ -97,6 +119,8 @@ class Sampled:
         Task graphs of the iterations under a layout. Raises InfeasibleError where the weights do not fit.
     after_s : callable
         Seconds that a layout takes after the last backward.
+    dealing : Dealing or None
+        None: no module is tried so.
     """
 
     model: ModelSpec
@@ -106,6 +130,7 @@ class Sampled:
     typical: Mapping[str, Sequence[int]]
     graphs: Callable[[Layout], Sequence[Assignable]]
     after_s: Callable[[Layout], float]
+    dealing: Dealing | None = None
 
 
 def search_layouts(
@@ -165,18 +190,10 @@ def search_layouts(
     def separated(places: Mapping[str, ModulePlacement]) -> LayoutEvaluation:
         return placed(placement_name(places), even_layout(model, num_ranks, places, load))
 
-    places = dict(start)
-    best = separated(places)
-    for _ in range(rounds):
-        before = best.seconds
-        for module in model.modules:  # the best of all that change this one alone
-            for option in list(_changes(sampled, module.name, places, start)):
-                trial_of = separated(option)
-                if trial_of.seconds < best.seconds and not trial_of.ruled_out:
-                    best, places = trial_of, option
-        if best.seconds >= before:
-            break
-    for name, layout in _other_shapes(sampled, places, start):
+    places = _improved(sampled, start, separated, rounds)
+    # Dealt ones first: where dealing pays, their seconds rule most of the others out by bounds.
+    of_dealt = () if sampled.dealing is None else _dealt_shapes(sampled, sampled.dealing, places, placed)
+    for name, layout in itertools.chain(of_dealt, _other_shapes(sampled, places, start)):
         placed(name, layout)
     for draft in drafts:
         tried(draft.name, draft.layout, draft.rule)
@@ -194,7 +211,7 @@ def _other_shapes(
     model, num_ranks, load = sampled.model, sampled.num_ranks, sampled.load
     # Every number of chunks that interleaved schedules are tried with; bounds rule most of them out unplanned.
     for v in chunk_counts(num_ranks, model.modules):
-        yield f"{_CHAIN}, {v} chunks a rank", chain_of_stages(model, num_ranks, v, load)
+        yield _chain_name(v), chain_of_stages(model, num_ranks, v, load)
     if num_ranks > 1:
         for module in model.modules[:-1]:
             layout = replicated(even_layout(model, num_ranks, places, load), [module.name])
@@ -206,6 +223,63 @@ def _other_shapes(
     # other sizes too.
     for sizes in (start, places):
         yield f"{placement_name(sizes)}, layers by number", separate(model, num_ranks, sizes, by_count)
+
+
+def _chain_name(chunks_per_rank: int) -> str:
+    return f"{_CHAIN}, {chunks_per_rank} chunks a rank"
+
+
+def _dealt_shapes(
+    sampled: Sampled,
+    dealing: Dealing,
+    places: Mapping[str, ModulePlacement],
+    placed: Callable[[str, Layout], LayoutEvaluation],
+) -> Iterator[tuple[str, Layout]]:
+    """Try modules in segments of their own with dealt instances, and give other shapes with these.
+
+    That is the chains of stages with the least bounds, and dealt modules whole on every rank.
+    """
+    model, num_ranks, names = sampled.model, sampled.num_ranks, dealing.names
+
+    def separated(places: Mapping[str, ModulePlacement]) -> LayoutEvaluation:
+        layout = dealt(even_layout(model, num_ranks, places, dealing.load), names)
+        return placed(f"{placement_name(places)}{_DEALT}", layout)
+
+    separated(places)
+    rule = modality_placements(model, dealing.costs, num_ranks, sampled.typical)
+    found = _improved(sampled, rule, separated, 1)
+
+    chains = []
+    for v in chunk_counts(num_ranks, model.modules):
+        layout = dealt(chain_of_stages(model, num_ranks, v, dealing.load), names)
+        # Nothing is faster than at once, so that this only bounds it.
+        least = evaluate_layout(sampled, LayoutDraft("", layout), Evaluations(1), 0, incumbent_s=0.0)
+        chains.append((least.bound_s, v, layout))
+    for _, v, layout in sorted(chains, key=lambda each: each[:2])[:MOST_DEALT_CHAINS]:
+        yield f"{_chain_name(v)}{_DEALT}", layout
+    if num_ranks > 1:
+        layout = dealt(replicated(even_layout(model, num_ranks, found, dealing.load), names), names)
+        yield f"{placement_name(found)}; {', '.join(names)} replicated{_DEALT}", layout
+
+
+def _improved(
+    sampled: Sampled,
+    start: Mapping[str, ModulePlacement],
+    tried: Callable[[Mapping[str, ModulePlacement]], LayoutEvaluation],
+    rounds: int,
+) -> Mapping[str, ModulePlacement]:
+    """Change one module's size or segments at a time, as long as that helps and so many rounds at most."""
+    places, best = start, tried(start)
+    for _ in range(rounds):
+        before = best.seconds
+        for module in sampled.model.modules:  # the best of all that change this one alone
+            for option in list(_changes(sampled, module.name, places, start)):
+                trial_of = tried(option)
+                if trial_of.seconds < best.seconds and not trial_of.ruled_out:
+                    best, places = trial_of, option
+        if best.seconds >= before:
+            break
+    return places
 
 
 def closer_drafts(trials: Sequence[LayoutEvaluation], distances: FloatArray) -> Iterator[LayoutDraft]:

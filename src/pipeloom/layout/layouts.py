@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import accumulate, pairwise
 
 import msgspec
@@ -11,6 +11,7 @@ from pipeloom.cost import CostModel
 from pipeloom.errors import InputError
 from pipeloom.packing import Packing
 from pipeloom.spec import Chunk, LayerSpec, Layout, ModelSpec, ModuleLayout, ModuleSpec
+from pipeloom.spec.layout import OnTensorRanks
 
 LayerLoad = Callable[[str, LayerSpec], float]
 """Load of one layer (module name, layer): seconds on typical data, or its number of parameters."""
@@ -23,6 +24,13 @@ class ModulePlacement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Passes over all ranks (DIP's K): the module is cut into this many chunks per rank."""
     sub_microbatch: int | None = None
     """Instances per sub-microbatch at most (DIP's B); None: the whole microbatch."""
+    on_tensor_ranks: OnTensorRanks = "divided"
+    """As of `ModuleLayout`."""
+
+    def of(self, module: ModuleSpec) -> ModuleLayout:
+        """The module in a layout."""
+        made = ModuleLayout.of(module, self.sub_microbatch)
+        return msgspec.structs.replace(made, on_tensor_ranks=self.on_tensor_ranks)
 
     def __post_init__(self) -> None:
         """Refuse modules without a pass."""
@@ -68,7 +76,7 @@ def separate(model: ModelSpec, num_ranks: int, placements: Mapping[str, ModulePl
             )
         runs = partition_chain([load(module.name, layer) for layer in layers], num_chunks)
         chunks += [Chunk(module.name, run, j % num_ranks) for j, run in enumerate(runs)]
-        modules.append(ModuleLayout.of(module, placement.sub_microbatch))
+        modules.append(placement.of(module))
     return Layout(num_ranks=num_ranks, modules=tuple(modules), chunks=tuple(chunks))
 
 
@@ -132,7 +140,6 @@ def encoder_first(
                 f"{placement.segments}, encoders on the first rank leave 1",
                 "leave it out, or lay out 'separate'",
             )
-    limits = {name: placement.sub_microbatch for name, placement in placements.items()}
     *encoders, backbone = model.modules
     layers = backbone.flat_layers
     if even_layers:
@@ -143,7 +150,7 @@ def encoder_first(
         runs = partition_chain(loads, num_ranks)
     return Layout(
         num_ranks=num_ranks,
-        modules=tuple(ModuleLayout.of(m, limits.get(m.name)) for m in model.modules),
+        modules=tuple(placements.get(m.name, ModulePlacement()).of(m) for m in model.modules),
         chunks=(
             *(Chunk(module.name, (0, len(module.flat_layers) - 1), 0) for module in encoders),
             *(Chunk(backbone.name, run, rank) for rank, run in enumerate(runs)),
@@ -198,6 +205,14 @@ def replicated(layout: Layout, names: Sequence[str]) -> Layout:
         chunks += mine
     modules = tuple(msgspec.structs.replace(m, on_ranks="replicated") if m.name in names else m for m in layout.modules)
     return msgspec.structs.replace(layout, modules=modules, chunks=tuple(chunks))
+
+
+def dealt(layout: Layout, names: Collection[str]) -> Layout:
+    """The same layout with instances of some modules dealt to the tensor-parallel ranks of each pipeline rank."""
+    modules = tuple(
+        msgspec.structs.replace(m, on_tensor_ranks="dealt") if m.name in names else m for m in layout.modules
+    )
+    return msgspec.structs.replace(layout, modules=modules)
 
 
 def by_count(_module: str, layer: LayerSpec) -> float:
@@ -288,5 +303,7 @@ def layout_for(layout: Layout, model: ModelSpec) -> Layout:
                 "lay out the model that is trained",
             )
         of_model = ModuleLayout.of(ours, theirs.sub_microbatch)
-        modules.append(msgspec.structs.replace(of_model, on_ranks=theirs.on_ranks))
+        modules.append(
+            msgspec.structs.replace(of_model, on_ranks=theirs.on_ranks, on_tensor_ranks=theirs.on_tensor_ranks)
+        )
     return msgspec.structs.replace(layout, modules=tuple(modules))

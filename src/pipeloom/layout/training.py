@@ -10,11 +10,13 @@ from dataclasses import dataclass
 import msgspec
 
 from pipeloom.cost import ProfileCosts
+from pipeloom.cost.dealt import DealtCosts, dealt_sum_s
 from pipeloom.cost.layers import LayerTable
 from pipeloom.errors import InfeasibleError, InputError
 from pipeloom.layout import profiled_layers, single_rank, sub_microbatch_size
 from pipeloom.layout.arrangements import arrangements
 from pipeloom.layout.choose import (
+    Dealing,
     LayoutDraft,
     LayoutEvaluation,
     Sampled,
@@ -32,7 +34,7 @@ from pipeloom.layout.modality import typical_lengths
 from pipeloom.packing import Packing, PackingSpec, packed_batch
 from pipeloom.packing.pack import MICROBATCHES_PER_RANK
 from pipeloom.search import Evaluations, StoppingRule
-from pipeloom.spec import DTYPE_BYTES, TRAITS, Batch, Layout, ModelSpec
+from pipeloom.spec import DTYPE_BYTES, TRAITS, Batch, LayerSpec, Layout, ModelSpec, Parallelism
 from pipeloom.taskgraph import Assignable
 from pipeloom.taskgraph.iteration import MemoryLimit, iteration_graph
 
@@ -72,6 +74,10 @@ class Preview:
         Memory of every rank.
     iterations : int or None
         How many there will be; None: many.
+    num_tensor : int
+        Tensor-parallel ranks of every pipeline rank.
+    dealable : tuple of str
+        Modules whose instances are tried dealt to these.
     """
 
     costs: ProfileCosts
@@ -81,6 +87,8 @@ class Preview:
     num_replicas: int = 1
     capacity_bytes: int | None = None
     iterations: int | None = None
+    num_tensor: int = 1
+    dealable: tuple[str, ...] = ()
 
     @property
     def model(self) -> ModelSpec:
@@ -105,6 +113,7 @@ class Preview:
 
     def graphs(self, layout: Layout) -> list[Assignable]:
         """Task graphs of one replica's iterations."""
+        layout = self._over_tensor_ranks(layout)
         memory = MemoryLimit(self.capacity_bytes, host_bytes=self.costs.rank.host_capacity_bytes)
         packed = (packed_batch(self._share(b), self.model, layout, self.costs, self.packing) for b in self.batches)
         return [iteration_graph(layout, each, self.costs, self.model.name, memory) for each in packed]
@@ -124,8 +133,23 @@ class Preview:
             self.costs.profile.load,
             typical_lengths(self.model, groups),
             self.graphs,
-            lambda layout: ring_seconds(layout, gradient_bytes, self.costs),
+            lambda layout: (
+                ring_seconds(layout, gradient_bytes, self.costs)
+                + dealt_sum_s(self._over_tensor_ranks(layout), self.model, self.costs, _layer_bytes)
+            ),
+            self._dealing(),
         )
+
+    def _over_tensor_ranks(self, layout: Layout) -> Layout:
+        return msgspec.structs.replace(layout, parallelism=Parallelism(self.num_tensor, layout.parallelism.data))
+
+    def _dealing(self) -> Dealing | None:
+        """Dealt modules: each rank has its share of the instances, where it would else have all of them."""
+        if self.num_tensor == 1 or not self.dealable:
+            return None
+        load, names = self.costs.profile.load, self.dealable
+        costs = DealtCosts(self.costs, frozenset(names), self.num_tensor)
+        return Dealing(names, costs, lambda name, layer: load(name, layer) / (self.num_tensor if name in names else 1))
 
     def layers(self, *, offloading: bool = True) -> LayerTable:
         """The measured profile as a layer table, all modules one chain, on the mean microbatch."""
@@ -324,7 +348,8 @@ def training_layers(preview: Preview) -> LayerTable:
 
 
 def _gradient_bytes(model: ModelSpec) -> dict[str, int]:
-    return {
-        module.name: sum(layer.num_parameters * DTYPE_BYTES[layer.output.dtype] for layer in module.flat_layers)
-        for module in model.modules
-    }
+    return {module.name: sum(map(_layer_bytes, module.flat_layers)) for module in model.modules}
+
+
+def _layer_bytes(layer: LayerSpec) -> int:
+    return layer.num_parameters * DTYPE_BYTES[layer.output.dtype]

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeloom.cost import CostModel
+from pipeloom.cost.dealt import laid_out
 from pipeloom.errors import InputError
 from pipeloom.spec import Batch, Chunk, Layout, ModelSpec, ModuleSpec, Sample, Workload
 from pipeloom.spec.batch import audio_tokens
@@ -120,7 +121,7 @@ def cost_loads(batch: Batch, model: ModelSpec, layout: Layout, costs: CostModel)
 
     The linear part is what matters to a balance: what a microbatch costs however small it is, every one pays.
     """
-    backbone = np.zeros(len(batch.samples))
+    costs, backbone = laid_out(costs, layout), np.zeros(len(batch.samples))
     encoder = np.zeros(len(batch.samples))
     for module in model.modules:
         lengths = [module.instance_lengths(sample) for sample in batch.samples]

@@ -22,9 +22,10 @@ import itertools
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, cast
 
 from pipeloom.cost import CostModel, PassBytes
+from pipeloom.cost.dealt import laid_out
 from pipeloom.packing import Packing
 from pipeloom.plan.action import Action, ExecutionPlan, Verb
 from pipeloom.plan.routes import BoundaryTransfer, Routes, Unit, make_routes, target_word, transferred_workload
@@ -66,6 +67,7 @@ def peak_bytes(
     units = [Unit(*label[:3]) for label in graph.labels]
     sizes = zip(graph.activation_bytes.tolist(), graph.weight_gradient_bytes.tolist(), strict=True)
     held = dict(zip(units, sizes, strict=True))
+    costs = cast(PassCosts, laid_out(costs, layout))
     problem = _Problem(layout, packing, costs, make_routes(layout, packing, units), held)
     static = graph.static_bytes.tolist()
     return tuple(

@@ -45,7 +45,8 @@ def divide_model(
     Parameters
     ----------
     model : Model
-        Its modules' ``parallelize`` divides their layers where the layout has tensor parallelism.
+        Its modules' ``parallelize`` divides their layers where the layout has tensor parallelism, and does not deal
+        their instances.
     layout : Layout
     mesh : Mesh or None
         None where the layout has neither replicas nor tensor parallelism.
@@ -87,11 +88,11 @@ def divide_model(
             layer = module.layers[number]
             give_weights_to(divided, [(module.name, number)], device, fill=fill)
             layer.to(device)
-            if tensor > 1:
+            if tensor > 1 and not layout.deals(module.name):
                 num_divided += _over_tensor_ranks(module, number, mesh)
             if shard is not None and _has_parameters(layer):
                 shard_layer(layer, mesh, frozen=module.frozen)
-    if tensor > 1:
+    if tensor > 1 and not layout.dealt:
         _check_divided(num_divided, tensor)
     return divided
 

@@ -13,6 +13,7 @@ from pipeloom.packing import Packing
 from pipeloom.plan import ExecutionPlan, RankPlan, action_text, collective_order
 from pipeloom.runtime.blocks import kept_casts
 from pipeloom.runtime.dataset import count_targets
+from pipeloom.runtime.dealt import Dealer
 from pipeloom.runtime.device import StalledError, queues_of
 from pipeloom.runtime.flops import FlopCounts
 from pipeloom.runtime.iteration import ExecutorOptions, Iteration
@@ -69,6 +70,13 @@ class Executor:
             raise InputError("rank", f"{rank} is not in 0..{layout.num_ranks - 1}")
         model.check_stated()
         _check_layout(model, layout)
+        dealer = Dealer(model, layout, options.tensor_group)
+        if dealer.names and options.random_seed is None:
+            raise InputError(
+                "random_seed",
+                f"is None, and instances of {min(dealer.names)!r} are dealt: ranks would draw unlike numbers after",
+                "give a seed",
+            )
         give_weights(model, layout, rank, device)
         tied = tied_over_ranks(model, layout)
         if tied and options.sum_tied is None:
@@ -87,7 +95,7 @@ class Executor:
         self.loader = Loader(options.workers)
         seed = options.random_seed
         self.forward_seeds = None if seed is None else ForwardSeeds(seed, self.device)
-        self._linker = Linker(layout, model, rank)
+        self._linker = Linker(layout, model, rank, dealer)
         self.reduced_chunks = collective_order(layout, rank).reduce
         """Chunks of this rank whose gradients are summed over others that hold them."""
         self.layers: dict[int, list[nn.Module]] = {}

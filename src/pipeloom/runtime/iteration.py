@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeloom.errors import ExecutionError
@@ -18,13 +19,13 @@ from pipeloom.runtime.device import DeviceQueues
 from pipeloom.runtime.flops import FlopCounts
 from pipeloom.runtime.linker import LinkedPlan
 from pipeloom.runtime.loads import Loader
-from pipeloom.runtime.model import Model, Part, make_part
+from pipeloom.runtime.model import Model, Part
 from pipeloom.runtime.random_state import ForwardSeeds
 from pipeloom.runtime.reduce import Finish, ReduceGradients, zero_missing
 from pipeloom.runtime.sharding import complete_gradients, reshard, unshard
 from pipeloom.runtime.tied import SumOver, Tied, sum_tied
 from pipeloom.runtime.transport import Post, Transport, joins
-from pipeloom.runtime.unit import MessageState, PartState, UnitState
+from pipeloom.runtime.unit import MessageState, PartState, UnitState, part_of
 from pipeloom.spec import Layout
 
 
@@ -49,6 +50,8 @@ class ExecutorOptions:
     same on all ranks. None: they draw from the process's generator in the order of the plan."""
     workers: int = 2
     """Threads that load samples of a `Dataset` ahead; 0: none."""
+    tensor_group: dist.ProcessGroup | None = None
+    """The tensor-parallel ranks of this pipeline rank, where the layout deals instances of modules to them."""
 
 
 class RankParts(Protocol):
@@ -142,7 +145,8 @@ class Iteration:
         if seeds is None or chunk in seeds.silent:
             self._forward(unit)
             return
-        with seeds.seeded(chunk, unit.role.layer_numbers, unit.role.column, microbatch, sub):
+        own = None if unit.share is None else unit.share.instances
+        with seeds.seeded(chunk, unit.role.layer_numbers, unit.role.column, (microbatch, sub), own):
             self._forward(unit)
 
     def _forward(self, unit: UnitState) -> None:
@@ -158,7 +162,10 @@ class Iteration:
             streams = {name: leaf for (name, _, _), leaf in zip(role.takes, inputs[at:], strict=True)}
             inputs = inputs[:at]
         activation = ChunkActivation(self.device, context, self.options.autocast, role.ports, streams, self.weight)
-        output = activation.forward(layers, unit.bounds, inputs, role.trained)
+        if unit.share is not None:
+            output = self._own_output(unit, activation, inputs)
+        else:
+            output = activation.forward(layers, unit.bounds, inputs, role.trained)
         if activation.losses:
             self.losses += activation.losses
         if role.trained:
@@ -169,7 +176,22 @@ class Iteration:
             self._take_loss(unit, output)
             return
         unit.check_output(output)
-        unit.hand_on(output)
+        unit.hand_on(output if unit.share is None else unit.share.whole_output(output))
+
+    def _own_output(self, unit: UnitState, activation: ChunkActivation, inputs: tuple[Any, ...]) -> Tensor:
+        """The rows of a dealt chunk's output that are this rank's; where it has no instance, nothing is run."""
+        assert unit.share is not None
+        assert unit.stated is not None
+        if not unit.share.instances[1]:
+            shape, dtype = unit.stated
+            return torch.zeros((0, *shape[1:]), dtype=dtype, device=self.device)
+        output = activation.forward(self.here.layers[unit.key[0]], unit.bounds, inputs, unit.role.trained)
+        if activation.losses:
+            raise ExecutionError(
+                f"a layer of module {unit.role.module.name!r}, which is dealt, emits a loss, of its rank's instances "
+                "alone; leave on_tensor_ranks 'divided'"
+            )
+        return output
 
     def _take_loss(self, unit: UnitState, loss: Tensor) -> None:
         if loss.dim() != 0:
@@ -198,13 +220,13 @@ class Iteration:
 
     def backward(self, unit: UnitState) -> None:
         activation = unit.activation_now
-        activation.backward(unit.take_gradient(self.device), unit.take_stream_gradients(self.device))
+        activation.backward(unit.take_own_gradient(self.device), unit.take_stream_gradients(self.device))
         unit.hand_back()
         self._finish(unit, activation)
 
     def backward_input(self, unit: UnitState) -> None:
         arrived = unit.take_stream_gradients(self.device)
-        unit.activation_now.backward_input(unit.take_gradient(self.device), arrived)
+        unit.activation_now.backward_input(unit.take_own_gradient(self.device), arrived)
         unit.hand_back()
 
     def backward_weight(self, unit: UnitState) -> None:
@@ -224,7 +246,7 @@ class Iteration:
             if self.loads is not None:
                 part = self.loads.take(state)
             else:
-                part = make_part(module.spec, self.linked.packing, self.samples, state.microbatch, state.sub_microbatch)
+                part = part_of(state, self.linked.packing, self.samples)
             if module.context is not None:
                 context = {name: self._to_device(value) for name, value in module.context(part).items()}
             state.part, state.context = part, context

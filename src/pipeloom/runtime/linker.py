@@ -26,6 +26,7 @@ from pipeloom.plan import (
 )
 from pipeloom.plan.routes import StreamPlace
 from pipeloom.runtime.blocks import NO_STREAMS, Bounds, ChunkStreams, block_bounds
+from pipeloom.runtime.dealt import Dealer, Share, Taken
 from pipeloom.runtime.model import Model, Module, torch_dtype
 from pipeloom.runtime.unit import ChunkRole, Key, MessageState, Outlet, PartState, Stated, StreamOutlet, UnitState
 from pipeloom.spec import Layout, TensorShape
@@ -59,10 +60,11 @@ class Linker:
     layout : Layout
     model : Model
     rank : int
+    dealer : Dealer
     """
 
-    def __init__(self, layout: Layout, model: Model, rank: int) -> None:
-        self.layout, self.rank = layout, rank
+    def __init__(self, layout: Layout, model: Model, rank: int, dealer: Dealer) -> None:
+        self.layout, self.rank, self.dealer = layout, rank, dealer
         self.digest = layout.digest
         self.names = layout.chunk_names
         self.number_of = {name: i for i, name in enumerate(self.names)}
@@ -229,12 +231,15 @@ class _Link:
         if microbatch >= self.num_microbatches:
             raise ExecutionError(f"'{action_text(action)}': the batch has no such microbatch")
         role = self.linker.roles[chunk]
-        part = None
-        if role.needs_part:
+        # Asked for the last one too, where it is not used: a part that does not exist is found here.
+        stated: Stated | None = self._stated(key)
+        part, share = None, self._share(key) if role.module.name in self.linker.dealer.names else None
+        if role.needs_part and (share is None or share.instances[1]):
             part_key = (role.column, microbatch, sub)
             part = self.parts.get(part_key)
             if part is None:
-                part = self.parts[part_key] = PartState(role.module, microbatch, sub)
+                own = None if share is None else share.instances
+                part = self.parts[part_key] = PartState(role.module, microbatch, sub, own)
             part.num_users += 1
             part.contents |= role.before < 0
             part.loss |= role.is_last
@@ -243,8 +248,6 @@ class _Link:
             first, last = role.layer_numbers
             bounds = block_bounds(action.strategy, last - first + 1, role.is_last)
             self.linker.known_bounds[chunk][action.strategy] = bounds
-        # Asked for the last one too, where it is not used: a part that does not exist is found here.
-        stated: Stated | None = self._stated(key)
         if role.is_last:
             stated = None
         gradients: list[Tensor | None] = [] if role.after < 0 else [None]
@@ -254,12 +257,26 @@ class _Link:
             into = self.routes.into(Unit(*key)) if role.sources or role.takes else ()
             groups, num_taken = self._groups(role, into), len(into)
         waiting: list[Tensor | None] = [None] * num_taken
-        state = UnitState(key, role, part, bounds, stated, waiting, waiting.copy(), groups, gradients)
+        state = UnitState(key, role, part, bounds, stated, waiting, waiting.copy(), groups, gradients, share)
         if into:
             state.rows = [shape[0] if shape else 0 for shape, _ in map(self._transferred, into)]
         if role.ports.gives:
             self._outlets(key, state)
         return state
+
+    def _share(self, key: Key) -> Share:
+        """What this tensor-parallel rank has of a unit of a dealt module."""
+        linker, (chunk, microbatch, sub) = self.linker, key
+        role, members = linker.roles[chunk], self.packing.microbatches[microbatch]
+        layers = role.module.spec.flat_layers
+        if role.before >= 0:
+            taken = [Taken(layers[role.layer_numbers[0] - 1].output)]
+        else:
+            samples = [self.packing.batch.samples[i] for i in members.samples]
+            sources = ((linker.layout.modules[source].name, shape) for source, shape, _ in role.sources)
+            taken = [Taken(shape, linker.dealer.model.module(name), samples) for name, shape in sources]
+        part = members.parts[role.column][sub]
+        return linker.dealer.share(role.module.spec, part, layers[role.layer_numbers[1]].output, taken)
 
     def _groups(self, role: ChunkRole, into: Sequence[BoundaryTransfer]) -> list[tuple[list[int], TensorShape, bool]]:
         """What a unit takes, by argument and stream."""

@@ -8,8 +8,8 @@ from typing import Any
 
 from pipeloom.runtime.dataset import LazySample, load_one, load_part, wanted_of, with_loaded
 from pipeloom.runtime.linker import LinkedPlan
-from pipeloom.runtime.model import Part, make_part
-from pipeloom.runtime.unit import PartState
+from pipeloom.runtime.model import Part
+from pipeloom.runtime.unit import PartState, part_of
 
 
 class Loader:
@@ -81,7 +81,7 @@ class Loads:
         self._begun = {}
 
     def _make(self, state: PartState) -> Part:
-        return make_part(state.module.spec, self._packing, self._samples, state.microbatch, state.sub_microbatch)
+        return part_of(state, self._packing, self._samples)
 
     def _fill(self) -> None:
         while self._pool is not None and len(self._begun) < self._ahead:

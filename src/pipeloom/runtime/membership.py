@@ -57,6 +57,11 @@ class Membership:
     mesh: Mesh | None = None
 
     @property
+    def tensor_group(self) -> dist.ProcessGroup | None:
+        """The tensor-parallel ranks of its pipeline rank; None where there is nothing but a pipeline."""
+        return None if self.mesh is None else self.mesh.device_mesh.get_group("tp")
+
+    @property
     def is_planner_rank(self) -> bool:
         """Whether it talks to the planner, for all processes of its replica."""
         return self.stage == 0 and self.tensor_rank == 0

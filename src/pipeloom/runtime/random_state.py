@@ -90,7 +90,14 @@ class ForwardSeeds:
         self.silent |= {chunk for chunk, drew in self._watched.items() if not drew}
 
     @contextmanager
-    def seeded(self, chunk: int, layers: tuple[int, int], column: int, microbatch: int, sub: int) -> Iterator[None]:
+    def seeded(
+        self,
+        chunk: int,
+        layers: tuple[int, int],
+        column: int,
+        where: tuple[int, int],
+        own: tuple[int, int] | None = None,
+    ) -> Iterator[None]:
         """Around a forward of a chunk that is not silent.
 
         Parameters
@@ -100,17 +107,24 @@ class ForwardSeeds:
             First and last layer of the chunk.
         column : int
             Number of its module.
-        microbatch, sub : int
+        where : tuple of int
+            Microbatch and sub-microbatch.
+        own : tuple of int or None
+            First and number of the part's instances that run here, where they are dealt to tensor-parallel ranks; these
+            draw numbers as a part of their own does.
         """
         assert self._packing is not None
+        microbatch, sub = where
         part = self._packing.microbatches[microbatch].parts[column][sub]
+        first, count = (part.first, part.count) if own is None else (part.first + own[0], own[1])
         # A hash of numbers is the same in every process.
-        seed = hash((self._base(microbatch), column, layers, part.first, part.count)) & _MASK
+        seed = hash((self._base(microbatch), column, layers, first, count)) & _MASK
         torch.default_generator.manual_seed(seed)
         if self.device.type == "cuda":
             with torch.cuda.device(self.device):
                 torch.cuda.manual_seed(seed)
-        if chunk in self._drawing:
+        if chunk in self._drawing or own is not None:
+            # Of what is dealt, ranks have unlike shares, or none: that one draws nothing says little of the next.
             yield
         else:
             before = RandomState.now(self.device)

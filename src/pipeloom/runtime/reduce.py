@@ -21,9 +21,13 @@ for that, and leaves the sums in ``.grad``."""
 
 
 def all_reduce_gradients(
-    layout: Layout, *, pipeline: dist.ProcessGroup | None = None, data: dist.ProcessGroup | None = None
+    layout: Layout,
+    *,
+    pipeline: dist.ProcessGroup | None = None,
+    data: dist.ProcessGroup | None = None,
+    tensor: dist.ProcessGroup | None = None,
 ) -> ReduceGradients:
-    """Sum gradients over ``data`` for every chunk, and over ``pipeline`` for replicated modules.
+    """Sum gradients over ``data`` for every chunk, over ``pipeline`` for replicated modules, ``tensor`` for dealt ones.
 
     A collective is begun as soon as a chunk's last backward is done and waited for before the optimiser step, so
     that it runs in the cool-down bubbles. Layers under `fully_shard` get their rows of the sum, others all of it.
@@ -39,21 +43,29 @@ def all_reduce_gradients(
         messages.
     data : torch.distributed.ProcessGroup or None
         The replicas of this pipeline rank; None where there are none.
+    tensor : torch.distributed.ProcessGroup or None
+        The tensor-parallel ranks of this pipeline rank; None where instances of no module are dealt to them.
     """
     if layout.parallelism.data > 1 and data is None:
         raise InputError("data", f"no group, the layout has {layout.parallelism.data} replicas", "give their group")
-    replicated = [
-        layout.num_ranks > 1 and layout.module(chunk.module).on_ranks == "replicated" for chunk in layout.chunks
-    ]
+    dealt = any(layout.deals(module.name) for module in layout.modules)
+    if dealt and tensor is None:
+        raise InputError("tensor", "no group, and instances are dealt to tensor-parallel ranks", "give their group")
     num_replicas = layout.parallelism.data if data is not None else 1
+    over_data = [data] if num_replicas > 1 else []
+    inside: list[list[dist.ProcessGroup | None]] = []
+    """Per chunk, groups of its replica that hold it whole."""
+    for chunk in layout.chunks:
+        replicated = layout.num_ranks > 1 and layout.module(chunk.module).on_ranks == "replicated"
+        inside.append([pipeline] * replicated + [tensor] * layout.deals(chunk.module))
 
     def reduce(chunk: int, layers: Sequence[nn.Module]) -> Finish:
         shares = take_shares(layers)
         whole = [share for share in shares if not share.sharded]
         rows = [share for share in shares if share.sharded]
         finishes = [
-            *(_all_reduce(bucket, pipeline, data, replicated[chunk], num_replicas > 1) for bucket in _by_type(whole)),
-            *(_reduce_scatter(bucket, data, num_replicas, pipeline, replicated[chunk]) for bucket in _by_type(rows)),
+            *(_all_reduce(bucket, [*inside[chunk], *over_data]) for bucket in _by_type(whole)),
+            *(_reduce_scatter(bucket, data, num_replicas, inside[chunk]) for bucket in _by_type(rows)),
         ]
 
         def finish() -> None:
@@ -80,18 +92,12 @@ def zero_missing(layers: Iterable[nn.Module]) -> None:
 def mesh_gradients(layout: Layout, mesh: Mesh) -> ReduceGradients:
     """`all_reduce_gradients` over the groups of a mesh."""
     data = mesh.data if layout.parallelism.data > 1 else None
-    return all_reduce_gradients(layout, pipeline=mesh.reduction, data=data)
+    tensor = mesh.device_mesh.get_group("tp") if layout.parallelism.tensor > 1 else None
+    return all_reduce_gradients(layout, pipeline=mesh.reduction, data=data, tensor=tensor)
 
 
-def _all_reduce(
-    bucket: list[Share],
-    pipeline: dist.ProcessGroup | None,
-    data: dist.ProcessGroup | None,
-    over_pipeline: bool,
-    over_data: bool,
-) -> Finish:
+def _all_reduce(bucket: list[Share], groups: Sequence[dist.ProcessGroup | None]) -> Finish:
     flat = torch.cat([share.gradient.reshape(-1) for share in bucket])
-    groups = [pipeline] * over_pipeline + [data] * over_data
     parameters = [(share.parameter, share.gradient.shape) for share in bucket]
     work = dist.all_reduce(flat, group=groups[0], async_op=True) if groups else None
 
@@ -109,11 +115,7 @@ def _all_reduce(
 
 
 def _reduce_scatter(
-    bucket: list[Share],
-    data: dist.ProcessGroup | None,
-    num_replicas: int,
-    pipeline: dist.ProcessGroup | None,
-    over_pipeline: bool,
+    bucket: list[Share], data: dist.ProcessGroup | None, num_replicas: int, then: Sequence[dist.ProcessGroup | None]
 ) -> Finish:
     """Each replica gets its rows of every gradient, as `fully_shard` cuts them."""
     shapes = []
@@ -136,8 +138,8 @@ def _reduce_scatter(
 
     def finish() -> None:
         work.wait()
-        if over_pipeline:
-            dist.all_reduce(got, group=pipeline)
+        for group in then:
+            dist.all_reduce(got, group=group)
         begin = 0
         for parameter, shape, size in zip(parameters, shapes, sizes, strict=True):
             rows = local_part(parameter).shape[0]

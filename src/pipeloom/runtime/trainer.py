@@ -210,6 +210,7 @@ class Trainer:
                 sum_tied=sums_over_ranks(self._running, layout, limit, self.device.type),
                 random_seed=options.random_seed,
                 workers=options.workers,
+                tensor_group=self.membership.tensor_group,
             ),
         )
         trained = self._executor.trained_parameters()

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pipeloom.errors import ExecutionError
+from pipeloom.packing import Packing
 from pipeloom.runtime.blocks import NO_STREAMS, Bounds, ChunkActivation, ChunkStreams
-from pipeloom.runtime.model import Module, Part, empty_output
+from pipeloom.runtime.dealt import Rows, Share
+from pipeloom.runtime.model import Module, Part, empty_output, make_part
 from pipeloom.runtime.transport import Handle
 from pipeloom.spec import TensorShape
 
@@ -64,6 +66,8 @@ class PartState:
     module: Module
     microbatch: int
     sub_microbatch: int
+    own: Rows | None = None
+    """Instances that this rank has of it, where they are dealt; None: all."""
     num_users: int = 0
     contents: bool = False
     """Whether the module's first layer runs here, so that contents are loaded."""
@@ -71,6 +75,15 @@ class PartState:
     """Whether the loss is taken of it here."""
     part: Part | None = None
     context: dict[str, Any] | None = None
+
+
+def part_of(state: PartState, packing: Packing, samples: Sequence[Any]) -> Part:
+    """What this rank gives the module of one part; samples of a `Dataset` are not loaded yet."""
+    part = make_part(state.module.spec, packing, samples, state.microbatch, state.sub_microbatch)
+    if state.own is None:
+        return part
+    first, count = state.own
+    return replace(part, instances=part.instances[first : first + count])
 
 
 class Outlet:
@@ -177,6 +190,8 @@ class UnitState(Outlet):
         What was transferred, by place.
     input_gradients : list
         Gradients of what was transferred, by place, until they are sent or taken.
+    share : Share or None
+        What this rank has of it, where its module's instances are dealt to tensor-parallel ranks.
     above, below : UnitState or None
         The unit of the chunk before, and of the one after, where that is of the same module and on this rank; ``above``
         only where a gradient goes back to it.
@@ -196,6 +211,7 @@ class UnitState(Outlet):
     input_gradients: list[Tensor | None]
     groups: list[tuple[list[int], TensorShape, bool]] | None
     gradients: list[Tensor | None]
+    share: Share | None = None
     above: UnitState | None = None
     below: UnitState | None = None
     rows: list[int] | None = None
@@ -222,20 +238,23 @@ class UnitState(Outlet):
 
     def take_upstream(self, device: torch.device) -> tuple[Tensor, ...]:
         """Upstream arguments of the first layer, then streams: each a leaf, of all its parts concatenated."""
-        trained = self.role.trained
+        trained, share = self.role.trained, self.share
         if self.groups is None:
+            whole = self._take(0)
             if not trained:
-                return (self._take(0).detach(),)
+                return (whole.detach() if share is None else share.cut(0, whole),)
             # Nobody else has it: it was detached, or received, for this unit alone.
-            self.leaves = leaves = (self._take(0).requires_grad_(),)
+            self.leaves = leaves = ((whole if share is None else share.cut(0, whole)).requires_grad_(),)
             return leaves
         taken = []
-        for places, shape, flows in self.groups:
+        for argument, (places, shape, flows) in enumerate(self.groups):
             pieces = [self._take(place) for place in places]
             if not pieces:
                 leaf = empty_output(shape, device)
             else:
                 leaf = pieces[0].detach() if len(pieces) == 1 else torch.cat(pieces)
+            if share is not None:
+                leaf = share.cut(argument, leaf)
             taken.append(leaf.requires_grad_(flows and bool(pieces)))
         if trained:
             self.leaves = taken
@@ -253,6 +272,8 @@ class UnitState(Outlet):
         if self.stated is None:
             return
         shape, dtype = self.stated
+        if self.share is not None:
+            shape = (self.share.num_rows, *shape[1:])
         if output.shape != shape or output.dtype != dtype:
             first, last = self.role.layer_numbers
             module = self.role.module
@@ -287,13 +308,13 @@ class UnitState(Outlet):
         """Cut the gradients of the upstream arguments into the pieces that were transferred."""
         if self.groups is None:
             if self.leaves:
-                self.input_gradients[0] = _gradient_of(self.leaves[0])
+                self.input_gradients[0] = self._gradient_of(0)
                 self.leaves = ()
             return
-        for (places, _, flows), leaf in zip(self.groups, self.leaves, strict=True):
+        for argument, (places, _, flows) in enumerate(self.groups if self.leaves else ()):
             if not flows or not places:
                 continue
-            gradient = _gradient_of(leaf)
+            gradient = self._gradient_of(argument)
             if len(places) == 1:
                 self.input_gradients[places[0]] = gradient
                 continue
@@ -303,6 +324,17 @@ class UnitState(Outlet):
                 self.input_gradients[place] = gradient.narrow(0, begin, self.rows[place])
                 begin += self.rows[place]
         self.leaves = ()
+
+    def _gradient_of(self, argument: int) -> Tensor:
+        """Of one upstream argument, whole."""
+        leaf = self.leaves[argument]
+        gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad.contiguous()
+        return gradient if self.share is None else self.share.whole_gradient(argument, gradient)
+
+    def take_own_gradient(self, device: torch.device) -> Tensor:
+        """The gradient of its output, as far as it is computed here."""
+        gradient = self.take_gradient(device)
+        return gradient if self.share is None else self.share.own(gradient)
 
     def hand_on(self, output: Tensor) -> None:
         """Give the output to the units on this rank that take it, and keep it for those that do not lie here."""
@@ -322,10 +354,6 @@ class UnitState(Outlet):
     def unlink(self) -> None:
         """Let go of the other units."""
         self.above = self.below = self.local_consumers = self.local_producers = self.outlets = None
-
-
-def _gradient_of(leaf: Tensor) -> Tensor:
-    return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad.contiguous()
 
 
 @dataclass(slots=True, eq=False)

@@ -106,6 +106,49 @@ class Workload(msgspec.Struct, frozen=True):
         """Sum of the squared lengths: query-key pairs of full attention."""
         return sum(n * n for n in self.lengths)
 
+    def largest_share(self, num_ranks: int) -> Workload:
+        """What the tensor-parallel rank with most to do has of it, where instances are dealt to so many."""
+        shares = (Workload(self.lengths[first : first + count]) for first, count in dealt(self.lengths, num_ranks))
+        return max(shares, key=lambda share: (share.num_tokens, share.num_token_pairs))
+
+
+def dealt(lengths: Sequence[int], num_ranks: int) -> tuple[tuple[int, int], ...]:
+    """Deal instances to tensor-parallel ranks, in order and so that the most tokens any rank has are as few as can be.
+
+    Costs, memory and the runtime all deal by this, so that what is planned is what runs.
+
+    Parameters
+    ----------
+    lengths : sequence of int
+        Tokens of every instance.
+    num_ranks : int
+
+    Returns
+    -------
+    tuple of (first, count)
+        Of every rank; the last ranks may have none.
+    """
+    low, high = max(max(lengths, default=0), -(-sum(lengths) // num_ranks)), sum(lengths)
+    while low < high:
+        middle = (low + high) // 2
+        if len(_runs(lengths, middle)) <= num_ranks:
+            high = middle
+        else:
+            low = middle + 1
+    runs = _runs(lengths, low)
+    return (*runs, *((len(lengths), 0) for _ in range(num_ranks - len(runs))))
+
+
+def _runs(lengths: Sequence[int], most: int) -> list[tuple[int, int]]:
+    """Consecutive runs of at most so many tokens, as long as can be: first and count."""
+    runs, first, tokens = [], 0, 0
+    for i, length in enumerate(lengths):
+        if tokens + length > most:
+            runs.append((first, i - first))
+            first, tokens = i, 0
+        tokens += length
+    return [*runs, (first, len(lengths) - first)]
+
 
 AUDIO_FRAMES_PER_SECOND = 50
 AUDIO_FRAMES_PER_TOKEN = 2

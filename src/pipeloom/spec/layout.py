@@ -12,6 +12,7 @@ from pipeloom.spec.model import ModuleSpec, StreamEnd, check_streams, stream_sou
 from pipeloom.spec.parallelism import Parallelism
 
 _STREAM_FIELDS = ("emits", "takes")
+OnTensorRanks = Literal["divided", "dealt"]
 MOST_RANKS = 4096
 """Of a pipeline. A file may name any number, and room is made for every rank."""
 
@@ -27,6 +28,9 @@ class ModuleLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     on_ranks: Literal["pipelined", "replicated"] = "pipelined"
     emits: tuple[StreamEnd, ...] = ()
     takes: tuple[StreamEnd, ...] = ()
+    on_tensor_ranks: OnTensorRanks = "divided"
+    """What the tensor-parallel ranks of a pipeline rank share: every layer, or the instances of each part. Where these
+    are dealt, each runs the module's layers whole on its own; without tensor parallelism it makes no difference."""
 
     @staticmethod
     def of(module: ModuleSpec, sub_microbatch: int | None = None) -> ModuleLayout:
@@ -77,6 +81,7 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                     raise InputError(f"modules[{i}].after", f"{source!r} is not an earlier module")
             known[module.name] = module
         check_streams(self.modules)
+        self._check_dealt()
         version: Literal[1, 2] = 2 if self.has_streams else 1
         msgspec.structs.force_setattr(self, "format", f"pipeloom.layout/{version}")
         next_layer = dict.fromkeys(known, 0)
@@ -112,6 +117,26 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                     raise InputError(
                         f"module {name!r}", f"has {end.stream!r} at layer {end.layer}, its chunks have layers 0..{last}"
                     )
+
+    def _check_dealt(self) -> None:
+        """Refuse to deal what is not made of instances that go through by themselves."""
+        for module in self.modules:
+            if module.on_tensor_ranks != "dealt":
+                continue
+            where = f"module {module.name!r}.on_tensor_ranks"
+            if module is self.modules[-1]:
+                raise InputError(where, "is 'dealt', and its output goes into the loss", "leave it 'divided'")
+            if module.emits or module.takes:
+                raise InputError(where, "is 'dealt', and its layers emit or take streams", "leave it 'divided'")
+
+    @property
+    def dealt(self) -> frozenset[str]:
+        """Names of the modules whose instances are dealt to tensor-parallel ranks, if there are any."""
+        return frozenset(module.name for module in self.modules if module.on_tensor_ranks == "dealt")
+
+    def deals(self, module: str) -> bool:
+        """Whether instances of a module are dealt to several tensor-parallel ranks."""
+        return self.parallelism.tensor > 1 and self.module(module).on_tensor_ranks == "dealt"
 
     def module(self, name: str) -> ModuleLayout:
         """Return the module of that name."""
@@ -157,8 +182,11 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def document(self) -> dict[str, Any]:
-        """All fields as JSON has them; those of streams only where there are streams."""
+        """All fields as JSON has them; those of streams only where there are streams, `on_tensor_ranks` where dealt."""
         fields: dict[str, Any] = msgspec.to_builtins(self)
+        for module in fields["modules"]:
+            if module["on_tensor_ranks"] == "divided":
+                del module["on_tensor_ranks"]
         if not self.has_streams:
             for module in fields["modules"]:
                 for name in _STREAM_FIELDS:

@@ -48,6 +48,11 @@ class TensorShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return bool(self.dims) and not isinstance(self.dims[0], int)
 
     @property
+    def is_rows(self) -> bool:
+        """Whether it is rows of its instances, all as wide whatever the microbatch: those of some can be told."""
+        return self.grows and all(isinstance(dim, int) for dim in self.dims[1:])
+
+    @property
     def is_simple(self) -> bool:
         """Whether extents follow from the numbers of instances and tokens alone, whatever the single lengths."""
         return all(isinstance(dim, int) or dim in ("instances", "tokens") for dim in self.dims)

@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from pipeloom.cost import CostModel, StrategyCost, link_table, slowness_of
+from pipeloom.cost.dealt import laid_out
 from pipeloom.packing import Packing, SubMicrobatch, pieces
 from pipeloom.spec import Chunk, Layout, StreamEnd, Workload, strategy_word
 from pipeloom.taskgraph.assignment import Assignable
@@ -65,7 +66,7 @@ def build_graph(
     InputError
         For module boundaries whose parts do not match, and for times and sizes too large to be summed.
     """
-    holds = hold_outputs or _holds_streams(layout, capacity_bytes)
+    costs, holds = laid_out(costs, layout), hold_outputs or _holds_streams(layout, capacity_bytes)
     builder = _Builder(layout, packing, _memoised(costs, layout), costs, backward, hold_outputs, holds)
     return builder.build().finish(name, capacity_bytes)
 
@@ -80,7 +81,7 @@ def build_assignable(
     backward: BackwardForm = "whole",
 ) -> Assignable:
     """Make the graph of `build_graph`, and what is needed to assign the parts of replicated modules anew."""
-    holds = _holds_streams(layout, capacity_bytes)
+    costs, holds = laid_out(costs, layout), _holds_streams(layout, capacity_bytes)
     builder = _Builder(layout, packing, _memoised(costs, layout), costs, backward, False, holds)
     graph = builder.build().finish(name, capacity_bytes)
     homes = tuple(

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from pipeloom.cost import CostModel
+from pipeloom.cost.dealt import laid_out
 from pipeloom.errors import InfeasibleError
 from pipeloom.packing import Packing
 from pipeloom.spec import Layout
@@ -137,7 +138,7 @@ def workspace_bytes(layout: Layout, packed: Packing, costs: CostModel, num_messa
 
     Shape (2, num_ranks): under strategies that do not offload; and under all, with what offloading stages.
     """
-    most = np.zeros((2, layout.num_ranks), np.int64)
+    most, costs = np.zeros((2, layout.num_ranks), np.int64), laid_out(costs, layout)
     for column, module in enumerate(layout.modules):
         parts = {part.workload for microbatch in packed.microbatches for part in microbatch.parts[column]}
         if not parts:

@@ -127,6 +127,24 @@ def preview(job: Job, model: Model, profile: Profile, first: FirstBatches) -> Pr
         num_replicas=config.parallel.dp,
         capacity_bytes=config.cluster.memory_capacity_bytes,
         iterations=config.iterations,
+        num_tensor=config.parallel.tp,
+        dealable=dealable(model),
+    )
+
+
+def dealable(model: Model) -> tuple[str, ...]:
+    """Modules whose instances a layout may deal to tensor-parallel ranks, and which these would else run alike.
+
+    Layers that ``parallelize`` divides were measured whole, so that nothing says how they compare with dealt ones.
+    """
+    tied = {name for name, _ in layers_with_tied(model)}
+    return tuple(
+        module.name
+        for module in model.modules[:-1]
+        if module.parallelize is None
+        and module.name not in tied
+        and not (module.emits or module.takes)
+        and all(layer.output.is_rows for layer in module.spec.layers)
     )
 
 

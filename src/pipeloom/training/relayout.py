@@ -190,6 +190,7 @@ class Relayout:
                 tuple(self._batches),
                 setup.layout.num_ranks,
                 capacity_bytes=setup.cluster.memory_capacity_bytes,
+                num_tensor=setup.layout.parallelism.tensor,
             )
             for correction in corrections
         ]

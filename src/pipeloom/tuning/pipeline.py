@@ -165,6 +165,12 @@ def check_layout(layout: Layout) -> None:
     """Refuse a layout that is not encoders on the first rank and a backbone of one chunk a rank."""
     *encoders, backbone = layout.modules
     for module in encoders:
+        if layout.deals(module.name):
+            raise InputError(
+                f"layout: module {module.name!r}",
+                "is dealt to tensor-parallel ranks, and costs of its largest share are in no table",
+                "leave on_tensor_ranks 'divided', or tuning.order at 'search'",
+            )
         ranks = {layout.chunks[i].rank for i in layout.chunks_of(module.name)}
         if ranks != {0} or module.on_ranks != "pipelined":
             raise InputError(

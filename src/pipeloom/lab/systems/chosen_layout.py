@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from pipeloom.cost.dealt import DealtCosts
 from pipeloom.errors import InputError
 from pipeloom.lab.systems.model_on_cluster import Microbatches, ModelOnCluster, assignable_of
 from pipeloom.lab.systems.systems import by_time, replica_seconds
-from pipeloom.layout.choose import TRIAL, LayoutEvaluation, Sampled, search_layouts
+from pipeloom.layout.choose import TRIAL, Dealing, LayoutEvaluation, Sampled, search_layouts
 from pipeloom.layout.modality import typical_lengths
 from pipeloom.search import StoppingRule
 
@@ -44,4 +45,14 @@ def sampled_case(case: ModelOnCluster, batches: Sequence[Microbatches]) -> Sampl
         typical_lengths(case.model, groups),
         lambda layout: [assignable_of(case, layout, groups, case.model.name) for groups in batches],
         lambda layout: replica_seconds(case, layout),
+        _dealing(case, batches),
     )
+
+
+def _dealing(case: ModelOnCluster, batches: Sequence[Microbatches]) -> Dealing | None:
+    """Encoders without streams, where a rank is several devices."""
+    names = tuple(m.name for m in case.model.modules[:-1] if not m.emits and not m.takes)
+    if case.degrees.tensor == 1 or not names:
+        return None
+    costs = DealtCosts(case.costs, frozenset(names), case.degrees.tensor)
+    return Dealing(names, costs, by_time(case, batches, names))

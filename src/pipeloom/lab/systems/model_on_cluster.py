@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import msgspec
 import numpy as np
 
+from pipeloom.cost.dealt import DealtCosts
 from pipeloom.cost.emulated import EmulatedCosts
 from pipeloom.cost.emulated_mixtures import Ladder
 from pipeloom.emulator.sweep import Draw, default_data, draw_microbatches, emulate
@@ -170,12 +171,16 @@ def most_workspace_bytes(costs: EmulatedCosts, layout: Layout, packing: Packing)
 
 
 def layer_seconds(
-    case: ModelOnCluster, batches: Sequence[Microbatches], sizes: dict[str, ModulePlacement] | None = None
+    case: ModelOnCluster,
+    batches: Sequence[Microbatches],
+    sizes: dict[str, ModulePlacement] | None = None,
+    dealt: Collection[str] = (),
 ) -> dict[str, float]:
     """Seconds of one layer of each kind, forward and backward, on the mean of some iterations.
 
-    Keys are ``module/kind``.
+    Keys are ``module/kind``. Of ``dealt`` modules, on the tensor-parallel rank with most to do.
     """
+    costs = DealtCosts(case.costs, frozenset(dealt), case.degrees.tensor)
     layout = single_rank(case.model, sizes or {})
     packed = [pack_microbatches(case, layout, groups) for groups in batches]
     seconds: dict[str, float] = {}
@@ -184,7 +189,7 @@ def layer_seconds(
         for i, layer in enumerate(module.flat_layers):
             key = f"{module.name}/{layer.kind}"
             if key not in seconds:
-                each = (case.costs.chunk_costs(Chunk(module.name, (i, i), 0), part.workload)[0] for part in parts)
+                each = (costs.computed(Chunk(module.name, (i, i), 0), part.workload)[0] for part in parts)
                 seconds[key] = sum(c.forward_s + c.backward_s for c in each) / len(batches)
     return seconds
 

@@ -7,12 +7,13 @@ them, since a real run must keep one setting that fits every iteration.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import numpy as np
 
+from pipeloom.cost.dealt import dealt_sum_s
 from pipeloom.cost.emulated import EmulatedCosts
 from pipeloom.emulator.static import GRADIENT_BYTES
 from pipeloom.errors import InfeasibleError, InputError
@@ -88,9 +89,9 @@ def by_parameters(_case: ModelOnCluster, _batches: Sequence[Microbatches]) -> La
     return lambda _module, layer: float(max(1, layer.num_parameters))
 
 
-def by_time(case: ModelOnCluster, batches: Sequence[Microbatches]) -> LayerLoad:
-    """Balance layers by their mean time on the sampled iterations."""
-    seconds = layer_seconds(case, batches)
+def by_time(case: ModelOnCluster, batches: Sequence[Microbatches], dealt: Collection[str] = ()) -> LayerLoad:
+    """Balance layers by their mean time on the sampled iterations, where instances of some modules are dealt."""
+    seconds = layer_seconds(case, batches, dealt=dealt)
     return lambda module, layer: seconds[f"{module}/{layer.kind}"]
 
 
@@ -282,12 +283,14 @@ def searched_system(
 
 
 def replica_seconds(case: ModelOnCluster, layout: Layout) -> float:
-    """Seconds to add up the gradients of replicated modules over the pipeline, after the last backward."""
+    """Seconds to add up gradients after the last backward, of modules that are replicated or dealt."""
+    shared = {m.name: 1 if m.name in layout.dealt else case.degrees.tensor for m in layout.modules}
     num_bytes = {
-        m.name: sum(layer.num_parameters for layer in m.flat_layers) * GRADIENT_BYTES // case.degrees.tensor
+        m.name: sum(layer.num_parameters for layer in m.flat_layers) * GRADIENT_BYTES // shared[m.name]
         for m in case.model.modules
     }
-    return ring_seconds(layout, num_bytes, case.costs)
+    inside_s = dealt_sum_s(layout, case.model, case.costs, lambda layer: layer.num_parameters * GRADIENT_BYTES)
+    return ring_seconds(layout, num_bytes, case.costs) + inside_s
 
 
 def unadaptive_system(name: str, case: ModelOnCluster, layout: Layout, method: str, threads: int = 1) -> System:
