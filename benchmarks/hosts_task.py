@@ -15,8 +15,8 @@ from benchmarks import slow_task
 from benchmarks.slow_task import batches, describe
 from pipeloom.cost import Correction
 from pipeloom.cost.correction import host_link
+from pipeloom.plan import Answer
 from pipeloom.plan.measured import Measured, fit_links
-from pipeloom.planner.messages import Answer
 from pipeloom.runtime.result import Calibrator
 
 __all__ = ["batches", "build_model", "describe"]

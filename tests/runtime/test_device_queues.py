@@ -13,7 +13,7 @@ from pipeloom.errors import ExecutionError
 from pipeloom.packing import PackingSpec, pack
 from pipeloom.plan import Action, ExecutionPlan, Verb
 from pipeloom.runtime import Executor, ExecutorOptions, Model, Module, ThreadHub
-from pipeloom.runtime.device import DeviceQueues, StalledError, await_marks
+from pipeloom.runtime.device import DeviceQueues, StalledError, await_marks, moved
 from pipeloom.spec import Batch, Chunk, Layout, ModuleLayout, Sample
 
 
@@ -90,3 +90,13 @@ def test_an_iteration_that_hangs_names_the_action() -> None:
     executor.queues = StuckQueues(transport, torch.device("cpu"))
     with pytest.raises(ExecutionError, match=r"rank 0, step 3, 'B lm.0 1.0': the device has been at it for 0.02 s"):
         executor.run(plan, packing, samples)
+
+
+def test_what_a_user_gives_is_moved_however_deep_it_lies() -> None:
+    tensor = torch.ones(2)
+    given = {"mask": tensor, "rope": (tensor, [tensor, {"cos": tensor}]), "causal": True, "name": "x", "none": None}
+    there = moved(given, "meta")
+    deep = [there["mask"], there["rope"][0], there["rope"][1][0], there["rope"][1][1]["cos"]]
+    assert all(each.device.type == "meta" for each in deep)
+    assert (there["causal"], there["name"], there["none"], type(there["rope"])) == (True, "x", None, tuple)
+    assert tensor.device.type == "cpu"

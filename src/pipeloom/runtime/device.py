@@ -20,6 +20,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from pipeloom.errors import ExecutionError, InputError
 from pipeloom.runtime.transport import Handle, Post, Transport, TransportName, joins
@@ -106,6 +107,11 @@ def group_device() -> torch.device:
     return torch.device("cpu")
 
 
+def moved(value: Any, device: torch.device | str) -> Any:
+    """The same with its tensors on a device; dictionaries, lists and tuples are looked through, however deep."""
+    return tree_map_only(Tensor, lambda tensor: tensor.to(device), value)
+
+
 def synchronise(device: torch.device) -> None:
     """Wait until the device has done all that it was given."""
     if device.type == "cuda":
@@ -144,6 +150,10 @@ class DeviceQueues:
 
     def __init__(self, transport: Transport, device: torch.device) -> None:
         self.transport, self.device = transport, device
+
+    def take_in(self, value: Any) -> Any:
+        """Move what a user's function gave to the device: tensors, alone or in dictionaries, lists and tuples."""
+        return moved(value, self.device)
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> Handle:
         """Post a send of what was computed last or before."""
@@ -221,12 +231,26 @@ class CudaQueues(DeviceQueues):
     def __init__(self, transport: Transport, device: torch.device) -> None:
         super().__init__(transport, device)
         self.compute = torch.cuda.current_stream(device)
-        self.receiving, self.copies = self._stream(), self._stream()
+        self.receiving, self.copies, self.inputs = self._stream(), self._stream(), self._stream()
         self.sending: dict[int, torch.cuda.Stream] = {}
 
     def _stream(self) -> torch.cuda.Stream:
         stream: torch.cuda.Stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         return stream
+
+    def take_in(self, value: Any) -> Any:
+        """Copy in a stream of its own, from pinned memory: the host is ahead, so this runs beside what is computed."""
+        return tree_map_only(Tensor, self._take_in, value)
+
+    def _take_in(self, tensor: Tensor) -> Tensor:
+        if tensor.device.type != "cpu":
+            return tensor.to(self.device)
+        with torch.cuda.stream(self.inputs):
+            here = tensor.pin_memory().to(self.device, non_blocking=True)
+        self.compute.wait_stream(self.inputs)
+        # Its memory is the other stream's: not to be given away there while it is read here.
+        here.record_stream(self.compute)
+        return here
 
     def towards(self, peer: int) -> torch.cuda.Stream:
         """The stream of what is sent to a peer."""

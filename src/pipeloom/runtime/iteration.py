@@ -248,7 +248,7 @@ class Iteration:
             else:
                 part = part_of(state, self.linked.packing, self.samples)
             if module.context is not None:
-                context = {name: self._to_device(value) for name, value in module.context(part).items()}
+                context = self.queues.take_in(module.context(part))
             state.part, state.context = part, context
         state.num_users -= 1
         if state.num_users == 0:
@@ -264,12 +264,7 @@ class Iteration:
         given = role.module.inputs(part)
         if not isinstance(given, tuple):
             given = (given,)
-        return (*map(self._to_device, given), *upstream)
-
-    def _to_device(self, value: Any) -> Any:
-        if isinstance(value, Tensor) and value.device != self.device:
-            return value.to(self.device, non_blocking=True)
-        return value
+        return (*self.queues.take_in(given), *upstream)
 
     # ---------------------------------------------------------------- communication
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeloom.errors import InputError
+from pipeloom.runtime.device import moved
 from pipeloom.runtime.model import Emit, Model, Module, Shape, dtype_name, user_code
 from pipeloom.runtime.random_state import RandomState
 from pipeloom.runtime.reference import StreamsOf, rows_of, whole_part
@@ -120,8 +121,7 @@ class _Trial:
         outputs, emitted = [], {}
         for number, layer in enumerate(module.layers):
             taken = streams.taken(module, number, part)
-            on_device = {name: _moved(value, device) for name, value in {**context, **taken}.items()}
-            there = tuple(_moved(value, device) for value in arguments)
+            there, on_device = moved((arguments, {**context, **taken}), device)
             result = _run(layer, there, on_device, f"{where}.layers[{number}]", autocast)
             for name, tensor in result.streams.items() if isinstance(result, Emit) else ():
                 emitted[name] = _Found(workload, (tuple(tensor.shape), tensor.dtype))
@@ -146,10 +146,6 @@ def _run(
     if device.type != "cpu":
         layer.to("cpu")
     return result
-
-
-def _moved(value: Any, device: torch.device) -> Any:
-    return value.to(device) if isinstance(value, Tensor) else value
 
 
 def _batch(metadata: Sequence[Sample], chosen: Sequence[int]) -> Batch:

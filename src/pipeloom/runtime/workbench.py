@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from pipeloom.cost import StrategyMeasurement
 from pipeloom.errors import InputError
 from pipeloom.runtime.blocks import ChunkActivation, kept_casts
-from pipeloom.runtime.device import synchronise
+from pipeloom.runtime.device import moved, synchronise
 from pipeloom.runtime.memory import cast_leaf
 from pipeloom.spec import Strategy
 
@@ -99,7 +99,7 @@ class Workbench:
 
     def take(self, value: Any) -> Any:
         """An argument of a layer, on the device."""
-        return value.to(self.device) if isinstance(value, Tensor) else value
+        return moved(value, self.device)
 
     def region(self) -> AbstractContextManager[object]:
         """Around all measuring: casts of a layer's weights are kept from run to run, as in an iteration."""

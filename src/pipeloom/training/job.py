@@ -19,7 +19,7 @@ from pipeloom.planner import Setup
 from pipeloom.runtime import Checkpoints, Model, choose_device, this_worker
 from pipeloom.runtime.coordination import broadcast_bytes, together
 from pipeloom.runtime.device import DeviceType, Place
-from pipeloom.spec import Layout
+from pipeloom.spec import Layout, RankSpec
 from pipeloom.training.config import TrainConfig
 from pipeloom.training.display import Display, Quiet
 from pipeloom.training.lock import locked
@@ -28,6 +28,9 @@ from pipeloom.training.task import Task
 
 AUTOCAST = {None: None, "bf16": torch.bfloat16}
 """Dtype of ``runtime.autocast``."""
+_RESERVED = 16
+"""One part in so many of a GPU's memory is the driver's, the messages', and lost between tensors: 5 GB of 80, as the
+device tables assume. Not measured."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,15 @@ class Job:
         num_local = self.config.num_processes if worker is None else worker.num_local
         runtime = self.config.runtime
         return choose_device(runtime.device, num_local, runtime.transport)
+
+    @property
+    def cluster(self) -> RankSpec:
+        """What plans count with: of the memory that the config states, what tensors can have."""
+        stated = self.config.cluster
+        capacity = stated.memory_capacity_bytes
+        if self.device == "cpu" or capacity is None:
+            return stated
+        return msgspec.structs.replace(stated, memory_capacity_bytes=capacity - capacity // _RESERVED)
 
     @property
     def place(self) -> Place:

@@ -116,7 +116,7 @@ def preview(job: Job, model: Model, profile: Profile, first: FirstBatches) -> Pr
         ProfileCosts(
             model.spec,
             profile,
-            config.cluster,
+            job.cluster,
             config.planner.strategies,
             split_backward=config.planner.split_backward,
             held_copies=held_copies(job, model),
@@ -125,7 +125,7 @@ def preview(job: Job, model: Model, profile: Profile, first: FirstBatches) -> Pr
         first.metadata,
         config.layout.ranks,
         num_replicas=config.parallel.dp,
-        capacity_bytes=config.cluster.memory_capacity_bytes,
+        capacity_bytes=job.cluster.memory_capacity_bytes,
         iterations=config.iterations,
         num_tensor=config.parallel.tp,
         dealable=dealable(model),

@@ -242,7 +242,7 @@ class TrainingRun(Job):
             layout=msgspec.structs.replace(laid.layout, parallelism=config.parallel.degrees),
             profile=profile,
             packing=config.packing,
-            cluster=config.cluster,
+            cluster=self.cluster,
             budget_s=config.planner.budget_s,
             seed=config.seed,
             method=config.planner.method,

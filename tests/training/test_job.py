@@ -1,0 +1,30 @@
+"""What a run knows of the machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import pipeloom as pl
+from pipeloom.packing import PackingSpec
+from pipeloom.spec import RankSpec
+from pipeloom.training.config import LayoutConfig, TrainConfig
+from pipeloom.training.job import Job
+from pipeloom.training.task import Task
+
+
+@pytest.mark.parametrize(("device", "left"), [("cpu", 1600), ("cuda", 1500)])
+def test_on_a_gpu_tensors_do_not_have_all_memory(device: str, left: int) -> None:
+    config = TrainConfig(
+        name="run",
+        task="task.py",
+        iterations=9,
+        layout=LayoutConfig(2),
+        packing=PackingSpec(9),
+        cluster=RankSpec(memory_capacity_bytes=1600),
+    )
+    job = Job(config, Task(pl.Model, list), Path("run"))
+    job.__dict__["device"] = device
+    assert job.cluster.memory_capacity_bytes == left
+    assert job.config.cluster.memory_capacity_bytes == 1600
