@@ -9,7 +9,7 @@ from pipeloom.cost.dealt import DealtCosts, dealt_sum_s, laid_out
 from pipeloom.cost.emulated import EmulatedCosts
 from pipeloom.layout import ModulePlacement, separate
 from pipeloom.layout.layouts import dealt
-from pipeloom.packing import PackingSpec, pack
+from pipeloom.packing import PackingSpec, cost_loads, pack
 from pipeloom.spec import Chunk, Parallelism, Workload
 from pipeloom.spec.parallelism import Degrees
 from pipeloom.taskgraph import build_graph
@@ -76,3 +76,27 @@ def test_emulated_encoders_are_whole_on_each_device() -> None:
     # A single image is faster where its layers are divided.
     single = Workload((1024,))
     assert costs.chunk_costs(vision, single)[0].forward_s > emulated.chunk_costs(vision, single)[0].forward_s
+
+
+@pytest.mark.parametrize("tensor", range(2, 9))
+def test_a_sample_weighs_its_part_of_the_whole_whatever_it_is_dealt_to(tensor: int) -> None:
+    layout = msgspec.structs.replace(LAYOUT, parallelism=Parallelism(tensor))
+    batch = random_batch(3, text_only=0.0)
+    whole, shared = (cost_loads(batch, MODEL, each, ToyCosts(MODEL)) for each in (PLAIN, layout))
+    assert shared.encoder == pytest.approx(whole.encoder / tensor)
+    assert shared.backbone == pytest.approx(whole.backbone)
+
+
+def test_what_a_share_is_given_grows_with_its_tokens() -> None:
+    share = Workload((6, 3, 1), ((4, 20),)).largest_share(2)
+    assert (share.lengths, share.given) == ((6,), ((3, 12),))
+    assert Workload((), ((1, 2),)).largest_share(2).given == ((0, 0),)
+
+
+def test_gathering_has_room_for_pieces_of_one_size_and_for_all_rows() -> None:
+    emulated = EmulatedCosts("vlm-s", "dip-h800-64", Degrees(tensor=4, pipeline=2), ["keep"])
+    alone, costs = emulated.undivided, DealtCosts(emulated, frozenset(["vision"]), 4)
+    chunk, one = Chunk("vision", (1, 2), 0), Workload((1024,))
+    # Four pieces as large as the one image, one that is sent, and its rows.
+    more = 6 * alone.boundary_bytes(chunk, one)
+    assert costs.workspace_bytes(chunk, one) == alone.workspace_bytes(chunk, one) + more

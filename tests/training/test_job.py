@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 import pipeloom as pl
+from pipeloom.errors import InputError
+from pipeloom.layout import ModulePlacement
 from pipeloom.packing import PackingSpec
 from pipeloom.spec import RankSpec
 from pipeloom.training.config import LayoutConfig, TrainConfig
@@ -28,3 +30,11 @@ def test_on_a_gpu_tensors_do_not_have_all_memory(device: str, left: int) -> None
     job.__dict__["device"] = device
     assert job.cluster.memory_capacity_bytes == left
     assert job.config.cluster.memory_capacity_bytes == 1600
+
+
+def test_a_chosen_layout_may_be_told_what_not_to_deal() -> None:
+    assert LayoutConfig(2, kind="chosen", modules={"vision": ModulePlacement()}).modules
+    with pytest.raises(InputError, match="states vision, but the layout is to be chosen"):
+        LayoutConfig(2, kind="chosen", modules={"vision": ModulePlacement(2)})
+    with pytest.raises(InputError, match="states vision, but the layout is to be arranged"):
+        LayoutConfig(2, kind="arranged", modules={"vision": ModulePlacement()})

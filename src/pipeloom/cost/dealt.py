@@ -16,17 +16,23 @@ from pipeloom.spec import Chunk, LayerSpec, Layout, ModelSpec, Workload
 
 @runtime_checkable
 class DividedCosts(Protocol):
-    """Costs that know what tensor parallelism does to layers; others are of layers that no rank divides."""
+    """Costs that know what tensor parallelism does to layers, and so have ``undivided`` ones; others are of layers that
+    no rank divides.
+    """
 
     @property
     def num_tensor(self) -> int:
         """Devices that share a layer."""
         ...
 
-    @property
-    def undivided(self) -> CostModel:
-        """The same, of layers that lie whole on a device."""
-        ...
+
+def _undivided(costs: CostModel) -> CostModel:
+    """The same costs, of layers that lie whole on a device."""
+    if not isinstance(costs, DividedCosts):
+        return costs
+    # Not of the protocol: asking whether it is there would make it.
+    whole: CostModel = costs.undivided  # type: ignore[attr-defined]
+    return whole
 
 
 def laid_out(costs: CostModel, layout: Layout) -> CostModel:
@@ -76,7 +82,7 @@ class DealtCosts:
 
     def __init__(self, costs: CostModel, names: frozenset[str], num_ranks: int) -> None:
         self.costs, self.names, self.num_ranks = costs, names, num_ranks
-        self.whole: Any = costs.undivided if names and isinstance(costs, DividedCosts) else costs
+        self.whole: Any = _undivided(costs) if names else costs
 
     @property
     def split_backward(self) -> bool:
@@ -126,8 +132,20 @@ class DealtCosts:
         )
 
     def _handed_bytes(self, chunk: Chunk, workload: Workload) -> int:
-        """Of a dealt chunk's whole output, once in pieces and once put together."""
-        return 2 * int(self.whole.boundary_bytes(chunk, workload)) if chunk.module in self.names else 0
+        """Most that gathering takes, of outputs or of gradients of inputs.
+
+        Pieces of all ranks, as large as the largest, one that is sent, and all put together.
+        """
+        if chunk.module not in self.names:
+            return 0
+        share, first = workload.largest_share(self.num_ranks), chunk.layers[0]
+        ends = [chunk, *([Chunk(chunk.module, (first - 1, first - 1), chunk.rank)] if first else [])]
+
+        def handed(end: Chunk) -> int:
+            piece, rows = (int(self.whole.boundary_bytes(end, each)) for each in (share, workload))
+            return (self.num_ranks + 1) * piece + rows
+
+        return max(map(handed, ends))
 
     def workspace_bytes(self, chunk: Chunk, workload: Workload) -> int:
         """Most that a pass uses beyond what is held."""

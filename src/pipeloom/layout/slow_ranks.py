@@ -15,6 +15,7 @@ from typing import NamedTuple
 import msgspec
 
 from pipeloom.cost import slowness_of
+from pipeloom.cost.dealt import laid_out
 from pipeloom.errors import InfeasibleError
 from pipeloom.layout.choose import LayoutDraft, LayoutEvaluation, evaluate_layout
 from pipeloom.layout.layouts import partition_chain, typical_seconds
@@ -115,7 +116,7 @@ def layer_seconds(previews: Sequence[Preview], layout: Layout) -> dict[str, list
     for preview in previews:
         model, costs = preview.model, dataclasses.replace(preview.costs, slowness=())
         packed = [packed_batch(batch, model, layout, preview.costs, preview.packing) for batch in preview.batches]
-        seconds = typical_seconds(model, costs, packed)
+        seconds = typical_seconds(model, laid_out(costs, preview.over_tensor_ranks(layout)), packed)
         for module in model.modules:
             here = [seconds[f"{module.name}/{layer.kind}"] for layer in module.flat_layers]
             before = found.get(module.name, [0.0] * len(here))

@@ -113,7 +113,7 @@ class Preview:
 
     def graphs(self, layout: Layout) -> list[Assignable]:
         """Task graphs of one replica's iterations."""
-        layout = self._over_tensor_ranks(layout)
+        layout = self.over_tensor_ranks(layout)
         memory = MemoryLimit(self.capacity_bytes, host_bytes=self.costs.rank.host_capacity_bytes)
         packed = (packed_batch(self._share(b), self.model, layout, self.costs, self.packing) for b in self.batches)
         return [iteration_graph(layout, each, self.costs, self.model.name, memory) for each in packed]
@@ -135,12 +135,13 @@ class Preview:
             self.graphs,
             lambda layout: (
                 ring_seconds(layout, gradient_bytes, self.costs)
-                + dealt_sum_s(self._over_tensor_ranks(layout), self.model, self.costs, _layer_bytes)
+                + dealt_sum_s(self.over_tensor_ranks(layout), self.model, self.costs, _layer_bytes)
             ),
             self._dealing(),
         )
 
-    def _over_tensor_ranks(self, layout: Layout) -> Layout:
+    def over_tensor_ranks(self, layout: Layout) -> Layout:
+        """The layout with the tensor-parallel ranks of the run."""
         return msgspec.structs.replace(layout, parallelism=Parallelism(self.num_tensor, layout.parallelism.data))
 
     def _dealing(self) -> Dealing | None:

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeloom.cost import CostModel
-from pipeloom.cost.dealt import laid_out
+from pipeloom.cost.dealt import DealtCosts, laid_out
 from pipeloom.errors import InputError
 from pipeloom.spec import Batch, Chunk, Layout, ModelSpec, ModuleSpec, Sample, Workload
 from pipeloom.spec.batch import audio_tokens
@@ -92,11 +92,12 @@ class MarginalCost:
         return self.instance_s * len(lengths) + self.token_s * sum(lengths) + self.pair_s * squares
 
 
-def marginal_cost(costs: CostModel, chunks: tuple[Chunk, ...], length: int) -> MarginalCost:
+def marginal_cost(costs: CostModel, chunks: tuple[Chunk, ...], length: int, devices: int = 1) -> MarginalCost:
     """Read the three coefficients off a cost model, forward and backward, at sequences of about ``length``.
 
     Three differences of workloads: twice as many equal sequences; sequences that differ in their squares alone; and
-    ones that differ in their number alone (three of 4, against one of 6 and three of 2).
+    ones that differ in their number alone (three of 4, against one of 6 and three of 2). Where sequences are dealt to
+    several devices, there are so many for each.
     """
     unit = max(1, length // 4)
 
@@ -104,7 +105,7 @@ def marginal_cost(costs: CostModel, chunks: tuple[Chunk, ...], length: int) -> M
         every = (costs.chunk_costs(chunk, Workload(lengths))[0] for chunk in chunks)
         return sum(cost.forward_s + cost.backward_s for cost in every)
 
-    n = _PROBE_SEQUENCES
+    n = _PROBE_SEQUENCES * devices
     base = seconds((4 * unit,) * n)
     uneven = seconds((6 * unit, 2 * unit) * (n // 2))
     many = seconds(((6 * unit,) + (2 * unit,) * 3) * n)
@@ -132,7 +133,8 @@ def cost_loads(batch: Batch, model: ModelSpec, layout: Layout, costs: CostModel)
         if layout.module(module.name).on_ranks == "replicated":
             # Whole on every rank, and a sample passes one of them.
             chunks = chunks[:1]
-        marginal = marginal_cost(costs, chunks, round(sum(every) / len(every)))
+        devices = costs.num_ranks if isinstance(costs, DealtCosts) and module.name in costs.names else 1
+        marginal = marginal_cost(costs, chunks, round(sum(every) / len(every)), devices)
         target = backbone if module is model.modules[-1] else encoder
         target += np.array([marginal.of(each) for each in lengths])
     return Loads(budget_tokens(batch, model), backbone, encoder)

@@ -189,7 +189,7 @@ class Iteration:
         if activation.losses:
             raise ExecutionError(
                 f"a layer of module {unit.role.module.name!r}, which is dealt, emits a loss, of its rank's instances "
-                "alone; leave on_tensor_ranks 'divided'"
+                f"alone; give [layout.modules.{unit.role.module.name}] on_tensor_ranks = 'divided'"
             )
         return output
 

@@ -109,7 +109,11 @@ class Workload(msgspec.Struct, frozen=True):
     def largest_share(self, num_ranks: int) -> Workload:
         """What the tensor-parallel rank with most to do has of it, where instances are dealt to so many."""
         shares = (Workload(self.lengths[first : first + count]) for first, count in dealt(self.lengths, num_ranks))
-        return max(shares, key=lambda share: (share.num_tokens, share.num_token_pairs))
+        most = max(shares, key=lambda share: (share.num_tokens, share.num_token_pairs))
+        total = max(self.num_tokens, 1)
+        # Of what it is given, as much as it has of the tokens.
+        given = tuple(tuple(-(-each * most.num_tokens // total) for each in pair) for pair in self.given)
+        return msgspec.structs.replace(most, given=given)
 
 
 def dealt(lengths: Sequence[int], num_ranks: int) -> tuple[tuple[int, int], ...]:

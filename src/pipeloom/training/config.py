@@ -53,10 +53,12 @@ class LayoutConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if self.ranks > MOST_RANKS:
             raise InputError("layout.ranks", f"{self.ranks} is above {MOST_RANKS}")
         decided = {"chosen": "is to be chosen", "arranged": "is to be arranged", "file": "is in a file"}
-        if self.kind in decided and self.modules:
+        # Where layouts are chosen, a table that says nothing says that the module's instances are not dealt.
+        stated = [name for name, place in self.modules.items() if self.kind != "chosen" or place != ModulePlacement()]
+        if self.kind in decided and stated:
             raise InputError(
                 "layout.modules",
-                f"states {', '.join(self.modules)}, but the layout {decided[self.kind]}",
+                f"states {', '.join(stated)}, but the layout {decided[self.kind]}",
                 f'leave [layout.modules] out, or kind = "{self.kind}"',
             )
         if self.kind == "file" and not self.path:

@@ -128,14 +128,15 @@ def preview(job: Job, model: Model, profile: Profile, first: FirstBatches) -> Pr
         capacity_bytes=job.cluster.memory_capacity_bytes,
         iterations=config.iterations,
         num_tensor=config.parallel.tp,
-        dealable=dealable(model),
+        dealable=tuple(name for name in dealable(model) if name not in config.layout.modules),
     )
 
 
 def dealable(model: Model) -> tuple[str, ...]:
     """Modules whose instances a layout may deal to tensor-parallel ranks, and which these would else run alike.
 
-    Layers that ``parallelize`` divides were measured whole, so that nothing says how they compare with dealt ones.
+    Layers that ``parallelize`` divides were measured whole, so that nothing says how they compare with dealt ones. That
+    layers emit a loss shows only when they are run, and then the user leaves the module out.
     """
     tied = {name for name, _ in layers_with_tied(model)}
     return tuple(

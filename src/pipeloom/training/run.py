@@ -120,6 +120,7 @@ class TrainingRun(Job):
             model = self._checked_model()
             with self._in_file():
                 check_divisible(model, config.parallel.degrees, config.parallel.shard)
+                self._check_dealt(model)
                 self._check_loop(model)
             setup = self._measured_setup(model)
         write_setup(self, setup)
@@ -204,6 +205,17 @@ class TrainingRun(Job):
             if not self.file.is_file():
                 raise
             raise InputError(f"{self.file}: {field}{error.entity}", error.problem, error.remedy) from error
+
+    def _check_dealt(self, model: Model) -> None:
+        """Refuse what a layout would refuse to deal, before anything is measured."""
+        for name, place in self.config.layout.modules.items():
+            if place.on_tensor_ranks != "dealt" or name not in {module.name for module in model.modules}:
+                continue
+            module, where = model.module(name), f"layout.modules.{name}.on_tensor_ranks"
+            if module is model.modules[-1]:
+                raise InputError(where, "is 'dealt', and the module's output goes into the loss", "leave it out")
+            if module.emits or module.takes:
+                raise InputError(where, "is 'dealt', and the module's layers emit or take streams", "leave it out")
 
     def _check_loop(self, model: Model) -> None:
         """Refuse, before any rank is started, what the ranks could not do beside plans."""

@@ -165,7 +165,7 @@ def check_layout(layout: Layout) -> None:
     """Refuse a layout that is not encoders on the first rank and a backbone of one chunk a rank."""
     *encoders, backbone = layout.modules
     for module in encoders:
-        if layout.deals(module.name):
+        if module.name in layout.dealt:
             raise InputError(
                 f"layout: module {module.name!r}",
                 "is dealt to tensor-parallel ranks, and costs of its largest share are in no table",

@@ -50,9 +50,15 @@ def sampled_case(case: ModelOnCluster, batches: Sequence[Microbatches]) -> Sampl
 
 
 def _dealing(case: ModelOnCluster, batches: Sequence[Microbatches]) -> Dealing | None:
-    """Encoders without streams, where a rank is several devices."""
+    """Encoders without streams, where a rank is several devices that lie on one node.
+
+    What is handed inside a rank is priced by the link inside a node, and so would be what goes around among devices
+    that share sequences or shards: with these, nothing is dealt.
+    """
+    degrees = case.degrees
     names = tuple(m.name for m in case.model.modules[:-1] if not m.emits and not m.takes)
-    if case.degrees.tensor == 1 or not names:
+    is_near = degrees.tensor <= case.cluster.devices_per_node and degrees.context == 1 and degrees.zero != 3
+    if degrees.tensor == 1 or not names or not is_near:
         return None
     costs = DealtCosts(case.costs, frozenset(names), case.degrees.tensor)
     return Dealing(names, costs, by_time(case, batches, names))

@@ -283,14 +283,26 @@ def searched_system(
 
 
 def replica_seconds(case: ModelOnCluster, layout: Layout) -> float:
-    """Seconds to add up gradients after the last backward, of modules that are replicated or dealt."""
+    """Seconds after the last backward that other layouts do not have.
+
+    Adding up gradients of modules that are replicated or dealt, and updating weights of dealt ones, which are whole.
+    """
     shared = {m.name: 1 if m.name in layout.dealt else case.degrees.tensor for m in layout.modules}
     num_bytes = {
         m.name: sum(layer.num_parameters for layer in m.flat_layers) * GRADIENT_BYTES // shared[m.name]
         for m in case.model.modules
     }
     inside_s = dealt_sum_s(layout, case.model, case.costs, lambda layer: layer.num_parameters * GRADIENT_BYTES)
-    return ring_seconds(layout, num_bytes, case.costs) + inside_s
+    return ring_seconds(layout, num_bytes, case.costs) + inside_s + _dealt_update_s(case, layout)
+
+
+def _dealt_update_s(case: ModelOnCluster, layout: Layout) -> float:
+    """Seconds that the update of dealt modules takes beyond that of divided ones, on the rank with most of them."""
+    if not layout.dealt or case.degrees.tensor == 1 or not case.update_s:
+        return 0.0
+    of_ranks = ([c for c in layout.chunks if c.rank == r and c.module in layout.dealt] for r in range(layout.num_ranks))
+    whole = case.costs.undivided
+    return max(whole.update_s(chunks) - case.costs.update_s(chunks) if chunks else 0.0 for chunks in of_ranks)
 
 
 def unadaptive_system(name: str, case: ModelOnCluster, layout: Layout, method: str, threads: int = 1) -> System:
