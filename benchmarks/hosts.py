@@ -9,10 +9,14 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
+
 from benchmarks.slow_task import build_model
 from pipeloom.io import write_layout
 from pipeloom.layout import by_count, chain_of_stages, separate
+from pipeloom.layout.links import closer
 from pipeloom.report import markdown_table
+from pipeloom.spec import Layout
 from pipeloom.training.record import Row, read_history
 from tests.cluster.hosts import hosts, why_not
 
@@ -50,12 +54,13 @@ _SIZES = ((0, "below 0.1 MB"), (100_000, "0.1 to 0.5 MB"), (500_000, "0.5 to 2 M
 
 
 class Case(NamedTuple):
-    """Hosts, ranks on each, how modules lie, and numbers in a row."""
+    """Hosts, ranks on each, how modules lie, numbers in a row, and where the passes over the ranks go."""
 
     num_hosts: int
     per_host: int
     layout: Literal["divided", "one chain, two chunks a rank"]
     width: int
+    placement: Literal["as numbered", "there and back", "group by group"] = "as numbered"
 
 
 MESSAGES = (
@@ -70,6 +75,11 @@ GAINS = (
     Case(2, 2, "one chain, two chunks a rank", 1200),
     Case(3, 2, "divided", 1200),
 )
+PLACEMENTS = tuple(
+    Case(2, 2, "one chain, two chunks a rank", width, placement)
+    for width in (300, 1200, 2400)
+    for placement in ("as numbered", "there and back", "group by group")
+)
 
 
 def available() -> bool:
@@ -77,7 +87,9 @@ def available() -> bool:
     return not why_not()
 
 
-def run(messages: tuple[Case, ...] = MESSAGES, gains: tuple[Case, ...] = GAINS) -> str:
+def run(
+    messages: tuple[Case, ...] = MESSAGES, gains: tuple[Case, ...] = GAINS, placements: tuple[Case, ...] = PLACEMENTS
+) -> str:
     """Measure, and return the section as Markdown."""
     header = [
         "hosts x ranks",
@@ -102,7 +114,13 @@ def run(messages: tuple[Case, ...] = MESSAGES, gains: tuple[Case, ...] = GAINS) 
         "so that a row of 4.8 kB makes a message between hosts as long as a chunk's forward, one of 1.2 kB a quarter. "
         "Measured, medians of iterations; planned: with the links known."
     )
-    return "\n\n".join([*parts, text, markdown_table(header, [_gain_row(case) for case in gains])])
+    parts += [text, markdown_table(header, [_gain_row(case) for case in gains])]
+    header = ["hosts x ranks", "row, kB", "placement", "planned, ms", "measured, ms"]
+    text = (
+        "One chain of two chunks a rank, placed as a layout that knows nothing of links places it, and in the two ways "
+        "that are tried where links differ; planned with the links known. Medians of iterations."
+    )
+    return "\n\n".join([*parts, text, markdown_table(header, [_placement_row(case) for case in placements])])
 
 
 def _message_rows(case: Case) -> list[list[str]]:
@@ -143,6 +161,25 @@ def _gain_row(case: Case) -> list[str]:
     ]
 
 
+def _placement_row(case: Case) -> list[str]:
+    rows, _ = _train(case, 14, 0)
+    planned, measured = (statistics.median(each) * 1e3 for each in zip(*_times(rows[_SETTLED:]), strict=True))
+    name = f"{case.num_hosts} x {case.per_host}"
+    return [name, f"{case.width * 4 / 1e3:.1f}", case.placement, f"{planned:.0f}", f"{measured:.0f}"]
+
+
+def _times(rows: list[Row]) -> list[tuple[float, float]]:
+    return [(row.planned_s, row.measured_s) for row in rows]
+
+
+def _placed(layout: Layout, case: Case) -> Layout:
+    if case.placement == "as numbered":
+        return layout
+    host = np.arange(layout.num_ranks) // case.per_host
+    distances = np.where(host[:, None] == host, 0.05, 1.0)
+    return dict(closer(layout, distances))[case.placement]
+
+
 def _train(case: Case, iterations: int, stretch: int) -> tuple[list[Row], list[dict[str, Any]]]:
     ranks = case.num_hosts * case.per_host
     layers = _LAYERS * ranks
@@ -151,7 +188,7 @@ def _train(case: Case, iterations: int, stretch: int) -> tuple[list[Row], list[d
     layout = separate(spec, ranks, {}, by_count) if is_divided else chain_of_stages(spec, ranks, 2, by_count)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        write_layout(folder / "layout.json", layout)
+        write_layout(folder / "layout.json", _placed(layout, case))
         fields = {"samples": 6 * ranks, "ranks": ranks, "layers": layers, "width": case.width, "stretch": stretch}
         file = folder / "messages.jsonl"
         text = _CONFIG.format(task=_TASK, iterations=iterations, file=file, **fields)
