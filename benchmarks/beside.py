@@ -41,7 +41,7 @@ TITLE = "Planning and saving beside training, and delivering plans"
 _RANKS, _FORWARD_S, _BACKWARD_S = 4, 0.01, 0.02
 _WIDTH = 4
 _APART_S = 0.02
-_EVERY, _BUFFER_BYTES = 3, 4_000_000
+_EVERY, _BUFFER_BYTES = (3, 10), 4_000_000
 
 
 def run(iterations: int = 28, repeats: int = 15) -> str:
@@ -54,15 +54,15 @@ def run(iterations: int = 28, repeats: int = 15) -> str:
     repeats : int
         Deliveries of the large plan.
     """
-    return f"{_beside(iterations)}\n\n{_delivery(repeats)}"
+    return "\n\n".join([*(_beside(iterations, every) for every in _EVERY), _delivery(repeats)])
 
 
 # ------------------------------------------------------------------ planning beside training
 
 
-def _beside(iterations: int) -> str:
+def _beside(iterations: int, every: int) -> str:
     with tempfile.TemporaryDirectory() as folder:
-        kinds = launch(_train_by_turns, _RANKS, iterations, folder)[0]
+        kinds = launch(_train_by_turns, _RANKS, iterations, folder, every)[0]
     alone = kinds["alone"]
 
     def row(what: str, name: str) -> list[str]:
@@ -74,7 +74,7 @@ def _beside(iterations: int) -> str:
     rows = [
         row("plans known beforehand, nothing saved", "alone"),
         row("a planner that searches all the while, nothing saved", "beside"),
-        row(f"plans known beforehand, a checkpoint every {_EVERY} iterations", "saving"),
+        row(f"plans known beforehand, a checkpoint every {every} iterations", "saving"),
         row("the same, and training waits for it (`asynchronous = false`)", "waiting"),
     ]
     size = 2 * _BUFFER_BYTES / 1e6
@@ -160,7 +160,7 @@ class _Keeping(Planner):
 KEPT: dict[int, Delivery] = {}
 
 
-def _train_by_turns(iterations: int, folder: str) -> dict[str, list[float]]:
+def _train_by_turns(iterations: int, folder: str, every: int) -> dict[str, list[float]]:
     """On one rank: seconds of every iteration, alone, beside a planner, and with checkpoints, by turns."""
     torch.set_num_threads(1)
     model = _sleeping_model()
@@ -172,12 +172,12 @@ def _train_by_turns(iterations: int, folder: str) -> dict[str, list[float]]:
     budget_s = 0.8 * microbatches * 2 * (_FORWARD_S + _BACKWARD_S)
     setup = Setup(model.spec, layout, profile, PackingSpec(10), budget_s=budget_s)
     found: dict[str, list[float]] = {"beside": [], "alone": [], "saving": [], "waiting": []}
-    chunk = 2 * _EVERY + 1
+    chunk = 2 * every + 1
     for first in range(0, iterations, chunk):
         numbers = range(first, min(iterations, first + chunk))
         for name, taken in found.items():
             source = _Keeping(setup, TcpPlanStore.host, deadline_s=30.0) if name == "beside" else _Kept(KEPT)
-            saved = Checkpoints(Path(folder, name), _EVERY, keep=1, asynchronous=name == "saving")
+            saved = Checkpoints(Path(folder, name), every, keep=1, asynchronous=name == "saving")
             trainer = Trainer(
                 model,
                 layout,
