@@ -11,8 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from benchmarks.slow_task import build_model
-from pipeloom.io import write_layout
+from benchmarks.slow_task import NAME, build_model, write_run
 from pipeloom.layout import by_count, chain_of_stages, separate
 from pipeloom.layout.links import closer
 from pipeloom.report import markdown_table
@@ -27,29 +26,6 @@ _LAYERS = 2
 """Of each module on a rank."""
 _STRETCH, _SETTLED, _TURNS = 10, 4, 2
 """Iterations of a kind in a row, those of them that are left out, and how often both kinds come."""
-_CONFIG = """
-name = "hosts"
-task = "{task}"
-iterations = {iterations}
-[data]
-samples = {samples}
-[layout]
-ranks = {ranks}
-kind = "file"
-path = "layout.json"
-[packing]
-token_budget = 300
-[model]
-layers = {layers}
-width = {width}
-stretch = {stretch}
-file = "{file}"
-[planner]
-budget_s = 0.3
-deadline_s = 10.0
-[scheduler]
-name = "constant"
-"""
 _SIZES = ((0, "below 0.1 MB"), (100_000, "0.1 to 0.5 MB"), (500_000, "0.5 to 2 MB"), (2_000_000, "2 to 8 MB"))
 
 
@@ -144,7 +120,7 @@ def _message_rows(case: Case) -> list[list[str]]:
 def _gain_row(case: Case) -> list[str]:
     rows, lines = _train(case, 2 * _STRETCH * _TURNS, _STRETCH)
     kinds: dict[bool, list[Row]] = {True: [], False: []}
-    for number, (row, line) in enumerate(zip(rows, lines, strict=False)):
+    for number, (row, line) in enumerate(zip(rows, lines, strict=True)):
         if number % _STRETCH >= _SETTLED:
             kinds[line["blind"]].append(row)
     blind, known = (statistics.median(row.measured_s for row in kinds[kind]) for kind in (True, False))
@@ -163,13 +139,10 @@ def _gain_row(case: Case) -> list[str]:
 
 def _placement_row(case: Case) -> list[str]:
     rows, _ = _train(case, 14, 0)
-    planned, measured = (statistics.median(each) * 1e3 for each in zip(*_times(rows[_SETTLED:]), strict=True))
+    times = [(row.planned_s, row.measured_s) for row in rows[_SETTLED:]]
+    planned, measured = (statistics.median(each) * 1e3 for each in zip(*times, strict=True))
     name = f"{case.num_hosts} x {case.per_host}"
     return [name, f"{case.width * 4 / 1e3:.1f}", case.placement, f"{planned:.0f}", f"{measured:.0f}"]
-
-
-def _times(rows: list[Row]) -> list[tuple[float, float]]:
-    return [(row.planned_s, row.measured_s) for row in rows]
 
 
 def _placed(layout: Layout, case: Case) -> Layout:
@@ -188,19 +161,17 @@ def _train(case: Case, iterations: int, stretch: int) -> tuple[list[Row], list[d
     layout = separate(spec, ranks, {}, by_count) if is_divided else chain_of_stages(spec, ranks, 2, by_count)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        write_layout(folder / "layout.json", _placed(layout, case))
-        fields = {"samples": 6 * ranks, "ranks": ranks, "layers": layers, "width": case.width, "stretch": stretch}
         file = folder / "messages.jsonl"
-        text = _CONFIG.format(task=_TASK, iterations=iterations, file=file, **fields)
-        (folder / "train.toml").write_text(text)
+        fields = {"layers": layers, "width": case.width, "stretch": stretch, "file": str(file)}
+        config = write_run(folder, _placed(layout, case), _TASK, iterations, fields, deadline_s=10.0)
         with hosts(case.num_hosts) as machines:
             started = []
             for host in machines:
                 command = [*host.torchrun(str(case.num_hosts), case.per_host), "-m", "pipeloom", "train"]
-                rest = [str(folder / "train.toml"), "--runs", str(folder / f"runs-{host.number}")]
+                rest = [str(config), "--runs", str(folder / f"runs-{host.number}")]
                 started.append(host.start([*command, *rest], folder, {"PYTHONPATH": str(_ROOT)}))
             codes = [process.wait(600) for process in started]
         if any(codes):
             raise RuntimeError((folder / "host-0.txt").read_text()[-2000:])
         lines = [json.loads(line) for line in file.read_text().splitlines()]
-        return read_history(folder / "runs-0" / "hosts" / "history.jsonl"), lines
+        return read_history(folder / "runs-0" / NAME / "history.jsonl"), lines

@@ -18,6 +18,7 @@ from pipeloom.cost.correction import host_link
 from pipeloom.plan import Answer
 from pipeloom.plan.measured import Measured, fit_links
 from pipeloom.runtime.result import Calibrator
+from pipeloom.spec import host_pair
 
 __all__ = ["batches", "build_model", "describe"]
 
@@ -36,8 +37,11 @@ def build_model(seed: int, layers: int, width: int, stretch: int, file: str) -> 
     stretch : int
         So many iterations in turn are planned with one link for all pairs, and with that of each; 0: always with each.
     """
-    turns = _Turns(stretch, Path(file))
-    patch.object(Calibrator, "learn", turns.learn(Calibrator.learn)).start()
+    global _turns
+    if _turns is None:
+        # A process builds the model more than once.
+        _turns = _Turns(stretch, Path(file))
+        patch.object(Calibrator, "learn", _turns.learn(Calibrator.learn)).start()
     return slow_task.build_model(seed, layers, slower=1.0, blind=_NEVER, width=width)
 
 
@@ -72,7 +76,7 @@ class _Turns:
         lines = {link.hosts: link.line for link in used.links}
         rows = []
         for each in messages:
-            pair = tuple(sorted((used.hosts[each.sender], used.hosts[each.receiver])))
+            pair = host_pair(used.hosts, each.sender, each.receiver)
             if each.was_waited_for and pair in lines:
                 latency_s, s_per_byte = lines[pair]
                 planned_s = latency_s + s_per_byte * each.num_bytes
@@ -80,3 +84,6 @@ class _Turns:
         blind = len({link.line for link in used.links}) == 1
         with self.file.open("a") as file:
             file.write(json.dumps({"blind": blind, "messages": rows}) + "\n")
+
+
+_turns: _Turns | None = None

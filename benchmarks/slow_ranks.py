@@ -10,8 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from benchmarks.slow_task import QUOTAS, build_model, quota_folder
-from pipeloom.io import write_layout
+from benchmarks.slow_task import QUOTAS, build_model, quota_folder, write_run
 from pipeloom.layout import ModulePlacement, by_count, replicated, separate
 from pipeloom.report import markdown_table
 from pipeloom.training import TrainingRun
@@ -27,34 +26,6 @@ _LAST, _SETTLED = 37, 6
 """All iterations, and those of each stretch that are left out: what was learned before is still being left."""
 _BRIEF = 42
 """Iteration at which a rank that was slow for 30 is quick again, after it was known to be slow from the 12th on."""
-_CONFIG = """
-name = "slow"
-task = "{task}"
-iterations = {iterations}
-[data]
-samples = {samples}
-[layout]
-ranks = {ranks}
-kind = "file"
-path = "layout.json"
-adapt = true
-[packing]
-token_budget = 300
-[model]
-layers = {layers}
-slower = {slower}
-blind = {blind}
-until = {until}
-share = {share}
-last = {iterations}
-[planner]
-budget_s = 0.3
-deadline_s = 5.0
-[scheduler]
-name = "constant"
-[checkpoint]
-every = {every}
-"""
 
 
 class Case(NamedTuple):
@@ -142,14 +113,10 @@ def _train(case: Case, iterations: int, every: int, until: int = 10**6) -> tuple
     layers = _LAYERS * case.ranks
     layout = separate(build_model(0, layers).spec, case.ranks, {"vision": ModulePlacement(sub_microbatch=4)}, by_count)
     with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, "train.toml")
-        write_layout(
-            file.with_name("layout.json"), layout if case.where == "divided" else replicated(layout, ["vision"])
-        )
-        fields = {"samples": 6 * case.ranks, "ranks": case.ranks, "layers": layers, "slower": case.slower}
-        fields["share"] = case.share
-        rest = {"iterations": iterations, "every": every, "until": until, "blind": _BLIND}
-        file.write_text(_CONFIG.format(task=_TASK, **fields, **rest))
+        fields = {"layers": layers, "slower": case.slower, "share": case.share, "last": iterations}
+        fields |= {"until": until, "blind": _BLIND}
+        placed = layout if case.where == "divided" else replicated(layout, ["vision"])
+        file = write_run(Path(folder), placed, _TASK, iterations, fields, deadline_s=5.0, every=every)
         run = TrainingRun.from_toml(file, runs=Path(folder, "runs"))
         with _quotas(case):
             run.train()

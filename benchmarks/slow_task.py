@@ -5,9 +5,10 @@ Its layers sleep; or they compute, and every rank has a share of a core, the slo
 
 from __future__ import annotations
 
+import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -20,7 +21,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import pipeloom as pl
 from pipeloom.cost.fits import FloatArray
+from pipeloom.io import write_layout
 from pipeloom.runtime.result import Calibrator
+from pipeloom.spec import Layout
 from pipeloom.training.relayout import Relayout
 
 _ROW_S = {"vision": 8e-4, "lm": 2e-5}
@@ -30,6 +33,8 @@ _IMAGES, _TEXT = (1, 6), (40, 200)
 
 _COMPUTED_WIDTH, _COMPUTED_ROWS = 128, {"vision": 40, "lm": 1}
 """Of layers that compute: numbers in a row, and how often each row is computed."""
+NAME = "slow"
+"""Of the runs."""
 QUOTAS = Path("/sys/fs/cgroup/cpu")
 _PERIOD_US = 10_000
 
@@ -186,6 +191,38 @@ def build_model(
     return pl.Model(
         [vision, language], lambda out, _: out.sum() * 1e-9, lambda each: each.tokens, name="slow", describe=describe
     )
+
+
+def write_run(
+    folder: Path,
+    layout: Layout,
+    task: Path,
+    iterations: int,
+    model: Mapping[str, object],
+    *,
+    deadline_s: float,
+    every: int = 0,
+) -> Path:
+    """Write a layout and a training file for it, with six documents a rank in a batch; return the file.
+
+    Parameters
+    ----------
+    model : mapping
+        What the task's ``build_model`` is given.
+    every : int
+        Iterations from one checkpoint to the next, at which the layout may change; 0: none are written.
+    """
+    write_layout(folder / "layout.json", layout)
+    given = "\n".join(f"{name} = {json.dumps(value)}" for name, value in model.items())
+    saved = f"[checkpoint]\nevery = {every}\n" if every else ""
+    ranks, adapt = layout.num_ranks, "adapt = true\n" if every else ""
+    (folder / "train.toml").write_text(
+        f'name = "{NAME}"\ntask = "{task}"\niterations = {iterations}\n[data]\nsamples = {6 * ranks}\n'
+        f'[layout]\nranks = {ranks}\nkind = "file"\npath = "layout.json"\n{adapt}'
+        f"[packing]\ntoken_budget = 300\n[model]\n{given}\n[planner]\nbudget_s = 0.3\ndeadline_s = {deadline_s}\n"
+        f'[scheduler]\nname = "constant"\n{saved}'
+    )
+    return folder / "train.toml"
 
 
 def _prepare_rank(blind: int) -> None:

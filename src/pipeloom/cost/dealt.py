@@ -16,8 +16,9 @@ from pipeloom.spec import Chunk, LayerSpec, Layout, ModelSpec, Workload
 
 @runtime_checkable
 class DividedCosts(Protocol):
-    """Costs that know what tensor parallelism does to layers, and so have ``undivided`` ones; others are of layers that
-    no rank divides.
+    """Costs that know what tensor parallelism does to layers, and so have ``undivided`` ones.
+
+    Others are of layers that no rank divides.
     """
 
     @property

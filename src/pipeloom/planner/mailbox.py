@@ -6,15 +6,14 @@ Answers are fetched, decoded and verified while the iteration before is being tr
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from pipeloom.errors import PipeloomError, PlannerError
 from pipeloom.planner.service import LATEST, READY, STOP, Store, answer_key, error_key, request_key
+from pipeloom.turns import short_turns
 
 Checked = TypeVar("Checked")
 Given = TypeVar("Given")
@@ -22,8 +21,6 @@ Given = TypeVar("Given")
 # How often the thread looks for an answer: seldom while training runs, often when somebody waits for it.
 _SELDOM_S, _OFTEN_S = 0.005, 0.0005
 _MOST_LATE = 8
-# Python's own is 5 ms: so long a thread that trains would wait for one that checks a plan, each time that it wakes.
-_SWITCH_S = 0.0005
 
 
 class Mailbox(Generic[Checked]):
@@ -183,7 +180,7 @@ class Mailbox(Generic[Checked]):
             if not data:
                 reason = self._take(error_key(wanted)) or b"it does not say why"
                 raise PlannerError(f"the planner refused the batch: {reason.decode(errors='replace')}")
-            with _quick_switches():
+            with short_turns():
                 found = self._check(wanted, data)
         except PlannerError as error:
             found = error
@@ -209,14 +206,3 @@ class Mailbox(Generic[Checked]):
             raise PlannerError(f"the plan store failed, {type(error).__name__}: {error}") from error
         finally:
             self._busy_since = None
-
-
-@contextmanager
-def _quick_switches() -> Iterator[None]:
-    """Let other threads of the interpreter run sooner than usual."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(min(before, _SWITCH_S))
-    try:
-        yield
-    finally:
-        sys.setswitchinterval(before)

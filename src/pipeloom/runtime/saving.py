@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
-_TURN_S = 5e-4
-"""Python's own turn of a thread is ten times as long, and training would wait for that before each of its actions."""
+from pipeloom.turns import short_turns
 
 
 class Saving:
@@ -56,17 +53,7 @@ class Saving:
 
     def _run(self) -> None:
         try:
-            with _short_turns():
+            with short_turns():
                 self._path = self._write()
         except BaseException as error:  # told to who waits
             self._error = error
-
-
-@contextmanager
-def _short_turns() -> Iterator[None]:
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(min(before, _TURN_S))
-    try:
-        yield
-    finally:
-        sys.setswitchinterval(before)

@@ -17,6 +17,20 @@ MOST_RANKS = 4096
 """Of a pipeline. A file may name any number, and room is made for every rank."""
 
 
+def check_dealt(where: str, *, is_last: bool, streams: bool) -> None:
+    """Refuse to deal a module whose output goes into the loss, or whose layers emit or take streams.
+
+    Raises
+    ------
+    InputError
+        Of ``where``.
+    """
+    if is_last:
+        raise InputError(where, "is 'dealt', and its output goes into the loss", "leave it 'divided'")
+    if streams:
+        raise InputError(where, "is 'dealt', and its layers emit or take streams", "leave it 'divided'")
+
+
 class ModuleLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How one module lies on the ranks, and how its microbatches are split."""
 
@@ -121,13 +135,12 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def _check_dealt(self) -> None:
         """Refuse to deal what is not made of instances that go through by themselves."""
         for module in self.modules:
-            if module.on_tensor_ranks != "dealt":
-                continue
-            where = f"module {module.name!r}.on_tensor_ranks"
-            if module is self.modules[-1]:
-                raise InputError(where, "is 'dealt', and its output goes into the loss", "leave it 'divided'")
-            if module.emits or module.takes:
-                raise InputError(where, "is 'dealt', and its layers emit or take streams", "leave it 'divided'")
+            if module.on_tensor_ranks == "dealt":
+                check_dealt(
+                    f"module {module.name!r}.on_tensor_ranks",
+                    is_last=module is self.modules[-1],
+                    streams=bool(module.emits or module.takes),
+                )
 
     @property
     def dealt(self) -> frozenset[str]:

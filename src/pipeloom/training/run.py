@@ -27,6 +27,7 @@ from pipeloom.runtime.divide import check_divisible
 from pipeloom.runtime.links import find_hosts, measure_links
 from pipeloom.runtime.processes import Joined
 from pipeloom.search import METHODS, SearchParams
+from pipeloom.spec.layout import check_dealt
 from pipeloom.training.config import read_config
 from pipeloom.training.display import Display, Quiet
 from pipeloom.training.folder_task import folder_task
@@ -211,11 +212,12 @@ class TrainingRun(Job):
         for name, place in self.config.layout.modules.items():
             if place.on_tensor_ranks != "dealt" or name not in {module.name for module in model.modules}:
                 continue
-            module, where = model.module(name), f"layout.modules.{name}.on_tensor_ranks"
-            if module is model.modules[-1]:
-                raise InputError(where, "is 'dealt', and the module's output goes into the loss", "leave it out")
-            if module.emits or module.takes:
-                raise InputError(where, "is 'dealt', and the module's layers emit or take streams", "leave it out")
+            module = model.module(name)
+            check_dealt(
+                f"layout.modules.{name}.on_tensor_ranks",
+                is_last=module is model.modules[-1],
+                streams=bool(module.emits or module.takes),
+            )
 
     def _check_loop(self, model: Model) -> None:
         """Refuse, before any rank is started, what the ranks could not do beside plans."""
