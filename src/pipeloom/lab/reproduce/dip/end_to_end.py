@@ -12,15 +12,13 @@ from pipeloom.lab.reproduce.dip import runs
 from pipeloom.lab.reproduce.dip.setups import H20, SETUPS, PaperSetup, device, gain, mean, seconds_text
 from pipeloom.lab.reproduce.part import Figure, Options, Outcome, Table
 from pipeloom.lab.systems.fsdp import fsdp_time
-from pipeloom.lab.systems.model_on_cluster import Microbatches, ModelOnCluster, assignable_of, layer_seconds
-from pipeloom.lab.systems.systems import by_parameters, fixed_system, replica_seconds
+from pipeloom.lab.systems.model_on_cluster import Microbatches, layer_seconds
+from pipeloom.lab.systems.systems import by_parameters, fixed_system
 from pipeloom.layout import chain_of_stages
 from pipeloom.layout.layouts import chunk_counts
 from pipeloom.report.figures import Axis, bar_figure, line_figure
 from pipeloom.search import Evaluations, interleaved_one_f_one_b
-from pipeloom.spec import Layout, Sample
-from pipeloom.taskgraph import NS_PER_S
-from pipeloom.timeline import assignable_bound
+from pipeloom.spec import Sample
 
 MOST_CHUNKS = (2, 4, 8, 16)
 """Chunks a rank that Megatron-LM's gains are also shown for."""
@@ -242,29 +240,15 @@ def best_baseline(found: dict[str, Against]) -> str:
     return max(whole or fitting, key=lambda name: found[name].ratio or 0.0, default="")
 
 
-FEW = 3
-"""Layouts of the least lower bounds on the sampled iterations, of which the least is taken on the timed ones."""
-
-
 def _room(setup: PaperSetup, best: str, options: Options) -> tuple[str, str]:
     """What the best baseline is above the least lower bound, and how much of that ours is ahead of it."""
     numbers = runs.iterations(options)
     theirs, ours = (runs.seconds_of(setup, name, numbers, options.search_s) for name in (best, runs.OURS))
     if theirs is None or ours is None:
         return "", ""
-    fitting = [one for one in setup.layouts if not one.problem]
-    layouts = [one.layout for one in sorted(fitting, key=lambda one: one.bound_s)[:FEW]]
-    bounds = []
-    for number in numbers:
-        groups = setup.groups(*number)
-        bounds.append(min(_bound_s(setup.case, layout, groups) for layout in layouts))
+    bounds = [runs.least_bound_s(setup, setup.groups(*number)) for number in numbers]
     room = mean(theirs) - mean(bounds)
     return f"{room / mean(bounds) * 100:.1f} %", f"{(mean(theirs) - mean(ours)) / room * 100:.0f} %"
-
-
-def _bound_s(case: ModelOnCluster, layout: Layout, groups: Microbatches) -> float:
-    bound = assignable_bound(assignable_of(case, layout, groups, "bound"))
-    return bound.ns / NS_PER_S + replica_seconds(case, layout)
 
 
 def published_search(options: Options) -> Outcome:

@@ -16,12 +16,20 @@ from pipeloom.lab.reproduce.dip.setups import LARGE, PaperSetup
 from pipeloom.lab.reproduce.part import Options
 from pipeloom.lab.systems.comparison import SYSTEMS
 from pipeloom.lab.systems.jitter import jittered_s
-from pipeloom.lab.systems.model_on_cluster import Microbatches, ModelOnCluster
-from pipeloom.lab.systems.systems import System, any_size, dip_layout, partitioned, searched_system, unadaptive_system
+from pipeloom.lab.systems.model_on_cluster import Microbatches, ModelOnCluster, assignable_of
+from pipeloom.lab.systems.systems import (
+    System,
+    any_size,
+    dip_layout,
+    partitioned,
+    replica_seconds,
+    searched_system,
+    unadaptive_system,
+)
 from pipeloom.planner import Finishing
 from pipeloom.search import Before, Begun, Deadline, StoppingRule
-from pipeloom.taskgraph import TaskGraph
-from pipeloom.timeline import Schedule, Timeline, check
+from pipeloom.taskgraph import NS_PER_S, TaskGraph
+from pipeloom.timeline import Schedule, Timeline, assignable_bound, check
 
 _ENTRIES = {entry.title: entry for entry in SYSTEMS.values()}
 MEGATRON, MEGATRON_EVEN = SYSTEMS["interleaved"].title, SYSTEMS["interleaved-time"].title
@@ -52,6 +60,8 @@ SEARCHED = (PUBLISHED, PRIORITY, FROM_UNIFORM, NO_STRATEGIES)
 FIFO = "first in, first out"
 MOST_SEARCH = 10
 """Times our planning time that DIP's searches get, as the paper gives its planner ten seconds."""
+FEW_BOUNDS = 3
+"""Layouts of the least lower bounds on the sampled iterations, of which the least is taken on the timed ones."""
 LARGE_SEARCH = 3
 """Times the planning time of the other models for those on thousands of GPUs."""
 
@@ -260,3 +270,13 @@ def seconds_of(setup: PaperSetup, name: str, numbers: Sequence[tuple[int, int]],
     """Seconds of several iterations under a system; None: one of them does not fit."""
     found = all_timed(setup, name, numbers, search_s)
     return None if found is None else [one.seconds for one in found]
+
+
+def least_bound_s(setup: PaperSetup, groups: Microbatches) -> float:
+    """No schedule of these microbatches is shorter, under any layout that was tried for ours."""
+    fitting = sorted((one for one in setup.layouts if not one.problem), key=lambda one: one.bound_s)
+    bounds = []
+    for one in fitting[:FEW_BOUNDS]:
+        bound = assignable_bound(assignable_of(setup.case, one.layout, groups, "bound"))
+        bounds.append(bound.ns / NS_PER_S + replica_seconds(setup.case, one.layout))
+    return min(bounds)
