@@ -727,7 +727,7 @@ OWN: tuple[OwnFigure, ...] = (
     ),
     OwnFigure(
         "vlm-m-rules",
-        "VLM-M: lower bound of the rules' layout, the best divided layout and its bound, the best dealt one and its bound",
+        "VLM-M: lower bound of the rules' layout, the best divided one and its bound, the best dealt one and its bound",
         (
             Found("layouts", "lower bound, s", ("vision 9 x1, lm all x1",), "VLM-M"),
             Found("layouts", "planned, s", ("vision 18 x3, lm all x3",), "VLM-M"),
