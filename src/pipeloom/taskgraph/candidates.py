@@ -29,8 +29,13 @@ class Candidate(NamedTuple):
     host_bytes: int = 0
 
 
-def candidate_cube(candidates: Sequence[tuple[Candidate, ...]]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Candidates of all pairs as arrays; equal chunks share one tuple, which is read once.
+Cube = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]
+_latest: tuple[Sequence[tuple[Candidate, ...]], Cube] | None = None
+"""Whose candidates were read last: who tries many orders of a graph asks for the same again and again."""
+
+
+def candidate_cube(candidates: Sequence[tuple[Candidate, ...]]) -> Cube:
+    """Candidates of all pairs as arrays, not to be written to.
 
     Returns
     -------
@@ -39,6 +44,17 @@ def candidate_cube(candidates: Sequence[tuple[Candidate, ...]]) -> tuple[npt.NDA
     array, shape (num_pairs,)
         How many candidates each pair has.
     """
+    global _latest
+    latest = _latest
+    if latest is not None and latest[0] is candidates:
+        return latest[1]
+    cube = _read(candidates)
+    _latest = candidates, cube
+    return cube
+
+
+def _read(candidates: Sequence[tuple[Candidate, ...]]) -> Cube:
+    """Equal chunks share one tuple, which is read once."""
     # Told apart by what they are, not by what they hold: comparing thousands of equal ones would take longer.
     number = np.fromiter(map(id, candidates), np.int64, len(candidates))
     _, first, which = np.unique(number, return_index=True, return_inverse=True)
