@@ -64,4 +64,7 @@ def _read(candidates: Sequence[tuple[Candidate, ...]]) -> Cube:
     rows = np.array([candidate[1:6] + candidate[7:] for row in distinct for candidate in row], np.int64).reshape(-1, 6)
     column = np.arange(lengths.max(initial=0))
     column = np.where(column < lengths[:, None], column, 0) + (np.cumsum(lengths) - lengths)[:, None]
-    return rows[column][which], lengths[which]
+    cube = rows[column][which], lengths[which]
+    for array in cube:
+        array.setflags(write=False)
+    return cube
