@@ -313,7 +313,7 @@ _END_TO_END = (
         ),
         "at least",
         "Pipeloom's least gain over the best baseline, each with its best layout and recomputation: of the five models "
-        "on our mixtures, and of VLM-S with 2 to 44 images a microbatch, where its encoders are divided.",
+        "on our mixtures, and of VLM-S with 2 to 44 images a microbatch.",
         "%",
     ),
     Claim(
@@ -778,7 +778,7 @@ OWN: tuple[OwnFigure, ...] = (
     ),
     OwnFigure(
         "images-over-best",
-        "The same, over the best of four baselines",
+        "The same, over the best baseline",
         tuple(
             Found("images", "over the best of these", how=how, table="Fig. 8a over images") for how in ("least", "most")
         ),
