@@ -26,6 +26,40 @@ def _large(system: str, setups: tuple[str, ...], column: str) -> tuple[Found, ..
     return tuple(Found("figure-14", column, (setup, system), "Large clusters") for setup in setups)
 
 
+def _large_mfu(model: str, setups: tuple[str, ...], paper: str, devices: str) -> Claim:
+    """MFU on thousands of GPUs."""
+    beside = {"dip": "DIP as published", "megatron": _BY_TIME}
+    return Claim(
+        f"figure-14-{model[:3].lower()}",
+        f"{model} on {devices}: MFU",
+        "DIP Fig. 14, §7.5, PipeWeaver Fig. 14",
+        ", ".join(paper for _ in setups),
+        _large("Pipeloom", setups, "MFU"),
+        "at least",
+        "Pipeloom's. DIP written again has {dip}, Megatron-LM by time {megatron}: emulated kernels lack what GPUs add. "
+        "One iteration of one seed.",
+        also={name: _large(system, setups[:1], "MFU")[0] for name, system in beside.items()},
+        incomparable=True,
+    )
+
+
+def _large_grows(model: str, setups: tuple[str, ...], ranks: str) -> Claim:
+    """The gain over the best baseline, on the shorter and on the longer pipeline."""
+    lengths = {"few": "shorter pipeline", "many": "longer pipeline"}
+    return Claim(
+        f"figure-14-{model[:3].lower()}-grows",
+        f"{model}: the gain grows with the pipeline",
+        "DIP Fig. 14, §7.5, PipeWeaver §8.4",
+        "grows",
+        tuple(Found("figure-14", _AHEAD, (setup, BASELINES), "Large clusters", "least") for setup in setups),
+        "rises",
+        f"Pipeloom over the best baseline, on {ranks} ranks; over Megatron-LM interleaved by parameters it is "
+        "{few} and {many} %. One iteration of one seed.",
+        "%",
+        also={name: Found("figure-14", column, (model,), "Gain over") for name, column in lengths.items()},
+    )
+
+
 def _behind(system: str, column: str, nth: int = 1) -> Found:
     return Found("figure-8b", column, (system,), nth=nth)
 
@@ -663,36 +697,8 @@ _PLANNER = (
         "%",
         command="make gpu",
     ),
-    Claim(
-        "figure-14-vlm",
-        "VLM-XL on 8192 and 16384 GPUs: MFU",
-        "DIP Fig. 14, §7.5, PipeWeaver Fig. 14",
-        "0.36, 0.36",
-        _large("Pipeloom", _VLM_XL, "MFU"),
-        "at least",
-        "Pipeloom's. DIP written again has {dip}, Megatron-LM by time {megatron}: emulated kernels lack what GPUs add. "
-        "One iteration of one seed.",
-        also={
-            "dip": Found("figure-14", "MFU", ("VLM-XL, 8192 GPUs", "DIP as published"), "Large clusters"),
-            "megatron": Found("figure-14", "MFU", ("VLM-XL, 8192 GPUs", _BY_TIME), "Large clusters"),
-        },
-        incomparable=True,
-    ),
-    Claim(
-        "figure-14-t2v",
-        "T2V-XL on 3072 and 6144 GPUs: MFU",
-        "DIP Fig. 14, §7.5, PipeWeaver Fig. 14",
-        "0.39, 0.39",
-        _large("Pipeloom", _T2V_XL, "MFU"),
-        "at least",
-        "Pipeloom's. DIP written again has {dip}, Megatron-LM by time {megatron}: emulated kernels lack what GPUs add. "
-        "One iteration of one seed.",
-        also={
-            "dip": Found("figure-14", "MFU", ("T2V-XL, 3072 GPUs", "DIP as published"), "Large clusters"),
-            "megatron": Found("figure-14", "MFU", ("T2V-XL, 3072 GPUs", _BY_TIME), "Large clusters"),
-        },
-        incomparable=True,
-    ),
+    _large_mfu("VLM-XL", _VLM_XL, "0.36", "8192 and 16384 GPUs"),
+    _large_mfu("T2V-XL", _T2V_XL, "0.39", "3072 and 6144 GPUs"),
     Claim(
         "figure-14-most",
         "Ahead of the baselines by up to",
@@ -703,36 +709,8 @@ _PLANNER = (
         "Pipeloom's, over Megatron-LM interleaved by parameters, nnScaler* and Optimus.",
         "%",
     ),
-    Claim(
-        "figure-14-vlm-grows",
-        "VLM-XL: the gain grows with the pipeline",
-        "DIP Fig. 14, §7.5, PipeWeaver §8.4",
-        "grows",
-        tuple(Found("figure-14", _AHEAD, (setup, BASELINES), "Large clusters", "least") for setup in _VLM_XL),
-        "rises",
-        "Pipeloom over the best baseline, on 8 and on 16 ranks; over Megatron-LM interleaved by parameters it is {few} "
-        "and {many} %. One iteration of one seed.",
-        "%",
-        also={
-            "few": Found("figure-14", "shorter pipeline", ("VLM-XL",), "Gain over"),
-            "many": Found("figure-14", "longer pipeline", ("VLM-XL",), "Gain over"),
-        },
-    ),
-    Claim(
-        "figure-14-t2v-grows",
-        "T2V-XL: the gain grows with the pipeline",
-        "DIP Fig. 14, §7.5, PipeWeaver §8.4",
-        "grows",
-        tuple(Found("figure-14", _AHEAD, (setup, BASELINES), "Large clusters", "least") for setup in _T2V_XL),
-        "rises",
-        "Pipeloom over the best baseline, on 4 and on 8 ranks; over Megatron-LM interleaved by parameters it is {few} "
-        "and {many} %. One iteration of one seed.",
-        "%",
-        also={
-            "few": Found("figure-14", "shorter pipeline", ("T2V-XL",), "Gain over"),
-            "many": Found("figure-14", "longer pipeline", ("T2V-XL",), "Gain over"),
-        },
-    ),
+    _large_grows("VLM-XL", _VLM_XL, "8 and on 16"),
+    _large_grows("T2V-XL", _T2V_XL, "4 and on 8"),
 )
 
 CLAIMS: tuple[Claim, ...] = (*_CHARACTER, *_END_TO_END, *_ABLATION, *_PLANNER)

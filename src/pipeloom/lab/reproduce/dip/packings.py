@@ -11,6 +11,7 @@ from pipeloom.explain.compare import BaselineResult
 from pipeloom.lab.reproduce.dip import runs
 from pipeloom.lab.reproduce.dip.setups import SETUPS, PaperSetup, device, mean, seconds_text
 from pipeloom.lab.reproduce.part import Options, Outcome, Table
+from pipeloom.lab.systems.answer import PACKING_TIMES
 from pipeloom.lab.systems.gain import packed_anew, packs_anew
 from pipeloom.lab.systems.iterations import TOKENS
 from pipeloom.lab.systems.model_on_cluster import Microbatches, resized
@@ -18,10 +19,6 @@ from pipeloom.lab.systems.systems import SIZES
 from pipeloom.search import Deadline
 from pipeloom.taskgraph import NS_PER_S
 
-MOST = 1
-"""Iterations of every seed. All baselines are timed on each, which takes minutes where no other part did so before."""
-TIMES = 4
-"""Times the processor seconds of one search that packing anew has."""
 GIVEN, SIZE, OWN = "given", "of one size", "its own"
 WAYS = (GIVEN, SIZE, OWN)
 WORDS = {0: "halved", 1: "as given", 2: "two together", 4: "four together"}
@@ -34,7 +31,7 @@ def packings(options: Options) -> Outcome:
     """Time ours on the microbatches given, on these in another size, and on its own; bound all of them together."""
     rows = []
     for label, setup in SETUPS.items():
-        numbers = runs.iterations(options, None if options.full else min(MOST, options.iterations))
+        numbers = runs.iterations(options, None if options.full else 1)
         size, search_s = _chosen_size(setup, options.search_s), options.search_s
         plans = _plans(setup, size, search_s)
         seconds, bounds = {way: list[float]() for way in plans}, list[float]()
@@ -74,8 +71,8 @@ def packings(options: Options) -> Outcome:
     note = (
         "Baselines have their microbatches in the size that is fastest for every single iteration; ours has one size, "
         "chosen on the sampled iterations like the layout, or makes its own of the same samples, of at most "
-        f"{TOKENS} tokens or as many as the longest sample has, for which it has {TIMES} times the search; clips of "
-        f"one size stay together, and are not packed anew. {len(numbers)} iterations a model. The lower bound is the "
+        f"{TOKENS} tokens or as many as the longest sample has, for which it has {PACKING_TIMES} times the search; "
+        f"clips of one size stay together, and are not packed anew. {len(numbers)} iterations a model. The lower bound is the "
         f"least of the {runs.FEW_BOUNDS} layouts tried that have the least, on the microbatches given, and of those "
         "of the other plans. It knows no order that memory forbids, so what remains is an upper limit. "
         f"{runs.rule(options)}"
@@ -88,7 +85,7 @@ def packings(options: Options) -> Outcome:
 
 def _plans(setup: PaperSetup, size: int, search_s: float) -> dict[str, Plan]:
     def own(groups: Microbatches, seed: int) -> BaselineResult:
-        budget = Deadline(TIMES * search_s, "cpu")
+        budget = Deadline(PACKING_TIMES * search_s, "cpu")
         return packed_anew(setup.case, setup.layouts[0].layout, groups, TOKENS, budget, seed).result
 
     plans: dict[str, Plan] = {GIVEN: partial(_of_size, setup, 1, search_s)}

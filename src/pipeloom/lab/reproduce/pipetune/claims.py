@@ -19,7 +19,7 @@ _FASTEST, _CALIBRATED, _LARGEST = (
     (rule, _AS_LONG) for rule in ("the fastest", "as calibrated", "for the largest microbatch")
 )
 _FASTEST_FILLED, _CALIBRATED_FILLED = ((rule[0], _FILLED) for rule in (_FASTEST, _CALIBRATED))
-_PIPETUNE, _BALANCED = "+ adaptive microbatch size (PipeTune)", "+ balance algorithm (Balanced)"
+_PIPETUNE = "+ adaptive microbatch size (PipeTune)"
 _ORDERED, _AGAINST = "+ order and encoder pre-computation", "against Original"
 
 
