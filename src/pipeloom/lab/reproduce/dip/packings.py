@@ -72,9 +72,9 @@ def packings(options: Options) -> Outcome:
         "Baselines have their microbatches in the size that is fastest for every single iteration; ours has one size, "
         "chosen on the sampled iterations like the layout, or makes its own of the same samples, of at most "
         f"{TOKENS} tokens or as many as the longest sample has, for which it has {PACKING_TIMES} times the search; "
-        f"clips of one size stay together, and are not packed anew. {len(numbers)} iterations a model. The lower bound is the "
-        f"least of the {runs.FEW_BOUNDS} layouts tried that have the least, on the microbatches given, and of those "
-        "of the other plans. It knows no order that memory forbids, so what remains is an upper limit. "
+        f"clips of one size stay together, and are not packed anew. {len(numbers)} iterations a model. The lower "
+        f"bound is the least of the {runs.FEW_BOUNDS} layouts tried that have the least, on the microbatches given, "
+        "and of those of the other plans. It knows no order that memory forbids, so what remains is an upper limit. "
         f"{runs.rule(options)}"
     )
     return Outcome(
