@@ -8,7 +8,15 @@ import msgspec
 import numpy as np
 
 from pipeloom.packing.loads import Loads
-from pipeloom.packing.policies import PackingSpec, Policy, assign_bins, group, groups_of, least_microbatches
+from pipeloom.packing.policies import (
+    PackingSpec,
+    Policy,
+    assign_bins,
+    fill_shares,
+    group,
+    groups_of,
+    least_microbatches,
+)
 from pipeloom.spec import Layout
 
 Groups = tuple[tuple[int, ...], ...]
@@ -34,14 +42,24 @@ def numbers(loads: Loads, spec: PackingSpec) -> tuple[int, ...]:
     """Numbers of microbatches worth trying, ascending: as few as the budget allows, up to one for each sample.
 
     Where few samples share a microbatch, a number that leaves some of them with one more than others need is uneven for
-    nothing: the fewest with as many samples at most are tried in its place.
+    nothing: the fewest with as many samples at most are tried in its place. So it is with dealt instances, of which
+    every microbatch had better have a multiple of the devices.
     """
     least, most = least_microbatches(loads, spec), len(loads)
     found = [least]
     while found[-1] < most:
         found.append(min(most, max(found[-1] + 1, round(found[-1] * _GROWTH))))
-    even = (-(-most // -(-most // number)) for number in found)
-    return tuple(sorted({max(least, number) for number in even}))
+    even = {max(least, -(-most // -(-most // number))) for number in found}
+    return tuple(sorted({min(most, max(least, _full_shares(loads, number))) for number in even}))
+
+
+def _full_shares(loads: Loads, number: int) -> int:
+    """The nearest number of microbatches in which dealt instances are as many for all devices, in the mean."""
+    if loads.instances is None:
+        return number
+    rounds = int(loads.instances.sum()) / loads.num_devices
+    each = round(rounds / number)
+    return number if each < 1 else -(-int(loads.instances.sum()) // (each * loads.num_devices))
 
 
 def walk(ladder: Sequence[int], start: int, slower: float, misses: int, judge: Callable[[int], float | None]) -> None:
@@ -111,6 +129,8 @@ def even_groups(loads: Loads, spec: PackingSpec, number: int, iteration: int = 0
         return group(loads, msgspec.structs.replace(spec, num_microbatches=number), iteration)
     rows = np.stack([loads.backbone, loads.backbone + loads.encoder])
     bins = assign_bins(loads.tokens, rows, spec.token_budget, number, spec.seed, _LEVEL_EFFORT, _LEVEL_GOAL)
+    if loads.instances is not None:
+        fill_shares(loads, rows, spec.token_budget, bins)
     return groups_of(bins)
 
 

@@ -289,6 +289,91 @@ def level(
             tops[best_bin] = _height(height, best_bin)
 
 
+@kernel
+def _short(count: int, devices: int) -> int:
+    """How far a number is from multiples of the devices: nothing at one, most half way to the next.
+
+    Steps that leave one bin nearer to its multiple below, and another nearer to its one above, lessen the sum.
+    """
+    rest = count % devices
+    return rest * (devices - rest)
+
+
+@allocating
+def fill(
+    tokens: Array,
+    loads: Array,
+    instances: Array,
+    devices: int,
+    budget: int,
+    num_bins: int,
+    uneven: float,
+    bin_of: Array,
+) -> int:
+    """Make every bin's instances a multiple of the devices, by moves and swaps; return how many are missing.
+
+    Works in place on ``bin_of``. Bins may get as high as ``uneven``, or as the highest is; ``loads`` are in units in
+    which the mean bin has 1.
+    """
+    n, num_dims = len(tokens), loads.shape[0]
+    height = np.zeros((num_dims, num_bins), np.float64)
+    used, count = np.zeros(num_bins, np.int64), np.zeros(num_bins, np.int64)
+    first, after, before = np.full(num_bins, -1, np.int64), np.full(n, -1, np.int64), np.full(n, -1, np.int64)
+    for i in range(n):
+        b = bin_of[i]
+        _link(i, b, first, after, before)
+        used[b] += tokens[i]
+        count[b] += instances[i]
+        for d in range(num_dims):
+            height[d, b] += loads[d, i]
+    ceiling = uneven
+    for b in range(num_bins):
+        ceiling = max(ceiling, _height(height, b))
+    changed = True
+    while changed:
+        changed = False
+        for h in range(num_bins):
+            while count[h] % devices:
+                best_gain = 0
+                least = np.inf
+                best_bin = best_out = best_in = -1
+                for b in range(num_bins):
+                    if b == h or count[b] % devices == 0:
+                        continue
+                    now = _short(count[h], devices) + _short(count[b], devices)
+                    i = first[h]
+                    while i >= -1:
+                        # Nothing leaves, at last.
+                        out = i
+                        i = after[i] if i >= 0 else -2
+                        j = first[b]
+                        while j >= -1:
+                            come = j
+                            j = after[j] if j >= 0 else -2
+                            moved = (instances[out] if out >= 0 else 0) - (instances[come] if come >= 0 else 0)
+                            gain = now - _short(count[h] - moved, devices) - _short(count[b] + moved, devices)
+                            if gain <= 0 or gain < best_gain:
+                                continue
+                            tokens_moved = (tokens[out] if out >= 0 else 0) - (tokens[come] if come >= 0 else 0)
+                            if used[h] - tokens_moved > budget or used[b] + tokens_moved > budget:
+                                continue
+                            top = max(_after(height, loads, h, out, come), _after(height, loads, b, come, out))
+                            if top <= ceiling and (gain > best_gain or top < least):
+                                best_gain, least, best_bin, best_out, best_in = gain, top, b, out, come
+                if best_bin < 0:
+                    break
+                changed = True
+                for sample, source, target in ((best_out, h, best_bin), (best_in, best_bin, h)):
+                    if sample >= 0:
+                        _move(sample, source, target, tokens, loads, height, used, first, after, before, bin_of)
+                        count[source] -= instances[sample]
+                        count[target] += instances[sample]
+    missing = 0
+    for b in range(num_bins):
+        missing += (devices - count[b] % devices) % devices
+    return missing
+
+
 @allocating
 def branch_and_bound(
     order: Array, tokens: Array, load: Array, budget: int, num_bins: int, bound: float, max_nodes: int, bin_of: Array
@@ -358,3 +443,4 @@ def warm_up() -> None:
     first_fit(two, tokens, 2, bin_of)
     lightest_fit(two, tokens, loads, 2, 2, 2, bin_of)
     level(tokens, loads, 2, 2, 0.0, 1, 0, bin_of)
+    fill(tokens, loads, two, 2, 2, 2, 1.0, bin_of)

@@ -33,11 +33,17 @@ class Loads:
         What the token budget counts.
     backbone, encoder : array, shape (num_samples,)
         Work in the last module, and in all modules before it: seconds, operations or any other unit, the same in both.
+    instances : array, shape (num_samples,), optional
+        Sequences in the modules whose instances are dealt to devices; None: none is dealt.
+    num_devices : int
+        To which they are dealt. A microbatch takes as long there as the device with most instances.
     """
 
     tokens: IntArray
     backbone: FloatArray
     encoder: FloatArray
+    instances: IntArray | None = None
+    num_devices: int = 1
 
     def __len__(self) -> int:
         """Number of samples."""
@@ -123,7 +129,7 @@ def cost_loads(batch: Batch, model: ModelSpec, layout: Layout, costs: CostModel)
     The linear part is what matters to a balance: what a microbatch costs however small it is, every one pays.
     """
     costs, backbone = laid_out(costs, layout), np.zeros(len(batch.samples))
-    encoder = np.zeros(len(batch.samples))
+    encoder, instances, num_devices = np.zeros(len(batch.samples)), np.zeros(len(batch.samples), np.int64), 1
     for module in model.modules:
         lengths = [module.instance_lengths(sample) for sample in batch.samples]
         every = [n for each in lengths for n in each if n > 0]
@@ -134,10 +140,14 @@ def cost_loads(batch: Batch, model: ModelSpec, layout: Layout, costs: CostModel)
             # Whole on every rank, and a sample passes one of them.
             chunks = chunks[:1]
         devices = costs.num_ranks if isinstance(costs, DealtCosts) and module.name in costs.names else 1
+        if devices > 1:
+            num_devices = devices
+            instances += np.array([len(each) for each in lengths], np.int64)
         marginal = marginal_cost(costs, chunks, round(sum(every) / len(every)), devices)
         target = backbone if module is model.modules[-1] else encoder
         target += np.array([marginal.of(each) for each in lengths])
-    return Loads(budget_tokens(batch, model), backbone, encoder)
+    dealt = instances if num_devices > 1 else None
+    return Loads(budget_tokens(batch, model), backbone, encoder, dealt, num_devices)
 
 
 def split_oversized(batch: Batch, model: ModelSpec, token_budget: int) -> Batch:

@@ -37,6 +37,8 @@ _GOAL = 1.0005
 _EVEN = 1.01
 """The same at which a packing counts as even."""
 _EFFORT = 1000
+_UNEVEN = 1.1
+"""Height up to which full shares may raise a microbatch, in those of the mean one."""
 
 
 class PackingSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -167,6 +169,24 @@ def assign_bins(
     height = goal * max(height_bound(row, num_bins) for row in scaled)
     kernels.level(tokens, scaled, budget, num_bins, height, effort * num_bins, seed, bin_of)
     return bin_of
+
+
+def fill_shares(loads: Loads, rows: np.ndarray, budget: int, bin_of: IntArray) -> None:
+    """Exchange samples, so that a microbatch's dealt instances are a multiple of the devices; in place.
+
+    The device with most instances is what the others wait for, so each that is missing is paid for. Microbatches get no
+    higher than a little above the mean, or than the highest is.
+
+    Parameters
+    ----------
+    rows : array, shape (num_dimensions, num_samples)
+        Loads that are to stay even.
+    """
+    assert loads.instances is not None
+    num_bins = int(bin_of.max()) + 1
+    kernels.fill(
+        loads.tokens, _scaled(rows, num_bins), loads.instances, loads.num_devices, budget, num_bins, _UNEVEN, bin_of
+    )
 
 
 def _scaled(loads: np.ndarray, num_bins: int) -> np.ndarray:

@@ -36,6 +36,8 @@ class Decided:
     timeline: Timeline
     lower_bound: LowerBound
     evaluations: int
+    packings_bound: LowerBound | None = None
+    """The least of the lower bounds of all packings that were judged; None: there was one."""
 
     @property
     def ns(self) -> int:
@@ -243,7 +245,8 @@ class _Packings:
             chosen = finalists[min(range(count), key=lambda i: tried[i].ns)]
             best = min(best, *tried, key=lambda made: made.ns)
         best = min(best, self.search(chosen, 1.0), key=lambda made: made.ns)
-        return replace(best, evaluations=self.meter.used)
+        least = min((each.made.lower_bound for each in self.judged), key=lambda bound: bound.ns)
+        return replace(best, evaluations=self.meter.used, packings_bound=least)
 
     def has_time(self, finalists: Sequence[_Packed], begin: float) -> bool:
         """Whether each can be searched for long enough in the part of the budget that they share."""

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from pipeloom.errors import InfeasibleError
 from pipeloom.explain.compare import BaselineResult
 from pipeloom.lab.systems.model_on_cluster import Microbatches, ModelOnCluster, batch_of, pack_microbatches
 from pipeloom.lab.systems.now import run_costs, static_graph, under_static_order
-from pipeloom.lab.systems.systems import replica_seconds
+from pipeloom.lab.systems.systems import SIZES, System, in_turn, replica_seconds, searched_system, sized
 from pipeloom.packing import Packing, PackingSpec
 from pipeloom.packing.loads import budget_tokens
 from pipeloom.planner.joint import decide
@@ -20,11 +22,15 @@ from pipeloom.spec.current_run import CurrentRun
 from pipeloom.timeline import Schedule, simulate
 
 PACKED, PACKED_TITLE = "pipeloom-packed", "Pipeloom with its own microbatches"
+MOST_TOGETHER = 8
+"""Times the tokens of given microbatches that our own may have, where memory has room for them."""
 
 
-@dataclass(frozen=True)
-class Packed:
-    """An iteration that Pipeloom packed itself, together with its schedule."""
+class Packed(NamedTuple):
+    """An iteration that Pipeloom packed itself, together with its schedule.
+
+    The lower bound is the least of all packings that were judged.
+    """
 
     packing: Packing
     result: BaselineResult
@@ -55,7 +61,7 @@ def packed_anew(
     real : Microbatches
         Whose samples are taken, without what they were padded with.
     tokens : int
-        Of a microbatch at most; more where one sample has more.
+        Of a given microbatch at most; ours may have `MOST_TOGETHER` times as many.
 
     Raises
     ------
@@ -63,15 +69,51 @@ def packed_anew(
         Nothing fits.
     """
     batch = batch_of(real)
-    most = max(tokens, int(budget_tokens(batch, case.model).max()))
+    most = max(MOST_TOGETHER * tokens, int(budget_tokens(batch, case.model).max()))
     problem = Problem(
         case.model, layout, case.costs, PackingSpec(most), capacity_bytes=case.capacity_bytes, reckoned=case.memory
     )
     problem.warm_up()
     made = decide(problem, batch, budget, seed)
     after_s = replica_seconds(case, layout)
-    result = BaselineResult(PACKED_TITLE, layout, made.graph, made.schedule, made.timeline, made.lower_bound, after_s)
+    bound = made.packings_bound or made.lower_bound
+    result = BaselineResult(PACKED_TITLE, layout, made.graph, made.schedule, made.timeline, bound, after_s)
     return Packed(made.packing, result)
+
+
+def own_system(
+    name: str,
+    case: ModelOnCluster,
+    layouts: Sequence[Layout],
+    batches: Sequence[Microbatches],
+    tokens: int,
+    budget: StoppingRule,
+) -> System:
+    """Pipeloom as in training: it makes the microbatches of every iteration itself, under the best of some layouts.
+
+    Where samples may not go together otherwise, it has the given ones, halved, or several together: whatever is fastest
+    on the sampled iterations, for all iterations.
+
+    Parameters
+    ----------
+    tokens : int
+        As in `packed_anew`.
+    budget : StoppingRule
+        For each layout and sampled iteration.
+    """
+
+    def packing(layout: Layout) -> System:
+        def run(groups: Microbatches, budget: StoppingRule, seed: int) -> BaselineResult:
+            return replace(packed_anew(case, layout, groups, tokens, budget, seed).result, name=name)
+
+        return System(name, layout, run, packs=True)
+
+    if packs_anew(case):
+        options = [packing(layout) for layout in layouts]
+    else:
+        plain = [searched_system(name, case, layout) for layout in layouts]
+        options = [replace(sized(one, size), packs=True) for one in plain for size in SIZES]
+    return replace(in_turn(name, options, batches, budget=budget), packs=True)
 
 
 def split_gain(

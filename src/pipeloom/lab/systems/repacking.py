@@ -44,13 +44,13 @@ class Reordering:
 
     @cached_property
     def spec(self) -> PackingSpec:
-        """No microbatch has more tokens than the largest that was given."""
+        """No microbatch has more tokens than the largest that was given, or so many of these together as others may."""
         tokens = self.loads.tokens.tolist()
         sizes, first = [], 0
         for group in self.groups:
             sizes.append(sum(tokens[first : first + len(group)]))
             first += len(group)
-        return PackingSpec(max(sizes))
+        return PackingSpec(max(SIZES) * max(sizes))
 
     def even(self, number: int) -> Microbatches:
         """So many microbatches, even in the backbone's time and in the time of all."""
@@ -61,8 +61,8 @@ class Reordering:
 def reordered(system: System, case: ModelOnCluster) -> System:
     """The same system on the best of many packings of every iteration.
 
-    Tried are the microbatches as given; where samples may go together otherwise, as even as can be, in the number that
-    is best; else halved, or two and four together.
+    Tried are the microbatches as given, halved, and two and four together; and, where samples may go together
+    otherwise, as even as can be, in the number that is best.
     """
 
     def run(groups: Microbatches, budget: StoppingRule, seed: int) -> BaselineResult:
@@ -77,17 +77,14 @@ def reordered(system: System, case: ModelOnCluster) -> System:
                 return float("inf")
             return found[-1].iteration_s
 
-        judge(groups)
+        for size in SIZES:
+            judge(resized(groups, size))
         if packs_anew(case):
             made, params = Reordering(case, groups), DEFAULTS.packings
             ladder = numbers(made.loads, made.spec)
             walk(ladder, len(groups), params.slower, params.misses, lambda number: judge(made.even(number)))
-        else:
-            for size in SIZES:
-                if size != 1:
-                    judge(resized(groups, size))
         if not found:
             raise problems[0]
         return min(found, key=lambda one: one.iteration_s)
 
-    return replace(system, run=run)
+    return replace(system, run=run, packs=True)

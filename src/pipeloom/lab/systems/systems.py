@@ -82,6 +82,8 @@ class System:
     run: Callable[[Microbatches, StoppingRule, int], BaselineResult]
     tried: tuple[LayoutEvaluation, ...] = ()
     """Layouts that it was chosen among, the chosen one first; where there was a choice."""
+    packs: bool = False
+    """Whether it chooses itself how the samples of an iteration become microbatches."""
 
 
 def by_parameters(_case: ModelOnCluster, _batches: Sequence[Microbatches]) -> LayerLoad:
@@ -373,14 +375,19 @@ def _distinct(layouts: Sequence[Layout]) -> list[Layout]:
 
 
 def in_turn(
-    name: str, options: Sequence[System], batches: Sequence[Microbatches], last: Sequence[System] = ()
+    name: str,
+    options: Sequence[System],
+    batches: Sequence[Microbatches],
+    last: Sequence[System] = (),
+    budget: StoppingRule = Evaluations(1),  # noqa: B008 (frozen)
 ) -> System:
     """A system of several layouts: the one that is fastest on the sampled iterations, by the mean of all.
 
     A layout that some sampled iteration does not fit comes after those that fit more of them. A later iteration that
-    does not fit the first layout runs under the next that it fits; those of ``last`` come after all others.
+    does not fit the first layout runs under the next that it fits; those of ``last`` come after all others. ``budget``
+    is of every sampled iteration, for systems that search.
     """
-    order = [options[0]] if len(options) == 1 else sorted(options, key=lambda option: standing(option, batches))
+    order = [options[0]] if len(options) == 1 else sorted(options, key=lambda option: standing(option, batches, budget))
     order += last
 
     def run(groups: Microbatches, budget: StoppingRule, seed: int) -> BaselineResult:
@@ -396,8 +403,18 @@ def in_turn(
     return System(name, order[0].layout, run)
 
 
+def sized(system: System, size: int) -> System:
+    """The same system with so many of the given microbatches as one, see `SIZES`."""
+    return replace(system, run=lambda groups, budget, seed: system.run(resized(groups, size), budget, seed))
+
+
 def any_size(system: System) -> System:
-    """The same system with every iteration's microbatches halved, as they are, or so many together: the fastest."""
+    """The same system with every iteration's microbatches halved, as they are, or so many together: the fastest.
+
+    One that makes its microbatches itself has had the choice.
+    """
+    if system.packs:
+        return system
 
     def run(groups: Microbatches, budget: StoppingRule, seed: int) -> BaselineResult:
         found, problem = list[BaselineResult](), None
@@ -414,10 +431,14 @@ def any_size(system: System) -> System:
     return replace(system, run=run)
 
 
-def standing(option: System, batches: Sequence[Microbatches]) -> tuple[int, float]:
+def standing(
+    option: System,
+    batches: Sequence[Microbatches],
+    budget: StoppingRule = Evaluations(1),  # noqa: B008 (frozen)
+) -> tuple[int, float]:
     """How many sampled iterations do not fit, and the mean seconds of the others."""
     seconds = []
-    for groups in batches:
+    for seed, groups in enumerate(batches):
         with suppress(InfeasibleError):
-            seconds.append(option.run(groups, Evaluations(1), 0).iteration_s)
+            seconds.append(option.run(groups, budget, seed).iteration_s)
     return len(batches) - len(seconds), sum(seconds) / max(1, len(seconds))

@@ -6,7 +6,6 @@ from pipeloom.lab.reproduce.dip.end_to_end import figure_8a, figure_8b, publishe
 from pipeloom.lab.reproduce.dip.images import over_images
 from pipeloom.lab.reproduce.dip.large import large
 from pipeloom.lab.reproduce.dip.literal import programs, to_the_letter
-from pipeloom.lab.reproduce.dip.packings import packings
 from pipeloom.lab.reproduce.dip.planner_parts import dealing, figure_11, figure_12, figure_13, ordering_consistency
 from pipeloom.lab.reproduce.dip.planning import planning_time
 from pipeloom.lab.reproduce.part import Options, Part, Setting
@@ -50,14 +49,6 @@ PARTS: tuple[Part, ...] = (
     ),
     Part("table-4", "FSDP, Megatron-LM and DIP on 16 H20", "`dip.txt` Table 4", "emulated", table_4, uses=ONE),
     Part("figure-8a", "Five models on mixed data", "`dip.txt` Fig. 8a", "emulated", figure_8a, shares=FIVE),
-    Part(
-        "packings",
-        "Microbatches of another size, and our own",
-        "`dip.txt` Fig. 8a, beyond it",
-        "emulated",
-        packings,
-        shares=FIVE,
-    ),
     Part("figure-8b", "Changing data", "`dip.txt` Fig. 8b", "emulated", figure_8b, uses=("search",), shares=FIVE),
     Part("table-5", "What each technique brings", "`dip.txt` Table 5", "emulated", table_5, uses=ONE, shares=FIVE),
     Part("figure-9", "Sub-microbatch sizes", "`dip.txt` Fig. 9", "emulated", figure_9),

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from itertools import pairwise
 
 from pipeloom.collector import collector_paused
 from pipeloom.errors import InfeasibleError
 from pipeloom.lab.reproduce.dip import runs
 from pipeloom.lab.reproduce.dip.setups import LARGE, SETUPS, PaperSetup, device, mean
 from pipeloom.lab.reproduce.part import Options, Outcome, Table
-from pipeloom.lab.systems.model_on_cluster import graph_of, pack_microbatches
+from pipeloom.lab.systems.gain import packed_anew, packs_anew
+from pipeloom.lab.systems.iterations import TOKENS
+from pipeloom.lab.systems.model_on_cluster import pack_microbatches
+from pipeloom.lab.systems.systems import searched_system
 from pipeloom.plan import boundary_shapes, lower, verify
 from pipeloom.planner import Finishing
-from pipeloom.search import solve
 
 
 def planning_time(options: Options) -> Outcome:
@@ -28,18 +29,17 @@ def planning_time(options: Options) -> Outcome:
         ]
         each = [one for one in found if one is not None]
         if not each:
-            rows.append((label, "", "", "", "", f"{most:g}", "out of memory", "", ""))
+            rows.append((label, "", "", "", f"{most:g}", "out of memory", "", ""))
             continue
-        before, searched, after = (mean(one.spent_s[i] for one in each) for i in range(3))
+        found_s, after = (mean(one.spent_s[i] for one in each) for i in range(2))
         rows.append(
             (
                 label,
                 str(each[0].num_tasks),
-                f"{before:.2f}",
-                f"{searched:.2f}",
+                f"{found_s:.2f}",
                 f"{after:.2f}",
                 f"{most:g}",
-                f"{before + searched + after:.2f}",
+                f"{found_s + after:.2f}",
                 f"{mean(one.seconds for one in each):.1f}",
                 f"{mean(one.gap for one in each) * 100:.1f} %",
             )
@@ -47,8 +47,7 @@ def planning_time(options: Options) -> Outcome:
     columns = (
         "model",
         "tasks",
-        "packing, costs, graph, CPU s",
-        "search, CPU s",
+        "microbatches, costs, graph, search, CPU s",
         "plan and proof, CPU s",
         "allowed, CPU s",
         "in all, CPU s",
@@ -57,7 +56,8 @@ def planning_time(options: Options) -> Outcome:
     )
     text = (
         "From the samples of an iteration to a plan that is proved complete and free of deadlock, on one core, under "
-        f"our layouts. {runs.rule(options)} On thousands of GPUs ours has {runs.LARGE_SEARCH} times as much. The "
+        "our layouts; microbatches are made of the samples where these may go together otherwise, and given where they "
+        f"are clips. {runs.rule(options)} On thousands of GPUs ours has {runs.LARGE_SEARCH} times as much. The "
         "search ends so early that the plan and its proof have their time, as the last ones took. Costs of shapes that "
         "no iteration had before are emulated in it. Python's collector is paused meanwhile, as the planner spares "
         "itself it."
@@ -67,9 +67,9 @@ def planning_time(options: Options) -> Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """Processor seconds before, in and after the search; what it found."""
+    """Processor seconds up to the end of the search, and after it; what it found."""
 
-    spent_s: tuple[float, float, float]
+    spent_s: tuple[float, float]
     num_tasks: int
     seconds: float
     gap: float
@@ -84,27 +84,23 @@ def planned(setup: PaperSetup, seed: int, number: int, options: Options, finishi
     Without the collector, which here would look over all the iterations that the evaluation keeps; the planner's own
     process has taken what it keeps out of the collector's sight (`pipeloom.planner.service`).
     """
+    case, groups, begin = setup.case, setup.groups(seed, number), time.process_time()
     try:
-        layout = setup.layouts[0].layout
+        layout = runs.system(setup, runs.OURS).layout
+        begin = time.process_time()
+        budget = runs.budget_of(setup, runs.OURS, options.search_s, finishing)
+        if packs_anew(case):
+            packing, found = packed_anew(case, layout, groups, TOKENS, budget, seed)
+        else:
+            packing = pack_microbatches(case, layout, groups)
+            found = searched_system("planning", case, layout).run(groups, budget, seed)
     except InfeasibleError:
         return None
-    case, groups = setup.case, setup.groups(seed, number)
-    budget = runs.budget_of(setup, runs.OURS, options.search_s, finishing)
-    moments = [time.process_time()]
-    try:
-        graph = graph_of(case, layout, groups, "planning")
-        moments.append(time.process_time())
-        found = solve(graph, budget=budget, seed=seed)
-    except InfeasibleError:
-        return None
-    moments.append(time.process_time())
-    packing = pack_microbatches(case, layout, groups)
-    shapes = boundary_shapes(case.model, layout)
-    plan = lower(graph, found.schedule, found.timeline, layout, packing, shapes)
+    searched = time.process_time()
+    plan = lower(found.graph, found.schedule, found.timeline, layout, packing, boundary_shapes(case.model, layout))
     verify(plan, layout, packing)
-    moments.append(time.process_time())
-    before, searched, after = (b - a for a, b in pairwise(moments))
-    finishing.took(after, graph.num_tasks)
+    after = time.process_time() - searched
+    finishing.took(after, found.graph.num_tasks)
     seconds = found.timeline.makespan_ns / 1e9
     gap = found.timeline.makespan_ns / max(found.lower_bound.ns, 1) - 1
-    return Planned((before, searched, after), graph.num_tasks, seconds, gap)
+    return Planned((searched - begin, after), found.graph.num_tasks, seconds, gap)
