@@ -264,6 +264,14 @@ def _balanced_encoder(loads: Loads, spec: PackingSpec, iteration: int) -> IntArr
     return assign_bins(loads.tokens, rows, spec.token_budget, num_bins, spec.seed + iteration, _EFFORT)
 
 
+def _planned(loads: Loads, spec: PackingSpec, iteration: int) -> IntArray:
+    """Where nothing plans, as for `pipeloom pack` alone: even in both loads, and full for all devices."""
+    bins = _balanced_encoder(loads, spec, iteration)
+    if loads.instances is not None:
+        fill_shares(loads, np.stack([loads.backbone, loads.backbone + loads.encoder]), spec.token_budget, bins)
+    return bins
+
+
 def _exact(loads: Loads, spec: PackingSpec, iteration: int) -> IntArray:
     bin_of = _balanced(loads, spec, iteration)
     num_bins = int(bin_of.max()) + 1
@@ -307,6 +315,5 @@ _POLICIES: dict[Policy, _PolicyEntry] = {
     "balanced": _PolicyEntry(_balanced),
     "balanced_encoder": _PolicyEntry(_balanced_encoder),
     "exact": _PolicyEntry(_exact, may_fail=True),
-    # Where nothing plans, as for `pipeloom pack` alone, it is what its choice begins with.
-    "planned": _PolicyEntry(_balanced_encoder),
+    "planned": _PolicyEntry(_planned),
 }
