@@ -65,6 +65,8 @@ SHARES = (0.25, 0.5, 0.75, 1.0)
 ROOMS = (0.95, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5)
 """Shares of memory that static stages are also planned for, to leave room for microbatches larger than the mean."""
 
+_ONCE = Evaluations(1)
+"""For systems that do not search."""
 SIZES = (1, 0, 2, 4)
 """Microbatches that may become one, 0: each becomes two."""
 
@@ -379,7 +381,7 @@ def in_turn(
     options: Sequence[System],
     batches: Sequence[Microbatches],
     last: Sequence[System] = (),
-    budget: StoppingRule = Evaluations(1),  # noqa: B008 (frozen)
+    budget: StoppingRule = _ONCE,
 ) -> System:
     """A system of several layouts: the one that is fastest on the sampled iterations, by the mean of all.
 
@@ -434,7 +436,7 @@ def any_size(system: System) -> System:
 def standing(
     option: System,
     batches: Sequence[Microbatches],
-    budget: StoppingRule = Evaluations(1),  # noqa: B008 (frozen)
+    budget: StoppingRule = _ONCE,
 ) -> tuple[int, float]:
     """How many sampled iterations do not fit, and the mean seconds of the others."""
     seconds = []
