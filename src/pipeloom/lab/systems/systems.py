@@ -433,11 +433,7 @@ def any_size(system: System) -> System:
     return replace(system, run=run)
 
 
-def standing(
-    option: System,
-    batches: Sequence[Microbatches],
-    budget: StoppingRule = _ONCE,
-) -> tuple[int, float]:
+def standing(option: System, batches: Sequence[Microbatches], budget: StoppingRule = _ONCE) -> tuple[int, float]:
     """How many sampled iterations do not fit, and the mean seconds of the others."""
     seconds = []
     for seed, groups in enumerate(batches):

@@ -8,6 +8,7 @@ from functools import cache
 
 import numpy as np
 
+from pipeloom.cost.dealt import DealtCosts
 from pipeloom.cost.emulated import EmulatedCosts
 from pipeloom.lab.reproduce.part import Options
 from pipeloom.layout import encoder_first
@@ -111,8 +112,9 @@ def emulated(
     return Emulated(setup, costs, layout, pipeline, capacity, contexts)
 
 
-def mean_load(setup: PaperSetup, costs: EmulatedCosts) -> dict[str, float]:
+def mean_load(setup: PaperSetup, costs: EmulatedCosts, dealt: frozenset[str] = frozenset()) -> dict[str, float]:
     """Seconds of one layer of each kind on a context of the second mixture's mean composition."""
+    priced = DealtCosts(costs, dealt, setup.tensor)
     samples = [cut(s, setup.context, _MOST_IMAGES) for s in draw_samples("datamix2", 512, 0)]
     load = {}
     share = setup.context / sum(s.sequence_tokens for s in samples)
@@ -122,7 +124,7 @@ def mean_load(setup: PaperSetup, costs: EmulatedCosts) -> dict[str, float]:
         for i, layer in enumerate(module.flat_layers):
             key = f"{module.name}/{layer.kind}"
             if key not in load:
-                cost = costs.chunk_costs(Chunk(module.name, (i, i), 0), some)[0]
+                cost = priced.chunk_costs(Chunk(module.name, (i, i), 0), some)[0]
                 load[key] = cost.forward_s + cost.backward_s
     return load
 
