@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+import numpy as np
+
 from pipeloom.errors import InfeasibleError
 from pipeloom.explain.compare import BaselineResult
-from pipeloom.lab.systems.gain import packs_anew
+from pipeloom.lab.systems.gain import MOST_TOGETHER, packs_anew
 from pipeloom.lab.systems.model_on_cluster import Microbatches, ModelOnCluster, batch_of, resized
 from pipeloom.lab.systems.systems import SIZES, System
 from pipeloom.layout import single_rank
@@ -39,18 +41,28 @@ class Reordering:
 
     @cached_property
     def loads(self) -> Loads:
-        """What every sample weighs, in seconds."""
-        return cost_loads(batch_of(self.groups), self.case.model, single_rank(self.case.model, {}), self.case.levels)
+        """What every sample weighs, in seconds, and its images and recordings, which all devices of a rank share.
+
+        The paper deals these over all devices at once; where a part is dealt to those of one rank, places would stay
+        empty in each, were microbatches not filled for it as ours are.
+        """
+        case = self.case
+        loads = cost_loads(batch_of(self.groups), case.model, single_rank(case.model, {}), case.levels)
+        if case.degrees.tensor == 1:
+            return loads
+        encoders = case.model.modules[:-1]
+        counts = [sum(len(module.instance_lengths(sample)) for module in encoders) for sample in self.samples]
+        return replace(loads, instances=np.array(counts, np.int64), num_devices=case.degrees.tensor)
 
     @cached_property
     def spec(self) -> PackingSpec:
-        """No microbatch has more tokens than the largest that was given, or so many of these together as others may."""
+        """No microbatch has more tokens than the largest that was given, or so many of these together as ours may."""
         tokens = self.loads.tokens.tolist()
         sizes, first = [], 0
         for group in self.groups:
             sizes.append(sum(tokens[first : first + len(group)]))
             first += len(group)
-        return PackingSpec(max(SIZES) * max(sizes))
+        return PackingSpec(MOST_TOGETHER * max(sizes))
 
     def even(self, number: int) -> Microbatches:
         """So many microbatches, even in the backbone's time and in the time of all."""
