@@ -5,8 +5,9 @@ model share all ranks but not their parallelism; short and long sequences are en
 in a joint pipeline; loaders reorder samples in groups so that work is even; encodings are dealt anew to the ranks that
 read them. What is assumed stands with each part: the order in `pipeloom.lab.baselines.joint_pipeline`, the encoders'
 parallelism in `pipeloom.lab.systems.encoder_costs`. Reordering makes microbatches even in the backbone's time and in
-all time; images of like length go through the encoder together, since each sample's place in its microbatch is by its
-longest. Reordering among replicas is not here: one replica stands for all, and its work is taken to be the mean.
+all time, with images for all devices of a rank alike (`pipeloom.lab.systems.repacking`); images of like length go
+through the encoder together, since each sample's place in its microbatch is by its longest. Reordering among replicas
+is not here: one replica stands for all, and its work is taken to be the mean.
 """
 
 from __future__ import annotations
