@@ -57,6 +57,19 @@ def test_recomputation_is_chosen_where_memory_asks_for_it() -> None:
     assert loose.timeline.makespan_ns < found.timeline.makespan_ns
 
 
+def test_layers_of_little_time_and_much_memory_are_spread() -> None:
+    # A text encoder before a video decoder: cut by time, the first rank has all of its weights, and does not fit.
+    light = LayerCost("text", 1e-4, 1, 0, backward_s=2e-4, static_bytes=10)
+    heavy = LayerCost("video", 1e-2, 1, 0, backward_s=2e-2, static_bytes=1)
+    chain = chain_of_layers(LayerTable("video", 4, 8, 0.0, 0, (*[light] * 16, *[heavy] * 12)))
+    found = cooptimise(chain.with_capacity(70), budget=Evaluations(3000))
+    assert not check(found.graph, found.schedule, found.timeline)
+    assert found.graph.static_bytes.max() <= 70
+    # Where all fits as before, it is cut as before.
+    same, free = (cooptimise(chain.with_capacity(c), budget=Evaluations(3000)).placement for c in (10**9, None))
+    assert same == free
+
+
 def test_memory_that_cannot_hold_the_model_is_refused() -> None:
     chain = chain_of_layers(table(1, 6, 2, 4)).with_capacity(3)
     with pytest.raises(InfeasibleError, match="bytes together"):

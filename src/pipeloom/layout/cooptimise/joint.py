@@ -18,7 +18,7 @@ from pipeloom.layout.cooptimise.layer_chain import LayerChain, PartitionPlacemen
 from pipeloom.layout.cooptimise.params import CooptimiseParams, WalkPhase
 from pipeloom.layout.cooptimise.rules import PriorityRule, from_draft, order_rule
 from pipeloom.layout.cooptimise.standard import one_f_one_b_peaks
-from pipeloom.layout.cooptimise.starts import allowed_starts
+from pipeloom.layout.cooptimise.starts import allowed_starts, loads_to_cut_by
 from pipeloom.layout.cooptimise.walk import Span, Walk, WalkReport
 from pipeloom.search import Evaluations, OrderRule, Progress
 from pipeloom.search.stopping import StoppingRule, Until, Watch
@@ -223,14 +223,17 @@ def _try_starts(
     """Judge the starts until their time is over; give the best rule of each placement, best placement first."""
     found: dict[PartitionPlacement, Start] = {}
     judge, tried, uniform = Judge(chain, arrays.most_chunks), 0, uniform_strategies(chain)
-    for placement, rule in allowed_starts(chain, arrays.most_chunks, arrays.stride_ns, params):
-        for strategy in uniform:
-            one = replace(placement, strategies=strategy)
-            ns = judge.ns(one, rule)
-            tried += 1
-            if ns < NEVER and (one not in found or ns < found[one].ns):
-                found[one] = Start(ns, one, rule)
-        if found and watch.share(tried) > params.starts.budget_share:
+    for loads in loads_to_cut_by(chain):
+        for placement, rule in allowed_starts(chain, loads, arrays.most_chunks, arrays.stride_ns, params):
+            for strategy in uniform:
+                one = replace(placement, strategies=strategy)
+                ns = judge.ns(one, rule)
+                tried += 1
+                if ns < NEVER and (one not in found or ns < found[one].ns):
+                    found[one] = Start(ns, one, rule)
+            if found and watch.share(tried) > params.starts.budget_share:
+                break
+        if found:
             break
     return sorted(found.values(), key=lambda start: start.ns), tried
 

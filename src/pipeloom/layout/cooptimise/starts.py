@@ -15,6 +15,9 @@ from pipeloom.taskgraph import IntArray
 
 ONCE = 16
 """Spread of keys that is a lone microbatch's times."""
+_HELD_SHARES = (0.25, 0.5, 0.75, 1.0)
+_WHOLE = 10**9
+"""Of mixed loads, the sum of all layers."""
 
 
 def interleaved(num_chunks: int, num_ranks: int) -> tuple[int, ...]:
@@ -39,15 +42,28 @@ def natural_keys(chain: LayerChain, placement: PartitionPlacement, stride: int, 
     return np.stack([forward[:-1], backward, weight]).astype(np.int64)
 
 
+def loads_to_cut_by(chain: LayerChain) -> Iterator[IntArray]:
+    """What layers weigh where a chain is cut: their time; and, for memory in which no such cut fits, more and more what
+    they hold before training, which layers of little time may have most of.
+    """
+    seconds = chain.total_ns[:, 0]
+    yield seconds
+    held = chain.static_bytes
+    if chain.capacity_bytes is None or not held.any():
+        return
+    for share in _HELD_SHARES:
+        mixed = (1 - share) * seconds / max(1, seconds.sum()) + share * held / held.sum()
+        yield np.rint(mixed * _WHOLE).astype(np.int64)
+
+
 def starts(
-    chain: LayerChain, most_chunks: int, stride: int, params: CooptimiseParams
+    chain: LayerChain, loads: IntArray, most_chunks: int, stride: int, params: CooptimiseParams
 ) -> Iterator[tuple[PartitionPlacement, PriorityRule]]:
     """Every placement with every simple rule, few chunks first; before them, with many ranks, the one by timetable."""
     p, m = chain.num_ranks, chain.num_microbatches
     many = p > params.starts.many_ranks
     if many and most_chunks >= 2 * p and chain.num_layers >= p:
         yield from folded_starts(chain, stride, params.timetables)
-    loads = chain.total_ns[:, 0]
     for depth in range(1, max(1, most_chunks // p) + 1):
         num = min(depth * p, chain.num_layers, most_chunks)
         found = set()
@@ -81,17 +97,17 @@ def _even_keys(num_chunks: int, num_microbatches: int, stride: int, early: float
 
 
 def allowed_starts(
-    chain: LayerChain, most_chunks: int, stride: int, params: CooptimiseParams
+    chain: LayerChain, loads: IntArray, most_chunks: int, stride: int, params: CooptimiseParams
 ) -> Iterator[tuple[PartitionPlacement, PriorityRule]]:
     """Give the starts that what is tuned leaves open (`pipeloom.layout.cooptimise.CooptimiseParams.tuned`)."""
     p = chain.num_ranks
-    for placement, rule in starts(chain, most_chunks, stride, params):
+    for placement, rule in starts(chain, loads, most_chunks, stride, params):
         num = placement.num_chunks
         if "placement" not in params.tuned and placement.ranks != tuple(range(num)):
             continue
         even = equal_cuts(chain, num)
         if "partition" not in params.tuned:
-            if placement.cuts != balanced_cuts(chain.total_ns[:, 0], placement.ranks):
+            if placement.cuts != balanced_cuts(loads, placement.ranks):
                 continue  # of every placement and rule, one with equal layers
             placement = PartitionPlacement(even, placement.ranks)
         if "schedule" not in params.tuned:
