@@ -1,0 +1,11 @@
+"""Words that several of DIP's claims use: systems, models and columns as the records name them."""
+
+from __future__ import annotations
+
+VLM, T2V = ("VLM-S", "VLM-M", "VLM-L"), ("T2V-S", "T2V-L")
+INTERLEAVED = "Megatron-LM interleaved, by parameters"
+BY_TIME = "Megatron-LM interleaved, by time"
+PAPERS_BASELINES = (INTERLEAVED, "nnScaler*", "Optimus, coarse")
+"""Those that the paper itself compares with."""
+AHEAD, ITERATIONS = "ours is faster by", "Seconds of an iteration"
+UNSTATED_SECONDS = "The paper states neither its microbatches, nor what is recomputed, nor the mixture of its data."
