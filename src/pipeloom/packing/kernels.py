@@ -17,7 +17,7 @@ from pipeloom.compiled.random import below
 Array = npt.NDArray[Any]
 
 NEAREST = 24
-"""Lightest bins that the heaviest exchanges with: all of them in small batches, near-linear time in large ones."""
+"""Bins, the lightest or the next, that one exchanges with: all of them in small batches, near-linear time in large ones."""
 
 
 @kernel
@@ -337,9 +337,14 @@ def fill(
                 best_gain = 0
                 least = np.inf
                 best_bin = best_out = best_in = -1
-                for b in range(num_bins):
-                    if b == h or count[b] % devices == 0:
+                seen = 0
+                for k in range(1, num_bins):
+                    b = (h + k) % num_bins
+                    if count[b] % devices == 0:
                         continue
+                    seen += 1
+                    if seen > NEAREST:
+                        break
                     now = _short(count[h], devices) + _short(count[b], devices)
                     i = first[h]
                     while i >= -1:
