@@ -17,7 +17,7 @@ from pipeloom.compiled.random import below
 Array = npt.NDArray[Any]
 
 NEAREST = 24
-"""Bins, the lightest or the next, that one exchanges with: all of them in small batches, near-linear time in large ones."""
+"""Bins, the lightest or the next, that one exchanges with: all in small batches, near-linear time in large ones."""
 
 
 @kernel
