@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from pipeloom.errors import InputError
-from pipeloom.lab.systems.gain import packed_anew, split_gain
+from pipeloom.lab.systems.gain import own_system, packed_anew, split_gain
 from pipeloom.lab.systems.iterations import Grouping, sampled_iterations
 from pipeloom.lab.systems.model_on_cluster import ModelOnCluster, put_on_cluster
 from pipeloom.lab.systems.now import held_as, now_system, run_costs, tuned_system
-from pipeloom.lab.systems.systems import megatron_1f1b, our_layout
+from pipeloom.lab.systems.systems import megatron_1f1b, our_layout, searched_system
 from pipeloom.layout import layout_of_stages
 from pipeloom.search import Evaluations
 from pipeloom.spec import ChunkStrategy
@@ -92,6 +92,26 @@ def test_steps_begin_with_the_layout_and_end_with_the_plan() -> None:
     # Samples that are no longer padded are a third as long.
     assert steps[1].iteration_s < steps[0].iteration_s
     assert steps[2].iteration_s <= steps[1].iteration_s
+
+
+def test_in_training_it_takes_the_way_to_make_microbatches_that_is_fastest_on_sampled_iterations() -> None:
+    case = case_of(CurrentRun(pp=2))
+    given = sampled_iterations(case, None, Grouping(4, samples=2), 0)
+    layout = our_layout(case, given.typical)
+    budget = Evaluations(20)
+    found = own_system("mine", case, [layout], given.typical, 8192, budget)
+    ways = [
+        lambda groups, seed: packed_anew(case, layout, groups, 8192, budget, seed).result,
+        lambda groups, seed: searched_system("given", case, layout).run(groups, budget, seed),
+    ]
+    sampled = [[way(groups, i).iteration_s for i, groups in enumerate(given.typical)] for way in ways]
+    best = ways[int(sum(sampled[1]) < sum(sampled[0]))]
+    mine = found.run(given.groups, budget, 0)
+    assert found.packs
+    assert not check(mine.graph, mine.schedule, mine.timeline)
+    assert mine.iteration_s == best(given.groups, 0).iteration_s
+    # The bound is of all packings that were looked at.
+    assert mine.lower_bound.ns <= mine.timeline.makespan_ns
 
 
 def test_padding_changes_what_is_computed_and_not_what_is_learnt() -> None:

@@ -91,8 +91,8 @@ def own_system(
 ) -> System:
     """Pipeloom as in training: it makes the microbatches of every iteration itself, under the best of some layouts.
 
-    Where samples may not go together otherwise, it has the given ones, halved, or several together: whatever is fastest
-    on the sampled iterations, for all iterations.
+    Or it has the given ones, where these are faster on the sampled iterations: of large graphs only few packings can be
+    looked at. Where samples may not go together otherwise, it has them halved, or several together, for all iterations.
 
     Parameters
     ----------
@@ -106,13 +106,13 @@ def own_system(
         def run(groups: Microbatches, budget: StoppingRule, seed: int) -> BaselineResult:
             return replace(packed_anew(case, layout, groups, tokens, budget, seed).result, name=name)
 
-        return System(name, layout, run, packs=True)
+        return System(name, layout, run)
 
+    plain = [searched_system(name, case, layout) for layout in layouts]
     if packs_anew(case):
-        options = [packing(layout) for layout in layouts]
+        options = [*map(packing, layouts), *plain]
     else:
-        plain = [searched_system(name, case, layout) for layout in layouts]
-        options = [replace(sized(one, size), packs=True) for one in plain for size in SIZES]
+        options = [sized(one, size) for one in plain for size in SIZES]
     return replace(in_turn(name, options, batches, budget=budget), packs=True)
 
 
