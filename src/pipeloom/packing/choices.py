@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
-import numpy as np
 
 from pipeloom.packing.loads import Loads
 from pipeloom.packing.policies import (
@@ -57,9 +56,9 @@ def _full_shares(loads: Loads, number: int) -> int:
     """The nearest number of microbatches in which dealt instances are as many for all devices, in the mean."""
     if loads.instances is None:
         return number
-    rounds = int(loads.instances.sum()) / loads.num_devices
-    each = round(rounds / number)
-    return number if each < 1 else -(-int(loads.instances.sum()) // (each * loads.num_devices))
+    total = int(loads.instances.sum())
+    each = round(total / loads.num_devices / number)
+    return number if each < 1 else -(-total // (each * loads.num_devices))
 
 
 def walk(ladder: Sequence[int], start: int, slower: float, misses: int, judge: Callable[[int], float | None]) -> None:
@@ -127,10 +126,8 @@ def even_groups(loads: Loads, spec: PackingSpec, number: int, iteration: int = 0
     """
     if not balances(spec.policy):
         return group(loads, msgspec.structs.replace(spec, num_microbatches=number), iteration)
-    rows = np.stack([loads.backbone, loads.backbone + loads.encoder])
-    bins = assign_bins(loads.tokens, rows, spec.token_budget, number, spec.seed, _LEVEL_EFFORT, _LEVEL_GOAL)
-    if loads.instances is not None:
-        fill_shares(loads, rows, spec.token_budget, bins)
+    bins = assign_bins(loads.tokens, loads.rows, spec.token_budget, number, spec.seed, _LEVEL_EFFORT, _LEVEL_GOAL)
+    fill_shares(loads, spec.token_budget, bins)
     return groups_of(bins)
 
 

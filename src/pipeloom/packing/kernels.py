@@ -209,6 +209,20 @@ def _exchange(
         _move(come, b, h, tokens, loads, height, used, first, after, before, bin_of)
 
 
+@kernel
+def _gather(
+    tokens: Array, loads: Array, bin_of: Array, height: Array, used: Array, first: Array, after: Array, before: Array
+) -> None:
+    """Link every bin's samples, and add up their loads and tokens; lists are empty and sums nothing before."""
+    first[:] = -1
+    for i in range(len(tokens)):
+        b = bin_of[i]
+        _link(i, b, first, after, before)
+        used[b] += tokens[i]
+        for d in range(height.shape[0]):
+            height[d, b] += loads[d, i]
+
+
 @allocating
 def level(
     tokens: Array, loads: Array, budget: int, num_bins: int, goal: float, effort: int, seed: int, bin_of: Array
@@ -224,15 +238,8 @@ def level(
     num_dims = loads.shape[0]
     height = np.zeros((num_dims, num_bins), np.float64)
     used = np.zeros(num_bins, np.int64)
-    first = np.full(num_bins, -1, np.int64)
-    after = np.full(n, -1, np.int64)
-    before = np.full(n, -1, np.int64)
-    for i in range(n):
-        b = bin_of[i]
-        _link(i, b, first, after, before)
-        used[b] += tokens[i]
-        for d in range(num_dims):
-            height[d, b] += loads[d, i]
+    first, after, before = np.empty(num_bins, np.int64), np.empty(n, np.int64), np.empty(n, np.int64)
+    _gather(tokens, loads, bin_of, height, used, first, after, before)
     tops = np.empty(num_bins, np.float64)
     for b in range(num_bins):
         tops[b] = _height(height, b)
@@ -299,6 +306,53 @@ def _short(count: int, devices: int) -> int:
     return rest * (devices - rest)
 
 
+@kernel
+def _best_filling(
+    h: int,
+    b: int,
+    bar: int,
+    under: float,
+    ceiling: float,
+    devices: int,
+    tokens: Array,
+    loads: Array,
+    instances: Array,
+    budget: int,
+    count: Array,
+    height: Array,
+    used: Array,
+    first: Array,
+    after: Array,
+) -> tuple[int, float, int, int]:
+    """Move or swap after which two bins are short of multiples by least: (gain, higher of both, out, in).
+
+    Only one that gains more than ``bar``, or as much and leaves the bins lower than ``under``.
+    """
+    best, least = bar, under
+    best_out = best_in = -1
+    now = _short(count[h], devices) + _short(count[b], devices)
+    i = first[h]
+    while i >= -1:
+        # Nothing leaves, at last; likewise nothing comes.
+        out = i
+        i = after[i] if i >= 0 else -2
+        j = first[b]
+        while j >= -1:
+            come = j
+            j = after[j] if j >= 0 else -2
+            moved = (instances[out] if out >= 0 else 0) - (instances[come] if come >= 0 else 0)
+            gain = now - _short(count[h] - moved, devices) - _short(count[b] + moved, devices)
+            if gain <= 0 or gain < best:
+                continue
+            tokens_moved = (tokens[out] if out >= 0 else 0) - (tokens[come] if come >= 0 else 0)
+            if used[h] - tokens_moved > budget or used[b] + tokens_moved > budget:
+                continue
+            top = max(_after(height, loads, h, out, come), _after(height, loads, b, come, out))
+            if top <= ceiling and (gain > best or top < least):
+                best, least, best_out, best_in = gain, top, out, come
+    return best, least, best_out, best_in
+
+
 @allocating
 def fill(
     tokens: Array,
@@ -309,23 +363,19 @@ def fill(
     num_bins: int,
     uneven: float,
     bin_of: Array,
-) -> int:
-    """Make every bin's instances a multiple of the devices, by moves and swaps; return how many are missing.
+) -> None:
+    """Make every bin's instances a multiple of the devices, by moves and swaps, as far as these lead.
 
     Works in place on ``bin_of``. Bins may get as high as ``uneven``, or as the highest is; ``loads`` are in units in
     which the mean bin has 1.
     """
-    n, num_dims = len(tokens), loads.shape[0]
-    height = np.zeros((num_dims, num_bins), np.float64)
+    n = len(tokens)
+    height = np.zeros((loads.shape[0], num_bins), np.float64)
     used, count = np.zeros(num_bins, np.int64), np.zeros(num_bins, np.int64)
-    first, after, before = np.full(num_bins, -1, np.int64), np.full(n, -1, np.int64), np.full(n, -1, np.int64)
+    first, after, before = np.empty(num_bins, np.int64), np.empty(n, np.int64), np.empty(n, np.int64)
+    _gather(tokens, loads, bin_of, height, used, first, after, before)
     for i in range(n):
-        b = bin_of[i]
-        _link(i, b, first, after, before)
-        used[b] += tokens[i]
-        count[b] += instances[i]
-        for d in range(num_dims):
-            height[d, b] += loads[d, i]
+        count[bin_of[i]] += instances[i]
     ceiling = uneven
     for b in range(num_bins):
         ceiling = max(ceiling, _height(height, b))
@@ -334,9 +384,7 @@ def fill(
         changed = False
         for h in range(num_bins):
             while count[h] % devices:
-                best_gain = 0
-                least = np.inf
-                best_bin = best_out = best_in = -1
+                gain, least, best_bin, best_out, best_in = 0, np.inf, -1, -1, -1
                 seen = 0
                 for k in range(1, num_bins):
                     b = (h + k) % num_bins
@@ -345,26 +393,25 @@ def fill(
                     seen += 1
                     if seen > NEAREST:
                         break
-                    now = _short(count[h], devices) + _short(count[b], devices)
-                    i = first[h]
-                    while i >= -1:
-                        # Nothing leaves, at last.
-                        out = i
-                        i = after[i] if i >= 0 else -2
-                        j = first[b]
-                        while j >= -1:
-                            come = j
-                            j = after[j] if j >= 0 else -2
-                            moved = (instances[out] if out >= 0 else 0) - (instances[come] if come >= 0 else 0)
-                            gain = now - _short(count[h] - moved, devices) - _short(count[b] + moved, devices)
-                            if gain <= 0 or gain < best_gain:
-                                continue
-                            tokens_moved = (tokens[out] if out >= 0 else 0) - (tokens[come] if come >= 0 else 0)
-                            if used[h] - tokens_moved > budget or used[b] + tokens_moved > budget:
-                                continue
-                            top = max(_after(height, loads, h, out, come), _after(height, loads, b, come, out))
-                            if top <= ceiling and (gain > best_gain or top < least):
-                                best_gain, least, best_bin, best_out, best_in = gain, top, b, out, come
+                    found, top, out, come = _best_filling(
+                        h,
+                        b,
+                        gain,
+                        least,
+                        ceiling,
+                        devices,
+                        tokens,
+                        loads,
+                        instances,
+                        budget,
+                        count,
+                        height,
+                        used,
+                        first,
+                        after,
+                    )
+                    if out >= 0 or come >= 0:
+                        gain, least, best_bin, best_out, best_in = found, top, b, out, come
                 if best_bin < 0:
                     break
                 changed = True
@@ -373,10 +420,6 @@ def fill(
                         _move(sample, source, target, tokens, loads, height, used, first, after, before, bin_of)
                         count[source] -= instances[sample]
                         count[target] += instances[sample]
-    missing = 0
-    for b in range(num_bins):
-        missing += (devices - count[b] % devices) % devices
-    return missing
 
 
 @allocating

@@ -45,6 +45,11 @@ class Loads:
     instances: IntArray | None = None
     num_devices: int = 1
 
+    @property
+    def rows(self) -> FloatArray:
+        """What is to be even where all modules are: the backbone's work and all work, shape (2, num_samples)."""
+        return np.stack([self.backbone, self.backbone + self.encoder])
+
     def __len__(self) -> int:
         """Number of samples."""
         return len(self.tokens)

@@ -171,21 +171,24 @@ def assign_bins(
     return bin_of
 
 
-def fill_shares(loads: Loads, rows: np.ndarray, budget: int, bin_of: IntArray) -> None:
+def fill_shares(loads: Loads, budget: int, bin_of: IntArray) -> None:
     """Exchange samples, so that a microbatch's dealt instances are a multiple of the devices; in place.
 
     The device with most instances is what the others wait for, so each that is missing is paid for. Microbatches get no
-    higher than a little above the mean, or than the highest is.
-
-    Parameters
-    ----------
-    rows : array, shape (num_dimensions, num_samples)
-        Loads that are to stay even.
+    higher than a little above the mean, or than the highest is. Where nothing is dealt they stay as they are.
     """
-    assert loads.instances is not None
+    if loads.instances is None:
+        return
     num_bins = int(bin_of.max()) + 1
     kernels.fill(
-        loads.tokens, _scaled(rows, num_bins), loads.instances, loads.num_devices, budget, num_bins, _UNEVEN, bin_of
+        loads.tokens,
+        _scaled(loads.rows, num_bins),
+        loads.instances,
+        loads.num_devices,
+        budget,
+        num_bins,
+        _UNEVEN,
+        bin_of,
     )
 
 
@@ -267,8 +270,7 @@ def _balanced_encoder(loads: Loads, spec: PackingSpec, iteration: int) -> IntArr
 def _planned(loads: Loads, spec: PackingSpec, iteration: int) -> IntArray:
     """Where nothing plans, as for `pipeloom pack` alone: even in both loads, and full for all devices."""
     bins = _balanced_encoder(loads, spec, iteration)
-    if loads.instances is not None:
-        fill_shares(loads, np.stack([loads.backbone, loads.backbone + loads.encoder]), spec.token_budget, bins)
+    fill_shares(loads, spec.token_budget, bins)
     return bins
 
 

@@ -40,6 +40,11 @@ class Decided:
     """The least of the lower bounds of all packings that were judged; None: there was one."""
 
     @property
+    def least_bound(self) -> LowerBound:
+        """No packing that was judged can be faster under any schedule."""
+        return self.packings_bound or self.lower_bound
+
+    @property
     def ns(self) -> int:
         """Planned iteration."""
         return self.timeline.makespan_ns

@@ -76,8 +76,7 @@ def packed_anew(
     problem.warm_up()
     made = decide(problem, batch, budget, seed)
     after_s = replica_seconds(case, layout)
-    bound = made.packings_bound or made.lower_bound
-    result = BaselineResult(PACKED_TITLE, layout, made.graph, made.schedule, made.timeline, bound, after_s)
+    result = BaselineResult(PACKED_TITLE, layout, made.graph, made.schedule, made.timeline, made.least_bound, after_s)
     return Packed(made.packing, result)
 
 

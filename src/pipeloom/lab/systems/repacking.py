@@ -56,7 +56,7 @@ class Reordering:
 
     @cached_property
     def spec(self) -> PackingSpec:
-        """No microbatch has more tokens than the largest that was given, or so many of these together as ours may."""
+        """No microbatch has more tokens than as many of the largest given ones together as ours may have."""
         tokens = self.loads.tokens.tolist()
         sizes, first = [], 0
         for group in self.groups:

@@ -422,7 +422,7 @@ def any_size(system: System) -> System:
         found, problem = list[BaselineResult](), None
         for size in SIZES:
             try:
-                found.append(system.run(resized(groups, size), budget, seed))
+                found.append(sized(system, size).run(groups, budget, seed))
             except InfeasibleError as error:
                 problem = problem or error
         if not found:

@@ -278,11 +278,11 @@ def _room(setup: PaperSetup, best: str, options: Options) -> tuple[str, str, str
         for number, one in zip(numbers, ours, strict=True)
     )
     bound, start = mean(least), mean(one.seconds for one in theirs)
-    closed = (
-        "" if found is None else f"{(start - mean(one.seconds for one in found)) / (start - bound) * 100:.0f} %"
-        for found in (ours, given)
-    )
-    return (f"{(start / bound - 1) * 100:.1f} %", *closed)  # type: ignore[return-value]
+
+    def closed(found: list[runs.Timed]) -> str:
+        return f"{(start - mean(one.seconds for one in found)) / (start - bound) * 100:.0f} %"
+
+    return f"{(start / bound - 1) * 100:.1f} %", closed(ours), "" if given is None else closed(given)
 
 
 def published_search(options: Options) -> Outcome:

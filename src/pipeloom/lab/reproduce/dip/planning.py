@@ -84,7 +84,7 @@ def planned(setup: PaperSetup, seed: int, number: int, options: Options, finishi
     Without the collector, which here would look over all the iterations that the evaluation keeps; the planner's own
     process has taken what it keeps out of the collector's sight (`pipeloom.planner.service`).
     """
-    case, groups, begin = setup.case, setup.groups(seed, number), time.process_time()
+    case, groups = setup.case, setup.groups(seed, number)
     try:
         layout = runs.system(setup, runs.OURS).layout
         begin = time.process_time()

@@ -216,7 +216,10 @@ def layouts(setup: PaperSetup) -> dict[str, Layout]:
     model = case.costs.model_spec
     names = frozenset(module.name for module in model.modules[:-1])
     found = {PAPERS: case.layout, "layers balanced": emulated(setup, even=False).layout}
-    for words, of in (("", frozenset[str]()), (", images dealt", names)) if setup.tensor > 1 else (("", frozenset()),):
+    ways = {"": frozenset[str]()}
+    if setup.tensor > 1:
+        ways[", images dealt"] = names
+    for words, of in ways.items():
         load = mean_load(setup, case.costs, of)
         for chunks in CHUNKS:
             layout = chain_of_stages(model, RANKS, chunks, _loads(load))
@@ -242,8 +245,8 @@ def joined_plans(setup: PaperSetup, batches: Sequence[tuple[int, Batch]], search
         each = [decide(problem, batch, Deadline(search_s, "cpu"), seed) for seed, batch in batches]
     except InfeasibleError:
         return Joined(float("inf"), float("inf"))
-    bounds = [(one.packings_bound or one.lower_bound).ns for one in each]
-    return Joined(float(np.mean([one.ns for one in each])) / NS_PER_S, float(np.mean(bounds)) / NS_PER_S)
+    planned, least = np.mean([(one.ns, one.least_bound.ns) for one in each], axis=0) / NS_PER_S
+    return Joined(float(planned), float(least))
 
 
 @cache
