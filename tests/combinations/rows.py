@@ -22,7 +22,7 @@ from . import task
 from .covering import Row
 
 PROCESSES, TOKENS = 4, 110
-CAPACITY_BYTES = {"tp": 1_600_000}
+CAPACITY_BYTES = {"tp": 1_600_000, "none": 1_300_000}
 MOST_BYTES = 1_920_000
 """Of all pipeline ranks where strategies are chosen, by parallelism or of all others: too little to keep everything
 where layouts are stated."""
