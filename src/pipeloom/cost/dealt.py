@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any, Protocol, runtime_checkable
 
 from pipeloom.cost.model import CostModel, PassBytes, StrategyCost, between_s
@@ -67,6 +68,12 @@ def dealt_sum_s(layout: Layout, model: ModelSpec, costs: CostModel, layer_bytes:
     return 2 * (tensor - 1) * max(each)
 
 
+@lru_cache(maxsize=16384)
+def _largest_share(workload: Workload, num_ranks: int) -> Workload:
+    """Remembered, since every chunk asks for it, and layouts are many."""
+    return workload.largest_share(num_ranks)
+
+
 class DealtCosts:
     """Costs of others, but for some modules.
 
@@ -84,6 +91,7 @@ class DealtCosts:
     def __init__(self, costs: CostModel, names: frozenset[str], num_ranks: int) -> None:
         self.costs, self.names, self.num_ranks = costs, names, num_ranks
         self.whole: Any = _undivided(costs) if names else costs
+        self._handed: dict[tuple[int, float, float], tuple[tuple[StrategyCost, ...], tuple[StrategyCost, ...]]] = {}
 
     @property
     def split_backward(self) -> bool:
@@ -98,12 +106,12 @@ class DealtCosts:
     def _at(self, chunk: Chunk, workload: Workload) -> tuple[Any, Workload]:
         """Whom to ask, and about what."""
         if chunk.module in self.names:
-            return self.whole, workload.largest_share(self.num_ranks)
+            return self.whole, _largest_share(workload, self.num_ranks)
         return self.costs, workload
 
     def _hand_s(self, chunk: Chunk, workload: Workload) -> float:
         """Seconds in which each rank gets the rows of all others: pieces of one size, that of the largest."""
-        share = workload.largest_share(self.num_ranks)
+        share = _largest_share(workload, self.num_ranks)
         piece = self.whole.boundary_bytes(chunk, share)
         return (self.num_ranks - 1) * between_s(self.costs, piece, chunk.rank, chunk.rank)
 
@@ -122,15 +130,20 @@ class DealtCosts:
         first = chunk.layers[0]
         # What other modules give the first layer is seldom trained, and small.
         backward_s = self._hand_s(Chunk(chunk.module, (first - 1, first - 1), chunk.rank), workload) if first else 0.0
-        return tuple(
-            replace(
-                each,
-                forward_s=each.forward_s + forward_s,
-                backward_s=each.backward_s + backward_s,
-                backward_input_s=None if each.backward_input_s is None else each.backward_input_s + backward_s,
+        # Chunks of the same layers get the same answer, which is one object, and so is what is made of it.
+        key = (id(found), forward_s, backward_s)
+        if key not in self._handed:
+            made = tuple(
+                replace(
+                    each,
+                    forward_s=each.forward_s + forward_s,
+                    backward_s=each.backward_s + backward_s,
+                    backward_input_s=None if each.backward_input_s is None else each.backward_input_s + backward_s,
+                )
+                for each in found
             )
-            for each in found
-        )
+            self._handed[key] = found, made
+        return self._handed[key][1]
 
     def _handed_bytes(self, chunk: Chunk, workload: Workload) -> int:
         """Most that gathering takes, of outputs or of gradients of inputs.
@@ -139,7 +152,7 @@ class DealtCosts:
         """
         if chunk.module not in self.names:
             return 0
-        share, first = workload.largest_share(self.num_ranks), chunk.layers[0]
+        share, first = _largest_share(workload, self.num_ranks), chunk.layers[0]
         ends = [chunk, *([Chunk(chunk.module, (first - 1, first - 1), chunk.rank)] if first else [])]
 
         def handed(end: Chunk) -> int:

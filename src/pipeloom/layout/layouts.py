@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import accumulate, pairwise
 
 import msgspec
+import numpy as np
 
 from pipeloom.cost import CostModel
 from pipeloom.errors import InputError
@@ -249,24 +250,25 @@ def partition_chain(
     n, times = len(loads), (1.0,) * num_parts if slowness is None else slowness
     if not 1 <= num_parts <= n:
         raise InputError("num_parts", f"{num_parts} is not in 1..{n}", "use fewer chunks than there are layers")
-    total = [0.0, *accumulate(loads)]
-    # best[i]: (largest load, sum of squares, cut) for the first i layers in the parts so far.
-    best: list[tuple[float, float, tuple[int, ...]] | None] = [None] * (n + 1)
-    best[0] = (0.0, 0.0, ())
-    for part in range(1, num_parts + 1):
-        following: list[tuple[float, float, tuple[int, ...]] | None] = [None] * (n + 1)
-        for end in range(part, n - (num_parts - part) + 1):
-            options = []
-            for cut in range(part - 1, end):
-                before = best[cut]
-                if before is not None:
-                    load = (total[end] - total[cut]) * times[part - 1]
-                    options.append((max(before[0], load), before[1] + load * load, (*before[2], cut)))
-            following[end] = min(options)
-        best = following
-    answer = best[n]
-    assert answer is not None
-    cuts = (*answer[2], n)
+    total = np.array([0.0, *accumulate(loads)])
+    spans = np.where(np.tri(n + 1, k=-1), total[:, None] - total, np.inf)  # of layers from a cut to an end
+    # For the first i layers in the parts so far: largest load, sum of squares, cuts.
+    largest, squares = np.full(n + 1, np.inf), np.full(n + 1, np.inf)
+    largest[0] = squares[0] = 0.0
+    cuts_to: list[tuple[int, ...]] = [()] * (n + 1)
+    for each in times:
+        loads_of = spans * each
+        most = np.maximum(largest, loads_of)
+        sums = np.where(most == most.min(axis=1, keepdims=True), squares + loads_of * loads_of, np.inf)
+        least = sums.min(axis=1)
+        best = sums == least[:, None]
+        first = best.argmax(axis=1)
+        for end in np.flatnonzero(best.sum(axis=1) > 1):
+            if least[end] < np.inf:  # several are as good: the one with the earliest cuts
+                first[end] = min(np.flatnonzero(best[end]), key=lambda cut: (*cuts_to[cut], cut))
+        cuts_to = [(*cuts_to[cut], int(cut)) for cut in first]
+        largest, squares = most[np.arange(n + 1), first], least
+    cuts = (*cuts_to[n], n)
     return tuple((first, end - 1) for first, end in pairwise(cuts))
 
 

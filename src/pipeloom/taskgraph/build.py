@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -67,7 +67,7 @@ def build_graph(
         For module boundaries whose parts do not match, and for times and sizes too large to be summed.
     """
     costs, holds = laid_out(costs, layout), hold_outputs or _holds_streams(layout, capacity_bytes)
-    builder = _Builder(layout, packing, _memoised(costs, layout), costs, backward, hold_outputs, holds)
+    builder = _Builder(layout, packing, costs, backward, hold_outputs, holds)
     return builder.build().finish(name, capacity_bytes)
 
 
@@ -82,7 +82,7 @@ def build_assignable(
 ) -> Assignable:
     """Make the graph of `build_graph`, and what is needed to assign the parts of replicated modules anew."""
     costs, holds = laid_out(costs, layout), _holds_streams(layout, capacity_bytes)
-    builder = _Builder(layout, packing, _memoised(costs, layout), costs, backward, False, holds)
+    builder = _Builder(layout, packing, costs, backward, False, holds)
     graph = builder.build().finish(name, capacity_bytes)
     homes = tuple(
         tuple(sorted(layout.chunks_of(module.name), key=lambda c: layout.chunks[c].rank))
@@ -100,26 +100,41 @@ def _holds_streams(layout: Layout, capacity_bytes: int | None) -> bool:
     return capacity_bytes is not None and all(module.on_ranks == "pipelined" for module in layout.modules)
 
 
-def _memoised(costs: CostModel, layout: Layout) -> Callable[[int, Workload], tuple[StrategyCost, ...]]:
-    """Ask the cost model once per chunk shape and workload: equal chunks recur on every microbatch."""
-    known: dict[tuple[str, tuple[int, int], float, Workload], tuple[StrategyCost, ...]] = {}
+class _Answer(NamedTuple):
+    """What the cost model says of a chunk on a workload, as it goes into the graph."""
 
-    def chunk_costs(chunk: int, workload: Workload) -> tuple[StrategyCost, ...]:
-        here = layout.chunks[chunk]
-        key = (here.module, here.layers, slowness_of(costs, here.rank), workload)
-        if key not in known:
-            known[key] = costs.chunk_costs(here, workload)
-        return known[key]
+    candidates: tuple[Candidate, ...]
+    word: str
+    """For the first of them."""
+    split: bool
+    """Whether its backward is I and W."""
 
-    return chunk_costs
+
+class _Path(NamedTuple):
+    """What all parts have in common that pass the same chunks, with the same of their backwards split.
+
+    Tasks, pairs and segments are numbered from the part's first; edges alternate between forward and backward.
+    """
+
+    ranks: tuple[int, ...]
+    kind: list[int]
+    rank: list[int]
+    pair: list[int]
+    segment: list[int]
+    forward: list[int]
+    backward: list[int]
+    """Per pair its backward's task; none where it has none."""
+    source: list[int]
+    target: list[int]
+    num_segments: int
 
 
 @dataclass
 class _Passage:
-    """The pairs that one part of one module passes, chunk by chunk."""
+    """The pairs that one part of one module passes, chunk by chunk, the first of them ``pair``."""
 
     chunks: tuple[int, ...]
-    pairs: list[int]
+    pair: int
     workload: Workload
 
 
@@ -137,7 +152,6 @@ class _Ends(NamedTuple):
 class _Builder:
     layout: Layout
     packing: Packing
-    chunk_costs: Callable[[int, Workload], tuple[StrategyCost, ...]]
     costs: CostModel
     form: BackwardForm
     hold_outputs: bool
@@ -168,8 +182,15 @@ class _Builder:
     """Of any two ranks."""
     num_links: int = field(init=False)
     known_ns: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    like: list[int] = field(default_factory=list)
+    """Per chunk, the first that costs alike: chunks of the same layers, and ranks as fast, recur."""
+    known_costs: dict[Workload, dict[int, tuple[StrategyCost, ...]]] = field(default_factory=dict)
+    """By workload, so that its lengths are hashed once for all chunks, and by chunk."""
+    known_answers: dict[Workload, dict[int, _Answer]] = field(default_factory=dict)
+    known_bytes: dict[Workload, dict[int, int]] = field(default_factory=dict)
     converted: dict[tuple[int, bool], tuple[tuple[Candidate, ...], str]] = field(default_factory=dict)
     """Answers of the cost model as candidates, with the word for the first of them."""
+    paths: dict[tuple[tuple[int, ...], tuple[bool, ...]], _Path] = field(default_factory=dict)
     num_segments: int = 0
     load_s: list[float] = field(default_factory=list)
     """Per rank: seconds of the pipelined modules in all, and of what replicated ones have been assigned to it."""
@@ -178,9 +199,13 @@ class _Builder:
     """By stream, the module and the layer that emits it."""
 
     def __post_init__(self) -> None:
-        """Number the links."""
+        """Number the links, and find chunks that cost alike."""
         self.link = link_table(self.costs, self.layout.num_ranks)
         self.num_links = int(self.link.max()) + 1
+        first: dict[tuple[str, tuple[int, int], float], int] = {}
+        for number, chunk in enumerate(self.layout.chunks):
+            key = (chunk.module, chunk.layers, slowness_of(self.costs, chunk.rank))
+            self.like.append(first.setdefault(key, number))
 
     def build(self) -> _Builder:
         """Add everything."""
@@ -202,6 +227,14 @@ class _Builder:
                 for part in microbatch.parts[m]:
                     for chunk in self.layout.chunks_of(module.name):
                         self.load_s[self.layout.chunks[chunk].rank] += self._seconds(chunk, part.workload)
+
+    def chunk_costs(self, chunk: int, workload: Workload) -> tuple[StrategyCost, ...]:
+        """Ask the cost model, once for every workload and chunk that costs alike."""
+        known = self.known_costs.setdefault(workload, {})
+        like = self.like[chunk]
+        if like not in known:
+            known[like] = self.costs.chunk_costs(self.layout.chunks[chunk], workload)
+        return known[like]
 
     def _seconds(self, chunk: int, workload: Workload) -> float:
         base = self.chunk_costs(chunk, workload)[0]
@@ -231,75 +264,105 @@ class _Builder:
                 self._add_stream(passages, microbatch, module.name, end)
 
     def _pass(self, microbatch: int, m: int, sub: int, part: SubMicrobatch) -> _Passage:
-        name = self.layout.modules[m].name
-        chunks = self._chunks(m, part.workload)
-        trained = self.layout.has_backward(name)
-        passage = _Passage(chunks, [], part.workload)
-        ranks = [self.layout.chunks[c].rank for c in chunks]
+        chunks, workload = self._chunks(m, part.workload), part.workload
+        answers = self._answers(m, chunks, microbatch, workload)
+        path = self._path(m, chunks, tuple(answer.split for answer in answers))
+        pair, task, segment = len(self.activation), len(self.kind), self.num_segments
+        self.num_segments += path.num_segments
+        self.kind += path.kind
+        self.rank += path.rank
+        self.pair += [pair + each for each in path.pair]
+        self.segment += [segment + each for each in path.segment]
+        self.microbatch += [microbatch] * len(path.kind)
+        self.module += [m] * len(path.kind)
+        self.forward += [task + each for each in path.forward]
+        self.backward += [task + each for each in path.backward] or [-1] * len(chunks)
+        for chunk, answer in zip(chunks, answers, strict=True):
+            first = answer.candidates[0]
+            self.duration.append(first.forward_ns)
+            if path.backward:
+                self.duration.append(first.backward_ns)
+                if answer.split:
+                    self.duration.append(first.weight_ns)
+            self.activation.append(first.activation_bytes)
+            self.weight_gradient.append(first.weight_gradient_bytes)
+            self.candidates.append(answer.candidates)
+            self.labels.append(PairLabel(chunk, microbatch, sub, answer.word))
+            self.options.append(self._elsewhere(chunk, workload, answer.split))
+        self.source += [task + each for each in path.source]
+        self.target += [task + each for each in path.target]
+        self.held += [0] * len(path.source)
+        both = 2 if path.backward else 1
+        for i in range(len(chunks) - 1):
+            delay, crossing = self._delay(chunks[i], chunks[i + 1], workload)
+            self.delay += [delay] * both
+            self.crossing += [crossing] * both
+        return _Passage(chunks, pair, workload)
+
+    def _answers(self, m: int, chunks: Sequence[int], microbatch: int, workload: Workload) -> list[_Answer]:
+        known, found = self.known_answers.setdefault(workload, {}), []
+        trained = self.layout.has_backward(self.layout.modules[m].name)
+        for chunk in chunks:
+            like = self.like[chunk]
+            if like not in known:
+                base = self.chunk_costs(chunk, workload)[0]
+                split = trained and self.form != "whole" and base.backward_weight_s is not None
+                name = f"{self.layout.chunks[chunk].module}, chunk {chunk}, microbatch {microbatch}"
+                known[like] = _Answer(*self._candidates(chunk, workload, split, name), split)
+            found.append(known[like])
+        return found
+
+    def _path(self, m: int, chunks: tuple[int, ...], splits: tuple[bool, ...]) -> _Path:
+        """What is the same for all parts of a module that pass these chunks."""
+        known = self.paths.get((chunks, splits))
+        if known is None:
+            trained = self.layout.has_backward(self.layout.modules[m].name)
+            known = self.paths[chunks, splits] = self._new_path(chunks, splits, trained)
+        return known
+
+    def _new_path(self, chunks: tuple[int, ...], splits: tuple[bool, ...], trained: bool) -> _Path:
+        ranks = tuple(self.layout.chunks[c].rank for c in chunks)
         runs = number_runs(ranks)
-        base = self.num_segments
         # Forward segments of this part come first, then its backward ones, then its weight gradients.
         per_kind = runs[-1] + 1
-        self.num_segments += per_kind * (1 + (2 if self.form != "whole" else 1) * trained)
-        for position, chunk in enumerate(chunks):
-            label = PairLabel(chunk, microbatch, sub)
-            segments = tuple(base + k * per_kind + runs[position] for k in range(3))
-            passage.pairs.append(self._add_pair(label, m, ranks[position], segments, part.workload, trained))
-        for before, after in zip(range(len(chunks)), range(1, len(chunks)), strict=False):
-            self._edge(passage, before, passage, after, part.workload)
-        return passage
+        num_segments = per_kind * (1 + (2 if self.form != "whole" else 1) * trained)
+        path = _Path(ranks, [], [], [], [], [], [], [], [], num_segments)
+        for position, (rank, split) in enumerate(zip(ranks, splits, strict=True)):
+            kinds = [FORWARD]
+            if trained:
+                kinds += [INPUT_GRADIENT, WEIGHT_GRADIENT] if split else [BACKWARD]
+                path.backward.append(len(path.kind) + 1)
+            path.forward.append(len(path.kind))
+            path.kind.extend(kinds)
+            path.rank.extend([rank] * len(kinds))
+            path.pair.extend([position] * len(kinds))
+            path.segment.extend(k * per_kind + runs[position] for k in range(len(kinds)))
+        for i in range(len(chunks) - 1):
+            path.source.append(path.forward[i])
+            path.target.append(path.forward[i + 1])
+            if trained:
+                path.source.append(path.backward[i + 1])
+                path.target.append(path.backward[i])
+        return path
 
-    def _add_pair(
-        self, label: PairLabel, module: int, rank: int, segments: tuple[int, ...], workload: Workload, trained: bool
-    ) -> int:
-        pair = len(self.activation)
-        base = self.chunk_costs(label.chunk, workload)[0]
-        split = trained and self.form != "whole" and base.backward_weight_s is not None
-        candidates, word = self._candidates(label, workload, split)
-        elsewhere: tuple[tuple[Candidate, ...], ...] = ()
-        if self.costs.slowness and self._moves(self.layout.chunks[label.chunk]):
-            chunks = sorted(
-                self.layout.chunks_of(self.layout.modules[module].name), key=lambda c: self.layout.chunks[c].rank
-            )
-            elsewhere = tuple(self._candidates(label._replace(chunk=c), workload, split)[0] for c in chunks)
-        self.options.append(elsewhere)
-        first = candidates[0]
-        self.forward.append(self._add_task(FORWARD, rank, first.forward_ns, pair, segments[0], label, module))
-        self.backward.append(-1)
-        if trained:
-            kind = INPUT_GRADIENT if split else BACKWARD
-            self.backward[pair] = self._add_task(kind, rank, first.backward_ns, pair, segments[1], label, module)
-            if split:
-                self._add_task(WEIGHT_GRADIENT, rank, first.weight_ns, pair, segments[2], label, module)
-        self.activation.append(first.activation_bytes)
-        self.weight_gradient.append(first.weight_gradient_bytes)
-        self.candidates.append(candidates)
-        self.labels.append(PairLabel(label.chunk, label.microbatch, label.sub_microbatch, word))
-        return pair
+    def _elsewhere(self, chunk: int, workload: Workload, split: bool) -> tuple[tuple[Candidate, ...], ...]:
+        """Its candidates on each rank that it could be on; nothing where it could not, or ranks are alike."""
+        here = self.layout.chunks[chunk]
+        if not self.costs.slowness or not self._moves(here):
+            return ()
+        chunks = sorted(self.layout.chunks_of(here.module), key=lambda c: self.layout.chunks[c].rank)
+        return tuple(self._candidates(c, workload, split, f"{here.module}, chunk {c}")[0] for c in chunks)
 
-    def _candidates(self, label: PairLabel, workload: Workload, split: bool) -> tuple[tuple[Candidate, ...], str]:
-        """What a chunk may do with a workload, with the word for the first of that."""
-        options = self.chunk_costs(label.chunk, workload)
-        # The same answer of the cost model is one object, and kept by `_memoised`.
+    def _candidates(self, chunk: int, workload: Workload, split: bool, name: str) -> tuple[tuple[Candidate, ...], str]:
+        """What a chunk may do with a workload, with the word for the first of that; errors give ``name``."""
+        options = self.chunk_costs(chunk, workload)
+        # The same answer of the cost model is one object, and kept in `known_costs`.
         known = self.converted.get((id(options), split))
         if known is None:
             forms = (True, False) if split and self.form == "either" else (split,)
-            name = f"{self.layout.chunks[label.chunk].module}, chunk {label.chunk}, microbatch {label.microbatch}"
             made = tuple(_candidate(option, split, form, name) for option in options for form in forms)
             known = self.converted[id(options), split] = made, strategy_word(made[0].strategy, made[0].layers)
         return known
-
-    def _add_task(
-        self, kind: int, rank: int, duration: int, pair: int, segment: int, label: PairLabel, module: int
-    ) -> int:
-        self.kind.append(kind)
-        self.rank.append(rank)
-        self.duration.append(duration)
-        self.pair.append(pair)
-        self.segment.append(segment)
-        self.microbatch.append(label.microbatch)
-        self.module.append(module)
-        return len(self.kind) - 1
 
     def _add_stream(self, passages: dict[str, list[_Passage]], microbatch: int, module: str, end: StreamEnd) -> None:
         """Connect every part's chunk that emits a stream with those that take it, where they are not one."""
@@ -333,21 +396,25 @@ class _Builder:
 
     def _edge(self, above: _Passage, i: int, below: _Passage, j: int, workload: Workload, stream: str = "") -> None:
         """Connect two pairs: activation forward, gradient back, each after its transfer between ranks."""
-        source, target = above.pairs[i], below.pairs[j]
-        upper, lower = self.layout.chunks[above.chunks[i]], self.layout.chunks[below.chunks[j]]
-        delay = held = 0
-        crossing = (0,) * self.num_links
-        apart = upper.rank != lower.rank
-        if apart or self._moves(upper) or self._moves(lower):
-            num_bytes = self._num_bytes(upper, workload, stream)
-            crossing = self._crossing(num_bytes)
+        source, target = above.pair + i, below.pair + j
+        upper, lower = above.chunks[i], below.chunks[j]
+        delay, crossing = self._delay(upper, lower, workload, stream)
+        held = 0
+        apart = self.layout.chunks[upper].rank != self.layout.chunks[lower].rank
         if not apart and (self.holds_streams if stream else self.hold_outputs and above is not below):
             held = self._num_bytes(upper, workload, stream)
-        if apart:
-            delay = crossing[self.link[upper.rank, lower.rank]]
         self._add_edge(self.forward[source], self.forward[target], delay, held, crossing)
         if self.backward[source] >= 0 and self.backward[target] >= 0:
             self._add_edge(self.backward[target], self.backward[source], delay, held if stream else 0, crossing)
+
+    def _delay(self, upper: int, lower: int, workload: Workload, stream: str = "") -> tuple[int, tuple[int, ...]]:
+        """Nanoseconds from one chunk to the next, and over each link, were they on other ranks, if they ever are."""
+        above, below = self.layout.chunks[upper], self.layout.chunks[lower]
+        apart = above.rank != below.rank
+        if not apart and not self._moves(above) and not self._moves(below):
+            return 0, (0,) * self.num_links
+        crossing = self._crossing(self._num_bytes(upper, workload, stream))
+        return (crossing[self.link[above.rank, below.rank]] if apart else 0), crossing
 
     def _crossing(self, num_bytes: int) -> tuple[int, ...]:
         """Nanoseconds of a message over each link."""
@@ -357,8 +424,14 @@ class _Builder:
             self.known_ns[num_bytes] = tuple(to_ns(self.costs.transfer_s(num_bytes, link), name) for link in every)
         return self.known_ns[num_bytes]
 
-    def _num_bytes(self, chunk: Chunk, workload: Workload, stream: str) -> int:
-        return self.costs.stream_bytes(stream, workload) if stream else self.costs.boundary_bytes(chunk, workload)
+    def _num_bytes(self, chunk: int, workload: Workload, stream: str) -> int:
+        if stream:
+            return self.costs.stream_bytes(stream, workload)
+        known = self.known_bytes.setdefault(workload, {})
+        like = self.like[chunk]
+        if like not in known:
+            known[like] = self.costs.boundary_bytes(self.layout.chunks[chunk], workload)
+        return known[like]
 
     def _moves(self, chunk: Chunk) -> bool:
         """Whether a part that is worked on here could be worked on elsewhere."""
