@@ -40,6 +40,8 @@ class BaselineResult:
     """Of this system's own graph: its layout fixes what any schedule of it can reach."""
     after_s: float = 0.0
     """What this system alone needs after the pipeline: the gradients of replicated modules."""
+    packing: Packing | None = None
+    """The microbatches, of systems whose plans are made for executors."""
 
     @property
     def iteration_s(self) -> float:

@@ -9,6 +9,7 @@ import numpy as np
 
 from pipeloom.errors import InputError
 from pipeloom.taskgraph import NO_TASK, IntArray, TaskGraph
+from pipeloom.taskgraph.labels import ChosenLabels
 from pipeloom.timeline import Schedule
 
 
@@ -43,33 +44,32 @@ def chain_of(graph: TaskGraph, modules: Sequence[str] | None = None) -> Chain:
     """
     if graph.labels is None:
         raise InputError("graph", "has no labels", "baselines need a graph that was made from a layout")
-    home: dict[int, int] = {}
+    # Words for strategies are made when labels are read, and are of no use here.
+    labels = graph.labels.given if isinstance(graph.labels, ChosenLabels) else graph.labels
     names = graph.module_names if modules is None else modules
     wanted = [i for i, name in enumerate(graph.module_names) if name in names]
-    kept = np.isin(graph.module[graph.forward_of], wanted)
-    for pair, label in enumerate(graph.labels):
-        if not kept[pair]:
-            continue
-        home[label.chunk] = int(graph.rank[graph.forward_of[pair]])
+    kept = np.flatnonzero(np.isin(graph.module[graph.forward_of], wanted))
+    places = np.array([label[:3] for label in labels], np.int64)  # chunk, microbatch, part
+    pairs = kept[np.lexsort(places[kept].T[::-1])].tolist()
+    first, second, third = graph.forward_of.tolist(), graph.backward_of.tolist(), graph.weight_of.tolist()
+    rank = graph.rank.tolist()
+    home = {labels[pair].chunk: rank[first[pair]] for pair in pairs}
     stage_of: dict[int, int] = {}
     ranks: list[int] = []
     for chunk in sorted(home):
         if not ranks or ranks[-1] != home[chunk]:
             ranks.append(home[chunk])
         stage_of[chunk] = len(ranks) - 1
+    at = {pair: (stage_of[labels[pair].chunk], labels[pair].microbatch) for pair in pairs}
     forward: dict[tuple[int, int], list[int]] = {}
     backward: dict[tuple[int, int], list[int]] = {}
-    labels = graph.labels
-    pairs = sorted(np.flatnonzero(kept).tolist(), key=lambda pair: labels[pair])
     for pair in pairs:
-        label = labels[pair]
-        forward.setdefault((stage_of[label.chunk], label.microbatch), []).append(int(graph.forward_of[pair]))
+        forward.setdefault(at[pair], []).append(first[pair])
     for pair in reversed(pairs):
-        label = labels[pair]
-        for task in (int(graph.backward_of[pair]), int(graph.weight_of[pair])):
+        for task in (second[pair], third[pair]):
             if task != NO_TASK:
-                backward.setdefault((stage_of[label.chunk], label.microbatch), []).append(task)
-    return Chain(tuple(ranks), 1 + max(label.microbatch for label in graph.labels), forward, backward)
+                backward.setdefault(at[pair], []).append(task)
+    return Chain(tuple(ranks), 1 + int(places[:, 1].max()), forward, backward)
 
 
 def as_schedule(graph: TaskGraph, order: list[list[int]], method: str) -> Schedule:

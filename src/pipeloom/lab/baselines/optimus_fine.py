@@ -9,7 +9,7 @@ pass; here these are a part of the pass, so only the bubbles between passes are 
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_right, insort
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -95,7 +95,8 @@ class _Bubbles:
 
     def latest(self, duration: int, until: int) -> int:
         """Take the latest time that ends by ``until``; return its start."""
-        for i in range(len(self.free) - 1, -1, -1):
+        last = bisect_right(self.free, (until - duration, _FAR)) - 1
+        for i in range(last, -1, -1):
             a, b = self.free[i]
             begin = min(b, until) - duration
             if begin >= a:
@@ -105,7 +106,9 @@ class _Bubbles:
 
     def earliest(self, duration: int, since: int) -> int:
         """Take the earliest time that begins at ``since`` or later; return its start."""
-        for i, (a, b) in enumerate(self.free):
+        first = max(0, bisect_right(self.free, (since, _FAR)) - 1)
+        for i in range(first, len(self.free)):
+            a, b = self.free[i]
             begin = max(a, since)
             if begin + duration <= b:
                 self._take(i, begin, begin + duration)

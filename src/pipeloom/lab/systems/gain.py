@@ -76,7 +76,9 @@ def packed_anew(
     problem.warm_up()
     made = decide(problem, batch, budget, seed)
     after_s = replica_seconds(case, layout)
-    result = BaselineResult(PACKED_TITLE, layout, made.graph, made.schedule, made.timeline, made.least_bound, after_s)
+    result = BaselineResult(
+        PACKED_TITLE, layout, made.graph, made.schedule, made.timeline, made.least_bound, after_s, made.packing
+    )
     return Packed(made.packing, result)
 
 

@@ -161,7 +161,13 @@ def assignable_of(
     InfeasibleError
         The weights alone do not fit.
     """
-    packing = pack_microbatches(case, layout, groups)
+    return packed_assignable(case, layout, pack_microbatches(case, layout, groups), name, costs)
+
+
+def packed_assignable(
+    case: ModelOnCluster, layout: Layout, packing: Packing, name: str, costs: EmulatedCosts | None = None
+) -> Assignable:
+    """As `assignable_of`, of microbatches that are cut already."""
     return iteration_graph(layout, packing, costs or case.costs, name, case.memory, or_whole=False)
 
 

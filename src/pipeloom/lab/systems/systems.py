@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from math import inf
 
 import numpy as np
 
@@ -24,12 +25,12 @@ from pipeloom.lab.systems.model_on_cluster import (
     LEVELS,
     Microbatches,
     ModelOnCluster,
-    assignable_of,
     graph_of,
     layer_seconds,
     model_flops,
     most_workspace_bytes,
     pack_microbatches,
+    packed_assignable,
     resized,
 )
 from pipeloom.lab.systems.recomputation import level_tables, per_rank_recomputation
@@ -67,6 +68,8 @@ ROOMS = (0.95, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5)
 
 _ONCE = Evaluations(1)
 """For systems that do not search."""
+NEAR = 1.1
+"""Times the fastest on the first sampled iteration, up to which options are timed on the others."""
 SIZES = (1, 0, 2, 4)
 """Microbatches that may become one, 0: each becomes two."""
 
@@ -270,7 +273,8 @@ def searched_system(
     """A system that searches order and strategies for every iteration."""
 
     def run(groups: Microbatches, budget: StoppingRule, seed: int) -> BaselineResult:
-        made = assignable_of(case, layout, groups, name, costs)
+        packing = pack_microbatches(case, layout, groups)
+        made = packed_assignable(case, layout, packing, name, costs)
         found_for = solve_assignable(made, budget=budget, seed=seed, method=method, threads=threads)
         found = found_for.solution
         return BaselineResult(
@@ -281,6 +285,7 @@ def searched_system(
             found.timeline,
             found.lower_bound,
             replica_seconds(case, layout),
+            packing,
         )
 
     return System(name, layout, run)
@@ -385,12 +390,12 @@ def in_turn(
 ) -> System:
     """A system of several layouts: the one that is fastest on the sampled iterations, by the mean of all.
 
-    A layout that some sampled iteration does not fit comes after those that fit more of them. A later iteration that
+    Those that are far behind on the first are not timed on the others. A layout that some sampled iteration does not
+    fit comes after those that fit more of them. A later iteration that
     does not fit the first layout runs under the next that it fits; those of ``last`` come after all others. ``budget``
     is of every sampled iteration, for systems that search.
     """
-    order = [options[0]] if len(options) == 1 else sorted(options, key=lambda option: standing(option, batches, budget))
-    order += last
+    order = [*(options if len(options) == 1 else _fastest_first(options, batches, budget)), *last]
 
     def run(groups: Microbatches, budget: StoppingRule, seed: int) -> BaselineResult:
         problem: InfeasibleError | None = None
@@ -403,6 +408,21 @@ def in_turn(
         raise problem
 
     return System(name, order[0].layout, run)
+
+
+def _fastest_first(options: Sequence[System], batches: Sequence[Microbatches], budget: StoppingRule) -> list[System]:
+    """Those that come near on the first sampled iteration, or do not fit it, by all; the others by it alone."""
+    found = {option: _seconds(option, batches[:1], budget) for option in options}
+    far = NEAR * min(min(each, default=inf) for each in found.values())
+    near = {option for option, each in found.items() if min(each, default=inf) <= far or inf in each}
+    for option in near:
+        found[option] += _seconds(option, batches, budget, first=1)
+
+    def key(option: System) -> tuple[int, bool, float]:
+        lacking, seconds = _standing(found[option])
+        return lacking, option not in near, seconds
+
+    return sorted(options, key=key)
 
 
 def sized(system: System, size: int) -> System:
@@ -435,8 +455,20 @@ def any_size(system: System) -> System:
 
 def standing(option: System, batches: Sequence[Microbatches], budget: StoppingRule = _ONCE) -> tuple[int, float]:
     """How many sampled iterations do not fit, and the mean seconds of the others."""
-    seconds = []
-    for seed, groups in enumerate(batches):
-        with suppress(InfeasibleError):
-            seconds.append(option.run(groups, budget, seed).iteration_s)
-    return len(batches) - len(seconds), sum(seconds) / max(1, len(seconds))
+    return _standing(_seconds(option, batches, budget))
+
+
+def _standing(seconds: Sequence[float]) -> tuple[int, float]:
+    fitting = [each for each in seconds if each < inf]
+    return len(seconds) - len(fitting), sum(fitting) / max(1, len(fitting))
+
+
+def _seconds(option: System, batches: Sequence[Microbatches], budget: StoppingRule, first: int = 0) -> list[float]:
+    """Of the sampled iterations from the first on; infinite where one does not fit."""
+    found = []
+    for seed in range(first, len(batches)):
+        try:
+            found.append(option.run(batches[seed], budget, seed).iteration_s)
+        except InfeasibleError:
+            found.append(inf)
+    return found

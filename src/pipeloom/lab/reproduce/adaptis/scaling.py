@@ -95,6 +95,7 @@ def _scale(
                     _degrees(mine),
                     *("out of memory" if (x := ratio[system]) is None else f"{x:.2f}" for system in shown[1:]),
                     _over_fastest(best, mine),
+                    _over_generator(best, mine),
                     " / ".join(f"{x:.2f}" for x in theirs) if model == "nemotron-h-large" else "",
                     f"{rate / first:.1f}" if first else "",
                 )
@@ -109,6 +110,7 @@ def _scale(
             GENERATOR,
             "ours",
             "ours over the best of eight",
+            f"ours over {GENERATOR}",
             "paper: I-1F1B / ZB / Mist / AdaPtis",
             "our throughput over 8 devices",
         )
@@ -135,6 +137,11 @@ def _over_fastest(best: dict[str, _Best | None], mine: _Best | None) -> str:
         return ""
     fastest = min(published, key=lambda system: published[system])
     return f"{published[fastest] / mine.seconds:.2f} ({fastest})"
+
+
+def _over_generator(best: dict[str, _Best | None], mine: _Best | None) -> str:
+    theirs = best[GENERATOR]
+    return "" if theirs is None or mine is None else f"{theirs.seconds / mine.seconds:.3f}"
 
 
 def _degrees(best: _Best | None) -> str:

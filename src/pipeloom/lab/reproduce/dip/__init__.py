@@ -2,7 +2,14 @@
 
 from pipeloom.lab.reproduce.dip.ablation import figure_9, figure_10, section_3_1, table_5
 from pipeloom.lab.reproduce.dip.characterise import figure_4, section_2_2, table_1
-from pipeloom.lab.reproduce.dip.end_to_end import figure_8a, figure_8b, published_search, table_4, tried_layouts
+from pipeloom.lab.reproduce.dip.end_to_end import (
+    figure_8a,
+    figure_8b,
+    published_search,
+    table_4,
+    tried_layouts,
+    unsearched,
+)
 from pipeloom.lab.reproduce.dip.images import over_images
 from pipeloom.lab.reproduce.dip.large import large
 from pipeloom.lab.reproduce.dip.literal import programs, to_the_letter
@@ -49,6 +56,7 @@ PARTS: tuple[Part, ...] = (
     ),
     Part("table-4", "FSDP, Megatron-LM and DIP on 16 H20", "`dip.txt` Table 4", "emulated", table_4, uses=ONE),
     Part("figure-8a", "Five models on mixed data", "`dip.txt` Fig. 8a", "emulated", figure_8a, shares=FIVE),
+    Part("unsearched", "What searching brings", "nothing in the papers", "emulated", unsearched, uses=ONE, shares=FIVE),
     Part("figure-8b", "Changing data", "`dip.txt` Fig. 8b", "emulated", figure_8b, uses=("search",), shares=FIVE),
     Part("table-5", "What each technique brings", "`dip.txt` Table 5", "emulated", table_5, uses=ONE, shares=FIVE),
     Part("figure-9", "Sub-microbatch sizes", "`dip.txt` Fig. 9", "emulated", figure_9),

@@ -10,10 +10,6 @@ from pipeloom.errors import InfeasibleError
 from pipeloom.lab.reproduce.dip import runs
 from pipeloom.lab.reproduce.dip.setups import LARGE, SETUPS, PaperSetup, device, mean
 from pipeloom.lab.reproduce.part import Options, Outcome, Table
-from pipeloom.lab.systems.gain import packed_anew, packs_anew
-from pipeloom.lab.systems.iterations import TOKENS
-from pipeloom.lab.systems.model_on_cluster import pack_microbatches
-from pipeloom.lab.systems.systems import searched_system
 from pipeloom.plan import boundary_shapes, lower, verify
 from pipeloom.planner import Finishing
 
@@ -56,8 +52,8 @@ def planning_time(options: Options) -> Outcome:
     )
     text = (
         "From the samples of an iteration to a plan that is proved complete and free of deadlock, on one core, under "
-        "our layouts; microbatches are made of the samples where these may go together otherwise, and given where they "
-        f"are clips. {runs.rule(options)} On thousands of GPUs ours has {runs.LARGE_SEARCH} times as much. The "
+        "our layouts; microbatches are made or chosen as in Fig. 8a. "
+        f"{runs.rule(options)} On thousands of GPUs ours has {runs.LARGE_SEARCH} times as much. The "
         "search ends so early that the plan and its proof have their time, as the last ones took. Costs of shapes that "
         "no iteration had before are emulated in it. Python's collector is paused meanwhile, as the planner spares "
         "itself it."
@@ -86,21 +82,18 @@ def planned(setup: PaperSetup, seed: int, number: int, options: Options, finishi
     """
     case, groups = setup.case, setup.groups(seed, number)
     try:
-        layout = runs.system(setup, runs.OURS).layout
+        one = runs.system(setup, runs.OURS)
         begin = time.process_time()
         budget = runs.budget_of(setup, runs.OURS, options.search_s, finishing)
-        if packs_anew(case):
-            packing, found = packed_anew(case, layout, groups, TOKENS, budget, seed)
-        else:
-            packing = pack_microbatches(case, layout, groups)
-            found = searched_system("planning", case, layout).run(groups, budget, seed)
+        found = one.run(groups, budget, seed)
     except InfeasibleError:
         return None
     searched = time.process_time()
+    layout, packing = found.layout, found.packing
+    assert packing is not None
     plan = lower(found.graph, found.schedule, found.timeline, layout, packing, boundary_shapes(case.model, layout))
     verify(plan, layout, packing)
     after = time.process_time() - searched
     finishing.took(after, found.graph.num_tasks)
-    seconds = found.timeline.makespan_ns / 1e9
     gap = found.timeline.makespan_ns / max(found.lower_bound.ns, 1) - 1
-    return Planned((searched - begin, after), found.graph.num_tasks, seconds, gap)
+    return Planned((searched - begin, after), found.graph.num_tasks, found.iteration_s, gap)

@@ -8,7 +8,8 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from pipeloom.errors import InfeasibleError
 from pipeloom.explain.compare import BaselineResult
@@ -20,18 +21,26 @@ from pipeloom.lab.systems.gain import own_system
 from pipeloom.lab.systems.iterations import TOKENS
 from pipeloom.lab.systems.jitter import jittered_s
 from pipeloom.lab.systems.model_on_cluster import Microbatches, ModelOnCluster, assignable_of
+from pipeloom.lab.systems.recomputation import per_module_recomputation
+from pipeloom.lab.systems.repacking import reordered
 from pipeloom.lab.systems.systems import (
+    SIZES,
     System,
     any_size,
     dip_layout,
+    fixed_system,
+    in_turn,
     partitioned,
     replica_seconds,
     searched_system,
+    sized,
+    standing,
     unadaptive_system,
 )
 from pipeloom.layout.choose import nearest
 from pipeloom.planner import Finishing
-from pipeloom.search import Before, Begun, Deadline, StoppingRule
+from pipeloom.search import Before, Begun, Deadline, StoppingRule, interleaved_one_f_one_b
+from pipeloom.spec import Layout
 from pipeloom.taskgraph import NS_PER_S, TaskGraph
 from pipeloom.timeline import Schedule, Timeline, assignable_bound, check
 
@@ -42,6 +51,8 @@ PUBLISHED, PRIORITY = SYSTEMS["dip"].title, SYSTEMS["dip-priority"].title
 OURS, OURS_SAME = SYSTEMS["pipeloom"].title, SYSTEMS["pipeloom-dip-layout"].title
 OURS_GIVEN = "Pipeloom, microbatches given"
 """Ours in all but the microbatches, which are those that the others are given."""
+UNSEARCHED = "Pipeloom's layouts and packings, no search"
+"""What ours would be with Megatron-LM's interleaved order, and one setting of recomputation for each module."""
 BASELINE_NAMES = (
     "1f1b",
     "1f1b-time",
@@ -56,6 +67,8 @@ BASELINE_NAMES = (
 """Systems that the evaluation holds DIP and ours against. Named one by one: what is published must not change when
 somebody adds a system to compare with."""
 BASELINES = tuple(SYSTEMS[name].title for name in BASELINE_NAMES)
+PAPERS_BASELINES = (MEGATRON, NNSCALER, OPTIMUS)
+"""Those that DIP's paper itself compares with."""
 STATIC, NO_SEARCH, NO_STRATEGIES = "DIP's layout, static order", "DIP, no search", "DIP, uniform strategies"
 FROM_UNIFORM = "DIP from the best uniform strategies"
 FORMS = (PUBLISHED, PRIORITY, FROM_UNIFORM, NO_STRATEGIES, NO_SEARCH)
@@ -70,6 +83,8 @@ FEW_BOUNDS = 3
 """Layouts of the least lower bounds on the sampled iterations, of which the least is taken on the timed ones."""
 MOST_TRIED = 3
 """Layouts, the nearest with given microbatches, of which ours takes the best with its own."""
+CHAIN = "one chain, "
+"""How names of layouts begin whose modules are one chain; all of them are tried where nothing is searched."""
 CHOICE = Deadline(2.0, "cpu")
 """To plan each sampled iteration under each of them."""
 LARGE_SEARCH = 3
@@ -88,6 +103,10 @@ _PARTS: dict[str, Callable[[ModelOnCluster, Sequence[Microbatches]], System]] = 
 def threads() -> int:
     """Half of the cores at hand, as DIP's planner takes (`dip.txt` §6.2)."""
     return max(1, len(os.sched_getaffinity(0)) // 2)
+
+
+_OF_DIP = frozenset({*_PARTS, OURS_SAME})
+"""On DIP's layout: their microbatches have one size, the best of it."""
 
 
 def planning_s(setup: PaperSetup, name: str, search_s: float) -> float:
@@ -158,7 +177,10 @@ def suits(name: str, setup: PaperSetup) -> bool:
 
 @functools.lru_cache(maxsize=256)
 def system(setup: PaperSetup, name: str) -> System:
-    """A system by its title, with its layout chosen on the typical iterations; baselines with microbatches of any size.
+    """A system by its title, with its layout chosen on the typical iterations.
+
+    Baselines have microbatches of the size that is best for an iteration, DIP's forms of that which is best on the
+    typical ones.
 
     Raises
     ------
@@ -172,9 +194,36 @@ def system(setup: PaperSetup, name: str) -> System:
         fitting = [one for one in setup.layouts if not one.problem]
         few = fitting[:1] if setup in LARGE.values() else nearest(fitting)[:MOST_TRIED]
         return own_system(OURS, case, [one.layout for one in few], setup.typical, TOKENS, CHOICE)
+    if name == UNSEARCHED:
+        return _unsearched(setup)
     make = _PARTS.get(name) or _ENTRIES[name].make
     made = make(case, setup.typical)
-    return any_size(made) if name in BASELINES else made
+    return any_size(made) if name in BASELINES else sized(made, _size_of_dip(setup)) if name in _OF_DIP else made
+
+
+def _unsearched(setup: PaperSetup) -> System:
+    """What search and strategies bring is what ours is ahead of this."""
+    case = setup.case
+    fitting = [one for one in setup.layouts if not one.problem]
+    chains = [one for one in fitting if one.name.startswith(CHAIN)]
+    layouts = {one.layout.chunks: one.layout for one in (*nearest(fitting)[:MOST_TRIED], *chains)}.values()
+
+    def option(layout: Layout) -> System:
+        after_s = replica_seconds(case, layout)
+
+        def recompute(*arguments: Any) -> BaselineResult:
+            return replace(per_module_recomputation(*arguments), after_s=after_s)
+
+        return fixed_system(UNSEARCHED, case, layout, interleaved_one_f_one_b, recompute)
+
+    return reordered(in_turn(UNSEARCHED, [option(layout) for layout in layouts], setup.typical), case)
+
+
+@functools.lru_cache(maxsize=64)
+def _size_of_dip(setup: PaperSetup) -> int:
+    """How many of the given microbatches are best as one on DIP's layout, by its form that does not search."""
+    plain = unadaptive_system(NO_SEARCH, setup.case, dip_layout(setup.case, setup.typical), FIFO)
+    return min(SIZES, key=lambda size: standing(sized(plain, size), setup.typical))
 
 
 def chunks_a_rank(setup: PaperSetup, name: str) -> int:

@@ -49,6 +49,13 @@ def _beside(column: str, mix: str) -> dict[str, Found]:
     return {"two": _in_regime(column, mix, _CALIBRATED), "filled": _in_regime(column, mix, _CALIBRATED_FILLED)}
 
 
+_CHANGES_SIZE = ("DataMix3",)
+_OTHER_SIZE = (
+    " Balanced recomputes less than Original here and has another size, of which the paper states neither: alike "
+    "is only what is calibrated."
+)
+
+
 def _table_2() -> tuple[Claim, ...]:
     """Its rows, for every mixture, and Pipeloom against the last."""
     paper = {"DataMix1": (31.5, 32.6, 40.7), "DataMix2": (12.1, 17.1, 28.9), "DataMix3": (2.5, 7.0, 16.1)}
@@ -64,9 +71,10 @@ def _table_2() -> tuple[Claim, ...]:
                 (_in_regime("Balanced", mix),),
                 "at least",
                 "PipeTune written again. Recomputing as calibrated, where two contexts fit, it is {two} %, filled up "
-                "{filled} %.",
+                "{filled} %." + (_OTHER_SIZE if mix in _CHANGES_SIZE else ""),
                 "%",
                 _beside("Balanced", mix),
+                incomparable=mix in _CHANGES_SIZE,
             ),
             Claim(
                 f"table-2-order-{tag}",
@@ -98,9 +106,10 @@ def _table_2() -> tuple[Claim, ...]:
                 f"{whole} %",
                 (_in_regime("ours", mix),),
                 "at least",
-                "The joined planner; no plan on its layout saves more than {bound} %. Where all recompute as "
-                "calibrated, it is {two} %, over contexts filled up {filled} %; on the paper's layout, of one chunk a "
-                "rank, {layout} %.",
+                "The joined planner, on several chunks a rank and with images dealt, which no other setting has; of "
+                "the packings that it judged there none can save more than {bound} %. On the paper's layout, of one "
+                "chunk a rank, it is {layout} %. Where all recompute as calibrated, it is {two} %, over contexts "
+                "filled up {filled} %.",
                 "%",
                 _beside("ours", mix)
                 | {
@@ -141,8 +150,9 @@ _FIGURE_2 = (
         "10.93 %",
         (Found("figure-2", "step", ("c:",), negated=True),),
         "at least",
-        "Six contexts halved; size brings nearly all of it here.",
+        "Six contexts halved; size brings nearly all of it here, and large untuned microbatches flatter.",
         "%",
+        incomparable=True,
     ),
     Claim(
         "figure-2-order",
@@ -360,6 +370,7 @@ _ANALYSIS = (
         "at least",
         "On ranks that sleep as long as they would compute, so that kernels are not judged.",
         "%",
+        incomparable=True,
     ),
 )
 

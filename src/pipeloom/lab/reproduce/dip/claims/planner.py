@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from pipeloom.lab.reproduce.claims import Claim, Found
-from pipeloom.lab.reproduce.dip.claims.words import AHEAD, BY_TIME, PAPERS_BASELINES
-from pipeloom.lab.reproduce.dip.runs import BASELINES
+from pipeloom.lab.reproduce.dip.claims.words import AHEAD, BY_TIME, T2V_XL, VLM_XL
+from pipeloom.lab.reproduce.dip.runs import BASELINES, PAPERS_BASELINES
 
 _GPUS = "Needs GPUs under every degree of parallelism; none was at hand."
-_VLM_XL = ("VLM-XL, 8192 GPUs", "VLM-XL, 16384 GPUs")
-_T2V_XL = ("T2V-XL, 3072 GPUs", "T2V-XL, 6144 GPUs")
 
 
 def _large(system: str, setups: tuple[str, ...], column: str) -> tuple[Found, ...]:
@@ -163,18 +161,18 @@ PLANNER: tuple[Claim, ...] = (
         "%",
         command="make gpu",
     ),
-    _large_mfu("VLM-XL", _VLM_XL, "0.36", "8192 and 16384 GPUs"),
-    _large_mfu("T2V-XL", _T2V_XL, "0.39", "3072 and 6144 GPUs"),
+    _large_mfu("VLM-XL", VLM_XL, "0.36", "8192 and 16384 GPUs"),
+    _large_mfu("T2V-XL", T2V_XL, "0.39", "3072 and 6144 GPUs"),
     Claim(
         "figure-14-most",
         "Ahead of the baselines by up to",
         "DIP Fig. 14, §7.5, PipeWeaver §8.4",
         "82.8 %",
-        (Found("figure-14", AHEAD, ((*_VLM_XL, *_T2V_XL), PAPERS_BASELINES), "Large clusters", "most"),),
+        (Found("figure-14", AHEAD, ((*VLM_XL, *T2V_XL), PAPERS_BASELINES), "Large clusters", "most"),),
         "at least",
         "Pipeloom's, over Megatron-LM interleaved by parameters, nnScaler* and Optimus.",
         "%",
     ),
-    _large_grows("VLM-XL", _VLM_XL, "8 and on 16"),
-    _large_grows("T2V-XL", _T2V_XL, "4 and on 8"),
+    _large_grows("VLM-XL", VLM_XL, "8 and on 16"),
+    _large_grows("T2V-XL", T2V_XL, "4 and on 8"),
 )

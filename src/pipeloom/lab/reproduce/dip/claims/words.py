@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 VLM, T2V = ("VLM-S", "VLM-M", "VLM-L"), ("T2V-S", "T2V-L")
+VLM_XL = ("VLM-XL, 8192 GPUs", "VLM-XL, 16384 GPUs")
+T2V_XL = ("T2V-XL, 3072 GPUs", "T2V-XL, 6144 GPUs")
 INTERLEAVED = "Megatron-LM interleaved, by parameters"
 BY_TIME = "Megatron-LM interleaved, by time"
-PAPERS_BASELINES = (INTERLEAVED, "nnScaler*", "Optimus, coarse")
-"""Those that the paper itself compares with."""
 AHEAD, ITERATIONS = "ours is faster by", "Seconds of an iteration"
 UNSTATED_SECONDS = "The paper states neither its microbatches, nor what is recomputed, nor the mixture of its data."
