@@ -12,11 +12,11 @@ def _faster(models: tuple[str, ...], how: str) -> Found:
 
 
 def _dip_itself(models: tuple[str, ...]) -> dict[str, Found]:
-    """What the best form of DIP, written again, has over the paper's baselines."""
-    form = "that form over the paper's baselines, least"
+    """What Pipeloom has over the best form of DIP, written again."""
+    over = "over DIP, best of its forms"
     return {
-        "least": Found("figure-8a", form, (models,), "Gain of ours", "least"),
-        "most": Found("figure-8a", "the same, most", (models,), "Gain of ours", "most"),
+        "least": Found("figure-8a", over, (models,), "Gain of ours", "least"),
+        "most": Found("figure-8a", over, (models,), "Gain of ours", "most"),
     }
 
 
@@ -67,8 +67,8 @@ END_TO_END: tuple[Claim, ...] = (
         (_faster(VLM, "least"), _faster(VLM, "most")),
         "at least",
         "Pipeloom's. Megatron-LM may have any number of chunks here; the paper does not say how many it has, nor its "
-        "mixture, on which gains depend. Pipeloom deals images and makes its microbatches, which DIP does not: DIP "
-        "written again has {least} to {most} %. Over the best baseline ours is {best} % at least.",
+        "mixture, on which gains depend. Pipeloom deals images and makes its microbatches, which DIP does not: "
+        "it is {least} to {most} % faster than DIP written again. Over the best baseline ours is {best} % at least.",
         "%",
         also={
             "best": Found("figure-8a", "over the best baseline", (VLM,), "Gain of ours", "least"),
@@ -83,7 +83,7 @@ END_TO_END: tuple[Claim, ...] = (
         (_faster(T2V, "least"), _faster(T2V, "most")),
         "at least",
         "Pipeloom's. As above, Megatron-LM may have any number of chunks. Over the best baseline ours "
-        "is {best} % at least; DIP written again has {least} to {most} %.",
+        "is {best} % at least; than DIP written again it is {least} to {most} % faster.",
         "%",
         also={
             "best": Found("figure-8a", "over the best baseline", (T2V,), "Gain of ours", "least"),
@@ -106,18 +106,16 @@ END_TO_END: tuple[Claim, ...] = (
     ),
     Claim(
         "figure-8b-megatron",
-        "Changing data: Megatron-LM is behind, in iteration 6",
+        "Changing data: Megatron-LM is behind, at most",
         "DIP Fig. 8b, §7.2, PipeWeaver Fig. 9b",
         "52.9 %",
-        (_behind(INTERLEAVED, "behind ours in iteration 6", 0),),
+        (_behind(INTERLEAVED, "most behind ours", 0),),
         "at least",
-        "Behind Pipeloom, which DIP written again is behind itself, in all iterations by {dip} % at most, and "
-        "Megatron-LM by {most} %.",
+        "Behind Pipeloom, the most of 40 iterations, where the paper's figure is of the sixth. DIP written again is "
+        "{dip} % behind ours at most.",
         "%",
-        also={
-            "dip": _behind("DIP as published", "most behind ours", 0),
-            "most": _behind(INTERLEAVED, "most behind ours", 0),
-        },
+        also={"dip": _behind("DIP as published", "most behind ours", 0)},
+        incomparable=True,
     ),
     Claim(
         "figure-8b-others",
