@@ -69,6 +69,7 @@ def emulated_layers(
                 **_backward(base),
                 static_bytes=costs.static_bytes(chunk),
                 candidates=tuple(_entry(option) for option in options) if len(options) > 1 else None,
+                update_s=costs.update_s((chunk,)),
             )
         )
     middle = Chunk(name, (num // 2, num // 2), 0)

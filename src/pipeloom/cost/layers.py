@@ -42,10 +42,12 @@ class LayerCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
     static_bytes: int | None = None
     """Weights, gradients and optimiser state; None: what Adam in mixed precision needs."""
     candidates: tuple[StrategyEntry, ...] | None = None
+    update_s: float = 0.0
+    """What it adds to an iteration's end, after its rank's last task: gradients reduced, weights updated."""
 
     def __post_init__(self) -> None:
         """Refuse impossible numbers, and a backward that is given twice or not at all."""
-        for name in ("forward_s", "backward_s", "backward_input_s", "backward_weight_s"):
+        for name in ("forward_s", "backward_s", "backward_input_s", "backward_weight_s", "update_s"):
             value = getattr(self, name)
             if value is not None and not 0 <= value < float("inf"):
                 raise InputError(name, f"{value:g} is {'negative' if value < 0 else 'not finite'}")

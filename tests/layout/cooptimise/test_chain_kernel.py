@@ -53,6 +53,22 @@ def most_in_flight(graph: TaskGraph, timeline: Timeline, num_chunks: int) -> Int
     return most
 
 
+@given(placed_chains(), st.integers(0, 10**6))
+def test_a_pipeline_ends_when_all_ranks_have_updated_their_layers(
+    case: tuple[LayerChain, PartitionPlacement, PriorityRule], seed: int
+) -> None:
+    chain, placement, rule = case
+    update = np.random.default_rng(seed).integers(0, 50_000_000, chain.num_layers)
+    chain = replace(chain, update_ns=update)
+    graph, schedule = schedule_of(chain, placement, rule)
+    ends = np.zeros(chain.num_ranks, np.int64)
+    np.maximum.at(ends, graph.rank, simulate(graph, schedule).end_ns)
+    np.add.at(ends, np.repeat(placement.ranks, np.diff(placement.cuts)), update)
+    assert evaluate(chain, placement, rule) == ends.max()
+    assert evaluate(chain, placement, rule, int(ends.max()) + 1) == ends.max()
+    assert evaluate(chain, placement, rule, int(ends.max())) == NEVER
+
+
 @settings(deadline=None, max_examples=40)
 @given(placed_chains(), st.integers(1, 4))
 def test_a_spread_adds_a_lone_microbatchs_times(

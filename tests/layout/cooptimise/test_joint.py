@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import msgspec
+import numpy as np
 import pytest
 
 from pipeloom.cost.layers import LayerCost, LayerTable, StrategyEntry
 from pipeloom.errors import InfeasibleError, InputError
 from pipeloom.layout.cooptimise import CooptimiseParams, chain_of_layers, cooptimise, one_f_one_b_peaks, placement_bound
+from pipeloom.layout.cooptimise.params import AnnealParams
 from pipeloom.search import Evaluations
 from pipeloom.timeline import check
 from tests.layout.cooptimise.chains import table
@@ -24,6 +26,24 @@ def test_answers_are_feasible_bounded_and_repeatable(split: bool) -> None:
     assert placement_bound(chain).ns == once.lower_bound.ns <= once.timeline.makespan_ns
     assert once.evaluations <= 3010
     assert once.timeline.makespan_ns <= min(report.start_ns for report in once.reports)
+
+
+def test_layers_with_much_to_update_lie_on_different_ranks() -> None:
+    # The head alone fills a rank, so the others have time for small layers in any way.
+    small = LayerCost("layer", 1e-3, 1, 0, backward_s=1e-3)
+    heavy = msgspec.structs.replace(small, update_s=30e-3)
+    head = LayerCost("head", 8e-3, 1, 0, backward_s=8e-3)
+    chain = chain_of_layers(LayerTable("updated", 3, 8, 0.0, 0, (heavy, heavy, *[small] * 4, head)))
+    found = cooptimise(chain, budget=Evaluations(5000))
+    rank = np.repeat(found.placement.ranks, np.diff(found.placement.cuts))
+    assert rank[0] != rank[1]
+
+
+def test_slow_evaluations_have_fewer_walks() -> None:
+    slow = CooptimiseParams(annealing=AnnealParams(fewest_steps=1001))
+    chain = chain_of_layers(table(3, 12, 3, 6))
+    assert len(cooptimise(chain, budget=Evaluations(2000), params=slow).reports) == 1
+    assert len(cooptimise(chain, budget=Evaluations(2000)).reports) == CooptimiseParams().walks
 
 
 def test_threads_agree_on_feasibility() -> None:

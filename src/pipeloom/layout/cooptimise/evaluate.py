@@ -23,6 +23,7 @@ def arrays_of(chain: LayerChain, most_chunks: int | None = None) -> kernels.Chai
         gradient_bytes=np.ascontiguousarray(chain.gradient_bytes),
         num_strategies=np.array([len(row) for row in chain.strategies], dtype=np.int64),
         static_bytes=chain.static_bytes,
+        end_ns=np.ascontiguousarray(chain.end_ns),
         capacity_bytes=chain.room_bytes,
         num_microbatches=chain.num_microbatches,
         delay_ns=chain.delay_ns,
@@ -52,6 +53,7 @@ def make_scratch(arrays: kernels.ChainArrays) -> kernels.Scratch:
         load=by_rank(),
         head=by_rank(),
         tail=by_rank(),
+        ending=by_rank(),
     )
     state = kernels.RunState(
         end=np.zeros((2, max(1, arrays.most_chunks) * arrays.num_microbatches), np.int64),
@@ -80,7 +82,10 @@ class Judge:
     def ns(
         self, placement: PartitionPlacement, rule: PriorityRule, cutoff: int = NEVER, record: IntArray | None = None
     ) -> int:
-        """Makespan in ns; `NEVER` where memory or ``cutoff`` rules it out. See `kernels.run` for ``record``."""
+        """When all ranks have updated, in ns; `NEVER` where memory or ``cutoff`` rules it out.
+
+        ``record`` is that of `kernels.run`.
+        """
         self.evaluations += 1
         draft = to_draft(placement, rule, self.arrays.most_chunks)
         written = self._none if record is None else record
@@ -88,7 +93,7 @@ class Judge:
 
 
 def evaluate(chain: LayerChain, placement: PartitionPlacement, rule: PriorityRule, cutoff: int = NEVER) -> int:
-    """Makespan of a placement under a rule, in ns; `NEVER` where memory or ``cutoff`` rules it out."""
+    """When all ranks have updated under a rule, in ns; `NEVER` where memory or ``cutoff`` rules the placement out."""
     return Judge(chain, placement.num_chunks).ns(placement, rule, cutoff)
 
 

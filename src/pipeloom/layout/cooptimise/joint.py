@@ -19,7 +19,7 @@ from pipeloom.layout.cooptimise.params import CooptimiseParams, WalkPhase
 from pipeloom.layout.cooptimise.rules import PriorityRule, from_draft, order_rule
 from pipeloom.layout.cooptimise.standard import one_f_one_b_peaks
 from pipeloom.layout.cooptimise.starts import allowed_starts, loads_to_cut_by
-from pipeloom.layout.cooptimise.walk import Span, Walk, WalkReport
+from pipeloom.layout.cooptimise.walk import Span, Walk, WalkReport, steps_at_once
 from pipeloom.search import Evaluations, OrderRule, Progress
 from pipeloom.search.stopping import StoppingRule, Until, Watch
 from pipeloom.taskgraph import TaskGraph
@@ -123,6 +123,7 @@ def every_walk(
     starts, tried = _try_starts(chain, arrays, watch, params)
     if not starts:
         raise nothing_fits(chain)
+    params = _fewer_walks(params, arrays, tried, watch.share(tried))
     bound = placement_bound(chain, params.bound)
     context = Context(
         chain=chain,
@@ -156,6 +157,19 @@ def every_walk(
         )
         for end in ends
     )
+
+
+def _fewer_walks(params: CooptimiseParams, arrays: ChainArrays, tried: int, share: float) -> CooptimiseParams:
+    """Where evaluations are slow, so few walks that each gets enough: one long walk ends better than many short ones.
+
+    The starts took ``share`` of the budget to try, which says how many evaluations it has.
+    """
+    annealing = params.annealing
+    if not share or steps_at_once(annealing, arrays) >= annealing.fewest_steps:
+        return params
+    walks = min(params.walks, max(1, int(tried / share / annealing.slow_evaluations)))
+    again = msgspec.structs.replace(params.again, walks=min(params.again.walks, walks))
+    return msgspec.structs.replace(params, walks=walks, again=again)
 
 
 def _ends(walks: list[Walk]) -> list[Start]:

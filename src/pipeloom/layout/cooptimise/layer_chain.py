@@ -53,6 +53,8 @@ class LayerChain:
         Of a boundary transfer between ranks.
     strategies : tuple of tuple of str
         Names of every layer's candidates; rows are padded by repeating the first.
+    update_ns : array, shape (num_layers,), or None
+        What a layer adds to the end of an iteration on its rank, after the rank's last task; None: nothing.
     """
 
     name: str
@@ -68,6 +70,7 @@ class LayerChain:
     static_bytes: IntArray
     strategies: tuple[tuple[str, ...], ...]
     capacity_bytes: IntArray | None = None
+    update_ns: IntArray | None = None
 
     @property
     def num_layers(self) -> int:
@@ -85,6 +88,11 @@ class LayerChain:
         if self.capacity_bytes is None:
             return np.full(self.num_ranks, NO_LIMIT, np.int64)
         return self.capacity_bytes
+
+    @property
+    def end_ns(self) -> IntArray:
+        """What every layer adds to the end of an iteration."""
+        return np.zeros(self.num_layers, np.int64) if self.update_ns is None else self.update_ns
 
     @property
     def stride_ns(self) -> int:
@@ -189,9 +197,10 @@ def chain_of_layers(table: LayerTable, *, split: bool = False) -> LayerChain:
         static_bytes=np.array([layer.held_bytes for layer in table.layers], dtype=np.int64),
         strategies=tuple(tuple(c.strategy for c in row) for row in rows),
         capacity_bytes=None if capacity is None else np.array(capacity, dtype=np.int64),
+        update_ns=np.array([to_ns(layer.update_s, "update_s") for layer in table.layers], dtype=np.int64),
     )
     total = int(chain.total_ns.max(axis=1).sum())
-    if total * table.num_microbatches >= NO_LIMIT:
+    if total * table.num_microbatches + sum(chain.end_ns.tolist()) >= NO_LIMIT:
         raise InputError("layers", f"sum to {total / 1e9:g} s a microbatch, which is too long to count")
     held = int(chain.activation_bytes.max(axis=1).sum() + chain.gradient_bytes.max(axis=1).sum())
     if held * table.num_microbatches + int(chain.static_bytes.sum()) >= NO_LIMIT:

@@ -75,12 +75,14 @@ class AnnealParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """So many tasks are run between two looks at the clock."""
     fewest_steps: int = 100
     """Fewer than these between two looks leave no time to cool down, nor to refine: such walks begin cold."""
+    slow_evaluations: int = 40_000
+    """Evaluations that each of such walks gets at least: where the budget has fewer, there are fewer walks."""
 
     def __post_init__(self) -> None:
         """Refuse annealing that does not cool."""
         if not 0 < self.cold <= self.hot:
             raise InputError("cold", f"{self.cold:g} is not between 0 and hot, {self.hot:g}")
-        for name in ("most_steps", "tasks", "fewest_steps"):
+        for name in ("most_steps", "tasks", "fewest_steps", "slow_evaluations"):
             check_count(name, getattr(self, name))
 
 

@@ -14,7 +14,7 @@ from pipeloom.layout.cooptimise.context import Context, Start
 from pipeloom.layout.cooptimise.evaluate import NEVER, make_scratch
 from pipeloom.layout.cooptimise.kernels import BEST, MOVES, PRESENT
 from pipeloom.layout.cooptimise.layer_chain import PartitionPlacement
-from pipeloom.layout.cooptimise.params import WalkPhase
+from pipeloom.layout.cooptimise.params import AnnealParams, WalkPhase
 from pipeloom.layout.cooptimise.rules import copy_of, to_draft
 from pipeloom.search import Progress
 from pipeloom.taskgraph import IntArray
@@ -78,9 +78,7 @@ class Walk:
             values=np.array([start.ns, start.ns], np.int64),
             rng=rng,
         )
-        # How many proposals run between two looks at the clock.
-        tasks = 2 * arrays.most_chunks * arrays.num_microbatches
-        self._steps = max(1, min(params.annealing.most_steps, params.annealing.tasks // tasks))
+        self._steps = steps_at_once(params.annealing, arrays)
 
     @property
     def best(self) -> kernels.Draft:
@@ -222,6 +220,12 @@ class Walk:
             ran = int(kernels.anneal(drafts, moves, self._scratch, cooling, target))
             runs += max(ran, 1)
         return runs
+
+
+def steps_at_once(annealing: AnnealParams, arrays: kernels.ChainArrays) -> int:
+    """How many proposals run between two looks at the clock."""
+    tasks = 2 * arrays.most_chunks * arrays.num_microbatches
+    return max(1, min(annealing.most_steps, annealing.tasks // tasks))
 
 
 def _weights(context: Context, *, ordering: bool) -> npt.NDArray[np.float64]:

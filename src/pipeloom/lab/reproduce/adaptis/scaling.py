@@ -123,7 +123,8 @@ def _scale(
         f"({', '.join(map(str, sorted(DEPTHS)))}), T ({', '.join(map(str, _TENSOR))}), E and D = devices / (P T); the "
         "experts of DeepSeek lie on one or eight devices each. An iteration ends when the last rank has reduced its "
         "gradients over the replicas, updated its weights and gathered them (ZeRO-1, emulated as in `pipeloom "
-        "emulate`, after the rank's last task). Of the two searches' grids, points whose lower bound is above what "
+        "emulate`, after the rank's last task); both searches count that too. Of the two "
+        "searches' grids, points whose lower bound is above what "
         "was found elsewhere are left out. The paper fixes P and the microbatches of a rank and does not state them; "
         "it has no figure for DeepSeek."
     )
@@ -202,7 +203,7 @@ def grid(family: str, devices: int, sequences: int) -> list[PaperSetup]:
             if sequences % data or sequences // data < depth:
                 continue
             found += [
-                PaperSetup(model, depth, tensor, sequences // data, _TOKENS, data, expert)
+                PaperSetup(model, depth, tensor, sequences // data, _TOKENS, data, expert, ends=True)
                 for expert in experts
                 if (data * tensor) % expert == 0
             ]

@@ -48,6 +48,8 @@ class PaperSetup:
     tokens: int
     data: int = 1
     expert: int = 1
+    ends: bool = False
+    """Whether searches count the iteration's end, as `iteration_s` does."""
 
     @property
     def degrees(self) -> Degrees:
@@ -91,6 +93,8 @@ def chains(setup: PaperSetup) -> tuple[LayerChain, LayerChain]:
         setup.model, hardware, setup.degrees, tokens=setup.tokens, num_microbatches=setup.num_microbatches
     )
     whole, split = chain_of_layers(table), chain_of_layers(table, split=True)
+    if not setup.ends:
+        whole, split = (replace(chain, update_ns=None) for chain in (whole, split))
     room = hardware.device.usable_bytes
     return whole.with_capacity(room), split.with_capacity(room)
 

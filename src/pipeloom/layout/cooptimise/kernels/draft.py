@@ -29,7 +29,8 @@ class ChainArrays(NamedTuple):
         Of F, of B or I, and of W.
     activation_bytes, gradient_bytes : array, shape (num_layers, num_strategies)
         Held from F to B or I, and from there to W.
-    num_strategies, static_bytes : array, shape (num_layers,)
+    num_strategies, static_bytes, end_ns : array, shape (num_layers,)
+        ``end_ns``: added to the end of an iteration, after its rank's last task.
     capacity_bytes : array, shape (num_ranks,)
     num_microbatches : int
     delay_ns : int
@@ -46,6 +47,7 @@ class ChainArrays(NamedTuple):
     gradient_bytes: Array
     num_strategies: Array
     static_bytes: Array
+    end_ns: Array
     capacity_bytes: Array
     num_microbatches: int
     delay_ns: int

@@ -25,18 +25,19 @@ class Scratch(NamedTuple):
 def evaluate(draft: Draft, chain: ChainArrays, scratch: Scratch, cutoff: int, record: Array) -> int:
     """Makespan of a draft in ns: layers summed to chunks, what load + head + tail rule out rejected, the rest run.
 
-    `NEVER` where memory or ``cutoff`` rules it out. ``record`` is that of `run`.
+    It ends when all ranks have updated their layers. `NEVER` where memory or ``cutoff`` rules it out. ``record`` is
+    that of `run`.
     """
     chunks, strategy, sums = draft.chunks, draft.strategy, scratch.sums
     num = chunks[SCALARS, NUM_CHUNKS]
     num_ranks = len(chain.capacity_bytes)
     rank = chunks[RANK]
     duration, key, held, split, hop = sums.duration, sums.key, sums.held, sums.split, sums.hop
-    slack, load, head, tail = sums.slack, sums.load, sums.head, sums.tail
+    slack, load, head, tail, ending = sums.slack, sums.load, sums.head, sums.tail, sums.ending
     # Fields that loops read are named first: taking one out of a tuple counts a reference.
     forward_ns, backward_ns, weight_ns = chain.forward_ns, chain.backward_ns, chain.weight_ns
     activation_bytes, gradient_bytes = chain.activation_bytes, chain.gradient_bytes
-    static_bytes, capacity_bytes = chain.static_bytes, chain.capacity_bytes
+    static_bytes, capacity_bytes, end_ns = chain.static_bytes, chain.capacity_bytes, chain.end_ns
     spread = chunks[SCALARS, SPREAD]
     delay = chain.delay_ns
     for r in range(num_ranks):
@@ -44,6 +45,7 @@ def evaluate(draft: Draft, chain: ChainArrays, scratch: Scratch, cutoff: int, re
         load[r] = 0
         head[r] = -1
         tail[r] = 0
+        ending[r] = 0
     before = np.int64(0)
     after = np.int64(0)
     for c in range(num):
@@ -63,6 +65,7 @@ def evaluate(draft: Draft, chain: ChainArrays, scratch: Scratch, cutoff: int, re
             if weight_ns[layer, 0] > 0 or weight_ns[layer, s] > 0:
                 split[c] = 1
             slack[r] -= static_bytes[layer]
+            ending[r] += end_ns[layer]
         if head[r] < 0:
             head[r] = before
             tail[r] = after
@@ -84,7 +87,7 @@ def evaluate(draft: Draft, chain: ChainArrays, scratch: Scratch, cutoff: int, re
     for c in range(num):
         key[1, c] = chunks[KEY + 1, c] + spread * (before + after - key[1, c]) // 16
     for r in range(num_ranks):
-        tail[r] = max(tail[r], 0)
+        tail[r] = max(tail[r], ending[r])
         if head[r] >= 0 and load[r] * chain.num_microbatches + head[r] + tail[r] >= cutoff:
             return NEVER
     return run(chunks, chain, sums, scratch.state, cutoff, record)

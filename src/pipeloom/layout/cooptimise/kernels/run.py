@@ -43,6 +43,8 @@ class ChunkSums(NamedTuple):
         Capacity less static bytes. A rank must have room for one microbatch of each of its chunks.
     load, head, tail : array, shape (num_ranks,)
         Work of one microbatch, and least times before a rank's first task and after its last one.
+    ending : array, shape (num_ranks,)
+        What a rank does when its last task has ended; not more than ``tail``.
     """
 
     duration: Array
@@ -54,6 +56,7 @@ class ChunkSums(NamedTuple):
     load: Array
     head: Array
     tail: Array
+    ending: Array
 
 
 class RunState(NamedTuple):
@@ -87,7 +90,7 @@ class RunState(NamedTuple):
 
 @kernel
 def run(chunks: Array, chain: ChainArrays, sums: ChunkSums, state: RunState, cutoff: int, record: Array) -> int:
-    """Run all microbatches greedily; return the makespan, or `NEVER` once it cannot be below ``cutoff``.
+    """Run all microbatches greedily; return when all ranks have ended, or `NEVER` once it cannot be below ``cutoff``.
 
     Of all ranks the one that could start first does, and takes of its ready and admitted tasks the one with the
     least key. Instead it waits where a task with a lesser key is certain to be ready within that task's tolerance.
@@ -113,7 +116,7 @@ def run(chunks: Array, chain: ChainArrays, sums: ChunkSums, state: RunState, cut
     """
     rank, wait, limit = chunks[RANK], chunks[WAIT : WAIT + 3], chunks[LIMIT]
     duration, key, held, split, hop = sums.duration, sums.key, sums.held, sums.split, sums.hop
-    slack, tail = sums.slack, sums.tail
+    slack, tail, ending = sums.slack, sums.tail, sums.ending
     end, done, ready, now_key = state.end, state.done, state.ready, state.now_key
     admitted, listed, row = state.admitted, state.listed, state.row
     free, wake, left = state.free, state.wake, state.left
@@ -206,7 +209,7 @@ def run(chunks: Array, chain: ChainArrays, sums: ChunkSums, state: RunState, cut
         finish = t + duration[kind, chunk]
         left[r] -= duration[kind, chunk]
         free[r] = finish
-        makespan = max(makespan, finish)
+        makespan = max(makespan, finish + ending[r])
         if writes:
             record[step] = (kind * num_chunks + chunk) * num_microbatches + m
         # The next microbatch of this task.
