@@ -442,7 +442,6 @@ def figure_8b(options: Options) -> Outcome:
     )
     rising = slice(0, 10)
     falling = slice(14, 20)
-    at_papers = slice(PAPERS_ITERATION - 1, PAPERS_ITERATION)
     paper = {
         runs.MEGATRON: f"52.9 % (iteration {PAPERS_ITERATION})",
         runs.NNSCALER: "10.4 %, later 50.5 %",
@@ -453,7 +452,7 @@ def figure_8b(options: Options) -> Outcome:
         (
             shown.get(name, name),
             *(_seconds_beside(series[name][part], ours[part]) for part in (slice(None), rising, falling)),
-            _most_behind(series[name][at_papers], ours[at_papers]),
+            _most_behind(series[name][PAPERS_ITERATION - 1 :][:1], ours[PAPERS_ITERATION - 1 :][:1]),
             _most_behind(series[name], ours),
             paper.get(name, ""),
         )
