@@ -34,7 +34,7 @@ from pipeloom.spec import Layout, ModelSpec
 from pipeloom.taskgraph import NS_PER_S, Assignable
 from pipeloom.timeline import assignable_bound
 
-_CHAIN, _DEALT = "one chain", "; instances dealt"
+CHAIN, _DEALT = "one chain", "; instances dealt"
 TRIAL = Deadline(0.25, "cpu")
 """Search for each layout and iteration while layouts are compared."""
 FINAL = Deadline(1.0, "cpu")
@@ -198,7 +198,7 @@ def search_layouts(
     for draft in drafts:
         tried(draft.name, draft.layout, draft.rule)
     given = _fitting(known.values())
-    chains = [t for t in given if t.name.startswith(_CHAIN) and t not in nearest(given)]
+    chains = [t for t in given if t.name.startswith(CHAIN) and t not in nearest(given)]
     for draft in closer_drafts([*nearest(given), *chains], distances):
         tried(*draft)
     return _nearest_again(sampled, _fitting(known.values()), final, seed)
@@ -226,7 +226,7 @@ def _other_shapes(
 
 
 def _chain_name(chunks_per_rank: int) -> str:
-    return f"{_CHAIN}, {chunks_per_rank} chunks a rank"
+    return f"{CHAIN}, {chunks_per_rank} chunks a rank"
 
 
 def _dealt_shapes(

@@ -116,7 +116,6 @@ class _Path(NamedTuple):
     Tasks, pairs and segments are numbered from the part's first; edges alternate between forward and backward.
     """
 
-    ranks: tuple[int, ...]
     kind: list[int]
     rank: list[int]
     pair: list[int]
@@ -321,12 +320,12 @@ class _Builder:
         return known
 
     def _new_path(self, chunks: tuple[int, ...], splits: tuple[bool, ...], trained: bool) -> _Path:
-        ranks = tuple(self.layout.chunks[c].rank for c in chunks)
+        ranks = [self.layout.chunks[c].rank for c in chunks]
         runs = number_runs(ranks)
         # Forward segments of this part come first, then its backward ones, then its weight gradients.
         per_kind = runs[-1] + 1
         num_segments = per_kind * (1 + (2 if self.form != "whole" else 1) * trained)
-        path = _Path(ranks, [], [], [], [], [], [], [], [], num_segments)
+        path = _Path([], [], [], [], [], [], [], [], num_segments)
         for position, (rank, split) in enumerate(zip(ranks, splits, strict=True)):
             kinds = [FORWARD]
             if trained:

@@ -339,10 +339,11 @@ def fixed_system(
     name: str, case: ModelOnCluster, layout: Layout, order: Order, recompute: Recompute = uniform_recomputation
 ) -> System:
     """A system with one order whatever the data, and recomputation of its own kind."""
+    after_s = replica_seconds(case, layout)
 
     def run(groups: Microbatches, _budget: StoppingRule, _seed: int) -> BaselineResult:
         graph = graph_of(case, layout, groups, name, case.levels)
-        return recompute(name, layout, graph, order(graph))
+        return replace(recompute(name, layout, graph, order(graph)), after_s=after_s)
 
     return System(name, layout, run)
 

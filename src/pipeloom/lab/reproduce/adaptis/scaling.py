@@ -123,9 +123,9 @@ def _scale(
         f"({', '.join(map(str, sorted(DEPTHS)))}), T ({', '.join(map(str, _TENSOR))}), E and D = devices / (P T); the "
         "experts of DeepSeek lie on one or eight devices each. An iteration ends when the last rank has reduced its "
         "gradients over the replicas, updated its weights and gathered them (ZeRO-1, emulated as in `pipeloom "
-        "emulate`, after the rank's last task); both searches count that too. Of the two "
-        "searches' grids, points whose lower bound is above what "
-        "was found elsewhere are left out. The paper fixes P and the microbatches of a rank and does not state them; "
+        "emulate`, after the rank's last task); both searches count that too. Of the two searches' grids, points whose "
+        "lower bound is above what was found elsewhere are left out. The paper fixes P and the microbatches of a rank "
+        "and does not state them; "
         "it has no figure for DeepSeek."
     )
     return Outcome(tuple(tables), tuple(figures), (note,), device())

@@ -266,9 +266,8 @@ def unsearched(options: Options) -> Outcome:
     rows, batches = [], runs.iterations(options, 1)
     for label, setup in SETUPS.items():
         plain, ours = (runs.seconds_of(setup, name, batches, options.search_s) for name in (runs.UNSEARCHED, runs.OURS))
-        both = plain is not None and ours is not None
-        means = [None if each is None else mean(each) for each in (plain, ours)]
-        rows.append((label, *map(seconds_text, means), gain(means[0] or 0.0, means[1] or 1.0) if both else ""))
+        shown = (seconds_text(None if each is None else mean(each)) for each in (plain, ours))
+        rows.append((label, *shown, "" if plain is None or ours is None else gain(mean(plain), mean(ours))))
     note = (
         "Without a search: our layouts, every chain among them, dealt ones too, under Megatron-LM's interleaved order "
         "with the best setting of recomputation for each module, of the packings that MegaScale-Omni tries. What ours "

@@ -8,8 +8,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 from pipeloom.errors import InfeasibleError
 from pipeloom.explain.compare import BaselineResult
@@ -37,10 +36,9 @@ from pipeloom.lab.systems.systems import (
     standing,
     unadaptive_system,
 )
-from pipeloom.layout.choose import nearest
+from pipeloom.layout.choose import CHAIN, nearest
 from pipeloom.planner import Finishing
 from pipeloom.search import Before, Begun, Deadline, StoppingRule, interleaved_one_f_one_b
-from pipeloom.spec import Layout
 from pipeloom.taskgraph import NS_PER_S, TaskGraph
 from pipeloom.timeline import Schedule, Timeline, assignable_bound, check
 
@@ -83,8 +81,6 @@ FEW_BOUNDS = 3
 """Layouts of the least lower bounds on the sampled iterations, of which the least is taken on the timed ones."""
 MOST_TRIED = 3
 """Layouts, the nearest with given microbatches, of which ours takes the best with its own."""
-CHAIN = "one chain, "
-"""How names of layouts begin whose modules are one chain; all of them are tried where nothing is searched."""
 CHOICE = Deadline(2.0, "cpu")
 """To plan each sampled iteration under each of them."""
 LARGE_SEARCH = 3
@@ -208,15 +204,10 @@ def _unsearched(setup: PaperSetup) -> System:
     chains = [one for one in fitting if one.name.startswith(CHAIN)]
     layouts = {one.layout.chunks: one.layout for one in (*nearest(fitting)[:MOST_TRIED], *chains)}.values()
 
-    def option(layout: Layout) -> System:
-        after_s = replica_seconds(case, layout)
-
-        def recompute(*arguments: Any) -> BaselineResult:
-            return replace(per_module_recomputation(*arguments), after_s=after_s)
-
-        return fixed_system(UNSEARCHED, case, layout, interleaved_one_f_one_b, recompute)
-
-    return reordered(in_turn(UNSEARCHED, [option(layout) for layout in layouts], setup.typical), case)
+    options = [
+        fixed_system(UNSEARCHED, case, layout, interleaved_one_f_one_b, per_module_recomputation) for layout in layouts
+    ]
+    return reordered(in_turn(UNSEARCHED, options, setup.typical), case)
 
 
 @functools.lru_cache(maxsize=64)
