@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from types import ModuleType
 from typing import Literal
@@ -111,6 +111,8 @@ class Part:
     run: Callable[[Options], Outcome]
     uses: tuple[Setting, ...] = ("seeds", "iterations", "search")
     """Which of the options make a difference to it; its section states these."""
+    most_iterations: int | None = None
+    """More batches are timed with ``--full`` alone."""
     searched: str = "a batch"
     """What our search is given its time for."""
     search_factor: float = 1.0
@@ -120,11 +122,17 @@ class Part:
     alone: bool = False
     """It reads a clock that other work on the machine disturbs, so nothing runs beside it."""
 
+    def given(self, options: Options) -> Options:
+        """What it is run with."""
+        if self.most_iterations is None or options.full:
+            return options
+        return replace(options, iterations=min(options.iterations, self.most_iterations))
+
     def settings(self, options: Options) -> Settings:
         """Those of the options that make a difference to it."""
         return Settings(
             options.seeds if "seeds" in self.uses else None,
-            options.iterations if "iterations" in self.uses else None,
+            self.given(options).iterations if "iterations" in self.uses else None,
             self.search_factor * options.search_s if "search" in self.uses else None,
             options.solver_s if "solver" in self.uses else None,
             options.full,

@@ -59,7 +59,7 @@ def record_path(out: Path, paper: str, name: str) -> Path:
 def make_record(part: Part, options: Options) -> tuple[Record, Outcome]:
     """Run a part; what is written of it, and with it the pictures."""
     begin, begin_cpu = time.monotonic(), sum(os.times()[:4])
-    outcome = part.run(options)
+    outcome = part.run(part.given(options))
     elapsed, spent = time.monotonic() - begin, sum(os.times()[:4]) - begin_cpu
     made = Making(
         round(elapsed, 1), round(spent, 1), machine(), str(date.today()), __version__, source_commit(), source_digest()

@@ -184,8 +184,8 @@ def _few_note(options: Options) -> str:
     if options.full or options.iterations == 1:
         return ""
     return (
-        "DIP, and ours on DIP's layout, are timed on the first iteration of every seed, since each of DIP's four "
-        "searches takes ten times as long as ours; what ours is faster by is always on the same iterations."
+        "DIP, and ours on DIP's layout, are timed on the first iteration of every seed, since its four searches take "
+        "longest; what ours is faster by is always on the same iterations."
     )
 
 

@@ -14,7 +14,6 @@ from pipeloom.errors import InfeasibleError
 from pipeloom.explain.compare import BaselineResult
 from pipeloom.lab.reproduce.dip.setups import LARGE, PaperSetup
 from pipeloom.lab.reproduce.part import Options
-from pipeloom.lab.systems.answer import PACKING_TIMES
 from pipeloom.lab.systems.comparison import SYSTEMS
 from pipeloom.lab.systems.gain import own_system
 from pipeloom.lab.systems.iterations import TOKENS
@@ -76,7 +75,9 @@ BEST_FORM = "DIP, best of its forms"
 SEARCHED = (PUBLISHED, PRIORITY, FROM_UNIFORM, NO_STRATEGIES)
 FIFO = "first in, first out"
 MOST_SEARCH = 10
-"""Times our planning time that DIP's searches get, as the paper gives its planner ten seconds."""
+"""Times ``search_s`` that DIP's searches get, as the paper gives its planner ten seconds."""
+MOST_PACKING = 8
+"""Times ``search_s`` that ours gets where it makes the microbatches: several packings are searched."""
 FEW_BOUNDS = 3
 """Layouts of the least lower bounds on the sampled iterations, of which the least is taken on the timed ones."""
 MOST_TRIED = 3
@@ -108,11 +109,11 @@ _OF_DIP = frozenset({*_PARTS, OURS_SAME})
 def planning_s(setup: PaperSetup, name: str, search_s: float) -> float:
     """Processor seconds that a system has for planning an iteration, from its samples to the plan: one rule for all.
 
-    Ours has ``search_s``, three times as much where thousands of GPUs train, and four times that where it makes the
+    Ours has ``search_s``, three times as much where thousands of GPUs train, and eight times that where it makes the
     microbatches; every search of DIP has ten times ``search_s`` on each of its threads.
     """
     ours = search_s * (LARGE_SEARCH if setup in LARGE.values() else 1)
-    return ours * (MOST_SEARCH * threads() if name in SEARCHED else PACKING_TIMES if name == OURS else 1)
+    return ours * (MOST_SEARCH * threads() if name in SEARCHED else MOST_PACKING if name == OURS else 1)
 
 
 RULE = (
@@ -125,7 +126,7 @@ RULE = (
 def rule(options: Options, *, large: bool = False) -> str:
     """The rule of planning times in words."""
     each = options.search_s * (LARGE_SEARCH if large else 1)
-    words = RULE.format(packing_s=PACKING_TIMES * each, search_s=each, dip_s=MOST_SEARCH * each, threads=threads())
+    words = RULE.format(packing_s=MOST_PACKING * each, search_s=each, dip_s=MOST_SEARCH * each, threads=threads())
     return words.replace("of 1 cores", "of 1 core")
 
 
@@ -285,7 +286,7 @@ def iterations(options: Options, count: int | None = None) -> list[tuple[int, in
 
 
 def planned_iterations(options: Options, name: str) -> list[tuple[int, int]]:
-    """Iterations that a system is timed on: the first of each seed for DIP's searches, which take ten times as long."""
+    """Iterations that a system is timed on: the first of each seed for DIP's, whose searches take longest."""
     few = name in (*FORMS, OURS_SAME) and not options.full
     return iterations(options, 1 if few else None)
 
