@@ -111,8 +111,6 @@ class Part:
     run: Callable[[Options], Outcome]
     uses: tuple[Setting, ...] = ("seeds", "iterations", "search")
     """Which of the options make a difference to it; its section states these."""
-    most_iterations: int | None = None
-    """More batches are timed with ``--full`` alone."""
     searched: str = "a batch"
     """What our search is given its time for."""
     search_factor: float = 1.0
@@ -121,6 +119,8 @@ class Part:
     """Parts with the same word time the same things, so that one process makes them one after the other."""
     alone: bool = False
     """It reads a clock that other work on the machine disturbs, so nothing runs beside it."""
+    most_iterations: int | None = None
+    """More batches are timed with ``--full`` alone."""
 
     def given(self, options: Options) -> Options:
         """What it is run with."""

@@ -217,7 +217,7 @@ def figure_10(options: Options) -> Outcome:
     curves, rows, spread, peak, took = {}, [], {}, {}, {}
     for name, title in names.items():
         one = runs.system(setup, title)
-        found = runs.run(one, groups, runs.budget_of(setup, title, options.search_s), seed)
+        found = runs.run(one, groups, runs.budget_of(title, options.search_s), seed)
         assert found is not None, name
         graph = found.graph.with_candidates(found.schedule.candidate)
         times, used = memory_curve(graph, found.timeline, 0)

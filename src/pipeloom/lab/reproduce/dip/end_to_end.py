@@ -424,7 +424,7 @@ def figure_8b(options: Options) -> Outcome:
             if name in runs.SEARCHED and i % seldom:
                 series[name].append(float("nan"))
                 continue
-            found = runs.run(one, groups, runs.budget_of(setup, name, options.search_s), i)
+            found = runs.run(one, groups, runs.budget_of(name, options.search_s), i)
             series[name].append(float("nan") if found is None else found.iteration_s)
             if found is None:
                 lacking.setdefault(name, []).append(i + 1)

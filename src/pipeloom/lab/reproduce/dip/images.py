@@ -155,7 +155,7 @@ def _throughput(options: Options) -> tuple[Table, _Lines]:
         systems = {title: any_size(SYSTEMS[name].make(case, [each.typical])) for name, title in names.items()}
         chosen = choose_layout(case, [each.typical], trial=Deadline(TRIAL_S * options.search_s, "cpu"), rounds=1)[0]
         ours = own_system("ours", case, [chosen.layout], [each.typical], TOKENS, runs.CHOICE)
-        mine = _mean_s(ours, each, runs.planning_s(SETUPS["VLM-S"], runs.OURS, options.search_s))
+        mine = _mean_s(ours, each, runs.planning_s(runs.OURS, options.search_s))
         cells = [str(count), " to ".join(map(str, spread_around(count))), "" if mine is None else f"{mine:.2f}"]
         gains = list[float]()
         for title, system in systems.items():

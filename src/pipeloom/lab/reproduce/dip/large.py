@@ -65,7 +65,7 @@ def large(options: Options) -> Outcome:
                 "The paper: up to 82.8 % over its baselines, growing with the pipeline. 64 microbatches a replica are "
                 "assumed (not stated); gradient reduction and optimiser step are counted and not overlapped; "
                 "recomputation is counted as no useful work. One replica is planned; the others count as equally fast. "
-                f"{runs.rule(options, large=True)}{which}",
+                f"{runs.rule(options)}{which}",
             ),
             Table(
                 "Gain over Megatron-LM interleaved by parameters",

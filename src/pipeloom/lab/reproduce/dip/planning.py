@@ -18,7 +18,7 @@ def planning_time(options: Options) -> Outcome:
     """Processor time of planning one iteration, everything included, against the iteration that it hides behind."""
     rows, finishing = [], Finishing()
     for label, setup in {**SETUPS, **LARGE}.items():
-        most = runs.planning_s(setup, runs.OURS, options.search_s)
+        most = runs.planning_s(runs.OURS, options.search_s)
         numbers = runs.iterations(options, 1)
         found = [
             planned(setup, *each, options, finishing) for each in (numbers[:1] if setup in LARGE.values() else numbers)
@@ -53,7 +53,7 @@ def planning_time(options: Options) -> Outcome:
     text = (
         "From the samples of an iteration to a plan that is proved complete and free of deadlock, on one core, under "
         "our layouts; microbatches are made or chosen as in Fig. 8a. "
-        f"{runs.rule(options)} On thousands of GPUs ours has {runs.LARGE_SEARCH} times as much. The "
+        f"{runs.rule(options)} The "
         "search ends so early that the plan and its proof have their time, as the last ones took. Costs of shapes that "
         "no iteration had before are emulated in it. Python's collector is paused meanwhile, as the planner spares "
         "itself it."
@@ -84,7 +84,7 @@ def planned(setup: PaperSetup, seed: int, number: int, options: Options, finishi
     try:
         one = runs.system(setup, runs.OURS)
         begin = time.process_time()
-        budget = runs.budget_of(setup, runs.OURS, options.search_s, finishing)
+        budget = runs.budget_of(runs.OURS, options.search_s, finishing)
         found = one.run(groups, budget, seed)
     except InfeasibleError:
         return None

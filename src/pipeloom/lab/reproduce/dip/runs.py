@@ -75,17 +75,13 @@ BEST_FORM = "DIP, best of its forms"
 SEARCHED = (PUBLISHED, PRIORITY, FROM_UNIFORM, NO_STRATEGIES)
 FIFO = "first in, first out"
 MOST_SEARCH = 10
-"""Times ``search_s`` that DIP's searches get, as the paper gives its planner ten seconds."""
-MOST_PACKING = 8
-"""Times ``search_s`` that ours gets where it makes the microbatches: several packings are searched."""
+"""Times ``search_s`` for planning an iteration from its samples on, as the paper gives its planner ten seconds."""
 FEW_BOUNDS = 3
 """Layouts of the least lower bounds on the sampled iterations, of which the least is taken on the timed ones."""
 MOST_TRIED = 3
 """Layouts, the nearest with given microbatches, of which ours takes the best with its own."""
 CHOICE = Deadline(2.0, "cpu")
 """To plan each sampled iteration under each of them."""
-LARGE_SEARCH = 3
-"""Times the planning time of the other models for those on thousands of GPUs."""
 
 _PARTS: dict[str, Callable[[ModelOnCluster, Sequence[Microbatches]], System]] = {
     STATIC: partitioned,
@@ -106,36 +102,35 @@ _OF_DIP = frozenset({*_PARTS, OURS_SAME})
 """On DIP's layout: their microbatches have one size, the best of it."""
 
 
-def planning_s(setup: PaperSetup, name: str, search_s: float) -> float:
+def planning_s(name: str, search_s: float) -> float:
     """Processor seconds that a system has for planning an iteration, from its samples to the plan: one rule for all.
 
-    Ours has ``search_s``, three times as much where thousands of GPUs train, and eight times that where it makes the
-    microbatches; every search of DIP has ten times ``search_s`` on each of its threads.
+    Ours has ten times ``search_s`` on one, and ``search_s`` where the microbatches are given; every search of DIP has
+    ten times ``search_s`` on each of its threads.
     """
-    ours = search_s * (LARGE_SEARCH if setup in LARGE.values() else 1)
-    return ours * (MOST_SEARCH * threads() if name in SEARCHED else MOST_PACKING if name == OURS else 1)
+    return search_s * (MOST_SEARCH * threads() if name in SEARCHED else MOST_SEARCH if name == OURS else 1)
 
 
 RULE = (
-    "Ours is allowed {packing_s:g} s of one core's time to plan an iteration, from samples to a proved plan, and "
-    "{search_s:g} s of microbatches that are given; every search of DIP has {dip_s:g} s on each of {threads} cores, "
+    "Ours is allowed {most_s:g} s of one core's time to plan an iteration, from samples to a proved plan, and "
+    "{search_s:g} s of microbatches that are given; every search of DIP has {most_s:g} s on each of {threads} cores, "
     "half of those at hand, as DIP takes."
 )
 
 
-def rule(options: Options, *, large: bool = False) -> str:
+def rule(options: Options) -> str:
     """The rule of planning times in words."""
-    each = options.search_s * (LARGE_SEARCH if large else 1)
-    words = RULE.format(packing_s=MOST_PACKING * each, search_s=each, dip_s=MOST_SEARCH * each, threads=threads())
+    each = options.search_s
+    words = RULE.format(most_s=MOST_SEARCH * each, search_s=each, threads=threads())
     return words.replace("of 1 cores", "of 1 core")
 
 
-def budget_of(setup: PaperSetup, name: str, search_s: float, finishing: Finishing | None = None) -> StoppingRule:
+def budget_of(name: str, search_s: float, finishing: Finishing | None = None) -> StoppingRule:
     """The stopping rule of an iteration that is planned from now on.
 
     Our search ends so early that the plan and its proof have their time too: by ``finishing``, or the planner's guess.
     """
-    allowed = Deadline(planning_s(setup, name, search_s), "cpu")
+    allowed = Deadline(planning_s(name, search_s), "cpu")
     return Begun((allowed if name in SEARCHED else Before(allowed, (finishing or Finishing()).task_s)).start())
 
 
@@ -265,7 +260,7 @@ def timed(setup: PaperSetup, name: str, seed: int, number: int, search_s: float)
         return None
     begin = time.process_time()
     try:
-        found = one.run(groups, budget_of(setup, name, search_s), seed)
+        found = one.run(groups, budget_of(name, search_s), seed)
     except InfeasibleError:
         return None
     spent = time.process_time() - begin

@@ -159,8 +159,7 @@ END_TO_END: tuple[Claim, ...] = (
         "10 s",
         (Found("planning", "in all, CPU s", how="most"),),
         "at most",
-        "Pipeloom's, from samples to a proved plan on one core, the largest of nine models; it is allowed 12 s on "
-        "thousands of GPUs, where iterations take 17 s and more, else 4 s.",
+        "Pipeloom's, from samples to a proved plan on one core, the largest of nine models.",
         "s",
     ),
 )
