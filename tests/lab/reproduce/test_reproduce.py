@@ -303,3 +303,15 @@ def test_sections_come_back_as_they_were_written() -> None:
     page = join_sections("# Head\n\nwords", ("b-2", "missing", "a"), bodies)
     assert sections(page) == bodies
     assert page.startswith("# Head\n\nwords\n\n<!-- b-2 -->")
+
+
+def test_a_part_times_no_more_batches_than_its_most_unless_all_is_asked_for() -> None:
+    counts: list[int] = []
+
+    def timed(options: Options) -> Outcome:
+        counts.append(options.iterations)
+        return Outcome()
+
+    part = Part("few", "Few", "nowhere", "emulated", timed, most_iterations=3)
+    for options, wanted in ((Options(), 3), (Options(iterations=2), 2), (Options(iterations=20, full=True), 20)):
+        assert make_record(part, options)[0].settings.iterations == counts.pop() == wanted

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pipeloom.errors import InputError
-from pipeloom.lab.systems.gain import own_system, packed_anew, split_gain
+from pipeloom.lab.systems.gain import own_system, packing_system, split_gain
 from pipeloom.lab.systems.iterations import Grouping, sampled_iterations
 from pipeloom.lab.systems.model_on_cluster import ModelOnCluster, put_on_cluster
 from pipeloom.lab.systems.now import held_as, now_system, run_costs, tuned_system
@@ -80,14 +80,15 @@ def test_steps_begin_with_the_layout_and_end_with_the_plan() -> None:
     case = case_of(run)
     given = sampled_iterations(case, None, Grouping(6, samples=1, pad_to=8192), 0)
     layout = our_layout(case, given.typical)
-    packed = packed_anew(case, layout, given.real, 8192, Evaluations(20), 0)
-    assert not check(packed.result.graph, packed.result.schedule, packed.result.timeline)
-    steps = split_gain(case, run, given.groups, (layout, packed), ONE)
+    packed = packing_system("packed", case, layout, 8192).run(given.real, Evaluations(20), 0)
+    assert not check(packed.graph, packed.schedule, packed.timeline)
+    steps = split_gain(case, run, given.groups, packed, ONE)
     assert [step.name for step in steps] == ["layout", "packing", "order", "memory"]
-    assert steps[-1].iteration_s == packed.result.iteration_s
+    assert steps[-1].iteration_s == packed.iteration_s
     # The first step has my layout replaced alone; with my own layout it would be what I run.
     mine = now_system(case, run)
-    (first, *_), now = split_gain(case, run, given.groups, (mine.layout, packed), ONE), mine.run(given.groups, ONE, 0)
+    other = replace(packed, layout=mine.layout)
+    (first, *_), now = split_gain(case, run, given.groups, other, ONE), mine.run(given.groups, ONE, 0)
     assert first.iteration_s == pytest.approx(now.iteration_s)
     # Samples that are no longer padded are a third as long.
     assert steps[1].iteration_s < steps[0].iteration_s
@@ -100,16 +101,13 @@ def test_in_training_it_takes_the_way_to_make_microbatches_that_is_fastest_on_sa
     layout = our_layout(case, given.typical)
     budget = Evaluations(20)
     found = own_system("mine", case, [layout], given.typical, 8192, budget)
-    ways = [
-        lambda groups, seed: packed_anew(case, layout, groups, 8192, budget, seed).result,
-        lambda groups, seed: searched_system("given", case, layout).run(groups, budget, seed),
-    ]
-    sampled = [[way(groups, i).iteration_s for i, groups in enumerate(given.typical)] for way in ways]
+    ways = [packing_system("packed", case, layout, 8192), searched_system("given", case, layout)]
+    sampled = [[way.run(groups, budget, i).iteration_s for i, groups in enumerate(given.typical)] for way in ways]
     best = ways[int(sum(sampled[1]) < sum(sampled[0]))]
     mine = found.run(given.groups, budget, 0)
     assert found.packs
     assert not check(mine.graph, mine.schedule, mine.timeline)
-    assert mine.iteration_s == best(given.groups, 0).iteration_s
+    assert mine.iteration_s == best.run(given.groups, budget, 0).iteration_s
     # The bound is of all packings that were looked at.
     assert mine.lower_bound.ns <= mine.timeline.makespan_ns
 

@@ -8,15 +8,13 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
 
-from pipeloom.errors import ExecutionError, InfeasibleError
-from pipeloom.explain.compare import BaselineResult
+from pipeloom.errors import ExecutionError
 from pipeloom.lab.systems.comparison import OURS, Comparison, compare_case, compared, suitable
-from pipeloom.lab.systems.gain import PACKED, PACKED_TITLE, GainStep, Packed, packed_anew, packs_anew, split_gain
+from pipeloom.lab.systems.gain import PACKED, PACKED_TITLE, GainStep, packing_system, packs_anew, split_gain
 from pipeloom.lab.systems.iterations import TOKENS, Grouping, Iterations
 from pipeloom.lab.systems.model_on_cluster import ModelOnCluster, put_on_cluster
 from pipeloom.lab.systems.now import NOW, NOW_TITLE, TUNED, TUNED_TITLE, now_system, tuned_system
 from pipeloom.search import Deadline, warm_up
-from pipeloom.spec import Layout
 from pipeloom.spec.architecture import Architecture
 from pipeloom.spec.current_run import CurrentRun
 from pipeloom.spec.hardware import ClusterSpec
@@ -128,25 +126,22 @@ def our_answer(question: Question) -> Ours:
     (one,) = compare_case(case, given.typical, given.groups, [OURS], budget=question.budget, seed=question.seed)
     if one.result is None or one.layout is None:
         return Ours((one,))
-    systems, last = [one], one.result
-    best: Packed | BaselineResult = last
+    systems, layout, best = [one], one.layout, one.result
     if packs_anew(case):
-        packed = _packed(question, one.layout)
-        if isinstance(packed, Packed):
-            systems.append(Comparison(PACKED, PACKED_TITLE, one.layout, packed.result))
-            best = packed if packed.result.iteration_s < last.iteration_s else last
-        else:
-            systems.append(packed)
+        tokens = question.grouping.tokens or TOKENS
+        budget = Deadline(PACKING_TIMES * question.budget_s, "cpu")
+        packed = compared(
+            PACKED,
+            PACKED_TITLE,
+            lambda: packing_system(PACKED_TITLE, case, layout, tokens),
+            given.real,
+            budget,
+            question.seed,
+        )
+        systems.append(packed)
+        if packed.result is not None:
+            best = min(best, packed.result, key=lambda result: result.iteration_s)
     if question.run is None:
         return Ours(tuple(systems))
-    steps = split_gain(case, question.run, given.groups, (one.layout, best), question.budget, question.seed)
+    steps = split_gain(case, question.run, given.groups, best, question.budget, question.seed)
     return Ours(tuple(systems), steps)
-
-
-def _packed(question: Question, layout: Layout) -> Packed | Comparison:
-    budget = Deadline(PACKING_TIMES * question.budget_s, "cpu")
-    tokens = question.grouping.tokens or TOKENS
-    try:
-        return packed_anew(question.case, layout, question.iterations.real, tokens, budget, question.seed)
-    except InfeasibleError as error:
-        return Comparison(PACKED, PACKED_TITLE, layout, None, str(error))

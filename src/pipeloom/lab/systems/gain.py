@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from pipeloom.errors import InfeasibleError
 from pipeloom.explain.compare import BaselineResult
 from pipeloom.lab.systems.model_on_cluster import Microbatches, ModelOnCluster, batch_of, pack_microbatches
 from pipeloom.lab.systems.now import run_costs, static_graph, under_static_order
 from pipeloom.lab.systems.systems import SIZES, System, in_turn, replica_seconds, searched_system, sized
-from pipeloom.packing import Packing, PackingSpec
+from pipeloom.packing import PackingSpec
 from pipeloom.packing.loads import budget_tokens
 from pipeloom.planner.joint import decide
 from pipeloom.planner.problem import Problem
@@ -24,16 +23,6 @@ from pipeloom.timeline import Schedule, simulate
 PACKED, PACKED_TITLE = "pipeloom-packed", "Pipeloom with its own microbatches"
 MOST_TOGETHER = 8
 """Times the tokens of given microbatches that our own may have, where memory has room for them."""
-
-
-class Packed(NamedTuple):
-    """An iteration that Pipeloom packed itself, together with its schedule.
-
-    The lower bound is the least of all packings that were judged.
-    """
-
-    packing: Packing
-    result: BaselineResult
 
 
 @dataclass(frozen=True)
@@ -50,36 +39,32 @@ def packs_anew(case: ModelOnCluster) -> bool:
     return all(module.reads != "videos" for module in case.model.modules)
 
 
-def packed_anew(
-    case: ModelOnCluster, layout: Layout, real: Microbatches, tokens: int, budget: StoppingRule, seed: int
-) -> Packed:
-    """Plan an iteration as in training: number, size and contents of microbatches, order and strategies together.
+def packing_system(name: str, case: ModelOnCluster, layout: Layout, tokens: int) -> System:
+    """Pipeloom as in training: number, size and contents of microbatches, order and strategies are planned together.
+
+    Its iterations are given without what samples were padded with. The lower bound of a result is the least of all
+    packings that were judged.
 
     Parameters
     ----------
-    layout : Layout
-    real : Microbatches
-        Whose samples are taken, without what they were padded with.
     tokens : int
         Of a given microbatch at most; ours may have `MOST_TOGETHER` times as many.
-
-    Raises
-    ------
-    InfeasibleError
-        Nothing fits.
     """
-    batch = batch_of(real)
-    most = max(MOST_TOGETHER * tokens, int(budget_tokens(batch, case.model).max()))
-    problem = Problem(
-        case.model, layout, case.costs, PackingSpec(most), capacity_bytes=case.capacity_bytes, reckoned=case.memory
-    )
-    problem.warm_up()
-    made = decide(problem, batch, budget, seed)
     after_s = replica_seconds(case, layout)
-    result = BaselineResult(
-        PACKED_TITLE, layout, made.graph, made.schedule, made.timeline, made.least_bound, after_s, made.packing
-    )
-    return Packed(made.packing, result)
+
+    def run(groups: Microbatches, budget: StoppingRule, seed: int) -> BaselineResult:
+        batch = batch_of(groups)
+        most = max(MOST_TOGETHER * tokens, int(budget_tokens(batch, case.model).max()))
+        problem = Problem(
+            case.model, layout, case.costs, PackingSpec(most), capacity_bytes=case.capacity_bytes, reckoned=case.memory
+        )
+        problem.warm_up()
+        made = decide(problem, batch, budget, seed)
+        return BaselineResult(
+            name, layout, made.graph, made.schedule, made.timeline, made.least_bound, after_s, made.packing
+        )
+
+    return System(name, layout, run)
 
 
 def own_system(
@@ -98,20 +83,13 @@ def own_system(
     Parameters
     ----------
     tokens : int
-        As in `packed_anew`.
+        As in `packing_system`.
     budget : StoppingRule
         For each layout and sampled iteration.
     """
-
-    def packing(layout: Layout) -> System:
-        def run(groups: Microbatches, budget: StoppingRule, seed: int) -> BaselineResult:
-            return replace(packed_anew(case, layout, groups, tokens, budget, seed).result, name=name)
-
-        return System(name, layout, run)
-
     plain = [searched_system(name, case, layout) for layout in layouts]
     if packs_anew(case):
-        options = [*map(packing, layouts), *plain]
+        options = [*(packing_system(name, case, layout, tokens) for layout in layouts), *plain]
     else:
         options = [sized(one, size) for one in plain for size in SIZES]
     return replace(in_turn(name, options, batches, budget=budget), packs=True)
@@ -121,7 +99,7 @@ def split_gain(
     case: ModelOnCluster,
     run: CurrentRun,
     groups: Microbatches,
-    ours: tuple[Layout, Packed | BaselineResult],
+    ours: BaselineResult,
     budget: StoppingRule,
     seed: int = 0,
 ) -> tuple[GainStep, ...]:
@@ -134,8 +112,8 @@ def split_gain(
     ----------
     groups : Microbatches
         As they are run now.
-    ours : tuple
-        Pipeloom's layout, and the last step: with its own packing, or on these groups.
+    ours : BaselineResult
+        The last step: with a packing of its own, or on these groups.
     budget : StoppingRule
         For the order alone.
 
@@ -144,23 +122,20 @@ def split_gain(
     tuple of GainStep
         Fewer than four where one of the first does not fit.
     """
-    layout, last = ours
-    costs = run_costs(case, run)
+    layout, costs = ours.layout, run_costs(case, run)
     steps = []
-    given = pack_microbatches(case, layout, groups)
-    packings: list[tuple[str, Packing]] = [("layout", given)]
-    if isinstance(last, Packed):
-        packings.append(("packing", last.packing))
+    packings = {"layout": pack_microbatches(case, layout, groups)}
+    if ours.packing is not None and ours.packing != packings["layout"]:
+        packings["packing"] = ours.packing
     after_s = replica_seconds(case, layout)
     with suppress(InfeasibleError):
-        for name, packing in packings:
+        for name, packing in packings.items():
             found = under_static_order(name, run, layout, static_graph(case, layout, packing, costs))
             leaner = run.strategy is not None and found.schedule.candidate is not None and found.schedule.candidate[0]
             note = "recomputes more, to fit" if leaner else ""
             steps.append(GainStep(name, found.iteration_s + after_s, note))
         steps.append(GainStep("order", _ordered(found, budget, seed).iteration_s + after_s))
-    result = last.result if isinstance(last, Packed) else last
-    return (*steps, GainStep("memory", result.iteration_s))
+    return (*steps, GainStep("memory", ours.iteration_s))
 
 
 def _ordered(static: BaselineResult, budget: StoppingRule, seed: int) -> BaselineResult:

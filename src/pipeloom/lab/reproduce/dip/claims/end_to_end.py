@@ -106,16 +106,17 @@ END_TO_END: tuple[Claim, ...] = (
     ),
     Claim(
         "figure-8b-megatron",
-        "Changing data: Megatron-LM is behind, at most",
+        "Changing data: Megatron-LM is behind, in iteration 6",
         "DIP Fig. 8b, §7.2, PipeWeaver Fig. 9b",
         "52.9 %",
-        (_behind(INTERLEAVED, "most behind ours", 0),),
+        (_behind(INTERLEAVED, "behind ours in iteration 6", 0),),
         "at least",
-        "Behind Pipeloom, the most of 40 iterations, where the paper's figure is of the sixth. DIP written again is "
-        "{dip} % behind ours at most.",
+        "Behind Pipeloom. Of all 40 iterations {most} % at most; DIP written again is {dip} % behind Pipeloom at most.",
         "%",
-        also={"dip": _behind("DIP as published", "most behind ours", 0)},
-        incomparable=True,
+        also={
+            "most": _behind(INTERLEAVED, "most behind ours", 0),
+            "dip": _behind("DIP as published", "most behind ours", 0),
+        },
     ),
     Claim(
         "figure-8b-others",
