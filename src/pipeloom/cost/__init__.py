@@ -1,7 +1,15 @@
 """CostModel: seconds and bytes of a chunk, from a measured profile or the emulator."""
 
 from pipeloom.cost.correction import Correction, fit_link, host_link, slowness_of
-from pipeloom.cost.model import CostModel, PassBytes, PlannedCosts, StrategyCost, between_s, link_table
+from pipeloom.cost.model import (
+    CostModel,
+    PassBytes,
+    PlannedCosts,
+    StrategyCost,
+    between_s,
+    link_table,
+    rank_static_bytes,
+)
 from pipeloom.cost.profile import LayerFit, LayerMeasurement, Profile, StrategyFit, StrategyMeasurement, fit_profile
 from pipeloom.cost.profile_costs import ProfileCosts, check_strategies, sharded_copies, usual_copies
 
@@ -23,6 +31,7 @@ __all__ = [
     "fit_profile",
     "host_link",
     "link_table",
+    "rank_static_bytes",
     "sharded_copies",
     "slowness_of",
     "usual_copies",

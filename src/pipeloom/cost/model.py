@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeloom.cost.correction import Correction, Slowed
-from pipeloom.spec import Chunk, Workload
+from pipeloom.spec import Chunk, Layout, Workload
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +54,14 @@ def link_table(costs: CostModel, num_ranks: int) -> npt.NDArray[np.int64]:
 def between_s(costs: CostModel, num_bytes: int, first: int, second: int) -> float:
     """Seconds that a message takes between two ranks."""
     return costs.transfer_s(num_bytes, costs.link_between(first, second))
+
+
+def rank_static_bytes(costs: CostModel, layout: Layout) -> npt.NDArray[np.int64]:
+    """Bytes of weights, gradients and optimiser state on every rank, shape (num_ranks,)."""
+    found = np.zeros(layout.num_ranks, np.int64)
+    for chunk in layout.chunks:
+        found[chunk.rank] += costs.static_bytes(chunk)
+    return found
 
 
 class CostModel(Slowed, Protocol):

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from pipeloom.cost import CostModel, StrategyCost, link_table, slowness_of
+from pipeloom.cost import CostModel, StrategyCost, link_table, rank_static_bytes, slowness_of
 from pipeloom.cost.dealt import laid_out
 from pipeloom.packing import Packing, SubMicrobatch, pieces
 from pipeloom.spec import Chunk, Layout, StreamEnd, Workload, strategy_word
@@ -446,9 +446,6 @@ class _Builder:
     def finish(self, name: str, capacity_bytes: int | None) -> TaskGraph:
         """Close the lists into a graph."""
         ranks = self.layout.num_ranks
-        static = np.zeros(ranks, dtype=np.int64)
-        for chunk in self.layout.chunks:
-            static[chunk.rank] += self.costs.static_bytes(chunk)
         several = any(len(options) > 1 for options in self.candidates)
         # Segment numbers may have gaps (W segments of parts that are not split); close them.
         # Parts that are assigned to other ranks have these delays instead.
@@ -476,7 +473,7 @@ class _Builder:
             edges=Edges(
                 source=self.source, target=self.target, delay_ns=self.delay, bytes=self.held if any(self.held) else None
             ),
-            static_bytes=static,
+            static_bytes=rank_static_bytes(self.costs, self.layout),
             capacity_bytes=None if capacity_bytes is None else np.full(ranks, capacity_bytes, dtype=np.int64),
         )
 

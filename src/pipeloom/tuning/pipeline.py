@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from pipeloom.cost import CostModel, between_s
+from pipeloom.cost import CostModel, between_s, rank_static_bytes
 from pipeloom.errors import InputError
 from pipeloom.packing import Loads, budget_tokens
 from pipeloom.spec import Batch, Layout, ModelSpec
@@ -119,9 +119,7 @@ def tuned_pipeline(
         For another layout.
     """
     check_layout(layout)
-    static = np.zeros(layout.num_ranks, np.int64)
-    for chunk in layout.chunks:
-        static[chunk.rank] += costs.static_bytes(chunk)
+    static = rank_static_bytes(costs, layout)
     lengths = tuple(n for n in _LENGTHS if n < max_length)
     lengths = (*lengths, max_length) if lengths else (max(1, max_length // 2), max(2, max_length))
 

@@ -16,6 +16,7 @@ from itertools import permutations
 
 import numpy as np
 
+from pipeloom.cost import rank_static_bytes
 from pipeloom.errors import InfeasibleError
 from pipeloom.explain.compare import BaselineResult
 from pipeloom.lab.baselines.dynapipe import StageLoads, dynamic_microbatches, memory_aware_1f1b
@@ -83,10 +84,9 @@ def stage_loads(
     """What samples take on every rank of a chain of stages, if so many microbatches have room together."""
     shape = layout.num_ranks, len(samples)
     seconds, held, fixed = np.zeros(shape), np.zeros(shape), np.zeros(layout.num_ranks)
-    static = np.zeros(layout.num_ranks)
+    static = rank_static_bytes(case.levels, layout)
     level = case.levels.strategies.index(strategy)
     for chunk in layout.chunks:
-        static[chunk.rank] += case.levels.static_bytes(chunk)
         lengths = [case.model.module(chunk.module).instance_lengths(sample) for sample in samples]
         every = [n for each in lengths for n in each if n > 0]
         if not every:

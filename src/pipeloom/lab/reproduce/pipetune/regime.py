@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from pipeloom.cost import rank_static_bytes
 from pipeloom.cost.dealt import laid_out
 from pipeloom.cost.emulated import EmulatedCosts
 from pipeloom.cost.emulated_mixtures import Ladder
@@ -193,9 +194,7 @@ def joined(setup: PaperSetup, name: str) -> Problem:
         case.costs.architecture, case.costs.cluster, degrees, split=False, ladder=Ladder(offloading=0)
     )
     layout = layouts(setup)[name]
-    static, held = np.zeros(RANKS, np.int64), laid_out(costs, layout)
-    for chunk in layout.chunks:
-        static[chunk.rank] += held.static_bytes(chunk)
+    static = rank_static_bytes(laid_out(costs, layout), layout)
     return Problem(
         costs.model_spec,
         layout,

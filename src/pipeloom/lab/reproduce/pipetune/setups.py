@@ -8,6 +8,7 @@ from functools import cache
 
 import numpy as np
 
+from pipeloom.cost import rank_static_bytes
 from pipeloom.cost.dealt import DealtCosts
 from pipeloom.cost.emulated import EmulatedCosts
 from pipeloom.lab.reproduce.part import Options
@@ -132,13 +133,13 @@ def mean_load(setup: PaperSetup, costs: EmulatedCosts, dealt: frozenset[str] = f
 def held_bytes(setup: PaperSetup, costs: EmulatedCosts, layout: Layout, contexts: int) -> list[tuple[int, int]]:
     """Static bytes of every rank, and what it holds under 1F1B of microbatches of so many contexts."""
     whole, found = Workload((setup.context,) * contexts), []
+    static = rank_static_bytes(costs, layout)
     for i in layout.chunks_of(layout.modules[-1].name):
         chunk = layout.chunks[i]
-        static = sum(costs.static_bytes(c) for c in layout.chunks if c.rank == chunk.rank)
         held = costs.chunk_costs(chunk, whole)[0].activation_bytes * (RANKS - chunk.rank)
         if chunk.rank == 0:
             held += costs.boundary_bytes(layout.chunks[0], whole)
-        found.append((static, held))
+        found.append((int(static[chunk.rank]), held))
     return found
 
 
