@@ -30,7 +30,9 @@ def reproduce(
         None, metavar="N", help="Batches for every mean, where the paper has more; default: 10."
     ),
     search: float | None = typer.Option(
-        None, metavar="SECONDS", help="Processor seconds of our search (dip: our planning) for one batch; default: 1."
+        None,
+        metavar="SECONDS",
+        help="Processor seconds of our search for one batch (dip: of given microbatches); default: 1.",
     ),
     solver: float | None = typer.Option(
         None, metavar="SECONDS", help="Seconds after which an exact solver is cut; default: 60."

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Literal, TypeVar
+from typing import Literal, Protocol, TypeVar
 
 from pipeloom.lab.reproduce.part import Table
 from pipeloom.lab.reproduce.record import Record
@@ -15,6 +15,10 @@ from pipeloom.lab.reproduce.record import Record
 Rule = Literal["at least", "at most", "near", "says", "rises"]
 Verdict = Literal["reached", "partly", "not reached", "not comparable", "not made"]
 VERDICTS: tuple[Verdict, ...] = ("reached", "partly", "not reached", "not comparable", "not made")
+Subject = Literal["Pipeloom", "written again", "setting"]
+"""What a figure of ours is of: Pipeloom; a paper's system or baselines, written again from the paper; or models, data
+and hardware, as sampled and emulated."""
+SUBJECTS: tuple[Subject, ...] = ("Pipeloom", "written again", "setting")
 How = Literal["one", "least", "most", "mean"]
 T = TypeVar("T")
 
@@ -137,6 +141,19 @@ def _numbers(text: str) -> list[Figure]:
     return [Figure(float(word), len(word.partition("e")[0].partition(".")[2])) for word in _NUMBER.findall(text)]
 
 
+class Looked(Protocol):
+    """A figure that is looked up in records, or reckoned from several."""
+
+    @property
+    def part(self) -> str:
+        """Where it stands."""
+        ...
+
+    def number(self, records: Mapping[str, Record]) -> Figure:
+        """The figure."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Claim:
     """A claim of a paper, and what of ours stands against it."""
@@ -153,9 +170,10 @@ class Claim:
     why: str
     """One line; ``{name}`` is replaced by the figure of ``also``, so that no figure of ours is typed."""
     unit: str = ""
-    also: Mapping[str, Found] = field(default_factory=dict)
+    also: Mapping[str, Looked] = field(default_factory=dict)
     speedup: bool = False
     """Figures are ratios, of which the part above one counts."""
+    of: Subject = "Pipeloom"
     incomparable: bool = False
     """``why`` says for which reason."""
     command: str = ""

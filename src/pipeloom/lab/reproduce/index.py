@@ -7,6 +7,7 @@ from importlib import import_module
 
 from pipeloom.lab.reproduce.claims import (
     RULES,
+    SUBJECTS,
     VERDICTS,
     Claim,
     Judged,
@@ -16,6 +17,7 @@ from pipeloom.lab.reproduce.claims import (
     judge,
     told,
 )
+from pipeloom.lab.reproduce.goals import GOALS
 from pipeloom.lab.reproduce.part import PAPERS, parts_of
 from pipeloom.lab.reproduce.record import Record
 from pipeloom.report import markdown_table
@@ -28,12 +30,14 @@ _HEAD = """\
 
 Every claim of the four papers, the paper's figure, ours, and whether it was reached. Written by `pipeloom reproduce`
 from the recorded data, which the pages of [DIP and PipeWeaver](dip.md), [PipeTune](pipetune.md) and
-[AdaPtis](adaptis.md) show in full; no figure of ours and no verdict is typed by hand. Times are emulated: no claim is
-measured on GPUs. What two papers say alike is one claim.
+[AdaPtis](adaptis.md) show in full; no figure of ours and no verdict is typed by hand. Times are emulated
+([emulator](../emulator.md)): no claim is measured on GPUs. Times of tuning and solving are of this machine's
+processor; losses, and runs of ranks that sleep, are real ones. What two papers say alike is one claim.
+[When each part was made](#when-each-was-made) is at the end. Systems outside the four papers are in
+[notes](../notes/outside-systems.md).
 
-Not all sections were made by one state of the source: [when each was made](#when-each-was-made). Since 2026-11-23
-device tables go by duration and links by nodes ([emulator](../emulator.md)), and baselines choose the size of their
-microbatches.
+*Of* says whose figure ours is: of Pipeloom; of a paper's system, or of baselines, written again from the papers; or of
+the setting, that is models, data and hardware.
 
 `pipeloom reproduce PAPER PART` makes a line again, `pipeloom reproduce all` everything. A part is recorded as soon as
 it has ended, in `PAPER/PART.json` beside these pages; after an interruption the same command goes on from there, for
@@ -41,6 +45,9 @@ what is recorded of the same source with the same options is not made again (`--
 a time as there are cores (`--processes`). Searches have processor time, not time of the clock; parts that read the
 clock run alone. The time left is told as parts begin and end, by what they took the last time.
 """
+
+
+_CORES, _MOST_MINUTES = 2, 90
 
 
 def claims_of(paper: str) -> tuple[Claim, ...]:
@@ -85,8 +92,9 @@ def index_page(records: Records) -> str:
     found = judged_claims(records)
     blocks = [_HEAD.strip(), "## How many", _tally(found), RULES.strip()]
     blocks += ["## What was missed", _misses(found)]
+    blocks += ["## What we set out to reach", _goals(records)]
     for paper, title in PAPERS.items():
-        columns = ("claim", "where", "paper", "ours", "verdict", "why", "command")
+        columns = ("claim", "where", "paper", "ours", "of", "verdict", "why", "command")
         rows = [_row(paper, one) for one in found[paper]]
         blocks += [f"## {title}", markdown_table(columns, rows, words=True)]
     own = [
@@ -97,6 +105,33 @@ def index_page(records: Records) -> str:
     blocks += ["## Our own figures", "No paper claims these.", table]
     blocks += ["## When each was made", _makings(records)]
     return "\n\n".join(blocks) + "\n"
+
+
+def _goals(records: Records) -> str:
+    """Our own goals, judged as claims are, and how long all of it takes."""
+    rows = []
+    for paper, goals in GOALS.items():
+        for goal in goals:
+            one = _judged(goal, paper, records.get(paper, {}))
+            rows.append((goal.text, goal.paper, one.ours, one.verdict, one.why, f"`{one.command}`"))
+    seconds = {True: 0.0, False: 0.0}
+    for paper in PAPERS:
+        for part in parts_of(paper):
+            if (record := records.get(paper, {}).get(part.name)) is not None:
+                seconds[part.alone] += record.made.seconds
+    minutes = (seconds[True] + seconds[False] / _CORES) / 60
+    why = f"Seconds of all parts that are recorded; of those that do not run alone {_CORES} at a time."
+    rows.append(
+        (
+            "The whole evaluation, on two cores",
+            f"{_MOST_MINUTES} min",
+            f"{minutes:.0f} min",
+            "reached" if minutes <= _MOST_MINUTES else "partly",
+            why,
+            "`pipeloom reproduce all`",
+        )
+    )
+    return markdown_table(("goal", "to reach", "ours", "verdict", "why", "command"), rows, words=True)
 
 
 def _makings(records: Records) -> str:
@@ -114,24 +149,29 @@ def _makings(records: Records) -> str:
 def _row(paper: str, one: Judged) -> tuple[str, ...]:
     claim = one.claim
     name = f'<a id="{paper}-{claim.name}"></a>{claim.text}'
-    return name, claim.where, claim.paper, one.ours, one.verdict, one.why, f"`{one.command}`"
+    return name, claim.where, claim.paper, one.ours, claim.of, one.verdict, one.why, f"`{one.command}`"
 
 
 def _tally(found: Mapping[str, list[Judged]]) -> str:
-    counts = {paper: [sum(one.verdict == v for one in found[paper]) for v in VERDICTS] for paper in found}
-    rows = [(PAPERS[paper], str(sum(each)), *map(str, each)) for paper, each in counts.items()]
-    rows.append(("all", *(str(sum(int(row[i]) for row in rows)) for i in range(1, len(VERDICTS) + 2))))
-    return markdown_table(("paper", "claims", *VERDICTS), rows)
+    every = [one for each in found.values() for one in each]
+    groups = {PAPERS[paper]: each for paper, each in found.items()}
+    groups |= {f"of {subject}": [one for one in every if one.claim.of == subject] for subject in SUBJECTS}
+    groups["all"] = every
+    rows = [
+        (name, str(len(each)), *(str(sum(one.verdict == verdict for one in each)) for verdict in VERDICTS))
+        for name, each in groups.items()
+    ]
+    return markdown_table(("claims", "number", *VERDICTS), rows)
 
 
 def _misses(found: Mapping[str, list[Judged]]) -> str:
     lines = []
     for verdict in ("not reached", "not made"):
         names = [
-            f"[{one.claim.text}](#{paper}-{one.claim.name})"
+            f"- [{one.claim.text}](#{paper}-{one.claim.name}): {one.claim.paper}, ours {one.ours} ({one.claim.of})"
             for paper, each in found.items()
             for one in each
             if one.verdict == verdict
         ]
-        lines.append(f"{verdict.capitalize()}: {'; '.join(names) or 'none'}.")
+        lines.append(f"{verdict.capitalize()}:\n\n" + ("\n".join(names) or "- none"))
     return "\n\n".join(lines)

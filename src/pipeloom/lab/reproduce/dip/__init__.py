@@ -69,15 +69,7 @@ PARTS: tuple[Part, ...] = (
     Part("table-5", "What each technique brings", "`dip.txt` Table 5", "emulated", table_5, uses=ONE, shares=FIVE),
     Part("figure-9", "Sub-microbatch sizes", "`dip.txt` Fig. 9", "emulated", figure_9),
     Part("figure-10", "Memory of the first rank", "`dip.txt` Fig. 10", "emulated", figure_10, uses=ONE, shares=FIVE),
-    Part(
-        "published",
-        "DIP's searches with ten times the time",
-        "`dip.txt` section 5.1",
-        "emulated",
-        published_search,
-        uses=ONE,
-        shares=FIVE,
-    ),
+    Part("published", "DIP's searches", "`dip.txt` section 5.1", "emulated", published_search, uses=ONE, shares=FIVE),
     Part(
         "program",
         "The program for one rank's strategies",

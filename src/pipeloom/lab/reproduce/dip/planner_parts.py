@@ -182,7 +182,7 @@ def _solved(graph: TaskGraph, method: str, options: Options) -> _Solved:
         try:
             exact = EXACT[method](graph, seconds=options.solver_s, hint=hint, bound_ns=0, seed=0)
         except InputError as error:
-            return _Solved(problem=f"refuses: {error.problem}"[:70])
+            return _Solved(problem=f"refuses: {error.problem}")
         makespan, bound, proved = simulate(graph, exact.schedule).makespan_ns, exact.bound_ns, exact.proved
     spent = time.process_time() - begin + exact_worker.spent_s() - begin_there
     # Solvers round times; a hundredth of a per cent is their grain.
