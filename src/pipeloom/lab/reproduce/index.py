@@ -155,7 +155,7 @@ def _row(paper: str, one: Judged) -> tuple[str, ...]:
 def _tally(found: Mapping[str, list[Judged]]) -> str:
     every = [one for each in found.values() for one in each]
     groups = {PAPERS[paper]: each for paper, each in found.items()}
-    groups |= {f"of {subject}": [one for one in every if one.claim.of == subject] for subject in SUBJECTS}
+    groups |= {f"*of* {subject}": [one for one in every if one.claim.of == subject] for subject in SUBJECTS}
     groups["all"] = every
     rows = [
         (name, str(len(each)), *(str(sum(one.verdict == verdict for one in each)) for verdict in VERDICTS))
