@@ -195,7 +195,7 @@ def test_pages_are_those_of_the_records(paper: str) -> None:
     assert {f"{paper}/{path.name}" for path in (RESULTS / paper).glob("*.csv")} == {
         name for name in files if name.endswith(".csv")
     }
-    pictures = {f"{name}.svg" for one in records[paper].values() for name in one.figures}
+    pictures = {"opening.svg", *(f"{name}.svg" for one in records[paper].values() for name in one.figures)}
     assert {path.name for path in (RESULTS / paper).glob("*.svg")} == pictures
     assert {path.stem for path in (RESULTS / paper).glob("*.json")} <= {part.name for part in parts_of(paper)}
 

@@ -114,8 +114,8 @@ OWN: tuple[OwnFigure, ...] = (
         "VLM-M: lower bound of the rules' layout, the best divided one and its bound, the best dealt one and its bound",
         (
             Found("layouts", "lower bound, s", ("vision 9 x1, lm all x1",), "VLM-M"),
-            Found("layouts", "planned, s", ("vision 18 x2, lm all x2",), "VLM-M"),
-            Found("layouts", "lower bound, s", ("vision 18 x2, lm all x2",), "VLM-M"),
+            Found("layouts", "planned, s", ("vision 18 x1, lm all x1",), "VLM-M"),
+            Found("layouts", "lower bound, s", ("vision 18 x1, lm all x1",), "VLM-M"),
             Found("layouts", "planned, s", ("vision all x1, lm all x1; instances dealt",), "VLM-M"),
             Found("layouts", "lower bound, s", ("vision all x1, lm all x1; instances dealt",), "VLM-M"),
         ),
