@@ -90,7 +90,7 @@ OWN: tuple[OwnFigure, ...] = (
     ),
     OwnFigure(
         "over-dip-same",
-        "VLM-S, M, L, T2V-S, L: over the best form of DIP on DIP's own layout",
+        "VLM-S, M, L, T2V-S, L: over the best form of DIP, on DIP's own layout and microbatches",
         tuple(Found("published", "ours on DIP's layout", (model, FORMS), how="least") for model in (*VLM, *T2V)),
         "%",
     ),
