@@ -155,6 +155,22 @@ class Looked(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Least:
+    """The least of figures of several parts; the first part is told to make it."""
+
+    of: tuple[Found, ...]
+
+    @property
+    def part(self) -> str:
+        """Of the first."""
+        return self.of[0].part
+
+    def number(self, records: Mapping[str, Record]) -> Figure:
+        """The figure."""
+        return min((found.number(records) for found in self.of), key=lambda figure: figure.value)
+
+
+@dataclass(frozen=True, slots=True)
 class Claim:
     """A claim of a paper, and what of ours stands against it."""
 
@@ -186,7 +202,7 @@ class OwnFigure:
 
     name: str
     text: str
-    ours: tuple[Found, ...]
+    ours: tuple[Looked, ...]
     unit: str = ""
 
 
@@ -242,7 +258,7 @@ def judge(claim: Claim, paper: str, records: Mapping[str, Record]) -> Judged:
     return Judged(claim, ours, verdict, _reason(claim, records), command)
 
 
-def told(ours: Sequence[Found], unit: str, records: Mapping[str, Record]) -> str:
+def told(ours: Sequence[Looked], unit: str, records: Mapping[str, Record]) -> str:
     """Figures and their unit as one text.
 
     Raises
@@ -276,7 +292,7 @@ def _grade(rule: Rule, ours: float, paper: float) -> int:
 
 
 def _rising(values: list[float]) -> list[int]:
-    return [2 if before < after else 0 for before, after in pairwise(values)]
+    return [2 if all(before < after for before, after in pairwise(values)) else 0]
 
 
 def _verdict(grades: list[int]) -> Verdict:

@@ -72,7 +72,7 @@ def _figure_1() -> tuple[Claim, ...]:
             "{ours} %.",
             "%",
             {"ours": Found("figure-1", "ours", (model,))},
-            of="setting",
+            of="written again",
         )
         for model, figures in paper.items()
     )
@@ -119,9 +119,13 @@ def _figure_9() -> tuple[Claim, ...]:
             f"{figure} times",
             (Found("figure-9", f"over {system}", how="most"),),
             "at least",
-            "At 32K tokens it is {last}: the head no longer counts, and equal stages suffice." + idle.get(system, ""),
+            "At 32K tokens it is {last}: the head no longer counts, and equal stages suffice. Over the paper's "
+            "generator, written again, it is {own} at least." + idle.get(system, ""),
             "times",
-            {"last": Found("figure-9", f"over {system}", ("32768",))},
+            {
+                "last": Found("figure-9", f"over {system}", ("32768",)),
+                "own": Found("figure-9", "over AdaPtis", how="least", table="Our speedup"),
+            },
             speedup=True,
         )
         for system, figure in paper.items()
@@ -207,12 +211,12 @@ def _scaling(number: int, kind: str, paper: str, grown: str) -> tuple[Claim, ...
             f"{kind} scaling: the highest throughput in every configuration",
             f"AdaPtis §5.7, Fig. {number}",
             "above 1.00 times",
-            (Found(part, "ours over the best of eight", how="least", table=table),),
+            (Found(part, "ours over the best of eight", how="least"),),
             "at least",
-            "Pipeloom over the fastest of eight systems, each on the best of its own grid: the least. The paper's own "
-            "generator, written again, is none of the eight: over it Pipeloom has {own} at least.",
+            "Pipeloom over the fastest of eight systems, each on the best of its own grid: the least of two models. "
+            "The paper's own generator, written again, is none of the eight: over it Pipeloom has {own} at least.",
             "times",
-            {"own": Found(part, "ours over AdaPtis", how="least", table=table)},
+            {"own": Found(part, "ours over AdaPtis", how="least")},
             speedup=True,
         ),
     )
@@ -228,7 +232,7 @@ _MOTIVATION = (
         "rises",
         "LLaMA-2, and the least of the others.",
         "%",
-        of="setting",
+        of="written again",
     ),
     Claim(
         "figure-1-interleaved",
@@ -285,10 +289,14 @@ _THROUGHPUT = (
         "above 1.00 times",
         (Found("figure-8", "ours over the best of eight", how="least"),),
         "at least",
-        "Pipeloom over the fastest of eight systems that fits, the least of all cases. The paper's own generator, "
-        "written again, is none of the eight: over it Pipeloom has {own} at least.",
+        "Pipeloom over the fastest of eight systems that fits, the least of all models on the P that suits each; of "
+        "all models on every P {every}. The paper's own generator, written again, is none of the eight: over it "
+        "Pipeloom has {own} at least.",
         "times",
-        {"own": Found("figure-8-depths", "over AdaPtis, least", ("all", "both"), "Over Mist")},
+        {
+            "own": Found("figure-8-depths", "over AdaPtis, least", ("all", "both"), "Over Mist"),
+            "every": Found("figure-8-depths", "ours over the best of eight", how="least", table="Throughput over"),
+        },
         speedup=True,
     ),
     Claim(
@@ -474,6 +482,18 @@ CLAIMS: tuple[Claim, ...] = (
     *_THROUGHPUT[6:],
     *_PERFORMANCE_MODEL,
     *_scaling(14, "Strong", "1.22, 1.35, 1.43, 1.41, 1.47", "5.34"),
+    Claim(
+        "figure-14-mist",
+        "Strong scaling, from 8 to 128 GPUs: Mist's throughput grows to",
+        "AdaPtis §5.7",
+        "5.14 times",
+        (),
+        "near",
+        "Not recorded: the table has Pipeloom's growth alone. That of Mist hangs on the same grid.",
+        "times",
+        of="written again",
+        command="pipeloom reproduce adaptis figure-14",
+    ),
     *_scaling(15, "Weak", "1.22, 1.33, 1.33, 1.40, 1.26", "5.19"),
 )
 

@@ -134,7 +134,7 @@ PLANNER: tuple[Claim, ...] = (
         "The integer program of the whole schedule does not end in time",
         "PipeWeaver §3.2, DIP §3.1",
         "HiGHS",
-        "HiGHS, at two microbatches, cut after 60 s; the paper speaks of minutes to hours.",
+        "HiGHS, at two microbatches, cut after 60 s; the papers speak of over 50 minutes, and of hours.",
     ),
     Claim(
         "figure-13-best",
@@ -168,6 +168,16 @@ PLANNER: tuple[Claim, ...] = (
         "at most",
         _GPUS,
         "%",
+        command="make gpu",
+    ),
+    Claim(
+        "figure-13-predicts",
+        "The simulator before calibration predicts the degrees that are best on GPUs",
+        "DIP §7.4",
+        "predicts",
+        (),
+        "says",
+        _GPUS,
         command="make gpu",
     ),
     Claim(
