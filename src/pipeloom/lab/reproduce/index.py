@@ -17,8 +17,7 @@ from pipeloom.lab.reproduce.claims import (
     judge,
     told,
 )
-from pipeloom.lab.reproduce.goals import GOALS
-from pipeloom.lab.reproduce.part import PAPERS, parts_of
+from pipeloom.lab.reproduce.part import PAPERS, Part, parts_of
 from pipeloom.lab.reproduce.record import Record
 from pipeloom.report import markdown_table
 
@@ -48,6 +47,7 @@ clock run alone. The time left is told as parts begin and end, by what they took
 
 
 _CORES, _MOST_MINUTES = 2, 90
+"""What the whole evaluation is to take, and on how many cores."""
 
 
 def claims_of(paper: str) -> tuple[Claim, ...]:
@@ -60,6 +60,12 @@ def own_of(paper: str) -> tuple[OwnFigure, ...]:
     """Figures that no paper claims, and that our texts quote."""
     own: tuple[OwnFigure, ...] = getattr(import_module(f"pipeloom.lab.reproduce.{paper}.claims"), "OWN", ())
     return own
+
+
+def goals_of(paper: str) -> tuple[Claim, ...]:
+    """What we set out to reach in a paper's evaluation, judged as the paper's claims are."""
+    goals: tuple[Claim, ...] = import_module(f"pipeloom.lab.reproduce.{paper}.goals").GOALS
+    return goals
 
 
 def judged_claims(records: Records) -> dict[str, list[Judged]]:
@@ -109,39 +115,42 @@ def index_page(records: Records) -> str:
 
 def _goals(records: Records) -> str:
     """Our own goals, judged as claims are, and how long all of it takes."""
-    rows = []
-    for paper, goals in GOALS.items():
-        for goal in goals:
+    rows = list[tuple[str, ...]]()
+    for paper in PAPERS:
+        for goal in goals_of(paper):
             one = _judged(goal, paper, records.get(paper, {}))
             rows.append((goal.text, goal.paper, one.ours, one.verdict, one.why, f"`{one.command}`"))
-    seconds = {True: 0.0, False: 0.0}
-    for paper in PAPERS:
-        for part in parts_of(paper):
-            if (record := records.get(paper, {}).get(part.name)) is not None:
-                seconds[part.alone] += record.made.seconds
-    minutes = (seconds[True] + seconds[False] / _CORES) / 60
-    why = f"Seconds of all parts that are recorded; of those that do not run alone {_CORES} at a time."
-    rows.append(
-        (
-            "The whole evaluation, on two cores",
-            f"{_MOST_MINUTES} min",
-            f"{minutes:.0f} min",
-            "reached" if minutes <= _MOST_MINUTES else "partly",
-            why,
-            "`pipeloom reproduce all`",
-        )
-    )
+    rows.append(_whole_evaluation(records))
     return markdown_table(("goal", "to reach", "ours", "verdict", "why", "command"), rows, words=True)
+
+
+def _whole_evaluation(records: Records) -> tuple[str, ...]:
+    """How long all of it takes, of what it should take."""
+    seconds = {True: 0.0, False: 0.0}
+    for _, part, record in _every_part(records):
+        seconds[part.alone] += 0.0 if record is None else record.made.seconds
+    minutes = (seconds[True] + seconds[False] / _CORES) / 60
+    return (
+        "The whole evaluation, on two cores",
+        f"{_MOST_MINUTES} min",
+        f"{minutes:.0f} min",
+        "reached" if minutes <= _MOST_MINUTES else "partly",
+        f"Seconds of all parts that are recorded; of those that do not run alone {_CORES} at a time.",
+        "`pipeloom reproduce all`",
+    )
+
+
+def _every_part(records: Records) -> list[tuple[str, Part, Record | None]]:
+    """All parts of all papers, and what is recorded of them."""
+    return [(paper, part, records.get(paper, {}).get(part.name)) for paper in PAPERS for part in parts_of(paper)]
 
 
 def _makings(records: Records) -> str:
     """Which parts were made by which state of the source, the newest first, and those that were not made."""
     names: dict[tuple[str, str], list[str]] = {}
-    for paper in PAPERS:
-        for part in parts_of(paper):
-            record = records.get(paper, {}).get(part.name)
-            made = ("", "not made") if record is None else (record.made.day, record.made.commit or "not recorded")
-            names.setdefault(made, []).append(f"{paper} {part.name}")
+    for paper, part, record in _every_part(records):
+        made = ("", "not made") if record is None else (record.made.day, record.made.commit or "not recorded")
+        names.setdefault(made, []).append(f"{paper} {part.name}")
     rows = [(day, commit, ", ".join(parts)) for (day, commit), parts in sorted(names.items(), reverse=True)]
     return markdown_table(("day", "commit", "parts"), rows, words=True)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Mapping
+from importlib import import_module
 
-from pipeloom.lab.reproduce.opening import opening
-from pipeloom.lab.reproduce.part import PAPERS, Settings, Table
+from pipeloom.lab.reproduce.part import PAPERS, Figure, Settings, Table
 from pipeloom.lab.reproduce.record import Record
 from pipeloom.report import markdown_table
 
@@ -57,11 +57,20 @@ _KINDS = {
 }
 
 
-def paper_page(paper: str, records: Mapping[str, Record]) -> str:
-    """The page of a paper: its figures and short tables."""
+def opening_of(paper: str, records: Mapping[str, Record]) -> Figure | None:
+    """The picture that a paper's page opens with, drawn from its records; None: what it shows is not recorded."""
+    try:
+        figure: Figure = import_module(f"pipeloom.lab.reproduce.{paper}.goals").opening(records)
+    except LookupError:
+        return None
+    return figure
+
+
+def paper_page(paper: str, records: Mapping[str, Record], opening: Figure | None = None) -> str:
+    """The page of a paper: the picture that it opens with, its figures and short tables."""
     head = [_ABOUT.format(title=PAPERS[paper], paper=paper).strip()]
-    if (first := opening(paper, records)) is not None:
-        head.append(f"![{first.title}]({paper}/opening.svg)\n\n*{first.title}.*")
+    if opening is not None:
+        head.append(f"![{opening.title}]({paper}/{opening.name}.svg)\n\n*{opening.title}.*")
     head += ["**Words**", _WORDS[paper].strip()]
     return "\n\n".join([*head, *(section(paper, record) for record in records.values())]) + "\n"
 

@@ -15,8 +15,7 @@ from pathlib import Path
 from pipeloom.errors import InputError, PipeloomError
 from pipeloom.io import make_folder, write_text
 from pipeloom.lab.reproduce.index import index_page
-from pipeloom.lab.reproduce.opening import opening
-from pipeloom.lab.reproduce.page import long_tables, paper_page
+from pipeloom.lab.reproduce.page import long_tables, opening_of, paper_page
 from pipeloom.lab.reproduce.part import PAPERS, Options, Part, parts_of
 from pipeloom.lab.reproduce.provenance import source_commit
 from pipeloom.lab.reproduce.record import Record, is_made, make_part, read_records
@@ -196,9 +195,9 @@ def page_files(records: Mapping[str, Mapping[str, Record]], paper: str) -> dict[
     """All that is written from records, by its path: a paper's page, its long tables, and the index."""
     mine = records[paper]
     files = {f"{paper}/{name}": text for one in mine.values() for name, text in long_tables(one).items()}
-    if (first := opening(paper, mine)) is not None:
-        files[f"{paper}/opening.svg"] = first.svg
-    return files | {f"{paper}.md": paper_page(paper, mine), "index.md": index_page(records)}
+    if (opening := opening_of(paper, mine)) is not None:
+        files[f"{paper}/{opening.name}.svg"] = opening.svg
+    return files | {f"{paper}.md": paper_page(paper, mine, opening), "index.md": index_page(records)}
 
 
 def _jobs(paper: str, parts: Sequence[Part], options: Options) -> list[Job]:

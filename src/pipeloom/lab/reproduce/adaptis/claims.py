@@ -9,6 +9,7 @@ _HETEROGENEOUS = ("Gemma", "DeepSeek", "Nemotron-H")
 _UNSTATED = "The paper states neither P nor the number of microbatches, on which it depends."
 _SLEEP = "Ranks that sleep as long as they would compute; no kernel was timed."
 _GRID = "Every system has the best degrees of its own grid here; the paper fixes them and does not state them."
+PIPELINES = ("4", "8", "16")
 _DEVICES = ("8", "16", "32", "64", "128")
 _OWN_GENERATOR = "Share of the full tuning's throughput: AdaPtis"
 
@@ -16,6 +17,11 @@ _OWN_GENERATOR = "Share of the full tuning's throughput: AdaPtis"
 def _over(system: str, group: tuple[str, str]) -> Found:
     """Pipeloom's, of one P and number of microbatches a rank, or of all."""
     return Found("figure-8-depths", system, group, "Our throughput over each system")
+
+
+def over_mist(column: str, pipeline: str) -> Found:
+    """Of one P, or of all, the mean of two and of four microbatches a rank."""
+    return Found("figure-8-depths", column, (pipeline, "both"), "Over Mist")
 
 
 def _last_result(program: str) -> tuple[Found, ...]:
@@ -43,12 +49,12 @@ def _depths() -> tuple[Claim, ...]:
             "Of all models that fit, {both} of both; its generator, written again, has {generator}.",
             "times",
             {
-                "generator": Found("figure-8-depths", "AdaPtis over Mist, average", (pipeline, "both"), "Over Mist"),
-                "both": Found("figure-8-depths", "over Mist, average", (pipeline, "both"), "Over Mist"),
+                "generator": over_mist("AdaPtis over Mist, average", pipeline),
+                "both": over_mist("over Mist, average", pipeline),
             },
             speedup=True,
         )
-        for pipeline in ("4", "8", "16")
+        for pipeline in PIPELINES
     )
 
 
@@ -99,7 +105,7 @@ def _figure_8() -> tuple[Claim, ...]:
             f"{_UNSTATED} Ours are of P = 4, 8 and 16 and of two and four microbatches a rank; of four alone "
             f"{{p4}}, {{p8}} and {{p16}}. {beside[system]}",
             "times",
-            {f"p{pipeline}": _over(system, (pipeline, "4")) for pipeline in ("4", "8", "16")},
+            {f"p{pipeline}": _over(system, (pipeline, "4")) for pipeline in PIPELINES},
             speedup=True,
             incomparable=True,
         )
@@ -294,7 +300,7 @@ _THROUGHPUT = (
         "Pipeloom has {own} at least.",
         "times",
         {
-            "own": Found("figure-8-depths", "over AdaPtis, least", ("all", "both"), "Over Mist"),
+            "own": over_mist("over AdaPtis, least", "all"),
             "every": Found("figure-8-depths", "ours over the best of eight", how="least", table="Throughput over"),
         },
         speedup=True,
@@ -501,19 +507,13 @@ OWN: tuple[OwnFigure, ...] = (
     OwnFigure(
         "over-generator",
         "P = 4, 8, 16 and all: throughput over the paper's own generator, average",
-        tuple(
-            Found("figure-8-depths", "over AdaPtis, average", (pipeline, "both"), "Over Mist")
-            for pipeline in ("4", "8", "16", "all")
-        ),
+        tuple(over_mist("over AdaPtis, average", pipeline) for pipeline in (*PIPELINES, "all")),
         "times",
     ),
     OwnFigure(
         "generator-over-bound",
         "The same of that generator over the lower bound of all placements, which is the most that there is to gain",
-        tuple(
-            Found("figure-8-depths", "AdaPtis over the lower bound", (pipeline, "both"), "Over Mist")
-            for pipeline in ("4", "8", "16", "all")
-        ),
+        tuple(over_mist("AdaPtis over the lower bound", pipeline) for pipeline in (*PIPELINES, "all")),
         "times",
     ),
 )

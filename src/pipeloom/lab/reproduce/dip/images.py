@@ -200,14 +200,13 @@ def _appears(rows: Sequence[tuple[str, ...]], place: int) -> str:
 
 def _nearest_gaps(rows: Sequence[tuple[str, ...]]) -> str:
     """Where the gaps of the paper's Fig. 9, and its best size, appear in rows of gaps, seconds and best sizes."""
-    near = []
-    for size, gap in ((SIZES[-1], 15.4), (SIZES[-2], 5.1)):
+    near, (_, papers, large) = [], SIZES
+    for size, gap in ((large, 15.4), (papers, 5.1)):
         place = 1 + SIZES.index(size)
         row = min(rows, key=lambda row: abs(float(row[place].removesuffix(" %")) - gap))
         near.append(f"{size} images are nearest to {gap} % with {row[0]} images a microbatch ({row[place]})")
-    best = [row[0] for row in rows if str(SIZES[-2]) in row[-1].split(", ")]
-    found = f"{SIZES[-2]} are best with {', '.join(best)}" if best else f"{SIZES[-2]} are best with none of these"
-    return f"Here {'; '.join(near)}; {found}."
+    best = [row[0] for row in rows if str(papers) in row[-1].split(", ")]
+    return f"Here {'; '.join(near)}; {papers} are best with {', '.join(best) or 'none of these'}."
 
 
 def _mean_s(one: System, each: _Iterations, search_s: float) -> float | None:

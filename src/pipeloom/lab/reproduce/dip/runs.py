@@ -194,12 +194,11 @@ def system(setup: PaperSetup, name: str) -> System:
 
 
 def _unsearched(setup: PaperSetup) -> System:
-    """What search and strategies bring is what ours is ahead of this."""
+    """Our layouts and packings under Megatron-LM's interleaved order."""
     case = setup.case
     fitting = [one for one in setup.layouts if not one.problem]
     chains = [one for one in fitting if one.name.startswith(CHAIN)]
     layouts = {one.layout.chunks: one.layout for one in (*nearest(fitting)[:MOST_TRIED], *chains)}.values()
-
     options = [
         fixed_system(UNSEARCHED, case, layout, interleaved_one_f_one_b, per_module_recomputation) for layout in layouts
     ]
@@ -209,7 +208,7 @@ def _unsearched(setup: PaperSetup) -> System:
 @functools.lru_cache(maxsize=64)
 def _size_of_dip(setup: PaperSetup) -> int:
     """How many of the given microbatches are best as one on DIP's layout, by its form that does not search."""
-    plain = unadaptive_system(NO_SEARCH, setup.case, dip_layout(setup.case, setup.typical), FIFO)
+    plain = _PARTS[NO_SEARCH](setup.case, setup.typical)
     return min(SIZES, key=lambda size: standing(sized(plain, size), setup.typical))
 
 

@@ -12,8 +12,8 @@ from dataclasses import replace
 
 from pipeloom.lab.reproduce.claims import Claim, Found, How, OwnFigure
 
-_MIXES = ("DataMix1", "DataMix2", "DataMix3")
-_MODELS = ("3B TP4·PP4", "7B TP4·PP4", "13B TP4·PP4")
+MIXES = ("DataMix1", "DataMix2", "DataMix3")
+MODELS = ("3B TP4·PP4", "7B TP4·PP4", "13B TP4·PP4")
 _AS_LONG, _FILLED = "as long as they are", "filled up"
 _FASTEST, _CALIBRATED, _LARGEST = (
     (rule, _AS_LONG) for rule in ("the fastest", "as calibrated", "for the largest microbatch")
@@ -34,11 +34,11 @@ def _step_saves(mix: str) -> Found:
     return replace(_saved(_ORDERED, mix), minus=balanced)
 
 
-def _in_regime(
+def in_regime(
     column: str,
     mix: str | tuple[str, ...],
     rule: tuple[str, str] = _FASTEST,
-    models: tuple[str, ...] = _MODELS[-1:],
+    models: tuple[str, ...] = MODELS[-1:],
     how: How = "one",
     clusters: tuple[str, ...] = ("A",),
 ) -> Found:
@@ -52,7 +52,7 @@ def _figure_6(column: str, how: str, table: str = "") -> Found:
 
 
 def _beside(column: str, mix: str) -> dict[str, Found]:
-    return {"two": _in_regime(column, mix, _CALIBRATED), "filled": _in_regime(column, mix, _CALIBRATED_FILLED)}
+    return {"two": in_regime(column, mix, _CALIBRATED), "filled": in_regime(column, mix, _CALIBRATED_FILLED)}
 
 
 _CHANGES_SIZE = ("DataMix3",)
@@ -76,7 +76,7 @@ def _table_2() -> tuple[Claim, ...]:
                 f"13B, {mix}: the balance algorithm saves",
                 "PipeTune Table 2, §5.1",
                 f"{balanced} %",
-                (_in_regime("Balanced", mix),),
+                (in_regime("Balanced", mix),),
                 "at least",
                 "PipeTune written again. Recomputing as calibrated, where two contexts fit, it is {two} %, filled up "
                 "{filled} %." + (_OTHER_SIZE if mix in _CHANGES_SIZE else ""),
@@ -102,7 +102,7 @@ def _table_2() -> tuple[Claim, ...]:
                 f"13B, {mix}: with adaptive sizes, PipeTune whole",
                 "PipeTune Table 2",
                 f"{whole} %",
-                (_in_regime("PipeTune", mix),),
+                (in_regime("PipeTune", mix),),
                 "at least",
                 "PipeTune written again. Recomputing as calibrated, where two contexts fit, it is {two} %, filled up "
                 "{filled} %, with three contexts {three} %.",
@@ -116,7 +116,7 @@ def _table_2() -> tuple[Claim, ...]:
                 f"13B, {mix}: the same, by Pipeloom",
                 "PipeTune Table 2",
                 f"{whole} %",
-                (_in_regime("ours", mix),),
+                (in_regime("ours", mix),),
                 "at least",
                 "The joined planner, on several chunks a rank and with images dealt, which no other setting has; of "
                 "the packings that it judged there none can save more than {bound} %. On the paper's layout, of one "
@@ -125,7 +125,7 @@ def _table_2() -> tuple[Claim, ...]:
                 "%",
                 _beside("ours", mix)
                 | {
-                    "bound": _in_regime("the lower bound", mix),
+                    "bound": in_regime("the lower bound", mix),
                     "layout": Found(
                         "regime", "ours, paper's layout", (mix, _AS_LONG, _FASTEST_SIZE[mix]), "13B", negated=True
                     ),
@@ -189,7 +189,7 @@ _FIGURE_2 = (
         "More multimodal samples make sequences longer",
         "PipeTune Fig. 5, §5",
         "grows",
-        tuple(Found("figure-5", "mean tokens", (mix,)) for mix in _MIXES),
+        tuple(Found("figure-5", "mean tokens", (mix,)) for mix in MIXES),
         "rises",
         "Drawn from fits to the paper's Table 1.",
         "tokens",
@@ -200,7 +200,7 @@ _FIGURE_2 = (
         "More multimodal samples make lengths vary more",
         "PipeTune Fig. 5, §5",
         "grows",
-        tuple(Found("figure-5", "standard deviation", (mix,)) for mix in _MIXES),
+        tuple(Found("figure-5", "standard deviation", (mix,)) for mix in MIXES),
         "rises",
         "Drawn from fits to the paper's Table 1.",
         "tokens",
@@ -267,16 +267,16 @@ _OVERALL = (
         "PipeTune §5.1",
         "larger",
         (
-            _in_regime("PipeTune", _MIXES, models=("13B PP4",), how="mean", clusters=("B",)),
-            _in_regime("PipeTune", _MIXES, how="mean"),
+            in_regime("PipeTune", MIXES, models=("13B PP4",), how="mean", clusters=("B",)),
+            in_regime("PipeTune", MIXES, how="mean"),
         ),
         "rises",
         "In the paper's regime, each under its fastest recomputation; where all run the largest microbatches that fit, "
         "it is {pp} and {tp} %. 13B with PP 4 fits only where all is recomputed.",
         "%",
         {
-            "pp": _in_regime("PipeTune", _MIXES, _LARGEST, ("13B PP4",), "mean", ("B",)),
-            "tp": _in_regime("PipeTune", _MIXES, _LARGEST, how="mean"),
+            "pp": in_regime("PipeTune", MIXES, _LARGEST, ("13B PP4",), "mean", ("B",)),
+            "tp": in_regime("PipeTune", MIXES, _LARGEST, how="mean"),
         },
         of="written again",
     ),
@@ -286,7 +286,7 @@ _OVERALL = (
         "13B: seconds of Original on the three mixtures",
         "PipeTune Table 2",
         "15.35, 17.76, 17.25 s",
-        tuple(Found("table-2", "seconds", ("Original",), mix) for mix in _MIXES),
+        tuple(Found("table-2", "seconds", ("Original",), mix) for mix in MIXES),
         "near",
         "Those of other kernels, and of microbatches and recomputation that are not stated.",
         "s",
@@ -298,17 +298,17 @@ _OVERALL = (
         "Adaptive sizes bring most on DataMix2 and 3, in points",
         "PipeTune §5.1",
         "11.8, 9.1 points",
-        tuple(replace(_in_regime("PipeTune", mix), minus=_in_regime("Balanced", mix)) for mix in _MIXES[1:]),
+        tuple(replace(in_regime("PipeTune", mix), minus=in_regime("Balanced", mix)) for mix in MIXES[1:]),
         "at least",
         "With order and early encoders. One context fits where nothing is recomputed, which leaves no size to choose; "
         "recomputing as calibrated, with two, PipeTune saves {two} and {three} % in all, Balanced {even} and {evener} "
         "%.",
         "points",
         {
-            "two": _in_regime("PipeTune", "DataMix2", _CALIBRATED),
-            "three": _in_regime("PipeTune", "DataMix3", _CALIBRATED),
-            "even": _in_regime("Balanced", "DataMix2", _CALIBRATED),
-            "evener": _in_regime("Balanced", "DataMix3", _CALIBRATED),
+            "two": in_regime("PipeTune", "DataMix2", _CALIBRATED),
+            "three": in_regime("PipeTune", "DataMix3", _CALIBRATED),
+            "even": in_regime("Balanced", "DataMix2", _CALIBRATED),
+            "evener": in_regime("Balanced", "DataMix3", _CALIBRATED),
         },
         of="written again",
     ),
@@ -322,13 +322,13 @@ _ANALYSIS = (
         "0, 0, 0 s",
         tuple(
             Found("figure-7", "static 4", (mix,), minus=Found("figure-7", "static", (mix,), how="least"))
-            for mix in _MIXES
+            for mix in MIXES
         ),
         "at most",
         "Of sizes 1, 2, 4 and 8, where the best takes {mix1}, {mix2} and {mix3} s: fewer images ask for smaller "
         "microbatches here.",
         "s",
-        {mix.removeprefix("Data").lower(): Found("figure-7", "static", (mix,), how="least") for mix in _MIXES},
+        {mix.removeprefix("Data").lower(): Found("figure-7", "static", (mix,), how="least") for mix in MIXES},
         of="written again",
     ),
     Claim(
@@ -336,7 +336,7 @@ _ANALYSIS = (
         "On DataMix1 and 2 PipeTune matches the best static size: longer by",
         "PipeTune Fig. 7, §5.2",
         "0 %, 0 %",
-        tuple(Found("figure-7", "against the best static", (mix,)) for mix in _MIXES[:2]),
+        tuple(Found("figure-7", "against the best static", (mix,)) for mix in MIXES[:2]),
         "at most",
         "PipeTune written again.",
         "%",
@@ -409,7 +409,7 @@ _ANALYSIS = (
         "The simulator ranks sizes as they are: pairs ranked alike against emulated operators",
         "PipeTune Fig. 11, §A.5",
         "100, 100, 100 %",
-        tuple(Found("figure-11", "pairs of sizes", (mix,), "3B TP4·PP4, estimated against emulated") for mix in _MIXES),
+        tuple(Found("figure-11", "pairs of sizes", (mix,), "3B TP4·PP4, estimated against emulated") for mix in MIXES),
         "at least",
         "Emulator and simulator share their costs, and no GPU was used.",
         "%",
@@ -420,7 +420,7 @@ _ANALYSIS = (
         "The same against runs of the plans",
         "PipeTune Fig. 11, §A.5",
         "100, 100, 100 %",
-        tuple(Found("figure-11", "pairs of sizes", (mix,), "3B TP4·PP4, estimated against sleeping") for mix in _MIXES),
+        tuple(Found("figure-11", "pairs of sizes", (mix,), "3B TP4·PP4, estimated against sleeping") for mix in MIXES),
         "at least",
         "On ranks that sleep as long as they would compute, so that kernels are not judged.",
         "%",
@@ -432,7 +432,7 @@ CLAIMS: tuple[Claim, ...] = (*_FIGURE_2, *_OVERALL, *_ANALYSIS)
 
 OWN: tuple[OwnFigure, ...] = (
     *(
-        OwnFigure(name, text, tuple(_in_regime("ours", mix, rule, _MODELS, "least") for mix in _MIXES), "%")
+        OwnFigure(name, text, tuple(in_regime("ours", mix, rule, MODELS, "least") for mix in MIXES), "%")
         for name, text, rule in (
             (
                 "regime",
@@ -447,20 +447,20 @@ OWN: tuple[OwnFigure, ...] = (
     OwnFigure(
         "printed-balance",
         "Algorithm 1 as printed, where two or four contexts fit: mean above the bound, least and most",
-        tuple(Found("packing", "Algorithm 1 as printed", (_MIXES, ("2", "4")), how=how) for how in ("least", "most")),
+        tuple(Found("packing", "Algorithm 1 as printed", (MIXES, ("2", "4")), how=how) for how in ("least", "most")),
         "%",
     ),
     OwnFigure(
         "random-balance",
         "Random packs of DataMix2 and 3, where two or four contexts fit: mean above the bound, least and most",
-        tuple(Found("packing", "random", (_MIXES[1:], ("2", "4")), how=how) for how in ("least", "most")),
+        tuple(Found("packing", "random", (MIXES[1:], ("2", "4")), how=how) for how in ("least", "most")),
         "%",
     ),
     OwnFigure(
         "trained-encoder",
         "13B, trained encoder moved forward and back: shorter by, least and most",
         tuple(
-            Found("trained", "against the first", (_MIXES, "the same, encoder moved"), how=how, negated=True)
+            Found("trained", "against the first", (MIXES, "the same, encoder moved"), how=how, negated=True)
             for how in ("least", "most")
         ),
         "%",
@@ -469,7 +469,7 @@ OWN: tuple[OwnFigure, ...] = (
         "even-loads",
         "Replicas: slowest shorter by even loads than by chance, least and most",
         tuple(
-            Found("replicas", "against by chance", (_MIXES, ("2", "4", "8"), "by loads"), how=how, negated=True)
+            Found("replicas", "against by chance", (MIXES, ("2", "4", "8"), "by loads"), how=how, negated=True)
             for how in ("least", "most")
         ),
         "%",
@@ -477,19 +477,19 @@ OWN: tuple[OwnFigure, ...] = (
     OwnFigure(
         "even-loads-wait",
         "Replicas dealt by loads: slowest over the mean, most",
-        (Found("replicas", "slowest over the mean", (_MIXES, ("2", "4", "8"), "by loads"), how="most"),),
+        (Found("replicas", "slowest over the mean", (MIXES, ("2", "4", "8"), "by loads"), how="most"),),
         "%",
     ),
     OwnFigure(
         "static-best",
         "13B, tuned by Pipeloom: shorter than Balanced at its best static size, by mixture",
-        tuple(Found("table-2", "against Balanced at its best size", ("ours",), mix, negated=True) for mix in _MIXES),
+        tuple(Found("table-2", "against Balanced at its best size", ("ours",), mix, negated=True) for mix in MIXES),
         "%",
     ),
     OwnFigure(
         "static-best-pipetune",
         "13B, PipeTune's techniques: shorter than Balanced at its best static size, by mixture",
-        tuple(Found("table-2", "against Balanced at its best size", (_PIPETUNE,), mix, negated=True) for mix in _MIXES),
+        tuple(Found("table-2", "against Balanced at its best size", (_PIPETUNE,), mix, negated=True) for mix in MIXES),
         "%",
     ),
     OwnFigure(
@@ -497,7 +497,7 @@ OWN: tuple[OwnFigure, ...] = (
         "13B, Pipeloom with a second of search: shorter than Balanced at its best static size, by mixture",
         tuple(
             Found("table-2", "against Balanced at its best size", ("ours, searched",), mix, negated=True)
-            for mix in _MIXES
+            for mix in MIXES
         ),
         "%",
     ),

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 from pipeloom.lab.reproduce.claims import Found, Least, OwnFigure
-from pipeloom.lab.reproduce.dip.claims.words import AHEAD, BY_TIME, INTERLEAVED, ITERATIONS, T2V, T2V_XL, VLM, VLM_XL
+from pipeloom.lab.reproduce.dip.claims.words import (
+    AHEAD,
+    BY_TIME,
+    INTERLEAVED,
+    ITERATIONS,
+    T2V,
+    T2V_XL,
+    VLM,
+    VLM_XL,
+    gain,
+)
 from pipeloom.lab.reproduce.dip.runs import BASELINES, FORMS
 
 OWN: tuple[OwnFigure, ...] = (
     OwnFigure(
         "over-megatron",
         "Five models, over Megatron-LM interleaved by parameters with any number of chunks: least and most",
-        tuple(Found("figure-8a", "over Megatron-LM", how=how, table="Gain of ours") for how in ("least", "most")),
+        tuple(gain("over Megatron-LM", how=how) for how in ("least", "most")),
         "%",
     ),
     OwnFigure(
@@ -22,7 +32,7 @@ OWN: tuple[OwnFigure, ...] = (
     OwnFigure(
         "over-best",
         "The same, over the best of nine baselines, DIP not among them",
-        tuple(Found("figure-8a", "over the best baseline", how=how, table="Gain of ours") for how in ("least", "most")),
+        tuple(gain("over the best baseline", how=how) for how in ("least", "most")),
         "%",
     ),
     OwnFigure(
@@ -44,26 +54,21 @@ OWN: tuple[OwnFigure, ...] = (
     OwnFigure(
         "over-best-given",
         "VLM-S, M, L, T2V-S, L: over the best of nine with the microbatches that these are given",
-        tuple(Found("figure-8a", "the same, microbatches given", (model,), "Gain of ours") for model in (*VLM, *T2V)),
+        tuple(gain("the same, microbatches given", model) for model in (*VLM, *T2V)),
         "%",
     ),
     OwnFigure(
         "room",
         "VLM-S, M, L, T2V-S, L: the best of nine baselines above the least lower bound, of three layouts with given "
         "microbatches and of the packings that our planner judged",
-        tuple(Found("figure-8a", "room to the lower bound", (model,), "Gain of ours") for model in (*VLM, *T2V)),
+        tuple(gain("room to the lower bound", model) for model in (*VLM, *T2V)),
         "%",
     ),
-    OwnFigure(
-        "room-closed",
-        "Of it closed by ours",
-        tuple(Found("figure-8a", "of it closed", (model,), "Gain of ours") for model in (*VLM, *T2V)),
-        "%",
-    ),
+    OwnFigure("room-closed", "Of it closed by ours", tuple(gain("of it closed", model) for model in (*VLM, *T2V)), "%"),
     OwnFigure(
         "room-closed-given",
         "The same with the microbatches that the baselines are given",
-        tuple(Found("figure-8a", "closed, microbatches given", (model,), "Gain of ours") for model in (*VLM, *T2V)),
+        tuple(gain("closed, microbatches given", model) for model in (*VLM, *T2V)),
         "%",
     ),
     OwnFigure(
@@ -86,10 +91,7 @@ OWN: tuple[OwnFigure, ...] = (
     OwnFigure(
         "over-dip",
         "Five models, over the best form of DIP, layout and packing counted in",
-        tuple(
-            Found("figure-8a", "over DIP, best of its forms", how=how, table="Gain of ours")
-            for how in ("least", "most")
-        ),
+        tuple(gain("over DIP, best of its forms", how=how) for how in ("least", "most")),
         "%",
     ),
     OwnFigure(
