@@ -440,9 +440,7 @@ def figure_8b(options: Options) -> Outcome:
         y=Axis("iteration time, s", low=0.0),
         title="VLM-S, image counts rising and falling",
     )
-    rising = slice(0, 10)
-    falling = slice(14, 20)
-    told = slice(PAPERS_ITERATION - 1, PAPERS_ITERATION)
+    rising, falling, told = slice(0, 10), slice(14, 20), slice(PAPERS_ITERATION - 1, PAPERS_ITERATION)
     paper = {
         runs.MEGATRON: f"52.9 % (iteration {PAPERS_ITERATION})",
         runs.NNSCALER: "10.4 %, later 50.5 %",
