@@ -19,10 +19,12 @@ from pipeloom.lab.systems.now import NOW, TUNED, held_as, run_costs
 from pipeloom.layout import blocks_of_stages
 from pipeloom.report import seconds_text, share_text, size_text
 from pipeloom.report.table_page import Section, TableSection, TextSection
+from pipeloom.spec.architecture import PredictionLayer
 
 if TYPE_CHECKING:
     from pipeloom.lab.systems.outcome import Outcome
     from pipeloom.spec import ChunkStrategy, Sample
+    from pipeloom.spec.architecture import Layer
 
 COLUMNS = ("system", "iteration", "gain", "tok/s/GPU", "MFU", "bubbles", "memory", "above bound")
 STEPS = {
@@ -200,11 +202,21 @@ def _trainer_lines(outcome: Outcome, tuned: Comparison) -> list[str]:
         "microbatches": run.microbatches,
     }
     lines.append(" ".join(f"{name}={value}" for name, value in words.items() if value is not None))
-    letters = ["t" * count for count in counts]
-    letters[0], letters[-1] = "E" + letters[0], letters[-1] + "L"
+    letters = _letters(counts, outcome.case.architecture.modules[-1].layers)
     lines.append(f'--pipeline-model-parallel-layout "{megatron_text(letters)}"')
-    lines += _recompute(held, counts).arguments
+    lines += _recompute(held, [stage.count("t") for stage in letters]).arguments
     return lines
+
+
+def _letters(counts: Sequence[int], layers: Sequence[Layer]) -> list[str]:
+    """Letters of Megatron's layout for numbers of blocks; the last block may be prediction layers."""
+    depth = sum(layer.depth for layer in layers if isinstance(layer, PredictionLayer))
+    letters = ["t" * count for count in counts]
+    if depth:
+        stage = max(i for i, count in enumerate(counts) if count)
+        letters[stage] = letters[stage][1:] + "m" * depth
+    letters[0], letters[-1] = "E" + letters[0], letters[-1] + "L"
+    return letters
 
 
 def _recompute(held: ChunkStrategy, counts: Sequence[int]) -> Recompute:

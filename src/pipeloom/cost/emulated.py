@@ -38,7 +38,7 @@ from pipeloom.spec import (
     Workload,
     chunk_strategy,
 )
-from pipeloom.spec.architecture import Architecture, Layer, ResidualLayer
+from pipeloom.spec.architecture import Architecture, Layer, PredictionLayer, ResidualLayer
 from pipeloom.spec.catalog import load_architecture, load_cluster
 from pipeloom.spec.hardware import ClusterSpec, HostLink
 from pipeloom.spec.parallelism import Degrees
@@ -351,7 +351,7 @@ def _cost(strategy: str, layers: tuple[Strategy, ...], cost: StageCost) -> Strat
 
 def _kind(layer: Layer, number: int, taken: Collection[str]) -> str:
     """Name of a layer's kind: blocks are numbered, since a module may have several sorts of them."""
-    plain = "block" if isinstance(layer, ResidualLayer) else type(layer).__name__.removesuffix("Layer").lower()
+    plain = "block" if isinstance(layer, ResidualLayer | PredictionLayer) else type(layer).__name__.removesuffix("Layer").lower()
     return f"{plain}{number}" if plain == "block" or plain in taken else plain
 
 

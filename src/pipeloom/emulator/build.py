@@ -33,9 +33,11 @@ from pipeloom.spec.architecture import (
     Mixer,
     MLPMixer,
     ModuleArchitecture,
+    Norm,
     NormStep,
     PatchEmbeddingLayer,
     PatchMergerLayer,
+    PredictionLayer,
     ProjectorLayer,
     ResidualLayer,
     Step,
@@ -148,6 +150,17 @@ def _residual_module(layer: ResidualLayer) -> modules.Module:
     return whole if layer.emits is None else modules.Emitting(whole, _steps_module(layer.hidden, layer.tap))
 
 
+def joining_layer(hidden: int, norm: Norm) -> ResidualLayer:
+    """What joins two hidden states: two products of half the width have its weights and operations."""
+    return ResidualLayer(hidden, (MLPMixer(hidden, gated=False),), norm=norm)
+
+
+def _prediction_module(layer: PredictionLayer) -> modules.Module:
+    joining = _residual_module(joining_layer(layer.hidden, layer.norm))
+    block = _residual_module(ResidualLayer(layer.hidden, layer.mixers, norm=layer.norm))
+    return modules.Prediction(layer.vocabulary, layer.hidden, modules.Sequential((joining, block)), layer.depth)
+
+
 def layer_module(layer: Layer) -> tuple[modules.Module, int]:
     """The module that one layer's sizes describe, and the width of its input."""
     if isinstance(layer, ResidualLayer):
@@ -166,7 +179,10 @@ def layer_module(layer: Layer) -> tuple[modules.Module, int]:
     if isinstance(layer, ProjectorLayer):
         return modules.Projector(layer.in_width, layer.out_width), layer.in_width
     if isinstance(layer, LanguageHeadLayer):
-        return modules.LanguageHead(layer.hidden, layer.vocabulary, layer.tied, layer.norm), layer.hidden
+        sizes = layer.hidden, layer.vocabulary, layer.tied, layer.norm, layer.predictions
+        return modules.LanguageHead(*sizes), layer.hidden
+    if isinstance(layer, PredictionLayer):
+        return _prediction_module(layer), layer.hidden
     assert isinstance(layer, DenoisingHeadLayer)
     return modules.DenoisingHead(layer.hidden, layer.out_width), layer.hidden
 

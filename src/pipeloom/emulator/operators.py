@@ -159,6 +159,14 @@ def rotary(x: Tensor, width: float) -> Tensor:
     return x.tape.record(cost, [x], (x.rows, x.width), backward=Backward(input_gradient=cost))
 
 
+def concatenate(parts: list[Tensor]) -> Tensor:
+    """Rows of several tensors of one width as one tensor; saves nothing."""
+    first = parts[0]
+    rows = first.rows * len(parts)
+    cost = Cost("copy", ZERO, rows * (first.width * first.dtype_bytes * 2))
+    return first.tape.record(cost, parts, (rows, first.width), backward=Backward(input_gradient=cost))
+
+
 def modulate(x: Tensor, shift_scale: Tensor) -> Tensor:
     """``x * (1 + scale) + shift``, one shift and scale per instance."""
     elements = x.rows * x.width

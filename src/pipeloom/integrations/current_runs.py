@@ -85,7 +85,8 @@ def _of_megatron(path: Path, num_devices: int | None) -> CurrentRun:
         "zero": degrees.zero,
         "schedule": "interleaved" if setup.virtual > 1 else "1f1b",
         "group": setup.group_size if setup.virtual > 1 else None,
-        "layout": counts,
+        # All prediction layers are one block, which Megatron keeps in one stage.
+        "layout": [count + ("m" in stage) for count, stage in zip(counts, setup.stages, strict=True)],
         "recompute": word,
         "microbatch_tokens": megatron.micro_batch_size * megatron.seq_length,
         "microbatches": megatron.num_microbatches,

@@ -279,6 +279,22 @@ class LanguageHeadLayer(
     vocabulary: int
     tied: bool = False
     norm: Norm = "rms"
+    predictions: int = 0
+    """Number of states of each token, beside the last block's, that a `PredictionLayer` sends."""
+
+
+class PredictionLayer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="layer", tag="prediction"):
+    """``depth`` multi-token prediction layers in a row, on one device.
+
+    Each joins the hidden states with the embedding of a later token and runs a block of ``mixers``. The output has the
+    input and the states of all of them. The device holds a copy of the embedding, which is no parameter of the model.
+    """
+
+    hidden: int
+    vocabulary: int
+    mixers: tuple[Mixer, ...]
+    depth: int = 1
+    norm: Norm = "rms"
 
 
 class DenoisingHeadLayer(
@@ -299,6 +315,7 @@ Layer = (
     | ProjectorLayer
     | AdapterLayer
     | LanguageHeadLayer
+    | PredictionLayer
     | DenoisingHeadLayer
 )
 

@@ -10,6 +10,7 @@ from pipeloom.emulator.modules.ends import (
     LanguageHead,
     PatchEmbedding,
     PatchMerger,
+    Prediction,
     Projector,
     TokenEmbedding,
 )
@@ -51,6 +52,7 @@ __all__ = [
     "Norm",
     "PatchEmbedding",
     "PatchMerger",
+    "Prediction",
     "Projector",
     "Residual",
     "Scaled",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pipeloom.emulator import operators as ops
+from pipeloom.emulator.modules.plain import Module
 from pipeloom.emulator.tape import Tensor
 
 
@@ -101,10 +102,20 @@ class LanguageHead:
     vocabulary: int
     tied: bool = False
     norm: ops.NormKind = "rms"
+    predictions: int = 0
     loss_bytes: int = 4
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The loss of every token."""
+        """The loss of every token, with those of its predictions."""
+        loss = self._loss(x)
+        for _ in range(self.predictions):
+            state = x.tape.input(self.hidden, x.rows, needs_gradient=x.needs_gradient)
+            before = len(x.tape.parameters)
+            loss = loss + self._loss(state)
+            del x.tape.parameters[before:]  # the same weights
+        return loss
+
+    def _loss(self, x: Tensor) -> Tensor:
         context = x.context
         x = ops.enter_tensor_parallel(ops.norm(x, self.norm))
         local = context.share("vocabulary", self.vocabulary)
@@ -114,6 +125,28 @@ class LanguageHead:
             x.tape.parameters.pop()
         targets = Tensor(x.tape, x.rows, 1, ops.INDEX_BYTES, needs_gradient=False)
         return ops.cross_entropy(logits, targets, self.loss_bytes)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Multi-token prediction layers: each looks up the embedding and runs ``body`` on the states of the one before."""
+
+    vocabulary: int
+    hidden: int
+    body: Module
+    depth: int
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The input and the states of all layers, one after another."""
+        states = [x]
+        for i in range(self.depth):
+            words = TokenEmbedding(self.vocabulary, self.hidden)(x)
+            table = x.tape.parameters.pop()
+            if i == 0:
+                # The device holds a copy of the table, which belongs to the model's first layer.
+                x.tape.parameters.append(table._replace(total=0.0))
+            states.append(self.body(states[-1] + words))
+        return ops.concatenate(states)
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
 
-from pipeloom.emulator.build import Placement, layer_template
+from pipeloom.emulator.build import Placement, joining_layer, layer_template
 from pipeloom.emulator.rules import PS_PER_S
 from pipeloom.emulator.stage import Stage, runs_of
 from pipeloom.emulator.static import static_bytes, update_ps
@@ -17,7 +18,6 @@ from pipeloom.integrations.megatron.recomputing import Saving, layer_saving
 from pipeloom.integrations.megatron.run import MegatronRun
 from pipeloom.integrations.megatron.setup import Recompute, Setup
 from pipeloom.spec import Strategy
-from pipeloom.spec.architecture import MLPMixer
 from pipeloom.spec.hardware import ClusterSpec
 
 PS_PER_NS = PS_PER_S // 1_000_000_000
@@ -43,10 +43,12 @@ class RankNumbers(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """A layer of a stage: a template, whether it is one of the decoder's, and what selective recomputation saves."""
+    """A layer of a stage: a template, and what it is made of where it is one of the decoder's."""
 
     template: LayerTemplate
-    block: Block | None
+    block: Block | None = None
+    shares: bool = False
+    """Whether another layer of the stage has its weights."""
 
 
 class StageCosts:
@@ -60,23 +62,21 @@ class StageCosts:
     Notes
     -----
     Embedding and loss are never recomputed. The last stage has weights of its own for the product with the vocabulary,
-    also where they are tied to the embedding: it lies on another rank. A multi-token prediction layer is an embedding
-    with weights of its own, a projection of two hidden states to one (emulated as two products of half the width, which
-    have as many weights and operations), a block, and the product with the vocabulary.
+    also where they are tied to the embedding: it lies on another rank. A multi-token prediction layer is an embedding,
+    a projection of two hidden states to one (`joining_layer`) and a block. Its stage has a copy of the embedding's
+    weights and sends the states of all prediction layers beside the hidden states. The stage of the loss multiplies all
+    of them with the vocabulary (``GPTModel._postprocess`` of Megatron Core 0.16.1).
     """
 
     def __init__(self, run: MegatronRun, cluster: ClusterSpec) -> None:
         self.run, self.cluster = run, cluster
         self.placement = Placement(cluster, run.degrees)
         model = run.model
-        hidden = model.embedding.hidden
         head = msgspec.structs.replace(model.head, tied=False)
-        self._embedding = _Part(layer_template(model.embedding, self.placement, input_gradient=False), None)
-        self._head = _Part(layer_template(head, self.placement), None)
-        self._shared_head = _Part(layer_template(msgspec.structs.replace(head, tied=True), self.placement), None)
-        square = MLPMixer(hidden, gated=False)
-        joining = msgspec.structs.replace(model.blocks[0].attention, mixers=(square,))
-        self._joining = _Part(layer_template(joining, self.placement), None)
+        embedding = layer_template(model.embedding, self.placement, input_gradient=False)
+        self._embedding, self._same_embedding = _Part(embedding), _Part(embedding, shares=True)
+        self._head = _Part(layer_template(head, self.placement))
+        self._joining = _Part(layer_template(joining_layer(model.head.hidden, model.head.norm), self.placement))
         self._blocks = [_Part(layer_template(block.whole, self.placement), block) for block in model.blocks]
         self._predictors = [_Part(layer_template(block.whole, self.placement), block) for block in model.predictors]
         self._known: dict[tuple[object, ...], StageNumbers] = {}
@@ -85,20 +85,24 @@ class StageCosts:
 
     @property
     def boundary_bytes(self) -> int:
-        """Bytes of what goes from stage to stage, on one device."""
+        """Bytes of hidden states that go from stage to stage, on one device."""
         return self._blocks[0].template.on(self.run.workload).output_bytes
 
-    @property
-    def delay_ns(self) -> int:
+    def sent_bytes(self, setup: Setup) -> tuple[int, ...]:
+        """Bytes that every stage but the last sends on, on one device: with the states of predictions from theirs."""
+        counts = itertools.accumulate(stage.count("m") for stage in setup.stages[:-1])
+        return tuple(self.boundary_bytes * (1 + count) for count in counts)
+
+    def delay_ns(self, num_bytes: int) -> int:
         """Nanoseconds of such a message over the slowest link that one takes."""
-        return self.placement.send_ps(self.boundary_bytes, self.placement.slowest_pipeline_link) // PS_PER_NS
+        return self.placement.send_ps(num_bytes, self.placement.slowest_pipeline_link) // PS_PER_NS
 
     @property
     def num_parameters(self) -> int:
         """Parameters of the whole model."""
         blocks = sum(part.template.num_parameters for part in (*self._blocks, *self._predictors))
         joining = len(self._predictors) * self._joining.template.num_parameters
-        head = (self._shared_head if self.run.model.head.tied else self._head).template.num_parameters
+        head = layer_template(self.run.model.head, self.placement).num_parameters
         return self._embedding.template.num_parameters + blocks + joining + head
 
     def model_flops(self) -> float:
@@ -106,7 +110,7 @@ class StageCosts:
         work = self.run.workload
         parts = [*self._blocks, self._head]
         for part in self._predictors:
-            parts += [part, self._joining, self._head]
+            parts += [part, self._joining]
         return 3 * sum(part.template.on(work).model_flops for part in parts)
 
     def of(self, setup: Setup) -> tuple[StageNumbers, ...]:
@@ -124,8 +128,8 @@ class StageCosts:
                 elif letter == "t":
                     parts.append(next(blocks))
                 elif letter == "m":
-                    head = self._shared_head if "L" in letters or parts[-1:] == [self._head] else self._head
-                    parts += [self._embedding, self._joining, self._predictors[0], head]
+                    embedding = self._same_embedding if self._embedding in parts else self._embedding
+                    parts += [embedding, self._joining, self._predictors[0]]
                 else:
                     parts.append(self._head)
             out.append(parts)
@@ -180,7 +184,7 @@ class StageCosts:
         """Numbers of every rank."""
         mine: list[list[LayerTemplate]] = [[] for _ in range(setup.num_ranks)]
         for i, parts in enumerate(self._parts(setup)):
-            mine[i % setup.num_ranks] += [part.template for part in parts]
+            mine[i % setup.num_ranks] += [part.template for part in parts if not part.shares]
         return tuple(map(self._rank, mine))
 
     def _rank(self, templates: Sequence[LayerTemplate]) -> RankNumbers:

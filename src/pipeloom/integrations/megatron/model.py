@@ -115,7 +115,7 @@ def gpt_model(arguments: Arguments, tensor: int) -> GptModel:
         TokenEmbeddingLayer(words, hidden, positions),
         tuple(blocks),
         (blocks[-1],) * predictors,
-        LanguageHeadLayer(hidden, words, tied, norm),
+        LanguageHeadLayer(hidden, words, tied, norm, predictors),
     )
 
 

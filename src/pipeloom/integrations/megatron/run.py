@@ -14,7 +14,7 @@ from pipeloom.integrations.megatron.files import read_arguments
 from pipeloom.integrations.megatron.model import GptModel, gpt_model
 from pipeloom.integrations.megatron.setup import SETUP_ARGUMENTS, Setup, group_sizes, read_recompute, read_stages
 from pipeloom.spec import Workload
-from pipeloom.spec.architecture import Architecture, Layer, ModuleArchitecture
+from pipeloom.spec.architecture import Architecture, Layer, ModuleArchitecture, PredictionLayer
 from pipeloom.spec.parallelism import Degrees
 
 _NOT_EMULATED = {
@@ -96,9 +96,13 @@ class MegatronRun:
 
     @property
     def architecture(self) -> Architecture:
-        """The model as the emulator and other commands read it, decoder layers whole."""
-        layers: tuple[Layer, ...] = (self.model.embedding, *(b.whole for b in self.model.blocks), self.model.head)
-        module = ModuleArchitecture("lm", "sequence", layers)
+        """The model as the emulator and other commands read it, decoder layers whole, all predictions one layer."""
+        embedding, head = self.model.embedding, self.model.head
+        layers: list[Layer] = [embedding, *(block.whole for block in self.model.blocks)]
+        if self.model.predictors:
+            mixers, depth = self.model.predictors[0].whole.mixers, len(self.model.predictors)
+            layers.append(PredictionLayer(head.hidden, head.vocabulary, mixers, depth, head.norm))
+        module = ModuleArchitecture("lm", "sequence", (*layers, head))
         return Architecture(Path(self.source).stem, "Megatron's arguments", (module,))
 
 

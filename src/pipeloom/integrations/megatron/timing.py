@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -71,8 +72,7 @@ class Timing:
         self.run, self.cluster = run, cluster
         self.costs = StageCosts(run, cluster)
         self.evaluations = 0
-        self._delay_ns, self._boundary_bytes = self.costs.delay_ns, self.costs.boundary_bytes
-        self._graphs: dict[int, TaskGraph] = {}
+        self._graphs: dict[tuple[int, ...], TaskGraph] = {}
         self._orders: dict[tuple[int, int], Schedule] = {}
 
     def of(self, setup: Setup) -> Timed:
@@ -111,16 +111,16 @@ class Timing:
         return self.run.global_batch_size * self.run.seq_length / timed.iteration_s
 
     def _graph(self, setup: Setup, numbers: Sequence[StageNumbers], static: IntArray) -> TaskGraph:
-        m, count = self.run.num_microbatches, len(numbers)
+        m, count, sent = self.run.num_microbatches, len(numbers), self.costs.sent_bytes(setup)
         forward, backward, held = (np.array([n[i] for n in numbers], np.int64) for i in range(3))
-        if count not in self._graphs:
+        if sent not in self._graphs:
             column = np.zeros((count, 1), np.int64)
             chain = LayerChain(
                 name="megatron",
                 layer_names=tuple(setup.stages),
                 num_ranks=setup.num_ranks,
                 num_microbatches=m,
-                delay_ns=self._delay_ns,
+                delay_ns=0,
                 forward_ns=forward[:, None],
                 backward_ns=backward[:, None],
                 weight_ns=column,
@@ -130,9 +130,11 @@ class Timing:
                 strategies=(("keep",),) * count,
             )
             ranks = tuple(i % setup.num_ranks for i in range(count))
-            self._graphs[count] = graph_of(chain, PartitionPlacement(tuple(range(count + 1)), ranks))
+            self._graphs[sent] = graph_of(
+                chain, PartitionPlacement(tuple(range(count + 1)), ranks), delays_ns=[*map(self.costs.delay_ns, sent)]
+            )
         return replace(
-            self._graphs[count],
+            self._graphs[sent],
             duration_ns=np.concatenate([forward, backward]).repeat(m),
             activation_bytes=held.repeat(m),
             weight_gradient_bytes=held.repeat(m),
@@ -153,9 +155,11 @@ class Timing:
         Where groups are larger than the number of ranks, the first rank has received the outputs of the last before
         it comes to them, and the last rank the gradients of the first.
         """
-        p = setup.num_ranks
+        p, plain, sent = setup.num_ranks, self.costs.boundary_bytes, self.costs.sent_bytes(setup)
+        # What the first stage would receive and the last would send counts as hidden states, for gradients.
+        messages = [received + out for received, out in itertools.pairwise((plain, *sent, plain))]
         aside = np.array([max(n.workspace_bytes for n in numbers[r::p]) for r in range(p)], np.int64)
-        messages = np.full(p, 2, np.int64)
+        aside += np.array([max(messages[r::p]) for r in range(p)], np.int64)
         if setup.virtual > 1:
-            messages[[0, -1]] += setup.group_size - p
-        return aside + messages * self._boundary_bytes
+            aside[[0, -1]] += (setup.group_size - p) * plain
+        return aside

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
@@ -303,8 +304,16 @@ def task_number(kind: int, chunk: int, microbatch: int, num_chunks: int, num_mic
     return (kind * num_chunks + chunk) * num_microbatches + microbatch
 
 
-def graph_of(chain: LayerChain, placement: PartitionPlacement, name: str | None = None) -> TaskGraph:
+def graph_of(
+    chain: LayerChain,
+    placement: PartitionPlacement,
+    name: str | None = None,
+    *,
+    delays_ns: Sequence[int] | None = None,
+) -> TaskGraph:
     """Make one iteration's task graph: every microbatch through all chunks and back.
+
+    ``delays_ns`` has the delay behind each chunk but the last; None: the chain's.
 
     Tasks come by kind, chunk and microbatch (`task_number`). Where a layer does not use its first strategy, pairs
     have two candidates: all layers with their first, and the placement's choice.
@@ -331,7 +340,8 @@ def graph_of(chain: LayerChain, placement: PartitionPlacement, name: str | None 
     pair = chunk.repeat(m) * m + microbatch
     forward = np.arange(num * m).reshape(num, m)
     backward = forward + num * m
-    hop = np.where(home[1:] != home[:-1], chain.delay_ns, 0).repeat(m)
+    delays = chain.delay_ns if delays_ns is None else np.array(delays_ns, np.int64)
+    hop = np.where(home[1:] != home[:-1], delays, 0).repeat(m)
     labels = tuple(PairLabel(c, i, 0) for c in range(num) for i in range(m))
     return make_graph(
         name=name or chain.name,
