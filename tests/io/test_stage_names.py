@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeloom.errors import InputError
-from pipeloom.io.stage_names import megatron_layout, read_megatron_layout, torchtitan_modules
+from pipeloom.io.stage_names import megatron_layout, megatron_stages, read_megatron_layout, torchtitan_modules
 from pipeloom.spec import Chunk, Layout, ModuleLayout
 
 
@@ -55,11 +55,34 @@ def test_megatron_is_read_back(sizes: list[int], rounds: int) -> None:
 def test_megatron_repetitions() -> None:
     found = read_megatron_layout("Et*3|(tt|)*2tL", 4)
     assert [chunk.layers for chunk in found.chunks] == [(0, 2), (3, 4), (5, 6), (7, 7)]
-    nested = read_megatron_layout("E((t|)*2t|)*2ttL|", 2)
-    assert [chunk.rank for chunk in nested.chunks] == [0, 1, 0, 1, 0, 1, 0]
-    for wrong in ("E|x|L", "|||", "t*", "E**2|t"):
-        with pytest.raises(InputError):
-            read_megatron_layout(wrong, 1)
+    assert megatron_stages("E,(t*2|)*2,|*2L") == ("Ett", "tt", "", "", "L")
+    assert megatron_stages("t*0E*1(tt)*2") == ("Etttt",)
+    assert megatron_stages("(t|)*2*2") == ("t", "t", "", "")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(
+            "E|x|L",
+            "|||",
+            "t*",
+            "E**2|t",
+            "Et t|L",
+            "E|t|l",
+            "t*2*2",
+            "E((t|)*2t|)*2ttL|",
+            "E(t)|L",
+            "()*2",
+            "t*-1",
+            "t*2)",
+        ),
+        *("t*" + "9" * 8, "(t*999)*9999999", "t*" + "9" * 5000, "((t*99)*99)*99"),
+    ],
+)
+def test_megatron_refuses(text: str) -> None:
+    with pytest.raises(InputError):
+        read_megatron_layout(text, 1)
 
 
 def test_torchtitan_in_turn_and_in_a_v() -> None:

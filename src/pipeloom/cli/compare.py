@@ -76,7 +76,7 @@ def compare(
     from pipeloom.lab.systems.comparison import suitable
     from pipeloom.lab.systems.iterations import sampled_iterations
     from pipeloom.lab.systems.model_on_cluster import put_on_cluster
-    from pipeloom.lab.systems.now import now_system
+    from pipeloom.lab.systems.now import check_groups, now_system
     from pipeloom.spec.catalog import load_cluster
 
     check_budget(budget)
@@ -92,6 +92,8 @@ def compare(
         now_system(case, run)  # refuses a layout that is none of the model before anything is timed
     names = suitable(case, None if systems == "all" else systems.split(","))
     grouping = _grouping(run, microbatches, tokens)
+    if run is not None:
+        check_groups(run, grouping.num_microbatches)
     iterations = sampled_iterations(case, data, grouping, seed)
     if out is not None:
         make_folder(out)

@@ -10,12 +10,12 @@ import msgspec
 import numpy as np
 
 from pipeloom.cli.emulate import parameters_text
-from pipeloom.integrations.megatron.setup import Recompute
+from pipeloom.integrations.megatron.setup import GROUP, Recompute
 from pipeloom.io.stage_names import megatron_text
 from pipeloom.lab.systems.comparison import OURS, Comparison
 from pipeloom.lab.systems.gain import PACKED
 from pipeloom.lab.systems.iterations import TOKENS
-from pipeloom.lab.systems.now import NOW, TUNED, held_as, run_costs
+from pipeloom.lab.systems.now import NOW, TUNED, held_as, megatron_group, run_costs
 from pipeloom.layout import blocks_of_stages
 from pipeloom.report import seconds_text, share_text, size_text
 from pipeloom.report.table_page import Section, TableSection, TextSection
@@ -185,6 +185,7 @@ def _trainer_lines(outcome: Outcome, tuned: Comparison) -> list[str]:
     backbone = case.model.modules[-1].name
     counts = [stage.get(backbone, 0) for stage in stages]
     order = "interleaved" if len(counts) > case.num_ranks else "1f1b" if run.order == "interleaved" else run.order
+    group = megatron_group(run, len(outcome.question.iterations.groups)) if order == "interleaved" else None
     held = held_as(run_costs(case, msgspec.structs.replace(run, recompute=None)), tuned.result)
     words = {
         "tp": run.tp,
@@ -194,6 +195,7 @@ def _trainer_lines(outcome: Outcome, tuned: Comparison) -> list[str]:
         "ep": run.ep if run.ep > 1 else None,
         "zero": run.zero if run.zero != 1 else None,
         "schedule": order,
+        "group": group,
         "layout": ",".join(map(str, counts)),
         "recompute": {"keep": "none"}.get(str(held), str(held).replace("recompute", "full")),
         "microbatch_samples": run.microbatch_samples,
@@ -204,6 +206,8 @@ def _trainer_lines(outcome: Outcome, tuned: Comparison) -> list[str]:
     lines.append(" ".join(f"{name}={value}" for name, value in words.items() if value is not None))
     letters = _letters(counts, outcome.case.architecture.modules[-1].layers)
     lines.append(f'--pipeline-model-parallel-layout "{megatron_text(letters)}"')
+    if group is not None:
+        lines.append(f"--{GROUP} {group}")
     lines += _recompute(held, [stage.count("t") for stage in letters]).arguments
     return lines
 

@@ -351,7 +351,11 @@ def _cost(strategy: str, layers: tuple[Strategy, ...], cost: StageCost) -> Strat
 
 def _kind(layer: Layer, number: int, taken: Collection[str]) -> str:
     """Name of a layer's kind: blocks are numbered, since a module may have several sorts of them."""
-    plain = "block" if isinstance(layer, ResidualLayer | PredictionLayer) else type(layer).__name__.removesuffix("Layer").lower()
+    plain = (
+        "block"
+        if isinstance(layer, ResidualLayer | PredictionLayer)
+        else type(layer).__name__.removesuffix("Layer").lower()
+    )
     return f"{plain}{number}" if plain == "block" or plain in taken else plain
 
 

@@ -14,7 +14,9 @@ from collections.abc import Sequence
 from pipeloom.errors import InputError
 from pipeloom.spec import Chunk, Layout, ModuleLayout
 
-_MOST_STAGES = 65536
+_MOST_LETTERS = 2**20
+_REPEATS = (re.compile(r"\(([^)]+)\)\*(\d+)"), re.compile(r"(.)\*(\d+)"))
+"""What is repeated, in Megatron's order: a bracket, then one character. What either writes is not read again by it."""
 
 
 def _chunks(layout: Layout, num_layers: int) -> list[tuple[int, int, int]]:
@@ -85,18 +87,29 @@ def megatron_text(stages: Sequence[str]) -> str:
 
 
 def megatron_stages(text: str) -> tuple[str, ...]:
-    """Read Megatron's string as the letters of every stage, repetitions written out.
+    """Read Megatron's string as the letters of every stage, repetitions written out as its own parser does.
 
     Raises
     ------
     InputError
-        A letter is unknown, a bracket is open, or there are too many stages.
+        Megatron refuses it, or it is too long.
     """
-    stages = tuple(_expand(text.replace(" ", "").replace(",", "")).split("|"))
-    for stage in stages:
-        if unknown := set(stage) - set("EtLm"):
-            raise InputError("layout", f"{min(unknown)!r} is not known", "use E, t, m, L, |, * and brackets")
-    return stages
+    text = text.replace(",", "")
+    for pattern in _REPEATS:
+        size = len(text) + sum(len(found[1]) * int(found[2][:9]) for found in pattern.finditer(text))
+        if size > _MOST_LETTERS:
+            raise InputError("layout", f"is longer than {_MOST_LETTERS} letters")
+        text = pattern.sub(lambda found: found[1] * int(found[2]), text)
+    unknown = sorted(set(text) - set("EtLm|"))
+    if set("*()").intersection(unknown):
+        raise InputError(
+            "layout",
+            "has a * or a bracket that Megatron cannot read",
+            "repeat a letter as t*3, and stages as (tt|)*3, without a repetition of a repetition",
+        )
+    if unknown:
+        raise InputError("layout", f"{unknown[0]!r} is not known", "use E, t, m, L, |, * and brackets")
+    return tuple(text.split("|"))
 
 
 def read_megatron_layout(text: str, num_ranks: int) -> Layout:
@@ -105,7 +118,7 @@ def read_megatron_layout(text: str, num_ranks: int) -> Layout:
     Raises
     ------
     InputError
-        A letter is unknown, a bracket is open, or there are no layers or too many stages.
+        Megatron refuses it, it has no layers, or it is too long.
     """
     stages = megatron_stages(text)
     if len(stages) % num_ranks:
@@ -119,21 +132,6 @@ def read_megatron_layout(text: str, num_ranks: int) -> Layout:
     if not chunks:
         raise InputError("layout", f"{text!r} has no layer", "write a t for each")
     return Layout(num_ranks=num_ranks, modules=(ModuleLayout("lm"),), chunks=tuple(chunks))
-
-
-def _expand(text: str) -> str:
-    """Write repetitions out, innermost first."""
-    while "*" in text:
-        found = re.search(r"(\(([^()*]*)\)|[A-Za-z])\*(\d{1,5})", text)
-        if found is None:
-            raise InputError("layout", f"cannot be read near {text[text.index('*') - 1 :][:10]!r}")
-        body = found[2] if found[2] is not None else found[1]
-        if len(body) * int(found[3]) > _MOST_STAGES:
-            raise InputError("layout", f"{found[0]!r} is too long")
-        text = text[: found.start()] + body * int(found[3]) + text[found.end() :]
-        if len(text) > 16 * _MOST_STAGES:
-            raise InputError("layout", "is too long")
-    return re.sub(r"[()]", "", text)
 
 
 def torchtitan_modules(layout: Layout, layer_names: tuple[str, ...]) -> list[list[str]]:

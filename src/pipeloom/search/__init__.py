@@ -8,7 +8,14 @@ from pipeloom.search.plain import first_in_first_out
 from pipeloom.search.result import Progress, Solution
 from pipeloom.search.rule import ChunkRule, OrderRule
 from pipeloom.search.solve import solve, warm_up
-from pipeloom.search.static_orders import gpipe, interleaved_one_f_one_b, one_f_one_b
+from pipeloom.search.static_orders import (
+    check_group_size,
+    gpipe,
+    group_sizes,
+    interleaved_as_megatron,
+    interleaved_one_f_one_b,
+    one_f_one_b,
+)
 from pipeloom.search.stopping import Before, Begun, Both, Deadline, Evaluations, Share, StoppingRule
 from pipeloom.search.strategies import Strategies, choose_strategies
 from pipeloom.search.uniform import uniform_settings
@@ -30,9 +37,12 @@ __all__ = [
     "Solution",
     "StoppingRule",
     "Strategies",
+    "check_group_size",
     "choose_strategies",
     "first_in_first_out",
     "gpipe",
+    "group_sizes",
+    "interleaved_as_megatron",
     "interleaved_one_f_one_b",
     "one_f_one_b",
     "pair_candidates",

@@ -7,7 +7,7 @@ it free of deadlock.
 
 from __future__ import annotations
 
-from pipeloom.errors import InputError
+from pipeloom.errors import InfeasibleError, InputError
 from pipeloom.search.stage_chain import Chain, as_schedule, chain_of
 from pipeloom.taskgraph import TaskGraph
 from pipeloom.timeline import Schedule
@@ -78,6 +78,49 @@ def interleaved_one_f_one_b(graph: TaskGraph, group_size: int | None = None) -> 
     """
     orders = interleaved_orders(chain_of(graph), graph.num_ranks, group_size)
     return as_schedule(graph, orders, "interleaved 1f1b")
+
+
+def group_sizes(num_ranks: int, num_microbatches: int) -> tuple[int, ...]:
+    """Group sizes that Megatron's interleaved schedule takes, rising.
+
+    From the number of ranks up to that of microbatches; what is left over for a last group is nothing, or no less than
+    the number of ranks.
+    """
+    sizes = range(num_ranks, num_microbatches + 1)
+    return tuple(n for n in sizes if num_microbatches % n == 0 or num_microbatches % n >= num_ranks)
+
+
+def check_group_size(
+    entity: str, size: int, num_ranks: int, num_microbatches: int, remedy: str = "use more microbatches"
+) -> None:
+    """Raise `InputError` for a group size that Megatron's interleaved schedule rejects.
+
+    ``remedy`` is what helps where no group size does.
+    """
+    sizes = group_sizes(num_ranks, num_microbatches)
+    if size not in sizes:
+        raise InputError(
+            entity,
+            f"{size} does not suit {num_microbatches} microbatches on {num_ranks} ranks",
+            f"use {' or '.join(map(str, sizes[:3]))}" if sizes else remedy,
+        )
+
+
+def interleaved_as_megatron(graph: TaskGraph) -> Schedule:
+    """Run `interleaved_one_f_one_b` with the smallest group size that Megatron takes.
+
+    Raises
+    ------
+    InputError
+        The graph has no labels.
+    InfeasibleError
+        There are fewer microbatches than ranks, which Megatron rejects.
+    """
+    count = chain_of(graph).num_microbatches
+    sizes = group_sizes(graph.num_ranks, count)
+    if not sizes:
+        raise InfeasibleError(f"Megatron interleaves no {count} microbatches on {graph.num_ranks} ranks")
+    return interleaved_one_f_one_b(graph, sizes[0])
 
 
 def interleaved_orders(chain: Chain, num_ranks: int, group_size: int | None = None) -> list[list[int]]:

@@ -11,19 +11,24 @@ import os
 import subprocess
 import sys
 from itertools import pairwise
+from random import Random
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from pipeloom.errors import InputError
 from pipeloom.integrations.megatron import Setup, Timing, best_layout, read_megatron
 from pipeloom.integrations.megatron.arguments import known_names
 from pipeloom.integrations.megatron.files import read_arguments
-from pipeloom.integrations.megatron.setup import group_sizes, read_stages
-from pipeloom.search import Evaluations
+from pipeloom.integrations.megatron.setup import read_stages
+from pipeloom.io.stage_names import megatron_stages
+from pipeloom.search import Evaluations, group_sizes
 from pipeloom.spec.catalog import load_cluster
 from tests.integrations.megatron.cases import listed
+from tests.integrations.megatron.train_step import OnCpu
 
 pytestmark = [
     pytest.mark.full,  # importing Megatron Core takes seconds
@@ -59,6 +64,90 @@ def test_its_parser_reads_what_we_write(setup):
     for i, stage in enumerate(setup.stages):
         rank, chunk = i % setup.num_ranks, i // setup.num_ranks
         assert "".join(letter[one] for one in theirs.layout[rank][chunk]) == stage
+
+
+def parsed(read):
+    """What a parser makes of a string: a list of stages; None: it refuses."""
+    try:
+        return [list(stage) for stage in read()]
+    except (AssertionError, InputError, ValueError):
+        return None
+
+
+PIECES = [
+    "E",
+    "t",
+    "L",
+    "m",
+    "|",
+    "*",
+    "*2",
+    "*3",
+    "*0",
+    "(",
+    ")",
+    "tt",
+    "t|",
+    "(t|)*2",
+    "t*2",
+    ",",
+    " ",
+    "x",
+    "2",
+    "e",
+]
+
+
+def compare_parsers(text):
+    from megatron.core.transformer.enums import LayerType
+    from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+
+    letter = {LayerType.embedding: "E", LayerType.decoder: "t", LayerType.mtp: "m", LayerType.loss: "L"}
+    theirs = parsed(lambda: PipelineParallelLayerLayout.parse_str_to_list(text))
+    if theirs is not None:
+        theirs = [[letter[one] for one in stage] for stage in theirs]
+    assert parsed(lambda: megatron_stages(text)) == theirs, text
+    return theirs is not None
+
+
+def test_both_parsers_read_and_refuse_the_same_strings():
+    """Thousands of strings of pieces that layouts are made of, and as many mutations of layouts."""
+    random = Random(7)
+    taken = 0
+    for _ in range(4000):
+        text = "".join(random.choices(PIECES, k=random.randint(1, 9)))
+        good = "E" + "".join(random.choices(["t*3|", "(tt|)*2", "t|", "|", "tt|"], k=random.randint(1, 5))) + "mL"
+        at = random.randrange(len(good))
+        changed = good[:at] + random.choice(["", *"*()|,2tE x"]) + good[at + random.randint(0, 1) :]
+        taken += sum(map(compare_parsers, (text, good, changed)))
+    assert 5000 < taken < 11000
+
+
+@st.composite
+def placed_predictions(draw):
+    """Layouts with prediction layers anywhere behind the decoder's."""
+    p, v, k = draw(st.integers(2, 3)), draw(st.integers(1, 3)), draw(st.integers(0, 2))
+    letters = "E" + "t" * draw(st.integers(1, 6)) + "m" * k + "L"
+    cuts = sorted(draw(st.lists(st.integers(0, len(letters)), min_size=p * v - 1, max_size=p * v - 1)))
+    return [letters[a:b] for a, b in pairwise([0, *cuts, len(letters)])], p, k
+
+
+@given(placed_predictions())
+@settings(max_examples=300, deadline=None)
+def test_both_accept_predictions_in_the_same_stages(case):
+    from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+
+    stages, p, k = case
+    layers = "".join(stages).count("t")
+    changes = {"num_layers": layers, "mtp_num_layers": k or None, "pipeline_model_parallel_size": p}
+    arguments = read_arguments(listed(changes, pipeline_model_parallel_layout="|".join(stages)))
+    ours = parsed(lambda: read_stages(arguments, p, layers, k))
+    try:
+        PipelineParallelLayerLayout("|".join(stages), p).validate_layer_layout(layers, k or None)
+    except AssertionError:
+        assert ours is None
+    else:
+        assert ours == [list(stage) for stage in stages]
 
 
 @st.composite
@@ -156,6 +245,32 @@ def test_the_order_is_its_own(p, v, m, data):
         for k in range(left):
             theirs += [forward[warm + k], backward[k]]
         assert ours == theirs + backward[left:total]
+
+
+@given(st.integers(1, 5), st.integers(1, 20), st.integers(1, 22))
+@settings(max_examples=300, deadline=None)
+def test_its_schedule_takes_the_group_sizes_that_we_do(p, m, size):
+    from megatron.core.enums import ModelType
+    from megatron.core.pipeline_parallel.schedules import forward_backward_pipelining_with_interleaving
+
+    off = ("batch_p2p_comm", "finalize_model_grads_func", "timers", "no_sync_func", "grad_sync_func", "param_sync_func")
+    config = SimpleNamespace(overlap_p2p_comm=True, microbatch_group_size_per_vp_stage=size, **dict.fromkeys(off, None))
+    chunk, communicator = torch.nn.Identity(), Communicator(0, p, 2)
+    chunk.config, chunk.model_type, communicator.config = config, ModelType.encoder_or_decoder, config
+    groups = SimpleNamespace(**dict.fromkeys(("tp", "cp", "embd", "pos_embd", "pp", "dp_cp")))
+    with OnCpu(), pytest.raises((AttributeError, RuntimeError, ValueError)) as caught:
+        forward_backward_pipelining_with_interleaving(
+            forward_step_func=None,
+            data_iterator=[],
+            model=[chunk, chunk],
+            num_microbatches=m,
+            seq_length=1,
+            micro_batch_size=1,
+            p2p_communicator=communicator,
+            pg_collection=groups,
+        )
+    # Behind its checks it asks for the hidden size, which our stand-in lacks.
+    assert ("hidden_size" in str(caught.value)) == (size in group_sizes(p, m))
 
 
 def test_the_names_that_we_know_are_those_of_its_settings():

@@ -12,8 +12,7 @@ from pipeloom.cost.emulated import EmulatedCosts
 from pipeloom.errors import InfeasibleError, InputError
 from pipeloom.integrations.megatron import Recompute, Setup, Timing, best_layout, read_megatron
 from pipeloom.integrations.megatron.costs import StageCosts
-from pipeloom.integrations.megatron.setup import group_sizes
-from pipeloom.search import Evaluations
+from pipeloom.search import Evaluations, group_sizes
 from pipeloom.spec import Chunk
 from pipeloom.spec.catalog import load_cluster
 from pipeloom.timeline import check

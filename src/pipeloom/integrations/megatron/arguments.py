@@ -16,6 +16,8 @@ from pipeloom.spec.architecture import MOST_SIZE
 JOINED = ("pipeline-model-parallel-layout", "moe-layer-freq", "window-attn-skip-freq", "window-size")
 """Arguments whose value may hold brackets and bars, which a shell would part."""
 _MOST_LAYERS = 100_000
+_OFF = tuple((word,) for word in ("none", "None", "null", "0", "0.0", "false", "False"))
+"""Values that switch nothing on."""
 
 
 @functools.cache
@@ -114,6 +116,11 @@ class Arguments:
         """Whether it is given, or given as true."""
         values = self.values(name)
         return values is not None and (not values or values[0].lower() != "false")
+
+    def on(self, name: str) -> bool:
+        """Whether it is given with a value that switches something on."""
+        values = self.values(name)
+        return values is not None and values[:1] not in _OFF
 
     def count(self, name: str, default: int | None = None, least: int = 1) -> int | None:
         """Its value, a whole number."""

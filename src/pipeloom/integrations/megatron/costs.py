@@ -93,8 +93,13 @@ class StageCosts:
         counts = itertools.accumulate(stage.count("m") for stage in setup.stages[:-1])
         return tuple(self.boundary_bytes * (1 + count) for count in counts)
 
-    def delay_ns(self, num_bytes: int) -> int:
-        """Nanoseconds of such a message over the slowest link that one takes."""
+    @property
+    def delay_ns(self) -> int:
+        """Nanoseconds of a message of hidden states."""
+        return self.message_ns(self.boundary_bytes)
+
+    def message_ns(self, num_bytes: int) -> int:
+        """Nanoseconds of a message over the slowest link that one takes."""
         return self.placement.send_ps(num_bytes, self.placement.slowest_pipeline_link) // PS_PER_NS
 
     @property

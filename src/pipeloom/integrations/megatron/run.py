@@ -12,7 +12,17 @@ from pipeloom.errors import InputError, check_count
 from pipeloom.integrations.megatron.arguments import Arguments
 from pipeloom.integrations.megatron.files import read_arguments
 from pipeloom.integrations.megatron.model import GptModel, gpt_model
-from pipeloom.integrations.megatron.setup import SETUP_ARGUMENTS, Setup, group_sizes, read_recompute, read_stages
+from pipeloom.integrations.megatron.setup import (
+    GROUP,
+    NO_RULES,
+    SETUP_ARGUMENTS,
+    Rules,
+    Setup,
+    read_recompute,
+    read_rules,
+    read_stages,
+)
+from pipeloom.search import check_group_size
 from pipeloom.spec import Workload
 from pipeloom.spec.architecture import Architecture, Layer, ModuleArchitecture, PredictionLayer
 from pipeloom.spec.parallelism import Degrees
@@ -57,6 +67,8 @@ class MegatronRun:
         The pipeline as it is set up now.
     recomputable : tuple of str
         Modules that selective recomputation can take here, and that hold something worth it.
+    rules : Rules
+        What Megatron accepts beside the other arguments.
     replaced : tuple of str
         Arguments that say how the pipeline is set up now.
     is_recipe : bool
@@ -73,6 +85,7 @@ class MegatronRun:
     seq_length: int
     now: Setup
     recomputable: tuple[str, ...] = ()
+    rules: Rules = NO_RULES
     replaced: tuple[str, ...] = ()
     is_recipe: bool = False
     read: tuple[str, ...] = ()
@@ -149,10 +162,14 @@ def read_megatron(
             raise arguments.refuse("seq-length", f"{length} is no multiple of {number}", f"as --{name} wants it")
     stages = read_stages(arguments, degrees.pipeline, len(model.blocks), len(model.predictors))
     count = batch // (micro * degrees.data)
-    size = arguments.size("microbatch-group-size-per-virtual-pipeline-stage", degrees.pipeline)
-    now = Setup(stages, degrees.pipeline, size, read_recompute(arguments))
-    _check_schedule(arguments, now, count)
-    modules, notes = _recomputable(arguments, model), _notes(arguments, degrees)
+    size = arguments.size(GROUP, degrees.pipeline)
+    now, rules = (
+        Setup(stages, degrees.pipeline, size, read_recompute(arguments)),
+        read_rules(arguments, degrees.pipeline),
+    )
+    _check_schedule(arguments, now, rules, count)
+    modules = tuple(name for name in _recomputable(arguments, model) if name not in rules.modules)
+    notes = _notes(arguments, degrees)
     return MegatronRun(
         arguments.source,
         model,
@@ -162,6 +179,7 @@ def read_megatron(
         length,
         now,
         modules,
+        rules,
         replaced=tuple(arguments.given[name].label for name in SETUP_ARGUMENTS if name in arguments.given),
         is_recipe=arguments.is_recipe,
         read=arguments.read,
@@ -225,21 +243,23 @@ def _degrees(arguments: Arguments, num_devices: int | None, default_devices: int
     )
 
 
-def _check_schedule(arguments: Arguments, now: Setup, num_microbatches: int) -> None:
-    """Refuse what Megatron's interleaved schedule refuses."""
-    if now.virtual == 1:
-        return
-    sizes = group_sizes(now.num_ranks, num_microbatches)
-    if now.group_size not in sizes:
-        raise arguments.refuse(
-            "microbatch-group-size-per-virtual-pipeline-stage",
-            f"{now.group_size} does not suit {num_microbatches} microbatches on {now.num_ranks} ranks",
-            f"use {' or '.join(map(str, sizes[:3]))}" if sizes else "use a larger --global-batch-size",
-        )
-    if arguments.flag("no-overlap-p2p-communication") and now.num_ranks == 2:
-        raise arguments.refuse(
-            "no-overlap-p2p-communication", "does not go with virtual stages on 2 ranks", "leave it out"
-        )
+def _check_schedule(arguments: Arguments, now: Setup, rules: Rules, num_microbatches: int) -> None:
+    """Refuse what Megatron's schedules refuse."""
+    if now.virtual > 1:
+        entity = f"{arguments.source}: {arguments.label(GROUP)}"
+        remedy = "use a larger --global-batch-size"
+        check_group_size(entity, now.group_size, now.num_ranks, num_microbatches, remedy)
+        if rules.several_stages:
+            problem = f"does not go with virtual stages on {now.num_ranks} ranks"
+            raise arguments.refuse(rules.several_stages, problem, "leave it out")
+    elif rules.one_stage:
+        raise arguments.refuse(rules.one_stage, "needs several virtual stages a rank", "leave it out, or add them")
+    if now.recompute.granularity == "full" and rules.full:
+        raise arguments.refuse(rules.full, "does not go with full recomputation", "leave one")
+    for module in now.recompute.modules:
+        # What a graph can recompute depends on its scope: a run that recomputes now is taken to work.
+        if module in rules.modules and "graph" not in rules.modules[module]:
+            raise arguments.refuse(rules.modules[module], f"does not go with recomputing {module}", "leave one")
 
 
 def _notes(arguments: Arguments, degrees: Degrees) -> tuple[str, ...]:

@@ -17,10 +17,10 @@ import numpy as np
 from pipeloom.errors import InfeasibleError
 from pipeloom.integrations.megatron.answer import MegatronAnswer
 from pipeloom.integrations.megatron.run import MegatronRun
-from pipeloom.integrations.megatron.setup import Recompute, Setup, group_sizes
+from pipeloom.integrations.megatron.setup import Recompute, Setup
 from pipeloom.integrations.megatron.timing import Timed, Timing
 from pipeloom.report import size_text
-from pipeloom.search import Deadline, StoppingRule
+from pipeloom.search import Deadline, StoppingRule, group_sizes
 from pipeloom.search.stopping import Watch
 from pipeloom.spec.hardware import ClusterSpec
 
@@ -66,9 +66,10 @@ def best_layout(
     if not starts:
         least = search.leanest or now
         needs, has = size_text(int(least.peak_bytes.max())), size_text(least.capacity_bytes)
+        layers = "modules" if run.rules.full else "layers"
         raise InfeasibleError(
-            f"{run.source}: no layout fits, with all layers recomputed a rank needs {needs} of {has}; use more tensor, "
-            "context or pipeline parallelism, or --use-distributed-optimizer"
+            f"{run.source}: no layout fits, with all {layers} recomputed a rank needs {needs} of {has}; use more "
+            "tensor, context or pipeline parallelism, or --use-distributed-optimizer"
         )
     starts.sort(key=lambda one: one.iteration_s)
     best = starts[0]
@@ -96,9 +97,10 @@ class _Search:
 
     def starts(self) -> list[Timed]:
         """Balanced starts: every number of virtual stages, and for those that do best every group size."""
-        p, sizes = self.run.degrees.pipeline, self._sizes()
-        most = (self.run.num_layers + 2) // p if sizes else 1
-        setups = [Setup(stages, p, p) for v in range(1, most + 1) for stages in self._balanced(v)]
+        p, sizes, rules = self.run.degrees.pipeline, self._sizes(), self.run.rules
+        most = (self.run.num_layers + 2) // p if sizes and not rules.several_stages else 1
+        least = 2 if rules.one_stage else 1
+        setups = [Setup(stages, p, p) for v in range(least, most + 1) for stages in self._balanced(v)]
         first = self._in_turn([replace(one, group_size=min(sizes, default=p)) for one in setups])
         best = sorted((one for one in first if one.setup.virtual > 1), key=lambda one: one.iteration_s)[:GROUPED]
         larger = [replace(one.setup, group_size=n) for one in best for n in sizes if n != one.setup.group_size]
@@ -167,6 +169,8 @@ class _Search:
                 found.append(one)
                 if recompute.granularity is None:
                     return one
+        if self.run.rules.full:
+            return min(found, key=lambda one: one.iteration_s, default=None)
         most = max(stage.count("t") + stage.count("m") for stage in setup.stages)
         # The more layers are recomputed, the less is held: the fewest that do, by halving.
         few, many = 1, most
@@ -240,7 +244,8 @@ class _Search:
     def _recomputes(self, setup: Setup) -> list[Recompute]:
         now, most = setup.recompute, max(stage.count("t") for stage in setup.stages)
         if now.granularity != "full":
-            return [one for one in (Recompute(), *self._selective(), whole_layers(1, most)) if one != now]
+            full = () if self.run.rules.full else (whole_layers(1, most),)
+            return [one for one in (Recompute(), *self._selective(), *full) if one != now]
         number = now.recomputed(most)
         return [whole_layers(n, most) if n else Recompute() for n in (number - 1, number + 1) if 0 <= n <= most]
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from pipeloom.errors import InputError
@@ -125,14 +126,50 @@ class Setup:
         return tuple(f"model.{name}: {'null' if value is None else value}" for name, value in values.items())
 
 
-def group_sizes(num_ranks: int, num_microbatches: int) -> tuple[int, ...]:
-    """Group sizes that Megatron's interleaved schedule takes, rising.
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What Megatron accepts of a pipeline's setup beside other arguments.
 
-    From the number of ranks up to that of microbatches; what is left over for a last group is nothing, or no less than
-    the number of ranks.
+    Attributes
+    ----------
+    one_stage, several_stages : str
+        The argument that rejects one virtual stage a rank, or several; empty: none does.
+    full : str
+        The argument that rejects full recomputation; empty: none does.
+    modules : dict
+        The argument that rejects selective recomputation of a module, by the module.
     """
-    sizes = range(num_ranks, num_microbatches + 1)
-    return tuple(n for n in sizes if num_microbatches % n == 0 or num_microbatches % n >= num_ranks)
+
+    one_stage: str = ""
+    several_stages: str = ""
+    full: str = ""
+    modules: Mapping[str, str] = field(default_factory=dict)
+
+
+NO_RULES = Rules()
+
+
+def read_rules(arguments: Arguments, num_ranks: int) -> Rules:
+    """Read the arguments that limit virtual stages and recomputation."""
+
+    def first(*names: str) -> str:
+        return next((name for name in names if arguments.on(name)), "")
+
+    modules: dict[str, str] = {}
+    if arguments.on("fp8-format") and (arguments.text("fp8-recipe") or "delayed") == "delayed":
+        modules |= dict.fromkeys(("layernorm", "moe_act"), "fp8-format")
+    if arguments.on("moe-shared-expert-overlap"):
+        modules["shared_experts"] = "moe-shared-expert-overlap"
+    graphs = first("cuda-graph-impl", "enable-cuda-graph", "external-cuda-graph")
+    if graphs:
+        # Which modules a graph can recompute depends on its scope.
+        modules |= dict.fromkeys(set(MODULES) - set(modules), graphs)
+    return Rules(
+        one_stage=first("overlap-param-gather-with-optimizer-step", "overlap-moe-expert-parallel-comm"),
+        several_stages=first("no-overlap-p2p-communication") if num_ranks == 2 else "",
+        full=first("overlap-moe-expert-parallel-comm") or graphs,
+        modules=modules,
+    )
 
 
 def read_recompute(arguments: Arguments) -> Recompute:
@@ -260,4 +297,8 @@ def _stages_of(arguments: Arguments, text: str, num_ranks: int, num_layers: int,
         )
     if sum("m" in stage for stage in stages) > 1:
         raise arguments.refuse(name, "has its multi-token prediction in several stages", "put all m into one stage")
+    if any("m" in stage for stage in stages[:-num_ranks]):
+        raise arguments.refuse(
+            name, "has its multi-token prediction before a rank's last stage", f"put it into the last {num_ranks} stages"
+        )
     return stages

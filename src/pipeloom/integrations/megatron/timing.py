@@ -131,7 +131,7 @@ class Timing:
             )
             ranks = tuple(i % setup.num_ranks for i in range(count))
             self._graphs[sent] = graph_of(
-                chain, PartitionPlacement(tuple(range(count + 1)), ranks), delays_ns=[*map(self.costs.delay_ns, sent)]
+                chain, PartitionPlacement(tuple(range(count + 1)), ranks), delays_ns=[*map(self.costs.message_ns, sent)]
             )
         return replace(
             self._graphs[sent],

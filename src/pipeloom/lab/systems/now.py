@@ -17,7 +17,16 @@ from pipeloom.lab.systems.model_on_cluster import LEVELS, Microbatches, ModelOnC
 from pipeloom.lab.systems.systems import System, in_turn, loads_by_time
 from pipeloom.layout import encoders_in_first_stage, layout_of_stages
 from pipeloom.packing import Packing
-from pipeloom.search import StoppingRule, gpipe, interleaved_one_f_one_b, one_f_one_b, uniform_settings
+from pipeloom.search import (
+    StoppingRule,
+    check_group_size,
+    gpipe,
+    group_sizes,
+    interleaved_as_megatron,
+    interleaved_one_f_one_b,
+    one_f_one_b,
+    uniform_settings,
+)
 from pipeloom.spec import ChunkStrategy, Layout
 from pipeloom.spec.current_run import CurrentRun
 from pipeloom.taskgraph import TaskGraph
@@ -45,6 +54,25 @@ def now_system(case: ModelOnCluster, run: CurrentRun) -> System:
     else:
         layout = encoders_in_first_stage(case.model, case.num_ranks, run.num_chunks, counted=False)
     return _timed_as(run, NOW_TITLE, case, layout, anyway=True)
+
+
+def check_groups(run: CurrentRun, num_microbatches: int) -> None:
+    """Raise `InputError` for groups of microbatches that Megatron's interleaved schedule rejects.
+
+    A run of torchtitan has PyTorch's schedule, which takes other numbers.
+    """
+    if run.order == "interleaved" and run.num_chunks > 1 and not _pytorch(run):
+        check_group_size("group", run.group or run.pp, run.pp, num_microbatches)
+
+
+def megatron_group(run: CurrentRun, num_microbatches: int) -> int | None:
+    """Return the group size of Megatron's interleaved schedule where the number of ranks does not suit; else None."""
+    size = next(iter(group_sizes(run.pp, num_microbatches)), run.pp)
+    return None if size == run.pp or _pytorch(run) else size
+
+
+def _pytorch(run: CurrentRun) -> bool:
+    return run.source.endswith("of torchtitan")
 
 
 def tuned_system(case: ModelOnCluster, run: CurrentRun, batches: Sequence[Microbatches]) -> System:
@@ -134,6 +162,8 @@ def static_orders(run: CurrentRun, layout: Layout) -> list[Callable[[TaskGraph],
     if run.order == "gpipe":
         return [gpipe]
     if run.order == "interleaved" or len(set(stages)) < len(stages):
+        if run.group is None and not _pytorch(run):
+            return [interleaved_as_megatron]
         return [partial(interleaved_one_f_one_b, group_size=run.group)]
     if run.order == "1f1b":
         return [one_f_one_b]

@@ -49,6 +49,7 @@ from pipeloom.layout.modality import typical_lengths
 from pipeloom.search import (
     Evaluations,
     StoppingRule,
+    interleaved_as_megatron,
     interleaved_one_f_one_b,
     one_f_one_b,
     solve,
@@ -134,14 +135,15 @@ def megatron_interleaved(case: ModelOnCluster, batches: Sequence[Microbatches], 
 
     Every number from two up to as many as there are layers for is tried, with every cut: the time of an iteration jumps
     from one number to the next, where stages divide evenly or less has to be recomputed, so no few of them stand for
-    the rest. An iteration that fits none of these runs by 1F1B, which holds less.
+    the rest. Groups of microbatches are the smallest that Megatron takes. An iteration that fits none of these runs by
+    1F1B, which holds less.
     """
     name = f"interleaved by {balance}"
     counts = chunk_counts(case.num_ranks, case.model.modules)[1:] or [1]
     loads = _loads(case, batches, balance)
     layouts = [chain_of_stages(case.model, case.num_ranks, v, load) for load in loads for v in counts]
     whole = [chain_of_stages(case.model, case.num_ranks, 1, load) for load in loads] + stages_that_fit(case, batches)
-    options = _fixed(name, case, layouts, interleaved_one_f_one_b)
+    options = _fixed(name, case, layouts, interleaved_as_megatron)
     return in_turn(name, options, batches, _fixed(name, case, whole, one_f_one_b))
 
 

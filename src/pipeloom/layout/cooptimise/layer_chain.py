@@ -305,11 +305,7 @@ def task_number(kind: int, chunk: int, microbatch: int, num_chunks: int, num_mic
 
 
 def graph_of(
-    chain: LayerChain,
-    placement: PartitionPlacement,
-    name: str | None = None,
-    *,
-    delays_ns: Sequence[int] | None = None,
+    chain: LayerChain, placement: PartitionPlacement, name: str | None = None, *, delays_ns: Sequence[int] | None = None
 ) -> TaskGraph:
     """Make one iteration's task graph: every microbatch through all chunks and back.
 
