@@ -63,6 +63,7 @@ def mixer_module(mixer: Mixer, hidden: int) -> modules.Module:
             rotary=mixer.rotary,
             norm_heads=mixer.norm_heads,
             norm_whole=mixer.norm_whole,
+            output_gate=mixer.output_gate,
             window=mixer.window,
         )
     if isinstance(mixer, CrossAttentionMixer):

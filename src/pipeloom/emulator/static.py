@@ -8,6 +8,7 @@ parallelism, ZeRO-3 everything (Rajbhandari et al. 2020).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,13 +25,24 @@ GRADIENT_BYTES = 4
 OPTIMISER_BYTES = 12
 
 
+class StateBytes(NamedTuple):
+    """Bytes of a parameter's accumulated gradient, and of its optimizer state."""
+
+    gradient: int = GRADIENT_BYTES
+    optimizer: int = OPTIMISER_BYTES
+
+
+MIXED_PRECISION = StateBytes()
+"""Of Adam, with a float32 copy of the weight and two float32 moments."""
+
+
 def shards(degrees: Degrees) -> tuple[int, int]:
     """Over how many devices the state of dense weights and of experts is divided."""
     dense = degrees.data * degrees.context
     return dense, max(1, dense * degrees.tensor // degrees.expert) if degrees.expert > 1 else dense
 
 
-def static_bytes(layers: Sequence[LayerTemplate], degrees: Degrees) -> int:
+def static_bytes(layers: Sequence[LayerTemplate], degrees: Degrees, state_bytes: StateBytes = MIXED_PRECISION) -> int:
     """Bytes of weights, gradients and optimiser state of some layers on one device.
 
     With ZeRO-3 two layers at a time are whole: the one at work and the one gathered ahead.
@@ -39,7 +51,7 @@ def static_bytes(layers: Sequence[LayerTemplate], degrees: Degrees) -> int:
     for layer in layers:
         largest = max(largest, sum(layer.local_parameters) * WEIGHT_BYTES)
         for count, peers in zip(layer.local_parameters, shards(degrees), strict=True):
-            state = (GRADIENT_BYTES, OPTIMISER_BYTES) if layer.trainable else (0, 0)
+            state = state_bytes if layer.trainable else (0, 0)
             whole = WEIGHT_BYTES + state[0]
             if degrees.zero == 3:
                 total += count * (whole + state[1]) / peers
@@ -48,7 +60,9 @@ def static_bytes(layers: Sequence[LayerTemplate], degrees: Degrees) -> int:
     return round(total) + (2 * largest if degrees.zero == 3 else 0)
 
 
-def update_costs(layers: Sequence[LayerTemplate], degrees: Degrees, data_link: int) -> list[Cost]:
+def update_costs(
+    layers: Sequence[LayerTemplate], degrees: Degrees, data_link: int, state: StateBytes = MIXED_PRECISION
+) -> list[Cost]:
     """Operators of the end of an iteration: reduce gradients, optimiser step, gather the new weights."""
     costs: list[Cost] = []
     for count, peers in zip(
@@ -57,22 +71,22 @@ def update_costs(layers: Sequence[LayerTemplate], degrees: Degrees, data_link: i
         if not count:
             continue
         divided = peers if degrees.zero else 1
-        gradients, weights = ONE * (count * GRADIENT_BYTES), ONE * (count * WEIGHT_BYTES)
+        gradients, weights = ONE * (count * state.gradient), ONE * (count * WEIGHT_BYTES)
         if peers > 1 and degrees.zero != 3:
             passes = 2 if degrees.zero == 0 else 1
             kind = "all_reduce" if passes == 2 else "reduce_scatter"
             costs.append(ring(kind, gradients, peers, data_link, passes=passes))
         # Reads gradient and state, writes state and weight.
-        moved = count / divided * (GRADIENT_BYTES + 2 * OPTIMISER_BYTES + WEIGHT_BYTES)
+        moved = count / divided * (state.gradient + 2 * state.optimizer + WEIGHT_BYTES)
         costs.append(Cost("optimiser", ONE * (count / divided * 12), ONE * moved, device=COMPUTE))
         if peers > 1 and degrees.zero == 1:
             costs.append(ring("all_gather", weights, peers, data_link))
     return costs
 
 
-def update_ps(layers: Sequence[LayerTemplate], placement: Placement) -> int:
+def update_ps(layers: Sequence[LayerTemplate], placement: Placement, state: StateBytes = MIXED_PRECISION) -> int:
     """Picoseconds of the end of an iteration on a rank that holds some layers."""
-    costs = update_costs(layers, placement.degrees, placement.data_link)
+    costs = update_costs(layers, placement.degrees, placement.data_link, state)
     if not costs:
         return 0
     table = RuleTable(

@@ -60,6 +60,7 @@ def is_megatron(name: str) -> bool:
 
 def _of_megatron(path: Path, num_devices: int | None) -> CurrentRun:
     """The one place where a run as Megatron describes it becomes ours."""
+    from pipeloom.emulator.static import MIXED_PRECISION
     from pipeloom.integrations.megatron import read_megatron
 
     megatron = read_megatron(path, default_devices=num_devices)
@@ -76,6 +77,9 @@ def _of_megatron(path: Path, num_devices: int | None) -> CurrentRun:
         cheap = bool({"layernorm", "moe_act", "mlp", "moe"} & set(recompute.modules))
         word = "selective" if cheap else "none"
         notes.append(f"recomputing {' and '.join(recompute.modules)} is emulated as recompute={word}")
+    if megatron.state != MIXED_PRECISION:
+        direction = "low" if sum(megatron.state) > sum(MIXED_PRECISION) else "high"
+        notes.append(f"gradients and optimizer states are emulated as of float32 Adam; memory is too {direction}")
     fields = {
         "tp": degrees.tensor,
         "pp": degrees.pipeline,

@@ -57,6 +57,8 @@ class AttentionMixer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, ta
     """Whether each head's queries and keys are normed, by two vectors of its width."""
     norm_whole: bool = False
     """Whether all heads' are normed together, by two vectors of their joint width."""
+    output_gate: bool = False
+    """Whether a linear layer as wide as the queries gates the result of attention, number by number."""
     window: int | None = None
     """Causal: the keys that a query sees, itself included. Otherwise sequences are cut into blocks of so many."""
 

@@ -29,6 +29,7 @@ class Attention:
     rotary: bool = True
     norm_heads: bool = False
     norm_whole: bool = False
+    output_gate: bool = False
     window: int | None = None
     fused: bool = True
     """Whether queries, keys and values come from one product."""
@@ -71,6 +72,9 @@ class Attention:
             rows=x.rows,
             causal=self.causal,
         )
+        if self.output_gate:
+            width = heads * self.head_width
+            y = ops.multiply(y, ops.linear(x, self.hidden, width, bias=self.bias, split=context.tensor))
         y = ops.linear(y, heads * self.head_width, self.hidden, bias=self.output_bias, split=context.tensor)
         return ops.leave_tensor_parallel(y)
 

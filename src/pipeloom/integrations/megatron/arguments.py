@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import ast
 import difflib
-import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import resources
 from typing import NoReturn
 
 from pipeloom.errors import InputError
@@ -18,22 +16,6 @@ JOINED = ("pipeline-model-parallel-layout", "moe-layer-freq", "window-attn-skip-
 _MOST_LAYERS = 100_000
 _OFF = tuple((word,) for word in ("none", "None", "null", "0", "0.0", "false", "False"))
 """Values that switch nothing on."""
-
-
-@functools.cache
-def known_names() -> frozenset[str]:
-    """Names of Megatron-LM's arguments, with dashes: those of release 0.16.1 up to the main branch of August 2026."""
-    return _names("arguments.txt")
-
-
-@functools.cache
-def known_fields() -> frozenset[str]:
-    """The same, with fields that only configuration files have."""
-    return known_names() | {name.replace("_", "-") for name in _names("fields.txt")}
-
-
-def _names(file: str) -> frozenset[str]:
-    return frozenset(resources.files(__package__).joinpath("names", file).read_text("utf-8").split())
 
 
 @dataclass(frozen=True, slots=True)

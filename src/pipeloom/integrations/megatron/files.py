@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from pipeloom.errors import InputError
-from pipeloom.integrations.megatron.arguments import JOINED, Arguments, Given, check_known, known_fields, known_names
+from pipeloom.integrations.megatron.arguments import JOINED, Arguments, Given, check_known
+from pipeloom.integrations.megatron.effects import known_fields, known_names
 from pipeloom.io.files import read_text
 
 _COUNTED = ("nproc-per-node", "nnodes")
@@ -46,12 +47,22 @@ _RENAMED = {
     "sequence-length": "seq-length",
     "fp8": "fp8-format",
     "fp4": "fp4-format",
+    "overlap-p2p-comm-warmup-flush": "overlap-p2p-communication-warmup-flush",
+    "nccl-ub": "use-nccl-ub",
+    "use-custom-fsdp": "use-megatron-fsdp",
+    "cpu-offloading": "cpu-offloading-num-layers",
 }
 """Fields that are arguments under another name."""
 _INVERTED = {
     "add-bias-linear": "disable-bias-linear",
     "share-embeddings-and-output-weights": "untie-embeddings-and-output-weights",
     "overlap-p2p-comm": "no-overlap-p2p-communication",
+    "bias-activation-fusion": "no-bias-gelu-fusion",
+    "bias-dropout-fusion": "no-bias-dropout-fusion",
+    "gradient-accumulation-fusion": "no-gradient-accumulation-fusion",
+    "masked-softmax-fusion": "no-masked-softmax-fusion",
+    "persist-layer-norm": "no-persist-layer-norm",
+    "apply-rope-fusion": "no-rope-fusion",
 }
 """Fields whose argument says the opposite."""
 _LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
@@ -158,7 +169,8 @@ def _from_yaml(source: str, text: str) -> Arguments:
     for section, value in document.items():
         if isinstance(value, dict):
             if section not in _SECTIONS:
-                found[f"{section}.*"] = Given(f"{section}.*")
+                on = tuple(str(name) for name, entry in value.items() if entry not in (None, False))
+                found[f"{section}.*"] = Given(f"{section}.*", on or ("none",))
                 continue
             fields = {f"{section}.{name}": (str(name), entry) for name, entry in value.items()}
         else:

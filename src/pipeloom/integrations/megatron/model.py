@@ -19,19 +19,6 @@ from pipeloom.spec.architecture import (
 )
 from pipeloom.spec.model import MOST_LAYERS
 
-_OTHER_MODELS = {
-    "hybrid-layer-pattern": "a hybrid model has its stages in this pattern, not in a layout",
-    "hybrid-override-pattern": "a hybrid model has its stages in its pattern, not in a layout",
-    "heterogeneous-layers-config-path": "layers of unlike sizes are described in a .toml file for pipeloom arrange",
-    "heterogeneous-layers-config-encoded-json": "layers of unlike sizes are described in a .toml file for arrange",
-    "experimental-attention-variant": "its cost is not known to the emulator",
-    "encoder-num-layers": "only GPT models, decoders alone, are read",
-    "decoder-num-layers": "only GPT models, decoders alone, are read",
-    "use-torch-fsdp2": "with it there is no pipeline",
-    "use-megatron-fsdp": "its memory is not that of the distributed optimizer, which is what is emulated",
-}
-"""What makes another model of it than can be planned, and why."""
-
 
 @dataclass(frozen=True)
 class Block:
@@ -86,11 +73,8 @@ def gpt_model(arguments: Arguments, tensor: int) -> GptModel:
     Raises
     ------
     InputError
-        A size is missing or impossible, or it is another kind of model.
+        A size is missing or impossible.
     """
-    for name, why in _OTHER_MODELS.items():
-        if arguments.values(name) is not None:
-            raise arguments.refuse(name, "cannot be planned", why)
     layers, hidden = arguments.size("num-layers"), arguments.size("hidden-size")
     if layers > MOST_LAYERS:
         raise arguments.refuse("num-layers", f"{layers} is above {MOST_LAYERS}")
@@ -163,6 +147,7 @@ def _attention(arguments: Arguments, hidden: int) -> AttentionMixer | LatentAtte
         output_bias=biased,
         rotary=_position(arguments) not in ("learned_absolute", "none"),
         norm_heads=arguments.flag("qk-layernorm"),
+        output_gate=arguments.flag("attention-output-gate"),
     )
 
 

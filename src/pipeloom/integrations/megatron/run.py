@@ -8,10 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from pipeloom.emulator.static import MIXED_PRECISION, StateBytes
 from pipeloom.errors import InputError, check_count
 from pipeloom.integrations.megatron.arguments import Arguments
+from pipeloom.integrations.megatron.effects import check_rejected, notes_of
 from pipeloom.integrations.megatron.files import read_arguments
 from pipeloom.integrations.megatron.model import GptModel, gpt_model
+from pipeloom.integrations.megatron.optimizer import read_state
 from pipeloom.integrations.megatron.setup import (
     GROUP,
     NO_RULES,
@@ -27,26 +30,6 @@ from pipeloom.spec import Workload
 from pipeloom.spec.architecture import Architecture, Layer, ModuleArchitecture, PredictionLayer
 from pipeloom.spec.parallelism import Degrees
 
-_NOT_EMULATED = {
-    "fp8-format": "bfloat16 is emulated in its place",
-    "fp4-format": "bfloat16 is emulated in its place",
-    "cpu-offloading": "emulated without",
-    "cpu-offloading-num-layers": "emulated without",
-    "fine-grained-activation-offloading": "emulated without",
-    "optimizer-cpu-offload": "emulated without",
-    "overlap-moe-expert-parallel-comm": "its schedule is not emulated",
-    "delay-wgrad-compute": "its schedule is not emulated",
-    "defer-embedding-wgrad-compute": "its schedule is not emulated",
-    "overlap-grad-reduce": "the reduction is emulated behind the pipeline",
-    "overlap-param-gather": "the gathering is emulated behind the pipeline",
-    "tp-comm-overlap": "emulated without",
-    "rampup-batch-size": "the whole batch is emulated",
-    "step-batch-size-schedule": "a batch of one microbatch for each replica is emulated",
-    "tensor-parallel-num-weight-shards": "emulated without",
-    "cuda-graph-impl": "emulated without",
-    "sft": "sequences are emulated full",
-}
-"""What changes time or memory and is not reckoned with; users are told."""
 _HALF = ("bf16", "fp16", "fp8-format", "fp4-format", "params-dtype")
 
 
@@ -69,6 +52,8 @@ class MegatronRun:
         Modules that selective recomputation can take here, and that hold something worth it.
     rules : Rules
         What Megatron accepts beside the other arguments.
+    state : StateBytes
+        Bytes of a parameter's gradient and optimizer state.
     replaced : tuple of str
         Arguments that say how the pipeline is set up now.
     is_recipe : bool
@@ -86,6 +71,7 @@ class MegatronRun:
     now: Setup
     recomputable: tuple[str, ...] = ()
     rules: Rules = NO_RULES
+    state: StateBytes = MIXED_PRECISION
     replaced: tuple[str, ...] = ()
     is_recipe: bool = False
     read: tuple[str, ...] = ()
@@ -141,6 +127,7 @@ def read_megatron(
         number of devices, a layout of another model.
     """
     arguments = read_arguments(source)
+    check_rejected(arguments)
     degrees = _degrees(arguments, num_devices, default_devices)
     model = gpt_model(arguments, degrees.tensor)
     if degrees.pipeline < 2:
@@ -168,6 +155,7 @@ def read_megatron(
         read_rules(arguments, degrees.pipeline),
     )
     _check_schedule(arguments, now, rules, count)
+    state = read_state(arguments)
     modules = tuple(name for name in _recomputable(arguments, model) if name not in rules.modules)
     notes = _notes(arguments, degrees)
     return MegatronRun(
@@ -180,6 +168,7 @@ def read_megatron(
         now,
         modules,
         rules,
+        state,
         replaced=tuple(arguments.given[name].label for name in SETUP_ARGUMENTS if name in arguments.given),
         is_recipe=arguments.is_recipe,
         read=arguments.read,
@@ -263,19 +252,26 @@ def _check_schedule(arguments: Arguments, now: Setup, rules: Rules, num_microbat
 
 
 def _notes(arguments: Arguments, degrees: Degrees) -> tuple[str, ...]:
-    found = []
-    for name, what in _NOT_EMULATED.items():
-        values = arguments.values(name)
-        if values is not None and values[:1] not in (("none",), ("0",), ("False",)):
-            found.append(f"{arguments.label(name)}: {what}")
+    found = notes_of(arguments)
     method, number = arguments.text("recompute-method"), arguments.count("recompute-num-layers")
     if method == "uniform" and number is not None and number > 1:
-        found.append("full recomputation of several layers at once is emulated layer by layer")
+        found.append(
+            "full recomputation of several layers at once is emulated layer by layer; "
+            "the emulated memory may be too high or too low"
+        )
     if "shared_experts" in (arguments.values("recompute-modules") or ()):
-        found.append("shared_experts are emulated without recomputation")
+        found.append(
+            "shared_experts are emulated without recomputation; the emulated time is too low and the memory too high"
+        )
     if not any(arguments.values(name) is not None for name in _HALF) and "mixed_precision.*" not in arguments.given:
-        found.append("without --bf16 or --fp16 Megatron trains in float32; bfloat16 is emulated in its place")
+        found.append(
+            "without --bf16 or --fp16 Megatron trains in float32, bfloat16 is emulated; "
+            "the emulated time and memory are too low"
+        )
     wide = arguments.size("expert-tensor-parallel-size", degrees.tensor)
     if degrees.expert > 1 and wide > 1:
-        found.append("experts are emulated whole on each device, without tensor parallelism inside them")
+        found.append(
+            "experts are emulated whole on each device, without tensor parallelism inside them; "
+            "the emulated memory is too high"
+        )
     return tuple(found)

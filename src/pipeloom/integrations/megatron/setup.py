@@ -299,6 +299,8 @@ def _stages_of(arguments: Arguments, text: str, num_ranks: int, num_layers: int,
         raise arguments.refuse(name, "has its multi-token prediction in several stages", "put all m into one stage")
     if any("m" in stage for stage in stages[:-num_ranks]):
         raise arguments.refuse(
-            name, "has its multi-token prediction before a rank's last stage", f"put it into the last {num_ranks} stages"
+            name,
+            "has its multi-token prediction before a rank's last stage",
+            f"put it into the last {num_ranks} stages",
         )
     return stages

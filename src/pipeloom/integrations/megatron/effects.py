@@ -1,0 +1,123 @@
+"""What the emulator makes of each of Megatron's arguments: modelled, without effect, noted, or rejected.
+
+The files in ``names`` have every argument once.
+"""
+
+from __future__ import annotations
+
+import functools
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any, NamedTuple
+
+from pipeloom.integrations.megatron.arguments import Arguments
+
+_ONLY_WITH = {
+    "moe-": ("num-experts", 1),
+    "cp-comm-": ("context-parallel-size", 2),
+    "hierarchical-context-": ("context-parallel-size", 2),
+    "tp-comm-": ("tensor-model-parallel-size", 2),
+    "distribute-saved-": ("tensor-model-parallel-size", 2),
+}
+"""Arguments, by how their names begin, that do something only where another argument has at least a value."""
+
+
+class Note(NamedTuple):
+    """What is emulated in place of an argument, and what follows for the emulated numbers."""
+
+    text: str
+    direction: str
+    unless: frozenset[str]
+    """Values of the argument that are emulated as they are."""
+
+
+@dataclass(frozen=True)
+class Effects:
+    """Names by their effect: each is in one of these.
+
+    Attributes
+    ----------
+    modelled : set of str
+        Read, and part of what is emulated.
+    harmless : mapping
+        Without effect on time and memory, with the reason.
+    noted : mapping
+        Emulated otherwise than they run.
+    rejected : mapping
+        What no emulation stands for, with the reason.
+    """
+
+    modelled: frozenset[str]
+    harmless: Mapping[str, str]
+    noted: Mapping[str, Note]
+    rejected: Mapping[str, str]
+
+    @property
+    def names(self) -> frozenset[str]:
+        """All of them."""
+        return self.modelled.union(self.harmless, self.noted, self.rejected)
+
+
+@functools.cache
+def effects_of(file: str) -> Effects:
+    """Read one of the files ``arguments`` and ``fields``."""
+    text = resources.files(__package__).joinpath("names", f"{file}.toml").read_text("utf-8")
+    tables = tomllib.loads(text)
+    unless = {name: frozenset(values.split()) for name, values in tables.get("unless", {}).items()}
+    noted = {
+        name: Note(what, direction, unless.get(name, frozenset()))
+        for direction, table in tables["noted"].items()
+        for name, what in _by_name(table)
+    }
+    modelled, harmless, rejected = tables["modelled"], tables["harmless"], tables["refused"]
+    return Effects(frozenset(modelled.split()), dict(_by_name(harmless)), noted, dict(_by_name(rejected)))
+
+
+def _by_name(table: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    for text, names in table.items():
+        for name in names.split():
+            yield name, text
+
+
+@functools.cache
+def known_names() -> frozenset[str]:
+    """Names of Megatron-LM's arguments, with dashes: those of release 0.16.1 up to the main branch of August 2026."""
+    return effects_of("arguments").names
+
+
+@functools.cache
+def known_fields() -> frozenset[str]:
+    """The same, with fields that only configuration files have."""
+    return known_names() | effects_of("fields").names
+
+
+def check_rejected(arguments: Arguments) -> None:
+    """Raise `InputError` for an argument that makes another model or run of it than can be emulated."""
+    for file in ("arguments", "fields"):
+        for name, why in effects_of(file).rejected.items():
+            if name in arguments.given and arguments.on(name):
+                raise arguments.refuse(name, "cannot be planned", why)
+
+
+def notes_of(arguments: Arguments) -> list[str]:
+    """Return a note for every argument that is emulated otherwise than it runs, with what follows for the numbers."""
+    found = []
+    for file in ("arguments", "fields"):
+        for name, note in effects_of(file).noted.items():
+            if name in arguments.given and _applies(arguments, name) and arguments.on(name):
+                values = set(arguments.given[name].values)
+                if not values or not values <= note.unless:
+                    found.append(f"{arguments.label(name)}: {note.text}; {note.direction}")
+    unknown = [arguments.given[name].label for name in arguments.given if name not in known_fields() | arguments.asked]
+    if unknown:
+        found.append(f"{' '.join(unknown)}: not known, and emulated without")
+    return found
+
+
+def _applies(arguments: Arguments, name: str) -> bool:
+    for start, (other, least) in _ONLY_WITH.items():
+        if name.startswith(start):
+            return (arguments.count(other, 0, least=0) or 0) >= least
+    return True

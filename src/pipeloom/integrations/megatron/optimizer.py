@@ -1,0 +1,53 @@
+"""Bytes of gradients and optimizer states, as Megatron's arguments have their data types."""
+
+from __future__ import annotations
+
+from pipeloom.emulator.static import StateBytes
+from pipeloom.integrations.megatron.arguments import Arguments
+
+_BYTES = {
+    **dict.fromkeys(("fp32", "float32", "float"), 4),
+    **dict.fromkeys(("bf16", "bfloat16", "fp16", "float16", "half"), 2),
+    **dict.fromkeys(("fp8", "uint8"), 1),
+}
+_MOMENTS = {"sgd": 1, "lion": 1}
+"""Of an optimizer that does not have two for each parameter, as Adam has."""
+
+
+def read_state(arguments: Arguments) -> StateBytes:
+    """Read the bytes of a parameter's gradient and of its optimizer state.
+
+    Raises
+    ------
+    InputError
+        A data type is unknown, or the precision-aware optimizer is not one that Megatron accepts.
+    """
+    main_gradient = _bytes(arguments, "main-grads-dtype")
+    gradient = 4
+    if not arguments.flag("accumulate-allreduce-grads-in-fp32"):
+        if arguments.flag("fp16") or (arguments.flag("grad-reduce-in-bf16") and arguments.flag("bf16")):
+            gradient = 2
+        elif arguments.flag("bf16"):
+            gradient = main_gradient
+    name = (arguments.text("optimizer") or "adam").lower()
+    kinds = [_bytes(arguments, kind) for kind in ("main-params-dtype", "exp-avg-dtype", "exp-avg-sq-dtype")]
+    if arguments.flag("use-precision-aware-optimizer"):
+        if name != "adam" or not arguments.flag("use-distributed-optimizer"):
+            raise arguments.refuse(
+                "use-precision-aware-optimizer",
+                "goes with --optimizer adam and --use-distributed-optimizer alone",
+                "add these, or leave it out",
+            )
+        return StateBytes(gradient, sum(kinds))
+    moments = _MOMENTS.get(name, 2)
+    if name == "sgd" and arguments.text("sgd-momentum") in ("0", "0.0"):
+        moments = 0
+    return StateBytes(gradient, 4 + 4 * moments)
+
+
+def _bytes(arguments: Arguments, name: str) -> int:
+    text = arguments.text(name) or "fp32"
+    number = _BYTES.get(text.removeprefix("torch."))
+    if number is None:
+        raise arguments.refuse(name, f"{text!r} is none of fp32, bf16, fp16, fp8")
+    return number
