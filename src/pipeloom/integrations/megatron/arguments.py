@@ -14,8 +14,8 @@ from pipeloom.spec.architecture import MOST_SIZE
 JOINED = ("pipeline-model-parallel-layout", "moe-layer-freq", "window-attn-skip-freq", "window-size")
 """Arguments whose value may hold brackets and bars, which a shell would part."""
 _MOST_LAYERS = 100_000
-_OFF = tuple((word,) for word in ("none", "None", "null", "0", "0.0", "false", "False"))
-"""Values that switch nothing on."""
+_OFF = ("none", "null", "false")
+"""Words that switch nothing on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,12 @@ class Arguments:
     def on(self, name: str) -> bool:
         """Whether it is given with a value that switches something on."""
         values = self.values(name)
-        return values is not None and values[:1] not in _OFF
+        if values is None or not values:
+            return values is not None
+        try:
+            return float(values[0]) != 0
+        except ValueError:
+            return values[0].lower() not in _OFF
 
     def count(self, name: str, default: int | None = None, least: int = 1) -> int | None:
         """Its value, a whole number."""

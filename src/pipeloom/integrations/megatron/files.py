@@ -63,6 +63,8 @@ _INVERTED = {
     "masked-softmax-fusion": "no-masked-softmax-fusion",
     "persist-layer-norm": "no-persist-layer-norm",
     "apply-rope-fusion": "no-rope-fusion",
+    "gradient-reduce-div-fusion": "no-gradient-reduce-div-fusion",
+    "pad-vocab-size": "no-pad-vocab-size",
 }
 """Fields whose argument says the opposite."""
 _LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}

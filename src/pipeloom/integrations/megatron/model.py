@@ -216,5 +216,7 @@ def _vocabulary(arguments: Arguments, tensor: int) -> int:
     words = arguments.count("vocab-size")
     if words is None:
         arguments.missing("vocab-size", "add it: how many tokens the tokenizer has")
+    if arguments.flag("no-pad-vocab-size") or arguments.flag("disable-pad-vocab-size"):
+        return words
     multiple = arguments.size("make-vocab-size-divisible-by", 128) * tensor
     return -(-words // multiple) * multiple

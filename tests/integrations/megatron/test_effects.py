@@ -1,0 +1,294 @@
+"""Every argument of Megatron is modelled, harmless for a reason, noted with a direction, or rejected."""
+
+from __future__ import annotations
+
+import itertools
+import textwrap
+import tomllib
+from collections import Counter
+from dataclasses import replace
+from importlib import resources
+
+import pytest
+
+from pipeloom.emulator.static import StateBytes
+from pipeloom.errors import InputError
+from pipeloom.integrations.current_runs import load_run
+from pipeloom.integrations.megatron import Timing, read_megatron
+from pipeloom.integrations.megatron.effects import effects_of, known_fields
+from pipeloom.integrations.megatron.files import _INVERTED, _RENAMED
+from pipeloom.spec.catalog import load_cluster
+from tests.integrations.megatron.cases import listed
+
+FILES = ("arguments", "fields")
+REASONS = {
+    "numerics and optimization: the same operations with other numbers",
+    "what the emulator assumes anyway",
+    "details of arguments that have notes",
+    "details of arguments that are rejected",
+    "elastic models, read with --flextron alone",
+    "other models, without effect on GPT",
+    "logging and profiling",
+    "checkpoints",
+    "data and tokenizers",
+    "initialization",
+    "launch and failures",
+    "length of training and evaluation",
+    "inference",
+    "other names of arguments",
+}
+MOE = {
+    "num_experts": 8,
+    "tensor_model_parallel_size": 2,
+    "context_parallel_size": 2,
+    "num_layers_per_virtual_pipeline_stage": 1,
+    "global_batch_size": 16,
+}
+"""A run in which every argument does something."""
+
+
+def run_of(*more, **changes):
+    return read_megatron([*listed(MOE | changes), *more], num_devices=32)
+
+
+def leaves(table):
+    return itertools.chain.from_iterable(
+        leaves(each) if isinstance(each, dict) else each.split() for each in table.values()
+    )
+
+
+def test_every_name_stands_once() -> None:
+    names: Counter[str] = Counter()
+    for file in FILES:
+        text = resources.files("pipeloom.integrations.megatron").joinpath("names", f"{file}.toml").read_text("utf-8")
+        tables = tomllib.loads(text)
+        unless = tables.pop("unless")
+        assert tables.keys() == {"modelled", "harmless", "noted", "refused"}
+        assert unless.keys() <= effects_of(file).noted.keys()
+        names.update(leaves(tables))
+    assert {name for name, count in names.items() if count > 1} == set()
+    assert len(names) == len(known_fields()) > 1100
+
+
+def test_every_reason_and_direction_is_one_of_few() -> None:
+    for file in FILES:
+        effects = effects_of(file)
+        assert set(effects.harmless.values()) <= REASONS
+        for note in effects.noted.values():
+            assert note.direction.startswith("the emulated ")
+            assert any(word in note.direction for word in ("too high", "too low"))
+        assert all(effects.rejected.values())
+    renamed = {name for name, why in effects_of("fields").harmless.items() if why == "other names of arguments"}
+    assert renamed - {"activation-func", "should-pad-vocab"} == _RENAMED.keys() | _INVERTED.keys() - known_arguments()
+
+
+def known_arguments() -> frozenset[str]:
+    return effects_of("arguments").names
+
+
+MODELLED = [
+    {"attention_output_gate": True, "group_query_attention": True, "num_query_groups": 4, "kv_channels": 64},
+    {"add_qkv_bias": True, "disable_bias_linear": True, "qk_layernorm": True, "quick_geglu": True},
+    {"num_experts": 8, "moe_latent_size": 64, "moe_layer_freq": 1, "moe_router_topk": 2, "moe_grouped_gemm": True},
+    {"num_experts": 8, "moe_shared_expert_gate": True, "moe_shared_expert_intermediate_size": 8},
+    {"num_experts": 8, "moe_ffn_hidden_size": 64, "moe_layer_recompute": True, "expert_tensor_parallel_size": 1},
+    {
+        "window_size": "(127,0)",
+        "window_attn_skip_freq": 4,
+        "ffn_hidden_size": 64,
+        "swiglu": True,
+        "normalization": "RMSNorm",
+    },
+    {"use_rotary_position_embeddings": True},
+    {"position_embedding_type": "rope", "no_position_embedding": True},
+    {"multi_latent_attention": True, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_head_dim": 8, "v_head_dim": 8},
+    {"multi_latent_attention": True, "qk_pos_emb_head_dim": 8, "untie_embeddings_and_output_weights": True},
+    {"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True, "num_layers": 10},
+    {"decoder_first_pipeline_num_layers": 3, "decoder_last_pipeline_num_layers": 3, "sequence_parallel": True},
+    {"num_virtual_stages_per_pipeline_rank": 3, "microbatch_group_size_per_virtual_pipeline_stage": 4},
+    {"num_layers_per_virtual_pipeline_stage": 1, "pipeline_model_parallel_layout": None},
+    {"pipeline_model_parallel_layout": "Et*3|t*3|t*3|t*3mL", "mtp_num_layers": 1},
+    {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
+    {"recompute_activations": True, "recompute_modules": "core_attn", "tensor_model_parallel_size": 1},
+    {"num_experts": 8, "expert_model_parallel_size": 1, "context_parallel_size": 1, "make_vocab_size_divisible_by": 64},
+    {"padded_vocab_size": 512},
+    {"no_pad_vocab_size": True},
+    {"disable_pad_vocab_size": True},
+    {"use_precision_aware_optimizer": True, "use_distributed_optimizer": True, "main_grads_dtype": "bf16"},
+    {"main_params_dtype": "fp16", "exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "bf16", "grad_reduce_in_bf16": True},
+    {"accumulate_allreduce_grads_in_fp32": True, "optimizer": "sgd", "sgd_momentum": 0.9},
+    {"bf16": None, "fp16": True, "fp8_format": "hybrid", "fp8_recipe": "tensorwise"},
+]
+"""Runs that together have all modelled arguments."""
+
+
+def test_reading_asks_for_what_is_modelled_and_for_nothing_else() -> None:
+    asked: set[str] = set()
+    for changes in MODELLED:
+        asked |= {label[2:] for label in read_megatron(listed(changes)).read}
+    effects = effects_of("arguments")
+    assert effects.modelled <= asked
+    assert asked <= effects.modelled | effects.noted.keys()
+
+
+VALUES = {
+    "transformer-impl": "local",
+    "optimizer": "muon",
+    "cuda-graph-impl": "local",
+    "attention-backend": "unfused",
+    "vocab-extra-ids": "100",
+}
+
+
+@pytest.mark.parametrize("name", sorted(effects_of("arguments").noted))
+def test_what_is_noted_is_said_with_its_direction(name) -> None:
+    run = run_of(f"--{name}", VALUES.get(name, "7"))
+    note = effects_of("arguments").noted[name]
+    assert f"--{name}: {note.text}; {note.direction}" in run.notes
+    assert f"--{name}" not in run.ignored
+    for value in ("0", "0.0", "none", "False", *note.unless):
+        assert not any(f"--{name}:" in each for each in run_of(f"--{name}", value).notes if name != "transformer-impl")
+
+
+@pytest.mark.parametrize("name", sorted(effects_of("arguments").rejected))
+def test_what_is_rejected_is_named(name) -> None:
+    with pytest.raises(InputError, match=rf"^arguments: --{name}: cannot be planned; "):
+        run_of(f"--{name}", "7")
+    if name == "cpu-offloading-num-layers":
+        assert run_of(f"--{name}", "0")
+
+
+def test_what_is_harmless_changes_nothing() -> None:
+    plain, names = run_of(), sorted(effects_of("arguments").harmless)
+    found = run_of(*itertools.chain.from_iterable((f"--{name}", "7") for name in names))
+    assert found.ignored == tuple(f"--{name}" for name in names)
+    assert replace(found, ignored=plain.ignored) == plain
+
+
+def test_the_output_gate_of_attention_has_weights_of_its_own() -> None:
+    changes = {"group_query_attention": True, "num_query_groups": 2, "kv_channels": 256, "disable_bias_linear": True}
+    cluster = load_cluster("h100-8")
+    plain, gated = (
+        Timing(read_megatron(listed(changes, attention_output_gate=gate)), cluster) for gate in (None, True)
+    )
+    assert gated.costs.num_parameters - plain.costs.num_parameters == 12 * 2048 * 16 * 256
+    times = [timing.of(timing.run.now).iteration_s for timing in (plain, gated)]
+    assert times[0] < times[1]
+
+
+KINDS = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
+
+
+@pytest.mark.parametrize(("gradient", "main", "first", "second"), [*itertools.product(KINDS, repeat=4)][::7])
+def test_a_precision_aware_optimizer_has_the_bytes_of_its_data_types(gradient, main, first, second) -> None:
+    run = read_megatron(
+        listed(
+            use_precision_aware_optimizer=True,
+            use_distributed_optimizer=True,
+            main_grads_dtype=gradient,
+            main_params_dtype=main,
+            exp_avg_dtype=first,
+            exp_avg_sq_dtype=second,
+        ),
+        num_devices=8,
+    )
+    assert run.state == StateBytes(KINDS[gradient], KINDS[main] + KINDS[first] + KINDS[second])
+
+
+def test_data_types_count_in_memory() -> None:
+    """Bytes a parameter: those of weights, gradients, and over two replicas of the state."""
+    dtypes = {"main_grads_dtype": "bf16", "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
+    both = {"use_distributed_optimizer": True, "use_precision_aware_optimizer": True}
+    cluster = load_cluster("h100-8")
+    static = []
+    for changes in ({"use_distributed_optimizer": True}, both | dtypes):
+        timing = Timing(read_megatron(listed(changes), num_devices=8), cluster)
+        static.append([rank.static_bytes for rank in timing.costs.of_ranks(timing.run.now)])
+    for plain, small in zip(*static, strict=True):
+        assert plain / small == pytest.approx((2 + 4 + 12 / 2) / (2 + 2 + 8 / 2))
+
+
+@pytest.mark.parametrize(
+    ("changes", "state"),
+    [
+        ({}, (4, 12)),
+        ({"optimizer": "sgd"}, (4, 8)),
+        ({"optimizer": "sgd", "sgd_momentum": "0.0"}, (4, 4)),
+        ({"optimizer": "lion", "grad_reduce_in_bf16": True}, (2, 8)),
+        ({"bf16": None, "fp16": True}, (2, 12)),
+        ({"bf16": None, "fp16": True, "accumulate_allreduce_grads_in_fp32": True}, (4, 12)),
+        ({"exp_avg_dtype": "bf16"}, (4, 12)),
+    ],
+)
+def test_bytes_of_gradients_and_optimizer_states(changes, state) -> None:
+    assert read_megatron(listed(changes)).state == state
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"use_precision_aware_optimizer": True}, "goes with --optimizer adam and --use-distributed-optimizer alone"),
+        ({"main_grads_dtype": "int4"}, "--main-grads-dtype: 'int4' is none of fp32, bf16, fp16, fp8"),
+    ],
+)
+def test_optimizers_that_megatron_rejects(changes, message) -> None:
+    with pytest.raises(InputError, match=message):
+        read_megatron(listed(changes))
+
+
+RECIPE = """
+    model: {num_layers: 12, hidden_size: 2048, num_attention_heads: 16, vocab_size: 512, seq_length: 4096,
+      pipeline_model_parallel_size: 4, bf16: true, max_position_embeddings: 4096, FIELD}
+    train: {micro_batch_size: 1, global_batch_size: 16}
+"""
+
+
+@pytest.mark.parametrize(
+    ("field", "found"),
+    [
+        ("fp8: hybrid", "model.fp8: bfloat16 is emulated in its place; the emulated time and memory are too high"),
+        ("bias_activation_fusion: false", "fused kernels are emulated; the emulated time is too low"),
+        ("quant_recipe: {_target_: q}", "model.quant_recipe: bfloat16 is emulated in its place"),
+        ("cpu_offloading: true", "model.cpu_offloading: cannot be planned"),
+        ("experimental_attention_variant: gdn", "model.experimental_attention_variant: cannot be planned"),
+        ("attention_output_gate: true", ""),
+        ("hf_model_id: x", ""),
+    ],
+)
+def test_the_lists_hold_for_recipes(field, found, tmp_path) -> None:
+    pytest.importorskip("yaml")
+    file = tmp_path / "recipe.yaml"
+    file.write_text(textwrap.dedent(RECIPE).replace("FIELD", field))
+    try:
+        said = "\n".join(read_megatron(file).notes)
+    except InputError as error:
+        said = str(error)
+    assert found in said if found else not said
+
+
+def test_sections_of_a_recipe(tmp_path) -> None:
+    pytest.importorskip("yaml")
+    file = tmp_path / "recipe.yaml"
+    plain = textwrap.dedent(RECIPE).replace(", FIELD", "")
+    file.write_text(
+        plain + "logger: {log_interval: 1}\nmixed_precision: {bf16: true, fp8: hybrid}\noptimizer: {sparkle: 1}\n"
+    )
+    run = read_megatron(file)
+    assert run.ignored == ("logger.*", "optimizer.sparkle")
+    assert run.notes == (
+        "mixed_precision.*: bfloat16 is emulated in its place; the emulated time and memory are too high",
+        "optimizer.sparkle: not known, and emulated without",
+    )
+    file.write_text(plain + "mixed_precision: bf16_mixed\n")
+    assert read_megatron(file).notes == ()
+    file.write_text(plain + "peft: {dim: 8}\n")
+    with pytest.raises(InputError, match=r"peft\.\*: cannot be planned; only training of all parameters is emulated"):
+        read_megatron(file)
+
+
+def test_compare_says_what_it_does_not_count(tmp_path) -> None:
+    file = tmp_path / "arguments.txt"
+    file.write_text(" ".join(listed(optimizer="sgd", fp8_format="hybrid")))
+    notes = load_run(str(file), 8).notes
+    assert "gradients and optimizer states are emulated as of float32 Adam; memory is too high" in notes
+    assert any(note.startswith("--fp8-format: bfloat16") for note in notes)
