@@ -16,6 +16,7 @@ import pytest
 
 from pipeloom.cli.app import run
 from pipeloom.integrations.current_runs import load_run
+from pipeloom.integrations.megatron import read_megatron
 from pipeloom.io import read_layout
 from pipeloom.io.stage_names import read_megatron_layout
 from pipeloom.lab.systems import answer, comparison
@@ -105,6 +106,51 @@ def test_any_number_on_the_console_is_on_the_page_and_in_json(
     assert steps[-1]["iteration_s"] == pytest.approx(best)
     assert sum(step["share"] for step in steps) == pytest.approx(1)
     assert sum(step["saved_s"] for step in steps) == pytest.approx(rows["now"]["iteration_s"] - best)
+
+
+ARGUMENTS = """
+--num-layers 6 --hidden-size 256 --num-attention-heads 4 --seq-length 256 --micro-batch-size 1 --vocab-size 4096 --bf16
+--position-embedding-type rope --swiglu --untie-embeddings-and-output-weights --pipeline-model-parallel-size 2
+"""
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        "--mtp-num-layers 2 --global-batch-size 8",
+        "--mtp-num-layers 1 --global-batch-size 8 --pipeline-model-parallel-layout Et*5|tmL",
+        "--global-batch-size 5 --num-layers 12",
+        "--global-batch-size 7 --num-layers 12 --mtp-num-layers 1",
+    ],
+)
+def test_megatron_reads_what_is_to_be_pasted(more: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Prediction layers are kept, and groups of microbatches are named where Megatron's own size does not suit."""
+    text = ARGUMENTS.replace("--num-layers 6 ", "") if "--num-layers" in more else ARGUMENTS
+    file = folder / "arguments.txt"
+    file.write_text(f"{text} {more}")
+    command = ["compare", str(file), "--cluster", "2xH100", "--systems", "interleaved", "--budget", "0", "--json"]
+    assert run([*command, "--processes", "1"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    lines = {section["heading"]: section.get("lines") for section in document["sections"]}
+    _, _, words, *arguments = lines["What to change in your trainer"]
+    kept = more.split("--pipeline-model-parallel-layout")[0]
+    file.write_text(f"{text} {kept} {' '.join(arguments)}")
+    found = read_megatron(file, num_devices=2)
+    assert len(found.model.predictors) == "".join(found.now.stages).count("m")
+    again = load_run(words)
+    assert again.microbatches == found.num_microbatches
+    assert (again.group or 2) == found.now.group_size
+    assert again.layout == load_run(str(file), 2).layout
+
+
+def test_groups_of_microbatches_that_megatron_rejects(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["compare", *SMALL[:-4], "--processes", "1", "--systems", "1f1b", "--budget", "0"]
+    for words, said in (
+        ("pp=2 chunks=2 group=3 microbatches=4", "group: 3 does not suit 4 microbatches on 2 ranks; use 2 or 4"),
+        ("pp=2 chunks=2 microbatches=5", "group: 2 does not suit 5 microbatches on 2 ranks; use 3 or 5"),
+    ):
+        assert run([*command, "--now", words]) == 2
+        assert said in capsys.readouterr().err
 
 
 def test_what_is_to_be_pasted_does_what_it_says(folder: Path, quick: None, capsys: pytest.CaptureFixture[str]) -> None:

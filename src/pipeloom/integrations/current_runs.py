@@ -16,7 +16,7 @@ from pipeloom.spec.current_run import CurrentRun, RunSchedule
 
 WORDS = "tp=2 pp=4 schedule=1f1b recompute=full microbatch_tokens=8192"
 """An example."""
-FIELDS = tuple(name for name in CurrentRun.__struct_fields__ if name not in ("source", "notes"))
+FIELDS = tuple(name for name in CurrentRun.__struct_fields__ if name not in ("only", "source", "notes"))
 """What may be said."""
 _TITAN_TABLES = ("parallelism", "training", "job")
 _TITAN_SCHEDULES: dict[str, tuple[RunSchedule, int]] = {
@@ -96,7 +96,9 @@ def _of_megatron(path: Path, num_devices: int | None) -> CurrentRun:
         "microbatches": megatron.num_microbatches,
         "notes": notes,
     }
-    return _convert(fields, str(path), strict=True, source=f"{path}, of Megatron")
+    run = _convert(fields, str(path), strict=True, source=f"{path}, of Megatron")
+    only: RunSchedule | None = "interleaved" if megatron.rules.one_stage else None
+    return msgspec.structs.replace(run, only="1f1b" if megatron.rules.several_stages else only)
 
 
 def _words(text: str) -> dict[str, Any]:

@@ -57,6 +57,8 @@ class CurrentRun(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """Tokens that every sample is padded to; None: not padded."""
     microbatches: int | None = None
     """Of one replica in one iteration."""
+    only: RunSchedule | None = None
+    """The one of 1F1B and interleaved 1F1B that the trainer's other settings allow; None: either."""
     source: str = ""
     """What it was read from."""
     notes: tuple[str, ...] = ()

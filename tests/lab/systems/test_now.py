@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -11,13 +12,13 @@ from pipeloom.errors import InputError
 from pipeloom.lab.systems.gain import own_system, packing_system, split_gain
 from pipeloom.lab.systems.iterations import Grouping, sampled_iterations
 from pipeloom.lab.systems.model_on_cluster import ModelOnCluster, put_on_cluster
-from pipeloom.lab.systems.now import held_as, now_system, run_costs, tuned_system
-from pipeloom.lab.systems.systems import megatron_1f1b, our_layout, searched_system
+from pipeloom.lab.systems.now import check_groups, held_as, megatron_group, now_system, run_costs, tuned_system
+from pipeloom.lab.systems.systems import megatron_1f1b, megatron_interleaved, our_layout, searched_system
 from pipeloom.layout import layout_of_stages
-from pipeloom.search import Evaluations
+from pipeloom.search import Evaluations, group_sizes, interleaved_one_f_one_b
 from pipeloom.spec import ChunkStrategy
 from pipeloom.spec.current_run import CurrentRun
-from pipeloom.timeline import check
+from pipeloom.timeline import Schedule, check
 from tests.lab.systems.cases import shallow
 
 ONE = Evaluations(1)
@@ -149,3 +150,57 @@ def test_groups_of_microbatches_change_the_order() -> None:
         found = now_system(case, run).run(sampled_iterations(case, None, Grouping(4), 0).groups, ONE, 0)
         orders.append([tasks.tolist() if hasattr(tasks, "tolist") else list(tasks) for tasks in found.schedule.order])
     assert orders[0] == orders[1] != orders[2]
+
+
+@pytest.mark.parametrize("count", [3, 4, 5, 7, 8])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_what_is_timed_interleaved_is_what_megatron_accepts(count: int, ranks: int) -> None:
+    """Every order with several stages a rank has a group size that Megatron takes, and the words name it."""
+    run = CurrentRun(pp=ranks, chunks=2)
+    case = put_on_cluster(shallow("vlm-7b", vision=6, lm=6), "8xH100", run.degrees(ranks))
+    given = sampled_iterations(case, None, Grouping(count), 0)
+    size = group_sizes(ranks, count)[0]
+    assert megatron_group(run, count) == (None if size == ranks else size)
+    for made in (
+        tuned_system(case, run, given.typical).run(given.groups, ONE, 0),
+        megatron_interleaved(case, given.typical).run(given.groups, ONE, 0),
+    ):
+        several = len(made.layout.chunks) > 2 * ranks
+        as_megatron = interleaved_one_f_one_b(made.graph, size) if several else None
+        assert as_megatron is None or _orders(made.schedule) == _orders(as_megatron)
+    if size == ranks:
+        check_groups(run, count)
+    else:
+        with pytest.raises(
+            InputError, match=f"group: {ranks} does not suit {count} microbatches on {ranks} ranks; use"
+        ):
+            check_groups(run, count)
+    check_groups(msgspec.structs.replace(run, group=size), count)
+
+
+def _orders(schedule: Schedule) -> list[list[int]]:
+    return [[int(task) for task in tasks] for tasks in schedule.order]
+
+
+def test_fewer_microbatches_than_ranks_run_by_one_f_one_b() -> None:
+    run = CurrentRun(pp=2, chunks=2)
+    case = case_of(run)
+    given = sampled_iterations(case, None, Grouping(1), 0)
+    with pytest.raises(InputError, match="group: 2 does not suit 1 microbatches on 2 ranks; use more microbatches"):
+        check_groups(run, 1)
+    check_groups(msgspec.structs.replace(run, source="run.toml, of torchtitan"), 1)
+    for made in (
+        tuned_system(case, run, given.typical).run(given.groups, ONE, 0),
+        megatron_interleaved(case, given.typical).run(given.groups, ONE, 0),
+    ):
+        ranks = [chunk.rank for chunk in made.layout.chunks]
+        assert ranks == sorted(ranks)
+
+
+def test_other_settings_of_a_trainer_may_allow_one_schedule_alone() -> None:
+    for only, most in (("1f1b", True), ("interleaved", False)):
+        run = CurrentRun(pp=2, only=only)  # type: ignore[arg-type]
+        case = case_of(run)
+        given = sampled_iterations(case, None, Grouping(4), 0)
+        ranks = [chunk.rank for chunk in tuned_system(case, run, given.typical).layout.chunks]
+        assert (ranks == sorted(ranks)) == most

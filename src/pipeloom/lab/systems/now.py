@@ -83,8 +83,11 @@ def tuned_system(case: ModelOnCluster, run: CurrentRun, batches: Sequence[Microb
     """
     several = run.order in ("1f1b", "interleaved")
     most = min(MOST_CHUNKS, len(case.model.modules[-1].flat_layers) // case.num_ranks) if several else run.num_chunks
+    if several and run.only == "1f1b":
+        most = 1
+    least = min(most, 2 if run.only == "interleaved" else 1) if several else most
     systems: dict[object, System] = {}
-    for chunks in range(1 if several else most, most + 1):
+    for chunks in range(least, most + 1):
         schedule = ("interleaved" if chunks > 1 else "1f1b") if several else run.order
         same = msgspec.structs.replace(run, schedule=schedule, chunks=chunks, group=None, layout=(), recompute=None)
         for load in loads_by_time(case, batches):
