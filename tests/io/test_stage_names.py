@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import ast
+import importlib.util
+import re
+from pathlib import Path
+from random import Random
+from types import SimpleNamespace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -83,6 +90,66 @@ def test_megatron_repetitions() -> None:
 def test_megatron_refuses(text: str) -> None:
     with pytest.raises(InputError):
         read_megatron_layout(text, 1)
+
+
+PIECES = [
+    "E",
+    "t",
+    "L",
+    "m",
+    "|",
+    "*",
+    "*2",
+    "*3",
+    "*0",
+    "(",
+    ")",
+    "tt",
+    "t|",
+    "(t|)*2",
+    "t*2",
+    ",",
+    " ",
+    "x",
+    "2",
+    "e",
+]
+
+
+def megatrons_parser():
+    """Its function alone, since importing the package takes many seconds."""
+    found = importlib.util.find_spec("megatron")
+    if found is None:
+        pytest.skip("Megatron Core is not installed")
+    file = (
+        Path(next(iter(found.submodule_search_locations or ()))) / "core/transformer/pipeline_parallel_layer_layout.py"
+    )
+    nodes = ast.walk(ast.parse(file.read_text()))
+    (function,) = (n for n in nodes if isinstance(n, ast.FunctionDef) and n.name == "parse_str_to_list")
+    function.decorator_list = []
+    scope = {"re": re, "LayerType": SimpleNamespace(embedding="E", decoder="t", mtp="m", loss="L")}
+    exec(compile(ast.Module([function], []), str(file), "exec"), scope)
+    return scope["parse_str_to_list"]
+
+
+def test_megatrons_own_parser_reads_and_refuses_the_same_strings() -> None:
+    """Thousands of strings of pieces that layouts are made of, and as many mutations of layouts."""
+    parser, random, taken = megatrons_parser(), Random(7), 0
+    for _ in range(4000):
+        made = "".join(random.choices(PIECES, k=random.randint(1, 9)))
+        good = "E" + "".join(random.choices(["t*3|", "(tt|)*2", "t|", "|", "tt|"], k=random.randint(1, 5))) + "mL"
+        at = random.randrange(len(good))
+        changed = good[:at] + random.choice(["", *"*()|,2tE x"]) + good[at + random.randint(0, 1) :]
+        for text in (made, good, changed):
+            try:
+                theirs = ["".join(stage) for stage in parser(text)]
+            except AssertionError:
+                with pytest.raises(InputError):
+                    megatron_stages(text)
+            else:
+                assert list(megatron_stages(text)) == theirs, text
+                taken += 1
+    assert 5000 < taken < 11000
 
 
 def test_torchtitan_in_turn_and_in_a_v() -> None:

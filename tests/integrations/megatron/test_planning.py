@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from dataclasses import replace
 
@@ -202,3 +203,72 @@ def test_clusters_that_are_too_small_are_refused():
     run = read_megatron(listed(), num_devices=16)
     with pytest.raises(InputError, match="'h100-8' has 8 devices"):
         best_layout(run, H100)
+
+
+OVERLAP = {"overlap_param_gather": True, "overlap_grad_reduce": True, "use_distributed_optimizer": True}
+
+
+@pytest.mark.parametrize(
+    ("changes", "least", "most", "full"),
+    [
+        ({"pipeline_model_parallel_size": 2, "no_overlap_p2p_communication": True}, 1, 1, True),
+        ({"overlap_param_gather_with_optimizer_step": True, **OVERLAP}, 2, 9, True),
+        ({"overlap_moe_expert_parallel_comm": True, "num_experts": 8, "expert_model_parallel_size": 2}, 2, 9, False),
+        ({"fp8_format": "hybrid"}, 1, 9, True),
+        ({"cuda_graph_impl": "local"}, 1, 9, False),
+        ({}, 1, 9, True),
+    ],
+)
+def test_the_search_keeps_to_what_megatron_accepts(changes, least, most, full, monkeypatch):
+    """In all that is simulated, also where memory is short."""
+    if least == 2:
+        changes = changes | {"num_layers_per_virtual_pipeline_stage": 1}
+    run = read_megatron(listed(changes), num_devices=8)
+    tried = []
+
+    class Watched(Timing):
+        def of(self, setup):
+            tried.append(setup)
+            return super().of(setup)
+
+    monkeypatch.setattr("pipeloom.integrations.megatron.search.Timing", Watched)
+    for gibibytes in (80, 24, 12):
+        with contextlib.suppress(InfeasibleError):
+            best_layout(run, replace_memory(H100, gibibytes), budget=Evaluations(60))
+    assert {1, 2} & {setup.virtual for setup in tried}
+    assert all(least <= setup.virtual <= most for setup in tried)
+    assert any(setup.recompute.granularity == "full" for setup in tried) == full
+    assert not {name for setup in tried for name in setup.recompute.modules} & run.rules.modules.keys()
+    assert ("layernorm" in run.rules.modules) == bool({"fp8_format", "cuda_graph_impl"} & changes.keys())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"overlap_param_gather_with_optimizer_step": True}, "optimizer-step: needs several virtual stages a rank"),
+        (
+            {
+                "pipeline_model_parallel_size": 2,
+                "num_virtual_stages_per_pipeline_rank": 2,
+                "no_overlap_p2p_communication": 1,
+            },
+            "--no-overlap-p2p-communication: does not go with virtual stages on 2 ranks; leave it out",
+        ),
+        (
+            {
+                "cuda_graph_impl": "local",
+                "recompute_granularity": "full",
+                "recompute_method": "uniform",
+                "recompute_num_layers": 1,
+            },
+            "--cuda-graph-impl: does not go with full recomputation; leave one",
+        ),
+        (
+            {"fp8_format": "e4m3", "recompute_granularity": "selective", "recompute_modules": "layernorm"},
+            "--fp8-format: does not go with recomputing layernorm; leave one",
+        ),
+    ],
+)
+def test_settings_that_contradict_the_pipeline(changes, message):
+    with pytest.raises(InputError, match=message):
+        run_of(**changes)
