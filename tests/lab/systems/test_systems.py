@@ -59,7 +59,7 @@ def case():
 
 @pytest.fixture(scope="module")
 def typical(case):
-    return [draw_iteration(case, 6, 100)]
+    return [draw_iteration(case, 8, 100)]
 
 
 MAKERS = {
@@ -79,7 +79,7 @@ MAKERS = {
 
 @pytest.fixture(scope="module")
 def timed(case, typical):
-    groups = draw_iteration(case, 6, 0)
+    groups = draw_iteration(case, 8, 0)
     return {name: make(case, typical).run(groups, Evaluations(100), 0) for name, make in MAKERS.items()}
 
 
