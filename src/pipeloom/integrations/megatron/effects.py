@@ -110,9 +110,10 @@ def notes_of(arguments: Arguments) -> list[str]:
                 values = set(arguments.given[name].values)
                 if not values or not values <= note.unless:
                     found.append(f"{arguments.label(name)}: {note.text}; {note.direction}")
-    unknown = [arguments.given[name].label for name in arguments.given if name not in known_fields() | arguments.asked]
+    unknown = [name for name in arguments.given if name not in known_fields() | arguments.asked]
     if unknown:
-        found.append(f"{' '.join(unknown)}: not known, and emulated without")
+        found.append(f"{' '.join(map(arguments.label, unknown))}: not known, and emulated without")
+        arguments.asked.update(unknown)
     return found
 
 
