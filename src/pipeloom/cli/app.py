@@ -143,7 +143,7 @@ def leave_on_sigterm() -> None:
         signal.signal(number, signal.SIG_DFL)
         if os.getpid() != own:
             os.kill(os.getpid(), number)
-        _say("terminated")
+        say("terminated")
         sys.exit(TERMINATED)
 
     if "TORCHELASTIC_RUN_ID" not in os.environ:
@@ -176,7 +176,7 @@ def run(arguments: Sequence[str], *, whole_process: bool = False) -> int:
         sys.stdout.flush()
         code = result if isinstance(result, int) else 0
         if code == INTERRUPTED:  # some versions of Typer turn Ctrl-C into this code, without a word
-            _say("interrupted")
+            say("interrupted")
         return code
     except typer.Exit as leave:
         return leave.exit_code
@@ -184,14 +184,14 @@ def run(arguments: Sequence[str], *, whole_process: bool = False) -> int:
         place = error.ctx.command_path if error.ctx is not None else "pipeloom"
         problem = error.format_message().rstrip(".")
         if problem:  # there is none where no argument at all was given, and the help has been shown
-            _say(f"{problem}; see {place} --help", place)
+            say(f"{problem}; see {place} --help", place)
         return WRONG_INPUT
     except ClickException as error:
         return _refuse(error.format_message())
     except PipeloomError as error:
         return _refuse(str(error))
     except (KeyboardInterrupt, typer.Abort):
-        _say("interrupted")
+        say("interrupted")
         return INTERRUPTED
     except BrokenPipeError:
         # Whoever read our output has gone (a pager, head): that is no error of ours.
@@ -219,16 +219,16 @@ def run(arguments: Sequence[str], *, whole_process: bool = False) -> int:
 def _defect(error: Exception) -> int:
     if os.environ.get("PIPELOOM_TRACEBACK"):
         raise error
-    _say(f"internal error, a defect of Pipeloom: {type(error).__name__}: {error} (PIPELOOM_TRACEBACK=1 shows where)")
+    say(f"internal error, a defect of Pipeloom: {type(error).__name__}: {error} (PIPELOOM_TRACEBACK=1 shows where)")
     return DEFECT
 
 
 def _refuse(message: str) -> int:
-    _say(message)
+    say(message)
     return WRONG_INPUT
 
 
-def _say(message: str, place: str = "pipeloom") -> None:
+def say(message: str, place: str = "pipeloom") -> None:
     """One line on standard error, whatever the message holds."""
     print(f"{place}: {printable_line(message)}", file=sys.stderr)
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import signal
+import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
 import typer
 
 from pipeloom.cli import main
+from pipeloom.cli.app import say
 from pipeloom.cli.options import check_method
 from pipeloom.errors import InputError
 from pipeloom.forks import can_fork, is_fork, run_in_fork
@@ -66,7 +69,7 @@ def train(
     if not is_fork():
         typer.echo("Importing PyTorch ...", err=json)
         if begin_warm(_KERNELS) and context.obj is not None and can_fork():
-            raise typer.Exit(run_in_fork(main, (context.obj,)))
+            _leave_as(run_in_fork(main, (context.obj,)))
     from pipeloom.cli.progress import Terminal
     from pipeloom.training import TrainingRun
 
@@ -84,6 +87,13 @@ def train(
     terminal.say(f"Left in {run.folder}:")
     for name, what in LEFT_BEHIND.items():
         terminal.say(f"  {name:16} {what}")
+
+
+def _leave_as(code: int) -> NoReturn:
+    """Leave with the exit code of the process that trained. It has said why, unless a signal ended it."""
+    if code < 0:
+        say(f"the training process was ended by {signal.Signals(-code).name}")
+    sys.exit(code if code >= 0 else 128 - code)
 
 
 def with_chosen_layout(config: TrainConfig) -> TrainConfig:

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from pipeloom.errors import ExecutionError, InputError, PipeloomError
-from pipeloom.forks import can_fork, end_with_parent, environment
+from pipeloom.forks import can_fork, end_with_parent, environment, ignore_interrupts, interrupts_held
 from pipeloom.forks import process as new_process
 from pipeloom.runtime.addresses import interface_towards
 from pipeloom.runtime.device import DeviceType, Place, join_group, place_of
@@ -142,7 +142,7 @@ def launch(
                     process = new_process(
                         _run_rank, (function, args, start, there), forked=forked, name=name, daemon=False
                     )
-                    with there, _started(rank):
+                    with there, _started(rank), interrupts_held():
                         process.start()
                     processes.append(process)
             _watch(pipes, processes, results, on_report)
@@ -259,6 +259,7 @@ def _end(processes: Sequence[BaseProcess], patience_s: float) -> None:
 def _run_rank(function: Callable[..., Any], args: tuple[Any, ...], start: _Start, pipe: Connection) -> None:
     """Body of a rank's process."""
     global _launcher
+    ignore_interrupts()
     _launcher = pipe
     rank, num_ranks = start.rank, start.num_ranks
     torch.set_num_threads(start.threads)
