@@ -184,8 +184,10 @@ def serve_imports() -> None:
     for each in _SERVER.terminal_signals:
         signal.signal(each, signal.SIG_IGN)
     # It holds the output of who began it, and whoever reads that to its end would wait while it takes modules apart.
-    leave = partial(_leave_at_once, os.getpid(), (folder, Path(temporary)))
+    leave = partial(_leave_at_once, os.getpid(), int(starter), (folder, Path(temporary)))
     atexit.register(leave)
+    # Why it ends, for want of file descriptors for example, is for the process that then fails to start another.
+    sys.excepthook = lambda *_: None
     with _looking_at(int(starter), leave):
         _import_all(names)
     # A process with threads must not be forked: what they hold is held for ever in the copy.
@@ -223,12 +225,17 @@ def _looking_at(starter: int, leave: Callable[[], None]) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def _leave_at_once(server: int, folders: Sequence[Path]) -> None:
-    if os.getpid() == server:
-        # There still where who began it was killed.
+def _leave_at_once(server: int, starter: int, folders: Sequence[Path]) -> None:
+    if os.getpid() != server:
+        return
+    # A process that was killed closes its files, which ends the server, a moment before it is gone.
+    give_up = time.monotonic() + _LOOK_S
+    while os.getppid() == starter and time.monotonic() < give_up:
+        time.sleep(_POLL_S)
+    if os.getppid() != starter:
         for folder in folders:
             shutil.rmtree(folder, ignore_errors=True)
-        os._exit(0)
+    os._exit(0)
 
 
 class ForkTarget:
@@ -252,6 +259,7 @@ class ForkTarget:
         forkserver._forkserver.ensure_running = lambda: None  # type: ignore[method-assign]
         for each in _SERVER.terminal_signals:
             signal.signal(each, signal.SIG_DFL)
+        sys.excepthook = sys.__excepthook__
         self.begin()
         self.function(*args)
 

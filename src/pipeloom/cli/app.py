@@ -211,7 +211,7 @@ def run(arguments: Sequence[str], *, whole_process: bool = False) -> int:
         _forget_stdout()
         return _refuse(f"standard output cannot be written: {error.strerror}")
     except MemoryError:
-        return _refuse("the input needs more memory than there is")
+        return _refuse("memory is exhausted; free some, raise the limit (ulimit -v), or give a smaller input")
     except Exception as error:
         return _defect(error)
 
