@@ -135,5 +135,7 @@ def test_a_training_process_that_is_killed_is_told_in_one_line(tmp_path: Path) -
 
 def descendants(parent: int) -> list[int]:
     """All processes that a process has started, and those of the fork server among them."""
-    children = [int(pid) for task in Path(f"/proc/{parent}/task").glob("*/children") for pid in task.read_text().split()]
+    children = [
+        int(pid) for task in Path(f"/proc/{parent}/task").glob("*/children") for pid in task.read_text().split()
+    ]
     return children + [each for child in children for each in descendants(child)]
