@@ -7,13 +7,22 @@ from pathlib import Path
 import msgspec
 import typer
 
-from pipeloom.cli.output import JSON_HELP, check_targets, draw, figures_document, print_json, stdout
+from pipeloom.cli.output import JSON_HELP, check_targets, draw, figures_document, print_json, print_written, stdout
 from pipeloom.cli.stated import stated_track
 from pipeloom.errors import InputError
 from pipeloom.io import read_instance, read_text, write_text
 from pipeloom.io.document import convert, read_document
+from pipeloom.printing import print_line
 from pipeloom.report import comparison_table, summary_table
 
+HELP = """\
+Show a training run, or compare schedules of one instance.
+
+With a folder that pipeloom train left: its numbers; --html and --trace copy its timeline and trace.
+
+With an instance and one or more schedules: a table of times, bubbles, gaps and memory, the first schedule being
+1.00 x; the pictures have all of them on one time axis.
+"""
 EPILOG = (
     "Examples: pipeloom report runs/digits_vlm. pipeloom report batch.json 1f1b.json plan.json --html compare.html "
     "draws both schedules under one another on one time axis."
@@ -38,13 +47,7 @@ def report(
     title: str = typer.Option("", help="Heading of the page and the table; default: the name in the file."),
     json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
-    """Show a training run, or compare schedules of one instance.
-
-    With a folder that pipeloom train left: its numbers; --html and --trace copy its timeline and trace.
-
-    With an instance and one or more schedules: a table of times, bubbles, gaps and memory, the first schedule being
-    1.00 x; the pictures have all of them on one time axis.
-    """
+    """Show a training run, or compare schedules of one instance."""
     check_targets(html, trace, svg)
     if source.is_dir():
         _report_run(source, schedules or [], html, trace, svg, json)
@@ -61,8 +64,7 @@ def report(
         return
     console = stdout()
     console.print(comparison_table(tracks, title=heading))
-    for target in written:
-        console.print(f"wrote {target}", markup=False, highlight=False, soft_wrap=True)
+    print_written(written)
 
 
 def _report_run(
@@ -96,4 +98,4 @@ def _report_run(
             console.print(summary_table(numbers, title=heading))
     for name in ("timeline.html", "trace.json", "plans"):
         if (folder / name).exists():
-            console.print(f"{folder / name}", markup=False, highlight=False, soft_wrap=True)
+            print_line(f"{folder / name}")

@@ -9,7 +9,7 @@ import stat
 import zlib
 from pathlib import Path
 
-from pipeloom.errors import InputError
+from pipeloom.errors import InputError, visible_line
 
 MAX_FILE_BYTES = 512 * 1024 * 1024
 """Largest file that is read, after decompression; a scheduling problem of a million tasks is about 100 MB."""
@@ -129,7 +129,7 @@ def printable(name: str) -> str:
     """A name that can be printed on one line, whatever characters it has."""
     if not name:
         return "(empty path)"
-    text = "".join(c if c.isprintable() else repr(c)[1:-1] for c in name)
+    text = visible_line(name)
     return text if len(text) <= 200 else f"{text[:120]}...{text[-60:]}"
 
 
