@@ -8,7 +8,7 @@ from xml.sax.saxutils import quoteattr
 
 import numpy as np
 
-from pipeloom.errors import InputError
+from pipeloom.errors import InputError, visible_line
 from pipeloom.report import colours
 from pipeloom.report.track import Track, boxes, key_figures
 from pipeloom.report.units import share_text, time_text, time_unit
@@ -155,8 +155,8 @@ def _steps() -> list[int]:
 
 
 def _clean(text: str) -> str:
-    """XML knows no control characters, however escaped."""
-    return "".join(c if c.isprintable() else " " for c in text)
+    """XML knows no control characters, however its own way of escaping them is used."""
+    return visible_line(text)
 
 
 def escape(text: str) -> str:
