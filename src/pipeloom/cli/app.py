@@ -22,6 +22,7 @@ from rich.markup import escape
 
 from pipeloom import __version__
 from pipeloom.errors import PipeloomError
+from pipeloom.outputs import declare_outputs
 from pipeloom.printing import escape_logs, print_error, print_line
 
 # Newer versions of Typer carry their own click; its public names lead to whichever it uses.
@@ -182,6 +183,7 @@ def run(arguments: Sequence[str], *, whole_process: bool = False) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     escape_logs()
+    declare_outputs(())
     named = next((word for word in arguments if not word.startswith("-")), "")
     try:
         app = make_app([named] if named in COMMANDS else [])

@@ -18,7 +18,16 @@ from pipeloom.cli.output import JSON_HELP, check_targets, note_compiling, print_
 from pipeloom.cli.solve import interruptible, progress_display
 from pipeloom.errors import InfeasibleError, InputError
 from pipeloom.integrations.models import load_model
-from pipeloom.io import SearchRecord, read_layers, read_spec, write_instance, write_layout, write_rule, write_schedule
+from pipeloom.io import (
+    SearchRecord,
+    read_layers,
+    read_spec,
+    rule_path,
+    write_instance,
+    write_layout,
+    write_rule,
+    write_schedule,
+)
 from pipeloom.io.files import keeps_company
 from pipeloom.io.stage_names import megatron_layout, torchtitan_modules
 from pipeloom.printing import print_line
@@ -85,7 +94,7 @@ def arrange(
         raise InputError("--method", f"{method!r} is unknown", f"use {' or '.join(METHODS)}")
     if params is not None and method != "joint":
         raise InputError("--params", f"tunes the joint search, not {method}", "leave out one of the two")
-    check_targets(out, instance, schedule, page)
+    check_targets(out, instance, schedule, page, later=[rule_path(out)] if keeps_company(out) else [])
     search = _Search(method, seed, threads or num_threads(), params)
     emulated = _Emulated(cluster, tp, pp, tokens, microbatches)
     from pipeloom.layout.cooptimise import layout_of

@@ -82,7 +82,9 @@ def compare(
 
     check_budget(budget)
     page = html or (None if out is None else out / "comparison.html")
-    check_targets(page if out is None else html)
+    check_targets(
+        html, later=[] if out is None else [*([] if html else [out / "comparison.html"]), out / "layout.json"]
+    )
     _check_pages(page)
     architecture, hardware = load_model(model, freeze), load_cluster(cluster)
     if now is None and is_megatron(model):

@@ -65,6 +65,8 @@ def explain(
     check_targets(out, profile, html, trace)
     if also and profile is None:
         raise InputError("--also", "is for --profile, which is not given", "add --profile FILE")
+    if profile is not None and is_log(traces):
+        raise InputError("--profile", "cannot be made from a log: timers have no sizes", "give traces")
     found: Explanation | TimersExplained
     with interruptible(budget) as rule, note_compiling():
         if is_log(traces):
@@ -74,14 +76,14 @@ def explain(
         else:
             found = explain_traces(traces, budget=rule, seed=seed)
     of_traces = isinstance(found, Explanation)
+    # All is read before anything is written.
+    runs = [found.run, *(read_run([folder]) for folder in also or ())] if isinstance(found, Explanation) else []
     written = []
     if out is not None:
         write_layers(out, found.layers)
         written.append(str(out))
     if profile is not None:
-        if not isinstance(found, Explanation):
-            raise InputError("--profile", "cannot be made from a log: timers have no sizes", "give traces")
-        fitted = stage_profile([found.run, *(read_run([folder]) for folder in also or ())], found.layers.name)
+        fitted = stage_profile(runs, found.layers.name)
         write_text(profile, msgspec.json.format(msgspec.json.encode(fitted)).decode() + "\n")
         written.append(str(profile))
     if html is not None or trace is not None:

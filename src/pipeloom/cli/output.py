@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from pipeloom.errors import printable_line
 from pipeloom.io import check_writable, write_text
+from pipeloom.io.files import keeps_company
+from pipeloom.outputs import declare_outputs
 from pipeloom.printing import print_line, print_text
 from pipeloom.report import Figures, Track, key_figures, share_text, size_text, time_text
 
@@ -114,11 +116,20 @@ def figures_document(track: Track) -> dict[str, Any]:
     }
 
 
-def check_targets(*targets: Path | None) -> None:
-    """Refuse targets that cannot be written before any work is done for them."""
-    for target in targets:
-        if target is not None:
-            check_writable(target)
+def check_targets(*targets: Path | None, later: Sequence[Path] = ()) -> None:
+    """Refuse targets before anything is read: those that cannot be written, that are one file, or that are read later.
+
+    Parameters
+    ----------
+    targets : path or None
+        Files that options name.
+    later : sequence of path
+        Files that the command writes besides, into a folder that it may have to make first.
+    """
+    named = [target for target in targets if target is not None]
+    for target in named:
+        check_writable(target)
+    declare_outputs([target for target in (*named, *later) if keeps_company(target)])
 
 
 def draw(

@@ -76,7 +76,7 @@ def plan(
     if out is None:
         raise InputError("--out", "is missing", "name a folder for the plan")
     check_method("--method", method)
-    check_targets(html)
+    check_targets(html, later=_targets(out))
     if out.exists() and not out.is_dir():
         raise InputError(str(out), "is a file", "give the name of a folder")
     from pipeloom.planner import check_setup
@@ -125,13 +125,16 @@ def _write(out: Path, planned: PlannedBatch, policy: str, record: SearchRecord) 
     from pipeloom.plan import to_text
 
     make_folder(out)
-    targets = [out / name for name in ("batches.json", "instance.json", "schedule.json", "batch.plan")]
-    check_targets(*targets)
+    targets = _targets(out)
     write_batches(targets[0], packed_batches([planned.packing], policy))
     write_instance(targets[1], planned.graph)
     write_schedule(targets[2], planned.graph, planned.schedule, planned.timeline, planned.lower_bound, record)
     write_text(targets[3], to_text(planned.plan))
     return [str(target) for target in targets]
+
+
+def _targets(out: Path) -> list[Path]:
+    return [out / name for name in ("batches.json", "instance.json", "schedule.json", "batch.plan")]
 
 
 def read_setup(

@@ -12,6 +12,7 @@ from pipeloom.cli.stated import stated_track
 from pipeloom.errors import InputError
 from pipeloom.io import read_instance, read_text, write_text
 from pipeloom.io.document import convert, read_document
+from pipeloom.outputs import check_input
 from pipeloom.printing import print_line
 from pipeloom.report import comparison_table, summary_table
 
@@ -27,6 +28,9 @@ EPILOG = (
     "Examples: pipeloom report runs/digits_vlm. pipeloom report batch.json 1f1b.json plan.json --html compare.html "
     "draws both schedules under one another on one time axis."
 )
+
+
+_LEFT = ("timeline.html", "trace.json")
 
 
 class RunSummary(msgspec.Struct, frozen=True):
@@ -81,11 +85,12 @@ def _report_run(
         raise InputError(str(folder), "has no summary.json", "give the folder that pipeloom train left, runs/NAME")
     fields = read_document(path)
     convert(fields, RunSummary, str(path))
-    written = []
-    for name, target in (("timeline.html", html), ("trace.json", trace)):
-        if target is not None:
-            write_text(target, read_text(folder / name))
-            written.append(str(target))
+    for name in _LEFT:
+        check_input(folder / name)
+    copies = [(target, read_text(folder / name)) for name, target in zip(_LEFT, (html, trace), strict=True) if target]
+    for target, text in copies:
+        write_text(target, text)
+    written = [str(target) for target, _ in copies]
     if json:
         print_json(fields | {"written": written})
         return
@@ -96,6 +101,6 @@ def _report_run(
         numbers = fields.get(name)
         if isinstance(numbers, dict) and numbers:
             console.print(summary_table(numbers, title=heading))
-    for name in ("timeline.html", "trace.json", "plans"):
+    for name in (*_LEFT, "plans"):
         if (folder / name).exists():
             print_line(f"{folder / name}")

@@ -18,6 +18,7 @@ from pipeloom.cost.layers import LayerTable
 from pipeloom.errors import ExecutionError, InputError, PipeloomError
 from pipeloom.io import read_spec
 from pipeloom.layout.training import training_layers
+from pipeloom.outputs import check_input
 from pipeloom.plan import backend_of
 from pipeloom.planner import Setup
 from pipeloom.printing import print_error
@@ -98,6 +99,7 @@ class TrainingRun(Job):
         source = (file.parent / config.task).resolve()
         if not source.is_file():
             raise InputError(f"{file}: task", f"{str(source)!r} is not a file", "give a Python file beside train.toml")
+        check_input(source)
         return cls(config, Task.from_file(source), Path(runs) / config.name, file, display or Quiet())
 
     def prepare(self) -> Setup:
