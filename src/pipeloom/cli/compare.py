@@ -157,9 +157,9 @@ def _answered(question: Question, processes: int, *, quiet: bool) -> Outcome:
             systems.append(each)
             if not quiet:
                 if len(systems) == 1:
-                    console.line(_line(COLUMNS, console.width))
+                    console.print_line(_line(COLUMNS, console.width))
                 row = Outcome(question, (each,)).row(each)
-                console.line(_line(row_cells(row, each.name), console.width))
+                console.print_line(_line(row_cells(row, each.name), console.width))
     return Outcome(question, tuple(systems), steps)
 
 
@@ -193,7 +193,7 @@ def _tell(found: Outcome, page: Path | None, out: Path | None, json: bool) -> No
         return
     console = stdout()
     console.print(visible_line(found.title), style="bold")
-    console.line(answer(found))
+    console.print_line(answer(found))
     console.print()
     for section in made:
         _print(console, section)
@@ -208,7 +208,7 @@ def _print(console: VisibleConsole, section: Section) -> None:
     console.print(section.heading, style="bold")
     if isinstance(section, TextSection):
         for line in section.lines:
-            console.line(line)
+            console.print_line(line)
     else:
         table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="dim")
         for number, name in enumerate(section.header):

@@ -24,7 +24,7 @@ class VisibleConsole(Console):
         for segment in super().render(renderable, options):
             yield segment if segment.control else segment._replace(text=visible(segment.text))
 
-    def line(self, text: str, style: str = "") -> None:
+    def print_line(self, text: str, style: str = "") -> None:
         """Print one line, whatever the text holds."""
         self.print(visible_line(text), style=style, soft_wrap=True)
 

@@ -100,7 +100,7 @@ def explain(
     console = stdout()
     lines, tables = trace_answer(found) if isinstance(found, Explanation) else timers_answer(found)
     for line in lines:
-        console.line(line)
+        console.print_line(line)
     for table in tables:
         console.print(table)
     print_written(written)

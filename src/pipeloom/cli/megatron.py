@@ -99,7 +99,7 @@ def _print(found: MegatronAnswer) -> None:
     from pipeloom.report.any_width import Table
 
     console, timing, run = stdout(), found.timing, found.run
-    console.line(_title(found), style="bold")
+    console.print_line(_title(found), style="bold")
     table = Table()
     for name in ("", "now", "best"):
         table.add_column(name, justify="right" if name else "left")
@@ -132,4 +132,4 @@ def _print(found: MegatronAnswer) -> None:
     lines += [f"Note: {note}." for note in run.notes]
     for line in lines:
         print_line(line)
-    console.line(f"{_note(found)} {found.evaluations} iterations simulated.", style="dim")
+    console.print_line(f"{_note(found)} {found.evaluations} iterations simulated.", style="dim")

@@ -259,7 +259,7 @@ def _print(packed: list[Packed], unit: str, replicas: int) -> None:
             )
         console.print(table)
         planned = "" if one.planned_s is None else f" Planned: {one.planned_s:.4g} s."
-        console.line(
+        console.print_line(
             f"{summary['num_microbatches']} microbatches; the heaviest is {share_text(summary['gap'])} above the lower "
             f"bound of {summary['lower_bound']:.5g} {unit}.{planned}"
         )

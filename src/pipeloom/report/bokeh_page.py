@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from bokeh.core.templates import FILE
 from bokeh.document import Document
 from bokeh.embed import file_html
 from bokeh.resources import INLINE
@@ -18,7 +19,7 @@ _RANDOM = re.compile(
 """What Bokeh names at random in every page: the script that holds the document, the document, and its root."""
 
 
-def bokeh_page(root: Any, title: str, template: str | None = None, **variables: str) -> str:
+def bokeh_page(root: Any, title: str, template: str = "", **variables: str) -> str:
     """Write a page with everything that it needs.
 
     Parameters
@@ -26,7 +27,7 @@ def bokeh_page(root: Any, title: str, template: str | None = None, **variables: 
     root : bokeh.model.Model
         What is shown. Its models, and those inside them, get new numbers: Bokeh counts all that a process makes.
     title : str
-    template : str, optional
+    template : str
         Blocks that take the place of those in Bokeh's own template.
     variables
         Of the template.
@@ -36,7 +37,9 @@ def bokeh_page(root: Any, title: str, template: str | None = None, **variables: 
     for number, model in enumerate(sorted(models, key=lambda model: (len(model.id), model.id))):
         model._id = f"p{number}"
     document.add_root(root)
-    page: str = file_html(document, INLINE, visible_line(title), template=template, template_variables=variables)
+    page: str = file_html(
+        document, INLINE, visible_line(title), template=template or FILE, template_variables=variables
+    )
     found = _RANDOM.search(page)
     for number, name in enumerate(found.groups() if found else ()):
         page = page.replace(name, f"pipeloom-{number}")

@@ -11,7 +11,7 @@ def calibration_page(calibration: Calibration) -> str:
 
     Times are in milliseconds on logarithmic axes.
     """
-    from bokeh.models import Title
+    from bokeh.models.annotations.labels import Title
     from bokeh.models.text import PlainText
     from bokeh.plotting import figure
 

@@ -23,9 +23,9 @@ from pipeloom.report.page_text import page_text
 from pipeloom.report.ranking import by_time, ranking_table
 from pipeloom.report.table_page import FONT, STYLE, VIEWPORT, Section, sections_html
 from pipeloom.report.track import Track, boxes, key_figures
-from pipeloom.report.units import share_text, size_text, size_unit, time_text, time_unit
 from pipeloom.taskgraph import KIND_NAMES
 from pipeloom.timeline import memory_curve
+from pipeloom.units import share_text, size_text, size_unit, time_text, time_unit
 
 LANE_HEIGHT, MEMORY_HEIGHT, TOOLBAR_HEIGHT, MARGIN_LEFT, MARGIN_RIGHT = 36, 158, 32, 78, 24
 AXIS_HEIGHT = 46

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pipeloom.report import colours
 from pipeloom.report.page_text import page_text
 from pipeloom.report.track import Track, key_figures
-from pipeloom.report.units import share_text, size_text, time_text
+from pipeloom.units import share_text, size_text, time_text
 
 _HEADER = ("", "system", "iteration", "gain over {first}", "bubbles", "peak memory", "tokens/s", "above its bound")
 _TEXT_COLUMNS = 2

@@ -11,8 +11,8 @@ import numpy as np
 from pipeloom.errors import InputError, visible_line
 from pipeloom.report import colours
 from pipeloom.report.track import Track, boxes, key_figures
-from pipeloom.report.units import share_text, time_text, time_unit
 from pipeloom.taskgraph import KIND_NAMES
+from pipeloom.units import share_text, time_text, time_unit
 
 _LEFT, _RIGHT, _LANE, _GAP, _HEAD, _TOP, _FOOT = 62, 96, 22, 3, 24, 34, 34
 _KIND_WORDS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from pipeloom.report.any_width import Table
 from pipeloom.report.track import Track, key_figures
-from pipeloom.report.units import share_text, size_text, time_text
+from pipeloom.units import share_text, size_text, time_text
 
 
 def comparison_table(tracks: Sequence[Track], *, title: str = "", baseline: int = 0) -> Table:

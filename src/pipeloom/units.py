@@ -35,6 +35,24 @@ def size_text(num_bytes: int) -> str:
     return f"{_four(num_bytes / scale)} {name}"
 
 
+def sizes_text(*num_bytes: int) -> tuple[str, ...]:
+    """Sizes of one sentence, ``80.5 GiB`` and ``79.9 GiB``, with as many digits as tell them apart."""
+    texts: tuple[str, ...] = ()
+    for digits in range(4, 20):
+        texts = tuple(_size(each, digits) for each in num_bytes)
+        if len(set(texts)) == len(set(num_bytes)):
+            break
+    return texts
+
+
+def _size(num_bytes: int, digits: int) -> str:
+    scale, name = size_unit(num_bytes)
+    if scale == 1:
+        return f"{num_bytes} byte{'s' * (num_bytes != 1)}"
+    value = num_bytes / scale
+    return f"{value:.{max(digits, len(str(int(value))))}g} {name}"
+
+
 def share_text(share: float) -> str:
     """A share as percent: ``12.3 %``."""
     return f"{100 * share:.1f} %" if share >= 0.001 or share == 0 else f"{100 * share:.3f} %"
