@@ -35,22 +35,10 @@ def size_text(num_bytes: int) -> str:
     return f"{_four(num_bytes / scale)} {name}"
 
 
-def sizes_text(*num_bytes: int) -> tuple[str, ...]:
-    """Sizes of one sentence, ``80.5 GiB`` and ``79.9 GiB``, with as many digits as tell them apart."""
-    texts: tuple[str, ...] = ()
-    for digits in range(4, 20):
-        texts = tuple(_size(each, digits) for each in num_bytes)
-        if len(set(texts)) == len(set(num_bytes)):
-            break
-    return texts
-
-
-def _size(num_bytes: int, digits: int) -> str:
-    scale, name = size_unit(num_bytes)
-    if scale == 1:
-        return f"{num_bytes} byte{'s' * (num_bytes != 1)}"
-    value = num_bytes / scale
-    return f"{value:.{max(digits, len(str(int(value))))}g} {name}"
+def exact_size_text(num_bytes: int, what: str = "bytes") -> str:
+    """A size with its number of bytes, where two may differ by a few: ``1.5 GiB (1610612737 bytes)``, ``40 bytes``."""
+    exact = f"{num_bytes} {what}"
+    return exact if num_bytes < 1024 else f"{size_text(num_bytes)} ({exact})"
 
 
 def share_text(share: float) -> str:

@@ -26,9 +26,10 @@ from hypothesis import strategies as st
 from pipeloom.cli.app import COMMANDS, make_app, run
 from pipeloom.cli.output import stdout
 from pipeloom.errors import InputError, visible, visible_line
+from pipeloom.packing import PackingSpec
 from pipeloom.printing import escape_logs, print_error, print_line
 from pipeloom.report.any_width import Table
-from pipeloom.training.config import TrainConfig
+from pipeloom.training.config import LayoutConfig, TrainConfig
 from tests.explain.traces.made import documents, random_pipeline, write
 from tests.io.documents import TINY, TINY_SCHEDULE
 
@@ -219,16 +220,10 @@ def closed_pipe() -> Iterator[int]:
     os.close(writer)
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        ["simulate", INSTANCE, SCHEDULE],
-        ["simulate", INSTANCE, SCHEDULE, "--json"],
-        ["emulate", "list"],
-        ["--help"],
-        ["solve", "--help"],
-    ],
-)
+CLOSED = (["simulate", INSTANCE, SCHEDULE], ["simulate", INSTANCE, SCHEDULE, "--json"], ["emulate", "list"])
+
+
+@pytest.mark.parametrize("line", [*CLOSED, ["--help"], ["solve", "--help"]])
 def test_a_reader_that_goes_away_is_no_failure(line: list[str]) -> None:
     with closed_pipe() as writer:
         done = subprocess.run(
@@ -324,4 +319,4 @@ def test_cells_and_titles_of_a_table_are_one_line(capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize("name", ["a\x1b[31m", "a\nb", "a\u202eb", "", ".", "a/b"])
 def test_a_run_has_a_name_that_can_be_shown(name: str) -> None:
     with pytest.raises(InputError, match="is no folder name"):
-        TrainConfig(name=name, iterations=1)
+        TrainConfig(name=name, iterations=1, layout=LayoutConfig(ranks=1), packing=PackingSpec(1))

@@ -183,7 +183,6 @@ def run(arguments: Sequence[str], *, whole_process: bool = False) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     escape_logs()
-    declare_outputs(())
     named = next((word for word in arguments if not word.startswith("-")), "")
     try:
         app = make_app([named] if named in COMMANDS else [])
@@ -234,6 +233,8 @@ def run(arguments: Sequence[str], *, whole_process: bool = False) -> int:
         return _refuse("the input needs more memory than there is")
     except Exception as error:
         return _defect(error)
+    finally:
+        declare_outputs(())
 
 
 def _defect(error: Exception) -> int:

@@ -11,7 +11,7 @@ from pipeloom.errors import InfeasibleError, InputError
 from pipeloom.packing import Packing
 from pipeloom.spec import TRAITS, Chunk, Layout, ModelSpec, ModuleLayout, Workload, word_strategies
 from pipeloom.taskgraph.iteration import MemoryLimit, workspace_bytes
-from pipeloom.units import sizes_text
+from pipeloom.units import size_text
 
 _Parts = Sequence[Sequence[Workload]]
 """What a module has to do in every microbatch."""
@@ -78,7 +78,7 @@ def profiled_layers(
         needs = [workspace_bytes(single, p, costs, MemoryLimit().num_messages) for p in packed]
         aside = int(max(need[int(offloading), 0] for need in needs))
         if aside > capacity_bytes:
-            needed, most = sizes_text(aside, capacity_bytes)
+            needed, most = size_text(aside), size_text(capacity_bytes)
             raise InfeasibleError(
                 f"a computation of one layer of {model.name!r}, with its messages, needs {needed} of the {most} of a "
                 "rank; use smaller microbatches"

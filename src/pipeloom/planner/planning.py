@@ -17,7 +17,7 @@ from pipeloom.search import Before, Begun, Share, StoppingRule
 from pipeloom.spec import Batch
 from pipeloom.taskgraph import TaskGraph
 from pipeloom.timeline import LowerBound, Resolved, Schedule, Timeline, resolve_candidates
-from pipeloom.units import sizes_text
+from pipeloom.units import size_text
 
 _MOST_TRIALS, _TRIAL_SHARE = 12, 0.25
 """Plans made where the first ones need more than there is, and the share of the budget that each has of the last."""
@@ -129,7 +129,7 @@ def _fitting(
             last, spared = spared, spared + over
         budget = Share(budget, _TRIAL_SHARE)
     rank = int(over.argmax())
-    more, capacity = sizes_text(int(over[rank]), problem.capacity_bytes or 0)
+    more, capacity = size_text(int(over[rank])), size_text(problem.capacity_bytes or 0)
     raise NothingFoundError(
         f"rank {rank}: every plan that was found needs {more} more than the {capacity} that there are; use smaller "
         "microbatches"

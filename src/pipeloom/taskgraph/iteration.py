@@ -16,7 +16,7 @@ from pipeloom.taskgraph.assignment import Assignable
 from pipeloom.taskgraph.build import build_assignable
 from pipeloom.taskgraph.columns import IntArray
 from pipeloom.taskgraph.graph import TaskGraph
-from pipeloom.units import sizes_text
+from pipeloom.units import size_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +119,7 @@ def _room_bytes(graph: TaskGraph, work: IntArray, memory: MemoryLimit) -> IntArr
     if (graph.static_bytes > room).any():
         rank = int((graph.static_bytes - room).argmax())
         capacity = memory.capacity_bytes
-        static, aside, most = sizes_text(int(graph.static_bytes[rank]), int(capacity - room[rank]), capacity)
+        static, aside, most = map(size_text, (int(graph.static_bytes[rank]), int(capacity - room[rank]), capacity))
         raise InfeasibleError(
             f"rank {rank}: weights, gradients and optimiser state take {static}, the largest computation with its "
             f"messages {aside}, of {most}; use more ranks, more tensor or data parallelism, or smaller microbatches"

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeloom.errors import InfeasibleError, InputError
-from pipeloom.units import sizes_text
+from pipeloom.units import size_text
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -70,7 +70,7 @@ def best_stages(
             slowest[stage, end], cut[stage, end], picked[stage, end] = worst[at], begin[at], level[at]
     if not np.isfinite(slowest[num_stages, num_layers]):
         raise InfeasibleError(
-            f"no cut of {num_layers} layers into {num_stages} stages fits {sizes_text(int(capacity_bytes))[0]}"
+            f"no cut of {num_layers} layers into {num_stages} stages fits {size_text(int(capacity_bytes))}"
         )
     cuts, levels = [num_layers], []
     for stage in range(num_stages, 0, -1):
