@@ -33,7 +33,7 @@ FLAGS = (
 )
 _START_S = 60.0
 
-# Canvas pixels of every box of every plot, once all are drawn; null before.
+# Pixels of the first box or point of every name in every plot, once all are drawn; null before.
 BOXES = """
 (() => {
   if (!window.Bokeh || !Bokeh.documents.length || !Bokeh.documents[0].is_idle) return null
@@ -46,10 +46,10 @@ BOXES = """
     for (const renderer of plot.model.renderers) {
       const data = renderer.data_source?.data
       if (!data?.name) continue
-      const xs = data.middle ?? data.x, ys = data.rank ?? data.y
+      const xs = data.middle ?? data.x, ys = data.rank ?? data.y, names = data.module ?? data.name
       for (let i = 0; i < xs.length; i++)
-        points.push([place.x + plot.frame.bbox.left + plot.frame.x_scale.compute(xs[i]) - plot.frame.bbox.left,
-                     place.y + plot.frame.y_scale.compute(ys[i])])
+        if (names.indexOf(names[i]) == i) points.push([
+          place.x + plot.frame.x_scale.compute(xs[i]), place.y + plot.frame.y_scale.compute(ys[i])])
     }
   }
   return points

@@ -192,7 +192,7 @@ def test_help_shows_all_of_its_words(command: str, capsys: pytest.CaptureFixture
         assert not missing, name
 
 
-@pytest.mark.parametrize("optimized", ["-O", "-OO"])
+@pytest.mark.parametrize("optimized", [pytest.param("-O", marks=pytest.mark.full), "-OO"])
 def test_commands_run_without_docstrings(optimized: str) -> None:
     line = [sys.executable, optimized, "-m", "pipeloom", "simulate", INSTANCE, SCHEDULE]
     done = subprocess.run(line, capture_output=True, check=False)
@@ -220,10 +220,13 @@ def closed_pipe() -> Iterator[int]:
     os.close(writer)
 
 
-CLOSED = (["simulate", INSTANCE, SCHEDULE], ["simulate", INSTANCE, SCHEDULE, "--json"], ["emulate", "list"])
+MORE = (["simulate", INSTANCE, SCHEDULE, "--json"], ["emulate", "list"], ["solve", "--help"])
 
 
-@pytest.mark.parametrize("line", [*CLOSED, ["--help"], ["solve", "--help"]])
+@pytest.mark.parametrize(
+    "line",
+    [["simulate", INSTANCE, SCHEDULE], ["--help"], *(pytest.param(each, marks=pytest.mark.full) for each in MORE)],
+)
 def test_a_reader_that_goes_away_is_no_failure(line: list[str]) -> None:
     with closed_pipe() as writer:
         done = subprocess.run(
