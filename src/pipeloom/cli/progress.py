@@ -20,6 +20,7 @@ from rich.text import Text
 
 from pipeloom.cli.closing import closing_tables
 from pipeloom.cli.output import console_to
+from pipeloom.errors import visible_line
 from pipeloom.runtime import StepReport
 from pipeloom.training import Summary
 
@@ -106,7 +107,7 @@ class Terminal:
 
     def say(self, text: str, *, warning: bool = False) -> None:
         """Print a line."""
-        self._console().print(text, style="yellow" if warning else None, highlight=False)
+        self._console().print(text, style="yellow" if warning else None)
 
     @contextmanager
     def working(self, title: str) -> Iterator[Callable[[str, float | None], None]]:
@@ -116,10 +117,10 @@ class Terminal:
             yield lambda _text, _share: None
             return
         columns = (
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(),
             TimeElapsedColumn(),
-            TextColumn("{task.fields[what]}"),
+            TextColumn("{task.fields[what]}", markup=False),
         )
         with Bar(*columns, console=console, transient=True) as bar:
             task = bar.add_task(title, total=None, what="")
@@ -191,7 +192,7 @@ class Progress:
             or self._count == self._total
             or not report.fresh
         ):
-            self._console.print(_line(row), soft_wrap=True)
+            self._console.print(visible_line(_line(row)), soft_wrap=True)
 
     def _tell_speeds(self, report: StepReport) -> None:
         """Say which ranks plans take to be slow or quick, once that has lasted and where it is news."""

@@ -30,6 +30,7 @@ import torch.distributed as dist
 from pipeloom.errors import ExecutionError, InputError, PipeloomError
 from pipeloom.forks import can_fork, end_with_parent, environment, ignore_interrupts, interrupts_held
 from pipeloom.forks import process as new_process
+from pipeloom.printing import escape_logs, print_error
 from pipeloom.runtime.addresses import interface_towards
 from pipeloom.runtime.device import DeviceType, Place, join_group, place_of
 from pipeloom.runtime.watch import Watch, watch
@@ -261,6 +262,7 @@ def _run_rank(function: Callable[..., Any], args: tuple[Any, ...], start: _Start
     global _launcher
     ignore_interrupts()
     _launcher = pipe
+    escape_logs()
     rank, num_ranks = start.rank, start.num_ranks
     torch.set_num_threads(start.threads)
     threading.Thread(target=end_with_parent, args=(Path(start.store_path).parent,), daemon=True).start()
@@ -310,7 +312,7 @@ def end_with_starter(problem: str = "") -> None:
         while os.getppid() == starter:
             time.sleep(_LOOK_S)
         if problem:
-            print(f"pipeloom: {problem}", file=sys.stderr, flush=True)
+            print_error(problem)
         os._exit(1)
 
     threading.Thread(target=look, name="starter", daemon=True).start()
