@@ -4,16 +4,31 @@ from __future__ import annotations
 
 import logging
 import sys
+import time
 import warnings
 from contextlib import suppress
 from typing import Any
 
 from pipeloom.errors import printable_line, visible, visible_line
 
+_last_s = 0.0
+
+
+def note_printed() -> None:
+    """Note that something was printed just now."""
+    global _last_s
+    _last_s = time.monotonic()
+
+
+def last_printed_s() -> float:
+    """Return when this process printed something last, on the clock of `time.monotonic`."""
+    return _last_s
+
 
 def print_text(text: str, *, to_stderr: bool = False) -> None:
     """Print lines of text. Whatever in it has to stay on one line goes through `visible_line` first."""
     print(visible(text), file=sys.stderr if to_stderr else sys.stdout, flush=to_stderr)
+    note_printed()
 
 
 def print_line(text: str, *, to_stderr: bool = False) -> None:

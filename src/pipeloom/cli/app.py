@@ -13,6 +13,7 @@ import select
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from importlib import import_module
 from types import FrameType
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ from rich.markup import escape
 
 from pipeloom import __version__
 from pipeloom.errors import PipeloomError
+from pipeloom.heartbeat import heartbeat
 from pipeloom.outputs import declare_outputs
 from pipeloom.printing import escape_logs, print_error, print_line
 
@@ -185,10 +187,13 @@ def run(arguments: Sequence[str], *, whole_process: bool = False) -> int:
     escape_logs()
     named = next((word for word in arguments if not word.startswith("-")), "")
     try:
-        app = make_app([named] if named in COMMANDS else [])
-        result = _command(app).main(
-            list(arguments), prog_name="pipeloom", standalone_mode=False, obj=arguments if whole_process else None
-        )
+        # Whoever waits for a planner is told by its trainer.
+        beat = nullcontext() if named in _HIDDEN else heartbeat(f"{named}: loading")
+        with beat:
+            app = make_app([named] if named in COMMANDS else [])
+            result = _command(app).main(
+                list(arguments), prog_name="pipeloom", standalone_mode=False, obj=arguments if whole_process else None
+            )
         sys.stdout.flush()
         code = result if isinstance(result, int) else 0
         if code == INTERRUPTED:  # some versions of Typer turn Ctrl-C into this code, without a word

@@ -17,6 +17,7 @@ from pipeloom.cli.options import check_budget, check_seed
 from pipeloom.cli.output import JSON_HELP, check_targets, note_compiling, print_json, print_note, print_written
 from pipeloom.cli.solve import interruptible, progress_display
 from pipeloom.errors import InfeasibleError, InputError
+from pipeloom.heartbeat import doing
 from pipeloom.integrations.models import load_model
 from pipeloom.io import (
     SearchRecord,
@@ -160,6 +161,7 @@ def _search(layers: str, chain: LayerChain, seconds: float, search: _Search) -> 
     with interruptible(seconds) as rule, progress_display() as show:
         with note_compiling():
             warm_up()  # no part of the budget
+        doing(f"searching for {seconds:g} s")
         try:
             if search.method == "joint":
                 found = cooptimise(

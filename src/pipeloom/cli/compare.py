@@ -11,6 +11,7 @@ import typer
 from pipeloom.cli.options import FREEZE_HELP, MOST_MICROBATCHES, check_budget
 from pipeloom.cli.output import JSON_HELP, check_targets, note_compiling, print_json, print_written, stderr, stdout
 from pipeloom.errors import InputError, visible_line
+from pipeloom.heartbeat import doing
 
 if TYPE_CHECKING:
     from pipeloom.cli.console import VisibleConsole
@@ -149,8 +150,13 @@ def _answered(question: Question, processes: int, *, quiet: bool) -> Outcome:
     console = stderr()
     systems: list[Comparison] = []
     steps: tuple[GainStep, ...] = ()
+
+    def start(title: str) -> None:
+        status.update(Text(f"{title} ..."))
+        doing(f"timing {title}")
+
     with note_compiling(), console.status("preparing ...") as status:
-        for each in answers(question, processes=processes, on_system=lambda title: status.update(Text(f"{title} ..."))):
+        for each in answers(question, processes=processes, on_system=start):
             if not isinstance(each, Comparison):
                 steps = each
                 continue

@@ -10,6 +10,7 @@ from rich.segment import Segment
 from rich.text import Text
 
 from pipeloom.errors import visible, visible_line
+from pipeloom.printing import note_printed
 
 
 class VisibleConsole(Console):
@@ -21,6 +22,7 @@ class VisibleConsole(Console):
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         """Render anything; segments that rich itself makes to move the cursor stay as they are."""
+        note_printed()
         for segment in super().render(renderable, options):
             yield segment if segment.control else segment._replace(text=visible(segment.text))
 

@@ -13,6 +13,7 @@ from pipeloom.cli.output import JSON_HELP, check_targets, draw, print_json, prin
 from pipeloom.emulator import Draw, EmulatedStep, module_parameters
 from pipeloom.emulator import emulate as run_emulation
 from pipeloom.errors import InputError
+from pipeloom.heartbeat import doing
 from pipeloom.integrations.data.sources import names_samples, read_all_samples
 from pipeloom.integrations.huggingface.known import known_models
 from pipeloom.integrations.models import load_model
@@ -73,6 +74,7 @@ def emulate(
     if zero == 2:
         raise InputError("--zero", "2 is not supported", "use 0, 1 or 3")
     architecture, hardware = load_model(model, freeze), load_cluster(cluster)
+    doing(f"emulating {model}")
     degrees = Degrees(tensor=tp, pipeline=pp, data=dp, context=cp, expert=ep, zero=zero)  # type: ignore[arg-type]
     groups = microbatches_of(architecture, data, microbatches, seed)
     result = run_emulation(architecture, hardware, degrees, batch=groups, strategy=strategy)

@@ -11,6 +11,7 @@ import typer
 
 from pipeloom.cli.options import check_budget, check_seed
 from pipeloom.cli.output import JSON_HELP, check_targets, draw, note_compiling, print_json, print_written, stdout
+from pipeloom.heartbeat import doing
 from pipeloom.printing import print_line
 from pipeloom.report import Track, make_track, seconds_text, share_text, size_text
 
@@ -56,6 +57,7 @@ def megatron(
     check_targets(html)
     hardware = load_cluster(cluster)
     run = read_megatron(arguments, num_devices=gpus, default_devices=hardware.num_devices)
+    doing(f"searching layouts for {budget:g} s")
     with note_compiling():
         found = best_layout(run, hardware, budget=Deadline(budget), seed=seed)
     written = []

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeloom.errors import printable_line
+from pipeloom.heartbeat import doing
 from pipeloom.io import check_writable, write_text
 from pipeloom.io.files import keeps_company
 from pipeloom.outputs import declare_outputs
@@ -79,7 +80,12 @@ def note_compiling() -> AbstractContextManager[None]:
     from pipeloom.compiled.telling import before_compiling
 
     text = "compiling, once after an installation: up to a minute ..."
-    return before_compiling(lambda: print_note(text))
+
+    def say() -> None:
+        print_note(text)
+        doing("compiling")
+
+    return before_compiling(say)
 
 
 def load_kernels() -> None:

@@ -11,6 +11,7 @@ import typer
 
 from pipeloom.cli.output import JSON_HELP, check_targets, print_json, print_written, stdout
 from pipeloom.errors import InputError
+from pipeloom.heartbeat import doing
 from pipeloom.io import packed_batches, read_samples, read_spec, write_batches
 from pipeloom.spec import Batch, Chunk, LayerSpec, Layout, ModelSpec, ModuleLayout, ModuleSpec, TensorShape
 
@@ -132,7 +133,8 @@ def _pack_all(
     from pipeloom.packing import split_oversized
 
     packed = []
-    for batch in batches:
+    for number, batch in enumerate(batches, 1):
+        doing(f"batch {number} of {len(batches)}")
         try:
             packed += pack_batch(split_oversized(batch, model, split_above) if split_above else batch)
         except InputError as error:

@@ -21,6 +21,7 @@ from pipeloom.cli.output import (
 )
 from pipeloom.cli.solve import interruptible
 from pipeloom.errors import InfeasibleError, InputError
+from pipeloom.heartbeat import doing
 from pipeloom.io import (
     SearchRecord,
     make_folder,
@@ -110,6 +111,7 @@ def _plan(problem: Problem, batch: Batch, where: str, budget_s: float, seed: int
 
     with interruptible(budget_s) as rule:
         problem.warm_up()
+        doing(f"planning for {budget_s:g} s")
         try:
             return plan_batch(problem, batch, budget=rule, seed=seed, method=method)
         except InputError as error:

@@ -26,6 +26,7 @@ from pipeloom.cli.output import (
     stderr,
 )
 from pipeloom.errors import InfeasibleError, InputError
+from pipeloom.heartbeat import doing
 from pipeloom.io import SearchRecord, read_instance, schedule_document, write_schedule
 from pipeloom.printing import print_line
 from pipeloom.report import key_figures, make_track, share_text, time_text
@@ -70,6 +71,7 @@ def solve(
     with interruptible(budget) as rule, progress_display() as show:
         with note_compiling():
             warm_up(method, graph)  # no part of the budget
+        doing(f"searching for {budget:g} s")
         began_s = time.monotonic()
         try:
             solution = search(
@@ -81,6 +83,7 @@ def solve(
             raise InputError(entity, error.problem, error.remedy) from error
         except InfeasibleError as error:
             raise type(error)(f"{instance}: {error.verdict}: {error}") from error
+    doing("checking and writing the schedule")
     # Nothing leaves that the independent checker has not passed; a violation here is a defect of the search.
     if found := check(graph, solution.schedule, solution.timeline):
         raise RuntimeError(f"the search gave an infeasible schedule ({found[0]}); nothing is written")

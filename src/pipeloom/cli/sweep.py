@@ -11,6 +11,7 @@ from pipeloom.cli.options import FREEZE_HELP, MOST_MICROBATCHES
 from pipeloom.cli.output import JSON_HELP, print_json, stderr, stdout
 from pipeloom.emulator import Points, SweepEntry, module_parameters
 from pipeloom.emulator import sweep as run_sweep
+from pipeloom.heartbeat import doing
 from pipeloom.integrations.models import load_model
 from pipeloom.printing import print_line
 from pipeloom.report import share_text, size_text
@@ -42,6 +43,7 @@ def sweep(
 
         def show(entry: SweepEntry) -> None:
             status.update(f"emulating {_name(entry)} ...")
+            doing(f"emulating {_name(entry)}")
 
         entries = run_sweep(
             architecture,

@@ -16,6 +16,7 @@ from pipeloom.cli.options import check_method
 from pipeloom.cli.output import print_json_text
 from pipeloom.errors import InputError
 from pipeloom.forks import can_fork, is_fork, run_in_fork
+from pipeloom.heartbeat import doing, paused
 from pipeloom.printing import print_error, print_line
 from pipeloom.training.warm import begin_warm
 
@@ -73,8 +74,11 @@ def train(
     # First of all: what ranks and planner are forked with is imported once, and this command goes on in a fork, too.
     if not is_fork():
         print_line("Importing PyTorch ...", to_stderr=json)
+        doing("importing PyTorch")
         if begin_warm(_KERNELS) and context.obj is not None and can_fork():
-            _leave_as(run_in_fork(main, (context.obj,)))
+            with paused():
+                code = run_in_fork(main, (context.obj,))
+            _leave_as(code)
     from pipeloom.cli.progress import Terminal
     from pipeloom.training import TrainingRun
 

@@ -10,6 +10,7 @@ import zlib
 from pathlib import Path
 
 from pipeloom.errors import InputError, visible_line
+from pipeloom.heartbeat import doing
 from pipeloom.outputs import check_input
 
 MAX_FILE_BYTES = 512 * 1024 * 1024
@@ -29,6 +30,7 @@ def read_bytes(path: PathLike) -> bytes:
     """
     name = os.fspath(path)
     check_input(path)
+    doing(f"reading {name}")
     try:
         with open(name, "rb") as file:
             if name.endswith(".gz"):

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from pipeloom.cost.layers import LayerTable
 from pipeloom.errors import ExecutionError, InputError, PipeloomError
+from pipeloom.heartbeat import paused
 from pipeloom.io import read_spec
 from pipeloom.layout.training import training_layers
 from pipeloom.outputs import check_input
@@ -309,9 +310,10 @@ class TrainingRun(Job):
             planners = "the planner" if config.parallel.dp == 1 else f"{config.parallel.dp} planners"
             self.display.say(f"Starting {config.num_processes} ranks and {planners} ...")
             try:
-                found = launch(
-                    train_rank, config.num_processes, self, go_on, timeout_s=config.timeout_s, device=self.place
-                )
+                with paused():
+                    found = launch(
+                        train_rank, config.num_processes, self, go_on, timeout_s=config.timeout_s, device=self.place
+                    )
             except ExecutionError as error:
                 if restart > restarts or error.comes_again:
                     raise
