@@ -8,6 +8,11 @@ CONSTRAINTS := constraints.txt
 BIN := $(VENV)/bin
 # Without byte code: of thousands of modules, hundreds are imported, and those are compiled when they are
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --constraint $(CONSTRAINTS)
+# An index or a folder with the CPU build of torch: the public index has the CUDA build, about 3 GB
+TORCH_INDEX ?=
+ifneq ($(TORCH_INDEX),)
+PIP_INSTALL += $(if $(wildcard $(TORCH_INDEX)),--find-links,--extra-index-url) $(TORCH_INDEX)
+endif
 
 # Tests start many processes that import the same modules
 export PYTHONDONTWRITEBYTECODE :=

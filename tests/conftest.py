@@ -30,6 +30,8 @@ KEPT_S = 30 * 24 * 3600
 # further threads only wait, and burn what they wait for.
 os.environ.setdefault("NUMBA_CACHE_DIR", str(KERNELS))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Tests compare what commands print, on machines of any speed.
+os.environ.setdefault("PIPELOOM_PROGRESS", "0")
 
 # How many examples a property is tried on, unless it says so itself; `make test-all` asks for many.
 # No test asserts a time, and that of drawing an example is none to assert either.

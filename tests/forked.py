@@ -75,7 +75,8 @@ def stand_in() -> None:
     if sys.argv[2:] == ["kill_the_server"]:
         server = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
         threading.Timer(1.0, os.kill, (server, signal.SIGKILL)).start()
-    sys.exit(forks.run_in_fork(wait_for_a_signal))
+    code = forks.run_in_fork(wait_for_a_signal)
+    sys.exit(code if code >= 0 else 128 - code)
 
 
 def main(function: str) -> None:

@@ -16,7 +16,9 @@ A command-line program turns each of them into one line and exit code 2.
 from __future__ import annotations
 
 import re
+import unicodedata
 
+_PLAIN = re.compile(r"[^ -~]+")
 _LONG_WORD = re.compile(r"\S{300,}")
 _LONGEST_LINE = 2000
 
@@ -52,11 +54,33 @@ def one_line(text: str) -> str:
 
 
 def printable_line(text: str) -> str:
-    """One line of characters that a terminal shows, neither too long to be read nor able to change its colours."""
+    """One line of characters that a terminal shows, neither too long to be read nor able to change its colors."""
     line = one_line(" ".join(text.split()))
     if len(line) > _LONGEST_LINE:
         line = f"{line[: _LONGEST_LINE - 404]} ... {line[-399:]}"
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)
+    return visible_line(line)
+
+
+def visible(text: str, *, keep: str = "\n") -> str:
+    r"""Return the text with every character that a terminal does not show replaced by its escape, as ``\x1b``.
+
+    Names and messages come from files that others wrote. A control character in one of them would move the cursor or
+    change colors, and a bidirectional override would show the text in another order. Control and format characters,
+    line and paragraph separators and lone surrogates are escaped. Spaces of every width stay, and so do the characters
+    of ``keep``.
+    """
+    return _PLAIN.sub(lambda found: "".join(_shown(c, keep) for c in found[0]), text)
+
+
+def visible_line(text: str) -> str:
+    """Return the text as one line: like `visible`, with line breaks escaped too."""
+    return visible(text, keep="")
+
+
+def _shown(character: str, keep: str) -> str:
+    if character in keep or character.isprintable() or unicodedata.category(character) == "Zs":
+        return character
+    return character.encode("unicode_escape").decode()
 
 
 def check_positive(entity: str, value: float) -> None:

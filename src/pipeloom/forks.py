@@ -21,8 +21,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from importlib import import_module
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import DupFd
@@ -36,6 +37,8 @@ _LEVEL = "TORCH_CPP_LOG_LEVEL"
 _NAMES, _SAID = "names", "said"
 _PATIENCE_S = 3600.0
 _POLL_S = 0.005
+_LOOK_S = 0.5
+"""How often the server looks, while it imports, whether the process that began it is still there."""
 
 
 class _Server:
@@ -46,6 +49,10 @@ class _Server:
     """Whether processes can be forked; None: nobody has asked yet."""
     fork: bool = False
     """Whether this process is a fork itself."""
+    pid: int = 0
+    """In a fork: the server, its parent as long as that runs."""
+    terminal_signals: tuple[signal.Signals, ...] = ()
+    """In the server: those that it ignores although they end other processes when a terminal is closed."""
 
 
 _SERVER = _Server()
@@ -72,19 +79,49 @@ def begin_forks(names: Sequence[str]) -> bool:
         _SERVER.ready = False
         return False
     _SERVER.folder = tempfile.TemporaryDirectory(prefix="pipeloom-forks-")
-    Path(_SERVER.folder.name, _NAMES).write_text("\n".join(names))
+    # The server removes both folders if this process is killed.
+    told = (str(os.getpid()), util.get_temp_dir(), *names)
+    Path(_SERVER.folder.name, _NAMES).write_text("\n".join(told))
     # A store that is gone is no news to a planner, and a level is set when torch is imported.
     level = os.environ.get(_LEVEL, "ERROR")
     with environment({**ONE_THREAD, _FOLDER: _SERVER.folder.name, _LEVEL: level}):
         forkserver.set_forkserver_preload([f"{__name__}_preload"])
+        # It unblocks the signals that are to be held.
+        resource_tracker.ensure_running()
         try:
-            forkserver.ensure_running()
+            with interrupts_held():
+                forkserver.ensure_running()
         except OSError:
             # Its socket lies in the folder for temporary files, whose name may be too long for a socket.
             _SERVER.ready = False
             _SERVER.folder.cleanup()
             return False
+    atexit.register(_stop_importing, os.getpid())
     return True
+
+
+def _stop_importing(owner: int) -> None:
+    """At the end of the process that began the server: end the server too, if it still imports."""
+    pid = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    if os.getpid() == owner and _SERVER.ready is None and pid is not None:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+@contextmanager
+def interrupts_held() -> Iterator[None]:
+    """Block SIGINT while a process is started; it inherits that, and its first act is `ignore_interrupts`."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def ignore_interrupts() -> None:
+    """Ignore SIGINT: a terminal sends it to all processes, and the one that started this one ends it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
 @contextmanager
@@ -123,26 +160,36 @@ def is_fork() -> bool:
 
 def _is_alive() -> bool:
     server: Any = forkserver._forkserver
-    # A forked process asks the server of the one that began it.
+    if _SERVER.fork:
+        return os.getppid() == _SERVER.pid
+    # None: a fork that a server of other code made.
     return server._forkserver_pid is None or os.waitpid(server._forkserver_pid, os.WNOHANG)[0] == 0
 
 
 def serve_imports() -> None:
     """In the server: import what it is told, and say whether it can be forked."""
+    ignore_interrupts()
     told = os.environ.pop(_FOLDER, "")
     if not told:
         # A second server, in the place of one that was killed: what it forks imports for itself.
         return
     folder = Path(told)
+    try:
+        starter, temporary, *names = (folder / _NAMES).read_text().split("\n")
+    except FileNotFoundError:  # the process that began this one has ended
+        os._exit(0)
+    # A terminal that is closed ends all that it runs; the server tidies up first.
+    ending = [signal.SIGHUP, signal.SIGQUIT]
+    _SERVER.terminal_signals = tuple(each for each in ending if signal.getsignal(each) == signal.SIG_DFL)
+    for each in _SERVER.terminal_signals:
+        signal.signal(each, signal.SIG_IGN)
     # It holds the output of who began it, and whoever reads that to its end would wait while it takes modules apart.
-    atexit.register(_leave_at_once, os.getpid(), folder)
-    for name in (folder / _NAMES).read_text().split("\n"):
-        module, _, function = name.partition(":")
-        # What cannot be imported here is told by whoever imports it there.
-        with suppress(Exception):
-            imported = import_module(module)
-            if function:
-                getattr(imported, function)()
+    leave = partial(_leave_at_once, os.getpid(), int(starter), (folder, Path(temporary)))
+    atexit.register(leave)
+    # Why it ends, for want of file descriptors for example, is for the process that then fails to start another.
+    sys.excepthook = lambda *_: None
+    with _looking_at(int(starter), leave):
+        _import_all(names)
     # A process with threads must not be forked: what they hold is held for ever in the copy.
     tasks = len(list(Path("/proc/self/task").iterdir()))
     with suppress(OSError):  # whoever wanted to know is gone
@@ -151,11 +198,44 @@ def serve_imports() -> None:
         part.replace(folder / _SAID)
 
 
-def _leave_at_once(server: int, folder: Path) -> None:
-    if os.getpid() == server:
-        # There still where who began it was killed before it had looked.
-        shutil.rmtree(folder, ignore_errors=True)
-        os._exit(0)
+def _import_all(names: Sequence[str]) -> None:
+    for name in names:
+        module, _, function = name.partition(":")
+        # What cannot be imported here is told by whoever imports it there.
+        with suppress(Exception):
+            imported = import_module(module)
+            if function:
+                getattr(imported, function)()
+
+
+@contextmanager
+def _looking_at(starter: int, leave: Callable[[], None]) -> Iterator[None]:
+    """Leave when the process that began this one is gone. Without a thread: this process is to be forked."""
+
+    def look(_number: int, _frame: object) -> None:
+        if os.getppid() != starter:
+            leave()
+
+    before = signal.signal(signal.SIGALRM, look)
+    signal.setitimer(signal.ITIMER_REAL, _LOOK_S, _LOOK_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def _leave_at_once(server: int, starter: int, folders: Sequence[Path]) -> None:
+    if os.getpid() != server:
+        return
+    # A process that was killed closes its files, which ends the server, a moment before it is gone.
+    give_up = time.monotonic() + _LOOK_S
+    while os.getppid() == starter and time.monotonic() < give_up:
+        time.sleep(_POLL_S)
+    if os.getppid() != starter:
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)
+    os._exit(0)
 
 
 class ForkTarget:
@@ -177,12 +257,16 @@ class ForkTarget:
         os.environ.update(self.environment)
         # It asks the same server for further ones.
         forkserver._forkserver.ensure_running = lambda: None  # type: ignore[method-assign]
+        for each in _SERVER.terminal_signals:
+            signal.signal(each, signal.SIG_DFL)
+        sys.excepthook = sys.__excepthook__
         self.begin()
         self.function(*args)
 
     def begin(self) -> None:
         """In the forked process, before it calls the function."""
         _SERVER.ready = _SERVER.fork = True
+        _SERVER.pid = os.getppid()
 
 
 def process(target: Callable[..., None], args: tuple[Any, ...], *, forked: bool, **named: Any) -> BaseProcess:
@@ -257,7 +341,7 @@ def run_in_fork(target: Callable[..., None], args: tuple[Any, ...] = ()) -> int:
     Returns
     -------
     int
-        Its exit code; 128 and the signal's number where a signal ended it.
+        Its exit code; where a signal ended it, the negative number of the signal.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -277,7 +361,7 @@ def run_in_fork(target: Callable[..., None], args: tuple[Any, ...] = ()) -> int:
         # A signal has ended it; which one, the server knows.
         stand_in.join()
         known = stand_in.exitcode
-        code = 128 + (-known if known is not None and known < 0 else signal.SIGKILL)
+        code = known if known is not None and known < 0 else -signal.SIGKILL
     finally:
         for one, handler in before.items():
             signal.signal(one, handler)
@@ -292,6 +376,7 @@ def _send(process_id: int, number: int) -> None:
 def _stand_in(target: Callable[..., None], args: tuple[Any, ...], ended: Connection) -> None:
     # A terminal's Ctrl-C reaches it once: from the process that it stands in for.
     os.setpgid(0, 0)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     threading.Thread(target=end_with_parent, name="parent", daemon=True).start()
     code: object = 1
     try:

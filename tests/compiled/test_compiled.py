@@ -183,28 +183,70 @@ def test_processes_that_compile_at_once_never_take_one_anothers_code(tmp_path):
     assert len(files_after_saving("int64")) == 1
 
 
-@pytest.mark.parametrize("damage", [b"", b"\x80\x05cut", None])
-def test_what_is_kept_and_damaged_is_as_good_as_nothing(tmp_path, monkeypatch, damage):
+def flip(content: bytes, bit: int) -> bytes:
+    changed = bytearray(content)
+    changed[bit // 8] ^= 1 << bit % 8
+    return bytes(changed)
+
+
+def test_one_wrong_bit_anywhere_in_an_index_or_in_code_is_noticed(tmp_path):
+    index = _Index(str(tmp_path), "kernel", "stamp")
+    index.save("signature", b"machine code")
+    for file in sorted(tmp_path.iterdir()):
+        content = file.read_bytes()
+        for bit in range(8 * len(content)):
+            file.write_bytes(flip(content, bit))
+            assert index.load("signature") is None, f"{file.name}, bit {bit}"
+        file.write_bytes(content)
+        assert index.load("signature") == b"machine code"
+
+
+def test_code_of_another_stamp_is_not_loaded(tmp_path):
+    """Two checkouts that share a folder: the index of one may name a file that the other has written since."""
+    ours, theirs = (_Index(str(tmp_path), "kernel", stamp) for stamp in ("ours", "theirs"))
+    theirs.save("signature", b"their code")
+    written = {file: file.read_bytes() for file in tmp_path.iterdir() if file.suffix == ".nbc"}
+    ours.save("signature", b"our code")
+    for file, content in written.items():
+        file.write_bytes(content)
+    assert ours.load("signature") is None
+
+
+def empty(file: Path) -> None:
+    file.write_bytes(b"")
+
+
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def turn_a_bit(file: Path) -> None:
+    content = file.read_bytes()
+    file.write_bytes(flip(content, 4 * len(content)))
+
+
+def replace_by_a_pipe(file: Path) -> None:
+    file.unlink()
+    os.mkfifo(file)
+
+
+@pytest.mark.parametrize("suffix", [".nbi", ".nbc"])
+@pytest.mark.parametrize("damage", [empty, cut, turn_a_bit, replace_by_a_pipe, Path.unlink])
+def test_a_damaged_kernel_is_compiled_again(tmp_path, monkeypatch, damage, suffix):
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
 
     def double(number):
         return 2 * number
 
-    for expected in (0, 0, 1):
+    def answer() -> tuple[int, int]:
         found = compiled.kernel(double)
-        assert found(3) == 6
-        assert sum(found.stats.cache_hits.values()) == expected
-        if expected == 0:
-            kept = [path for path in tmp_path.rglob("*") if path.suffix in (".nbi", ".nbc")]
-            assert len(kept) == 2
-            if damage is not None and not (tmp_path / "damaged").exists():
-                for path in kept:
-                    path.write_bytes(damage)
-                (tmp_path / "damaged").touch()
-            elif damage is None and not (tmp_path / "damaged").exists():
-                data = next(path for path in kept if path.suffix == ".nbc")
-                data.write_bytes(data.read_bytes()[:-100])
-                (tmp_path / "damaged").touch()
+        return found(3), sum(found.stats.cache_hits.values())
+
+    assert answer() == (6, 0)
+    (file,) = tmp_path.rglob(f"*{suffix}")
+    damage(file)
+    assert answer() == (6, 0)
+    assert answer() == (6, 1)
 
 
 def test_where_nothing_can_be_kept_code_is_compiled(tmp_path, monkeypatch):

@@ -158,3 +158,12 @@ def test_neither_torch_nor_the_library_is_needed(tmp_path):
     )
     done = subprocess.run([sys.executable, "-c", script, tmp_path], capture_output=True, text=True, check=True)
     assert int(done.stdout) == PUBLISHED["Qwen3-VL-8B"][1]
+
+
+def test_a_config_is_named_after_its_file_or_folder(tmp_path):
+    config = {field: value for field, value in LLAVA_7B.items() if field != "_name_or_path"}
+    for file, name in (("folder/config.json", "folder"), ("folder/tiny-model.json", "tiny-model")):
+        path = tmp_path / file
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps(config))
+        assert read_huggingface(path).name == name

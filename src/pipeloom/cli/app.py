@@ -9,17 +9,23 @@ from __future__ import annotations
 import errno
 import io
 import os
+import select
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from importlib import import_module
 from types import FrameType
 from typing import Any, NamedTuple
 
 import typer
+from rich.markup import escape
 
 from pipeloom import __version__
-from pipeloom.errors import PipeloomError, printable_line
+from pipeloom.errors import PipeloomError
+from pipeloom.heartbeat import heartbeat
+from pipeloom.outputs import declare_outputs
+from pipeloom.printing import escape_logs, print_error, print_line
 
 # Newer versions of Typer carry their own click; its public names lead to whichever it uses.
 UsageError: Any = typer.BadParameter.__bases__[0]
@@ -101,22 +107,34 @@ def make_app(names: Sequence[str]) -> typer.Typer:
         if name in names:
             module = import_module(f"pipeloom.cli.{command.module}")
             function = getattr(module, name)
-            app.command(
-                name, help=_paragraphs(function.__doc__), epilog=getattr(module, "EPILOG", None), hidden=hidden
-            )(function)
+            text = _paragraphs(module.HELP)
+            app.command(name, help=text, epilog=getattr(module, "EPILOG", None), hidden=hidden)(function)
         else:
             app.command(name, help=command.line, hidden=hidden)(_not_loaded)
     return app
 
 
-def _paragraphs(docstring: str) -> str:
-    """A docstring whose paragraphs the terminal may wrap as it likes."""
-    return "\n\n".join(" ".join(part.split()) for part in docstring.split("\n\n"))
+def _paragraphs(text: str) -> str:
+    """A text whose paragraphs the terminal may wrap as it likes."""
+    return "\n\n".join(" ".join(part.split()) for part in text.split("\n\n"))
+
+
+def _command(app: typer.Typer) -> Any:
+    """Turn an application into a command whose texts hold no markup of rich: brackets in help are brackets."""
+    command: Any = typer.main.get_command(app)
+    for one in (command, *command.commands.values()):
+        if one.rich_markup_mode == "rich":
+            for holder in (one, *one.params):
+                for name in ("help", "epilog", "short_help"):
+                    text = getattr(holder, name, None)
+                    if text:
+                        setattr(holder, name, escape(text))
+    return command
 
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"pipeloom {__version__}")
+        print_line(f"pipeloom {__version__}")
         raise typer.Exit
 
 
@@ -143,7 +161,7 @@ def leave_on_sigterm() -> None:
         signal.signal(number, signal.SIG_DFL)
         if os.getpid() != own:
             os.kill(os.getpid(), number)
-        _say("terminated")
+        print_error("terminated")
         sys.exit(TERMINATED)
 
     if "TORCHELASTIC_RUN_ID" not in os.environ:
@@ -166,17 +184,20 @@ def run(arguments: Sequence[str], *, whole_process: bool = False) -> int:
         # A terminal without Unicode gets escapes, not an error.
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+    escape_logs()
     named = next((word for word in arguments if not word.startswith("-")), "")
     try:
-        app = make_app([named] if named in COMMANDS else [])
-        command = typer.main.get_command(app)
-        result = command.main(
-            list(arguments), prog_name="pipeloom", standalone_mode=False, obj=arguments if whole_process else None
-        )
+        # Whoever waits for a planner is told by its trainer.
+        beat = nullcontext() if named in _HIDDEN else heartbeat(f"{named}: loading")
+        with beat:
+            app = make_app([named] if named in COMMANDS else [])
+            result = _command(app).main(
+                list(arguments), prog_name="pipeloom", standalone_mode=False, obj=arguments if whole_process else None
+            )
         sys.stdout.flush()
         code = result if isinstance(result, int) else 0
         if code == INTERRUPTED:  # some versions of Typer turn Ctrl-C into this code, without a word
-            _say("interrupted")
+            print_error("interrupted")
         return code
     except typer.Exit as leave:
         return leave.exit_code
@@ -184,19 +205,22 @@ def run(arguments: Sequence[str], *, whole_process: bool = False) -> int:
         place = error.ctx.command_path if error.ctx is not None else "pipeloom"
         problem = error.format_message().rstrip(".")
         if problem:  # there is none where no argument at all was given, and the help has been shown
-            _say(f"{problem}; see {place} --help", place)
+            print_error(f"{problem}; see {place} --help", place)
         return WRONG_INPUT
     except ClickException as error:
         return _refuse(error.format_message())
     except PipeloomError as error:
         return _refuse(str(error))
     except (KeyboardInterrupt, typer.Abort):
-        _say("interrupted")
+        print_error("interrupted")
         return INTERRUPTED
-    except BrokenPipeError:
-        # Whoever read our output has gone (a pager, head): that is no error of ours.
-        _forget_stdout()
-        return 0
+    except BrokenPipeError as error:
+        return _broken_pipe(error)
+    except SystemExit as leave:
+        # click and rich leave with exit code 1 where a pipe is broken
+        if not isinstance(leave.__context__, BrokenPipeError):
+            raise
+        return _broken_pipe(leave.__context__)
     except ModuleNotFoundError as error:
         extra = _EXTRAS.get((error.name or "").partition(".")[0])
         if extra is None:
@@ -211,26 +235,40 @@ def run(arguments: Sequence[str], *, whole_process: bool = False) -> int:
         _forget_stdout()
         return _refuse(f"standard output cannot be written: {error.strerror}")
     except MemoryError:
-        return _refuse("the input needs more memory than there is")
+        return _refuse("memory is exhausted; free some, raise the limit (ulimit -v), or give a smaller input")
     except Exception as error:
         return _defect(error)
+    finally:
+        declare_outputs(())
 
 
 def _defect(error: Exception) -> int:
     if os.environ.get("PIPELOOM_TRACEBACK"):
         raise error
-    _say(f"internal error, a defect of Pipeloom: {type(error).__name__}: {error} (PIPELOOM_TRACEBACK=1 shows where)")
+    what = f"{type(error).__name__}: {error} (PIPELOOM_TRACEBACK=1 shows where)"
+    print_error(f"internal error, a defect of Pipeloom: {what}")
     return DEFECT
 
 
 def _refuse(message: str) -> int:
-    _say(message)
+    print_error(message)
     return WRONG_INPUT
 
 
-def _say(message: str, place: str = "pipeloom") -> None:
-    """One line on standard error, whatever the message holds."""
-    print(f"{place}: {printable_line(message)}", file=sys.stderr)
+def _broken_pipe(error: BrokenPipeError) -> int:
+    """Return 0 where the reader of our output has gone (a pager, head); any other broken pipe is a defect."""
+    if not any(map(_leads_nowhere, (1, 2))):
+        return _defect(error)
+    _forget_stdout()
+    return 0
+
+
+def _leads_nowhere(descriptor: int) -> bool:
+    if os.path.samestat(os.fstat(descriptor), os.stat(os.devnull)):  # rich has put it there
+        return True
+    poll = select.poll()
+    poll.register(descriptor, 0)
+    return bool(poll.poll(0))
 
 
 def _forget_stdout() -> None:

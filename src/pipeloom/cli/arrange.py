@@ -14,13 +14,24 @@ import typer
 
 from pipeloom.cli.arrange_answer import compare, document, lines, write_page
 from pipeloom.cli.options import check_budget, check_seed
-from pipeloom.cli.output import JSON_HELP, check_targets, note_compiling, print_json, print_note
+from pipeloom.cli.output import JSON_HELP, check_targets, note_compiling, print_json, print_note, print_written
 from pipeloom.cli.solve import interruptible, progress_display
 from pipeloom.errors import InfeasibleError, InputError
+from pipeloom.heartbeat import doing
 from pipeloom.integrations.models import load_model
-from pipeloom.io import SearchRecord, read_layers, read_spec, write_instance, write_layout, write_rule, write_schedule
+from pipeloom.io import (
+    SearchRecord,
+    read_layers,
+    read_spec,
+    rule_path,
+    write_instance,
+    write_layout,
+    write_rule,
+    write_schedule,
+)
 from pipeloom.io.files import keeps_company
 from pipeloom.io.stage_names import megatron_layout, torchtitan_modules
+from pipeloom.printing import print_line
 from pipeloom.timeline import check
 
 if TYPE_CHECKING:
@@ -28,6 +39,12 @@ if TYPE_CHECKING:
     from pipeloom.layout.cooptimise import CooptimisedPipeline, LayerChain
     from pipeloom.spec import Layout
 
+HELP = """\
+Choose partition, placement and schedule of a chain of layers together.
+
+Any number of chunks per rank, uneven, in any order, within every rank's memory. The answer says how far from
+the best possible it can be at most.
+"""
 EPILOG = (
     "Example: pipeloom arrange model.layers.json --budget 5 --out layout.json --instance instance.json --schedule "
     "schedule.json --memory 1.5x. Ctrl-C ends the search early and writes the best so far. Exit code 2: a file or "
@@ -69,11 +86,7 @@ def arrange(
     torchtitan: bool = typer.Option(False, "--torchtitan", help="Print torchtitan's module names per stage."),
     json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
-    """Choose partition, placement and schedule of a chain of layers together.
-
-    Any number of chunks per rank, uneven, in any order, within every rank's memory. The answer says how far from
-    the best possible it can be at most.
-    """
+    """Choose partition, placement and schedule of a chain of layers together."""
     check_budget(budget)
     check_seed(seed)
     if not 0 <= threads <= _MOST_THREADS:
@@ -82,7 +95,7 @@ def arrange(
         raise InputError("--method", f"{method!r} is unknown", f"use {' or '.join(METHODS)}")
     if params is not None and method != "joint":
         raise InputError("--params", f"tunes the joint search, not {method}", "leave out one of the two")
-    check_targets(out, instance, schedule, page)
+    check_targets(out, instance, schedule, page, later=[rule_path(out)] if keeps_company(out) else [])
     search = _Search(method, seed, threads or num_threads(), params)
     emulated = _Emulated(cluster, tp, pp, tokens, microbatches)
     from pipeloom.layout.cooptimise import layout_of
@@ -109,13 +122,12 @@ def arrange(
         print_json(document(found, standard) | {"written": written})
         return
     for line in lines(found, standard):
-        typer.echo(line)
+        print_line(line)
     if megatron:
         _print_names("Megatron", megatron_layout, layout, found.chain.layer_names)
     if torchtitan:
         _print_names("torchtitan", torchtitan_modules, layout, found.chain.layer_names)
-    for target in written:
-        typer.echo(f"wrote {target}")
+    print_written(written)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +161,7 @@ def _search(layers: str, chain: LayerChain, seconds: float, search: _Search) -> 
     with interruptible(seconds) as rule, progress_display() as show:
         with note_compiling():
             warm_up()  # no part of the budget
+        doing(f"searching for {seconds:g} s")
         try:
             if search.method == "joint":
                 found = cooptimise(
@@ -169,7 +182,7 @@ def _print_names(
 ) -> None:
     """Print a layout as another framework writes it, or why it cannot."""
     try:
-        typer.echo(f"{other}: {write(layout, names)}")
+        print_line(f"{other}: {write(layout, names)}")
     except InputError as error:
         print_note(f"not expressible for {other}: {error}")
 

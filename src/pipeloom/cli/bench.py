@@ -9,10 +9,17 @@ import typer
 from pipeloom.cli.options import check_budget, check_method
 from pipeloom.cli.output import JSON_HELP, note_compiling, print_json, print_note
 from pipeloom.errors import InputError
+from pipeloom.printing import print_text
 
 if TYPE_CHECKING:
     from pipeloom.lab.instances import Run
 
+HELP = """\
+Run search methods over the instance library and print their gaps above the lower bounds.
+
+The library's problems are made from their names, so nothing has to be downloaded. The table has a row for every
+family and budget, a column for every method, and the median gap over the seeds in per cent.
+"""
 EPILOG = (
     "Example: pipeloom bench instances --family vlm-s --family t2v-s --method default --method mcts --budget 1. "
     "The table is Markdown, and goes to standard output; every run is one line on standard error."
@@ -33,11 +40,7 @@ def bench(
     seeds: int = typer.Option(5, metavar="N", help="Instances of each family: seeds 0 to N-1."),
     json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
-    """Run search methods over the instance library and print their gaps above the lower bounds.
-
-    The library's problems are made from their names, so nothing has to be downloaded. The table has a row for every
-    family and budget, a column for every method, and the median gap over the seeds in per cent.
-    """
+    """Run search methods over the instance library and print their gaps above the lower bounds."""
     if what != "instances":
         raise InputError("bench", f"{what!r} cannot be run", "use instances")
     if seeds < 1:
@@ -59,7 +62,7 @@ def bench(
     if json:
         print_json([_document(run) for run in runs])
     else:
-        typer.echo(gap_table(runs))
+        print_text(gap_table(runs))
 
 
 def _tell(run: Run) -> None:

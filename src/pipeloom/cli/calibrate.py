@@ -12,7 +12,15 @@ from pipeloom.cli.output import JSON_HELP, check_targets, print_json, stderr, st
 from pipeloom.emulator import CalibrationRow, mean_error
 from pipeloom.errors import InputError
 from pipeloom.io import write_text
+from pipeloom.printing import print_line
 
+HELP = """\
+Time products, attention, norms, copies, messages and collectives; fit a device table, and check it.
+
+The errors are on operator shapes, whole layers and message sizes that were not fitted. The link between two
+processes of this machine goes into the table as the one inside a node (nvlink_*); what joins machines is the
+cluster file's.
+"""
 EPILOG = "Example: pipeloom calibrate --device cpu --out cpu.toml. Runs unattended; a CPU takes a few minutes."
 
 
@@ -28,12 +36,7 @@ def calibrate(
     quick: bool = typer.Option(False, help="A few small shapes only: for trying it out."),
     json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
-    """Time products, attention, norms, copies, messages and collectives; fit a device table, and check it.
-
-    The errors are on operator shapes, whole layers and message sizes that were not fitted. The link between two
-    processes of this machine goes into the table as the one inside a node (nvlink_*); what joins machines is the
-    cluster file's.
-    """
+    """Time products, attention, norms, copies, messages and collectives; fit a device table, and check it."""
     check_targets(out, plot)
     if device not in ("cpu", "cuda"):
         raise InputError("--device", f"{device!r} is neither 'cpu' nor 'cuda'")
@@ -47,14 +50,7 @@ def calibrate(
         raise InputError("--device", "'cuda', but torch sees no CUDA device", "use --device cpu")
     notes = stderr()
     kind: Literal["cpu", "cuda"] = "cuda" if device == "cuda" else "cpu"
-    found = measure(
-        kind,
-        name=name,
-        repeats=repeats,
-        small=quick,
-        links=links,
-        progress=lambda line: notes.print(line, highlight=False),
-    )
+    found = measure(kind, name=name, repeats=repeats, small=quick, links=links, progress=lambda line: notes.print(line))
     write_text(out, msgspec.toml.encode(msgspec.to_builtins(found.device)).decode())
     if plot is not None:
         from pipeloom.report.calibration_page import calibration_page
@@ -78,11 +74,11 @@ def calibrate(
     _print(found.layers, "Layers that were not fitted")
     if found.links:
         _print(found.links, "Messages and collectives of sizes that were not fitted")
-    stdout().print(found.links_note[:1].upper() + found.links_note[1:] + ".", highlight=False, soft_wrap=True)
+    print_line(found.links_note[:1].upper() + found.links_note[1:] + ".")
     errors = f"operators {mean_error(found.operators):.1%}, layers {found.mean_layer_error:.1%}"
     if found.links:
         errors += f", links {mean_error(found.links):.1%}"
-    stdout().print(f"mean error: {errors}; wrote {out}", highlight=False, soft_wrap=True)
+    print_line(f"mean error: {errors}; wrote {out}")
 
 
 def _document(row: CalibrationRow) -> dict[str, Any]:

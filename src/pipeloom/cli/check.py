@@ -9,11 +9,18 @@ import typer
 from pipeloom.cli.output import JSON_HELP, figures_document, figures_text, print_json, print_note
 from pipeloom.errors import InputError
 from pipeloom.io import StatedSchedule, read_instance, read_schedule
+from pipeloom.printing import print_line
 from pipeloom.report import key_figures, make_track
 from pipeloom.taskgraph import NS_PER_S, TaskGraph
 from pipeloom.timeline import check as check_schedule
 from pipeloom.timeline import lower_bound, memory_curve, simulate
 
+HELP = """\
+Say whether a schedule is feasible for an instance, and where not.
+
+Judges the order of tasks, the stated start times (overlap, edges, earliest start), the memory of every rank, and
+the stated figures (makespan, bound, peaks). It shares no code with the simulator and the searches.
+"""
 EPILOG = (
     "Example: pipeloom check tiny.json tiny.schedule.json. Exit code 0: feasible; 1: violated, each violation on a "
     "line of its own; 2: a file is wrong."
@@ -26,11 +33,7 @@ def check(
     schedule: Path = typer.Argument(..., metavar="SCHEDULE", help="A pipeloom.schedule/1 file."),
     json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
-    """Say whether a schedule is feasible for an instance, and where not.
-
-    Judges the order of tasks, the stated start times (overlap, edges, earliest start), the memory of every rank, and
-    the stated figures (makespan, bound, peaks). It shares no code with the simulator and the searches.
-    """
+    """Say whether a schedule is feasible for an instance, and where not."""
     graph = read_instance(instance)
     stated = read_schedule(schedule)
     if stated.instance != graph.name:
@@ -45,18 +48,18 @@ def check(
         if json:
             print_json(document)
         else:
-            typer.echo(f"violated: {schedule} breaks {len(violations)} rule{'s' * (len(violations) > 1)} of {instance}")
+            print_line(f"violated: {schedule} breaks {len(violations)} rule{'s' * (len(violations) > 1)} of {instance}")
             for kind, message in violations[:_SHOWN]:
-                typer.echo(f"  {kind}: {message}")
+                print_line(f"  {kind}: {message}")
             if len(violations) > _SHOWN:
-                typer.echo(f"  ... and {len(violations) - _SHOWN} more; --json gives them all")
+                print_line(f"  ... and {len(violations) - _SHOWN} more; --json gives them all")
         raise typer.Exit(1)
     timeline = simulate(graph, stated.schedule)
     track = make_track(graph.name, graph, stated.schedule, timeline, lower_bound(graph))
     if json:
         print_json(document | figures_document(track))
     else:
-        typer.echo(f"feasible: {figures_text(key_figures(track))}")
+        print_line(f"feasible: {figures_text(key_figures(track))}")
 
 
 def judge(graph: TaskGraph, stated: StatedSchedule, where: str) -> list[tuple[str, str]]:

@@ -44,7 +44,7 @@ def closing_tables(summary: Summary) -> Group:
         **{name.replace("_", " "): f"{value:.4g}" for name, value in summary.evaluation.items()},
     }
     for name, text in rows.items():
-        numbers.add_row(Text(name), Text(text))
+        numbers.add_row(name, text)
     found = [] if summary.difference is None else [difference_table(summary.difference)]
     told = [Text(summary.advice, style="yellow")] if summary.advice else []
     return Group(compared, *found, numbers, *told)

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 import typer
 
 from pipeloom.cli.options import FREEZE_HELP, MOST_MICROBATCHES, check_budget
-from pipeloom.cli.output import JSON_HELP, check_targets, note_compiling, print_json, stderr, stdout
-from pipeloom.errors import InputError
+from pipeloom.cli.output import JSON_HELP, check_targets, note_compiling, print_json, print_written, stderr, stdout
+from pipeloom.errors import InputError, visible_line
+from pipeloom.heartbeat import doing
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
+    from pipeloom.cli.console import VisibleConsole
     from pipeloom.lab.systems.answer import Question
     from pipeloom.lab.systems.iterations import Grouping
     from pipeloom.lab.systems.outcome import Outcome
@@ -23,6 +23,13 @@ if TYPE_CHECKING:
     from pipeloom.spec.hardware import ClusterSpec
     from pipeloom.spec.parallelism import Degrees
 
+HELP = """\
+Say what you would gain: one iteration of your model, data and cluster under a dozen systems and your own setup.
+
+All have the same data, memory and costs. One screen, and with --out or --html one page, have the same numbers:
+a ranking with the gain over what you run now, where the gain comes from, what the samples contain, what to change,
+and how sure it is. Times are emulated, not measured.
+"""
 EPILOG = (
     'Examples: pipeloom compare Qwen2.5-VL-7B --cluster 8xH100 --data samples.jsonl --now "pp=4 recompute=full" --out '
     "answer. pipeloom compare config.json --cluster cluster.toml --systems interleaved,dip,pipeloom. All names: "
@@ -63,12 +70,7 @@ def compare(
     out: Path | None = typer.Option(None, metavar="FOLDER", help="Folder for page and layout; it is created."),
     json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
-    """Say what you would gain: one iteration of your model, data and cluster under a dozen systems and your own setup.
-
-    All have the same data, memory and costs. One screen, and with --out or --html one page, have the same numbers:
-    a ranking with the gain over what you run now, where the gain comes from, what the samples contain, what to change,
-    and how sure it is. Times are emulated, not measured.
-    """
+    """Say what you would gain."""
     from pipeloom.integrations.current_runs import is_megatron, load_run
     from pipeloom.integrations.models import load_model
     from pipeloom.io import make_folder
@@ -81,7 +83,9 @@ def compare(
 
     check_budget(budget)
     page = html or (None if out is None else out / "comparison.html")
-    check_targets(page if out is None else html)
+    check_targets(
+        html, later=[] if out is None else [*([] if html else [out / "comparison.html"]), out / "layout.json"]
+    )
     _check_pages(page)
     architecture, hardware = load_model(model, freeze), load_cluster(cluster)
     if now is None and is_megatron(model):
@@ -137,6 +141,8 @@ def _grouping(run: CurrentRun | None, microbatches: int | None, tokens: int | No
 
 def _answered(question: Question, processes: int, *, quiet: bool) -> Outcome:
     """Ask, with every system told on standard error as it comes."""
+    from rich.text import Text
+
     from pipeloom.cli.compare_answer import COLUMNS, row_cells
     from pipeloom.lab.systems.answer import answers
     from pipeloom.lab.systems.comparison import Comparison
@@ -146,17 +152,22 @@ def _answered(question: Question, processes: int, *, quiet: bool) -> Outcome:
     console = stderr()
     systems: list[Comparison] = []
     steps: tuple[GainStep, ...] = ()
+
+    def start(title: str) -> None:
+        status.update(Text(f"{title} ..."))
+        doing(f"timing {title}")
+
     with note_compiling(), console.status("preparing ...") as status:
-        for each in answers(question, processes=processes, on_system=lambda title: status.update(f"{title} ...")):
+        for each in answers(question, processes=processes, on_system=start):
             if not isinstance(each, Comparison):
                 steps = each
                 continue
             systems.append(each)
             if not quiet:
                 if len(systems) == 1:
-                    console.print(_line(COLUMNS, console.width), soft_wrap=True)
+                    console.print_line(_line(COLUMNS, console.width))
                 row = Outcome(question, (each,)).row(each)
-                console.print(_line(row_cells(row, each.name), console.width), soft_wrap=True)
+                console.print_line(_line(row_cells(row, each.name), console.width))
     return Outcome(question, tuple(systems), steps)
 
 
@@ -189,16 +200,15 @@ def _tell(found: Outcome, page: Path | None, out: Path | None, json: bool) -> No
         print_json(document(found, made) | {"written": written})
         return
     console = stdout()
-    console.print(found.title, style="bold")
-    console.print(answer(found), soft_wrap=True)
+    console.print(visible_line(found.title), style="bold")
+    console.print_line(answer(found))
     console.print()
     for section in made:
         _print(console, section)
-    for name in written:
-        console.print(f"wrote {name}", soft_wrap=True)
+    print_written(written)
 
 
-def _print(console: Console, section: Section) -> None:
+def _print(console: VisibleConsole, section: Section) -> None:
     """A section as the page has it."""
     from pipeloom.report.any_width import Table
     from pipeloom.report.table_page import TextSection
@@ -206,7 +216,7 @@ def _print(console: Console, section: Section) -> None:
     console.print(section.heading, style="bold")
     if isinstance(section, TextSection):
         for line in section.lines:
-            console.print(line, soft_wrap=True)
+            console.print_line(line)
     else:
         table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="dim")
         for number, name in enumerate(section.header):

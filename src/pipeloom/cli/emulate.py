@@ -9,13 +9,15 @@ from typing import Any
 import typer
 
 from pipeloom.cli.options import FREEZE_HELP, MOST_MICROBATCHES
-from pipeloom.cli.output import JSON_HELP, check_targets, draw, print_json, stdout
+from pipeloom.cli.output import JSON_HELP, check_targets, draw, print_json, print_written, stdout
 from pipeloom.emulator import Draw, EmulatedStep, module_parameters
 from pipeloom.emulator import emulate as run_emulation
 from pipeloom.errors import InputError
+from pipeloom.heartbeat import doing
 from pipeloom.integrations.data.sources import names_samples, read_all_samples
 from pipeloom.integrations.huggingface.known import known_models
 from pipeloom.integrations.models import load_model
+from pipeloom.printing import print_line
 from pipeloom.report import emulated_track, share_text, size_text
 from pipeloom.spec import Sample
 from pipeloom.spec.architecture import Architecture
@@ -23,6 +25,12 @@ from pipeloom.spec.catalog import load_cluster, names
 from pipeloom.spec.datasets import clips_of_iterations, pack_documents
 from pipeloom.spec.parallelism import Degrees
 
+HELP = """\
+Emulate one training iteration: time, MFU, bubbles, and peak memory of every rank.
+
+All times are emulated from operators and a device table; the table says whether it was measured or taken from a
+datasheet.
+"""
 EPILOG = (
     "Example: pipeloom emulate vlm-m --cluster dip-h800-64 --tp 2 --pp 4 --dp 8. Models, clusters and data sets: "
     "names of the zoo (pipeloom emulate list), or your own .toml files; docs/emulator.md says what is in them."
@@ -58,11 +66,7 @@ def emulate(
     html: Path | None = typer.Option(None, metavar="FILE", help="Write an offline timeline page."),
     json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
-    """Emulate one training iteration: time, MFU, bubbles, and peak memory of every rank.
-
-    All times are emulated from operators and a device table; the table says whether it was measured or taken from a
-    datasheet.
-    """
+    """Emulate one training iteration: time, MFU, bubbles, and peak memory of every rank."""
     if model == "list":
         _list(json)
         return
@@ -70,6 +74,7 @@ def emulate(
     if zero == 2:
         raise InputError("--zero", "2 is not supported", "use 0, 1 or 3")
     architecture, hardware = load_model(model, freeze), load_cluster(cluster)
+    doing(f"emulating {model}")
     degrees = Degrees(tensor=tp, pipeline=pp, data=dp, context=cp, expert=ep, zero=zero)  # type: ignore[arg-type]
     groups = microbatches_of(architecture, data, microbatches, seed)
     result = run_emulation(architecture, hardware, degrees, batch=groups, strategy=strategy)
@@ -90,11 +95,10 @@ def emulate(
             }
         )
         return
-    stdout().print(samples_text(groups), markup=False, highlight=False, soft_wrap=True)
-    stdout().print(parameters_text(architecture), markup=False, highlight=False, soft_wrap=True)
+    print_line(samples_text(groups))
+    print_line(parameters_text(architecture))
     _print(result, title, hardware.device.basis)
-    for target in written:
-        stdout().print(f"wrote {target}", markup=False, highlight=False, soft_wrap=True)
+    print_written(written)
 
 
 def is_file(data: str | None) -> bool:
@@ -215,4 +219,4 @@ def _list(json: bool) -> None:
         print_json({kind: list(entries) for kind, entries in found.items()})
         return
     for kind, entries in found.items():
-        stdout().print(f"{kind}: {', '.join(entries)}", highlight=False)
+        stdout().print(f"{kind}: {', '.join(entries)}")

@@ -10,7 +10,7 @@ import typer
 
 from pipeloom.cli.explain_answer import timers_answer, timers_document, trace_answer, trace_document
 from pipeloom.cli.options import check_budget, check_seed
-from pipeloom.cli.output import JSON_HELP, check_targets, draw, note_compiling, print_json, stdout
+from pipeloom.cli.output import JSON_HELP, check_targets, draw, note_compiling, print_json, print_written, stdout
 from pipeloom.cli.solve import interruptible
 from pipeloom.errors import InputError
 from pipeloom.io import write_layers, write_text
@@ -18,6 +18,15 @@ from pipeloom.io import write_layers, write_text
 if TYPE_CHECKING:
     from pipeloom.explain.traces.timers import TimersExplained
 
+HELP = """\
+Explain a pipeline's iterations from the traces of its ranks.
+
+Shows every iteration as measured and as the simulator runs it again, where each rank's idle time went, and what
+the best order of the same tasks would take with the same costs.
+
+With a log of Megatron-LM (--timing-log-level 2 --timing-log-option all): what each pipeline rank computes, its
+schedule simulated on that, and the best order.
+"""
 EPILOG = (
     "Example: python examples/explain_trace.py --out runs/traces, then pipeloom explain runs/traces "
     "--html bubbles.html --out layers.json, then pipeloom arrange layers.json --memory none --out layout.json."
@@ -46,14 +55,7 @@ def explain(
     seed: int = typer.Option(0, metavar="N", help="Seed of the search."),
     json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
-    """Explain a pipeline's iterations from the traces of its ranks.
-
-    Shows every iteration as measured and as the simulator runs it again, where each rank's idle time went, and what
-    the best order of the same tasks would take with the same costs.
-
-    With a log of Megatron-LM (--timing-log-level 2 --timing-log-option all): what each pipeline rank computes, its
-    schedule simulated on that, and the best order.
-    """
+    """Explain a pipeline's iterations from the traces of its ranks."""
     from pipeloom.explain.traces.costs import stage_profile
     from pipeloom.explain.traces.explained import Explanation, tracks, what_if_tracks
     from pipeloom.explain.traces.read import explain_log, explain_traces, is_log, read_run
@@ -63,6 +65,8 @@ def explain(
     check_targets(out, profile, html, trace)
     if also and profile is None:
         raise InputError("--also", "is for --profile, which is not given", "add --profile FILE")
+    if profile is not None and is_log(traces):
+        raise InputError("--profile", "cannot be made from a log: timers have no sizes", "give traces")
     found: Explanation | TimersExplained
     with interruptible(budget) as rule, note_compiling():
         if is_log(traces):
@@ -72,14 +76,14 @@ def explain(
         else:
             found = explain_traces(traces, budget=rule, seed=seed)
     of_traces = isinstance(found, Explanation)
+    # All is read before anything is written.
+    runs = [found.run, *(read_run([folder]) for folder in also or ())] if isinstance(found, Explanation) else []
     written = []
     if out is not None:
         write_layers(out, found.layers)
         written.append(str(out))
     if profile is not None:
-        if not isinstance(found, Explanation):
-            raise InputError("--profile", "cannot be made from a log: timers have no sizes", "give traces")
-        fitted = stage_profile([found.run, *(read_run([folder]) for folder in also or ())], found.layers.name)
+        fitted = stage_profile(runs, found.layers.name)
         write_text(profile, msgspec.json.format(msgspec.json.encode(fitted)).decode() + "\n")
         written.append(str(profile))
     if html is not None or trace is not None:
@@ -96,8 +100,7 @@ def explain(
     console = stdout()
     lines, tables = trace_answer(found) if isinstance(found, Explanation) else timers_answer(found)
     for line in lines:
-        console.print(line, highlight=False, soft_wrap=True)
+        console.print_line(line)
     for table in tables:
         console.print(table)
-    for target in written:
-        console.print(f"wrote {target}", markup=False, highlight=False, soft_wrap=True)
+    print_written(written)

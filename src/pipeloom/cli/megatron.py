@@ -10,12 +10,21 @@ from typing import TYPE_CHECKING
 import typer
 
 from pipeloom.cli.options import check_budget, check_seed
-from pipeloom.cli.output import JSON_HELP, check_targets, draw, note_compiling, print_json, stdout
+from pipeloom.cli.output import JSON_HELP, check_targets, draw, note_compiling, print_json, print_written, stdout
+from pipeloom.heartbeat import doing
+from pipeloom.printing import print_line
 from pipeloom.report import Track, make_track, seconds_text, share_text, size_text
 
 if TYPE_CHECKING:
     from pipeloom.integrations.megatron import MegatronAnswer, Timed
 
+HELP = """\
+Find the fastest pipeline layout, recomputation and microbatch group size that Megatron can be told.
+
+Reads a run from Megatron's own arguments, emulates its iteration as it is now, and searches what Megatron can
+express, under Megatron's own order of tasks. Degrees, batch and model stay as they are. Times are emulated, not
+measured.
+"""
 EPILOG = (
     "Examples: pipeloom megatron train.sh --cluster h100-64. pipeloom megatron recipe.yaml --cluster my_cluster.toml "
     "--html pipeline.html. A recipe of Megatron Bridge is saved with ConfigContainer.to_yaml. What is read: "
@@ -38,12 +47,7 @@ def megatron(
     html: Path | None = typer.Option(None, metavar="FILE", help="Write an offline page with both timelines."),
     json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
-    """Find the fastest pipeline layout, recomputation and microbatch group size that Megatron can be told.
-
-    Reads a run from Megatron's own arguments, emulates its iteration as it is now, and searches what Megatron can
-    express, under Megatron's own order of tasks. Degrees, batch and model stay as they are. Times are emulated, not
-    measured.
-    """
+    """Find the fastest pipeline layout, recomputation and microbatch group size that Megatron can be told."""
     from pipeloom.integrations.megatron import best_layout, read_megatron
     from pipeloom.search import Deadline
     from pipeloom.spec.catalog import load_cluster
@@ -53,6 +57,7 @@ def megatron(
     check_targets(html)
     hardware = load_cluster(cluster)
     run = read_megatron(arguments, num_devices=gpus, default_devices=hardware.num_devices)
+    doing(f"searching layouts for {budget:g} s")
     with note_compiling():
         found = best_layout(run, hardware, budget=Deadline(budget), seed=seed)
     written = []
@@ -62,8 +67,7 @@ def megatron(
         print_json(found.document() | {"seed": seed, "written": written})
         return
     _print(found)
-    for name in written:
-        typer.echo(f"wrote {name}")
+    print_written(written)
 
 
 def _title(found: MegatronAnswer) -> str:
@@ -97,7 +101,7 @@ def _print(found: MegatronAnswer) -> None:
     from pipeloom.report.any_width import Table
 
     console, timing, run = stdout(), found.timing, found.run
-    console.print(_title(found), style="bold", markup=False, highlight=False, soft_wrap=True)
+    console.print_line(_title(found), style="bold")
     table = Table()
     for name in ("", "now", "best"):
         table.add_column(name, justify="right" if name else "left")
@@ -129,7 +133,5 @@ def _print(found: MegatronAnswer) -> None:
         lines.append(f"Change nothing here: {shown}")
     lines += [f"Note: {note}." for note in run.notes]
     for line in lines:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
-    console.print(
-        f"{_note(found)} {found.evaluations} iterations simulated.", style="dim", markup=False, soft_wrap=True
-    )
+        print_line(line)
+    console.print_line(f"{_note(found)} {found.evaluations} iterations simulated.", style="dim")

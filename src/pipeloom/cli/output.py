@@ -4,46 +4,61 @@ from __future__ import annotations
 
 import json
 import os
-import sys
+import re
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeloom.errors import printable_line
+from pipeloom.heartbeat import doing
 from pipeloom.io import check_writable, write_text
+from pipeloom.io.files import keeps_company
+from pipeloom.outputs import declare_outputs
+from pipeloom.printing import print_line, print_text
 from pipeloom.report import Figures, Track, key_figures, share_text, size_text, time_text
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from pipeloom.cli.console import VisibleConsole
 
 JSON_HELP = "Print one JSON document on standard output and nothing else there."
 _NO_WIDTH = 1 << 16
+_NOT_ASCII = re.compile(r"[^ -~\n]")
 
 
 def print_json(document: Any) -> None:
     """Write the one document of a ``--json`` run."""
-    sys.stdout.write(json.dumps(document, indent=1, ensure_ascii=True, allow_nan=False) + "\n")
+    print_json_text(json.dumps(document, indent=1, allow_nan=False))
 
 
-def stdout() -> Console:
+def print_json_text(text: str) -> None:
+    """Write a JSON document as it stands, but for characters that a terminal does not show: as JSON's own escapes."""
+    print_text(_NOT_ASCII.sub(lambda found: _json_escape(found[0]), text))
+
+
+def _json_escape(character: str) -> str:
+    # json leaves this one control character as it is
+    return "\\u007f" if character == "\x7f" else json.dumps(character)[1:-1]
+
+
+def stdout() -> VisibleConsole:
     """A console for people."""
     return console_to(to_stderr=False)
 
 
-def stderr() -> Console:
+def stderr() -> VisibleConsole:
     """A console for progress and notes."""
     return console_to(to_stderr=True)
 
 
-def console_to(*, to_stderr: bool) -> Console:
+def console_to(*, to_stderr: bool) -> VisibleConsole:
     """A console on one of the streams. Names come from files: what looks like markup in them is text.
 
     A pipe or a file has no width: there a table is as wide as it needs, unless ``COLUMNS`` says otherwise.
     """
-    from rich.console import Console
+    from pipeloom.cli.console import VisibleConsole as Console
 
-    console = Console(stderr=to_stderr, markup=False, highlight=False)
+    console = Console(stderr=to_stderr, markup=False, highlight=False, emoji=False)
     if not console.is_terminal and not os.environ.get("COLUMNS", "").isdigit():
         console.width = _NO_WIDTH
     return console
@@ -51,7 +66,13 @@ def console_to(*, to_stderr: bool) -> Console:
 
 def print_note(text: str) -> None:
     """One line beside the result, on standard error."""
-    print(printable_line(text), file=sys.stderr)
+    print_line(printable_line(text), to_stderr=True)
+
+
+def print_written(names: Sequence[str | Path]) -> None:
+    """One line for every file that was written."""
+    for name in names:
+        print_line(f"wrote {name}")
 
 
 def note_compiling() -> AbstractContextManager[None]:
@@ -59,7 +80,12 @@ def note_compiling() -> AbstractContextManager[None]:
     from pipeloom.compiled.telling import before_compiling
 
     text = "compiling, once after an installation: up to a minute ..."
-    return before_compiling(lambda: print_note(text))
+
+    def say() -> None:
+        print_note(text)
+        doing("compiling")
+
+    return before_compiling(say)
 
 
 def load_kernels() -> None:
@@ -96,11 +122,20 @@ def figures_document(track: Track) -> dict[str, Any]:
     }
 
 
-def check_targets(*targets: Path | None) -> None:
-    """Refuse targets that cannot be written before any work is done for them."""
-    for target in targets:
-        if target is not None:
-            check_writable(target)
+def check_targets(*targets: Path | None, later: Sequence[Path] = ()) -> None:
+    """Refuse targets before anything is read: those that cannot be written, that are one file, or that are read later.
+
+    Parameters
+    ----------
+    targets : path or None
+        Files that options name.
+    later : sequence of path
+        Files that the command writes besides, into a folder that it may have to make first.
+    """
+    named = [target for target in targets if target is not None]
+    for target in named:
+        check_writable(target)
+    declare_outputs([target for target in (*named, *later) if keeps_company(target)])
 
 
 def draw(

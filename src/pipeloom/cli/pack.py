@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from pipeloom.cli.output import JSON_HELP, check_targets, print_json, stdout
+from pipeloom.cli.output import JSON_HELP, check_targets, print_json, print_written, stdout
 from pipeloom.errors import InputError
+from pipeloom.heartbeat import doing
 from pipeloom.io import packed_batches, read_samples, read_spec, write_batches
 from pipeloom.spec import Batch, Chunk, LayerSpec, Layout, ModelSpec, ModuleLayout, ModuleSpec, TensorShape
 
@@ -18,6 +19,14 @@ if TYPE_CHECKING:
     from pipeloom.packing import Loads, Packing, PackingSpec
     from pipeloom.planner import Setup
 
+HELP = """\
+Pack samples into microbatches and show what each weighs.
+
+Loads are seconds where a --setup says what they cost, else tokens (and attention by --attention-tokens). With more
+than one replica FILE gets the replica's number before its suffix, one file each. The policy 'tuned' takes a --setup
+with encoders on the first rank: number, contents and order of the microbatches are those of the shortest simulated
+iteration, and samples are dealt so that the slowest replica's is shortest.
+"""
 EPILOG = (
     "Examples: pipeloom pack samples.jsonl --tokens 8192 --policy balanced --out batches.json; pipeloom pack "
     "samples.jsonl --tokens 8192 --policy balanced_encoder --attention-tokens 49152 --batch 128 --replicas 4 --out "
@@ -61,13 +70,7 @@ def pack(
     seed: int = typer.Option(0, min=0, metavar="N", help="Seed of all random choices."),
     json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
-    """Pack samples into microbatches and show what each weighs.
-
-    Loads are seconds where a --setup says what they cost, else tokens (and attention by --attention-tokens). With more
-    than one replica FILE gets the replica's number before its suffix, one file each. The policy 'tuned' takes a --setup
-    with encoders on the first rank: number, contents and order of the microbatches are those of the shortest simulated
-    iteration, and samples are dealt so that the slowest replica's is shortest.
-    """
+    """Pack samples into microbatches and show what each weighs."""
     from pipeloom.packing import POLICIES, PackingSpec, check_budget
 
     if policy not in (*POLICIES, TUNED):
@@ -108,8 +111,7 @@ def pack(
         print_json({"load_unit": unit, "microbatches": loads, "batches": summaries, "written": written})
         return
     _print(packed, unit, replicas)
-    for target in targets:
-        typer.echo(f"wrote {target}")
+    print_written(targets)
 
 
 def _targets(out: Path, replicas: int) -> list[Path]:
@@ -131,7 +133,8 @@ def _pack_all(
     from pipeloom.packing import split_oversized
 
     packed = []
-    for batch in batches:
+    for number, batch in enumerate(batches, 1):
+        doing(f"batch {number} of {len(batches)}")
         try:
             packed += pack_batch(split_oversized(batch, model, split_above) if split_above else batch)
         except InputError as error:
@@ -258,9 +261,7 @@ def _print(packed: list[Packed], unit: str, replicas: int) -> None:
             )
         console.print(table)
         planned = "" if one.planned_s is None else f" Planned: {one.planned_s:.4g} s."
-        console.print(
+        console.print_line(
             f"{summary['num_microbatches']} microbatches; the heaviest is {share_text(summary['gap'])} above the lower "
-            f"bound of {summary['lower_bound']:.5g} {unit}.{planned}",
-            highlight=False,
-            soft_wrap=True,
+            f"bound of {summary['lower_bound']:.5g} {unit}.{planned}"
         )

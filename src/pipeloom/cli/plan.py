@@ -10,9 +10,18 @@ import msgspec
 import typer
 
 from pipeloom.cli.options import PARAMS_HELP, check_budget, check_method, read_params
-from pipeloom.cli.output import JSON_HELP, check_targets, draw, figures_document, figures_text, print_json
+from pipeloom.cli.output import (
+    JSON_HELP,
+    check_targets,
+    draw,
+    figures_document,
+    figures_text,
+    print_json,
+    print_written,
+)
 from pipeloom.cli.solve import interruptible
 from pipeloom.errors import InfeasibleError, InputError
+from pipeloom.heartbeat import doing
 from pipeloom.io import (
     SearchRecord,
     make_folder,
@@ -26,12 +35,20 @@ from pipeloom.io import (
     write_schedule,
     write_text,
 )
+from pipeloom.printing import print_line
 from pipeloom.report import key_figures, make_track
 from pipeloom.spec import Batch, ModelSpec, RankSpec
 
 if TYPE_CHECKING:
     from pipeloom.planner import PlannedBatch, Problem, Setup
 
+HELP = """\
+Make the plan of one batch: packing, instance, schedule and execution plan.
+
+Leaves in FOLDER: batches.json (which samples go together), instance.json and schedule.json (the scheduling problem
+and its answer, as pipeloom solve and check read them), and batch.plan (what every rank does, step by step; proved
+complete and free of deadlock before it is written).
+"""
 EPILOG = (
     "Examples: pipeloom plan samples.jsonl --setup runs/digits_vlm/setup.json --out planned. pipeloom plan "
     "samples.jsonl --model vlm.toml --layout vlm.layout.json --profile profile.json --tokens 512 --out planned."
@@ -55,17 +72,12 @@ def plan(
     html: Path | None = typer.Option(None, metavar="FILE", help="Write an offline timeline page too."),
     json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
-    """Make the plan of one batch: packing, instance, schedule and execution plan.
-
-    Leaves in FOLDER: batches.json (which samples go together), instance.json and schedule.json (the scheduling problem
-    and its answer, as pipeloom solve and check read them), and batch.plan (what every rank does, step by step; proved
-    complete and free of deadlock before it is written).
-    """
+    """Make the plan of one batch: packing, instance, schedule and execution plan."""
     check_budget(budget)
     if out is None:
         raise InputError("--out", "is missing", "name a folder for the plan")
     check_method("--method", method)
-    check_targets(html)
+    check_targets(html, later=_targets(out))
     if out.exists() and not out.is_dir():
         raise InputError(str(out), "is a file", "give the name of a folder")
     from pipeloom.planner import check_setup
@@ -89,9 +101,8 @@ def plan(
         print_json(figures_document(track) | counts | {"written": written})
         return
     packed = f"{len(batch.samples)} samples in {len(planned.packing.microbatches)} microbatches"
-    typer.echo(f"{packed}; {figures_text(key_figures(track))}")
-    for name in written:
-        typer.echo(f"wrote {name}")
+    print_line(f"{packed}; {figures_text(key_figures(track))}")
+    print_written(written)
 
 
 def _plan(problem: Problem, batch: Batch, where: str, budget_s: float, seed: int, method: str) -> PlannedBatch:
@@ -100,6 +111,7 @@ def _plan(problem: Problem, batch: Batch, where: str, budget_s: float, seed: int
 
     with interruptible(budget_s) as rule:
         problem.warm_up()
+        doing(f"planning for {budget_s:g} s")
         try:
             return plan_batch(problem, batch, budget=rule, seed=seed, method=method)
         except InputError as error:
@@ -115,13 +127,16 @@ def _write(out: Path, planned: PlannedBatch, policy: str, record: SearchRecord) 
     from pipeloom.plan import to_text
 
     make_folder(out)
-    targets = [out / name for name in ("batches.json", "instance.json", "schedule.json", "batch.plan")]
-    check_targets(*targets)
+    targets = _targets(out)
     write_batches(targets[0], packed_batches([planned.packing], policy))
     write_instance(targets[1], planned.graph)
     write_schedule(targets[2], planned.graph, planned.schedule, planned.timeline, planned.lower_bound, record)
     write_text(targets[3], to_text(planned.plan))
     return [str(target) for target in targets]
+
+
+def _targets(out: Path) -> list[Path]:
+    return [out / name for name in ("batches.json", "instance.json", "schedule.json", "batch.plan")]
 
 
 def read_setup(

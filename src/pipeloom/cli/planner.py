@@ -10,12 +10,16 @@ import typer
 _NICENESS = 5
 
 
-def planner(store: str = typer.Option(..., help="Address of the trainer's store, HOST:PORT.")) -> None:
-    """Serve plans to a trainer until it says stop. The trainer starts this itself; you rarely need to.
+HELP = """\
+Serve plans to a trainer until it says stop. The trainer starts this itself; you rarely need to.
 
-    Reads the problem and each coming batch's metadata from the store, and puts a verified plan back. The store's secret
-    comes in the environment, as PIPELOOM_STORE_SECRET.
-    """
+Reads the problem and each coming batch's metadata from the store, and puts a verified plan back. The store's secret
+comes in the environment, as PIPELOOM_STORE_SECRET.
+"""
+
+
+def planner(store: str = typer.Option(..., help="Address of the trainer's store, HOST:PORT.")) -> None:
+    """Serve plans to a trainer until it says stop. The trainer starts this itself; you rarely need to."""
     import pipeloom.lab  # noqa: F401  a run may name one of the papers' searches
     from pipeloom.errors import PlannerError
     from pipeloom.planner import serve

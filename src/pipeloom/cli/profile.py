@@ -6,9 +6,16 @@ from pathlib import Path
 
 import typer
 
-from pipeloom.cli.output import JSON_HELP, check_targets, print_json
+from pipeloom.cli.output import JSON_HELP, check_targets, print_json, print_written
 from pipeloom.io import write_layers
+from pipeloom.printing import print_line
 
+HELP = """\
+Measure a model's layers on this machine, and write what each costs on a typical microbatch.
+
+Nothing is trained. The model has one module; CONFIG says how many ranks and replicas there are, how batches are
+packed, and what links and memory the ranks have.
+"""
 EPILOG = (
     "Example: pipeloom profile examples/moe_mamba_lm/train.toml --out layers.json, then pipeloom arrange layers.json "
     '--budget 5 --out layout.json; in train.toml: [layout] kind = "file", path = "layout.json".'
@@ -20,11 +27,7 @@ def profile(
     out: Path = typer.Option(..., metavar="LAYERS", help="File for the pipeloom.layers/1."),
     json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
-    """Measure a model's layers on this machine, and write what each costs on a typical microbatch.
-
-    Nothing is trained. The model has one module; CONFIG says how many ranks and replicas there are, how batches are
-    packed, and what links and memory the ranks have.
-    """
+    """Measure a model's layers on this machine, and write what each costs on a typical microbatch."""
     from pipeloom.cli.progress import Terminal
     from pipeloom.training import TrainingRun
 
@@ -43,5 +46,5 @@ def profile(
             }
         )
         return
-    typer.echo(f"{len(table.layers)} layers, {table.num_ranks} ranks, {table.num_microbatches} microbatches")
-    typer.echo(f"wrote {out}")
+    print_line(f"{len(table.layers)} layers, {table.num_ranks} ranks, {table.num_microbatches} microbatches")
+    print_written([out])

@@ -20,6 +20,9 @@ from rich.text import Text
 
 from pipeloom.cli.closing import closing_tables
 from pipeloom.cli.output import console_to
+from pipeloom.errors import visible_line
+from pipeloom.heartbeat import EVERY_S, doing, heartbeat
+from pipeloom.printing import last_printed_s
 from pipeloom.runtime import StepReport
 from pipeloom.training import Summary
 
@@ -106,20 +109,21 @@ class Terminal:
 
     def say(self, text: str, *, warning: bool = False) -> None:
         """Print a line."""
-        self._console().print(text, style="yellow" if warning else None, highlight=False)
+        self._console().print(text, style="yellow" if warning else None)
+        doing(text.rstrip(" ."))
 
     @contextmanager
     def working(self, title: str) -> Iterator[Callable[[str, float | None], None]]:
         """Show a bar with the time that it has taken, on a terminal."""
         console = self._console()
         if not console.is_terminal:
-            yield lambda _text, _share: None
+            yield lambda text, _share: doing(f"{title}: {text}")
             return
         columns = (
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(),
             TimeElapsedColumn(),
-            TextColumn("{task.fields[what]}"),
+            TextColumn("{task.fields[what]}", markup=False),
         )
         with Bar(*columns, console=console, transient=True) as bar:
             task = bar.add_task(title, total=None, what="")
@@ -130,7 +134,7 @@ class Terminal:
     @contextmanager
     def iterations(self, total: int, first: int) -> Iterator[Callable[[StepReport], None]]:
         """Show iterations as they end."""
-        with Progress(self._console(), total, first) as progress:
+        with Progress(self._console(), total, first) as progress, heartbeat("training"):
             yield progress.show
 
     def close(self, summary: Summary) -> None:
@@ -178,6 +182,7 @@ class Progress:
     def show(self, report: StepReport) -> None:
         """Add an iteration."""
         self._count += 1
+        doing(f"training, iteration {report.iteration + 1}")
         row = cells(report)
         self._rows.append(row)
         self._tell_speeds(report)
@@ -190,8 +195,9 @@ class Progress:
             or self._count % _PLAIN_EVERY == 0
             or self._count == self._total
             or not report.fresh
+            or time.monotonic() - last_printed_s() > EVERY_S
         ):
-            self._console.print(_line(row), soft_wrap=True)
+            self._console.print(visible_line(_line(row)), soft_wrap=True)
 
     def _tell_speeds(self, report: StepReport) -> None:
         """Say which ranks plans take to be slow or quick, once that has lasted and where it is news."""

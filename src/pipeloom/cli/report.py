@@ -7,17 +7,30 @@ from pathlib import Path
 import msgspec
 import typer
 
-from pipeloom.cli.output import JSON_HELP, check_targets, draw, figures_document, print_json, stdout
+from pipeloom.cli.output import JSON_HELP, check_targets, draw, figures_document, print_json, print_written, stdout
 from pipeloom.cli.stated import stated_track
 from pipeloom.errors import InputError
 from pipeloom.io import read_instance, read_text, write_text
 from pipeloom.io.document import convert, read_document
+from pipeloom.outputs import check_input
+from pipeloom.printing import print_line
 from pipeloom.report import comparison_table, summary_table
 
+HELP = """\
+Show a training run, or compare schedules of one instance.
+
+With a folder that pipeloom train left: its numbers; --html and --trace copy its timeline and trace.
+
+With an instance and one or more schedules: a table of times, bubbles, gaps and memory, the first schedule being
+1.00 x; the pictures have all of them on one time axis.
+"""
 EPILOG = (
     "Examples: pipeloom report runs/digits_vlm. pipeloom report batch.json 1f1b.json plan.json --html compare.html "
     "draws both schedules under one another on one time axis."
 )
+
+
+_LEFT = ("timeline.html", "trace.json")
 
 
 class RunSummary(msgspec.Struct, frozen=True):
@@ -38,13 +51,7 @@ def report(
     title: str = typer.Option("", help="Heading of the page and the table; default: the name in the file."),
     json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
-    """Show a training run, or compare schedules of one instance.
-
-    With a folder that pipeloom train left: its numbers; --html and --trace copy its timeline and trace.
-
-    With an instance and one or more schedules: a table of times, bubbles, gaps and memory, the first schedule being
-    1.00 x; the pictures have all of them on one time axis.
-    """
+    """Show a training run, or compare schedules of one instance."""
     check_targets(html, trace, svg)
     if source.is_dir():
         _report_run(source, schedules or [], html, trace, svg, json)
@@ -61,8 +68,7 @@ def report(
         return
     console = stdout()
     console.print(comparison_table(tracks, title=heading))
-    for target in written:
-        console.print(f"wrote {target}", markup=False, highlight=False, soft_wrap=True)
+    print_written(written)
 
 
 def _report_run(
@@ -79,11 +85,12 @@ def _report_run(
         raise InputError(str(folder), "has no summary.json", "give the folder that pipeloom train left, runs/NAME")
     fields = read_document(path)
     convert(fields, RunSummary, str(path))
-    written = []
-    for name, target in (("timeline.html", html), ("trace.json", trace)):
-        if target is not None:
-            write_text(target, read_text(folder / name))
-            written.append(str(target))
+    for name in _LEFT:
+        check_input(folder / name)
+    copies = [(target, read_text(folder / name)) for name, target in zip(_LEFT, (html, trace), strict=True) if target]
+    for target, text in copies:
+        write_text(target, text)
+    written = [str(target) for target, _ in copies]
     if json:
         print_json(fields | {"written": written})
         return
@@ -94,6 +101,6 @@ def _report_run(
         numbers = fields.get(name)
         if isinstance(numbers, dict) and numbers:
             console.print(summary_table(numbers, title=heading))
-    for name in ("timeline.html", "trace.json", "plans"):
+    for name in (*_LEFT, "plans"):
         if (folder / name).exists():
-            console.print(f"{folder / name}", markup=False, highlight=False, soft_wrap=True)
+            print_line(f"{folder / name}")

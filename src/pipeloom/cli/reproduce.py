@@ -9,12 +9,20 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from pipeloom.cli.output import JSON_HELP, print_json, print_note
+from pipeloom.cli.output import JSON_HELP, print_json, print_note, print_written
 from pipeloom.errors import InputError
+from pipeloom.printing import print_line
 
 if TYPE_CHECKING:
     from pipeloom.lab.reproduce import Progress, Record
 
+HELP = """\
+Run a paper's evaluation again, record its tables and figures, and write the pages.
+
+Leaves FOLDER/PAPER/PART.json, the pictures beside it, FOLDER/PAPER.md, and FOLDER/index.md with every claim of the
+papers beside ours. A part is recorded as soon as it has ended; after an interruption the same command goes on from
+there. The paper's own numbers stand beside ours, and enter no computation.
+"""
 EPILOG = (
     "Examples: pipeloom reproduce dip --list; pipeloom reproduce dip table-5 --seeds 1; "
     "pipeloom reproduce all --out docs/results."
@@ -45,12 +53,7 @@ def reproduce(
     out: Path = typer.Option(Path("docs/results"), metavar="FOLDER", help="Where data, pages and pictures go."),
     json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
-    """Run a paper's evaluation again, record its tables and figures, and write the pages.
-
-    Leaves FOLDER/PAPER/PART.json, the pictures beside it, FOLDER/PAPER.md, and FOLDER/index.md with every claim of the
-    papers beside ours. A part is recorded as soon as it has ended; after an interruption the same command goes on from
-    there. The paper's own numbers stand beside ours, and enter no computation.
-    """
+    """Run a paper's evaluation again, record its tables and figures, and write the pages."""
     from pipeloom.lab.reproduce import PAPERS, Options, full_of, parts_of, reproduce
 
     papers = list(PAPERS) if paper == "all" else [paper]
@@ -59,7 +62,7 @@ def reproduce(
     if show:
         for each in papers:
             for one in parts_of(each):
-                typer.echo(f"{one.name:24} {one.title} ({one.source})")
+                print_line(f"{one.name:24} {one.title} ({one.source})")
         return
     if seeds is not None and not 1 <= seeds <= 10_000:
         raise InputError("--seeds", f"{seeds} is not between 1 and 10000")
@@ -78,7 +81,7 @@ def reproduce(
         found = made if paper == "all" else made[paper]
         print_json({"page": str(page), "parts": _documents(found)})
     else:
-        typer.echo(f"wrote {page}")
+        print_written([page])
 
 
 def _documents(found: dict[str, Any]) -> dict[str, Any]:

@@ -7,13 +7,18 @@ from typing import Any
 
 import typer
 
-from pipeloom.cli.output import JSON_HELP, check_targets, draw, figures_document, print_json, stdout
+from pipeloom.cli.output import JSON_HELP, check_targets, draw, figures_document, print_json, print_written, stdout
 from pipeloom.cli.stated import stated_track
 from pipeloom.io import read_instance
 from pipeloom.report import comparison_table, time_text
 from pipeloom.taskgraph import TaskGraph
 from pipeloom.timeline import Bubbles, bubbles
 
+HELP = """\
+Run a schedule's order in the simulator and show times, bubbles by cause, and memory.
+
+Every task starts as early as its rank and what it waits for allow; start times stated in the file are not used.
+"""
 EPILOG = (
     "Example: pipeloom simulate tiny.json tiny.schedule.json --html tiny.html --trace tiny.trace.json. Open the page "
     "in any browser, the trace in https://ui.perfetto.dev."
@@ -28,10 +33,7 @@ def simulate(
     svg: Path | None = typer.Option(None, metavar="FILE", help="Write a static picture."),
     json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
-    """Run a schedule's order in the simulator and show times, bubbles by cause, and memory.
-
-    Every task starts as early as its rank and what it waits for allow; start times stated in the file are not used.
-    """
+    """Run a schedule's order in the simulator and show times, bubbles by cause, and memory."""
     check_targets(trace, html, svg)
     graph = read_instance(instance)
     track = stated_track(graph, schedule)
@@ -51,8 +53,7 @@ def simulate(
     console = stdout()
     console.print(comparison_table([track], title=graph.name))
     console.print(bubbles_table(graph, idle))
-    for target in written:
-        console.print(f"wrote {target}", markup=False, highlight=False, soft_wrap=True)
+    print_written(written)
 
 
 def bubbles_document(idle: Bubbles) -> list[dict[str, Any]]:

@@ -15,9 +15,20 @@ from typing import TYPE_CHECKING
 import typer
 
 from pipeloom.cli.options import PARAMS_HELP, check_budget, check_method, check_seed, read_params
-from pipeloom.cli.output import JSON_HELP, check_targets, figures_text, note_compiling, print_json, print_note, stderr
+from pipeloom.cli.output import (
+    JSON_HELP,
+    check_targets,
+    figures_text,
+    note_compiling,
+    print_json,
+    print_note,
+    print_written,
+    stderr,
+)
 from pipeloom.errors import InfeasibleError, InputError
+from pipeloom.heartbeat import doing
 from pipeloom.io import SearchRecord, read_instance, schedule_document, write_schedule
+from pipeloom.printing import print_line
 from pipeloom.report import key_figures, make_track, share_text, time_text
 from pipeloom.timeline import check
 
@@ -25,6 +36,12 @@ if TYPE_CHECKING:
     from pipeloom.search import Progress
     from pipeloom.search.stopping import Watch
 
+HELP = """\
+Search a schedule for an instance: short makespan, within every rank's memory.
+
+Writes the best schedule found, with its start times, its peak memory, and a lower bound that says how far from
+the best possible it can be at most.
+"""
 EPILOG = (
     "Example: pipeloom solve tiny.json --budget 1 --out tiny.schedule.json. Ctrl-C ends the search early and writes "
     "the best schedule so far. Exit code 2: a file or value is wrong, or nothing can satisfy the memory limits."
@@ -41,11 +58,7 @@ def solve(
     params: Path | None = typer.Option(None, metavar="FILE", help=PARAMS_HELP),
     json: bool = typer.Option(False, "--json", help=JSON_HELP + " It is the schedule that --out gets."),
 ) -> None:
-    """Search a schedule for an instance: short makespan, within every rank's memory.
-
-    Writes the best schedule found, with its start times, its peak memory, and a lower bound that says how far from
-    the best possible it can be at most.
-    """
+    """Search a schedule for an instance: short makespan, within every rank's memory."""
     check_budget(budget)
     check_seed(seed)
     check_method("--method", method)
@@ -58,6 +71,7 @@ def solve(
     with interruptible(budget) as rule, progress_display() as show:
         with note_compiling():
             warm_up(method, graph)  # no part of the budget
+        doing(f"searching for {budget:g} s")
         began_s = time.monotonic()
         try:
             solution = search(
@@ -69,6 +83,7 @@ def solve(
             raise InputError(entity, error.problem, error.remedy) from error
         except InfeasibleError as error:
             raise type(error)(f"{instance}: {error.verdict}: {error}") from error
+    doing("checking and writing the schedule")
     # Nothing leaves that the independent checker has not passed; a violation here is a defect of the search.
     if found := check(graph, solution.schedule, solution.timeline):
         raise RuntimeError(f"the search gave an infeasible schedule ({found[0]}); nothing is written")
@@ -81,8 +96,8 @@ def solve(
         print_json(schedule_document(*answer))
     else:
         track = make_track(graph.name, graph, solution.schedule, solution.timeline, solution.lower_bound)
-        typer.echo(f"{figures_text(key_figures(track))}, {solution.evaluations} schedules tried")
-        typer.echo(f"wrote {out}")
+        print_line(f"{figures_text(key_figures(track))}, {solution.evaluations} schedules tried")
+        print_written([out])
 
 
 @dataclass

@@ -11,9 +11,12 @@ from pipeloom.cli.options import FREEZE_HELP, MOST_MICROBATCHES
 from pipeloom.cli.output import JSON_HELP, print_json, stderr, stdout
 from pipeloom.emulator import Points, SweepEntry, module_parameters
 from pipeloom.emulator import sweep as run_sweep
+from pipeloom.heartbeat import doing
 from pipeloom.integrations.models import load_model
+from pipeloom.printing import print_line
 from pipeloom.report import share_text, size_text
 
+HELP = "Emulate every combination of tensor, pipeline and data parallelism on one global batch, fastest first."
 EPILOG = "Example: pipeloom sweep vlm-m --cluster dip-h800-64 --gpus 64."
 
 
@@ -40,6 +43,7 @@ def sweep(
 
         def show(entry: SweepEntry) -> None:
             status.update(f"emulating {_name(entry)} ...")
+            doing(f"emulating {_name(entry)}")
 
         entries = run_sweep(
             architecture,
@@ -58,8 +62,8 @@ def sweep(
             }
         )
         return
-    stdout().print(samples_text(groups), markup=False, highlight=False, soft_wrap=True)
-    stdout().print(parameters_text(architecture), markup=False, highlight=False, soft_wrap=True)
+    print_line(samples_text(groups))
+    print_line(parameters_text(architecture))
     _print(entries, f"{model} on {cluster}", top)
 
 
@@ -102,4 +106,4 @@ def _print(entries: list[SweepEntry], title: str, top: int) -> None:
     if problems:
         console.print(f"{len(problems)} combinations cannot run:", style="dim")
     for entry in problems[:top]:
-        console.print(f"  {_name(entry)}: {entry.problem}", markup=False, highlight=False, soft_wrap=True)
+        print_line(f"  {_name(entry)}: {entry.problem}")

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import signal
+import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
 import typer
 
 from pipeloom.cli import main
 from pipeloom.cli.options import check_method
+from pipeloom.cli.output import print_json_text
 from pipeloom.errors import InputError
 from pipeloom.forks import can_fork, is_fork, run_in_fork
+from pipeloom.heartbeat import doing, paused
+from pipeloom.printing import print_error, print_line
 from pipeloom.training.warm import begin_warm
 
 if TYPE_CHECKING:
@@ -28,6 +33,19 @@ LEFT_BEHIND = {
     "summary.json": "the run in numbers",
 }
 _KERNELS = ("pipeloom.cli.output:load_kernels",)
+
+
+HELP = """\
+Train a model over pipeline ranks, each iteration with a schedule made for its own batch.
+
+Measures the model's layers on this machine, lays them over the ranks, and starts one process per rank and one
+for the planner. Leaves summary.json, trace.json, timeline.html and every plan in RUNS/<name>.
+
+Under torchrun the ranks are torchrun's: torchrun --nproc-per-node RANKS -m pipeloom train CONFIG; when it starts
+them again, they go on from the newest checkpoint.
+
+Example: pipeloom train examples/digits_vlm/train.toml
+"""
 
 
 def train(
@@ -52,21 +70,15 @@ def train(
     ),
     json: bool = typer.Option(False, "--json", help="Print summary.json on standard output, and nothing else there."),
 ) -> None:
-    """Train a model over pipeline ranks, each iteration with a schedule made for its own batch.
-
-    Measures the model's layers on this machine, lays them over the ranks, and starts one process per rank and one
-    for the planner. Leaves summary.json, trace.json, timeline.html and every plan in RUNS/<name>.
-
-    Under torchrun the ranks are torchrun's: torchrun --nproc-per-node RANKS -m pipeloom train CONFIG; when it starts
-    them again, they go on from the newest checkpoint.
-
-    Example: pipeloom train examples/digits_vlm/train.toml
-    """
+    """Train a model over pipeline ranks, each iteration with a schedule made for its own batch."""
     # First of all: what ranks and planner are forked with is imported once, and this command goes on in a fork, too.
     if not is_fork():
-        typer.echo("Importing PyTorch ...", err=json)
+        print_line("Importing PyTorch ...", to_stderr=json)
+        doing("importing PyTorch")
         if begin_warm(_KERNELS) and context.obj is not None and can_fork():
-            raise typer.Exit(run_in_fork(main, (context.obj,)))
+            with paused():
+                code = run_in_fork(main, (context.obj,))
+            _leave_as(code)
     from pipeloom.cli.progress import Terminal
     from pipeloom.training import TrainingRun
 
@@ -79,11 +91,18 @@ def train(
     if summary is None:
         return
     if json:
-        typer.echo((run.folder / "summary.json").read_text())
+        print_json_text((run.folder / "summary.json").read_text())
         return
     terminal.say(f"Left in {run.folder}:")
     for name, what in LEFT_BEHIND.items():
         terminal.say(f"  {name:16} {what}")
+
+
+def _leave_as(code: int) -> NoReturn:
+    """Leave with the exit code of the process that trained. It has said why, unless a signal ended it."""
+    if code < 0:
+        print_error(f"the training process was ended by {signal.Signals(-code).name}")
+    sys.exit(code if code >= 0 else 128 - code)
 
 
 def with_chosen_layout(config: TrainConfig) -> TrainConfig:

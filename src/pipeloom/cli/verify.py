@@ -11,7 +11,14 @@ from pipeloom.cli.output import JSON_HELP, print_json
 from pipeloom.errors import PlanError
 from pipeloom.io import read_layout, read_plan
 from pipeloom.plan import verify as verify_plan
+from pipeloom.printing import print_line, print_text
 
+HELP = """\
+Prove an execution plan complete and free of deadlock, or show where it stops.
+
+Every rank's steps are checked by themselves, then the plan is run dry under NCCL's matching rules (tags ignored,
+one queue per pair of ranks), which are stricter than gloo's.
+"""
 EPILOG = (
     "Example: pipeloom verify runs/digits_vlm/plans/00017.plan. Exit code 0: proved; 1: the plan is incomplete or "
     "would stop, with the grid of ranks and steps; 2: a file is wrong."
@@ -30,11 +37,7 @@ def verify(
     ),
     json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
-    """Prove an execution plan complete and free of deadlock, or show where it stops.
-
-    Every rank's steps are checked by themselves, then the plan is run dry under NCCL's matching rules (tags ignored,
-    one queue per pair of ranks), which are stricter than gloo's.
-    """
+    """Prove an execution plan complete and free of deadlock, or show where it stops."""
     made = read_plan(plan)
     shape = None if layout is None else read_layout(layout)
     actions = [action for rank in made.ranks for action in rank]
@@ -54,12 +57,12 @@ def verify(
         if json:
             print_json(document | {"verified": False, "problem": str(error)})
         else:
-            typer.echo(f"refuted: {error}")
+            print_text(f"refuted: {error}")
         raise typer.Exit(1) from error
     if json:
         print_json(document)
     else:
-        typer.echo(
+        print_line(
             f"verified: {made.num_ranks} ranks, {len(actions)} actions, {counted['messages']} messages; complete and "
             f"free of deadlock under NCCL's and gloo's rules{', and rank by rank' if serial else ''}"
         )

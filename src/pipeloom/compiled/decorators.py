@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import pickle
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -34,26 +35,28 @@ _OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "no_cfunc_wra
 """Nothing here is called by C, so no code is made for that."""
 _BORROWING: dict[str, Any] = {**_OPTIONS, "_nrt": False}
 """References to arrays are not counted: those who call from Python hold all arrays until the call returns."""
+_DIGEST_BYTES = hashlib.sha256().digest_size
 _CALLEE_OPTIONS: dict[str, Any] = {**_BORROWING, "no_cpython_wrapper": True, "pipeline_class": CalleeCompiler}
 
 
 class _Index(IndexDataCacheFile):
-    """What is cached of a function; what cannot be read is as good as nothing."""
+    """What is cached of a function; what cannot be read is as good as nothing.
+
+    Every file begins with a digest of the rest, of numba's version and of the stamp. Neither a pickle nor machine code
+    is looked at before its digest is right: one wrong bit in them can end the process.
+    """
 
     def _load_index(self) -> Any:
         """Load the index. Its keys name the types of arguments, which may have moved since it was written."""
-        try:
-            return super()._load_index()  # type: ignore[no-untyped-call]
-        # A damaged pickle may raise anything.
-        except Exception:
-            return {}
+        return self._checked(self._index_path) or {}
+
+    def _save_index(self, overloads: Any) -> None:
+        self._save_checked(self._index_path, overloads)
 
     def load(self, key: Any) -> Any:
         """Load code."""
-        try:
-            return super().load(key)  # type: ignore[no-untyped-call]
-        except Exception:
-            return None
+        name = self._load_index().get(key)
+        return None if name is None else self._checked(self._data_path(name))  # type: ignore[no-untyped-call]
 
     def save(self, key: Any, data: Any) -> None:
         """Save code under a name that its key alone decides.
@@ -63,11 +66,30 @@ class _Index(IndexDataCacheFile):
         """
         index = self._load_index()
         index[key] = self._data_name(hashlib.sha256(repr(key).encode()).hexdigest()[:16])
-        self._save_data(index[key], data)  # type: ignore[no-untyped-call]
-        self._save_index(index)  # type: ignore[no-untyped-call]
+        self._save_checked(self._data_path(index[key]), data)  # type: ignore[no-untyped-call]
+        self._save_index(index)
 
     def _data_name(self, number: int | str) -> str:
         return self._index_name.removesuffix("nbi") + f"{number}.nbc"
+
+    def _checked(self, file: str) -> Any:
+        """Return the object that was saved in a file; None where it is missing, damaged, or of other code."""
+        try:
+            # Opening a pipe would wait for a writer.
+            with open(os.open(file, os.O_RDONLY | os.O_NONBLOCK), "rb") as opened:
+                digest, content = opened.read(_DIGEST_BYTES), opened.read()
+            return pickle.loads(content) if digest == self._digest(content) else None
+        # What was saved whole may still name a class that is gone.
+        except Exception:
+            return None
+
+    def _save_checked(self, file: str, saved: Any) -> None:
+        content = self._dump(saved)  # type: ignore[no-untyped-call]
+        with self._open_for_write(file) as opened:  # type: ignore[no-untyped-call]
+            opened.write(self._digest(content) + content)
+
+    def _digest(self, content: bytes) -> bytes:
+        return hashlib.sha256(f"{self._version} {self._source_stamp}\n".encode() + content).digest()
 
 
 class _StampedCache(FunctionCache):

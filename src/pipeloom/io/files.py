@@ -9,7 +9,9 @@ import stat
 import zlib
 from pathlib import Path
 
-from pipeloom.errors import InputError
+from pipeloom.errors import InputError, visible_line
+from pipeloom.heartbeat import doing
+from pipeloom.outputs import check_input
 
 MAX_FILE_BYTES = 512 * 1024 * 1024
 """Largest file that is read, after decompression; a scheduling problem of a million tasks is about 100 MB."""
@@ -23,9 +25,12 @@ def read_bytes(path: PathLike) -> bytes:
     Raises
     ------
     InputError
-        Naming the path: it is missing, a directory, unreadable, larger than `MAX_FILE_BYTES`, or no gzip.
+        Naming the path: it is missing, a directory, unreadable, larger than `MAX_FILE_BYTES`, no gzip, or a file that
+        the running command will write.
     """
     name = os.fspath(path)
+    check_input(path)
+    doing(f"reading {name}")
     try:
         with open(name, "rb") as file:
             if name.endswith(".gz"):
@@ -129,7 +134,7 @@ def printable(name: str) -> str:
     """A name that can be printed on one line, whatever characters it has."""
     if not name:
         return "(empty path)"
-    text = "".join(c if c.isprintable() else repr(c)[1:-1] for c in name)
+    text = visible_line(name)
     return text if len(text) <= 200 else f"{text[:120]}...{text[-60:]}"
 
 

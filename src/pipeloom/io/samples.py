@@ -12,6 +12,7 @@ from pipeloom.errors import InputError
 from pipeloom.io.document import convert, parse_document
 from pipeloom.io.files import PathLike, printable, read_bytes, read_text, write_text
 from pipeloom.io.webdataset import SUFFIXES, read_shard
+from pipeloom.outputs import check_input
 from pipeloom.spec import Sample
 
 LINES_SUFFIXES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
@@ -38,6 +39,7 @@ def read_samples(path: PathLike) -> tuple[Sample, ...]:
         twice, no sample at all; or pyarrow is missing for Parquet.
     """
     where = printable(str(path))
+    check_input(path)
     rows: Sequence[tuple[int | str, dict[str, Any]]]
     if str(path).endswith(PARQUET_SUFFIX):
         rows, word = _parquet_rows(path, where), "row"

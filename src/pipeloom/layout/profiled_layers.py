@@ -11,6 +11,7 @@ from pipeloom.errors import InfeasibleError, InputError
 from pipeloom.packing import Packing
 from pipeloom.spec import TRAITS, Chunk, Layout, ModelSpec, ModuleLayout, Workload, word_strategies
 from pipeloom.taskgraph.iteration import MemoryLimit, workspace_bytes
+from pipeloom.units import size_text
 
 _Parts = Sequence[Sequence[Workload]]
 """What a module has to do in every microbatch."""
@@ -77,9 +78,10 @@ def profiled_layers(
         needs = [workspace_bytes(single, p, costs, MemoryLimit().num_messages) for p in packed]
         aside = int(max(need[int(offloading), 0] for need in needs))
         if aside > capacity_bytes:
+            needed, most = size_text(aside), size_text(capacity_bytes)
             raise InfeasibleError(
-                f"a computation of one layer of {model.name!r}, with its messages, needs {aside} bytes of the "
-                f"{capacity_bytes} of a rank; use smaller microbatches"
+                f"a computation of one layer of {model.name!r}, with its messages, needs {needed} of the {most} of a "
+                "rank; use smaller microbatches"
             )
     backbone = model.modules[-1]
     middle = Chunk(backbone.name, ((len(backbone.flat_layers) - 1) // 2,) * 2, 0)

@@ -17,6 +17,7 @@ from pipeloom.search import Before, Begun, Share, StoppingRule
 from pipeloom.spec import Batch
 from pipeloom.taskgraph import TaskGraph
 from pipeloom.timeline import LowerBound, Resolved, Schedule, Timeline, resolve_candidates
+from pipeloom.units import size_text
 
 _MOST_TRIALS, _TRIAL_SHARE = 12, 0.25
 """Plans made where the first ones need more than there is, and the share of the budget that each has of the last."""
@@ -128,9 +129,10 @@ def _fitting(
             last, spared = spared, spared + over
         budget = Share(budget, _TRIAL_SHARE)
     rank = int(over.argmax())
+    more, capacity = size_text(int(over[rank])), size_text(problem.capacity_bytes or 0)
     raise NothingFoundError(
-        f"rank {rank}: every plan that was found needs {over[rank]} bytes more than the {problem.capacity_bytes} "
-        "that there are; use smaller microbatches"
+        f"rank {rank}: every plan that was found needs {more} more than the {capacity} that there are; use smaller "
+        "microbatches"
     ) from failure
 
 

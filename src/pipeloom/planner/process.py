@@ -8,7 +8,7 @@ import sys
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from pipeloom.forks import ForkedCommand, can_fork
+from pipeloom.forks import ForkedCommand, can_fork, interrupts_held
 
 # A killed process is gone at once, unless the system itself is stuck with it; then it is left to the system.
 _KILLED_S = 1.0
@@ -46,7 +46,8 @@ class PlannerProcess:
             self._process = ForkedCommand(arguments, environment)
             return
         command = [sys.executable, "-m", "pipeloom", *arguments]
-        self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, env={**os.environ, **environment})
+        with interrupts_held():
+            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, env={**os.environ, **environment})
 
     @property
     def pid(self) -> int | None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from pipeloom.errors import InputError
 from pipeloom.lazy import lazy_names
 from pipeloom.report.track import Box, Figures, Track, boxes, key_figures, layers_by_rank, make_track
-from pipeloom.report.units import seconds_text, share_text, size_text, time_text
+from pipeloom.units import seconds_text, share_text, size_text, time_text
 
 if TYPE_CHECKING:
     from pipeloom.report.chrome_trace import trace

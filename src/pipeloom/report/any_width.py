@@ -12,6 +12,8 @@ from rich.measure import Measurement
 from rich.padding import Padding
 from rich.text import Text
 
+from pipeloom.errors import visible_line
+
 _LONGEST_WORD = 24
 """Characters of a word, of a path say, that its column is as wide as; of longer ones, the rest is on the next line."""
 
@@ -23,9 +25,16 @@ class Table(table.Table):
     block: its first cell, then a line ``head: cell`` for every other cell that is not empty. Its cells are texts.
     """
 
+    def __init__(self, *headers: Any, title: Any = None, **options: Any) -> None:
+        super().__init__(*headers, title=_cell(title), **options)
+
     def add_column(self, header: Any = "", *arguments: Any, **options: Any) -> None:
         """Add a column, as to any table of rich."""
         super().add_column(header, *arguments, **({"overflow": "fold"} | options))
+
+    def add_row(self, *cells: Any, **options: Any) -> None:
+        """Add a row, as to any table of rich; the text of a cell is one line without markup."""
+        super().add_row(*(_cell(cell) for cell in cells), **options)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Render as columns or as blocks, by the width that there is."""
@@ -82,6 +91,10 @@ class Table(table.Table):
 
 def _field(head: str, cell: str) -> str:
     return f"{head}: {cell}" if head else cell
+
+
+def _cell(cell: Any) -> Any:
+    return Text(visible_line(cell)) if isinstance(cell, str) else cell
 
 
 def _plain(cell: Any) -> str:

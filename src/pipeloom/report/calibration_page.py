@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pipeloom.emulator import Calibration, mean_error
+from pipeloom.errors import visible_line
 
 
 def calibration_page(calibration: Calibration) -> str:
@@ -10,15 +11,19 @@ def calibration_page(calibration: Calibration) -> str:
 
     Times are in milliseconds on logarithmic axes.
     """
-    from bokeh.embed import file_html
+    from bokeh.models.annotations.labels import Title
+    from bokeh.models.text import PlainText
     from bokeh.plotting import figure
-    from bokeh.resources import INLINE
 
+    from pipeloom.report.bokeh_page import bokeh_page
+
+    title = (
+        f"{calibration.device.name}: mean error {mean_error(calibration.operators):.1%} over operators, "
+        f"{calibration.mean_layer_error:.1%} over layers, none of them fitted"
+    )
     plot = figure(
-        title=(
-            f"{calibration.device.name}: mean error {mean_error(calibration.operators):.1%} over operators, "
-            f"{calibration.mean_layer_error:.1%} over layers, none of them fitted"
-        ),
+        # No formula, whatever the name of the device holds
+        title=Title(text=PlainText(text=visible_line(title))),
         x_axis_type="log",
         y_axis_type="log",
         x_axis_label="measured, ms",
@@ -30,7 +35,7 @@ def calibration_page(calibration: Calibration) -> str:
     rows = [*calibration.operators, *calibration.layers, *calibration.links]
     ends = [min(r.measured_s for r in rows) * 1e3 / 2, max(r.measured_s for r in rows) * 1e3 * 2]
     plot.line(ends, ends, color="#9aa1ad", line_dash="dashed")
-    for title, some, colour in (
+    for kind, some, colour in (
         ("operators", calibration.operators, "#365f9c"),
         ("layers", calibration.layers, "#c0722b"),
         ("messages and collectives", calibration.links, "#4f8a4c"),
@@ -40,10 +45,9 @@ def calibration_page(calibration: Calibration) -> str:
         source = {
             "x": [row.measured_s * 1e3 for row in some],
             "y": [row.predicted_s * 1e3 for row in some],
-            "name": [row.name for row in some],
+            "name": [visible_line(row.name) for row in some],
             "error": [f"{row.error:+.1%}" for row in some],
         }
-        plot.scatter("x", "y", source=source, color=colour, size=8, legend_label=title)
+        plot.scatter("x", "y", source=source, color=colour, size=8, legend_label=kind)
     plot.legend.location = "top_left"
-    page: str = file_html(plot, INLINE, "Calibration")
-    return page
+    return bokeh_page(plot, "Calibration")

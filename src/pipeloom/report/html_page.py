@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from bokeh.core.properties import value
-from bokeh.embed import file_html
 from bokeh.layouts import column
 from bokeh.models import BasicTicker, ColumnDataSource, CrosshairTool, CustomJS, FixedTicker, HoverTool, Range1d
 
@@ -17,16 +15,17 @@ from bokeh.models.annotations.geometry import Span
 from bokeh.models.annotations.legends import Legend, LegendItem
 from bokeh.models.widgets.markups import Div
 from bokeh.plotting import figure
-from bokeh.resources import INLINE
 
-from pipeloom.errors import InputError
+from pipeloom.errors import InputError, visible_line
 from pipeloom.report import colours
+from pipeloom.report.bokeh_page import bokeh_page
+from pipeloom.report.page_text import page_text
 from pipeloom.report.ranking import by_time, ranking_table
 from pipeloom.report.table_page import FONT, STYLE, VIEWPORT, Section, sections_html
 from pipeloom.report.track import Track, boxes, key_figures
-from pipeloom.report.units import share_text, size_text, size_unit, time_text, time_unit
 from pipeloom.taskgraph import KIND_NAMES
 from pipeloom.timeline import memory_curve
+from pipeloom.units import share_text, size_text, size_unit, time_text, time_unit
 
 LANE_HEIGHT, MEMORY_HEIGHT, TOOLBAR_HEIGHT, MARGIN_LEFT, MARGIN_RIGHT = 36, 158, 32, 78, 24
 AXIS_HEIGHT = 46
@@ -99,14 +98,14 @@ def html_page(
     crosshair = Span(dimension="height", line_color=colours.FAINT, line_width=1, line_dash="dotted")
     above = sections_html(sections, title=title, note=note) if sections else ""
     heading = _heading("Timelines", "", tracks, hues) if above else _heading(title, note, tracks, hues)
-    children: list[Any] = [Div(text=heading, sizing_mode="stretch_width")]
+    children: list[Any] = [_text(heading)]
     if ranking:
-        children.append(Div(text=ranking, sizing_mode="stretch_width"))
+        children.append(_text(ranking))
     sources: list[ColumnDataSource] = []
     frames: list[Any] = []
     for i, track in enumerate(tracks):
         ruled: dict[str, Any] = {"border-top": "1px solid #d9dce2", "padding-top": "8px", "margin-top": "14px"}
-        children.append(Div(text=_numbers(track), sizing_mode="stretch_width", styles=ruled))
+        children.append(_text(_numbers(track), styles=ruled))
         gantt, source = _gantt(track, span, unit_ns, hues, reference if i else None)
         plots = [gantt]
         if key_figures(track).peak_bytes:
@@ -124,14 +123,13 @@ def html_page(
     span.js_on_change("start", fit)
     span.js_on_change("end", fit)
     frames[0].js_on_change("inner_width", fit)
-    page: str = file_html(
-        column(children, sizing_mode="stretch_width", spacing=0),
-        INLINE,
-        title,
-        template=_TEMPLATE,
-        template_variables={"head": f"{VIEWPORT}<style>{STYLE}</style>", "above": above},
-    )
-    return page
+    whole = column(children, sizing_mode="stretch_width", spacing=0)
+    return bokeh_page(whole, title, _TEMPLATE, head=f"{VIEWPORT}<style>{STYLE}</style>", above=above)
+
+
+def _text(made: str, **options: Any) -> Div:
+    """HTML between the plots, in which nothing is a formula."""
+    return Div(text=made, sizing_mode="stretch_width", disable_math=True, **options)
 
 
 def _gantt(
@@ -216,7 +214,7 @@ def _lane_plot(ranks: int, span: Range1d, *, first: bool) -> Any:
 
 def _task_hover(bars: Any, reference: Track | None) -> HoverTool:
     """What a task shows under the pointer."""
-    compared = f"<br>{html.escape(reference.title)}: @reference" if reference is not None else ""
+    compared = f"<br>{page_text(reference.title)}: @reference" if reference is not None else ""
     return HoverTool(
         renderers=[bars],
         point_policy="follow_mouse",
@@ -256,14 +254,14 @@ def _columns(track: Track, unit_ns: int, hues: dict[str, str], reference: Track 
         "unit": [box.unit for box in drawn],
         "short": [str(box.microbatch) for box in drawn],
         "label": [""] * len(drawn),
-        "name": [box.name for box in drawn],
+        "name": [visible_line(box.name) for box in drawn],
         "words": [_KIND_WORDS[box.kind] for box in drawn],
         "start": [time_text(box.start_ns) for box in drawn],
         "end": [time_text(box.end_ns) for box in drawn],
         "duration": [time_text(box.end_ns - box.start_ns) for box in drawn],
-        "strategy": [box.strategy or "keep" for box in drawn],
+        "strategy": [visible_line(box.strategy or "keep") for box in drawn],
         "activation": [size_text(box.activation_bytes) for box in drawn],
-        "module": [box.module for box in drawn],
+        "module": [visible_line(box.module) for box in drawn],
         "task": [box.task for box in drawn],
         "reference": planned,
     }
@@ -369,17 +367,17 @@ def _heading(title: str, note: str, tracks: Sequence[Track], hues: dict[str, str
             f'title="{_KIND_WORDS[KIND_NAMES[kind]]}"></span>'
             for kind in kinds
         )
-        entries.append(f'<span style="margin-right:22px;white-space:nowrap">{tones} {html.escape(module)}</span>')
+        entries.append(f'<span style="margin-right:22px;white-space:nowrap">{tones} {page_text(module)}</span>')
     order = ", ".join(_KIND_WORDS[KIND_NAMES[kind]] for kind in kinds)
     idle = (
         f"{swatch}background:repeating-linear-gradient(45deg,{colours.LANE},{colours.LANE} 3px,#c3c8d2 3px,"
         '#c3c8d2 4px)"></span> idle'
     )
     bound = f'<span style="color:{colours.BOUND};letter-spacing:-1px">- - -</span> lower bound'
-    note = f'<div style="color:{colours.FAINT};margin-top:3px">{html.escape(note)}</div>' if note else ""
+    note = f'<div style="color:{colours.FAINT};margin-top:3px">{page_text(note)}</div>' if note else ""
     return (
         f'<div style="font-family:{FONT};color:{colours.INK}">'
-        f'<div style="font-size:22px;font-weight:600">{html.escape(title)}</div>{note}'
+        f'<div style="font-size:22px;font-weight:600">{page_text(title)}</div>{note}'
         f'<div style="font-size:12.5px;margin:12px 0 4px">{"".join(entries)}'
         f'<span style="color:{colours.FAINT};margin-right:22px;display:inline-block">({order})</span>'
         f'<span style="margin-right:22px;white-space:nowrap">{idle}</span>'
@@ -394,7 +392,7 @@ def _numbers(track: Track) -> str:
     if track.after_ns:
         fields.append(("of which pipeline", time_text(n.makespan_ns)))
     if n.lower_bound_ns is not None:
-        fields.append(("lower bound", f"{time_text(n.lower_bound_ns)} ({html.escape(n.lower_bound_name)})"))
+        fields.append(("lower bound", f"{time_text(n.lower_bound_ns)} ({page_text(n.lower_bound_name)})"))
     if n.gap is not None:
         fields.append(("gap", share_text(n.gap)))
     fields.append(("bubbles", share_text(n.bubble_share)))
@@ -407,7 +405,7 @@ def _numbers(track: Track) -> str:
     )
     return (
         f'<div style="font-family:{FONT};color:{colours.INK};font-size:13px">'
-        f'<span style="font-size:15px;font-weight:600;margin-right:22px">{html.escape(track.title)}</span>'
+        f'<span style="font-size:15px;font-weight:600;margin-right:22px">{page_text(track.title)}</span>'
         f"{shown}{_layers(track)}</div>"
     )
 
@@ -416,9 +414,7 @@ def _layers(track: Track) -> str:
     """Which layers lie on which rank, folded away until it is asked for."""
     if not track.layers:
         return ""
-    rows = "".join(
-        f"<tr><td>rank {rank}</td><td>{html.escape(text)}</td></tr>" for rank, text in enumerate(track.layers)
-    )
+    rows = "".join(f"<tr><td>rank {rank}</td><td>{page_text(text)}</td></tr>" for rank, text in enumerate(track.layers))
     return (
         f'<details style="margin:4px 0;color:{colours.FAINT}"><summary>layers on each rank</summary>'
         f'<table style="font-size:12px;margin:4px 0 6px 14px;border-spacing:10px 1px">{rows}</table></details>'

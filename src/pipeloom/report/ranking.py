@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Sequence
 
 from pipeloom.report import colours
+from pipeloom.report.page_text import page_text
 from pipeloom.report.track import Track, key_figures
-from pipeloom.report.units import share_text, size_text, time_text
+from pipeloom.units import share_text, size_text, time_text
 
 _HEADER = ("", "system", "iteration", "gain over {first}", "bubbles", "peak memory", "tokens/s", "above its bound")
 _TEXT_COLUMNS = 2
@@ -72,6 +72,6 @@ def ranking_table(tracks: Sequence[Track]) -> str:
 def _cells(row: Sequence[str], tag: str) -> str:
     style = "padding:3px 18px 3px 0;border-bottom:1px solid #e6e8ed;font-weight:inherit;text-align:"
     return "".join(
-        f'<{tag} style="{style}{"left" if column < _TEXT_COLUMNS else "right"}">{html.escape(cell)}</{tag}>'
+        f'<{tag} style="{style}{"left" if column < _TEXT_COLUMNS else "right"}">{page_text(cell)}</{tag}>'
         for column, cell in enumerate(row)
     )

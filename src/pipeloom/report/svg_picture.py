@@ -8,11 +8,11 @@ from xml.sax.saxutils import quoteattr
 
 import numpy as np
 
-from pipeloom.errors import InputError
+from pipeloom.errors import InputError, visible_line
 from pipeloom.report import colours
 from pipeloom.report.track import Track, boxes, key_figures
-from pipeloom.report.units import share_text, time_text, time_unit
 from pipeloom.taskgraph import KIND_NAMES
+from pipeloom.units import share_text, time_text, time_unit
 
 _LEFT, _RIGHT, _LANE, _GAP, _HEAD, _TOP, _FOOT = 62, 96, 22, 3, 24, 34, 34
 _KIND_WORDS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
@@ -155,8 +155,8 @@ def _steps() -> list[int]:
 
 
 def _clean(text: str) -> str:
-    """XML knows no control characters, however escaped."""
-    return "".join(c if c.isprintable() else " " for c in text)
+    """XML knows no control characters, however its own way of escaping them is used."""
+    return visible_line(text)
 
 
 def escape(text: str) -> str:

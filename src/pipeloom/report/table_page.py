@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from pipeloom.report import colours
+from pipeloom.report.page_text import page_text
 
 FONT = "Inter, 'Helvetica Neue', 'Segoe UI', Arial, sans-serif"
 STYLE = f"""
@@ -57,24 +57,24 @@ Section = TableSection | TextSection
 def table_page(sections: Sequence[Section], *, title: str, note: str = "") -> str:
     """Draw sections under one another on one offline HTML page; a table's first column is text, the others numbers."""
     return (
-        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>{VIEWPORT}'
+        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{page_text(title)}</title>{VIEWPORT}'
         f"<style>{STYLE}</style></head>\n<body>{sections_html(sections, title=title, note=note)}</body></html>\n"
     )
 
 
 def sections_html(sections: Sequence[Section], *, title: str, note: str = "") -> str:
     """Heading, a line that stands out, and sections, for a page that has `STYLE`."""
-    lead = f'<p class="lead">{html.escape(note)}</p>' if note else ""
-    return f"<main><h1>{html.escape(title)}</h1>{lead}{''.join(map(_section, sections))}</main>"
+    lead = f'<p class="lead">{page_text(note)}</p>' if note else ""
+    return f"<main><h1>{page_text(title)}</h1>{lead}{''.join(map(_section, sections))}</main>"
 
 
 def _section(section: Section) -> str:
-    note = "".join(f"<p>{html.escape(line)}</p>" for line in section.note.splitlines())
-    top = f"\n<h2>{html.escape(section.heading)}</h2>{note}"
+    note = "".join(f"<p>{page_text(line)}</p>" for line in section.note.splitlines())
+    top = f"\n<h2>{page_text(section.heading)}</h2>{note}"
     if isinstance(section, TextSection):
-        text = html.escape("\n".join(section.lines))
+        text = page_text("\n".join(section.lines))
         return f"{top}<pre>{text}</pre>" if text else top
-    head = "".join(f"<th>{html.escape(cell)}</th>" for cell in section.header)
+    head = "".join(f"<th>{page_text(cell)}</th>" for cell in section.header)
     rows = "".join(
         f'<tr class="total">{_cells(row)}</tr>' if number in section.totals else f"<tr>{_cells(row)}</tr>"
         for number, row in enumerate(section.rows)
@@ -83,4 +83,4 @@ def _section(section: Section) -> str:
 
 
 def _cells(row: Sequence[str]) -> str:
-    return "".join(f"<td>{html.escape(cell)}</td>" for cell in row)
+    return "".join(f"<td>{page_text(cell)}</td>" for cell in row)

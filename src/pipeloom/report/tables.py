@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from rich.text import Text
-
 from pipeloom.report.any_width import Table
 from pipeloom.report.track import Track, key_figures
-from pipeloom.report.units import share_text, size_text, time_text
+from pipeloom.units import share_text, size_text, time_text
 
 
 def comparison_table(tracks: Sequence[Track], *, title: str = "", baseline: int = 0) -> Table:
@@ -22,7 +20,7 @@ def comparison_table(tracks: Sequence[Track], *, title: str = "", baseline: int 
         Number of the track whose time is 1.00 x.
     """
     numbers = [key_figures(track) for track in tracks]
-    table = Table(title=Text(title) if title else None, title_justify="left")
+    table = Table(title=title or None, title_justify="left")
     table.add_column("system")
     for column in ("iteration", "speed-up", "bubbles", "lower bound", "gap", "peak memory"):
         table.add_column(column, justify="right")
@@ -30,7 +28,7 @@ def comparison_table(tracks: Sequence[Track], *, title: str = "", baseline: int 
     best = min((n.makespan_ns for n in numbers), default=0)
     for track, n in zip(tracks, numbers, strict=True):
         table.add_row(
-            Text(track.title),
+            track.title,
             time_text(n.makespan_ns),
             f"{reference / n.makespan_ns:.2f} x" if n.makespan_ns else "-",
             share_text(n.bubble_share),
@@ -44,10 +42,10 @@ def comparison_table(tracks: Sequence[Track], *, title: str = "", baseline: int 
 
 def summary_table(fields: Mapping[str, object], *, title: str = "") -> Table:
     """Names and values, one a row."""
-    table = Table(title=Text(title) if title else None, title_justify="left", show_header=False)
+    table = Table(title=title or None, title_justify="left", show_header=False)
     table.add_column("field")
     table.add_column("value", justify="right")
     for name, value in fields.items():
         shown = f"{value:.4g}" if isinstance(value, float) else str(value)
-        table.add_row(Text(name), Text(shown))
+        table.add_row(name, shown)
     return table

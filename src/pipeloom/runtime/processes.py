@@ -28,8 +28,9 @@ import torch
 import torch.distributed as dist
 
 from pipeloom.errors import ExecutionError, InputError, PipeloomError
-from pipeloom.forks import can_fork, end_with_parent, environment
+from pipeloom.forks import can_fork, end_with_parent, environment, ignore_interrupts, interrupts_held
 from pipeloom.forks import process as new_process
+from pipeloom.printing import escape_logs, print_error
 from pipeloom.runtime.addresses import interface_towards
 from pipeloom.runtime.device import DeviceType, Place, join_group, place_of
 from pipeloom.runtime.watch import Watch, watch
@@ -142,7 +143,7 @@ def launch(
                     process = new_process(
                         _run_rank, (function, args, start, there), forked=forked, name=name, daemon=False
                     )
-                    with there, _started(rank):
+                    with there, _started(rank), interrupts_held():
                         process.start()
                     processes.append(process)
             _watch(pipes, processes, results, on_report)
@@ -259,7 +260,9 @@ def _end(processes: Sequence[BaseProcess], patience_s: float) -> None:
 def _run_rank(function: Callable[..., Any], args: tuple[Any, ...], start: _Start, pipe: Connection) -> None:
     """Body of a rank's process."""
     global _launcher
+    ignore_interrupts()
     _launcher = pipe
+    escape_logs()
     rank, num_ranks = start.rank, start.num_ranks
     torch.set_num_threads(start.threads)
     threading.Thread(target=end_with_parent, args=(Path(start.store_path).parent,), daemon=True).start()
@@ -309,7 +312,7 @@ def end_with_starter(problem: str = "") -> None:
         while os.getppid() == starter:
             time.sleep(_LOOK_S)
         if problem:
-            print(f"pipeloom: {problem}", file=sys.stderr, flush=True)
+            print_error(problem)
         os._exit(1)
 
     threading.Thread(target=look, name="starter", daemon=True).start()

@@ -12,7 +12,6 @@ import os
 import secrets
 import selectors
 import socket
-import sys
 import threading
 import time
 from collections.abc import Collection, Iterator
@@ -20,6 +19,7 @@ from contextlib import suppress
 from typing import Any
 
 from pipeloom.errors import ExecutionError, PipeloomError
+from pipeloom.printing import print_error
 from pipeloom.runtime.addresses import address_towards
 
 _ADDRESS = "watch"
@@ -108,7 +108,7 @@ class Watch:
         # A rank that fails says why; one that is gone is named once, by rank 0, or by all where that is the one.
         if word < _FAILED and (self.rank == 0 or word == 0):
             problem = "is gone: its process or its host has ended, or cannot be reached"
-            print(f"pipeloom: rank {word} {problem}", file=sys.stderr, flush=True)
+            print_error(f"rank {word} {problem}")
         if self.rank == 0:
             self._tell(word, but=source)
         self._lost.set()

@@ -20,6 +20,7 @@ from pipeloom.taskgraph import FORWARD, WEIGHT_GRADIENT, IntArray, TaskGraph, to
 from pipeloom.timeline import memory_changes
 from pipeloom.timeline.options import least_held, pair_options
 from pipeloom.timeline.residence import quick_topological_order
+from pipeloom.units import exact_size_text
 
 Array = npt.NDArray[Any]
 
@@ -239,10 +240,11 @@ def _reference_order(
             proved = exhausted and bool((graph.duration_ns > 0).all())
             some = f"at most {states} states of it were searched, not all"
             tried = "no order fits" if proved else "not proved impossible" if exhausted or not states else some
+            needs, leaves = exact_size_text(most[rank]), exact_size_text(int(capacity[rank]))
             raise (InfeasibleError if proved else NothingFoundError)(
                 f"pair {graph.pair[task]} ({graph.describe(task)}) does not fit: its microbatch needs "
-                f"{most[rank]} bytes at once on rank {rank} in every order tried, and beside "
-                f"{graph.static_bytes[rank]} static bytes the capacity leaves {capacity[rank]}; {tried}"
+                f"{needs} at once on rank {rank} in every order tried, and beside "
+                f"{_static(graph, rank)} the capacity leaves {leaves}; {tried}"
             )
         used[rank] += net[task]
     raise AssertionError("an order that does not fit has a first task that does not")
@@ -331,17 +333,20 @@ def refuse_large_pairs(graph: TaskGraph) -> None:
         return
     if (capacity < 0).any():
         rank = int(np.flatnonzero(capacity < 0)[0])
-        raise InfeasibleError(
-            f"rank {rank} cannot hold its {graph.static_bytes[rank]} static bytes: its capacity is "
-            f"{graph.capacity_bytes[rank]}"
-        )
+        most = exact_size_text(int(graph.capacity_bytes[rank]))
+        raise InfeasibleError(f"rank {rank} cannot hold its {_static(graph, rank)}: its capacity is {most}")
     pair_rank = graph.rank[graph.forward_of]
     size = least_held(graph, pair_options(graph)).min(axis=1)
     large = np.flatnonzero(size > capacity[pair_rank])
     if large.size:
         pair = int(large[0])
         rank = int(pair_rank[pair])
+        holds, leaves = exact_size_text(int(size[pair])), exact_size_text(int(capacity[rank]))
         raise InfeasibleError(
-            f"pair {pair} ({graph.describe(int(graph.forward_of[pair]))}) cannot fit: it holds {size[pair]} bytes, and "
-            f"beside {graph.static_bytes[rank]} static bytes the capacity of rank {rank} leaves {capacity[rank]}"
+            f"pair {pair} ({graph.describe(int(graph.forward_of[pair]))}) cannot fit: it holds {holds}, and "
+            f"beside {_static(graph, rank)} the capacity of rank {rank} leaves {leaves}"
         )
+
+
+def _static(graph: TaskGraph, rank: int) -> str:
+    return exact_size_text(int(graph.static_bytes[rank]), "static bytes")

@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from pipeloom.errors import InputError
+from pipeloom.outputs import check_input
 from pipeloom.spec.architecture import Architecture, Layer, ModuleArchitecture
 from pipeloom.spec.hardware import ClusterSpec, DeviceSpec
 from pipeloom.spec.model import Reads
@@ -30,6 +31,7 @@ def read(kind: Kind, name: str) -> dict[str, Any]:
         path = Path(name)
         if not path.is_file():
             raise InputError(name, "is not a file")
+        check_input(path)
         data = path.read_bytes()
     else:
         entry = resources.files("pipeloom.spec").joinpath("zoo", kind, f"{name}.toml")

@@ -16,6 +16,7 @@ from pipeloom.taskgraph.assignment import Assignable
 from pipeloom.taskgraph.build import build_assignable
 from pipeloom.taskgraph.columns import IntArray
 from pipeloom.taskgraph.graph import TaskGraph
+from pipeloom.units import size_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,10 +118,11 @@ def _room_bytes(graph: TaskGraph, work: IntArray, memory: MemoryLimit) -> IntArr
     room: IntArray = memory.capacity_bytes - work - np.array(memory.spare_bytes or 0, np.int64)
     if (graph.static_bytes > room).any():
         rank = int((graph.static_bytes - room).argmax())
+        capacity = memory.capacity_bytes
+        static, aside, most = map(size_text, (int(graph.static_bytes[rank]), int(capacity - room[rank]), capacity))
         raise InfeasibleError(
-            f"rank {rank}: weights, gradients and optimiser state take {graph.static_bytes[rank]} bytes, the largest "
-            f"computation with its messages {memory.capacity_bytes - room[rank]}, of {memory.capacity_bytes}; use more "
-            "ranks, more tensor or data parallelism, or smaller microbatches"
+            f"rank {rank}: weights, gradients and optimiser state take {static}, the largest computation with its "
+            f"messages {aside}, of {most}; use more ranks, more tensor or data parallelism, or smaller microbatches"
         )
     return room
 

@@ -15,6 +15,7 @@ from pipeloom.errors import InputError
 from pipeloom.lazy import lazy_module
 from pipeloom.taskgraph import KIND_NAMES, NS_PER_S, IntArray, TaskGraph
 from pipeloom.timeline.schedule import Schedule, Timeline
+from pipeloom.units import exact_size_text
 
 if TYPE_CHECKING:
     from pipeloom.timeline import check_kernels as kernels
@@ -319,7 +320,8 @@ def _check_memory(graph: TaskGraph, costs: _Costs, parts: _Parts, start: IntArra
             if running.size:
                 task = int(running[0])
                 during = f" during {graph.describe(task)}, pair {int(graph.pair[task])}"
-            problem = f"rank {rank} holds {worst} bytes at {_s(when)}{during}; its capacity is {capacity}"
+            held, limit = exact_size_text(worst), exact_size_text(capacity)
+            problem = f"rank {rank} holds {held} at {_s(when)}{during}; its capacity is {limit}"
             found.append(Violation("memory", problem))
     return found
 
@@ -333,7 +335,8 @@ def _check_host(graph: TaskGraph, costs: _Costs, parts: _Parts, start: IntArray,
     for rank, (worst, when) in enumerate(_most(spans, np.zeros(graph.num_ranks, np.int64))):
         capacity = int(graph.host_capacity_bytes[rank])
         if worst > capacity:
-            problem = f"rank {rank} holds {worst} bytes on the host at {_s(when)}; its capacity there is {capacity}"
+            held, limit = exact_size_text(worst), exact_size_text(capacity)
+            problem = f"rank {rank} holds {held} on the host at {_s(when)}; its capacity there is {limit}"
             found.append(Violation("memory", problem))
     return found
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
         TrainConfig,
         read_config,
     )
-    from pipeloom.training.display import Display, Quiet
+    from pipeloom.training.display import Display, Lines, Quiet
     from pipeloom.training.loop_config import (
         EmaConfig,
         EvaluationConfig,
@@ -43,6 +43,7 @@ __all__ = [
     "FitResult",
     "FitSettings",
     "LayoutConfig",
+    "Lines",
     "LogConfig",
     "OptimizerConfig",
     "OptimizerGroup",

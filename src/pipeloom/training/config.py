@@ -8,7 +8,7 @@ from typing import Any, Literal
 import msgspec
 
 from pipeloom.cost import check_strategies
-from pipeloom.errors import InputError, check_count, check_not_negative, check_positive
+from pipeloom.errors import InputError, check_count, check_not_negative, check_positive, visible_line
 from pipeloom.io import read_spec
 from pipeloom.layout import ModulePlacement
 from pipeloom.packing import PackingSpec, check_always_packs
@@ -227,7 +227,8 @@ class TrainConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         check_count("iterations", self.iterations)
         check_positive("timeout_s", self.timeout_s)
         self._check_bounds()
-        if not self.name or any(c in self.name for c in "/\\\0") or self.name in (".", ".."):
+        unseen = visible_line(self.name) != self.name
+        if not self.name or unseen or any(c in self.name for c in "/\\") or self.name in (".", ".."):
             raise InputError("name", f"{self.name!r} is no folder name", "use letters, digits, '-' and '_'")
         check_always_packs("packing.policy", self.packing.policy)
         check_loop(self.optimizer, self.scheduler, self.evaluation, self.ema)

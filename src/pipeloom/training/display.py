@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Protocol
 
+from pipeloom.heartbeat import EVERY_S, doing, heartbeat
+from pipeloom.printing import last_printed_s, print_line
 from pipeloom.training.record import Summary
 
 if TYPE_CHECKING:
@@ -50,3 +53,34 @@ class Quiet:
 
     def close(self, summary: Summary) -> None:
         """Do nothing."""
+
+
+class Lines:
+    """Shows a run as lines on standard error: what begins, and at least every ten seconds how far it is."""
+
+    def say(self, text: str, *, warning: bool = False) -> None:
+        """Print a line."""
+        print_line(f"warning: {text}" if warning else text, to_stderr=True)
+        doing(text.rstrip(" ."))
+
+    @contextmanager
+    def working(self, title: str) -> Iterator[Callable[[str, float | None], None]]:
+        """Name what is being done, for the lines that come if it takes long."""
+        yield lambda text, _share: doing(f"{title}: {text}")
+
+    @contextmanager
+    def iterations(self, total: int, first: int) -> Iterator[Callable[[StepReport], None]]:
+        """Print the first iteration, the last one, and one whenever nothing was printed for a while."""
+
+        def show(report: StepReport) -> None:
+            done = report.iteration + 1
+            doing(f"training, iteration {done}")
+            if done in (first + 1, total) or time.monotonic() - last_printed_s() > EVERY_S:
+                took = f"{report.step_s:.2f} s, bubbles {report.measured_bubble_share:.0%}"
+                print_line(f"iteration {done}: loss {report.loss:.4f}, {took}", to_stderr=True)
+
+        with heartbeat("training"):
+            yield show
+
+    def close(self, summary: Summary) -> None:
+        """Do nothing: the caller of `fit` has the result."""

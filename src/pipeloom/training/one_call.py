@@ -6,6 +6,7 @@ import itertools
 import pickle
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch
 
 from pipeloom.cost import Profile
 from pipeloom.errors import InputError
+from pipeloom.heartbeat import heartbeat
 from pipeloom.layout import ModulePlacement
 from pipeloom.packing import PackingSpec, budget_tokens
 from pipeloom.runtime import Batches as LoadedBatches
@@ -32,7 +34,7 @@ from pipeloom.training.config import (
     RuntimeConfig,
     TrainConfig,
 )
-from pipeloom.training.display import Display, Quiet
+from pipeloom.training.display import Display, Lines, Quiet
 from pipeloom.training.loop_config import EmaConfig, EvaluationConfig, LogConfig, OptimizerConfig, SchedulerConfig
 from pipeloom.training.measure import typical_batches
 from pipeloom.training.record import HISTORY, Row, Summary, read_history
@@ -85,8 +87,8 @@ class FitSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Where everything is left; None: a new folder under ``runs``, named after the model."""
     resume: bool | None = None
     """Go on from the folder's newest checkpoint (true), or remove what is there (false). None: there must be none."""
-    display: Display = Quiet()
-    """What shows the run while it lasts."""
+    display: Display = Lines()
+    """What shows the run while it lasts: lines on standard error; ``Quiet()``: nothing."""
 
 
 @dataclass(frozen=True)
@@ -201,7 +203,8 @@ def fit(
         layout=layout if isinstance(layout, Layout) else None,
         profile=settings.profile,
     )
-    summary = run.train(resume=settings.resume)
+    with nullcontext() if isinstance(settings.display, Quiet) else heartbeat(f"building {built.name}"):
+        summary = run.train(resume=settings.resume)
     assert summary is not None
     assert run.checkpoints is not None
     checkpoint = run.checkpoints.newest()

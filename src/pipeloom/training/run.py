@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -17,10 +16,13 @@ import torch.distributed as dist
 
 from pipeloom.cost.layers import LayerTable
 from pipeloom.errors import ExecutionError, InputError, PipeloomError
+from pipeloom.heartbeat import paused
 from pipeloom.io import read_spec
 from pipeloom.layout.training import training_layers
+from pipeloom.outputs import check_input
 from pipeloom.plan import backend_of
 from pipeloom.planner import Setup
+from pipeloom.printing import print_error
 from pipeloom.runtime import Model, Worker, choose_device, join_workers, launch, this_worker
 from pipeloom.runtime.coordination import Patience, first_says
 from pipeloom.runtime.divide import check_divisible
@@ -98,6 +100,7 @@ class TrainingRun(Job):
         source = (file.parent / config.task).resolve()
         if not source.is_file():
             raise InputError(f"{file}: task", f"{str(source)!r} is not a file", "give a Python file beside train.toml")
+        check_input(source)
         return cls(config, Task.from_file(source), Path(runs) / config.name, file, display or Quiet())
 
     def prepare(self) -> Setup:
@@ -307,9 +310,10 @@ class TrainingRun(Job):
             planners = "the planner" if config.parallel.dp == 1 else f"{config.parallel.dp} planners"
             self.display.say(f"Starting {config.num_processes} ranks and {planners} ...")
             try:
-                found = launch(
-                    train_rank, config.num_processes, self, go_on, timeout_s=config.timeout_s, device=self.place
-                )
+                with paused():
+                    found = launch(
+                        train_rank, config.num_processes, self, go_on, timeout_s=config.timeout_s, device=self.place
+                    )
             except ExecutionError as error:
                 if restart > restarts or error.comes_again:
                     raise
@@ -344,7 +348,7 @@ class TrainingRun(Job):
             message = str(error) if joined is None else joined.watch.fail(error)
             if message:
                 message = message if message.startswith("rank ") else f"rank {worker.rank}: {message}"
-                print(f"pipeloom: {message}", file=sys.stderr, flush=True)
+                print_error(message)
             # The group's threads may hang on a dead peer; nothing here is worth waiting for.
             os._exit(2)
 

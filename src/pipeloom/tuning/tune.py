@@ -18,6 +18,7 @@ from pipeloom.tuning.orders import cluster_orders, simple_orders
 from pipeloom.tuning.pipeline import BatchSizes, TunedPipeline, batch_sizes, chain_of, marginal_of
 from pipeloom.tuning.spec import TuningSpec
 from pipeloom.tuning.table import IntArray
+from pipeloom.units import size_text
 
 _NEVER = int(np.iinfo(np.int64).max // 4)
 _RUNS_PER_SAMPLE = 240
@@ -141,7 +142,7 @@ class _Tuning:
         if not found:
             raise NothingFoundError(
                 f"iteration {self.batch.iteration}: none of the packings tried, of at most {self.budget} tokens a "
-                f"microbatch, fits into the memory of {int(self.pipeline.capacity_bytes[0])} bytes; lower "
+                f"microbatch, fits into the memory of {size_text(int(self.pipeline.capacity_bytes[0]))}; lower "
                 "packing.token_budget, or recompute"
             )
         return self._finish(self._search(found))

@@ -52,6 +52,27 @@ def test_layers_share_a_stage_by_their_calls_and_nodes(tmp_path: Path) -> None:
     assert [share[1:] for share in shares] == [(pytest.approx(0.4), pytest.approx(0.25)), (0.6, 0.75)]
 
 
+def test_layers_of_computations_that_begin_and_end_with_operators(tmp_path: Path) -> None:
+    """Where a schedule names no computations, calls of modules begin before them and end after them."""
+    events = []
+    for microbatch, at in enumerate((0.0, 10.0)):
+        events += [
+            box(f"PP:0F{microbatch}", at + 1, at + 9, "user_annotation"),
+            box("nn.Module: Sequential_0", at + 0.5, at + 9.5, "python_function"),
+            box("nn.Module: Block_0", at + 0.6, at + 4, "python_function"),
+            box("nn.Module: Block_1", at + 4, at + 9.4, "python_function"),
+            box("aten::addmm", at + 1, at + 9),
+            box(f"PP:0B{microbatch}", at + 20, at + 29, "user_annotation"),
+        ]
+    # The call of one computation ends inside the next.
+    events[2:2] = [box("nn.Module: Sequential_0", -9, 1.2, "python_function")]
+    path = tmp_path / "rank0.json"
+    path.write_text(json.dumps({"traceEvents": events}))
+    traces = [read_kineto(path)]
+    shares = layer_shares(traces, traced_run(traces))[0]
+    assert [name for name, _, _ in shares] == ["stage.0.0.Block_0", "stage.0.1.Block_1"]
+
+
 def sized(folder: Path, rows: int | None) -> TracedRun:
     """A run whose microbatch ``m`` has ``rows + m`` sequences of 16 tokens."""
     pipeline = next(p for p in (random_pipeline(s, single=True) for s in range(99)) if p.graph.num_ranks == 2)

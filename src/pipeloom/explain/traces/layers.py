@@ -56,13 +56,23 @@ def layer_shares(traces: Sequence[RankTrace], run: TracedRun) -> dict[int, tuple
 
 
 def _layers(modules: Sequence[TraceEvent], entered_ns: int, end_ns: int) -> list[TraceEvent]:
-    """The outermost modules of a computation, of which there are at least two."""
-    inside = [event for event in modules if entered_ns <= event.start_ns < end_ns]
+    """The outermost modules of a computation, of which there are at least two.
+
+    Where a schedule names no computations, one begins with its first operator, inside its first modules, and ends with
+    its last, so the modules of a computation are those that share half of their time with it.
+    """
+    inside = [event for event in modules if event.end_ns > entered_ns and event.start_ns < end_ns]
+    inside = [event for event in inside if _share_half(event, entered_ns, end_ns)]
     while True:
         outer = _outermost(inside)
         if len(outer) != 1:
             return outer
         inside = [event for event in inside if event is not outer[0]]
+
+
+def _share_half(event: TraceEvent, begin_ns: int, end_ns: int) -> bool:
+    shared = min(event.end_ns, end_ns) - max(event.start_ns, begin_ns)
+    return 2 * shared >= min(event.end_ns - event.start_ns, end_ns - begin_ns)
 
 
 def _outermost(events: Sequence[TraceEvent]) -> list[TraceEvent]:

@@ -39,7 +39,9 @@ def read_huggingface(path: str | Path) -> Architecture:
     if not isinstance(config, dict):
         raise InputError(str(file), "is not a JSON object")
     try:
-        return architecture_of(config, str(config.get("_name_or_path") or file.resolve().parent.name))
+        own = file.resolve()
+        name = own.parent.name if own.name == "config.json" else own.name.removesuffix(".json")
+        return architecture_of(config, str(config.get("_name_or_path") or name))
     except InputError as error:
         raise InputError(f"{file}: {error.entity}", error.problem, error.remedy) from error
 

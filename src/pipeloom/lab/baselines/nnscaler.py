@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeloom.errors import InfeasibleError, InputError
+from pipeloom.units import size_text
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -68,7 +69,9 @@ def best_stages(
             at = int(worst.argmin())
             slowest[stage, end], cut[stage, end], picked[stage, end] = worst[at], begin[at], level[at]
     if not np.isfinite(slowest[num_stages, num_layers]):
-        raise InfeasibleError(f"no cut of {num_layers} layers into {num_stages} stages fits {capacity_bytes:g} bytes")
+        raise InfeasibleError(
+            f"no cut of {num_layers} layers into {num_stages} stages fits {size_text(int(capacity_bytes))}"
+        )
     cuts, levels = [num_layers], []
     for stage in range(num_stages, 0, -1):
         levels.append(int(picked[stage, cuts[-1]]))

@@ -59,6 +59,7 @@ from pipeloom.search import (
 from pipeloom.spec import Chunk, Layout, ModuleLayout
 from pipeloom.taskgraph import TaskGraph
 from pipeloom.timeline import Schedule, lower_bound, simulate
+from pipeloom.units import size_text
 
 Order = Callable[[TaskGraph], Schedule]
 Recompute = Callable[[str, Layout, TaskGraph, Schedule], BaselineResult]
@@ -230,7 +231,7 @@ def static_stages(
             stages = best_stages(seconds[rows], held[rows], kept, case.num_ranks, room)
             found.append((stages.slowest_s, stages.cuts, tuple(rows[level] for level in stages.levels)))
     if not found:
-        raise InfeasibleError(f"no cut into {case.num_ranks} stages fits {room} bytes on the mean microbatch")
+        raise InfeasibleError(f"no cut into {case.num_ranks} stages fits {size_text(int(room))} on the mean microbatch")
     _, cuts, levels = min(found)
     chunks: list[Chunk] = []
     for rank in range(case.num_ranks):

@@ -24,6 +24,7 @@ from pipeloom.search import Evaluations, OrderRule, Progress
 from pipeloom.search.stopping import StoppingRule, Until, Watch
 from pipeloom.taskgraph import TaskGraph
 from pipeloom.timeline import LowerBound, Schedule, Timeline, require_feasible, simulate
+from pipeloom.units import size_text
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -277,10 +278,10 @@ def nothing_fits(chain: LayerChain) -> InfeasibleError:
     lean = int(chain.activation_bytes.min(axis=1).sum())
     # What is held before training is held wherever it lies.
     kind = InfeasibleError if static > int(chain.capacity_bytes.sum()) else NothingFoundError
+    before, each, together = map(size_text, (static, lean, int(chain.capacity_bytes.sum())))
     return kind(
-        f"no placement found that fits: the layers hold {static} bytes before training and {lean} for one "
-        f"microbatch, the {chain.num_ranks} ranks have {int(chain.capacity_bytes.sum())} bytes together; use "
-        "more ranks or smaller microbatches"
+        f"no placement found that fits: the layers hold {before} before training and {each} for one microbatch, the "
+        f"{chain.num_ranks} ranks have {together} together; use more ranks or smaller microbatches"
     )
 
 

@@ -35,6 +35,12 @@ def size_text(num_bytes: int) -> str:
     return f"{_four(num_bytes / scale)} {name}"
 
 
+def exact_size_text(num_bytes: int, what: str = "bytes") -> str:
+    """A size with its number of bytes, where two may differ by a few: ``1.5 GiB (1610612737 bytes)``, ``40 bytes``."""
+    exact = f"{num_bytes} {what}"
+    return exact if num_bytes < 1024 else f"{size_text(num_bytes)} ({exact})"
+
+
 def share_text(share: float) -> str:
     """A share as percent: ``12.3 %``."""
     return f"{100 * share:.1f} %" if share >= 0.001 or share == 0 else f"{100 * share:.3f} %"
