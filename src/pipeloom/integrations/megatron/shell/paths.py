@@ -1,0 +1,158 @@
+"""Follow a script along every way that it may take, and list the programs that it starts on each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from pipeloom.errors import InputError
+from pipeloom.integrations.megatron.shell.interpreter import Choices, Interpreter
+from pipeloom.integrations.megatron.shell.parser import Parser
+from pipeloom.integrations.megatron.shell.syntax import AndOr, Broken
+from pipeloom.integrations.megatron.shell.values import (
+    LoopLimit,
+    Refusal,
+    Undetermined,
+    Unknown,
+    Unknowns,
+    WorkLimit,
+    is_unknown,
+)
+
+MOST_PATHS = 128
+REMEDY = "give the final argument list in a text file"
+
+
+@dataclass(frozen=True, slots=True)
+class StartedWord:
+    """An argument of a program.
+
+    Attributes
+    ----------
+    text : str
+        The argument; unknown parts stand as the script writes them.
+    unknown : Unknown or None
+        What is unknown of it.
+    gone : Unknown or None
+        A variable that stands behind it, is not set, and leaves no word.
+    """
+
+    text: str
+    unknown: Unknown | None = None
+    gone: Unknown | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A program that the script starts."""
+
+    line: int
+    words: tuple[StartedWord, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Path:
+    """One way through a script.
+
+    Attributes
+    ----------
+    decisions : mapping
+        What was decided without being known, and which way was taken.
+    started : list of Started
+    unset : mapping
+        Variables that were read as empty since the script does not set them, with the line.
+    """
+
+    decisions: dict[Unknown, int]
+    started: list[Started]
+    unset: dict[str, int]
+
+
+@dataclass(slots=True)
+class _Replay:
+    """An iterator's items, which can be read again."""
+
+    rest: Iterator[AndOr | Broken]
+    read: list[AndOr | Broken] = field(default_factory=list)
+
+    def __iter__(self) -> Iterator[AndOr | Broken]:
+        yield from self.read
+        for item in self.rest:
+            self.read.append(item)
+            yield item
+
+
+def follow(source: str, text: str) -> list[Path]:
+    """Return every way through a script.
+
+    Parameters
+    ----------
+    source : str
+        Name of the file.
+    text : str
+
+    Raises
+    ------
+    InputError
+        The script cannot be parsed, does what is not evaluated, or does too much.
+    """
+    if any(is_unknown(char) or char == "\0" for char in text if not char.isascii() or char == "\0"):
+        raise InputError(source, "is not text", REMEDY)
+    script = _Replay(Parser(text).script())
+    found: list[Path] = []
+    prefix: tuple[int, ...] | None = ()
+    steps = 0
+    while prefix is not None:
+        if len(found) == MOST_PATHS:
+            names = ", ".join(f"{one.source} (line {one.line})" for one in list(found[0].decisions)[:3])
+            raise InputError(source, f"depends on too much that is unknown: {names}", REMEDY)
+        unknowns, choices = Unknowns(steps=steps), Choices(prefix)
+        found.append(_follow(source, script, unknowns, choices))
+        steps = unknowns.steps
+        prefix = _following(choices)
+    return found
+
+
+def _following(choices: Choices) -> tuple[int, ...] | None:
+    """The next combination of decisions, depth first; None after the last."""
+    made = choices.made
+    for at in range(len(made) - 1, -1, -1):
+        _, alternatives, taken = made[at]
+        if taken + 1 < alternatives:
+            return (*(each[2] for each in made[:at]), taken + 1)
+    return None
+
+
+def _follow(source: str, script: Iterable[AndOr | Broken], unknowns: Unknowns, choices: Choices) -> Path:
+    started: list[Started] = []
+
+    def record(line: int, arguments: list[str]) -> None:
+        started.append(Started(line, tuple(_word(word, unknowns) for word in arguments)))
+
+    try:
+        Interpreter(source, unknowns, choices, record).run(script)
+    except WorkLimit as error:
+        if not isinstance(error, LoopLimit) or not started:
+            raise InputError(f"{source}: line {error.line}", error.problem, REMEDY) from None
+    except Refusal as error:
+        raise InputError(f"{source}: line {error.line}", error.problem, REMEDY) from None
+    except Undetermined as error:
+        raise InputError(
+            f"{source}: line {unknowns.line}", f"cannot be read, since {error.unknown.reason}", REMEDY
+        ) from None
+    except RecursionError:
+        raise InputError(f"{source}: line {unknowns.line}", "cannot be read: it is nested too deeply", REMEDY) from None
+    return Path({unknown: taken for unknown, _, taken in choices.made}, started, dict(unknowns.inspected))
+
+
+def _word(word: str, unknowns: Unknowns) -> StartedWord:
+    if word.isascii():
+        return StartedWord(word)
+    gone: Unknown | None = None
+    unknown: Unknown | None = None
+    for one in unknowns.within(word):
+        if one.kind == "gone":
+            gone = one
+        elif unknown is None or one.kind == "list":
+            unknown = one
+    return StartedWord(unknowns.shown(word), unknown, gone)
