@@ -55,6 +55,8 @@ class Expansion(State):
                     total += len(text)
                     self.unknowns.charge()
                     self.unknowns.check_length(total)
+                    if quoted and not text.isascii():
+                        text = self._as_one_word(text)
                     if quoted or not text or not self.unknowns.is_unset(text):
                         found.append(first + text)
                         first = ""
@@ -66,6 +68,11 @@ class Expansion(State):
                     else:
                         first += gone
         return found
+
+    def _as_one_word(self, text: str) -> str:
+        """A quoted value, in which a command's output is one word."""
+        unknown = [(c, self.unknowns.of(c)) for c in text]
+        return "".join(c if one is None or one.kind != "output" else self.unknowns.again(one) for c, one in unknown)
 
     def string(self, word: Word) -> str:
         """Expand a word to one value, without splitting."""

@@ -54,6 +54,7 @@ from pipeloom.io.files import read_text
 
 MOST_ITERATIONS = 10_000
 MOST_CALLS = 40
+MOST_DECISIONS = 100
 _MOST_SOURCED_BYTES = 1_000_000
 _HARMLESS = frozenset(
     (
@@ -90,6 +91,8 @@ class Choices:
         for asked, _, taken in self.made:
             if asked == unknown:
                 return taken
+        if len(self.made) == MOST_DECISIONS:
+            raise WorkLimit(unknown.line, f"more than {MOST_DECISIONS} decisions depend on something unknown")
         taken = self.prefix[len(self.made)] if len(self.made) < len(self.prefix) else 0
         self.made.append((unknown, alternatives, taken))
         return taken
@@ -134,10 +137,10 @@ class Interpreter(Expansion):
         return self.status
 
     def _and_or(self, item: AndOr | Broken) -> None:
-        self.unknowns.line = item.line
+        self.unknowns.go_to(item.line)
         self.unknowns.charge()
         if isinstance(item, Broken):
-            raise Refusal(item.line, f"cannot be read: {item.problem}")
+            raise Refusal(self.unknowns.line, f"cannot be read: {item.problem}")
         last = len(item.pipelines) - 1
         ended = False
         for i, (operator, pipeline) in enumerate(item.pipelines):
@@ -251,10 +254,10 @@ class Interpreter(Expansion):
                 self.functions[name] = body
                 self.status = 0
             case Calculation(line, expression):
-                self.unknowns.line = line
+                self.unknowns.go_to(line)
                 self.status = self._calculation(expression)
             case Conditional(line, condition):
-                self.unknowns.line = line
+                self.unknowns.go_to(line)
                 self.status = conditional(condition, self)
         return self.status
 
@@ -315,7 +318,7 @@ class Interpreter(Expansion):
                 return 0
             if (status == 0) == command.until or not self._loop(command.body):
                 return 0
-        raise LoopLimit(command.line, f"a loop runs more than {MOST_ITERATIONS} times")
+        raise LoopLimit(self.unknowns.line, f"a loop runs more than {MOST_ITERATIONS} times")
 
     def _for(self, command: For) -> Status:
         words = list(self.positional) if command.words is None else self.fields(command.words)
@@ -324,7 +327,7 @@ class Interpreter(Expansion):
             unknown = self.unknowns.within(word)
             self.set(command.name, word)
             if len(word) == 1 and unknown and unknown[0].kind in ("output", "list"):
-                self._maybe_loop(Unknown(f"for {command.name} in {unknown[0].source}", command.line, "text"), command.body)
+                self._maybe_loop(Unknown(f"for {command.name} in {unknown[0].source}", self.unknowns.line, "text"), command.body)
             elif not self._loop(command.body):
                 break
         return self.status if words else 0
@@ -332,10 +335,10 @@ class Interpreter(Expansion):
     def _count(self, command: Count) -> Status:
         first, condition, step = command.header
         try:
-            self.unknowns.line = command.line
+            self.unknowns.go_to(command.line)
             self.number(first)
             for _ in range(MOST_ITERATIONS):
-                self.unknowns.line = command.line
+                self.unknowns.go_to(command.line)
                 self.unknowns.charge()
                 if (condition and self.number(condition) == 0) or not self._loop(command.body):
                     return 0
@@ -345,16 +348,16 @@ class Interpreter(Expansion):
         except Undetermined as error:
             self._maybe_loop(error.unknown, command.body)
             return 0
-        raise LoopLimit(command.line, f"a loop runs more than {MOST_ITERATIONS} times")
+        raise LoopLimit(self.unknowns.line, f"a loop runs more than {MOST_ITERATIONS} times")
 
     def _case(self, command: Case) -> Status:
-        self.unknowns.line = command.line
+        self.unknowns.go_to(command.line)
         value = self.string(command.subject)
         falls = False
         for i, (patterns, body, end) in enumerate(command.clauses):
             found: bool | Unknown = falls
             if not falls:
-                results = [self._matches(value, pattern, command.line) for pattern in patterns]
+                results = [self._matches(value, pattern) for pattern in patterns]
                 found = True if True in results else next((r for r in results if isinstance(r, Unknown)), False)
             if isinstance(found, Unknown):
                 if all(self._is_harmless(each) for _, each, _ in command.clauses[i:]):
@@ -369,7 +372,7 @@ class Interpreter(Expansion):
             falls = end == ";&"
         return self.status if falls else 0
 
-    def _matches(self, value: str, word: Word, line: int) -> bool | Unknown:
+    def _matches(self, value: str, word: Word) -> bool | Unknown:
         try:
             pattern = self.pattern(word)
             if pattern == [("*", False)]:
@@ -377,12 +380,12 @@ class Interpreter(Expansion):
             return matches(pattern, self.unknowns.known(value), self.unknowns)
         except Undetermined:
             shown = self.unknowns.shown(f"{value} = {self.string(word)}")
-            return Unknown(f"[ {shown[:2000]} ]", line, "text")
+            return Unknown(f"[ {shown[:2000]} ]", self.unknowns.line, "text")
 
     # ------------------------------------------------------------------ simple commands
 
     def _simple(self, command: Simple) -> Status:
-        self.unknowns.line = command.line
+        self.unknowns.go_to(command.line)
         if not command.words:
             self.status = 0
             self._assign_all(command.assignments)
@@ -593,16 +596,15 @@ class Interpreter(Expansion):
         self.calls += 1
         if self.calls > MOST_CALLS:
             raise WorkLimit(self.unknowns.line, f"eval is nested more than {MOST_CALLS} deep")
-        line = self.unknowns.line
+        unknowns = self.unknowns
+        pinned, unknowns.pinned = unknowns.pinned, unknowns.line
         self.status = 0
         try:
             for item in Parser(text).script():
                 self._and_or(item)
-        except Refusal as error:
-            raise Refusal(line, error.problem) from None
         finally:
             self.calls -= 1
-            self.unknowns.line = line
+            unknowns.line, unknowns.pinned = unknowns.pinned, pinned
         return self.status
 
     def _source(self, arguments: list[str]) -> Status:

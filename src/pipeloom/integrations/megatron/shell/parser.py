@@ -31,7 +31,7 @@ from pipeloom.integrations.megatron.shell.syntax import (
     While,
     Word,
 )
-from pipeloom.integrations.megatron.shell.words import MOST_DEPTH, SyntaxProblem, WordReader
+from pipeloom.integrations.megatron.shell.words import ENDS, MOST_DEPTH, SyntaxProblem, WordReader
 
 _RESERVED = re.compile(r"(?:if|then|elif|else|fi|for|while|until|do|done|case|esac|function|select|coproc|time|in|[{}!]|\[\[)(?=[\s;&|()<>]|$)")
 _ENDERS = frozenset(("then", "elif", "else", "fi", "do", "done", "esac", "}"))
@@ -80,7 +80,10 @@ class Parser(WordReader):
             yield item
 
     def commands(self, closing: str) -> Sequence:
+        """Read commands up to a closing character."""
+        self.ends, ends = ENDS, self.ends
         found = self._list()
+        self.ends = ends
         if self.char != closing:
             raise self.fail(f"{self._token()!r} is unexpected" if self.char else f"{closing} is missing")
         self.at += len(closing)

@@ -9,6 +9,7 @@ from pipeloom.errors import InputError
 from pipeloom.integrations.megatron.shell.interpreter import Choices, Interpreter
 from pipeloom.integrations.megatron.shell.parser import Parser
 from pipeloom.integrations.megatron.shell.syntax import AndOr, Broken
+from pipeloom.integrations.megatron.shell.words import SyntaxProblem
 from pipeloom.integrations.megatron.shell.values import (
     LoopLimit,
     Refusal,
@@ -96,8 +97,7 @@ def follow(source: str, text: str) -> list[Path]:
     InputError
         The script cannot be parsed, does what is not evaluated, or does too much.
     """
-    if any(is_unknown(char) or char == "\0" for char in text if not char.isascii() or char == "\0"):
-        raise InputError(source, "is not text", REMEDY)
+    _check_text(source, text)
     script = _Replay(Parser(text).script())
     found: list[Path] = []
     prefix: tuple[int, ...] | None = ()
@@ -111,6 +111,33 @@ def follow(source: str, text: str) -> list[Path]:
         steps = unknowns.steps
         prefix = _following(choices)
     return found
+
+
+def _check_text(source: str, text: str) -> None:
+    if "\0" in text or (not text.isascii() and any(map(is_unknown, text))):
+        raise InputError(source, "is not text", REMEDY)
+
+
+def list_words(source: str, text: str) -> tuple[StartedWord, ...]:
+    """Return the words of an argument list, in which brackets and bars are characters."""
+    unknowns = Unknowns()
+    shell = Interpreter(source, unknowns, Choices(), lambda _line, _words: None)
+    parser = Parser(text)
+    parser.ends = " \t\n"
+    found: list[StartedWord] = []
+    try:
+        _check_text(source, text)
+        parser.skip_lines()
+        while parser.char:
+            unknowns.go_to(parser.line())
+            word = parser.word()
+            found += [_word(one, unknowns) for one in shell.fields([word])]
+            parser.skip_lines()
+    except SyntaxProblem as error:
+        raise InputError(f"{source}: line {parser.line(error.position)}", f"cannot be read: {error.problem}", REMEDY) from None
+    except Refusal as error:
+        raise InputError(f"{source}: line {unknowns.line}", error.problem, REMEDY) from None
+    return tuple(found)
 
 
 def _following(choices: Choices) -> tuple[int, ...] | None:

@@ -89,8 +89,14 @@ class Unknowns:
     numbers: dict[Unknown, str] = field(default_factory=dict)
     steps: int = 0
     line: int = 0
+    pinned: int = 0
+    """Line of the command whose text is run, such as ``eval``."""
     inspected: dict[str, int] = field(default_factory=dict)
     """Variables that are not set and were read as empty, with the line."""
+
+    def go_to(self, line: int) -> None:
+        """Say which line runs now."""
+        self.line = self.pinned or line
 
     def charge(self, steps: int = 1) -> None:
         """Count work; raises `WorkLimit` where a script does too much."""

@@ -24,7 +24,7 @@ _PARAMETER = re.compile(r"[A-Za-z_]\w*|\d+|[@*#?$!-]", re.ASCII)
 _OPERATOR = re.compile(r":[-=?+]|##|%%|//|/[#%]|\^\^|,,|[-=?+#%/^,@:]")
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "a": "\a", "b": "\b", "e": "\x1b", "E": "\x1b", "f": "\f", "v": "\v"}
 _ESCAPE = re.compile(r"\\(x[0-9a-fA-F]{1,2}|u[0-9a-fA-F]{1,4}|[0-7]{1,3}|.)", re.DOTALL)
-_ENDS = " \t\n;&|<>()"
+ENDS = " \t\n;&|<>()"
 """Characters that end a word outside of quotes."""
 
 
@@ -53,7 +53,7 @@ def unescape(text: str) -> str:
 class WordReader(ABC):
     """Reads words at a position of a text."""
 
-    def __init__(self, text: str, ends: str = _ENDS) -> None:
+    def __init__(self, text: str, ends: str = ENDS) -> None:
         self.text, self.ends = text, ends
         self.at = 0
         self.depth = 0
