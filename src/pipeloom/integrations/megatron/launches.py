@@ -40,7 +40,7 @@ def argument_words(source: str, line: int, words: Sequence[StartedWord]) -> list
         if unknown is not None:
             follows = bool(found) and found[-1].startswith("--") and "=" not in found[-1]
             several = unknown.kind == "list" or (is_whole and unknown.kind in ("output", "required") and not follows)
-            if several or (word.text.startswith("--") and not word.text.partition("=")[0].isidentifier() and "$" in word.text.partition("=")[0]):
+            if several or (word.text.startswith("--") and unknown.source in word.text.partition("=")[0]):
                 raise InputError(
                     f"{source}: line {line}", f"it is unknown which arguments Megatron gets: {unknown.reason}", REMEDY
                 )
@@ -100,6 +100,13 @@ def _none(source: str, paths: list[Path]) -> InputError:
                 shown = " ".join(word.text for word in command.words)
                 problem = f"`{shown if len(shown) < 80 else shown[:77] + '...'}` has no argument of Megatron"
                 return InputError(f"{source}: line {command.line}", problem, remedy)
+    ended = next((path.ended for path in paths if path.ended), 0)
+    if ended:
+        return InputError(
+            f"{source}: line {ended}",
+            "ends the script before it starts Megatron, where nothing is set outside of it",
+            f"set in it the variables that it asks for, or {REMEDY}",
+        )
     unset = sorted(set().union(*(path.unset for path in paths)))
     why = f"; not set in it: {', '.join(unset[:8])}" if unset else ""
     return InputError(source, f"has no command that starts Megatron{why}", remedy)
@@ -123,7 +130,7 @@ def _launched(command: Started) -> tuple[StartedWord, ...] | None:
     if module is not None and (program is None or module < program):
         program = module
     if program is None:
-        return words[start + 1 :]
+        return words[start + 1 :] if start == 0 or names[0] in _WRAPPERS or words[0].unknown is not None else None
     counted = _counted(words[start:program])
     return (*counted, *words[program + 1 :])
 
@@ -164,6 +171,13 @@ def _difference(one: Path, other: Path) -> str:
 
 def assumed(found: list[Launch]) -> tuple[str, ...]:
     """Say which variables were read as empty."""
+    ended = next((path.ended for path in paths if path.ended), 0)
+    if ended:
+        return InputError(
+            f"{source}: line {ended}",
+            "ends the script before it starts Megatron, where nothing is set outside of it",
+            f"set in it the variables that it asks for, or {REMEDY}",
+        )
     unset = sorted(set().union(*(launch.path.unset for launch in found)))
     if not unset:
         return ()

@@ -139,7 +139,7 @@ def unary(operator: str, word: str, shell: Expansion) -> bool | Unknown:
 def _is_filled(word: str, shell: Expansion) -> bool:
     """Whether a word is not empty, which it is too where only a part of it is unknown."""
     unknown = shell.unknowns.within(word)
-    if len(unknown) < len(word) or any(one.kind in ("text", "required") for one in unknown):
+    if len(unknown) < len(word) or any(one.kind == "text" for one in unknown):
         return True
     return bool(shell.unknowns.known(word))
 

@@ -120,13 +120,14 @@ class Interpreter(Expansion):
         """How many conditions are being evaluated; in them, failing does not end the script."""
         self.calls = self.loops = 0
 
-    def run(self, items: Iterable[AndOr | Broken]) -> None:
-        """Run a whole script."""
+    def run(self, items: Iterable[AndOr | Broken]) -> int:
+        """Run a whole script; return the line of the ``exit`` that ended it, or 0."""
         try:
             for item in items:
                 self._and_or(item)
         except _Jump:
-            pass
+            return self.unknowns.line
+        return 0
 
     # ------------------------------------------------------------------ lists
 

@@ -62,11 +62,14 @@ class Path:
     started : list of Started
     unset : mapping
         Variables that were read as empty since the script does not set them, with the line.
+    ended : int
+        Line of the ``exit`` that ended the script; 0 where none did.
     """
 
     decisions: dict[Unknown, int]
     started: list[Started]
     unset: dict[str, int]
+    ended: int = 0
 
 
 @dataclass(slots=True)
@@ -156,8 +159,9 @@ def _follow(source: str, script: Iterable[AndOr | Broken], unknowns: Unknowns, c
     def record(line: int, arguments: list[str]) -> None:
         started.append(Started(line, tuple(_word(word, unknowns) for word in arguments)))
 
+    ended = 0
     try:
-        Interpreter(source, unknowns, choices, record).run(script)
+        ended = Interpreter(source, unknowns, choices, record).run(script)
     except WorkLimit as error:
         if not isinstance(error, LoopLimit) or not started:
             raise InputError(f"{source}: line {error.line}", error.problem, REMEDY) from None
@@ -169,7 +173,7 @@ def _follow(source: str, script: Iterable[AndOr | Broken], unknowns: Unknowns, c
         ) from None
     except RecursionError:
         raise InputError(f"{source}: line {unknowns.line}", "cannot be read: it is nested too deeply", REMEDY) from None
-    return Path({unknown: taken for unknown, _, taken in choices.made}, started, dict(unknowns.inspected))
+    return Path({unknown: taken for unknown, _, taken in choices.made}, started, dict(unknowns.inspected), ended)
 
 
 def _word(word: str, unknowns: Unknowns) -> StartedWord:
