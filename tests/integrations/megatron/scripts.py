@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import shutil
 import subprocess
 from pathlib import Path
 
 from pipeloom.integrations.megatron.shell.paths import StartedWord, follow
 
+ANY = "\x01any"
+"""Stands for any number of arguments."""
 PREAMBLE = """torchrun() { printf '%s\\0' "$#" "$@" >> "$REPORT"; }
 mkdir() { :; }; pip() { :; }
 """
@@ -37,14 +40,14 @@ def passed_by_bash(script: str, folder: Path, more: str = "") -> list[list[str]]
 
 
 def passed_by_us(script: str) -> list[list[list[str | None]]]:
-    """For every way through a script, the arguments of each `torchrun`; None stands for one that is unknown."""
+    """For every way through a script, the arguments of each `torchrun`; None and `ANY` stand for unknown ones."""
     return [
         [
             [_text(word) for word in command.words[1:]]
             for command in path.started
             if command.words[0].text == "torchrun"
         ]
-        for path in follow("script.sh", script)
+        for path in follow("script.sh", script, lambda command: command.words[0].text == "torchrun")
     ]
 
 
@@ -77,7 +80,7 @@ ${<T>/%[0-9]/Z}
 ${<T>:1}
 ${<T>:0:2}
 ${<T>: -2}
-${<T>:1:-1}
+${<T>:1:2}
 ${<T>^^}
 ${<T>^}
 ${<T>,,}
@@ -167,7 +170,20 @@ def _text(word: StartedWord) -> str | None:
     if word.unknown is None:
         return word.text
     # bash reads a variable that is not set as empty; Pipeloom remembers its name.
-    return word.text.replace(word.unknown.source, "") if word.unknown.kind == "unset" else None
+    if word.unknown.kind == "unset":
+        return word.text.replace(word.unknown.source, "")
+    return ANY if word.unknown.kind in ("output", "list") else None
+
+
+def agrees(ours: list[list[str | None]], theirs: list[list[str]]) -> bool:
+    """Whether the known arguments are those of bash, in their places."""
+    if len(ours) != len(theirs):
+        return False
+    for one, other in zip(ours, theirs, strict=True):
+        pattern = "".join("(?:[^\0]*\0)*?" if w == ANY else "[^\0]*\0" if w is None else re.escape(f"{w}\0") for w in one)
+        if re.fullmatch(pattern, "".join(f"{word}\0" for word in other)) is None:
+            return False
+    return True
 
 
 class Generator:
@@ -225,7 +241,9 @@ class Generator:
         """A word without blanks outside of quotes."""
         if self.probing and self.random.random() < 0.25:
             return self.filled(_PROBED_TEXTS)
-        return self.filled(_TEXTS)
+        found = self.filled(_TEXTS)
+        # An array that takes itself in grows too fast in a loop.
+        return "plain" if self.depth and re.search(r"\[[@*]\]\}|[$][@*]", found) else found
 
     def condition(self) -> str:
         if self.probing and self.random.random() < 0.4:

@@ -61,7 +61,7 @@ def launches(source: str, text: str) -> list[Launch]:
     InputError
         The script starts it never, or several times with different arguments, or cannot be read.
     """
-    paths = follow(source, text)
+    paths = follow(source, text, lambda command: _launched(command) is not None)
     found: list[Launch] = []
     for path in paths:
         commands = [(command, words) for command in path.started if (words := _launched(command)) is not None]

@@ -177,15 +177,19 @@ def _getopts(shell: Expansion, arguments: list[str]) -> Status:
 
 
 def _dirname(shell: Expansion, arguments: list[str]) -> Status:
-    path = next((word for word in arguments if not word.startswith("-")), "")
-    shell.write(f"{re.sub(r'/+[^/]*/*$', '', path) or '/' if '/' in path else '.'}\n")
+    for path in map(shell.unknowns.without_unset, arguments):
+        if not path.startswith("-"):
+            folder, slash, _ = path.rstrip("/").rpartition("/")
+            shell.write(f"{(folder.rstrip('/') or '/') if slash or path.startswith('/') else '.'}\n")
     return 0
 
 
 def _basename(shell: Expansion, arguments: list[str]) -> Status:
-    words = [word for word in arguments if word != "--"]
-    if not words or words[0].startswith("-"):
-        raise Refusal(shell.unknowns.line, "basename with options is not read")
+    words = [shell.unknowns.without_unset(word) for word in arguments if word != "--"]
+    if not 1 <= len(words) <= 2 or words[0].startswith("-"):
+        if words and words[0].startswith("-"):
+            raise Refusal(shell.unknowns.line, "basename with options is not read")
+        return 1
     name = words[0].rstrip("/").rsplit("/", 1)[-1]
     if len(words) > 1 and name != words[1]:
         name = name.removesuffix(words[1])
@@ -266,7 +270,7 @@ def read_line(shell: Expansion, arguments: list[str], stdin: Word | None) -> Sta
             names.append(word)
     if not all(map(is_name, [*names, *([] if array is None else [array])])):
         raise Refusal(shell.unknowns.line, "read into an element of an array is not read")
-    text = None if stdin is None else shell.string(stdin)
+    text = None if stdin is None else shell.unknowns.without_unset(shell.string(stdin))
     if text is None or (not raw and "\\" in text) or any(is_unknown(c) for c in text):
         for name in names or ["REPLY"]:
             shell.set(name, shell.unknowns.make(f"${name}", "output"))

@@ -55,8 +55,8 @@ class Expansion(State):
                     total += len(text)
                     self.unknowns.charge()
                     self.unknowns.check_length(total)
-                    if quoted and not text.isascii():
-                        text = self._as_one_word(text)
+                    if not text.isascii():
+                        text = self._recast(text, quoted)
                     if quoted or not text or not self.unknowns.is_unset(text):
                         found.append(first + text)
                         first = ""
@@ -69,10 +69,14 @@ class Expansion(State):
                         first += gone
         return found
 
-    def _as_one_word(self, text: str) -> str:
-        """A quoted value, in which a command's output is one word."""
+    def _recast(self, text: str, quoted: bool) -> str:
+        """A field whose unknown parts are one word where they are quoted, or else perhaps several."""
+        old, new = ("output", "part") if quoted else ("part", "output")
         unknown = [(c, self.unknowns.of(c)) for c in text]
-        return "".join(c if one is None or one.kind != "output" else self.unknowns.again(one) for c, one in unknown)
+        return "".join(
+            c if one is None or one.kind != old else self.unknowns.again(one, new)  # type: ignore[arg-type]
+            for c, one in unknown
+        )
 
     def string(self, word: Word) -> str:
         """Expand a word to one value, without splitting."""
@@ -142,7 +146,7 @@ class Expansion(State):
         try:
             return str(self.number(part.expression))
         except Undetermined as error:
-            return self.unknowns.again(error.unknown)
+            return self.unknowns.again(error.unknown, "text")
         except arithmetic.Failure as error:
             raise Refusal(self.unknowns.line, f"{part.source} fails: {error}") from None
 
@@ -253,6 +257,9 @@ class Expansion(State):
         try:
             values, mode = self._values(part)
         except Undetermined as error:
+            if self._mark(part) and part.prefix != "#":
+                # How many elements there are is unknown too.
+                return [(self.unknowns.make(error.unknown.source, "list"), part.quoted)]
             return [(self.unknowns.again(error.unknown), part.quoted)]
         if mode == "pieces":
             assert isinstance(values, list)
@@ -302,7 +309,7 @@ class Expansion(State):
             return (found, mark) if mark else ([self.missing(f"${part.name}") if value is None else value], "one")
         if part.operator.strip(":") in ("-", "=", "?", "+"):
             return (found, mark) if mark else ([value or ""], "one")
-        return [self._changed(part, each) for each in found or ([] if mark else [""])], mark or "one"
+        return [self._changed_or_unknown(part, each) for each in found or ([] if mark else [""])], mark or "one"
 
     def _check_count(self, element: str) -> None:
         for unknown in self.unknowns.within(element):
@@ -374,6 +381,12 @@ class Expansion(State):
         except arithmetic.Failure as error:
             raise Refusal(self.unknowns.line, f"{part.source} fails: {error}") from None
         return numbers[0], numbers[1] if len(numbers) > 1 else None
+
+    def _changed_or_unknown(self, part: Parameter, value: str) -> str:
+        try:
+            return self._changed(part, value)
+        except Undetermined as error:
+            return self.unknowns.again(error.unknown, "list" if error.unknown.kind == "list" else "output")
 
     def _changed(self, part: Parameter, value: str) -> str:
         """A value cut, replaced or in other letters."""

@@ -108,11 +108,11 @@ class Interpreter(Expansion):
     unknowns : Unknowns
     choices : Choices
     started : callable
-        Called with the line and arguments of every other command.
+        Called with the line and arguments of every other command; says whether it is assumed to succeed.
     """
 
     def __init__(
-        self, script: str, unknowns: Unknowns, choices: Choices, started: Callable[[int, list[str]], None]
+        self, script: str, unknowns: Unknowns, choices: Choices, started: Callable[[int, list[str]], bool]
     ) -> None:
         super().__init__(script, unknowns)
         self.choices, self.started = choices, started
@@ -491,7 +491,8 @@ class Interpreter(Expansion):
                     self.variables.setdefault(name, {})
                 if equals:
                     self.set(name, value)
-        return self.status
+        self.status = 0
+        return 0
 
     def _declare_one(self, kind: str, name: str, options: set[str]) -> None:
         if self.locals and (kind == "local" or (kind in ("declare", "typeset") and "g" not in options)):
@@ -648,6 +649,7 @@ class Interpreter(Expansion):
     def _program(self, arguments: list[str], command: Simple) -> Status:
         """Report a command; what it runs through another shell is run."""
         line = self.unknowns.line
+        succeeds = False
         nested = nested_script(arguments, self.unknowns)
         if nested is None and command.stdin is not None and self.unknowns.shown(arguments[-1]).rsplit("/", 1)[-1] in ("bash", "sh", "-s"):
             nested = self.string(command.stdin)
@@ -662,10 +664,10 @@ class Interpreter(Expansion):
 
             self._subshell(run, self.output)
         else:
-            self.started(line, arguments)
+            succeeds = self.started(line, arguments)
         if self.output is not None:
             self.output.append(self.unknowns.make(self.unknowns.shown(" ".join(arguments)), "output"))
-        self.status = Unknown(self.unknowns.shown(" ".join(arguments))[:2000], line, "text")
+        self.status = 0 if succeeds else Unknown(self.unknowns.shown(" ".join(arguments))[:2000], line, "text")
         return self.status
 
     # ------------------------------------------------------------------ what cannot matter

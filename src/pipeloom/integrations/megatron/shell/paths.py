@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from pipeloom.errors import InputError
@@ -86,7 +86,7 @@ class _Replay:
             yield item
 
 
-def follow(source: str, text: str) -> list[Path]:
+def follow(source: str, text: str, succeeds: Callable[[Started], bool]) -> list[Path]:
     """Return every way through a script.
 
     Parameters
@@ -94,6 +94,8 @@ def follow(source: str, text: str) -> list[Path]:
     source : str
         Name of the file.
     text : str
+    succeeds : callable
+        Which programs are assumed to succeed; of others it is unknown.
 
     Raises
     ------
@@ -110,7 +112,7 @@ def follow(source: str, text: str) -> list[Path]:
             names = ", ".join(f"{one.source} (line {one.line})" for one in list(found[0].decisions)[:3])
             raise InputError(source, f"depends on too much that is unknown: {names}", REMEDY)
         unknowns, choices = Unknowns(steps=steps), Choices(prefix)
-        found.append(_follow(source, script, unknowns, choices))
+        found.append(_follow(source, script, unknowns, choices, succeeds))
         steps = unknowns.steps
         prefix = _following(choices)
     return found
@@ -124,7 +126,7 @@ def _check_text(source: str, text: str) -> None:
 def list_words(source: str, text: str) -> tuple[StartedWord, ...]:
     """Return the words of an argument list, in which brackets and bars are characters."""
     unknowns = Unknowns()
-    shell = Interpreter(source, unknowns, Choices(), lambda _line, _words: None)
+    shell = Interpreter(source, unknowns, Choices(), lambda _line, _words: False)
     parser = Parser(text)
     parser.ends = " \t\n"
     found: list[StartedWord] = []
@@ -153,11 +155,18 @@ def _following(choices: Choices) -> tuple[int, ...] | None:
     return None
 
 
-def _follow(source: str, script: Iterable[AndOr | Broken], unknowns: Unknowns, choices: Choices) -> Path:
+def _follow(
+    source: str,
+    script: Iterable[AndOr | Broken],
+    unknowns: Unknowns,
+    choices: Choices,
+    succeeds: Callable[[Started], bool],
+) -> Path:
     started: list[Started] = []
 
-    def record(line: int, arguments: list[str]) -> None:
+    def record(line: int, arguments: list[str]) -> bool:
         started.append(Started(line, tuple(_word(word, unknowns) for word in arguments)))
+        return succeeds(started[-1])
 
     ended = 0
     try:

@@ -86,7 +86,7 @@ class State:
         if name == "#":
             return str(len(self.positional))
         if name == "?":
-            return str(self.status) if isinstance(self.status, int) else self.unknowns.again(self.status)
+            return str(self.status) if isinstance(self.status, int) else self.unknowns.again(self.status, "text")
         return self.unknowns.make(f"${name}", "text")
 
     def elements(self, name: str) -> list[str]:

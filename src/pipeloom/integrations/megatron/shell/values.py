@@ -31,7 +31,8 @@ class Unknown:
     kind : str
         ``unset``: a variable that is not set in the script. ``gone``: the same where it leaves no word.
         ``required``: the same where bash would stop.
-        ``text``: one word. ``part``: the same, which may be empty. ``output``: a command's output, which may be several words. ``list``: any number of words.
+        ``text``: one word. ``part``: the same, which may be empty. ``output``: what may be several words.
+        ``list``: any number of words.
     """
 
     source: str
@@ -120,9 +121,9 @@ class Unknowns:
             self.entries.append(unknown)
         return self.numbers[unknown]
 
-    def again(self, unknown: Unknown) -> str:
-        """Return the character for one word that depends on an unknown part."""
-        kind: Kind = "required" if unknown.kind == "required" else "part"
+    def again(self, unknown: Unknown, kind: Kind = "output") -> str:
+        """Return the character for a value that depends on an unknown part."""
+        kind = "required" if unknown.kind == "required" else kind
         line, self.line = self.line, unknown.line
         found = self.make(unknown.source, kind)
         self.line = line
@@ -156,6 +157,12 @@ class Unknowns:
             if one.kind == "unset":
                 self.inspected.setdefault(one.source, one.line)
         return "".join(c for c in value if not is_unknown(c))
+
+    def without_unset(self, value: str) -> str:
+        """Return a value with variables that are not set left out."""
+        if value.isascii():
+            return value
+        return "".join(c for c in value if (one := self.of(c)) is None or one.kind not in ("unset", "gone"))
 
     def shown(self, value: str) -> str:
         """Return a value with its unknown parts as the script writes them."""

@@ -231,7 +231,7 @@ class WordReader(ABC):
         return Substitution(body, found[0], quoted)
 
     def arithmetic(self, closing: str) -> Word | None:
-        """Read an expression up to ``))``, ``;``, ``:``, ``]`` or ``}``; None where a lone bracket ends it."""
+        """Read an expression up to ``))``, ``;``, ``:`` or ``}``; None where another bracket ends it."""
         parts: list[Part] = []
         depth = 0
         while True:
@@ -241,7 +241,7 @@ class WordReader(ABC):
             if depth == 0 and self.starts(closing):
                 self.at += len(closing)
                 return _joined(parts)
-            if depth == 0 and char == ")":
+            if depth == 0 and char in ")}":
                 return None
             if char == '"':
                 self.at += 1
@@ -293,11 +293,8 @@ class WordReader(ABC):
     def offsets(self) -> list[Word]:
         """Read ``offset`` or ``offset:length``."""
         start = self.at
-        try:
-            offset = self.arithmetic(":")
-        except SyntaxProblem:
-            offset = None
-        if offset is None or "}" in self.text[start : self.at] and self.text[start : self.at].count("{") == 0:
+        offset = self.arithmetic(":")
+        if offset is None:
             self.at = start
             offset = self.arithmetic("}")
             self.at -= 1
