@@ -27,8 +27,13 @@ def passed_by_bash(script: str, folder: Path, more: str = "") -> list[list[str]]
     report.write_bytes(b"")
     (folder / "script.sh").write_text(script)
     (folder / "env.sh").write_text(PREAMBLE + more)
-    environment = {"PATH": os.environ["PATH"], "REPORT": str(report), "BASH_ENV": str(folder / "env.sh"), "LC_ALL": "C.UTF-8"}
-    done = subprocess.run([bash, "script.sh"], cwd=folder, env=environment, capture_output=True, timeout=20, check=False)
+    environment = {
+        "PATH": os.environ["PATH"],
+        "REPORT": str(report),
+        "BASH_ENV": str(folder / "env.sh"),
+        "LC_ALL": "C.UTF-8",
+    }
+    done = subprocess.run([bash, "script.sh"], cwd=folder, env=environment, capture_output=True, timeout=5, check=False)
     fields = report.read_bytes().decode().split("\0")[:-1]
     found = []
     while fields:
@@ -42,119 +47,117 @@ def passed_by_bash(script: str, folder: Path, more: str = "") -> list[list[str]]
 def passed_by_us(script: str) -> list[list[list[str | None]]]:
     """For every way through a script, the arguments of each `torchrun`; None and `ANY` stand for unknown ones."""
     return [
-        [
-            [_text(word) for word in command.words[1:]]
-            for command in path.started
-            if command.words[0].text == "torchrun"
-        ]
+        [[_text(word) for word in command.words[1:]] for command in path.started if command.words[0].text == "torchrun"]
         for path in follow("script.sh", script, lambda command: command.words[0].text == "torchrun")
     ]
 
 
-_TEXTS = r"""
-$<T>
-"$<T>"
-${<T>}
-x${<T>}y
-"a  $<N>"
-'$<T> #3'
-plain
-${<T>:-none}
-${NOT_SET:-d}
-${NOT_SET:-$NL}
-${NOT_SET:-"a b"}
-${NOT_SET:-a b}
-"${NOT_SET:-a  b}"
-${NOT_SET:-}
-${<T>:+--flag}
-${NOT_SET+--flag}
-${<T>#*.}
-${<T>##*.}
-${<T>%.*}
-"${<T>%%-*}"
-${<T>/a/bb}
-${<T>//[ab]/_}
-${<T>/#s/S}
-${<T>/%[0-9]/Z}
-"${<T>// /}"
-${<T>:1}
-${<T>:0:2}
-${<T>: -2}
-${<T>:1:2}
-${<T>^^}
-${<T>^}
-${<T>,,}
-${#<T>}
-$((<E>))
-"$((<E>))"
-$((<N>++))
-${#<A>[@]}
-"${<A>[*]}"
-"${<A>[@]}"
-${<A>[@]}
-x"${<A>[@]:0:2}"y
-${<A>[0]}
-"${<A>[-1]}"
-"${<A>[@]/#--/+}"
-$(echo $<T>)
-"$(echo "$<T>  x")"
-$(printf '%03d' $<N>)
-`echo $<N>`
-a\ b
-"a\"b"
-$'t\tb'
-{a,b}
-x{1..3}y
-x{a,{b,c}d}$<N>
-{1}
-${<T>:=new}
-[0]*2+[1]*6
-a#b
-"run #3"
-a=b
-$#
-"$@"
-"$*"
-""
-$(basename /x/$<T>.sh .sh)
-$(dirname /a/b/c)
-"${<A>[@]:1:2}"
-${NOT_SET-"$<T>"}
-$(seq 1 3)
-$(expr $<N> + 1)
-$(( $(echo $<N>) + 1 ))
-$(if true; then echo "$<T>"; fi)
-${!REF}
-${!REF:-x}
-"${<A>[@]:(-1)}"
-""".split("\n")[1:-1]
-_CONDITIONS = r"""
-[ $<N> -gt <D> ]
-[ "$<T>" = small-2 ]
-[[ $<T> == t* ]]
-[ -z "$NOT_SET" ]
-[[ "$<T>" == "t*" ]]
-[[ "$<T>" =~ ^[a-z]+$ ]]
-(( <E> ))
-[[ -n $<T> && $<N> -le 9 ]]
-[ "$<T>" != tiny -a $<N> -lt 9 ]
-! [ $<N> -eq 8 ]
-true
-false
-[[ ${#<A>[@]} -gt 2 ]]
-[[ ! $<T> < b ]]
-[ -n "$1" ]
-[[ $<T> == *.* || <D> -eq 1 ]]
-[ $# -eq 0 ]
-test $<N> -ne 8
-[ ! "$<T>" ]
-[[ ( -z $<T> || $((<E>)) -gt 3 ) && ! $<N> -eq 2 ]]
-[[ $<T> == [a-s]*[!0-9] ]]
-(exit <D>)
-[[ -v NOT_SET ]]
-[ "$<T>" -gt 1 ] 2>/dev/null
-{ [ $<N> -gt 3 ]; }
-""".split("\n")[1:-1]
+_TEXTS = [
+    r"",
+    r"$<T>",
+    r'"$<T>"',
+    r"${<T>}",
+    r"x${<T>}y",
+    r'"a  $<N>"',
+    r"'$<T> #3'",
+    r"plain",
+    r"${<T>:-none}",
+    r"${NOT_SET:-d}",
+    r"${NOT_SET:-$NL}",
+    r'${NOT_SET:-"a b"}',
+    r"${NOT_SET:-a b}",
+    r'"${NOT_SET:-a  b}"',
+    r"${NOT_SET:-}",
+    r"${<T>:+--flag}",
+    r"${NOT_SET+--flag}",
+    r"${<T>#*.}",
+    r"${<T>##*.}",
+    r"${<T>%.*}",
+    r'"${<T>%%-*}"',
+    r"${<T>/a/bb}",
+    r"${<T>//[ab]/_}",
+    r"${<T>/#s/S}",
+    r"${<T>/%[0-9]/Z}",
+    r'"${<T>// /}"',
+    r"${<T>:1}",
+    r"${<T>:0:2}",
+    r"${<T>: -2}",
+    r"${<T>:1:2}",
+    r"${<T>^^}",
+    r"${<T>^}",
+    r"${<T>,,}",
+    r"${#<T>}",
+    r"$((<E>))",
+    r'"$((<E>))"',
+    r"$((<N>++))",
+    r"${#<A>[@]}",
+    r'"${<A>[*]}"',
+    r'"${<A>[@]}"',
+    r"${<A>[@]}",
+    r'x"${<A>[@]:0:2}"y',
+    r"${<A>[0]}",
+    r'"${<A>[-1]}"',
+    r'"${<A>[@]/#--/+}"',
+    r"$(echo $<T>)",
+    r'"$(echo "$<T>  x")"',
+    r"$(printf '%03d' $<N>)",
+    r"`echo $<N>`",
+    r"a\ b",
+    r'"a\"b"',
+    r"$'t\tb'",
+    r"{a,b}",
+    r"x{1..3}y",
+    r"x{a,{b,c}d}$<N>",
+    r"{1}",
+    r"${<T>:=new}",
+    r"[0]*2+[1]*6",
+    r"a#b",
+    r'"run #3"',
+    r"a=b",
+    r"$#",
+    r'"$@"',
+    r'"$*"',
+    r'""',
+    r"$(basename /x/$<T>.sh .sh)",
+    r"$(dirname /a/b/c)",
+    r'"${<A>[@]:1:2}"',
+    r'${NOT_SET-"$<T>"}',
+    r"$(seq 1 3)",
+    r"$(expr $<N> + 1)",
+    r"$(( $(echo $<N>) + 1 ))",
+    r'$(if true; then echo "$<T>"; fi)',
+    r"${!REF}",
+    r"${!REF:-x}",
+    r'"${<A>[@]:(-1)}"',
+]
+_CONDITIONS = [
+    r"",
+    r"[ $<N> -gt <D> ]",
+    r'[ "$<T>" = small-2 ]',
+    r"[[ $<T> == t* ]]",
+    r'[ -z "$NOT_SET" ]',
+    r'[[ "$<T>" == "t*" ]]',
+    r'[[ "$<T>" =~ ^[a-z]+$ ]]',
+    r"(( <E> ))",
+    r"[[ -n $<T> && $<N> -le 9 ]]",
+    r'[ "$<T>" != tiny -a $<N> -lt 9 ]',
+    r"! [ $<N> -eq 8 ]",
+    r"true",
+    r"false",
+    r"[[ ${#<A>[@]} -gt 2 ]]",
+    r"[[ ! $<T> < b ]]",
+    r'[ -n "$1" ]',
+    r"[[ $<T> == *.* || <D> -eq 1 ]]",
+    r"[ $# -eq 0 ]",
+    r"test $<N> -ne 8",
+    r'[ ! "$<T>" ]',
+    r"[[ ( -z $<T> || $((<E>)) -gt 3 ) && ! $<N> -eq 2 ]]",
+    r"[[ $<T> == [a-s]*[!0-9] ]]",
+    r"(exit <D>)",
+    r"[[ -v NOT_SET ]]",
+    r'[ "$<T>" -gt 1 ] 2>/dev/null',
+    r"{ [ $<N> -gt 3 ]; }",
+]
 _PROBED_TEXTS = ["$(probe)", '"$(probe)"', "$(probe)/x", "$((NL + $(probe)))", "${UNKNOWN:-3}", "$UNKNOWN", "x$HOME"]
 _PROBED_CONDITIONS = [
     '[ "$(probe)" -gt 3 ]',
@@ -180,7 +183,9 @@ def agrees(ours: list[list[str | None]], theirs: list[list[str]]) -> bool:
     if len(ours) != len(theirs):
         return False
     for one, other in zip(ours, theirs, strict=True):
-        pattern = "".join("(?:[^\0]*\0)*?" if w == ANY else "[^\0]*\0" if w is None else re.escape(f"{w}\0") for w in one)
+        pattern = "".join(
+            "(?:[^\0]*\0)*?" if w == ANY else "[^\0]*\0" if w is None else re.escape(f"{w}\0") for w in one
+        )
         if re.fullmatch(pattern, "".join(f"{word}\0" for word in other)) is None:
             return False
     return True
@@ -201,7 +206,13 @@ class Generator:
 
     def script(self) -> str:
         pick = self.random.choice
-        lines = ["#!/bin/bash", "NL=8", "REF=NAME", f"NAME={pick(['tiny', 'small-2', 'a.b.c'])}", "ARGS=(--num-layers $NL)"]
+        lines = [
+            "#!/bin/bash",
+            "NL=8",
+            "REF=NAME",
+            f"NAME={pick(['tiny', 'small-2', 'a.b.c'])}",
+            "ARGS=(--num-layers $NL)",
+        ]
         if self.random.random() < 0.2:
             lines.append(pick(["set -e", "set -x", "set -eo pipefail"]))
         for _ in range(self.random.randint(3, 9)):
@@ -286,7 +297,7 @@ class Generator:
             return [f"((NL {r.choice(['+=', '=', '-='])} {r.randint(1, 9)})) || :"]
         if kind == 2:
             value = r.choice(["big", '"two words"', "x-1.y", "$NAME$NL", '"$NAME"', "'q'\"r\"s"])
-            return [r.choice([f"NAME={value}", f"export NAME={value}", f"NAME+={value}"])]
+            return [r.choice([f"NAME={value}", f"export NAME={value}", "NAME+=-z.w"])]
         if kind in (3, 4):
             return [f"{array}+=({self.option()} {self.option()})"]
         if kind == 5:
@@ -296,24 +307,30 @@ class Generator:
         if kind == 7:
             return [f"{self.condition()} {r.choice(['&&', '||'])} {array}+=({self.option()}) || :"]
         if kind == 8:
-            return ["read -r A B <<< \"$NAME $NL rest\"", f'{array}+=(--ab "$A" "$B")']
+            return ['read -r A B <<< "$NAME $NL rest"', f'{array}+=(--ab "$A" "$B")']
         if kind == 9:
-            return ["IFS=, read -ra PARTS <<< \"a,b b,$NL\"", f'{array}+=("${{PARTS[@]}}")']
+            return ['IFS=, read -ra PARTS <<< "a,b b,$NL"', f'{array}+=("${{PARTS[@]}}")']
         if kind == 10:
             return [f"printf -v NAME '%s-%d' \"$NAME\" {r.randint(0, 9)}"]
         if kind == 11:
-            return [f"OPTS=\"--opt {r.choice(['1', '$NL'])} \\", "    --more\"", f"{array}+=($OPTS)"]
+            return [f'OPTS="--opt {r.choice(["1", "$NL"])} \\', '    --more"', f"{array}+=($OPTS)"]
         if kind == 12:
-            return [f"set -- {self.text()} {self.text()}", f'{array}+=("$@" $1 "$*" $#)', r.choice(["shift", "set --", ":"])]
+            return [
+                f"set -- {self.text()} {self.text()}",
+                f'{array}+=("$@" $1 "$*" $#)',
+                r.choice(["shift", "set --", ":"]),
+            ]
         if kind == 13:
-            return [f"eval \"{array}+=(--evaluated '\\$NAME' \\\"\\$NL\\\")\""]
+            return [f'eval "{array}+=(--evaluated \'\\$NAME\' \\"\\$NL\\")"']
         if kind == 14:
             return ["TEXT=$(cat <<" + r.choice(["EOF", "'EOF'"]), "a $NAME", "  (b", "EOF", ")", f'{array}+=("$TEXT")']
         return [f"unset 'ARGS[{r.randint(1, 3)}]'", f"ARGS[{r.randint(2, 6)}]={self.text()}"]
 
     def option(self) -> str:
         r = self.random
-        return r.choice(["--swiglu", f"--name {self.text()}", f"--size={self.text()}", f'"--pair {r.randint(0, 9)}"', self.text()])
+        return r.choice(
+            ["--swiglu", f"--name {self.text()}", f"--size={self.text()}", f'"--pair {r.randint(0, 9)}"', self.text()]
+        )
 
     def statement(self) -> list[str]:
         r = self.random
@@ -329,25 +346,43 @@ class Generator:
             return [*found, "fi"]
         if kind == 1:
             subject = r.choice(['"$NAME"', "$NL", "${NOT_SET:-small}"])
-            clauses = r.sample(["tiny", "small|a*", "[0-9]*", "*-?", '"t*"', "*.c"], 3) + ["*"]
+            clauses = [*r.sample(["tiny", "small|a*", "[0-9]*", "*-?", '"t*"', "*.c"], 3), "*"]
             found = [f"case {subject} in"]
             for clause in clauses:
                 found += [f"{r.choice(['', '('])}{clause})", *self.block(), r.choice([";;", ";;", ";;", ";&", ";;&"])]
             return [*found, "esac"]
         if kind == 2:
-            words = r.choice(["1 2 3", "{1..3}", "$(seq 2)", '"${ARGS[@]:0:2}"', "a \"b c\"", f"{self.text()}"])
+            words = r.choice(["1 2 3", "{1..3}", "$(seq 2)", '"${ARGS[@]:0:2}"', 'a "b c"', f"{self.text()}"])
             jump = r.choice(["", f"{self.condition()} && continue", f"if {self.condition()}; then break; fi"])
-            return [f"for item in {words}; do", *self.block(), *([jump] if jump else []), "ARGS+=(--item $item)", "done"]
+            return [
+                f"for item in {words}; do",
+                *self.block(),
+                *([jump] if jump else []),
+                "ARGS+=(--item $item)",
+                "done",
+            ]
         if kind == 3:
             name = self.fresh("i")
-            return [f"for (({name}=0; {name}<{r.randint(1, 4)}; {name}++)); do", *self.block(), f"ARGS+=(${name})", "done"]
+            return [
+                f"for (({name}=0; {name}<{r.randint(1, 4)}; {name}++)); do",
+                *self.block(),
+                f"ARGS+=(${name})",
+                "done",
+            ]
         if kind == 4:
             name = self.fresh("k")
             test = r.choice([f"while [ ${name} -lt {r.randint(1, 4)} ]", f"until (( {name} >= {r.randint(1, 3)} ))"])
             return [f"{name}=0", f"{test}; do", *self.block(), f"    {name}=$(({name} + 1))", "done"]
         if kind == 5:
             name = self.fresh("f")
-            body = [f"{r.choice(['', 'function '])}{name}() {{", r.choice(["local NAME=$1", "local NL=3 NAME", "local -a ARGS"]), *self.block(), 'ARGS+=("$@" $#)', f"return {r.randint(0, 1)}", "}"]
+            body = [
+                f"{r.choice(['', 'function '])}{name}() {{",
+                r.choice(["local NAME=$1", "local NL=3 NAME", "local -a ARGS"]),
+                *self.block(),
+                'ARGS+=("$@" $#)',
+                f"return {r.randint(0, 1)}",
+                "}",
+            ]
             call = r.choice([f"{name} {self.text()} b || :", f"if {name} 4; then ARGS+=(--yes); fi", ":"])
             return [*body, call]
         if kind == 6:
@@ -360,6 +395,6 @@ class Generator:
 
     def launch(self) -> list[str]:
         r = self.random
-        passed = r.choice(['${ARGS[@]}', '"${ARGS[@]}"', "${ARGS[*]}"])
+        passed = r.choice(["${ARGS[@]}", '"${ARGS[@]}"', "${ARGS[*]}"])
         line = f"torchrun pretrain_gpt.py {passed} \\\n    --hidden-size {self.text()} {self.option()}"
         return [line + r.choice(["", " 2>&1 | cat", " > /dev/null", " || exit 1", " &\nwait"])]

@@ -110,7 +110,9 @@ class Arguments:
             return None
         one = self.given[name]
         if one.undecided:
-            raise self.refuse(name, f"depends on {one.undecided}", "write the arguments that you train with in its place")
+            raise self.refuse(
+                name, f"depends on {one.undecided}", "write the arguments that you train with in its place"
+            )
         if one.clash is not None:
             both = f"{' '.join(one.values) or 'nothing'} and {' '.join(one.clash) or 'nothing'}"
             raise self.refuse(name, f"is given twice, with {both}", "leave one")

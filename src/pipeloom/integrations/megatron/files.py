@@ -98,7 +98,9 @@ def _from_text(source: str, text: str) -> Arguments:
     if _LIST.match(text) is not None:
         words = argument_words(source, 1, list_words(source, text))
         # What stands in one pair of quotes, such as "--swiglu --bf16", is parted where the shell uses it.
-        parted = [part for word in words for part in (word.split() if word.startswith("--") and type(word) is str else [word])]
+        parted = [
+            part for word in words for part in (word.split() if word.startswith("--") and type(word) is str else [word])
+        ]
         return _checked(source, _given(parted))
     found = launches(source, text)
     return _checked(source, merged(found, _given), assumed(found))

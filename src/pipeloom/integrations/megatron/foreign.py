@@ -45,7 +45,11 @@ _PROGRAMS: tuple[tuple[str, tuple[frozenset[str], ...]], ...] = (
     ),
     (
         "DeepSpeed",
-        (frozenset(("train_micro_batch_size_per_gpu",)), frozenset(("zero_optimization",)), frozenset(("train_batch_size",))),
+        (
+            frozenset(("train_micro_batch_size_per_gpu",)),
+            frozenset(("zero_optimization",)),
+            frozenset(("train_batch_size",)),
+        ),
     ),
     ("Accelerate", (frozenset(("distributed_type", "num_processes")),)),
     ("LLaMA-Factory", (frozenset(("finetuning_type",)),)),

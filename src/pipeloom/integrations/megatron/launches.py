@@ -11,7 +11,9 @@ from pipeloom.integrations.megatron.arguments import Given, UnknownText, known_n
 from pipeloom.integrations.megatron.shell.paths import REMEDY, Path, Started, StartedWord, follow
 
 _LAUNCHERS = re.compile(r"torchrun|python[\d.]*|accelerate|deepspeed|debugpy-run|pretrain\w*\.py")
-_WRAPPERS = frozenset(("srun", "mpirun", "mpiexec", "ray", "uv", "nohup", "env", "exec", "sudo", "numactl", "nsys", "time"))
+_WRAPPERS = frozenset(
+    ("srun", "mpirun", "mpiexec", "ray", "uv", "nohup", "env", "exec", "sudo", "numactl", "nsys", "time")
+)
 _MODULES = ("torch.distributed.run", "torch.distributed.launch")
 _SIZES = ("num-layers", "hidden-size", "encoder-num-layers", "hybrid-layer-pattern", "micro-batch-size", "seq-length")
 """Arguments of which every training has one; tools that convert data or checkpoints have others."""
@@ -72,7 +74,9 @@ def launches(source: str, text: str) -> list[Launch]:
         if len(different) > 1:
             lines = " and ".join(sorted({str(command.line) for command, _ in different.values()}, key=int))
             raise InputError(
-                source, f"starts several trainings with different arguments (lines {lines})", f"{REMEDY}, of one of them"
+                source,
+                f"starts several trainings with different arguments (lines {lines})",
+                f"{REMEDY}, of one of them",
             )
         for command, words in different.values():
             found.append(Launch(path, argument_words(source, command.line, words)))
@@ -82,10 +86,7 @@ def launches(source: str, text: str) -> list[Launch]:
 
 
 def _none(source: str, paths: list[Path]) -> InputError:
-    remedy = (
-        "name the script with the command that starts Megatron, such as torchrun pretrain_gpt.py --num-layers 32 ..., or "
-        + REMEDY
-    )
+    remedy = f"name the script that has it, such as torchrun pretrain_gpt.py --num-layers 32 ..., or {REMEDY}"
     for path in paths:
         for command in path.started:
             name = command.words[0].text
@@ -126,7 +127,14 @@ def _launched(command: Started) -> tuple[StartedWord, ...] | None:
     if start is None:
         starts = program is not None and (program == 0 or names[0] in _WRAPPERS or words[0].unknown is not None)
         return words[(program or 0) + 1 :] if starts else None
-    module = next((i + 1 for i in range(start, len(words) - 1) if names[i] in ("-m", "--module") and words[i + 1].text not in _MODULES), None)
+    module = next(
+        (
+            i + 1
+            for i in range(start, len(words) - 1)
+            if names[i] in ("-m", "--module") and words[i + 1].text not in _MODULES
+        ),
+        None,
+    )
     if module is not None and (program is None or module < program):
         program = module
     if program is None:
@@ -171,13 +179,6 @@ def _difference(one: Path, other: Path) -> str:
 
 def assumed(found: list[Launch]) -> tuple[str, ...]:
     """Say which variables were read as empty."""
-    ended = next((path.ended for path in paths if path.ended), 0)
-    if ended:
-        return InputError(
-            f"{source}: line {ended}",
-            "ends the script before it starts Megatron, where nothing is set outside of it",
-            f"set in it the variables that it asks for, or {REMEDY}",
-        )
     unset = sorted(set().union(*(launch.path.unset for launch in found)))
     if not unset:
         return ()

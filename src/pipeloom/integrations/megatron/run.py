@@ -148,7 +148,7 @@ def read_megatron(
     size = arguments.size("microbatch-group-size-per-virtual-pipeline-stage", degrees.pipeline)
     now = Setup(stages, degrees.pipeline, size, read_recompute(arguments))
     _check_schedule(arguments, now, count)
-    modules, notes = _recomputable(arguments, model), _notes(arguments, degrees)
+    modules, notes = _recomputable(arguments, model), arguments.notes + _notes(arguments, degrees)
     return MegatronRun(
         arguments.source,
         model,

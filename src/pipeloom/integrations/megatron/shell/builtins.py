@@ -10,7 +10,7 @@ from pipeloom.integrations.megatron.shell import arithmetic
 from pipeloom.integrations.megatron.shell.expansion import Expansion
 from pipeloom.integrations.megatron.shell.state import is_name
 from pipeloom.integrations.megatron.shell.syntax import Word
-from pipeloom.integrations.megatron.shell.values import Refusal, Status, Undetermined, Unknown, is_unknown
+from pipeloom.integrations.megatron.shell.values import Refusal, Status, Undetermined, Unknown, has_unknown
 from pipeloom.integrations.megatron.shell.words import unescape
 
 _FORMAT = re.compile(r"%(?P<flags>[-+ #0]*)(?P<width>\*|\d{1,4})?(?:\.(?P<precision>\*|\d{1,3}))?(?P<kind>[a-zA-Z%(])")
@@ -103,9 +103,9 @@ def _field(shell: Expansion, found: re.Match[str], rest: list[str]) -> str:
 def _cd(shell: Expansion, arguments: list[str]) -> Status:
     places = [word for word in arguments if word not in ("--", "-P", "-L")]
     place = places[0] if places else shell.unknowns.make("~", "text")
-    if place == "-" or any(is_unknown(c) for c in place):
+    if place == "-" or has_unknown(place):
         shell.cwd = shell.unknowns.make(f"cd {shell.unknowns.shown(place)}", "text")
-    elif os.path.isabs(place) or any(is_unknown(c) for c in shell.cwd):
+    elif os.path.isabs(place) or has_unknown(shell.cwd):
         shell.cwd = os.path.abspath(place)
     else:
         shell.cwd = os.path.normpath(os.path.join(shell.cwd, place))
@@ -199,7 +199,7 @@ def _basename(shell: Expansion, arguments: list[str]) -> Status:
 
 def _path(shell: Expansion, arguments: list[str]) -> Status:
     path = arguments[-1]
-    shell.write((path if any(is_unknown(c) for c in path) else os.path.abspath(path)) + "\n")
+    shell.write((path if has_unknown(path) else os.path.abspath(path)) + "\n")
     return 0
 
 
@@ -271,7 +271,7 @@ def read_line(shell: Expansion, arguments: list[str], stdin: Word | None) -> Sta
     if not all(map(is_name, [*names, *([] if array is None else [array])])):
         raise Refusal(shell.unknowns.line, "read into an element of an array is not read")
     text = None if stdin is None else shell.unknowns.without_unset(shell.string(stdin))
-    if text is None or (not raw and "\\" in text) or any(is_unknown(c) for c in text):
+    if text is None or (not raw and "\\" in text) or has_unknown(text):
         for name in names or ["REPLY"]:
             shell.set(name, shell.unknowns.make(f"${name}", "output"))
         if array is not None:

@@ -221,8 +221,14 @@ def _binary(node: Condition, shell: Expansion) -> bool | Unknown:
 
 def _regex(text: str, node: Condition, shell: Expansion) -> bool | Unknown:
     """Match a regular expression, if it is so simple that Python reads it as bash does, in little time."""
-    expression = "".join(char if not literal or char.isalnum() else re.escape(char) for char, literal in shell.pattern(node.words[1]))
-    plain = re.sub(r"\[:(\w+):\]", lambda found: {"digit": "0-9", "alpha": "a-zA-Z", "alnum": "a-zA-Z0-9", "space": r"\s"}.get(found[1], found[0]), expression)
+    expression = "".join(
+        char if not literal or char.isalnum() else re.escape(char) for char, literal in shell.pattern(node.words[1])
+    )
+    plain = re.sub(
+        r"\[:(\w+):\]",
+        lambda found: {"digit": "0-9", "alpha": "a-zA-Z", "alnum": "a-zA-Z0-9", "space": r"\s"}.get(found[1], found[0]),
+        expression,
+    )
     if (
         len(text) > _MOST_MATCHED
         or len(plain) > _MOST_MATCHED

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from abc import abstractmethod
 from typing import TypeAlias
@@ -19,14 +20,7 @@ from pipeloom.integrations.megatron.shell.syntax import (
     Text,
     Word,
 )
-from pipeloom.integrations.megatron.shell.values import (
-    Pattern,
-    Refusal,
-    Undetermined,
-
-    replaced,
-    trimmed,
-)
+from pipeloom.integrations.megatron.shell.values import Pattern, Refusal, Undetermined, replaced, trimmed
 from pipeloom.integrations.megatron.shell.words import SyntaxProblem
 
 Piece: TypeAlias = tuple[str, bool] | None
@@ -55,8 +49,8 @@ class Expansion(State):
                     total += len(text)
                     self.unknowns.charge()
                     self.unknowns.check_length(total)
-                    if not text.isascii():
-                        text = self._recast(text, quoted)
+                    # A quoted value is one word, an unquoted one perhaps several.
+                    text = self.unknowns.recast(text, *(("output", "part") if quoted else ("part", "output")))
                     if quoted or not text or not self.unknowns.is_unset(text):
                         found.append(first + text)
                         first = ""
@@ -68,15 +62,6 @@ class Expansion(State):
                     else:
                         first += gone
         return found
-
-    def _recast(self, text: str, quoted: bool) -> str:
-        """A field whose unknown parts are one word where they are quoted, or else perhaps several."""
-        old, new = ("output", "part") if quoted else ("part", "output")
-        unknown = [(c, self.unknowns.of(c)) for c in text]
-        return "".join(
-            c if one is None or one.kind != old else self.unknowns.again(one, new)  # type: ignore[arg-type]
-            for c, one in unknown
-        )
 
     def string(self, word: Word) -> str:
         """Expand a word to one value, without splitting."""
@@ -96,7 +81,11 @@ class Expansion(State):
             text, quoted = (" ", True) if piece is None else piece
             found += [(char, quoted) for char in self.unknowns.known(text)]
             self.unknowns.check_length(len(found))
-        if any(char == "(" and not literal and found[i - 1] in [(c, False) for c in "@?*+!"] for i, (char, literal) in enumerate(found) if i):
+        if any(
+            char == "(" and not literal and found[i - 1] in [(c, False) for c in "@?*+!"]
+            for i, (char, literal) in enumerate(found)
+            if i
+        ):
             raise Refusal(self.unknowns.line, "extended patterns such as @(a|b) are not read")
         return found
 
@@ -107,7 +96,9 @@ class Expansion(State):
         ------
         arithmetic.Failure, Undetermined
         """
-        return arithmetic.evaluate(self.unknowns.known(self.string(word)), self, self.unknowns.line)
+        text = self.unknowns.known(self.string(word))
+        self.unknowns.charge(len(text) // 20)
+        return arithmetic.evaluate(text, self, self.unknowns.line)
 
     def index(self, name: str, word: Word) -> str:
         """Return the index of an element."""
@@ -207,7 +198,8 @@ class Expansion(State):
         for part in word:
             atoms += part.text if isinstance(part, Text) and not part.quoted else [part]
         return [
-            tuple(Text(atom, False) if isinstance(atom, str) else atom for atom in one) for one in self._alternatives(atoms)
+            tuple(Text(atom, False) if isinstance(atom, str) else atom for atom in one)
+            for one in self._alternatives(atoms)
         ]
 
     def _alternatives(self, atoms: list[str | Part], depth: int = 0) -> list[list[str | Part]]:
@@ -224,7 +216,9 @@ class Expansion(State):
             if commas:
                 edges = [start, *commas, end]
                 middles = [
-                    one for low, high in zip(edges, edges[1:], strict=False) for one in self._alternatives(atoms[low + 1 : high], depth + 1)
+                    one
+                    for low, high in itertools.pairwise(edges)
+                    for one in self._alternatives(atoms[low + 1 : high], depth + 1)
                 ]
             else:
                 middles = self._range(inner)
@@ -429,5 +423,3 @@ def _closing(atoms: list[str | Part], start: int) -> tuple[list[int], int | None
         elif atom == "," and depth == 1:
             commas.append(at)
     return commas, None
-
-

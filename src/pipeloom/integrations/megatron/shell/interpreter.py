@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -195,10 +196,8 @@ class Interpreter(Expansion):
         self.unknowns.charge()
         if shell.calls > MOST_CALLS:
             raise WorkLimit(self.unknowns.line, f"commands are nested more than {MOST_CALLS} deep")
-        try:
+        with contextlib.suppress(_Jump):
             run(shell)
-        except _Jump:
-            pass
         return shell.status, shell
 
     def substitute(self, part: Substitution) -> str:
@@ -328,7 +327,9 @@ class Interpreter(Expansion):
             unknown = self.unknowns.within(word)
             self.set(command.name, word)
             if len(word) == 1 and unknown and unknown[0].kind in ("output", "list"):
-                self._maybe_loop(Unknown(f"for {command.name} in {unknown[0].source}", self.unknowns.line, "text"), command.body)
+                self._maybe_loop(
+                    Unknown(f"for {command.name} in {unknown[0].source}", self.unknowns.line, "text"), command.body
+                )
             elif not self._loop(command.body):
                 break
         return self.status if words else 0
@@ -523,6 +524,7 @@ class Interpreter(Expansion):
                 return self._call(rest, command)
             finally:
                 self.functions = functions | self.functions
+        rest = list(map(self.unknowns.without_gone, rest))
         known = {
             "test": lambda: test(rest, self),
             "[": lambda: test(rest[:-1], self) if rest and rest[-1] == "]" else 2,
@@ -651,9 +653,14 @@ class Interpreter(Expansion):
         line = self.unknowns.line
         succeeds = False
         nested = nested_script(arguments, self.unknowns)
-        if nested is None and command.stdin is not None and self.unknowns.shown(arguments[-1]).rsplit("/", 1)[-1] in ("bash", "sh", "-s"):
+        if (
+            nested is None
+            and command.stdin is not None
+            and self.unknowns.shown(arguments[-1]).rsplit("/", 1)[-1] in ("bash", "sh", "-s")
+        ):
             nested = self.string(command.stdin)
         if nested is not None:
+
             def run(shell: Interpreter) -> None:
                 kept = shell.exported
                 shell.variables = {name: value for name, value in shell.variables.items() if name in kept}
@@ -713,7 +720,11 @@ def nested_script(arguments: list[str], unknowns: Unknowns) -> str | None:
         if name in ("bash", "sh", "zsh") and i + 2 < len(names) + 1:
             flags = 1
             while i + flags < len(names) and names[i + flags].startswith("-"):
-                if names[i + flags].endswith("c") and i + flags + 1 < len(names) and not names[i + flags].startswith("--"):
+                if (
+                    names[i + flags].endswith("c")
+                    and i + flags + 1 < len(names)
+                    and not names[i + flags].startswith("--")
+                ):
                     return arguments[i + flags + 1]
                 flags += 1
     if names[0] in ("ssh", "pdsh"):

@@ -33,7 +33,9 @@ from pipeloom.integrations.megatron.shell.syntax import (
 )
 from pipeloom.integrations.megatron.shell.words import ENDS, MOST_DEPTH, SyntaxProblem, WordReader
 
-_RESERVED = re.compile(r"(?:if|then|elif|else|fi|for|while|until|do|done|case|esac|function|select|coproc|time|in|[{}!]|\[\[)(?=[\s;&|()<>]|$)")
+_RESERVED = re.compile(
+    r"(?:if|then|elif|else|fi|for|while|until|do|done|case|esac|function|select|coproc|time|in|[{}!]|\[\[)(?=[\s;&|()<>]|$)"
+)
 _ENDERS = frozenset(("then", "elif", "else", "fi", "do", "done", "esac", "}"))
 _REDIRECT = re.compile(r"(?:\d+|\{[A-Za-z_]\w*\})?(<<<|<<-|<<|<&|<>|<(?!\()|>>|>&|>\||>(?!\()|&>>|&>)", re.ASCII)
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\[)?", re.ASCII)
@@ -131,9 +133,9 @@ class Parser(WordReader):
 
     def _separator(self) -> bool:
         self.skip_space()
-        if self.char == ";" and not self.starts(";;") and not self.starts(";&"):
-            self.at += 1
-        elif self.char == "&" and not self.starts("&&"):
+        if (self.char == ";" and not self.starts(";;") and not self.starts(";&")) or (
+            self.char == "&" and not self.starts("&&")
+        ):
             self.at += 1
         elif self.char and self.char not in "\n);":
             raise self.fail(f"{self._token()!r} is unexpected")

@@ -9,7 +9,6 @@ from pipeloom.errors import InputError
 from pipeloom.integrations.megatron.shell.interpreter import Choices, Interpreter
 from pipeloom.integrations.megatron.shell.parser import Parser
 from pipeloom.integrations.megatron.shell.syntax import AndOr, Broken
-from pipeloom.integrations.megatron.shell.words import SyntaxProblem
 from pipeloom.integrations.megatron.shell.values import (
     LoopLimit,
     Refusal,
@@ -17,8 +16,9 @@ from pipeloom.integrations.megatron.shell.values import (
     Unknown,
     Unknowns,
     WorkLimit,
-    is_unknown,
+    has_unknown,
 )
+from pipeloom.integrations.megatron.shell.words import SyntaxProblem
 
 MOST_PATHS = 128
 REMEDY = "give the final argument list in a text file"
@@ -119,7 +119,7 @@ def follow(source: str, text: str, succeeds: Callable[[Started], bool]) -> list[
 
 
 def _check_text(source: str, text: str) -> None:
-    if "\0" in text or (not text.isascii() and any(map(is_unknown, text))):
+    if "\0" in text or has_unknown(text):
         raise InputError(source, "is not text", REMEDY)
 
 
@@ -139,7 +139,9 @@ def list_words(source: str, text: str) -> tuple[StartedWord, ...]:
             found += [_word(one, unknowns) for one in shell.fields([word])]
             parser.skip_lines()
     except SyntaxProblem as error:
-        raise InputError(f"{source}: line {parser.line(error.position)}", f"cannot be read: {error.problem}", REMEDY) from None
+        raise InputError(
+            f"{source}: line {parser.line(error.position)}", f"cannot be read: {error.problem}", REMEDY
+        ) from None
     except Refusal as error:
         raise InputError(f"{source}: line {unknowns.line}", error.problem, REMEDY) from None
     return tuple(found)

@@ -14,7 +14,18 @@ Array: TypeAlias = dict[str, str]
 _FROM_THE_SHELL = frozenset(
     (
         *("HOME", "PWD", "OLDPWD", "USER", "LOGNAME", "PATH", "HOSTNAME", "HOSTTYPE", "OSTYPE", "MACHTYPE", "SHELL"),
-        *("RANDOM", "SRANDOM", "SECONDS", "EPOCHSECONDS", "EPOCHREALTIME", "UID", "EUID", "PPID", "BASHPID", "FUNCNAME"),
+        *(
+            "RANDOM",
+            "SRANDOM",
+            "SECONDS",
+            "EPOCHSECONDS",
+            "EPOCHREALTIME",
+            "UID",
+            "EUID",
+            "PPID",
+            "BASHPID",
+            "FUNCNAME",
+        ),
         *("BASH", "BASH_VERSION", "BASH_VERSINFO", "SHLVL", "SHELLOPTS", "BASHOPTS", "LANG", "TERM", "BASH_COMMAND"),
     )
 )

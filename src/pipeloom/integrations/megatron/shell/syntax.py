@@ -206,4 +206,6 @@ class Conditional:
     condition: Condition
 
 
-Command: TypeAlias = Simple | If | While | For | Count | Case | Group | Redirected | Function | Calculation | Conditional
+Command: TypeAlias = (
+    Simple | If | While | For | Count | Case | Group | Redirected | Function | Calculation | Conditional
+)

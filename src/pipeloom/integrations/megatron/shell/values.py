@@ -6,15 +6,17 @@ entry of a table, so that unknown parts survive whatever is done with the string
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
 MOST_CHARACTERS = 1_000_000
 """Most characters of one value, and of one command's words; the kernel passes about as many to a program."""
-MOST_STEPS = 200_000
+MOST_STEPS = 100_000
 """Most steps of one reading: commands that run, words and elements that are made."""
 _FIRST, _LAST = 0xF0000, 0xFFFFD
+_UNKNOWN = re.compile(f"[{chr(_FIRST)}-{chr(_LAST)}]")
 
 Kind = Literal["unset", "gone", "required", "text", "part", "output", "list"]
 
@@ -129,17 +131,14 @@ class Unknowns:
         self.line = line
         return found
 
-    def of(self, character: str) -> Unknown | None:
-        """What a character stands for, if it stands for something unknown."""
-        return self.entries[ord(character) - _FIRST] if is_unknown(character) else None
-
     def within(self, value: str) -> list[Unknown]:
         """Unknown parts of a value."""
-        return [] if value.isascii() else [self.entries[ord(c) - _FIRST] for c in value if is_unknown(c)]
+        return [] if value.isascii() else [self.entries[ord(c) - _FIRST] for c in _UNKNOWN.findall(value)]
 
     def is_unset(self, value: str) -> bool:
         """Whether a value has nothing but variables that are not set."""
-        return all(is_unknown(c) for c in value) and all(one.kind in ("unset", "gone") for one in self.within(value))
+        found = self.within(value)
+        return len(found) == len(value) and all(one.kind in ("unset", "gone") for one in found)
 
     def known(self, value: str) -> str:
         """Return a value whose content decides something, with variables that are not set left out.
@@ -156,26 +155,33 @@ class Unknowns:
                 raise Undetermined(one)
             if one.kind == "unset":
                 self.inspected.setdefault(one.source, one.line)
-        return "".join(c for c in value if not is_unknown(c))
+        return _UNKNOWN.sub("", value)
 
     def without_unset(self, value: str) -> str:
         """Return a value with variables that are not set left out."""
-        if value.isascii():
-            return value
-        return "".join(c for c in value if (one := self.of(c)) is None or one.kind not in ("unset", "gone"))
+        return self._rewritten(value, lambda c, one: "" if one.kind in ("unset", "gone") else c)
+
+    def without_gone(self, value: str) -> str:
+        """Return a value without the memory of variables that left no word."""
+        return self._rewritten(value, lambda c, one: "" if one.kind == "gone" else c)
 
     def shown(self, value: str) -> str:
         """Return a value with its unknown parts as the script writes them."""
-        parts = []
-        for c in value:
-            one = self.of(c)
-            parts.append(c if one is None else "" if one.kind == "gone" else one.source)
-        return "".join(parts)
+        return self._rewritten(value, lambda _, one: "" if one.kind == "gone" else one.source)
+
+    def recast(self, value: str, old: Kind, new: Kind) -> str:
+        """Return a value in which unknown parts of one kind are of another."""
+        return self._rewritten(value, lambda c, one: self.again(one, new) if one.kind == old else c)
+
+    def _rewritten(self, value: str, change: Callable[[str, Unknown], str]) -> str:
+        if value.isascii():
+            return value
+        return _UNKNOWN.sub(lambda found: change(found[0], self.entries[ord(found[0]) - _FIRST]), value)
 
 
-def is_unknown(character: str) -> bool:
-    """Whether a character stands for something unknown."""
-    return _FIRST <= ord(character) <= _LAST
+def has_unknown(value: str) -> bool:
+    """Whether a part of a value is unknown."""
+    return not value.isascii() and _UNKNOWN.search(value) is not None
 
 
 # ------------------------------------------------------------------ patterns
