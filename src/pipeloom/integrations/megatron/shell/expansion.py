@@ -257,7 +257,7 @@ class Expansion(State):
             return [(self.unknowns.again(error.unknown), part.quoted)]
         if mode == "pieces":
             assert isinstance(values, list)
-            return values  # type: ignore[return-value]
+            return list(values)
         if mode == "one":
             return [(str(values[0]), part.quoted)]
         texts = [str(value) for value in values]
@@ -411,7 +411,8 @@ class Expansion(State):
 
 def _closing(atoms: list[str | Part], start: int) -> tuple[list[int], int | None]:
     """Where the commas of a brace are, and where it closes."""
-    depth, commas = 0, []
+    depth = 0
+    commas: list[int] = []
     for at in range(start, len(atoms)):
         atom = atoms[at]
         if atom == "{":

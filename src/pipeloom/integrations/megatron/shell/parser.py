@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import bisect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
+from pipeloom.integrations.megatron.shell.condition_reader import ConditionReader
 from pipeloom.integrations.megatron.shell.syntax import (
     AndOr,
     Assignment,
@@ -14,8 +15,6 @@ from pipeloom.integrations.megatron.shell.syntax import (
     Calculation,
     Case,
     Command,
-    Condition,
-    Conditional,
     Count,
     Document,
     For,
@@ -31,18 +30,13 @@ from pipeloom.integrations.megatron.shell.syntax import (
     While,
     Word,
 )
-from pipeloom.integrations.megatron.shell.words import ENDS, MOST_DEPTH, SyntaxProblem, WordReader
+from pipeloom.integrations.megatron.shell.words import ENDS, MOST_DEPTH, SyntaxProblem
 
-_RESERVED = re.compile(
-    r"(?:if|then|elif|else|fi|for|while|until|do|done|case|esac|function|select|coproc|time|in|[{}!]|\[\[)(?=[\s;&|()<>]|$)"
-)
 _ENDERS = frozenset(("then", "elif", "else", "fi", "do", "done", "esac", "}"))
 _REDIRECT = re.compile(r"(?:\d+|\{[A-Za-z_]\w*\})?(<<<|<<-|<<|<&|<>|<(?!\()|>>|>&|>\||>(?!\()|&>>|&>)", re.ASCII)
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\[)?", re.ASCII)
 _FUNCTION = re.compile(r"([A-Za-z_][\w.:-]*)[ \t]*\([ \t]*\)", re.ASCII)
-_DECLARATIONS = ("export", "declare", "typeset", "local", "readonly")
-_UNARY = re.compile(r"-[a-zA-Z](?=\s)")
-_BINARY = re.compile(r"==|=~|!=|=|<|>|-(?:eq|ne|lt|le|gt|ge|nt|ot|ef)(?=\s)")
+_DECLARATIONS = [Text(name, quoted=False) for name in ("export", "declare", "typeset", "local", "readonly")]
 
 
 @dataclass(slots=True)
@@ -53,7 +47,7 @@ class _Streams:
     silent: bool = False
 
 
-class Parser(WordReader):
+class Parser(ConditionReader):
     """Parser over the text of a script."""
 
     def __init__(self, text: str) -> None:
@@ -101,14 +95,6 @@ class Parser(WordReader):
                 return
             self.at += 1
             self._read_documents()
-
-    def _peek(self) -> str:
-        found = _RESERVED.match(self.text, self.at)
-        return found[0] if found is not None else ""
-
-    def _token(self) -> str:
-        found = re.compile(r"[;&|()<>]+|\S+").match(self.text, self.at)
-        return found[0][:40] if found is not None else "end of file"
 
     def _take(self, word: str) -> None:
         self.skip_lines()
@@ -280,7 +266,7 @@ class Parser(WordReader):
         self.skip_space()
         subject = self.word()
         self._take("in")
-        clauses = []
+        clauses: list[tuple[tuple[Word, ...], Sequence, str]] = []
         while True:
             self.skip_lines()
             if self._peek() == "esac":
@@ -325,79 +311,6 @@ class Parser(WordReader):
             raise self.fail(f"the function {name} has no body")
         return Function(name, body)
 
-    # ------------------------------------------------------------------ [[ ]]
-
-    def _test(self, line: int) -> Command:
-        condition = self._either()
-        self.skip_lines()
-        if not self.starts("]]"):
-            raise self.fail(f"']]' is missing before {self._token()!r}")
-        self.at += 2
-        return Conditional(line, condition)
-
-    def _either(self) -> Condition:
-        return self._chain("||", lambda: self._chain("&&", self._primary))
-
-    def _chain(self, operator: str, reader: Callable[[], Condition]) -> Condition:
-        nodes = [reader()]
-        while True:
-            self.skip_lines()
-            if not self.starts(operator):
-                return nodes[0] if len(nodes) == 1 else Condition(operator, tuple(nodes))
-            self.at += 2
-            nodes.append(reader())
-
-    def _primary(self) -> Condition:
-        self.skip_lines()
-        if self._peek() == "!":
-            self.at += 1
-            return Condition("!", (self._primary(),))
-        if self.char == "(":
-            self.at += 1
-            self.depth += 1
-            if self.depth > MOST_DEPTH:
-                raise self.fail(f"conditions are nested more than {MOST_DEPTH} deep")
-            found = self._either()
-            self.depth -= 1
-            self.skip_lines()
-            if self.char != ")":
-                raise self.fail("a bracket in [[ ]] is not closed")
-            self.at += 1
-            return found
-        unary = _UNARY.match(self.text, self.at)
-        if unary is not None:
-            start = self.at
-            self.at = unary.end()
-            self.skip_space()
-            if not self.starts("]]") and _BINARY.match(self.text, self.at) is None:
-                return Condition(unary[0], words=(self._operand(),))
-            self.at = start
-        left = self._operand()
-        self.skip_lines()
-        binary = _BINARY.match(self.text, self.at)
-        if binary is None:
-            return Condition("-n", words=(left,))
-        self.at = binary.end()
-        self.skip_space()
-        right = self._regex() if binary[0] == "=~" else self._operand()
-        return Condition(binary[0], words=(left, right))
-
-    def _operand(self) -> Word:
-        found = self.word()
-        if not found:
-            raise self.fail(f"{self._token()!r} is unexpected in [[ ]]")
-        if self.char == "(":
-            raise self.fail("extended patterns such as @(a|b) are not read")
-        return found
-
-    def _regex(self) -> Word:
-        """Read a regular expression, in which brackets and bars are characters."""
-        self.ends, ends = " \t\n", self.ends
-        try:
-            return self.word()
-        finally:
-            self.ends = ends
-
     # ------------------------------------------------------------------ simple commands
 
     def _simple(self) -> Simple:
@@ -415,7 +328,7 @@ class Parser(WordReader):
             assigned = self._assignment() if declares or not words else None
             if assigned is None:
                 word = self.word()
-                declares |= not words and len(word) == 1 and word[0] in (Text(d, False) for d in _DECLARATIONS)
+                declares |= not words and len(word) == 1 and word[0] in _DECLARATIONS
                 words.append(word)
             elif words:
                 words.append(assigned)
