@@ -53,7 +53,6 @@ def passed_by_us(script: str) -> list[list[list[str | None]]]:
 
 
 _TEXTS = [
-    r"",
     r"$<T>",
     r'"$<T>"',
     r"${<T>}",
@@ -131,7 +130,6 @@ _TEXTS = [
     r'"${<A>[@]:(-1)}"',
 ]
 _CONDITIONS = [
-    r"",
     r"[ $<N> -gt <D> ]",
     r'[ "$<T>" = small-2 ]',
     r"[[ $<T> == t* ]]",

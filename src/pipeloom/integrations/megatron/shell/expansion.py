@@ -256,8 +256,7 @@ class Expansion(State):
                 return [(self.unknowns.make(error.unknown.source, "list"), part.quoted)]
             return [(self.unknowns.again(error.unknown), part.quoted)]
         if mode == "pieces":
-            assert isinstance(values, list)
-            return list(values)
+            return [piece for piece in values if piece is None or isinstance(piece, tuple)]
         if mode == "one":
             return [(str(values[0]), part.quoted)]
         texts = [str(value) for value in values]
@@ -283,6 +282,8 @@ class Expansion(State):
             index = self.index(part.name, part.index)
         if mark:
             found = self.elements(part.name)
+            if not found and self.unread and part.name not in "@*" and part.name not in self.variables:
+                found = [self.unknowns.make(f"{part.source}, which {self.unread} may set,", "list")]
             value = " ".join(found) if found else None
         else:
             value = self.get(part.name, index)
@@ -313,7 +314,8 @@ class Expansion(State):
     def _mark(self, part: Parameter) -> str:
         """``@`` or ``*`` where all elements are meant."""
         if part.index is not None:
-            return part.index[0].text if part.index in ((Text("@", False),), (Text("*", False),)) else ""  # type: ignore[union-attr]
+            marks = [mark for mark in "@*" if part.index == (Text(mark, quoted=False),)]
+            return marks[0] if marks else ""
         return part.name if part.name in "@*" else ""
 
     def _target(self, part: Parameter) -> Parameter:

@@ -241,8 +241,8 @@ class Interpreter(SimpleCommands):
                     self.status = self.command(inner)
                 finally:
                     self.output = output
-            case Function(name, body):
-                self.functions[name] = body
+            case Function(name, function):
+                self.functions[name] = function
                 self.status = 0
             case Calculation(line, expression):
                 self.unknowns.go_to(line)
@@ -302,13 +302,17 @@ class Interpreter(SimpleCommands):
                 self.variables[name] = self.unknowns.make(f"${name}", "output")
 
     def _while(self, command: While) -> Status:
+        result: Status = 0
         for _ in range(MOST_ITERATIONS):
             status = self._condition(command.condition)
             if isinstance(status, Unknown):
                 self._maybe_loop(status, command.body, command.until)
                 return 0
-            if (status == 0) == command.until or not self._loop(command.body):
+            if (status == 0) == command.until:
+                return result
+            if not self._loop(command.body):
                 return 0
+            result = self.status
         raise LoopLimit(self.unknowns.line, f"a loop runs more than {MOST_ITERATIONS} times")
 
     def _for(self, command: For) -> Status:

@@ -21,6 +21,8 @@ from pipeloom.integrations.megatron.shell.values import (
 from pipeloom.integrations.megatron.shell.words import SyntaxProblem
 
 MOST_PATHS = 128
+MOST_RESTARTS = 50
+"""A loop that has started so many programs restarts a training for ever."""
 REMEDY = "give the final argument list in a text file"
 
 
@@ -165,10 +167,16 @@ def _follow(
     succeeds: Callable[[Started], bool],
 ) -> Path:
     started: list[Started] = []
+    trainings: list[int] = []
 
     def record(line: int, arguments: list[str]) -> bool:
         started.append(Started(line, tuple(_word(word, unknowns) for word in arguments)))
-        return succeeds(started[-1])
+        if not succeeds(started[-1]):
+            return False
+        trainings.append(line)
+        if len(trainings) > MOST_RESTARTS:
+            raise LoopLimit(line, f"more than {MOST_RESTARTS} trainings are started")
+        return True
 
     ended = 0
     try:

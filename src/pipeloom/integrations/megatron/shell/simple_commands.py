@@ -60,8 +60,9 @@ class SimpleCommands(Expansion):
             self.assign_all(command.assignments)
             return self.status
         first = command.words[0]
-        if isinstance(first, tuple) and len(first) == 1 and first[0] in [Text(name, False) for name in _DECLARATIONS]:
-            return self._declare(first[0].text, command.words[1:])  # type: ignore[union-attr]
+        declared = [name for name in _DECLARATIONS if first == (Text(name, quoted=False),)]
+        if declared:
+            return self._declare(declared[0], command.words[1:])
         arguments = self.fields([word for word in command.words if isinstance(word, tuple)])
         if not arguments:
             self.assign_all(command.assignments)
