@@ -287,7 +287,7 @@ class SimpleCommands(Expansion):
         if path is None:
             shown = self.unknowns.shown(name)
             if Path(shown).name not in _ENVIRONMENTS:
-                self.unread = f"{shown} (line {line})"
+                self.unread = f"{Path(shown).name[-60:]} (line {line})"
             return Unknown(f"source {shown}", line, "text")
         try:
             text = read_text(path)
