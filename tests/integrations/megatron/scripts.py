@@ -388,8 +388,10 @@ class Generator:
         if kind == 7:
             return ["{", *self.block(), "} 2>/dev/null"]
         name = self.fresh("A")
-        self.arrays.append(name) if not self.depth else None
-        return [f"{r.choice(['', 'declare -a '])}{name}=({self.text()} {self.option()} {self.text()})"]
+        line = f"{r.choice(['', 'declare -a '])}{name}=({self.text()} {self.option()} {self.text()})"
+        if not self.depth:
+            self.arrays.append(name)
+        return [line]
 
     def launch(self) -> list[str]:
         r = self.random

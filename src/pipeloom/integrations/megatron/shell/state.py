@@ -90,8 +90,14 @@ class State:
         if "" in found:  # an array of unknown elements
             return found[""]
         if index is not None and index.startswith("-") and name not in self.associative:
-            index = str(max(map(int, found), default=-1) + 1 + int(index))
+            index = self._from_the_end(name, found, index)
         return found.get("0" if index is None else index)
+
+    def _from_the_end(self, name: str, elements: Array, index: str) -> str:
+        found = max(map(int, elements), default=-1) + 1 + int(index)
+        if found < 0:
+            raise Refusal(self.unknowns.line, f"{name}[{index}] is before the first element of {name}")
+        return str(found)
 
     def _special(self, name: str) -> str:
         if name == "#":
@@ -135,7 +141,7 @@ class State:
             return  # one element more or less is as unknown
         index = "0" if index is None else index
         if index.startswith("-") and name not in self.associative:
-            index = str(max(map(int, old), default=-1) + 1 + int(index))
+            index = self._from_the_end(name, old, index)
         old[index] = value
 
     def unset(self, name: str, index: str | None = None) -> None:
