@@ -49,8 +49,9 @@ class Expansion(State):
                     total += len(text)
                     self.unknowns.charge()
                     self.unknowns.check_length(total)
-                    # A quoted value is one word, an unquoted one perhaps several.
-                    text = self.unknowns.recast(text, *(("output", "part") if quoted else ("part", "output")))
+                    if not quoted:
+                        # What was one word within quotes is perhaps several without.
+                        text = self.unknowns.recast(text, "part", "output")
                     if quoted or not text or not self.unknowns.is_unset(text):
                         found.append(first + text)
                         first = ""
@@ -122,10 +123,13 @@ class Expansion(State):
                 case Arithmetic():
                     found.append((self._number_text(part), part.quoted))
                 case Substitution():
-                    found.append((self.substitute(part), part.quoted))
+                    found.append((self._one_word(self.substitute(part), part.quoted), part.quoted))
                 case Parameter():
                     found += self._parameter(part)
         return found
+
+    def _one_word(self, text: str, quoted: bool) -> str:
+        return self.unknowns.recast(text, "output", "part") if quoted else text
 
     def _document(self, text: str) -> Word:
         try:
@@ -258,7 +262,7 @@ class Expansion(State):
         if mode == "pieces":
             return [piece for piece in values if piece is None or isinstance(piece, tuple)]
         if mode == "one":
-            return [(str(values[0]), part.quoted)]
+            return [(self._one_word(str(values[0]), part.quoted and part.index is None), part.quoted)]
         texts = [str(value) for value in values]
         self.unknowns.charge(len(texts))
         if mode == "*" and part.quoted:
