@@ -79,7 +79,7 @@ def difference_page(name: str, found: Difference) -> str:
             ),
         ],
         title=f"{name}: planned and measured",
-        note=f"Every figure on this page is a mean over {found.iterations} iterations; timeline.html shows one of them.",
+        note=f"Every figure is a mean over {found.iterations} iterations; timeline.html shows one of them.",
     )
 
 

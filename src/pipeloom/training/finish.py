@@ -130,9 +130,9 @@ def write_timelines(recorder: Recorder, setup: Setup, reports: list[StepReport])
     ]
     title = f"{recorder.folder.name}, iteration {report.iteration}"
     note = (
-        f"Every figure on this page is of iteration {report.iteration} alone, whose measured time is closest to the mean; "
-        "difference.html has means over iterations. Memory is planned bytes in both; measured times are real computation "
-        "on this machine's cores."
+        f"Every figure on this page is of iteration {report.iteration} alone, whose measured time is closest to the "
+        "mean; difference.html has means over iterations. Memory is planned bytes in both; measured times are real "
+        "computation on this machine's cores."
     )
     write_text(recorder.folder / "trace.json", trace(tracks))
     write_text(recorder.folder / "timeline.html", timeline_html(tracks, title=title, note=note))
@@ -152,8 +152,8 @@ def write_comparison(folder: Path, systems: list[list[BaselineResult]]) -> None:
     tracks = [track_of(each) for each in chosen]
     title = f"{folder.name}: one batch under each system, planned"
     note = (
-        "Every figure on this page is of one batch. Simulated from measured layer costs; the same samples, microbatches "
-        "and costs for all."
+        "Every figure on this page is of one batch. Simulated from measured layer costs; the same samples, "
+        "microbatches and costs for all."
     )
     write_text(folder / "comparison.html", timeline_html(tracks, title=title, note=note, ranked=True))
     write_text(folder / "comparison.svg", timeline_svg(tracks))

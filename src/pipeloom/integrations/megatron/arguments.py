@@ -18,6 +18,18 @@ _OFF = ("none", "null", "false")
 """Words that switch nothing on."""
 
 
+class UnknownText(str):
+    """A value that a script does not say, as the script writes it."""
+
+    reason: str
+
+    def __new__(cls, text: str, reason: str) -> UnknownText:
+        """Make a value with the reason why it is unknown."""
+        made = super().__new__(cls, text)
+        made.reason = reason
+        return made
+
+
 @dataclass(frozen=True, slots=True)
 class Given:
     """One argument as it was written: what it is called there, and its values (none: a flag)."""
@@ -26,6 +38,8 @@ class Given:
     values: tuple[str, ...] = ()
     clash: tuple[str, ...] | None = None
     """Other values that it was given too."""
+    undecided: str = ""
+    """What decides whether it is given, or with which values, where a script leaves that open."""
 
 
 @dataclass(slots=True)
@@ -45,6 +59,8 @@ class Arguments:
     source: str
     given: Mapping[str, Given]
     is_recipe: bool = False
+    notes: tuple[str, ...] = ()
+    """What was assumed while reading."""
     asked: set[str] = field(default_factory=set)
 
     @property
@@ -71,12 +87,16 @@ class Arguments:
         Raises
         ------
         InputError
-            It is given twice, with different values.
+            It is given twice, with different values, or depends on what the source does not say.
         """
         self.asked.add(name)
         if name not in self.given:
             return None
         one = self.given[name]
+        if one.undecided:
+            raise self.refuse(
+                name, f"depends on {one.undecided}", "write the arguments that you train with in its place"
+            )
         if one.clash is not None:
             both = f"{' '.join(one.values) or 'nothing'} and {' '.join(one.clash) or 'nothing'}"
             raise self.refuse(name, f"is given twice, with {both}", "leave one")
@@ -89,6 +109,9 @@ class Arguments:
             return None
         if not values:
             raise self.refuse(name, "has no value")
+        for each in values if name in JOINED else values[:1]:
+            if isinstance(each, UnknownText):
+                raise self.refuse(name, each.reason, "write its value in its place")
         value = "".join(values) if name in JOINED else values[0]
         if "$" in value:
             raise self.refuse(name, f"{value} is not set in this file", "write its value in its place")
@@ -133,8 +156,10 @@ class Arguments:
 
     def missing(self, name: str, remedy: str = "") -> NoReturn:
         """Refuse a source that lacks an argument."""
-        remedy = remedy or (
-            "add it; a Megatron Bridge recipe has all of them once it is saved with ConfigContainer.to_yaml"
+        remedy = remedy or "add it" + (
+            "; a Megatron Bridge recipe has all of them once it is saved with ConfigContainer.to_yaml"
+            if self.is_recipe
+            else ""
         )
         raise self.refuse(name, "is missing", remedy)
 

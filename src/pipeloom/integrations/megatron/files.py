@@ -1,6 +1,6 @@
 """Argument lists and configuration files of Megatron, as `Arguments`.
 
-Read are: a text file of arguments, also a shell script that has them in arrays, in variables or behind ``torchrun``;
+Read are: a text file of arguments; a shell script, of which the arguments count that it would pass to Megatron;
 Megatron-LM's YAML (``--yaml-cfg``), the ``MODEL_ARGS`` of NVIDIA's test recipes, and a recipe of Megatron Bridge as
 ``ConfigContainer.to_yaml`` writes it.
 """
@@ -8,14 +8,16 @@ Megatron-LM's YAML (``--yaml-cfg``), the ``MODEL_ARGS`` of NVIDIA's test recipes
 from __future__ import annotations
 
 import re
-import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from pipeloom.errors import InputError
-from pipeloom.integrations.megatron.arguments import JOINED, Arguments, Given, check_known
+from pipeloom.integrations.megatron.arguments import JOINED, Arguments, Given, UnknownText, check_known
 from pipeloom.integrations.megatron.effects import known_fields, known_names
+from pipeloom.integrations.megatron.foreign import check_form, check_program
+from pipeloom.integrations.megatron.launches import argument_words, assumed, launches, merged
+from pipeloom.integrations.megatron.shell.paths import list_words
 from pipeloom.io.files import read_text
 
 _COUNTED = ("nproc-per-node", "nnodes")
@@ -28,12 +30,13 @@ _LAUNCHER = frozenset(
     )
 )
 """What ``torchrun`` takes; its numbers of processes and nodes are the job's."""
-_PUNCTUATION = "();|&\n"
-_COMMENT = re.compile(r"(?m)(^|\s)#.*$")
-_OTHERS = re.compile(r"\$\{?\w+(\[[@*]\])?\}?")
-"""Other arguments by the name of a variable or array: they are read where it is set."""
-_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
-_VARIABLE = re.compile(r"\$(?:\{([A-Za-z_]\w*|\d)(?::-([^}]*))?\}|([A-Za-z_]\w*))")
+_LIST = re.compile(r"(?:\s|#[^\n]*\n)*(?:-|$)")
+"""The start of an argument list."""
+_MULTIMODAL = re.compile(
+    r"(?:model|dataset)-provider$|(?:vision|image|img|audio|video|multimodal|mm|encoder|language-model)-|freeze-(?:vit|lm)$",
+    re.IGNORECASE,
+)
+"""Arguments of scripts that train an encoder beside the language model."""
 
 _SECTIONS = ("model", "language_model", "model_parallel", "train", "dataset", "ddp", "dist", "optimizer")
 """Sections of configuration files that are read; fields of the first three must be known."""
@@ -79,72 +82,74 @@ def read_arguments(source: str | Path | Sequence[str]) -> Arguments:
         No such file, no YAML, or an argument that Megatron does not know.
     """
     if not isinstance(source, (str, Path)):
-        return _listed("arguments", list(source))
+        return _checked("arguments", _given(source))
     path = Path(source)
     try:
         text = read_text(path)
     except InputError as error:
         raise InputError(error.entity, error.problem, "give a file of Megatron's arguments") from error
+    check_form(str(source), text)
     if path.suffix in (".yaml", ".yml"):
         return _from_yaml(str(source), text)
-    return _listed(str(source), _words(str(source), text))
+    return _from_text(str(source), text)
 
 
 # ------------------------------------------------------------------ argument lists
 
 
-def _words(source: str, text: str) -> Iterator[str]:
-    """Words of a text or shell script, line ends and brackets among them, its own variables written out."""
-    lexer = shlex.shlex(_COMMENT.sub(r"\1", text.replace("\\\n", " ")), posix=True, punctuation_chars=_PUNCTUATION)
-    lexer.whitespace, lexer.commenters, lexer.whitespace_split = " \t\r", "", True
-    known: dict[str, str] = {}
-    try:
-        for raw in lexer:
-            word = _VARIABLE.sub(lambda found: known.get(found[1] or found[3], found[2] or found[0]), raw)
-            assigned = _ASSIGNMENT.fullmatch(word)
-            if assigned is not None:
-                word = assigned[2]
-                if not word.lstrip().startswith("--"):
-                    known[assigned[1]] = word
-            # What stands in one pair of quotes, such as "--swiglu --bf16", is parted where the shell uses it.
-            if word.lstrip().startswith("--"):
-                yield from word.split()
-            elif assigned is None:
-                yield word
-    except ValueError as error:
-        raise InputError(source, f"cannot be read: {error}", "give the arguments alone, without the script") from None
+def _from_text(source: str, text: str) -> Arguments:
+    """A text file: a list of arguments where its first word is one, or else a shell script."""
+    text = text.removeprefix("\ufeff")
+    if _LIST.match(text) is not None:
+        words = argument_words(source, 1, list_words(source, text))
+        # What stands in one pair of quotes, such as "--swiglu --bf16", is parted where the shell uses it.
+        parted = [
+            part for word in words for part in (word.split() if word.startswith("--") and type(word) is str else [word])
+        ]
+        return _checked(source, _given(parted))
+    found = launches(source, text)
+    return _checked(source, merged(found, _given), assumed(found))
 
 
-def _listed(source: str, words: Iterator[str] | list[str]) -> Arguments:
+def _given(words: Iterable[str]) -> dict[str, Given]:
+    """Arguments by name, with their values."""
     found: dict[str, Given] = {}
-    name: str | None = None
-    values: list[str] = []
+    label, values = "", list[str]()
 
     def close() -> None:
-        if name is None:
+        if not label:
             return
+        name = label[2:].replace("_", "-")
         one, old = Given(label, tuple(values)), found.get(name)
         if old is not None and old.values != one.values:
             one = Given(label, old.values, one.values)
         found[name] = one
 
-    label = ""
     for word in words:
         if word.startswith("--") and len(word) > 2:
             close()
             label, equals, value = word.partition("=")
-            name, values = label[2:].replace("_", "-"), [value] if equals else []
-        elif name is None or (values and _OTHERS.fullmatch(word)):
-            continue
-        elif word.strip(_PUNCTUATION) or (name in JOINED and "\n" not in word):
+            if isinstance(word, UnknownText):
+                value = UnknownText(value, word.reason)
+            values = [value] if equals else []
+        elif label:
             values.append(word)
-        elif values or "\n" not in word:
-            # A command, an array or a line ends; the value may also stand on the line behind its argument.
-            close()
-            name = None
     close()
-    check_known(((each, one.label) for each, one in found.items() if each not in _LAUNCHER), known_names(), source)
-    return Arguments(source, {k: one for k, one in found.items() if k not in _LAUNCHER or k in _COUNTED})
+    return found
+
+
+def _checked(source: str, found: Mapping[str, Given], notes: tuple[str, ...] = ()) -> Arguments:
+    labels = {name: one.label for name, one in found.items() if name not in _LAUNCHER}
+    for name, label in labels.items():
+        if _MULTIMODAL.match(name) is not None and name not in known_names():
+            raise InputError(
+                f"{source}: {label}",
+                "describes a multimodal model; pipeloom megatron plans language models only",
+                "pipeloom compare plans multimodal models from their Hugging Face configuration",
+            )
+    check_known(labels.items(), known_names(), source)
+    kept = {name: one for name, one in found.items() if name not in _LAUNCHER or name in _COUNTED}
+    return Arguments(source, kept, notes=notes)
 
 
 # ------------------------------------------------------------------ configuration files
@@ -163,9 +168,10 @@ def _from_yaml(source: str, text: str) -> Arguments:
         raise InputError(source, f"is not YAML: {error}", "save it again, or give an argument list") from error
     if not isinstance(document, dict):
         raise InputError(source, "is no table of settings", "give a recipe, or an argument list")
+    check_program(source, document)
     listed = document.get("MODEL_ARGS")
     if isinstance(listed, dict):
-        return _listed(source, _argument_words(listed))
+        return _checked(source, _given(_argument_words(listed)))
     found: dict[str, Given] = {}
     checked: list[tuple[str, str]] = []
     for section, value in document.items():
@@ -187,9 +193,15 @@ def _from_yaml(source: str, text: str) -> Arguments:
             if one is not None:
                 _merge(found, *one)
     check_known(checked, known_fields(), source)
+    model = document.get("model")
+    if not {"num-layers", "hidden-size"} & found.keys() and not (isinstance(model, dict) and "_target_" in model):
+        raise InputError(
+            source,
+            "has neither num_layers nor hidden_size, so it describes no model of Megatron",
+            "give Megatron-LM's YAML, or a recipe of Megatron Bridge saved with ConfigContainer.to_yaml",
+        )
     if "num-query-groups" in found:
         found.setdefault("group-query-attention", found["num-query-groups"])
-    model = document.get("model")
     if isinstance(model, dict) and model.get("should_pad_vocab") is False and "vocab-size" in found:
         found["padded-vocab-size"] = found["vocab-size"]
     return Arguments(source, found, is_recipe=isinstance(model, dict))

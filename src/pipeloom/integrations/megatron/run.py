@@ -157,7 +157,7 @@ def read_megatron(
     _check_schedule(arguments, now, rules, count)
     state = read_state(arguments)
     modules = tuple(name for name in _recomputable(arguments, model) if name not in rules.modules)
-    notes = _notes(arguments, degrees)
+    notes = arguments.notes + _notes(arguments, degrees)
     return MegatronRun(
         arguments.source,
         model,

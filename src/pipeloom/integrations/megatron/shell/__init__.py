@@ -1,0 +1,1 @@
+"""What a bash script would start, found without running it."""
