@@ -58,6 +58,13 @@ def pytest_sessionfinish() -> None:
     end_server()
 
 
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Say which pages no browser has opened."""
+    reasons = {report.longrepr[2] for report in terminalreporter.stats.get("skipped", [])}
+    for reason in sorted(reason for reason in reasons if "chromium" in reason):
+        terminalreporter.write_line(reason)
+
+
 @cache
 def starts_ranks(file: Path) -> bool:
     """Whether some tests of a file are marked ``ranks``."""

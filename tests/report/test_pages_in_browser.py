@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import html
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -51,6 +53,15 @@ def hostile_tracks() -> list[Track]:
     ]
 
 
+def test_no_text_reaches_a_template_as_a_placeholder() -> None:
+    page = html.unescape(timeline_html(hostile_tracks(), title="", note=""))
+    templates = re.findall(r'"tooltips":"((?:[^"\\]|\\.)*)"', page)
+    assert any("onerror" in each for each in templates)
+    # Ours are words; those of names would have a format, or stand in braces.
+    assert not any(re.search(r"[@$](\{|\w+\{(?!0)|\$)", each) for each in templates)
+
+
+@pytest.mark.full
 def test_no_name_runs_as_a_script_on_a_timeline_page(chromium: Browser, tmp_path: Path) -> None:
     tracks = hostile_tracks()
     text = "\n".join(NAMES)
