@@ -41,7 +41,7 @@ def gain_text(gain: float) -> str:
 def row_cells(row: dict[str, Any], baseline: str = "") -> tuple[str, ...]:
     """One system's row of `COLUMNS`; the gain is left out of the row of the ``baseline``, and where there is none."""
     if "problem" in row:
-        return (row["system"], "does not fit", *[""] * (len(COLUMNS) - 2))
+        return (row["system"], "does not fit" if row["can_run"] else "cannot run", *[""] * (len(COLUMNS) - 2))
     gain = row["gain"]
     return (
         row["system"],
@@ -105,8 +105,9 @@ def _ranking(outcome: Outcome) -> Section:
 
 
 def _unfit(outcome: Outcome) -> Section | None:
-    lines = [f"{one.name}: {one.problem}" for one in outcome.systems if one.result is None]
-    return TextSection("What does not fit", "", lines) if lines else None
+    unfit = [one for one in outcome.systems if one.result is None]
+    heading = "What does not fit" if all(one.can_run for one in unfit) else "What does not fit or cannot run"
+    return TextSection(heading, "", [f"{one.name}: {one.problem}" for one in unfit]) if unfit else None
 
 
 def _steps(outcome: Outcome) -> Section | None:

@@ -335,6 +335,12 @@ class ModuleArchitecture(msgspec.Struct, frozen=True, forbid_unknown_fields=True
         return tuple(out)
 
     @property
+    def num_blocks(self) -> int:
+        """Number of residual layers; of a module without any, of all layers."""
+        layers = self.flat_layers
+        return sum(isinstance(layer, ResidualLayer) for layer in layers) or len(layers)
+
+    @property
     def emits(self) -> tuple[StreamEnd, ...]:
         """Streams that its layers emit."""
         return self._ends("emits")

@@ -67,7 +67,8 @@ class Outcome:
         """Numbers of one system, as ``pipeloom compare --json`` prints them."""
         tried = {"layouts": [_tried(trial) for trial in one.tried]} if one.tried else {}
         if one.result is None:
-            return {"system": one.name, "title": one.title, "problem": one.problem} | tried
+            problem = {"problem": one.problem, "can_run": one.can_run}
+            return {"system": one.name, "title": one.title} | problem | tried
         numbers = key_figures(self.track(one))
         base = self.baseline
         capacity = self.case.capacity_bytes
