@@ -103,9 +103,7 @@ NOTED = {
     "optimizer.early_step_in_backward": Noted(
         False, (False,), "gradients are emulated as held until the update, so memory is too high"
     ),
-    "optimizer.implementation": Noted(
-        "fused", ("fused",), "a fused optimizer step is emulated, so times are too low"
-    ),
+    "optimizer.implementation": Noted("fused", ("fused",), "a fused optimizer step is emulated, so times are too low"),
     "parallelism.context_parallel_load_balancer": Noted(
         "headtail", ("headtail", "ptrr"), "context-parallel ranks with equal work are emulated, so times are too low"
     ),

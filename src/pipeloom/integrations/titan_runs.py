@@ -101,9 +101,7 @@ class _File:
         return notes
 
 
-def read_titan(
-    content: dict[str, Any], path: Path, num_devices: int | None, num_blocks: int | None
-) -> dict[str, Any]:
+def read_titan(content: dict[str, Any], path: Path, num_devices: int | None, num_blocks: int | None) -> dict[str, Any]:
     """Read torchtitan's configuration. Data count as packed to ``seq_len``.
 
     Parameters

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import gzip
 import json
+import random
 from collections.abc import Callable
+from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +19,10 @@ from hypothesis import strategies as st
 from pipeloom.errors import InputError
 from pipeloom.explain.traces.explained import explain_run
 from pipeloom.explain.traces.idle import CAUSES, idle_by_cause
+from pipeloom.explain.traces.names import computation_of
 from pipeloom.explain.traces.replay import replayable
 from pipeloom.explain.traces.run import traced_run
-from pipeloom.explain.traces.traced import TracedRun
+from pipeloom.explain.traces.traced import Iteration, TracedRun
 from pipeloom.io.kineto import read_kineto, trace_files
 from pipeloom.search import Evaluations
 from pipeloom.timeline import simulate
@@ -67,6 +71,64 @@ def test_host_time_is_told_from_waits(tmp_path_factory: pytest.TempPathFactory, 
     host = idle_by_cause(made, made.kept)[:, CAUSES.index("host")]
     counts = np.array([len(order) - 1 for order in made.schedule.order])
     assert host.tolist() == (counts * host_ns).tolist()
+
+
+def _late(made: list[dict[str, Any]], rng: random.Random, most_us: float) -> None:
+    """Let ranges of computations end later by a random time."""
+    for document in made:
+        for event in document["traceEvents"]:
+            if computation_of(event["name"]):
+                event["dur"] += rng.choice((0, rng.uniform(0, most_us)))
+
+
+@SOME
+@given(SEEDS, st.booleans(), st.booleans())
+def test_ranges_that_end_late_change_nothing(
+    tmp_path_factory: pytest.TempPathFactory, seed: int, device: bool, named: bool
+) -> None:
+    """A range that reaches a little into the next one is cut there, so that no operator is in two computations."""
+    pipeline = random_pipeline(seed, single=not named)
+    made = documents(pipeline, host_ns=1000, device=device, named=named or device)
+    run = run_of(write(tmp_path_factory.mktemp("t"), made))
+    _late(made, random.Random(seed), 99)
+    late = run_of(write(tmp_path_factory.mktemp("t"), made))
+    assert late.iterations == run.iterations
+    for iteration in late.iterations:
+        again = replayable(late, iteration)
+        assert (idle_by_cause(again, again.kept) >= 0).all()
+
+
+@SOME
+@given(SEEDS, st.booleans())
+def test_no_time_is_negative_whatever_overlaps(
+    tmp_path_factory: pytest.TempPathFactory, seed: int, device: bool
+) -> None:
+    """Whatever overlaps is refused, or no cause of idle time is negative."""
+    pipeline, rng = random_pipeline(seed), random.Random(seed)
+    made = documents(pipeline, host_ns=1000, device=device)
+    for document in made:
+        for event in document["traceEvents"]:
+            if computation_of(event["name"]) or event["name"] in ("aten::addmm", "gemm"):
+                event["dur"] *= rng.choice((1, 1, 1.01, 1.1, 3))
+    iterations: tuple[Iteration, ...] = ()
+    with suppress(InputError):
+        run = run_of(write(tmp_path_factory.mktemp("t"), made))
+        iterations = run.iterations
+    for iteration in iterations:
+        again = replayable(run, iteration)
+        assert (idle_by_cause(again, again.kept) >= 0).all()
+        for rank in iteration.ranks:
+            for before, one in pairwise(rank):
+                assert before.end_ns <= one.start_ns <= one.end_ns
+                assert before.end_ns <= one.entered_ns <= one.received_ns <= one.start_ns
+
+
+def test_ranges_that_overlap_by_much_are_refused(tmp_path: Path) -> None:
+    made = documents(random_pipeline(0))
+    late = next(event for event in made[0]["traceEvents"] if computation_of(event["name"]))
+    late["dur"] += 100_000
+    with pytest.raises(InputError, match=r"rank0.json: PP:.* goes on for 100 ms after PP:.* begins; record ranges"):
+        run_of(write(tmp_path / "t", made))
 
 
 @SOME
