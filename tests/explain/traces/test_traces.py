@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import random
+import tarfile
 from collections.abc import Callable
 from contextlib import suppress
 from itertools import pairwise
@@ -286,6 +288,29 @@ def test_traces_that_do_not_fit_are_refused(tmp_path: Path, change: Change, word
     assert caught.value.remedy
 
 
+def _tar(data: bytes) -> bytes:
+    made = io.BytesIO()
+    with tarfile.open(fileobj=made, mode="w") as archive:
+        entry = tarfile.TarInfo("rank0.json")
+        entry.size = len(data)
+        archive.addfile(entry, io.BytesIO(data))
+    return made.getvalue()
+
+
+@pytest.mark.parametrize("end", ["]", "", ",\n"])
+def test_traces_may_be_arrays_of_events(tmp_path: Path, end: str) -> None:
+    """The format of Chrome traces allows an array, whose end may be missing."""
+    made = documents(random_pipeline(3))
+    whole = run_of(write(tmp_path / "whole", made))
+    (tmp_path / "arrays").mkdir()
+    for rank, document in enumerate(made):
+        array = json.dumps(document["traceEvents"])
+        (tmp_path / "arrays" / f"rank{rank}.json").write_text(array.removesuffix("]") + end)
+    run = run_of(tmp_path / "arrays")
+    assert [one.measured_ns for one in run.iterations] == [one.measured_ns for one in whole.iterations]
+    assert run.stage_rank == whole.stage_rank
+
+
 def test_files_that_are_no_traces_are_refused(tmp_path: Path) -> None:
     made = documents(random_pipeline(3, single=True))
     whole = json.dumps(made[0]).encode()
@@ -295,6 +320,9 @@ def test_files_that_are_no_traces_are_refused(tmp_path: Path) -> None:
         "packed.json": (gzip.compress(whole), "gzip data"),
         "cut.json.gz": (gzip.compress(whole)[:-20], "not a whole gzip file"),
         "list.json": (b"[1, 2]", "no trace of torch.profiler"),
+        "archive.json": (_tar(whole), "is a tar archive; unpack it"),
+        "table.json": (b"PAR1" + whole, "is a Parquet file"),
+        "zip.json": (b"PK\x03\x04" + whole, "is a zip archive"),
         "bytes.json": (b"\xff\xfe\x00", "not whole JSON"),
     }
     for name, (data, words) in cases.items():
