@@ -19,6 +19,7 @@ from pipeloom.lab.systems.now import NOW, TUNED, held_as, run_costs
 from pipeloom.layout import blocks_of_stages
 from pipeloom.report import seconds_text, share_text, size_text
 from pipeloom.report.table_page import Section, TableSection, TextSection
+from pipeloom.spec.image_tokens import image_disagreement
 
 if TYPE_CHECKING:
     from pipeloom.lab.systems.outcome import Outcome
@@ -257,6 +258,10 @@ def _confidence(outcome: Outcome) -> Section:
         lines.append("pipeloom calibrate --device cuda measures one device, and its table makes these times yours.")
     if outcome.question.run is not None:
         lines += [f"Of your setup, {note}." for note in outcome.question.run.notes]
+    samples = [sample for group in outcome.question.iterations.real for sample in group]
+    disagreement = image_disagreement(outcome.case.architecture, samples)
+    if disagreement:
+        lines.append(f"Of your data, {disagreement}.")
     lines.append(
         "One replica stands for all; pipeloom sweep compares degrees of parallelism. "
         "Not modelled: links shared by ranks, jitter, gradients reduced beside the backward."
