@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,7 +11,7 @@ import typer
 
 from pipeloom.cli.options import FREEZE_HELP, MOST_MICROBATCHES, check_budget
 from pipeloom.cli.output import JSON_HELP, check_targets, note_compiling, print_json, stderr, stdout
-from pipeloom.errors import InputError
+from pipeloom.errors import InfeasibleError, InputError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -141,6 +142,7 @@ def _answered(question: Question, processes: int, *, quiet: bool) -> Outcome:
     from pipeloom.cli.compare_answer import COLUMNS, row_cells
     from pipeloom.lab.systems.answer import answers
     from pipeloom.lab.systems.comparison import Comparison
+    from pipeloom.lab.systems.fitting import fitting_degrees
     from pipeloom.lab.systems.gain import GainStep
     from pipeloom.lab.systems.outcome import Outcome
 
@@ -158,9 +160,13 @@ def _answered(question: Question, processes: int, *, quiet: bool) -> Outcome:
                     console.print(_line(COLUMNS, console.width), soft_wrap=True)
                 row = Outcome(question, (each,)).row(each)
                 console.print(_line(row_cells(row, each.name), console.width), soft_wrap=True)
-    if systems and not any(one.can_run for one in systems):
-        raise InputError("--systems", f"none of them can run: {systems[0].problem}")
-    return Outcome(question, tuple(systems), steps)
+        if not any(one.can_run for one in systems):
+            raise InputError("--systems", f"none of them can run: {systems[0].problem}")
+        found, would_fit = Outcome(question, tuple(systems), steps), None
+        if not any(row.get("fits", False) for row in found.rows()):
+            status.update("looking for degrees that fit ...")
+            would_fit = fitting_degrees(question)
+    return replace(found, would_fit=would_fit)
 
 
 def _line(cells: Sequence[str], room: int) -> str:
@@ -185,6 +191,8 @@ def _tell(found: Outcome, page: Path | None, out: Path | None, json: bool) -> No
         write_layout(file, layout)
         written.append(str(file))
     made = sections(found, file)
+    if page is not None and not any(one.result for one in found.systems):
+        raise InfeasibleError(f"{found.title}: {answer(found)} {found.systems[-1].name}: {found.systems[-1].problem}")
     if page is not None:
         write_text(page, timeline_html(found.tracks(), title=found.title, note=answer(found), sections=made))
         written.append(str(page))

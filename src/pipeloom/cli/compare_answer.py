@@ -16,6 +16,7 @@ from pipeloom.lab.systems.comparison import OURS, Comparison
 from pipeloom.lab.systems.gain import PACKED
 from pipeloom.lab.systems.iterations import TOKENS
 from pipeloom.lab.systems.now import NOW, TUNED, held_as, run_costs
+from pipeloom.lab.systems.outcome import degrees_text
 from pipeloom.layout import blocks_of_stages
 from pipeloom.report import seconds_text, share_text, size_text
 from pipeloom.report.table_page import Section, TableSection, TextSection
@@ -73,7 +74,8 @@ def answer(outcome: Outcome) -> str:
     """The one answer in a line: the fastest system beside what is run now, and what the own trainer can do of it."""
     base = outcome.baseline
     if base is None:
-        return "No system fits." if outcome.question.run is None else "What you run now cannot be emulated."
+        said = "No system fits." if outcome.question.run is None else "What you run now cannot be emulated."
+        return said + _would_fit(outcome)
     fitting = sorted((one for one in outcome.systems if one.result is not None), key=outcome.iteration_s)
     names = [one.name for one in fitting]
     told = [] if names[0] == base.name else [fitting[0]]
@@ -86,7 +88,19 @@ def answer(outcome: Outcome) -> str:
     ]
     if len(fitting) > 1 and not parts:
         return f"{said}, and no other system is faster."
-    return ". ".join([said, *parts]) + "."
+    return ". ".join([said, *parts]) + "." + _would_fit(outcome)
+
+
+def _would_fit(outcome: Outcome) -> str:
+    """What fits where no system does; empty where one does, or nothing was found."""
+    degrees = outcome.would_fit
+    if degrees is None:
+        return ""
+    flags = f"--tp {degrees.tensor} --pp {degrees.pipeline}"
+    if degrees.expert > 1 or outcome.question.run is not None:
+        flags = f"--now 'tp={degrees.tensor} pp={degrees.pipeline} ep={degrees.expert}'"
+    count = degrees.num_devices
+    return f" The nearest that fits: {degrees_text(degrees)} on {count} devices ({flags}, and a --cluster of {count} devices)."
 
 
 def _ranking(outcome: Outcome) -> Section:
@@ -282,6 +296,7 @@ def document(outcome: Outcome, made: Sequence[Section]) -> dict[str, Any]:
         "num_microbatches": len(question.iterations.groups),
         "gain_over": None if outcome.baseline is None else outcome.baseline.name,
         "answer": answer(outcome),
+        "would_fit": None if outcome.would_fit is None else msgspec.to_builtins(outcome.would_fit),
         "systems": outcome.rows(),
         "steps": outcome.step_rows(),
         "sections": [_section_document(section) for section in made],
