@@ -100,7 +100,7 @@ def _would_fit(outcome: Outcome) -> str:
     if degrees.expert > 1 or outcome.question.run is not None:
         flags = f"--now 'tp={degrees.tensor} pp={degrees.pipeline} ep={degrees.expert}'"
     count = degrees.num_devices
-    return f" The nearest that fits: {degrees_text(degrees)} on {count} devices ({flags}, and a --cluster of {count} devices)."
+    return f" The nearest that fits: {degrees_text(degrees)} on {count} devices ({flags}, with a --cluster of {count})."
 
 
 def _ranking(outcome: Outcome) -> Section:
