@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import re
 from pathlib import Path
 
@@ -76,18 +77,11 @@ TEXT = Sample("text", 900)
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    "groups",
-    [
-        [[TEXT, TEXT], [TEXT], [TEXT]],
-        [[TEXT, IMAGE], [TEXT], [TEXT]],
-        [[PICTURE], [PICTURE, PICTURE], [TEXT]],
-        [[IMAGE, IMAGE, IMAGE], [TEXT], [PICTURE]],
-    ],
-    ids=["texts", "one image", "images without text", "uneven"],
+    "groups", [[[TEXT, TEXT], [TEXT], [TEXT]], [[IMAGE, IMAGE, IMAGE], [TEXT], [PICTURE]]], ids=["texts", "uneven"]
 )
 def test_no_system_is_ended_by_what_samples_lack(groups: list[list[Sample]], monkeypatch: pytest.MonkeyPatch) -> None:
     quick = functools.partial(choose_layout, trial=Evaluations(2), rounds=1)
     monkeypatch.setattr(comparison, "choose_layout", quick)
-    case = put_on_cluster(load_model("qwen2.5-vl-3b"), "h100-8", Degrees(pipeline=2, data=4))
+    case = put_on_cluster(load_model(str(tmp_path)), "h100-8", Degrees(pipeline=2, data=4))
     found = compare_case(case, [groups], groups, list(SYSTEMS), budget=Evaluations(2))
     assert [one.problem for one in found if not one.can_run] == []
