@@ -79,7 +79,12 @@ TEXT = Sample("text", 900)
 @pytest.mark.parametrize(
     "groups", [[[TEXT, TEXT], [TEXT], [TEXT]], [[IMAGE, IMAGE, IMAGE], [TEXT], [PICTURE]]], ids=["texts", "uneven"]
 )
-def test_no_system_is_ended_by_what_samples_lack(groups: list[list[Sample]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_system_is_ended_by_what_samples_lack(
+    groups: list[list[Sample]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    config = json.loads((PAGE.parents[1] / "examples" / "compare" / "config.json").read_text())
+    config["num_hidden_layers"], config["vision_config"]["depth"] = 4, 4
+    (tmp_path / "config.json").write_text(json.dumps(config))
     quick = functools.partial(choose_layout, trial=Evaluations(2), rounds=1)
     monkeypatch.setattr(comparison, "choose_layout", quick)
     case = put_on_cluster(load_model(str(tmp_path)), "h100-8", Degrees(pipeline=2, data=4))
