@@ -276,6 +276,7 @@ def test_two_processes_find_what_one_finds(folder: Path, capsys: pytest.CaptureF
         (["--now", "pp=2 pad_to=64", "--data", "samples.jsonl"], "samples are padded to 64"),
         (["--now", "nothing.toml"], "is neither a file nor words"),
         (["--out", "config.json"], "config.json"),
+        (["--now", "pp=2 ep=2"], "has no experts; give a divisor, or leave it out"),
         (["--cluster", "4x4090"], "device '4090' is unknown; known are a100"),
         (
             ["--now", "config.json"],

@@ -13,10 +13,9 @@ from pipeloom.emulator.static import GRADIENT_BYTES, OPTIMISER_BYTES, WEIGHT_BYT
 from pipeloom.errors import InputError
 from pipeloom.lab.systems.answer import Question
 from pipeloom.lab.systems.comparison import compare_case
-from pipeloom.lab.systems.model_on_cluster import ModelOnCluster, put_on_cluster
+from pipeloom.lab.systems.model_on_cluster import ModelOnCluster, num_experts, put_on_cluster
 from pipeloom.search import Evaluations
 from pipeloom.spec import Chunk
-from pipeloom.spec.architecture import ExpertsMixer, ResidualLayer
 from pipeloom.spec.hardware import ClusterSpec
 from pipeloom.spec.parallelism import Degrees
 
@@ -68,7 +67,7 @@ def _least_bytes(case: ModelOnCluster) -> int:
 
 def _candidates(case: ModelOnCluster, cluster: ClusterSpec) -> Iterator[Degrees]:
     """Degrees that use all devices and leave room for weights and optimizer states, the nearest first."""
-    asked, experts = case.degrees, _num_experts(case)
+    asked, experts = case.degrees, num_experts(case.architecture)
     powers = [1 << k for k in range(cluster.num_devices.bit_length())]
     found = []
     for tensor, pipeline, expert in itertools.product(powers, powers, powers):
@@ -84,19 +83,6 @@ def _candidates(case: ModelOnCluster, cluster: ClusterSpec) -> Iterator[Degrees]
         degrees = msgspec.structs.replace(asked, tensor=tensor, pipeline=pipeline, expert=expert, data=data)
         if _has_room(case, cluster, degrees):
             yield degrees
-
-
-def _num_experts(case: ModelOnCluster) -> int:
-    """Greatest number of experts that all layers with experts have; 1: there are none."""
-    counts = {
-        mixer.experts
-        for module in case.architecture.modules
-        for layer in module.layers
-        if isinstance(layer, ResidualLayer)
-        for mixer in layer.mixers
-        if isinstance(mixer, ExpertsMixer)
-    }
-    return min(counts, default=1)
 
 
 def _has_room(case: ModelOnCluster, cluster: ClusterSpec, degrees: Degrees) -> bool:
