@@ -115,8 +115,8 @@ def test_stages_have_every_block_once(
     )
     share = (num_blocks + first + last) // pp
     folder = tmp_path_factory.mktemp("t")
-    if pp > 1 and max(first, last) > share:
-        with pytest.raises(InputError, match="stage_less_layers"):
+    if pp > 1 and (max(first, last) > share or share == 0):
+        with pytest.raises(InputError, match="stage_less_layers|blocks are no"):
             read(folder, text, 8, num_blocks)
         return
     layout = read(folder, text, 8, num_blocks).layout
@@ -173,6 +173,11 @@ def test_what_is_emulated_otherwise_is_noted(tmp_path: Path, text: str, words: s
         ('[training]\n[optimizer]\nname = "Muon"\n', "optimizer.name: 'Muon' is not understood"),
         ('[training]\n[activation_checkpoint]\nselective_ac_option = "some"\n', "give 'op' or a whole number"),
         (PIPELINE + 'pipeline_parallel_schedule_csv = "a.csv"\n', "emulated are schedules by name"),
+        (
+            "[parallelism]\npipeline_parallel_degree = 1_000_000_000\npipeline_parallel_first_stage_less_layers = 0\n"
+            "pipeline_parallel_last_stage_less_layers = 0\n",
+            "32 blocks are no 1000000000 stages",
+        ),
         (PIPELINE + "pipeline_parallel_layers_per_stage = 3\n", "pipeline_parallel_layers_per_stage: 3"),
     ],
 )

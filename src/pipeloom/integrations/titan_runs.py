@@ -193,6 +193,8 @@ def _stages(file: _File, pp: int, chunks: int, num_blocks: int | None) -> list[i
 def _split(file: _File, ends: list[str], less: list[int], stages: int, num_blocks: int) -> list[int]:
     """Divide blocks as torchtitan does: the ends count as so many blocks more, the first stages have what is left."""
     share, more = divmod(num_blocks + sum(less), stages)
+    if share == 0:
+        raise file.refused("parallelism.pipeline_parallel_degree", f"{num_blocks} blocks are no {stages} stages")
     for end, number in zip(ends, less, strict=True):
         if not 0 <= number <= share:
             raise file.refused(end, f"{stages} stages of {num_blocks} blocks take 0 to {share}")
