@@ -116,7 +116,7 @@ def test_stages_have_every_block_once(
     share = (num_blocks + first + last) // pp
     folder = tmp_path_factory.mktemp("t")
     if pp > 1 and (max(first, last) > share or share == 0):
-        with pytest.raises(InputError, match="stage_less_layers|blocks are no"):
+        with pytest.raises(InputError, match=r"stage_less_layers|blocks are no"):
             read(folder, text, 8, num_blocks)
         return
     layout = read(folder, text, 8, num_blocks).layout
