@@ -15,6 +15,7 @@ import msgspec
 import pytest
 
 from pipeloom.cli.app import run
+from pipeloom.errors import InputError
 from pipeloom.integrations.current_runs import load_run
 from pipeloom.integrations.megatron import read_megatron
 from pipeloom.io import read_layout
@@ -194,6 +195,84 @@ def test_without_what_is_run_now(folder: Path, capsys: pytest.CaptureFixture[str
     assert fast < slow
 
 
+def test_flags_beside_megatrons_file_name_the_file(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "arguments.txt").write_text(
+        "--num-layers 4 --hidden-size 256 --num-attention-heads 8 --seq-length 512 --max-position-embeddings 512 "
+        "--vocab-size 1000 --pipeline-model-parallel-size 2 --bf16 --micro-batch-size 1 --global-batch-size 16"
+    )
+    for flags, words in (
+        (["--microbatches", "8"], "--microbatches: is given beside arguments.txt, which sets their number"),
+        (["--tokens", "8"], "--tokens: is given beside arguments.txt, which sets"),
+        (["--pp", "4"], "--pp: 4 beside arguments.txt, which has 2; leave it out"),
+    ):
+        assert run(["compare", "arguments.txt", "--cluster", "2xH100", *flags]) == 2
+        assert words in capsys.readouterr().err
+
+
+@pytest.mark.full
+def test_text_alone_is_ranked_under_every_system(folder: Path, quick: None, capsys: pytest.CaptureFixture[str]) -> None:
+    """Data without images are valid for a model that sees: no system is left out."""
+    lines = [json.dumps({"id": f"s{i}", "text_tokens": 100 + 37 * (i % 20)}) for i in range(120)]
+    (folder / "texts.jsonl").write_text("\n".join(lines))
+    command = ["compare", *SMALL, "--data", "texts.jsonl", "--budget", "0.02", "--json"]
+    assert run(command) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert {row["system"] for row in document["systems"]} >= set(comparison.SYSTEMS)
+    assert all(row["iteration_s"] > 0 for row in document["systems"])
+
+
+def test_a_system_that_cannot_run_gets_one_line(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuses(*_: object) -> None:
+        raise InputError("module 'vision'", "is not for this system", "use another")
+
+    entry = comparison.SystemEntry("Never", refuses)  # type: ignore[arg-type]
+    monkeypatch.setitem(comparison.SYSTEMS, "never", entry)
+    assert run(["compare", *SMALL, "--systems", "never,1f1b,fsdp"]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"^never +cannot run *$", shown, re.MULTILINE)
+    assert "What does not fit or cannot run" in shown
+    assert "never: module 'vision': is not for this system; use another" in shown
+    assert re.search(r"^1f1b +\d", shown, re.MULTILINE)
+    assert run(["compare", *SMALL, "--systems", "never"]) == 2
+    assert "--systems: none of them can run: module 'vision'" in capsys.readouterr().err
+
+
+def test_what_does_not_fit_is_told_where_it_would(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The degrees that are named fit: with them the same command ranks the system."""
+    config = json.loads((folder / "config.json").read_text())
+    text = config.get("text_config", config)
+    text["hidden_size"], text["intermediate_size"] = 16 * text["hidden_size"], 16 * text["intermediate_size"]
+    config["vision_config"]["out_hidden_size"] = text["hidden_size"]
+    (folder / "config.json").write_text(json.dumps(config))
+    command = ["compare", *SMALL, "--systems", "1f1b", "--json"]
+    assert run(command) == 0
+    document = json.loads(capsys.readouterr().out)
+    degrees = document["would_fit"]
+    count = degrees["tensor"] * degrees["pipeline"] * degrees["data"]
+    assert f"on {count} devices" in document["answer"]
+    flags = ["--tp", str(degrees["tensor"]), "--pp", str(degrees["pipeline"]), "--cluster", f"{count // 2}x2xH100"]
+    assert run([*command, *flags]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["systems"][0]["fits"]
+    assert document["would_fit"] is None
+
+
+@pytest.mark.parametrize(("tokens", "says"), [(392, ""), (1568, "joins 4"), (98, "joins 4")])
+def test_images_of_another_model_are_told(
+    folder: Path, tokens: int, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sample = {"text_tokens": 500, "image_tokens": [tokens], "image_patches": [1568]}
+    (folder / "own.jsonl").write_text("\n".join(json.dumps({"id": f"s{i}"} | sample) for i in range(40)))
+    assert run(["compare", *SMALL, "--data", "own.jsonl", "--systems", "1f1b"]) == 0
+    shown = capsys.readouterr().out
+    assert ("Of your data, images" in shown) == bool(says)
+    assert says in shown
+    assert run(["emulate", "config.json", "--data", "own.jsonl", "--cluster", "2xH100", "--microbatches", "2"]) == 0
+    assert ("note: images of the data" in capsys.readouterr().err) == bool(says)
+
+
 def test_samples_in_several_files(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = (folder / "samples.jsonl").read_text().splitlines(keepends=True)
     (folder / "parts").mkdir()
@@ -243,6 +322,13 @@ def test_two_processes_find_what_one_finds(folder: Path, capsys: pytest.CaptureF
         (["--now", "pp=2 pad_to=64", "--data", "samples.jsonl"], "samples are padded to 64"),
         (["--now", "nothing.toml"], "is neither a file nor words"),
         (["--out", "config.json"], "config.json"),
+        (["--now", "pp=2 ep=2"], "has no experts; give a divisor, or leave it out"),
+        (["--cluster", "4x4090"], "device '4090' is unknown; known are a100"),
+        (
+            ["--now", "config.json"],
+            "--now config.json: is a Hugging Face configuration, which describes a model and no run",
+        ),
+        (["--freeze", "vision", "--freeze", "lm"], "has no module that is trained"),
     ],
 )
 def test_wrong_input_is_one_line(

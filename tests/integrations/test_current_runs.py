@@ -108,6 +108,70 @@ def test_what_is_no_file_of_a_run_is_named(tmp_path: Path, text: str, words: str
     assert str(file) in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        (
+            "config.json",
+            '{"model_type": "llama", "num_hidden_layers": 8}',
+            "a Hugging Face configuration, which describes",
+        ),
+        ("model_index.json", '{"_class_name": "Flux"}', "a configuration of the diffusers library, which describes"),
+        ("ds.json", '{"zero_optimization": {"stage": 3}}', "a file of DeepSpeed"),
+        ("plan.json", '{"tp_size": 1, "pp_size": 4}', "a file of SimuMax"),
+        ("any.json", "[1, 2]", "JSON, but no description of a run"),
+        ("cut.json", "{", "JSON, but no description of a run"),
+        ("recipe.yaml", "model:\n  _target_: nemo_automodel.Model\n  num_layers: 4\n", "of NeMo Automodel"),
+        ("loong.yaml", "HOME: $LOONGFORGE_PATH/configs\nnum_layers: 4\n", "a file of LoongForge"),
+        ("search.yaml", "search_engine:\n  model_info: {num_layers: 4}\n", "a file of Galvatron"),
+        ("accelerate.yaml", "compute_environment: LOCAL_MACHINE\n", "a file of Accelerate"),
+        ("other.yaml", "optimizer: {lr: 1}\n", "without arguments of Megatron, such as --num-layers"),
+        ("run.sh", "python3 search_dist.py\n", "without arguments of Megatron, such as --num-layers"),
+        ("schedule.csv", "0F0,0F1\n", "a table of comma-separated values"),
+        ("registry.py", "num_layers = 4\n", "a Python file, which is not run"),
+    ],
+)
+def test_files_of_other_programs_are_named(tmp_path: Path, name: str, text: str, words: str) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(InputError, match=rf"{name}: is .*{words}.*; it reads words \(.*torchtitan") as refused:
+        load_run(str(tmp_path / name))
+    assert "Megatron" in refused.value.remedy
+    if "which describes" not in words and not name.startswith(("any", "cut")):
+        with pytest.raises(InputError, match=rf"{name}: is .*{words}; give a name, a Hugging Face"):
+            load_model(str(tmp_path / name))
+
+
+def test_a_folder_is_no_run(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="is a folder; it reads words"):
+        load_run(str(tmp_path))
+
+
+def test_tables_beside_now_are_not_dropped(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text("[now]\npp = 4\n[training]\nseq_len = 4096\n")
+    with pytest.raises(InputError, match=r"training: is beside \[now\], and not read; leave it out"):
+        load_run(str(tmp_path / "run.toml"))
+
+
+def test_a_model_of_which_nothing_is_trained_is_refused() -> None:
+    with pytest.raises(InputError, match=r"model 'llama-3.1-8b': has no module that is trained"):
+        load_model("llama-3.1-8b", ["lm"])
+    with pytest.raises(InputError, match="has no module that is trained"):
+        load_model("qwen2.5-vl-3b", ["lm", "vision"])
+    assert load_model("qwen2.5-vl-3b", ["lm"]).modules[-1].frozen
+
+
+def test_megatron_without_sequence_parallelism_is_noted(tmp_path: Path) -> None:
+    text = (
+        "--num-layers 8 --hidden-size 256 --num-attention-heads 8 --seq-length 512 --max-position-embeddings 512 "
+        "--vocab-size 1000 --pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --bf16 "
+        "--micro-batch-size 2 --global-batch-size 16"
+    )
+    (tmp_path / "a.txt").write_text(text)
+    assert any("sequence parallelism is emulated" in note for note in load_run(str(tmp_path / "a.txt"), 4).notes)
+    (tmp_path / "a.txt").write_text(f"{text} --sequence-parallel")
+    assert not any("sequence parallelism" in note for note in load_run(str(tmp_path / "a.txt"), 4).notes)
+
+
 def test_a_file_of_megatron(tmp_path: Path) -> None:
     file = tmp_path / "train.sh"
     file.write_text(

@@ -37,6 +37,8 @@ def test_words() -> None:
     ("text", "words"),
     [
         ("8xH1000", r"device 'h1000' is unknown; known are .*b200"),
+        ("4x4090", r"device '4090' is unknown; known are .*h100"),
+        ("2x8x5090 ib400", r"device '5090' is unknown; known are .*h100"),
         ("12xH100", r"12 devices do not fill hosts of 8; say the hosts, as in 3x4xH100"),
         ("8H100", r"'8H100' is not a number of devices; write 8xH100"),
         ("0xH100", r"0 is below 1"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,7 +11,7 @@ import typer
 
 from pipeloom.cli.options import FREEZE_HELP, MOST_MICROBATCHES, check_budget
 from pipeloom.cli.output import JSON_HELP, check_targets, note_compiling, print_json, print_written, stderr, stdout
-from pipeloom.errors import InputError, visible_line
+from pipeloom.errors import InfeasibleError, InputError, visible_line
 from pipeloom.heartbeat import doing
 
 if TYPE_CHECKING:
@@ -88,14 +89,15 @@ def compare(
     )
     _check_pages(page)
     architecture, hardware = load_model(model, freeze), load_cluster(cluster)
+    said_by = "--now"
     if now is None and is_megatron(model):
-        now = model
-    run = None if now is None else load_run(now, hardware.num_devices)
-    case = put_on_cluster(architecture, hardware, _degrees(run, hardware, tp, pp, dp))
+        now = said_by = model
+    run = None if now is None else load_run(now, hardware.num_devices, architecture.modules[-1].num_blocks)
+    case = put_on_cluster(architecture, hardware, _degrees(run, hardware, {"tp": tp, "pp": pp, "dp": dp}, said_by))
     if run is not None:
         now_system(case, run)  # refuses a layout that is none of the model before anything is timed
     names = suitable(case, None if systems == "all" else systems.split(","))
-    grouping = _grouping(run, microbatches, tokens)
+    grouping = _grouping(run, microbatches, tokens, said_by)
     if run is not None:
         check_groups(run, grouping.num_microbatches)
     iterations = sampled_iterations(case, data, grouping, seed)
@@ -113,28 +115,30 @@ def _check_pages(page: Path | None) -> None:
         raise InputError("--html", "needs Bokeh", "pip install 'pipeloom[report]'")
 
 
-def _degrees(run: CurrentRun | None, hardware: ClusterSpec, tp: int | None, pp: int | None, dp: int | None) -> Degrees:
+def _degrees(run: CurrentRun | None, hardware: ClusterSpec, flags: dict[str, int | None], said_by: str) -> Degrees:
     from pipeloom.spec.current_run import CurrentRun
 
     if run is not None:
-        for name, flag, said in (("tp", tp, run.tp), ("pp", pp, run.pp), ("dp", dp, run.dp)):
+        for name, flag in flags.items():
+            said = getattr(run, name)
             if flag is not None and flag != said:
-                raise InputError(f"--{name}", f"{flag} beside --now, which has {said}", "leave it out")
+                raise InputError(f"--{name}", f"{flag} beside {said_by}, which has {said}", "leave it out")
         return run.degrees(hardware.num_devices)
-    room = hardware.num_devices // (tp or 1)
+    tp, pp, dp = flags["tp"] or 1, flags["pp"], flags["dp"]
+    room = hardware.num_devices // tp
     ranks = next((n for n in (PIPELINE, 2) if n <= room), 1)
-    return CurrentRun(tp=tp or 1, pp=pp or ranks, dp=dp).degrees(hardware.num_devices)
+    return CurrentRun(tp=tp, pp=pp or ranks, dp=dp).degrees(hardware.num_devices)
 
 
-def _grouping(run: CurrentRun | None, microbatches: int | None, tokens: int | None) -> Grouping:
+def _grouping(run: CurrentRun | None, microbatches: int | None, tokens: int | None, said_by: str) -> Grouping:
     from pipeloom.lab.systems.iterations import Grouping
 
     if run is None:
         return Grouping(microbatches or MICROBATCHES, tokens)
     if microbatches is not None and run.microbatches is not None:
-        raise InputError("--microbatches", "is given beside --now, which says them", "leave it out")
+        raise InputError("--microbatches", f"is given beside {said_by}, which sets their number", "leave it out")
     if tokens is not None and (run.microbatch_tokens is not None or run.microbatch_samples is not None):
-        raise InputError("--tokens", "is given beside --now, which says what a microbatch is", "leave it out")
+        raise InputError("--tokens", f"is given beside {said_by}, which sets a microbatch's size", "leave it out")
     count = run.microbatches or microbatches or MICROBATCHES
     return Grouping(count, run.microbatch_tokens or tokens, run.microbatch_samples, run.pad_to)
 
@@ -146,6 +150,7 @@ def _answered(question: Question, processes: int, *, quiet: bool) -> Outcome:
     from pipeloom.cli.compare_answer import COLUMNS, row_cells
     from pipeloom.lab.systems.answer import answers
     from pipeloom.lab.systems.comparison import Comparison
+    from pipeloom.lab.systems.fitting import fitting_degrees
     from pipeloom.lab.systems.gain import GainStep
     from pipeloom.lab.systems.outcome import Outcome
 
@@ -155,7 +160,7 @@ def _answered(question: Question, processes: int, *, quiet: bool) -> Outcome:
 
     def start(title: str) -> None:
         status.update(Text(f"{title} ..."))
-        doing(f"timing {title}")
+        doing(title if title.startswith("looking") else f"timing {title}")
 
     with note_compiling(), console.status("preparing ...") as status:
         for each in answers(question, processes=processes, on_system=start):
@@ -168,7 +173,13 @@ def _answered(question: Question, processes: int, *, quiet: bool) -> Outcome:
                     console.print_line(_line(COLUMNS, console.width))
                 row = Outcome(question, (each,)).row(each)
                 console.print_line(_line(row_cells(row, each.name), console.width))
-    return Outcome(question, tuple(systems), steps)
+        if not any(one.can_run for one in systems):
+            raise InputError("--systems", f"none of them can run: {systems[0].problem}")
+        found, would_fit = Outcome(question, tuple(systems), steps), None
+        if not any(row.get("fits", False) for row in found.rows()):
+            start("looking for degrees that fit")
+            would_fit = fitting_degrees(question)
+    return replace(found, would_fit=would_fit)
 
 
 def _line(cells: Sequence[str], room: int) -> str:
@@ -193,6 +204,8 @@ def _tell(found: Outcome, page: Path | None, out: Path | None, json: bool) -> No
         write_layout(file, layout)
         written.append(str(file))
     made = sections(found, file)
+    if page is not None and not any(one.result for one in found.systems):
+        raise InfeasibleError(f"{found.title}: {answer(found)} {found.systems[-1].name}: {found.systems[-1].problem}")
     if page is not None:
         write_text(page, timeline_html(found.tracks(), title=found.title, note=answer(found), sections=made))
         written.append(str(page))

@@ -16,10 +16,12 @@ from pipeloom.lab.systems.comparison import OURS, Comparison
 from pipeloom.lab.systems.gain import PACKED
 from pipeloom.lab.systems.iterations import TOKENS
 from pipeloom.lab.systems.now import NOW, TUNED, held_as, megatron_group, run_costs
+from pipeloom.lab.systems.outcome import degrees_text
 from pipeloom.layout import blocks_of_stages
 from pipeloom.report import seconds_text, share_text, size_text
 from pipeloom.report.table_page import Section, TableSection, TextSection
 from pipeloom.spec.architecture import PredictionLayer
+from pipeloom.spec.image_tokens import image_disagreement
 
 if TYPE_CHECKING:
     from pipeloom.lab.systems.outcome import Outcome
@@ -43,7 +45,7 @@ def gain_text(gain: float) -> str:
 def row_cells(row: dict[str, Any], baseline: str = "") -> tuple[str, ...]:
     """One system's row of `COLUMNS`; the gain is left out of the row of the ``baseline``, and where there is none."""
     if "problem" in row:
-        return (row["system"], "does not fit", *[""] * (len(COLUMNS) - 2))
+        return (row["system"], "does not fit" if row["can_run"] else "cannot run", *[""] * (len(COLUMNS) - 2))
     gain = row["gain"]
     return (
         row["system"],
@@ -74,7 +76,8 @@ def answer(outcome: Outcome) -> str:
     """The one answer in a line: the fastest system beside what is run now, and what the own trainer can do of it."""
     base = outcome.baseline
     if base is None:
-        return "No system fits." if outcome.question.run is None else "What you run now cannot be emulated."
+        said = "No system fits." if outcome.question.run is None else "What you run now cannot be emulated."
+        return said + _would_fit(outcome)
     fitting = sorted((one for one in outcome.systems if one.result is not None), key=outcome.iteration_s)
     names = [one.name for one in fitting]
     told = [] if names[0] == base.name else [fitting[0]]
@@ -87,7 +90,19 @@ def answer(outcome: Outcome) -> str:
     ]
     if len(fitting) > 1 and not parts:
         return f"{said}, and no other system is faster."
-    return ". ".join([said, *parts]) + "."
+    return ". ".join([said, *parts]) + "." + _would_fit(outcome)
+
+
+def _would_fit(outcome: Outcome) -> str:
+    """What fits where no system does; empty where one does, or nothing was found."""
+    degrees = outcome.would_fit
+    if degrees is None:
+        return ""
+    flags = f"--tp {degrees.tensor} --pp {degrees.pipeline}"
+    if degrees.expert > 1 or outcome.question.run is not None:
+        flags = f"--now 'tp={degrees.tensor} pp={degrees.pipeline} ep={degrees.expert}'"
+    count = degrees.num_devices
+    return f" The nearest that fits: {degrees_text(degrees)} on {count} devices ({flags}, with a --cluster of {count})."
 
 
 def _ranking(outcome: Outcome) -> Section:
@@ -107,8 +122,9 @@ def _ranking(outcome: Outcome) -> Section:
 
 
 def _unfit(outcome: Outcome) -> Section | None:
-    lines = [f"{one.name}: {one.problem}" for one in outcome.systems if one.result is None]
-    return TextSection("What does not fit", "", lines) if lines else None
+    unfit = [one for one in outcome.systems if one.result is None]
+    heading = "What does not fit" if all(one.can_run for one in unfit) else "What does not fit or cannot run"
+    return TextSection(heading, "", [f"{one.name}: {one.problem}" for one in unfit]) if unfit else None
 
 
 def _steps(outcome: Outcome) -> Section | None:
@@ -272,6 +288,10 @@ def _confidence(outcome: Outcome) -> Section:
         lines.append("pipeloom calibrate --device cuda measures one device, and its table makes these times yours.")
     if outcome.question.run is not None:
         lines += [f"Of your setup, {note}." for note in outcome.question.run.notes]
+    samples = [sample for group in outcome.question.iterations.real for sample in group]
+    disagreement = image_disagreement(outcome.case.architecture, samples)
+    if disagreement:
+        lines.append(f"Of your data, {disagreement}.")
     lines.append(
         "One replica stands for all; pipeloom sweep compares degrees of parallelism. "
         "Not modelled: links shared by ranks, jitter, gradients reduced beside the backward."
@@ -292,6 +312,7 @@ def document(outcome: Outcome, made: Sequence[Section]) -> dict[str, Any]:
         "num_microbatches": len(question.iterations.groups),
         "gain_over": None if outcome.baseline is None else outcome.baseline.name,
         "answer": answer(outcome),
+        "would_fit": None if outcome.would_fit is None else msgspec.to_builtins(outcome.would_fit),
         "systems": outcome.rows(),
         "steps": outcome.step_rows(),
         "sections": [_section_document(section) for section in made],

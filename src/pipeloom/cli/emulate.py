@@ -9,7 +9,7 @@ from typing import Any
 import typer
 
 from pipeloom.cli.options import FREEZE_HELP, MOST_MICROBATCHES
-from pipeloom.cli.output import JSON_HELP, check_targets, draw, print_json, print_written, stdout
+from pipeloom.cli.output import JSON_HELP, check_targets, draw, print_json, print_written, stderr, stdout
 from pipeloom.emulator import Draw, EmulatedStep, module_parameters
 from pipeloom.emulator import emulate as run_emulation
 from pipeloom.errors import InputError
@@ -23,6 +23,7 @@ from pipeloom.spec import Sample
 from pipeloom.spec.architecture import Architecture
 from pipeloom.spec.catalog import load_cluster, names
 from pipeloom.spec.datasets import clips_of_iterations, pack_documents
+from pipeloom.spec.image_tokens import image_disagreement
 from pipeloom.spec.parallelism import Degrees
 
 HELP = """\
@@ -127,10 +128,15 @@ def own_microbatches(architecture: Architecture, data: str | None, count: int) -
 
 
 def microbatches_of(architecture: Architecture, data: str | None, count: int, seed: int) -> Sequence[Sequence[Sample]]:
-    """Microbatches of a user's own samples, or drawn from a data set of the zoo."""
-    if is_file(data):
-        return own_microbatches(architecture, data, count)
-    return Draw(count, data, seed).of(architecture)
+    """Microbatches of a user's own samples, or drawn from a data set of the zoo.
+
+    Prints a note on standard error where images are those of another model.
+    """
+    groups = own_microbatches(architecture, data, count) if is_file(data) else Draw(count, data, seed).of(architecture)
+    note = image_disagreement(architecture, [sample for group in groups for sample in group])
+    if note:
+        stderr().print(f"note: {note}", markup=False, highlight=False, soft_wrap=True)
+    return groups
 
 
 def samples_text(groups: Sequence[Sequence[Sample]]) -> str:

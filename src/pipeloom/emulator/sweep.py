@@ -19,6 +19,7 @@ from pipeloom.spec.architecture import Architecture
 from pipeloom.spec.catalog import load_architecture, load_cluster
 from pipeloom.spec.datasets import clips_of_iterations, draw_samples, load_mixture, pack_documents
 from pipeloom.spec.hardware import ClusterSpec
+from pipeloom.spec.image_tokens import fitted_images
 from pipeloom.spec.parallelism import Degrees
 
 _NEAR = 1.2
@@ -36,6 +37,21 @@ def default_data(architecture: Architecture) -> str:
     return "dip-t2v" if "videos" in reads else "dip-vlm"
 
 
+def drawn_samples(architecture: Architecture, data: str, count: int, seed: int) -> list[Sample]:
+    """Draw samples of a data set as a model reads them, in random order.
+
+    Models without images read the texts alone, so there may be fewer than ``count``. Images of the zoo's data sets
+    have as many tokens as the model makes of their patches; a data set in a file is taken as it is.
+    """
+    samples = draw_samples(data, count, seed)
+    reads = {module.reads for module in architecture.modules}
+    if "videos" in reads:
+        return samples
+    if "images" not in reads:
+        return [Sample(s.id, s.text_tokens) for s in samples if s.text_tokens]
+    return samples if data.endswith(".toml") else fitted_images(architecture, samples)
+
+
 def draw_microbatches(architecture: Architecture, data: str, count: int, seed: int) -> list[list[Sample]]:
     """``count`` microbatches of samples, prepared as the papers do for what the model reads.
 
@@ -50,12 +66,10 @@ def draw_microbatches(architecture: Architecture, data: str, count: int, seed: i
         )
     factor = 2 if videos else 24
     while True:
-        samples = draw_samples(data, count * factor, seed)
+        samples = drawn_samples(architecture, data, count * factor, seed)
         if videos:
             groups = next(iter(clips_of_iterations(samples, count)), [])
         else:
-            if "images" not in reads:
-                samples = [Sample(s.id, s.text_tokens) for s in samples if s.text_tokens]
             groups = pack_documents(samples, mixture.context_tokens, mixture.max_images)[:-1]
         if len(groups) >= count:
             return groups[:count]

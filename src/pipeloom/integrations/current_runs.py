@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,8 @@ from typing import Any
 import msgspec
 
 from pipeloom.errors import InputError
+from pipeloom.integrations.foreign import foreign_kind
+from pipeloom.integrations.titan_runs import TABLES, read_titan
 from pipeloom.io.document import convert
 from pipeloom.io.files import printable, read_text
 from pipeloom.spec.current_run import CurrentRun, RunSchedule
@@ -18,16 +19,11 @@ WORDS = "tp=2 pp=4 schedule=1f1b recompute=full microbatch_tokens=8192"
 """An example."""
 FIELDS = tuple(name for name in CurrentRun.__struct_fields__ if name not in ("only", "source", "notes"))
 """What may be said."""
-_TITAN_TABLES = ("parallelism", "training", "job")
-_TITAN_SCHEDULES: dict[str, tuple[RunSchedule, int]] = {
-    "gpipe": ("gpipe", 1),
-    "1f1b": ("1f1b", 1),
-    "interleaved1f1b": ("interleaved", 2),
-}
-"""Those that can be emulated, with the least number of stages a rank."""
+_LONGEST_PATH = 4096
+_READS = f"words ({WORDS}), a .toml with a table [now] or of torchtitan, and arguments of Megatron"
 
 
-def load_run(given: str, num_devices: int | None = None) -> CurrentRun:
+def load_run(given: str, num_devices: int | None = None, num_blocks: int | None = None) -> CurrentRun:
     """What somebody runs now.
 
     Parameters
@@ -36,17 +32,25 @@ def load_run(given: str, num_devices: int | None = None) -> CurrentRun:
         Words ``tp=2 pp=4 schedule=1f1b`` (`CurrentRun` has the names), or a file: a ``.toml`` with these fields in a
         table ``[now]``, one of torchtitan, or arguments of Megatron in any other.
     num_devices : int or None
-        Of the cluster, for Megatron's replicas where its arguments do not say.
+        Of the cluster, for replicas where Megatron's arguments or torchtitan's file do not say.
+    num_blocks : int or None
+        Blocks of the model's last module, which torchtitan divides into stages by its own rule.
 
     Raises
     ------
     InputError
         Neither, or a field that cannot be; it is named.
     """
-    if given.endswith(".toml") and Path(given).is_file():
-        return _of_toml(Path(given))
-    if is_megatron(given):
-        return _of_megatron(Path(given), num_devices)
+    path = Path(given) if len(given) < _LONGEST_PATH and "\0" not in given else None
+    if path is not None and path.is_file():
+        if path.suffix == ".toml":
+            return _of_toml(path, num_devices, num_blocks)
+        kind = foreign_kind(path) or ("JSON, but no description of a run" if path.suffix == ".json" else "")
+        if kind:
+            raise InputError(f"--now {printable(given)}", f"is {kind}", f"it reads {_READS}")
+        return _of_megatron(path, num_devices)
+    if path is not None and path.is_dir():
+        raise InputError(f"--now {printable(given)}", "is a folder", f"it reads {_READS}")
     if "=" in given and not given.lstrip().startswith("-"):
         return _convert(_words(given), "--now", strict=False, source="words")
     raise InputError(f"--now {given!r}", "is neither a file nor words", f"write {WORDS!r}, or name a file")
@@ -55,7 +59,7 @@ def load_run(given: str, num_devices: int | None = None) -> CurrentRun:
 def is_megatron(name: str) -> bool:
     """Whether a file is read as Megatron's arguments: one that no other reader takes by its name."""
     path = Path(name)
-    return not name.endswith((".toml", ".json")) and len(name) < 4096 and "\0" not in name and path.is_file()
+    return not name.endswith((".toml", ".json")) and len(name) < _LONGEST_PATH and "\0" not in name and path.is_file()
 
 
 def _of_megatron(path: Path, num_devices: int | None) -> CurrentRun:
@@ -67,6 +71,8 @@ def _of_megatron(path: Path, num_devices: int | None) -> CurrentRun:
     degrees, setup, recompute = megatron.degrees, megatron.now, megatron.now.recompute
     counts = [stage.count("t") for stage in setup.stages]
     notes = list(megatron.notes)
+    if degrees.tensor > 1 and not degrees.sequence_parallel:
+        notes.append("sequence parallelism is emulated, which it runs without, so times and memory are too low")
     word = "none"
     if recompute.granularity == "full":
         share = sum(map(recompute.recomputed, counts)) / max(1, sum(counts))
@@ -126,7 +132,7 @@ def _convert(fields: dict[str, Any], entity: str, *, strict: bool, source: str) 
     return msgspec.structs.replace(convert(fields, CurrentRun, entity, strict=strict), source=source)
 
 
-def _of_toml(path: Path) -> CurrentRun:
+def _of_toml(path: Path, num_devices: int | None, num_blocks: int | None) -> CurrentRun:
     text = read_text(path)
     try:
         content = tomllib.loads(text)
@@ -137,76 +143,11 @@ def _of_toml(path: Path) -> CurrentRun:
         table = content["now"]
         if not isinstance(table, dict):
             raise InputError(f"{path}: now", "is not a table", "write [now] and its fields below it")
+        others = [name for name in content if name != "now"]
+        if others:
+            raise InputError(f"{path}: {printable(others[0])}", "is beside [now], and not read", "leave it out")
         return _convert(table, f"{path}: now", strict=True, source=str(path))
-    if any(isinstance(content.get(name), dict) for name in _TITAN_TABLES):
-        return _of_torchtitan(content, path)
+    if any(isinstance(content.get(name), dict) for name in TABLES):
+        fields = read_titan(content, path, num_devices, num_blocks)
+        return _convert(fields, str(path), strict=True, source=f"{path}, of torchtitan")
     raise InputError(str(path), "has no table [now], and none of torchtitan's", f"write [now] and below it {WORDS}")
-
-
-class _Titan:
-    """Values of a torchtitan file, each checked to be of its kind."""
-
-    def __init__(self, content: dict[str, Any], path: Path) -> None:
-        self.content, self.path = content, path
-
-    def get(self, table: str, name: str, default: Any) -> Any:
-        inside = self.content.get(table, {})
-        value = inside.get(name, default) if isinstance(inside, dict) else default
-        if default is not None and (not isinstance(value, type(default)) or isinstance(value, bool)):
-            raise self.refused(table, name, value, f"give {'a whole number' if isinstance(default, int) else 'a word'}")
-        return value
-
-    def refused(self, table: str, name: str, value: Any, remedy: str) -> InputError:
-        return InputError(f"{self.path}: {table}.{name}", f"{value!r} is not understood", remedy)
-
-
-def _of_torchtitan(content: dict[str, Any], path: Path) -> CurrentRun:
-    """A file of torchtitan: its data are packed to ``seq_len``, and a microbatch has so many sequences."""
-    titan = _Titan(content, path)
-    pp = titan.get("parallelism", "pipeline_parallel_degree", 1)
-    shards = titan.get("parallelism", "data_parallel_shard_degree", -1)
-    replicas = titan.get("parallelism", "data_parallel_replicate_degree", 1)
-    word = titan.get("parallelism", "pipeline_parallel_schedule", "Interleaved1F1B")
-    if pp > 1 and word.lower() not in _TITAN_SCHEDULES:
-        raise titan.refused(
-            "parallelism", "pipeline_parallel_schedule", word, f"emulated are {', '.join(_TITAN_SCHEDULES)}"
-        )
-    order, chunks = _TITAN_SCHEDULES.get(word.lower(), ("1f1b", 1)) if pp > 1 else ("1f1b", 1)
-    mode = titan.get("activation_checkpoint", "mode", "selective")
-    if mode not in ("none", "selective", "full"):
-        raise titan.refused("activation_checkpoint", "mode", mode, "emulated are none, selective, full")
-    size = titan.get("parallelism", "pipeline_parallel_microbatch_size", 1)
-    batch, seq_len = titan.get("training", "local_batch_size", 8), titan.get("training", "seq_len", 2048)
-    layout = _titan_layers(titan, pp)
-    fields = {
-        "tp": titan.get("parallelism", "tensor_parallel_degree", 1),
-        "pp": pp,
-        "dp": None if shards == -1 else shards * replicas,
-        "cp": titan.get("parallelism", "context_parallel_degree", 1),
-        "ep": titan.get("parallelism", "expert_parallel_degree", 1),
-        "zero": 3 if titan.get("parallelism", "fsdp_reshard_after_forward", "default") == "always" else 1,
-        "schedule": order,
-        "layout": layout,
-        "chunks": None if layout else chunks,
-        "recompute": mode,
-        "microbatch_tokens": (size if pp > 1 else batch) * seq_len,
-        "microbatches": max(1, batch // size) if pp > 1 else 1,
-        "notes": [] if layout else ["its even split is emulated as equal numbers of blocks"],
-    }
-    return _convert(fields, str(path), strict=True, source=f"{path}, of torchtitan")
-
-
-def _titan_layers(titan: _Titan, pp: int) -> list[int]:
-    """Blocks of every stage, where the file has them."""
-    if titan.get("parallelism", "pipeline_parallel_layers_per_stage", None) is not None:
-        raise titan.refused(
-            "parallelism", "pipeline_parallel_layers_per_stage", "a number", "give module_fqns_per_model_part instead"
-        )
-    parts = titan.get("parallelism", "module_fqns_per_model_part", None)
-    if not parts:
-        return []
-    if not isinstance(parts, list) or len(parts) % pp or not all(isinstance(part, list) for part in parts):
-        raise titan.refused(
-            "parallelism", "module_fqns_per_model_part", parts, f"give a list of names for each stage of {pp} ranks"
-        )
-    return [sum(bool(re.fullmatch(r"layers\.\d+", str(name))) for name in part) for part in parts]

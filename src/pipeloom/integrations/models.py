@@ -9,10 +9,14 @@ import msgspec
 
 from pipeloom.errors import InputError
 from pipeloom.integrations.current_runs import is_megatron
+from pipeloom.integrations.foreign import MODELS, foreign_kind
 from pipeloom.integrations.huggingface import architecture_of, read_huggingface
 from pipeloom.integrations.huggingface.known import known_config, known_models, known_name
+from pipeloom.io.files import printable
 from pipeloom.spec.architecture import Architecture
 from pipeloom.spec.catalog import load_architecture, names
+
+_READS = "a name, a Hugging Face config.json or its folder, a .toml, or a file of Megatron's arguments"
 
 
 def load_model(name: str, freeze: Sequence[str] = ()) -> Architecture:
@@ -30,17 +34,24 @@ def load_model(name: str, freeze: Sequence[str] = ()) -> Architecture:
     Raises
     ------
     InputError
-        A module that the model does not have, or what reading raises.
+        A module that the model does not have, no module left to train, or what reading raises.
     """
     model = _described(name)
     for each in freeze:
         model.module(each)
+    if all(m.frozen or m.name in freeze for m in model.modules):
+        raise InputError(f"model {model.name!r}", "has no module that is trained, all are frozen", "train at least one")
     frozen = tuple(msgspec.structs.replace(m, frozen=m.frozen or m.name in freeze) for m in model.modules)
     return msgspec.structs.replace(model, modules=frozen) if freeze else model
 
 
 def _described(name: str) -> Architecture:
-    if name.endswith(".json") or Path(name).is_dir():
+    is_config = name.endswith(".json") or Path(name).is_dir()
+    if is_megatron(name) or (is_config and Path(name).is_file()):
+        kind = foreign_kind(Path(name))
+        if kind and kind not in MODELS:
+            raise InputError(f"model {printable(name)}", f"is {kind}", f"give {_READS}")
+    if is_config:
         return read_huggingface(name)
     if name.endswith(".toml") or name in names("models"):
         return load_architecture(name)

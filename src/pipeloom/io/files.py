@@ -18,6 +18,18 @@ MAX_FILE_BYTES = 512 * 1024 * 1024
 
 PathLike = str | os.PathLike[str]
 
+_SIGNATURES = (
+    (0, b"PAR1", "a Parquet file"),
+    (0, b"PK\x03\x04", "a zip archive"),
+    (257, b"ustar", "a tar archive"),
+    (0, b"\x1f\x8b", "gzip data"),
+    (0, b"\x28\xb5\x2f\xfd", "zstd data"),
+    (0, b"\xfd7zXZ\x00", "xz data"),
+    (0, b"BZh", "bzip2 data"),
+    (0, b"SQLite format 3\x00", "an SQLite database"),
+)
+"""Where kinds of files that are no text have which bytes."""
+
 
 def read_bytes(path: PathLike) -> bytes:
     """Read a whole file, decompressed when its name ends in ``.gz``.
@@ -56,6 +68,11 @@ def read_text(path: PathLike) -> str:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise InputError(printable(os.fspath(path)), f"is not UTF-8 text (byte {error.start})") from error
+
+
+def binary_kind(data: bytes) -> str:
+    """Return what a file of a known kind is that holds no text; empty: it may be text."""
+    return next((kind for at, sign, kind in _SIGNATURES if data[at : at + len(sign)] == sign), "")
 
 
 def write_bytes(path: PathLike, data: bytes) -> None:

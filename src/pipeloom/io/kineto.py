@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from pipeloom.errors import InputError
-from pipeloom.io.files import PathLike, printable, read_bytes
+from pipeloom.io.files import PathLike, binary_kind, printable, read_bytes
 
 SUFFIXES = (".json", ".json.gz")
 _CPU = frozenset({"cpu_op", "user_annotation", "python_function"})
@@ -156,7 +156,8 @@ def read_kineto(path: PathLike) -> RankTrace:
     Parameters
     ----------
     path : path
-        As ``prof.export_chrome_trace`` or ``torch.profiler.tensorboard_trace_handler`` wrote it; ``.gz`` is unpacked.
+        As ``prof.export_chrome_trace`` or ``torch.profiler.tensorboard_trace_handler`` wrote it, or an array of its
+        events; ``.gz`` is unpacked.
 
     Raises
     ------
@@ -167,8 +168,11 @@ def read_kineto(path: PathLike) -> RankTrace:
     data = read_bytes(path)
     if data[:2] == b"\x1f\x8b":
         raise InputError(where, "is gzip data", "give it a name that ends in .gz")
+    kind = binary_kind(data)
+    if kind:
+        raise InputError(where, f"is {kind}", "unpack it, and give the traces in it (.json, .json.gz)")
     try:
-        file = msgspec.json.decode(data, type=_File)
+        found = msgspec.json.decode(_closed(data), type=_File | list[_Event])
     except msgspec.ValidationError as error:
         raise InputError(
             where, f"is no trace of torch.profiler: {_lower(str(error))}", "give a trace a rank"
@@ -176,6 +180,7 @@ def read_kineto(path: PathLike) -> RankTrace:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         problem = "is empty" if not data.strip() else f"is not whole JSON: {_lower(str(error))}"
         raise InputError(where, problem, _AGAIN) from error
+    file = found if isinstance(found, _File) else _File(found)
     if any(event.ph == "X" and event.cat[:2] in _OURS for event in file.events[:_LOOKED_AT]):
         raise InputError(where, "is a trace that Pipeloom wrote", "see difference.html beside it, or pipeloom report")
     info = file.info or _Distributed()
@@ -194,6 +199,14 @@ def read_kineto(path: PathLike) -> RankTrace:
         links=_links(file),
         allocations=tuple(sorted(_allocations(file, on_host=not kernels))),
     )
+
+
+def _closed(data: bytes) -> bytes:
+    """Close an array of events: the format lets its writer leave out the bracket at the end."""
+    text = data.strip()
+    if not text.startswith(b"[") or text.endswith(b"]"):
+        return data
+    return text.removesuffix(b",") + b"]"
 
 
 def _lower(text: str) -> str:

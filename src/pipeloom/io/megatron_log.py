@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import fmean
 
 from pipeloom.errors import InputError
-from pipeloom.io.files import PathLike, printable, read_text
+from pipeloom.io.files import PathLike, binary_kind, printable, read_bytes, read_text
 
 FORWARD_BACKWARD = "forward-backward"
 _NAMES = ("forward-compute", "backward-compute", FORWARD_BACKWARD)
@@ -17,6 +18,14 @@ _HEADING = re.compile(r"([a-z][a-z0-9/-]*):\s*$")
 _RANK = re.compile(r"\brank\s+(\d{1,9}): (\d+(?:\.\d+)?)\s*$")
 _EXTREMES = re.compile(r"\(min, max\) time across ranks|\bmax time across ranks")
 _ELAPSED = re.compile(r"elapsed time per iteration \(ms\): (\d+(?:\.\d+)?)")
+_OTHERS = {
+    ".yaml": "a YAML file",
+    ".yml": "a YAML file",
+    ".toml": "a TOML file",
+    ".csv": "a table of comma-separated values",
+    ".py": "a Python file",
+}
+_GIVE = "give traces of torch.profiler (.json, .json.gz; unpacked, if they are in an archive) or a log of Megatron-LM"
 _WHY = "run Megatron-LM with --timing-log-level 2 --timing-log-option all"
 
 
@@ -63,6 +72,9 @@ def read_megatron_log(path: PathLike, *, num_microbatches: int | None = None) ->
         Naming the file and the timer or argument that is missing, and how to get it.
     """
     where = printable(str(path))
+    kind = _OTHERS.get(Path(path).suffix) or binary_kind(read_bytes(path))
+    if kind:
+        raise InputError(where, f"is {kind}", _GIVE)
     lines = read_text(path).splitlines()
     arguments = {found[1]: found[2] for line in lines if (found := _ARGUMENT.search(line))}
     logged = list(_logged(lines))

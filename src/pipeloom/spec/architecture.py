@@ -354,6 +354,23 @@ class ModuleArchitecture(msgspec.Struct, frozen=True, forbid_unknown_fields=True
         return tuple(out)
 
     @property
+    def num_blocks(self) -> int:
+        """Number of residual layers; of a module without any, of all layers."""
+        layers = self.flat_layers
+        return sum(isinstance(layer, ResidualLayer) for layer in layers) or len(layers)
+
+    @property
+    def joined(self) -> int:
+        """Number of rows, such as patches of an image, that become one row of the output."""
+        factor = 1
+        for layer in self.layers:
+            steps = layer.steps if isinstance(layer, AdapterLayer) else (layer,)
+            for step in steps:
+                if isinstance(step, PatchMergerLayer | JoinStep | AverageStep):
+                    factor *= step.factor
+        return factor
+
+    @property
     def emits(self) -> tuple[StreamEnd, ...]:
         """Streams that its layers emit."""
         return self._ends("emits")

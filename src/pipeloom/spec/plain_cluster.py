@@ -19,7 +19,7 @@ MEMORY_BYTES_PER_S, MEMORY_BYTES_PER_S_OF = 75e9, {"a100": 50e9, "a100-40gb": 50
 a DGX A100; the GH200's own."""
 FORM = "write 8xH100, or hosts x devices 2x8xB200, and after it ib400 (Gbit/s a device) or ram1000 (GB a host)"
 
-_COUNTS = re.compile(r"(?:(\d{1,6})x)?(\d{1,7})x([a-z][\w.-]*)", re.IGNORECASE)
+_COUNTS = re.compile(r"(?:(\d{1,6})x)?(\d{1,7})x([a-z\d][\w.-]*)", re.IGNORECASE)
 _WORD = re.compile(r"(ib|roce|eth|ram)(\d{1,6}(?:\.\d+)?)", re.IGNORECASE)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 from pathlib import Path
 
 import pytest
@@ -94,3 +95,21 @@ def test_least_and_most_of_all_ranks_are_no_costs(tmp_path: Path) -> None:
     (tmp_path / "a.log").write_text(text)
     with pytest.raises(InputError, match="not each rank's time; run Megatron-LM with"):
         read_megatron_log(tmp_path / "a.log")
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "words"),
+    [
+        ("traces.tar.gz", gzip.compress(b"\0" * 257 + b"ustar" + b"\0" * 250), "is a tar archive; give traces"),
+        ("traces.zip", b"PK\x03\x04\xff\xff", "is a zip archive"),
+        ("steps.parquet", b"PAR1\xff\xff", "is a Parquet file"),
+        ("report.sqlite", b"SQLite format 3\0", "is an SQLite database"),
+        ("run.yaml", b"trainer: {}", "is a YAML file"),
+        ("schedule.csv", b"F0,F1", "is a table of comma-separated values"),
+    ],
+)
+def test_files_of_other_kinds_are_named(tmp_path: Path, name: str, data: bytes, words: str) -> None:
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(InputError, match=words) as caught:
+        read_megatron_log(tmp_path / name)
+    assert "torch.profiler" in caught.value.remedy

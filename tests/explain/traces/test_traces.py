@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
+import random
+import tarfile
 from collections.abc import Callable
+from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +21,10 @@ from hypothesis import strategies as st
 from pipeloom.errors import InputError
 from pipeloom.explain.traces.explained import explain_run
 from pipeloom.explain.traces.idle import CAUSES, idle_by_cause
+from pipeloom.explain.traces.names import computation_of
 from pipeloom.explain.traces.replay import replayable
 from pipeloom.explain.traces.run import traced_run
-from pipeloom.explain.traces.traced import TracedRun
+from pipeloom.explain.traces.traced import Iteration, TracedRun
 from pipeloom.io.kineto import read_kineto, trace_files
 from pipeloom.search import Evaluations
 from pipeloom.timeline import simulate
@@ -67,6 +73,64 @@ def test_host_time_is_told_from_waits(tmp_path_factory: pytest.TempPathFactory, 
     host = idle_by_cause(made, made.kept)[:, CAUSES.index("host")]
     counts = np.array([len(order) - 1 for order in made.schedule.order])
     assert host.tolist() == (counts * host_ns).tolist()
+
+
+def _late(made: list[dict[str, Any]], rng: random.Random, most_us: float) -> None:
+    """Let ranges of computations end later by a random time."""
+    for document in made:
+        for event in document["traceEvents"]:
+            if computation_of(event["name"]):
+                event["dur"] += rng.choice((0, rng.uniform(0, most_us)))
+
+
+@SOME
+@given(SEEDS, st.booleans(), st.booleans())
+def test_ranges_that_end_late_change_nothing(
+    tmp_path_factory: pytest.TempPathFactory, seed: int, device: bool, named: bool
+) -> None:
+    """A range that reaches a little into the next one is cut there, so that no operator is in two computations."""
+    pipeline = random_pipeline(seed, single=not named)
+    made = documents(pipeline, host_ns=1000, device=device, named=named or device)
+    run = run_of(write(tmp_path_factory.mktemp("t"), made))
+    _late(made, random.Random(seed), 99)
+    late = run_of(write(tmp_path_factory.mktemp("t"), made))
+    assert late.iterations == run.iterations
+    for iteration in late.iterations:
+        again = replayable(late, iteration)
+        assert (idle_by_cause(again, again.kept) >= 0).all()
+
+
+@SOME
+@given(SEEDS, st.booleans())
+def test_no_time_is_negative_whatever_overlaps(
+    tmp_path_factory: pytest.TempPathFactory, seed: int, device: bool
+) -> None:
+    """Whatever overlaps is refused, or no cause of idle time is negative."""
+    pipeline, rng = random_pipeline(seed), random.Random(seed)
+    made = documents(pipeline, host_ns=1000, device=device)
+    for document in made:
+        for event in document["traceEvents"]:
+            if computation_of(event["name"]) or event["name"] in ("aten::addmm", "gemm"):
+                event["dur"] *= rng.choice((1, 1, 1.01, 1.1, 3))
+    iterations: tuple[Iteration, ...] = ()
+    with suppress(InputError):
+        run = run_of(write(tmp_path_factory.mktemp("t"), made))
+        iterations = run.iterations
+    for iteration in iterations:
+        again = replayable(run, iteration)
+        assert (idle_by_cause(again, again.kept) >= 0).all()
+        for rank in iteration.ranks:
+            for before, one in pairwise(rank):
+                assert before.end_ns <= one.start_ns <= one.end_ns
+                assert before.end_ns <= one.entered_ns <= one.received_ns <= one.start_ns
+
+
+def test_ranges_that_overlap_by_much_are_refused(tmp_path: Path) -> None:
+    made = documents(random_pipeline(0))
+    late = next(event for event in made[0]["traceEvents"] if computation_of(event["name"]))
+    late["dur"] += 100_000
+    with pytest.raises(InputError, match=r"rank0.json: PP:.* goes on for 100 ms after PP:.* begins; record ranges"):
+        run_of(write(tmp_path / "t", made))
 
 
 @SOME
@@ -224,6 +288,29 @@ def test_traces_that_do_not_fit_are_refused(tmp_path: Path, change: Change, word
     assert caught.value.remedy
 
 
+def _tar(data: bytes) -> bytes:
+    made = io.BytesIO()
+    with tarfile.open(fileobj=made, mode="w") as archive:
+        entry = tarfile.TarInfo("rank0.json")
+        entry.size = len(data)
+        archive.addfile(entry, io.BytesIO(data))
+    return made.getvalue()
+
+
+@pytest.mark.parametrize("end", ["]", "", ",\n"])
+def test_traces_may_be_arrays_of_events(tmp_path: Path, end: str) -> None:
+    """The format of Chrome traces allows an array, whose end may be missing."""
+    made = documents(random_pipeline(3))
+    whole = run_of(write(tmp_path / "whole", made))
+    (tmp_path / "arrays").mkdir()
+    for rank, document in enumerate(made):
+        array = json.dumps(document["traceEvents"])
+        (tmp_path / "arrays" / f"rank{rank}.json").write_text(array.removesuffix("]") + end)
+    run = run_of(tmp_path / "arrays")
+    assert [one.measured_ns for one in run.iterations] == [one.measured_ns for one in whole.iterations]
+    assert run.stage_rank == whole.stage_rank
+
+
 def test_files_that_are_no_traces_are_refused(tmp_path: Path) -> None:
     made = documents(random_pipeline(3, single=True))
     whole = json.dumps(made[0]).encode()
@@ -233,6 +320,9 @@ def test_files_that_are_no_traces_are_refused(tmp_path: Path) -> None:
         "packed.json": (gzip.compress(whole), "gzip data"),
         "cut.json.gz": (gzip.compress(whole)[:-20], "not a whole gzip file"),
         "list.json": (b"[1, 2]", "no trace of torch.profiler"),
+        "archive.json": (_tar(whole), "is a tar archive; unpack it"),
+        "table.json": (b"PAR1" + whole, "is a Parquet file"),
+        "zip.json": (b"PK\x03\x04" + whole, "is a zip archive"),
         "bytes.json": (b"\xff\xfe\x00", "not whole JSON"),
     }
     for name, (data, words) in cases.items():

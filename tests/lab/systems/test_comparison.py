@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import re
 from pathlib import Path
 
 import pytest
 
+from pipeloom.integrations.models import load_model
+from pipeloom.lab.systems import comparison
+from pipeloom.lab.systems.chosen_layout import choose_layout
 from pipeloom.lab.systems.comparison import SYSTEMS, SystemEntry, compare_case, suitable
 from pipeloom.lab.systems.model_on_cluster import ModelOnCluster, draw_iteration, put_on_cluster
 from pipeloom.lab.systems.systems import megatron_1f1b
 from pipeloom.search import Evaluations
+from pipeloom.spec import Sample
 from pipeloom.spec.parallelism import Degrees
 
 PAGE = Path(__file__).parents[3] / "docs" / "compare.md"
@@ -62,3 +68,25 @@ def test_the_page_lists_every_system() -> None:
     first_cells = re.findall(r"^\| (`[^|]*`) \|", page.partition("## ")[0], re.MULTILINE)
     listed = [name for cell in first_cells for name in re.findall(r"`([^`]+)`", cell)]
     assert sorted(listed) == sorted(SYSTEMS)
+
+
+IMAGE = Sample("image", 40, (392,), (1568,))
+PICTURE = Sample("picture", 0, (98,), (392,))
+TEXT = Sample("text", 900)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "groups", [[[TEXT, TEXT], [TEXT], [TEXT]], [[IMAGE, IMAGE, IMAGE], [TEXT], [PICTURE]]], ids=["texts", "uneven"]
+)
+def test_no_system_is_ended_by_what_samples_lack(
+    groups: list[list[Sample]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    config = json.loads((PAGE.parents[1] / "examples" / "compare" / "config.json").read_text())
+    config["num_hidden_layers"], config["vision_config"]["depth"] = 4, 4
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    quick = functools.partial(choose_layout, trial=Evaluations(2), rounds=1)
+    monkeypatch.setattr(comparison, "choose_layout", quick)
+    case = put_on_cluster(load_model(str(tmp_path)), "h100-8", Degrees(pipeline=2, data=4))
+    found = compare_case(case, [groups], groups, list(SYSTEMS), budget=Evaluations(2))
+    assert [one.problem for one in found if not one.can_run] == []

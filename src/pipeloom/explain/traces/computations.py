@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from math import prod
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ from pipeloom.explain.traces.names import Found, Named, computation_of, message_
 from pipeloom.explain.traces.traced import Computation, Posted, Unit
 from pipeloom.explain.traces.unnamed import find_unnamed
 from pipeloom.io.kineto import Kernel, RankTrace, TraceEvent
-from pipeloom.taskgraph import FORWARD, WEIGHT_GRADIENT
+from pipeloom.taskgraph import FORWARD, KIND_NAMES, WEIGHT_GRADIENT
 
 _SEND, _RECEIVE = "c10d::send", "c10d::recv_"
 _ENDS = {"gloo:send": _SEND, "gloo:recv": _RECEIVE}
@@ -21,6 +21,8 @@ _VIEWS = frozenset({"detach", "aten::detach", "detach_", "aten::detach_"})
 """Bookkeeping of messages, no computation."""
 _SIZES = {"float": 4, "double": 8, "c10::Half": 2, "c10::BFloat16": 2}
 """Bytes of what gloo sends, by the profiler's names of types."""
+_CUT_NS, _CUT_SHARE = 100_000, 0.1
+"""A range may reach into the next one by this much, or by this share of its length: whoever leaves it is late."""
 _WAIT_NS = 50_000
 """Shorter waits are calls that found their message there."""
 
@@ -99,7 +101,7 @@ def _found(trace: RankTrace) -> list[Found]:
         if event.is_range and (what := computation_of(event.name))
     ]
     in_ranges = bool(named)
-    named = named or find_unnamed(trace, _is_message)
+    named = _cut(trace, named) or find_unnamed(trace, _is_message)
     if not named:
         raise InputError(
             trace.source,
@@ -107,7 +109,7 @@ def _found(trace: RankTrace) -> list[Found]:
             "record ranks that run a schedule of torch.distributed.pipelining, or name ranges PP:<stage>F<microbatch>",
         )
     if trace.kernels:
-        return sorted((_on_device(one, trace.kernels) for one in named), key=lambda one: one.entered_ns)
+        return _in_turn([_on_device(one, trace.kernels) for one in named])
     if not in_ranges:
         return named
     work = [
@@ -115,7 +117,44 @@ def _found(trace: RankTrace) -> list[Found]:
     ]
     starts = [event.start_ns for event in work]
     found = [_on_host(one, work, starts) for one in named]
-    return _with_losses(sorted(found, key=lambda one: one.entered_ns), trace, work, starts)
+    return _in_turn(_with_losses(found, trace, work, starts), on_host=True)
+
+
+def _cut(trace: RankTrace, found: Sequence[Found]) -> list[Found]:
+    """Sort ranges, and cut each where the next one begins.
+
+    Raises
+    ------
+    InputError
+        Two ranges overlap by so much that a cut would not tell which computation the time belongs to.
+    """
+    ordered = sorted(found, key=lambda one: one.entered_ns)
+    for i, (one, after) in enumerate(pairwise(ordered)):
+        over = one.left_ns - after.entered_ns
+        if over > max(_CUT_NS, _CUT_SHARE * (one.left_ns - one.entered_ns)):
+            raise InputError(
+                trace.source,
+                f"{_text(one.named)} goes on for {over / 1e6:.3g} ms after {_text(after.named)} begins",
+                "record ranges that follow one another",
+            )
+        if over > 0:
+            ordered[i] = one._replace(end_ns=after.entered_ns, left_ns=after.entered_ns)
+    return ordered
+
+
+def _text(named: Named) -> str:
+    """Name a computation as traces do."""
+    stage = "" if named.stage is None else named.stage
+    return f"PP:{stage}{KIND_NAMES[named.kind]}{named.microbatch}"
+
+
+def _in_turn(found: list[Found], *, on_host: bool = False) -> list[Found]:
+    """End each computation before the next one: a rank computes one at a time, and its host is in one range."""
+    for i, (one, after) in enumerate(pairwise(found)):
+        end = max(one.start_ns, min(one.end_ns, after.entered_ns if on_host else after.start_ns))
+        found[i] = one._replace(end_ns=end)
+        found[i + 1] = after._replace(start_ns=max(after.start_ns, end), end_ns=max(after.end_ns, end))
+    return found
 
 
 def _is_message(event: TraceEvent) -> bool:
@@ -132,7 +171,7 @@ def _on_host(one: Found, work: Sequence[TraceEvent], starts: Sequence[int]) -> F
 
 def _on_device(one: Found, kernels: Sequence[Kernel]) -> Found:
     """From the first kernel launched in a range to the end of the last one, but for messages."""
-    inside = [kernel for kernel in kernels if one.start_ns <= kernel.launched_ns <= one.end_ns and not _is_nccl(kernel)]
+    inside = [kernel for kernel in kernels if one.start_ns <= kernel.launched_ns < one.end_ns and not _is_nccl(kernel)]
     if not inside:
         return one._replace(start_ns=one.end_ns)
     return one._replace(start_ns=inside[0].start_ns, end_ns=max(kernel.end_ns for kernel in inside))

@@ -84,6 +84,8 @@ class Comparison:
     """Why there is no result."""
     tried: tuple[LayoutEvaluation, ...] = ()
     """Layouts that its own was chosen among, and what each would cost; the chosen one first."""
+    can_run: bool = True
+    """False: the system cannot run the model or the data, whatever the memory."""
 
 
 def suitable(case: ModelOnCluster, names: Sequence[str] | None = None) -> tuple[str, ...]:
@@ -142,15 +144,15 @@ def compare_case(
 def compared(
     name: str, title: str, make: Callable[[], System], groups: Microbatches, budget: StoppingRule, seed: int
 ) -> Comparison:
-    """Make a system, and time one iteration under it."""
+    """Make a system, and time one iteration under it; a system that refuses its input has no result."""
     layout: Layout | None = None
     tried: tuple[LayoutEvaluation, ...] = ()
     try:
         one = make()
         layout, tried = one.layout, one.tried
         found = one.run(groups, budget, seed)
-    except InfeasibleError as error:
-        return Comparison(name, title, layout, None, str(error), tried)
+    except (InfeasibleError, InputError) as error:
+        return Comparison(name, title, layout, None, str(error), tried, isinstance(error, InfeasibleError))
     return Comparison(name, title, layout, replace(found, name=title), tried=tried)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from pipeloom.errors import InfeasibleError
+from pipeloom.errors import InfeasibleError, InputError
 from pipeloom.explain.compare import BaselineResult
 from pipeloom.lab.systems.model_on_cluster import Microbatches, ModelOnCluster, batch_of, pack_microbatches
 from pipeloom.lab.systems.now import run_costs, static_graph, under_static_order
@@ -128,7 +128,7 @@ def split_gain(
     if ours.packing is not None and ours.packing != packings["layout"]:
         packings["packing"] = ours.packing
     after_s = replica_seconds(case, layout)
-    with suppress(InfeasibleError):
+    with suppress(InfeasibleError, InputError):
         for name, packing in packings.items():
             found = under_static_order(name, run, layout, static_graph(case, layout, packing, costs))
             leaner = run.strategy is not None and found.schedule.candidate is not None and found.schedule.candidate[0]

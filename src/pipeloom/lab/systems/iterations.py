@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 import msgspec
 
-from pipeloom.emulator.sweep import default_data
+from pipeloom.emulator.sweep import default_data, drawn_samples
 from pipeloom.errors import InputError
 from pipeloom.integrations.data.sources import names_samples, read_all_samples
 from pipeloom.lab.systems.model_on_cluster import Microbatches, ModelOnCluster, draw_iteration
 from pipeloom.spec import Sample
 from pipeloom.spec.architecture import Architecture
-from pipeloom.spec.datasets import clips_of_iterations, draw_samples, pack_documents
+from pipeloom.spec.datasets import clips_of_iterations, pack_documents
 
 TOKENS = 8192
 """Of a microbatch at most, where nobody says."""
@@ -125,11 +125,8 @@ def _drawn(case: ModelOnCluster, data: str | None, grouping: Grouping, seed: int
         size = grouping.samples
         factor, group = size, lambda s: _by_number(s, size)
     name = data or default_data(architecture)
-    images = any(module.reads == "images" for module in architecture.modules)
     while True:
-        samples = draw_samples(name, count * factor, seed)
-        if not images:
-            samples = [Sample(s.id, s.text_tokens) for s in samples if s.text_tokens]
+        samples = drawn_samples(architecture, name, count * factor, seed)
         if len(groups := group(samples)) >= count:
             return groups[:count]
         factor *= 2

@@ -16,7 +16,7 @@ from pipeloom.errors import InputError
 from pipeloom.layout import ModulePlacement, single_rank
 from pipeloom.packing import Loads, Packing, deal, packing_from_counts
 from pipeloom.spec import Batch, Chunk, ChunkStrategy, Layout, ModelSpec, Sample
-from pipeloom.spec.architecture import Architecture
+from pipeloom.spec.architecture import Architecture, ExpertsMixer, ResidualLayer
 from pipeloom.spec.catalog import load_architecture, load_cluster
 from pipeloom.spec.hardware import ClusterSpec
 from pipeloom.spec.parallelism import Degrees
@@ -98,6 +98,19 @@ def put_on_cluster(
     return ModelOnCluster(
         architecture, hardware, degrees, costs, levels, costs.model_spec, hardware.device.usable_bytes, update_s
     )
+
+
+def num_experts(architecture: Architecture) -> int:
+    """Return the least number of experts that any layer with experts has; 1: no layer has any."""
+    counts = {
+        mixer.experts
+        for module in architecture.modules
+        for layer in module.layers
+        if isinstance(layer, ResidualLayer)
+        for mixer in layer.mixers
+        if isinstance(mixer, ExpertsMixer)
+    }
+    return min(counts, default=1)
 
 
 def draw_iteration(case: ModelOnCluster, num_microbatches: int, seed: int, data: str | None = None) -> Microbatches:

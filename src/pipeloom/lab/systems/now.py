@@ -10,10 +10,10 @@ import msgspec
 import numpy as np
 
 from pipeloom.cost.emulated import EmulatedCosts
-from pipeloom.errors import InfeasibleError
+from pipeloom.errors import InfeasibleError, InputError
 from pipeloom.explain.compare import BaselineResult
 from pipeloom.lab.baselines import zero_bubble_h1
-from pipeloom.lab.systems.model_on_cluster import LEVELS, Microbatches, ModelOnCluster, pack_microbatches
+from pipeloom.lab.systems.model_on_cluster import LEVELS, Microbatches, ModelOnCluster, num_experts, pack_microbatches
 from pipeloom.lab.systems.systems import System, in_turn, loads_by_time
 from pipeloom.layout import encoders_in_first_stage, layout_of_stages
 from pipeloom.packing import Packing
@@ -47,8 +47,12 @@ def now_system(case: ModelOnCluster, run: CurrentRun) -> System:
     Raises
     ------
     InputError
-        The layout is none of the model.
+        The layout is none of the model, or the model's experts cannot be divided so.
     """
+    experts = num_experts(case.architecture)
+    if experts % run.ep:
+        has = f"has {experts} experts a layer" if experts > 1 else "has no experts"
+        raise InputError("ep", f"{run.ep}, {case.model.name} {has}", "give a divisor, or leave it out")
     if run.layout:
         layout = layout_of_stages(case.model, case.num_ranks, run.layout)
     else:

@@ -112,7 +112,7 @@ def _on_every_rank(case: ModelOnCluster, batches: Sequence[Microbatches], layout
     typical = typical_lengths(case.model, [group for groups in batches for group in groups])
     encoders = [module.name for module in layout.modules[:-1]]
     modules = tuple(
-        msgspec.structs.replace(module, sub_microbatch=-(-len(typical[module.name]) // pieces))
+        msgspec.structs.replace(module, sub_microbatch=max(1, -(-len(typical[module.name]) // pieces)))
         if module.name in encoders
         else module
         for module in layout.modules

@@ -15,6 +15,7 @@ from pipeloom.lab.systems.now import NOW
 from pipeloom.lab.systems.systems import mfu
 from pipeloom.layout.choose import LayoutEvaluation
 from pipeloom.report import Track, key_figures
+from pipeloom.spec.parallelism import Degrees
 from pipeloom.taskgraph import NS_PER_S
 
 UNTOLD = "interleaved"
@@ -31,11 +32,14 @@ class Outcome:
     systems : tuple of Comparison
     steps : tuple of GainStep
         From what somebody runs now to Pipeloom's; empty where neither or only one of them is there.
+    would_fit : Degrees or None
+        Where no system fits: degrees with which one does, on as many devices as their product.
     """
 
     question: Question
     systems: tuple[Comparison, ...]
     steps: tuple[GainStep, ...] = ()
+    would_fit: Degrees | None = None
 
     @property
     def case(self) -> ModelOnCluster:
@@ -45,10 +49,7 @@ class Outcome:
     @property
     def title(self) -> str:
         """Model, cluster and degrees."""
-        d = self.case.degrees
-        more = "".join(f" {word} {n}" for word, n in (("cp", d.context), ("ep", d.expert)) if n > 1)
-        where = f"tp {d.tensor} pp {d.pipeline} dp {d.data}{more}"
-        return f"{self.case.architecture.name} on {self.case.cluster.name}, {where}"
+        return f"{self.case.architecture.name} on {self.case.cluster.name}, {degrees_text(self.case.degrees)}"
 
     @property
     def baseline(self) -> Comparison | None:
@@ -67,7 +68,8 @@ class Outcome:
         """Numbers of one system, as ``pipeloom compare --json`` prints them."""
         tried = {"layouts": [_tried(trial) for trial in one.tried]} if one.tried else {}
         if one.result is None:
-            return {"system": one.name, "title": one.title, "problem": one.problem} | tried
+            problem = {"problem": one.problem, "can_run": one.can_run}
+            return {"system": one.name, "title": one.title} | problem | tried
         numbers = key_figures(self.track(one))
         base = self.baseline
         capacity = self.case.capacity_bytes
@@ -132,6 +134,12 @@ class Outcome:
         if not fitting:
             raise InfeasibleError(f"{self.title}: no system fits: {self.systems[-1].problem}")
         return [self.track(one) for one in sorted(fitting, key=self.iteration_s)]
+
+
+def degrees_text(degrees: Degrees) -> str:
+    """Degrees as titles have them."""
+    more = "".join(f" {word} {n}" for word, n in (("cp", degrees.context), ("ep", degrees.expert)) if n > 1)
+    return f"tp {degrees.tensor} pp {degrees.pipeline} dp {degrees.data}{more}"
 
 
 def backbone_tokens(case: ModelOnCluster, groups: Microbatches) -> int:

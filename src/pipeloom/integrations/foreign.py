@@ -1,0 +1,103 @@
+"""Recognize files of programs that Pipeloom does not read, so that an error can name them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from pipeloom.io.files import read_text
+
+SUFFIXES = {
+    ".py": "a Python file, which is not run",
+    ".ipynb": "a notebook, which is not run",
+    ".csv": "a table of comma-separated values",
+    ".tsv": "a table of tab-separated values",
+    ".parquet": "a Parquet file",
+}
+"""What a file is by its suffix alone."""
+MODELS = (
+    "a Hugging Face configuration, which describes a model and no run",
+    "a configuration of the diffusers library, which describes a model and no run",
+)
+"""Kinds that describe a model."""
+_SETTINGS = {
+    "a file of SimuMax": (
+        {"sys_name", "accelerator"},
+        {"head_num", "layer_num"},
+        {"tp_size", "pp_size"},
+        {"tp_size", "micro_batch_num"},
+    ),
+    "a file of Galvatron": ({"search_engine"}, {"profiler"}, {"galvatron"}),
+    "a file of LoongForge": (
+        {"model_name", "huggingface_path"},
+        {"model_name", "scenarios"},
+        {"model.foundation"},
+        {"model.image_encoder"},
+    ),
+    "a file of NeMo Automodel": ({"step_scheduler"}, {"dist_env", "model"}, {"nemo_automodel"}),
+    "a file of DeepSpeed": ({"train_micro_batch_size_per_gpu"}, {"zero_optimization"}, {"train_batch_size"}),
+    "a file of Accelerate": ({"distributed_type", "num_processes"}, {"compute_environment"}),
+    "a file of LLaMA-Factory": ({"finetuning_type"},),
+    "a file of Axolotl": ({"base_model", "datasets"},),
+    MODELS[0]: ({"model_type"}, {"architectures"}),
+    MODELS[1]: ({"_class_name"},),
+}
+"""By kind of file, sets of settings; all of one set stand together only in files of that kind."""
+_MARKS = {"nemo_automodel": r"\bnemo_automodel\b", "galvatron": r"(?i)galvatron"}
+_LOONGFORGE = r"(?i)\bloongforge|\baiak_training"
+_SIZED = re.compile(r"num[-_]layers|NUM_LAYERS|--load|use-checkpoint-args|MODEL_ARGS")
+
+
+def foreign_kind(path: Path) -> str:
+    """Name what a file is, where it is one of a program that Pipeloom does not read; empty: it is not known.
+
+    Raises
+    ------
+    InputError
+        The file cannot be read.
+    """
+    if path.suffix in SUFFIXES:
+        return SUFFIXES[path.suffix]
+    text = read_text(path)
+    if path.suffix == ".json":
+        document = json_document(text)
+        return kind_of_settings(document) if isinstance(document, dict) else ""
+    if path.suffix in (".yaml", ".yml"):
+        # A package that reads YAML may be missing.
+        if re.search(_LOONGFORGE, text):
+            return "a file of LoongForge"
+        names = set(re.findall(r"^([\w.-]+)\s*:", text, re.MULTILINE))
+        names |= {name for name, pattern in _MARKS.items() if re.search(pattern, text)}
+        if kind := _kind(names):
+            return kind
+    return "" if _SIZED.search(text) else "a file without arguments of Megatron, such as --num-layers"
+
+
+def json_document(text: str) -> Any:
+    """Return what a text holds as JSON; None if it is not JSON."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def kind_of_settings(document: Mapping[Any, Any]) -> str:
+    """Name the kind of file whose settings these are; empty: it is not known."""
+    return _kind(set(_setting_names(document)))
+
+
+def _kind(names: set[str]) -> str:
+    return next((kind for kind, sets in _SETTINGS.items() if any(names >= each for each in sets)), "")
+
+
+def _setting_names(document: Mapping[Any, Any]) -> Iterator[str]:
+    """Names of settings, those of a section with its name; and the package whose classes are named."""
+    for name, value in document.items():
+        yield str(name)
+        if isinstance(value, dict):
+            yield from (f"{name}.{inner}" for inner in value)
+            if str(value.get("_target_", "")).startswith("nemo_automodel"):
+                yield "nemo_automodel"
