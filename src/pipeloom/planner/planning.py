@@ -16,7 +16,7 @@ from pipeloom.planner.problem import Problem
 from pipeloom.search import Before, Begun, Share, StoppingRule
 from pipeloom.spec import Batch
 from pipeloom.taskgraph import TaskGraph
-from pipeloom.timeline import LowerBound, Resolved, Schedule, Timeline, resolve_candidates
+from pipeloom.timeline import LowerBound, Resolved, Schedule, Timeline, gap, resolve_candidates
 
 _MOST_TRIALS, _TRIAL_SHARE = 12, 0.25
 """Plans made where the first ones need more than there is, and the share of the budget that each has of the last."""
@@ -61,7 +61,7 @@ class PlannedBatch:
     @property
     def gap(self) -> float:
         """Planned time above the lower bound, as a share of the bound."""
-        return self.timeline.makespan_ns / max(self.lower_bound.ns, 1) - 1.0
+        return gap(self.timeline.makespan_ns, self.lower_bound.ns)
 
 
 @collector_paused()
