@@ -14,9 +14,9 @@ from pipeloom.lazy import lazy_module
 from pipeloom.packing.loads import IntArray, Loads
 
 if TYPE_CHECKING:
-    from pipeloom.packing import kernels
+    from pipeloom.packing import branching, kernels
 else:
-    kernels = lazy_module("pipeloom.packing.kernels")
+    branching, kernels = lazy_module("pipeloom.packing.branching"), lazy_module("pipeloom.packing.kernels")
 
 Policy = Literal[
     "first_fit",
@@ -36,7 +36,11 @@ _GOAL = 1.0005
 """Height of the highest bin over the lower bound at which levelling ends: far below what costs are known to."""
 _EVEN = 1.01
 """The same at which a packing counts as even."""
+_ONE_BY_ONE = 16
+"""Numbers of microbatches that are tried one after the other, where samples do not fit into fewer."""
 _EFFORT = 1000
+_MOST_TRIES = 20_000_000
+"""Random exchanges in a packing at most: those of 20,000 microbatches."""
 _UNEVEN = 1.1
 """Height up to which full shares may raise a microbatch, in those of the mean one."""
 
@@ -151,24 +155,36 @@ def assign_bins(
         Bin of every sample.
     """
     bin_of = np.empty(len(tokens), np.int64)
-    while True:
-        scaled = _scaled(loads, num_bins)
-        order = np.argsort(-scaled.max(axis=0), kind="stable")
-        count = kernels.lightest_fit(order, tokens, scaled, budget, num_bins, num_bins, bin_of)
-        if count < 0:
-            # Room is short: what packs best by tokens may still do, and is levelled afterwards.
-            largest_first = np.argsort(-tokens, kind="stable")
-            count = kernels.lightest_fit(
-                largest_first, tokens, tokens[None, :].astype(float), budget, num_bins, num_bins, bin_of
-            )
-        if count < 0 and kernels.first_fit(largest_first, tokens, budget, bin_of) <= num_bins:
-            count = num_bins
-        if count > 0:
-            break
-        num_bins += 1
+    first, failed = num_bins, num_bins - 1
+    while not _place(tokens, loads, budget, num_bins, bin_of):
+        failed = num_bins
+        # One by one at first, then in ever larger steps, whose last one is bisected.
+        num_bins += max(1, (num_bins - first) // _ONE_BY_ONE)
+    while num_bins - failed > 1:
+        middle = (failed + num_bins) // 2
+        if _place(tokens, loads, budget, middle, bin_of):
+            num_bins = middle
+        else:
+            failed = middle
+            _place(tokens, loads, budget, num_bins, bin_of)
+    scaled = _scaled(loads, num_bins)
     height = goal * max(height_bound(row, num_bins) for row in scaled)
-    kernels.level(tokens, scaled, budget, num_bins, height, effort * num_bins, seed, bin_of)
+    kernels.level(tokens, scaled, budget, num_bins, height, min(effort * num_bins, _MOST_TRIES), seed, bin_of)
     return bin_of
+
+
+def _place(tokens: IntArray, loads: np.ndarray, budget: int, num_bins: int, bin_of: IntArray) -> bool:
+    """Place all samples into so many bins, the heaviest first; False: no place was found for one of them."""
+    scaled = _scaled(loads, num_bins)
+    order = np.argsort(-scaled.max(axis=0), kind="stable")
+    if kernels.lightest_fit(order, tokens, scaled, budget, num_bins, num_bins, bin_of) > 0:
+        return True
+    # Room is short: what packs best by tokens may still do, and is levelled afterwards.
+    largest_first = np.argsort(-tokens, kind="stable")
+    by_tokens = tokens[None, :].astype(float)
+    if kernels.lightest_fit(largest_first, tokens, by_tokens, budget, num_bins, num_bins, bin_of) > 0:
+        return True
+    return bool(kernels.first_fit(largest_first, tokens, budget, bin_of) <= num_bins)
 
 
 def fill_shares(loads: Loads, budget: int, bin_of: IntArray) -> None:
@@ -279,7 +295,7 @@ def _exact(loads: Loads, spec: PackingSpec, iteration: int) -> IntArray:
     num_bins = int(bin_of.max()) + 1
     order = np.argsort(-loads.backbone, kind="stable")
     bound = height_bound(loads.backbone, num_bins)
-    height, proved = kernels.branch_and_bound(
+    height, proved = branching.branch_and_bound(
         order, loads.tokens, loads.backbone, spec.token_budget, num_bins, bound, _EXACT_NODES, bin_of
     )
     if not proved:
