@@ -77,11 +77,8 @@ def tuned(problem: Problem, batch: Batch, seed: int) -> Decided:
     plan = tuned_plan(pipeline, batch, found, problem.costs)
     room = room_bytes(plan.graph, problem.layout, plan.packing, problem.costs, problem.memory)
     graph = replace(plan.graph, capacity_bytes=room)
-    timeline, bound = simulate(graph, plan.schedule), lower_bound(graph)
-    if problem.split_backward or len(problem.costs.strategies) > 1:
-        # The recurrence has one strategy and whole backwards; the bound is one of all.
-        bound = packing_bound(problem, plan.packing)
-    return Decided(plan.packing, graph, plan.schedule, timeline, bound, found.evaluations)
+    timeline = simulate(graph, plan.schedule)
+    return Decided(plan.packing, graph, plan.schedule, timeline, lower_bound(graph), found.evaluations)
 
 
 def packing_bound(problem: Problem, packed: Packing) -> LowerBound:
