@@ -11,6 +11,9 @@ from pipeloom.compiled import allocating
 
 Array = npt.NDArray[Any]
 
+MOST_STEPS = 4_000_000_000
+"""Looks at a bin, some seconds of them."""
+
 
 @allocating
 def branch_and_bound(
@@ -19,7 +22,7 @@ def branch_and_bound(
     """Lower the heaviest of ``num_bins`` bins to its optimum, depth first; return it and whether it is proved.
 
     ``bin_of`` is an answer to start from, and is replaced by better ones. Bins with equal load and tokens are the same.
-    ``bound``: a lower bound at which search ends.
+    ``bound``: a lower bound at which search ends. It also ends after `MOST_STEPS` looks at bins.
     """
     n = len(order)
     height = np.zeros(num_bins, np.float64)
@@ -31,6 +34,7 @@ def branch_and_bound(
     choice = np.full(n, -1, np.int64)
     depth = 0
     nodes = 0
+    steps = 0
     while depth >= 0:
         if best <= bound * (1 + 1e-12):
             return best, True
@@ -41,10 +45,12 @@ def branch_and_bound(
             used[previous] -= tokens[i]
         placed = False
         for b in range(previous + 1, num_bins):
+            steps += 1
             if used[b] + tokens[i] > budget or height[b] + load[i] >= best * (1 - 1e-12):
                 continue
             same = False
             for c in range(b):
+                steps += 1
                 if height[c] == height[b] and used[c] == used[b]:
                     same = True
                     break
@@ -55,6 +61,8 @@ def branch_and_bound(
             used[b] += tokens[i]
             placed = True
             break
+        if steps > MOST_STEPS:
+            return best, False
         if not placed:
             choice[depth] = -1
             depth -= 1

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from pipeloom.interruptible import interruptible
 from pipeloom.search.kernels import codes
 from pipeloom.search.kernels.strategies import choose_all, choose_rank
 from pipeloom.search.kernels.tables import Ascent, Desk, Tables
@@ -78,7 +79,10 @@ class StrategyChooser:
         `choice` then gives what was chosen. Where that exceeds a limit of device or host, as it may where the sequence
         does not fit with the leanest candidates either, returns `codes.DEADLOCK`.
         """
-        makespan, fits = choose_all(self.tables, self.desk, sequence, self._orders, self._counts, self._ascent(rounds))
+        scratch = self._orders, self._counts
+        makespan, fits = interruptible(
+            len(sequence), choose_all, self.tables, self.desk, sequence, *scratch, self._ascent(rounds)
+        )
         return int(makespan) if fits else self._judged(sequence, int(makespan))
 
     def _judged(self, sequence: IntArray, makespan: int) -> int:
@@ -103,7 +107,7 @@ class StrategyChooser:
         """Choose for the pairs of one rank under its order; ``rounds``: of the Lagrangian, `rounds` unless told."""
         t, d = self.tables, self.desk
         rows = slice(int(t.rank_start[rank]), int(t.rank_start[rank + 1]))
-        bound, _ = choose_rank(t, d, order, rank, self._ascent(rounds))
+        bound, _ = interruptible(len(order), choose_rank, t, d, order, rank, self._ascent(rounds))
         choice = d.choice[rows].copy()
         return Strategies(t.pair[rows], choice, total_ns(t.time[rows], choice), float(bound))
 
