@@ -106,7 +106,10 @@ def test_a_message_about_a_unit_that_no_rank_computes_is_refused() -> None:
     plan = from_text((FIXTURES / "forward_before_input.plan").read_text())
     ranks = [
         tuple(
-            msgspec.structs.replace(a, microbatch=9) if a.chunk == "lm.0" and a.verb.is_message else a for a in actions
+            msgspec.structs.replace(a, microbatch=9)
+            if (a.chunk, a.microbatch) == ("lm.0", 2) and a.verb.is_message
+            else a
+            for a in actions
         )
         for actions in plan.ranks
     ]

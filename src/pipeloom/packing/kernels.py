@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from pipeloom.compiled import allocating, kernel
 from pipeloom.compiled.random import below
-from pipeloom.packing.trees import add_to, first_of_most, first_with, lowest_with, put, width
+from pipeloom.packing.tree_kernels import add_to, first_of_most, first_with, lowest_with, put, width
 
 Array = npt.NDArray[Any]
 

@@ -15,9 +15,9 @@ from pipeloom.lazy import lazy_module
 from pipeloom.packing.loads import IntArray, Loads
 
 if TYPE_CHECKING:
-    from pipeloom.packing import branching, kernels
+    from pipeloom.packing import exact_kernels, kernels
 else:
-    branching, kernels = lazy_module("pipeloom.packing.branching"), lazy_module("pipeloom.packing.kernels")
+    exact_kernels, kernels = lazy_module("pipeloom.packing.exact_kernels"), lazy_module("pipeloom.packing.kernels")
 
 Policy = Literal[
     "first_fit",
@@ -334,7 +334,7 @@ def _exact(loads: Loads, spec: PackingSpec, iteration: int) -> IntArray:
     bound = height_bound(loads.backbone, num_bins)
     height, proved = interruptible(
         len(order),
-        branching.branch_and_bound,
+        exact_kernels.branch_and_bound,
         order,
         loads.tokens,
         loads.backbone,
