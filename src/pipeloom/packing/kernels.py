@@ -263,7 +263,8 @@ def level(
         _note(height, b, tops, depths)
     if num_bins < 2:
         return float(tops[size])
-    ranked, kept = np.empty(min(NEAREST, num_bins), np.int64), np.empty(NEAREST, np.float64)
+    ranked: Array = np.empty(min(NEAREST, num_bins), np.int64)
+    kept = np.empty(NEAREST, np.float64)
     _lightest(depths, ranked, kept)
     stale = 0
     tries = 0
