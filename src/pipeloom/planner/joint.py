@@ -81,9 +81,19 @@ def tuned(problem: Problem, batch: Batch, seed: int) -> Decided:
     return Decided(plan.packing, graph, plan.schedule, timeline, lower_bound(graph), found.evaluations)
 
 
-def packing_bound(problem: Problem, packed: Packing) -> LowerBound:
-    """Return a bound that no schedule of a packing beats, under any assignment, strategies and splits."""
-    return assignable_bound(_graph(problem, problem.layout, packed))
+def packing_bound(problem: Problem, packed: Packing, whole: LowerBound) -> LowerBound:
+    """Return a bound that no schedule of a packing beats, under any assignment, strategies and splits.
+
+    ``whole`` is its bound with whole backwards. Where they may be split, that is another graph, which reserves other
+    bytes for a computation, so neither bound holds for both.
+    """
+    if not problem.split_backward:
+        return whole
+    try:
+        either = assignable_bound(_graph(problem, problem.layout, packed))
+    except InfeasibleError:
+        return whole
+    return min(whole, either, key=lambda bound: bound.ns)
 
 
 def least_bound(problem: Problem, decided: Decided) -> LowerBound:
@@ -91,7 +101,7 @@ def least_bound(problem: Problem, decided: Decided) -> LowerBound:
 
     Builds a graph for every packing where backwards may be split, so it is for reports, not for planning.
     """
-    bounds = [packing_bound(problem, packing) if problem.split_backward else bound for packing, bound in decided.judged]
+    bounds = [packing_bound(problem, packing, bound) for packing, bound in decided.judged]
     return min([decided.lower_bound, *bounds], key=lambda bound: bound.ns)
 
 
@@ -263,10 +273,9 @@ class _Packings:
             chosen = finalists[min(range(count), key=lambda i: tried[i].ns)]
             best = min(best, *tried, key=lambda made: made.ns)
         best = min(best, self.search(chosen, 1.0), key=lambda made: made.ns)
-        if self.problem.split_backward:
-            # What was judged has whole backwards only.
-            best = replace(best, lower_bound=packing_bound(self.problem, best.packing))
-        return replace(best, evaluations=self.meter.used, judged=tuple(self.bounds))
+        # What was judged has whole backwards only.
+        bound = packing_bound(self.problem, best.packing, best.lower_bound)
+        return replace(best, lower_bound=bound, evaluations=self.meter.used, judged=tuple(self.bounds))
 
     def has_time(self, finalists: Sequence[_Packed], begin: float) -> bool:
         """Whether each can be searched for long enough in the part of the budget that they share."""
