@@ -86,6 +86,7 @@ def test_bounds_of_random_problems_hold_for_longer_searches(seed: int, everywher
 
 @settings(deadline=None, max_examples=8)
 @example(seed=104, limited=True, policy="planned")
+@example(seed=208, limited=True, policy="planned")
 @given(st.integers(0, 10_000), st.booleans(), st.sampled_from(["planned", "balanced"]))
 def test_bounds_hold_where_backwards_may_be_split(seed: int, limited: bool, policy: str) -> None:
     batch = random_batch(seed)

@@ -8,6 +8,7 @@ static orders, the best of them are searched, and the best of these for the rest
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -81,19 +82,17 @@ def tuned(problem: Problem, batch: Batch, seed: int) -> Decided:
     return Decided(plan.packing, graph, plan.schedule, timeline, lower_bound(graph), found.evaluations)
 
 
-def packing_bound(problem: Problem, packed: Packing, whole: LowerBound) -> LowerBound:
+def packing_bound(problem: Problem, packed: Packing, known: LowerBound | None = None) -> LowerBound:
     """Return a bound that no schedule of a packing beats, under any assignment, strategies and splits.
 
-    ``whole`` is its bound with whole backwards. Where they may be split, that is another graph, which reserves other
-    bytes for a computation, so neither bound holds for both.
+    ``known`` is its bound with whole backwards, where that has been made. Where backwards may be split, that is another
+    graph, which reserves other bytes for a computation, so neither bound holds for both.
     """
-    if not problem.split_backward:
-        return whole
-    try:
-        either = assignable_bound(_graph(problem, problem.layout, packed))
-    except InfeasibleError:
-        return whole
-    return min(whole, either, key=lambda bound: bound.ns)
+    bounds = [known or assignable_bound(_graph(problem.whole_backwards(), problem.layout, packed))]
+    if problem.split_backward:
+        with suppress(InfeasibleError):
+            bounds.append(assignable_bound(_graph(problem, problem.layout, packed)))
+    return min(bounds, key=lambda bound: bound.ns)
 
 
 def least_bound(problem: Problem, decided: Decided) -> LowerBound:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -11,7 +11,7 @@ from pipeloom.cost import ProfileCosts
 from pipeloom.errors import InfeasibleError, NothingFoundError
 from pipeloom.packing import Packing
 from pipeloom.plan import BACKENDS, ExecutionPlan, boundary_shapes, lower, peak_bytes, verify
-from pipeloom.planner.joint import decide
+from pipeloom.planner.joint import decide, packing_bound
 from pipeloom.planner.problem import Problem
 from pipeloom.search import Before, Begun, Share, StoppingRule
 from pipeloom.spec import Batch
@@ -124,6 +124,9 @@ def _fitting(
         else:
             over = np.array([max(0, need - (problem.capacity_bytes or 0)) for need in planned.peak_bytes], np.int64)
             if not over.any():
+                if trial:
+                    # What was put aside besides is a rule's, and no limit of the packing.
+                    planned = replace(planned, lower_bound=packing_bound(problem, planned.packing))
                 return planned
             last, spared = spared, spared + over
         budget = Share(budget, _TRIAL_SHARE)
