@@ -117,7 +117,7 @@ def test_a_schedule_that_fills_the_host_is_refused_with_place_and_bytes():
     order = lean_schedule(graph).order
     schedule = Schedule(order, np.full(graph.num_pairs, len(graph.candidates[0]) - 1))
     assert not within_limits(graph, schedule, simulate(graph, schedule))
-    assert "bytes on the host" in str(check(graph, schedule)[0])
+    assert "bytes) on the host" in str(check(graph, schedule)[0])
 
 
 def test_strategies_by_the_integer_program_are_a_method_of_their_own():

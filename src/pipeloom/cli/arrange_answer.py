@@ -44,7 +44,7 @@ def lines(found: CooptimisedPipeline, standard: Standard | None) -> list[str]:
     ns, chain = found.timeline.makespan_ns, found.chain
     said = [
         f"makespan {time_text(ns)}, lower bound over all placements {time_text(found.lower_bound.ns)} "
-        f"({found.lower_bound.name}), gap {share_text(max(found.gap, 0.0))}, {found.evaluations} placements tried"
+        f"({found.lower_bound.name}), gap {share_text(found.gap)}, {found.evaluations} placements tried"
     ]
     if standard is not None:
         said.append(

@@ -109,7 +109,7 @@ def _orders(what: WhatIf) -> list[dict[str, Any]]:
     base = what.as_traced_timeline.makespan_ns
     rows: list[tuple[str, Timeline, float | None]] = [("as traced, simulated", what.as_traced_timeline, None)]
     rows += [
-        (title, solution.timeline, max(0.0, solution.timeline.makespan_ns / solution.lower_bound.ns - 1))
+        (title, solution.timeline, solution.gap)
         for title, solution in (("best, as many activations", what.best), ("best, no limit", what.unlimited))
     ]
     return [

@@ -149,7 +149,7 @@ def progress_display() -> Iterator[Callable[[Progress], None] | None]:
     with console.status("searching ...") as status:
 
         def show(state: Progress) -> None:
-            gap = share_text(max(state.gap, 0.0))
+            gap = share_text(state.gap)
             status.update(
                 f"{state.elapsed_s:.1f} s, {state.evaluations} schedules tried, best {time_text(state.best_ns)}, "
                 f"at most {gap} above the optimum"

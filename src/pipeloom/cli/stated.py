@@ -9,7 +9,7 @@ from pipeloom.errors import InputError, PlanError
 from pipeloom.io import read_schedule
 from pipeloom.report import Track, make_track
 from pipeloom.taskgraph import TaskGraph
-from pipeloom.timeline import check, lower_bound, simulate
+from pipeloom.timeline import bound_of, check, simulate
 
 
 def stated_track(graph: TaskGraph, path: Path) -> Track:
@@ -30,4 +30,4 @@ def stated_track(graph: TaskGraph, path: Path) -> Track:
     for violation in check(graph, stated.schedule):
         print_note(f"note: {path} is infeasible, {violation.kind}: {violation.message}")
     name = stated.schedule.method or path.name.removesuffix(".gz").removesuffix(".json")
-    return make_track(name, graph, stated.schedule, timeline, lower_bound(graph))
+    return make_track(name, graph, stated.schedule, timeline, bound_of(graph, stated.schedule, timeline))

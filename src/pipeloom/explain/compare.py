@@ -22,7 +22,7 @@ from pipeloom.search import StoppingRule, gpipe, interleaved_one_f_one_b, one_f_
 from pipeloom.spec import Batch, Layout
 from pipeloom.taskgraph import NS_PER_S, TaskGraph, build_graph
 from pipeloom.taskgraph.iteration import iteration_graph
-from pipeloom.timeline import LowerBound, Schedule, Timeline, lower_bound, simulate, within_limits
+from pipeloom.timeline import LowerBound, Schedule, Timeline, bound_of, lower_bound, simulate, within_limits
 
 _SCHEDULES = {"gpipe": gpipe, "1f1b": one_f_one_b, "interleaved": interleaved_one_f_one_b}
 
@@ -144,9 +144,7 @@ def _timed(problem: Problem, name: str, layout: Layout, packing: Packing) -> Bas
         graph = build_graph(layout, packing, costs, name=name, capacity_bytes=problem.capacity_bytes)
         schedule = schedule_of(graph)
     timeline = simulate(graph, schedule)
-    # What breaks a limit may end before anything could that keeps it.
-    bound = lower_bound(graph if within_limits(graph, schedule, timeline) else replace(graph, capacity_bytes=None))
-    return BaselineResult(name, layout, graph, schedule, timeline, bound)
+    return BaselineResult(name, layout, graph, schedule, timeline, bound_of(graph, schedule, timeline))
 
 
 def track_of(result: BaselineResult, *, update_s: float = 0.0, num_tokens: int = 0) -> Track:

@@ -1,4 +1,4 @@
-"""Compiled loops of packing: greedy placement, local search between bins, and branch and bound.
+"""Compiled loops of packing: greedy placement, and local search between bins.
 
 A sample has a number of tokens, which the budget limits, and one or more loads, which are balanced. A bin's height is
 the largest of its loads, each in units in which the mean bin has 1.
@@ -13,11 +13,14 @@ import numpy.typing as npt
 
 from pipeloom.compiled import allocating, kernel
 from pipeloom.compiled.random import below
+from pipeloom.packing.tree_kernels import add_to, first_of_most, first_with, lowest_with, put, width
 
 Array = npt.NDArray[Any]
 
 NEAREST = 24
 """Bins, the lightest or the next, that one exchanges with: all in small batches, near-linear time in large ones."""
+MOST_EXCHANGED = 256
+"""Samples of a bin that are tried in an exchange: all of small bins."""
 
 
 @kernel
@@ -37,20 +40,18 @@ def next_fit(order: Array, tokens: Array, budget: int, bin_of: Array) -> int:
 @allocating
 def first_fit(order: Array, tokens: Array, budget: int, bin_of: Array) -> int:
     """Put each sample into the first bin with room; return the number of bins."""
-    room = np.empty(len(order), np.int64)
+    size = width(len(order))
+    # Bins that are not opened yet have no room.
+    room = np.full(2 * size, -1, np.int64)
     count = 0
     for i in order:
-        place = -1
-        for b in range(count):
-            if tokens[i] <= room[b]:
-                place = b
-                break
+        place = first_with(room, tokens[i])
         if place < 0:
             place = count
-            room[place] = budget
+            put(room, place, budget)
             count += 1
         bin_of[i] = place
-        room[place] -= tokens[i]
+        put(room, place, room[size + place] - tokens[i])
     return count
 
 
@@ -60,31 +61,23 @@ def lightest_fit(order: Array, tokens: Array, loads: Array, budget: int, opened:
 
     ``loads`` has shape (dimensions, samples). Returns the number of bins, or -1 where more than ``limit`` are needed.
     """
-    num_dims = loads.shape[0]
-    height = np.zeros((num_dims, limit), np.float64)
-    room = np.full(limit, budget, np.int64)
+    size = width(limit)
+    room, height = np.full(2 * size, -1, np.int64), np.zeros((loads.shape[0], 2 * size), np.float64)
+    for b in range(opened):
+        put(room, b, budget)
+    stack = np.empty(128, np.int64)
     count = opened
     for i in order:
-        place = -1
-        least = np.inf
-        for b in range(count):
-            if tokens[i] > room[b]:
-                continue
-            top = 0.0
-            for d in range(num_dims):
-                top = max(top, height[d, b] + loads[d, i])
-            if top < least:
-                least = top
-                place = b
+        place = lowest_with(room, height, tokens[i], loads, i, stack)
         if place < 0:
             if count == limit:
                 return -1
             place = count
+            put(room, place, budget)
             count += 1
         bin_of[i] = place
-        room[place] -= tokens[i]
-        for d in range(num_dims):
-            height[d, place] += loads[d, i]
+        put(room, place, room[size + place] - tokens[i])
+        add_to(height, place, loads, i)
     return count
 
 
@@ -147,13 +140,17 @@ def _best_exchange(
     best_out = -1
     best_in = -1
     i = first[h]
-    while i >= 0:
+    tried = 0
+    while i >= 0 and tried < MOST_EXCHANGED:
+        tried += 1
         if used[b] + tokens[i] <= budget:
             top = max(_after(height, loads, h, i, -1), _after(height, loads, b, -1, i))
             if top < best:
                 best, best_out, best_in = top, i, -1
         j = first[b]
-        while j >= 0:
+        others = 0
+        while j >= 0 and others < MOST_EXCHANGED:
+            others += 1
             if used[b] - tokens[j] + tokens[i] <= budget and used[h] - tokens[i] + tokens[j] <= budget:
                 top = _after(height, loads, h, i, j)
                 if top < best:
@@ -223,6 +220,26 @@ def _gather(
             height[d, b] += loads[d, i]
 
 
+@kernel
+def _note(height: Array, b: int, tops: Array, depths: Array) -> None:
+    """Write a bin's height, and the negative of it, into trees of maxima."""
+    top = _height(height, b)
+    put(tops, b, top)
+    put(depths, b, -top)
+
+
+@kernel
+def _lightest(depths: Array, ranked: Array, kept: Array) -> None:
+    """Find as many of the lightest bins as there is room for, the lightest first; ``kept`` is as long, and scratch."""
+    size = len(depths) // 2
+    for k in range(len(ranked)):
+        ranked[k] = first_of_most(depths)
+        kept[k] = depths[size + ranked[k]]
+        put(depths, ranked[k], -np.inf)
+    for k in range(len(ranked)):
+        put(depths, ranked[k], kept[k])
+
+
 @allocating
 def level(
     tokens: Array, loads: Array, budget: int, num_bins: int, goal: float, effort: int, seed: int, bin_of: Array
@@ -240,32 +257,31 @@ def level(
     used = np.zeros(num_bins, np.int64)
     first, after, before = np.empty(num_bins, np.int64), np.empty(n, np.int64), np.empty(n, np.int64)
     _gather(tokens, loads, bin_of, height, used, first, after, before)
-    tops = np.empty(num_bins, np.float64)
+    size = width(num_bins)
+    tops, depths = np.full(2 * size, -np.inf), np.full(2 * size, -np.inf)
     for b in range(num_bins):
-        tops[b] = _height(height, b)
+        _note(height, b, tops, depths)
     if num_bins < 2:
-        return float(tops[0])
-    ranked = np.argsort(tops)
+        return float(tops[size])
+    ranked: Array = np.empty(min(NEAREST, num_bins), np.int64)
+    kept = np.empty(NEAREST, np.float64)
+    _lightest(depths, ranked, kept)
     stale = 0
     tries = 0
     while True:
-        h = 0
-        for b in range(1, num_bins):
-            if tops[b] > tops[h]:
-                h = b
-        if tops[h] <= goal or tries >= effort:
-            return float(tops[h])
+        h = first_of_most(tops)
+        if tops[1] <= goal or tries >= effort:
+            return float(tops[1])
         if stale >= 16:
-            ranked = np.argsort(tops)
+            _lightest(depths, ranked, kept)
             stale = 0
         stale += 1
-        ceiling = tops[h] * (1 - 1e-9)
+        ceiling = tops[1] * (1 - 1e-9)
         best = ceiling
         best_bin = -1
         best_out = -1
         best_in = -1
-        for k in range(min(NEAREST, num_bins)):
-            b = ranked[k]
+        for b in ranked:
             if b == h:
                 continue
             top, out, come = _best_exchange(h, b, best, tokens, loads, budget, height, used, first, after)
@@ -284,16 +300,16 @@ def level(
             if max(_after(height, loads, b, i, j), _after(height, loads, c, j, i)) >= ceiling:
                 continue
             _exchange(b, c, i, j, tokens, loads, height, used, first, after, before, bin_of)
-            tops[b] = _height(height, b)
-            tops[c] = _height(height, c)
+            _note(height, b, tops, depths)
+            _note(height, c, tops, depths)
             for other in (b, c):
                 top, out, come = _best_exchange(h, other, best, tokens, loads, budget, height, used, first, after)
                 if out >= 0:
                     best, best_bin, best_out, best_in = top, other, out, come
         if best_bin >= 0:
             _exchange(h, best_bin, best_out, best_in, tokens, loads, height, used, first, after, before, bin_of)
-            tops[h] = _height(height, h)
-            tops[best_bin] = _height(height, best_bin)
+            _note(height, h, tops, depths)
+            _note(height, best_bin, tops, depths)
 
 
 @kernel
@@ -332,14 +348,18 @@ def _best_filling(
     best_out = best_in = -1
     now = _short(count[h], devices) + _short(count[b], devices)
     i = first[h]
+    tried = 0
     while i >= -1:
         # Nothing leaves, at last; likewise nothing comes.
         out = i
-        i = after[i] if i >= 0 else -2
+        tried += 1
+        i = -2 if out < 0 else after[out] if tried < MOST_EXCHANGED else -1
         j = first[b]
+        others = 0
         while j >= -1:
             come = j
-            j = after[j] if j >= 0 else -2
+            others += 1
+            j = -2 if come < 0 else after[come] if others < MOST_EXCHANGED else -1
             moved = (instances[out] if out >= 0 else 0) - (instances[come] if come >= 0 else 0)
             gain = now - _short(count[h] - moved, devices) - _short(count[b] + moved, devices)
             if gain <= 0 or gain < best:
@@ -351,6 +371,19 @@ def _best_filling(
             if top <= ceiling and (gain > best or top < least):
                 best, least, best_out, best_in = gain, top, out, come
     return best, least, best_out, best_in
+
+
+@kernel
+def _next_short(short: Array, count: Array, devices: int, b: int) -> int:
+    """Return the first bin from ``b`` on whose instances are no multiple of the devices, or the number of bins."""
+    found = b
+    while found < len(count) and (short[found] > found or count[found] % devices == 0):
+        found = max(found + 1, short[found])
+    while b < found:
+        after = max(b + 1, short[b])
+        short[b] = found
+        b = after
+    return found
 
 
 @allocating
@@ -379,19 +412,20 @@ def fill(
     ceiling = uneven
     for b in range(num_bins):
         ceiling = max(ceiling, _height(height, b))
+    # Per bin, the next bin at or after it that is short, where those that are not stay so.
+    short = np.arange(num_bins + 1)
     changed = True
     while changed:
         changed = False
         for h in range(num_bins):
             while count[h] % devices:
                 gain, least, best_bin, best_out, best_in = 0, np.inf, -1, -1, -1
-                seen = 0
-                for k in range(1, num_bins):
-                    b = (h + k) % num_bins
-                    if count[b] % devices == 0:
-                        continue
-                    seen += 1
-                    if seen > NEAREST:
+                b = h
+                for _ in range(NEAREST):
+                    b = _next_short(short, count, devices, b + 1)
+                    if b == num_bins:
+                        b = _next_short(short, count, devices, 0)
+                    if b == h:
                         break
                     found, top, out, come = _best_filling(
                         h,
@@ -420,67 +454,6 @@ def fill(
                         _move(sample, source, target, tokens, loads, height, used, first, after, before, bin_of)
                         count[source] -= instances[sample]
                         count[target] += instances[sample]
-
-
-@allocating
-def branch_and_bound(
-    order: Array, tokens: Array, load: Array, budget: int, num_bins: int, bound: float, max_nodes: int, bin_of: Array
-) -> tuple[float, bool]:
-    """Lower the heaviest of ``num_bins`` bins to its optimum, depth first; return it and whether it is proved.
-
-    ``bin_of`` is an answer to start from, and is replaced by better ones. Bins with equal load and tokens are the same.
-    ``bound``: a lower bound at which search ends.
-    """
-    n = len(order)
-    height = np.zeros(num_bins, np.float64)
-    used = np.zeros(num_bins, np.int64)
-    for i in range(n):
-        height[bin_of[i]] += load[i]
-    best = height.max()
-    height[:] = 0.0
-    choice = np.full(n, -1, np.int64)
-    depth = 0
-    nodes = 0
-    while depth >= 0:
-        if best <= bound * (1 + 1e-12):
-            return best, True
-        i = order[depth]
-        previous = choice[depth]
-        if previous >= 0:
-            height[previous] -= load[i]
-            used[previous] -= tokens[i]
-        placed = False
-        for b in range(previous + 1, num_bins):
-            if used[b] + tokens[i] > budget or height[b] + load[i] >= best * (1 - 1e-12):
-                continue
-            same = False
-            for c in range(b):
-                if height[c] == height[b] and used[c] == used[b]:
-                    same = True
-                    break
-            if same:
-                continue
-            choice[depth] = b
-            height[b] += load[i]
-            used[b] += tokens[i]
-            placed = True
-            break
-        if not placed:
-            choice[depth] = -1
-            depth -= 1
-            continue
-        nodes += 1
-        if nodes > max_nodes:
-            return best, False
-        if depth == n - 1:
-            best = height.max()
-            for k in range(n):
-                bin_of[order[k]] = choice[k]
-            # The last sample is taken back at the next visit of this depth.
-            continue
-        depth += 1
-        choice[depth] = -1
-    return best, True
 
 
 def warm_up() -> None:

@@ -10,13 +10,14 @@ import msgspec
 import numpy as np
 
 from pipeloom.errors import InputError, check_count
+from pipeloom.interruptible import interruptible
 from pipeloom.lazy import lazy_module
 from pipeloom.packing.loads import IntArray, Loads
 
 if TYPE_CHECKING:
-    from pipeloom.packing import kernels
+    from pipeloom.packing import exact_kernels, kernels
 else:
-    kernels = lazy_module("pipeloom.packing.kernels")
+    exact_kernels, kernels = lazy_module("pipeloom.packing.exact_kernels"), lazy_module("pipeloom.packing.kernels")
 
 Policy = Literal[
     "first_fit",
@@ -36,7 +37,11 @@ _GOAL = 1.0005
 """Height of the highest bin over the lower bound at which levelling ends: far below what costs are known to."""
 _EVEN = 1.01
 """The same at which a packing counts as even."""
+_ONE_BY_ONE = 16
+"""Numbers of microbatches that are tried one after the other, where samples do not fit into fewer."""
 _EFFORT = 1000
+_MOST_TRIES = 20_000_000
+"""Random exchanges in a packing at most: those of 20,000 microbatches."""
 _UNEVEN = 1.1
 """Height up to which full shares may raise a microbatch, in those of the mean one."""
 
@@ -151,24 +156,60 @@ def assign_bins(
         Bin of every sample.
     """
     bin_of = np.empty(len(tokens), np.int64)
-    while True:
-        scaled = _scaled(loads, num_bins)
-        order = np.argsort(-scaled.max(axis=0), kind="stable")
-        count = kernels.lightest_fit(order, tokens, scaled, budget, num_bins, num_bins, bin_of)
-        if count < 0:
-            # Room is short: what packs best by tokens may still do, and is levelled afterwards.
-            largest_first = np.argsort(-tokens, kind="stable")
-            count = kernels.lightest_fit(
-                largest_first, tokens, tokens[None, :].astype(float), budget, num_bins, num_bins, bin_of
-            )
-        if count < 0 and kernels.first_fit(largest_first, tokens, budget, bin_of) <= num_bins:
-            count = num_bins
-        if count > 0:
-            break
-        num_bins += 1
+    first, failed = num_bins, num_bins - 1
+    while not _place(tokens, loads, budget, num_bins, bin_of):
+        failed = num_bins
+        # One by one at first, then in ever larger steps, whose last one is bisected.
+        num_bins += max(1, (num_bins - first) // _ONE_BY_ONE)
+    while num_bins - failed > 1:
+        middle = (failed + num_bins) // 2
+        if _place(tokens, loads, budget, middle, bin_of):
+            num_bins = middle
+        else:
+            failed = middle
+            _place(tokens, loads, budget, num_bins, bin_of)
+    scaled = _scaled(loads, num_bins)
     height = goal * max(height_bound(row, num_bins) for row in scaled)
-    kernels.level(tokens, scaled, budget, num_bins, height, effort * num_bins, seed, bin_of)
+    interruptible(
+        len(tokens),
+        kernels.level,
+        tokens,
+        scaled,
+        budget,
+        num_bins,
+        height,
+        min(effort * num_bins, _MOST_TRIES),
+        seed,
+        bin_of,
+    )
     return bin_of
+
+
+def _place(tokens: IntArray, loads: np.ndarray, budget: int, num_bins: int, bin_of: IntArray) -> bool:
+    """Place all samples into so many bins, the heaviest first; False: no place was found for one of them."""
+    scaled = _scaled(loads, num_bins)
+    order = np.argsort(-scaled.max(axis=0), kind="stable")
+    if interruptible(len(order), kernels.lightest_fit, order, tokens, scaled, budget, num_bins, num_bins, bin_of) > 0:
+        return True
+    # Room is short: what packs best by tokens may still do, and is levelled afterwards.
+    largest_first = np.argsort(-tokens, kind="stable")
+    by_tokens = tokens[None, :].astype(float)
+    if (
+        interruptible(
+            len(largest_first),
+            kernels.lightest_fit,
+            largest_first,
+            tokens,
+            by_tokens,
+            budget,
+            num_bins,
+            num_bins,
+            bin_of,
+        )
+        > 0
+    ):
+        return True
+    return bool(interruptible(len(largest_first), kernels.first_fit, largest_first, tokens, budget, bin_of) <= num_bins)
 
 
 def fill_shares(loads: Loads, budget: int, bin_of: IntArray) -> None:
@@ -180,7 +221,9 @@ def fill_shares(loads: Loads, budget: int, bin_of: IntArray) -> None:
     if loads.instances is None:
         return
     num_bins = int(bin_of.max()) + 1
-    kernels.fill(
+    interruptible(
+        len(loads),
+        kernels.fill,
         loads.tokens,
         _scaled(loads.rows, num_bins),
         loads.instances,
@@ -203,7 +246,7 @@ def _first_fit(loads: Loads, spec: PackingSpec, iteration: int) -> IntArray:
     bin_of = np.empty(len(loads), np.int64)
     decreasing = spec.policy == "first_fit_decreasing"
     order = np.argsort(-loads.tokens, kind="stable") if decreasing else np.arange(len(loads))
-    kernels.first_fit(order, loads.tokens, spec.token_budget, bin_of)
+    interruptible(len(order), kernels.first_fit, order, loads.tokens, spec.token_budget, bin_of)
     return bin_of
 
 
@@ -211,7 +254,7 @@ def _random(loads: Loads, spec: PackingSpec, iteration: int) -> IntArray:
     """PipeTune's Original: samples in random order, one microbatch filled after the other."""
     bin_of = np.empty(len(loads), np.int64)
     order = np.random.default_rng((spec.seed, iteration)).permutation(len(loads))
-    kernels.next_fit(order, loads.tokens, spec.token_budget, bin_of)
+    interruptible(len(order), kernels.next_fit, order, loads.tokens, spec.token_budget, bin_of)
     return bin_of
 
 
@@ -228,7 +271,17 @@ def _algorithm1(loads: Loads, spec: PackingSpec, iteration: int) -> IntArray:
     opened = 0 if spec.policy == "algorithm1" else least_microbatches(loads, spec)
     order = np.argsort(-loads.tokens, kind="stable")
     limit = len(loads) + opened
-    kernels.lightest_fit(order, loads.tokens, loads.backbone[None, :], spec.token_budget, opened, limit, bin_of)
+    interruptible(
+        len(order),
+        kernels.lightest_fit,
+        order,
+        loads.tokens,
+        loads.backbone[None, :],
+        spec.token_budget,
+        opened,
+        limit,
+        bin_of,
+    )
     return bin_of
 
 
@@ -279,8 +332,17 @@ def _exact(loads: Loads, spec: PackingSpec, iteration: int) -> IntArray:
     num_bins = int(bin_of.max()) + 1
     order = np.argsort(-loads.backbone, kind="stable")
     bound = height_bound(loads.backbone, num_bins)
-    height, proved = kernels.branch_and_bound(
-        order, loads.tokens, loads.backbone, spec.token_budget, num_bins, bound, _EXACT_NODES, bin_of
+    height, proved = interruptible(
+        len(order),
+        exact_kernels.branch_and_bound,
+        order,
+        loads.tokens,
+        loads.backbone,
+        spec.token_budget,
+        num_bins,
+        bound,
+        _EXACT_NODES,
+        bin_of,
     )
     if not proved:
         raise InputError(

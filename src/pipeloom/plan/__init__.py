@@ -21,8 +21,9 @@ from pipeloom.plan.routes import (
     target_word,
     transferred_workload,
 )
+from pipeloom.plan.shapes import check_shapes
 from pipeloom.plan.text import action_text, from_msgpack, from_text, to_msgpack, to_text
-from pipeloom.plan.verify import check_shapes, verify
+from pipeloom.plan.verify import verify
 
 __all__ = [
     "BACKENDS",

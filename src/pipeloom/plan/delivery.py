@@ -11,6 +11,7 @@ from pipeloom.plan.action import ExecutionPlan
 from pipeloom.plan.dryrun import BACKENDS, BackendName
 from pipeloom.plan.rank_plan import RankPlan, rank_plans
 from pipeloom.spec import Layout
+from pipeloom.timeline import gap
 
 
 class PackingCounts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -48,7 +49,7 @@ class Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def gap(self) -> float:
         """Planned time above the lower bound, as a share of the bound."""
-        return self.planned_ns / max(self.lower_bound_ns, 1) - 1.0
+        return gap(self.planned_ns, self.lower_bound_ns)
 
 
 class RankAnswer(msgspec.Struct, frozen=True):

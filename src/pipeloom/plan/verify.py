@@ -11,16 +11,9 @@ from pipeloom.errors import InputError, PlanError
 from pipeloom.packing import Packing
 from pipeloom.plan.action import ExecutionPlan, Verb, promised_verbs
 from pipeloom.plan.dryrun import dry_run, grid, runs_to_end
+from pipeloom.plan.flow import flow_of
 from pipeloom.plan.messages import messages_of
-from pipeloom.plan.routes import (
-    Router,
-    Unit,
-    boundary_shapes,
-    collective_order,
-    make_routes,
-    target_word,
-    transferred_workload,
-)
+from pipeloom.plan.routes import Unit, collective_order, make_routes
 from pipeloom.plan.table import (
     IS_CHUNK,
     IS_COMPUTE,
@@ -36,7 +29,7 @@ from pipeloom.plan.table import (
     table_of,
 )
 from pipeloom.plan.text import action_text
-from pipeloom.spec import Layout, ModelSpec
+from pipeloom.spec import Layout, word_strategies
 
 
 def verify(
@@ -47,7 +40,9 @@ def verify(
     Always: each rank's steps are in a possible order (a backward after its forward, every receive and send
     posted once and waited for once), a unit recomputes, offloads and loads before its backward exactly what the
     strategy of its forward says, and a dry run ends with every message matched, with equal shapes, in an
-    order that NCCL accepts (what NCCL accepts, gloo does too). With a layout: every chunk is on its rank, and
+    order that NCCL accepts (what NCCL accepts, gloo does too). A computation starts after what it takes from other
+    chunks has arrived, and a message is sent after it was computed, as far as the names of chunks and messages tell.
+    With a layout: every chunk is on its rank, its strategies are as many as its layers, and
     every unit of a trained module has its backward. With a packing too: every unit of the iteration is there,
     and every computation has what it needs before it starts, from exactly the ranks that have it. With ``serial``
     also where a rank's messages are served one after the other, whoever the peers are, joined or not.
@@ -73,8 +68,13 @@ def verify(
         _explain_stop(plan, serial)
     if layout is not None:
         _check_layout(table, layout)
-        if packing is not None:
-            _check_transfers(table, layout, packing)
+    if layout is not None and packing is not None:
+        _check_transfers(table, layout, packing)
+    else:
+        moves, faults = flow_of(table, layout)
+        for row, problem in faults[:1]:
+            _fail_row(table, row, problem)
+        _check_moves(table, np.array(moves, np.int64).reshape(-1, 5).T)
 
 
 class _Faults:
@@ -289,7 +289,18 @@ def _check_layout(table: PlanTable, layout: Layout) -> None:
         order = collective_order(layout, rank)
         if order.unshard or order.reduce or rank in collective:
             _check_collectives(plan, layout, rank)
+    _check_strategies(table, layout)
     _check_complete(table, layout)
+
+
+def _check_strategies(table: PlanTable, layout: Layout) -> None:
+    """Check that a forward names one strategy for all layers of its chunk, or one for each."""
+    layers_of = {name: chunk.num_layers for name, chunk in zip(layout.chunk_names, layout.chunks, strict=True)}
+    for row in np.flatnonzero(table.verb == code(Verb.F)).tolist():
+        layers = layers_of[table.chunks[table.chunk[row]]]
+        named = len(word_strategies(table.plan.ranks[table.rank[row]][table.step(row)].strategy))
+        if named not in (1, layers):
+            _fail_row(table, row, f"names {named} strategies, its chunk has {layers} layers")
 
 
 def _check_complete(table: PlanTable, layout: Layout) -> None:
@@ -450,39 +461,3 @@ def _fail(plan: ExecutionPlan, rank: int, step: int, problem: str) -> NoReturn:
     what = f"'{action_text(actions[step])}' " if step < len(actions) else ""
     steps = tuple(step if r == rank else min(step, len(plan.ranks[r])) for r in range(plan.num_ranks))
     raise PlanError(f"rank {rank}, step {step}: {what}{problem}\n{grid(plan, steps)}")
-
-
-def check_shapes(plan: ExecutionPlan, model: ModelSpec, layout: Layout, packing: Packing) -> None:
-    """Refuse a verified plan whose messages have other shapes than the model states for the batch at hand.
-
-    A plan that is complete and free of deadlock in itself may still be one for another model or batch.
-
-    Raises
-    ------
-    PlanError
-        Naming the first message that differs, and the shape that it should have.
-    """
-    shapes = boundary_shapes(model, layout)
-    names = layout.chunk_names
-    chunks = {name: number for number, name in enumerate(names)}
-    everything = [action for actions in plan.ranks for action in actions]
-    units = [Unit(chunks[a.chunk], a.microbatch, a.sub_microbatch) for a in everything if a.verb == "F"]
-    routes = Router(layout).of(packing, units)
-    # A decoder in smaller parts takes some rows of an output, so messages of one unit may differ.
-    known: dict[Unit, dict[tuple[str, str], tuple[tuple[int, ...], str]]] = {}
-    for action in everything:
-        if action.shape is None:
-            continue
-        unit = Unit(chunks[action.chunk], action.microbatch, action.sub_microbatch)
-        if unit not in known:
-            siblings = routes.out_of(unit)
-            known[unit] = {
-                (target_word(h, siblings, names), h.stream): shapes(
-                    unit.chunk, transferred_workload(h, layout, packing), h.stream
-                )
-                for h in siblings
-            }
-        expected = known[unit].get((action.target, action.stream))
-        if (action.shape, action.dtype) != expected:
-            should = "goes nowhere" if expected is None else f"has another shape than {expected[0]} {expected[1]}"
-            raise PlanError(f"'{action_text(action)}' {should}")

@@ -8,6 +8,7 @@ static orders, the best of them are searched, and the best of these for the rest
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -36,13 +37,8 @@ class Decided:
     timeline: Timeline
     lower_bound: LowerBound
     evaluations: int
-    packings_bound: LowerBound | None = None
-    """The least of the lower bounds of all packings that were judged; None: there was one."""
-
-    @property
-    def least_bound(self) -> LowerBound:
-        """No packing that was judged can be faster under any schedule."""
-        return self.packings_bound or self.lower_bound
+    judged: tuple[tuple[Packing, LowerBound], ...] = ()
+    """Every packing that was compared, and its bound with whole backwards; empty: there was one packing."""
 
     @property
     def ns(self) -> int:
@@ -86,6 +82,28 @@ def tuned(problem: Problem, batch: Batch, seed: int) -> Decided:
     return Decided(plan.packing, graph, plan.schedule, timeline, lower_bound(graph), found.evaluations)
 
 
+def packing_bound(problem: Problem, packed: Packing, known: LowerBound | None = None) -> LowerBound:
+    """Return a bound that no schedule of a packing beats, under any assignment, strategies and splits.
+
+    ``known`` is its bound with whole backwards, where that has been made. Where backwards may be split, that is another
+    graph, which reserves other bytes for a computation, so neither bound holds for both.
+    """
+    bounds = [known or assignable_bound(_graph(problem.whole_backwards(), problem.layout, packed))]
+    if problem.split_backward:
+        with suppress(InfeasibleError):
+            bounds.append(assignable_bound(_graph(problem, problem.layout, packed)))
+    return min(bounds, key=lambda bound: bound.ns)
+
+
+def least_bound(problem: Problem, decided: Decided) -> LowerBound:
+    """Return a bound that no packing that was compared beats under any schedule.
+
+    Builds a graph for every packing where backwards may be split, so it is for reports, not for planning.
+    """
+    bounds = [packing_bound(problem, packing, bound) for packing, bound in decided.judged]
+    return min([decided.lower_bound, *bounds], key=lambda bound: bound.ns)
+
+
 def ordered(
     problem: Problem, packed: Packing, budget: StoppingRule, seed: int, method: str, unsplit: Assignable | None = None
 ) -> Decided:
@@ -104,9 +122,12 @@ def ordered(
     whole = _searched(lean, packed, unsplit, Until(watch, 0, 0.5), seed, method)
     try:
         graph = _graph(problem, problem.layout, packed)
-        split = _searched(problem, packed, graph, Until(watch, whole.evaluations, 1.0), seed, method)
     except InfeasibleError:
         return whole
+    try:
+        split = _searched(problem, packed, graph, Until(watch, whole.evaluations, 1.0), seed, method)
+    except InfeasibleError:
+        split = replace(whole, lower_bound=assignable_bound(graph), evaluations=0)
     best = min(whole, split, key=lambda made: made.ns)
     bound = min(whole.lower_bound, split.lower_bound, key=lambda bound: bound.ns)
     return replace(best, lower_bound=bound, evaluations=whole.evaluations + split.evaluations)
@@ -200,6 +221,7 @@ class _Packings:
         self.unsplit = replace(problem.whole_backwards(), search=problem.search.hasty())
         self.loads: Loads = cost_loads(batch, problem.model, problem.layout, problem.costs)
         self.judged: list[_Packed] = []
+        self.bounds: list[tuple[Packing, LowerBound]] = []
         self.known: set[tuple[Groups, tuple[tuple[int, ...], ...]]] = set()
         self.failure: InfeasibleError | None = None
 
@@ -250,8 +272,9 @@ class _Packings:
             chosen = finalists[min(range(count), key=lambda i: tried[i].ns)]
             best = min(best, *tried, key=lambda made: made.ns)
         best = min(best, self.search(chosen, 1.0), key=lambda made: made.ns)
-        least = min((each.made.lower_bound for each in self.judged), key=lambda bound: bound.ns)
-        return replace(best, evaluations=self.meter.used, packings_bound=least)
+        # What was judged has whole backwards only.
+        bound = packing_bound(self.problem, best.packing, best.lower_bound)
+        return replace(best, lower_bound=bound, evaluations=self.meter.used, judged=tuple(self.bounds))
 
     def has_time(self, finalists: Sequence[_Packed], begin: float) -> bool:
         """Whether each can be searched for long enough in the part of the budget that they share."""
@@ -285,7 +308,7 @@ class _Packings:
             graph = assignable.graph
             timeline = simulate(graph, made.schedule)
             if within_limits(graph, made.schedule, timeline):
-                plain = replace(made, graph=graph, timeline=timeline, lower_bound=lower_bound(graph))
+                plain = replace(made, graph=graph, timeline=timeline, lower_bound=assignable_bound(assignable))
                 self.note(groups, plain, assignable, began_s)
             self.compare(groups, made.packing, assignable, began_s)
         except InfeasibleError as error:
@@ -357,7 +380,9 @@ class _Packings:
 
     def compare(self, groups: Groups, packed: Packing, assignable: Assignable, began_s: float) -> float:
         """Nanoseconds that a graph is expected to take; infinite where it cannot be best."""
-        if self.judged and assignable_bound(assignable).ns >= self.best_ns:
+        bound = assignable_bound(assignable)
+        if self.judged and bound.ns >= self.best_ns:
+            self.bounds.append((packed, bound))
             return float("inf")
         few = Evaluations(self.params.static_orders)
         made = _searched(self.unsplit, packed, assignable, few, self.seed, self.method)
@@ -370,5 +395,6 @@ class _Packings:
         Of two that take the same with static orders, the one that is further from its bound has more to find.
         """
         expected_ns = made.ns - self.params.closing * (made.ns - made.lower_bound.ns)
+        self.bounds.append((made.packing, made.lower_bound))
         self.judged.append(_Packed(groups, made, assignable, expected_ns, self.meter.elapsed_s() - began_s))
         return expected_ns

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -11,12 +11,12 @@ from pipeloom.cost import ProfileCosts
 from pipeloom.errors import InfeasibleError, NothingFoundError
 from pipeloom.packing import Packing
 from pipeloom.plan import BACKENDS, ExecutionPlan, boundary_shapes, lower, peak_bytes, verify
-from pipeloom.planner.joint import decide
+from pipeloom.planner.joint import decide, packing_bound
 from pipeloom.planner.problem import Problem
 from pipeloom.search import Before, Begun, Share, StoppingRule
 from pipeloom.spec import Batch
 from pipeloom.taskgraph import TaskGraph
-from pipeloom.timeline import LowerBound, Resolved, Schedule, Timeline, resolve_candidates
+from pipeloom.timeline import LowerBound, Resolved, Schedule, Timeline, gap, resolve_candidates
 from pipeloom.units import size_text
 
 _MOST_TRIALS, _TRIAL_SHARE = 12, 0.25
@@ -62,7 +62,7 @@ class PlannedBatch:
     @property
     def gap(self) -> float:
         """Planned time above the lower bound, as a share of the bound."""
-        return self.timeline.makespan_ns / max(self.lower_bound.ns, 1) - 1.0
+        return gap(self.timeline.makespan_ns, self.lower_bound.ns)
 
 
 @collector_paused()
@@ -125,6 +125,9 @@ def _fitting(
         else:
             over = np.array([max(0, need - (problem.capacity_bytes or 0)) for need in planned.peak_bytes], np.int64)
             if not over.any():
+                if trial:
+                    # What was put aside besides is a rule's, and no limit of the packing.
+                    planned = replace(planned, lower_bound=packing_bound(problem, planned.packing))
                 return planned
             last, spared = spared, spared + over
         budget = Share(budget, _TRIAL_SHARE)

@@ -10,7 +10,7 @@ import numpy as np
 
 from pipeloom.spec import Layout
 from pipeloom.taskgraph import KIND_NAMES, NS_PER_S, TaskGraph
-from pipeloom.timeline import LowerBound, Schedule, Timeline, bubbles
+from pipeloom.timeline import LowerBound, Schedule, Timeline, bubbles, gap
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -95,7 +95,7 @@ class Figures:
     @property
     def gap(self) -> float | None:
         """Makespan above the lower bound, as a share of the bound; None where there is no bound."""
-        return None if not self.lower_bound_ns else self.makespan_ns / self.lower_bound_ns - 1.0
+        return None if not self.lower_bound_ns else gap(self.makespan_ns, self.lower_bound_ns)
 
 
 def make_track(

@@ -37,8 +37,12 @@ def alternate(graph: TaskGraph, context: Context, run: Run, stretch: Stretch) ->
         with suppress(InfeasibleError):
             chosen = _choose_split(graph, context, stretch, best)
     inner = graph if chosen is None else chosen.graph
-    found = _take_turns(inner, context, run, stretch)
-    best.offer(found if chosen is None else chosen.schedule(found), or_equal=True)
+    try:
+        found = _take_turns(inner, context, run, stretch)
+        best.offer(found if chosen is None else chosen.schedule(found), or_equal=True)
+    except InfeasibleError:
+        if best.schedule is None:
+            raise
     return best.found()
 
 
@@ -88,7 +92,7 @@ def _choose_split(graph: TaskGraph, context: Context, stretch: Stretch, best: _I
     Raises
     ------
     InfeasibleError
-        Splitting none does not fit.
+        Splitting none does not fit, on the device or on the host.
     """
     can = splittable(graph)
     chosen = restricted = restrict(graph, np.zeros(graph.num_pairs, np.bool_))
@@ -117,8 +121,7 @@ def _choose_split(graph: TaskGraph, context: Context, stretch: Stretch, best: _I
             if best.offer(restricted.schedule(schedule)) < before:
                 chosen = restricted
         if lateness is None:
-            assert best.schedule is not None
-            lateness = by_lateness(graph, simulate(graph, best.schedule))
+            lateness = by_lateness(graph, simulate(graph, best.found()))
         if interrupted or best.ns <= context.bound.ns:
             break
     return chosen

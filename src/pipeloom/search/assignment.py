@@ -95,9 +95,13 @@ def solve_assignable(
     few = meter.watch.evaluations is not None and meter.watch.evaluations < steps.least_evaluations
     searches = method in METHODS and METHODS[method].assigns
     settings: _Settings = {"seed": seed, "method": method, "threads": threads, "params": params}
-    if not assignable.free.any() or few or not searches or assignable.graph.edge_bytes.any():
+    if not assignable.free.any():
         return Assigned(assignable, solve(assignable.graph, budget=budget, **settings))
+    # A bound of one assignment holds for no other.
     bound = assignable_bound(assignable)
+    if few or not searches or assignable.graph.edge_bytes.any():
+        found = solve(assignable.graph, budget=budget, **settings)
+        return Assigned(assignable, replace(found, lower_bound=bound))
     best: Assigned | None = None
 
     def search(assignment: Assignable, until: float) -> Solution:

@@ -13,10 +13,11 @@ from typing import NamedTuple
 import numpy as np
 
 from pipeloom.errors import InfeasibleError, NothingFoundError
-from pipeloom.search.jobs import refuse_large_pairs
+from pipeloom.search.jobs import NO_LIMIT, refuse_large_pairs
+from pipeloom.search.restricted import MOST_WAYS, ways_to_stage
 from pipeloom.taskgraph import FORWARD, INPUT_GRADIENT, NO_TASK, WEIGHT_GRADIENT, TaskGraph
 from pipeloom.timeline import Schedule
-from pipeloom.timeline.options import off_host, pair_options
+from pipeloom.timeline.options import pair_options, usable
 
 MOST_TASKS = 12
 """Of a graph that is searched: beyond, trying all would take minutes."""
@@ -33,6 +34,7 @@ class _Option(NamedTuple):
     weight_ns: int
     activation: int
     gradient: int
+    host: int
 
 
 class _State(NamedTuple):
@@ -42,7 +44,7 @@ class _State(NamedTuple):
     free_ns: tuple[int, ...]
     """Per rank, the end of its last task."""
     allocated: tuple[int, ...]
-    """Per rank, bytes after that."""
+    """Per rank, and then per host of a rank, bytes after that."""
     ready_ns: tuple[int, ...]
     """Per task, the earliest start that the tasks before it allow."""
     chosen: tuple[int, ...]
@@ -55,7 +57,7 @@ def any_schedule(graph: TaskGraph) -> tuple[Schedule | None, bool]:
     Parameters
     ----------
     graph : TaskGraph
-        With a limit of memory and few tasks (`MOST_TASKS`).
+        With few tasks (`MOST_TASKS`), and no ranks that stage; see `pipeloom.search.restricted.ways_to_stage`.
 
     Returns
     -------
@@ -68,7 +70,7 @@ def any_schedule(graph: TaskGraph) -> tuple[Schedule | None, bool]:
     if min(search.capacity, default=0) < 0:
         return None, True
     zeros = (0,) * graph.num_ranks
-    first = _State(0, zeros, zeros, (0,) * graph.num_tasks, (-1,) * graph.num_pairs)
+    first = _State(0, zeros, zeros * 2, (0,) * graph.num_tasks, (-1,) * graph.num_pairs)
     seen = {search.key(first)}
     stack: list[tuple[_State, tuple[int, ...]]] = [(first, ())]
     while stack:
@@ -90,10 +92,12 @@ class _Exhaustive:
     """A graph as the search reads it."""
 
     def __init__(self, graph: TaskGraph) -> None:
-        assert graph.room_bytes is not None
         self.graph = graph
         self.rank, self.kind, self.pair = graph.rank.tolist(), graph.kind.tolist(), graph.pair.tolist()
-        self.capacity = graph.room_bytes.tolist()
+        limits = graph.room_bytes, graph.host_capacity_bytes
+        self.capacity = [
+            int(most) for limit in limits for most in (np.full(graph.num_ranks, NO_LIMIT) if limit is None else limit)
+        ]
         self.before = [0] * graph.num_tasks
         self.after: list[list[tuple[int, int]]] = [[] for _ in range(graph.num_tasks)]
         for task in range(graph.num_tasks):
@@ -125,6 +129,15 @@ class _Exhaustive:
             return option.activation, last if kept else last - option.activation
         return 0, last - option.activation + (option.gradient if kind == INPUT_GRADIENT else 0)
 
+    def _host_changes(self, task: int, option: _Option) -> tuple[int, int]:
+        """The same on the host."""
+        if self.kind[task] == WEIGHT_GRADIENT:
+            return 0, 0
+        if self.kind[task] == FORWARD:
+            kept = self.graph.backward_of[self.pair[task]] != NO_TASK
+            return option.host, 0 if kept else -option.host
+        return 0, -option.host
+
     def key(self, state: _State) -> object:
         """What of a state decides whether the rest fits."""
         if not self.timed:
@@ -153,16 +166,19 @@ class _Exhaustive:
     def _run(self, state: _State, task: int, place: int) -> _State | None:
         """The state after a task; None where it does not fit."""
         rank, option = self.rank[task], self.options[self.pair[task]][place]
-        capacity, before = self.capacity[rank], state.allocated[rank]
-        first, last = self._changes(task, option)
         duration = self._duration_ns(task, option)
         start = max(state.free_ns[rank], state.ready_ns[task])
-        if self.timed:
-            waits = start > state.free_ns[rank]
-            if (waits and before > capacity) or (duration and before + first > capacity):
+        allocated = list(state.allocated)
+        for where, changes in ((rank, self._changes), (self.graph.num_ranks + rank, self._host_changes)):
+            capacity, before = self.capacity[where], allocated[where]
+            first, last = changes(task, option)
+            if self.timed:
+                waits = start > state.free_ns[rank]
+                if (waits and before > capacity) or (duration and before + first > capacity):
+                    return None
+            elif max(before + first, before + first + last) > capacity:
                 return None
-        elif max(before + first, before + first + last) > capacity:
-            return None
+            allocated[where] += first + last
         ready = list(state.ready_ns)
         for other, delay in self.after[task]:
             ready[other] = max(ready[other], start + duration + delay)
@@ -170,7 +186,7 @@ class _Exhaustive:
         return _State(
             state.done | 1 << task,
             (*state.free_ns[:rank], start + duration, *state.free_ns[rank + 1 :]),
-            (*state.allocated[:rank], before + first + last, *state.allocated[rank + 1 :]),
+            tuple(allocated),
             tuple(ready),
             (*state.chosen[:pair], place, *state.chosen[pair + 1 :]),
         )
@@ -202,7 +218,7 @@ def any_lasts_no_time(graph: TaskGraph) -> bool:
 def _options(graph: TaskGraph, timed: bool) -> list[list[_Option]]:
     """Candidates of every pair, without those that hold no less than another; whose times differ, if that matters."""
     columns = pair_options(graph)
-    usable = off_host(graph, columns)
+    fits = usable(graph, columns)
     rows = []
     for pair in range(graph.num_pairs):
         split, trained = graph.weight_of[pair] != NO_TASK, graph.backward_of[pair] != NO_TASK
@@ -215,17 +231,31 @@ def _options(graph: TaskGraph, timed: bool) -> list[list[_Option]]:
                 int(columns.weight_ns[pair, i]) if split else 0,
                 int(columns.activation_bytes[pair, i]),
                 int(columns.weight_gradient_bytes[pair, i]) if split else 0,
+                int(columns.host_bytes[pair, i]) if graph.host_capacity_bytes is not None else 0,
             )
             for i in range(number)
-            if usable[pair, i]
+            if fits[pair, i]
         ]
         kept: list[_Option] = []
         for option in sorted(every, key=lambda option: option[4:]):
-            better = [other for other in kept if other.gradient <= option.gradient]
+            better = [other for other in kept if other.gradient <= option.gradient and other.host <= option.host]
             if not any(other[1:4] == option[1:4] or not timed for other in better):
                 kept.append(option)
         rows.append(kept)
     return rows
+
+
+def _any_schedule(graph: TaskGraph) -> tuple[Schedule | None, bool]:
+    """The same as `any_schedule`, of a graph whose ranks may stage."""
+    if graph.candidates is None:
+        return any_schedule(graph)
+    all_sure, count = True, 0
+    for way in ways_to_stage(graph):
+        found, sure = any_schedule(way.graph)
+        if found is not None:
+            return way.schedule(found), True
+        all_sure, count = all_sure and sure, count + 1
+    return None, all_sure and count < MOST_WAYS
 
 
 def schedule_of_last_resort(graph: TaskGraph, failure: InfeasibleError) -> Schedule:
@@ -251,10 +281,10 @@ def schedule_of_last_resort(graph: TaskGraph, failure: InfeasibleError) -> Sched
         "some orders" if graph.candidates is None else "the candidates that hold the least, and some that fit together"
     )
     if graph.num_tasks <= MOST_TASKS:
-        found, sure = any_schedule(graph)
+        found, sure = _any_schedule(graph)
         if found is not None:
             return found
-        if sure and graph.staging_bytes is None and off_host(graph, pair_options(graph)).all():
+        if sure:
             raise InfeasibleError(f"no order and choice of candidates fits, of all that there are: {failure}")
         tried = f"{MOST_STATES} states of all orders"
     raise NothingFoundError(f"tried {tried}; not proved impossible: {failure}")

@@ -6,13 +6,18 @@ A task that fits and takes nothing for good is run at once: that can only make r
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
-from pipeloom.search.jobs import components
+from pipeloom.search.jobs import NO_LIMIT, components
 from pipeloom.search.params import DEFAULTS
+from pipeloom.search.restricted import Restricted, keeping, ways_to_stage
 from pipeloom.taskgraph import FORWARD, NO_TASK, IntArray, TaskGraph
+from pipeloom.timeline import Schedule
+from pipeloom.timeline.options import pair_options, usable
 
 
 class Option(NamedTuple):
@@ -21,10 +26,24 @@ class Option(NamedTuple):
     candidate: int
     activation: int
     gradient: int
+    host: int
+
+
+class _Change(NamedTuple):
+    """Bytes that a task changes on its device and on the host of its rank: the most it needs, and what it leaves."""
+
+    peak: int
+    net: int
+    host_peak: int
+    host_net: int
 
 
 Chosen = tuple[tuple[int, Option], ...]
 """Options by pair, sorted, so that it can be an element of a set."""
+Free = tuple[int, ...]
+"""Bytes that are free on every rank, and then on the host of every rank."""
+Run = tuple["Run", int] | tuple[()]
+"""Tasks that were run: the last one behind those before it."""
 
 
 def fitting_candidates(graph: TaskGraph, states: int = DEFAULTS.feasibility.candidate_states) -> list[list[int]] | None:
@@ -33,56 +52,96 @@ def fitting_candidates(graph: TaskGraph, states: int = DEFAULTS.feasibility.cand
     For graphs whose candidates are lean in different ways, so that choosing pair by pair does not fit. None
     where nothing was found in so many states of a job, which does not prove that there is nothing.
     """
+    found = fitting_schedule(graph, states)
+    return None if found is None else no_leaner(graph, found)
+
+
+def fitting_schedule(graph: TaskGraph, states: int = DEFAULTS.feasibility.candidate_states) -> Schedule | None:
+    """Return a schedule that fits on devices and hosts: one job after the other, with candidates that fit together.
+
+    ``states`` limits the search for each job. None does not prove that no schedule fits.
+    """
     assert graph.candidates is not None
-    capacity = graph.most_room_bytes
-    assert capacity is not None
-    chosen: dict[int, Option] = {}
-    job_of_task = components(graph)
+    free = (*_limits(graph, graph.room_bytes), *_limits(graph, graph.host_capacity_bytes))
+    choice, sequence = np.zeros(graph.num_pairs, np.int64), []
+    job_of_task, fits = components(graph), usable(graph, pair_options(graph)).tolist()
     for job in range(int(job_of_task.max()) + 1):
-        found = _choose(graph, np.flatnonzero(job_of_task == job).tolist(), capacity, states)
+        found = _choose(_Search(graph, np.flatnonzero(job_of_task == job).tolist(), fits), free, states)
         if found is None:
             return None
-        chosen.update(found)
-    rows = []
-    for pair, options in enumerate(graph.candidates):
-        pick = chosen[pair]
-        others = [
-            i
-            for i, option in enumerate(options)
-            if option.activation_bytes >= pick.activation
-            and (graph.weight_of[pair] == NO_TASK or option.weight_gradient_bytes >= pick.gradient)
-        ]
-        rows.append([pick.candidate, *(i for i in others if i != pick.candidate)])
-    return rows
+        tasks, chosen = found
+        sequence += tasks
+        for pair, option in chosen:
+            choice[pair] = option.candidate
+    order = np.array(sequence, np.int64)
+    return Schedule(tuple(order[graph.rank[order] == rank] for rank in range(graph.num_ranks)), choice, "fitting")
 
 
-def _choose(graph: TaskGraph, tasks: list[int], capacity: IntArray, most: int) -> dict[int, Option] | None:
-    """Candidates of one job's pairs under which some order of its tasks fits."""
-    search = _Search(graph, tasks)
+def fitting_ways(
+    graph: TaskGraph, states: int = DEFAULTS.feasibility.candidate_states
+) -> Iterator[tuple[Restricted, Schedule]]:
+    """Schedules that fit, each with the candidates of its way to stage that take no less than those it has."""
+    for way in ways_to_stage(graph):
+        if (found := fitting_schedule(way.graph, states)) is not None:
+            rows = [tuple(way.kept[pair][i] for i in row) for pair, row in enumerate(no_leaner(way.graph, found))]
+            narrowed = keeping(graph, rows)
+            staged = replace(narrowed.graph, capacity_bytes=way.graph.capacity_bytes, staging_bytes=None)
+            yield replace(narrowed, graph=staged), way.schedule(found)
+
+
+def no_leaner(graph: TaskGraph, schedule: Schedule) -> list[list[int]]:
+    """Return for every pair the schedule's candidate, and then the candidates that take no less of anything."""
+    assert graph.candidates is not None
+    assert schedule.candidate is not None
+    options, everything = pair_options(graph), np.arange(graph.num_pairs)
+    keep = np.ones(options.host_bytes.shape, np.bool_)
+    split = (graph.weight_of != NO_TASK)[:, None]
+    gradient = np.where(split, options.weight_gradient_bytes, 0)
+    for size in (options.activation_bytes, gradient, options.host_bytes * graph.limits_offload):
+        keep &= size >= size[everything, schedule.candidate][:, None]
+    return [
+        [pick, *(i for i in range(len(row)) if keep[pair, i] and i != pick)]
+        for pair, (pick, row) in enumerate(zip(schedule.candidate.tolist(), graph.candidates, strict=True))
+    ]
+
+
+def _limits(graph: TaskGraph, room: IntArray | None) -> list[int]:
+    return [NO_LIMIT] * graph.num_ranks if room is None else room.tolist()
+
+
+def _choose(search: _Search, free: Free, most: int) -> tuple[list[int], Chosen] | None:
+    """An order of one job's tasks that fits, and the candidates of its pairs."""
     seen: set[tuple[int, Chosen]] = set()
-    free: tuple[int, ...] = tuple(capacity.tolist())
-    stack: list[tuple[int, tuple[int, ...], Chosen]] = [(0, free, ())]
+    stack: list[tuple[int, Free, Chosen, Run]] = [(0, free, (), ())]
     while stack and len(seen) < most:
-        done, free, chosen = stack.pop()
-        done, free = search.run_what_gives(done, free, dict(chosen))
+        done, free, chosen, run = stack.pop()
+        done, free, run = search.run_what_gives(done, free, dict(chosen), run)
         if (done, chosen) in seen:
             continue
         seen.add((done, chosen))
         if done == search.everything:
-            return dict(chosen)
+            return _sequence(run), chosen
         # The last on the stack is tried first: what takes least.
-        for net, task, option in sorted(search.steps(done, free, dict(chosen)), key=lambda step: -step[0]):
-            rank = search.rank[task]
-            left = (*free[:rank], free[rank] - net, *free[rank + 1 :])
+        steps = search.steps(done, free, dict(chosen))
+        for change, task, option in sorted(steps, key=lambda step: (-step[0].net, -step[0].host_net)):
             picked = tuple(sorted({**dict(chosen), search.pair[task]: option}.items()))
-            stack.append((done | 1 << search.place[task], left, picked))
+            stack.append((done | 1 << search.place[task], search.left(free, task, change), picked, (run, task)))
     return None
+
+
+def _sequence(run: Run) -> list[int]:
+    """The tasks in the order that they were run in."""
+    tasks = []
+    while run:
+        run, task = run
+        tasks.append(task)
+    return tasks[::-1]
 
 
 class _Search:
     """The tasks of one job, numbered from 0, and what each takes."""
 
-    def __init__(self, graph: TaskGraph, tasks: list[int]) -> None:
+    def __init__(self, graph: TaskGraph, tasks: list[int], fits: list[list[bool]]) -> None:
         self.tasks = tasks
         self.place = {task: i for i, task in enumerate(tasks)}
         self.everything = (1 << len(tasks)) - 1
@@ -96,7 +155,8 @@ class _Search:
             for before in graph.predecessor[rows[task] : rows[task + 1]].tolist():
                 self.before[task] |= 1 << self.place[before]
         self.backward, self.weight = graph.backward_of.tolist(), graph.weight_of.tolist()
-        self.options = {pair: _options(graph, pair) for pair in self.pair.values()}
+        self.num_ranks = graph.num_ranks
+        self.options = {pair: _options(graph, pair, fits[pair]) for pair in self.pair.values()}
         self.edges = dict.fromkeys(tasks, 0)
         for source, target, allocated in zip(
             graph.edge_source.tolist(), graph.edge_target.tolist(), graph.edge_bytes.tolist(), strict=True
@@ -105,59 +165,69 @@ class _Search:
                 self.edges[source] += allocated
                 self.edges[target] -= allocated
 
-    def change(self, task: int, option: Option) -> tuple[int, int]:
-        """What a task needs at most above what its rank holds, and what it takes for good."""
+    def change(self, task: int, option: Option) -> _Change:
+        """What a task needs at most above what its rank and its host hold, and what it takes for good."""
         pair = self.pair[task]
-        first = option.activation if task in self.forward else 0
+        forward = task in self.forward
+        ends = task == self.backward[pair] or (forward and self.backward[pair] == NO_TASK)
+        first = option.activation if forward else 0
         last = self.edges[task]
-        if task == self.backward[pair] or (task in self.forward and self.backward[pair] == NO_TASK):
+        if ends:
             last -= option.activation
         if self.weight[pair] != NO_TASK and task == self.backward[pair]:
             last += option.gradient
         if task == self.weight[pair]:
             last -= option.gradient
-        return max(first, first + last), first + last
+        host = option.host if forward else 0
+        return _Change(max(first, first + last), first + last, host, host - option.host * ends)
 
-    def steps(self, done: int, free: tuple[int, ...], chosen: dict[int, Option]) -> list[tuple[int, int, Option]]:
-        """Tasks that could run next and fit: what they take for good, task, candidate."""
+    def left(self, free: Free, task: int, change: _Change) -> Free:
+        """What is free once a task has run."""
+        rank, after = self.rank[task], list(free)
+        after[rank] -= change.net
+        after[self.num_ranks + rank] -= change.host_net
+        return tuple(after)
+
+    def steps(self, done: int, free: Free, chosen: dict[int, Option]) -> list[tuple[_Change, int, Option]]:
+        """Tasks that could run next and fit: what they take, task, candidate."""
         found = []
         for i, task in enumerate(self.tasks):
             if done >> i & 1 or self.before[task] & ~done:
                 continue
-            pair = self.pair[task]
+            pair, rank = self.pair[task], self.rank[task]
             for option in self.options[pair] if task in self.forward else (chosen[pair],):
-                peak, net = self.change(task, option)
-                if peak <= free[self.rank[task]]:
-                    found.append((net, task, option))
+                change = self.change(task, option)
+                if change.peak <= free[rank] and change.host_peak <= free[self.num_ranks + rank]:
+                    found.append((change, task, option))
         return found
 
-    def run_what_gives(
-        self, done: int, free: tuple[int, ...], chosen: dict[int, Option]
-    ) -> tuple[int, tuple[int, ...]]:
+    def run_what_gives(self, done: int, free: Free, chosen: dict[int, Option], run: Run) -> tuple[int, Free, Run]:
         """Run all tasks that fit and take nothing for good, but forwards, whose candidate is to be chosen."""
         while True:
-            step = next((s for s in self.steps(done, free, chosen) if s[0] <= 0 and s[1] not in self.forward), None)
+            steps = self.steps(done, free, chosen)
+            step = next((s for s in steps if s[0].net <= 0 and s[1] not in self.forward), None)
             if step is None:
-                return done, free
-            rank = self.rank[step[1]]
-            free = (*free[:rank], free[rank] - step[0], *free[rank + 1 :])
-            done |= 1 << self.place[step[1]]
+                return done, free, run
+            change, task, _ = step
+            done, free, run = done | 1 << self.place[task], self.left(free, task, change), (run, task)
 
 
-def _options(graph: TaskGraph, pair: int) -> tuple[Option, ...]:
-    """Candidates of a pair than which no other takes less."""
+def _options(graph: TaskGraph, pair: int, fits: list[bool]) -> tuple[Option, ...]:
+    """Candidates of a pair that fit alone, without those than which another takes no more of anything."""
     split = graph.weight_of[pair] != NO_TASK
     assert graph.candidates is not None
-    row = graph.candidates[pair]
-    free = [not graph.limits_offload or option.host_bytes == 0 for option in row]
-    fits = free if any(free) else [True] * len(row)
     every = [
-        Option(i, option.activation_bytes, option.weight_gradient_bytes if split else 0)
+        Option(
+            i,
+            option.activation_bytes,
+            option.weight_gradient_bytes if split else 0,
+            option.host_bytes if graph.host_capacity_bytes is not None else 0,
+        )
         for i, option in enumerate(graph.candidates[pair])
         if fits[i]
     ]
     kept: list[Option] = []
     for option in sorted(every, key=lambda option: option[1:]):
-        if all(option.gradient < other.gradient for other in kept):
+        if not any(other.gradient <= option.gradient and other.host <= option.host for other in kept):
             kept.append(option)
     return tuple(kept)

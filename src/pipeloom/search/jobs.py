@@ -18,7 +18,7 @@ from pipeloom.search.kernels.graph import join, walk
 from pipeloom.search.params import DEFAULTS
 from pipeloom.taskgraph import FORWARD, WEIGHT_GRADIENT, IntArray, TaskGraph, topological_order
 from pipeloom.timeline import memory_changes
-from pipeloom.timeline.options import least_held, pair_options
+from pipeloom.timeline.options import fits_alone, least_held, pair_options
 from pipeloom.timeline.residence import quick_topological_order
 from pipeloom.units import exact_size_text
 
@@ -329,22 +329,25 @@ def refuse_large_pairs(graph: TaskGraph) -> None:
         Naming the rank or pair and the bytes.
     """
     capacity = graph.most_room_bytes
-    if capacity is None or graph.capacity_bytes is None:
-        return
-    if (capacity < 0).any():
+    if capacity is not None and graph.capacity_bytes is not None and (capacity < 0).any():
         rank = int(np.flatnonzero(capacity < 0)[0])
         most = exact_size_text(int(graph.capacity_bytes[rank]))
         raise InfeasibleError(f"rank {rank} cannot hold its {_static(graph, rank)}: its capacity is {most}")
-    pair_rank = graph.rank[graph.forward_of]
-    size = least_held(graph, pair_options(graph)).min(axis=1)
-    large = np.flatnonzero(size > capacity[pair_rank])
+    options = pair_options(graph)
+    large = np.flatnonzero(~fits_alone(graph, options).any(axis=1))
     if large.size:
         pair = int(large[0])
-        rank = int(pair_rank[pair])
-        holds, leaves = exact_size_text(int(size[pair])), exact_size_text(int(capacity[rank]))
+        rank = int(graph.rank[graph.forward_of[pair]])
+        problem = f"pair {pair} ({graph.describe(int(graph.forward_of[pair]))}) cannot fit: "
+        size = int(least_held(graph, options)[pair].min())
+        if capacity is not None and size > capacity[rank]:
+            holds, leaves = exact_size_text(size), exact_size_text(int(capacity[rank]))
+            raise InfeasibleError(
+                f"{problem}it holds {holds}, and "
+                f"beside {_static(graph, rank)} the capacity of rank {rank} leaves {leaves}"
+            )
         raise InfeasibleError(
-            f"pair {pair} ({graph.describe(int(graph.forward_of[pair]))}) cannot fit: it holds {holds}, and "
-            f"beside {_static(graph, rank)} the capacity of rank {rank} leaves {leaves}"
+            f"{problem}each of its candidates holds more on rank {rank}, or more on the host, than the limits allow"
         )
 
 

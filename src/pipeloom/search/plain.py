@@ -7,17 +7,19 @@ lists, and what a job needs is counted anew each time.
 from __future__ import annotations
 
 from bisect import insort
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
-from pipeloom.errors import InfeasibleError, PlanError
+from pipeloom.errors import InfeasibleError, NothingFoundError, PlanError
 from pipeloom.search.exhaustive import schedule_of_last_resort
-from pipeloom.search.fitting import fitting_candidates
+from pipeloom.search.fitting import fitting_ways
 from pipeloom.search.jobs import Jobs, find_jobs, memory_demand, memory_matters
 from pipeloom.taskgraph import FORWARD, NO_TASK, WEIGHT_GRADIENT, TaskGraph
-from pipeloom.timeline import Schedule
+from pipeloom.timeline import Schedule, check
 from pipeloom.timeline.options import off_host, pair_options
 
 NEVER = 1 << 62
@@ -35,37 +37,58 @@ def first_in_first_out(graph: TaskGraph) -> Schedule:
         A microbatch does not fit even so; the message names a pair, its rank and the bytes. A `NothingFoundError`
         where that is not proved.
     """
-    choices: list[list[int] | None] = [None]
+    choices: list[npt.ArrayLike | None] = [None]
     if graph.candidates is not None:
         choices = [[0] * graph.num_pairs, leanest(graph)]
-    for number, choice in enumerate(choices):
-        chosen = graph.with_candidates(choice)
+    failure: InfeasibleError | None = None
+    for choice in choices:
         try:
-            jobs = find_jobs(chosen)
+            return _under(graph, choice)
         except InfeasibleError as error:
-            if number == 1 and (rows := fitting_candidates(graph)) is not None:
-                choices.append([row[0] for row in rows])
-            if number + 1 < len(choices):
-                continue
-            return schedule_of_last_resort(graph, error)
-        rules = Rules(admission=2 if memory_matters(chosen) else 0)
-        order = plain_rollout(chosen, jobs, segment_priority(chosen), rules)
-        candidate = None if choice is None else np.array(choice, np.int64)
-        return Schedule(tuple(np.array(tasks, np.int64) for tasks in order), candidate, "first in, first out")
-    raise AssertionError("one of the choices is returned or raises")
+            failure = error
+    assert failure is not None
+    if graph.candidates is not None:
+        for _, schedule in fitting_ways(graph):
+            with suppress(InfeasibleError):
+                return _under(graph, schedule.candidate)
+            return schedule
+    return schedule_of_last_resort(graph, failure)
+
+
+def _under(graph: TaskGraph, choice: npt.ArrayLike | None) -> Schedule:
+    """First in, first out under a choice of candidates.
+
+    Raises
+    ------
+    InfeasibleError
+        A microbatch does not fit, or what the order holds on the host does not.
+    """
+    chosen = graph.with_candidates(choice)
+    jobs = find_jobs(chosen)
+    rules = Rules(admission=2 if memory_matters(chosen) else 0)
+    order = plain_rollout(chosen, jobs, segment_priority(chosen), rules)
+    candidate = None if choice is None else np.array(choice, np.int64)
+    schedule = Schedule(tuple(np.array(tasks, np.int64) for tasks in order), candidate, "first in, first out")
+    if graph.host_capacity_bytes is not None and candidate is not None:
+        offloads = pair_options(graph).host_bytes[np.arange(graph.num_pairs), candidate].any()
+        if offloads and (faults := check(graph, schedule)):
+            raise NothingFoundError(str(faults[0]))
+    return schedule
 
 
 def leanest(graph: TaskGraph) -> list[int]:
     """Candidate of every pair that holds the least, the faster one where two hold the same.
 
-    Where the host has a limit, of those that keep off it.
+    Only candidates that alone keep to the limits of device and host count, and where offloading is limited, those
+    without host bytes; see `pipeloom.timeline.options.off_host`.
     """
     assert graph.candidates is not None
     options = pair_options(graph)
     first, second = options.activation_bytes, options.weight_gradient_bytes
     most = np.where((graph.weight_of != NO_TASK)[:, None], np.maximum(first, second), first)
     left = off_host(graph, options)
-    for size in (most, first, options.forward_ns + options.backward_ns + options.weight_ns):
+    away = options.host_bytes * graph.limits_offload
+    for size in (most, first, away, options.forward_ns + options.backward_ns + options.weight_ns):
         size = np.where(left, size, np.iinfo(np.int64).max)
         left &= size == size.min(axis=1, keepdims=True)
     least: list[int] = left.argmax(axis=1).tolist()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pipeloom.timeline import LowerBound, Schedule, Timeline
+from pipeloom.timeline import LowerBound, Schedule, Timeline, gap
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +19,7 @@ class Progress:
     @property
     def gap(self) -> float:
         """Distance from the lower bound, relative to it."""
-        return self.best_ns / self.bound_ns - 1 if self.bound_ns else 0.0
+        return gap(self.best_ns, self.bound_ns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,5 +48,4 @@ class Solution:
     @property
     def gap(self) -> float:
         """Makespan above the lower bound, relative to it."""
-        bound = self.lower_bound.ns
-        return self.timeline.makespan_ns / bound - 1 if bound else 0.0
+        return gap(self.timeline.makespan_ns, self.lower_bound.ns)

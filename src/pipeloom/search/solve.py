@@ -9,19 +9,19 @@ from dataclasses import replace
 
 import numpy as np
 
-from pipeloom.errors import InfeasibleError, InputError
+from pipeloom.errors import InfeasibleError, InputError, NothingFoundError
 from pipeloom.search.alternate import alternate
 from pipeloom.search.context import Context, begin
 from pipeloom.search.example import small_pipeline
 from pipeloom.search.exhaustive import schedule_of_last_resort
-from pipeloom.search.fitting import fitting_candidates
+from pipeloom.search.fitting import fitting_ways
 from pipeloom.search.justify import justify
 from pipeloom.search.lists import wishes_like
 from pipeloom.search.local import local_search, portfolio
 from pipeloom.search.methods import METHODS, Method
 from pipeloom.search.params import DEFAULTS, SearchParams
 from pipeloom.search.plain import first_in_first_out, leanest
-from pipeloom.search.restricted import Restricted, keeping
+from pipeloom.search.restricted import Restricted
 from pipeloom.search.result import Progress, Solution
 from pipeloom.search.state import Search
 from pipeloom.search.stopping import WHOLE, Evaluations, Meter, StoppingRule
@@ -78,37 +78,48 @@ def solve(
         raise InputError("threads", f"{threads} is negative", "use 0 for half of the cores")
     threads = threads or max(1, (os.cpu_count() or 2) // 2)
 
+    meter = Meter(budget.start().before(graph.num_tasks))
+
     def attempt(graph: TaskGraph) -> Solution:
-        meter = Meter(budget.start().before(graph.num_tasks))
-        return _solve(graph, Context(meter, lower_bound(graph), seed, method, threads, params, on_progress))
+        context = Context(meter, lower_bound(graph), seed, method, threads, params, on_progress)
+        return _solve(graph, context)
 
     try:
         return attempt(graph)
     except InfeasibleError as error:
         failure = error
-    for other in _others(graph, params.feasibility.candidate_states):
+    best: Schedule | None = None
+    for other, known in _others(graph, params.feasibility.candidate_states):
         with suppress(InfeasibleError):
-            found = attempt(other.graph)
-            schedule = other.schedule(found.schedule)
-            if within_limits(graph, schedule, found.timeline):
-                return replace(found, schedule=schedule, lower_bound=lower_bound(graph))
-    watch = budget.start()
-    last = schedule_of_last_resort(graph, failure)
-    return Solution(last, simulate(graph, last), lower_bound(graph), 1, watch.elapsed_s(), last.method)
+            best = other.schedule(attempt(other.graph).schedule)
+        if best is None or not _fits(graph, best):
+            best = known
+        if best is not None:
+            break
+    best = schedule_of_last_resort(graph, failure) if best is None else best
+    timeline = simulate(graph, best)
+    return Solution(best, timeline, lower_bound(graph), max(1, meter.used), meter.elapsed_s(), best.method)
 
 
-def _others(graph: TaskGraph, states: int) -> Iterator[Restricted]:
-    """Where the leanest candidates of all pairs do not fit together: what may fit in their place."""
-    if graph.candidates is None or graph.capacity_bytes is None:
+def _others(graph: TaskGraph, states: int) -> Iterator[tuple[Restricted, Schedule | None]]:
+    """Where the leanest candidates of all pairs do not fit together: what may fit in their place.
+
+    With it comes a schedule that does fit, where one is known.
+    """
+    if graph.candidates is None:
         return
-    if graph.limits_offload:
+    if graph.limits_offload and graph.capacity_bytes is not None:
         # The leanest are of those that keep off the host. Where every rank stages, of all; the host may have room.
         left = graph.capacity_bytes if graph.staging_bytes is None else graph.capacity_bytes - graph.staging_bytes
         staged = replace(graph, capacity_bytes=left, host_capacity_bytes=None, staging_bytes=None)
-        yield Restricted(staged, tuple(tuple(range(len(row))) for row in graph.candidates))
-    if (rows := fitting_candidates(graph, states)) is not None:
-        # Without those that are lean in another way, these are the leanest.
-        yield keeping(graph, [tuple(row) for row in rows])
+        yield Restricted(staged, tuple(tuple(range(len(row))) for row in graph.candidates)), None
+    # Without those that are lean in another way, candidates that fit together are the leanest.
+    yield from fitting_ways(graph, states)
+
+
+def _fits(graph: TaskGraph, schedule: Schedule) -> bool:
+    """Whether a schedule keeps to the limits; what tasks that last no time hold does not count."""
+    return within_limits(graph, schedule, simulate(graph, schedule)) or not check(graph, schedule)
 
 
 def _solve(graph: TaskGraph, context: Context) -> Solution:
@@ -119,6 +130,8 @@ def _solve(graph: TaskGraph, context: Context) -> Solution:
         with suppress(KeyboardInterrupt):
             how.run(search, stretch)
         best = Schedule(search.orders(), search.candidate, context.method)
+        if graph.candidates is not None and (search.candidate is None or not _fits(graph, best)):
+            raise NothingFoundError("no order that was tried fits with the strategies that were chosen for it")
     else:
         best = alternate(graph, context, how.run, stretch)
     if how.finish is not None and simulate(graph, best).makespan_ns > bound.ns:

@@ -13,17 +13,21 @@ import numpy.typing as npt
 from pipeloom.search.restricted import Restricted, keeping
 from pipeloom.taskgraph import NO_TASK, IntArray, TaskGraph
 from pipeloom.timeline import Timeline
+from pipeloom.timeline.options import pair_options, usable
 
 BoolArray = npt.NDArray[np.bool_]
 
 
 def splittable(graph: TaskGraph) -> BoolArray:
-    """Pairs that have a candidate with a whole backward (a weight gradient of no time), and one without."""
-    answer = np.zeros(graph.num_pairs, np.bool_)
-    if graph.candidates is not None:
-        for pair in np.flatnonzero(graph.weight_of != NO_TASK).tolist():
-            whole = [option.weight_ns == 0 for option in graph.candidates[pair]]
-            answer[pair] = any(whole) and not all(whole)
+    """Pairs that have a candidate with a whole backward (a weight gradient of no time), and one without.
+
+    Candidates that do not fit alone do not count.
+    """
+    if graph.candidates is None:
+        return np.zeros(graph.num_pairs, np.bool_)
+    options = pair_options(graph)
+    fits, whole = usable(graph, options), options.weight_ns == 0
+    answer: BoolArray = (fits & whole).any(axis=1) & (fits & ~whole).any(axis=1) & (graph.weight_of != NO_TASK)
     return answer
 
 

@@ -183,7 +183,7 @@ class Search:
         makespan = int(measure(self.packed, make_blocks(self.packed, wishes.made)))
         if self.chooser is not None:
             makespan = self.chooser.choose(wishes.made, self.params.strategies.rollout_rounds)
-        if makespan < self.best_ns:
+        if 0 <= makespan < self.best_ns:
             self.keep(makespan, wishes.made)
         return makespan
 

@@ -11,13 +11,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from pipeloom.interruptible import interruptible
+from pipeloom.search.kernels import codes
 from pipeloom.search.kernels.strategies import choose_all, choose_rank
 from pipeloom.search.kernels.tables import Ascent, Desk, Tables
 from pipeloom.search.params import DEFAULTS, StrategyParams
 from pipeloom.search.plain import leanest
 from pipeloom.search.stopping import Meter
 from pipeloom.taskgraph import NO_TASK, IntArray, TaskGraph
-from pipeloom.timeline import Schedule
+from pipeloom.timeline import Schedule, check
 from pipeloom.timeline.options import first_of, pair_options
 
 
@@ -74,9 +76,20 @@ class StrategyChooser:
     def choose(self, sequence: IntArray, rounds: int | None = None) -> int:
         """Choose for a sequence of all tasks that all ranks can follow; return the makespan that results.
 
-        The sequence must fit with the leanest candidates. `choice` then gives what was chosen.
+        `choice` then gives what was chosen. Where that exceeds a limit of device or host, as it may where the sequence
+        does not fit with the leanest candidates either, returns `codes.DEADLOCK`.
         """
-        return int(choose_all(self.tables, self.desk, sequence, self._orders, self._counts, self._ascent(rounds)))
+        scratch = self._orders, self._counts
+        makespan, fits = interruptible(
+            len(sequence), choose_all, self.tables, self.desk, sequence, *scratch, self._ascent(rounds)
+        )
+        return int(makespan) if fits else self._judged(sequence, int(makespan))
+
+    def _judged(self, sequence: IntArray, makespan: int) -> int:
+        """A makespan, or `codes.DEADLOCK` where the choice does not fit: memory held for no time does not count."""
+        rank = self.graph.rank[sequence]
+        orders = tuple(sequence[rank == r] for r in range(self.graph.num_ranks))
+        return codes.DEADLOCK if check(self.graph, Schedule(orders, self.choice())) else makespan
 
     def choice(self) -> IntArray:
         """The chosen candidate of every pair."""
@@ -94,7 +107,7 @@ class StrategyChooser:
         """Choose for the pairs of one rank under its order; ``rounds``: of the Lagrangian, `rounds` unless told."""
         t, d = self.tables, self.desk
         rows = slice(int(t.rank_start[rank]), int(t.rank_start[rank + 1]))
-        bound = choose_rank(t, d, order, rank, self._ascent(rounds))
+        bound, _ = interruptible(len(order), choose_rank, t, d, order, rank, self._ascent(rounds))
         choice = d.choice[rows].copy()
         return Strategies(t.pair[rows], choice, total_ns(t.time[rows], choice), float(bound))
 

@@ -147,7 +147,9 @@ class TaskGraph:
     def room_bytes(self) -> IntArray | None:
         """What is left for pairs and edges beside the static bytes, whatever is chosen, shape (num_ranks,)."""
         room = self.most_room_bytes
-        return room if room is None or self.staging_bytes is None else room - self.staging_bytes
+        if room is None or self.staging_bytes is None or self.candidates is None:
+            return room
+        return room - self.staging_bytes
 
     @property
     def limits_offload(self) -> bool:

@@ -1,11 +1,11 @@
 """Timeline: simulate a schedule, check it, bound it from below, attribute its bubbles."""
 
-from pipeloom.timeline.bounds import heads_and_tails, lower_bound
+from pipeloom.timeline.bounds import bound_of, heads_and_tails, lower_bound
 from pipeloom.timeline.bounds_assignable import assignable_bound
 from pipeloom.timeline.bubbles import Bubbles, bubbles
 from pipeloom.timeline.check import Violation, check, require_feasible
 from pipeloom.timeline.resolve import Resolved, resolve_candidates
-from pipeloom.timeline.schedule import LowerBound, Schedule, Timeline, random_schedule
+from pipeloom.timeline.schedule import LowerBound, Schedule, Timeline, gap, random_schedule
 from pipeloom.timeline.simulate import host_peaks, memory_changes, memory_curve, running_order, simulate, within_limits
 
 __all__ = [
@@ -16,8 +16,10 @@ __all__ = [
     "Timeline",
     "Violation",
     "assignable_bound",
+    "bound_of",
     "bubbles",
     "check",
+    "gap",
     "heads_and_tails",
     "host_peaks",
     "lower_bound",

@@ -6,6 +6,7 @@ pairs have candidates, every duration below is the least over them, unless said 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -14,8 +15,10 @@ import numpy.typing as npt
 from pipeloom.lazy import lazy_module
 from pipeloom.taskgraph import FORWARD, INPUT_GRADIENT, NO_TASK, IntArray, TaskGraph
 from pipeloom.timeline.bounds_memory import held_byte_ns, memory_bound
+from pipeloom.timeline.check import check
 from pipeloom.timeline.options import Options, keeping_off_host, pair_options, without_too_large
-from pipeloom.timeline.schedule import LowerBound
+from pipeloom.timeline.schedule import LowerBound, Schedule, Timeline
+from pipeloom.timeline.simulate import within_limits
 
 if TYPE_CHECKING:
     from pipeloom.timeline import kernels
@@ -68,6 +71,16 @@ def lower_bound(graph: TaskGraph) -> LowerBound:
         ]
         found.append(LowerBound(min(under, default=0), "memory"))
     return max(found, key=lambda bound: bound.ns)
+
+
+def bound_of(graph: TaskGraph, schedule: Schedule, timeline: Timeline) -> LowerBound:
+    """Return the lower bound that belongs to a simulated schedule: one that exceeds a limit may beat `lower_bound`.
+
+    Its bound is that of the graph without limits.
+    """
+    if not within_limits(graph, schedule, timeline) and check(graph, schedule):
+        graph = replace(graph, capacity_bytes=None, host_capacity_bytes=None)
+    return lower_bound(graph)
 
 
 class _Way(NamedTuple):

@@ -55,20 +55,52 @@ def least_held(graph: TaskGraph, options: Options) -> IntArray:
 
     What is held from one moment to the same one does not count, as what a task without duration holds may be.
     """
-    trained, split = (graph.backward_of != NO_TASK)[:, None], (graph.weight_of != NO_TASK)[:, None]
-    lasts = (options.forward_ns > 0) | (trained & (options.backward_ns > 0))
-    activation = np.where(lasts, options.activation_bytes, 0)
+    split = (graph.weight_of != NO_TASK)[:, None]
+    activation = np.where(_lasts(graph, options), options.activation_bytes, 0)
     return np.maximum(activation, np.where(split & (options.weight_ns > 0), options.weight_gradient_bytes, 0))
 
 
-def off_host(graph: TaskGraph, options: Options) -> BoolArray:
-    """Candidates that fit whatever other pairs hold on the host, shape as the options'.
+def _lasts(graph: TaskGraph, options: Options) -> BoolArray:
+    """Return under which candidates some time passes between the start of F and the end of B or I."""
+    trained = (graph.backward_of != NO_TASK)[:, None]
+    lasts: BoolArray = (options.forward_ns > 0) | (trained & (options.backward_ns > 0))
+    return lasts
 
-    All where the host has no limit and nothing is staged; else those that hold nothing there, or all of a pair that has
-    none of these.
+
+def fits_alone(graph: TaskGraph, options: Options) -> BoolArray:
+    """Return which candidates keep to the limits of device and host if no other pair holds anything.
+
+    The shape is that of the options. A candidate that does not is in no schedule.
     """
-    free: BoolArray = options.host_bytes == 0
-    return free | (not graph.limits_offload) | ~free.any(axis=1, keepdims=True)
+    home = graph.rank[graph.forward_of]
+    fits: BoolArray = np.ones(options.host_bytes.shape, np.bool_)
+    if graph.most_room_bytes is not None:
+        room = graph.most_room_bytes[home][:, None]
+        if graph.staging_bytes is not None:
+            room = room - np.where(options.host_bytes > 0, graph.staging_bytes[home][:, None], 0)
+        fits &= least_held(graph, options) <= room
+    if graph.host_capacity_bytes is not None:
+        held = np.where(_lasts(graph, options), options.host_bytes, 0)
+        fits &= held <= graph.host_capacity_bytes[home][:, None]
+    return fits
+
+
+def usable(graph: TaskGraph, options: Options) -> BoolArray:
+    """Return which candidates fit alone, or all candidates of a pair of which none does."""
+    fits = fits_alone(graph, options)
+    return fits | ~fits.any(axis=1, keepdims=True)
+
+
+def off_host(graph: TaskGraph, options: Options) -> BoolArray:
+    """Return which candidates to prefer: the usable ones, and where offloading is limited, those without host bytes.
+
+    The shape is that of the options. A pair whose usable candidates all hold something on the host keeps them all.
+    """
+    fits = usable(graph, options)
+    if not graph.limits_offload:
+        return fits
+    free = fits & (options.host_bytes == 0)
+    return np.where(free.any(axis=1, keepdims=True), free, fits)
 
 
 def keeping_off_host(options: Options) -> Options:
@@ -80,14 +112,13 @@ def keeping_off_host(options: Options) -> Options:
 
 
 def without_too_large(graph: TaskGraph, options: Options) -> Options:
-    """The same, with candidates that alone exceed their rank's room replaced by a copy of one that does not.
+    """The same, with candidates that alone exceed a limit of device or host replaced by a copy of one that does not.
 
     A pair of which none fits keeps all; it has no schedule anyway.
     """
-    if graph.most_room_bytes is None:
+    if graph.most_room_bytes is None and graph.host_capacity_bytes is None:
         return options
-    room = graph.most_room_bytes[graph.rank[graph.forward_of]]
-    return options.only(first_of(least_held(graph, options) <= room[:, None]))
+    return options.only(first_of(fits_alone(graph, options)))
 
 
 def first_of(fits: BoolArray) -> IntArray:

@@ -58,6 +58,19 @@ class LowerBound:
     name: str
 
 
+def gap(makespan_ns: int, bound_ns: int) -> float:
+    """Return how far a makespan lies above a lower bound, relative to the bound; 0 if the bound is 0.
+
+    Raises
+    ------
+    AssertionError
+        The makespan is below the bound, so the bound is none. Python's ``-O`` does not skip this check.
+    """
+    if makespan_ns < bound_ns:
+        raise AssertionError(f"the makespan of {makespan_ns} ns is below its lower bound of {bound_ns} ns")
+    return makespan_ns / bound_ns - 1.0 if bound_ns else 0.0
+
+
 def random_schedule(rng: random.Random, graph: TaskGraph) -> Schedule:
     """A random topological order, seen by each rank, and a random strategy for every pair: to check what runs plans.
 

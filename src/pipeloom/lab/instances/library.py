@@ -17,6 +17,7 @@ from pipeloom.search.result import Progress
 from pipeloom.search.solve import solve
 from pipeloom.search.stopping import Deadline
 from pipeloom.taskgraph import TaskGraph
+from pipeloom.timeline import gap
 
 LIBRARY: dict[str, Family] = {
     "vlm-s": family("vlm-s"),
@@ -87,7 +88,7 @@ class Run:
     @property
     def gap(self) -> float:
         """Makespan above the bound, relative to it."""
-        return self.makespan_ns / self.bound_ns - 1
+        return gap(self.makespan_ns, self.bound_ns)
 
     def gap_at(self, seconds: float) -> float:
         """The gap of the best schedule found so soon, or of the first one where there was none yet."""
@@ -95,7 +96,7 @@ class Run:
         for moment, makespan_ns in self.trace:
             if moment <= seconds:
                 best = min(best, makespan_ns)
-        return best / self.bound_ns - 1
+        return gap(best, self.bound_ns)
 
 
 def run_library(

@@ -100,8 +100,7 @@ def solve_here(graph: TaskGraph, seconds: float, hint: Schedule, bound_ns: int, 
             model.add(start[int(graph.successor[e])] >= end[t] + int(graph.successor_delay_ns[e]) // unit)
     for row in intervals:
         model.add_no_overlap(row)
-    if graph.capacity_bytes is not None:
-        _add_memory(model, graph, start, end, picked, horizon)
+    _add_memory(model, graph, start, end, picked, horizon)
     makespan = model.new_int_var(-(-bound_ns // unit), horizon, "makespan")
     model.add_max_equality(makespan, end)
     model.minimize(makespan)
@@ -135,11 +134,10 @@ def _pick_candidates(model: Any, graph: TaskGraph) -> list[list[Any]]:
 def _add_memory(
     model: Any, graph: TaskGraph, start: list[Any], end: list[Any], picked: list[list[Any]], horizon: int
 ) -> None:
-    room = graph.room_bytes
-    assert room is not None
-    options = pair_options(graph)
-    spans: list[list[Any]] = [[] for _ in range(graph.num_ranks)]
-    demands: list[list[Any]] = [[] for _ in range(graph.num_ranks)]
+    """State the limits of every rank, and then those of its host, as resources of their own."""
+    options, ranks = pair_options(graph), graph.num_ranks
+    spans: list[list[Any]] = [[] for _ in range(2 * ranks)]
+    demands: list[list[Any]] = [[] for _ in range(2 * ranks)]
 
     def hold(rank: int, first: Any, last: Any, amounts: list[int], literals: list[Any]) -> None:
         size = model.new_int_var(0, horizon, "")
@@ -157,14 +155,30 @@ def _add_memory(
         width = len(picked[pair])
         last = forward if backward == NO_TASK else backward
         hold(rank, start[forward], end[last], options.activation_bytes[pair, :width].tolist(), picked[pair])
+        hold(ranks + rank, start[forward], end[last], options.host_bytes[pair, :width].tolist(), picked[pair])
         if weight != NO_TASK:
             amounts = options.weight_gradient_bytes[pair, :width].tolist()
             hold(rank, end[backward], end[weight], amounts, picked[pair])
     for source, target, held in zip(graph.edge_source, graph.edge_target, graph.edge_bytes, strict=True):
         if held:
             hold(int(graph.rank[source]), end[source], end[target], [int(held)], [1])
-    for rank in range(graph.num_ranks):
-        model.add_cumulative(spans[rank], demands[rank], int(room[rank]))
+    if graph.staging_bytes is not None and graph.candidates is not None:
+        home = graph.rank[graph.forward_of].tolist()
+        for rank, staged in enumerate(graph.staging_bytes.tolist()):
+            stages = model.new_bool_var("")
+            for pair in range(graph.num_pairs):
+                if home[pair] == rank:
+                    for x, away in zip(picked[pair], options.host_bytes[pair].tolist(), strict=False):
+                        if away:
+                            model.add_implication(x, stages)
+            demand = model.new_int_var(0, staged, "")
+            model.add(demand == staged * stages)
+            spans[rank].append(model.new_fixed_size_interval_var(0, horizon, ""))
+            demands[rank].append(demand)
+    for first, limits in ((0, graph.most_room_bytes), (ranks, graph.host_capacity_bytes)):
+        if limits is not None:
+            for rank, limit in enumerate(limits.tolist(), first):
+                model.add_cumulative(spans[rank], demands[rank], limit)
 
 
 def orders_of(graph: TaskGraph, start: IntArray, end: IntArray) -> tuple[IntArray, ...]:

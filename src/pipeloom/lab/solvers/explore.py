@@ -9,6 +9,9 @@ from pipeloom.search.state import Search
 from pipeloom.search.stopping import Stretch
 from pipeloom.taskgraph import IntArray
 
+MOST_REFUSED = 100
+"""Orders that may fit under no strategies, before an answer is given up on once the budget is spent."""
+
 
 def random_search(search: Search, stretch: Stretch) -> None:
     """Uniformly random sequences."""
@@ -54,7 +57,7 @@ def worst(search: Search, stretch: Stretch) -> None:
     sequences, choice = Sequences(search), published_choice(search)
     longest, at_best = -1, sequences.default
     turn = 0
-    while longest < 0 or (search.meter.spent < stretch.until and search.meter.left(1)):
+    while (longest < 0 and turn < MOST_REFUSED) or (search.meter.spent < stretch.until and search.meter.left(1)):
         sequence = at_best.copy()
         if turn % 4 == 3:
             sequence = search.random.permutation(sequence)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,11 +27,17 @@ def program_on_rank(graph: TaskGraph, schedule: Schedule, rank: int) -> Strategi
 
 def program_strategies(graph: TaskGraph, schedule: Schedule) -> Schedule:
     """The schedule's order with the candidates chosen anew; its order must fit with the leanest ones."""
-    choice = np.zeros(graph.num_pairs, np.int64)
-    for rank in range(graph.num_ranks):
-        found = program_on_rank(graph, schedule, rank)
-        choice[found.pairs] = found.choice
-    return Schedule(schedule.order, choice, schedule.method)
+    return Schedule(schedule.order, program_choice(StrategyChooser(graph), schedule.order), schedule.method)
+
+
+def program_choice(chooser: StrategyChooser, orders: Sequence[IntArray]) -> IntArray:
+    """Return the candidate of every pair under the orders of all ranks; a rank without tasks has no program."""
+    choice = np.zeros(chooser.graph.num_pairs, np.int64)
+    for rank, order in enumerate(orders):
+        if len(order):
+            found = solve_program(state_program(chooser, order, rank))
+            choice[found.pairs] = found.choice
+    return choice
 
 
 def chosen_by_program(

@@ -11,7 +11,7 @@ from collections import OrderedDict
 
 import numpy as np
 
-from pipeloom.lab.solvers.integer_program import solve_program, state_program
+from pipeloom.lab.solvers.integer_program import program_choice
 from pipeloom.lab.solvers.sequences import Sequences, published_choice, try_first
 from pipeloom.lab.solvers.tree import mcts_sequence
 from pipeloom.search.context import begin
@@ -53,11 +53,9 @@ class ProgramChooser(StrategyChooser):
         key, graph = sequence.tobytes(), self.graph
         if key not in self._known:
             orders = tuple(sequence[graph.rank[sequence] == rank] for rank in range(graph.num_ranks))
-            choice = np.zeros(graph.num_pairs, np.int64)
-            for rank, order in enumerate(orders):
-                found = solve_program(state_program(self, order, rank))
-                choice[found.pairs] = found.choice
-            self._known[key] = simulate(graph, Schedule(orders, choice, "program")).makespan_ns, choice
+            self._chosen = program_choice(self, orders)
+            makespan = simulate(graph, Schedule(orders, self._chosen, "program")).makespan_ns
+            self._known[key] = self._judged(sequence, makespan), self._chosen
             if len(self._known) > _REMEMBERED:
                 self._known.popitem(last=False)
         makespan, self._chosen = self._known[key]

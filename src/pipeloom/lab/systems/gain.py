@@ -13,7 +13,7 @@ from pipeloom.lab.systems.now import run_costs, static_graph, under_static_order
 from pipeloom.lab.systems.systems import SIZES, System, in_turn, replica_seconds, searched_system, sized
 from pipeloom.packing import PackingSpec
 from pipeloom.packing.loads import budget_tokens
-from pipeloom.planner.joint import decide
+from pipeloom.planner.joint import decide, least_bound
 from pipeloom.planner.problem import Problem
 from pipeloom.search import StoppingRule, solve
 from pipeloom.spec import Layout
@@ -61,7 +61,7 @@ def packing_system(name: str, case: ModelOnCluster, layout: Layout, tokens: int)
         problem.warm_up()
         made = decide(problem, batch, budget, seed)
         return BaselineResult(
-            name, layout, made.graph, made.schedule, made.timeline, made.least_bound, after_s, made.packing
+            name, layout, made.graph, made.schedule, made.timeline, least_bound(problem, made), after_s, made.packing
         )
 
     return System(name, layout, run)

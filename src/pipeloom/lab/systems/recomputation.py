@@ -56,8 +56,9 @@ def per_rank_recomputation(
         choice = np.array(ladder)[step][home]
         chosen = Schedule(schedule.order, choice, name)
         timeline = simulate(graph, chosen)
-        assert graph.capacity_bytes is not None
-        full = np.flatnonzero(timeline.peak_bytes > graph.capacity_bytes)
+        capacity = graph.with_candidates(choice).capacity_bytes
+        assert capacity is not None
+        full = np.flatnonzero(timeline.peak_bytes > capacity)
         if not full.size:
             return BaselineResult(name, layout, graph, chosen, timeline, lower_bound(graph))
         if (step[full] == len(ladder) - 1).any():

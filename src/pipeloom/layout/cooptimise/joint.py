@@ -23,7 +23,7 @@ from pipeloom.layout.cooptimise.walk import Span, Walk, WalkReport, steps_at_onc
 from pipeloom.search import Evaluations, OrderRule, Progress
 from pipeloom.search.stopping import StoppingRule, Until, Watch
 from pipeloom.taskgraph import TaskGraph
-from pipeloom.timeline import LowerBound, Schedule, Timeline, require_feasible, simulate
+from pipeloom.timeline import LowerBound, Schedule, Timeline, gap, require_feasible, simulate
 from pipeloom.units import size_text
 
 
@@ -55,7 +55,7 @@ class CooptimisedPipeline:
     @property
     def gap(self) -> float:
         """Makespan above the lower bound, relative to it."""
-        return self.timeline.makespan_ns / self.lower_bound.ns - 1 if self.lower_bound.ns else 0.0
+        return gap(self.timeline.makespan_ns, self.lower_bound.ns)
 
     @property
     def order_rule(self) -> OrderRule:

@@ -337,23 +337,21 @@ def choose_way(t: Tables, d: Desk, order: Array, rank: int, staying: bool, ascen
     )
     bound = lagrangian(options, work, ascent)
     fits = True
-    if t.stays[rank]:
-        fill_allocated(options, work.best, work.allocated)
-        for k in range(places):
-            fits &= work.allocated[k] <= options.capacity[k]
+    fill_allocated(options, work.best, work.allocated)
+    for k in range(places):
+        fits &= work.allocated[k] <= options.capacity[k]
     return bound, fits
 
 
 @kernel
-def choose_rank(t: Tables, d: Desk, order: Array, rank: int, ascent: Ascent) -> float:
-    """Write the choice of a rank's pairs (rows of the tables) into ``d.choice``; return the bound.
+def choose_rank(t: Tables, d: Desk, order: Array, rank: int, ascent: Ascent) -> tuple[float, bool]:
+    """Write the choice of a rank's pairs (rows of the tables) into ``d.choice``; return the bound, and whether it fits.
 
     Where a rank stages something if a pair offloads, there are two ways: all pairs keep off the host and have all of
     the room, or they may offload in what is left. The one that takes less time is chosen, of those that fit.
     """
     if not t.stays[rank]:
-        bound, _ = choose_way(t, d, order, rank, False, ascent)
-        return bound
+        return choose_way(t, d, order, rank, False, ascent)
     a, b = t.rank_start[rank], t.rank_start[rank + 1]
     bound, fits = choose_way(t, d, order, rank, True, ascent)
     total, fastest = 0, 0
@@ -366,12 +364,12 @@ def choose_rank(t: Tables, d: Desk, order: Array, rank: int, ascent: Ascent) -> 
             least = min(least, t.time[i, j])
         fastest += least
     if fits and total == fastest:
-        return bound
+        return bound, True
     other, other_fits = choose_way(t, d, order, rank, False, ascent)
     if fits and (not other_fits or total <= total_of(d.choice[a:b], t.time[a:b])):
         for i in range(a, b):
             d.choice[i] = d.other[i]
-    return min(bound, other)
+    return min(bound, other), fits or other_fits
 
 
 @callee
@@ -396,8 +394,9 @@ def finish(t: Tables, d: Desk, sequence: Array) -> int:
 
 
 @kernel
-def choose_all(t: Tables, d: Desk, sequence: Array, orders: Array, counts: Array, ascent: Ascent) -> int:
-    """Choose the strategies of all ranks for a sequence of all tasks; return the makespan under them.
+def choose_all(t: Tables, d: Desk, sequence: Array, orders: Array, counts: Array, ascent: Ascent) -> tuple[int, bool]:
+    """Choose the strategies of all ranks for a sequence of all tasks; return the makespan under them, and whether
+    they fit.
 
     ``orders``, of shape (num_ranks, num_tasks), and ``counts`` are scratch.
     """
@@ -407,7 +406,8 @@ def choose_all(t: Tables, d: Desk, sequence: Array, orders: Array, counts: Array
         r = t.rank[task]
         orders[r, counts[r]] = task
         counts[r] += 1
+    fits = True
     for r in range(len(counts)):
         if counts[r] > 0:
-            choose_rank(t, d, orders[r, : counts[r]], r, ascent)
-    return finish(t, d, sequence)
+            fits &= choose_rank(t, d, orders[r, : counts[r]], r, ascent)[1]
+    return finish(t, d, sequence), fits

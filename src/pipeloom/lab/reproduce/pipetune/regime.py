@@ -42,7 +42,7 @@ from pipeloom.layout import LayerLoad, chain_of_stages
 from pipeloom.layout.layouts import dealt
 from pipeloom.packing import PackingSpec, Policy, group
 from pipeloom.planner import Problem
-from pipeloom.planner.joint import decide
+from pipeloom.planner.joint import decide, least_bound
 from pipeloom.search import Deadline
 from pipeloom.spec import Batch, Layout, Sample
 from pipeloom.spec.parallelism import Degrees
@@ -244,7 +244,7 @@ def joined_plans(setup: PaperSetup, batches: Sequence[tuple[int, Batch]], search
         each = [decide(problem, batch, Deadline(search_s, "cpu"), seed) for seed, batch in batches]
     except InfeasibleError:
         return Joined(float("inf"), float("inf"))
-    planned, least = np.mean([(one.ns, one.least_bound.ns) for one in each], axis=0) / NS_PER_S
+    planned, least = np.mean([(one.ns, least_bound(problem, one).ns) for one in each], axis=0) / NS_PER_S
     return Joined(float(planned), float(least))
 
 

@@ -1,0 +1,151 @@
+"""What must be where before what, as far as a plan tells by itself: from the names of its chunks and messages.
+
+Without a packing it is not known which part of a module goes into which part of the next one. Where several could be
+meant, only what holds for each of them is asked.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from pipeloom.plan.action import Action, Verb
+from pipeloom.plan.table import PlanTable, code
+from pipeloom.spec import Layout
+
+Move = tuple[int, int, int, int, int]
+"""Row that gives, row that takes, a row of the producer, number of the target, and whether it is a gradient."""
+
+
+class _Part(NamedTuple):
+    """A unit by its chunk's name in two: the module, and the place among its chunks (-1: the name has none)."""
+
+    module: str
+    place: int
+    microbatch: int
+    sub_microbatch: int
+
+    def moved(self, places: int) -> _Part:
+        """Return the same part of its module, so many chunks further on."""
+        return self._replace(place=self.place + places)
+
+
+def flow_of(table: PlanTable, layout: Layout | None) -> tuple[list[Move], list[tuple[int, str]]]:
+    """Return what goes from unit to unit in a plan, and rows that cannot be, with what is wrong with them.
+
+    Parameters
+    ----------
+    table : PlanTable
+    layout : Layout or None
+        Says which modules follow each other; without it, only messages say so.
+    """
+    flow = _Flow(table, layout)
+    moves, faults = [*flow.inside_modules()], []
+    for row in table.messages.tolist():
+        producer = flow.part(flow.action(row))
+        if producer not in flow.forward:
+            faults.append((row, "is about a unit that no rank computes"))
+        elif table.verb[row] == code(Verb.RECV_F):
+            moves += flow.by_message(row, producer)
+    if layout is not None:
+        moves += flow.between_modules(layout)
+        faults += flow.cut_short(layout)
+    return moves, faults
+
+
+class _Flow:
+    """Units of a plan: the rows of their forwards, and of their backwards as far as these give gradients."""
+
+    def __init__(self, table: PlanTable, layout: Layout | None) -> None:
+        self.table = table
+        self.after = None if layout is None else {module.name: module.after for module in layout.modules}
+        self.listed = [action for actions in table.plan.ranks for action in actions]
+        self.forward = {self.part(a): row for row, a in enumerate(self.listed) if a.verb is Verb.F}
+        self.backward = {self.part(a): row for row, a in enumerate(self.listed) if a.verb in (Verb.B, Verb.I)}
+        self.of_rank: defaultdict[tuple[int, int], list[_Part]] = defaultdict(list)
+        for part, row in self.forward.items():
+            self.of_rank[int(table.rank[row]), part.microbatch].append(part)
+
+    def action(self, row: int) -> Action:
+        return self.listed[row]
+
+    def part(self, action: Action) -> _Part:
+        module, _, place = action.chunk.rpartition(".")
+        if not (module and place.isdecimal()):
+            module, place = action.chunk, "-1"
+        return _Part(module, int(place), action.microbatch, action.sub_microbatch)
+
+    def inside_modules(self) -> Iterator[Move]:
+        """From chunk to chunk of one module, a part goes as a whole."""
+        target = self.table.targets.get(("", ""), -1)
+        for above, row in self.forward.items():
+            below = above.moved(1)
+            if below in self.forward:
+                yield row, self.forward[below], row, target, 0
+                if above in self.backward and below in self.backward:
+                    yield self.backward[below], self.backward[above], row, target, 1
+
+    def by_message(self, row: int, producer: _Part) -> Iterator[Move]:
+        """What a receive is for: the units of its rank and microbatch that may take it."""
+        action = self.action(row)
+        if not action.target and not action.stream and producer.moved(1) in self.forward:
+            return
+        takers = [part for part in self.of_rank[int(self.table.rank[row]), producer.microbatch] if part != producer]
+        if not action.stream:
+            takers = [part for part in takers if part.moved(-1) not in self.forward and part.module != producer.module]
+            if self.after is not None:
+                takers = [part for part in takers if producer.module in self.after.get(part.module, ())]
+        if action.target:
+            takers = [part for part in takers if action.target in _names(part)]
+        if not takers:
+            return
+        made, target = self.forward[producer], self.table.targets[action.target, action.stream]
+        yield made, max(self.forward[part] for part in takers), made, target, 0
+        gives = [self.backward[part] for part in takers if part in self.backward]
+        if gives and producer in self.backward:
+            yield min(gives), self.backward[producer], made, target, 1
+
+    def cut_short(self, layout: Layout) -> Iterator[tuple[int, str]]:
+        """Parts of pipelined modules that do not pass all chunks."""
+        for module in layout.modules:
+            last = len(layout.chunks_of(module.name)) - 1
+            for part, row in self.forward.items() if module.on_ranks == "pipelined" else ():
+                for step, end in ((-1, 0), (1, last)):
+                    other = part.moved(step)
+                    if part.module == module.name and part.place != end and other not in self.forward:
+                        unit = f"{module.name}.{other.place} {part.microbatch}.{part.sub_microbatch}"
+                        yield row, f"is of a part whose unit {unit} has no F"
+
+    def between_modules(self, layout: Layout) -> Iterator[Move]:
+        """What a rank keeps for itself between two modules, where all of a microbatch is one part of the second.
+
+        That part takes something of each module before it, if not of each part.
+        """
+        firsts: defaultdict[tuple[str, int], list[_Part]] = defaultdict(list)
+        lasts: defaultdict[tuple[str, int], list[_Part]] = defaultdict(list)
+        for part in self.forward:
+            if part.moved(-1) not in self.forward:
+                firsts[part.module, part.microbatch].append(part)
+            if part.moved(1) not in self.forward:
+                lasts[part.module, part.microbatch].append(part)
+        for module in layout.modules:
+            for (name, microbatch), takers in firsts.items():
+                for above in module.after if name == module.name and len(takers) == 1 else ():
+                    yield from self._between(lasts[above, microbatch], takers[0])
+
+    def _between(self, producers: list[_Part], taker: _Part) -> Iterator[Move]:
+        rank, taken = self.table.rank, self.forward[taker]
+        made = [self.forward[part] for part in producers]
+        if not made or any(rank[row] != rank[taken] for row in made):
+            return
+        yield min(made), taken, min(made), -1, 0
+        back = [self.backward[part] for part in producers if part in self.backward]
+        if back and taker in self.backward:
+            yield self.backward[taker], max(back), min(made), -1, 1
+
+
+def _names(part: _Part) -> tuple[str, str]:
+    """How a message may name its consumer; see `pipeloom.plan.routes.target_word`."""
+    chunk = f"{part.module}.{part.place}"
+    return chunk, f"{chunk}:{part.sub_microbatch}"
