@@ -85,7 +85,7 @@ class _Index(IndexDataCacheFile):
 
     def _save_checked(self, file: str, saved: Any) -> None:
         content = self._dump(saved)  # type: ignore[no-untyped-call]
-        with self._open_for_write(file) as opened:  # type: ignore[no-untyped-call]
+        with self._open_for_write(file) as opened:
             opened.write(self._digest(content) + content)
 
     def _digest(self, content: bytes) -> bytes:
