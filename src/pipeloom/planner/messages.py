@@ -6,6 +6,7 @@ from typing import TypeVar
 
 import msgspec
 
+from pipeloom.bounds import Magnitude, Seed, Threads, Wait
 from pipeloom.cost import Correction, Profile, ProfileCosts, check_strategies
 from pipeloom.errors import InputError, PlannerError, check_not_negative, check_positive
 from pipeloom.packing import PackingSpec
@@ -27,8 +28,8 @@ class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     profile: Profile
     packing: PackingSpec
     cluster: RankSpec = RankSpec()
-    budget_s: float = 1.0
-    seed: int = 0
+    budget_s: Wait = 1.0
+    seed: Seed = 0
     method: str = "default"
     strategies: tuple[Strategy, ...] = ("keep",)
     """Memory strategies among which every pair's is chosen; the first is the base."""
@@ -38,12 +39,12 @@ class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Over which messages go: plans are made and verified for it."""
     split_backward: bool = False
     """Whether backwards may be split into input and weight gradients, a microbatch at a time."""
-    held_copies: dict[str, float] = {}
+    held_copies: dict[str, Magnitude] = {}
     """Of module/kind: how many times a layer's weights a process holds; see `ProfileCosts`."""
 
     search: SearchParams = SearchParams()
     """What tunes the search of orders."""
-    threads: int = 1
+    threads: Threads = 1
     """Threads that search; 0: half of the cores."""
 
     def __post_init__(self) -> None:

@@ -15,9 +15,11 @@ from typing import Literal
 import msgspec
 import numpy as np
 
+from pipeloom.bounds import Count, Magnitude, Number, Share
+from pipeloom.conversion import convert
 from pipeloom.errors import InputError
 from pipeloom.spec.batch import Sample, audio_tokens
-from pipeloom.spec.catalog import convert, read
+from pipeloom.spec.catalog import read
 
 
 class Spread(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -27,10 +29,10 @@ class Spread(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     the bounds allow. ``mean`` equal to ``median`` is a constant.
     """
 
-    median: float
-    mean: float
-    minimum: float = 0.0
-    maximum: float = 1e9
+    median: Magnitude
+    mean: Magnitude
+    minimum: Magnitude = 0.0
+    maximum: Magnitude = 1e9
     whole: bool = True
 
     def __post_init__(self) -> None:
@@ -89,11 +91,11 @@ class DatasetSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Always true: numbers drawn are fitted to statistics, not read from the data."""
     text_tokens: Spread
     images: Spread | None = None
-    images_share: float = 1.0
-    image_tokens: int = 169
-    image_patches: int = 2704
+    images_share: Share = 1.0
+    image_tokens: Count = 169
+    image_patches: Count = 2704
     video_seconds: Spread | None = None
-    frames: tuple[tuple[int, int, float], ...] = ()
+    frames: tuple[tuple[Count, Count, Magnitude], ...] = ()
 
     def __post_init__(self) -> None:
         """Refuse shares that are none, and videos without a size."""
@@ -140,12 +142,12 @@ class MixtureSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: str
     source: str
     fitted: Literal[True]
-    weights: dict[str, float]
-    context_tokens: int = 8192
-    max_images: int = 48
-    image_tokens: int | None = None
+    weights: dict[str, Magnitude]
+    context_tokens: Count = 8192
+    max_images: Number = 48
+    image_tokens: Count | None = None
     """Tokens and patches of each image where the mixture's preparation differs from its data sets'."""
-    image_patches: int | None = None
+    image_patches: Count | None = None
 
 
 def load_mixture(name: str) -> tuple[MixtureSpec, tuple[tuple[DatasetSpec, float], ...]]:

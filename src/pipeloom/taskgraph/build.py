@@ -16,7 +16,7 @@ from pipeloom.taskgraph.assignment import Assignable
 from pipeloom.taskgraph.candidates import Candidate
 from pipeloom.taskgraph.columns import Edges, IntArray, PairLabel, Pairs, Tasks
 from pipeloom.taskgraph.graph import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, TaskGraph, make_graph
-from pipeloom.taskgraph.totals import summable, to_ns
+from pipeloom.totals import summable, to_ns
 
 BackwardForm = Literal["whole", "split", "either"]
 """How backwards are made: in one task, in two, or either, as the schedule chooses."""
